@@ -1,0 +1,44 @@
+# Each target runs in a virtual environment that tools/setup_env.py makes the first time and updates when needed.
+#   PYTHON  the Python that makes the environment; a right torch in it is used
+#   VENV    where the environment is
+#   ARGS    more arguments for the program: make demo ARGS="--help", make test ARGS="-k fp4"
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+dev = $(PYTHON) tools/setup_env.py --venv $(VENV)
+
+.PHONY: help demo demo-minilm test lint format typecheck bench venv clean
+.DEFAULT_GOAL := help
+
+help:          ## List the targets
+	@sed -n 's/^\([a-z-]*\): *## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+
+demo:          ## Quantise hidden states and check the result: examples/quickstart.py
+	@$(dev) -- examples/quickstart.py $(ARGS)
+
+demo-minilm:   ## The same on the weights of a real model
+	@$(dev) --extras dev,examples -- examples/quickstart.py --model minilm $(ARGS)
+
+test:          ## Run the tests; kernels too where there is a GPU
+	@$(dev) -- -m pytest $(ARGS)
+
+lint:          ## Check style and formatting
+	@$(dev) -- -m ruff check
+	@$(dev) -- -m ruff format --check
+
+format:        ## Mend style and formatting
+	@$(dev) -- -m ruff check --fix
+	@$(dev) -- -m ruff format
+
+typecheck:     ## Check types
+	@$(dev) -- -m mypy
+
+bench:         ## Measure on a GPU: make bench ARGS=rmsnorm_fp4quant
+	@$(dev) --extras dev,bench -- -m benchmarks $(ARGS)
+
+venv:          ## Only make the environment
+	@$(dev)
+
+clean:         ## Remove the environment, build outputs and caches
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,166 @@
+#!/usr/bin/env python3
+"""Make the project's virtual environment, or keep it as it is when nothing changed; then run a command in it.
+
+    python3 tools/setup_env.py [--venv .venv] [--extras dev,bench] [-- ARGUMENTS OF ITS PYTHON ...]
+
+A torch that is already right is kept. If the Python that runs this script has one (in a CUDA container, say, or in a
+virtual environment of its own), that Python's packages are made visible in the new environment, and only what is
+missing is installed. Otherwise torch is installed as constraints.txt pins it. An environment that already stands at
+--venv is completed, not replaced. Needs nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = ROOT / "pyproject.toml"
+CONSTRAINTS = ROOT / "constraints.txt"
+
+# Run by the Python in question. `foreign` names the packages that it sees but that lie outside its own environment.
+PROBE = """
+import importlib.metadata, json, os, platform, site, sys
+found = {"python": platform.python_version(), "torch": None, "cuda": None}
+try:
+    import torch
+    found["torch"] = importlib.metadata.version("torch")
+    found["cuda"] = torch.version.cuda
+except Exception as error:
+    found["error"] = repr(error)
+found["sites"] = site.getsitepackages() + ([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])
+found["foreign"] = [
+    dist.metadata["Name"]
+    for dist in importlib.metadata.distributions()
+    if dist.metadata["Name"] and not str(dist.locate_file("")).startswith(os.path.join(sys.prefix, ""))
+]
+print(json.dumps(found))
+"""
+
+
+def main() -> None:
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    command = sys.argv[at + 1 :]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="where the environment is (default: .venv)")
+    parser.add_argument("--extras", default="dev", help="extras of pyproject.toml, comma-separated (default: dev)")
+    args = parser.parse_args(sys.argv[1:at])
+
+    venv = Path(os.path.abspath(args.venv))
+    python = venv / "bin" / "python"
+    stamp = venv / "torch_cute_ops.json"
+    extras = {extra for extra in args.extras.split(",") if extra}
+    inputs = [PYPROJECT.read_bytes(), CONSTRAINTS.read_bytes(), Path(__file__).read_bytes(), bytes(ROOT)]
+    key = hashlib.sha256(b"\0".join(inputs)).hexdigest()
+
+    done = json.loads(stamp.read_text()) if stamp.exists() and python.exists() else {}
+    if done.get("key") != key or not extras <= set(done["extras"]):
+        extras |= set(done.get("extras", ()))
+        stamp.unlink(missing_ok=True)
+        create(venv, python)
+        found = install(python, extras)
+        stamp.write_text(json.dumps({"key": key, "extras": sorted(extras)}))
+        print(f"{venv} is ready: Python {found['python']}, torch {found['torch']}", flush=True)
+    if command:
+        os.execv(python, [str(python), *command])
+
+
+def create(venv: Path, python: Path) -> None:
+    """Make an empty environment at `venv` unless a working one stands there, and link a right torch into it."""
+    if python.exists():
+        return
+    if venv.exists() and any(venv.iterdir()) and not (venv / "pyvenv.cfg").exists():
+        sys.exit(f"{venv} exists and is not a virtual environment: name another with --venv (make VENV=...)")
+    print(f"making {venv}", flush=True)
+    base = probe(sys.executable)
+    if subprocess.call([sys.executable, "-m", "venv", "--clear", str(venv)]):
+        # Debian without its python3-venv leaves an environment that has no pip.
+        shutil.rmtree(venv, ignore_errors=True)
+        sys.exit(1)
+    if torch_is_right(base["torch"]):
+        # Not --system-site-packages: from inside a virtual environment that shows the packages of the Python below it.
+        site_packages = subprocess.check_output(
+            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'), end='')"], text=True
+        )
+        lines = [f"import site; site.addsitedir({folder!r})\n" for folder in base["sites"]]
+        Path(site_packages, "base_packages.pth").write_text("".join(lines))
+
+
+def install(python: Path, extras: set[str]) -> dict[str, Any]:
+    """Install torch, then the project with `extras`, and say what is there."""
+    pip = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    found = probe(python)
+    if torch_is_right(found["torch"]):
+        print(f"keeping torch {found['torch']}", flush=True)
+        _run(*pip, requirement("setuptools"))
+    else:
+        print("installing torch (minutes the first time)", flush=True)
+        _run(*pip, "-c", str(CONSTRAINTS), "torch", requirement("setuptools"))
+        found = probe(python)
+    if found["torch"] is None:
+        sys.exit(f"torch does not import: {found['error']}")
+
+    extras = set(extras)
+    if int((found["cuda"] or "0").split(".")[0]) >= 13:
+        extras.add("cu13")
+    if found["torch"].startswith("2.9."):
+        extras.add("torch29")
+    target = f"{ROOT}[{','.join(sorted(extras))}]"
+    print(f"installing {target}", flush=True)
+    # What comes from outside this environment keeps its version, and so does torch.
+    kept = {"torch", *map(_name, found["foreign"])}
+    pins = [line for line in CONSTRAINTS.read_text().splitlines() if _name(line) not in kept]
+    with tempfile.TemporaryDirectory() as folder:
+        constraints = Path(folder, "constraints.txt")
+        constraints.write_text("\n".join([*pins, f"torch=={found['torch']}", ""]))
+        # No build isolation: pip's isolated build would see a linked environment's setuptools, perhaps too old, first.
+        _run(*pip, "-c", str(constraints), "--no-build-isolation", "-e", target)
+    return found
+
+
+def probe(python: str | Path) -> dict[str, Any]:
+    """Say which torch `python` has, and where its packages are."""
+    output = subprocess.check_output([python, "-c", PROBE], text=True, stderr=subprocess.DEVNULL)
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return result
+
+
+def requirement(package: str) -> str:
+    """Give pyproject.toml's own words about a package; tomllib came only with Python 3.11."""
+    match = re.search(rf'"({package}>=[^"]+)"', PYPROJECT.read_text())
+    if match is None:
+        sys.exit(f"{PYPROJECT} does not say which {package} it needs")
+    return match.group(1)
+
+
+def torch_is_right(version: str | None) -> bool:
+    """Whether pyproject.toml admits this torch; like pip, it does not take 2.9.0a0 for 2.9."""
+    pattern = r"(\d+)\.(\d+)(?:\.\d+)*(a|b|rc|\.dev)?"
+    have = re.match(pattern, version or "0.0")
+    want = re.match(pattern, requirement("torch").removeprefix("torch>="))
+    assert have and want
+    present, lowest = (tuple(map(int, match.group(1, 2))) for match in (have, want))
+    return present > lowest or (present == lowest and have.group(3) is None)
+
+
+def _name(requirement: str) -> str:
+    match = re.match(r"[\w.-]*", requirement)
+    return re.sub(r"[-_.]+", "-", match.group() if match else "").lower()
+
+
+def _run(*command: str) -> None:
+    if code := subprocess.call(command):
+        sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
