@@ -1,0 +1,14 @@
+"""What the formats *are*: element codes, block scales, scale layouts, packing. Plain torch, no kernels."""
+
+from torch_cute_ops.formats.fp4 import MXFP4, NVFP4, FP4Format, resolve_fp4_format
+from torch_cute_ops.formats.scale_layout import SCALE_LAYOUTS, ScaleLayout, resolve_scale_layout
+
+__all__ = [
+    "MXFP4",
+    "NVFP4",
+    "SCALE_LAYOUTS",
+    "FP4Format",
+    "ScaleLayout",
+    "resolve_fp4_format",
+    "resolve_scale_layout",
+]

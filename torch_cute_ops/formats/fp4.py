@@ -1,0 +1,105 @@
+"""FP4 block formats: NVFP4 and MXFP4.
+
+An element is e2m1 (OCP MX v1.0: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives); two elements share a byte, element 0
+in the low nibble. A block of elements shares one scale: e4m3 over 16 elements (NVFP4), ue8m0 over 32 (MXFP4).
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+E2M1_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MAX: Final = 6.0
+E4M3_MAX: Final = 448.0
+E4M3_NAN: Final = 0x7F
+UE8M0_NAN: Final = 0xFF
+UE8M0_BIAS: Final = 127
+
+
+@dataclass(frozen=True)
+class FP4Format:
+    """One block format.
+
+    Attributes:
+        name: ``"nvfp4"`` or ``"mxfp4"``.
+        block_size: elements that share a scale.
+        scale_format: ``"e4m3"`` or ``"ue8m0"``, as in the ops' ``scale_format`` argument.
+        scale_dtype: dtype of the scale tensor at the op boundary.
+        has_global_scale: whether a per-tensor fp32 encode scale may be given.
+    """
+
+    name: str
+    block_size: int
+    scale_format: str
+    scale_dtype: torch.dtype
+    has_global_scale: bool
+
+
+NVFP4: Final = FP4Format("nvfp4", 16, "e4m3", torch.float8_e4m3fn, has_global_scale=True)
+MXFP4: Final = FP4Format("mxfp4", 32, "ue8m0", torch.uint8, has_global_scale=False)
+
+_BY_ARGUMENTS: Final = {
+    (fmt.block_size, scale_format): fmt for fmt in (NVFP4, MXFP4) for scale_format in (None, fmt.scale_format)
+}
+
+
+def resolve_fp4_format(block_size: int, scale_format: str | None) -> FP4Format:
+    """The format that the op arguments ``block_size`` and ``scale_format`` name (``None``: the block size decides).
+
+    Raises:
+        ValueError: for any pair other than (16, e4m3) and (32, ue8m0).
+    """
+    fmt = _BY_ARGUMENTS.get((block_size, scale_format))
+    if fmt is None:
+        raise ValueError(
+            f"block_size={block_size!r} with scale_format={scale_format!r} is no FP4 format; "
+            "use block_size=16, scale_format='e4m3' (NVFP4) or block_size=32, scale_format='ue8m0' (MXFP4)"
+        )
+    return fmt
+
+
+def pack_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """Pack 4-bit codes, uint8 (..., K), two a byte: (..., K/2)."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
+    """The 4-bit codes, uint8 (..., K), of packed bytes (..., K/2)."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+
+
+def encode_e2m1(value: torch.Tensor) -> torch.Tensor:
+    """The e2m1 codes, uint8, of fp32 values: round to nearest even, saturating, the sign of zero kept.
+
+    Follows the definition: the spacing of e2m1 is 0.5 below 2, 1 below 4, 2 above.
+    """
+    magnitude = value.abs().clamp(max=E2M1_MAX)
+    below_2 = (magnitude * 2).round()
+    below_4 = magnitude.round() + 2
+    above_4 = (magnitude / 2).round() + 4
+    code = torch.where(magnitude < 2, below_2, torch.where(magnitude < 4, below_4, above_4))
+    return code.to(torch.uint8) | (torch.signbit(value).to(torch.uint8) << 3)
+
+
+def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """The fp32 values of e2m1 codes (uint8, 0..15)."""
+    table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=torch.float32, device=codes.device)
+    return table[codes.long()]
+
+
+def encode_e4m3(value: torch.Tensor) -> torch.Tensor:
+    """``float8_e4m3fn`` of fp32 values: round to nearest even, saturating at ±448, NaN kept."""
+    return value.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def decode_ue8m0(byte: torch.Tensor) -> torch.Tensor:
+    """The fp32 values ``2^(byte - 127)`` of ue8m0 bytes (uint8); 255 is NaN."""
+    # The byte is the exponent field of an fp32 number, but for 2^-127, which is subnormal.
+    bits = torch.where(byte == 0, 0x00400000, byte.to(torch.int32) << 23)
+    return torch.where(byte == UE8M0_NAN, torch.nan, bits.to(torch.int32).view(torch.float32))
+
+
+def decode_scale(scale: torch.Tensor, fmt: FP4Format) -> torch.Tensor:
+    """The fp32 values of block scales stored in ``fmt``'s scale dtype."""
+    return decode_ue8m0(scale) if fmt is MXFP4 else scale.float()

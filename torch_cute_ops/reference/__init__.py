@@ -1,0 +1,1 @@
+"""The executable specification: each op in plain torch. These are also the registered CPU kernels."""

@@ -1,0 +1,29 @@
+"""Reference of ``fp4_dequantize``."""
+
+import torch
+
+from torch_cute_ops.formats import resolve_fp4_format, resolve_scale_layout
+from torch_cute_ops.formats.fp4 import decode_e2m1, decode_scale, unpack_e2m1
+from torch_cute_ops.formats.scale_layout import to_linear
+
+
+def fp4_dequantize(
+    y: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None = None,
+    block_size: int = 16,
+    scale_format: str | None = None,
+    scale_layout: str = "linear",
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """The values (..., K) of packed codes ``y`` (..., K/2); see the op's docstring."""
+    fmt = resolve_fp4_format(block_size, scale_format)
+    blocks = y.shape[-1] * 2 // fmt.block_size
+    rows = y.shape[:-1].numel()
+    y, scale = y.view(torch.uint8), scale.view(fmt.scale_dtype)
+    linear = to_linear(scale, resolve_scale_layout(scale_layout), rows, blocks)
+    codes = unpack_e2m1(y).reshape(rows, blocks, fmt.block_size)
+    value = decode_e2m1(codes) * decode_scale(linear, fmt).unsqueeze(-1)
+    if global_scale is not None:
+        value = value / global_scale.reshape(())
+    return value.reshape(*y.shape[:-1], 2 * y.shape[-1]).to(out_dtype)

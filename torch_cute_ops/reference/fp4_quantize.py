@@ -1,0 +1,61 @@
+"""Reference of ``fp4_quantize``, and the block quantisation that every FP4-producing reference shares."""
+
+import torch
+
+from torch_cute_ops.formats import MXFP4, FP4Format, resolve_fp4_format, resolve_scale_layout
+from torch_cute_ops.formats.fp4 import (
+    E4M3_NAN,
+    UE8M0_BIAS,
+    UE8M0_NAN,
+    decode_ue8m0,
+    encode_e2m1,
+    encode_e4m3,
+    pack_e2m1,
+)
+from torch_cute_ops.formats.scale_layout import from_linear
+
+
+def quantize_rows(
+    value: torch.Tensor, fmt: FP4Format, global_scale: torch.Tensor | None, scale_layout: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise fp32 rows (..., K): packed codes (..., K/2) and scales in ``scale_layout``."""
+    layout = resolve_scale_layout(scale_layout)
+    blocks = value.unflatten(-1, (-1, fmt.block_size))
+    amax = blocks.abs().amax(-1)
+    scale, inverse = _block_scale(amax, fmt, global_scale)
+    # A block without a finite, nonzero scale stores zeros: no sign, no NaN.
+    live = amax.isfinite() & (inverse != 0)
+    scaled = torch.where(live.unsqueeze(-1), blocks * inverse.unsqueeze(-1), 0.0)
+    packed = pack_e2m1(encode_e2m1(scaled).flatten(-2))
+    if layout.is_linear:
+        return packed, scale
+    return packed, from_linear(scale.reshape(-1, scale.shape[-1]), layout)
+
+
+def _block_scale(
+    amax: torch.Tensor, fmt: FP4Format, global_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The stored scale of blocks with this amax, and the fp32 factor that brings their values into e2m1's range."""
+    if fmt is MXFP4:
+        # 2^ceil(log2(amax / 6)) from the bits: 6 = 1.5 · 2^2, so the exponent is amax's less 2, one more where the
+        # significand exceeds 1.5; subnormals fall on the smallest scale.
+        byte = (((amax.view(torch.int32) + 0x3FFFFF) >> 23) - 2).clamp(min=0).to(torch.uint8)
+        inverse = decode_ue8m0(2 * UE8M0_BIAS - byte)
+        byte = torch.where(amax.isfinite(), byte, UE8M0_NAN)
+        return byte, torch.where(amax == 0, 0.0, inverse)
+    g = amax.new_ones(()) if global_scale is None else global_scale.reshape(())
+    scale = encode_e4m3(amax * g * (1 / 6))
+    nan = torch.full((), E4M3_NAN, dtype=torch.uint8, device=amax.device).view(torch.float8_e4m3fn)
+    inverse = torch.where(scale.float() == 0, 0.0, g / scale.float())
+    return torch.where(amax.isfinite(), scale.view(torch.uint8), nan.view(torch.uint8)).view(scale.dtype), inverse
+
+
+def fp4_quantize(
+    input: torch.Tensor,
+    global_scale: torch.Tensor | None = None,
+    block_size: int = 16,
+    scale_format: str | None = None,
+    scale_layout: str = "linear",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``input`` (..., K) as FP4 blocks; see the op's docstring."""
+    return quantize_rows(input.float(), resolve_fp4_format(block_size, scale_format), global_scale, scale_layout)
