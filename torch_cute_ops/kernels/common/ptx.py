@@ -1,0 +1,156 @@
+"""Single PTX instructions that the DSL has no (side-effect free) function for.
+
+All are pure: the compiler may merge, move and drop them.
+"""
+
+from cutlass import Boolean, Float32, Uint32
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import arith, llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+
+def _asm(result: ir.Type, operands: list, text: str, constraints: str, loc, ip) -> ir.Value:
+    return llvm.inline_asm(result, operands, text, constraints, has_side_effects=False, loc=loc, ip=ip)
+
+
+def _f32(value, loc, ip) -> ir.Value:
+    return Float32(value).ir_value(loc=loc, ip=ip)
+
+
+def _u32(value, loc, ip) -> ir.Value:
+    return Uint32(value).ir_value(loc=loc, ip=ip)
+
+
+@dsl_user_op
+def prmt(a, b, selector: int, *, loc=None, ip=None) -> Uint32:
+    """Four bytes picked from ``a`` (bytes 0..3) and ``b`` (4..7) by the nibbles of ``selector``."""
+    operands = [_u32(a, loc, ip), _u32(b, loc, ip)]
+    return Uint32(_asm(T.i32(), operands, f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r", loc, ip))
+
+
+@dsl_user_op
+def select_bits(mask, a, b, *, loc=None, ip=None) -> Uint32:
+    """Bits of ``a`` where ``mask`` is set, of ``b`` elsewhere."""
+    operands = [_u32(mask, loc, ip), _u32(a, loc, ip), _u32(b, loc, ip)]
+    return Uint32(_asm(T.i32(), operands, "lop3.b32 $0, $1, $2, $3, 0xca;", "=r,r,r,r", loc, ip))
+
+
+@dsl_user_op
+def select(condition, a, b, *, loc=None, ip=None):
+    """``a`` if ``condition`` else ``b``, both computed; ``a`` and ``b`` have one type."""
+    operands = [value.ir_value(loc=loc, ip=ip) for value in (Boolean(condition), a, b)]
+    return type(a)(arith.select(*operands, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def bits_of(value, *, loc=None, ip=None) -> Uint32:
+    """The bit pattern of a ``Float32``."""
+    return Uint32(llvm.bitcast(T.i32(), _f32(value, loc, ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def float_of(bits, *, loc=None, ip=None) -> Float32:
+    """The ``Float32`` with this bit pattern."""
+    return Float32(llvm.bitcast(T.f32(), _u32(bits, loc, ip), loc=loc, ip=ip))
+
+
+@dsl_user_op
+def max_abs_nan(a, b, *, loc=None, ip=None) -> Float32:
+    """``max(a, |b|)``, NaN if either is."""
+    operands = [_f32(a, loc, ip), _f32(b, loc, ip)]
+    text = "{.reg .f32 t; abs.f32 t, $2; max.NaN.f32 $0, $1, t;}"
+    return Float32(_asm(T.f32(), operands, text, "=f,f,f", loc, ip))
+
+
+@dsl_user_op
+def mul_rn(a, b, *, loc=None, ip=None) -> Float32:
+    """``a * b``, IEEE round to nearest even, never contracted into an fma."""
+    operands = [_f32(a, loc, ip), _f32(b, loc, ip)]
+    return Float32(_asm(T.f32(), operands, "mul.rn.f32 $0, $1, $2;", "=f,f,f", loc, ip))
+
+
+@dsl_user_op
+def fma_rn(a, b, c, *, loc=None, ip=None) -> Float32:
+    """``a * b + c`` with one IEEE rounding."""
+    operands = [_f32(a, loc, ip), _f32(b, loc, ip), _f32(c, loc, ip)]
+    return Float32(_asm(T.f32(), operands, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", loc, ip))
+
+
+@dsl_user_op
+def div_rn(a, b, *, loc=None, ip=None) -> Float32:
+    """``a / b``, IEEE round to nearest even."""
+    operands = [_f32(a, loc, ip), _f32(b, loc, ip)]
+    return Float32(_asm(T.f32(), operands, "div.rn.f32 $0, $1, $2;", "=f,f,f", loc, ip))
+
+
+@dsl_user_op
+def sqrt_rn(a, *, loc=None, ip=None) -> Float32:
+    """``sqrt(a)``, IEEE round to nearest even."""
+    return Float32(_asm(T.f32(), [_f32(a, loc, ip)], "sqrt.rn.f32 $0, $1;", "=f,f", loc, ip))
+
+
+@dsl_user_op
+def rcp_approx(a, *, loc=None, ip=None) -> Float32:
+    """``1 / a`` to one ulp."""
+    return Float32(_asm(T.f32(), [_f32(a, loc, ip)], "rcp.approx.f32 $0, $1;", "=f,f", loc, ip))
+
+
+@dsl_user_op
+def rsqrt_approx(a, *, loc=None, ip=None) -> Float32:
+    """``1 / sqrt(a)`` to two ulp; exact for powers of four."""
+    return Float32(_asm(T.f32(), [_f32(a, loc, ip)], "rsqrt.approx.f32 $0, $1;", "=f,f", loc, ip))
+
+
+@dsl_user_op
+def f16x2_toward_zero(low, high, *, loc=None, ip=None) -> Uint32:
+    """Two fp32 values truncated to fp16, packed."""
+    operands = [_f32(high, loc, ip), _f32(low, loc, ip)]
+    return Uint32(_asm(T.i32(), operands, "cvt.rz.f16x2.f32 $0, $1, $2;", "=r,f,f", loc, ip))
+
+
+@dsl_user_op
+def min_abs_f16x2(a, limit: int, *, loc=None, ip=None) -> Uint32:
+    """``min(|a|, limit)`` of both halves; ``limit`` is a packed constant."""
+    text = f"{{.reg .b32 t, l; abs.f16x2 t, $1; mov.b32 l, {limit:#x}; min.f16x2 $0, t, l;}}"
+    return Uint32(_asm(T.i32(), [_u32(a, loc, ip)], text, "=r,r", loc, ip))
+
+
+@dsl_user_op
+def pack_16x2(low, high, dtype: str, *, loc=None, ip=None) -> Uint32:
+    """Two fp32 values rounded to nearest even to ``dtype`` ("bf16" or "f16"), packed."""
+    operands = [_f32(high, loc, ip), _f32(low, loc, ip)]
+    return Uint32(_asm(T.i32(), operands, f"cvt.rn.{dtype}x2.f32 $0, $1, $2;", "=r,f,f", loc, ip))
+
+
+@dsl_user_op
+def unpack_f16(word, half: int, *, loc=None, ip=None) -> Float32:
+    """The fp32 value of one fp16 half of a word."""
+    source = ("h", "x") if half else ("x", "h")
+    text = f"{{.reg .b16 h, x; mov.b32 {{{source[1]}, {source[0]}}}, $1; cvt.f32.f16 $0, h;}}"
+    return Float32(_asm(T.f32(), [_u32(word, loc, ip)], text, "=f,r", loc, ip))
+
+
+@dsl_user_op
+def e4m3_of(value, *, loc=None, ip=None) -> Uint32:
+    """The e4m3 byte of a ``Float32``: round to nearest even, saturating; NaN becomes 0x7F."""
+    text = "{.reg .b16 t, z; cvt.rn.satfinite.e4m3x2.f32 t, 0f00000000, $1; mov.b16 z, 0; mov.b32 $0, {t, z};}"
+    return Uint32(_asm(T.i32(), [_f32(value, loc, ip)], text, "=r,f", loc, ip))
+
+
+@dsl_user_op
+def float_of_e4m3(byte, *, loc=None, ip=None) -> Float32:
+    """The ``Float32`` value of an e4m3 byte (bits 8 and up must be zero)."""
+    text = (
+        "{.reg .b16 t, lo, hi; .reg .b32 p; cvt.u16.u32 t, $1; cvt.rn.f16x2.e4m3x2 p, t; "
+        "mov.b32 {lo, hi}, p; cvt.f32.f16 $0, lo;}"
+    )
+    return Float32(_asm(T.f32(), [_u32(byte, loc, ip)], text, "=f,r", loc, ip))
+
+
+@dsl_user_op
+def e2m1x8_of(values: tuple, *, loc=None, ip=None) -> Uint32:
+    """Eight fp32 values as e2m1 nibbles, element 0 lowest, by the hardware conversion (sm_100 and later)."""
+    operands = [_f32(v, loc, ip) for v in values]
+    converts = " ".join(f"cvt.rn.satfinite.e2m1x2.f32 b{i}, ${2 * i + 2}, ${2 * i + 1};" for i in range(4))
+    text = f"{{.reg .b8 b0, b1, b2, b3; {converts} mov.b32 $0, {{b0, b1, b2, b3}};}}"
+    return Uint32(_asm(T.i32(), operands, text, "=r" + ",f" * 8, loc, ip))

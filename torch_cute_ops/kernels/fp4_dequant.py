@@ -1,0 +1,134 @@
+"""FP4 blocks back to numbers: ``e2m1(code) · scale / global_scale`` in fp32, rounded once to the output dtype.
+
+Roles and data path. Threads take blocks: 8 or 16 bytes of codes and one scale in, 16 or 32 numbers out, with 128-bit
+stores. A CTA works on ``rows_per_cta`` rows at a time, ``threads_per_row`` threads on each, and walks over the rows
+with the grid's stride. Nothing is shared.
+
+A code becomes fp32 by placing its exponent and significand bits where fp32 has them and multiplying by 2^126: the e2m1
+subnormal 0.5 is then an fp32 subnormal, and exact. The product with the scale is exact too.
+
+Bytes moved an element: 1/2 + 1/block_size read, the output's itemsize written.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, Uint64, const_expr
+
+from torch_cute_ops.formats import NVFP4, FP4Format, ScaleLayout
+from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words, words_per
+from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
+
+THREADS = 256
+CTAS_PER_SM = 6
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything static about a kernel.
+
+    Attributes:
+        out_dtype: bfloat16, float16 or float32.
+        width: elements of a row.
+        fmt, layout: FP4 format and scale layout.
+        global_scale: whether a global scale is passed.
+    """
+
+    out_dtype: torch.dtype
+    width: int
+    fmt: FP4Format
+    layout: ScaleLayout
+    global_scale: bool
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a row."""
+        return self.width // self.fmt.block_size
+
+    @property
+    def threads_per_row(self) -> int:
+        """Threads on a row: a power of two, so that rows share a CTA evenly."""
+        return min(THREADS, 1 << (self.blocks - 1).bit_length())
+
+    @property
+    def rows_per_cta(self) -> int:
+        return THREADS // self.threads_per_row
+
+
+def plan(out_dtype: torch.dtype, width: int, fmt: FP4Format, layout: ScaleLayout, global_scale: bool) -> Config:
+    """The configuration for these facts; every architecture has one."""
+    return Config(out_dtype, width, fmt, layout, global_scale)
+
+
+class FP4DequantKernel:
+    """The kernel of one ``Config``."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.out_dtype = DSL_DTYPES[config.out_dtype]
+
+    def arguments(self) -> tuple[Argument, ...]:
+        c = self.config
+        rows = Dim("rows")
+        scale_rows = rows if c.layout.is_linear else Dim("scale_rows")
+        scale_columns = c.layout.padded_blocks(c.blocks)
+        return (
+            TensorArg("Uint8", (rows, c.width // 2), (c.width // 2, 1), align=16),
+            TensorArg("Uint8", (scale_rows, scale_columns), (scale_columns, 1), align=16),
+            TensorArg("Float32", (1,), (1,), align=4) if c.global_scale else None,
+            TensorArg(self.out_dtype.__name__, (rows, c.width), (c.width, 1), align=16),
+            ScalarArg("Int32"),
+        )
+
+    @cute.jit
+    def __call__(self, y, scale, global_scale, out, max_ctas: Int32, stream):
+        ctas = cutlass.min(cute.ceil_div(y.shape[0], self.config.rows_per_cta), max_ctas)
+        self.kernel(y, scale, global_scale, out).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream)
+
+    @cute.kernel
+    def kernel(self, y, scale, global_scale, out):
+        c = self.config
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        column = tid % c.threads_per_row
+        divisor = None
+        if const_expr(global_scale is not None):
+            divisor = global_scale[0]
+        for row in range(cta * c.rows_per_cta + tid // c.threads_per_row, y.shape[0], ctas * c.rows_per_cta):
+            row_scales = cute.recast_ptr(scale.iterator, dtype=Uint8) + c.layout.row_offset(Uint64(row), c.blocks)
+            for block in range(column, c.blocks, c.threads_per_row):
+                offset = Uint64(c.layout.block_offset(Uint32(block)))
+                byte = Uint32(cute.make_tensor(row_scales + offset, cute.make_layout(1))[0])
+                codes = self._block(y, row, block, Uint8, c.width // 2)
+                values = self._decode(load_words(codes), self._scale(byte), divisor)
+                store_words(pack(values, self.out_dtype), self._block(out, row, block, self.out_dtype, c.width))
+
+    def _block(self, tensor, row, block, dtype, row_elements: int) -> cute.Tensor:
+        """The words of a block in a contiguous matrix whose rows have ``row_elements``."""
+        words = words_per(row_elements // self.config.blocks, dtype)
+        start = tensor.iterator + cute.assume(Int64(row) * row_elements, divby=row_elements // self.config.blocks)
+        layout = cute.make_layout((words, self.config.blocks), stride=(1, words))
+        return cute.make_tensor(cute.recast_ptr(start, dtype=Uint32), layout)[None, block]
+
+    def _scale(self, byte: Uint32) -> Float32:
+        """The fp32 value of a scale byte."""
+        if self.config.fmt is NVFP4:
+            return ptx.float_of_e4m3(byte)
+        # The byte is fp32's exponent field, but for 2^-127, which is subnormal, and NaN.
+        bits = ptx.select(byte == Uint32(0), Uint32(0x00400000), byte << 23)
+        return ptx.float_of(ptx.select(byte == Uint32(0xFF), Uint32(0x7FC00000), bits))
+
+    def _decode(self, words: list, scale: Float32, divisor: Float32 | None) -> list:
+        """The values of packed codes, element 0 in the lowest nibble."""
+        values = []
+        for word in words:
+            for i in range(8):
+                code = word >> (4 * i) if i else word
+                bits = ((code & Uint32(7)) << 22) | ((code & Uint32(8)) << 28)
+                value = ptx.mul_rn(ptx.mul_rn(ptx.float_of(bits), Float32(2.0**126)), scale)
+                values.append(value if divisor is None else ptx.div_rn(value, divisor))
+        return values

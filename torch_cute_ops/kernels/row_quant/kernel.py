@@ -1,0 +1,543 @@
+"""The device code; the package's docstring tells the roles and the data path."""
+
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, Uint64, const_expr, range_constexpr
+
+from torch_cute_ops.formats import NVFP4
+from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.convert import (
+    DSL_DTYPES,
+    load_words,
+    pack,
+    store_byte,
+    store_words,
+    unpack,
+    words_per,
+)
+from torch_cute_ops.kernels.common.fp4 import encode_e2m1x8, is_live_mxfp4, is_live_nvfp4, mxfp4_scale, nvfp4_scale
+from torch_cute_ops.kernels.row_quant.config import QUAD, WARP, Config, ceil_div
+from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
+
+EVICT_FIRST = 0x12F0000000000000
+"""L2 policy of rows, which are read once: they shall not push out what other kernels will read (createpolicy's encoding
+of
+``L2::evict_first``)."""
+
+
+def sum_of_squares(values: list) -> Float32:
+    """The sum of the squares, as four interleaved sums."""
+    sums = [Float32(0.0)] * 4
+    for i, value in enumerate(values):
+        sums[i % 4] = ptx.fma_rn(value, value, sums[i % 4])
+    return (sums[0] + sums[1]) + (sums[2] + sums[3])
+
+
+class RowQuantKernel:
+    """The kernel of one ``Config``."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        p = config.problem
+        self.dtype = DSL_DTYPES[p.dtype]
+        self.weight_dtype = None if p.weight_dtype is None else DSL_DTYPES[p.weight_dtype]
+
+    def arguments(self) -> tuple[Argument, ...]:
+        p = self.config.problem
+        rows = Dim("rows")
+        dtype = self.dtype.__name__
+        scale_columns = p.layout.padded_blocks(self.config.blocks)
+        scale_rows = rows if p.layout.is_linear else Dim("scale_rows")
+        scale_dtype = DSL_DTYPES[p.fmt.scale_dtype].__name__
+        row_stride = Dim("row_stride", divisibility=16 // p.dtype.itemsize, bits=64)
+        return (
+            TensorArg(dtype, (rows, p.width), (row_stride, 1), align=16),
+            None if p.weight_dtype is None else TensorArg(self.weight_dtype.__name__, (p.width,), (1,), align=16),
+            TensorArg("Float32", (1,), (1,), align=4) if p.global_scale else None,
+            TensorArg("Uint8", (rows, p.width // 2), (p.width // 2, 1), align=16),
+            TensorArg(scale_dtype, (scale_rows, scale_columns), (scale_columns, 1), align=16),
+            TensorArg(dtype, (rows, p.width), (p.width, 1), align=16) if p.writes_norm else None,
+            ScalarArg("Float32"),
+            ScalarArg("Int32"),
+        )
+
+    @cute.jit
+    def __call__(self, x, weight, global_scale, y, scale, norm, eps: Float32, max_ctas: Int32, stream):
+        c = self.config
+        # A CTA gets a second row only when every CTA has one. Padding wants some CTAs even for one row: zeroing it with
+        # one would take 14 µs (H200, width 7168).
+        wanted = cute.ceil_div(x.shape[0], c.group_rows)
+        if const_expr(not c.problem.layout.is_linear):
+            wanted = cutlass.max(wanted, WARP)
+        clusters = cutlass.max(max_ctas // c.splits, 1)
+        ctas = cutlass.min(wanted, clusters) * c.splits
+        # One group each while there are CTAs enough: a smaller CTA starts sooner.
+        threads = ptx.select(x.shape[0] <= clusters * c.group_rows, Int32(c.group_threads), Int32(c.threads))
+        self.kernel(x, weight, global_scale, y, scale, norm, eps).launch(
+            grid=[ctas, 1, 1],
+            block=[threads, 1, 1],
+            max_number_threads=[c.threads, 1, 1],
+            min_blocks_per_mp=1,
+            cluster=[c.splits, 1, 1] if const_expr(c.splits > 1 and weight is not None) else None,
+            stream=stream,
+            use_pdl=c.pdl,
+        )
+
+    @cute.kernel
+    def kernel(self, x, weight, global_scale, y, scale, norm, eps: Float32):
+        c = self.config
+        p = c.problem
+        normalises = const_expr(weight is not None)
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        threads, _, _ = cute.arch.block_dim()
+        group = cute.arch.make_warp_uniform(tid // c.group_threads)
+        in_group = tid % c.group_threads
+        rank = cta % c.splits
+        t = SimpleNamespace(
+            tid=tid,
+            threads=threads,
+            lane=tid % WARP,
+            group=group,
+            in_group=in_group,
+            warp=in_group // WARP,
+            column=in_group % c.threads_per_row,
+            row=in_group // c.threads_per_row,
+            rank=rank,
+            first_block=rank * c.slice_blocks,
+            my_blocks=cutlass.min(Int32(c.blocks) - rank * c.slice_blocks, c.slice_blocks),
+            rows=x.shape[0],
+            x=x,
+            y=y,
+            scale=scale,
+            norm=norm,
+            walkers=ctas // c.splits * (threads // c.group_threads),
+            walker=group * (ctas // c.splits) + cta // c.splits,
+        )
+        self._deal_rows(t)
+        s = self._allocate(t)
+        # The thread that initialises the barriers starts the first copies at once; the other groups' follow the
+        # barrier.
+        early = const_expr(c.group_rows == 1)
+        if tid == 0:
+            self._init_barriers(s)
+        cute.arch.mbarrier_init_fence()
+        if const_expr(c.pdl):
+            cute.arch.griddepcontrol_wait()
+        if tid == 0:
+            if const_expr(normalises):
+                self._issue_weight(weight, t, s)
+            if const_expr(early):
+                self._issue_first(t, s)
+        if const_expr(c.quads):
+            if t.quads > 0:
+                self._clear_scales(t, s)
+        if const_expr(c.splits > 1 and normalises):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+        if const_expr(early):
+            if group > 0:
+                self._issue_first(t, s)
+        else:
+            self._issue_first(t, s)
+        if const_expr(c.pdl):
+            cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(not p.layout.is_linear):
+            self._zero_padding_rows(t)
+        g = None
+        if const_expr(global_scale is not None):
+            g = global_scale[0]
+        weights = []
+        if const_expr(normalises):
+            cute.arch.mbarrier_wait(s.weight_barrier, 0)
+            weights = [self._block_weight(j, t, s) for j in range(c.thread_blocks)]
+
+        for it in range(t.its):
+            stage = it % c.stages
+            row = self._row_of(it, t) + t.row
+            cute.arch.mbarrier_wait(s.full + stage, (it // c.stages) & 1)
+            blocks, squares = self._load_row(stage, weights, t, s)
+            rstd = None
+            if const_expr(normalises):
+                total = self._row_sum(squares, it, t, s)
+                rstd = ptx.rsqrt_approx(ptx.fma_rn(total, Float32(1.0 / p.width), eps))
+                if rstd == Float32(0.0):
+                    self._zero_products(blocks, stage, t, s)
+            else:
+                self._group_barrier(t)
+            self._issue(it + c.stages, stage, t, s)
+            self._write_quad(it - 1, t, s)
+            self._store_row(blocks, rstd, g, row, it, t, s)
+            if const_expr(not p.layout.is_linear):
+                self._zero_padding_columns(row, it, t)
+        if const_expr(c.quads):
+            self._group_barrier(t)
+            self._write_quad(t.its - 1, t, s)
+        if const_expr(c.splits > 1 and normalises):
+            # No CTA may end while another can still write into its shared memory.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    # Shared memory and barriers
+
+    def _allocate(self, t) -> SimpleNamespace:
+        c = self.config
+        group_elements = c.stages * c.group_rows * c.slice_width
+        partials = c.splits * c.group_warps
+        buffers = cute.arch.alloc_smem(self.dtype, c.groups * group_elements, 128)
+        weight = None if self.weight_dtype is None else cute.arch.alloc_smem(self.weight_dtype, c.slice_width, 128)
+        scales = cute.arch.alloc_smem(Uint8, 2 * c.groups * self._quad_bytes, 16) if c.quads else None
+        sums = cute.arch.alloc_smem(Float32, 2 * c.groups * partials, 16)
+        barriers = cute.arch.alloc_smem(Int64, c.groups * (c.stages + 2) + 1, 8)
+        own = barriers + t.group * (c.stages + 2)
+        return SimpleNamespace(
+            buffers=buffers + cute.assume(t.group * group_elements, divby=16),
+            weight=weight,
+            all_scales=scales,
+            scales=scales + cute.assume(t.group * (2 * self._quad_bytes), divby=16) if c.quads else None,
+            sums=sums + t.group * (2 * partials),
+            barriers=barriers,
+            full=own,
+            summed=own + c.stages,
+            weight_barrier=barriers + c.groups * (c.stages + 2),
+        )
+
+    @property
+    def _quad_bytes(self) -> int:
+        """Shared memory for the scales of one quad."""
+        c = self.config
+        return QUAD * c.problem.layout.padded_blocks(c.slice_blocks)
+
+    def _init_barriers(self, s) -> None:
+        c = self.config
+        for i in range(c.groups * (c.stages + 2) + 1):
+            cute.arch.mbarrier_init(s.barriers + i, 1)
+
+    def _group_barrier(self, t) -> None:
+        c = self.config
+        if c.group_warps == 1:
+            cute.arch.sync_warp()
+        else:
+            cute.arch.barrier(barrier_id=1 + t.group, number_of_threads=c.group_threads)
+
+    # Reading
+
+    @cute.jit
+    def _deal_rows(self, t):
+        """Fix which rows each group (*walker*) gets: quads first, then single rows; see ``_row_of``."""
+        c = self.config
+        t.quads = Int32(0)
+        t.quad_its = Int32(0)
+        if const_expr(c.quads):
+            # Whole rounds of quads; one round more if its four rows a walker are what single rows would take anyway.
+            # Only tiles without padding have quads, and single rows begin with a tile.
+            whole = t.rows // 128 * 32
+            rounds = whole // t.walkers * t.walkers // 32 * 32
+            t.quads = ptx.select(t.rows - rounds * QUAD > (QUAD - 1) * t.walkers, whole, rounds)
+            t.quad_its = (t.quads - t.walker + t.walkers - 1) // t.walkers * QUAD
+        singles = cute.ceil_div(t.rows - t.quads * QUAD, c.group_rows)
+        t.its = t.quad_its + (singles - t.walker + t.walkers - 1) // t.walkers
+
+    def _row_of(self, it, t):
+        """The (first) row that this walker has in its iteration ``it``."""
+        c = self.config
+        single = t.quads * QUAD + ((it - t.quad_its) * t.walkers + t.walker) * c.group_rows
+        if not c.quads:
+            return single
+        quad = it // QUAD * t.walkers + t.walker
+        return ptx.select(it < t.quad_its, self._quad_row(quad) + it % QUAD * (32 if self._is_128x4 else 1), single)
+
+    def _quad_row(self, quad):
+        """The first of the four rows whose scales share 16 bytes."""
+        return quad // 32 * 128 + quad % 32 if self._is_128x4 else quad * QUAD
+
+    @property
+    def _is_128x4(self) -> bool:
+        return self.config.problem.layout.tile_rows == 128
+
+    def _issue_first(self, t, s) -> None:
+        for i in range(self.config.stages):
+            self._issue(Int32(i), i, t, s)
+
+    @cute.jit
+    def _issue(self, it, stage, t, s):
+        """Start the copies of iteration ``it``'s rows into a buffer: thread i of the group copies its row i."""
+        c = self.config
+        row = self._row_of(it, t) + t.in_group
+        bytes_per_row = t.my_blocks * (c.problem.fmt.block_size * self.dtype.width // 8)
+        if t.in_group == 0:
+            if it < t.its:
+                count = cutlass.min(t.rows - row, c.group_rows)
+                cute.arch.mbarrier_arrive_and_expect_tx(s.full + stage, count * bytes_per_row)
+        if const_expr(c.group_rows > 1):
+            cute.arch.sync_warp()
+        if t.in_group < c.group_rows:
+            if (it < t.its) & (row < t.rows):
+                step = 128 // self.dtype.width
+                offset = cute.assume(Int64(row) * t.x.stride[0], divby=step)
+                source = t.x.iterator + offset + cute.assume(t.first_block * c.problem.fmt.block_size, divby=16)
+                target = s.buffers + cute.assume((stage * c.group_rows + t.in_group) * c.slice_width, divby=16)
+                self._bulk_copy(source, target, t, s.full + stage, Int64(EVICT_FIRST))
+
+    @cute.jit
+    def _bulk_copy(self, source, target, t, barrier, policy):
+        """One thread copies its slice of a row to shared memory; the barrier counts the bytes."""
+        c = self.config
+        atom = cute.make_copy_atom(cute.nvgpu.cpasync.CopyBulkG2SOp(), source.dtype)
+        layout = cute.make_layout(c.slice_width)
+        last = c.blocks - (c.splits - 1) * c.slice_blocks
+        if const_expr(last == c.slice_blocks):
+            cute.copy(
+                atom,
+                cute.make_tensor(source, layout),
+                cute.make_tensor(target, layout),
+                mbar_ptr=barrier,
+                cache_policy=policy,
+            )
+        else:
+            if t.rank < c.splits - 1:
+                cute.copy(
+                    atom,
+                    cute.make_tensor(source, layout),
+                    cute.make_tensor(target, layout),
+                    mbar_ptr=barrier,
+                    cache_policy=policy,
+                )
+            else:
+                short = cute.make_layout(last * c.problem.fmt.block_size)
+                cute.copy(
+                    atom,
+                    cute.make_tensor(source, short),
+                    cute.make_tensor(target, short),
+                    mbar_ptr=barrier,
+                    cache_policy=policy,
+                )
+
+    @cute.jit
+    def _issue_weight(self, weight, t, s):
+        block_size = self.config.problem.fmt.block_size
+        bytes_ = t.my_blocks * (block_size * self.weight_dtype.width // 8)
+        cute.arch.mbarrier_arrive_and_expect_tx(s.weight_barrier, bytes_)
+        source = weight.iterator + cute.assume(t.first_block * block_size, divby=16)
+        self._bulk_copy(source, s.weight, t, s.weight_barrier, None)
+
+    def _block_words(self, pointer: cute.Pointer, dtype, block) -> list:
+        """The words of one block in shared memory."""
+        c = self.config
+        words = words_per(c.problem.fmt.block_size, dtype)
+        layout = cute.make_layout((words, c.slice_blocks), stride=(1, words))
+        return load_words(cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint32), layout)[None, block])
+
+    def _block_weight(self, j: int, t, s) -> list:
+        words = self._block_words(s.weight, self.weight_dtype, self._safe_block(j, t))
+        return unpack(words, self.weight_dtype)
+
+    @property
+    def _ragged(self) -> bool:
+        """Whether some thread has fewer blocks than others."""
+        c = self.config
+        return c.threads_per_row * c.thread_blocks * c.splits != c.blocks
+
+    def _safe_block(self, j: int, t):
+        """The thread's j-th block, or the row's last one in place of a block beyond it."""
+        block = t.column + j * self.config.threads_per_row
+        return cutlass.min(block, t.my_blocks - 1) if self._ragged else block
+
+    def _load_row(self, stage, weights, t, s) -> tuple[list, Float32]:
+        """The thread's blocks of a row, each as products v · w and their amax, and the sum of v²."""
+        c = self.config
+        blocks = []
+        squares = Float32(0.0)
+        for j in range(c.thread_blocks):
+            v = self._block_values(stage, j, t, s)
+            products = v
+            if self.weight_dtype is not None:
+                products = [ptx.mul_rn(a, b) for a, b in zip(v, weights[j], strict=True)]
+                square = sum_of_squares(v)
+                if self._ragged:
+                    square = ptx.select(t.column + j * c.threads_per_row < t.my_blocks, square, Float32(0.0))
+                squares = squares + square
+            fragment = cute.make_rmem_tensor((len(v),), Float32)
+            amax = cute.make_rmem_tensor((1,), Float32)
+            self._fill(fragment, amax, products)
+            blocks.append((fragment, amax))
+        return blocks, squares
+
+    def _fill(self, products, amax, values: list) -> None:
+        """``values`` and the largest magnitude among them, NaN if one is, into a block's registers."""
+        largest = Float32(0.0)
+        for i, value in enumerate(values):
+            products[i] = value
+            largest = ptx.max_abs_nan(largest, value)
+        amax[0] = largest
+
+    @cute.jit
+    def _zero_products(self, blocks, stage, t, s):
+        """Products for a row factor of zero (the squares overflowed), where v · w may overflow: v · 0, zero or NaN."""
+        for j in range_constexpr(self.config.thread_blocks):
+            v = self._block_values(stage, j, t, s)
+            self._fill(*blocks[j], [ptx.mul_rn(value, Float32(0.0)) for value in v])
+
+    def _block_values(self, stage, j: int, t, s) -> list:
+        c = self.config
+        row = s.buffers + cute.assume((stage * c.group_rows + t.row) * c.slice_width, divby=16)
+        return unpack(self._block_words(row, self.dtype, self._safe_block(j, t)), self.dtype)
+
+    @cute.jit
+    def _row_sum(self, value, it, t, s):
+        """The sum of ``value`` over the threads that share a row, in an order that the configuration alone decides."""
+        c = self.config
+        lanes = min(WARP, c.threads_per_row)
+        value = cute.arch.warp_reduction(value, lambda a, b: a + b, threads_in_group=lanes)
+        partials = c.splits * c.group_warps
+        sums = s.sums + it % 2 * partials
+        if const_expr(c.splits > 1):
+            barrier = s.summed + it % 2
+            if t.in_group == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, partials * 4)
+            if t.lane < c.splits:
+                slot = sums + (t.rank * c.group_warps + t.warp)
+                cute.arch.store_async_dsmem(slot, Int32(ptx.bits_of(value)), barrier, t.lane)
+            cute.arch.mbarrier_wait(barrier, (it // 2) & 1)
+        elif const_expr(partials > 1):
+            if t.lane == 0:
+                sums[t.warp] = value
+            self._group_barrier(t)
+        else:
+            cute.arch.sync_warp()
+        if const_expr(partials > 1):
+            value = sums[0]
+            for i in range_constexpr(1, partials):
+                value = value + sums[i]
+        return value
+
+    # Writing
+
+    @cute.jit
+    def _store_row(self, blocks, rstd, g, row, it, t, s):
+        """Quantise the thread's blocks of a row; store codes, scales and norm."""
+        c = self.config
+        # All arithmetic first, then all stores: a branch between blocks would keep their instructions from
+        # interleaving.
+        quantized = [self._quantize_block(*block, rstd, g) for block in blocks]
+        for j in range_constexpr(c.thread_blocks):
+            block = t.column + j * c.threads_per_row
+            column = t.first_block + block
+            words, byte = quantized[j]
+            if (row < t.rows) & (block < t.my_blocks):
+                self._store_codes(words, row, column, t)
+            if const_expr(c.problem.writes_norm):
+                if (row < t.rows) & (block < t.my_blocks):
+                    products = blocks[j][0]
+                    norm = [ptx.mul_rn(products[i], rstd) for i in range(c.problem.fmt.block_size)]
+                    self._store_norm(norm, row, column, t)
+            if const_expr(c.quads):
+                if block < t.my_blocks:
+                    store_byte(self._quad_slot(it, block, s), byte)
+            if (row < t.rows) & (block < t.my_blocks) & (it >= t.quad_its):
+                store_byte(self._scale_at(row, column, t), byte)
+
+    def _quantize_block(self, products, amax, rstd, g) -> tuple[list, Uint32]:
+        """The words of codes and the scale byte of one block."""
+        c = self.config
+        fmt = c.problem.fmt
+        largest = amax[0] if rstd is None else ptx.mul_rn(amax[0], rstd)
+        if fmt is NVFP4:
+            byte, encode_factor = nvfp4_scale(largest, g)
+            live = is_live_nvfp4(byte)
+        else:
+            byte, encode_factor = mxfp4_scale(largest)
+            live = is_live_mxfp4(largest)
+        if rstd is not None:
+            encode_factor = ptx.mul_rn(encode_factor, rstd)
+        scaled = [ptx.mul_rn(products[i], encode_factor) for i in range(fmt.block_size)]
+        words = [encode_e2m1x8(scaled[i : i + 8], c.has_e2m1_cvt) for i in range(0, fmt.block_size, 8)]
+        return [ptx.select(live, word, Uint32(0)) for word in words], byte
+
+    def _store_codes(self, words: list, row, column, t) -> None:
+        codes = t.y.iterator + cute.assume(Int64(row) * (self.config.problem.width // 2), divby=8)
+        store_words(words, self._block_of(codes, len(words), column))
+
+    def _store_norm(self, values: list, row, column, t) -> None:
+        norm = t.norm.iterator + cute.assume(Int64(row) * self.config.problem.width, divby=16)
+        words = pack(values, self.dtype)
+        store_words(words, self._block_of(norm, len(words), column))
+
+    def _block_of(self, row: cute.Pointer, words: int, column) -> cute.Tensor:
+        """The ``words`` words of block ``column`` in an output row."""
+        layout = cute.make_layout((words, self.config.blocks), stride=(1, words))
+        return cute.make_tensor(cute.recast_ptr(row, dtype=Uint32), layout)[None, column]
+
+    def _scale_at(self, row, column, t) -> cute.Tensor:
+        """The scale byte of (row, block) in global memory."""
+        layout = self.config.problem.layout
+        offset = layout.row_offset(Uint64(row), self.config.blocks) + Uint64(layout.block_offset(Uint32(column)))
+        return cute.make_tensor(cute.recast_ptr(t.scale.iterator, dtype=Uint8) + offset, cute.make_layout(1))
+
+    def _quad_slot(self, it, block, s) -> cute.Tensor:
+        """A scale byte of iteration ``it``'s row in the buffer of its quad; there are two buffers."""
+        offset = it // QUAD % 2 * self._quad_bytes + block // 4 * 16 + it % QUAD * 4 + block % 4
+        return cute.make_tensor(s.scales + offset, cute.make_layout(1))
+
+    @cute.jit
+    def _clear_scales(self, t, s):
+        """Zero the quads' buffers, whose padding nobody writes later."""
+        words = 2 * self.config.groups * self._quad_bytes // 4
+        buffers = cute.make_tensor(cute.recast_ptr(s.all_scales, dtype=Uint32), cute.make_layout(words))
+        for i in range(t.tid, words, t.threads):
+            buffers[i] = Uint32(0)
+
+    @cute.jit
+    def _zero_padding_columns(self, row, it, t):
+        """Zero the scales between the last block of a row and the end of its tile; in quads they are zero already."""
+        c = self.config
+        padding = c.problem.layout.padded_blocks(c.blocks) - c.blocks
+        if const_expr(padding > 0):
+            if (it >= t.quad_its) & (row < t.rows):
+                for i in range_constexpr(padding):
+                    if (t.column == i % c.threads_per_row) & (t.rank == c.splits - 1):
+                        store_byte(self._scale_at(row, c.blocks + i, t), 0)
+
+    @cute.jit
+    def _zero_padding_rows(self, t):
+        """Zero the scales of the rows between the last one and the end of its tile, shared out over all groups."""
+        c = self.config
+        layout = c.problem.layout
+        tiles = layout.padded_blocks(c.blocks) // 4
+        padded_rows = cute.ceil_div(t.rows, layout.tile_rows) * layout.tile_rows
+        walkers = t.walkers * c.splits
+        for row in range(t.rows + t.walker * c.splits + t.rank, padded_rows, walkers):
+            offset = layout.row_offset(Uint64(row), c.blocks)
+            for tile in range(t.in_group, tiles, c.group_threads):
+                target = cute.assume(offset + Uint64(layout.block_offset(Uint32(tile * 4))), divby=4)
+                pointer = cute.recast_ptr(t.scale.iterator, dtype=Uint8) + target
+                store_words([Uint32(0)], cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint32), cute.make_layout(1)))
+
+    @cute.jit
+    def _write_quad(self, it, t, s):
+        """If iteration ``it`` completed a quad, write its scales, 16 bytes a thread. A group barrier came between."""
+        c = self.config
+        if const_expr(c.quads):
+            if (it >= 0) & (it < t.quad_its) & (it % QUAD == QUAD - 1):
+                row = self._quad_row(it // QUAD * t.walkers + t.walker)
+                layout = c.problem.layout
+                row_offset = layout.row_offset(Uint64(row), c.blocks)
+                tiles = (t.my_blocks + 3) // 4
+                source = s.scales + cute.assume(it // QUAD % 2 * self._quad_bytes, divby=16)
+                words = cute.make_tensor(
+                    cute.recast_ptr(source, dtype=Uint32), cute.make_layout((4, self._quad_bytes // 16), stride=(1, 4))
+                )
+                for i in range_constexpr(ceil_div(self._quad_bytes // 16, c.group_threads)):
+                    tile = t.in_group + i * c.group_threads
+                    if tile < tiles:
+                        offset = row_offset + Uint64(layout.block_offset(Uint32(t.first_block + tile * 4)))
+                        target = cute.recast_ptr(t.scale.iterator, dtype=Uint8) + cute.assume(offset, divby=16)
+                        store_words(
+                            load_words(words[None, tile]),
+                            cute.make_tensor(cute.recast_ptr(target, dtype=Uint32), cute.make_layout(4)),
+                        )

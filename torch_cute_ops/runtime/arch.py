@@ -1,0 +1,66 @@
+"""Facts about GPU architectures that plans are made from."""
+
+import functools
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+KIB: Final = 1024
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One architecture, as the DSL and ptxas name it.
+
+    Attributes:
+        name: compile target, such as ``"sm_90a"``.
+        smem_per_cta: shared memory that one CTA may use, bytes (CUDA C++ Programming Guide, "Compute Capabilities").
+        smem_per_sm: shared memory of one SM, bytes.
+        threads_per_sm: resident threads of one SM.
+        has_e2m1_cvt: whether ``cvt.rn.satfinite.e2m1x2.f32`` exists.
+    """
+
+    name: str
+    smem_per_cta: int
+    smem_per_sm: int
+    threads_per_sm: int
+    has_e2m1_cvt: bool
+
+
+_DATA_CENTER: Final = (227 * KIB, 228 * KIB, 2048)
+_DESKTOP: Final = (99 * KIB, 100 * KIB, 1536)
+
+ARCHS: Final = {
+    arch.name: arch
+    for arch in (
+        Arch("sm_90a", *_DATA_CENTER, has_e2m1_cvt=False),
+        Arch("sm_100a", *_DATA_CENTER, has_e2m1_cvt=True),
+        Arch("sm_103a", *_DATA_CENTER, has_e2m1_cvt=True),
+        Arch("sm_120a", *_DESKTOP, has_e2m1_cvt=True),
+        Arch("sm_121a", *_DESKTOP, has_e2m1_cvt=True),
+    )
+}
+
+
+@functools.cache
+def arch_of_device(index: int) -> Arch:
+    """The architecture of CUDA device ``index``.
+
+    Raises:
+        RuntimeError: if no kernel supports it.
+    """
+    major, minor = torch.cuda.get_device_capability(index)
+    arch = ARCHS.get(f"sm_{major}{minor}a")
+    if arch is None:
+        raise RuntimeError(
+            f"{torch.cuda.get_device_name(index)} has compute capability {major}.{minor}; "
+            f"the kernels of torch_cute_ops support {', '.join(ARCHS)}"
+        )
+    return arch
+
+
+@functools.cache
+def sm_count(index: int) -> int:
+    """Streaming multiprocessors of CUDA device ``index``."""
+    return torch.cuda.get_device_properties(index).multi_processor_count
