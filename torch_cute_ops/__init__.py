@@ -1,0 +1,20 @@
+"""Custom PyTorch ops for serving quantised models: CuTe DSL kernels on a GPU, plain torch on a CPU.
+
+Importing registers the ops as ``torch.ops.cute.*``. It initialises no CUDA and does not import the DSL.
+"""
+
+from torch_cute_ops._version import __version__
+from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
+from torch_cute_ops.ops.fp4_quantize import fp4_quantize
+from torch_cute_ops.ops.rmsnorm_fp4quant import rmsnorm_fp4quant
+from torch_cute_ops.ops.rmsnorm_fp4quant_with_norm import rmsnorm_fp4quant_with_norm
+from torch_cute_ops.registry import warmup
+
+__all__ = [
+    "__version__",
+    "fp4_dequantize",
+    "fp4_quantize",
+    "rmsnorm_fp4quant",
+    "rmsnorm_fp4quant_with_norm",
+    "warmup",
+]

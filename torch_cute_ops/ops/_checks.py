@@ -1,0 +1,106 @@
+"""Checks at the ops' door. Each raises with the op, the argument, what it got, what it expects, and where it helps the
+fix."""
+
+import torch
+
+from torch_cute_ops.formats import FP4Format, ScaleLayout, resolve_fp4_format, resolve_scale_layout
+
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def check_dtype(op: str, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """``tensor`` has one of ``dtypes``."""
+    if tensor.dtype not in dtypes:
+        raise TypeError(
+            f"cute::{op}: {name} has dtype {str(tensor.dtype).removeprefix('torch.')}; expected {_names(dtypes)}"
+        )
+
+
+def check_shape(op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], meaning: str) -> None:
+    """``tensor`` has ``shape``."""
+    if tensor.shape != shape:
+        raise ValueError(f"cute::{op}: {name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}, {meaning}")
+
+
+def check_device(op: str, name: str, tensor: torch.Tensor, other: str, device: torch.device) -> None:
+    """``tensor`` is on ``device``, where the argument named ``other`` is."""
+    if tensor.device != device:
+        raise ValueError(f"cute::{op}: {name} is on {tensor.device}, {other} on {device}; move them to one device")
+
+
+def check_no_grad(op: str, *tensors: torch.Tensor | None) -> None:
+    """No gradient is asked for: the ops are for inference and have no backward."""
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            f"cute::{op} has no gradient, and an input requires grad; "
+            "call it under torch.no_grad() or torch.inference_mode(), or detach the input"
+        )
+
+
+def check_fp4_format(
+    op: str, block_size: int, scale_format: str | None, scale_layout: str
+) -> tuple[FP4Format, ScaleLayout]:
+    """The format and layout that the arguments name."""
+    try:
+        return resolve_fp4_format(block_size, scale_format), resolve_scale_layout(scale_layout)
+    except ValueError as error:
+        raise ValueError(f"cute::{op}: {error}") from None
+
+
+def check_global_scale(
+    op: str, global_scale: torch.Tensor | None, fmt: FP4Format, other: str, device: torch.device
+) -> None:
+    """``global_scale`` is absent, or one fp32 element for a format that takes one."""
+    if global_scale is None:
+        return
+    if not fmt.has_global_scale:
+        raise ValueError(f"cute::{op}: global_scale is given; {fmt.name} takes none, so pass None")
+    check_dtype(op, "global_scale", global_scale, (torch.float32,))
+    if global_scale.numel() != 1:
+        raise ValueError(f"cute::{op}: global_scale has shape {tuple(global_scale.shape)}; expected one element")
+    check_device(op, "global_scale", global_scale, other, device)
+
+
+def check_rows(op: str, name: str, tensor: torch.Tensor, fmt: FP4Format, dtypes: tuple[torch.dtype, ...]) -> None:
+    """``tensor`` is (..., K) with K a multiple of the block and a dtype in ``dtypes``."""
+    check_dtype(op, name, tensor, dtypes)
+    if tensor.dim() == 0:
+        raise ValueError(f"cute::{op}: {name} has no dimension; expected (..., K)")
+    width = tensor.shape[-1]
+    if width == 0 or width % fmt.block_size != 0:
+        raise ValueError(
+            f"cute::{op}: {name} has a last dimension of {width}; "
+            f"expected a positive multiple of the block size, {fmt.block_size}"
+        )
+
+
+def check_output(
+    op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """``tensor`` can take an output: dtype, shape, device, contiguous."""
+    check_dtype(op, name, tensor, (dtype,))
+    check_shape(op, name, tensor, shape, "the shape of the op's output")
+    check_device(op, name, tensor, "the input", device)
+    if not tensor.is_contiguous():
+        raise ValueError(f"cute::{op}: {name} has strides {tensor.stride()}; expected a contiguous tensor")
+    if tensor.device.type == "cuda" and tensor.data_ptr() % 16:
+        raise ValueError(
+            f"cute::{op}: {name} starts at an address that is no multiple of 16 bytes; pass a fresh tensor"
+        )
+
+
+def check_packed(op: str, name: str, tensor: torch.Tensor, fmt: FP4Format) -> None:
+    """``tensor`` is (..., K/2) packed codes with K a multiple of the block."""
+    check_dtype(op, name, tensor, (torch.uint8, torch.float4_e2m1fn_x2))
+    if tensor.dim() == 0:
+        raise ValueError(f"cute::{op}: {name} has no dimension; expected (..., K/2)")
+    width = tensor.shape[-1] * 2
+    if width == 0 or width % fmt.block_size != 0:
+        raise ValueError(
+            f"cute::{op}: {name} holds {width} elements a row; "
+            f"expected a positive multiple of the block size, {fmt.block_size}"
+        )

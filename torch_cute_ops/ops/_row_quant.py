@@ -1,0 +1,297 @@
+"""What the ops that quantise rows to FP4 share: checks, the choice of a kernel, and the way to its launch.
+
+A call looks up its launcher by the facts that the kernel was compiled for (never the number of rows) and calls it. The
+compiled function refuses tensors that do not fit before it launches anything; only then do the slow checks run, to say
+what is wrong or to make a copy that the kernel can read.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_cute_ops.fake.fp4_quantize import fp4_shapes
+from torch_cute_ops.formats import FP4Format, ScaleLayout, resolve_fp4_format, resolve_scale_layout
+from torch_cute_ops.ops import _checks
+from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime.arch import arch_of_device, sm_count
+from torch_cute_ops.runtime.capture import forbid_in_capture
+from torch_cute_ops.runtime.compiler import compile_kernel
+from torch_cute_ops.runtime.dispatch import mark_written
+
+Outputs = tuple[torch.Tensor, ...]
+
+NORM_ARGUMENTS = (
+    "Tensor input, Tensor weight, Tensor? global_scale=None, float eps=1e-6, int block_size=16, "
+    'str? scale_format=None, str scale_layout="linear"'
+)
+
+
+class Facts(NamedTuple):
+    """What a launcher was made for."""
+
+    dtype: torch.dtype
+    weight_dtype: torch.dtype | None
+    hidden: int
+    global_scale: bool
+    block_size: int
+    scale_format: str | None
+    scale_layout: str
+    device: int
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A compiled kernel and what a call of it needs."""
+
+    function: Callable[..., None]
+    max_ctas: int
+    fmt: FP4Format
+    layout: ScaleLayout
+
+
+class RowQuant:
+    """One op that quantises rows to FP4: rows (..., H) become codes (..., H/2), scales, and perhaps their norm (...,
+    H).
+
+    Args:
+        op: the op's name.
+        normalises: whether there is a weight and the rows are RMS-normalised first.
+        returns_norm: whether the normalised rows are an output too.
+    """
+
+    def __init__(self, op: str, normalises: bool, returns_norm: bool = False) -> None:
+        self.op = op
+        self.normalises = normalises
+        self.returns_norm = returns_norm
+        self._launchers: dict[tuple[object, ...], Launcher] = {}
+
+    def check(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        global_scale: torch.Tensor | None,
+        block_size: int,
+        scale_format: str | None,
+        scale_layout: str,
+    ) -> None:
+        """Refuse arguments that the op does not take.
+
+        Raises:
+            ValueError: for a wrong shape, device, format or layout, and for an input that requires grad.
+            TypeError: for a wrong dtype.
+        """
+        op = self.op
+        fmt, _ = _checks.check_fp4_format(op, block_size, scale_format, scale_layout)
+        _checks.check_rows(op, "input", input, fmt, _checks.INPUT_DTYPES)
+        if weight is not None:
+            _checks.check_dtype(op, "weight", weight, tuple(dict.fromkeys((input.dtype, torch.float32))))
+            _checks.check_shape(op, "weight", weight, (input.shape[-1],), "one element a column of input")
+            _checks.check_device(op, "weight", weight, "input", input.device)
+        _checks.check_global_scale(op, global_scale, fmt, "input", input.device)
+        _checks.check_no_grad(op, input, weight, global_scale)
+
+    def run(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        global_scale: torch.Tensor | None,
+        eps: float,
+        block_size: int,
+        scale_format: str | None,
+        scale_layout: str,
+        out: Outputs | None = None,
+    ) -> Outputs:
+        """Run the kernel on CUDA tensors, into ``out`` or into new tensors."""
+        shape = input.shape
+        facts = (
+            input.dtype,
+            None if weight is None else weight.dtype,
+            shape[-1] if shape else 0,
+            global_scale is not None,
+            block_size,
+            scale_format,
+            scale_layout,
+            input.get_device(),
+        )
+        launcher = self._launchers.get(facts)
+        if launcher is None:
+            self.check(input, weight, global_scale, block_size, scale_format, scale_layout)
+            launcher = self._launchers[facts] = self._make_launcher(Facts(*facts))
+        y_shape, scale_shape = fp4_shapes(shape, launcher.fmt, launcher.layout)
+        given = out is not None
+        if out is None:
+            device = input.device
+            y = torch.empty(y_shape, dtype=torch.uint8, device=device)
+            scale = torch.empty(scale_shape, dtype=launcher.fmt.scale_dtype, device=device)
+            out = (y, scale, torch.empty(shape, dtype=input.dtype, device=device)) if self.returns_norm else (y, scale)
+        elif out[1].shape != scale_shape:
+            # The kernel takes the number of scale rows on trust.
+            self._check_out(input, weight, global_scale, block_size, scale_format, scale_layout, out)
+        grad = torch.is_grad_enabled() and (input.requires_grad or (weight is not None and weight.requires_grad))
+        if grad or not self._launch(launcher, input, weight, global_scale, eps, out):
+            self.check(input, weight, global_scale, block_size, scale_format, scale_layout)
+            self._check_out(input, weight, global_scale, block_size, scale_format, scale_layout, out)
+            input = input.clone(memory_format=torch.contiguous_format)
+            weight = None if weight is None else weight.clone(memory_format=torch.contiguous_format)
+            self._launch(launcher, input, weight, global_scale, eps, out, must=True)
+        if given:
+            mark_written(out)
+        return out
+
+    def _launch(
+        self,
+        launcher: Launcher,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        global_scale: torch.Tensor | None,
+        eps: float,
+        out: Outputs,
+        must: bool = False,
+    ) -> bool:
+        """Call the kernel; whether it took the tensors. With ``must``, a refusal is raised."""
+        if input.numel() == 0:
+            return must
+        if input.dim() != 2:
+            if not all(tensor.is_contiguous() for tensor in out):
+                return False
+            input = input.reshape(-1, input.shape[-1])
+            rows = input.shape[0]
+            tiled = not launcher.layout.is_linear
+            out = tuple(tensor if tiled and i == 1 else tensor.view(rows, -1) for i, tensor in enumerate(out))
+        if global_scale is not None and global_scale.dim() != 1:
+            global_scale = global_scale.reshape(1)
+        norm = out[2] if self.returns_norm else None
+        try:
+            launcher.function(input, weight, global_scale, out[0], out[1], norm, eps, launcher.max_ctas)
+        except (ValueError, TypeError):
+            if must:
+                raise
+            return False
+        return True
+
+    def _check_out(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        global_scale: torch.Tensor | None,
+        block_size: int,
+        scale_format: str | None,
+        scale_layout: str,
+        out: Outputs,
+    ) -> None:
+        self.check(input, weight, global_scale, block_size, scale_format, scale_layout)
+        fmt = resolve_fp4_format(block_size, scale_format)
+        y_shape, scale_shape = fp4_shapes(input.shape, fmt, resolve_scale_layout(scale_layout))
+        expected = [
+            ("y", y_shape, torch.uint8),
+            ("scale", scale_shape, fmt.scale_dtype),
+            ("norm", input.shape, input.dtype),
+        ]
+        for (name, shape, dtype), tensor in zip(expected, out, strict=False):
+            _checks.check_output(self.op, name, tensor, tuple(shape), dtype, input.device)
+
+    def _make_launcher(self, facts: Facts) -> Launcher:
+        forbid_in_capture(self.op, str(facts), self.warmup_call(facts))
+        from torch_cute_ops.kernels import row_quant
+
+        fmt = resolve_fp4_format(facts.block_size, facts.scale_format)
+        layout = resolve_scale_layout(facts.scale_layout)
+        problem = row_quant.Problem(
+            dtype=facts.dtype,
+            weight_dtype=facts.weight_dtype,
+            width=facts.hidden,
+            fmt=fmt,
+            layout=layout,
+            global_scale=facts.global_scale,
+            writes_norm=self.returns_norm,
+        )
+        arch = arch_of_device(facts.device)
+        try:
+            config = row_quant.plan(problem, arch, pdl=settings.PDL)
+        except ValueError as error:
+            raise ValueError(f"cute::{self.op}: {error}") from None
+        function = compile_kernel(row_quant.RowQuantKernel(config), arch)
+        return Launcher(function, sm_count(facts.device) * config.waves, fmt, layout)
+
+    @property
+    def launchers(self) -> dict[Facts, Launcher]:
+        """The launchers made so far."""
+        return {Facts(*facts): launcher for facts, launcher in self._launchers.items()}  # type: ignore[arg-type]
+
+    def warmup_call(self, facts: Facts) -> str:
+        """The call of ``torch_cute_ops.warmup`` that makes these facts' kernel ready."""
+        shown = facts._asdict()
+        if not self.normalises:
+            del shown["weight_dtype"]
+        return f"torch_cute_ops.warmup({self.op!r}, {', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    def warmup(
+        self,
+        *,
+        hidden: int,
+        dtype: torch.dtype,
+        weight_dtype: torch.dtype | None = None,
+        global_scale: bool = False,
+        block_size: int = 16,
+        scale_format: str | None = None,
+        scale_layout: str = "linear",
+        device: torch.device | int | str | None = None,
+    ) -> None:
+        """Compile and load the kernel for these facts, by running it on one row.
+
+        Args:
+            hidden: the last dimension of ``input``.
+            dtype: its dtype.
+            weight_dtype: dtype of ``weight``; ``None`` means ``dtype``.
+            global_scale: whether calls will pass a global scale.
+            block_size, scale_format, scale_layout: as in the calls.
+            device: the CUDA device; ``None`` means the current one.
+        """
+        target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+        with torch.no_grad():
+            row = torch.ones(1, hidden, dtype=dtype, device=target)
+            weight = torch.ones(hidden, dtype=weight_dtype or dtype, device=target) if self.normalises else None
+            g = torch.ones(1, device=target) if global_scale else None
+            self.run(row, weight, g, 1e-6, block_size, scale_format, scale_layout)
+            torch.cuda.synchronize(target)
+
+
+class NormQuant(RowQuant):
+    """A ``RowQuant`` whose op takes (input, weight, global_scale, eps, block_size, scale_format, scale_layout)."""
+
+    def __init__(self, op: str, returns_norm: bool = False) -> None:
+        super().__init__(op, normalises=True, returns_norm=returns_norm)
+
+    def check_call(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        global_scale: torch.Tensor | None = None,
+        eps: float = 1e-6,
+        block_size: int = 16,
+        scale_format: str | None = None,
+        scale_layout: str = "linear",
+    ) -> None:
+        """``check`` with the op's signature."""
+        self.check(input, weight, global_scale, block_size, scale_format, scale_layout)
+
+    def cuda(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        global_scale: torch.Tensor | None = None,
+        eps: float = 1e-6,
+        block_size: int = 16,
+        scale_format: str | None = None,
+        scale_layout: str = "linear",
+        **out: torch.Tensor,
+    ) -> Outputs:
+        """The functional CUDA entry, and with ``out`` the body of the other."""
+        given = tuple(out[name] for name in ("y", "scale", "norm") if name in out) if out else None
+        return self.run(input, weight, global_scale, eps, block_size, scale_format, scale_layout, given)
+
+    def cuda_out(self, *args: Any, **kwargs: Any) -> None:
+        """The CUDA entry of the ``.out`` overload."""
+        self.cuda(*args, **kwargs)

@@ -1,0 +1,89 @@
+"""What one op is made of."""
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from torch_cute_ops.ops._checks import check_output
+
+if TYPE_CHECKING:
+    from torch_cute_ops.testing import ErrorInput, Sample
+
+NAMESPACE: Final = "cute"
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One op, in the manner of PyTorch's ``OpInfo``.
+
+    Attributes:
+        name: name in the namespace ``cute``, and of the modules that implement and test it.
+        arguments: the schema's arguments.
+        outputs: names of the outputs, which are also the ``.out`` overload's keyword arguments.
+        check: raises ``ValueError`` or ``TypeError`` for arguments that the op refuses; takes the op's arguments.
+        reference: the executable specification in plain torch; takes the op's arguments.
+        fake: outputs with the right shapes and dtypes and no values; takes the op's arguments.
+        cuda: the functional CUDA entry; checks its arguments itself.
+        cuda_out: the CUDA entry that takes the outputs as further keyword arguments.
+        function: the typed Python function of the same name.
+        warmup: makes ready the kernel for static facts given by keyword.
+    """
+
+    name: str
+    arguments: str
+    outputs: tuple[str, ...]
+    check: Callable[..., None]
+    reference: Callable[..., Any]
+    fake: Callable[..., Any]
+    cuda: Callable[..., Any]
+    cuda_out: Callable[..., None]
+    function: Callable[..., Any]
+    warmup: Callable[..., None]
+
+    @property
+    def qualified_name(self) -> str:
+        """``cute::name``."""
+        return f"{NAMESPACE}::{self.name}"
+
+    @property
+    def schema(self) -> str:
+        """The functional schema."""
+        if len(self.outputs) == 1:
+            return f"{self.name}({self.arguments}) -> Tensor"
+        return f"{self.name}({self.arguments}) -> ({', '.join(f'Tensor {output}' for output in self.outputs)})"
+
+    @property
+    def out_schema(self) -> str:
+        """The schema of the ``.out`` overload."""
+        outputs = ", ".join(f"Tensor({letter}!) {output}" for letter, output in zip("abcd", self.outputs, strict=False))
+        return f"{self.name}.out({self.arguments}, *, {outputs}) -> ()"
+
+    def sample_inputs(self, device: torch.device | str) -> "Iterator[Sample]":
+        """Arguments that the op takes, with fresh data, from ``torch_cute_ops/testing/samples/<name>.py``."""
+        return self._inputs().sample_inputs(torch.device(device))
+
+    def error_inputs(self, device: torch.device | str) -> "Iterator[ErrorInput]":
+        """Arguments that the op refuses, and how; from the same module."""
+        return self._inputs().error_inputs(torch.device(device))
+
+    def _inputs(self) -> Any:
+        return importlib.import_module(f"torch_cute_ops.testing.samples.{self.name}")
+
+
+def as_tuple(value: Any) -> tuple[torch.Tensor, ...]:
+    """The outputs of an op as a tuple, also where there is one."""
+    return value if isinstance(value, tuple) else (value,)
+
+
+def check_outputs(spec: OpSpec, outputs: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check given output tensors against the fake's.
+
+    Raises:
+        ValueError: for a wrong shape, device or layout.
+        TypeError: for a wrong dtype.
+    """
+    for name, output, want in zip(spec.outputs, outputs, as_tuple(spec.fake(*args, **kwargs)), strict=True):
+        check_output(spec.name, name, output, tuple(want.shape), want.dtype, want.device)

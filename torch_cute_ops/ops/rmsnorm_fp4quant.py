@@ -1,0 +1,73 @@
+"""``rmsnorm_fp4quant``: RMSNorm and FP4 quantisation of each row, in one pass."""
+
+from typing import cast
+
+import torch
+
+from torch_cute_ops.fake import rmsnorm_fp4quant as fake
+from torch_cute_ops.ops._row_quant import NORM_ARGUMENTS, NormQuant
+from torch_cute_ops.ops._spec import OpSpec
+from torch_cute_ops.reference import rmsnorm_fp4quant as reference
+from torch_cute_ops.runtime.dispatch import is_plain_eager
+
+_norm_quant = NormQuant("rmsnorm_fp4quant")
+
+
+def rmsnorm_fp4quant(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    global_scale: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    block_size: int = 16,
+    scale_format: str | None = None,
+    scale_layout: str = "linear",
+    *,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMS-normalise each row of ``input`` and quantise it to FP4 blocks, in one pass over memory.
+
+    ``norm = v / sqrt(mean(v²) + eps) · weight`` over the last dimension in fp32 (Zhang and Sennrich 2019, eq. 4), then
+    quantised as :func:`fp4_quantize` does, with no rounding to the input dtype in between.
+
+    Args:
+        input: (..., H), bfloat16, float16 or float32; H a multiple of ``block_size``. Rows may be strided; the kernel
+            reads them in place where their addresses are multiples of 16 bytes and from a copy where not.
+        weight: (H,), in the input dtype or float32.
+        global_scale: one float32 element that multiplies values before they are encoded, usually 2688 / amax of the
+            tensor; NVFP4 only. ``None`` means 1.
+        eps: added to the mean square.
+        block_size: 16 for NVFP4, 32 for MXFP4.
+        scale_format: ``"e4m3"`` (block 16) or ``"ue8m0"`` (block 32); ``None`` follows the block size.
+        scale_layout: ``"linear"``, ``"128x4"`` (cuBLAS and tcgen05) or ``"8x4"``.
+        out: tensors to write ``(y, scale)`` into.
+
+    Returns:
+        ``y``: (..., H/2) uint8, two e2m1 codes a byte, element 0 in the low nibble.
+        ``scale``: float8_e4m3fn (NVFP4) or uint8 (MXFP4). Linear: (..., H/block_size). Tiled: (⌈M/128⌉·128 or ⌈M/8⌉·8,
+        ⌈H/block_size/4⌉·4) over the M flattened rows, padding written as zero.
+
+    Raises:
+        ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
+        TypeError: for a wrong dtype.
+    """
+    args = (input, weight, global_scale, eps, block_size, scale_format, scale_layout)
+    if is_plain_eager(input, weight, global_scale):
+        return cast(tuple[torch.Tensor, torch.Tensor], _norm_quant.run(*args, out))
+    if out is None:
+        return torch.ops.cute.rmsnorm_fp4quant.default(*args)
+    torch.ops.cute.rmsnorm_fp4quant.out(*args, y=out[0], scale=out[1])
+    return out
+
+
+OP = OpSpec(
+    name="rmsnorm_fp4quant",
+    arguments=NORM_ARGUMENTS,
+    outputs=("y", "scale"),
+    check=_norm_quant.check_call,
+    reference=reference.rmsnorm_fp4quant,
+    fake=fake.rmsnorm_fp4quant,
+    cuda=_norm_quant.cuda,
+    cuda_out=_norm_quant.cuda_out,
+    function=rmsnorm_fp4quant,
+    warmup=_norm_quant.warmup,
+)

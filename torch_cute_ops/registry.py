@@ -1,0 +1,90 @@
+"""The list of ops, and their registration with PyTorch.
+
+Everything that loops over ops (registration, conformance tests, docs, benchmarks) loops over ``OPS``. Each module
+``torch_cute_ops/ops/<op>.py`` binds ``OP`` to an ``OpSpec``; a new module there is a new op.
+"""
+
+import importlib
+import pkgutil
+from typing import Any, Final
+
+import torch
+
+from torch_cute_ops import ops
+from torch_cute_ops.ops._spec import NAMESPACE, OpSpec, as_tuple, check_outputs
+
+
+def _discover() -> dict[str, OpSpec]:
+    names = sorted(module.name for module in pkgutil.iter_modules(ops.__path__) if not module.name.startswith("_"))
+    specs = (importlib.import_module(f"{ops.__name__}.{name}").OP for name in names)
+    return {spec.name: spec for spec in specs}
+
+
+OPS: Final[dict[str, OpSpec]] = _discover()
+
+_library: Final = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def _register(spec: OpSpec) -> None:
+    def cpu(*args: Any, **kwargs: Any) -> Any:
+        spec.check(*args, **kwargs)
+        return spec.reference(*args, **kwargs)
+
+    def cpu_out(*args: Any, **kwargs: Any) -> None:
+        outputs = [kwargs.pop(name) for name in spec.outputs]
+        spec.check(*args, **kwargs)
+        check_outputs(spec, outputs, args, kwargs)
+        for output, value in zip(outputs, as_tuple(spec.reference(*args, **kwargs)), strict=True):
+            output.copy_(value)
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        spec.check(*args, **kwargs)
+        return spec.fake(*args, **kwargs)
+
+    def fake_out(*args: Any, **kwargs: Any) -> None:
+        outputs = [kwargs.pop(name) for name in spec.outputs]
+        spec.check(*args, **kwargs)
+        check_outputs(spec, outputs, args, kwargs)
+
+    _library.define(spec.schema)
+    _library.define(spec.out_schema)
+    for overload, implementations in {
+        spec.name: {"CPU": cpu, "CUDA": spec.cuda},
+        f"{spec.name}.out": {"CPU": cpu_out, "CUDA": spec.cuda_out},
+    }.items():
+        for key, implementation in implementations.items():
+            _library.impl(overload, implementation, key)
+    torch.library.register_fake(f"{NAMESPACE}::{spec.name}", fake, lib=_library)
+    torch.library.register_fake(f"{NAMESPACE}::{spec.name}.out", fake_out, lib=_library)
+
+
+for _spec in OPS.values():
+    _register(_spec)
+
+
+def warmup(op: str, **facts: Any) -> None:
+    """Compile and load the kernel that ``op`` needs for calls with these static facts, so that nothing happens later.
+
+    After it, such calls neither compile nor load nor synchronise, and may be captured in a CUDA graph. The number of
+    rows is no fact: one kernel serves all.
+
+    Example:
+        ``warmup("rmsnorm_fp4quant", hidden=7168, dtype=torch.bfloat16, scale_layout="128x4")``
+
+    Args:
+        op: the op's name, such as ``"rmsnorm_fp4quant"``.
+        facts: what the kernel is compiled for; for the row-quantising ops ``hidden``, ``dtype``, ``weight_dtype``,
+            ``global_scale`` (whether calls pass one), ``block_size``, ``scale_format``, ``scale_layout``, ``device``.
+
+    Raises:
+        ValueError: for an unknown op, or facts that the op refuses.
+        RuntimeError: without a CUDA device, or on one that no kernel supports.
+    """
+    spec = OPS.get(op)
+    if spec is None:
+        raise ValueError(f"warmup: {op!r} is no op; the ops are {', '.join(OPS)}")
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            f"warmup({op!r}) needs a CUDA device: on a CPU the ops run their reference and compile nothing"
+        )
+    spec.warmup(**facts)
