@@ -1,0 +1,120 @@
+"""`python -m benchmarks <op> … | host | all`: measure on the GPU, print a table, write JSON, Markdown and a plot."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")  # torch's own CuTe norm would stand in for the eager baselines
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import environment, ops, report
+from .case import Benchmark, Case, Row
+from .measure import CudaGraphs, Settings, peak_copy_tbps
+
+NO_GPU = 2
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    names = ops.names()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    every = [*names, "host", "all"]
+    folder = Path(__file__).parent / "results"
+    parser.add_argument("what", nargs="+", choices=every, metavar="op", help=", ".join(every))
+    parser.add_argument("--sizes", choices=("quick", "full"), default="quick", help="the marks (default), or the grid")
+    parser.add_argument("--output", type=Path, default=folder, help="folder of the files written")
+    parser.add_argument("--no-peers", action="store_true", help="ours and the copy only")
+    parser.add_argument("--no-plot", action="store_true", help="write no PNG")
+    parsed = parser.parse_args(arguments)
+    parsed.what = [*names, "host"] if "all" in parsed.what else list(dict.fromkeys(parsed.what))
+    return parsed
+
+
+def progress(case: Case, row: Row | None, error: str) -> str:
+    """One line a case, as it is measured."""
+    if row is None:
+        return f"  {case}: {error}"
+    times = ", ".join(f"{report.label(name)} {report.number(v['us'])}" for name, v in row["variants"].items())
+    return f"  {case}: {times} µs; {row['variants']['ours']['of_copy']:.3f} of copy"
+
+
+def run_op(benchmark: Benchmark, options: argparse.Namespace, device: torch.device, peak: float) -> bool:
+    """Measure one op, print and write its report; whether every checked output was right and every case ran."""
+    from .runner import run
+
+    settings, started = Settings(), time.perf_counter()
+    result: dict[str, Any] = {
+        "op": benchmark.op,
+        "sizes": options.sizes,
+        "settings": dict(benchmark.settings),
+        "method": asdict(settings),
+        "environment": environment.collect(device),
+        "peak_copy_tbps": peak,
+        "notes": list(benchmark.notes),
+        "failed": {},
+        "rows": [],
+    }
+    path = options.output / f"{benchmark.op}.json"
+    print(f"{benchmark.op} ({options.sizes})", flush=True)
+
+    def after_case(case: Case, rows: list[Row], error: str) -> None:
+        if error:
+            result["failed"][str(case)] = error
+        result["rows"] = report.ordered(rows)
+        report.write_json(result, benchmark.marks(rows), path)
+        print(progress(case, None if error else rows[-1], error), flush=True)
+
+    rows = run(
+        benchmark,
+        benchmark.cases(options.sizes),
+        device=device,
+        backend=CudaGraphs(),
+        settings=settings,
+        l2_bytes=torch.cuda.get_device_properties(device).L2_cache_size,
+        peak_tbps=peak,
+        with_peers=not options.no_peers,
+        after_case=after_case,
+    )
+    text = report.markdown(result, benchmark.marks(rows))
+    path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+    print(f"\n{text}\n\n{time.perf_counter() - started:.0f} s in all\n", flush=True)
+    if rows and not options.no_plot:
+        from .plot import plot
+
+        plot(result, path.with_suffix(".png"))
+    return not result["failed"] and all(row["correct"] is not False for row in rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if not torch.cuda.is_available():
+        print("python -m benchmarks needs a CUDA GPU, and torch sees none here.", file=sys.stderr)
+        return NO_GPU
+    import torch_cute_ops  # noqa: F401  registers the ops
+
+    options.output.mkdir(parents=True, exist_ok=True)
+    device = torch.device("cuda", torch.cuda.current_device())
+    wanted, good = [name for name in options.what if name != "host"], True
+    if wanted:
+        peak = peak_copy_tbps(CudaGraphs(), device)
+        torch.cuda.empty_cache()
+        print(f"{environment.headline(environment.collect(device))}\npeak copy {peak:.2f} TB/s", flush=True)
+        for name in wanted:
+            good &= run_op(ops.load(name), options, device, peak)
+    if "host" in options.what:
+        from . import host
+
+        host.main(options.output, device, with_peers=not options.no_peers)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

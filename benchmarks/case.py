@@ -1,0 +1,132 @@
+"""What one op's benchmark file says: cases, bytes by formula, tensors, variants and marks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+Row = dict[str, Any]
+"""One measured case as it stands in the JSON file (built by `runner.run_case`)."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem size. `inductor` says how the torch composition is compiled there: "" (not at all), "static"
+    (`dynamic=False`, one compile for this very shape) or "dynamic" (one compile per row length, rows symbolic)."""
+
+    sizes: Mapping[str, int]
+    inductor: str = ""
+
+    def __getitem__(self, name: str) -> int:
+        return self.sizes[name]
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self.sizes.items())
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to do the work. `call(i)` runs it on buffer set i and returns the outputs (kept alive by the caller, so
+    that sets never share memory); `bytes` is what this way must move at least (its own formula, bytes a call)."""
+
+    call: Callable[[int], Any]
+    bytes: int
+    note: str = ""
+    checked: bool = True
+    """Whether the outputs of `call` are those of the op, and are compared with `Benchmark.expected`."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A goal and what was measured. `value` None: this run did not measure it."""
+
+    name: str
+    goal: str
+    value: float | None
+    passed: bool | None
+    unit: str = ""
+
+
+def at_least(name: str, value: float | None, goal: float, unit: str = "") -> Mark:
+    """A mark that holds where value >= goal."""
+    return Mark(name, f"≥ {goal:g}{unit}", value, None if value is None else value >= goal, unit)
+
+
+def at_most(name: str, value: float | None, goal: float, unit: str = "") -> Mark:
+    """A mark that holds where value <= goal."""
+    return Mark(name, f"≤ {goal:g}{unit}", value, None if value is None else value <= goal, unit)
+
+
+class Benchmark(ABC):
+    """The benchmark of one op. A file `ops/<op>.py` binds an instance to the module name `BENCHMARK`."""
+
+    op: str
+    settings: ClassVar[Mapping[str, str]]
+    """Static facts of every case (dtype, format, layout), for the report."""
+    peers: Sequence[str] = ("quack", "inductor")
+    """The peers that exist for this op, in the order of the table's columns."""
+    tolerance: float = 0.0
+    """Largest fraction of output elements that may differ from `expected` (SPEC.md)."""
+    notes: Sequence[str] = ()
+
+    @abstractmethod
+    def cases(self, sizes: str) -> list[Case]:
+        """The cases of "quick" or "full", in the order they run. "full" holds every case of "quick"."""
+
+    @abstractmethod
+    def bytes_moved(self, case: Case) -> int:
+        """Bytes the op must move: each input read once, each output written once (padding is not counted)."""
+
+    @abstractmethod
+    def smallest(self, case: Case) -> Case:
+        """The smallest case with the static facts of `case` (it runs the same compiled kernel)."""
+
+    @abstractmethod
+    def make_set(self, case: Case, device: torch.device) -> Tensors:
+        """One buffer set: fresh random inputs, and outputs filled with a poison value."""
+
+    @abstractmethod
+    def ours(self, case: Case, sets: Sequence[Tensors]) -> Variant:
+        """Our op, with preallocated outputs."""
+
+    @abstractmethod
+    def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
+        """The peer's variant, or the reason why there is none. Imports the peer only here."""
+
+    @abstractmethod
+    def expected(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:
+        """What `ours` must leave in its outputs, by plain torch operations on the same device."""
+
+    @abstractmethod
+    def marks(self, rows: Sequence[Row]) -> list[Mark]:
+        """The goals, judged on measured rows."""
+
+    @abstractmethod
+    def panel(self, case: Case) -> str:
+        """The plot panel that a case belongs to."""
+
+
+def mismatch(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """The largest fraction, over the outputs, of elements that differ: e2m1 codes for packed `uint8`, bytes for FP8;
+    an element of any other dtype differs where it is off by more than one bfloat16 ulp."""
+    worst = 0.0
+    for a, b in zip(got, expected, strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise ValueError(f"an output is {a.dtype} {tuple(a.shape)}, expected {b.dtype} {tuple(b.shape)}")
+        if a.numel() == 0:
+            continue
+        if a.dtype == torch.uint8:
+            differs = a ^ b
+            fraction = ((differs & 0xF) != 0).float().mean() + ((differs >> 4) != 0).float().mean()
+            worst = max(worst, fraction.item() / 2)
+        elif a.dtype.itemsize == 1:
+            worst = max(worst, (a.view(torch.uint8) != b.view(torch.uint8)).float().mean().item())
+        else:
+            close = (a.double() - b.double()).abs() <= b.double().abs() * 2.0**-7
+            worst = max(worst, 1.0 - close.double().mean().item())
+    return worst

@@ -1,0 +1,70 @@
+"""The same work written in plain torch operations, as one would write it for `torch.compile`. Semantics: SPEC.md.
+
+These are the baselines that Inductor compiles, and (run eagerly) the check that a measured kernel is right.
+"""
+
+from __future__ import annotations
+
+import torch
+
+BLOCK = 16
+E4M3_MAX = 448.0
+
+
+def nvfp4_quantize(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(M, K) fp32 → packed e2m1 (M, K/2) uint8 and block scales (M, K/16) float8_e4m3fn, global scale 1."""
+    blocks = y.unflatten(-1, (-1, BLOCK))
+    amax = blocks.abs().amax(-1)
+    scale = (amax * (1 / 6)).clamp(max=E4M3_MAX)
+    scale = torch.where(torch.isfinite(amax), scale, float("nan")).to(torch.float8_e4m3fn)
+    decoded = scale.to(torch.float32)
+    inverse = torch.where(decoded > 0, 1.0 / decoded, 0.0)  # 0 for a zero block and for NaN
+    scaled = blocks * inverse.unsqueeze(-1)
+    magnitude = scaled.abs().clamp(max=6.0)
+    # Round half to even on the grid of each binade: steps of 0.5 below 2, of 1 below 4, of 2 above.
+    code = torch.where(
+        magnitude < 2,
+        torch.round(magnitude * 2),
+        torch.where(magnitude < 4, torch.round(magnitude) + 2, torch.round(magnitude * 0.5) + 4),
+    )
+    code = code.to(torch.uint8) | (torch.signbit(scaled).to(torch.uint8) << 3)
+    code = torch.where(inverse.unsqueeze(-1) > 0, code, 0)
+    pairs = code.flatten(-2).unflatten(-1, (-1, 2))
+    return pairs[..., 0] | (pairs[..., 1] << 4), scale
+
+
+def to_128x4(scale: torch.Tensor) -> torch.Tensor:
+    """(M, K/16) float8_e4m3fn scales, row-major → the "128x4" layout of cuBLAS, rows and columns padded with zero."""
+    rows, columns = scale.shape
+    row_tiles, column_tiles = (rows + 127) // 128, (columns + 3) // 4
+    padding = (0, column_tiles * 4 - columns, 0, row_tiles * 128 - rows)
+    padded = torch.nn.functional.pad(scale.view(torch.uint8), padding)
+    tiles = padded.view(row_tiles, 4, 32, column_tiles, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(row_tiles * 128, column_tiles * 4).view(torch.float8_e4m3fn)
+
+
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The normalised rows in fp32."""
+    v = x.to(torch.float32)
+    return v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps) * weight.to(torch.float32)
+
+
+def fp4_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """NVFP4, 128x4 scales."""
+    y, scale = nvfp4_quantize(x.to(torch.float32))
+    return y, to_128x4(scale)
+
+
+def rmsnorm_fp4quant(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm, then NVFP4, 128x4 scales."""
+    y, scale = nvfp4_quantize(rmsnorm(x, weight, eps))
+    return y, to_128x4(scale)
+
+
+def rmsnorm_fp4quant_with_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """RMSNorm, then NVFP4, 128x4 scales, and the normalised rows in the input dtype."""
+    norm = rmsnorm(x, weight, eps)
+    y, scale = nvfp4_quantize(norm)
+    return y, to_128x4(scale), norm.to(x.dtype)

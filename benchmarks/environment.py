@@ -1,0 +1,78 @@
+"""Where and with what a benchmark ran: facts that a reader needs to compare two runs. No host names, no paths."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import platform
+import subprocess
+from importlib import metadata
+from typing import Any
+
+import torch
+
+PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels", "triton", "torch-cute-ops")
+
+
+def package_version(name: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version, or None where nvidia-smi cannot say."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
+
+
+def source_digest() -> str | None:
+    """The package's digest of its own sources, independent of git; None where it offers none."""
+    try:
+        provenance = importlib.import_module("torch_cute_ops.runtime.provenance")
+    except ImportError:
+        return None
+    digest = getattr(provenance, "source_digest", None)
+    return str(digest()) if digest is not None else None
+
+
+def gpu_facts(device: torch.device) -> dict[str, Any]:
+    """Name, capability, SM count, memory and L2 size (bytes) of a CUDA device."""
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "gpu": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "sms": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": properties.L2_cache_size,
+        "driver": driver_version(),
+    }
+
+
+def collect(device: torch.device) -> dict[str, Any]:
+    """Everything, as it goes into the JSON file."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        **(gpu_facts(device) if device.type == "cuda" else {"gpu": None}),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        **{name: package_version(name) for name in PACKAGES},
+        "source_digest": source_digest(),
+    }
+
+
+def headline(environment: dict[str, Any]) -> str:
+    """One line for people: GPU, driver, torch, CUDA and the packages that matter."""
+    parts = [str(environment["gpu"] or "no GPU")]
+    if environment.get("driver"):
+        parts.append(f"driver {environment['driver']}")
+    parts += [f"torch {environment['torch']}", f"CUDA {environment['cuda']}"]
+    parts += [f"{name} {environment[name]}" for name in PACKAGES if environment.get(name)]
+    return " · ".join([*parts, environment["date"]])

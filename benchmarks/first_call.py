@@ -1,0 +1,39 @@
+"""How long the first call takes in this process, as one line of JSON on stdout: `python -m benchmarks.first_call`.
+
+Imports, CUDA start and the first call are timed apart. "First call" is from the call to the end of its kernel: compile
+(or load from the disk cache, where the environment points at a filled one), module load and launch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+start = time.perf_counter()
+import torch  # noqa: E402
+
+import torch_cute_ops  # noqa: E402, F401
+
+imported = time.perf_counter()
+
+
+def main() -> None:
+    x = torch.randn(8, 7168, dtype=torch.bfloat16, device="cuda")
+    w = torch.randn(7168, dtype=torch.bfloat16, device="cuda")
+    torch.cuda.synchronize()
+    times = [time.perf_counter()]
+    for _ in range(2):
+        torch.ops.cute.rmsnorm_fp4quant(x, w, None, 1e-6, 16, None, "128x4")
+        torch.cuda.synchronize()
+        times.append(time.perf_counter())
+    facts = {
+        "import_s": imported - start,
+        "cuda_start_s": times[0] - imported,
+        "first_call_s": times[1] - times[0],
+        "second_call_us": (times[2] - times[1]) * 1e6,
+    }
+    print(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main()

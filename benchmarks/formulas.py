@@ -1,0 +1,14 @@
+"""Bytes by formula: sums of the parts that several ops share. All results are bytes."""
+
+from __future__ import annotations
+
+
+def row_bytes(rows: int, columns: int, itemsize: int) -> int:
+    """A dense (rows, columns) tensor."""
+    return rows * columns * itemsize
+
+
+def fp4_bytes(rows: int, columns: int, block_size: int = 16) -> int:
+    """FP4 data (two elements a byte) and one scale byte per block, of the real rows and columns only: the zero padding
+    of a tiled scale layout is written too, but is no useful work and is not counted."""
+    return rows * columns // 2 + rows * (columns // block_size)

@@ -1,0 +1,192 @@
+"""Host cost of one call, µs: what Python, the dispatcher and the launch cost the CPU, at a size where the GPU idles.
+
+Method: small tensors (M = 1, H = 1,536, bfloat16, NVFP4, 128x4). A chunk of calls is timed with the host clock, and the
+GPU is synchronised between chunks, outside the timing, so that the launch queue never fills. Variants take turns, round
+by round; per round the median over chunks, and of those the minimum over rounds (the rest is the machine, not the
+call). Garbage collection is off. Every figure includes the loop and a lambda, which "empty lambda" measures.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import environment, report
+from .case import Mark, at_most
+from .rows import DTYPE, EPS, scale_shape_128x4
+
+ROWS, WIDTH = 1, 1536
+OP = "op, functional"
+FUNCTION = "function"
+FUNCTION_OUT = "function, out="
+OP_OUT = "op .out"
+RMS_NORM = "F.rms_norm"
+RAW = "raw TVM-FFI call"
+CACHES = ("TORCH_CUTE_OPS_CACHE_DIR", "XDG_CACHE_HOME", "CUTE_DSL_CACHE_DIR", "CUDA_CACHE_PATH")
+"""Environment variables that say where compiled kernels are kept: ours, ours by default, the DSL's, the driver's."""
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """µs a call: the minimum over rounds of the median over chunks, and the largest of those medians."""
+
+    us: float
+    worst_round: float
+
+
+def measure_host(
+    calls: Mapping[str, Callable[[], Any]],
+    synchronize: Callable[[], None],
+    rounds: int = 9,
+    chunks: int = 20,
+    chunk: int = 100,
+) -> dict[str, HostTime]:
+    """Time the zero-argument callables on the host: `rounds` × `chunks` × `chunk` calls each."""
+    for call in calls.values():
+        for _ in range(chunk):
+            call()
+    synchronize()
+    medians: dict[str, list[float]] = {name: [] for name in calls}
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for name, call in calls.items():
+                times = []
+                for _ in range(chunks):
+                    start = time.perf_counter_ns()
+                    for _ in range(chunk):
+                        call()
+                    times.append((time.perf_counter_ns() - start) / chunk * 1e-3)
+                    synchronize()
+                medians[name].append(statistics.median(times))
+    finally:
+        if collecting:
+            gc.enable()
+    return {name: HostTime(min(values), max(values)) for name, values in medians.items()}
+
+
+def calls(device: torch.device, with_peers: bool = True) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """The calls to time, and the reason for each that is absent. Ours runs once before a peer is imported."""
+    import torch_cute_ops
+
+    op, function = torch.ops.cute.rmsnorm_fp4quant, torch_cute_ops.rmsnorm_fp4quant
+    op_out, rms_norm = op.out, torch.nn.functional.rms_norm
+    x = torch.randn(ROWS, WIDTH, dtype=DTYPE, device=device)
+    w = torch.randn(WIDTH, dtype=DTYPE, device=device)
+    y = torch.empty(ROWS, WIDTH // 2, dtype=torch.uint8, device=device)
+    scale = torch.empty(scale_shape_128x4(ROWS, WIDTH), dtype=torch.float8_e4m3fn, device=device)
+    out, shape, absent = (y, scale), (WIDTH,), {}
+    timed: dict[str, Callable[[], Any]] = {
+        "empty lambda": lambda: None,
+        "torch.empty": lambda: torch.empty(ROWS, WIDTH, dtype=DTYPE, device=device),
+        RMS_NORM: lambda: rms_norm(x, shape, w, EPS),
+        OP: lambda: op(x, w, None, EPS, 16, None, "128x4"),
+        "op, functional, defaults": lambda: op(x, w),
+        OP_OUT: lambda: op_out(x, w, None, EPS, 16, None, "128x4", y=y, scale=scale),
+        FUNCTION: lambda: function(x, w, None, EPS, 16, None, "128x4"),
+        FUNCTION_OUT: lambda: function(x, w, None, EPS, 16, None, "128x4", out=out),
+    }
+    for call in timed.values():
+        call()
+    try:
+        from torch_cute_ops.testing import raw_call
+    except ImportError as error:
+        absent[RAW] = str(error)
+    else:
+        timed[RAW] = raw_call("rmsnorm_fp4quant", x, w, y, scale)
+    if with_peers:
+        try:
+            from quack.rmsnorm import rmsnorm
+        except Exception as error:  # a peer that cannot be imported, for whatever reason, is only absent
+            absent["QuACK rmsnorm"] = f"{type(error).__name__}: {error}"
+        else:
+            timed["QuACK rmsnorm"] = lambda: rmsnorm(x, w, eps=EPS)
+    return timed, absent
+
+
+def first_calls() -> list[dict[str, float]]:
+    """Seconds of import, CUDA start and first call in a fresh process: with every cache empty, then with the disk cache
+    that the first one left. See `first_call.py`."""
+    with tempfile.TemporaryDirectory() as folder:
+        variables = {**os.environ, **{name: os.path.join(folder, name.lower()) for name in CACHES}}
+        command, results = [sys.executable, "-m", "benchmarks.first_call"], []
+        for _ in range(2):
+            root = Path(__file__).parent.parent
+            done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=root, timeout=300)
+            if done.returncode:
+                raise RuntimeError(f"benchmarks.first_call failed: {(done.stderr.splitlines() or ['no output'])[-1]}")
+            results.append(json.loads(done.stdout.splitlines()[-1]))
+    return results
+
+
+def marks(times: Mapping[str, HostTime], first: list[dict[str, float]]) -> list[Mark]:
+    """The host goals."""
+
+    def us(name: str) -> float | None:
+        return times[name].us if name in times else None
+
+    op, norm, function, raw = us(OP), us(RMS_NORM), us(FUNCTION_OUT), us(RAW)
+    return [
+        at_most("functional op / F.rms_norm", op / norm if op and norm else None, 1.35, " ×"),
+        at_most("function with out= over the raw call", function - raw if function and raw else None, 2.5, " µs"),
+        at_most("first call, empty caches", first[0]["first_call_s"] if first else None, 3.0, " s"),
+    ]
+
+
+def markdown(result: dict[str, Any], goals: list[Mark]) -> str:
+    """The report."""
+    body = [[name, report.number(t["us"]), report.number(t["worst_round"])] for name, t in result["times"].items()]
+    seconds = ("import_s", "cuda_start_s", "first_call_s")
+    first = [
+        [cache, *(f"{run[key]:.2f}" for key in seconds), f"{run['second_call_us']:.0f}"]
+        for cache, run in zip(("empty", "warm"), result["first_calls"], strict=False)
+    ]
+    absent = "\n".join(f"- {name}: not measured ({why})" for name, why in result["absent"].items())
+    parts = [
+        "# Host cost of a call",
+        environment.headline(result["environment"]),
+        str(__doc__).split("\n\n", 1)[1].strip(),
+        report.table(["call", "µs", "worst round"], body),
+        absent,
+        "First call in a fresh process, seconds:",
+        report.table(["disk cache", "imports", "CUDA start", "first call", "second call µs"], first) if first else "–",
+        "## Marks",
+        report.marks_table(goals),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def main(output: Path, device: torch.device, with_peers: bool = True) -> None:
+    """Measure, print, write `host.json` and `host.md`."""
+    timed, absent = calls(device, with_peers)
+    times = measure_host(timed, torch.cuda.synchronize)
+    try:
+        first = first_calls()
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        first, absent["first call"] = [], str(error)
+    result = {
+        "environment": environment.collect(device),
+        "rows": ROWS,
+        "width": WIDTH,
+        "times": {name: asdict(value) for name, value in times.items()},
+        "absent": absent,
+        "first_calls": first,
+    }
+    goals = marks(times, first)
+    report.write_json(result, goals, output / "host.json")
+    text = markdown(result, goals)
+    (output / "host.md").write_text(text + "\n", encoding="utf-8")
+    print(text, flush=True)

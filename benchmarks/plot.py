@@ -1,0 +1,153 @@
+"""The picture of one op's results: bandwidth against rows per panel, fraction of the copy, and time over the peers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import report
+from .case import Row
+
+COLOURS = {"ours": "#0072B2", "quack": "#D55E00", "inductor": "#009E73", "copy": "#8A8A8A"}
+MARKERS = {"ours": "o", "quack": "s", "inductor": "^", "copy": None}
+
+
+def _count(value: float, _: Any = None) -> str:
+    """1, 128, 4k, 64k, 2M: sizes as people say them."""
+    for unit, letter in ((2**30, "G"), (2**20, "M"), (2**10, "k")):
+        if value >= unit:
+            return f"{value / unit:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def _log2_axis(axis: Any, values: Sequence[float], ticks: int = 7) -> None:
+    """Logarithmic x axis with at most about `ticks` labelled powers of two over `values`."""
+    low, high = math.floor(math.log2(min(values))), math.ceil(math.log2(max(values)))
+    axis.set_xscale("log", base=2)
+    axis.set_xlim(2 ** (low - 0.4), 2 ** (high + 0.4))
+    axis.set_xticks([2**k for k in range(low, high + 1, max(1, math.ceil((high - low) / ticks)))])
+    axis.minorticks_off()
+    axis.xaxis.set_major_formatter(_count)
+
+
+def _bandwidth(axis: Any, rows: Sequence[Row], names: Sequence[str], peak: float) -> None:
+    """One panel: TB/s of every variant against its first size."""
+    size = next(iter(rows[0]["sizes"]))
+    axis.axhline(peak, color="#444444", linewidth=1, linestyle=(0, (2, 2)))
+    for name in names:
+        points = [(row["sizes"][size], row["variants"][name]["tbps"]) for row in rows if name in row["variants"]]
+        if points:
+            style = {"marker": MARKERS.get(name, "d"), "markersize": 4, "linewidth": 1.8 if name != "copy" else 3}
+            alpha = {"alpha": 0.55, "zorder": 1} if name == "copy" else {"zorder": 3 if name == "ours" else 2}
+            axis.plot(*zip(*points, strict=True), color=COLOURS.get(name), label=report.label(name), **style, **alpha)
+    axis.set_title(rows[0]["panel"], fontsize=10, loc="left")
+    axis.set_ylim(0, peak * 1.12)
+    axis.grid(alpha=0.25)
+
+
+def _fractions(axis: Any, panels: dict[str, list[Row]], palette: Any, goal: float) -> None:
+    """Ours over the same-bytes copy against the bytes moved, one line a panel; times meet at 1."""
+    for index, (title, rows) in enumerate(panels.items()):
+        points = [(row["bytes"], row["variants"]["ours"]["of_copy"]) for row in rows]
+        colour = palette((index + 0.5) / len(panels))
+        axis.plot(*zip(*points, strict=True), marker="o", markersize=3.5, linewidth=1.3, color=colour, label=title)
+    axis.axhline(1, color="#444444", linewidth=1)
+    axis.axhline(goal, color="#B00020", linewidth=1, linestyle="--")
+    axis.annotate(
+        f"goal {goal:g} (large)",
+        (0.995, goal),
+        xycoords=("axes fraction", "data"),
+        ha="right",
+        va="top",
+        fontsize=8,
+        color="#B00020",
+        xytext=(0, -2),
+        textcoords="offset points",
+    )
+    _log2_axis(axis, [row["bytes"] for rows in panels.values() for row in rows], 10)
+    axis.set_xlabel("bytes moved by formula")
+    axis.set_ylabel("bandwidth / same-bytes copy")
+    axis.set_title("Ours against a copy of as many bytes (1 = as fast)", fontsize=10, loc="left")
+    values = [row["variants"]["ours"]["of_copy"] for rows in panels.values() for row in rows]
+    axis.set_ylim(0.5 if min(values) > 0.55 else 0, max(1.05, 1.05 * max(values)))
+    axis.grid(alpha=0.25)
+    axis.legend(fontsize=8, ncols=2, frameon=False, loc="lower right")
+
+
+def _speedups(axis: Any, panels: dict[str, list[Row]], peers: Sequence[str]) -> None:
+    """Time of each peer over ours against the bytes moved; above 1 ours is faster."""
+    every = [row for rows in panels.values() for row in rows]
+    for name in peers:
+        points = [
+            (row["bytes"], row["variants"][name]["us"] / row["variants"]["ours"]["us"])
+            for row in every
+            if name in row["variants"]
+        ]
+        if points:
+            axis.plot(
+                *zip(*points, strict=True),
+                linestyle="none",
+                marker=MARKERS.get(name, "d"),
+                markersize=5,
+                color=COLOURS.get(name),
+                alpha=0.75,
+                label=f"{report.label(name)} / ours",
+            )
+    axis.axhline(1, color="#444444", linewidth=1)
+    _log2_axis(axis, [row["bytes"] for row in every], 10)
+    axis.set_yscale("log", base=2)
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
+    axis.set_xlabel("bytes moved by formula")
+    axis.set_ylabel("time over ours")
+    axis.set_title("Peers' time over ours (above 1: ours is faster)", fontsize=10, loc="left")
+    axis.grid(alpha=0.25)
+    if axis.get_legend_handles_labels()[1]:
+        axis.legend(fontsize=8, frameon=False)
+    else:
+        axis.text(0.5, 0.6, "no peer was measured", transform=axis.transAxes, ha="center", color="#666666")
+
+
+def plot(result: dict[str, Any], path: Path, goal: float = 0.92) -> None:
+    """Draw `result` (as in the JSON file) into a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = report.ordered(result["rows"])
+    panels: dict[str, list[Row]] = {}
+    for row in rows:
+        panels.setdefault(row["panel"], []).append(row)
+    names = sorted(report.variant_names(rows), key=lambda name: name != "copy")
+    columns = min(4, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    peak = result["peak_copy_tbps"]
+    figure = plt.figure(figsize=(max(3.4 * columns, 10.5), 2.6 * lines + 4.4), layout="constrained")
+    halves = figure.add_gridspec(2, 1, height_ratios=[2.6 * lines, 3.9])
+    upper, lower = figure.add_subfigure(halves[0]), figure.add_subfigure(halves[1])
+    grid = upper.subplots(lines, columns, sharey=True, squeeze=False)
+    size = next(iter(rows[0]["sizes"]))
+    for axis, group in zip(grid.flat, panels.values(), strict=False):
+        _bandwidth(axis, group, names, peak)
+        _log2_axis(axis, [row["sizes"][size] for row in rows], 6)
+    for axis in grid.flat[len(panels) :]:
+        axis.set_visible(False)
+    upper.supylabel("TB/s by formula", fontsize=10)
+    upper.supxlabel(f"{size} (rows)", fontsize=10)
+    handles, labels = {}, []
+    for axis in grid.flat:
+        handles.update({text: handle for handle, text in zip(*axis.get_legend_handles_labels(), strict=True)})
+    labels = [report.label(name) for name in report.variant_names(rows) if report.label(name) in handles]
+    what = f"{result['op']}, {result['settings'].get('dtype', '')}"
+    title = f"{what}: {result['environment']['gpu']}, L2-cold; every variant by its own bytes; dashed: 2 GiB copy"
+    upper.suptitle(title, fontsize=12, x=0.01, ha="left")
+    upper.legend(
+        [handles[text] for text in labels], labels, loc="upper right", ncols=len(labels), frameon=False, fontsize=10
+    )
+    left, right = lower.subplots(1, 2)
+    _fractions(left, panels, plt.get_cmap("viridis"), goal)
+    _speedups(right, panels, [name for name in names if name not in ("ours", "copy")])
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
