@@ -94,7 +94,7 @@ def marks_table(marks: Sequence[Mark]) -> str:
 METHOD = """\
 Times are medians of one call, replayed from CUDA graphs, L2-cold, variants interleaved (`benchmarks/measure.py`). TB/s:
 bytes by formula over time; every variant by its own formula (QuACK writes bfloat16 and does not quantise). `of copy`:
-bandwidth over that of `dst.copy_(src)` moving as many bytes as ours, in the same rounds; `of peak`: over that of a
+bandwidth over that of an elementwise copy moving as many bytes as ours, in the same rounds; `of peak`: over that of a
 2 GiB copy, {peak:.2f} TB/s. `wrong`: the largest fraction of output elements that differ from the eager torch
 composition, – where the case is too large to check. Ours runs with its defaults, programmatic dependent launch
 included. Inductor: a compile for the very shape, or one per row length with symbolic rows (in the JSON file, per row:

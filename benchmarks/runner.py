@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .case import Benchmark, Case, Row, Tensors, Variant, mismatch
-from .measure import Backend, Plan, Settings, copy_sets, measure, plan
+from .measure import Backend, Plan, Settings, copy, copy_sets, measure, plan
 
 CHECKED_ELEMENTS = 2**27
 """Cases up to this many elements (first two sizes multiplied) are checked against the composition before timing."""
@@ -77,8 +77,8 @@ def run_case(
     variants, absent = collect_variants(benchmark, case, sets, with_peers)
     wrong = check(benchmark, case, sets, variants)
     copies = copy_sets(size, how.n_sets, device)
-    copied = 2 * copies[0][0].numel()
-    variants["copy"] = Variant(lambda i: copies[i][1].copy_(copies[i][0]), copied, checked=False)
+    copied = 2 * copies[0][0].nbytes
+    variants["copy"] = Variant(lambda i: copy(*copies[i]), copied, checked=False)
     timings = measure({name: v.call for name, v in variants.items()}, how.n_sets, how.calls, how.rounds, backend)
     measured: dict[str, dict[str, Any]] = {}
     copy_tbps = copied / timings["copy"].us * 1e-6

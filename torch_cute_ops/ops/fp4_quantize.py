@@ -1,6 +1,6 @@
 """``fp4_quantize``: rows of numbers to FP4 blocks."""
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -74,14 +74,21 @@ def _cuda(
     block_size: int = 16,
     scale_format: str | None = None,
     scale_layout: str = "linear",
-    **out: torch.Tensor,
 ) -> Outputs:
-    given = (out["y"], out["scale"]) if out else None
-    return _row_quant.run(input, None, global_scale, 0.0, block_size, scale_format, scale_layout, given)
+    return _row_quant.run(input, None, global_scale, 0.0, block_size, scale_format, scale_layout)
 
 
-def _cuda_out(*args: Any, **kwargs: Any) -> None:
-    _cuda(*args, **kwargs)
+def _cuda_out(
+    input: torch.Tensor,
+    global_scale: torch.Tensor | None = None,
+    block_size: int = 16,
+    scale_format: str | None = None,
+    scale_layout: str = "linear",
+    *,
+    y: torch.Tensor,
+    scale: torch.Tensor,
+) -> None:
+    _row_quant.run(input, None, global_scale, 0.0, block_size, scale_format, scale_layout, (y, scale))
 
 
 OP = OpSpec(

@@ -8,21 +8,22 @@ from torch.nn import Parameter
 _PLAIN = (torch.Tensor, Parameter)
 
 
-def is_plain_eager(*tensors: torch.Tensor | None) -> bool:
+def is_plain_eager(a: torch.Tensor, b: torch.Tensor | None = None, c: torch.Tensor | None = None) -> bool:
     """Whether these are ordinary CUDA tensors and nothing (compiler, mode, transform) watches calls of ops.
 
     Saves the dispatcher's 2.5 µs (measured on torch 2.11).
     """
     return (
         not torch.compiler.is_compiling()
+        and type(a) in _PLAIN
+        and a.is_cuda
+        and (b is None or (type(b) in _PLAIN and b.is_cuda))
+        and (c is None or (type(c) in _PLAIN and c.is_cuda))
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
-        and all(tensor is None or (type(tensor) in _PLAIN and tensor.is_cuda) for tensor in tensors)
     )
 
 
 def mark_written(tensors: Iterable[torch.Tensor]) -> None:
     """Move the version counters of tensors that a kernel has written, so that autograd notices a stale saved tensor."""
-    for tensor in tensors:
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
+    torch.autograd.graph.increment_version(tensors)
