@@ -88,9 +88,8 @@ class Config:
     def waves(self) -> int:
         """How many times the grid may fill the device.
 
-        One wave, of persistent CTAs. But how many clusters of 4 or 8 CTAs a GPU holds at once depends on how its SMs
-        are
-        grouped: one that is left over would double the time, so such clusters come in several smaller waves.
+        Once, with persistent CTAs. But how many clusters of 4 or 8 CTAs a GPU holds at a time depends on how its SMs
+        are grouped, and a cluster left over would double the time; so such clusters come in more and smaller portions.
         """
         return 1 if self.splits <= 2 else 8
 

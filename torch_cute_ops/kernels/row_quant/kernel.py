@@ -21,10 +21,8 @@ from torch_cute_ops.kernels.common.fp4 import encode_e2m1x8, is_live_mxfp4, is_l
 from torch_cute_ops.kernels.row_quant.config import QUAD, WARP, Config, ceil_div
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 
+# Rows are read once: they shall not push out of L2 what other kernels will read (createpolicy's ``L2::evict_first``).
 EVICT_FIRST = 0x12F0000000000000
-"""L2 policy of rows, which are read once: they shall not push out what other kernels will read (createpolicy's encoding
-of
-``L2::evict_first``)."""
 
 
 def sum_of_squares(values: list) -> Float32:
@@ -33,6 +31,14 @@ def sum_of_squares(values: list) -> Float32:
     for i, value in enumerate(values):
         sums[i % 4] = ptx.fma_rn(value, value, sums[i % 4])
     return (sums[0] + sums[1]) + (sums[2] + sums[3])
+
+
+def bulk_copy(source: cute.Pointer, target: cute.Pointer, elements: int, barrier: cute.Pointer, policy) -> None:
+    """Start one bulk copy from global to shared memory; ``barrier`` counts its bytes."""
+    atom = cute.make_copy_atom(cute.nvgpu.cpasync.CopyBulkG2SOp(), source.dtype)
+    layout = cute.make_layout(elements)
+    tensors = (cute.make_tensor(source, layout), cute.make_tensor(target, layout))
+    cute.copy(atom, *tensors, mbar_ptr=barrier, cache_policy=policy)
 
 
 class RowQuantKernel:
@@ -119,8 +125,7 @@ class RowQuantKernel:
         )
         self._deal_rows(t)
         s = self._allocate(t)
-        # The thread that initialises the barriers starts the first copies at once; the other groups' follow the
-        # barrier.
+        # The thread that initialises the barriers starts its group's copies at once; other groups must see them first.
         early = const_expr(c.group_rows == 1)
         if tid == 0:
             self._init_barriers(s)
@@ -282,41 +287,20 @@ class RowQuantKernel:
                 offset = cute.assume(Int64(row) * t.x.stride[0], divby=step)
                 source = t.x.iterator + offset + cute.assume(t.first_block * c.problem.fmt.block_size, divby=16)
                 target = s.buffers + cute.assume((stage * c.group_rows + t.in_group) * c.slice_width, divby=16)
-                self._bulk_copy(source, target, t, s.full + stage, Int64(EVICT_FIRST))
+                self._copy_slice(source, target, t, s.full + stage, Int64(EVICT_FIRST))
 
     @cute.jit
-    def _bulk_copy(self, source, target, t, barrier, policy):
+    def _copy_slice(self, source, target, t, barrier, policy):
         """One thread copies its slice of a row to shared memory; the barrier counts the bytes."""
         c = self.config
-        atom = cute.make_copy_atom(cute.nvgpu.cpasync.CopyBulkG2SOp(), source.dtype)
-        layout = cute.make_layout(c.slice_width)
-        last = c.blocks - (c.splits - 1) * c.slice_blocks
-        if const_expr(last == c.slice_blocks):
-            cute.copy(
-                atom,
-                cute.make_tensor(source, layout),
-                cute.make_tensor(target, layout),
-                mbar_ptr=barrier,
-                cache_policy=policy,
-            )
+        last_width = c.problem.width - (c.splits - 1) * c.slice_width
+        if const_expr(last_width == c.slice_width):
+            bulk_copy(source, target, c.slice_width, barrier, policy)
         else:
             if t.rank < c.splits - 1:
-                cute.copy(
-                    atom,
-                    cute.make_tensor(source, layout),
-                    cute.make_tensor(target, layout),
-                    mbar_ptr=barrier,
-                    cache_policy=policy,
-                )
+                bulk_copy(source, target, c.slice_width, barrier, policy)
             else:
-                short = cute.make_layout(last * c.problem.fmt.block_size)
-                cute.copy(
-                    atom,
-                    cute.make_tensor(source, short),
-                    cute.make_tensor(target, short),
-                    mbar_ptr=barrier,
-                    cache_policy=policy,
-                )
+                bulk_copy(source, target, last_width, barrier, policy)
 
     @cute.jit
     def _issue_weight(self, weight, t, s):
@@ -324,7 +308,7 @@ class RowQuantKernel:
         bytes_ = t.my_blocks * (block_size * self.weight_dtype.width // 8)
         cute.arch.mbarrier_arrive_and_expect_tx(s.weight_barrier, bytes_)
         source = weight.iterator + cute.assume(t.first_block * block_size, divby=16)
-        self._bulk_copy(source, s.weight, t, s.weight_barrier, None)
+        self._copy_slice(source, s.weight, t, s.weight_barrier, None)
 
     def _block_words(self, pointer: cute.Pointer, dtype, block) -> list:
         """The words of one block in shared memory."""
@@ -382,6 +366,9 @@ class RowQuantKernel:
         for j in range_constexpr(self.config.thread_blocks):
             v = self._block_values(stage, j, t, s)
             self._fill(*blocks[j], [ptx.mul_rn(value, Float32(0.0)) for value in v])
+        if const_expr(self.config.group_rows == 1):
+            # The buffer is filled again next, and others may still be reading it here.
+            self._group_barrier(t)
 
     def _block_values(self, stage, j: int, t, s) -> list:
         c = self.config
@@ -404,6 +391,7 @@ class RowQuantKernel:
                 slot = sums + (t.rank * c.group_warps + t.warp)
                 cute.arch.store_async_dsmem(slot, Int32(ptx.bits_of(value)), barrier, t.lane)
             cute.arch.mbarrier_wait(barrier, (it // 2) & 1)
+            self._group_barrier(t)
         elif const_expr(partials > 1):
             if t.lane == 0:
                 sums[t.warp] = value
@@ -422,8 +410,7 @@ class RowQuantKernel:
     def _store_row(self, blocks, rstd, g, row, it, t, s):
         """Quantise the thread's blocks of a row; store codes, scales and norm."""
         c = self.config
-        # All arithmetic first, then all stores: a branch between blocks would keep their instructions from
-        # interleaving.
+        # All arithmetic first, then all stores: a branch in between would keep the blocks' instructions from mixing.
         quantized = [self._quantize_block(*block, rstd, g) for block in blocks]
         for j in range_constexpr(c.thread_blocks):
             block = t.column + j * c.threads_per_row

@@ -1,0 +1,1 @@
+"""Sample inputs and error inputs, one module an op: ``sample_inputs(device)`` and ``error_inputs(device)``."""
