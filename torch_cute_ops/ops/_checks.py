@@ -87,10 +87,6 @@ def check_output(
     check_device(op, name, tensor, "the input", device)
     if not tensor.is_contiguous():
         raise ValueError(f"cute::{op}: {name} has strides {tensor.stride()}; expected a contiguous tensor")
-    if tensor.device.type == "cuda" and tensor.data_ptr() % 16:
-        raise ValueError(
-            f"cute::{op}: {name} starts at an address that is no multiple of 16 bytes; pass a fresh tensor"
-        )
 
 
 def check_packed(op: str, name: str, tensor: torch.Tensor, fmt: FP4Format) -> None:
@@ -103,4 +99,12 @@ def check_packed(op: str, name: str, tensor: torch.Tensor, fmt: FP4Format) -> No
         raise ValueError(
             f"cute::{op}: {name} holds {width} elements a row; "
             f"expected a positive multiple of the block size, {fmt.block_size}"
+        )
+
+
+def check_aligned(op: str, name: str, tensor: torch.Tensor) -> None:
+    """``tensor`` starts where a kernel can store 16 bytes at a time; for real tensors only."""
+    if tensor.data_ptr() % 16:
+        raise ValueError(
+            f"cute::{op}: {name} starts at an address that is no multiple of 16 bytes; pass a fresh tensor"
         )

@@ -166,7 +166,7 @@ class RowQuant:
                 return self._run_checked(Facts(*facts), input, weight, global_scale, eps, out)
         try:
             launcher.function(input, weight, global_scale, y, scale, norm, eps, launcher.max_ctas)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RuntimeError):  # RuntimeError: from DLPack, for tensors without data
             return self._run_checked(Facts(*facts), input, weight, global_scale, eps, out)
         if out is not None:
             mark_written(out)
@@ -195,6 +195,7 @@ class RowQuant:
         else:
             for (name, shape, dtype), tensor in zip(expected, out, strict=True):
                 _checks.check_output(self.op, name, tensor, shape, dtype, input.device)
+                _checks.check_aligned(self.op, name, tensor)
             mark_written(out)
         if input.numel() == 0:
             return out

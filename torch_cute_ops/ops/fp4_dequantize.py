@@ -124,6 +124,7 @@ def _run(
         out = torch.empty((*y.shape[:-1], hidden), dtype=out_dtype, device=y.device)
     else:
         _checks.check_output(NAME, "out", out, (*y.shape[:-1], hidden), out_dtype, y.device)
+        _checks.check_aligned(NAME, "out", out)
     facts = _Facts(hidden, global_scale is not None, block_size, scale_format, scale_layout, out_dtype, y.get_device())
     launcher = _launchers.get(facts)
     if launcher is None:
@@ -182,8 +183,8 @@ def _warmup(
 ) -> None:
     """Compile and load the kernel for these facts, by running it on one row; ``hidden`` is K."""
     target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
-    fmt = resolve_fp4_format(block_size, scale_format)
-    y, scale = fp4_shapes(torch.Size((1, hidden)), fmt, resolve_scale_layout(scale_layout))
+    fmt, layout = _checks.check_fp4_format(NAME, block_size, scale_format, scale_layout)
+    y, scale = fp4_shapes(torch.Size((1, hidden)), fmt, layout)
     _run(
         torch.zeros(y, dtype=torch.uint8, device=target),
         torch.zeros(scale, dtype=torch.uint8, device=target).view(fmt.scale_dtype),
