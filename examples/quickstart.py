@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from hidden_states import load
 from torch.utils.benchmark import Timer
 
 import torch_cute_ops
+from hidden_states import load
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.scale_layout import to_linear
 from torch_cute_ops.runtime.arch import arch_of_device

@@ -1,0 +1,168 @@
+"""What all tests share: the device they run on, fresh random data with a printed seed, and the record of a GPU run."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import platform
+import random
+import secrets
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+from devices import DEVICES, GPU_MISSING
+
+# How long an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile("torch_cute_ops", deadline=None)
+hypothesis.settings.load_profile("torch_cute_ops")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("torch_cute_ops")
+    group.addoption("--seed", type=int, help="base seed of the random data; without it, a fresh one")
+    group.addoption("--every-kernel", action="store_true", help="compile all kernels of the grid, not a covering part")
+    group.addoption("--gpu-record", type=Path, metavar="FILE", help="write a record of this run on a GPU, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    seed = config.getoption("seed")
+    config.stash[BASE_SEED] = secrets.randbelow(2**31) if seed is None else seed
+    if config.getoption("gpu_record") is not None:
+        refuse_record(config)
+        config.pluginmanager.register(GpuRecord(config), "gpu-record")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    kernels = f"kernels do not run: {GPU_MISSING}" if GPU_MISSING else f"kernels run on {torch.cuda.get_device_name()}"
+    return [f"torch {torch.__version__}, {kernels}", f"random data: --seed {config.stash[BASE_SEED]}"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if GPU_MISSING and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=GPU_MISSING))
+
+
+# The device
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test with an argument ``device`` runs on the CPU, and on the GPU where there is one."""
+    if "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", DEVICES)
+
+
+# Random data
+
+BASE_SEED = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Each test has its own seed, made from the base seed and the test's name, whatever runs before it."""
+    digest = hashlib.sha256(f"{item.config.stash[BASE_SEED]} {item.nodeid}".encode()).digest()
+    seed = int.from_bytes(digest[:4], "little")
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    report = yield
+    if report.failed:
+        report.sections.append(("random data", f"--seed {item.config.stash[BASE_SEED]}"))
+    return report
+
+
+# The record of a GPU run
+
+
+def refuse_record(config: pytest.Config) -> None:
+    """Refuse to record a run that is not the whole suite on a GPU."""
+    if GPU_MISSING:
+        raise pytest.UsageError(f"--gpu-record: {GPU_MISSING}")
+    options = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise", "collectonly", "maxfail")
+    given = [option for option in options if config.getoption(option, None)]
+    if config.args_source is pytest.Config.ArgsSource.ARGS:
+        given.append(f"paths {' '.join(config.args)}")
+    if given:
+        raise pytest.UsageError(f"--gpu-record records the whole suite; drop {', '.join(given)}")
+
+
+class GpuRecord:
+    """Counts outcomes and writes the record at the end."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.path: Path = config.getoption("gpu_record")
+        self.outcome: dict[str, str] = {}
+        self.skips: Counter[str] = Counter()
+        self.incomplete: list[str] = []
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        if items:
+            self.incomplete.append(f"{len(items)} tests were deselected")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.incomplete.append(f"{report.nodeid} could not be collected")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.outcome[report.nodeid] = "failed"
+        elif report.skipped:
+            self.outcome[report.nodeid] = "xfailed" if hasattr(report, "wasxfail") else "skipped"
+            if isinstance(report.longrepr, tuple):
+                self.skips[report.longrepr[2].removeprefix("Skipped: ")] += 1
+        elif report.when == "call":
+            self.outcome.setdefault(report.nodeid, "passed")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if len(self.outcome) != session.testscollected:
+            self.incomplete.append(f"{session.testscollected - len(self.outcome)} tests did not run")
+        if self.incomplete:
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
+            return
+        self.path.write_text(json.dumps(self.record(session.config), indent=2) + "\n", encoding="utf-8")
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.incomplete:
+            terminalreporter.line(f"ERROR: --gpu-record wrote nothing: {'; '.join(self.incomplete)}", red=True)
+        else:
+            terminalreporter.line(f"--gpu-record wrote {self.path}")
+
+    def record(self, config: pytest.Config) -> dict[str, object]:
+        """What ran, on what, and how it ended."""
+        from torch_cute_ops.runtime.provenance import source_digest
+
+        counts = Counter(self.outcome.values())
+        return {
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "gpu": torch.cuda.get_device_name(),
+            "driver": driver_version(),
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            **{name: importlib.metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")},
+            "source_digest": source_digest(),
+            "seed": config.stash[BASE_SEED],
+            "passed": counts["passed"],
+            "failed": counts["failed"],
+            "skipped": counts["skipped"],
+            "xfailed": counts["xfailed"],
+            "skip_reasons": dict(self.skips.most_common()),
+        }
+
+
+def driver_version() -> str:
+    """The NVIDIA driver's version."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"

@@ -1,0 +1,55 @@
+"""What each op must answer, from ``spec.py``; one module an op, found by the op's name.
+
+A module binds ``SCHEMA`` and ``OUT_SCHEMA``, as users were promised them; ``results(given)``, the outputs on the CPU
+for arguments given by name; ``assert_results(actual, expected, given)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import spec
+import torch
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes (..., itemsize), contiguous, on the CPU."""
+    return tensor.detach().contiguous().clone().cpu().reshape(*tensor.shape, 1).view(torch.uint8)
+
+
+def assert_same(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], given: Any = None) -> None:
+    """Equal dtypes, shapes and bytes; one NaN is as good as another, except in the one-byte formats."""
+    for i, (got, want) in enumerate(zip(actual, expected, strict=True)):
+        assert got.dtype == want.dtype and got.shape == want.shape, f"output {i}: {got.dtype} {got.shape}"
+        different = (raw(got) != raw(want)).any(-1)
+        if got.dtype.is_floating_point and got.dtype.itemsize > 1:
+            different &= ~(got.isnan().cpu() & want.isnan().cpu())
+        assert not different.any(), (
+            f"output {i}: {int(different.sum())} of {different.numel()} elements differ, "
+            f"first at {different.nonzero()[:4].tolist()}"
+        )
+
+
+def rows_of(tensor: torch.Tensor) -> np.ndarray:
+    """fp32 values of a floating tensor as rows, on the CPU."""
+    return tensor.detach().cpu().float().reshape(-1, tensor.shape[-1]).numpy()
+
+
+def scalar_of(tensor: torch.Tensor | None) -> float | None:
+    return None if tensor is None else float(tensor.detach().cpu())
+
+
+def quantised(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) -> Tensors:
+    """``(y, scale)`` of fp32 rows that had these leading dimensions."""
+    blocks = spec.quantise(value, given["block_size"], scalar_of(given["global_scale"]))
+    scale = torch.from_numpy(spec.arrange(blocks.scales, given["scale_layout"]))
+    if given["scale_layout"] == "linear":
+        scale = scale.reshape(*lead, scale.shape[-1])
+    if given["block_size"] == 16:
+        scale = scale.view(torch.float8_e4m3fn)
+    packed = torch.from_numpy(blocks.packed)
+    return packed.reshape(*lead, packed.shape[-1]), scale

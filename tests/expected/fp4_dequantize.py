@@ -1,0 +1,26 @@
+"""``fp4_dequantize``: bit for bit."""
+
+import spec
+import torch
+
+from expected import Tensors, assert_same, scalar_of
+
+_ARGUMENTS = (
+    "Tensor y, Tensor scale, Tensor? global_scale=None, int block_size=16, str? scale_format=None, "
+    "str scale_layout='linear', ScalarType out_dtype=bfloat16"
+)
+SCHEMA = f"cute::fp4_dequantize({_ARGUMENTS}) -> Tensor"
+OUT_SCHEMA = f"cute::fp4_dequantize.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
+
+assert_results = assert_same
+
+
+def results(given) -> Tensors:
+    packed = given["y"].cpu().view(torch.uint8).contiguous()
+    lead, width = packed.shape[:-1], packed.shape[-1] * 2
+    rows, blocks = lead.numel(), width // given["block_size"]
+    scale = given["scale"].cpu().contiguous().view(torch.uint8).numpy()
+    scales = spec.collect(scale, given["scale_layout"], rows, blocks)
+    codes = spec.unpack(packed.reshape(rows, width // 2).numpy())
+    value = spec.dequantise(codes, scales, scalar_of(given["global_scale"]))
+    return (torch.from_numpy(value).to(given["out_dtype"]).reshape(*lead, width),)

@@ -1,0 +1,15 @@
+"""``fp4_quantize``: bit for bit."""
+
+from expected import Tensors, assert_same, quantised, rows_of
+
+_ARGUMENTS = (
+    "Tensor input, Tensor? global_scale=None, int block_size=16, str? scale_format=None, str scale_layout='linear'"
+)
+SCHEMA = f"cute::fp4_quantize({_ARGUMENTS}) -> (Tensor y, Tensor scale)"
+OUT_SCHEMA = f"cute::fp4_quantize.out({_ARGUMENTS}, *, Tensor(a!) y, Tensor(b!) scale) -> ()"
+
+assert_results = assert_same
+
+
+def results(given) -> Tensors:
+    return quantised(rows_of(given["input"]), given["input"].shape[:-1], given)

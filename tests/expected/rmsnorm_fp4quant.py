@@ -1,0 +1,31 @@
+"""``rmsnorm_fp4quant``: within what the order of the sum allows."""
+
+import numpy as np
+import spec
+
+from expected import Tensors, quantised, rows_of
+from torch_cute_ops.formats import resolve_fp4_format, resolve_scale_layout
+from torch_cute_ops.testing import assert_fp4_close
+
+ARGUMENTS = (
+    "Tensor input, Tensor weight, Tensor? global_scale=None, float eps=1e-6, int block_size=16, "
+    "str? scale_format=None, str scale_layout='linear'"
+)
+SCHEMA = f"cute::rmsnorm_fp4quant({ARGUMENTS}) -> (Tensor y, Tensor scale)"
+OUT_SCHEMA = f"cute::rmsnorm_fp4quant.out({ARGUMENTS}, *, Tensor(a!) y, Tensor(b!) scale) -> ()"
+
+
+def exact_norm(given) -> np.ndarray:
+    return spec.rms_norm(rows_of(given["input"]), rows_of(given["weight"])[0], given["eps"])
+
+
+def results(given) -> Tensors:
+    with np.errstate(over="ignore"):
+        return quantised(exact_norm(given).astype(np.float32), given["input"].shape[:-1], given)
+
+
+def assert_results(actual, expected, given) -> None:
+    fmt = resolve_fp4_format(given["block_size"], given["scale_format"])
+    layout = resolve_scale_layout(given["scale_layout"])
+    y, scale = (tensor.cpu() for tensor in actual)
+    assert_fp4_close((y, scale), expected, fmt, layout)

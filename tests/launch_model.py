@@ -1,0 +1,130 @@
+"""A model of compiled kernels, with which the ops' CUDA entries run on CPU tensors.
+
+It takes and refuses tensors as a function compiled through TVM-FFI does, by what the kernel's ``arguments()`` declare,
+and computes with the reference. So the way of a call (look-up, checks, copies, allocation, errors) is tested without a
+GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from torch_cute_ops.ops import _row_quant, fp4_dequantize
+from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize as dequantize
+from torch_cute_ops.reference.fp4_quantize import quantize_rows
+from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
+from torch_cute_ops.registry import OPS
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
+
+DSL_NAMES = {
+    torch.bfloat16: "BFloat16",
+    torch.float16: "Float16",
+    torch.float32: "Float32",
+    torch.float8_e4m3fn: "Float8E4M3FN",
+    torch.uint8: "Uint8",
+}
+
+
+class Launches:
+    """What was compiled, and what was launched: for each launch the kernel and its arguments."""
+
+    def __init__(self) -> None:
+        self.compiled: list[Any] = []
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def compile_kernel(self, kernel: Any, arch: Any) -> Any:
+        self.compiled.append(kernel)
+
+        def function(*args: Any) -> None:
+            declared = kernel.arguments()
+            assert len(args) == len(declared), "wrong number of arguments"
+            dims: dict[Dim, int] = {}
+            for i, (value, argument) in enumerate(zip(args, declared, strict=True)):
+                fit(f"argument {i}", value, argument, dims)
+            self.calls.append((kernel, args))
+            compute(kernel, *args)
+
+        return function
+
+
+def fit(name: str, value: Any, argument: Argument, dims: dict[Dim, int]) -> None:
+    """Raise as TVM-FFI does where ``value`` is not what is declared."""
+    if argument is None:
+        assert value is None, f"{name}: the kernel was made for None"
+    elif isinstance(argument, ScalarArg):
+        if not isinstance(value, int if argument.dtype.startswith("Int") else int | float):
+            raise TypeError(f"{name} is no {argument.dtype}")
+    else:
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} is no tensor")
+        fit_tensor(name, value, argument, dims)
+
+
+def fit_tensor(name: str, value: torch.Tensor, argument: TensorArg, dims: dict[Dim, int]) -> None:
+    if value.device.type == "meta":
+        raise RuntimeError("Cannot pack tensors on meta")  # from DLPack, before TVM-FFI sees the tensor
+    if DSL_NAMES.get(value.dtype) != argument.dtype:
+        raise ValueError(f"{name}: dtype {value.dtype}, not {argument.dtype}")
+    if value.dim() != len(argument.shape):
+        raise ValueError(f"{name}: {value.dim()} dimensions")
+    for what, actual, declared in (("shape", value.shape, argument.shape), ("stride", value.stride(), argument.stride)):
+        for i, (got, want) in enumerate(zip(actual, declared, strict=True)):
+            if what == "stride" and value.shape[i] == 1:
+                continue
+            if isinstance(want, Dim):
+                if dims.setdefault(want, got) != got or got % want.divisibility:
+                    raise ValueError(f"{name}: {what} {tuple(actual)}")
+            elif got != want:
+                raise ValueError(f"{name}: {what} {tuple(actual)}, not {declared}")
+    if value.data_ptr() % argument.align:
+        raise ValueError(f"{name}: alignment")
+
+
+def compute(kernel: Any, *args: Any) -> None:
+    """What the kernel would."""
+    config = kernel.config
+    if type(kernel).__name__ == "FP4DequantKernel":
+        y, scale, g, out, _ = args
+        scale = scale.view(config.fmt.scale_dtype)
+        value = dequantize(y, scale, g, config.fmt.block_size, None, config.layout.name, config.out_dtype)
+        write(out, value)
+        return
+    x, weight, g, y, scale, norm, eps, _ = args
+    problem = config.problem
+    value = x.float() if weight is None else rmsnorm_rows(x, weight, eps)
+    for output, result in zip((y, scale), quantize_rows(value, problem.fmt, g, problem.layout.name), strict=True):
+        write(output, result)
+    if norm is not None:
+        write(norm, value)
+
+
+def write(output: torch.Tensor, value: torch.Tensor) -> None:
+    """As a kernel writes: PyTorch does not notice."""
+    output.data.copy_(value)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """CUDA entries that take CPU tensors; what was launched is recorded."""
+    recorded = Launches()
+    for module in (_row_quant, fp4_dequantize):
+        monkeypatch.setattr(module, "compile_kernel", recorded.compile_kernel)
+        monkeypatch.setattr(module, "arch_of_device", lambda index: ARCHS["sm_90a"])
+        monkeypatch.setattr(module, "sm_count", lambda index: 132)
+        monkeypatch.setattr(module, "forbid_in_capture", lambda *args: None)
+    make = _row_quant.RowQuant._make_launcher
+    on_cpu = lambda self, facts: replace(make(self, facts._replace(device=0)), device=torch.device("cpu"))  # noqa: E731
+    monkeypatch.setattr(_row_quant.RowQuant, "_make_launcher", on_cpu)
+    # Launchers of the model must not outlive it, nor real ones be met in it.
+    monkeypatch.setattr(fp4_dequantize, "_launchers", {})
+    for op in OPS.values():
+        for value in vars(sys.modules[op.function.__module__]).values():
+            if isinstance(value, _row_quant.RowQuant):
+                monkeypatch.setattr(value, "_launchers", {})
+    return recorded

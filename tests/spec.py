@@ -1,0 +1,227 @@
+"""The numerics and layouts once more, in NumPy and exact rationals, written from the specification's text.
+
+Nothing here imports the package: what the tests expect must not come from the code that they test. Functions that end
+in ``_exact`` search a list of values with ``fractions.Fraction``; the vectorised ones are compared with them in
+``test_formats.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+
+import numpy as np
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_BOUNDARIES = tuple((a + b) / 2 for a, b in itertools.pairwise(E2M1))
+FLT_MAX = float(np.finfo(np.float32).max)
+
+
+# Elements and scales, one at a time
+
+
+def nearest_even_exact(value: Fraction, codes: tuple[Fraction, ...]) -> int:
+    """Index of the entry of the ascending ``codes`` nearest to ``value``; of two equally near, the even index."""
+    return min(range(len(codes)), key=lambda i: (abs(codes[i] - value), i % 2))
+
+
+_E2M1_EXACT = tuple(map(Fraction, E2M1))
+
+
+def e2m1_exact(value: float) -> int:
+    """The 4-bit code of a finite number: nearest even, saturating, the sign of zero kept."""
+    sign = 8 if math.copysign(1.0, value) < 0 else 0
+    return sign | nearest_even_exact(Fraction(abs(value)), _E2M1_EXACT)
+
+
+def e4m3_value(byte: int) -> float:
+    """OCP FP8 e4m3: bias 7, three bits of significand, no infinity, 0x7F and 0xFF are NaN."""
+    sign, exponent, significand = -1.0 if byte >> 7 else 1.0, (byte >> 3) & 15, byte & 7
+    if byte & 0x7F == 0x7F:
+        return math.nan
+    if exponent == 0:
+        return sign * significand * 2.0**-9
+    return sign * (8 + significand) * 2.0 ** (exponent - 10)
+
+
+E4M3_POSITIVE = np.array([e4m3_value(byte) for byte in range(0x7F)])
+_E4M3_EXACT = tuple(map(Fraction, E4M3_POSITIVE.tolist()))
+
+
+def e4m3_exact(value: float) -> int:
+    """The e4m3 byte of a number: nearest even, saturating at 448; 0x7F for NaN."""
+    if math.isnan(value):
+        return 0x7F
+    sign = 0x80 if math.copysign(1.0, value) < 0 else 0
+    return sign | nearest_even_exact(Fraction(min(abs(value), 448.0)), _E4M3_EXACT)
+
+
+def ue8m0_of_amax_exact(amax: float) -> int:
+    """The byte of ``2^ceil(log2(amax / 6))``, clamped to [2^-127, 2^127]; 255 if ``amax`` is not finite."""
+    if not math.isfinite(amax):
+        return 255
+    wanted = Fraction(amax) / 6
+    return next(byte for byte in range(255) if byte == 254 or Fraction(2) ** (byte - 127) >= wanted)
+
+
+def ue8m0_value(byte: int) -> float:
+    return math.nan if byte == 255 else math.ldexp(1.0, byte - 127)
+
+
+# The same over arrays
+
+
+def _round(magnitude: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Codes of non-negative numbers: how many boundaries lie below, a tie counting where the upper code is even."""
+    boundaries = (values[1:] + values[:-1]) / 2
+    code = np.searchsorted(boundaries, magnitude, side="left")
+    tie = (code < len(boundaries)) & (boundaries[np.minimum(code, len(boundaries) - 1)] == magnitude)
+    return (code + (tie & (code % 2 == 1))).astype(np.uint8)
+
+
+def e2m1(value: np.ndarray) -> np.ndarray:
+    """Codes 0..15 of numbers (no NaN)."""
+    value = np.asarray(value, np.float64)
+    return _round(np.abs(value), np.array(E2M1)) | (np.signbit(value).astype(np.uint8) << 3)
+
+
+def e2m1_value(code: np.ndarray) -> np.ndarray:
+    return np.array([*E2M1, *(-v for v in E2M1)], np.float32)[code]
+
+
+def e4m3(value: np.ndarray) -> np.ndarray:
+    """e4m3 bytes of non-negative numbers or NaN."""
+    value = np.asarray(value, np.float64)
+    return np.where(np.isnan(value), 0x7F, _round(np.nan_to_num(value, posinf=1e9), E4M3_POSITIVE)).astype(np.uint8)
+
+
+def ue8m0_of_amax(amax: np.ndarray) -> np.ndarray:
+    """As ``ue8m0_of_amax_exact``: amax/6 = f·2^e, f in [1/2, 1), goes up to 2^e, or is 2^(e-1) if f = 1/2.
+
+    The quotient is rounded, but to more than twice the bits of amax, and never onto a power of two.
+    """
+    fraction, exponent = np.frexp(np.nan_to_num(np.asarray(amax, np.float64), posinf=1.0) / 6)
+    power = np.where(fraction == 0.5, exponent - 1, exponent)
+    power = np.where(fraction == 0, -127, np.clip(power, -127, 127))
+    return np.where(np.isfinite(amax), power + 127, 255).astype(np.uint8)
+
+
+@cache
+def _scale_values(scale_format: str) -> np.ndarray:
+    decode = e4m3_value if scale_format == "e4m3" else ue8m0_value
+    return np.array([decode(byte) for byte in range(256)], np.float32)
+
+
+def scale_value(byte: np.ndarray, scale_format: str) -> np.ndarray:
+    return _scale_values(scale_format)[byte]
+
+
+# Layouts
+
+
+def layout_shape(layout: str, rows: int, blocks: int) -> tuple[int, int]:
+    """Shape of the scale matrix of ``rows`` rows of ``blocks`` scales."""
+    if layout == "linear":
+        return rows, blocks
+    tile = {"128x4": 128, "8x4": 8}[layout]
+    return math.ceil(rows / tile) * tile, math.ceil(blocks / 4) * 4
+
+
+def layout_offset(layout: str, m: int | np.ndarray, k: int | np.ndarray, blocks: int) -> int | np.ndarray:
+    """Where the scale of row ``m`` and block ``k`` lies, in scales from the first."""
+    kt = math.ceil(blocks / 4)
+    if layout == "linear":
+        return m * blocks + k
+    if layout == "128x4":
+        return (m // 128 * kt + k // 4) * 512 + (m % 32) * 16 + (m % 128 // 32) * 4 + k % 4
+    return (m // 8 * kt + k // 4) * 32 + (m % 8) * 4 + k % 4
+
+
+def _offsets(layout: str, rows: int, blocks: int) -> np.ndarray:
+    return np.asarray(layout_offset(layout, np.arange(rows)[:, None], np.arange(blocks)[None, :], blocks))
+
+
+def arrange(scale: np.ndarray, layout: str) -> np.ndarray:
+    """A (rows, blocks) matrix of scale bytes in ``layout``, padding zero."""
+    shape = layout_shape(layout, *scale.shape)
+    flat = np.zeros(shape[0] * shape[1], np.uint8)
+    flat[_offsets(layout, *scale.shape)] = scale
+    return flat.reshape(shape)
+
+
+def collect(scale: np.ndarray, layout: str, rows: int, blocks: int) -> np.ndarray:
+    """The (rows, blocks) scale bytes out of ``layout``."""
+    return scale.reshape(-1)[_offsets(layout, rows, blocks)]
+
+
+# Blocks
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """Codes (rows, K), scale bytes (rows, blocks)."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+
+    @property
+    def packed(self) -> np.ndarray:
+        """Two codes a byte, element 0 in the low nibble."""
+        return self.codes[:, 0::2] + 16 * self.codes[:, 1::2]
+
+
+def quantise(value: np.ndarray, block_size: int, global_scale: float | np.ndarray | None = None) -> Quantised:
+    """Quantise fp32 rows (M, K), step by step as specified; each operation is IEEE fp32."""
+    assert value.dtype == np.float32 and value.ndim == 2
+    rows, width = value.shape
+    blocks = value.reshape(rows, width // block_size, block_size)
+    bad = ~np.isfinite(blocks).all(-1)
+    amax = np.abs(np.where(bad[..., None], np.float32(0), blocks)).max(-1)
+    with np.errstate(all="ignore"):
+        if block_size == 32:
+            scales = ue8m0_of_amax(amax)
+            quotient = blocks.astype(np.float64) / scale_value(scales, "ue8m0")[..., None].astype(np.float64)
+            dead = bad | (amax == 0)
+        else:
+            g = np.float32(1 if global_scale is None else global_scale)
+            scales = e4m3((amax * g) * np.float32(1 / 6))
+            s = scale_value(scales, "e4m3")
+            dead = bad | (s == 0)
+            inverse = np.where(s == 0, np.float32(0), g / np.where(s == 0, np.float32(1), s)).astype(np.float32)
+            quotient = blocks * inverse[..., None]
+    codes = e2m1(np.where(dead[..., None], 0.0, quotient))
+    scales = np.where(bad, {16: 0x7F, 32: 0xFF}[block_size], scales).astype(np.uint8)
+    return Quantised(codes.reshape(rows, width), scales)
+
+
+def dequantise(codes: np.ndarray, scales: np.ndarray, global_scale: float | np.ndarray | None = None) -> np.ndarray:
+    """fp32 values (M, K) of codes (M, K) with scale bytes (M, blocks): one fp32 product, one fp32 quotient."""
+    rows, blocks = scales.shape
+    block_size = codes.shape[1] // blocks
+    with np.errstate(all="ignore"):
+        decoded = scale_value(scales, {16: "e4m3", 32: "ue8m0"}[block_size])
+        value = e2m1_value(codes).reshape(rows, blocks, block_size) * decoded[..., None]
+        if global_scale is not None:
+            value = value / np.float32(global_scale)
+    return value.reshape(codes.shape)
+
+
+def unpack(packed: np.ndarray) -> np.ndarray:
+    """Codes (M, K) of packed bytes (M, K/2)."""
+    return np.stack((packed % 16, packed // 16), -1).reshape(packed.shape[0], 2 * packed.shape[1])
+
+
+# The norm
+
+
+def rms_norm(value: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    """``v / sqrt(mean(v²) + eps) · w`` of rows (M, H) in float64, where fp32 overflows to infinity overflowing too."""
+    with np.errstate(all="ignore"):
+        squares = (value.astype(np.float32) * value.astype(np.float32)).astype(np.float64)
+        total = squares.sum(-1, keepdims=True)
+        total = np.where(total > FLT_MAX, np.inf, total)
+        rstd = 1 / np.sqrt(total / value.shape[-1] + eps)
+        return value.astype(np.float64) * rstd * weight.astype(np.float64)

@@ -1,0 +1,94 @@
+"""Kernels compile for every supported architecture, without spilled registers; no GPU is needed.
+
+A part of the grid is compiled, in which every two choices meet; ``--every-kernel`` compiles all of it, in half an hour.
+"""
+
+import itertools
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
+import kernel_grid
+import pytest
+from kernel_grid import Case, covering_cases, every_case, kernel_of
+
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.testing.resources import Resources, compile_for, parse
+
+ALLOWED_SPILLS: dict[str, str] = {}
+"""Cases (by id) that may spill, each with the reason."""
+
+REGISTERS_PER_SM = 65_536
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        cases = every_case() if metafunc.config.getoption("every_kernel") else covering_cases()
+        metafunc.parametrize("case", [pytest.param(case, id=case.id) for case in cases])
+
+
+@pytest.fixture(scope="module")
+def compiled_cases(request):
+    """Futures of ``Resources`` for the selected cases, compiled in as many processes as there are processors."""
+    cases = [item.callspec.params["case"] for item in request.session.items if "compiled_cases" in item.fixturenames]
+    workers = min(os.cpu_count() or 1, 16, len(cases))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield {case: pool.submit(kernel_grid.in_process, kernel_grid.resources_of, case) for case in cases}
+        pool.shutdown(cancel_futures=True)
+
+
+def test_compiles_without_spills(case: Case, compiled_cases):
+    resources = compiled_cases[case].result(timeout=600)
+    assert isinstance(resources, Resources), resources
+    assert case.id in ALLOWED_SPILLS or (resources.spill_bytes == 0 and resources.stack_bytes == 0), resources
+    arch, config = ARCHS[case.arch], kernel_of(case).config
+    assert resources.smem_bytes <= arch.smem_per_cta
+    threads = getattr(config, "threads", 256)
+    assert resources.registers * threads <= REGISTERS_PER_SM, "a CTA cannot be launched"
+    if hasattr(config, "smem_bytes"):
+        assert resources.smem_bytes <= config.smem_bytes, "plan() counts on less shared memory"
+
+
+def test_covering_cases_cover():
+    """Any two choices of the grid that are possible together meet in some case."""
+
+    def pairs(cases):
+        return {pair for case in cases for pair in itertools.combinations(enumerate(case.choices), 2)}
+
+    missing = pairs(every_case()) - pairs(covering_cases())
+    assert not missing, list(missing)[:5]
+    assert {case.id for case in covering_cases()} <= {case.id for case in every_case()}
+
+
+def test_allowed_spills_are_cases():
+    assert set(ALLOWED_SPILLS) <= {case.id for case in every_case()}
+
+
+def test_ids_are_unique():
+    ids = [case.id for case in every_case()]
+    assert len(ids) == len(set(ids))
+
+
+def test_remarks_are_understood():
+    """A spill is seen: what ptxas prints for a kernel that has one."""
+    text = (
+        "remark[ptxas info]: ptxas output: ptxas info    : 0 bytes gmem\n"
+        "ptxas         .     24 bytes stack frame, 16 bytes spill stores, 20 bytes spill loads\n"
+        "ptxas info    : Used 168 registers, used 1 barriers, 24 bytes cumulative stack size, 1048 bytes smem\n"
+    )
+    assert parse(text) == Resources(registers=168, stack_bytes=24, spill_bytes=36, smem_bytes=1048)
+    assert parse(text.replace(", 1048 bytes smem", "")).smem_bytes == 0
+    assert parse(text.replace(" ", "\n    ")) == parse(text)
+    for bad in ("", text + text, text.replace("Used", "used")):
+        with pytest.raises(RuntimeError, match="expected ptxas's remarks on one kernel"):
+            parse(bad)
+
+
+@pytest.mark.filterwarnings("ignore:This static loop")
+def test_a_spill_is_found():
+    """In a kernel that holds more values than there are registers."""
+    from spilling_kernel import SpillingKernel
+
+    _, resources = compile_for(SpillingKernel(), ARCHS["sm_90a"])
+    assert resources.spill_bytes >= 4 * (SpillingKernel.config - 255)
+    assert resources.stack_bytes > 0

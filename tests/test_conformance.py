@@ -1,0 +1,230 @@
+"""Every op does what every op must do: registry × samples × device.
+
+What compiles is in ``test_compile.py``, bad inputs in ``test_errors.py``, graphs and streams in ``test_cuda.py``.
+"""
+
+import numpy as np
+import pytest
+import spec
+import torch
+from cases import (
+    arguments,
+    expected_of,
+    get_sample,
+    op_cases,
+    overload,
+    poisoned,
+    run,
+    run_function,
+    run_out,
+    sample_cases,
+    tensors_in,
+)
+from expected import assert_same, raw
+from torch._subclasses import FakeTensorMode
+
+from torch_cute_ops.ops._spec import as_tuple
+from torch_cute_ops.registry import OPS
+
+by_sample = pytest.mark.parametrize(("op", "name"), sample_cases())
+by_op = pytest.mark.parametrize("op", op_cases())
+
+
+@by_op
+def test_schema(op):
+    """As promised; parsed, so that only the spelling may differ."""
+    promised = expected_of(op)
+    for name, schema in {"default": promised.SCHEMA, "out": promised.OUT_SCHEMA}.items():
+        assert str(overload(op, name)._schema) == str(torch._C.parse_schema(schema))
+    assert getattr(torch.ops.cute, op.name).overloads() == ["default", "out"]
+
+
+@by_op
+def test_samples_are_many_and_distinct(op, device):
+    names = [sample.name for sample in op.sample_inputs(device)]
+    errors = [error.name for error in op.error_inputs(device)]
+    assert len(names) == len(set(names)) > 30
+    assert len(errors) == len(set(errors)) > 20
+
+
+# Results
+
+
+@by_sample
+def test_result(op, name, device):
+    sample = get_sample(op, name, device)
+    given = arguments(op, sample)
+    actual = run(op, sample)
+    assert all(output.device.type == device for output in actual)
+    expected_of(op).assert_results(actual, expected_of(op).results(given), given)
+
+
+@by_sample
+def test_reference(op, name, device):
+    """The reference runs on a GPU too, where users may compare with it."""
+    sample = get_sample(op, name, device)
+    given = arguments(op, sample)
+    outputs = as_tuple(op.reference(*sample.args, **sample.kwargs))
+    assert all(output.device.type == device for output in outputs)
+    expected_of(op).assert_results(outputs, expected_of(op).results(given), given)
+
+
+@by_sample
+def test_deterministic_and_pure(op, name, device):
+    sample = get_sample(op, name, device)
+    before = [raw(tensor) for tensor in tensors_in(sample)]
+    versions = [tensor._version for tensor in tensors_in(sample)]
+    first = run(op, sample)
+    torch.use_deterministic_algorithms(True)
+    try:
+        second = run(op, sample)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same(second, first)
+    for tensor, bytes_before, version in zip(tensors_in(sample), before, versions, strict=True):
+        assert torch.equal(raw(tensor), bytes_before)
+        assert tensor._version == version
+
+
+@by_sample
+def test_row_alone(op, name, device):
+    """Row m of a batch is the row alone, bit for bit."""
+    sample = get_sample(op, name, device)
+    given = arguments(op, sample)
+    outputs = run(op, sample)
+    batched = "input" if "input" in given else "y"
+    rows = given[batched].shape[:-1].numel()
+    for m in {0, rows // 3, rows - 1} if rows else ():
+        want, call = [], dict(given)
+        call[batched] = given[batched].flatten(0, -2)[m] if given[batched].dim() > 1 else given[batched]
+        if "scale" in given:
+            # Its bytes, picked out of the batch's layout and laid out anew for one row.
+            blocks = given["y"].shape[-1] * 2 // given["block_size"]
+            all_bytes = given["scale"].cpu().contiguous().view(torch.uint8).numpy()
+            row = spec.collect(all_bytes, given["scale_layout"], rows, blocks)[m]
+            laid = (
+                torch.from_numpy(spec.arrange(row[None], given["scale_layout"])).to(device).view(given["scale"].dtype)
+            )
+            call["scale"] = laid[0] if given["scale_layout"] == "linear" else laid
+        for output_name, output in zip(op.outputs, outputs, strict=True):
+            if output_name == "scale":
+                blocks = given["input"].shape[-1] // given["block_size"]
+                row = spec.collect(raw(output).numpy(), given["scale_layout"], rows, blocks)[m]
+                laid = spec.arrange(row[None], given["scale_layout"])
+                laid = laid[0] if given["scale_layout"] == "linear" else laid
+                want.append(torch.from_numpy(np.ascontiguousarray(laid)).view(output.dtype))
+            else:
+                want.append(output.reshape(rows, -1)[m])
+        assert_same(as_tuple(overload(op)(**call)), want)
+
+
+# Forms of a call
+
+
+@by_sample
+def test_out_is_functional(op, name, device):
+    sample = get_sample(op, name, device)
+    want = run(op, sample)
+    given = [raw(tensor) for tensor in tensors_in(sample)]
+    outputs = poisoned(want)
+    versions = [output._version for output in outputs]
+    assert run_out(op, sample, outputs) is None
+    assert_same(outputs, want)
+    assert all(output._version > version for output, version in zip(outputs, versions, strict=True))
+    for tensor, bytes_before in zip(tensors_in(sample), given, strict=True):
+        assert torch.equal(raw(tensor), bytes_before)
+
+
+@by_sample
+def test_function_is_op(op, name, device):
+    sample = get_sample(op, name, device)
+    want = run(op, sample)
+    assert_same(as_tuple(run_function(op, sample)), want)
+    outputs = poisoned(want)
+    returned = as_tuple(run_function(op, sample, outputs))
+    assert all(a is b for a, b in zip(returned, outputs, strict=True))
+    assert_same(outputs, want)
+
+
+@by_sample
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_without_gradients(op, name, device, mode):
+    """In these modes an input may require grad, and results are the same."""
+    sample = get_sample(op, name, device)
+    want = run(op, sample)
+    for tensor in tensors_in(sample):
+        if tensor.is_leaf and tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
+            tensor.requires_grad_()
+    with mode():
+        assert_same(run(op, sample), want)
+        assert_same(as_tuple(run_function(op, sample)), want)
+        outputs = poisoned(want)
+        run_out(op, sample, outputs)
+    assert_same(outputs, want)
+    assert not any(output.requires_grad for output in outputs)
+
+
+# Fakes
+
+
+def _facts(tensors):
+    return [(t.shape, t.dtype, t.stride(), t.device) for t in tensors]
+
+
+@by_sample
+def test_fake_is_real(op, name, device):
+    sample = get_sample(op, name, device)
+    real = _facts(run(op, sample))
+    mode = FakeTensorMode()
+    convert = lambda value: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value  # noqa: E731
+    args = [convert(value) for value in sample.args]
+    kwargs = {key: convert(value) for key, value in sample.kwargs.items()}
+    with mode:
+        assert _facts(as_tuple(overload(op)(*args, **kwargs))) == real
+        assert _facts(as_tuple(op.function(*args, **kwargs))) == real
+        outputs = [torch.empty(shape, dtype=dtype, device=where) for shape, dtype, _, where in real]
+        assert overload(op, "out")(*args, **kwargs, **dict(zip(op.outputs, outputs, strict=True))) is None
+
+
+@by_sample
+def test_meta_is_real(op, name, device):
+    real = [fact[:3] for fact in _facts(run(op, get_sample(op, name, device)))]
+    outputs = run(op, get_sample(op, name, "meta"))
+    assert [fact[:3] for fact in _facts(outputs)] == real
+    assert all(output.device.type == "meta" for output in outputs)
+
+
+# torch.library.opcheck
+
+UTILS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+UNCHECKABLE = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
+
+
+@by_sample
+def test_opcheck(op, name, device):
+    sample = get_sample(op, name, device)
+    utils = list(UTILS)
+    if any(tensor.dtype in UNCHECKABLE for tensor in tensors_in(sample)):
+        # Its comparison of arguments before and after multiplies or copies them, which these dtypes cannot;
+        # test_deterministic_and_pure compares bytes.
+        utils.remove("test_schema")
+    if any(output.float().isnan().any() for output in run(op, sample)):
+        # It compares outputs as if NaN were never NaN; test_compile.py has these samples too.
+        utils.remove("test_aot_dispatch_dynamic")
+    torch.library.opcheck(overload(op), sample.args, sample.kwargs, test_utils=utils)
+
+
+@by_sample
+def test_opcheck_out(op, name, device):
+    """Without test_schema, whose comparison cannot multiply a float8 output; test_out_is_functional compares bytes."""
+    sample = get_sample(op, name, device)
+    outputs = dict(zip(op.outputs, poisoned(run(op, sample)), strict=True))
+    torch.library.opcheck(overload(op, "out"), sample.args, {**sample.kwargs, **outputs}, test_utils=UTILS[1:])
+
+
+def test_every_op_has_a_python_function():
+    import torch_cute_ops
+
+    for name, op in OPS.items():
+        assert getattr(torch_cute_ops, name) is op.function
+        assert op.function.__name__ == name and op.function.__doc__

@@ -1,0 +1,142 @@
+"""``pytest --gpu-record``: what it writes, and when it refuses."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from devices import GPU_MISSING
+
+from torch_cute_ops.runtime.provenance import source_digest
+
+pytest_plugins = ["pytester"]
+
+HERE = Path(__file__).parent
+TESTS = """
+import pytest
+
+def test_good():
+    pass
+
+def test_bad():
+    assert False
+
+@pytest.mark.skip(reason="not today")
+def test_skipped():
+    pass
+
+@pytest.mark.xfail
+def test_expected_to_fail():
+    assert False
+"""
+
+
+@pytest.fixture
+def project(pytester, monkeypatch):
+    """A project with our conftest, on a machine that seems to have a GPU."""
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", torch.cuda.get_device_name
+    )  # put back what the pretence replaces
+    conftest = (HERE / "conftest.py").read_text()
+    real = "from devices import DEVICES, GPU_MISSING\n"
+    pretend = "DEVICES, GPU_MISSING = ('cpu',), None\ntorch.cuda.get_device_name = lambda *args: 'GPU of test'\n"
+    assert real in conftest
+    pytester.makepyfile(**{"tests/test_it": TESTS})
+    (pytester.path / "tests" / "conftest.py").write_text(conftest.replace(real, pretend))
+    pytester.makepyprojecttoml("[tool.pytest.ini_options]\ntestpaths = ['tests']\nmarkers = ['gpu']\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
+    return pytester
+
+
+def test_record(project):
+    result = project.runpytest_subprocess("--gpu-record", "record.json", "--seed", "7")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    record = json.loads((project.path / "record.json").read_text())
+    assert {key: record[key] for key in ("passed", "failed", "skipped", "xfailed", "seed", "gpu")} == {
+        "passed": 1,
+        "failed": 1,
+        "skipped": 1,
+        "xfailed": 1,
+        "seed": 7,
+        "gpu": "GPU of test",
+    }
+    assert record["skip_reasons"] == {"not today": 1}
+    assert record["source_digest"] == source_digest()
+    assert record["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert {"date", "driver", "cuda", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi"} <= set(record)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["-k", "good"], "drop keyword"),
+        (["-m", "not gpu"], "drop markexpr"),
+        (["-x"], "drop maxfail"),
+        (["tests/test_it.py"], "drop paths tests/test_it.py"),
+        (["--deselect", "tests/test_it.py::test_good"], "drop deselect"),
+        (["--ignore", "tests/test_other.py"], "drop ignore"),
+    ],
+)
+def test_a_part_of_the_suite_is_not_recorded(project, arguments, reason):
+    result = project.runpytest_inprocess("--gpu-record", "record.json", *arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*--gpu-record records the whole suite; {reason}*"])
+    assert not (project.path / "record.json").exists()
+
+
+def test_a_broken_collection_is_not_recorded(project):
+    (project.path / "tests" / "test_broken.py").write_text("import no_such_module")
+    result = project.runpytest_subprocess("--gpu-record", "record.json", "--continue-on-collection-errors")
+    assert result.ret != 0
+    result.stdout.fnmatch_lines(["*--gpu-record wrote nothing: *test_broken.py could not be collected*"])
+    assert not (project.path / "record.json").exists()
+
+
+@pytest.mark.skipif(GPU_MISSING is None, reason="for machines without a GPU")
+def test_without_a_gpu_nothing_is_recorded(tmp_path):
+    command = [sys.executable, "-m", "pytest", "-c", str(HERE.parent / "pyproject.toml"), "--rootdir", str(HERE.parent)]
+    command += ["--gpu-record", str(tmp_path / "record.json"), "-p", "no:cacheprovider"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--gpu-record: needs a CUDA device" in done.stderr
+    assert not (tmp_path / "record.json").exists()
+
+
+# Seeds
+
+
+def test_seeds(project):
+    """A test draws anew in each run, and the same with the seed that a failure prints, whatever runs before it."""
+    project.makepyfile(
+        **{
+            "tests/test_it": """
+            import random, torch
+
+            def test_first():
+                print("drew", torch.rand(()).item(), random.random())
+                assert False
+
+            def test_second():
+                print("drew", torch.rand(()).item(), random.random())
+                assert False
+            """
+        }
+    )
+
+    def run(*arguments):
+        out = project.runpytest_subprocess(*arguments).stdout.str()
+        return re.findall(r"^drew .*", out, re.M), set(re.findall(r"^--seed (\d+)$", out, re.M))
+
+    drawn, (seed,) = run()
+    assert len(set(drawn)) == 2
+    again, _ = run("--seed", seed)
+    assert again == drawn
+    alone, _ = run("--seed", seed, "-k", "second")
+    assert alone == drawn[1:]
+    fresh, _ = run()
+    assert not set(fresh) & set(drawn)

@@ -1,0 +1,152 @@
+"""The tests' own tools: what they let pass and what they refuse."""
+
+import importlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import get_sample, op_cases, poisoned
+from expected import assert_same
+from expected.rmsnorm_fp4quant_with_norm import assert_norm_close
+from launch_model import launches  # noqa: F401  (a fixture)
+
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.reference.fp4_quantize import fp4_quantize
+from torch_cute_ops.testing import assert_fp4_close, raw_call
+
+TILED = SCALE_LAYOUTS["128x4"]
+
+
+def blocks(fmt, rows=100, width=320, layout="128x4"):
+    """``(y, scale)`` of random rows, with mutable copies."""
+    y, scale = fp4_quantize(torch.randn(rows, width), block_size=fmt.block_size, scale_layout=layout)
+    return y.clone(), scale.clone()
+
+
+def with_codes(y, count, change):
+    """A copy in which ``change`` is applied to the low nibble of ``count`` bytes, each in a block of its own."""
+    y = y.clone()
+    at = torch.arange(count) * 16
+    flat = y.view(-1)
+    low = flat[at] & 0xF
+    flat[at] = (flat[at] & 0xF0) | change(low)
+    return y
+
+
+def step_down(code):
+    return torch.where((code & 7) > 0, code - 1, code + 1)
+
+
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
+def test_allowed_differences(fmt):
+    y, scale = blocks(fmt)
+    assert_fp4_close((y, scale), (y, scale), fmt, TILED)
+    # 32,000 elements: 32 may differ by a step.
+    assert_fp4_close((with_codes(y, 32, step_down), scale), (y, scale), fmt, TILED)
+    moved = scale.clone().view(torch.uint8)
+    moved[0, 0] += 1
+    assert_fp4_close((y, moved.view(scale.dtype)), (y, scale), fmt, TILED)
+
+
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
+def test_differences_that_are_not(fmt):
+    y, scale = blocks(fmt)
+    nan = {NVFP4: 0x7F, MXFP4: 0xFF}[fmt]
+
+    def scale_with(row, block, byte):
+        changed = scale.clone().view(torch.uint8)
+        changed.view(-1)[TILED.row_offset(row, 320 // fmt.block_size) + TILED.block_offset(block)] = byte
+        return changed.view(scale.dtype)
+
+    raw = int(scale.view(torch.uint8)[0, 0])
+    several = scale.clone().view(torch.uint8)
+    several[0, :4] += 1
+    cases = {
+        "33 of 32000 elements differ": (with_codes(y, 33, step_down), scale),
+        "more than one step": (with_codes(y, 1, lambda code: (code & 8) | ((code & 7) + 2) % 8), scale),
+        "differ in sign": (with_codes(y, 1, lambda code: code ^ 8), scale),
+        "more than one ulp": (y, scale_with(0, 0, raw + 2)),
+        "or in being NaN": (y, scale_with(0, 0, nan)),
+        "of .* scales differ": (y, several.view(scale.dtype)),
+        "padding that is not zero": (y, scale_with(127, 0, 1)),
+    }
+    for message, actual in cases.items():
+        with pytest.raises(AssertionError, match=message):
+            assert_fp4_close(actual, (y, scale), fmt, TILED)
+    with pytest.raises(AssertionError, match="y: "):
+        assert_fp4_close((y[1:], scale), (y, scale), fmt, TILED)
+    with pytest.raises(AssertionError, match="scale: "):
+        assert_fp4_close((y, scale.view(torch.int8)), (y, scale), fmt, TILED)
+
+
+def test_norm_close():
+    exact = torch.randn(20, 64, dtype=torch.float64)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        rounded = exact.to(dtype)
+        assert_norm_close(rounded, exact)
+        off = rounded.clone()
+        off[3, 4] *= 1 + 4 * max(torch.finfo(dtype).eps, 2.0**-19)
+        with pytest.raises(AssertionError, match="1 elements of the norm are off"):
+            assert_norm_close(off, exact)
+        bad = rounded.clone()
+        bad[0, 0] = torch.nan
+        with pytest.raises(AssertionError):
+            assert_norm_close(bad, exact)
+
+
+def test_same():
+    a = torch.randn(4, 4)
+    assert_same([a], [a.clone()])
+    assert_same([torch.tensor([torch.nan])], [-torch.tensor([torch.nan])])
+    minus_zero = [torch.tensor([0.0])], [torch.tensor([-0.0])]
+    for got, want in (minus_zero, ([a], [a + 1]), ([a], [a.double()]), ([a], [a[:2]]), ([a], [a.view(16)])):
+        with pytest.raises(AssertionError):
+            assert_same(got, want)
+    with pytest.raises(ValueError):
+        assert_same([a], [a, a])
+
+
+@pytest.mark.parametrize("op", op_cases())
+def test_poison_is_no_result(op, device):
+    """No sample's right answer is the poison that its outputs are filled with."""
+    for dtype in (torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32):
+        like = torch.empty(3, 4, dtype=dtype, device=device)
+        (poison,) = poisoned([like])
+        assert poison.shape == like.shape and poison.dtype == dtype and poison.device == like.device
+        if dtype.itemsize > 1:
+            assert poison.isnan().all()
+        else:
+            assert (poison.view(torch.uint8) == 0xAA).all()
+    assert get_sample(op, "nvfp4-linear-bfloat16", device).name == "nvfp4-linear-bfloat16"
+
+
+def test_raw_call(launches):  # noqa: F811
+    """It launches the op's own kernel, once a call, and nothing else."""
+    x, w = torch.randn(3, 64, dtype=torch.bfloat16), torch.randn(64, dtype=torch.bfloat16)
+    y = torch.zeros(3, 32, dtype=torch.uint8)
+    scale = torch.zeros(128, 4, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    call = raw_call("rmsnorm_fp4quant", x, w, y, scale)
+    want = torch.ops.cute.rmsnorm_fp4quant(x, w, scale_layout="128x4")
+    before = len(launches.calls)
+    y.fill_(0xAA)
+    assert call() is None
+    assert len(launches.calls) == before + 1
+    assert len(launches.compiled) == 1
+    assert_same((y, scale), want)
+
+
+def test_an_op_without_samples_is_noticed(monkeypatch):
+    """The registry loads samples by the op's name."""
+    from torch_cute_ops.registry import OPS
+
+    op = next(iter(OPS.values()))
+    monkeypatch.setitem(sys.modules, f"torch_cute_ops.testing.samples.{op.name}", None)
+    with pytest.raises(ImportError):
+        op.sample_inputs("cpu")
+    monkeypatch.setitem(
+        sys.modules, f"torch_cute_ops.testing.samples.{op.name}", SimpleNamespace(sample_inputs=lambda device: [device])
+    )
+    assert op.sample_inputs("meta") == [torch.device("meta")]
+    with pytest.raises(ImportError):
+        importlib.import_module("torch_cute_ops.testing.samples.no_such_op")
