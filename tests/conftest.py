@@ -31,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Tensors are small here; a second thread costs more than it brings, and much more on a busy machine.
+    torch.set_num_threads(1)
     seed = config.getoption("seed")
     config.stash[BASE_SEED] = secrets.randbelow(2**31) if seed is None else seed
     if config.getoption("gpu_record") is not None:
