@@ -42,11 +42,11 @@ def test_compiles_without_spills(case: Case, compiled_cases):
     assert isinstance(resources, Resources), resources
     assert case.id in ALLOWED_SPILLS or (resources.spill_bytes == 0 and resources.stack_bytes == 0), resources
     arch, config = ARCHS[case.arch], kernel_of(case).config
-    assert resources.smem_bytes <= arch.smem_per_cta
+    # Static shared memory is not used: CUDA 12 allows only 48 KB of it.
+    assert resources.smem_bytes == 0
+    assert getattr(config, "smem_bytes", 0) <= arch.smem_per_cta
     threads = getattr(config, "threads", 256)
     assert resources.registers * threads <= REGISTERS_PER_SM, "a CTA cannot be launched"
-    if hasattr(config, "smem_bytes"):
-        assert resources.smem_bytes <= config.smem_bytes, "plan() counts on less shared memory"
 
 
 def test_covering_cases_cover():

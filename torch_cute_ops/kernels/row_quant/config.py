@@ -1,7 +1,9 @@
 """What a row-quantising kernel is asked for, and how it is built for that: no device code."""
 
+import itertools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -114,13 +116,27 @@ class Config:
         return self.group_threads * self.groups
 
     @property
-    def smem_bytes(self) -> int:
-        """Shared memory of a CTA, a little rounded up."""
+    def quad_bytes(self) -> int:
+        """Scales of one quad."""
+        return QUAD * self.problem.layout.padded_blocks(self.slice_blocks)
+
+    @property
+    def smem_offsets(self) -> "SmemOffsets":
+        """How the shared memory of a CTA is divided."""
         p = self.problem
-        rows = self.groups * self.stages * self.group_rows * self.slice_width * p.dtype.itemsize
-        weight = 0 if p.weight_dtype is None else self.slice_width * p.weight_dtype.itemsize
-        scales = 2 * self.groups * QUAD * p.layout.padded_blocks(self.slice_blocks) if self.quads else 0
-        return rows + weight + scales + 4096
+        sizes = (
+            self.groups * self.stages * self.group_rows * self.slice_width * p.dtype.itemsize,
+            0 if p.weight_dtype is None else self.slice_width * p.weight_dtype.itemsize,
+            2 * self.groups * self.quad_bytes if self.quads else 0,
+            2 * self.groups * self.splits * self.group_warps * 4,
+            (self.groups * (self.stages + 2) + 1) * 8,
+        )
+        return SmemOffsets(*itertools.accumulate((ceil_div(size, 128) * 128 for size in sizes), initial=0))
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA."""
+        return self.smem_offsets.end
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
@@ -140,6 +156,26 @@ class Config:
                 f"{self.splits} CTAs; {arch.name} has {arch.smem_per_cta}"
             )
         return None
+
+
+class SmemOffsets(NamedTuple):
+    """Where in shared memory something begins, bytes.
+
+    Attributes:
+        rows: row buffers, of every group and stage.
+        weight: the norm's weight.
+        scales: scales of quads, two for each group.
+        sums: sums of squares, of every warp and CTA that share a row, for two rows of each group.
+        barriers: mbarriers: ``stages`` + 2 of each group, then the weight's.
+        end: of all.
+    """
+
+    rows: int
+    weight: int
+    scales: int
+    sums: int
+    barriers: int
+    end: int
 
 
 def ceil_div(a: int, b: int) -> int:

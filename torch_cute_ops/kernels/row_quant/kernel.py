@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, Uint64, const_expr, range_constexpr
+from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.kernels.common import ptx
@@ -199,29 +200,26 @@ class RowQuantKernel:
         c = self.config
         group_elements = c.stages * c.group_rows * c.slice_width
         partials = c.splits * c.group_warps
-        buffers = cute.arch.alloc_smem(self.dtype, c.groups * group_elements, 128)
-        weight = None if self.weight_dtype is None else cute.arch.alloc_smem(self.weight_dtype, c.slice_width, 128)
-        scales = cute.arch.alloc_smem(Uint8, 2 * c.groups * self._quad_bytes, 16) if c.quads else None
-        sums = cute.arch.alloc_smem(Float32, 2 * c.groups * partials, 16)
-        barriers = cute.arch.alloc_smem(Int64, c.groups * (c.stages + 2) + 1, 8)
+        # Dynamic shared memory: the ptxas of CUDA 12 allows no more than 48 KB of static shared memory.
+        base = SmemAllocator().allocate(c.smem_bytes, 128)
+        at = c.smem_offsets
+        buffers = cute.recast_ptr(base + at.rows, dtype=self.dtype)
+        weight = None if self.weight_dtype is None else cute.recast_ptr(base + at.weight, dtype=self.weight_dtype)
+        scales = cute.recast_ptr(base + at.scales, dtype=Uint8) if c.quads else None
+        sums = cute.recast_ptr(base + at.sums, dtype=Float32)
+        barriers = cute.recast_ptr(base + at.barriers, dtype=Int64)
         own = barriers + t.group * (c.stages + 2)
         return SimpleNamespace(
             buffers=buffers + cute.assume(t.group * group_elements, divby=16),
             weight=weight,
             all_scales=scales,
-            scales=scales + cute.assume(t.group * (2 * self._quad_bytes), divby=16) if c.quads else None,
+            scales=scales + cute.assume(t.group * (2 * c.quad_bytes), divby=16) if c.quads else None,
             sums=sums + t.group * (2 * partials),
             barriers=barriers,
             full=own,
             summed=own + c.stages,
             weight_barrier=barriers + c.groups * (c.stages + 2),
         )
-
-    @property
-    def _quad_bytes(self) -> int:
-        """Shared memory for the scales of one quad."""
-        c = self.config
-        return QUAD * c.problem.layout.padded_blocks(c.slice_blocks)
 
     def _init_barriers(self, s) -> None:
         c = self.config
@@ -484,13 +482,13 @@ class RowQuantKernel:
 
     def _quad_slot(self, it, block, s) -> cute.Tensor:
         """A scale byte of iteration ``it``'s row in the buffer of its quad; there are two buffers."""
-        offset = it // QUAD % 2 * self._quad_bytes + block // 4 * 16 + it % QUAD * 4 + block % 4
+        offset = it // QUAD % 2 * self.config.quad_bytes + block // 4 * 16 + it % QUAD * 4 + block % 4
         return cute.make_tensor(s.scales + offset, cute.make_layout(1))
 
     @cute.jit
     def _clear_scales(self, t, s):
         """Zero the quads' buffers, whose padding nobody writes later."""
-        words = 2 * self.config.groups * self._quad_bytes // 4
+        words = 2 * self.config.groups * self.config.quad_bytes // 4
         buffers = cute.make_tensor(cute.recast_ptr(s.all_scales, dtype=Uint32), cute.make_layout(words))
         for i in range(t.tid, words, t.threads):
             buffers[i] = Uint32(0)
@@ -531,11 +529,11 @@ class RowQuantKernel:
                 layout = c.problem.layout
                 row_offset = layout.row_offset(Uint64(row), c.blocks)
                 tiles = (t.my_blocks + 3) // 4
-                source = s.scales + cute.assume(it // QUAD % 2 * self._quad_bytes, divby=16)
+                source = s.scales + cute.assume(it // QUAD % 2 * c.quad_bytes, divby=16)
                 words = cute.make_tensor(
-                    cute.recast_ptr(source, dtype=Uint32), cute.make_layout((4, self._quad_bytes // 16), stride=(1, 4))
+                    cute.recast_ptr(source, dtype=Uint32), cute.make_layout((4, c.quad_bytes // 16), stride=(1, 4))
                 )
-                for i in range_constexpr(ceil_div(self._quad_bytes // 16, c.group_threads)):
+                for i in range_constexpr(ceil_div(c.quad_bytes // 16, c.group_threads)):
                     tile = t.in_group + i * c.group_threads
                     if tile < tiles:
                         offset = row_offset + Uint64(layout.block_offset(Uint32(t.first_block + tile * 4)))
