@@ -30,6 +30,7 @@ class OpSpec:
         cuda_out: the CUDA entry that takes the outputs as further keyword arguments.
         function: the typed Python function of the same name.
         warmup: makes ready the kernel for static facts given by keyword.
+        mutated: names of the arguments that the op updates in place.
     """
 
     name: str
@@ -42,6 +43,7 @@ class OpSpec:
     cuda_out: Callable[..., None]
     function: Callable[..., Any]
     warmup: Callable[..., None]
+    mutated: tuple[str, ...] = ()
 
     @property
     def qualified_name(self) -> str:
@@ -58,7 +60,10 @@ class OpSpec:
     @property
     def out_schema(self) -> str:
         """The schema of the ``.out`` overload."""
-        outputs = ", ".join(f"Tensor({letter}!) {output}" for letter, output in zip("abcd", self.outputs, strict=False))
+        letters = "abcdef"[len(self.mutated) :]
+        outputs = ", ".join(
+            f"Tensor({letter}!) {output}" for letter, output in zip(letters, self.outputs, strict=False)
+        )
         return f"{self.name}.out({self.arguments}, *, {outputs}) -> ()"
 
     def sample_inputs(self, device: torch.device | str) -> "Iterator[Sample]":
