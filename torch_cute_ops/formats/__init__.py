@@ -1,14 +1,30 @@
 """What the formats *are*: element codes, block scales, scale layouts, packing. Plain torch, no kernels."""
 
 from torch_cute_ops.formats.fp4 import MXFP4, NVFP4, FP4Format, resolve_fp4_format
+from torch_cute_ops.formats.fp8 import (
+    FP8_BLOCK128,
+    FP8_FORMATS,
+    FP8_SCALE_LAYOUTS,
+    FP8_TENSOR,
+    FP8_TOKEN,
+    FP8Format,
+    resolve_fp8_format,
+)
 from torch_cute_ops.formats.scale_layout import SCALE_LAYOUTS, ScaleLayout, resolve_scale_layout
 
 __all__ = [
+    "FP8_BLOCK128",
+    "FP8_FORMATS",
+    "FP8_SCALE_LAYOUTS",
+    "FP8_TENSOR",
+    "FP8_TOKEN",
     "MXFP4",
     "NVFP4",
     "SCALE_LAYOUTS",
     "FP4Format",
+    "FP8Format",
     "ScaleLayout",
     "resolve_fp4_format",
+    "resolve_fp8_format",
     "resolve_scale_layout",
 ]

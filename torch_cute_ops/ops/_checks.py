@@ -3,7 +3,14 @@ fix."""
 
 import torch
 
-from torch_cute_ops.formats import FP4Format, ScaleLayout, resolve_fp4_format, resolve_scale_layout
+from torch_cute_ops.formats import (
+    FP4Format,
+    FP8Format,
+    ScaleLayout,
+    resolve_fp4_format,
+    resolve_fp8_format,
+    resolve_scale_layout,
+)
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -59,23 +66,87 @@ def check_global_scale(
         return
     if not fmt.has_global_scale:
         raise ValueError(f"cute::{op}: global_scale is given; {fmt.name} takes none, so pass None")
-    check_dtype(op, "global_scale", global_scale, (torch.float32,))
-    if global_scale.numel() != 1:
-        raise ValueError(f"cute::{op}: global_scale has shape {tuple(global_scale.shape)}; expected one element")
-    check_device(op, "global_scale", global_scale, other, device)
+    _check_scalar(op, "global_scale", global_scale, other, device)
 
 
-def check_rows(op: str, name: str, tensor: torch.Tensor, fmt: FP4Format, dtypes: tuple[torch.dtype, ...]) -> None:
-    """``tensor`` is (..., K) with K a multiple of the block and a dtype in ``dtypes``."""
+def check_fp8_format(op: str, granularity: str, scale_layout: str) -> tuple[FP8Format, ScaleLayout]:
+    """The format and layout that the arguments name."""
+    try:
+        return resolve_fp8_format(granularity, scale_layout)
+    except ValueError as error:
+        raise ValueError(f"cute::{op}: {error}") from None
+
+
+def check_fp8_scale(op: str, scale: torch.Tensor | None, fmt: FP8Format, other: str, device: torch.device) -> None:
+    """``scale`` is one fp32 element for a static format, and absent for one whose scales are computed."""
+    if not fmt.is_static:
+        if scale is not None:
+            raise ValueError(
+                f"cute::{op}: scale is given; granularity={fmt.granularity!r} computes its own, so pass None, "
+                "or granularity='tensor'"
+            )
+    elif scale is None:
+        raise ValueError(
+            f"cute::{op}: scale is None; granularity={fmt.granularity!r} takes it as one float32 element on {device}"
+        )
+    else:
+        _check_scalar(op, "scale", scale, other, device)
+
+
+def _check_scalar(op: str, name: str, tensor: torch.Tensor, other: str, device: torch.device) -> None:
+    """``tensor`` is one fp32 element on ``device``, where the argument named ``other`` is."""
+    check_dtype(op, name, tensor, (torch.float32,))
+    if tensor.numel() != 1:
+        raise ValueError(f"cute::{op}: {name} has shape {tuple(tensor.shape)}; expected one element")
+    check_device(op, name, tensor, other, device)
+
+
+def check_rows(
+    op: str,
+    name: str,
+    tensor: torch.Tensor,
+    fmt: FP4Format | FP8Format,
+    dtypes: tuple[torch.dtype, ...],
+    halves: bool = False,
+) -> None:
+    """``tensor`` is (..., K), or (..., 2K) with ``halves``, with K whole blocks and a dtype in ``dtypes``."""
     check_dtype(op, name, tensor, dtypes)
     if tensor.dim() == 0:
-        raise ValueError(f"cute::{op}: {name} has no dimension; expected (..., K)")
+        raise ValueError(f"cute::{op}: {name} has no dimension; expected (..., {'2K' if halves else 'K'})")
     width = tensor.shape[-1]
-    if width == 0 or width % fmt.block_size != 0:
+    # Without blocks of its own, a row may have any length.
+    block = fmt.block_size or 1
+    if width == 0 or width % (2 * block if halves else block) != 0:
+        expected = f"multiple of the block size, {block}" if fmt.block_size else "number of elements"
         raise ValueError(
             f"cute::{op}: {name} has a last dimension of {width}; "
-            f"expected a positive multiple of the block size, {fmt.block_size}"
+            f"expected {'two halves, each ' if halves else ''}a positive {expected}"
         )
+
+
+def check_residual(op: str, residual: torch.Tensor, input: torch.Tensor) -> None:
+    """``residual`` is a tensor like ``input``, each element of which has a place of its own."""
+    check_dtype(op, "residual", residual, (input.dtype,))
+    check_shape(op, "residual", residual, input.shape, "the shape of input")
+    check_device(op, "residual", residual, "input", input.device)
+    if overlaps_itself(residual):
+        raise ValueError(
+            f"cute::{op}: residual has shape {tuple(residual.shape)} and strides {residual.stride()}, by which it "
+            "overlaps itself, and it is updated in place; pass residual.contiguous()"
+        )
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether, in some dimension, elements lie no further apart than the dimensions inside it reach."""
+    if tensor.is_contiguous():
+        return False
+    reach = 0
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (extent - 1)
+    return False
 
 
 def check_output(

@@ -1,6 +1,7 @@
 """What one op is made of."""
 
 import importlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -22,12 +23,12 @@ class OpSpec:
     Attributes:
         name: name in the namespace ``cute``, and of the modules that implement and test it.
         arguments: the schema's arguments.
-        outputs: names of the outputs, which are also the ``.out`` overload's keyword arguments.
+        outputs: names of the outputs.
         check: raises ``ValueError`` or ``TypeError`` for arguments that the op refuses; takes the op's arguments.
         reference: the executable specification in plain torch; takes the op's arguments.
         fake: outputs with the right shapes and dtypes and no values; takes the op's arguments.
         cuda: the functional CUDA entry; checks its arguments itself.
-        cuda_out: the CUDA entry that takes the outputs as further keyword arguments.
+        cuda_out: the CUDA entry that takes the outputs as further keyword arguments, named as in ``out_names``.
         function: the typed Python function of the same name.
         warmup: makes ready the kernel for static facts given by keyword.
         mutated: names of the arguments that the op updates in place.
@@ -51,6 +52,13 @@ class OpSpec:
         return f"{NAMESPACE}::{self.name}"
 
     @property
+    def out_names(self) -> tuple[str, ...]:
+        """The ``.out`` overload's names of the outputs: their own, with ``_out`` where an argument has the same."""
+        return tuple(
+            f"{output}_out" if re.search(rf" {output}\b", self.arguments) else output for output in self.outputs
+        )
+
+    @property
     def schema(self) -> str:
         """The functional schema."""
         if len(self.outputs) == 1:
@@ -62,7 +70,7 @@ class OpSpec:
         """The schema of the ``.out`` overload."""
         letters = "abcdef"[len(self.mutated) :]
         outputs = ", ".join(
-            f"Tensor({letter}!) {output}" for letter, output in zip(letters, self.outputs, strict=False)
+            f"Tensor({letter}!) {output}" for letter, output in zip(letters, self.out_names, strict=False)
         )
         return f"{self.name}.out({self.arguments}, *, {outputs}) -> ()"
 
