@@ -1,31 +1,38 @@
 """Outputs of ``fp4_quantize``, and the FP4 output pair that every FP4-producing fake shares."""
 
+from collections.abc import Sequence
+
 import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout, resolve_fp4_format, resolve_scale_layout
 
 
-def fp4_shapes(shape: torch.Size, fmt: FP4Format, layout: ScaleLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def row_count(lead: Sequence[int]) -> int:
+    """Rows of a tensor with these leading dimensions."""
+    rows = 1
+    for extent in lead:
+        rows = rows * extent
+    return rows
+
+
+def fp4_shapes(shape: Sequence[int], fmt: FP4Format, layout: ScaleLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of the packed codes and of the scales of a tensor of ``shape`` (..., K)."""
     *lead, width = shape
     blocks = width // fmt.block_size
     if layout.is_linear:
         scale: tuple[int, ...] = (*lead, blocks)
     else:
-        rows = 1
-        for extent in lead:
-            rows = rows * extent
-        scale = (layout.padded_rows(rows), layout.padded_blocks(blocks))
+        scale = (layout.padded_rows(row_count(lead)), layout.padded_blocks(blocks))
     return (*lead, width // 2), scale
 
 
 def empty_fp4(
-    input: torch.Tensor, block_size: int, scale_format: str | None, scale_layout: str
+    shape: Sequence[int], like: torch.Tensor, block_size: int, scale_format: str | None, scale_layout: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised codes and scales for ``input`` (..., K)."""
+    """Uninitialised codes and scales of a tensor of ``shape`` (..., K), where ``like`` is."""
     fmt = resolve_fp4_format(block_size, scale_format)
-    y, scale = fp4_shapes(input.shape, fmt, resolve_scale_layout(scale_layout))
-    return input.new_empty(y, dtype=torch.uint8), input.new_empty(scale, dtype=fmt.scale_dtype)
+    y, scale = fp4_shapes(shape, fmt, resolve_scale_layout(scale_layout))
+    return like.new_empty(y, dtype=torch.uint8), like.new_empty(scale, dtype=fmt.scale_dtype)
 
 
 def fp4_quantize(
@@ -36,4 +43,4 @@ def fp4_quantize(
     scale_layout: str = "linear",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes (..., K/2) and scales."""
-    return empty_fp4(input, block_size, scale_format, scale_layout)
+    return empty_fp4(input.shape, input, block_size, scale_format, scale_layout)

@@ -15,4 +15,4 @@ def rmsnorm_fp4quant(
     scale_layout: str = "linear",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes (..., H/2) and scales."""
-    return empty_fp4(input, block_size, scale_format, scale_layout)
+    return empty_fp4(input.shape, input, block_size, scale_format, scale_layout)

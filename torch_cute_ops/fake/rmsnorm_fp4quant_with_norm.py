@@ -15,5 +15,5 @@ def rmsnorm_fp4quant_with_norm(
     scale_layout: str = "linear",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes (..., H/2), scales, and the norm (..., H) in the input dtype."""
-    y, scale = empty_fp4(input, block_size, scale_format, scale_layout)
+    y, scale = empty_fp4(input.shape, input, block_size, scale_format, scale_layout)
     return y, scale, input.new_empty(input.shape)

@@ -89,8 +89,8 @@ def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
 
 
 def encode_e4m3(value: torch.Tensor) -> torch.Tensor:
-    """``float8_e4m3fn`` of fp32 values: round to nearest even, saturating at ±448, NaN kept."""
-    return value.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    """``float8_e4m3fn`` of fp32 values: round to nearest even, saturating at ±448; NaN is 0x7F, whatever its sign."""
+    return torch.where(value.isnan(), torch.nan, value.clamp(-E4M3_MAX, E4M3_MAX)).to(torch.float8_e4m3fn)
 
 
 def decode_ue8m0(byte: torch.Tensor) -> torch.Tensor:
