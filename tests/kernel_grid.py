@@ -100,7 +100,9 @@ def kernel_of(case: Case) -> Any:
     if what == "dequantize":
         config = fp4_dequant.plan(dtype, case.width, case.format, layout, global_scale)
         return fp4_dequant.FP4DequantKernel(config)
-    problem = row_quant.Problem(dtype, weight, case.width, case.format, layout, global_scale, writes_norm)
+    problem = row_quant.Problem(
+        "rows", dtype, weight, case.width, case.width, case.format, layout, False, global_scale, writes_norm
+    )
     return row_quant.RowQuantKernel(row_quant.plan(problem, FACTS[case.arch]))
 
 

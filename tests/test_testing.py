@@ -126,7 +126,7 @@ def test_raw_call(launches):  # noqa: F811
     x, w = torch.randn(3, 64, dtype=torch.bfloat16), torch.randn(64, dtype=torch.bfloat16)
     y = torch.zeros(3, 32, dtype=torch.uint8)
     scale = torch.zeros(128, 4, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    call = raw_call("rmsnorm_fp4quant", x, w, y, scale)
+    call = raw_call("rmsnorm_fp4quant", x, w, None, 1e-6, 16, None, "128x4", out=(y, scale))
     want = torch.ops.cute.rmsnorm_fp4quant(x, w, scale_layout="128x4")
     before = len(launches.calls)
     y.fill_(0xAA)

@@ -4,17 +4,31 @@ Importing registers the ops as ``torch.ops.cute.*``. It initialises no CUDA and 
 """
 
 from torch_cute_ops._version import __version__
+from torch_cute_ops.ops.add_rmsnorm_fp4quant import add_rmsnorm_fp4quant
+from torch_cute_ops.ops.add_rmsnorm_fp4quant_both_layouts import add_rmsnorm_fp4quant_both_layouts
+from torch_cute_ops.ops.add_rmsnorm_fp4quant_with_norm import add_rmsnorm_fp4quant_with_norm
+from torch_cute_ops.ops.add_rmsnorm_fp8quant import add_rmsnorm_fp8quant
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.rmsnorm_fp4quant import rmsnorm_fp4quant
 from torch_cute_ops.ops.rmsnorm_fp4quant_with_norm import rmsnorm_fp4quant_with_norm
+from torch_cute_ops.ops.rmsnorm_fp8quant import rmsnorm_fp8quant
+from torch_cute_ops.ops.silu_mul_fp4quant import silu_mul_fp4quant
+from torch_cute_ops.ops.silu_mul_fp8quant import silu_mul_fp8quant
 from torch_cute_ops.registry import warmup
 
 __all__ = [
     "__version__",
+    "add_rmsnorm_fp4quant",
+    "add_rmsnorm_fp4quant_both_layouts",
+    "add_rmsnorm_fp4quant_with_norm",
+    "add_rmsnorm_fp8quant",
     "fp4_dequantize",
     "fp4_quantize",
     "rmsnorm_fp4quant",
     "rmsnorm_fp4quant_with_norm",
+    "rmsnorm_fp8quant",
+    "silu_mul_fp4quant",
+    "silu_mul_fp8quant",
     "warmup",
 ]

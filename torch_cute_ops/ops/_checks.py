@@ -149,6 +149,30 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
+def check_overlap(op: str, name: str, written: torch.Tensor, other: str, read: torch.Tensor) -> None:
+    """``written`` is ``read``, or shares no memory with it; for real tensors only.
+
+    Columns of one matrix count as apart; of other views that reach into each other, some that are apart are refused.
+    """
+    if written.numel() == 0 or (written.data_ptr() == read.data_ptr() and written.stride() == read.stride()):
+        return
+    begins, ends = [], []
+    for tensor in (written, read):
+        reach = sum(stride * (extent - 1) for stride, extent in zip(tensor.stride(), tensor.shape, strict=True))
+        begins.append(tensor.data_ptr())
+        ends.append(tensor.data_ptr() + (reach + 1) * tensor.element_size())
+    if ends[0] <= begins[1] or ends[1] <= begins[0]:
+        return
+    if written.dim() == 2 and written.stride() == read.stride() and written.stride(1) == 1:
+        pitch, width = (extent * written.element_size() for extent in (written.stride(0), written.shape[1]))
+        if width <= (begins[1] - begins[0]) % pitch <= pitch - width:
+            return
+    raise ValueError(
+        f"cute::{op}: {name} is updated in place and shares memory with {other} without being the same view; "
+        f"pass {other}.clone()"
+    )
+
+
 def check_output(
     op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -1,4 +1,4 @@
-"""What the ops that quantise rows to FP4 share: checks, the choice of a kernel, and the way to its launch.
+"""What the ops that quantise rows share: checks, the choice of a kernel, and the way to its launch.
 
 A call looks up its launcher by the facts that the kernel was compiled for (never the number of rows) and calls it. The
 compiled function refuses tensors that do not fit before it launches anything; only then do the slow checks run, to say
@@ -7,13 +7,23 @@ what is wrong or to make a copy that the kernel can read.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from torch_cute_ops.fake.fp4_quantize import fp4_shapes
-from torch_cute_ops.formats import FP4Format, ScaleLayout, resolve_fp4_format, resolve_scale_layout
+from torch_cute_ops.fake.rmsnorm_fp8quant import fp8_shapes
+from torch_cute_ops.formats import (
+    FP4Format,
+    ScaleLayout,
+    resolve_fp4_format,
+    resolve_fp8_format,
+    resolve_scale_layout,
+)
+from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TENSOR, FP8Format
 from torch_cute_ops.ops import _checks
+from torch_cute_ops.ops._signatures import FP4_CHOICES, Signature
+from torch_cute_ops.ops._spec import OpSpec
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import arch_of_device, sm_count
 from torch_cute_ops.runtime.capture import forbid_in_capture
@@ -22,24 +32,25 @@ from torch_cute_ops.runtime.dispatch import mark_written
 
 Outputs = tuple[torch.Tensor, ...]
 
-OUTPUTS = ("y", "scale", "norm")
-NORM_ARGUMENTS = (
-    "Tensor input, Tensor weight, Tensor? global_scale=None, float eps=1e-6, int block_size=16, "
-    'str? scale_format=None, str scale_layout="linear"'
-)
+UNIT = 16
+"""Widths that kernels take are multiples of this; other FP8 rows are padded."""
 
 
 class Facts(NamedTuple):
-    """What a launcher was made for."""
+    """What a launcher was made for.
+
+    Attributes:
+        hidden: the last dimension of the input.
+        factor: whether a global scale (FP4) or a scale (FP8) is given.
+        choices: format and layout, as the op's signature names them.
+    """
 
     dtype: torch.dtype
     weight_dtype: torch.dtype | None
     hidden: int
-    global_scale: bool
-    block_size: int
-    scale_format: str | None
-    scale_layout: str
+    factor: bool
     device: int
+    choices: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -49,47 +60,148 @@ class Launcher:
     Attributes:
         function: the compiled kernel.
         max_ctas: CTAs that fill the device.
-        fmt: the FP4 format.
-        layout: the scale layout.
         device: the device that the kernel was made ready for.
-        y_width, scale_width: row lengths of the outputs.
+        width: elements of a row that the kernel quantises.
+        is_padded: whether rows are shorter than that.
+        fmt, layout: format and scale layout.
+        y_width, y_dtype: of the codes.
+        scale_width, scale_dtype: of the scales; a width of 0 where they are no matrix of whole rows.
         tile_rows: rows of a scale tile, or 1.
     """
 
     function: Callable[..., None]
     max_ctas: int
-    fmt: FP4Format
-    layout: ScaleLayout
     device: torch.device
+    width: int
+    is_padded: bool
+    fmt: FP4Format | FP8Format
+    layout: ScaleLayout
     y_width: int
+    y_dtype: torch.dtype
     scale_width: int
+    scale_dtype: torch.dtype
     tile_rows: int
 
 
 class RowQuant:
-    """One op that quantises rows to FP4: rows (..., H) become codes (..., H/2), scales, and perhaps their norm (...,
-    H).
+    """One op that quantises rows: input (..., H), or (..., 2H) for ``silu_mul``, becomes codes, scales, and more.
 
     Args:
         op: the op's name.
+        signature: its arguments.
+        source: what the rows are; as in ``kernels.row_quant.Problem``.
         normalises: whether there is a weight and the rows are RMS-normalised first.
-        returns_norm: whether the normalised rows are an output too.
+        third: the output after codes and scales: ``"norm"``, ``"scale_linear"``, or none.
     """
 
-    def __init__(self, op: str, normalises: bool, returns_norm: bool = False) -> None:
+    def __init__(
+        self,
+        op: str,
+        signature: Signature,
+        *,
+        source: Literal["rows", "add", "silu_mul"] = "rows",
+        normalises: bool = False,
+        third: str | None = None,
+    ) -> None:
         self.op = op
+        self.signature = signature
+        self.source = source
         self.normalises = normalises
-        self.returns_norm = returns_norm
+        self.third = third
+        self.is_fp4 = signature.choices[0] == FP4_CHOICES[0]
+        scale = "scale_128x4" if third == "scale_linear" else "scale"
+        self.outputs: tuple[str, ...] = ("y", scale) if third is None else ("y", scale, third)
+        self._out_names = self.outputs
         self._launchers: dict[tuple[Any, ...], Launcher] = {}
+        # Those whose rows are padded: a call of one is never the usual one.
+        self._padding_launchers: dict[tuple[Any, ...], Launcher] = {}
+
+    # The op's entries
+
+    def spec(self, function: Callable[..., Any], reference: Callable[..., Any], fake: Callable[..., Any]) -> OpSpec:
+        """The op's place in the registry."""
+        spec = OpSpec(
+            name=self.op,
+            arguments=self.signature.schema,
+            outputs=self.outputs,
+            check=self.check_call,
+            reference=reference,
+            fake=fake,
+            cuda=self.cuda,
+            cuda_out=self.cuda_out,
+            function=function,
+            warmup=self.warmup,
+        )
+        self._out_names = spec.out_names
+        return spec
+
+    def check_call(self, *args: Any, **kwargs: Any) -> None:
+        """``check`` with the op's signature."""
+        input, residual, weight, factor, _, choices = self.signature.arrange(*args, **kwargs)
+        self.check(input, residual, weight, factor, choices)
+
+    def cuda(self, *args: Any, **kwargs: Any) -> Outputs:
+        """The functional CUDA entry."""
+        return self.run(*self.signature.arrange(*args, **kwargs))
+
+    def cuda_out(self, *args: Any, **kwargs: Any) -> None:
+        """The CUDA entry of the ``.out`` overload."""
+        out = tuple(kwargs.pop(name) for name in self._out_names)
+        self.run(*self.signature.arrange(*args, **kwargs), out)
+
+    def warmup(
+        self,
+        *,
+        hidden: int,
+        dtype: torch.dtype,
+        weight_dtype: torch.dtype | None = None,
+        global_scale: bool = False,
+        device: torch.device | int | str | None = None,
+        **choices: Any,
+    ) -> None:
+        """Compile and load the kernel for these facts, by running it on one row.
+
+        Args:
+            hidden: the last dimension of ``input``.
+            dtype: its dtype.
+            weight_dtype: dtype of ``weight``; ``None`` means ``dtype``.
+            global_scale: whether calls will pass a global scale; FP4 only.
+            device: the CUDA device; ``None`` means the current one.
+            choices: format and layout, as in the calls.
+        """
+        target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+        takes_factor = global_scale if self.is_fp4 else choices.get("granularity") == FP8_TENSOR.granularity
+        with torch.no_grad():
+            row = torch.ones(1, hidden, dtype=dtype, device=target)
+            given: list[torch.Tensor | None] = [row]
+            if self.source == "add":
+                given.append(torch.ones_like(row))
+            if self.normalises:
+                given.append(torch.ones(hidden, dtype=weight_dtype or dtype, device=target))
+            given.append(torch.ones(1, device=target) if takes_factor else None)
+            self.cuda(*given, **choices)
+            torch.cuda.synchronize(target)
+
+    def warmup_call(self, facts: Facts) -> str:
+        """The call of ``torch_cute_ops.warmup`` that makes these facts' kernel ready."""
+        shown: dict[str, Any] = {"hidden": facts.hidden, "dtype": facts.dtype}
+        if self.normalises:
+            shown["weight_dtype"] = facts.weight_dtype
+        if self.is_fp4:
+            shown["global_scale"] = facts.factor
+        shown.update(zip(self.signature.choices, facts.choices, strict=False))
+        shown["device"] = facts.device
+        return f"torch_cute_ops.warmup({self.op!r}, {', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    # The way of a call
 
     def check(
         self,
         input: torch.Tensor,
+        residual: torch.Tensor | None,
         weight: torch.Tensor | None,
-        global_scale: torch.Tensor | None,
-        block_size: int,
-        scale_format: str | None,
-        scale_layout: str,
+        factor: torch.Tensor | None,
+        choices: tuple[Any, ...],
     ) -> None:
         """Refuse arguments that the op does not take.
 
@@ -98,24 +210,32 @@ class RowQuant:
             TypeError: for a wrong dtype.
         """
         op = self.op
-        fmt, _ = _checks.check_fp4_format(op, block_size, scale_format, scale_layout)
-        _checks.check_rows(op, "input", input, fmt, _checks.INPUT_DTYPES)
+        fmt: FP4Format | FP8Format
+        if self.is_fp4:
+            fmt, _ = _checks.check_fp4_format(op, *choices)
+        else:
+            fmt, _ = _checks.check_fp8_format(op, *choices)
+        _checks.check_rows(op, "input", input, fmt, _checks.INPUT_DTYPES, halves=self.source == "silu_mul")
+        if residual is not None:
+            _checks.check_residual(op, residual, input)
         if weight is not None:
             _checks.check_dtype(op, "weight", weight, tuple(dict.fromkeys((input.dtype, torch.float32))))
             _checks.check_shape(op, "weight", weight, (input.shape[-1],), "one element a column of input")
             _checks.check_device(op, "weight", weight, "input", input.device)
-        _checks.check_global_scale(op, global_scale, fmt, "input", input.device)
-        _checks.check_no_grad(op, input, weight, global_scale)
+        if isinstance(fmt, FP4Format):
+            _checks.check_global_scale(op, factor, fmt, "input", input.device)
+        else:
+            _checks.check_fp8_scale(op, factor, fmt, "input", input.device)
+        _checks.check_no_grad(op, input, residual, weight, factor)
 
     def run(
         self,
         input: torch.Tensor,
+        residual: torch.Tensor | None,
         weight: torch.Tensor | None,
-        global_scale: torch.Tensor | None,
+        factor: torch.Tensor | None,
         eps: float,
-        block_size: int,
-        scale_format: str | None,
-        scale_layout: str,
+        choices: tuple[Any, ...],
         out: Outputs | None = None,
     ) -> Outputs:
         """Run the kernel on CUDA tensors, into ``out`` or into new tensors.
@@ -128,68 +248,82 @@ class RowQuant:
             input.dtype,
             None if weight is None else weight.dtype,
             shape[-1] if shape else 0,
-            global_scale is not None,
-            block_size,
-            scale_format,
-            scale_layout,
+            factor is not None,
             input.get_device(),
+            choices,
         )
         launcher = self._launchers.get(facts)
         if (
             launcher is None
             or len(shape) != 2
             or not shape[0]
-            or (global_scale is not None and (global_scale.dim() != 1 or global_scale.requires_grad))
+            or (residual is not None and not _is_plain_residual(residual, input))
+            or (factor is not None and (factor.dim() != 1 or factor.requires_grad))
             or (torch.is_grad_enabled() and (input.requires_grad or (weight is not None and weight.requires_grad)))
         ):
-            return self._run_checked(Facts(*facts), input, weight, global_scale, eps, out)
+            return self._run_checked(Facts(*facts), input, residual, weight, factor, eps, out)
         rows = shape[0]
         tile = launcher.tile_rows
         scale_rows = (rows + tile - 1) // tile * tile
-        norm = None
+        linear = norm = None
         if out is None:
             # empty_strided: 0.45 µs less than empty, each (torch 2.13).
             device = launcher.device
             width = launcher.y_width
-            y = torch.empty_strided((rows, width), (width, 1), dtype=torch.uint8, device=device)
+            y = torch.empty_strided((rows, width), (width, 1), dtype=launcher.y_dtype, device=device)
             width = launcher.scale_width
-            scale = torch.empty_strided((scale_rows, width), (width, 1), dtype=launcher.fmt.scale_dtype, device=device)
-            if self.returns_norm:
+            if width:
+                scale = torch.empty_strided((scale_rows, width), (width, 1), dtype=launcher.scale_dtype, device=device)
+            else:
+                assert isinstance(launcher.fmt, FP8Format)
+                scale = torch.empty(fp8_shapes(shape, launcher.fmt, launcher.layout)[1], device=device)
+            if self.third == "norm":
                 width = shape[1]
                 norm = torch.empty_strided((rows, width), (width, 1), dtype=input.dtype, device=device)
+            elif self.third is not None:
+                width = launcher.width // launcher.fmt.block_size
+                linear = torch.empty_strided((rows, width), (width, 1), dtype=launcher.scale_dtype, device=device)
         else:
             y, scale = out[0], out[1]
-            if self.returns_norm:
+            if self.third == "norm":
                 norm = out[2]
+            elif self.third is not None:
+                linear = out[2]
             # The kernel takes the number of scale rows on trust.
-            if scale.dim() != 2 or scale.shape[0] != scale_rows:
-                return self._run_checked(Facts(*facts), input, weight, global_scale, eps, out)
+            if launcher.scale_width and (scale.dim() != 2 or scale.shape[0] != scale_rows):
+                return self._run_checked(Facts(*facts), input, residual, weight, factor, eps, out)
         try:
-            launcher.function(input, weight, global_scale, y, scale, norm, eps, launcher.max_ctas)
+            launcher.function(input, residual, weight, factor, y, scale, linear, norm, eps, launcher.max_ctas)
         except (ValueError, TypeError, RuntimeError):  # RuntimeError: from DLPack, for tensors without data
-            return self._run_checked(Facts(*facts), input, weight, global_scale, eps, out)
+            return self._run_checked(Facts(*facts), input, residual, weight, factor, eps, out)
+        if residual is not None:
+            mark_written((residual,))
         if out is not None:
             mark_written(out)
             return out
-        return (y, scale) if norm is None else (y, scale, norm)
+        if self.third is None:
+            return y, scale
+        third = linear if norm is None else norm
+        assert third is not None
+        return y, scale, third
 
     def _run_checked(
         self,
         facts: Facts,
         input: torch.Tensor,
+        residual: torch.Tensor | None,
         weight: torch.Tensor | None,
-        global_scale: torch.Tensor | None,
+        factor: torch.Tensor | None,
         eps: float,
         out: Outputs | None,
     ) -> Outputs:
         """``run`` with every check, for the first call, for unusual shapes, and for tensors that the kernel refused."""
-        self.check(input, weight, global_scale, *facts[4:7])
-        launcher = self._launchers.get(facts)
+        self.check(input, residual, weight, factor, facts.choices)
+        launcher = self._launchers.get(facts) or self._padding_launchers.get(facts)
         if launcher is None:
-            launcher = self._launchers[facts] = self._make_launcher(facts)
-        shapes = (*fp4_shapes(input.shape, launcher.fmt, launcher.layout), tuple(input.shape))
-        dtypes = (torch.uint8, launcher.fmt.scale_dtype, input.dtype)
-        expected = list(zip(OUTPUTS, shapes, dtypes, strict=True))[: 3 if self.returns_norm else 2]
+            launcher = self._make_launcher(facts)
+            (self._padding_launchers if launcher.is_padded else self._launchers)[facts] = launcher
+        expected = self._expected(input, launcher)
         if out is None:
             out = tuple(torch.empty(shape, dtype=dtype, device=input.device) for _, shape, dtype in expected)
         else:
@@ -197,37 +331,94 @@ class RowQuant:
                 _checks.check_output(self.op, name, tensor, shape, dtype, input.device)
                 _checks.check_aligned(self.op, name, tensor)
             mark_written(out)
+        if residual is not None:
+            _checks.check_overlap(self.op, "residual", residual, "input", input)
+            mark_written((residual,))
         if input.numel() == 0:
+            if factor is not None and launcher.fmt is FP8_TENSOR:
+                out[1].copy_(factor.reshape(1))
             return out
-        rows = input.reshape(-1, facts.hidden)
-        g = None if global_scale is None else global_scale.reshape(1)
-        y, scale, *norm = out
-        if launcher.layout.is_linear:
-            scale = scale.view(rows.shape[0], -1)
-        outputs = (y.view(rows.shape[0], -1), scale, norm[0].view(rows.shape) if norm else None)
+        self._launch(launcher, input, residual, weight, factor, eps, out)
+        return out
+
+    def _expected(self, input: torch.Tensor, launcher: Launcher) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Name, shape and dtype of each output."""
+        fmt, layout = launcher.fmt, launcher.layout
+        *lead, width = input.shape
+        shape = torch.Size((*lead, width // 2 if self.source == "silu_mul" else width))
+        shapes = fp4_shapes(shape, fmt, layout) if isinstance(fmt, FP4Format) else fp8_shapes(shape, fmt, layout)
+        expected = list(zip(self.outputs, shapes, (launcher.y_dtype, launcher.scale_dtype), strict=False))
+        if self.third == "norm":
+            expected.append((self.third, tuple(shape), input.dtype))
+        elif self.third is not None:
+            expected.append((self.third, (*lead, shape[-1] // fmt.block_size), launcher.scale_dtype))
+        return expected
+
+    def _launch(
+        self,
+        launcher: Launcher,
+        input: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        factor: torch.Tensor | None,
+        eps: float,
+        out: Outputs,
+    ) -> None:
+        """Run the kernel on tensors of any dimensions, strides and alignment, by copies where it takes no other way."""
+        halves = 2 if self.source == "silu_mul" else 1
+        rows = input.reshape(-1, input.shape[-1])
+        sums = None if residual is None else residual.reshape(-1, input.shape[-1])
+        count = rows.shape[0]
+        y = out[0].view(count, -1)
+        scale = out[1].view(count, -1) if launcher.scale_width and launcher.layout.is_linear else out[1]
+        third = out[2].view(count, -1) if len(out) > 2 else None
+        linear, norm = (None, third) if self.third == "norm" else (third, None)
+        codes = y
+        if launcher.is_padded:
+            rows = _padded(rows, halves, launcher.width)
+            sums = None if sums is None else _padded(sums, 1, launcher.width)
+            weight = None if weight is None else _padded(weight.unsqueeze(0), 1, launcher.width)[0]
+            codes = y.new_empty(count, launcher.width)
+        g = None if factor is None else factor.reshape(1)
+        rest = (g, codes, scale, linear, norm, eps, launcher.max_ctas)
         try:
-            launcher.function(rows, weight, g, *outputs, eps, launcher.max_ctas)
+            launcher.function(rows, sums, weight, *rest)
         except (ValueError, TypeError):
             # Rows, or a weight, that do not start at multiples of 16 bytes.
-            rows = rows.clone(memory_format=torch.contiguous_format)
-            weight = None if weight is None else weight.clone(memory_format=torch.contiguous_format)
-            launcher.function(rows, weight, g, *outputs, eps, launcher.max_ctas)
-        return out
+            copies = [
+                None if tensor is None else tensor.clone(memory_format=torch.contiguous_format)
+                for tensor in (rows, sums, weight)
+            ]
+            launcher.function(*copies, *rest)
+            sums = copies[1]
+        if codes is not y:
+            y.copy_(codes[:, : y.shape[1]])
+        if residual is not None and sums is not None and sums.data_ptr() != residual.data_ptr():
+            residual.copy_(sums[:, : residual.shape[-1]].view(residual.shape))
 
     def _make_launcher(self, facts: Facts) -> Launcher:
         forbid_in_capture(self.op, str(facts), self.warmup_call(facts))
         from torch_cute_ops.kernels import row_quant
 
-        fmt = resolve_fp4_format(facts.block_size, facts.scale_format)
-        layout = resolve_scale_layout(facts.scale_layout)
+        fmt: FP4Format | FP8Format
+        if self.is_fp4:
+            block_size, scale_format, scale_layout = facts.choices
+            fmt, layout = resolve_fp4_format(block_size, scale_format), resolve_scale_layout(scale_layout)
+        else:
+            fmt, layout = resolve_fp8_format(*facts.choices)
+        hidden = facts.hidden // 2 if self.source == "silu_mul" else facts.hidden
+        width = -(-hidden // UNIT) * UNIT
         problem = row_quant.Problem(
+            source=self.source,
             dtype=facts.dtype,
             weight_dtype=facts.weight_dtype,
-            width=facts.hidden,
+            width=width,
+            norm_width=hidden,
             fmt=fmt,
             layout=layout,
-            global_scale=facts.global_scale,
-            writes_norm=self.returns_norm,
+            also_linear=self.third == "scale_linear",
+            has_factor=facts.factor,
+            writes_norm=self.third == "norm",
         )
         arch = arch_of_device(facts.device)
         try:
@@ -235,103 +426,59 @@ class RowQuant:
         except ValueError as error:
             raise ValueError(f"cute::{self.op}: {error}") from None
         function = compile_kernel(row_quant.RowQuantKernel(config), arch)
+        if isinstance(fmt, FP4Format):
+            y_width, scale_width = width // 2, layout.padded_blocks(width // fmt.block_size)
+            y_dtype, scale_dtype = torch.uint8, fmt.scale_dtype
+        else:
+            y_width, scale_width = width, fmt.scales_per_row(width)
+            y_dtype, scale_dtype = torch.float8_e4m3fn, torch.float32
+            if fmt is FP8_TENSOR or (fmt is FP8_BLOCK128 and layout is COLUMN):
+                scale_width = 0
         return Launcher(
             function=function,
             max_ctas=sm_count(facts.device) * config.waves,
+            device=torch.device("cuda", facts.device),
+            width=width,
+            is_padded=width != hidden,
             fmt=fmt,
             layout=layout,
-            device=torch.device("cuda", facts.device),
-            y_width=facts.hidden // 2,
-            scale_width=layout.padded_blocks(facts.hidden // fmt.block_size),
+            y_width=y_width,
+            y_dtype=y_dtype,
+            scale_width=scale_width,
+            scale_dtype=scale_dtype,
             tile_rows=layout.tile_rows or 1,
         )
 
-    @property
-    def launchers(self) -> dict[Facts, Launcher]:
-        """The launchers made so far."""
-        return {Facts(*facts): launcher for facts, launcher in self._launchers.items()}
-
-    def warmup_call(self, facts: Facts) -> str:
-        """The call of ``torch_cute_ops.warmup`` that makes these facts' kernel ready."""
-        shown = facts._asdict()
-        if not self.normalises:
-            del shown["weight_dtype"]
-        return f"torch_cute_ops.warmup({self.op!r}, {', '.join(f'{name}={value!r}' for name, value in shown.items())})"
-
-    def warmup(
-        self,
-        *,
-        hidden: int,
-        dtype: torch.dtype,
-        weight_dtype: torch.dtype | None = None,
-        global_scale: bool = False,
-        block_size: int = 16,
-        scale_format: str | None = None,
-        scale_layout: str = "linear",
-        device: torch.device | int | str | None = None,
-    ) -> None:
-        """Compile and load the kernel for these facts, by running it on one row.
-
-        Args:
-            hidden: the last dimension of ``input``.
-            dtype: its dtype.
-            weight_dtype: dtype of ``weight``; ``None`` means ``dtype``.
-            global_scale: whether calls will pass a global scale.
-            block_size, scale_format, scale_layout: as in the calls.
-            device: the CUDA device; ``None`` means the current one.
-        """
-        target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
-        with torch.no_grad():
-            row = torch.ones(1, hidden, dtype=dtype, device=target)
-            weight = torch.ones(hidden, dtype=weight_dtype or dtype, device=target) if self.normalises else None
-            g = torch.ones(1, device=target) if global_scale else None
-            self.run(row, weight, g, 1e-6, block_size, scale_format, scale_layout)
-            torch.cuda.synchronize(target)
+    def launcher_of(
+        self, input: torch.Tensor, weight: torch.Tensor | None, factor: torch.Tensor | None, choices: tuple[Any, ...]
+    ) -> Launcher:
+        """The launcher of calls like this one, which came before."""
+        weight_dtype = None if weight is None else weight.dtype
+        return self._launchers[
+            Facts(input.dtype, weight_dtype, input.shape[-1], factor is not None, input.get_device(), choices)
+        ]
 
 
-class NormQuant(RowQuant):
-    """A ``RowQuant`` whose op takes (input, weight, global_scale, eps, block_size, scale_format, scale_layout)."""
+def _is_plain_residual(residual: torch.Tensor, input: torch.Tensor) -> bool:
+    """Whether a residual (M, H) certainly has its elements each at a place of its own, and none of the input's."""
+    if residual.dim() != 2 or residual.stride(0) < residual.shape[1] or residual.requires_grad:
+        return False
+    if residual is input:
+        return True
+    begin, end = _extent(residual)
+    other_begin, other_end = _extent(input)
+    return end <= other_begin or other_end <= begin
 
-    def __init__(self, op: str, returns_norm: bool = False) -> None:
-        super().__init__(op, normalises=True, returns_norm=returns_norm)
 
-    def check_call(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        global_scale: torch.Tensor | None = None,
-        eps: float = 1e-6,
-        block_size: int = 16,
-        scale_format: str | None = None,
-        scale_layout: str = "linear",
-    ) -> None:
-        """``check`` with the op's signature."""
-        self.check(input, weight, global_scale, block_size, scale_format, scale_layout)
+def _extent(rows: torch.Tensor) -> tuple[int, int]:
+    """Addresses between which a matrix with contiguous rows lies."""
+    begin = rows.data_ptr()
+    return begin, begin + ((rows.shape[0] - 1) * rows.stride(0) + rows.shape[1]) * rows.element_size()
 
-    def cuda(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        global_scale: torch.Tensor | None = None,
-        eps: float = 1e-6,
-        block_size: int = 16,
-        scale_format: str | None = None,
-        scale_layout: str = "linear",
-    ) -> Outputs:
-        """The functional CUDA entry."""
-        return self.run(input, weight, global_scale, eps, block_size, scale_format, scale_layout)
 
-    def cuda_out(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        global_scale: torch.Tensor | None = None,
-        eps: float = 1e-6,
-        block_size: int = 16,
-        scale_format: str | None = None,
-        scale_layout: str = "linear",
-        **out: torch.Tensor,
-    ) -> None:
-        """The CUDA entry of the ``.out`` overload."""
-        given = tuple(out[name] for name in OUTPUTS if name in out)
-        self.run(input, weight, global_scale, eps, block_size, scale_format, scale_layout, given)
+def _padded(rows: torch.Tensor, parts: int, width: int) -> torch.Tensor:
+    """Rows (M, parts · K) with zeros after each of the parts: (M, parts · width)."""
+    count, columns = rows.shape
+    padded = rows.new_zeros(count, parts, width)
+    padded[:, :, : columns // parts] = rows.reshape(count, parts, columns // parts)
+    return padded.view(count, parts * width)

@@ -31,7 +31,6 @@ class OpSpec:
         cuda_out: the CUDA entry that takes the outputs as further keyword arguments, named as in ``out_names``.
         function: the typed Python function of the same name.
         warmup: makes ready the kernel for static facts given by keyword.
-        mutated: names of the arguments that the op updates in place.
     """
 
     name: str
@@ -44,7 +43,6 @@ class OpSpec:
     cuda_out: Callable[..., None]
     function: Callable[..., Any]
     warmup: Callable[..., None]
-    mutated: tuple[str, ...] = ()
 
     @property
     def qualified_name(self) -> str:
@@ -57,6 +55,11 @@ class OpSpec:
         return tuple(
             f"{output}_out" if re.search(rf" {output}\b", self.arguments) else output for output in self.outputs
         )
+
+    @property
+    def mutated(self) -> tuple[str, ...]:
+        """Names of the arguments that the op updates in place."""
+        return tuple(re.findall(r"Tensor\([a-z]!\) (\w+)", self.arguments))
 
     @property
     def schema(self) -> str:

@@ -5,12 +5,12 @@ from typing import cast
 import torch
 
 from torch_cute_ops.fake import fp4_quantize as fake
-from torch_cute_ops.ops._row_quant import Outputs, RowQuant
-from torch_cute_ops.ops._spec import OpSpec
+from torch_cute_ops.ops._row_quant import RowQuant
+from torch_cute_ops.ops._signatures import FP4
 from torch_cute_ops.reference import fp4_quantize as reference
 from torch_cute_ops.runtime.dispatch import is_plain_eager
 
-_row_quant = RowQuant("fp4_quantize", normalises=False)
+_quant = RowQuant("fp4_quantize", FP4)
 
 
 def fp4_quantize(
@@ -27,30 +27,32 @@ def fp4_quantize(
     NVFP4, with ``g`` the global scale, for each block of 16, every operation in fp32: ``scale = e4m3(amax · g / 6)``
     saturating, code ``e2m1(v · (g / scale))``, so that ``v ≈ e2m1 · scale / g``. MXFP4 (OCP MX v1.0), for each block of
     32: ``scale = 2^⌈log2(amax / 6)⌉``, code ``e2m1(v / scale)``. Conversions round to nearest even. A block that holds
-        NaN or infinity gets the NaN scale and zero codes; a block whose scale is zero gets zero codes. CPU and GPU
-        agree to the bit.
+    NaN or infinity gets the NaN scale and zero codes; a block whose scale is zero gets zero codes. CPU and GPU agree to
+    the bit.
 
     Args:
-        input: (..., K), bfloat16, float16 or float32; K a multiple of ``block_size``.
-        global_scale: one positive float32 element that multiplies values before they are encoded, usually 2688 / amax
-            of the tensor; NVFP4 only. ``None`` means 1.
+        input: (..., H), bfloat16, float16 or float32; H a multiple of ``block_size``. Rows may be strided; the kernel
+            reads them in place where their addresses are multiples of 16 bytes and from a copy where not.
+        global_scale: one float32 element that multiplies values before they are encoded, usually 2688 / amax of the
+            tensor; NVFP4 only. ``None`` means 1.
         block_size: 16 for NVFP4, 32 for MXFP4.
         scale_format: ``"e4m3"`` (block 16) or ``"ue8m0"`` (block 32); ``None`` follows the block size.
         scale_layout: ``"linear"``, ``"128x4"`` (cuBLAS and tcgen05) or ``"8x4"``.
         out: tensors to write ``(y, scale)`` into.
 
     Returns:
-        ``y``: (..., K/2) uint8, two e2m1 codes a byte, element 0 in the low nibble.
-        ``scale``: float8_e4m3fn (NVFP4) or uint8 (MXFP4). Linear: (..., K/block_size). Tiled: (⌈M/128⌉·128 or ⌈M/8⌉·8,
-        ⌈K/block_size/4⌉·4) over the M flattened rows, padding written as zero.
+        ``y``: (..., H/2) uint8, two e2m1 codes a byte, element 0 in the low nibble.
+        ``scale``: float8_e4m3fn (NVFP4) or uint8 (MXFP4). Linear: (..., H/block_size). Tiled: (⌈M/128⌉·128 or ⌈M/8⌉·8,
+        ⌈H/block_size/4⌉·4) over the M flattened rows, padding written as zero.
 
     Raises:
         ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
     if is_plain_eager(input, global_scale):
-        run = _row_quant.run(input, None, global_scale, 0.0, block_size, scale_format, scale_layout, out)
-        return cast(tuple[torch.Tensor, torch.Tensor], run)
+        choices = (block_size, scale_format, scale_layout)
+        outputs = _quant.run(input, None, None, global_scale, 0.0, choices, out)
+        return cast(tuple[torch.Tensor, torch.Tensor], outputs)
     args = (input, global_scale, block_size, scale_format, scale_layout)
     if out is None:
         return torch.ops.cute.fp4_quantize.default(*args)
@@ -58,50 +60,4 @@ def fp4_quantize(
     return out
 
 
-def _check(
-    input: torch.Tensor,
-    global_scale: torch.Tensor | None = None,
-    block_size: int = 16,
-    scale_format: str | None = None,
-    scale_layout: str = "linear",
-) -> None:
-    _row_quant.check(input, None, global_scale, block_size, scale_format, scale_layout)
-
-
-def _cuda(
-    input: torch.Tensor,
-    global_scale: torch.Tensor | None = None,
-    block_size: int = 16,
-    scale_format: str | None = None,
-    scale_layout: str = "linear",
-) -> Outputs:
-    return _row_quant.run(input, None, global_scale, 0.0, block_size, scale_format, scale_layout)
-
-
-def _cuda_out(
-    input: torch.Tensor,
-    global_scale: torch.Tensor | None = None,
-    block_size: int = 16,
-    scale_format: str | None = None,
-    scale_layout: str = "linear",
-    *,
-    y: torch.Tensor,
-    scale: torch.Tensor,
-) -> None:
-    _row_quant.run(input, None, global_scale, 0.0, block_size, scale_format, scale_layout, (y, scale))
-
-
-OP = OpSpec(
-    name="fp4_quantize",
-    arguments=(
-        'Tensor input, Tensor? global_scale=None, int block_size=16, str? scale_format=None, str scale_layout="linear"'
-    ),
-    outputs=("y", "scale"),
-    check=_check,
-    reference=reference.fp4_quantize,
-    fake=fake.fp4_quantize,
-    cuda=_cuda,
-    cuda_out=_cuda_out,
-    function=fp4_quantize,
-    warmup=_row_quant.warmup,
-)
+OP = _quant.spec(fp4_quantize, reference.fp4_quantize, fake.fp4_quantize)

@@ -5,12 +5,12 @@ from typing import cast
 import torch
 
 from torch_cute_ops.fake import rmsnorm_fp4quant as fake
-from torch_cute_ops.ops._row_quant import NORM_ARGUMENTS, NormQuant
-from torch_cute_ops.ops._spec import OpSpec
+from torch_cute_ops.ops._row_quant import RowQuant
+from torch_cute_ops.ops._signatures import FP4_NORM
 from torch_cute_ops.reference import rmsnorm_fp4quant as reference
 from torch_cute_ops.runtime.dispatch import is_plain_eager
 
-_norm_quant = NormQuant("rmsnorm_fp4quant")
+_quant = RowQuant("rmsnorm_fp4quant", FP4_NORM, normalises=True)
 
 
 def rmsnorm_fp4quant(
@@ -50,24 +50,15 @@ def rmsnorm_fp4quant(
         ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    args = (input, weight, global_scale, eps, block_size, scale_format, scale_layout)
     if is_plain_eager(input, weight, global_scale):
-        return cast(tuple[torch.Tensor, torch.Tensor], _norm_quant.run(*args, out))
+        choices = (block_size, scale_format, scale_layout)
+        outputs = _quant.run(input, None, weight, global_scale, eps, choices, out)
+        return cast(tuple[torch.Tensor, torch.Tensor], outputs)
+    args = (input, weight, global_scale, eps, block_size, scale_format, scale_layout)
     if out is None:
         return torch.ops.cute.rmsnorm_fp4quant.default(*args)
     torch.ops.cute.rmsnorm_fp4quant.out(*args, y=out[0], scale=out[1])
     return out
 
 
-OP = OpSpec(
-    name="rmsnorm_fp4quant",
-    arguments=NORM_ARGUMENTS,
-    outputs=("y", "scale"),
-    check=_norm_quant.check_call,
-    reference=reference.rmsnorm_fp4quant,
-    fake=fake.rmsnorm_fp4quant,
-    cuda=_norm_quant.cuda,
-    cuda_out=_norm_quant.cuda_out,
-    function=rmsnorm_fp4quant,
-    warmup=_norm_quant.warmup,
-)
+OP = _quant.spec(rmsnorm_fp4quant, reference.rmsnorm_fp4quant, fake.rmsnorm_fp4quant)

@@ -1,17 +1,16 @@
-"""``rmsnorm_fp4quant_with_norm``: as ``rmsnorm_fp4quant``, with the normalised rows besides (an MoE router reads
-them)."""
+"""``rmsnorm_fp4quant_with_norm``: as ``rmsnorm_fp4quant``, and the norm itself."""
 
 from typing import cast
 
 import torch
 
 from torch_cute_ops.fake import rmsnorm_fp4quant_with_norm as fake
-from torch_cute_ops.ops._row_quant import NORM_ARGUMENTS, NormQuant
-from torch_cute_ops.ops._spec import OpSpec
+from torch_cute_ops.ops._row_quant import RowQuant
+from torch_cute_ops.ops._signatures import FP4_NORM
 from torch_cute_ops.reference import rmsnorm_fp4quant_with_norm as reference
 from torch_cute_ops.runtime.dispatch import is_plain_eager
 
-_norm_quant = NormQuant("rmsnorm_fp4quant_with_norm", returns_norm=True)
+_quant = RowQuant("rmsnorm_fp4quant_with_norm", FP4_NORM, normalises=True, third="norm")
 
 
 def rmsnorm_fp4quant_with_norm(
@@ -27,44 +26,39 @@ def rmsnorm_fp4quant_with_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """RMS-normalise each row of ``input``, quantise it to FP4 blocks, and return the norm too, in one pass over memory.
 
-    ``y`` and ``scale`` are those of :func:`rmsnorm_fp4quant`, whose docstring describes every argument; they are made
-    from the norm in fp32, not from the rounded one.
+    ``y`` and ``scale`` are those of :func:`rmsnorm_fp4quant`, made from the norm in fp32, not from the rounded one.
 
     Args:
-        input: (..., H), bfloat16, float16 or float32; H a multiple of ``block_size``.
+        input: (..., H), bfloat16, float16 or float32; H a multiple of ``block_size``. Rows may be strided; the kernel
+            reads them in place where their addresses are multiples of 16 bytes and from a copy where not.
         weight: (H,), in the input dtype or float32.
-        global_scale: one float32 element, or ``None``; NVFP4 only.
+        global_scale: one float32 element that multiplies values before they are encoded, usually 2688 / amax of the
+            tensor; NVFP4 only. ``None`` means 1.
         eps: added to the mean square.
         block_size: 16 for NVFP4, 32 for MXFP4.
         scale_format: ``"e4m3"`` (block 16) or ``"ue8m0"`` (block 32); ``None`` follows the block size.
-        scale_layout: ``"linear"``, ``"128x4"`` or ``"8x4"``.
+        scale_layout: ``"linear"``, ``"128x4"`` (cuBLAS and tcgen05) or ``"8x4"``.
         out: tensors to write ``(y, scale, norm)`` into.
 
     Returns:
-        ``y`` (..., H/2) uint8, ``scale``, and ``norm`` (..., H) in the input dtype.
+        ``y``: (..., H/2) uint8, two e2m1 codes a byte, element 0 in the low nibble.
+        ``scale``: float8_e4m3fn (NVFP4) or uint8 (MXFP4). Linear: (..., H/block_size). Tiled: (⌈M/128⌉·128 or ⌈M/8⌉·8,
+        ⌈H/block_size/4⌉·4) over the M flattened rows, padding written as zero.
+        ``norm``: (..., H) in the input dtype.
 
     Raises:
         ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    args = (input, weight, global_scale, eps, block_size, scale_format, scale_layout)
     if is_plain_eager(input, weight, global_scale):
-        return cast(tuple[torch.Tensor, torch.Tensor, torch.Tensor], _norm_quant.run(*args, out))
+        choices = (block_size, scale_format, scale_layout)
+        outputs = _quant.run(input, None, weight, global_scale, eps, choices, out)
+        return cast(tuple[torch.Tensor, torch.Tensor, torch.Tensor], outputs)
+    args = (input, weight, global_scale, eps, block_size, scale_format, scale_layout)
     if out is None:
         return torch.ops.cute.rmsnorm_fp4quant_with_norm.default(*args)
     torch.ops.cute.rmsnorm_fp4quant_with_norm.out(*args, y=out[0], scale=out[1], norm=out[2])
     return out
 
 
-OP = OpSpec(
-    name="rmsnorm_fp4quant_with_norm",
-    arguments=NORM_ARGUMENTS,
-    outputs=("y", "scale", "norm"),
-    check=_norm_quant.check_call,
-    reference=reference.rmsnorm_fp4quant_with_norm,
-    fake=fake.rmsnorm_fp4quant_with_norm,
-    cuda=_norm_quant.cuda,
-    cuda_out=_norm_quant.cuda_out,
-    function=rmsnorm_fp4quant_with_norm,
-    warmup=_norm_quant.warmup,
-)
+OP = _quant.spec(rmsnorm_fp4quant_with_norm, reference.rmsnorm_fp4quant_with_norm, fake.rmsnorm_fp4quant_with_norm)

@@ -8,7 +8,9 @@ from torch.nn import Parameter
 _PLAIN = (torch.Tensor, Parameter)
 
 
-def is_plain_eager(a: torch.Tensor, b: torch.Tensor | None = None, c: torch.Tensor | None = None) -> bool:
+def is_plain_eager(
+    a: torch.Tensor, b: torch.Tensor | None = None, c: torch.Tensor | None = None, d: torch.Tensor | None = None
+) -> bool:
     """Whether these are ordinary CUDA tensors and nothing (compiler, mode, transform) watches calls of ops.
 
     Saves the dispatcher's 2.5 µs (measured on torch 2.11).
@@ -19,6 +21,7 @@ def is_plain_eager(a: torch.Tensor, b: torch.Tensor | None = None, c: torch.Tens
         and a.is_cuda
         and (b is None or (type(b) in _PLAIN and b.is_cuda))
         and (c is None or (type(c) in _PLAIN and c.is_cuda))
+        and (d is None or (type(d) in _PLAIN and d.is_cuda))
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
     )

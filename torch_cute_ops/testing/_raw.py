@@ -2,27 +2,27 @@
 
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from torch_cute_ops.ops._row_quant import Facts
-
-EPS = 1e-6
+from torch_cute_ops.ops._row_quant import RowQuant
 
 
-def raw_call(
-    op: str, input: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, scale: torch.Tensor
-) -> Callable[[], None]:
-    """A callable without arguments that calls the TVM-FFI function of a norm op for these CUDA tensors, and only that.
+def raw_call(op: str, *args: Any, out: tuple[torch.Tensor, ...]) -> Callable[[], None]:
+    """A callable without arguments that calls the TVM-FFI function of an op for these CUDA tensors, and only that.
 
     Args:
-        op: ``"rmsnorm_fp4quant"``.
-        input, weight: (M, H) and (H,).
-        y, scale: its outputs, NVFP4 in the 128x4 layout.
+        op: a row-quantising op, such as ``"rmsnorm_fp4quant"``.
+        args: its arguments in order; matrices that the kernel reads as they are.
+        out: its outputs.
     """
-    quant = importlib.import_module(f"torch_cute_ops.ops.{op}")._norm_quant
-    quant.run(input, weight, None, EPS, 16, None, "128x4", (y, scale))
-    facts = Facts(input.dtype, weight.dtype, input.shape[-1], False, 16, None, "128x4", input.get_device())
-    launcher = quant.launchers[facts]
+    quant: RowQuant = importlib.import_module(f"torch_cute_ops.ops.{op}")._quant
+    call = quant.signature.arrange(*args)
+    quant.run(*call, out)
+    input, residual, weight, factor, eps, choices = call
+    launcher = quant.launcher_of(input, weight, factor, choices)
     function, max_ctas = launcher.function, launcher.max_ctas
-    return lambda: function(input, weight, None, y, scale, None, EPS, max_ctas)
+    y, scale, *third = out
+    linear, norm = (None, *third) if quant.third == "norm" else (*third, None) if third else (None, None)
+    return lambda: function(input, residual, weight, factor, y, scale, linear, norm, eps, max_ctas)

@@ -102,6 +102,12 @@ def rsqrt_approx(a, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
+def ex2_approx(a, *, loc=None, ip=None) -> Float32:
+    """``2^a`` to two ulp."""
+    return Float32(_asm(T.f32(), [_f32(a, loc, ip)], "ex2.approx.f32 $0, $1;", "=f,f", loc, ip))
+
+
+@dsl_user_op
 def f16x2_toward_zero(low, high, *, loc=None, ip=None) -> Uint32:
     """Two fp32 values truncated to fp16, packed."""
     operands = [_f32(high, loc, ip), _f32(low, loc, ip)]
@@ -135,6 +141,15 @@ def e4m3_of(value, *, loc=None, ip=None) -> Uint32:
     """The e4m3 byte of a ``Float32``: round to nearest even, saturating; NaN becomes 0x7F."""
     text = "{.reg .b16 t, z; cvt.rn.satfinite.e4m3x2.f32 t, 0f00000000, $1; mov.b16 z, 0; mov.b32 $0, {t, z};}"
     return Uint32(_asm(T.i32(), [_f32(value, loc, ip)], text, "=r,f", loc, ip))
+
+
+@dsl_user_op
+def e4m3x4_of(values: tuple, *, loc=None, ip=None) -> Uint32:
+    """Four fp32 values as e4m3 bytes, element 0 lowest: round to nearest even, saturating; NaN becomes 0x7F."""
+    operands = [_f32(v, loc, ip) for v in values]
+    converts = " ".join(f"cvt.rn.satfinite.e4m3x2.f32 h{i}, ${2 * i + 2}, ${2 * i + 1};" for i in range(2))
+    text = f"{{.reg .b16 h0, h1; {converts} mov.b32 $0, {{h0, h1}};}}"
+    return Uint32(_asm(T.i32(), operands, text, "=r" + ",f" * 4, loc, ip))
 
 
 @dsl_user_op

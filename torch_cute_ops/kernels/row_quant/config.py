@@ -3,11 +3,12 @@
 import itertools
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from torch_cute_ops.formats import NVFP4, FP4Format, ScaleLayout
+from torch_cute_ops.formats.fp8 import FP8_BLOCK128, FP8_TOKEN, FP8Format
 from torch_cute_ops.runtime.arch import Arch
 
 WARP = 32
@@ -15,8 +16,13 @@ QUAD = 4
 """Rows whose scales share 16 bytes of a tiled layout."""
 MAX_CLUSTER = 8
 MAX_REGISTERS = 255
+MAX_ROW_BYTES = 128 * 1024
+"""Row buffers of a CTA that reads two rows for one, if it has more than one group."""
 REGISTERS_PER_LANE = 512
 """Registers of one lane in a quarter of an SM, shared out to the quarter's warps in steps of 8."""
+
+
+Source = Literal["rows", "add", "silu_mul"]
 
 
 @dataclass(frozen=True)
@@ -24,26 +30,62 @@ class Problem:
     """What a caller wants quantised.
 
     Attributes:
+        source: what a row of values is: a row of the input; its sum with the residual's, which the sum replaces; or
+            ``silu`` of a row's first half times its second half.
         dtype: of the input: bfloat16, float16 or float32.
         weight_dtype: of the norm's weight; ``None``: no norm.
-        width: elements of a row.
-        fmt, layout: FP4 format and scale layout.
-        global_scale: whether a global scale is passed.
+        width: elements of a row that is quantised.
+        norm_width: elements that the mean square is over; the others of a row are zeros, and padding.
+        fmt, layout: format and scale layout.
+        also_linear: whether the scales are written a second time, in the linear layout.
+        has_factor: whether there is a global scale (FP4) or a given scale (FP8).
         writes_norm: whether the normalised rows are an output too.
     """
 
+    source: Source
     dtype: torch.dtype
     weight_dtype: torch.dtype | None
     width: int
-    fmt: FP4Format
+    norm_width: int
+    fmt: FP4Format | FP8Format
     layout: ScaleLayout
-    global_scale: bool
+    also_linear: bool
+    has_factor: bool
     writes_norm: bool
+
+    @property
+    def inputs(self) -> int:
+        """Rows read for one row of values."""
+        return 1 if self.source == "rows" else 2
+
+    @property
+    def input_width(self) -> int:
+        """Elements of an input row."""
+        return 2 * self.width if self.source == "silu_mul" else self.width
+
+    @property
+    def unit(self) -> int:
+        """Elements that a thread takes at once: a block of FP4; 16 of FP8, whose codes fill a vector store."""
+        return self.fmt.block_size if isinstance(self.fmt, FP4Format) else 16
+
+    @property
+    def normalises(self) -> bool:
+        return self.weight_dtype is not None
+
+    @property
+    def reduces_amax(self) -> bool:
+        """Whether a scale is of a whole row."""
+        return self.fmt is FP8_TOKEN
+
+    @property
+    def reductions(self) -> int:
+        """Values that the threads of a row reduce: the sum of squares, the largest magnitude."""
+        return self.normalises + self.reduces_amax
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything static about a kernel.
+    """Everything static about a kernel. A *block* is what a thread takes at once: ``Problem.unit`` elements.
 
     Attributes:
         problem: what is quantised.
@@ -66,17 +108,18 @@ class Config:
     @property
     def blocks(self) -> int:
         """Blocks of a row."""
-        return self.problem.width // self.problem.fmt.block_size
+        return self.problem.width // self.problem.unit
 
     @property
     def slice_blocks(self) -> int:
         """Blocks of a slice; the last slice may have fewer."""
-        return ceil_div(ceil_div(self.blocks, self.splits), 4) * 4 if self.splits > 1 else self.blocks
+        # Not less than a tile of scales, nor than what shares an FP8 scale.
+        return ceil_div(ceil_div(self.blocks, self.splits), 8) * 8 if self.splits > 1 else self.blocks
 
     @property
     def slice_width(self) -> int:
         """Elements of a slice."""
-        return self.slice_blocks * self.problem.fmt.block_size
+        return self.slice_blocks * self.problem.unit
 
     @property
     def thread_blocks(self) -> int:
@@ -87,6 +130,11 @@ class Config:
     def quads(self) -> bool:
         """Whether scales are gathered four rows at a time."""
         return not self.problem.layout.is_linear and self.group_rows == 1
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether the CTAs that share a row talk to each other."""
+        return self.splits > 1 and self.problem.reductions > 0
 
     @property
     def waves(self) -> int:
@@ -116,6 +164,27 @@ class Config:
         return self.group_threads * self.groups
 
     @property
+    def partials(self) -> int:
+        """Warps that share a row."""
+        return self.splits * self.group_warps
+
+    @property
+    def group_sums(self) -> int:
+        """Partial results of a group: of even and odd rows, and of an amax taken again."""
+        return self.partials * (2 * max(1, self.problem.reductions) + self.problem.reduces_amax)
+
+    @property
+    def group_barriers(self) -> int:
+        """mbarriers of a group: a stage full; sums complete, for even and odd rows; an amax taken again complete."""
+        return self.stages + 2 + self.problem.reduces_amax
+
+    @property
+    def row_bytes(self) -> int:
+        """Row buffers of a CTA."""
+        p = self.problem
+        return self.groups * self.stages * self.group_rows * p.inputs * self.slice_width * p.dtype.itemsize
+
+    @property
     def quad_bytes(self) -> int:
         """Scales of one quad."""
         return QUAD * self.problem.layout.padded_blocks(self.slice_blocks)
@@ -125,11 +194,11 @@ class Config:
         """How the shared memory of a CTA is divided."""
         p = self.problem
         sizes = (
-            self.groups * self.stages * self.group_rows * self.slice_width * p.dtype.itemsize,
-            0 if p.weight_dtype is None else self.slice_width * p.weight_dtype.itemsize,
+            self.row_bytes,
+            self.slice_width * p.weight_dtype.itemsize if p.weight_dtype is not None else 0,
             2 * self.groups * self.quad_bytes if self.quads else 0,
-            2 * self.groups * self.splits * self.group_warps * 4,
-            (self.groups * (self.stages + 2) + 1) * 8,
+            self.groups * self.group_sums * 4,
+            (self.groups * self.group_barriers + 1) * 8,
         )
         return SmemOffsets(*itertools.accumulate((ceil_div(size, 128) * 128 for size in sizes), initial=0))
 
@@ -140,12 +209,12 @@ class Config:
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
-        if self.splits > MAX_CLUSTER and self.problem.weight_dtype is not None:
+        if self.splits > MAX_CLUSTER and self.is_cluster:
             return f"rows of {self.problem.width} elements need {self.splits} CTAs; a cluster has at most {MAX_CLUSTER}"
         # Products and weight live in registers; some more serve addresses and intermediate values, most where the row
         # factor is applied to each element (ptxas, no spills; tests/test_compile_kernels.py).
         others = 40 if self.problem.fmt is NVFP4 else 56
-        wanted = 2 * self.thread_blocks * self.problem.fmt.block_size + others
+        wanted = 2 * self.thread_blocks * self.problem.unit + others
         warps = ceil_div(self.threads, 4 * WARP)
         registers = min(MAX_REGISTERS, REGISTERS_PER_LANE // warps // 8 * 8) if warps <= 16 else 0
         if wanted > registers:
@@ -165,8 +234,8 @@ class SmemOffsets(NamedTuple):
         rows: row buffers, of every group and stage.
         weight: the norm's weight.
         scales: scales of quads, two for each group.
-        sums: sums of squares, of every warp and CTA that share a row, for two rows of each group.
-        barriers: mbarriers: ``stages`` + 2 of each group, then the weight's.
+        sums: ``group_sums`` of each group.
+        barriers: ``group_barriers`` of each group, then the weight's.
         end: of all.
     """
 
@@ -195,19 +264,21 @@ def plan(problem: Problem, arch: Arch, pdl: bool = True) -> Config:
     """
     rejected = None
     splits = 1
-    while splits <= MAX_CLUSTER or problem.weight_dtype is None:
+    while splits <= MAX_CLUSTER or not problem.reductions:
         slice_width = ceil_div(problem.width, splits)
         elements = 64 if slice_width > 4096 else 48
         threads = 2 ** math.ceil(math.log2(max(1.0, slice_width / elements)))
-        threads = min(threads, slice_width // problem.fmt.block_size)
+        threads = min(threads, slice_width // problem.unit)
         threads = 2 ** math.floor(math.log2(threads))
+        if problem.fmt is FP8_BLOCK128:
+            threads = max(threads, FP8_BLOCK128.block_size // problem.unit)
         per_thread = ceil_div(slice_width, threads)
         resident = 512 if per_thread <= 32 else 384
         for stages in (2, 1):
             for groups in range(max(1, resident // max(WARP, threads)), 0, -1):
                 config = Config(problem, arch.has_e2m1_cvt, splits, threads, groups, stages, pdl)
                 rejected = config.reason_unsupported(arch)
-                if rejected is None:
+                if rejected is None and (problem.inputs == 1 or groups == 1 or config.row_bytes <= MAX_ROW_BYTES):
                     return config
         splits *= 2
     raise ValueError(rejected)

@@ -7,8 +7,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, Uint64, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from torch_cute_ops.formats import NVFP4
+from torch_cute_ops.formats import NVFP4, FP4Format
+from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TENSOR, FP8_TOKEN
 from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.activation import silu_mul
 from torch_cute_ops.kernels.common.convert import (
     DSL_DTYPES,
     load_words,
@@ -19,6 +21,7 @@ from torch_cute_ops.kernels.common.convert import (
     words_per,
 )
 from torch_cute_ops.kernels.common.fp4 import encode_e2m1x8, is_live_mxfp4, is_live_nvfp4, mxfp4_scale, nvfp4_scale
+from torch_cute_ops.kernels.common.fp8 import divide_e4m3x4, dynamic_scale, scale_divisor
 from torch_cute_ops.kernels.row_quant.config import QUAD, WARP, Config, ceil_div
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 
@@ -55,23 +58,46 @@ class RowQuantKernel:
         p = self.config.problem
         rows = Dim("rows")
         dtype = self.dtype.__name__
-        scale_columns = p.layout.padded_blocks(self.config.blocks)
-        scale_rows = rows if p.layout.is_linear else Dim("scale_rows")
-        scale_dtype = DSL_DTYPES[p.fmt.scale_dtype].__name__
-        row_stride = Dim("row_stride", divisibility=16 // p.dtype.itemsize, bits=64)
+
+        def strided(width: int, stride: str) -> TensorArg:
+            step = Dim(stride, divisibility=16 // p.dtype.itemsize, bits=64)
+            return TensorArg(dtype, (rows, width), (step, 1), align=16)
+
+        def matrix(dtype: str, rows, columns, align: int = 16) -> TensorArg:
+            return TensorArg(dtype, (rows, columns), (columns, 1), align)
+
+        linear = scale = None
+        if isinstance(p.fmt, FP4Format):
+            y = matrix("Uint8", rows, p.width // 2)
+            scale_dtype = DSL_DTYPES[p.fmt.scale_dtype].__name__
+            scale_rows = rows if p.layout.is_linear else Dim("scale_rows")
+            scale = matrix(scale_dtype, scale_rows, p.layout.padded_blocks(self.config.blocks))
+            if p.also_linear:
+                linear = matrix(scale_dtype, rows, self.config.blocks, align=1)
+        else:
+            y = matrix("Float8E4M3FN", rows, p.width)
+            scales = p.fmt.scales_per_row(p.width)
+            if p.fmt is FP8_TENSOR:
+                scale = TensorArg("Float32", (1,), (1,), align=4)
+            elif p.layout is COLUMN:
+                scale = matrix("Float32", scales, rows, align=4)
+            else:
+                scale = matrix("Float32", rows, scales, align=4)
         return (
-            TensorArg(dtype, (rows, p.width), (row_stride, 1), align=16),
+            strided(p.input_width, "row_stride"),
+            strided(p.width, "residual_stride") if p.source == "add" else None,
             None if p.weight_dtype is None else TensorArg(self.weight_dtype.__name__, (p.width,), (1,), align=16),
-            TensorArg("Float32", (1,), (1,), align=4) if p.global_scale else None,
-            TensorArg("Uint8", (rows, p.width // 2), (p.width // 2, 1), align=16),
-            TensorArg(scale_dtype, (scale_rows, scale_columns), (scale_columns, 1), align=16),
-            TensorArg(dtype, (rows, p.width), (p.width, 1), align=16) if p.writes_norm else None,
+            TensorArg("Float32", (1,), (1,), align=4) if p.has_factor else None,
+            y,
+            scale,
+            linear,
+            matrix(dtype, rows, p.width) if p.writes_norm else None,
             ScalarArg("Float32"),
             ScalarArg("Int32"),
         )
 
     @cute.jit
-    def __call__(self, x, weight, global_scale, y, scale, norm, eps: Float32, max_ctas: Int32, stream):
+    def __call__(self, x, residual, weight, factor, y, scale, linear, norm, eps: Float32, max_ctas: Int32, stream):
         c = self.config
         # A CTA gets a second row only when every CTA has one. Padding wants some CTAs even for one row: zeroing it with
         # one would take 14 µs (H200, width 7168).
@@ -82,21 +108,20 @@ class RowQuantKernel:
         ctas = cutlass.min(wanted, clusters) * c.splits
         # One group each while there are CTAs enough: a smaller CTA starts sooner.
         threads = ptx.select(x.shape[0] <= clusters * c.group_rows, Int32(c.group_threads), Int32(c.threads))
-        self.kernel(x, weight, global_scale, y, scale, norm, eps).launch(
+        self.kernel(x, residual, weight, factor, y, scale, linear, norm, eps).launch(
             grid=[ctas, 1, 1],
             block=[threads, 1, 1],
             max_number_threads=[c.threads, 1, 1],
             min_blocks_per_mp=1,
-            cluster=[c.splits, 1, 1] if const_expr(c.splits > 1 and weight is not None) else None,
+            cluster=[c.splits, 1, 1] if const_expr(c.is_cluster) else None,
             stream=stream,
             use_pdl=c.pdl,
         )
 
     @cute.kernel
-    def kernel(self, x, weight, global_scale, y, scale, norm, eps: Float32):
+    def kernel(self, x, residual, weight, factor, y, scale, linear, norm, eps: Float32):
         c = self.config
         p = c.problem
-        normalises = const_expr(weight is not None)
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -118,8 +143,10 @@ class RowQuantKernel:
             my_blocks=cutlass.min(Int32(c.blocks) - rank * c.slice_blocks, c.slice_blocks),
             rows=x.shape[0],
             x=x,
+            residual=residual,
             y=y,
             scale=scale,
+            linear=linear,
             norm=norm,
             walkers=ctas // c.splits * (threads // c.group_threads),
             walker=group * (ctas // c.splits) + cta // c.splits,
@@ -134,14 +161,14 @@ class RowQuantKernel:
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
         if tid == 0:
-            if const_expr(normalises):
+            if const_expr(p.normalises):
                 self._issue_weight(weight, t, s)
             if const_expr(early):
                 self._issue_first(t, s)
         if const_expr(c.quads):
             if t.quads > 0:
                 self._clear_scales(t, s)
-        if const_expr(c.splits > 1 and normalises):
+        if const_expr(c.is_cluster):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:
@@ -156,40 +183,54 @@ class RowQuantKernel:
         if const_expr(not p.layout.is_linear):
             self._zero_padding_rows(t)
         g = None
-        if const_expr(global_scale is not None):
-            g = global_scale[0]
+        if const_expr(p.has_factor):
+            g = factor[0]
+        if const_expr(p.fmt is FP8_TENSOR):
+            if (tid == 0) & (cta == 0):
+                scale[0] = g
         weights = []
-        if const_expr(normalises):
+        if const_expr(p.normalises):
             cute.arch.mbarrier_wait(s.weight_barrier, 0)
             weights = [self._block_weight(j, t, s) for j in range(c.thread_blocks)]
 
+        again = Int32(0)  # rows whose amax was taken again
         for it in range(t.its):
             stage = it % c.stages
             row = self._row_of(it, t) + t.row
             cute.arch.mbarrier_wait(s.full + stage, (it // c.stages) & 1)
-            blocks, squares = self._load_row(stage, weights, t, s)
+            blocks, reduced = self._load_row(stage, weights, row, t, s)
             rstd = None
-            if const_expr(normalises):
-                total = self._row_sum(squares, it, t, s)
-                rstd = ptx.rsqrt_approx(ptx.fma_rn(total, Float32(1.0 / p.width), eps))
+            amax = None
+            if const_expr(p.reductions > 0):
+                barrier = s.summed + it % 2
+                slots = s.sums + it % 2 * (c.partials * p.reductions)
+                reduced = self._reduce_row(reduced, slots, barrier, (it // 2) & 1, t)
+                if const_expr(p.reduces_amax):
+                    amax = reduced[-1]
+            else:
+                self._group_barrier(t)
+            if const_expr(p.normalises):
+                total = reduced[0]
+                rstd = ptx.rsqrt_approx(ptx.fma_rn(total, Float32(1.0 / p.norm_width), eps))
                 if const_expr(self._folds):
-                    if not ((total >= Float32(2.0**-80)) & (total <= Float32(2.0**80))):
+                    if not self._can_fold(total, amax, g):
                         self._normalize(blocks, rstd, stage, weights, t, s)
                         rstd = Float32(1.0)
+                        if const_expr(p.reduces_amax):
+                            amax = self._row_amax_again(blocks, again, t, s)
+                            again = again + 1
                 else:
                     self._normalize(blocks, rstd, stage, weights, t, s)
                     rstd = Float32(1.0)
-            else:
-                self._group_barrier(t)
             self._issue(it + c.stages, stage, t, s)
             self._write_quad(it - 1, t, s)
-            self._store_row(blocks, rstd, g, row, it, t, s)
+            self._store_row(blocks, rstd, amax, g, row, it, t, s)
             if const_expr(not p.layout.is_linear):
                 self._zero_padding_columns(row, it, t)
         if const_expr(c.quads):
             self._group_barrier(t)
             self._write_quad(t.its - 1, t, s)
-        if const_expr(c.splits > 1 and normalises):
+        if const_expr(c.is_cluster):
             # No CTA may end while another can still write into its shared memory.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -198,8 +239,7 @@ class RowQuantKernel:
 
     def _allocate(self, t) -> SimpleNamespace:
         c = self.config
-        group_elements = c.stages * c.group_rows * c.slice_width
-        partials = c.splits * c.group_warps
+        group_elements = c.stages * c.group_rows * c.problem.inputs * c.slice_width
         # Dynamic shared memory: the ptxas of CUDA 12 allows no more than 48 KB of static shared memory.
         base = SmemAllocator().allocate(c.smem_bytes, 128)
         at = c.smem_offsets
@@ -208,22 +248,22 @@ class RowQuantKernel:
         scales = cute.recast_ptr(base + at.scales, dtype=Uint8) if c.quads else None
         sums = cute.recast_ptr(base + at.sums, dtype=Float32)
         barriers = cute.recast_ptr(base + at.barriers, dtype=Int64)
-        own = barriers + t.group * (c.stages + 2)
+        own = barriers + t.group * c.group_barriers
         return SimpleNamespace(
             buffers=buffers + cute.assume(t.group * group_elements, divby=16),
             weight=weight,
             all_scales=scales,
             scales=scales + cute.assume(t.group * (2 * c.quad_bytes), divby=16) if c.quads else None,
-            sums=sums + t.group * (2 * partials),
+            sums=sums + t.group * c.group_sums,
             barriers=barriers,
             full=own,
             summed=own + c.stages,
-            weight_barrier=barriers + c.groups * (c.stages + 2),
+            weight_barrier=barriers + c.groups * c.group_barriers,
         )
 
     def _init_barriers(self, s) -> None:
         c = self.config
-        for i in range(c.groups * (c.stages + 2) + 1):
+        for i in range(c.groups * c.group_barriers + 1):
             cute.arch.mbarrier_init(s.barriers + i, 1)
 
     def _group_barrier(self, t) -> None:
@@ -276,8 +316,9 @@ class RowQuantKernel:
     def _issue(self, it, stage, t, s):
         """Start the copies of iteration ``it``'s rows into a buffer: thread i of the group copies its row i."""
         c = self.config
+        p = c.problem
         row = self._row_of(it, t) + t.in_group
-        bytes_per_row = t.my_blocks * (c.problem.fmt.block_size * self.dtype.width // 8)
+        bytes_per_row = t.my_blocks * (p.inputs * p.unit * self.dtype.width // 8)
         if t.in_group == 0:
             if it < t.its:
                 count = cutlass.min(t.rows - row, c.group_rows)
@@ -286,11 +327,24 @@ class RowQuantKernel:
             cute.arch.sync_warp()
         if t.in_group < c.group_rows:
             if (it < t.its) & (row < t.rows):
-                step = 128 // self.dtype.width
-                offset = cute.assume(Int64(row) * t.x.stride[0], divby=step)
-                source = t.x.iterator + offset + cute.assume(t.first_block * c.problem.fmt.block_size, divby=16)
-                target = s.buffers + cute.assume((stage * c.group_rows + t.in_group) * c.slice_width, divby=16)
-                self._copy_slice(source, target, t, s.full + stage, Int64(EVICT_FIRST))
+                for i in range_constexpr(p.inputs):
+                    source = self._input_row(i, row, t) + cute.assume(t.first_block * p.unit, divby=16)
+                    self._copy_slice(
+                        source, self._buffer(i, stage, t.in_group, s), t, s.full + stage, Int64(EVICT_FIRST)
+                    )
+
+    def _input_row(self, i: int, row, t) -> cute.Pointer:
+        """The i-th of the rows in global memory that make a row of values."""
+        p = self.config.problem
+        tensor = t.residual if p.source == "add" and i == 1 else t.x
+        start = tensor.iterator + cute.assume(Int64(row) * tensor.stride[0], divby=128 // self.dtype.width)
+        return start + p.width if p.source == "silu_mul" and i == 1 else start
+
+    def _buffer(self, i: int, stage, row, s) -> cute.Pointer:
+        """The buffer of the i-th input of a group's row."""
+        c = self.config
+        slot = (stage * c.group_rows + row) * c.problem.inputs + i
+        return s.buffers + cute.assume(slot * c.slice_width, divby=16)
 
     @cute.jit
     def _copy_slice(self, source, target, t, barrier, policy):
@@ -307,16 +361,16 @@ class RowQuantKernel:
 
     @cute.jit
     def _issue_weight(self, weight, t, s):
-        block_size = self.config.problem.fmt.block_size
-        bytes_ = t.my_blocks * (block_size * self.weight_dtype.width // 8)
+        unit = self.config.problem.unit
+        bytes_ = t.my_blocks * (unit * self.weight_dtype.width // 8)
         cute.arch.mbarrier_arrive_and_expect_tx(s.weight_barrier, bytes_)
-        source = weight.iterator + cute.assume(t.first_block * block_size, divby=16)
+        source = weight.iterator + cute.assume(t.first_block * unit, divby=16)
         self._copy_slice(source, s.weight, t, s.weight_barrier, None)
 
     def _block_words(self, pointer: cute.Pointer, dtype, block) -> list:
         """The words of one block in shared memory."""
         c = self.config
-        words = words_per(c.problem.fmt.block_size, dtype)
+        words = words_per(c.problem.unit, dtype)
         layout = cute.make_layout((words, c.slice_blocks), stride=(1, words))
         return load_words(cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint32), layout)[None, block])
 
@@ -335,15 +389,19 @@ class RowQuantKernel:
         block = t.column + j * self.config.threads_per_row
         return cutlass.min(block, t.my_blocks - 1) if self._ragged else block
 
-    def _load_row(self, stage, weights, t, s) -> tuple[list, Float32]:
-        """The thread's blocks of a row, each as products v · w and their amax, and the sum of v²."""
+    def _load_row(self, stage, weights, row, t, s) -> tuple[list, list]:
+        """The thread's blocks of a row, as products v · w and their amax, and its share of what the row reduces."""
         c = self.config
+        p = c.problem
         blocks = []
         squares = Float32(0.0)
+        amax_of_all = Float32(0.0)
         for j in range(c.thread_blocks):
-            v = self._block_values(stage, j, t, s)
+            v, words = self._block_values(stage, j, t, s)
+            if p.source == "add":
+                self._store_residual(words, row, j, t)
             products = v
-            if self.weight_dtype is not None:
+            if p.normalises:
                 products = [ptx.mul_rn(a, b) for a, b in zip(v, weights[j], strict=True)]
                 square = sum_of_squares(v)
                 if self._ragged:
@@ -352,8 +410,10 @@ class RowQuantKernel:
             fragment = cute.make_rmem_tensor((len(v),), Float32)
             amax = cute.make_rmem_tensor((1,), Float32)
             self._fill(fragment, amax, products)
+            if p.reduces_amax:
+                amax_of_all = ptx.max_abs_nan(amax_of_all, amax[0])
             blocks.append((fragment, amax))
-        return blocks, squares
+        return blocks, [squares] * p.normalises + [amax_of_all] * p.reduces_amax
 
     def _fill(self, products, amax, values: list) -> None:
         """``values`` and the largest magnitude among them, NaN if one is, into a block's registers."""
@@ -367,81 +427,150 @@ class RowQuantKernel:
     def _folds(self) -> bool:
         """Whether ``(v · rstd) · w`` is computed as ``(v · w) · rstd``, which leaves the row factor to the block.
 
-        The two differ by rounding, and where v · w overflows or becomes subnormal. Sums of squares from 2^-80 to 2^80
-        rule that out (for weights below 2^88); a block that is tiny beside its row has scale zero in NVFP4. But
-        MXFP4's scales reach down to such a block.
+        The two differ by rounding, and where v · w overflows or becomes subnormal, which ``_can_fold`` rules out; a
+        block that is tiny beside its row has scale zero in NVFP4, and is zero in FP8 with one scale a row. But scales
+        of MXFP4, and those of FP8 blocks, reach down to such a block.
         """
-        return self.config.problem.fmt is NVFP4
+        return self.config.problem.fmt in (NVFP4, FP8_TOKEN, FP8_TENSOR)
+
+    def _can_fold(self, total, amax, scale):
+        """Whether sum of squares, and amax or given scale in FP8, are of usual size (for weights below 2^88)."""
+        fmt = self.config.problem.fmt
+        usual = (total >= Float32(2.0**-80)) & (total <= Float32(2.0**80))
+        if fmt is FP8_TOKEN:
+            usual = usual & (amax >= Float32(2.0**-80))
+        if fmt is FP8_TENSOR:
+            usual = usual & (ptx.max_abs_nan(Float32(0.0), scale) >= Float32(2.0**-80))
+        return usual
 
     @cute.jit
     def _normalize(self, blocks, rstd, stage, weights, t, s):
         """Products ``(v · rstd) · w`` in place of ``v · w``, from the row in shared memory."""
         for j in range_constexpr(self.config.thread_blocks):
-            v = self._block_values(stage, j, t, s)
+            v, _ = self._block_values(stage, j, t, s)
             scaled = [ptx.mul_rn(ptx.mul_rn(a, rstd), b) for a, b in zip(v, weights[j], strict=True)]
             self._fill(*blocks[j], scaled)
         if const_expr(self.config.group_rows == 1):
             # The buffer is filled again next, and others may still be reading it here.
             self._group_barrier(t)
 
-    def _block_values(self, stage, j: int, t, s) -> list:
-        c = self.config
-        row = s.buffers + cute.assume((stage * c.group_rows + t.row) * c.slice_width, divby=16)
-        return unpack(self._block_words(row, self.dtype, self._safe_block(j, t)), self.dtype)
+    def _block_values(self, stage, j: int, t, s) -> tuple[list, list]:
+        """The values of the thread's j-th block in fp32, and the words that hold them in the input dtype, if any do."""
+        p = self.config.problem
+        block = self._safe_block(j, t)
+        words = [self._block_words(self._buffer(i, stage, t.row, s), self.dtype, block) for i in range(p.inputs)]
+        if p.source == "rows":
+            return unpack(words[0], self.dtype), words[0]
+        a, b = (unpack(w, self.dtype) for w in words)
+        if p.source == "silu_mul":
+            return [silu_mul(x, y) for x, y in zip(a, b, strict=True)], []
+        total = pack([x + y for x, y in zip(a, b, strict=True)], self.dtype)
+        return unpack(total, self.dtype), total
 
     @cute.jit
-    def _row_sum(self, value, it, t, s):
-        """The sum of ``value`` over the threads that share a row, in an order that the configuration alone decides."""
+    def _reduce_row(self, values: list, slots: cute.Pointer, barrier: cute.Pointer, parity, t):
+        """Sums of squares and largest magnitudes over the threads that share a row.
+
+        In an order that the configuration alone decides. ``values`` has one of each, as ``Problem.reductions`` says, or
+        an amax alone; ``slots`` are ``partials`` for each value; a cluster counts what was sent with ``barrier``.
+        """
         c = self.config
         lanes = min(WARP, c.threads_per_row)
-        value = cute.arch.warp_reduction(value, lambda a, b: a + b, threads_in_group=lanes)
-        partials = c.splits * c.group_warps
-        sums = s.sums + it % 2 * partials
+        # An amax comes last.
+        sums = len(values) - c.problem.reduces_amax
+        combine = [(lambda a, b: a + b) if i < sums else ptx.max_abs_nan for i in range(len(values))]
+        values = [
+            cute.arch.warp_reduction(value, op, threads_in_group=lanes)
+            for value, op in zip(values, combine, strict=True)
+        ]
         if const_expr(c.splits > 1):
-            barrier = s.summed + it % 2
             if t.in_group == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, partials * 4)
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, len(values) * c.partials * 4)
             if t.lane < c.splits:
-                slot = sums + (t.rank * c.group_warps + t.warp)
-                cute.arch.store_async_dsmem(slot, Int32(ptx.bits_of(value)), barrier, t.lane)
-            cute.arch.mbarrier_wait(barrier, (it // 2) & 1)
+                for i in range_constexpr(len(values)):
+                    slot = slots + (i * c.partials + t.rank * c.group_warps + t.warp)
+                    cute.arch.store_async_dsmem(slot, Int32(ptx.bits_of(values[i])), barrier, t.lane)
+            cute.arch.mbarrier_wait(barrier, parity)
             self._group_barrier(t)
-        elif const_expr(partials > 1):
+        elif const_expr(c.partials > 1):
             if t.lane == 0:
-                sums[t.warp] = value
+                for i in range_constexpr(len(values)):
+                    slots[i * c.partials + t.warp] = values[i]
             self._group_barrier(t)
         else:
             cute.arch.sync_warp()
-        if const_expr(partials > 1):
-            value = sums[0]
-            for i in range_constexpr(1, partials):
-                value = value + sums[i]
-        return value
+        if const_expr(c.partials > 1):
+            for i in range_constexpr(len(values)):
+                value = slots[i * c.partials]
+                for k in range_constexpr(1, c.partials):
+                    value = combine[i](value, slots[i * c.partials + k])
+                values[i] = value
+        return values
+
+    def _row_amax_again(self, blocks, again, t, s):
+        """The row's amax from the blocks as they are now; ``again`` counts these calls."""
+        c = self.config
+        amax = Float32(0.0)
+        for _, largest in blocks:
+            amax = ptx.max_abs_nan(amax, largest[0])
+        slots = s.sums + 2 * c.partials * c.problem.reductions
+        return self._reduce_row([amax], slots, s.summed + 2, again & 1, t)[0]
 
     # Writing
 
     @cute.jit
-    def _store_row(self, blocks, rstd, g, row, it, t, s):
+    def _store_residual(self, words: list, row, j: int, t):
+        """The thread's j-th block of the sum in place of the residual's."""
+        c = self.config
+        block = t.column + j * c.threads_per_row
+        target = self._block_of(self._input_row(1, row, t), len(words), t.first_block + block)
+        if const_expr(c.group_rows == 1 and not self._ragged):
+            store_words(words, target)
+        else:
+            if (row < t.rows) & (block < t.my_blocks):
+                store_words(words, target)
+
+    @cute.jit
+    def _store_row(self, blocks, rstd, amax, g, row, it, t, s):
         """Quantise the thread's blocks of a row; store codes, scales and norm."""
         c = self.config
+        p = c.problem
         # All arithmetic first, then all stores: a branch in between would keep the blocks' instructions from mixing.
-        quantized = [self._quantize_block(*block, rstd, g) for block in blocks]
+        if const_expr(isinstance(p.fmt, FP4Format)):
+            quantized = [self._quantize_block(*block, rstd, g) for block in blocks]
+        else:
+            quantized = self._quantize_fp8(blocks, rstd, amax, g)
         for j in range_constexpr(c.thread_blocks):
             block = t.column + j * c.threads_per_row
             column = t.first_block + block
-            words, byte = quantized[j]
+            words, scale = quantized[j]
             if (row < t.rows) & (block < t.my_blocks):
                 self._store_codes(words, row, column, t)
-            if const_expr(c.problem.writes_norm):
+            if const_expr(p.writes_norm):
                 if (row < t.rows) & (block < t.my_blocks):
                     products = blocks[j][0]
-                    norm = [ptx.mul_rn(products[i], rstd) for i in range(c.problem.fmt.block_size)]
+                    norm = [ptx.mul_rn(products[i], rstd) for i in range(p.unit)]
                     self._store_norm(norm, row, column, t)
+            if const_expr(p.also_linear):
+                if (row < t.rows) & (block < t.my_blocks):
+                    store_byte(self._linear_scale_at(row, column, t), scale)
             if const_expr(c.quads):
                 if block < t.my_blocks:
-                    store_byte(self._quad_slot(it, block, s), byte)
-            if (row < t.rows) & (block < t.my_blocks) & (it >= t.quad_its):
-                store_byte(self._scale_at(row, column, t), byte)
+                    store_byte(self._quad_slot(it, block, s), scale)
+            if const_expr(isinstance(p.fmt, FP4Format)):
+                if (row < t.rows) & (block < t.my_blocks) & (it >= t.quad_its):
+                    store_byte(self._scale_at(row, column, t), scale)
+            elif const_expr(p.fmt is FP8_TOKEN):
+                if const_expr(j == 0):
+                    if (row < t.rows) & (column == 0):
+                        t.scale[row, 0] = scale
+            elif const_expr(p.fmt is FP8_BLOCK128):
+                units = FP8_BLOCK128.block_size // p.unit
+                if (row < t.rows) & (block < t.my_blocks) & (column % units == 0):
+                    if const_expr(p.layout is COLUMN):
+                        t.scale[column // units, row] = scale
+                    else:
+                        t.scale[row, column // units] = scale
 
     def _quantize_block(self, products, amax, rstd, g) -> tuple[list, Uint32]:
         """The words of codes and the scale byte of one block."""
@@ -460,8 +589,32 @@ class RowQuantKernel:
         words = [encode_e2m1x8(scaled[i : i + 8], c.has_e2m1_cvt) for i in range(0, fmt.block_size, 8)]
         return [ptx.select(live, word, Uint32(0)) for word in words], byte
 
+    def _quantize_fp8(self, blocks, rstd, amax, g) -> list:
+        """The words of codes of each block, and its fp32 scale."""
+        p = self.config.problem
+        scales = [g] * len(blocks)
+        if p.fmt is FP8_TOKEN:
+            scales = [dynamic_scale(amax if rstd is None else ptx.mul_rn(amax, rstd))] * len(blocks)
+        elif p.fmt is FP8_BLOCK128:
+            # Neighbouring threads have the units that share a scale.
+            lanes = FP8_BLOCK128.block_size // p.unit
+            scales = [
+                dynamic_scale(cute.arch.warp_reduction(amax[0], ptx.max_abs_nan, threads_in_group=lanes))
+                for _, amax in blocks
+            ]
+        quantized = []
+        divisor = None
+        for j, ((products, _), scale) in enumerate(zip(blocks, scales, strict=True)):
+            if j == 0 or p.fmt is FP8_BLOCK128:
+                divisor = scale_divisor(scale, rstd, is_dynamic=not p.fmt.is_static)
+            words = [divide_e4m3x4([products[i + k] for k in range(4)], divisor) for i in range(0, p.unit, 4)]
+            quantized.append((words, scale))
+        return quantized
+
     def _store_codes(self, words: list, row, column, t) -> None:
-        codes = t.y.iterator + cute.assume(Int64(row) * (self.config.problem.width // 2), divby=8)
+        y = t.y.iterator
+        row_bytes = self.config.problem.width * 4 * len(words) // self.config.problem.unit
+        codes = cute.recast_ptr(y, dtype=Uint8) + cute.assume(Int64(row) * row_bytes, divby=8)
         store_words(words, self._block_of(codes, len(words), column))
 
     def _store_norm(self, values: list, row, column, t) -> None:
@@ -479,6 +632,11 @@ class RowQuantKernel:
         layout = self.config.problem.layout
         offset = layout.row_offset(Uint64(row), self.config.blocks) + Uint64(layout.block_offset(Uint32(column)))
         return cute.make_tensor(cute.recast_ptr(t.scale.iterator, dtype=Uint8) + offset, cute.make_layout(1))
+
+    def _linear_scale_at(self, row, column, t) -> cute.Tensor:
+        """The byte of (row, block) in the linear scales."""
+        offset = Int64(row) * self.config.blocks + column
+        return cute.make_tensor(cute.recast_ptr(t.linear.iterator, dtype=Uint8) + offset, cute.make_layout(1))
 
     def _quad_slot(self, it, block, s) -> cute.Tensor:
         """A scale byte of iteration ``it``'s row in the buffer of its quad; there are two buffers."""

@@ -1,0 +1,66 @@
+"""FP8 on the device: fp32 scales, and fp32 values over a scale to e4m3, each rounded as IEEE division is.
+
+A division costs three instructions an element (Markstein 1990): with the correctly rounded inverse of the scale, the
+product of value and inverse is off by an ulp at most, and one residual step rounds it correctly. Scales beyond 2^±80
+are brought nearer to 1 by a power of two first, and the values with them, so that no step over- or underflows.
+"""
+
+from typing import NamedTuple
+
+from cutlass import Boolean, Float32, Uint32
+
+from torch_cute_ops.kernels.common import ptx
+
+E4M3_MAX = 448.0
+_BEYOND_E4M3 = 1024.0
+_INFINITY = float("inf")
+
+
+class Divisor(NamedTuple):
+    """What values are divided by.
+
+    Attributes:
+        factor: what values are multiplied by first: the row factor, and the power of two; ``None``: nothing.
+        scale: the scale, times the power of two.
+        inverse: of ``scale``.
+        live: whether a computed scale is neither zero nor NaN; ``None`` for a given one.
+    """
+
+    factor: Float32 | None
+    scale: Float32
+    inverse: Float32
+    live: Boolean | None
+
+
+def dynamic_scale(amax: Float32) -> Float32:
+    """``amax / 448``; NaN where that holds NaN or infinity."""
+    return ptx.fma_rn(amax, Float32(0.0), ptx.div_rn(amax, Float32(E4M3_MAX)))
+
+
+def scale_divisor(scale: Float32, rstd: Float32 | None, is_dynamic: bool) -> Divisor:
+    """How to divide by ``scale`` values that still lack the row factor ``rstd``."""
+    magnitude = ptx.max_abs_nan(Float32(0.0), scale)
+    power = ptx.select(magnitude < Float32(2.0**-80), Float32(2.0**64), Float32(1.0))
+    power = ptx.select(magnitude > Float32(2.0**80), Float32(2.0**-64), power)
+    near_one = ptx.mul_rn(scale, power)
+    inverse = ptx.div_rn(Float32(1.0), near_one)
+    factor = power if rstd is None else ptx.mul_rn(rstd, power)
+    if is_dynamic:
+        return Divisor(factor, near_one, inverse, scale > Float32(0.0))
+    # Over an infinite scale everything finite is zero: no residual step.
+    return Divisor(factor, ptx.select(magnitude < Float32(_INFINITY), near_one, Float32(0.0)), inverse, None)
+
+
+def divide_e4m3x4(values: list, divisor: Divisor) -> Uint32:
+    """Four values over the scale as e4m3 bytes, the first lowest: nearest even, saturating, NaN 0x7F."""
+    quotients = []
+    for raw in values:
+        value = ptx.mul_rn(raw, divisor.factor)
+        guess = ptx.mul_rn(value, divisor.inverse)
+        quotient = ptx.fma_rn(ptx.fma_rn(-divisor.scale, guess, value), divisor.inverse, guess)
+        if divisor.live is None:
+            # A given scale may be zero, or far too small: then the guess, infinite or NaN or large, is the answer.
+            quotient = ptx.select(ptx.max_abs_nan(Float32(0.0), guess) <= Float32(_BEYOND_E4M3), quotient, guess)
+        quotients.append(quotient)
+    word = ptx.e4m3x4_of(tuple(quotients))
+    return word if divisor.live is None else ptx.select(divisor.live, word, Uint32(0))
