@@ -106,7 +106,7 @@ def calls(device: torch.device, with_peers: bool = True) -> tuple[dict[str, Call
     except ImportError as error:
         absent[RAW] = str(error)
     else:
-        timed[RAW] = raw_call("rmsnorm_fp4quant", x, w, None, 1e-6, 16, None, "128x4", out=(y, scale))
+        timed[RAW] = raw_call("rmsnorm_fp4quant", x, w, None, EPS, 16, None, "128x4", out=(y, scale))
     if with_peers:
         try:
             from quack.rmsnorm import rmsnorm

@@ -3,87 +3,130 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
-from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format, FP8Format, resolve_fp8_format
 
-WIDTHS = (16, 32, 48, 128, 1536, 2048, 2880, 4096, 7168, 8192, 16_384, 32_768, 65_536)
+WIDTHS = (16, 32, 48, 128, 1152, 2048, 2880, 4096, 7168, 8192, 16_384, 32_768, 65_536)
 WIDE = (4096, 7168, 8192, 65_536)
 """Widths at which threads hold the most values."""
 ARCHS = ("sm_90a", "sm_100a", "sm_120a")
-FORMATS = (("nvfp4", False), ("nvfp4", True), ("mxfp4", False))
-"""Format, and whether there is a global scale."""
-LAYOUTS = tuple(SCALE_LAYOUTS)
+FP4_TARGETS = tuple(itertools.product(("nvfp4", "nvfp4-g", "mxfp4"), SCALE_LAYOUTS))
+FP8_TARGETS = (("tensor", "row"), ("token", "row"), ("block128", "row"), ("block128", "column"))
+"""Format (``-g``: with a global scale) and scale layout."""
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-NORMS = ((BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32))
-KINDS = (
-    *(("quantize", dtype, None, False) for dtype in (BF16, FP16, FP32)),
-    *(("norm", *dtypes, writes_norm) for dtypes in NORMS for writes_norm in (False, True)),
-    *(("dequantize", dtype, None, False) for dtype in (BF16, FP16, FP32)),
+DTYPES = ((BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32))
+"""Of the input (or of what is written), and of the weight."""
+
+
+@dataclass(frozen=True)
+class What:
+    """What a kernel does, as in ``kernels.row_quant.Problem``."""
+
+    name: str
+    source: str
+    normalises: bool
+    third: str | None = None
+
+    @property
+    def targets(self) -> Iterable[tuple[str, str]]:
+        """Formats and layouts that some op has."""
+        if self.third == "linear":
+            return [target for target in FP4_TARGETS if target[1] == "128x4"]
+        has_fp8 = self.third is None and (self.normalises or self.source == "silu_mul")
+        return (*FP4_TARGETS, *FP8_TARGETS) if has_fp8 else FP4_TARGETS
+
+
+WHATS = (
+    What("quantize", "rows", False),
+    What("norm", "rows", True),
+    What("norm-norm", "rows", True, "norm"),
+    What("add", "add", True),
+    What("add-norm", "add", True, "norm"),
+    What("add-linear", "add", True, "linear"),
+    What("silu", "silu_mul", False),
+    What("dequantize", "", False),
 )
-"""What the kernel does, dtype of the input (or of what it writes) and of the weight, whether it writes the norm."""
 
 
 @dataclass(frozen=True)
 class Case:
     """One configuration and the architecture to compile it for."""
 
-    kind: tuple[str, torch.dtype, torch.dtype | None, bool]
+    what: What
+    dtypes: tuple[torch.dtype, torch.dtype]
     width: int
-    fmt: tuple[str, bool]
-    layout: str
+    target: tuple[str, str]
     arch: str
 
     @property
     def id(self) -> str:
-        what, dtype, weight, writes_norm = self.kind
-        names = {BF16: "bf16", FP16: "fp16", FP32: "fp32", None: ""}
-        kind = f"{what}-{names[dtype]}{names[weight]}{'-norm' if writes_norm else ''}"
-        return f"{kind}-{self.width}-{self.fmt[0]}{'-g' if self.fmt[1] else ''}-{self.layout}-{self.arch}"
+        names = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
+        dtypes = "".join(names[dtype] for dtype in self.dtypes[: 2 if self.what.normalises else 1])
+        return "-".join((self.what.name, dtypes, str(self.width), *self.target, self.arch))
 
     @property
     def is_valid(self) -> bool:
-        return self.width % self.format.block_size == 0
+        return (
+            self.target in self.what.targets
+            and (self.what.normalises or self.dtypes[0] == self.dtypes[1])
+            and self.width % (self.format.block_size or 16) == 0
+        )
 
     @property
-    def format(self) -> FP4Format:
-        return {"nvfp4": NVFP4, "mxfp4": MXFP4}[self.fmt[0]]
+    def format(self) -> FP4Format | FP8Format:
+        name, layout = self.target
+        if self.target in FP8_TARGETS:
+            return resolve_fp8_format(name, layout)[0]
+        return MXFP4 if name == "mxfp4" else NVFP4
 
     @property
     def choices(self) -> tuple[Any, ...]:
         """One choice for each factor of the grid."""
-        return self.kind, self.width, self.fmt, self.layout, self.arch
+        return self.what, self.dtypes, self.width, self.target, self.arch
+
+    @property
+    def pairs(self) -> set[tuple[tuple[int, Any], tuple[int, Any]]]:
+        """Any two of the choices, with their places; and what, width and architecture of the widest, all three."""
+        return set(itertools.combinations(enumerate(self.choices), 2)) | (
+            {((5, (self.what, self.arch)), (2, self.width))} if self.width in WIDE else set()
+        )
 
 
 def every_case() -> Iterator[Case]:
     """The whole grid."""
-    cases = (Case(*choices) for choices in itertools.product(KINDS, WIDTHS, FORMATS, LAYOUTS, ARCHS))
-    return (case for case in cases if case.is_valid)
+    choices = itertools.product(WHATS, DTYPES, WIDTHS, (*FP4_TARGETS, *FP8_TARGETS), ARCHS)
+    return (case for case in itertools.starmap(Case, choices) if case.is_valid)
 
 
-def covering_cases() -> list[Case]:
-    """A part of the grid in which any two choices meet, and kind, architecture and a wide row all three."""
-    cases: dict[Case, None] = {}
+@cache
+def covering_cases() -> tuple[Case, ...]:
+    """A part of the grid in which any two choices meet, and what is done, architecture and a wide row all three.
 
-    def add(kind: int, width: int, arch: int, turn: int) -> None:
-        # Formats and layouts take turns; a format that the width does not fit makes way for the next.
-        for fmt in range(3):
-            case = Case(KINDS[kind], width, FORMATS[(turn + fmt) % 3], LAYOUTS[(turn // 3 + kind) % 3], ARCHS[arch])
-            if case.is_valid:
-                cases[case] = None
-                return
-
-    for kind, (i, width) in itertools.product(range(len(KINDS)), enumerate(WIDTHS)):
-        if width in WIDE:
-            for arch in range(3):
-                add(kind, width, arch, kind + i + arch)
-        else:
-            add(kind, width, (kind + i) % 3, kind // 3 + i * 2)
-    return list(cases)
+    Greedily: a case for a pair that is still missing, of some the one that adds most.
+    """
+    having = defaultdict(list)
+    for case in every_case():
+        for pair in case.pairs:
+            having[pair].append(case)
+    some = random.Random(0)
+    missing = dict.fromkeys(having)
+    chosen: list[Case] = []
+    while missing:
+        candidates = having[next(iter(missing))]
+        candidates = some.sample(candidates, min(len(candidates), 60))
+        best = max(candidates, key=lambda case: len(case.pairs & missing.keys()))
+        chosen.append(best)
+        for pair in best.pairs:
+            missing.pop(pair, None)
+    return tuple(chosen)
 
 
 def kernel_of(case: Case) -> Any:
@@ -95,13 +138,22 @@ def kernel_of(case: Case) -> Any:
     from torch_cute_ops.kernels import fp4_dequant, row_quant
     from torch_cute_ops.runtime.arch import ARCHS as FACTS
 
-    what, dtype, weight, writes_norm = case.kind
-    layout, global_scale = SCALE_LAYOUTS[case.layout], case.fmt[1]
-    if what == "dequantize":
-        config = fp4_dequant.plan(dtype, case.width, case.format, layout, global_scale)
+    name, layout = case.target
+    dtype, weight = case.dtypes
+    if case.what.name == "dequantize":
+        config = fp4_dequant.plan(dtype, case.width, case.format, SCALE_LAYOUTS[layout], name == "nvfp4-g")
         return fp4_dequant.FP4DequantKernel(config)
     problem = row_quant.Problem(
-        "rows", dtype, weight, case.width, case.width, case.format, layout, False, global_scale, writes_norm
+        source=case.what.source,
+        dtype=dtype,
+        weight_dtype=weight if case.what.normalises else None,
+        width=case.width,
+        norm_width=case.width,
+        fmt=case.format,
+        layout=resolve_fp8_format(name, layout)[1] if case.target in FP8_TARGETS else SCALE_LAYOUTS[layout],
+        also_linear=case.what.third == "linear",
+        has_factor=name in ("nvfp4-g", "tensor"),
+        writes_norm=case.what.third == "norm",
     )
     return row_quant.RowQuantKernel(row_quant.plan(problem, FACTS[case.arch]))
 

@@ -1,42 +1,80 @@
 """``plan()`` of the row-quantising kernels: every width has a plan that fits, and refusals say why."""
 
 import itertools
+import random
 
 import pytest
 import torch
 from launch_model import launches  # noqa: F401  (a fixture)
 
-from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.formats import FP8_BLOCK128, FP8_TOKEN, MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.formats.fp8 import COLUMN, ROW
 from torch_cute_ops.kernels.row_quant import Problem, plan
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 
-DTYPES = {
-    "quantise-bf16": (torch.bfloat16, None),
-    "norm-bf16": (torch.bfloat16, torch.bfloat16),
-    "norm-fp32": (torch.float32, torch.float32),
+BF16, FP32 = torch.bfloat16, torch.float32
+KINDS = {
+    "quantise-bf16": ("rows", BF16, None),
+    "norm-bf16": ("rows", BF16, BF16),
+    "norm-fp32": ("rows", FP32, FP32),
+    "add-norm-bf16": ("add", BF16, BF16),
+    "add-norm-fp32": ("add", FP32, FP32),
+    "silu-bf16": ("silu_mul", BF16, None),
+    "silu-fp32": ("silu_mul", FP32, None),
+}
+FORMATS = {
+    "nvfp4": (NVFP4, SCALE_LAYOUTS["128x4"]),
+    "mxfp4": (MXFP4, SCALE_LAYOUTS["128x4"]),
+    "token": (FP8_TOKEN, ROW),
+    "block128": (FP8_BLOCK128, COLUMN),
 }
 
 
-@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("dtypes", DTYPES)
+def problem_of(kind, fmt, width):
+    source, dtype, weight_dtype = KINDS[kind]
+    fmt, layout = FORMATS[fmt]
+    return Problem(source, dtype, weight_dtype, width, width, fmt, layout, False, False, weight_dtype is not None)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
-def test_every_width_has_a_plan(fmt, dtypes, arch):
-    """Every multiple of the block to 65,536: slices cover the row and none is empty, threads and memory fit."""
-    for width in range(fmt.block_size, 65_536 + 1, fmt.block_size):
-        config = plan(Problem(*DTYPES[dtypes], width, fmt, SCALE_LAYOUTS["128x4"], False, True), ARCHS[arch])
+def test_every_width_has_a_plan(fmt, kind, arch):
+    """Multiples of the block to 65,536: slices cover the row and none is empty, threads and memory fit."""
+    step = FORMATS[fmt][0].block_size or 16
+    first = random.randrange(1, 17)
+    # Two fp32 rows and an fp32 weight: the one thing that does not fit 8 CTAs of 99 KB.
+    widest = 60_928 if (kind, arch) == ("add-norm-fp32", "sm_120a") else 65_536
+    for width in (step, *range(first * step, widest, 17 * step), widest):
+        config = plan(problem_of(kind, fmt, width), ARCHS[arch])
         assert config.reason_unsupported(ARCHS[arch]) is None
         assert config.splits * config.slice_width >= width > (config.splits - 1) * config.slice_width
-        assert config.splits in (1, 2, 4, 8)
+        assert config.splits in (1, 2, 4, 8) or not config.is_cluster
         assert 0 < config.threads <= 1024 and config.threads % 32 == 0
         assert config.thread_blocks * config.threads_per_row >= config.slice_blocks
         assert config.smem_bytes <= ARCHS[arch].smem_per_cta
+        if fmt == "block128":
+            # The units that share a scale are with neighbouring threads of one CTA.
+            assert config.threads_per_row % 8 == 0 and config.slice_width % 128 == 0
+
+
+def test_shared_memory_is_divided():
+    """What begins where the last thing ends: rows, weight, scales of quads, sums, barriers."""
+    config = plan(problem_of("add-norm-bf16", "nvfp4", 4096), ARCHS["sm_90a"])
+    at = config.smem_offsets
+    assert at.weight - at.rows == config.groups * config.stages * 2 * 4096 * 2
+    assert at.scales - at.weight == 4096 * 2
+    assert at.sums - at.scales == 2 * config.groups * 4 * 256
+    assert at.barriers - at.sums >= config.groups * 2 * (config.threads_per_row // 32) * 4
+    assert at.end - at.barriers >= 8 * (config.groups * (config.stages + 2) + 1)
+    assert all(offset % 128 == 0 for offset in at)
 
 
 def test_plan_does_not_hold_what_a_call_brings():
     """It is a function of the problem, the architecture and the setting for PDL, and keeps them."""
-    for arch, pdl, layout in itertools.product(ARCHS.values(), (True, False), SCALE_LAYOUTS.values()):
-        problem = Problem(torch.float16, torch.float32, 2880, MXFP4, layout, False, True)
+    for arch, pdl, kind in itertools.product(ARCHS.values(), (True, False), KINDS):
+        problem = problem_of(kind, "mxfp4", 2880)
         config = plan(problem, arch, pdl=pdl)
         assert config == plan(problem, arch, pdl=pdl)
         assert config.problem == problem and config.pdl is pdl and config.has_e2m1_cvt is arch.has_e2m1_cvt

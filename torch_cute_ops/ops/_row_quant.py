@@ -110,8 +110,8 @@ class RowQuant:
         self.third = third
         self.is_fp4 = signature.choices[0] == FP4_CHOICES[0]
         scale = "scale_128x4" if third == "scale_linear" else "scale"
-        self.outputs: tuple[str, ...] = ("y", scale) if third is None else ("y", scale, third)
-        self._out_names = self.outputs
+        self.outputs = ("y", scale) if third is None else ("y", scale, third)
+        self._out_names: tuple[str, ...] = self.outputs
         self._launchers: dict[tuple[Any, ...], Launcher] = {}
         # Those whose rows are padded: a call of one is never the usual one.
         self._padding_launchers: dict[tuple[Any, ...], Launcher] = {}

@@ -1,25 +1,35 @@
-"""Rows to FP4: RMSNorm (or nothing), block scales, e2m1 codes, scale layouts, in one pass over memory.
+"""Rows to FP4 or FP8: a sum or a gate before, RMSNorm or nothing, scales, codes, scale layouts, in one pass over memory.
+
+What differs between kernels is in ``Problem``; the parts compose:
+
+- source: a row of the input; the input's plus the residual's, which the sum replaces; or silu of a row's first half
+  times its second;
+- norm, or none;
+- scales and codes: FP4 blocks; FP8 under a given scale, one of the row, or one of each 128 elements;
+- scale layout; linear scales besides; the norm besides.
 
 Roles and data path. A *group* of ``max(32, threads_per_row)`` threads works on one row at a time (several, if a row
 needs less than a warp). A CTA has one or more groups, which share nothing but the weight; a row that is too wide is cut
 into ``splits`` slices, one for each CTA of a cluster. CTAs are persistent: each group walks over the rows with the
 grid's stride.
 
-1. One thread of a group starts a bulk copy of a coming row into one of ``stages`` buffers of shared memory; the copies
-   run ahead of the arithmetic. The weight is copied once a CTA, and lives in registers.
-2. A thread reads its blocks (thread t has blocks t, t + threads_per_row, …), multiplies by the weight, takes each
-   block's amax, and sums the squares; a warp reduction, shared memory and one barrier give the row's sum. In a cluster
-   every warp sends its partial sum to all CTAs (``st.async`` on an mbarrier). The barrier also frees the row's buffer.
+1. One thread of a group starts a bulk copy of a coming row (or of both rows that make one) into one of ``stages``
+   buffers of shared memory; the copies run ahead of the arithmetic. The weight is copied once a CTA, and lives in
+   registers.
+2. A thread reads its blocks (thread t has blocks t, t + threads_per_row, …), sums or gates, stores the residual,
+   multiplies by the weight, takes each block's amax, and sums the squares; a warp reduction, shared memory and one
+   barrier give the row's sum, and the row's amax where a scale is of the row. In a cluster every warp sends its partial
+   results to all CTAs (``st.async`` on an mbarrier). The barrier also frees the row's buffer.
 3. ``norm = (v · w) · rstd``: the row factor is applied to the block's amax and to its encode factor, once a block
-   instead of once an element. Block scale, codes, and 8 or 16 bytes of packed codes per thread and block go to global
-   memory.
+   instead of once an element. Block scale, codes, and 8 or 16 bytes of codes per thread and block go to global memory.
 4. Scales. A row of the 128x4 layout has 4 bytes in every 512: stored row by row, that is one L2 request for each 4
    bytes, and costs 6 % at large sizes (H200). So a group takes the four rows that share 16 bytes (a *quad*) one after
    the other, gathers their scales in shared memory, and writes 16 bytes at a time, one row later. The rows that do not
    fill a round of quads over the whole grid, and so all rows of a small batch, are dealt out singly, and each thread
    stores its byte. Rows of padding are zeroed while the first copies are under way.
 
-Bytes moved a row: H · itemsize read, H/2 + H/block_size written; the weight once a CTA, from L2.
+Bytes moved a row: H · itemsize read (twice that for a sum or a gate), the residual written, H/2 + H/block_size (FP8: H
+and its scales) written; the weight once a CTA, from L2.
 """
 
 from torch_cute_ops.kernels.row_quant.config import Config, Problem, plan
