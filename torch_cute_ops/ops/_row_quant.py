@@ -7,9 +7,11 @@ what is wrong or to make a copy that the kernel can read.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import is_grad_enabled
 
 from torch_cute_ops.fake.fp4_quantize import fp4_shapes
 from torch_cute_ops.fake.rmsnorm_fp8quant import fp8_shapes
@@ -25,6 +27,7 @@ from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._signatures import FP4_CHOICES, Signature
 from torch_cute_ops.ops._spec import OpSpec
 from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import arch_of_device, sm_count
 from torch_cute_ops.runtime.capture import forbid_in_capture
 from torch_cute_ops.runtime.compiler import compile_kernel
@@ -111,7 +114,10 @@ class RowQuant:
         self.is_fp4 = signature.choices[0] == FP4_CHOICES[0]
         scale = "scale_128x4" if third == "scale_linear" else "scale"
         self.outputs = ("y", scale) if third is None else ("y", scale, third)
-        self._out_names: tuple[str, ...] = self.outputs
+        self.out_names: tuple[str, ...] = self.outputs
+        # Entries with the op's signature: its arguments checked; the functional CUDA entry.
+        self.check_call = partial(signature.arrange, self.check)
+        self.cuda = partial(signature.arrange, self.run)
         self._launchers: dict[tuple[Any, ...], Launcher] = {}
         # Those whose rows are padded: a call of one is never the usual one.
         self._padding_launchers: dict[tuple[Any, ...], Launcher] = {}
@@ -132,22 +138,13 @@ class RowQuant:
             function=function,
             warmup=self.warmup,
         )
-        self._out_names = spec.out_names
+        self.out_names = spec.out_names
         return spec
-
-    def check_call(self, *args: Any, **kwargs: Any) -> None:
-        """``check`` with the op's signature."""
-        input, residual, weight, factor, _, choices = self.signature.arrange(*args, **kwargs)
-        self.check(input, residual, weight, factor, choices)
-
-    def cuda(self, *args: Any, **kwargs: Any) -> Outputs:
-        """The functional CUDA entry."""
-        return self.run(*self.signature.arrange(*args, **kwargs))
 
     def cuda_out(self, *args: Any, **kwargs: Any) -> None:
         """The CUDA entry of the ``.out`` overload."""
-        out = tuple(kwargs.pop(name) for name in self._out_names)
-        self.run(*self.signature.arrange(*args, **kwargs), out)
+        out = tuple([kwargs.pop(name) for name in self.out_names])
+        self.signature.arrange(partial(self.run, out=out), *args, **kwargs)
 
     def warmup(
         self,
@@ -201,6 +198,7 @@ class RowQuant:
         residual: torch.Tensor | None,
         weight: torch.Tensor | None,
         factor: torch.Tensor | None,
+        eps: float,
         choices: tuple[Any, ...],
     ) -> None:
         """Refuse arguments that the op does not take.
@@ -259,7 +257,7 @@ class RowQuant:
             or not shape[0]
             or (residual is not None and not _is_plain_residual(residual, input))
             or (factor is not None and (factor.dim() != 1 or factor.requires_grad))
-            or (torch.is_grad_enabled() and (input.requires_grad or (weight is not None and weight.requires_grad)))
+            or (is_grad_enabled() and (input.requires_grad or (weight is not None and weight.requires_grad)))
         ):
             return self._run_checked(Facts(*facts), input, residual, weight, factor, eps, out)
         rows = shape[0]
@@ -267,22 +265,22 @@ class RowQuant:
         scale_rows = (rows + tile - 1) // tile * tile
         linear = norm = None
         if out is None:
-            # empty_strided: 0.45 µs less than empty, each (torch 2.13).
-            device = launcher.device
+            new = allocator(launcher.device)
             width = launcher.y_width
-            y = torch.empty_strided((rows, width), (width, 1), dtype=launcher.y_dtype, device=device)
+            y = new((rows, width), (width, 1), launcher.y_dtype)
             width = launcher.scale_width
             if width:
-                scale = torch.empty_strided((scale_rows, width), (width, 1), dtype=launcher.scale_dtype, device=device)
+                scale = new((scale_rows, width), (width, 1), launcher.scale_dtype)
+            elif launcher.layout is COLUMN:
+                scale = new((launcher.width // FP8_BLOCK128.block_size, rows), (rows, 1), torch.float32)
             else:
-                assert isinstance(launcher.fmt, FP8Format)
-                scale = torch.empty(fp8_shapes(shape, launcher.fmt, launcher.layout)[1], device=device)
+                scale = new((1,), (1,), torch.float32)
             if self.third == "norm":
                 width = shape[1]
-                norm = torch.empty_strided((rows, width), (width, 1), dtype=input.dtype, device=device)
+                norm = new((rows, width), (width, 1), input.dtype)
             elif self.third is not None:
                 width = launcher.width // launcher.fmt.block_size
-                linear = torch.empty_strided((rows, width), (width, 1), dtype=launcher.scale_dtype, device=device)
+                linear = new((rows, width), (width, 1), launcher.scale_dtype)
         else:
             y, scale = out[0], out[1]
             if self.third == "norm":
@@ -318,7 +316,7 @@ class RowQuant:
         out: Outputs | None,
     ) -> Outputs:
         """``run`` with every check, for the first call, for unusual shapes, and for tensors that the kernel refused."""
-        self.check(input, residual, weight, factor, facts.choices)
+        self.check(input, residual, weight, factor, eps, facts.choices)
         launcher = self._launchers.get(facts) or self._padding_launchers.get(facts)
         if launcher is None:
             launcher = self._make_launcher(facts)

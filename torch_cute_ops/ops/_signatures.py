@@ -1,8 +1,8 @@
 """The arguments of the ops that quantise rows: each kind of list once, as a schema and as a function.
 
-The function takes the arguments as the op does and arranges them as ``RowQuant`` wants them: (input, residual, weight,
-factor, eps, choices), where ``factor`` is the global scale of FP4 or the given scale of FP8, and ``choices`` are those
-of the format.
+The function takes the arguments as the op does and passes them on, arranged as ``RowQuant`` wants them: (input,
+residual, weight, factor, eps, choices), where ``factor`` is the global scale of FP4 or the given scale of FP8, and
+``choices`` are those of the format.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 Tensor = torch.Tensor
-Arranged = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, float, tuple[Any, ...]]
+Call = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, float, tuple[Any, ...]], Any]
 
 FP4_CHOICES = ("block_size", "scale_format", "scale_layout")
 FP8_CHOICES = ("granularity", "scale_layout")
@@ -24,12 +24,12 @@ class Signature:
 
     Attributes:
         schema: as in the op's schema.
-        arrange: the function.
+        arrange: the function; called with what it shall call, and the arguments.
         choices: names of the format's choices.
     """
 
     schema: str
-    arrange: Callable[..., Arranged]
+    arrange: Callable[..., Any]
     choices: tuple[str, ...]
 
 
@@ -41,16 +41,18 @@ _FP8_NORM = "Tensor weight, Tensor? scale=None, float eps=1e-6"
 
 
 def _fp4(
+    call: Call,
     input: Tensor,
     global_scale: Tensor | None = None,
     block_size: int = 16,
     scale_format: str | None = None,
     scale_layout: str = "linear",
-) -> Arranged:
-    return input, None, None, global_scale, 0.0, (block_size, scale_format, scale_layout)
+) -> Any:
+    return call(input, None, None, global_scale, 0.0, (block_size, scale_format, scale_layout))
 
 
 def _fp4_norm(
+    call: Call,
     input: Tensor,
     weight: Tensor,
     global_scale: Tensor | None = None,
@@ -58,11 +60,12 @@ def _fp4_norm(
     block_size: int = 16,
     scale_format: str | None = None,
     scale_layout: str = "linear",
-) -> Arranged:
-    return input, None, weight, global_scale, eps, (block_size, scale_format, scale_layout)
+) -> Any:
+    return call(input, None, weight, global_scale, eps, (block_size, scale_format, scale_layout))
 
 
 def _fp4_add_norm(
+    call: Call,
     input: Tensor,
     residual: Tensor,
     weight: Tensor,
@@ -71,11 +74,12 @@ def _fp4_add_norm(
     block_size: int = 16,
     scale_format: str | None = None,
     scale_layout: str = "linear",
-) -> Arranged:
-    return input, residual, weight, global_scale, eps, (block_size, scale_format, scale_layout)
+) -> Any:
+    return call(input, residual, weight, global_scale, eps, (block_size, scale_format, scale_layout))
 
 
 def _fp4_add_norm_both_layouts(
+    call: Call,
     input: Tensor,
     residual: Tensor,
     weight: Tensor,
@@ -83,26 +87,30 @@ def _fp4_add_norm_both_layouts(
     eps: float = 1e-6,
     block_size: int = 16,
     scale_format: str | None = None,
-) -> Arranged:
-    return input, residual, weight, global_scale, eps, (block_size, scale_format, "128x4")
+) -> Any:
+    return call(input, residual, weight, global_scale, eps, (block_size, scale_format, "128x4"))
 
 
-def _fp8(input: Tensor, scale: Tensor | None = None, granularity: str = "token", scale_layout: str = "row") -> Arranged:
-    return input, None, None, scale, 0.0, (granularity, scale_layout)
+def _fp8(
+    call: Call, input: Tensor, scale: Tensor | None = None, granularity: str = "token", scale_layout: str = "row"
+) -> Any:
+    return call(input, None, None, scale, 0.0, (granularity, scale_layout))
 
 
 def _fp8_norm(
+    call: Call,
     input: Tensor,
     weight: Tensor,
     scale: Tensor | None = None,
     eps: float = 1e-6,
     granularity: str = "token",
     scale_layout: str = "row",
-) -> Arranged:
-    return input, None, weight, scale, eps, (granularity, scale_layout)
+) -> Any:
+    return call(input, None, weight, scale, eps, (granularity, scale_layout))
 
 
 def _fp8_add_norm(
+    call: Call,
     input: Tensor,
     residual: Tensor,
     weight: Tensor,
@@ -110,8 +118,8 @@ def _fp8_add_norm(
     eps: float = 1e-6,
     granularity: str = "token",
     scale_layout: str = "row",
-) -> Arranged:
-    return input, residual, weight, scale, eps, (granularity, scale_layout)
+) -> Any:
+    return call(input, residual, weight, scale, eps, (granularity, scale_layout))
 
 
 FP4 = Signature(f"Tensor input, Tensor? global_scale=None, {_FP4_LAID_OUT}", _fp4, FP4_CHOICES)

@@ -18,9 +18,8 @@ def raw_call(op: str, *args: Any, out: tuple[torch.Tensor, ...]) -> Callable[[],
         out: its outputs.
     """
     quant: RowQuant = importlib.import_module(f"torch_cute_ops.ops.{op}")._quant
-    call = quant.signature.arrange(*args)
-    quant.run(*call, out)
-    input, residual, weight, factor, eps, choices = call
+    quant.cuda_out(*args, **dict(zip(quant.out_names, out, strict=True)))
+    input, residual, weight, factor, eps, choices = quant.signature.arrange(lambda *call: call, *args)
     launcher = quant.launcher_of(input, weight, factor, choices)
     function, max_ctas = launcher.function, launcher.max_ctas
     y, scale, *third = out

@@ -1,4 +1,4 @@
-"""Rows to FP4 or FP8: a sum or a gate before, RMSNorm or nothing, scales, codes, scale layouts, in one pass over memory.
+"""Rows to FP4 or FP8: a sum or a gate before, RMSNorm or nothing, scales, codes, layouts, in one pass over memory.
 
 What differs between kernels is in ``Problem``; the parts compose:
 
