@@ -93,11 +93,10 @@ class Case:
         return self.what, self.dtypes, self.width, self.target, self.arch
 
     @property
-    def pairs(self) -> set[tuple[tuple[int, Any], tuple[int, Any]]]:
+    def pairs(self) -> list[tuple[tuple[int, Any], tuple[int, Any]]]:
         """Any two of the choices, with their places; and what, width and architecture of the widest, all three."""
-        return set(itertools.combinations(enumerate(self.choices), 2)) | (
-            {((5, (self.what, self.arch)), (2, self.width))} if self.width in WIDE else set()
-        )
+        wide = [((5, (self.what, self.arch)), (2, self.width))] if self.width in WIDE else []
+        return [*itertools.combinations(enumerate(self.choices), 2), *wide]
 
 
 def every_case() -> Iterator[Case]:
@@ -122,7 +121,7 @@ def covering_cases() -> tuple[Case, ...]:
     while missing:
         candidates = having[next(iter(missing))]
         candidates = some.sample(candidates, min(len(candidates), 60))
-        best = max(candidates, key=lambda case: len(case.pairs & missing.keys()))
+        best = max(candidates, key=lambda case: sum(pair in missing for pair in case.pairs))
         chosen.append(best)
         for pair in best.pairs:
             missing.pop(pair, None)

@@ -11,12 +11,13 @@ import torch
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.kernels import fp4_dequant, row_quant
-from torch_cute_ops.runtime import compiler
+from torch_cute_ops.runtime import compiler, settings
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 SM90 = ARCHS["sm_90a"]
-PROBLEM = row_quant.Problem(torch.bfloat16, torch.bfloat16, 4096, NVFP4, SCALE_LAYOUTS["128x4"], True, False)
+BF16 = torch.bfloat16
+PROBLEM = row_quant.Problem("add", BF16, BF16, 4096, 4096, NVFP4, SCALE_LAYOUTS["128x4"], True, True, False)
 CONFIGS = {
     "row_quant": row_quant.plan(PROBLEM, SM90),
     "fp4_dequant": fp4_dequant.plan(torch.bfloat16, 4096, NVFP4, SCALE_LAYOUTS["128x4"], True),
@@ -104,7 +105,7 @@ def test_key_holds_the_rest(monkeypatch):
         patch.setattr(compiler, "OPTIONS", "--other")
         keys.append(compiler.key_of(FakeKernel(), SM90))
     real = importlib.metadata.version
-    for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
+    for package in ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-core", "apache-tvm-ffi"):
         with monkeypatch.context() as patch:
             patch.setattr(
                 importlib.metadata, "version", lambda name, package=package: "0" if name == package else real(name)
@@ -145,6 +146,7 @@ def compilations(monkeypatch):
 
     monkeypatch.setattr(compiler, "trace_and_compile", trace_and_compile)
     monkeypatch.setattr(compiler, "_compiled", {})
+    monkeypatch.setattr(settings, "CACHE", False)
     return state
 
 

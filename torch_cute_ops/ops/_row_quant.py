@@ -165,7 +165,12 @@ class RowQuant:
             global_scale: whether calls will pass a global scale; FP4 only.
             device: the CUDA device; ``None`` means the current one.
             choices: format and layout, as in the calls.
+
+        Raises:
+            TypeError: for a fact that the op does not have.
         """
+        if unknown := choices.keys() - set(self.signature.choices):
+            raise TypeError(f"warmup of cute::{self.op} takes no {', '.join(sorted(unknown))}")
         target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
         takes_factor = global_scale if self.is_fp4 else choices.get("granularity") == FP8_TENSOR.granularity
         with torch.no_grad():

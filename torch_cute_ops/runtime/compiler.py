@@ -1,20 +1,29 @@
-"""Compile kernels once through TVM-FFI and keep them: the one place that calls the DSL's compiler.
+"""Compile kernels once through TVM-FFI and keep them, in memory and on disk: the one place that calls the compiler.
 
 A kernel is an object with a frozen ``config``, an ``arguments()`` method that describes its run-time arguments, and a
 ``__call__`` that the DSL traces. The cache key is derived from those, so that nothing a kernel depends on can be left
 out.
 """
 
+import functools
+import hashlib
 import importlib.metadata
 import logging
+import os
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
+from torch_cute_ops.runtime.provenance import kernel_digest
+from torch_cute_ops.runtime.store import Damaged, Store
 
 log = logging.getLogger("torch_cute_ops")
 
@@ -40,7 +49,17 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True)
 class Key:
-    """Everything that decides what a compiled kernel is."""
+    """Everything that decides what a compiled kernel is.
+
+    Attributes:
+        kernel: its class.
+        config, arguments: as the kernel has them.
+        arch, options: as the compiler is given them.
+        versions: of the compiler's packages and of TVM-FFI.
+        flavour: which of the compiler's builds runs: ``"cu12"`` or ``"cu13"``.
+        environment: variables that the compiler reads.
+        sources: digest of the package's files that kernels are made from.
+    """
 
     kernel: str
     config: Any
@@ -48,13 +67,57 @@ class Key:
     arch: str
     options: str
     versions: tuple[str, ...]
+    flavour: str
+    environment: tuple[str, ...]
+    sources: str
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all of it, hexadecimal; the same in every process."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
 def key_of(kernel: Kernel, arch: Arch) -> Key:
     """The cache key of ``kernel`` compiled for ``arch``."""
     cls = type(kernel)
-    versions = tuple(f"{name}=={importlib.metadata.version(name)}" for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi"))
-    return Key(f"{cls.__module__}.{cls.__qualname__}", kernel.config, kernel.arguments(), arch.name, OPTIONS, versions)
+    return Key(
+        kernel=f"{cls.__module__}.{cls.__qualname__}",
+        config=kernel.config,
+        arguments=kernel.arguments(),
+        arch=arch.name,
+        options=OPTIONS,
+        versions=_versions(),
+        flavour=_flavour(),
+        environment=_environment(),
+        sources=kernel_digest(),
+    )
+
+
+def _versions() -> tuple[str, ...]:
+    # The DSL is several packages, which one release pins to each other; but what is installed is what compiles.
+    names = ("nvidia-cutlass-dsl", *(f"nvidia-cutlass-dsl-libs-{part}" for part in ("base", "core", "cu12", "cu13")))
+    found = []
+    for name in (*names, "apache-tvm-ffi"):
+        try:
+            found.append(f"{name}=={importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return tuple(found)
+
+
+@functools.cache
+def _flavour() -> str:
+    import cutlass  # noqa: F401  chooses one by the driver
+
+    library = getattr(sys.modules.get("cutlass._mlir._mlir_libs._cutlass_ir"), "__file__", None) or ""
+    match = re.search(r"_cutlass_ir\.(cu\d+)\.", library)
+    return match.group(1) if match else library
+
+
+def _environment() -> tuple[str, ...]:
+    # The architecture is given, and where libraries lie decides nothing.
+    ignored = ("CUTE_DSL_ARCH", "CUTE_DSL_LIBS")
+    return tuple(sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("CUTE_DSL_") and k not in ignored))
 
 
 def compile_kernel(kernel: Kernel, arch: Arch) -> Callable[..., None]:
@@ -67,13 +130,80 @@ def compile_kernel(kernel: Kernel, arch: Arch) -> Callable[..., None]:
         key = key_of(kernel, arch)
         function = _compiled.get(key)
         if function is None:
-            started = time.perf_counter()
-            compiled = trace_and_compile(kernel, arch)
-            # The raw TVM-FFI function, without the DSL's keyword-argument wrapper: 0.3 µs less a call.
-            function = compiled.__tvm_ffi_object__() or compiled
-            log.info("compiled %s in %.2f s: %s", key.kernel, time.perf_counter() - started, key)
+            function = _from_store(kernel, arch, key)
             _compiled[key] = function
         return function
+
+
+def _from_store(kernel: Kernel, arch: Arch, key: Key) -> Callable[..., None]:
+    """The function from disk; or from the compiler, and then it is on disk for the next process."""
+    kernels = store()
+    if kernels is None:
+        return _raw(_timed(kernel, arch, key))
+    digest = key.digest
+    function: Callable[..., None] | None = kernels.load(digest, load_object)
+    if function is None:
+        with kernels.writing(digest):
+            # Another process may have been faster.
+            function = kernels.load(digest, load_object)
+            if function is None:
+                compiled = _timed(kernel, arch, key)
+                symbol = f"k{digest[:16]}"
+                kernels.save(digest, repr(key), symbol, lambda path: export_object(compiled, path, symbol))
+                return _raw(compiled)
+    log.info("loaded %s: %s", key.kernel, key)
+    return function
+
+
+def _timed(kernel: Kernel, arch: Arch, key: Key) -> Any:
+    started = time.perf_counter()
+    compiled = trace_and_compile(kernel, arch)
+    log.info("compiled %s in %.2f s: %s", key.kernel, time.perf_counter() - started, key)
+    return compiled
+
+
+def _raw(compiled: Any) -> Callable[..., None]:
+    """The TVM-FFI function itself, without the DSL's keyword-argument wrapper: 0.3 µs less a call."""
+    return compiled.__tvm_ffi_object__() or compiled
+
+
+def store() -> Store | None:
+    """The kernels on disk; ``None`` if there shall be none."""
+    return _store(settings.CACHE_DIR, settings.CACHE_MB) if settings.CACHE else None
+
+
+@functools.cache
+def _store(folder: Path | None, megabytes: int) -> Store:
+    from platformdirs import user_cache_path
+
+    return Store(folder or user_cache_path("torch_cute_ops", appauthor=False), megabytes * 2**20)
+
+
+def export_object(compiled: Any, path: Path, symbol: str) -> None:
+    """Write a compiled kernel as an object file whose function has this name.
+
+    Raises:
+        OSError: if that does not work.
+    """
+    try:
+        compiled.export_to_c(str(path), function_name=symbol)
+    except Exception as error:  # the DSL's errors have no common base
+        raise OSError(f"{type(error).__name__}: {error}") from None
+
+
+def load_object(path: Path, symbol: str) -> Callable[..., None]:
+    """The function of this name in an object file.
+
+    Raises:
+        Damaged: if it cannot be loaded.
+    """
+    from cutlass.cute.runtime import load_module
+
+    try:
+        function: Callable[..., None] = getattr(load_module(str(path), enable_tvm_ffi=True), symbol)
+    except Exception as error:  # the DSL's errors have no common base
+        raise Damaged(f"{type(error).__name__}: {error}") from None
+    return function
 
 
 def trace_and_compile(kernel: Kernel, arch: Arch, options: str = "") -> Any:
@@ -112,6 +242,6 @@ def _fake_arguments(arguments: tuple[Argument, ...]) -> list[Any]:
 
 
 def clear() -> None:
-    """Forget every compiled kernel."""
+    """Forget every compiled kernel in memory."""
     with _lock:
         _compiled.clear()

@@ -1,14 +1,29 @@
-"""A digest of the package's sources, which ties a recorded GPU run to the code that ran."""
+"""Digests of the package's sources, which tie a recorded GPU run, or a stored kernel, to the code that it is of."""
 
+import functools
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
 
 
 def source_digest() -> str:
     """SHA-256 over the names and contents of the package's Python files, hexadecimal."""
-    root = Path(__file__).parents[1]
+    return _digest(ROOT.rglob("*.py"))
+
+
+@functools.cache
+def kernel_digest() -> str:
+    """The same over the files that a kernel is made from."""
+    folders = ("formats", "kernels")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return _digest([*files, *(ROOT / "runtime" / name for name in ("argspec.py", "compiler.py"))])
+
+
+def _digest(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0")
+    for path in sorted(files):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
         digest.update(path.read_bytes() + b"\0")
     return digest.hexdigest()
