@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -17,16 +17,23 @@ Row = dict[str, Any]
 @dataclass(frozen=True)
 class Case:
     """One problem size. `inductor` says how the torch composition is compiled there: "" (not at all), "static"
-    (`dynamic=False`, one compile for this very shape) or "dynamic" (one compile per row length, rows symbolic)."""
+    (`dynamic=False`, one compile for this very shape) or "dynamic" (one compile per row length, rows symbolic).
+    `choices` are arguments, by their names, in which the cases of one op differ."""
 
     sizes: Mapping[str, int]
     inductor: str = ""
+    choices: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> int:
         return self.sizes[name]
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={value}" for name, value in self.sizes.items())
+        return " ".join([*(f"{name}={value}" for name, value in self.sizes.items()), self.chosen]).rstrip()
+
+    @property
+    def chosen(self) -> str:
+        """The choices, for a title."""
+        return " ".join(self.choices.values())
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ class Benchmark(ABC):
 
     @abstractmethod
     def cases(self, sizes: str) -> list[Case]:
-        """The cases of "quick" or "full", in the order they run. "full" holds every case of "quick"."""
+        """The cases of "marks", "quick" or "full", in the order they run; each holds the sizes of the one before."""
 
     @abstractmethod
     def bytes_moved(self, case: Case) -> int:
@@ -113,7 +120,7 @@ class Benchmark(ABC):
 
 def mismatch(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
     """The largest fraction, over the outputs, of elements that differ: e2m1 codes for packed `uint8`, bytes for FP8;
-    an element of any other dtype differs where it is off by more than one bfloat16 ulp."""
+    a bfloat16 differs where it is off by more than one ulp, a float32 (a scale) by more than a row sum's rounding."""
     worst = 0.0
     for a, b in zip(got, expected, strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
@@ -127,6 +134,7 @@ def mismatch(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> f
         elif a.dtype.itemsize == 1:
             worst = max(worst, (a.view(torch.uint8) != b.view(torch.uint8)).float().mean().item())
         else:
-            close = (a.double() - b.double()).abs() <= b.double().abs() * 2.0**-7
+            relative = 2.0**-18 if a.dtype == torch.float32 else 2.0**-7
+            close = (a.double() - b.double()).abs() <= b.double().abs() * relative
             worst = max(worst, 1.0 - close.double().mean().item())
     return worst

@@ -68,3 +68,85 @@ def rmsnorm_fp4quant_with_norm(
     norm = rmsnorm(x, weight, eps)
     y, scale = nvfp4_quantize(norm)
     return y, to_128x4(scale), norm.to(x.dtype)
+
+
+def add_rmsnorm_fp4quant(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rmsnorm_fp4quant` of the residual after `x` is added to it in place."""
+    return rmsnorm_fp4quant(residual.add_(x), weight, eps)
+
+
+def add_rmsnorm_fp4quant_with_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`rmsnorm_fp4quant_with_norm` of the residual after `x` is added to it in place."""
+    return rmsnorm_fp4quant_with_norm(residual.add_(x), weight, eps)
+
+
+def add_rmsnorm_fp4quant_both_layouts(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `add_rmsnorm_fp4quant`, and the scales in the linear layout too."""
+    y, scale = nvfp4_quantize(rmsnorm(residual.add_(x), weight, eps))
+    return y, to_128x4(scale), scale
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """`silu` of each row's first half times its second half, in fp32."""
+    gate, up = x.to(torch.float32).chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def silu_mul_fp4quant(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`silu_mul`, then NVFP4, 128x4 scales."""
+    y, scale = nvfp4_quantize(silu_mul(x))
+    return y, to_128x4(scale)
+
+
+def fp8_quantize(
+    y: torch.Tensor, scale: torch.Tensor | None, granularity: str, scale_layout: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(M, K) fp32 → e4m3 (M, K) and fp32 scales: `scale` itself if given (granularity "tensor"), else amax / 448 of
+    each row or each 128 elements of it, then (M, 1) or (M, K/128), or (K/128, M) in the column layout."""
+    if scale is not None:
+        return (y / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale.clone()
+    blocks = y.unflatten(-1, (-1, 128 if granularity == "block128" else y.shape[-1]))
+    amax = blocks.abs().amax(-1)
+    scale = torch.where(torch.isfinite(amax), amax / E4M3_MAX, float("nan"))
+    divisor = scale.unsqueeze(-1)
+    scaled = torch.where(divisor > 0, blocks / divisor, 0.0)  # 0 for a zero block and for NaN
+    codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).flatten(-2)
+    return codes, scale.t().contiguous() if scale_layout == "column" else scale
+
+
+def rmsnorm_fp8quant(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor | None = None,
+    granularity: str = "token",
+    scale_layout: str = "row",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm, then FP8."""
+    return fp8_quantize(rmsnorm(x, weight, eps), scale, granularity, scale_layout)
+
+
+def add_rmsnorm_fp8quant(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale: torch.Tensor | None = None,
+    granularity: str = "token",
+    scale_layout: str = "row",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rmsnorm_fp8quant` of the residual after `x` is added to it in place."""
+    return rmsnorm_fp8quant(residual.add_(x), weight, eps, scale, granularity, scale_layout)
+
+
+def silu_mul_fp8quant(
+    x: torch.Tensor, scale: torch.Tensor | None = None, granularity: str = "token", scale_layout: str = "row"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`silu_mul`, then FP8."""
+    return fp8_quantize(silu_mul(x), scale, granularity, scale_layout)

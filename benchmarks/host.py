@@ -23,15 +23,20 @@ from typing import Any
 
 import torch
 
+import torch_cute_ops
+
 from . import environment, report
 from .case import Mark, at_most
-from .rows import DTYPE, EPS, scale_shape_128x4
+from .fp4_rows import scale_shape_128x4
+from .rows import DTYPE, EPS
 
 ROWS, WIDTH = 1, 1536
 OP = "op, functional"
 FUNCTION = "function"
 FUNCTION_OUT = "function, out="
 OP_OUT = "op .out"
+ADD_OP = "add_rmsnorm op, functional"
+ADD_FUNCTION_OUT = "add_rmsnorm function, out="
 RMS_NORM = "F.rms_norm"
 RAW = "raw TVM-FFI call"
 CACHES = ("TORCH_CUTE_OPS_CACHE_DIR", "XDG_CACHE_HOME", "CUTE_DSL_CACHE_DIR", "CUDA_CACHE_PATH")
@@ -80,11 +85,11 @@ def measure_host(
 
 def calls(device: torch.device, with_peers: bool = True) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """The calls to time, and the reason for each that is absent. Ours runs once before a peer is imported."""
-    import torch_cute_ops
-
     op, function = torch.ops.cute.rmsnorm_fp4quant, torch_cute_ops.rmsnorm_fp4quant
+    add_op, add_function = torch.ops.cute.add_rmsnorm_fp4quant, torch_cute_ops.add_rmsnorm_fp4quant
     op_out, rms_norm = op.out, torch.nn.functional.rms_norm
     x = torch.randn(ROWS, WIDTH, dtype=DTYPE, device=device)
+    residual = torch.randn_like(x)
     w = torch.randn(WIDTH, dtype=DTYPE, device=device)
     y = torch.empty(ROWS, WIDTH // 2, dtype=torch.uint8, device=device)
     scale = torch.empty(scale_shape_128x4(ROWS, WIDTH), dtype=torch.float8_e4m3fn, device=device)
@@ -98,6 +103,8 @@ def calls(device: torch.device, with_peers: bool = True) -> tuple[dict[str, Call
         OP_OUT: lambda: op_out(x, w, None, EPS, 16, None, "128x4", y=y, scale=scale),
         FUNCTION: lambda: function(x, w, None, EPS, 16, None, "128x4"),
         FUNCTION_OUT: lambda: function(x, w, None, EPS, 16, None, "128x4", out=out),
+        ADD_OP: lambda: add_op(x, residual, w, None, EPS, 16, None, "128x4"),
+        ADD_FUNCTION_OUT: lambda: add_function(x, residual, w, None, EPS, 16, None, "128x4", out=out),
     }
     for call in timed.values():
         call()

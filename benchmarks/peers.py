@@ -12,8 +12,9 @@ from .case import Case
 _compiled: tuple[Hashable, Any] | None = None
 
 
-def quack_rmsnorm() -> Callable[..., torch.Tensor] | str:
-    """QuACK's plain RMSNorm, forward only: `f(x, weight, eps)` returns the normalised rows in a fresh tensor.
+def quack_rmsnorm() -> Callable[..., tuple[torch.Tensor, ...]] | str:
+    """QuACK's plain RMSNorm, forward only: `f(x, weight, eps, residual)` returns the normalised rows in a fresh tensor;
+    with a residual (or None) those of x + residual, and the sum, in another.
 
     It normalises and does not quantise: it is the mark for how fast the read and the row reduction can be. QuACK
     patches CuTe DSL classes on import, so our own kernels are compiled before this is called (`runner.warm_up`).
@@ -22,18 +23,18 @@ def quack_rmsnorm() -> Callable[..., torch.Tensor] | str:
         from quack.rmsnorm import rmsnorm_fwd
     except Exception as error:  # a peer that cannot be imported, for whatever reason, is only absent
         return f"QuACK cannot be imported ({type(error).__name__}: {error})"
-    return lambda x, weight, eps: rmsnorm_fwd(x, weight, eps=eps)[0]
+    return lambda x, weight, eps, residual: rmsnorm_fwd(x, weight, residual=residual, eps=eps)[:2]
 
 
 def inductor(function: Callable[..., Any], case: Case, inputs: list[torch.Tensor]) -> Callable[..., Any] | str:
     """`function` compiled by Inductor as `case.inductor` says; `inputs` are the tensors whose rows (dimension 0) become
-    symbolic in the dynamic mode. One compile serves all cases that share mode and row length, in a row."""
+    symbolic in the dynamic mode. One compile serves all cases that share mode, row length and choices, in a row."""
     if not case.inductor:
         return "not compiled at this size"
     global _compiled
     dynamic = case.inductor == "dynamic"
     facts = tuple((name, size) for name, size in case.sizes.items() if not (dynamic and name == "M"))
-    key = (function, case.inductor, facts)
+    key = (function, case.inductor, facts, tuple(case.choices.items()))
     if _compiled is None or _compiled[0] != key:
         # A clean slate: no entry of another shape that fits too, and no row length turned dynamic for having changed.
         torch._dynamo.reset()

@@ -48,7 +48,7 @@ def fraction(value: float | None) -> str:
 
 
 def ordered(rows: Sequence[Row]) -> list[Row]:
-    """Rows by panel (the last sizes), then by M."""
+    """Rows by the last sizes, then by M, those of one size as they were measured."""
     return sorted(rows, key=lambda row: tuple(reversed(list(row["sizes"].values()))))
 
 
@@ -62,14 +62,17 @@ def results_table(rows: Sequence[Row]) -> str:
     """One line a case: µs of every variant (p20–p80 of ours), TB/s and fractions of ours, ratios to the peers."""
     names = variant_names(rows)
     sizes = list(rows[0]["sizes"]) if rows else []
+    choices = list(dict.fromkeys(name for row in rows for name in row["choices"]))
     peers = [name for name in names if name not in ("ours", "copy")]
-    header = [*sizes, *(f"{label(n)} µs" for n in names), "p20–p80", "TB/s", "of copy", "of peak"]
+    header = [*sizes, *(name.replace("_", " ") for name in choices)]
+    header += [*(f"{label(n)} µs" for n in names), "p20–p80", "TB/s", "of copy", "of peak"]
     header += [f"{label(n)} / ours" for n in peers] + ["wrong"]
     body = []
     for row in ordered(rows):
         variants, ours = row["variants"], row["variants"]["ours"]
         cells = [f"{value:,}" for value in row["sizes"].values()]
         cells[0] += "" if row["rotation_over_l2"] >= 2.999 else "*"
+        cells += [row["choices"].get(name, "–") for name in choices]
         cells += [number(variants[n]["us"]) if n in variants else "–" for n in names]
         cells += [f"{number(ours['p20'])}–{number(ours['p80'])}", f"{ours['tbps']:.2f}"]
         cells += [fraction(ours["of_copy"]), fraction(ours["of_peak"])]

@@ -1,4 +1,4 @@
-"""What the benchmarks of row-wise ops share: sizes, marks and peers of (M, H) problems in bfloat16, NVFP4, 128x4."""
+"""What the benchmarks of row-wise ops share: sizes, marks, buffer sets and peers of (M, H) problems in bfloat16."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from typing import Any, ClassVar
 
 import torch
 
-from . import peers
+import torch_cute_ops
+
+from . import compositions, peers
 from .case import Benchmark, Case, Mark, Row, Tensors, Variant, at_least, at_most
 
 WIDTHS = (1536, 2048, 4096, 5120, 7168, 8192, 16384, 32768)
 MARK_WIDTHS = (2048, 4096, 7168, 8192, 16384, 32768)
 DECODE_WIDTH = 7168
+DECODE_ROWS = (1, 8, 32, 128)
 LARGE = 2**26
 """M·H from which the copy mark applies."""
+INDUCTOR_LARGE = (16384, 8192)
+INDUCTOR_DECODE = (32, DECODE_WIDTH)
 DTYPE = torch.bfloat16
 EPS = 1e-6
 POISON = 0x5A
 
+SMALLEST_LARGE = frozenset((math.ceil(LARGE / h), h) for h in MARK_WIDTHS)
+MARK_SIZES = SMALLEST_LARGE | {(m, DECODE_WIDTH) for m in DECODE_ROWS} | {INDUCTOR_LARGE}
+QUICK_SIZES = MARK_SIZES | {(4 * m, h) for m, h in SMALLEST_LARGE}
+FULL_SIZES = QUICK_SIZES | {(2**k, h) for k in range(17) for h in WIDTHS}
+SIZES = {"marks": MARK_SIZES, "quick": QUICK_SIZES, "full": FULL_SIZES}
+"""(M, H) of each set of sizes: the fewest that hold every mark; four times those M·H too; M = 1 to 65,536 by powers of
+two at every width too."""
 
-STATIC = {(16384, 8192): "static", (32, DECODE_WIDTH): "static"}
-"""Sizes (M, H) for which Inductor compiles the very shape: the one its mark names, and one decode step."""
+STATIC = frozenset((INDUCTOR_LARGE, INDUCTOR_DECODE))
+"""Sizes for which Inductor compiles the very shape, beside those that an op's marks name."""
+DYNAMIC = frozenset((m, h) for m in (256, 2048, 16384) for h in WIDTHS)
+"""Sizes of "full" that one compile per width serves, with symbolic rows (a fourth M, of one row tile, would compile
+once more)."""
 
-
-def quick_cases() -> list[Case]:
-    """The cases that the marks name, each row length's M·H ≥ 2^26 and four times that, and a few decode sizes."""
-    sizes = [(m, h) for h in MARK_WIDTHS for m in (math.ceil(LARGE / h), 4 * math.ceil(LARGE / h))]
-    sizes += [(m, DECODE_WIDTH) for m in (1, 8, 32, 128)]
-    return _ordered(set(sizes) | set(STATIC), STATIC)
-
-
-def full_cases() -> list[Case]:
-    """M = 1 to 65,536 by powers of two at every width, and every quick case. Beside the static sizes Inductor compiles
-    once per width, with symbolic rows, for three values of M (a fourth, of one row tile, would compile once more)."""
-    sizes = {(2**k, h) for k in range(17) for h in WIDTHS}
-    sizes |= {(case["M"], case["H"]) for case in quick_cases()}
-    return _ordered(sizes, {(m, h): "dynamic" for m in (256, 2048, 16384) for h in WIDTHS} | STATIC)
-
-
-def _ordered(sizes: set[tuple[int, int]], compiled: Mapping[tuple[int, int], str]) -> list[Case]:
-    """By width, the largest M first: a symbolic compile then tunes itself at the largest M it serves."""
-    ordered = sorted(sizes, key=lambda size: (size[1], -size[0]))
-    return [Case({"M": m, "H": h}, compiled.get((m, h), "")) for m, h in ordered]
+ADD_NOTES = (
+    "QuACK's rmsnorm takes the residual and stores the sum in a new tensor; ours and Inductor's update it in place.",
+    "Inductor may normalise the sum before it is rounded to bfloat16: in the JSON file, `mismatch` of its codes.",
+    "Calls repeat on the same residual, which therefore grows, to 256 to 512 times the input at most.",
+)
 
 
 def ratio(row: Row, over: str, under: str) -> float | None:
@@ -53,106 +53,177 @@ def ratio(row: Row, over: str, under: str) -> float | None:
     return variants[over]["us"] / variants[under]["us"] if over in variants and under in variants else None
 
 
-def copy_marks(rows: Sequence[Row], goal: float = 0.92) -> list[Mark]:
-    """Per width: the smallest fraction of the same-bytes copy bandwidth over rows with M·H ≥ 2^26."""
-    marks = []
-    for width in MARK_WIDTHS:
-        large = [r for r in rows if r["sizes"]["H"] == width and r["sizes"]["M"] * width >= LARGE]
-        measured = [r["variants"]["ours"]["of_copy"] for r in large if "ours" in r["variants"]]
-        marks.append(at_least(f"H={width}, M·H ≥ 2^26: of copy", min(measured, default=None), goal))
-    return marks
-
-
-def decode_mark(rows: Sequence[Row], goal: float = 1.15) -> Mark:
-    """The largest time over QuACK's plain rmsnorm, over M ≤ 128 at H = 7168."""
-    decode = [r for r in rows if r["sizes"]["H"] == DECODE_WIDTH and r["sizes"]["M"] <= 128]
-    ratios = [x for x in (ratio(row, "ours", "quack") for row in decode) if x is not None]
-    name = f"decode, M ≤ 128, H={DECODE_WIDTH}: time over QuACK's rmsnorm"
-    return at_most(name, max(ratios, default=None), goal, " ×")
-
-
-def inductor_mark(rows: Sequence[Row], goal: float = 5.0) -> Mark:
-    """How many times faster than the Inductor composition at 16384 × 8192."""
-    found = [ratio(r, "inductor", "ours") for r in rows if r["sizes"] == {"M": 16384, "H": 8192}]
-    return at_least("16384×8192: faster than Inductor", found[0] if found else None, goal, " ×")
-
-
-def scale_shape_128x4(rows: int, columns: int) -> tuple[int, int]:
-    """Shape of the 128x4 scale tensor of a (rows, columns) NVFP4 tensor."""
-    return math.ceil(rows / 128) * 128, math.ceil(columns / 16 / 4) * 4
+def rows_and_width(row: Row) -> tuple[int, int]:
+    """M and the row length of a measured row, whatever the op calls it."""
+    m, width = row["sizes"].values()
+    return m, width
 
 
 class RowBenchmark(Benchmark):
-    """An (M, H) op: subclasses say the bytes, the call, the composition and, where it differs, the tensors."""
+    """An op on M rows: subclasses say the bytes, what the op takes and gives, and its goals.
 
-    settings: ClassVar = {"dtype": "bfloat16", "format": "NVFP4", "scale layout": "128x4", "global scale": "none"}
+    The op is the function of that name in `torch_cute_ops`, the composition the one in `compositions`; both take the
+    row tensors, then the weight, then keywords.
+    """
+
     tolerance = 1e-3
+    width = "H"
+    """Name of the row length."""
+    inputs_per_row = 1
+    """Length of an input row over the row length."""
+    adds = False
+    """Whether the op takes a residual, which it updates."""
     weighted = True
     """Whether the op takes a weight (H,) in the input dtype."""
     has_norm = False
     """Whether the op also returns the normalised rows."""
+    keywords: ClassVar[Mapping[str, Any]] = {}
+    """What the op is called with and the composition is not."""
+    choices: ClassVar[Mapping[str, str]] = {}
+    """The choices of the cases that the copy marks are judged on."""
+    quack_goal: float | None = None
+    """Most time over QuACK's rmsnorm at decode."""
+    inductor_goals: ClassVar[Mapping[tuple[int, int], float]] = {}
+    """By size: how many times faster than the Inductor composition at least."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return ADD_NOTES if self.adds else ()
 
     @abstractmethod
-    def run(self, tensors: Tensors) -> None:
-        """Our op on one buffer set, into its preallocated outputs."""
+    def make_outputs(self, case: Case, device: torch.device) -> Tensors:
+        """The outputs `y`, scales and so on, in the op's order and poisoned; a scale that the op takes as "given"."""
 
-    @abstractmethod
-    def composition(self) -> Callable[..., Any]:
-        """The torch composition: a function of `arguments`."""
+    # --- cases ---
 
-    def arguments(self, tensors: Tensors) -> tuple[Any, ...]:
-        """What the composition is called with."""
-        return (tensors["input"], tensors["weight"], EPS) if self.weighted else (tensors["input"],)
-
-    def outputs(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        return tuple(tensors[name] for name in ("y", "scale", "norm") if name in tensors)
+    def case(self, m: int, width: int, inductor: str = "", choices: Mapping[str, str] | None = None) -> Case:
+        """A case of this op, with its usual choices unless told others."""
+        return Case({"M": m, self.width: width}, inductor, self.choices if choices is None else choices)
 
     def cases(self, sizes: str) -> list[Case]:
-        return quick_cases() if sizes == "quick" else full_cases()
+        static = frozenset(self.inductor_goals) | (STATIC if sizes != "marks" else frozenset())
+        compiled = dict.fromkeys(DYNAMIC if sizes == "full" else (), "dynamic") | dict.fromkeys(static, "static")
+        # By width, the largest M first: a symbolic compile then tunes itself at the largest M it serves.
+        ordered = sorted(SIZES[sizes], key=lambda size: (size[1], -size[0]))
+        return [self.case(m, width, compiled.get((m, width), "")) for m, width in ordered]
 
     def smallest(self, case: Case) -> Case:
-        return Case({**case.sizes, "M": 1})
+        return self.case(1, case[self.width], choices=case.choices)
 
     def panel(self, case: Case) -> str:
-        return f"H = {case['H']:,}"
+        title = f"{self.width} = {case[self.width]:,}"
+        return f"{title}, {case.chosen}" if case.choices else title
+
+    # --- tensors and calls ---
 
     def make_set(self, case: Case, device: torch.device) -> Tensors:
-        m, h = case["M"], case["H"]
-        tensors = {"input": torch.randn(m, h, dtype=DTYPE, device=device)}
+        # What repeated calls do to a residual: r + n·x grows with n until x is less than half an ulp of it, at 256 to
+        # 512 times |x| in bfloat16, and stays. So rows remain ordinary numbers in random order however often a graph
+        # is replayed (sums of squares far inside 2^-80 to 2^80), and a kernel's time does not depend on their values.
+        m, width = case["M"], case[self.width]
+        tensors = {"input": torch.randn(m, width * self.inputs_per_row, dtype=DTYPE, device=device)}
+        if self.adds:
+            tensors["residual"] = torch.randn(m, width, dtype=DTYPE, device=device)
         if self.weighted:
-            tensors["weight"] = torch.randn(h, dtype=DTYPE, device=device)
-        tensors["y"] = torch.full((m, h // 2), POISON, dtype=torch.uint8, device=device)
-        scale = torch.full(scale_shape_128x4(m, h), POISON, dtype=torch.uint8, device=device)
-        tensors["scale"] = scale.view(torch.float8_e4m3fn)
+            tensors["weight"] = torch.randn(width, dtype=DTYPE, device=device)
+        tensors |= self.make_outputs(case, device)
         if self.has_norm:
-            tensors["norm"] = torch.full((m, h), float("nan"), dtype=DTYPE, device=device)
+            tensors["norm"] = torch.full((m, width), float("nan"), dtype=DTYPE, device=device)
         return tensors
+
+    def rows(self, tensors: Tensors) -> list[torch.Tensor]:
+        """The input, and the residual if there is one."""
+        return [tensors[name] for name in ("input", "residual") if name in tensors]
+
+    def outputs(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
+        """The tensors for the op's `out`."""
+        inputs = ("input", "residual", "weight", "given")
+        return tuple(tensor for name, tensor in tensors.items() if name not in inputs)
+
+    def results(self, outputs: Sequence[torch.Tensor], tensors: Tensors) -> tuple[torch.Tensor, ...]:
+        """`outputs` and the updated residual if there is one: all that the op writes."""
+        return (*outputs, tensors["residual"]) if self.adds else tuple(outputs)
+
+    def call(self, function: Callable[..., Any], case: Case, tensors: Tensors, **more: Any) -> Any:
+        """`function` (the op or the composition) on one buffer set."""
+        if self.weighted:
+            more = {"weight": tensors["weight"], "eps": EPS, **more}
+        if "given" in tensors:
+            more["scale"] = tensors["given"]
+        return function(*self.rows(tensors), **more, **case.choices)
+
+    def run(self, case: Case, tensors: Tensors) -> None:
+        """Our op on one buffer set, into its preallocated outputs."""
+        self.call(getattr(torch_cute_ops, self.op), case, tensors, **self.keywords, out=self.outputs(tensors))
+
+    def composition(self) -> Callable[..., Any]:
+        """The torch composition."""
+        return getattr(compositions, self.op)
+
+    # --- variants ---
 
     def ours(self, case: Case, sets: Sequence[Tensors]) -> Variant:
         def call(i: int) -> tuple[torch.Tensor, ...]:
-            self.run(sets[i])
-            return self.outputs(sets[i])
+            self.run(case, sets[i])
+            return self.results(self.outputs(sets[i]), sets[i])
 
         return Variant(call, self.bytes_moved(case))
 
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
-        if name == "quack":
-            norm = peers.quack_rmsnorm()
-            if isinstance(norm, str):
-                return norm
-            m, h = case["M"], case["H"]
-            size = DTYPE.itemsize * (2 * m * h + h)
-            return Variant(lambda i: norm(sets[i]["input"], sets[i]["weight"], EPS), size, "norm only", checked=False)
-        compiled = peers.inductor(self.composition(), case, [tensors["input"] for tensors in sets])
+        return self._quack(case, sets) if name == "quack" else self._inductor(case, sets)
+
+    def _quack(self, case: Case, sets: Sequence[Tensors]) -> Variant | str:
+        norm = peers.quack_rmsnorm()
+        if isinstance(norm, str):
+            return norm
+        m, h = case["M"], case[self.width]
+        matrices = 4 if self.adds else 2  # input and output; residual in and out
+        note = "residual and norm only" if self.adds else "norm only"
+        return Variant(
+            lambda i: norm(sets[i]["input"], sets[i]["weight"], EPS, sets[i].get("residual")),
+            DTYPE.itemsize * (matrices * m * h + h),
+            note,
+            checked=False,
+        )
+
+    def _inductor(self, case: Case, sets: Sequence[Tensors]) -> Variant | str:
+        compiled = peers.inductor(self.composition(), case, [row for tensors in sets for row in self.rows(tensors)])
         if isinstance(compiled, str):
             return compiled
-        return Variant(lambda i: compiled(*self.arguments(sets[i])), self.bytes_moved(case), case.inductor)
+        return Variant(
+            lambda i: self.results(self.call(compiled, case, sets[i]), sets[i]), self.bytes_moved(case), case.inductor
+        )
 
     def expected(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        return tuple(self.composition()(*self.arguments(tensors)))
+        if self.adds:
+            tensors = {**tensors, "residual": tensors["residual"].clone()}
+        return self.results(self.call(self.composition(), case, tensors), tensors)
+
+    # --- marks ---
 
     def marks(self, rows: Sequence[Row]) -> list[Mark]:
-        marks = copy_marks(rows)
-        if "quack" in self.peers:
-            marks.append(decode_mark(rows))
-        return [*marks, inductor_mark(rows)]
+        rows = [row for row in rows if row["choices"] == self.choices]
+        marks = [self.copy_mark(rows, width) for width in MARK_WIDTHS]
+        if self.quack_goal is not None:
+            marks.append(self.decode_mark(rows, self.quack_goal))
+        return marks + [self.inductor_mark(rows, size, goal) for size, goal in self.inductor_goals.items()]
+
+    def copy_mark(self, rows: Sequence[Row], width: int, facts: str = "", goal: float = 0.92) -> Mark:
+        """At one width: the smallest fraction of the same-bytes copy bandwidth over rows with M·H ≥ 2^26."""
+        large = [row for row in rows if rows_and_width(row)[1] == width and math.prod(rows_and_width(row)) >= LARGE]
+        name = f"{facts}{self.width}={width}, M·{self.width} ≥ 2^26: of copy"
+        return at_least(name, min((row["variants"]["ours"]["of_copy"] for row in large), default=None), goal)
+
+    def decode_mark(self, rows: Sequence[Row], goal: float) -> Mark:
+        """The largest time over QuACK's rmsnorm, over M ≤ 128 at H = 7168."""
+        decode = [row for row in rows if rows_and_width(row)[1] == DECODE_WIDTH and rows_and_width(row)[0] <= 128]
+        ratios = [x for x in (ratio(row, "ours", "quack") for row in decode) if x is not None]
+        peer = "QuACK's rmsnorm with residual" if self.adds else "QuACK's rmsnorm"
+        name = f"decode, M ≤ 128, {self.width}={DECODE_WIDTH}: time over {peer}"
+        return at_most(name, max(ratios, default=None), goal, " ×")
+
+    def inductor_mark(self, rows: Sequence[Row], size: tuple[int, int], goal: float, facts: str = "") -> Mark:
+        """How many times faster than the Inductor composition at one size."""
+        found = [ratio(row, "inductor", "ours") for row in rows if rows_and_width(row) == size]
+        name = f"{facts}{size[0]}×{size[1]}: faster than Inductor"
+        return at_least(name, found[0] if found else None, goal, " ×")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,9 +18,16 @@ CHECKED_ELEMENTS = 2**27
 
 def warm_up(benchmark: Benchmark, cases: Sequence[Case], device: torch.device) -> None:
     """Run our op once for each set of static facts, so that our kernels are compiled before a peer is imported (QuACK
-    patches the DSL they are compiled with) and outside of any timing."""
+    patches the DSL they are compiled with) and outside of any timing. What fails here fails again, and is reported,
+    when its case runs."""
     for smallest in {str(s): s for s in map(benchmark.smallest, cases)}.values():
-        benchmark.ours(smallest, [benchmark.make_set(smallest, device)]).call(0)
+        with contextlib.suppress(Exception):
+            benchmark.ours(smallest, [benchmark.make_set(smallest, device)]).call(0)
+
+
+def describe(error: Exception) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def collect_variants(
@@ -35,7 +44,7 @@ def collect_variants(
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                peer = f"failed ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+                peer = f"failed ({describe(error)})"
         if isinstance(peer, str):
             absent[name] = peer
         else:
@@ -107,6 +116,7 @@ def _row(
 ) -> Row:
     return {
         "sizes": dict(case.sizes),
+        "choices": dict(case.choices),
         "panel": benchmark.panel(case),
         "bytes": size,
         "n_sets": how.n_sets,
@@ -129,7 +139,8 @@ def run(
     with_peers: bool = True,
     after_case: Callable[[Case, list[Row], str], None] = lambda case, rows, error: None,
 ) -> list[Row]:
-    """Measure all cases; `after_case(case, rows so far, error)` follows each, with the reason where it failed."""
+    """Measure all cases; `after_case(case, rows so far, error)` follows each, with the reason where it failed. One
+    case that fails does not end the run."""
     rows: list[Row] = []
     warm_up(benchmark, cases, device)
     for case in cases:
@@ -148,6 +159,9 @@ def run(
             rows.append(row)
         except torch.OutOfMemoryError:
             error = "skipped: the GPU has too little free memory for this size"
+        except Exception as failure:
+            traceback.print_exc()
+            error = f"failed: {describe(failure)}"
         if device.type == "cuda":
             torch.cuda.empty_cache()
         after_case(case, rows, error)

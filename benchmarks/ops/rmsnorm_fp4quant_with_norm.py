@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import ClassVar
 
-import torch
-
-from .. import compositions
-from ..case import Case, Tensors
+from ..case import Case
 from ..formulas import fp4_bytes, row_bytes
-from ..rows import DTYPE, EPS, RowBenchmark
+from ..fp4_rows import Fp4Rows
+from ..rows import DTYPE, INDUCTOR_LARGE
 
 
-class RmsnormFp4quantWithNorm(RowBenchmark):
+class RmsnormFp4quantWithNorm(Fp4Rows):
     op = "rmsnorm_fp4quant_with_norm"
     has_norm = True
+    quack_goal = 1.15
+    inductor_goals: ClassVar = {INDUCTOR_LARGE: 5.0}
 
     def bytes_moved(self, case: Case) -> int:
         """Input and weight read; packed data, scales and normalised rows written; bytes."""
         m, h = case["M"], case["H"]
-        return 2 * row_bytes(m, h, DTYPE.itemsize) + row_bytes(1, h, DTYPE.itemsize) + fp4_bytes(m, h)
-
-    def run(self, tensors: Tensors) -> None:
-        torch.ops.cute.rmsnorm_fp4quant_with_norm.out(
-            tensors["input"],
-            tensors["weight"],
-            None,
-            EPS,
-            16,
-            None,
-            "128x4",
-            y=tensors["y"],
-            scale=tensors["scale"],
-            norm=tensors["norm"],
-        )
-
-    def composition(self) -> Callable[..., Any]:
-        return compositions.rmsnorm_fp4quant_with_norm
+        return row_bytes(2 * m + 1, h, DTYPE.itemsize) + fp4_bytes(m, h)
 
 
 BENCHMARK = RmsnormFp4quantWithNorm()

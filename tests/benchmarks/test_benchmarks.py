@@ -12,12 +12,14 @@ import torch
 
 import torch_cute_ops  # noqa: F401  registers the ops
 from benchmarks import __main__ as cli
-from benchmarks import compositions, host, ops, peers, report, rows, runner
+from benchmarks import fp4_rows, fp8_rows, host, ops, peers, report, rows, runner
 from benchmarks.case import Case, mismatch
 from benchmarks.measure import Settings
-from benchmarks.ops.fp4_quantize import Fp4Quantize
 
 CPU = torch.device("cpu")
+FP8 = [name for name in ops.names() if name.endswith("fp8quant")]
+ADD = [name for name in ops.names() if name.startswith("add_")]
+EVERY_CHOICE = [(name, None) for name in ops.names()] + [(n, choices) for n in FP8 for choices in fp8_rows.OTHERS]
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +30,13 @@ def no_quack(monkeypatch):
 # --- bytes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", ops.names())
-def test_the_formula_is_the_bytes_of_the_tensors(op):
+@pytest.mark.parametrize(("op", "choices"), EVERY_CHOICE)
+def test_the_formula_is_the_bytes_of_the_tensors(op, choices):
     benchmark = ops.load(op)
-    case = Case({"M": 256, "H": 2048})  # no padding in a 128x4 layout, so that every byte of every tensor is moved
+    case = benchmark.case(256, 2048, choices=choices)  # no padding in a 128x4 layout: every byte of a tensor is moved
     tensors = benchmark.make_set(case, CPU)
-    assert benchmark.bytes_moved(case) == sum(t.numel() * t.element_size() for t in tensors.values())
+    written_too = tensors["residual"].nbytes if "residual" in tensors else 0
+    assert benchmark.bytes_moved(case) == sum(t.nbytes for t in tensors.values()) + written_too
 
 
 def test_the_formula_does_not_count_padding():
@@ -42,14 +45,48 @@ def test_the_formula_does_not_count_padding():
     assert ops.load("rmsnorm_fp4quant_with_norm").bytes_moved(Case({"M": 1, "H": 16})) == 32 + 32 + 8 + 1 + 32
 
 
+BYTES = {
+    "add_rmsnorm_fp4quant": 9363 * (7168 * 6 + 3584 + 448) + 14336,
+    "add_rmsnorm_fp4quant_with_norm": 9363 * (7168 * 8 + 3584 + 448) + 14336,
+    "add_rmsnorm_fp4quant_both_layouts": 9363 * (7168 * 6 + 3584 + 448 + 448) + 14336,
+    "silu_mul_fp4quant": 9363 * (7168 * 4 + 3584 + 448),
+    "rmsnorm_fp8quant": 9363 * (7168 * 3 + 4) + 14336,
+    "add_rmsnorm_fp8quant": 9363 * (7168 * 7 + 4) + 14336,
+    "silu_mul_fp8quant": 9363 * (7168 * 5 + 4),
+}
+
+
+@pytest.mark.parametrize("op", BYTES)
+def test_bytes_by_hand(op):
+    benchmark = ops.load(op)
+    assert benchmark.bytes_moved(benchmark.case(9363, 7168)) == BYTES[op]
+
+
+def test_bytes_of_fp8_scales_by_hand():
+    benchmark = ops.load("rmsnorm_fp8quant")
+    moved = [benchmark.bytes_moved(benchmark.case(10, 256, choices=choices)) for choices in fp8_rows.OTHERS]
+    assert moved == [512 + 10 * 256 * 3 + 10 * 2 * 4] * 2 + [512 + 10 * 256 * 3 + 8]
+
+
 # --- sizes -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", ops.names())
 def test_sizes_hold_every_mark(op):
-    quick, full = ({tuple(c.sizes.items()) for c in ops.load(op).cases(sizes)} for sizes in ("quick", "full"))
-    assert quick < full and len(quick) == len(ops.load(op).cases("quick"))
-    sizes = {tuple(dict(case).values()) for case in quick}
+    benchmark = ops.load(op)
+    cases = {sizes: {str(case): case for case in benchmark.cases(sizes)} for sizes in rows.SIZES}
+    assert list(cases) == ["marks", "quick", "full"]
+    assert set(cases["marks"]) < set(cases["quick"]) < set(cases["full"])
+    assert all(len(named) == len(benchmark.cases(sizes)) for sizes, named in cases.items())
+    usual = {
+        sizes: {tuple(case.sizes.values()): case for case in named.values() if case.choices == benchmark.choices}
+        for sizes, named in cases.items()
+    }
+    for named in usual.values():
+        assert {size for size, case in named.items() if case.inductor == "static"} >= set(benchmark.inductor_goals)
+    assert {(9363, 7168), (2048, 32768), (32768, 2048), (16384, 8192), (1, 7168), (128, 7168)} <= set(usual["marks"])
+    assert len(usual["marks"]) == 11
+    sizes = set(usual["quick"])
     assert {
         (9363, 7168),
         (4 * 9363, 7168),
@@ -59,9 +96,20 @@ def test_sizes_hold_every_mark(op):
         (1, 7168),
         (128, 7168),
     } <= sizes
-    everything = {tuple(dict(case).values()) for case in full}
+    everything = set(usual["full"])
     assert {(1, 1536), (65536, 1536), (65536, 32768)} <= everything
     assert all(m * h >= 2**26 or h == 7168 for m, h in sizes)
+
+
+@pytest.mark.parametrize("op", FP8)
+def test_every_fp8_granularity_is_measured_large_and_small(op):
+    benchmark = ops.load(op)
+    others = [case for case in benchmark.cases("quick") if case.choices != benchmark.choices]
+    assert [case.chosen for case in others] == [n for n in ("block128 row", "block128 column", "tensor") for _ in "12"]
+    assert {tuple(case.sizes.values()) for case in others} == {(9363, 7168), (32, 7168)}
+    assert [str(case).split(" ", 1)[0] for case in others if case.inductor] == ["M=9363"]
+    assert str(others[2]) == f"M=9363 {benchmark.width}=7168 block128 column"
+    assert benchmark.panel(others[2]) == f"{benchmark.width} = 7,168, block128 column"
 
 
 # --- correctness checks ---------------------------------------------------------------------------
@@ -76,19 +124,61 @@ def test_mismatch_counts_codes_scales_and_ulps():
     assert mismatch([norm], [norm * (1 + 2**-7)]) == 0.0  # one ulp
     assert mismatch([norm], [norm * 1.1]) == 1.0
     assert mismatch([torch.full_like(norm, float("nan"))], [norm]) == 1.0
+    fp8_scales = torch.tensor([1.0, 0.0])
+    assert mismatch([fp8_scales * (1 + 2**-20)], [fp8_scales]) == 0.0
+    assert mismatch([fp8_scales * (1 + 2**-16)], [fp8_scales]) == 0.5
     with pytest.raises(ValueError, match="expected"):
         mismatch([packed], [packed[:1]])
 
 
-@pytest.mark.parametrize("op", ops.names())
-@pytest.mark.parametrize("sizes", [{"M": 1, "H": 1536}, {"M": 130, "H": 96}])
-def test_the_op_agrees_with_the_composition(op, sizes):
-    benchmark, case = ops.load(op), Case(sizes)
+def assert_agrees(benchmark, case):
+    """Our op gives on a fresh set what the composition does, in every tensor that it writes and in no other."""
     sets = [benchmark.make_set(case, CPU)]
+    made = {name: tensor.clone() for name, tensor in sets[0].items()}
     expected = benchmark.expected(case, sets[0])
-    poisoned = mismatch(benchmark.outputs(sets[0]), expected)
-    assert poisoned > 0.5
-    assert mismatch(benchmark.ours(case, sets).call(0), expected) <= benchmark.tolerance
+    assert all(equal_bytes(tensor, made[name]) for name, tensor in sets[0].items())
+    outputs = benchmark.outputs(sets[0])
+    assert all(mismatch([output], [value]) > 0.5 for output, value in zip(outputs, expected, strict=False))
+    got = benchmark.ours(case, sets).call(0)
+    assert len(got) == len(expected) == len(outputs) + benchmark.adds
+    for a, b in zip(got, expected, strict=True):
+        assert mismatch([a], [b]) <= benchmark.tolerance
+    written = {tensor.data_ptr() for tensor in got}
+    assert all(t.data_ptr() in written or equal_bytes(t, made[name]) for name, t in sets[0].items())
+    if benchmark.adds:
+        assert torch.equal(sets[0]["residual"], (made["residual"].float() + made["input"].float()).bfloat16())
+
+
+def equal_bytes(a, b):
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("op", ops.names())
+@pytest.mark.parametrize("sizes", [(1, 1536), (130, 96)])
+def test_the_op_agrees_with_the_composition(op, sizes):
+    assert_agrees(ops.load(op), ops.load(op).case(*sizes))
+
+
+@pytest.mark.parametrize("op", FP8)
+@pytest.mark.parametrize("choices", fp8_rows.OTHERS, ids=lambda choices: " ".join(choices.values()))
+def test_the_op_agrees_with_the_composition_in_every_granularity(op, choices):
+    for m, width in ((1, 256), (130, 384)):
+        assert_agrees(ops.load(op), ops.load(op).case(m, width, choices=choices))
+
+
+def test_a_residual_that_calls_repeat_on_stays_ordinary():
+    benchmark = ops.load("add_rmsnorm_fp4quant")
+    case = benchmark.case(4, 256)
+    tensors = benchmark.make_set(case, CPU)
+    for _ in range(1000):
+        tensors["residual"].add_(tensors["input"])
+    stagnant = tensors["residual"].clone()
+    got, expected = benchmark.ours(case, [tensors]).call(0), benchmark.expected(case, {**tensors, "residual": stagnant})
+    assert torch.equal(tensors["residual"], stagnant)
+    assert mismatch(got, expected) <= benchmark.tolerance
+    ratio = (stagnant.float() / tensors["input"].float()).abs()
+    assert ratio.median() >= 128 and (stagnant.float().abs() <= 520 * tensors["input"].float().abs() + 8).all()
+    assert len(got[0].unique()) > 100  # codes are as various as ever
 
 
 # --- a whole run ----------------------------------------------------------------------------------
@@ -121,38 +211,80 @@ def test_a_run_on_the_cpu_with_a_made_up_clock(fake_backend):
 
 def test_a_wrong_kernel_is_seen(monkeypatch, fake_backend):
     benchmark = ops.load("fp4_quantize")
-    monkeypatch.setattr(type(benchmark), "run", lambda self, tensors: None)  # leaves the poison
+    monkeypatch.setattr(type(benchmark), "run", lambda self, case, tensors: None)  # leaves the poison
     arguments = {"device": CPU, "backend": fake_backend([1.0]), "settings": Settings(max_sets=2), "l2_bytes": 1}
     row = runner.run_case(benchmark, Case({"M": 4, "H": 64}), peak_tbps=1.0, with_peers=False, **arguments)
     assert row["correct"] is False
     assert "WRONG" in report.results_table([row])
 
 
-class Accumulate(Fp4Quantize):
-    """Stands for an op that updates an input in place, as the `add_` ops do."""
-
-    def run(self, tensors):
-        tensors["input"] += 1
-        for output, value in zip(self.outputs(tensors), compositions.fp4_quantize(tensors["input"]), strict=True):
-            output.copy_(value)
-
-    def composition(self):
-        return lambda x: compositions.fp4_quantize(x + 1)
-
-
 def test_the_check_gives_every_variant_the_same_inputs():
-    benchmark, case = Accumulate(), Case({"M": 4, "H": 64})
+    benchmark = ops.load("add_rmsnorm_fp4quant")
+    case = benchmark.case(4, 64)
     sets = [benchmark.make_set(case, CPU)]
-    before = sets[0]["input"].clone()
+    before = sets[0]["residual"].clone()
     variants = {name: benchmark.ours(case, sets) for name in ("ours", "again")}
     assert runner.check(benchmark, case, sets, variants) == {"ours": 0.0, "again": 0.0}
-    assert torch.equal(sets[0]["input"], before)
+    assert torch.equal(sets[0]["residual"], before)
+
+
+def test_a_residual_that_is_not_updated_is_seen(monkeypatch):
+    benchmark = ops.load("add_rmsnorm_fp8quant")
+    case = benchmark.case(4, 64)
+    sets = [benchmark.make_set(case, CPU)]
+
+    def run(self, case, tensors):
+        residual = tensors["residual"].clone()
+        type(benchmark).__mro__[1].run(self, case, tensors)
+        tensors["residual"].copy_(residual)
+
+    monkeypatch.setattr(type(benchmark), "run", run)
+    assert runner.check(benchmark, case, sets, {"ours": benchmark.ours(case, sets)})["ours"] > 0.5
+
+
+def test_peers_of_an_op_with_a_residual(monkeypatch):
+    """QuACK leaves the residual as it is; the compiled composition updates it, and is checked."""
+    monkeypatch.setattr(peers, "quack_rmsnorm", lambda: lambda x, weight, eps, residual: (x, x + residual))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    benchmark = ops.load("add_rmsnorm_fp8quant")
+    case = benchmark.case(4, 64, "static")
+    sets = [benchmark.make_set(case, CPU) for _ in range(2)]
+    before = [tensors["residual"].clone() for tensors in sets]
+    quack, inductor = (benchmark.peer(name, case, sets) for name in ("quack", "inductor"))
+    assert (quack.bytes, quack.checked) == (2 * (4 * 4 * 64 + 64), False)
+    assert torch.equal(quack.call(1)[1], before[1] + sets[1]["input"]) and torch.equal(sets[1]["residual"], before[1])
+    assert (inductor.bytes, inductor.checked) == (benchmark.bytes_moved(case), True)
+    assert runner.check(benchmark, case, sets, {"inductor": inductor}) == {"inductor": 0.0}
+    assert torch.equal(inductor.call(1)[-1], before[1] + sets[1]["input"])
+    norm = ops.load("rmsnorm_fp8quant").peer("quack", case, sets)
+    assert norm.bytes == 2 * (2 * 4 * 64 + 64)
+
+
+def test_a_case_that_fails_does_not_end_the_run(monkeypatch, capsys, fake_backend):
+    benchmark = ops.load("rmsnorm_fp8quant")
+    monkeypatch.setattr(type(benchmark), "bytes_moved", lambda self, case: 64 // (case["M"] - 4))
+    errors = []
+    result = runner.run(
+        benchmark,
+        [benchmark.case(m, 64) for m in (4, 8)],
+        device=CPU,
+        backend=fake_backend([10.0, 8.0]),
+        settings=Settings(max_sets=2),
+        l2_bytes=1,
+        peak_tbps=1.0,
+        with_peers=False,
+        after_case=lambda case, rows, error: errors.append(error),
+    )
+    assert [row["sizes"]["M"] for row in result] == [8]
+    assert errors[0].startswith("failed: ZeroDivisionError: ") and errors[1] == ""
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_host_calls_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_cute_ops.testing", None)  # its raw call needs a GPU
     timed, absent = host.calls(CPU, with_peers=False)
-    assert {host.OP, host.OP_OUT, host.FUNCTION, host.FUNCTION_OUT, host.RMS_NORM} <= set(timed)
+    expected = {host.OP, host.OP_OUT, host.FUNCTION, host.FUNCTION_OUT, host.RMS_NORM}
+    assert expected | {host.ADD_OP, host.ADD_FUNCTION_OUT} <= set(timed)
     assert list(absent) == [host.RAW]
     for call in timed.values():
         call()
@@ -162,7 +294,7 @@ def test_host_calls_run(monkeypatch):
 
 
 def test_every_op_file_is_found():
-    assert {"rmsnorm_fp4quant", "rmsnorm_fp4quant_with_norm", "fp4_quantize"} <= set(ops.names())
+    assert {"rmsnorm_fp4quant", "rmsnorm_fp4quant_with_norm", "fp4_quantize", *BYTES} <= set(ops.names())
     assert cli.parse(["all"]).what == [*ops.names(), "host"]
     assert cli.parse(["host", "fp4_quantize", "host"]).what == ["host", "fp4_quantize"]
     assert cli.parse(["fp4_quantize", "--sizes", "full"]).sizes == "full"
@@ -195,5 +327,5 @@ def test_an_op_is_measured_and_reported(tmp_path, monkeypatch, capsys, fake_back
 
 
 def test_the_scale_shape_is_the_layouts():
-    assert rows.scale_shape_128x4(1, 1536) == (128, 96)
-    assert rows.scale_shape_128x4(129, 80) == (256, 8)
+    assert fp4_rows.scale_shape_128x4(1, 1536) == (128, 96)
+    assert fp4_rows.scale_shape_128x4(129, 80) == (256, 8)

@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 
-from benchmarks import compositions
+from benchmarks import compositions, fp8_rows, ops
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -128,12 +128,89 @@ def test_norm_and_quantise():
     assert torch.equal(again[0], y) and torch.equal(again[1].view(torch.uint8), scale.view(torch.uint8))
 
 
-def test_one_symbolic_compile_serves_all_row_counts_above_one_tile():
-    compiled = torch.compile(compositions.rmsnorm_fp4quant, fullgraph=True, backend="aot_eager")
-    w = torch.randn(192)
+# --- FP8 ------------------------------------------------------------------------------------------
+
+
+def quantize_fp8(values):
+    """(bytes, scale) of what shares one FP8 scale; fp32 after each operation."""
+    if not all(math.isfinite(v) for v in values):
+        return [0] * len(values), math.nan
+    scale = fp32(max(map(abs, values)) / 448)
+    if scale == 0:
+        return [0] * len(values), 0.0
+    return [e4m3_byte(fp32(v / scale)) for v in values], scale
+
+
+def e4m3_byte(value):
+    return nearest(abs(value), E4M3) | (0x80 if math.copysign(1, value) < 0 else 0)
+
+
+@pytest.mark.parametrize("layout", ["row", "column"])
+@pytest.mark.parametrize(("granularity", "block"), [("token", 256), ("block128", 128)])
+def test_dynamic_fp8_bit_for_bit(granularity, block, layout):
+    values = torch.randn(6, 256, generator=torch.Generator().manual_seed(block))
+    values *= torch.tensor([1.0, 1e-3, 1e4, 1.0, 1.0, 0.0]).unsqueeze(-1)
+    values[3, 0], values[4, 200], values[5, 3] = math.nan, -math.inf, -0.0
+    y, scale = compositions.fp8_quantize(values, None, granularity, "row" if granularity == "token" else layout)
+    assert y.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and scale.is_contiguous()
+    assert tuple(scale.shape) == ((256 // block, 6) if block == 128 and layout == "column" else (6, 256 // block))
+    by_row = scale.t() if scale.shape[1] == 6 else scale
+    for row, codes, scales in zip(values.tolist(), y.view(torch.uint8).tolist(), by_row.tolist(), strict=True):
+        wanted = [quantize_fp8(row[i : i + block]) for i in range(0, 256, block)]
+        assert codes == [byte for some, _ in wanted for byte in some]
+        assert scales == pytest.approx([s for _, s in wanted], rel=0, abs=0, nan_ok=True)
+
+
+def test_static_fp8_bit_for_bit():
+    values = torch.tensor([[0.0, -0.0, 1.0, -3.0, 27.9, 28.0, 29.0, -1e6, math.inf, 1e-5, 0.3, 7.7]])
+    given = torch.tensor([0.0625])
+    y, scale = compositions.fp8_quantize(values, given, "tensor", "row")
+    assert y.view(torch.uint8).tolist() == [[e4m3_byte(fp32(v / 0.0625)) for v in values[0].tolist()]]
+    assert torch.equal(scale, given) and scale.data_ptr() != given.data_ptr()
+
+
+# --- sums and gates -------------------------------------------------------------------------------
+
+
+def test_the_gate():
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(3, 64, generator=generator).to(torch.bfloat16)
+    expected = [[a / (1 + math.exp(-a)) * b for a, b in zip(r[:32], r[32:], strict=True)] for r in x.tolist()]
+    torch.testing.assert_close(compositions.silu_mul(x), torch.tensor(expected), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("op", [name for name in ops.names() if name.startswith("add_")])
+def test_the_residual_becomes_the_rounded_sum_which_is_normalised(op):
+    generator = torch.Generator().manual_seed(5)
+    x, residual = (torch.randn(5, 128, generator=generator).to(torch.bfloat16) for _ in range(2))
+    w = torch.randn(128, generator=generator).to(torch.bfloat16)
+    total = (x.double() + residual.double()).to(torch.bfloat16)  # the sum of two bfloat16 is exact in float64
+    outputs = getattr(compositions, op)(x, residual, w, 1e-6)
+    assert torch.equal(residual, total)
+    plain = getattr(compositions, op.removeprefix("add_").removesuffix("_both_layouts"))(total, w, 1e-6)
+    assert all(flat(a) == flat(b) for a, b in zip(outputs, plain, strict=False))
+    if op.endswith("both_layouts"):
+        assert flat(outputs[1]) == to_128x4(outputs[2].view(torch.uint8).tolist())
+
+
+# --- compiled -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "choices"),
+    [(name, None) for name in ops.names()] + [("silu_mul_fp8quant", choices) for choices in fp8_rows.OTHERS],
+)
+def test_one_symbolic_compile_serves_all_row_counts_above_one_tile(op, choices):
+    benchmark = ops.load(op)
+    torch._dynamo.reset()
+    compiled = torch.compile(benchmark.composition(), fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for m in (300, 129, 1024):
-            x = torch.randn(m, 192)
-            torch._dynamo.mark_dynamic(x, 0)
-            for got, expected in zip(compiled(x, w, 1e-6), compositions.rmsnorm_fp4quant(x, w, 1e-6), strict=True):
-                assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+            case = benchmark.case(m, 256, "dynamic", choices)
+            tensors = benchmark.make_set(case, torch.device("cpu"))
+            expected = benchmark.expected(case, tensors)
+            for rows in benchmark.rows(tensors):
+                torch._dynamo.mark_dynamic(rows, 0)
+            got = benchmark.results(benchmark.call(compiled, case, tensors), tensors)
+            for a, b in zip(got, expected, strict=True):
+                assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))

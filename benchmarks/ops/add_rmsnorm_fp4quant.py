@@ -1,0 +1,22 @@
+"""add_rmsnorm_fp4quant: residual addition, RMSNorm and NVFP4 quantisation in one pass."""
+
+from __future__ import annotations
+
+from ..case import Case
+from ..formulas import fp4_bytes, row_bytes
+from ..fp4_rows import Fp4Rows
+from ..rows import DTYPE
+
+
+class AddRmsnormFp4quant(Fp4Rows):
+    op = "add_rmsnorm_fp4quant"
+    adds = True
+    quack_goal = 1.2
+
+    def bytes_moved(self, case: Case) -> int:
+        """Input, residual and weight read; residual, packed data and scales written; bytes."""
+        m, h = case["M"], case["H"]
+        return row_bytes(3 * m + 1, h, DTYPE.itemsize) + fp4_bytes(m, h)
+
+
+BENCHMARK = AddRmsnormFp4quant()

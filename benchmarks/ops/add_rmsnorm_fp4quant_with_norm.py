@@ -1,0 +1,22 @@
+"""add_rmsnorm_fp4quant_with_norm: as add_rmsnorm_fp4quant, in a pass that also stores the normalised rows."""
+
+from __future__ import annotations
+
+from ..case import Case
+from ..formulas import fp4_bytes, row_bytes
+from ..fp4_rows import Fp4Rows
+from ..rows import DTYPE
+
+
+class AddRmsnormFp4quantWithNorm(Fp4Rows):
+    op = "add_rmsnorm_fp4quant_with_norm"
+    adds = True
+    has_norm = True
+
+    def bytes_moved(self, case: Case) -> int:
+        """Input, residual and weight read; residual, packed data, scales and normalised rows written; bytes."""
+        m, h = case["M"], case["H"]
+        return row_bytes(4 * m + 1, h, DTYPE.itemsize) + fp4_bytes(m, h)
+
+
+BENCHMARK = AddRmsnormFp4quantWithNorm()

@@ -1,0 +1,20 @@
+"""rmsnorm_fp8quant: RMSNorm and FP8 quantisation in one pass."""
+
+from __future__ import annotations
+
+from ..case import Case
+from ..formulas import fp8_bytes, row_bytes
+from ..fp8_rows import Fp8Rows
+from ..rows import DTYPE
+
+
+class RmsnormFp8quant(Fp8Rows):
+    op = "rmsnorm_fp8quant"
+
+    def bytes_moved(self, case: Case) -> int:
+        """Input and weight read, data and scales written; bytes."""
+        m, h = case["M"], case["H"]
+        return row_bytes(m + 1, h, DTYPE.itemsize) + fp8_bytes(m, h, case.choices["granularity"])
+
+
+BENCHMARK = RmsnormFp8quant()

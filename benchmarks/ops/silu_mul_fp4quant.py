@@ -1,0 +1,24 @@
+"""silu_mul_fp4quant: SwiGLU's gate and NVFP4 quantisation in one pass. I is the width of the output."""
+
+from __future__ import annotations
+
+from ..case import Case
+from ..formulas import fp4_bytes, row_bytes
+from ..fp4_rows import Fp4Rows
+from ..rows import DTYPE
+
+
+class SiluMulFp4quant(Fp4Rows):
+    op = "silu_mul_fp4quant"
+    peers = ("inductor",)
+    width = "I"
+    inputs_per_row = 2
+    weighted = False
+
+    def bytes_moved(self, case: Case) -> int:
+        """Both halves of the input read, packed data and scales written; bytes."""
+        m, i = case["M"], case["I"]
+        return row_bytes(m, 2 * i, DTYPE.itemsize) + fp4_bytes(m, i)
+
+
+BENCHMARK = SiluMulFp4quant()

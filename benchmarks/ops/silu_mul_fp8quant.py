@@ -1,0 +1,24 @@
+"""silu_mul_fp8quant: SwiGLU's gate and FP8 quantisation in one pass. I is the width of the output."""
+
+from __future__ import annotations
+
+from ..case import Case
+from ..formulas import fp8_bytes, row_bytes
+from ..fp8_rows import Fp8Rows
+from ..rows import DTYPE
+
+
+class SiluMulFp8quant(Fp8Rows):
+    op = "silu_mul_fp8quant"
+    peers = ("inductor",)
+    width = "I"
+    inputs_per_row = 2
+    weighted = False
+
+    def bytes_moved(self, case: Case) -> int:
+        """Both halves of the input read, data and scales written; bytes."""
+        m, i = case["M"], case["I"]
+        return row_bytes(m, 2 * i, DTYPE.itemsize) + fp8_bytes(m, i, case.choices["granularity"])
+
+
+BENCHMARK = SiluMulFp8quant()
