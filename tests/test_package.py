@@ -174,7 +174,7 @@ def test_architectures(monkeypatch):
 
 
 def test_warmup_of_an_unknown_op():
-    with pytest.raises(ValueError, match=r"warmup: 'fp4_quantise' is no op; the ops are .*fp4_quantize"):
+    with pytest.raises(ValueError, match=r"'fp4_quantise' is no op; the ops are .*fp4_quantize"):
         torch_cute_ops.warmup("fp4_quantise", hidden=64)
 
 
@@ -219,7 +219,7 @@ def test_capture_guard(op, name, monkeypatch):
     ((args, kwargs),) = calls
     assert args == (op.name,)
     assert {key: value for key, value in kwargs.items() if key != "device"} == facts
-    inspect.signature(op.warmup).bind(**kwargs)
+    inspect.signature(op.example).bind(**kwargs)
 
 
 @pytest.mark.gpu
@@ -257,4 +257,4 @@ def test_warmup_takes_no_unknown_fact(op, monkeypatch):
 def test_warmup_of_dequantize_refuses(bad):
     """Before it touches CUDA."""
     with pytest.raises(ValueError, match="cute::fp4_dequantize: "):
-        OPS["fp4_dequantize"].warmup(**{"hidden": 64, bad: BAD_FACTS[bad]})
+        OPS["fp4_dequantize"].example(**{"hidden": 64, bad: BAD_FACTS[bad]})

@@ -15,7 +15,7 @@ from torch_cute_ops.ops.rmsnorm_fp4quant_with_norm import rmsnorm_fp4quant_with_
 from torch_cute_ops.ops.rmsnorm_fp8quant import rmsnorm_fp8quant
 from torch_cute_ops.ops.silu_mul_fp4quant import silu_mul_fp4quant
 from torch_cute_ops.ops.silu_mul_fp8quant import silu_mul_fp8quant
-from torch_cute_ops.registry import warmup
+from torch_cute_ops.registry import precompile, warmup
 
 __all__ = [
     "__version__",
@@ -25,6 +25,7 @@ __all__ = [
     "add_rmsnorm_fp8quant",
     "fp4_dequantize",
     "fp4_quantize",
+    "precompile",
     "rmsnorm_fp4quant",
     "rmsnorm_fp4quant_with_norm",
     "rmsnorm_fp8quant",

@@ -12,6 +12,8 @@ import torch
 
 from torch_cute_ops import ops
 from torch_cute_ops.ops._spec import NAMESPACE, OpSpec, as_tuple, check_outputs
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.runtime.compiler import compile_kernel
 
 
 def _discover() -> dict[str, OpSpec]:
@@ -31,7 +33,7 @@ def _register(spec: OpSpec) -> None:
         return spec.reference(*args, **kwargs)
 
     def cpu_out(*args: Any, **kwargs: Any) -> None:
-        outputs = [kwargs.pop(name) for name in spec.outputs]
+        outputs = [kwargs.pop(name) for name in spec.out_names]
         spec.check(*args, **kwargs)
         check_outputs(spec, outputs, args, kwargs)
         for output, value in zip(outputs, as_tuple(spec.reference(*args, **kwargs)), strict=True):
@@ -42,7 +44,7 @@ def _register(spec: OpSpec) -> None:
         return spec.fake(*args, **kwargs)
 
     def fake_out(*args: Any, **kwargs: Any) -> None:
-        outputs = [kwargs.pop(name) for name in spec.outputs]
+        outputs = [kwargs.pop(name) for name in spec.out_names]
         spec.check(*args, **kwargs)
         check_outputs(spec, outputs, args, kwargs)
 
@@ -73,18 +75,53 @@ def warmup(op: str, **facts: Any) -> None:
 
     Args:
         op: the op's name, such as ``"rmsnorm_fp4quant"``.
-        facts: what the kernel is compiled for; for the row-quantising ops ``hidden``, ``dtype``, ``weight_dtype``,
-            ``global_scale`` (whether calls pass one), ``block_size``, ``scale_format``, ``scale_layout``, ``device``.
+        facts: what the kernel is compiled for. For the ops that quantise rows: ``hidden`` (the last dimension of
+            ``input``), ``dtype``, ``weight_dtype``, ``device``, and the op's own arguments that choose format and
+            layout; FP4: also ``global_scale``, whether calls pass one.
 
     Raises:
         ValueError: for an unknown op, or facts that the op refuses.
+        TypeError: for a fact that the op does not have.
         RuntimeError: without a CUDA device, or on one that no kernel supports.
     """
-    spec = OPS.get(op)
-    if spec is None:
-        raise ValueError(f"warmup: {op!r} is no op; the ops are {', '.join(OPS)}")
+    spec = _spec_of(op)
     if not torch.cuda.is_available():
         raise RuntimeError(
             f"warmup({op!r}) needs a CUDA device: on a CPU the ops run their reference and compile nothing"
         )
-    spec.warmup(**facts)
+    with torch.no_grad():
+        args, kwargs = spec.example(**facts)
+        spec.cuda(*args, **kwargs)
+        torch.cuda.synchronize(args[0].device)
+
+
+def precompile(op: str, arch: str, **facts: Any) -> None:
+    """Compile the kernel that ``op`` needs for calls with these static facts, into the cache on disk.
+
+    Needs no GPU. A process with that architecture and the same versions then loads it in milliseconds.
+
+    Example:
+        ``precompile("rmsnorm_fp4quant", "sm_90a", hidden=7168, dtype=torch.bfloat16)``
+
+    Args:
+        op: the op's name.
+        arch: the architecture, such as ``"sm_90a"``, ``"sm_100a"`` or ``"sm_120a"``.
+        facts: as for :func:`warmup`, without ``device``.
+
+    Raises:
+        ValueError: for an unknown op or architecture, or facts that the op refuses.
+        TypeError: for a fact that the op does not have.
+    """
+    spec = _spec_of(op)
+    target = ARCHS.get(arch)
+    if target is None:
+        raise ValueError(f"precompile: {arch!r} is no architecture; they are {', '.join(ARCHS)}")
+    args, kwargs = spec.example(**facts, device="meta")
+    compile_kernel(spec.kernel(target, *args, **kwargs), target)
+
+
+def _spec_of(op: str) -> OpSpec:
+    spec = OPS.get(op)
+    if spec is None:
+        raise ValueError(f"{op!r} is no op; the ops are {', '.join(OPS)}")
+    return spec

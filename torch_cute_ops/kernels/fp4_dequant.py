@@ -23,7 +23,6 @@ from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, 
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 
 THREADS = 256
-CTAS_PER_SM = 6
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,8 @@ def plan(out_dtype: torch.dtype, width: int, fmt: FP4Format, layout: ScaleLayout
 
 class FP4DequantKernel:
     """The kernel of one ``Config``."""
+
+    CTAS_PER_SM = 6
 
     def __init__(self, config: Config):
         self.config = config

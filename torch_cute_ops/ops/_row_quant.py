@@ -8,7 +8,7 @@ what is wrong or to make a copy that the kernel can read.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import is_grad_enabled
@@ -25,13 +25,16 @@ from torch_cute_ops.formats import (
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TENSOR, FP8Format
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._signatures import FP4_CHOICES, Signature
-from torch_cute_ops.ops._spec import OpSpec
+from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
-from torch_cute_ops.runtime.arch import arch_of_device, sm_count
+from torch_cute_ops.runtime.arch import Arch, arch_of_device, sm_count
 from torch_cute_ops.runtime.capture import forbid_in_capture
 from torch_cute_ops.runtime.compiler import compile_kernel
 from torch_cute_ops.runtime.dispatch import mark_written
+
+if TYPE_CHECKING:
+    from torch_cute_ops.kernels.row_quant import RowQuantKernel
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -136,7 +139,8 @@ class RowQuant:
             cuda=self.cuda,
             cuda_out=self.cuda_out,
             function=function,
-            warmup=self.warmup,
+            example=self.example,
+            kernel=self.kernel,
         )
         self.out_names = spec.out_names
         return spec
@@ -146,7 +150,7 @@ class RowQuant:
         out = tuple([kwargs.pop(name) for name in self.out_names])
         self.signature.arrange(partial(self.run, out=out), *args, **kwargs)
 
-    def warmup(
+    def example(
         self,
         *,
         hidden: int,
@@ -155,34 +159,32 @@ class RowQuant:
         global_scale: bool = False,
         device: torch.device | int | str | None = None,
         **choices: Any,
-    ) -> None:
-        """Compile and load the kernel for these facts, by running it on one row.
+    ) -> Call:
+        """A call on one row with these static facts.
 
         Args:
             hidden: the last dimension of ``input``.
             dtype: its dtype.
             weight_dtype: dtype of ``weight``; ``None`` means ``dtype``.
             global_scale: whether calls will pass a global scale; FP4 only.
-            device: the CUDA device; ``None`` means the current one.
+            device: of the tensors; ``None`` means the current CUDA device.
             choices: format and layout, as in the calls.
 
         Raises:
             TypeError: for a fact that the op does not have.
         """
         if unknown := choices.keys() - set(self.signature.choices):
-            raise TypeError(f"warmup of cute::{self.op} takes no {', '.join(sorted(unknown))}")
-        target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+            raise TypeError(f"cute::{self.op} has no fact {', '.join(sorted(unknown))}")
+        target = cuda_device(device)
         takes_factor = global_scale if self.is_fp4 else choices.get("granularity") == FP8_TENSOR.granularity
-        with torch.no_grad():
-            row = torch.ones(1, hidden, dtype=dtype, device=target)
-            given: list[torch.Tensor | None] = [row]
-            if self.source == "add":
-                given.append(torch.ones_like(row))
-            if self.normalises:
-                given.append(torch.ones(hidden, dtype=weight_dtype or dtype, device=target))
-            given.append(torch.ones(1, device=target) if takes_factor else None)
-            self.cuda(*given, **choices)
-            torch.cuda.synchronize(target)
+        row = torch.ones(1, hidden, dtype=dtype, device=target)
+        given: list[torch.Tensor | None] = [row]
+        if self.source == "add":
+            given.append(torch.ones_like(row))
+        if self.normalises:
+            given.append(torch.ones(hidden, dtype=weight_dtype or dtype, device=target))
+        given.append(torch.ones(1, device=target) if takes_factor else None)
+        return tuple(given), choices
 
     def warmup_call(self, facts: Facts) -> str:
         """The call of ``torch_cute_ops.warmup`` that makes these facts' kernel ready."""
@@ -399,23 +401,23 @@ class RowQuant:
         if residual is not None and sums is not None and sums.data_ptr() != residual.data_ptr():
             residual.copy_(sums[:, : residual.shape[-1]].view(residual.shape))
 
-    def _make_launcher(self, facts: Facts) -> Launcher:
-        forbid_in_capture(self.op, str(facts), self.warmup_call(facts))
+    def _resolve(self, choices: tuple[Any, ...]) -> tuple[FP4Format | FP8Format, ScaleLayout]:
+        if not self.is_fp4:
+            return resolve_fp8_format(*choices)
+        block_size, scale_format, scale_layout = choices
+        return resolve_fp4_format(block_size, scale_format), resolve_scale_layout(scale_layout)
+
+    def _kernel(self, facts: Facts, arch: Arch) -> "RowQuantKernel":
+        """The kernel for these facts on ``arch``."""
         from torch_cute_ops.kernels import row_quant
 
-        fmt: FP4Format | FP8Format
-        if self.is_fp4:
-            block_size, scale_format, scale_layout = facts.choices
-            fmt, layout = resolve_fp4_format(block_size, scale_format), resolve_scale_layout(scale_layout)
-        else:
-            fmt, layout = resolve_fp8_format(*facts.choices)
+        fmt, layout = self._resolve(facts.choices)
         hidden = facts.hidden // 2 if self.source == "silu_mul" else facts.hidden
-        width = -(-hidden // UNIT) * UNIT
         problem = row_quant.Problem(
             source=self.source,
             dtype=facts.dtype,
             weight_dtype=facts.weight_dtype,
-            width=width,
+            width=-(-hidden // UNIT) * UNIT,
             norm_width=hidden,
             fmt=fmt,
             layout=layout,
@@ -423,26 +425,36 @@ class RowQuant:
             has_factor=facts.factor,
             writes_norm=self.third == "norm",
         )
-        arch = arch_of_device(facts.device)
         try:
-            config = row_quant.plan(problem, arch, pdl=settings.PDL)
+            return row_quant.RowQuantKernel(row_quant.plan(problem, arch, pdl=settings.PDL))
         except ValueError as error:
             raise ValueError(f"cute::{self.op}: {error}") from None
-        function = compile_kernel(row_quant.RowQuantKernel(config), arch)
+
+    def kernel(self, arch: Arch, *args: Any, **kwargs: Any) -> "RowQuantKernel":
+        """The kernel that a call with the op's arguments needs on ``arch``; the tensors may be on meta."""
+        self.check_call(*args, **kwargs)
+        return self._kernel(self.signature.arrange(_facts, *args, **kwargs), arch)
+
+    def _make_launcher(self, facts: Facts) -> Launcher:
+        forbid_in_capture(self.op, str(facts), self.warmup_call(facts))
+        arch = arch_of_device(facts.device)
+        kernel = self._kernel(facts, arch)
+        function = compile_kernel(kernel, arch)
+        problem, fmt, layout = kernel.config.problem, kernel.config.problem.fmt, kernel.config.problem.layout
         if isinstance(fmt, FP4Format):
-            y_width, scale_width = width // 2, layout.padded_blocks(width // fmt.block_size)
+            y_width, scale_width = problem.width // 2, layout.padded_blocks(problem.width // fmt.block_size)
             y_dtype, scale_dtype = torch.uint8, fmt.scale_dtype
         else:
-            y_width, scale_width = width, fmt.scales_per_row(width)
+            y_width, scale_width = problem.width, fmt.scales_per_row(problem.width)
             y_dtype, scale_dtype = torch.float8_e4m3fn, torch.float32
-            if fmt is FP8_TENSOR or (fmt is FP8_BLOCK128 and layout is COLUMN):
+            if fmt is FP8_TENSOR or layout is COLUMN:
                 scale_width = 0
         return Launcher(
             function=function,
-            max_ctas=sm_count(facts.device) * config.waves,
+            max_ctas=sm_count(facts.device) * kernel.config.waves,
             device=torch.device("cuda", facts.device),
-            width=width,
-            is_padded=width != hidden,
+            width=problem.width,
+            is_padded=problem.width != problem.norm_width,
             fmt=fmt,
             layout=layout,
             y_width=y_width,
@@ -456,10 +468,20 @@ class RowQuant:
         self, input: torch.Tensor, weight: torch.Tensor | None, factor: torch.Tensor | None, choices: tuple[Any, ...]
     ) -> Launcher:
         """The launcher of calls like this one, which came before."""
-        weight_dtype = None if weight is None else weight.dtype
-        return self._launchers[
-            Facts(input.dtype, weight_dtype, input.shape[-1], factor is not None, input.get_device(), choices)
-        ]
+        return self._launchers[_facts(input, None, weight, factor, 0.0, choices)]
+
+
+def _facts(
+    input: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    factor: torch.Tensor | None,
+    eps: float,
+    choices: tuple[Any, ...],
+) -> Facts:
+    """The facts of a call."""
+    weight_dtype = None if weight is None else weight.dtype
+    return Facts(input.dtype, weight_dtype, input.shape[-1], factor is not None, input.get_device(), choices)
 
 
 def _is_plain_residual(residual: torch.Tensor, input: torch.Tensor) -> bool:

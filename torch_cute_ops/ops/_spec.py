@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 NAMESPACE: Final = "cute"
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
 
 @dataclass(frozen=True)
 class OpSpec:
@@ -30,7 +32,8 @@ class OpSpec:
         cuda: the functional CUDA entry; checks its arguments itself.
         cuda_out: the CUDA entry that takes the outputs as further keyword arguments, named as in ``out_names``.
         function: the typed Python function of the same name.
-        warmup: makes ready the kernel for static facts given by keyword.
+        example: a call on one row, as (args, kwargs), from static facts given by keyword, ``device`` among them.
+        kernel: the kernel that a call needs, from an ``Arch`` and the op's arguments; the tensors may be on meta.
     """
 
     name: str
@@ -42,7 +45,8 @@ class OpSpec:
     cuda: Callable[..., Any]
     cuda_out: Callable[..., None]
     function: Callable[..., Any]
-    warmup: Callable[..., None]
+    example: "Callable[..., Call]"
+    kernel: Callable[..., Any]
 
     @property
     def qualified_name(self) -> str:
@@ -87,6 +91,11 @@ class OpSpec:
 
     def _inputs(self) -> Any:
         return importlib.import_module(f"torch_cute_ops.testing.samples.{self.name}")
+
+
+def cuda_device(device: torch.device | int | str | None) -> torch.device:
+    """The device that is meant; ``None``: the current CUDA device."""
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
 
 
 def as_tuple(value: Any) -> tuple[torch.Tensor, ...]:

@@ -1,7 +1,7 @@
 """``fp4_dequantize``: FP4 blocks back to numbers."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -9,12 +9,15 @@ from torch_cute_ops.fake import fp4_dequantize as fake
 from torch_cute_ops.fake.fp4_quantize import fp4_shapes
 from torch_cute_ops.formats import FP4Format, ScaleLayout, resolve_fp4_format, resolve_scale_layout
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._spec import OpSpec
+from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
 from torch_cute_ops.reference import fp4_dequantize as reference
-from torch_cute_ops.runtime.arch import arch_of_device, sm_count
+from torch_cute_ops.runtime.arch import Arch, arch_of_device, sm_count
 from torch_cute_ops.runtime.capture import forbid_in_capture
 from torch_cute_ops.runtime.compiler import compile_kernel
 from torch_cute_ops.runtime.dispatch import is_plain_eager, mark_written
+
+if TYPE_CHECKING:
+    from torch_cute_ops.kernels.fp4_dequant import FP4DequantKernel
 
 NAME = "fp4_dequantize"
 
@@ -148,13 +151,34 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 def _make_launcher(facts: _Facts) -> _Launcher:
     call = ", ".join(f"{name}={value!r}" for name, value in facts._asdict().items())
     forbid_in_capture(NAME, str(facts), f"torch_cute_ops.warmup({NAME!r}, {call})")
+    kernel = _kernel_for(facts)
+    function = compile_kernel(kernel, arch_of_device(facts.device))
+    return _Launcher(function, sm_count(facts.device) * kernel.CTAS_PER_SM, kernel.config.fmt, kernel.config.layout)
+
+
+def _kernel_for(facts: _Facts) -> "FP4DequantKernel":
     from torch_cute_ops.kernels import fp4_dequant
 
     fmt = resolve_fp4_format(facts.block_size, facts.scale_format)
     layout = resolve_scale_layout(facts.scale_layout)
     config = fp4_dequant.plan(facts.out_dtype, facts.hidden, fmt, layout, facts.global_scale)
-    function = compile_kernel(fp4_dequant.FP4DequantKernel(config), arch_of_device(facts.device))
-    return _Launcher(function, sm_count(facts.device) * fp4_dequant.CTAS_PER_SM, fmt, layout)
+    return fp4_dequant.FP4DequantKernel(config)
+
+
+def _kernel(
+    arch: Arch,
+    y: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None = None,
+    block_size: int = 16,
+    scale_format: str | None = None,
+    scale_layout: str = "linear",
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> "FP4DequantKernel":
+    """The kernel that a call needs; it is the same source on every architecture."""
+    _check(y, scale, global_scale, block_size, scale_format, scale_layout, out_dtype)
+    hidden = y.shape[-1] * 2
+    return _kernel_for(_Facts(hidden, global_scale is not None, block_size, scale_format, scale_layout, out_dtype, 0))
 
 
 def _cuda_out(
@@ -171,7 +195,7 @@ def _cuda_out(
     _run(y, scale, global_scale, block_size, scale_format, scale_layout, out_dtype, out)
 
 
-def _warmup(
+def _example(
     *,
     hidden: int,
     global_scale: bool = False,
@@ -180,21 +204,17 @@ def _warmup(
     scale_layout: str = "linear",
     out_dtype: torch.dtype = torch.bfloat16,
     device: torch.device | int | str | None = None,
-) -> None:
-    """Compile and load the kernel for these facts, by running it on one row; ``hidden`` is K."""
-    target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+) -> Call:
+    """A call on one row with these static facts; ``hidden`` is K."""
     fmt, layout = _checks.check_fp4_format(NAME, block_size, scale_format, scale_layout)
     y, scale = fp4_shapes(torch.Size((1, hidden)), fmt, layout)
-    _run(
+    target = cuda_device(device)
+    tensors = (
         torch.zeros(y, dtype=torch.uint8, device=target),
         torch.zeros(scale, dtype=torch.uint8, device=target).view(fmt.scale_dtype),
         torch.ones(1, device=target) if global_scale else None,
-        block_size,
-        scale_format,
-        scale_layout,
-        out_dtype,
     )
-    torch.cuda.synchronize(target)
+    return (*tensors, block_size, scale_format, scale_layout, out_dtype), {}
 
 
 OP = OpSpec(
@@ -210,5 +230,6 @@ OP = OpSpec(
     cuda=_run,
     cuda_out=_cuda_out,
     function=fp4_dequantize,
-    warmup=_warmup,
+    example=_example,
+    kernel=_kernel,
 )
