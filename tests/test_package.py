@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import get_sample, op_cases
+from cases import get_sample, op_cases, sample_cases
 
 import torch_cute_ops
+from torch_cute_ops import registry
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime import arch, compiler, provenance, settings
 
@@ -95,7 +96,7 @@ def test_registration(op):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(overload, key), (overload, key)
     assert getattr(torch.ops.cute, op.name).default._schema.name == op.qualified_name == f"cute::{op.name}"
     mutable = [a.name for a in getattr(torch.ops.cute, op.name).out._schema.arguments if a.is_write]
-    assert mutable == list(op.outputs)
+    assert mutable == [*op.mutated, *op.out_names]
 
 
 @by_op
@@ -190,16 +191,27 @@ def facts_of(op, sample) -> dict:
     given = inspect.signature(op.function).bind(*sample.args, **sample.kwargs)
     given.apply_defaults()
     given = given.arguments
-    facts = {name: given[name] for name in ("block_size", "scale_format", "scale_layout")}
-    facts["global_scale"] = given["global_scale"] is not None
+    choices = ("block_size", "scale_format", "scale_layout", "granularity")
+    facts = {name: given[name] for name in choices if name in given}
+    if "global_scale" in given:
+        facts["global_scale"] = given["global_scale"] is not None
     if "out_dtype" in given:
         return {**facts, "hidden": given["y"].shape[-1] * 2, "out_dtype": given["out_dtype"]}
     facts |= {"hidden": given["input"].shape[-1], "dtype": given["input"].dtype}
     return {**facts, "weight_dtype": given["weight"].dtype} if "weight" in given else facts
 
 
-@pytest.mark.parametrize("name", ["nvfp4-128x4-float32", "mxfp4-8x4-float16", "nvfp4-linear-bfloat16"])
-@by_op
+FACTS_OF = pytest.mark.parametrize(
+    ("op", "name"),
+    sample_cases(
+        *("nvfp4-128x4-float32", "mxfp4-8x4-float16", "nvfp4-linear-bfloat16", "mxfp4-128x4-bfloat16"),
+        *("tensor-row-float32", "token-row-float16", "block128-column-bfloat16"),
+    ),
+)
+PLAIN = pytest.mark.parametrize(("op", "name"), sample_cases("nvfp4-128x4-bfloat16", "token-row-bfloat16"))
+
+
+@FACTS_OF
 def test_capture_guard(op, name, monkeypatch):
     """A miss during capture names op, key and the call that helps, and compiles nothing. That call is valid Python, and
     warmup takes it."""
@@ -223,8 +235,7 @@ def test_capture_guard(op, name, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["nvfp4-128x4-float32", "mxfp4-8x4-float16", "nvfp4-linear-bfloat16"])
-@by_op
+@FACTS_OF
 def test_warmup_makes_ready(op, name, monkeypatch):
     """After it, a call compiles nothing."""
     sample = get_sample(op, name, "cuda")
@@ -233,28 +244,51 @@ def test_warmup_makes_ready(op, name, monkeypatch):
     op.function(*sample.args, **sample.kwargs)
 
 
-BAD_FACTS = {"hidden": 40, "scale_layout": "tiled", "block_size": 8}
+@FACTS_OF
+def test_precompile(op, name, monkeypatch):
+    """Compiles the kernel that the call would, for the architecture, and touches no device."""
+    sample = get_sample(op, name, "cpu")
+    compiled = []
+    record = lambda kernel, arch: compiled.append((kernel, arch))  # noqa: E731
+    monkeypatch.setattr(registry, "compile_kernel", record)
+    torch_cute_ops.precompile(op.name, "sm_100a", **facts_of(op, sample))
+    ((kernel, target),) = compiled
+    assert target.name == "sm_100a"
+    assert kernel.config == op.kernel(target, *sample.args, **sample.kwargs).config
+
+
+BAD_FACTS = {"hidden": 0, "scale_layout": "tiled", "block_size": 8, "granularity": "row"}
+BAD_CASES = [
+    pytest.param(*case.values, bad, id=f"{case.id}-{bad}")
+    for case in sample_cases("nvfp4-128x4-bfloat16", "token-row-bfloat16")
+    for bad in BAD_FACTS
+    if bad == "hidden" or bad in inspect.signature(case.values[0].function).parameters
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("bad", BAD_FACTS)
-@by_op
-def test_warmup_refuses(op, bad):
-    facts = facts_of(op, get_sample(op, "nvfp4-linear-bfloat16", "cuda"))
+@pytest.mark.parametrize(("op", "name", "bad"), BAD_CASES)
+def test_warmup_refuses(op, name, bad):
+    facts = facts_of(op, get_sample(op, name, "cuda"))
     with pytest.raises(ValueError, match=f"cute::{op.name}"):
         torch_cute_ops.warmup(op.name, **{**facts, bad: BAD_FACTS[bad]})
 
 
-@by_op
-def test_warmup_takes_no_unknown_fact(op, monkeypatch):
+@pytest.mark.parametrize(("op", "name", "bad"), BAD_CASES)
+def test_precompile_refuses(op, name, bad):
+    facts = facts_of(op, get_sample(op, name, "cpu"))
+    with pytest.raises(ValueError, match=f"cute::{op.name}"):
+        torch_cute_ops.precompile(op.name, "sm_90a", **{**facts, bad: BAD_FACTS[bad]})
+
+
+def test_precompile_for_an_unknown_architecture():
+    with pytest.raises(ValueError, match=r"'sm_80' is no architecture; they are sm_90a"):
+        torch_cute_ops.precompile("fp4_quantize", "sm_80", hidden=64, dtype=torch.bfloat16)
+
+
+@PLAIN
+def test_warmup_takes_no_unknown_fact(op, name, monkeypatch):
     """The number of rows is none."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(TypeError, match="rows"):
-        torch_cute_ops.warmup(op.name, **facts_of(op, get_sample(op, "nvfp4-linear-bfloat16", "cpu")), rows=5)
-
-
-@pytest.mark.parametrize("bad", ["scale_layout", "block_size"])
-def test_warmup_of_dequantize_refuses(bad):
-    """Before it touches CUDA."""
-    with pytest.raises(ValueError, match="cute::fp4_dequantize: "):
-        OPS["fp4_dequantize"].example(**{"hidden": 64, bad: BAD_FACTS[bad]})
+        torch_cute_ops.warmup(op.name, **facts_of(op, get_sample(op, name, "cpu")), rows=5)
