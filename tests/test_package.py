@@ -69,7 +69,7 @@ def test_ops_on_a_cpu_need_no_dsl():
 
 
 def test_exports():
-    assert set(torch_cute_ops.__all__) == {*OPS, "__version__", "warmup"}
+    assert set(torch_cute_ops.__all__) == {*OPS, "__version__", "precompile", "warmup"}
     assert all(hasattr(torch_cute_ops, name) for name in torch_cute_ops.__all__)
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.?(dev|a|b|rc)\d+)?", torch_cute_ops.__version__)
 
