@@ -11,7 +11,8 @@ def rmsnorm_rows(input: torch.Tensor, weight: torch.Tensor, eps: float) -> torch
 
     Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), eq. 4.
     """
-    value = input.float()
+    # Contiguous, so that a row is summed in one order whatever lies beside it.
+    value = input.float().contiguous()
     rstd = 1.0 / torch.sqrt(value.square().mean(-1, keepdim=True) + eps)
     return value * rstd * weight.float()
 

@@ -11,7 +11,8 @@ def silu_mul_rows(input: torch.Tensor) -> torch.Tensor:
 
     SwiGLU without its matrix products: Shazeer, "GLU Variants Improve Transformer" (2020), eq. 6.
     """
-    gate, up = input.float().chunk(2, -1)
+    # Contiguous, so that a row meets the same vector instructions whatever lies beside it.
+    gate, up = input.float().contiguous().chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
 

@@ -1,12 +1,15 @@
-"""How close FP4 results must be where the sum behind them may be ordered differently."""
+"""How close FP4 and FP8 results must be where the fp32 arithmetic behind them may round differently."""
 
 import torch
 
-from torch_cute_ops.formats import FP4Format, ScaleLayout
+from torch_cute_ops.formats import FP4Format, FP8Format, ScaleLayout
 from torch_cute_ops.formats.fp4 import E4M3_NAN, MXFP4, NVFP4, UE8M0_NAN, unpack_e2m1
 from torch_cute_ops.formats.scale_layout import from_linear, to_linear
 
 NAN_BYTE = {NVFP4: E4M3_NAN, MXFP4: UE8M0_NAN}
+SCALE_ERROR = 2.0**-20
+"""Relative error of a computed fp32 scale: a few units in the last place, for the sum, the root and the products."""
+SMALLEST = 2.0**-149
 
 
 def assert_fp4_close(
@@ -19,17 +22,15 @@ def assert_fp4_close(
 
     At most one scale in 1,000 differs, each by one ulp, and at most one element in 1,000, each by one e2m1 step. Both
     allowances are rounded up, and one block whose scale differs may differ in all its elements: a small tensor may hold
-    something that lies on a boundary too. Where a ue8m0 scale differs, which is by a factor of two, the block's
-    elements may differ by two steps. NaN scales, signs and padding are equal.
+    something that lies on a boundary too. For the same reason, rows that are alike count once. Where a ue8m0 scale
+    differs, which is by a factor of two, the block's elements may differ by two steps. NaN scales, signs and padding
+    are equal.
 
     Raises:
         AssertionError: saying what differs, where, and by how much.
     """
     (y, scale), (want_y, want_scale) = actual, expected
-    for name, got, want in (("y", y, want_y), ("scale", scale, want_scale)):
-        assert got.shape == want.shape and got.dtype == want.dtype, (
-            f"{name}: {got.dtype} {tuple(got.shape)} is not {want.dtype} {tuple(want.shape)}"
-        )
+    _same_kind(actual, expected)
     rows, width = y.shape[:-1].numel(), y.shape[-1] * 2
     blocks = width // fmt.block_size
 
@@ -37,21 +38,52 @@ def assert_fp4_close(
     nan = (got_byte == NAN_BYTE[fmt]) | (want_byte == NAN_BYTE[fmt])
     off = (got_byte - want_byte).abs()
     _report("scales that differ by more than one ulp, or in being NaN", (off > 1) | (nan & (off > 0)), off)
-    _limit("scales", off > 0, _allowance(off.numel()))
+    _limit("scales", got_byte, want_byte)
     _report("padding that is not zero", _padding(scale, layout, rows, blocks) != 0, None)
 
     got_code, want_code = (unpack_e2m1(t).reshape(rows, blocks, fmt.block_size).to(torch.int16) for t in (y, want_y))
     steps = ((got_code & 7) - (want_code & 7)).abs()
     moved = (off > 0).unsqueeze(-1)
     allowed_steps = torch.where(moved, 2 if fmt is MXFP4 else 1, 1)
-    differs = got_code != want_code
     _report("elements that differ in sign", (got_code ^ want_code) >= 8, steps)
     _report("elements that differ by more than one step", steps > allowed_steps, steps)
-    _limit("elements", differs, max(_allowance(differs.numel()), fmt.block_size if bool(moved.any()) else 0))
+    _limit("elements", got_code, want_code, at_least=fmt.block_size if bool(moved.any()) else 0)
 
 
-def _allowance(count: int) -> int:
-    return -(-count // 1000)
+def assert_fp8_close(
+    actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor], fmt: FP8Format
+) -> None:
+    """Assert that ``(y, scale)`` pairs agree as behind a row reduction, or an exponential, they must.
+
+    At most one element in 1,000 differs, rounded up, each by one e4m3 step and in its magnitude only; rows that are
+    alike count once. A computed scale is within 2^-20 of the other, relative; NaN and zero are equal, and so is a given
+    scale.
+
+    Raises:
+        AssertionError: saying what differs, where, and by how much.
+    """
+    (y, scale), (want_y, want_scale) = actual, expected
+    _same_kind(actual, expected)
+    _report("scales that differ in being NaN", scale.isnan() != want_scale.isnan(), None)
+    _report("scales that differ in being zero", (scale == 0) != (want_scale == 0), None)
+    off = (scale.double() - want_scale.double()).abs()
+    limit = 0.0 if fmt.is_static else want_scale.double().abs() * SCALE_ERROR + 2 * SMALLEST
+    _report("scales that differ by more than their computation explains", off > limit, None)
+
+    rows = y.shape[:-1].numel()
+    got_code, want_code = (t.view(torch.uint8).reshape(rows, y.shape[-1]).to(torch.int16) for t in (y, want_y))
+    steps = ((got_code & 0x7F) - (want_code & 0x7F)).abs()
+    nan = ((got_code & 0x7F) == E4M3_NAN) | ((want_code & 0x7F) == E4M3_NAN)
+    _report("elements that differ in sign", (got_code ^ want_code) >= 0x80, steps)
+    _report("elements that differ by more than one step, or in being NaN", (steps > 1) | (nan & (steps > 0)), steps)
+    _limit("elements", got_code, want_code)
+
+
+def _same_kind(actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    for name, got, want in zip(("y", "scale"), actual, expected, strict=True):
+        assert got.shape == want.shape and got.dtype == want.dtype, (
+            f"{name}: {got.dtype} {tuple(got.shape)} is not {want.dtype} {tuple(want.shape)}"
+        )
 
 
 def _scale_bytes(scale: torch.Tensor, layout: ScaleLayout, rows: int, blocks: int) -> torch.Tensor:
@@ -72,7 +104,13 @@ def _report(what: str, where: torch.Tensor, amount: torch.Tensor | None) -> None
     raise AssertionError(f"{int(where.sum())} of {where.numel()} {what}{worst}; the first at {places}")
 
 
-def _limit(what: str, where: torch.Tensor, allowance: int) -> None:
+def _limit(what: str, got: torch.Tensor, want: torch.Tensor, at_least: int = 0) -> None:
+    """No more than one in 1,000 differ, rounded up, or ``at_least``; rows that are alike in both count once."""
+    allowance = max(-(-got.numel() // 1000), at_least)
+    where = got != want
+    if int(where.sum()) > allowance:
+        got, want = torch.stack((got, want), 1).unique(dim=0).unbind(1)
+        where = got != want
     count = int(where.sum())
     if count > allowance:
         raise AssertionError(

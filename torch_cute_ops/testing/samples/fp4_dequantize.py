@@ -9,7 +9,8 @@ import torch
 from torch_cute_ops.fake.fp4_quantize import fp4_shapes
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
-from torch_cute_ops.testing.samples._rows import DTYPES, FORMATS, named, out_errors, random_global_scale, row_errors
+from torch_cute_ops.testing.samples._fp4 import FORMATS, FP4, named, random_global_scale
+from torch_cute_ops.testing.samples._rows import DTYPES, out_errors
 
 
 def random_blocks(*shape: int, fmt: FP4Format, layout: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,7 +111,7 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
     """Arguments that the op refuses."""
     y, scale = random_blocks(4, 64, fmt=NVFP4, layout="linear", device=device)
     meta = torch.device("meta")
-    for error in row_errors(torch.zeros(4, 64, dtype=torch.bfloat16, device=device), device):
+    for error in FP4.errors(torch.zeros(4, 128, dtype=torch.bfloat16, device=device)):
         if not error.name.startswith(("input-", "width-")):
             mxfp4 = error.name == "global-scale-mxfp4"
             yield replace(error, args=(y, scale[:, :2].view(torch.uint8) if mxfp4 else scale))

@@ -5,23 +5,20 @@ from collections.abc import Iterator
 import torch
 
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
-from torch_cute_ops.testing.samples._rows import out_errors, random_rows, row_errors, row_samples
+from torch_cute_ops.testing.samples._fp4 import FP4
+from torch_cute_ops.testing.samples._rows import out_errors, random_rows
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
     """Arguments that the op takes."""
-    for name, rows, kwargs in row_samples(device):
+    for name, rows, kwargs in FP4.rows(device):
         yield Sample(name, (rows,), kwargs)
-    g = torch.full((1,), 100.0, device=device)
-    yield Sample("positional", (random_rows(4, 64, device=device), g, 16, "e4m3", "128x4"))
+    factor, choices = FP4.positional(device)
+    yield Sample("positional", (random_rows(4, 64, device=device), factor, *choices))
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
     """Arguments that the op refuses."""
-    rows = random_rows(4, 64, device=device)
-    yield from row_errors(rows, device)
-    good = {
-        "y": torch.zeros(4, 32, dtype=torch.uint8, device=device),
-        "scale": torch.zeros(8, 4, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn),
-    }
-    yield from out_errors((rows,), {"scale_layout": "8x4"}, good, device)
+    yield from FP4.errors(random_rows(4, 128, device=device))
+    kwargs, good = FP4.outputs(device)
+    yield from out_errors((random_rows(4, 512, device=device),), kwargs, good, device)

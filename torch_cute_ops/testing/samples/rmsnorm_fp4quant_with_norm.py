@@ -5,14 +5,16 @@ from collections.abc import Iterator
 import torch
 
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
-from torch_cute_ops.testing.samples._norm import norm_errors, norm_samples
+from torch_cute_ops.testing.samples._fp4 import FP4
+from torch_cute_ops.testing.samples._norm import norm_errors, norm_out_errors, norm_samples
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
     """Arguments that the op takes."""
-    return norm_samples(device)
+    return norm_samples(FP4, device)
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
     """Arguments that the op refuses."""
-    return norm_errors(device, outputs=("y", "scale", "norm"))
+    yield from norm_errors(FP4, device)
+    yield from norm_out_errors(FP4, device, returns_norm=True)
