@@ -93,9 +93,10 @@ def e2m1_value(code: np.ndarray) -> np.ndarray:
 
 
 def e4m3(value: np.ndarray) -> np.ndarray:
-    """e4m3 bytes of non-negative numbers or NaN."""
+    """e4m3 bytes of numbers; 0x7F for NaN."""
     value = np.asarray(value, np.float64)
-    return np.where(np.isnan(value), 0x7F, _round(np.nan_to_num(value, posinf=1e9), E4M3_POSITIVE)).astype(np.uint8)
+    byte = _round(np.nan_to_num(np.abs(value), posinf=1e9), E4M3_POSITIVE) | (np.signbit(value).astype(np.uint8) << 7)
+    return np.where(np.isnan(value), 0x7F, byte).astype(np.uint8)
 
 
 def ue8m0_of_amax(amax: np.ndarray) -> np.ndarray:
@@ -212,6 +213,60 @@ def dequantise(codes: np.ndarray, scales: np.ndarray, global_scale: float | np.n
 def unpack(packed: np.ndarray) -> np.ndarray:
     """Codes (M, K) of packed bytes (M, K/2)."""
     return np.stack((packed % 16, packed // 16), -1).reshape(packed.shape[0], 2 * packed.shape[1])
+
+
+# FP8
+
+
+def quantise_fp8(value: np.ndarray, granularity: str, scale: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """e4m3 bytes (M, K) of fp32 rows, and fp32 scales: (1,) for a given scale, or else (M, scales of a row)."""
+    assert value.dtype == np.float32 and value.ndim == 2
+    with np.errstate(all="ignore"):
+        if granularity == "tensor":
+            return e4m3(value / np.float32(scale)), np.array([scale], np.float32)
+        rows, width = value.shape
+        block = {"token": width, "block128": 128}[granularity]
+        blocks = value.reshape(rows, width // block, block)
+        bad = ~np.isfinite(blocks).all(-1)
+        amax = np.abs(np.where(bad[..., None], np.float32(0), blocks)).max(-1)
+        scales = amax / np.float32(448)
+        dead = bad | (scales == 0)
+        codes = e4m3(blocks / np.where(dead, np.float32(1), scales)[..., None])
+    codes = np.where(dead[..., None], 0, codes).astype(np.uint8)
+    return codes.reshape(rows, width), np.where(bad, np.float32(np.nan), scales)
+
+
+# Before quantisation
+
+FLOATS = {"bfloat16": (8, -126), "float16": (11, -14), "float32": (24, -126)}
+"""Bits of the significand, and exponent of the smallest normal number; the largest is as IEEE 754 has it."""
+
+
+def round_to(value: np.ndarray, dtype: str) -> np.ndarray:
+    """float64 numbers, rounded once to what ``dtype`` can hold: to nearest, ties to even."""
+    bits, lowest = FLOATS[dtype]
+    largest = (2 - 2.0 ** (1 - bits)) * 2.0 ** (1 - lowest)
+    _, exponent = np.frexp(value)
+    quantum = np.ldexp(1.0, np.maximum(exponent - 1, lowest) - (bits - 1))
+    with np.errstate(all="ignore"):
+        rounded = np.rint(value / quantum) * quantum
+    return np.where(np.abs(rounded) > largest, np.copysign(np.inf, value), rounded)
+
+
+def add(a: np.ndarray, b: np.ndarray, dtype: str) -> np.ndarray:
+    """The sum of numbers of ``dtype``, in float64, rounded once: as good as rounding it to fp32 on the way."""
+    with np.errstate(all="ignore"):
+        return round_to(a.astype(np.float64) + b.astype(np.float64), dtype)
+
+
+def silu_mul(value: np.ndarray) -> np.ndarray:
+    """``a / (1 + exp(-a)) · b`` of the halves of rows (M, 2I), rounded to fp32 after each of the two products; where
+    exp(-a) overflows fp32 it is infinite."""
+    a, b = np.split(value.astype(np.float64), 2, axis=-1)
+    with np.errstate(all="ignore"):
+        exponential = np.exp(-a)
+        silu = (a / (1 + np.where(exponential > FLT_MAX, np.inf, exponential))).astype(np.float32)
+        return silu * b.astype(np.float32)
 
 
 # The norm

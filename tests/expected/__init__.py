@@ -53,3 +53,19 @@ def quantised(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) -> Ten
         scale = scale.view(torch.float8_e4m3fn)
     packed = torch.from_numpy(blocks.packed)
     return packed.reshape(*lead, packed.shape[-1]), scale
+
+
+def quantised_fp8(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) -> Tensors:
+    """``(y, scale)`` of fp32 rows that had these leading dimensions."""
+    codes, scales = map(torch.from_numpy, spec.quantise_fp8(value, given["granularity"], scalar_of(given["scale"])))
+    y = codes.view(torch.float8_e4m3fn).reshape(*lead, codes.shape[-1])
+    if given["granularity"] == "tensor":
+        return y, scales
+    return y, scales.t() if given["scale_layout"] == "column" else scales.reshape(*lead, scales.shape[-1])
+
+
+def residual_sum(given: dict[str, Any]) -> torch.Tensor:
+    """What the residual has to become."""
+    residual = given["residual"]
+    total = spec.add(rows_of(given["input"]), rows_of(residual), str(residual.dtype).removeprefix("torch."))
+    return torch.from_numpy(total).to(residual.dtype).reshape(residual.shape)

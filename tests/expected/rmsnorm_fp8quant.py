@@ -1,0 +1,25 @@
+"""``rmsnorm_fp8quant``: within what the order of the sum allows."""
+
+import numpy as np
+
+from expected import Tensors, quantised_fp8, rmsnorm_fp4quant
+from torch_cute_ops.formats import resolve_fp8_format
+from torch_cute_ops.testing import assert_fp8_close
+
+_ARGUMENTS = (
+    "Tensor input, Tensor weight, Tensor? scale=None, float eps=1e-6, str granularity='token', str scale_layout='row'"
+)
+SCHEMA = f"cute::rmsnorm_fp8quant({_ARGUMENTS}) -> (Tensor y, Tensor scale)"
+OUT_SCHEMA = f"cute::rmsnorm_fp8quant.out({_ARGUMENTS}, *, Tensor(a!) y, Tensor(b!) scale_out) -> ()"
+
+
+def results(given) -> Tensors:
+    with np.errstate(over="ignore"):
+        norm = rmsnorm_fp4quant.exact_norm(given).astype(np.float32)
+    return quantised_fp8(norm, given["input"].shape[:-1], given)
+
+
+def assert_results(actual, expected, given) -> None:
+    y, scale = (tensor.cpu() for tensor in actual)
+    fmt, _ = resolve_fp8_format(given["granularity"], given["scale_layout"])
+    assert_fp8_close((y, scale), expected, fmt)
