@@ -2,42 +2,107 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
-from expected import Tensors
+from expected import Tensors, raw
 
 from torch_cute_ops.ops._spec import OpSpec, as_tuple
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.testing import ErrorInput, Sample
 
+Input = TypeVar("Input", Sample, ErrorInput)
+
 
 def sample_cases(*names: str) -> list[Any]:
     """Parameters (op, name of a sample): of all samples, or of those with these names."""
     return [
-        pytest.param(op, sample.name, id=f"{op.name}-{sample.name}")
+        _case(op, sample)
         for op in OPS.values()
         for sample in op.sample_inputs("meta")
         if not names or sample.name in names
     ]
 
 
+def form_cases() -> list[Any]:
+    """Parameters (op, name of a sample): of each op, the samples whose *form* shows something new.
+
+    For what depends on the form of a call and not on values or sizes: the dispatcher, fakes, graphs and the compiler
+    see dtypes, dimensions, strides and arguments, and the same kernel runs whatever calls it. Samples are taken in
+    order, and left out where those before them have shown every fact of theirs.
+    """
+    return list(_form_cases())
+
+
+@cache
+def _form_cases() -> tuple[Any, ...]:
+    cases = []
+    for op in OPS.values():
+        shown: set[Any] = set()
+        for sample in op.sample_inputs("meta"):
+            facts = form_of(op, sample)
+            if not facts <= shown:
+                shown |= facts
+                cases.append(_case(op, sample))
+    return tuple(cases)
+
+
+def form_of(op: OpSpec, sample: Sample) -> set[Any]:
+    """The facts about the form of a call, each by itself."""
+    given = arguments(op, sample)
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    facts: set[Any] = {("positional", len(sample.args))}
+    facts |= {(name, value) for name, value in given.items() if name not in tensors and not isinstance(value, float)}
+    facts |= {(name, type(value), value.dtype) for name, value in tensors.items()}
+    facts |= {(name, value.dim(), *_placement(value)) for name, value in tensors.items() if value.numel()}
+    first = next(iter(tensors.values()))
+    layout = [given.get(name) for name in ("scale_layout", "granularity")]
+    facts.add((*layout, min(first.dim(), 3) if first.numel() else "empty"))
+    for (a, one), (b, other) in itertools.combinations(tensors.items(), 2):
+        if _storage(one) == _storage(other):
+            facts.add((a, b, one is other, one.storage_offset() == other.storage_offset()))
+    return facts
+
+
+def _placement(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """How a tensor lies in memory: each stride as compared with a contiguous one, and whether rows are aligned."""
+    strides, contiguous = [], 1
+    for stride, extent in reversed(list(zip(tensor.stride(), tensor.shape, strict=True))):
+        strides.append(extent > 1 and ("0" if stride == 0 else (stride > contiguous) - (stride < contiguous)))
+        contiguous *= extent
+    steps = (tensor.storage_offset(), *(s for s, n in zip(tensor.stride()[:-1], tensor.shape, strict=False) if n > 1))
+    return *strides, all(step * tensor.itemsize % 16 == 0 for step in steps)
+
+
 def error_cases(device: str) -> list[Any]:
     """Parameters (op, name of an error input)."""
-    return [
-        pytest.param(op, error.name, id=f"{op.name}-{error.name}")
-        for op in OPS.values()
-        for error in op.error_inputs(device)
-    ]
+    return [_case(op, error) for op in OPS.values() for error in op.error_inputs(device)]
 
 
 def op_cases() -> list[Any]:
     return [pytest.param(op, id=op.name) for op in OPS.values()]
+
+
+def _case(op: OpSpec, entry: Sample | ErrorInput) -> Any:
+    return pytest.param(op, entry.name, id=f"{op.name}-{entry.name}")
+
+
+PLAIN = ("nvfp4-128x4-bfloat16", "block128-column-bfloat16")
+"""Names of samples, of which each op has one, of bfloat16 rows and the layout that matrix products read."""
+
+
+def plain_sample(op: OpSpec, device: str) -> Sample:
+    """A sample with nothing special about it."""
+    return next(sample for sample in op.sample_inputs(device) if sample.name in PLAIN)
 
 
 def get_sample(op: OpSpec, name: str, device: str) -> Sample:
@@ -52,6 +117,11 @@ def _named(inputs: Iterable[Any], name: str) -> Any:
     return next(entry for entry in inputs if entry.name == name)
 
 
+def good_outputs_error(op: OpSpec, device: str) -> ErrorInput:
+    """An error input that is about an output, and so whose arguments are good."""
+    return next(error for error in op.error_inputs(device) if error.out is not None)
+
+
 def expected_of(op: OpSpec) -> ModuleType:
     """The module ``expected/<op>.py``."""
     return importlib.import_module(f"expected.{op.name}")
@@ -62,22 +132,104 @@ def overload(op: OpSpec, name: str = "default") -> Any:
     return getattr(getattr(torch.ops.cute, op.name), name)
 
 
-def run(op: OpSpec, sample: Sample) -> Tensors:
+# Calls. ``call…`` calls with the sample's own tensors; ``run…`` leaves them as they are: arguments that the op updates
+# are copied first, and their final values come after the outputs.
+
+
+def call(op: OpSpec, sample: Sample | ErrorInput) -> Tensors:
     """The op's outputs, always as a tuple."""
     return as_tuple(overload(op)(*sample.args, **sample.kwargs))
 
 
-def run_out(op: OpSpec, sample: Sample | ErrorInput, outputs: Tensors) -> None:
-    """Call the op's ``.out`` overload."""
-    overload(op, "out")(*sample.args, **sample.kwargs, **dict(zip(op.outputs, outputs, strict=True)))
+def call_out(op: OpSpec, sample: Sample | ErrorInput, outputs: Tensors) -> None:
+    """Call the op's ``.out`` overload, which returns nothing."""
+    by_name = dict(zip(op.out_names, outputs, strict=True))
+    assert overload(op, "out")(*sample.args, **sample.kwargs, **by_name) is None
 
 
-def run_function(op: OpSpec, sample: Sample | ErrorInput, outputs: Tensors | None = None) -> Any:
-    """Call the typed Python function, with ``out=`` if there are outputs."""
+def call_function(op: OpSpec, sample: Sample | ErrorInput, outputs: Tensors | None = None) -> Tensors:
+    """What the typed Python function returns, called with ``out=`` if there are outputs."""
     kwargs = dict(sample.kwargs)
     if outputs is not None:
         kwargs["out"] = outputs if len(op.outputs) > 1 else outputs[0]
-    return op.function(*sample.args, **kwargs)
+    return as_tuple(op.function(*sample.args, **kwargs))
+
+
+def run(op: OpSpec, sample: Sample) -> Tensors:
+    """Outputs and final values of updated arguments, of the op."""
+    sample = private(op, sample)
+    return *call(op, sample), *updated(op, sample)
+
+
+def run_out(op: OpSpec, sample: Sample, outputs: Tensors) -> Tensors:
+    """The same of the ``.out`` overload, which writes these outputs."""
+    sample = private(op, sample)
+    call_out(op, sample, outputs)
+    return *outputs, *updated(op, sample)
+
+
+def run_function(op: OpSpec, sample: Sample, outputs: Tensors | None = None) -> Tensors:
+    """The same of the typed Python function."""
+    sample = private(op, sample)
+    return *call_function(op, sample, outputs), *updated(op, sample)
+
+
+def updated(op: OpSpec, sample: Sample | ErrorInput) -> Tensors:
+    """The arguments that the op updates."""
+    given = arguments(op, sample)
+    return tuple(given[name] for name in op.mutated)
+
+
+def private(op: OpSpec, sample: Input) -> Input:
+    """The sample with copies of what the op updates: of whole storages, so that views and overlaps are as they were."""
+    storages = {_storage(tensor): tensor.untyped_storage() for tensor in updated(op, sample) if not tensor.is_meta}
+    copies = {key: storage.clone() for key, storage in storages.items()}
+    tensors: dict[int, torch.Tensor] = {}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or _storage(value) not in copies:
+            return value
+        if id(value) not in tensors:
+            tensors[id(value)] = view_of(copies[_storage(value)], value).requires_grad_(value.requires_grad)
+        return tensors[id(value)]
+
+    kwargs = {name: copied(value) for name, value in sample.kwargs.items()}
+    return replace(sample, args=tuple(map(copied, sample.args)), kwargs=kwargs)
+
+
+def view_of(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """A tensor that lies in ``storage`` as ``like`` does in its own."""
+    empty = torch.empty(0, dtype=like.dtype, device=like.device)
+    return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@contextlib.contextmanager
+def only_updates(op: OpSpec, sample: Sample) -> Iterator[None]:
+    """Assert that calls with the sample's own tensors write what the op updates, whose version moves, and that neither
+    another argument nor the memory beside it changes."""
+    written = updated(op, sample)
+    storages = {_storage(target): target.untyped_storage() for target in written}
+    others = [tensor for tensor in tensors_in(sample) if _storage(tensor) not in storages]
+    before = [(raw(tensor), tensor._version) for tensor in others]
+    copies = {key: storage.clone() for key, storage in storages.items()}
+    versions = [target._version for target in written]
+    yield
+    for tensor, (data, version) in zip(others, before, strict=True):
+        assert torch.equal(raw(tensor), data)
+        assert tensor._version == version
+    for target, version in zip(written, versions, strict=True):
+        assert target._version > version
+        view_of(copies[_storage(target)], target).copy_(target)
+    for key, storage in storages.items():
+        assert torch.equal(_bytes(storage), _bytes(copies[key])), "memory beside an updated argument was written"
 
 
 def arguments(op: OpSpec, sample: Sample | ErrorInput) -> dict[str, Any]:
@@ -88,7 +240,66 @@ def arguments(op: OpSpec, sample: Sample | ErrorInput) -> dict[str, Any]:
     return dict(bound.arguments)
 
 
+def named(op: OpSpec, given: dict[str, Any]) -> Sample:
+    """The sample of these arguments."""
+    return Sample(op.name, (), given)
+
+
+# Calls of any size
+
+
+def choices_of(op: OpSpec) -> list[dict[str, Any]]:
+    """Formats and layouts that differ in how outputs are shaped: arguments of the op."""
+    names = inspect.signature(op.function).parameters
+    if "granularity" in names:
+        return [
+            {"granularity": "token"},
+            {"granularity": "block128", "scale_layout": "column"},
+            {"granularity": "tensor"},
+        ]
+    return [{"scale_layout": layout} for layout in ("linear", "128x4")] if "scale_layout" in names else [{}]
+
+
+def make_call(
+    op: OpSpec, *shape: int, device: str, dtype: torch.dtype = torch.bfloat16, **choices: Any
+) -> dict[str, Any]:
+    """Arguments by name of a call that quantises (or makes) a tensor of ``shape``: random data; NVFP4 128x4, or FP8 by
+    rows, where the choices tell nothing else."""
+    given = arguments(op, plain_sample(op, "meta"))
+    layout = {name: choices[name] for name in ("granularity", "scale_layout") if name in choices}
+    if "granularity" in given:
+        layout = {"granularity": "token", "scale_layout": "row", **layout}
+    given |= layout
+    if "input" in given:
+        width = input_width(op, shape[-1])
+        given["input"] = torch.randn(*shape[:-1], width, dtype=dtype, device=device)
+    else:
+        given["y"] = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device=device)
+        like = OPS["fp4_quantize"].fake(torch.empty(shape, device="meta"), scale_layout=given["scale_layout"])[1]
+        scale = torch.randint(0, 0x7F, like.shape, dtype=torch.uint8, device=device)
+        given["scale"] = scale.view(torch.float8_e4m3fn)
+    if "residual" in given:
+        given["residual"] = torch.randn_like(given["input"])
+    if "weight" in given:
+        given["weight"] = torch.randn(shape[-1], device=device)
+    if "global_scale" in given:
+        given["global_scale"] = torch.rand(1, device=device) * 400 + 10
+    elif given["granularity"] == "tensor":
+        given["scale"] = torch.rand(1, device=device) + 0.01
+    return given
+
+
+def input_width(op: OpSpec, width: int) -> int:
+    """Length of the input rows that become rows of ``width``."""
+    return 2 * width if op.name.startswith("silu_mul") else width
+
+
 # Tensors
+
+
+def out_for(op: OpSpec, results: Tensors) -> Tensors:
+    """Poisoned tensors for the outputs among these results of ``run``."""
+    return poisoned(results[: len(op.outputs)])
 
 
 def poisoned(like: Iterable[torch.Tensor]) -> Tensors:

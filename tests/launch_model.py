@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.ops import _row_quant, fp4_dequantize
 from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize as dequantize
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
+from torch_cute_ops.reference.rmsnorm_fp8quant import quantize_fp8_rows
+from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
@@ -95,10 +98,26 @@ def compute(kernel: Any, *args: Any) -> None:
         value = dequantize(y, scale, g, config.fmt.block_size, None, config.layout.name, config.out_dtype)
         write(out, value)
         return
-    x, weight, g, y, scale, norm, eps, _ = args
+    x, residual, weight, factor, y, scale, linear, norm, eps, _ = args
     problem = config.problem
-    value = x.float() if weight is None else rmsnorm_rows(x, weight, eps)
-    for output, result in zip((y, scale), quantize_rows(value, problem.fmt, g, problem.layout.name), strict=True):
+    if residual is not None:
+        write(residual, x.float() + residual.float())
+        x = residual
+    if problem.source == "silu_mul":
+        value = silu_mul_rows(x)
+    elif weight is None:
+        value = x.float()
+    else:
+        padding = (0, problem.width - problem.norm_width)
+        within = slice(0, problem.norm_width)
+        value = torch.nn.functional.pad(rmsnorm_rows(x[:, within], weight[within], eps), padding)
+    if isinstance(problem.fmt, FP4Format):
+        results = quantize_rows(value, problem.fmt, factor, problem.layout.name)
+        if linear is not None:
+            write(linear, quantize_rows(value, problem.fmt, factor, "linear")[1])
+    else:
+        results = quantize_fp8_rows(value, problem.fmt, factor, problem.layout)
+    for output, result in zip((y, scale), results, strict=True):
         write(output, result)
     if norm is not None:
         write(norm, value)
@@ -126,5 +145,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     for op in OPS.values():
         for value in vars(sys.modules[op.function.__module__]).values():
             if isinstance(value, _row_quant.RowQuant):
-                monkeypatch.setattr(value, "_launchers", {})
+                for launchers in ("_launchers", "_padding_launchers"):
+                    monkeypatch.setattr(value, launchers, {})
     return recorded

@@ -2,7 +2,22 @@
 
 import pytest
 import torch
-from cases import arguments, get_sample, op_cases, overload, poisoned, run, run_function, sample_cases
+from cases import (
+    call,
+    call_function,
+    choices_of,
+    form_cases,
+    get_sample,
+    make_call,
+    named,
+    op_cases,
+    out_for,
+    overload,
+    private,
+    run,
+    sample_cases,
+    updated,
+)
 from expected import assert_same
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -19,29 +34,32 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("op", "name"), sample_cases())
+@pytest.mark.parametrize(("op", "name"), form_cases())
 def test_compiled_is_eager(op, name, device):
     """The op, its Python function, and the function with ``out=`` in one graph."""
     sample = get_sample(op, name, device)
     want = run(op, sample)
-    outputs = poisoned(want)
+    outputs = out_for(op, want)
 
-    def program(args, kwargs, outputs):
-        as_op = as_tuple(overload(op)(*args, **kwargs))
-        as_function = as_tuple(run_function(op, Sample("", args, kwargs)))
-        run_function(op, Sample("", args, kwargs), outputs)
+    def program(calls, outputs):
+        first, second, third = (Sample("", args, kwargs) for args, kwargs in calls)
+        as_op = call(op, first)
+        as_function = call_function(op, second)
+        call_function(op, third, outputs)
         return as_op, as_function
 
+    samples = [private(op, sample) for _ in range(3)]
     counter = CompileCounterWithBackend("aot_eager")
-    as_op, as_function = torch.compile(program, backend=counter, fullgraph=True)(sample.args, sample.kwargs, outputs)
+    compiled = torch.compile(program, backend=counter, fullgraph=True)
+    as_op, as_function = compiled([(each.args, each.kwargs) for each in samples], outputs)
     assert counter.frame_count == 1
-    for got in (as_op, as_function, outputs):
-        assert_same(got, want)
-    facts = [(t.stride(), t.device) for t in want]
+    for got, each in zip((as_op, as_function, outputs), samples, strict=True):
+        assert_same((*got, *updated(op, each)), want)
+    facts = [(t.stride(), t.device) for t in outputs]
     assert [(t.stride(), t.device) for t in as_op] == facts
 
 
-INDUCTOR = ("nvfp4-128x4-bfloat16", "leading-transposed")
+INDUCTOR = ("nvfp4-128x4-bfloat16", "block128-column-bfloat16", "leading-transposed")
 
 
 @pytest.mark.slow
@@ -59,10 +77,12 @@ def test_inductor(op, name, device):
             output.view(torch.uint8) + 1 if output.dtype.itemsize == 1 else output * 2 for output in outputs
         )
 
-    want = program(sample.args, sample.kwargs)
-    got = torch.compile(program, fullgraph=True)(sample.args, sample.kwargs)
+    eager, compiled = private(op, sample), private(op, sample)
+    want = program(eager.args, eager.kwargs)
+    got = torch.compile(program, fullgraph=True)(compiled.args, compiled.kwargs)
     for i in range(2):
         assert_same(got[i], want[i])
+    assert_same(updated(op, compiled), updated(op, eager))
     assert [t.stride() for t in got[0]] == [t.stride() for t in want[0]]
 
 
@@ -71,20 +91,15 @@ def test_inductor(op, name, device):
 ROWS = (1, 2, 3, 7, 16, 33, 128, 129, 300)
 
 
-def rows_of(op, device, rows, layout, lead=()):
-    """Arguments of a call with this many rows, and the name of the argument that has them."""
-    given = arguments(op, get_sample(op, "nvfp4-linear-bfloat16", device))
-    given["scale_layout"] = layout
-    if "input" in given:
-        given["input"] = torch.randn(*lead, rows, 80, dtype=torch.bfloat16, device=device)
-        return given, "input"
-    given["y"] = torch.randint(0, 256, (*lead, rows, 40), dtype=torch.uint8, device=device)
-    shape = (*lead, rows, 5) if layout == "linear" else (-(-given["y"][..., 0].numel() // 128) * 128, 8)
-    given["scale"] = torch.randint(0, 0x7F, shape, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-    return given, "y"
+def split_call(op, *lead, device, **choices):
+    """Tensors, and the other arguments, of a call with these dimensions before the last."""
+    width = 256 if choices.get("granularity") == "block128" else 80
+    given = make_call(op, *lead, width, device=device, **choices)
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    return tensors, {name: value for name, value in given.items() if name not in tensors}
 
 
-def compilations(op, device, sequence, layout, dynamic=None, lead=()):
+def compilations(op, device, sequence, choices, dynamic=None, lead=()):
     """How many graphs a program with the op is compiled to for this sequence of M; its results are the op's.
 
     Kept graphs are counted, not calls of the backend: with ``dynamic=True`` PyTorch makes a float argument symbolic,
@@ -94,47 +109,47 @@ def compilations(op, device, sequence, layout, dynamic=None, lead=()):
     def program(tensors):
         return as_tuple(op.function(**tensors, **fixed))
 
-    fixed = {k: v for k, v in rows_of(op, device, 1, layout)[0].items() if not isinstance(v, torch.Tensor)}
+    _, fixed = split_call(op, 1, device=device, **choices)
     compiled = torch.compile(program, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for rows in sequence:
-        given, _ = rows_of(op, device, rows, layout, lead)
-        tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
-        assert_same(compiled(tensors), as_tuple(overload(op)(**given)))
+        tensors, _ = split_call(op, *lead, rows, device=device, **choices)
+        want = run(op, named(op, {**tensors, **fixed}))
+        assert_same((*compiled(tensors), *(tensors[name] for name in op.mutated)), want)
     graphs = len(_debug_get_cache_entry_list(program.__code__))
     assert graphs > 0
     return graphs
 
 
-by_op_and_layout = pytest.mark.parametrize(
-    ("op", "layout"),
+by_op_and_choices = pytest.mark.parametrize(
+    ("op", "choices"),
     [
-        pytest.param(*case.values, layout, id=f"{case.id}-{layout}")
+        pytest.param(*case.values, choices, id="-".join((case.id, *choices.values())))
         for case in op_cases()
-        for layout in ("linear", "128x4")
+        for choices in choices_of(*case.values)
         # The caller passes the tiled scale matrix, whose extent PyTorch takes for fixed until it has seen a second one.
-        if not (case.id == "fp4_dequantize" and layout == "128x4")
+        if not (case.id == "fp4_dequantize" and choices["scale_layout"] == "128x4")
     ],
 )
 
 
-@by_op_and_layout
+@by_op_and_choices
 @pytest.mark.parametrize("lead", [(), (2,)], ids=["2d", "3d"])
-def test_compiles_twice_at_most(op, layout, lead, device):
+def test_compiles_twice_at_most(op, choices, lead, device):
     """Once for the first M, once with M symbolic."""
-    assert compilations(op, device, ROWS, layout, lead=lead) <= 2
+    assert compilations(op, device, ROWS, choices, lead=lead) <= 2
 
 
-@by_op_and_layout
-def test_compiles_twice_at_most_in_any_order(op, layout, device):
+@by_op_and_choices
+def test_compiles_twice_at_most_in_any_order(op, choices, device):
     """With ``dynamic=True``: one graph for M = 1, which PyTorch always specialises, and one for all others."""
     order = torch.randperm(len(ROWS)).tolist()
-    assert compilations(op, device, [ROWS[i] for i in order], layout, dynamic=True) <= 2
+    assert compilations(op, device, [ROWS[i] for i in order], choices, dynamic=True) <= 2
 
 
-@by_op_and_layout
-def test_no_rows_after_some(op, layout, device):
+@by_op_and_choices
+def test_no_rows_after_some(op, choices, device):
     """M = 0 is a case of its own to PyTorch."""
-    assert compilations(op, device, (5, 6, 0, 7, 0), layout) <= 3
+    assert compilations(op, device, (5, 6, 0, 7, 0), choices) <= 3
 
 
 @pytest.mark.parametrize("op", op_cases())
@@ -145,15 +160,12 @@ def test_export(op, device):
         def forward(self, tensors):
             return as_tuple(overload(op)(**tensors, **fixed))
 
-    def call(rows):
-        given, batched = rows_of(op, device, rows, "linear")
-        tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
-        return tensors, {key: value for key, value in given.items() if key not in tensors}, batched
-
-    tensors, fixed, batched = call(5)
+    choices = choices_of(op)[0]
+    tensors, fixed = split_call(op, 5, device=device, **choices)
     rows = torch.export.Dim("rows", max=512)
-    shapes = {key: {0: rows} if key in (batched, "scale") else None for key in tensors}
+    shapes = {name: {0: rows} if tensor.dim() > 1 else None for name, tensor in tensors.items()}
     program = torch.export.export(Program(), (tensors,), dynamic_shapes=({**shapes},)).module()
     for count in (2, 9, 300):
-        tensors, _, _ = call(count)
-        assert_same(program(tensors), as_tuple(overload(op)(**tensors, **fixed)))
+        tensors, _ = split_call(op, count, device=device, **choices)
+        want = run(op, named(op, {**tensors, **fixed}))
+        assert_same((*program(tensors), *(tensors[name] for name in op.mutated)), want)

@@ -9,16 +9,22 @@ import spec
 import torch
 from cases import (
     arguments,
+    call,
     expected_of,
+    form_cases,
     get_sample,
+    named,
+    only_updates,
     op_cases,
+    out_for,
     overload,
-    poisoned,
+    private,
     run,
     run_function,
     run_out,
     sample_cases,
     tensors_in,
+    updated,
 )
 from expected import assert_same, raw
 from torch._subclasses import FakeTensorMode
@@ -27,6 +33,7 @@ from torch_cute_ops.ops._spec import as_tuple
 from torch_cute_ops.registry import OPS
 
 by_sample = pytest.mark.parametrize(("op", "name"), sample_cases())
+by_form = pytest.mark.parametrize(("op", "name"), form_cases())
 by_op = pytest.mark.parametrize("op", op_cases())
 
 
@@ -63,27 +70,25 @@ def test_result(op, name, device):
 def test_reference(op, name, device):
     """The reference runs on a GPU too, where users may compare with it."""
     sample = get_sample(op, name, device)
-    given = arguments(op, sample)
-    outputs = as_tuple(op.reference(*sample.args, **sample.kwargs))
+    expected = expected_of(op).results(arguments(op, sample))
+    sample = private(op, sample)
+    outputs = (*as_tuple(op.reference(*sample.args, **sample.kwargs)), *updated(op, sample))
     assert all(output.device.type == device for output in outputs)
-    expected_of(op).assert_results(outputs, expected_of(op).results(given), given)
+    expected_of(op).assert_results(outputs, expected, arguments(op, sample))
 
 
 @by_sample
 def test_deterministic_and_pure(op, name, device):
     sample = get_sample(op, name, device)
-    before = [raw(tensor) for tensor in tensors_in(sample)]
-    versions = [tensor._version for tensor in tensors_in(sample)]
     first = run(op, sample)
+    sample = private(op, sample)
     torch.use_deterministic_algorithms(True)
     try:
-        second = run(op, sample)
+        with only_updates(op, sample):
+            second = call(op, sample)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert_same(second, first)
-    for tensor, bytes_before, version in zip(tensors_in(sample), before, versions, strict=True):
-        assert torch.equal(raw(tensor), bytes_before)
-        assert tensor._version == version
+    assert_same((*second, *updated(op, sample)), first)
 
 
 @by_sample
@@ -92,61 +97,71 @@ def test_row_alone(op, name, device):
     sample = get_sample(op, name, device)
     given = arguments(op, sample)
     outputs = run(op, sample)
-    batched = "input" if "input" in given else "y"
-    rows = given[batched].shape[:-1].numel()
+    batched = ["input", *op.mutated] if "input" in given else ["y"]
+    first = given[batched[0]]
+    rows = first.shape[:-1].numel()
     for m in {0, rows // 3, rows - 1} if rows else ():
-        want, call = [], dict(given)
-        call[batched] = given[batched].flatten(0, -2)[m] if given[batched].dim() > 1 else given[batched]
-        if "scale" in given:
-            # Its bytes, picked out of the batch's layout and laid out anew for one row.
-            blocks = given["y"].shape[-1] * 2 // given["block_size"]
-            all_bytes = given["scale"].cpu().contiguous().view(torch.uint8).numpy()
-            row = spec.collect(all_bytes, given["scale_layout"], rows, blocks)[m]
-            laid = (
-                torch.from_numpy(spec.arrange(row[None], given["scale_layout"])).to(device).view(given["scale"].dtype)
-            )
-            call["scale"] = laid[0] if given["scale_layout"] == "linear" else laid
-        for output_name, output in zip(op.outputs, outputs, strict=True):
-            if output_name == "scale":
-                blocks = given["input"].shape[-1] // given["block_size"]
-                row = spec.collect(raw(output).numpy(), given["scale_layout"], rows, blocks)[m]
-                laid = spec.arrange(row[None], given["scale_layout"])
-                laid = laid[0] if given["scale_layout"] == "linear" else laid
-                want.append(torch.from_numpy(np.ascontiguousarray(laid)).view(output.dtype))
+        alone = dict(given)
+        for key in batched:
+            alone[key] = given[key].flatten(0, -2)[m] if first.dim() > 1 else given[key]
+        if batched == ["y"]:
+            alone["scale"] = row_of_scales(given["scale"], given["scale_layout"], rows, first.shape[-1] * 2, given, m)
+        want = []
+        for key, output in zip((*op.outputs, *op.mutated), outputs, strict=True):
+            if key.startswith("scale"):
+                layout = key.removeprefix("scale_") if key != "scale" else given["scale_layout"]
+                want.append(row_of_scales(output, layout, rows, outputs_width(outputs[0]), given, m))
             else:
                 want.append(output.reshape(rows, -1)[m])
-        assert_same(as_tuple(overload(op)(**call)), want)
+        assert_same(run(op, named(op, alone)), want)
+
+
+def outputs_width(y):
+    """Elements of a row of codes."""
+    return y.shape[-1] * (2 if y.dtype == torch.uint8 else 1)
+
+
+def row_of_scales(scale, layout, rows, width, given, m):
+    """The scales of row ``m``, out of a batch's and laid out as those of one row that has no other dimension."""
+    if layout == "row":
+        return scale if given["granularity"] == "tensor" else scale.reshape(rows, -1)[m]
+    if layout == "column":
+        return scale[:, m : m + 1].contiguous()
+    # Its bytes, picked out of the batch's layout and laid out anew.
+    all_bytes = scale.cpu().contiguous().view(torch.uint8).numpy()
+    row = spec.collect(all_bytes, layout, rows, width // given["block_size"])[m]
+    laid = torch.from_numpy(np.ascontiguousarray(spec.arrange(row[None], layout))).to(scale.device).view(scale.dtype)
+    return laid[0] if layout == "linear" else laid
 
 
 # Forms of a call
 
 
-@by_sample
+@by_form
 def test_out_is_functional(op, name, device):
     sample = get_sample(op, name, device)
     want = run(op, sample)
     given = [raw(tensor) for tensor in tensors_in(sample)]
-    outputs = poisoned(want)
+    outputs = out_for(op, want)
     versions = [output._version for output in outputs]
-    assert run_out(op, sample, outputs) is None
-    assert_same(outputs, want)
+    assert_same(run_out(op, sample, outputs), want)
     assert all(output._version > version for output, version in zip(outputs, versions, strict=True))
     for tensor, bytes_before in zip(tensors_in(sample), given, strict=True):
         assert torch.equal(raw(tensor), bytes_before)
 
 
-@by_sample
+@by_form
 def test_function_is_op(op, name, device):
     sample = get_sample(op, name, device)
     want = run(op, sample)
-    assert_same(as_tuple(run_function(op, sample)), want)
-    outputs = poisoned(want)
-    returned = as_tuple(run_function(op, sample, outputs))
-    assert all(a is b for a, b in zip(returned, outputs, strict=True))
-    assert_same(outputs, want)
+    assert_same(run_function(op, sample), want)
+    outputs = out_for(op, want)
+    returned = run_function(op, sample, outputs)
+    assert all(a is b for a, b in zip(returned, outputs, strict=False))
+    assert_same(returned, want)
 
 
-@by_sample
+@by_form
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_without_gradients(op, name, device, mode):
     """In these modes an input may require grad, and results are the same."""
@@ -156,12 +171,10 @@ def test_without_gradients(op, name, device, mode):
         if tensor.is_leaf and tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
             tensor.requires_grad_()
     with mode():
-        assert_same(run(op, sample), want)
-        assert_same(as_tuple(run_function(op, sample)), want)
-        outputs = poisoned(want)
-        run_out(op, sample, outputs)
-    assert_same(outputs, want)
-    assert not any(output.requires_grad for output in outputs)
+        outputs = out_for(op, want)
+        for got in (run(op, sample), run_function(op, sample), run_out(op, sample, outputs)):
+            assert_same(got, want)
+            assert not any(output.requires_grad for output in got[: len(op.outputs)])
 
 
 # Fakes
@@ -171,10 +184,10 @@ def _facts(tensors):
     return [(t.shape, t.dtype, t.stride(), t.device) for t in tensors]
 
 
-@by_sample
+@by_form
 def test_fake_is_real(op, name, device):
     sample = get_sample(op, name, device)
-    real = _facts(run(op, sample))
+    real = _facts(out_for(op, run(op, sample)))
     mode = FakeTensorMode()
     convert = lambda value: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value  # noqa: E731
     args = [convert(value) for value in sample.args]
@@ -183,10 +196,10 @@ def test_fake_is_real(op, name, device):
         assert _facts(as_tuple(overload(op)(*args, **kwargs))) == real
         assert _facts(as_tuple(op.function(*args, **kwargs))) == real
         outputs = [torch.empty(shape, dtype=dtype, device=where) for shape, dtype, _, where in real]
-        assert overload(op, "out")(*args, **kwargs, **dict(zip(op.outputs, outputs, strict=True))) is None
+        assert overload(op, "out")(*args, **kwargs, **dict(zip(op.out_names, outputs, strict=True))) is None
 
 
-@by_sample
+@by_form
 def test_meta_is_real(op, name, device):
     real = [fact[:3] for fact in _facts(run(op, get_sample(op, name, device)))]
     outputs = run(op, get_sample(op, name, "meta"))
@@ -200,7 +213,7 @@ UTILS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_a
 UNCHECKABLE = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 
 
-@by_sample
+@by_form
 def test_opcheck(op, name, device):
     sample = get_sample(op, name, device)
     utils = list(UTILS)
@@ -214,11 +227,11 @@ def test_opcheck(op, name, device):
     torch.library.opcheck(overload(op), sample.args, sample.kwargs, test_utils=utils)
 
 
-@by_sample
+@by_form
 def test_opcheck_out(op, name, device):
     """Without test_schema, whose comparison cannot multiply a float8 output; test_out_is_functional compares bytes."""
     sample = get_sample(op, name, device)
-    outputs = dict(zip(op.outputs, poisoned(run(op, sample)), strict=True))
+    outputs = dict(zip(op.out_names, out_for(op, run(op, sample)), strict=True))
     torch.library.opcheck(overload(op, "out"), sample.args, {**sample.kwargs, **outputs}, test_utils=UTILS[1:])
 
 

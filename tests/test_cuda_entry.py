@@ -4,23 +4,48 @@ import contextlib
 
 import pytest
 import torch
-from cases import error_cases, get_error, get_sample, op_cases, poisoned, run, sample_cases, tensors_in
+from cases import (
+    error_cases,
+    form_cases,
+    get_error,
+    get_sample,
+    good_outputs_error,
+    make_call,
+    named,
+    only_updates,
+    op_cases,
+    out_for,
+    poisoned,
+    private,
+    run,
+    sample_cases,
+    tensors_in,
+    updated,
+)
 from expected import assert_same, raw
 from launch_model import launches  # noqa: F401  (a fixture)
 
 from torch_cute_ops.ops._spec import as_tuple
-from torch_cute_ops.testing import Sample
 
 pytestmark = pytest.mark.usefixtures("launches")
 
 by_sample = pytest.mark.parametrize(("op", "name"), sample_cases())
+by_form = pytest.mark.parametrize(("op", "name"), form_cases())
 
 
-def entry(op, sample, outputs=None):
+def enter(op, sample, outputs=None):
     """Call the CUDA entry, of the op or of its ``.out``."""
     if outputs is None:
         return as_tuple(op.cuda(*sample.args, **sample.kwargs))
-    return op.cuda_out(*sample.args, **sample.kwargs, **dict(zip(op.outputs, outputs, strict=True)))
+    return op.cuda_out(*sample.args, **sample.kwargs, **dict(zip(op.out_names, outputs, strict=True)))
+
+
+def run_entry(op, sample, outputs=None):
+    """Outputs and final values of updated arguments; the sample keeps its own."""
+    sample = private(op, sample)
+    returned = enter(op, sample, outputs)
+    assert outputs is None or returned is None
+    return *(returned if outputs is None else outputs), *updated(op, sample)
 
 
 @by_sample
@@ -29,41 +54,35 @@ def test_result(op, name, launches):  # noqa: F811
     sample = get_sample(op, name, "cpu")
     want = run(op, sample)
     for _ in range(2):
-        got = entry(op, sample)
+        got = run_entry(op, sample)
         assert_same(got, want)
         assert [t.stride() for t in got] == [t.stride() for t in want]
-    outputs = poisoned(want)
+    outputs = out_for(op, want)
     versions = [output._version for output in outputs]
-    assert entry(op, sample, outputs) is None
-    assert_same(outputs, want)
+    assert_same(run_entry(op, sample, outputs), want)
     assert all(output._version > version for output, version in zip(outputs, versions, strict=True))
-    empty = not any(output.numel() for output in want)
-    assert len(launches.calls) == (0 if empty else 3)
+    assert len(launches.calls) == (3 if tensors_in(sample)[0].numel() else 0)
 
 
 @by_sample
 def test_inputs_are_untouched(op, name):
-    sample = get_sample(op, name, "cpu")
-    before = [(raw(tensor), tensor._version) for tensor in tensors_in(sample)]
-    entry(op, sample)
-    for tensor, (data, version) in zip(tensors_in(sample), before, strict=True):
-        assert torch.equal(raw(tensor), data)
-        assert tensor._version == version
+    """But for those that the op updates."""
+    sample = private(op, get_sample(op, name, "cpu"))
+    with only_updates(op, sample):
+        enter(op, sample)
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-@pytest.mark.parametrize(("op", "name"), sample_cases("nvfp4-linear-bfloat16", "nvfp4-3d-tiled", "empty-linear"))
+@by_form
 def test_without_gradients(op, name, mode):
     sample = get_sample(op, name, "cpu")
     want = run(op, sample)
     for tensor in tensors_in(sample):
-        if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
+        if tensor.is_leaf and tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
             tensor.requires_grad_()
     with mode():
-        assert_same(entry(op, sample), want)
-        outputs = poisoned(want)
-        entry(op, sample, outputs)
-    assert_same(outputs, want)
+        assert_same(run_entry(op, sample), want)
+        assert_same(run_entry(op, sample, out_for(op, want)), want)
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["first-call", "later-call"])
@@ -71,25 +90,25 @@ def test_without_gradients(op, name, mode):
 def test_error(op, name, warm, launches):  # noqa: F811
     """The same errors as on the CPU, and no launch, whether or not a launcher for these facts is there."""
     error = get_error(op, name, "cpu")
-    good = next(error for error in op.error_inputs("cpu") if error.out is not None)
-    outputs = poisoned(entry(op, Sample("good", good.args, good.kwargs)))
+    outputs = poisoned(enter(op, good_outputs_error(op, "cpu")))
     if warm:
         # For the facts of this very call, where they are such that one can be made.
         with torch.no_grad(), contextlib.suppress(ValueError, TypeError):
-            entry(op, error)
+            enter(op, error)
     launches.calls.clear()
     match = rf"(?s)cute::{op.name}\b.*{error.match}"
     if error.out is None:
         with pytest.raises(error.error, match=match):
-            entry(op, error)
+            enter(op, error)
     else:
         outputs = error.out
-    before = [raw(output) for output in outputs if output.device.type == "cpu"]
+    kept = [tensor for tensor in (*outputs, *updated(op, error)) if tensor.device.type == "cpu"]
+    before = [raw(tensor) for tensor in kept]
     with pytest.raises(error.error, match=match):
-        entry(op, error, outputs)
+        enter(op, error, outputs)
     assert not launches.calls
-    for output, expected in zip((o for o in outputs if o.device.type == "cpu"), before, strict=True):
-        assert torch.equal(raw(output), expected)
+    for tensor, expected in zip(kept, before, strict=True):
+        assert torch.equal(raw(tensor), expected)
 
 
 IN_PLACE = ("row-strided", "row-strided-float32", "every-other-row", "offset-in-storage", "rows-expanded")
@@ -102,20 +121,52 @@ QUANTISING = [case for case in sample_cases(*IN_PLACE, *COPIED) if case.values[0
 
 @pytest.mark.parametrize(("op", "name"), QUANTISING)
 def test_copies(op, name, launches):  # noqa: F811
-    """Strided rows are read where they are, and copied only where the kernel cannot read them."""
-    sample = get_sample(op, name, "cpu")
-    entry(op, sample)
+    """Strided rows are read where they are, and copied only where the kernel cannot read them; so are residuals."""
+    sample = private(op, get_sample(op, name, "cpu"))
+    enter(op, sample)
     ((_, args),) = launches.calls
     assert (args[0].data_ptr() == sample.args[0].data_ptr()) == (name in IN_PLACE)
+    for target in updated(op, sample):
+        assert (args[1].data_ptr() == target.data_ptr()) == (name in IN_PLACE)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), sample_cases(*(f"residual-{name}" for name in (*IN_PLACE, *COPIED, "beside-input", "in-a-stack")))
+)
+def test_copies_of_residuals(op, name, launches):  # noqa: F811
+    """A residual is updated where it is, if the kernel can."""
+    sample = private(op, get_sample(op, name, "cpu"))
+    enter(op, sample)
+    ((_, args),) = launches.calls
+    (target,) = updated(op, sample)
+    assert (args[1].data_ptr() == target.data_ptr()) == (name.removeprefix("residual-") not in COPIED)
+
+
+@pytest.mark.parametrize("op", [case for case in op_cases() if case.values[0].mutated])
+@pytest.mark.parametrize("columns", [0, 8, 16, 80], ids=lambda columns: f"{columns}-columns-on")
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_a_residual_that_is_the_input_elsewhere(op, rows, columns, launches):  # noqa: F811
+    """Views that reach into each other have no meaning; the same view has, and so have views side by side."""
+    given = make_call(op, 5, 80, device="cpu")
+    storage = torch.randn(10, 160, dtype=torch.bfloat16)
+    given["input"] = storage[:5, :80]
+    given["residual"] = storage[rows : rows + 5, columns : columns + 80]
+    sample = named(op, given)
+    if (rows, columns) == (0, 0) or rows == 5 or columns == 80:
+        assert_same(run_entry(op, sample), run(op, sample))
+        assert len(launches.calls) == 1
+    else:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"cute::{op.name}: residual .* shares memory with input"):
+                enter(op, sample)
+        assert not launches.calls
 
 
 @pytest.mark.parametrize("op", op_cases())
 def test_one_kernel_serves_every_number_of_rows(op, launches):  # noqa: F811
     """M is in no key: after the first call, nothing is compiled."""
-    sample = get_sample(op, "nvfp4-linear-bfloat16", "cpu")
     for rows in (5, 4, 3, 2, 1, 0):
-        args = tuple(value[:rows] if value.dim() == 2 else value for value in sample.args)
-        entry(op, Sample("", args, sample.kwargs))
+        enter(op, named(op, make_call(op, rows, 80, device="cpu")))
     assert len(launches.compiled) == 1
     assert len(launches.calls) == 5
 
@@ -125,5 +176,5 @@ def test_launchers_are_not_confused(op, launches):  # noqa: F811
     """All samples, in any order, with the launchers of the others there: each finds its own."""
     samples = list(op.sample_inputs("cpu"))
     for i in torch.randperm(len(samples)).tolist():
-        assert_same(entry(op, samples[i]), run(op, samples[i]))
+        assert_same(run_entry(op, samples[i]), run(op, samples[i]))
     assert len(launches.compiled) < len(launches.calls)

@@ -2,12 +2,22 @@
 
 import pytest
 import torch
-from cases import arguments, error_cases, get_error, op_cases, overload, poisoned, run, run_function, run_out
+from cases import (
+    arguments,
+    call,
+    call_function,
+    call_out,
+    error_cases,
+    get_error,
+    good_outputs_error,
+    op_cases,
+    overload,
+    poisoned,
+    updated,
+)
 from devices import DEVICES
 from expected import raw
 from torch._subclasses import FakeTensorMode
-
-from torch_cute_ops.testing import Sample
 
 # CUDA has bad inputs that the CPU has not, such as tensors on the CPU.
 by_error = pytest.mark.parametrize(
@@ -22,29 +32,29 @@ def raises(op, error):
 
 def good_outputs(op, device):
     """Outputs of a call that the op would take."""
-    error = next(error for error in op.error_inputs(device) if error.out is not None)
-    return run(op, Sample("good", error.args, error.kwargs))
+    return call(op, good_outputs_error(op, device))
 
 
 @by_error
 def test_error(op, name, on):
     error = get_error(op, name, on)
-    if error.out is None:
-        with raises(op, error):
-            run(op, error)
-        with raises(op, error):
-            run_function(op, error)
     outputs = poisoned(good_outputs(op, on)) if error.out is None else error.out
     outputs = tuple(output.clone() if output.is_contiguous() and output._base is None else output for output in outputs)
-    before = [raw(output) for output in outputs if output.device.type != "meta"]
+    kept = [tensor for tensor in (*outputs, *updated(op, error)) if tensor.device.type != "meta"]
+    before = [raw(tensor) for tensor in kept]
+    if error.out is None:
+        with raises(op, error):
+            call(op, error)
+        with raises(op, error):
+            call_function(op, error)
     with raises(op, error):
-        run_out(op, error, outputs)
+        call_out(op, error, outputs)
     with raises(op, error):
-        run_function(op, error, outputs)
+        call_function(op, error, outputs)
     if on == "cuda":
         torch.cuda.synchronize()
-    for output, expected in zip((o for o in outputs if o.device.type != "meta"), before, strict=True):
-        assert torch.equal(raw(output), expected), "an output was written to"
+    for tensor, expected in zip(kept, before, strict=True):
+        assert torch.equal(raw(tensor), expected), "something was written"
 
 
 @by_error
@@ -58,7 +68,7 @@ def test_error_under_fake_tensors(op, name, on):
     args = [fake(value) for value in error.args]
     kwargs = {key: fake(value) for key, value in error.kwargs.items()}
     outputs = good_outputs(op, on) if error.out is None else error.out
-    outputs = {name: fake(output) for name, output in zip(op.outputs, outputs, strict=True)}
+    outputs = {name: fake(output) for name, output in zip(op.out_names, outputs, strict=True)}
     with mode:
         if error.out is None:
             with raises(op, error):
@@ -70,9 +80,8 @@ def test_error_under_fake_tensors(op, name, on):
 @pytest.mark.parametrize("op", op_cases())
 def test_good_outputs_are_good(op, device):
     """What the bad outputs are made of is right but for the one thing that is wrong about them."""
-    error = next(error for error in op.error_inputs(device) if error.out is not None)
     outputs = good_outputs(op, device)
-    run_out(op, error, poisoned(outputs))
+    call_out(op, good_outputs_error(op, device), poisoned(outputs))
     for error in op.error_inputs(device):
         if error.out is not None:
             wrong = [
@@ -88,7 +97,8 @@ def test_good_outputs_are_good(op, device):
 @pytest.mark.parametrize("op", op_cases())
 def test_inputs_that_require_grad_are_refused_by_name(op, device):
     """Any floating argument, and the message tells the way out."""
-    sample = next(sample for sample in op.sample_inputs(device) if "global_scale" in sample.kwargs)
+    factors = ("global_scale", "scale")
+    sample = next(sample for sample in op.sample_inputs(device) if any(name in sample.kwargs for name in factors))
     given = arguments(op, sample)
     can = [k for k, v in given.items() if isinstance(v, torch.Tensor) and v.dtype in (torch.bfloat16, torch.float32)]
     assert can
