@@ -16,6 +16,7 @@ import pytest
 import torch
 from expected import Tensors, raw
 
+from torch_cute_ops.formats import SCALE_LAYOUTS
 from torch_cute_ops.ops._spec import OpSpec, as_tuple
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.testing import ErrorInput, Sample
@@ -248,16 +249,19 @@ def named(op: OpSpec, given: dict[str, Any]) -> Sample:
 # Calls of any size
 
 
-def choices_of(op: OpSpec) -> list[dict[str, Any]]:
-    """Formats and layouts that differ in how outputs are shaped: arguments of the op."""
+def all_choices_of(op: OpSpec) -> list[dict[str, Any]]:
+    """Every granularity with every layout that the op takes, as arguments; formats of FP4 at their default."""
     names = inspect.signature(op.function).parameters
     if "granularity" in names:
-        return [
-            {"granularity": "token"},
-            {"granularity": "block128", "scale_layout": "column"},
-            {"granularity": "tensor"},
-        ]
-    return [{"scale_layout": layout} for layout in ("linear", "128x4")] if "scale_layout" in names else [{}]
+        pairs = (("token", "row"), ("tensor", "row"), ("block128", "row"), ("block128", "column"))
+        return [{"granularity": granularity, "scale_layout": layout} for granularity, layout in pairs]
+    return [{"scale_layout": layout} for layout in SCALE_LAYOUTS] if "scale_layout" in names else [{}]
+
+
+def choices_of(op: OpSpec) -> list[dict[str, Any]]:
+    """Those whose outputs differ in how PyTorch sees them: not by the size of a tile or the number of scales alone."""
+    alike: tuple[Any, ...] = ({"scale_layout": "8x4"}, {"granularity": "block128", "scale_layout": "row"})
+    return [choices for choices in all_choices_of(op) if choices not in alike]
 
 
 def make_call(

@@ -20,6 +20,6 @@ def results(given) -> Tensors:
 
 
 def assert_results(actual, expected, given) -> None:
-    y, scale = (tensor.cpu() for tensor in actual)
+    y, scale = (got.to(want.device) for got, want in zip(actual, expected, strict=True))
     fmt, _ = resolve_fp8_format(given["granularity"], given["scale_layout"])
     assert_fp8_close((y, scale), expected, fmt)

@@ -110,5 +110,5 @@ def check_outputs(spec: OpSpec, outputs: Sequence[torch.Tensor], args: tuple[Any
         ValueError: for a wrong shape, device or layout.
         TypeError: for a wrong dtype.
     """
-    for name, output, want in zip(spec.outputs, outputs, as_tuple(spec.fake(*args, **kwargs)), strict=True):
+    for name, output, want in zip(spec.out_names, outputs, as_tuple(spec.fake(*args, **kwargs)), strict=True):
         check_output(spec.name, name, output, tuple(want.shape), want.dtype, want.device)
