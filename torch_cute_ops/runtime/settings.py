@@ -1,31 +1,35 @@
 """Package settings, each from one environment variable, read once at import."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
+
+_known: dict[str, tuple[Any, str]] = {}
+
+
+def described() -> list[dict[str, str]]:
+    """Each variable, its value, and where that is from."""
+    return [{"variable": name, "value": str(value), "source": source} for name, (value, source) in _known.items()]
+
+
+def _read(name: str, default: T, parse: Callable[[str], T], expected: str) -> T:
+    text = os.environ.get(name)
+    if text is None:
+        value = default
+    else:
+        try:
+            value = parse(text)
+        except (ValueError, KeyError):
+            raise ValueError(f"{name}={text!r}; use {expected}") from None
+    _known[name] = (value, "default" if text is None else "environment")
+    return value
 
 
 def _flag(name: str, default: bool) -> bool:
-    text = os.environ.get(name)
-    if text is None:
-        return default
-    if text not in ("0", "1"):
-        raise ValueError(f"{name}={text!r}; use 0 or 1")
-    return text == "1"
-
-
-def _count(name: str, default: int) -> int:
-    text = os.environ.get(name)
-    if text is None:
-        return default
-    if not text.isdecimal():
-        raise ValueError(f"{name}={text!r}; use a whole number")
-    return int(text)
-
-
-def _path(name: str) -> Path | None:
-    text = os.environ.get(name)
-    return Path(text).expanduser() if text else None
+    return _read(name, default, lambda text: {"0": False, "1": True}[text], "0 or 1")
 
 
 PDL: Final = _flag("TORCH_CUTE_OPS_PDL", True)
@@ -34,8 +38,10 @@ PDL: Final = _flag("TORCH_CUTE_OPS_PDL", True)
 CACHE: Final = _flag("TORCH_CUTE_OPS_CACHE", True)
 """Keep compiled kernels on disk."""
 
-CACHE_DIR: Final = _path("TORCH_CUTE_OPS_CACHE_DIR")
+CACHE_DIR: Final[Path | None] = _read(
+    "TORCH_CUTE_OPS_CACHE_DIR", None, lambda text: Path(text).expanduser() if text else None, "a folder"
+)
 """Where; ``None``: in the user's cache directory, as the system has it."""
 
-CACHE_MB: Final = _count("TORCH_CUTE_OPS_CACHE_MB", 1024)
+CACHE_MB: Final = _read("TORCH_CUTE_OPS_CACHE_MB", 1024, lambda text: int(text, 10), "a whole number")
 """How many megabytes of them; the least recently used go first."""

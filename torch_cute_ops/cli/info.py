@@ -1,0 +1,138 @@
+"""``python -m torch_cute_ops info``: what is here, what is ready, and why not."""
+
+import importlib.metadata
+import json
+import platform
+from typing import Any
+
+import torch
+
+import torch_cute_ops
+from torch_cute_ops.registry import OPS
+from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.runtime.compiler import store
+from torch_cute_ops.runtime.provenance import ROOT, source_digest
+
+PACKAGES = (
+    "nvidia-cutlass-dsl",
+    "nvidia-cutlass-dsl-libs-base",
+    "nvidia-cutlass-dsl-libs-core",
+    "nvidia-cutlass-dsl-libs-cu12",
+    "nvidia-cutlass-dsl-libs-cu13",
+    "apache-tvm-ffi",
+)
+RECORD = ROOT.parent / "tests" / "gpu_record.json"
+
+
+def collect() -> dict[str, Any]:
+    """Everything, as JSON can hold it."""
+    return {
+        "versions": versions(),
+        "devices": devices(),
+        "ops": {name: availability() for name in OPS},
+        "cache": cache(),
+        "settings": settings.described(),
+        "gpu_record": record(),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Of the package, Python, torch, CUDA, the driver, and what compiles kernels; ``None``: not installed."""
+    found: dict[str, str | None] = {
+        "torch_cute_ops": torch_cute_ops.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda of torch": torch.version.cuda,
+        "cuda of the driver": _driver(),
+    }
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _driver() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    version: int = getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009  absent from CPU builds
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def devices() -> list[dict[str, Any]]:
+    """Name and architecture of each CUDA device, and why no kernel runs on it, if so."""
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        major, minor = torch.cuda.get_device_capability(index)
+        arch = f"sm_{major}{minor}a"
+        reason = None if arch in ARCHS else f"kernels support {', '.join(ARCHS)}"
+        found.append({"index": index, "name": torch.cuda.get_device_name(index), "arch": arch, "unsupported": reason})
+    return found
+
+
+def archs_here() -> list[str]:
+    """Architectures of the devices that kernels run on."""
+    return list(dict.fromkeys(device["arch"] for device in devices() if device["unsupported"] is None))
+
+
+def availability() -> dict[str, str]:
+    """By architecture, whether the op's kernel can be compiled here, or why not; and what runs on a CPU."""
+    missing = [name for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi") if versions()[name] is None]
+    reason = f"{' and '.join(missing)} not installed" if missing else "kernel"
+    return {"cpu": "reference", **dict.fromkeys(ARCHS, reason)}
+
+
+def cache() -> dict[str, Any]:
+    """Where compiled kernels are kept, how many, how large."""
+    kernels = store()
+    if kernels is None:
+        return {"folder": None}
+    sizes = [(folder / "kernel.o").stat().st_size for _, folder in kernels.entries() if (folder / "kernel.o").exists()]
+    return {"folder": str(kernels.root), "kernels": len(sizes), "bytes": sum(sizes), "limit": kernels.limit}
+
+
+def record() -> dict[str, Any]:
+    """Whether the sources are those that ran on a GPU, by the record in a source tree."""
+    try:
+        content = json.loads(RECORD.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {"found": False}
+    facts = {name: content.get(name) for name in ("date", "gpu", "passed", "failed", "skipped")}
+    return {"found": True, "matches": content.get("source_digest") == source_digest(), **facts}
+
+
+def text(facts: dict[str, Any]) -> str:
+    """The same for people."""
+    lines = ["Versions"]
+    lines += [f"  {name:<32}{version or 'not installed'}" for name, version in facts["versions"].items()]
+    lines.append("Devices")
+    for device in facts["devices"]:
+        lines.append(f"  {device['index']}  {device['name']}  {device['arch']}  {device['unsupported'] or 'supported'}")
+    if not facts["devices"]:
+        lines.append("  no CUDA device: ops run their reference, on the CPU")
+    lines.append("Ops")
+    for name, where in facts["ops"].items():
+        by_answer: dict[str, list[str]] = {}
+        for arch, answer in where.items():
+            by_answer.setdefault(answer, []).append(arch)
+        lines.append(f"  {name:<36}{'; '.join(f'{answer}: {chr(32).join(on)}' for answer, on in by_answer.items())}")
+    kept = facts["cache"]
+    lines.append("Kernel cache")
+    if kept["folder"] is None:
+        lines.append("  off")
+    else:
+        size, limit = kept["bytes"] / 2**20, kept["limit"] / 2**20
+        lines.append(f"  {kept['kernels']} kernels, {size:.1f} of {limit:.0f} MB, in {kept['folder']}")
+    lines.append("Settings")
+    for setting in facts["settings"]:
+        lines.append(f"  {setting['variable']:<32}{setting['value']}  ({setting['source']})")
+    found = facts["gpu_record"]
+    lines.append("GPU record")
+    if not found["found"]:
+        lines.append("  none beside this package")
+    else:
+        same = "these sources" if found["matches"] else "OTHER sources than these"
+        lines.append(f"  {same}, {found['date']}, {found['gpu']}: {found['passed']} passed, {found['failed']} failed")
+    return "\n".join(lines)

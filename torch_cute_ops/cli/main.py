@@ -1,0 +1,92 @@
+"""Arguments of the command line, and what each command runs."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_cute_ops import deployment
+from torch_cute_ops.cli import cache, info
+from torch_cute_ops.runtime.arch import ARCHS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status: 0, 1 where something failed, 2 for wrong arguments."""
+    parser = argparse.ArgumentParser(prog="python -m torch_cute_ops", description="Custom ops for quantised serving.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_info(commands)
+    _add_cache(commands)
+    _add_warmup(commands)
+    options = parser.parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+def _add_info(commands: Any) -> None:
+    parser = commands.add_parser("info", help="versions, devices, ops, cache and settings")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(run=_info)
+
+
+def _info(options: argparse.Namespace) -> int:
+    facts = info.collect()
+    print(json.dumps(facts, indent=2) if options.json else info.text(facts))
+    return 0
+
+
+def _add_cache(commands: Any) -> None:
+    parser = commands.add_parser("cache", help="the kernels on disk")
+    parser.add_argument("action", choices=("list", "verify", "clear"), nargs="?", default="list")
+    parser.set_defaults(run=lambda options: cache.run(options.action))
+
+
+def _add_warmup(commands: Any) -> None:
+    parser = commands.add_parser(
+        "warmup",
+        help="compile kernels into the cache on disk, in parallel",
+        description="Compile the kernels of an op, or of the deployment that a file lists, into the cache on disk. "
+        "Options that take several values stand for every combination. No GPU is needed if --arch is given.",
+    )
+    parser.add_argument("op", nargs="?", help="the op's name; or --config")
+    parser.add_argument("--config", type=Path, metavar="FILE.toml", help="tables [[kernel]] with op and facts")
+    parser.add_argument("--arch", action="append", metavar="ARCH", help=f"one or more of {', '.join(ARCHS)}")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one for each processor)")
+    facts = parser.add_argument_group("facts of the calls, as torch_cute_ops.warmup takes them")
+    facts.add_argument("--hidden", type=int, nargs="+", help="last dimension of the input")
+    for name in deployment.DTYPE_FACTS:
+        facts.add_argument(f"--{name.replace('_', '-')}", nargs="+", metavar="DTYPE", help="bf16, fp16 or fp32")
+    facts.add_argument("--block-size", type=int, nargs="+", help="16: NVFP4, 32: MXFP4")
+    facts.add_argument("--scale-layout", nargs="+", help="linear, 128x4, 8x4; FP8: row, column")
+    facts.add_argument("--granularity", nargs="+", help="FP8: tensor, token, block128")
+    facts.add_argument("--global-scale", action="store_true", default=None, help="calls pass a global scale")
+    parser.set_defaults(run=_warmup)
+
+
+FACTS = ("hidden", *deployment.DTYPE_FACTS, "block_size", "scale_layout", "granularity", "global_scale")
+
+
+def _warmup(options: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    facts = {name: getattr(options, name) for name in FACTS if getattr(options, name) is not None}
+    if (options.op is None) == (options.config is None) or (options.config and facts):
+        raise ValueError("name an op and its facts, or a file with --config")
+    jobs = deployment.read(options.config) if options.config else deployment.jobs_of(options.op, **facts)
+    archs = [deployment.supported(arch) for arch in options.arch or info.archs_here()]
+    if not archs:
+        raise ValueError("there is no CUDA device here: say --arch")
+    failed = 0
+    with tqdm(total=len(jobs) * len(archs), unit="kernel") as bar:
+        for outcome in deployment.compile_jobs(jobs, archs, options.workers):
+            if outcome.error:
+                failed += 1
+                bar.write(f"{outcome.job} {outcome.arch}: {outcome.error}", file=sys.stderr)
+            bar.update()
+    print(f"{len(jobs) * len(archs) - failed} kernels are ready, {failed} failed")
+    return 1 if failed else 0
