@@ -347,12 +347,12 @@ class RowQuant:
         return out
 
     def _expected(self, input: torch.Tensor, launcher: Launcher) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        """Name, shape and dtype of each output."""
+        """Name as an argument, shape and dtype of each output."""
         fmt, layout = launcher.fmt, launcher.layout
         *lead, width = input.shape
         shape = torch.Size((*lead, width // 2 if self.source == "silu_mul" else width))
         shapes = fp4_shapes(shape, fmt, layout) if isinstance(fmt, FP4Format) else fp8_shapes(shape, fmt, layout)
-        expected = list(zip(self.outputs, shapes, (launcher.y_dtype, launcher.scale_dtype), strict=False))
+        expected = list(zip(self.out_names, shapes, (launcher.y_dtype, launcher.scale_dtype), strict=False))
         if self.third == "norm":
             expected.append((self.third, tuple(shape), input.dtype))
         elif self.third is not None:
