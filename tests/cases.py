@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import inspect
 import itertools
@@ -107,7 +108,26 @@ def plain_sample(op: OpSpec, device: str) -> Sample:
 
 
 def get_sample(op: OpSpec, name: str, device: str) -> Sample:
+    """A copy of its own of the sample, whose data is new in each run, and in it the same for each test."""
+    return copied(_samples(op.name, device)[name])
+
+
+def new_sample(op: OpSpec, name: str, device: str) -> Sample:
+    """The sample with data that no other has."""
     return _named(op.sample_inputs(device), name)
+
+
+samples_seed = 0
+"""Of the data of ``get_sample``; set by ``conftest.py``."""
+
+
+@cache
+def _samples(op: str, device: str) -> dict[str, Sample]:
+    # Made once, since making them takes longer than most tests; and from their own seed, whatever test comes first.
+    digest = hashlib.sha256(f"{samples_seed} {op}".encode()).digest()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(int.from_bytes(digest[:4], "little"))
+        return {sample.name: sample for sample in OPS[op].sample_inputs(device)}
 
 
 def get_error(op: OpSpec, name: str, device: str) -> ErrorInput:
@@ -182,20 +202,29 @@ def updated(op: OpSpec, sample: Sample | ErrorInput) -> Tensors:
 
 
 def private(op: OpSpec, sample: Input) -> Input:
-    """The sample with copies of what the op updates: of whole storages, so that views and overlaps are as they were."""
-    storages = {_storage(tensor): tensor.untyped_storage() for tensor in updated(op, sample) if not tensor.is_meta}
-    copies = {key: storage.clone() for key, storage in storages.items()}
-    tensors: dict[int, torch.Tensor] = {}
+    """The sample with copies of what the op updates."""
+    return copied(sample, updated(op, sample))
 
-    def copied(value: Any) -> Any:
+
+def copied(sample: Input, tensors: Iterable[torch.Tensor] | None = None) -> Input:
+    """The sample with copies of these tensors, or of all: of whole storages, so that views and overlaps are as they
+    were, among them those of other tensors with these."""
+    originals = tensors_in(sample) if tensors is None else tensors
+    storages = {_storage(tensor): tensor.untyped_storage() for tensor in originals if not tensor.is_meta}
+    copies = {key: storage.clone() for key, storage in storages.items()}
+    made: dict[int, torch.Tensor] = {}
+
+    def copy(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or _storage(value) not in copies:
             return value
-        if id(value) not in tensors:
-            tensors[id(value)] = view_of(copies[_storage(value)], value).requires_grad_(value.requires_grad)
-        return tensors[id(value)]
+        if id(value) not in made:
+            view = view_of(copies[_storage(value)], value).requires_grad_(value.requires_grad)
+            is_parameter = isinstance(value, torch.nn.Parameter)
+            made[id(value)] = torch.nn.Parameter(view.detach(), value.requires_grad) if is_parameter else view
+        return made[id(value)]
 
-    kwargs = {name: copied(value) for name, value in sample.kwargs.items()}
-    return replace(sample, args=tuple(map(copied, sample.args)), kwargs=kwargs)
+    kwargs = {name: copy(value) for name, value in sample.kwargs.items()}
+    return replace(sample, args=tuple(map(copy, sample.args)), kwargs=kwargs)
 
 
 def view_of(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from cases import (
     input_width,
     make_call,
     named,
+    new_sample,
     op_cases,
     out_for,
     plain_sample,
@@ -72,7 +73,7 @@ def test_captured_is_eager(op, name):
         as_function = call_function(op, samples[1])
         call_out(op, samples[2], outputs)
     for _ in range(2):
-        source = get_sample(op, name, "cuda")
+        source = new_sample(op, name, "cuda")
         for each in samples:
             refill(each, source)
         want = run(op, source)

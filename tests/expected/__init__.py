@@ -18,7 +18,11 @@ Tensors = tuple[torch.Tensor, ...]
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes (..., itemsize), contiguous, on the CPU."""
-    return tensor.detach().contiguous().clone().cpu().reshape(*tensor.shape, 1).view(torch.uint8)
+    tensor = tensor.detach()
+    if tensor.dtype.itemsize == 1:
+        # Not every one-byte dtype can be copied in every mode.
+        tensor = tensor.view(torch.uint8)
+    return tensor.contiguous().clone().cpu().reshape(*tensor.shape, 1).view(torch.uint8)
 
 
 def assert_same(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], given: Any = None) -> None:
