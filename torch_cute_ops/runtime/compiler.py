@@ -17,13 +17,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 from torch_cute_ops.runtime.provenance import kernel_digest
-from torch_cute_ops.runtime.store import Damaged, Store
+
+if TYPE_CHECKING:
+    from torch_cute_ops.runtime.store import Store
 
 log = logging.getLogger("torch_cute_ops")
 
@@ -167,14 +169,16 @@ def _raw(compiled: Any) -> Callable[..., None]:
     return compiled.__tvm_ffi_object__() or compiled
 
 
-def store() -> Store | None:
+def store() -> "Store | None":
     """The kernels on disk; ``None`` if there shall be none."""
     return _store(settings.CACHE_DIR, settings.CACHE_MB) if settings.CACHE else None
 
 
 @functools.cache
-def _store(folder: Path | None, megabytes: int) -> Store:
+def _store(folder: Path | None, megabytes: int) -> "Store":
     from platformdirs import user_cache_path
+
+    from torch_cute_ops.runtime.store import Store
 
     return Store(folder or user_cache_path("torch_cute_ops", appauthor=False), megabytes * 2**20)
 
@@ -198,6 +202,8 @@ def load_object(path: Path, symbol: str) -> Callable[..., None]:
         Damaged: if it cannot be loaded.
     """
     from cutlass.cute.runtime import load_module
+
+    from torch_cute_ops.runtime.store import Damaged
 
     try:
         function: Callable[..., None] = getattr(load_module(str(path), enable_tvm_ffi=True), symbol)

@@ -19,8 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 log = logging.getLogger("torch_cute_ops")
 
 OBJECT = "kernel.o"
@@ -137,6 +135,8 @@ class Store:
     @contextlib.contextmanager
     def writing(self, digest: str, patience: float = 600.0) -> Iterator[None]:
         """One process at a time compiles ``digest``; where locks do not work, or the other one hangs, all may."""
+        from filelock import FileLock, Timeout
+
         lock = None
         try:
             folder = self.root / "locks"
