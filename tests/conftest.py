@@ -8,10 +8,13 @@ import importlib.metadata
 import json
 import platform
 import random
+import re
 import secrets
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -34,6 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tensors are small here; a second thread costs more than it brings, and much more on a busy machine.
     torch.set_num_threads(1)
     seed = config.getoption("seed")
+    # A worker of pytest-xdist is told its controller's seed, and leaves the record to the controller.
+    controller = getattr(config, "workerinput", None)
+    if controller is not None:
+        config.stash[BASE_SEED] = controller["seed"]
+        return
     config.stash[BASE_SEED] = secrets.randbelow(2**31) if seed is None else seed
     if config.getoption("gpu_record") is not None:
         refuse_record(config)
@@ -45,7 +53,38 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [f"torch {torch.__version__}, {kernels}", f"random data: --seed {config.stash[BASE_SEED]}"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker of pytest-xdist the seed."""
+    node.workerinput["seed"] = node.config.stash[BASE_SEED]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadgroup`` the tests of an op's sample go to one worker, which compiles its kernel once.
+
+    Not by marking groups, because pytest 9.2 lets pytest-xdist 3.8 lose them (pytest-xdist's issue 1386).
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class BySample(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return BySample(config, log)
+
+
+def group_of(nodeid: str) -> str:
+    """A test's parameters but for the device: op and sample. A test without parameters is on its own."""
+    _, _, parameters = nodeid.partition("[")
+    return re.sub("^(cpu|cuda)-", "", parameters) or nodeid
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "cases" in sys.modules:
+        sys.modules["cases"].samples_seed = config.stash[BASE_SEED]
     for item in items:
         if GPU_MISSING and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=GPU_MISSING))
@@ -98,13 +137,19 @@ def refuse_record(config: pytest.Config) -> None:
 
 
 class GpuRecord:
-    """Counts outcomes and writes the record at the end."""
+    """Counts outcomes and writes the record at the end; with pytest-xdist, those that the workers report."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.path: Path = config.getoption("gpu_record")
         self.outcome: dict[str, str] = {}
         self.skips: Counter[str] = Counter()
         self.incomplete: list[str] = []
+        self.collected: int | None = None
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        """Every worker collects all tests, and each test runs on one."""
+        self.collected = len(ids)
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         if items:
@@ -125,8 +170,9 @@ class GpuRecord:
             self.outcome.setdefault(report.nodeid, "passed")
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if len(self.outcome) != session.testscollected:
-            self.incomplete.append(f"{session.testscollected - len(self.outcome)} tests did not run")
+        collected = session.testscollected if self.collected is None else self.collected
+        if len(self.outcome) != collected:
+            self.incomplete.append(f"{collected - len(self.outcome)} tests did not run")
         if self.incomplete:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
             return

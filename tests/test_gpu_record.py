@@ -1,5 +1,6 @@
 """``pytest --gpu-record``: what it writes, and when it refuses."""
 
+import importlib.util
 import json
 import os
 import re
@@ -53,8 +54,20 @@ def project(pytester, monkeypatch):
     return pytester
 
 
-def test_record(project):
-    result = project.runpytest_subprocess("--gpu-record", "record.json", "--seed", "7")
+# A worker that is restarted with --dist loadgroup waits for ever (pytest-xdist 3.8, issue 1323).
+DISTRIBUTED = ["-n", "2", "--dist", "loadgroup", "--max-worker-restart", "0"]
+distributed = pytest.mark.parametrize("distribution", [[], DISTRIBUTED], ids=["one-process", "distributed"])
+
+
+def skip_without_xdist(distribution):
+    if distribution:
+        pytest.importorskip("xdist")
+
+
+@distributed
+def test_record(project, distribution):
+    skip_without_xdist(distribution)
+    result = project.runpytest_subprocess("--gpu-record", "record.json", "--seed", "7", *distribution)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     record = json.loads((project.path / "record.json").read_text())
     assert {key: record[key] for key in ("passed", "failed", "skipped", "xfailed", "seed", "gpu")} == {
@@ -89,12 +102,55 @@ def test_a_part_of_the_suite_is_not_recorded(project, arguments, reason):
     assert not (project.path / "record.json").exists()
 
 
-def test_a_broken_collection_is_not_recorded(project):
+@distributed
+def test_a_broken_collection_is_not_recorded(project, distribution):
+    skip_without_xdist(distribution)
     (project.path / "tests" / "test_broken.py").write_text("import no_such_module")
-    result = project.runpytest_subprocess("--gpu-record", "record.json", "--continue-on-collection-errors")
+    arguments = ("--gpu-record", "record.json", "--continue-on-collection-errors", *distribution)
+    result = project.runpytest_subprocess(*arguments)
     assert result.ret != 0
     result.stdout.fnmatch_lines(["*--gpu-record wrote nothing: *test_broken.py could not be collected*"])
     assert not (project.path / "record.json").exists()
+
+
+def test_a_lost_worker_is_not_recorded(project):
+    skip_without_xdist(DISTRIBUTED)
+    project.makepyfile(**{"tests/test_fatal": "import os\n\ndef test_fatal():\n    os._exit(1)\n"})
+    result = project.runpytest_subprocess("--gpu-record", "record.json", *DISTRIBUTED, timeout=60)
+    assert result.ret != 0
+    result.stdout.fnmatch_lines(["*--gpu-record wrote nothing: * tests did not run*"])
+    assert not (project.path / "record.json").exists()
+
+
+GROUPS = """
+import os
+import pytest
+
+samples = pytest.mark.parametrize("sample", [f"op-sample-{i}" for i in range(12)])
+
+@samples
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_one(sample, device):
+    with open("ran", "a") as file:
+        file.write(f"{os.getpid()} {sample}\\n")
+
+@samples
+def test_another(sample):
+    test_one(sample, None)
+"""
+
+
+def test_samples_stay_on_one_worker(project):
+    """All tests of an op's sample, on every device."""
+    skip_without_xdist(DISTRIBUTED)
+    project.makepyfile(**{"tests/test_it": GROUPS})
+    conftest = project.path / "tests" / "conftest.py"
+    conftest.write_text(conftest.read_text().replace('if "device" in metafunc.fixturenames', "if False"))
+    project.runpytest_subprocess(*DISTRIBUTED)
+    ran = (project.path / "ran").read_text().splitlines()
+    assert len(ran) == 36
+    assert len(set(ran)) == 12
+    assert len({line.split()[0] for line in ran}) == 2
 
 
 @pytest.mark.skipif(GPU_MISSING is None, reason="for machines without a GPU")
@@ -136,6 +192,9 @@ def test_seeds(project):
     assert len(set(drawn)) == 2
     again, _ = run("--seed", seed)
     assert again == drawn
+    if importlib.util.find_spec("xdist"):
+        elsewhere, _ = run("--seed", seed, *DISTRIBUTED)
+        assert sorted(elsewhere) == sorted(drawn)
     alone, _ = run("--seed", seed, "-k", "second")
     assert alone == drawn[1:]
     fresh, _ = run()
