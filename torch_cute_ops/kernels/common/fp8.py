@@ -57,7 +57,9 @@ def divide_e4m3x4(values: list, divisor: Divisor) -> Uint32:
     for raw in values:
         value = ptx.mul_rn(raw, divisor.factor)
         guess = ptx.mul_rn(value, divisor.inverse)
-        quotient = ptx.fma_rn(ptx.fma_rn(-divisor.scale, guess, value), divisor.inverse, guess)
+        # In this order of signs, a zero keeps its own.
+        excess = ptx.fma_rn(divisor.scale, guess, -value)
+        quotient = ptx.fma_rn(-excess, divisor.inverse, guess)
         if divisor.live is None:
             # A given scale may be zero, or far too small: then the guess, infinite or NaN or large, is the answer.
             quotient = ptx.select(ptx.max_abs_nan(Float32(0.0), guess) <= Float32(_BEYOND_E4M3), quotient, guess)

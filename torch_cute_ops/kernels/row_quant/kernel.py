@@ -212,13 +212,19 @@ class RowQuantKernel:
             if const_expr(p.normalises):
                 total = reduced[0]
                 rstd = ptx.rsqrt_approx(ptx.fma_rn(total, Float32(1.0 / p.norm_width), eps))
-                if const_expr(self._folds):
+                if const_expr(self._folds and p.reduces_amax):
+                    extreme = (row < t.rows) & (not self._can_fold(total, amax, g))
+                    # Rows that share a warp take their amax again together; those that need not get the same.
+                    if cute.arch.vote_any_sync(extreme):
+                        if extreme:
+                            self._normalize(blocks, rstd, stage, weights, t, s)
+                            rstd = Float32(1.0)
+                        amax = self._row_amax_again(blocks, again, t, s)
+                        again = again + 1
+                elif const_expr(self._folds):
                     if not self._can_fold(total, amax, g):
                         self._normalize(blocks, rstd, stage, weights, t, s)
                         rstd = Float32(1.0)
-                        if const_expr(p.reduces_amax):
-                            amax = self._row_amax_again(blocks, again, t, s)
-                            again = again + 1
                 else:
                     self._normalize(blocks, rstd, stage, weights, t, s)
                     rstd = Float32(1.0)

@@ -33,7 +33,9 @@ def norm_samples(family: Family, device: torch.device) -> Iterator[Sample]:
             yield sample(f"{short(dtype)}-weight-{short(weight_dtype)}", random_weight(96, weight_dtype, device), rows)
     yield sample("weight-strided", random_weight(192, torch.bfloat16, device)[::2])
     yield sample("weight-offset", random_weight(97, torch.float32, device)[1:])
-    yield sample("weight-expanded", random_weight(2, torch.float32, device)[1:].expand(96))
+    # In float32, for equal weights let ratios of shorter numbers lie halfway between two codes, several at a time.
+    rows = random_rows(5, 96, dtype=torch.float32, device=device)
+    yield sample("weight-expanded", random_weight(2, torch.float32, device)[1:].expand(96), rows)
     weight = random_weight(96, torch.float32, device)
     weight[5] = torch.nan
     weight[50] = torch.inf

@@ -1,0 +1,25 @@
+"""A functional emulator of PTX: kernels of the DSL run on a CPU, thread for thread.
+
+``run_kernel`` compiles a kernel, evaluates its host function and executes every launch. ``Machine`` executes one launch
+of a PTX program. See ``machine`` for what is modelled and which errors are found.
+"""
+
+from ptx.launch import compile_ptx, run_kernel
+from ptx.machine import GlobalMemory, Launch, Machine
+from ptx.memory import Deadlock, EmulationError, Misaligned, OutOfBounds, Race, Uninitialised
+from ptx.parser import parse
+
+__all__ = [
+    "Deadlock",
+    "EmulationError",
+    "GlobalMemory",
+    "Launch",
+    "Machine",
+    "Misaligned",
+    "OutOfBounds",
+    "Race",
+    "Uninitialised",
+    "compile_ptx",
+    "parse",
+    "run_kernel",
+]

@@ -1,0 +1,885 @@
+"""Instructions to steps: arithmetic from ``arithmetic.PURE``, everything else from the functions here.
+
+To add an instruction that only computes, add a function to ``arithmetic``. Otherwise add one here under ``effect``: it
+gets a ``Decoder``, the ``Instruction`` and its modifiers, and returns a ``Step``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ptx.arithmetic import IGNORED, PURE, TYPES, UNSIGNED, Array, Op, Type, type_of
+from ptx.memory import (
+    LOCAL_WINDOW,
+    RANK_SHIFT,
+    SHARED_WINDOW,
+    WRITTEN,
+    EmulationError,
+    Fault,
+    OutOfBounds,
+    Uninitialised,
+)
+from ptx.parser import Imm, Instruction, Mem, Operand, Reg, Symbol, Vec
+
+if TYPE_CHECKING:
+    from ptx.machine import Machine
+
+
+@dataclass
+class Source:
+    """An operand: the register that it is from, if any, and how its array is had from all registers'."""
+
+    slot: int | None
+    value: Callable[[dict[int, Array]], Array]
+
+    def __call__(self, values: dict[int, Array]) -> Array:
+        return self.value(values)
+
+
+@dataclass
+class Target:
+    """A register that a result goes to."""
+
+    slot: int
+    width: int
+    signed: bool
+
+    def store(self, value: Array) -> Array:
+        """The register's bits."""
+        if self.width == 1:
+            return value
+        bits = 8 * value.dtype.itemsize
+        if bits == self.width:
+            return value.view(UNSIGNED[bits])
+        if self.signed:
+            return value.view(f"i{bits // 8}").astype(f"i{self.width // 8}").view(UNSIGNED[self.width])
+        return value.view(UNSIGNED[bits]).astype(UNSIGNED[self.width])
+
+
+@dataclass
+class Guard:
+    slot: int
+    negated: bool
+
+
+@dataclass
+class Step:
+    """One decoded instruction.
+
+    ``kind``: ``warp`` steps run when all lanes of ``mask`` are there; ``block`` steps return which threads may go on.
+    ``run(threads, *sources)`` returns one array for each target. ``undefined``: what is done about sources that come
+    from memory that nobody wrote; ``load`` and ``store`` must know their address, and a store to global memory what it
+    stores.
+    """
+
+    instruction: Instruction
+    sources: list[Source]
+    targets: list[Target | None]
+    run: Callable[..., Any]
+    kind: Literal["plain", "branch", "exit", "warp", "block"] = "plain"
+    mask: Source | None = None
+    target: int = 0
+    guard: Guard | None = None
+    reads: list[int] = field(default_factory=list)
+    values: list[Callable[[dict[int, Array]], Array]] = field(default_factory=list)
+    undefined: Literal["pass", "select", "and", "or", "load", "store", "shuffle", "error"] = "error"
+
+
+Effect = Callable[["Decoder", Instruction, list[str]], Step]
+EFFECTS: dict[str, Effect] = {}
+
+
+def effect(names: str) -> Callable[[Effect], Effect]:
+    def enter(function: Effect) -> Effect:
+        for name in names.split():
+            EFFECTS[name] = function
+        return function
+
+    return enter
+
+
+class Decoder:
+    """Decodes for one machine: constants are in the steps."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self.slots: dict[str, int] = {}
+        self.widths: list[int] = []
+        self.reads: list[int] = []
+
+    def decode(self, instruction: Instruction) -> Step:
+        """Raises NotImplementedError for what is unknown."""
+        self.reads = []
+        parts = instruction.opcode.split(".")
+        step = None
+        for count in range(len(parts), 0, -1):
+            name = ".".join(parts[:count])
+            if name in EFFECTS:
+                step = EFFECTS[name](self, instruction, parts[count:])
+                break
+            if name in PURE:
+                step = self._pure(instruction, name, parts[count:])
+                break
+        if step is None:
+            raise unknown(instruction)
+        if instruction.guard is not None:
+            step.guard = Guard(self._slot(instruction.guard), instruction.guard.negated)
+            self.reads.append(step.guard.slot)
+        step.reads = self.reads
+        step.values = [source.value for source in step.sources]
+        return step
+
+    def end(self) -> Step:
+        """What is behind the last instruction."""
+        return Step(
+            Instruction("exit", [], None, "end of the kernel", 0),
+            [],
+            [],
+            lambda threads: None,
+            "exit",
+            undefined="pass",
+        )
+
+    def _slot(self, register: Reg) -> int:
+        if register.name not in self.slots:
+            self.slots[register.name] = len(self.widths)
+            self.widths.append(register.width)
+        return self.slots[register.name]
+
+    def _pure(self, instruction: Instruction, name: str, parts: list[str]) -> Step:
+        operation = PURE[name]
+        types = tuple(TYPES[part] for part in parts if part in TYPES)
+        mods = frozenset(part for part in parts if part not in TYPES)
+        if mods - operation.mods or not types:
+            raise unknown(instruction)
+        op = Op(instruction.opcode, mods, types)
+        first, *rest = instruction.operands
+        result = type_of(op, operation.out)
+        pair = isinstance(first, Vec)
+        targets = [self.target(one, result) for one in (first.items if pair else (first,))]
+        sources = []
+        for i, operand in enumerate(rest):
+            sources.append(self.source(operand, type_of(op, operation.ins[min(i, len(operation.ins) - 1)])))
+        function = operation.function
+
+        def run(threads: Array, *values: Array) -> tuple[Array, ...]:
+            value = function(op, *values)
+            return (value, ~value) if pair else (value,)
+
+        undefined: Any = {"selp": "select", "and": "and", "or": "or"}.get(name, "pass")
+        return Step(instruction, sources, targets, run, undefined=undefined)
+
+    # Operands
+
+    def target(self, operand: Operand, type: Type) -> Target | None:
+        if isinstance(operand, Symbol) and operand.name == "_":
+            return None
+        if not isinstance(operand, Reg):
+            raise NotImplementedError(f"target {operand}")
+        return Target(self._slot(operand), operand.width, type.is_signed)
+
+    def source(self, operand: Operand, type: Type) -> Source:
+        """Arrays of ``type``, with one element a thread or a single one."""
+        if isinstance(operand, Reg):
+            return self._register(operand, type)
+        if isinstance(operand, Symbol) and operand.name in self.machine.symbols:
+            operand = Imm(self.machine.symbols[operand.name][1])
+        if not isinstance(operand, Imm):
+            raise NotImplementedError(f"operand {operand}")
+        value = self._constant(operand, type)
+        return Source(None, lambda values: value)
+
+    def _constant(self, operand: Imm, type: Type) -> Array:
+        if type.name == "pred":
+            return np.array([bool(operand.value)])
+        bits = operand.value
+        if operand.float_width == 64 and type.name == "f32":
+            return np.array([bits], np.uint64).view(np.float64).astype(np.float32)
+        if operand.float_width and operand.float_width != type.bits:
+            raise NotImplementedError(f"{operand} as {type.name}")
+        if not operand.float_width and type.name in ("f32", "f64"):
+            raise NotImplementedError(f"{operand} as {type.name}")
+        raw = np.array([bits % (1 << type.bits)], dtype=np.uint64).astype(UNSIGNED[type.bits])
+        return raw.view(type.dtype)
+
+    def _register(self, operand: Reg, type: Type) -> Source:
+        slot = self._slot(operand)
+        self.reads.append(slot)
+        if type.name == "pred" or operand.width == 1:
+            if (type.name == "pred") != (operand.width == 1):
+                raise NotImplementedError(f"{operand} as {type.name}")
+            return Source(slot, (lambda values: ~values[slot]) if operand.negated else (lambda values: values[slot]))
+        if operand.width == type.bits:
+            dtype = type.dtype
+            if dtype == UNSIGNED[type.bits]:
+                return Source(slot, lambda values: values[slot])
+            return Source(slot, lambda values: values[slot].view(dtype))
+        if operand.width > type.bits:
+            return Source(slot, lambda values: values[slot].astype(UNSIGNED[type.bits]).view(type.dtype))
+        raise NotImplementedError(f"{operand} as {type.name}")
+
+    def address(self, operand: Operand) -> Source:
+        """Addresses as int64."""
+        if not isinstance(operand, Mem):
+            raise NotImplementedError(f"address {operand}")
+        offset = np.int64(operand.offset)
+        if isinstance(operand.base, Reg):
+            type = TYPES["u32" if operand.base.width == 32 else "u64"]
+            base = self.source(operand.base, type)
+            mask = np.int64(0xFFFFFFFF if type.bits == 32 else -1)
+            return Source(base.slot, lambda values: (base(values).astype(np.int64) + offset) & mask)
+        base = self.source(operand.base, TYPES["u64"])
+        value = base({}).astype(np.int64) + offset
+        return Source(None, lambda values: value)
+
+
+def unknown(instruction: Instruction) -> NotImplementedError:
+    return NotImplementedError(f"no model of {instruction}")
+
+
+def _parts(instruction: Instruction, parts: list[str], known: str) -> tuple[set[str], list[Type]]:
+    """Modifiers and types; a modifier that is not known makes the instruction unknown."""
+    types = [TYPES[part] for part in parts if part in TYPES]
+    mods = {part for part in parts if part not in TYPES}
+    if mods - set(known.split()) - IGNORED:
+        raise unknown(instruction)
+    return mods, types
+
+
+def _nothing(threads: Array, *sources: Array) -> tuple:
+    return ()
+
+
+# Moves
+
+
+@effect("mov")
+def _mov(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    (type,) = (TYPES[part] for part in parts)
+    target, source = ins.operands
+    if isinstance(target, Vec):
+        return _unpack(d, ins, type, target, source)
+    if isinstance(source, Vec):
+        return _pack(d, ins, type, target, source)
+    if isinstance(source, Symbol) and source.name.startswith("%"):
+        value = special_register(d.machine, source.name)
+        if value is None:
+            raise unknown(ins)
+        dtype = UNSIGNED[type.bits]
+        return Step(ins, [], [d.target(target, type)], lambda threads: (value[threads].astype(dtype),))
+    return Step(
+        ins, [d.source(source, type)], [d.target(target, type)], lambda threads, value: (value,), undefined="pass"
+    )
+
+
+def _unpack(d: Decoder, ins: Instruction, type: Type, target: Vec, source: Operand) -> Step:
+    width = type.bits // len(target.items)
+    part = TYPES[f"b{width}"]
+
+    def run(threads: Array, value: Array) -> list[Array]:
+        dtype = value.dtype.type
+        return [(value >> dtype(width * i)).astype(part.dtype) for i in range(len(target.items))]
+
+    return Step(ins, [d.source(source, type)], [d.target(item, part) for item in target.items], run, undefined="pass")
+
+
+def _pack(d: Decoder, ins: Instruction, type: Type, target: Operand, source: Vec) -> Step:
+    width = type.bits // len(source.items)
+    part = TYPES[f"b{width}"]
+
+    def run(threads: Array, *values: Array) -> tuple[Array]:
+        result = values[0].astype(type.dtype)
+        for i, value in enumerate(values[1:], 1):
+            result = result | (value.astype(type.dtype) << type.dtype.type(width * i))
+        return (result,)
+
+    return Step(ins, [d.source(item, part) for item in source.items], [d.target(target, type)], run, undefined="pass")
+
+
+def special_register(m: Machine, name: str) -> Array | None:
+    """The value in each thread."""
+    base, _, axis = name[1:].partition(".")
+    if axis:
+        i = "xyz".index(axis)
+        per_thread = {"tid": m.tid3, "ctaid": m.ctaid, "cluster_ctaid": m.cluster_ctaid, "clusterid": m.clusterid}
+        uniform = {
+            "ntid": m.launch.block,
+            "nctaid": m.launch.grid,
+            "cluster_nctaid": m.launch.cluster,
+            "nclusterid": m.nclusterid,
+        }
+        if base in per_thread:
+            return per_thread[base][i]
+        return np.full(m.threads, uniform[base][i]) if base in uniform else None
+    values = {"laneid": m.lane, "warpid": m.tid // 32, "cluster_ctarank": m.rank}
+    for kind, compare in (("eq", np.equal), ("lt", np.less), ("le", np.less_equal), ("gt", np.greater)):
+        lanes = np.array([sum(1 << j for j in range(32) if compare(j, i)) for i in range(32)])
+        values[f"lanemask_{kind}"] = lanes[m.lane]
+    constants = {
+        "nwarpid": -(-m.cta_threads // 32),
+        "cluster_nctarank": m.cluster_ctas,
+        "dynamic_smem_size": m.launch.dynamic_shared,
+        "total_smem_size": m.shared_bytes,
+        "is_explicit_cluster": m.cluster_ctas > 1,
+    }
+    if base in constants:
+        return np.full(m.threads, constants[base])
+    return values.get(base)
+
+
+# Control
+
+
+@effect("bra")
+def _bra(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    return Step(ins, [], [], _nothing, "branch", target=ins.operands[0].value, undefined="pass")
+
+
+@effect("ret exit")
+def _exit(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    return Step(ins, [], [], lambda threads: None, "exit", undefined="pass")
+
+
+@effect("trap")
+def _trap(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    def run(threads: Array) -> tuple:
+        raise Fault(EmulationError, 0, "trap")
+
+    return Step(ins, [], [], run)
+
+
+@effect(
+    "griddepcontrol.wait griddepcontrol.launch_dependents fence membar prefetch prefetchu nanosleep setmaxnreg"
+    " cp.async.bulk.prefetch discard applypriority pragma"
+)
+def _no_effect(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    return Step(ins, [], [], _nothing)
+
+
+@effect("createpolicy")
+def _createpolicy(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    return Step(ins, [], [d.target(ins.operands[0], TYPES["b64"])], lambda threads: (np.zeros(1, np.uint64),))
+
+
+# Loads and stores
+
+_ACCESS = (
+    "volatile relaxed acquire release gpu cta sys cluster nc v2 v4 v8 weak L1::no_allocate L1::evict_last"
+    " L1::evict_first L1::evict_normal L1::evict_unchanged L2::64B L2::128B L2::256B L2::evict_first L2::evict_last"
+    " L2::cache_hint ca cg cs cv wb wt lu"
+)
+SPACES = ("shared", "shared::cta", "shared::cluster", "global", "local", "const", "param")
+
+
+def _space(parts: list[str]) -> tuple[str, list[str]]:
+    found = [part for part in parts if part in SPACES or part == "param::entry"]
+    space = found[0] if found else ""
+    rest = [part for part in parts if part not in found]
+    return {"const": "global", "param::entry": "param"}.get(space, space), rest
+
+
+@effect("ld ldu")
+def _ld(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    space, parts = _space(parts)
+    _, (type,) = _parts(ins, parts, _ACCESS)
+    first = ins.operands[0]
+    items = first.items if isinstance(first, Vec) else (first,)
+    width = type.bits // 8
+    targets = [d.target(item, type) for item in items]
+    if space == "param":
+        return _ld_param(d, ins, targets, width, len(items))
+    machine, count = d.machine, len(items)
+
+    def run(threads: Array, address: Array) -> list[Array]:
+        return machine.load(space, threads, address, width, count)
+
+    return Step(ins, [d.address(ins.operands[1])], targets, run, undefined="load")
+
+
+def _ld_param(d: Decoder, ins: Instruction, targets: list[Target | None], width: int, count: int) -> Step:
+    memory = ins.operands[1]
+    param = d.machine.params[memory.base.name]
+    if memory.offset < 0 or memory.offset + width * count > len(param) or memory.offset % (width * count):
+        raise OutOfBounds(f"parameter of {len(param)} bytes: {ins}")
+    values = [np.frombuffer(param, UNSIGNED[8 * width], 1, memory.offset + i * width) for i in range(count)]
+    return Step(ins, [], targets, lambda threads: values)
+
+
+@effect("st")
+def _st(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    space, parts = _space(parts)
+    _, (type,) = _parts(ins, parts, _ACCESS)
+    value = ins.operands[1]
+    items = value.items if isinstance(value, Vec) else (value,)
+    bits = TYPES[f"b{type.bits}"]
+    machine, width = d.machine, type.bits // 8
+    sources = [d.source(item, type if isinstance(item, Imm) else bits) for item in items]
+
+    def run(threads: Array, address: Array, *values: Array) -> tuple:
+        machine.store(space, threads, address, width, [value.view(bits.dtype) for value in values])
+        return ()
+
+    return Step(ins, [d.address(ins.operands[0]), *sources], [], run, undefined="store")
+
+
+_ATOMIC: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "add": lambda old, a, b: old + a,
+    "min": lambda old, a, b: min(old, a),
+    "max": lambda old, a, b: max(old, a),
+    "and": lambda old, a, b: old & a,
+    "or": lambda old, a, b: old | a,
+    "xor": lambda old, a, b: old ^ a,
+    "exch": lambda old, a, b: a,
+    "cas": lambda old, a, b: b if old == a else old,
+    "inc": lambda old, a, b: type(old)(0) if old >= a else old + type(old)(1),
+}
+
+
+@effect("atom red")
+def _atom(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    """One thread after the other, in an order that is not random."""
+    space, parts = _space(parts)
+    mods, (type,) = _parts(ins, parts, _ACCESS + " acq_rel " + " ".join(_ATOMIC))
+    (name,) = mods & set(_ATOMIC)
+    reduces = ins.opcode.startswith("red")
+    operands = list(ins.operands)
+    targets = [] if reduces else [d.target(operands.pop(0), type)]
+    bits = TYPES[f"b{type.bits}"].dtype
+    function, machine = _ATOMIC[name], d.machine
+
+    def run(threads: Array, address: Array, a: Array, b: Array | None = None) -> tuple:
+        address, a = np.broadcast_to(address, len(threads)), np.broadcast_to(a, len(threads))
+        old = np.zeros(len(threads), type.dtype)
+        for i in range(len(threads)):
+            one = threads[i : i + 1]
+            ((_, memory, bank, offset),) = machine.places(space, one, address[i : i + 1])
+            try:
+                (value,), unwritten = memory.load(bank, offset, type.bits // 8, 1)
+                if unwritten is not None:
+                    raise Fault(Uninitialised, 0, f"{memory.name} offset {offset[0]:#x}")
+                old[i] = value.view(type.dtype)[0]
+                new = function(old[i], a[i], None if b is None else b[min(i, len(b) - 1)])
+                memory.store(bank, offset, type.bits // 8, [np.array([new], type.dtype).view(bits)])
+            except Fault as fault:
+                fault.position = i
+                raise
+        return () if reduces else (old,)
+
+    return Step(ins, [d.address(operands[0]), *(d.source(x, type) for x in operands[1:])], targets, run)
+
+
+# Addresses
+
+
+@effect("cvta")
+def _cvta(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    space, rest = _space(parts)
+    mods, (type,) = _parts(ins, rest, "to")
+    window = {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW}.get(space.split("::")[0], 0)
+    delta = np.uint64((-window if "to" in mods else window) % (1 << 64))
+    source = d.source(ins.operands[1], type)
+    return Step(ins, [source], [d.target(ins.operands[0], type)], lambda threads, value: (value + delta,))
+
+
+@effect("mapa")
+def _mapa(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    space, rest = _space(parts)
+    _, (type,) = _parts(ins, rest, "")
+    window = 0 if space else SHARED_WINDOW
+
+    def run(threads: Array, address: Array, rank: Array) -> tuple:
+        # Compilers compute addresses before they know whether there is such a CTA: only accesses check the rank.
+        number = np.minimum(rank, 254).astype(np.int64) + 1
+        offset = (address.astype(np.int64) - window) & ((1 << RANK_SHIFT) - 1)
+        return (((number << RANK_SHIFT) + offset + window).astype(type.dtype),)
+
+    sources = [d.source(ins.operands[1], type), d.source(ins.operands[2], TYPES["u32"])]
+    return Step(ins, sources, [d.target(ins.operands[0], type)], run)
+
+
+# Warps
+
+
+def _warp_step(
+    d: Decoder, ins: Instruction, sources: list[Source], targets: list, run: Callable, mask: Operand
+) -> Step:
+    return Step(ins, sources, targets, run, "warp", d.source(mask, TYPES["u32"]))
+
+
+@effect("bar.warp.sync barrier.warp.sync")
+def _bar_warp(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    return _warp_step(d, ins, [], [], _nothing, ins.operands[0])
+
+
+@effect("shfl.sync")
+def _shfl(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    (mode,), _ = _parts(ins, parts, "up down bfly idx")
+    first, a, b, c, mask = ins.operands
+    value, valid = first.items if isinstance(first, Vec) else (first, Symbol("_"))
+    machine = d.machine
+    b32, u32 = TYPES["b32"], TYPES["u32"]
+
+    def run(threads: Array, a: Array, b: Array, c: Array) -> tuple[Array, Array]:
+        a, b, c = (np.broadcast_to(x, len(threads)).astype(np.int64) for x in (a, b, c))
+        lane = machine.lane[threads]
+        clamp, segment = c & 31, c >> 8 & 31
+        most = (lane & segment) | (clamp & ~segment)
+        if mode == "up":
+            source = lane - (b & 31)
+            inside = source >= most
+        else:
+            base = (lane & segment) | (b & ~segment & 31)
+            source = {"down": lane + (b & 31), "bfly": lane ^ (b & 31), "idx": base}[mode]
+            inside = source <= most
+        source = np.where(inside, source, lane)
+        machine.position[threads] = np.arange(len(threads))
+        other = machine.warp_first[threads] + source
+        there = np.zeros(machine.threads + 32, bool)
+        there[threads] = True
+        absent = np.flatnonzero(~there[other])
+        if len(absent):
+            raise Fault(EmulationError, absent[0], f"reads lane {source[absent[0]]}, which takes no part")
+        return a[machine.position[other]].astype(np.uint32), inside
+
+    sources = [d.source(a, b32), d.source(b, u32), d.source(c, u32)]
+    step = _warp_step(d, ins, sources, [d.target(value, b32), d.target(valid, TYPES["pred"])], run, mask)
+    step.undefined = "shuffle"
+    return step
+
+
+def _per_warp(machine: Machine, threads: Array, function: Callable[[Array], Any], dtype: Any) -> Array:
+    """``function`` of the positions of each warp's threads."""
+    result = np.zeros(len(threads), dtype)
+    for warp in np.unique(machine.warp[threads]):
+        at = np.flatnonzero(machine.warp[threads] == warp)
+        result[at] = function(at)
+    return result
+
+
+@effect("vote.sync")
+def _vote(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    (mode,), (type,) = _parts(ins, parts, "all any uni ballot")
+    target, value, mask = ins.operands
+    machine = d.machine
+
+    def run(threads: Array, value: Array) -> tuple[Array]:
+        value = np.broadcast_to(value, len(threads))
+
+        def ballot(at: Array) -> int:
+            return int((value[at].astype(np.int64) << machine.lane[threads[at]]).sum())
+
+        functions = {
+            "all": lambda at: value[at].all(),
+            "any": lambda at: value[at].any(),
+            "uni": lambda at: value[at].all() or not value[at].any(),
+            "ballot": ballot,
+        }
+        return (_per_warp(machine, threads, functions[mode], UNSIGNED[type.bits]),)
+
+    return _warp_step(d, ins, [d.source(value, TYPES["pred"])], [d.target(target, type)], run, mask)
+
+
+@effect("redux.sync")
+def _redux(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    (mode,), (type,) = _parts(ins, parts, "add min max and or xor")
+    functions = {
+        "add": np.add,
+        "min": np.minimum,
+        "max": np.maximum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+    }
+    target, value, mask = ins.operands
+    machine = d.machine
+
+    def run(threads: Array, value: Array) -> tuple[Array]:
+        value = np.broadcast_to(value, len(threads))
+        return (_per_warp(machine, threads, lambda at: functions[mode].reduce(value[at]), type.dtype),)
+
+    return _warp_step(d, ins, [d.source(value, type)], [d.target(target, type)], run, mask)
+
+
+@effect("elect.sync")
+def _elect(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    """The lowest lane."""
+    first, mask = ins.operands
+    lane, elected = first.items
+    machine = d.machine
+
+    def run(threads: Array) -> tuple[Array, Array]:
+        lowest = _per_warp(machine, threads, lambda at: machine.lane[threads[at]].min(), np.uint32)
+        return lowest, machine.lane[threads] == lowest
+
+    return _warp_step(d, ins, [], [d.target(lane, TYPES["b32"]), d.target(elected, TYPES["pred"])], run, mask)
+
+
+# Barriers of a CTA and of a cluster
+
+
+@effect(
+    "bar.sync barrier.sync bar.cta.sync barrier.cta.sync bar.arrive barrier.arrive bar.cta.arrive barrier.cta.arrive"
+)
+def _bar(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    _parts(ins, parts, "aligned")
+    waits = ".sync" in ins.opcode
+    sources = [d.source(operand, TYPES["u32"]) for operand in ins.operands]
+    machine = d.machine
+
+    def run(threads: Array, number: Array, count: Array | None = None) -> Array:
+        return machine.arrive(threads, number, count, waits)
+
+    return Step(ins, sources, [], run, "block")
+
+
+@effect("barrier.cluster.arrive")
+def _cluster_arrive(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    _parts(ins, parts, "aligned release relaxed")
+    machine = d.machine
+
+    def run(threads: Array) -> tuple:
+        machine.cluster_arrive(threads)
+        return ()
+
+    return Step(ins, [], [], run)
+
+
+@effect("barrier.cluster.wait")
+def _cluster_wait(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    _parts(ins, parts, "aligned acquire")
+    return Step(ins, [], [], d.machine.cluster_wait, "block")
+
+
+# mbarriers
+
+_MBARRIER = "b64 shared::cta shared::cluster shared release acquire relaxed cta cluster parity noComplete"
+
+
+@effect("mbarrier.init")
+def _mbarrier_init(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    machine = d.machine
+
+    def run(threads: Array, address: Array, count: Array) -> tuple:
+        machine.mbarrier_init(threads, address, count)
+        return ()
+
+    return Step(ins, [d.address(ins.operands[0]), d.source(ins.operands[1], TYPES["u32"])], [], run)
+
+
+@effect("mbarrier.inval")
+def _mbarrier_inval(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    machine = d.machine
+
+    def run(threads: Array, address: Array) -> tuple:
+        machine.mbarrier_inval(threads, address)
+        return ()
+
+    return Step(ins, [d.address(ins.operands[0])], [], run)
+
+
+@effect("mbarrier.arrive mbarrier.arrive.expect_tx mbarrier.expect_tx")
+def _mbarrier_arrive(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    _parts(ins, parts, _MBARRIER)
+    space = next((part for part in parts if part.startswith("shared")), "shared")
+    operands = list(ins.operands)
+    targets = [] if isinstance(operands[0], Mem) else [d.target(operands.pop(0), TYPES["b64"])]
+    amount = d.source(operands[1], TYPES["u32"]) if len(operands) > 1 else d.source(Imm(1), TYPES["u32"])
+    expects, arrives = "expect_tx" in ins.opcode, "arrive" in ins.opcode
+    machine = d.machine
+
+    def run(threads: Array, address: Array, amount: Array) -> tuple:
+        count = 0 if not arrives else 1 if expects else amount
+        phases = machine.mbarrier_arrive(space, threads, address, count, amount if expects else 0)
+        return (phases,) if targets else ()
+
+    return Step(ins, [d.address(operands[0]), amount], targets, run)
+
+
+@effect("mbarrier.complete_tx")
+def _mbarrier_complete_tx(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    _parts(ins, parts, _MBARRIER)
+    machine = d.machine
+
+    def run(threads: Array, address: Array, amount: Array) -> tuple:
+        ctas, offsets = machine.shared_place("shared::cluster", threads, address)
+        for cta, offset, size in zip(ctas, offsets, np.broadcast_to(amount, len(threads)), strict=True):
+            machine.mbarrier_complete(int(cta), int(offset), int(size))
+        return ()
+
+    return Step(ins, [d.address(ins.operands[0]), d.source(ins.operands[1], TYPES["u32"])], [], run)
+
+
+@effect("mbarrier.try_wait mbarrier.test_wait")
+def _mbarrier_wait(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    mods, _ = _parts(ins, parts, _MBARRIER)
+    parity = "parity" in mods
+    blocks = "try_wait" in ins.opcode
+    target, address, wanted = ins.operands[:3]
+    machine = d.machine
+
+    def run(threads: Array, address: Array, wanted: Array) -> Any:
+        done = machine.mbarrier_test(threads, address, wanted, parity, blocks)
+        return done if blocks else (done,)
+
+    sources = [d.address(address), d.source(wanted, TYPES["u32" if parity else "b64"])]
+    return Step(ins, sources, [d.target(target, TYPES["pred"])], run, "block" if blocks else "plain")
+
+
+# Asynchronous copies
+
+
+@effect("cp.async.bulk")
+def _bulk(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    known = "mbarrier::complete_tx::bytes bulk_group L2::cache_hint"
+    _parts(ins, parts, known + " " + " ".join(SPACES))
+    target, source = parts[:2]
+    if target.startswith("shared") and source == "global":
+        return _bulk_to_shared(d, ins, target)
+    if target == "global" and source.startswith("shared") and "bulk_group" in parts:
+        return _bulk_to_global(d, ins)
+    raise unknown(ins)
+
+
+def _bulk_to_shared(d: Decoder, ins: Instruction, space: str) -> Step:
+    m = d.machine
+
+    def run(threads: Array, target: Array, source: Array, size: Array, barrier: Array) -> tuple:
+        target, source, size, barrier = (np.broadcast_to(x, len(threads)) for x in (target, source, size, barrier))
+        ctas, offsets = m.shared_place(space, threads, target)
+        barrier_ctas, barriers = m.shared_place(space, threads, barrier)
+        for i, thread in enumerate(threads.tolist()):
+            try:
+                copy = _one_bulk_to_shared(
+                    m,
+                    thread,
+                    int(ctas[i]),
+                    int(offsets[i]),
+                    source[i : i + 1],
+                    int(size[i]),
+                    int(barrier_ctas[i]),
+                    int(barriers[i]),
+                )
+            except Fault as fault:
+                fault.position = i
+                raise
+            m.start(thread, copy, (int(ctas[i]),))
+        return ()
+
+    target, source, size, barrier = ins.operands[:4]
+    sources = [d.address(target), d.address(source), d.source(size, TYPES["u32"]), d.address(barrier)]
+    return Step(ins, sources, [], run)
+
+
+def _one_bulk_to_shared(
+    m: Machine, thread: int, cta: int, offset: int, source: Array, size: int, barrier_cta: int, barrier: int
+) -> Callable[[], None]:
+    """Check everything now; copy later."""
+    if barrier_cta != cta:
+        raise Fault(EmulationError, 0, "the mbarrier is in another CTA than the target")
+    ((_, memory, bank, start),) = m.places("global", np.array([thread]), source)
+    there = memory.span(int(bank[0]), int(start[0]), size, True)
+    here = m.shared.span(cta, offset, size, False)
+    agent = m.races.begin(thread)
+    m.races.read(np.array([thread]), np.array([cta]), np.array([barrier]), 8)
+
+    def execute() -> None:
+        m.shared.data[here] = memory.data[there]
+        m.shared.flags[here] |= WRITTEN
+        m.races.copy_writes(agent, cta, offset, size)
+        m.races.copy_arrives(agent, ("mbarrier", cta, barrier))
+        m.mbarrier_complete(cta, barrier, size)
+
+    # Bytes under way are not there, whatever was there before.
+    m.shared.flags[here] &= np.uint8(0xFF ^ WRITTEN)
+    return execute
+
+
+def _bulk_to_global(d: Decoder, ins: Instruction) -> Step:
+    m = d.machine
+
+    def run(threads: Array, target: Array, source: Array, size: Array) -> tuple:
+        target, source, size = (np.broadcast_to(x, len(threads)) for x in (target, source, size))
+        ctas, offsets = m.shared_place("shared", threads, source)
+        for i, thread in enumerate(threads.tolist()):
+            cta, offset, count = int(ctas[i]), int(offsets[i]), int(size[i])
+            try:
+                ((_, memory, bank, start),) = m.places("global", threads[i : i + 1], target[i : i + 1])
+                there = memory.span(int(bank[0]), int(start[0]), count, False)
+                m.shared.span(cta, offset, count, True)
+            except Fault as fault:
+                fault.position = i
+                raise
+            agent = m.races.begin(thread)
+            m.races.copy_reads(agent, cta, offset, count)
+
+            def execute(memory=memory, there=there, cta=cta, offset=offset, count=count) -> None:
+                memory.data[there] = m.shared.data[m.shared.span(cta, offset, count, True)]
+
+            m.start(thread, execute, (cta,), in_group=True)
+        return ()
+
+    target, source, size = ins.operands[:3]
+    return Step(ins, [d.address(target), d.address(source), d.source(size, TYPES["u32"])], [], run)
+
+
+@effect("cp.async.bulk.commit_group")
+def _commit(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    machine = d.machine
+
+    def run(threads: Array) -> tuple:
+        machine.commit_group(threads)
+        return ()
+
+    return Step(ins, [], [], run)
+
+
+@effect("cp.async.bulk.wait_group")
+def _wait_group(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    _parts(ins, parts, "read")
+    most = ins.operands[0].value
+    machine = d.machine
+    return Step(ins, [], [], lambda threads: machine.wait_group(threads, most), "block")
+
+
+@effect("st.async")
+def _st_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    _, (type,) = _parts(ins, parts, "weak shared::cluster mbarrier::complete_tx::bytes v2 v4")
+    address, value, barrier = ins.operands
+    items = value.items if isinstance(value, Vec) else (value,)
+    bits = TYPES[f"b{type.bits}"]
+    m, width = d.machine, type.bits // 8
+
+    def run(threads: Array, address: Array, barrier: Array, *values: Array) -> tuple:
+        values = [np.broadcast_to(value, len(threads)) for value in values]
+        ctas, offsets = m.shared_place("shared::cluster", threads, address)
+        barrier_ctas, barriers = m.shared_place("shared::cluster", threads, barrier)
+        m.shared.locate(ctas, offsets, width, len(values))
+        for i, thread in enumerate(threads.tolist()):
+            if barrier_ctas[i] != ctas[i]:
+                raise Fault(EmulationError, i, "the mbarrier is in another CTA than the target")
+            sent = [value[i : i + 1] for value in values]
+            copy = _one_st_async(m, thread, ctas[i : i + 1], offsets[i : i + 1], width, sent, int(barriers[i]))
+            m.start(thread, copy, (int(ctas[i]),))
+        return ()
+
+    sources = [d.address(address), d.address(barrier), *(d.source(item, bits) for item in items)]
+    return Step(ins, sources, [], run)
+
+
+def _one_st_async(
+    m: Machine, thread: int, cta: Array, offset: Array, width: int, values: list[Array], barrier: int
+) -> Callable[[], None]:
+    agent = m.races.begin(thread)
+    where, size = int(cta[0]), width * len(values)
+
+    def execute() -> None:
+        m.shared.store(cta, offset, width, values)
+        m.races.copy_writes(agent, where, int(offset[0]), size)
+        m.races.copy_arrives(agent, ("mbarrier", where, barrier))
+        m.mbarrier_complete(where, barrier, size)
+
+    return execute

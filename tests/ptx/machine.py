@@ -1,0 +1,861 @@
+"""The execution of one launch: threads, scheduling, barriers and asynchronous copies.
+
+All threads of all CTAs live at once. A step runs one basic block for those threads of some randomly chosen warps that
+are at the lowest address: threads that diverged meet again as early as they can, and warps run ahead of each other in
+an order that ``seed`` decides. A copy that a kernel starts is executed later, also at random, but at the latest when no
+thread can run.
+
+Found and raised, each with instruction, thread and address: accesses out of bounds, misaligned, or of shared memory of
+a CTA that ended; addresses, and values stored to global memory, that depend on shared or local memory that nobody
+wrote; two accesses to a byte of shared memory that no barrier orders (see ``races``); misuse of barriers; threads that
+wait for ever.
+
+Not modelled: memory ordering beyond that (fences and proxies do nothing), caches, timing, and
+``griddepcontrol``, which does nothing. ``mbarrier.try_wait`` blocks until it can succeed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ptx.arithmetic import TYPES, UNSIGNED, Array
+from ptx.instructions import Decoder, Step
+from ptx.memory import (
+    ALLOCATED,
+    BARRIER,
+    LOCAL_WINDOW,
+    RANK_SHIFT,
+    REGION_SHIFT,
+    SHARED_BASE,
+    SHARED_WINDOW,
+    WRITTEN,
+    Deadlock,
+    EmulationError,
+    Fault,
+    Memory,
+    OutOfBounds,
+    Uninitialised,
+)
+from ptx.parser import Program
+from ptx.races import Races
+
+WARP = 32
+RUNNING, WAITING, ENDED = 0, 1, 2
+FAR = np.iinfo(np.int32).max
+
+
+@dataclass
+class Launch:
+    """What a launch is given. ``params`` are the bytes of each kernel parameter."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    params: list[bytes]
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    dynamic_shared: int = 0
+
+
+class GlobalMemory:
+    """The allocations that launches can access."""
+
+    def __init__(self) -> None:
+        self.regions: list[Memory] = []
+
+    def allocate(self, name: str, contents: Array, align: int = 16, accessible: Array | None = None) -> int:
+        """The address of a copy of ``contents``, whose alignment is no more than ``align``.
+
+        ``accessible`` says for each byte whether it belongs to the allocation.
+        """
+        lead = align % 256
+        memory = Memory(name, lead + len(contents))
+        memory.data[lead : lead + len(contents)] = contents
+        flags = np.full(len(contents), ALLOCATED | WRITTEN, np.uint8)
+        if accessible is not None:
+            flags = np.where(accessible, flags, 0)
+        memory.flags[lead : lead + len(contents)] = flags
+        self.regions.append(memory)
+        return (len(self.regions) << REGION_SHIFT) + lead
+
+    def contents(self, address: int, size: int) -> Array:
+        start = address & ((1 << REGION_SHIFT) - 1)
+        return self.regions[(address >> REGION_SHIFT) - 1].data[start : start + size]
+
+
+@dataclass
+class Block:
+    """Steps that follow each other without a way in or out, and which registers they take over and leave."""
+
+    steps: list[Step]
+    first: int
+    live_in: list[int] = field(default_factory=list)
+    live_out: list[int] = field(default_factory=list)
+    next: int = 0
+    target: int = 0
+
+
+@dataclass
+class Mbarrier:
+    """An mbarrier object: arrivals and bytes that its current phase still expects."""
+
+    expected: int
+    pending: int
+    bytes: int = 0
+    phase: int = 0
+    waiters: list[Array] = field(default_factory=list)
+
+
+@dataclass
+class Copy:
+    """An asynchronous operation under way."""
+
+    step: Step
+    thread: int
+    execute: Callable[[], None]
+    ctas: tuple[int, ...]
+    group: list[int] | None = None
+
+
+class Machine:
+    """One launch of ``program``. After ``run``, ``steps`` counts the instructions executed, each for many threads.
+
+    ``seed``: of the order in which warps and copies proceed; ``None``: all warps in step, copies as late as possible.
+    ``strict``: within a warp only ``bar.warp.sync`` orders memory, as PTX says; otherwise shuffles, votes and elections
+    do too, for lanes that execute one instruction together have issued what came before it.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        launch: Launch,
+        memory: GlobalMemory,
+        seed: int | None = 0,
+        max_steps: int = 1_000_000,
+        strict: bool = False,
+    ):
+        self.program = program
+        self.launch = launch
+        self.global_memory = memory
+        self.random = None if seed is None else np.random.default_rng(seed)
+        self.max_steps = max_steps
+        self.strict = strict
+        self.steps = 0
+        self._lay_out_threads()
+        self._lay_out_memory()
+        decoder = Decoder(self)
+        self.blocks = _blocks_of(program, decoder)
+        _find_live_registers(self.blocks, len(decoder.widths))
+        self.registers = [np.zeros(self.threads, UNSIGNED[width]) for width in decoder.widths]
+        self.block = np.zeros(self.threads, np.int32)
+        self.state = np.full(self.threads, RUNNING, np.int8)
+        self.reason = np.zeros(self.threads, np.int32)  # warp synchronisation: what a lane waits at
+        self.arrived: dict[tuple[int, int], tuple[int, list[Array]]] = {}
+        self.arrived_counts: Counter[tuple[int, int]] = Counter()
+        self.mbarriers: dict[tuple[int, int], Mbarrier] = {}
+        self.cluster_arrived = np.zeros(self.threads, bool)
+        self.cluster_phase = np.zeros(self.threads, np.int32)
+        self.cluster_phases = np.zeros(self.clusters, np.int32)
+        self.copies: list[Copy] = []
+        # Bulk groups of a thread: how many copies of each are under way.
+        self.open_groups: dict[int, list[int]] = {}
+        self.groups: dict[int, list[list[int]]] = {}
+        self.step: Step | None = None
+        # Registers that hold what comes from memory that nobody wrote, and in which threads.
+        self.undefined: dict[int, Array] = {}
+        self.unwritten: list[Array] | None = None
+        self.undefined_values: list[Array | None] | None = None
+        self.races = Races(self, _granule(program))
+
+    def _lay_out_threads(self) -> None:
+        launch = self.launch
+        self.cta_threads = int(np.prod(launch.block))
+        self.ctas = int(np.prod(launch.grid))
+        self.cluster_ctas = int(np.prod(launch.cluster))
+        if self.cta_threads > 1024 or min(*launch.grid, *launch.block, *launch.cluster) < 1:
+            raise EmulationError(f"no launch can have grid {launch.grid}, block {launch.block}")
+        if any(size % part for size, part in zip(launch.grid, launch.cluster, strict=True)):
+            raise EmulationError(f"grid {launch.grid} is no multiple of cluster {launch.cluster}")
+        self.threads = self.ctas * self.cta_threads
+        thread = np.arange(self.threads)
+        self.cta, self.tid = np.divmod(thread, self.cta_threads)
+        self.lane = (self.tid % WARP).astype(np.int64)
+        warps = -(-self.cta_threads // WARP)
+        self.warp = self.cta * warps + self.tid // WARP
+        self.warps = warps * self.ctas
+        self.warp_first = thread - self.lane
+        lanes = np.bincount(self.warp, minlength=self.warps)
+        self.warp_mask = ((1 << lanes.astype(np.int64)) - 1)[self.warp]
+        coordinate = np.stack(np.unravel_index(self.cta, launch.grid[::-1])[::-1])
+        self.ctaid = coordinate
+        self.tid3 = np.stack(np.unravel_index(self.tid, launch.block[::-1])[::-1])
+        cluster = np.array(launch.cluster)[:, None]
+        self.cluster_ctaid, self.clusterid = coordinate % cluster, coordinate // cluster
+        self.nclusterid = np.array(launch.grid) // np.array(launch.cluster)
+        self.rank = np.ravel_multi_index(self.cluster_ctaid[::-1], launch.cluster[::-1])
+        self.cluster = np.ravel_multi_index(self.clusterid[::-1], tuple(self.nclusterid[::-1]))
+        self.clusters = self.ctas // self.cluster_ctas
+        # The CTA of each rank of each cluster.
+        self.cta_of_rank = np.zeros((self.clusters, self.cluster_ctas), np.int64)
+        self.cta_of_rank[self.cluster, self.rank] = self.cta
+        self.position = np.zeros(self.threads, np.int64)
+
+    def _lay_out_memory(self) -> None:
+        self.symbols: dict[str, tuple[str, int]] = {}
+
+        def place(space: str, at: int, dynamic: int) -> int:
+            # What the launch sizes comes after all else.
+            for variable in sorted(self.program.variables.get(space, []), key=lambda v: v.size is None):
+                at = -(-at // variable.align) * variable.align
+                self.symbols[variable.name] = (space, at)
+                at += dynamic if variable.size is None else variable.size
+            return at
+
+        end = place("shared", SHARED_BASE, self.launch.dynamic_shared)
+        self.shared = Memory("shared memory", end, self.ctas)
+        self.shared.flags.reshape(self.ctas, -1)[:, SHARED_BASE:end] = ALLOCATED
+        self.shared_bytes = end - SHARED_BASE
+        end = place("local", 16, 0)
+        self.local = Memory("local memory", end, self.threads if end > 16 else 1)
+        self.local.flags.reshape(-1, self.local.stride)[:, 16:end] = ALLOCATED
+        for space in ("global", "const"):
+            for variable in self.program.variables.get(space, []):
+                contents = np.frombuffer(variable.initial.ljust(variable.size or 0, b"\0"), np.uint8)
+                self.symbols[variable.name] = (
+                    "global",
+                    self.global_memory.allocate(variable.name, contents, variable.align),
+                )
+        sizes = [variable.size for variable in self.program.params]
+        given = [len(param) for param in self.launch.params]
+        if sizes != given:
+            raise EmulationError(f"the kernel's parameters have {sizes} bytes, not {given}")
+        self.params = dict(zip((v.name for v in self.program.params), self.launch.params, strict=True))
+
+    # Scheduling
+
+    def run(self) -> None:
+        """Execute until every thread has ended.
+
+        Raises:
+            EmulationError: see ``memory``.
+            NotImplementedError: for instructions that the emulator does not know.
+        """
+        with np.errstate(all="ignore"):
+            while True:
+                running = self.state == RUNNING
+                if not running.any():
+                    if self.copies:
+                        self._execute_copy()
+                        continue
+                    if (self.state == ENDED).all():
+                        return
+                    raise self._deadlock()
+                self._run_some(running)
+
+    def _run_some(self, running: Array) -> None:
+        """Choose warps, and run them for a while."""
+        blocks = FAR
+        if self.random is not None:
+            if self.copies and self.random.random() < 0.3:
+                self._execute_copy()
+                running = self.state == RUNNING
+            share = self.random.choice([0.2, 0.6, 1.0, 1.0])
+            chosen = self.random.random(self.warps) < share
+            chosen[self.random.choice(self.warp[running])] = True
+            among = chosen[self.warp]
+            blocks = int(self.random.integers(1, 60))
+        else:
+            among = np.ones(self.threads, bool)
+        while blocks:
+            blocks -= 1
+            address = np.where(among & (self.state == RUNNING), self.block, FAR)
+            lowest = int(address.min())
+            if lowest == FAR:
+                return
+            self._run_block(self.blocks[lowest], np.flatnonzero(address == lowest))
+            if self.steps > self.max_steps:
+                raise EmulationError(f"more than {self.max_steps} steps: {self._where()}")
+
+    def _run_block(self, block: Block, threads: Array) -> None:
+        steps = block.steps
+        self.steps += len(steps)
+        kind = steps[0].kind
+        if kind == "warp":
+            threads = self._meet(block, threads)
+            if not len(threads):
+                return
+        where: Any = threads
+        if len(threads) == self.threads:
+            where = slice(None)
+        registers = self.registers
+        values = {slot: registers[slot][where] for slot in block.live_in}
+        unknown = {slot: self.undefined[slot][where] for slot in block.live_in if slot in self.undefined}
+        if where is not threads:
+            values = {slot: value.copy() for slot, value in values.items()}
+            unknown = {slot: value.copy() for slot, value in unknown.items()}
+        following: Any = block.next
+        for step in steps:
+            self.step = step
+            try:
+                done = self._execute(step, threads, values, unknown)
+            except Fault as fault:
+                raise self.error(fault.kind, int(threads[fault.position]), fault.message) from None
+            if step.kind == "branch":
+                following = np.where(done, block.target, block.next) if step.guard else block.target
+            elif step.kind == "exit":
+                self._end(threads if done is None else threads[done])
+            elif step.kind == "block":
+                # A step of its own: the threads that are let through go on; the others were left waiting.
+                where = threads = threads[done]
+                values = {slot: value if len(value) == 1 else value[done] for slot, value in values.items()}
+        self.block[where] = following
+        for slot in block.live_out:
+            registers[slot][where] = values[slot]
+            if slot in unknown or slot in self.undefined:
+                self._keep_unknown(slot, where, unknown.get(slot))
+
+    def _keep_unknown(self, slot: int, where: Any, unknown: Array | None) -> None:
+        if slot not in self.undefined:
+            self.undefined[slot] = np.zeros(self.threads, bool)
+        self.undefined[slot][where] = False if unknown is None else unknown
+        if not self.undefined[slot].any():
+            del self.undefined[slot]
+
+    def _execute(self, step: Step, threads: Array, values: dict[int, Array], unknown: dict[int, Array]) -> Any:
+        """Run one step and put its results into ``values``; of branches and such, return what decides."""
+        if step.guard is not None:
+            guard = values[step.guard.slot]
+            taken = np.broadcast_to(~guard if step.guard.negated else guard, len(threads))
+            if step.kind in ("branch", "exit"):
+                return taken
+        elif step.kind == "branch":
+            return None
+        arguments = [value(values) for value in step.values]
+        if step.guard is None:
+            results, strange = self._call(step, threads, arguments, unknown)
+            if step.kind == "block":
+                self._let_through(step, len(threads), values)
+            if step.kind in ("exit", "block"):
+                return results
+            for i, (target, result) in enumerate(zip(step.targets, results, strict=True)):
+                if target is not None:
+                    values[target.slot] = target.store(result)
+                    if strange is not None and strange[i] is not None:
+                        unknown[target.slot] = strange[i]
+                    else:
+                        unknown.pop(target.slot, None)
+            return None
+        subset = np.flatnonzero(taken)
+        part = {slot: which[subset] for slot, which in unknown.items()}
+        arguments = [a if len(a) == 1 else a[subset] for a in arguments]
+        if step.kind == "block":
+            if step.targets:
+                raise NotImplementedError(f"guard: {step.instruction}")
+            done = ~taken
+            if len(subset):
+                done[subset] = self._call(step, threads[subset], arguments, part)[0]
+            return done
+        if not len(subset):
+            return None
+        try:
+            results, strange = self._call(step, threads[subset], arguments, part)
+        except Fault as fault:
+            fault.position = subset[fault.position]
+            raise
+        for i, (target, result) in enumerate(zip(step.targets, results, strict=True)):
+            if target is not None:
+                merged = np.array(np.broadcast_to(values[target.slot], len(threads)))
+                merged[subset] = target.store(result)
+                values[target.slot] = merged
+                if target.slot in unknown or (strange is not None and strange[i] is not None):
+                    which = np.array(unknown.get(target.slot, np.zeros(len(threads), bool)))
+                    which[subset] = False if strange is None or strange[i] is None else strange[i]
+                    unknown[target.slot] = which
+        return None
+
+    def _call(
+        self, step: Step, threads: Array, arguments: list[Array], unknown: dict[int, Array]
+    ) -> tuple[Any, list[Array | None] | None]:
+        """Results, and which of each target's come from memory that nobody wrote."""
+        self.unwritten = None
+        if not unknown:
+            return step.run(threads, *arguments), self.unwritten
+        strange = [unknown.get(source.slot) for source in step.sources]
+        strange = [which if which is not None and which.any() else None for which in strange]
+        known = all(which is None for which in strange)
+        if not known and step.undefined in ("load", "store", "error"):
+            for which in strange[: None if step.undefined == "error" else 1]:
+                if which is not None:
+                    raise Fault(Uninitialised, np.flatnonzero(which)[0], "depends on memory that nobody wrote")
+        if step.undefined == "store" and not known:
+            self.undefined_values = strange[1:]
+        results = step.run(threads, *arguments)
+        if step.undefined == "load":
+            return results, self.unwritten
+        if known or step.undefined in ("store", "error"):
+            return results, None
+        if step.undefined == "shuffle":
+            if any(which is not None for which in strange[1:]):
+                raise Fault(Uninitialised, 0, "depends on memory that nobody wrote")
+            moved = step.run(threads, strange[0].astype(np.uint32), *arguments[1:])[0]
+            return results, [moved != 0, None]
+        if step.undefined == "select":
+            no = np.zeros(len(threads), bool)
+            a, b, c = (no if which is None else which for which in strange)
+            return results, [np.where(arguments[2], a, b) | c]
+        if step.undefined in ("and", "or") and arguments[0].dtype == bool:
+            # One operand alone may decide.
+            no = np.zeros(len(threads), bool)
+            (a, b), decides = (no if which is None else which for which in strange), step.undefined == "or"
+            first, second = arguments
+            return results, [(a & b) | (a & (second != decides)) | (b & (first != decides))]
+        either = np.logical_or.reduce([which for which in strange if which is not None])
+        return results, [either] * len(step.targets)
+
+    @staticmethod
+    def _let_through(step: Step, count: int, values: dict[int, Array]) -> None:
+        """What a blocking instruction returns: that it succeeded."""
+        for target in step.targets:
+            if target is not None:
+                values[target.slot] = np.ones(count, bool)
+
+    def _end(self, threads: Array) -> None:
+        self.state[threads] = ENDED
+        # Threads that ended no longer count in the barrier of their cluster.
+        for cluster in np.unique(self.cluster[threads]):
+            self._check_cluster(cluster)
+
+    def wait(self, threads: Array) -> None:
+        self.state[threads] = WAITING
+
+    def retry(self, threads: Array) -> None:
+        """Let waiting threads execute their instruction again."""
+        self.state[threads] = RUNNING
+
+    def resume(self, threads: Array) -> None:
+        """Let waiting threads go on after their instruction."""
+        self.state[threads] = RUNNING
+        for block in np.unique(self.block[threads]):
+            at = threads[self.block[threads] == block]
+            self.block[at] = self.blocks[block].next
+
+    def _meet(self, block: Block, threads: Array) -> Array:
+        """Lanes arrive at an instruction that whole warps execute: those whose partners are all there."""
+        step = block.steps[0]
+        self.step = step
+        if step.guard is not None:
+            raise NotImplementedError(f"guard: {step.instruction}")
+        mask = step.mask({slot: self.registers[slot][threads] for slot in block.live_in}).astype(np.int64)
+        needed = np.broadcast_to(mask, len(threads)) & self.warp_mask[threads]
+        absent = np.flatnonzero(needed >> self.lane[threads] & 1 == 0)
+        if len(absent):
+            raise self.error(EmulationError, threads[absent[0]], f"lane not in mask {needed[absent[0]]:#x}")
+        # bar.warp.sync meets any bar.warp.sync; other instructions only meet themselves.
+        reason = -1 if step.instruction.opcode.startswith(("bar.warp", "barrier.warp")) else block.first + 1
+        self.wait(threads)
+        self.reason[threads] = reason
+        candidates = np.flatnonzero(
+            (self.state == WAITING) & (self.reason == reason) & np.isin(self.warp, self.warp[threads])
+        )
+        arrived = np.bincount(self.warp[candidates], 2.0 ** self.lane[candidates], self.warps).astype(np.int64)
+        wanted = needed if len(candidates) == len(threads) else self._masks(block, candidates)
+        ready = candidates[(arrived[self.warp[candidates]] & wanted) == wanted]
+        self.state[ready] = RUNNING
+        self.reason[ready] = 0
+        elsewhere = ready[self.block[ready] != block.first]
+        if len(elsewhere):
+            # Lanes at another bar.warp.sync: nothing is left to do for them.
+            self.races.join_warps(ready)
+            self.resume(elsewhere)
+            return ready[self.block[ready] == block.first]
+        if reason == -1 or not self.strict:
+            self.races.join_warps(ready)
+        return ready
+
+    def _masks(self, block: Block, threads: Array) -> Array:
+        """What each waiting lane's mask is."""
+        masks = np.zeros(len(threads), np.int64)
+        for number in np.unique(self.block[threads]):
+            at = self.block[threads] == number
+            other = self.blocks[number]
+            mask = other.steps[0].mask({slot: self.registers[slot][threads[at]] for slot in other.live_in})
+            masks[at] = mask.astype(np.int64)
+        return masks & self.warp_mask[threads]
+
+    # Errors
+
+    def error(self, kind: type[EmulationError], thread: int, message: str) -> EmulationError:
+        cta, tid = int(self.cta[thread]), int(self.tid[thread])
+        return kind(f"{message}; CTA {cta}, thread {tid}; {self.step.instruction if self.step else ''}")
+
+    def _where(self) -> str:
+        alive = np.flatnonzero(self.state != ENDED)
+        at = Counter(int(block) for block in self.block[alive])
+        lines = []
+        for block, count in sorted(at.items()):
+            some = [int(t) for t in alive[self.block[alive] == block][:4]]
+            names = ", ".join(f"{self.cta[t]}:{self.tid[t]}" for t in some)
+            lines.append(f"{count} threads (CTA:thread {names}...) at {self.blocks[block].steps[0].instruction}")
+        return "\n  ".join(lines)
+
+    def _deadlock(self) -> Deadlock:
+        barriers = [
+            f"mbarrier at {offset:#x} of CTA {cta}: phase {b.phase} wants {b.pending} arrivals, {b.bytes} bytes"
+            for (cta, offset), b in self.mbarriers.items()
+            if b.waiters
+        ]
+        return Deadlock("\n  ".join(["no thread can run:", self._where(), *barriers]))
+
+    # Memory
+
+    def places(
+        self, space: str, threads: Array, address: Array, what: str = ""
+    ) -> Iterable[tuple[Any, Memory, Array, Array]]:
+        """The memories that addresses are in: positions among ``threads``, memory, banks, offsets."""
+        address = np.broadcast_to(address, len(threads)).astype(np.int64)
+        if space.startswith("shared"):
+            return [(slice(None), self.shared, *self.shared_place(space, threads, address))]
+        if space == "local":
+            return [(slice(None), self.local, threads, address)]
+        number = address >> REGION_SHIFT
+        first = int(number[0])
+        every = bool((number == first).all())
+        found = []
+        for region in [first] if every else np.unique(number):
+            subset: Any = slice(None) if every else np.flatnonzero(number == region)
+            offset = address[subset] & ((1 << REGION_SHIFT) - 1)
+            chosen = threads[subset]
+            if 1 <= region <= len(self.global_memory.regions):
+                found.append((subset, self.global_memory.regions[region - 1], np.zeros(len(chosen), np.int64), offset))
+            elif space == "" and region == SHARED_WINDOW >> REGION_SHIFT:
+                found.append((subset, self.shared, *self.shared_place("shared::cluster", chosen, offset)))
+            elif space == "" and region == LOCAL_WINDOW >> REGION_SHIFT:
+                found.append((subset, self.local, chosen, offset))
+            else:
+                position = 0 if every else subset[0]
+                raise Fault(OutOfBounds, position, f"address {address[position]:#x} is in no allocation")
+        return found
+
+    def shared_place(self, space: str, threads: Array, address: Array) -> tuple[Array, Array]:
+        """CTA and offset of shared addresses."""
+        address = np.broadcast_to(address, len(threads)).astype(np.int64)
+        rank = address >> RANK_SHIFT
+        own = self.cta[threads]
+        if not rank.any():
+            return own, address
+        bad = np.flatnonzero((rank < 0) | (rank > self.cluster_ctas))
+        if len(bad):
+            raise Fault(OutOfBounds, bad[0], f"shared address {address[bad[0]]:#x}")
+        cta = np.where(rank == 0, own, self.cta_of_rank[self.cluster[threads], rank - 1])
+        if space != "shared::cluster" and (cta != own).any():
+            bad = np.flatnonzero(cta != own)[0]
+            raise Fault(OutOfBounds, bad, f"address {address[bad]:#x} is of another CTA: not shared::cta")
+        remote = np.unique(cta[cta != own])
+        for other in remote:
+            if (self.state[self.cta == other] == ENDED).all():
+                bad = np.flatnonzero(cta == other)[0]
+                raise Fault(OutOfBounds, bad, f"address {address[bad]:#x} is of CTA {other}, which has ended")
+        return cta, address & ((1 << RANK_SHIFT) - 1)
+
+    def load(self, space: str, threads: Array, address: Array, width: int, count: int) -> list[Array]:
+        """``count`` elements of ``width`` bytes. ``self.unwritten`` then says which of them nobody wrote."""
+        places = self.places(space, threads, address)
+        results = [np.zeros(len(threads), UNSIGNED[8 * width]) for _ in range(count)]
+        unwritten = [np.zeros(len(threads), bool) for _ in range(count)]
+        for subset, memory, bank, offset in places:
+            found, missing = self._checked(subset, memory.load, bank, offset, width, count)
+            if memory is self.shared:
+                self.races.read(threads[subset], bank, offset, width * count)
+            if len(places) == 1:
+                self.unwritten = missing
+                return found
+            for i in range(count):
+                results[i][subset] = found[i]
+                if missing is not None:
+                    unwritten[i][subset] = missing[i]
+        self.unwritten = unwritten if any(one.any() for one in unwritten) else None
+        return results
+
+    def store(self, space: str, threads: Array, address: Array, width: int, values: list[Array]) -> None:
+        undefined, self.undefined_values = self.undefined_values, None
+        values = [np.broadcast_to(value, len(threads)) for value in values]
+        for subset, memory, bank, offset in self.places(space, threads, address):
+            self._checked(subset, memory.store, bank, offset, width, [value[subset] for value in values])
+            if memory is self.shared:
+                self.races.write(threads[subset], bank, offset, width * len(values))
+            for i, which in enumerate(undefined or ()):
+                if which is not None and which[subset].any():
+                    at = np.flatnonzero(which[subset])
+                    if memory is not self.shared and memory is not self.local:
+                        position = at[0] if isinstance(subset, slice) else subset[at[0]]
+                        raise Fault(Uninitialised, position, "stores what comes from memory that nobody wrote")
+                    memory.forget(bank[at], offset[at] + i * width, width)
+
+    @staticmethod
+    def _checked(subset: Any, function: Callable, *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Fault as fault:
+            if not isinstance(subset, slice):
+                fault.position = subset[fault.position]
+            raise
+
+    # CTA barriers
+
+    def arrive(self, threads: Array, number: Array, count: Array | None, waits: bool) -> Array:
+        """``bar.sync`` and ``bar.arrive``. Nobody passes at once: who completes a barrier resumes all."""
+        number = np.broadcast_to(number, len(threads)).astype(np.int64)
+        expected = np.broadcast_to(self.cta_threads if count is None else count, len(threads)).astype(np.int64)
+        if waits:
+            self.wait(threads)
+        key = self.cta[threads] * 16 + number
+        for one in np.unique(key):
+            at = np.flatnonzero(key == one)
+            name = (int(one) // 16, int(one) % 16)
+            wanted = int(expected[at[0]])
+            before, groups = self.arrived.get(name, (wanted, []))
+            if before != wanted or (expected[at] != wanted).any():
+                raise Fault(EmulationError, at[0], f"barrier {name[1]} with {wanted} threads; others said {before}")
+            groups.append(threads[at] if waits else threads[at][:0])
+            self.races.arrive(("bar", *name), threads[at])
+            self.arrived_counts[name] += len(at)
+            self.arrived[name] = (wanted, groups)
+            if self.arrived_counts[name] > wanted:
+                raise Fault(EmulationError, at[0], f"barrier {name[1]}: more than {wanted} threads arrived")
+            if self.arrived_counts[name] == wanted:
+                everyone = np.concatenate(groups)
+                del self.arrived[name], self.arrived_counts[name]
+                self.races.publish(("bar", *name))
+                self.races.leave(("bar", *name), everyone)
+                self.races.forget(("bar", *name))
+                self.resume(everyone)
+        return np.zeros(len(threads), bool) if waits else np.ones(len(threads), bool)
+
+    # Cluster barriers
+
+    def cluster_arrive(self, threads: Array) -> None:
+        again = np.flatnonzero(self.cluster_arrived[threads])
+        if len(again):
+            raise Fault(EmulationError, again[0], "barrier.cluster.arrive twice without wait")
+        self.cluster_arrived[threads] = True
+        for cluster in np.unique(self.cluster[threads]):
+            self.races.arrive(("cluster", int(cluster)), threads[self.cluster[threads] == cluster])
+            self._check_cluster(cluster)
+
+    def _check_cluster(self, cluster: int) -> None:
+        members = np.flatnonzero((self.cluster == cluster) & (self.state != ENDED))
+        if len(members) and self.cluster_arrived[members].all():
+            self.cluster_phases[cluster] += 1
+            self.cluster_arrived[members] = False
+            self.races.publish(("cluster", int(cluster)))
+            waiting = members[(self.state[members] == WAITING) & (self.reason[members] == -2)]
+            self.reason[waiting] = 0
+            self.retry(waiting)
+
+    def cluster_wait(self, threads: Array) -> Array:
+        done = self.cluster_phases[self.cluster[threads]] > self.cluster_phase[threads]
+        early = np.flatnonzero(~done & ~self.cluster_arrived[threads])
+        if len(early):
+            raise Fault(EmulationError, early[0], "barrier.cluster.wait without arrive")
+        self.cluster_phase[threads[done]] += 1
+        for cluster in np.unique(self.cluster[threads[done]]):
+            at = threads[done & (self.cluster[threads] == cluster)]
+            self.races.leave(("cluster", int(cluster)), at)
+        self.wait(threads[~done])
+        self.reason[threads[~done]] = -2
+        return done
+
+    # mbarriers
+
+    def mbarrier_init(self, threads: Array, address: Array, count: Array) -> None:
+        ctas, offsets = self.shared_place("shared", threads, address)
+        counts = np.broadcast_to(count, len(threads))
+        self.shared.locate(ctas, offsets, 8, 1)
+        for i, (cta, offset) in enumerate(zip(ctas.tolist(), offsets.tolist(), strict=True)):
+            if (cta, offset) in self.mbarriers:
+                raise Fault(EmulationError, i, f"mbarrier at {offset:#x} is initialised twice")
+            self.races.write(threads[i : i + 1], ctas[i : i + 1], offsets[i : i + 1], 8)
+            where = cta * self.shared.stride + offset
+            if (self.shared.flags[where : where + 8] & ALLOCATED == 0).any():
+                raise Fault(OutOfBounds, i, f"shared memory offset {offset:#x}")
+            self.shared.flags[where : where + 8] = ALLOCATED | WRITTEN | BARRIER
+            self.mbarriers[cta, offset] = Mbarrier(int(counts[i]), int(counts[i]))
+
+    def mbarrier_inval(self, threads: Array, address: Array) -> None:
+        ctas, offsets = self.shared_place("shared", threads, address)
+        for i, (cta, offset) in enumerate(zip(ctas.tolist(), offsets.tolist(), strict=True)):
+            self._mbarrier(i, cta, offset)
+            del self.mbarriers[cta, offset]
+            where = cta * self.shared.stride + offset
+            self.shared.flags[where : where + 8] = ALLOCATED
+
+    def _mbarrier(self, position: int, cta: int, offset: int) -> Mbarrier:
+        found = self.mbarriers.get((cta, offset))
+        if found is None:
+            raise Fault(EmulationError, position, f"no mbarrier at {offset:#x} of CTA {cta}")
+        return found
+
+    def mbarrier_arrive(
+        self, space: str, threads: Array, address: Array, count: Array | int, expected: Array | int
+    ) -> Array:
+        """Expect ``expected`` more bytes, then arrive ``count`` times. The result is the phase."""
+        ctas, offsets = self.shared_place(space, threads, address)
+        counts, bytes_ = np.broadcast_to(count, len(threads)), np.broadcast_to(expected, len(threads))
+        phases = np.zeros(len(threads), np.uint64)
+        for i, (cta, offset) in enumerate(zip(ctas.tolist(), offsets.tolist(), strict=True)):
+            barrier = self._mbarrier(i, cta, offset)
+            self.races.read(threads[i : i + 1], ctas[i : i + 1], offsets[i : i + 1], 8)
+            phases[i] = barrier.phase
+            barrier.bytes += int(bytes_[i])
+            barrier.pending -= int(counts[i])
+            if barrier.pending < 0:
+                raise Fault(EmulationError, i, f"mbarrier at {offset:#x}: more than {barrier.expected} arrivals")
+            if counts[i]:
+                self.races.arrive(("mbarrier", cta, offset), threads[i : i + 1])
+            self._check_mbarrier(cta, offset, barrier)
+        return phases
+
+    def mbarrier_complete(self, cta: int, offset: int, size: int) -> None:
+        barrier = self._mbarrier(0, cta, offset)
+        barrier.bytes -= size
+        self._check_mbarrier(cta, offset, barrier)
+
+    def _check_mbarrier(self, cta: int, offset: int, barrier: Mbarrier) -> None:
+        if barrier.pending == 0 and barrier.bytes == 0:
+            barrier.phase += 1
+            barrier.pending = barrier.expected
+            self.races.publish(("mbarrier", cta, offset))
+            for waiters in barrier.waiters:
+                self.retry(waiters)
+            barrier.waiters = []
+
+    def mbarrier_test(self, threads: Array, address: Array, wanted: Array, parity: bool, waits: bool) -> Array:
+        """Whether a phase is complete: the one with this parity, or this one. ``waits``: who has no success waits."""
+        ctas, offsets = self.shared_place("shared", threads, address)
+        wanted = np.broadcast_to(wanted, len(threads))
+        key = ctas * (1 << RANK_SHIFT) + offsets
+        done = np.zeros(len(threads), bool)
+        for one in np.unique(key):
+            at = np.flatnonzero(key == one)
+            cta, offset = int(ctas[at[0]]), int(offsets[at[0]])
+            barrier = self._mbarrier(at[0], cta, offset)
+            self.races.read(threads[at], ctas[at], offsets[at], 8)
+            done[at] = (barrier.phase & 1) != (wanted[at] & 1) if parity else barrier.phase > wanted[at]
+            self.races.leave(("mbarrier", cta, offset), threads[at][done[at]])
+            left = threads[at][~done[at]]
+            if waits and len(left):
+                self.wait(left)
+                barrier.waiters.append(left)
+        return done
+
+    # Asynchronous operations
+
+    def start(self, thread: int, execute: Callable[[], None], ctas: tuple[int, ...], in_group: bool = False) -> None:
+        """Execute a copy later. ``ctas``: whose shared memory it uses; ``in_group``: it joins the open bulk group."""
+        group = None
+        if in_group:
+            group = self.open_groups.setdefault(thread, [0])
+            group[0] += 1
+        self.copies.append(Copy(self.step, thread, execute, ctas, group))
+
+    def _execute_copy(self) -> None:
+        number = 0 if self.random is None else int(self.random.integers(len(self.copies)))
+        copy = self.copies.pop(number)
+        self.step = copy.step
+        for cta in copy.ctas:
+            if (self.state[self.cta == cta] == ENDED).all():
+                raise self.error(EmulationError, copy.thread, f"CTA {cta} ended before this copy")
+        try:
+            copy.execute()
+        except Fault as fault:
+            raise self.error(fault.kind, copy.thread, fault.message) from None
+        if copy.group is not None:
+            copy.group[0] -= 1
+            if self.state[copy.thread] == WAITING and self.reason[copy.thread] == -3:
+                self.reason[copy.thread] = 0
+                self.retry(np.array([copy.thread]))
+
+    def commit_group(self, threads: Array) -> None:
+        for thread in threads.tolist():
+            self.groups.setdefault(thread, []).append(self.open_groups.pop(thread, [0]))
+
+    def wait_group(self, threads: Array, most: int) -> Array:
+        """Wait until at most the ``most`` newest groups are incomplete."""
+        done = np.ones(len(threads), bool)
+        for i, thread in enumerate(threads.tolist()):
+            groups = self.groups.get(thread, [])
+            done[i] = not any(under_way[0] for under_way in groups[: len(groups) - most])
+        self.reason[threads[~done]] = -3
+        self.wait(threads[~done])
+        return done
+
+
+def _blocks_of(program: Program, decoder: Decoder) -> list[Block]:
+    steps = [decoder.decode(instruction) for instruction in program.instructions]
+    leaders = {0, *program.labels.values()}
+    for i, step in enumerate(steps):
+        if step.kind != "plain":
+            leaders.add(i + 1)
+        if step.kind in ("warp", "block"):
+            leaders.add(i)
+    leaders = sorted(at for at in leaders if at < len(steps))
+    number = {at: i for i, at in enumerate(leaders)}
+    blocks = []
+    for i, (start, end) in enumerate(zip(leaders, [*leaders[1:], len(steps)], strict=True)):
+        block = Block(steps[start:end], i, next=i + 1)
+        if block.steps[-1].kind == "branch":
+            block.target = number.get(block.steps[-1].target, len(leaders))
+        blocks.append(block)
+    # Falling off the end ends a thread.
+    blocks.append(Block([decoder.end()], len(blocks)))
+    return blocks
+
+
+def _find_live_registers(blocks: list[Block], registers: int) -> None:
+    """Which registers a block must take over, and which of those it writes somebody may read: sets as bits."""
+    reads, writes = [], []
+    for block in blocks:
+        read = written = 0
+        for step in block.steps:
+            for slot in step.reads:
+                read |= ~written & 1 << slot
+            for target in step.targets:
+                if target is not None:
+                    if step.guard is not None:
+                        read |= ~written & 1 << target.slot
+                    written |= 1 << target.slot
+        reads.append(read)
+        writes.append(written)
+    live_in = list(reads)
+    changed = True
+    after = [0] * len(blocks)
+    while changed:
+        changed = False
+        for i in reversed(range(len(blocks))):
+            block = blocks[i]
+            last = block.steps[-1]
+            following = [block.target] if last.kind == "branch" else []
+            if last.kind not in ("branch", "exit") or last.guard is not None:
+                following.append(block.next)
+            after[i] = 0
+            for other in following:
+                after[i] |= live_in[other]
+            new = reads[i] | (after[i] & ~writes[i])
+            changed |= new != live_in[i]
+            live_in[i] = new
+    for block, read, written, live in zip(blocks, reads, writes, after, strict=True):
+        block.live_in = [slot for slot in range(registers) if read >> slot & 1]
+        block.live_out = [slot for slot in range(registers) if (written & live) >> slot & 1]
+
+
+def _granule(program: Program) -> int:
+    """Bytes of the smallest access to shared memory, at most 4."""
+    smallest = 4
+    for instruction in program.instructions:
+        parts = instruction.opcode.split(".")
+        if parts[0] in ("ld", "st", "atom", "red") and parts[-1] in TYPES and "global" not in parts:
+            smallest = min(smallest, TYPES[parts[-1]].bits // 8)
+    return smallest

@@ -1,0 +1,292 @@
+"""PTX text to instructions: one entry function, its parameters, variables, registers and labels."""
+
+import bisect
+import re
+import struct
+from dataclasses import dataclass, field
+
+WIDTHS = {"pred": 1} | {
+    f"{kind}{bits}": bits for kind in "bsuf" for bits in (8, 16, 32, 64) if (kind, bits) != ("f", 8)
+}
+"""Bits of the types that a variable or register can have."""
+
+
+@dataclass(frozen=True)
+class Reg:
+    """A register; ``name`` is unique, also across scopes."""
+
+    name: str
+    width: int
+    negated: bool = False
+
+
+@dataclass(frozen=True)
+class Imm:
+    """A constant: an integer, or the bits of a float with ``float_width`` bits."""
+
+    value: int
+    float_width: int = 0
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A variable, label or special register; ``_`` is the sink."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Vec:
+    """``{a, b}``, or the pair ``a|b``."""
+
+    items: tuple["Operand", ...]
+
+
+@dataclass(frozen=True)
+class Mem:
+    """``[base + offset]``."""
+
+    base: "Operand"
+    offset: int
+
+
+Operand = Reg | Imm | Symbol | Vec | Mem
+
+
+@dataclass
+class Instruction:
+    """One instruction. ``source`` is the kernel's source line, if the PTX has line information."""
+
+    opcode: str
+    operands: list[Operand]
+    guard: Reg | None
+    text: str
+    line: int
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.text}" + (f" ({self.source})" if self.source else "")
+
+
+@dataclass
+class Variable:
+    """A variable in some state space; ``size`` is ``None`` for what the launch decides."""
+
+    name: str
+    size: int | None
+    align: int
+    initial: bytes = b""
+
+
+@dataclass
+class Program:
+    """One entry function."""
+
+    name: str
+    params: list[Variable]
+    variables: dict[str, list[Variable]] = field(default_factory=dict)  # by state space
+    instructions: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    registers: dict[str, int] = field(default_factory=dict)
+
+
+_VARIABLE = re.compile(
+    r"\.(?P<space>shared|local|global|const|param)(?:\s+\.align\s+(?P<align>\d+))?(?:\s+\.ptr(?:\s+\.\w+)?)?"
+    r"(?:\s+\.align\s+\d+)?\s+\.(?P<type>\w+)\s+(?P<name>[\w$%]+)\s*(?P<dims>(?:\[\d*\])*)"
+    r"(?:\s*=\s*\{(?P<initial>[^}]*)\})?"
+)
+
+
+def parse(text: str) -> Program:
+    """The first entry function of a module.
+
+    Raises:
+        NotImplementedError: for device functions.
+    """
+    text = re.sub(r"/\*.*?\*/", lambda match: "\n" * match[0].count("\n"), text, flags=re.S)
+    text = re.sub(r"//[^\n]*", "", text)
+    entry = re.search(r"\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?", text)
+    if entry is None:
+        raise ValueError("no .entry in the PTX")
+    start = text.index("{", entry.end())
+    end = _closing(text, start)
+    outside = text[: entry.start()] + text[end:]
+    if re.search(r"\.func\b", outside):
+        raise NotImplementedError("device functions")
+    files = dict(re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', text))
+    params = [_variable(match) for match in _VARIABLE.finditer(entry[2] or "")]
+    program = Program(entry[1], params)
+    # Debug sections come last and hold no variables.
+    for match in _VARIABLE.finditer(re.split(r"\.section\b", outside)[0]):
+        program.variables.setdefault(match["space"], []).append(_variable(match))
+    _Body(program, files).parse(text, start + 1, end)
+    return program
+
+
+def _closing(text: str, start: int) -> int:
+    depth = 0
+    for match in re.compile(r"[{}]").finditer(text, start):
+        depth += 1 if match[0] == "{" else -1
+        if depth == 0:
+            return match.start()
+    raise ValueError("unbalanced braces")
+
+
+def _variable(match: re.Match) -> Variable:
+    element = WIDTHS[match["type"]] // 8
+    dims = re.findall(r"\[(\d*)\]", match["dims"] or "")
+    count: int | None = 1
+    for dim in dims:
+        count = None if dim == "" or count is None else count * int(dim)
+    size = None if count is None else count * element
+    initial = b""
+    if match["initial"]:
+        values = [int(value, 0) for value in match["initial"].split(",")]
+        initial = b"".join((value % (1 << 8 * element)).to_bytes(element, "little") for value in values)
+    return Variable(match["name"], size, int(match["align"] or element), initial)
+
+
+class _Body:
+    """Parses a function's body; scopes nest, and each renames the registers and labels it declares."""
+
+    def __init__(self, program: Program, files: dict[str, str]):
+        self.program = program
+        self.files = files
+        self.scopes: list[dict[str, str]] = [{}]
+        self.scope_ids = [0]
+        self.scope_count = 0
+        self.source = ""
+        self.branches: list[tuple[Instruction, list[dict[str, str]]]] = []
+
+    def parse(self, text: str, at: int, end: int) -> None:
+        newlines = [match.start() for match in re.finditer("\n", text)]
+        token = re.compile(r"\s*(?:(?P<brace>[{}])|(?P<label>[\w$%]+)\s*:(?!:)|(?P<loc>\.(?:loc|file)\b[^\n]*)|;)")
+        while True:
+            match = token.match(text, at)
+            if match is None:
+                stop = text.find(";", at, end)
+                if stop < 0:
+                    break
+                statement = text[at:stop]
+                first = stop - len(statement.lstrip())
+                self._statement(" ".join(statement.split()), bisect.bisect(newlines, first) + 1)
+                at = stop + 1
+                continue
+            if match.start() >= end or match.end() > end:
+                break
+            if match["brace"] == "{":
+                self.scope_count += 1
+                self.scopes.append({})
+                self.scope_ids.append(self.scope_count)
+            elif match["brace"] == "}":
+                self.scopes.pop()
+                self.scope_ids.pop()
+            elif match["label"]:
+                name = self._declare(match["label"])
+                self.program.labels[name] = len(self.program.instructions)
+            elif match["loc"]:
+                self._location(match["loc"])
+            at = match.end()
+        self._resolve_labels()
+
+    def _location(self, text: str) -> None:
+        numbers = re.match(r"\.loc\s+(\d+)\s+(\d+)", text)
+        if numbers:
+            name = self.files.get(numbers[1], numbers[1])
+            self.source = f"{name.rsplit('/', 1)[-1]}:{numbers[2]}"
+
+    def _declare(self, name: str) -> str:
+        unique = name if len(self.scopes) == 1 else f"{name}@{self.scope_ids[-1]}"
+        self.scopes[-1][name] = unique
+        return unique
+
+    def _statement(self, text: str, line: int) -> None:
+        if text.startswith(".reg"):
+            kind, names = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", text).groups()
+            for name in names.split(","):
+                many = re.fullmatch(r"([\w$%]+)<(\d+)>", name.strip())
+                each = [f"{many[1]}{i}" for i in range(int(many[2]))] if many else [name.strip()]
+                for register in each:
+                    self.program.registers[self._declare(register)] = WIDTHS[kind]
+        elif text.startswith("."):
+            match = _VARIABLE.fullmatch(text)
+            if match is not None:
+                self.program.variables.setdefault(match["space"], []).append(_variable(match))
+            elif not text.startswith(".pragma"):
+                raise NotImplementedError(text)
+        else:
+            self._instruction(text, line)
+
+    def _instruction(self, text: str, line: int) -> None:
+        match = re.fullmatch(r"(?:@(!?[\w$%]+)\s+)?([\w.:]+)\s*(.*)", text)
+        if match is None:
+            raise NotImplementedError(text)
+        guard, opcode, rest = match.groups()
+        operands = [self._operand(part) for part in _split(rest)] if rest else []
+        register = self._operand(guard) if guard else None
+        short = text.replace(f"{self.program.name}_param", "param")
+        instruction = Instruction(opcode, operands, register, short, line, self.source)
+        self.program.instructions.append(instruction)
+        if opcode.split(".")[0] == "bra":
+            # A label may be declared later in an open scope.
+            self.branches.append((instruction, list(self.scopes)))
+
+    def _resolve_labels(self) -> None:
+        for instruction, scopes in self.branches:
+            name = instruction.operands[0].name
+            unique = next(scope[name] for scope in reversed(scopes) if name in scope)
+            instruction.operands[0] = Imm(self.program.labels[unique])
+
+    def _operand(self, text: str) -> Operand:
+        text = text.strip()
+        if text.startswith("{"):
+            return Vec(tuple(self._operand(part) for part in _split(text[1:-1])))
+        if text.startswith("["):
+            return self._address(text[1:-1])
+        if "|" in text:
+            return Vec(tuple(self._operand(part) for part in text.split("|")))
+        number = _number(text)
+        if number is not None:
+            return number
+        name = text.lstrip("!")
+        for scope in reversed(self.scopes):
+            if name in scope and scope[name] in self.program.registers:
+                return Reg(scope[name], self.program.registers[scope[name]], text.startswith("!"))
+        return Symbol(name)
+
+    def _address(self, text: str) -> Mem:
+        match = re.fullmatch(r"\s*([\w$%.]+)\s*(?:\+\s*(-?\w+)|(-\s*\w+))?\s*", text)
+        if match is None:
+            raise NotImplementedError(f"address [{text}]")
+        offset = match[2] or (match[3] or "0").replace(" ", "")
+        base = self._operand(match[1])
+        if isinstance(base, Imm):
+            return Mem(Imm(0), base.value + int(offset, 0))
+        return Mem(base, int(offset, 0))
+
+
+def _split(text: str) -> list[str]:
+    """At commas outside of brackets."""
+    parts, depth = [""], 0
+    for char in text:
+        depth += (char in "{[") - (char in "}]")
+        if char == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return [part.strip() for part in parts]
+
+
+def _number(text: str) -> Imm | None:
+    match = re.fullmatch(r"0([fFdD])([0-9a-fA-F]+)", text)
+    if match:
+        return Imm(int(match[2], 16), 32 if match[1] in "fF" else 64)
+    if re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?", text):
+        text = text.rstrip("U")
+        negative, digits = text.startswith("-"), text.lstrip("-")
+        octal = re.fullmatch(r"0[0-7]+", digits)
+        value = int(digits, 8) if octal else int(digits, 0)
+        return Imm(-value if negative else value)
+    if re.fullmatch(r"-?\d+\.\d*([eE][-+]?\d+)?", text):
+        return Imm(struct.unpack("<Q", struct.pack("<d", float(text)))[0], 64)
+    return None

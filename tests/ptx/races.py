@@ -1,0 +1,199 @@
+"""A detector of data races in shared memory.
+
+Each thread has a vector clock over the threads of its cluster and over the asynchronous copies (one more column). A
+byte remembers who wrote it last, and of each warp who read it last, with that thread's clock. An access that does not
+know of an earlier one that it conflicts with is a race, in whatever order the two came here. It knows of another
+thread's accesses through barriers (``arrive``, ``publish``, ``leave``) and warp synchronisation; of a copy, by waiting
+for its mbarrier. Only the last reader in each warp is known, so that some races are missed; none is reported in vain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ptx.arithmetic import Array
+from ptx.memory import Fault, Race
+
+if TYPE_CHECKING:
+    from ptx.machine import Machine
+
+Key = tuple
+
+
+@dataclass
+class Agent:
+    """An asynchronous copy: what its issuer knew, and its own clock."""
+
+    thread: int
+    knows: Array
+    clock: int
+
+
+class Races:
+    """The state of one launch. ``granule``: bytes that share a record; no access may be smaller."""
+
+    def __init__(self, machine: Machine, granule: int):
+        self.machine = machine
+        self.granule = granule
+        columns = machine.cluster_ctas * machine.cta_threads
+        self.agent = columns
+        self.column = (machine.rank * machine.cta_threads + machine.tid).astype(np.int64)
+        self.clocks = np.zeros((machine.threads, columns + 1), np.uint16)
+        self.clocks[np.arange(machine.threads), self.column] = 1
+        self.per_cta = machine.shared.stride // granule
+        records = machine.ctas * self.per_cta
+        self.writer = np.zeros(records, np.int64)
+        self.written = np.zeros(records, np.uint16)
+        # Of each warp in the cluster.
+        self.cluster_warps = machine.cluster_ctas * (machine.warps // machine.ctas)
+        self.warp = machine.rank * (machine.warps // machine.ctas) + machine.tid // 32
+        self.reader = np.zeros((records, self.cluster_warps), np.int16)
+        self.was_read = np.zeros((records, self.cluster_warps), np.uint16)
+        self.gathered: dict[Key, Array] = {}
+        self.published: dict[Key, Array] = {}
+        self.copies = 0
+        self.dirty = np.zeros(machine.warps, bool)
+        self.full_warps = machine.cta_threads % 32 == 0
+
+    # Order
+
+    def arrive(self, key: Key, threads: Array) -> None:
+        """What ``threads`` did so far is before what follows the barrier."""
+        known = self.clocks[threads].max(axis=0)
+        self.gathered[key] = np.maximum(self.gathered[key], known) if key in self.gathered else known
+        self._tick(threads)
+
+    def publish(self, key: Key) -> None:
+        """The barrier's phase is complete."""
+        if key in self.gathered:
+            self.published[key] = self.gathered[key].copy()
+
+    def leave(self, key: Key, threads: Array) -> None:
+        """``threads`` have waited for the barrier."""
+        known = self.published.get(key)
+        if known is not None and len(threads):
+            self.clocks[threads] = np.maximum(self.clocks[threads], known)
+            self.dirty[self.machine.warp[threads]] = True
+
+    def forget(self, key: Key) -> None:
+        self.gathered.pop(key, None)
+        self.published.pop(key, None)
+
+    def join_warps(self, threads: Array) -> None:
+        """Lanes have met: each knows what the others did. ``threads`` are sorted."""
+        threads = threads[self.dirty[self.machine.warp[threads]]]
+        if not len(threads):
+            return
+        warps, first, counts = np.unique(self.machine.warp[threads], return_index=True, return_counts=True)
+        if self.full_warps and len(threads) == 32 * len(warps):
+            clocks = self.clocks[threads].reshape(len(warps), 32, -1)
+            joined = np.broadcast_to(clocks.max(axis=1, keepdims=True), clocks.shape)
+            self.clocks[threads] = joined.reshape(len(threads), -1)
+            self.dirty[warps] = False
+        else:
+            for start, count in zip(first.tolist(), counts.tolist(), strict=True):
+                group = threads[start : start + count]
+                self.clocks[group] = self.clocks[group].max(axis=0)
+        self._tick(threads)
+
+    def _tick(self, threads: Array) -> None:
+        columns = self.column[threads]
+        self.clocks[threads, columns] += 1
+        if (self.clocks[threads, columns] == 0xFFFF).any():
+            raise NotImplementedError("a launch with so many barriers")
+
+    # Accesses
+
+    def _records(self, bank: Array, offset: Array, size: int) -> Array:
+        """Records of the bytes of each access, one row each."""
+        count = -(-size // self.granule)
+        first = bank * self.per_cta + offset // self.granule
+        return first[:, None] + np.arange(count)
+
+    def read(self, threads: Array, bank: Array, offset: Array, size: int) -> None:
+        records = self._records(bank, offset, size)
+        writer, written = self.writer[records], self.written[records]
+        known = self.clocks[threads[:, None], writer]
+        bad = np.argwhere(written > known)
+        if len(bad):
+            i, j = bad[0]
+            raise self._race(i, offset[i] + j * self.granule, "read", self._name(threads[i], writer[i, j]), "wrote")
+        columns = self.column[threads]
+        warps = self.warp[threads][:, None]
+        self.reader[records, warps] = columns[:, None]
+        self.was_read[records, warps] = self.clocks[threads, columns][:, None]
+        self.dirty[self.machine.warp[threads]] = True
+
+    def write(self, threads: Array, bank: Array, offset: Array, size: int) -> None:
+        records = self._records(bank, offset, size)
+        self._check_write(threads, self.clocks[threads], records, offset)
+        columns = self.column[threads]
+        self.writer[records] = columns[:, None]
+        self.written[records] = self.clocks[threads, columns][:, None]
+        self.was_read[records] = 0
+        # Two threads of one instruction that write the same byte.
+        twice = np.argwhere(self.writer[records] != columns[:, None])
+        if len(twice):
+            i, j = twice[0]
+            raise self._race(
+                i, offset[i] + j * self.granule, "write", self._name(threads[i], self.writer[records[i, j]]), "wrote"
+            )
+        self.dirty[self.machine.warp[threads]] = True
+
+    def _check_write(self, threads: Array, clocks: Array, records: Array, offset: Array) -> None:
+        rows = np.arange(len(threads))[:, None]
+        writer, written = self.writer[records], self.written[records]
+        bad = np.argwhere(written > clocks[rows, writer])
+        if len(bad):
+            i, j = bad[0]
+            raise self._race(i, offset[i] + j * self.granule, "write", self._name(threads[i], writer[i, j]), "wrote")
+        reader, was_read = self.reader[records], self.was_read[records]
+        bad = np.argwhere(was_read > clocks[rows[:, :, None], reader])
+        if len(bad):
+            i, j, k = bad[0]
+            raise self._race(i, offset[i] + j * self.granule, "write", self._name(threads[i], reader[i, j, k]), "read")
+
+    def _name(self, thread: int, column: int) -> str:
+        if column == self.agent:
+            return "an asynchronous copy"
+        rank, tid = divmod(int(column), self.machine.cta_threads)
+        cta = self.machine.cta_of_rank[self.machine.cluster[thread], rank]
+        return f"thread {tid} of CTA {cta}"
+
+    def _race(self, position: int, offset: int, what: str, who: str, did: str) -> Fault:
+        return Fault(Race, int(position), f"{what} of shared memory offset {offset:#x}, which {who} {did} unordered")
+
+    # Asynchronous copies
+
+    def begin(self, thread: int) -> Agent:
+        """A thread starts a copy."""
+        self.copies += 1
+        agent = Agent(thread, self.clocks[thread].copy(), self.copies)
+        self._tick(np.array([thread]))
+        return agent
+
+    def copy_writes(self, agent: Agent, cta: int, offset: int, size: int) -> None:
+        thread = np.array([agent.thread])
+        at = np.array([offset])
+        records = self._records(np.array([cta]), at, size)
+        self._check_write(thread, agent.knows[None], records, at)
+        self.writer[records] = self.agent
+        self.written[records] = agent.clock
+        self.was_read[records] = 0
+
+    def copy_reads(self, agent: Agent, cta: int, offset: int, size: int) -> None:
+        records = self._records(np.array([cta]), np.array([offset]), size)
+        writer, written = self.writer[records], self.written[records]
+        bad = np.argwhere(written > agent.knows[writer])
+        if len(bad):
+            j = bad[0][1]
+            raise self._race(0, offset + j * self.granule, "copy", self._name(agent.thread, writer[0, j]), "wrote")
+
+    def copy_arrives(self, agent: Agent, key: Key) -> None:
+        """A copy counts on an mbarrier: who waits for that knows of the copy."""
+        known = agent.knows.copy()
+        known[self.agent] = max(known[self.agent], agent.clock)
+        self.gathered[key] = np.maximum(self.gathered[key], known) if key in self.gathered else known

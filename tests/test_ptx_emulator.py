@@ -1,0 +1,602 @@
+"""The PTX emulator, on small programs and single instructions."""
+
+import struct
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import spec
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from ptx import (
+    Deadlock,
+    EmulationError,
+    GlobalMemory,
+    Launch,
+    Machine,
+    Misaligned,
+    OutOfBounds,
+    Race,
+    Uninitialised,
+    parse,
+)
+from ptx.arithmetic import PURE, TYPES, Op
+from ptx_model import Ptx
+
+SEEDS = range(4)
+
+
+def entry(body: str, shared: int = 0, params: int = 2) -> str:
+    """A kernel with pointers ``p0``, ``p1``, … in %rd0, %rd1, …; shared memory is ``buf``; tid in %r0."""
+    names = ", ".join(f".param .u64 p{i}" for i in range(params))
+    loads = "\n".join(f"ld.param.u64 %rd{i}, [p{i}];" for i in range(params))
+    memory = f".shared .align 128 .b8 buf[{shared}];" if shared else ""
+    return f"""
+.version 8.8
+.target sm_90a
+.address_size 64
+.visible .entry kernel({names})
+{{
+    .reg .pred %p<20>; .reg .b16 %h<20>; .reg .b32 %r<40>; .reg .b64 %rd<40>;
+    {memory}
+    {loads}
+    mov.u32 %r0, %tid.x;
+    {body}
+    ret;
+}}
+"""
+
+
+def launch(
+    text: str,
+    *buffers: np.ndarray,
+    block: int = 32,
+    grid: int = 1,
+    cluster: int = 1,
+    seed: int | None = 0,
+    **kwargs: Any,
+) -> list[np.ndarray]:
+    """Run a kernel on copies of the buffers: their contents afterwards."""
+    memory = GlobalMemory()
+    addresses = [memory.allocate(f"p{i}", b.view(np.uint8)) for i, b in enumerate(buffers)]
+    params = [struct.pack("<Q", address) for address in addresses]
+    shape = ((grid, 1, 1), (block, 1, 1), params, (cluster, 1, 1))
+    Machine(parse(text), Launch(*shape), memory, seed, **kwargs).run()
+    return [memory.contents(a, b.nbytes).view(b.dtype) for a, b in zip(addresses, buffers, strict=True)]
+
+
+def zeros(count: int) -> np.ndarray:
+    return np.zeros(count, np.uint32)
+
+
+AT = "mul.wide.u32 %rd8, %r0, 4; add.s64 %rd9, %rd0, %rd8;"
+"""%rd9: the thread's word of p0."""
+SLOT = "shl.b32 %r8, %r0, 2; mov.u32 %r9, buf; add.s32 %r9, %r9, %r8;"
+"""%r9: the thread's word of ``buf``."""
+
+
+# Control flow and warps
+
+
+def test_divergent_loops_meet_again() -> None:
+    body = f"""
+    {AT}
+    mov.u32 %r1, 0; mov.u32 %r2, 0;
+LOOP:
+    setp.ge.u32 %p0, %r2, %r0;
+    @%p0 bra DONE;
+    add.u32 %r2, %r2, 1;
+    and.b32 %r3, %r2, 1;
+    setp.eq.u32 %p1, %r3, 0;
+    @%p1 bra LOOP;
+    add.u32 %r1, %r1, %r2;
+    bra.uni LOOP;
+DONE:
+    bar.warp.sync -1;
+    @!%p0 mov.u32 %r1, 77;
+    st.global.u32 [%rd9], %r1;
+    """
+    (out,) = launch(entry(body, params=1), zeros(64), block=64)
+    assert out.tolist() == [sum(range(1, i + 1, 2)) for i in range(64)]
+
+
+def test_scopes_have_their_own_registers_and_labels() -> None:
+    scope = "{ .reg .b32 t; mov.b32 t, %s; bra.uni OUT; mov.b32 t, 9; OUT: add.u32 %%r1, %%r1, t; }"
+    body = f"{AT} mov.b32 %r1, 0; {scope % 1} {scope % 20} st.global.u32 [%rd9], %r1;"
+    assert launch(entry(body, params=1), zeros(1), block=1)[0].tolist() == [21]
+
+
+@pytest.mark.parametrize("width", [32, 8])
+def test_shuffle_reduction(width: int) -> None:
+    steps = "".join(
+        f"shfl.sync.bfly.b32 %r2, %r1, {1 << i}, 31, -1; add.u32 %r1, %r1, %r2;" for i in range(width.bit_length() - 1)
+    )
+    body = f"{AT} ld.global.u32 %r1, [%rd9]; {steps} st.global.u32 [%rd9], %r1;"
+    values = np.arange(64, dtype=np.uint32) ** 2
+    (out,) = launch(entry(body, params=1), values, block=64)
+    assert (out == values.reshape(-1, width).sum(1).repeat(width)).all()
+
+
+@pytest.mark.parametrize(
+    ("mode", "b", "want"),
+    [
+        ("up", 3, [i - 3 if i >= 3 else i for i in range(32)]),
+        ("down", 5, [i + 5 if i + 5 < 32 else i for i in range(32)]),
+        ("idx", 7, [7] * 32),
+        ("bfly", 16, [i ^ 16 for i in range(32)]),
+    ],
+)
+def test_shuffle_modes(mode: str, b: int, want: list[int]) -> None:
+    clamp = 0 if mode == "up" else 31
+    body = f"{AT} shfl.sync.{mode}.b32 %r1|%p0, %r0, {b}, {clamp}, -1; st.global.u32 [%rd9], %r1;"
+    assert launch(entry(body, params=1), zeros(32))[0].tolist() == want
+
+
+def test_vote_elect_and_reduce() -> None:
+    body = f"""
+    {AT}
+    setp.lt.u32 %p0, %r0, 3;
+    vote.sync.ballot.b32 %r1, %p0, -1;
+    redux.sync.max.u32 %r2, %r0, -1;
+    elect.sync %r3|%p1, -1;
+    selp.b32 %r4, 1000, 0, %p1;
+    add.u32 %r1, %r1, %r2; add.u32 %r1, %r1, %r4;
+    st.global.u32 [%rd9], %r1;
+    """
+    assert launch(entry(body, params=1), zeros(32))[0].tolist() == [1038] + [38] * 31
+
+
+def test_predicated_instructions_leave_other_threads_alone() -> None:
+    body = f"""
+    {AT}
+    mov.u32 %r1, 5;
+    setp.lt.u32 %p0|%p1, %r0, 2;
+    @%p0 add.u32 %r1, %r1, %r0;
+    @%p1 st.global.u32 [%rd9], %r1;
+    @!%p1 st.global.u32 [%rd9], %r1;
+    """
+    assert launch(entry(body, params=1), zeros(4), block=4)[0].tolist() == [5, 6, 5, 5]
+
+
+def test_an_unknown_instruction_is_named() -> None:
+    with pytest.raises(NotImplementedError, match=r"wgmma\.fence"):
+        launch(entry("wgmma.fence.sync.aligned;", params=0))
+    with pytest.raises(NotImplementedError, match=r"add\.rz"):
+        launch(entry("add.rz.f32 %r1, %r2, %r3;", params=0))
+
+
+# Memory
+
+
+def test_out_of_bounds() -> None:
+    body = f"{AT} st.global.u32 [%rd9], %r0;"
+    launch(entry(body, params=1), zeros(32))
+    with pytest.raises(OutOfBounds, match=r"thread 31; .*st\.global"):
+        launch(entry(body, params=1), zeros(31))
+
+
+def test_misaligned() -> None:
+    with pytest.raises(Misaligned, match="thread 1"):
+        launch(entry(f"{AT} ld.global.v2.u32 {{%r1, %r2}}, [%rd9];", params=1), zeros(64))
+
+
+def test_values_that_nobody_wrote_may_be_read_but_not_stored() -> None:
+    read = f"{AT} {SLOT} ld.shared.u32 %r1, [%r9]; add.u32 %r2, %r1, 1; setp.eq.u32 %p0, %r0, 99;"
+    launch(entry(f"{read} selp.b32 %r2, %r2, %r0, %p0; st.global.u32 [%rd9], %r2;", 128, 1), zeros(32))
+    with pytest.raises(Uninitialised, match=r"thread 0; .*st\.global"):
+        launch(entry(f"{read} st.global.u32 [%rd9], %r2;", 128, 1), zeros(32))
+    with pytest.raises(Uninitialised):
+        launch(
+            entry(f"{read} st.shared.u32 [%r9], %r2; ld.shared.u32 %r3, [%r9]; st.global.u32 [%rd9], %r3;", 128, 1),
+            zeros(32),
+        )
+
+
+def test_shared_memory_has_bounds() -> None:
+    with pytest.raises(OutOfBounds):
+        launch(entry(f"{SLOT} st.shared.u32 [%r9], %r0;", 124, 0))
+    with pytest.raises(OutOfBounds):
+        launch(entry("mov.u32 %r1, 0; st.shared.u32 [%r1], %r0;", 124, 0))
+
+
+def test_generic_addresses_and_local_memory() -> None:
+    body = f"""
+    .local .align 8 .b8 depot[16];
+    {AT} {SLOT}
+    mov.u64 %rd2, depot; cvta.local.u64 %rd3, %rd2;
+    st.u32 [%rd3+4], %r0; ld.local.u32 %r1, [%rd2+4];
+    cvt.u64.u32 %rd4, %r9; cvta.shared.u64 %rd4, %rd4;
+    st.u32 [%rd4], %r1; ld.shared.u32 %r2, [%r9];
+    st.u32 [%rd9], %r2;
+    """
+    assert launch(entry(body, 128, 1), zeros(32))[0].tolist() == list(range(32))
+
+
+def test_atomics() -> None:
+    body = "atom.global.add.u32 %r1, [%rd0], 1; red.global.max.u32 [%rd0+4], %r0;"
+    assert launch(entry(body, params=1), zeros(2), block=64, grid=2)[0].tolist() == [128, 63]
+
+
+# Barriers and races
+
+
+@pytest.mark.parametrize(("operation", "decides"), [("and", 0), ("or", 1)])
+def test_one_operand_may_decide(operation: str, decides: int) -> None:
+    """What nobody wrote does not matter where the other operand of a logical operation settles the result."""
+    read = f"{AT} {SLOT} ld.shared.u32 %r1, [%r9]; setp.eq.u32 %p0, %r1, 5;"
+    for value in (0, 1):
+        body = f"{read} setp.eq.u32 %p1, {value}, 1; {operation}.pred %p2, %p0, %p1; selp.u32 %r2, 1, 0, %p2;"
+        program = entry(f"{body} st.global.u32 [%rd9], %r2;", 128, 1)
+        if value == decides:
+            (out,) = launch(program, zeros(32))
+            assert out.tolist() == [decides] * 32
+        else:
+            with pytest.raises(Uninitialised):
+                launch(program, zeros(32))
+
+
+def exchange(barrier: str, after: str = "", partner: int = 32) -> str:
+    """Every thread gets the word that thread ``tid ^ partner`` wrote."""
+    body = f"""
+    {AT} {SLOT}
+    st.shared.u32 [%r9], %r0;
+    {barrier}
+    xor.b32 %r8, %r8, {4 * partner}; mov.u32 %r7, buf; add.u32 %r7, %r7, %r8;
+    ld.shared.u32 %r1, [%r7];
+    st.global.u32 [%rd9], %r1;
+    {after}
+    """
+    return entry(body, 256, 1)
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_a_barrier_between_warps(seed: int | None) -> None:
+    (out,) = launch(exchange("bar.sync 0;"), zeros(64), block=64, seed=seed)
+    assert out.tolist() == [i ^ 32 for i in range(64)]
+    (out,) = launch(exchange("barrier.sync 3, 64;"), zeros(64), block=64, seed=seed)
+    assert out.tolist() == [i ^ 32 for i in range(64)]
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+@pytest.mark.parametrize("instead", ["", "bar.warp.sync -1;"])
+def test_a_missing_barrier_is_noticed(instead: str, seed: int | None) -> None:
+    with pytest.raises((Race, Uninitialised)):
+        launch(exchange(instead), zeros(64), block=64, seed=seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_overwriting_what_others_may_still_read_is_noticed(seed: int) -> None:
+    again = "st.shared.u32 [%r9], %r0;"
+    launch(exchange("bar.sync 0;", f"bar.sync 0; {again}"), zeros(64), block=64, seed=seed)
+    with pytest.raises(Race):
+        launch(exchange("bar.sync 0;", again), zeros(64), block=64, seed=seed)
+
+
+def test_lanes_of_a_warp_race_too() -> None:
+    launch(exchange("bar.warp.sync -1;", partner=1), zeros(32))
+    with pytest.raises(Race):
+        launch(exchange("", partner=1), zeros(32))
+    shuffle = exchange("shfl.sync.idx.b32 %r3, %r0, 0, 31, -1;", partner=1)
+    launch(shuffle, zeros(32))
+    with pytest.raises(Race):
+        launch(shuffle, zeros(32), strict=True)
+
+
+def test_two_threads_that_write_one_word_race() -> None:
+    with pytest.raises(Race):
+        launch(entry("mov.u32 %r1, buf; st.shared.u32 [%r1], %r0;", 128, 0))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "setp.lt.u32 %p0, %r0, 32; @%p0 bra END; bar.sync 0; END:",
+        "setp.lt.u32 %p0, %r0, 5; @%p0 bra END; bar.warp.sync -1; END: bar.sync 0;",
+        "setp.lt.u32 %p0, %r0, 32; @%p0 bra A; bar.sync 1; bra B; A: bar.sync 2; B:",
+    ],
+)
+def test_deadlock(body: str) -> None:
+    with pytest.raises(Deadlock, match="threads"):
+        launch(entry(body, params=0), block=64)
+
+
+def test_an_endless_loop_ends() -> None:
+    with pytest.raises(EmulationError, match="steps"):
+        launch(entry("L: bra L;", params=0), max_steps=1000)
+
+
+# mbarriers and copies
+
+COPY = """
+    {SLOT}
+    mov.u32 %r1, buf; add.u32 %r2, %r1, 256;
+    setp.ne.u32 %p0, %r0, 0;
+    @%p0 bra READY;
+    mbarrier.init.shared.b64 [%r2], 1;
+    fence.mbarrier_init.release.cluster;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 256;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1], 256, [%r2];
+READY:
+    bar.sync 0;
+    {WAIT}
+    ld.shared.u32 %r5, [%r9];
+    {AT}
+    st.global.u32 [%rd9], %r5;
+"""
+WAIT = """{ .reg .pred P1;
+LAB_WAIT: mbarrier.try_wait.parity.shared.b64 P1, [%r2], 0, 10000000;
+@P1 bra.uni DONE;
+bra.uni LAB_WAIT;
+DONE: }"""
+
+
+def copy(wait: str) -> str:
+    return entry(COPY.format(SLOT=SLOT, AT=AT, WAIT=wait), 264)
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_bulk_copy(seed: int | None) -> None:
+    data = np.arange(64, dtype=np.uint32) * 7
+    assert (launch(copy(WAIT), zeros(64), data, block=64, seed=seed)[0] == data).all()
+    with pytest.raises((Race, Uninitialised)):
+        launch(copy(""), zeros(64), data, block=64, seed=seed)
+
+
+def test_wrong_bulk_copies() -> None:
+    data = zeros(64)
+    with pytest.raises(Deadlock, match="wants 0 arrivals, 16 bytes"):
+        launch(copy(WAIT).replace("_, [%r2], 256", "_, [%r2], 272"), zeros(64), data, block=64)
+    with pytest.raises(OutOfBounds):
+        launch(copy(WAIT).replace("[%rd1], 256", "[%rd1+16], 256"), zeros(64), data, block=64)
+    with pytest.raises(Misaligned):
+        launch(copy(WAIT).replace("[%rd1], 256", "[%rd1+8], 240"), zeros(64), data, block=64)
+    with pytest.raises(EmulationError, match="mbarrier"):
+        launch(copy(WAIT).replace("[%r1], [%rd1]", "[%r1+16], [%rd1]"), zeros(64), data, block=64)
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_bulk_store(seed: int | None) -> None:
+    body = f"""
+    {SLOT} st.shared.u32 [%r9], %r0;
+    bar.sync 0;
+    setp.ne.u32 %p0, %r0, 0;
+    @%p0 bra END;
+    mov.u32 %r1, buf;
+    cp.async.bulk.global.shared::cta.bulk_group [%rd0], [%r1], 256;
+    cp.async.bulk.commit_group;
+    %s
+END:
+    """
+    wait = "cp.async.bulk.wait_group 0;"
+    (out,) = launch(entry(body.replace("%s", wait), 256, 1), zeros(64), block=64, seed=seed)
+    assert out.tolist() == list(range(64))
+    with pytest.raises(EmulationError, match="ended before"):
+        launch(entry(body.replace("%s", ""), 256, 1), zeros(64), block=64, seed=None)
+
+
+CLUSTER = f"""
+    {AT}
+    mov.u32 %r1, buf; add.u32 %r2, %r1, 64;
+    mov.u32 %r3, %cluster_ctarank;
+    setp.ne.u32 %p0, %r0, 0;
+    @%p0 bra READY;
+    mbarrier.init.shared.b64 [%r2], 1;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 8;
+READY:
+    barrier.cluster.arrive.aligned;
+    barrier.cluster.wait.aligned;
+    setp.gt.u32 %p1, %r0, 1;
+    @%p1 bra SENT;
+    shl.b32 %r4, %r3, 2; add.u32 %r4, %r4, %r1;
+    mapa.shared::cluster.u32 %r5, %r4, %r0;
+    mapa.shared::cluster.u32 %r6, %r2, %r0;
+    add.u32 %r7, %r3, 100;
+    st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r5], %r7, [%r6];
+SENT:
+    {WAIT}
+    ld.shared.v2.u32 {{%r10, %r11}}, [%r1];
+    mul.lo.u32 %r10, %r10, 1000; add.u32 %r10, %r10, %r11;
+    mov.u32 %r12, %ctaid.x; mov.u32 %r13, %ntid.x; mad.lo.u32 %r0, %r12, %r13, %r0;
+    {AT}
+    st.global.u32 [%rd9], %r10;
+"""
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_cluster(seed: int | None) -> None:
+    """Each CTA sends a word to both."""
+    (out,) = launch(entry(CLUSTER, 72, 1), zeros(128), grid=4, cluster=2, seed=seed)
+    assert out.tolist() == [100101] * 128
+    early = CLUSTER.replace("barrier.cluster.arrive.aligned;", "").replace("barrier.cluster.wait.aligned;", "")
+    with pytest.raises(EmulationError):
+        launch(entry(early, 72, 1), zeros(128), grid=4, cluster=2, seed=seed)
+
+
+# Arithmetic
+
+
+def compute(opcode: str, *operands: Any) -> np.ndarray:
+    """One instruction on arrays of its types."""
+    parts = opcode.split(".")
+    name = next(".".join(parts[:n]) for n in (2, 1) if ".".join(parts[:n]) in PURE)
+    rest = parts[name.count(".") + 1 :]
+    types = tuple(TYPES[part] for part in rest if part in TYPES)
+    op = Op(opcode, frozenset(part for part in rest if part not in TYPES), types)
+    assert op.mods <= PURE[name].mods
+    with np.errstate(all="ignore"):
+        return PURE[name].function(op, *(np.atleast_1d(operand) for operand in operands))
+
+
+def f32(bits: int) -> np.float32:
+    return np.uint32(bits).view(np.float32)
+
+
+def rounded(
+    exact: Fraction, significand: int, min_exponent: int, max_exponent: int, toward_zero: bool = False
+) -> float:
+    """The nearest value of a format, ties to even; or the next towards zero."""
+    if exact == 0:
+        return 0.0
+    magnitude = abs(exact)
+    exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
+    exponent -= magnitude < Fraction(2) ** exponent
+    step = Fraction(2) ** (max(exponent, min_exponent) - significand + 1)
+    steps = magnitude // step if toward_zero else round(magnitude / step)
+    largest = Fraction(2) ** (max_exponent + 1) - Fraction(2) ** (max_exponent - significand + 1)
+    result = steps * step
+    if result > largest:
+        result = largest if toward_zero else float("inf")
+    return float(result) if exact > 0 else -float(result)
+
+
+floats = st.integers(0, 2**32 - 1).map(f32).filter(np.isfinite)
+near = st.builds(lambda bits, exponent: f32(bits | (exponent << 23)), st.integers(0, 2**23 - 1), st.integers(100, 154))
+signed = st.builds(lambda value, sign: value * np.float32(sign), near, st.sampled_from([1, -1]))
+
+
+@given(st.lists(st.tuples(floats | signed, floats | signed, floats | signed), min_size=20, max_size=60))
+@example([(f32(0x3F800001), f32(0x3F800001), f32(0xBF800002)), (f32(0x3F7FFFFF), f32(0x3F7FFFFF), f32(0x33800000))])
+@example([(f32(0x00800000), f32(0x3F000001), f32(0x80000001)), (f32(0x3F800001), f32(0x33800001), f32(0x4B800001))])
+@settings(max_examples=30, deadline=None)
+def test_fma_rounds_once(rows: list) -> None:
+    a, b, c = (np.array(column, np.float32) for column in zip(*rows, strict=True))
+    got = compute("fma.rn.f32", a, b, c)
+    for x, y, z, result in zip(a, b, c, got, strict=True):
+        exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+        assert float(result) == rounded(exact, 24, -126, 127), (x, y, z)
+
+
+@given(st.lists(floats | signed, min_size=50, max_size=100))
+@settings(max_examples=20, deadline=None)
+def test_conversion_to_halves(values: list) -> None:
+    x = np.array(values, np.float32)
+    high = np.roll(x, 1)
+    for opcode, formats, toward_zero in (
+        ("cvt.rn.f16x2.f32", (11, -14, 15), False),
+        ("cvt.rz.f16x2.f32", (11, -14, 15), True),
+        ("cvt.rn.bf16x2.f32", (8, -126, 127), False),
+        ("cvt.rz.bf16x2.f32", (8, -126, 127), True),
+    ):
+        got = compute(opcode, high, x)
+        low = (got & np.uint32(0xFFFF)).astype(np.uint16)
+        assert ((got >> np.uint32(16)).astype(np.uint16) == np.roll(low, 1)).all()
+        values = (low.astype(np.uint32) << np.uint32(16)).view(np.float32) if "bf16" in opcode else low.view(np.float16)
+        want = [rounded(Fraction(float(value)), *formats, toward_zero) for value in x]
+        assert values.astype(np.float64).tolist() == want
+        assert (np.signbit(values) == np.signbit(x)).all()
+
+
+def test_conversion_to_e4m3() -> None:
+    x = np.concatenate([np.float32(spec.scale_value(np.arange(127), "e4m3")), [1e9, np.nan, np.inf, 1e-9]])
+    middle = (x[:126].astype(np.float64) + x[1:127]) / 2
+    x = np.concatenate([x, middle, np.nextafter(middle.astype(np.float32), np.float32(np.inf))]).astype(np.float32)
+    got = compute("cvt.rn.satfinite.e4m3x2.f32", np.zeros_like(x), x)
+    assert (got == spec.e4m3(x)).all()
+    nonzero = ~np.isnan(x)
+    negative = compute("cvt.rn.satfinite.e4m3x2.f32", -x, np.zeros_like(x))
+    assert (negative[nonzero] == (spec.e4m3(x)[nonzero].astype(np.uint16) | 0x80) << 8).all()
+
+
+def test_e4m3_to_halves() -> None:
+    byte = np.arange(256, dtype=np.uint16)
+    got = compute("cvt.rn.f16x2.e4m3x2", byte | (np.uint16(0x3C) << np.uint16(8)))
+    values = (got & np.uint32(0xFFFF)).astype(np.uint16).view(np.float16).astype(np.float32)
+    want = spec.scale_value(byte & 0x7F, "e4m3") * np.where(byte & 0x80, -1, 1)
+    assert np.array_equal(values, want.astype(np.float32), equal_nan=True)
+    assert (np.signbit(values) == (byte >= 128))[(byte & 0x7F) != 0x7F].all()
+
+
+def test_conversion_to_e2m1() -> None:
+    x = np.array(
+        [0, 0.25, 0.2500001, 0.75, 1.25, 1.75, 2.5, 3.5, 3.5000002, 5, 5.1, 6, 100, np.inf, np.nan], np.float32
+    )
+    want = [0, 0, 1, 2, 2, 4, 4, 6, 6, 6, 7, 7, 7, 7, 7]
+    assert compute("cvt.rn.satfinite.e2m1x2.f32", np.zeros_like(x), x).tolist() == want
+    got = compute("cvt.rn.satfinite.e2m1x2.f32", -x[:-1], np.zeros_like(x[:-1]))
+    assert got.tolist() == [(w | 8) << 4 for w in want[:-1]]
+
+
+def test_conversion_to_ue8m0() -> None:
+    x = np.array([1, 1.5, 2, 2.0**-127, 0, np.inf, np.nan, 2.0**-126 * 1.25], np.float32)
+    got = compute("cvt.rp.satfinite.ue8m0x2.f32", np.ones_like(x), x)
+    assert (got & 0xFF).tolist() == [127, 128, 128, 0, 0, 254, 255, 2]
+    assert (got >> 8 == 127).all()
+
+
+def test_conversion_to_integers() -> None:
+    x = np.array([1.5, 2.5, -1.5, 3e9, -3e9, np.nan, np.inf], np.float32)
+    assert compute("cvt.rni.s32.f32", x).tolist() == [2, 2, -2, 2**31 - 1, -(2**31), 0, 2**31 - 1]
+    assert compute("cvt.rzi.u32.f32", x).tolist() == [1, 2, 0, 3_000_000_000, 0, 0, 2**32 - 1]
+    assert compute("cvt.rn.f32.s32", np.array([16777217, -(2**31)], np.int32)).tolist() == [16777216.0, -(2.0**31)]
+    assert compute("cvt.s64.s32", np.array([-5], np.int32)).tolist() == [-5]
+    assert compute("cvt.u16.u32", np.array([0x12345], np.uint32)).tolist() == [0x2345]
+
+
+def test_extremes() -> None:
+    nan, inf = np.float32(np.nan), np.float32(np.inf)
+    a, b = np.array([1, nan, nan, -0.0, 0.0, -inf], np.float32), np.array([2, 3, nan, 0.0, -0.0, 5], np.float32)
+    assert np.array_equal(compute("max.f32", a, b), np.float32([2, 3, nan, 0, 0, 5]), equal_nan=True)
+    assert np.array_equal(compute("max.NaN.f32", a, b), np.float32([2, nan, nan, 0, 0, 5]), equal_nan=True)
+    assert not np.signbit(compute("max.f32", a, b)[3:5]).any()
+    assert np.signbit(compute("min.f32", a, b)[3:5]).all()
+    half = np.uint32([0x7E00_C000, 0x3C00_0000]), np.uint32([0x4000_4400, 0x7FFF_8000])
+    assert compute("min.f16x2", *half).tolist() == [0x4000_C000, 0x3C00_8000]
+    assert compute("abs.f16x2", half[0]).tolist() == [0x7E00_4000, 0x3C00_0000]
+
+
+def test_every_nan_is_canonical() -> None:
+    inf = np.float32([np.inf])
+    for result in (compute("add.f32", inf, -inf), compute("mul.rn.f32", inf, np.float32([0]))):
+        assert result.view(np.uint32).tolist() == [0x7FFFFFFF]
+    assert compute("cvt.rn.bf16x2.f32", np.float32([np.nan]), inf).tolist() == [0x7FFF7F80]
+
+
+def test_subnormals() -> None:
+    tiny = np.array([1, 0x80000001, 0x00800000], np.uint32).view(np.float32)
+    assert compute("add.f32", tiny, tiny).view(np.uint32).tolist() == [2, 0x80000002, 0x01000000]
+    assert compute("add.ftz.f32", tiny, tiny).view(np.uint32).tolist() == [0, 0x80000000, 0x01000000]
+    assert compute("mul.rn.f32", tiny[2:], np.float32([0.5])).view(np.uint32).tolist() == [0x00400000]
+    assert compute("div.rn.f32", tiny[2:], np.float32([3])).view(np.uint32).tolist() == [0x002AAAAB]
+
+
+words = st.lists(st.integers(0, 2**32 - 1), min_size=3, max_size=3).map(lambda v: np.array(v, np.uint32))
+
+
+@given(words, words, st.integers(0, 0x7777))
+@settings(max_examples=50, deadline=None)
+def test_bytes_and_bits(a: np.ndarray, b: np.ndarray, selector: int) -> None:
+    selector &= 0x7777
+    assert (compute("prmt.b32", a, b, np.uint32(selector)) == Ptx.prmt(a, b, selector)).all()
+    assert (compute("lop3.b32", a, b, a >> 3, np.uint32(0xCA)) == Ptx.select_bits(a, b, a >> 3)).all()
+    for i, (x, y) in enumerate(zip(a.tolist(), b.tolist(), strict=True)):
+        start, length = y & 31, y >> 8 & 31
+        assert compute("bfe.u32", a, b & 31, b >> 8 & 31)[i] == x >> start & ((1 << length) - 1)
+        assert compute("shf.l.wrap.b32", a, b, np.uint32(5))[i] == (y << 5 | x >> 27) & 0xFFFFFFFF
+        assert compute("mul.hi.u32", a, b)[i] == x * y >> 32
+        assert compute("mul.wide.s32", a.view(np.int32), b.view(np.int32))[i] == int(
+            np.int32(x - (x >> 31 << 32))
+        ) * int(np.int32(y - (y >> 31 << 32)))
+        assert compute("popc.b32", a)[i] == x.bit_count()
+        assert compute("clz.b32", a)[i] == 32 - x.bit_length()
+        assert compute("brev.b32", a)[i] == int(f"{x:032b}"[::-1], 2)
+
+
+def test_prmt_replicates_signs() -> None:
+    assert compute("prmt.b32", np.uint32(0x7F80), np.uint32(0), np.uint32(0x89)).tolist() == [0x8080FF00]
+
+
+def test_integers() -> None:
+    a, b = np.array([7, -7, 7, -7, -(2**31), 5], np.int32), np.array([2, 2, -2, -2, -1, 0], np.int32)
+    assert compute("div.s32", a, b).tolist() == [3, -3, -3, 3, -(2**31), -1]
+    assert compute("rem.s32", a, b).tolist()[:5] == [1, -1, 1, -1, 0]
+    assert compute("div.u64", np.uint64(2**64 - 1), np.uint64(10)).tolist() == [(2**64 - 1) // 10]
+    assert compute("shl.b32", np.uint32(1), np.uint32([31, 32, 99])).tolist() == [2**31, 0, 0]
+    assert compute("shr.s32", np.int32(-8), np.uint32([1, 40])).tolist() == [-4, -1]
+    assert compute("shr.u32", np.uint32(8), np.uint32([1, 32])).tolist() == [4, 0]
+
+
+def test_comparisons_of_nan() -> None:
+    a, b = np.float32([1, np.nan]), np.float32([1, 1])
+    for name, want in {"eq": [1, 0], "ne": [0, 0], "neu": [0, 1], "gtu": [0, 1], "ge": [1, 0], "nan": [0, 1]}.items():
+        assert compute(f"setp.{name}.f32", a, b).tolist() == [bool(w) for w in want], name
