@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import inspect
 import itertools
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -117,14 +118,10 @@ def new_sample(op: OpSpec, name: str, device: str) -> Sample:
     return _named(op.sample_inputs(device), name)
 
 
-samples_seed = 0
-"""Of the data of ``get_sample``; set by ``conftest.py``."""
-
-
 @cache
 def _samples(op: str, device: str) -> dict[str, Sample]:
     # Made once, since making them takes longer than most tests; and from their own seed, whatever test comes first.
-    digest = hashlib.sha256(f"{samples_seed} {op}".encode()).digest()
+    digest = hashlib.sha256(f"{os.environ.get('TEST_SEED')} {op}".encode()).digest()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(int.from_bytes(digest[:4], "little"))
         return {sample.name: sample for sample in OPS[op].sample_inputs(device)}

@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import random
 import re
@@ -36,14 +37,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Tensors are small here; a second thread costs more than it brings, and much more on a busy machine.
     torch.set_num_threads(1)
-    seed = config.getoption("seed")
     # A worker of pytest-xdist is told its controller's seed, and leaves the record to the controller.
     controller = getattr(config, "workerinput", None)
-    if controller is not None:
-        config.stash[BASE_SEED] = controller["seed"]
-        return
+    seed = config.getoption("seed") if controller is None else controller["seed"]
     config.stash[BASE_SEED] = secrets.randbelow(2**31) if seed is None else seed
-    if config.getoption("gpu_record") is not None:
+    os.environ["TEST_SEED"] = str(config.stash[BASE_SEED])  # for cases.py
+    if controller is None and config.getoption("gpu_record") is not None:
         refuse_record(config)
         config.pluginmanager.register(GpuRecord(config), "gpu-record")
 
