@@ -99,6 +99,15 @@ def e4m3(value: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(value), 0x7F, byte).astype(np.uint8)
 
 
+def near_e4m3_boundary(value: np.ndarray, relative: float = 2.0**-18) -> np.ndarray:
+    """Whether numbers are as near as this to one where e4m3 rounds one way or the other."""
+    magnitude = np.nan_to_num(np.abs(np.asarray(value, np.float64)), posinf=1e9)
+    boundaries = np.append((E4M3_POSITIVE[1:] + E4M3_POSITIVE[:-1]) / 2, np.inf)
+    above = np.searchsorted(boundaries, magnitude)
+    distance = np.minimum(boundaries[above] - magnitude, magnitude - boundaries[np.maximum(above - 1, 0)])
+    return np.abs(distance) <= relative * magnitude
+
+
 def ue8m0_of_amax(amax: np.ndarray) -> np.ndarray:
     """As ``ue8m0_of_amax_exact``: amax/6 = f·2^e, f in [1/2, 1), goes up to 2^e, or is 2^(e-1) if f = 1/2.
 
