@@ -12,7 +12,9 @@ import torch
 
 from torch_cute_ops import ops
 from torch_cute_ops.ops._spec import NAMESPACE, OpSpec, as_tuple, check_outputs
+from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.runtime.calls import configure_log, logged
 from torch_cute_ops.runtime.compiler import compile_kernel
 
 
@@ -55,11 +57,13 @@ def _register(spec: OpSpec) -> None:
         f"{spec.name}.out": {"CPU": cpu_out, "CUDA": spec.cuda_out},
     }.items():
         for key, implementation in implementations.items():
-            _library.impl(overload, implementation, key)
+            entry = logged(overload, implementation) if settings.LOG == "debug" else implementation
+            _library.impl(overload, entry, key)
     torch.library.register_fake(f"{NAMESPACE}::{spec.name}", fake, lib=_library)
     torch.library.register_fake(f"{NAMESPACE}::{spec.name}.out", fake_out, lib=_library)
 
 
+configure_log()
 for _spec in OPS.values():
     _register(_spec)
 

@@ -29,6 +29,7 @@ from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch, arch_of_device, sm_count
+from torch_cute_ops.runtime.calls import launch_error
 from torch_cute_ops.runtime.capture import forbid_in_capture
 from torch_cute_ops.runtime.compiler import compile_kernel
 from torch_cute_ops.runtime.dispatch import mark_written
@@ -301,6 +302,8 @@ class RowQuant:
             launcher.function(input, residual, weight, factor, y, scale, linear, norm, eps, launcher.max_ctas)
         except (ValueError, TypeError, RuntimeError):  # RuntimeError: from DLPack, for tensors without data
             return self._run_checked(Facts(*facts), input, residual, weight, factor, eps, out)
+        except Exception as error:  # from CUDA
+            raise launch_error(self.op, error, input, residual, weight, factor, eps, *choices) from error
         if residual is not None:
             mark_written((residual,))
         if out is not None:
@@ -343,7 +346,12 @@ class RowQuant:
             if factor is not None and launcher.fmt is FP8_TENSOR:
                 out[1].copy_(factor.reshape(1))
             return out
-        self._launch(launcher, input, residual, weight, factor, eps, out)
+        try:
+            self._launch(launcher, input, residual, weight, factor, eps, out)
+        except RuntimeError:  # of torch, such as memory that ran out
+            raise
+        except Exception as error:  # from CUDA
+            raise launch_error(self.op, error, input, residual, weight, factor, eps, *facts.choices) from error
         return out
 
     def _expected(self, input: torch.Tensor, launcher: Launcher) -> list[tuple[str, tuple[int, ...], torch.dtype]]:

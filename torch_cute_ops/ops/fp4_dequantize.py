@@ -12,6 +12,7 @@ from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
 from torch_cute_ops.reference import fp4_dequantize as reference
 from torch_cute_ops.runtime.arch import Arch, arch_of_device, sm_count
+from torch_cute_ops.runtime.calls import launch_error
 from torch_cute_ops.runtime.capture import forbid_in_capture
 from torch_cute_ops.runtime.compiler import compile_kernel
 from torch_cute_ops.runtime.dispatch import is_plain_eager, mark_written
@@ -137,7 +138,10 @@ def _run(
         blocks = launcher.layout.padded_blocks(hidden // launcher.fmt.block_size)
         scales = _aligned(scale.view(torch.uint8).reshape(-1, blocks))
         g = None if global_scale is None else global_scale.reshape(1)
-        launcher.function(packed, scales, g, out.view(-1, hidden), launcher.max_ctas)
+        try:
+            launcher.function(packed, scales, g, out.view(-1, hidden), launcher.max_ctas)
+        except Exception as error:  # from CUDA
+            raise launch_error(NAME, error, y, scale, global_scale, *facts[1:6]) from error
     if given:
         mark_written((out,))
     return out

@@ -35,6 +35,11 @@ def _flag(name: str, default: bool) -> bool:
 PDL: Final = _flag("TORCH_CUTE_OPS_PDL", True)
 """Launch kernels with programmatic dependent launch, so that a kernel's start overlaps the end of the one before."""
 
+LOG: Final = _read(
+    "TORCH_CUTE_OPS_LOG", "", lambda text: {"": "", "info": "info", "debug": "debug"}[text], "info or debug"
+)
+"""Log on standard error what is compiled and loaded (info), and each call before it is launched (debug)."""
+
 CACHE: Final = _flag("TORCH_CUTE_OPS_CACHE", True)
 """Keep compiled kernels on disk."""
 

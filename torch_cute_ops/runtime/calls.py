@@ -1,0 +1,53 @@
+"""What a call was, in words: for the log, and for errors that CUDA raises."""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torch_cute_ops.runtime import settings
+
+log = logging.getLogger("torch_cute_ops")
+
+
+def configure_log() -> None:
+    """Have the log on standard error at the level that ``TORCH_CUTE_OPS_LOG`` names; without it, leave it alone."""
+    log.addHandler(logging.NullHandler())
+    if settings.LOG:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(name)s %(levelname)s %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(settings.LOG.upper())
+
+
+def described(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The call, with dtype, shape, strides and device in place of each tensor."""
+    shown = [_shown(value) for value in args]
+    shown += [f"{name}={_shown(value)}" for name, value in kwargs.items()]
+    return f"cute::{op}({', '.join(shown)})"
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    dtype = str(value.dtype).removeprefix("torch.")
+    strides = "" if value.is_contiguous() else f" strides {value.stride()}"
+    return f"{dtype}{list(value.shape)}{strides} on {value.device}"
+
+
+def logged(op: str, entry: Callable[..., Any]) -> Callable[..., Any]:
+    """``entry``, with each call in the log before it runs: a crash leaves its trace."""
+
+    @functools.wraps(entry)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        log.debug("%s", described(op, args, kwargs))
+        return entry(*args, **kwargs)
+
+    return call
+
+
+def launch_error(op: str, error: Exception, *args: Any) -> RuntimeError:
+    """What to raise where a launch failed: the DSL's own error is no ``RuntimeError`` and names no op."""
+    return RuntimeError(f"{described(op, args, {})} failed: {type(error).__name__}: {error}")
