@@ -13,7 +13,20 @@ from hypothesis import strategies as st
 from test_fp4_quantize import every_finite, fp32_edges, neighbours
 
 from torch_cute_ops.fake.fp4_quantize import fp4_shapes
-from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, resolve_fp4_format, resolve_scale_layout
+from torch_cute_ops.fake.rmsnorm_fp8quant import fp8_shapes
+from torch_cute_ops.formats import (
+    FP8_BLOCK128,
+    FP8_FORMATS,
+    FP8_SCALE_LAYOUTS,
+    FP8_TENSOR,
+    FP8_TOKEN,
+    MXFP4,
+    NVFP4,
+    SCALE_LAYOUTS,
+    resolve_fp4_format,
+    resolve_fp8_format,
+    resolve_scale_layout,
+)
 from torch_cute_ops.formats import fp4 as formats
 from torch_cute_ops.formats.scale_layout import from_linear, to_linear
 
@@ -65,19 +78,15 @@ def test_packing():
 def test_encode_e4m3():
     middle = (spec.E4M3_POSITIVE[1:] + spec.E4M3_POSITIVE[:-1]) / 2
     values = torch.cat([neighbours(np.concatenate([spec.E4M3_POSITIVE, middle]), 4), fp32_edges()])
-    got = formats.encode_e4m3(values).view(torch.uint8).numpy()
-    want = spec.e4m3(values.abs().numpy()) | (np.signbit(values.numpy()).astype(np.uint8) << 7)
-    assert np.array_equal(got, want)
-    extremes = torch.tensor([torch.nan, torch.inf, -torch.inf])
-    got = formats.encode_e4m3(extremes).view(torch.uint8).tolist()
-    assert (got[0] & 0x7F, *got[1:]) == (0x7F, 0x7E, 0xFE)
+    assert np.array_equal(formats.encode_e4m3(values).view(torch.uint8).numpy(), spec.e4m3(values.numpy()))
+    extremes = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf])
+    assert formats.encode_e4m3(extremes).view(torch.uint8).tolist() == [0x7F, 0x7F, 0x7E, 0xFE]
 
 
 @given(st.lists(st.floats(width=32), max_size=50))
 def test_encode_e4m3_is_the_nearest_value(values):
     got = formats.encode_e4m3(torch.tensor(values, dtype=torch.float32)).view(torch.uint8).tolist()
-    for byte, value in zip(got, values, strict=True):
-        assert byte & 0x7F == 0x7F if math.isnan(value) else byte == spec.e4m3_exact(value)
+    assert got == [spec.e4m3_exact(value) for value in values]
 
 
 # Scales
@@ -111,6 +120,24 @@ def test_formats():
                 ValueError, match=rf"block_size={pair[0]} with scale_format={pair[1]!r} is no FP4 format"
             ):
                 resolve_fp4_format(*pair)
+
+
+def test_fp8_formats():
+    assert FP8_FORMATS == {"tensor": FP8_TENSOR, "token": FP8_TOKEN, "block128": FP8_BLOCK128}
+    assert [fmt.is_static for fmt in FP8_FORMATS.values()] == [True, False, False]
+    for granularity, layout in itertools.product((*FP8_FORMATS, "row", ""), (*FP8_SCALE_LAYOUTS, "linear", "")):
+        if granularity not in FP8_FORMATS:
+            message = f"granularity='{granularity}' is unknown; use one of 'tensor', 'token', 'block128'"
+        elif layout not in FP8_SCALE_LAYOUTS:
+            message = f"scale_layout='{layout}' is unknown; use one of 'row', 'column'"
+        elif layout == "column" and granularity != "block128":
+            message = f"scale_layout='column' with granularity='{granularity}': only block128"
+        else:
+            fmt = resolve_fp8_format(granularity, layout)
+            assert fmt == (FP8_FORMATS[granularity], FP8_SCALE_LAYOUTS[layout])
+            continue
+        with pytest.raises(ValueError, match=message):
+            resolve_fp8_format(granularity, layout)
 
 
 # Layouts
@@ -200,6 +227,25 @@ def test_shapes(lead, blocks, fmt, layout):
     assert scale == ((*lead, blocks) if layout == "linear" else spec.layout_shape(layout, math.prod(lead), blocks))
 
 
+@given(
+    lead=st.lists(st.integers(0, 200), max_size=3),
+    blocks=st.integers(1, 9),
+    choices=st.sampled_from([("tensor", "row"), ("token", "row"), ("block128", "row"), ("block128", "column")]),
+)
+def test_fp8_shapes(lead, blocks, choices):
+    y, scale = fp8_shapes((*lead, blocks * 128), *resolve_fp8_format(*choices))
+    assert y == (*lead, blocks * 128)
+    assert (
+        scale
+        == {
+            ("tensor", "row"): (1,),
+            ("token", "row"): (*lead, 1),
+            ("block128", "row"): (*lead, blocks),
+            ("block128", "column"): (blocks, math.prod(lead)),
+        }[choices]
+    )
+
+
 # The vectorised formulas of spec.py against the exact ones
 
 
@@ -208,9 +254,13 @@ def test_spec_e2m1(value):
     assert spec.e2m1(np.array([value]))[0] == spec.e2m1_exact(value)
 
 
+@given(st.floats(width=32))
+def test_spec_e4m3(value):
+    assert spec.e4m3(np.array([value]))[0] == spec.e4m3_exact(value)
+
+
 @given(st.floats(min_value=0, width=32))
 def test_spec_scales(value):
-    assert spec.e4m3(np.array([value]))[0] == spec.e4m3_exact(value)
     assert spec.ue8m0_of_amax(np.array([value]))[0] == spec.ue8m0_of_amax_exact(value)
 
 
@@ -228,3 +278,40 @@ def test_spec_ties_go_to_even_codes():
     for i, boundary in enumerate(spec.E2M1_BOUNDARIES):
         assert spec.e2m1_exact(boundary) == i + i % 2
         assert spec.nearest_even_exact(Fraction(boundary), tuple(map(Fraction, spec.E2M1))) % 2 == 0
+
+
+@given(st.floats(-500, 500))
+def test_spec_boundaries(value):
+    """Near one, a relative step across it changes the code; elsewhere it does not."""
+    step = 2.0**-18
+    crosses = spec.e4m3_exact(value * (1 + step)) != spec.e4m3_exact(value * (1 - step))
+    assert spec.near_e4m3_boundary(np.array([value]), step * (1 + 1e-9))[0] >= crosses
+    assert spec.near_e4m3_boundary(np.array([value]), step * (1 - 1e-4))[0] <= crosses
+
+
+NUMPY_FLOATS = {"float16": (np.float16, 16), "float32": (np.float32, 32)}
+
+
+@pytest.mark.parametrize("dtype", NUMPY_FLOATS)
+@given(st.floats() | st.integers(-40, 40).map(lambda n: n * 2.0**-26) | st.integers(0, 100).map(lambda n: 65480.0 + n))
+def test_spec_round_to(dtype, value):
+    numpy_type, _ = NUMPY_FLOATS[dtype]
+    with np.errstate(all="ignore"):
+        want = numpy_type(np.float64(value))
+    got = spec.round_to(np.array([value]), dtype)
+    np.testing.assert_array_equal(got, [np.float64(want)])
+    assert np.signbit(got[0]) == np.signbit(value) or math.isnan(value)
+
+
+@given(st.integers(0, 2**16 - 1), st.sampled_from([-1, 0, 1]))
+def test_spec_round_to_bfloat16(bits, direction):
+    """A bfloat16 number is itself; halfway to the next it goes to the even one, and beside that to the nearer."""
+    low, high = torch.tensor([bits, bits + 1]).to(torch.int32).bitwise_left_shift(16).view(torch.float32).tolist()
+    if not (math.isfinite(low) and math.isfinite(high)) or bits == 0x7FFF:
+        return
+    assert spec.round_to(np.array([low]), "bfloat16")[0] == low
+    middle = (low + high) / 2
+    value = math.nextafter(middle, direction * math.inf) if direction else middle
+    nearer = min((low, high), key=lambda bound: abs(bound - value))
+    want = nearer if direction else (low, high)[bits % 2]
+    assert spec.round_to(np.array([value]), "bfloat16")[0] == want

@@ -11,9 +11,10 @@ from expected import assert_same
 from expected.rmsnorm_fp4quant_with_norm import assert_norm_close
 from launch_model import launches  # noqa: F401  (a fixture)
 
-from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, resolve_fp8_format
 from torch_cute_ops.reference.fp4_quantize import fp4_quantize
-from torch_cute_ops.testing import assert_fp4_close, raw_call
+from torch_cute_ops.reference.rmsnorm_fp8quant import quantize_fp8_rows
+from torch_cute_ops.testing import assert_fp4_close, assert_fp8_close, raw_call
 
 TILED = SCALE_LAYOUTS["128x4"]
 
@@ -78,6 +79,70 @@ def test_differences_that_are_not(fmt):
         assert_fp4_close((y[1:], scale), (y, scale), fmt, TILED)
     with pytest.raises(AssertionError, match="scale: "):
         assert_fp4_close((y, scale.view(torch.int8)), (y, scale), fmt, TILED)
+
+
+def fp8_rows(granularity="token"):
+    """``(y, scale)`` of random rows."""
+    fmt, layout = resolve_fp8_format(granularity, "row")
+    y, scale = quantize_fp8_rows(torch.randn(100, 384), fmt, None, layout)
+    return y.clone(), scale.clone()
+
+
+def with_bytes(y, count, change):
+    """A copy in which ``change`` is applied to ``count`` elements, of different rows."""
+    raw = y.clone().view(torch.uint8)
+    raw[:count, 7] = change(raw[:count, 7])
+    return raw.view(y.dtype)
+
+
+@pytest.mark.parametrize("granularity", ["token", "block128"])
+def test_allowed_differences_of_fp8(granularity):
+    y, scale = fp8_rows(granularity)
+    fmt, _ = resolve_fp8_format(granularity, "row")
+    assert_fp8_close((y, scale), (y, scale), fmt)
+    # 38,400 elements: 39 may differ by a step.
+    down = with_bytes(y, 39, fp8_step)
+    assert_fp8_close((down, scale), (y, scale), fmt)
+    assert_fp8_close((y, scale * (1 + 2.0**-21)), (y, scale), fmt)
+    more = with_bytes(y, 60, fp8_step)
+    excused = torch.zeros(100, 384, dtype=torch.bool)
+    excused[:30, 7] = True
+    assert_fp8_close((more, scale), (y, scale), fmt, lambda: excused)
+    # Rows that are alike count once.
+    same = y[:1].expand(100, 384), scale[:1].expand(scale.shape)
+    assert_fp8_close((with_bytes(same[0].contiguous(), 100, fp8_step), same[1]), same, fmt)
+
+
+def fp8_step(byte):
+    return torch.where(byte & 0x7F > 0, byte - 1, byte + 1)
+
+
+def test_differences_of_fp8_that_are_not():
+    y, scale = fp8_rows()
+    fmt, _ = resolve_fp8_format("token", "row")
+
+    def scale_with(value):
+        changed = scale.clone()
+        changed[3] = value
+        return changed
+
+    cases = {
+        "40 of 38400 elements differ": (with_bytes(y, 40, fp8_step), scale),
+        "more than one step": (with_bytes(y, 1, lambda byte: fp8_step(fp8_step(byte))), scale),
+        "or in being NaN": (with_bytes(y, 1, lambda byte: byte | 0x7F), scale),
+        "differ in sign": (with_bytes(y, 1, lambda byte: byte ^ 0x80), scale),
+        "computation explains": (y, scale_with(scale[3] * (1 + 2.0**-19))),
+        "scales that differ in being NaN": (y, scale_with(torch.nan)),
+        "scales that differ in being zero": (y, scale_with(0.0)),
+    }
+    for message, actual in cases.items():
+        with pytest.raises(AssertionError, match=message):
+            assert_fp8_close(actual, (y, scale), fmt)
+    given_scale, _ = resolve_fp8_format("tensor", "row")
+    with pytest.raises(AssertionError, match="computation explains"):
+        assert_fp8_close((y, torch.full((1,), 1 + 2.0**-23)), (y, torch.ones(1)), given_scale)
+    with pytest.raises(AssertionError, match="y: "):
+        assert_fp8_close((y[1:], scale), (y, scale), fmt)
 
 
 def test_norm_close():
