@@ -271,8 +271,8 @@ def add(a: np.ndarray, b: np.ndarray, dtype: str) -> np.ndarray:
 def silu_mul(value: np.ndarray) -> np.ndarray:
     """``a / (1 + exp(-a)) · b`` of the halves of rows (M, 2I), rounded to fp32 after each of the two products; where
     exp(-a) overflows fp32 it is infinite."""
-    a, b = np.split(value.astype(np.float64), 2, axis=-1)
     with np.errstate(all="ignore"):
+        a, b = np.split(value.astype(np.float64), 2, axis=-1)
         exponential = np.exp(-a)
         silu = (a / (1 + np.where(exponential > FLT_MAX, np.inf, exponential))).astype(np.float32)
         return silu * b.astype(np.float32)

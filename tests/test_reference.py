@@ -1,45 +1,34 @@
 """``reference/`` against the NumPy specification, over shapes, formats, layouts, dtypes and values."""
 
+import importlib
+import inspect
+
 import numpy as np
 import pytest
 import spec
 import torch
-from expected import assert_same, fp4_dequantize, fp4_quantize, rmsnorm_fp4quant, rmsnorm_fp4quant_with_norm
+from expected import assert_same, fp4_dequantize, fp4_quantize, residual_sum
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import DTYPES, KINDS, generators, leads, values
 
 from torch_cute_ops import reference
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.ops._spec import as_tuple
 from torch_cute_ops.reference import fp4_dequantize as dequantize_reference
 from torch_cute_ops.reference import fp4_quantize as quantize_reference
-from torch_cute_ops.reference import rmsnorm_fp4quant as norm_reference
 from torch_cute_ops.reference import rmsnorm_fp4quant_with_norm as with_norm_reference
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from torch_cute_ops.reference.add_rmsnorm_fp4quant import add_rows
+from torch_cute_ops.registry import OPS
 
 
 @st.composite
-def rows(draw, kinds=("normal", "bits", "grid", "sparse", "tiny", "huge")):
-    """A tensor (..., K), its format's arguments, and a generator for more."""
+def rows(draw, kinds=KINDS, parts=1):
+    """A tensor (..., K), or (..., 2K) in two ``parts``, its format's arguments, and a generator for more."""
     fmt = draw(st.sampled_from([NVFP4, MXFP4]))
-    lead = draw(st.lists(st.integers(0, 5), max_size=3))
-    lead = [*lead[:-1], lead[-1] * draw(st.sampled_from([1, 1, 30]))] if lead else lead
-    shape = (*lead, draw(st.integers(1, 9)) * fmt.block_size)
-    dtype = draw(st.sampled_from(DTYPES))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
-    kind = draw(st.sampled_from(kinds))
-    value = torch.randn(shape, generator=generator)
-    if kind == "bits":
-        # Any bit pattern at all, and so a NaN or an infinity now and then.
-        bits = torch.randint(-(2**15), 2**15, (*shape, dtype.itemsize // 2), generator=generator, dtype=torch.int16)
-        value = bits.view(dtype).squeeze(-1)
-    elif kind == "grid":
-        # Multiples of 1/8 up to 8: ties everywhere.
-        value = torch.randint(-64, 65, shape, generator=generator) / 8
-    elif kind == "sparse":
-        value = value * (torch.rand(shape, generator=generator) < 0.05)
-    elif kind in ("tiny", "huge"):
-        value = value * (torch.finfo(dtype).smallest_normal if kind == "tiny" else torch.finfo(dtype).max / 8)
+    shape = [*draw(leads()), draw(st.integers(1, 9)) * fmt.block_size * parts]
+    dtype, generator = draw(st.sampled_from(DTYPES)), draw(generators())
+    value = values(draw(st.sampled_from(kinds)), shape, dtype, generator)
     arguments = {
         "block_size": fmt.block_size,
         "scale_format": draw(st.sampled_from([None, fmt.scale_format])),
@@ -49,7 +38,22 @@ def rows(draw, kinds=("normal", "bits", "grid", "sparse", "tiny", "huge")):
     if fmt is NVFP4 and draw(st.booleans()):
         mantissa = torch.rand(1, generator=generator) + 1
         arguments["global_scale"] = mantissa * 2.0 ** draw(st.one_of(st.integers(-10, 10), st.integers(-60, 59)))
-    return value.to(dtype), arguments, generator
+    return value, arguments, generator
+
+
+@st.composite
+def fp8_rows(draw, parts=1):
+    """The same for FP8."""
+    choices = [("tensor", "row"), ("token", "row"), ("block128", "row"), ("block128", "column")]
+    granularity, layout = draw(st.sampled_from(choices))
+    width = draw(st.integers(1, 3)) * 128 if granularity == "block128" else draw(st.integers(1, 300))
+    dtype, generator = draw(st.sampled_from(DTYPES)), draw(generators())
+    value = values(draw(st.sampled_from(KINDS)), [*draw(leads()), width * parts], dtype, generator)
+    arguments = {"granularity": granularity, "scale_layout": layout, "scale": None}
+    if granularity == "tensor":
+        mantissa = torch.rand(1, generator=generator) + 1
+        arguments["scale"] = mantissa * 2.0 ** draw(st.one_of(st.integers(-10, 10), st.integers(-100, 100)))
+    return value, arguments, generator
 
 
 @settings(deadline=None, max_examples=400)
@@ -72,18 +76,58 @@ def test_dequantize(drawn, out_dtype):
     assert_same([dequantize_reference.fp4_dequantize(**call)], fp4_dequantize.results(call))
 
 
-@settings(deadline=None, max_examples=200)
-@given(rows(), st.sampled_from([0.0, 1e-6, 1e-5, 1.0]), st.booleans())
-def test_rmsnorm(drawn, eps, weight_in_fp32):
+EPS = st.sampled_from([0.0, 1e-6, 1e-5, 1.0])
+
+
+def norm_call(drawn, eps, weight_in_fp32):
+    """Arguments of a norm."""
     value, arguments, generator = drawn
     if eps == 0.0:
         # Without eps, squares that are lost below fp32's range decide the result: a value of the sum's order again.
         value = torch.where(value.abs() < 1e-12, 1.0, value.double()).to(value.dtype)
     weight = torch.randn(value.shape[-1], generator=generator).to(torch.float32 if weight_in_fp32 else value.dtype)
-    call = {"input": value, "weight": weight, **arguments, "eps": eps}
-    rmsnorm_fp4quant.assert_results(norm_reference.rmsnorm_fp4quant(**call), rmsnorm_fp4quant.results(call), call)
-    got = with_norm_reference.rmsnorm_fp4quant_with_norm(**call)
-    rmsnorm_fp4quant_with_norm.assert_results(got, rmsnorm_fp4quant_with_norm.results(call), call)
+    return {"input": value, "weight": weight, **arguments, "eps": eps}
+
+
+@settings(deadline=None, max_examples=200)
+@given(rows(), EPS, st.booleans())
+def test_rmsnorm(drawn, eps, weight_in_fp32):
+    call = norm_call(drawn, eps, weight_in_fp32)
+    check("rmsnorm_fp4quant", call)
+    check("rmsnorm_fp4quant_with_norm", call)
+
+
+@settings(deadline=None, max_examples=200)
+@given(fp8_rows(), EPS, st.booleans())
+def test_rmsnorm_fp8(drawn, eps, weight_in_fp32):
+    check("rmsnorm_fp8quant", norm_call(drawn, eps, weight_in_fp32))
+
+
+@settings(deadline=None, max_examples=200)
+@given(rows(parts=2) | fp8_rows(parts=2))
+def test_silu_mul(drawn):
+    value, arguments, _ = drawn
+    check("silu_mul_fp8quant" if "granularity" in arguments else "silu_mul_fp4quant", {"input": value, **arguments})
+
+
+@settings(deadline=None, max_examples=300)
+@given(leads(), st.sampled_from(DTYPES), st.sampled_from(KINDS), st.sampled_from(KINDS), generators())
+def test_add_rows(lead, dtype, kind, other, generator):
+    """Bit for bit, in place."""
+    call = {
+        "input": values(kind, [*lead, 33], dtype, generator),
+        "residual": values(other, [*lead, 33], dtype, generator),
+    }
+    want = residual_sum(call)
+    added = add_rows(**call)
+    assert added is call["residual"]
+    assert_same([added], [want])
+
+
+def check(name, call):
+    """The reference's results are the expected ones."""
+    expected = importlib.import_module(f"expected.{name}")
+    expected.assert_results(as_tuple(OPS[name].reference(**call)), expected.results(call), call)
 
 
 # Round trip
@@ -158,10 +202,6 @@ def test_norm_of_a_row_of_equal_values_is_the_weight():
 
 
 def test_every_reference_takes_its_ops_arguments():
-    import inspect
-
-    from torch_cute_ops.registry import OPS
-
     for name, op in OPS.items():
         ours = inspect.signature(op.function).parameters
         for function in (op.reference, op.fake):

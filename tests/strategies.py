@@ -1,0 +1,58 @@
+"""Values, shapes and places in memory for tests with hypothesis."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KINDS = ("normal", "bits", "grid", "sparse", "tiny", "huge")
+
+
+@st.composite
+def leads(draw) -> list[int]:
+    """Leading dimensions: none to three, some empty, some with many rows."""
+    lead = draw(st.lists(st.integers(0, 5), max_size=3))
+    return [*lead[:-1], lead[-1] * draw(st.sampled_from([1, 1, 30]))] if lead else lead
+
+
+@st.composite
+def generators(draw) -> torch.Generator:
+    return torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+
+
+def values(kind: str, shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Values of one kind."""
+    value = torch.randn(shape, generator=generator)
+    if kind == "bits":
+        # Any bit pattern at all, and so a NaN or an infinity now and then.
+        bits = torch.randint(-(2**15), 2**15, (*shape, dtype.itemsize // 2), generator=generator, dtype=torch.int16)
+        value = bits.view(dtype).squeeze(-1)
+    elif kind == "grid":
+        # Multiples of 1/8 up to 8: ties everywhere.
+        value = torch.randint(-64, 65, shape, generator=generator) / 8
+    elif kind == "sparse":
+        value = value * (torch.rand(shape, generator=generator) < 0.05)
+    elif kind in ("tiny", "huge"):
+        value = value * (torch.finfo(dtype).smallest_normal if kind == "tiny" else torch.finfo(dtype).max / 8)
+    return value.to(dtype)
+
+
+PLACES = ("contiguous", "rows apart", "columns apart", "off by one", "columns first", "dimensions turned")
+
+
+def placed(value: torch.Tensor, place: str) -> torch.Tensor:
+    """The same values in a storage of their own, lying otherwise."""
+    *lead, width = value.shape
+    if place == "rows apart":
+        return value.new_zeros(*lead, width + 16)[..., 8 : 8 + width].copy_(value)
+    if place == "columns apart":
+        return value.new_zeros(*lead, width, 2)[..., 1].copy_(value)
+    if place == "off by one":
+        return value.new_zeros(value.numel() + 1)[1:].view(value.shape).copy_(value)
+    if place == "columns first":
+        return value.new_zeros(width, *lead).movedim(0, -1).copy_(value)
+    if place == "dimensions turned":
+        turned = value.new_zeros(*reversed(lead), width)
+        return turned.permute(*reversed(range(len(lead))), len(lead)).copy_(value)
+    return value.clone(memory_format=torch.contiguous_format)
