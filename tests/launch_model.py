@@ -24,6 +24,7 @@ from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
+from torch_cute_ops.runtime.compiler import Wanted
 
 DSL_NAMES = {
     torch.bfloat16: "BFloat16",
@@ -42,6 +43,7 @@ class Launches:
         self.calls: list[tuple[Any, tuple[Any, ...]]] = []
 
     def compile_kernel(self, kernel: Any, arch: Any) -> Any:
+        kernel = kernel.make() if isinstance(kernel, Wanted) else kernel
         self.compiled.append(kernel)
 
         def function(*args: Any) -> None:

@@ -16,6 +16,7 @@ from test_fp4_quantize import every_finite, fp32_edges, neighbours
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.kernels import fp4_dequant
 from torch_cute_ops.kernels.common import fp4
+from torch_cute_ops.kernels.fp4_dequant import kernel as dequant_kernel
 
 
 @pytest.fixture(params=[-1, 0, 1], ids=lambda error: f"rcp{error:+d}ulp")
@@ -140,7 +141,7 @@ def test_mxfp4_scale(device_code):
 )
 def test_decode(fmt, global_scale, monkeypatch):
     """Every code with every scale byte, by the source of the dequantising kernel."""
-    on_arrays(monkeypatch, fp4_dequant, Ptx())
+    on_arrays(monkeypatch, dequant_kernel, Ptx())
     config = fp4_dequant.plan(torch.float32, 64, fmt, SCALE_LAYOUTS["linear"], global_scale is not None)
     kernel = fp4_dequant.FP4DequantKernel(config)
     bytes_ = np.repeat(np.arange(256, dtype=np.uint32), 2)

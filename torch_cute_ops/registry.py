@@ -15,7 +15,7 @@ from torch_cute_ops.ops._spec import NAMESPACE, OpSpec, as_tuple, check_outputs
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.runtime.calls import configure_log, logged
-from torch_cute_ops.runtime.compiler import compile_kernel
+from torch_cute_ops.runtime.compiler import Wanted, compile_kernel
 
 
 def _discover() -> dict[str, OpSpec]:
@@ -116,12 +116,17 @@ def precompile(op: str, arch: str, **facts: Any) -> None:
         ValueError: for an unknown op or architecture, or facts that the op refuses.
         TypeError: for a fact that the op does not have.
     """
+    compile_kernel(kernel_of(op, arch, **facts), ARCHS[arch])
+
+
+def kernel_of(op: str, arch: str, **facts: Any) -> Wanted:
+    """The kernel that ``op`` needs for calls with these static facts; arguments and errors as of :func:`precompile`."""
     spec = _spec_of(op)
-    target = ARCHS.get(arch)
-    if target is None:
-        raise ValueError(f"precompile: {arch!r} is no architecture; they are {', '.join(ARCHS)}")
+    if arch not in ARCHS:
+        raise ValueError(f"{arch!r} is no architecture; they are {', '.join(ARCHS)}")
     args, kwargs = spec.example(**facts, device="meta")
-    compile_kernel(spec.kernel(target, *args, **kwargs), target)
+    wanted: Wanted = spec.kernel(ARCHS[arch], *args, **kwargs)
+    return wanted
 
 
 def _spec_of(op: str) -> OpSpec:

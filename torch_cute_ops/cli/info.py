@@ -11,7 +11,7 @@ import torch_cute_ops
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.runtime.compiler import store
+from torch_cute_ops.runtime.compiler import bundle, store
 from torch_cute_ops.runtime.provenance import ROOT, source_digest
 
 PACKAGES = (
@@ -32,6 +32,7 @@ def collect() -> dict[str, Any]:
         "devices": devices(),
         "ops": {name: availability() for name in OPS},
         "cache": cache(),
+        "bundle": bundle_state(),
         "settings": settings.described(),
         "gpu_record": record(),
     }
@@ -93,6 +94,18 @@ def cache() -> dict[str, Any]:
     return {"folder": str(kernels.root), "kernels": len(sizes), "bytes": sum(sizes), "limit": kernels.limit}
 
 
+def bundle_state() -> dict[str, Any]:
+    """Which bundle is in use, and whether it fits."""
+    try:
+        found = bundle()
+    except ValueError as error:
+        return {"folder": str(settings.BUNDLE), "error": str(error)}
+    if found is None:
+        return {"folder": None}
+    kernels = {arch: len(library["kernels"]) for arch, library in found.manifest["archs"].items()}
+    return {"folder": str(found.root), "created": found.manifest["created"], "kernels": kernels, "error": None}
+
+
 def record() -> dict[str, Any]:
     """Whether the sources are those that ran on a GPU, by the record in a source tree."""
     try:
@@ -125,6 +138,10 @@ def text(facts: dict[str, Any]) -> str:
     else:
         size, limit = kept["bytes"] / 2**20, kept["limit"] / 2**20
         lines.append(f"  {kept['kernels']} kernels, {size:.1f} of {limit:.0f} MB, in {kept['folder']}")
+    bundled = facts["bundle"]
+    if bundled["folder"] is not None:
+        held = ", ".join(f"{count} for {arch}" for arch, count in bundled.get("kernels", {}).items())
+        lines += ["Bundle", f"  {bundled['error'] or f'{held}, in ' + bundled['folder']}"]
     lines.append("Settings")
     for setting in facts["settings"]:
         lines.append(f"  {setting['variable']:<32}{setting['value']}  ({setting['source']})")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_cute_ops import deployment
+from torch_cute_ops import deployment, registry
 from torch_cute_ops.cli import cache, info
 from torch_cute_ops.runtime.arch import ARCHS
 
@@ -19,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_info(commands)
     _add_cache(commands)
     _add_warmup(commands)
+    _add_build(commands)
     options = parser.parse_args(arguments)
     try:
         status: int = options.run(options)
@@ -44,6 +45,32 @@ def _add_cache(commands: Any) -> None:
     parser = commands.add_parser("cache", help="the kernels on disk")
     parser.add_argument("action", choices=("list", "verify", "clear"), nargs="?", default="list")
     parser.set_defaults(run=lambda options: cache.run(options.action))
+
+
+def _add_build(commands: Any) -> None:
+    parser = commands.add_parser(
+        "build",
+        help="make a bundle of kernels that runs without the compiler",
+        description="Compile the kernels of a deployment for one or more architectures into a folder, which a process "
+        "uses that has TORCH_CUTE_OPS_BUNDLE set to it. Needs a C compiler to link with, and no GPU.",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE.toml", required=True, help="tables [[kernel]]")
+    parser.add_argument("--arch", action="append", metavar="ARCH", required=True, help=f"of {', '.join(ARCHS)}")
+    parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", required=True, help="where the bundle is put")
+    parser.set_defaults(run=_build)
+
+
+def _build(options: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from torch_cute_ops.runtime import bundle
+
+    jobs = deployment.read(options.config)
+    kernels = [registry.kernel_of(job.op, arch, **dict(job.facts)) for job in jobs for arch in options.arch]
+    pairs = list(zip(kernels, options.arch * len(jobs), strict=True))
+    bundle.build(options.output, tqdm(pairs, unit="kernel"))
+    print(f"{len(set(pairs))} kernels are in {options.output}")
+    return 0
 
 
 def _add_warmup(commands: Any) -> None:

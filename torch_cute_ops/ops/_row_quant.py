@@ -8,7 +8,7 @@ what is wrong or to make a copy that the kernel can read.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import is_grad_enabled
@@ -31,11 +31,8 @@ from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch, arch_of_device, sm_count
 from torch_cute_ops.runtime.calls import launch_error
 from torch_cute_ops.runtime.capture import forbid_in_capture
-from torch_cute_ops.runtime.compiler import compile_kernel
+from torch_cute_ops.runtime.compiler import Wanted, compile_kernel
 from torch_cute_ops.runtime.dispatch import mark_written
-
-if TYPE_CHECKING:
-    from torch_cute_ops.kernels.row_quant import RowQuantKernel
 
 Outputs = tuple[torch.Tensor, ...]
 
@@ -415,7 +412,7 @@ class RowQuant:
         block_size, scale_format, scale_layout = choices
         return resolve_fp4_format(block_size, scale_format), resolve_scale_layout(scale_layout)
 
-    def _kernel(self, facts: Facts, arch: Arch) -> "RowQuantKernel":
+    def _kernel(self, facts: Facts, arch: Arch) -> Wanted:
         """The kernel for these facts on ``arch``."""
         from torch_cute_ops.kernels import row_quant
 
@@ -434,11 +431,11 @@ class RowQuant:
             writes_norm=self.third == "norm",
         )
         try:
-            return row_quant.RowQuantKernel(row_quant.plan(problem, arch, pdl=settings.PDL))
+            return Wanted(row_quant.KERNEL, row_quant.plan(problem, arch, pdl=settings.PDL))
         except ValueError as error:
             raise ValueError(f"cute::{self.op}: {error}") from None
 
-    def kernel(self, arch: Arch, *args: Any, **kwargs: Any) -> "RowQuantKernel":
+    def kernel(self, arch: Arch, *args: Any, **kwargs: Any) -> Wanted:
         """The kernel that a call with the op's arguments needs on ``arch``; the tensors may be on meta."""
         self.check_call(*args, **kwargs)
         return self._kernel(self.signature.arrange(_facts, *args, **kwargs), arch)

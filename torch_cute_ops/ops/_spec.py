@@ -33,7 +33,7 @@ class OpSpec:
         cuda_out: the CUDA entry that takes the outputs as further keyword arguments, named as in ``out_names``.
         function: the typed Python function of the same name.
         example: a call on one row, as (args, kwargs), from static facts given by keyword, ``device`` among them.
-        kernel: the kernel that a call needs, from an ``Arch`` and the op's arguments; the tensors may be on meta.
+        kernel: the ``Wanted`` kernel of a call, from an ``Arch`` and the op's arguments; the tensors may be on meta.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """``fp4_dequantize``: FP4 blocks back to numbers."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -14,11 +14,8 @@ from torch_cute_ops.reference import fp4_dequantize as reference
 from torch_cute_ops.runtime.arch import Arch, arch_of_device, sm_count
 from torch_cute_ops.runtime.calls import launch_error
 from torch_cute_ops.runtime.capture import forbid_in_capture
-from torch_cute_ops.runtime.compiler import compile_kernel
+from torch_cute_ops.runtime.compiler import Wanted, compile_kernel
 from torch_cute_ops.runtime.dispatch import is_plain_eager, mark_written
-
-if TYPE_CHECKING:
-    from torch_cute_ops.kernels.fp4_dequant import FP4DequantKernel
 
 NAME = "fp4_dequantize"
 
@@ -155,18 +152,20 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
 def _make_launcher(facts: _Facts) -> _Launcher:
     call = ", ".join(f"{name}={value!r}" for name, value in facts._asdict().items())
     forbid_in_capture(NAME, str(facts), f"torch_cute_ops.warmup({NAME!r}, {call})")
+    from torch_cute_ops.kernels.fp4_dequant import CTAS_PER_SM
+
     kernel = _kernel_for(facts)
     function = compile_kernel(kernel, arch_of_device(facts.device))
-    return _Launcher(function, sm_count(facts.device) * kernel.CTAS_PER_SM, kernel.config.fmt, kernel.config.layout)
+    return _Launcher(function, sm_count(facts.device) * CTAS_PER_SM, kernel.config.fmt, kernel.config.layout)
 
 
-def _kernel_for(facts: _Facts) -> "FP4DequantKernel":
+def _kernel_for(facts: _Facts) -> Wanted:
     from torch_cute_ops.kernels import fp4_dequant
 
     fmt = resolve_fp4_format(facts.block_size, facts.scale_format)
     layout = resolve_scale_layout(facts.scale_layout)
     config = fp4_dequant.plan(facts.out_dtype, facts.hidden, fmt, layout, facts.global_scale)
-    return fp4_dequant.FP4DequantKernel(config)
+    return Wanted(fp4_dequant.KERNEL, config)
 
 
 def _kernel(
@@ -178,7 +177,7 @@ def _kernel(
     scale_format: str | None = None,
     scale_layout: str = "linear",
     out_dtype: torch.dtype = torch.bfloat16,
-) -> "FP4DequantKernel":
+) -> Wanted:
     """The kernel that a call needs; it is the same source on every architecture."""
     _check(y, scale, global_scale, block_size, scale_format, scale_layout, out_dtype)
     hidden = y.shape[-1] * 2

@@ -7,6 +7,7 @@ out.
 
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import logging
 import os
@@ -25,6 +26,7 @@ from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 from torch_cute_ops.runtime.provenance import kernel_digest
 
 if TYPE_CHECKING:
+    from torch_cute_ops.runtime.bundle import Bundle
     from torch_cute_ops.runtime.store import Store
 
 log = logging.getLogger("torch_cute_ops")
@@ -34,7 +36,7 @@ OPTIONS = "--enable-tvm-ffi"
 # cute.compile keeps global state: one compilation at a time. Held from look-up to store, the lock also makes two
 # threads that ask for the same kernel compile it once.
 _lock = threading.Lock()
-_compiled: dict["Key", Callable[..., None]] = {}
+_compiled: dict[Any, Callable[..., None]] = {}
 
 
 class Kernel(Protocol):
@@ -47,6 +49,30 @@ class Kernel(Protocol):
 
     def __call__(self, *args: Any) -> None:
         """Trace the launch."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A kernel that is wanted, by name: what can be said of it without the DSL.
+
+    Attributes:
+        kernel: module and name of its class.
+        config: what it is made from.
+    """
+
+    kernel: str
+    config: Any
+
+    def make(self) -> Kernel:
+        """The kernel itself; imports the DSL."""
+        module, _, name = self.kernel.rpartition(".")
+        kernel: Kernel = getattr(importlib.import_module(module), name)(self.config)
+        return kernel
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of both, hexadecimal; the same in every process."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -88,14 +114,15 @@ def key_of(kernel: Kernel, arch: Arch) -> Key:
         arguments=kernel.arguments(),
         arch=arch.name,
         options=OPTIONS,
-        versions=_versions(),
-        flavour=_flavour(),
+        versions=compiler_versions(),
+        flavour=compiler_flavour(),
         environment=_environment(),
         sources=kernel_digest(),
     )
 
 
-def _versions() -> tuple[str, ...]:
+def compiler_versions() -> tuple[str, ...]:
+    """Of the DSL's packages and of TVM-FFI, as pip writes them."""
     # The DSL is several packages, which one release pins to each other; but what is installed is what compiles.
     names = ("nvidia-cutlass-dsl", *(f"nvidia-cutlass-dsl-libs-{part}" for part in ("base", "core", "cu12", "cu13")))
     found = []
@@ -108,7 +135,8 @@ def _versions() -> tuple[str, ...]:
 
 
 @functools.cache
-def _flavour() -> str:
+def compiler_flavour() -> str:
+    """Which of the DSL's builds runs: ``"cu12"`` or ``"cu13"``."""
     import cutlass  # noqa: F401  chooses one by the driver
 
     library = getattr(sys.modules.get("cutlass._mlir._mlir_libs._cutlass_ir"), "__file__", None) or ""
@@ -122,19 +150,56 @@ def _environment() -> tuple[str, ...]:
     return tuple(sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("CUTE_DSL_") and k not in ignored))
 
 
-def compile_kernel(kernel: Kernel, arch: Arch) -> Callable[..., None]:
-    """The compiled function of ``kernel`` for ``arch``, from memory or from the compiler.
+def compile_kernel(kernel: Kernel | Wanted, arch: Arch) -> Callable[..., None]:
+    """The compiled function of ``kernel`` for ``arch``: from memory, a bundle, the disk, or the compiler.
 
     The function takes torch tensors and numbers as ``kernel.arguments()`` describes them, launches on torch's current
     stream of the first tensor's device, and raises ``ValueError`` or ``TypeError`` for arguments that do not fit.
+
+    Raises:
+        BundleError: if a bundle is named that does not fit.
+        RuntimeError: if the kernel is in no bundle, and the compiler is not installed.
     """
     with _lock:
-        key = key_of(kernel, arch)
+        key: Any = (kernel, arch.name) if isinstance(kernel, Wanted) else key_of(kernel, arch)
         function = _compiled.get(key)
         if function is None:
-            function = _from_store(kernel, arch, key)
+            function = _find(kernel, arch)
             _compiled[key] = function
         return function
+
+
+def _find(kernel: Kernel | Wanted, arch: Arch) -> Callable[..., None]:
+    if not isinstance(kernel, Wanted):
+        return _from_store(kernel, arch, key_of(kernel, arch))
+    kernels = bundle()
+    if kernels is not None:
+        function = kernels.function(kernel, arch.name)
+        if function is not None:
+            log.info("from the bundle %s: %s", kernels.root, kernel)
+            return function
+    try:
+        made = kernel.make()
+    except ModuleNotFoundError as error:
+        where = "is in no bundle" if kernels is None else f"is not in the bundle {kernels.root}"
+        raise RuntimeError(f"a kernel {where}, and cannot be compiled here ({error}): {kernel}") from None
+    return _from_store(made, arch, key_of(made, arch))
+
+
+def bundle() -> "Bundle | None":
+    """The bundle that is in use; ``None`` if there is none.
+
+    Raises:
+        BundleError: if it does not fit.
+    """
+    return _bundle(settings.BUNDLE) if settings.BUNDLE is not None else None
+
+
+@functools.cache
+def _bundle(folder: Path) -> "Bundle":
+    from torch_cute_ops.runtime.bundle import Bundle
+
+    return Bundle(folder)
 
 
 def _from_store(kernel: Kernel, arch: Arch, key: Key) -> Callable[..., None]:

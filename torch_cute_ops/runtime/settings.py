@@ -40,6 +40,17 @@ LOG: Final = _read(
 )
 """Log on standard error what is compiled and loaded (info), and each call before it is launched (debug)."""
 
+BUNDLE: Final[Path | None] = _read(
+    "TORCH_CUTE_OPS_BUNDLE", None, lambda text: Path(text).expanduser() if text else None, "a folder"
+)
+"""A folder of kernels that ``python -m torch_cute_ops build`` made; they are used before any is compiled."""
+
+DSL_RUNTIME: Final[Path | None] = _read(
+    "TORCH_CUTE_OPS_DSL_RUNTIME", None, lambda text: Path(text).expanduser() if text else None, "a file"
+)
+"""The DSL's runtime library, ``libcute_dsl_runtime.so``, which a bundle needs; ``None``: in the bundle, or in the DSL's
+package."""
+
 CACHE: Final = _flag("TORCH_CUTE_OPS_CACHE", True)
 """Keep compiled kernels on disk."""
 

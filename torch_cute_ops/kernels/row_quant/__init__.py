@@ -32,7 +32,22 @@ Bytes moved a row: H · itemsize read (twice that for a sum or a gate), the resi
 and its scales) written; the weight once a CTA, from L2.
 """
 
-from torch_cute_ops.kernels.row_quant.config import Config, Problem, plan
-from torch_cute_ops.kernels.row_quant.kernel import RowQuantKernel
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Config", "Problem", "RowQuantKernel", "plan"]
+from torch_cute_ops.kernels.row_quant.config import Config, Problem, plan
+
+if TYPE_CHECKING:
+    from torch_cute_ops.kernels.row_quant.kernel import RowQuantKernel
+
+__all__ = ["KERNEL", "Config", "Problem", "RowQuantKernel", "plan"]
+
+KERNEL = f"{__name__}.kernel.RowQuantKernel"
+
+
+def __getattr__(name: str) -> Any:
+    """The kernel's class, which needs the DSL, only when it is asked for."""
+    if name != "RowQuantKernel":
+        raise AttributeError(name)
+    from torch_cute_ops.kernels.row_quant.kernel import RowQuantKernel
+
+    return RowQuantKernel

@@ -1,71 +1,18 @@
-"""FP4 blocks back to numbers: ``e2m1(code) · scale / global_scale`` in fp32, rounded once to the output dtype.
-
-Roles and data path. Threads take blocks: 8 or 16 bytes of codes and one scale in, 16 or 32 numbers out, with 128-bit
-stores. A CTA works on ``rows_per_cta`` rows at a time, ``threads_per_row`` threads on each, and walks over the rows
-with the grid's stride. Nothing is shared.
-
-A code becomes fp32 by placing its exponent and significand bits where fp32 has them and multiplying by 2^126: the e2m1
-subnormal 0.5 is then an fp32 subnormal, and exact. The product with the scale is exact too.
-
-Bytes moved an element: 1/2 + 1/block_size read, the output's itemsize written.
-"""
-
-from dataclasses import dataclass
+"""The device code; the package's docstring tells the roles and the data path."""
 
 import cutlass
 import cutlass.cute as cute
-import torch
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, Uint64, const_expr
 
-from torch_cute_ops.formats import NVFP4, FP4Format, ScaleLayout
+from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words, words_per
+from torch_cute_ops.kernels.fp4_dequant.config import THREADS, Config
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
-
-THREADS = 256
-
-
-@dataclass(frozen=True)
-class Config:
-    """Everything static about a kernel.
-
-    Attributes:
-        out_dtype: bfloat16, float16 or float32.
-        width: elements of a row.
-        fmt, layout: FP4 format and scale layout.
-        global_scale: whether a global scale is passed.
-    """
-
-    out_dtype: torch.dtype
-    width: int
-    fmt: FP4Format
-    layout: ScaleLayout
-    global_scale: bool
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of a row."""
-        return self.width // self.fmt.block_size
-
-    @property
-    def threads_per_row(self) -> int:
-        """Threads on a row: a power of two, so that rows share a CTA evenly."""
-        return min(THREADS, 1 << (self.blocks - 1).bit_length())
-
-    @property
-    def rows_per_cta(self) -> int:
-        return THREADS // self.threads_per_row
-
-
-def plan(out_dtype: torch.dtype, width: int, fmt: FP4Format, layout: ScaleLayout, global_scale: bool) -> Config:
-    """The configuration for these facts; every architecture has one."""
-    return Config(out_dtype, width, fmt, layout, global_scale)
 
 
 class FP4DequantKernel:
     """The kernel of one ``Config``."""
-
-    CTAS_PER_SM = 6
 
     def __init__(self, config: Config):
         self.config = config
