@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from torch_cute_ops import deployment
 from torch_cute_ops.registry import OPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -267,9 +268,14 @@ def test_minilm(
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_python_blocks_run(path: Path, tmp_path: Path) -> None:
-    """One after the other, as somebody would paste them."""
-    blocks = re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, as somebody would paste them, beside the files that the document shows."""
+    text = path.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    for name, content in re.findall(r"^```toml\n# (\S+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        assert deployment.read(tmp_path / name)
     if any("torch.compile" in block for block in blocks) and not (torch.cuda.is_available() or shutil.which("g++")):
         pytest.skip("torch.compile needs a C++ compiler on a CPU")
     program = tmp_path / "blocks.py"  # a file, because Dynamo reads the source of what it compiles
