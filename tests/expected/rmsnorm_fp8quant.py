@@ -22,13 +22,13 @@ def results(given) -> Tensors:
 
 
 def assert_results(actual, expected, given) -> None:
-    assert_close(actual, expected, given, lambda: torch.from_numpy(on_boundary(given)))
+    assert_close(actual, expected, given, boundary=lambda: torch.from_numpy(on_boundary(given)))
 
 
-def assert_close(actual, expected, given, boundary=None) -> None:
+def assert_close(actual, expected, given, **allowances) -> None:
     y, scale = (got.to(want.device) for got, want in zip(actual, expected, strict=True))
     fmt, _ = resolve_fp8_format(given["granularity"], given["scale_layout"])
-    assert_fp8_close((y, scale), expected, fmt, boundary)
+    assert_fp8_close((y, scale), expected, fmt, **allowances)
 
 
 def on_boundary(given) -> np.ndarray:

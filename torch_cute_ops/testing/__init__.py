@@ -4,8 +4,8 @@
 through the registry: ``OPS[name].sample_inputs("cpu")``. Data comes from torch's default generators.
 """
 
-from torch_cute_ops.testing._compare import assert_fp4_close, assert_fp8_close
+from torch_cute_ops.testing._compare import GATE_ERROR, assert_fp4_close, assert_fp8_close
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
 from torch_cute_ops.testing._raw import raw_call
 
-__all__ = ["ErrorInput", "Sample", "assert_fp4_close", "assert_fp8_close", "raw_call"]
+__all__ = ["GATE_ERROR", "ErrorInput", "Sample", "assert_fp4_close", "assert_fp8_close", "raw_call"]

@@ -11,6 +11,8 @@ from torch_cute_ops.formats.scale_layout import from_linear, to_linear
 NAN_BYTE = {NVFP4: E4M3_NAN, MXFP4: UE8M0_NAN}
 SCALE_ERROR = 2.0**-20
 """Relative error of a computed fp32 scale: a few units in the last place, for the sum, the root and the products."""
+GATE_ERROR = 2.0**-17
+"""The same behind ``silu(a)``, where ``a · log2(e)`` is rounded before it is an exponent: |a| · 2^-24, for a > -89."""
 SMALLEST = 2.0**-149
 
 
@@ -57,12 +59,13 @@ def assert_fp8_close(
     expected: tuple[torch.Tensor, torch.Tensor],
     fmt: FP8Format,
     boundary: Callable[[], torch.Tensor] | None = None,
+    scale_error: float = SCALE_ERROR,
 ) -> None:
     """Assert that ``(y, scale)`` pairs agree as behind a row reduction, or an exponential, they must.
 
     At most one element in 1,000 differs, rounded up, each by one e4m3 step and in its magnitude only; rows that are
-    alike count once. A computed scale is within 2^-20 of the other, relative; NaN and zero are equal, and so is a given
-    scale.
+    alike count once. A computed scale is within ``scale_error`` of the other, relative; NaN and zero are equal, and
+    so is a given scale.
 
     Args:
         actual, expected: the pairs.
@@ -70,6 +73,7 @@ def assert_fp8_close(
         boundary: gives a mask (rows, K) of elements that do not count, because their exact values lie on boundaries
             of e4m3: where rows, weights and scale are numbers of few bits, such a row has many. Called if too many
             differ.
+        scale_error: ``SCALE_ERROR``, or ``GATE_ERROR`` behind a gate.
 
     Raises:
         AssertionError: saying what differs, where, and by how much.
@@ -79,7 +83,7 @@ def assert_fp8_close(
     _report("scales that differ in being NaN", scale.isnan() != want_scale.isnan(), None)
     _report("scales that differ in being zero", (scale == 0) != (want_scale == 0), None)
     off = (scale.double() - want_scale.double()).abs()
-    limit = 0.0 if fmt.is_static else want_scale.double().abs() * SCALE_ERROR + 2 * SMALLEST
+    limit = 0.0 if fmt.is_static else want_scale.double().abs() * scale_error + 2 * SMALLEST
     _report("scales that differ by more than their computation explains", off > limit, None)
 
     rows = y.shape[:-1].numel()
