@@ -140,12 +140,23 @@ def change(folder, **fields):
     (folder / MANIFEST).write_text(json.dumps({**manifest, **fields}))
 
 
+def change_out(folder, name):
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest[name]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
 REFUSED = {
     "another version": (lambda folder: change(folder, tvm_ffi="0.0.1"), "its apache-tvm-ffi is 0.0.1, here it is"),
     "other sources": (lambda folder: change(folder, sources="abc"), "its kernel sources is abc, here it is"),
     "another format": (lambda folder: change(folder, format=99), "its format is 99, here it is 1"),
     "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "is no bundle: FileNotFoundError"),
     "no JSON": (lambda folder: (folder / MANIFEST).write_text("{"), "is no bundle: JSONDecodeError"),
+    "another processor": (
+        lambda folder: change(folder, host=[*compiler.host_features(), "avx9"]),
+        "compiled on a processor with avx9, which this one has not",
+    ),
+    "without a part": (lambda folder: change_out(folder, "archs"), "is no bundle: KeyError: 'archs'"),
     "a list": (lambda folder: (folder / MANIFEST).write_text("[]"), "is no bundle: TypeError"),
 }
 

@@ -26,6 +26,8 @@ from expected import assert_same, raw
 from launch_model import launches  # noqa: F401  (a fixture)
 
 from torch_cute_ops.ops._spec import as_tuple
+from torch_cute_ops.registry import OPS
+from torch_cute_ops.testing import Sample
 
 pytestmark = pytest.mark.usefixtures("launches")
 
@@ -178,3 +180,24 @@ def test_launchers_are_not_confused(op, launches):  # noqa: F811
     for i in torch.randperm(len(samples)).tolist():
         assert_same(run_entry(op, samples[i]), run(op, samples[i]))
     assert len(launches.compiled) < len(launches.calls)
+
+
+@pytest.mark.parametrize("op", [case for case in op_cases() if "fp4quant" in case.id or case.id == "fp4_quantize"])
+def test_a_format_by_another_name(op, launches):  # noqa: F811
+    """The format that a block size means, named too, is the same kernel: nothing is compiled, and a capture goes on."""
+    sample = get_sample(op, "nvfp4-128x4-bfloat16", "cpu")
+    want = enter(op, private(op, sample))
+    named = {"scale_format": "e4m3"}
+    got = enter(op, private(op, Sample("named", sample.args, {**sample.kwargs, **named})))
+    assert_same(got, want)
+    assert len(launches.compiled) == 1
+
+
+def test_a_row_with_a_stride_of_its_own(launches):  # noqa: F811
+    """What a dimension of one element has for a stride does not matter."""
+    op = OPS["add_rmsnorm_fp4quant"]
+    memory, weight = torch.randn(1, 64).bfloat16(), torch.ones(64).bfloat16()
+    row, other = memory.as_strided((1, 64), (999, 1)), memory.as_strided((1, 64), (64, 1))
+    want = memory + memory
+    op.cuda(row, other, weight)
+    assert torch.equal(memory, want)

@@ -299,3 +299,19 @@ def test_captured_stack(op):
         graph.replay()
         want = layers(op, x, eager, weights)
         assert_same((*flat(got), residual), (*flat(want), eager))
+
+
+def test_a_number_of_rows_that_data_decide():
+    """Compiled with sizes that are known only at run time; the residual's strides are not those of a whole tensor."""
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def program(x, chosen, weight):
+        rows = x[chosen.nonzero().squeeze(-1)]
+        residual = torch.cat([rows, rows], 1)[:, :128]
+        return torch_cute_ops.add_rmsnorm_fp4quant(rows, residual, weight)
+
+    x, weight = torch.randn(5, 128).bfloat16(), torch.ones(128).bfloat16()
+    chosen = torch.tensor([True, False, True, True, False])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        got = program(x, chosen, weight)
+    assert_same(got, torch_cute_ops.rmsnorm_fp4quant(x[chosen] + x[chosen], weight))

@@ -250,7 +250,7 @@ def test_precompile(op, name, monkeypatch):
     sample = get_sample(op, name, "cpu")
     compiled = []
     record = lambda kernel, arch: compiled.append((kernel, arch))  # noqa: E731
-    monkeypatch.setattr(registry, "compile_kernel", record)
+    monkeypatch.setattr(registry, "keep", record)
     torch_cute_ops.precompile(op.name, "sm_100a", **facts_of(op, sample))
     ((kernel, target),) = compiled
     assert target.name == "sm_100a"
@@ -279,6 +279,28 @@ def test_precompile_refuses(op, name, bad):
     facts = facts_of(op, get_sample(op, name, "cpu"))
     with pytest.raises(ValueError, match=f"cute::{op.name}"):
         torch_cute_ops.precompile(op.name, "sm_90a", **{**facts, bad: BAD_FACTS[bad]})
+
+
+def test_precompile_keeps_or_fails(monkeypatch, tmp_path):
+    """What cannot be kept on disk is no success."""
+    facts = {"hidden": 16, "dtype": torch.bfloat16}
+    monkeypatch.setattr(settings, "CACHE", False)
+    with pytest.raises(RuntimeError, match="TORCH_CUTE_OPS_CACHE=0"):
+        torch_cute_ops.precompile("fp4_quantize", "sm_90a", **facts)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(settings, "CACHE", True)
+    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path / "file")
+    with pytest.raises(RuntimeError, match="cannot be kept in"):
+        torch_cute_ops.precompile("fp4_quantize", "sm_90a", **facts)
+
+
+@pytest.mark.parametrize(
+    ("op", "facts"),
+    [("rmsnorm_fp8quant", {"global_scale": True}), ("silu_mul_fp4quant", {"weight_dtype": torch.float32})],
+)
+def test_facts_that_an_op_lacks(op, facts):
+    with pytest.raises(TypeError, match=f"cute::{op} has no "):
+        torch_cute_ops.precompile(op, "sm_90a", hidden=64, dtype=torch.bfloat16, **facts)
 
 
 def test_precompile_for_an_unknown_architecture():

@@ -1,5 +1,6 @@
 """``plan()`` of the row-quantising kernels: every width has a plan that fits, and refusals say why."""
 
+import dataclasses
 import itertools
 import random
 
@@ -57,6 +58,21 @@ def test_every_width_has_a_plan(fmt, kind, arch):
         if fmt == "block128":
             # The units that share a scale are with neighbouring threads of one CTA.
             assert config.threads_per_row % 8 == 0 and config.slice_width % 128 == 0
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("dtypes", ["bf16", "fp32"])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+def test_sums_are_added_up_alike(fmt, dtypes, arch):
+    """With a residual, with the norm and in both layouts, for equal bits."""
+    step = FORMATS[fmt][0].block_size or 16
+    for width in range(step * random.randrange(1, 30), 60_928, 31 * step):
+        problem = problem_of(f"norm-{dtypes}", fmt, width)
+        configs = [
+            plan(dataclasses.replace(problem, source=source, writes_norm=norm, also_linear=linear), ARCHS[arch])
+            for source, norm, linear in itertools.product(("rows", "add"), (False, True), (False, True))
+        ]
+        assert len({(config.splits, config.threads_per_row) for config in configs}) == 1, width
 
 
 def test_shared_memory_is_divided():

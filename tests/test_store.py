@@ -101,10 +101,13 @@ def test_a_damaged_kernel_is_put_aside(store, damage, caplog):
     name = digest(1)
     store.save(name, "key", "symbol", write(name))
     DAMAGES[damage](store.root / name)
+    os.utime(store.root / name, (1000, 1000))
     with caplog.at_level(logging.WARNING, "torch_cute_ops"):
         assert store.load(name, read) is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert name in caplog.text and "put aside" in caplog.text
+    assert len(names_in(store.root / "aside")) == 1
+    assert store.save(digest(2), "key", "symbol", write("2"))  # which prunes
     assert len(names_in(store.root / "aside")) == 1
     caplog.clear()
     assert store.load(name, read) is None and not caplog.records
@@ -259,12 +262,12 @@ def test_killed_writers_leave_nothing_that_trips(tmp_path, caplog):
 
 def test_key_ingredients(monkeypatch):
     """Each makes another digest: class, config, arguments, architecture, options, versions, flavour, environment,
-    sources; and the digest is a property of their values alone."""
+    processor, sources; and the digest is a property of their values alone."""
     kernel = FakeKernel(row_quant.plan(PROBLEM, SM90))
     key = compiler.key_of(kernel, SM90)
     fields = {field: getattr(key, field) for field in key.__dataclass_fields__}
     assert set(fields) == {
-        *("kernel", "config", "arguments", "arch", "options", "versions", "flavour", "environment", "sources")
+        *("kernel", "config", "arguments", "arch", "options", "versions", "flavour", "environment", "host", "sources")
     }
     digests = {key.digest}
     for field, value in fields.items():

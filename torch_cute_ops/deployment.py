@@ -11,6 +11,7 @@ dtypes by name; a list stands for each of its entries:
 """
 
 import concurrent.futures
+import concurrent.futures.process
 import itertools
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ import torch
 
 from torch_cute_ops import registry
 from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.runtime.compiler import is_kept, store
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -76,6 +78,8 @@ def jobs_of(op: str, **facts: Any) -> list[Job]:
     """
     if op not in registry.OPS:
         raise ValueError(f"{op!r} is no op; the ops are {', '.join(registry.OPS)}")
+    if empty := [name for name, value in facts.items() if value == []]:
+        raise ValueError(f"{', '.join(empty)}: an empty list stands for no call at all")
     named = {name: value if isinstance(value, list) else [value] for name, value in facts.items()}
     for name in DTYPE_FACTS:
         if name in named:
@@ -107,16 +111,21 @@ def read(path: str | Path) -> list[Job]:
 def compile_jobs(jobs: Iterable[Job], archs: Iterable[str], workers: int | None = None) -> Iterator[Outcome]:
     """Compile jobs for architectures into the cache on disk, in parallel processes; outcomes as they come.
 
-    Needs no GPU.
+    Needs no GPU. As with all of ``multiprocessing``, a script that calls this does so under
+    ``if __name__ == "__main__"``.
     """
     tasks = list(itertools.product(jobs, archs))
     # Spawned: a process that has initialised CUDA must not be forked.
     context = multiprocessing.get_context("spawn")
-    workers = max(1, min(workers or os.cpu_count() or 1, len(tasks)))
+    workers = max(1, min(workers or len(os.sched_getaffinity(0)), len(tasks)))
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
         futures = {pool.submit(_compile, job, arch): (job, arch) for job, arch in tasks}
         for future in concurrent.futures.as_completed(futures):
-            yield Outcome(*futures[future], future.result())
+            try:
+                error = future.result()
+            except concurrent.futures.process.BrokenProcessPool as broken:
+                error = f"a process that compiled was killed: {broken}"
+            yield Outcome(*futures[future], error)
 
 
 def prepare(path: str | Path, workers: int | None = None) -> None:
@@ -135,9 +144,13 @@ def prepare(path: str | Path, workers: int | None = None) -> None:
             "prepare() needs a CUDA device; `python -m torch_cute_ops warmup --arch` compiles without one"
         )
     major, minor = torch.cuda.get_device_capability()
-    failed = [outcome for outcome in compile_jobs(jobs, [f"sm_{major}{minor}a"], workers) if outcome.error]
-    if failed:
-        raise RuntimeError("; ".join(f"{outcome.job}: {outcome.error}" for outcome in failed))
+    arch = ARCHS.get(f"sm_{major}{minor}a")
+    if arch is not None and store() is not None:
+        wanted = {job: registry.kernel_of(job.op, arch.name, **dict(job.facts)) for job in jobs}
+        missing = [job for job, kernel in wanted.items() if not is_kept(kernel, arch)]
+        failed = [outcome for outcome in compile_jobs(missing, [arch.name], workers) if outcome.error]
+        if failed:
+            raise RuntimeError("; ".join(f"{outcome.job}: {outcome.error}" for outcome in failed))
     for job in jobs:
         registry.warmup(job.op, **dict(job.facts))
 

@@ -15,7 +15,7 @@ from torch_cute_ops.ops._spec import NAMESPACE, OpSpec, as_tuple, check_outputs
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.runtime.calls import configure_log, logged
-from torch_cute_ops.runtime.compiler import Wanted, compile_kernel
+from torch_cute_ops.runtime.compiler import Wanted, keep
 
 
 def _discover() -> dict[str, OpSpec]:
@@ -115,8 +115,9 @@ def precompile(op: str, arch: str, **facts: Any) -> None:
     Raises:
         ValueError: for an unknown op or architecture, or facts that the op refuses.
         TypeError: for a fact that the op does not have.
+        RuntimeError: if the kernel cannot be kept on disk.
     """
-    compile_kernel(kernel_of(op, arch, **facts), ARCHS[arch])
+    keep(kernel_of(op, arch, **facts), ARCHS[arch])
 
 
 def kernel_of(op: str, arch: str, **facts: Any) -> Wanted:

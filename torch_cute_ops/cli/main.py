@@ -10,6 +10,7 @@ from typing import Any
 from torch_cute_ops import deployment, registry
 from torch_cute_ops.cli import cache, info
 from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.runtime.compiler import compiler_flavour
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         status: int = options.run(options)
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return status
@@ -69,6 +70,7 @@ def _build(options: argparse.Namespace) -> int:
     kernels = [registry.kernel_of(job.op, arch, **dict(job.facts)) for job in jobs for arch in options.arch]
     pairs = list(zip(kernels, options.arch * len(jobs), strict=True))
     bundle.build(options.output, tqdm(pairs, unit="kernel"))
+    _tell_flavour()
     print(f"{len(set(pairs))} kernels are in {options.output}")
     return 0
 
@@ -95,6 +97,11 @@ def _add_warmup(commands: Any) -> None:
     parser.set_defaults(run=_warmup)
 
 
+def _tell_flavour() -> None:
+    """Kernels are for the driver that the compiler thinks of: without one, the newest that it is installed for."""
+    print(f"compiled by the {compiler_flavour()} build of the DSL; one of another build does not take them")
+
+
 FACTS = ("hidden", *deployment.DTYPE_FACTS, "block_size", "scale_layout", "granularity", "global_scale")
 
 
@@ -115,5 +122,6 @@ def _warmup(options: argparse.Namespace) -> int:
                 failed += 1
                 bar.write(f"{outcome.job} {outcome.arch}: {outcome.error}", file=sys.stderr)
             bar.update()
+    _tell_flavour()
     print(f"{len(jobs) * len(archs) - failed} kernels are ready, {failed} failed")
     return 1 if failed else 0

@@ -137,8 +137,11 @@ def check_residual(op: str, residual: torch.Tensor, input: torch.Tensor) -> None
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether, in some dimension, elements lie no further apart than the dimensions inside it reach."""
-    if tensor.is_contiguous():
+    """Whether, in some dimension, elements lie no further apart than the dimensions inside it reach.
+
+    Sizes that are symbols are not asked about; the tensors that come in their place are.
+    """
+    if any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride())) or tensor.is_contiguous():
         return False
     reach = 0
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -154,7 +157,13 @@ def check_overlap(op: str, name: str, written: torch.Tensor, other: str, read: t
 
     Columns of one matrix count as apart; of other views that reach into each other, some that are apart are refused.
     """
-    if written.numel() == 0 or (written.data_ptr() == read.data_ptr() and written.stride() == read.stride()):
+    if written.numel() == 0:
+        return
+    steps = [
+        [stride for stride, extent in zip(tensor.stride(), tensor.shape, strict=True) if extent > 1]
+        for tensor in (written, read)
+    ]
+    if written.data_ptr() == read.data_ptr() and steps[0] == steps[1]:
         return
     begins, ends = [], []
     for tensor in (written, read):

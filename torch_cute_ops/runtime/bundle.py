@@ -46,17 +46,34 @@ class Bundle:
         try:
             self.manifest: dict[str, Any] = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
             found = self.manifest["format"]
+            if missing := {"sources", "tvm_ffi", "flavour", "host", "archs"} - self.manifest.keys():
+                raise KeyError(", ".join(sorted(missing)))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise BundleError(f"{root} is no bundle: {type(error).__name__}: {error}") from None
-        tvm_ffi = importlib.metadata.version("apache-tvm-ffi")
-        for what, bundled, here in (
+        try:
+            tvm_ffi = importlib.metadata.version("apache-tvm-ffi")
+        except importlib.metadata.PackageNotFoundError:
+            raise BundleError(f"the bundle {root} needs apache-tvm-ffi, which is not installed") from None
+        here = compiler.host_features()
+        machine, *features = self.manifest["host"]
+        if machine != here[0] or not set(features) <= set(here):
+            lacking = ", ".join(sorted(set(features) - set(here))) or machine
+            raise BundleError(
+                f"the bundle {root} does not fit: its launching code was compiled on a processor with {lacking}, which "
+                "this one has not; build it on one like this"
+            )
+        for what, bundled, wanted in (
             ("format", found, FORMAT),
             ("kernel sources", self.manifest.get("sources"), kernel_digest()),
             ("apache-tvm-ffi", self.manifest.get("tvm_ffi"), tvm_ffi),
         ):
-            if bundled != here:
-                raise BundleError(f"the bundle {root} does not fit: its {what} is {bundled}, here it is {here}")
+            if bundled != wanted:
+                raise BundleError(f"the bundle {root} does not fit: its {what} is {bundled}, here it is {wanted}")
         self._libraries: dict[str, Any] = {}
+
+    def has(self, kernel: "compiler.Wanted", arch: str) -> bool:
+        """Whether the bundle has a kernel."""
+        return kernel.digest in self.manifest["archs"].get(arch, {"kernels": {}})["kernels"]
 
     def function(self, kernel: "compiler.Wanted", arch: str) -> Callable[..., None] | None:
         """The function of a kernel; ``None`` if the bundle lacks it.
@@ -124,6 +141,7 @@ def build(folder: Path, kernels: Iterable[tuple["compiler.Wanted", str]]) -> Non
     if linker is None:
         raise BundleError("a bundle is linked by a C compiler, and there is none: cc, gcc or clang")
     folder.mkdir(parents=True, exist_ok=True)
+    # Beside their places, and then renamed: a process may have the old ones open.
     archs: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as work:
         for kernel, arch in kernels:
@@ -137,9 +155,11 @@ def build(folder: Path, kernels: Iterable[tuple["compiler.Wanted", str]]) -> Non
         for arch, library in archs.items():
             target = folder / library["file"]
             objects = [str(path) for path in sorted(Path(work).glob(f"{arch}-*.o"))]
-            done = subprocess.run([linker, "-shared", "-o", str(target), *objects], capture_output=True, text=True)
+            beside = target.with_suffix(".part")
+            done = subprocess.run([linker, "-shared", "-o", str(beside), *objects], capture_output=True, text=True)
             if done.returncode:
                 raise BundleError(f"{linker} cannot link {target}: {done.stderr.strip()}")
+            beside.replace(target)
             library["sha256"] = hashlib.sha256(target.read_bytes()).hexdigest()
     manifest = {
         "format": FORMAT,
@@ -149,6 +169,9 @@ def build(folder: Path, kernels: Iterable[tuple["compiler.Wanted", str]]) -> Non
         "tvm_ffi": importlib.metadata.version("apache-tvm-ffi"),
         "compiler": compiler.compiler_versions(),
         "flavour": compiler.compiler_flavour(),
+        "host": compiler.host_features(),
         "archs": archs,
     }
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    beside = (folder / MANIFEST).with_suffix(".part")
+    beside.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    beside.replace(folder / MANIFEST)

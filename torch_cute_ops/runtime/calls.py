@@ -14,12 +14,13 @@ log = logging.getLogger("torch_cute_ops")
 
 def configure_log() -> None:
     """Have the log on standard error at the level that ``TORCH_CUTE_OPS_LOG`` names; without it, leave it alone."""
-    log.addHandler(logging.NullHandler())
+    # Without it, warnings go there too: that is what logging does by itself.
     if settings.LOG:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(name)s %(levelname)s %(message)s"))
         log.addHandler(handler)
         log.setLevel(settings.LOG.upper())
+        log.propagate = False
 
 
 def described(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import logging
 import os
+import platform
 import re
 import sys
 import threading
@@ -86,6 +87,7 @@ class Key:
         versions: of the compiler's packages and of TVM-FFI.
         flavour: which of the compiler's builds runs: ``"cu12"`` or ``"cu13"``.
         environment: variables that the compiler reads.
+        host: the processor, for which the launching code is compiled.
         sources: digest of the package's files that kernels are made from.
     """
 
@@ -97,6 +99,7 @@ class Key:
     versions: tuple[str, ...]
     flavour: str
     environment: tuple[str, ...]
+    host: tuple[str, ...]
     sources: str
 
     @property
@@ -117,6 +120,7 @@ def key_of(kernel: Kernel, arch: Arch) -> Key:
         versions=compiler_versions(),
         flavour=compiler_flavour(),
         environment=_environment(),
+        host=host_features(),
         sources=kernel_digest(),
     )
 
@@ -142,6 +146,22 @@ def compiler_flavour() -> str:
     library = getattr(sys.modules.get("cutlass._mlir._mlir_libs._cutlass_ir"), "__file__", None) or ""
     match = re.search(r"_cutlass_ir\.(cu\d+)\.", library)
     return match.group(1) if match else library
+
+
+_INSTRUCTION_SETS = re.compile(
+    r"(sse|ssse|avx|amx|bmi|fma|f16c|movbe|popcnt|abm|adx|sha|aes|vaes|v?pclmul|gfni|asimd|sve)"
+)
+
+
+@functools.cache
+def host_features() -> tuple[str, ...]:
+    """The processor's kind and instruction sets: the compiler takes all that it finds for the code that launches."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    return platform.machine(), *sorted(flag for flag in flags if _INSTRUCTION_SETS.match(flag))
 
 
 def _environment() -> tuple[str, ...]:
@@ -220,6 +240,31 @@ def _from_store(kernel: Kernel, arch: Arch, key: Key) -> Callable[..., None]:
                 return _raw(compiled)
     log.info("loaded %s: %s", key.kernel, key)
     return function
+
+
+def keep(kernel: Wanted, arch: Arch) -> None:
+    """See to it that ``kernel`` for ``arch`` is on disk.
+
+    Raises:
+        RuntimeError: if nothing is kept there, or it cannot be written.
+    """
+    kernels = store()
+    if kernels is None:
+        raise RuntimeError("no kernels are kept on disk: TORCH_CUTE_OPS_CACHE=0")
+    with _lock:
+        made = kernel.make()
+        key = key_of(made, arch)
+        _from_store(made, arch, key)
+        if not kernels.has(key.digest):
+            raise RuntimeError(f"the kernel is compiled, but cannot be kept in {kernels.root}")
+
+
+def is_kept(kernel: Wanted, arch: Arch) -> bool:
+    """Whether the bundle in use, or the cache on disk, has ``kernel`` for ``arch``."""
+    found, kernels = bundle(), store()
+    if found is not None and found.has(kernel, arch.name):
+        return True
+    return kernels is not None and kernels.has(key_of(kernel.make(), arch).digest)
 
 
 def _timed(kernel: Kernel, arch: Arch, key: Key) -> Any:
@@ -310,6 +355,15 @@ def _fake_arguments(arguments: tuple[Argument, ...]) -> list[Any]:
         return None
 
     return [fake(argument) for argument in arguments]
+
+
+def _after_fork() -> None:
+    """In a child that was forked while another thread compiled, nobody would release the lock."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def clear() -> None:

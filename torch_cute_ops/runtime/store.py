@@ -103,6 +103,10 @@ class Store:
             raise Damaged("the object file does not match its description")
         return entry
 
+    def has(self, digest: str) -> bool:
+        """Whether there is such an entry; not whether it is whole."""
+        return (self.root / digest / DESCRIPTION).is_file()
+
     def save(self, digest: str, key: str, symbol: str, export: Callable[[Path], None]) -> bool:
         """Store what ``export`` writes to a path; whether that worked."""
         if not self._writes:
@@ -164,7 +168,9 @@ class Store:
         with contextlib.suppress(OSError):
             aside = self.root / "aside"
             aside.mkdir(exist_ok=True)
-            (self.root / digest).rename(aside / f"{digest}-{uuid.uuid4().hex[:8]}")
+            target = aside / f"{digest}-{uuid.uuid4().hex[:8]}"
+            (self.root / digest).rename(target)
+            os.utime(target)  # its age there counts
 
     def prune(self) -> None:
         """Delete the least recently used kernels beyond the limit, and what dead writers have left."""

@@ -21,7 +21,9 @@ grid's stride.
    barrier give the row's sum, and the row's amax where a scale is of the row. In a cluster every warp sends its partial
    results to all CTAs (``st.async`` on an mbarrier). The barrier also frees the row's buffer.
 3. ``norm = (v · w) · rstd``: the row factor is applied to the block's amax and to its encode factor, once a block
-   instead of once an element. Block scale, codes, and 8 or 16 bytes of codes per thread and block go to global memory.
+   instead of once an element. (Scales of MXFP4 and of FP8 blocks, and rows of extreme magnitude, want
+   ``(v · rstd) · w``, by a second pass over the row in shared memory and a second barrier.) Block scale, and 8 or 16
+   bytes of codes per thread and block, go to global memory.
 4. Scales. A row of the 128x4 layout has 4 bytes in every 512: stored row by row, that is one L2 request for each 4
    bytes, and costs 6 % at large sizes (H200). So a group takes the four rows that share 16 bytes (a *quad*) one after
    the other, gathers their scales in shared memory, and writes 16 bytes at a time, one row later. The rows that do not

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -207,10 +207,23 @@ class Config:
         """Shared memory of a CTA."""
         return self.smem_offsets.end
 
+    @property
+    def as_least_sum(self) -> "Config":
+        """The same work on the sum with a residual, with as few buffers as can be.
+
+        A norm's sum of squares is added up in an order that ``splits`` and ``threads_per_row`` decide. Rows are split
+        only as those of the sum can be, so that the ops that add give the bits of those that do not.
+        """
+        if not self.problem.normalises:
+            return self
+        return replace(self, problem=replace(self.problem, source="add", also_linear=False), groups=1, stages=1)
+
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
         if self.splits > MAX_CLUSTER and self.is_cluster:
             return f"rows of {self.problem.width} elements need {self.splits} CTAs; a cluster has at most {MAX_CLUSTER}"
+        if self.is_cluster and self.group_rows > 1:
+            return "rows that share a warp are not split: each warp has one place for its partial results"
         # Products and weight live in registers; some more serve addresses and intermediate values, most where the row
         # factor is applied to each element (ptxas, no spills; tests/test_compile_kernels.py).
         others = 40 if self.problem.fmt is NVFP4 else 56
@@ -278,6 +291,8 @@ def plan(problem: Problem, arch: Arch, pdl: bool = True) -> Config:
             for groups in range(max(1, resident // max(WARP, threads)), 0, -1):
                 config = Config(problem, arch.has_e2m1_cvt, splits, threads, groups, stages, pdl)
                 rejected = config.reason_unsupported(arch)
+                if rejected is None and splits < MAX_CLUSTER:
+                    rejected = config.as_least_sum.reason_unsupported(arch)
                 if rejected is None and (problem.inputs == 1 or groups == 1 or config.row_bytes <= MAX_ROW_BYTES):
                     return config
         splits *= 2

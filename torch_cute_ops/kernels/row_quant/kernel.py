@@ -444,7 +444,7 @@ class RowQuantKernel:
         fmt = self.config.problem.fmt
         usual = (total >= Float32(2.0**-80)) & (total <= Float32(2.0**80))
         if fmt is FP8_TOKEN:
-            usual = usual & (amax >= Float32(2.0**-80))
+            usual = usual & (amax >= Float32(2.0**-80)) & (amax < Float32(float("inf")))
         if fmt is FP8_TENSOR:
             usual = usual & (ptx.max_abs_nan(Float32(0.0), scale) >= Float32(2.0**-80))
         return usual
