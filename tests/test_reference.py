@@ -19,6 +19,7 @@ from torch_cute_ops.reference import fp4_dequantize as dequantize_reference
 from torch_cute_ops.reference import fp4_quantize as quantize_reference
 from torch_cute_ops.reference import rmsnorm_fp4quant_with_norm as with_norm_reference
 from torch_cute_ops.reference.add_rmsnorm_fp4quant import add_rows
+from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 from torch_cute_ops.registry import OPS
 
 
@@ -211,3 +212,12 @@ def test_every_reference_takes_its_ops_arguments():
                 (p.name, p.default) for p in ours.values() if p.name != "out"
             ]
     assert reference.__doc__
+
+
+def test_silu_does_not_depend_on_the_place():
+    """An element gives the same bits wherever it is in a row, in the middle of a vector or at the end."""
+    gate, up = torch.randn(2, 1000)
+    whole = silu_mul_rows(torch.cat([gate, up]))
+    for begin, end in ((0, 999), (1, 1000), (3, 40), (500, 501), (7, 70)):
+        part = silu_mul_rows(torch.cat([gate[begin:end], up[begin:end]]))
+        assert torch.equal(part, whole[begin:end])
