@@ -42,8 +42,8 @@ class Launches:
         self.compiled: list[Any] = []
         self.calls: list[tuple[Any, tuple[Any, ...]]] = []
 
-    def compile_kernel(self, kernel: Any, arch: Any) -> Any:
-        kernel = kernel.make() if isinstance(kernel, Wanted) else kernel
+    def compile_kernel(self, wanted: Wanted, arch: Any) -> Any:
+        kernel = wanted.make()
         self.compiled.append(kernel)
 
         def function(*args: Any) -> None:

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import spec
+from ptx.arithmetic import fma_f32
 
 
 def float32(value) -> np.ndarray:
@@ -47,19 +48,8 @@ class Ptx:
 
     @staticmethod
     def fma_rn(a, b, c) -> np.ndarray:
-        """One rounding: the product is exact in float64 (48 bits); the sum is rounded there to odd, and then rounding
-        to float32 is as if the sum had been exact (Boldo and Melquiond, 2008: 53 ≥ 24 + 2 bits)."""
         with np.errstate(over="ignore", invalid="ignore"):
-            product = float32(a).astype(np.float64) * float32(b).astype(np.float64)
-            addend = np.broadcast_to(float32(c).astype(np.float64), product.shape)
-            total = product + addend
-            # TwoSum (Knuth): total + error is the exact sum.
-            virtual = total - product
-            error = (product - (total - virtual)) + (addend - virtual)
-            even = (total.view(np.int64) & 1) == 0
-            inexact = np.isfinite(total) & (error != 0)
-            odd = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
-            return np.where(inexact & even, odd, total).astype(np.float32)
+            return fma_f32(float32(a), float32(b), float32(c))
 
     def rcp_approx(self, a) -> np.ndarray:
         with np.errstate(divide="ignore"):

@@ -3,13 +3,11 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from test_package import PACKAGE
+from test_package import python
 
 from torch_cute_ops import registry
 from torch_cute_ops.cli import info
@@ -59,17 +57,14 @@ def copy(made, tmp_path):
     return Path(shutil.copytree(made, tmp_path / "kernels", symlinks=True))
 
 
-def program(code, **environment):
-    path = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
-    variables = {**os.environ, "PYTHONPATH": path, **environment}
-    command = [sys.executable, "-c", WITHOUT_DSL + code]
-    return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)
-
-
-LOAD = """
+IMPORTS = """
 from torch_cute_ops.registry import kernel_of
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.runtime.compiler import compile_kernel
+"""
+LOAD = (
+    IMPORTS
+    + """
 for op, facts in (("fp4_quantize", {"hidden": 96, "dtype": torch.bfloat16}), ("fp4_dequantize", {"hidden": 64})):
     function = compile_kernel(kernel_of(op, "sm_90a", **facts), ARCHS["sm_90a"])
     try:
@@ -81,11 +76,12 @@ try:
 except RuntimeError as error:
     print(error)
 """
+)
 
 
 def test_without_the_dsl(made):
     """Its functions load and check their arguments; what it lacks is missed by name."""
-    done = program(LOAD, TORCH_CUTE_OPS_BUNDLE=str(made))
+    done = python(WITHOUT_DSL + LOAD, TORCH_CUTE_OPS_BUNDLE=str(made))
     lines = done.stdout.splitlines()
     assert lines[0].startswith("Expects 10 parameters when calling"), done.stderr
     assert lines[1].startswith("Expects 5 parameters when calling")
@@ -93,8 +89,8 @@ def test_without_the_dsl(made):
 
 
 def test_without_dsl_and_bundle():
-    done = program(LOAD.split("for op")[0] + 'compile_kernel(kernel_of("fp4_dequantize", "sm_90a", hidden=64), '
-                   'ARCHS["sm_90a"])')  # fmt: skip
+    wanted = 'kernel_of("fp4_dequantize", "sm_90a", hidden=64)'
+    done = python(f'{WITHOUT_DSL}{IMPORTS}compile_kernel({wanted}, ARCHS["sm_90a"])')
     assert "RuntimeError: a kernel is in no bundle, and cannot be compiled here" in done.stderr
 
 
@@ -104,12 +100,9 @@ def test_start_is_quick(made):
         "import time; start = time.perf_counter()\n"
         "import torch_cute_ops\n" + LOAD.split("    try:")[0] + "print('took', time.perf_counter() - start)"
     )
-    code = "import torch\n" + code
-    path = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
-    variables = {**os.environ, "PYTHONPATH": path, "TORCH_CUTE_OPS_BUNDLE": str(made)}
     best = 10.0
     for _ in range(5):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables)
+        done = python("import torch\n" + code, TORCH_CUTE_OPS_BUNDLE=str(made))
         best = min(best, float(done.stdout.split("took")[1]))
         if best < 0.3:
             return

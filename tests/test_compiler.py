@@ -35,6 +35,11 @@ class FakeKernel:
         return self.declared
 
 
+def wanted(config):
+    """``FakeKernel(config)``, as ops ask for a kernel."""
+    return compiler.Wanted(f"{__name__}.FakeKernel", config)
+
+
 def other(value):
     """A value of the same type that is not this one."""
     if isinstance(value, bool):
@@ -168,33 +173,33 @@ def in_threads(calls):
 
 
 def test_threads_that_ask_for_one_kernel_compile_it_once(compilations):
-    functions = in_threads([lambda: compiler.compile_kernel(FakeKernel("one"), SM90)] * 8)
+    functions = in_threads([lambda: compiler.compile_kernel(wanted("one"), SM90)] * 8)
     assert len(compilations.kernels) == 1
     assert functions[0] is not None and all(function is functions[0] for function in functions)
 
 
 def test_one_compilation_at_a_time(compilations):
     """The DSL's compiler has global state."""
-    functions = in_threads([lambda i=i: compiler.compile_kernel(FakeKernel(i % 4), SM90) for i in range(8)])
+    functions = in_threads([lambda i=i: compiler.compile_kernel(wanted(i % 4), SM90) for i in range(8)])
     assert compilations.most_at_once == 1
     assert len(compilations.kernels) == 4
     assert len(set(map(id, functions))) == 4
 
 
 def test_cache(compilations):
-    first = compiler.compile_kernel(FakeKernel(1), SM90)
-    assert compiler.compile_kernel(FakeKernel(1), SM90) is first
-    assert compiler.compile_kernel(FakeKernel(1), ARCHS["sm_100a"]) is not first
+    first = compiler.compile_kernel(wanted(1), SM90)
+    assert compiler.compile_kernel(wanted(1), SM90) is first
+    assert compiler.compile_kernel(wanted(1), ARCHS["sm_100a"]) is not first
     assert [arch for _, arch in compilations.kernels] == ["sm_90a", "sm_100a"]
     compiler.clear()
-    assert compiler.compile_kernel(FakeKernel(1), SM90) is not first
+    assert compiler.compile_kernel(wanted(1), SM90) is not first
 
 
 def test_a_failed_compilation_is_not_kept(compilations):
     compilations.fail = True
     for _ in range(2):
         with pytest.raises(RuntimeError, match="made to fail"):
-            compiler.compile_kernel(FakeKernel(1), SM90)
+            compiler.compile_kernel(wanted(1), SM90)
     compilations.fail = False
-    compiler.compile_kernel(FakeKernel(1), SM90)
+    compiler.compile_kernel(wanted(1), SM90)
     assert len(compilations.kernels) == 3

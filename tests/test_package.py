@@ -23,12 +23,17 @@ by_op = pytest.mark.parametrize("op", op_cases())
 PACKAGE = Path(torch_cute_ops.__file__).parent
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter that finds this package."""
+def variables_of(**environment: str) -> dict[str, str]:
+    """The environment of an interpreter that finds this package, with no settings of it but these."""
     path = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_CUTE_OPS_")}
-    variables = {**kept, "PYTHONPATH": path, **environment}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables, timeout=120)
+    return {**kept, "PYTHONPATH": path, **environment}
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter that finds this package."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, env=variables_of(**environment), timeout=120)
 
 
 # Import

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_compiler import PROBLEM, SM90, FakeKernel
+from test_package import variables_of
 
 from torch_cute_ops.kernels import row_quant
 from torch_cute_ops.runtime import compiler, settings
@@ -285,12 +286,12 @@ import logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message).30s")
 import torch
 from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS
-from torch_cute_ops.kernels.row_quant import Problem, RowQuantKernel, plan
+from torch_cute_ops.kernels.row_quant import KERNEL, Problem, plan
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.runtime.compiler import compile_kernel
+from torch_cute_ops.runtime.compiler import Wanted, compile_kernel
 problem = Problem("rows", torch.bfloat16, None, 64, 64, NVFP4, SCALE_LAYOUTS["linear"], False, False, False)
 arch = ARCHS["sm_90a"]
-function = compile_kernel(RowQuantKernel(plan(problem, arch)), arch)
+function = compile_kernel(Wanted(KERNEL, plan(problem, arch)), arch)
 try:
     function(*[torch.zeros(4, 4)] * 10)
 except Exception as error:
@@ -299,8 +300,7 @@ except Exception as error:
 
 
 def program(folder, **environment):
-    path = os.pathsep.join(filter(None, (str(Path(compiler.__file__).parents[2]), os.environ.get("PYTHONPATH"))))
-    variables = {**os.environ, "PYTHONPATH": path, "TORCH_CUTE_OPS_CACHE_DIR": str(folder), **environment}
+    variables = variables_of(TORCH_CUTE_OPS_CACHE_DIR=str(folder), **environment)
     return subprocess.Popen([sys.executable, "-c", PROGRAM], env=variables, text=True, stdout=subprocess.PIPE)
 
 

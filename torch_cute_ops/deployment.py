@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from torch_cute_ops import registry
-from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.runtime.arch import arch_of_device
 from torch_cute_ops.runtime.compiler import is_kept, store
 
 if sys.version_info >= (3, 11):
@@ -143,9 +143,8 @@ def prepare(path: str | Path, workers: int | None = None) -> None:
         raise RuntimeError(
             "prepare() needs a CUDA device; `python -m torch_cute_ops warmup --arch` compiles without one"
         )
-    major, minor = torch.cuda.get_device_capability()
-    arch = ARCHS.get(f"sm_{major}{minor}a")
-    if arch is not None and store() is not None:
+    arch = arch_of_device(torch.cuda.current_device())
+    if store() is not None:
         wanted = {job: registry.kernel_of(job.op, arch.name, **dict(job.facts)) for job in jobs}
         missing = [job for job, kernel in wanted.items() if not is_kept(kernel, arch)]
         failed = [outcome for outcome in compile_jobs(missing, [arch.name], workers) if outcome.error]
@@ -169,14 +168,3 @@ def _dtype(value: Any) -> torch.dtype:
     if value not in DTYPES:
         raise ValueError(f"{value!r} is no dtype of an op; use one of {', '.join(DTYPES)}")
     return DTYPES[value]
-
-
-def supported(arch: str) -> str:
-    """``arch``, if kernels are compiled for it.
-
-    Raises:
-        ValueError: if not.
-    """
-    if arch not in ARCHS:
-        raise ValueError(f"{arch!r} is no architecture; they are {', '.join(ARCHS)}")
-    return arch

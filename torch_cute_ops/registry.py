@@ -13,7 +13,7 @@ import torch
 from torch_cute_ops import ops
 from torch_cute_ops.ops._spec import NAMESPACE, OpSpec, as_tuple, check_outputs
 from torch_cute_ops.runtime import settings
-from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.runtime.arch import arch_named
 from torch_cute_ops.runtime.calls import configure_log, logged
 from torch_cute_ops.runtime.compiler import Wanted, keep
 
@@ -117,16 +117,14 @@ def precompile(op: str, arch: str, **facts: Any) -> None:
         TypeError: for a fact that the op does not have.
         RuntimeError: if the kernel cannot be kept on disk.
     """
-    keep(kernel_of(op, arch, **facts), ARCHS[arch])
+    keep(kernel_of(op, arch, **facts), arch_named(arch))
 
 
 def kernel_of(op: str, arch: str, **facts: Any) -> Wanted:
     """The kernel that ``op`` needs for calls with these static facts; arguments and errors as of :func:`precompile`."""
-    spec = _spec_of(op)
-    if arch not in ARCHS:
-        raise ValueError(f"{arch!r} is no architecture; they are {', '.join(ARCHS)}")
+    spec, target = _spec_of(op), arch_named(arch)
     args, kwargs = spec.example(**facts, device="meta")
-    wanted: Wanted = spec.kernel(ARCHS[arch], *args, **kwargs)
+    wanted: Wanted = spec.kernel(target, *args, **kwargs)
     return wanted
 
 

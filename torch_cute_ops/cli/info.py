@@ -1,6 +1,5 @@
 """``python -m torch_cute_ops info``: what is here, what is ready, and why not."""
 
-import importlib.metadata
 import json
 import platform
 from typing import Any
@@ -10,18 +9,10 @@ import torch
 import torch_cute_ops
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime import settings
-from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.runtime.compiler import bundle, store
+from torch_cute_ops.runtime.arch import ARCHS, arch_name
+from torch_cute_ops.runtime.compiler import bundle, installed_packages, store
 from torch_cute_ops.runtime.provenance import ROOT, source_digest
 
-PACKAGES = (
-    "nvidia-cutlass-dsl",
-    "nvidia-cutlass-dsl-libs-base",
-    "nvidia-cutlass-dsl-libs-core",
-    "nvidia-cutlass-dsl-libs-cu12",
-    "nvidia-cutlass-dsl-libs-cu13",
-    "apache-tvm-ffi",
-)
 RECORD = ROOT.parent / "tests" / "gpu_record.json"
 
 
@@ -30,7 +21,7 @@ def collect() -> dict[str, Any]:
     return {
         "versions": versions(),
         "devices": devices(),
-        "ops": {name: availability() for name in OPS},
+        "ops": dict.fromkeys(OPS, availability()),
         "cache": cache(),
         "bundle": bundle_state(),
         "settings": settings.described(),
@@ -47,12 +38,7 @@ def versions() -> dict[str, str | None]:
         "cuda of torch": torch.version.cuda,
         "cuda of the driver": _driver(),
     }
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return found | installed_packages()
 
 
 def _driver() -> str | None:
@@ -66,8 +52,7 @@ def devices() -> list[dict[str, Any]]:
     """Name and architecture of each CUDA device, and why no kernel runs on it, if so."""
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        major, minor = torch.cuda.get_device_capability(index)
-        arch = f"sm_{major}{minor}a"
+        arch = arch_name(index)
         reason = None if arch in ARCHS else f"kernels support {', '.join(ARCHS)}"
         found.append({"index": index, "name": torch.cuda.get_device_name(index), "arch": arch, "unsupported": reason})
     return found
@@ -80,7 +65,8 @@ def archs_here() -> list[str]:
 
 def availability() -> dict[str, str]:
     """By architecture, whether the op's kernel can be compiled here, or why not; and what runs on a CPU."""
-    missing = [name for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi") if versions()[name] is None]
+    found = versions()
+    missing = [name for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi") if found[name] is None]
     reason = f"{' and '.join(missing)} not installed" if missing else "kernel"
     return {"cpu": "reference", **dict.fromkeys(ARCHS, reason)}
 
@@ -90,7 +76,7 @@ def cache() -> dict[str, Any]:
     kernels = store()
     if kernels is None:
         return {"folder": None}
-    sizes = [(folder / "kernel.o").stat().st_size for _, folder in kernels.entries() if (folder / "kernel.o").exists()]
+    sizes = [size for _, size, _ in kernels.used()]
     return {"folder": str(kernels.root), "kernels": len(sizes), "bytes": sum(sizes), "limit": kernels.limit}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch_cute_ops import deployment, registry
 from torch_cute_ops.cli import cache, info
-from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.runtime.arch import ARCHS, arch_named
 from torch_cute_ops.runtime.compiler import compiler_flavour
 
 
@@ -67,8 +67,7 @@ def _build(options: argparse.Namespace) -> int:
     from torch_cute_ops.runtime import bundle
 
     jobs = deployment.read(options.config)
-    kernels = [registry.kernel_of(job.op, arch, **dict(job.facts)) for job in jobs for arch in options.arch]
-    pairs = list(zip(kernels, options.arch * len(jobs), strict=True))
+    pairs = [(registry.kernel_of(job.op, arch, **dict(job.facts)), arch) for job in jobs for arch in options.arch]
     bundle.build(options.output, tqdm(pairs, unit="kernel"))
     _tell_flavour()
     print(f"{len(set(pairs))} kernels are in {options.output}")
@@ -112,7 +111,7 @@ def _warmup(options: argparse.Namespace) -> int:
     if (options.op is None) == (options.config is None) or (options.config and facts):
         raise ValueError("name an op and its facts, or a file with --config")
     jobs = deployment.read(options.config) if options.config else deployment.jobs_of(options.op, **facts)
-    archs = [deployment.supported(arch) for arch in options.arch or info.archs_here()]
+    archs = [arch_named(arch).name for arch in options.arch or info.archs_here()]
     if not archs:
         raise ValueError("there is no CUDA device here: say --arch")
     failed = 0

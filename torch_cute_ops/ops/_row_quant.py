@@ -15,13 +15,7 @@ from torch import is_grad_enabled
 
 from torch_cute_ops.fake.fp4_quantize import fp4_shapes
 from torch_cute_ops.fake.rmsnorm_fp8quant import fp8_shapes
-from torch_cute_ops.formats import (
-    FP4Format,
-    ScaleLayout,
-    resolve_fp4_format,
-    resolve_fp8_format,
-    resolve_scale_layout,
-)
+from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TENSOR, FP8Format
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._signatures import FP4_CHOICES, Signature
@@ -35,9 +29,6 @@ from torch_cute_ops.runtime.compiler import Wanted, compile_kernel
 from torch_cute_ops.runtime.dispatch import mark_written
 
 Outputs = tuple[torch.Tensor, ...]
-
-UNIT = 16
-"""Widths that kernels take are multiples of this; other FP8 rows are padded."""
 
 
 class Facts(NamedTuple):
@@ -215,11 +206,7 @@ class RowQuant:
             TypeError: for a wrong dtype.
         """
         op = self.op
-        fmt: FP4Format | FP8Format
-        if self.is_fp4:
-            fmt, _ = _checks.check_fp4_format(op, *choices)
-        else:
-            fmt, _ = _checks.check_fp8_format(op, *choices)
+        fmt, _ = self._resolve(choices)
         _checks.check_rows(op, "input", input, fmt, _checks.INPUT_DTYPES, halves=self.source == "silu_mul")
         if residual is not None:
             _checks.check_residual(op, residual, input)
@@ -410,10 +397,8 @@ class RowQuant:
             residual.copy_(sums[:, : residual.shape[-1]].view(residual.shape))
 
     def _resolve(self, choices: tuple[Any, ...]) -> tuple[FP4Format | FP8Format, ScaleLayout]:
-        if not self.is_fp4:
-            return resolve_fp8_format(*choices)
-        block_size, scale_format, scale_layout = choices
-        return resolve_fp4_format(block_size, scale_format), resolve_scale_layout(scale_layout)
+        """The format and layout that the choices name."""
+        return (_checks.check_fp4_format if self.is_fp4 else _checks.check_fp8_format)(self.op, *choices)
 
     def _kernel(self, facts: Facts, arch: Arch) -> Wanted:
         """The kernel for these facts on ``arch``."""
@@ -425,7 +410,8 @@ class RowQuant:
             source=self.source,
             dtype=facts.dtype,
             weight_dtype=facts.weight_dtype,
-            width=-(-hidden // UNIT) * UNIT,
+            # FP4 rows are whole blocks, and so whole units.
+            width=-(-hidden // row_quant.FP8_UNIT) * row_quant.FP8_UNIT,
             norm_width=hidden,
             fmt=fmt,
             layout=layout,

@@ -43,6 +43,24 @@ ARCHS: Final = {
 }
 
 
+def arch_named(name: str) -> Arch:
+    """The architecture of that name.
+
+    Raises:
+        ValueError: if kernels are compiled for none of that name.
+    """
+    arch = ARCHS.get(name)
+    if arch is None:
+        raise ValueError(f"{name!r} is no architecture; they are {', '.join(ARCHS)}")
+    return arch
+
+
+def arch_name(index: int) -> str:
+    """What the architecture of CUDA device ``index`` is called, whether or not kernels support it."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}a"
+
+
 @functools.cache
 def arch_of_device(index: int) -> Arch:
     """The architecture of CUDA device ``index``.
@@ -50,9 +68,9 @@ def arch_of_device(index: int) -> Arch:
     Raises:
         RuntimeError: if no kernel supports it.
     """
-    major, minor = torch.cuda.get_device_capability(index)
-    arch = ARCHS.get(f"sm_{major}{minor}a")
+    arch = ARCHS.get(arch_name(index))
     if arch is None:
+        major, minor = torch.cuda.get_device_capability(index)
         raise RuntimeError(
             f"{torch.cuda.get_device_name(index)} has compute capability {major}.{minor}; "
             f"the kernels of torch_cute_ops support {', '.join(ARCHS)}"

@@ -37,11 +37,11 @@ OPTIONS = "--enable-tvm-ffi"
 # cute.compile keeps global state: one compilation at a time. Held from look-up to store, the lock also makes two
 # threads that ask for the same kernel compile it once.
 _lock = threading.Lock()
-_compiled: dict[Any, Callable[..., None]] = {}
+_compiled: dict[tuple["Wanted", str], Callable[..., None]] = {}
 
 
 class Kernel(Protocol):
-    """What ``compile_kernel`` takes."""
+    """What the DSL compiles."""
 
     config: Any
 
@@ -52,8 +52,17 @@ class Kernel(Protocol):
         """Trace the launch."""
 
 
+class _Digested:
+    """What has a digest."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all of it, hexadecimal; the same in every process."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+
 @dataclass(frozen=True)
-class Wanted:
+class Wanted(_Digested):
     """A kernel that is wanted, by name: what can be said of it without the DSL.
 
     Attributes:
@@ -70,14 +79,9 @@ class Wanted:
         kernel: Kernel = getattr(importlib.import_module(module), name)(self.config)
         return kernel
 
-    @property
-    def digest(self) -> str:
-        """SHA-256 of both, hexadecimal; the same in every process."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()
-
 
 @dataclass(frozen=True)
-class Key:
+class Key(_Digested):
     """Everything that decides what a compiled kernel is.
 
     Attributes:
@@ -102,11 +106,6 @@ class Key:
     host: tuple[str, ...]
     sources: str
 
-    @property
-    def digest(self) -> str:
-        """SHA-256 of all of it, hexadecimal; the same in every process."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()
-
 
 def key_of(kernel: Kernel, arch: Arch) -> Key:
     """The cache key of ``kernel`` compiled for ``arch``."""
@@ -125,17 +124,22 @@ def key_of(kernel: Kernel, arch: Arch) -> Key:
     )
 
 
-def compiler_versions() -> tuple[str, ...]:
-    """Of the DSL's packages and of TVM-FFI, as pip writes them."""
+def installed_packages() -> dict[str, str | None]:
+    """Versions of the DSL's packages and of TVM-FFI; ``None``: not installed."""
     # The DSL is several packages, which one release pins to each other; but what is installed is what compiles.
     names = ("nvidia-cutlass-dsl", *(f"nvidia-cutlass-dsl-libs-{part}" for part in ("base", "core", "cu12", "cu13")))
-    found = []
+    found: dict[str, str | None] = {}
     for name in (*names, "apache-tvm-ffi"):
         try:
-            found.append(f"{name}=={importlib.metadata.version(name)}")
+            found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            continue
-    return tuple(found)
+            found[name] = None
+    return found
+
+
+def compiler_versions() -> tuple[str, ...]:
+    """Of the packages that are installed, as pip writes them."""
+    return tuple(f"{name}=={version}" for name, version in installed_packages().items() if version is not None)
 
 
 @functools.cache
@@ -170,18 +174,19 @@ def _environment() -> tuple[str, ...]:
     return tuple(sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("CUTE_DSL_") and k not in ignored))
 
 
-def compile_kernel(kernel: Kernel | Wanted, arch: Arch) -> Callable[..., None]:
+def compile_kernel(kernel: Wanted, arch: Arch) -> Callable[..., None]:
     """The compiled function of ``kernel`` for ``arch``: from memory, a bundle, the disk, or the compiler.
 
-    The function takes torch tensors and numbers as ``kernel.arguments()`` describes them, launches on torch's current
-    stream of the first tensor's device, and raises ``ValueError`` or ``TypeError`` for arguments that do not fit.
+    The function takes torch tensors and numbers as the kernel's ``arguments()`` describe them, launches on torch's
+    current stream of the first tensor's device, and raises ``ValueError`` or ``TypeError`` for arguments that do not
+    fit.
 
     Raises:
         BundleError: if a bundle is named that does not fit.
         RuntimeError: if the kernel is in no bundle, and the compiler is not installed.
     """
     with _lock:
-        key: Any = (kernel, arch.name) if isinstance(kernel, Wanted) else key_of(kernel, arch)
+        key = (kernel, arch.name)
         function = _compiled.get(key)
         if function is None:
             function = _find(kernel, arch)
@@ -189,9 +194,7 @@ def compile_kernel(kernel: Kernel | Wanted, arch: Arch) -> Callable[..., None]:
         return function
 
 
-def _find(kernel: Kernel | Wanted, arch: Arch) -> Callable[..., None]:
-    if not isinstance(kernel, Wanted):
-        return _from_store(kernel, arch, key_of(kernel, arch))
+def _find(kernel: Wanted, arch: Arch) -> Callable[..., None]:
     kernels = bundle()
     if kernels is not None:
         function = kernels.function(kernel, arch.name)

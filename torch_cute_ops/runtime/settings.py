@@ -32,6 +32,10 @@ def _flag(name: str, default: bool) -> bool:
     return _read(name, default, lambda text: {"0": False, "1": True}[text], "0 or 1")
 
 
+def _path(name: str, expected: str) -> Path | None:
+    return _read(name, None, lambda text: Path(text).expanduser() if text else None, expected)
+
+
 PDL: Final = _flag("TORCH_CUTE_OPS_PDL", True)
 """Launch kernels with programmatic dependent launch, so that a kernel's start overlaps the end of the one before."""
 
@@ -40,23 +44,17 @@ LOG: Final = _read(
 )
 """Log on standard error what is compiled and loaded (info), and each call before it is launched (debug)."""
 
-BUNDLE: Final[Path | None] = _read(
-    "TORCH_CUTE_OPS_BUNDLE", None, lambda text: Path(text).expanduser() if text else None, "a folder"
-)
+BUNDLE: Final = _path("TORCH_CUTE_OPS_BUNDLE", "a folder")
 """A folder of kernels that ``python -m torch_cute_ops build`` made; they are used before any is compiled."""
 
-DSL_RUNTIME: Final[Path | None] = _read(
-    "TORCH_CUTE_OPS_DSL_RUNTIME", None, lambda text: Path(text).expanduser() if text else None, "a file"
-)
+DSL_RUNTIME: Final = _path("TORCH_CUTE_OPS_DSL_RUNTIME", "a file")
 """The DSL's runtime library, ``libcute_dsl_runtime.so``, which a bundle needs; ``None``: in the bundle, or in the DSL's
 package."""
 
 CACHE: Final = _flag("TORCH_CUTE_OPS_CACHE", True)
 """Keep compiled kernels on disk."""
 
-CACHE_DIR: Final[Path | None] = _read(
-    "TORCH_CUTE_OPS_CACHE_DIR", None, lambda text: Path(text).expanduser() if text else None, "a folder"
-)
+CACHE_DIR: Final = _path("TORCH_CUTE_OPS_CACHE_DIR", "a folder")
 """Where; ``None``: in the user's cache directory, as the system has it."""
 
 CACHE_MB: Final = _read("TORCH_CUTE_OPS_CACHE_MB", 1024, lambda text: int(text, 10), "a whole number")

@@ -163,6 +163,14 @@ class Store:
                 if len(folder.name) == 64:
                     yield folder.name, folder
 
+    def used(self) -> list[tuple[float, int, Path]]:
+        """When each kernel was last used, its bytes, its folder; the least recently used first."""
+        found = []
+        for _, folder in self.entries():
+            with contextlib.suppress(OSError):
+                found.append(((folder / DESCRIPTION).stat().st_mtime, (folder / OBJECT).stat().st_size, folder))
+        return sorted(found)
+
     def put_aside(self, digest: str) -> None:
         """Take an entry out of use, keeping it for whoever wants to know why."""
         with contextlib.suppress(OSError):
@@ -174,12 +182,9 @@ class Store:
 
     def prune(self) -> None:
         """Delete the least recently used kernels beyond the limit, and what dead writers have left."""
-        used = []
-        for _, folder in self.entries():
-            with contextlib.suppress(OSError):
-                used.append(((folder / DESCRIPTION).stat().st_mtime, (folder / OBJECT).stat().st_size, folder))
+        used = self.used()
         total = sum(size for _, size, _ in used)
-        for _, size, folder in sorted(used)[:-1]:
+        for _, size, folder in used[:-1]:
             if total <= self.limit:
                 break
             self._delete(folder)

@@ -36,12 +36,12 @@ and its scales) written; the weight once a CTA, from L2.
 
 from typing import TYPE_CHECKING, Any
 
-from torch_cute_ops.kernels.row_quant.config import Config, Problem, plan
+from torch_cute_ops.kernels.row_quant.config import FP8_UNIT, Config, Problem, plan
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.row_quant.kernel import RowQuantKernel
 
-__all__ = ["KERNEL", "Config", "Problem", "RowQuantKernel", "plan"]
+__all__ = ["FP8_UNIT", "KERNEL", "Config", "Problem", "RowQuantKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.RowQuantKernel"
 

@@ -14,6 +14,8 @@ from torch_cute_ops.runtime.arch import Arch
 WARP = 32
 QUAD = 4
 """Rows whose scales share 16 bytes of a tiled layout."""
+FP8_UNIT = 16
+"""Elements of FP8 that a thread takes at once: their codes fill a vector store. Rows are multiples of it."""
 MAX_CLUSTER = 8
 MAX_REGISTERS = 255
 MAX_ROW_BYTES = 128 * 1024
@@ -65,8 +67,8 @@ class Problem:
 
     @property
     def unit(self) -> int:
-        """Elements that a thread takes at once: a block of FP4; 16 of FP8, whose codes fill a vector store."""
-        return self.fmt.block_size if isinstance(self.fmt, FP4Format) else 16
+        """Elements that a thread takes at once: a block of FP4, or ``FP8_UNIT``."""
+        return self.fmt.block_size if isinstance(self.fmt, FP4Format) else FP8_UNIT
 
     @property
     def normalises(self) -> bool:

@@ -401,7 +401,6 @@ class RowQuantKernel:
         p = c.problem
         blocks = []
         squares = Float32(0.0)
-        amax_of_all = Float32(0.0)
         for j in range(c.thread_blocks):
             v, words = self._block_values(stage, j, t, s)
             if p.source == "add":
@@ -416,10 +415,15 @@ class RowQuantKernel:
             fragment = cute.make_rmem_tensor((len(v),), Float32)
             amax = cute.make_rmem_tensor((1,), Float32)
             self._fill(fragment, amax, products)
-            if p.reduces_amax:
-                amax_of_all = ptx.max_abs_nan(amax_of_all, amax[0])
             blocks.append((fragment, amax))
-        return blocks, [squares] * p.normalises + [amax_of_all] * p.reduces_amax
+        return blocks, [squares] * p.normalises + ([self._amax_of(blocks)] if p.reduces_amax else [])
+
+    def _amax_of(self, blocks) -> Float32:
+        """The largest magnitude in a thread's blocks."""
+        amax = Float32(0.0)
+        for _, largest in blocks:
+            amax = ptx.max_abs_nan(amax, largest[0])
+        return amax
 
     def _fill(self, products, amax, values: list) -> None:
         """``values`` and the largest magnitude among them, NaN if one is, into a block's registers."""
@@ -516,11 +520,8 @@ class RowQuantKernel:
     def _row_amax_again(self, blocks, again, t, s):
         """The row's amax from the blocks as they are now; ``again`` counts these calls."""
         c = self.config
-        amax = Float32(0.0)
-        for _, largest in blocks:
-            amax = ptx.max_abs_nan(amax, largest[0])
         slots = s.sums + 2 * c.partials * c.problem.reductions
-        return self._reduce_row([amax], slots, s.summed + 2, again & 1, t)[0]
+        return self._reduce_row([self._amax_of(blocks)], slots, s.summed + 2, again & 1, t)[0]
 
     # Writing
 
