@@ -86,9 +86,10 @@ def _placement(tensor: torch.Tensor) -> tuple[Any, ...]:
     return *strides, all(step * tensor.itemsize % 16 == 0 for step in steps)
 
 
-def error_cases(device: str) -> list[Any]:
-    """Parameters (op, name of an error input)."""
-    return [_case(op, error) for op in OPS.values() for error in op.error_inputs(device)]
+def error_cases(device: str, addresses: bool = True) -> list[Any]:
+    """Parameters (op, name of an error input), with bad addresses or without."""
+    errors = [(op, error) for op in OPS.values() for error in op.error_inputs(device)]
+    return [_case(op, error) for op, error in errors if addresses or not error.is_address]
 
 
 def op_cases() -> list[Any]:

@@ -74,6 +74,8 @@ def fit(name: str, value: Any, argument: Argument, dims: dict[Dim, int]) -> None
 def fit_tensor(name: str, value: torch.Tensor, argument: TensorArg, dims: dict[Dim, int]) -> None:
     if value.device.type == "meta":
         raise RuntimeError("Cannot pack tensors on meta")  # from DLPack, before TVM-FFI sees the tensor
+    if value.dtype is torch.int8 and argument.dtype == "Uint8":
+        value = value.view(torch.uint8)  # TVM-FFI tells integers by their size
     if DSL_NAMES.get(value.dtype) != argument.dtype:
         raise ValueError(f"{name}: dtype {value.dtype}, not {argument.dtype}")
     if value.dim() != len(argument.shape):

@@ -1,5 +1,6 @@
 """``python -m torch_cute_ops info``: what is here, what is ready, and why not."""
 
+import ctypes
 import json
 import platform
 from typing import Any
@@ -44,8 +45,10 @@ def versions() -> dict[str, str | None]:
 def _driver() -> str | None:
     if not torch.cuda.is_available():
         return None
-    version: int = getattr(torch._C, "_cuda_getDriverVersion")()  # noqa: B009  absent from CPU builds
-    return f"{version // 1000}.{version % 1000 // 10}"
+    version = ctypes.c_int()
+    if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def devices() -> list[dict[str, Any]]:

@@ -206,6 +206,10 @@ def check_packed(op: str, name: str, tensor: torch.Tensor, fmt: FP4Format) -> No
         )
 
 
+STORED_SINGLY = ("scale_linear", "scale_out")
+"""Outputs that kernels store an element at a time, at any address."""
+
+
 def check_aligned(op: str, name: str, tensor: torch.Tensor) -> None:
     """``tensor`` starts where a kernel can store 16 bytes at a time; for real tensors only."""
     if tensor.data_ptr() % 16:

@@ -281,8 +281,13 @@ class RowQuant:
                 norm = out[2]
             elif self.third is not None:
                 linear = out[2]
-            # The kernel takes the number of scale rows on trust.
-            if launcher.scale_width and (scale.dim() != 2 or scale.shape[0] != scale_rows):
+            # The kernel takes the number of scale rows on trust, and int8 for uint8.
+            if (
+                y.dtype is not launcher.y_dtype
+                or scale.dtype is not launcher.scale_dtype
+                or (linear is not None and linear.dtype is not launcher.scale_dtype)
+                or (launcher.scale_width and (scale.dim() != 2 or scale.shape[0] != scale_rows))
+            ):
                 return self._run_checked(Facts(*facts), input, residual, weight, factor, eps, out)
         try:
             launcher.function(input, residual, weight, factor, y, scale, linear, norm, eps, launcher.max_ctas)
@@ -323,7 +328,7 @@ class RowQuant:
         else:
             for (name, shape, dtype), tensor in zip(expected, out, strict=True):
                 _checks.check_output(self.op, name, tensor, shape, dtype, input.device)
-                if name not in ("scale_linear", "scale_out"):  # stored an element at a time
+                if name not in _checks.STORED_SINGLY:
                     _checks.check_aligned(self.op, name, tensor)
             mark_written(out)
         if residual is not None:

@@ -32,6 +32,7 @@ class ErrorInput:
         error: type of the exception.
         match: regular expression that its message matches somewhere.
         out: output tensors, where they are what is wrong: only the forms of the op that take outputs refuse this.
+        is_address: whether an address is what is wrong, which fake tensors have none of.
     """
 
     name: str
@@ -40,3 +41,4 @@ class ErrorInput:
     error: type[Exception]
     match: str
     out: tuple[torch.Tensor, ...] | None = None
+    is_address: bool = False
