@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import pickle
 import re
 from typing import Any, NamedTuple
 
@@ -87,7 +88,7 @@ def execute(
     else:
         y = poisoned(rows, p.width, dtype=torch.float8_e4m3fn)
         scales = p.fmt.scales_per_row(p.width)
-        shape = (1,) if p.fmt is FP8_TENSOR else (scales, rows) if p.layout is COLUMN else (rows, scales)
+        shape = (1,) if p.fmt == FP8_TENSOR else (scales, rows) if p.layout == COLUMN else (rows, scales)
         scale = poisoned(*shape, dtype=torch.float32)
     linear = poisoned(rows, config.blocks, dtype=p.fmt.scale_dtype) if p.also_linear else None
     norm = poisoned(rows, p.width, dtype=p.dtype) if p.writes_norm else None
@@ -211,23 +212,23 @@ RUNS = [
     run("quantize", F, 512, NVG[1], BLACKWELL, 1, 2, 0, **WARP_GROUPS),
     run("quantize", BF, 528, NV[2], HOPPER, 140, 3, 1, **WARP_GROUPS),
     run("norm", BF, 512, NV[2], BLACKWELL, 3, 1, 0, **WARP_GROUPS),
-    run("norm-norm", BFF, 544, MX[1], HOPPER, 260, 4, 1, **WARP_GROUPS, stages=1),
+    run("norm-norm", BFF, 1056, MX[1], HOPPER, 260, 4, 1, **WARP_GROUPS, stages=1),
     run("add-linear", HF, 528, NV[1], BLACKWELL, 130, 3, 2, **WARP_GROUPS),
-    run("silu", HF, 512, MX[1], BLACKWELL, 130, 2, 0, **WARP_GROUPS),
+    run("silu", HF, 1024, MX[1], BLACKWELL, 130, 2, 0, **WARP_GROUPS),
     run("norm", HF, 512, TOKEN, HOPPER, 13, 1, 0, **WARP_GROUPS),
     run("add", BF, 512, TENSOR, BLACKWELL, 13, 1, 1, **WARP_GROUPS),
     # Two warps.
     run("norm-norm", F, 1024, NV[1], HOPPER, 131, 4, 0, **WIDE_GROUPS),
-    run("norm", BF, 1008, NVG[0], BLACKWELL, 9, 1, 1, **WIDE_GROUPS, stages=1),
-    run("add", F, 1024, MX[0], HOPPER, 9, 1, 2, **WIDE_GROUPS),
+    run("norm", BF, 2032, NVG[0], BLACKWELL, 9, 1, 1, **WIDE_GROUPS, stages=1),
+    run("add", F, 2048, MX[0], HOPPER, 9, 1, 2, **WIDE_GROUPS),
     run("add-norm", HF, 1024, NVG[2], BLACKWELL, 9, 1, None, **WIDE_GROUPS),
     run("norm", BFF, 1024, TOKEN, BLACKWELL, 13, 1, 0, **WIDE_GROUPS),
     run("silu", BF, 1152, COLUMNS, HOPPER, 9, 1, 1, **WIDE_GROUPS),
     run("silu", F, 1024, TOKEN, HOPPER, 9, 1, 1, **WIDE_GROUPS),
     # Two CTAs share a row; the second's slice is shorter.
-    run("quantize", BF, 1152, MX[1], BLACKWELL, 9, 4, 0, **CLUSTER),
+    run("quantize", BF, 2304, MX[1], BLACKWELL, 9, 4, 0, **CLUSTER),
     run("norm", HF, 1152, NV[1], HOPPER, 130, 8, 1, **CLUSTER),
-    run("add-norm", BF, 1152, NVG[0], BLACKWELL, 9, 4, 0, **CLUSTER | WIDE_GROUPS),
+    run("add-norm", BF, 2304, NVG[0], BLACKWELL, 9, 4, 0, **CLUSTER | WIDE_GROUPS),
     run("norm", BF, 1152, TOKEN, BLACKWELL, 9, 2, 2, **CLUSTER),
     run("add", HF, 1152, BLOCK, HOPPER, 9, 4, 1, **CLUSTER),
 ]
@@ -239,6 +240,16 @@ def test_row_quant(one: Run) -> None:
     given = inputs(config, one.rows)
     got = execute(config, one.arch, *given, one.max_ctas, one.seed)
     check(config.problem, got, expected(config.problem, *given))
+
+
+@pytest.mark.parametrize("target", [NV[1], TOKEN, COLUMNS])
+def test_a_configuration_from_another_process(target: tuple[str, str]) -> None:
+    """Its formats and layouts are equal to those here, and not the same objects."""
+    one = Run("silu", BF, 512, target, HOPPER, 9, 1, 0, WARP_GROUPS)
+    config = pickle.loads(pickle.dumps(one.config))
+    given = inputs(config, one.rows)
+    got = execute(config, one.arch, *given, one.max_ctas, one.seed)
+    check(one.config.problem, got, expected(one.config.problem, *given))
 
 
 SPECIAL = [

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import spec
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ptx import (
@@ -162,8 +163,9 @@ def test_predicated_instructions_leave_other_threads_alone() -> None:
 def test_an_unknown_instruction_is_named() -> None:
     with pytest.raises(NotImplementedError, match=r"wgmma\.fence"):
         launch(entry("wgmma.fence.sync.aligned;", params=0))
-    with pytest.raises(NotImplementedError, match=r"add\.rz"):
-        launch(entry("add.rz.f32 %r1, %r2, %r3;", params=0))
+    for opcode in ("add.rz.f32", "add.rn.f32.bf16", "add.ftz.f16x2"):
+        with pytest.raises(NotImplementedError, match=opcode):
+            launch(entry(f"{opcode} %r1, %r2, %r3;", params=0))
 
 
 # Memory
@@ -355,24 +357,126 @@ def test_wrong_bulk_copies() -> None:
         launch(copy(WAIT).replace("[%r1], [%rd1]", "[%r1+16], [%rd1]"), zeros(64), data, block=64)
 
 
-@pytest.mark.parametrize("seed", [None, *SEEDS])
-def test_bulk_store(seed: int | None) -> None:
+FENCE = "fence.proxy.async.shared::cta;"
+READ = "cp.async.bulk.wait_group.read 0;"
+
+
+def stored(before: str = FENCE, after: str = "", wait: str = READ, end: str = "") -> str:
+    """Thread 0 copies what all wrote: ``before`` and ``after`` the barrier it is fenced; ``end`` is for all."""
     body = f"""
-    {SLOT} st.shared.u32 [%r9], %r0;
+    {SLOT} setp.ne.u32 %p0, %r0, 0; setp.eq.u32 %p1, %r0, 33; mov.u32 %r1, buf;
+    st.shared.u32 [%r9], %r0;
+    {before}
     bar.sync 0;
-    setp.ne.u32 %p0, %r0, 0;
+    {after}
     @%p0 bra END;
-    mov.u32 %r1, buf;
     cp.async.bulk.global.shared::cta.bulk_group [%rd0], [%r1], 256;
     cp.async.bulk.commit_group;
-    %s
+    {wait}
 END:
+    {end}
     """
-    wait = "cp.async.bulk.wait_group 0;"
-    (out,) = launch(entry(body.replace("%s", wait), 256, 1), zeros(64), block=64, seed=seed)
-    assert out.tolist() == list(range(64))
+    return entry(body, 256, 1)
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_bulk_store(seed: int | None) -> None:
+    for program in (
+        stored(),
+        stored("fence.proxy.async;", wait="cp.async.bulk.wait_group 0;"),
+        stored("fence.proxy.async.shared::cluster;"),
+        # By the thread that copies, or by one that the copy is after.
+        stored("", FENCE),
+        stored("", f"@!%p0 {FENCE}"),
+        stored("", f"@%p1 {FENCE} bar.sync 0;"),
+    ):
+        (out,) = launch(program, zeros(64), block=64, seed=seed)
+        assert out.tolist() == list(range(64))
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_bulk_stores_need_a_fence(seed: int | None) -> None:
+    """After the stores, in all shared memory, and before the copy."""
+    for fences in (
+        ("",),
+        ("fence.proxy.async.global;",),
+        ("fence.acq_rel.cta; membar.cta;",),
+        (f"@!%p0 {FENCE}",),
+        (f"{FENCE} st.shared.u32 [%r9], %r0;",),
+        ("", f"@%p1 {FENCE}"),
+    ):
+        with pytest.raises(Race, match=r"no fence\.proxy\.async since thread \d+ of CTA 0"):
+            launch(stored(*fences), zeros(64), block=64, seed=seed)
+    with pytest.raises(Race):
+        launch(stored().replace("bar.sync 0;", ""), zeros(64), block=64, seed=seed)
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_bulk_stores_must_have_read(seed: int | None) -> None:
+    """Before anything is written where they read, and before their threads end."""
+    again = "bar.sync 0; st.shared.u32 [%r9], %r0;"
+    later = "mov.u32 %r4, 0; L: add.u32 %r4, %r4, 1; setp.lt.u32 %p2, %r4, 300; @%p2 bra L;"
+    launch(stored(end=again), zeros(64), block=64, seed=seed)
+    with pytest.raises(Race, match=r"a bulk copy of thread 0 of CTA 0 read"):
+        launch(stored(wait="", end=again), zeros(64), block=64, seed=seed)
+    for bad in (
+        stored(wait="cp.async.bulk.wait_group.read 1;", end=again),
+        # Who waits is another thread, or waits too late.
+        stored(wait="", end=f"@%p1 {READ} {again}"),
+        stored(wait="", end=f"bar.sync 0; {READ} {later} st.shared.u32 [%r9], %r0;"),
+        stored(end="st.shared.u32 [%r9], %r0;"),
+    ):
+        with pytest.raises(Race):
+            launch(bad, zeros(64), block=64, seed=seed)
     with pytest.raises(EmulationError, match="ended before"):
-        launch(entry(body.replace("%s", ""), 256, 1), zeros(64), block=64, seed=None)
+        launch(stored(wait="", end=later), zeros(64), block=64, seed=seed)
+
+
+STREAM = f"""
+    {SLOT} mov.u32 %r1, buf; add.u32 %r2, %r1, 256; mov.u32 %r3, 0;
+    setp.ne.u32 %p0, %r0, 0;
+    @%p0 bra READY;
+    mbarrier.init.shared.b64 [%r2], 1;
+    bra.uni LOAD;
+READY:
+    bar.sync 0;
+LOOP:
+    and.b32 %r4, %r3, 1;
+    {WAIT.replace(" 0, ", " %r4, ")}
+    ld.shared.u32 %r5, [%r9]; add.u32 %r5, %r5, 1;
+    st.shared.u32 [%r9], %r5;
+    fence.proxy.async.shared::cta;
+    bar.sync 0;
+    add.u32 %r3, %r3, 1;
+    setp.eq.u32 %p1, %r3, 3;
+    @%p0 bra NEXT;
+    cp.async.bulk.global.shared::cta.bulk_group [%rd0], [%r1], 256;
+    cp.async.bulk.commit_group;
+    add.s64 %rd0, %rd0, 256;
+    @%p1 bra NEXT;
+    cp.async.bulk.wait_group.read 0;
+LOAD:
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 256;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1], 256, [%r2];
+    add.s64 %rd1, %rd1, 256;
+    setp.eq.u32 %p2, %r3, 0;
+    @%p2 bra READY;
+NEXT:
+    @!%p1 bra LOOP;
+    cp.async.bulk.wait_group 0;
+"""
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_one_buffer_for_bulk_loads_and_stores(seed: int | None) -> None:
+    data = np.arange(192, dtype=np.uint32) * 7
+    assert (launch(entry(STREAM, 264), zeros(192), data, block=64, seed=seed)[0] == data + 1).all()
+    for part, error in {FENCE: Race, READ: Race, "cp.async.bulk.wait_group 0;": EmulationError}.items():
+        with pytest.raises(error):
+            launch(entry(STREAM.replace(part, ""), 264), zeros(192), data, block=64, seed=seed)
+    # What no thread wrote needs no fence.
+    unchanged = STREAM.replace("st.shared.u32 [%r9], %r5;", "").replace(FENCE, "")
+    assert (launch(entry(unchanged, 264), zeros(192), data, block=64, seed=seed)[0] == data).all()
 
 
 CLUSTER = f"""
@@ -485,6 +589,40 @@ def test_conversion_to_halves(values: list) -> None:
         want = [rounded(Fraction(float(value)), *formats, toward_zero) for value in x]
         assert values.astype(np.float64).tolist() == want
         assert (np.signbit(values) == np.signbit(x)).all()
+
+
+HALVES = {
+    "bf16": (torch.bfloat16, (8, -126, 127), [0x0000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x3F81, 0x7F7F, 0x7F80, 0x7FC1]),
+    "f16": (torch.float16, (11, -14, 15), [0x0000, 0x0001, 0x03FF, 0x0400, 0x3C00, 0x3C01, 0x7BFF, 0x7C00, 0x7E01]),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_packed_halves(name: str) -> None:
+    """Sums as torch rounds them, of random bits and of all pairs of special ones; products and sums rounded once."""
+    dtype, form, special = HALVES[name]
+    some = np.array([*special, *(bits | 0x8000 for bits in special)], np.uint16)
+    random = np.random.default_rng(0).integers(1 << 16, size=(3, 1 << 16), dtype=np.uint16)
+    # Of similar size, too.
+    random[1, ::2] = random[0, ::2] ^ (random[2, ::2] & 0x83FF)
+    a, b = np.concatenate([np.stack(np.meshgrid(some, some)).reshape(2, -1), random[:2]], 1)
+    a, b, c = (np.ascontiguousarray(x).view(np.uint32) for x in (a, b, np.roll(a, 3) ^ 0x0101))
+
+    def values(words: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(words.view(np.int16)).view(dtype)
+
+    want = values(a) + values(b)
+    bits = np.where(want.isnan().numpy(), 0x7FFF, want.view(torch.int16).numpy()).astype(np.uint16)
+    one = np.uint32(special[4] * 0x10001)
+    for opcode, operands in {"add.rn": (a, b), "add": (a, b), "fma.rn": (a, one, b)}.items():
+        assert (compute(f"{opcode}.{name}x2", *operands).view(np.uint16) == bits).all(), opcode
+    body = f"{AT} ld.global.b32 %r1, [%rd9]; add.rn.{name}x2 %r1, %r1, %r1; st.global.b32 [%rd9], %r1;"
+    assert (launch(entry(body, params=1), a[:64], block=64)[0] == compute(f"add.{name}x2", a[:64], a[:64])).all()
+
+    fma = compute(f"fma.rn.{name}x2", a, b, c)
+    for x, y, z, got in zip(*(values(words)[::16].tolist() for words in (a, b, c, fma)), strict=True):
+        if np.isfinite([x, y, z]).all():
+            assert got == rounded(Fraction(x) * Fraction(y) + Fraction(z), *form), (x, y, z)
 
 
 def test_conversion_to_e4m3() -> None:

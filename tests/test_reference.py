@@ -36,7 +36,7 @@ def rows(draw, kinds=KINDS, parts=1):
         "scale_layout": draw(st.sampled_from(list(SCALE_LAYOUTS))),
         "global_scale": None,
     }
-    if fmt is NVFP4 and draw(st.booleans()):
+    if fmt == NVFP4 and draw(st.booleans()):
         mantissa = torch.rand(1, generator=generator) + 1
         arguments["global_scale"] = mantissa * 2.0 ** draw(st.one_of(st.integers(-10, 10), st.integers(-60, 59)))
     return value, arguments, generator

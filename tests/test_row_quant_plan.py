@@ -79,7 +79,8 @@ def test_shared_memory_is_divided():
     """What begins where the last thing ends: rows, weight, scales of quads, sums, barriers."""
     config = plan(problem_of("add-norm-bf16", "nvfp4", 4096), ARCHS["sm_90a"])
     at = config.smem_offsets
-    assert at.weight - at.rows == config.groups * config.stages * 2 * 4096 * 2
+    assert at.norms - at.rows == config.groups * config.stages * 2 * 4096 * 2
+    assert at.weight - at.norms == config.groups * 2 * 4096 * 2
     assert at.scales - at.weight == 4096 * 2
     assert at.sums - at.scales == 2 * config.groups * 4 * 256
     assert at.barriers - at.sums >= config.groups * 2 * (config.threads_per_row // 32) * 4

@@ -154,7 +154,9 @@ class Decoder:
         operation = PURE[name]
         types = tuple(TYPES[part] for part in parts if part in TYPES)
         mods = frozenset(part for part in parts if part not in TYPES)
-        if mods - operation.mods or not types:
+        # Most functions know a single type.
+        mixed = len(types) > 1 and "d" not in (operation.out, *operation.ins)
+        if mods - operation.mods or not types or mixed:
             raise unknown(instruction)
         op = Op(instruction.opcode, mods, types)
         first, *rest = instruction.operands
@@ -358,6 +360,19 @@ def _trap(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 )
 def _no_effect(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     return Step(ins, [], [], _nothing)
+
+
+@effect("fence.proxy.async")
+def _fence_proxy_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    _parts(ins, parts, "global shared::cta shared::cluster")
+    machine = d.machine
+
+    def run(threads: Array) -> tuple:
+        if parts != ["global"]:
+            machine.races.fence(threads)
+        return ()
+
+    return Step(ins, [], [], run)
 
 
 @effect("createpolicy")
@@ -809,17 +824,16 @@ def _bulk_to_global(d: Decoder, ins: Instruction) -> Step:
             try:
                 ((_, memory, bank, start),) = m.places("global", threads[i : i + 1], target[i : i + 1])
                 there = memory.span(int(bank[0]), int(start[0]), count, False)
-                m.shared.span(cta, offset, count, True)
+                here = m.shared.span(cta, offset, count, True)
+                reads = m.races.copy_reads(m.races.begin(thread), cta, offset, count)
             except Fault as fault:
                 fault.position = i
                 raise
-            agent = m.races.begin(thread)
-            m.races.copy_reads(agent, cta, offset, count)
 
-            def execute(memory=memory, there=there, cta=cta, offset=offset, count=count) -> None:
-                memory.data[there] = m.shared.data[m.shared.span(cta, offset, count, True)]
+            def execute(memory=memory, there=there, here=here) -> None:
+                memory.data[there] = m.shared.data[here]
 
-            m.start(thread, execute, (cta,), in_group=True)
+            m.start(thread, execute, (cta,), reads)
         return ()
 
     target, source, size = ins.operands[:3]

@@ -7,11 +7,12 @@ thread can run.
 
 Found and raised, each with instruction, thread and address: accesses out of bounds, misaligned, or of shared memory of
 a CTA that ended; addresses, and values stored to global memory, that depend on shared or local memory that nobody
-wrote; two accesses to a byte of shared memory that no barrier orders (see ``races``); misuse of barriers; threads that
-wait for ever.
+wrote; two accesses to a byte of shared memory that no barrier orders, and bulk copies from shared memory to global
+memory of what was stored without ``fence.proxy.async`` (see ``races``); threads that end before their bulk copies have
+read; misuse of barriers; threads that wait for ever.
 
-Not modelled: memory ordering beyond that (fences and proxies do nothing), caches, timing, and
-``griddepcontrol``, which does nothing. ``mbarrier.try_wait`` blocks until it can succeed.
+Not modelled: memory ordering beyond that (other fences do nothing, nor are there proxies elsewhere), caches, timing,
+and ``griddepcontrol``, which does nothing. ``mbarrier.try_wait`` blocks until it can succeed.
 """
 
 from __future__ import annotations
@@ -110,6 +111,14 @@ class Mbarrier:
 
 
 @dataclass
+class Group:
+    """A bulk group of a thread: how many copies are under way, and the records (see ``races``) of what all read."""
+
+    under_way: int = 0
+    reads: list[slice] = field(default_factory=list)
+
+
+@dataclass
 class Copy:
     """An asynchronous operation under way."""
 
@@ -117,7 +126,7 @@ class Copy:
     thread: int
     execute: Callable[[], None]
     ctas: tuple[int, ...]
-    group: list[int] | None = None
+    group: Group | None = None
 
 
 class Machine:
@@ -160,9 +169,9 @@ class Machine:
         self.cluster_phase = np.zeros(self.threads, np.int32)
         self.cluster_phases = np.zeros(self.clusters, np.int32)
         self.copies: list[Copy] = []
-        # Bulk groups of a thread: how many copies of each are under way.
-        self.open_groups: dict[int, list[int]] = {}
-        self.groups: dict[int, list[list[int]]] = {}
+        # Bulk groups of a thread that it has not waited for.
+        self.open_groups: dict[int, Group] = {}
+        self.groups: dict[int, list[Group]] = {}
         self.step: Step | None = None
         # Registers that hold what comes from memory that nobody wrote, and in which threads.
         self.undefined: dict[int, Array] = {}
@@ -423,6 +432,9 @@ class Machine:
                 values[target.slot] = np.ones(count, bool)
 
     def _end(self, threads: Array) -> None:
+        for thread in {*self.groups, *self.open_groups}.intersection(threads.tolist()):
+            if any(group.reads for group in (*self.groups.get(thread, ()), self.open_groups.get(thread, Group()))):
+                raise self.error(EmulationError, thread, "ended before it waited for its bulk copies")
         self.state[threads] = ENDED
         # Threads that ended no longer count in the barrier of their cluster.
         for cluster in np.unique(self.cluster[threads]):
@@ -753,12 +765,15 @@ class Machine:
 
     # Asynchronous operations
 
-    def start(self, thread: int, execute: Callable[[], None], ctas: tuple[int, ...], in_group: bool = False) -> None:
-        """Execute a copy later. ``ctas``: whose shared memory it uses; ``in_group``: it joins the open bulk group."""
+    def start(
+        self, thread: int, execute: Callable[[], None], ctas: tuple[int, ...], reads: slice | None = None
+    ) -> None:
+        """Execute a copy later. ``ctas``: whose shared memory it uses; ``reads``: records, of a bulk group's copy."""
         group = None
-        if in_group:
-            group = self.open_groups.setdefault(thread, [0])
-            group[0] += 1
+        if reads is not None:
+            group = self.open_groups.setdefault(thread, Group())
+            group.under_way += 1
+            group.reads.append(reads)
         self.copies.append(Copy(self.step, thread, execute, ctas, group))
 
     def _execute_copy(self) -> None:
@@ -773,21 +788,25 @@ class Machine:
         except Fault as fault:
             raise self.error(fault.kind, copy.thread, fault.message) from None
         if copy.group is not None:
-            copy.group[0] -= 1
+            copy.group.under_way -= 1
             if self.state[copy.thread] == WAITING and self.reason[copy.thread] == -3:
                 self.reason[copy.thread] = 0
                 self.retry(np.array([copy.thread]))
 
     def commit_group(self, threads: Array) -> None:
         for thread in threads.tolist():
-            self.groups.setdefault(thread, []).append(self.open_groups.pop(thread, [0]))
+            self.groups.setdefault(thread, []).append(self.open_groups.pop(thread, Group()))
 
     def wait_group(self, threads: Array, most: int) -> Array:
         """Wait until at most the ``most`` newest groups are incomplete."""
         done = np.ones(len(threads), bool)
         for i, thread in enumerate(threads.tolist()):
             groups = self.groups.get(thread, [])
-            done[i] = not any(under_way[0] for under_way in groups[: len(groups) - most])
+            waited = groups[: max(len(groups) - most, 0)]
+            done[i] = not any(group.under_way for group in waited)
+            if done[i] and waited:
+                self.races.copies_have_read(thread, [rows for group in waited for rows in group.reads])
+                del groups[: len(waited)]
         self.reason[threads[~done]] = -3
         self.wait(threads[~done])
         return done

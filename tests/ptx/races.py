@@ -5,6 +5,10 @@ byte remembers who wrote it last, and of each warp who read it last, with that t
 know of an earlier one that it conflicts with is a race, in whatever order the two came here. It knows of another
 thread's accesses through barriers (``arrive``, ``publish``, ``leave``) and warp synchronisation; of a copy, by waiting
 for its mbarrier. Only the last reader in each warp is known, so that some races are missed; none is reported in vain.
+
+A bulk copy to global memory reads shared memory for as long as its issuer has not waited for its group. What it reads
+and a thread wrote must have been fenced (``fence.proxy.async``): behind its clock of what it knows, each thread has a
+second one, of those accesses that a fence followed. Both clocks travel together.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     from ptx.machine import Machine
 
 Key = tuple
+READING = 0xFFFF
+"""When a copy reads that nobody has waited for: later than any clock."""
 
 
 @dataclass
@@ -41,17 +47,18 @@ class Races:
         columns = machine.cluster_ctas * machine.cta_threads
         self.agent = columns
         self.column = (machine.rank * machine.cta_threads + machine.tid).astype(np.int64)
-        self.clocks = np.zeros((machine.threads, columns + 1), np.uint16)
+        self.fenced = columns + 1
+        self.clocks = np.zeros((machine.threads, 2 * self.fenced), np.uint16)
         self.clocks[np.arange(machine.threads), self.column] = 1
         self.per_cta = machine.shared.stride // granule
         records = machine.ctas * self.per_cta
         self.writer = np.zeros(records, np.int64)
         self.written = np.zeros(records, np.uint16)
-        # Of each warp in the cluster.
+        # Of each warp in the cluster; behind them, of the bulk copy that last began to read.
         self.cluster_warps = machine.cluster_ctas * (machine.warps // machine.ctas)
         self.warp = machine.rank * (machine.warps // machine.ctas) + machine.tid // 32
-        self.reader = np.zeros((records, self.cluster_warps), np.int16)
-        self.was_read = np.zeros((records, self.cluster_warps), np.uint16)
+        self.reader = np.zeros((records, self.cluster_warps + 1), np.int16)
+        self.was_read = np.zeros((records, self.cluster_warps + 1), np.uint16)
         self.gathered: dict[Key, Array] = {}
         self.published: dict[Key, Array] = {}
         self.copies = 0
@@ -98,6 +105,12 @@ class Races:
                 group = threads[start : start + count]
                 self.clocks[group] = self.clocks[group].max(axis=0)
         self._tick(threads)
+
+    def fence(self, threads: Array) -> None:
+        """Copies may read all that ``threads`` know of."""
+        self.clocks[threads, self.fenced :] = self.clocks[threads, : self.fenced]
+        self._tick(threads)
+        self.dirty[self.machine.warp[threads]] = True
 
     def _tick(self, threads: Array) -> None:
         columns = self.column[threads]
@@ -154,7 +167,10 @@ class Races:
         bad = np.argwhere(was_read > clocks[rows[:, :, None], reader])
         if len(bad):
             i, j, k = bad[0]
-            raise self._race(i, offset[i] + j * self.granule, "write", self._name(threads[i], reader[i, j, k]), "read")
+            who = self._name(threads[i], reader[i, j, k])
+            if k == self.cluster_warps:
+                who = f"a bulk copy of {who}"
+            raise self._race(i, offset[i] + j * self.granule, "write", who, "read")
 
     def _name(self, thread: int, column: int) -> str:
         if column == self.agent:
@@ -184,13 +200,30 @@ class Races:
         self.written[records] = agent.clock
         self.was_read[records] = 0
 
-    def copy_reads(self, agent: Agent, cta: int, offset: int, size: int) -> None:
-        records = self._records(np.array([cta]), np.array([offset]), size)
-        writer, written = self.writer[records], self.written[records]
-        bad = np.argwhere(written > agent.knows[writer])
+    def copy_reads(self, agent: Agent, cta: int, offset: int, size: int) -> slice:
+        """A bulk copy starts to read: the records that it reads."""
+        (records,) = self._records(np.array([cta]), np.array([offset]), size)
+        rows = slice(records[0], records[-1] + 1)
+        writer, written = self.writer[rows], self.written[rows]
+        bad = np.flatnonzero(written > agent.knows[writer])
         if len(bad):
-            j = bad[0][1]
-            raise self._race(0, offset + j * self.granule, "copy", self._name(agent.thread, writer[0, j]), "wrote")
+            at = offset + bad[0] * self.granule
+            raise self._race(0, at, "copy", self._name(agent.thread, writer[bad[0]]), "wrote")
+        bad = np.flatnonzero((written > agent.knows[self.fenced + writer]) & (writer != self.agent))
+        if len(bad):
+            at, who = offset + bad[0] * self.granule, self._name(agent.thread, writer[bad[0]])
+            raise Fault(Race, 0, f"copy of shared memory offset {at:#x}: no fence.proxy.async since {who} wrote it")
+        self.reader[rows, -1] = self.column[agent.thread]
+        self.was_read[rows, -1] = READING
+        return rows
+
+    def copies_have_read(self, thread: int, reads: list[slice]) -> None:
+        """``thread`` has waited for its copies that read these records."""
+        column = self.column[thread]
+        for rows in reads:
+            own = self.reader[rows, -1] == column
+            self.was_read[rows, -1][own] = self.clocks[thread, column]
+        self.dirty[self.machine.warp[thread]] = True
 
     def copy_arrives(self, agent: Agent, key: Key) -> None:
         """A copy counts on an mbarrier: who waits for that knows of the copy."""

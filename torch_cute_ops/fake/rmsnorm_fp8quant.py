@@ -13,9 +13,9 @@ def fp8_shapes(shape: Sequence[int], fmt: FP8Format, layout: ScaleLayout) -> tup
     """Shapes of the codes and of the scales of a tensor of ``shape`` (..., K)."""
     *lead, width = shape
     blocks = fmt.scales_per_row(width)
-    if fmt is FP8_TENSOR:
+    if fmt == FP8_TENSOR:
         scale: tuple[int, ...] = (1,)
-    elif layout is COLUMN:
+    elif layout == COLUMN:
         scale = (blocks, row_count(lead))
     else:
         scale = (*lead, blocks)

@@ -102,4 +102,4 @@ def decode_ue8m0(byte: torch.Tensor) -> torch.Tensor:
 
 def decode_scale(scale: torch.Tensor, fmt: FP4Format) -> torch.Tensor:
     """The fp32 values of block scales stored in ``fmt``'s scale dtype."""
-    return decode_ue8m0(scale) if fmt is MXFP4 else scale.float()
+    return decode_ue8m0(scale) if fmt == MXFP4 else scale.float()

@@ -48,7 +48,7 @@ def resolve_fp8_format(granularity: str, scale_layout: str) -> tuple[FP8Format, 
     if layout is None:
         names = ", ".join(map(repr, FP8_SCALE_LAYOUTS))
         raise ValueError(f"scale_layout={scale_layout!r} is unknown; use one of {names}")
-    if layout is COLUMN and not fmt.block_size:
+    if layout == COLUMN and not fmt.block_size:
         raise ValueError(
             f"scale_layout='column' with granularity={granularity!r}: only block128 has scales to lay out; use 'row'"
         )

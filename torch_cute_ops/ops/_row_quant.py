@@ -265,7 +265,7 @@ class RowQuant:
             width = launcher.scale_width
             if width:
                 scale = new((scale_rows, width), (width, 1), launcher.scale_dtype)
-            elif launcher.layout is COLUMN:
+            elif launcher.layout == COLUMN:
                 scale = new((launcher.width // FP8_BLOCK128.block_size, rows), (rows, 1), torch.float32)
             else:
                 scale = new((1,), (1,), torch.float32)
@@ -335,7 +335,7 @@ class RowQuant:
             _checks.check_overlap(self.op, "residual", residual, "input", input)
             mark_written((residual,))
         if input.numel() == 0:
-            if factor is not None and launcher.fmt is FP8_TENSOR:
+            if factor is not None and launcher.fmt == FP8_TENSOR:
                 out[1].copy_(factor.reshape(1))
             return out
         try:
@@ -454,7 +454,7 @@ class RowQuant:
         else:
             y_width, scale_width = problem.width, fmt.scales_per_row(problem.width)
             y_dtype, scale_dtype = torch.float8_e4m3fn, torch.float32
-            if fmt is FP8_TENSOR or layout is COLUMN:
+            if fmt == FP8_TENSOR or layout == COLUMN:
                 scale_width = 0
         return Launcher(
             function=function,

@@ -36,7 +36,7 @@ def _block_scale(
     amax: torch.Tensor, fmt: FP4Format, global_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The stored scale of blocks with this amax, and the fp32 factor that brings their values into e2m1's range."""
-    if fmt is MXFP4:
+    if fmt == MXFP4:
         # 2^ceil(log2(amax / 6)) from the bits: 6 = 1.5 · 2^2, so the exponent is amax's less 2, one more where the
         # significand exceeds 1.5; subnormals fall on the smallest scale.
         byte = (((amax.view(torch.int32) + 0x3FFFFF) >> 23) - 2).clamp(min=0).to(torch.uint8)

@@ -22,7 +22,7 @@ def quantize_fp8_rows(
     live = amax.isfinite() & (block_scale != 0)
     y = encode_e4m3(torch.where(live.unsqueeze(-1), blocks / block_scale.unsqueeze(-1), 0.0)).flatten(-2)
     stored = torch.where(amax.isfinite(), block_scale, torch.nan)
-    if layout is COLUMN:
+    if layout == COLUMN:
         stored = stored.reshape(-1, stored.shape[-1]).t()
     return _packed(y), _packed(stored)
 

@@ -48,7 +48,7 @@ def assert_fp4_close(
     got_code, want_code = (unpack_e2m1(t).reshape(rows, blocks, fmt.block_size).to(torch.int16) for t in (y, want_y))
     steps = ((got_code & 7) - (want_code & 7)).abs()
     moved = (off > 0).unsqueeze(-1)
-    allowed_steps = torch.where(moved, 2 if fmt is MXFP4 else 1, 1)
+    allowed_steps = torch.where(moved, 2 if fmt == MXFP4 else 1, 1)
     _report("elements that differ in sign", (got_code ^ want_code) >= 8, steps)
     _report("elements that differ by more than one step", steps > allowed_steps, steps)
     _limit("elements", got_code, want_code, at_least=fmt.block_size if bool(moved.any()) else 0)

@@ -55,5 +55,16 @@ def pack(values: list, dtype) -> list:
     """Words that hold fp32 ``values`` rounded to nearest even to the DSL type ``dtype``."""
     if dtype is cutlass.Float32:
         return [ptx.bits_of(value) for value in values]
-    name = "bf16" if dtype is cutlass.BFloat16 else "f16"
+    name = _ptx_name(dtype)
     return [ptx.pack_16x2(low, high, name) for low, high in zip(values[0::2], values[1::2], strict=True)]
+
+
+def add(a: list, b: list, dtype) -> list:
+    """Words that hold the sums of packed elements, rounded to nearest even to the DSL type ``dtype``."""
+    if dtype is cutlass.Float32:
+        return [ptx.bits_of(ptx.float_of(x) + ptx.float_of(y)) for x, y in zip(a, b, strict=True)]
+    return [ptx.add_16x2(x, y, _ptx_name(dtype)) for x, y in zip(a, b, strict=True)]
+
+
+def _ptx_name(dtype) -> str:
+    return "bf16" if dtype is cutlass.BFloat16 else "f16"

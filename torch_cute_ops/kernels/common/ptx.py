@@ -122,6 +122,14 @@ def min_abs_f16x2(a, limit: int, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
+def add_16x2(a, b, dtype: str, *, loc=None, ip=None) -> Uint32:
+    """The sums of two pairs of ``dtype`` ("bf16" or "f16"), rounded to nearest even: as those of fp32 sums are, which
+    have more than twice the bits, and two."""
+    operands = [_u32(a, loc, ip), _u32(b, loc, ip)]
+    return Uint32(_asm(T.i32(), operands, f"add.rn.{dtype}x2 $0, $1, $2;", "=r,r,r", loc, ip))
+
+
+@dsl_user_op
 def pack_16x2(low, high, dtype: str, *, loc=None, ip=None) -> Uint32:
     """Two fp32 values rounded to nearest even to ``dtype`` ("bf16" or "f16"), packed."""
     operands = [_f32(high, loc, ip), _f32(low, loc, ip)]

@@ -64,7 +64,7 @@ class FP4DequantKernel:
 
     def _scale(self, byte: Uint32) -> Float32:
         """The fp32 value of a scale byte."""
-        if self.config.fmt is NVFP4:
+        if self.config.fmt == NVFP4:
             return ptx.float_of_e4m3(byte)
         # The byte is fp32's exponent field, but for 2^-127, which is subnormal, and NaN.
         bits = ptx.select(byte == Uint32(0), Uint32(0x00400000), byte << 23)

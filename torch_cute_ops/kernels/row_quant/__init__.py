@@ -16,14 +16,18 @@ grid's stride.
 1. One thread of a group starts a bulk copy of a coming row (or of both rows that make one) into one of ``stages``
    buffers of shared memory; the copies run ahead of the arithmetic. The weight is copied once a CTA, and lives in
    registers.
-2. A thread reads its blocks (thread t has blocks t, t + threads_per_row, …), sums or gates, stores the residual,
-   multiplies by the weight, takes each block's amax, and sums the squares; a warp reduction, shared memory and one
-   barrier give the row's sum, and the row's amax where a scale is of the row. In a cluster every warp sends its partial
-   results to all CTAs (``st.async`` on an mbarrier). The barrier also frees the row's buffer.
+2. A thread reads its blocks (thread t has blocks t, t + threads_per_row, …), sums or gates, multiplies by the weight,
+   takes each block's amax, and sums the squares; a warp reduction, shared memory and one barrier give the row's sum,
+   and the row's amax where a scale is of the row. In a cluster every warp sends its partial results to all CTAs
+   (``st.async`` on an mbarrier). The barrier also frees the row's buffer. Sums with the residual take the residual's
+   place in the buffer, and one thread stores them from there in bulk, once the barrier says that they are complete
+   (4 % faster than from registers at width 16,384 on an H200, where a thread's stores fill half of every 32 bytes);
+   the buffer is free when that has been read.
 3. ``norm = (v · w) · rstd``: the row factor is applied to the block's amax and to its encode factor, once a block
    instead of once an element. (Scales of MXFP4 and of FP8 blocks, and rows of extreme magnitude, want
    ``(v · rstd) · w``, by a second pass over the row in shared memory and a second barrier.) Block scale, and 8 or 16
-   bytes of codes per thread and block, go to global memory.
+   bytes of codes per thread and block, go to global memory; the norm, if it is an output, by way of shared memory and
+   in bulk one row later, where there is room for that (``bulk_norm``).
 4. Scales. A row of the 128x4 layout has 4 bytes in every 512: stored row by row, that is one L2 request for each 4
    bytes, and costs 6 % at large sizes (H200). So a group takes the four rows that share 16 bytes (a *quad*) one after
    the other, gathers their scales in shared memory, and writes 16 bytes at a time, one row later. The rows that do not

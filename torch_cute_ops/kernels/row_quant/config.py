@@ -18,8 +18,10 @@ FP8_UNIT = 16
 """Elements of FP8 that a thread takes at once: their codes fill a vector store. Rows are multiples of it."""
 MAX_CLUSTER = 8
 MAX_REGISTERS = 255
-MAX_ROW_BYTES = 128 * 1024
-"""Row buffers of a CTA that reads two rows for one, if it has more than one group."""
+ENOUGH_BYTES = 48 * 1024
+"""Row buffers with which a CTA that adds has groups enough."""
+ENOUGH_THREADS = 256
+"""Threads with which a CTA that gates has groups enough."""
 REGISTERS_PER_LANE = 512
 """Registers of one lane in a quarter of an SM, shared out to the quarter's warps in steps of 8."""
 
@@ -71,13 +73,24 @@ class Problem:
         return self.fmt.block_size if isinstance(self.fmt, FP4Format) else FP8_UNIT
 
     @property
+    def blocks(self) -> int:
+        """Units of a row."""
+        return self.width // self.unit
+
+    def slices(self, splits: int) -> tuple[int, int]:
+        """Units of a slice, and of the last one, of a row that is cut into ``splits``."""
+        # Not less than a tile of scales, nor than what shares an FP8 scale.
+        most = ceil_div(ceil_div(self.blocks, splits), 8) * 8 if splits > 1 else self.blocks
+        return most, self.blocks - (splits - 1) * most
+
+    @property
     def normalises(self) -> bool:
         return self.weight_dtype is not None
 
     @property
     def reduces_amax(self) -> bool:
         """Whether a scale is of a whole row."""
-        return self.fmt is FP8_TOKEN
+        return self.fmt == FP8_TOKEN
 
     @property
     def reductions(self) -> int:
@@ -96,6 +109,7 @@ class Config:
         threads_per_row: threads of one CTA that share a row: a power of two below a warp, or whole warps.
         groups: groups of a CTA.
         stages: row buffers of a group.
+        bulk_norm: whether normalised rows go to memory by bulk copies from shared memory, not from registers.
         pdl: whether launches are programmatic dependent launches.
     """
 
@@ -105,18 +119,18 @@ class Config:
     threads_per_row: int
     groups: int
     stages: int
+    bulk_norm: bool
     pdl: bool
 
     @property
     def blocks(self) -> int:
         """Blocks of a row."""
-        return self.problem.width // self.problem.unit
+        return self.problem.blocks
 
     @property
     def slice_blocks(self) -> int:
         """Blocks of a slice; the last slice may have fewer."""
-        # Not less than a tile of scales, nor than what shares an FP8 scale.
-        return ceil_div(ceil_div(self.blocks, self.splits), 8) * 8 if self.splits > 1 else self.blocks
+        return self.problem.slices(self.splits)[0]
 
     @property
     def slice_width(self) -> int:
@@ -187,6 +201,23 @@ class Config:
         return self.groups * self.stages * self.group_rows * p.inputs * self.slice_width * p.dtype.itemsize
 
     @property
+    def norm_bytes(self) -> int:
+        """Buffers for normalised rows of a CTA: two for each row that it works on."""
+        p = self.problem
+        return 2 * self.groups * self.group_rows * self.slice_width * p.dtype.itemsize if self.bulk_norm else 0
+
+    @property
+    def has_enough_groups(self) -> bool:
+        """Whether another group would bring nothing, though there be room.
+
+        A CTA that adds reads and writes much for its arithmetic: one that keeps more rows under way only gets in the
+        way of the others in the memory system (0.94 of the copy with one group, 0.90 with two, 8192 wide on an H200).
+        """
+        if self.problem.source == "add":
+            return self.row_bytes >= ENOUGH_BYTES
+        return self.problem.source == "silu_mul" and self.threads >= ENOUGH_THREADS
+
+    @property
     def quad_bytes(self) -> int:
         """Scales of one quad."""
         return QUAD * self.problem.layout.padded_blocks(self.slice_blocks)
@@ -197,6 +228,7 @@ class Config:
         p = self.problem
         sizes = (
             self.row_bytes,
+            self.norm_bytes,
             self.slice_width * p.weight_dtype.itemsize if p.weight_dtype is not None else 0,
             2 * self.groups * self.quad_bytes if self.quads else 0,
             self.groups * self.group_sums * 4,
@@ -218,17 +250,21 @@ class Config:
         """
         if not self.problem.normalises:
             return self
-        return replace(self, problem=replace(self.problem, source="add", also_linear=False), groups=1, stages=1)
+        return replace(
+            self, problem=replace(self.problem, source="add", also_linear=False), groups=1, stages=1, bulk_norm=False
+        )
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
         if self.splits > MAX_CLUSTER and self.is_cluster:
             return f"rows of {self.problem.width} elements need {self.splits} CTAs; a cluster has at most {MAX_CLUSTER}"
+        if self.problem.slices(self.splits)[1] < self.threads_per_row:
+            return "a thread without a block has none to read in place of one"
         if self.is_cluster and self.group_rows > 1:
             return "rows that share a warp are not split: each warp has one place for its partial results"
         # Products and weight live in registers; some more serve addresses and intermediate values, most where the row
         # factor is applied to each element (ptxas, no spills; tests/test_compile_kernels.py).
-        others = 40 if self.problem.fmt is NVFP4 else 56
+        others = 40 if self.problem.fmt == NVFP4 else 56
         wanted = 2 * self.thread_blocks * self.problem.unit + others
         warps = ceil_div(self.threads, 4 * WARP)
         registers = min(MAX_REGISTERS, REGISTERS_PER_LANE // warps // 8 * 8) if warps <= 16 else 0
@@ -247,6 +283,7 @@ class SmemOffsets(NamedTuple):
 
     Attributes:
         rows: row buffers, of every group and stage.
+        norms: normalised rows on their way to memory, two of each row of every group.
         weight: the norm's weight.
         scales: scales of quads, two for each group.
         sums: ``group_sums`` of each group.
@@ -255,6 +292,7 @@ class SmemOffsets(NamedTuple):
     """
 
     rows: int
+    norms: int
     weight: int
     scales: int
     sums: int
@@ -272,7 +310,7 @@ def plan(problem: Problem, arch: Arch, pdl: bool = True) -> Config:
 
     The choices are what was fastest at 2^26 elements on an H200 (bfloat16, NVFP4, 128x4; widths 1,536 to 32,768).
     There, few threads with many blocks each beat many threads with few, because a thread's blocks are independent
-    instructions; and 60 to 100 KB on their way to an SM beat more, which only queue up in the memory system.
+    instructions; and 50 to 100 KB on their way to an SM beat more, which only queue up in the memory system.
 
     Raises:
         ValueError: if there is none, saying why.
@@ -283,19 +321,28 @@ def plan(problem: Problem, arch: Arch, pdl: bool = True) -> Config:
         slice_width = ceil_div(problem.width, splits)
         elements = 64 if slice_width > 4096 else 48
         threads = 2 ** math.ceil(math.log2(max(1.0, slice_width / elements)))
-        threads = min(threads, slice_width // problem.unit)
-        threads = 2 ** math.floor(math.log2(threads))
-        if problem.fmt is FP8_BLOCK128:
+        _, last = problem.slices(splits)
+        if last < 1:
+            break
+        threads = 2 ** math.floor(math.log2(min(threads, last)))
+        if problem.fmt == FP8_BLOCK128:
             threads = max(threads, FP8_BLOCK128.block_size // problem.unit)
         per_thread = ceil_div(slice_width, threads)
         resident = 512 if per_thread <= 32 else 384
-        for stages in (2, 1):
-            for groups in range(max(1, resident // max(WARP, threads)), 0, -1):
-                config = Config(problem, arch.has_e2m1_cvt, splits, threads, groups, stages, pdl)
-                rejected = config.reason_unsupported(arch)
-                if rejected is None and splits < MAX_CLUSTER:
-                    rejected = config.as_least_sum.reason_unsupported(arch)
-                if rejected is None and (problem.inputs == 1 or groups == 1 or config.row_bytes <= MAX_ROW_BYTES):
-                    return config
+        for stages, bulk_norm in itertools.product((2, 1), (True, False) if problem.writes_norm else (False,)):
+            best = None
+            for groups in range(1, max(1, resident // max(WARP, threads)) + 1):
+                config = Config(problem, arch.has_e2m1_cvt, splits, threads, groups, stages, bulk_norm, pdl)
+                reason = config.reason_unsupported(arch)
+                if reason is None and splits < MAX_CLUSTER:
+                    reason = config.as_least_sum.reason_unsupported(arch)
+                if reason is None:
+                    best = config
+                    if config.has_enough_groups:
+                        break
+                elif groups == 1:
+                    rejected = reason
+            if best is not None:
+                return best
         splits *= 2
     raise ValueError(rejected)

@@ -1,5 +1,6 @@
 """The device code; the package's docstring tells the roles and the data path."""
 
+import functools
 from types import SimpleNamespace
 
 import cutlass
@@ -13,6 +14,7 @@ from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.activation import silu_mul
 from torch_cute_ops.kernels.common.convert import (
     DSL_DTYPES,
+    add,
     load_words,
     pack,
     store_byte,
@@ -37,12 +39,19 @@ def sum_of_squares(values: list) -> Float32:
     return (sums[0] + sums[1]) + (sums[2] + sums[3])
 
 
-def bulk_copy(source: cute.Pointer, target: cute.Pointer, elements: int, barrier: cute.Pointer, policy) -> None:
+def bulk_load(source: cute.Pointer, target: cute.Pointer, elements: int, barrier: cute.Pointer, policy) -> None:
     """Start one bulk copy from global to shared memory; ``barrier`` counts its bytes."""
     atom = cute.make_copy_atom(cute.nvgpu.cpasync.CopyBulkG2SOp(), source.dtype)
     layout = cute.make_layout(elements)
     tensors = (cute.make_tensor(source, layout), cute.make_tensor(target, layout))
     cute.copy(atom, *tensors, mbar_ptr=barrier, cache_policy=policy)
+
+
+def bulk_store(source: cute.Pointer, target: cute.Pointer, elements: int) -> None:
+    """Start one bulk copy from shared to global memory, of the thread's open bulk group."""
+    atom = cute.make_copy_atom(cute.nvgpu.cpasync.CopyBulkS2GOp(), source.dtype)
+    layout = cute.make_layout(elements)
+    cute.copy(atom, cute.make_tensor(source, layout), cute.make_tensor(target, layout))
 
 
 class RowQuantKernel:
@@ -77,9 +86,9 @@ class RowQuantKernel:
         else:
             y = matrix("Float8E4M3FN", rows, p.width)
             scales = p.fmt.scales_per_row(p.width)
-            if p.fmt is FP8_TENSOR:
+            if p.fmt == FP8_TENSOR:
                 scale = TensorArg("Float32", (1,), (1,), align=4)
-            elif p.layout is COLUMN:
+            elif p.layout == COLUMN:
                 scale = matrix("Float32", scales, rows, align=4)
             else:
                 scale = matrix("Float32", rows, scales, align=4)
@@ -185,7 +194,7 @@ class RowQuantKernel:
         g = None
         if const_expr(p.has_factor):
             g = factor[0]
-        if const_expr(p.fmt is FP8_TENSOR):
+        if const_expr(p.fmt == FP8_TENSOR):
             if (tid == 0) & (cta == 0):
                 scale[0] = g
         weights = []
@@ -228,14 +237,27 @@ class RowQuantKernel:
                 else:
                     self._normalize(blocks, rstd, stage, weights, t, s)
                     rstd = Float32(1.0)
-            self._issue(it + c.stages, stage, t, s)
+            if const_expr(self._stores_in_bulk):
+                self._store_in_bulk(it, stage, t, s)
+            if const_expr(p.source != "add"):
+                self._issue(it + c.stages, stage, t, s)
             self._write_quad(it - 1, t, s)
             self._store_row(blocks, rstd, amax, g, row, it, t, s)
             if const_expr(not p.layout.is_linear):
                 self._zero_padding_columns(row, it, t)
-        if const_expr(c.quads):
+            if const_expr(self._stores_in_bulk):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            if const_expr(p.source == "add"):
+                self._issue(it + c.stages, stage, t, s)
+        if const_expr(c.bulk_norm):
+            self._fence_bulk()
+        if const_expr(c.quads or c.bulk_norm):
             self._group_barrier(t)
+        if const_expr(c.quads):
             self._write_quad(t.its - 1, t, s)
+        if const_expr(c.bulk_norm):
+            self._store_norm_in_bulk(t.its - 1, t, s)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
         if const_expr(c.is_cluster):
             # No CTA may end while another can still write into its shared memory.
             cute.arch.cluster_arrive()
@@ -255,7 +277,12 @@ class RowQuantKernel:
         sums = cute.recast_ptr(base + at.sums, dtype=Float32)
         barriers = cute.recast_ptr(base + at.barriers, dtype=Int64)
         own = barriers + t.group * c.group_barriers
+        norms = None
+        if c.bulk_norm:
+            group_norms = cute.assume(t.group * (2 * c.group_rows * c.slice_width), divby=16)
+            norms = cute.recast_ptr(base + at.norms, dtype=self.dtype) + group_norms
         return SimpleNamespace(
+            norms=norms,
             buffers=buffers + cute.assume(t.group * group_elements, divby=16),
             weight=weight,
             all_scales=scales,
@@ -334,10 +361,17 @@ class RowQuantKernel:
         if t.in_group < c.group_rows:
             if (it < t.its) & (row < t.rows):
                 for i in range_constexpr(p.inputs):
-                    source = self._input_row(i, row, t) + cute.assume(t.first_block * p.unit, divby=16)
-                    self._copy_slice(
-                        source, self._buffer(i, stage, t.in_group, s), t, s.full + stage, Int64(EVICT_FIRST)
+                    load = functools.partial(
+                        bulk_load,
+                        source=self._slice_of(self._input_row(i, row, t), t),
+                        target=self._buffer(i, stage, t.in_group, s),
+                        barrier=s.full + stage,
+                        policy=Int64(EVICT_FIRST),
                     )
+                    self._copy_slice(load, t)
+
+    def _slice_of(self, row: cute.Pointer, t) -> cute.Pointer:
+        return row + cute.assume(t.first_block * self.config.problem.unit, divby=16)
 
     def _input_row(self, i: int, row, t) -> cute.Pointer:
         """The i-th of the rows in global memory that make a row of values."""
@@ -353,25 +387,26 @@ class RowQuantKernel:
         return s.buffers + cute.assume(slot * c.slice_width, divby=16)
 
     @cute.jit
-    def _copy_slice(self, source, target, t, barrier, policy):
-        """One thread copies its slice of a row to shared memory; the barrier counts the bytes."""
+    def _copy_slice(self, copy, t):
+        """Call ``copy`` with the elements of the CTA's slice."""
         c = self.config
         last_width = c.problem.width - (c.splits - 1) * c.slice_width
         if const_expr(last_width == c.slice_width):
-            bulk_copy(source, target, c.slice_width, barrier, policy)
+            copy(elements=c.slice_width)
         else:
             if t.rank < c.splits - 1:
-                bulk_copy(source, target, c.slice_width, barrier, policy)
+                copy(elements=c.slice_width)
             else:
-                bulk_copy(source, target, last_width, barrier, policy)
+                copy(elements=last_width)
 
     @cute.jit
     def _issue_weight(self, weight, t, s):
         unit = self.config.problem.unit
         bytes_ = t.my_blocks * (unit * self.weight_dtype.width // 8)
         cute.arch.mbarrier_arrive_and_expect_tx(s.weight_barrier, bytes_)
-        source = weight.iterator + cute.assume(t.first_block * unit, divby=16)
-        self._copy_slice(source, s.weight, t, s.weight_barrier, None)
+        source = self._slice_of(weight.iterator, t)
+        load = functools.partial(bulk_load, source=source, target=s.weight, barrier=s.weight_barrier, policy=None)
+        self._copy_slice(load, t)
 
     def _block_words(self, pointer: cute.Pointer, dtype, block) -> list:
         """The words of one block in shared memory."""
@@ -391,9 +426,9 @@ class RowQuantKernel:
         return c.threads_per_row * c.thread_blocks * c.splits != c.blocks
 
     def _safe_block(self, j: int, t):
-        """The thread's j-th block, or the row's last one in place of a block beyond it."""
+        """The thread's j-th block, or its first in place of a block beyond the row."""
         block = t.column + j * self.config.threads_per_row
-        return cutlass.min(block, t.my_blocks - 1) if self._ragged else block
+        return ptx.select(block < t.my_blocks, block, t.column) if self._ragged and j > 0 else block
 
     def _load_row(self, stage, weights, row, t, s) -> tuple[list, list]:
         """The thread's blocks of a row, as products v · w and their amax, and its share of what the row reduces."""
@@ -401,10 +436,14 @@ class RowQuantKernel:
         p = c.problem
         blocks = []
         squares = Float32(0.0)
+        values = [self._block_values(stage, j, t, s) for j in range(c.thread_blocks)]
+        if p.source == "add":
+            for j, (_, words) in enumerate(values):
+                self._fill_buffer(words, self._buffer(1, stage, t.row, s), j, t)
+        if self._stores_in_bulk:
+            self._fence_bulk()
         for j in range(c.thread_blocks):
-            v, words = self._block_values(stage, j, t, s)
-            if p.source == "add":
-                self._store_residual(words, row, j, t)
+            v, _ = values[j]
             products = v
             if p.normalises:
                 products = [ptx.mul_rn(a, b) for a, b in zip(v, weights[j], strict=True)]
@@ -447,9 +486,9 @@ class RowQuantKernel:
         """Whether sum of squares, and amax or given scale in FP8, are of usual size (for weights below 2^88)."""
         fmt = self.config.problem.fmt
         usual = (total >= Float32(2.0**-80)) & (total <= Float32(2.0**80))
-        if fmt is FP8_TOKEN:
+        if fmt == FP8_TOKEN:
             usual = usual & (amax >= Float32(2.0**-80)) & (amax < Float32(float("inf")))
-        if fmt is FP8_TENSOR:
+        if fmt == FP8_TENSOR:
             usual = usual & (ptx.max_abs_nan(Float32(0.0), scale) >= Float32(2.0**-80))
         return usual
 
@@ -457,25 +496,28 @@ class RowQuantKernel:
     def _normalize(self, blocks, rstd, stage, weights, t, s):
         """Products ``(v · rstd) · w`` in place of ``v · w``, from the row in shared memory."""
         for j in range_constexpr(self.config.thread_blocks):
-            v, _ = self._block_values(stage, j, t, s)
+            v, _ = self._block_values(stage, j, t, s, again=True)
             scaled = [ptx.mul_rn(ptx.mul_rn(a, rstd), b) for a, b in zip(v, weights[j], strict=True)]
             self._fill(*blocks[j], scaled)
         if const_expr(self.config.group_rows == 1):
             # The buffer is filled again next, and others may still be reading it here.
             self._group_barrier(t)
 
-    def _block_values(self, stage, j: int, t, s) -> tuple[list, list]:
+    def _block_values(self, stage, j: int, t, s, again: bool = False) -> tuple[list, list]:
         """The values of the thread's j-th block in fp32, and the words that hold them in the input dtype, if any do."""
         p = self.config.problem
         block = self._safe_block(j, t)
+        if again and p.source == "add":
+            words = self._block_words(self._buffer(1, stage, t.row, s), self.dtype, block)
+            return unpack(words, self.dtype), words
         words = [self._block_words(self._buffer(i, stage, t.row, s), self.dtype, block) for i in range(p.inputs)]
         if p.source == "rows":
             return unpack(words[0], self.dtype), words[0]
+        if p.source == "add":
+            total = add(*words, self.dtype)
+            return unpack(total, self.dtype), total
         a, b = (unpack(w, self.dtype) for w in words)
-        if p.source == "silu_mul":
-            return [silu_mul(x, y) for x, y in zip(a, b, strict=True)], []
-        total = pack([x + y for x, y in zip(a, b, strict=True)], self.dtype)
-        return unpack(total, self.dtype), total
+        return [silu_mul(x, y) for x, y in zip(a, b, strict=True)], []
 
     @cute.jit
     def _reduce_row(self, values: list, slots: cute.Pointer, barrier: cute.Pointer, parity, t):
@@ -526,16 +568,56 @@ class RowQuantKernel:
     # Writing
 
     @cute.jit
-    def _store_residual(self, words: list, row, j: int, t):
-        """The thread's j-th block of the sum in place of the residual's."""
+    def _fill_buffer(self, words: list, buffer: cute.Pointer, j: int, t):
+        """The thread's j-th block into a row of shared memory, from which it will be stored in bulk."""
         c = self.config
         block = t.column + j * c.threads_per_row
-        target = self._block_of(self._input_row(1, row, t), len(words), t.first_block + block)
-        if const_expr(c.group_rows == 1 and not self._ragged):
-            store_words(words, target)
-        else:
-            if (row < t.rows) & (block < t.my_blocks):
+        layout = cute.make_layout((len(words), c.slice_blocks), stride=(1, len(words)))
+        target = cute.make_tensor(cute.recast_ptr(buffer, dtype=Uint32), layout)[None, block]
+        if const_expr(self._ragged and j > 0):
+            if block < t.my_blocks:
                 store_words(words, target)
+        else:
+            store_words(words, target)
+
+    @property
+    def _stores_in_bulk(self) -> bool:
+        """Whether rows go from shared to global memory by bulk copies."""
+        return self.config.problem.source == "add" or self.config.bulk_norm
+
+    def _fence_bulk(self) -> None:
+        """What this thread wrote to shared memory is for bulk copies to read, after a barrier."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def _store_in_bulk(self, it, stage, t, s):
+        """Start storing the sums of this iteration and the norms of the last."""
+        c = self.config
+        if const_expr(c.problem.source == "add"):
+            row = self._row_of(it, t) + t.in_group
+            if (t.in_group < c.group_rows) & (row < t.rows):
+                self._store_slice(self._buffer(1, stage, t.in_group, s), self._input_row(1, row, t), t)
+        if const_expr(c.bulk_norm):
+            self._store_norm_in_bulk(it - 1, t, s)
+
+    @cute.jit
+    def _store_norm_in_bulk(self, it, t, s):
+        c = self.config
+        row = self._row_of(it, t) + t.in_group
+        if (it >= 0) & (t.in_group < c.group_rows) & (row < t.rows):
+            target = t.norm.iterator + cute.assume(Int64(row) * c.problem.width, divby=16)
+            self._store_slice(self._norm_buffer(it, t.in_group, s), target, t)
+
+    def _store_slice(self, source: cute.Pointer, row: cute.Pointer, t) -> None:
+        store = functools.partial(bulk_store, source=source, target=self._slice_of(row, t))
+        self._copy_slice(store, t)
+        cute.arch.cp_async_bulk_commit_group()
+
+    def _norm_buffer(self, it, row, s) -> cute.Pointer:
+        """The buffer of a normalised row of a group; there are two a row, for even and odd iterations."""
+        c = self.config
+        slot = it % 2 * c.group_rows + row
+        return s.norms + cute.assume(slot * c.slice_width, divby=16)
 
     @cute.jit
     def _store_row(self, blocks, rstd, amax, g, row, it, t, s):
@@ -554,10 +636,13 @@ class RowQuantKernel:
             if (row < t.rows) & (block < t.my_blocks):
                 self._store_codes(words, row, column, t)
             if const_expr(p.writes_norm):
-                if (row < t.rows) & (block < t.my_blocks):
-                    products = blocks[j][0]
-                    norm = [ptx.mul_rn(products[i], rstd) for i in range(p.unit)]
-                    self._store_norm(norm, row, column, t)
+                products = blocks[j][0]
+                norm = [ptx.mul_rn(products[i], rstd) for i in range(p.unit)]
+                if const_expr(c.bulk_norm):
+                    self._fill_buffer(pack(norm, self.dtype), self._norm_buffer(it, t.row, s), j, t)
+                else:
+                    if (row < t.rows) & (block < t.my_blocks):
+                        self._store_norm(norm, row, column, t)
             if const_expr(p.also_linear):
                 if (row < t.rows) & (block < t.my_blocks):
                     store_byte(self._linear_scale_at(row, column, t), scale)
@@ -567,14 +652,14 @@ class RowQuantKernel:
             if const_expr(isinstance(p.fmt, FP4Format)):
                 if (row < t.rows) & (block < t.my_blocks) & (it >= t.quad_its):
                     store_byte(self._scale_at(row, column, t), scale)
-            elif const_expr(p.fmt is FP8_TOKEN):
+            elif const_expr(p.fmt == FP8_TOKEN):
                 if const_expr(j == 0):
                     if (row < t.rows) & (column == 0):
                         t.scale[row, 0] = scale
-            elif const_expr(p.fmt is FP8_BLOCK128):
+            elif const_expr(p.fmt == FP8_BLOCK128):
                 units = FP8_BLOCK128.block_size // p.unit
                 if (row < t.rows) & (block < t.my_blocks) & (column % units == 0):
-                    if const_expr(p.layout is COLUMN):
+                    if const_expr(p.layout == COLUMN):
                         t.scale[column // units, row] = scale
                     else:
                         t.scale[row, column // units] = scale
@@ -584,7 +669,7 @@ class RowQuantKernel:
         c = self.config
         fmt = c.problem.fmt
         largest = amax[0] if rstd is None else ptx.mul_rn(amax[0], rstd)
-        if fmt is NVFP4:
+        if fmt == NVFP4:
             byte, encode_factor = nvfp4_scale(largest, g)
             live = is_live_nvfp4(byte)
         else:
@@ -600,9 +685,9 @@ class RowQuantKernel:
         """The words of codes of each block, and its fp32 scale."""
         p = self.config.problem
         scales = [g] * len(blocks)
-        if p.fmt is FP8_TOKEN:
+        if p.fmt == FP8_TOKEN:
             scales = [dynamic_scale(amax if rstd is None else ptx.mul_rn(amax, rstd))] * len(blocks)
-        elif p.fmt is FP8_BLOCK128:
+        elif p.fmt == FP8_BLOCK128:
             # Neighbouring threads have the units that share a scale.
             lanes = FP8_BLOCK128.block_size // p.unit
             scales = [
@@ -612,7 +697,7 @@ class RowQuantKernel:
         quantized = []
         divisor = None
         for j, ((products, _), scale) in enumerate(zip(blocks, scales, strict=True)):
-            if j == 0 or p.fmt is FP8_BLOCK128:
+            if j == 0 or p.fmt == FP8_BLOCK128:
                 divisor = scale_divisor(scale, rstd, is_dynamic=not p.fmt.is_static)
             words = [divide_e4m3x4([products[i + k] for k in range(4)], divisor) for i in range(0, p.unit, 4)]
             quantized.append((words, scale))

@@ -23,7 +23,7 @@ CHOICES = tuple(
     (fmt, layout)
     for fmt in FP8_FORMATS.values()
     for layout in FP8_SCALE_LAYOUTS
-    if layout == "row" or fmt is FP8_BLOCK128
+    if layout == "row" or fmt == FP8_BLOCK128
 )
 
 

@@ -74,7 +74,7 @@ def _shapes(device: torch.device) -> Iterator[Sample]:
     yield sample("format-named-ue8m0", MXFP4, "linear", 2, 32, scale_format="ue8m0")
     every_byte = torch.arange(256, dtype=torch.uint8, device=device)
     for fmt in FORMATS:
-        codes = every_byte[:, None].expand(256, 256) if fmt is NVFP4 else every_byte.repeat(256, 1)
+        codes = every_byte[:, None].expand(256, 256) if fmt == NVFP4 else every_byte.repeat(256, 1)
         scale = every_byte.repeat_interleave(512 // fmt.block_size).view(256, -1)
         kwargs = {**named(fmt, "linear"), "out_dtype": torch.float32}
         yield Sample(f"every-code-and-scale-{fmt.name}", (codes.t().contiguous(), scale.view(fmt.scale_dtype)), kwargs)
