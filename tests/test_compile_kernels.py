@@ -27,17 +27,25 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(scope="module")
-def compiled_cases(request):
-    """Futures of ``Resources`` for the selected cases, compiled in as many processes as there are processors."""
-    cases = [item.callspec.params["case"] for item in request.session.items if "compiled_cases" in item.fixturenames]
+def compiled(request):
+    """A function from a selected case to its ``Resources``.
+
+    The cases are compiled in as many processes as there are processors. A worker of pytest-xdist is such a process
+    already: it has a part of the tests, though it collects all, and compiles its own cases.
+    """
+    if hasattr(request.config, "workerinput"):
+        yield lambda case: kernel_grid.in_process(kernel_grid.resources_of, case)
+        return
+    cases = [item.callspec.params["case"] for item in request.session.items if "compiled" in item.fixturenames]
     workers = min(os.cpu_count() or 1, 16, len(cases))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield {case: pool.submit(kernel_grid.in_process, kernel_grid.resources_of, case) for case in cases}
+        futures = {case: pool.submit(kernel_grid.in_process, kernel_grid.resources_of, case) for case in cases}
+        yield lambda case: futures[case].result(timeout=600)
         pool.shutdown(cancel_futures=True)
 
 
-def test_compiles_without_spills(case: Case, compiled_cases):
-    resources = compiled_cases[case].result(timeout=600)
+def test_compiles_without_spills(case: Case, compiled):
+    resources = compiled(case)
     assert isinstance(resources, Resources), resources
     assert case.id in ALLOWED_SPILLS or (resources.spill_bytes == 0 and resources.stack_bytes == 0), resources
     arch, config = ARCHS[case.arch], kernel_of(case).config
