@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import inspect
 import itertools
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -18,7 +19,7 @@ import pytest
 import torch
 from expected import Tensors, raw
 
-from torch_cute_ops.formats import SCALE_LAYOUTS
+from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.ops._spec import OpSpec, as_tuple
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.testing import ErrorInput, Sample
@@ -100,7 +101,7 @@ def _case(op: OpSpec, entry: Sample | ErrorInput) -> Any:
     return pytest.param(op, entry.name, id=f"{op.name}-{entry.name}")
 
 
-PLAIN = ("nvfp4-128x4-bfloat16", "block128-column-bfloat16")
+PLAIN = ("nvfp4-128x4-bfloat16", "block128-column-bfloat16", "nvfp4-128x4-to-bfloat16")
 """Names of samples, of which each op has one, of bfloat16 rows and the layout that matrix products read."""
 
 
@@ -282,7 +283,10 @@ def all_choices_of(op: OpSpec) -> list[dict[str, Any]]:
     if "granularity" in names:
         pairs = (("token", "row"), ("tensor", "row"), ("block128", "row"), ("block128", "column"))
         return [{"granularity": granularity, "scale_layout": layout} for granularity, layout in pairs]
-    return [{"scale_layout": layout} for layout in SCALE_LAYOUTS] if "scale_layout" in names else [{}]
+    if "scale_layout" not in names:
+        return [{}]
+    # 8x4 is for activations, of which the one has no scales.
+    return [{"scale_layout": name} for name in SCALE_LAYOUTS if (op.name, name) != ("mm_fp4_weight_only", "8x4")]
 
 
 def choices_of(op: OpSpec) -> list[dict[str, Any]]:
@@ -297,6 +301,8 @@ def make_call(
     """Arguments by name of a call that quantises (or makes) a tensor of ``shape``: random data; NVFP4 128x4, or FP8 by
     rows, where the choices tell nothing else."""
     given = arguments(op, plain_sample(op, "meta"))
+    if "b" in given:
+        return make_product(op, *shape, device=device, **choices)
     layout = {name: choices[name] for name in ("granularity", "scale_layout") if name in choices}
     if "granularity" in given:
         layout = {"granularity": "token", "scale_layout": "row", **layout}
@@ -318,6 +324,16 @@ def make_call(
     elif given["granularity"] == "tensor":
         given["scale"] = torch.rand(1, device=device) + 0.01
     return given
+
+
+def make_product(op: OpSpec, *shape: int, device: str, scale_layout: str = "128x4") -> dict[str, Any]:
+    """Arguments by name of a product with ``a`` (M, K), of ``shape`` flattened, and 136 columns: random data, NVFP4."""
+    samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}").PRODUCT
+    *lead, width = shape
+    alpha = torch.rand(1, device=device)
+    # Scales of so many columns have no number of rows that M has in some test: PyTorch takes equal for the same.
+    sizes = (math.prod(lead), 136, width)
+    return arguments(op, samples.sample("", *sizes, NVFP4, scale_layout, torch.device(device), alpha=alpha))
 
 
 def input_width(op: OpSpec, width: int) -> int:

@@ -128,12 +128,14 @@ def covering_cases() -> tuple[Case, ...]:
     return tuple(chosen)
 
 
-def kernel_of(case: Case) -> Any:
+def kernel_of(case: Case | ProductCase) -> Any:
     """The kernel that ``plan`` chooses.
 
     Raises:
         ValueError: from ``plan``, if it supports none.
     """
+    if isinstance(case, ProductCase):
+        return case.kernel
     from torch_cute_ops.kernels import fp4_dequant, row_quant
     from torch_cute_ops.runtime.arch import ARCHS as FACTS
 
@@ -157,7 +159,59 @@ def kernel_of(case: Case) -> Any:
     return row_quant.RowQuantKernel(row_quant.plan(problem, FACTS[case.arch]))
 
 
-def in_process(work: Callable[[Case], Any], case: Case) -> Any:
+@dataclass(frozen=True)
+class ProductCase:
+    """A kernel of FP4 products and the architecture to compile it for."""
+
+    dtype: torch.dtype
+    format: FP4Format
+    layout: str
+    tokens: int
+    splits: int
+    out_dtype: torch.dtype
+    has_alpha: bool
+    arch: str
+
+    @property
+    def id(self) -> str:
+        names = [str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.out_dtype)]
+        alpha = "alpha" if self.has_alpha else "plain"
+        what = (*names, self.format.name, self.layout, f"{self.tokens}x{self.splits}", alpha, self.arch)
+        return "-".join(("product", *what))
+
+    @property
+    def kernel(self) -> Any:
+        """As the backend builds it; ``None`` if the architecture has no room for it."""
+        from torch_cute_ops.kernels import fp4_mma
+        from torch_cute_ops.runtime.arch import ARCHS as FACTS
+
+        config = fp4_mma.plan(
+            dtype=self.dtype,
+            fmt=self.format,
+            layout=SCALE_LAYOUTS[self.layout],
+            out_dtype=self.out_dtype,
+            has_alpha=self.has_alpha,
+            tokens=self.tokens,
+            splits=self.splits,
+            arch=FACTS[self.arch],
+            pdl=True,
+        )
+        return None if config is None else fp4_mma.FP4MmaKernel(config)
+
+
+def product_cases() -> list[ProductCase]:
+    """Every operand dtype with every layout, tile and architecture; the rest, which touches only the end, in turn."""
+    kinds = ((FP16, NVFP4), (BF16, NVFP4), (BF16, MXFP4))
+    rest = itertools.cycle(itertools.product((1, 2, 4, 8), (BF16, FP16, FP32), (True, False)))
+    cases = []
+    for kind, layout, tokens, arch in itertools.product(kinds, ("linear", "128x4"), (8, 16, 32, 64), ARCHS):
+        case = ProductCase(*kind, layout, tokens, *next(rest), arch)
+        if case.kernel is not None:
+            cases.append(case)
+    return cases
+
+
+def in_process(work: Callable[[Any], Any], case: Any) -> Any:
     """``work(case)``, or the text of its exception: exceptions of the DSL cannot all travel between processes."""
     try:
         return work(case)
@@ -165,7 +219,7 @@ def in_process(work: Callable[[Case], Any], case: Case) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def resources_of(case: Case) -> Any:
+def resources_of(case: Case | ProductCase) -> Any:
     """Compile the case's kernel: its ``Resources``."""
     from torch_cute_ops.runtime.arch import ARCHS as FACTS
     from torch_cute_ops.testing.resources import compile_for

@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from torch_cute_ops import mm_backends
 from torch_cute_ops.formats import FP4Format
+from torch_cute_ops.mm_backends import Target, _decode, cublas, mma_sync
 from torch_cute_ops.ops import _row_quant, fp4_dequantize
 from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize as dequantize
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
+from torch_cute_ops.reference.mm_fp4 import product
 from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
 from torch_cute_ops.reference.rmsnorm_fp8quant import quantize_fp8_rows
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
@@ -102,6 +105,10 @@ def compute(kernel: Any, *args: Any) -> None:
         value = dequantize(y, scale, g, config.fmt.block_size, None, config.layout.name, config.out_dtype)
         write(out, value)
         return
+    if type(kernel).__name__ == "FP4MmaKernel":
+        a, b, scale, alpha, out = args
+        write(out, product(a, None, b, scale, alpha, config.out_dtype, config.fmt, None, config.layout))
+        return
     x, residual, weight, factor, y, scale, linear, norm, eps, _ = args
     problem = config.problem
     if residual is not None:
@@ -136,11 +143,17 @@ def write(output: torch.Tensor, value: torch.Tensor) -> None:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """CUDA entries that take CPU tensors; what was launched is recorded."""
     recorded = Launches()
-    for module in (_row_quant, fp4_dequantize):
+    for module in (_row_quant, fp4_dequantize, mma_sync):
         monkeypatch.setattr(module, "compile_kernel", recorded.compile_kernel)
+    for module in (_row_quant, fp4_dequantize):
         monkeypatch.setattr(module, "arch_of_device", lambda index: ARCHS["sm_90a"])
         monkeypatch.setattr(module, "sm_count", lambda index: 132)
         monkeypatch.setattr(module, "forbid_in_capture", lambda *args: None)
+    monkeypatch.setattr(mm_backends, "target_of", lambda device: Target(torch.device("cuda"), ARCHS["sm_90a"], 132))
+    monkeypatch.setattr(_decode.dequantize, "fp4_dequantize", fp4_dequantize._run)
+    monkeypatch.setattr(mma_sync, "_functions", {})
+    monkeypatch.setattr(mma_sync, "forbid_in_capture", lambda *args: None)
+    monkeypatch.setattr(cublas, "_sums", lambda a, weight: (a.double() @ weight.double().t()).float())
     make = _row_quant.RowQuant._make_launcher
     on_cpu = lambda self, facts: replace(make(self, facts._replace(device=0)), device=torch.device("cpu"))  # noqa: E731
     monkeypatch.setattr(_row_quant.RowQuant, "_make_launcher", on_cpu)

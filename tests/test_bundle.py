@@ -57,7 +57,7 @@ def copy(made, tmp_path):
 
 
 IMPORTS = """
-from torch_cute_ops.registry import kernel_of
+from torch_cute_ops.registry import kernels_of
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.runtime.compiler import compile_kernel
 """
@@ -65,13 +65,13 @@ LOAD = (
     IMPORTS
     + """
 for op, facts in (("fp4_quantize", {"hidden": 96, "dtype": torch.bfloat16}), ("fp4_dequantize", {"hidden": 64})):
-    function = compile_kernel(kernel_of(op, "sm_90a", **facts), ARCHS["sm_90a"])
+    function = compile_kernel(*kernels_of(op, "sm_90a", **facts), ARCHS["sm_90a"])
     try:
         function(torch.zeros(3, 3))
     except TypeError as error:
         print(str(error)[:80])
 try:
-    compile_kernel(kernel_of("fp4_quantize", "sm_90a", hidden=128, dtype=torch.bfloat16), ARCHS["sm_90a"])
+    compile_kernel(*kernels_of("fp4_quantize", "sm_90a", hidden=128, dtype=torch.bfloat16), ARCHS["sm_90a"])
 except RuntimeError as error:
     print(error)
 """
@@ -89,7 +89,7 @@ def test_without_the_dsl(made):
 
 
 def test_without_dsl_and_bundle():
-    wanted = 'kernel_of("fp4_dequantize", "sm_90a", hidden=64)'
+    wanted = '*kernels_of("fp4_dequantize", "sm_90a", hidden=64)'
     done = python(f'{WITHOUT_DSL}{IMPORTS}compile_kernel({wanted}, ARCHS["sm_90a"])')
     assert "RuntimeError: a kernel is in no bundle, and cannot be compiled here" in done.stderr
 
@@ -115,8 +115,10 @@ def test_manifest(made):
     assert set(manifest["archs"]) == {"sm_90a", "sm_100a"}
     assert manifest["compiler"] == list(compiler.compiler_versions())
     wanted = {
-        registry.kernel_of("fp4_quantize", "sm_100a", hidden=hidden, dtype=torch.bfloat16).digest for hidden in (64, 96)
-    } | {registry.kernel_of("fp4_dequantize", "sm_100a", hidden=64).digest}
+        kernel.digest
+        for hidden in (64, 96)
+        for kernel in registry.kernels_of("fp4_quantize", "sm_100a", hidden=hidden, dtype=torch.bfloat16)
+    } | {kernel.digest for kernel in registry.kernels_of("fp4_dequantize", "sm_100a", hidden=64)}
     assert set(manifest["archs"]["sm_100a"]["kernels"]) == wanted
 
 
@@ -124,7 +126,7 @@ def test_a_bundle_comes_before_the_compiler(made, monkeypatch):
     monkeypatch.setattr(settings, "BUNDLE", made)
     monkeypatch.setattr(compiler, "_compiled", {})
     monkeypatch.setattr(compiler, "trace_and_compile", lambda *args: pytest.fail("compiled"))
-    torch_kernel = registry.kernel_of("fp4_quantize", "sm_90a", hidden=64, dtype=torch.bfloat16)
+    (torch_kernel,) = registry.kernels_of("fp4_quantize", "sm_90a", hidden=64, dtype=torch.bfloat16)
     assert compiler.compile_kernel(torch_kernel, ARCHS["sm_90a"]) is not None
 
 
@@ -166,7 +168,7 @@ def test_refused(name, copy, monkeypatch, capsys):
 
 
 def test_another_architecture(copy):
-    wanted = registry.kernel_of("fp4_quantize", "sm_120a", hidden=64, dtype=torch.bfloat16)
+    (wanted,) = registry.kernels_of("fp4_quantize", "sm_120a", hidden=64, dtype=torch.bfloat16)
     with pytest.raises(BundleError, match="has kernels for sm_90a, sm_100a; this device is sm_120a"):
         Bundle(copy).function(wanted, "sm_120a")
 
@@ -175,7 +177,7 @@ def test_another_architecture(copy):
 def test_a_damaged_library(copy, damage):
     library = copy / "sm_90a.so"
     library.write_bytes(library.read_bytes()[:-1]) if damage == "changed" else library.unlink()
-    wanted = registry.kernel_of("fp4_quantize", "sm_90a", hidden=64, dtype=torch.bfloat16)
+    (wanted,) = registry.kernels_of("fp4_quantize", "sm_90a", hidden=64, dtype=torch.bfloat16)
     with pytest.raises(BundleError, match=r"is damaged: .*sm_90a\.so"):
         Bundle(copy).function(wanted, "sm_90a")
 

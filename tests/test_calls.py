@@ -69,8 +69,8 @@ def test_errors_of_launches_name_the_call(op, launches: Launches, monkeypatch): 
 
         return call
 
-    for module in ("torch_cute_ops.ops._row_quant", "torch_cute_ops.ops.fp4_dequantize"):
-        monkeypatch.setattr(f"{module}.compile_kernel", compile_and_fail)
+    for module in ("ops._row_quant", "ops.fp4_dequantize", "mm_backends.mma_sync"):
+        monkeypatch.setattr(f"torch_cute_ops.{module}.compile_kernel", compile_and_fail)
     first = next(value for value in sample.args if isinstance(value, torch.Tensor))
     shape = re.escape(str(list(first.shape)))
     for _ in range(2):

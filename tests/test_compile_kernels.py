@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import kernel_grid
 import pytest
-from kernel_grid import Case, covering_cases, every_case, kernel_of
+from kernel_grid import Case, ProductCase, covering_cases, every_case, kernel_of, product_cases
 
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.resources import Resources, compile_for, parse
@@ -23,7 +23,7 @@ REGISTERS_PER_SM = 65_536
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         cases = every_case() if metafunc.config.getoption("every_kernel") else covering_cases()
-        metafunc.parametrize("case", [pytest.param(case, id=case.id) for case in cases])
+        metafunc.parametrize("case", [pytest.param(case, id=case.id) for case in (*cases, *product_cases())])
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def compiled(request):
         pool.shutdown(cancel_futures=True)
 
 
-def test_compiles_without_spills(case: Case, compiled):
+def test_compiles_without_spills(case: Case | ProductCase, compiled):
     resources = compiled(case)
     assert isinstance(resources, Resources), resources
     assert case.id in ALLOWED_SPILLS or (resources.spill_bytes == 0 and resources.stack_bytes == 0), resources
@@ -72,7 +72,7 @@ def test_allowed_spills_are_cases():
 
 
 def test_ids_are_unique():
-    ids = [case.id for case in every_case()]
+    ids = [case.id for case in (*every_case(), *product_cases())]
     assert len(ids) == len(set(ids))
 
 

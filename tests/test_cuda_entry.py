@@ -63,7 +63,8 @@ def test_result(op, name, launches):  # noqa: F811
     versions = [output._version for output in outputs]
     assert_same(run_entry(op, sample, outputs), want)
     assert all(output._version > version for output, version in zip(outputs, versions, strict=True))
-    assert len(launches.calls) == (3 if tensors_in(sample)[0].numel() else 0)
+    if op.backends is None:
+        assert len(launches.calls) == (3 if tensors_in(sample)[0].numel() else 0)
 
 
 @by_sample
@@ -88,7 +89,9 @@ def test_without_gradients(op, name, mode):
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["first-call", "later-call"])
-@pytest.mark.parametrize(("op", "name"), error_cases("cpu"))
+@pytest.mark.parametrize(
+    ("op", "name"), [case for case in error_cases("cpu") if not case.id.endswith("backend-on-cpu")]
+)
 def test_error(op, name, warm, launches):  # noqa: F811
     """The same errors as on the CPU, and no launch, whether or not a launcher for these facts is there."""
     error = get_error(op, name, "cpu")
@@ -170,7 +173,8 @@ def test_one_kernel_serves_every_number_of_rows(op, launches):  # noqa: F811
     for rows in (5, 4, 3, 2, 1, 0):
         enter(op, named(op, make_call(op, rows, 80, device="cpu")))
     assert len(launches.compiled) == 1
-    assert len(launches.calls) == 5
+    # Of two FP4 operands both are decoded.
+    assert len(launches.calls) == (10 if op.name == "mm_fp4" else 5)
 
 
 @pytest.mark.parametrize("op", op_cases())

@@ -8,21 +8,23 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from kernel_grid import BF16, FP8_TARGETS, FP16, FP32, WHATS, Case, kernel_of
+from kernel_grid import BF16, FP8_TARGETS, FP16, FP32, WHATS, Case, ProductCase, kernel_of
 from ptx import EmulationError, run_kernel
 
-from torch_cute_ops.formats import FP4Format
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR
 from torch_cute_ops.formats.scale_layout import from_linear
 from torch_cute_ops.kernels import row_quant
 from torch_cute_ops.reference.add_rmsnorm_fp4quant import add_rows
 from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
+from torch_cute_ops.reference.mm_fp4 import product
 from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
 from torch_cute_ops.reference.rmsnorm_fp8quant import quantize_fp8_rows
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing import assert_fp4_close, assert_fp8_close
+from torch_cute_ops.testing.samples._fp4_product import POWERS, random_matrix
 from torch_cute_ops.testing.samples._rows import special_rows
 
 CPU = torch.device("cpu")
@@ -319,6 +321,109 @@ def test_rows_of_a_warp_take_their_amax_again() -> None:
     given = inputs(config, one.rows)
     got = execute(config, one.arch, *given, one.max_ctas, one.seed)
     check(config.problem, got, expected(config.problem, *given))
+
+
+# Products of FP4 weights
+
+
+class Mma(NamedTuple):
+    """A kernel of FP4 products and a launch of it."""
+
+    case: ProductCase
+    m: int
+    n: int
+    k: int
+    seed: int | None
+
+    @property
+    def id(self) -> str:
+        return f"{self.case.id}-{self.m}x{self.n}x{self.k}"
+
+
+def mma(
+    dtype: Any, fmt: Any, layout: str, tokens: int, splits: int, out: Any, *sizes: int, seed: Any, arch: str = HOPPER
+):
+    alpha = bool(sizes[0] % 2)
+    one = Mma(ProductCase(dtype, fmt, layout, tokens, splits, out, alpha, arch), *sizes, seed)
+    return pytest.param(one, id=one.id)
+
+
+MMAS = [
+    # Whole tiles; rows, columns and k beyond which there is nothing; fewer chunks than CTAs.
+    mma(FP16, NVFP4, "128x4", 8, 1, FP32, 8, 128, 256, seed=0),
+    mma(BF16, NVFP4, "128x4", 8, 1, BF16, 5, 136, 544, seed=1),
+    mma(BF16, MXFP4, "128x4", 16, 1, FP16, 19, 72, 288, seed=2),
+    mma(FP16, NVFP4, "linear", 16, 2, BF16, 11, 200, 832, seed=0),
+    mma(BF16, NVFP4, "linear", 32, 2, FP32, 33, 64, 1600, seed=1),
+    mma(BF16, MXFP4, "linear", 8, 4, BF16, 3, 8, 384, seed=0),
+    mma(FP16, NVFP4, "128x4", 64, 2, FP32, 65, 24, 800, seed=None),
+    mma(BF16, NVFP4, "128x4", 16, 8, FP32, 16, 40, 2080, seed=3, arch=BLACKWELL),
+]
+
+
+def multiply(one: Mma, edit: Any = None, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel leaves in its output, and the reference's product."""
+    torch.manual_seed(one.k)
+    case, arch = one.case, ARCHS[one.case.arch]
+    a = torch.randint(-8, 9, (one.m, one.k)) if exact else torch.randn(one.m, one.k)
+    a = a.to(case.dtype)
+    scales = POWERS[case.format.scale_format] if exact else None
+    b, scale = random_matrix(one.n, one.k, case.format, case.layout, CPU, scales)
+    alpha = torch.tensor([1.25]) if case.has_alpha else None
+    out = poisoned(one.m, one.n, dtype=case.out_dtype)
+    run_kernel(case.kernel, arch, a, b, scale.view(torch.uint8), alpha, out, seed=one.seed, edit=edit)
+    layout = SCALE_LAYOUTS[case.layout]
+    return out, product(a, None, b, scale, alpha, case.out_dtype, case.format, None, layout)
+
+
+@pytest.mark.parametrize("one", MMAS)
+def test_product(one: Mma) -> None:
+    """Bit for bit where sums are exact; scales beside the matrix are NaN."""
+    got, want = multiply(one, exact=True)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("one", MMAS[:3])
+def test_product_of_any_numbers(one: Mma) -> None:
+    got, want = multiply(one)
+    torch.testing.assert_close(got.float(), want.float(), rtol=2 * torch.finfo(want.dtype).eps, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fmt"), [(FP16, NVFP4), (BF16, NVFP4), (BF16, MXFP4)], ids=["fp16-nvfp4", "bf16-nvfp4", "bf16-mxfp4"]
+)
+def test_product_decodes_every_scale(dtype: torch.dtype, fmt: FP4Format) -> None:
+    """Unit vectors give the weight's columns: every code under every scale, subnormal, negative and NaN ones too."""
+    k, n = 256, 256
+    blocks = k // fmt.block_size
+    codes = torch.arange(16, dtype=torch.uint8).repeat(n, k // 16)
+    b = codes[:, ::2] | codes[:, 1::2] << 4
+    scale = torch.arange(n, dtype=torch.uint8)[:, None].expand(n, blocks).contiguous()
+    out = poisoned(16, n, dtype=FP32)
+    case = ProductCase(dtype, fmt, "linear", 16, 1, FP32, False, HOPPER)
+    run_kernel(case.kernel, ARCHS[HOPPER], torch.eye(k)[:16].to(dtype), b, scale, None, out, seed=0)
+    want = fp4_dequantize(b, scale.view(fmt.scale_dtype), block_size=fmt.block_size, out_dtype=FP32)[:, :16].t()
+    # A NaN is in the whole sum, and so is infinity times zero, where 6 times the scale exceeds float32.
+    usable = ~want.isnan().any(0) & (scale[:, 0] < 253 if fmt == MXFP4 else True)
+    assert out[:, ~usable].isnan().all() and (~usable).sum() == (3 if fmt == MXFP4 else 2)
+    # A sum has no negative zero.
+    equal("products", out[:, usable], want[:, usable] + 0.0)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        pytest.param(lambda: changed(r"cp\.async\.wait_group"), id="chunk arrived"),
+        pytest.param(lambda: changed(r"bar\.sync\s+0", 0), id="chunk there for all"),
+        pytest.param(lambda: changed(r"bar\.sync\s+0", 1), id="stages free for sums"),
+        pytest.param(lambda: changed(r"barrier\.cluster\.wait", 0), id="parts complete"),
+    ],
+)
+def test_what_orders_a_product_is_needed(edit: Any) -> None:
+    """Without one of the waits the emulator finds a race. The last chunk lies where the sums will."""
+    one = Mma(ProductCase(FP16, NVFP4, "128x4", 8, 2, FP32, False, HOPPER), 8, 128, 3584, 0)
+    with pytest.raises(EmulationError):
+        multiply(one, edit())
 
 
 def changed(pattern: str, number: int = 0, to: str = "") -> Any:

@@ -74,7 +74,7 @@ def test_ops_on_a_cpu_need_no_dsl():
 
 
 def test_exports():
-    assert set(torch_cute_ops.__all__) == {*OPS, "__version__", "precompile", "warmup"}
+    assert set(torch_cute_ops.__all__) == {*OPS, "__version__", "backends", "precompile", "warmup"}
     assert all(hasattr(torch_cute_ops, name) for name in torch_cute_ops.__all__)
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.?(dev|a|b|rc)\d+)?", torch_cute_ops.__version__)
 
@@ -259,7 +259,7 @@ def test_precompile(op, name, monkeypatch):
     torch_cute_ops.precompile(op.name, "sm_100a", **facts_of(op, sample))
     ((kernel, target),) = compiled
     assert target.name == "sm_100a"
-    assert kernel.config == op.kernel(target, *sample.args, **sample.kwargs).config
+    assert kernel.config == op.kernels(target, *sample.args, **sample.kwargs)[0].config
 
 
 BAD_FACTS = {"hidden": 0, "scale_layout": "tiled", "block_size": 8, "granularity": "row"}

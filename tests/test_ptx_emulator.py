@@ -1,5 +1,6 @@
 """The PTX emulator, on small programs and single instructions."""
 
+import re
 import struct
 from fractions import Fraction
 from typing import Any
@@ -21,9 +22,12 @@ from ptx import (
     Race,
     Uninitialised,
     parse,
+    run_kernel,
 )
 from ptx.arithmetic import PURE, TYPES, Op
 from ptx_model import Ptx
+
+from torch_cute_ops.runtime.arch import ARCHS
 
 SEEDS = range(4)
 
@@ -134,6 +138,28 @@ def test_shuffle_modes(mode: str, b: int, want: list[int]) -> None:
     assert launch(entry(body, params=1), zeros(32))[0].tolist() == want
 
 
+@pytest.mark.parametrize("mode", ["up", "down", "idx", "bfly"])
+def test_shuffles_within_segments(mode: str) -> None:
+    """Of 8 lanes; who would read another segment's gets its own value, and false."""
+    clamp = (24 << 8) | (0 if mode == "up" else 7)
+    body = f"""
+    {AT} shfl.sync.{mode}.b32 %r1|%p0, %r0, 10, {clamp}, -1;
+    shfl.sync.{mode}.b32 %r2|%p1, %r0, 3, {clamp}, -1;
+    selp.u32 %r3, 100, 0, %p0; selp.u32 %r4, 1000, 0, %p1;
+    mad.lo.u32 %r2, %r2, 10000, %r1; add.u32 %r2, %r2, %r3; add.u32 %r2, %r2, %r4;
+    st.global.u32 [%rd9], %r2;
+    """
+    want = []
+    for lane in range(32):
+        word = 0
+        for by, digits, yes in ((10, 1, 100), (3, 10000, 1000)):
+            near = {"up": lane - by, "down": lane + by, "idx": lane // 8 * 8 + by % 8, "bfly": lane ^ by}[mode]
+            inside = near >= lane // 8 * 8 if mode == "up" else near <= lane // 8 * 8 + 7
+            word += (near if inside else lane) * digits + inside * yes
+        want.append(word)
+    assert launch(entry(body, params=1), zeros(32))[0].tolist() == want
+
+
 def test_vote_elect_and_reduce() -> None:
     body = f"""
     {AT}
@@ -218,6 +244,47 @@ def test_generic_addresses_and_local_memory() -> None:
 def test_atomics() -> None:
     body = "atom.global.add.u32 %r1, [%rd0], 1; red.global.max.u32 [%rd0+4], %r0;"
     assert launch(entry(body, params=1), zeros(2), block=64, grid=2)[0].tolist() == [128, 63]
+
+
+def test_atomic_sums_of_floats() -> None:
+    body = f"{AT} cvt.rn.f32.u32 %r1, %r0; red.global.add.f32 [%rd0], %r1; atom.global.add.f32 %r2, [%rd0], 0f3F800000;"
+    assert launch(entry(body, params=1), zeros(1), block=64)[0].view(np.float32).tolist() == [sum(range(64)) + 64]
+    # Subnormals are zeros of their sign in global memory, but not in shared memory.
+    values = np.uint32([1, 0x80000002, 0x00800001, 0x00800000])
+    body = f"""
+    {AT} {SLOT} ld.global.b32 %r1, [%rd9]; mov.b32 %r2, {{NUMBER}};
+    st.shared.b32 [%r9], %r1; red.shared.add.f32 [%r9], %r2; ld.shared.b32 %r3, [%r9]; st.global.b32 [%rd9+16], %r3;
+    red.global.add.f32 [%rd9], %r2;
+    """
+    buffer = np.concatenate([values, values])
+    (out,) = launch(entry(body.replace("{NUMBER}", "0x80800000"), 128, 1), buffer, block=4)
+    assert out.tolist() == [0x80800000, 0x80800000, 0, 0, 0x807FFFFF, 0x80800002, 1, 0]
+    (out,) = launch(entry(body.replace("{NUMBER}", "0x80000001"), 128, 1), buffer, block=4)
+    assert out.tolist() == [0, 0x80000000, 0x00800001, 0x00800000, 0, 0x80000003, 0x00800000, 0x007FFFFF]
+
+
+def test_forms_of_global_loads() -> None:
+    words = np.arange(64, dtype=np.uint32) * 3
+    for opcode in (
+        "ld.global.nc",
+        "ld.global.L1::no_allocate",
+        "ld.global.nc.L1::no_allocate.L2::128B",
+        "ld.global.nc.L1::evict_last.L2::256B",
+        "ld.relaxed.gpu.global.L1::no_allocate",
+        "ld.volatile.global",
+        "ld.global.cg",
+    ):
+        body = f"""
+        shl.b32 %r1, %r0, 5; cvt.u64.u32 %rd8, %r1; add.s64 %rd9, %rd0, %rd8;
+        {opcode}.v4.b32 {{%r2, %r3, %r4, %r5}}, [%rd9+16];
+        createpolicy.fractional.L2::evict_first.b64 %rd5, 1.0;
+        {opcode}.L2::cache_hint.v2.b32 {{%r6, %r7}}, [%rd9], %rd5;
+        add.u32 %r2, %r2, %r3; add.u32 %r2, %r2, %r4; add.u32 %r2, %r2, %r5; add.u32 %r2, %r2, %r6;
+        add.u32 %r2, %r2, %r7; st.global.u32 [%rd9], %r2;
+        """
+        (out,) = launch(entry(body, params=1), words, block=8)
+        rows = words.reshape(8, 8)
+        assert (out.reshape(8, 8)[:, 0] == rows[:, [0, 1, 4, 5, 6, 7]].sum(1)).all(), opcode
 
 
 # Barriers and races
@@ -479,6 +546,167 @@ def test_one_buffer_for_bulk_loads_and_stores(seed: int | None) -> None:
     assert (launch(entry(unchanged, 264), zeros(192), data, block=64, seed=seed)[0] == data).all()
 
 
+# cp.async
+
+
+def gathered(
+    copies: str = "cp.async.ca.shared.global [%r9], [%rd9], 4; cp.async.commit_group;",
+    between: str = "cp.async.wait_group 0; bar.sync 0;",
+    partner: int = 32,
+    after: str = "",
+) -> str:
+    """Every thread gets the word that thread ``tid ^ partner`` copied."""
+    body = f"""
+    {AT} {SLOT} setp.lt.u32 %p0, %r0, 32;
+    add.s64 %rd10, %rd1, %rd8;
+    {copies}
+    {between}
+    xor.b32 %r8, %r8, {4 * partner}; mov.u32 %r7, buf; add.u32 %r7, %r7, %r8;
+    ld.shared.u32 %r1, [%r7];
+    st.global.u32 [%rd10], %r1;
+    {after}
+    """
+    return entry(body, 512)
+
+
+WORDS = np.arange(64, dtype=np.uint32) * 7 + 1
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_cp_async(seed: int | None) -> None:
+    for program, partner in (
+        (gathered(), 32),
+        (gathered(between="cp.async.wait_all; bar.sync 0;"), 32),
+        (gathered("cp.async.ca.shared.global [%r9], [%rd9], 4;", "cp.async.wait_all; bar.sync 0;"), 32),
+        # Within a warp, and for a thread itself, less is enough.
+        (gathered(between="cp.async.wait_group 0; bar.warp.sync -1;", partner=1), 1),
+        (gathered(between="cp.async.wait_group 0;", partner=0), 0),
+        # An empty group is newer.
+        (gathered(between="cp.async.commit_group; cp.async.wait_group 1; bar.sync 0;"), 32),
+        (gathered(after="bar.sync 0; cp.async.ca.shared.global [%r9], [%rd9], 4; cp.async.wait_all;"), 32),
+    ):
+        out = launch(program, WORDS, zeros(64), block=64, seed=seed, strict=True)[1]
+        assert (out == WORDS[np.arange(64) ^ partner]).all()
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_cp_async_must_be_waited_for(seed: int | None) -> None:
+    wait, copy = "cp.async.wait_group 0;", "cp.async.ca.shared.global [%r9], [%rd9], 4;"
+    for program in (
+        gathered(between="bar.sync 0;"),
+        gathered(between="", partner=0),
+        gathered(between=wait),
+        gathered(between=wait, partner=1),
+        gathered(between=f"bar.sync 0; {wait}"),
+        gathered(between="cp.async.wait_group 1; bar.sync 0;"),
+        # Of a group that is not committed, or where some threads do not wait.
+        gathered(copy, f"{wait} bar.sync 0;"),
+        gathered(between=f"@%p0 {wait} bar.sync 0;"),
+    ):
+        with pytest.raises(Race, match=r"read of .* a cp\.async of thread \d+ of CTA 0 wrote"):
+            launch(program, WORDS, zeros(64), block=64, seed=seed)
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_cp_async_must_not_overwrite(seed: int | None) -> None:
+    """What others may still read; nor may anything be stored where it still writes."""
+    again = "cp.async.ca.shared.global [%r9], [%rd9], 4;"
+    with pytest.raises(Race, match=r"write of .* thread \d+ of CTA 0 read unordered; .*cp\.async\.ca"):
+        launch(gathered(after=f"{again} cp.async.wait_all;"), WORDS, zeros(64), block=64, seed=seed)
+    for first in (f"{again} st.shared.u32 [%r9], %r0;", f"{again} {again}"):
+        with pytest.raises(Race, match=r"write of .* a cp\.async of thread \d+ of CTA 0 wrote"):
+            launch(gathered(first), WORDS, zeros(64), block=64, seed=seed)
+    with pytest.raises(Race, match=r"which a cp\.async of thread"):
+        one = "mov.u32 %r9, buf; cp.async.ca.shared.global [%r9], [%rd9], 4;"
+        launch(gathered(one), WORDS, zeros(64), block=64, seed=seed)
+    with pytest.raises(EmulationError, match=r"ended before it waited for its cp\.async"):
+        launch(gathered(after=f"bar.sync 0; {again}"), WORDS, zeros(64), block=64, seed=seed)
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_groups_of_cp_async(seed: int | None) -> None:
+    """Of two groups, the older is there before the newer."""
+    two = """
+    cp.async.ca.shared.global [%r9], [%rd9], 4; cp.async.commit_group;
+    cp.async.ca.shared.global [%r9+256], [%rd9], 4; cp.async.commit_group;
+    """
+    wait = "cp.async.wait_group 1; bar.sync 0;"
+    newer = "add.u32 %r8, %r8, 256;"
+    assert (launch(gathered(two, wait, after="cp.async.wait_all;"), WORDS, zeros(64), block=64, seed=seed)[1]).all()
+    with pytest.raises(Race):
+        launch(gathered(two, wait + newer, after="cp.async.wait_all;"), WORDS, zeros(64), block=64, seed=seed)
+    wait = wait.replace("1", "0")
+    assert (launch(gathered(two, wait + newer), WORDS, zeros(64), block=64, seed=seed)[1]).all()
+    # A bulk copy reads what was fenced.
+    stored = f"""
+    {wait} {FENCE} bar.sync 0; setp.ne.u32 %p2, %r0, 0; @%p2 bra END; mov.u32 %r1, buf;
+    cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1+256], 256;
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
+END: ret;
+    """
+    assert (launch(gathered(two, stored), WORDS, zeros(64), block=64, seed=seed)[1] == WORDS).all()
+    with pytest.raises(Race, match=r"no fence\.proxy\.async since a cp\.async of thread"):
+        launch(gathered(two, stored.replace(FENCE, "")), WORDS, zeros(64), block=64, seed=seed)
+
+
+COPIES = """
+    mul.wide.u32 %rd8, %r0, {size}; add.s64 %rd9, %rd0, %rd8; add.s64 %rd10, %rd1, %rd8;
+    mov.u32 %r9, buf; mad.lo.u32 %r9, %r0, {size}, %r9;
+    and.b32 %r1, %r0, {size}; mov.u64 %rd5, 0;
+    setp.lt.u32 %p0, %r0, 20; setp.ge.u32 %p1, %r0, 20; selp.u32 %r2, {size}, 0, %p0;
+    st.shared.{type} [%r9], {value};
+    {copy}
+    cp.async.wait_all;
+    ld.shared.{type} {value}, [%r9]; st.global.{type} [%rd10], {value};
+"""
+
+
+def copied(copy: str, data: np.ndarray) -> np.ndarray:
+    """What ``copy`` brings each of 32 threads of its row, into bytes that were 0xFF."""
+    size = data.shape[1]
+    kind, value = {4: ("b32", "%r4"), 8: ("v2.b32", "{%r4, %r5}"), 16: ("v4.b32", "{%r4, %r5, %r6, %r7}")}[size]
+    start = "mov.b32 %r4, -1; mov.b32 %r5, -1; mov.b32 %r6, -1; mov.b32 %r7, -1;"
+    program = entry(start + COPIES.format(copy=copy, size=size, type=kind, value=value), 32 * size)
+    return launch(program, data.reshape(-1), np.zeros(32 * size, np.uint8))[1].reshape(32, size)
+
+
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_sizes_of_cp_async(size: int) -> None:
+    data = np.random.default_rng(size).integers(1, 256, (32, size), dtype=np.uint8)
+    lane, column = np.arange(32)[:, None], np.arange(size)
+    every, some = lane < 32, lane < 20
+    ca, at = "cp.async.ca.shared.global", f"[%r9], [%rd9], {size}"
+    for copy, reads, otherwise in (
+        (f"{ca} {at};", every, 0),
+        (f"cp.async.ca.shared::cta.global.L2::128B {at};", every, 0),
+        (f"{ca}.L2::cache_hint {at}, %rd5;", every, 0),
+        (f"{ca}.L2::cache_hint.L2::256B {at}, {size}, %rd5;", every, 0),
+        (f"{ca} {at}, 3;", column < 3, 0),
+        (f"{ca} {at}, %r1;", column < (lane & size), 0),
+        (f"{ca} {at}, %r2;", some, 0),
+        (f"{ca} {at}, %p1;", some, 0),
+        (f"@%p0 {ca} {at};", some, 0xFF),
+    ):
+        # Who reads nothing may be out of bounds.
+        found = copied(copy, data[:20] if reads is some else data)
+        assert (found == np.where(reads, data, otherwise)).all(), copy
+        if reads is some:
+            with pytest.raises(OutOfBounds, match=r"thread 19; .*cp\.async"):
+                copied(copy, data[:19])
+    for copy, error, message in (
+        (f"{ca} {at}, {size + 1};", EmulationError, f"{size + 1} of {size} bytes"),
+        (f"{ca} [%r9+2], [%rd9], {size};", Misaligned, "shared memory"),
+        (f"{ca} [%r9], [%rd9+2], {size};", Misaligned, f"{size} of {size} bytes"),
+        (f"{ca} [%r9+{size}], [%rd9], {size};", OutOfBounds, "thread 31"),
+        (f"{ca}.L1::evict_first {at};", NotImplementedError, "L1::evict_first"),
+        (f"cp.async.cg.shared.global [%r9], [%rd9], {size // 2};", NotImplementedError, r"cp\.async\.cg"),
+    ):
+        with pytest.raises(error, match=message):
+            copied(copy, data)
+    if size == 16:
+        assert (copied(f"cp.async.cg.shared.global {at};", data) == data).all()
+
+
 CLUSTER = f"""
     {AT}
     mov.u32 %r1, buf; add.u32 %r2, %r1, 64;
@@ -515,6 +743,235 @@ def test_cluster(seed: int | None) -> None:
     early = CLUSTER.replace("barrier.cluster.arrive.aligned;", "").replace("barrier.cluster.wait.aligned;", "")
     with pytest.raises(EmulationError):
         launch(entry(early, 72, 1), zeros(128), grid=4, cluster=2, seed=seed)
+
+
+# Matrices
+
+
+def lane_words(count: int, pointer: str = "%rd0") -> str:
+    """%rd9: the thread's first of ``count`` words."""
+    return f"mul.wide.u32 %rd8, %r0, {4 * count}; add.s64 %rd9, {pointer}, %rd8;"
+
+
+def registers(first: int, end: int) -> str:
+    return "{" + ", ".join(f"%r{i}" for i in range(first, end)) + "}"
+
+
+STORE = f"st.global.v4.b32 [%rd9], {registers(30, 34)};"
+
+
+def product(k: int, half: str, before: str = "", after: str = "", store: str = STORE) -> str:
+    """Each warp multiplies: a lane's words of A, B and C are in p0, its result goes to p1."""
+    b, c = 10 + k // 4, 10 + k // 4 + k // 8
+    loads = "".join(f"ld.global.b32 %r{10 + i}, [%rd9+{4 * i}];" for i in range(c - 6))
+    body = f"""
+    {lane_words(c - 6)} {loads}
+    {before}
+    mma.sync.aligned.m16n8k{k}.row.col.f32.{half}.{half}.f32
+        {registers(30, 34)}, {registers(10, b)}, {registers(b, c)}, {registers(c, c + 4)};
+    {after}
+    {lane_words(4, "%rd1")}
+    {store}
+    """
+    return entry(body, 128)
+
+
+def fragments(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> np.ndarray:
+    """The words of each lane, as the tables of the PTX ISA have them."""
+    words = []
+    for lane in range(32):
+        group, pair = lane >> 2, lane % 4
+        elements = []
+        for i in range(a.shape[1] // 2):
+            elements.append(a[group + 8 * (i % 4 >= 2), pair * 2 + (i & 1) + 8 * (i >= 4)])
+        for i in range(b.shape[0] // 4):
+            elements.append(b[pair * 2 + (i & 1) + 8 * (i >= 2), group])
+        sums = [c[group + 8 * (i >= 2), pair * 2 + (i & 1)] for i in range(4)]
+        words.append(torch.stack(elements).view(torch.int32))
+        words.append(torch.stack(sums).view(torch.int32))
+    return torch.cat(words).numpy().view(np.uint32)
+
+
+def matrices(k: int, half: str) -> tuple[torch.Tensor, ...]:
+    """Integers, so that every sum is exact."""
+    dtype = HALVES[half][0]
+    a, b = torch.randint(-100, 101, (16, k)).to(dtype), torch.randint(-100, 101, (k, 8)).to(dtype)
+    return a, b, torch.randint(-(2**20), 2**20, (16, 8)).float()
+
+
+def of_lanes(words: np.ndarray) -> torch.Tensor:
+    """The 16×8 matrix of each warp from the lanes' results."""
+    lanes = torch.from_numpy(words).view(torch.float32).reshape(-1, 8, 4, 2, 2)
+    return lanes.permute(0, 3, 1, 2, 4).reshape(-1, 16, 8)
+
+
+@pytest.mark.parametrize("half", ["f16", "bf16"])
+@pytest.mark.parametrize("k", [8, 16])
+def test_mma(k: int, half: str) -> None:
+    warps = [matrices(k, half) for _ in range(3)]
+    words = np.concatenate([fragments(*warp) for warp in warps])
+    (_, out) = launch(product(k, half), words, zeros(3 * 128), block=96)
+    assert torch.equal(of_lanes(out), torch.stack([a.float() @ b.float() + c for a, b, c in warps]))
+    # Not only integers: rounded once, and infinities and NaN where they belong.
+    a, b, c = (torch.randn_like(x) for x in warps[0])
+    a[3, 2], c[5, 1] = torch.inf, torch.nan
+    want = a.double() @ b.double() + c.double()
+    (_, out) = launch(product(k, half), fragments(a, b, c), zeros(128))
+    assert torch.equal(of_lanes(out)[0].nan_to_num(7.0), want.float().nan_to_num(7.0))
+    assert out.view(np.float32)[np.isnan(out.view(np.float32))].view(np.uint32).tolist() == [0x7FFFFFFF]
+
+
+def test_wrong_products() -> None:
+    words = fragments(*matrices(16, "f16"))
+    with pytest.raises(EmulationError, match=r"fewer than 32 threads; CTA 0, thread 32; .*mma\.sync"):
+        launch(product(16, "f16"), np.tile(words, 2), zeros(256), block=48)
+    with pytest.raises(Deadlock, match=r"31 threads .*mma\.sync"):
+        launch(product(16, "f16", "setp.eq.u32 %p0, %r0, 5; @%p0 bra END;", "END:"), words, zeros(128))
+    # Lanes at two instructions do not meet.
+    mma = re.search(r"mma[^;]*;", product(16, "f16"))[0]
+    with pytest.raises(Deadlock, match=r"16 threads .*mma\.sync.*\n.*16 threads .*mma\.sync"):
+        two = product(16, "f16", "setp.lt.u32 %p0, %r0, 16; @%p0 bra OTHER;", f"bra END; OTHER: {mma} END:")
+        launch(two, words, zeros(128))
+    for form in ("m16n8k16.row.col.f16.f16.f16.f16", "m16n8k32.row.col.f32.e4m3.e4m3.f32", "m16n8k16.row.row.f32"):
+        with pytest.raises(NotImplementedError, match=form):
+            launch(product(16, "f16").replace("m16n8k16.row.col.f32.f16.f16.f32", form), words, zeros(128))
+
+
+@pytest.mark.parametrize(
+    ("register", "lane", "results", "lanes"), [(11, 13, (2, 3), range(12, 16)), (15, 9, (0, 2), range(1, 32, 4))]
+)
+def test_products_of_what_nobody_wrote(register: int, lane: int, results: tuple, lanes: range) -> None:
+    """A word of A that is missing makes row 11 undefined, one of B column 2, and nothing else."""
+    words = fragments(*matrices(16, "f16"))
+    hole = f"{SLOT} setp.eq.u32 %p0, %r0, {lane}; @%p0 ld.shared.b32 %r{register}, [%r9];"
+    for result in range(4):
+        for reader in (0, 1, 5, 9, 11, 12, 13, 15, 16, 29):
+            store = f"setp.eq.u32 %p1, %r0, {reader}; @%p1 st.global.b32 [%rd9], %r{30 + result};"
+            program = product(16, "f16", hole, store=store)
+            if result in results and reader in lanes:
+                with pytest.raises(Uninitialised, match=f"thread {reader};"):
+                    launch(program, words, zeros(128))
+            else:
+                launch(program, words, zeros(128))
+
+
+def matrix_loads(form: str, between: str = "bar.warp.sync -1;", after: str = "", offset: int = 0) -> str:
+    """Each warp stores 32 rows of 16 bytes and loads matrices; lane ``i`` has the address of row ``5 i + 3``."""
+    count = int(form[1])
+    body = f"""
+    {lane_words(4)} ld.global.v4.b32 {registers(10, 14)}, [%rd9];
+    mov.u32 %r9, buf; mad.lo.u32 %r9, %r0, 16, %r9;
+    st.shared.v4.b32 [%r9], {registers(10, 14)};
+    {between}
+    mad.lo.u32 %r7, %r0, 5, 3; and.b32 %r7, %r7, 31; and.b32 %r6, %r0, 32; or.b32 %r7, %r7, %r6;
+    shl.b32 %r7, %r7, 4; mov.u32 %r6, buf; add.u32 %r7, %r7, %r6; add.u32 %r7, %r7, {offset};
+    mov.b32 %r20, 0; mov.b32 %r21, 0; mov.b32 %r22, 0; mov.b32 %r23, 0;
+    ldmatrix.sync.aligned.m8n8.{form}.b16 {registers(20, 20 + count)}, [%r7];
+    {after}
+    {lane_words(4, "%rd1")} st.global.v4.b32 [%rd9], {registers(20, 24)};
+    """
+    return entry(body, 1024)
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+@pytest.mark.parametrize("form", ["x1.shared", "x2.shared::cta", "x4.shared", "x1.trans.shared", "x4.trans.shared"])
+def test_ldmatrix(form: str, seed: int | None) -> None:
+    halves = np.arange(64 * 8, dtype=np.uint16) * 31
+    (_, out) = launch(matrix_loads(form), halves, zeros(256), block=64, seed=seed, strict=True)
+    rows = halves.reshape(2, 32, 8)[:, (5 * np.arange(32) + 3) % 32].reshape(2, 4, 8, 8)
+    found = out.reshape(2, 32, 4).view(np.uint16).reshape(2, 8, 4, 4, 2)
+    for i in range(4):
+        want = rows[:, i].swapaxes(1, 2) if "trans" in form else rows[:, i]
+        got = found[:, :, :, i].reshape(2, 8, 8)
+        assert (got == (want if i < int(form[1]) else 0)).all()
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_ldmatrix_races(seed: int | None) -> None:
+    data = np.arange(64 * 4, dtype=np.uint32)
+    # Lanes that meet there, or at a product, do not know what others stored.
+    product = f"mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {registers(20, 24)},"
+    product += "{%r10, %r11}, {%r12}, {%r13, %r13, %r13, %r13};"
+    for between in ("", product):
+        with pytest.raises(Race, match=r"read of .*ldmatrix"):
+            launch(matrix_loads("x4.shared", between), data, zeros(256), block=64, seed=seed)
+    # Lane 0 has the address of row 3; lane 8, of row 11, which x1 does not read.
+    again = "setp.ne.u32 %p0, %r0, LANE; @%p0 bra END; st.shared.u32 [%r9], %r0; END:"
+    with pytest.raises(Race, match=r"write of .* thread 0 of CTA 0 read"):
+        launch(matrix_loads("x1.shared", after=again.replace("LANE", "3")), data, zeros(256), block=64, seed=seed)
+    launch(matrix_loads("x1.shared", after=again.replace("LANE", "11")), data, zeros(256), block=64, seed=seed)
+    ordered = "bar.warp.sync -1;" + again.replace("LANE", "3")
+    launch(matrix_loads("x1.shared", after=ordered), data, zeros(256), block=64, seed=seed)
+
+
+def test_wrong_ldmatrix() -> None:
+    data = np.arange(64 * 4, dtype=np.uint32)
+    for offset, error in ((8, Misaligned), (512, OutOfBounds), (-4096, OutOfBounds)):
+        with pytest.raises(error, match="ldmatrix"):
+            launch(matrix_loads("x4.shared", offset=offset), data, zeros(256), block=64)
+    with pytest.raises(EmulationError, match="fewer than 32 threads"):
+        launch(matrix_loads("x1.shared"), data, zeros(256), block=16)
+    with pytest.raises(Deadlock, match="ldmatrix"):
+        skip = "setp.eq.u32 %p0, %r0, 31; @%p0 bra END;"
+        launch(matrix_loads("x1.shared", "bar.warp.sync -1;" + skip, "END:"), data, zeros(256))
+    for form in ("x1.shared.b8x16", "x2.m16n16.shared"):
+        with pytest.raises(NotImplementedError, match="ldmatrix"):
+            launch(matrix_loads(form), data, zeros(256))
+
+
+@pytest.mark.parametrize(("form", "lanes"), [("x1.shared", range(12, 16)), ("x1.trans.shared", range(1, 32, 4))])
+def test_matrices_that_nobody_wrote(form: str, lanes: range) -> None:
+    """Row 3 of the matrix is missing; of the other lanes the results may be stored."""
+    data = np.arange(32 * 4, dtype=np.uint32)
+    program = matrix_loads(form).replace("st.shared.v4", "setp.ne.u32 %p1, %r0, 18; @%p1 st.shared.v4")
+    for lane in (0, 1, 5, 11, 12, 15, 16, 30):
+        only = f"setp.eq.u32 %p0, %r0, {lane}; @%p0 st.global.v4"
+        one = program.replace("st.global.v4", only)
+        if lane in lanes:
+            with pytest.raises(Uninitialised, match=f"thread {lane};"):
+                launch(one, data, zeros(128))
+        else:
+            launch(one, data, zeros(128))
+
+
+def gemm(config: tuple, rows: int, seed: int | None, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the small kernel of the DSL computes, and what torch does."""
+    from ptx.gemm_kernel import Config, GemmKernel
+
+    config = Config(*config)
+    dtype = {"Float16": torch.float16, "BFloat16": torch.bfloat16}[config.dtype]
+    a, b = torch.randint(-16, 17, (rows, config.k)).to(dtype), torch.randint(-16, 17, (config.k, 32)).to(dtype)
+    out = torch.full((rows, 32), torch.nan)
+    given = b.T.contiguous() if config.transposed else b
+    run_kernel(GemmKernel(config), ARCHS["sm_90a"], a, given, out, seed=seed, strict=True, edit=edit)
+    return out, a.float() @ b.float()
+
+
+GEMMS = [("Float16", 64, True), ("BFloat16", 64, False)]
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+@pytest.mark.parametrize("config", GEMMS)
+def test_matrix_product_of_the_dsl(config: tuple, seed: int | None) -> None:
+    for rows in (16, 23, 32):
+        assert torch.equal(*gemm(config, rows, seed))
+
+
+@pytest.mark.parametrize("config", GEMMS)
+def test_wrong_matrix_products_of_the_dsl(config: tuple) -> None:
+    def without(pattern: str, which: int) -> Any:
+        def edit(text: str) -> str:
+            at = list(re.finditer(pattern, text))[which]
+            return text[: at.start()] + text[at.end() :]
+
+        return edit
+
+    wait, barrier, group = r"cp\.async\.wait_group\s+1;", r"bar\.sync\s+0;", r"cp\.async\.commit_group;"
+    # The barriers: before a stage is read, and before it is filled again.
+    for pattern, which in ((wait, 1), (barrier, 0), (barrier, 1), (barrier, 2), (barrier, 3), (group, 1)):
+        for seed in (None, 0, 1):
+            with pytest.raises(Race, match=r"cp\.async"):
+                gemm(config, 32, seed, without(pattern, which))
 
 
 # Arithmetic
@@ -599,7 +1056,7 @@ HALVES = {
 
 @pytest.mark.parametrize("name", HALVES)
 def test_packed_halves(name: str) -> None:
-    """Sums as torch rounds them, of random bits and of all pairs of special ones; products and sums rounded once."""
+    """Sums and products as torch rounds them, of random bits and of all pairs of special ones; fma rounded once."""
     dtype, form, special = HALVES[name]
     some = np.array([*special, *(bits | 0x8000 for bits in special)], np.uint16)
     random = np.random.default_rng(0).integers(1 << 16, size=(3, 1 << 16), dtype=np.uint16)
@@ -611,11 +1068,15 @@ def test_packed_halves(name: str) -> None:
     def values(words: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(words.view(np.int16)).view(dtype)
 
-    want = values(a) + values(b)
-    bits = np.where(want.isnan().numpy(), 0x7FFF, want.view(torch.int16).numpy()).astype(np.uint16)
-    one = np.uint32(special[4] * 0x10001)
-    for opcode, operands in {"add.rn": (a, b), "add": (a, b), "fma.rn": (a, one, b)}.items():
-        assert (compute(f"{opcode}.{name}x2", *operands).view(np.uint16) == bits).all(), opcode
+    one, minus_zero = np.uint32(special[4] * 0x10001), np.uint32(0x80008000)
+    for want, forms in (
+        (values(a) + values(b), {"add.rn": (a, b), "add": (a, b), "fma.rn": (a, one, b)}),
+        (values(a) * values(b), {"mul.rn": (a, b), "mul": (a, b), "fma.rn": (a, b, minus_zero)}),
+        (values(a) - values(b), {"sub.rn": (a, b)}),
+    ):
+        bits = np.where(want.isnan().numpy(), 0x7FFF, want.view(torch.int16).numpy()).astype(np.uint16)
+        for opcode, operands in forms.items():
+            assert (compute(f"{opcode}.{name}x2", *operands).view(np.uint16) == bits).all(), opcode
     body = f"{AT} ld.global.b32 %r1, [%rd9]; add.rn.{name}x2 %r1, %r1, %r1; st.global.b32 [%rd9], %r1;"
     assert (launch(entry(body, params=1), a[:64], block=64)[0] == compute(f"add.{name}x2", a[:64], a[:64])).all()
 
@@ -643,6 +1104,23 @@ def test_e4m3_to_halves() -> None:
     want = spec.scale_value(byte & 0x7F, "e4m3") * np.where(byte & 0x80, -1, 1)
     assert np.array_equal(values, want.astype(np.float32), equal_nan=True)
     assert (np.signbit(values) == (byte >= 128))[(byte & 0x7F) != 0x7F].all()
+
+
+def test_e2m1_to_halves() -> None:
+    """Each byte of a word in turn, as weights are decoded."""
+    body = f"""
+    .reg .b8 %b<4>; {AT} ld.global.b32 %r1, [%rd9];
+    mov.b32 {{%b0, %b1, %b2, %b3}}, %r1;
+    cvt.rn.f16x2.e2m1x2 %r2, %b0; cvt.rn.f16x2.e2m1x2 %r3, %b1; mul.rn.f16x2 %r3, %r3, %r2;
+    mul.wide.u32 %rd8, %r0, 8; add.s64 %rd9, %rd1, %rd8; st.global.v2.b32 [%rd9], {{%r2, %r3}};
+    """
+    bytes_ = np.arange(256, dtype=np.uint32)
+    (_, out) = launch(entry(body), bytes_ | 0x2200, zeros(512), block=256)
+    nibbles = np.stack([bytes_ & 15, bytes_ >> 4], 1)
+    want = spec.e2m1_value(nibbles).astype(np.float16)
+    # The second byte holds two ones.
+    assert np.array_equal(out.reshape(-1, 2).view(np.float16).reshape(-1, 2, 2), np.stack([want, want], 1))
+    assert (np.signbit(out.view(np.float16).reshape(-1, 2, 2)[:, 0]) == (nibbles >= 8)).all()
 
 
 def test_conversion_to_e2m1() -> None:
@@ -696,6 +1174,15 @@ def test_subnormals() -> None:
     assert compute("add.ftz.f32", tiny, tiny).view(np.uint32).tolist() == [0, 0x80000000, 0x01000000]
     assert compute("mul.rn.f32", tiny[2:], np.float32([0.5])).view(np.uint32).tolist() == [0x00400000]
     assert compute("div.rn.f32", tiny[2:], np.float32([3])).view(np.uint32).tolist() == [0x002AAAAB]
+
+
+@pytest.mark.parametrize("table", [0x00, 0x3A, 0x6A, 0x96, 0xCA, 0xE8, 0xEA, 0xF8, 0xFF])
+def test_lop3(table: int) -> None:
+    """Every combination of bits picks its bit of the table."""
+    given = f"{AT} ld.global.b32 %r1, [%rd9];"
+    body = f"{given} lop3.b32 %r2, %r1, 0xCCCCCCCC, 0xAAAAAAAA, {table}; st.global.b32 [%rd9], %r2;"
+    (out,) = launch(entry(body, params=1), np.uint32([0xF0F0F0F0, 0x0F0F0F0F]), block=2)
+    assert out.view(np.uint8).tolist() == [table] * 4 + [(table << 4 | table >> 4) & 0xFF] * 4
 
 
 words = st.lists(st.integers(0, 2**32 - 1), min_size=3, max_size=3).map(lambda v: np.array(v, np.uint32))

@@ -10,12 +10,14 @@ from torch_cute_ops.ops.add_rmsnorm_fp4quant_with_norm import add_rmsnorm_fp4qua
 from torch_cute_ops.ops.add_rmsnorm_fp8quant import add_rmsnorm_fp8quant
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
+from torch_cute_ops.ops.mm_fp4 import mm_fp4
+from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
 from torch_cute_ops.ops.rmsnorm_fp4quant import rmsnorm_fp4quant
 from torch_cute_ops.ops.rmsnorm_fp4quant_with_norm import rmsnorm_fp4quant_with_norm
 from torch_cute_ops.ops.rmsnorm_fp8quant import rmsnorm_fp8quant
 from torch_cute_ops.ops.silu_mul_fp4quant import silu_mul_fp4quant
 from torch_cute_ops.ops.silu_mul_fp8quant import silu_mul_fp8quant
-from torch_cute_ops.registry import precompile, warmup
+from torch_cute_ops.registry import backends, precompile, warmup
 
 __all__ = [
     "__version__",
@@ -23,8 +25,11 @@ __all__ = [
     "add_rmsnorm_fp4quant_both_layouts",
     "add_rmsnorm_fp4quant_with_norm",
     "add_rmsnorm_fp8quant",
+    "backends",
     "fp4_dequantize",
     "fp4_quantize",
+    "mm_fp4",
+    "mm_fp4_weight_only",
     "precompile",
     "rmsnorm_fp4quant",
     "rmsnorm_fp4quant_with_norm",

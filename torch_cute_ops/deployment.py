@@ -145,8 +145,8 @@ def prepare(path: str | Path, workers: int | None = None) -> None:
         )
     arch = arch_of_device(torch.cuda.current_device())
     if store() is not None:
-        wanted = {job: registry.kernel_of(job.op, arch.name, **dict(job.facts)) for job in jobs}
-        missing = [job for job, kernel in wanted.items() if not is_kept(kernel, arch)]
+        wanted = {job: registry.kernels_of(job.op, arch.name, **dict(job.facts)) for job in jobs}
+        missing = [job for job, kernels in wanted.items() if not all(is_kept(kernel, arch) for kernel in kernels)]
         failed = [outcome for outcome in compile_jobs(missing, [arch.name], workers) if outcome.error]
         if failed:
             raise RuntimeError("; ".join(f"{outcome.job}: {outcome.error}" for outcome in failed))

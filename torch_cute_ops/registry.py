@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from torch_cute_ops import ops
-from torch_cute_ops.ops._spec import NAMESPACE, OpSpec, as_tuple, check_outputs
+from torch_cute_ops.ops._spec import NAMESPACE, OpSpec, as_tuple, check_outputs, cuda_device
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import arch_named
 from torch_cute_ops.runtime.calls import configure_log, logged
@@ -100,7 +100,7 @@ def warmup(op: str, **facts: Any) -> None:
 
 
 def precompile(op: str, arch: str, **facts: Any) -> None:
-    """Compile the kernel that ``op`` needs for calls with these static facts, into the cache on disk.
+    """Compile the kernels that ``op`` needs for calls with these static facts, into the cache on disk.
 
     Needs no GPU. A process with that architecture and the same versions then loads it in milliseconds.
 
@@ -117,15 +117,41 @@ def precompile(op: str, arch: str, **facts: Any) -> None:
         TypeError: for a fact that the op does not have.
         RuntimeError: if the kernel cannot be kept on disk.
     """
-    keep(kernel_of(op, arch, **facts), arch_named(arch))
+    for kernel in kernels_of(op, arch, **facts):
+        keep(kernel, arch_named(arch))
 
 
-def kernel_of(op: str, arch: str, **facts: Any) -> Wanted:
-    """The kernel that ``op`` needs for calls with these static facts; arguments and errors as of :func:`precompile`."""
+def kernels_of(op: str, arch: str, **facts: Any) -> tuple[Wanted, ...]:
+    """The kernels that ``op`` needs for calls with these static facts.
+
+    Arguments and errors are as of :func:`precompile`.
+    """
     spec, target = _spec_of(op), arch_named(arch)
     args, kwargs = spec.example(**facts, device="meta")
-    wanted: Wanted = spec.kernel(target, *args, **kwargs)
-    return wanted
+    return spec.kernels(target, *args, **kwargs)
+
+
+def backends(op: str, **facts: Any) -> dict[str, str | None]:
+    """Each backend of a product and why it cannot compute calls with these static facts; ``None``: it can.
+
+    Example:
+        ``backends("mm_fp4", n=4096, k=7168, m=16)``
+
+    Args:
+        op: the op's name.
+        facts: as for :func:`warmup`; ``device`` may be a CPU, and is one by default where there is no GPU.
+
+    Raises:
+        ValueError: for an unknown op, one that has no backends, or facts that the op refuses.
+        TypeError: for a fact that the op does not have.
+    """
+    spec = _spec_of(op)
+    if spec.backends is None:
+        having = ", ".join(name for name, spec in OPS.items() if spec.backends is not None)
+        raise ValueError(f"{op!r} has one implementation a device; those with backends are {having}")
+    device = cuda_device(facts.pop("device", None) or ("cuda" if torch.cuda.is_available() else "cpu"))
+    args, kwargs = spec.example(**facts, device="meta")
+    return spec.backends(device, *args, **kwargs)
 
 
 def _spec_of(op: str) -> OpSpec:

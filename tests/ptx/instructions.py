@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ptx.arithmetic import IGNORED, PURE, TYPES, UNSIGNED, Array, Op, Type, type_of
+from ptx.arithmetic import IGNORED, PURE, TYPES, UNSIGNED, Array, Op, Type, canonical, flush, from_bf16, type_of
 from ptx.memory import (
     LOCAL_WINDOW,
     RANK_SHIFT,
@@ -20,6 +20,7 @@ from ptx.memory import (
     WRITTEN,
     EmulationError,
     Fault,
+    Misaligned,
     OutOfBounds,
     Uninitialised,
 )
@@ -73,7 +74,7 @@ class Step:
     ``kind``: ``warp`` steps run when all lanes of ``mask`` are there; ``block`` steps return which threads may go on.
     ``run(threads, *sources)`` returns one array for each target. ``undefined``: what is done about sources that come
     from memory that nobody wrote; ``load`` and ``store`` must know their address, and a store to global memory what it
-    stores.
+    stores. ``orders``: of a ``warp`` step, whether lanes that met there know what the others did; see ``Machine``.
     """
 
     instruction: Instruction
@@ -86,7 +87,8 @@ class Step:
     guard: Guard | None = None
     reads: list[int] = field(default_factory=list)
     values: list[Callable[[dict[int, Array]], Array]] = field(default_factory=list)
-    undefined: Literal["pass", "select", "and", "or", "load", "store", "shuffle", "error"] = "error"
+    undefined: Literal["pass", "select", "and", "or", "load", "store", "shuffle", "nan", "error"] = "error"
+    orders: bool = True
 
 
 Effect = Callable[["Decoder", Instruction, list[str]], Step]
@@ -454,9 +456,14 @@ _ATOMIC: dict[str, Callable[[Any, Any, Any], Any]] = {
 }
 
 
+def _atomic_sum(a: np.float32, b: np.float32, flushes: bool) -> np.float32:
+    total = flush(flush(a) + flush(b)) if flushes else a + b
+    return canonical(np.float32([total]))[0]
+
+
 @effect("atom red")
 def _atom(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """One thread after the other, in an order that is not random."""
+    """One thread after the other, in an order that is not random. Sums of fp32 in global memory flush subnormals."""
     space, parts = _space(parts)
     mods, (type,) = _parts(ins, parts, _ACCESS + " acq_rel " + " ".join(_ATOMIC))
     (name,) = mods & set(_ATOMIC)
@@ -477,7 +484,10 @@ def _atom(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
                 if unwritten is not None:
                     raise Fault(Uninitialised, 0, f"{memory.name} offset {offset[0]:#x}")
                 old[i] = value.view(type.dtype)[0]
-                new = function(old[i], a[i], None if b is None else b[min(i, len(b) - 1)])
+                if type.name == "f32" and name == "add":
+                    new = _atomic_sum(old[i], a[i], memory is not machine.shared)
+                else:
+                    new = function(old[i], a[i], None if b is None else b[min(i, len(b) - 1)])
                 memory.store(bank, offset, type.bits // 8, [np.array([new], type.dtype).view(bits)])
             except Fault as fault:
                 fault.position = i
@@ -633,6 +643,100 @@ def _elect(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     return _warp_step(d, ins, [], [d.target(lane, TYPES["b32"]), d.target(elected, TYPES["pred"])], run, mask)
 
 
+# Matrices
+
+
+def _whole_warps(machine: Machine, threads: Array) -> int:
+    """How many warps; each must have all lanes."""
+    partial = np.flatnonzero(machine.warp_mask[threads] != 0xFFFFFFFF)
+    if len(partial):
+        raise Fault(EmulationError, partial[0], "a warp of fewer than 32 threads")
+    return len(threads) // 32
+
+
+def _matrix_step(
+    d: Decoder, ins: Instruction, sources: list[Source], targets: list, run: Callable, undefined: Any
+) -> Step:
+    """All lanes take part, but do not learn what others stored."""
+    step = _warp_step(d, ins, sources, targets, run, Imm(-1))
+    step.undefined, step.orders = undefined, False
+    return step
+
+
+@effect("ldmatrix.sync.aligned")
+def _ldmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    space, rest = _space(parts)
+    mods, types = _parts(ins, rest, "m8n8 x1 x2 x4 trans")
+    first = ins.operands[0]
+    items = first.items if isinstance(first, Vec) else (first,)
+    count = len(items)
+    if types != [TYPES["b16"]] or not {"m8n8", f"x{count}"} <= mods:
+        raise unknown(ins)
+    machine = d.machine
+
+    def run(threads: Array, address: Array) -> list[Array]:
+        warps = _whole_warps(machine, threads)
+
+        def spread(words: list[Array]) -> list[Array]:
+            """Lane 4 i + j gets word j of row i, or of column i, of each matrix."""
+            rows = np.stack(words, -1).reshape(warps, count, 8, 4)
+            if "trans" in mods:
+                rows = np.ascontiguousarray(rows.view(np.uint16).swapaxes(2, 3)).view(np.uint32)
+            return [rows[:, i].reshape(-1) for i in range(count)]
+
+        # Lane 8 i + j has the address of row j of matrix i.
+        at = np.flatnonzero(machine.lane[threads] < 8 * count)
+        address = np.broadcast_to(address, len(threads))[at]
+        words = machine.checked(at, machine.load, space, threads[at], address, 4, 4)
+        if machine.unwritten is not None:
+            marks = [np.where(which, np.uint32(0xFFFFFFFF), np.uint32(0)) for which in machine.unwritten]
+            machine.unwritten = [mark != 0 for mark in spread(marks)]
+        return spread(words)
+
+    targets = [d.target(item, TYPES["b32"]) for item in items]
+    return _matrix_step(d, ins, [d.address(ins.operands[1])], targets, run, "load")
+
+
+_MMA = {f"m16n8k{k}.row.col.f32.{half}.{half}.f32": (k, half) for k in (8, 16) for half in ("f16", "bf16")}
+
+
+@effect("mma.sync.aligned")
+def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    """``A @ B + C``. Lane 4 g + t holds neighbours 2 t and 2 t + 1: of row g of A and C, of column g of B.
+
+    In which order the hardware adds, and how it rounds between, NVIDIA does not say: here the products, which are
+    exact, and C are added in float64, and the sum is rounded once.
+    """
+    if ".".join(parts) not in _MMA:
+        raise unknown(ins)
+    k, half = _MMA[".".join(parts)]
+    blocks = k // 8
+    machine = d.machine
+
+    def values(words: Array) -> Array:
+        """A last axis for the halves of each word."""
+        halves = np.ascontiguousarray(words)[..., None].view(np.uint16)
+        return (halves.view(np.float16) if half == "f16" else from_bf16(halves)).astype(np.float64)
+
+    def run(threads: Array, *registers: Array) -> Array:
+        warps = _whole_warps(machine, threads)
+        words = np.stack([np.broadcast_to(register, len(threads)) for register in registers])
+        # The axes: registers (8 columns on, 8 rows on), warp, g, t, half of the word.
+        words = words.reshape(-1, warps, 8, 4)
+        a, b, c = np.split(words, [2 * blocks, 3 * blocks])
+        a = values(a).reshape(blocks, 2, warps, 8, 4, 2).transpose(2, 1, 3, 0, 4, 5).reshape(warps, 16, k)
+        b = values(b).transpose(1, 0, 3, 4, 2).reshape(warps, k, 8)
+        c = c.view(np.float32).reshape(2, 2, warps, 8, 4).transpose(2, 0, 3, 4, 1).reshape(warps, 16, 8)
+        result = canonical((a @ b + c).astype(np.float32))
+        return result.reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, len(threads))
+
+    target, *operands = (operand.items for operand in ins.operands)
+    if [len(items) for items in operands] != [2 * blocks, blocks, 4]:
+        raise unknown(ins)
+    sources = [d.source(item, TYPES["b32"]) for items in operands for item in items]
+    return _matrix_step(d, ins, sources, [d.target(item, TYPES["f32"]) for item in target], run, "nan")
+
+
 # Barriers of a CTA and of a cluster
 
 
@@ -745,6 +849,79 @@ def _mbarrier_wait(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 
 # Asynchronous copies
+
+
+@effect("cp.async.ca cp.async.cg")
+def _cp_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    mods, _ = _parts(ins, parts, "shared shared::cta global L2::64B L2::128B L2::256B L2::cache_hint")
+    target, source, size, *rest = ins.operands
+    if size.value not in ((16,) if ".cg." in ins.opcode else (4, 8, 16)):
+        raise unknown(ins)
+    if "L2::cache_hint" in mods:
+        rest.pop()
+    # How many bytes to read; or a predicate: whether to read none.
+    (count,) = rest or (size,)
+    ignores = isinstance(count, Reg) and count.width == 1
+    m = d.machine
+
+    def run(threads: Array, target: Array, source: Array, count: Array) -> tuple:
+        counts = np.where(count, 0, size.value) if ignores else count.astype(np.int64)
+        target, source, counts = (np.broadcast_to(x, len(threads)) for x in (target, source, counts))
+        m.start_group(threads, _some_cp_async(m, threads, target, source, size.value, counts))
+        return ()
+
+    sources = [d.address(target), d.address(source), d.source(count, TYPES["pred" if ignores else "u32"])]
+    return Step(ins, sources, [], run)
+
+
+def _some_cp_async(
+    m: Machine, threads: Array, target: Array, source: Array, size: int, counts: Array
+) -> Callable[[], None]:
+    """Check everything now; copy later, and zeros in place of what is not read."""
+    bad = np.flatnonzero((counts > size) | (source % size != 0))
+    if len(bad):
+        kind = EmulationError if counts[bad[0]] > size else Misaligned
+        raise Fault(kind, bad[0], f"{counts[bad[0]]} of {size} bytes at {source[bad[0]]:#x}")
+    width = 1 if (counts % 4).any() else 4
+    rows, columns = np.nonzero(np.arange(0, size, width) < counts[:, None])
+    places: Any = []
+    if len(rows):
+        places = m.checked(rows, m.places, "global", threads[rows], source[rows] + width * columns)
+    for subset, memory, bank, offset in places:
+        m.checked(rows[subset], memory.load, bank, offset, width, 1)
+    ctas, offsets = m.shared_place("shared", threads, target)
+    words = np.zeros((len(threads), size // 4), np.uint32)
+    m.shared.store(ctas, offsets, 4, list(words.T))
+    m.races.write(threads, ctas, offsets, size, m.committed[threads])
+    # Bytes under way are not there, whatever was there before.
+    for i in range(0, size, 4):
+        m.shared.forget(ctas, offsets + i, 4)
+
+    def execute() -> None:
+        data = words.view(UNSIGNED[8 * width])
+        for subset, memory, bank, offset in places:
+            data[rows[subset], columns[subset]] = memory.load(bank, offset, width, 1)[0][0]
+        m.shared.store(ctas, offsets, 4, list(words.T))
+
+    return execute
+
+
+@effect("cp.async.commit_group")
+def _commit_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    machine = d.machine
+
+    def run(threads: Array) -> tuple:
+        machine.committed[threads] += 1
+        return ()
+
+    return Step(ins, [], [], run)
+
+
+@effect("cp.async.wait_group cp.async.wait_all")
+def _wait_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    most = ins.operands[0].value if ins.operands else None
+    machine = d.machine
+    return Step(ins, [], [], lambda threads: machine.wait_async(threads, most), "block")
 
 
 @effect("cp.async.bulk")

@@ -9,7 +9,7 @@ Found and raised, each with instruction, thread and address: accesses out of bou
 a CTA that ended; addresses, and values stored to global memory, that depend on shared or local memory that nobody
 wrote; two accesses to a byte of shared memory that no barrier orders, and bulk copies from shared memory to global
 memory of what was stored without ``fence.proxy.async`` (see ``races``); threads that end before their bulk copies have
-read; misuse of barriers; threads that wait for ever.
+read, or their ``cp.async`` written; misuse of barriers; threads that wait for ever.
 
 Not modelled: memory ordering beyond that (other fences do nothing, nor are there proxies elsewhere), caches, timing,
 and ``griddepcontrol``, which does nothing. ``mbarrier.try_wait`` blocks until it can succeed.
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from ptx.arithmetic import TYPES, UNSIGNED, Array
+from ptx.arithmetic import F32_NAN, TYPES, UNSIGNED, Array
 from ptx.instructions import Decoder, Step
 from ptx.memory import (
     ALLOCATED,
@@ -120,13 +120,17 @@ class Group:
 
 @dataclass
 class Copy:
-    """An asynchronous operation under way."""
+    """An asynchronous operation under way, or for ``cp.async`` those of all ``threads`` of one instruction.
+
+    ``group``: of a bulk group's copy; ``groups``: of ``cp.async``, the number of each thread's group.
+    """
 
     step: Step
-    thread: int
+    threads: Array
     execute: Callable[[], None]
-    ctas: tuple[int, ...]
+    ctas: tuple[int, ...] = ()
     group: Group | None = None
+    groups: Array | None = None
 
 
 class Machine:
@@ -172,6 +176,10 @@ class Machine:
         # Bulk groups of a thread that it has not waited for.
         self.open_groups: dict[int, Group] = {}
         self.groups: dict[int, list[Group]] = {}
+        # Groups of cp.async: how many each thread has committed and waited for, and the newest that is not empty.
+        self.committed = np.zeros(self.threads, np.int64)
+        self.waited = np.zeros(self.threads, np.int64)
+        self.newest = np.full(self.threads, -1)
         self.step: Step | None = None
         # Registers that hold what comes from memory that nobody wrote, and in which threads.
         self.undefined: dict[int, Array] = {}
@@ -411,6 +419,11 @@ class Machine:
                 raise Fault(Uninitialised, 0, "depends on memory that nobody wrote")
             moved = step.run(threads, strange[0].astype(np.uint32), *arguments[1:])[0]
             return results, [moved != 0, None]
+        if step.undefined == "nan":
+            # As NaN among zeros, they reach the results that depend on them.
+            no = np.zeros(len(threads), np.uint32)
+            marks = [no if which is None else np.where(which, F32_NAN, no) for which in strange]
+            return results, [np.isnan(result) for result in step.run(threads, *marks)]
         if step.undefined == "select":
             no = np.zeros(len(threads), bool)
             a, b, c = (no if which is None else which for which in strange)
@@ -435,6 +448,9 @@ class Machine:
         for thread in {*self.groups, *self.open_groups}.intersection(threads.tolist()):
             if any(group.reads for group in (*self.groups.get(thread, ()), self.open_groups.get(thread, Group()))):
                 raise self.error(EmulationError, thread, "ended before it waited for its bulk copies")
+        late = threads[self.newest[threads] >= self.waited[threads]]
+        if len(late):
+            raise self.error(EmulationError, late[0], "ended before it waited for its cp.async")
         self.state[threads] = ENDED
         # Threads that ended no longer count in the barrier of their cluster.
         for cluster in np.unique(self.cluster[threads]):
@@ -483,7 +499,7 @@ class Machine:
             self.races.join_warps(ready)
             self.resume(elsewhere)
             return ready[self.block[ready] == block.first]
-        if reason == -1 or not self.strict:
+        if step.orders and (reason == -1 or not self.strict):
             self.races.join_warps(ready)
         return ready
 
@@ -578,7 +594,7 @@ class Machine:
         results = [np.zeros(len(threads), UNSIGNED[8 * width]) for _ in range(count)]
         unwritten = [np.zeros(len(threads), bool) for _ in range(count)]
         for subset, memory, bank, offset in places:
-            found, missing = self._checked(subset, memory.load, bank, offset, width, count)
+            found, missing = self.checked(subset, memory.load, bank, offset, width, count)
             if memory is self.shared:
                 self.races.read(threads[subset], bank, offset, width * count)
             if len(places) == 1:
@@ -595,7 +611,7 @@ class Machine:
         undefined, self.undefined_values = self.undefined_values, None
         values = [np.broadcast_to(value, len(threads)) for value in values]
         for subset, memory, bank, offset in self.places(space, threads, address):
-            self._checked(subset, memory.store, bank, offset, width, [value[subset] for value in values])
+            self.checked(subset, memory.store, bank, offset, width, [value[subset] for value in values])
             if memory is self.shared:
                 self.races.write(threads[subset], bank, offset, width * len(values))
             for i, which in enumerate(undefined or ()):
@@ -607,7 +623,7 @@ class Machine:
                     memory.forget(bank[at], offset[at] + i * width, width)
 
     @staticmethod
-    def _checked(subset: Any, function: Callable, *arguments: Any) -> Any:
+    def checked(subset: Any, function: Callable, *arguments: Any) -> Any:
         try:
             return function(*arguments)
         except Fault as fault:
@@ -774,7 +790,12 @@ class Machine:
             group = self.open_groups.setdefault(thread, Group())
             group.under_way += 1
             group.reads.append(reads)
-        self.copies.append(Copy(self.step, thread, execute, ctas, group))
+        self.copies.append(Copy(self.step, np.array([thread]), execute, ctas, group))
+
+    def start_group(self, threads: Array, execute: Callable[[], None]) -> None:
+        """Execute a ``cp.async`` of each thread later."""
+        self.newest[threads] = self.committed[threads]
+        self.copies.append(Copy(self.step, threads, execute, groups=self.committed[threads]))
 
     def _execute_copy(self) -> None:
         number = 0 if self.random is None else int(self.random.integers(len(self.copies)))
@@ -782,16 +803,16 @@ class Machine:
         self.step = copy.step
         for cta in copy.ctas:
             if (self.state[self.cta == cta] == ENDED).all():
-                raise self.error(EmulationError, copy.thread, f"CTA {cta} ended before this copy")
+                raise self.error(EmulationError, copy.threads[0], f"CTA {cta} ended before this copy")
         try:
             copy.execute()
         except Fault as fault:
-            raise self.error(fault.kind, copy.thread, fault.message) from None
+            raise self.error(fault.kind, copy.threads[fault.position], fault.message) from None
         if copy.group is not None:
             copy.group.under_way -= 1
-            if self.state[copy.thread] == WAITING and self.reason[copy.thread] == -3:
-                self.reason[copy.thread] = 0
-                self.retry(np.array([copy.thread]))
+        waiting = copy.threads[(self.state[copy.threads] == WAITING) & (self.reason[copy.threads] == -3)]
+        self.reason[waiting] = 0
+        self.retry(waiting)
 
     def commit_group(self, threads: Array) -> None:
         for thread in threads.tolist():
@@ -807,6 +828,23 @@ class Machine:
             if done[i] and waited:
                 self.races.copies_have_read(thread, [rows for group in waited for rows in group.reads])
                 del groups[: len(waited)]
+        self.reason[threads[~done]] = -3
+        self.wait(threads[~done])
+        return done
+
+    def wait_async(self, threads: Array, most: int | None) -> Array:
+        """Wait until at most the ``most`` newest groups of ``cp.async`` are incomplete; ``None``: for all, committed or
+        not."""
+        if most is None:
+            self.committed[threads] = np.maximum(self.committed[threads], self.newest[threads] + 1)
+        until = np.maximum(self.committed[threads] - (most or 0), self.waited[threads])
+        oldest = np.full(self.threads, FAR)
+        for copy in self.copies:
+            if copy.groups is not None:
+                oldest[copy.threads] = np.minimum(oldest[copy.threads], copy.groups)
+        done = oldest[threads] >= until
+        self.waited[threads[done]] = until[done]
+        self.races.groups_are_done(threads[done], until[done])
         self.reason[threads[~done]] = -3
         self.wait(threads[~done])
         return done

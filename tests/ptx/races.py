@@ -6,6 +6,9 @@ know of an earlier one that it conflicts with is a race, in whatever order the t
 thread's accesses through barriers (``arrive``, ``publish``, ``leave``) and warp synchronisation; of a copy, by waiting
 for its mbarrier. Only the last reader in each warp is known, so that some races are missed; none is reported in vain.
 
+One more column for each thread stands for its ``cp.async``; the clock counts groups. From the instruction on nobody
+knows of what it writes, the thread neither; it does when it has waited for the group, and hands that on.
+
 A bulk copy to global memory reads shared memory for as long as its issuer has not waited for its group. What it reads
 and a thread wrote must have been fenced (``fence.proxy.async``): behind its clock of what it knows, each thread has a
 second one, of those accesses that a fence followed. Both clocks travel together.
@@ -46,8 +49,11 @@ class Races:
         self.granule = granule
         columns = machine.cluster_ctas * machine.cta_threads
         self.agent = columns
+        # Behind it, the groups of each thread's cp.async, if there are any.
+        self.grouped = columns + 1
+        grouped = any(i.opcode.startswith(("cp.async.ca", "cp.async.cg")) for i in machine.program.instructions)
         self.column = (machine.rank * machine.cta_threads + machine.tid).astype(np.int64)
-        self.fenced = columns + 1
+        self.fenced = self.grouped + grouped * columns
         self.clocks = np.zeros((machine.threads, 2 * self.fenced), np.uint16)
         self.clocks[np.arange(machine.threads), self.column] = 1
         self.per_cta = machine.shared.stride // granule
@@ -140,12 +146,16 @@ class Races:
         self.was_read[records, warps] = self.clocks[threads, columns][:, None]
         self.dirty[self.machine.warp[threads]] = True
 
-    def write(self, threads: Array, bank: Array, offset: Array, size: int) -> None:
+    def write(self, threads: Array, bank: Array, offset: Array, size: int, groups: Array | None = None) -> None:
+        """``groups``: of ``cp.async``, the number of each thread's group."""
         records = self._records(bank, offset, size)
         self._check_write(threads, self.clocks[threads], records, offset)
         columns = self.column[threads]
+        clocks = self.clocks[threads, columns]
+        if groups is not None:
+            columns, clocks = self.grouped + columns, groups + 1
         self.writer[records] = columns[:, None]
-        self.written[records] = self.clocks[threads, columns][:, None]
+        self.written[records] = clocks[:, None]
         self.was_read[records] = 0
         # Two threads of one instruction that write the same byte.
         twice = np.argwhere(self.writer[records] != columns[:, None])
@@ -175,6 +185,8 @@ class Races:
     def _name(self, thread: int, column: int) -> str:
         if column == self.agent:
             return "an asynchronous copy"
+        if column > self.agent:
+            return f"a cp.async of {self._name(thread, column - self.grouped)}"
         rank, tid = divmod(int(column), self.machine.cta_threads)
         cta = self.machine.cta_of_rank[self.machine.cluster[thread], rank]
         return f"thread {tid} of CTA {cta}"
@@ -224,6 +236,12 @@ class Races:
             own = self.reader[rows, -1] == column
             self.was_read[rows, -1][own] = self.clocks[thread, column]
         self.dirty[self.machine.warp[thread]] = True
+
+    def groups_are_done(self, threads: Array, groups: Array) -> None:
+        """``threads`` have waited for so many of their groups of ``cp.async``."""
+        if self.fenced > self.grouped:
+            self.clocks[threads, self.grouped + self.column[threads]] = groups
+            self.dirty[self.machine.warp[threads]] = True
 
     def copy_arrives(self, agent: Agent, key: Key) -> None:
         """A copy counts on an mbarrier: who waits for that knows of the copy."""

@@ -67,7 +67,12 @@ def _build(options: argparse.Namespace) -> int:
     from torch_cute_ops.runtime import bundle
 
     jobs = deployment.read(options.config)
-    pairs = [(registry.kernel_of(job.op, arch, **dict(job.facts)), arch) for job in jobs for arch in options.arch]
+    pairs = [
+        (kernel, arch)
+        for job in jobs
+        for arch in options.arch
+        for kernel in registry.kernels_of(job.op, arch, **dict(job.facts))
+    ]
     bundle.build(options.output, tqdm(pairs, unit="kernel"))
     _tell_flavour()
     print(f"{len(set(pairs))} kernels are in {options.output}")
@@ -93,6 +98,10 @@ def _add_warmup(commands: Any) -> None:
     facts.add_argument("--scale-layout", nargs="+", help="linear, 128x4, 8x4; FP8: row, column")
     facts.add_argument("--granularity", nargs="+", help="FP8: tensor, token, block128")
     facts.add_argument("--global-scale", action="store_true", default=None, help="calls pass a global scale")
+    for name, text in {"n": "columns", "k": "elements of a sum", "m": "rows"}.items():
+        facts.add_argument(f"--{name}", type=int, nargs="+", help=f"products: {text}")
+    facts.add_argument("--alpha", action="store_true", default=None, help="products: calls pass an alpha")
+    facts.add_argument("--backend", nargs="+", help="products: auto, or a backend's name")
     parser.set_defaults(run=_warmup)
 
 
@@ -101,7 +110,10 @@ def _tell_flavour() -> None:
     print(f"compiled by the {compiler_flavour()} build of the DSL; one of another build does not take them")
 
 
-FACTS = ("hidden", *deployment.DTYPE_FACTS, "block_size", "scale_layout", "granularity", "global_scale")
+FACTS = (
+    *("hidden", *deployment.DTYPE_FACTS, "block_size", "scale_layout", "granularity", "global_scale"),
+    *("n", "k", "m", "alpha", "backend"),
+)
 
 
 def _warmup(options: argparse.Namespace) -> int:

@@ -63,6 +63,11 @@ SCALE_LAYOUTS: Final = {
 }
 
 
+def weight_layout(layout: ScaleLayout) -> ScaleLayout:
+    """The layout of a weight's scales where the activations' have ``layout``: 8x4 is for few rows only."""
+    return SCALE_LAYOUTS["128x4"] if layout.tile_rows == 8 else layout
+
+
 def resolve_scale_layout(name: str) -> ScaleLayout:
     """The layout of that name.
 

@@ -66,7 +66,7 @@ def check_global_scale(
         return
     if not fmt.has_global_scale:
         raise ValueError(f"cute::{op}: global_scale is given; {fmt.name} takes none, so pass None")
-    _check_scalar(op, "global_scale", global_scale, other, device)
+    check_scalar(op, "global_scale", global_scale, other, device)
 
 
 def check_fp8_format(op: str, granularity: str, scale_layout: str) -> tuple[FP8Format, ScaleLayout]:
@@ -90,10 +90,10 @@ def check_fp8_scale(op: str, scale: torch.Tensor | None, fmt: FP8Format, other: 
             f"cute::{op}: scale is None; granularity={fmt.granularity!r} takes it as one float32 element on {device}"
         )
     else:
-        _check_scalar(op, "scale", scale, other, device)
+        check_scalar(op, "scale", scale, other, device)
 
 
-def _check_scalar(op: str, name: str, tensor: torch.Tensor, other: str, device: torch.device) -> None:
+def check_scalar(op: str, name: str, tensor: torch.Tensor, other: str, device: torch.device) -> None:
     """``tensor`` is one fp32 element on ``device``, where the argument named ``other`` is."""
     check_dtype(op, name, tensor, (torch.float32,))
     if tensor.numel() != 1:
@@ -191,6 +191,12 @@ def check_output(
     check_device(op, name, tensor, "the input", device)
     if not tensor.is_contiguous():
         raise ValueError(f"cute::{op}: {name} has strides {tensor.stride()}; expected a contiguous tensor")
+
+
+def check_matrix(op: str, name: str, tensor: torch.Tensor, expected: str) -> None:
+    """``tensor`` has two dimensions."""
+    if tensor.dim() != 2:
+        raise ValueError(f"cute::{op}: {name} has shape {tuple(tensor.shape)}; expected {expected}")
 
 
 def check_packed(op: str, name: str, tensor: torch.Tensor, fmt: FP4Format) -> None:

@@ -129,7 +129,7 @@ class RowQuant:
             cuda_out=self.cuda_out,
             function=function,
             example=self.example,
-            kernel=self.kernel,
+            kernels=self.kernels,
         )
         self.out_names = spec.out_names
         return spec
@@ -429,10 +429,10 @@ class RowQuant:
         except ValueError as error:
             raise ValueError(f"cute::{self.op}: {error}") from None
 
-    def kernel(self, arch: Arch, *args: Any, **kwargs: Any) -> Wanted:
+    def kernels(self, arch: Arch, *args: Any, **kwargs: Any) -> tuple[Wanted, ...]:
         """The kernel that a call with the op's arguments needs on ``arch``; the tensors may be on meta."""
         self.check_call(*args, **kwargs)
-        return self._kernel(self.signature.arrange(_facts, *args, **kwargs), arch)
+        return (self._kernel(self.signature.arrange(_facts, *args, **kwargs), arch),)
 
     def _launcher_by_other_words(self, facts: Facts) -> Launcher | None:
         """The launcher of a call that named the same format otherwise."""

@@ -33,7 +33,8 @@ class OpSpec:
         cuda_out: the CUDA entry that takes the outputs as further keyword arguments, named as in ``out_names``.
         function: the typed Python function of the same name.
         example: a call on one row, as (args, kwargs), from static facts given by keyword, ``device`` among them.
-        kernel: the ``Wanted`` kernel of a call, from an ``Arch`` and the op's arguments; the tensors may be on meta.
+        kernels: the ``Wanted`` kernels of a call, from an ``Arch`` and the op's arguments; the tensors may be on meta.
+        backends: why each backend cannot compute a call, from a device and the op's arguments; ``None``: has none.
     """
 
     name: str
@@ -46,7 +47,8 @@ class OpSpec:
     cuda_out: Callable[..., None]
     function: Callable[..., Any]
     example: "Callable[..., Call]"
-    kernel: Callable[..., Any]
+    kernels: Callable[..., tuple[Any, ...]]
+    backends: "Callable[..., dict[str, str | None]] | None" = None
 
     @property
     def qualified_name(self) -> str:

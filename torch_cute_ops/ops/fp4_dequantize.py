@@ -131,9 +131,9 @@ def _run(
     if launcher is None:
         launcher = _launchers[facts] = _make_launcher(facts)
     if out.numel():
-        packed = _aligned(y.view(torch.uint8).reshape(-1, hidden // 2))
+        packed = aligned(y.view(torch.uint8).reshape(-1, hidden // 2))
         blocks = launcher.layout.padded_blocks(hidden // launcher.fmt.block_size)
-        scales = _aligned(scale.view(torch.uint8).reshape(-1, blocks))
+        scales = aligned(scale.view(torch.uint8).reshape(-1, blocks))
         g = None if global_scale is None else global_scale.reshape(1)
         try:
             launcher.function(packed, scales, g, out.view(-1, hidden), launcher.max_ctas)
@@ -144,7 +144,8 @@ def _run(
     return out
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy that is contiguous and starts at a multiple of 16 bytes."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -154,21 +155,23 @@ def _make_launcher(facts: _Facts) -> _Launcher:
     forbid_in_capture(NAME, str(facts), f"torch_cute_ops.warmup({NAME!r}, {call})")
     from torch_cute_ops.kernels.fp4_dequant import CTAS_PER_SM
 
-    kernel = _kernel_for(facts)
+    fmt = resolve_fp4_format(facts.block_size, facts.scale_format)
+    layout = resolve_scale_layout(facts.scale_layout)
+    kernel = kernel_for(facts.hidden, fmt, layout, facts.out_dtype, facts.global_scale)
     function = compile_kernel(kernel, arch_of_device(facts.device))
     return _Launcher(function, sm_count(facts.device) * CTAS_PER_SM, kernel.config.fmt, kernel.config.layout)
 
 
-def _kernel_for(facts: _Facts) -> Wanted:
+def kernel_for(
+    hidden: int, fmt: FP4Format, layout: ScaleLayout, out_dtype: torch.dtype, global_scale: bool = False
+) -> Wanted:
+    """The kernel for rows of ``hidden`` elements."""
     from torch_cute_ops.kernels import fp4_dequant
 
-    fmt = resolve_fp4_format(facts.block_size, facts.scale_format)
-    layout = resolve_scale_layout(facts.scale_layout)
-    config = fp4_dequant.plan(facts.out_dtype, facts.hidden, fmt, layout, facts.global_scale)
-    return Wanted(fp4_dequant.KERNEL, config)
+    return Wanted(fp4_dequant.KERNEL, fp4_dequant.plan(out_dtype, hidden, fmt, layout, global_scale))
 
 
-def _kernel(
+def _kernels(
     arch: Arch,
     y: torch.Tensor,
     scale: torch.Tensor,
@@ -177,11 +180,11 @@ def _kernel(
     scale_format: str | None = None,
     scale_layout: str = "linear",
     out_dtype: torch.dtype = torch.bfloat16,
-) -> Wanted:
+) -> tuple[Wanted, ...]:
     """The kernel that a call needs; it is the same source on every architecture."""
     _check(y, scale, global_scale, block_size, scale_format, scale_layout, out_dtype)
-    hidden = y.shape[-1] * 2
-    return _kernel_for(_Facts(hidden, global_scale is not None, block_size, scale_format, scale_layout, out_dtype, 0))
+    fmt, layout = resolve_fp4_format(block_size, scale_format), resolve_scale_layout(scale_layout)
+    return (kernel_for(y.shape[-1] * 2, fmt, layout, out_dtype, global_scale is not None),)
 
 
 def _cuda_out(
@@ -234,5 +237,5 @@ OP = OpSpec(
     cuda_out=_cuda_out,
     function=fp4_dequantize,
     example=_example,
-    kernel=_kernel,
+    kernels=_kernels,
 )

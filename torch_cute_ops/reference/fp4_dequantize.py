@@ -2,7 +2,7 @@
 
 import torch
 
-from torch_cute_ops.formats import resolve_fp4_format, resolve_scale_layout
+from torch_cute_ops.formats import FP4Format, ScaleLayout, resolve_fp4_format, resolve_scale_layout
 from torch_cute_ops.formats.fp4 import decode_e2m1, decode_scale, unpack_e2m1
 from torch_cute_ops.formats.scale_layout import to_linear
 
@@ -18,12 +18,18 @@ def fp4_dequantize(
 ) -> torch.Tensor:
     """The values (..., K) of packed codes ``y`` (..., K/2); see the op's docstring."""
     fmt = resolve_fp4_format(block_size, scale_format)
+    value = decode_rows(y, scale, fmt, resolve_scale_layout(scale_layout))
+    if global_scale is not None:
+        value = value / global_scale.reshape(())
+    return value.to(out_dtype)
+
+
+def decode_rows(y: torch.Tensor, scale: torch.Tensor, fmt: FP4Format, layout: ScaleLayout) -> torch.Tensor:
+    """``e2m1(code) · scale`` in fp32, (..., K)."""
     blocks = y.shape[-1] * 2 // fmt.block_size
     rows = y.shape[:-1].numel()
     y, scale = y.view(torch.uint8), scale.view(fmt.scale_dtype)
-    linear = to_linear(scale, resolve_scale_layout(scale_layout), rows, blocks)
+    linear = to_linear(scale, layout, rows, blocks)
     codes = unpack_e2m1(y).reshape(rows, blocks, fmt.block_size)
     value = decode_e2m1(codes) * decode_scale(linear, fmt).unsqueeze(-1)
-    if global_scale is not None:
-        value = value / global_scale.reshape(())
-    return value.reshape(*y.shape[:-1], 2 * y.shape[-1]).to(out_dtype)
+    return value.reshape(*y.shape[:-1], 2 * y.shape[-1])

@@ -1,9 +1,10 @@
 """Single PTX instructions that the DSL has no (side-effect free) function for.
 
-All are pure: the compiler may merge, move and drop them.
+All but the copies are pure: the compiler may merge, move and drop them.
 """
 
-from cutlass import Boolean, Float32, Uint32
+import cutlass.experimental.primitives as primitives
+from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith, llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -127,6 +128,38 @@ def add_16x2(a, b, dtype: str, *, loc=None, ip=None) -> Uint32:
     have more than twice the bits, and two."""
     operands = [_u32(a, loc, ip), _u32(b, loc, ip)]
     return Uint32(_asm(T.i32(), operands, f"add.rn.{dtype}x2 $0, $1, $2;", "=r,r,r", loc, ip))
+
+
+@dsl_user_op
+def mul_16x2(a, b, dtype: str, *, loc=None, ip=None) -> Uint32:
+    """The products of two pairs of ``dtype`` ("bf16" or "f16"), rounded to nearest even, subnormals kept."""
+    operands = [_u32(a, loc, ip), _u32(b, loc, ip)]
+    return Uint32(_asm(T.i32(), operands, f"mul.rn.{dtype}x2 $0, $1, $2;", "=r,r,r", loc, ip))
+
+
+@dsl_user_op
+def mma_16x8x16(a: list, b: list, c: list, dtype: str, *, loc=None, ip=None) -> list:
+    """``a @ b + c`` of a warp: ``a`` 16 x 16 and ``b`` 16 x 8 of ``dtype`` ("bf16" or "f16"), packed; ``c`` in fp32."""
+    result = llvm.StructType.get_literal([T.f32()] * 4)
+    operands = [_u32(word, loc, ip) for word in (*a, *b)] + [_f32(value, loc, ip) for value in c]
+    text = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+    values = _asm(result, operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", loc, ip)
+    return [Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+def copy_async_16(target, source, exists) -> None:
+    """Start a copy of 16 bytes to shared memory, past L1; of zeros, unless ``exists``."""
+    size = select(exists, Int32(16), Int32(0))
+    primitives.cp_async_shared_global(target, source, 16, primitives.LoadCacheModifier.CG, cp_size=size)
+
+
+def copy_async_4(target, source, exists) -> None:
+    """Start a copy of 4 bytes to shared memory; of zeros, unless ``exists``."""
+    size = select(exists, Int32(4), Int32(0))
+    primitives.cp_async_shared_global(target, source, 4, primitives.LoadCacheModifier.CA, cp_size=size)
 
 
 @dsl_user_op

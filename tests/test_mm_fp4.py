@@ -1,0 +1,211 @@
+"""The FP4 products: exact sums, float64, what does not depend on M, backends and the choice among them."""
+
+import inspect
+
+import pytest
+import torch
+from cases import arguments, op_cases, run
+from expected._fp4_product import results
+from hypothesis import given as given_by
+from hypothesis import strategies as st
+
+import torch_cute_ops
+from torch_cute_ops import mm_backends
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.mm_backends import BACKENDS, Product, Target
+from torch_cute_ops.registry import OPS
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.testing.samples import mm_fp4, mm_fp4_weight_only
+from torch_cute_ops.testing.samples._fp4_product import POWERS
+
+PRODUCTS = {"mm_fp4": mm_fp4.PRODUCT, "mm_fp4_weight_only": mm_fp4_weight_only.PRODUCT}
+by_op = pytest.mark.parametrize("op", [case for case in op_cases() if case.id in PRODUCTS])
+HOPPER = Target(torch.device("cuda"), ARCHS["sm_90a"], 132)
+
+
+def backends_of(op, sample, device):
+    """Names of the backends that can compute a call."""
+    given = arguments(op, sample)
+    reasons = op.backends(torch.device(device), *(value for name, value in given.items()))
+    return [name for name, reason in reasons.items() if reason is None]
+
+
+@by_op
+@pytest.mark.parametrize("layout", SCALE_LAYOUTS)
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
+def test_exact_sums(op, fmt, layout, device):
+    """Where every partial sum is a float32, every backend gives the sum."""
+    samples = PRODUCTS[op.name]
+    if layout not in samples.layouts:
+        return
+    scales = POWERS[fmt.scale_format]
+    sample = samples.sample("", 37, 56, 320, fmt, layout, torch.device(device), scales=scales, out_dtype=torch.float32)
+    if not samples.has_a_scale:
+        sample.args[0].copy_(torch.randint(-8, 9, (37, 320)))
+    (want,) = results(arguments(op, sample))
+    assert want.abs().max() > 0
+    for backend in backends_of(op, sample, device):
+        sample.kwargs["backend"] = backend
+        assert torch.equal(run(op, sample)[0].cpu(), want), backend
+
+
+@by_op
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
+def test_one_hot_rows_give_columns_of_the_weight(op, fmt, device):
+    """Row i of ``a`` is the i-th unit vector, so row i of the product is what row i of ``b`` decodes to."""
+    k, n = 96, 40
+    sample = PRODUCTS[op.name].sample("", k, n, k, fmt, "linear", torch.device(device), out_dtype=torch.float32)
+    given = arguments(op, sample)
+    if "a_scale" in given:
+        codes = torch.zeros(k, k, dtype=torch.uint8)
+        codes.fill_diagonal_(2)  # e2m1 of 1
+        given["a"].copy_(codes[:, ::2] | codes[:, 1::2] << 4)
+        given["a_scale"].view(torch.uint8).fill_(0x38 if fmt == NVFP4 else 127)
+    else:
+        given["a"].copy_(torch.eye(k))
+    scale, layout = given["b_scale"], given["scale_layout"]
+    weight = torch_cute_ops.fp4_dequantize(
+        given["b"].t(), scale, block_size=fmt.block_size, scale_layout=layout, out_dtype=torch.float32
+    )
+    assert torch.equal(op.function(**given), weight.t())
+
+
+@by_op
+@given_by(data=st.data())
+def test_any_size(op, data):
+    """Any M, N and K, format, layout and output; within what fp32 accumulation may lose."""
+    samples = PRODUCTS[op.name]
+    fmt = data.draw(st.sampled_from((NVFP4, MXFP4)))
+    m, n = data.draw(st.integers(0, 40)), data.draw(st.integers(0, 70))
+    k = data.draw(st.integers(1, 12)) * fmt.block_size
+    layout = data.draw(st.sampled_from(samples.layouts))
+    out_dtype = data.draw(st.sampled_from((torch.bfloat16, torch.float16, torch.float32)))
+    sample = samples.sample("", m, n, k, fmt, layout, torch.device("cpu"), out_dtype=out_dtype)
+    given = arguments(op, sample)
+    (got,), (want,) = run(op, sample), results(given)
+    assert got.shape == (m, n)
+    torch.testing.assert_close(got, want, rtol=2 * torch.finfo(out_dtype).eps, atol=1e-6)
+
+
+@by_op
+def test_a_weight_as_it_is_trained(op, device):
+    """Quantised by the package's own op: the product is that of the numbers that the codes stand for."""
+    x, weight = torch.randn(9, 256, device=device), torch.randn(72, 256, device=device)
+    g = 2688 / weight.abs().amax().reshape(1)
+    codes, scale = torch_cute_ops.fp4_quantize(weight, g, scale_layout="128x4")
+    decoded = torch_cute_ops.fp4_dequantize(codes, scale, g, scale_layout="128x4", out_dtype=torch.float32)
+    if op.name == "mm_fp4":
+        a, a_scale = torch_cute_ops.fp4_quantize(x, scale_layout="128x4")
+        x = torch_cute_ops.fp4_dequantize(a, a_scale, scale_layout="128x4", out_dtype=torch.float32)
+        got = torch_cute_ops.mm_fp4(a, codes.t(), a_scale, scale, 1 / g, torch.float32)
+    else:
+        x = x.bfloat16().float()
+        got = torch_cute_ops.mm_fp4_weight_only(x.bfloat16(), codes.t(), scale, 1 / g, torch.float32)
+    want = x.double() @ decoded.double().t()
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+# The choice
+
+
+def product_of(k=7168, n=4096, fmt=NVFP4, a_dtype=torch.uint8, out_dtype=torch.bfloat16):
+    layout = SCALE_LAYOUTS["128x4"]
+    return Product(n, k, fmt, a_dtype, layout if a_dtype == torch.uint8 else None, layout, False, out_dtype)
+
+
+def test_bucket():
+    """Step 8 to 128, 16 to 256, 32 to 512, and a sixteenth of the next power of two above; never fewer rows than M."""
+    assert [mm_backends.bucket(m) for m in (0, 1, 8, 9, 127, 128, 129, 256, 257, 512, 513, 1025, 16_384)] == [
+        *(8, 8, 8, 16, 128, 128, 144, 256, 288, 512, 576, 1152, 16_384)
+    ]
+    for m in range(1, 5000):
+        planned = mm_backends.bucket(m)
+        assert m <= planned == mm_backends.bucket(planned) <= max(8, m * 1.13 + 8)
+
+
+def test_auto_prefers_the_backend_that_is_fast():
+    """On a GPU anything is faster than the reference."""
+    for m in (1, 64, 4096):
+        assert mm_backends.choose(product_of(), m, HOPPER).backend.name != "reference"
+
+
+def test_auto_takes_what_can(device):
+    """The reference alone can compute MXFP4 with float16 activations."""
+    product = product_of(fmt=MXFP4, a_dtype=torch.float16, out_dtype=torch.float16)
+    assert mm_backends.choose(product, 8, HOPPER).backend.name == "reference"
+    with pytest.raises(ValueError, match="backend 'cublas': the numbers of MXFP4 exceed float16"):
+        mm_backends.choose(product, 8, HOPPER, "cublas")
+
+
+def test_no_backend_left_tells_every_reason(monkeypatch):
+    monkeypatch.setattr(type(BACKENDS["reference"]), "reason_unsupported", lambda *args: "is being tested")
+    cpu = Target(torch.device("cpu"), None, 1)
+    with pytest.raises(ValueError, match=r"no backend: mma_sync: needs a CUDA device; .*; reference: is being tested"):
+        mm_backends.choose(product_of(), 8, cpu)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_backends_answer(name):
+    """Every backend's tactics have an estimate, more rows take no less time, and its kernels are those it wants."""
+    backend = BACKENDS[name]
+    for product in (product_of(), product_of(a_dtype=torch.bfloat16), product_of(fmt=MXFP4, out_dtype=torch.float32)):
+        assert backend.reason_unsupported(product, HOPPER) is None
+        for tactic in backend.tactics(product, 64, HOPPER):
+            few, many = (backend.estimate(product, m, tactic, HOPPER) for m in (1, 4096))
+            assert 0 < few < many
+            assert all(kernel.make().config is not None for kernel in backend.kernels(product, tactic, HOPPER.arch))
+
+
+def test_bytes_and_flops():
+    """By hand: 4-bit codes and a byte a block; 16-bit results."""
+    product = product_of(k=64, n=24)
+    assert product.bytes_moved(10) == (24 + 10) * (32 + 4) + 10 * 24 * 2
+    assert product_of(k=64, n=24, a_dtype=torch.bfloat16).bytes_moved(10) == 24 * 36 + 10 * 128 + 480
+    assert product.flops(10) == 2 * 10 * 24 * 64
+
+
+# What users ask
+
+
+@by_op
+def test_backends_are_told(op):
+    no_gpu = "needs a CUDA device; the tensors are on cpu"
+    facts = torch_cute_ops.backends(op.name, n=64, k=128, device="cpu")
+    assert facts == {"mma_sync": no_gpu, "cublas": no_gpu, "reference": None}
+
+
+def test_backends_of_an_op_without():
+    with pytest.raises(ValueError, match=r"'fp4_quantize' has one implementation .* mm_fp4, mm_fp4_weight_only"):
+        torch_cute_ops.backends("fp4_quantize", hidden=64)
+
+
+@by_op
+@pytest.mark.parametrize("backend", ["mma_sync", "cublas"])
+def test_precompile_keeps_every_kernel(op, backend, monkeypatch):
+    """The product's, and one for each layout of what is decoded in memory."""
+    kept = []
+    monkeypatch.setattr("torch_cute_ops.registry.keep", lambda kernel, arch: kept.append((kernel, arch.name)))
+    layout = "8x4" if op.name == "mm_fp4" else "128x4"
+    torch_cute_ops.precompile(op.name, "sm_90a", n=64, k=128, alpha=True, scale_layout=layout, backend=backend)
+    assert {arch for _, arch in kept} == {"sm_90a"}
+    configs = [kernel.config for kernel, _ in kept]
+    products = [config for config in configs if hasattr(config, "splits")]
+    decoded = {config.layout.name for config in configs if config not in products}
+    assert len(products) == (backend == "mma_sync")
+    assert all(config.has_alpha and config.layout.name == "128x4" for config in products)
+    activations = {"8x4"} if op.name == "mm_fp4" else set()
+    assert decoded == activations | ({"128x4"} if backend == "cublas" else set())
+
+
+@by_op
+def test_the_example_is_a_call(op):
+    """What ``warmup`` calls has the sizes and dtypes of the facts."""
+    args, kwargs = op.example(n=48, k=64, m=3, alpha=True, block_size=32, out_dtype=torch.float32, device="cpu")
+    given = inspect.signature(op.function).bind(*args, **kwargs)
+    assert given.arguments["alpha"].shape == (1,)
+    out = op.function(*args, **kwargs)
+    assert out.shape == (3, 48) and out.dtype == torch.float32 and not out.any()
+
+
+def test_products_are_in_the_registry():
+    assert {name for name, op in OPS.items() if op.backends is not None} == set(PRODUCTS)

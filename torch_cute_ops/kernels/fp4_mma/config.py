@@ -1,0 +1,116 @@
+"""How a kernel of FP4 products is built: no device code."""
+
+from dataclasses import dataclass
+
+import torch
+
+from torch_cute_ops.formats import NVFP4, FP4Format, ScaleLayout
+from torch_cute_ops.runtime.arch import Arch
+
+ROWS = 128
+"""Rows of the weight that a CTA has."""
+CHUNK = 256
+"""Elements of k that are copied at once: 128 bytes of codes a row, a whole cache line."""
+TOKEN_TILES = (8, 16, 32, 64)
+"""Rows of activations that a CTA can have."""
+WARPS = 8
+THREADS = 32 * WARPS
+STAGES = range(6, 1, -1)
+STAGES_BYTES = 150 * 1024
+"""Shared memory that stages may take: 18 KB of weight in each, and some 90 KB under way keep the memory busy."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything static about a kernel. N, K and M are not.
+
+    Attributes:
+        dtype: of the activations, and of the decoded weights: bfloat16, or float16 (NVFP4 only).
+        fmt, layout: format of the weights, and their scale layout.
+        out_dtype: of the result.
+        has_alpha: whether there is a factor.
+        tokens: rows of activations of a CTA.
+        splits: CTAs that share a sum.
+        stages: chunks under way.
+        pdl: whether launches are programmatic dependent launches.
+    """
+
+    dtype: torch.dtype
+    fmt: FP4Format
+    layout: ScaleLayout
+    out_dtype: torch.dtype
+    has_alpha: bool
+    tokens: int
+    splits: int
+    stages: int
+    pdl: bool
+
+    @property
+    def chunk_blocks(self) -> int:
+        """Blocks of a row in a chunk."""
+        return CHUNK // self.fmt.block_size
+
+    @property
+    def code_bytes(self) -> int:
+        """Codes of a stage."""
+        return ROWS * CHUNK // 2
+
+    @property
+    def scale_bytes(self) -> int:
+        """Scales of a stage."""
+        return ROWS * self.chunk_blocks
+
+    @property
+    def token_bytes(self) -> int:
+        """Activations of a stage."""
+        return self.tokens * CHUNK * self.dtype.itemsize
+
+    @property
+    def stage_bytes(self) -> int:
+        """One chunk of everything."""
+        return self.code_bytes + self.scale_bytes + self.token_bytes
+
+    @property
+    def sum_pitch(self) -> int:
+        """Elements between rows of the sums in shared memory: those of 128 weights, and four against bank conflicts."""
+        return ROWS + 4
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA; the sums take the place of the stages."""
+        return max(self.stages * self.stage_bytes, self.tokens * self.sum_pitch * 4)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return THREADS
+
+    def reason_unsupported(self, arch: Arch) -> str | None:
+        """Why this cannot run on ``arch``; ``None`` if it can."""
+        if self.dtype == torch.float16 and self.fmt != NVFP4:
+            return f"the numbers of {self.fmt.name} exceed float16"
+        if self.layout.tile_rows not in (0, ROWS):
+            return f"weights have no scales in the layout {self.layout.name}"
+        if self.smem_bytes > arch.smem_per_cta:
+            return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
+        return None
+
+
+def plan(
+    *,
+    dtype: torch.dtype,
+    fmt: FP4Format,
+    layout: ScaleLayout,
+    out_dtype: torch.dtype,
+    has_alpha: bool,
+    tokens: int,
+    splits: int,
+    arch: Arch,
+    pdl: bool,
+) -> Config | None:
+    """The configuration with the most stages that ``arch`` has room for; ``None`` if it has room for none."""
+    for stages in STAGES:
+        config = Config(dtype, fmt, layout, out_dtype, has_alpha, tokens, splits, stages, pdl)
+        if config.smem_bytes <= STAGES_BYTES and config.reason_unsupported(arch) is None:
+            return config
+    return None

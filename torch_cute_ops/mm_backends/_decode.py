@@ -1,0 +1,30 @@
+"""FP4 operands decoded in memory, for backends that multiply 16-bit numbers."""
+
+import torch
+
+from torch_cute_ops.formats import NVFP4, FP4Format, ScaleLayout
+from torch_cute_ops.mm_backends._base import Product
+from torch_cute_ops.ops import fp4_dequantize as dequantize
+from torch_cute_ops.runtime.compiler import Wanted
+
+
+def sixteen_bit_dtype(product: Product) -> torch.dtype:
+    """What operands are decoded to: the dtype of ``a``; float16, which holds NVFP4 exactly, or else bfloat16."""
+    if product.a_layout is None:
+        return product.a_dtype
+    return torch.float16 if product.fmt == NVFP4 else torch.bfloat16
+
+
+def decoded(
+    codes: torch.Tensor, scale: torch.Tensor, fmt: FP4Format, layout: ScaleLayout, dtype: torch.dtype
+) -> torch.Tensor:
+    """The numbers (rows, K) of codes (rows, K/2) and the bytes of their scales, in ``dtype``."""
+    out: torch.Tensor = dequantize.fp4_dequantize(
+        codes, scale.view(fmt.scale_dtype), block_size=fmt.block_size, scale_layout=layout.name, out_dtype=dtype
+    )
+    return out
+
+
+def decoding_kernel(product: Product, layout: ScaleLayout) -> Wanted:
+    """The kernel of ``decoded`` for an operand of ``product``."""
+    return dequantize.kernel_for(product.k, product.fmt, layout, sixteen_bit_dtype(product))

@@ -1,0 +1,55 @@
+"""Decode to 16 bits once, then cuBLAS: for many rows, where the product and not the weight's bytes takes the time."""
+
+import torch
+
+from torch_cute_ops.formats import MXFP4
+from torch_cute_ops.mm_backends._base import Backend, Operands, Product, Tactic, Target
+from torch_cute_ops.mm_backends._decode import decoded, decoding_kernel, sixteen_bit_dtype
+from torch_cute_ops.mm_backends._model import memory_seconds, tensor_core_seconds
+from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.compiler import Wanted
+
+
+class Cublas(Backend):
+    """The decoded operands are exact in the 16-bit dtype; sums are in fp32, and rounded once, after ``alpha``."""
+
+    name = "cublas"
+
+    def reason_unsupported(self, product: Product, target: Target) -> str | None:
+        if target.device.type != "cuda":
+            return f"needs a CUDA device; the tensors are on {target.device}"
+        if target.arch is None:
+            return "decodes with a kernel that this GPU's architecture does not have"
+        if product.a_dtype == torch.float16 and product.fmt == MXFP4:
+            return "the numbers of MXFP4 exceed float16, which a has; pass a as bfloat16"
+        return None
+
+    def tactics(self, product: Product, m: int, target: Target) -> tuple[Tactic, ...]:
+        return ((),)
+
+    def estimate(self, product: Product, m: int, tactic: Tactic, target: Target) -> float:
+        # What is decoded is written and read again, and so is the fp32 result.
+        size = 2 * product.k * (product.n + (m if product.a_layout is not None else 0))
+        moved = product.bytes_moved(m) + 2 * size + 2 * 4 * m * product.n
+        return memory_seconds(moved, 3, target) + tensor_core_seconds(product.flops(m), target)
+
+    def kernels(self, product: Product, tactic: Tactic, arch: Arch) -> tuple[Wanted, ...]:
+        layouts = dict.fromkeys((product.b_layout, *([product.a_layout] if product.a_layout is not None else [])))
+        return tuple(decoding_kernel(product, layout) for layout in layouts)
+
+    def run(self, product: Product, tactic: Tactic, target: Target, operands: Operands) -> None:
+        a, a_scale, b, b_scale, alpha, out = operands
+        dtype = sixteen_bit_dtype(product)
+        if a_scale is not None and product.a_layout is not None:
+            a = decoded(a, a_scale, product.fmt, product.a_layout, dtype)
+        weight = decoded(b, b_scale, product.fmt, product.b_layout, dtype)
+        total = _sums(a, weight)
+        if alpha is None:
+            out.copy_(total)
+        else:
+            torch.mul(total, alpha, out=out)
+
+
+def _sums(a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``a @ weight.T`` in fp32: with a 16-bit result cuBLAS may round partial sums to it."""
+    return torch.mm(a, weight.t(), out_dtype=torch.float32)

@@ -1,0 +1,130 @@
+"""Warp-level tensor-core products with the weight decoded in registers: for few rows, where its bytes take the time."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from torch_cute_ops.formats import MXFP4
+from torch_cute_ops.mm_backends._base import Backend, Operands, Product, Tactic, Target
+from torch_cute_ops.mm_backends._decode import decoded, decoding_kernel, sixteen_bit_dtype
+from torch_cute_ops.mm_backends._model import LAUNCH_SECONDS, bytes_per_second, tensor_core_seconds
+from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.capture import forbid_in_capture
+from torch_cute_ops.runtime.compiler import Wanted, compile_kernel
+
+if TYPE_CHECKING:
+    from torch_cute_ops.kernels.fp4_mma import Config
+
+SPLITS = (1, 2, 4, 8)
+EFFICIENCY = 0.5
+"""Of the tensor cores, for warp-level instructions with decoding beside them, over what wgmma reaches."""
+
+
+class MmaSync(Backend):
+    """A tactic is (rows of ``a`` of a CTA, CTAs that share a sum)."""
+
+    name = "mma_sync"
+
+    def reason_unsupported(self, product: Product, target: Target) -> str | None:
+        if target.device.type != "cuda":
+            return f"needs a CUDA device; the tensors are on {target.device}"
+        if target.arch is None:
+            return "kernels are compiled for no such architecture"
+        if product.a_dtype == torch.float16 and product.fmt == MXFP4:
+            return "the numbers of MXFP4 exceed float16, which a has; pass a as bfloat16"
+        if product.n % 8 or product.k % 32:
+            return f"n={product.n} and k={product.k}: they have to be multiples of 8 and 32"
+        blocks = product.k // product.fmt.block_size
+        if product.b_layout.is_linear and blocks % 4:
+            return f"b has {blocks} scales a row; in the linear layout they have to be a multiple of 4"
+        return None
+
+    def tactics(self, product: Product, m: int, target: Target) -> tuple[Tactic, ...]:
+        from torch_cute_ops.kernels import fp4_mma
+
+        chunks = -(-product.k // fp4_mma.CHUNK)
+        # A wider tile than the rows need only costs.
+        widest = next((tokens for tokens in fp4_mma.TOKEN_TILES if tokens >= m), fp4_mma.TOKEN_TILES[-1])
+        return tuple(
+            (tokens, splits)
+            for tokens in fp4_mma.TOKEN_TILES
+            for splits in SPLITS
+            if tokens <= widest
+            and splits <= max(1, chunks)
+            and (target.arch is None or _config(product, (tokens, splits), target.arch) is not None)
+        )
+
+    def estimate(self, product: Product, m: int, tactic: Tactic, target: Target) -> float:
+        from torch_cute_ops.kernels import fp4_mma
+
+        tokens, splits = _sizes(tactic)
+        tiles = -(-product.n // fp4_mma.ROWS)
+        columns = -(-m // tokens)
+        ctas = tiles * columns * splits
+        waves = -(-ctas // target.sms)
+        # In a wave every CTA takes as long as in a full one: an SM reads at its share of the memory's rate.
+        codes = fp4_mma.ROWS * product.k * (0.5 + 1 / product.fmt.block_size)
+        activations = 0.5 * 2 * tokens * product.k  # from L2, at some twice the rate of memory
+        read = (codes + activations) / splits
+        busy = max(
+            read / (bytes_per_second(target) / target.sms),
+            tensor_core_seconds(2 * fp4_mma.ROWS * tokens * product.k // splits, target, sms=1) / EFFICIENCY,
+        )
+        seconds = LAUNCH_SECONDS + waves * busy + 0.5e-6 * (splits > 1)
+        if product.a_layout is not None:
+            seconds += LAUNCH_SECONDS
+        return seconds
+
+    def kernels(self, product: Product, tactic: Tactic, arch: Arch) -> tuple[Wanted, ...]:
+        wanted = [_kernel(product, tactic, arch)]
+        if product.a_layout is not None:
+            wanted.append(decoding_kernel(product, product.a_layout))
+        return tuple(wanted)
+
+    def run(self, product: Product, tactic: Tactic, target: Target, operands: Operands) -> None:
+        a, a_scale, b, b_scale, alpha, out = operands
+        if a_scale is not None and product.a_layout is not None:
+            a = decoded(a, a_scale, product.fmt, product.a_layout, sixteen_bit_dtype(product))
+        key = (product, tactic, target.device)
+        function = _functions.get(key)
+        if function is None:
+            op = "mm_fp4_weight_only" if product.a_layout is None else "mm_fp4"
+            facts = f"n={product.n}, k={product.k}, m={a.shape[0]}"
+            forbid_in_capture(op, str(product), f"torch_cute_ops.warmup({op!r}, {facts}, ...)")
+            assert target.arch is not None
+            function = _functions[key] = compile_kernel(_kernel(product, tactic, target.arch), target.arch)
+        function(a, b, b_scale, alpha, out)
+
+
+_functions: dict[tuple[Product, Tactic, torch.device], Callable[..., None]] = {}
+
+
+def _sizes(tactic: Tactic) -> tuple[int, int]:
+    tokens, splits = tactic
+    return int(tokens), int(splits)
+
+
+def _config(product: Product, tactic: Tactic, arch: Arch) -> "Config | None":
+    """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
+    from torch_cute_ops.kernels import fp4_mma
+
+    tokens, splits = _sizes(tactic)
+    return fp4_mma.plan(
+        dtype=sixteen_bit_dtype(product),
+        fmt=product.fmt,
+        layout=product.b_layout,
+        out_dtype=product.out_dtype,
+        has_alpha=product.has_alpha,
+        tokens=tokens,
+        splits=splits,
+        arch=arch,
+        pdl=settings.PDL,
+    )
+
+
+def _kernel(product: Product, tactic: Tactic, arch: Arch) -> Wanted:
+    from torch_cute_ops.kernels import fp4_mma
+
+    return Wanted(fp4_mma.KERNEL, _config(product, tactic, arch))

@@ -1,0 +1,31 @@
+"""The executable specification as a backend: right on every device, and slow."""
+
+from torch_cute_ops.mm_backends._base import Backend, Operands, Product, Tactic, Target
+from torch_cute_ops.reference.mm_fp4 import product as reference_product
+from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.compiler import Wanted
+
+
+class Reference(Backend):
+    """Decodes to float64 and multiplies there."""
+
+    name = "reference"
+
+    def reason_unsupported(self, product: Product, target: Target) -> str | None:
+        return None
+
+    def tactics(self, product: Product, m: int, target: Target) -> tuple[Tactic, ...]:
+        return ((),)
+
+    def estimate(self, product: Product, m: int, tactic: Tactic, target: Target) -> float:
+        # Of the order of what float64 units do; after every other backend in any case.
+        return 1e-3 + product.flops(m) * 1e-12
+
+    def kernels(self, product: Product, tactic: Tactic, arch: Arch) -> tuple[Wanted, ...]:
+        return ()
+
+    def run(self, product: Product, tactic: Tactic, target: Target, operands: Operands) -> None:
+        a, a_scale, b, b_scale, alpha, out = operands
+        out.copy_(
+            reference_product(a, a_scale, b, b_scale, alpha, out.dtype, product.fmt, product.a_layout, product.b_layout)
+        )

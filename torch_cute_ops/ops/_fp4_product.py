@@ -1,0 +1,302 @@
+"""What the FP4 products share: checks, the choice of a backend, and the way to it."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from torch_cute_ops.fake.fp4_quantize import fp4_shapes
+from torch_cute_ops.formats import FP4Format, ScaleLayout
+from torch_cute_ops.formats.scale_layout import weight_layout
+from torch_cute_ops.ops import _checks
+from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
+from torch_cute_ops.ops.fp4_dequantize import aligned, scale_dtypes
+from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.calls import launch_error
+from torch_cute_ops.runtime.compiler import Wanted
+from torch_cute_ops.runtime.dispatch import mark_written
+
+if TYPE_CHECKING:
+    from torch_cute_ops.mm_backends import Choice, Product, Target
+
+AUTO: Final = "auto"
+A_DTYPES = (torch.bfloat16, torch.float16)
+"""Of activations that are not in FP4."""
+
+Tensor = torch.Tensor
+Choices = tuple[int, str | None, str]
+"""``block_size``, ``scale_format``, ``scale_layout``."""
+
+
+class FP4Product:
+    """One product: ``a`` (M, K) in FP4 or in 16 bits, times ``b`` (K, N) in FP4.
+
+    Args:
+        op: the op's name.
+        arrange: a function that takes what it shall call, and the op's arguments, and calls it with (a, b, a_scale,
+            b_scale, alpha, out_dtype, choices, backend).
+    """
+
+    def __init__(self, op: str, arguments: str, arrange: Callable[..., Any]) -> None:
+        self.op = op
+        self.arguments = arguments
+        self.arrange = arrange
+        self.has_a_scale = "Tensor a_scale" in arguments
+        self._choices: dict[tuple[Any, ...], tuple[Product, Target, Choice]] = {}
+
+    def spec(self, function: Callable[..., Any], reference: Callable[..., Any], fake: Callable[..., Any]) -> OpSpec:
+        """The op's place in the registry."""
+        return OpSpec(
+            name=self.op,
+            arguments=self.arguments,
+            outputs=("out",),
+            check=partial(self.arrange, self.check),
+            reference=reference,
+            fake=fake,
+            cuda=partial(self.arrange, self.run),
+            cuda_out=self.cuda_out,
+            function=function,
+            example=self.example,
+            kernels=self.kernels,
+            backends=self.backends,
+        )
+
+    def cuda_out(self, *args: Any, out: Tensor, **kwargs: Any) -> None:
+        """The CUDA entry of the ``.out`` overload."""
+        self.arrange(partial(self.run, out=out), *args, **kwargs)
+
+    def example(
+        self,
+        *,
+        n: int,
+        k: int,
+        m: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+        alpha: bool = False,
+        device: torch.device | int | str | None = None,
+        **choices: Any,
+    ) -> Call:
+        """A call with these static facts.
+
+        Args:
+            n, k: columns of the result, and elements of a sum.
+            m: rows.
+            dtype: of ``a``, where that is not in FP4.
+            alpha: whether calls will pass one.
+            device: of the tensors; ``None`` means the current CUDA device.
+            choices: the op's arguments from ``out_dtype`` on.
+        """
+        target = cuda_device(device)
+        named = {"block_size": 16, "scale_format": None, "scale_layout": "128x4"} | choices
+        fmt, layout, b_layout = self._formats((named["block_size"], named["scale_format"], named["scale_layout"]))
+        b, b_scale = _zeros(n, k, fmt, b_layout, target)
+        factor = torch.ones(1, device=target) if alpha else None
+        if not self.has_a_scale:
+            return (torch.zeros(m, k, dtype=dtype, device=target), b.t(), b_scale, factor), choices
+        a, a_scale = _zeros(m, k, fmt, layout, target)
+        return (a, b.t(), a_scale, b_scale, factor), choices
+
+    # The way of a call
+
+    def check(
+        self,
+        a: Tensor,
+        b: Tensor,
+        a_scale: Tensor | None,
+        b_scale: Tensor,
+        alpha: Tensor | None,
+        out_dtype: torch.dtype,
+        choices: Choices,
+        backend: str,
+    ) -> None:
+        """Refuse arguments that the op does not take.
+
+        Raises:
+            ValueError: for a wrong shape, device, format or layout, an unknown backend, or one that cannot run on a
+                CPU where the tensors are there; and for an input that requires grad.
+            TypeError: for a wrong dtype.
+        """
+        op = self.op
+        fmt, layout, b_layout = self._formats(choices)
+        if not self.has_a_scale and layout != b_layout:
+            raise ValueError(f"cute::{op}: scale_layout={layout.name!r} is for activations; use '128x4' or 'linear'")
+        _checks.check_matrix(op, "b", b, "(K/2, N)")
+        _checks.check_packed(op, "b.t()", b.t(), fmt)
+        n, k = b.shape[1], b.shape[0] * 2
+        _checks.check_matrix(op, "a", a, "(M, K/2)" if self.has_a_scale else "(M, K)")
+        if a_scale is None:
+            _checks.check_dtype(op, "a", a, A_DTYPES)
+            _checks.check_shape(op, "a", a, (a.shape[0], k), f"the {k} elements that a column of b has")
+        else:
+            _checks.check_packed(op, "a", a, fmt)
+            _checks.check_shape(op, "a", a, (a.shape[0], k // 2), f"the {k // 2} bytes that a column of b has")
+            self._check_scale("a_scale", a_scale, a.shape[0], k, fmt, layout)
+            _checks.check_device(op, "a_scale", a_scale, "a", a.device)
+        _checks.check_device(op, "b", b, "a", a.device)
+        self._check_scale("b_scale", b_scale, n, k, fmt, b_layout)
+        _checks.check_device(op, "b_scale", b_scale, "a", a.device)
+        if alpha is not None:
+            _checks.check_scalar(op, "alpha", alpha, "a", a.device)
+        if out_dtype not in _checks.INPUT_DTYPES:
+            raise TypeError(f"cute::{op}: out_dtype is {out_dtype}; expected bfloat16, float16 or float32")
+        if backend != AUTO and (backend not in _mm().BACKENDS or a.device.type == "cpu"):
+            product = self._product(a, b, a_scale, alpha, out_dtype, choices)
+            self._choose(product, 1, _mm().target_of(torch.device("cpu")), backend)
+        _checks.check_no_grad(op, a, alpha)
+
+    def _check_scale(self, name: str, scale: Tensor, rows: int, k: int, fmt: FP4Format, layout: ScaleLayout) -> None:
+        _checks.check_dtype(self.op, name, scale, scale_dtypes(fmt))
+        shape = fp4_shapes((rows, k), fmt, layout)[1]
+        _checks.check_shape(self.op, name, scale, shape, f"the {layout.name} scales of {name[0]}")
+
+    def run(
+        self,
+        a: Tensor,
+        b: Tensor,
+        a_scale: Tensor | None,
+        b_scale: Tensor,
+        alpha: Tensor | None,
+        out_dtype: torch.dtype,
+        choices: Choices,
+        backend: str,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Compute on CUDA tensors, into ``out`` or into a new tensor."""
+        self.check(a, b, a_scale, b_scale, alpha, out_dtype, choices, backend)
+        m, n = a.shape[0], b.shape[1]
+        facts = (
+            _mm().bucket(m),
+            n,
+            a.shape[1],
+            a.dtype,
+            alpha is not None,
+            out_dtype,
+            choices,
+            backend,
+            a.device,
+        )
+        chosen = self._choices.get(facts)
+        if chosen is None:
+            product = self._product(a, b, a_scale, alpha, out_dtype, choices)
+            target = _mm().target_of(a.device)
+            chosen = self._choices[facts] = product, target, self._choose(product, facts[0], target, backend)
+        product, target, choice = chosen
+        if out is None:
+            result = torch.empty((m, n), dtype=out_dtype, device=a.device)
+        else:
+            result = out
+            _checks.check_output(self.op, "out", out, (m, n), out_dtype, a.device)
+            _checks.check_aligned(self.op, "out", out)
+        if result.numel():
+            operands = _mm().Operands(
+                a=aligned(a if a_scale is None else a.view(torch.uint8)),
+                a_scale=None if a_scale is None else aligned(a_scale.view(torch.uint8)),
+                b=aligned(b.view(torch.uint8).t()),
+                b_scale=aligned(b_scale.view(torch.uint8)),
+                alpha=None if alpha is None else alpha.reshape(1),
+                out=result,
+            )
+            try:
+                choice.backend.run(product, choice.tactic, target, operands)
+            except RuntimeError as error:
+                # Of torch, such as memory that ran out; or of another op that the backend uses, where a launch failed.
+                cause = error.__cause__
+                if not isinstance(cause, Exception):
+                    raise
+                raise launch_error(self.op, cause, a, b, a_scale, b_scale, alpha, out_dtype, *choices) from cause
+            except Exception as error:  # from CUDA
+                raise launch_error(self.op, error, a, b, a_scale, b_scale, alpha, out_dtype, *choices) from error
+        if out is not None:
+            mark_written((out,))
+        return result
+
+    def kernels(self, arch: Arch, *args: Any, **kwargs: Any) -> tuple[Wanted, ...]:
+        """Our kernels that a call with the op's arguments launches on ``arch``; the tensors may be on meta."""
+        return self.arrange(partial(self._kernels, arch), *args, **kwargs)
+
+    def _kernels(
+        self,
+        arch: Arch,
+        a: Tensor,
+        b: Tensor,
+        a_scale: Tensor | None,
+        b_scale: Tensor,
+        alpha: Tensor | None,
+        out_dtype: torch.dtype,
+        choices: Choices,
+        backend: str,
+    ) -> tuple[Wanted, ...]:
+        self.check(a, b, a_scale, b_scale, alpha, out_dtype, choices, backend)
+        product = self._product(a, b, a_scale, alpha, out_dtype, choices)
+        choice = self._choose(product, _mm().bucket(a.shape[0]), _mm().usual_target(arch), backend)
+        return choice.backend.kernels(product, choice.tactic, arch)
+
+    def backends(self, device: torch.device, *args: Any, **kwargs: Any) -> dict[str, str | None]:
+        """Why each backend cannot compute a call on ``device``; ``None``: it can."""
+        return self.arrange(partial(self._backends, device), *args, **kwargs)
+
+    def _backends(
+        self,
+        device: torch.device,
+        a: Tensor,
+        b: Tensor,
+        a_scale: Tensor | None,
+        b_scale: Tensor,
+        alpha: Tensor | None,
+        out_dtype: torch.dtype,
+        choices: Choices,
+        backend: str,
+    ) -> dict[str, str | None]:
+        self.check(a, b, a_scale, b_scale, alpha, out_dtype, choices, AUTO)
+        product = self._product(a, b, a_scale, alpha, out_dtype, choices)
+        return _mm().reasons(product, _mm().target_of(device))
+
+    def _formats(self, choices: Choices) -> tuple[FP4Format, ScaleLayout, ScaleLayout]:
+        """The format, and the layouts of the scales of ``a`` and ``b``."""
+        fmt, layout = _checks.check_fp4_format(self.op, *choices)
+        return fmt, layout, weight_layout(layout)
+
+    def _product(
+        self,
+        a: Tensor,
+        b: Tensor,
+        a_scale: Tensor | None,
+        alpha: Tensor | None,
+        out_dtype: torch.dtype,
+        choices: Choices,
+    ) -> "Product":
+        fmt, layout, b_layout = self._formats(choices)
+        product: Product = _mm().Product(
+            n=b.shape[1],
+            k=b.shape[0] * 2,
+            fmt=fmt,
+            a_dtype=a.dtype if a_scale is None else torch.uint8,
+            a_layout=None if a_scale is None else layout,
+            b_layout=b_layout,
+            has_alpha=alpha is not None,
+            out_dtype=out_dtype,
+        )
+        return product
+
+    def _choose(self, product: "Product", m: int, target: "Target", backend: str) -> "Choice":
+        try:
+            choice: Choice = _mm().choose(product, m, target, backend)
+            return choice
+        except ValueError as error:
+            raise ValueError(f"cute::{self.op}: {error}") from None
+
+
+@cache
+def _mm() -> ModuleType:
+    """The backends, which a process that multiplies nothing does not import."""
+    from torch_cute_ops import mm_backends
+
+    return mm_backends
+
+
+def _zeros(rows: int, k: int, fmt: FP4Format, layout: ScaleLayout, device: torch.device) -> tuple[Tensor, Tensor]:
+    codes, scale = fp4_shapes((rows, k), fmt, layout)
+    blank = [torch.zeros(shape, dtype=torch.uint8, device=device) for shape in (codes, scale)]
+    return blank[0], blank[1].view(fmt.scale_dtype)

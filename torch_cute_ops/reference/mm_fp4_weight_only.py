@@ -1,0 +1,22 @@
+"""Reference of ``mm_fp4_weight_only``."""
+
+import torch
+
+from torch_cute_ops.formats import resolve_fp4_format, resolve_scale_layout
+from torch_cute_ops.reference.mm_fp4 import product
+
+
+def mm_fp4_weight_only(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    alpha: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    block_size: int = 16,
+    scale_format: str | None = None,
+    scale_layout: str = "128x4",
+    backend: str = "auto",
+) -> torch.Tensor:
+    """``alpha · a @ b``, (M, N) in ``out_dtype`` or the dtype of ``a``; see the op's docstring."""
+    fmt, layout = resolve_fp4_format(block_size, scale_format), resolve_scale_layout(scale_layout)
+    return product(a, None, b.t(), b_scale, alpha, out_dtype or a.dtype, fmt, None, layout)
