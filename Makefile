@@ -8,17 +8,20 @@ ARGS ?=
 
 dev = $(PYTHON) tools/setup_env.py --venv $(VENV)
 
-.PHONY: help demo demo-minilm test lint format typecheck bench venv clean
+.PHONY: help demo demo-minilm demo-minilm-nvfp4 test lint format typecheck bench venv clean
 .DEFAULT_GOAL := help
 
 help:          ## List the targets
-	@sed -n 's/^\([a-z-]*\): *## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+	@sed -n 's/^\([a-z0-9-]*\): *## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
 
 demo:          ## Quantise hidden states and check the result: examples/quickstart.py
 	@$(dev) -- examples/quickstart.py $(ARGS)
 
 demo-minilm:   ## The same on the weights of a real model
 	@$(dev) --extras dev,examples -- examples/quickstart.py --model minilm $(ARGS)
+
+demo-minilm-nvfp4:  ## That model's linear layers in NVFP4, its embeddings beside fp32's: examples/minilm_nvfp4.py
+	@$(dev) --extras dev,examples -- examples/minilm_nvfp4.py $(ARGS)
 
 test:          ## Run the tests; kernels too where there is a GPU
 	@$(dev) -- -m pytest $(ARGS)

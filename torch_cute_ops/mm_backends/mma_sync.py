@@ -1,5 +1,6 @@
 """Warp-level tensor-core products with the weight decoded in registers: for few rows, where its bytes take the time."""
 
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -17,13 +18,14 @@ from torch_cute_ops.runtime.compiler import Wanted, compile_kernel
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_mma import Config
 
-SPLITS = (1, 2, 4, 8)
-EFFICIENCY = 0.5
+SPLITS = (1, 2, 3, 4, 6, 8)
+CTAS_PER_SM = (1, 2)
+EFFICIENCY = 0.65
 """Of the tensor cores, for warp-level instructions with decoding beside them, over what wgmma reaches."""
 
 
 class MmaSync(Backend):
-    """A tactic is (rows of ``a`` of a CTA, CTAs that share a sum)."""
+    """A tactic is (rows of ``a`` of a CTA, CTAs that share a sum, CTAs of an SM)."""
 
     name = "mma_sync"
 
@@ -47,30 +49,27 @@ class MmaSync(Backend):
         chunks = -(-product.k // fp4_mma.CHUNK)
         # A wider tile than the rows need only costs.
         widest = next((tokens for tokens in fp4_mma.TOKEN_TILES if tokens >= m), fp4_mma.TOKEN_TILES[-1])
+        every = itertools.product(fp4_mma.TOKEN_TILES, SPLITS, CTAS_PER_SM)
+        tactics = [tactic for tactic in every if tactic[0] <= widest and tactic[1] <= chunks]
         return tuple(
-            (tokens, splits)
-            for tokens in fp4_mma.TOKEN_TILES
-            for splits in SPLITS
-            if tokens <= widest
-            and splits <= max(1, chunks)
-            and (target.arch is None or _config(product, (tokens, splits), target.arch) is not None)
+            tactic for tactic in tactics if target.arch is None or _config(product, tactic, target.arch) is not None
         )
 
     def estimate(self, product: Product, m: int, tactic: Tactic, target: Target) -> float:
         from torch_cute_ops.kernels import fp4_mma
 
-        tokens, splits = _sizes(tactic)
-        tiles = -(-product.n // fp4_mma.ROWS)
-        columns = -(-m // tokens)
-        ctas = tiles * columns * splits
-        waves = -(-ctas // target.sms)
-        # In a wave every CTA takes as long as in a full one: an SM reads at its share of the memory's rate.
+        tokens, splits, ctas_per_sm = _sizes(tactic)
+        ctas = -(-product.n // fp4_mma.ROWS) * -(-m // tokens) * splits
+        slots = target.sms * ctas_per_sm
+        waves = -(-ctas // slots)
+        # In a wave every CTA takes as long as in a full one: it reads at its share of the memory's rate.
         codes = fp4_mma.ROWS * product.k * (0.5 + 1 / product.fmt.block_size)
         activations = 0.5 * 2 * tokens * product.k  # from L2, at some twice the rate of memory
         read = (codes + activations) / splits
+        flops = 2 * fp4_mma.ROWS * tokens * product.k // splits
         busy = max(
-            read / (bytes_per_second(target) / target.sms),
-            tensor_core_seconds(2 * fp4_mma.ROWS * tokens * product.k // splits, target, sms=1) / EFFICIENCY,
+            read / (bytes_per_second(target) / slots),
+            tensor_core_seconds(flops * ctas_per_sm, target, sms=1) / EFFICIENCY,
         )
         seconds = LAUNCH_SECONDS + waves * busy + 0.5e-6 * (splits > 1)
         if product.a_layout is not None:
@@ -101,16 +100,16 @@ class MmaSync(Backend):
 _functions: dict[tuple[Product, Tactic, torch.device], Callable[..., None]] = {}
 
 
-def _sizes(tactic: Tactic) -> tuple[int, int]:
-    tokens, splits = tactic
-    return int(tokens), int(splits)
+def _sizes(tactic: Tactic) -> tuple[int, int, int]:
+    tokens, splits, ctas_per_sm = tactic
+    return int(tokens), int(splits), int(ctas_per_sm)
 
 
 def _config(product: Product, tactic: Tactic, arch: Arch) -> "Config | None":
     """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
     from torch_cute_ops.kernels import fp4_mma
 
-    tokens, splits = _sizes(tactic)
+    tokens, splits, ctas_per_sm = _sizes(tactic)
     return fp4_mma.plan(
         dtype=sixteen_bit_dtype(product),
         fmt=product.fmt,
@@ -119,6 +118,7 @@ def _config(product: Product, tactic: Tactic, arch: Arch) -> "Config | None":
         has_alpha=product.has_alpha,
         tokens=tokens,
         splits=splits,
+        ctas_per_sm=ctas_per_sm,
         arch=arch,
         pdl=settings.PDL,
     )

@@ -35,30 +35,27 @@ def decode(words: list, scales: list, dtype, fmt: FP4Format) -> list:
     return decoded
 
 
-def activation_pairs(words: list, dtype) -> list:
-    """The eight activations of four words, paired as ``decode`` pairs codes: two steps, each (low, high k)."""
+def pair_activations(words: list, dtype) -> list:
+    """Four words with eight activations, in the order in which ``decode`` pairs codes: two steps of two words."""
     a, b, c, d = words
-    if dtype is BFloat16:
-        pairs = (a, c), (b, d)
-    else:
-        pairs = (a, b), (c, d)
-    return [(ptx.prmt(x, y, 0x5410), ptx.prmt(x, y, 0x7632)) for x, y in pairs]
+    pairs = ((a, c), (b, d)) if dtype is BFloat16 else ((a, b), (c, d))
+    return [ptx.prmt(x, y, selector) for x, y in pairs for selector in (0x5410, 0x7632)]
 
 
-def scale_pairs(bytes_: list, dtype, fmt: FP4Format) -> list:
-    """For each scale byte, a word with the factor that ``decode`` wants, twice."""
+def scale_factors(scales, dtype, fmt: FP4Format) -> list:
+    """The factors that ``decode`` wants, each twice in a word, of the scale bytes in the low half of a word: two of
+    NVFP4, or one of MXFP4."""
     if fmt == MXFP4:
         # bfloat16's exponent field, but for 2^-127, which is subnormal, and NaN.
-        halves = [ptx.select(byte == Uint32(0), Uint32(0x40), byte << 7) for byte in bytes_]
-        halves = [
-            ptx.select(byte == Uint32(0xFF), Uint32(0x7FC0), half) for byte, half in zip(bytes_, halves, strict=True)
-        ]
-        return [ptx.prmt(half, half, 0x1010) for half in halves]
+        half = ptx.select(scales == Uint32(0), Uint32(0x40), scales << 7)
+        half = ptx.select(scales == Uint32(0xFF), Uint32(0x7FC0), half)
+        return [ptx.prmt(half, half, 0x1010)]
+    both = ptx.f16x2_of_e4m3x2(scales)
     if dtype is BFloat16:
-        values = [ptx.mul_rn(ptx.float_of_e4m3(byte), Float32(2.0**118)) for byte in bytes_]
+        values = [ptx.mul_rn(ptx.unpack_f16(both, half), Float32(2.0**118)) for half in range(2)]
         return [ptx.pack_16x2(value, value, "bf16") for value in values]
-    words = [ptx.pack_16x2(value, value, "f16") for value in map(ptx.float_of_e4m3, bytes_)]
-    return [ptx.mul_16x2(word, Uint32(0x54005400), "f16") for word in words]
+    both = ptx.mul_16x2(both, Uint32(0x54005400), "f16")
+    return [ptx.prmt(both, both, selector) for selector in (0x1010, 0x3232)]
 
 
 def _float16_pairs(word) -> list:

@@ -204,6 +204,13 @@ def float_of_e4m3(byte, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
+def f16x2_of_e4m3x2(pair, *, loc=None, ip=None) -> Uint32:
+    """Two fp16 values, packed, of two e4m3 bytes in the low half of a word; exact."""
+    text = "{.reg .b16 t; cvt.u16.u32 t, $1; cvt.rn.f16x2.e4m3x2 $0, t;}"
+    return Uint32(_asm(T.i32(), [_u32(pair, loc, ip)], text, "=r,r", loc, ip))
+
+
+@dsl_user_op
 def e2m1x8_of(values: tuple, *, loc=None, ip=None) -> Uint32:
     """Eight fp32 values as e2m1 nibbles, element 0 lowest, by the hardware conversion (sm_100 and later)."""
     operands = [_f32(v, loc, ip) for v in values]

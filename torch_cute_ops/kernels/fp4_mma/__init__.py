@@ -12,7 +12,7 @@ dealt out to the CTAs of a cluster (``splits``) in contiguous portions of whole 
 2. A warp has 16 rows of ``b``. Within 128 elements of k, each of the four lanes that share a row takes 32 in a row, 16
    bytes of codes; k is in any order as long as both operands agree, so the lane's eight steps of k take four of its
    elements each. Codes become 16-bit numbers by moving bits, times the block's scale (see ``decode``).
-3. Activations are read in the same order, the pairs picked out of two words (``prmt``).
+3. Activations are put into the same order one chunk ahead, by the thread that copied them, where they lie.
 4. Each CTA leaves its sums in shared memory; the CTAs of the cluster share out the rows of ``a``, and add up the parts
    in the order of k. So a row of the result depends on ``splits`` alone, not on M or on what else is computed.
 

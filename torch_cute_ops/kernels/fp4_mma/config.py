@@ -13,11 +13,11 @@ CHUNK = 256
 """Elements of k that are copied at once: 128 bytes of codes a row, a whole cache line."""
 TOKEN_TILES = (8, 16, 32, 64)
 """Rows of activations that a CTA can have."""
+RESERVED = 1024
+"""Shared memory that the system takes of each CTA, bytes (CUDA C++ Programming Guide, "Compute Capabilities")."""
 WARPS = 8
 THREADS = 32 * WARPS
-STAGES = range(6, 1, -1)
-STAGES_BYTES = 150 * 1024
-"""Shared memory that stages may take: 18 KB of weight in each, and some 90 KB under way keep the memory busy."""
+STAGES = range(6, 2, -1)
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Config:
         tokens: rows of activations of a CTA.
         splits: CTAs that share a sum.
         stages: chunks under way.
+        ctas_per_sm: CTAs that an SM shall hold.
         pdl: whether launches are programmatic dependent launches.
     """
 
@@ -43,6 +44,7 @@ class Config:
     tokens: int
     splits: int
     stages: int
+    ctas_per_sm: int
     pdl: bool
 
     @property
@@ -93,6 +95,8 @@ class Config:
             return f"weights have no scales in the layout {self.layout.name}"
         if self.smem_bytes > arch.smem_per_cta:
             return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
+        if (self.smem_bytes + RESERVED) * self.ctas_per_sm > arch.smem_per_sm:
+            return f"{self.ctas_per_sm} CTAs need more shared memory than the {arch.smem_per_sm} bytes of an SM"
         return None
 
 
@@ -105,12 +109,13 @@ def plan(
     has_alpha: bool,
     tokens: int,
     splits: int,
+    ctas_per_sm: int,
     arch: Arch,
     pdl: bool,
 ) -> Config | None:
     """The configuration with the most stages that ``arch`` has room for; ``None`` if it has room for none."""
     for stages in STAGES:
-        config = Config(dtype, fmt, layout, out_dtype, has_alpha, tokens, splits, stages, pdl)
-        if config.smem_bytes <= STAGES_BYTES and config.reason_unsupported(arch) is None:
+        config = Config(dtype, fmt, layout, out_dtype, has_alpha, tokens, splits, stages, ctas_per_sm, pdl)
+        if config.reason_unsupported(arch) is None:
             return config
     return None

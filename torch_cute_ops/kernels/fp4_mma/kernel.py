@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
-from torch_cute_ops.kernels.common.fp4_weights import DECODED_SCALE, activation_pairs, decode, scale_pairs
+from torch_cute_ops.kernels.common.fp4_weights import DECODED_SCALE, decode, pair_activations, scale_factors
 from torch_cute_ops.kernels.fp4_mma.config import CHUNK, ROWS, THREADS, Config
 from torch_cute_ops.runtime.argspec import Argument, Dim, TensorArg
 
@@ -45,6 +45,8 @@ class FP4MmaKernel:
         self.kernel(a, b, scale, alpha, out).launch(
             grid=[tiles * c.splits, cute.ceil_div(a.shape[0], c.tokens), 1],
             block=[THREADS, 1, 1],
+            min_blocks_per_mp=c.ctas_per_sm,
+            preferred_smem_carveout=100,
             cluster=[c.splits, 1, 1] if const_expr(c.splits > 1) else None,
             stream=stream,
             use_pdl=c.pdl,
@@ -85,9 +87,15 @@ class FP4MmaKernel:
             cute.arch.cp_async_commit_group()
         sums = cute.make_rmem_tensor((c.tokens // TILE * 4,), Float32)
         sums.fill(0.0)
+        cute.arch.cp_async_wait_group(c.stages - 2)
+        if count > 0:
+            self._pair(0, base, t)
         for i in range(count):
-            cute.arch.cp_async_wait_group(c.stages - 2)
-            # The chunk is there for all, and all are done with the one before, whose place is filled next.
+            # What this thread copied of the next chunk is there.
+            cute.arch.cp_async_wait_group(c.stages - 3)
+            if i + 1 < count:
+                self._pair((i + 1) % c.stages, base, t)
+            # This chunk is there for all, and all are done with the one before, whose place is filled next.
             cute.arch.sync_threads()
             ahead = i + c.stages - 1
             if ahead < count:
@@ -138,7 +146,7 @@ class FP4MmaKernel:
             source = t.b.iterator + self._offset(t.first_row + row, t.k // 2, begin, exists)
             ptx.copy_async_16(codes + self._code_place(row, column), source, exists)
         row_bytes = CHUNK * c.dtype.itemsize
-        for i in range_constexpr(c.token_bytes // 16 // THREADS or 1):
+        for i in range_constexpr(c.token_bytes // 16 // THREADS):
             piece = t.tid + i * THREADS
             row, column = piece // (row_bytes // 16), piece % (row_bytes // 16)
             begin = chunk * CHUNK + column * (16 // c.dtype.itemsize)
@@ -151,6 +159,18 @@ class FP4MmaKernel:
         """Elements from the start of a matrix; 0 for what is beyond it."""
         offset = Int64(row) * pitch + column
         return cute.assume(ptx.select(exists, offset, Int64(0)), divby=8)
+
+    @cute.jit
+    def _pair(self, stage, base, t):
+        """Put the activations that this thread has copied into the order of the decoded codes, where they are."""
+        c = self.config
+        row_pieces = CHUNK * c.dtype.itemsize // 16
+        for i in range_constexpr(c.token_bytes // 16 // THREADS):
+            piece = t.tid + i * THREADS
+            place = self._token_place(piece // row_pieces, piece % row_pieces)
+            words = self._words(self._tokens_at(stage, base), place)
+            at = cute.recast_ptr(self._tokens_at(stage, base) + cute.assume(place, divby=16), dtype=Uint32)
+            store_words(pair_activations(words, self.dtype), cute.make_tensor(at, cute.make_layout(4)))
 
     @cute.jit
     def _load_scales(self, chunk, scales, t):
@@ -208,28 +228,25 @@ class FP4MmaKernel:
             for tile in range_constexpr(c.tokens // TILE):
                 for word in range_constexpr(4):
                     column = half * 16 + t.quad * 4 + word
-                    pairs = activation_pairs(
-                        self._words(tokens, self._token_place(tile * TILE + t.token, column)), self.dtype
-                    )
+                    pairs = self._words(tokens, self._token_place(tile * TILE + t.token, column))
                     for step in range_constexpr(2):
                         (low0, high0), (low1, high1) = rows[0][word][step], rows[1][word][step]
                         total = [sums[tile * 4 + i] for i in range(4)]
-                        total = ptx.mma_16x8x16([low0, low1, high0, high1], list(pairs[step]), total, name)
+                        total = ptx.mma_16x8x16([low0, low1, high0, high1], pairs[2 * step : 2 * step + 2], total, name)
                         for i in range_constexpr(4):
                             sums[tile * 4 + i] = total[i]
 
     def _block_scales(self, scales, chunk, half: int, row, t) -> list:
-        """A word with the scale twice, for each block of the lane's 32 elements in a half of a chunk."""
+        """The factors of the blocks that the lane's 32 elements in a half of a chunk make: two, or one of MXFP4."""
         c = self.config
         count = 32 // c.fmt.block_size
         block = half * (c.chunk_blocks // 2) + t.quad * count
-        bytes_ = []
-        for i in range(count):
-            at = self._scale_place(row, block + i)
-            byte = Uint32(cute.make_tensor(scales + at, cute.make_layout(1))[0])
-            # Beyond the last block the matrix of scales may hold anything, and 0 times NaN is not 0.
-            bytes_.append(ptx.select(chunk * c.chunk_blocks + block + i < t.blocks, byte, Uint32(0)))
-        return scale_pairs(bytes_, self.dtype, c.fmt)
+        at = cute.assume(self._scale_place(row, block), divby=count)
+        dtype = Uint8 if count == 1 else Uint16
+        bytes_ = Uint32(cute.make_tensor(cute.recast_ptr(scales + at, dtype=dtype), cute.make_layout(1))[0])
+        # Beyond the last block the matrix of scales may hold anything, and 0 times NaN is not 0.
+        bytes_ = ptx.select(chunk * c.chunk_blocks + block < t.blocks, bytes_, Uint32(0))
+        return scale_factors(bytes_, self.dtype, c.fmt)
 
     def _scale_place(self, row, block) -> Int32:
         if self.config.layout.is_linear:

@@ -1,0 +1,341 @@
+#!/usr/bin/env python3
+"""Quantise the linear layers of a real sentence model to NVFP4, and compare its embeddings with the fp32 model's.
+
+    python examples/minilm_nvfp4.py                    # weights in NVFP4, activations in bf16: mm_fp4_weight_only
+    python examples/minilm_nvfp4.py --activations fp4  # activations in NVFP4 too: mm_fp4
+
+The model is all-MiniLM-L6-v2, which the extra `examples` brings. Beside it stands the same in bf16, to show how little
+of the difference is not FP4's. Without a GPU the ops run their references in plain torch. The last line starts with
+SUCCESS or FAILURE, and the exit status follows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torch_cute_ops
+from hidden_states import TEXT, minilm_model
+from quickstart import pick_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tokenizers import Tokenizer
+
+SENTENCES = (
+    "A cat is asleep on the warm windowsill.",
+    "The kitten naps in the sun by the window.",
+    "The central bank raised interest rates by half a percentage point.",
+    "Borrowing became more expensive after the bank's decision on Thursday.",
+    "Our mortgage payments will rise because the rates went up.",
+    "Simmer the lentils with cumin and garlic until they are soft.",
+    "Cook the beans slowly with spices until they are tender.",
+    "The server ran out of memory, and the kernel killed the process.",
+    "How do I find a memory leak in a Python program?",
+    "Our service crashed last night because it never freed its buffers.",
+    "Galileo discovered the four largest moons of Jupiter in 1610.",
+    "With a small telescope, an Italian astronomer saw four satellites circling the biggest planet.",
+    "When does the last train to Lisbon leave?",
+    "The final departure for the Portuguese capital is at ten past nine in the evening.",
+    "The doctor prescribed antibiotics for the child's ear infection.",
+    "She has to take medicine twice a day against an inflammation of the ear.",
+)
+
+HEAD = 32  # elements of an attention head
+LAYOUT = "128x4"
+TOP = 448.0 * 6.0  # the largest block scale times the largest element
+
+
+class Floors(NamedTuple):
+    """What a run must reach, over the sentences: cosines of embeddings, Kendall's tau, nearest neighbours kept."""
+
+    mean_cosine: float
+    worst_cosine: float
+    mean_tau: float
+    nearest: int
+
+
+# Measured on a CPU with 640 other sentences, of Python's documentation, in 40 sets of 16: the lowest of a set, rounded
+# down. Nearest neighbours are kept better here, where each sentence has one that belongs to it: 15 and 16 of 16; one
+# about the bank has two within 0.01. What 36 layers cost hides a fault in one of them, even scales in a wrong order, so
+# layers are compared by themselves too.
+FLOORS = {
+    "bf16": Floors(mean_cosine=0.97, worst_cosine=0.95, mean_tau=0.82, nearest=14),
+    "fp4": Floors(mean_cosine=0.955, worst_cosine=0.915, mean_tau=0.77, nearest=14),
+}
+# A layer rounds to bf16 twice, its product and the sum with the bias, each time by 2^-8 at most and some 0.0016 in the
+# root mean square: 0.0023. Where the bias takes away from the product it is more: 0.0028 measured.
+MAX_LAYER_ERROR = 2.0**-8
+
+
+@torch.no_grad()
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        tensors, tokenizer = minilm_model()
+    except ModuleNotFoundError as error:
+        sys.exit(f"the module {error.name} is missing: install the extra `examples` (make demo-minilm-nvfp4 does)")
+    device, backend = pick_device()
+    print(f"device     {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}: {backend}")
+
+    model = MiniLM(tensors).to(device)
+    input_amax = None
+    if options.activations == "fp4":
+        input_amax = calibrate(model, *encode(tokenizer, TEXT.split("\n\n"), device))
+    in_bf16, in_fp4 = copy.deepcopy(model).bfloat16(), quantized(model, input_amax)
+    linears, layers = modules(in_bf16, nn.Linear).values(), modules(in_fp4, NVFP4Linear).values()
+    before = sum(linear.weight.nbytes for linear in linears)
+    after = sum(layer.codes.nbytes + layer.scale.nbytes for layer in layers)
+    activations = "bf16" if input_amax is None else "NVFP4, with global scales from another text"
+    print(f"model      all-MiniLM-L6-v2, {len(layers)} linear layers in NVFP4; activations in {activations}")
+    print(f"weights    {before:,} bytes in bf16, {after:,} as codes and scales: {before / after:.2f} times fewer")
+
+    ids, mask = encode(tokenizer, SENTENCES, device)
+    want = model(ids, mask)
+    bf16 = compare(in_bf16(ids, mask), want)
+    got, layer_errors = run_checked(in_fp4, ids, mask)
+    problems = report(compare(got, want), bf16, FLOORS[options.activations])
+
+    name, error = max(layer_errors.items(), key=lambda item: item[1])
+    print(f"layers     {error:.5f} from their FP4 numbers in fp32 at most (limit {MAX_LAYER_ERROR:.5f}): {name}")
+    if not error <= MAX_LAYER_ERROR:
+        problems.append(f"{name} is {error:.5f} from its FP4 numbers in fp32, more than {MAX_LAYER_ERROR:.5f}")
+    print(f"FAILURE: {'; '.join(problems)}" if problems else "SUCCESS: every check passed")
+    return 1 if problems else 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--activations", choices=tuple(FLOORS), default="bf16", help="what the products take")
+    return parser.parse_args(arguments)
+
+
+def encode(
+    tokenizer: Tokenizer, texts: Sequence[str], device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids, and which of them are no padding, (N, T)."""
+    tokenizer.enable_padding()
+    encodings = tokenizer.encode_batch(list(texts))
+    ids, mask = ([getattr(e, name) for e in encodings] for name in ("ids", "attention_mask"))
+    return torch.tensor(ids, device=device), torch.tensor(mask, dtype=torch.bool, device=device)
+
+
+# The model
+
+
+class Block(nn.Module):
+    """A layer of the encoder; here and below the names are those of the tensors in the file."""
+
+    def __init__(self, hidden: int, wide: int) -> None:
+        super().__init__()
+        projections = nn.ModuleDict({name: nn.Linear(hidden, hidden) for name in ("query", "key", "value")})
+        self.attention = nn.ModuleDict({"self": projections, "output": dense_and_norm(hidden, hidden)})
+        self.intermediate = nn.ModuleDict({"dense": nn.Linear(hidden, wide)})
+        self.output = dense_and_norm(wide, hidden)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            self.attention["self"][name](x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
+            for name in ("query", "key", "value")
+        )
+        heads = F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(-2)
+        output = self.attention["output"]
+        x = output["LayerNorm"](x + output["dense"](heads))
+        wide = F.gelu(self.intermediate["dense"](x))
+        return self.output["LayerNorm"](x + self.output["dense"](wide))
+
+
+class MiniLM(nn.Module):
+    """BERT's encoder, and the mean over the tokens of a sentence: token ids and their mask (N, T) to unit rows (N, H).
+
+    Args:
+        tensors: the model's file; sizes are read off the shapes.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        wide, hidden = tensors["encoder.layer.0.intermediate.dense.weight"].shape
+        tables = ("word_embeddings", "position_embeddings", "token_type_embeddings")
+        self.embeddings = nn.ModuleDict(
+            {name: nn.Embedding(len(tensors[f"embeddings.{name}.weight"]), hidden) for name in tables}
+        )
+        self.embeddings["LayerNorm"] = layer_norm(hidden)
+        layers = sum(name.endswith("intermediate.dense.weight") for name in tensors)
+        self.encoder = nn.ModuleDict({"layer": nn.ModuleList(Block(hidden, wide) for _ in range(layers))})
+        # The file has more: a pooler, which sentence embeddings do not use, and the numbers of the positions.
+        self.load_state_dict({name: tensors[name] for name in self.state_dict()})
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        table = self.embeddings
+        positions = table["position_embeddings"].weight[: ids.shape[1]]
+        x = table["LayerNorm"](table["word_embeddings"](ids) + positions + table["token_type_embeddings"].weight[0])
+        for block in self.encoder["layer"]:
+            x = block(x, mask[:, None, None, :])
+        weight = mask.unsqueeze(-1).float()
+        return F.normalize((x.float() * weight).sum(1) / weight.sum(1), dim=-1)
+
+
+def dense_and_norm(inputs: int, outputs: int) -> nn.ModuleDict:
+    return nn.ModuleDict({"dense": nn.Linear(inputs, outputs), "LayerNorm": layer_norm(outputs)})
+
+
+def layer_norm(hidden: int) -> nn.LayerNorm:
+    return nn.LayerNorm(hidden, eps=1e-12)
+
+
+# Quantisation
+
+
+class NVFP4Linear(nn.Module):
+    """A linear layer with its weight in NVFP4. It takes and gives bf16; the bias is bf16, and added after the product.
+
+    Args:
+        linear: the layer to quantise, in the file's precision.
+        input_amax: the largest magnitude of the layer's input, from calibration, to quantise that to NVFP4 too: what is
+            larger saturates. ``None`` leaves it in bf16.
+    """
+
+    # Tensors are plain attributes: of buffers, `.bfloat16()` and the like would convert scales.
+
+    def __init__(self, linear: nn.Linear, input_amax: torch.Tensor | None = None) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        self.weight_scale = TOP / weight.abs().amax()
+        self.input_scale = None if input_amax is None else TOP / input_amax
+        self.alpha = 1 / (self.weight_scale if self.input_scale is None else self.weight_scale * self.input_scale)
+        self.codes, self.scale = torch_cute_ops.fp4_quantize(weight, self.weight_scale, scale_layout=LAYOUT)
+        self.bias = linear.bias.detach().bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, weight = x.flatten(0, -2), self.codes.t()
+        if self.input_scale is None:
+            y = torch_cute_ops.mm_fp4_weight_only(rows, weight, self.scale, self.alpha, scale_layout=LAYOUT)
+        else:
+            a, a_scale = torch_cute_ops.fp4_quantize(rows, self.input_scale, scale_layout=LAYOUT)
+            y = torch_cute_ops.mm_fp4(a, weight, a_scale, self.scale, self.alpha, scale_layout=LAYOUT)
+        return y.unflatten(0, x.shape[:-1]) + self.bias
+
+    def decoded(self, x: torch.Tensor) -> torch.Tensor:
+        """What ``forward`` computes of the same FP4 numbers, decoded and multiplied in fp32."""
+        rows = x.flatten(0, -2)
+        if self.input_scale is None:
+            a = rows.float()
+        else:
+            quantized = torch_cute_ops.fp4_quantize(rows, self.input_scale, scale_layout=LAYOUT)
+            a = decode(*quantized, self.input_scale)
+        y = F.linear(a, decode(self.codes, self.scale, self.weight_scale), self.bias.float())
+        return y.unflatten(0, x.shape[:-1])
+
+
+def decode(codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    return torch_cute_ops.fp4_dequantize(codes, scale, global_scale, scale_layout=LAYOUT, out_dtype=torch.float32)
+
+
+def modules(model: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+
+
+def quantized(model: MiniLM, input_amax: dict[str, torch.Tensor] | None = None) -> MiniLM:
+    """The model in bf16, with its linear layers in NVFP4, quantised from the weights that ``model`` has."""
+    result = copy.deepcopy(model).bfloat16()
+    for name, linear in modules(model, nn.Linear).items():
+        result.set_submodule(name, NVFP4Linear(linear, None if input_amax is None else input_amax[name]))
+    return result
+
+
+def calibrate(model: MiniLM, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The largest magnitude in the input of each linear layer, padding left out."""
+    amax = {}
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(linear: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+            amax[name] = inputs[0][mask].abs().amax()
+
+        return hook
+
+    handles = [linear.register_forward_pre_hook(watch(name)) for name, linear in modules(model, nn.Linear).items()]
+    model(ids, mask)
+    for handle in handles:
+        handle.remove()
+    return amax
+
+
+# Comparison
+
+
+def run_checked(model: MiniLM, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+    """The embeddings, and how far each layer's output was from ``decoded``, relative to that (Frobenius norms)."""
+    errors = {}
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(layer: NVFP4Linear, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+            want = layer.decoded(inputs[0])
+            errors[name] = ((output.float() - want).norm() / want.norm()).item()
+
+        return hook
+
+    handles = [layer.register_forward_hook(watch(name)) for name, layer in modules(model, NVFP4Linear).items()]
+    embeddings = model(ids, mask)
+    for handle in handles:
+        handle.remove()
+    return embeddings, errors
+
+
+class Comparison(NamedTuple):
+    """Of each sentence: the cosine of its two embeddings, and how the others stand in order of similarity to it.
+
+    Attributes:
+        tau: Kendall's: 1 for the same order, -1 for the opposite one; of the pairs (1 + tau) / 2 stand alike.
+        nearest: whether the first of them is the same.
+    """
+
+    cosine: torch.Tensor
+    tau: torch.Tensor
+    nearest: torch.Tensor
+
+
+def compare(got: torch.Tensor, want: torch.Tensor) -> Comparison:
+    """Compare unit rows (N, H)."""
+    got, want = got.double(), want.double()
+    n = len(got)
+    others = ~torch.eye(n, dtype=torch.bool, device=got.device)
+    similar = [(rows @ rows.t())[others].view(n, n - 1) for rows in (got, want)]
+    above = [(row.unsqueeze(-1) - row.unsqueeze(-2)).sign() for row in similar]
+    tau = (above[0] * above[1]).sum((-1, -2)) / ((n - 1) * (n - 2))
+    return Comparison((got * want).sum(-1), tau, similar[0].argmax(-1) == similar[1].argmax(-1))
+
+
+def report(fp4: Comparison, bf16: Comparison, floors: Floors) -> list[str]:
+    """Print how the sentences fare; return what is not good enough."""
+    width = 52
+    print(f"\n{'sentence':{width}}  cosine bf16  cosine NVFP4  order (tau)  nearest")
+    for sentence, bf16_cosine, cosine, tau, nearest in zip(SENTENCES, bf16.cosine, *fp4, strict=True):
+        short = sentence if len(sentence) <= width else f"{sentence[: width - 1]}…"
+        print(f"{short:{width}}  {bf16_cosine:11.5f}  {cosine:12.5f}  {tau:11.3f}  {'same' if nearest else 'other'}")
+    print()
+
+    problems = []
+    for what, value, bf16_value, floor in zip(Floors._fields, summary(fp4), summary(bf16), floors, strict=True):
+        what = what.replace("_", " ")
+        print(f"{what:12}  NVFP4 {value:.5g} (at least {floor}), bf16 {bf16_value:.5g}")
+        if not value >= floor:
+            problems.append(f"{what} {value:.5g} is below {floor}")
+    print()
+    return problems
+
+
+def summary(comparison: Comparison) -> list[float]:
+    """What ``Floors`` bounds, in its order."""
+    cosine, tau, nearest = comparison
+    return [value.item() for value in (cosine.mean(), cosine.min(), tau.mean(), nearest.sum())]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
