@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
@@ -59,9 +58,9 @@ class FP4MmaKernel:
         cta, token_tile, _ = cute.arch.block_idx()
         lane = tid % 32
         chunks = cute.ceil_div(a.shape[1], CHUNK)
-        portion = cute.ceil_div(chunks, c.splits)
         rank = cta % c.splits
-        first = rank * portion
+        first = rank * chunks // c.splits
+        count = (rank + 1) * chunks // c.splits - first
         t = SimpleNamespace(
             tid=tid,
             row=tid // 32 * 16 + lane // QUADS,  # and the eighth row after it
@@ -80,7 +79,6 @@ class FP4MmaKernel:
         base = SmemAllocator().allocate(c.smem_bytes, 128)
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
-        count = cutlass.max(cutlass.min(chunks - first, portion), 0)
         for i in range_constexpr(c.stages - 1):
             if i < count:
                 self._load(first + i, i, base, t)
