@@ -19,7 +19,7 @@ import torch
 
 from . import environment, ops, report
 from .case import Benchmark, Case, Row
-from .measure import CudaGraphs, Settings, peak_copy_tbps
+from .measure import Ceilings, CudaGraphs, Settings, ceilings
 from .runner import run, warm_up
 
 NO_GPU = 2
@@ -50,10 +50,12 @@ def progress(case: Case, row: Row | None, error: str) -> str:
     if row is None:
         return f"  {case}: {error}"
     times = ", ".join(f"{report.label(name)} {report.number(v['us'])}" for name, v in row["variants"].items())
-    return f"  {case}: {times} µs; {row['variants']['ours']['of_copy']:.3f} of copy"
+    ours = row["variants"]["ours"]
+    rate = f", {report.number(ours['tflops'])} TFLOP/s" if row["flops"] else ""
+    return f"  {case}: {times} µs; {ours['of_copy']:.3f} of copy{rate}"
 
 
-def run_op(benchmark: Benchmark, options: argparse.Namespace, device: torch.device, peak: float) -> bool:
+def run_op(benchmark: Benchmark, options: argparse.Namespace, device: torch.device, peaks: Ceilings) -> bool:
     """Measure one op, print and write its report; whether every checked output was right and every case ran."""
     settings, started = Settings(), time.perf_counter()
     result: dict[str, Any] = {
@@ -62,7 +64,10 @@ def run_op(benchmark: Benchmark, options: argparse.Namespace, device: torch.devi
         "settings": dict(benchmark.settings),
         "method": asdict(settings),
         "environment": environment.collect(device),
-        "peak_copy_tbps": peak,
+        "peak_copy_tbps": peaks.copy_tbps,
+        "peak_read_tbps": peaks.read_tbps,
+        "bf16_tflops": peaks.bf16_tflops,
+        "about": benchmark.about,
         "notes": list(benchmark.notes),
         "failed": {},
         "rows": [],
@@ -84,7 +89,7 @@ def run_op(benchmark: Benchmark, options: argparse.Namespace, device: torch.devi
         backend=CudaGraphs(),
         settings=settings,
         l2_bytes=torch.cuda.get_device_properties(device).L2_cache_size,
-        peak_tbps=peak,
+        ceilings=peaks,
         with_peers=not options.no_peers,
         after_case=after_case,
     )
@@ -109,9 +114,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     wanted, good = [name for name in options.what if name != "host"], True
     if wanted:
-        peak = peak_copy_tbps(CudaGraphs(), device)
+        peaks = ceilings(CudaGraphs(), device)
         torch.cuda.empty_cache()
-        print(f"{environment.headline(environment.collect(device))}\npeak copy {peak:.2f} TB/s", flush=True)
+        others = f"read {report.number(peaks.read_tbps)} TB/s, cuBLAS bf16 {report.number(peaks.bf16_tflops)} TFLOP/s"
+        print(environment.headline(environment.collect(device)))
+        print(f"peak copy {peaks.copy_tbps:.2f} TB/s, {others}", flush=True)
         benchmarks = [ops.load(name) for name in wanted]
         # Every kernel of ours is compiled before the first op's peers are imported.
         for benchmark in benchmarks:
@@ -120,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with contextlib.suppress(Exception):  # it fails again below
                 host.calls(device, with_peers=False)
         for benchmark in benchmarks:
-            good &= run_op(benchmark, options, device, peak)
+            good &= run_op(benchmark, options, device, peaks)
     if "host" in options.what:
         host.main(options.output, device, with_peers=not options.no_peers)
     return 0 if good else 1

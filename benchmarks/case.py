@@ -75,10 +75,16 @@ class Benchmark(ABC):
     op: str
     settings: ClassVar[Mapping[str, str]]
     """Static facts of every case (dtype, format, layout), for the report."""
+    ways: Sequence[str] = ()
+    """Our other ways to do the work, such as an op's backends: `peer` serves them too, and they run without peers."""
     peers: Sequence[str] = ("quack", "inductor")
     """The peers that exist for this op, in the order of the table's columns."""
     tolerance: float = 0.0
     """Largest fraction of output elements that may differ from `expected` (SPEC.md)."""
+    checked_elements: int = 2**27
+    """Cases up to this many elements (first two sizes multiplied) are checked against `expected` before timing."""
+    about: str = ""
+    """What the report says of the variants, after the method."""
     notes: Sequence[str] = ()
 
     @abstractmethod
@@ -89,9 +95,16 @@ class Benchmark(ABC):
     def bytes_moved(self, case: Case) -> int:
         """Bytes the op must move: each input read once, each output written once (padding is not counted)."""
 
+    def flops(self, case: Case) -> int:
+        """Multiplications and additions of the op; 0 where memory alone takes the time."""
+        return 0
+
     @abstractmethod
     def smallest(self, case: Case) -> Case:
-        """The smallest case with the static facts of `case` (it runs the same compiled kernel)."""
+        """The smallest case with the static facts of `case` (it runs the same compiled kernels)."""
+
+    def prepare(self, cases: Sequence[Case], device: torch.device) -> None:  # noqa: B027  most peers need nothing
+        """What the peers can do once for all cases, such as compiling in parallel. It may fail."""
 
     @abstractmethod
     def make_set(self, case: Case, device: torch.device) -> Tensors:
@@ -108,6 +121,10 @@ class Benchmark(ABC):
     @abstractmethod
     def expected(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         """What `ours` must leave in its outputs, by plain torch operations on the same device."""
+
+    def mismatch(self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+        """The largest fraction, over the outputs, of elements that differ."""
+        return mismatch(got, expected)
 
     @abstractmethod
     def marks(self, rows: Sequence[Row]) -> list[Mark]:

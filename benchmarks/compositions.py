@@ -43,6 +43,23 @@ def to_128x4(scale: torch.Tensor) -> torch.Tensor:
     return tiles.reshape(row_tiles * 128, column_tiles * 4).view(torch.float8_e4m3fn)
 
 
+def from_128x4(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The (rows, columns) scales, row-major, that `to_128x4` laid out."""
+    tiles = scale.view(torch.uint8).view(scale.shape[0] // 128, scale.shape[1] // 4, 32, 4, 4)
+    padded = tiles.permute(0, 3, 2, 1, 4).reshape(scale.shape)
+    return padded[:rows, :columns].contiguous().view(torch.float8_e4m3fn)
+
+
+def nvfp4_dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Packed e2m1 (M, K/2) and row-major block scales (M, K/16) → (M, K), exact in bfloat16 and wider."""
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=dtype, device=codes.device)
+    values = torch.cat([magnitudes, -magnitudes])
+    byte = torch.arange(256, device=codes.device)
+    pairs = torch.stack([values[byte & 0xF], values[byte >> 4]], dim=-1)[codes.long()]
+    blocks = pairs.view(*scale.shape, BLOCK)
+    return blocks.mul_(scale.float().to(dtype).unsqueeze(-1)).flatten(-2)
+
+
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """The normalised rows in fp32."""
     v = x.to(torch.float32)

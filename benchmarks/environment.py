@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels", "triton", "torch-cute-ops")
+PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels", "humming-kernels", "triton", "torch-cute-ops")
 
 
 def package_version(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Bytes by formula: sums of the parts that several ops share. All results are bytes."""
+"""Bytes by formula: sums of the parts that several ops share. All results are bytes, but that of `product_flops`."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def fp8_bytes(rows: int, columns: int, granularity: str) -> int:
     or one in all ("tensor"), which is given, so that it is read as well as written."""
     scales = {"token": rows, "block128": rows * (columns // 128), "tensor": 2}[granularity]
     return rows * columns + 4 * scales
+
+
+def product_flops(m: int, n: int, k: int) -> int:
+    """Multiplications and additions of an (m, k) by (k, n) product."""
+    return 2 * m * n * k

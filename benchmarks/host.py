@@ -1,9 +1,10 @@
 """Host cost of one call, µs: what Python, the dispatcher and the launch cost the CPU, at a size where the GPU idles.
 
-Method: small tensors (M = 1, H = 1,536, bfloat16, NVFP4, 128x4). A chunk of calls is timed with the host clock, and the
-GPU is synchronised between chunks, outside the timing, so that the launch queue never fills. Variants take turns, round
-by round; per round the median over chunks, and of those the minimum over rounds (the rest is the machine, not the
-call). Garbage collection is off. Every figure includes the loop and a lambda, which "empty lambda" measures.
+Method: small tensors (M = 1, H = 1,536, bfloat16, NVFP4, 128x4; products: N = 256, K = 1,536). A chunk of calls is
+timed with the host clock, and the GPU is synchronised between chunks, outside the timing, so that the launch queue
+never fills. Variants take turns, round by round; per round the median over chunks, and of those the minimum over rounds
+(the rest is the machine, not the call). Garbage collection is off. Every figure includes the loop and a lambda, which
+"empty lambda" measures.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ import torch_cute_ops
 from . import environment, report
 from .case import Mark, at_most
 from .fp4_rows import scale_shape_128x4
+from .products import random_nvfp4
 from .rows import DTYPE, EPS
 
-ROWS, WIDTH = 1, 1536
+ROWS, WIDTH, COLUMNS = 1, 1536, 256
 OP = "op, functional"
 FUNCTION = "function"
 FUNCTION_OUT = "function, out="
@@ -38,6 +40,7 @@ OP_OUT = "op .out"
 ADD_OP = "add_rmsnorm op, functional"
 ADD_FUNCTION_OUT = "add_rmsnorm function, out="
 RMS_NORM = "F.rms_norm"
+MM = "torch.mm, out="
 RAW = "raw TVM-FFI call"
 CACHES = ("TORCH_CUTE_OPS_CACHE_DIR", "XDG_CACHE_HOME", "CUTE_DSL_CACHE_DIR", "CUDA_CACHE_PATH")
 """Environment variables that say where compiled kernels are kept: ours, ours by default, the DSL's, the driver's."""
@@ -106,6 +109,7 @@ def calls(device: torch.device, with_peers: bool = True) -> tuple[dict[str, Call
         ADD_OP: lambda: add_op(x, residual, w, None, EPS, 16, None, "128x4"),
         ADD_FUNCTION_OUT: lambda: add_function(x, residual, w, None, EPS, 16, None, "128x4", out=out),
     }
+    timed |= product_calls(device)
     for call in timed.values():
         call()
     try:
@@ -122,6 +126,24 @@ def calls(device: torch.device, with_peers: bool = True) -> tuple[dict[str, Call
         else:
             timed["QuACK rmsnorm"] = lambda: rmsnorm(x, w, eps=EPS)
     return timed, absent
+
+
+def product_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """The products, and `torch.mm` of bfloat16 matrices."""
+    op, function = torch.ops.cute.mm_fp4, torch_cute_ops.mm_fp4
+    weight_only_op, weight_only = torch.ops.cute.mm_fp4_weight_only, torch_cute_ops.mm_fp4_weight_only
+    x = torch.randn(ROWS, WIDTH, dtype=DTYPE, device=device)
+    w = torch.randn(COLUMNS, WIDTH, dtype=DTYPE, device=device).t()
+    out = torch.empty(ROWS, COLUMNS, dtype=DTYPE, device=device)
+    (a, a_scale), (codes, b_scale) = random_nvfp4(ROWS, WIDTH, device), random_nvfp4(COLUMNS, WIDTH, device)
+    b, alpha = codes.t(), torch.ones(1, device=device)
+    return {
+        MM: lambda: torch.mm(x, w, out=out),
+        "mm_fp4 op, functional": lambda: op(a, b, a_scale, b_scale, alpha),
+        "mm_fp4 function, out=": lambda: function(a, b, a_scale, b_scale, alpha, out=out),
+        "mm_fp4_weight_only op, functional": lambda: weight_only_op(x, b, b_scale, alpha),
+        "mm_fp4_weight_only function, out=": lambda: weight_only(x, b, b_scale, alpha, out=out),
+    }
 
 
 def first_calls() -> list[dict[str, float]]:

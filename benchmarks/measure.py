@@ -1,152 +1,96 @@
-"""How time is taken: L2-cold, replayed from CUDA graphs, variants interleaved, medians with their spread.
-
-Method.
-- Buffer sets. Every variant works through `n_sets` independent sets of tensors in turn, weights included, so that their
-  bytes together are at least 3 × L2 before a set comes up again; at least 2 sets. A tiny problem needs thousands of
-  sets, and gets up to `max_sets` of them: where that is not enough the row says so (`rotation_over_l2` below 3). The
-  other way, a flush between calls, would have to be timed and subtracted, which drowns a 2 µs kernel. In a served
-  model a decode step finds its activations warm and its weights cold; here all of it is cold.
-- Graphs. For each variant one CUDA graph holds a whole number of passes over the sets, and lasts about `graph_ms` or
-  more, so that launching the graph is a small part. Time of a call = time between two events around a replay / calls.
-- Rounds. Replays of all variants are queued A, B, C, A, B, C, … without a host synchronisation, so that clocks, heat
-  and other tenants touch all variants alike. Reported: the median over rounds, and the 20th and 80th percentile.
-"""
+"""The method of the measurements, which is the package's own (``torch_cute_ops.runtime.timing``), and the copies that
+results are held against."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-Call = Callable[[int], Any]
-Replay = Callable[[], None]
+from torch_cute_ops.runtime.timing import (
+    Backend,
+    Call,
+    CudaGraphs,
+    Plan,
+    Replay,
+    Settings,
+    Timing,
+    measure,
+    percentile,
+    plan,
+)
+
+__all__ = [
+    "Backend",
+    "Call",
+    "Ceilings",
+    "CudaGraphs",
+    "Plan",
+    "Replay",
+    "Settings",
+    "Timing",
+    "ceilings",
+    "copy",
+    "copy_sets",
+    "measure",
+    "measure_what_captures",
+    "peak_bf16_tflops",
+    "peak_copy_tbps",
+    "peak_read_tbps",
+    "percentile",
+    "plan",
+]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The knobs of the method."""
+class Ceilings:
+    """What the GPU can do, measured in this run. None: not measured."""
 
-    l2_factor: float = 3.0
-    """Bytes of all sets together, over the L2 size, from which a set counts as cold."""
-    max_sets: int = 16384
-    """Most sets (graph nodes) of a tiny problem."""
-    graph_ms: float = 2.0
-    """Least duration that one graph aims at, in ms, estimated from bytes at `assumed_tbps` and 2 µs a call."""
-    budget_ms: float = 200.0
-    """GPU time per case that the number of rounds aims at, in ms, by the same estimate."""
-    assumed_tbps: float = 4.0
-    min_rounds: int = 7
-    max_rounds: int = 25
+    copy_tbps: float
+    """Reads and writes of a large copy, TB/s."""
+    read_tbps: float | None = None
+    """Reads alone, TB/s."""
+    bf16_tflops: float | None = None
+    """A large bfloat16 product by cuBLAS, TFLOP/s."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How often what runs: sets, calls a graph (a multiple of the sets), rounds, and sets' bytes over L2."""
+class _Captured:
+    """A backend whose calls are replays that `backend` captured before."""
 
-    n_sets: int
-    calls: int
-    rounds: int
-    rotation_over_l2: float
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Time of one call in µs: median, 20th and 80th percentile over `rounds` replays of `calls` calls."""
-
-    us: float
-    p20: float
-    p80: float
-    rounds: int
-    calls: int
-
-    def as_dict(self) -> dict[str, float | int]:
-        return asdict(self)
-
-
-class Backend(Protocol):
-    """What `measure` needs of a device: `CudaGraphs`, or a stand-in with a made-up clock in the tests."""
-
-    def capture(self, call: Call, n_sets: int, calls: int) -> Replay: ...
-    def mark(self) -> Any: ...
-    def elapsed_us(self, start: Any, end: Any) -> float: ...
-    def synchronize(self) -> None: ...
-
-
-class CudaGraphs:
-    """CUDA graphs and events on the current device and stream."""
+    backend: Backend
 
     def capture(self, call: Call, n_sets: int, calls: int) -> Replay:
-        """Warm `call` up (compile, load), then capture `calls` calls over the sets in turn. The returned object owns
-        what the calls returned, so outputs that a variant allocates stay apart, one per set."""
-        for i in range(min(n_sets, 3)):
-            call(i)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        kept: list[Any] = [None] * n_sets
-        with torch.cuda.graph(graph):
-            for k in range(calls):
-                kept[k % n_sets] = call(k % n_sets)
+        return call  # type: ignore[return-value]
 
-        def replay(keep_alive: list[Any] = kept) -> None:
-            graph.replay()
+    def mark(self) -> Any:
+        return self.backend.mark()
 
-        return replay
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def elapsed_us(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return start.elapsed_time(end) * 1e3
+    def elapsed_us(self, start: Any, end: Any) -> float:
+        return self.backend.elapsed_us(start, end)
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize()
+        self.backend.synchronize()
 
 
-def plan(bytes_per_call: int, n_variants: int, l2_bytes: int, settings: Settings) -> Plan:
-    """Sets, calls and rounds for a case that moves `bytes_per_call` bytes a call."""
-    n_sets = math.ceil(settings.l2_factor * l2_bytes / max(bytes_per_call, 1))
-    n_sets = max(2, min(n_sets, settings.max_sets))
-    call_ms = max(2e-3, bytes_per_call / settings.assumed_tbps * 1e-9)
-    calls = n_sets * max(1, math.ceil(settings.graph_ms / (n_sets * call_ms)))
-    rounds = int(settings.budget_ms / (calls * call_ms * max(n_variants, 1)))
-    rounds = max(settings.min_rounds, min(rounds, settings.max_rounds))
-    return Plan(n_sets, calls, rounds, n_sets * bytes_per_call / max(l2_bytes, 1))
-
-
-def percentile(values: Sequence[float], fraction: float) -> float:
-    """The value at `fraction` (0 to 1) of the sorted values, interpolated linearly."""
-    ordered = sorted(values)
-    position = fraction * (len(ordered) - 1)
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
-
-
-def measure(variants: Mapping[str, Call], n_sets: int, calls: int, rounds: int, backend: Backend) -> dict[str, Timing]:
-    """Time every variant. `variants[name](i)` must queue its work on buffer set i of `n_sets`, on the current stream.
-    Returns the time of one call of each, µs."""
-    if calls % n_sets:
-        raise ValueError(f"calls ({calls}) must be a multiple of n_sets ({n_sets}), or some sets are used more often")
-    replays = {name: backend.capture(call, n_sets, calls) for name, call in variants.items()}
-    for replay in replays.values():
-        replay()  # uploads the graph, and gives the device work while the timed replays are queued
-    marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in replays}
-    for _ in range(rounds):
-        for name, replay in replays.items():
-            start = backend.mark()
-            replay()
-            marks[name].append((start, backend.mark()))
-    backend.synchronize()
-    timings = {}
-    for name, pairs in marks.items():
-        times = [backend.elapsed_us(start, end) / calls for start, end in pairs]
-        timings[name] = Timing(percentile(times, 0.5), percentile(times, 0.2), percentile(times, 0.8), rounds, calls)
-    return timings
+def measure_what_captures(
+    variants: Mapping[str, Call],
+    n_sets: int,
+    calls: int,
+    rounds: int,
+    backend: Backend,
+    lost: Callable[[str, Exception], None],
+) -> dict[str, Timing]:
+    """`measure` without the variants that cannot be captured, of which `lost` is told (it may raise)."""
+    replays: dict[str, Any] = {}
+    for name, call in variants.items():
+        try:
+            replays[name] = backend.capture(call, n_sets, calls)
+        except Exception as error:
+            lost(name, error)
+    return measure(replays, n_sets, calls, rounds, _Captured(backend))
 
 
 def copy_sets(bytes_moved: int, n_sets: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -175,3 +119,32 @@ def peak_copy_tbps(backend: Backend, device: torch.device, gib: int = 2, rounds:
     [(source, target)] = copy_sets(gib * 2**31, 1, device)
     timing = measure({"copy": lambda _: copy(source, target)}, 1, 5, rounds, backend)["copy"]
     return 2 * source.nbytes / timing.us * 1e-6
+
+
+def peak_read_tbps(backend: Backend, device: torch.device, mib: int = 4096, rounds: int = 11) -> float:
+    """The bandwidth that large reads approach, TB/s: of a sum and of a matrix times a vector, the faster."""
+    words = torch.ones(mib * 2**18, dtype=torch.float32, device=device)
+    matrix = words.view(torch.bfloat16).view(-1, 2**15)
+    vector = torch.ones(2**15, dtype=torch.bfloat16, device=device)
+    calls = {"sum": lambda _: words.sum(), "product": lambda _: matrix @ vector}
+    timings = measure_what_captures(calls, 1, 5, rounds, backend, lambda name, error: None)
+    return words.nbytes / min(timing.us for timing in timings.values()) * 1e-6
+
+
+def peak_bf16_tflops(backend: Backend, device: torch.device, size: int = 8192, rounds: int = 11) -> float:
+    """The rate of cuBLAS with square bfloat16 matrices of random numbers, TFLOP/s."""
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in "ab")
+    out = torch.empty_like(a)
+    timing = measure({"mm": lambda _: torch.mm(a, b.t(), out=out)}, 1, 5, rounds, backend)["mm"]
+    return 2 * size**3 / timing.us * 1e-6
+
+
+def ceilings(backend: Backend, device: torch.device) -> Ceilings:
+    """All of them. Those that only products are held against may be missing, and then have no figures."""
+    copy_tbps, others = peak_copy_tbps(backend, device), []
+    for peak in (peak_read_tbps, peak_bf16_tflops):
+        try:
+            others.append(peak(backend, device))
+        except Exception:  # no memory, say
+            others.append(None)
+    return Ceilings(copy_tbps, *others)

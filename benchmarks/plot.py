@@ -10,8 +10,18 @@ from typing import Any
 from . import report
 from .case import Row
 
-COLOURS = {"ours": "#0072B2", "quack": "#D55E00", "inductor": "#009E73", "copy": "#8A8A8A"}
-MARKERS = {"ours": "o", "quack": "s", "inductor": "^", "copy": None}
+COLOURS = {
+    "ours": "#0072B2",
+    "mma_sync": "#56B4E9",
+    "cublas": "#F0E442",
+    "humming": "#CC79A7",
+    "marlin": "#E69F00",
+    "quack": "#D55E00",
+    "inductor": "#009E73",
+    "cublas_bf16": "#009E73",
+    "copy": "#8A8A8A",
+}
+MARKERS = {"ours": "o", "quack": "s", "inductor": "^", "humming": "v", "cublas_bf16": "^", "copy": None}
 
 
 def _count(value: float, _: Any = None) -> str:
@@ -76,12 +86,36 @@ def _fractions(axis: Any, panels: dict[str, list[Row]], palette: Any, goal: floa
     axis.legend(fontsize=8, ncols=2, frameon=False, loc="lower right")
 
 
+def _rates(axis: Any, panels: dict[str, list[Row]], palette: Any, peak: float | None) -> None:
+    """TFLOP/s of ours against the first size, one line a panel; cuBLAS's rate above."""
+    size = next(iter(next(iter(panels.values()))[0]["sizes"]))
+    for index, (title, rows) in enumerate(panels.items()):
+        points = [(row["sizes"][size], row["variants"]["ours"]["tflops"]) for row in rows]
+        colour = palette((index + 0.5) / len(panels))
+        axis.plot(*zip(*points, strict=True), marker="o", markersize=3.5, linewidth=1.3, color=colour, label=title)
+    if peak:
+        axis.axhline(peak, color="#444444", linewidth=1, linestyle=(0, (2, 2)))
+    _log2_axis(axis, [row["sizes"][size] for rows in panels.values() for row in rows], 10)
+    axis.set_yscale("log")
+    axis.set_xlabel(f"{size} (rows)")
+    axis.set_ylabel("TFLOP/s")
+    axis.set_title("Ours: TFLOP/s (dashed: cuBLAS, bfloat16, 8,192 × 8,192)", fontsize=10, loc="left")
+    axis.grid(alpha=0.25)
+    axis.legend(fontsize=8, ncols=2, frameon=False, loc="lower right")
+
+
 def _speedups(axis: Any, panels: dict[str, list[Row]], peers: Sequence[str]) -> None:
-    """Time of each peer over ours against the bytes moved; above 1 ours is faster."""
+    """Time of each peer over ours against the bytes moved, of a product against its first size; above 1 ours is
+    faster."""
     every = [row for rows in panels.values() for row in rows]
+    size = next(iter(every[0]["sizes"]))
+    product = report.multiplies(every)
     for name in peers:
         points = [
-            (row["bytes"], row["variants"][name]["us"] / row["variants"]["ours"]["us"])
+            (
+                row["sizes"][size] if product else row["bytes"],
+                row["variants"][name]["us"] / row["variants"]["ours"]["us"],
+            )
             for row in every
             if name in row["variants"]
         ]
@@ -96,10 +130,10 @@ def _speedups(axis: Any, panels: dict[str, list[Row]], peers: Sequence[str]) -> 
                 label=f"{report.label(name)} / ours",
             )
     axis.axhline(1, color="#444444", linewidth=1)
-    _log2_axis(axis, [row["bytes"] for row in every], 10)
+    _log2_axis(axis, [row["sizes"][size] if product else row["bytes"] for row in every], 10)
     axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
-    axis.set_xlabel("bytes moved by formula")
+    axis.set_xlabel(f"{size} (rows)" if product else "bytes moved by formula")
     axis.set_ylabel("time over ours")
     axis.set_title("Peers' time over ours (above 1: ours is faster)", fontsize=10, loc="left")
     axis.grid(alpha=0.25)
@@ -135,19 +169,23 @@ def plot(result: dict[str, Any], path: Path, goal: float = 0.92) -> None:
     for axis in grid.flat[len(panels) :]:
         axis.set_visible(False)
     upper.supylabel("TB/s by formula", fontsize=10)
-    upper.supxlabel(f"{size} (rows)", fontsize=10)
     handles, labels = {}, []
     for axis in grid.flat:
         handles.update({text: handle for handle, text in zip(*axis.get_legend_handles_labels(), strict=True)})
     labels = [report.label(name) for name in report.variant_names(rows) if report.label(name) in handles]
-    what = f"{result['op']}, {result['settings'].get('dtype', '')}"
+    what = ", ".join(filter(None, (result["op"], result["settings"].get("dtype"))))
     title = f"{what}: {result['environment']['gpu']}, L2-cold; every variant by its own bytes; dashed: 2 GiB copy"
     upper.suptitle(title, fontsize=12, x=0.01, ha="left")
-    upper.legend(
-        [handles[text] for text in labels], labels, loc="upper right", ncols=len(labels), frameon=False, fontsize=10
-    )
+    # The legend stands beside the title where there is room, else below the panels, beside the name of their axis.
+    few = len(labels) <= 4
+    upper.supxlabel(f"{size} (rows)", fontsize=10, x=0.5 if few else 0.1)
+    place = "upper right" if few else "outside lower right"
+    upper.legend([handles[text] for text in labels], labels, loc=place, ncols=len(labels), frameon=False, fontsize=10)
     left, right = lower.subplots(1, 2)
-    _fractions(left, panels, plt.get_cmap("viridis"), goal)
+    if report.multiplies(rows):
+        _rates(left, panels, plt.get_cmap("viridis"), result.get("bf16_tflops"))
+    else:
+        _fractions(left, panels, plt.get_cmap("viridis"), goal)
     _speedups(right, panels, [name for name in names if name not in ("ours", "copy")])
     figure.savefig(path, dpi=130)
     plt.close(figure)

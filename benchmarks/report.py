@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,17 @@ from typing import Any
 from . import environment
 from .case import Mark, Row
 
-LABELS = {"ours": "ours", "quack": "QuACK", "inductor": "Inductor", "copy": "copy"}
+LABELS = {
+    "ours": "ours",
+    "mma_sync": "mma_sync",
+    "cublas": "cublas",
+    "humming": "humming",
+    "marlin": "Marlin",
+    "quack": "QuACK",
+    "inductor": "Inductor",
+    "cublas_bf16": "cuBLAS bf16",
+    "copy": "copy",
+}
 
 
 def label(name: str) -> str:
@@ -53,19 +64,26 @@ def ordered(rows: Sequence[Row]) -> list[Row]:
 
 
 def variant_names(rows: Sequence[Row]) -> list[str]:
-    """Every variant that some row has, in the order of `LABELS`, others last."""
+    """Every variant that some row has, in the order of `LABELS`; others, which are ours, after "ours"."""
     names = dict.fromkeys(name for row in rows for name in row["variants"])
-    return sorted(names, key=lambda name: list(LABELS).index(name) if name in LABELS else len(LABELS))
+    return sorted(names, key=lambda name: list(LABELS).index(name) if name in LABELS else 0.5)
+
+
+def multiplies(rows: Sequence[Row]) -> bool:
+    """Whether the rows are of a product, and have rates."""
+    return any(row.get("flops") for row in rows)
 
 
 def results_table(rows: Sequence[Row]) -> str:
-    """One line a case: µs of every variant (p20–p80 of ours), TB/s and fractions of ours, ratios to the peers."""
+    """One line a case: µs of every variant (p20–p80 of ours), TB/s and fractions of ours (of a product TFLOP/s, too),
+    ratios to the peers."""
     names = variant_names(rows)
     sizes = list(rows[0]["sizes"]) if rows else []
     choices = list(dict.fromkeys(name for row in rows for name in row["choices"]))
     peers = [name for name in names if name not in ("ours", "copy")]
     header = [*sizes, *(name.replace("_", " ") for name in choices)]
     header += [*(f"{label(n)} µs" for n in names), "p20–p80", "TB/s", "of copy", "of peak"]
+    header += ["of read", "TFLOP/s", "of bf16"] if multiplies(rows) else []
     header += [f"{label(n)} / ours" for n in peers] + ["wrong"]
     body = []
     for row in ordered(rows):
@@ -76,10 +94,38 @@ def results_table(rows: Sequence[Row]) -> str:
         cells += [number(variants[n]["us"]) if n in variants else "–" for n in names]
         cells += [f"{number(ours['p20'])}–{number(ours['p80'])}", f"{ours['tbps']:.2f}"]
         cells += [fraction(ours["of_copy"]), fraction(ours["of_peak"])]
+        if multiplies(rows):
+            cells += [fraction(ours["of_read"]), number(ours["tflops"]), fraction(ours["of_bf16"])]
         cells += [f"{variants[n]['us'] / ours['us']:.2f}" if n in variants else "–" for n in peers]
         wrong = number(ours["mismatch"], 2)
         body.append([*cells, wrong if row["correct"] is not False else f"{wrong} WRONG"])
     return table(header, body)
+
+
+def rates_table(rows: Sequence[Row]) -> str:
+    """One line a case of a product: TFLOP/s of every variant, and in brackets the fraction of the cuBLAS rate."""
+    names = [name for name in variant_names(rows) if name != "copy"]
+    body = []
+    for row in ordered(rows):
+        cells = [f"{value:,}" for value in row["sizes"].values()]
+        for name in names:
+            rates = row["variants"].get(name)
+            cells.append(f"{number(rates['tflops'])} ({fraction(rates['of_bf16'])})" if rates else "–")
+        body.append(cells)
+    return table([*rows[0]["sizes"], *map(label, names)], body)
+
+
+def wrong_results(rows: Sequence[Row]) -> list[str]:
+    """One line for each variant but ours whose result is wrong in some row: the largest fraction, and in which rows."""
+    lines = []
+    for name in variant_names(rows):
+        wrong = [row for row in rows if name != "ours" and row["variants"].get(name, {}).get("correct") is False]
+        if wrong:
+            most = max(row["variants"][name]["mismatch"] for row in wrong)
+            where = "; ".join(" ".join(f"{key}={size}" for key, size in row["sizes"].items()) for row in wrong[:4])
+            more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+            lines.append(f"{label(name)}: up to {most:.1%} of the elements differ, at {where}{more}")
+    return lines
 
 
 def marks_table(marks: Sequence[Mark]) -> str:
@@ -96,12 +142,14 @@ def marks_table(marks: Sequence[Mark]) -> str:
 
 METHOD = """\
 Times are medians of one call, replayed from CUDA graphs, L2-cold, variants interleaved (`benchmarks/measure.py`). TB/s:
-bytes by formula over time; every variant by its own formula (QuACK writes bfloat16 and does not quantise). `of copy`:
-bandwidth over that of an elementwise copy moving as many bytes as ours, in the same rounds; `of peak`: over that of a
-2 GiB copy, {peak:.2f} TB/s. `wrong`: the largest fraction of output elements that differ from the eager torch
-composition, – where the case is too large to check. Ours runs with its defaults, programmatic dependent launch
-included. Inductor: a compile for the very shape, or one per row length with symbolic rows (in the JSON file, per row:
-"static", "dynamic"). {star}"""
+bytes by formula over time; every variant by its own formula. `of copy`: bandwidth over that of an elementwise copy
+moving as many bytes as ours, in the same rounds; `of peak`: over that of a 2 GiB copy, {peak:.2f} TB/s. {rates}`wrong`:
+the largest fraction of output elements that differ from what eager torch computes, – where the case is too large to
+check. Ours runs with its defaults, programmatic dependent launch included. {about} {star}"""
+
+RATES = """\
+`of read`: over that of reading 4 GiB, {read} TB/s. `of bf16`: TFLOP/s over those of cuBLAS with bfloat16 matrices of
+8,192 × 8,192, {bf16} TFLOP/s. """
 
 STAR = "* the sets of this case together are smaller than 3 × L2 ({least:.1f} × at the least), so it is partly warm."
 
@@ -116,15 +164,23 @@ def markdown(result: dict[str, Any], marks: Sequence[Mark]) -> str:
         {f"{label(n)}: {why}" for row in rows for n, why in row["absent"].items() if "not compiled" not in why}
     )
     failed = [f"{case}: {why}" for case, why in result["failed"].items()]
+    rates = ""
+    if multiplies(rows):
+        read, bf16 = number(result.get("peak_read_tbps")), number(result.get("bf16_tflops"))
+        rates = RATES.format(read=read, bf16=bf16)
+    about = result.get("about", "")
+    method = METHOD.format(peak=result["peak_copy_tbps"], rates=rates, about=about, star=star)
+    method = textwrap.fill(" ".join(method.split()), 120, break_long_words=False, break_on_hyphens=False)
     return "\n\n".join(
         part
         for part in (
             f"# {result['op']} ({result['sizes']})",
             environment.headline(result["environment"]),
             f"{facts[:1].upper()}{facts[1:]}.",
-            METHOD.format(peak=result["peak_copy_tbps"], star=star).strip(),
+            method,
             results_table(rows) if rows else "No case was measured.",
-            "\n".join(f"- {line}" for line in [*result["notes"], *absent, *failed]),
+            "\n".join(f"- {line}" for line in [*result["notes"], *absent, *wrong_results(rows), *failed]),
+            f"TFLOP/s, and the fraction of cuBLAS's bfloat16 rate:\n\n{rates_table(rows)}" if rates else "",
             "## Marks",
             marks_table(marks),
         )

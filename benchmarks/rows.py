@@ -40,6 +40,10 @@ DYNAMIC = frozenset((m, h) for m in (256, 2048, 16384) for h in WIDTHS)
 """Sizes of "full" that one compile per width serves, with symbolic rows (a fourth M, of one row tile, would compile
 once more)."""
 
+ABOUT = """\
+QuACK writes bfloat16 and does not quantise. Inductor: a compile for the very shape, or one per row length with symbolic
+rows (in the JSON file, per row: "static", "dynamic")."""
+
 ADD_NOTES = (
     "QuACK's rmsnorm takes the residual and stores the sum in a new tensor; ours and Inductor's update it in place.",
     "Inductor may normalise the sum before it is rounded to bfloat16: in the JSON file, `mismatch` of its codes.",
@@ -67,6 +71,7 @@ class RowBenchmark(Benchmark):
     """
 
     tolerance = 1e-3
+    about = ABOUT
     width = "H"
     """Name of the row length."""
     inputs_per_row = 1

@@ -9,20 +9,22 @@ from typing import Any
 
 import torch
 
-from .case import Benchmark, Case, Row, Tensors, Variant, mismatch
-from .measure import Backend, Plan, Settings, copy, copy_sets, measure, plan
+from .case import Benchmark, Case, Row, Tensors, Variant
+from .measure import Backend, Ceilings, Plan, Settings, copy, copy_sets, measure_what_captures, plan
 
-CHECKED_ELEMENTS = 2**27
-"""Cases up to this many elements (first two sizes multiplied) are checked against the composition before timing."""
+ASSUMED_TFLOPS = 600.0
+"""With which the duration of a product is estimated, to choose how often it runs."""
 
 
 def warm_up(benchmark: Benchmark, cases: Sequence[Case], device: torch.device) -> None:
-    """Run our op once for each set of static facts, so that our kernels are compiled before a peer is imported (QuACK
-    patches the DSL they are compiled with) and outside of any timing. What fails here fails again, and is reported,
-    when its case runs."""
+    """Run our op once for each set of static facts, in each way, so that our kernels are compiled before a peer is
+    imported (QuACK patches the DSL they are compiled with) and outside of any timing. What fails here fails again, and
+    is reported, when its case runs."""
     for smallest in {str(s): s for s in map(benchmark.smallest, cases)}.values():
         with contextlib.suppress(Exception):
-            benchmark.ours(smallest, [benchmark.make_set(smallest, device)]).call(0)
+            sets = [benchmark.make_set(smallest, device)]
+            variants, _ = collect_variants(benchmark, smallest, sets, with_peers=False)
+            variants["ours"].call(0)
 
 
 def describe(error: Exception) -> str:
@@ -33,18 +35,18 @@ def describe(error: Exception) -> str:
 def collect_variants(
     benchmark: Benchmark, case: Case, sets: Sequence[Tensors], with_peers: bool
 ) -> tuple[dict[str, Variant], dict[str, str]]:
-    """The variants that exist for this case, and the reason for each peer that does not. A peer that fails on its first
-    call is absent too: it must not end the run."""
+    """The variants that exist for this case, and the reason for each way and peer that does not. One that fails when it
+    is made or on its first call is absent too: it must not end the run."""
     variants, absent = {"ours": benchmark.ours(case, sets)}, {}
-    for name in benchmark.peers if with_peers else ():
-        peer = benchmark.peer(name, case, sets)
-        if not isinstance(peer, str):
-            try:
+    for name in (*benchmark.ways, *(benchmark.peers if with_peers else ())):
+        try:
+            peer = benchmark.peer(name, case, sets)
+            if not isinstance(peer, str):
                 peer.call(0)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                peer = f"failed ({describe(error)})"
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            peer = f"failed ({describe(error)})"
         if isinstance(peer, str):
             absent[name] = peer
         else:
@@ -56,16 +58,26 @@ def check(benchmark: Benchmark, case: Case, sets: Sequence[Tensors], variants: d
     """Largest fraction of wrong output elements of each variant that computes the op, against the eager composition;
     empty where the case is too large to check. Before each call set 0 is as it was made, poisoned outputs included."""
     dimensions = list(case.sizes.values())
-    if dimensions[0] * dimensions[1] > CHECKED_ELEMENTS:
+    if dimensions[0] * dimensions[1] > benchmark.checked_elements:
         return {}
-    made = {name: tensor.clone() for name, tensor in sets[0].items()}
+    made = cloned(sets[0])
     expected, wrong = benchmark.expected(case, sets[0]), {}
     for variant_name, variant in variants.items():
         if variant.checked:
-            wrong[variant_name] = mismatch(variant.call(0), expected)
-            for name, tensor in made.items():
-                sets[0][name].copy_(tensor)
+            wrong[variant_name] = benchmark.mismatch(variant.call(0), expected)
+            restore(sets[0], made)
     return wrong
+
+
+def cloned(tensors: Tensors) -> Tensors:
+    """Copies of a buffer set's tensors, by their names."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def restore(tensors: Tensors, made: Tensors) -> None:
+    """Give a buffer set the contents of `made`."""
+    for name, tensor in made.items():
+        tensors[name].copy_(tensor)
 
 
 def run_case(
@@ -76,52 +88,74 @@ def run_case(
     backend: Backend,
     settings: Settings,
     l2_bytes: int,
-    peak_tbps: float,
+    ceilings: Ceilings,
     with_peers: bool = True,
 ) -> Row:
-    """Measure one case. Times in µs, bandwidth in TB/s by formula, fractions of the two copy bandwidths."""
-    size = benchmark.bytes_moved(case)
-    how = plan(size, 2 + (len(benchmark.peers) if with_peers else 0), l2_bytes, settings)
+    """Measure one case. Times in µs, bandwidth in TB/s and rates in TFLOP/s by formula, fractions of the ceilings."""
+    size, flops = benchmark.bytes_moved(case), benchmark.flops(case)
+    n_variants = 2 + len(benchmark.ways) + (len(benchmark.peers) if with_peers else 0)
+    how = plan(size, n_variants, l2_bytes, settings, call_ms=flops / ASSUMED_TFLOPS * 1e-9)
     sets = [benchmark.make_set(case, device) for _ in range(how.n_sets)]
+    made = cloned(sets[0])
     variants, absent = collect_variants(benchmark, case, sets, with_peers)
+    restore(sets[0], made)  # the first calls wrote into it
+    del made
     wrong = check(benchmark, case, sets, variants)
     copies = copy_sets(size, how.n_sets, device)
     copied = 2 * copies[0][0].nbytes
     variants["copy"] = Variant(lambda i: copy(*copies[i]), copied, checked=False)
-    timings = measure({name: v.call for name, v in variants.items()}, how.n_sets, how.calls, how.rounds, backend)
-    measured: dict[str, dict[str, Any]] = {}
+
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def lost(name: str, error: Exception) -> None:
+        if stream is not None:
+            torch.cuda.set_stream(stream)  # a capture that fails leaves its own as the current one
+        if name in ("ours", "copy") or isinstance(error, torch.OutOfMemoryError):
+            raise error
+        absent[name] = f"cannot be captured ({describe(error)})"
+
+    calls = {name: variant.call for name, variant in variants.items()}
+    timings = measure_what_captures(calls, how.n_sets, how.calls, how.rounds, backend, lost)
     copy_tbps = copied / timings["copy"].us * 1e-6
-    for name, variant in variants.items():
-        tbps = variant.bytes / timings[name].us * 1e-6
+    measured: dict[str, dict[str, Any]] = {}
+    for name, timing in timings.items():
+        variant = variants[name]
+        tbps = variant.bytes / timing.us * 1e-6
         measured[name] = {
-            **timings[name].as_dict(),
+            **timing.as_dict(),
             "bytes": variant.bytes,
             "tbps": tbps,
             "of_copy": tbps / copy_tbps,
-            "of_peak": tbps / peak_tbps,
+            "of_peak": tbps / ceilings.copy_tbps,
+            **(_rates(tbps, flops / timing.us * 1e-6, ceilings) if flops and name != "copy" else {}),
             "note": variant.note,
             "mismatch": wrong.get(name),
+            "correct": wrong[name] <= benchmark.tolerance if name in wrong else None,
         }
-    return _row(benchmark, case, how, size, measured, absent, wrong)
+    return _row(benchmark, case, how, measured, absent)
+
+
+def _rates(tbps: float, tflops: float, ceilings: Ceilings) -> dict[str, float | None]:
+    """What is told of a product beside its times."""
+    return {
+        "of_read": tbps / ceilings.read_tbps if ceilings.read_tbps else None,
+        "tflops": tflops,
+        "of_bf16": tflops / ceilings.bf16_tflops if ceilings.bf16_tflops else None,
+    }
 
 
 def _row(
-    benchmark: Benchmark,
-    case: Case,
-    how: Plan,
-    size: int,
-    measured: dict[str, dict[str, Any]],
-    absent: dict[str, str],
-    wrong: dict[str, float],
+    benchmark: Benchmark, case: Case, how: Plan, measured: dict[str, dict[str, Any]], absent: dict[str, str]
 ) -> Row:
     return {
         "sizes": dict(case.sizes),
         "choices": dict(case.choices),
         "panel": benchmark.panel(case),
-        "bytes": size,
+        "bytes": benchmark.bytes_moved(case),
+        "flops": benchmark.flops(case),
         "n_sets": how.n_sets,
         "rotation_over_l2": how.rotation_over_l2,
-        "correct": wrong["ours"] <= benchmark.tolerance if "ours" in wrong else None,
+        "correct": measured["ours"]["correct"],
         "variants": measured,
         "absent": absent,
     }
@@ -135,7 +169,7 @@ def run(
     backend: Backend,
     settings: Settings,
     l2_bytes: int,
-    peak_tbps: float,
+    ceilings: Ceilings,
     with_peers: bool = True,
     after_case: Callable[[Case, list[Row], str], None] = lambda case, rows, error: None,
 ) -> list[Row]:
@@ -143,6 +177,9 @@ def run(
     case that fails does not end the run."""
     rows: list[Row] = []
     warm_up(benchmark, cases, device)
+    if with_peers:
+        with contextlib.suppress(Exception):
+            benchmark.prepare(cases, device)
     for case in cases:
         error = ""
         try:
@@ -153,7 +190,7 @@ def run(
                 backend=backend,
                 settings=settings,
                 l2_bytes=l2_bytes,
-                peak_tbps=peak_tbps,
+                ceilings=ceilings,
                 with_peers=with_peers,
             )
             rows.append(row)

@@ -74,7 +74,7 @@ def test_ops_on_a_cpu_need_no_dsl():
 
 
 def test_exports():
-    assert set(torch_cute_ops.__all__) == {*OPS, "__version__", "backends", "precompile", "warmup"}
+    assert set(torch_cute_ops.__all__) == {*OPS, "__version__", "autotune", "backends", "precompile", "warmup"}
     assert all(hasattr(torch_cute_ops, name) for name in torch_cute_ops.__all__)
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.?(dev|a|b|rc)\d+)?", torch_cute_ops.__version__)
 

@@ -18,6 +18,7 @@ from torch_cute_ops.ops.rmsnorm_fp8quant import rmsnorm_fp8quant
 from torch_cute_ops.ops.silu_mul_fp4quant import silu_mul_fp4quant
 from torch_cute_ops.ops.silu_mul_fp8quant import silu_mul_fp8quant
 from torch_cute_ops.registry import backends, precompile, warmup
+from torch_cute_ops.runtime.tuning import autotune
 
 __all__ = [
     "__version__",
@@ -25,6 +26,7 @@ __all__ = [
     "add_rmsnorm_fp4quant_both_layouts",
     "add_rmsnorm_fp4quant_with_norm",
     "add_rmsnorm_fp8quant",
+    "autotune",
     "backends",
     "fp4_dequantize",
     "fp4_quantize",

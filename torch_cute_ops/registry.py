@@ -4,6 +4,7 @@ Everything that loops over ops (registration, conformance tests, docs, benchmark
 ``torch_cute_ops/ops/<op>.py`` binds ``OP`` to an ``OpSpec``; a new module there is a new op.
 """
 
+import contextlib
 import importlib
 import pkgutil
 from typing import Any, Final
@@ -12,7 +13,7 @@ import torch
 
 from torch_cute_ops import ops
 from torch_cute_ops.ops._spec import NAMESPACE, OpSpec, as_tuple, check_outputs, cuda_device
-from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime import settings, tuning
 from torch_cute_ops.runtime.arch import arch_named
 from torch_cute_ops.runtime.calls import configure_log, logged
 from torch_cute_ops.runtime.compiler import Wanted, keep
@@ -68,7 +69,7 @@ for _spec in OPS.values():
     _register(_spec)
 
 
-def warmup(op: str, **facts: Any) -> None:
+def warmup(op: str, *, tune: bool = False, **facts: Any) -> None:
     """Compile and load the kernel that ``op`` needs for calls with these static facts, so that nothing happens later.
 
     After it, such calls neither compile nor load nor synchronise, and may be captured in a CUDA graph. The number of
@@ -79,9 +80,13 @@ def warmup(op: str, **facts: Any) -> None:
 
     Args:
         op: the op's name, such as ``"rmsnorm_fp4quant"``.
+        tune: whether to choose among backends by timing them, as calls in an :func:`autotune` block do; an op without
+            backends has nothing to choose.
         facts: what the kernel is compiled for. For the ops that quantise rows: ``hidden`` (the last dimension of
             ``input``), ``dtype``, ``weight_dtype``, ``device``, and the op's own arguments that choose format and
-            layout; FP4: also ``global_scale``, whether calls pass one.
+            layout; FP4: also ``global_scale``, whether calls pass one. For the products: ``n`` and ``k`` (columns, and
+            elements of a sum), ``m`` (rows: the choice of a backend is for those near it), ``alpha`` (whether calls
+            pass one), ``dtype``, ``device``, and the op's own arguments from ``out_dtype`` on.
 
     Raises:
         ValueError: for an unknown op, or facts that the op refuses.
@@ -93,7 +98,7 @@ def warmup(op: str, **facts: Any) -> None:
         raise RuntimeError(
             f"warmup({op!r}) needs a CUDA device: on a CPU the ops run their reference and compile nothing"
         )
-    with torch.no_grad():
+    with torch.no_grad(), tuning.autotune() if tune else contextlib.nullcontext():
         args, kwargs = spec.example(**facts)
         spec.cuda(*args, **kwargs)
         torch.cuda.synchronize(args[0].device)

@@ -14,12 +14,14 @@ import torch_cute_ops  # noqa: F401  registers the ops
 from benchmarks import __main__ as cli
 from benchmarks import fp4_rows, fp8_rows, host, ops, peers, report, rows, runner
 from benchmarks.case import Case, mismatch
-from benchmarks.measure import Settings
+from benchmarks.measure import Ceilings, Settings
+from benchmarks.rows import RowBenchmark
 
 CPU = torch.device("cpu")
+ROW_OPS = [name for name in ops.names() if isinstance(ops.load(name), RowBenchmark)]
 FP8 = [name for name in ops.names() if name.endswith("fp8quant")]
 ADD = [name for name in ops.names() if name.startswith("add_")]
-EVERY_CHOICE = [(name, None) for name in ops.names()] + [(n, choices) for n in FP8 for choices in fp8_rows.OTHERS]
+EVERY_CHOICE = [(name, None) for name in ROW_OPS] + [(n, choices) for n in FP8 for choices in fp8_rows.OTHERS]
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +73,7 @@ def test_bytes_of_fp8_scales_by_hand():
 # --- sizes -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", ops.names())
+@pytest.mark.parametrize("op", ROW_OPS)
 def test_sizes_hold_every_mark(op):
     benchmark = ops.load(op)
     cases = {sizes: {str(case): case for case in benchmark.cases(sizes)} for sizes in rows.SIZES}
@@ -153,7 +155,7 @@ def equal_bytes(a, b):
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-@pytest.mark.parametrize("op", ops.names())
+@pytest.mark.parametrize("op", ROW_OPS)
 @pytest.mark.parametrize("sizes", [(1, 1536), (130, 96)])
 def test_the_op_agrees_with_the_composition(op, sizes):
     assert_agrees(ops.load(op), ops.load(op).case(*sizes))
@@ -192,7 +194,7 @@ def measured(fake_backend):
         backend=fake_backend([10.0, 8.0]),  # ours, copy
         settings=Settings(max_sets=3),
         l2_bytes=2**20,
-        peak_tbps=1.0,
+        ceilings=Ceilings(1.0),
     )
 
 
@@ -213,7 +215,7 @@ def test_a_wrong_kernel_is_seen(monkeypatch, fake_backend):
     benchmark = ops.load("fp4_quantize")
     monkeypatch.setattr(type(benchmark), "run", lambda self, case, tensors: None)  # leaves the poison
     arguments = {"device": CPU, "backend": fake_backend([1.0]), "settings": Settings(max_sets=2), "l2_bytes": 1}
-    row = runner.run_case(benchmark, Case({"M": 4, "H": 64}), peak_tbps=1.0, with_peers=False, **arguments)
+    row = runner.run_case(benchmark, Case({"M": 4, "H": 64}), ceilings=Ceilings(1.0), with_peers=False, **arguments)
     assert row["correct"] is False
     assert "WRONG" in report.results_table([row])
 
@@ -271,7 +273,7 @@ def test_a_case_that_fails_does_not_end_the_run(monkeypatch, capsys, fake_backen
         backend=fake_backend([10.0, 8.0]),
         settings=Settings(max_sets=2),
         l2_bytes=1,
-        peak_tbps=1.0,
+        ceilings=Ceilings(1.0),
         with_peers=False,
         after_case=lambda case, rows, error: errors.append(error),
     )
@@ -284,7 +286,8 @@ def test_host_calls_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_cute_ops.testing", None)  # its raw call needs a GPU
     timed, absent = host.calls(CPU, with_peers=False)
     expected = {host.OP, host.OP_OUT, host.FUNCTION, host.FUNCTION_OUT, host.RMS_NORM}
-    assert expected | {host.ADD_OP, host.ADD_FUNCTION_OUT} <= set(timed)
+    assert expected | {host.ADD_OP, host.ADD_FUNCTION_OUT, host.MM} <= set(timed)
+    assert sum(name.startswith(("mm_fp4 ", "mm_fp4_weight_only ")) for name in timed) == 4
     assert list(absent) == [host.RAW]
     for call in timed.values():
         call()
@@ -317,7 +320,7 @@ def test_an_op_is_measured_and_reported(tmp_path, monkeypatch, capsys, fake_back
     benchmark = ops.load("fp4_quantize")
     monkeypatch.setattr(type(benchmark), "cases", lambda self, sizes: [Case({"M": m, "H": 2048}) for m in (256, 64)])
     options = cli.parse(["fp4_quantize", "--output", str(tmp_path), "--no-plot"])
-    assert cli.run_op(benchmark, options, CPU, 4.0)
+    assert cli.run_op(benchmark, options, CPU, Ceilings(4.0))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fp4_quantize.json", "fp4_quantize.md"]
     read = json.loads((tmp_path / "fp4_quantize.json").read_text())
     assert [r["sizes"]["M"] for r in read["rows"]] == [64, 256] and read["environment"]["torch"] == torch.__version__

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torch_cute_ops import deployment, registry
 from torch_cute_ops.cli import cache, info
+from torch_cute_ops.runtime import tuner
 from torch_cute_ops.runtime.arch import ARCHS, arch_named
 from torch_cute_ops.runtime.compiler import compiler_flavour
 
@@ -20,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_info(commands)
     _add_cache(commands)
     _add_warmup(commands)
+    _add_tune(commands)
     _add_build(commands)
     options = parser.parse_args(arguments)
     try:
@@ -86,10 +90,28 @@ def _add_warmup(commands: Any) -> None:
         description="Compile the kernels of an op, or of the deployment that a file lists, into the cache on disk. "
         "Options that take several values stand for every combination. No GPU is needed if --arch is given.",
     )
-    parser.add_argument("op", nargs="?", help="the op's name; or --config")
-    parser.add_argument("--config", type=Path, metavar="FILE.toml", help="tables [[kernel]] with op and facts")
     parser.add_argument("--arch", action="append", metavar="ARCH", help=f"one or more of {', '.join(ARCHS)}")
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one for each processor)")
+    _add_jobs(parser)
+    parser.set_defaults(run=_warmup)
+
+
+def _add_tune(commands: Any) -> None:
+    parser = commands.add_parser(
+        "tune",
+        help="choose among the backends of products by timing them",
+        description="Time the backends of a product, or of all those of the deployment that a file lists, on the "
+        "current GPU, and keep the fastest for each size in the file that TORCH_CUTE_OPS_TUNING names. Options that "
+        "take several values stand for every combination. What is tuned already is not timed again.",
+    )
+    _add_jobs(parser)
+    parser.set_defaults(run=_tune)
+
+
+def _add_jobs(parser: argparse.ArgumentParser) -> None:
+    """What ``_jobs`` reads."""
+    parser.add_argument("op", nargs="?", help="the op's name; or --config")
+    parser.add_argument("--config", type=Path, metavar="FILE.toml", help="tables [[kernel]] with op and facts")
     facts = parser.add_argument_group("facts of the calls, as torch_cute_ops.warmup takes them")
     facts.add_argument("--hidden", type=int, nargs="+", help="last dimension of the input")
     for name in deployment.DTYPE_FACTS:
@@ -102,7 +124,6 @@ def _add_warmup(commands: Any) -> None:
         facts.add_argument(f"--{name}", type=int, nargs="+", help=f"products: {text}")
     facts.add_argument("--alpha", action="store_true", default=None, help="products: calls pass an alpha")
     facts.add_argument("--backend", nargs="+", help="products: auto, or a backend's name")
-    parser.set_defaults(run=_warmup)
 
 
 def _tell_flavour() -> None:
@@ -116,13 +137,39 @@ FACTS = (
 )
 
 
-def _warmup(options: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
+def _jobs(options: argparse.Namespace) -> list[deployment.Job]:
     facts = {name: getattr(options, name) for name in FACTS if getattr(options, name) is not None}
     if (options.op is None) == (options.config is None) or (options.config and facts):
         raise ValueError("name an op and its facts, or a file with --config")
-    jobs = deployment.read(options.config) if options.config else deployment.jobs_of(options.op, **facts)
+    return deployment.read(options.config) if options.config else deployment.jobs_of(options.op, **facts)
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    jobs = [job for job in _jobs(options) if registry.OPS[job.op].backends is not None]
+    if not jobs:
+        having = ", ".join(name for name, op in registry.OPS.items() if op.backends is not None)
+        raise ValueError(f"nothing to tune: the ops with backends are {having}")
+    if not torch.cuda.is_available():
+        raise ValueError("tuning needs a CUDA device: it times kernels")
+    failed = 0
+    with tqdm(jobs, unit="call") as bar:
+        for job in bar:
+            bar.set_postfix_str(str(job))
+            try:
+                registry.warmup(job.op, tune=True, **dict(job.facts))
+            except Exception as error:  # the DSL's errors have no common base
+                failed += 1
+                bar.write(f"{job}: {type(error).__name__}: {error}", file=sys.stderr)
+    print(f"{len(jobs) - failed} calls are done, {failed} failed; choices are kept in {tuner.path() or 'no file'}")
+    return 1 if failed else 0
+
+
+def _warmup(options: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    jobs = _jobs(options)
     archs = [arch_named(arch).name for arch in options.arch or info.archs_here()]
     if not archs:
         raise ValueError("there is no CUDA device here: say --arch")

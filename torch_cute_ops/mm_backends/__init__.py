@@ -15,6 +15,7 @@ from torch_cute_ops.mm_backends.cublas import Cublas
 from torch_cute_ops.mm_backends.mma_sync import MmaSync
 from torch_cute_ops.mm_backends.reference import Reference
 from torch_cute_ops.ops._fp4_product import AUTO
+from torch_cute_ops.runtime import tuner
 from torch_cute_ops.runtime.arch import ARCHS, arch_name, sm_count
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Target",
     "bucket",
     "choose",
+    "key_of",
     "reasons",
     "target_of",
     "usual_target",
@@ -56,7 +58,7 @@ def target_of(device: torch.device) -> Target:
     if device.type != "cuda":
         return Target(device, None, 1)
     index = torch.cuda.current_device() if device.index is None else device.index
-    return Target(device, ARCHS.get(arch_name(index)), sm_count(index))
+    return Target(device, ARCHS.get(arch_name(index)), sm_count(index), torch.cuda.get_device_name(index))
 
 
 def reasons(product: Product, target: Target) -> dict[str, str | None]:
@@ -64,8 +66,25 @@ def reasons(product: Product, target: Target) -> dict[str, str | None]:
     return {name: backend.reason_unsupported(product, target) for name, backend in BACKENDS.items()}
 
 
+def key_of(product: Product, m: int, target: Target) -> tuner.Key | None:
+    """What a tuned choice for ``m`` rows goes by; ``None``: nothing is tuned for such a target."""
+    if target.name is None:
+        return None
+    return tuner.Key("fp4_product", tuner.canonical(product.described()), bucket(m), target.name, tuner.versions())
+
+
+def _tuned(product: Product, m: int, target: Target) -> Choice | None:
+    key = key_of(product, m, target)
+    found = tuner.lookup(key) if key is not None else None
+    backend = BACKENDS.get(found.backend) if found is not None else None
+    if found is None or backend is None or backend.reason_unsupported(product, target) is not None:
+        return None
+    return Choice(backend, found.tactic) if found.tactic in backend.tactics(product, bucket(m), target) else None
+
+
 def choose(product: Product, m: int, target: Target, name: str = AUTO) -> Choice:
-    """The backend of that name, or the one whose estimate is the least, and its tactic with the least estimate.
+    """A backend and its tactic: the one of that name, and its tactic with the least estimate; with ``AUTO`` what was
+    tuned, if that is still possible, else the least estimate of all.
 
     Raises:
         ValueError: for an unknown name, or a backend that cannot; with the reason, or every backend's.
@@ -79,6 +98,9 @@ def choose(product: Product, m: int, target: Target, name: str = AUTO) -> Choice
             raise ValueError(f"backend {name!r}: {reason}")
         able = [backend]
     else:
+        tuned = _tuned(product, m, target)
+        if tuned is not None:
+            return tuned
         why_not = reasons(product, target)
         able = [BACKENDS[name] for name, reason in why_not.items() if reason is None]
         if not able:

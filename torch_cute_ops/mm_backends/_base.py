@@ -2,8 +2,8 @@
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -38,6 +38,11 @@ class Product:
     has_alpha: bool
     out_dtype: torch.dtype
 
+    def described(self) -> dict[str, int | bool | str | None]:
+        """All of it, as JSON can hold it."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: _plain(value) for name, value in values.items()}
+
     def bytes_moved(self, m: int) -> int:
         """Each operand read and the result written, once."""
         row = self.k // 2 + self.k // self.fmt.block_size
@@ -47,6 +52,12 @@ class Product:
     def flops(self, m: int) -> int:
         """Multiplications and additions."""
         return 2 * m * self.n * self.k
+
+
+def _plain(value: Any) -> int | bool | str | None:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return value.name if isinstance(value, FP4Format | ScaleLayout) else value
 
 
 class Operands(NamedTuple):
@@ -77,11 +88,13 @@ class Target:
         device: the device.
         arch: its architecture; ``None``: no kernel of ours supports it, as on a CPU.
         sms: its streaming multiprocessors.
+        name: the GPU's; ``None``: there is none, and so nothing that was tuned on it.
     """
 
     device: torch.device
     arch: Arch | None
     sms: int
+    name: str | None = None
 
 
 class Backend(abc.ABC):

@@ -13,6 +13,7 @@ from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
 from torch_cute_ops.ops.fp4_dequantize import aligned, scale_dtypes
+from torch_cute_ops.runtime import tuning
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.calls import launch_error
 from torch_cute_ops.runtime.compiler import Wanted
@@ -176,12 +177,18 @@ class FP4Product:
             choices,
             backend,
             a.device,
+            tuning.generation,
         )
         chosen = self._choices.get(facts)
         if chosen is None:
             product = self._product(a, b, a_scale, alpha, out_dtype, choices)
             target = _mm().target_of(a.device)
-            chosen = self._choices[facts] = product, target, self._choose(product, facts[0], target, backend)
+            if tuning.is_on() and backend == AUTO and m and n:
+                _tune(self.op, product, m, target)
+            chosen = product, target, self._choose(product, facts[0], target, backend)
+            # In a block that tunes, what is chosen now may be tuned later.
+            if not tuning.is_on():
+                self._choices[facts] = chosen
         product, target, choice = chosen
         if out is None:
             result = torch.empty((m, n), dtype=out_dtype, device=a.device)
@@ -294,6 +301,12 @@ def _mm() -> ModuleType:
     from torch_cute_ops import mm_backends
 
     return mm_backends
+
+
+def _tune(op: str, product: "Product", m: int, target: "Target") -> None:
+    from torch_cute_ops.mm_backends import _tune
+
+    _tune.tune(op, product, m, target)
 
 
 def _zeros(rows: int, k: int, fmt: FP4Format, layout: ScaleLayout, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -284,16 +284,14 @@ def _raw(compiled: Any) -> Callable[..., None]:
 
 def store() -> "Store | None":
     """The kernels on disk; ``None`` if there shall be none."""
-    return _store(settings.CACHE_DIR, settings.CACHE_MB) if settings.CACHE else None
+    return _store(settings.cache_folder(), settings.CACHE_MB) if settings.CACHE else None
 
 
 @functools.cache
-def _store(folder: Path | None, megabytes: int) -> "Store":
-    from platformdirs import user_cache_path
-
+def _store(folder: Path, megabytes: int) -> "Store":
     from torch_cute_ops.runtime.store import Store
 
-    return Store(folder or user_cache_path("torch_cute_ops", appauthor=False), megabytes * 2**20)
+    return Store(folder, megabytes * 2**20)
 
 
 def export_object(compiled: Any, path: Path, symbol: str) -> None:

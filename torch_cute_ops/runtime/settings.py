@@ -59,3 +59,13 @@ CACHE_DIR: Final = _path("TORCH_CUTE_OPS_CACHE_DIR", "a folder")
 
 CACHE_MB: Final = _read("TORCH_CUTE_OPS_CACHE_MB", 1024, lambda text: int(text, 10), "a whole number")
 """How many megabytes of them; the least recently used go first."""
+
+TUNING: Final = _path("TORCH_CUTE_OPS_TUNING", "a file")
+"""Where tuned choices are kept; ``None``: a file in the folder of compiled kernels, if those are kept on disk."""
+
+
+def cache_folder() -> Path:
+    """The folder that is kept on disk: the one that is named, or the system's for this user."""
+    from platformdirs import user_cache_path
+
+    return CACHE_DIR or user_cache_path("torch_cute_ops", appauthor=False)

@@ -1,0 +1,135 @@
+"""Products with an FP4 weight, and with the same weight in bfloat16, that ours are compared with.
+
+A peer is a function of its operands, one for each buffer set, that packs the weights as the peer wants them (outside of
+any timing) and returns `call(i)`, which writes `out` of set i; or a `str`: the reason why there is none. What a peer
+raises is a reason too (`runner.collect_variants`). Each is imported only when it is called for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+
+from .compositions import nvfp4_dequantize
+
+DTYPE = torch.bfloat16
+Size = tuple[int, int, int]
+"""M, N, K."""
+
+
+class Operands(NamedTuple):
+    """One buffer set: what `out = alpha · a @ dequantised(codes, scale).T` is made of."""
+
+    a: torch.Tensor
+    """(M, K) bfloat16."""
+    codes: torch.Tensor
+    """(N, K/2) uint8: two e2m1 codes a byte, element 0 in the low nibble."""
+    scale: torch.Tensor
+    """(N, K/16) float8_e4m3fn, row-major."""
+    alpha: torch.Tensor
+    """(1,) float32."""
+    out: torch.Tensor
+    """(M, N) bfloat16."""
+
+    @property
+    def size(self) -> Size:
+        return self.a.shape[0], self.codes.shape[0], self.a.shape[1]
+
+
+Peer = Callable[[Sequence[Operands]], Callable[[int], Any] | str]
+
+
+def _missing(name: str, error: Exception) -> str:
+    return f"{name} cannot be imported ({type(error).__name__}: {error})"
+
+
+def humming(sets: Sequence[Operands]) -> Callable[[int], Any] | str:
+    """humming's layer, which reads NVFP4 weights as ModelOpt's checkpoints hold them and repacks them; alpha is the
+    weight's second scale. One kernel a set of columns, elements of a sum and range of rows: the one that its heuristic
+    has for M."""
+    try:
+        from humming.layer import HummingLayer
+        from humming.tune import get_heuristics_config
+    except Exception as error:
+        return _missing("humming", error)
+    m, n, k = sets[0].size
+    device, layers = sets[0].a.device, []
+    for operands in sets:
+        # Each has its own layer: layers hold counters that calls beside each other must not share.
+        with device:
+            layer = HummingLayer(
+                shape_n=n,
+                shape_k=k,
+                weight_config={"quant_method": "modelopt", "quant_algo": "nvfp4"},
+                torch_dtype=DTYPE,
+            )
+        layer.to(device)
+        weight = {"weight": operands.codes, "weight_scale": operands.scale, "weight_scale_2": operands.alpha}
+        layer.load_from_tensors(weight)
+        layer.transform()
+        layers.append(layer)
+    # Without it, the first call compiles the kernels of every M there is: 33.
+    tuning = get_heuristics_config(layers[0].humming_config, shape_m=m, device=device)
+    return lambda i: layers[i](sets[i].a, outputs=sets[i].out, tuning_config=tuning)
+
+
+def prepare_humming(sizes: Sequence[Size], device: torch.device) -> None:
+    """Compile its kernels for these sizes, in parallel: one takes seconds, in a compiler of its own process."""
+    from humming.kernel.humming import HummingKernel
+    from humming.schema.modelopt import ModeloptNvfp4WeightSchema
+    from humming.transform import prepare_layer_config
+    from humming.tune import get_heuristics_config
+
+    wanted: dict[tuple[str, str], None] = {}
+    for m, n, k in sizes:
+        schema = ModeloptNvfp4WeightSchema().to_humming_schema(DTYPE)
+        config = prepare_layer_config(shape_n=n, shape_k=k, weight_schema=schema, torch_dtype=DTYPE, device=device)
+        tuning = get_heuristics_config(config, shape_m=m, device=device)
+        wanted[config.to_str(), json.dumps(tuning)] = None
+
+    def compile_one(layer_and_tuning: tuple[str, str]) -> None:
+        with contextlib.suppress(Exception):  # it fails again in its case
+            HummingKernel.prepare_kernels(layer_and_tuning[0], None, layer_and_tuning[1], device)
+
+    with ThreadPoolExecutor(max(1, min(len(wanted), os.cpu_count() or 1))) as pool:
+        list(pool.map(compile_one, wanted))
+
+
+def quack(sets: Sequence[Operands]) -> Callable[[int], Any] | str:
+    """QuACK's product with a 4-bit weight, repacked into fragments; alpha is a number of the host."""
+    try:
+        from quack.gemm_w4 import gemm_w4a16, prepare_w4_weight
+    except Exception as error:
+        return _missing("QuACK", error)
+    packed = [prepare_w4_weight(operands.codes, operands.scale, "nvfp4") for operands in sets]
+    alphas = [operands.alpha.item() for operands in sets]
+
+    def call(i: int) -> Any:
+        codes, scale = packed[i]
+        return gemm_w4a16(sets[i].a, codes, scale, tensor_scale=alphas[i], out=sets[i].out, wformat="nvfp4")
+
+    return call
+
+
+def marlin(sets: Sequence[Operands]) -> str:
+    """Why there is no Marlin: torch has none, and what has it is not installed on the machines that this runs on."""
+    if importlib.util.find_spec("vllm") is None:
+        return f"torch {torch.__version__} has no such product, and vLLM, which has Marlin, is not installed"
+    return "vLLM is installed, and this benchmark does not know how to call its Marlin"
+
+
+def cublas_bf16(sets: Sequence[Operands]) -> Callable[[int], Any]:
+    """`torch.mm` of bfloat16 matrices: the weight decoded, which is exact, and times alpha, exact for powers of two."""
+    weights = [nvfp4_dequantize(each.codes, each.scale, DTYPE).mul_(each.alpha.to(DTYPE)).t() for each in sets]
+    return lambda i: torch.mm(sets[i].a, weights[i], out=sets[i].out)
+
+
+PEERS: dict[str, Peer] = {"humming": humming, "quack": quack, "marlin": marlin, "cublas_bf16": cublas_bf16}
+FP4_PEERS = tuple(name for name in PEERS if name != "cublas_bf16")
