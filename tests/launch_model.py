@@ -17,7 +17,7 @@ import torch
 from torch_cute_ops import mm_backends
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.mm_backends import Target, _decode, cublas, mma_sync
-from torch_cute_ops.ops import _row_quant, fp4_dequantize
+from torch_cute_ops.ops import _fp4_product, _row_quant, fp4_dequantize
 from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize as dequantize
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.mm_fp4 import product
@@ -151,8 +151,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         monkeypatch.setattr(module, "forbid_in_capture", lambda *args: None)
     monkeypatch.setattr(mm_backends, "target_of", lambda device: Target(torch.device("cuda"), ARCHS["sm_90a"], 132))
     monkeypatch.setattr(_decode.dequantize, "fp4_dequantize", fp4_dequantize._run)
+    monkeypatch.setattr(_fp4_product, "forbid_in_capture", lambda *args: None)
     monkeypatch.setattr(mma_sync, "_functions", {})
-    monkeypatch.setattr(mma_sync, "forbid_in_capture", lambda *args: None)
     monkeypatch.setattr(cublas, "_sums", lambda a, weight: (a.double() @ weight.double().t()).float())
     make = _row_quant.RowQuant._make_launcher
     on_cpu = lambda self, facts: replace(make(self, facts._replace(device=0)), device=torch.device("cpu"))  # noqa: E731
@@ -161,6 +161,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(fp4_dequantize, "_launchers", {})
     for op in OPS.values():
         for value in vars(sys.modules[op.function.__module__]).values():
+            if isinstance(value, _fp4_product.FP4Product):
+                monkeypatch.setattr(value, "_choices", {})
+                monkeypatch.setattr(value, "_ran", set())
             if isinstance(value, _row_quant.RowQuant):
                 for launchers in ("_launchers", "_padding_launchers"):
                     monkeypatch.setattr(value, launchers, {})

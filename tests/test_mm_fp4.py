@@ -1,5 +1,6 @@
 """The FP4 products: exact sums, float64, what does not depend on M, backends and the choice among them."""
 
+import dataclasses
 import inspect
 
 import pytest
@@ -13,6 +14,7 @@ import torch_cute_ops
 from torch_cute_ops import mm_backends
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.mm_backends import BACKENDS, Product, Target
+from torch_cute_ops.ops import _checks
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.samples import mm_fp4, mm_fp4_weight_only
@@ -129,12 +131,12 @@ def test_auto_prefers_the_backend_that_is_fast():
         assert mm_backends.choose(product_of(), m, HOPPER).backend.name != "reference"
 
 
-def test_auto_takes_what_can(device):
-    """The reference alone can compute MXFP4 with float16 activations."""
+def test_auto_takes_no_reference_on_a_gpu():
+    """It would be slow without a reason: what no other backend can is refused, with what helps."""
     product = product_of(fmt=MXFP4, a_dtype=torch.float16, out_dtype=torch.float16)
-    assert mm_backends.choose(product, 8, HOPPER).backend.name == "reference"
-    with pytest.raises(ValueError, match="backend 'cublas': the numbers of MXFP4 exceed float16"):
-        mm_backends.choose(product, 8, HOPPER, "cublas")
+    with pytest.raises(ValueError, match=r"cublas: the numbers of MXFP4 exceed float16.*pass a as bfloat16"):
+        mm_backends.choose(product, 8, HOPPER)
+    assert mm_backends.choose(product, 8, HOPPER, "reference").backend.name == "reference"
 
 
 def test_no_backend_left_tells_every_reason(monkeypatch):
@@ -209,3 +211,85 @@ def test_the_example_is_a_call(op):
 
 def test_products_are_in_the_registry():
     assert {name for name, op in OPS.items() if op.backends is not None} == set(PRODUCTS)
+
+
+# What calls share
+
+
+@by_op
+def test_an_output_that_is_an_input_is_refused(op, device):
+    """CTAs would write what others still read."""
+    sample = PRODUCTS[op.name].sample("", 64, 64, 64, NVFP4, "128x4", torch.device(device), out_dtype=torch.bfloat16)
+    given = arguments(op, sample)
+    storage = torch.zeros(64 * 64 * 2 + 16, dtype=torch.uint8, device=device)
+    a = given["a"]
+    given["a"] = storage[: a.numel() * a.element_size()].view(a.dtype).view(a.shape)
+    out = storage[: 64 * 64 * 2].view(torch.bfloat16).view(64, 64)
+    if device == "cuda":
+        with pytest.raises(ValueError, match=rf"cute::{op.name}: out shares memory with a"):
+            op.function(**given, out=out)
+    with pytest.raises(ValueError, match=r"cute::op: out shares memory with a"):
+        _checks.check_apart("op", "out", out, "a", given["a"])
+    _checks.check_apart("op", "out", out, "a", storage[64 * 64 * 2 :])
+
+
+@by_op
+def test_capture_tells_the_warmup(op, monkeypatch):
+    """Its call has every fact of this one, and is one that the op takes."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(mm_backends, "target_of", lambda device: HOPPER)
+    sample = PRODUCTS[op.name].sample("", 3, 48, 96, NVFP4, "linear", torch.device("cpu"), out_dtype=torch.float32)
+    with pytest.raises(RuntimeError, match=rf"cute::{op.name} met a kernel that is not ready") as raised:
+        op.cuda(*sample.args, **sample.kwargs)
+    told = str(raised.value)[str(raised.value).index("torch_cute_ops.warmup(") :]
+    calls = []
+    monkeypatch.setattr(torch_cute_ops, "warmup", lambda *args, **kwargs: calls.append((args, kwargs)))
+    eval(told, {"torch_cute_ops": torch_cute_ops, "torch": torch})
+    ((name,), facts) = calls[0]
+    args, kwargs = op.example(**{**facts, "device": "cpu"})
+    given, want = inspect.signature(op.function).bind(*args, **kwargs), arguments(op, sample)
+    assert name == op.name
+    for key, value in given.arguments.items():
+        if isinstance(value, torch.Tensor):
+            facts_of = [(t.shape, t.dtype, t.stride()) for t in (value, want[key])]
+            assert facts_of[0] == facts_of[1], key
+        else:
+            assert value == want[key], key
+
+
+@pytest.mark.gpu
+@by_op
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("sizes", [(1, 64, 64), (9, 136, 288), (65, 384, 1088), (130, 256, 4096)], ids=str)
+def test_every_tactic(op, fmt, sizes):
+    """Each tactic of each backend gives the sums bit for bit, where they are exact, in an output that was poisoned."""
+    samples = PRODUCTS[op.name]
+    m, n, k = sizes
+    layout = "128x4" if m % 2 else "linear"
+    device = torch.device("cuda", torch.cuda.current_device())
+    sample = samples.sample("", m, n, k, fmt, layout, device, scales=POWERS[fmt.scale_format], out_dtype=torch.float32)
+    if not samples.has_a_scale:
+        sample.args[0].copy_(torch.randint(-8, 9, (m, k)))
+    given = arguments(op, sample)
+    (want,) = results(given)
+    product = product_of(k, n, fmt, torch.uint8 if samples.has_a_scale else torch.bfloat16, torch.float32)
+    layouts = {"b_layout": SCALE_LAYOUTS[layout]}
+    if samples.has_a_scale:
+        layouts["a_layout"] = SCALE_LAYOUTS[layout]
+    product = dataclasses.replace(product, **layouts)
+    target = mm_backends.target_of(device)
+    a_scale = given.get("a_scale")
+    for name, backend in BACKENDS.items():
+        assert backend.reason_unsupported(product, target) is None, name
+        for tactic in backend.tactics(product, mm_backends.bucket(m), target):
+            out = torch.full((m, n), torch.nan, device=device)
+            operands = mm_backends.Operands(
+                given["a"],
+                None if a_scale is None else a_scale.view(torch.uint8),
+                given["b"].t(),
+                given["b_scale"].view(torch.uint8),
+                None,
+                out,
+            )
+            backend.run(product, tactic, target, operands)
+            assert torch.equal(out.cpu(), want), (name, tactic)

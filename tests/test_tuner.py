@@ -475,7 +475,9 @@ def test_calls_that_name_a_backend_are_not_tuned(op, made_up, file):
 
 @by_op
 def test_calls_in_a_capture_are_not_tuned(op, made_up, monkeypatch):
+    """They take what was chosen before."""
     sample = call_of(op)
+    assert used(op, made_up, sample) == (16,)
     with torch_cute_ops.autotune():
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 import torch
 
 from torch_cute_ops.mm_backends._base import Backend, Operands, Product, Tactic, Target
-from torch_cute_ops.mm_backends._model import usual_target
+from torch_cute_ops.mm_backends._model import usual_targets
 from torch_cute_ops.mm_backends.cublas import Cublas
 from torch_cute_ops.mm_backends.mma_sync import MmaSync
 from torch_cute_ops.mm_backends.reference import Reference
@@ -32,7 +32,7 @@ __all__ = [
     "key_of",
     "reasons",
     "target_of",
-    "usual_target",
+    "usual_targets",
 ]
 
 BACKENDS: Final[dict[str, Backend]] = {backend.name: backend for backend in (MmaSync(), Cublas(), Reference())}
@@ -52,12 +52,16 @@ def bucket(m: int) -> int:
     return max(1, -(-m // step)) * step
 
 
-@functools.cache
 def target_of(device: torch.device) -> Target:
     """What the backends know of a device."""
     if device.type != "cuda":
         return Target(device, None, 1)
-    index = torch.cuda.current_device() if device.index is None else device.index
+    return _gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _gpu(index: int) -> Target:
+    device = torch.device("cuda", index)
     return Target(device, ARCHS.get(arch_name(index)), sm_count(index), torch.cuda.get_device_name(index))
 
 
@@ -103,6 +107,10 @@ def choose(product: Product, m: int, target: Target, name: str = AUTO) -> Choice
             return tuned
         why_not = reasons(product, target)
         able = [BACKENDS[name] for name, reason in why_not.items() if reason is None]
+        if target.device.type == "cuda":
+            # A reference that nobody asked for would only be slow without a reason.
+            able = [backend for backend in able if backend.name != Reference.name]
+            why_not[Reference.name] = "is taken only where it is named"
         if not able:
             raise ValueError(f"no backend: {'; '.join(f'{name}: {reason}' for name, reason in why_not.items())}")
     choices = [Choice(backend, tactic) for backend in able for tactic in backend.tactics(product, m, target)]

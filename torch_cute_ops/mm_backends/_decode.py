@@ -9,7 +9,7 @@ from torch_cute_ops.runtime.compiler import Wanted
 
 
 def sixteen_bit_dtype(product: Product) -> torch.dtype:
-    """What operands are decoded to: the dtype of ``a``; float16, which holds NVFP4 exactly, or else bfloat16."""
+    """What our kernels decode operands to: the dtype of ``a``; float16, which holds NVFP4 exactly, or else bfloat16."""
     if product.a_layout is None:
         return product.a_dtype
     return torch.float16 if product.fmt == NVFP4 else torch.bfloat16
@@ -25,6 +25,6 @@ def decoded(
     return out
 
 
-def decoding_kernel(product: Product, layout: ScaleLayout) -> Wanted:
+def decoding_kernel(product: Product, layout: ScaleLayout, dtype: torch.dtype) -> Wanted:
     """The kernel of ``decoded`` for an operand of ``product``."""
-    return dequantize.kernel_for(product.k, product.fmt, layout, sixteen_bit_dtype(product))
+    return dequantize.kernel_for(product.k, product.fmt, layout, dtype)

@@ -13,15 +13,21 @@ FLOPS_PER_CLOCK = {"sm_90a": 4096.0, "sm_100a": 8192.0, "sm_103a": 8192.0, "sm_1
 """Of tensor cores with 16-bit operands, dense, for each SM and clock, by data sheet."""
 TENSOR_CORE_EFFICIENCY = 0.7
 """Of a good large product: 690 of 989 TFLOP/s on an H200, on random data (measured)."""
-SMS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_120a": 188, "sm_121a": 48}
-"""SMs of the largest GPU of each architecture."""
+SMS = {
+    "sm_90a": (132, 114, 78),
+    "sm_100a": (148,),
+    "sm_103a": (148,),
+    "sm_120a": (188, 170, 110, 84, 70),
+    "sm_121a": (48,),
+}
+"""SMs of each architecture's GPUs, by data sheet."""
 LAUNCH_SECONDS = 2e-6
 """Start and end of a kernel, with nothing to do in between."""
 
 
-def usual_target(arch: Arch) -> Target:
-    """The largest GPU of an architecture, where there is none to ask."""
-    return Target(torch.device("cuda"), arch, SMS[arch.name])
+def usual_targets(arch: Arch) -> tuple[Target, ...]:
+    """The GPUs of an architecture, where there is none to ask."""
+    return tuple(Target(torch.device("cuda"), arch, sms) for sms in SMS[arch.name])
 
 
 def memory_seconds(size: int, kernels: int, target: Target) -> float:

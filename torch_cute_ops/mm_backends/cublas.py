@@ -4,7 +4,7 @@ import torch
 
 from torch_cute_ops.formats import MXFP4
 from torch_cute_ops.mm_backends._base import Backend, Operands, Product, Tactic, Target
-from torch_cute_ops.mm_backends._decode import decoded, decoding_kernel, sixteen_bit_dtype
+from torch_cute_ops.mm_backends._decode import decoded, decoding_kernel
 from torch_cute_ops.mm_backends._model import memory_seconds, tensor_core_seconds
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import Wanted
@@ -35,11 +35,11 @@ class Cublas(Backend):
 
     def kernels(self, product: Product, tactic: Tactic, arch: Arch) -> tuple[Wanted, ...]:
         layouts = dict.fromkeys((product.b_layout, *([product.a_layout] if product.a_layout is not None else [])))
-        return tuple(decoding_kernel(product, layout) for layout in layouts)
+        return tuple(decoding_kernel(product, layout, _dtype(product)) for layout in layouts)
 
     def run(self, product: Product, tactic: Tactic, target: Target, operands: Operands) -> None:
         a, a_scale, b, b_scale, alpha, out = operands
-        dtype = sixteen_bit_dtype(product)
+        dtype = _dtype(product)
         if a_scale is not None and product.a_layout is not None:
             a = decoded(a, a_scale, product.fmt, product.a_layout, dtype)
         weight = decoded(b, b_scale, product.fmt, product.b_layout, dtype)
@@ -48,6 +48,12 @@ class Cublas(Backend):
             out.copy_(total)
         else:
             torch.mul(total, alpha, out=out)
+
+
+def _dtype(product: Product) -> torch.dtype:
+    """What operands are decoded to: the dtype of ``a``; or bfloat16, for which PyTorch has no flag that lowers
+    the precision of sums."""
+    return torch.bfloat16 if product.a_layout is not None else product.a_dtype
 
 
 def _sums(a: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

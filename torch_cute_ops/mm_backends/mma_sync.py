@@ -12,7 +12,6 @@ from torch_cute_ops.mm_backends._decode import decoded, decoding_kernel, sixteen
 from torch_cute_ops.mm_backends._model import LAUNCH_SECONDS, bytes_per_second, tensor_core_seconds
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
-from torch_cute_ops.runtime.capture import forbid_in_capture
 from torch_cute_ops.runtime.compiler import Wanted, compile_kernel
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ class MmaSync(Backend):
     def kernels(self, product: Product, tactic: Tactic, arch: Arch) -> tuple[Wanted, ...]:
         wanted = [_kernel(product, tactic, arch)]
         if product.a_layout is not None:
-            wanted.append(decoding_kernel(product, product.a_layout))
+            wanted.append(decoding_kernel(product, product.a_layout, sixteen_bit_dtype(product)))
         return tuple(wanted)
 
     def run(self, product: Product, tactic: Tactic, target: Target, operands: Operands) -> None:
@@ -89,9 +88,6 @@ class MmaSync(Backend):
         key = (product, tactic, target.device)
         function = _functions.get(key)
         if function is None:
-            op = "mm_fp4_weight_only" if product.a_layout is None else "mm_fp4"
-            facts = f"n={product.n}, k={product.k}, m={a.shape[0]}"
-            forbid_in_capture(op, str(product), f"torch_cute_ops.warmup({op!r}, {facts}, ...)")
             assert target.arch is not None
             function = _functions[key] = compile_kernel(_kernel(product, tactic, target.arch), target.arch)
         function(a, b, b_scale, alpha, out)

@@ -16,6 +16,7 @@ from torch_cute_ops.ops.fp4_dequantize import aligned, scale_dtypes
 from torch_cute_ops.runtime import tuning
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.calls import launch_error
+from torch_cute_ops.runtime.capture import forbid_in_capture
 from torch_cute_ops.runtime.compiler import Wanted
 from torch_cute_ops.runtime.dispatch import mark_written
 
@@ -46,6 +47,8 @@ class FP4Product:
         self.arrange = arrange
         self.has_a_scale = "Tensor a_scale" in arguments
         self._choices: dict[tuple[Any, ...], tuple[Product, Target, Choice]] = {}
+        # What has been run is compiled and loaded, and can be captured.
+        self._ran: set[tuple[Product, Choice, Target]] = set()
 
     def spec(self, function: Callable[..., Any], reference: Callable[..., Any], fake: Callable[..., Any]) -> OpSpec:
         """The op's place in the registry."""
@@ -74,7 +77,7 @@ class FP4Product:
         n: int,
         k: int,
         m: int = 1,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | None = None,
         alpha: bool = False,
         device: torch.device | int | str | None = None,
         **choices: Any,
@@ -83,19 +86,24 @@ class FP4Product:
 
         Args:
             n, k: columns of the result, and elements of a sum.
-            m: rows.
-            dtype: of ``a``, where that is not in FP4.
+            m: rows; calls with the same ``mm_backends.bucket(m)`` are made ready too.
+            dtype: of ``a``, where that is not in FP4; ``None`` means bfloat16.
             alpha: whether calls will pass one.
             device: of the tensors; ``None`` means the current CUDA device.
             choices: the op's arguments from ``out_dtype`` on.
+
+        Raises:
+            TypeError: for a fact that the op does not have.
         """
+        if self.has_a_scale and dtype is not None:
+            raise TypeError(f"cute::{self.op} has no fact dtype: a is in FP4")
         target = cuda_device(device)
         named = {"block_size": 16, "scale_format": None, "scale_layout": "128x4"} | choices
         fmt, layout, b_layout = self._formats((named["block_size"], named["scale_format"], named["scale_layout"]))
         b, b_scale = _zeros(n, k, fmt, b_layout, target)
         factor = torch.ones(1, device=target) if alpha else None
         if not self.has_a_scale:
-            return (torch.zeros(m, k, dtype=dtype, device=target), b.t(), b_scale, factor), choices
+            return (torch.zeros(m, k, dtype=dtype or torch.bfloat16, device=target), b.t(), b_scale, factor), choices
         a, a_scale = _zeros(m, k, fmt, layout, target)
         return (a, b.t(), a_scale, b_scale, factor), choices
 
@@ -145,7 +153,7 @@ class FP4Product:
         if backend != AUTO and (backend not in _mm().BACKENDS or a.device.type == "cpu"):
             product = self._product(a, b, a_scale, alpha, out_dtype, choices)
             self._choose(product, 1, _mm().target_of(torch.device("cpu")), backend)
-        _checks.check_no_grad(op, a, alpha)
+        _checks.check_no_grad(op, a, b, a_scale, b_scale, alpha)
 
     def _check_scale(self, name: str, scale: Tensor, rows: int, k: int, fmt: FP4Format, layout: ScaleLayout) -> None:
         _checks.check_dtype(self.op, name, scale, scale_dtypes(fmt))
@@ -167,60 +175,71 @@ class FP4Product:
         """Compute on CUDA tensors, into ``out`` or into a new tensor."""
         self.check(a, b, a_scale, b_scale, alpha, out_dtype, choices, backend)
         m, n = a.shape[0], b.shape[1]
-        facts = (
-            _mm().bucket(m),
-            n,
-            a.shape[1],
-            a.dtype,
-            alpha is not None,
-            out_dtype,
-            choices,
-            backend,
-            a.device,
-            tuning.generation,
-        )
-        chosen = self._choices.get(facts)
-        if chosen is None:
-            product = self._product(a, b, a_scale, alpha, out_dtype, choices)
-            target = _mm().target_of(a.device)
-            if tuning.is_on() and backend == AUTO and m and n:
-                _tune(self.op, product, m, target)
-            chosen = product, target, self._choose(product, facts[0], target, backend)
-            # In a block that tunes, what is chosen now may be tuned later.
-            if not tuning.is_on():
-                self._choices[facts] = chosen
-        product, target, choice = chosen
         if out is None:
             result = torch.empty((m, n), dtype=out_dtype, device=a.device)
         else:
             result = out
             _checks.check_output(self.op, "out", out, (m, n), out_dtype, a.device)
             _checks.check_aligned(self.op, "out", out)
-        if result.numel():
-            operands = _mm().Operands(
-                a=aligned(a if a_scale is None else a.view(torch.uint8)),
-                a_scale=None if a_scale is None else aligned(a_scale.view(torch.uint8)),
-                b=aligned(b.view(torch.uint8).t()),
-                b_scale=aligned(b_scale.view(torch.uint8)),
-                alpha=None if alpha is None else alpha.reshape(1),
-                out=result,
-            )
-            try:
-                choice.backend.run(product, choice.tactic, target, operands)
-            except RuntimeError as error:
-                # Of torch, such as memory that ran out; or of another op that the backend uses, where a launch failed.
-                cause = error.__cause__
-                if not isinstance(cause, Exception):
-                    raise
-                raise launch_error(self.op, cause, a, b, a_scale, b_scale, alpha, out_dtype, *choices) from cause
-            except Exception as error:  # from CUDA
-                raise launch_error(self.op, error, a, b, a_scale, b_scale, alpha, out_dtype, *choices) from error
-        if out is not None:
+            _checks.check_no_grad(self.op, out)
+            for name, tensor in (("a", a), ("b", b), ("a_scale", a_scale), ("b_scale", b_scale), ("alpha", alpha)):
+                if tensor is not None:
+                    _checks.check_apart(self.op, "out", out, name, tensor)
             mark_written((out,))
+        if not result.numel():
+            return result
+        planned = _mm().bucket(m)
+        facts = (planned, n, a.shape[1], a.dtype, alpha is not None, out_dtype, choices, backend, a.device)
+        tunes = tuning.is_on() and backend == AUTO and not torch.cuda.is_current_stream_capturing()
+        chosen = self._choices.get((facts, tuning.generation, tunes))
+        is_new = chosen is None
+        if chosen is None:
+            product = self._product(a, b, a_scale, alpha, out_dtype, choices)
+            target = _mm().target_of(a.device)
+            if tunes:
+                _tune(self.op, product, m, target)
+            choice = self._choose(product, planned, target, backend)
+            if (product, choice, target) not in self._ran:
+                forbid_in_capture(self.op, str(product), self._warmup_call(product, m, choices, backend, a.device))
+            chosen = product, target, choice
+            # What is tuned is so outside of the block too.
+            for known in {False, tunes}:
+                self._choices[facts, tuning.generation, known] = chosen
+        product, target, choice = chosen
+        operands = _mm().Operands(
+            a=aligned(a if a_scale is None else a.view(torch.uint8)),
+            a_scale=None if a_scale is None else aligned(a_scale.view(torch.uint8)),
+            b=aligned(b.view(torch.uint8).t()),
+            b_scale=aligned(b_scale.view(torch.uint8)),
+            alpha=None if alpha is None else alpha.reshape(1),
+            out=result,
+        )
+        try:
+            choice.backend.run(product, choice.tactic, target, operands)
+        except RuntimeError as error:
+            # Of torch, such as memory that ran out; or of another op that the backend uses, where a launch failed.
+            cause = error.__cause__
+            if not isinstance(cause, Exception):
+                raise
+            raise launch_error(self.op, cause, a, b, a_scale, b_scale, alpha, out_dtype, *choices) from cause
+        except Exception as error:  # from CUDA
+            raise launch_error(self.op, error, a, b, a_scale, b_scale, alpha, out_dtype, *choices) from error
+        if is_new:
+            self._ran.add((product, choice, target))
         return result
 
+    def _warmup_call(self, product: "Product", m: int, choices: Choices, backend: str, device: torch.device) -> str:
+        """The call of ``torch_cute_ops.warmup`` that makes a call like this one ready."""
+        shown: dict[str, Any] = {"n": product.n, "k": product.k, "m": m}
+        if not self.has_a_scale:
+            shown["dtype"] = product.a_dtype
+        shown |= {"alpha": product.has_alpha, "out_dtype": product.out_dtype}
+        shown |= zip(("block_size", "scale_format", "scale_layout"), choices, strict=True)
+        shown |= {"backend": backend, "device": device.index}
+        return f"torch_cute_ops.warmup({self.op!r}, {', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
     def kernels(self, arch: Arch, *args: Any, **kwargs: Any) -> tuple[Wanted, ...]:
-        """Our kernels that a call with the op's arguments launches on ``arch``; the tensors may be on meta."""
+        """Our kernels that a call launches on a GPU of ``arch``, whichever of them; the tensors may be on meta."""
         return self.arrange(partial(self._kernels, arch), *args, **kwargs)
 
     def _kernels(
@@ -237,8 +256,10 @@ class FP4Product:
     ) -> tuple[Wanted, ...]:
         self.check(a, b, a_scale, b_scale, alpha, out_dtype, choices, backend)
         product = self._product(a, b, a_scale, alpha, out_dtype, choices)
-        choice = self._choose(product, _mm().bucket(a.shape[0]), _mm().usual_target(arch), backend)
-        return choice.backend.kernels(product, choice.tactic, arch)
+        m = _mm().bucket(a.shape[0])
+        chosen = (self._choose(product, m, target, backend) for target in _mm().usual_targets(arch))
+        kernels = (kernel for choice in chosen for kernel in choice.backend.kernels(product, choice.tactic, arch))
+        return tuple(dict.fromkeys(kernels))
 
     def backends(self, device: torch.device, *args: Any, **kwargs: Any) -> dict[str, str | None]:
         """Why each backend cannot compute a call on ``device``; ``None``: it can."""

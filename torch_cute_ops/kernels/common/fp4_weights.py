@@ -1,8 +1,8 @@
 """FP4 codes as operands of 16-bit tensor-core instructions: 14 to 23 instructions for 8 codes, scale included.
 
 A code's bits become those of a 16-bit number by moving them, which divides it by a power of two; the block's scale, as
-a 16-bit number too, brings that power back but for ``DECODED_SCALE``, which the sums are divided by. All of it is
-exact: ``e2m1 · e4m3`` has at most 6 significant bits.
+a 16-bit number too, brings that power back but for ``DECODED_SCALE``, by which sums are divided in the end. All of it
+is exact: ``e2m1 · e4m3`` has at most 6 significant bits.
 
 - float16, NVFP4: the bits (sign; two exponent, one mantissa) fit into the high byte of a float16: e2m1 · 2^-14. The
   scale times 2^6 gives the number times 2^-8, at least 2^-18: subnormals of float16 reach down to 2^-24.
@@ -18,7 +18,7 @@ from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format
 from torch_cute_ops.kernels.common import ptx
 
 DECODED_SCALE = {NVFP4: 2.0**-8, MXFP4: 1.0}
-"""By how much decoded numbers, and so sums, are larger than they should be."""
+"""Decoded numbers, and so sums, over what they should be."""
 
 
 def decode(words: list, scales: list, dtype, fmt: FP4Format) -> list:

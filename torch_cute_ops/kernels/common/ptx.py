@@ -1,6 +1,6 @@
 """Single PTX instructions that the DSL has no (side-effect free) function for.
 
-All but the copies are pure: the compiler may merge, move and drop them.
+All but copies and products are pure: the compiler may merge, move and drop them.
 """
 
 import cutlass.experimental.primitives as primitives
@@ -10,8 +10,8 @@ from cutlass._mlir.dialects import arith, llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 
-def _asm(result: ir.Type, operands: list, text: str, constraints: str, loc, ip) -> ir.Value:
-    return llvm.inline_asm(result, operands, text, constraints, has_side_effects=False, loc=loc, ip=ip)
+def _asm(result: ir.Type, operands: list, text: str, constraints: str, loc, ip, pure: bool = True) -> ir.Value:
+    return llvm.inline_asm(result, operands, text, constraints, has_side_effects=not pure, loc=loc, ip=ip)
 
 
 def _f32(value, loc, ip) -> ir.Value:
@@ -146,7 +146,8 @@ def mma_16x8x16(a: list, b: list, c: list, dtype: str, *, loc=None, ip=None) -> 
         f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
-    values = _asm(result, operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", loc, ip)
+    # All lanes take part: it must not move to where some do not come.
+    values = _asm(result, operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", loc, ip, pure=False)
     return [Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(4)]
 
 

@@ -13,7 +13,7 @@ from torch_cute_ops.kernels.fp4_mma.config import CHUNK, ROWS, THREADS, Config
 from torch_cute_ops.runtime.argspec import Argument, Dim, TensorArg
 
 LINE = 128  # bytes of codes of a row in a chunk
-QUADS = 4  # lanes that share a row of an mma operand
+QUAD = 4  # lanes that share a row of an mma operand
 TILE = 8  # rows of activations of one mma
 
 
@@ -40,9 +40,10 @@ class FP4MmaKernel:
     @cute.jit
     def __call__(self, a, b, scale, alpha, out, stream):
         c = self.config
-        tiles = cute.ceil_div(b.shape[0], ROWS)
+        # In one dimension, where a grid may have 2^31: the weight's tiles, for one tile of activations after another.
+        tiles = cute.ceil_div(b.shape[0], ROWS) * cute.ceil_div(a.shape[0], c.tokens)
         self.kernel(a, b, scale, alpha, out).launch(
-            grid=[tiles * c.splits, cute.ceil_div(a.shape[0], c.tokens), 1],
+            grid=[tiles * c.splits, 1, 1],
             block=[THREADS, 1, 1],
             min_blocks_per_mp=c.ctas_per_sm,
             preferred_smem_carveout=100,
@@ -55,7 +56,9 @@ class FP4MmaKernel:
     def kernel(self, a, b, scale, alpha, out):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
-        cta, token_tile, _ = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
+        row_tiles = cute.ceil_div(b.shape[0], ROWS)
+        tile = cta // c.splits
         lane = tid % 32
         chunks = cute.ceil_div(a.shape[1], CHUNK)
         rank = cta % c.splits
@@ -63,11 +66,11 @@ class FP4MmaKernel:
         count = (rank + 1) * chunks // c.splits - first
         t = SimpleNamespace(
             tid=tid,
-            row=tid // 32 * 16 + lane // QUADS,  # and the eighth row after it
-            quad=lane % QUADS,
-            token=lane // QUADS,
-            first_row=cta // c.splits * ROWS,
-            first_token=token_tile * c.tokens,
+            row=tid // 32 * 16 + lane // QUAD,  # and the eighth row after it
+            quad=lane % QUAD,
+            token=lane // QUAD,
+            first_row=tile % row_tiles * ROWS,
+            first_token=tile // row_tiles * c.tokens,
             k=a.shape[1],
             n=b.shape[0],
             m=a.shape[0],
@@ -141,7 +144,7 @@ class FP4MmaKernel:
             row, column = piece // (LINE // 16), piece % (LINE // 16)
             begin = chunk * LINE + column * 16
             exists = (t.first_row + row < t.n) & (begin < t.k // 2)
-            source = t.b.iterator + self._offset(t.first_row + row, t.k // 2, begin, exists)
+            source = t.b.iterator + self._offset(t.first_row + row, t.k // 2, begin, exists, 16)
             ptx.copy_async_16(codes + self._code_place(row, column), source, exists)
         row_bytes = CHUNK * c.dtype.itemsize
         for i in range_constexpr(c.token_bytes // 16 // THREADS):
@@ -149,14 +152,14 @@ class FP4MmaKernel:
             row, column = piece // (row_bytes // 16), piece % (row_bytes // 16)
             begin = chunk * CHUNK + column * (16 // c.dtype.itemsize)
             exists = (t.first_token + row < t.m) & (begin < t.k)
-            source = t.a.iterator + self._offset(t.first_token + row, t.k, begin, exists)
+            source = t.a.iterator + self._offset(t.first_token + row, t.k, begin, exists, 8)
             ptx.copy_async_16(tokens + self._token_place(row, column), source, exists)
         self._load_scales(chunk, scales, t)
 
-    def _offset(self, row, pitch, column, exists) -> Int64:
-        """Elements from the start of a matrix; 0 for what is beyond it."""
+    def _offset(self, row, pitch, column, exists, divby: int) -> Int64:
+        """Elements from the start of a matrix, a multiple of ``divby``; 0 for what is beyond it."""
         offset = Int64(row) * pitch + column
-        return cute.assume(ptx.select(exists, offset, Int64(0)), divby=8)
+        return cute.assume(ptx.select(exists, offset, Int64(0)), divby=divby)
 
     @cute.jit
     def _pair(self, stage, base, t):
@@ -181,7 +184,7 @@ class FP4MmaKernel:
                 row, column = piece // (blocks // 4), piece % (blocks // 4)
                 begin = chunk * blocks + column * 4
                 exists = (t.first_row + row < t.n) & (begin < t.blocks)
-                source = t.scale.iterator + self._offset(t.first_row + row, t.blocks, begin, exists)
+                source = t.scale.iterator + self._offset(t.first_row + row, t.blocks, begin, exists, 4)
                 ptx.copy_async_4(scales + (row * blocks + column * 4), source, exists)
         else:
             # Tiles of 128 rows and 4 blocks, 512 bytes, one after the other.
