@@ -2,8 +2,8 @@
 
 import torch
 
-from torch_cute_ops.formats import NVFP4, FP4Format, ScaleLayout
-from torch_cute_ops.mm_backends._base import Product
+from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format, ScaleLayout
+from torch_cute_ops.mm_backends._base import Product, Target
 from torch_cute_ops.ops import fp4_dequantize as dequantize
 from torch_cute_ops.runtime.compiler import Wanted
 
@@ -13,6 +13,17 @@ def sixteen_bit_dtype(product: Product) -> torch.dtype:
     if product.a_layout is None:
         return product.a_dtype
     return torch.float16 if product.fmt == NVFP4 else torch.bfloat16
+
+
+def reason_undecodable(product: Product, target: Target) -> str | None:
+    """Why our kernels cannot decode the operands of ``product`` to 16 bits on ``target``; ``None`` if they can."""
+    if target.device.type != "cuda":
+        return f"needs a CUDA device; the tensors are on {target.device}"
+    if target.arch is None:
+        return "kernels are compiled for no such architecture"
+    if product.a_dtype == torch.float16 and product.fmt == MXFP4:
+        return "the numbers of MXFP4 exceed float16, which a has; pass a as bfloat16"
+    return None
 
 
 def decoded(

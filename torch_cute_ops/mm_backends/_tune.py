@@ -39,8 +39,9 @@ def estimates(product: Product, m: int, target: Target) -> dict[Candidate, float
     """Every candidate, and the seconds that it is thought to take; infinite for the reference."""
     return {
         Candidate(name, tactic): math.inf if name == "reference" else backend.estimate(product, m, tactic, target)
-        for name, backend in BACKENDS.items()
-        if reasons(product, target)[name] is None
+        for name, reason in reasons(product, target).items()
+        if reason is None
+        for backend in (BACKENDS[name],)
         for tactic in backend.tactics(product, m, target)
     }
 

@@ -2,9 +2,8 @@
 
 import torch
 
-from torch_cute_ops.formats import MXFP4
 from torch_cute_ops.mm_backends._base import Backend, Operands, Product, Tactic, Target
-from torch_cute_ops.mm_backends._decode import decoded, decoding_kernel
+from torch_cute_ops.mm_backends._decode import decoded, decoding_kernel, reason_undecodable
 from torch_cute_ops.mm_backends._model import memory_seconds, tensor_core_seconds
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import Wanted
@@ -16,13 +15,7 @@ class Cublas(Backend):
     name = "cublas"
 
     def reason_unsupported(self, product: Product, target: Target) -> str | None:
-        if target.device.type != "cuda":
-            return f"needs a CUDA device; the tensors are on {target.device}"
-        if target.arch is None:
-            return "decodes with a kernel that this GPU's architecture does not have"
-        if product.a_dtype == torch.float16 and product.fmt == MXFP4:
-            return "the numbers of MXFP4 exceed float16, which a has; pass a as bfloat16"
-        return None
+        return reason_undecodable(product, target)
 
     def tactics(self, product: Product, m: int, target: Target) -> tuple[Tactic, ...]:
         return ((),)

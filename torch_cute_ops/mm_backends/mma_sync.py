@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_cute_ops.formats import MXFP4
 from torch_cute_ops.mm_backends._base import Backend, Operands, Product, Tactic, Target
-from torch_cute_ops.mm_backends._decode import decoded, decoding_kernel, sixteen_bit_dtype
+from torch_cute_ops.mm_backends._decode import decoded, decoding_kernel, reason_undecodable, sixteen_bit_dtype
 from torch_cute_ops.mm_backends._model import LAUNCH_SECONDS, bytes_per_second, tensor_core_seconds
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
@@ -29,12 +28,9 @@ class MmaSync(Backend):
     name = "mma_sync"
 
     def reason_unsupported(self, product: Product, target: Target) -> str | None:
-        if target.device.type != "cuda":
-            return f"needs a CUDA device; the tensors are on {target.device}"
-        if target.arch is None:
-            return "kernels are compiled for no such architecture"
-        if product.a_dtype == torch.float16 and product.fmt == MXFP4:
-            return "the numbers of MXFP4 exceed float16, which a has; pass a as bfloat16"
+        reason = reason_undecodable(product, target)
+        if reason is not None:
+            return reason
         if product.n % 8 or product.k % 32:
             return f"n={product.n} and k={product.k}: they have to be multiples of 8 and 32"
         blocks = product.k // product.fmt.block_size

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import cache, partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -32,13 +32,26 @@ Choices = tuple[int, str | None, str]
 """``block_size``, ``scale_format``, ``scale_layout``."""
 
 
+class Given(NamedTuple):
+    """The arguments of a call of either op: ``a_scale`` is ``None`` where ``a`` has no scales."""
+
+    a: Tensor
+    b: Tensor
+    a_scale: Tensor | None
+    b_scale: Tensor
+    alpha: Tensor | None
+    out_dtype: torch.dtype
+    choices: Choices
+    backend: str
+
+
 class FP4Product:
     """One product: ``a`` (M, K) in FP4 or in 16 bits, times ``b`` (K, N) in FP4.
 
     Args:
         op: the op's name.
-        arrange: a function that takes what it shall call, and the op's arguments, and calls it with (a, b, a_scale,
-            b_scale, alpha, out_dtype, choices, backend).
+        arguments: the schema's arguments.
+        arrange: a function that takes what it shall call, and the op's arguments, and calls it with ``Given``.
     """
 
     def __init__(self, op: str, arguments: str, arrange: Callable[..., Any]) -> None:
@@ -109,17 +122,7 @@ class FP4Product:
 
     # The way of a call
 
-    def check(
-        self,
-        a: Tensor,
-        b: Tensor,
-        a_scale: Tensor | None,
-        b_scale: Tensor,
-        alpha: Tensor | None,
-        out_dtype: torch.dtype,
-        choices: Choices,
-        backend: str,
-    ) -> None:
+    def check(self, given: Given) -> None:
         """Refuse arguments that the op does not take.
 
         Raises:
@@ -128,6 +131,7 @@ class FP4Product:
             TypeError: for a wrong dtype.
         """
         op = self.op
+        a, b, a_scale, b_scale, alpha, out_dtype, choices, backend = given
         fmt, layout, b_layout = self._formats(choices)
         if not self.has_a_scale and layout != b_layout:
             raise ValueError(f"cute::{op}: scale_layout={layout.name!r} is for activations; use '128x4' or 'linear'")
@@ -151,8 +155,7 @@ class FP4Product:
         if out_dtype not in _checks.INPUT_DTYPES:
             raise TypeError(f"cute::{op}: out_dtype is {out_dtype}; expected bfloat16, float16 or float32")
         if backend != AUTO and (backend not in _mm().BACKENDS or a.device.type == "cpu"):
-            product = self._product(a, b, a_scale, alpha, out_dtype, choices)
-            self._choose(product, 1, _mm().target_of(torch.device("cpu")), backend)
+            self._choose(self._product(given), 1, _mm().target_of(torch.device("cpu")), backend)
         _checks.check_no_grad(op, a, b, a_scale, b_scale, alpha)
 
     def _check_scale(self, name: str, scale: Tensor, rows: int, k: int, fmt: FP4Format, layout: ScaleLayout) -> None:
@@ -160,20 +163,10 @@ class FP4Product:
         shape = fp4_shapes((rows, k), fmt, layout)[1]
         _checks.check_shape(self.op, name, scale, shape, f"the {layout.name} scales of {name[0]}")
 
-    def run(
-        self,
-        a: Tensor,
-        b: Tensor,
-        a_scale: Tensor | None,
-        b_scale: Tensor,
-        alpha: Tensor | None,
-        out_dtype: torch.dtype,
-        choices: Choices,
-        backend: str,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def run(self, given: Given, out: Tensor | None = None) -> Tensor:
         """Compute on CUDA tensors, into ``out`` or into a new tensor."""
-        self.check(a, b, a_scale, b_scale, alpha, out_dtype, choices, backend)
+        self.check(given)
+        a, b, a_scale, b_scale, alpha, out_dtype, choices, backend = given
         m, n = a.shape[0], b.shape[1]
         if out is None:
             result = torch.empty((m, n), dtype=out_dtype, device=a.device)
@@ -182,8 +175,8 @@ class FP4Product:
             _checks.check_output(self.op, "out", out, (m, n), out_dtype, a.device)
             _checks.check_aligned(self.op, "out", out)
             _checks.check_no_grad(self.op, out)
-            for name, tensor in (("a", a), ("b", b), ("a_scale", a_scale), ("b_scale", b_scale), ("alpha", alpha)):
-                if tensor is not None:
+            for name, tensor in given._asdict().items():
+                if isinstance(tensor, Tensor):
                     _checks.check_apart(self.op, "out", out, name, tensor)
             mark_written((out,))
         if not result.numel():
@@ -194,7 +187,7 @@ class FP4Product:
         chosen = self._choices.get((facts, tuning.generation, tunes))
         is_new = chosen is None
         if chosen is None:
-            product = self._product(a, b, a_scale, alpha, out_dtype, choices)
+            product = self._product(given)
             target = _mm().target_of(a.device)
             if tunes:
                 _tune(self.op, product, m, target)
@@ -242,22 +235,11 @@ class FP4Product:
         """Our kernels that a call launches on a GPU of ``arch``, whichever of them; the tensors may be on meta."""
         return self.arrange(partial(self._kernels, arch), *args, **kwargs)
 
-    def _kernels(
-        self,
-        arch: Arch,
-        a: Tensor,
-        b: Tensor,
-        a_scale: Tensor | None,
-        b_scale: Tensor,
-        alpha: Tensor | None,
-        out_dtype: torch.dtype,
-        choices: Choices,
-        backend: str,
-    ) -> tuple[Wanted, ...]:
-        self.check(a, b, a_scale, b_scale, alpha, out_dtype, choices, backend)
-        product = self._product(a, b, a_scale, alpha, out_dtype, choices)
-        m = _mm().bucket(a.shape[0])
-        chosen = (self._choose(product, m, target, backend) for target in _mm().usual_targets(arch))
+    def _kernels(self, arch: Arch, given: Given) -> tuple[Wanted, ...]:
+        self.check(given)
+        product = self._product(given)
+        m = _mm().bucket(given.a.shape[0])
+        chosen = (self._choose(product, m, target, given.backend) for target in _mm().usual_targets(arch))
         kernels = (kernel for choice in chosen for kernel in choice.backend.kernels(product, choice.tactic, arch))
         return tuple(dict.fromkeys(kernels))
 
@@ -265,36 +247,17 @@ class FP4Product:
         """Why each backend cannot compute a call on ``device``; ``None``: it can."""
         return self.arrange(partial(self._backends, device), *args, **kwargs)
 
-    def _backends(
-        self,
-        device: torch.device,
-        a: Tensor,
-        b: Tensor,
-        a_scale: Tensor | None,
-        b_scale: Tensor,
-        alpha: Tensor | None,
-        out_dtype: torch.dtype,
-        choices: Choices,
-        backend: str,
-    ) -> dict[str, str | None]:
-        self.check(a, b, a_scale, b_scale, alpha, out_dtype, choices, AUTO)
-        product = self._product(a, b, a_scale, alpha, out_dtype, choices)
-        return _mm().reasons(product, _mm().target_of(device))
+    def _backends(self, device: torch.device, given: Given) -> dict[str, str | None]:
+        self.check(given._replace(backend=AUTO))
+        return _mm().reasons(self._product(given), _mm().target_of(device))
 
     def _formats(self, choices: Choices) -> tuple[FP4Format, ScaleLayout, ScaleLayout]:
         """The format, and the layouts of the scales of ``a`` and ``b``."""
         fmt, layout = _checks.check_fp4_format(self.op, *choices)
         return fmt, layout, weight_layout(layout)
 
-    def _product(
-        self,
-        a: Tensor,
-        b: Tensor,
-        a_scale: Tensor | None,
-        alpha: Tensor | None,
-        out_dtype: torch.dtype,
-        choices: Choices,
-    ) -> "Product":
+    def _product(self, given: Given) -> "Product":
+        a, b, a_scale, _, alpha, out_dtype, choices, _ = given
         fmt, layout, b_layout = self._formats(choices)
         product: Product = _mm().Product(
             n=b.shape[1],

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from torch_cute_ops.fake import mm_fp4 as fake
-from torch_cute_ops.ops._fp4_product import FP4Product
+from torch_cute_ops.ops._fp4_product import FP4Product, Given
 from torch_cute_ops.reference import mm_fp4 as reference
 from torch_cute_ops.runtime.dispatch import is_plain_eager
 
@@ -24,7 +24,8 @@ def _arrange(
     scale_layout: str = "128x4",
     backend: str = "auto",
 ) -> Any:
-    return call(a, b, a_scale, b_scale, alpha, out_dtype, (block_size, scale_format, scale_layout), backend)
+    choices = (block_size, scale_format, scale_layout)
+    return call(Given(a, b, a_scale, b_scale, alpha, out_dtype, choices, backend))
 
 
 _product = FP4Product(
@@ -78,7 +79,7 @@ def mm_fp4(
     """
     choices = (block_size, scale_format, scale_layout)
     if is_plain_eager(a, b, a_scale, b_scale) and is_plain_eager(a, alpha):
-        return _product.run(a, b, a_scale, b_scale, alpha, out_dtype, choices, backend, out)
+        return _product.run(Given(a, b, a_scale, b_scale, alpha, out_dtype, choices, backend), out)
     args = (a, b, a_scale, b_scale, alpha, out_dtype, *choices, backend)
     if out is None:
         return torch.ops.cute.mm_fp4.default(*args)

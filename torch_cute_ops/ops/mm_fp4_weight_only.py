@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from torch_cute_ops.fake import mm_fp4_weight_only as fake
-from torch_cute_ops.ops._fp4_product import FP4Product
+from torch_cute_ops.ops._fp4_product import FP4Product, Given
 from torch_cute_ops.reference import mm_fp4_weight_only as reference
 from torch_cute_ops.runtime.dispatch import is_plain_eager
 
@@ -24,7 +24,8 @@ def _arrange(
     backend: str = "auto",
 ) -> Any:
     choices = (block_size, scale_format, scale_layout)
-    return call(a, b, None, b_scale, alpha, a.dtype if out_dtype is None else out_dtype, choices, backend)
+    dtype = a.dtype if out_dtype is None else out_dtype
+    return call(Given(a, b, None, b_scale, alpha, dtype, choices, backend))
 
 
 _product = FP4Product(
@@ -79,7 +80,7 @@ def mm_fp4_weight_only(
     choices = (block_size, scale_format, scale_layout)
     if is_plain_eager(a, b, b_scale, alpha):
         dtype = a.dtype if out_dtype is None else out_dtype
-        return _product.run(a, b, None, b_scale, alpha, dtype, choices, backend, out)
+        return _product.run(Given(a, b, None, b_scale, alpha, dtype, choices, backend), out)
     args = (a, b, b_scale, alpha, out_dtype, *choices, backend)
     if out is None:
         return torch.ops.cute.mm_fp4_weight_only.default(*args)

@@ -15,9 +15,12 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from torch_cute_ops.runtime.locks import one_process
 
 log = logging.getLogger("torch_cute_ops")
 
@@ -136,25 +139,9 @@ class Store:
             shutil.rmtree(work, ignore_errors=True)
         return True
 
-    @contextlib.contextmanager
-    def writing(self, digest: str, patience: float = 600.0) -> Iterator[None]:
+    def writing(self, digest: str, patience: float = 600.0) -> AbstractContextManager[None]:
         """One process at a time compiles ``digest``; where locks do not work, or the other one hangs, all may."""
-        from filelock import FileLock, Timeout
-
-        lock = None
-        try:
-            folder = self.root / "locks"
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(folder / f"{digest}.lock", timeout=patience)
-            lock.acquire()
-        except (OSError, NotImplementedError, Timeout) as error:
-            log.debug("kernel cache: no lock for %s (%s)", digest, error)
-            lock = None
-        try:
-            yield
-        finally:
-            if lock is not None:
-                lock.release()
+        return one_process(self.root / "locks" / f"{digest}.lock", patience)
 
     def entries(self) -> Iterator[tuple[str, Path]]:
         """Digest and folder of each stored kernel."""

@@ -10,10 +10,11 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from torch_cute_ops.runtime.locks import one_process
 
 log = logging.getLogger("torch_cute_ops")
 
@@ -88,7 +89,7 @@ class TuningFile:
         """Write a choice beside those that are there, or in place of an earlier one; whether that worked."""
         if not self._usable:
             return False
-        with self._writing():
+        with one_process(self.path.with_name(f"{self.path.name}.lock"), LOCK_SECONDS):
             choices = self.read()
             if not self._usable:
                 return False
@@ -105,25 +106,6 @@ class TuningFile:
         if self._usable:
             log.warning("tuning: %s %s; choices of this process stay in memory", self.path, why)
         self._usable = False
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """One process at a time; where locks do not work, or the other one hangs, all may."""
-        from filelock import FileLock, Timeout
-
-        lock = None
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(f"{self.path}.lock", timeout=LOCK_SECONDS)
-            lock.acquire()
-        except (OSError, NotImplementedError, Timeout) as error:
-            log.debug("tuning: no lock for %s (%s)", self.path, error)
-            lock = None
-        try:
-            yield
-        finally:
-            if lock is not None:
-                lock.release()
 
     def _replace(self, content: str) -> None:
         for left in self.path.parent.glob(f"{self.path.name}.*.tmp"):

@@ -242,17 +242,14 @@ class FP4MmaKernel:
         c = self.config
         count = 32 // c.fmt.block_size
         block = half * (c.chunk_blocks // 2) + t.quad * count
-        at = cute.assume(self._scale_place(row, block), divby=count)
+        # In a stage the scales lie as those of a matrix of its size.
+        place = c.layout.row_offset(row, c.chunk_blocks) + c.layout.block_offset(block)
+        at = cute.assume(place, divby=count)
         dtype = Uint8 if count == 1 else Uint16
         bytes_ = Uint32(cute.make_tensor(cute.recast_ptr(scales + at, dtype=dtype), cute.make_layout(1))[0])
         # Beyond the last block the matrix of scales may hold anything, and 0 times NaN is not 0.
         bytes_ = ptx.select(chunk * c.chunk_blocks + block < t.blocks, bytes_, Uint32(0))
         return scale_factors(bytes_, self.dtype, c.fmt)
-
-    def _scale_place(self, row, block) -> Int32:
-        if self.config.layout.is_linear:
-            return row * self.config.chunk_blocks + block
-        return block // 4 * 512 + row % 32 * 16 + row // 32 * 4 + block % 4
 
     # Results
 
