@@ -15,6 +15,7 @@ from torch_cute_ops import mm_backends
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.mm_backends import BACKENDS, Product, Target
 from torch_cute_ops.ops import _checks
+from torch_cute_ops.reference.mm_fp4 import product as product_reference
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.samples import mm_fp4, mm_fp4_weight_only
@@ -87,6 +88,18 @@ def test_any_size(op, data):
     (got,), (want,) = run(op, sample), results(given)
     assert got.shape == (m, n)
     torch.testing.assert_close(got, want, rtol=2 * torch.finfo(out_dtype).eps, atol=1e-6)
+
+
+def test_rows_of_the_reference_do_not_depend_on_their_number():
+    """Where large terms cancel, the order of the sum shows: it is the same for a row alone and among others."""
+    layout = SCALE_LAYOUTS["linear"]
+    for _ in range(300):
+        codes = torch.randint(0, 256, (29, 48), dtype=torch.uint8)
+        scale = torch.randint(60, 190, (29, 3), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        a, a_scale, b, b_scale = codes[:5], scale[:5], codes[5:], scale[5:]
+        every = product_reference(a, a_scale, b, b_scale, None, torch.float32, MXFP4, layout, layout)
+        alone = product_reference(a[2:3], a_scale[2:3], b, b_scale, None, torch.float32, MXFP4, layout, layout)
+        assert torch.equal(every[2:3], alone)
 
 
 @by_op

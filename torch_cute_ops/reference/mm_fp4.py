@@ -37,9 +37,14 @@ def product(
 ) -> torch.Tensor:
     """``alpha · a @ b.T`` of codes (rows, K/2), or of numbers ``a`` (M, K) that have no scales.
 
-    Summed in float64 and rounded to float32, which any order of the sum leaves the same but for one case in some 2^29;
+    Summed in float64 and rounded to float32, which any order of the sum leaves the same but where large terms cancel;
     then multiplied by ``alpha`` in float32, and rounded to ``out_dtype``.
     """
     left = a.double() if a_scale is None or a_layout is None else decode_rows(a, a_scale, fmt, a_layout).double()
-    total = (left @ decode_rows(b, b_scale, fmt, b_layout).double().t()).float()
+    weight = decode_rows(b, b_scale, fmt, b_layout).double()
+    total = left.new_empty(len(left), len(weight))
+    # Row by row: a matrix product may add up in an order that depends on the number of rows.
+    for row, sums in zip(left, total, strict=True):
+        torch.mv(weight, row, out=sums)
+    total = total.float()
     return (total if alpha is None else total * alpha.reshape(())).to(out_dtype)

@@ -167,6 +167,8 @@ class RowQuantKernel:
         if tid == 0:
             self._init_barriers(s)
         cute.arch.mbarrier_init_fence()
+        # For racecheck: it takes the initialisation for that of the whole warp.
+        cute.arch.sync_warp()
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
         if tid == 0:
