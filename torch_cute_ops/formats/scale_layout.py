@@ -36,7 +36,7 @@ class ScaleLayout:
 
     def padded_blocks(self, blocks: int) -> int:
         """``blocks`` (scales of one row), rounded up to whole tiles."""
-        return blocks if self.is_linear else -(-blocks // TILE_BLOCKS) * TILE_BLOCKS
+        return blocks if self.is_linear else (blocks + TILE_BLOCKS - 1) // TILE_BLOCKS * TILE_BLOCKS
 
     # The offset of (row, block) is a sum of one part a row and one part a block, so that a kernel computes the first
     # once a row. Arguments may be ints, tensors or a kernel's integers: only + * // % are used.

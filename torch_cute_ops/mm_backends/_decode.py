@@ -26,6 +26,13 @@ def reason_undecodable(product: Product, target: Target) -> str | None:
     return None
 
 
+def reason_misaligned(product: Product) -> str | None:
+    """Why our kernels cannot load the operands as they lie; ``None`` if they can."""
+    if product.n % 8 or product.k % 32:
+        return f"n={product.n} and k={product.k}: they have to be multiples of 8 and 32"
+    return None
+
+
 def decoded(
     codes: torch.Tensor, scale: torch.Tensor, fmt: FP4Format, layout: ScaleLayout, dtype: torch.dtype
 ) -> torch.Tensor:

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_cute_ops.mm_backends._base import Backend, Operands, Product, Tactic, Target
-from torch_cute_ops.mm_backends._decode import decoded, decoding_kernel, reason_undecodable, sixteen_bit_dtype
+from torch_cute_ops.mm_backends._decode import (
+    decoded,
+    decoding_kernel,
+    reason_misaligned,
+    reason_undecodable,
+    sixteen_bit_dtype,
+)
 from torch_cute_ops.mm_backends._model import LAUNCH_SECONDS, bytes_per_second, tensor_core_seconds
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
@@ -28,11 +34,9 @@ class MmaSync(Backend):
     name = "mma_sync"
 
     def reason_unsupported(self, product: Product, target: Target) -> str | None:
-        reason = reason_undecodable(product, target)
+        reason = reason_undecodable(product, target) or reason_misaligned(product)
         if reason is not None:
             return reason
-        if product.n % 8 or product.k % 32:
-            return f"n={product.n} and k={product.k}: they have to be multiples of 8 and 32"
         blocks = product.k // product.fmt.block_size
         if product.b_layout.is_linear and blocks % 4:
             return f"b has {blocks} scales a row; in the linear layout they have to be a multiple of 4"

@@ -163,6 +163,11 @@ def copy_async_4(target, source, exists) -> None:
     primitives.cp_async_shared_global(target, source, 4, primitives.LoadCacheModifier.CA, cp_size=size)
 
 
+def copy_bulk(target, source, size, barrier) -> None:
+    """Start one bulk copy of ``size`` bytes to shared memory; ``barrier`` counts them."""
+    primitives.cp_async_bulk_shared_cluster_global(target, source, barrier, size)
+
+
 @dsl_user_op
 def pack_16x2(low, high, dtype: str, *, loc=None, ip=None) -> Uint32:
     """Two fp32 values rounded to nearest even to ``dtype`` ("bf16" or "f16"), packed."""
@@ -218,3 +223,32 @@ def e2m1x8_of(values: tuple, *, loc=None, ip=None) -> Uint32:
     converts = " ".join(f"cvt.rn.satfinite.e2m1x2.f32 b{i}, ${2 * i + 2}, ${2 * i + 1};" for i in range(4))
     text = f"{{.reg .b8 b0, b1, b2, b3; {converts} mov.b32 $0, {{b0, b1, b2, b3}};}}"
     return Uint32(_asm(T.i32(), operands, text, "=r" + ",f" * 8, loc, ip))
+
+
+@dsl_user_op
+def transpose_8x8(word, *, loc=None, ip=None) -> Uint32:
+    """Of a warp's 8 x 8 matrix of 16-bit elements, two of a row to each lane: the same of its transpose."""
+    text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+    return Uint32(_asm(T.i32(), [_u32(word, loc, ip)], text, "=r,r", loc, ip, pure=False))
+
+
+@dsl_user_op
+def arrive_if(barrier, condition, *, loc=None, ip=None) -> None:
+    """Arrive on an mbarrier of this CTA, without a branch: with one, ptxas would not overlap the wgmma around it."""
+    operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(condition, loc, ip)]
+    text = "{.reg .pred p; setp.ne.u32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0];}"
+    _asm(None, operands, text, "r,r", loc, ip, pure=False)
+
+
+@dsl_user_op
+def store_release(pointer, value, *, loc=None, ip=None) -> None:
+    """Store a word in global memory, visible to the GPU after all that this thread knows of."""
+    operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(value, loc, ip)]
+    _asm(None, operands, "st.release.gpu.global.u32 [$0], $1;", "l,r", loc, ip, pure=False)
+
+
+@dsl_user_op
+def load_acquire(pointer, *, loc=None, ip=None) -> Uint32:
+    """Load a word of global memory; what was known to the thread that stored it, this one knows then."""
+    operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)]
+    return Uint32(_asm(T.i32(), operands, "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", loc, ip, pure=False))

@@ -1,0 +1,31 @@
+"""How a kernel that arranges activations is built: no device code."""
+
+from dataclasses import dataclass
+
+import torch
+
+from torch_cute_ops.formats import FP4Format, ScaleLayout
+
+CHUNK = 256
+"""Elements of k that are put in order together."""
+TILE_TOKENS = 8
+TILE_BYTES = 1024
+"""Of a tile of 8 tokens x 64 positions of 16 bits."""
+THREADS = 256
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything static about a kernel.
+
+    Attributes:
+        dtype: of what is written: bfloat16 or float16; and of the activations, if they are not in FP4.
+        fmt: format of the weights, and of activations in FP4.
+        layout: scale layout of activations in FP4; ``None``: they are of 16 bits.
+        pdl: whether launches are programmatic dependent launches.
+    """
+
+    dtype: torch.dtype
+    fmt: FP4Format
+    layout: ScaleLayout | None
+    pdl: bool

@@ -1,0 +1,47 @@
+"""A product with FP4 weights by warpgroup products: ``out[m, n] = alpha · Σ_k a[m, k] · b[n, k]``, for sm_90a.
+
+The weights are the product's M side, decoded into registers (64 rows of ``b`` a warpgroup); the activations are its N
+side, in shared memory. Nothing is repacked in advance; ``kernels.activation_tiles`` puts the activations in order
+first.
+
+Roles. A CTA has one warp that copies, in a warpgroup of its own, and two or four warpgroups that multiply. Its tile is
+64 rows of ``b`` for each of these, by ``tokens`` rows of ``a``; k goes by chunks of 256 (128 bytes of codes a row, a
+whole cache line).
+
+1. The copying warp keeps two rings filled, each stage with a barrier that counts bytes: codes (one TMA box with the
+   128-byte swizzle) and scales of a chunk; activations, a chunk or a quarter of it at a time. It starts with the weight
+   before the activations are in order (programmatic dependent launch).
+2. A lane has two rows of ``b``, and of each the 64 elements of its quarter of the chunk, read at once with their
+   scales. It decodes eight codes of both rows (two k16 steps), starts their products, and decodes the next eight
+   meanwhile; then it waits for the products before those. A warp frees a stage of activations when the products that
+   read it have ended, and one of codes when it has read it.
+3. ``workers`` CTAs share the work on one tile of tokens: the chunks of all rows of ``b``, one tile after the other, in
+   equal contiguous portions. Where a portion ends inside a tile, its sums go to memory, and the worker with the tile's
+   last chunk adds them up in the order of k. A worker does the part that others wait for first, so that none waits in
+   fact; and it waits only for workers before it, which have been started. A row's result depends on ``workers`` alone,
+   not on M or on what else is computed.
+4. Sums are scaled, rounded, and transposed in registers, so that a store has 16 bytes in a row.
+
+Bytes moved: ``b`` and its scales once for each tile of tokens (those that run together read it from L2); ``a`` once for
+each tile of rows, from L2; 8 bytes a sum where portions meet.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from torch_cute_ops.kernels.fp4_wgmma.config import TILES, Config, plan
+
+if TYPE_CHECKING:
+    from torch_cute_ops.kernels.fp4_wgmma.kernel import FP4WgmmaKernel
+
+__all__ = ["KERNEL", "TILES", "Config", "FP4WgmmaKernel", "plan"]
+
+KERNEL = f"{__name__}.kernel.FP4WgmmaKernel"
+
+
+def __getattr__(name: str) -> Any:
+    """The kernel's class, which needs the DSL, only when it is asked for."""
+    if name != "FP4WgmmaKernel":
+        raise AttributeError(name)
+    from torch_cute_ops.kernels.fp4_wgmma.kernel import FP4WgmmaKernel
+
+    return FP4WgmmaKernel

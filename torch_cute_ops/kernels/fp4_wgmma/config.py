@@ -1,0 +1,133 @@
+"""How a warpgroup kernel of FP4 products is built: no device code."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from torch_cute_ops.formats import FP4Format, ScaleLayout
+from torch_cute_ops.kernels.activation_tiles.config import CHUNK
+from torch_cute_ops.runtime.arch import Arch
+
+WARPGROUP: Final = 128
+GROUP_ROWS: Final = 64
+"""Rows of the weight of a warpgroup."""
+QUARTERS: Final = 4
+"""Of a chunk; 64 elements of k, 128 bytes of activations a token."""
+TILES: Final = {8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}
+"""Tokens of a tile, and the warpgroups that multiply: as many as leave registers for the sums."""
+BARRIER_BYTES: Final = 512
+PRODUCER_REGISTERS: Final = 24
+CONSUMER_REGISTERS: Final = {2: 240, 4: 112}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything static about a kernel. N, K, M and the number of workers are not.
+
+    Attributes:
+        dtype: of the activations as the products take them, and of the decoded weights: bfloat16, or float16 (NVFP4
+            only).
+        fmt, layout: format of the weights, and their scale layout.
+        a_is_fp4: whether the activations were decoded, too, and so are off by the same power of two.
+        out_dtype: of the result.
+        has_alpha: whether there is a factor.
+        tokens: rows of activations of a tile.
+        stages: chunks of codes under way.
+        token_stages: stages of activations under way.
+        pdl: whether launches are programmatic dependent launches.
+    """
+
+    dtype: torch.dtype
+    fmt: FP4Format
+    layout: ScaleLayout
+    a_is_fp4: bool
+    out_dtype: torch.dtype
+    has_alpha: bool
+    tokens: int
+    stages: int
+    token_stages: int
+    pdl: bool
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups that multiply."""
+        return TILES[self.tokens]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight of a tile."""
+        return self.groups * GROUP_ROWS
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return (self.groups + 1) * WARPGROUP
+
+    @property
+    def chunk_blocks(self) -> int:
+        """Blocks of a row in a chunk."""
+        return CHUNK // self.fmt.block_size
+
+    @property
+    def code_bytes(self) -> int:
+        """Codes of a stage."""
+        return self.rows * CHUNK // 2
+
+    @property
+    def scale_bytes(self) -> int:
+        """Scales of a stage."""
+        return self.rows * self.chunk_blocks
+
+    @property
+    def span(self) -> int:
+        """Quarters of a chunk in a stage of activations."""
+        return QUARTERS if self.tokens <= 32 else 1
+
+    @property
+    def quarter_bytes(self) -> int:
+        """Activations of a quarter."""
+        return self.tokens * 128
+
+    @property
+    def token_bytes(self) -> int:
+        """Activations of a stage."""
+        return self.span * self.quarter_bytes
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA."""
+        stages = self.stages * (self.code_bytes + self.scale_bytes) + self.token_stages * self.token_bytes
+        return stages + BARRIER_BYTES
+
+    def reason_unsupported(self, arch: Arch) -> str | None:
+        """Why this cannot run on ``arch``; ``None`` if it can."""
+        if arch.name != "sm_90a":
+            return f"wgmma is of sm_90a; this is {arch.name}"
+        if self.dtype == torch.float16 and self.fmt.name != "nvfp4":
+            return f"the numbers of {self.fmt.name} exceed float16"
+        if self.smem_bytes > arch.smem_per_cta:
+            return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
+        return None
+
+
+def plan(
+    *,
+    dtype: torch.dtype,
+    fmt: FP4Format,
+    layout: ScaleLayout,
+    a_is_fp4: bool,
+    out_dtype: torch.dtype,
+    has_alpha: bool,
+    tokens: int,
+    arch: Arch,
+    pdl: bool,
+) -> Config | None:
+    """The configuration with the most stages that ``arch`` has room for; ``None`` if it has room for none."""
+    for stages in range(6, 2, -1):
+        # A stage of codes lasts a chunk, whatever one of activations lasts.
+        wanted = stages if tokens <= 32 else {64: 8, 128: 7, 256: 5}[tokens]
+        config = Config(dtype, fmt, layout, a_is_fp4, out_dtype, has_alpha, tokens, stages, wanted, pdl)
+        if config.reason_unsupported(arch) is None:
+            return config
+    return None

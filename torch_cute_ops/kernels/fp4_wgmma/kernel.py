@@ -1,0 +1,532 @@
+"""The device code; the package's docstring tells the roles and the data path."""
+
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from torch_cute_ops.kernels.activation_tiles.config import TILE_BYTES, TILE_TOKENS
+from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
+from torch_cute_ops.kernels.common.fp4_weights import DECODED_SCALE, decode, scale_factors
+from torch_cute_ops.kernels.fp4_wgmma.config import (
+    CONSUMER_REGISTERS,
+    GROUP_ROWS,
+    PRODUCER_REGISTERS,
+    QUARTERS,
+    WARPGROUP,
+    Config,
+)
+from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
+
+LINE = 128  # bytes of codes of a row in a chunk, and of activations of a token in a quarter of it
+WORDS = 8  # of a lane's codes of a row in a chunk; two k16 steps each
+TILE_ROWS, TILE_BLOCKS, SCALE_TILE = 128, 4, 512  # of the scale layout 128x4
+COLLECTED = 8  # groups of eight tokens whose sums are added up at once
+BAND = 8  # tiles of tokens that run side by side
+# The weight is read once: it shall not push out of L2 what is read again (createpolicy's ``L2::evict_first``).
+EVICT_FIRST = 0x12F0000000000000
+
+
+class Ring:
+    """A stage of a ring of buffers, and the parity of its use."""
+
+    def __init__(self, stage, parity, stages: int):
+        self.stage, self.parity, self.stages = stage, parity, stages
+
+    def next(self) -> "Ring":
+        wraps = self.stage + 1 == self.stages
+        stage = ptx.select(wraps, Int32(0), self.stage + 1)
+        return Ring(stage, ptx.select(wraps, self.parity ^ 1, self.parity), self.stages)
+
+
+class FP4WgmmaKernel:
+    """The kernel of one ``Config``."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.dtype = DSL_DTYPES[config.dtype]
+        self.out_dtype = DSL_DTYPES[config.out_dtype]
+
+    def arguments(self) -> tuple[Argument, ...]:
+        c = self.config
+        m, n, half = Dim("m"), Dim("n", divisibility=8), Dim("k_bytes", divisibility=16)
+        blocks = Dim("blocks", divisibility=16 if c.layout.is_linear else TILE_BLOCKS)
+        scale_rows = n if c.layout.is_linear else Dim("scale_rows", divisibility=TILE_ROWS)
+        return (
+            TensorArg("Uint8", (Dim("tile_bytes", TILE_BYTES, bits=64),), (1,), align=128),
+            TensorArg("Uint8", (n, half), (half, 1), align=16),
+            TensorArg("Uint8", (scale_rows, blocks), (blocks, 1), align=16),
+            TensorArg("Float32", (1,), (1,), align=4) if c.has_alpha else None,
+            TensorArg(self.out_dtype.__name__, (m, n), (n, 1), align=16),
+            TensorArg("Float32", (Dim("partial_sums", bits=64),), (1,), align=16),
+            TensorArg("Uint32", (Dim("flags"),), (1,), align=4),
+            ScalarArg("Int32"),
+        )
+
+    @cute.jit
+    def __call__(self, tiles, b, scale, alpha, out, partials, flags, workers: Int32, stream):
+        c = self.config
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        codes_copy, codes = cpasync.make_tiled_tma_atom(load, b, self._codes_layout(1), (c.rows, LINE))
+        scale_copy, scales = None, scale
+        if const_expr(c.layout.is_linear):
+            box = (c.rows, c.chunk_blocks)
+            layout = cute.make_layout(box, stride=(c.chunk_blocks, 1))
+            scale_copy, scales = cpasync.make_tiled_tma_atom(load, scale, layout, box)
+        product = cute.make_tiled_mma(
+            warpgroup.MmaF16BF16Op(
+                self.dtype,
+                Float32,
+                (GROUP_ROWS, c.tokens, 16),
+                warpgroup.OperandSource.RMEM,
+                OperandMajorMode.K,
+                OperandMajorMode.K,
+            )
+        )
+        token_tiles = cute.ceil_div(out.shape[0], c.tokens)
+        self.kernel(tiles, codes_copy, codes, scale_copy, scales, alpha, out, partials, flags, workers, product).launch(
+            grid=[workers * token_tiles, 1, 1],
+            block=[c.threads, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=c.pdl,
+        )
+
+    def _codes_layout(self, stages: int):
+        """Codes in shared memory, (rows, 128 bytes) or (rows, 128 bytes, stages)."""
+        c = self.config
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8)
+        if stages == 1:
+            return cute.tile_to_shape(atom, (c.rows, LINE), order=(0, 1))
+        return cute.tile_to_shape(atom, (c.rows, LINE, stages), order=(0, 1, 2))
+
+    @cute.kernel
+    def kernel(
+        self, tiles, codes_copy, codes, scale_copy, scales, alpha, out, partials, flags, workers, product: cute.TiledMma
+    ):
+        c = self.config
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        n, half = codes.shape
+        chunks = cute.ceil_div(half, LINE)
+        row_tiles = cute.ceil_div(n, c.rows)
+        # Tiles of tokens in bands of ``BAND``; in a band, all of a worker before the next worker.
+        token_tiles = cute.ceil_div(out.shape[0], c.tokens)
+        band = cta // (workers * BAND)
+        width = cutlass.min(token_tiles - band * BAND, Int32(BAND))
+        place = cta - band * (workers * BAND)
+        worker, token_tile = place // width, band * BAND + place % width
+        units = Int64(row_tiles) * chunks
+        t = SimpleNamespace(
+            n=n,
+            m=out.shape[0],
+            chunks=chunks,
+            blocks=half * 2 // c.fmt.block_size,
+            token_tile=token_tile,
+            token_tiles=token_tiles,
+            worker=worker,
+            workers=workers,
+            begin=Int32(worker * units // workers),
+            end=Int32((worker + 1) * units // workers),
+            units=units,
+            out=out,
+            partials=partials,
+            flags=flags,
+        )
+        s = self._allocate()
+        if tid == 0:
+            for i in range_constexpr(c.stages):
+                cute.arch.mbarrier_init(s.full + i, 1)
+                cute.arch.mbarrier_init(s.free + i, 4 * c.groups)
+            for i in range_constexpr(c.token_stages):
+                cute.arch.mbarrier_init(s.tokens_full + i, 1)
+                cute.arch.mbarrier_init(s.tokens_free + i, 4 * c.groups)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if warp >= 4 * c.groups:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == 4 * c.groups:
+                self._produce(tiles, codes_copy, codes, scale_copy, scales, t, s)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[c.groups])
+            if const_expr(c.pdl):
+                cute.arch.griddepcontrol_wait()
+            factor = Float32(1.0)
+            if const_expr(c.has_alpha):
+                factor = alpha[0]
+            self._consume(product, factor, tid, t, s)
+
+    def _allocate(self) -> SimpleNamespace:
+        c = self.config
+        base = SmemAllocator().allocate(c.smem_bytes, 1024)
+        tokens = base + c.stages * c.code_bytes
+        scales = tokens + c.token_stages * c.token_bytes
+        barriers = cute.recast_ptr(scales + c.stages * c.scale_bytes, dtype=Int64)
+        return SimpleNamespace(
+            codes=base,
+            tokens=tokens,
+            scales=scales,
+            full=barriers,
+            free=barriers + c.stages,
+            tokens_full=barriers + 2 * c.stages,
+            tokens_free=barriers + 2 * c.stages + c.token_stages,
+        )
+
+    def _segment(self, unit, t):
+        """The part of a tile that ends before ``unit``, of this worker: tile, its first chunk, chunks."""
+        tile = (unit - 1) // t.chunks
+        first = cutlass.max(t.begin, tile * t.chunks)
+        return tile, first - tile * t.chunks, unit - first
+
+    # Copies
+
+    @cute.jit
+    def _produce(self, tiles, codes_copy, codes, scale_copy, scales, t, s):
+        """The copying warp: everything that the worker multiplies, in that order."""
+        c = self.config
+        ring = Ring(Int32(0), Int32(1), c.stages)
+        tokens_ring = Ring(Int32(0), Int32(1), c.token_stages)
+        boxes = cute.local_tile(codes, (c.rows, LINE), (None, None))
+        layout = self._codes_layout(c.stages)
+        to = cute.make_tensor(cute.recast_ptr(s.codes, layout.inner, dtype=Uint8), layout.outer)
+        to, boxes = cpasync.tma_partition(
+            codes_copy, 0, cute.make_layout(1), cute.group_modes(to, 0, 2), cute.group_modes(boxes, 0, 2)
+        )
+        scale_to = scale_boxes = None
+        if const_expr(c.layout.is_linear):
+            box = (c.rows, c.chunk_blocks)
+            scale_boxes = cute.local_tile(scales, box, (None, None))
+            scale_to = cute.make_tensor(
+                s.scales, cute.make_layout((*box, c.stages), stride=(c.chunk_blocks, 1, c.scale_bytes))
+            )
+            scale_to, scale_boxes = cpasync.tma_partition(
+                scale_copy,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(scale_to, 0, 2),
+                cute.group_modes(scale_boxes, 0, 2),
+            )
+        stage, parity = ring.stage, ring.parity
+        token_stage, token_parity = tokens_ring.stage, tokens_ring.parity
+        # The weight's first stages do not wait for the activations, which another kernel is putting in order.
+        behind = Int32(c.stages) if const_expr(c.pdl) else Int32(0)
+        ahead = cutlass.min(t.end - t.begin, Int32(c.stages))
+        if const_expr(c.pdl):
+            unit = t.end
+            left = ahead
+            first_stage = Int32(0)
+            while left > 0:
+                tile, first, count = self._segment(unit, t)
+                for i in range(cutlass.min(count, left)):
+                    self._load_weight(
+                        tile,
+                        first + i,
+                        first_stage,
+                        codes_copy,
+                        boxes,
+                        to,
+                        scales,
+                        scale_copy,
+                        scale_boxes,
+                        scale_to,
+                        t,
+                        s,
+                    )
+                    first_stage += 1
+                left -= count
+                unit -= count
+            cute.arch.griddepcontrol_wait()
+        unit = t.end
+        done = Int32(0)
+        while unit > t.begin:
+            tile, first, count = self._segment(unit, t)
+            for i in range(count):
+                if (done >= behind) | (done >= ahead):
+                    cute.arch.mbarrier_wait(s.free + stage, parity)
+                    self._load_weight(
+                        tile, first + i, stage, codes_copy, boxes, to, scales, scale_copy, scale_boxes, scale_to, t, s
+                    )
+                done += 1
+                stage, parity = self._next(stage, parity, c.stages)
+                for quarter in range_constexpr(0, QUARTERS, c.span):
+                    cute.arch.mbarrier_wait(s.tokens_free + token_stage, token_parity)
+                    self._load_tokens(tiles, (first + i) * QUARTERS + quarter, token_stage, t, s)
+                    token_stage, token_parity = self._next(token_stage, token_parity, c.token_stages)
+            unit -= count
+
+    def _next(self, stage, parity, stages: int):
+        """The next stage of a ring, and the parity of its next use."""
+        ring = Ring(stage, parity, stages).next()
+        return ring.stage, ring.parity
+
+    @cute.jit
+    def _load_weight(self, tile, chunk, stage, codes_copy, boxes, to, scales, scale_copy, scale_boxes, scale_to, t, s):
+        """Start the copies of a chunk's codes and scales."""
+        c = self.config
+        barrier = s.full + stage
+        if const_expr(c.layout.is_linear):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, c.code_bytes + c.scale_bytes)
+            cute.copy(
+                scale_copy,
+                scale_boxes[None, tile, chunk],
+                scale_to[None, stage],
+                tma_bar_ptr=barrier,
+                cache_policy=Int64(EVICT_FIRST),
+            )
+        else:
+            # Tiles of 128 rows and 4 blocks; a row of tiles is contiguous.
+            columns = cute.ceil_div(t.blocks, TILE_BLOCKS)
+            column = chunk * (c.chunk_blocks // TILE_BLOCKS)
+            size = cutlass.min(columns - column, Int32(c.chunk_blocks // TILE_BLOCKS)) * SCALE_TILE
+            first = tile * (c.rows // TILE_ROWS)
+            bands = cutlass.min(cute.ceil_div(t.n, TILE_ROWS) - first, Int32(c.rows // TILE_ROWS))
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, c.code_bytes + size * bands)
+                for i in range_constexpr(c.rows // TILE_ROWS):
+                    if i < bands:
+                        source = (Int64(first + i) * columns + column) * SCALE_TILE
+                        target = stage * c.scale_bytes + i * (TILE_ROWS * c.chunk_blocks)
+                        ptx.copy_bulk(
+                            s.scales + cute.assume(target, divby=SCALE_TILE),
+                            scales.iterator + cute.assume(source, divby=SCALE_TILE),
+                            size,
+                            barrier,
+                        )
+        cute.copy(
+            codes_copy,
+            boxes[None, tile, chunk],
+            to[None, stage],
+            tma_bar_ptr=barrier,
+            cache_policy=Int64(EVICT_FIRST),
+        )
+
+    @cute.jit
+    def _load_tokens(self, tiles, quarter, stage, t, s):
+        """Start the copies of a stage of activations, from that quarter of all of k."""
+        c = self.config
+        barrier = s.tokens_full + stage
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, c.token_bytes)
+            for i in range_constexpr(c.span):
+                source = (Int64(quarter + i) * t.token_tiles + t.token_tile) * c.quarter_bytes
+                target = stage * c.token_bytes + i * c.quarter_bytes
+                ptx.copy_bulk(
+                    s.tokens + cute.assume(target, divby=TILE_BYTES),
+                    tiles.iterator + cute.assume(source, divby=TILE_BYTES),
+                    c.quarter_bytes,
+                    barrier,
+                )
+
+    # Products
+
+    @cute.jit
+    def _consume(self, product: cute.TiledMma, factor, tid, t, s):
+        """A warpgroup that multiplies: its 64 rows of each of the worker's tiles."""
+        c = self.config
+        group = tid // WARPGROUP
+        lane = tid % 32
+        w = SimpleNamespace(
+            group=group,
+            lane=lane,
+            thread=tid % WARPGROUP,
+            quad=lane % 4,
+            row=group * GROUP_ROWS + tid % WARPGROUP // 32 * 16 + lane // 4,  # and the eighth row after it
+            leads=Uint32(lane == 0),
+        )
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
+        layout = cute.tile_to_shape(atom, (c.tokens, 64, c.token_stages * c.span), order=(0, 1, 2))
+        tokens = cute.make_tensor(cute.recast_ptr(s.tokens, layout.inner, dtype=self.dtype), layout.outer)
+        operand = product.make_fragment_B(product.get_slice(0).partition_B(tokens))
+        sums = cute.make_rmem_tensor(product.partition_shape_C((GROUP_ROWS, c.tokens)), Float32)
+        product.set(warpgroup.Field.ACCUMULATE, True)
+        # Two k16 steps, twice
+        words = cute.make_rmem_tensor((16,), Uint32)
+        weights = cute.make_tensor(
+            cute.recast_ptr(words.iterator, dtype=self.dtype),
+            cute.make_layout(((2, 2, 2), 1, 4), stride=((1, 2, 4), 0, 8)),
+        )
+        stage, parity = Int32(0), Int32(0)
+        token_stage, token_parity = Int32(0), Int32(0)
+        unit = t.end
+        while unit > t.begin:
+            tile, first, count = self._segment(unit, t)
+            sums.fill(0.0)
+            last = token_stage
+            for i in range(count):
+                cute.arch.mbarrier_wait(s.full + stage, parity)
+                codes = [self._codes(stage, w.row + 8 * r, w, s) for r in range(2)]
+                factors = [self._block_scales(stage, first + i, w.row + 8 * r, w, t, s) for r in range(2)]
+                ptx.arrive_if(s.free + stage, w.leads)
+                stage, parity = self._next(stage, parity, c.stages)
+                for word in range_constexpr(WORDS):
+                    slot = word % 2
+                    quarter = word // 2
+                    per_factor = WORDS // len(factors[0])
+                    pairs = [
+                        decode([codes[r][word]], [factors[r][word // per_factor]], self.dtype, c.fmt)[0]
+                        for r in range(2)
+                    ]
+                    for step in range_constexpr(2):
+                        for high in range_constexpr(2):
+                            for r in range_constexpr(2):
+                                words[slot * 8 + step * 4 + high * 2 + r] = pairs[r][step][high]
+                    if const_expr(word % (2 * c.span) == 0):
+                        cute.arch.mbarrier_wait(s.tokens_full + token_stage, token_parity)
+                    warpgroup.fence()
+                    for step in range_constexpr(2):
+                        cute.gemm(
+                            product,
+                            sums,
+                            weights[None, None, slot * 2 + step],
+                            operand[None, None, word % 2 * 2 + step, token_stage * c.span + quarter % c.span],
+                            sums,
+                        )
+                    warpgroup.commit_group()
+                    # The products of the word before are done, and its registers free.
+                    warpgroup.wait_group(1)
+                    if const_expr(word % (2 * c.span) == 0):
+                        leads = w.leads
+                        if const_expr(word == 0):
+                            leads = ptx.select(i > 0, leads, Uint32(0))
+                        ptx.arrive_if(s.tokens_free + last, leads)
+                    if const_expr(word % (2 * c.span) == 2 * c.span - 1):
+                        last = token_stage
+                        token_stage, token_parity = self._next(token_stage, token_parity, c.token_stages)
+            warpgroup.wait_group(0)
+            ptx.arrive_if(s.tokens_free + last, w.leads)
+            unit -= count
+            if const_expr(c.pdl):
+                if unit <= t.begin:
+                    cute.arch.griddepcontrol_launch_dependents()
+            if first + count < t.chunks:
+                self._leave(sums, w, t)
+            else:
+                if first > 0:
+                    self._collect(sums, tile, w, t)
+                self._write(sums, tile, factor, w, t)
+
+    def _codes(self, stage, row, w, s) -> list:
+        """The lane's words of a row: its quarter of the chunk."""
+        c = self.config
+        words = []
+        for i in range(2):
+            piece = (w.quad * 2 + i) ^ (row % 8)
+            at = s.codes + cute.assume(stage * c.code_bytes + row * LINE + piece * 16, divby=16)
+            words += load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
+        return words
+
+    def _block_scales(self, stage, chunk, row, w, t, s) -> list:
+        """The factors of the lane's blocks of a row: four, or two of MXFP4."""
+        c = self.config
+        count = c.chunk_blocks // 4
+        block = w.quad * count
+        # In a stage the scales lie as those of a matrix of its size.
+        place = stage * c.scale_bytes + c.layout.row_offset(row, c.chunk_blocks) + c.layout.block_offset(block)
+        dtype = Uint32 if count == 4 else Uint16
+        at = cute.recast_ptr(s.scales + cute.assume(place, divby=count), dtype=dtype)
+        bytes_ = Uint32(cute.make_tensor(at, cute.make_layout(1))[0])
+        # Beyond the last block the matrix of scales may hold anything, and 0 times NaN is not 0.
+        exist = cutlass.min(cutlass.max(t.blocks - chunk * c.chunk_blocks - block, Int32(0)), Int32(count))
+        keep = ptx.select(exist == count, Uint32(0xFFFFFFFF), (Uint32(1) << Uint32(exist * 8)) - 1)
+        bytes_ = bytes_ & keep
+        if count == 4:
+            return [
+                factor
+                for pair in (bytes_ & Uint32(0xFFFF), bytes_ >> 16)
+                for factor in scale_factors(pair, self.dtype, c.fmt)
+            ]
+        pair = (bytes_ & Uint32(0xFF), bytes_ >> 8)
+        return [factor for byte in pair for factor in scale_factors(byte, self.dtype, c.fmt)]
+
+    # Results
+
+    def _partials_of(self, worker, w, t) -> cute.Tensor:
+        """A thread's sums of a worker in memory, (4, tokens / 8)."""
+        c = self.config
+        slot = (Int64(t.token_tile) * t.workers + worker) * (c.rows * c.tokens)
+        start = slot + (w.group * WARPGROUP + w.thread) * 4
+        layout = cute.make_layout((4, c.tokens // TILE_TOKENS), stride=(1, c.groups * WARPGROUP * 4))
+        return cute.make_tensor(
+            cute.recast_ptr(t.partials.iterator + cute.assume(start, divby=4), dtype=Uint32), layout
+        )
+
+    def _flag(self, worker, w, t) -> cute.Pointer:
+        """Whether a worker's warpgroup has left its sums."""
+        c = self.config
+        return t.flags.iterator + ((t.token_tile * t.workers + worker) * c.groups + w.group)
+
+    def _meet(self, w) -> None:
+        """A barrier of the warpgroup."""
+        cute.arch.barrier(barrier_id=1 + w.group, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def _leave(self, sums, w, t):
+        """Leave this worker's sums for the one that has the end of the tile."""
+        to = self._partials_of(t.worker, w, t)
+        for j in range_constexpr(self.config.tokens // TILE_TOKENS):
+            store_words([ptx.bits_of(sums[4 * j + i]) for i in range(4)], to[None, j])
+        self._meet(w)
+        if w.thread == 0:
+            cute.arch.fence_acq_rel_gpu()
+            ptx.store_release(self._flag(t.worker, w, t), Uint32(1))
+
+    @cute.jit
+    def _collect(self, sums, tile, w, t):
+        """Add the sums that others have left of this tile, in the order of k; this worker's come last."""
+        c = self.config
+        count = c.tokens // TILE_TOKENS
+        # The worker that has the tile's first chunk: portions are rounded down.
+        start = Int64(tile) * t.chunks
+        first = Int32(((start + 1) * t.workers - 1) // t.units)
+        for worker in range(first, t.worker):
+            flag = self._flag(worker, w, t)
+            ready = ptx.load_acquire(flag)
+            while ready == Uint32(0):
+                ready = ptx.load_acquire(flag)
+        # A part at a time: there are registers for no second copy of all sums.
+        step = min(count, COLLECTED)
+        for j in range_constexpr(0, count, step):
+            total = cute.make_rmem_tensor((4 * step,), Float32)
+            total.fill(0.0)
+            for worker in range(first, t.worker):
+                part = self._partials_of(worker, w, t)
+                for i in range_constexpr(step):
+                    for e, word in enumerate(load_words(part[None, j + i])):
+                        total[4 * i + e] = total[4 * i + e] + ptx.float_of(word)
+            for i in range_constexpr(4 * step):
+                sums[4 * j + i] = total[i] + sums[4 * j + i]
+
+    @cute.jit
+    def _write(self, sums, tile, factor, w, t):
+        """Scale the sums, round and store them."""
+        c = self.config
+        scale = 1.0 / DECODED_SCALE[c.fmt] ** (2 if c.a_is_fp4 else 1)
+        first_token = t.token_tile * c.tokens
+        for j in range_constexpr(c.tokens // TILE_TOKENS):
+            values = [ptx.mul_rn(ptx.mul_rn(sums[4 * j + i], Float32(scale)), factor) for i in range(4)]
+            for r in range_constexpr(2):
+                # Two tokens of a row, and the other seven rows' in the lanes beside.
+                pair = values[2 * r : 2 * r + 2]
+                if const_expr(self.out_dtype is Float32):
+                    n = tile * c.rows + w.row + 8 * r
+                    for e in range_constexpr(2):
+                        token = first_token + 8 * j + w.quad * 2 + e
+                        if (n < t.n) & (token < t.m):
+                            self._store(token, n, [ptx.bits_of(pair[e])], 1, t)
+                else:
+                    word = ptx.transpose_8x8(pack(pair, self.out_dtype)[0])
+                    token = first_token + 8 * j + w.lane // 4
+                    n = tile * c.rows + w.row - w.lane // 4 + 8 * r + w.quad * 2
+                    if (n < t.n) & (token < t.m):
+                        self._store(token, n, [word], 2, t)
+
+    def _store(self, token, n, words: list, divby: int, t) -> None:
+        offset = cute.assume(Int64(token) * t.n + n, divby=divby)
+        to = cute.recast_ptr(t.out.iterator + offset, dtype=Uint32)
+        store_words(words, cute.make_tensor(to, cute.make_layout(len(words))))
