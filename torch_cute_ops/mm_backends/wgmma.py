@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_wgmma import Config
 
 BALANCED = 0
-SPLITS = (BALANCED, 1, 2, 3, 4)
+SPLITS = (BALANCED, 1, 2, 3, 4, 6, 8)
 """CTAs for each tile of rows of the weight; ``BALANCED``: one for each SM, and all have as much to do."""
+CLUSTERS = (1, 2)
 
 
 class Wgmma(Backend):
-    """A tactic is (rows of ``a`` of a tile, CTAs for each tile of rows of ``b``)."""
+    """A tactic is (rows of ``a`` of a tile, CTAs for each tile of rows of ``b``, CTAs that share activations)."""
 
     name = "wgmma"
 
@@ -41,12 +42,12 @@ class Wgmma(Backend):
         from torch_cute_ops.kernels import fp4_wgmma
 
         widest = next((tokens for tokens in fp4_wgmma.TILES if tokens >= m), max(fp4_wgmma.TILES))
-        every = itertools.product((tokens for tokens in fp4_wgmma.TILES if tokens <= widest), SPLITS)
-        return tuple(tactic for tactic in every if tactic[1] <= _sizes(product, tactic[0]).chunks)
+        every = itertools.product((tokens for tokens in fp4_wgmma.TILES if tokens <= widest), SPLITS, CLUSTERS)
+        return tuple(tactic for tactic in every if _is_possible(product, *tactic))
 
     def estimate(self, product: Product, m: int, tactic: Tactic, target: Target) -> float:
-        tokens, split = _tactic(tactic)
-        sizes = _sizes(product, tokens)
+        tokens, split, cluster = _tactic(tactic)
+        sizes = _sizes(product, tokens, cluster)
         workers = _workers(sizes, split, target)
         tiles = -(-m // tokens)
         waves = -(-workers * tiles // target.sms)
@@ -68,7 +69,7 @@ class Wgmma(Backend):
         arranged = activation_tiles.Config(sixteen_bit_dtype(product), product.fmt, product.a_layout, settings.PDL)
         return (
             Wanted(activation_tiles.KERNEL, arranged),
-            Wanted(fp4_wgmma.KERNEL, _config(product, _tactic(tactic)[0], arch)),
+            Wanted(fp4_wgmma.KERNEL, _config(product, tactic, arch)),
         )
 
     def run(self, product: Product, tactic: Tactic, target: Target, operands: Operands) -> None:
@@ -80,22 +81,21 @@ class Wgmma(Backend):
             arrange, multiply = (
                 compile_kernel(kernel, target.arch) for kernel in self.kernels(product, tactic, target.arch)
             )
-            tokens, split = _tactic(tactic)
-            sizes = _sizes(product, tokens)
-            workers = _workers(sizes, split, target)
-            launch = _launches[key] = _Launch(arrange, multiply, sizes, workers, workers != sizes.row_tiles)
+            tokens, split, cluster = _tactic(tactic)
+            sizes = _sizes(product, tokens, cluster)
+            launch = _launches[key] = _Launch(arrange, multiply, sizes, _workers(sizes, split, target), split)
         sizes, device = launch.sizes, a.device
         tiles = -(-a.shape[0] // sizes.tokens)
         arranged = torch.empty(tiles * sizes.tokens * sizes.chunks * 512, dtype=torch.uint8, device=device)
-        slots = tiles * launch.workers if launch.shares else 0
+        slots = tiles * launch.workers if launch.split != 1 else 0
         partials = torch.empty(max(slots * sizes.rows * sizes.tokens, 4), dtype=torch.float32, device=device)
         flags = torch.empty(max(slots * sizes.rows // 64, 1), dtype=torch.uint32, device=device)
         launch.arrange(a, a_scale, arranged, flags)
-        launch.multiply(arranged, b, b_scale, alpha, out, partials, flags, launch.workers)
+        launch.multiply(arranged, b, b_scale, alpha, out, partials, flags, launch.workers, launch.split)
 
 
 class _Sizes(NamedTuple):
-    """Of a tile, and how many there are of the weight: (row_tiles, chunks)."""
+    """Of a tile, and how many there are of the weight: whole clusters of tiles of rows, and chunks of k."""
 
     tokens: int
     rows: int
@@ -110,22 +110,30 @@ class _Launch(NamedTuple):
     multiply: Callable[..., None]
     sizes: _Sizes
     workers: int
-    shares: bool
+    split: int
 
 
 _launches: dict[tuple[Product, Tactic, torch.device], _Launch] = {}
 
 
-def _tactic(tactic: Tactic) -> tuple[int, int]:
-    tokens, split = tactic
-    return int(tokens), int(split)
+def _tactic(tactic: Tactic) -> tuple[int, int, int]:
+    tokens, split, cluster = tactic
+    return int(tokens), int(split), int(cluster)
 
 
-def _sizes(product: Product, tokens: int) -> _Sizes:
+def _is_possible(product: Product, tokens: int, split: int, cluster: int) -> bool:
+    """Whether every worker has something to do, and the CTAs of a cluster the same."""
+    sizes = _sizes(product, tokens, cluster)
+    if cluster > 1 and (split == BALANCED or tokens // cluster % 8 or product.n <= sizes.rows):
+        return False
+    return split <= sizes.chunks
+
+
+def _sizes(product: Product, tokens: int, cluster: int) -> _Sizes:
     from torch_cute_ops.kernels import fp4_wgmma
 
     rows = 64 * fp4_wgmma.TILES[tokens]
-    return _Sizes(tokens, rows, -(-product.n // rows), -(-product.k // 256))
+    return _Sizes(tokens, rows, -(-product.n // (rows * cluster)) * cluster, -(-product.k // 256))
 
 
 def _workers(sizes: _Sizes, split: int, target: Target) -> int:
@@ -133,10 +141,11 @@ def _workers(sizes: _Sizes, split: int, target: Target) -> int:
     return min(target.sms, sizes.row_tiles * sizes.chunks) if split == BALANCED else sizes.row_tiles * split
 
 
-def _config(product: Product, tokens: int, arch: Arch) -> "Config | None":
+def _config(product: Product, tactic: Tactic, arch: Arch) -> "Config | None":
     """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
     from torch_cute_ops.kernels import fp4_wgmma
 
+    tokens, _, cluster = _tactic(tactic)
     return fp4_wgmma.plan(
         dtype=sixteen_bit_dtype(product),
         fmt=product.fmt,
@@ -145,6 +154,7 @@ def _config(product: Product, tokens: int, arch: Arch) -> "Config | None":
         out_dtype=product.out_dtype,
         has_alpha=product.has_alpha,
         tokens=tokens,
+        cluster=cluster,
         arch=arch,
         pdl=settings.PDL,
     )

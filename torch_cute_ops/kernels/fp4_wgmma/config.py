@@ -35,6 +35,7 @@ class Config:
         tokens: rows of activations of a tile.
         stages: chunks of codes under way.
         token_stages: stages of activations under way.
+        cluster: CTAs that share activations, 1 or 2.
         pdl: whether launches are programmatic dependent launches.
     """
 
@@ -47,6 +48,7 @@ class Config:
     tokens: int
     stages: int
     token_stages: int
+    cluster: int
     pdl: bool
 
     @property
@@ -106,6 +108,8 @@ class Config:
             return f"wgmma is of sm_90a; this is {arch.name}"
         if self.dtype == torch.float16 and self.fmt.name != "nvfp4":
             return f"the numbers of {self.fmt.name} exceed float16"
+        if self.tokens // self.cluster % 8:
+            return f"{self.cluster} CTAs cannot share {self.tokens} tokens"
         if self.smem_bytes > arch.smem_per_cta:
             return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
         return None
@@ -120,6 +124,7 @@ def plan(
     out_dtype: torch.dtype,
     has_alpha: bool,
     tokens: int,
+    cluster: int,
     arch: Arch,
     pdl: bool,
 ) -> Config | None:
@@ -127,7 +132,7 @@ def plan(
     for stages in range(6, 2, -1):
         # A stage of codes lasts a chunk, whatever one of activations lasts.
         wanted = stages if tokens <= 32 else {64: 8, 128: 7, 256: 5}[tokens]
-        config = Config(dtype, fmt, layout, a_is_fp4, out_dtype, has_alpha, tokens, stages, wanted, pdl)
+        config = Config(dtype, fmt, layout, a_is_fp4, out_dtype, has_alpha, tokens, stages, wanted, cluster, pdl)
         if config.reason_unsupported(arch) is None:
             return config
     return None
