@@ -12,6 +12,7 @@ from .case import Row
 
 COLOURS = {
     "ours": "#0072B2",
+    "wgmma": "#0072B2",
     "mma_sync": "#56B4E9",
     "cublas": "#F0E442",
     "humming": "#CC79A7",

@@ -16,6 +16,7 @@ from .case import Mark, Row
 
 LABELS = {
     "ours": "ours",
+    "wgmma": "wgmma",
     "mma_sync": "mma_sync",
     "cublas": "cublas",
     "humming": "humming",

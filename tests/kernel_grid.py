@@ -128,13 +128,13 @@ def covering_cases() -> tuple[Case, ...]:
     return tuple(chosen)
 
 
-def kernel_of(case: Case | ProductCase) -> Any:
+def kernel_of(case: Case | ProductCase | WgmmaCase) -> Any:
     """The kernel that ``plan`` chooses.
 
     Raises:
         ValueError: from ``plan``, if it supports none.
     """
-    if isinstance(case, ProductCase):
+    if isinstance(case, ProductCase | WgmmaCase):
         return case.kernel
     from torch_cute_ops.kernels import fp4_dequant, row_quant
     from torch_cute_ops.runtime.arch import ARCHS as FACTS
@@ -208,6 +208,60 @@ class ProductCase:
         return None if config is None else fp4_mma.FP4MmaKernel(config)
 
 
+@dataclass(frozen=True)
+class WgmmaCase:
+    """A warpgroup kernel of FP4 products, with the one that puts its activations in order."""
+
+    dtype: torch.dtype
+    format: FP4Format
+    layout: str
+    a_layout: str | None
+    tokens: int
+    out_dtype: torch.dtype
+    has_alpha: bool
+    arch: str = "sm_90a"
+
+    @property
+    def id(self) -> str:
+        names = [str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.out_dtype)]
+        alpha = "alpha" if self.has_alpha else "plain"
+        what = (*names, self.format.name, self.layout, self.a_layout or "16-bit", str(self.tokens), alpha, self.arch)
+        return "-".join(("wgmma", *what))
+
+    @property
+    def kernel(self) -> Any:
+        """As the backend builds it."""
+        from torch_cute_ops.kernels import fp4_wgmma
+        from torch_cute_ops.runtime.arch import ARCHS as FACTS
+
+        config = fp4_wgmma.plan(
+            dtype=self.dtype,
+            fmt=self.format,
+            layout=SCALE_LAYOUTS[self.layout],
+            a_layout=None if self.a_layout is None else SCALE_LAYOUTS[self.a_layout],
+            out_dtype=self.out_dtype,
+            has_alpha=self.has_alpha,
+            tokens=self.tokens,
+            arch=FACTS[self.arch],
+            pdl=True,
+        )
+        return fp4_wgmma.FP4WgmmaKernel(config)
+
+
+def wgmma_cases() -> list[WgmmaCase]:
+    """Every kind of operands with every tile; the rest in turn."""
+    kinds = (
+        (FP16, NVFP4, "linear", None),
+        (BF16, NVFP4, "128x4", None),
+        (FP16, NVFP4, "128x4", "8x4"),
+        (FP16, NVFP4, "linear", "linear"),
+        (BF16, MXFP4, "128x4", None),
+        (BF16, MXFP4, "128x4", "128x4"),
+    )
+    rest = itertools.cycle(itertools.product((True, False), (BF16, FP16, FP32)))
+    return [WgmmaCase(*kind, tokens, *reversed(next(rest))) for kind in kinds for tokens in (8, 16, 32, 64, 128, 256)]
+
+
 def product_cases() -> list[ProductCase]:
     """Every operand dtype with every tile, number of CTAs and architecture; the rest in turn."""
     kinds = ((FP16, NVFP4), (BF16, NVFP4), (BF16, MXFP4))
@@ -229,8 +283,8 @@ def in_process(work: Callable[[Any], Any], case: Any) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def resources_of(case: Case | ProductCase) -> Any:
-    """Compile the case's kernel: its ``Resources``."""
+def resources_of(case: Case | ProductCase | WgmmaCase) -> Any:
+    """Compile the case's kernel: the ``Resources`` of what it launches."""
     from torch_cute_ops.runtime.arch import ARCHS as FACTS
     from torch_cute_ops.testing.resources import compile_for
 

@@ -16,7 +16,7 @@ import torch
 
 from torch_cute_ops import mm_backends
 from torch_cute_ops.formats import FP4Format
-from torch_cute_ops.mm_backends import Target, _decode, cublas, mma_sync
+from torch_cute_ops.mm_backends import Target, _decode, cublas, mma_sync, wgmma
 from torch_cute_ops.ops import _fp4_product, _row_quant, fp4_dequantize
 from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize as dequantize
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
@@ -107,7 +107,13 @@ def compute(kernel: Any, *args: Any) -> None:
         return
     if type(kernel).__name__ == "FP4MmaKernel":
         a, b, scale, alpha, out = args
-        write(out, product(a, None, b, scale, alpha, config.out_dtype, config.fmt, None, config.layout))
+        write(out, product(a, None, b.t(), scale, alpha, config.out_dtype, config.fmt, None, config.layout))
+        return
+    if type(kernel).__name__ == "FP4WgmmaKernel":
+        a, a_scale, b, scale, alpha, out, workspace, workers, shares = args
+        assert workspace.numel() == sum(config.workspace_bytes(len(a), 2 * len(b), workers, bool(shares)))
+        layouts = config.a_layout, config.layout
+        write(out, product(a, a_scale, b.t(), scale, alpha, config.out_dtype, config.fmt, *layouts))
         return
     x, residual, weight, factor, y, scale, linear, norm, eps, _ = args
     problem = config.problem
@@ -143,7 +149,7 @@ def write(output: torch.Tensor, value: torch.Tensor) -> None:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """CUDA entries that take CPU tensors; what was launched is recorded."""
     recorded = Launches()
-    for module in (_row_quant, fp4_dequantize, mma_sync):
+    for module in (_row_quant, fp4_dequantize, mma_sync, wgmma):
         monkeypatch.setattr(module, "compile_kernel", recorded.compile_kernel)
     for module in (_row_quant, fp4_dequantize):
         monkeypatch.setattr(module, "arch_of_device", lambda index: ARCHS["sm_90a"])
@@ -152,7 +158,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(mm_backends, "target_of", lambda device: Target(torch.device("cuda"), ARCHS["sm_90a"], 132))
     monkeypatch.setattr(_decode.dequantize, "fp4_dequantize", fp4_dequantize._run)
     monkeypatch.setattr(_fp4_product, "forbid_in_capture", lambda *args: None)
-    monkeypatch.setattr(mma_sync, "_functions", {})
     monkeypatch.setattr(cublas, "_sums", lambda a, weight: (a.double() @ weight.double().t()).float())
     make = _row_quant.RowQuant._make_launcher
     on_cpu = lambda self, facts: replace(make(self, facts._replace(device=0)), device=torch.device("cpu"))  # noqa: E731
@@ -162,7 +167,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     for op in OPS.values():
         for value in vars(sys.modules[op.function.__module__]).values():
             if isinstance(value, _fp4_product.FP4Product):
-                monkeypatch.setattr(value, "_choices", {})
+                monkeypatch.setattr(value, "_usual", {})
+                monkeypatch.setattr(value, "_launchers", {})
                 monkeypatch.setattr(value, "_ran", set())
             if isinstance(value, _row_quant.RowQuant):
                 for launchers in ("_launchers", "_padding_launchers"):

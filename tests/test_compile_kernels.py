@@ -9,7 +9,16 @@ from concurrent.futures import ProcessPoolExecutor
 
 import kernel_grid
 import pytest
-from kernel_grid import Case, ProductCase, covering_cases, every_case, kernel_of, product_cases
+from kernel_grid import (
+    Case,
+    ProductCase,
+    WgmmaCase,
+    covering_cases,
+    every_case,
+    kernel_of,
+    product_cases,
+    wgmma_cases,
+)
 
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.resources import Resources, compile_for, parse
@@ -23,7 +32,9 @@ REGISTERS_PER_SM = 65_536
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         cases = every_case() if metafunc.config.getoption("every_kernel") else covering_cases()
-        metafunc.parametrize("case", [pytest.param(case, id=case.id) for case in (*cases, *product_cases())])
+        metafunc.parametrize(
+            "case", [pytest.param(case, id=case.id) for case in (*cases, *product_cases(), *wgmma_cases())]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +55,18 @@ def compiled(request):
         pool.shutdown(cancel_futures=True)
 
 
-def test_compiles_without_spills(case: Case | ProductCase, compiled):
-    resources = compiled(case)
-    assert isinstance(resources, Resources), resources
-    assert case.id in ALLOWED_SPILLS or (resources.spill_bytes == 0 and resources.stack_bytes == 0), resources
+def test_compiles_without_spills(case: Case | ProductCase | WgmmaCase, compiled):
+    kernels = compiled(case)
+    assert isinstance(kernels, list), kernels
+    assert len(kernels) == (2 if isinstance(case, WgmmaCase) else 1)
     arch, config = ARCHS[case.arch], kernel_of(case).config
-    # Static shared memory is not used: CUDA 12 allows only 48 KB of it.
-    assert resources.smem_bytes == 0
     assert getattr(config, "smem_bytes", 0) <= arch.smem_per_cta
     threads = getattr(config, "threads", 256)
-    assert resources.registers * threads <= REGISTERS_PER_SM, "a CTA cannot be launched"
+    for resources in kernels:
+        assert case.id in ALLOWED_SPILLS or (resources.spill_bytes == 0 and resources.stack_bytes == 0), resources
+        # Static shared memory is not used: CUDA 12 allows only 48 KB of it.
+        assert resources.smem_bytes == 0
+        assert resources.registers * threads <= REGISTERS_PER_SM, "a CTA cannot be launched"
 
 
 def test_covering_cases_cover():
@@ -72,7 +85,7 @@ def test_allowed_spills_are_cases():
 
 
 def test_ids_are_unique():
-    ids = [case.id for case in (*every_case(), *product_cases())]
+    ids = [case.id for case in (*every_case(), *product_cases(), *wgmma_cases())]
     assert len(ids) == len(set(ids))
 
 
@@ -83,12 +96,16 @@ def test_remarks_are_understood():
         "ptxas         .     24 bytes stack frame, 16 bytes spill stores, 20 bytes spill loads\n"
         "ptxas info    : Used 168 registers, used 1 barriers, 24 bytes cumulative stack size, 1048 bytes smem\n"
     )
-    assert parse(text) == Resources(registers=168, stack_bytes=24, spill_bytes=36, smem_bytes=1048)
-    assert parse(text.replace(", 1048 bytes smem", "")).smem_bytes == 0
+    want = Resources(registers=168, stack_bytes=24, spill_bytes=36, smem_bytes=1048)
+    assert parse(text) == [want] and parse(text + text) == [want, want]
+    assert parse(text.replace(", 1048 bytes smem", ""))[0].smem_bytes == 0
     assert parse(text.replace(" ", "\n    ")) == parse(text)
-    for bad in ("", text + text, text.replace("Used", "used")):
-        with pytest.raises(RuntimeError, match="expected ptxas's remarks on one kernel"):
+    for bad in ("", text.replace("Used", "used"), text + text.replace("Used", "used")):
+        with pytest.raises(RuntimeError, match="expected ptxas's remarks on kernels"):
             parse(bad)
+    slow = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to"
+    with pytest.raises(RuntimeError, match="does not overlap"):
+        parse(text + slow)
 
 
 @pytest.mark.filterwarnings("ignore:This static loop")
@@ -96,6 +113,6 @@ def test_a_spill_is_found():
     """In a kernel that holds more values than there are registers."""
     from spilling_kernel import SpillingKernel
 
-    _, resources = compile_for(SpillingKernel(), ARCHS["sm_90a"])
+    _, (resources,) = compile_for(SpillingKernel(), ARCHS["sm_90a"])
     assert resources.spill_bytes >= 4 * (SpillingKernel.config - 255)
     assert resources.stack_bytes > 0

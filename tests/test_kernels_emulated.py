@@ -14,7 +14,7 @@ from ptx import EmulationError, run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR
 from torch_cute_ops.formats.scale_layout import from_linear
-from torch_cute_ops.kernels import row_quant
+from torch_cute_ops.kernels import activation_tiles, row_quant
 from torch_cute_ops.reference.add_rmsnorm_fp4quant import add_rows
 from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
@@ -371,7 +371,7 @@ def multiply(one: Mma, edit: Any = None, exact: bool = False) -> tuple[torch.Ten
     b, scale = random_matrix(one.n, one.k, case.format, case.layout, CPU, scales)
     alpha = torch.tensor([1.25]) if case.has_alpha else None
     out = poisoned(one.m, one.n, dtype=case.out_dtype)
-    run_kernel(case.kernel, arch, a, b, scale.view(torch.uint8), alpha, out, seed=one.seed, edit=edit)
+    run_kernel(case.kernel, arch, a, b.t(), scale.view(case.format.scale_dtype), alpha, out, seed=one.seed, edit=edit)
     layout = SCALE_LAYOUTS[case.layout]
     return out, product(a, None, b, scale, alpha, case.out_dtype, case.format, None, layout)
 
@@ -401,13 +401,56 @@ def test_product_decodes_every_scale(dtype: torch.dtype, fmt: FP4Format) -> None
     scale = torch.arange(n, dtype=torch.uint8)[:, None].expand(n, blocks).contiguous()
     out = poisoned(16, n, dtype=FP32)
     case = ProductCase(dtype, fmt, "linear", 16, 1, FP32, False, HOPPER)
-    run_kernel(case.kernel, ARCHS[HOPPER], torch.eye(k)[:16].to(dtype), b, scale, None, out, seed=0)
-    want = fp4_dequantize(b, scale.view(fmt.scale_dtype), block_size=fmt.block_size, out_dtype=FP32)[:, :16].t()
+    scale = scale.view(fmt.scale_dtype)
+    run_kernel(case.kernel, ARCHS[HOPPER], torch.eye(k)[:16].to(dtype), b.t(), scale, None, out, seed=0)
+    want = fp4_dequantize(b, scale, block_size=fmt.block_size, out_dtype=FP32)[:, :16].t()
     # A NaN is in the whole sum, and so is infinity times zero, where 6 times the scale exceeds float32.
-    usable = ~want.isnan().any(0) & (scale[:, 0] < 253 if fmt == MXFP4 else True)
+    usable = ~want.isnan().any(0) & (scale[:, 0].view(torch.uint8) < 253 if fmt == MXFP4 else True)
     assert out[:, ~usable].isnan().all() and (~usable).sum() == (3 if fmt == MXFP4 else 2)
     # A sum has no negative zero.
     equal("products", out[:, usable], want[:, usable] + 0.0)
+
+
+@pytest.mark.parametrize(("m", "k"), [(1, 256), (3, 96), (11, 544), (24, 1024)])
+@pytest.mark.parametrize(
+    ("dtype", "fmt", "a_layout"),
+    [
+        (BF16, NVFP4, None),
+        (FP16, NVFP4, None),
+        (FP16, NVFP4, "128x4"),
+        (FP16, NVFP4, "linear"),
+        (BF16, MXFP4, "8x4"),
+        (BF16, MXFP4, "linear"),
+    ],
+)
+def test_activation_tiles(dtype: torch.dtype, fmt: FP4Format, a_layout: str | None, m: int, k: int) -> None:
+    """Every activation is where the product with the weight's codes, as its lanes decode them, looks for it."""
+    groups, chunks = -(-m // 8) + 1, -(-k // 256)
+    tiles, flags = poisoned(chunks * 4 * groups * 1024, dtype=torch.uint8), poisoned(5, dtype=torch.int32)
+    if a_layout is None:
+        a, scale = torch.randn(m, k).to(dtype), None
+        numbers = a.float()
+    else:
+        a, scale = random_matrix(m, k, fmt, a_layout, CPU, POWERS[fmt.scale_format])
+        scale = scale.view(fmt.scale_dtype)
+        numbers = fp4_dequantize(a, scale, block_size=fmt.block_size, scale_layout=a_layout, out_dtype=FP32)
+        numbers *= 2.0**-8 if fmt == NVFP4 else 1.0
+    layout = None if a_layout is None else SCALE_LAYOUTS[a_layout]
+    kernel = activation_tiles.ActivationTilesKernel(activation_tiles.Config(dtype, fmt, layout, True))
+    run_kernel(kernel, ARCHS[HOPPER], a, scale, tiles, flags, seed=0)
+    assert not flags.any()
+    numbers = torch.nn.functional.pad(numbers, (0, chunks * 256 - k))
+    got = tiles.view(dtype).view(chunks, 4, groups, 8, 8, 8)  # chunk, 64 positions, group, token, piece, element
+    # Which elements of a word a decoder pairs: (0, 2), (1, 3), ... in fp16, (0, 4), (1, 5), ... in bf16.
+    pairs = [(0, 2), (1, 3), (4, 6), (5, 7)] if dtype == FP16 else [(0, 4), (1, 5), (2, 6), (3, 7)]
+    for token in range(m):
+        for step in range(16):
+            for position in range(16):
+                high, quad, e = position // 8, position % 8 // 2, position % 2
+                element = quad * 64 + step // 2 * 8 + pairs[step % 2 * 2 + high][e]
+                piece = (step % 4 * 2 + high) ^ (token % 8)
+                found = got[:, step // 4, token // 8, token % 8, piece, position % 8].float()
+                assert torch.equal(found, numbers[token, element::256]), (token, step, position)
 
 
 @pytest.mark.parametrize(

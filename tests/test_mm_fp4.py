@@ -155,7 +155,8 @@ def test_auto_takes_no_reference_on_a_gpu():
 def test_no_backend_left_tells_every_reason(monkeypatch):
     monkeypatch.setattr(type(BACKENDS["reference"]), "reason_unsupported", lambda *args: "is being tested")
     cpu = Target(torch.device("cpu"), None, 1)
-    with pytest.raises(ValueError, match=r"no backend: mma_sync: needs a CUDA device; .*; reference: is being tested"):
+    told = r"no backend: wgmma: needs a CUDA device; .*; mma_sync: needs .*; reference: is being tested"
+    with pytest.raises(ValueError, match=told):
         mm_backends.choose(product_of(), 8, cpu)
 
 
@@ -302,11 +303,11 @@ def test_every_tactic(op, fmt, sizes):
             out = torch.full((m, n), torch.nan, device=device)
             operands = mm_backends.Operands(
                 given["a"],
-                None if a_scale is None else a_scale.view(torch.uint8),
-                given["b"].t(),
-                given["b_scale"].view(torch.uint8),
+                a_scale,
+                given["b"],
+                given["b_scale"],
                 None,
                 out,
             )
-            backend.run(product, tactic, target, operands)
+            backend.launcher(product, tactic, target)(*operands)
             assert torch.equal(out.cpu(), want), (name, tactic)

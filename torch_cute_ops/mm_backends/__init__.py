@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from torch_cute_ops.mm_backends._base import Backend, Operands, Product, Tactic, Target
+from torch_cute_ops.mm_backends._base import Backend, Launcher, Operands, Product, Tactic, Target
 from torch_cute_ops.mm_backends._model import usual_targets
 from torch_cute_ops.mm_backends.cublas import Cublas
 from torch_cute_ops.mm_backends.mma_sync import MmaSync
@@ -24,6 +24,7 @@ __all__ = [
     "BACKENDS",
     "Backend",
     "Choice",
+    "Launcher",
     "Operands",
     "Product",
     "Tactic",

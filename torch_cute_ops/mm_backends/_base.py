@@ -1,7 +1,7 @@
 """What a backend of the FP4 products is asked for, and what it answers."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -61,13 +61,13 @@ def _plain(value: Any) -> int | bool | str | None:
 
 
 class Operands(NamedTuple):
-    """The tensors of a call as backends take them: 2-D and contiguous.
+    """The tensors of a call as backends take them: 2-D and contiguous, ``b`` by columns.
 
     Attributes:
         a: (M, K/2) uint8, or (M, K).
-        a_scale: the bytes of its scales, in ``a_layout``; or ``None``.
-        b: (N, K/2) uint8.
-        b_scale: the bytes of its scales, in ``b_layout``.
+        a_scale: its scales in the format's dtype, in ``a_layout``; or ``None``.
+        b: (K/2, N) uint8.
+        b_scale: its scales in the format's dtype, in ``b_layout``.
         alpha: (1,) float32, or ``None``.
         out: (M, N), to be written.
     """
@@ -78,6 +78,13 @@ class Operands(NamedTuple):
     b_scale: torch.Tensor
     alpha: torch.Tensor | None
     out: torch.Tensor
+
+
+Launcher = Callable[
+    [torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], None
+]
+"""A function of ``Operands`` that writes ``out``, queued on the current stream of a GPU; there is at least one row and
+one column."""
 
 
 @dataclass(frozen=True)
@@ -119,5 +126,10 @@ class Backend(abc.ABC):
         """Our kernels that the tactic launches."""
 
     @abc.abstractmethod
-    def run(self, product: Product, tactic: Tactic, target: Target, operands: Operands) -> None:
-        """Write ``operands.out``; queued on the current stream of a GPU. There is at least one row and one column."""
+    def launcher(self, product: Product, tactic: Tactic, target: Target) -> Launcher:
+        """The function that computes; its kernels are compiled."""
+
+    def refuses(self, product: Product) -> bool:
+        """Whether launchers refuse operands that do not lie as they must, by ``ValueError`` or ``TypeError`` and before
+        anything is launched: whether they are one compiled function."""
+        return False

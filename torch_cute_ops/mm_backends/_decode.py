@@ -36,9 +36,9 @@ def reason_misaligned(product: Product) -> str | None:
 def decoded(
     codes: torch.Tensor, scale: torch.Tensor, fmt: FP4Format, layout: ScaleLayout, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The numbers (rows, K) of codes (rows, K/2) and the bytes of their scales, in ``dtype``."""
+    """The numbers (rows, K) of codes (rows, K/2) and their scales, in ``dtype``."""
     out: torch.Tensor = dequantize.fp4_dequantize(
-        codes, scale.view(fmt.scale_dtype), block_size=fmt.block_size, scale_layout=layout.name, out_dtype=dtype
+        codes, scale, block_size=fmt.block_size, scale_layout=layout.name, out_dtype=dtype
     )
     return out
 

@@ -10,7 +10,7 @@ import torch
 from torch_cute_ops.fake.fp4_quantize import fp4_shapes
 from torch_cute_ops.formats import SCALE_LAYOUTS, FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import to_linear
-from torch_cute_ops.mm_backends import BACKENDS, Operands, Product, Target, bucket, key_of, reasons
+from torch_cute_ops.mm_backends import BACKENDS, Launcher, Operands, Product, Target, bucket, key_of, reasons
 from torch_cute_ops.reference.fp4_dequantize import decode_rows
 from torch_cute_ops.runtime import timing, tuner, tuning
 from torch_cute_ops.runtime.tuner import Candidate, Problem
@@ -59,6 +59,7 @@ class Bench:
         self.product = product
         self.m = m
         self.target = target
+        self._launchers: dict[Candidate, Launcher] = {}
 
     def check(self, candidate: Candidate) -> str | None:
         """How wrong the candidate's result is, in words; ``None``: as right as sums in fp32 can be."""
@@ -94,7 +95,11 @@ class Bench:
             torch.cuda.empty_cache()
 
     def _run(self, candidate: Candidate, operands: Operands) -> None:
-        BACKENDS[candidate.backend].run(self.product, candidate.tactic, self.target, operands)
+        launcher = self._launchers.get(candidate)
+        if launcher is None:
+            backend = BACKENDS[candidate.backend]
+            launcher = self._launchers[candidate] = backend.launcher(self.product, candidate.tactic, self.target)
+        launcher(*operands)
 
     def _run_set(self, candidate: Candidate, sets: Sequence[Operands], i: int) -> None:
         self._run(candidate, sets[i])
@@ -112,7 +117,7 @@ class Bench:
         b, b_scale = _matrix(product.n, product.k, product.fmt, product.b_layout, generator)
         alpha = torch.full((1,), 0.7, device=device) if product.has_alpha else None
         out = torch.empty(self.m, product.n, dtype=product.out_dtype, device=device)
-        return Operands(a, a_scale, b, b_scale, alpha, out)
+        return Operands(a, a_scale, b.t(), b_scale, alpha, out)
 
     @cached_property
     def _expected(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,7 +130,7 @@ class Bench:
         for rows in _chunks(self.m, product.k):
             left = a[rows].double() if a_scale is None else _decoded(a, a_scale, product, product.a_layout, rows)
             for columns in _chunks(product.n, product.k):
-                right = _decoded(b, b_scale, product, product.b_layout, columns).t()
+                right = _decoded(b.t(), b_scale, product, product.b_layout, columns).t()
                 total = factor * (left @ right)
                 lost = factor.abs() * (left.abs() @ right.abs()) * (product.k * EPS)
                 want[rows, columns] = total.float()
@@ -157,7 +162,7 @@ def _matrix(
     low, high = SCALE_BYTES[fmt.scale_format]
     return (
         torch.randint(0, 256, codes, dtype=torch.uint8, device=device, generator=generator),
-        torch.randint(low, high, scale, dtype=torch.uint8, device=device, generator=generator),
+        torch.randint(low, high, scale, dtype=torch.uint8, device=device, generator=generator).view(fmt.scale_dtype),
     )
 
 

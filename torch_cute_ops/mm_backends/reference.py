@@ -1,6 +1,8 @@
 """The executable specification as a backend: right on every device, and slow."""
 
-from torch_cute_ops.mm_backends._base import Backend, Operands, Product, Tactic, Target
+import torch
+
+from torch_cute_ops.mm_backends._base import Backend, Launcher, Product, Tactic, Target
 from torch_cute_ops.reference.mm_fp4 import product as reference_product
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import Wanted
@@ -24,8 +26,17 @@ class Reference(Backend):
     def kernels(self, product: Product, tactic: Tactic, arch: Arch) -> tuple[Wanted, ...]:
         return ()
 
-    def run(self, product: Product, tactic: Tactic, target: Target, operands: Operands) -> None:
-        a, a_scale, b, b_scale, alpha, out = operands
-        out.copy_(
-            reference_product(a, a_scale, b, b_scale, alpha, out.dtype, product.fmt, product.a_layout, product.b_layout)
-        )
+    def launcher(self, product: Product, tactic: Tactic, target: Target) -> Launcher:
+        facts = (product.out_dtype, product.fmt, product.a_layout, product.b_layout)
+
+        def multiply(
+            a: torch.Tensor,
+            a_scale: torch.Tensor | None,
+            b: torch.Tensor,
+            b_scale: torch.Tensor,
+            alpha: torch.Tensor | None,
+            out: torch.Tensor,
+        ) -> None:
+            out.copy_(reference_product(a, a_scale, b.t(), b_scale, alpha, *facts))
+
+        return multiply

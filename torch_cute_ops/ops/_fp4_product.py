@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
+from torch import is_grad_enabled
 
 from torch_cute_ops.fake.fp4_quantize import fp4_shapes
 from torch_cute_ops.formats import FP4Format, ScaleLayout
@@ -14,6 +15,7 @@ from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
 from torch_cute_ops.ops.fp4_dequantize import aligned, scale_dtypes
 from torch_cute_ops.runtime import tuning
+from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.calls import launch_error
 from torch_cute_ops.runtime.capture import forbid_in_capture
@@ -21,11 +23,15 @@ from torch_cute_ops.runtime.compiler import Wanted
 from torch_cute_ops.runtime.dispatch import mark_written
 
 if TYPE_CHECKING:
-    from torch_cute_ops.mm_backends import Choice, Product, Target
+    from torch_cute_ops.mm_backends import Choice, Launcher, Operands, Product, Target
+
+    Chosen = tuple[Product, Choice, Target]
 
 AUTO: Final = "auto"
 A_DTYPES = (torch.bfloat16, torch.float16)
 """Of activations that are not in FP4."""
+MOST_USUAL = 4096
+"""Calls that an op remembers as usual, some 1 KB each."""
 
 Tensor = torch.Tensor
 Choices = tuple[int, str | None, str]
@@ -59,9 +65,12 @@ class FP4Product:
         self.arguments = arguments
         self.arrange = arrange
         self.has_a_scale = "Tensor a_scale" in arguments
-        self._choices: dict[tuple[Any, ...], tuple[Product, Target, Choice]] = {}
+        # By facts of a call, M among them: its device, sizes of its tensors in bytes, what computes it.
+        self._usual: dict[tuple[Any, ...], tuple[torch.device, tuple[int, ...], Launcher]] = {}
+        # By what decides the choice.
+        self._launchers: dict[tuple[Any, ...], tuple[Launcher, Chosen]] = {}
         # What has been run is compiled and loaded, and can be captured.
-        self._ran: set[tuple[Product, Choice, Target]] = set()
+        self._ran: set[Chosen] = set()
 
     def spec(self, function: Callable[..., Any], reference: Callable[..., Any], fake: Callable[..., Any]) -> OpSpec:
         """The op's place in the registry."""
@@ -164,7 +173,60 @@ class FP4Product:
         _checks.check_shape(self.op, name, scale, shape, f"the {layout.name} scales of {name[0]}")
 
     def run(self, given: Given, out: Tensor | None = None) -> Tensor:
-        """Compute on CUDA tensors, into ``out`` or into a new tensor."""
+        """Compute on CUDA tensors, into ``out`` or into a new tensor.
+
+        What follows is the way of nearly every call, written out for speed; whatever it does not expect it leaves to
+        ``_run_checked``. Strides, alignment and devices are for the compiled function to refuse.
+        """
+        a, b, a_scale, b_scale, alpha, out_dtype, choices, backend = given
+        facts = (
+            a.shape,
+            a.dtype,
+            b.shape,
+            b.dtype,
+            b_scale.shape,
+            b_scale.dtype,
+            None if a_scale is None else (a_scale.shape, a_scale.dtype),
+            None if alpha is None else (alpha.shape, alpha.dtype),
+            out_dtype,
+            choices,
+            backend,
+            a.get_device(),
+            tuning.generation,
+            tuning.is_on(),
+        )
+        usual = self._usual.get(facts)
+        if usual is None or (is_grad_enabled() and self._requires_grad(given)):
+            return self._run_checked(facts, given, out)
+        device, sizes, launch = usual
+        if out is None:
+            shape = (a.shape[0], b.shape[1])
+            result = allocator(device)(shape, (shape[1], 1), out_dtype)
+        else:
+            begin = out.data_ptr()
+            end = begin + out.nbytes
+            for tensor, size in zip((a, b, a_scale, b_scale, alpha), sizes, strict=True):
+                if tensor is not None and begin < tensor.data_ptr() + size and tensor.data_ptr() < end:
+                    return self._run_checked(facts, given, out)
+            if out.requires_grad or out.dtype is not out_dtype:
+                return self._run_checked(facts, given, out)
+            result = out
+        try:
+            launch(a, a_scale, b, b_scale, alpha, result)
+        except (ValueError, TypeError, RuntimeError):  # RuntimeError: from DLPack, for tensors without data
+            return self._run_checked(facts, given, out)
+        except Exception as error:  # from CUDA
+            raise self._error(error, given) from error
+        if out is not None:
+            mark_written((out,))
+        return result
+
+    def _requires_grad(self, given: Given) -> bool:
+        tensors = (given.a, given.b, given.a_scale, given.b_scale, given.alpha)
+        return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+    def _run_checked(self, facts: tuple[Any, ...], given: Given, out: Tensor | None) -> Tensor:
+        """``run`` with every check, for the first call, for unusual tensors, and for those that were refused."""
         self.check(given)
         a, b, a_scale, b_scale, alpha, out_dtype, choices, backend = given
         m, n = a.shape[0], b.shape[1]
@@ -182,44 +244,73 @@ class FP4Product:
         if not result.numel():
             return result
         planned = _mm().bucket(m)
-        facts = (planned, n, a.shape[1], a.dtype, alpha is not None, out_dtype, choices, backend, a.device)
         tunes = tuning.is_on() and backend == AUTO and not torch.cuda.is_current_stream_capturing()
-        chosen = self._choices.get((facts, tuning.generation, tunes))
-        is_new = chosen is None
-        if chosen is None:
-            product = self._product(given)
-            target = _mm().target_of(a.device)
-            if tunes:
-                _tune(self.op, product, m, target)
-            choice = self._choose(product, planned, target, backend)
-            if (product, choice, target) not in self._ran:
-                forbid_in_capture(self.op, str(product), self._warmup_call(product, m, choices, backend, a.device))
-            chosen = product, target, choice
+        key = (planned, n, a.shape[1], a.dtype, alpha is not None, out_dtype, choices, backend, a.device)
+        prepared = self._launchers.get((key, tuning.generation, tunes))
+        if prepared is None:
+            prepared = self._launcher(given, planned, tunes)
             # What is tuned is so outside of the block too.
             for known in {False, tunes}:
-                self._choices[facts, tuning.generation, known] = chosen
-        product, target, choice = chosen
+                self._launchers[key, tuning.generation, known] = prepared
+        launch, chosen = prepared
+        fmt = self._formats(choices)[0]
         operands = _mm().Operands(
-            a=aligned(a if a_scale is None else a.view(torch.uint8)),
-            a_scale=None if a_scale is None else aligned(a_scale.view(torch.uint8)),
-            b=aligned(b.view(torch.uint8).t()),
-            b_scale=aligned(b_scale.view(torch.uint8)),
+            a=aligned(a if a_scale is None else _seen_as(a, torch.uint8)),
+            a_scale=None if a_scale is None else aligned(_seen_as(a_scale, fmt.scale_dtype)),
+            b=aligned(_seen_as(b.t(), torch.uint8)).t(),
+            b_scale=aligned(_seen_as(b_scale, fmt.scale_dtype)),
             alpha=None if alpha is None else alpha.reshape(1),
             out=result,
         )
         try:
-            choice.backend.run(product, choice.tactic, target, operands)
+            launch(*operands)
         except RuntimeError as error:
             # Of torch, such as memory that ran out; or of another op that the backend uses, where a launch failed.
             cause = error.__cause__
             if not isinstance(cause, Exception):
                 raise
-            raise launch_error(self.op, cause, a, b, a_scale, b_scale, alpha, out_dtype, *choices) from cause
+            raise self._error(cause, given) from cause
         except Exception as error:  # from CUDA
-            raise launch_error(self.op, error, a, b, a_scale, b_scale, alpha, out_dtype, *choices) from error
-        if is_new:
-            self._ran.add((product, choice, target))
+            raise self._error(error, given) from error
+        self._ran.add(chosen)
+        product, choice, _ = chosen
+        if choice.backend.refuses(product) and self._is_usual(given, operands):
+            if len(self._usual) >= MOST_USUAL:
+                self._usual.clear()
+            tensors = (a, b, a_scale, b_scale, alpha)
+            sizes = tuple(0 if tensor is None else tensor.nbytes for tensor in tensors)
+            self._usual[facts] = a.device, sizes, launch
         return result
+
+    def _is_usual(self, given: Given, operands: "Operands") -> bool:
+        """Whether the tensors of the call went to the backend as they are."""
+        pairs = zip(
+            (given.a, given.a_scale, given.b_scale), (operands.a, operands.a_scale, operands.b_scale), strict=True
+        )
+        return (
+            all(tensor is operand for tensor, operand in pairs)
+            and given.b.data_ptr() == operands.b.data_ptr()
+            and given.b.dtype == operands.b.dtype
+            and (given.alpha is None or given.alpha.dim() == 1)
+        )
+
+    def _launcher(self, given: Given, planned: int, tunes: bool) -> tuple["Launcher", "Chosen"]:
+        """What computes calls like this one, with at most ``planned`` rows; compiled."""
+        product = self._product(given)
+        target = _mm().target_of(given.a.device)
+        if tunes:
+            _tune(self.op, product, planned, target)
+        choice = self._choose(product, planned, target, given.backend)
+        chosen = product, choice, target
+        if chosen not in self._ran:
+            call = self._warmup_call(product, given.a.shape[0], given.choices, given.backend, given.a.device)
+            forbid_in_capture(self.op, str(product), call)
+        return choice.backend.launcher(product, choice.tactic, target), chosen
+
+    def _error(self, error: Exception, given: Given) -> Exception:
+        """What a failed launch is reported as."""
+        a, b, a_scale, b_scale, alpha, out_dtype, choices, _ = given
+        return launch_error(self.op, error, a, b, a_scale, b_scale, alpha, out_dtype, *choices)
 
     def _warmup_call(self, product: "Product", m: int, choices: Choices, backend: str, device: torch.device) -> str:
         """The call of ``torch_cute_ops.warmup`` that makes a call like this one ready."""
@@ -291,6 +382,11 @@ def _tune(op: str, product: "Product", m: int, target: "Target") -> None:
     from torch_cute_ops.mm_backends import _tune
 
     _tune.tune(op, product, m, target)
+
+
+def _seen_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor itself, or its bytes as ``dtype``."""
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
 def _zeros(rows: int, k: int, fmt: FP4Format, layout: ScaleLayout, device: torch.device) -> tuple[Tensor, Tensor]:

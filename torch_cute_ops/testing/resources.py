@@ -27,13 +27,13 @@ class Resources:
     smem_bytes: int
 
 
-def compile_for(kernel: Kernel, arch: Arch) -> tuple[Any, Resources]:
-    """Compile ``kernel`` for ``arch`` and read ptxas's remarks.
+def compile_for(kernel: Kernel, arch: Arch) -> tuple[Any, list[Resources]]:
+    """Compile ``kernel`` for ``arch`` and read ptxas's remarks on what it launches.
 
     They come from the DSL's option ``remarks{ptx}``, which runs ``ptxas -v`` and writes to ``sys.stderr``.
 
     Raises:
-        RuntimeError: if there are no remarks on exactly one device kernel.
+        RuntimeError: if there are none, or they say that warpgroup products do not overlap.
     """
     remarks = io.StringIO()
     with contextlib.redirect_stderr(remarks):
@@ -41,17 +41,21 @@ def compile_for(kernel: Kernel, arch: Arch) -> tuple[Any, Resources]:
     return compiled, parse(remarks.getvalue())
 
 
-def parse(remarks: str) -> Resources:
-    """The figures in the output of ``ptxas -v`` for one device kernel.
+def parse(remarks: str) -> list[Resources]:
+    """The figures in the output of ``ptxas -v`` for each device kernel.
 
     Raises:
-        RuntimeError: if they are not there once.
+        RuntimeError: if they are not there, or say that warpgroup products do not overlap.
     """
     # With spills, they come as part of a longer message, which is wrapped.
     remarks = " ".join(remarks.split())
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", remarks)
     used = re.findall(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", remarks)
-    if len(spills) != 1 or len(used) != 1:
-        raise RuntimeError(f"expected ptxas's remarks on one kernel, got: {remarks!r}")
-    stack, stores, loads = map(int, spills[0])
-    return Resources(int(used[0][0]), stack, stores + loads, int(used[0][1] or 0))
+    if not used or len(spills) != len(used):
+        raise RuntimeError(f"expected ptxas's remarks on kernels, got: {remarks!r}")
+    if "wgmma.mma_async instructions are serialized" in remarks:
+        raise RuntimeError(f"ptxas does not overlap warpgroup products: {remarks!r}")
+    return [
+        Resources(int(registers), int(stack), int(stores) + int(loads), int(smem or 0))
+        for (stack, stores, loads), (registers, smem) in zip(spills, used, strict=True)
+    ]

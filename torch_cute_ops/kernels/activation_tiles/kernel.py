@@ -6,7 +6,7 @@ from cutlass import Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from torch_cute_ops.kernels.activation_tiles.config import CHUNK, THREADS, TILE_BYTES, TILE_TOKENS, Config
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, store_words
-from torch_cute_ops.kernels.common.fp4_weights import decode, pair_activations, scale_factors
+from torch_cute_ops.kernels.common.fp4_weights import decode, pair_activations, scale_argument, scale_factors
 from torch_cute_ops.runtime.argspec import Argument, Dim, TensorArg
 
 QUAD = 4  # lanes that share a row of an operand
@@ -23,14 +23,14 @@ class ActivationTilesKernel:
     def arguments(self) -> tuple[Argument, ...]:
         c, m = self.config, Dim("m")
         if c.layout is None:
-            k = Dim("k", divisibility=8)
+            k = Dim("k", divisibility=32)
             a, scale = TensorArg(self.dtype.__name__, (m, k), (k, 1), align=16), None
         else:
-            half, blocks = Dim("k_bytes", divisibility=8), Dim("blocks")
+            half = Dim("a_bytes", divisibility=16)
             a = TensorArg("Uint8", (m, half), (half, 1), align=16)
-            scale = TensorArg("Uint8", (Dim("scale_rows"), blocks), (blocks, 1), align=1)
-        tiles = TensorArg("Uint8", (Dim("tile_bytes", TILE_BYTES, bits=64),), (1,), align=128)
-        return a, scale, tiles, TensorArg("Uint32", (Dim("flags"),), (1,), align=4)
+            scale = scale_argument(c.fmt, Dim("a_scale_rows"), Dim("a_blocks"), align=1)
+        tiles = TensorArg("Uint8", (Dim("tile_bytes", TILE_BYTES, bits=64),), (1,), align=16)
+        return a, scale, tiles, TensorArg("Int32", (Dim("flags"),), (1,), align=4)
 
     @cute.jit
     def __call__(self, a, scale, tiles, flags, stream):
@@ -60,7 +60,7 @@ class ActivationTilesKernel:
             # What comes next may read its weight already: all that was before this kernel has been written.
             cute.arch.griddepcontrol_launch_dependents()
         for i in range(me, flags.shape[0], ctas * THREADS):
-            flags[i] = Uint32(0)
+            flags[i] = Int32(0)
         if me < a.shape[0] * chunks * EIGHTHS:
             eighth, chunk, token = me % EIGHTHS, me // EIGHTHS % chunks, me // EIGHTHS // chunks
             quarters = [

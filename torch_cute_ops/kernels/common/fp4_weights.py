@@ -12,13 +12,27 @@ is exact: ``e2m1 · e4m3`` has at most 6 significant bits.
 How eight codes of a word pair up follows from which bits a move can reach at once; activations are paired to match.
 """
 
-from cutlass import BFloat16, Float32, Uint32
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Uint8, Uint32
 
 from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format
 from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.convert import DSL_DTYPES
+from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 DECODED_SCALE = {NVFP4: 2.0**-8, MXFP4: 1.0}
 """Decoded numbers, and so sums, over what they should be."""
+
+
+def scale_argument(fmt: FP4Format, rows: Dim, columns: Dim, align: int = 16) -> TensorArg:
+    """A matrix of scales, as ops are given it."""
+    return TensorArg(DSL_DTYPES[fmt.scale_dtype].__name__, (rows, columns), (columns, 1), align)
+
+
+def rows_of_bytes(b: cute.Tensor, scale: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    """A weight (K/2, N), whose columns are contiguous, as (N, K/2); and its scales as bytes."""
+    b = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 0]))
+    return b, cute.make_tensor(cute.recast_ptr(scale.iterator, dtype=Uint8), scale.layout)
 
 
 def decode(words: list, scales: list, dtype, fmt: FP4Format) -> list:

@@ -4,7 +4,7 @@ All but copies and products are pure: the compiler may merge, move and drop them
 """
 
 import cutlass.experimental.primitives as primitives
-from cutlass import Boolean, Float32, Int16, Int32, Uint32
+from cutlass import Boolean, Float32, Int32, Uint32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith, llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
@@ -163,13 +163,9 @@ def copy_async_4(target, source, exists) -> None:
     primitives.cp_async_shared_global(target, source, 4, primitives.LoadCacheModifier.CA, cp_size=size)
 
 
-def copy_bulk(target, source, size, barrier, policy: int | None = None, ctas: int = 1) -> None:
-    """Start one bulk copy of ``size`` bytes to shared memory, the same place in each of the cluster's first ``ctas``;
-    ``barrier`` counts them, in each."""
-    mask = Int16((1 << ctas) - 1) if ctas > 1 else None
-    primitives.cp_async_bulk_shared_cluster_global(
-        target, source, barrier, size, multicast_mask=mask, l2_cache_hint=policy
-    )
+def copy_bulk(target, source, size, barrier) -> None:
+    """Start one bulk copy of ``size`` bytes to shared memory; ``barrier`` counts them."""
+    primitives.cp_async_bulk_shared_cluster_global(target, source, barrier, size)
 
 
 @dsl_user_op
@@ -237,18 +233,10 @@ def transpose_8x8(word, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
-def arrive_if(barrier, condition, rank: int | None = None, *, loc=None, ip=None) -> None:
-    """Arrive on an mbarrier of this CTA, or of the cluster's CTA ``rank``; without a branch, since ptxas would not
-    overlap the wgmma around one."""
+def arrive_if(barrier, condition, *, loc=None, ip=None) -> None:
+    """Arrive on an mbarrier of this CTA, without a branch: with one, ptxas would not overlap the wgmma around it."""
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(condition, loc, ip)]
-    if rank is None:
-        arrive = "@p mbarrier.arrive.shared::cta.b64 _, [$0];"
-    else:
-        arrive = (
-            f".reg .b32 r; mapa.shared::cluster.u32 r, $0, {rank}; "
-            "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [r];"
-        )
-    text = f"{{.reg .pred p; setp.ne.u32 p, $1, 0; {arrive}}}"
+    text = "{.reg .pred p; setp.ne.u32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0];}"
     _asm(None, operands, text, "r,r", loc, ip, pure=False)
 
 

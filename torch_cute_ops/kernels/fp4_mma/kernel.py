@@ -8,7 +8,14 @@ from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
-from torch_cute_ops.kernels.common.fp4_weights import DECODED_SCALE, decode, pair_activations, scale_factors
+from torch_cute_ops.kernels.common.fp4_weights import (
+    DECODED_SCALE,
+    decode,
+    pair_activations,
+    rows_of_bytes,
+    scale_argument,
+    scale_factors,
+)
 from torch_cute_ops.kernels.fp4_mma.config import CHUNK, ROWS, THREADS, Config
 from torch_cute_ops.runtime.argspec import Argument, Dim, TensorArg
 
@@ -28,11 +35,10 @@ class FP4MmaKernel:
     def arguments(self) -> tuple[Argument, ...]:
         m, n = Dim("m"), Dim("n", divisibility=8)
         k, half = Dim("k", divisibility=32), Dim("k_bytes", divisibility=16)
-        scale = TensorArg("Uint8", (Dim("scale_rows"), Dim("blocks")), (Dim("blocks"), 1), align=16)
         return (
             TensorArg(self.dtype.__name__, (m, k), (k, 1), align=16),
-            TensorArg("Uint8", (n, half), (half, 1), align=16),
-            scale,
+            TensorArg("Uint8", (half, n), (1, half), align=16),
+            scale_argument(self.config.fmt, Dim("scale_rows"), Dim("blocks")),
             TensorArg("Float32", (1,), (1,), align=4) if self.config.has_alpha else None,
             TensorArg(self.out_dtype.__name__, (m, n), (n, 1), align=16),
         )
@@ -40,6 +46,7 @@ class FP4MmaKernel:
     @cute.jit
     def __call__(self, a, b, scale, alpha, out, stream):
         c = self.config
+        b, scale = rows_of_bytes(b, scale)
         # In one dimension, where a grid may have 2^31: the weight's tiles, for one tile of activations after another.
         tiles = cute.ceil_div(b.shape[0], ROWS) * cute.ceil_div(a.shape[0], c.tokens)
         self.kernel(a, b, scale, alpha, out).launch(

@@ -6,7 +6,8 @@ from typing import Final
 import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
-from torch_cute_ops.kernels.activation_tiles.config import CHUNK
+from torch_cute_ops.kernels import activation_tiles
+from torch_cute_ops.kernels.activation_tiles import CHUNK
 from torch_cute_ops.runtime.arch import Arch
 
 WARPGROUP: Final = 128
@@ -29,26 +30,24 @@ class Config:
         dtype: of the activations as the products take them, and of the decoded weights: bfloat16, or float16 (NVFP4
             only).
         fmt, layout: format of the weights, and their scale layout.
-        a_is_fp4: whether the activations were decoded, too, and so are off by the same power of two.
+        a_layout: scale layout of activations in FP4; ``None``: they are of 16 bits.
         out_dtype: of the result.
         has_alpha: whether there is a factor.
         tokens: rows of activations of a tile.
         stages: chunks of codes under way.
         token_stages: stages of activations under way.
-        cluster: CTAs that share activations, 1 or 2.
         pdl: whether launches are programmatic dependent launches.
     """
 
     dtype: torch.dtype
     fmt: FP4Format
     layout: ScaleLayout
-    a_is_fp4: bool
+    a_layout: ScaleLayout | None
     out_dtype: torch.dtype
     has_alpha: bool
     tokens: int
     stages: int
     token_stages: int
-    cluster: int
     pdl: bool
 
     @property
@@ -65,6 +64,22 @@ class Config:
     def threads(self) -> int:
         """Threads of a CTA."""
         return (self.groups + 1) * WARPGROUP
+
+    @property
+    def arranged(self) -> activation_tiles.Config:
+        """How the activations are put in order."""
+        return activation_tiles.Config(self.dtype, self.fmt, self.a_layout, self.pdl)
+
+    def workspace_bytes(self, m: int, k: int, workers: int, shares: bool) -> tuple[int, int, int]:
+        """Bytes for ``m`` rows of activations in order, for sums that ``workers`` leave for others (if a sum is shared
+        at all), and for the flags of these; they lie one after the other."""
+        tiles = -(-m // self.tokens)
+        slots = tiles * workers if shares else 0
+        return (
+            tiles * self.tokens * -(-k // CHUNK) * CHUNK * self.dtype.itemsize,
+            slots * self.rows * self.tokens * 4,
+            slots * self.groups * 4,
+        )
 
     @property
     def chunk_blocks(self) -> int:
@@ -108,8 +123,6 @@ class Config:
             return f"wgmma is of sm_90a; this is {arch.name}"
         if self.dtype == torch.float16 and self.fmt.name != "nvfp4":
             return f"the numbers of {self.fmt.name} exceed float16"
-        if self.tokens // self.cluster % 8:
-            return f"{self.cluster} CTAs cannot share {self.tokens} tokens"
         if self.smem_bytes > arch.smem_per_cta:
             return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
         return None
@@ -120,11 +133,10 @@ def plan(
     dtype: torch.dtype,
     fmt: FP4Format,
     layout: ScaleLayout,
-    a_is_fp4: bool,
+    a_layout: ScaleLayout | None,
     out_dtype: torch.dtype,
     has_alpha: bool,
     tokens: int,
-    cluster: int,
     arch: Arch,
     pdl: bool,
 ) -> Config | None:
@@ -132,7 +144,7 @@ def plan(
     for stages in range(6, 2, -1):
         # A stage of codes lasts a chunk, whatever one of activations lasts.
         wanted = stages if tokens <= 32 else {64: 8, 128: 7, 256: 5}[tokens]
-        config = Config(dtype, fmt, layout, a_is_fp4, out_dtype, has_alpha, tokens, stages, wanted, cluster, pdl)
+        config = Config(dtype, fmt, layout, a_layout, out_dtype, has_alpha, tokens, stages, wanted, pdl)
         if config.reason_unsupported(arch) is None:
             return config
     return None

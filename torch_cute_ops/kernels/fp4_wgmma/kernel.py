@@ -9,9 +9,16 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.activation_tiles.config import TILE_BYTES, TILE_TOKENS
+from torch_cute_ops.kernels.activation_tiles.kernel import ActivationTilesKernel
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
-from torch_cute_ops.kernels.common.fp4_weights import DECODED_SCALE, decode, scale_factors
+from torch_cute_ops.kernels.common.fp4_weights import (
+    DECODED_SCALE,
+    decode,
+    rows_of_bytes,
+    scale_argument,
+    scale_factors,
+)
 from torch_cute_ops.kernels.fp4_wgmma.config import (
     CONSUMER_REGISTERS,
     GROUP_ROWS,
@@ -50,27 +57,41 @@ class FP4WgmmaKernel:
         self.config = config
         self.dtype = DSL_DTYPES[config.dtype]
         self.out_dtype = DSL_DTYPES[config.out_dtype]
+        self.arrange = ActivationTilesKernel(config.arranged)
 
     def arguments(self) -> tuple[Argument, ...]:
         c = self.config
+        a, a_scale, *_ = self.arrange.arguments()
         m, n, half = Dim("m"), Dim("n", divisibility=8), Dim("k_bytes", divisibility=16)
         blocks = Dim("blocks", divisibility=16 if c.layout.is_linear else TILE_BLOCKS)
         scale_rows = n if c.layout.is_linear else Dim("scale_rows", divisibility=TILE_ROWS)
         return (
-            TensorArg("Uint8", (Dim("tile_bytes", TILE_BYTES, bits=64),), (1,), align=128),
-            TensorArg("Uint8", (n, half), (half, 1), align=16),
-            TensorArg("Uint8", (scale_rows, blocks), (blocks, 1), align=16),
+            a,
+            a_scale,
+            TensorArg("Uint8", (half, n), (1, half), align=16),
+            scale_argument(c.fmt, scale_rows, blocks),
             TensorArg("Float32", (1,), (1,), align=4) if c.has_alpha else None,
             TensorArg(self.out_dtype.__name__, (m, n), (n, 1), align=16),
-            TensorArg("Float32", (Dim("partial_sums", bits=64),), (1,), align=16),
-            TensorArg("Uint32", (Dim("flags"),), (1,), align=4),
+            TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16),
             ScalarArg("Int32"),
             ScalarArg("Int32"),
         )
 
     @cute.jit
-    def __call__(self, tiles, b, scale, alpha, out, partials, flags, workers: Int32, split: Int32, stream):
+    def __call__(self, a, a_scale, b, scale, alpha, out, workspace, workers: Int32, shares: Int32, stream):
         c = self.config
+        b, scale = rows_of_bytes(b, scale)
+        token_tiles = cute.ceil_div(out.shape[0], c.tokens)
+        # Sizes as in ``Config.workspace_bytes``
+        slots = token_tiles * workers * shares
+        tile_bytes = Int64(token_tiles) * (c.tokens * LINE * QUARTERS) * cute.ceil_div(b.shape[1], LINE)
+        sums = Int64(slots) * (c.rows * c.tokens)
+        tiles = cute.make_tensor(workspace.iterator, cute.make_layout((tile_bytes,)))
+        after = workspace.iterator + cute.assume(tile_bytes, divby=TILE_BYTES)
+        partials = cute.make_tensor(cute.recast_ptr(after, dtype=Float32), cute.make_layout((sums,)))
+        after = after + cute.assume(4 * sums, divby=TILE_BYTES)
+        flags = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((slots * c.groups,)))
+        self.arrange(a, a_scale, tiles, flags, stream)
         load = cpasync.CopyBulkTensorTileG2SOp()
         codes_copy, codes = cpasync.make_tiled_tma_atom(load, b, self._codes_layout(1), (c.rows, LINE))
         scale_copy, scales = None, scale
@@ -88,14 +109,10 @@ class FP4WgmmaKernel:
                 OperandMajorMode.K,
             )
         )
-        token_tiles = cute.ceil_div(out.shape[0], c.tokens)
-        self.kernel(
-            tiles, codes_copy, codes, scale_copy, scales, alpha, out, partials, flags, workers, split, product
-        ).launch(
+        self.kernel(tiles, codes_copy, codes, scale_copy, scales, alpha, out, partials, flags, workers, product).launch(
             grid=[workers * token_tiles, 1, 1],
             block=[c.threads, 1, 1],
             min_blocks_per_mp=1,
-            cluster=[c.cluster, 1, 1] if const_expr(c.cluster > 1) else None,
             stream=stream,
             use_pdl=c.pdl,
         )
@@ -110,46 +127,38 @@ class FP4WgmmaKernel:
 
     @cute.kernel
     def kernel(
-        self,
-        tiles,
-        codes_copy,
-        codes,
-        scale_copy,
-        scales,
-        alpha,
-        out,
-        partials,
-        flags,
-        workers,
-        split,
-        product: cute.TiledMma,
+        self, tiles, codes_copy, codes, scale_copy, scales, alpha, out, partials, flags, workers, product: cute.TiledMma
     ):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
         n, half = codes.shape
-        # Tiles of tokens in bands of ``BAND``; in a band, all of a worker (of a cluster's) before the next.
+        chunks = cute.ceil_div(half, LINE)
+        row_tiles = cute.ceil_div(n, c.rows)
+        # Tiles of tokens in bands of ``BAND``; in a band, all of a worker before the next worker.
         token_tiles = cute.ceil_div(out.shape[0], c.tokens)
-        rank, cluster = cta % c.cluster, cta // c.cluster
-        band = cluster // (workers // c.cluster * BAND)
+        band = cta // (workers * BAND)
         width = cutlass.min(token_tiles - band * BAND, Int32(BAND))
-        place = cluster - band * (workers // c.cluster * BAND)
+        place = cta - band * (workers * BAND)
+        worker, token_tile = place // width, band * BAND + place % width
+        units = Int64(row_tiles) * chunks
         t = SimpleNamespace(
             n=n,
             m=out.shape[0],
-            chunks=cute.ceil_div(half, LINE),
+            chunks=chunks,
             blocks=half * 2 // c.fmt.block_size,
-            token_tile=band * BAND + place % width,
+            token_tile=token_tile,
             token_tiles=token_tiles,
-            rank=rank,
+            worker=worker,
             workers=workers,
-            split=split,
+            begin=Int32(worker * units // workers),
+            end=Int32((worker + 1) * units // workers),
+            units=units,
             out=out,
             partials=partials,
             flags=flags,
         )
-        self._deal(place // width, t)
         s = self._allocate()
         if tid == 0:
             for i in range_constexpr(c.stages):
@@ -157,9 +166,9 @@ class FP4WgmmaKernel:
                 cute.arch.mbarrier_init(s.free + i, 4 * c.groups)
             for i in range_constexpr(c.token_stages):
                 cute.arch.mbarrier_init(s.tokens_full + i, 1)
-                cute.arch.mbarrier_init(s.tokens_free + i, 4 * c.groups * c.cluster)
+                cute.arch.mbarrier_init(s.tokens_free + i, 4 * c.groups)
         cute.arch.mbarrier_init_fence()
-        self._sync_cluster()
+        cute.arch.sync_threads()
         if warp >= 4 * c.groups:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 4 * c.groups:
@@ -172,16 +181,6 @@ class FP4WgmmaKernel:
             if const_expr(c.has_alpha):
                 factor = alpha[0]
             self._consume(product, factor, tid, t, s)
-        if const_expr(c.cluster > 1):
-            # No CTA may end while the other can still write into its shared memory.
-            self._sync_cluster()
-
-    def _sync_cluster(self) -> None:
-        if self.config.cluster > 1:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
 
     def _allocate(self) -> SimpleNamespace:
         c = self.config
@@ -199,35 +198,11 @@ class FP4WgmmaKernel:
             tokens_free=barriers + 2 * c.stages + c.token_stages,
         )
 
-    def _deal(self, place, t) -> None:
-        """Fix what this worker multiplies, as units: chunks of a tile of rows, one tile after the other.
-
-        With a ``split``, every tile has so many workers, of which each takes every ``split``-th chunk: they read
-        neighbouring lines. The CTAs of a cluster have neighbouring tiles. Else workers share all units evenly.
-        """
-        c = self.config
-        t.units = Int64(cute.ceil_div(t.n, c.rows)) * t.chunks
-        t.is_split = t.split > 0
-        t.stride = cutlass.max(t.split, Int32(1))
-        t.part = place % t.stride
-        t.tile = place // t.stride * c.cluster + t.rank
-        t.worker = ptx.select(t.is_split, t.tile * t.stride + t.part, place)
-        t.begin = ptx.select(t.is_split, Int32(0), Int32(place * t.units // t.workers))
-        even = Int32((place + 1) * t.units // t.workers)
-        t.end = ptx.select(t.is_split, (t.chunks - t.part + t.stride - 1) // t.stride, even)
-
     def _segment(self, unit, t):
-        """What this worker has of the tile of the unit before ``unit``: the tile, its first chunk, chunks; and whether
-        it has the last of the tile's workers' part."""
+        """The part of a tile that ends before ``unit``, of this worker: tile, its first chunk, chunks."""
         tile = (unit - 1) // t.chunks
-        start = cutlass.max(t.begin, tile * t.chunks)
-        first = start - tile * t.chunks
-        return (
-            ptx.select(t.is_split, t.tile, tile),
-            ptx.select(t.is_split, t.part, first),
-            unit - start,
-            ptx.select(t.is_split, t.part == t.stride - 1, first + unit - start == t.chunks),
-        )
+        first = cutlass.max(t.begin, tile * t.chunks)
+        return tile, first - tile * t.chunks, unit - first
 
     # Copies
 
@@ -267,11 +242,11 @@ class FP4WgmmaKernel:
             left = ahead
             first_stage = Int32(0)
             while left > 0:
-                tile, first, count, _ = self._segment(unit, t)
+                tile, first, count = self._segment(unit, t)
                 for i in range(cutlass.min(count, left)):
                     self._load_weight(
                         tile,
-                        first + i * t.stride,
+                        first + i,
                         first_stage,
                         codes_copy,
                         boxes,
@@ -290,29 +265,18 @@ class FP4WgmmaKernel:
         unit = t.end
         done = Int32(0)
         while unit > t.begin:
-            tile, first, count, _ = self._segment(unit, t)
+            tile, first, count = self._segment(unit, t)
             for i in range(count):
                 if (done >= behind) | (done >= ahead):
                     cute.arch.mbarrier_wait(s.free + stage, parity)
                     self._load_weight(
-                        tile,
-                        first + i * t.stride,
-                        stage,
-                        codes_copy,
-                        boxes,
-                        to,
-                        scales,
-                        scale_copy,
-                        scale_boxes,
-                        scale_to,
-                        t,
-                        s,
+                        tile, first + i, stage, codes_copy, boxes, to, scales, scale_copy, scale_boxes, scale_to, t, s
                     )
                 done += 1
                 stage, parity = self._next(stage, parity, c.stages)
                 for quarter in range_constexpr(0, QUARTERS, c.span):
                     cute.arch.mbarrier_wait(s.tokens_free + token_stage, token_parity)
-                    self._load_tokens(tiles, (first + i * t.stride) * QUARTERS + quarter, token_stage, t, s)
+                    self._load_tokens(tiles, (first + i) * QUARTERS + quarter, token_stage, t, s)
                     token_stage, token_parity = self._next(token_stage, token_parity, c.token_stages)
             unit -= count
 
@@ -343,8 +307,6 @@ class FP4WgmmaKernel:
             size = cutlass.min(columns - column, Int32(c.chunk_blocks // TILE_BLOCKS)) * SCALE_TILE
             first = tile * (c.rows // TILE_ROWS)
             bands = cutlass.min(cute.ceil_div(t.n, TILE_ROWS) - first, Int32(c.rows // TILE_ROWS))
-            if const_expr(c.cluster > 1):
-                bands = cutlass.max(bands, Int32(0))  # the second tile of a cluster may be beyond
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, c.code_bytes + size * bands)
                 for i in range_constexpr(c.rows // TILE_ROWS):
@@ -356,7 +318,6 @@ class FP4WgmmaKernel:
                             scales.iterator + cute.assume(source, divby=SCALE_TILE),
                             size,
                             barrier,
-                            policy=EVICT_FIRST,
                         )
         cute.copy(
             codes_copy,
@@ -373,17 +334,14 @@ class FP4WgmmaKernel:
         barrier = s.tokens_full + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, c.token_bytes)
-            # Each CTA of a cluster copies its part of the tokens for all of them.
-            share = c.quarter_bytes // c.cluster
             for i in range_constexpr(c.span):
-                source = (Int64(quarter + i) * t.token_tiles + t.token_tile) * c.quarter_bytes + t.rank * share
-                target = stage * c.token_bytes + i * c.quarter_bytes + t.rank * share
+                source = (Int64(quarter + i) * t.token_tiles + t.token_tile) * c.quarter_bytes
+                target = stage * c.token_bytes + i * c.quarter_bytes
                 ptx.copy_bulk(
                     s.tokens + cute.assume(target, divby=TILE_BYTES),
                     tiles.iterator + cute.assume(source, divby=TILE_BYTES),
-                    share,
+                    c.quarter_bytes,
                     barrier,
-                    ctas=c.cluster,
                 )
 
     # Products
@@ -418,13 +376,13 @@ class FP4WgmmaKernel:
         token_stage, token_parity = Int32(0), Int32(0)
         unit = t.end
         while unit > t.begin:
-            tile, first, count, is_last = self._segment(unit, t)
+            tile, first, count = self._segment(unit, t)
             sums.fill(0.0)
             last = token_stage
             for i in range(count):
                 cute.arch.mbarrier_wait(s.full + stage, parity)
                 codes = [self._codes(stage, w.row + 8 * r, w, s) for r in range(2)]
-                factors = [self._block_scales(stage, first + i * t.stride, w.row + 8 * r, w, t, s) for r in range(2)]
+                factors = [self._block_scales(stage, first + i, w.row + 8 * r, w, t, s) for r in range(2)]
                 ptx.arrive_if(s.free + stage, w.leads)
                 stage, parity = self._next(stage, parity, c.stages)
                 for word in range_constexpr(WORDS):
@@ -457,28 +415,22 @@ class FP4WgmmaKernel:
                         leads = w.leads
                         if const_expr(word == 0):
                             leads = ptx.select(i > 0, leads, Uint32(0))
-                        self._free_tokens(last, leads, s)
+                        ptx.arrive_if(s.tokens_free + last, leads)
                     if const_expr(word % (2 * c.span) == 2 * c.span - 1):
                         last = token_stage
                         token_stage, token_parity = self._next(token_stage, token_parity, c.token_stages)
             warpgroup.wait_group(0)
-            self._free_tokens(last, w.leads, s)
+            ptx.arrive_if(s.tokens_free + last, w.leads)
             unit -= count
             if const_expr(c.pdl):
                 if unit <= t.begin:
                     cute.arch.griddepcontrol_launch_dependents()
-            if is_last:
+            if first + count < t.chunks:
+                self._leave(sums, w, t)
+            else:
                 if first > 0:
                     self._collect(sums, tile, w, t)
                 self._write(sums, tile, factor, w, t)
-            else:
-                self._leave(sums, w, t)
-
-    def _free_tokens(self, stage, leads, s) -> None:
-        """This warp has done with a stage of activations: for every CTA that writes it."""
-        cluster = self.config.cluster
-        for rank in range(cluster):
-            ptx.arrive_if(s.tokens_free + stage, leads, rank if cluster > 1 else None)
 
     def _codes(self, stage, row, w, s) -> list:
         """The lane's words of a row: its quarter of the chunk."""
@@ -547,12 +499,12 @@ class FP4WgmmaKernel:
 
     @cute.jit
     def _collect(self, sums, tile, w, t):
-        """Add the sums that others have left of this tile, in their order; this worker's come last."""
+        """Add the sums that others have left of this tile, in the order of k; this worker's come last."""
         c = self.config
         count = c.tokens // TILE_TOKENS
         # The worker that has the tile's first chunk: portions are rounded down.
         start = Int64(tile) * t.chunks
-        first = ptx.select(t.is_split, t.worker - t.part, Int32(((start + 1) * t.workers - 1) // t.units))
+        first = Int32(((start + 1) * t.workers - 1) // t.units)
         for worker in range(first, t.worker):
             flag = self._flag(worker, w, t)
             ready = ptx.load_acquire(flag)
@@ -575,7 +527,7 @@ class FP4WgmmaKernel:
     def _write(self, sums, tile, factor, w, t):
         """Scale the sums, round and store them."""
         c = self.config
-        scale = 1.0 / DECODED_SCALE[c.fmt] ** (2 if c.a_is_fp4 else 1)
+        scale = 1.0 / DECODED_SCALE[c.fmt] ** (1 if c.a_layout is None else 2)
         first_token = t.token_tile * c.tokens
         for j in range_constexpr(c.tokens // TILE_TOKENS):
             values = [ptx.mul_rn(ptx.mul_rn(sums[4 * j + i], Float32(scale)), factor) for i in range(4)]
