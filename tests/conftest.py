@@ -79,8 +79,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def group_of(nodeid: str) -> str:
-    """A test's parameters but for the device: op and sample. A test without parameters is on its own."""
-    _, _, parameters = nodeid.partition("[")
+    """A test's parameters but for the device: op and sample. A test without parameters is on its own.
+
+    What Inductor compiles for the CPU is one group: each worker would precompile PyTorch's headers first, for a minute.
+    """
+    name, _, parameters = nodeid.partition("[")
+    if "::test_inductor" in name and parameters.startswith("cpu-"):
+        return "inductor-cpu"
     return re.sub("^(cpu|cuda)-", "", parameters) or nodeid
 
 

@@ -271,18 +271,28 @@ def test_capture_tells_the_warmup(op, monkeypatch):
             assert value == want[key], key
 
 
+EVERY_SIZE = [(1, 64, 64), (9, 136, 288), (65, 384, 1088), (130, 256, 4096)]
+TACTICS = [
+    (name, sizes) for name in BACKENDS for sizes in (*EVERY_SIZE, *([(513, 776, 2048)] if name == "wgmma" else []))
+]
+
+
 @pytest.mark.gpu
 @by_op
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize(
-    "sizes", [(1, 64, 64), (9, 136, 288), (65, 384, 1088), (130, 256, 4096), (513, 776, 2048)], ids=str
-)
-def test_every_tactic(op, fmt, sizes):
-    """Each tactic of each backend gives the sums bit for bit, where they are exact, in an output that was poisoned."""
+@pytest.mark.parametrize(("name", "sizes"), TACTICS, ids=str)
+def test_every_tactic(op, fmt, name, sizes):
+    """Each tactic gives the sums bit for bit, where they are exact, in an output that was poisoned."""
     samples = PRODUCTS[op.name]
     m, n, k = sizes
-    layout = "128x4" if m % 2 else "linear"
     device = torch.device("cuda", torch.cuda.current_device())
+    target = mm_backends.target_of(device)
+    if name == "wgmma" and target.arch.name != "sm_90a":
+        pytest.skip("wgmma is of sm_90a")
+    # wgmma takes linear scales of NVFP4 in whole chunks only.
+    layout = "linear" if m % 2 == 0 or (name == "wgmma" and fmt == NVFP4 and k % 256 == 0) else "128x4"
+    if name == "wgmma" and fmt == MXFP4:
+        layout = "128x4"
     sample = samples.sample("", m, n, k, fmt, layout, device, scales=POWERS[fmt.scale_format], out_dtype=torch.float32)
     if not samples.has_a_scale:
         sample.args[0].copy_(torch.randint(-8, 9, (m, k)))
@@ -293,21 +303,72 @@ def test_every_tactic(op, fmt, sizes):
     if samples.has_a_scale:
         layouts["a_layout"] = SCALE_LAYOUTS[layout]
     product = dataclasses.replace(product, **layouts)
+    backend = BACKENDS[name]
+    assert backend.reason_unsupported(product, target) is None
+    a_scale = given["a_scale"].view(fmt.scale_dtype) if samples.has_a_scale else None
+    for tactic in backend.tactics(product, mm_backends.bucket(m), target):
+        out = torch.full((m, n), torch.nan, device=device)
+        launch = backend.launcher(product, tactic, target)
+        launch(given["a"], a_scale, given["b"], given["b_scale"].view(fmt.scale_dtype), None, out)
+        assert torch.equal(out.cpu(), want), tactic
+
+
+@pytest.mark.gpu
+@by_op
+@pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
+def test_a_row_does_not_depend_on_the_number_of_rows(op, name):
+    """On one tactic, with numbers whose sums are rounded; nor does it change from call to call."""
+    samples = PRODUCTS[op.name]
+    device = torch.device("cuda", torch.cuda.current_device())
     target = mm_backends.target_of(device)
-    a_scale = given.get("a_scale")
-    for name, backend in BACKENDS.items():
-        if backend.reason_unsupported(product, target) is not None:
-            assert name == "wgmma" and (target.arch.name != "sm_90a" or layout == "linear")
-            continue
-        for tactic in backend.tactics(product, mm_backends.bucket(m), target):
-            out = torch.full((m, n), torch.nan, device=device)
-            operands = mm_backends.Operands(
-                given["a"],
-                a_scale,
-                given["b"],
-                given["b_scale"],
-                None,
-                out,
-            )
-            backend.launcher(product, tactic, target)(*operands)
-            assert torch.equal(out.cpu(), want), (name, tactic)
+    if name == "wgmma" and target.arch.name != "sm_90a":
+        pytest.skip("wgmma is of sm_90a")
+    sample = samples.sample("", 100, 392, 2560, NVFP4, "128x4", device, out_dtype=torch.float32)
+    given = arguments(op, sample)
+    product = product_of(2560, 392, NVFP4, torch.uint8 if samples.has_a_scale else torch.bfloat16, torch.float32)
+    backend = BACKENDS[name]
+    for tactic in backend.tactics(product, 16, target):
+        launch = backend.launcher(product, tactic, target)
+        every = []
+        for rows in (100, 100, 33, 1):
+            out = torch.full((rows, 392), torch.nan, device=device)
+            # The scales of the first rows come first in each tile of 128.
+            launch(given["a"][:rows], given.get("a_scale"), given["b"], given["b_scale"], None, out)
+            every.append(out)
+        assert torch.equal(every[0], every[1]), tactic
+        assert torch.equal(every[0][:33], every[2]) and torch.equal(every[0][:1], every[3]), tactic
+
+
+@pytest.mark.gpu
+@by_op
+@pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
+def test_a_captured_product_serves_other_operands(op, name):
+    """A graph gives the sums of what its operands hold when it is replayed, the weight written just before."""
+    samples = PRODUCTS[op.name]
+    device = torch.device("cuda", torch.cuda.current_device())
+    if name == "wgmma" and mm_backends.target_of(device).arch.name != "sm_90a":
+        pytest.skip("wgmma is of sm_90a")
+
+    def operands():
+        sample = samples.sample(
+            "", 24, 776, 1312, NVFP4, "128x4", device, scales=POWERS["e4m3"], out_dtype=torch.float32
+        )
+        if not samples.has_a_scale:
+            sample.args[0].copy_(torch.randint(-8, 9, (24, 1312)))
+        return arguments(op, sample) | {"backend": name}
+
+    used, *others = (operands() for _ in range(4))
+    tensors = [key for key, value in used.items() if isinstance(value, torch.Tensor)]
+    sources = {key: used[key].clone() for key in tensors}
+    op.function(**used)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for key in tensors:
+            used[key].copy_(sources[key])
+        out = op.function(**used)
+    for given in others:
+        for key in tensors:
+            sources[key].copy_(given[key])
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out.cpu(), results(given)[0])

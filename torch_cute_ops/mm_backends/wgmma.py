@@ -90,7 +90,8 @@ class Wgmma(Backend):
         function = compile_kernel(kernel, target.arch)
         sizes = _sizes(product, tokens)
         workers = _workers(sizes, split, target)
-        shares = workers != sizes.row_tiles
+        shares = int(workers != sizes.row_tiles)
+        tile_bytes = config.workspace_bytes(product.k, workers, shares=bool(shares))
 
         def multiply(
             a: torch.Tensor,
@@ -100,9 +101,8 @@ class Wgmma(Backend):
             alpha: torch.Tensor | None,
             out: torch.Tensor,
         ) -> None:
-            size = sum(config.workspace_bytes(a.shape[0], product.k, workers, shares))
-            workspace = allocator(a.device)((size,), (1,), torch.uint8)
-            function(a, a_scale, b, b_scale, alpha, out, workspace, workers, int(shares))
+            workspace = allocator(a.device)((-(-a.shape[0] // tokens) * tile_bytes,), (1,), torch.uint8)
+            function(a, a_scale, b, b_scale, alpha, out, workspace, workers, shares)
 
         return multiply
 

@@ -70,16 +70,11 @@ class Config:
         """How the activations are put in order."""
         return activation_tiles.Config(self.dtype, self.fmt, self.a_layout, self.pdl)
 
-    def workspace_bytes(self, m: int, k: int, workers: int, shares: bool) -> tuple[int, int, int]:
-        """Bytes for ``m`` rows of activations in order, for sums that ``workers`` leave for others (if a sum is shared
-        at all), and for the flags of these; they lie one after the other."""
-        tiles = -(-m // self.tokens)
-        slots = tiles * workers if shares else 0
-        return (
-            tiles * self.tokens * -(-k // CHUNK) * CHUNK * self.dtype.itemsize,
-            slots * self.rows * self.tokens * 4,
-            slots * self.groups * 4,
-        )
+    def workspace_bytes(self, k: int, workers: int, *, shares: bool) -> int:
+        """Bytes for each tile of activations: for these in order, and, if sums are shared, for those that ``workers``
+        leave for others, and the flags of these. All tiles of the first come first, then all of the second."""
+        activations = self.tokens * -(-k // CHUNK) * CHUNK * self.dtype.itemsize
+        return activations + (workers * (self.rows * self.tokens * 4 + self.groups * 4) if shares else 0)
 
     @property
     def chunk_blocks(self) -> int:
