@@ -48,7 +48,8 @@ def samples(spec: OpSpec, device: torch.device) -> list[Sample]:
 
 def backends(spec: OpSpec, sample: Sample) -> list[dict[str, Any]]:
     """The argument that names a backend, for each that can compute the call; an op that has none is called once."""
-    if spec.backends is None or "backend" in sample.kwargs:
+    names = [argument.name for argument in getattr(torch.ops.cute, spec.name).default._schema.arguments]
+    if spec.backends is None or "backend" in (*names[: len(sample.args)], *sample.kwargs):
         return [{}]
     reasons = spec.backends(sample.args[0].device, *sample.args, **sample.kwargs)
     return [{"backend": name} for name, reason in reasons.items() if reason is None]
