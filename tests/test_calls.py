@@ -7,8 +7,9 @@ import torch
 from cases import op_cases, plain_sample
 from launch_model import Launches, launches  # noqa: F401  (a fixture)
 from test_package import python
+from torch._subclasses import FakeTensorMode
 
-from torch_cute_ops.runtime import calls
+from torch_cute_ops.runtime import calls, dispatch
 
 PROGRAM = (
     "import torch, torch_cute_ops\n"
@@ -80,6 +81,18 @@ def test_errors_of_launches_name_the_call(op, launches: Launches, monkeypatch): 
         assert isinstance(raised.value.__cause__, CudaError)
     failing = False
     op.cuda(*sample.args, **sample.kwargs)
+
+
+def test_outputs_that_are_no_ordinary_tensors_are_for_the_dispatcher(monkeypatch):
+    """Their addresses are 0, where a kernel would write."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    plain = torch.zeros(2)
+    with FakeTensorMode():
+        fake = torch.zeros(2)
+    assert dispatch.is_plain_eager(plain, plain, out=plain) and dispatch.is_plain_eager(plain, out=(plain, plain))
+    assert not dispatch.is_plain_eager(plain, out=fake)
+    assert not dispatch.is_plain_eager(plain, out=(plain, fake))
+    assert not dispatch.is_plain_eager(plain, fake)
 
 
 def test_described():

@@ -9,12 +9,14 @@ from cases import arguments, op_cases, run
 from expected._fp4_product import results
 from hypothesis import given as given_by
 from hypothesis import strategies as st
+from launch_model import launches  # noqa: F401  (a fixture)
 
 import torch_cute_ops
 from torch_cute_ops import mm_backends
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.mm_backends import BACKENDS, Product, Target
 from torch_cute_ops.ops import _checks
+from torch_cute_ops.ops._fp4_product import FP4Product
 from torch_cute_ops.reference.mm_fp4 import product as product_reference
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
@@ -227,7 +229,63 @@ def test_products_are_in_the_registry():
     assert {name for name, op in OPS.items() if op.backends is not None} == set(PRODUCTS)
 
 
+@by_op
+def test_every_call_has_kernels(op):
+    """On a GPU; also a product without columns, which nothing computes."""
+    for sample in op.sample_inputs(torch.device("cpu")):
+        given = arguments(op, sample) | {"backend": "auto"}
+        if given["scale_layout"] == "linear" and given["b"].shape[0] * 2 // given["block_size"] % 4:
+            continue  # for cublas alone, whose kernel follows K
+        kernels = op.kernels(ARCHS["sm_90a"], **given)
+        assert kernels and all(kernel.make().config is not None for kernel in kernels), sample.name
+
+
 # What calls share
+
+
+@pytest.mark.usefixtures("launches")
+def test_a_call_after_a_capture_is_tuned(monkeypatch):
+    """In a capture nothing is; what was taken there is not kept for calls outside of it."""
+    op = OPS["mm_fp4_weight_only"]
+    tuned, capturing = [], False
+    monkeypatch.setattr("torch_cute_ops.ops._fp4_product._tune", lambda *args: tuned.append(args))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    sample = PRODUCTS[op.name].sample("", 64, 512, 1024, NVFP4, "128x4", torch.device("cpu"))
+    op.cuda(*sample.args, **sample.kwargs)
+    with torch_cute_ops.autotune():
+        capturing = True
+        op.cuda(*sample.args, **sample.kwargs)
+        assert not tuned
+        capturing = False
+        op.cuda(*sample.args, **sample.kwargs)
+        op.cuda(*sample.args, **sample.kwargs)
+    assert len(tuned) == 1
+
+
+@pytest.mark.usefixtures("launches")
+def test_usual_calls_are_not_checked_again(monkeypatch):
+    """The second call of the same shapes finds what computes it; another alpha, layout or dtype is another call."""
+    op = OPS["mm_fp4_weight_only"]
+    checked = []
+    check = FP4Product.check
+    monkeypatch.setattr(FP4Product, "check", lambda self, given: checked.append(given) or check(self, given))
+    sample = PRODUCTS[op.name].sample("", 64, 512, 1024, NVFP4, "128x4", torch.device("cpu"))
+    a, b, b_scale = sample.args
+    kwargs = {**sample.kwargs, "backend": "wgmma"}
+    for expected in (1, 1):
+        op.cuda(a, b, b_scale, **kwargs)
+        assert len(checked) == expected
+    for args in (
+        (a[:63], b, b_scale),
+        (a, b, b_scale, torch.ones(1)),
+        (a.half(), b, b_scale),
+        (a[:, ::1].t().t(), b, b_scale),
+    ):
+        op.cuda(*args, **kwargs)
+    assert len(checked) == 4  # the last lies as the first
+    for wrong in ((a.t().contiguous().t(), b, b_scale), (a, b, b_scale.t().contiguous().t())):
+        op.cuda(*wrong, **kwargs)  # copied
+    assert len(checked) == 6
 
 
 @by_op
@@ -271,10 +329,35 @@ def test_capture_tells_the_warmup(op, monkeypatch):
             assert value == want[key], key
 
 
-EVERY_SIZE = [(1, 64, 64), (9, 136, 288), (65, 384, 1088), (130, 256, 4096)]
-TACTICS = [
-    (name, sizes) for name in BACKENDS for sizes in (*EVERY_SIZE, *([(513, 776, 2048)] if name == "wgmma" else []))
+# M, N, K; the result's dtype, whether there is an alpha, and the dtype of activations that are not in FP4
+CALLS = [
+    (1, 64, 64, torch.float32, False, torch.bfloat16),
+    (9, 136, 288, torch.bfloat16, True, torch.float16),
+    (65, 384, 1088, torch.float16, True, torch.bfloat16),
+    (130, 256, 4096, torch.bfloat16, False, torch.float16),
 ]
+LARGE = (513, 776, 2048, torch.bfloat16, True, torch.bfloat16)
+TACTICS = [(name, call) for name in BACKENDS for call in (*CALLS, *([LARGE] if name == "wgmma" else []))]
+
+
+def gpu_target(name):
+    """The GPU, where the backend can compute there."""
+    target = mm_backends.target_of(torch.device("cuda", torch.cuda.current_device()))
+    if name == "wgmma" and target.arch.name != "sm_90a":
+        pytest.skip("wgmma is of sm_90a")
+    return target
+
+
+def exact_call(op, target, m, n, k, fmt, layout, out_dtype, a_dtype=torch.bfloat16, **kwargs):
+    """Arguments whose partial sums are all float32 numbers."""
+    samples = PRODUCTS[op.name]
+    powers = POWERS[fmt.scale_format]
+    given = arguments(
+        op, samples.sample("", m, n, k, fmt, layout, target.device, scales=powers, out_dtype=out_dtype, **kwargs)
+    )
+    if not samples.has_a_scale:
+        given["a"] = torch.randint(-8, 9, (m, k), device=target.device).to(a_dtype)
+    return given
 
 
 @pytest.mark.gpu
@@ -283,33 +366,28 @@ TACTICS = [
 @pytest.mark.parametrize(("name", "sizes"), TACTICS, ids=str)
 def test_every_tactic(op, fmt, name, sizes):
     """Each tactic gives the sums bit for bit, where they are exact, in an output that was poisoned."""
-    samples = PRODUCTS[op.name]
-    m, n, k = sizes
-    device = torch.device("cuda", torch.cuda.current_device())
-    target = mm_backends.target_of(device)
-    if name == "wgmma" and target.arch.name != "sm_90a":
-        pytest.skip("wgmma is of sm_90a")
-    # wgmma takes linear scales of NVFP4 in whole chunks only.
-    layout = "linear" if m % 2 == 0 or (name == "wgmma" and fmt == NVFP4 and k % 256 == 0) else "128x4"
-    if name == "wgmma" and fmt == MXFP4:
-        layout = "128x4"
-    sample = samples.sample("", m, n, k, fmt, layout, device, scales=POWERS[fmt.scale_format], out_dtype=torch.float32)
-    if not samples.has_a_scale:
-        sample.args[0].copy_(torch.randint(-8, 9, (m, k)))
-    given = arguments(op, sample)
+    m, n, k, out_dtype, has_alpha, a_dtype = sizes
+    target = gpu_target(name)
+    # wgmma takes linear scales of NVFP4 only; float16 does not hold the numbers of MXFP4.
+    layout = "linear" if m % 2 == 0 and (name != "wgmma" or fmt == NVFP4) else "128x4"
+    a_dtype = a_dtype if fmt == NVFP4 else torch.bfloat16
+    alpha = torch.full((1,), -0.75, device=target.device) if has_alpha else None
+    given = exact_call(op, target, m, n, k, fmt, layout, out_dtype, a_dtype, alpha=alpha)
     (want,) = results(given)
-    product = product_of(k, n, fmt, torch.uint8 if samples.has_a_scale else torch.bfloat16, torch.float32)
-    layouts = {"b_layout": SCALE_LAYOUTS[layout]}
-    if samples.has_a_scale:
-        layouts["a_layout"] = SCALE_LAYOUTS[layout]
-    product = dataclasses.replace(product, **layouts)
+    has_a_scale = PRODUCTS[op.name].has_a_scale
+    product = dataclasses.replace(
+        product_of(k, n, fmt, torch.uint8 if has_a_scale else a_dtype, out_dtype),
+        a_layout=SCALE_LAYOUTS[layout] if has_a_scale else None,
+        b_layout=SCALE_LAYOUTS[layout],
+        has_alpha=has_alpha,
+    )
     backend = BACKENDS[name]
     assert backend.reason_unsupported(product, target) is None
-    a_scale = given["a_scale"].view(fmt.scale_dtype) if samples.has_a_scale else None
+    a_scale = given["a_scale"].view(fmt.scale_dtype) if has_a_scale else None
     for tactic in backend.tactics(product, mm_backends.bucket(m), target):
-        out = torch.full((m, n), torch.nan, device=device)
+        out = torch.full((m, n), torch.nan, dtype=out_dtype, device=target.device)
         launch = backend.launcher(product, tactic, target)
-        launch(given["a"], a_scale, given["b"], given["b_scale"].view(fmt.scale_dtype), None, out)
+        launch(given["a"], a_scale, given["b"], given["b_scale"].view(fmt.scale_dtype), alpha, out)
         assert torch.equal(out.cpu(), want), tactic
 
 
@@ -318,11 +396,8 @@ def test_every_tactic(op, fmt, name, sizes):
 @pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
 def test_a_row_does_not_depend_on_the_number_of_rows(op, name):
     """On one tactic, with numbers whose sums are rounded; nor does it change from call to call."""
-    samples = PRODUCTS[op.name]
-    device = torch.device("cuda", torch.cuda.current_device())
-    target = mm_backends.target_of(device)
-    if name == "wgmma" and target.arch.name != "sm_90a":
-        pytest.skip("wgmma is of sm_90a")
+    samples, target = PRODUCTS[op.name], gpu_target(name)
+    device = target.device
     sample = samples.sample("", 100, 392, 2560, NVFP4, "128x4", device, out_dtype=torch.float32)
     given = arguments(op, sample)
     product = product_of(2560, 392, NVFP4, torch.uint8 if samples.has_a_scale else torch.bfloat16, torch.float32)
@@ -344,22 +419,11 @@ def test_a_row_does_not_depend_on_the_number_of_rows(op, name):
 @pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
 def test_a_captured_product_serves_other_operands(op, name):
     """A graph gives the sums of what its operands hold when it is replayed, the weight written just before."""
-    samples = PRODUCTS[op.name]
-    device = torch.device("cuda", torch.cuda.current_device())
-    if name == "wgmma" and mm_backends.target_of(device).arch.name != "sm_90a":
-        pytest.skip("wgmma is of sm_90a")
-
-    def operands():
-        sample = samples.sample(
-            "", 24, 776, 1312, NVFP4, "128x4", device, scales=POWERS["e4m3"], out_dtype=torch.float32
-        )
-        if not samples.has_a_scale:
-            sample.args[0].copy_(torch.randint(-8, 9, (24, 1312)))
-        return arguments(op, sample) | {"backend": name}
-
-    used, *others = (operands() for _ in range(4))
+    target = gpu_target(name)
+    used, *others = (exact_call(op, target, 24, 776, 1312, NVFP4, "128x4", torch.float32) for _ in range(4))
     tensors = [key for key, value in used.items() if isinstance(value, torch.Tensor)]
     sources = {key: used[key].clone() for key in tensors}
+    used["backend"] = name
     op.function(**used)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -372,3 +436,51 @@ def test_a_captured_product_serves_other_operands(op, name):
         out.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out.cpu(), results(given)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
+def test_products_behind_each_other(name):
+    """A product's operands may come from the launch before it: another product, or the quantisation of its weight."""
+    device = gpu_target(name).device
+    weights = torch.randn(6, 512, 512, device=device)
+    a = torch.randn(20, 512, device=device, dtype=torch.bfloat16)
+    codes, scale = torch_cute_ops.fp4_quantize(weights[0], scale_layout="128x4")
+
+    def chain(between):
+        value, every = a, []
+        for weight in (*weights, *weights):
+            torch_cute_ops.fp4_quantize(weight, scale_layout="128x4", out=(codes, scale))
+            between()
+            for _ in range(2):
+                value = torch_cute_ops.mm_fp4_weight_only(value, codes.t(), scale, backend=name)
+                value = value / value.abs().amax()
+                between()
+                every.append(value)
+        return torch.stack(every)
+
+    want = chain(torch.cuda.synchronize)
+    assert want.isfinite().all()
+    for _ in range(5):
+        assert torch.equal(chain(lambda: None), want)
+
+
+@pytest.mark.gpu
+@by_op
+@pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
+def test_products_on_several_streams(op, name):
+    """Calls that run at the same time do not meet in a workspace."""
+    target = gpu_target(name)
+    calls = [exact_call(op, target, 24, 776, 4096, NVFP4, "128x4", torch.float32) | {"backend": name} for _ in range(3)]
+    wants = [results(given)[0] for given in calls]
+    op.function(**calls[0])
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in calls]
+    outs = [[] for _ in calls]
+    for _ in range(10):
+        for given, stream, every in zip(calls, streams, outs, strict=True):
+            with torch.cuda.stream(stream):
+                every.append(op.function(**given))
+    torch.cuda.synchronize()
+    for every, want in zip(outs, wants, strict=True):
+        assert all(torch.equal(out.cpu(), want) for out in every)

@@ -131,5 +131,5 @@ class Backend(abc.ABC):
 
     def refuses(self, product: Product) -> bool:
         """Whether launchers refuse operands that do not lie as they must, by ``ValueError`` or ``TypeError`` and before
-        anything is launched: whether they are one compiled function."""
+        anything is launched: whether all that they launch is one compiled function's."""
         return False

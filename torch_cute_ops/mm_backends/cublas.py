@@ -62,8 +62,7 @@ def _multiply(
 
 
 def _dtype(product: Product) -> torch.dtype:
-    """What operands are decoded to: the dtype of ``a``; or bfloat16, for which PyTorch has no flag that lowers
-    the precision of sums."""
+    """What operands are decoded to: the dtype of ``a``, or bfloat16."""
     return torch.bfloat16 if product.a_layout is not None else product.a_dtype
 
 

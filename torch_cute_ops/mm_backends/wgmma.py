@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from torch_cute_ops.formats import NVFP4
+from torch_cute_ops.kernels.activation_tiles.config import CHUNK
 from torch_cute_ops.mm_backends._base import Backend, Launcher, Product, Tactic, Target
 from torch_cute_ops.mm_backends._decode import reason_misaligned, reason_undecodable, sixteen_bit_dtype
 from torch_cute_ops.mm_backends._model import (
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
 BALANCED = 0
 SPLITS = (BALANCED, 1, 2, 3, 4)
 """CTAs for each tile of rows of the weight; ``BALANCED``: one for each SM, and all have as much to do."""
-CHUNK = 256
 DECODE_CLOCKS = {torch.bfloat16: 0.0325, torch.float16: 0.0285}
 """Of an SM for each weight (measured on an H200, with an eighth of the tensor cores' work or less)."""
+MOST_LEFT = 2**28
+"""Bytes of sums that CTAs of a call may leave for others."""
 FIXED_SECONDS = 5e-6
 """Of the two kernels of a call, with next to nothing to do (measured on an H200)."""
 
@@ -53,7 +55,7 @@ class Wgmma(Backend):
 
         widest = next((tokens for tokens in fp4_wgmma.TILES if tokens >= m), max(fp4_wgmma.TILES))
         every = itertools.product((tokens for tokens in fp4_wgmma.TILES if tokens <= widest), SPLITS)
-        return tuple(tactic for tactic in every if tactic[1] <= _sizes(product, tactic[0]).chunks)
+        return tuple(tactic for tactic in every if _is_useful(product, m, tactic, target))
 
     def estimate(self, product: Product, m: int, tactic: Tactic, target: Target) -> float:
         tokens, split = _tactic(tactic)
@@ -123,6 +125,15 @@ def _tactic(tactic: Tactic) -> tuple[int, int]:
     return int(tokens), int(split)
 
 
+def _is_useful(product: Product, m: int, tactic: Tactic, target: Target) -> bool:
+    """Whether every worker has something to do, and the sums that it leaves are no burden on memory."""
+    tokens, split = _tactic(tactic)
+    sizes = _sizes(product, tokens)
+    workers = _workers(sizes, split, target)
+    left = 0 if workers == sizes.row_tiles else -(-m // tokens) * workers * sizes.rows * tokens * 4
+    return split <= sizes.chunks and left <= MOST_LEFT
+
+
 def _sizes(product: Product, tokens: int) -> _Sizes:
     from torch_cute_ops.kernels import fp4_wgmma
 
@@ -132,7 +143,8 @@ def _sizes(product: Product, tokens: int) -> _Sizes:
 
 def _workers(sizes: _Sizes, split: int, target: Target) -> int:
     """CTAs that share the weight."""
-    return min(target.sms, sizes.row_tiles * sizes.chunks) if split == BALANCED else sizes.row_tiles * split
+    # Each has a chunk at least: the kernel waits for every worker's sums.
+    return max(1, min(target.sms, sizes.row_tiles * sizes.chunks) if split == BALANCED else sizes.row_tiles * split)
 
 
 def _config(product: Product, tokens: int, arch: Arch) -> "Config | None":

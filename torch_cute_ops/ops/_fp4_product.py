@@ -176,7 +176,8 @@ class FP4Product:
         """Compute on CUDA tensors, into ``out`` or into a new tensor.
 
         What follows is the way of nearly every call, written out for speed; whatever it does not expect it leaves to
-        ``_run_checked``. Strides, alignment and devices are for the compiled function to refuse.
+        ``_run_checked``. Strides, alignment and devices, and the shape of ``out``, are for the compiled function to
+        refuse.
         """
         a, b, a_scale, b_scale, alpha, out_dtype, choices, backend = given
         facts = (
@@ -274,9 +275,11 @@ class FP4Product:
             raise self._error(error, given) from error
         self._ran.add(chosen)
         product, choice, _ = chosen
-        if choice.backend.refuses(product) and self._is_usual(given, operands):
+        # In a capture nothing is tuned: a call after it may have to be.
+        may_tune = tuning.is_on() and backend == AUTO and not tunes
+        if choice.backend.refuses(product) and not may_tune and self._is_usual(given, operands):
             if len(self._usual) >= MOST_USUAL:
-                self._usual.clear()
+                self._usual.pop(next(iter(self._usual)))
             tensors = (a, b, a_scale, b_scale, alpha)
             sizes = tuple(0 if tensor is None else tensor.nbytes for tensor in tensors)
             self._usual[facts] = a.device, sizes, launch

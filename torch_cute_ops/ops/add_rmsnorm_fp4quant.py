@@ -52,7 +52,7 @@ def add_rmsnorm_fp4quant(
         ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(input, residual, weight, global_scale):
+    if is_plain_eager(input, residual, weight, global_scale, out=out):
         choices = (block_size, scale_format, scale_layout)
         outputs = _quant.run(input, residual, weight, global_scale, eps, choices, out)
         return cast(tuple[torch.Tensor, torch.Tensor], outputs)

@@ -49,7 +49,7 @@ def add_rmsnorm_fp8quant(
         ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(input, residual, weight, scale):
+    if is_plain_eager(input, residual, weight, scale, out=out):
         choices = (granularity, scale_layout)
         outputs = _quant.run(input, residual, weight, scale, eps, choices, out)
         return cast(tuple[torch.Tensor, torch.Tensor], outputs)

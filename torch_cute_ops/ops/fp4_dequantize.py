@@ -52,7 +52,7 @@ def fp4_dequantize(
         ValueError: for a wrong shape, device, format or layout.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(y, scale, global_scale):
+    if is_plain_eager(y, scale, global_scale, out=out):
         return _run(y, scale, global_scale, block_size, scale_format, scale_layout, out_dtype, out)
     args = (y, scale, global_scale, block_size, scale_format, scale_layout, out_dtype)
     if out is None:

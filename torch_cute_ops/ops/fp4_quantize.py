@@ -49,7 +49,7 @@ def fp4_quantize(
         ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(input, global_scale):
+    if is_plain_eager(input, global_scale, out=out):
         choices = (block_size, scale_format, scale_layout)
         outputs = _quant.run(input, None, None, global_scale, 0.0, choices, out)
         return cast(tuple[torch.Tensor, torch.Tensor], outputs)

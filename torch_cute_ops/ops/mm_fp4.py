@@ -78,7 +78,7 @@ def mm_fp4(
         TypeError: for a wrong dtype.
     """
     choices = (block_size, scale_format, scale_layout)
-    if is_plain_eager(a, b, a_scale, b_scale) and is_plain_eager(a, alpha):
+    if is_plain_eager(a, b, a_scale, b_scale, out=out) and is_plain_eager(a, alpha):
         return _product.run(Given(a, b, a_scale, b_scale, alpha, out_dtype, choices, backend), out)
     args = (a, b, a_scale, b_scale, alpha, out_dtype, *choices, backend)
     if out is None:

@@ -78,7 +78,7 @@ def mm_fp4_weight_only(
         TypeError: for a wrong dtype.
     """
     choices = (block_size, scale_format, scale_layout)
-    if is_plain_eager(a, b, b_scale, alpha):
+    if is_plain_eager(a, b, b_scale, alpha, out=out):
         dtype = a.dtype if out_dtype is None else out_dtype
         return _product.run(Given(a, b, None, b_scale, alpha, dtype, choices, backend), out)
     args = (a, b, b_scale, alpha, out_dtype, *choices, backend)

@@ -50,7 +50,7 @@ def rmsnorm_fp4quant_with_norm(
         ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(input, weight, global_scale):
+    if is_plain_eager(input, weight, global_scale, out=out):
         choices = (block_size, scale_format, scale_layout)
         outputs = _quant.run(input, None, weight, global_scale, eps, choices, out)
         return cast(tuple[torch.Tensor, torch.Tensor, torch.Tensor], outputs)

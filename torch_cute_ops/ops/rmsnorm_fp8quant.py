@@ -50,7 +50,7 @@ def rmsnorm_fp8quant(
         ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(input, weight, scale):
+    if is_plain_eager(input, weight, scale, out=out):
         choices = (granularity, scale_layout)
         outputs = _quant.run(input, None, weight, scale, eps, choices, out)
         return cast(tuple[torch.Tensor, torch.Tensor], outputs)

@@ -47,7 +47,7 @@ def silu_mul_fp4quant(
         ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(input, global_scale):
+    if is_plain_eager(input, global_scale, out=out):
         choices = (block_size, scale_format, scale_layout)
         outputs = _quant.run(input, None, None, global_scale, 0.0, choices, out)
         return cast(tuple[torch.Tensor, torch.Tensor], outputs)

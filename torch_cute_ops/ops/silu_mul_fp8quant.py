@@ -44,7 +44,7 @@ def silu_mul_fp8quant(
         ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(input, scale):
+    if is_plain_eager(input, scale, out=out):
         choices = (granularity, scale_layout)
         outputs = _quant.run(input, None, None, scale, 0.0, choices, out)
         return cast(tuple[torch.Tensor, torch.Tensor], outputs)

@@ -12,9 +12,14 @@ _LOGS = settings.LOG == "debug"
 
 
 def is_plain_eager(
-    a: torch.Tensor, b: torch.Tensor | None = None, c: torch.Tensor | None = None, d: torch.Tensor | None = None
+    a: torch.Tensor,
+    b: torch.Tensor | None = None,
+    c: torch.Tensor | None = None,
+    d: torch.Tensor | None = None,
+    out: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
 ) -> bool:
-    """Whether these are ordinary CUDA tensors and nothing (compiler, mode, transform, log) watches calls of ops.
+    """Whether these are ordinary CUDA tensors, outputs ordinary ones, and nothing (compiler, mode, transform, log)
+    watches calls of ops.
 
     Saves the dispatcher's 2.5 µs (measured on torch 2.11).
     """
@@ -26,6 +31,7 @@ def is_plain_eager(
         and (b is None or (type(b) in _PLAIN and b.is_cuda))
         and (c is None or (type(c) in _PLAIN and c.is_cuda))
         and (d is None or (type(d) in _PLAIN and d.is_cuda))
+        and (out is None or type(out) in _PLAIN or (type(out) is tuple and all(type(x) in _PLAIN for x in out)))
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
     )

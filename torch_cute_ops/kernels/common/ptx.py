@@ -163,9 +163,9 @@ def copy_async_4(target, source, exists) -> None:
     primitives.cp_async_shared_global(target, source, 4, primitives.LoadCacheModifier.CA, cp_size=size)
 
 
-def copy_bulk(target, source, size, barrier) -> None:
+def copy_bulk(target, source, size, barrier, policy: int | None = None) -> None:
     """Start one bulk copy of ``size`` bytes to shared memory; ``barrier`` counts them."""
-    primitives.cp_async_bulk_shared_cluster_global(target, source, barrier, size)
+    primitives.cp_async_bulk_shared_cluster_global(target, source, barrier, size, l2_cache_hint=policy)
 
 
 @dsl_user_op

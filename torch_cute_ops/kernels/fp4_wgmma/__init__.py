@@ -10,7 +10,8 @@ whole cache line).
 
 1. The copying warp keeps two rings filled, each stage with a barrier that counts bytes: codes (one TMA box with the
    128-byte swizzle) and scales of a chunk; activations, a chunk or a quarter of it at a time. It starts with the weight
-   before the activations are in order (programmatic dependent launch).
+   before the activations are in order (programmatic dependent launch; ``activation_tiles`` has waited by then for all
+   kernels before it, one that wrote the weight among them).
 2. A lane has two rows of ``b``, and of each the 64 elements of its quarter of the chunk, read at once with their
    scales. It decodes eight codes of both rows (two k16 steps), starts their products, and decodes the next eight
    meanwhile; then it waits for the products before those. A warp frees a stage of activations when the products that
@@ -18,8 +19,9 @@ whole cache line).
 3. ``workers`` CTAs share the work on one tile of tokens: the chunks of all rows of ``b``, one tile after the other, in
    equal contiguous portions. Where a portion ends inside a tile, its sums go to memory, and the worker with the tile's
    last chunk adds them up in the order of k. A worker does the part that others wait for first, so that none waits in
-   fact; and it waits only for workers before it, which have been started. A row's result depends on ``workers`` alone,
-   not on M or on what else is computed.
+   fact; and it waits only for workers before it, which have been started, since CTAs are started in their order. No
+   worker may be without work: it would leave no sums. A row's result depends on the tactic (``tokens``, ``workers``)
+   alone, not on M or on what else is computed.
 4. Sums are scaled, rounded, and transposed in registers, so that a store has 16 bytes in a row.
 
 Bytes moved: ``b`` and its scales once for each tile of tokens (those that run together read it from L2); ``a`` once for

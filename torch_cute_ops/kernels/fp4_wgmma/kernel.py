@@ -8,6 +8,8 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, ra
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
+from torch_cute_ops.formats import SCALE_LAYOUTS
+from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.activation_tiles.config import TILE_BYTES, TILE_TOKENS
 from torch_cute_ops.kernels.activation_tiles.kernel import ActivationTilesKernel
 from torch_cute_ops.kernels.common import ptx
@@ -31,27 +33,27 @@ from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 
 LINE = 128  # bytes of codes of a row in a chunk, and of activations of a token in a quarter of it
 WORDS = 8  # of a lane's codes of a row in a chunk; two k16 steps each
-TILE_ROWS, TILE_BLOCKS, SCALE_TILE = 128, 4, 512  # of the scale layout 128x4
+TILE_ROWS = SCALE_LAYOUTS["128x4"].tile_rows
+SCALE_TILE = TILE_ROWS * TILE_BLOCKS
 COLLECTED = 8  # groups of eight tokens whose sums are added up at once
 BAND = 8  # tiles of tokens that run side by side
-# The weight is read once: it shall not push out of L2 what is read again (createpolicy's ``L2::evict_first``).
+# The weight is read once by each tile of tokens: it shall not push out of L2 what is read more often (createpolicy's
+# ``L2::evict_first``).
 EVICT_FIRST = 0x12F0000000000000
 
 
-class Ring:
-    """A stage of a ring of buffers, and the parity of its use."""
-
-    def __init__(self, stage, parity, stages: int):
-        self.stage, self.parity, self.stages = stage, parity, stages
-
-    def next(self) -> "Ring":
-        wraps = self.stage + 1 == self.stages
-        stage = ptx.select(wraps, Int32(0), self.stage + 1)
-        return Ring(stage, ptx.select(wraps, self.parity ^ 1, self.parity), self.stages)
+def next_stage(stage, parity, stages: int) -> tuple:
+    """The next stage of a ring of buffers, and the parity of its next use."""
+    wraps = stage + 1 == stages
+    return ptx.select(wraps, Int32(0), stage + 1), ptx.select(wraps, parity ^ 1, parity)
 
 
 class FP4WgmmaKernel:
-    """The kernel of one ``Config``."""
+    """The kernel of one ``Config``.
+
+    Its methods pass on what a thread knows: ``t``, the sizes and this CTA's part; ``s``, where things lie in shared
+    memory; ``w``, the place in a warpgroup that multiplies.
+    """
 
     def __init__(self, config: Config):
         self.config = config
@@ -172,7 +174,7 @@ class FP4WgmmaKernel:
         if warp >= 4 * c.groups:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 4 * c.groups:
-                self._produce(tiles, codes_copy, codes, scale_copy, scales, t, s)
+                self._produce(tiles, self._weight(codes_copy, codes, scale_copy, scales, s), t, s)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[c.groups])
             if const_expr(c.pdl):
@@ -207,86 +209,76 @@ class FP4WgmmaKernel:
     # Copies
 
     @cute.jit
-    def _produce(self, tiles, codes_copy, codes, scale_copy, scales, t, s):
-        """The copying warp: everything that the worker multiplies, in that order."""
+    def _produce(self, tiles, weight, t, s):
+        """The copying warp: everything that the worker multiplies, in that order.
+
+        The weight's first stages do not wait for the activations. That is safe because the kernel that puts these in
+        order waits for all kernels before it, and only then lets this one start.
+        """
         c = self.config
-        ring = Ring(Int32(0), Int32(1), c.stages)
-        tokens_ring = Ring(Int32(0), Int32(1), c.token_stages)
-        boxes = cute.local_tile(codes, (c.rows, LINE), (None, None))
-        layout = self._codes_layout(c.stages)
-        to = cute.make_tensor(cute.recast_ptr(s.codes, layout.inner, dtype=Uint8), layout.outer)
-        to, boxes = cpasync.tma_partition(
-            codes_copy, 0, cute.make_layout(1), cute.group_modes(to, 0, 2), cute.group_modes(boxes, 0, 2)
-        )
-        scale_to = scale_boxes = None
-        if const_expr(c.layout.is_linear):
-            box = (c.rows, c.chunk_blocks)
-            scale_boxes = cute.local_tile(scales, box, (None, None))
-            scale_to = cute.make_tensor(
-                s.scales, cute.make_layout((*box, c.stages), stride=(c.chunk_blocks, 1, c.scale_bytes))
-            )
-            scale_to, scale_boxes = cpasync.tma_partition(
-                scale_copy,
-                0,
-                cute.make_layout(1),
-                cute.group_modes(scale_to, 0, 2),
-                cute.group_modes(scale_boxes, 0, 2),
-            )
-        stage, parity = ring.stage, ring.parity
-        token_stage, token_parity = tokens_ring.stage, tokens_ring.parity
-        # The weight's first stages do not wait for the activations, which another kernel is putting in order.
-        behind = Int32(c.stages) if const_expr(c.pdl) else Int32(0)
-        ahead = cutlass.min(t.end - t.begin, Int32(c.stages))
+        loaded = Int32(0)
         if const_expr(c.pdl):
             unit = t.end
-            left = ahead
-            first_stage = Int32(0)
-            while left > 0:
+            ahead = cutlass.min(t.end - t.begin, Int32(c.stages))
+            while loaded < ahead:
                 tile, first, count = self._segment(unit, t)
-                for i in range(cutlass.min(count, left)):
-                    self._load_weight(
-                        tile,
-                        first + i,
-                        first_stage,
-                        codes_copy,
-                        boxes,
-                        to,
-                        scales,
-                        scale_copy,
-                        scale_boxes,
-                        scale_to,
-                        t,
-                        s,
-                    )
-                    first_stage += 1
-                left -= count
+                for i in range(cutlass.min(count, ahead - loaded)):
+                    self._load_weight(tile, first + i, loaded, weight, t, s)
+                    loaded += 1
                 unit -= count
             cute.arch.griddepcontrol_wait()
+        # A ring that was never used counts as free.
+        stage, parity = Int32(0), Int32(1)
+        token_stage, token_parity = Int32(0), Int32(1)
         unit = t.end
         done = Int32(0)
         while unit > t.begin:
             tile, first, count = self._segment(unit, t)
             for i in range(count):
-                if (done >= behind) | (done >= ahead):
+                if done >= loaded:
                     cute.arch.mbarrier_wait(s.free + stage, parity)
-                    self._load_weight(
-                        tile, first + i, stage, codes_copy, boxes, to, scales, scale_copy, scale_boxes, scale_to, t, s
-                    )
+                    self._load_weight(tile, first + i, stage, weight, t, s)
                 done += 1
-                stage, parity = self._next(stage, parity, c.stages)
+                stage, parity = next_stage(stage, parity, c.stages)
                 for quarter in range_constexpr(0, QUARTERS, c.span):
                     cute.arch.mbarrier_wait(s.tokens_free + token_stage, token_parity)
                     self._load_tokens(tiles, (first + i) * QUARTERS + quarter, token_stage, t, s)
-                    token_stage, token_parity = self._next(token_stage, token_parity, c.token_stages)
+                    token_stage, token_parity = next_stage(token_stage, token_parity, c.token_stages)
             unit -= count
 
-    def _next(self, stage, parity, stages: int):
-        """The next stage of a ring, and the parity of its next use."""
-        ring = Ring(stage, parity, stages).next()
-        return ring.stage, ring.parity
+    def _boxes(self, copy, matrix, box: tuple[int, int], stages) -> tuple:
+        """Where a box of ``matrix`` lies: in shared memory, by stage; and in memory, by tile of rows and chunk."""
+        return cpasync.tma_partition(
+            copy,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(stages, 0, 2),
+            cute.group_modes(cute.local_tile(matrix, box, (None, None)), 0, 2),
+        )
+
+    def _weight(self, codes_copy, codes, scale_copy, scales, s) -> SimpleNamespace:
+        """How codes and scales are copied."""
+        c = self.config
+        layout = self._codes_layout(c.stages)
+        stages = cute.make_tensor(cute.recast_ptr(s.codes, layout.inner, dtype=Uint8), layout.outer)
+        codes_to, codes_from = self._boxes(codes_copy, codes, (c.rows, LINE), stages)
+        scales_to = scales_from = None
+        if c.layout.is_linear:
+            box = (c.rows, c.chunk_blocks)
+            layout = cute.make_layout((*box, c.stages), stride=(c.chunk_blocks, 1, c.scale_bytes))
+            scales_to, scales_from = self._boxes(scale_copy, scales, box, cute.make_tensor(s.scales, layout))
+        return SimpleNamespace(
+            codes_copy=codes_copy,
+            codes_from=codes_from,
+            codes_to=codes_to,
+            scale_copy=scale_copy,
+            scales_from=scales_from,
+            scales_to=scales_to,
+            scales=scales,
+        )
 
     @cute.jit
-    def _load_weight(self, tile, chunk, stage, codes_copy, boxes, to, scales, scale_copy, scale_boxes, scale_to, t, s):
+    def _load_weight(self, tile, chunk, stage, weight, t, s):
         """Start the copies of a chunk's codes and scales."""
         c = self.config
         barrier = s.full + stage
@@ -294,9 +286,9 @@ class FP4WgmmaKernel:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, c.code_bytes + c.scale_bytes)
             cute.copy(
-                scale_copy,
-                scale_boxes[None, tile, chunk],
-                scale_to[None, stage],
+                weight.scale_copy,
+                weight.scales_from[None, tile, chunk],
+                weight.scales_to[None, stage],
                 tma_bar_ptr=barrier,
                 cache_policy=Int64(EVICT_FIRST),
             )
@@ -315,14 +307,15 @@ class FP4WgmmaKernel:
                         target = stage * c.scale_bytes + i * (TILE_ROWS * c.chunk_blocks)
                         ptx.copy_bulk(
                             s.scales + cute.assume(target, divby=SCALE_TILE),
-                            scales.iterator + cute.assume(source, divby=SCALE_TILE),
+                            weight.scales.iterator + cute.assume(source, divby=SCALE_TILE),
                             size,
                             barrier,
+                            policy=EVICT_FIRST,
                         )
         cute.copy(
-            codes_copy,
-            boxes[None, tile, chunk],
-            to[None, stage],
+            weight.codes_copy,
+            weight.codes_from[None, tile, chunk],
+            weight.codes_to[None, stage],
             tma_bar_ptr=barrier,
             cache_policy=Int64(EVICT_FIRST),
         )
@@ -383,8 +376,10 @@ class FP4WgmmaKernel:
                 cute.arch.mbarrier_wait(s.full + stage, parity)
                 codes = [self._codes(stage, w.row + 8 * r, w, s) for r in range(2)]
                 factors = [self._block_scales(stage, first + i, w.row + 8 * r, w, t, s) for r in range(2)]
+                # All lanes have read.
+                cute.arch.sync_warp()
                 ptx.arrive_if(s.free + stage, w.leads)
-                stage, parity = self._next(stage, parity, c.stages)
+                stage, parity = next_stage(stage, parity, c.stages)
                 for word in range_constexpr(WORDS):
                     slot = word % 2
                     quarter = word // 2
@@ -418,7 +413,7 @@ class FP4WgmmaKernel:
                         ptx.arrive_if(s.tokens_free + last, leads)
                     if const_expr(word % (2 * c.span) == 2 * c.span - 1):
                         last = token_stage
-                        token_stage, token_parity = self._next(token_stage, token_parity, c.token_stages)
+                        token_stage, token_parity = next_stage(token_stage, token_parity, c.token_stages)
             warpgroup.wait_group(0)
             ptx.arrive_if(s.tokens_free + last, w.leads)
             unit -= count
