@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from kernel_grid import BF16, FP8_TARGETS, FP16, FP32, WHATS, Case, ProductCase, kernel_of
+from kernel_grid import BF16, FP8_TARGETS, FP16, FP32, WHATS, Case, ProductCase, WgmmaCase, kernel_of
 from ptx import EmulationError, run_kernel
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
@@ -467,6 +467,92 @@ def test_what_orders_a_product_is_needed(edit: Any) -> None:
     one = Mma(ProductCase(FP16, NVFP4, "128x4", 8, 2, FP32, False, HOPPER), 8, 128, 3584, 0)
     with pytest.raises(EmulationError):
         multiply(one, edit())
+
+
+# Products by warpgroups
+
+
+class Wgmma(NamedTuple):
+    """A warpgroup kernel of FP4 products and a launch of it; ``workers`` share the sums of a tile, or not."""
+
+    case: WgmmaCase
+    m: int
+    n: int
+    k: int
+    workers: int
+    shares: bool
+    seed: int | None
+
+    @property
+    def id(self) -> str:
+        return f"{self.case.id}-{self.m}x{self.n}x{self.k}-{self.workers}"
+
+
+def wgmma(dtype: Any, fmt: Any, layouts: tuple, tokens: int, out: Any, *launch: Any, seed: Any = 0) -> Any:
+    one = Wgmma(WgmmaCase(dtype, fmt, *layouts, tokens, out, bool(launch[0] % 2)), *launch, seed)
+    return pytest.param(one, id=one.id)
+
+
+# Rows, columns and k beyond which there is nothing; parts of several tiles; more chunks than stages.
+WGMMAS = [
+    wgmma(FP16, NVFP4, ("128x4", None), 8, FP32, 3, 264, 544, 2, False, seed=None),
+    wgmma(BF16, MXFP4, ("128x4", None), 16, BF16, 5, 40, 288, 1, False),
+    wgmma(FP16, NVFP4, ("128x4", "8x4"), 8, FP32, 9, 504, 1088, 4, True),
+    wgmma(FP16, NVFP4, ("linear", None), 16, FP16, 9, 520, 512, 3, True, seed=3),
+    wgmma(BF16, NVFP4, ("128x4", None), 64, FP32, 70, 136, 800, 2, True, seed=1),
+    wgmma(BF16, MXFP4, ("128x4", "128x4"), 128, BF16, 130, 136, 544, 2, False, seed=2),
+    wgmma(FP16, NVFP4, ("linear", "linear"), 256, FP32, 20, 136, 256, 2, False, seed=None),
+]
+
+
+def multiply_by_warpgroups(one: Wgmma, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernels leave in their output, and the reference's product."""
+    torch.manual_seed(one.k)
+    case = one.case
+    powers = POWERS[case.format.scale_format]
+    if case.a_layout is None:
+        a, a_scale = torch.randint(-8, 9, (one.m, one.k)).to(case.dtype), None
+    else:
+        a, a_scale = random_matrix(one.m, one.k, case.format, case.a_layout, CPU, powers)
+        a_scale = a_scale.view(case.format.scale_dtype)
+    b, scale = random_matrix(one.n, one.k, case.format, case.layout, CPU, powers)
+    scale = scale.view(case.format.scale_dtype)
+    alpha = torch.tensor([1.25]) if case.has_alpha else None
+    out = poisoned(one.m, one.n, dtype=case.out_dtype)
+    config = case.kernel.config
+    size = -(-one.m // case.tokens) * config.workspace_bytes(one.k, one.workers, shares=one.shares)
+    workspace = poisoned(size, dtype=torch.uint8)
+    given = (a, a_scale, b.t(), scale, alpha, out, workspace, one.workers, int(one.shares))
+    run_kernel(case.kernel, ARCHS[case.arch], *given, seed=one.seed, edit=edit)
+    layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]
+    return out, product(a, a_scale, b, scale, alpha, case.out_dtype, case.format, *layouts)
+
+
+@pytest.mark.parametrize("one", WGMMAS)
+def test_product_by_warpgroups(one: Wgmma) -> None:
+    """Bit for bit where sums are exact; what is beyond the matrices is not read, or counts for nothing."""
+    got, want = multiply_by_warpgroups(one, edit=None)
+    assert torch.equal(got, want)
+
+
+STAGES_AGAIN = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, FP32, False), 64, 128, 1024, 1, False, 0)
+SHARED_SUMS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, FP32, False), 8, 256, 1024, 3, True, 1)
+
+
+@pytest.mark.parametrize(
+    ("one", "pattern", "instead"),
+    [
+        pytest.param(STAGES_AGAIN, r"wgmma\.wait_group\.sync\.aligned\s+1;", "", id="products done"),
+        pytest.param(STAGES_AGAIN, r"mbarrier\.try_wait[^;]*;", "setp.eq.u32 P1, 0, 0;", id="copies there"),
+        pytest.param(STAGES_AGAIN, r"bar\.sync\s+0;", "", id="barriers initialised"),
+        pytest.param(SHARED_SUMS, r"ld\.acquire\.gpu\.global\.u32\s+(%r\d+),[^;]*;", r"mov.b32 \1, 1;", id="sums left"),
+    ],
+)
+def test_what_orders_a_product_by_warpgroups_is_needed(one: Wgmma, pattern: str, instead: str) -> None:
+    """Without it the emulator finds a race, or the sums are wrong."""
+    with pytest.raises((EmulationError, AssertionError)):
+        got, want = multiply_by_warpgroups(one, lambda ptx: re.sub(pattern, instead, ptx))
+        assert torch.equal(got, want)
 
 
 def changed(pattern: str, number: int = 0, to: str = "") -> Any:

@@ -6,8 +6,11 @@ gets a ``Decoder``, the ``Instruction`` and its modifiers, and returns a ``Step`
 
 from __future__ import annotations
 
+import re
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -697,6 +700,12 @@ def _ldmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     return _matrix_step(d, ins, [d.address(ins.operands[1])], targets, run, "load")
 
 
+def _halves(half: str, words: Array) -> Array:
+    """The numbers that words hold: a last axis for the halves of each."""
+    halves = np.ascontiguousarray(words)[..., None].view(np.uint16)
+    return (halves.view(np.float16) if half == "f16" else from_bf16(halves)).astype(np.float64)
+
+
 _MMA = {f"m16n8k{k}.row.col.f32.{half}.{half}.f32": (k, half) for k in (8, 16) for half in ("f16", "bf16")}
 
 
@@ -712,11 +721,7 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     k, half = _MMA[".".join(parts)]
     blocks = k // 8
     machine = d.machine
-
-    def values(words: Array) -> Array:
-        """A last axis for the halves of each word."""
-        halves = np.ascontiguousarray(words)[..., None].view(np.uint16)
-        return (halves.view(np.float16) if half == "f16" else from_bf16(halves)).astype(np.float64)
+    values = partial(_halves, half)
 
     def run(threads: Array, *registers: Array) -> Array:
         warps = _whole_warps(machine, threads)
@@ -735,6 +740,117 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         raise unknown(ins)
     sources = [d.source(item, TYPES["b32"]) for items in operands for item in items]
     return _matrix_step(d, ins, sources, [d.target(item, TYPES["f32"]) for item in target], run, "nan")
+
+
+_WGMMA = re.compile(r"m64n(\d+)k16\.f32\.(f16|bf16)\.(f16|bf16)")
+
+
+def _operand_rows(descriptor: int, rows: int) -> Array:
+    """Addresses in shared memory of 16 elements of each row, as pieces of 16 bytes: (rows, 2).
+
+    K-major, with the 128-byte swizzle (PTX ISA, "Matrix-descriptor").
+    """
+    start, pitch = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+    if descriptor >> 62 != 1:
+        raise NotImplementedError(f"an operand without the 128-byte swizzle: {descriptor:#x}")
+    row = np.arange(rows)[:, None]
+    address = start + row // 8 * pitch + row % 8 * 128 + np.array([0, 16])
+    return address ^ (address >> 7 & 7) << 4
+
+
+@effect("wgmma.mma_async.sync.aligned")
+def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    """A quarter of the product for each of the four warps, each at its time: ``A @ B + D``, A in registers.
+
+    That registers are still in use is not noticed.
+    The sum is there at once; but the atoms that hold B count as being read until the warp has waited for the group.
+    """
+    match = _WGMMA.fullmatch(".".join(parts))
+    target, a, descriptor, predicate, *signs = ins.operands
+    if match is None or match[2] != match[3] or not isinstance(a, Vec) or [s.value for s in signs] != [1, 1, 0]:
+        raise unknown(ins)
+    columns, half = int(match[1]), match[2]
+    machine = d.machine
+    values = partial(_halves, half)
+
+    def run(threads: Array, descriptor: Array, accumulates: Array, *registers: Array) -> Array:
+        warps = _whole_warps(machine, threads)
+        words = np.stack([np.broadcast_to(register, len(threads)) for register in registers])
+        # The axes: registers, warp, g, t, half of the word.
+        words = words.reshape(-1, warps, 8, 4)
+        a, c = words[:4], words[4:]
+        a = values(a).reshape(2, 2, warps, 8, 4, 2).transpose(2, 1, 3, 0, 4, 5).reshape(warps, 16, 16)
+        c = c.view(np.float32).reshape(columns // 8, 2, 2, warps, 8, 4)
+        c = c.transpose(3, 1, 4, 0, 5, 2).reshape(warps, 16, columns)
+        descriptor = np.broadcast_to(descriptor, len(threads)).reshape(warps, 32)
+        b = []
+        for warp in range(warps):
+            if not descriptor[warp, 0]:
+                # What is asked is how NaN in registers spreads.
+                b.append(np.zeros((16, columns)))
+                continue
+            address = _operand_rows(int(descriptor[warp, 0]), columns).reshape(-1)
+            # The warp's first thread stands for all: they wait together.
+            readers = np.full(len(address), threads[32 * warp])
+            rows = np.stack(machine.load("shared", readers, address.astype(np.uint32), 4, 4), -1)
+            machine.product_reads(int(readers[0]), int(address[0]) & ~1023, columns * 128)
+            b.append(values(rows.reshape(columns, 8)).reshape(columns, 16).T)
+            if not np.all(accumulates):
+                raise NotImplementedError("a product that does not add to what was there")
+        result = canonical((a @ np.stack(b) + c).astype(np.float32))
+        result = result.reshape(warps, 2, 8, columns // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)
+        return result.reshape(columns // 2, len(threads))
+
+    if len(target.items) != columns // 2 or len(a.items) != 4:
+        raise unknown(ins)
+    sources = [
+        d.source(descriptor, TYPES["b64"]),
+        d.source(predicate, TYPES["pred"]),
+        *(d.source(item, TYPES["b32"]) for item in (*a.items, *target.items)),
+    ]
+    return _matrix_step(d, ins, sources, [d.target(item, TYPES["f32"]) for item in target.items], run, "nan")
+
+
+@effect("wgmma.fence.sync.aligned")
+def _wgmma_fence(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    return Step(ins, [], [], lambda threads: ())
+
+
+@effect("wgmma.commit_group.sync.aligned")
+def _wgmma_commit(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    machine = d.machine
+
+    def run(threads: Array) -> tuple:
+        machine.commit_products(threads)
+        return ()
+
+    return Step(ins, [], [], run)
+
+
+@effect("wgmma.wait_group.sync.aligned")
+def _wgmma_wait(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    machine, most = d.machine, ins.operands[0].value
+
+    def run(threads: Array) -> tuple:
+        machine.wait_for_products(threads, most)
+        return ()
+
+    return Step(ins, [], [], run)
+
+
+@effect("movmatrix.sync.aligned.m8n8.trans.b16")
+def _movmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    """Lane 4 i + j has elements 2 j and 2 j + 1 of row i, and gets those of column i."""
+    machine = d.machine
+
+    def run(threads: Array, word: Array) -> list[Array]:
+        warps = _whole_warps(machine, threads)
+        halves = np.ascontiguousarray(np.broadcast_to(word, len(threads))).view(np.uint16).reshape(warps, 8, 8)
+        return [np.ascontiguousarray(halves.swapaxes(1, 2)).view(np.uint32).reshape(-1)]
+
+    target, source = ins.operands
+    sources, targets = [d.source(source, TYPES["b32"])], [d.target(target, TYPES["b32"])]
+    return _matrix_step(d, ins, sources, targets, run, "shuffle")
 
 
 # Barriers of a CTA and of a cluster
@@ -986,6 +1102,81 @@ def _one_bulk_to_shared(
         m.mbarrier_complete(cta, barrier, size)
 
     # Bytes under way are not there, whatever was there before.
+    m.shared.flags[here] &= np.uint8(0xFF ^ WRITTEN)
+    return execute
+
+
+@effect("cp.async.bulk.tensor.2d")
+def _tensor_copy(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    """A box of a matrix of bytes to shared memory; zeros for what is beyond the matrix."""
+    _parts(ins, parts, "shared::cta shared::cluster global tile mbarrier::complete_tx::bytes L2::cache_hint")
+    m = d.machine
+
+    def run(threads: Array, target: Array, map: Array, column: Array, row: Array, barrier: Array) -> tuple:
+        target, map, column, row, barrier = (
+            np.broadcast_to(x, len(threads)) for x in (target, map, column, row, barrier)
+        )
+        ctas, offsets = m.shared_place("shared::cta", threads, target)
+        _, barriers = m.shared_place("shared::cta", threads, barrier)
+        for i, thread in enumerate(threads.tolist()):
+            cta, offset = int(ctas[i]), int(offsets[i])
+            ((_, memory, bank, start),) = m.places("global", threads[i : i + 1], map[i : i + 1])
+            box = TensorMap(memory.data[memory.span(int(bank[0]), int(start[0]), 128, True)].tobytes())
+            begin = int(np.int32(column[i])), int(np.int32(row[i]))
+            copy = _one_box(m, thread, cta, offset, box, begin, int(barriers[i]))
+            m.start(thread, copy, (cta,))
+        return ()
+
+    target, source, barrier = ins.operands[:3]
+    map, column, row = source.items
+    sources = [
+        d.address(target),
+        d.address(map),
+        d.source(column, TYPES["s32"]),
+        d.source(row, TYPES["s32"]),
+        d.address(barrier),
+    ]
+    return Step(ins, sources, [], run)
+
+
+class TensorMap:
+    """What the DSL's host code writes for a matrix of bytes. (The format is not documented; this is what is seen.)"""
+
+    def __init__(self, data: bytes):
+        words = struct.unpack("<32I", data)
+        self.address = words[0] | words[1] << 32
+        self.pitch = words[3] * 16
+        self.width, self.height = words[8] + 1, words[9] + 1
+        self.box_width, self.box_height = (words[13] >> 24) + 1, (words[14] & 0xFF) + 1
+        self.swizzled = bool(words[2] & 0x6000)
+
+
+def _one_box(
+    m: Machine, thread: int, cta: int, offset: int, box: TensorMap, begin: tuple[int, int], barrier: int
+) -> Callable[[], None]:
+    size = box.box_width * box.box_height
+    here = m.shared.span(cta, offset, size, False)
+    contents = np.zeros((box.box_height, box.box_width), np.uint8)
+    column, row = begin
+    width, height = min(box.box_width, box.width - column), min(box.box_height, box.height - row)
+    for i in range(height):
+        at = np.array([box.address + (row + i) * box.pitch + column], np.uint64)
+        ((_, memory, bank, start),) = m.places("global", np.array([thread]), at)
+        contents[i, :width] = memory.data[memory.span(int(bank[0]), int(start[0]), width, True)]
+    agent = m.races.begin(thread)
+    m.races.read(np.array([thread]), np.array([cta]), np.array([barrier]), 8)
+    place = np.arange(size)
+    if box.swizzled:
+        # As the address in shared memory says, not the place in the box.
+        place = (place + offset ^ (place + offset >> 7 & 7) << 4) - offset
+
+    def execute() -> None:
+        m.shared.data[here][place] = contents.reshape(-1)
+        m.shared.flags[here] |= WRITTEN
+        m.races.copy_writes(agent, cta, offset, size)
+        m.races.copy_arrives(agent, ("mbarrier", cta, barrier))
+        m.mbarrier_complete(cta, barrier, size)
+
     m.shared.flags[here] &= np.uint8(0xFF ^ WRITTEN)
     return execute
 

@@ -17,7 +17,7 @@ import torch
 
 from ptx.arithmetic import Array
 from ptx.machine import GlobalMemory, Launch, Machine
-from ptx.parser import Program, parse
+from ptx.parser import Program, parse_all
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 from torch_cute_ops.runtime.compiler import key_of, trace_and_compile
@@ -25,9 +25,9 @@ from torch_cute_ops.runtime.compiler import key_of, trace_and_compile
 
 @dataclass
 class Compiled:
-    """A kernel's device program and the module with its host function."""
+    """A kernel's device programs, by name, and the module with its host function."""
 
-    program: Program
+    programs: dict[str, Program]
     ptx: str
     module: Any
 
@@ -43,8 +43,12 @@ def compile_ptx(kernel: Any, arch: Arch) -> Compiled:
             options = f"--keep-ptx --dump-dir={folder} --generate-line-info"
             compiled = trace_and_compile(kernel, arch, options)
             ptx = compiled.artifacts.PTX
-        _compiled[key] = Compiled(parse(ptx), ptx, compiled.ir_module)
+        _compiled[key] = Compiled(_programs(ptx), ptx, compiled.ir_module)
     return _compiled[key]
+
+
+def _programs(ptx: str) -> dict[str, Program]:
+    return {program.name: program for program in parse_all(ptx)}
 
 
 def run_kernel(
@@ -76,13 +80,13 @@ def run_kernel(
         TypeError, ValueError: for arguments that are not as ``kernel.arguments()`` says.
     """
     compiled = compile_ptx(kernel, arch)
-    program = parse(edit(compiled.ptx)) if edit else compiled.program
+    programs = _programs(edit(compiled.ptx)) if edit else compiled.programs
     memory = GlobalMemory()
     leaves, tensors = _flatten(kernel.arguments(), arguments, memory)
     machines = []
-    sizes = [param.size for param in program.params]
-    for launch in host_launches(compiled.module, leaves, sizes):
-        machine = Machine(program, launch, memory, seed, max_steps, strict)
+    sizes = {name: [param.size for param in program.params] for name, program in programs.items()}
+    for name, launch in host_launches(compiled.module, leaves, sizes):
+        machine = Machine(programs[name], launch, memory, seed, max_steps, strict)
         machines.append(machine)
         machine.run()
     for address, tensor in tensors:
@@ -172,10 +176,10 @@ def _copy_back(memory: GlobalMemory, address: int, tensor: torch.Tensor) -> None
 # The host function
 
 
-def host_launches(module: Any, leaves: list[list[Any]], sizes: list[int]) -> list[Launch]:
-    """The launches of the host function in ``module``.
+def host_launches(module: Any, leaves: list[list[Any]], sizes: dict[str, list[int]]) -> list[tuple[str, Launch]]:
+    """The launches of the host function in ``module``, each with the kernel's name.
 
-    ``leaves`` are the values of each argument but the stream; ``sizes`` are of the kernel's parameters.
+    ``leaves`` are the values of each argument but the stream; ``sizes`` are of the kernels' parameters.
     """
     functions = {}
     for op in module.body.operations:
@@ -271,11 +275,12 @@ class _Host:
     MLIR values are known by their hash, which is an address: the DSL overloads their comparison.
     """
 
-    def __init__(self, sizes: list[int]) -> None:
+    def __init__(self, sizes: dict[str, list[int]]) -> None:
         self.sizes = sizes
         self.memory = bytearray(64)
         self.globals: dict[str, int] = {}
-        self.launches: list[Launch] = []
+        self.kernels: dict[int, str] = {}
+        self.launches: list[tuple[str, Launch]] = []
 
     def run(self, function: Any, leaves: list[list[Any]]) -> None:
         blocks = list(function.regions[0].blocks)
@@ -392,7 +397,12 @@ class _Host:
         elif name == "mlir.addressof":
             symbol = str(attributes["global_name"])
             if symbol not in self.globals:
-                self.globals[symbol] = self._allocate(256)
+                address = self.globals[symbol] = self._allocate(256)
+                # A kernel's handle, which the host function takes from here, is its address here.
+                kernel = symbol.strip('@"').removeprefix("kernels_")
+                if kernel in self.sizes:
+                    self.kernels[address] = kernel
+                    self.memory[address : address + 8] = struct.pack("<Q", address)
             result = self.globals[symbol]
         elif name == "alloca":
             result = self._allocate(int(operands[0]) * layout_of(attributes["elem_type"].value)[0])
@@ -466,7 +476,9 @@ class _Host:
     def _call(self, callee: str, operands: list[Any]) -> None:
         if callee != "_cudaLaunchKernelEx":
             raise NotImplementedError(f"host call of {callee}")
-        config, _, arguments = operands
+        config, handle, arguments = operands
+        kernel = self.kernels[handle]
+        sizes = self.sizes[kernel]
         words = struct.unpack("<6IQ", self._read(config, 32))
         attributes, count = struct.unpack("<QI", self._read(config + 40, 12))
         cluster = (1, 1, 1)
@@ -474,6 +486,6 @@ class _Host:
             (number,) = struct.unpack("<I", self._read(attributes + 72 * i, 4))
             if number == _CLUSTER_ATTRIBUTE:
                 cluster = struct.unpack("<3I", self._read(attributes + 72 * i + 8, 12))
-        pointers = struct.unpack(f"<{len(self.sizes)}Q", self._read(arguments, 8 * len(self.sizes)))
-        params = [self._read(pointer, size) for pointer, size in zip(pointers, self.sizes, strict=True)]
-        self.launches.append(Launch(words[:3], words[3:6], params, cluster, words[6]))
+        pointers = struct.unpack(f"<{len(sizes)}Q", self._read(arguments, 8 * len(sizes)))
+        params = [self._read(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)]
+        self.launches.append((kernel, Launch(words[:3], words[3:6], params, cluster, words[6])))

@@ -8,11 +8,12 @@ thread can run.
 Found and raised, each with instruction, thread and address: accesses out of bounds, misaligned, or of shared memory of
 a CTA that ended; addresses, and values stored to global memory, that depend on shared or local memory that nobody
 wrote; two accesses to a byte of shared memory that no barrier orders, and bulk copies from shared memory to global
-memory of what was stored without ``fence.proxy.async`` (see ``races``); threads that end before their bulk copies have
-read, or their ``cp.async`` written; misuse of barriers; threads that wait for ever.
+memory, and warpgroup products, of what was stored without ``fence.proxy.async`` (see ``races``); threads that end
+before their bulk copies have read, or their ``cp.async`` written; misuse of barriers; threads that wait for ever.
 
-Not modelled: memory ordering beyond that (other fences do nothing, nor are there proxies elsewhere), caches, timing,
-and ``griddepcontrol``, which does nothing. ``mbarrier.try_wait`` blocks until it can succeed.
+Not modelled: memory ordering beyond that (other fences do nothing, nor are there proxies elsewhere, nor order in global
+memory), registers of warpgroup products before these are done, caches, timing, and ``griddepcontrol``, which does
+nothing. ``mbarrier.try_wait`` blocks until it can succeed.
 """
 
 from __future__ import annotations
@@ -180,6 +181,8 @@ class Machine:
         self.committed = np.zeros(self.threads, np.int64)
         self.waited = np.zeros(self.threads, np.int64)
         self.newest = np.full(self.threads, -1)
+        # What groups of warpgroup products read, by the first thread of a warp; the last group is open.
+        self.products: dict[int, list[list[slice]]] = {}
         self.step: Step | None = None
         # Registers that hold what comes from memory that nobody wrote, and in which threads.
         self.undefined: dict[int, Array] = {}
@@ -250,6 +253,11 @@ class Machine:
         if sizes != given:
             raise EmulationError(f"the kernel's parameters have {sizes} bytes, not {given}")
         self.params = dict(zip((v.name for v in self.program.params), self.launch.params, strict=True))
+        # A tensor map is used where it lies.
+        for variable in self.program.params:
+            if variable.align == 64:
+                contents = np.frombuffer(self.params[variable.name], np.uint8)
+                self.symbols[variable.name] = "global", self.global_memory.allocate(variable.name, contents, 64)
 
     # Scheduling
 
@@ -428,10 +436,12 @@ class Machine:
             no = np.zeros(len(threads), bool)
             a, b, c = (no if which is None else which for which in strange)
             return results, [np.where(arguments[2], a, b) | c]
-        if step.undefined in ("and", "or") and arguments[0].dtype == bool:
+        if step.undefined in ("and", "or"):
             # One operand alone may decide.
             no = np.zeros(len(threads), bool)
-            (a, b), decides = (no if which is None else which for which in strange), step.undefined == "or"
+            a, b = (no if which is None else which for which in strange)
+            decides = arguments[0].dtype.type(0)
+            decides = ~decides if step.undefined == "or" else decides
             first, second = arguments
             return results, [(a & b) | (a & (second != decides)) | (b & (first != decides))]
         either = np.logical_or.reduce([which for which in strange if which is not None])
@@ -848,6 +858,25 @@ class Machine:
         self.reason[threads[~done]] = -3
         self.wait(threads[~done])
         return done
+
+    # Warpgroup products: what a warp, for which its first thread stands, reads until it has waited for the group
+
+    def product_reads(self, thread: int, address: int, size: int) -> None:
+        ctas, offsets = self.shared_place("shared", np.array([thread]), np.array([address], np.uint32))
+        reads = self.races.copy_reads(self.races.begin(thread), int(ctas[0]), int(offsets[0]), size)
+        self.products.setdefault(thread, [[]])[-1].append(reads)
+
+    def commit_products(self, threads: Array) -> None:
+        for thread in threads[self.lane[threads] == 0].tolist():
+            self.products.setdefault(thread, [[]]).append([])
+
+    def wait_for_products(self, threads: Array, most: int) -> None:
+        """All but the ``most`` newest groups have read."""
+        for thread in threads[self.lane[threads] == 0].tolist():
+            groups = self.products.setdefault(thread, [[]])
+            done = max(len(groups) - 1 - most, 0)
+            self.races.copies_have_read(thread, [reads for group in groups[:done] for reads in group])
+            del groups[:done]
 
 
 def _blocks_of(program: Program, decoder: Decoder) -> list[Block]:

@@ -97,30 +97,47 @@ _VARIABLE = re.compile(
 )
 
 
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?")
+
+
 def parse(text: str) -> Program:
-    """The first entry function of a module.
+    """The only entry function of a module."""
+    (program,) = parse_all(text)
+    return program
+
+
+def parse_all(text: str) -> list[Program]:
+    """The entry functions of a module.
 
     Raises:
+        ValueError: if there is none.
         NotImplementedError: for device functions.
     """
     text = re.sub(r"/\*.*?\*/", lambda match: "\n" * match[0].count("\n"), text, flags=re.S)
     text = re.sub(r"//[^\n]*", "", text)
-    entry = re.search(r"\.entry\s+([\w$]+)\s*(?:\(([^)]*)\))?", text)
-    if entry is None:
+    entries = []
+    at, outside = 0, ""
+    while (entry := _ENTRY.search(text, at)) is not None:
+        start = text.index("{", entry.end())
+        outside += text[at : entry.start()]
+        at = _closing(text, start)
+        entries.append((entry, start + 1, at))
+    outside += text[at:]
+    if not entries:
         raise ValueError("no .entry in the PTX")
-    start = text.index("{", entry.end())
-    end = _closing(text, start)
-    outside = text[: entry.start()] + text[end:]
     if re.search(r"\.func\b", outside):
         raise NotImplementedError("device functions")
     files = dict(re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', text))
-    params = [_variable(match) for match in _VARIABLE.finditer(entry[2] or "")]
-    program = Program(entry[1], params)
-    # Debug sections come last and hold no variables.
-    for match in _VARIABLE.finditer(re.split(r"\.section\b", outside)[0]):
-        program.variables.setdefault(match["space"], []).append(_variable(match))
-    _Body(program, files).parse(text, start + 1, end)
-    return program
+    programs = []
+    for entry, start, end in entries:
+        params = [_variable(match) for match in _VARIABLE.finditer(entry[2] or "")]
+        program = Program(entry[1], params)
+        # Debug sections come last and hold no variables.
+        for match in _VARIABLE.finditer(re.split(r"\.section\b", outside)[0]):
+            program.variables.setdefault(match["space"], []).append(_variable(match))
+        _Body(program, files).parse(text, start, end)
+        programs.append(program)
+    return programs
 
 
 def _closing(text: str, start: int) -> int:
@@ -242,7 +259,11 @@ class _Body:
         if text.startswith("{"):
             return Vec(tuple(self._operand(part) for part in _split(text[1:-1])))
         if text.startswith("["):
-            return self._address(text[1:-1])
+            address, *coordinates = _split(text[1:-1])
+            if coordinates:
+                # Of a tensor map: it, and where the box begins.
+                return Vec((self._address(address), *self._operand(coordinates[0]).items))
+            return self._address(address)
         if "|" in text:
             return Vec(tuple(self._operand(part) for part in text.split("|")))
         number = _number(text)
