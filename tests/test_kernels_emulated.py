@@ -535,8 +535,8 @@ def test_product_by_warpgroups(one: Wgmma) -> None:
     assert torch.equal(got, want)
 
 
-STAGES_AGAIN = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, FP32, False), 64, 128, 1024, 1, False, 0)
-SHARED_SUMS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, FP32, False), 8, 256, 1024, 3, True, 1)
+STAGES_AGAIN = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, FP32, False), 64, 128, 1024, 1, False, None)
+SHARED_SUMS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, FP32, False), 8, 256, 1024, 3, True, None)
 
 
 @pytest.mark.parametrize(
@@ -549,10 +549,11 @@ SHARED_SUMS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, FP32, False), 8, 25
     ],
 )
 def test_what_orders_a_product_by_warpgroups_is_needed(one: Wgmma, pattern: str, instead: str) -> None:
-    """Without it the emulator finds a race, or the sums are wrong."""
+    """Without it the emulator finds a race, or the sums are wrong; in some order, where others may come out right."""
     with pytest.raises((EmulationError, AssertionError)):
-        got, want = multiply_by_warpgroups(one, lambda ptx: re.sub(pattern, instead, ptx))
-        assert torch.equal(got, want)
+        for seed in range(6):
+            got, want = multiply_by_warpgroups(one._replace(seed=seed), lambda ptx: re.sub(pattern, instead, ptx))
+            assert torch.equal(got, want)
 
 
 def changed(pattern: str, number: int = 0, to: str = "") -> Any:
