@@ -257,6 +257,16 @@ def _parts(instruction: Instruction, parts: list[str], known: str) -> tuple[set[
     return mods, types
 
 
+def _acts(ins: Instruction, sources: list[Source], act: Callable[..., None]) -> Step:
+    """A step without results: ``act(threads, *sources)``."""
+
+    def run(threads: Array, *values: Array) -> tuple:
+        act(threads, *values)
+        return ()
+
+    return Step(ins, sources, [], run)
+
+
 def _nothing(threads: Array, *sources: Array) -> tuple:
     return ()
 
@@ -361,7 +371,7 @@ def _trap(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 @effect(
     "griddepcontrol.wait griddepcontrol.launch_dependents fence membar prefetch prefetchu nanosleep setmaxnreg"
-    " cp.async.bulk.prefetch discard applypriority pragma"
+    " cp.async.bulk.prefetch discard applypriority pragma wgmma.fence"
 )
 def _no_effect(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     return Step(ins, [], [], _nothing)
@@ -706,6 +716,31 @@ def _halves(half: str, words: Array) -> Array:
     return (halves.view(np.float16) if half == "f16" else from_bf16(halves)).astype(np.float64)
 
 
+# Registers of products have the axes: register, warp, g, t; lane 4 g + t has neighbours 2 t and 2 t + 1 of a row g of A
+# and of the sums, then of row g + 8, then of the next 8 columns.
+
+
+def _rows(half: str, words: Array) -> Array:
+    """A, (warps, 16, k), of its registers."""
+    blocks, warps = len(words) // 2, words.shape[1]
+    numbers = _halves(half, words).reshape(blocks, 2, warps, 8, 4, 2)
+    return numbers.transpose(2, 1, 3, 0, 4, 5).reshape(warps, 16, 8 * blocks)
+
+
+def _sums(words: Array) -> Array:
+    """C, (warps, 16, columns), of its registers."""
+    blocks, warps = len(words) // 4, words.shape[1]
+    numbers = np.ascontiguousarray(words).view(np.float32).reshape(blocks, 2, 2, warps, 8, 4)
+    return numbers.transpose(3, 1, 4, 0, 5, 2).reshape(warps, 16, 8 * blocks)
+
+
+def _registers(sums: Array) -> Array:
+    """The registers of sums, rounded to float32."""
+    warps, _, columns = sums.shape
+    rounded = canonical(sums.astype(np.float32)).reshape(warps, 2, 8, columns // 8, 4, 2)
+    return rounded.transpose(3, 1, 5, 0, 2, 4).reshape(columns // 2, 32 * warps)
+
+
 _MMA = {f"m16n8k{k}.row.col.f32.{half}.{half}.f32": (k, half) for k in (8, 16) for half in ("f16", "bf16")}
 
 
@@ -721,7 +756,6 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     k, half = _MMA[".".join(parts)]
     blocks = k // 8
     machine = d.machine
-    values = partial(_halves, half)
 
     def run(threads: Array, *registers: Array) -> Array:
         warps = _whole_warps(machine, threads)
@@ -729,11 +763,8 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         # The axes: registers (8 columns on, 8 rows on), warp, g, t, half of the word.
         words = words.reshape(-1, warps, 8, 4)
         a, b, c = np.split(words, [2 * blocks, 3 * blocks])
-        a = values(a).reshape(blocks, 2, warps, 8, 4, 2).transpose(2, 1, 3, 0, 4, 5).reshape(warps, 16, k)
-        b = values(b).transpose(1, 0, 3, 4, 2).reshape(warps, k, 8)
-        c = c.view(np.float32).reshape(2, 2, warps, 8, 4).transpose(2, 0, 3, 4, 1).reshape(warps, 16, 8)
-        result = canonical((a @ b + c).astype(np.float32))
-        return result.reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, len(threads))
+        b = _halves(half, b).transpose(1, 0, 3, 4, 2).reshape(warps, k, 8)
+        return _registers(_rows(half, a) @ b + _sums(c))
 
     target, *operands = (operand.items for operand in ins.operands)
     if [len(items) for items in operands] != [2 * blocks, blocks, 4]:
@@ -754,7 +785,11 @@ def _operand_rows(descriptor: int, rows: int) -> Array:
     if descriptor >> 62 != 1:
         raise NotImplementedError(f"an operand without the 128-byte swizzle: {descriptor:#x}")
     row = np.arange(rows)[:, None]
-    address = start + row // 8 * pitch + row % 8 * 128 + np.array([0, 16])
+    return _swizzled(start + row // 8 * pitch + row % 8 * 128 + np.array([0, 16]))
+
+
+def _swizzled(address: Array) -> Array:
+    """Where the 128-byte swizzle puts what would lie at these addresses of shared memory."""
     return address ^ (address >> 7 & 7) << 4
 
 
@@ -762,8 +797,8 @@ def _operand_rows(descriptor: int, rows: int) -> Array:
 def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     """A quarter of the product for each of the four warps, each at its time: ``A @ B + D``, A in registers.
 
-    That registers are still in use is not noticed.
     The sum is there at once; but the atoms that hold B count as being read until the warp has waited for the group.
+    That registers are still in use is not noticed.
     """
     match = _WGMMA.fullmatch(".".join(parts))
     target, a, descriptor, predicate, *signs = ins.operands
@@ -771,17 +806,12 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         raise unknown(ins)
     columns, half = int(match[1]), match[2]
     machine = d.machine
-    values = partial(_halves, half)
 
     def run(threads: Array, descriptor: Array, accumulates: Array, *registers: Array) -> Array:
         warps = _whole_warps(machine, threads)
         words = np.stack([np.broadcast_to(register, len(threads)) for register in registers])
         # The axes: registers, warp, g, t, half of the word.
         words = words.reshape(-1, warps, 8, 4)
-        a, c = words[:4], words[4:]
-        a = values(a).reshape(2, 2, warps, 8, 4, 2).transpose(2, 1, 3, 0, 4, 5).reshape(warps, 16, 16)
-        c = c.view(np.float32).reshape(columns // 8, 2, 2, warps, 8, 4)
-        c = c.transpose(3, 1, 4, 0, 5, 2).reshape(warps, 16, columns)
         descriptor = np.broadcast_to(descriptor, len(threads)).reshape(warps, 32)
         b = []
         for warp in range(warps):
@@ -794,12 +824,10 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
             readers = np.full(len(address), threads[32 * warp])
             rows = np.stack(machine.load("shared", readers, address.astype(np.uint32), 4, 4), -1)
             machine.product_reads(int(readers[0]), int(address[0]) & ~1023, columns * 128)
-            b.append(values(rows.reshape(columns, 8)).reshape(columns, 16).T)
+            b.append(_halves(half, rows.reshape(columns, 8)).reshape(columns, 16).T)
             if not np.all(accumulates):
                 raise NotImplementedError("a product that does not add to what was there")
-        result = canonical((a @ np.stack(b) + c).astype(np.float32))
-        result = result.reshape(warps, 2, 8, columns // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)
-        return result.reshape(columns // 2, len(threads))
+        return _registers(_rows(half, words[:4]) @ np.stack(b) + _sums(words[4:]))
 
     if len(target.items) != columns // 2 or len(a.items) != 4:
         raise unknown(ins)
@@ -811,31 +839,14 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     return _matrix_step(d, ins, sources, [d.target(item, TYPES["f32"]) for item in target.items], run, "nan")
 
 
-@effect("wgmma.fence.sync.aligned")
-def _wgmma_fence(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    return Step(ins, [], [], lambda threads: ())
-
-
 @effect("wgmma.commit_group.sync.aligned")
 def _wgmma_commit(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    machine = d.machine
-
-    def run(threads: Array) -> tuple:
-        machine.commit_products(threads)
-        return ()
-
-    return Step(ins, [], [], run)
+    return _acts(ins, [], d.machine.commit_products)
 
 
 @effect("wgmma.wait_group.sync.aligned")
 def _wgmma_wait(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    machine, most = d.machine, ins.operands[0].value
-
-    def run(threads: Array) -> tuple:
-        machine.wait_for_products(threads, most)
-        return ()
-
-    return Step(ins, [], [], run)
+    return _acts(ins, [], partial(d.machine.wait_for_products, most=ins.operands[0].value))
 
 
 @effect("movmatrix.sync.aligned.m8n8.trans.b16")
@@ -874,13 +885,7 @@ def _bar(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 @effect("barrier.cluster.arrive")
 def _cluster_arrive(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     _parts(ins, parts, "aligned release relaxed")
-    machine = d.machine
-
-    def run(threads: Array) -> tuple:
-        machine.cluster_arrive(threads)
-        return ()
-
-    return Step(ins, [], [], run)
+    return _acts(ins, [], d.machine.cluster_arrive)
 
 
 @effect("barrier.cluster.wait")
@@ -896,24 +901,13 @@ _MBARRIER = "b64 shared::cta shared::cluster shared release acquire relaxed cta 
 
 @effect("mbarrier.init")
 def _mbarrier_init(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    machine = d.machine
-
-    def run(threads: Array, address: Array, count: Array) -> tuple:
-        machine.mbarrier_init(threads, address, count)
-        return ()
-
-    return Step(ins, [d.address(ins.operands[0]), d.source(ins.operands[1], TYPES["u32"])], [], run)
+    sources = [d.address(ins.operands[0]), d.source(ins.operands[1], TYPES["u32"])]
+    return _acts(ins, sources, d.machine.mbarrier_init)
 
 
 @effect("mbarrier.inval")
 def _mbarrier_inval(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    machine = d.machine
-
-    def run(threads: Array, address: Array) -> tuple:
-        machine.mbarrier_inval(threads, address)
-        return ()
-
-    return Step(ins, [d.address(ins.operands[0])], [], run)
+    return _acts(ins, [d.address(ins.operands[0])], d.machine.mbarrier_inval)
 
 
 @effect("mbarrier.arrive mbarrier.arrive.expect_tx mbarrier.expect_tx")
@@ -1056,46 +1050,58 @@ def _bulk_to_shared(d: Decoder, ins: Instruction, space: str) -> Step:
     m = d.machine
 
     def run(threads: Array, target: Array, source: Array, size: Array, barrier: Array) -> tuple:
-        target, source, size, barrier = (np.broadcast_to(x, len(threads)) for x in (target, source, size, barrier))
-        ctas, offsets = m.shared_place(space, threads, target)
-        barrier_ctas, barriers = m.shared_place(space, threads, barrier)
-        for i, thread in enumerate(threads.tolist()):
-            try:
-                copy = _one_bulk_to_shared(
-                    m,
-                    thread,
-                    int(ctas[i]),
-                    int(offsets[i]),
-                    source[i : i + 1],
-                    int(size[i]),
-                    int(barrier_ctas[i]),
-                    int(barriers[i]),
-                )
-            except Fault as fault:
-                fault.position = i
-                raise
-            m.start(thread, copy, (int(ctas[i]),))
-        return ()
+        source, size = (np.broadcast_to(x, len(threads)) for x in (source, size))
+
+        def bytes_of(i: int) -> Bytes:
+            return int(size[i]), _global_bytes(m, threads[i : i + 1], source[i : i + 1], int(size[i]))
+
+        return _start_to_shared(m, space, threads, target, barrier, bytes_of)
 
     target, source, size, barrier = ins.operands[:4]
     sources = [d.address(target), d.address(source), d.source(size, TYPES["u32"]), d.address(barrier)]
     return Step(ins, sources, [], run)
 
 
-def _one_bulk_to_shared(
-    m: Machine, thread: int, cta: int, offset: int, source: Array, size: int, barrier_cta: int, barrier: int
-) -> Callable[[], None]:
-    """Check everything now; copy later."""
-    if barrier_cta != cta:
-        raise Fault(EmulationError, 0, "the mbarrier is in another CTA than the target")
-    ((_, memory, bank, start),) = m.places("global", np.array([thread]), source)
+Bytes = tuple[int, Callable[[], Array]]
+"""How many bytes a copy has, and what reads them when it is executed."""
+
+
+def _global_bytes(m: Machine, thread: Array, address: Array, size: int) -> Callable[[], Array]:
+    """What reads ``size`` bytes of global memory later; they are checked now."""
+    ((_, memory, bank, start),) = m.places("global", thread, address)
     there = memory.span(int(bank[0]), int(start[0]), size, True)
+    return lambda: memory.data[there]
+
+
+def _start_to_shared(
+    m: Machine, space: str, threads: Array, target: Array, barrier: Array, bytes_of: Callable[[int], Bytes]
+) -> tuple:
+    """Start a copy for each of the threads: check everything now, copy later. ``bytes_of(i)``: those of the i-th."""
+    target, barrier = (np.broadcast_to(x, len(threads)) for x in (target, barrier))
+    ctas, offsets = m.shared_place(space, threads, target)
+    barrier_ctas, barriers = m.shared_place(space, threads, barrier)
+    for i, thread in enumerate(threads.tolist()):
+        cta = int(ctas[i])
+        try:
+            if barrier_ctas[i] != cta:
+                raise Fault(EmulationError, 0, "the mbarrier is in another CTA than the target")
+            copy = _one_to_shared(m, thread, cta, int(offsets[i]), int(barriers[i]), *bytes_of(i))
+        except Fault as fault:
+            fault.position = i
+            raise
+        m.start(thread, copy, (cta,))
+    return ()
+
+
+def _one_to_shared(
+    m: Machine, thread: int, cta: int, offset: int, barrier: int, size: int, read: Callable[[], Array]
+) -> Callable[[], None]:
     here = m.shared.span(cta, offset, size, False)
     agent = m.races.begin(thread)
     m.races.read(np.array([thread]), np.array([cta]), np.array([barrier]), 8)
 
     def execute() -> None:
-        m.shared.data[here] = memory.data[there]
+        m.shared.data[here] = read()
         m.shared.flags[here] |= WRITTEN
         m.races.copy_writes(agent, cta, offset, size)
         m.races.copy_arrives(agent, ("mbarrier", cta, barrier))
@@ -1113,19 +1119,14 @@ def _tensor_copy(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     m = d.machine
 
     def run(threads: Array, target: Array, map: Array, column: Array, row: Array, barrier: Array) -> tuple:
-        target, map, column, row, barrier = (
-            np.broadcast_to(x, len(threads)) for x in (target, map, column, row, barrier)
-        )
-        ctas, offsets = m.shared_place("shared::cta", threads, target)
-        _, barriers = m.shared_place("shared::cta", threads, barrier)
-        for i, thread in enumerate(threads.tolist()):
-            cta, offset = int(ctas[i]), int(offsets[i])
-            ((_, memory, bank, start),) = m.places("global", threads[i : i + 1], map[i : i + 1])
-            box = TensorMap(memory.data[memory.span(int(bank[0]), int(start[0]), 128, True)].tobytes())
-            begin = int(np.int32(column[i])), int(np.int32(row[i]))
-            copy = _one_box(m, thread, cta, offset, box, begin, int(barriers[i]))
-            m.start(thread, copy, (cta,))
-        return ()
+        target, map, column, row = (np.broadcast_to(x, len(threads)) for x in (target, map, column, row))
+
+        def bytes_of(i: int) -> Bytes:
+            thread = threads[i : i + 1]
+            box = TensorMap(_global_bytes(m, thread, map[i : i + 1], 128)().tobytes())
+            return box.size, _box_bytes(m, thread, int(target[i]), box, int(column[i]), int(row[i]))
+
+        return _start_to_shared(m, parts[0], threads, target, barrier, bytes_of)
 
     target, source, barrier = ins.operands[:3]
     map, column, row = source.items
@@ -1148,37 +1149,30 @@ class TensorMap:
         self.pitch = words[3] * 16
         self.width, self.height = words[8] + 1, words[9] + 1
         self.box_width, self.box_height = (words[13] >> 24) + 1, (words[14] & 0xFF) + 1
+        self.size = self.box_width * self.box_height
         self.swizzled = bool(words[2] & 0x6000)
 
 
-def _one_box(
-    m: Machine, thread: int, cta: int, offset: int, box: TensorMap, begin: tuple[int, int], barrier: int
-) -> Callable[[], None]:
-    size = box.box_width * box.box_height
-    here = m.shared.span(cta, offset, size, False)
-    contents = np.zeros((box.box_height, box.box_width), np.uint8)
-    column, row = begin
+def _box_bytes(m: Machine, thread: Array, target: int, box: TensorMap, column: int, row: int) -> Callable[[], Array]:
+    """What reads a box later, in the order of shared memory; what is beyond the matrix is zero."""
     width, height = min(box.box_width, box.width - column), min(box.box_height, box.height - row)
-    for i in range(height):
-        at = np.array([box.address + (row + i) * box.pitch + column], np.uint64)
-        ((_, memory, bank, start),) = m.places("global", np.array([thread]), at)
-        contents[i, :width] = memory.data[memory.span(int(bank[0]), int(start[0]), width, True)]
-    agent = m.races.begin(thread)
-    m.races.read(np.array([thread]), np.array([cta]), np.array([barrier]), 8)
-    place = np.arange(size)
+    start = box.address + row * box.pitch + column
+    rows = [
+        _global_bytes(m, thread, np.array([start + i * box.pitch], np.uint64), width) for i in range(max(height, 0))
+    ]
+    place = target + np.arange(box.size)
     if box.swizzled:
-        # As the address in shared memory says, not the place in the box.
-        place = (place + offset ^ (place + offset >> 7 & 7) << 4) - offset
+        place = _swizzled(place)
 
-    def execute() -> None:
-        m.shared.data[here][place] = contents.reshape(-1)
-        m.shared.flags[here] |= WRITTEN
-        m.races.copy_writes(agent, cta, offset, size)
-        m.races.copy_arrives(agent, ("mbarrier", cta, barrier))
-        m.mbarrier_complete(cta, barrier, size)
+    def read() -> Array:
+        contents = np.zeros((box.box_height, box.box_width), np.uint8)
+        for i, part in enumerate(rows):
+            contents[i, :width] = part()
+        ordered = np.empty(box.size, np.uint8)
+        ordered[place - target] = contents.reshape(-1)
+        return ordered
 
-    m.shared.flags[here] &= np.uint8(0xFF ^ WRITTEN)
-    return execute
+    return read
 
 
 def _bulk_to_global(d: Decoder, ins: Instruction) -> Step:
@@ -1210,13 +1204,7 @@ def _bulk_to_global(d: Decoder, ins: Instruction) -> Step:
 
 @effect("cp.async.bulk.commit_group")
 def _commit(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    machine = d.machine
-
-    def run(threads: Array) -> tuple:
-        machine.commit_group(threads)
-        return ()
-
-    return Step(ins, [], [], run)
+    return _acts(ins, [], d.machine.commit_group)
 
 
 @effect("cp.async.bulk.wait_group")
