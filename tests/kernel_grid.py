@@ -159,6 +159,12 @@ def kernel_of(case: Case | ProductCase | WgmmaCase) -> Any:
     return row_quant.RowQuantKernel(row_quant.plan(problem, FACTS[case.arch]))
 
 
+def _product_id(kind: str, case: ProductCase | WgmmaCase, *rest: str) -> str:
+    names = [str(dtype).removeprefix("torch.") for dtype in (case.dtype, case.out_dtype)]
+    alpha = "alpha" if case.has_alpha else "plain"
+    return "-".join((kind, *names, case.format.name, case.layout, *rest, alpha, case.arch))
+
+
 @dataclass(frozen=True)
 class ProductCase:
     """A kernel of FP4 products and the architecture to compile it for."""
@@ -175,17 +181,7 @@ class ProductCase:
 
     @property
     def id(self) -> str:
-        names = [str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.out_dtype)]
-        alpha = "alpha" if self.has_alpha else "plain"
-        what = (
-            *names,
-            self.format.name,
-            self.layout,
-            f"{self.tokens}x{self.splits}x{self.ctas_per_sm}",
-            alpha,
-            self.arch,
-        )
-        return "-".join(("product", *what))
+        return _product_id("product", self, f"{self.tokens}x{self.splits}x{self.ctas_per_sm}")
 
     @property
     def kernel(self) -> Any:
@@ -223,10 +219,7 @@ class WgmmaCase:
 
     @property
     def id(self) -> str:
-        names = [str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.out_dtype)]
-        alpha = "alpha" if self.has_alpha else "plain"
-        what = (*names, self.format.name, self.layout, self.a_layout or "16-bit", str(self.tokens), alpha, self.arch)
-        return "-".join(("wgmma", *what))
+        return _product_id("wgmma", self, self.a_layout or "16-bit", str(self.tokens))
 
     @property
     def kernel(self) -> Any:
