@@ -1,9 +1,5 @@
 """Run every op on its sample inputs on the GPU, with each of its backends, and compare with the reference: the program
-to sanitise.
-
-    compute-sanitizer --tool memcheck --error-exitcode 1 python tools/run_samples.py
-
-and likewise with ``racecheck``, ``initcheck`` and ``synccheck``. ``--device cpu`` runs the references alone.
+that ``tools/sanitize.py`` sanitises. ``--device cpu`` runs the references alone.
 """
 
 import argparse
@@ -20,6 +16,7 @@ def main() -> None:
     """Run the samples; exit with a message at the first wrong output."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--without", default=[], nargs="+", metavar="BACKEND", help="not with these backends")
     parser.add_argument("ops", nargs="*", metavar="OP", help="of these ops alone")
     given = parser.parse_args()
     device = torch.device(given.device)
@@ -29,7 +26,7 @@ def main() -> None:
         for sample, same in zip(samples(spec, device), samples(spec, device), strict=True):
             results = as_tuple(spec.reference(*same.args, **same.kwargs))
             expected = (*results, *updated(spec, same))
-            for choice in backends(spec, sample):
+            for choice in backends(spec, sample, given.without):
                 outputs = (*called(spec, sample, choice, results), *updated(spec, sample))
                 for name, output, reference in zip((*spec.outputs, *spec.mutated), outputs, expected, strict=True):
                     # Terms of a product's sum may cancel.
@@ -47,12 +44,12 @@ def samples(spec: OpSpec, device: torch.device) -> list[Sample]:
     return list(spec.sample_inputs(device))
 
 
-def backends(spec: OpSpec, sample: Sample) -> list[dict[str, Any]]:
+def backends(spec: OpSpec, sample: Sample, without: list[str]) -> list[dict[str, Any]]:
     """The argument that names a backend, for each that can compute the call; an op that has none is called once."""
     if spec.backends is None or "backend" in arguments(spec, sample):
         return [{}]
     reasons = spec.backends(sample.args[0].device, *sample.args, **sample.kwargs)
-    return [{"backend": name} for name, reason in reasons.items() if reason is None]
+    return [{"backend": name} for name, reason in reasons.items() if reason is None and name not in without]
 
 
 def called(

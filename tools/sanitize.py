@@ -1,0 +1,67 @@
+"""Run the samples of every op under compute-sanitizer, a process for each op and tool, and tell what each found.
+
+    python tools/sanitize.py                                  # all ops, all tools
+    python tools/sanitize.py mm_fp4 --tools racecheck         # part of it
+
+First each op runs without a tool, which fills the kernel cache: compiling under a tool takes long, and the DSL's
+probing of the driver would count as errors. Exits with 1 if any run failed or found something.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from torch_cute_ops.registry import OPS
+
+SAMPLES = Path(__file__).with_name("run_samples.py")
+OURS = ("--kernel-name", "kns=torch_cute_ops")
+"""Instruments our kernels alone; PyTorch's are what takes the time."""
+TOOLS = {
+    "memcheck": (OURS, ()),
+    "racecheck": (OURS, ()),
+    "synccheck": (OURS, ()),
+    # It has to see what PyTorch's kernels write, and does not see what cuBLAS stores in bulk: a plain torch.mm whose
+    # result is read counts as an error, too.
+    "initcheck": ((), ("--without", "cublas")),
+}
+"""By tool: its own options, and those of the program."""
+
+
+def main() -> None:
+    """Run what was asked for; print a line for each run and the end of the log of each that failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--logs", type=Path, default=Path("sanitizer-logs"), help="directory of the whole output")
+    parser.add_argument("ops", nargs="*", metavar="OP", help="these ops alone")
+    given = parser.parse_args()
+    given.logs.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    for tool in (None, *given.tools):
+        with ThreadPoolExecutor(given.jobs) as pool:
+            for line, is_good in pool.map(lambda op, tool=tool: sanitize(op, tool, given.logs), given.ops or list(OPS)):
+                print(line, flush=True)
+                failed += not is_good
+    sys.exit(f"{failed} runs failed" if failed else 0)
+
+
+def sanitize(op: str, tool: str | None, logs: Path) -> tuple[str, bool]:
+    """Run an op's samples under a tool, or alone; what came of it in a line, and whether that is good."""
+    command = [sys.executable, str(SAMPLES), op]
+    if tool is not None:
+        own, program = TOOLS[tool]
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *own, *command, *program]
+    start = time.monotonic()
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    (logs / f"{op}.{tool or 'alone'}.log").write_text(done.stdout)
+    last = (done.stdout.strip().splitlines() or [""])[-1].strip("= ")
+    line = f"{op:36} {tool or 'alone':10} {time.monotonic() - start:5.0f} s  {last}"
+    return line, done.returncode == 0
+
+
+if __name__ == "__main__":
+    main()
