@@ -81,10 +81,13 @@ def _float16_pairs(word) -> list:
 
 
 def _bfloat16_pairs(word) -> list:
-    """Codes (0, 4), (1, 5), (2, 6), (3, 7) as e2m1 · 2^-126."""
+    """Codes (0, 4), (1, 5), (2, 6), (3, 7) as e2m1 · 2^-126.
+
+    One product copies a nibble's sign to bit 15 and its other bits to 8..6, of both halves; it takes the place of two
+    shifts, and runs beside the logic, of which an SM does half as much a clock as of most else.
+    """
     pairs = []
-    for i in range(4):
-        magnitude = word << (6 - 4 * i) if i < 2 else word >> (4 * i - 6)
-        sign = word << (12 - 4 * i) if i < 3 else word
-        pairs.append(ptx.select_bits(Uint32(0x80008000), sign, magnitude & Uint32(0x01C001C0)))
+    for bits in (word, word >> 8):
+        for mask, copies in ((0x000F000F, 0x1040), (0x00F000F0, 0x0104)):
+            pairs.append(((bits & Uint32(mask)) * Uint32(copies)) & Uint32(0x81C081C0))
     return pairs
