@@ -21,9 +21,7 @@ from torch_cute_ops.kernels.activation_tiles.config import CHUNK, TILE_BYTES, TI
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.activation_tiles.kernel import ActivationTilesKernel
 
-__all__ = ["CHUNK", "KERNEL", "TILE_BYTES", "TILE_TOKENS", "ActivationTilesKernel", "Config"]
-
-KERNEL = f"{__name__}.kernel.ActivationTilesKernel"
+__all__ = ["CHUNK", "TILE_BYTES", "TILE_TOKENS", "ActivationTilesKernel", "Config"]
 
 
 def __getattr__(name: str) -> Any:
