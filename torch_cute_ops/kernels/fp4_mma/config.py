@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_cute_ops.formats import NVFP4, FP4Format, ScaleLayout
+from torch_cute_ops.kernels.common.sum_tile import SumTile
 from torch_cute_ops.runtime.arch import Arch
 
 ROWS = 128
@@ -73,14 +74,14 @@ class Config:
         return self.code_bytes + self.scale_bytes + self.token_bytes
 
     @property
-    def sum_pitch(self) -> int:
-        """Elements between rows of the sums in shared memory: those of 128 weights, and four against bank conflicts."""
-        return ROWS + 4
+    def sum_tile(self) -> SumTile:
+        """Where the sums lie."""
+        return SumTile(self.tokens, ROWS)
 
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA; the sums take the place of the stages."""
-        return max(self.stages * self.stage_bytes, self.tokens * self.sum_pitch * 4)
+        return max(self.stages * self.stage_bytes, self.sum_tile.size_bytes)
 
     @property
     def threads(self) -> int:

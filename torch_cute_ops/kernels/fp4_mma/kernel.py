@@ -7,7 +7,8 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint16, Uint32, cons
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common import ptx
-from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
+from torch_cute_ops.kernels.common.cluster_sums import leave_sums, write_sums
+from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, store_words
 from torch_cute_ops.kernels.common.fp4_weights import (
     DECODED_SCALE,
     decode,
@@ -114,7 +115,8 @@ class FP4MmaKernel:
         cute.arch.sync_threads()
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
-        self._leave_sums(sums, base, t)
+        sum_tile = c.sum_tile
+        leave_sums(sum_tile, sums, base, t.row, t.quad)
         if const_expr(c.splits > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -123,7 +125,8 @@ class FP4MmaKernel:
         factor = Float32(1.0)
         if const_expr(c.has_alpha):
             factor = alpha[0]
-        self._write(out, factor, rank, base, t)
+        scale = (Float32(1.0 / DECODED_SCALE[c.fmt]), factor)
+        write_sums(sum_tile, c.splits, THREADS, scale, out, base, rank, tid, t.first_token, t.first_row)
         if const_expr(c.splits > 1):
             # No CTA may end while another still reads its sums.
             cute.arch.cluster_arrive()
@@ -257,39 +260,3 @@ class FP4MmaKernel:
         # Beyond the last block the matrix of scales may hold anything, and 0 times NaN is not 0.
         bytes_ = ptx.select(chunk * c.chunk_blocks + block < t.blocks, bytes_, Uint32(0))
         return scale_factors(bytes_, self.dtype, c.fmt)
-
-    # Results
-
-    def _leave_sums(self, sums, base, t) -> None:
-        """The warp's sums into shared memory, (tokens, 128)."""
-        c = self.config
-        to = cute.make_tensor(
-            cute.recast_ptr(base, dtype=Float32), cute.make_layout((c.tokens, ROWS), stride=(c.sum_pitch, 1))
-        )
-        for tile in range(c.tokens // TILE):
-            for i in range(4):
-                to[tile * TILE + t.quad * 2 + i % 2, t.row + i // 2 * 8] = sums[tile * 4 + i]
-
-    @cute.jit
-    def _write(self, out, factor, rank, base, t):
-        """Add up the parts of the cluster's CTAs, and store; each CTA has every ``splits``-th row of activations."""
-        c = self.config
-        width = ROWS // 4
-        mine = Int32(c.tokens // c.splits) if c.tokens % c.splits == 0 else (c.tokens - rank + c.splits - 1) // c.splits
-        for piece in range(t.tid, mine * width, THREADS):
-            token = piece // width * c.splits + rank
-            column = piece % width * 4
-            total = [Float32(0.0)] * 4
-            for peer in range_constexpr(c.splits):
-                part = base
-                if const_expr(c.splits > 1):
-                    part = cute.arch.map_dsmem_ptr(base, peer)
-                at = cute.assume((token * c.sum_pitch + column) * 4, divby=16)
-                words = load_words(cute.make_tensor(cute.recast_ptr(part + at, dtype=Uint32), cute.make_layout(4)))
-                total = [x + ptx.float_of(word) for x, word in zip(total, words, strict=True)]
-            values = [ptx.mul_rn(ptx.mul_rn(x, Float32(1.0 / DECODED_SCALE[c.fmt])), factor) for x in total]
-            m, n = t.first_token + token, t.first_row + column
-            if (m < t.m) & (n < t.n):
-                row = out.iterator + cute.assume(Int64(m) * t.n + n, divby=4)
-                packed = pack(values, self.out_dtype)
-                store_words(packed, cute.make_tensor(cute.recast_ptr(row, dtype=Uint32), cute.make_layout(len(packed))))

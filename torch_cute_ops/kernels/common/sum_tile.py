@@ -1,0 +1,20 @@
+"""Where a tile's sums lie in shared memory: no device code."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SumTile:
+    """fp32 sums of ``tokens`` rows of activations with ``rows`` rows of the weight, those of a token side by side."""
+
+    tokens: int
+    rows: int
+
+    @property
+    def pitch(self) -> int:
+        """Elements between tokens: the rows, and four against bank conflicts."""
+        return self.rows + 4
+
+    @property
+    def size_bytes(self) -> int:
+        return self.tokens * self.pitch * 4
