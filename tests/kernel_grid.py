@@ -215,11 +215,12 @@ class WgmmaCase:
     tokens: int
     out_dtype: torch.dtype
     has_alpha: bool
+    splits: int = 0
     arch: str = "sm_90a"
 
     @property
     def id(self) -> str:
-        return _product_id("wgmma", self, self.a_layout or "16-bit", str(self.tokens))
+        return _product_id("wgmma", self, self.a_layout or "16-bit", f"{self.tokens}by{self.splits}")
 
     @property
     def kernel(self) -> Any:
@@ -235,6 +236,7 @@ class WgmmaCase:
             out_dtype=self.out_dtype,
             has_alpha=self.has_alpha,
             tokens=self.tokens,
+            splits=self.splits,
             arch=FACTS[self.arch],
             pdl=True,
         )
@@ -252,7 +254,8 @@ def wgmma_cases() -> list[WgmmaCase]:
         (BF16, MXFP4, "128x4", "128x4"),
     )
     rest = itertools.cycle(itertools.product((True, False), (BF16, FP16, FP32)))
-    return [WgmmaCase(*kind, tokens, *reversed(next(rest))) for kind in kinds for tokens in (8, 16, 32, 64, 128, 256)]
+    tiles = [(tokens, 0) for tokens in (8, 16, 32, 64, 128, 256)] + [(8, 1), (16, 8), (32, 3)]
+    return [WgmmaCase(*kind, tokens, *reversed(next(rest)), splits) for kind in kinds for tokens, splits in tiles]
 
 
 def product_cases() -> list[ProductCase]:

@@ -58,7 +58,8 @@ def compiled(request):
 def test_compiles_without_spills(case: Case | ProductCase | WgmmaCase, compiled):
     kernels = compiled(case)
     assert isinstance(kernels, list), kernels
-    assert len(kernels) == (2 if isinstance(case, WgmmaCase) else 1)
+    # What puts activations in order for warpgroups is a kernel of its own, unless these do it.
+    assert len(kernels) == (2 if isinstance(case, WgmmaCase) and not case.splits else 1)
     arch, config = ARCHS[case.arch], kernel_of(case).config
     assert getattr(config, "smem_bytes", 0) <= arch.smem_per_cta
     threads = getattr(config, "threads", 256)

@@ -473,7 +473,8 @@ def test_what_orders_a_product_is_needed(edit: Any) -> None:
 
 
 class Wgmma(NamedTuple):
-    """A warpgroup kernel of FP4 products and a launch of it; ``workers`` share the sums of a tile, or not."""
+    """A warpgroup kernel of FP4 products and a launch of it; ``workers`` share the sums of a tile, or not; 0: clusters
+    do."""
 
     case: WgmmaCase
     m: int
@@ -485,11 +486,13 @@ class Wgmma(NamedTuple):
 
     @property
     def id(self) -> str:
-        return f"{self.case.id}-{self.m}x{self.n}x{self.k}-{self.workers}"
+        return f"{self.case.id}-{self.m}x{self.n}x{self.k}-{self.workers or self.case.splits}"
 
 
-def wgmma(dtype: Any, fmt: Any, layouts: tuple, tokens: int, out: Any, *launch: Any, seed: Any = 0) -> Any:
-    one = Wgmma(WgmmaCase(dtype, fmt, *layouts, tokens, out, bool(launch[0] % 2)), *launch, seed)
+def wgmma(
+    dtype: Any, fmt: Any, layouts: tuple, tokens: int, out: Any, *launch: Any, splits: int = 0, seed: Any = 0
+) -> Any:
+    one = Wgmma(WgmmaCase(dtype, fmt, *layouts, tokens, out, bool(launch[0] % 2), splits), *launch, seed)
     return pytest.param(one, id=one.id)
 
 
@@ -502,6 +505,9 @@ WGMMAS = [
     wgmma(BF16, NVFP4, ("128x4", None), 64, FP32, 70, 136, 800, 2, True, seed=1),
     wgmma(BF16, MXFP4, ("128x4", "128x4"), 128, BF16, 130, 136, 544, 2, False, seed=2),
     wgmma(FP16, NVFP4, ("linear", "linear"), 256, FP32, 20, 136, 256, 2, False, seed=None),
+    wgmma(FP16, NVFP4, ("128x4", "8x4"), 8, BF16, 3, 264, 2592, 0, False, splits=1),
+    wgmma(BF16, NVFP4, ("128x4", None), 32, FP32, 40, 136, 800, 0, False, splits=2, seed=1),
+    wgmma(BF16, MXFP4, ("128x4", "128x4"), 16, FP16, 9, 296, 1088, 0, False, splits=5, seed=2),
 ]
 
 
@@ -521,7 +527,7 @@ def multiply_by_warpgroups(one: Wgmma, edit: Any = None) -> tuple[torch.Tensor, 
     out = poisoned(one.m, one.n, dtype=case.out_dtype)
     config = case.kernel.config
     size = -(-one.m // case.tokens) * config.workspace_bytes(one.k, one.workers, shares=one.shares)
-    workspace = poisoned(size, dtype=torch.uint8)
+    workspace = None if case.splits else poisoned(size, dtype=torch.uint8)
     given = (a, a_scale, b.t(), scale, alpha, out, workspace, one.workers, int(one.shares))
     run_kernel(case.kernel, ARCHS[case.arch], *given, seed=one.seed, edit=edit)
     layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]

@@ -100,6 +100,28 @@ def test_a_row_does_not_depend_on_the_number_of_rows(op, name):
 
 
 @by_op
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
+def test_the_same_sums_every_time(op, fmt, name):
+    """Launch after launch: chunks that are in L2 come soon after they are asked for, and must not come too soon."""
+    samples, target = PRODUCTS[op.name], gpu_target(name)
+    given = exact_call(op, target, 40, 1296, 2048, fmt, "128x4", torch.float32)
+    (want,) = results(given)
+    want = want.to(target.device)
+    product = product_of(2048, 1296, fmt, torch.uint8 if samples.has_a_scale else torch.bfloat16, torch.float32)
+    a_scale = given["a_scale"].view(fmt.scale_dtype) if samples.has_a_scale else None
+    operands = given["a"], a_scale, given["b"], given["b_scale"].view(fmt.scale_dtype), None
+    backend = BACKENDS[name]
+    for tactic in backend.tactics(product, 40, target):
+        launch = backend.launcher(product, tactic, target)
+        outs = torch.full((100, 40, 1296), torch.nan, device=target.device)
+        for out in outs:
+            launch(*operands, out)
+        wrong = [i for i, out in enumerate(outs) if not torch.equal(out, want)]
+        assert not wrong, tactic
+
+
+@by_op
 @pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
 def test_a_captured_product_serves_other_operands(op, name):
     """A graph gives the sums of what its operands hold when it is replayed, the weight written just before."""

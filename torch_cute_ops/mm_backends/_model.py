@@ -21,6 +21,9 @@ SMS = {
     "sm_121a": (48,),
 }
 """SMs of each architecture's GPUs, by data sheet."""
+CLUSTERED = 0.88
+"""Of the places for CTAs that clusters of more than two can have: groups of SMs are no multiples of them (measured on
+an H200)."""
 LAUNCH_SECONDS = 2e-6
 """Start and end of a kernel, with nothing to do in between."""
 
@@ -28,6 +31,11 @@ LAUNCH_SECONDS = 2e-6
 def usual_targets(arch: Arch) -> tuple[Target, ...]:
     """The GPUs of an architecture, where there is none to ask."""
     return tuple(Target(torch.device("cuda"), arch, sms) for sms in SMS[arch.name])
+
+
+def places(slots: int, cluster: int) -> int:
+    """CTAs in clusters of ``cluster`` that run at once, where ``slots`` would without clusters."""
+    return max(1, int((CLUSTERED if cluster > 2 else 1.0) * slots / cluster)) * cluster
 
 
 def memory_seconds(size: int, kernels: int, target: Target) -> float:

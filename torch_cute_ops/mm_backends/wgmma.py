@@ -1,6 +1,5 @@
 """Hopper's warpgroup products with the weight decoded in registers: for any number of rows."""
 
-import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from torch_cute_ops.mm_backends._model import (
     LAUNCH_SECONDS,
     bytes_per_second,
     overlapped,
+    places,
     tensor_core_seconds,
     weight_seconds,
 )
@@ -27,16 +27,23 @@ if TYPE_CHECKING:
 BALANCED = 0
 SPLITS = (BALANCED, 1, 2, 3, 4)
 """CTAs for each tile of rows of the weight; ``BALANCED``: one for each SM, and all have as much to do."""
-DECODE_CLOCKS = {torch.bfloat16: 0.0325, torch.float16: 0.0285}
+DECODE_CLOCKS = 0.0272
 """Of an SM for each weight (measured on an H200, with an eighth of the tensor cores' work or less)."""
 MOST_LEFT = 2**28
 """Bytes of sums that CTAs of a call may leave for others."""
-FIXED_SECONDS = 5e-6
-"""Of the two kernels of a call, with next to nothing to do (measured on an H200)."""
+RAMP_SECONDS = 1.2e-6
+"""Until the first chunk is multiplied, and from the last one on (measured on an H200)."""
+ARRANGE_SECONDS = 3e-6
+"""Of the kernel that puts activations in order (measured on an H200)."""
+ARRANGE_TOKEN_SECONDS = 6e-9
+"""For a chunk of a token that a CTA puts in order itself (measured on an H200)."""
+CLUSTER_BYTES_PER_SECOND = 4e10
+"""At which a CTA of a cluster leaves and adds up sums (measured on an H200)."""
 
 
 class Wgmma(Backend):
-    """A tactic is (rows of ``a`` of a tile, CTAs for each tile of rows of ``b``)."""
+    """A tactic is (rows of ``a`` of a tile, CTAs for each tile of rows of ``b``). With few rows these CTAs are a
+    cluster, and put the activations in order themselves."""
 
     name = "wgmma"
 
@@ -54,7 +61,8 @@ class Wgmma(Backend):
         from torch_cute_ops.kernels import fp4_wgmma
 
         widest = next((tokens for tokens in fp4_wgmma.TILES if tokens >= m), max(fp4_wgmma.TILES))
-        every = itertools.product((tokens for tokens in fp4_wgmma.TILES if tokens <= widest), SPLITS)
+        tiles = [tokens for tokens in fp4_wgmma.TILES if tokens <= widest]
+        every = [(tokens, split) for tokens in tiles for split in _splits(tokens)]
         return tuple(tactic for tactic in every if _is_useful(product, m, tactic, target))
 
     def estimate(self, product: Product, m: int, tactic: Tactic, target: Target) -> float:
@@ -62,17 +70,25 @@ class Wgmma(Backend):
         sizes = _sizes(product, tokens)
         workers = _workers(sizes, split, target)
         tiles = -(-m // tokens)
-        waves = -(-workers * tiles // target.sms)
+        clusters = _clusters(tokens, split)
+        waves = -(-workers * tiles // places(target.sms, split if clusters else 1))
         chunks = -(-sizes.row_tiles * sizes.chunks // workers)
         weights = sizes.rows * CHUNK
         # Of a chunk: decode and products alternate in a warpgroup, and the other fills half of the gaps.
         computed = overlapped(
-            weight_seconds(weights, DECODE_CLOCKS[sixteen_bit_dtype(product)]),
+            weight_seconds(weights, DECODE_CLOCKS),
             tensor_core_seconds(2 * weights * tokens, target, sms=1),
             order=2,
         )
+        if clusters:
+            computed += ARRANGE_TOKEN_SECONDS * tokens
         read = weights * (0.5 + 1 / product.fmt.block_size) / (bytes_per_second(target) / target.sms)
-        seconds = FIXED_SECONDS + waves * (chunks * overlapped(computed, read, order=4) + LAUNCH_SECONDS / 2)
+        seconds = (
+            LAUNCH_SECONDS + RAMP_SECONDS + waves * (chunks * overlapped(computed, read, order=4) + LAUNCH_SECONDS / 2)
+        )
+        if clusters:
+            return seconds + (8 * sizes.rows * tokens / CLUSTER_BYTES_PER_SECOND if split > 1 else 0.0)
+        seconds += ARRANGE_SECONDS
         if workers != sizes.row_tiles:
             # Sums where portions meet are written, waited for, and read again.
             seconds += LAUNCH_SECONDS + 8 * workers * tiles * sizes.rows * tokens / bytes_per_second(target)
@@ -81,15 +97,16 @@ class Wgmma(Backend):
     def kernels(self, product: Product, tactic: Tactic, arch: Arch) -> tuple[Wanted, ...]:
         from torch_cute_ops.kernels import fp4_wgmma
 
-        return (Wanted(fp4_wgmma.KERNEL, _config(product, _tactic(tactic)[0], arch)),)
+        return (Wanted(fp4_wgmma.KERNEL, _config(product, tactic, arch)),)
 
     def launcher(self, product: Product, tactic: Tactic, target: Target) -> Launcher:
         assert target.arch is not None
         tokens, split = _tactic(tactic)
-        config = _config(product, tokens, target.arch)
-        assert config is not None
         (kernel,) = self.kernels(product, tactic, target.arch)
+        config: Config = kernel.config
         function = compile_kernel(kernel, target.arch)
+        if config.splits:
+            return lambda a, a_scale, b, b_scale, alpha, out: function(a, a_scale, b, b_scale, alpha, out, None, 0, 0)
         sizes = _sizes(product, tokens)
         workers = _workers(sizes, split, target)
         shares = int(workers != sizes.row_tiles)
@@ -125,12 +142,29 @@ def _tactic(tactic: Tactic) -> tuple[int, int]:
     return int(tokens), int(split)
 
 
+def _clusters(tokens: int, split: int) -> bool:
+    """Whether the CTAs of a tile of rows are a cluster."""
+    from torch_cute_ops.kernels import fp4_wgmma
+
+    return split != BALANCED and tokens <= fp4_wgmma.ARRANGED
+
+
+def _splits(tokens: int) -> tuple[int, ...]:
+    from torch_cute_ops.kernels import fp4_wgmma
+
+    return (BALANCED, *fp4_wgmma.SPLITS) if tokens <= fp4_wgmma.ARRANGED else SPLITS
+
+
 def _is_useful(product: Product, m: int, tactic: Tactic, target: Target) -> bool:
     """Whether every worker has something to do, and the sums that it leaves are no burden on memory."""
     tokens, split = _tactic(tactic)
     sizes = _sizes(product, tokens)
     workers = _workers(sizes, split, target)
-    left = 0 if workers == sizes.row_tiles else -(-m // tokens) * workers * sizes.rows * tokens * 4
+    left = (
+        0
+        if workers == sizes.row_tiles or _clusters(tokens, split)
+        else -(-m // tokens) * workers * sizes.rows * tokens * 4
+    )
     return split <= sizes.chunks and left <= MOST_LEFT
 
 
@@ -147,10 +181,11 @@ def _workers(sizes: _Sizes, split: int, target: Target) -> int:
     return max(1, min(target.sms, sizes.row_tiles * sizes.chunks) if split == BALANCED else sizes.row_tiles * split)
 
 
-def _config(product: Product, tokens: int, arch: Arch) -> "Config | None":
+def _config(product: Product, tactic: Tactic, arch: Arch) -> "Config | None":
     """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
     from torch_cute_ops.kernels import fp4_wgmma
 
+    tokens, split = _tactic(tactic)
     return fp4_wgmma.plan(
         dtype=sixteen_bit_dtype(product),
         fmt=product.fmt,
@@ -159,6 +194,7 @@ def _config(product: Product, tokens: int, arch: Arch) -> "Config | None":
         out_dtype=product.out_dtype,
         has_alpha=product.has_alpha,
         tokens=tokens,
+        splits=split if _clusters(tokens, split) else 0,
         arch=arch,
         pdl=settings.PDL,
     )

@@ -252,3 +252,31 @@ def load_acquire(pointer, *, loc=None, ip=None) -> Uint32:
     """Load a word of global memory; what was known to the thread that stored it, this one knows then."""
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)]
     return Uint32(_asm(T.i32(), operands, "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", loc, ip, pure=False))
+
+
+@dsl_user_op
+def load_if(pointer, condition, words: int, offset: int = 0, *, loc=None, ip=None) -> list:
+    """One or four words of global memory, ``offset`` bytes after ``pointer``; zeros, unless ``condition``."""
+    names = [f"${i}" for i in range(words)]
+    operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(Uint32(condition), loc, ip)]
+    zeros = " ".join(f"mov.b32 {name}, 0;" for name in names)
+    vector, targets = (".v4", f"{{{', '.join(names)}}}") if words == 4 else ("", names[0])
+    text = (
+        f"{{.reg .pred p; setp.ne.u32 p, ${words + 1}, 0; {zeros} "
+        f"@p ld.global{vector}.b32 {targets}, [${words}+{offset}];}}"
+    )
+    # An output that is written before the last input is read must not share its register.
+    constraints = ",".join(["=&r"] * words + ["l", "r"])
+    result = llvm.StructType.get_literal([T.i32()] * words) if words > 1 else T.i32()
+    values = _asm(result, operands, text, constraints, loc, ip, pure=False)
+    if words == 1:
+        return [Uint32(values)]
+    return [Uint32(llvm.extractvalue(T.i32(), values, [i], loc=loc, ip=ip)) for i in range(words)]
+
+
+@dsl_user_op
+def load_byte_if(pointer, condition, offset: int = 0, *, loc=None, ip=None) -> Uint32:
+    """A byte of global memory, ``offset`` bytes after ``pointer``; zero, unless ``condition``."""
+    operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(Uint32(condition), loc, ip)]
+    text = f"{{.reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.global.u8 $0, [$1+{offset}];}}"
+    return Uint32(_asm(T.i32(), operands, text, "=&r,l,r", loc, ip, pure=False))

@@ -8,6 +8,7 @@ import torch
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.kernels import activation_tiles
 from torch_cute_ops.kernels.activation_tiles import CHUNK
+from torch_cute_ops.kernels.common.sum_tile import SumTile
 from torch_cute_ops.runtime.arch import Arch
 
 WARPGROUP: Final = 128
@@ -18,8 +19,10 @@ QUARTERS: Final = 4
 TILES: Final = {8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}
 """Tokens of a tile, and the warpgroups that multiply: as many as leave registers for the sums."""
 BARRIER_BYTES: Final = 512
-PRODUCER_REGISTERS: Final = 24
-CONSUMER_REGISTERS: Final = {2: 240, 4: 112}
+ARRANGED: Final = 32
+"""Tokens of a tile, at most, that a CTA can put in order itself."""
+SPLITS: Final = (1, 2, 3, 4, 8)
+"""CTAs of a cluster."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Config:
         out_dtype: of the result.
         has_alpha: whether there is a factor.
         tokens: rows of activations of a tile.
+        splits: CTAs of a cluster, which share the sums of a tile, and put the activations in order themselves; 0: any
+            number of CTAs shares all sums, and a kernel before this one puts the activations in order.
         stages: chunks of codes under way.
         token_stages: stages of activations under way.
         pdl: whether launches are programmatic dependent launches.
@@ -46,6 +51,7 @@ class Config:
     out_dtype: torch.dtype
     has_alpha: bool
     tokens: int
+    splits: int
     stages: int
     token_stages: int
     pdl: bool
@@ -64,6 +70,18 @@ class Config:
     def threads(self) -> int:
         """Threads of a CTA."""
         return (self.groups + 1) * WARPGROUP
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that multiplies, and of another."""
+        if self.splits:
+            return 88, 128
+        return {2: 240, 4: 112}[self.groups], 24
+
+    @property
+    def sum_tile(self) -> SumTile:
+        """Where a cluster's sums lie, in place of the codes."""
+        return SumTile(self.tokens, self.rows)
 
     @property
     def arranged(self) -> activation_tiles.Config:
@@ -118,6 +136,8 @@ class Config:
             return f"wgmma is of sm_90a; this is {arch.name}"
         if self.dtype == torch.float16 and self.fmt.name != "nvfp4":
             return f"the numbers of {self.fmt.name} exceed float16"
+        if self.splits and self.tokens > ARRANGED:
+            return f"a CTA puts at most {ARRANGED} tokens in order itself"
         if self.smem_bytes > arch.smem_per_cta:
             return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
         return None
@@ -132,6 +152,7 @@ def plan(
     out_dtype: torch.dtype,
     has_alpha: bool,
     tokens: int,
+    splits: int = 0,
     arch: Arch,
     pdl: bool,
 ) -> Config | None:
@@ -139,7 +160,7 @@ def plan(
     for stages in range(6, 2, -1):
         # A stage of codes lasts a chunk, whatever one of activations lasts.
         wanted = stages if tokens <= 32 else {64: 8, 128: 7, 256: 5}[tokens]
-        config = Config(dtype, fmt, layout, a_layout, out_dtype, has_alpha, tokens, stages, wanted, pdl)
+        config = Config(dtype, fmt, layout, a_layout, out_dtype, has_alpha, tokens, splits, stages, wanted, pdl)
         if config.reason_unsupported(arch) is None:
             return config
     return None

@@ -13,6 +13,8 @@ from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.activation_tiles.config import TILE_BYTES, TILE_TOKENS
 from torch_cute_ops.kernels.activation_tiles.kernel import ActivationTilesKernel
 from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.activations import EIGHTHS, Activations
+from torch_cute_ops.kernels.common.cluster_sums import leave_sums, write_sums
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
 from torch_cute_ops.kernels.common.fp4_weights import (
     DECODED_SCALE,
@@ -22,9 +24,7 @@ from torch_cute_ops.kernels.common.fp4_weights import (
     scale_factors,
 )
 from torch_cute_ops.kernels.fp4_wgmma.config import (
-    CONSUMER_REGISTERS,
     GROUP_ROWS,
-    PRODUCER_REGISTERS,
     QUARTERS,
     WARPGROUP,
     Config,
@@ -36,7 +36,10 @@ WORDS = 8  # of a lane's codes of a row in a chunk; two k16 steps each
 TILE_ROWS = SCALE_LAYOUTS["128x4"].tile_rows
 SCALE_TILE = TILE_ROWS * TILE_BLOCKS
 COLLECTED = 8  # groups of eight tokens whose sums are added up at once
+REGISTERS = 2**16  # of an SM
 BAND = 8  # tiles of tokens that run side by side
+HELPERS = 3  # warps that put activations in order: what the copying warp leaves of its warpgroup
+TOGETHER = 2  # groups of eight tokens that such a warp reads before it writes
 # The weight is read once by each tile of tokens: it shall not push out of L2 what is read more often (createpolicy's
 # ``L2::evict_first``).
 EVICT_FIRST = 0x12F0000000000000
@@ -59,11 +62,12 @@ class FP4WgmmaKernel:
         self.config = config
         self.dtype = DSL_DTYPES[config.dtype]
         self.out_dtype = DSL_DTYPES[config.out_dtype]
+        self.activations = Activations(config.arranged)
         self.arrange = ActivationTilesKernel(config.arranged)
 
     def arguments(self) -> tuple[Argument, ...]:
         c = self.config
-        a, a_scale, *_ = self.arrange.arguments()
+        a, a_scale = self.activations.arguments()
         m, n, half = Dim("m"), Dim("n", divisibility=8), Dim("k_bytes", divisibility=16)
         blocks = Dim("blocks", divisibility=16 if c.layout.is_linear else TILE_BLOCKS)
         scale_rows = n if c.layout.is_linear else Dim("scale_rows", divisibility=TILE_ROWS)
@@ -74,7 +78,7 @@ class FP4WgmmaKernel:
             scale_argument(c.fmt, scale_rows, blocks),
             TensorArg("Float32", (1,), (1,), align=4) if c.has_alpha else None,
             TensorArg(self.out_dtype.__name__, (m, n), (n, 1), align=16),
-            TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16),
+            None if c.splits else TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16),
             ScalarArg("Int32"),
             ScalarArg("Int32"),
         )
@@ -84,16 +88,12 @@ class FP4WgmmaKernel:
         c = self.config
         b, scale = rows_of_bytes(b, scale)
         token_tiles = cute.ceil_div(out.shape[0], c.tokens)
-        # Sizes as in ``Config.workspace_bytes``
-        slots = token_tiles * workers * shares
-        tile_bytes = Int64(token_tiles) * (c.tokens * LINE * QUARTERS) * cute.ceil_div(b.shape[1], LINE)
-        sums = Int64(slots) * (c.rows * c.tokens)
-        tiles = cute.make_tensor(workspace.iterator, cute.make_layout((tile_bytes,)))
-        after = workspace.iterator + cute.assume(tile_bytes, divby=TILE_BYTES)
-        partials = cute.make_tensor(cute.recast_ptr(after, dtype=Float32), cute.make_layout((sums,)))
-        after = after + cute.assume(4 * sums, divby=TILE_BYTES)
-        flags = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((slots * c.groups,)))
-        self.arrange(a, a_scale, tiles, flags, stream)
+        shared = None
+        if const_expr(c.splits == 0):
+            shared = self._share(workspace, token_tiles, cute.ceil_div(b.shape[1], LINE), workers, shares)
+            self.arrange(a, a_scale, shared[0], shared[2], stream)
+        else:
+            workers = cute.ceil_div(b.shape[0], c.rows) * c.splits
         load = cpasync.CopyBulkTensorTileG2SOp()
         codes_copy, codes = cpasync.make_tiled_tma_atom(load, b, self._codes_layout(1), (c.rows, LINE))
         scale_copy, scales = None, scale
@@ -111,13 +111,29 @@ class FP4WgmmaKernel:
                 OperandMajorMode.K,
             )
         )
-        self.kernel(tiles, codes_copy, codes, scale_copy, scales, alpha, out, partials, flags, workers, product).launch(
+        weight = (codes_copy, codes, scale_copy, scales)
+        self.kernel(a, a_scale, shared, weight, alpha, out, workers, product).launch(
             grid=[workers * token_tiles, 1, 1],
             block=[c.threads, 1, 1],
+            cluster=[c.splits, 1, 1] if const_expr(c.splits > 1) else None,
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=c.pdl,
         )
+
+    def _share(self, workspace, token_tiles, chunks, workers, shares) -> tuple:
+        """The parts of the workspace, with sizes as in ``Config.workspace_bytes``: activations in order, sums that are
+        left for another CTA, and flags that say so."""
+        c = self.config
+        slots = token_tiles * workers * shares
+        tile_bytes = Int64(token_tiles) * (c.tokens * LINE * QUARTERS) * chunks
+        sums = Int64(slots) * (c.rows * c.tokens)
+        tiles = cute.make_tensor(workspace.iterator, cute.make_layout((tile_bytes,)))
+        after = workspace.iterator + cute.assume(tile_bytes, divby=TILE_BYTES)
+        partials = cute.make_tensor(cute.recast_ptr(after, dtype=Float32), cute.make_layout((sums,)))
+        after = after + cute.assume(4 * sums, divby=TILE_BYTES)
+        flags = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((slots * c.groups,)))
+        return tiles, partials, flags
 
     def _codes_layout(self, stages: int):
         """Codes in shared memory, (rows, 128 bytes) or (rows, 128 bytes, stages)."""
@@ -128,23 +144,30 @@ class FP4WgmmaKernel:
         return cute.tile_to_shape(atom, (c.rows, LINE, stages), order=(0, 1, 2))
 
     @cute.kernel
-    def kernel(
-        self, tiles, codes_copy, codes, scale_copy, scales, alpha, out, partials, flags, workers, product: cute.TiledMma
-    ):
+    def kernel(self, a, a_scale, shared, weight, alpha, out, workers, product: cute.TiledMma):
         c = self.config
+        codes_copy, codes, scale_copy, scales = weight
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
         n, half = codes.shape
         chunks = cute.ceil_div(half, LINE)
         row_tiles = cute.ceil_div(n, c.rows)
-        # Tiles of tokens in bands of ``BAND``; in a band, all of a worker before the next worker.
         token_tiles = cute.ceil_div(out.shape[0], c.tokens)
-        band = cta // (workers * BAND)
-        width = cutlass.min(token_tiles - band * BAND, Int32(BAND))
-        place = cta - band * (workers * BAND)
-        worker, token_tile = place // width, band * BAND + place % width
-        units = Int64(row_tiles) * chunks
+        if const_expr(c.splits == 0):
+            # Tiles of tokens in bands of ``BAND``; in a band, all of a worker before the next worker.
+            band = cta // (workers * BAND)
+            width = cutlass.min(token_tiles - band * BAND, Int32(BAND))
+            place = cta - band * (workers * BAND)
+            worker, token_tile = place // width, band * BAND + place % width
+            units = Int64(row_tiles) * chunks
+            begin, end = Int32(worker * units // workers), Int32((worker + 1) * units // workers)
+        else:
+            # A cluster has a tile of rows; its CTAs have equal parts of the chunks.
+            worker, token_tile = cta % workers, cta // workers
+            rank, units = worker % c.splits, Int64(0)
+            start = worker // c.splits * chunks
+            begin, end = start + rank * chunks // c.splits, start + (rank + 1) * chunks // c.splits
         t = SimpleNamespace(
             n=n,
             m=out.shape[0],
@@ -154,12 +177,15 @@ class FP4WgmmaKernel:
             token_tiles=token_tiles,
             worker=worker,
             workers=workers,
-            begin=Int32(worker * units // workers),
-            end=Int32((worker + 1) * units // workers),
+            begin=begin,
+            end=end,
             units=units,
+            a=a,
+            a_scale=a_scale,
             out=out,
-            partials=partials,
-            flags=flags,
+            tiles=None if c.splits else shared[0],
+            partials=None if c.splits else shared[1],
+            flags=None if c.splits else shared[2],
         )
         s = self._allocate()
         if tid == 0:
@@ -172,17 +198,26 @@ class FP4WgmmaKernel:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp >= 4 * c.groups:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            self._take_registers(c.registers[1])
             if warp == 4 * c.groups:
-                self._produce(tiles, self._weight(codes_copy, codes, scale_copy, scales, s), t, s)
+                self._produce(self._weight(codes_copy, codes, scale_copy, scales, s), t, s)
+            elif const_expr(c.splits > 0):
+                self._arrange(warp - 4 * c.groups - 1, tid % 32, t, s)
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[c.groups])
+            self._take_registers(c.registers[0])
             if const_expr(c.pdl):
                 cute.arch.griddepcontrol_wait()
             factor = Float32(1.0)
             if const_expr(c.has_alpha):
                 factor = alpha[0]
             self._consume(product, factor, tid, t, s)
+
+    def _take_registers(self, count: int) -> None:
+        """What a thread of the warpgroup shall have from now on."""
+        if count > REGISTERS // self.config.threads:
+            cute.arch.setmaxregister_increase(count)
+        else:
+            cute.arch.setmaxregister_decrease(count)
 
     def _allocate(self) -> SimpleNamespace:
         c = self.config
@@ -209,15 +244,17 @@ class FP4WgmmaKernel:
     # Copies
 
     @cute.jit
-    def _produce(self, tiles, weight, t, s):
+    def _produce(self, weight, t, s):
         """The copying warp: everything that the worker multiplies, in that order.
 
-        The weight's first stages do not wait for the activations. That is safe because the kernel that puts these in
-        order waits for all kernels before it, and only then lets this one start.
+        The weight's first stages do not wait for the activations if another kernel puts these in order. That is safe
+        because it waits for all kernels before it, and only then lets this one start.
         """
         c = self.config
         loaded = Int32(0)
-        if const_expr(c.pdl):
+        if const_expr(c.pdl and c.splits):
+            cute.arch.griddepcontrol_wait()
+        elif const_expr(c.pdl):
             unit = t.end
             ahead = cutlass.min(t.end - t.begin, Int32(c.stages))
             while loaded < ahead:
@@ -240,11 +277,43 @@ class FP4WgmmaKernel:
                     self._load_weight(tile, first + i, stage, weight, t, s)
                 done += 1
                 stage, parity = next_stage(stage, parity, c.stages)
-                for quarter in range_constexpr(0, QUARTERS, c.span):
-                    cute.arch.mbarrier_wait(s.tokens_free + token_stage, token_parity)
-                    self._load_tokens(tiles, (first + i) * QUARTERS + quarter, token_stage, t, s)
-                    token_stage, token_parity = next_stage(token_stage, token_parity, c.token_stages)
+                if const_expr(c.splits == 0):
+                    for quarter in range_constexpr(0, QUARTERS, c.span):
+                        cute.arch.mbarrier_wait(s.tokens_free + token_stage, token_parity)
+                        self._load_tokens((first + i) * QUARTERS + quarter, token_stage, t, s)
+                        token_stage, token_parity = next_stage(token_stage, token_parity, c.token_stages)
             unit -= count
+
+    @cute.jit
+    def _arrange(self, helper, lane, t, s):
+        """A warp that puts activations in order: every third chunk, from memory to its stage."""
+        c = self.config
+        if const_expr(c.pdl):
+            cute.arch.griddepcontrol_wait()
+        for use in range(helper, t.end - t.begin, HELPERS):
+            chunk = t.begin % t.chunks + use
+            stage = use % c.token_stages
+            base = s.tokens + cute.assume(stage * c.token_bytes, divby=TILE_BYTES)
+            groups = c.tokens // TILE_TOKENS
+            together = min(groups, TOGETHER)
+            # Not unrolled: there are registers for no more.
+            for step in cutlass.range(groups // together, unroll=1):
+                places = [(step * together + i) * TILE_TOKENS + lane % TILE_TOKENS for i in range(together)]
+                eighth = lane // TILE_TOKENS
+                items = [(place, after) for place in places for after in range(0, EIGHTHS, 32 // TILE_TOKENS)]
+                read = []
+                for place, after in items:
+                    # Beyond m the last token again: its products are not stored.
+                    token = cutlass.min(t.token_tile * c.tokens + place, t.m - 1)
+                    read.append(self.activations.read(t.a, t.a_scale, token, chunk, eighth, after))
+                if step == 0:
+                    cute.arch.mbarrier_wait(s.tokens_free + stage, (use // c.token_stages + 1) % 2)
+                for (place, after), words in zip(items, read, strict=True):
+                    self.activations.order(words, groups, eighth + after, place, base)
+            # To the products, which read shared memory past the stores of this warp.
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            ptx.arrive_if(s.tokens_full + stage, Uint32(lane == 0))
 
     def _boxes(self, copy, matrix, box: tuple[int, int], stages) -> tuple:
         """Where a box of ``matrix`` lies: in shared memory, by stage; and in memory, by tile of rows and chunk."""
@@ -321,7 +390,7 @@ class FP4WgmmaKernel:
         )
 
     @cute.jit
-    def _load_tokens(self, tiles, quarter, stage, t, s):
+    def _load_tokens(self, quarter, stage, t, s):
         """Start the copies of a stage of activations, from that quarter of all of k."""
         c = self.config
         barrier = s.tokens_full + stage
@@ -332,7 +401,7 @@ class FP4WgmmaKernel:
                 target = stage * c.token_bytes + i * c.quarter_bytes
                 ptx.copy_bulk(
                     s.tokens + cute.assume(target, divby=TILE_BYTES),
-                    tiles.iterator + cute.assume(source, divby=TILE_BYTES),
+                    t.tiles.iterator + cute.assume(source, divby=TILE_BYTES),
                     c.quarter_bytes,
                     barrier,
                 )
@@ -376,10 +445,6 @@ class FP4WgmmaKernel:
                 cute.arch.mbarrier_wait(s.full + stage, parity)
                 codes = [self._codes(stage, w.row + 8 * r, w, s) for r in range(2)]
                 factors = [self._block_scales(stage, first + i, w.row + 8 * r, w, t, s) for r in range(2)]
-                # All lanes have read.
-                cute.arch.sync_warp()
-                ptx.arrive_if(s.free + stage, w.leads)
-                stage, parity = next_stage(stage, parity, c.stages)
                 for word in range_constexpr(WORDS):
                     slot = word % 2
                     quarter = word // 2
@@ -404,6 +469,12 @@ class FP4WgmmaKernel:
                             sums,
                         )
                     warpgroup.commit_group()
+                    if const_expr(word == WORDS // 2):
+                        # All lanes have read, since this product has a word of the last load. (An arrival does not wait
+                        # for loads whose results nothing has used: on an H200 copies overtook them.)
+                        cute.arch.sync_warp()
+                        ptx.arrive_if(s.free + stage, w.leads)
+                        stage, parity = next_stage(stage, parity, c.stages)
                     # The products of the word before are done, and its registers free.
                     warpgroup.wait_group(1)
                     if const_expr(word % (2 * c.span) == 0):
@@ -420,7 +491,11 @@ class FP4WgmmaKernel:
             if const_expr(c.pdl):
                 if unit <= t.begin:
                     cute.arch.griddepcontrol_launch_dependents()
-            if first + count < t.chunks:
+            if const_expr(c.splits > 1):
+                self._add_up(sums, tile, factor, tid, w, t, s)
+            elif const_expr(c.splits == 1):
+                self._write(sums, tile, factor, w, t)
+            elif first + count < t.chunks:
                 self._leave(sums, w, t)
             else:
                 if first > 0:
@@ -519,10 +594,32 @@ class FP4WgmmaKernel:
                 sums[4 * j + i] = total[i] + sums[4 * j + i]
 
     @cute.jit
+    def _add_up(self, sums, tile, factor, tid, w, t, s):
+        """Add the sums of the cluster's CTAs, and store them."""
+        c = self.config
+        threads = c.groups * WARPGROUP
+        # All have read the codes, whose place the sums take.
+        cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+        leave_sums(c.sum_tile, sums, s.codes, w.row, w.quad)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        at = t.token_tile * c.tokens, tile * c.rows
+        scale = Float32(self._scale()), factor
+        write_sums(c.sum_tile, c.splits, threads, scale, t.out, s.codes, t.worker % c.splits, tid, *at)
+        # No CTA may end while another still reads its sums.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    def _scale(self) -> float:
+        """What makes of sums of decoded numbers those of the numbers."""
+        c = self.config
+        return 1.0 / DECODED_SCALE[c.fmt] ** (1 if c.a_layout is None else 2)
+
+    @cute.jit
     def _write(self, sums, tile, factor, w, t):
         """Scale the sums, round and store them."""
         c = self.config
-        scale = 1.0 / DECODED_SCALE[c.fmt] ** (1 if c.a_layout is None else 2)
+        scale = self._scale()
         first_token = t.token_tile * c.tokens
         for j in range_constexpr(c.tokens // TILE_TOKENS):
             values = [ptx.mul_rn(ptx.mul_rn(sums[4 * j + i], Float32(scale)), factor) for i in range(4)]
