@@ -22,6 +22,7 @@ from expected import Tensors, raw
 from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.ops._spec import OpSpec, as_tuple
 from torch_cute_ops.registry import OPS
+from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing import ErrorInput, Sample
 
 Input = TypeVar("Input", Sample, ErrorInput)
@@ -107,7 +108,8 @@ PLAIN = ("nvfp4-128x4-bfloat16", "block128-column-bfloat16", "nvfp4-128x4-to-bfl
 
 def plain_sample(op: OpSpec, device: str) -> Sample:
     """A sample with nothing special about it."""
-    return next(sample for sample in op.sample_inputs(device) if sample.name in PLAIN)
+    sample = next(sample for sample in op.sample_inputs(device) if sample.name in PLAIN)
+    return computed(op, sample, torch.device(device))
 
 
 def get_sample(op: OpSpec, name: str, device: str) -> Sample:
@@ -117,7 +119,7 @@ def get_sample(op: OpSpec, name: str, device: str) -> Sample:
 
 def new_sample(op: OpSpec, name: str, device: str) -> Sample:
     """The sample with data that no other has."""
-    return _named(op.sample_inputs(device), name)
+    return computed(op, _named(op.sample_inputs(device), name), torch.device(device))
 
 
 @cache
@@ -126,11 +128,50 @@ def _samples(op: str, device: str) -> dict[str, Sample]:
     digest = hashlib.sha256(f"{os.environ.get('TEST_SEED')} {op}".encode()).digest()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(int.from_bytes(digest[:4], "little"))
-        return {sample.name: sample for sample in OPS[op].sample_inputs(device)}
+        samples = OPS[op].sample_inputs(device)
+        return {sample.name: computed(OPS[op], sample, torch.device(device)) for sample in samples}
 
 
 def get_error(op: OpSpec, name: str, device: str) -> ErrorInput:
-    return _named(op.error_inputs(device), name)
+    return computed(op, _named(op.error_inputs(device), name), torch.device(device))
+
+
+def computed(op: OpSpec, entry: Input, device: torch.device) -> Input:
+    """The call; on a GPU with the reference by name where no other backend can compute it, which ``auto`` refuses."""
+    if op.backends is None or device.type != "cuda":
+        return entry
+    given = arguments(op, entry)
+    if given["backend"] != "auto" or has_kernels(op, given, device):
+        return entry
+    positional = len(entry.args) == len(given)
+    return replace(
+        entry,
+        args=(*entry.args[:-1], "reference") if positional else entry.args,
+        kwargs=entry.kwargs if positional else entry.kwargs | {"backend": "reference"},
+    )
+
+
+def has_kernels(op: OpSpec, given: dict[str, Any], device: torch.device) -> bool:
+    """Whether a backend besides the reference can compute a call of a product, or would not be asked, since it is
+    refused."""
+    try:
+        reasons = op.backends(device, **given)
+    except (TypeError, ValueError):
+        return True
+    return any(reason is None for name, reason in reasons.items() if name != "reference")
+
+
+def compiled_op_cases() -> list[Any]:
+    """The ops of which a kernel computes plain calls on a Hopper GPU."""
+
+    def is_compiled(op: OpSpec) -> bool:
+        sample = plain_sample(op, "meta")
+        try:
+            return bool(op.kernels(ARCHS["sm_90a"], *sample.args, **sample.kwargs))
+        except ValueError:
+            return False
+
+    return [case for case in op_cases() if is_compiled(*case.values)]
 
 
 def _named(inputs: Iterable[Any], name: str) -> Any:
@@ -139,7 +180,8 @@ def _named(inputs: Iterable[Any], name: str) -> Any:
 
 def good_outputs_error(op: OpSpec, device: str) -> ErrorInput:
     """An error input that is about an output, and so whose arguments are good."""
-    return next(error for error in op.error_inputs(device) if error.out is not None)
+    error = next(error for error in op.error_inputs(device) if error.out is not None)
+    return computed(op, error, torch.device(device))
 
 
 def expected_of(op: OpSpec) -> ModuleType:
@@ -286,7 +328,9 @@ def all_choices_of(op: OpSpec) -> list[dict[str, Any]]:
     if "scale_layout" not in names:
         return [{}]
     # 8x4 is for activations, of which the one has no scales.
-    return [{"scale_layout": name} for name in SCALE_LAYOUTS if (op.name, name) != ("mm_fp4_weight_only", "8x4")]
+    return [
+        {"scale_layout": name} for name in SCALE_LAYOUTS if not (op.name.endswith("_weight_only") and name == "8x4")
+    ]
 
 
 def choices_of(op: OpSpec) -> list[dict[str, Any]]:
@@ -301,7 +345,7 @@ def make_call(
     """Arguments by name of a call that quantises (or makes) a tensor of ``shape``: random data; NVFP4 128x4, or FP8 by
     rows, where the choices tell nothing else."""
     given = arguments(op, plain_sample(op, "meta"))
-    if "b" in given:
+    if op.backends is not None:
         return make_product(op, *shape, device=device, **choices)
     layout = {name: choices[name] for name in ("granularity", "scale_layout") if name in choices}
     if "granularity" in given:
@@ -330,14 +374,22 @@ def make_product(op: OpSpec, *shape: int, device: str, scale_layout: str = "128x
     """Arguments by name of a product with ``a`` (M, K), of ``shape`` flattened, and 136 columns: random data, NVFP4."""
     samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}").PRODUCT
     *lead, width = shape
-    alpha = torch.rand(1, device=device)
+    # An alpha of experts is made with the sample.
+    kwargs = {} if is_for_experts(op) else {"alpha": torch.rand(1, device=device)}
     # Scales of so many columns have no number of rows that M has in some test: PyTorch takes equal for the same.
-    sizes = (math.prod(lead), 136, width)
-    return arguments(op, samples.sample("", *sizes, NVFP4, scale_layout, torch.device(device), alpha=alpha))
+    sizes = (math.prod(lead), 136, input_width(op, width))
+    sample = samples.sample("", *sizes, NVFP4, scale_layout, torch.device(device), **kwargs)
+    return arguments(op, computed(op, sample, torch.device(device)))
+
+
+def is_for_experts(op: OpSpec) -> bool:
+    return op.name.startswith("moe_")
 
 
 def input_width(op: OpSpec, width: int) -> int:
-    """Length of the input rows that become rows of ``width``."""
+    """Length of the input rows that become rows of ``width``; for experts, of whole parts."""
+    if is_for_experts(op):
+        return math.ceil(width / 64) * 64
     return 2 * width if op.name.startswith("silu_mul") else width
 
 

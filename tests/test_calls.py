@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from cases import op_cases, plain_sample
+from cases import compiled_op_cases, plain_sample
 from launch_model import Launches, launches  # noqa: F401  (a fixture)
 from test_package import python
 from torch._subclasses import FakeTensorMode
@@ -53,7 +53,7 @@ class CudaError(Exception):
     """As the DSL raises it: no RuntimeError."""
 
 
-@pytest.mark.parametrize("op", op_cases())
+@pytest.mark.parametrize("op", compiled_op_cases())
 def test_errors_of_launches_name_the_call(op, launches: Launches, monkeypatch):  # noqa: F811
     """On the first call, and on a later one."""
     sample = plain_sample(op, "cpu")

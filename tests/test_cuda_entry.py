@@ -5,6 +5,8 @@ import contextlib
 import pytest
 import torch
 from cases import (
+    compiled_op_cases,
+    computed,
     error_cases,
     form_cases,
     get_error,
@@ -37,6 +39,7 @@ by_form = pytest.mark.parametrize(("op", "name"), form_cases())
 
 def enter(op, sample, outputs=None):
     """Call the CUDA entry, of the op or of its ``.out``."""
+    sample = computed(op, sample, torch.device("cuda"))
     if outputs is None:
         return as_tuple(op.cuda(*sample.args, **sample.kwargs))
     return op.cuda_out(*sample.args, **sample.kwargs, **dict(zip(op.out_names, outputs, strict=True)))
@@ -167,7 +170,7 @@ def test_a_residual_that_is_the_input_elsewhere(op, rows, columns, launches):  #
         assert not launches.calls
 
 
-@pytest.mark.parametrize("op", op_cases())
+@pytest.mark.parametrize("op", compiled_op_cases())
 def test_one_kernel_serves_every_number_of_rows(op, launches):  # noqa: F811
     """M is in no key: after the first call, nothing is compiled."""
     for rows in (5, 4, 3, 2, 1, 0):
@@ -177,7 +180,7 @@ def test_one_kernel_serves_every_number_of_rows(op, launches):  # noqa: F811
     assert len(launches.calls) == (10 if op.name == "mm_fp4" else 5)
 
 
-@pytest.mark.parametrize("op", op_cases())
+@pytest.mark.parametrize("op", compiled_op_cases())
 def test_launchers_are_not_confused(op, launches):  # noqa: F811
     """All samples, in any order, with the launchers of the others there: each finds its own."""
     samples = list(op.sample_inputs("cpu"))

@@ -128,7 +128,7 @@ def test_calls_in_a_block_are_tuned(op, made_up, file):
     (record,) = json.loads(file.read_text())["choices"]
     assert record["bucket"] == 8 and record["device"] == "GPU of test" and record["seconds"] == pytest.approx(3e-6)
     a = {"a_dtype": "uint8", "a_layout": "128x4"} if op.name == "mm_fp4" else {"a_dtype": "bfloat16", "a_layout": None}
-    out = {"has_alpha": False, "out_dtype": "bfloat16"}
+    out = {"has_alpha": False, "out_dtype": "bfloat16", "experts": None}
     assert record["static"] == {"n": 24, "k": 64, "fmt": "nvfp4", "b_layout": "128x4", **a, **out}
     tuner.forget()
     assert used(op, made_up, sample) == (32,)

@@ -12,6 +12,8 @@ from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.mm_fp4 import mm_fp4
 from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
+from torch_cute_ops.ops.moe_fc2_fp4 import moe_fc2_fp4
+from torch_cute_ops.ops.moe_fc2_fp4_weight_only import moe_fc2_fp4_weight_only
 from torch_cute_ops.ops.rmsnorm_fp4quant import rmsnorm_fp4quant
 from torch_cute_ops.ops.rmsnorm_fp4quant_with_norm import rmsnorm_fp4quant_with_norm
 from torch_cute_ops.ops.rmsnorm_fp8quant import rmsnorm_fp8quant
@@ -32,6 +34,8 @@ __all__ = [
     "fp4_quantize",
     "mm_fp4",
     "mm_fp4_weight_only",
+    "moe_fc2_fp4",
+    "moe_fc2_fp4_weight_only",
     "precompile",
     "rmsnorm_fp4quant",
     "rmsnorm_fp4quant_with_norm",

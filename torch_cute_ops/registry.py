@@ -86,7 +86,8 @@ def warmup(op: str, *, tune: bool = False, **facts: Any) -> None:
             ``input``), ``dtype``, ``weight_dtype``, ``device``, and the op's own arguments that choose format and
             layout; FP4: also ``global_scale``, whether calls pass one. For the products: ``n`` and ``k`` (columns, and
             elements of a sum), ``m`` (rows: the choice of a backend is for those near it), ``alpha`` (whether calls
-            pass one), ``dtype``, ``device``, and the op's own arguments from ``out_dtype`` on.
+            pass one) or ``experts`` (how many, of an op that has them), ``dtype``, ``device``, and the op's own
+            arguments from ``out_dtype`` on.
 
     Raises:
         ValueError: for an unknown op, or facts that the op refuses.

@@ -122,6 +122,7 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
     facts.add_argument("--global-scale", action="store_true", default=None, help="calls pass a global scale")
     for name, text in {"n": "columns", "k": "elements of a sum", "m": "rows"}.items():
         facts.add_argument(f"--{name}", type=int, nargs="+", help=f"products: {text}")
+    facts.add_argument("--experts", type=int, nargs="+", help="products with experts: how many there are")
     facts.add_argument("--alpha", action="store_true", default=None, help="products: calls pass an alpha")
     facts.add_argument("--backend", nargs="+", help="products: auto, or a backend's name")
 
@@ -133,7 +134,7 @@ def _tell_flavour() -> None:
 
 FACTS = (
     *("hidden", *deployment.DTYPE_FACTS, "block_size", "scale_layout", "granularity", "global_scale"),
-    *("n", "k", "m", "alpha", "backend"),
+    *("n", "k", "m", "experts", "alpha", "backend"),
 )
 
 

@@ -15,18 +15,30 @@ Tactic = tuple[int | str, ...]
 """One way in which a backend computes a product: what JSON can hold, and the backend alone understands."""
 
 
+TOP_EXPERTS = 8
+"""Experts that a token is taken to be routed to, where experts are more: no product knows what its ``alpha`` will hold,
+and this is usual in models that are served (DeepSeek-V3, Qwen3, Kimi K2)."""
+
+
 @dataclass(frozen=True)
 class Product:
     """``out[m, n] = alpha · Σ_k a[m, k] · b[k, n]``: all about it that a call does not change. M does change.
 
+    With experts, which have ranges of K, equal and one after the other,
+    ``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · b[k, n])``. An expert's sum is rounded to fp32, multiplied by
+    ``alpha`` in fp32, and added to the others in fp32. Where ``alpha`` is zero, of either sign, nothing is computed:
+    what ``a``, ``b`` and their scales hold there does not show in the result, NaN included.
+
     Attributes:
-        n, k: columns of the result, and elements of a sum.
+        n, k: columns of the result, and elements of a sum: of all experts together.
         fmt: format of ``b``, and of ``a`` if that is in FP4.
         a_dtype: uint8 for FP4 codes; bfloat16 or float16.
         a_layout: scale layout of ``a``; ``None`` if it has no scales.
         b_layout: scale layout of ``b``.
-        has_alpha: whether there is an ``alpha``.
+        has_alpha: whether there is an ``alpha``; with experts there is.
         out_dtype: of the result.
+        experts: how many there are, with ``k // experts`` elements of a sum each, a multiple of 64; ``None``: the
+            product is a plain one.
     """
 
     n: int
@@ -37,6 +49,7 @@ class Product:
     b_layout: ScaleLayout
     has_alpha: bool
     out_dtype: torch.dtype
+    experts: int | None = None
 
     def described(self) -> dict[str, int | bool | str | None]:
         """All of it, as JSON can hold it."""
@@ -44,14 +57,24 @@ class Product:
         return {name: _plain(value) for name, value in values.items()}
 
     def bytes_moved(self, m: int) -> int:
-        """Each operand read and the result written, once."""
+        """Each operand read and the result written, once; with experts, of those that ``m`` tokens are routed to, where
+        each token draws ``TOP_EXPERTS`` of them."""
         row = self.k // 2 + self.k // self.fmt.block_size
         a = row if self.a_layout is not None else self.k * self.a_dtype.itemsize
-        return self.n * row + m * a + m * self.n * self.out_dtype.itemsize
+        out = m * self.n * self.out_dtype.itemsize
+        if self.experts is None:
+            return self.n * row + m * a + out
+        met = 1 - (1 - self.routed / self.experts) ** m
+        return round(self.n * row * met + m * a * self.routed / self.experts) + 4 * m * self.experts + out
 
     def flops(self, m: int) -> int:
-        """Multiplications and additions."""
-        return 2 * m * self.n * self.k
+        """Multiplications and additions; with experts, of ``TOP_EXPERTS`` a token."""
+        return 2 * m * self.n * (self.k if self.experts is None else self.k // self.experts * self.routed)
+
+    @property
+    def routed(self) -> int:
+        """Experts that a token is taken to be routed to; 1 of a plain product."""
+        return min(self.experts or 1, TOP_EXPERTS)
 
 
 def _plain(value: Any) -> int | bool | str | None:
@@ -68,7 +91,7 @@ class Operands(NamedTuple):
         a_scale: its scales in the format's dtype, in ``a_layout``; or ``None``.
         b: (K/2, N) uint8.
         b_scale: its scales in the format's dtype, in ``b_layout``.
-        alpha: (1,) float32, or ``None``.
+        alpha: (1,) float32, or ``None``; of a product with experts (M, E) float32, with any strides.
         out: (M, N), to be written.
     """
 

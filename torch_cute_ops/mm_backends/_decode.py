@@ -33,6 +33,11 @@ def reason_misaligned(product: Product) -> str | None:
     return None
 
 
+def reason_experts(product: Product) -> str | None:
+    """Why a backend of plain products cannot compute ``product``; ``None`` if it is one."""
+    return None if product.experts is None else "computes no products with experts"
+
+
 def decoded(
     codes: torch.Tensor, scale: torch.Tensor, fmt: FP4Format, layout: ScaleLayout, dtype: torch.dtype
 ) -> torch.Tensor:

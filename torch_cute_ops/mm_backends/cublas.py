@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from torch_cute_ops.mm_backends._base import Backend, Launcher, Product, Tactic, Target
-from torch_cute_ops.mm_backends._decode import decoded, decoding_kernel, reason_undecodable
+from torch_cute_ops.mm_backends._decode import decoded, decoding_kernel, reason_experts, reason_undecodable
 from torch_cute_ops.mm_backends._model import memory_seconds, tensor_core_seconds
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import Wanted
@@ -20,7 +20,7 @@ class Cublas(Backend):
     name = "cublas"
 
     def reason_unsupported(self, product: Product, target: Target) -> str | None:
-        return reason_undecodable(product, target)
+        return reason_undecodable(product, target) or reason_experts(product)
 
     def tactics(self, product: Product, m: int, target: Target) -> tuple[Tactic, ...]:
         return ((),)

@@ -9,6 +9,7 @@ from torch_cute_ops.mm_backends._base import Backend, Launcher, Product, Tactic,
 from torch_cute_ops.mm_backends._decode import (
     decoded,
     decoding_kernel,
+    reason_experts,
     reason_misaligned,
     reason_undecodable,
     sixteen_bit_dtype,
@@ -47,7 +48,7 @@ class MmaSync(Backend):
     name = "mma_sync"
 
     def reason_unsupported(self, product: Product, target: Target) -> str | None:
-        reason = reason_undecodable(product, target) or reason_misaligned(product)
+        reason = reason_undecodable(product, target) or reason_experts(product) or reason_misaligned(product)
         if reason is not None:
             return reason
         blocks = product.k // product.fmt.block_size

@@ -4,6 +4,7 @@ import torch
 
 from torch_cute_ops.mm_backends._base import Backend, Launcher, Product, Tactic, Target
 from torch_cute_ops.reference.mm_fp4 import product as reference_product
+from torch_cute_ops.reference.moe_fc2_fp4 import expert_product
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import Wanted
 
@@ -39,4 +40,15 @@ class Reference(Backend):
         ) -> None:
             out.copy_(reference_product(a, a_scale, b.t(), b_scale, alpha, *facts))
 
-        return multiply
+        def add_up_experts(
+            a: torch.Tensor,
+            a_scale: torch.Tensor | None,
+            b: torch.Tensor,
+            b_scale: torch.Tensor,
+            alpha: torch.Tensor | None,
+            out: torch.Tensor,
+        ) -> None:
+            assert alpha is not None
+            out.copy_(expert_product(a, a_scale, b.t(), b_scale, alpha, *facts))
+
+        return multiply if product.experts is None else add_up_experts

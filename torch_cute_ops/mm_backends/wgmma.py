@@ -7,7 +7,12 @@ import torch
 from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.kernels.activation_tiles.config import CHUNK
 from torch_cute_ops.mm_backends._base import Backend, Launcher, Product, Tactic, Target
-from torch_cute_ops.mm_backends._decode import reason_misaligned, reason_undecodable, sixteen_bit_dtype
+from torch_cute_ops.mm_backends._decode import (
+    reason_experts,
+    reason_misaligned,
+    reason_undecodable,
+    sixteen_bit_dtype,
+)
 from torch_cute_ops.mm_backends._model import (
     LAUNCH_SECONDS,
     bytes_per_second,
@@ -48,7 +53,7 @@ class Wgmma(Backend):
     name = "wgmma"
 
     def reason_unsupported(self, product: Product, target: Target) -> str | None:
-        reason = reason_undecodable(product, target) or reason_misaligned(product)
+        reason = reason_undecodable(product, target) or reason_experts(product) or reason_misaligned(product)
         if reason is not None:
             return reason
         if target.arch is not None and target.arch.name != "sm_90a":

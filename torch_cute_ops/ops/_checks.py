@@ -184,10 +184,15 @@ def check_overlap(op: str, name: str, written: torch.Tensor, other: str, read: t
 
 def check_apart(op: str, name: str, written: torch.Tensor, other: str, read: torch.Tensor) -> None:
     """``written``, which is contiguous, and ``read`` share no memory; for real tensors only."""
+    if not are_apart(written, read):
+        raise ValueError(f"cute::{op}: {name} shares memory with {other}; pass another tensor as {name}")
+
+
+def are_apart(written: torch.Tensor, read: torch.Tensor) -> bool:
+    """Whether ``read`` lies before ``written``, which is contiguous, or behind it; for real tensors only."""
     reach = sum(stride * (extent - 1) for stride, extent in zip(read.stride(), read.shape, strict=True))
     begin, end = read.data_ptr(), read.data_ptr() + (reach + 1) * read.element_size()
-    if read.numel() and written.data_ptr() < end and begin < written.data_ptr() + written.nbytes:
-        raise ValueError(f"cute::{op}: {name} shares memory with {other}; pass another tensor as {name}")
+    return not read.numel() or written.data_ptr() >= end or begin >= written.data_ptr() + written.nbytes
 
 
 def check_output(

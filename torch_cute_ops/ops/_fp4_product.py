@@ -1,6 +1,6 @@
 """What the FP4 products share: checks, the choice of a backend, and the way to it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 AUTO: Final = "auto"
 A_DTYPES = (torch.bfloat16, torch.float16)
 """Of activations that are not in FP4."""
+EXPERT_MULTIPLE = 64
+"""Elements of a row of ``a`` that an expert has are a multiple of this: whole bytes, blocks, and steps of a kernel."""
 MOST_USUAL = 4096
 """Calls that an op remembers as usual, some 1 KB each."""
 
@@ -39,7 +41,8 @@ Choices = tuple[int, str | None, str]
 
 
 class Given(NamedTuple):
-    """The arguments of a call of either op: ``a_scale`` is ``None`` where ``a`` has no scales."""
+    """The arguments of a call of any of the ops: ``a_scale`` is ``None`` where ``a`` has no scales. ``b`` is (K/2, N),
+    or of an op with experts ``w`` (N, K/2), whose rows are that view's columns."""
 
     a: Tensor
     b: Tensor
@@ -52,7 +55,8 @@ class Given(NamedTuple):
 
 
 class FP4Product:
-    """One product: ``a`` (M, K) in FP4 or in 16 bits, times ``b`` (K, N) in FP4.
+    """One product: ``a`` (M, K) in FP4 or in 16 bits, times ``b`` (K, N) in FP4; or a product for each of E experts,
+    which have ranges of K, added up as ``alpha`` (M, E) tells.
 
     Args:
         op: the op's name.
@@ -65,8 +69,10 @@ class FP4Product:
         self.arguments = arguments
         self.arrange = arrange
         self.has_a_scale = "Tensor a_scale" in arguments
-        # By facts of a call, M among them: its device, sizes of its tensors in bytes, what computes it.
-        self._usual: dict[tuple[Any, ...], tuple[torch.device, tuple[int, ...], Launcher]] = {}
+        self.has_experts = "Tensor w," in arguments
+        self._weight_name = "w" if self.has_experts else "b"
+        # By facts of a call, M among them: its device, columns, sizes of its tensors in bytes, what computes it.
+        self._usual: dict[tuple[Any, ...], tuple[torch.device, int, tuple[int, ...], Launcher]] = {}
         # By what decides the choice.
         self._launchers: dict[tuple[Any, ...], tuple[Launcher, Chosen]] = {}
         # What has been run is compiled and loaded, and can be captured.
@@ -99,35 +105,44 @@ class FP4Product:
         n: int,
         k: int,
         m: int = 1,
+        experts: int | None = None,
         dtype: torch.dtype | None = None,
-        alpha: bool = False,
+        alpha: bool | None = None,
         device: torch.device | int | str | None = None,
         **choices: Any,
     ) -> Call:
         """A call with these static facts.
 
         Args:
-            n, k: columns of the result, and elements of a sum.
+            n, k: columns of the result, and elements of a sum: of all experts together.
             m: rows; calls with the same ``mm_backends.bucket(m)`` are made ready too.
+            experts: how many there are, of an op that has experts.
             dtype: of ``a``, where that is not in FP4; ``None`` means bfloat16.
-            alpha: whether calls will pass one.
+            alpha: whether calls will pass one, of an op that has no experts; ``None`` means that they will not.
             device: of the tensors; ``None`` means the current CUDA device.
             choices: the op's arguments from ``out_dtype`` on.
 
         Raises:
-            TypeError: for a fact that the op does not have.
+            TypeError: for a fact that the op does not have, or that it lacks.
         """
         if self.has_a_scale and dtype is not None:
             raise TypeError(f"cute::{self.op} has no fact dtype: a is in FP4")
+        if self.has_experts and alpha is not None:
+            raise TypeError(f"cute::{self.op} has no fact alpha: every call has one")
+        if self.has_experts != (experts is not None):
+            lacks = "needs the fact experts: how many there are" if self.has_experts else "has no fact experts"
+            raise TypeError(f"cute::{self.op} {lacks}")
         target = cuda_device(device)
         named = {"block_size": 16, "scale_format": None, "scale_layout": "128x4"} | choices
         fmt, layout, b_layout = self._formats((named["block_size"], named["scale_format"], named["scale_layout"]))
-        b, b_scale = _zeros(n, k, fmt, b_layout, target)
-        factor = torch.ones(1, device=target) if alpha else None
+        weight, b_scale = _zeros(n, k, fmt, b_layout, target)
+        b = weight if self.has_experts else weight.t()
+        factor = torch.ones((1,) if experts is None else (m, experts), device=target)
+        last = factor if alpha or self.has_experts else None
         if not self.has_a_scale:
-            return (torch.zeros(m, k, dtype=dtype or torch.bfloat16, device=target), b.t(), b_scale, factor), choices
+            return (torch.zeros(m, k, dtype=dtype or torch.bfloat16, device=target), b, b_scale, last), choices
         a, a_scale = _zeros(m, k, fmt, layout, target)
-        return (a, b.t(), a_scale, b_scale, factor), choices
+        return (a, b, a_scale, b_scale, last), choices
 
     # The way of a call
 
@@ -144,28 +159,48 @@ class FP4Product:
         fmt, layout, b_layout = self._formats(choices)
         if not self.has_a_scale and layout != b_layout:
             raise ValueError(f"cute::{op}: scale_layout={layout.name!r} is for activations; use '128x4' or 'linear'")
-        _checks.check_matrix(op, "b", b, "(K/2, N)")
-        _checks.check_packed(op, "b.t()", b.t(), fmt)
-        n, k = b.shape[1], b.shape[0] * 2
-        _checks.check_matrix(op, "a", a, "(M, K/2)" if self.has_a_scale else "(M, K)")
+        b_name, a_columns = self._weight_name, "K" if not self.has_experts else "E·I"
+        _checks.check_matrix(op, b_name, b, "(N, E·I/2)" if self.has_experts else "(K/2, N)")
+        weight = self._weight(given)
+        _checks.check_packed(op, "w" if self.has_experts else "b.t()", weight, fmt)
+        n, k = weight.shape[0], weight.shape[1] * 2
+        line = "a row of w" if self.has_experts else "a column of b"
+        _checks.check_matrix(op, "a", a, f"(M, {a_columns}/2)" if self.has_a_scale else f"(M, {a_columns})")
         if a_scale is None:
             _checks.check_dtype(op, "a", a, A_DTYPES)
-            _checks.check_shape(op, "a", a, (a.shape[0], k), f"the {k} elements that a column of b has")
+            _checks.check_shape(op, "a", a, (a.shape[0], k), f"the {k} elements that {line} has")
         else:
             _checks.check_packed(op, "a", a, fmt)
-            _checks.check_shape(op, "a", a, (a.shape[0], k // 2), f"the {k // 2} bytes that a column of b has")
+            _checks.check_shape(op, "a", a, (a.shape[0], k // 2), f"the {k // 2} bytes that {line} has")
             self._check_scale("a_scale", a_scale, a.shape[0], k, fmt, layout)
             _checks.check_device(op, "a_scale", a_scale, "a", a.device)
-        _checks.check_device(op, "b", b, "a", a.device)
-        self._check_scale("b_scale", b_scale, n, k, fmt, b_layout)
-        _checks.check_device(op, "b_scale", b_scale, "a", a.device)
-        if alpha is not None:
+        _checks.check_device(op, b_name, b, "a", a.device)
+        self._check_scale(f"{b_name}_scale", b_scale, n, k, fmt, b_layout)
+        _checks.check_device(op, f"{b_name}_scale", b_scale, "a", a.device)
+        if self.has_experts:
+            self._check_expert_factors(alpha, a, k)
+        elif alpha is not None:
             _checks.check_scalar(op, "alpha", alpha, "a", a.device)
         if out_dtype not in _checks.INPUT_DTYPES:
             raise TypeError(f"cute::{op}: out_dtype is {out_dtype}; expected bfloat16, float16 or float32")
         if backend != AUTO and (backend not in _mm().BACKENDS or a.device.type == "cpu"):
             self._choose(self._product(given), 1, _mm().target_of(torch.device("cpu")), backend)
         _checks.check_no_grad(op, a, b, a_scale, b_scale, alpha)
+
+    def _check_expert_factors(self, alpha: Tensor | None, a: Tensor, k: int) -> None:
+        """``alpha`` is (M, E) float32, for E experts that have equal parts of the ``k`` elements."""
+        if alpha is None:
+            raise TypeError(f"cute::{self.op}: alpha is None; expected a tensor (M, E)")
+        _checks.check_dtype(self.op, "alpha", alpha, (torch.float32,))
+        _checks.check_matrix(self.op, "alpha", alpha, "(M, E)")
+        m, experts = alpha.shape
+        _checks.check_shape(self.op, "alpha", alpha, (a.shape[0], experts), "a row for each of a")
+        if experts == 0 or k % (experts * EXPERT_MULTIPLE):
+            raise ValueError(
+                f"cute::{self.op}: alpha has shape {(m, experts)}, for {experts} experts, and a row of w has {k} "
+                f"elements; expected the same number for each expert, a multiple of {EXPERT_MULTIPLE}"
+            )
+        _checks.check_device(self.op, "alpha", alpha, "a", a.device)
 
     def _check_scale(self, name: str, scale: Tensor, rows: int, k: int, fmt: FP4Format, layout: ScaleLayout) -> None:
         _checks.check_dtype(self.op, name, scale, scale_dtypes(fmt))
@@ -199,10 +234,9 @@ class FP4Product:
         usual = self._usual.get(facts)
         if usual is None or (is_grad_enabled() and self._requires_grad(given)):
             return self._run_checked(facts, given, out)
-        device, sizes, launch = usual
+        device, n, sizes, launch = usual
         if out is None:
-            shape = (a.shape[0], b.shape[1])
-            result = allocator(device)(shape, (shape[1], 1), out_dtype)
+            result = allocator(device)((a.shape[0], n), (n, 1), out_dtype)
         else:
             begin = out.data_ptr()
             end = begin + out.nbytes
@@ -210,6 +244,9 @@ class FP4Product:
                 if tensor is not None and begin < tensor.data_ptr() + size and tensor.data_ptr() < end:
                     return self._run_checked(facts, given, out)
             if out.requires_grad or out.dtype is not out_dtype:
+                return self._run_checked(facts, given, out)
+            # Of experts it has any strides, and may reach further than its size.
+            if self.has_experts and alpha is not None and not _checks.are_apart(out, alpha):
                 return self._run_checked(facts, given, out)
             result = out
         try:
@@ -230,7 +267,8 @@ class FP4Product:
         """``run`` with every check, for the first call, for unusual tensors, and for those that were refused."""
         self.check(given)
         a, b, a_scale, b_scale, alpha, out_dtype, choices, backend = given
-        m, n = a.shape[0], b.shape[1]
+        weight = self._weight(given)
+        m, n = a.shape[0], weight.shape[0]
         if out is None:
             result = torch.empty((m, n), dtype=out_dtype, device=a.device)
         else:
@@ -238,15 +276,15 @@ class FP4Product:
             _checks.check_output(self.op, "out", out, (m, n), out_dtype, a.device)
             _checks.check_aligned(self.op, "out", out)
             _checks.check_no_grad(self.op, out)
-            for name, tensor in given._asdict().items():
-                if isinstance(tensor, Tensor):
-                    _checks.check_apart(self.op, "out", out, name, tensor)
+            for name, tensor in self._tensors(given):
+                _checks.check_apart(self.op, "out", out, name, tensor)
             mark_written((out,))
         if not result.numel():
             return result
         planned = _mm().bucket(m)
         tunes = tuning.is_on() and backend == AUTO and not torch.cuda.is_current_stream_capturing()
-        key = (planned, n, a.shape[1], a.dtype, alpha is not None, out_dtype, choices, backend, a.device)
+        experts = self._experts(given)
+        key = (planned, n, a.shape[1], a.dtype, alpha is not None, experts, out_dtype, choices, backend, a.device)
         prepared = self._launchers.get((key, tuning.generation, tunes))
         if prepared is None:
             prepared = self._launcher(given, planned, tunes)
@@ -258,9 +296,9 @@ class FP4Product:
         operands = _mm().Operands(
             a=aligned(a if a_scale is None else _seen_as(a, torch.uint8)),
             a_scale=None if a_scale is None else aligned(_seen_as(a_scale, fmt.scale_dtype)),
-            b=aligned(_seen_as(b.t(), torch.uint8)).t(),
+            b=aligned(_seen_as(weight, torch.uint8)).t(),
             b_scale=aligned(_seen_as(b_scale, fmt.scale_dtype)),
-            alpha=None if alpha is None else alpha.reshape(1),
+            alpha=alpha if alpha is None or self.has_experts else alpha.reshape(1),
             out=result,
         )
         try:
@@ -282,7 +320,7 @@ class FP4Product:
                 self._usual.pop(next(iter(self._usual)))
             tensors = (a, b, a_scale, b_scale, alpha)
             sizes = tuple(0 if tensor is None else tensor.nbytes for tensor in tensors)
-            self._usual[facts] = a.device, sizes, launch
+            self._usual[facts] = a.device, n, sizes, _of_rows(launch) if self.has_experts else launch
         return result
 
     def _is_usual(self, given: Given, operands: "Operands") -> bool:
@@ -294,8 +332,23 @@ class FP4Product:
             all(tensor is operand for tensor, operand in pairs)
             and given.b.data_ptr() == operands.b.data_ptr()
             and given.b.dtype == operands.b.dtype
-            and (given.alpha is None or given.alpha.dim() == 1)
+            and (given.alpha is None or self.has_experts or given.alpha.dim() == 1)
         )
+
+    def _weight(self, given: Given) -> Tensor:
+        """The weight by rows, (N, K/2)."""
+        return given.b if self.has_experts else given.b.t()
+
+    def _experts(self, given: Given) -> int | None:
+        return given.alpha.shape[1] if self.has_experts and given.alpha is not None else None
+
+    def _tensors(self, given: Given) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a call by the op's names of them."""
+        a, b, a_scale, b_scale, alpha, *_ = given
+        names = ("a", self._weight_name, "a_scale", f"{self._weight_name}_scale", "alpha")
+        for name, tensor in zip(names, (a, b, a_scale, b_scale, alpha), strict=True):
+            if tensor is not None:
+                yield name, tensor
 
     def _launcher(self, given: Given, planned: int, tunes: bool) -> tuple["Launcher", "Chosen"]:
         """What computes calls like this one, with at most ``planned`` rows; compiled."""
@@ -318,9 +371,13 @@ class FP4Product:
     def _warmup_call(self, product: "Product", m: int, choices: Choices, backend: str, device: torch.device) -> str:
         """The call of ``torch_cute_ops.warmup`` that makes a call like this one ready."""
         shown: dict[str, Any] = {"n": product.n, "k": product.k, "m": m}
+        if self.has_experts:
+            shown["experts"] = product.experts
         if not self.has_a_scale:
             shown["dtype"] = product.a_dtype
-        shown |= {"alpha": product.has_alpha, "out_dtype": product.out_dtype}
+        if not self.has_experts:
+            shown["alpha"] = product.has_alpha
+        shown["out_dtype"] = product.out_dtype
         shown |= zip(("block_size", "scale_format", "scale_layout"), choices, strict=True)
         shown |= {"backend": backend, "device": device.index}
         return f"torch_cute_ops.warmup({self.op!r}, {', '.join(f'{name}={value!r}' for name, value in shown.items())})"
@@ -351,17 +408,19 @@ class FP4Product:
         return fmt, layout, weight_layout(layout)
 
     def _product(self, given: Given) -> "Product":
-        a, b, a_scale, _, alpha, out_dtype, choices, _ = given
+        a, _, a_scale, _, alpha, out_dtype, choices, _ = given
         fmt, layout, b_layout = self._formats(choices)
+        weight = self._weight(given)
         product: Product = _mm().Product(
-            n=b.shape[1],
-            k=b.shape[0] * 2,
+            n=weight.shape[0],
+            k=weight.shape[1] * 2,
             fmt=fmt,
             a_dtype=a.dtype if a_scale is None else torch.uint8,
             a_layout=None if a_scale is None else layout,
             b_layout=b_layout,
             has_alpha=alpha is not None,
             out_dtype=out_dtype,
+            experts=self._experts(given),
         )
         return product
 
@@ -385,6 +444,17 @@ def _tune(op: str, product: "Product", m: int, target: "Target") -> None:
     from torch_cute_ops.mm_backends import _tune
 
     _tune.tune(op, product, m, target)
+
+
+def _of_rows(launch: "Launcher") -> "Launcher":
+    """``launch`` for a weight (N, K/2)."""
+
+    def transposed(
+        a: Tensor, a_scale: Tensor | None, w: Tensor, w_scale: Tensor, alpha: Tensor | None, out: Tensor
+    ) -> None:
+        launch(a, a_scale, w.t(), w_scale, alpha, out)
+
+    return transposed
 
 
 def _seen_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -41,10 +41,14 @@ def product(
     then multiplied by ``alpha`` in float32, and rounded to ``out_dtype``.
     """
     left = a.double() if a_scale is None or a_layout is None else decode_rows(a, a_scale, fmt, a_layout).double()
-    weight = decode_rows(b, b_scale, fmt, b_layout).double()
+    total = row_sums(left, decode_rows(b, b_scale, fmt, b_layout).double()).float()
+    return (total if alpha is None else total * alpha.reshape(())).to(out_dtype)
+
+
+def row_sums(left: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``left @ weight.T`` of float64 matrices (M, K) and (N, K)."""
     total = left.new_empty(len(left), len(weight))
     # Row by row: a matrix product may add up in an order that depends on the number of rows.
     for row, sums in zip(left, total, strict=True):
         torch.mv(weight, row, out=sums)
-    total = total.float()
-    return (total if alpha is None else total * alpha.reshape(())).to(out_dtype)
+    return total

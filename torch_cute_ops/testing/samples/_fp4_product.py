@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -45,6 +45,10 @@ class Product:
     """
 
     has_a_scale: bool
+    sizes: ClassVar[tuple[int, int, int]] = (9, 24, 128)
+    """M, N, K of samples that are about values."""
+    smallest_k: ClassVar[int] = 64
+    """K of samples that are about something else."""
 
     def sample(
         self,
@@ -64,9 +68,18 @@ class Product:
         b, b_scale = random_matrix(n, k, fmt, weight_layout(SCALE_LAYOUTS[layout]).name, device, scales)
         kwargs = {**named(fmt, layout), **kwargs}
         if not self.has_a_scale:
-            return Sample(name, (torch.randn(m, k, device=device).to(dtype), b.t(), b_scale), kwargs)
+            return Sample(name, (torch.randn(m, k, device=device).to(dtype), self.rows(b), b_scale), kwargs)
         a, a_scale = random_matrix(m, k, fmt, layout, device, scales)
-        return Sample(name, (a, b.t(), a_scale, b_scale), kwargs)
+        return Sample(name, (a, self.rows(b), a_scale, b_scale), kwargs)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arguments that ``sample`` gives by position."""
+        return ("a", "b", "a_scale", "b_scale") if self.has_a_scale else ("a", "b", "b_scale")
+
+    def rows(self, b: torch.Tensor) -> torch.Tensor:
+        """The op's ``b`` for rows of a weight (N, K/2); and those rows for the op's ``b``."""
+        return b.t()
 
     @property
     def layouts(self) -> tuple[str, ...]:
@@ -114,7 +127,12 @@ class Product:
         yield self.sample("no-rows-linear", 0, 24, 64, NVFP4, "linear", device)
 
     def _values(self, device: torch.device) -> Iterator[Sample]:
-        sizes = (9, 24, 128)
+        yield from self._scale_values(device)
+        yield from self._alpha_values(device)
+        yield from self._choices(device)
+
+    def _scale_values(self, device: torch.device) -> Iterator[Sample]:
+        sizes = self.sizes
         for fmt in FORMATS:
             yield self.sample(f"{fmt.name}-exact", *sizes, fmt, "linear", device, scales=POWERS[fmt.scale_format])
         yield self.sample("nvfp4-small-scales", *sizes, NVFP4, "linear", device, scales=(0, 8), out_dtype=torch.float32)
@@ -126,55 +144,68 @@ class Product:
             for scale in sample.args[2:]:
                 scale.view(torch.uint8)[1::7, -1] = 0x7F if fmt == NVFP4 else 0xFF
             yield sample
+
+    def _alpha_values(self, device: torch.device) -> Iterator[Sample]:
         for name, value in (("zero", 0.0), ("negative", -3.0), ("nan", torch.nan), ("inf", torch.inf)):
             alpha = torch.full((1,), value, device=device)
-            yield self.sample(f"alpha-{name}", *sizes, NVFP4, "128x4", device, alpha=alpha)
+            yield self.sample(f"alpha-{name}", *self.sizes, NVFP4, "128x4", device, alpha=alpha)
+
+    def _choices(self, device: torch.device) -> Iterator[Sample]:
+        sizes = self.sizes
         yield self.sample("format-named-e4m3", *sizes, NVFP4, "128x4", device, scale_format="e4m3")
         yield self.sample("format-named-ue8m0", *sizes, MXFP4, "128x4", device, scale_format="ue8m0")
         for backend in ("auto", "reference"):
             yield self.sample(f"backend-{backend}", *sizes, NVFP4, "128x4", device, backend=backend)
         sample = self.sample("positional", *sizes, NVFP4, "128x4", device)
-        alpha = torch.rand(1, device=device)
+        alpha = sample.kwargs.get("alpha", torch.rand(1, device=device))
         yield replace(sample, args=(*sample.args, alpha, torch.float16, 16, "e4m3", "128x4", "auto"), kwargs={})
 
     def _views(self, device: torch.device) -> Iterator[Sample]:
         fp4, e8m0 = torch.float4_e2m1fn_x2, torch.float8_e8m0fnu
 
         def plain(name: str, fmt: FP4Format = NVFP4, layout: str = "linear") -> tuple[Sample, torch.Tensor, Any, Any]:
-            sample = self.sample(name, 6, 24, 64, fmt, layout, device)
+            sample = self.sample(name, 6, 24, self.smallest_k, fmt, layout, device)
             return sample, sample.args[0], sample.args[1], sample.args[-1]
 
         def call(sample: Sample, **given: Any) -> Sample:
-            names = ("a", "b", "a_scale", "b_scale") if self.has_a_scale else ("a", "b", "b_scale")
-            by_name = dict(zip(names, sample.args, strict=True)) | given
+            by_name = dict(zip(self.names, sample.args, strict=True)) | given
             return replace(sample, args=tuple(by_name.values()))
 
-        sample, a, b, scale = plain("b-float4")
-        yield call(sample, b=b.view(fp4))
+        b_name = self.names[1]
+        b_scale_name = self.names[-1]
+        sample, a, given_b, scale = plain(f"{b_name}-float4")
+        b = self.rows(given_b)
+        yield call(sample, **{b_name: given_b.view(fp4)})
         if self.has_a_scale:
             yield call(replace(sample, name="a-float4"), a=a.view(fp4))
-        yield call(replace(sample, name="b-row-major"), b=b.contiguous())
-        yield call(replace(sample, name="b-every-other-column"), b=b[:, ::2], b_scale=scale[::2])
-        wide = torch.randint(0, 256, (24, 80), dtype=torch.uint8, device=device)
-        yield call(replace(sample, name="b-offset"), b=wide[:, 1:33].t())
-        yield call(replace(sample, name="b-scale-columns-first"), b_scale=scale.t().contiguous().t())
+        for name, rows, scales in (
+            ("columns-first", b.t().contiguous().t(), scale),
+            ("every-other-row", b[::2], scale[::2]),
+            ("offset", torch.cat((b, b, b), 1)[:, 1 : 1 + b.shape[1]], scale),
+            ("scale-columns-first", b, scale.t().contiguous().t()),
+        ):
+            given = {b_name: self.rows(rows), b_scale_name: scales}
+            yield call(replace(sample, name=f"{b_name}-{name}"), **given)
         yield call(replace(sample, name="a-columns-first"), a=a.t().contiguous().t())
         wide_a = torch.cat((a, a, a), 1)
         yield call(replace(sample, name="a-row-strided"), a=wide_a[:, : a.shape[1]])
         yield call(replace(sample, name="a-offset"), a=wide_a[:, 1 : 1 + a.shape[1]])
         yield call(replace(sample, name="a-rows-expanded"), a=a[:1].expand(6, -1))
-        sample, *_, scale = plain("b-scale-e8m0", MXFP4, "128x4")
-        yield call(sample, b_scale=scale.view(e8m0))
-        sample, *_ = plain("alpha-0d", NVFP4, "128x4")
-        yield replace(sample, kwargs={**sample.kwargs, "alpha": torch.rand((), device=device)})
-        sample, *_ = plain("alpha-2d", NVFP4, "128x4")
-        yield replace(sample, kwargs={**sample.kwargs, "alpha": torch.rand((1, 1), device=device)})
+        sample, *_, scale = plain(f"{b_name}-scale-e8m0", MXFP4, "128x4")
+        yield call(sample, **{b_scale_name: scale.view(e8m0)})
+        sample, *_ = plain("", NVFP4, "128x4")
+        for name, alpha in self._alpha_views(6, device):
+            yield replace(sample, name=f"alpha-{name}", kwargs={**sample.kwargs, "alpha": alpha})
+
+    def _alpha_views(self, m: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "0d", torch.rand((), device=device)
+        yield "2d", torch.rand((1, 1), device=device)
 
     def errors(self, device: torch.device) -> Iterator[ErrorInput]:
         """Arguments that the op refuses."""
-        m, n, k = 4, 24, 64
+        m, n, k = 4, 24, self.smallest_k
         good = self.sample("good", m, n, k, NVFP4, "linear", device)
-        names = ("a", "b", "a_scale", "b_scale") if self.has_a_scale else ("a", "b", "b_scale")
+        names = self.names
         tensors = dict(zip(names, good.args, strict=True))
         kwargs = good.kwargs
 
@@ -183,18 +214,21 @@ class Product:
         ) -> ErrorInput:
             return ErrorInput(name, tuple((tensors | given).values()), kwargs | (with_ or {}), error, match)
 
-        a, b = tensors["a"], tensors["b"]
+        b_name = names[1]
+        a, b = tensors["a"], tensors[b_name]
         for dtype in (torch.int8, torch.float32, torch.float64):
             yield bad(f"a-{short(dtype)}", TypeError, f"a has dtype {short(dtype)}; expected", a=a.to(dtype))
         for dtype in (torch.int8, torch.bfloat16):
-            yield bad(f"b-{short(dtype)}", TypeError, f"b.* has dtype {short(dtype)}; expected uint8", b=b.to(dtype))
-        for name, tensor in (("a", a), ("b", b)):
+            text = f"{b_name}.* has dtype {short(dtype)}; expected uint8"
+            yield bad(f"{b_name}-{short(dtype)}", TypeError, text, **{b_name: b.to(dtype)})
+        for name, tensor in (("a", a), (b_name, b)):
             yield bad(f"{name}-1d", ValueError, rf"{name} has shape \(\d+,\); expected", **{name: tensor[0]})
             yield bad(f"{name}-3d", ValueError, rf"{name} has shape .*; expected", **{name: tensor[None]})
             yield bad(f"{name}-device", ValueError, " on meta", **{name: tensor.to("meta")})
         yield bad("a-narrow", ValueError, rf"a has shape \(4, {a.shape[1] // 2}\); expected", a=a[:, : a.shape[1] // 2])
-        yield bad("k-no-blocks", ValueError, "holds 40 elements a row; expected a positive multiple", b=b[:20])
-        yield bad("k-zero", ValueError, "holds 0 elements a row", b=b[:0])
+        for name, held, text in (("k-no-blocks", 40, "; expected a positive multiple"), ("k-zero", 0, "")):
+            narrow: dict[str, Any] = {b_name: self.rows(self.rows(b)[:, : held // 2])}
+            yield bad(name, ValueError, f"holds {held} elements a row{text}", **narrow)
         for name in names[2:]:
             scale = tensors[name]
             for wrong in (scale.view(torch.uint8), scale.float(), scale.view(torch.float8_e5m2)):
@@ -205,7 +239,7 @@ class Product:
             yield bad(f"{name}-device", ValueError, f"{name} is on meta, a on", **{name: scale.to("meta")})
         text = "has shape .*, the 128x4 scales"
         yield bad("scales-not-tiled", ValueError, text, {"scale_layout": "128x4"})
-        for error in scalar_errors("alpha", torch.zeros(1, device=device)):
+        for error in self._alpha_errors(m, device):
             yield replace(error, args=good.args, kwargs=kwargs | error.kwargs)
         for value, match in (("tiled", "scale_layout='tiled' is unknown"), ("", "scale_layout='' is unknown")):
             yield bad(f"layout-{value}", ValueError, match, {"scale_layout": value})
@@ -220,3 +254,7 @@ class Product:
             yield bad("backend-on-cpu", ValueError, "backend 'cublas': needs a CUDA device", {"backend": "cublas"})
         out = {"out": torch.zeros(m, n, dtype=torch.bfloat16, device=device)}
         yield from out_errors(good.args, kwargs, out, device)
+
+    def _alpha_errors(self, m: int, device: torch.device) -> Iterator[ErrorInput]:
+        """Bad values of ``alpha`` for ``m`` rows, beside no other arguments."""
+        return scalar_errors("alpha", torch.zeros(1, device=device))

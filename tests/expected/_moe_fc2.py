@@ -1,0 +1,69 @@
+"""What the products over experts must answer: each expert's sums in float64, within what fp32 arithmetic may lose."""
+
+import numpy as np
+import torch
+
+from expected import Tensors
+from expected._fp4_product import EPS, decoded
+
+
+def operands(given) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``a`` (M, E, I), ``w`` (N, E, I) and ``alpha`` (M, E)."""
+    layout, block = given["scale_layout"], given["block_size"]
+    alpha = given["alpha"].cpu().numpy()
+    w = decoded(given["w"], given["w_scale"], "128x4" if layout == "8x4" else layout, block)
+    if "a_scale" in given:
+        a = decoded(given["a"], given["a_scale"], layout, block)
+    else:
+        a = given["a"].cpu().double().numpy()
+    experts = alpha.shape[1]
+    width = w.shape[1] // experts
+    return a.reshape(len(a), experts, width), w.reshape(len(w), experts, width), alpha
+
+
+def by_expert(given):
+    """Of each expert: the rows whose factor is not 0, these factors (rows, 1), and its parts of ``a`` and ``w``."""
+    a, w, alpha = operands(given)
+    for expert in range(alpha.shape[1]):
+        rows = np.flatnonzero(alpha[:, expert] != 0)
+        yield rows, alpha[rows, expert, None], a[rows, expert], w[:, expert]
+
+
+def results(given) -> Tensors:
+    """A float32 after each step: the sum of an expert, its product with the factor, the total."""
+    total = np.zeros((len(given["a"]), len(given["w"])), np.float32)
+    with np.errstate(all="ignore"):
+        for rows, factor, a, w in by_expert(given):
+            total[rows] += factor * (a @ w.T).astype(np.float32)
+    return (torch.from_numpy(total).to(given["out_dtype"] or given["a"].dtype),)
+
+
+def lost(given) -> np.ndarray:
+    """How far from the sums (M, N) fp32 arithmetic may be, in any order: one rounding for each term of an expert's sum,
+    one for the product with the factor, one for each expert that is added; each of the size of all terms together."""
+    shape = len(given["a"]), len(given["w"])
+    sizes, roundings = np.zeros(shape), np.zeros((len(given["a"]), 1))
+    with np.errstate(all="ignore"):
+        for rows, factor, a, w in by_expert(given):
+            sizes[rows] += np.abs(factor.astype(np.float64)) * (np.abs(a) @ np.abs(w).T)
+            roundings[rows] += 1
+    return sizes * (roundings + given["w"].shape[1] * 2 // given["alpha"].shape[1] + 1) * EPS
+
+
+def assert_results(actual, expected, given) -> None:
+    """Equal in what is NaN or infinite; else within what is lost, and one rounding to the output's dtype."""
+    (got,), (want,) = actual, expected
+    assert got.dtype == want.dtype and got.shape == want.shape, f"{got.dtype} {got.shape}"
+    got = got.cpu()
+    assert torch.equal(got.isnan(), want.isnan())
+    finite = want.isfinite() & got.isfinite()
+    assert torch.equal(got[~finite & ~got.isnan()], want[~finite & ~want.isnan()])
+    step = want.double().abs() * torch.finfo(want.dtype).eps
+    # Of numbers below the smallest normal one, the last bit.
+    step += torch.finfo(want.dtype).smallest_normal * torch.finfo(want.dtype).eps * (want != 0)
+    # A row for which nothing is computed is zero.
+    allowed = torch.where((given["alpha"].cpu() != 0).any(1, keepdim=True), torch.from_numpy(lost(given)) + step, 0.0)
+    wrong = finite & ((got.double() - want.double()).abs() > allowed)
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} of {wrong.numel()} sums are off, first at {wrong.nonzero()[:4].tolist()}"
+    )

@@ -1,0 +1,7 @@
+"""Inputs of ``moe_fc2_fp4_weight_only``."""
+
+from torch_cute_ops.testing.samples._moe_fc2 import ExpertProduct
+
+PRODUCT = ExpertProduct(has_a_scale=False)
+sample_inputs = PRODUCT.samples
+error_inputs = PRODUCT.errors
