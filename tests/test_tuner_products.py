@@ -1,12 +1,12 @@
 """Tuned products: on made-up backends, and on a GPU."""
 
+import importlib
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import arguments, op_cases
-from expected._fp4_product import assert_results, results
+from cases import arguments, compiled_op_cases, expected_of, is_for_experts, op_cases
 from tuner_model import empty_file, warnings_in
 
 import torch_cute_ops
@@ -19,12 +19,10 @@ from torch_cute_ops.mm_backends.reference import Reference
 from torch_cute_ops.runtime import timing, tuner
 from torch_cute_ops.runtime.tuner import Candidate
 from torch_cute_ops.runtime.tuning_file import TuningFile
-from torch_cute_ops.testing.samples import mm_fp4, mm_fp4_weight_only
 
 file = pytest.fixture(autouse=True)(empty_file)
 
-PRODUCTS = {"mm_fp4": mm_fp4.PRODUCT, "mm_fp4_weight_only": mm_fp4_weight_only.PRODUCT}
-by_op = pytest.mark.parametrize("op", [case for case in op_cases() if case.id in PRODUCTS])
+by_op = pytest.mark.parametrize("op", [case for case in op_cases() if case.values[0].backends is not None])
 CPU = Target(torch.device("cpu"), None, 1, "GPU of test")
 
 
@@ -101,16 +99,26 @@ def made_up(monkeypatch):
     return backend
 
 
-def call_of(op, m=5, **kwargs):
-    return PRODUCTS[op.name].sample("", m, 24, 64, NVFP4, "128x4", torch.device("cpu"), **kwargs)
+def call_of(op, m=5, n=24, k=None, device="cpu", **kwargs):
+    samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}").PRODUCT
+    return samples.sample("", m, n, k or facts_of(op)["k"], NVFP4, "128x4", torch.device(device), **kwargs)
+
+
+def facts_of(op):
+    """Of the calls of ``call_of``: experts have 64 elements each."""
+    return {"n": 24, "k": 256, "experts": 4} if is_for_experts(op) else {"n": 24, "k": 64}
 
 
 def used(op, backend, sample):
     """The tactic that a call runs, and that its result is right."""
     before = len(backend.runs)
-    given = arguments(op, sample)
-    assert_results((op.cuda(*sample.args, **sample.kwargs),), results(given), given)
+    assert_right(op, sample, op.cuda(*sample.args, **sample.kwargs))
     return backend.runs[-1] if len(backend.runs) > before else None
+
+
+def assert_right(op, sample, got):
+    given, expected = arguments(op, sample), expected_of(op)
+    expected.assert_results((got,), expected.results(given), given)
 
 
 @by_op
@@ -127,9 +135,10 @@ def test_calls_in_a_block_are_tuned(op, made_up, file):
         assert used(op, made_up, call_of(op, m)) == tactic
     (record,) = json.loads(file.read_text())["choices"]
     assert record["bucket"] == 8 and record["device"] == "GPU of test" and record["seconds"] == pytest.approx(3e-6)
-    a = {"a_dtype": "uint8", "a_layout": "128x4"} if op.name == "mm_fp4" else {"a_dtype": "bfloat16", "a_layout": None}
-    out = {"has_alpha": False, "out_dtype": "bfloat16", "experts": None}
-    assert record["static"] == {"n": 24, "k": 64, "fmt": "nvfp4", "b_layout": "128x4", **a, **out}
+    in_fp4 = not op.name.endswith("_weight_only")
+    a = {"a_dtype": "uint8", "a_layout": "128x4"} if in_fp4 else {"a_dtype": "bfloat16", "a_layout": None}
+    rest = {"has_alpha": is_for_experts(op), "out_dtype": "bfloat16", "experts": None, **facts_of(op)}
+    assert record["static"] == {"fmt": "nvfp4", "b_layout": "128x4", **a, **rest}
     tuner.forget()
     assert used(op, made_up, sample) == (32,)
 
@@ -139,7 +148,8 @@ def test_calls_that_name_a_backend_are_not_tuned(op, made_up, file):
     sample = call_of(op, backend="sized")
     with torch_cute_ops.autotune():
         assert used(op, made_up, sample) == (16,)
-        op.cuda(*call_of(op, 0).args)
+        empty = call_of(op, 0)
+        op.cuda(*empty.args, **empty.kwargs)
     assert not file.exists()
 
 
@@ -197,15 +207,16 @@ def test_tuning_draws_no_random_numbers(op, made_up):
 def test_warmup_tunes(op, made_up, monkeypatch, file, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
-    torch_cute_ops.warmup(op.name, tune=True, n=24, k=64, m=5, device="cpu")
+    torch_cute_ops.warmup(op.name, tune=True, m=5, device="cpu", **facts_of(op))
     assert used(op, made_up, call_of(op)) == (32,)
     monkeypatch.setattr(registry, "cuda_device", lambda device: torch.device("cpu"))
     monkeypatch.setattr("torch_cute_ops.ops._fp4_product.cuda_device", lambda device: torch.device("cpu"))
-    assert main(["tune", op.name, "--n", "24", "--k", "64", "--m", "9", "17", "33"]) == 0
+    facts = [word for name, value in facts_of(op).items() for word in (f"--{name}", str(value))]
+    assert main(["tune", op.name, *facts, "--m", "9", "17", "33"]) == 0
     shown = capsys.readouterr()
     assert f"3 calls are done, 0 failed; choices are kept in {file}" in shown.out and "3/3" in shown.err
     assert [key.bucket for key in TuningFile(file).read()] == [8, 16, 24, 40]
-    assert main(["tune", op.name, "--n", "24", "--k", "64", "--scale-layout", "tiled"]) == 1
+    assert main(["tune", op.name, *facts, "--scale-layout", "tiled"]) == 1
     assert "1 failed" in capsys.readouterr().out
 
 
@@ -226,8 +237,7 @@ def test_without_a_gpu_a_block_does_nothing(file):
     sample = call_of(op)
     with torch_cute_ops.autotune():
         got = op.function(*sample.args, **sample.kwargs)
-    given = arguments(op, sample)
-    assert_results((got,), results(given), given)
+    assert_right(op, sample, got)
     assert not file.exists()
     product = Product(64, 64, NVFP4, torch.uint8, SCALE_LAYOUTS["8x4"], SCALE_LAYOUTS["128x4"], False, torch.bfloat16)
     assert mm_backends.key_of(product, 8, mm_backends.target_of(torch.device("cpu"))) is None
@@ -241,12 +251,13 @@ def products():
                 b_layout = SCALE_LAYOUTS["linear" if layout == "linear" else "128x4"]
                 has_alpha = out_dtype == torch.float32
                 yield Product(40, 96, fmt, a_dtype, a_layout, b_layout, has_alpha, out_dtype)
+            yield Product(40, 12 * 64, fmt, a_dtype, a_layout, b_layout, True, out_dtype, experts=12)
 
 
 @pytest.mark.parametrize("product", [*products()], ids=lambda product: "-".join(map(str, product.described().values())))
 def test_checks(product, made_up, monkeypatch):
     """Sums in fp32 in any order pass; one that lacks a term, is not written, or is rounded twice to 8 bits does not."""
-    monkeypatch.setattr(_tune, "CHUNK", 96 * 7)
+    monkeypatch.setattr(_tune, "CHUNK", product.k * 7)
     bench = _tune.Bench(product, 24, CPU)
     assert bench.check(Candidate("sized", (16,))) is None and bench.check(Candidate("reference", ())) is None
     want, allowed = bench._expected
@@ -257,15 +268,23 @@ def test_checks(product, made_up, monkeypatch):
         torch.from_numpy(decoded_by_hand(codes, scale, layout, product)) if layout else codes.double()
         for codes, scale, layout in zip((operands.a, operands.b.t()), operands[1:4:2], layouts, strict=True)
     )
-    factor = 0.7 if product.has_alpha else 1.0
-    torch.testing.assert_close(want.double(), factor * (a @ b.t()), rtol=1e-6, atol=1e-6)
-    limit = factor * (a.abs() @ b.abs().t()) * 96 * 2**-24
+    if product.experts is None:
+        factor, roundings = torch.full((24, 1), 0.7 if product.has_alpha else 1.0), 96
+    else:
+        # Eight of twelve experts, and 64 sums, one product and eight additions of each result.
+        assert torch.equal((operands.alpha > 0).sum(1), torch.full((24,), 8))
+        assert len({tuple(row) for row in (operands.alpha > 0).tolist()}) > 12
+        torch.testing.assert_close(operands.alpha.sum(1), torch.ones(24))
+        factor, roundings = operands.alpha.repeat_interleave(64, 1), 64 + 1 + 8
+    a = factor.double() * a
+    torch.testing.assert_close(want.double(), a @ b.t(), rtol=1e-6, atol=1e-6)
+    limit = (a.abs() @ b.abs().t()) * roundings * 2**-24
     assert (allowed >= 0.999 * limit).all()
     assert (allowed <= 1.01 * limit + 1.01 * want.abs() * torch.finfo(product.out_dtype).eps + 1e-4).all()
 
-    got = (factor * (a.float() @ b.float().t())).to(product.out_dtype)
+    got = (a.float() @ b.float().t()).to(product.out_dtype)
     assert _tune.difference(got, want, allowed) is None
-    lacking = (factor * (a[:, 1:] @ b[:, 1:].t())).to(product.out_dtype)
+    lacking = (a[:, 1:] @ b[:, 1:].t()).to(product.out_dtype)
     assert "sums are off" in _tune.difference(lacking, want, allowed)
     for value in (torch.nan, torch.inf):
         one = got.clone()
@@ -293,14 +312,14 @@ def test_copies_exceed_the_cache(made_up, monkeypatch):
 
 
 @pytest.mark.gpu
-@by_op
+@pytest.mark.parametrize("op", [case for case in compiled_op_cases() if case.values[0].backends is not None])
 def test_on_a_gpu(op, file):
     """Real candidates are timed; afterwards a call can be captured, and a new process has the choice."""
-    sample = PRODUCTS[op.name].sample("", 16, 512, 1024, NVFP4, "128x4", torch.device("cuda"))
+    sample = call_of(op, 16, 512, 1024, "cuda")
     given = arguments(op, sample)
     with torch_cute_ops.autotune():
         got = op.function(**given)
-    assert_results((got,), results(given), given)
+    assert_right(op, sample, got)
     (record,) = json.loads(file.read_text())["choices"]
     assert record["backend"] != "reference" and record["device"] == torch.cuda.get_device_name()
     assert record["seconds"] is None or 1e-6 < record["seconds"] < 1e-3
@@ -323,6 +342,7 @@ def product_of(given):
         "a_dtype": given["a"].dtype,
         "a_layout": layout if "a_scale" in given else None,
         "b_layout": layout,
-        "has_alpha": False,
+        "has_alpha": "w" in given,
         "out_dtype": torch.bfloat16,
+        "experts": given["alpha"].shape[1] if "w" in given else None,
     }

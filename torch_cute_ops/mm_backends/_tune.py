@@ -115,24 +115,29 @@ class Bench:
             a = torch.randn(self.m, product.k, dtype=product.a_dtype, device=device, generator=generator)
             a_scale = None
         b, b_scale = _matrix(product.n, product.k, product.fmt, product.b_layout, generator)
-        alpha = torch.full((1,), 0.7, device=device) if product.has_alpha else None
+        alpha = _alpha(self.m, product, generator)
         out = torch.empty(self.m, product.n, dtype=product.out_dtype, device=device)
         return Operands(a, a_scale, b.t(), b_scale, alpha, out)
 
     @cached_property
     def _expected(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The result in fp32, and how far from it another may be: K roundings of the sum, and one to the output's
-        dtype."""
+        """The result in fp32, and how far from it another may be: the roundings of the sum, K of them, or with experts
+        those of an expert's sum, of its product with ``alpha``, and of each addition of an expert; and one to the
+        output's dtype."""
         product, (a, a_scale, b, b_scale, alpha, out) = self.product, self._operands
         info = torch.finfo(product.out_dtype)
         want, allowed = (torch.empty(out.shape, device=out.device) for _ in range(2))
-        factor = torch.ones(1, device=out.device, dtype=torch.float64) if alpha is None else alpha.double()
+        roundings = product.k if product.experts is None else product.k // product.experts + 1 + product.routed
         for rows in _chunks(self.m, product.k):
             left = a[rows].double() if a_scale is None else _decoded(a, a_scale, product, product.a_layout, rows)
+            if alpha is not None and product.experts is None:
+                left *= alpha.double()
+            elif alpha is not None and product.experts is not None:
+                left *= alpha[rows].double().repeat_interleave(product.k // product.experts, 1)
             for columns in _chunks(product.n, product.k):
                 right = _decoded(b.t(), b_scale, product, product.b_layout, columns).t()
-                total = factor * (left @ right)
-                lost = factor.abs() * (left.abs() @ right.abs()) * (product.k * EPS)
+                total = left @ right
+                lost = (left.abs() @ right.abs()) * (roundings * EPS)
                 want[rows, columns] = total.float()
                 allowed[rows, columns] = (lost + total.abs() * info.eps + info.smallest_normal).float()
         return want, allowed
@@ -151,6 +156,17 @@ def difference(got: torch.Tensor, want: torch.Tensor, allowed: torch.Tensor) -> 
         f"{count} of {got.numel()} sums are off, by up to {ratio:.3g} times what may be lost; first at ({i}, {j}): "
         f"{got[i, j].item():.6g}, expected {want[i, j].item():.6g} ± {allowed[i, j].item():.2g}"
     )
+
+
+def _alpha(m: int, product: Product, generator: torch.Generator) -> torch.Tensor | None:
+    """One number; with experts, routing as servers see it: ``TOP_EXPERTS`` experts for each token, all as likely, with
+    weights that sum to 1."""
+    device = generator.device
+    if product.experts is None:
+        return torch.full((1,), 0.7, device=device) if product.has_alpha else None
+    scores = torch.rand(m, product.experts, device=device, generator=generator)
+    best = scores.topk(product.routed, dim=1)
+    return torch.zeros_like(scores).scatter_(1, best.indices, best.values.softmax(1))
 
 
 def _matrix(
