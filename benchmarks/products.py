@@ -14,7 +14,7 @@ from . import fp4_peers
 from .case import Benchmark, Case, Mark, Row, Tensors, Variant, at_least, at_most
 from .compositions import from_128x4, nvfp4_dequantize, to_128x4
 from .formulas import fp4_bytes, product_flops, row_bytes
-from .fp4_peers import DTYPE, FP4_PEERS, Operands
+from .fp4_peers import DTYPE, FP4_PEERS, Operands, Size
 
 SQUARE = (4096, 8192, 16384)
 LLAMA_70B = ((8192, 28672), (28672, 8192), (10240, 8192))
@@ -76,8 +76,12 @@ class ProductBenchmark(Benchmark):
     @property
     def ways(self) -> tuple[str, ...]:  # type: ignore[override]
         """The op's backends, without the reference."""
-        names = torch_cute_ops.backends(self.op, n=64, k=64, device="cpu")
+        names = torch_cute_ops.backends(self.op, n=64, k=64, device="cpu", **self.own_facts(1))
         return tuple(name for name in names if name != "reference")
+
+    def own_facts(self, experts: int) -> dict[str, Any]:
+        """Facts of the op's calls besides sizes."""
+        return {"alpha": True}
 
     # --- cases ---
 
@@ -100,7 +104,7 @@ class ProductBenchmark(Benchmark):
 
     def bytes_moved(self, case: Case) -> int:
         """`a` and the weight, both with their scales, read, and the result written; bytes."""
-        m, n, k = case.sizes.values()
+        m, n, k = size_of(case)
         return self.a_bytes(m, k) + fp4_bytes(n, k) + row_bytes(m, n, DTYPE.itemsize)
 
     def a_bytes(self, m: int, k: int) -> int:
@@ -109,22 +113,26 @@ class ProductBenchmark(Benchmark):
 
     def peer_bytes(self, name: str, case: Case) -> int:
         """What a peer must move: bfloat16 activations and result, and its weight."""
-        m, n, k = case.sizes.values()
+        m, n, k = size_of(case)
         weight = fp4_bytes(n, k) if name in FP4_PEERS else row_bytes(n, k, DTYPE.itemsize)
         return row_bytes(m, k, DTYPE.itemsize) + weight + row_bytes(m, n, DTYPE.itemsize)
 
     def flops(self, case: Case) -> int:
-        return product_flops(*case.sizes.values())
+        return product_flops(*size_of(case))
 
     # --- tensors and calls ---
 
     def make_set(self, case: Case, device: torch.device) -> Tensors:
-        m, n, k = case.sizes.values()
+        m, n, k = size_of(case)
         tensors = self.make_a(m, k, device)
         tensors["b"], tensors["b_scale"] = random_nvfp4(n, k, device)
-        tensors["alpha"] = torch.full((1,), ALPHA, device=device)
+        tensors["alpha"] = self.make_alpha(case, device)
         tensors["out"] = torch.full((m, n), float("nan"), dtype=DTYPE, device=device)
         return tensors
+
+    def make_alpha(self, case: Case, device: torch.device) -> torch.Tensor:
+        """The factor."""
+        return torch.full((1,), ALPHA, device=device)
 
     def make_a(self, m: int, k: int, device: torch.device) -> Tensors:
         """`a`, and what else the op takes with it."""
@@ -138,7 +146,11 @@ class ProductBenchmark(Benchmark):
         """Our op on one buffer set, into its preallocated output."""
         scales = [tensors[name] for name in ("a_scale", "b_scale") if name in tensors]
         function: Callable[..., Any] = getattr(torch_cute_ops, self.op)
-        function(tensors["a"], tensors["b"].t(), *scales, tensors["alpha"], backend=backend, out=tensors["out"])
+        function(tensors["a"], self.weight(tensors), *scales, tensors["alpha"], backend=backend, out=tensors["out"])
+
+    def weight(self, tensors: Tensors) -> torch.Tensor:
+        """The weight as the op takes it."""
+        return tensors["b"].t()
 
     # --- variants ---
 
@@ -155,8 +167,8 @@ class ProductBenchmark(Benchmark):
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
         if name in fp4_peers.PEERS:
             return self._peer(name, case, sets)
-        facts = {"n": case["N"], "k": case["K"], "m": case["M"], "alpha": True, "device": sets[0]["b"].device}
-        reason = torch_cute_ops.backends(self.op, **facts)[name]
+        facts = {"n": case["N"], "k": case["K"], "m": case["M"], "device": sets[0]["b"].device}
+        reason = torch_cute_ops.backends(self.op, **facts, **self.own_facts(case.sizes.get("E", 1)))[name]
         return self._ours(case, sets, name) if reason is None else reason
 
     def _peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
@@ -177,7 +189,7 @@ class ProductBenchmark(Benchmark):
         return Operands(self.decoded_a(tensors, DTYPE), tensors["b"], scale, tensors["alpha"], tensors["out"])
 
     def prepare(self, cases: Sequence[Case], device: torch.device) -> None:
-        fp4_peers.prepare_humming([(case["M"], case["N"], case["K"]) for case in cases], device)
+        fp4_peers.prepare_humming([size_of(case) for case in cases], device)
 
     # --- the check ---
 
@@ -226,6 +238,26 @@ class ProductBenchmark(Benchmark):
             at_most(f"{name}: median", statistics.median(over) if over else None, 1.1, " ×"),
             at_most(f"{name}: largest", max(over, default=None), 1.25, " ×"),
         ]
+
+
+class FP4Activations(ProductBenchmark):
+    """A product with `a` in NVFP4."""
+
+    def a_bytes(self, m: int, k: int) -> int:
+        return fp4_bytes(m, k)
+
+    def make_a(self, m: int, k: int, device: torch.device) -> Tensors:
+        codes, scale = random_nvfp4(m, k, device)
+        return {"a": codes, "a_scale": scale}
+
+    def decoded_a(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        m, half = tensors["a"].shape
+        return nvfp4_dequantize(tensors["a"], from_128x4(tensors["a_scale"], m, half // 8), dtype)
+
+
+def size_of(case: Case) -> Size:
+    """M, N, K."""
+    return case["M"], case["N"], case["K"]
 
 
 def random_nvfp4(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

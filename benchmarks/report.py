@@ -75,12 +75,17 @@ def multiplies(rows: Sequence[Row]) -> bool:
     return any(row.get("flops") for row in rows)
 
 
+def choices_of(rows: Sequence[Row]) -> list[str]:
+    """The choices that some row has."""
+    return list(dict.fromkeys(name for row in rows for name in row["choices"]))
+
+
 def results_table(rows: Sequence[Row]) -> str:
     """One line a case: µs of every variant (p20–p80 of ours), TB/s and fractions of ours (of a product TFLOP/s, too),
     ratios to the peers."""
     names = variant_names(rows)
     sizes = list(rows[0]["sizes"]) if rows else []
-    choices = list(dict.fromkeys(name for row in rows for name in row["choices"]))
+    choices = choices_of(rows)
     peers = [name for name in names if name not in ("ours", "copy")]
     header = [*sizes, *(name.replace("_", " ") for name in choices)]
     header += [*(f"{label(n)} µs" for n in names), "p20–p80", "TB/s", "of copy", "of peak"]
@@ -106,14 +111,16 @@ def results_table(rows: Sequence[Row]) -> str:
 def rates_table(rows: Sequence[Row]) -> str:
     """One line a case of a product: TFLOP/s of every variant, and in brackets the fraction of the cuBLAS rate."""
     names = [name for name in variant_names(rows) if name != "copy"]
+    choices = choices_of(rows)
     body = []
     for row in ordered(rows):
         cells = [f"{value:,}" for value in row["sizes"].values()]
+        cells += [row["choices"].get(name, "–") for name in choices]
         for name in names:
             rates = row["variants"].get(name)
             cells.append(f"{number(rates['tflops'])} ({fraction(rates['of_bf16'])})" if rates else "–")
         body.append(cells)
-    return table([*rows[0]["sizes"], *map(label, names)], body)
+    return table([*rows[0]["sizes"], *choices, *map(label, names)], body)
 
 
 def wrong_results(rows: Sequence[Row]) -> list[str]:
@@ -123,7 +130,10 @@ def wrong_results(rows: Sequence[Row]) -> list[str]:
         wrong = [row for row in rows if name != "ours" and row["variants"].get(name, {}).get("correct") is False]
         if wrong:
             most = max(row["variants"][name]["mismatch"] for row in wrong)
-            where = "; ".join(" ".join(f"{key}={size}" for key, size in row["sizes"].items()) for row in wrong[:4])
+            cases = [
+                " ".join([*(f"{k}={n}" for k, n in row["sizes"].items()), *row["choices"].values()]) for row in wrong
+            ]
+            where = "; ".join(cases[:4])
             more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
             lines.append(f"{label(name)}: up to {most:.1%} of the elements differ, at {where}{more}")
     return lines
