@@ -8,7 +8,7 @@ ARGS ?=
 
 dev = $(PYTHON) tools/setup_env.py --venv $(VENV)
 
-.PHONY: help demo demo-minilm demo-minilm-nvfp4 test lint format typecheck bench venv clean
+.PHONY: help demo demo-minilm demo-minilm-nvfp4 demo-moe test lint format typecheck bench venv clean
 .DEFAULT_GOAL := help
 
 help:          ## List the targets
@@ -22,6 +22,9 @@ demo-minilm:   ## The same on the weights of a real model
 
 demo-minilm-nvfp4:  ## That model's linear layers in NVFP4, its embeddings beside fp32's: examples/minilm_nvfp4.py
 	@$(dev) --extras dev,examples -- examples/minilm_nvfp4.py $(ARGS)
+
+demo-moe:      ## An expert layer in NVFP4 beside the same in bf16: examples/moe_layer.py
+	@$(dev) -- examples/moe_layer.py $(ARGS)
 
 test:          ## Run the tests; kernels too where there is a GPU
 	@$(dev) -- -m pytest $(ARGS)
