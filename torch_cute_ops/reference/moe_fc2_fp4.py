@@ -55,12 +55,12 @@ def expert_product(
     for numbers, codes, scales, factor in zip(*ranges, strict=True):
         counts = factor != 0
         rows = _rows_of(counts)
-        sums = torch.zeros_like(total)
-        sums[rows] = row_sums(
-            numbers[rows].double(), decode_rows(codes, scales, fmt, SCALE_LAYOUTS["linear"]).double()
-        ).float()
+        if isinstance(rows, torch.Tensor) and not len(rows):
+            continue
+        weight = decode_rows(codes, scales, fmt, SCALE_LAYOUTS["linear"]).double()
+        sums = row_sums(numbers[rows].double(), weight).float()
         # Not a product with zero, which of NaN is NaN.
-        total += torch.where(counts, factor * sums, 0.0)
+        total[rows] += torch.where(counts[rows], factor[rows] * sums, 0.0)
     return total.to(out_dtype)
 
 
