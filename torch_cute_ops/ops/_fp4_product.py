@@ -137,12 +137,12 @@ class FP4Product:
         fmt, layout, b_layout = self._formats((named["block_size"], named["scale_format"], named["scale_layout"]))
         weight, b_scale = _zeros(n, k, fmt, b_layout, target)
         b = weight if self.has_experts else weight.t()
-        factor = torch.ones((1,) if experts is None else (m, experts), device=target)
-        last = factor if alpha or self.has_experts else None
+        shape = (1,) if experts is None else (m, experts)
+        factor = torch.ones(shape, device=target) if alpha or self.has_experts else None
         if not self.has_a_scale:
-            return (torch.zeros(m, k, dtype=dtype or torch.bfloat16, device=target), b, b_scale, last), choices
+            return (torch.zeros(m, k, dtype=dtype or torch.bfloat16, device=target), b, b_scale, factor), choices
         a, a_scale = _zeros(m, k, fmt, layout, target)
-        return (a, b, a_scale, b_scale, last), choices
+        return (a, b, a_scale, b_scale, factor), choices
 
     # The way of a call
 
@@ -159,7 +159,7 @@ class FP4Product:
         fmt, layout, b_layout = self._formats(choices)
         if not self.has_a_scale and layout != b_layout:
             raise ValueError(f"cute::{op}: scale_layout={layout.name!r} is for activations; use '128x4' or 'linear'")
-        b_name, a_columns = self._weight_name, "K" if not self.has_experts else "E·I"
+        b_name, a_columns = self._weight_name, "E·I" if self.has_experts else "K"
         _checks.check_matrix(op, b_name, b, "(N, E·I/2)" if self.has_experts else "(K/2, N)")
         weight = self._weight(given)
         _checks.check_packed(op, "w" if self.has_experts else "b.t()", weight, fmt)
