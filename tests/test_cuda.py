@@ -295,3 +295,31 @@ def test_strided_rows_are_read_in_place(op):
     before = torch.cuda.memory_allocated()
     call_function(op, sample, outputs)
     assert torch.cuda.max_memory_allocated() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("width", [512, 4096, 7168])
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("fp4_quantize", {}),
+        ("fp4_quantize", {"block_size": 32}),
+        ("silu_mul_fp4quant", {}),
+        ("silu_mul_fp4quant", {"block_size": 32}),
+        ("silu_mul_fp8quant", {"granularity": "block128"}),
+        ("silu_mul_fp8quant", {"granularity": "token"}),
+        ("rmsnorm_fp4quant", {}),
+        ("rmsnorm_fp4quant", {"block_size": 32}),
+        ("rmsnorm_fp8quant", {"granularity": "block128"}),
+    ],
+    ids=str,
+)
+def test_rows_in_l2_give_the_same_every_time(name, kwargs, width, dtype):
+    """Rows that are copied soon after they are asked for do not overwrite those that are still being read."""
+    op = OPS[name]
+    rows = torch.randn(1200, 2 * width if name.startswith("silu") else width, device="cuda", dtype=dtype)
+    weight = (torch.rand(width, device="cuda", dtype=dtype),) if name.startswith("rmsnorm") else ()
+    first = [output.view(torch.uint8).clone() for output in as_tuple(op.function(rows, *weight, **kwargs))]
+    for _ in range(60):
+        again = [output.view(torch.uint8) for output in as_tuple(op.function(rows, *weight, **kwargs))]
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

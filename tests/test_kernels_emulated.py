@@ -411,6 +411,7 @@ def test_product_decodes_every_scale(dtype: torch.dtype, fmt: FP4Format) -> None
     equal("products", out[:, usable], want[:, usable] + 0.0)
 
 
+@pytest.mark.parametrize("by_warp", [False, True])
 @pytest.mark.parametrize(("m", "k"), [(1, 256), (3, 96), (11, 544), (24, 1024)])
 @pytest.mark.parametrize(
     ("dtype", "fmt", "a_layout"),
@@ -423,7 +424,9 @@ def test_product_decodes_every_scale(dtype: torch.dtype, fmt: FP4Format) -> None
         (BF16, MXFP4, "linear"),
     ],
 )
-def test_activation_tiles(dtype: torch.dtype, fmt: FP4Format, a_layout: str | None, m: int, k: int) -> None:
+def test_activation_tiles(
+    dtype: torch.dtype, fmt: FP4Format, a_layout: str | None, m: int, k: int, by_warp: bool
+) -> None:
     """Every activation is where the product with the weight's codes, as its lanes decode them, looks for it."""
     groups, chunks = -(-m // 8) + 1, -(-k // 256)
     tiles, flags = poisoned(chunks * 4 * groups * 1024, dtype=torch.uint8), poisoned(5, dtype=torch.int32)
@@ -436,11 +439,12 @@ def test_activation_tiles(dtype: torch.dtype, fmt: FP4Format, a_layout: str | No
         numbers = fp4_dequantize(a, scale, block_size=fmt.block_size, scale_layout=a_layout, out_dtype=FP32)
         numbers *= 2.0**-8 if fmt == NVFP4 else 1.0
     layout = None if a_layout is None else SCALE_LAYOUTS[a_layout]
-    kernel = activation_tiles.ActivationTilesKernel(activation_tiles.Config(dtype, fmt, layout, True))
+    kernel = activation_tiles.ActivationTilesKernel(activation_tiles.Config(dtype, fmt, layout, by_warp, True))
     run_kernel(kernel, ARCHS[HOPPER], a, scale, tiles, flags, seed=0)
     assert not flags.any()
     numbers = torch.nn.functional.pad(numbers, (0, chunks * 256 - k))
-    got = tiles.view(dtype).view(chunks, 4, groups, 8, 8, 8)  # chunk, 64 positions, group, token, piece, element
+    # chunk, 64 positions, group, token, piece, element; or chunk, group, eighth, quarter, token, element
+    got = tiles.view(dtype).view((chunks, groups, 8, 4, 8, 8) if by_warp else (chunks, 4, groups, 8, 8, 8))
     # Which elements of a word a decoder pairs: (0, 2), (1, 3), ... in fp16, (0, 4), (1, 5), ... in bf16.
     pairs = [(0, 2), (1, 3), (4, 6), (5, 7)] if dtype == FP16 else [(0, 4), (1, 5), (2, 6), (3, 7)]
     for token in range(m):
@@ -448,9 +452,13 @@ def test_activation_tiles(dtype: torch.dtype, fmt: FP4Format, a_layout: str | No
             for position in range(16):
                 high, quad, e = position // 8, position % 8 // 2, position % 2
                 element = quad * 64 + step // 2 * 8 + pairs[step % 2 * 2 + high][e]
-                piece = (step % 4 * 2 + high) ^ (token % 8)
-                found = got[:, step // 4, token // 8, token % 8, piece, position % 8].float()
-                assert torch.equal(found, numbers[token, element::256]), (token, step, position)
+                if by_warp:
+                    at = step % 2 * 4 + high * 2 + e
+                    found = got[:, token // 8, step // 2, quad, token % 8 ^ quad * 2, at]
+                else:
+                    piece = (step % 4 * 2 + high) ^ (token % 8)
+                    found = got[:, step // 4, token // 8, token % 8, piece, position % 8]
+                assert torch.equal(found.float(), numbers[token, element::256]), (token, step, position)
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,12 @@ class Config:
         dtype: of what is written: bfloat16 or float16; and of the activations, if they are not in FP4.
         fmt: format of the weights, and of activations in FP4.
         layout: scale layout of activations in FP4; ``None``: they are of 16 bits.
+        by_warp: whether they are for products of warps, not of warpgroups.
         pdl: whether launches are programmatic dependent launches.
     """
 
     dtype: torch.dtype
     fmt: FP4Format
     layout: ScaleLayout | None
+    by_warp: bool
     pdl: bool

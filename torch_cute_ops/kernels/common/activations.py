@@ -1,16 +1,21 @@
-"""Activations as the shared-memory operand of warpgroup products with an FP4 weight: decoded if they are in FP4, and in
-the weight's order of k.
+"""Activations as tensor cores take them beside an FP4 weight: decoded if they are in FP4, in the weight's order of k.
 
-A lane of a warpgroup's product reads codes of the weight as they lie, and decodes eight at a time into pairs (see
+A lane of the product reads codes of the weight as they lie, and decodes eight at a time into pairs (see
 ``kernels.common.fp4_weights``); so its k is in another order, and the activations are put into the same. Of a chunk of
 256 elements of k the quarter ``q`` goes to lane ``q`` of a quad. Each k16 step takes four elements of each quarter:
 
     step = 2 · (eighth of the quarter) + (half of the decoded word),    position in the step = 8 · h + 2 · q + e
 
-for element ``e`` of pair ``h``. What is written are the very bytes of shared memory: tiles of 8 tokens x 64 positions,
-1,024 bytes, rows of 128 bytes whose 16-byte pieces are swapped as wgmma's 128-byte swizzle wants it (PTX ISA,
+for element ``e`` of pair ``h``. What is beyond k is zero.
+
+For a product of warpgroups what is written are the very bytes of shared memory: tiles of 8 tokens x 64 positions, 1,024
+bytes, rows of 128 bytes whose 16-byte pieces are swapped as wgmma's 128-byte swizzle wants it (PTX ISA,
 "Matrix-descriptor"). Tile (group of tokens ``g``, 64 positions ``c``) is the ``c · groups + g``-th, so that the tiles
-of neighbouring tokens are one bulk copy. What is beyond k is zero.
+of neighbouring tokens are one bulk copy.
+
+For a product of warps a group of 8 tokens is 4,096 bytes: for each eighth the 16 bytes that a lane of mma.sync wants
+for two steps, token ``n`` and quarter ``q`` at the ``8 · q + (n xor 2 · q)``-th place, so that neither eight lanes that
+write one quarter of eight tokens nor eight that read two tokens meet a bank twice.
 """
 
 from typing import Final
@@ -26,6 +31,13 @@ from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 QUAD: Final = 4  # lanes that share a row of an operand
 EIGHTHS: Final = CHUNK // QUAD // 8
+GROUP_BYTES: Final = QUAD * TILE_BYTES  # of a group of tokens in a chunk
+STEPS_BYTES: Final = GROUP_BYTES // EIGHTHS
+
+
+def fragment_place(token, quarter):
+    """Where the 16 bytes of a token and quarter lie among those of two steps, for products of warps."""
+    return (quarter * TILE_TOKENS + (token ^ (quarter * 2))) * 16
 
 
 class Activations:
@@ -79,6 +91,12 @@ class Activations:
         ``token`` is its place among these."""
         words = [self._decoded(quarter) for quarter in quarters]
         row = token % TILE_TOKENS
+        if self.config.by_warp:
+            group = base + cute.assume(token // TILE_TOKENS * GROUP_BYTES + eighth * STEPS_BYTES, divby=STEPS_BYTES)
+            for q, quarter in enumerate(words):
+                to = cute.recast_ptr(group + cute.assume(fragment_place(row, q), divby=16), dtype=Uint32)
+                store_words(quarter, cute.make_tensor(to, cute.make_layout(QUAD)))
+            return
         for half in range(2):
             step = eighth * 2 + half
             tile = step // 4 * groups + token // TILE_TOKENS

@@ -21,6 +21,9 @@ TILES: Final = {8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}
 BARRIER_BYTES: Final = 512
 ARRANGED: Final = 32
 """Tokens of a tile, at most, that a CTA can put in order itself."""
+BY_WARP: Final = 8
+"""Tokens of a tile, at most, that warps multiply, by mma.sync: a warpgroup's product takes as long for 8 tokens as for
+32 (measured on an H200)."""
 SPLITS: Final = (1, 2, 3, 4, 8)
 """CTAs of a cluster."""
 
@@ -72,6 +75,11 @@ class Config:
         return (self.groups + 1) * WARPGROUP
 
     @property
+    def by_warp(self) -> bool:
+        """Whether warps multiply each by itself, not warpgroups."""
+        return self.tokens <= BY_WARP
+
+    @property
     def registers(self) -> tuple[int, int]:
         """Of a thread that multiplies, and of another."""
         if self.splits:
@@ -86,7 +94,7 @@ class Config:
     @property
     def arranged(self) -> activation_tiles.Config:
         """How the activations are put in order."""
-        return activation_tiles.Config(self.dtype, self.fmt, self.a_layout, self.pdl)
+        return activation_tiles.Config(self.dtype, self.fmt, self.a_layout, self.by_warp, self.pdl)
 
     def workspace_bytes(self, k: int, workers: int, *, shares: bool) -> int:
         """Bytes for each tile of activations: for these in order, and, if sums are shared, for those that ``workers``

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -13,7 +13,13 @@ from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.activation_tiles.config import TILE_BYTES, TILE_TOKENS
 from torch_cute_ops.kernels.activation_tiles.kernel import ActivationTilesKernel
 from torch_cute_ops.kernels.common import ptx
-from torch_cute_ops.kernels.common.activations import EIGHTHS, Activations
+from torch_cute_ops.kernels.common.activations import (
+    EIGHTHS,
+    GROUP_BYTES,
+    STEPS_BYTES,
+    Activations,
+    fragment_place,
+)
 from torch_cute_ops.kernels.common.cluster_sums import leave_sums, write_sums
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
 from torch_cute_ops.kernels.common.fp4_weights import (
@@ -396,13 +402,16 @@ class FP4WgmmaKernel:
         barrier = s.tokens_full + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, c.token_bytes)
-            for i in range_constexpr(c.span):
-                source = (Int64(quarter + i) * t.token_tiles + t.token_tile) * c.quarter_bytes
-                target = stage * c.token_bytes + i * c.quarter_bytes
+            # The tiles of warps are together for a chunk, those of warpgroups for a quarter of it.
+            pieces = 1 if c.by_warp else c.span
+            size = c.token_bytes // pieces
+            for i in range_constexpr(pieces):
+                source = (Int64(quarter * pieces // c.span + i) * t.token_tiles + t.token_tile) * size
+                target = stage * c.token_bytes + i * size
                 ptx.copy_bulk(
                     s.tokens + cute.assume(target, divby=TILE_BYTES),
                     t.tiles.iterator + cute.assume(source, divby=TILE_BYTES),
-                    c.quarter_bytes,
+                    size,
                     barrier,
                 )
 
@@ -422,18 +431,8 @@ class FP4WgmmaKernel:
             row=group * GROUP_ROWS + tid % WARPGROUP // 32 * 16 + lane // 4,  # and the eighth row after it
             leads=Uint32(lane == 0),
         )
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        layout = cute.tile_to_shape(atom, (c.tokens, 64, c.token_stages * c.span), order=(0, 1, 2))
-        tokens = cute.make_tensor(cute.recast_ptr(s.tokens, layout.inner, dtype=self.dtype), layout.outer)
-        operand = product.make_fragment_B(product.get_slice(0).partition_B(tokens))
-        sums = cute.make_rmem_tensor(product.partition_shape_C((GROUP_ROWS, c.tokens)), Float32)
-        product.set(warpgroup.Field.ACCUMULATE, True)
-        # Two k16 steps, twice
-        words = cute.make_rmem_tensor((16,), Uint32)
-        weights = cute.make_tensor(
-            cute.recast_ptr(words.iterator, dtype=self.dtype),
-            cute.make_layout(((2, 2, 2), 1, 4), stride=((1, 2, 4), 0, 8)),
-        )
+        multiply = None if c.by_warp else self._of_warpgroups(product, s)
+        sums = cute.make_rmem_tensor((c.tokens // 2,), Float32)
         stage, parity = Int32(0), Int32(0)
         token_stage, token_parity = Int32(0), Int32(0)
         unit = t.end
@@ -446,47 +445,40 @@ class FP4WgmmaKernel:
                 codes = [self._codes(stage, w.row + 8 * r, w, s) for r in range(2)]
                 factors = [self._block_scales(stage, first + i, w.row + 8 * r, w, t, s) for r in range(2)]
                 for word in range_constexpr(WORDS):
-                    slot = word % 2
-                    quarter = word // 2
                     per_factor = WORDS // len(factors[0])
                     pairs = [
                         decode([codes[r][word]], [factors[r][word // per_factor]], self.dtype, c.fmt)[0]
                         for r in range(2)
                     ]
-                    for step in range_constexpr(2):
-                        for high in range_constexpr(2):
-                            for r in range_constexpr(2):
-                                words[slot * 8 + step * 4 + high * 2 + r] = pairs[r][step][high]
                     if const_expr(word % (2 * c.span) == 0):
                         cute.arch.mbarrier_wait(s.tokens_full + token_stage, token_parity)
-                    warpgroup.fence()
-                    for step in range_constexpr(2):
-                        cute.gemm(
-                            product,
-                            sums,
-                            weights[None, None, slot * 2 + step],
-                            operand[None, None, word % 2 * 2 + step, token_stage * c.span + quarter % c.span],
-                            sums,
-                        )
-                    warpgroup.commit_group()
+                    if const_expr(c.by_warp):
+                        self._multiply_by_warp(pairs, word, token_stage, sums, w, s)
+                    else:
+                        multiply(pairs, word, token_stage, sums)
                     if const_expr(word == WORDS // 2):
                         # All lanes have read, since this product has a word of the last load. (An arrival does not wait
                         # for loads whose results nothing has used: on an H200 copies overtook them.)
                         cute.arch.sync_warp()
                         ptx.arrive_if(s.free + stage, w.leads)
                         stage, parity = next_stage(stage, parity, c.stages)
-                    # The products of the word before are done, and its registers free.
-                    warpgroup.wait_group(1)
-                    if const_expr(word % (2 * c.span) == 0):
-                        leads = w.leads
-                        if const_expr(word == 0):
-                            leads = ptx.select(i > 0, leads, Uint32(0))
-                        ptx.arrive_if(s.tokens_free + last, leads)
+                    if const_expr(not c.by_warp):
+                        # The products of the word before are done, and its registers free.
+                        warpgroup.wait_group(1)
+                        if const_expr(word % (2 * c.span) == 0):
+                            leads = w.leads
+                            if const_expr(word == 0):
+                                leads = ptx.select(i > 0, leads, Uint32(0))
+                            ptx.arrive_if(s.tokens_free + last, leads)
                     if const_expr(word % (2 * c.span) == 2 * c.span - 1):
+                        if const_expr(c.by_warp):
+                            cute.arch.sync_warp()
+                            ptx.arrive_if(s.tokens_free + token_stage, w.leads)
                         last = token_stage
                         token_stage, token_parity = next_stage(token_stage, token_parity, c.token_stages)
-            warpgroup.wait_group(0)
-            ptx.arrive_if(s.tokens_free + last, w.leads)
+            if const_expr(not c.by_warp):
+                warpgroup.wait_group(0)
+                ptx.arrive_if(s.tokens_free + last, w.leads)
             unit -= count
             if const_expr(c.pdl):
                 if unit <= t.begin:
@@ -501,6 +493,57 @@ class FP4WgmmaKernel:
                 if first > 0:
                     self._collect(sums, tile, w, t)
                 self._write(sums, tile, factor, w, t)
+
+    def _of_warpgroups(self, product: cute.TiledMma, s):
+        """The function that starts the products of a word of both rows; those of the word before may still run."""
+        c = self.config
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
+        layout = cute.tile_to_shape(atom, (c.tokens, 64, c.token_stages * c.span), order=(0, 1, 2))
+        tokens = cute.make_tensor(cute.recast_ptr(s.tokens, layout.inner, dtype=self.dtype), layout.outer)
+        operand = product.make_fragment_B(product.get_slice(0).partition_B(tokens))
+        product.set(warpgroup.Field.ACCUMULATE, True)
+        # Two k16 steps, twice
+        words = cute.make_rmem_tensor((16,), Uint32)
+        weights = cute.make_tensor(
+            cute.recast_ptr(words.iterator, dtype=self.dtype),
+            cute.make_layout(((2, 2, 2), 1, 4), stride=((1, 2, 4), 0, 8)),
+        )
+
+        def multiply(pairs: list, word: int, token_stage, sums) -> None:
+            slot, quarter = word % 2, word // 2
+            for step in range(2):
+                for high in range(2):
+                    for r in range(2):
+                        words[slot * 8 + step * 4 + high * 2 + r] = pairs[r][step][high]
+            accumulators = cute.make_tensor(sums.iterator, product.partition_shape_C((GROUP_ROWS, c.tokens)))
+            warpgroup.fence()
+            for step in range(2):
+                cute.gemm(
+                    product,
+                    accumulators,
+                    weights[None, None, slot * 2 + step],
+                    operand[None, None, word % 2 * 2 + step, token_stage * c.span + quarter % c.span],
+                    accumulators,
+                )
+            warpgroup.commit_group()
+
+        return multiply
+
+    def _multiply_by_warp(self, pairs: list, word: int, token_stage, sums, w, s) -> None:
+        """The products of a word of both rows."""
+        c = self.config
+        name = "bf16" if self.dtype is BFloat16 else "f16"
+        place = token_stage * c.token_bytes + word * STEPS_BYTES + fragment_place(w.lane // 4, w.quad)
+        for group in range(c.tokens // TILE_TOKENS):
+            at = s.tokens + cute.assume(place + group * GROUP_BYTES, divby=16)
+            tokens = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
+            mine = range(4 * group, 4 * group + 4)
+            total = [sums[i] for i in mine]
+            for step in range(2):
+                weights = [pairs[r][step][high] for high in range(2) for r in range(2)]
+                total = ptx.mma_16x8x16(weights, tokens[2 * step : 2 * step + 2], total, name)
+            for i, value in zip(mine, total, strict=True):
+                sums[i] = value
 
     def _codes(self, stage, row, w, s) -> list:
         """The lane's words of a row: its quarter of the chunk."""

@@ -219,6 +219,7 @@ class RowQuantKernel:
                 if const_expr(p.reduces_amax):
                     amax = reduced[-1]
             else:
+                self._fence_bulk()
                 self._group_barrier(t)
             if const_expr(p.normalises):
                 total = reduced[0]
@@ -501,6 +502,7 @@ class RowQuantKernel:
             v, _ = self._block_values(stage, j, t, s, again=True)
             scaled = [ptx.mul_rn(ptx.mul_rn(a, rstd), b) for a, b in zip(v, weights[j], strict=True)]
             self._fill(*blocks[j], scaled)
+        self._fence_bulk()
         if const_expr(self.config.group_rows == 1):
             # The buffer is filled again next, and others may still be reading it here.
             self._group_barrier(t)
@@ -588,7 +590,12 @@ class RowQuantKernel:
         return self.config.problem.source == "add" or self.config.bulk_norm
 
     def _fence_bulk(self) -> None:
-        """What this thread wrote to shared memory is for bulk copies to read, after a barrier."""
+        """What this thread wrote to shared memory is for bulk copies to read, after a barrier; and what it loaded of it
+        comes before those that write there.
+
+        Loads need it whose results nothing has used by then: on an H200 copies of rows in L2 overtook them, although
+        a barrier was in between.
+        """
         cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
