@@ -89,7 +89,7 @@ class Wgmma(Backend):
             computed += ARRANGE_TOKEN_SECONDS * tokens
         read = weights * (0.5 + 1 / product.fmt.block_size) / (bytes_per_second(target) / target.sms)
         seconds = (
-            LAUNCH_SECONDS + RAMP_SECONDS + waves * (chunks * overlapped(computed, read, order=4) + LAUNCH_SECONDS / 2)
+            LAUNCH_SECONDS + RAMP_SECONDS + waves * (chunks * overlapped(computed, read, order=8) + LAUNCH_SECONDS / 2)
         )
         if clusters:
             return seconds + (8 * sizes.rows * tokens / CLUSTER_BYTES_PER_SECOND if split > 1 else 0.0)
