@@ -4,12 +4,10 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
 
-from torch_cute_ops.formats import SCALE_LAYOUTS
-from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.activation_tiles.config import TILE_BYTES, TILE_TOKENS
 from torch_cute_ops.kernels.activation_tiles.kernel import ActivationTilesKernel
 from torch_cute_ops.kernels.common import ptx
@@ -22,13 +20,8 @@ from torch_cute_ops.kernels.common.activations import (
 )
 from torch_cute_ops.kernels.common.cluster_sums import leave_sums, write_sums
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
-from torch_cute_ops.kernels.common.fp4_weights import (
-    DECODED_SCALE,
-    decode,
-    rows_of_bytes,
-    scale_argument,
-    scale_factors,
-)
+from torch_cute_ops.kernels.common.fp4_weights import DECODED_SCALE, decode
+from torch_cute_ops.kernels.common.weight_ring import LINE, WORDS, WeightRing
 from torch_cute_ops.kernels.fp4_wgmma.config import (
     GROUP_ROWS,
     QUARTERS,
@@ -37,18 +30,11 @@ from torch_cute_ops.kernels.fp4_wgmma.config import (
 )
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 
-LINE = 128  # bytes of codes of a row in a chunk, and of activations of a token in a quarter of it
-WORDS = 8  # of a lane's codes of a row in a chunk; two k16 steps each
-TILE_ROWS = SCALE_LAYOUTS["128x4"].tile_rows
-SCALE_TILE = TILE_ROWS * TILE_BLOCKS
 COLLECTED = 8  # groups of eight tokens whose sums are added up at once
 REGISTERS = 2**16  # of an SM
 BAND = 8  # tiles of tokens that run side by side
 HELPERS = 3  # warps that put activations in order: what the copying warp leaves of its warpgroup
 TOGETHER = 2  # groups of eight tokens that such a warp reads before it writes
-# The weight is read once by each tile of tokens: it shall not push out of L2 what is read more often (createpolicy's
-# ``L2::evict_first``).
-EVICT_FIRST = 0x12F0000000000000
 
 
 def next_stage(stage, parity, stages: int) -> tuple:
@@ -68,20 +54,18 @@ class FP4WgmmaKernel:
         self.config = config
         self.dtype = DSL_DTYPES[config.dtype]
         self.out_dtype = DSL_DTYPES[config.out_dtype]
+        self.ring = WeightRing(config.fmt, config.layout, config.rows, config.stages)
         self.activations = Activations(config.arranged)
         self.arrange = ActivationTilesKernel(config.arranged)
 
     def arguments(self) -> tuple[Argument, ...]:
         c = self.config
         a, a_scale = self.activations.arguments()
-        m, n, half = Dim("m"), Dim("n", divisibility=8), Dim("k_bytes", divisibility=16)
-        blocks = Dim("blocks", divisibility=16 if c.layout.is_linear else TILE_BLOCKS)
-        scale_rows = n if c.layout.is_linear else Dim("scale_rows", divisibility=TILE_ROWS)
+        m, n = Dim("m"), Dim("n", divisibility=8)
         return (
             a,
             a_scale,
-            TensorArg("Uint8", (half, n), (1, half), align=16),
-            scale_argument(c.fmt, scale_rows, blocks),
+            *self.ring.arguments(n),
             TensorArg("Float32", (1,), (1,), align=4) if c.has_alpha else None,
             TensorArg(self.out_dtype.__name__, (m, n), (n, 1), align=16),
             None if c.splits else TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16),
@@ -92,21 +76,13 @@ class FP4WgmmaKernel:
     @cute.jit
     def __call__(self, a, a_scale, b, scale, alpha, out, workspace, workers: Int32, shares: Int32, stream):
         c = self.config
-        b, scale = rows_of_bytes(b, scale)
         token_tiles = cute.ceil_div(out.shape[0], c.tokens)
         shared = None
         if const_expr(c.splits == 0):
-            shared = self._share(workspace, token_tiles, cute.ceil_div(b.shape[1], LINE), workers, shares)
+            shared = self._share(workspace, token_tiles, cute.ceil_div(b.shape[0], LINE), workers, shares)
             self.arrange(a, a_scale, shared[0], shared[2], stream)
         else:
-            workers = cute.ceil_div(b.shape[0], c.rows) * c.splits
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        codes_copy, codes = cpasync.make_tiled_tma_atom(load, b, self._codes_layout(1), (c.rows, LINE))
-        scale_copy, scales = None, scale
-        if const_expr(c.layout.is_linear):
-            box = (c.rows, c.chunk_blocks)
-            layout = cute.make_layout(box, stride=(c.chunk_blocks, 1))
-            scale_copy, scales = cpasync.make_tiled_tma_atom(load, scale, layout, box)
+            workers = cute.ceil_div(b.shape[1], c.rows) * c.splits
         product = cute.make_tiled_mma(
             warpgroup.MmaF16BF16Op(
                 self.dtype,
@@ -117,8 +93,7 @@ class FP4WgmmaKernel:
                 OperandMajorMode.K,
             )
         )
-        weight = (codes_copy, codes, scale_copy, scales)
-        self.kernel(a, a_scale, shared, weight, alpha, out, workers, product).launch(
+        self.kernel(a, a_scale, shared, self.ring.maps(b, scale), alpha, out, workers, product).launch(
             grid=[workers * token_tiles, 1, 1],
             block=[c.threads, 1, 1],
             cluster=[c.splits, 1, 1] if const_expr(c.splits > 1) else None,
@@ -141,22 +116,13 @@ class FP4WgmmaKernel:
         flags = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((slots * c.groups,)))
         return tiles, partials, flags
 
-    def _codes_layout(self, stages: int):
-        """Codes in shared memory, (rows, 128 bytes) or (rows, 128 bytes, stages)."""
-        c = self.config
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8)
-        if stages == 1:
-            return cute.tile_to_shape(atom, (c.rows, LINE), order=(0, 1))
-        return cute.tile_to_shape(atom, (c.rows, LINE, stages), order=(0, 1, 2))
-
     @cute.kernel
     def kernel(self, a, a_scale, shared, weight, alpha, out, workers, product: cute.TiledMma):
         c = self.config
-        codes_copy, codes, scale_copy, scales = weight
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
-        n, half = codes.shape
+        n, half, _ = weight[1].shape
         chunks = cute.ceil_div(half, LINE)
         row_tiles = cute.ceil_div(n, c.rows)
         token_tiles = cute.ceil_div(out.shape[0], c.tokens)
@@ -206,7 +172,7 @@ class FP4WgmmaKernel:
         if warp >= 4 * c.groups:
             self._take_registers(c.registers[1])
             if warp == 4 * c.groups:
-                self._produce(self._weight(codes_copy, codes, scale_copy, scales, s), t, s)
+                self._produce(self.ring.open(weight, s.codes, s.scales), t, s)
             elif const_expr(c.splits > 0):
                 self._arrange(warp - 4 * c.groups - 1, tid % 32, t, s)
         else:
@@ -266,7 +232,7 @@ class FP4WgmmaKernel:
             while loaded < ahead:
                 tile, first, count = self._segment(unit, t)
                 for i in range(cutlass.min(count, ahead - loaded)):
-                    self._load_weight(tile, first + i, loaded, weight, t, s)
+                    self.ring.load(tile, first + i, 0, loaded, s.full + loaded, weight, t.n, t.blocks)
                     loaded += 1
                 unit -= count
             cute.arch.griddepcontrol_wait()
@@ -280,7 +246,7 @@ class FP4WgmmaKernel:
             for i in range(count):
                 if done >= loaded:
                     cute.arch.mbarrier_wait(s.free + stage, parity)
-                    self._load_weight(tile, first + i, stage, weight, t, s)
+                    self.ring.load(tile, first + i, 0, stage, s.full + stage, weight, t.n, t.blocks)
                 done += 1
                 stage, parity = next_stage(stage, parity, c.stages)
                 if const_expr(c.splits == 0):
@@ -320,80 +286,6 @@ class FP4WgmmaKernel:
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             ptx.arrive_if(s.tokens_full + stage, Uint32(lane == 0))
-
-    def _boxes(self, copy, matrix, box: tuple[int, int], stages) -> tuple:
-        """Where a box of ``matrix`` lies: in shared memory, by stage; and in memory, by tile of rows and chunk."""
-        return cpasync.tma_partition(
-            copy,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(stages, 0, 2),
-            cute.group_modes(cute.local_tile(matrix, box, (None, None)), 0, 2),
-        )
-
-    def _weight(self, codes_copy, codes, scale_copy, scales, s) -> SimpleNamespace:
-        """How codes and scales are copied."""
-        c = self.config
-        layout = self._codes_layout(c.stages)
-        stages = cute.make_tensor(cute.recast_ptr(s.codes, layout.inner, dtype=Uint8), layout.outer)
-        codes_to, codes_from = self._boxes(codes_copy, codes, (c.rows, LINE), stages)
-        scales_to = scales_from = None
-        if c.layout.is_linear:
-            box = (c.rows, c.chunk_blocks)
-            layout = cute.make_layout((*box, c.stages), stride=(c.chunk_blocks, 1, c.scale_bytes))
-            scales_to, scales_from = self._boxes(scale_copy, scales, box, cute.make_tensor(s.scales, layout))
-        return SimpleNamespace(
-            codes_copy=codes_copy,
-            codes_from=codes_from,
-            codes_to=codes_to,
-            scale_copy=scale_copy,
-            scales_from=scales_from,
-            scales_to=scales_to,
-            scales=scales,
-        )
-
-    @cute.jit
-    def _load_weight(self, tile, chunk, stage, weight, t, s):
-        """Start the copies of a chunk's codes and scales."""
-        c = self.config
-        barrier = s.full + stage
-        if const_expr(c.layout.is_linear):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, c.code_bytes + c.scale_bytes)
-            cute.copy(
-                weight.scale_copy,
-                weight.scales_from[None, tile, chunk],
-                weight.scales_to[None, stage],
-                tma_bar_ptr=barrier,
-                cache_policy=Int64(EVICT_FIRST),
-            )
-        else:
-            # Tiles of 128 rows and 4 blocks; a row of tiles is contiguous.
-            columns = cute.ceil_div(t.blocks, TILE_BLOCKS)
-            column = chunk * (c.chunk_blocks // TILE_BLOCKS)
-            size = cutlass.min(columns - column, Int32(c.chunk_blocks // TILE_BLOCKS)) * SCALE_TILE
-            first = tile * (c.rows // TILE_ROWS)
-            bands = cutlass.min(cute.ceil_div(t.n, TILE_ROWS) - first, Int32(c.rows // TILE_ROWS))
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, c.code_bytes + size * bands)
-                for i in range_constexpr(c.rows // TILE_ROWS):
-                    if i < bands:
-                        source = (Int64(first + i) * columns + column) * SCALE_TILE
-                        target = stage * c.scale_bytes + i * (TILE_ROWS * c.chunk_blocks)
-                        ptx.copy_bulk(
-                            s.scales + cute.assume(target, divby=SCALE_TILE),
-                            weight.scales.iterator + cute.assume(source, divby=SCALE_TILE),
-                            size,
-                            barrier,
-                            policy=EVICT_FIRST,
-                        )
-        cute.copy(
-            weight.codes_copy,
-            weight.codes_from[None, tile, chunk],
-            weight.codes_to[None, stage],
-            tma_bar_ptr=barrier,
-            cache_policy=Int64(EVICT_FIRST),
-        )
 
     @cute.jit
     def _load_tokens(self, quarter, stage, t, s):
@@ -442,8 +334,10 @@ class FP4WgmmaKernel:
             last = token_stage
             for i in range(count):
                 cute.arch.mbarrier_wait(s.full + stage, parity)
-                codes = [self._codes(stage, w.row + 8 * r, w, s) for r in range(2)]
-                factors = [self._block_scales(stage, first + i, w.row + 8 * r, w, t, s) for r in range(2)]
+                left = t.blocks - (first + i) * c.chunk_blocks
+                rows = (w.row, w.row + 8)
+                codes = [self.ring.codes(s.codes, stage, row, w.quad) for row in rows]
+                factors = [self.ring.factors(s.scales, stage, row, w.quad, left, self.dtype) for row in rows]
                 for word in range_constexpr(WORDS):
                     per_factor = WORDS // len(factors[0])
                     pairs = [
@@ -544,39 +438,6 @@ class FP4WgmmaKernel:
                 total = ptx.mma_16x8x16(weights, tokens[2 * step : 2 * step + 2], total, name)
             for i, value in zip(mine, total, strict=True):
                 sums[i] = value
-
-    def _codes(self, stage, row, w, s) -> list:
-        """The lane's words of a row: its quarter of the chunk."""
-        c = self.config
-        words = []
-        for i in range(2):
-            piece = (w.quad * 2 + i) ^ (row % 8)
-            at = s.codes + cute.assume(stage * c.code_bytes + row * LINE + piece * 16, divby=16)
-            words += load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
-        return words
-
-    def _block_scales(self, stage, chunk, row, w, t, s) -> list:
-        """The factors of the lane's blocks of a row: four, or two of MXFP4."""
-        c = self.config
-        count = c.chunk_blocks // 4
-        block = w.quad * count
-        # In a stage the scales lie as those of a matrix of its size.
-        place = stage * c.scale_bytes + c.layout.row_offset(row, c.chunk_blocks) + c.layout.block_offset(block)
-        dtype = Uint32 if count == 4 else Uint16
-        at = cute.recast_ptr(s.scales + cute.assume(place, divby=count), dtype=dtype)
-        bytes_ = Uint32(cute.make_tensor(at, cute.make_layout(1))[0])
-        # Beyond the last block the matrix of scales may hold anything, and 0 times NaN is not 0.
-        exist = cutlass.min(cutlass.max(t.blocks - chunk * c.chunk_blocks - block, Int32(0)), Int32(count))
-        keep = ptx.select(exist == count, Uint32(0xFFFFFFFF), (Uint32(1) << Uint32(exist * 8)) - 1)
-        bytes_ = bytes_ & keep
-        if count == 4:
-            return [
-                factor
-                for pair in (bytes_ & Uint32(0xFFFF), bytes_ >> 16)
-                for factor in scale_factors(pair, self.dtype, c.fmt)
-            ]
-        pair = (bytes_ & Uint32(0xFF), bytes_ >> 8)
-        return [factor for byte in pair for factor in scale_factors(byte, self.dtype, c.fmt)]
 
     # Results
 

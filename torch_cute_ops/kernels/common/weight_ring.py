@@ -1,0 +1,174 @@
+"""Chunks of an FP4 weight in a ring of stages in shared memory: how they get there, and how lanes read them.
+
+A chunk is 256 elements of k of some rows: 128 bytes of codes a row, a whole cache line, in one box of a tensor map with
+the 128-byte swizzle; and its scales, as tiles of 128 rows and 4 blocks lie (bulk copies), or as a box of rows. The k of
+a weight may be that of experts, one after the other: a chunk ends where its expert does.
+"""
+
+from types import SimpleNamespace
+from typing import Final
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from torch_cute_ops.formats import SCALE_LAYOUTS, FP4Format, ScaleLayout
+from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
+from torch_cute_ops.kernels.activation_tiles.config import CHUNK
+from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.convert import load_words
+from torch_cute_ops.kernels.common.fp4_weights import rows_of_bytes, scale_argument, scale_factors
+from torch_cute_ops.runtime.argspec import Dim, TensorArg
+
+LINE: Final = CHUNK // 2  # bytes of codes of a row in a chunk
+WORDS: Final = 8  # of a lane's codes of a row in a chunk; two k16 steps each
+TILE_ROWS: Final = SCALE_LAYOUTS["128x4"].tile_rows
+SCALE_TILE: Final = TILE_ROWS * TILE_BLOCKS
+# The weight is read once by each tile of tokens: it shall not push out of L2 what is read more often (createpolicy's
+# ``L2::evict_first``).
+EVICT_FIRST: Final = 0x12F0000000000000
+
+
+class WeightRing:
+    """A ring of ``stages`` chunks of ``rows`` rows: 64, or a multiple of 128."""
+
+    def __init__(self, fmt: FP4Format, layout: ScaleLayout, rows: int, stages: int):
+        self.fmt, self.layout, self.rows, self.stages = fmt, layout, rows, stages
+        self.blocks = CHUNK // fmt.block_size
+        self.code_bytes = rows * LINE
+        # Of a layout in tiles, whole tiles
+        self.bands = 0 if layout.is_linear else max(1, rows // TILE_ROWS)
+        self.scale_bytes = (self.bands * TILE_ROWS or rows) * self.blocks
+
+    def arguments(self, n: Dim) -> tuple[TensorArg, TensorArg]:
+        """The weight (K/2, N) and its scales."""
+        half = Dim("k_bytes", divisibility=16)
+        linear = self.layout.is_linear
+        blocks = Dim("blocks", divisibility=16 if linear else TILE_BLOCKS)
+        scale_rows = n if linear else Dim("scale_rows", divisibility=TILE_ROWS)
+        codes = TensorArg("Uint8", (half, n), (1, half), align=16)
+        return codes, scale_argument(self.fmt, scale_rows, blocks)
+
+    def maps(self, b: cute.Tensor, scale: cute.Tensor, experts=1) -> tuple:
+        """Tensor maps of codes and scales, with experts as a third dimension: what ``open`` takes."""
+        b, scale = rows_of_bytes(b, scale)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        codes_copy, codes = self._map(load, b, experts, self._codes_layout(1), (self.rows, LINE, 1))
+        scale_copy, scales = None, scale
+        if self.layout.is_linear:
+            layout = cute.make_layout((self.rows, self.blocks, 1), stride=(self.blocks, 1, 0))
+            scale_copy, scales = self._map(load, scale, experts, layout, (self.rows, self.blocks, 1))
+        return codes_copy, codes, scale_copy, scales
+
+    def _map(self, load, matrix: cute.Tensor, experts, layout, box: tuple[int, int, int]) -> tuple:
+        n, pitch = matrix.shape
+        width = cute.assume(pitch // experts, divby=16)
+        view = cute.make_layout((n, width, experts), stride=(matrix.stride[0], 1, width))
+        return cpasync.make_tiled_tma_atom(load, cute.make_tensor(matrix.iterator, view), layout, box)
+
+    def _codes_layout(self, stages: int):
+        """Codes in shared memory, (rows, 128 bytes, stages)."""
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8)
+        return cute.tile_to_shape(atom, (self.rows, LINE, stages), order=(0, 1, 2))
+
+    def open(self, maps: tuple, codes_at: cute.Pointer, scales_at: cute.Pointer) -> SimpleNamespace:
+        """How codes and scales are copied to their places in shared memory."""
+        codes_copy, codes, scale_copy, scales = maps
+        layout = self._codes_layout(self.stages)
+        stages = cute.make_tensor(cute.recast_ptr(codes_at, layout.inner, dtype=Uint8), layout.outer)
+        codes_to, codes_from = self._boxes(codes_copy, codes, LINE, stages)
+        scales_to = scales_from = None
+        if self.layout.is_linear:
+            layout = cute.make_layout((self.rows, self.blocks, self.stages), stride=(self.blocks, 1, self.scale_bytes))
+            stages = cute.make_tensor(scales_at, layout)
+            scales_to, scales_from = self._boxes(scale_copy, scales, self.blocks, stages)
+        return SimpleNamespace(
+            codes_copy=codes_copy,
+            codes_from=codes_from,
+            codes_to=codes_to,
+            scale_copy=scale_copy,
+            scales_from=scales_from,
+            scales_to=scales_to,
+            scales=scales,
+            scales_at=scales_at,
+        )
+
+    def _boxes(self, copy, matrix, width: int, stages) -> tuple:
+        """Where boxes lie: in shared memory, by stage; and in memory, by tile of rows, chunk and expert."""
+        tiled = cute.local_tile(matrix, (self.rows, width, 1), (None, None, None))
+        return cpasync.tma_partition(
+            copy, 0, cute.make_layout(1), cute.group_modes(stages, 0, 2), cute.group_modes(tiled, 0, 3)
+        )
+
+    @cute.jit
+    def load(self, tile, chunk, expert, stage, barrier, weight, n, blocks):
+        """Start the copies of a chunk, of which ``barrier`` is told the bytes: with one arrival.
+
+        ``n`` is the weight's rows, ``blocks`` an expert's blocks of a row.
+        """
+        if const_expr(self.layout.is_linear):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.code_bytes + self.scale_bytes)
+            cute.copy(
+                weight.scale_copy,
+                weight.scales_from[None, tile, chunk, expert],
+                weight.scales_to[None, stage],
+                tma_bar_ptr=barrier,
+                cache_policy=Int64(EVICT_FIRST),
+            )
+        else:
+            # Tiles of 128 rows and 4 blocks; a row of tiles is contiguous, and an expert has whole ones, or is alone.
+            columns = cute.ceil_div(blocks, TILE_BLOCKS)
+            column = chunk * (self.blocks // TILE_BLOCKS)
+            size = cutlass.min(columns - column, Int32(self.blocks // TILE_BLOCKS)) * SCALE_TILE
+            pitch = weight.scales.shape[1] // TILE_BLOCKS
+            first = tile * self.rows // TILE_ROWS
+            bands = cutlass.min(cute.ceil_div(n, TILE_ROWS) - first, Int32(self.bands))
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.code_bytes + size * bands)
+                for i in range_constexpr(self.bands):
+                    if i < bands:
+                        source = (Int64(first + i) * pitch + expert * columns + column) * SCALE_TILE
+                        target = stage * self.scale_bytes + i * (TILE_ROWS * self.blocks)
+                        ptx.copy_bulk(
+                            weight.scales_at + cute.assume(target, divby=SCALE_TILE),
+                            weight.scales.iterator + cute.assume(source, divby=SCALE_TILE),
+                            size,
+                            barrier,
+                            policy=EVICT_FIRST,
+                        )
+        cute.copy(
+            weight.codes_copy,
+            weight.codes_from[None, tile, chunk, expert],
+            weight.codes_to[None, stage],
+            tma_bar_ptr=barrier,
+            cache_policy=Int64(EVICT_FIRST),
+        )
+
+    def codes(self, codes_at: cute.Pointer, stage, row, quad) -> list:
+        """A lane's words of a row: its quarter of the chunk."""
+        words = []
+        for i in range(2):
+            piece = (quad * 2 + i) ^ (row % 8)
+            at = codes_at + cute.assume(stage * self.code_bytes + row * LINE + piece * 16, divby=16)
+            words += load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
+        return words
+
+    def factors(self, scales_at: cute.Pointer, stage, row, quad, left, dtype) -> list:
+        """The factors of a lane's blocks of a row, four, or two of MXFP4: zero from the chunk's ``left``-th block on.
+
+        ``row`` is counted from the first row of a scale tile.
+        """
+        count = self.blocks // 4
+        block = quad * count
+        # In a stage the scales lie as those of a matrix of its size.
+        place = stage * self.scale_bytes + self.layout.row_offset(row, self.blocks) + self.layout.block_offset(block)
+        at = cute.recast_ptr(scales_at + cute.assume(place, divby=count), dtype=Uint32 if count == 4 else Uint16)
+        bytes_ = Uint32(cute.make_tensor(at, cute.make_layout(1))[0])
+        # Beyond the last block the matrix of scales may hold anything, and 0 times NaN is not 0.
+        exist = cutlass.min(cutlass.max(left - block, Int32(0)), Int32(count))
+        keep = ptx.select(exist == count, Uint32(0xFFFFFFFF), (Uint32(1) << Uint32(exist * 8)) - 1)
+        bytes_ = bytes_ & keep
+        parts = (bytes_ & Uint32(0xFFFF), bytes_ >> 16) if count == 4 else (bytes_ & Uint32(0xFF), bytes_ >> 8)
+        return [factor for part in parts for factor in scale_factors(part, dtype, self.fmt)]
