@@ -46,4 +46,6 @@ class ActivationTilesKernel:
         if me < a.shape[0] * chunks * EIGHTHS:
             eighth, chunk, token = me % EIGHTHS, me // EIGHTHS % chunks, me // EIGHTHS // chunks
             base = tiles.iterator + cute.assume(chunk * groups * (QUAD * TILE_BYTES), divby=TILE_BYTES)
-            self.activations.order(self.activations.read(a, scale, token, chunk, eighth), groups, eighth, token, base)
+            start = chunk * CHUNK
+            words = self.activations.read(a, scale, token, start, self.activations.width(a) - start, eighth)
+            self.activations.order(words, groups, eighth, token, base)

@@ -62,21 +62,20 @@ class Activations:
         """Elements of k."""
         return a.shape[1] if self.config.layout is None else a.shape[1] * 2
 
-    def read(self, a, scale, token, chunk, eighth, after: int = 0) -> list:
-        """What ``order`` wants, of the eighth that comes ``after`` eighths later: of each quarter words as they lie in
-        memory, zeros where they would be beyond k."""
+    def read(self, a, scale, token, start, left, eighth, after: int = 0) -> list:
+        """What ``order`` wants, of the chunk from element ``start`` of k on and its eighth that comes ``after`` eighths
+        later: of each quarter words as they lie in memory, zeros from the chunk's ``left``-th element on."""
         c, k = self.config, self.width(a)
-        first = chunk * CHUNK + eighth * 8
-        offset = Int64(token) * k + first
+        offset = Int64(token) * k + start + eighth * 8
         begins = [q * (CHUNK // QUAD) + after * 8 for q in range(QUAD)]
-        exists = [first + begin < k for begin in begins]
+        exists = [eighth * 8 + begin < left for begin in begins]
         if c.layout is None:
             at = a.iterator + cute.assume(offset, divby=8)
             pairs = zip(begins, exists, strict=True)
             return [ptx.load_if(at, there, 4, begin * c.dtype.itemsize) for begin, there in pairs]
         at = a.iterator + cute.assume(offset // 2, divby=4)
         size = c.fmt.block_size
-        place = c.layout.row_offset(Int64(token), k // size) + c.layout.block_offset(chunk * (CHUNK // size))
+        place = c.layout.row_offset(Int64(token), k // size) + c.layout.block_offset(start // size)
         byte_at = cute.recast_ptr(scale.iterator, dtype=Uint8) + place + eighth * 8 // size
         return [
             [

@@ -8,7 +8,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_c
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
 
-from torch_cute_ops.kernels.activation_tiles.config import TILE_BYTES, TILE_TOKENS
+from torch_cute_ops.kernels.activation_tiles.config import CHUNK, TILE_BYTES, TILE_TOKENS
 from torch_cute_ops.kernels.activation_tiles.kernel import ActivationTilesKernel
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.activations import (
@@ -263,7 +263,7 @@ class FP4WgmmaKernel:
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
         for use in range(helper, t.end - t.begin, HELPERS):
-            chunk = t.begin % t.chunks + use
+            start = (t.begin % t.chunks + use) * CHUNK
             stage = use % c.token_stages
             base = s.tokens + cute.assume(stage * c.token_bytes, divby=TILE_BYTES)
             groups = c.tokens // TILE_TOKENS
@@ -277,7 +277,8 @@ class FP4WgmmaKernel:
                 for place, after in items:
                     # Beyond m the last token again: its products are not stored.
                     token = cutlass.min(t.token_tile * c.tokens + place, t.m - 1)
-                    read.append(self.activations.read(t.a, t.a_scale, token, chunk, eighth, after))
+                    left = t.blocks * c.fmt.block_size - start
+                    read.append(self.activations.read(t.a, t.a_scale, token, start, left, eighth, after))
                 if step == 0:
                     cute.arch.mbarrier_wait(s.tokens_free + stage, (use // c.token_stages + 1) % 2)
                 for (place, after), words in zip(items, read, strict=True):
