@@ -128,13 +128,13 @@ def covering_cases() -> tuple[Case, ...]:
     return tuple(chosen)
 
 
-def kernel_of(case: Case | ProductCase | WgmmaCase) -> Any:
+def kernel_of(case: AnyCase) -> Any:
     """The kernel that ``plan`` chooses.
 
     Raises:
         ValueError: from ``plan``, if it supports none.
     """
-    if isinstance(case, ProductCase | WgmmaCase):
+    if isinstance(case, ProductCase | WgmmaCase | ExpertsCase):
         return case.kernel
     from torch_cute_ops.kernels import fp4_dequant, row_quant
     from torch_cute_ops.runtime.arch import ARCHS as FACTS
@@ -159,7 +159,7 @@ def kernel_of(case: Case | ProductCase | WgmmaCase) -> Any:
     return row_quant.RowQuantKernel(row_quant.plan(problem, FACTS[case.arch]))
 
 
-def _product_id(kind: str, case: ProductCase | WgmmaCase, *rest: str) -> str:
+def _product_id(kind: str, case: AnyCase, *rest: str) -> str:
     names = [str(dtype).removeprefix("torch.") for dtype in (case.dtype, case.out_dtype)]
     alpha = "alpha" if case.has_alpha else "plain"
     return "-".join((kind, *names, case.format.name, case.layout, *rest, alpha, case.arch))
@@ -243,19 +243,72 @@ class WgmmaCase:
         return fp4_wgmma.FP4WgmmaKernel(config)
 
 
+WARPGROUP_KINDS = (
+    (FP16, NVFP4, "linear", None),
+    (BF16, NVFP4, "128x4", None),
+    (FP16, NVFP4, "128x4", "8x4"),
+    (FP16, NVFP4, "linear", "linear"),
+    (BF16, MXFP4, "128x4", None),
+    (BF16, MXFP4, "128x4", "128x4"),
+)
+"""What a weight and activations may be beside each other on sm_90a: dtype of products, format, layouts of scales."""
+
+
 def wgmma_cases() -> list[WgmmaCase]:
     """Every kind of operands with every tile; the rest in turn."""
-    kinds = (
-        (FP16, NVFP4, "linear", None),
-        (BF16, NVFP4, "128x4", None),
-        (FP16, NVFP4, "128x4", "8x4"),
-        (FP16, NVFP4, "linear", "linear"),
-        (BF16, MXFP4, "128x4", None),
-        (BF16, MXFP4, "128x4", "128x4"),
-    )
     rest = itertools.cycle(itertools.product((True, False), (BF16, FP16, FP32)))
     tiles = [(tokens, 0) for tokens in (8, 16, 32, 64, 128, 256)] + [(8, 1), (16, 8), (32, 3)]
-    return [WgmmaCase(*kind, tokens, *reversed(next(rest)), splits) for kind in kinds for tokens, splits in tiles]
+    return [
+        WgmmaCase(*kind, tokens, *reversed(next(rest)), splits) for kind in WARPGROUP_KINDS for tokens, splits in tiles
+    ]
+
+
+@dataclass(frozen=True)
+class ExpertsCase:
+    """The kernels of FP4 products that are added up over experts."""
+
+    dtype: torch.dtype
+    format: FP4Format
+    layout: str
+    a_layout: str | None
+    group: int
+    tokens: int
+    out_dtype: torch.dtype
+    has_alpha: bool = True
+    arch: str = "sm_90a"
+
+    @property
+    def id(self) -> str:
+        return _product_id("experts", self, self.a_layout or "16-bit", f"{self.group}of{self.tokens}")
+
+    @property
+    def kernel(self) -> Any:
+        """As the backend builds it."""
+        from torch_cute_ops.kernels import fp4_experts
+        from torch_cute_ops.runtime.arch import ARCHS as FACTS
+
+        config = fp4_experts.plan(
+            dtype=self.dtype,
+            fmt=self.format,
+            layout=SCALE_LAYOUTS[self.layout],
+            a_layout=None if self.a_layout is None else SCALE_LAYOUTS[self.a_layout],
+            out_dtype=self.out_dtype,
+            group=self.group,
+            tokens=self.tokens,
+            arch=FACTS[self.arch],
+            pdl=True,
+        )
+        return fp4_experts.FP4ExpertsKernel(config)
+
+
+AnyCase = Case | ProductCase | WgmmaCase | ExpertsCase
+
+
+def experts_cases() -> list[ExpertsCase]:
+    """Every kind of operands with every size of a unit, and of a tile; the rest in turn."""
+    tiles = {8: itertools.cycle((256, 16)), 16: itertools.cycle((64, 256)), 32: itertools.cycle((32, 16))}
+    outs = itertools.cycle((BF16, FP16, FP32))
+    return [ExpertsCase(*kind, group, next(tiles[group]), next(outs)) for kind in WARPGROUP_KINDS for group in tiles]
 
 
 def product_cases() -> list[ProductCase]:
@@ -279,7 +332,7 @@ def in_process(work: Callable[[Any], Any], case: Any) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def resources_of(case: Case | ProductCase | WgmmaCase) -> Any:
+def resources_of(case: AnyCase) -> Any:
     """Compile the case's kernel: the ``Resources`` of what it launches."""
     from torch_cute_ops.runtime.arch import ARCHS as FACTS
     from torch_cute_ops.testing.resources import compile_for

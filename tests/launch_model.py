@@ -21,6 +21,7 @@ from torch_cute_ops.ops import _fp4_product, _row_quant, fp4_dequantize
 from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize as dequantize
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.mm_fp4 import product
+from torch_cute_ops.reference.moe_fc2_fp4 import expert_product
 from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
 from torch_cute_ops.reference.rmsnorm_fp8quant import quantize_fp8_rows
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
@@ -118,6 +119,12 @@ def compute(kernel: Any, *args: Any) -> None:
         )
         layouts = config.a_layout, config.layout
         write(out, product(a, a_scale, b.t(), scale, alpha, config.out_dtype, config.fmt, *layouts))
+        return
+    if type(kernel).__name__ == "FP4ExpertsKernel":
+        a, a_scale, b, scale, alpha, out, workspace, experts = args
+        assert workspace.numel() == config.workspace_bytes(len(a), experts)
+        layouts = config.a_layout, config.layout
+        write(out, expert_product(a, a_scale, b.t(), scale, alpha, config.out_dtype, config.fmt, *layouts))
         return
     x, residual, weight, factor, y, scale, linear, norm, eps, _ = args
     problem = config.problem

@@ -10,11 +10,12 @@ from concurrent.futures import ProcessPoolExecutor
 import kernel_grid
 import pytest
 from kernel_grid import (
-    Case,
-    ProductCase,
+    AnyCase,
+    ExpertsCase,
     WgmmaCase,
     covering_cases,
     every_case,
+    experts_cases,
     kernel_of,
     product_cases,
     wgmma_cases,
@@ -33,7 +34,8 @@ def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         cases = every_case() if metafunc.config.getoption("every_kernel") else covering_cases()
         metafunc.parametrize(
-            "case", [pytest.param(case, id=case.id) for case in (*cases, *product_cases(), *wgmma_cases())]
+            "case",
+            [pytest.param(case, id=case.id) for case in (*cases, *product_cases(), *wgmma_cases(), *experts_cases())],
         )
 
 
@@ -55,11 +57,12 @@ def compiled(request):
         pool.shutdown(cancel_futures=True)
 
 
-def test_compiles_without_spills(case: Case | ProductCase | WgmmaCase, compiled):
+def test_compiles_without_spills(case: AnyCase, compiled):
     kernels = compiled(case)
     assert isinstance(kernels, list), kernels
-    # What puts activations in order for warpgroups is a kernel of its own, unless these do it.
-    assert len(kernels) == (2 if isinstance(case, WgmmaCase) and not case.splits else 1)
+    # What puts activations in order for warpgroups is a kernel of its own, unless these do it; and what lists tokens.
+    apart = isinstance(case, ExpertsCase) or (isinstance(case, WgmmaCase) and not case.splits)
+    assert len(kernels) == (2 if apart else 1)
     arch, config = ARCHS[case.arch], kernel_of(case).config
     assert getattr(config, "smem_bytes", 0) <= arch.smem_per_cta
     threads = getattr(config, "threads", 256)
@@ -86,7 +89,7 @@ def test_allowed_spills_are_cases():
 
 
 def test_ids_are_unique():
-    ids = [case.id for case in (*every_case(), *product_cases(), *wgmma_cases())]
+    ids = [case.id for case in (*every_case(), *product_cases(), *wgmma_cases(), *experts_cases())]
     assert len(ids) == len(set(ids))
 
 

@@ -8,7 +8,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from kernel_grid import BF16, FP8_TARGETS, FP16, FP32, WHATS, Case, ProductCase, WgmmaCase, kernel_of
+from kernel_grid import (
+    BF16,
+    FP8_TARGETS,
+    FP16,
+    FP32,
+    WHATS,
+    Case,
+    ExpertsCase,
+    ProductCase,
+    WgmmaCase,
+    kernel_of,
+)
 from ptx import EmulationError, run_kernel
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
@@ -19,6 +30,7 @@ from torch_cute_ops.reference.add_rmsnorm_fp4quant import add_rows
 from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.mm_fp4 import product
+from torch_cute_ops.reference.moe_fc2_fp4 import expert_product
 from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
 from torch_cute_ops.reference.rmsnorm_fp8quant import quantize_fp8_rows
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
@@ -568,6 +580,76 @@ def test_what_orders_a_product_by_warpgroups_is_needed(one: Wgmma, pattern: str,
         for seed in range(6):
             got, want = multiply_by_warpgroups(one._replace(seed=seed), lambda ptx: re.sub(pattern, instead, ptx))
             assert torch.equal(got, want)
+
+
+# Products over experts
+
+
+class Experts(NamedTuple):
+    """Kernels of FP4 products over experts, and a launch of them."""
+
+    case: ExpertsCase
+    m: int
+    n: int
+    experts: int
+    width: int
+    routing: str
+    seed: int | None = 0
+
+    @property
+    def id(self) -> str:
+        return f"{self.case.id}-{self.m}x{self.n}-{self.experts}of{self.width}-{self.routing}"
+
+
+def routed(routing: str, m: int, experts: int) -> torch.Tensor:
+    """Factors that are powers of two, or zero of either sign."""
+    alpha = torch.randint(-2, 3, (m, experts)).float().exp2() * torch.randint(0, 2, (m, experts)).sub(0.5).sign()
+    if routing == "dense":
+        return alpha
+    if routing == "one":
+        return alpha * (torch.arange(experts) == experts - 1)
+    chosen = torch.zeros(m, experts).scatter(1, torch.rand(m, experts).topk(min(2, experts)).indices, 1.0)
+    chosen[m // 2] = 0.0
+    return alpha * chosen
+
+
+EXPERTS = [
+    Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 16, BF16), 5, 72, 6, 64, "few", None),
+    Experts(ExpertsCase(FP16, NVFP4, "128x4", "8x4", 8, 16, FP32), 20, 136, 5, 320, "few"),
+    Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 64, FP32), 40, 200, 3, 512, "dense", 1),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 8, 64, FP16), 33, 72, 9, 128, "few", 2),
+    Experts(ExpertsCase(FP16, NVFP4, "linear", "linear", 32, 32, FP32), 70, 64, 2, 256, "one", 3),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 16, 64, BF16), 3, 8, 33, 128, "few", 4),
+]
+
+
+def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernels leave in their output, and the reference's sums."""
+    torch.manual_seed(one.n)
+    case, k = one.case, one.experts * one.width
+    powers = POWERS[case.format.scale_format]
+    alpha = routed(one.routing, one.m, one.experts)
+    if case.a_layout is None:
+        a, a_scale = torch.randint(-8, 9, (one.m, k)).to(case.dtype), None
+        a.view(one.m, one.experts, -1)[alpha == 0] = torch.nan
+    else:
+        a, a_scale = random_matrix(one.m, k, case.format, case.a_layout, CPU, powers)
+        a_scale = a_scale.view(case.format.scale_dtype)
+    b, scale = random_matrix(one.n, k, case.format, case.layout, CPU, powers)
+    scale = scale.view(case.format.scale_dtype)
+    out = poisoned(one.m, one.n, dtype=case.out_dtype)
+    workspace = poisoned(case.kernel.config.workspace_bytes(one.m, one.experts), dtype=torch.uint8)
+    given = (a, a_scale, b.t(), scale, alpha.t().contiguous().t(), out, workspace, one.experts)
+    run_kernel(case.kernel, ARCHS[case.arch], *given, seed=one.seed, edit=edit)
+    layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]
+    return out, expert_product(a, a_scale, b, scale, alpha, case.out_dtype, case.format, *layouts)
+
+
+@pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in EXPERTS])
+def test_products_over_experts(one: Experts) -> None:
+    """Bit for bit where sums are exact; what a factor of zero leaves out is not read, or counts for nothing."""
+    got, want = multiply_experts(one)
+    assert torch.equal(got, want)
 
 
 def changed(pattern: str, number: int = 0, to: str = "") -> Any:

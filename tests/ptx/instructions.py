@@ -1112,51 +1112,50 @@ def _one_to_shared(
     return execute
 
 
-@effect("cp.async.bulk.tensor.2d")
+@effect("cp.async.bulk.tensor.2d cp.async.bulk.tensor.3d")
 def _tensor_copy(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """A box of a matrix of bytes to shared memory; zeros for what is beyond the matrix."""
+    """A box of one of some matrices of bytes to shared memory; zeros for what is beyond the matrix."""
     _parts(ins, parts, "shared::cta shared::cluster global tile mbarrier::complete_tx::bytes L2::cache_hint")
     m = d.machine
 
-    def run(threads: Array, target: Array, map: Array, column: Array, row: Array, barrier: Array) -> tuple:
-        target, map, column, row = (np.broadcast_to(x, len(threads)) for x in (target, map, column, row))
+    def run(threads: Array, target: Array, map: Array, barrier: Array, *coordinates: Array) -> tuple:
+        target, map, *coordinates = (np.broadcast_to(x, len(threads)) for x in (target, map, *coordinates))
 
         def bytes_of(i: int) -> Bytes:
             thread = threads[i : i + 1]
             box = TensorMap(_global_bytes(m, thread, map[i : i + 1], 128)().tobytes())
-            return box.size, _box_bytes(m, thread, int(target[i]), box, int(column[i]), int(row[i]))
+            return box.size, _box_bytes(m, thread, int(target[i]), box, *(int(x[i]) for x in coordinates))
 
         return _start_to_shared(m, parts[0], threads, target, barrier, bytes_of)
 
     target, source, barrier = ins.operands[:3]
-    map, column, row = source.items
-    sources = [
-        d.address(target),
-        d.address(map),
-        d.source(column, TYPES["s32"]),
-        d.source(row, TYPES["s32"]),
-        d.address(barrier),
-    ]
-    return Step(ins, sources, [], run)
+    map, *coordinates = source.items
+    sources = [d.address(target), d.address(map), d.address(barrier)]
+    return Step(ins, [*sources, *(d.source(x, TYPES["s32"]) for x in coordinates)], [], run)
 
 
 class TensorMap:
-    """What the DSL's host code writes for a matrix of bytes. (The format is not documented; this is what is seen.)"""
+    """What the DSL's host code writes for matrices of bytes, one box of one of which is copied. (The format is not
+    documented; this is what is seen.)"""
 
     def __init__(self, data: bytes):
         words = struct.unpack("<32I", data)
         self.address = words[0] | words[1] << 32
-        self.pitch = words[3] * 16
-        self.width, self.height = words[8] + 1, words[9] + 1
+        self.pitch, self.matrix_pitch = words[3] * 16, words[4] * 16
+        self.width, self.height, self.matrices = words[8] + 1, words[9] + 1, words[10] + 1
         self.box_width, self.box_height = (words[13] >> 24) + 1, (words[14] & 0xFF) + 1
         self.size = self.box_width * self.box_height
         self.swizzled = bool(words[2] & 0x6000)
 
 
-def _box_bytes(m: Machine, thread: Array, target: int, box: TensorMap, column: int, row: int) -> Callable[[], Array]:
+def _box_bytes(
+    m: Machine, thread: Array, target: int, box: TensorMap, column: int, row: int, matrix: int = 0
+) -> Callable[[], Array]:
     """What reads a box later, in the order of shared memory; what is beyond the matrix is zero."""
+    if matrix >= box.matrices:
+        raise Fault(EmulationError, 0, f"matrix {matrix} of {box.matrices}")
     width, height = min(box.box_width, box.width - column), min(box.box_height, box.height - row)
-    start = box.address + row * box.pitch + column
+    start = box.address + matrix * box.matrix_pitch + row * box.pitch + column
     rows = [
         _global_bytes(m, thread, np.array([start + i * box.pitch], np.uint64), width) for i in range(max(height, 0))
     ]

@@ -14,6 +14,7 @@ from torch_cute_ops.mm_backends._model import usual_targets
 from torch_cute_ops.mm_backends.cublas import Cublas
 from torch_cute_ops.mm_backends.mma_sync import MmaSync
 from torch_cute_ops.mm_backends.reference import Reference
+from torch_cute_ops.mm_backends.routed import Routed
 from torch_cute_ops.mm_backends.wgmma import Wgmma
 from torch_cute_ops.ops._fp4_product import AUTO
 from torch_cute_ops.runtime import tuner
@@ -37,7 +38,9 @@ __all__ = [
     "usual_targets",
 ]
 
-BACKENDS: Final[dict[str, Backend]] = {backend.name: backend for backend in (Wgmma(), MmaSync(), Cublas(), Reference())}
+BACKENDS: Final[dict[str, Backend]] = {
+    backend.name: backend for backend in (Wgmma(), MmaSync(), Routed(), Cublas(), Reference())
+}
 
 
 class Choice(NamedTuple):

@@ -1,0 +1,418 @@
+"""The device code; the package's docstring tells the roles and the data path."""
+
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.memory import SmemAllocator
+
+from torch_cute_ops.kernels.activation_tiles.config import CHUNK, TILE_TOKENS
+from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.activations import EIGHTHS, GROUP_BYTES, STEPS_BYTES, Activations, fragment_place
+from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
+from torch_cute_ops.kernels.common.fp4_weights import DECODED_SCALE, decode
+from torch_cute_ops.kernels.common.weight_ring import WORDS, WeightRing
+from torch_cute_ops.kernels.fp4_experts.config import MAX_EXPERTS, ROWS, SLOTS, WARPS, Config
+from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
+
+WARP = 32
+LIST_THREADS = 256
+TOGETHER = 2  # groups of eight tokens that a warp reads before it writes
+
+
+class FP4ExpertsKernel:
+    """The kernels of one ``Config``.
+
+    Methods pass on what a thread knows: ``t``, sizes and places in memory; ``s``, where things lie in shared memory;
+    ``w``, the place among the warps that multiply.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.dtype = DSL_DTYPES[config.dtype]
+        self.out_dtype = DSL_DTYPES[config.out_dtype]
+        self.ring = WeightRing(config.fmt, config.layout, ROWS, config.stages)
+        self.activations = Activations(config.arranged)
+
+    def arguments(self) -> tuple[Argument, ...]:
+        m, n, experts = Dim("m"), Dim("n", divisibility=8), Dim("experts")
+        strides = (Dim("alpha_stride", bits=64), Dim("alpha_column_stride", bits=64))
+        return (
+            *self.activations.arguments(),
+            *self.ring.arguments(n),
+            TensorArg("Float32", (m, experts), strides, align=4),
+            TensorArg(self.out_dtype.__name__, (m, n), (n, 1), align=16),
+            TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16),
+            ScalarArg("Int32"),
+        )
+
+    @cute.jit
+    def __call__(self, a, a_scale, b, scale, alpha, out, workspace, experts: Int32, stream):
+        c = self.config
+        tiles = cute.ceil_div(out.shape[0], c.tokens)
+        # As in ``Config.workspace_bytes``
+        entries = Int64(tiles) * experts * c.tokens
+        tokens = cute.make_tensor(cute.recast_ptr(workspace.iterator, dtype=Int32), cute.make_layout((entries,)))
+        after = workspace.iterator + cute.assume(4 * entries, divby=16)
+        factors = cute.make_tensor(cute.recast_ptr(after, dtype=Float32), cute.make_layout((entries,)))
+        after = after + cute.assume(4 * entries, divby=16)
+        counts = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((tiles * experts,)))
+        lists = (counts, tokens, factors)
+        self.list_kernel(alpha, lists, out.shape[0]).launch(
+            grid=[experts, tiles, 1], block=[LIST_THREADS, 1, 1], stream=stream, use_pdl=c.pdl
+        )
+        slices = cute.ceil_div(out.shape[1], ROWS)
+        self.kernel(a, a_scale, self.ring.maps(b, scale, experts), lists, experts, out).launch(
+            grid=[slices, tiles, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
+        )
+
+    # Lists
+
+    @cute.kernel
+    def list_kernel(self, alpha, lists, m):
+        """The tokens of a tile that an expert is for, in their order, and their factors."""
+        c = self.config
+        counts, tokens, factors = lists
+        tid, _, _ = cute.arch.thread_idx()
+        expert, tile, _ = cute.arch.block_idx()
+        experts, _, _ = cute.arch.grid_dim()
+        lane, warp = tid % WARP, tid // WARP
+        rounds = -(-c.tokens // LIST_THREADS)
+        parts = rounds * (LIST_THREADS // WARP)
+        found = cute.make_tensor(SmemAllocator().allocate_array(Int32, parts), cute.make_layout(parts))
+        if const_expr(c.pdl):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+        values = cute.make_rmem_tensor((rounds,), Float32)
+        before = cute.make_rmem_tensor((rounds,), Int32)
+        for i in range_constexpr(rounds):
+            token = tile * c.tokens + i * LIST_THREADS + tid
+            values[i] = Float32(0.0)
+            if (i * LIST_THREADS + tid < c.tokens) & (token < m):
+                values[i] = alpha[token, expert]
+            ballot = cute.arch.vote_ballot_sync(self._counts(values[i]))
+            before[i] = Int32(cute.arch.popc(Uint32(ballot) & ((Uint32(1) << Uint32(lane)) - 1)))
+            if lane == 0:
+                found[i * (LIST_THREADS // WARP) + warp] = Int32(cute.arch.popc(Uint32(ballot)))
+        cute.arch.sync_threads()
+        start = (Int64(tile) * experts + expert) * c.tokens
+        total = Int32(0)
+        for part in range_constexpr(parts):
+            i = part // (LIST_THREADS // WARP)
+            if part % (LIST_THREADS // WARP) == warp:
+                if self._counts(values[i]):
+                    at = start + total + before[i]
+                    tokens[at] = i * LIST_THREADS + tid
+                    factors[at] = values[i]
+            total = total + found[part]
+        if tid == 0:
+            counts[tile * experts + expert] = total
+
+    def _counts(self, value) -> cutlass.Boolean:
+        """Whether a factor is not zero; NaN is not."""
+        return (ptx.bits_of(value) & Uint32(0x7FFFFFFF)) != Uint32(0)
+
+    # Products
+
+    @cute.kernel
+    def kernel(self, a, a_scale, weight, lists, experts, out):
+        c = self.config
+        tid, _, _ = cute.arch.thread_idx()
+        slice_, tile, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(tid // WARP)
+        counts, tokens, factors = lists
+        width = self.activations.width(a) // experts
+        t = SimpleNamespace(
+            m=out.shape[0],
+            n=out.shape[1],
+            slice=slice_,
+            tile=tile,
+            first_token=tile * c.tokens,
+            experts=experts,
+            width=width,
+            chunks=cute.ceil_div(width, CHUNK),
+            blocks=width // c.fmt.block_size,
+            counts=counts,
+            tokens=tokens,
+            factors=factors,
+            a=a,
+            a_scale=a_scale,
+            out=out,
+        )
+        s = self._allocate()
+        if tid == 0:
+            for i in range_constexpr(c.stages):
+                # The copies of the weight, and the activations
+                cute.arch.mbarrier_init(s.full + i, 2)
+                cute.arch.mbarrier_init(s.free + i, WARPS // SLOTS)
+            for i in range_constexpr(WARPS):
+                cute.arch.mbarrier_init(s.turns + i, 1)
+        cute.arch.mbarrier_init_fence()
+        sums = cute.make_tensor(
+            cute.recast_ptr(s.sums, dtype=Uint32), cute.make_layout((c.tokens * ROWS // 4, 4), stride=(4, 1))
+        )
+        for i in range(tid, c.tokens * ROWS // 4, c.threads):
+            store_words([Uint32(0)] * 4, sums[i, None])
+        if const_expr(c.pdl):
+            cute.arch.griddepcontrol_wait()
+        if warp == WARPS:
+            self._find_units(tid % WARP, t, s)
+        cute.arch.sync_threads()
+        t.units = self._total(s)[0]
+        if warp >= WARPS:
+            cute.arch.setmaxregister_increase(c.registers[1])
+            self._feed(warp - WARPS, tid % WARP, self.ring.open(weight, s.codes, s.scales), t, s)
+        else:
+            cute.arch.setmaxregister_decrease(c.registers[0])
+            self._multiply(warp, tid % WARP, t, s)
+            cute.arch.barrier(barrier_id=1, number_of_threads=WARPS * WARP)
+            if const_expr(c.pdl):
+                cute.arch.griddepcontrol_launch_dependents()
+            self._write(tid, t, s)
+
+    def _allocate(self) -> SimpleNamespace:
+        c = self.config
+        base = SmemAllocator().allocate(c.smem_bytes, 1024)
+        tokens = base + c.stages * self.ring.code_bytes
+        scales = tokens + c.stages * self._token_bytes
+        sums = scales + c.stages * c.scale_bytes
+        lists = cute.recast_ptr(sums + c.sum_bytes, dtype=Int32)
+        barriers = cute.recast_ptr(lists + 2 * (MAX_EXPERTS + 8), dtype=Int64)
+        return SimpleNamespace(
+            codes=base,
+            tokens=tokens,
+            scales=scales,
+            sums=sums,
+            lists=lists,
+            full=barriers,
+            free=barriers + c.stages,
+            turns=barriers + 2 * c.stages,
+        )
+
+    def _begins(self, s) -> cute.Tensor:
+        """Where the units of each touched expert begin, and after the last one their number."""
+        return cute.make_tensor(s.lists + MAX_EXPERTS, cute.make_layout(MAX_EXPERTS + 1))
+
+    def _touched(self, s) -> cute.Tensor:
+        """The touched experts."""
+        return cute.make_tensor(s.lists, cute.make_layout(MAX_EXPERTS))
+
+    def _total(self, s) -> cute.Tensor:
+        """How many units there are."""
+        return cute.make_tensor(s.lists + (2 * MAX_EXPERTS + 1), cute.make_layout(1))
+
+    @property
+    def _token_bytes(self) -> int:
+        """Activations of a stage."""
+        return self.config.group // TILE_TOKENS * GROUP_BYTES
+
+    # Units: the touched experts in order, each with its tokens, ``group`` at a time
+
+    @cute.jit
+    def _find_units(self, lane, t, s):
+        """A warp lists the experts that any token of the tile is for, and where their units begin."""
+        c = self.config
+        each = MAX_EXPERTS // WARP
+        first = lane * each
+        units, touched = Int32(0), Int32(0)
+        mine = cute.make_rmem_tensor((each,), Int32)
+        for i in range_constexpr(each):
+            mine[i] = Int32(0)
+            if first + i < t.experts:
+                mine[i] = (t.counts[t.tile * t.experts + first + i] + (c.group - 1)) // c.group
+            units = units + mine[i]
+            touched = touched + Int32(mine[i] > 0)
+        own_units, own_touched = units, touched
+        for i in range_constexpr(5):
+            above_units = cute.arch.shuffle_sync_up(units, 1 << i, mask_and_clamp=0)
+            above_touched = cute.arch.shuffle_sync_up(touched, 1 << i, mask_and_clamp=0)
+            units = units + ptx.select(lane >= (1 << i), above_units, Int32(0))
+            touched = touched + ptx.select(lane >= (1 << i), above_touched, Int32(0))
+        begin, index = units - own_units, touched - own_touched
+        experts, begins, total = self._touched(s), self._begins(s), self._total(s)
+        for i in range_constexpr(each):
+            if mine[i] > 0:
+                experts[index] = first + i
+                begins[index] = begin
+                index = index + 1
+            begin = begin + mine[i]
+        if lane == WARP - 1:
+            begins[touched] = units
+            total[0] = units
+
+    @cute.jit
+    def _index_of(self, unit, index, s):
+        """The touched expert of a unit, from that of a unit before it."""
+        begins = self._begins(s)
+        while begins[index + 1] <= unit:
+            index += 1
+        return index
+
+    def _tokens_of(self, unit, index, t, s) -> tuple:
+        """Where a unit's expert lists its tokens, which is the unit's first, and how many there are in all."""
+        expert = self._touched(s)[index]
+        start = (Int64(t.tile) * t.experts + expert) * self.config.tokens
+        return expert, start, (unit - self._begins(s)[index]) * self.config.group, t.counts[t.tile * t.experts + expert]
+
+    # Each slot has a ring of its own, and a warp that fills it: so all waits for a stage come in order.
+
+    def _place(self, slot, use) -> tuple:
+        """The stage of a slot's use, and whether it is the ring's odd time around."""
+        depth = self.config.stages // SLOTS
+        return slot * depth + use % depth, use // depth % 2
+
+    @cute.jit
+    def _feed(self, slot, lane, weight, t, s):
+        """A warp that feeds a slot: the weight's chunks, and beside them its unit's activations, put in order."""
+        c = self.config
+        groups = c.group // TILE_TOKENS
+        members = cute.make_rmem_tensor((groups,), Int32)
+        index = Int32(0)
+        if slot < t.units:
+            index = self._index_of(slot, index, s)
+            self._read_members(members, slot, index, lane, t, s)
+        for unit in range(slot, t.units, SLOTS):
+            index = self._index_of(unit, index, s)
+            expert = self._touched(s)[index]
+            for chunk in range(t.chunks):
+                stage, odd = self._place(slot, unit // SLOTS * t.chunks + chunk)
+                start, left = expert * t.width + chunk * CHUNK, t.width - chunk * CHUNK
+                if const_expr(groups <= TOGETHER):
+                    # The loads are under way while the stage is waited for.
+                    read = self._read(members, range(groups), start, left, lane, t)
+                    cute.arch.mbarrier_wait(s.free + stage, odd ^ 1)
+                    self.ring.load(t.slice, chunk, expert, stage, s.full + stage, weight, t.n, t.blocks)
+                    self._order(read, 0, stage, lane, s)
+                else:
+                    cute.arch.mbarrier_wait(s.free + stage, odd ^ 1)
+                    self.ring.load(t.slice, chunk, expert, stage, s.full + stage, weight, t.n, t.blocks)
+                    for part in range_constexpr(0, groups, TOGETHER):
+                        read = self._read(members, range(part, part + TOGETHER), start, left, lane, t)
+                        self._order(read, part, stage, lane, s)
+                if chunk + 1 == t.chunks:
+                    if unit + SLOTS < t.units:
+                        self._read_members(members, unit + SLOTS, self._index_of(unit + SLOTS, index, s), lane, t, s)
+                cute.arch.sync_warp()
+                ptx.arrive_if(s.full + stage, Uint32(lane == 0))
+
+    def _read_members(self, members, unit, index, lane, t, s) -> None:
+        """The tokens of a unit, one of each eight for this lane; beyond the last the last again, which counts for
+        nothing."""
+        _, begin, place, count = self._tokens_of(unit, index, t, s)
+        for group in range(self.config.group // TILE_TOKENS):
+            position = cutlass.min(place + group * TILE_TOKENS + lane % TILE_TOKENS, count - 1)
+            members[group] = t.tokens[begin + position]
+
+    def _read(self, members, groups, start, left, lane, t) -> list:
+        """What ``_order`` writes, of groups of tokens."""
+        after = range(0, EIGHTHS, WARP // TILE_TOKENS)
+        token = [t.first_token + members[group] for group in groups]
+        place = (start, left, lane // TILE_TOKENS)
+        return [[self.activations.read(t.a, t.a_scale, one, *place, i) for i in after] for one in token]
+
+    def _order(self, read: list, part: int, stage, lane, s) -> None:
+        """Write groups of tokens of a chunk, from group ``part`` on."""
+        base = s.tokens + cute.assume(stage * self._token_bytes, divby=GROUP_BYTES)
+        for i, eighths in enumerate(read):
+            place = (part + i) * TILE_TOKENS + lane % TILE_TOKENS
+            for j, quarters in enumerate(eighths):
+                eighth = lane // TILE_TOKENS + j * (WARP // TILE_TOKENS)
+                self.activations.order(quarters, self.config.group // TILE_TOKENS, eighth, place, base)
+
+    @cute.jit
+    def _multiply(self, warp, lane, t, s):
+        """A warp that multiplies: 16 rows of every fourth unit."""
+        c = self.config
+        groups = c.group // TILE_TOKENS
+        slot = warp % SLOTS
+        w = SimpleNamespace(
+            lane=lane,
+            quad=lane % 4,
+            rows=warp // SLOTS * 16,
+            row=warp // SLOTS * 16 + lane // 4,  # and the eighth row after it
+            leads=Uint32(lane == 0),
+        )
+        # Of two tiles of a slice's rows, where scales lie in tiles of 128
+        scale_row = w.row if c.layout.is_linear else w.row + t.slice % 2 * ROWS
+        sums = cute.make_rmem_tensor((4 * groups,), Float32)
+        members = cute.make_rmem_tensor((2 * groups,), Int32)
+        factors = cute.make_rmem_tensor((2 * groups,), Float32)
+        index = Int32(0)
+        for unit in range(slot, t.units, SLOTS):
+            index = self._index_of(unit, index, s)
+            _, begin, place, count = self._tokens_of(unit, index, t, s)
+            for i in range_constexpr(2 * groups):
+                # Lane ``quad`` has two tokens of each eight.
+                position = place + i // 2 * TILE_TOKENS + w.quad * 2 + i % 2
+                at = begin + cutlass.min(position, count - 1)
+                members[i] = ptx.select(position < count, t.tokens[at], Int32(-1))
+                factors[i] = t.factors[at]
+            sums.fill(0.0)
+            whole = unit // SLOTS
+            for chunk in range(t.chunks):
+                stage, odd = self._place(slot, whole * t.chunks + chunk)
+                cute.arch.mbarrier_wait(s.full + stage, odd)
+                self._multiply_chunk(chunk, stage, scale_row, sums, w, t, s)
+                # All lanes have read, since products have what was read last.
+                cute.arch.sync_warp()
+                ptx.arrive_if(s.free + stage, w.leads)
+            # After the unit before, whose warp has the same rows
+            chain = s.turns + warp // SLOTS * SLOTS
+            if unit > 0:
+                cute.arch.mbarrier_wait(chain + slot, (whole - Int32(slot == 0)) % 2)
+            self._add(sums, members, factors, w, s)
+            cute.arch.sync_warp()
+            ptx.arrive_if(chain + (slot + 1) % SLOTS, w.leads)
+
+    def _multiply_chunk(self, chunk, stage, scale_row, sums, w, t, s) -> None:
+        """Add a chunk's products to the sums."""
+        c = self.config
+        left = t.blocks - chunk * (CHUNK // c.fmt.block_size)
+        codes = [self.ring.codes(s.codes, stage, w.row + 8 * r, w.quad) for r in range(2)]
+        scales = [self.ring.factors(s.scales, stage, scale_row + 8 * r, w.quad, left, self.dtype) for r in range(2)]
+        per_scale = WORDS // len(scales[0])
+        name = "bf16" if self.dtype is BFloat16 else "f16"
+        place = stage * self._token_bytes + fragment_place(w.lane // 4, w.quad)
+        for word in range(WORDS):
+            pairs = [decode([codes[r][word]], [scales[r][word // per_scale]], self.dtype, c.fmt)[0] for r in range(2)]
+            for group in range(c.group // TILE_TOKENS):
+                at = s.tokens + cute.assume(place + group * GROUP_BYTES + word * STEPS_BYTES, divby=16)
+                tokens = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
+                total = [sums[4 * group + i] for i in range(4)]
+                for step in range(2):
+                    weights = [pairs[r][step][high] for high in range(2) for r in range(2)]
+                    total = ptx.mma_16x8x16(weights, tokens[2 * step : 2 * step + 2], total, name)
+                for i, value in enumerate(total):
+                    sums[4 * group + i] = value
+
+    def _sum_place(self, token, row):
+        """Where a token's sum of a row lies: eight rows at a time, swapped, so that tokens do not share banks."""
+        return token * ROWS + (row ^ (token % TILE_TOKENS * 8))
+
+    @cute.jit
+    def _add(self, sums, members, factors, w, s):
+        """Multiply a unit's sums by the factors, and add them to those of the tile."""
+        c = self.config
+        totals = cute.make_tensor(cute.recast_ptr(s.sums, dtype=Float32), cute.make_layout(c.tokens * ROWS))
+        scale = Float32(1.0 / DECODED_SCALE[c.fmt] ** (1 if c.a_layout is None else 2))
+        for i in range_constexpr(c.group // 4):
+            if members[i] >= 0:
+                for r in range_constexpr(2):
+                    at = self._sum_place(members[i], w.row + 8 * r)
+                    value = ptx.mul_rn(sums[i // 2 * 4 + r * 2 + i % 2], scale)
+                    totals[at] = totals[at] + ptx.mul_rn(factors[i], value)
+
+    @cute.jit
+    def _write(self, tid, t, s):
+        """Round the sums, and store them."""
+        c = self.config
+        for piece in range(tid, c.tokens * (ROWS // 4), WARPS * WARP):
+            token, row = piece // (ROWS // 4), piece % (ROWS // 4) * 4
+            m, n = t.first_token + token, t.slice * ROWS + row
+            if (m < t.m) & (n < t.n):
+                at = s.sums + cute.assume(self._sum_place(token, row) * 4, divby=16)
+                words = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
+                packed = pack([ptx.float_of(word) for word in words], self.out_dtype)
+                to = t.out.iterator + cute.assume(Int64(m) * t.n + n, divby=4)
+                store_words(packed, cute.make_tensor(cute.recast_ptr(to, dtype=Uint32), cute.make_layout(len(packed))))

@@ -1,0 +1,133 @@
+"""Products over experts that skip what routing left out."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from torch_cute_ops.formats import NVFP4
+from torch_cute_ops.kernels.activation_tiles.config import CHUNK
+from torch_cute_ops.mm_backends._base import Backend, Launcher, Product, Tactic, Target
+from torch_cute_ops.mm_backends._decode import reason_misaligned, reason_undecodable, sixteen_bit_dtype
+from torch_cute_ops.mm_backends._model import LAUNCH_SECONDS, bytes_per_second, overlapped, weight_seconds
+from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime.allocate import allocator
+from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.compiler import Wanted, compile_kernel
+
+if TYPE_CHECKING:
+    from torch_cute_ops.kernels.fp4_experts import Config
+
+TILES = (16, 32, 64, 128, 256)
+"""Tokens of a tile: as many as there are, if they fit. A wider tile has fewer stages."""
+DECODE_CLOCKS = 0.03
+"""Of an SM for each weight (measured on an H200)."""
+TOKEN_CLOCKS = 0.0012
+"""And for each token of a unit beyond eight."""
+FIXED_SECONDS = 5e-6
+"""Of the two kernels of a call, with next to nothing to do (measured on an H200)."""
+
+
+class Routed(Backend):
+    """A tactic is (tokens of a unit, tokens of a tile)."""
+
+    name = "routed"
+
+    def reason_unsupported(self, product: Product, target: Target) -> str | None:
+        if product.experts is None:
+            return "computes products with experts alone"
+        reason = reason_undecodable(product, target) or reason_misaligned(product)
+        if reason is not None:
+            return reason
+        if target.arch is not None and target.arch.name != "sm_90a":
+            return f"routed is of sm_90a; this is {target.arch.name}"
+        from torch_cute_ops.kernels import fp4_experts
+
+        if product.experts > fp4_experts.MAX_EXPERTS:
+            return f"there are {product.experts} experts; routed takes at most {fp4_experts.MAX_EXPERTS}"
+        width = product.k // product.experts
+        if product.b_layout.is_linear and (product.fmt != NVFP4 or width % CHUNK):
+            return "in the linear layout scales have to be NVFP4's, and an expert's width a multiple of 256"
+        # Scales lie in tiles of four blocks.
+        if width % (4 * product.fmt.block_size):
+            return f"an expert's width is {width}; it has to be a multiple of {4 * product.fmt.block_size}"
+        return None
+
+    def tactics(self, product: Product, m: int, target: Target) -> tuple[Tactic, ...]:
+        from torch_cute_ops.kernels import fp4_experts
+
+        tokens = next((tokens for tokens in TILES if tokens >= m), TILES[-1])
+        every = [(group, tokens) for group in fp4_experts.GROUPS if group <= max(m, 8)]
+        return tuple(
+            tactic for tactic in every if target.arch is None or _config(product, tactic, target.arch) is not None
+        )
+
+    def estimate(self, product: Product, m: int, tactic: Tactic, target: Target) -> float:
+        from torch_cute_ops.kernels import fp4_experts
+
+        assert product.experts is not None
+        group, tokens = _tactic(tactic)
+        width, rows = product.k // product.experts, fp4_experts.ROWS
+        share = product.routed / product.experts
+        tiles = -(-m // tokens)
+        tile_tokens = min(m, tokens)
+        touched = product.experts * (1 - (1 - share) ** tile_tokens)
+        # Of an expert that any token is for; half of a unit is empty where its tokens do not fill the last.
+        members = tile_tokens * product.routed / touched
+        units = touched * max(1.0, members / group + 0.5 * (members > 0.6 * group))
+        waves = -(-(-(-product.n // rows) * tiles) // target.sms)
+        weights = rows * width
+        computed = weight_seconds(int(weights * units), DECODE_CLOCKS + TOKEN_CLOCKS * (group - 8))
+        read = touched * weights * (0.5 + 1 / product.fmt.block_size) / (bytes_per_second(target) / target.sms)
+        return FIXED_SECONDS + waves * (overlapped(computed, read, order=8) + LAUNCH_SECONDS / 2)
+
+    def kernels(self, product: Product, tactic: Tactic, arch: Arch) -> tuple[Wanted, ...]:
+        from torch_cute_ops.kernels import fp4_experts
+
+        return (Wanted(fp4_experts.KERNEL, _config(product, tactic, arch)),)
+
+    def launcher(self, product: Product, tactic: Tactic, target: Target) -> Launcher:
+        assert target.arch is not None and product.experts is not None
+        (kernel,) = self.kernels(product, tactic, target.arch)
+        config: Config = kernel.config
+        function = compile_kernel(kernel, target.arch)
+        experts = product.experts
+
+        def multiply(
+            a: torch.Tensor,
+            a_scale: torch.Tensor | None,
+            b: torch.Tensor,
+            b_scale: torch.Tensor,
+            alpha: torch.Tensor | None,
+            out: torch.Tensor,
+        ) -> None:
+            size = config.workspace_bytes(a.shape[0], experts)
+            workspace = allocator(a.device)((size,), (1,), torch.uint8)
+            function(a, a_scale, b, b_scale, alpha, out, workspace, experts)
+
+        return multiply
+
+    def refuses(self, product: Product) -> bool:
+        return True
+
+
+def _tactic(tactic: Tactic) -> tuple[int, int]:
+    group, tokens = tactic
+    return int(group), int(tokens)
+
+
+def _config(product: Product, tactic: Tactic, arch: Arch) -> "Config | None":
+    """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
+    from torch_cute_ops.kernels import fp4_experts
+
+    group, tokens = _tactic(tactic)
+    return fp4_experts.plan(
+        dtype=sixteen_bit_dtype(product),
+        fmt=product.fmt,
+        layout=product.b_layout,
+        a_layout=product.a_layout,
+        out_dtype=product.out_dtype,
+        group=group,
+        tokens=tokens,
+        arch=arch,
+        pdl=settings.PDL,
+    )
