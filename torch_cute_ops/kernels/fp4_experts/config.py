@@ -24,8 +24,8 @@ MAX_EXPERTS: Final = 512
 SCALE_ROWS: Final = 128
 """Rows of a tile of scales, which is copied whole."""
 BARRIER_BYTES: Final = 512
-LIST_BYTES: Final = 8 * (MAX_EXPERTS + 8)
-"""Touched experts and where their units begin."""
+LIST_BYTES: Final = 12 * (MAX_EXPERTS + 8)
+"""Touched experts, where their units begin, and how many tokens each is for."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Config:
 
     @property
     def stage_bytes(self) -> int:
-        """One chunk of everything."""
-        return ROWS * CHUNK // 2 + self.scale_bytes + self.group * CHUNK * 2
+        """One chunk of everything, and of the unit's tokens which they are and their factors."""
+        return ROWS * CHUNK // 2 + self.scale_bytes + self.group * (CHUNK * 2 + 8)
 
     @property
     def sum_bytes(self) -> int:

@@ -18,7 +18,6 @@ from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 
 WARP = 32
 LIST_THREADS = 256
-TOGETHER = 2  # groups of eight tokens that a warp reads before it writes
 
 
 class FP4ExpertsKernel:
@@ -159,7 +158,7 @@ class FP4ExpertsKernel:
         if warp == WARPS:
             self._find_units(tid % WARP, t, s)
         cute.arch.sync_threads()
-        t.units = self._total(s)[0]
+        t.units = self._lists(s).total[0]
         if warp >= WARPS:
             cute.arch.setmaxregister_increase(c.registers[1])
             self._feed(warp - WARPS, tid % WARP, self.ring.open(weight, s.codes, s.scales), t, s)
@@ -176,13 +175,15 @@ class FP4ExpertsKernel:
         base = SmemAllocator().allocate(c.smem_bytes, 1024)
         tokens = base + c.stages * self.ring.code_bytes
         scales = tokens + c.stages * self._token_bytes
-        sums = scales + c.stages * c.scale_bytes
+        members = scales + c.stages * c.scale_bytes
+        sums = members + c.stages * c.group * 8
         lists = cute.recast_ptr(sums + c.sum_bytes, dtype=Int32)
-        barriers = cute.recast_ptr(lists + 2 * (MAX_EXPERTS + 8), dtype=Int64)
+        barriers = cute.recast_ptr(lists + 3 * (MAX_EXPERTS + 8), dtype=Int64)
         return SimpleNamespace(
             codes=base,
             tokens=tokens,
             scales=scales,
+            members=members,
             sums=sums,
             lists=lists,
             full=barriers,
@@ -190,17 +191,15 @@ class FP4ExpertsKernel:
             turns=barriers + 2 * c.stages,
         )
 
-    def _begins(self, s) -> cute.Tensor:
-        """Where the units of each touched expert begin, and after the last one their number."""
-        return cute.make_tensor(s.lists + MAX_EXPERTS, cute.make_layout(MAX_EXPERTS + 1))
-
-    def _touched(self, s) -> cute.Tensor:
-        """The touched experts."""
-        return cute.make_tensor(s.lists, cute.make_layout(MAX_EXPERTS))
-
-    def _total(self, s) -> cute.Tensor:
-        """How many units there are."""
-        return cute.make_tensor(s.lists + (2 * MAX_EXPERTS + 1), cute.make_layout(1))
+    def _lists(self, s) -> SimpleNamespace:
+        """Of the touched experts, in order: which; where their units begin, and after the last one how many units there
+        are; and for how many tokens each is."""
+        sizes = {"experts": MAX_EXPERTS, "begins": MAX_EXPERTS + 4, "counts": MAX_EXPERTS, "total": 1}
+        tensors, start = {}, 0
+        for name, size in sizes.items():
+            tensors[name] = cute.make_tensor(s.lists + start, cute.make_layout(size))
+            start += size
+        return SimpleNamespace(**tensors)
 
     @property
     def _token_bytes(self) -> int:
@@ -216,11 +215,14 @@ class FP4ExpertsKernel:
         each = MAX_EXPERTS // WARP
         first = lane * each
         units, touched = Int32(0), Int32(0)
+        counts = cute.make_rmem_tensor((each,), Int32)
         mine = cute.make_rmem_tensor((each,), Int32)
         for i in range_constexpr(each):
-            mine[i] = Int32(0)
+            counts[i] = Int32(0)
             if first + i < t.experts:
-                mine[i] = (t.counts[t.tile * t.experts + first + i] + (c.group - 1)) // c.group
+                counts[i] = t.counts[t.tile * t.experts + first + i]
+        for i in range_constexpr(each):
+            mine[i] = (counts[i] + (c.group - 1)) // c.group
             units = units + mine[i]
             touched = touched + Int32(mine[i] > 0)
         own_units, own_touched = units, touched
@@ -230,11 +232,13 @@ class FP4ExpertsKernel:
             units = units + ptx.select(lane >= (1 << i), above_units, Int32(0))
             touched = touched + ptx.select(lane >= (1 << i), above_touched, Int32(0))
         begin, index = units - own_units, touched - own_touched
-        experts, begins, total = self._touched(s), self._begins(s), self._total(s)
+        lists = self._lists(s)
+        experts, begins, tokens, total = lists.experts, lists.begins, lists.counts, lists.total
         for i in range_constexpr(each):
             if mine[i] > 0:
                 experts[index] = first + i
                 begins[index] = begin
+                tokens[index] = counts[i]
                 index = index + 1
             begin = begin + mine[i]
         if lane == WARP - 1:
@@ -244,16 +248,10 @@ class FP4ExpertsKernel:
     @cute.jit
     def _index_of(self, unit, index, s):
         """The touched expert of a unit, from that of a unit before it."""
-        begins = self._begins(s)
+        begins = self._lists(s).begins
         while begins[index + 1] <= unit:
             index += 1
         return index
-
-    def _tokens_of(self, unit, index, t, s) -> tuple:
-        """Where a unit's expert lists its tokens, which is the unit's first, and how many there are in all."""
-        expert = self._touched(s)[index]
-        start = (Int64(t.tile) * t.experts + expert) * self.config.tokens
-        return expert, start, (unit - self._begins(s)[index]) * self.config.group, t.counts[t.tile * t.experts + expert]
 
     # Each slot has a ring of its own, and a warp that fills it: so all waits for a stage come in order.
 
@@ -264,52 +262,122 @@ class FP4ExpertsKernel:
 
     @cute.jit
     def _feed(self, slot, lane, weight, t, s):
-        """A warp that feeds a slot: the weight's chunks, and beside them its unit's activations, put in order."""
+        """A warp that feeds a slot: the weight's chunks, and beside them its unit's activations, put in order.
+
+        What it reads from memory is under way while it works on the use before: tokens two uses ahead, activations one.
+        """
         c = self.config
         groups = c.group // TILE_TOKENS
-        members = cute.make_rmem_tensor((groups,), Int32)
-        index = Int32(0)
-        if slot < t.units:
-            index = self._index_of(slot, index, s)
-            self._read_members(members, slot, index, lane, t, s)
-        for unit in range(slot, t.units, SLOTS):
-            index = self._index_of(unit, index, s)
-            expert = self._touched(s)[index]
-            for chunk in range(t.chunks):
-                stage, odd = self._place(slot, unit // SLOTS * t.chunks + chunk)
-                start, left = expert * t.width + chunk * CHUNK, t.width - chunk * CHUNK
-                if const_expr(groups <= TOGETHER):
-                    # The loads are under way while the stage is waited for.
-                    read = self._read(members, range(groups), start, left, lane, t)
-                    cute.arch.mbarrier_wait(s.free + stage, odd ^ 1)
-                    self.ring.load(t.slice, chunk, expert, stage, s.full + stage, weight, t.n, t.blocks)
+        parts = groups // self._together
+        uses = cutlass.max(t.units - slot + SLOTS - 1, Int32(0)) // SLOTS * t.chunks
+        if uses > 0:
+            # Of this use, the next, and the one after
+            members = [cute.make_rmem_tensor((groups,), Int32) for _ in range(3)]
+            factors = [cute.make_rmem_tensor((groups,), Float32) for _ in range(3)]
+            held = cute.make_rmem_tensor((self._together * self._words,), Uint32)
+            first = self._index_of(slot, Int32(0), s)
+            now = self._read_members(members[0], factors[0], slot, first, lane, t, s)
+            unit, chunk = self._place_of(cutlass.min(Int32(1), uses - 1), slot, t)
+            index = self._index_of(unit, first, s)
+            then = self._read_members(members[1], factors[1], unit, index, lane, t, s)
+            if const_expr(parts == 1):
+                self._keep(held, self._read(members[0], 0, now, Int32(0), lane, t))
+            for use in range(uses):
+                stage, odd = self._place(slot, use)
+                _, chunk = self._place_of(use, slot, t)
+                if const_expr(parts == 1):
+                    read = self._kept(held)
+                    _, next_chunk = self._place_of(cutlass.min(use + 1, uses - 1), slot, t)
+                    self._keep(held, self._read(members[1], 0, then, next_chunk, lane, t))
+                unit, _ = self._place_of(cutlass.min(use + 2, uses - 1), slot, t)
+                index = self._index_of(unit, index, s)
+                after = self._read_members(members[2], factors[2], unit, index, lane, t, s)
+                cute.arch.mbarrier_wait(s.free + stage, odd ^ 1)
+                self.ring.load(t.slice, chunk, now, stage, s.full + stage, weight, t.n, t.blocks)
+                if const_expr(parts == 1):
                     self._order(read, 0, stage, lane, s)
                 else:
-                    cute.arch.mbarrier_wait(s.free + stage, odd ^ 1)
-                    self.ring.load(t.slice, chunk, expert, stage, s.full + stage, weight, t.n, t.blocks)
-                    for part in range_constexpr(0, groups, TOGETHER):
-                        read = self._read(members, range(part, part + TOGETHER), start, left, lane, t)
-                        self._order(read, part, stage, lane, s)
-                if chunk + 1 == t.chunks:
-                    if unit + SLOTS < t.units:
-                        self._read_members(members, unit + SLOTS, self._index_of(unit + SLOTS, index, s), lane, t, s)
+                    # There are registers for no more.
+                    for part in range_constexpr(0, groups, self._together):
+                        self._order(self._read(members[0], part, now, chunk, lane, t), part, stage, lane, s)
+                self._write_members(members[0], factors[0], stage, lane, s)
                 cute.arch.sync_warp()
                 ptx.arrive_if(s.full + stage, Uint32(lane == 0))
+                now, then = then, after
+                for i in range_constexpr(2):
+                    for group in range_constexpr(groups):
+                        members[i][group] = members[i + 1][group]
+                        factors[i][group] = factors[i + 1][group]
 
-    def _read_members(self, members, unit, index, lane, t, s) -> None:
-        """The tokens of a unit, one of each eight for this lane; beyond the last the last again, which counts for
-        nothing."""
-        _, begin, place, count = self._tokens_of(unit, index, t, s)
+    def _place_of(self, use, slot, t) -> tuple:
+        """Unit and chunk of a slot's use."""
+        turn = use // t.chunks
+        return slot + turn * SLOTS, use - turn * t.chunks
+
+    def _read_members(self, members, factors, unit, index, lane, t, s):
+        """The tokens of a unit and their factors, one of each eight for this lane; its expert.
+
+        Beyond the last token it is the last again, as a negative number: what comes of it counts for nothing.
+        """
+        lists = self._lists(s)
+        expert = lists.experts[index]
+        begin = (Int64(t.tile) * t.experts + expert) * self.config.tokens
+        first = (unit - lists.begins[index]) * self.config.group
         for group in range(self.config.group // TILE_TOKENS):
-            position = cutlass.min(place + group * TILE_TOKENS + lane % TILE_TOKENS, count - 1)
-            members[group] = t.tokens[begin + position]
+            position = first + group * TILE_TOKENS + lane % TILE_TOKENS
+            at = begin + cutlass.min(position, lists.counts[index] - 1)
+            token = t.tokens[at]
+            members[group] = ptx.select(position < lists.counts[index], token, -1 - token)
+            factors[group] = t.factors[at]
+        return expert
 
-    def _read(self, members, groups, start, left, lane, t) -> list:
-        """What ``_order`` writes, of groups of tokens."""
+    @cute.jit
+    def _write_members(self, members, factors, stage, lane, s) -> None:
+        """Tell those that multiply which tokens a stage has, and their factors."""
+        size = self.config.group
+        at = cute.recast_ptr(s.members + cute.assume(stage * (size * 8), divby=64), dtype=Int32)
+        tokens = cute.make_tensor(at, cute.make_layout(size))
+        numbers = cute.make_tensor(cute.recast_ptr(at + size, dtype=Float32), cute.make_layout(size))
+        # Four lanes have the same.
+        if lane < TILE_TOKENS:
+            for group in range_constexpr(size // TILE_TOKENS):
+                tokens[group * TILE_TOKENS + lane] = members[group]
+                numbers[group * TILE_TOKENS + lane] = factors[group]
+
+    @property
+    def _together(self) -> int:
+        """Groups of eight tokens that a warp reads before it writes them."""
+        return min(self.config.group // TILE_TOKENS, 1 if self.config.a_layout is None else 2)
+
+    @property
+    def _words(self) -> int:
+        """That a lane reads of a chunk for each group of tokens."""
+        return (4 * 4 if self.config.a_layout is None else 4 * 2) * (EIGHTHS * TILE_TOKENS // WARP)
+
+    def _read(self, members, part: int, expert, chunk, lane, t) -> list:
+        """What ``_order`` writes, of some groups of tokens from ``part`` on."""
         after = range(0, EIGHTHS, WARP // TILE_TOKENS)
-        token = [t.first_token + members[group] for group in groups]
+        start, left = expert * t.width + chunk * CHUNK, t.width - chunk * CHUNK
         place = (start, left, lane // TILE_TOKENS)
-        return [[self.activations.read(t.a, t.a_scale, one, *place, i) for i in after] for one in token]
+        read = []
+        for group in range(part, part + self._together):
+            token = t.first_token + ptx.select(members[group] < 0, -1 - members[group], members[group])
+            read.append([self.activations.read(t.a, t.a_scale, token, *place, i) for i in after])
+        return read
+
+    def _keep(self, held, read: list) -> None:
+        """What was read, into registers that live from use to use."""
+        words = [word for eighths in read for quarters in eighths for quarter in quarters for word in quarter]
+        for i, word in enumerate(words):
+            held[i] = word
+
+    def _kept(self, held) -> list:
+        """What was kept, as it was read."""
+        words = iter([held[i] for i in range(cute.size(held))])
+        size, per = self._words, EIGHTHS * TILE_TOKENS // WARP
+        each = size // per // 4
+        groups = cute.size(held) // size
+        return [[[[next(words) for _ in range(each)] for _ in range(4)] for _ in range(per)] for _ in range(groups)]
 
     def _order(self, read: list, part: int, stage, lane, s) -> None:
         """Write groups of tokens of a chunk, from group ``part`` on."""
@@ -338,22 +406,20 @@ class FP4ExpertsKernel:
         sums = cute.make_rmem_tensor((4 * groups,), Float32)
         members = cute.make_rmem_tensor((2 * groups,), Int32)
         factors = cute.make_rmem_tensor((2 * groups,), Float32)
-        index = Int32(0)
         for unit in range(slot, t.units, SLOTS):
-            index = self._index_of(unit, index, s)
-            _, begin, place, count = self._tokens_of(unit, index, t, s)
-            for i in range_constexpr(2 * groups):
-                # Lane ``quad`` has two tokens of each eight.
-                position = place + i // 2 * TILE_TOKENS + w.quad * 2 + i % 2
-                at = begin + cutlass.min(position, count - 1)
-                members[i] = ptx.select(position < count, t.tokens[at], Int32(-1))
-                factors[i] = t.factors[at]
             sums.fill(0.0)
             whole = unit // SLOTS
             for chunk in range(t.chunks):
                 stage, odd = self._place(slot, whole * t.chunks + chunk)
                 cute.arch.mbarrier_wait(s.full + stage, odd)
                 self._multiply_chunk(chunk, stage, scale_row, sums, w, t, s)
+                at = cute.recast_ptr(s.members + cute.assume(stage * (c.group * 8), divby=64), dtype=Int32)
+                tokens = cute.make_tensor(at, cute.make_layout(c.group))
+                numbers = cute.make_tensor(cute.recast_ptr(at + c.group, dtype=Float32), cute.make_layout(c.group))
+                for i in range_constexpr(2 * groups):
+                    # Lane ``quad`` has two tokens of each eight.
+                    members[i] = tokens[i // 2 * TILE_TOKENS + w.quad * 2 + i % 2]
+                    factors[i] = numbers[i // 2 * TILE_TOKENS + w.quad * 2 + i % 2]
                 # All lanes have read, since products have what was read last.
                 cute.arch.sync_warp()
                 ptx.arrive_if(s.free + stage, w.leads)
