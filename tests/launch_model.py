@@ -16,7 +16,7 @@ import torch
 
 from torch_cute_ops import mm_backends
 from torch_cute_ops.formats import FP4Format
-from torch_cute_ops.mm_backends import Target, _decode, cublas, mma_sync, wgmma
+from torch_cute_ops.mm_backends import Target, _decode, cublas, mma_sync, routed, wgmma
 from torch_cute_ops.ops import _fp4_product, _row_quant, fp4_dequantize
 from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize as dequantize
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
@@ -160,7 +160,7 @@ def write(output: torch.Tensor, value: torch.Tensor) -> None:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """CUDA entries that take CPU tensors; what was launched is recorded."""
     recorded = Launches()
-    for module in (_row_quant, fp4_dequantize, mma_sync, wgmma):
+    for module in (_row_quant, fp4_dequantize, mma_sync, routed, wgmma):
         monkeypatch.setattr(module, "compile_kernel", recorded.compile_kernel)
     for module in (_row_quant, fp4_dequantize):
         monkeypatch.setattr(module, "arch_of_device", lambda index: ARCHS["sm_90a"])

@@ -70,7 +70,13 @@ def test_errors_of_launches_name_the_call(op, launches: Launches, monkeypatch): 
 
         return call
 
-    for module in ("ops._row_quant", "ops.fp4_dequantize", "mm_backends.mma_sync", "mm_backends.wgmma"):
+    for module in (
+        "ops._row_quant",
+        "ops.fp4_dequantize",
+        "mm_backends.mma_sync",
+        "mm_backends.routed",
+        "mm_backends.wgmma",
+    ):
         monkeypatch.setattr(f"torch_cute_ops.{module}.compile_kernel", compile_and_fail)
     first = next(value for value in sample.args if isinstance(value, torch.Tensor))
     shape = re.escape(str(list(first.shape)))
