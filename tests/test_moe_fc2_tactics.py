@@ -35,7 +35,7 @@ def powers(alpha):
 
 
 def prepared(op, m, n, experts, width, route, fmt, layout):
-    """The operands of a call whose sums are exact, what they give, and the product; poison where nothing is computed."""
+    """Operands of a call whose sums are exact, poison where nothing is computed; what they give; and the product."""
     device = torch.device("cuda", torch.cuda.current_device())
     alpha = powers(route(m, experts, device)).t().contiguous().t()
     given = integer_call(op, m, n, experts, width, fmt, layout, device, alpha=alpha)
@@ -105,7 +105,7 @@ def test_rows_do_not_depend_on_others(op):
 @by_op
 def test_a_captured_call_serves_other_routings(op):
     """A graph gives what ``alpha`` and the operands hold when it is replayed."""
-    (a, a_scale, w, w_scale, alpha), _, product, device = prepared(op, 40, 136, 12, 256, top_alpha, NVFP4, "128x4")
+    (a, a_scale, w, w_scale, alpha), _, _, device = prepared(op, 40, 136, 12, 256, top_alpha, NVFP4, "128x4")
     target_of(device)
     kwargs = {"out_dtype": torch.float32, "backend": "routed"}
     args = (a, w.t(), *(() if a_scale is None else (a_scale,)), w_scale, alpha)
