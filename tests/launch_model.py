@@ -20,7 +20,7 @@ from torch_cute_ops.mm_backends import Target, _decode, cublas, mma_sync, routed
 from torch_cute_ops.ops import _fp4_product, _row_quant, fp4_dequantize
 from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize as dequantize
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
-from torch_cute_ops.reference.mm_fp4 import product
+from torch_cute_ops.reference.mm_fp4 import product, row_sums
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_product
 from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
 from torch_cute_ops.reference.rmsnorm_fp8quant import quantize_fp8_rows
@@ -169,7 +169,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(mm_backends, "target_of", lambda device: Target(torch.device("cuda"), ARCHS["sm_90a"], 132))
     monkeypatch.setattr(_decode.dequantize, "fp4_dequantize", fp4_dequantize._run)
     monkeypatch.setattr(_fp4_product, "forbid_in_capture", lambda *args: None)
-    monkeypatch.setattr(cublas, "_sums", lambda a, weight: (a.double() @ weight.double().t()).float())
+    # In the reference's order, on which float64 sums depend where large terms cancel.
+    monkeypatch.setattr(cublas, "_sums", lambda a, weight: row_sums(a.double(), weight.double()).float())
     make = _row_quant.RowQuant._make_launcher
     on_cpu = lambda self, facts: replace(make(self, facts._replace(device=0)), device=torch.device("cpu"))  # noqa: E731
     monkeypatch.setattr(_row_quant.RowQuant, "_make_launcher", on_cpu)

@@ -13,6 +13,7 @@ import torch_cute_ops
 from torch_cute_ops import deployment
 from torch_cute_ops.cli import info
 from torch_cute_ops.cli.main import main
+from torch_cute_ops.mm_backends import BACKENDS
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime import compiler, settings
 from torch_cute_ops.runtime.arch import ARCHS
@@ -46,8 +47,24 @@ def test_info(capsys, cache):
 def test_info_says_what_is_missing(monkeypatch):
     real = info.versions()
     monkeypatch.setattr(info, "versions", lambda: {**real, "nvidia-cutlass-dsl": None})
-    answers = info.availability()
+    answers = info.availability(OPS["fp4_quantize"])
     assert answers["cpu"] == "reference" and answers["sm_90a"] == "nvidia-cutlass-dsl not installed"
+
+
+@pytest.mark.parametrize("op", ["mm_fp4", "moe_fc2_fp4_weight_only"])
+def test_info_asks_the_backends(op, monkeypatch):
+    """One call that one backend besides the reference can compute is a kernel."""
+
+    def reason(product, target):
+        return None if target.arch.name == "sm_90a" and product.out_dtype == torch.float32 else "does not suit"
+
+    for name, backend in BACKENDS.items():
+        if name != "reference":
+            monkeypatch.setattr(backend, "reason_unsupported", lambda product, target: "does not suit")
+    by_name = {"cpu": "reference", **dict.fromkeys(ARCHS, "reference by name")}
+    assert info.availability(OPS[op]) == by_name
+    monkeypatch.setattr(BACKENDS["cublas"], "reason_unsupported", reason)
+    assert info.availability(OPS[op]) == by_name | {"sm_90a": "kernel"}
 
 
 def test_info_compares_the_record(tmp_path, monkeypatch):

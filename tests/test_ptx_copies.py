@@ -380,3 +380,29 @@ def test_cluster(seed: int | None) -> None:
     early = CLUSTER.replace("barrier.cluster.arrive.aligned;", "").replace("barrier.cluster.wait.aligned;", "")
     with pytest.raises(EmulationError):
         launch(entry(early, 72, 1), zeros(128), grid=4, cluster=2, seed=seed)
+
+
+MEET = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+PEER = f"""
+    {SLOT}
+    mov.u32 %r3, %cluster_ctarank;
+    add.u32 %r7, %r3, 7;
+    st.shared.u32 [%r9], %r7;
+    {MEET}
+    xor.b32 %r3, %r3, 1;
+    mapa.shared::cluster.u32 %r5, %r9, %r3;
+    ld.shared::cluster.u32 %r6, [%r5];
+    LAST
+    mov.u32 %r12, %ctaid.x; mov.u32 %r13, %ntid.x; mad.lo.u32 %r0, %r12, %r13, %r0;
+    {AT}
+    st.global.u32 [%rd9], %r6;
+"""
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_a_cta_ends_after_its_peers_have_read(seed: int | None) -> None:
+    """In whatever order they came here."""
+    (out,) = launch(entry(PEER.replace("LAST", MEET), 128, 1), zeros(128), grid=4, cluster=2, seed=seed)
+    assert out.tolist() == ([8] * 32 + [7] * 32) * 2
+    with pytest.raises(EmulationError, match=r"may end before thread 0 of CTA \d has accessed|which has ended"):
+        launch(entry(PEER.replace("LAST", ""), 128, 1), zeros(128), grid=4, cluster=2, seed=seed)

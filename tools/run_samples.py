@@ -45,11 +45,20 @@ def samples(spec: OpSpec, device: torch.device) -> list[Sample]:
 
 
 def backends(spec: OpSpec, sample: Sample, without: list[str]) -> list[dict[str, Any]]:
-    """The argument that names a backend, for each that can compute the call; an op that has none is called once."""
-    if spec.backends is None or "backend" in arguments(spec, sample):
+    """The argument that names a backend, for each that can compute the call; none to add where the call names one, or
+    the op has none. A call is left out where what it names cannot compute it."""
+    if spec.backends is None:
         return [{}]
-    reasons = spec.backends(sample.args[0].device, *sample.args, **sample.kwargs)
-    return [{"backend": name} for name, reason in reasons.items() if reason is None and name not in without]
+    device = sample.args[0].device
+    reasons = spec.backends(device, *sample.args, **sample.kwargs)
+    able = [name for name, reason in reasons.items() if reason is None and name not in without]
+    named = arguments(spec, sample).get("backend")
+    if named is None:
+        return [{"backend": name} for name in able]
+    if named == "auto" and device.type == "cuda":
+        # It takes no reference on a GPU, and might take what shall be left out.
+        return [{}] if able != ["reference"] and not without else []
+    return [{}] if named in ("auto", *able) else []
 
 
 def called(

@@ -6,10 +6,11 @@ an order that ``seed`` decides. A copy that a kernel starts is executed later, a
 thread can run.
 
 Found and raised, each with instruction, thread and address: accesses out of bounds, misaligned, or of shared memory of
-a CTA that ended; addresses, and values stored to global memory, that depend on shared or local memory that nobody
-wrote; two accesses to a byte of shared memory that no barrier orders, and bulk copies from shared memory to global
-memory, and warpgroup products, of what was stored without ``fence.proxy.async`` (see ``races``); threads that end
-before their bulk copies have read, or their ``cp.async`` written; misuse of barriers; threads that wait for ever.
+a CTA that ended, or that may end before; addresses, and values stored to global memory, that depend on shared or local
+memory that nobody wrote; two accesses to a byte of shared memory that no barrier orders, and bulk copies from shared
+memory to global memory, and warpgroup products, of what was stored without ``fence.proxy.async`` (see ``races``);
+threads that end before their bulk copies have read, or their ``cp.async`` written; misuse of barriers; threads that
+wait for ever.
 
 Not modelled: memory ordering beyond that (other fences do nothing, nor are there proxies elsewhere, nor order in global
 memory), registers of warpgroup products before these are done, caches, timing, and ``griddepcontrol``, which does
@@ -462,9 +463,19 @@ class Machine:
         if len(late):
             raise self.error(EmulationError, late[0], "ended before it waited for its cp.async")
         self.state[threads] = ENDED
+        for cta in np.unique(self.cta[threads]).tolist():
+            if (self.state[self.cta == cta] == ENDED).all():
+                self._end_cta(cta)
         # Threads that ended no longer count in the barrier of their cluster.
         for cluster in np.unique(self.cluster[threads]):
             self._check_cluster(cluster)
+
+    def _end_cta(self, cta: int) -> None:
+        try:
+            self.races.end(cta)
+        except Fault as fault:
+            thread = int(np.flatnonzero(self.cta == cta)[fault.position])
+            raise self.error(fault.kind, thread, fault.message) from None
 
     def wait(self, threads: Array) -> None:
         self.state[threads] = WAITING

@@ -6,6 +6,8 @@ know of an earlier one that it conflicts with is a race, in whatever order the t
 thread's accesses through barriers (``arrive``, ``publish``, ``leave``) and warp synchronisation; of a copy, by waiting
 for its mbarrier. Only the last reader in each warp is known, so that some races are missed; none is reported in vain.
 
+An access to another CTA's shared memory has to be over before that CTA ends: one of its threads has to know of it.
+
 One more column for each thread stands for its ``cp.async``; the clock counts groups. From the instruction on nobody
 knows of what it writes, the thread neither; it does when it has waited for the group, and hands that on.
 
@@ -68,6 +70,8 @@ class Races:
         self.gathered: dict[Key, Array] = {}
         self.published: dict[Key, Array] = {}
         self.copies = 0
+        # Of each CTA, when threads of others last accessed its shared memory.
+        self.visited = np.zeros((machine.ctas, columns), np.uint16)
         self.dirty = np.zeros(machine.warps, bool)
         self.full_warps = machine.cta_threads % 32 == 0
 
@@ -144,12 +148,14 @@ class Races:
         warps = self.warp[threads][:, None]
         self.reader[records, warps] = columns[:, None]
         self.was_read[records, warps] = self.clocks[threads, columns][:, None]
+        self._visit(threads, bank)
         self.dirty[self.machine.warp[threads]] = True
 
     def write(self, threads: Array, bank: Array, offset: Array, size: int, groups: Array | None = None) -> None:
         """``groups``: of ``cp.async``, the number of each thread's group."""
         records = self._records(bank, offset, size)
         self._check_write(threads, self.clocks[threads], records, offset)
+        self._visit(threads, bank)
         columns = self.column[threads]
         clocks = self.clocks[threads, columns]
         if groups is not None:
@@ -165,6 +171,21 @@ class Races:
                 i, offset[i] + j * self.granule, "write", self._name(threads[i], self.writer[records[i, j]]), "wrote"
             )
         self.dirty[self.machine.warp[threads]] = True
+
+    def _visit(self, threads: Array, bank: Array) -> None:
+        """``threads`` access the shared memory of these CTAs."""
+        if self.machine.cluster_ctas > 1:
+            away = np.flatnonzero(bank != self.machine.cta[threads])
+            columns = self.column[threads[away]]
+            self.visited[bank[away], columns] = self.clocks[threads[away], columns]
+
+    def end(self, cta: int) -> None:
+        """All threads of a CTA have ended, and its shared memory with them."""
+        known = self.clocks[self.machine.cta == cta].max(axis=0)
+        bad = np.flatnonzero(self.visited[cta] > known[: self.agent])
+        if len(bad):
+            who = self._name(np.flatnonzero(self.machine.cta == cta)[0], bad[0])
+            raise Fault(Race, 0, f"CTA {cta} may end before {who} has accessed its shared memory")
 
     def _check_write(self, threads: Array, clocks: Array, records: Array, offset: Array) -> None:
         rows = np.arange(len(threads))[:, None]

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 import torch_cute_ops
+from torch_cute_ops.ops._spec import OpSpec
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime import settings
-from torch_cute_ops.runtime.arch import ARCHS, arch_name
+from torch_cute_ops.runtime.arch import ARCHS, Arch, arch_name
 from torch_cute_ops.runtime.compiler import bundle, installed_packages, store
 from torch_cute_ops.runtime.provenance import ROOT, source_digest
+from torch_cute_ops.testing import Sample
 
 RECORD = ROOT.parent / "tests" / "gpu_record.json"
 
@@ -22,7 +24,7 @@ def collect() -> dict[str, Any]:
     return {
         "versions": versions(),
         "devices": devices(),
-        "ops": dict.fromkeys(OPS, availability()),
+        "ops": {name: availability(spec) for name, spec in OPS.items()},
         "cache": cache(),
         "bundle": bundle_state(),
         "settings": settings.described(),
@@ -66,12 +68,27 @@ def archs_here() -> list[str]:
     return list(dict.fromkeys(device["arch"] for device in devices() if device["unsupported"] is None))
 
 
-def availability() -> dict[str, str]:
-    """By architecture, whether the op's kernel can be compiled here, or why not; and what runs on a CPU."""
+def availability(spec: OpSpec) -> dict[str, str]:
+    """By architecture, whether a kernel of the op can be compiled here, or why not; and what runs on a CPU."""
     found = versions()
     missing = [name for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi") if found[name] is None]
-    reason = f"{' and '.join(missing)} not installed" if missing else "kernel"
-    return {"cpu": "reference", **dict.fromkeys(ARCHS, reason)}
+    if missing:
+        return {"cpu": "reference", **dict.fromkeys(ARCHS, f"{' and '.join(missing)} not installed")}
+    having = list(ARCHS) if spec.backends is None else archs_with_kernels(spec)
+    return {"cpu": "reference"} | {name: "kernel" if name in having else "reference by name" for name in ARCHS}
+
+
+def archs_with_kernels(spec: OpSpec) -> list[str]:
+    """Architectures on which a backend that is not the reference can compute one of the op's samples."""
+    calls = list(spec.sample_inputs("meta"))
+
+    def has_kernels(arch: Arch, call: Sample) -> bool:
+        try:
+            return bool(spec.kernels(arch, *call.args, **call.kwargs))
+        except ValueError:  # no backend can
+            return False
+
+    return [name for name, arch in ARCHS.items() if any(has_kernels(arch, call) for call in calls)]
 
 
 def cache() -> dict[str, Any]:
