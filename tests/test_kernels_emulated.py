@@ -20,7 +20,7 @@ from kernel_grid import (
     WgmmaCase,
     kernel_of,
 )
-from ptx import EmulationError, run_kernel
+from ptx import EmulationError, Race, run_kernel
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR
@@ -646,6 +646,15 @@ def replaced(pattern: str, to: str = "") -> Any:
     return lambda ptx: re.sub(pattern, to, ptx)
 
 
+def freed_early(ptx: str) -> str:
+    """An edit of PTX: a stage of codes is free when loads from it have been started."""
+    warps_meet = r"bar\.warp\.sync[^;]*;(?:(?!bar\.warp)[\s\S])*?mbarrier\.arrive[^;]*;\}"
+    free = list(re.finditer(warps_meet, ptx))[1]
+    ptx = ptx[: free.start()] + ptx[free.end() :]
+    last = list(re.finditer(r"ld\.shared\.b32[^;]*;", ptx))[-1]
+    return f"{ptx[: last.end()]}\n{free[0]}\n{ptx[last.end() :]}"
+
+
 def unmet(number: int) -> Any:
     """An edit of PTX: a cluster does not meet, the ``number``-th time."""
     edits = [changed(rf"barrier\.cluster\.{part}", number) for part in ("arrive", "wait")]
@@ -678,6 +687,7 @@ WARPGROUPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 32, FP32, False, 2), 32
         pytest.param(WARPS, changed(r"bar\.warp\.sync", 0), id="activations in order"),
         pytest.param(WARPS, changed(WAIT, -1, PASSED), id="activations there"),
         pytest.param(WARPS, changed(r"bar\.warp\.sync", 1), id="codes read"),
+        pytest.param(WARPS, freed_early, id="codes needed"),
         pytest.param(WARPS, changed(r"bar\.warp\.sync", 2), id="activations read"),
         pytest.param(WARPS, changed(r"bar\.sync\s+1"), id="codes free for sums"),
         pytest.param(WARPS, unmet(0), id="sums left by peers"),
@@ -687,6 +697,7 @@ WARPGROUPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 32, FP32, False, 2), 32
         pytest.param(WARPGROUPS, changed(r"bar\.warp\.sync", 0), id="activations of warpgroups in order"),
         pytest.param(WARPGROUPS, changed(WAIT, -1, PASSED), id="activations of warpgroups there"),
         pytest.param(WARPGROUPS, changed(r"bar\.warp\.sync", 1), id="codes read beside warpgroups"),
+        pytest.param(WARPGROUPS, freed_early, id="codes needed beside warpgroups"),
         pytest.param(WARPGROUPS, replaced(r"wgmma\.wait_group\.sync\.aligned\s+1;"), id="products of a cluster done"),
         pytest.param(WARPGROUPS, unmet(0), id="sums of warpgroups left by peers"),
     ],
@@ -725,3 +736,25 @@ def test_broken_kernels_are_noticed(edit: Any) -> None:
     with pytest.raises((EmulationError, AssertionError)):
         got = execute(config, one.arch, *given, one.max_ctas, one.seed, edit=edit)
         check(config.problem, got, expected(config.problem, *given))
+
+
+LOADED = [
+    # Which fence comes before the rows are overwritten: after the loads, or where a row is read again.
+    (run("quantize", F, 1024, MX[1], HOPPER, 20, 1, 0, **WARP_GROUPS), 0),
+    (run("quantize", BF, 512, NV[1], BLACKWELL, 20, 1, 0, **WARP_GROUPS), 0),
+    (run("silu", BF, 512, BLOCK, HOPPER, 20, 1, 0, **WARP_GROUPS), 0),
+    (run("add", HF, 512, TENSOR, HOPPER, 20, 1, 0, **WARP_GROUPS), 1),
+    (run("norm", HF, 128, NVG[1], HOPPER, 131, 2, 0, groups=2), 0),
+    (run("norm", BF, 1024, NVG[0], BLACKWELL, 9, 1, 1, **WIDE_GROUPS, stages=1), 0),
+]
+
+
+@pytest.mark.parametrize(("one", "fence"), [pytest.param(*p.values, fence, id=p.id) for p, fence in LOADED])
+def test_loads_come_before_copies_of_the_next_rows(one: Run, fence: int) -> None:
+    """A barrier alone does not see to it."""
+    config = one.config
+    given = inputs(config, one.rows)
+    got = execute(config, one.arch, *given, one.max_ctas, one.seed)
+    check(config.problem, got, expected(config.problem, *given))
+    with pytest.raises(Race, match="may not have loaded yet"):
+        execute(config, one.arch, *given, one.max_ctas, one.seed, edit=changed(r"fence\.proxy\.async", fence))

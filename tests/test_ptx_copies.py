@@ -178,8 +178,9 @@ def test_one_buffer_for_bulk_loads_and_stores(seed: int | None) -> None:
     for part, error in {FENCE: Race, READ: Race, "cp.async.bulk.wait_group 0;": EmulationError}.items():
         with pytest.raises(error):
             launch(entry(STREAM.replace(part, ""), 264), zeros(192), data, block=64, seed=seed)
-    # What no thread wrote needs no fence.
-    unchanged = STREAM.replace("st.shared.u32 [%r9], %r5;", "").replace(FENCE, "")
+    # What no thread wrote or read needs no fence.
+    unchanged = STREAM.replace("ld.shared.u32 %r5, [%r9]; add.u32 %r5, %r5, 1;", "")
+    unchanged = unchanged.replace("st.shared.u32 [%r9], %r5;", "").replace(FENCE, "")
     assert (launch(entry(unchanged, 264), zeros(192), data, block=64, seed=seed)[0] == data).all()
 
 
@@ -406,3 +407,59 @@ def test_a_cta_ends_after_its_peers_have_read(seed: int | None) -> None:
     assert out.tolist() == ([8] * 32 + [7] * 32) * 2
     with pytest.raises(EmulationError, match=r"may end before thread 0 of CTA \d has accessed|which has ended"):
         launch(entry(PEER.replace("LAST", ""), 128, 1), zeros(128), grid=4, cluster=2, seed=seed)
+
+
+BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1], 256, [%r2];"
+REFILLED = f"""
+    {SLOT}
+    mov.u32 %r1, buf; add.u32 %r2, %r1, 256;
+    setp.ne.u32 %p0, %r0, 0;
+    @%p0 bra FIRST;
+    mbarrier.init.shared.b64 [%r2], 1;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 256;
+    {BULK}
+FIRST:
+    bar.sync 0;
+    {WAIT}
+    ld.shared.u32 %r10, [%r9];
+    BETWEEN
+    bar.sync 0;
+    @%p0 bra SECOND;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 256;
+    {BULK}
+SECOND:
+    {WAIT.replace(", 0, ", ", 1, ")}
+    ld.shared.u32 %r11, [%r9];
+    add.u32 %r10, %r10, %r11;
+    {AT}
+    st.global.u32 [%rd9], %r10;
+"""
+
+
+def refilled(between: str, seed: int | None = None) -> None:
+    """A stage is loaded from, then refilled."""
+    data = np.arange(64, dtype=np.uint32) * 7
+    kernel = entry(REFILLED.replace("BETWEEN", between), 520)
+    assert (launch(kernel, zeros(64), data, block=64, seed=seed)[0] == 2 * data).all()
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_a_barrier_does_not_wait_for_loads(seed: int | None) -> None:
+    refilled(FENCE, seed)
+    for between in ("", "add.u32 %r12, %r10, 1;", "mov.u32 %r12, %r10;"):
+        with pytest.raises(Race, match="which thread 0 of CTA 0 may not have loaded yet"):
+            refilled(between, seed)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        "shfl.sync.idx.b32 %r12, %r10, 0, 31, -1;",
+        "add.u32 %r12, %r10, 1; st.shared.u32 [%r9+264], %r12;",
+        "setp.lt.u32 %p1, %r10, 9; @%p1 bra ON; ON:",
+        "ld.shared.u32 %r12, [%r9]; st.shared.u32 [%r9+264], %r12;",
+    ],
+)
+def test_what_waits_for_loads(between: str) -> None:
+    """What needs the value, or that of a later load, and cannot be done later."""
+    refilled(between)

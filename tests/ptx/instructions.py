@@ -78,6 +78,7 @@ class Step:
     ``run(threads, *sources)`` returns one array for each target. ``undefined``: what is done about sources that come
     from memory that nobody wrote; ``load`` and ``store`` must know their address, and a store to global memory what it
     stores. ``orders``: of a ``warp`` step, whether lanes that met there know what the others did; see ``Machine``.
+    ``load``: the number of a load that may be from shared memory; ``needs``: of those whose results the step needs.
     """
 
     instruction: Instruction
@@ -92,6 +93,8 @@ class Step:
     values: list[Callable[[dict[int, Array]], Array]] = field(default_factory=list)
     undefined: Literal["pass", "select", "and", "or", "load", "store", "shuffle", "nan", "error"] = "error"
     orders: bool = True
+    load: int | None = None
+    needs: list[int] = field(default_factory=list)
 
 
 Effect = Callable[["Decoder", Instruction, list[str]], Step]

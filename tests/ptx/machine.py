@@ -7,10 +7,10 @@ thread can run.
 
 Found and raised, each with instruction, thread and address: accesses out of bounds, misaligned, or of shared memory of
 a CTA that ended, or that may end before; addresses, and values stored to global memory, that depend on shared or local
-memory that nobody wrote; two accesses to a byte of shared memory that no barrier orders, and bulk copies from shared
-memory to global memory, and warpgroup products, of what was stored without ``fence.proxy.async`` (see ``races``);
-threads that end before their bulk copies have read, or their ``cp.async`` written; misuse of barriers; threads that
-wait for ever.
+memory that nobody wrote; two accesses to a byte of shared memory that no barrier orders; bulk copies from shared memory
+to global memory, and warpgroup products, of what was stored without ``fence.proxy.async``, and bulk copies to shared
+memory from which loads may still be under way (see ``races``); threads that end before their bulk copies have read, or
+their ``cp.async`` written; misuse of barriers; threads that wait for ever.
 
 Not modelled: memory ordering beyond that (other fences do nothing, nor are there proxies elsewhere, nor order in global
 memory), registers of warpgroup products before these are done, caches, timing, and ``griddepcontrol``, which does
@@ -19,6 +19,8 @@ nothing. ``mbarrier.try_wait`` blocks until it can succeed.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -163,6 +165,7 @@ class Machine:
         self._lay_out_memory()
         decoder = Decoder(self)
         self.blocks = _blocks_of(program, decoder)
+        loads = _find_loads(self.blocks)
         _find_live_registers(self.blocks, len(decoder.widths))
         self.registers = [np.zeros(self.threads, UNSIGNED[width]) for width in decoder.widths]
         self.block = np.zeros(self.threads, np.int32)
@@ -189,7 +192,7 @@ class Machine:
         self.undefined: dict[int, Array] = {}
         self.unwritten: list[Array] | None = None
         self.undefined_values: list[Array | None] | None = None
-        self.races = Races(self, _granule(program))
+        self.races = Races(self, _granule(program), loads)
 
     def _lay_out_threads(self) -> None:
         launch = self.launch
@@ -325,6 +328,8 @@ class Machine:
         following: Any = block.next
         for step in steps:
             self.step = step
+            if step.needs:
+                self.races.need_loads(step.needs, threads)
             try:
                 done = self._execute(step, threads, values, unknown)
             except Fault as fault:
@@ -617,7 +622,7 @@ class Machine:
         for subset, memory, bank, offset in places:
             found, missing = self.checked(subset, memory.load, bank, offset, width, count)
             if memory is self.shared:
-                self.races.read(threads[subset], bank, offset, width * count)
+                self.races.read(threads[subset], bank, offset, width * count, self.step and self.step.load)
             if len(places) == 1:
                 self.unwritten = missing
                 return found
@@ -946,6 +951,43 @@ def _find_live_registers(blocks: list[Block], registers: int) -> None:
     for block, read, written, live in zip(blocks, reads, writes, after, strict=True):
         block.live_in = [slot for slot in range(registers) if read >> slot & 1]
         block.live_out = [slot for slot in range(registers) if (written & live) >> slot & 1]
+
+
+ACCESSING = ("ld", "ldu", "st", "atom", "red", "cp", "mbarrier", "mma", "wgmma")
+
+
+def _find_loads(blocks: list[Block]) -> int:
+    """Number the loads that may be from shared memory, and find which instructions need their results: those that
+    synchronise, branch or access memory, and so stay where they are. Others only pass on what they need."""
+    loads = 0
+    origins: Counter[int] = Counter()  # of a register: the loads that it comes from, as bits
+    passing, staying = [], []
+    for step in (step for block in blocks for step in block.steps):
+        name, *parts = step.instruction.opcode.split(".")
+        if name in ("ld", "ldmatrix") and not {"global", "local", "const", "param"}.intersection(parts):
+            step.load = loads
+            for target in step.targets:
+                if target is not None:
+                    origins[target.slot] |= 1 << loads
+            loads += 1
+        passes = step.kind == "plain" and name not in ACCESSING
+        (passing if passes else staying).append(step)
+    before = -1
+    while before != sum(origins.values()):
+        before = sum(origins.values())
+        for step in passing:
+            needed = _union(origins, step.reads)
+            for target in step.targets:
+                if target is not None:
+                    origins[target.slot] |= needed
+    for step in staying:
+        needed = _union(origins, step.reads)
+        step.needs = [load for load in range(loads) if needed >> load & 1]
+    return loads
+
+
+def _union(origins: Counter[int], slots: list[int]) -> int:
+    return functools.reduce(operator.or_, (origins[slot] for slot in slots), 0)
 
 
 def _granule(program: Program) -> int:

@@ -6,6 +6,11 @@ know of an earlier one that it conflicts with is a race, in whatever order the t
 thread's accesses through barriers (``arrive``, ``publish``, ``leave``) and warp synchronisation; of a copy, by waiting
 for its mbarrier. Only the last reader in each warp is known, so that some races are missed; none is reported in vain.
 
+A barrier does not wait for loads. A load has been performed when an instruction that synchronises, branches or
+accesses memory needs what it loaded, or what a later load of the thread did; or when the thread has fenced. Arithmetic
+does not count: it may be done behind the barrier. A bulk copy may write only where it knows of the loads that they have
+been performed: for that each thread has a third clock, which travels with the other two.
+
 An access to another CTA's shared memory has to be over before that CTA ends: one of its threads has to know of it.
 
 One more column for each thread stands for its ``cp.async``; the clock counts groups. From the instruction on nobody
@@ -32,6 +37,8 @@ if TYPE_CHECKING:
 Key = tuple
 READING = 0xFFFF
 """When a copy reads that nobody has waited for: later than any clock."""
+PERFORMED = 0xFFFF
+"""When a load was started that has been performed."""
 
 
 @dataclass
@@ -44,9 +51,10 @@ class Agent:
 
 
 class Races:
-    """The state of one launch. ``granule``: bytes that share a record; no access may be smaller."""
+    """The state of one launch. ``granule``: bytes that share a record; no access may be smaller. ``loads``: how many
+    instructions load from shared memory."""
 
-    def __init__(self, machine: Machine, granule: int):
+    def __init__(self, machine: Machine, granule: int, loads: int):
         self.machine = machine
         self.granule = granule
         columns = machine.cluster_ctas * machine.cta_threads
@@ -56,7 +64,8 @@ class Races:
         grouped = any(i.opcode.startswith(("cp.async.ca", "cp.async.cg")) for i in machine.program.instructions)
         self.column = (machine.rank * machine.cta_threads + machine.tid).astype(np.int64)
         self.fenced = self.grouped + grouped * columns
-        self.clocks = np.zeros((machine.threads, 2 * self.fenced), np.uint16)
+        self.performed = 2 * self.fenced
+        self.clocks = np.zeros((machine.threads, self.performed + columns), np.uint16)
         self.clocks[np.arange(machine.threads), self.column] = 1
         self.per_cta = machine.shared.stride // granule
         records = machine.ctas * self.per_cta
@@ -70,6 +79,15 @@ class Races:
         self.gathered: dict[Key, Array] = {}
         self.published: dict[Key, Array] = {}
         self.copies = 0
+        # If bulk copies write at all: when each thread last started each load, the place of that among all loads, and
+        # how many it has under way.
+        writes = ("cp.async.bulk.shared", "cp.async.bulk.tensor", "st.async")
+        self.has_copies = any(i.opcode.startswith(writes) for i in machine.program.instructions)
+        self.started = np.full((loads if self.has_copies else 0, machine.threads), PERFORMED, np.uint16)
+        self.place = np.zeros(self.started.shape, np.int32)
+        self.places = 0
+        self.under_way = np.zeros(machine.threads, np.int32)
+        self.was_load = np.zeros((records, self.cluster_warps), bool)
         # Of each CTA, when threads of others last accessed its shared memory.
         self.visited = np.zeros((machine.ctas, columns), np.uint16)
         self.dirty = np.zeros(machine.warps, bool)
@@ -79,6 +97,7 @@ class Races:
 
     def arrive(self, key: Key, threads: Array) -> None:
         """What ``threads`` did so far is before what follows the barrier."""
+        self._settle(threads)
         known = self.clocks[threads].max(axis=0)
         self.gathered[key] = np.maximum(self.gathered[key], known) if key in self.gathered else known
         self._tick(threads)
@@ -104,6 +123,7 @@ class Races:
         threads = threads[self.dirty[self.machine.warp[threads]]]
         if not len(threads):
             return
+        self._settle(threads)
         warps, first, counts = np.unique(self.machine.warp[threads], return_index=True, return_counts=True)
         if self.full_warps and len(threads) == 32 * len(warps):
             clocks = self.clocks[threads].reshape(len(warps), 32, -1)
@@ -118,7 +138,9 @@ class Races:
 
     def fence(self, threads: Array) -> None:
         """Copies may read all that ``threads`` know of."""
-        self.clocks[threads, self.fenced :] = self.clocks[threads, : self.fenced]
+        self.clocks[threads, self.fenced : self.performed] = self.clocks[threads, : self.fenced]
+        self.started[:, threads] = PERFORMED
+        self.under_way[threads] = 0
         self._tick(threads)
         self.dirty[self.machine.warp[threads]] = True
 
@@ -128,6 +150,34 @@ class Races:
         if (self.clocks[threads, columns] == 0xFFFF).any():
             raise NotImplementedError("a launch with so many barriers")
 
+    # Loads
+
+    def _start_load(self, load: int, threads: Array) -> None:
+        self.under_way[threads] += self.started[load, threads] == PERFORMED
+        self.started[load, threads] = self.clocks[threads, self.column[threads]]
+        self.places += 1
+        self.place[load, threads] = self.places
+
+    def need_loads(self, loads: list[int], threads: Array) -> None:
+        """``threads`` need what these loads loaded: they, and those before, have been performed."""
+        if self.has_copies and self.under_way[threads].any():
+            for load in loads:
+                some = threads[self.started[load, threads] != PERFORMED]
+                if len(some):
+                    until_here = self.place[:, some] <= self.place[load, some]
+                    self.started[:, some] = np.where(until_here, PERFORMED, self.started[:, some])
+                    self.under_way[some] = (self.started[:, some] != PERFORMED).sum(axis=0)
+                    self.dirty[self.machine.warp[some]] = True
+
+    def _settle(self, threads: Array) -> None:
+        """Until when all loads of ``threads`` have been performed."""
+        if self.has_copies:
+            until = self.clocks[threads, self.column[threads]]
+            late = np.flatnonzero(self.under_way[threads])
+            if len(late):
+                until[late] = self.started[:, threads[late]].min(axis=0) - 1
+            self.clocks[threads, self.performed + self.column[threads]] = until
+
     # Accesses
 
     def _records(self, bank: Array, offset: Array, size: int) -> Array:
@@ -136,7 +186,8 @@ class Races:
         first = bank * self.per_cta + offset // self.granule
         return first[:, None] + np.arange(count)
 
-    def read(self, threads: Array, bank: Array, offset: Array, size: int) -> None:
+    def read(self, threads: Array, bank: Array, offset: Array, size: int, load: int | None = None) -> None:
+        """``load``: the number of the load that reads."""
         records = self._records(bank, offset, size)
         writer, written = self.writer[records], self.written[records]
         known = self.clocks[threads[:, None], writer]
@@ -149,6 +200,10 @@ class Races:
         self.reader[records, warps] = columns[:, None]
         self.was_read[records, warps] = self.clocks[threads, columns][:, None]
         self._visit(threads, bank)
+        if self.has_copies:
+            self.was_load[records, warps] = load is not None
+            if load is not None:
+                self._start_load(load, threads)
         self.dirty[self.machine.warp[threads]] = True
 
     def write(self, threads: Array, bank: Array, offset: Array, size: int, groups: Array | None = None) -> None:
@@ -220,6 +275,7 @@ class Races:
     def begin(self, thread: int) -> Agent:
         """A thread starts a copy."""
         self.copies += 1
+        self._settle(np.array([thread]))
         agent = Agent(thread, self.clocks[thread].copy(), self.copies)
         self._tick(np.array([thread]))
         return agent
@@ -229,6 +285,13 @@ class Races:
         at = np.array([offset])
         records = self._records(np.array([cta]), at, size)
         self._check_write(thread, agent.knows[None], records, at)
+        reader, was_read = self.reader[records][..., :-1], self.was_read[records][..., :-1]
+        bad = np.argwhere(self.was_load[records] & (was_read > agent.knows[self.performed + reader]))
+        if len(bad):
+            _, j, k = bad[0]
+            who = self._name(agent.thread, reader[0, j, k])
+            place = offset + j * self.granule
+            raise Fault(Race, 0, f"copy to shared memory offset {place:#x}, which {who} may not have loaded yet")
         self.writer[records] = self.agent
         self.written[records] = agent.clock
         self.was_read[records] = 0

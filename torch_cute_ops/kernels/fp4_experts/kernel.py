@@ -412,7 +412,7 @@ class FP4ExpertsKernel:
             for chunk in range(t.chunks):
                 stage, odd = self._place(slot, whole * t.chunks + chunk)
                 cute.arch.mbarrier_wait(s.full + stage, odd)
-                self._multiply_chunk(chunk, stage, scale_row, sums, w, t, s)
+                # Before what the products need, and so read when they have it.
                 at = cute.recast_ptr(s.members + cute.assume(stage * (c.group * 8), divby=64), dtype=Int32)
                 tokens = cute.make_tensor(at, cute.make_layout(c.group))
                 numbers = cute.make_tensor(cute.recast_ptr(at + c.group, dtype=Float32), cute.make_layout(c.group))
@@ -420,6 +420,7 @@ class FP4ExpertsKernel:
                     # Lane ``quad`` has two tokens of each eight.
                     members[i] = tokens[i // 2 * TILE_TOKENS + w.quad * 2 + i % 2]
                     factors[i] = numbers[i // 2 * TILE_TOKENS + w.quad * 2 + i % 2]
+                self._multiply_chunk(chunk, stage, scale_row, sums, w, t, s)
                 # All lanes have read, since products have what was read last.
                 cute.arch.sync_warp()
                 ptx.arrive_if(s.free + stage, w.leads)
