@@ -669,6 +669,7 @@ SHARED_SUMS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, FP32, False), 8, 25
 # A CTA has one chunk more than stages. Its waits, from the end: for activations, for codes, for a stage to put
 # activations in; its warps meet when they have put them in order, have read codes, and have read activations.
 WARPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, FP32, False, 2), 8, 136, 3072, 0, False, None)
+PORTIONS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, FP32, False), 8, 136, 2560, 1, False, None)
 WARPGROUPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 32, FP32, False, 2), 32, 136, 2560, 0, False, None)
 
 
@@ -687,7 +688,9 @@ WARPGROUPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 32, FP32, False, 2), 32
         pytest.param(WARPS, changed(r"bar\.warp\.sync", 0), id="activations in order"),
         pytest.param(WARPS, changed(WAIT, -1, PASSED), id="activations there"),
         pytest.param(WARPS, changed(r"bar\.warp\.sync", 1), id="codes read"),
-        pytest.param(WARPS, freed_early, id="codes needed"),
+        pytest.param(WARPS, changed(r"fence\.proxy\.async", 1), id="codes loaded"),
+        pytest.param(PORTIONS, changed(r"fence\.proxy\.async", 0), id="codes loaded, of portions"),
+        pytest.param(PORTIONS, changed(r"fence\.proxy\.async", 1), id="activations loaded, of portions"),
         pytest.param(WARPS, changed(r"bar\.warp\.sync", 2), id="activations read"),
         pytest.param(WARPS, changed(r"bar\.sync\s+1"), id="codes free for sums"),
         pytest.param(WARPS, unmet(0), id="sums left by peers"),
@@ -697,7 +700,7 @@ WARPGROUPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 32, FP32, False, 2), 32
         pytest.param(WARPGROUPS, changed(r"bar\.warp\.sync", 0), id="activations of warpgroups in order"),
         pytest.param(WARPGROUPS, changed(WAIT, -1, PASSED), id="activations of warpgroups there"),
         pytest.param(WARPGROUPS, changed(r"bar\.warp\.sync", 1), id="codes read beside warpgroups"),
-        pytest.param(WARPGROUPS, freed_early, id="codes needed beside warpgroups"),
+        pytest.param(WARPGROUPS, freed_early, id="codes loaded beside warpgroups"),
         pytest.param(WARPGROUPS, replaced(r"wgmma\.wait_group\.sync\.aligned\s+1;"), id="products of a cluster done"),
         pytest.param(WARPGROUPS, unmet(0), id="sums of warpgroups left by peers"),
     ],
@@ -710,7 +713,7 @@ def test_what_orders_a_product_by_warpgroups_is_needed(one: Wgmma, edit: Any) ->
             assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("one", [STAGES_AGAIN, SHARED_SUMS, WARPS, WARPGROUPS])
+@pytest.mark.parametrize("one", [STAGES_AGAIN, SHARED_SUMS, WARPS, PORTIONS, WARPGROUPS])
 def test_what_orders_a_product_by_warpgroups_is_enough(one: Wgmma) -> None:
     for seed in range(2):
         got, want = multiply_by_warpgroups(one._replace(seed=seed))

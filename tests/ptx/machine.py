@@ -953,12 +953,13 @@ def _find_live_registers(blocks: list[Block], registers: int) -> None:
         block.live_out = [slot for slot in range(registers) if (written & live) >> slot & 1]
 
 
-ACCESSING = ("ld", "ldu", "st", "atom", "red", "cp", "mbarrier", "mma", "wgmma")
+ACCESSING = ("ld", "ldu", "st", "atom", "red", "cp", "mbarrier", "wgmma")
 
 
 def _find_loads(blocks: list[Block]) -> int:
     """Number the loads that may be from shared memory, and find which instructions need their results: those that
-    synchronise, branch or access memory, and so stay where they are. Others only pass on what they need."""
+    synchronise, branch or access memory, and so stay where they are. Others only pass on what they need; so does
+    ``mma``, which ptxas 13 has been seen to put behind an arrival that comes after it."""
     loads = 0
     origins: Counter[int] = Counter()  # of a register: the loads that it comes from, as bits
     passing, staying = [], []
@@ -970,7 +971,7 @@ def _find_loads(blocks: list[Block]) -> int:
                 if target is not None:
                     origins[target.slot] |= 1 << loads
             loads += 1
-        passes = step.kind == "plain" and name not in ACCESSING
+        passes = name == "mma" or (step.kind == "plain" and name not in ACCESSING)
         (passing if passes else staying).append(step)
     before = -1
     while before != sum(origins.values()):

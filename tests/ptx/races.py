@@ -8,8 +8,8 @@ for its mbarrier. Only the last reader in each warp is known, so that some races
 
 A barrier does not wait for loads. A load has been performed when an instruction that synchronises, branches or
 accesses memory needs what it loaded, or what a later load of the thread did; or when the thread has fenced. Arithmetic
-does not count: it may be done behind the barrier. A bulk copy may write only where it knows of the loads that they have
-been performed: for that each thread has a third clock, which travels with the other two.
+does not count, nor does ``mma``: they may be done behind the barrier. A bulk copy may write only where it knows of the
+loads that they have been performed: for that each thread has a third clock, which travels with the other two.
 
 An access to another CTA's shared memory has to be over before that CTA ends: one of its threads has to know of it.
 

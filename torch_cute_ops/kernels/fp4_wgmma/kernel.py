@@ -353,7 +353,10 @@ class FP4WgmmaKernel:
                         multiply(pairs, word, token_stage, sums)
                     if const_expr(word == WORDS // 2):
                         # All lanes have read, since this product has a word of the last load. (An arrival does not wait
-                        # for loads whose results nothing has used: on an H200 copies overtook them.)
+                        # for loads whose results nothing has used: on an H200 copies overtook them.) Products of warps
+                        # do not see to it: ptxas puts them, and so the first use of a load, behind the arrival.
+                        if const_expr(c.by_warp):
+                            cute.arch.fence_proxy("async.shared", space="cta")
                         cute.arch.sync_warp()
                         ptx.arrive_if(s.free + stage, w.leads)
                         stage, parity = next_stage(stage, parity, c.stages)
@@ -367,6 +370,8 @@ class FP4WgmmaKernel:
                             ptx.arrive_if(s.tokens_free + last, leads)
                     if const_expr(word % (2 * c.span) == 2 * c.span - 1):
                         if const_expr(c.by_warp):
+                            if const_expr(c.splits == 0):
+                                cute.arch.fence_proxy("async.shared", space="cta")
                             cute.arch.sync_warp()
                             ptx.arrive_if(s.tokens_free + token_stage, w.leads)
                         last = token_stage
