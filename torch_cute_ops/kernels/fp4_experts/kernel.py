@@ -12,6 +12,7 @@ from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.activations import EIGHTHS, GROUP_BYTES, STEPS_BYTES, Activations, fragment_place
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
 from torch_cute_ops.kernels.common.fp4_weights import DECODED_SCALE, decode
+from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.common.weight_ring import WORDS, WeightRing
 from torch_cute_ops.kernels.fp4_experts.config import MAX_EXPERTS, ROWS, SLOTS, WARPS, Config
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
@@ -412,7 +413,6 @@ class FP4ExpertsKernel:
             for chunk in range(t.chunks):
                 stage, odd = self._place(slot, whole * t.chunks + chunk)
                 cute.arch.mbarrier_wait(s.full + stage, odd)
-                # Before what the products need, and so read when they have it.
                 at = cute.recast_ptr(s.members + cute.assume(stage * (c.group * 8), divby=64), dtype=Int32)
                 tokens = cute.make_tensor(at, cute.make_layout(c.group))
                 numbers = cute.make_tensor(cute.recast_ptr(at + c.group, dtype=Float32), cute.make_layout(c.group))
@@ -421,7 +421,8 @@ class FP4ExpertsKernel:
                     members[i] = tokens[i // 2 * TILE_TOKENS + w.quad * 2 + i % 2]
                     factors[i] = numbers[i // 2 * TILE_TOKENS + w.quad * 2 + i % 2]
                 self._multiply_chunk(chunk, stage, scale_row, sums, w, t, s)
-                # All lanes have read, since products have what was read last.
+                # All lanes have read. (The products do not see to it: ptxas puts them behind the arrival.)
+                fence_async()
                 cute.arch.sync_warp()
                 ptx.arrive_if(s.free + stage, w.leads)
             # After the unit before, whose warp has the same rows

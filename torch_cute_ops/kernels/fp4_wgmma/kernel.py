@@ -21,6 +21,7 @@ from torch_cute_ops.kernels.common.activations import (
 from torch_cute_ops.kernels.common.cluster_sums import leave_sums, write_sums
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
 from torch_cute_ops.kernels.common.fp4_weights import DECODED_SCALE, decode
+from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.common.weight_ring import LINE, WORDS, WeightRing
 from torch_cute_ops.kernels.fp4_wgmma.config import (
     GROUP_ROWS,
@@ -284,7 +285,7 @@ class FP4WgmmaKernel:
                 for (place, after), words in zip(items, read, strict=True):
                     self.activations.order(words, groups, eighth + after, place, base)
             # To the products, which read shared memory past the stores of this warp.
-            cute.arch.fence_proxy("async.shared", space="cta")
+            fence_async()
             cute.arch.sync_warp()
             ptx.arrive_if(s.tokens_full + stage, Uint32(lane == 0))
 
@@ -356,7 +357,7 @@ class FP4WgmmaKernel:
                         # for loads whose results nothing has used: on an H200 copies overtook them.) Products of warps
                         # do not see to it: ptxas puts them, and so the first use of a load, behind the arrival.
                         if const_expr(c.by_warp):
-                            cute.arch.fence_proxy("async.shared", space="cta")
+                            fence_async()
                         cute.arch.sync_warp()
                         ptx.arrive_if(s.free + stage, w.leads)
                         stage, parity = next_stage(stage, parity, c.stages)
@@ -371,7 +372,7 @@ class FP4WgmmaKernel:
                     if const_expr(word % (2 * c.span) == 2 * c.span - 1):
                         if const_expr(c.by_warp):
                             if const_expr(c.splits == 0):
-                                cute.arch.fence_proxy("async.shared", space="cta")
+                                fence_async()
                             cute.arch.sync_warp()
                             ptx.arrive_if(s.tokens_free + token_stage, w.leads)
                         last = token_stage

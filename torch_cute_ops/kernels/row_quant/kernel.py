@@ -24,6 +24,7 @@ from torch_cute_ops.kernels.common.convert import (
 )
 from torch_cute_ops.kernels.common.fp4 import encode_e2m1x8, is_live_mxfp4, is_live_nvfp4, mxfp4_scale, nvfp4_scale
 from torch_cute_ops.kernels.common.fp8 import divide_e4m3x4, dynamic_scale, scale_divisor
+from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.row_quant.config import QUAD, WARP, Config, ceil_div
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 
@@ -219,7 +220,7 @@ class RowQuantKernel:
                 if const_expr(p.reduces_amax):
                     amax = reduced[-1]
             else:
-                self._fence_bulk()
+                fence_async()
                 self._group_barrier(t)
             if const_expr(p.normalises):
                 total = reduced[0]
@@ -253,7 +254,7 @@ class RowQuantKernel:
             if const_expr(p.source == "add"):
                 self._issue(it + c.stages, stage, t, s)
         if const_expr(c.bulk_norm):
-            self._fence_bulk()
+            fence_async()
         if const_expr(c.quads or c.bulk_norm):
             self._group_barrier(t)
         if const_expr(c.quads):
@@ -444,7 +445,7 @@ class RowQuantKernel:
             for j, (_, words) in enumerate(values):
                 self._fill_buffer(words, self._buffer(1, stage, t.row, s), j, t)
         if self._stores_in_bulk:
-            self._fence_bulk()
+            fence_async()
         for j in range(c.thread_blocks):
             v, _ = values[j]
             products = v
@@ -502,7 +503,7 @@ class RowQuantKernel:
             v, _ = self._block_values(stage, j, t, s, again=True)
             scaled = [ptx.mul_rn(ptx.mul_rn(a, rstd), b) for a, b in zip(v, weights[j], strict=True)]
             self._fill(*blocks[j], scaled)
-        self._fence_bulk()
+        fence_async()
         if const_expr(self.config.group_rows == 1):
             # The buffer is filled again next, and others may still be reading it here.
             self._group_barrier(t)
@@ -588,15 +589,6 @@ class RowQuantKernel:
     def _stores_in_bulk(self) -> bool:
         """Whether rows go from shared to global memory by bulk copies."""
         return self.config.problem.source == "add" or self.config.bulk_norm
-
-    def _fence_bulk(self) -> None:
-        """What this thread wrote to shared memory is for bulk copies to read, after a barrier; and what it loaded of it
-        comes before those that write there.
-
-        Loads need it whose results nothing has used by then: on an H200 copies of rows in L2 overtook them, although
-        a barrier was in between.
-        """
-        cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
     def _store_in_bulk(self, it, stage, t, s):
