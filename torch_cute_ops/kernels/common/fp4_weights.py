@@ -1,4 +1,4 @@
-"""FP4 codes as operands of 16-bit tensor-core instructions: 14 to 23 instructions for 8 codes, scale included.
+"""FP4 codes as operands of 16-bit tensor-core instructions: 14 to 21 instructions for 8 codes, scale included.
 
 A code's bits become those of a 16-bit number by moving them, which divides it by a power of two; the block's scale, as
 a 16-bit number too, brings that power back but for ``DECODED_SCALE``, by which sums are divided in the end. All of it
