@@ -22,8 +22,8 @@ BARRIER_BYTES: Final = 512
 ARRANGED: Final = 32
 """Tokens of a tile, at most, that a CTA can put in order itself."""
 BY_WARP: Final = 8
-"""Tokens of a tile, at most, that warps multiply, by mma.sync: 7 % faster than warpgroups for 8 tokens, no faster for 16,
-since every warp reads all activations (measured on an H200)."""
+"""Tokens of a tile, at most, that warps multiply, by mma.sync: 7 % faster than warpgroups for 8 tokens, no faster for
+16, since every warp reads all activations (measured on an H200)."""
 SPLITS: Final = (1, 2, 3, 4, 8)
 """CTAs of a cluster."""
 
