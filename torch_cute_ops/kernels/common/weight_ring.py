@@ -13,17 +13,14 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from torch_cute_ops.formats import SCALE_LAYOUTS, FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
-from torch_cute_ops.kernels.activation_tiles.config import CHUNK
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import load_words
 from torch_cute_ops.kernels.common.fp4_weights import rows_of_bytes, scale_argument, scale_factors
+from torch_cute_ops.kernels.common.weight_chunks import LINE, TILE_ROWS, WeightChunks
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
-LINE: Final = CHUNK // 2  # bytes of codes of a row in a chunk
 WORDS: Final = 8  # of a lane's codes of a row in a chunk; two k16 steps each
-TILE_ROWS: Final = SCALE_LAYOUTS["128x4"].tile_rows
 SCALE_TILE: Final = TILE_ROWS * TILE_BLOCKS
 # The weight is read once by each tile of tokens: it shall not push out of L2 what is read more often (createpolicy's
 # ``L2::evict_first``).
@@ -31,15 +28,12 @@ EVICT_FIRST: Final = 0x12F0000000000000
 
 
 class WeightRing:
-    """A ring of ``stages`` chunks of ``rows`` rows: 64, or a multiple of 128."""
+    """A ring of ``stages`` chunks."""
 
-    def __init__(self, fmt: FP4Format, layout: ScaleLayout, rows: int, stages: int):
-        self.fmt, self.layout, self.rows, self.stages = fmt, layout, rows, stages
-        self.blocks = CHUNK // fmt.block_size
-        self.code_bytes = rows * LINE
-        # Of a layout in tiles, whole tiles
-        self.bands = 0 if layout.is_linear else max(1, rows // TILE_ROWS)
-        self.scale_bytes = (self.bands * TILE_ROWS or rows) * self.blocks
+    def __init__(self, chunks: WeightChunks, stages: int):
+        self.fmt, self.layout, self.rows, self.stages = chunks.fmt, chunks.layout, chunks.rows, stages
+        self.blocks, self.bands = chunks.blocks, chunks.bands
+        self.code_bytes, self.scale_bytes = chunks.code_bytes, chunks.scale_bytes
 
     def arguments(self, n: Dim) -> tuple[TensorArg, TensorArg]:
         """The weight (K/2, N) and its scales."""

@@ -8,6 +8,7 @@ import torch
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.kernels import activation_tiles
 from torch_cute_ops.kernels.activation_tiles import CHUNK
+from torch_cute_ops.kernels.common.weight_chunks import WeightChunks
 from torch_cute_ops.runtime.arch import Arch
 
 ROWS: Final = 64
@@ -21,8 +22,6 @@ GROUPS: Final = (8, 16, 32)
 MAX_TOKENS: Final = 256
 """Of a tile."""
 MAX_EXPERTS: Final = 512
-SCALE_ROWS: Final = 128
-"""Rows of a tile of scales, which is copied whole."""
 BARRIER_BYTES: Final = 512
 LIST_BYTES: Final = 12 * (MAX_EXPERTS + 8)
 """Touched experts, where their units begin, and how many tokens each is for."""
@@ -70,14 +69,14 @@ class Config:
         return activation_tiles.Config(self.dtype, self.fmt, self.a_layout, True, self.pdl)
 
     @property
-    def scale_bytes(self) -> int:
-        """Scales of a stage."""
-        return (ROWS if self.layout.is_linear else SCALE_ROWS) * CHUNK // self.fmt.block_size
+    def chunks(self) -> WeightChunks:
+        """Chunks of the weight, one a stage."""
+        return WeightChunks(self.fmt, self.layout, ROWS)
 
     @property
     def stage_bytes(self) -> int:
         """One chunk of everything, and of the unit's tokens which they are and their factors."""
-        return ROWS * CHUNK // 2 + self.scale_bytes + self.group * (CHUNK * 2 + 8)
+        return self.chunks.size_bytes + self.group * (CHUNK * 2 + 8)
 
     @property
     def sum_bytes(self) -> int:

@@ -4,15 +4,16 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.activation_tiles.config import CHUNK, TILE_TOKENS
 from torch_cute_ops.kernels.common import ptx
-from torch_cute_ops.kernels.common.activations import EIGHTHS, GROUP_BYTES, STEPS_BYTES, Activations, fragment_place
+from torch_cute_ops.kernels.common.activations import EIGHTHS, GROUP_BYTES, Activations
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
 from torch_cute_ops.kernels.common.fp4_weights import DECODED_SCALE, decode
 from torch_cute_ops.kernels.common.proxy import fence_async
+from torch_cute_ops.kernels.common.warp_products import multiply_word
 from torch_cute_ops.kernels.common.weight_ring import WORDS, WeightRing
 from torch_cute_ops.kernels.fp4_experts.config import MAX_EXPERTS, ROWS, SLOTS, WARPS, Config
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
@@ -32,7 +33,7 @@ class FP4ExpertsKernel:
         self.config = config
         self.dtype = DSL_DTYPES[config.dtype]
         self.out_dtype = DSL_DTYPES[config.out_dtype]
-        self.ring = WeightRing(config.fmt, config.layout, ROWS, config.stages)
+        self.ring = WeightRing(config.chunks, config.stages)
         self.activations = Activations(config.arranged)
 
     def arguments(self) -> tuple[Argument, ...]:
@@ -176,7 +177,7 @@ class FP4ExpertsKernel:
         base = SmemAllocator().allocate(c.smem_bytes, 1024)
         tokens = base + c.stages * self.ring.code_bytes
         scales = tokens + c.stages * self._token_bytes
-        members = scales + c.stages * c.scale_bytes
+        members = scales + c.stages * self.ring.scale_bytes
         sums = members + c.stages * c.group * 8
         lists = cute.recast_ptr(sums + c.sum_bytes, dtype=Int32)
         barriers = cute.recast_ptr(lists + 3 * (MAX_EXPERTS + 8), dtype=Int64)
@@ -440,19 +441,10 @@ class FP4ExpertsKernel:
         codes = [self.ring.codes(s.codes, stage, w.row + 8 * r, w.quad) for r in range(2)]
         scales = [self.ring.factors(s.scales, stage, scale_row + 8 * r, w.quad, left, self.dtype) for r in range(2)]
         per_scale = WORDS // len(scales[0])
-        name = "bf16" if self.dtype is BFloat16 else "f16"
-        place = stage * self._token_bytes + fragment_place(w.lane // 4, w.quad)
+        at = s.tokens + cute.assume(stage * self._token_bytes, divby=GROUP_BYTES)
         for word in range(WORDS):
             pairs = [decode([codes[r][word]], [scales[r][word // per_scale]], self.dtype, c.fmt)[0] for r in range(2)]
-            for group in range(c.group // TILE_TOKENS):
-                at = s.tokens + cute.assume(place + group * GROUP_BYTES + word * STEPS_BYTES, divby=16)
-                tokens = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
-                total = [sums[4 * group + i] for i in range(4)]
-                for step in range(2):
-                    weights = [pairs[r][step][high] for high in range(2) for r in range(2)]
-                    total = ptx.mma_16x8x16(weights, tokens[2 * step : 2 * step + 2], total, name)
-                for i, value in enumerate(total):
-                    sums[4 * group + i] = value
+            multiply_word(pairs, word, c.group, at, w.lane, sums, self.dtype)
 
     def _sum_place(self, token, row):
         """Where a token's sum of a row lies: eight rows at a time, swapped, so that tokens do not share banks."""

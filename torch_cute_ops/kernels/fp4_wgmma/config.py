@@ -9,6 +9,7 @@ from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.kernels import activation_tiles
 from torch_cute_ops.kernels.activation_tiles import CHUNK
 from torch_cute_ops.kernels.common.sum_tile import SumTile
+from torch_cute_ops.kernels.common.weight_chunks import WeightChunks
 from torch_cute_ops.runtime.arch import Arch
 
 WARPGROUP: Final = 128
@@ -103,19 +104,9 @@ class Config:
         return activations + (workers * (self.rows * self.tokens * 4 + self.groups * 4) if shares else 0)
 
     @property
-    def chunk_blocks(self) -> int:
-        """Blocks of a row in a chunk."""
-        return CHUNK // self.fmt.block_size
-
-    @property
-    def code_bytes(self) -> int:
-        """Codes of a stage."""
-        return self.rows * CHUNK // 2
-
-    @property
-    def scale_bytes(self) -> int:
-        """Scales of a stage."""
-        return self.rows * self.chunk_blocks
+    def chunks(self) -> WeightChunks:
+        """Chunks of the weight, one a stage."""
+        return WeightChunks(self.fmt, self.layout, self.rows)
 
     @property
     def span(self) -> int:
@@ -135,7 +126,7 @@ class Config:
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
-        stages = self.stages * (self.code_bytes + self.scale_bytes) + self.token_stages * self.token_bytes
+        stages = self.stages * self.chunks.size_bytes + self.token_stages * self.token_bytes
         return stages + BARRIER_BYTES
 
     def reason_unsupported(self, arch: Arch) -> str | None:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -13,16 +13,15 @@ from torch_cute_ops.kernels.activation_tiles.kernel import ActivationTilesKernel
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.activations import (
     EIGHTHS,
-    GROUP_BYTES,
-    STEPS_BYTES,
     Activations,
-    fragment_place,
 )
 from torch_cute_ops.kernels.common.cluster_sums import leave_sums, write_sums
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
 from torch_cute_ops.kernels.common.fp4_weights import DECODED_SCALE, decode
 from torch_cute_ops.kernels.common.proxy import fence_async
-from torch_cute_ops.kernels.common.weight_ring import LINE, WORDS, WeightRing
+from torch_cute_ops.kernels.common.warp_products import multiply_word
+from torch_cute_ops.kernels.common.weight_chunks import LINE
+from torch_cute_ops.kernels.common.weight_ring import WORDS, WeightRing
 from torch_cute_ops.kernels.fp4_wgmma.config import (
     GROUP_ROWS,
     QUARTERS,
@@ -55,7 +54,7 @@ class FP4WgmmaKernel:
         self.config = config
         self.dtype = DSL_DTYPES[config.dtype]
         self.out_dtype = DSL_DTYPES[config.out_dtype]
-        self.ring = WeightRing(config.fmt, config.layout, config.rows, config.stages)
+        self.ring = WeightRing(config.chunks, config.stages)
         self.activations = Activations(config.arranged)
         self.arrange = ActivationTilesKernel(config.arranged)
 
@@ -195,9 +194,9 @@ class FP4WgmmaKernel:
     def _allocate(self) -> SimpleNamespace:
         c = self.config
         base = SmemAllocator().allocate(c.smem_bytes, 1024)
-        tokens = base + c.stages * c.code_bytes
+        tokens = base + c.stages * self.ring.code_bytes
         scales = tokens + c.token_stages * c.token_bytes
-        barriers = cute.recast_ptr(scales + c.stages * c.scale_bytes, dtype=Int64)
+        barriers = cute.recast_ptr(scales + c.stages * self.ring.scale_bytes, dtype=Int64)
         return SimpleNamespace(
             codes=base,
             tokens=tokens,
@@ -336,7 +335,7 @@ class FP4WgmmaKernel:
             last = token_stage
             for i in range(count):
                 cute.arch.mbarrier_wait(s.full + stage, parity)
-                left = t.blocks - (first + i) * c.chunk_blocks
+                left = t.blocks - (first + i) * self.ring.blocks
                 rows = (w.row, w.row + 8)
                 codes = [self.ring.codes(s.codes, stage, row, w.quad) for row in rows]
                 factors = [self.ring.factors(s.scales, stage, row, w.quad, left, self.dtype) for row in rows]
@@ -349,7 +348,8 @@ class FP4WgmmaKernel:
                     if const_expr(word % (2 * c.span) == 0):
                         cute.arch.mbarrier_wait(s.tokens_full + token_stage, token_parity)
                     if const_expr(c.by_warp):
-                        self._multiply_by_warp(pairs, word, token_stage, sums, w, s)
+                        at = s.tokens + cute.assume(token_stage * c.token_bytes, divby=TILE_BYTES)
+                        multiply_word(pairs, word, c.tokens, at, w.lane, sums, self.dtype)
                     else:
                         multiply(pairs, word, token_stage, sums)
                     if const_expr(word == WORDS // 2):
@@ -429,22 +429,6 @@ class FP4WgmmaKernel:
             warpgroup.commit_group()
 
         return multiply
-
-    def _multiply_by_warp(self, pairs: list, word: int, token_stage, sums, w, s) -> None:
-        """The products of a word of both rows."""
-        c = self.config
-        name = "bf16" if self.dtype is BFloat16 else "f16"
-        place = token_stage * c.token_bytes + word * STEPS_BYTES + fragment_place(w.lane // 4, w.quad)
-        for group in range(c.tokens // TILE_TOKENS):
-            at = s.tokens + cute.assume(place + group * GROUP_BYTES, divby=16)
-            tokens = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
-            mine = range(4 * group, 4 * group + 4)
-            total = [sums[i] for i in mine]
-            for step in range(2):
-                weights = [pairs[r][step][high] for high in range(2) for r in range(2)]
-                total = ptx.mma_16x8x16(weights, tokens[2 * step : 2 * step + 2], total, name)
-            for i, value in zip(mine, total, strict=True):
-                sums[i] = value
 
     # Results
 

@@ -1,0 +1,34 @@
+"""Products of a warp with an FP4 weight that it has decoded in registers, by mma.sync."""
+
+import cutlass.cute as cute
+from cutlass import BFloat16, Uint32
+
+from torch_cute_ops.kernels.activation_tiles.config import TILE_TOKENS
+from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.activations import GROUP_BYTES, STEPS_BYTES, fragment_place
+from torch_cute_ops.kernels.common.convert import load_words
+
+
+def multiply_word(pairs: list, word: int, tokens: int, chunk_at: cute.Pointer, lane, sums: cute.Tensor, dtype) -> None:
+    """Add two k16 steps to the sums of 16 rows of the weight and ``tokens`` tokens.
+
+    Args:
+        pairs: of a lane's two rows what ``decode`` makes of their ``word``-th words.
+        word: of the quarter of a chunk that the lane has.
+        tokens: a multiple of 8.
+        chunk_at: where the chunk of activations lies in shared memory, in the order for products of warps.
+        lane: of the warp.
+        sums: accumulators, four for each eight tokens.
+        dtype: of the operands.
+    """
+    name = "bf16" if dtype is BFloat16 else "f16"
+    place = word * STEPS_BYTES + fragment_place(lane // 4, lane % 4)
+    for group in range(tokens // TILE_TOKENS):
+        at = chunk_at + cute.assume(place + group * GROUP_BYTES, divby=16)
+        activations = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
+        total = [sums[4 * group + i] for i in range(4)]
+        for step in range(2):
+            weights = [pairs[r][step][high] for high in range(2) for r in range(2)]
+            total = ptx.mma_16x8x16(weights, activations[2 * step : 2 * step + 2], total, name)
+        for i, value in enumerate(total):
+            sums[4 * group + i] = value

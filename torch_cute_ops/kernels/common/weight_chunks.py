@@ -1,0 +1,46 @@
+"""How large the chunks of an FP4 weight are in shared memory: no device code."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from torch_cute_ops.formats import SCALE_LAYOUTS, FP4Format, ScaleLayout
+from torch_cute_ops.kernels.activation_tiles.config import CHUNK
+
+LINE: Final = CHUNK // 2
+"""Bytes of codes of a row in a chunk: a whole cache line."""
+TILE_ROWS: Final = SCALE_LAYOUTS["128x4"].tile_rows
+"""Rows of a tile of scales, which is copied whole."""
+
+
+@dataclass(frozen=True)
+class WeightChunks:
+    """Chunks of 256 elements of k of ``rows`` rows: 64, or a multiple of 128."""
+
+    fmt: FP4Format
+    layout: ScaleLayout
+    rows: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a row."""
+        return CHUNK // self.fmt.block_size
+
+    @property
+    def code_bytes(self) -> int:
+        """Codes of a chunk."""
+        return self.rows * LINE
+
+    @property
+    def bands(self) -> int:
+        """Rows of tiles of scales; 0 in the linear layout."""
+        return 0 if self.layout.is_linear else max(1, self.rows // TILE_ROWS)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Scales of a chunk."""
+        return (self.bands * TILE_ROWS or self.rows) * self.blocks
+
+    @property
+    def size_bytes(self) -> int:
+        """A chunk, codes and scales."""
+        return self.code_bytes + self.scale_bytes
