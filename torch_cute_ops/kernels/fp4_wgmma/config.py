@@ -85,7 +85,7 @@ class Config:
         """Of a thread that multiplies, and of another."""
         if self.splits:
             return 88, 128
-        return {2: 240, 4: 112}[self.groups], 24
+        return {2: (240, 24), 4: (112, 32)}[self.groups]
 
     @property
     def sum_tile(self) -> SumTile:
