@@ -40,8 +40,7 @@ MARLIN_NOTE = "Marlin's expert kernel, from notes and not from this run, top-8, 
 ABOUT = """\
 A token has 8 experts, all as likely ("top-8") or the r-th likeliest with a chance of 1/r ("Zipf"), or all ("dense").
 Bytes and operations are those of the pairs that alpha has: of the experts that some token has the weight, of each pair
-    the activations. Ours chooses its backend ("auto"); the columns of a backend's name are ours with that one. The
-    peers
+the activations. Ours chooses its backend ("auto"); the columns of a backend's name are ours with that one. The peers
 multiply dense matrices: all experts' weights with activations that were multiplied by alpha outside of the timing."""
 
 

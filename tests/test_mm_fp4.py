@@ -309,12 +309,8 @@ def test_an_output_that_is_an_input_is_refused(op, device):
     _checks.check_apart("op", "out", out, "a", storage[64 * 64 * 2 :])
 
 
-@by_op
-def test_capture_tells_the_warmup(op, monkeypatch):
-    """Its call has every fact of this one, and is one that the op takes."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(mm_backends, "target_of", lambda device: HOPPER)
-    sample = PRODUCTS[op.name].sample("", 3, 48, 96, NVFP4, "linear", torch.device("cpu"), out_dtype=torch.float32)
+def check_told_warmup(op, sample, monkeypatch):
+    """A call that meets a kernel that is not ready tells a warm-up, whose example has every fact of the call."""
     with pytest.raises(RuntimeError, match=rf"cute::{op.name} met a kernel that is not ready") as raised:
         op.cuda(*sample.args, **sample.kwargs)
     told = str(raised.value)[str(raised.value).index("torch_cute_ops.warmup(") :]
@@ -331,3 +327,12 @@ def test_capture_tells_the_warmup(op, monkeypatch):
             assert facts_of[0] == facts_of[1], key
         else:
             assert value == want[key], key
+
+
+@by_op
+def test_capture_tells_the_warmup(op, monkeypatch):
+    """Its call has every fact of this one, and is one that the op takes."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(mm_backends, "target_of", lambda device: HOPPER)
+    sample = PRODUCTS[op.name].sample("", 3, 48, 96, NVFP4, "linear", torch.device("cpu"), out_dtype=torch.float32)
+    check_told_warmup(op, sample, monkeypatch)

@@ -10,7 +10,7 @@ from cases import arguments, is_for_experts, named, op_cases, run
 from expected._moe_fc2 import assert_results, operands, results
 from hypothesis import given as given_by
 from hypothesis import strategies as st
-from test_mm_fp4 import HOPPER, backends_of
+from test_mm_fp4 import HOPPER, backends_of, check_told_warmup
 
 import torch_cute_ops
 from torch_cute_ops import mm_backends
@@ -463,19 +463,4 @@ def test_capture_tells_the_warmup(op, monkeypatch):
     product = inspect.getmodule(op.function)._product
     monkeypatch.setattr(product, "_ran", set())
     monkeypatch.setattr(product, "_launchers", {})
-    with pytest.raises(RuntimeError, match=rf"cute::{op.name} met a kernel that is not ready") as raised:
-        op.cuda(*sample.args, **sample.kwargs)
-    told = str(raised.value)[str(raised.value).index("torch_cute_ops.warmup(") :]
-    calls = []
-    monkeypatch.setattr(torch_cute_ops, "warmup", lambda *args, **kwargs: calls.append((args, kwargs)))
-    eval(told, {"torch_cute_ops": torch_cute_ops, "torch": torch})
-    ((name,), facts) = calls[0]
-    args, kwargs = op.example(**{**facts, "device": "cpu"})
-    given, want = inspect.signature(op.function).bind(*args, **kwargs), arguments(op, sample)
-    assert name == op.name
-    for key, value in given.arguments.items():
-        if isinstance(value, torch.Tensor):
-            facts_of = [(t.shape, t.dtype, t.stride()) for t in (value, want[key])]
-            assert facts_of[0] == facts_of[1], key
-        else:
-            assert value == want[key], key
+    check_told_warmup(op, sample, monkeypatch)

@@ -1,5 +1,7 @@
 """What a GPU can do, roughly: enough to rank backends and tactics, not to predict a time."""
 
+from collections.abc import Iterable
+
 import torch
 
 from torch_cute_ops.mm_backends._base import Target
@@ -31,6 +33,12 @@ LAUNCH_SECONDS = 2e-6
 def usual_targets(arch: Arch) -> tuple[Target, ...]:
     """The GPUs of an architecture, where there is none to ask."""
     return tuple(Target(torch.device("cuda"), arch, sms) for sms in SMS[arch.name])
+
+
+def smallest_tile(tiles: Iterable[int], m: int) -> int:
+    """The least of ``tiles``, in ascending order, that has ``m`` rows, or the largest: a wider one only costs."""
+    sizes = tuple(tiles)
+    return next((rows for rows in sizes if rows >= m), sizes[-1])
 
 
 def places(slots: int, cluster: int) -> int:

@@ -19,6 +19,7 @@ from torch_cute_ops.mm_backends._model import (
     bytes_per_second,
     overlapped,
     places,
+    smallest_tile,
     tensor_core_seconds,
     weight_seconds,
 )
@@ -60,8 +61,7 @@ class MmaSync(Backend):
         from torch_cute_ops.kernels import fp4_mma
 
         chunks = -(-product.k // fp4_mma.CHUNK)
-        # A wider tile than the rows need only costs.
-        widest = next((tokens for tokens in fp4_mma.TOKEN_TILES if tokens >= m), fp4_mma.TOKEN_TILES[-1])
+        widest = smallest_tile(fp4_mma.TOKEN_TILES, m)
         every = itertools.product(fp4_mma.TOKEN_TILES, SPLITS, CTAS_PER_SM)
         tactics = [tactic for tactic in every if tactic[0] <= widest and tactic[1] <= chunks]
         return tuple(

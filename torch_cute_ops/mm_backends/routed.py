@@ -4,11 +4,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_cute_ops.formats import NVFP4
-from torch_cute_ops.kernels.activation_tiles.config import CHUNK
 from torch_cute_ops.mm_backends._base import Backend, Launcher, Product, Tactic, Target
-from torch_cute_ops.mm_backends._decode import reason_misaligned, reason_undecodable, sixteen_bit_dtype
-from torch_cute_ops.mm_backends._model import LAUNCH_SECONDS, bytes_per_second, overlapped, weight_seconds
+from torch_cute_ops.mm_backends._decode import (
+    reason_misaligned,
+    reason_not_linear,
+    reason_undecodable,
+    sixteen_bit_dtype,
+)
+from torch_cute_ops.mm_backends._model import (
+    LAUNCH_SECONDS,
+    bytes_per_second,
+    overlapped,
+    smallest_tile,
+    weight_seconds,
+)
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch
@@ -17,8 +26,6 @@ from torch_cute_ops.runtime.compiler import Wanted, compile_kernel
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_experts import Config
 
-TILES = (16, 32, 64, 128, 256)
-"""Tokens of a tile: as many as there are, if they fit. A wider tile has fewer stages."""
 DECODE_CLOCKS = 0.0405
 """Of an SM for each weight (measured on an H200)."""
 TOKEN_CLOCKS = 0.0024
@@ -45,8 +52,9 @@ class Routed(Backend):
         if product.experts > fp4_experts.MAX_EXPERTS:
             return f"there are {product.experts} experts; routed takes at most {fp4_experts.MAX_EXPERTS}"
         width = product.k // product.experts
-        if product.b_layout.is_linear and (product.fmt != NVFP4 or width % CHUNK):
-            return "in the linear layout scales have to be NVFP4's, and an expert's width a multiple of 256"
+        reason = reason_not_linear(product, width, "an expert's width")
+        if reason is not None:
+            return reason
         # Scales lie in tiles of four blocks.
         if width % (4 * product.fmt.block_size):
             return f"an expert's width is {width}; it has to be a multiple of {4 * product.fmt.block_size}"
@@ -55,7 +63,7 @@ class Routed(Backend):
     def tactics(self, product: Product, m: int, target: Target) -> tuple[Tactic, ...]:
         from torch_cute_ops.kernels import fp4_experts
 
-        tokens = next((tokens for tokens in TILES if tokens >= m), TILES[-1])
+        tokens = smallest_tile(fp4_experts.TILES, m)
         every = [(group, tokens) for group in fp4_experts.GROUPS if group <= max(m, 8)]
         return tuple(
             tactic for tactic in every if target.arch is None or _config(product, tactic, target.arch) is not None

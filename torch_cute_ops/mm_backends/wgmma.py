@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.kernels.activation_tiles.config import CHUNK
 from torch_cute_ops.mm_backends._base import Backend, Launcher, Product, Tactic, Target
 from torch_cute_ops.mm_backends._decode import (
     reason_experts,
     reason_misaligned,
+    reason_not_linear,
     reason_undecodable,
     sixteen_bit_dtype,
 )
@@ -18,6 +18,7 @@ from torch_cute_ops.mm_backends._model import (
     bytes_per_second,
     overlapped,
     places,
+    smallest_tile,
     tensor_core_seconds,
     weight_seconds,
 )
@@ -58,45 +59,41 @@ class Wgmma(Backend):
             return reason
         if target.arch is not None and target.arch.name != "sm_90a":
             return f"wgmma is of sm_90a; this is {target.arch.name}"
-        if product.b_layout.is_linear and (product.fmt != NVFP4 or product.k % CHUNK):
-            return "in the linear layout scales have to be NVFP4's, and k a multiple of 256"
-        return None
+        return reason_not_linear(product, product.k, "k")
 
     def tactics(self, product: Product, m: int, target: Target) -> tuple[Tactic, ...]:
         from torch_cute_ops.kernels import fp4_wgmma
 
-        widest = next((tokens for tokens in fp4_wgmma.TILES if tokens >= m), max(fp4_wgmma.TILES))
+        widest = smallest_tile(fp4_wgmma.TILES, m)
         tiles = [tokens for tokens in fp4_wgmma.TILES if tokens <= widest]
         every = [(tokens, split) for tokens in tiles for split in _splits(tokens)]
         return tuple(tactic for tactic in every if _is_useful(product, m, tactic, target))
 
     def estimate(self, product: Product, m: int, tactic: Tactic, target: Target) -> float:
         tokens, split = _tactic(tactic)
-        sizes = _sizes(product, tokens)
-        workers = _workers(sizes, split, target)
+        parts = _parts(product, tactic, target)
         tiles = -(-m // tokens)
-        clusters = _clusters(tokens, split)
-        waves = -(-workers * tiles // places(target.sms, split if clusters else 1))
-        chunks = -(-sizes.row_tiles * sizes.chunks // workers)
-        weights = sizes.rows * CHUNK
+        waves = -(-parts.workers * tiles // places(target.sms, split if parts.clusters else 1))
+        chunks = -(-parts.row_tiles * parts.chunks // parts.workers)
+        weights = parts.rows * CHUNK
         # Of a chunk: decode and products alternate in a warpgroup, and the other fills half of the gaps.
         computed = overlapped(
             weight_seconds(weights, DECODE_CLOCKS),
             tensor_core_seconds(2 * weights * tokens, target, sms=1),
             order=2,
         )
-        if clusters:
+        if parts.clusters:
             computed += ARRANGE_TOKEN_SECONDS * tokens
         read = weights * (0.5 + 1 / product.fmt.block_size) / (bytes_per_second(target) / target.sms)
         seconds = (
             LAUNCH_SECONDS + RAMP_SECONDS + waves * (chunks * overlapped(computed, read, order=8) + LAUNCH_SECONDS / 2)
         )
-        if clusters:
-            return seconds + (8 * sizes.rows * tokens / CLUSTER_BYTES_PER_SECOND if split > 1 else 0.0)
+        if parts.clusters:
+            return seconds + (8 * parts.rows * tokens / CLUSTER_BYTES_PER_SECOND if split > 1 else 0.0)
         seconds += ARRANGE_SECONDS
-        if workers != sizes.row_tiles:
+        if parts.shares:
             # Sums where portions meet are written, waited for, and read again.
-            seconds += LAUNCH_SECONDS + 8 * workers * tiles * sizes.rows * tokens / bytes_per_second(target)
+            seconds += LAUNCH_SECONDS + 2 * tiles * parts.left_bytes / bytes_per_second(target)
         return seconds
 
     def kernels(self, product: Product, tactic: Tactic, arch: Arch) -> tuple[Wanted, ...]:
@@ -106,16 +103,14 @@ class Wgmma(Backend):
 
     def launcher(self, product: Product, tactic: Tactic, target: Target) -> Launcher:
         assert target.arch is not None
-        tokens, split = _tactic(tactic)
         (kernel,) = self.kernels(product, tactic, target.arch)
         config: Config = kernel.config
         function = compile_kernel(kernel, target.arch)
         if config.splits:
             return lambda a, a_scale, b, b_scale, alpha, out: function(a, a_scale, b, b_scale, alpha, out, None, 0, 0)
-        sizes = _sizes(product, tokens)
-        workers = _workers(sizes, split, target)
-        shares = int(workers != sizes.row_tiles)
-        tile_bytes = config.workspace_bytes(product.k, workers, shares=bool(shares))
+        parts = _parts(product, tactic, target)
+        tokens, workers, shares = config.tokens, parts.workers, int(parts.shares)
+        tile_bytes = config.workspace_bytes(product.k, workers, shares=parts.shares)
 
         def multiply(
             a: torch.Tensor,
@@ -134,12 +129,40 @@ class Wgmma(Backend):
         return True
 
 
-class _Sizes(NamedTuple):
-    """Of a tile, and how many there are of the weight: (row_tiles, chunks)."""
+class _Parts(NamedTuple):
+    """How the work on a tile of rows of ``a`` is shared out.
+
+    Attributes:
+        rows: of ``b`` in a tile.
+        row_tiles, chunks: tiles of rows of ``b``, and chunks of k.
+        workers: CTAs.
+        clusters: whether those of a tile of rows are a cluster.
+        left_bytes: of the sums that CTAs leave in memory for others.
+    """
 
     rows: int
     row_tiles: int
     chunks: int
+    workers: int
+    clusters: bool
+    left_bytes: int
+
+    @property
+    def shares(self) -> bool:
+        """Whether CTAs leave sums in memory for others."""
+        return self.left_bytes > 0
+
+
+def _parts(product: Product, tactic: Tactic, target: Target) -> _Parts:
+    from torch_cute_ops.kernels import fp4_wgmma
+
+    tokens, split = _tactic(tactic)
+    rows, chunks, clusters = fp4_wgmma.rows_of(tokens), -(-product.k // CHUNK), _clusters(tokens, split)
+    row_tiles = -(-product.n // rows)
+    # Each has a chunk at least: the kernel waits for every worker's sums.
+    workers = max(1, min(target.sms, row_tiles * chunks) if split == BALANCED else row_tiles * split)
+    left_bytes = 0 if clusters or workers == row_tiles else workers * rows * tokens * 4
+    return _Parts(rows, row_tiles, chunks, workers, clusters, left_bytes)
 
 
 def _tactic(tactic: Tactic) -> tuple[int, int]:
@@ -163,27 +186,8 @@ def _splits(tokens: int) -> tuple[int, ...]:
 def _is_useful(product: Product, m: int, tactic: Tactic, target: Target) -> bool:
     """Whether every worker has something to do, and the sums that it leaves are no burden on memory."""
     tokens, split = _tactic(tactic)
-    sizes = _sizes(product, tokens)
-    workers = _workers(sizes, split, target)
-    left = (
-        0
-        if workers == sizes.row_tiles or _clusters(tokens, split)
-        else -(-m // tokens) * workers * sizes.rows * tokens * 4
-    )
-    return split <= sizes.chunks and left <= MOST_LEFT
-
-
-def _sizes(product: Product, tokens: int) -> _Sizes:
-    from torch_cute_ops.kernels import fp4_wgmma
-
-    rows = 64 * fp4_wgmma.TILES[tokens]
-    return _Sizes(rows, -(-product.n // rows), -(-product.k // CHUNK))
-
-
-def _workers(sizes: _Sizes, split: int, target: Target) -> int:
-    """CTAs that share the weight."""
-    # Each has a chunk at least: the kernel waits for every worker's sums.
-    return max(1, min(target.sms, sizes.row_tiles * sizes.chunks) if split == BALANCED else sizes.row_tiles * split)
+    parts = _parts(product, tactic, target)
+    return split <= parts.chunks and -(-m // tokens) * parts.left_bytes <= MOST_LEFT
 
 
 def _config(product: Product, tactic: Tactic, arch: Arch) -> "Config | None":

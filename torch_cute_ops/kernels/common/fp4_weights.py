@@ -15,13 +15,18 @@ How eight codes of a word pair up follows from which bits a move can reach at on
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Uint8, Uint32
 
-from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format
+from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format, ScaleLayout
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 DECODED_SCALE = {NVFP4: 2.0**-8, MXFP4: 1.0}
 """Decoded numbers, and so sums, over what they should be."""
+
+
+def sum_scale(fmt: FP4Format, a_layout: ScaleLayout | None = None) -> float:
+    """What makes of sums of decoded numbers those of the numbers; ``a_layout``: of activations, if they are decoded."""
+    return 1.0 / DECODED_SCALE[fmt] ** (1 if a_layout is None else 2)
 
 
 def scale_argument(fmt: FP4Format, rows: Dim, columns: Dim, align: int = 16) -> TensorArg:

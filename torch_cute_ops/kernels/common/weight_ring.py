@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import load_words
-from torch_cute_ops.kernels.common.fp4_weights import rows_of_bytes, scale_argument, scale_factors
+from torch_cute_ops.kernels.common.fp4_weights import decode, rows_of_bytes, scale_argument, scale_factors
 from torch_cute_ops.kernels.common.weight_chunks import LINE, TILE_ROWS, WeightChunks
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
@@ -166,3 +166,9 @@ class WeightRing:
         bytes_ = bytes_ & keep
         parts = (bytes_ & Uint32(0xFFFF), bytes_ >> 16) if count == 4 else (bytes_ & Uint32(0xFF), bytes_ >> 8)
         return [factor for part in parts for factor in scale_factors(part, dtype, self.fmt)]
+
+    def pairs(self, codes: list, factors: list, word: int, dtype) -> list:
+        """What ``decode`` makes of the ``word``-th word of each row, of its ``codes`` and ``factors``."""
+        per_factor = WORDS // len(factors[0])
+        rows = zip(codes, factors, strict=True)
+        return [decode([words[word]], [scales[word // per_factor]], dtype, self.fmt)[0] for words, scales in rows]

@@ -8,6 +8,7 @@ import torch
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.kernels import activation_tiles
 from torch_cute_ops.kernels.activation_tiles import CHUNK
+from torch_cute_ops.kernels.common.limits import reason_beyond
 from torch_cute_ops.kernels.common.weight_chunks import WeightChunks
 from torch_cute_ops.runtime.arch import Arch
 
@@ -19,8 +20,8 @@ WARPS: Final = SLOTS * 4
 THREADS: Final = 32 * (WARPS + 4)
 GROUPS: Final = (8, 16, 32)
 """Tokens of a unit."""
-MAX_TOKENS: Final = 256
-"""Of a tile."""
+TILES: Final = (16, 32, 64, 128, 256)
+"""Tokens of a tile: as many as there are, if they fit. A wider tile has fewer stages."""
 MAX_EXPERTS: Final = 512
 BARRIER_BYTES: Final = 512
 LIST_BYTES: Final = 12 * (MAX_EXPERTS + 8)
@@ -96,11 +97,7 @@ class Config:
         """Why this cannot run on ``arch``; ``None`` if it can."""
         if arch.name != "sm_90a":
             return f"is of sm_90a; this is {arch.name}"
-        if self.dtype == torch.float16 and self.fmt.name != "nvfp4":
-            return f"the numbers of {self.fmt.name} exceed float16"
-        if self.smem_bytes > arch.smem_per_cta:
-            return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
-        return None
+        return reason_beyond(self.dtype, self.fmt, self.smem_bytes, arch)
 
 
 def plan(

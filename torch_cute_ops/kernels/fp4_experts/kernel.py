@@ -11,15 +11,15 @@ from torch_cute_ops.kernels.activation_tiles.config import CHUNK, TILE_TOKENS
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.activations import EIGHTHS, GROUP_BYTES, Activations
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
-from torch_cute_ops.kernels.common.fp4_weights import DECODED_SCALE, decode
+from torch_cute_ops.kernels.common.fp4_weights import sum_scale
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.common.warp_products import multiply_word
 from torch_cute_ops.kernels.common.weight_ring import WORDS, WeightRing
-from torch_cute_ops.kernels.fp4_experts.config import MAX_EXPERTS, ROWS, SLOTS, WARPS, Config
+from torch_cute_ops.kernels.fp4_experts.config import MAX_EXPERTS, ROWS, SLOTS, TILES, WARPS, Config
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 
 WARP = 32
-LIST_THREADS = 256
+LIST_THREADS = max(TILES)  # one for each token
 
 
 class FP4ExpertsKernel:
@@ -79,40 +79,31 @@ class FP4ExpertsKernel:
         expert, tile, _ = cute.arch.block_idx()
         experts, _, _ = cute.arch.grid_dim()
         lane, warp = tid % WARP, tid // WARP
-        rounds = -(-c.tokens // LIST_THREADS)
-        parts = rounds * (LIST_THREADS // WARP)
-        found = cute.make_tensor(SmemAllocator().allocate_array(Int32, parts), cute.make_layout(parts))
+        warps = LIST_THREADS // WARP
+        found = cute.make_tensor(SmemAllocator().allocate_array(Int32, warps), cute.make_layout(warps))
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        values = cute.make_rmem_tensor((rounds,), Float32)
-        before = cute.make_rmem_tensor((rounds,), Int32)
-        for i in range_constexpr(rounds):
-            token = tile * c.tokens + i * LIST_THREADS + tid
-            values[i] = Float32(0.0)
-            if (i * LIST_THREADS + tid < c.tokens) & (token < m):
-                values[i] = alpha[token, expert]
-            ballot = cute.arch.vote_ballot_sync(self._counts(values[i]))
-            before[i] = Int32(cute.arch.popc(Uint32(ballot) & ((Uint32(1) << Uint32(lane)) - 1)))
-            if lane == 0:
-                found[i * (LIST_THREADS // WARP) + warp] = Int32(cute.arch.popc(Uint32(ballot)))
+        value = Float32(0.0)
+        if (tid < c.tokens) & (tile * c.tokens + tid < m):
+            value = alpha[tile * c.tokens + tid, expert]
+        # NaN is not zero.
+        counted = (ptx.bits_of(value) & Uint32(0x7FFFFFFF)) != Uint32(0)
+        ballot = Uint32(cute.arch.vote_ballot_sync(counted))
+        if lane == 0:
+            found[warp] = Int32(cute.arch.popc(ballot))
         cute.arch.sync_threads()
-        start = (Int64(tile) * experts + expert) * c.tokens
+        before = Int32(cute.arch.popc(ballot & ((Uint32(1) << Uint32(lane)) - 1)))
         total = Int32(0)
-        for part in range_constexpr(parts):
-            i = part // (LIST_THREADS // WARP)
-            if part % (LIST_THREADS // WARP) == warp:
-                if self._counts(values[i]):
-                    at = start + total + before[i]
-                    tokens[at] = i * LIST_THREADS + tid
-                    factors[at] = values[i]
-            total = total + found[part]
+        for i in range_constexpr(warps):
+            before = before + ptx.select(warp > i, found[i], Int32(0))
+            total = total + found[i]
+        if counted:
+            at = (Int64(tile) * experts + expert) * c.tokens + before
+            tokens[at] = tid
+            factors[at] = value
         if tid == 0:
             counts[tile * experts + expert] = total
-
-    def _counts(self, value) -> cutlass.Boolean:
-        """Whether a factor is not zero; NaN is not."""
-        return (ptx.bits_of(value) & Uint32(0x7FFFFFFF)) != Uint32(0)
 
     # Products
 
@@ -437,13 +428,12 @@ class FP4ExpertsKernel:
     def _multiply_chunk(self, chunk, stage, scale_row, sums, w, t, s) -> None:
         """Add a chunk's products to the sums."""
         c = self.config
-        left = t.blocks - chunk * (CHUNK // c.fmt.block_size)
+        left = t.blocks - chunk * self.ring.blocks
         codes = [self.ring.codes(s.codes, stage, w.row + 8 * r, w.quad) for r in range(2)]
         scales = [self.ring.factors(s.scales, stage, scale_row + 8 * r, w.quad, left, self.dtype) for r in range(2)]
-        per_scale = WORDS // len(scales[0])
         at = s.tokens + cute.assume(stage * self._token_bytes, divby=GROUP_BYTES)
         for word in range(WORDS):
-            pairs = [decode([codes[r][word]], [scales[r][word // per_scale]], self.dtype, c.fmt)[0] for r in range(2)]
+            pairs = self.ring.pairs(codes, scales, word, self.dtype)
             multiply_word(pairs, word, c.group, at, w.lane, sums, self.dtype)
 
     def _sum_place(self, token, row):
@@ -455,7 +445,7 @@ class FP4ExpertsKernel:
         """Multiply a unit's sums by the factors, and add them to those of the tile."""
         c = self.config
         totals = cute.make_tensor(cute.recast_ptr(s.sums, dtype=Float32), cute.make_layout(c.tokens * ROWS))
-        scale = Float32(1.0 / DECODED_SCALE[c.fmt] ** (1 if c.a_layout is None else 2))
+        scale = Float32(sum_scale(c.fmt, c.a_layout))
         for i in range_constexpr(c.group // 4):
             if members[i] >= 0:
                 for r in range_constexpr(2):

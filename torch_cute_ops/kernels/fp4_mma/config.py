@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_cute_ops.formats import NVFP4, FP4Format, ScaleLayout
+from torch_cute_ops.formats import FP4Format, ScaleLayout
+from torch_cute_ops.kernels.common.limits import reason_beyond
 from torch_cute_ops.kernels.common.sum_tile import SumTile
 from torch_cute_ops.runtime.arch import Arch
 
@@ -90,12 +91,11 @@ class Config:
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
-        if self.dtype == torch.float16 and self.fmt != NVFP4:
-            return f"the numbers of {self.fmt.name} exceed float16"
         if self.layout.tile_rows not in (0, ROWS):
             return f"weights have no scales in the layout {self.layout.name}"
-        if self.smem_bytes > arch.smem_per_cta:
-            return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
+        reason = reason_beyond(self.dtype, self.fmt, self.smem_bytes, arch)
+        if reason is not None:
+            return reason
         if (self.smem_bytes + RESERVED) * self.ctas_per_sm > arch.smem_per_sm:
             return f"{self.ctas_per_sm} CTAs need more shared memory than the {arch.smem_per_sm} bytes of an SM"
         return None

@@ -10,12 +10,12 @@ from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.cluster_sums import leave_sums, write_sums
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, store_words
 from torch_cute_ops.kernels.common.fp4_weights import (
-    DECODED_SCALE,
     decode,
     pair_activations,
     rows_of_bytes,
     scale_argument,
     scale_factors,
+    sum_scale,
 )
 from torch_cute_ops.kernels.fp4_mma.config import CHUNK, ROWS, THREADS, Config
 from torch_cute_ops.runtime.argspec import Argument, Dim, TensorArg
@@ -125,7 +125,7 @@ class FP4MmaKernel:
         factor = Float32(1.0)
         if const_expr(c.has_alpha):
             factor = alpha[0]
-        scale = (Float32(1.0 / DECODED_SCALE[c.fmt]), factor)
+        scale = (Float32(sum_scale(c.fmt)), factor)
         write_sums(sum_tile, c.splits, THREADS, scale, out, base, rank, tid, t.first_token, t.first_row)
         if const_expr(c.splits > 1):
             # No CTA may end while another still reads its sums.

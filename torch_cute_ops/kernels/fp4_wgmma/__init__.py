@@ -34,12 +34,12 @@ each tile of rows, from L2; 8 bytes a sum where portions meet.
 
 from typing import TYPE_CHECKING, Any
 
-from torch_cute_ops.kernels.fp4_wgmma.config import ARRANGED, SPLITS, TILES, Config, plan
+from torch_cute_ops.kernels.fp4_wgmma.config import ARRANGED, SPLITS, TILES, Config, plan, rows_of
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_wgmma.kernel import FP4WgmmaKernel
 
-__all__ = ["ARRANGED", "KERNEL", "SPLITS", "TILES", "Config", "FP4WgmmaKernel", "plan"]
+__all__ = ["ARRANGED", "KERNEL", "SPLITS", "TILES", "Config", "FP4WgmmaKernel", "plan", "rows_of"]
 
 KERNEL = f"{__name__}.kernel.FP4WgmmaKernel"
 

@@ -8,6 +8,7 @@ import torch
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.kernels import activation_tiles
 from torch_cute_ops.kernels.activation_tiles import CHUNK
+from torch_cute_ops.kernels.common.limits import reason_beyond
 from torch_cute_ops.kernels.common.sum_tile import SumTile
 from torch_cute_ops.kernels.common.weight_chunks import WeightChunks
 from torch_cute_ops.runtime.arch import Arch
@@ -27,6 +28,11 @@ BY_WARP: Final = 8
 16, since every warp reads all activations (measured on an H200)."""
 SPLITS: Final = (1, 2, 3, 4, 8)
 """CTAs of a cluster."""
+
+
+def rows_of(tokens: int) -> int:
+    """Rows of the weight of a tile with so many tokens."""
+    return TILES[tokens] * GROUP_ROWS
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Config:
     @property
     def rows(self) -> int:
         """Rows of the weight of a tile."""
-        return self.groups * GROUP_ROWS
+        return rows_of(self.tokens)
 
     @property
     def threads(self) -> int:
@@ -133,13 +139,9 @@ class Config:
         """Why this cannot run on ``arch``; ``None`` if it can."""
         if arch.name != "sm_90a":
             return f"wgmma is of sm_90a; this is {arch.name}"
-        if self.dtype == torch.float16 and self.fmt.name != "nvfp4":
-            return f"the numbers of {self.fmt.name} exceed float16"
         if self.splits and self.tokens > ARRANGED:
             return f"a CTA puts at most {ARRANGED} tokens in order itself"
-        if self.smem_bytes > arch.smem_per_cta:
-            return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
-        return None
+        return reason_beyond(self.dtype, self.fmt, self.smem_bytes, arch)
 
 
 def plan(

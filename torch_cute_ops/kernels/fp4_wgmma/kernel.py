@@ -17,7 +17,7 @@ from torch_cute_ops.kernels.common.activations import (
 )
 from torch_cute_ops.kernels.common.cluster_sums import leave_sums, write_sums
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
-from torch_cute_ops.kernels.common.fp4_weights import DECODED_SCALE, decode
+from torch_cute_ops.kernels.common.fp4_weights import sum_scale
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.common.warp_products import multiply_word
 from torch_cute_ops.kernels.common.weight_chunks import LINE
@@ -340,11 +340,7 @@ class FP4WgmmaKernel:
                 codes = [self.ring.codes(s.codes, stage, row, w.quad) for row in rows]
                 factors = [self.ring.factors(s.scales, stage, row, w.quad, left, self.dtype) for row in rows]
                 for word in range_constexpr(WORDS):
-                    per_factor = WORDS // len(factors[0])
-                    pairs = [
-                        decode([codes[r][word]], [factors[r][word // per_factor]], self.dtype, c.fmt)[0]
-                        for r in range(2)
-                    ]
+                    pairs = self.ring.pairs(codes, factors, word, self.dtype)
                     if const_expr(word % (2 * c.span) == 0):
                         cute.arch.mbarrier_wait(s.tokens_full + token_stage, token_parity)
                     if const_expr(c.by_warp):
@@ -499,22 +495,17 @@ class FP4WgmmaKernel:
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
         at = t.token_tile * c.tokens, tile * c.rows
-        scale = Float32(self._scale()), factor
+        scale = Float32(sum_scale(c.fmt, c.a_layout)), factor
         write_sums(c.sum_tile, c.splits, threads, scale, t.out, s.codes, t.worker % c.splits, tid, *at)
         # No CTA may end while another still reads its sums.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
 
-    def _scale(self) -> float:
-        """What makes of sums of decoded numbers those of the numbers."""
-        c = self.config
-        return 1.0 / DECODED_SCALE[c.fmt] ** (1 if c.a_layout is None else 2)
-
     @cute.jit
     def _write(self, sums, tile, factor, w, t):
         """Scale the sums, round and store them."""
         c = self.config
-        scale = self._scale()
+        scale = sum_scale(c.fmt, c.a_layout)
         first_token = t.token_tile * c.tokens
         for j in range_constexpr(c.tokens // TILE_TOKENS):
             values = [ptx.mul_rn(ptx.mul_rn(sums[4 * j + i], Float32(scale)), factor) for i in range(4)]
