@@ -306,9 +306,10 @@ AnyCase = Case | ProductCase | WgmmaCase | ExpertsCase
 
 def experts_cases() -> list[ExpertsCase]:
     """Every kind of operands with every size of a unit, and of a tile; the rest in turn."""
-    tiles = {8: itertools.cycle((256, 16)), 16: itertools.cycle((64, 256)), 32: itertools.cycle((32, 16))}
+    tiles = {8: (256, 16, 512), 16: (64, 512), 24: (512, 32), 32: (32, 128)}
+    turns = {group: itertools.cycle(sizes) for group, sizes in tiles.items()}
     outs = itertools.cycle((BF16, FP16, FP32))
-    return [ExpertsCase(*kind, group, next(tiles[group]), next(outs)) for kind in WARPGROUP_KINDS for group in tiles]
+    return [ExpertsCase(*kind, group, next(turns[group]), next(outs)) for kind in WARPGROUP_KINDS for group in turns]
 
 
 def product_cases() -> list[ProductCase]:

@@ -122,7 +122,7 @@ def compute(kernel: Any, *args: Any) -> None:
         return
     if type(kernel).__name__ == "FP4ExpertsKernel":
         a, a_scale, b, scale, alpha, out, workspace, experts = args
-        assert workspace.numel() == config.workspace_bytes(len(a), experts)
+        assert workspace.numel() == config.workspace_bytes(len(a), 2 * len(b), experts)
         layouts = config.a_layout, config.layout
         write(out, expert_product(a, a_scale, b.t(), scale, alpha, config.out_dtype, config.fmt, *layouts))
         return

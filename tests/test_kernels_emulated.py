@@ -455,8 +455,8 @@ def test_activation_tiles(
     run_kernel(kernel, ARCHS[HOPPER], a, scale, tiles, flags, seed=0)
     assert not flags.any()
     numbers = torch.nn.functional.pad(numbers, (0, chunks * 256 - k))
-    # chunk, 64 positions, group, token, piece, element; or chunk, group, eighth, quarter, token, element
-    got = tiles.view(dtype).view((chunks, groups, 8, 4, 8, 8) if by_warp else (chunks, 4, groups, 8, 8, 8))
+    # chunk, 64 positions, group, token, piece, element; or chunk, group, token, eighth, quarter, element
+    got = tiles.view(dtype).view((chunks, groups, 8, 8, 4, 8) if by_warp else (chunks, 4, groups, 8, 8, 8))
     # Which elements of a word a decoder pairs: (0, 2), (1, 3), ... in fp16, (0, 4), (1, 5), ... in bf16.
     pairs = [(0, 2), (1, 3), (4, 6), (5, 7)] if dtype == FP16 else [(0, 4), (1, 5), (2, 6), (3, 7)]
     for token in range(m):
@@ -466,7 +466,7 @@ def test_activation_tiles(
                 element = quad * 64 + step // 2 * 8 + pairs[step % 2 * 2 + high][e]
                 if by_warp:
                     at = step % 2 * 4 + high * 2 + e
-                    found = got[:, token // 8, step // 2, quad, token % 8 ^ quad * 2, at]
+                    found = got[:, token // 8, token % 8, step // 2 ^ token % 2, quad, at]
                 else:
                     piece = (step % 4 * 2 + high) ^ (token % 8)
                     found = got[:, step // 4, token // 8, token % 8, piece, position % 8]
@@ -599,6 +599,8 @@ EXPERTS = [
     Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 8, 64, FP16), 33, 72, 9, 128, "few", 2),
     Experts(ExpertsCase(FP16, NVFP4, "linear", "linear", 32, 32, FP32), 70, 64, 2, 256, "one", 3),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 16, 64, BF16), 3, 8, 33, 128, "few", 4),
+    Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 24, 512, FP32), 30, 72, 3, 768, "dense", 5),
+    Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 8, 512, BF16), 20, 64, 7, 320, "few", 6),
 ]
 
 
@@ -617,7 +619,7 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
     b, scale = random_matrix(one.n, k, case.format, case.layout, CPU, powers)
     scale = scale.view(case.format.scale_dtype)
     out = poisoned(one.m, one.n, dtype=case.out_dtype)
-    workspace = poisoned(case.kernel.config.workspace_bytes(one.m, one.experts), dtype=torch.uint8)
+    workspace = poisoned(case.kernel.config.workspace_bytes(one.m, k, one.experts), dtype=torch.uint8)
     given = (a, a_scale, b.t(), scale, alpha.t().contiguous().t(), out, workspace, one.experts)
     run_kernel(case.kernel, ARCHS[case.arch], *given, seed=one.seed, edit=edit)
     layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]

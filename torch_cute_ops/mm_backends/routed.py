@@ -63,8 +63,10 @@ class Routed(Backend):
     def tactics(self, product: Product, m: int, target: Target) -> tuple[Tactic, ...]:
         from torch_cute_ops.kernels import fp4_experts
 
-        tokens = smallest_tile(fp4_experts.TILES, m)
-        every = [(group, tokens) for group in fp4_experts.GROUPS if group <= max(m, 8)]
+        widest = smallest_tile(fp4_experts.TILES, m)
+        # What fits a tile of 512 tokens has few stages: two of 256 may be better.
+        tiles = [tokens for tokens in (256, widest) if tokens <= widest] if widest > 256 else [widest]
+        every = [(group, tokens) for tokens in tiles for group in fp4_experts.GROUPS if group <= max(m, 8)]
         return tuple(
             tactic for tactic in every if target.arch is None or _config(product, tactic, target.arch) is not None
         )
@@ -98,7 +100,7 @@ class Routed(Backend):
         (kernel,) = self.kernels(product, tactic, target.arch)
         config: Config = kernel.config
         function = compile_kernel(kernel, target.arch)
-        experts = product.experts
+        k, experts = product.k, product.experts
 
         def multiply(
             a: torch.Tensor,
@@ -108,7 +110,7 @@ class Routed(Backend):
             alpha: torch.Tensor | None,
             out: torch.Tensor,
         ) -> None:
-            size = config.workspace_bytes(a.shape[0], experts)
+            size = config.workspace_bytes(a.shape[0], k, experts)
             workspace = allocator(a.device)((size,), (1,), torch.uint8)
             function(a, a_scale, b, b_scale, alpha, out, workspace, experts)
 

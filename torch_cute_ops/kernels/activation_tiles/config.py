@@ -11,6 +11,8 @@ CHUNK = 256
 TILE_TOKENS = 8
 TILE_BYTES = 1024
 """Of a tile of 8 tokens x 64 positions of 16 bits."""
+TOKEN_BYTES = CHUNK * 2
+"""Of a token's part of a chunk."""
 THREADS = 256
 
 

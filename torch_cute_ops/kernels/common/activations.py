@@ -13,9 +13,9 @@ bytes, rows of 128 bytes whose 16-byte pieces are swapped as wgmma's 128-byte sw
 "Matrix-descriptor"). Tile (group of tokens ``g``, 64 positions ``c``) is the ``c · groups + g``-th, so that the tiles
 of neighbouring tokens are one bulk copy.
 
-For a product of warps a group of 8 tokens is 4,096 bytes: for each eighth the 16 bytes that a lane of mma.sync wants
-for two steps, token ``n`` and quarter ``q`` at the ``8 · q + (n xor 2 · q)``-th place, so that neither eight lanes that
-write one quarter of eight tokens nor eight that read two tokens meet a bank twice.
+For a product of warps a token is 512 bytes, one after the other: for each eighth ``e`` of a quarter the 16 bytes of
+each quarter that a lane of mma.sync wants for two steps, 64 bytes at the ``(e xor n % 2)``-th place of token ``n``. So
+eight lanes that read two neighbouring tokens meet no bank twice.
 """
 
 from typing import Final
@@ -23,7 +23,7 @@ from typing import Final
 import cutlass.cute as cute
 from cutlass import Int64, Uint8, Uint32
 
-from torch_cute_ops.kernels.activation_tiles.config import CHUNK, TILE_BYTES, TILE_TOKENS, Config
+from torch_cute_ops.kernels.activation_tiles.config import CHUNK, TILE_BYTES, TILE_TOKENS, TOKEN_BYTES, Config
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, store_words
 from torch_cute_ops.kernels.common.fp4_weights import decode, pair_activations, scale_argument, scale_factors
@@ -31,13 +31,7 @@ from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 QUAD: Final = 4  # lanes that share a row of an operand
 EIGHTHS: Final = CHUNK // QUAD // 8
-GROUP_BYTES: Final = QUAD * TILE_BYTES  # of a group of tokens in a chunk
-STEPS_BYTES: Final = GROUP_BYTES // EIGHTHS
-
-
-def fragment_place(token, quarter):
-    """Where the 16 bytes of a token and quarter lie among those of two steps, for products of warps."""
-    return (quarter * TILE_TOKENS + (token ^ (quarter * 2))) * 16
+STEPS_BYTES: Final = TOKEN_BYTES // EIGHTHS
 
 
 class Activations:
@@ -87,15 +81,15 @@ class Activations:
 
     def order(self, quarters: list, groups, eighth, token, base: cute.Pointer) -> None:
         """Store what was read to where it belongs in a chunk of ``groups`` groups of tokens, from byte ``base``;
-        ``token`` is its place among these."""
+        ``token`` is its place among these. Products of warps have any number of groups."""
         words = [self._decoded(quarter) for quarter in quarters]
-        row = token % TILE_TOKENS
         if self.config.by_warp:
-            group = base + cute.assume(token // TILE_TOKENS * GROUP_BYTES + eighth * STEPS_BYTES, divby=STEPS_BYTES)
+            start = base + cute.assume(token * TOKEN_BYTES + (eighth ^ (token % 2)) * STEPS_BYTES, divby=STEPS_BYTES)
             for q, quarter in enumerate(words):
-                to = cute.recast_ptr(group + cute.assume(fragment_place(row, q), divby=16), dtype=Uint32)
+                to = cute.recast_ptr(start + q * 16, dtype=Uint32)
                 store_words(quarter, cute.make_tensor(to, cute.make_layout(QUAD)))
             return
+        row = token % TILE_TOKENS
         for half in range(2):
             step = eighth * 2 + half
             tile = step // 4 * groups + token // TILE_TOKENS

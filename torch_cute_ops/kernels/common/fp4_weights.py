@@ -74,13 +74,13 @@ def scale_factors(scales, dtype, fmt: FP4Format) -> list:
         values = [ptx.mul_rn(ptx.unpack_f16(both, half), Float32(2.0**118)) for half in range(2)]
         return [ptx.pack_16x2(value, value, "bf16") for value in values]
     both = ptx.mul_16x2(both, Uint32(0x54005400), "f16")
-    return [ptx.prmt(both, both, selector) for selector in (0x1010, 0x3232)]
+    return [ptx.both_halves(both, half) for half in range(2)]
 
 
 def _float16_pairs(word) -> list:
     """Codes (0, 2), (1, 3), (4, 6), (5, 7) as e2m1 · 2^-14."""
     signs = word & Uint32(0x88888888)
-    even = ptx.select_bits(Uint32(0x0E0E0E0E), word << 1, signs << 4)
+    even = ptx.select_bits(Uint32(0x0E0E0E0E), word << 1, ptx.shift_left(signs, 4))
     odd = ptx.select_bits(Uint32(0x0E0E0E0E), word >> 3, signs)
     return [ptx.prmt(x, Uint32(0), selector) for selector in (0x1404, 0x3424) for x in (even, odd)]
 

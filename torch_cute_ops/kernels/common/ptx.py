@@ -37,6 +37,12 @@ def select_bits(mask, a, b, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
+def shift_left(a, count: int, *, loc=None, ip=None) -> Uint32:
+    """``a << count``, where LLVM shall not move the shift before a mask."""
+    return Uint32(_asm(T.i32(), [_u32(a, loc, ip)], f"shl.b32 $0, $1, {count};", "=r,r", loc, ip))
+
+
+@dsl_user_op
 def select(condition, a, b, *, loc=None, ip=None):
     """``a`` if ``condition`` else ``b``, both computed; ``a`` and ``b`` have one type."""
     operands = [value.ir_value(loc=loc, ip=ip) for value in (Boolean(condition), a, b)]
@@ -176,6 +182,13 @@ def pack_16x2(low, high, dtype: str, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
+def both_halves(word, half: int, *, loc=None, ip=None) -> Uint32:
+    """A half of a word, twice: ptxas lets 16-bit arithmetic take it from there, without an instruction."""
+    text = f"{{.reg .b16 low, high; mov.b32 {{low, high}}, $1; mov.b32 $0, {{{('low, low', 'high, high')[half]}}};}}"
+    return Uint32(_asm(T.i32(), [_u32(word, loc, ip)], text, "=r,r", loc, ip))
+
+
+@dsl_user_op
 def unpack_f16(word, half: int, *, loc=None, ip=None) -> Float32:
     """The fp32 value of one fp16 half of a word."""
     source = ("h", "x") if half else ("x", "h")
@@ -272,6 +285,22 @@ def load_if(pointer, condition, words: int, offset: int = 0, *, loc=None, ip=Non
     if words == 1:
         return [Uint32(values)]
     return [Uint32(llvm.extractvalue(T.i32(), values, [i], loc=loc, ip=ip)) for i in range(words)]
+
+
+@dsl_user_op
+def load_shared_if(pointer, condition, *, loc=None, ip=None) -> Uint32:
+    """A word of shared memory; zero, unless ``condition``."""
+    operands = [_u32(pointer.toint(loc=loc, ip=ip), loc, ip), _u32(Uint32(condition), loc, ip)]
+    text = "{.reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.shared.b32 $0, [$1];}"
+    return Uint32(_asm(T.i32(), operands, text, "=&r,r,r", loc, ip, pure=False))
+
+
+@dsl_user_op
+def store_shared_if(pointer, word, condition, *, loc=None, ip=None) -> None:
+    """Store a word in shared memory, if ``condition``."""
+    operands = [_u32(value, loc, ip) for value in (pointer.toint(loc=loc, ip=ip), word, Uint32(condition))]
+    text = "{.reg .pred p; setp.ne.u32 p, $2, 0; @p st.shared.b32 [$0], $1;}"
+    _asm(None, operands, text, "r,r,r", loc, ip, pure=False)
 
 
 @dsl_user_op

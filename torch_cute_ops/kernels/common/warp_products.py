@@ -3,9 +3,9 @@
 import cutlass.cute as cute
 from cutlass import BFloat16, Uint32
 
-from torch_cute_ops.kernels.activation_tiles.config import TILE_TOKENS
+from torch_cute_ops.kernels.activation_tiles.config import TILE_TOKENS, TOKEN_BYTES
 from torch_cute_ops.kernels.common import ptx
-from torch_cute_ops.kernels.common.activations import GROUP_BYTES, STEPS_BYTES, fragment_place
+from torch_cute_ops.kernels.common.activations import STEPS_BYTES
 from torch_cute_ops.kernels.common.convert import load_words
 
 
@@ -22,9 +22,11 @@ def multiply_word(pairs: list, word: int, tokens: int, chunk_at: cute.Pointer, l
         dtype: of the operands.
     """
     name = "bf16" if dtype is BFloat16 else "f16"
-    place = word * STEPS_BYTES + fragment_place(lane // 4, lane % 4)
+    token, quarter = lane // 4, lane % 4
+    # The (word xor token % 2)-th 64 bytes
+    place = token * TOKEN_BYTES + quarter * 16 + word * STEPS_BYTES + (1 - word % 2 * 2) * (token % 2) * STEPS_BYTES
     for group in range(tokens // TILE_TOKENS):
-        at = chunk_at + cute.assume(place + group * GROUP_BYTES, divby=16)
+        at = chunk_at + cute.assume(place + group * (TILE_TOKENS * TOKEN_BYTES), divby=16)
         activations = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
         total = [sums[4 * group + i] for i in range(4)]
         for step in range(2):

@@ -27,6 +27,12 @@ SCALE_TILE: Final = TILE_ROWS * TILE_BLOCKS
 EVICT_FIRST: Final = 0x12F0000000000000
 
 
+def next_stage(stage, parity, stages: int) -> tuple:
+    """The next stage of a ring of buffers, and the parity of its next use."""
+    wraps = stage + 1 == stages
+    return ptx.select(wraps, Int32(0), stage + 1), ptx.select(wraps, parity ^ 1, parity)
+
+
 class WeightRing:
     """A ring of ``stages`` chunks."""
 

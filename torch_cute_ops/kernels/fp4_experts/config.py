@@ -8,24 +8,32 @@ import torch
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.kernels import activation_tiles
 from torch_cute_ops.kernels.activation_tiles import CHUNK
+from torch_cute_ops.kernels.activation_tiles.config import TOKEN_BYTES
 from torch_cute_ops.kernels.common.limits import reason_beyond
 from torch_cute_ops.kernels.common.weight_chunks import WeightChunks
 from torch_cute_ops.runtime.arch import Arch
 
 ROWS: Final = 64
 """Rows of the weight that a CTA has."""
-SLOTS: Final = 4
-"""Units that a CTA works on at a time. Each has four warps, with 16 rows, and one that feeds them."""
-WARPS: Final = SLOTS * 4
-THREADS: Final = 32 * (WARPS + 4)
-GROUPS: Final = (8, 16, 32)
+BANDS: Final = ROWS // 16
+"""Rows of a warp's products, so many times."""
+PLACES: Final = 4
+"""Warps that have the same rows."""
+WARPS: Final = BANDS * PLACES
+THREADS: Final = 32 * (WARPS + PLACES)
+"""Of a CTA that multiplies: warps that multiply, and one that feeds each slot."""
+GROUPS: Final = (8, 16, 24, 32)
 """Tokens of a unit."""
-TILES: Final = (16, 32, 64, 128, 256)
+TILES: Final = (16, 32, 64, 128, 256, 512)
 """Tokens of a tile: as many as there are, if they fit. A wider tile has fewer stages."""
+SCANNED: Final = 16
+"""Tokens of a tile, at most, whose factors every CTA looks through itself."""
 MAX_EXPERTS: Final = 512
 BARRIER_BYTES: Final = 512
 LIST_BYTES: Final = 12 * (MAX_EXPERTS + 8)
 """Touched experts, where their units begin, and how many tokens each is for."""
+PAIR_BYTES: Final = 8
+"""A token that an expert is for, and its factor."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,7 @@ class Config:
         out_dtype: of the result.
         group: tokens of a unit.
         tokens: of a tile.
+        slots: units that a CTA works on at a time.
         stages: chunks under way, of all slots.
         pdl: whether launches are programmatic dependent launches.
     """
@@ -51,6 +60,7 @@ class Config:
     out_dtype: torch.dtype
     group: int
     tokens: int
+    slots: int
     stages: int
     pdl: bool
 
@@ -60,9 +70,30 @@ class Config:
         return THREADS
 
     @property
+    def list_threads(self) -> int:
+        """Threads of a CTA that lists tokens: one for each."""
+        return -(-max(self.capacity, 128) // 32) * 32
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a list has room for: whole units."""
+        return -(-self.tokens // self.group) * self.group
+
+    @property
+    def scans(self) -> bool:
+        """Whether a CTA that multiplies looks through the factors itself, and so need not wait for the lists before it
+        reads weights."""
+        return self.tokens <= SCANNED
+
+    @property
+    def parts(self) -> int:
+        """Warps that share the k of 16 rows of a unit."""
+        return PLACES // self.slots
+
+    @property
     def registers(self) -> tuple[int, int]:
         """Of a thread that multiplies, and of another."""
-        return 88, 128
+        return 104, 56
 
     @property
     def arranged(self) -> activation_tiles.Config:
@@ -77,7 +108,7 @@ class Config:
     @property
     def stage_bytes(self) -> int:
         """One chunk of everything, and of the unit's tokens which they are and their factors."""
-        return self.chunks.size_bytes + self.group * (CHUNK * 2 + 8)
+        return self.chunks.size_bytes + self.group * (TOKEN_BYTES + PAIR_BYTES)
 
     @property
     def sum_bytes(self) -> int:
@@ -89,9 +120,11 @@ class Config:
         """Shared memory of a CTA that multiplies."""
         return self.stages * self.stage_bytes + self.sum_bytes + LIST_BYTES + BARRIER_BYTES
 
-    def workspace_bytes(self, m: int, experts: int) -> int:
-        """Bytes for the lists: for each tile and expert how many tokens, which, and their factors."""
-        return -(-m // self.tokens) * experts * (4 + 8 * self.tokens)
+    def workspace_bytes(self, m: int, k: int, experts: int) -> int:
+        """Bytes for what the products read: for each tile and expert the activations of its tokens, in order, which
+        tokens they are with what factors, and how many. All tiles of the first come first, then of the others."""
+        chunks = -(-k // experts // CHUNK)
+        return -(-m // self.tokens) * experts * (self.capacity * (chunks * TOKEN_BYTES + PAIR_BYTES) + 4)
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
@@ -112,9 +145,11 @@ def plan(
     arch: Arch,
     pdl: bool,
 ) -> Config | None:
-    """The configuration with the most stages that ``arch`` has room for; ``None`` if it has none for two of a slot."""
-    for stages in range(4 * SLOTS, SLOTS, -SLOTS):
-        config = Config(dtype, fmt, layout, a_layout, out_dtype, group, tokens, stages, pdl)
-        if config.reason_unsupported(arch) is None:
-            return config
+    """The configuration with the most slots, and then the most stages, that ``arch`` has room for; ``None`` if it has
+    none for two of a slot."""
+    for slots in (PLACES, PLACES // 2):
+        for stages in range(4 * slots, slots, -slots):
+            config = Config(dtype, fmt, layout, a_layout, out_dtype, group, tokens, slots, stages, pdl)
+            if config.reason_unsupported(arch) is None:
+                return config
     return None

@@ -7,19 +7,26 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from torch_cute_ops.kernels.activation_tiles.config import CHUNK, TILE_TOKENS
+from torch_cute_ops.kernels.activation_tiles.config import CHUNK, TILE_TOKENS, TOKEN_BYTES
 from torch_cute_ops.kernels.common import ptx
-from torch_cute_ops.kernels.common.activations import EIGHTHS, GROUP_BYTES, Activations
+from torch_cute_ops.kernels.common.activations import EIGHTHS, Activations
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
 from torch_cute_ops.kernels.common.fp4_weights import sum_scale
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.common.warp_products import multiply_word
-from torch_cute_ops.kernels.common.weight_ring import WORDS, WeightRing
-from torch_cute_ops.kernels.fp4_experts.config import MAX_EXPERTS, ROWS, SLOTS, TILES, WARPS, Config
+from torch_cute_ops.kernels.common.weight_ring import WORDS, WeightRing, next_stage
+from torch_cute_ops.kernels.fp4_experts.config import (
+    BANDS,
+    MAX_EXPERTS,
+    PAIR_BYTES,
+    PLACES,
+    ROWS,
+    WARPS,
+    Config,
+)
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 
 WARP = 32
-LIST_THREADS = max(TILES)  # one for each token
 
 
 class FP4ExpertsKernel:
@@ -53,43 +60,50 @@ class FP4ExpertsKernel:
         c = self.config
         tiles = cute.ceil_div(out.shape[0], c.tokens)
         # As in ``Config.workspace_bytes``
-        entries = Int64(tiles) * experts * c.tokens
-        tokens = cute.make_tensor(cute.recast_ptr(workspace.iterator, dtype=Int32), cute.make_layout((entries,)))
-        after = workspace.iterator + cute.assume(4 * entries, divby=16)
-        factors = cute.make_tensor(cute.recast_ptr(after, dtype=Float32), cute.make_layout((entries,)))
-        after = after + cute.assume(4 * entries, divby=16)
-        counts = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((tiles * experts,)))
-        lists = (counts, tokens, factors)
-        self.list_kernel(alpha, lists, out.shape[0]).launch(
-            grid=[experts, tiles, 1], block=[LIST_THREADS, 1, 1], stream=stream, use_pdl=c.pdl
+        chunks = cute.ceil_div(self.activations.width(a) // experts, CHUNK)
+        entries = Int64(tiles) * experts * c.capacity
+        token_bytes = cute.assume(entries * chunks * TOKEN_BYTES, divby=TOKEN_BYTES)
+        pair_bytes = cute.assume(entries * PAIR_BYTES, divby=PAIR_BYTES * TILE_TOKENS)
+        pairs = workspace.iterator + token_bytes
+        counts = cute.recast_ptr(pairs + pair_bytes, dtype=Int32)
+        lists = (
+            cute.make_tensor(workspace.iterator, cute.make_layout((token_bytes,))),
+            cute.make_tensor(pairs, cute.make_layout((pair_bytes,))),
+            cute.make_tensor(counts, cute.make_layout((tiles * experts,))),
+        )
+        self.list_kernel(a, a_scale, alpha, lists, out.shape[0]).launch(
+            grid=[experts, tiles, 1], block=[c.list_threads, 1, 1], stream=stream, use_pdl=c.pdl
         )
         slices = cute.ceil_div(out.shape[1], ROWS)
-        self.kernel(a, a_scale, self.ring.maps(b, scale, experts), lists, experts, out).launch(
+        width = self.activations.width(a) // experts
+        self.kernel(width, self.ring.maps(b, scale, experts), alpha, lists, experts, out).launch(
             grid=[slices, tiles, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
         )
 
     # Lists
 
     @cute.kernel
-    def list_kernel(self, alpha, lists, m):
-        """The tokens of a tile that an expert is for, in their order, and their factors."""
+    def list_kernel(self, a, a_scale, alpha, lists, m):
+        """The tokens of a tile that an expert is for, in their order, and their factors; and their activations, as
+        products take them."""
         c = self.config
-        counts, tokens, factors = lists
+        tiles, pairs, counts = lists
         tid, _, _ = cute.arch.thread_idx()
         expert, tile, _ = cute.arch.block_idx()
         experts, _, _ = cute.arch.grid_dim()
         lane, warp = tid % WARP, tid // WARP
-        warps = LIST_THREADS // WARP
-        found = cute.make_tensor(SmemAllocator().allocate_array(Int32, warps), cute.make_layout(warps))
+        warps = c.list_threads // WARP
+        smem = SmemAllocator()
+        found = cute.make_tensor(smem.allocate_array(Int32, warps), cute.make_layout(warps))
+        members = cute.make_tensor(smem.allocate_array(Int32, c.capacity), cute.make_layout(c.capacity))
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
+            # What comes next may read weights and factors already: all that was before this kernel has been written.
             cute.arch.griddepcontrol_launch_dependents()
         value = Float32(0.0)
         if (tid < c.tokens) & (tile * c.tokens + tid < m):
             value = alpha[tile * c.tokens + tid, expert]
-        # NaN is not zero.
-        counted = (ptx.bits_of(value) & Uint32(0x7FFFFFFF)) != Uint32(0)
-        ballot = Uint32(cute.arch.vote_ballot_sync(counted))
+        ballot = Uint32(cute.arch.vote_ballot_sync(self._counts(value)))
         if lane == 0:
             found[warp] = Int32(cute.arch.popc(ballot))
         cute.arch.sync_threads()
@@ -98,23 +112,43 @@ class FP4ExpertsKernel:
         for i in range_constexpr(warps):
             before = before + ptx.select(warp > i, found[i], Int32(0))
             total = total + found[i]
-        if counted:
-            at = (Int64(tile) * experts + expert) * c.tokens + before
-            tokens[at] = tid
-            factors[at] = value
+        entry = (Int64(tile) * experts + expert) * c.capacity
+        if self._counts(value):
+            members[before] = tid
+            self._store_pair(pairs, entry + before, tid, value)
+        # What is left of the last unit
+        if (tid >= total) & (tid < cute.ceil_div(total, c.group) * c.group):
+            self._store_pair(pairs, entry + tid, Int32(-1), Float32(0.0))
         if tid == 0:
             counts[tile * experts + expert] = total
+        cute.arch.sync_threads()
+        width = self.activations.width(a) // experts
+        chunks = cute.ceil_div(width, CHUNK)
+        for piece in range(tid, total * chunks * EIGHTHS, c.list_threads):
+            eighth, place, chunk = piece % EIGHTHS, piece // EIGHTHS % total, piece // EIGHTHS // total
+            token, start = tile * c.tokens + members[place], chunk * CHUNK
+            words = self.activations.read(a, a_scale, token, expert * width + start, width - start, eighth)
+            base = (entry * chunks + Int64(chunk) * c.capacity) * TOKEN_BYTES
+            to = tiles.iterator + cute.assume(base, divby=TILE_TOKENS * TOKEN_BYTES)
+            self.activations.order(words, 1, eighth, place, to)
+
+    def _counts(self, factor):
+        """Whether a factor lets its product count: NaN is not zero."""
+        return (ptx.bits_of(factor) & Uint32(0x7FFFFFFF)) != Uint32(0)
+
+    def _store_pair(self, pairs, at, token, factor) -> None:
+        to = cute.recast_ptr(pairs.iterator + cute.assume(at * PAIR_BYTES, divby=PAIR_BYTES), dtype=Uint32)
+        store_words([Uint32(token), ptx.bits_of(factor)], cute.make_tensor(to, cute.make_layout(2)))
 
     # Products
 
     @cute.kernel
-    def kernel(self, a, a_scale, weight, lists, experts, out):
+    def kernel(self, width, weight, alpha, lists, experts, out):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         slice_, tile, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(tid // WARP)
-        counts, tokens, factors = lists
-        width = self.activations.width(a) // experts
+        tiles, pairs, counts = lists
         t = SimpleNamespace(
             m=out.shape[0],
             n=out.shape[1],
@@ -122,41 +156,46 @@ class FP4ExpertsKernel:
             tile=tile,
             first_token=tile * c.tokens,
             experts=experts,
-            width=width,
             chunks=cute.ceil_div(width, CHUNK),
             blocks=width // c.fmt.block_size,
-            counts=counts,
-            tokens=tokens,
-            factors=factors,
-            a=a,
-            a_scale=a_scale,
+            tiles=tiles,
+            pairs=pairs,
             out=out,
         )
         s = self._allocate()
         if tid == 0:
             for i in range_constexpr(c.stages):
-                # The copies of the weight, and the activations
+                # The copies of the weight, and those of what the other kernel wrote
                 cute.arch.mbarrier_init(s.full + i, 2)
-                cute.arch.mbarrier_init(s.free + i, WARPS // SLOTS)
+                cute.arch.mbarrier_init(s.free + i, BANDS * c.parts)
             for i in range_constexpr(WARPS):
                 cute.arch.mbarrier_init(s.turns + i, 1)
         cute.arch.mbarrier_init_fence()
-        sums = cute.make_tensor(
-            cute.recast_ptr(s.sums, dtype=Uint32), cute.make_layout((c.tokens * ROWS // 4, 4), stride=(4, 1))
-        )
-        for i in range(tid, c.tokens * ROWS // 4, c.threads):
-            store_words([Uint32(0)] * 4, sums[i, None])
-        if const_expr(c.pdl):
+        # Sums; and activations, of which units that are not full leave some as they are.
+        zeros = cute.make_layout(((c.sum_bytes + c.stages * self._token_bytes) // 16, 4), stride=(4, 1))
+        cleared = cute.make_tensor(cute.recast_ptr(s.sums, dtype=Uint32), zeros)
+        for i in range(tid, cute.size(zeros, mode=[0]), c.threads):
+            store_words([Uint32(0)] * 4, cleared[i, None])
+        fence_async()
+        if const_expr(c.pdl and not c.scans):
             cute.arch.griddepcontrol_wait()
+        every = self._lists(s).counts
+        for expert in range(tid, experts, c.threads):
+            if const_expr(c.scans):
+                every[expert] = self._count(alpha, expert, t)
+            else:
+                every[expert] = counts[tile * experts + expert]
+        cute.arch.sync_threads()
         if warp == WARPS:
             self._find_units(tid % WARP, t, s)
         cute.arch.sync_threads()
         t.units = self._lists(s).total[0]
         if warp >= WARPS:
-            cute.arch.setmaxregister_increase(c.registers[1])
-            self._feed(warp - WARPS, tid % WARP, self.ring.open(weight, s.codes, s.scales), t, s)
+            cute.arch.setmaxregister_decrease(c.registers[1])
+            if warp < WARPS + c.slots:
+                self._feed(warp - WARPS, self.ring.open(weight, s.codes, s.scales), t, s)
         else:
-            cute.arch.setmaxregister_decrease(c.registers[0])
+            cute.arch.setmaxregister_increase(c.registers[0])
             self._multiply(warp, tid % WARP, t, s)
             cute.arch.barrier(barrier_id=1, number_of_threads=WARPS * WARP)
             if const_expr(c.pdl):
@@ -166,18 +205,18 @@ class FP4ExpertsKernel:
     def _allocate(self) -> SimpleNamespace:
         c = self.config
         base = SmemAllocator().allocate(c.smem_bytes, 1024)
-        tokens = base + c.stages * self.ring.code_bytes
-        scales = tokens + c.stages * self._token_bytes
-        members = scales + c.stages * self.ring.scale_bytes
-        sums = members + c.stages * c.group * 8
-        lists = cute.recast_ptr(sums + c.sum_bytes, dtype=Int32)
+        scales = base + c.stages * self.ring.code_bytes
+        sums = scales + c.stages * self.ring.scale_bytes
+        tokens = sums + c.sum_bytes
+        pairs = tokens + c.stages * self._token_bytes
+        lists = cute.recast_ptr(pairs + c.stages * c.group * PAIR_BYTES, dtype=Int32)
         barriers = cute.recast_ptr(lists + 3 * (MAX_EXPERTS + 8), dtype=Int64)
         return SimpleNamespace(
             codes=base,
-            tokens=tokens,
             scales=scales,
-            members=members,
             sums=sums,
+            tokens=tokens,
+            pairs=pairs,
             lists=lists,
             full=barriers,
             free=barriers + c.stages,
@@ -197,23 +236,37 @@ class FP4ExpertsKernel:
     @property
     def _token_bytes(self) -> int:
         """Activations of a stage."""
-        return self.config.group // TILE_TOKENS * GROUP_BYTES
+        return self.config.group * TOKEN_BYTES
 
     # Units: the touched experts in order, each with its tokens, ``group`` at a time
 
     @cute.jit
+    def _count(self, alpha, expert, t):
+        """How many of the tile's tokens an expert is for."""
+        values = cute.make_rmem_tensor((self.config.tokens,), Float32)
+        for i in range_constexpr(self.config.tokens):
+            values[i] = Float32(0.0)
+            if t.first_token + i < t.m:
+                values[i] = alpha[t.first_token + i, expert]
+        count = Int32(0)
+        for i in range_constexpr(self.config.tokens):
+            count = count + Int32(self._counts(values[i]))
+        return count
+
+    @cute.jit
     def _find_units(self, lane, t, s):
-        """A warp lists the experts that any token of the tile is for, and where their units begin."""
+        """A warp makes of the numbers of tokens of every expert the lists of those that any is for."""
         c = self.config
         each = MAX_EXPERTS // WARP
         first = lane * each
         units, touched = Int32(0), Int32(0)
+        lists = self._lists(s)
         counts = cute.make_rmem_tensor((each,), Int32)
         mine = cute.make_rmem_tensor((each,), Int32)
         for i in range_constexpr(each):
             counts[i] = Int32(0)
             if first + i < t.experts:
-                counts[i] = t.counts[t.tile * t.experts + first + i]
+                counts[i] = lists.counts[first + i]
         for i in range_constexpr(each):
             mine[i] = (counts[i] + (c.group - 1)) // c.group
             units = units + mine[i]
@@ -225,18 +278,18 @@ class FP4ExpertsKernel:
             units = units + ptx.select(lane >= (1 << i), above_units, Int32(0))
             touched = touched + ptx.select(lane >= (1 << i), above_touched, Int32(0))
         begin, index = units - own_units, touched - own_touched
-        lists = self._lists(s)
-        experts, begins, tokens, total = lists.experts, lists.begins, lists.counts, lists.total
+        # All lanes have read what the lists replace.
+        cute.arch.sync_warp()
         for i in range_constexpr(each):
             if mine[i] > 0:
-                experts[index] = first + i
-                begins[index] = begin
-                tokens[index] = counts[i]
+                lists.experts[index] = first + i
+                lists.begins[index] = begin
+                lists.counts[index] = counts[i]
                 index = index + 1
             begin = begin + mine[i]
         if lane == WARP - 1:
-            begins[touched] = units
-            total[0] = units
+            lists.begins[touched] = units
+            lists.total[0] = units
 
     @cute.jit
     def _index_of(self, unit, index, s):
@@ -248,193 +301,146 @@ class FP4ExpertsKernel:
 
     # Each slot has a ring of its own, and a warp that fills it: so all waits for a stage come in order.
 
-    def _place(self, slot, use) -> tuple:
-        """The stage of a slot's use, and whether it is the ring's odd time around."""
-        depth = self.config.stages // SLOTS
-        return slot * depth + use % depth, use // depth % 2
-
     @cute.jit
-    def _feed(self, slot, lane, weight, t, s):
-        """A warp that feeds a slot: the weight's chunks, and beside them its unit's activations, put in order.
+    def _feed(self, slot, weight, t, s):
+        """A warp that feeds a slot: the weight's chunks, and beside them what the other kernel wrote.
 
-        What it reads from memory is under way while it works on the use before: tokens two uses ahead, activations one.
+        The weight's first chunks do not wait for that kernel if this one has found the units itself. That is safe
+        because the other waits for all kernels before it, and only then lets this one start.
         """
         c = self.config
-        groups = c.group // TILE_TOKENS
-        parts = groups // self._together
-        uses = cutlass.max(t.units - slot + SLOTS - 1, Int32(0)) // SLOTS * t.chunks
-        if uses > 0:
-            # Of this use, the next, and the one after
-            members = [cute.make_rmem_tensor((groups,), Int32) for _ in range(3)]
-            factors = [cute.make_rmem_tensor((groups,), Float32) for _ in range(3)]
-            held = cute.make_rmem_tensor((self._together * self._words,), Uint32)
-            first = self._index_of(slot, Int32(0), s)
-            now = self._read_members(members[0], factors[0], slot, first, lane, t, s)
-            unit, chunk = self._place_of(cutlass.min(Int32(1), uses - 1), slot, t)
-            index = self._index_of(unit, first, s)
-            then = self._read_members(members[1], factors[1], unit, index, lane, t, s)
-            if const_expr(parts == 1):
-                self._keep(held, self._read(members[0], 0, now, Int32(0), lane, t))
-            for use in range(uses):
-                stage, odd = self._place(slot, use)
-                _, chunk = self._place_of(use, slot, t)
-                if const_expr(parts == 1):
-                    read = self._kept(held)
-                    _, next_chunk = self._place_of(cutlass.min(use + 1, uses - 1), slot, t)
-                    self._keep(held, self._read(members[1], 0, then, next_chunk, lane, t))
-                unit, _ = self._place_of(cutlass.min(use + 2, uses - 1), slot, t)
-                index = self._index_of(unit, index, s)
-                after = self._read_members(members[2], factors[2], unit, index, lane, t, s)
-                cute.arch.mbarrier_wait(s.free + stage, odd ^ 1)
-                self.ring.load(t.slice, chunk, now, stage, s.full + stage, weight, t.n, t.blocks)
-                if const_expr(parts == 1):
-                    self._order(read, 0, stage, lane, s)
-                else:
-                    # There are registers for no more.
-                    for part in range_constexpr(0, groups, self._together):
-                        self._order(self._read(members[0], part, now, chunk, lane, t), part, stage, lane, s)
-                self._write_members(members[0], factors[0], stage, lane, s)
-                cute.arch.sync_warp()
-                ptx.arrive_if(s.full + stage, Uint32(lane == 0))
-                now, then = then, after
-                for i in range_constexpr(2):
-                    for group in range_constexpr(groups):
-                        members[i][group] = members[i + 1][group]
-                        factors[i][group] = factors[i + 1][group]
+        depth = c.stages // c.slots
+        first = slot * depth
+        loaded = Int32(0)
+        if const_expr(c.pdl and c.scans):
+            ahead, of = slot, Int32(0)
+            while (ahead < t.units) & (loaded < depth):
+                of = self._index_of(ahead, of, s)
+                for i in range(cutlass.min(t.chunks, depth - loaded)):
+                    self._load_weight(of, i, first + loaded, weight, t, s)
+                    loaded += 1
+                ahead += c.slots
+            cute.arch.griddepcontrol_wait()
+        stage, parity = Int32(0), Int32(1)  # a ring that was never used counts as free
+        done, index = Int32(0), Int32(0)
+        for unit in range(slot, t.units, c.slots):
+            index = self._index_of(unit, index, s)
+            for chunk in range(t.chunks):
+                if done >= loaded:
+                    cute.arch.mbarrier_wait(s.free + (first + stage), parity)
+                    self._load_weight(index, chunk, first + stage, weight, t, s)
+                self._load_tokens(index, unit, chunk, first + stage, t, s)
+                done += 1
+                stage, parity = next_stage(stage, parity, depth)
 
-    def _place_of(self, use, slot, t) -> tuple:
-        """Unit and chunk of a slot's use."""
-        turn = use // t.chunks
-        return slot + turn * SLOTS, use - turn * t.chunks
-
-    def _read_members(self, members, factors, unit, index, lane, t, s):
-        """The tokens of a unit and their factors, one of each eight for this lane; its expert.
-
-        Beyond the last token it is the last again, as a negative number: what comes of it counts for nothing.
-        """
-        lists = self._lists(s)
-        expert = lists.experts[index]
-        begin = (Int64(t.tile) * t.experts + expert) * self.config.tokens
-        first = (unit - lists.begins[index]) * self.config.group
-        for group in range(self.config.group // TILE_TOKENS):
-            position = first + group * TILE_TOKENS + lane % TILE_TOKENS
-            at = begin + cutlass.min(position, lists.counts[index] - 1)
-            token = t.tokens[at]
-            members[group] = ptx.select(position < lists.counts[index], token, -1 - token)
-            factors[group] = t.factors[at]
-        return expert
+    def _load_weight(self, index, chunk, stage, weight, t, s) -> None:
+        """Start the copies of a chunk of the weight."""
+        expert = self._lists(s).experts[index]
+        self.ring.load(t.slice, chunk, expert, stage, s.full + stage, weight, t.n, t.blocks)
 
     @cute.jit
-    def _write_members(self, members, factors, stage, lane, s) -> None:
-        """Tell those that multiply which tokens a stage has, and their factors."""
-        size = self.config.group
-        at = cute.recast_ptr(s.members + cute.assume(stage * (size * 8), divby=64), dtype=Int32)
-        tokens = cute.make_tensor(at, cute.make_layout(size))
-        numbers = cute.make_tensor(cute.recast_ptr(at + size, dtype=Float32), cute.make_layout(size))
-        # Four lanes have the same.
-        if lane < TILE_TOKENS:
-            for group in range_constexpr(size // TILE_TOKENS):
-                tokens[group * TILE_TOKENS + lane] = members[group]
-                numbers[group * TILE_TOKENS + lane] = factors[group]
-
-    @property
-    def _together(self) -> int:
-        """Groups of eight tokens that a warp reads before it writes them."""
-        return min(self.config.group // TILE_TOKENS, 1 if self.config.a_layout is None else 2)
-
-    @property
-    def _words(self) -> int:
-        """That a lane reads of a chunk for each group of tokens."""
-        return (4 * 4 if self.config.a_layout is None else 4 * 2) * (EIGHTHS * TILE_TOKENS // WARP)
-
-    def _read(self, members, part: int, expert, chunk, lane, t) -> list:
-        """What ``_order`` writes, of some groups of tokens from ``part`` on."""
-        after = range(0, EIGHTHS, WARP // TILE_TOKENS)
-        start, left = expert * t.width + chunk * CHUNK, t.width - chunk * CHUNK
-        place = (start, left, lane // TILE_TOKENS)
-        read = []
-        for group in range(part, part + self._together):
-            token = t.first_token + ptx.select(members[group] < 0, -1 - members[group], members[group])
-            read.append([self.activations.read(t.a, t.a_scale, token, *place, i) for i in after])
-        return read
-
-    def _keep(self, held, read: list) -> None:
-        """What was read, into registers that live from use to use."""
-        words = [word for eighths in read for quarters in eighths for quarter in quarters for word in quarter]
-        for i, word in enumerate(words):
-            held[i] = word
-
-    def _kept(self, held) -> list:
-        """What was kept, as it was read."""
-        words = iter([held[i] for i in range(cute.size(held))])
-        size, per = self._words, EIGHTHS * TILE_TOKENS // WARP
-        each = size // per // 4
-        groups = cute.size(held) // size
-        return [[[[next(words) for _ in range(each)] for _ in range(4)] for _ in range(per)] for _ in range(groups)]
-
-    def _order(self, read: list, part: int, stage, lane, s) -> None:
-        """Write groups of tokens of a chunk, from group ``part`` on."""
-        base = s.tokens + cute.assume(stage * self._token_bytes, divby=GROUP_BYTES)
-        for i, eighths in enumerate(read):
-            place = (part + i) * TILE_TOKENS + lane % TILE_TOKENS
-            for j, quarters in enumerate(eighths):
-                eighth = lane // TILE_TOKENS + j * (WARP // TILE_TOKENS)
-                self.activations.order(quarters, self.config.group // TILE_TOKENS, eighth, place, base)
+    def _load_tokens(self, index, unit, chunk, stage, t, s):
+        """Start the copies of a chunk of a unit's activations, and of which tokens these are of."""
+        c = self.config
+        lists = self._lists(s)
+        position = (unit - lists.begins[index]) * c.group
+        entry = (Int64(t.tile) * t.experts + lists.experts[index]) * c.capacity
+        size = cutlass.min(lists.counts[index] - position, Int32(c.group)) * TOKEN_BYTES
+        source = (entry * t.chunks + Int64(chunk) * c.capacity + position) * TOKEN_BYTES
+        pairs = c.group * PAIR_BYTES
+        barrier = s.full + stage
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size + pairs)
+            ptx.copy_bulk(
+                s.tokens + cute.assume(stage * self._token_bytes, divby=TOKEN_BYTES),
+                t.tiles.iterator + cute.assume(source, divby=TOKEN_BYTES),
+                size,
+                barrier,
+            )
+            ptx.copy_bulk(
+                s.pairs + cute.assume(stage * pairs, divby=16),
+                t.pairs.iterator + cute.assume((entry + position) * PAIR_BYTES, divby=16),
+                pairs,
+                barrier,
+            )
 
     @cute.jit
     def _multiply(self, warp, lane, t, s):
-        """A warp that multiplies: 16 rows of every fourth unit."""
+        """A warp that multiplies: 16 rows of every unit of a slot, and its part of their k."""
         c = self.config
-        groups = c.group // TILE_TOKENS
-        slot = warp % SLOTS
+        # A scheduler of the SM has the warps of a band, which are not at the same point of their units.
+        place, band = warp // BANDS, warp % BANDS
+        slot, part = place // c.parts, place % c.parts
+        depth = c.stages // c.slots
+        first = slot * depth
         w = SimpleNamespace(
             lane=lane,
             quad=lane % 4,
-            rows=warp // SLOTS * 16,
-            row=warp // SLOTS * 16 + lane // 4,  # and the eighth row after it
+            row=band * 16 + lane // 4,  # and the eighth row after it
             leads=Uint32(lane == 0),
         )
         # Of two tiles of a slice's rows, where scales lie in tiles of 128
-        scale_row = w.row if c.layout.is_linear else w.row + t.slice % 2 * ROWS
-        sums = cute.make_rmem_tensor((4 * groups,), Float32)
-        members = cute.make_rmem_tensor((2 * groups,), Int32)
-        factors = cute.make_rmem_tensor((2 * groups,), Float32)
-        for unit in range(slot, t.units, SLOTS):
+        w.scale_row = w.row if c.layout.is_linear else w.row + t.slice % 2 * ROWS
+        chain = s.turns + band * PLACES
+        sums = cute.make_rmem_tensor((c.group // 2,), Float32)
+        stage, parity, turn = Int32(0), Int32(0), Int32(place == 0)
+        for unit in range(slot, t.units, c.slots):
             sums.fill(0.0)
-            whole = unit // SLOTS
+            last = stage
             for chunk in range(t.chunks):
-                stage, odd = self._place(slot, whole * t.chunks + chunk)
-                cute.arch.mbarrier_wait(s.full + stage, odd)
-                at = cute.recast_ptr(s.members + cute.assume(stage * (c.group * 8), divby=64), dtype=Int32)
-                tokens = cute.make_tensor(at, cute.make_layout(c.group))
-                numbers = cute.make_tensor(cute.recast_ptr(at + c.group, dtype=Float32), cute.make_layout(c.group))
-                for i in range_constexpr(2 * groups):
-                    # Lane ``quad`` has two tokens of each eight.
-                    members[i] = tokens[i // 2 * TILE_TOKENS + w.quad * 2 + i % 2]
-                    factors[i] = numbers[i // 2 * TILE_TOKENS + w.quad * 2 + i % 2]
-                self._multiply_chunk(chunk, stage, scale_row, sums, w, t, s)
-                # All lanes have read. (The products do not see to it: ptxas puts them behind the arrival.)
-                fence_async()
-                cute.arch.sync_warp()
-                ptx.arrive_if(s.free + stage, w.leads)
-            # After the unit before, whose warp has the same rows
-            chain = s.turns + warp // SLOTS * SLOTS
-            if unit > 0:
-                cute.arch.mbarrier_wait(chain + slot, (whole - Int32(slot == 0)) % 2)
+                cute.arch.mbarrier_wait(s.full + (first + stage), parity)
+                if const_expr(c.parts == 1):
+                    self._multiply_chunk(range(WORDS), chunk, first + stage, sums, w, t, s)
+                else:
+                    for half in range_constexpr(c.parts):
+                        if part == half:
+                            words = range(half * WORDS // c.parts, (half + 1) * WORDS // c.parts)
+                            self._multiply_chunk(words, chunk, first + stage, sums, w, t, s)
+                last = stage
+                stage, parity = next_stage(stage, parity, depth)
+                if chunk + 1 < t.chunks:
+                    self._free(first + last, w, s)
+            members, factors = self._pairs(first + last, w, s)
+            self._free(first + last, w, s)
+            # After the warp that has the same rows and comes before: of the unit before, or of the part of k before.
+            if (unit > 0) | (part > 0):
+                cute.arch.mbarrier_wait(chain + place, turn)
+            turn ^= 1
             self._add(sums, members, factors, w, s)
             cute.arch.sync_warp()
-            ptx.arrive_if(chain + (slot + 1) % SLOTS, w.leads)
+            ptx.arrive_if(chain + (place + 1) % PLACES, w.leads)
 
-    def _multiply_chunk(self, chunk, stage, scale_row, sums, w, t, s) -> None:
-        """Add a chunk's products to the sums."""
+    def _free(self, stage, w, s) -> None:
+        """Free a stage."""
+        # All lanes have read. (The products do not see to it: ptxas puts them behind the arrival.)
+        fence_async()
+        cute.arch.sync_warp()
+        ptx.arrive_if(s.free + stage, w.leads)
+
+    def _multiply_chunk(self, words, chunk, stage, sums, w, t, s) -> None:
+        """Add a chunk's products, of some words of each lane's codes, to the sums."""
         c = self.config
         left = t.blocks - chunk * self.ring.blocks
         codes = [self.ring.codes(s.codes, stage, w.row + 8 * r, w.quad) for r in range(2)]
-        scales = [self.ring.factors(s.scales, stage, scale_row + 8 * r, w.quad, left, self.dtype) for r in range(2)]
-        at = s.tokens + cute.assume(stage * self._token_bytes, divby=GROUP_BYTES)
-        for word in range(WORDS):
+        scales = [self.ring.factors(s.scales, stage, w.scale_row + 8 * r, w.quad, left, self.dtype) for r in range(2)]
+        at = s.tokens + cute.assume(stage * self._token_bytes, divby=TOKEN_BYTES)
+        for word in words:
             pairs = self.ring.pairs(codes, scales, word, self.dtype)
             multiply_word(pairs, word, c.group, at, w.lane, sums, self.dtype)
+
+    # Sums
+
+    def _pairs(self, stage, w, s) -> tuple[list, list]:
+        """A lane's tokens of a unit, two of each eight, and their factors; a negative number where there is none."""
+        c = self.config
+        members, factors = [], []
+        for group in range(c.group // TILE_TOKENS):
+            at = stage * (c.group * PAIR_BYTES) + (group * TILE_TOKENS + w.quad * 2) * PAIR_BYTES
+            words = cute.recast_ptr(s.pairs + cute.assume(at, divby=16), dtype=Uint32)
+            loaded = load_words(cute.make_tensor(words, cute.make_layout(4)))
+            members += [Int32(loaded[0]), Int32(loaded[2])]
+            factors += [ptx.float_of(loaded[1]), ptx.float_of(loaded[3])]
+        return members, factors
 
     def _sum_place(self, token, row):
         """Where a token's sum of a row lies: eight rows at a time, swapped, so that tokens do not share banks."""
@@ -444,14 +450,14 @@ class FP4ExpertsKernel:
     def _add(self, sums, members, factors, w, s):
         """Multiply a unit's sums by the factors, and add them to those of the tile."""
         c = self.config
-        totals = cute.make_tensor(cute.recast_ptr(s.sums, dtype=Float32), cute.make_layout(c.tokens * ROWS))
         scale = Float32(sum_scale(c.fmt, c.a_layout))
-        for i in range_constexpr(c.group // 4):
-            if members[i] >= 0:
-                for r in range_constexpr(2):
-                    at = self._sum_place(members[i], w.row + 8 * r)
-                    value = ptx.mul_rn(sums[i // 2 * 4 + r * 2 + i % 2], scale)
-                    totals[at] = totals[at] + ptx.mul_rn(factors[i], value)
+        places = [(i, r) for i in range(c.group // 4) for r in range(2)]
+        at = [s.sums + self._sum_place(members[i], w.row + 8 * r) * 4 for i, r in places]
+        # All are loaded before the first is stored.
+        totals = [ptx.float_of(ptx.load_shared_if(x, members[i] >= 0)) for x, (i, _) in zip(at, places, strict=True)]
+        for x, total, (i, r) in zip(at, totals, places, strict=True):
+            product = ptx.mul_rn(factors[i], ptx.mul_rn(sums[i // 2 * 4 + r * 2 + i % 2], scale))
+            ptx.store_shared_if(x, ptx.bits_of(total + product), members[i] >= 0)
 
     @cute.jit
     def _write(self, tid, t, s):

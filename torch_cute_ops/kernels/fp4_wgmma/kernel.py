@@ -21,7 +21,7 @@ from torch_cute_ops.kernels.common.fp4_weights import sum_scale
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.common.warp_products import multiply_word
 from torch_cute_ops.kernels.common.weight_chunks import LINE
-from torch_cute_ops.kernels.common.weight_ring import WORDS, WeightRing
+from torch_cute_ops.kernels.common.weight_ring import WORDS, WeightRing, next_stage
 from torch_cute_ops.kernels.fp4_wgmma.config import (
     GROUP_ROWS,
     QUARTERS,
@@ -35,12 +35,6 @@ REGISTERS = 2**16  # of an SM
 BAND = 8  # tiles of tokens that run side by side
 HELPERS = 3  # warps that put activations in order: what the copying warp leaves of its warpgroup
 TOGETHER = 2  # groups of eight tokens that such a warp reads before it writes
-
-
-def next_stage(stage, parity, stages: int) -> tuple:
-    """The next stage of a ring of buffers, and the parity of its next use."""
-    wraps = stage + 1 == stages
-    return ptx.select(wraps, Int32(0), stage + 1), ptx.select(wraps, parity ^ 1, parity)
 
 
 class FP4WgmmaKernel:
