@@ -283,6 +283,10 @@ class ExpertsCase:
 
     @property
     def kernel(self) -> Any:
+        """For experts of two chunks, of which the second is not whole."""
+        return self.kernel_for(320)
+
+    def kernel_for(self, width: int) -> Any:
         """As the backend builds it."""
         from torch_cute_ops.kernels import fp4_experts
         from torch_cute_ops.runtime.arch import ARCHS as FACTS
@@ -293,6 +297,7 @@ class ExpertsCase:
             layout=SCALE_LAYOUTS[self.layout],
             a_layout=None if self.a_layout is None else SCALE_LAYOUTS[self.a_layout],
             out_dtype=self.out_dtype,
+            width=width,
             group=self.group,
             tokens=self.tokens,
             arch=FACTS[self.arch],

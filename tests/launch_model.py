@@ -121,8 +121,8 @@ def compute(kernel: Any, *args: Any) -> None:
         write(out, product(a, a_scale, b.t(), scale, alpha, config.out_dtype, config.fmt, *layouts))
         return
     if type(kernel).__name__ == "FP4ExpertsKernel":
-        a, a_scale, b, scale, alpha, out, workspace, experts = args
-        assert workspace.numel() == config.workspace_bytes(len(a), 2 * len(b), experts)
+        a, a_scale, b, scale, alpha, out, workspace = args
+        assert workspace.numel() == config.workspace_bytes(len(a), alpha.shape[1])
         layouts = config.a_layout, config.layout
         write(out, expert_product(a, a_scale, b.t(), scale, alpha, config.out_dtype, config.fmt, *layouts))
         return

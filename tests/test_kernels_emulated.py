@@ -608,6 +608,7 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
     """What the kernels leave in their output, and the reference's sums."""
     torch.manual_seed(one.n)
     case, k = one.case, one.experts * one.width
+    kernel = case.kernel_for(one.width)
     powers = POWERS[case.format.scale_format]
     alpha = routed(one.routing, one.m, one.experts)
     if case.a_layout is None:
@@ -619,9 +620,9 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
     b, scale = random_matrix(one.n, k, case.format, case.layout, CPU, powers)
     scale = scale.view(case.format.scale_dtype)
     out = poisoned(one.m, one.n, dtype=case.out_dtype)
-    workspace = poisoned(case.kernel.config.workspace_bytes(one.m, k, one.experts), dtype=torch.uint8)
-    given = (a, a_scale, b.t(), scale, alpha.t().contiguous().t(), out, workspace, one.experts)
-    run_kernel(case.kernel, ARCHS[case.arch], *given, seed=one.seed, edit=edit)
+    workspace = poisoned(kernel.config.workspace_bytes(one.m, one.experts), dtype=torch.uint8)
+    given = (a, a_scale, b.t(), scale, alpha.t().contiguous().t(), out, workspace)
+    run_kernel(kernel, ARCHS[case.arch], *given, seed=one.seed, edit=edit)
     layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]
     return out, expert_product(a, a_scale, b, scale, alpha, case.out_dtype, case.format, *layouts)
 

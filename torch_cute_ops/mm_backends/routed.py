@@ -100,7 +100,7 @@ class Routed(Backend):
         (kernel,) = self.kernels(product, tactic, target.arch)
         config: Config = kernel.config
         function = compile_kernel(kernel, target.arch)
-        k, experts = product.k, product.experts
+        experts = product.experts
 
         def multiply(
             a: torch.Tensor,
@@ -110,9 +110,9 @@ class Routed(Backend):
             alpha: torch.Tensor | None,
             out: torch.Tensor,
         ) -> None:
-            size = config.workspace_bytes(a.shape[0], k, experts)
+            size = config.workspace_bytes(a.shape[0], experts)
             workspace = allocator(a.device)((size,), (1,), torch.uint8)
-            function(a, a_scale, b, b_scale, alpha, out, workspace, experts)
+            function(a, a_scale, b, b_scale, alpha, out, workspace)
 
         return multiply
 
@@ -129,6 +129,7 @@ def _config(product: Product, tactic: Tactic, arch: Arch) -> "Config | None":
     """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
     from torch_cute_ops.kernels import fp4_experts
 
+    assert product.experts is not None
     group, tokens = _tactic(tactic)
     return fp4_experts.plan(
         dtype=sixteen_bit_dtype(product),
@@ -136,6 +137,7 @@ def _config(product: Product, tactic: Tactic, arch: Arch) -> "Config | None":
         layout=product.b_layout,
         a_layout=product.a_layout,
         out_dtype=product.out_dtype,
+        width=product.k // product.experts,
         group=group,
         tokens=tokens,
         arch=arch,

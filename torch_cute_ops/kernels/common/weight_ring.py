@@ -156,7 +156,8 @@ class WeightRing:
         return words
 
     def factors(self, scales_at: cute.Pointer, stage, row, quad, left, dtype) -> list:
-        """The factors of a lane's blocks of a row, four, or two of MXFP4: zero from the chunk's ``left``-th block on.
+        """The factors of a lane's blocks of a row, four, or two of MXFP4: zero from the chunk's ``left``-th block on, if
+        it is not whole.
 
         ``row`` is counted from the first row of a scale tile.
         """
@@ -166,10 +167,11 @@ class WeightRing:
         place = stage * self.scale_bytes + self.layout.row_offset(row, self.blocks) + self.layout.block_offset(block)
         at = cute.recast_ptr(scales_at + cute.assume(place, divby=count), dtype=Uint32 if count == 4 else Uint16)
         bytes_ = Uint32(cute.make_tensor(at, cute.make_layout(1))[0])
-        # Beyond the last block the matrix of scales may hold anything, and 0 times NaN is not 0.
-        exist = cutlass.min(cutlass.max(left - block, Int32(0)), Int32(count))
-        keep = ptx.select(exist == count, Uint32(0xFFFFFFFF), (Uint32(1) << Uint32(exist * 8)) - 1)
-        bytes_ = bytes_ & keep
+        if left is not None:
+            # Beyond the last block the matrix of scales may hold anything, and 0 times NaN is not 0.
+            exist = cutlass.min(cutlass.max(left - block, Int32(0)), Int32(count))
+            keep = ptx.select(exist == count, Uint32(0xFFFFFFFF), (Uint32(1) << Uint32(exist * 8)) - 1)
+            bytes_ = bytes_ & keep
         parts = (bytes_ & Uint32(0xFFFF), bytes_ >> 16) if count == 4 else (bytes_ & Uint32(0xFF), bytes_ >> 8)
         return [factor for part in parts for factor in scale_factors(part, dtype, self.fmt)]
 

@@ -17,11 +17,8 @@ ROWS: Final = 64
 """Rows of the weight that a CTA has."""
 BANDS: Final = ROWS // 16
 """Rows of a warp's products, so many times."""
-PLACES: Final = 4
-"""Warps that have the same rows."""
-WARPS: Final = BANDS * PLACES
-THREADS: Final = 32 * (WARPS + PLACES)
-"""Of a CTA that multiplies: warps that multiply, and one that feeds each slot."""
+FEEDERS: Final = 4
+"""Warps that feed slots: one for each."""
 GROUPS: Final = (8, 16, 24, 32)
 """Tokens of a unit."""
 TILES: Final = (16, 32, 64, 128, 256, 512)
@@ -38,7 +35,7 @@ PAIR_BYTES: Final = 8
 
 @dataclass(frozen=True)
 class Config:
-    """Everything static about a kernel. N, K, M and the number of experts are not.
+    """Everything static about a kernel. N, M and the number of experts are not.
 
     Attributes:
         dtype: of the activations as the products take them, and of the decoded weights: bfloat16, or float16 (NVFP4
@@ -46,9 +43,11 @@ class Config:
         fmt, layout: format of the weights, and their scale layout.
         a_layout: scale layout of activations in FP4; ``None``: they are of 16 bits.
         out_dtype: of the result.
+        width: elements of k of an expert.
         group: tokens of a unit.
         tokens: of a tile.
         slots: units that a CTA works on at a time.
+        parts: warps that share the k of 16 rows of a unit.
         stages: chunks under way, of all slots.
         pdl: whether launches are programmatic dependent launches.
     """
@@ -58,16 +57,33 @@ class Config:
     layout: ScaleLayout
     a_layout: ScaleLayout | None
     out_dtype: torch.dtype
+    width: int
     group: int
     tokens: int
     slots: int
+    parts: int
     stages: int
     pdl: bool
 
     @property
     def threads(self) -> int:
         """Threads of a CTA that multiplies."""
-        return THREADS
+        return 32 * (self.warps + FEEDERS)
+
+    @property
+    def places(self) -> int:
+        """Warps that have the same rows."""
+        return self.slots * self.parts
+
+    @property
+    def warps(self) -> int:
+        """Warps that multiply."""
+        return BANDS * self.places
+
+    @property
+    def expert_chunks(self) -> int:
+        """Chunks of an expert."""
+        return -(-self.width // CHUNK)
 
     @property
     def list_threads(self) -> int:
@@ -84,11 +100,6 @@ class Config:
         """Whether a CTA that multiplies looks through the factors itself, and so need not wait for the lists before it
         reads weights."""
         return self.tokens <= SCANNED
-
-    @property
-    def parts(self) -> int:
-        """Warps that share the k of 16 rows of a unit."""
-        return PLACES // self.slots
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -120,11 +131,11 @@ class Config:
         """Shared memory of a CTA that multiplies."""
         return self.stages * self.stage_bytes + self.sum_bytes + LIST_BYTES + BARRIER_BYTES
 
-    def workspace_bytes(self, m: int, k: int, experts: int) -> int:
+    def workspace_bytes(self, m: int, experts: int) -> int:
         """Bytes for what the products read: for each tile and expert the activations of its tokens, in order, which
         tokens they are with what factors, and how many. All tiles of the first come first, then of the others."""
-        chunks = -(-k // experts // CHUNK)
-        return -(-m // self.tokens) * experts * (self.capacity * (chunks * TOKEN_BYTES + PAIR_BYTES) + 4)
+        entry = self.expert_chunks * TOKEN_BYTES + PAIR_BYTES
+        return -(-m // self.tokens) * experts * (self.capacity * entry + 4)
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
@@ -140,6 +151,7 @@ def plan(
     layout: ScaleLayout,
     a_layout: ScaleLayout | None,
     out_dtype: torch.dtype,
+    width: int,
     group: int,
     tokens: int,
     arch: Arch,
@@ -147,9 +159,9 @@ def plan(
 ) -> Config | None:
     """The configuration with the most slots, and then the most stages, that ``arch`` has room for; ``None`` if it has
     none for two of a slot."""
-    for slots in (PLACES, PLACES // 2):
+    for slots, parts in ((4, 1), (2, 2)):
         for stages in range(4 * slots, slots, -slots):
-            config = Config(dtype, fmt, layout, a_layout, out_dtype, group, tokens, slots, stages, pdl)
+            config = Config(dtype, fmt, layout, a_layout, out_dtype, width, group, tokens, slots, parts, stages, pdl)
             if config.reason_unsupported(arch) is None:
                 return config
     return None

@@ -19,12 +19,10 @@ from torch_cute_ops.kernels.fp4_experts.config import (
     BANDS,
     MAX_EXPERTS,
     PAIR_BYTES,
-    PLACES,
     ROWS,
-    WARPS,
     Config,
 )
-from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
+from torch_cute_ops.runtime.argspec import Argument, Dim, TensorArg
 
 WARP = 32
 
@@ -52,17 +50,16 @@ class FP4ExpertsKernel:
             TensorArg("Float32", (m, experts), strides, align=4),
             TensorArg(self.out_dtype.__name__, (m, n), (n, 1), align=16),
             TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16),
-            ScalarArg("Int32"),
         )
 
     @cute.jit
-    def __call__(self, a, a_scale, b, scale, alpha, out, workspace, experts: Int32, stream):
+    def __call__(self, a, a_scale, b, scale, alpha, out, workspace, stream):
         c = self.config
         tiles = cute.ceil_div(out.shape[0], c.tokens)
+        experts = alpha.shape[1]
         # As in ``Config.workspace_bytes``
-        chunks = cute.ceil_div(self.activations.width(a) // experts, CHUNK)
         entries = Int64(tiles) * experts * c.capacity
-        token_bytes = cute.assume(entries * chunks * TOKEN_BYTES, divby=TOKEN_BYTES)
+        token_bytes = cute.assume(entries * (c.expert_chunks * TOKEN_BYTES), divby=TOKEN_BYTES)
         pair_bytes = cute.assume(entries * PAIR_BYTES, divby=PAIR_BYTES * TILE_TOKENS)
         pairs = workspace.iterator + token_bytes
         counts = cute.recast_ptr(pairs + pair_bytes, dtype=Int32)
@@ -75,8 +72,7 @@ class FP4ExpertsKernel:
             grid=[experts, tiles, 1], block=[c.list_threads, 1, 1], stream=stream, use_pdl=c.pdl
         )
         slices = cute.ceil_div(out.shape[1], ROWS)
-        width = self.activations.width(a) // experts
-        self.kernel(width, self.ring.maps(b, scale, experts), alpha, lists, experts, out).launch(
+        self.kernel(self.ring.maps(b, scale, experts), alpha, lists, out).launch(
             grid=[slices, tiles, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
         )
 
@@ -115,20 +111,19 @@ class FP4ExpertsKernel:
         entry = (Int64(tile) * experts + expert) * c.capacity
         if self._counts(value):
             members[before] = tid
-            self._store_pair(pairs, entry + before, tid, value)
+            self._store_pair(pairs, entry + before, self._token_offset(tid), value)
         # What is left of the last unit
         if (tid >= total) & (tid < cute.ceil_div(total, c.group) * c.group):
             self._store_pair(pairs, entry + tid, Int32(-1), Float32(0.0))
         if tid == 0:
             counts[tile * experts + expert] = total
         cute.arch.sync_threads()
-        width = self.activations.width(a) // experts
-        chunks = cute.ceil_div(width, CHUNK)
-        for piece in range(tid, total * chunks * EIGHTHS, c.list_threads):
-            eighth, place, chunk = piece % EIGHTHS, piece // EIGHTHS % total, piece // EIGHTHS // total
+        for piece in range(tid, total * (c.expert_chunks * EIGHTHS), c.list_threads):
+            eighth, chunk = piece % EIGHTHS, piece // EIGHTHS % c.expert_chunks
+            place = piece // (EIGHTHS * c.expert_chunks)
             token, start = tile * c.tokens + members[place], chunk * CHUNK
-            words = self.activations.read(a, a_scale, token, expert * width + start, width - start, eighth)
-            base = (entry * chunks + Int64(chunk) * c.capacity) * TOKEN_BYTES
+            words = self.activations.read(a, a_scale, token, expert * c.width + start, c.width - start, eighth)
+            base = (entry * c.expert_chunks + Int64(chunk) * c.capacity) * TOKEN_BYTES
             to = tiles.iterator + cute.assume(base, divby=TILE_TOKENS * TOKEN_BYTES)
             self.activations.order(words, 1, eighth, place, to)
 
@@ -136,14 +131,15 @@ class FP4ExpertsKernel:
         """Whether a factor lets its product count: NaN is not zero."""
         return (ptx.bits_of(factor) & Uint32(0x7FFFFFFF)) != Uint32(0)
 
-    def _store_pair(self, pairs, at, token, factor) -> None:
+    def _store_pair(self, pairs, at, offset, factor) -> None:
+        """Write where a token's sums are, negative for none, and its factor."""
         to = cute.recast_ptr(pairs.iterator + cute.assume(at * PAIR_BYTES, divby=PAIR_BYTES), dtype=Uint32)
-        store_words([Uint32(token), ptx.bits_of(factor)], cute.make_tensor(to, cute.make_layout(2)))
+        store_words([Uint32(offset), ptx.bits_of(factor)], cute.make_tensor(to, cute.make_layout(2)))
 
     # Products
 
     @cute.kernel
-    def kernel(self, width, weight, alpha, lists, experts, out):
+    def kernel(self, weight, alpha, lists, out):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         slice_, tile, _ = cute.arch.block_idx()
@@ -155,9 +151,7 @@ class FP4ExpertsKernel:
             slice=slice_,
             tile=tile,
             first_token=tile * c.tokens,
-            experts=experts,
-            chunks=cute.ceil_div(width, CHUNK),
-            blocks=width // c.fmt.block_size,
+            experts=alpha.shape[1],
             tiles=tiles,
             pairs=pairs,
             out=out,
@@ -168,7 +162,7 @@ class FP4ExpertsKernel:
                 # The copies of the weight, and those of what the other kernel wrote
                 cute.arch.mbarrier_init(s.full + i, 2)
                 cute.arch.mbarrier_init(s.free + i, BANDS * c.parts)
-            for i in range_constexpr(WARPS):
+            for i in range_constexpr(c.warps):
                 cute.arch.mbarrier_init(s.turns + i, 1)
         cute.arch.mbarrier_init_fence()
         # Sums; and activations, of which units that are not full leave some as they are.
@@ -180,24 +174,24 @@ class FP4ExpertsKernel:
         if const_expr(c.pdl and not c.scans):
             cute.arch.griddepcontrol_wait()
         every = self._lists(s).counts
-        for expert in range(tid, experts, c.threads):
+        for expert in range(tid, t.experts, c.threads):
             if const_expr(c.scans):
                 every[expert] = self._count(alpha, expert, t)
             else:
-                every[expert] = counts[tile * experts + expert]
+                every[expert] = counts[tile * t.experts + expert]
         cute.arch.sync_threads()
-        if warp == WARPS:
+        if warp == c.warps:
             self._find_units(tid % WARP, t, s)
         cute.arch.sync_threads()
         t.units = self._lists(s).total[0]
-        if warp >= WARPS:
+        if warp >= c.warps:
             cute.arch.setmaxregister_decrease(c.registers[1])
-            if warp < WARPS + c.slots:
-                self._feed(warp - WARPS, self.ring.open(weight, s.codes, s.scales), t, s)
+            if warp < c.warps + c.slots:
+                self._feed(warp - c.warps, self.ring.open(weight, s.codes, s.scales), t, s)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             self._multiply(warp, tid % WARP, t, s)
-            cute.arch.barrier(barrier_id=1, number_of_threads=WARPS * WARP)
+            cute.arch.barrier(barrier_id=1, number_of_threads=c.warps * WARP)
             if const_expr(c.pdl):
                 cute.arch.griddepcontrol_launch_dependents()
             self._write(tid, t, s)
@@ -316,7 +310,7 @@ class FP4ExpertsKernel:
             ahead, of = slot, Int32(0)
             while (ahead < t.units) & (loaded < depth):
                 of = self._index_of(ahead, of, s)
-                for i in range(cutlass.min(t.chunks, depth - loaded)):
+                for i in range(cutlass.min(c.expert_chunks, depth - loaded)):
                     self._load_weight(of, i, first + loaded, weight, t, s)
                     loaded += 1
                 ahead += c.slots
@@ -325,7 +319,7 @@ class FP4ExpertsKernel:
         done, index = Int32(0), Int32(0)
         for unit in range(slot, t.units, c.slots):
             index = self._index_of(unit, index, s)
-            for chunk in range(t.chunks):
+            for chunk in range(c.expert_chunks):
                 if done >= loaded:
                     cute.arch.mbarrier_wait(s.free + (first + stage), parity)
                     self._load_weight(index, chunk, first + stage, weight, t, s)
@@ -336,7 +330,8 @@ class FP4ExpertsKernel:
     def _load_weight(self, index, chunk, stage, weight, t, s) -> None:
         """Start the copies of a chunk of the weight."""
         expert = self._lists(s).experts[index]
-        self.ring.load(t.slice, chunk, expert, stage, s.full + stage, weight, t.n, t.blocks)
+        blocks = self.config.width // self.config.fmt.block_size
+        self.ring.load(t.slice, chunk, expert, stage, s.full + stage, weight, t.n, Int32(blocks))
 
     @cute.jit
     def _load_tokens(self, index, unit, chunk, stage, t, s):
@@ -346,7 +341,7 @@ class FP4ExpertsKernel:
         position = (unit - lists.begins[index]) * c.group
         entry = (Int64(t.tile) * t.experts + lists.experts[index]) * c.capacity
         size = cutlass.min(lists.counts[index] - position, Int32(c.group)) * TOKEN_BYTES
-        source = (entry * t.chunks + Int64(chunk) * c.capacity + position) * TOKEN_BYTES
+        source = (entry * c.expert_chunks + Int64(chunk) * c.capacity + position) * TOKEN_BYTES
         pairs = c.group * PAIR_BYTES
         barrier = s.full + stage
         with cute.arch.elect_one():
@@ -381,13 +376,13 @@ class FP4ExpertsKernel:
         )
         # Of two tiles of a slice's rows, where scales lie in tiles of 128
         w.scale_row = w.row if c.layout.is_linear else w.row + t.slice % 2 * ROWS
-        chain = s.turns + band * PLACES
+        chain = s.turns + band * c.places
         sums = cute.make_rmem_tensor((c.group // 2,), Float32)
         stage, parity, turn = Int32(0), Int32(0), Int32(place == 0)
         for unit in range(slot, t.units, c.slots):
             sums.fill(0.0)
             last = stage
-            for chunk in range(t.chunks):
+            for chunk in range(c.expert_chunks):
                 cute.arch.mbarrier_wait(s.full + (first + stage), parity)
                 if const_expr(c.parts == 1):
                     self._multiply_chunk(range(WORDS), chunk, first + stage, sums, w, t, s)
@@ -398,17 +393,17 @@ class FP4ExpertsKernel:
                             self._multiply_chunk(words, chunk, first + stage, sums, w, t, s)
                 last = stage
                 stage, parity = next_stage(stage, parity, depth)
-                if chunk + 1 < t.chunks:
+                if chunk + 1 < c.expert_chunks:
                     self._free(first + last, w, s)
-            members, factors = self._pairs(first + last, w, s)
+            offsets, factors = self._pairs(first + last, w, s)
             self._free(first + last, w, s)
             # After the warp that has the same rows and comes before: of the unit before, or of the part of k before.
             if (unit > 0) | (part > 0):
                 cute.arch.mbarrier_wait(chain + place, turn)
             turn ^= 1
-            self._add(sums, members, factors, w, s)
+            self._add(sums, offsets, factors, w, s)
             cute.arch.sync_warp()
-            ptx.arrive_if(chain + (place + 1) % PLACES, w.leads)
+            ptx.arrive_if(chain + (place + 1) % c.places, w.leads)
 
     def _free(self, stage, w, s) -> None:
         """Free a stage."""
@@ -420,7 +415,9 @@ class FP4ExpertsKernel:
     def _multiply_chunk(self, words, chunk, stage, sums, w, t, s) -> None:
         """Add a chunk's products, of some words of each lane's codes, to the sums."""
         c = self.config
-        left = t.blocks - chunk * self.ring.blocks
+        left = None
+        if c.width % CHUNK:
+            left = c.width // c.fmt.block_size - chunk * self.ring.blocks
         codes = [self.ring.codes(s.codes, stage, w.row + 8 * r, w.quad) for r in range(2)]
         scales = [self.ring.factors(s.scales, stage, w.scale_row + 8 * r, w.quad, left, self.dtype) for r in range(2)]
         at = s.tokens + cute.assume(stage * self._token_bytes, divby=TOKEN_BYTES)
@@ -430,44 +427,50 @@ class FP4ExpertsKernel:
 
     # Sums
 
+    def _token_offset(self, token):
+        """Where a token's sums are, in bytes; but for which eight rows come first, so that tokens do not share banks:
+        ``_sum_offset`` tells."""
+        return token * (ROWS * 4) + token % TILE_TOKENS * 32
+
+    def _sum_offset(self, token_offset, row):
+        """Where a row's sum is, in bytes."""
+        return token_offset ^ (row * 4)
+
     def _pairs(self, stage, w, s) -> tuple[list, list]:
-        """A lane's tokens of a unit, two of each eight, and their factors; a negative number where there is none."""
+        """Where the sums are of a lane's tokens of a unit, two of each eight, negative where there is none; and their
+        factors."""
         c = self.config
-        members, factors = [], []
+        offsets, factors = [], []
         for group in range(c.group // TILE_TOKENS):
             at = stage * (c.group * PAIR_BYTES) + (group * TILE_TOKENS + w.quad * 2) * PAIR_BYTES
             words = cute.recast_ptr(s.pairs + cute.assume(at, divby=16), dtype=Uint32)
             loaded = load_words(cute.make_tensor(words, cute.make_layout(4)))
-            members += [Int32(loaded[0]), Int32(loaded[2])]
+            offsets += [Int32(loaded[0]), Int32(loaded[2])]
             factors += [ptx.float_of(loaded[1]), ptx.float_of(loaded[3])]
-        return members, factors
-
-    def _sum_place(self, token, row):
-        """Where a token's sum of a row lies: eight rows at a time, swapped, so that tokens do not share banks."""
-        return token * ROWS + (row ^ (token % TILE_TOKENS * 8))
+        return offsets, factors
 
     @cute.jit
-    def _add(self, sums, members, factors, w, s):
+    def _add(self, sums, offsets, factors, w, s):
         """Multiply a unit's sums by the factors, and add them to those of the tile."""
         c = self.config
         scale = Float32(sum_scale(c.fmt, c.a_layout))
         places = [(i, r) for i in range(c.group // 4) for r in range(2)]
-        at = [s.sums + self._sum_place(members[i], w.row + 8 * r) * 4 for i, r in places]
+        at = [s.sums + self._sum_offset(offsets[i], w.row + 8 * r) for i, r in places]
         # All are loaded before the first is stored.
-        totals = [ptx.float_of(ptx.load_shared_if(x, members[i] >= 0)) for x, (i, _) in zip(at, places, strict=True)]
+        totals = [ptx.float_of(ptx.load_shared_if(x, offsets[i] >= 0)) for x, (i, _) in zip(at, places, strict=True)]
         for x, total, (i, r) in zip(at, totals, places, strict=True):
             product = ptx.mul_rn(factors[i], ptx.mul_rn(sums[i // 2 * 4 + r * 2 + i % 2], scale))
-            ptx.store_shared_if(x, ptx.bits_of(total + product), members[i] >= 0)
+            ptx.store_shared_if(x, ptx.bits_of(total + product), offsets[i] >= 0)
 
     @cute.jit
     def _write(self, tid, t, s):
         """Round the sums, and store them."""
         c = self.config
-        for piece in range(tid, c.tokens * (ROWS // 4), WARPS * WARP):
+        for piece in range(tid, c.tokens * (ROWS // 4), c.warps * WARP):
             token, row = piece // (ROWS // 4), piece % (ROWS // 4) * 4
             m, n = t.first_token + token, t.slice * ROWS + row
             if (m < t.m) & (n < t.n):
-                at = s.sums + cute.assume(self._sum_place(token, row) * 4, divby=16)
+                at = s.sums + cute.assume(self._sum_offset(self._token_offset(token), row), divby=16)
                 words = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
                 packed = pack([ptx.float_of(word) for word in words], self.out_dtype)
                 to = t.out.iterator + cute.assume(Int64(m) * t.n + n, divby=4)
