@@ -195,6 +195,7 @@ class ProductCase:
             layout=SCALE_LAYOUTS[self.layout],
             out_dtype=self.out_dtype,
             has_alpha=self.has_alpha,
+            width=self.width,
             tokens=self.tokens,
             splits=self.splits,
             ctas_per_sm=self.ctas_per_sm,
@@ -216,11 +217,13 @@ class WgmmaCase:
     out_dtype: torch.dtype
     has_alpha: bool
     splits: int = 0
+    width: int | None = None
     arch: str = "sm_90a"
 
     @property
     def id(self) -> str:
-        return _product_id("wgmma", self, self.a_layout or "16-bit", f"{self.tokens}by{self.splits}")
+        sums = f"{self.tokens}by{self.splits}" if self.width is None else f"{self.tokens}of{self.width}"
+        return _product_id("wgmma", self, self.a_layout or "16-bit", sums)
 
     @property
     def kernel(self) -> Any:
@@ -235,6 +238,7 @@ class WgmmaCase:
             a_layout=None if self.a_layout is None else SCALE_LAYOUTS[self.a_layout],
             out_dtype=self.out_dtype,
             has_alpha=self.has_alpha,
+            width=self.width,
             tokens=self.tokens,
             splits=self.splits,
             arch=FACTS[self.arch],
@@ -258,8 +262,14 @@ def wgmma_cases() -> list[WgmmaCase]:
     """Every kind of operands with every tile; the rest in turn."""
     rest = itertools.cycle(itertools.product((True, False), (BF16, FP16, FP32)))
     tiles = [(tokens, 0) for tokens in (8, 16, 32, 64, 128, 256)] + [(8, 1), (16, 8), (32, 3)]
-    return [
+    plain = [
         WgmmaCase(*kind, tokens, *reversed(next(rest)), splits) for kind in WARPGROUP_KINDS for tokens, splits in tiles
+    ]
+    outs, widths = itertools.cycle((BF16, FP16, FP32)), itertools.cycle((256, 1024))
+    return plain + [
+        WgmmaCase(*kind, tokens, next(outs), True, width=next(widths))
+        for kind in WARPGROUP_KINDS
+        for tokens in (16, 32, 64, 128)
     ]
 
 

@@ -118,7 +118,8 @@ def compute(kernel: Any, *args: Any) -> None:
             2 * len(b), workers, shares=bool(shares)
         )
         layouts = config.a_layout, config.layout
-        write(out, product(a, a_scale, b.t(), scale, alpha, config.out_dtype, config.fmt, *layouts))
+        multiply = product if config.width is None else expert_product
+        write(out, multiply(a, a_scale, b.t(), scale, alpha, config.out_dtype, config.fmt, *layouts))
         return
     if type(kernel).__name__ == "FP4ExpertsKernel":
         a, a_scale, b, scale, alpha, out, workspace = args

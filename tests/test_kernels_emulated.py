@@ -452,7 +452,7 @@ def test_activation_tiles(
         numbers *= 2.0**-8 if fmt == NVFP4 else 1.0
     layout = None if a_layout is None else SCALE_LAYOUTS[a_layout]
     kernel = activation_tiles.ActivationTilesKernel(activation_tiles.Config(dtype, fmt, layout, by_warp, True))
-    run_kernel(kernel, ARCHS[HOPPER], a, scale, tiles, flags, seed=0)
+    run_kernel(kernel, ARCHS[HOPPER], a, scale, tiles, flags, None, None, seed=0)
     assert not flags.any()
     numbers = torch.nn.functional.pad(numbers, (0, chunks * 256 - k))
     # chunk, 64 positions, group, token, piece, element; or chunk, group, token, eighth, quarter, element
@@ -565,15 +565,16 @@ def test_product_by_warpgroups(one: Wgmma) -> None:
 
 
 class Experts(NamedTuple):
-    """Kernels of FP4 products over experts, and a launch of them."""
+    """Kernels of FP4 products over experts, and a launch of them; ``workers`` share the sums of warpgroups."""
 
-    case: ExpertsCase
+    case: ExpertsCase | WgmmaCase
     m: int
     n: int
     experts: int
     width: int
     routing: str
     seed: int | None = 0
+    workers: int = 0
 
     @property
     def id(self) -> str:
@@ -601,6 +602,10 @@ EXPERTS = [
     Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 16, 64, BF16), 3, 8, 33, 128, "few", 4),
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 24, 512, FP32), 30, 72, 3, 768, "dense", 5),
     Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 8, 512, BF16), 20, 64, 7, 320, "few", 6),
+    Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, FP32, True, width=256), 13, 392, 5, 256, "dense", 7, 3),
+    Experts(WgmmaCase(BF16, NVFP4, "128x4", None, 32, BF16, True, width=512), 40, 136, 3, 512, "few", 1, 2),
+    Experts(WgmmaCase(BF16, MXFP4, "128x4", "128x4", 64, FP32, True, width=256), 70, 40, 4, 256, "dense", 2, 1),
+    Experts(WgmmaCase(FP16, NVFP4, "linear", "linear", 128, FP16, True, width=512), 20, 136, 2, 512, "one", 3, 4),
 ]
 
 
@@ -608,7 +613,8 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
     """What the kernels leave in their output, and the reference's sums."""
     torch.manual_seed(one.n)
     case, k = one.case, one.experts * one.width
-    kernel = case.kernel_for(one.width)
+    by_warpgroups = isinstance(case, WgmmaCase)
+    kernel = case.kernel if by_warpgroups else case.kernel_for(one.width)
     powers = POWERS[case.format.scale_format]
     alpha = routed(one.routing, one.m, one.experts)
     if case.a_layout is None:
@@ -620,8 +626,13 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
     b, scale = random_matrix(one.n, k, case.format, case.layout, CPU, powers)
     scale = scale.view(case.format.scale_dtype)
     out = poisoned(one.m, one.n, dtype=case.out_dtype)
-    workspace = poisoned(kernel.config.workspace_bytes(one.m, one.experts), dtype=torch.uint8)
-    given = (a, a_scale, b.t(), scale, alpha.t().contiguous().t(), out, workspace)
+    shared = (one.workers, int(one.workers > -(-one.n // 256))) if by_warpgroups else ()
+    if by_warpgroups:
+        size = -(-one.m // case.tokens) * kernel.config.workspace_bytes(k, one.workers, shares=bool(shared[1]))
+    else:
+        size = kernel.config.workspace_bytes(one.m, one.experts)
+    workspace = poisoned(size, dtype=torch.uint8)
+    given = (a, a_scale, b.t(), scale, alpha.t().contiguous().t(), out, workspace, *shared)
     run_kernel(kernel, ARCHS[case.arch], *given, seed=one.seed, edit=edit)
     layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]
     return out, expert_product(a, a_scale, b, scale, alpha, case.out_dtype, case.format, *layouts)

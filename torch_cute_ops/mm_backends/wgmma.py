@@ -7,7 +7,6 @@ import torch
 from torch_cute_ops.kernels.activation_tiles.config import CHUNK
 from torch_cute_ops.mm_backends._base import Backend, Launcher, Product, Tactic, Target
 from torch_cute_ops.mm_backends._decode import (
-    reason_experts,
     reason_misaligned,
     reason_not_linear,
     reason_undecodable,
@@ -54,9 +53,12 @@ class Wgmma(Backend):
     name = "wgmma"
 
     def reason_unsupported(self, product: Product, target: Target) -> str | None:
-        reason = reason_undecodable(product, target) or reason_experts(product) or reason_misaligned(product)
+        reason = reason_undecodable(product, target) or reason_misaligned(product)
         if reason is not None:
             return reason
+        width = _width(product)
+        if width is not None and width % CHUNK:
+            return f"an expert's width is {width}; it has to be a multiple of {CHUNK}"
         if target.arch is not None and target.arch.name != "sm_90a":
             return f"wgmma is of sm_90a; this is {target.arch.name}"
         return reason_not_linear(product, product.k, "k")
@@ -64,9 +66,10 @@ class Wgmma(Backend):
     def tactics(self, product: Product, m: int, target: Target) -> tuple[Tactic, ...]:
         from torch_cute_ops.kernels import fp4_wgmma
 
-        widest = smallest_tile(fp4_wgmma.TILES, m)
-        tiles = [tokens for tokens in fp4_wgmma.TILES if tokens <= widest]
-        every = [(tokens, split) for tokens in tiles for split in _splits(tokens)]
+        sizes = tuple(fp4_wgmma.TILES) if product.experts is None else fp4_wgmma.EXPERT_TILES
+        widest = smallest_tile(sizes, m)
+        tiles = [tokens for tokens in sizes if tokens <= widest]
+        every = [(tokens, split) for tokens in tiles for split in _splits(product, tokens)]
         return tuple(tactic for tactic in every if _is_useful(product, m, tactic, target))
 
     def estimate(self, product: Product, m: int, tactic: Tactic, target: Target) -> float:
@@ -157,7 +160,7 @@ def _parts(product: Product, tactic: Tactic, target: Target) -> _Parts:
     from torch_cute_ops.kernels import fp4_wgmma
 
     tokens, split = _tactic(tactic)
-    rows, chunks, clusters = fp4_wgmma.rows_of(tokens), -(-product.k // CHUNK), _clusters(tokens, split)
+    rows, chunks, clusters = fp4_wgmma.rows_of(tokens), -(-product.k // CHUNK), _clusters(product, tokens, split)
     row_tiles = -(-product.n // rows)
     # Each has a chunk at least: the kernel waits for every worker's sums.
     workers = max(1, min(target.sms, row_tiles * chunks) if split == BALANCED else row_tiles * split)
@@ -170,17 +173,27 @@ def _tactic(tactic: Tactic) -> tuple[int, int]:
     return int(tokens), int(split)
 
 
-def _clusters(tokens: int, split: int) -> bool:
+def _width(product: Product) -> int | None:
+    """Elements of k of an expert; ``None``: there are no experts."""
+    return None if product.experts is None else product.k // product.experts
+
+
+def _arranges(product: Product, tokens: int) -> bool:
+    """Whether CTAs can put the activations of a tile in order themselves."""
+    from torch_cute_ops.kernels import fp4_wgmma
+
+    return product.experts is None and tokens <= fp4_wgmma.ARRANGED
+
+
+def _clusters(product: Product, tokens: int, split: int) -> bool:
     """Whether the CTAs of a tile of rows are a cluster."""
+    return split != BALANCED and _arranges(product, tokens)
+
+
+def _splits(product: Product, tokens: int) -> tuple[int, ...]:
     from torch_cute_ops.kernels import fp4_wgmma
 
-    return split != BALANCED and tokens <= fp4_wgmma.ARRANGED
-
-
-def _splits(tokens: int) -> tuple[int, ...]:
-    from torch_cute_ops.kernels import fp4_wgmma
-
-    return (BALANCED, *fp4_wgmma.SPLITS) if tokens <= fp4_wgmma.ARRANGED else SPLITS
+    return (BALANCED, *fp4_wgmma.SPLITS) if _arranges(product, tokens) else SPLITS
 
 
 def _is_useful(product: Product, m: int, tactic: Tactic, target: Target) -> bool:
@@ -202,8 +215,9 @@ def _config(product: Product, tactic: Tactic, arch: Arch) -> "Config | None":
         a_layout=product.a_layout,
         out_dtype=product.out_dtype,
         has_alpha=product.has_alpha,
+        width=_width(product),
         tokens=tokens,
-        splits=split if _clusters(tokens, split) else 0,
+        splits=split if _clusters(product, tokens, split) else 0,
         arch=arch,
         pdl=settings.PDL,
     )

@@ -1,7 +1,7 @@
 """The device code; ``kernels.common.activations`` tells the layout."""
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from torch_cute_ops.kernels.activation_tiles.config import CHUNK, THREADS, TILE_BYTES, Config
 from torch_cute_ops.kernels.common.activations import EIGHTHS, QUAD, Activations
@@ -17,12 +17,14 @@ class ActivationTilesKernel:
 
     def arguments(self) -> tuple[Argument, ...]:
         tiles = TensorArg("Uint8", (Dim("tile_bytes", TILE_BYTES, bits=64),), (1,), align=16)
-        return *self.activations.arguments(), tiles, TensorArg("Int32", (Dim("flags"),), (1,), align=4)
+        return *self.activations.arguments(), tiles, TensorArg("Int32", (Dim("flags"),), (1,), align=4), None, None
 
     @cute.jit
-    def __call__(self, a, scale, tiles, flags, stream):
+    def __call__(self, a, scale, tiles, flags, alpha, factors, stream):
+        """Put ``a`` in order in ``tiles`` and set ``flags`` to zero. If there is an ``alpha`` (M, experts), put it into
+        ``factors`` (tokens, experts, tiles), zero for tokens that do not exist."""
         chunks = cute.ceil_div(self.activations.width(a), CHUNK)
-        self.kernel(a, scale, tiles, flags).launch(
+        self.kernel(a, scale, tiles, flags, alpha, factors).launch(
             grid=[cute.ceil_div(a.shape[0] * chunks * EIGHTHS, THREADS), 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
@@ -30,7 +32,7 @@ class ActivationTilesKernel:
         )
 
     @cute.kernel
-    def kernel(self, a, scale, tiles, flags):
+    def kernel(self, a, scale, tiles, flags, alpha, factors):
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -43,6 +45,14 @@ class ActivationTilesKernel:
             cute.arch.griddepcontrol_launch_dependents()
         for i in range(me, flags.shape[0], ctas * THREADS):
             flags[i] = Int32(0)
+        if const_expr(alpha is not None):
+            tokens, experts, _ = factors.shape
+            for i in range(me, cute.size(factors), ctas * THREADS):
+                expert, token = i % experts, i // experts
+                value = Float32(0.0)
+                if token < alpha.shape[0]:
+                    value = alpha[token, expert]
+                factors[token % tokens, expert, token // tokens] = value
         if me < a.shape[0] * chunks * EIGHTHS:
             eighth, chunk, token = me % EIGHTHS, me // EIGHTHS % chunks, me // EIGHTHS // chunks
             base = tiles.iterator + cute.assume(chunk * groups * (QUAD * TILE_BYTES), divby=TILE_BYTES)

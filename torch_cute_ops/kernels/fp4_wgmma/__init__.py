@@ -1,4 +1,5 @@
-"""A product with FP4 weights by warpgroup products: ``out[m, n] = alpha · Σ_k a[m, k] · b[n, k]``, for sm_90a.
+"""A product with FP4 weights by warpgroup products: ``out[m, n] = alpha · Σ_k a[m, k] · b[n, k]``, or over experts
+``Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · b[n, k])``. For sm_90a.
 
 The weights are the product's M side, decoded into registers (64 rows of ``b`` a warpgroup); the activations are its N
 side, in shared memory. Nothing is repacked in advance. ``kernels.activation_tiles`` puts the activations in order
@@ -26,7 +27,11 @@ whole cache line).
    them in order in their stages: one launch, and no workspace.
    A row's result depends on the tactic (``tokens``, and ``workers`` or ``splits``) alone, not on M or on what else is
    computed.
-4. Sums are scaled, rounded, and transposed in registers, so that a store has 16 bytes in a row.
+4. With experts, which have equal ranges of k, a thread has two sums: that of an expert is multiplied by the token's
+   factor for it, in fp32, where its range or the portion ends, and added to the total, in the order of the experts.
+   Factors of zero add nothing. All pairs of a token and an expert are multiplied: ``kernels.fp4_experts`` is for those
+   of which few count.
+5. Sums are scaled, rounded, and transposed in registers, so that a store has 16 bytes in a row.
 
 Bytes moved: ``b`` and its scales once for each tile of tokens (those that run together read it from L2); ``a`` once for
 each tile of rows, from L2; 8 bytes a sum where portions meet.
@@ -34,12 +39,12 @@ each tile of rows, from L2; 8 bytes a sum where portions meet.
 
 from typing import TYPE_CHECKING, Any
 
-from torch_cute_ops.kernels.fp4_wgmma.config import ARRANGED, SPLITS, TILES, Config, plan, rows_of
+from torch_cute_ops.kernels.fp4_wgmma.config import ARRANGED, EXPERT_TILES, SPLITS, TILES, Config, plan, rows_of
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_wgmma.kernel import FP4WgmmaKernel
 
-__all__ = ["ARRANGED", "KERNEL", "SPLITS", "TILES", "Config", "FP4WgmmaKernel", "plan", "rows_of"]
+__all__ = ["ARRANGED", "EXPERT_TILES", "KERNEL", "SPLITS", "TILES", "Config", "FP4WgmmaKernel", "plan", "rows_of"]
 
 KERNEL = f"{__name__}.kernel.FP4WgmmaKernel"
 

@@ -28,6 +28,8 @@ BY_WARP: Final = 8
 16, since every warp reads all activations (measured on an H200)."""
 SPLITS: Final = (1, 2, 3, 4, 8)
 """CTAs of a cluster."""
+EXPERT_TILES: Final = (16, 32, 64, 128)
+"""Tokens of a tile where there are experts: there are two sums each."""
 
 
 def rows_of(tokens: int) -> int:
@@ -46,6 +48,7 @@ class Config:
         a_layout: scale layout of activations in FP4; ``None``: they are of 16 bits.
         out_dtype: of the result.
         has_alpha: whether there is a factor.
+        width: elements of k of an expert; each token has a factor for each. ``None``: there are no experts.
         tokens: rows of activations of a tile.
         splits: CTAs of a cluster, which share the sums of a tile, and put the activations in order themselves; 0: any
             number of CTAs shares all sums, and a kernel before this one puts the activations in order.
@@ -60,6 +63,7 @@ class Config:
     a_layout: ScaleLayout | None
     out_dtype: torch.dtype
     has_alpha: bool
+    width: int | None
     tokens: int
     splits: int
     stages: int
@@ -91,7 +95,7 @@ class Config:
         """Of a thread that multiplies, and of another."""
         if self.splits:
             return 88, 128
-        return {2: (240, 24), 4: (112, 32)}[self.groups]
+        return {2: (232, 40) if self.width is not None else (240, 24), 4: (112, 32)}[self.groups]
 
     @property
     def sum_tile(self) -> SumTile:
@@ -104,10 +108,12 @@ class Config:
         return activation_tiles.Config(self.dtype, self.fmt, self.a_layout, self.by_warp, self.pdl)
 
     def workspace_bytes(self, k: int, workers: int, *, shares: bool) -> int:
-        """Bytes for each tile of activations: for these in order, and, if sums are shared, for those that ``workers``
-        leave for others, and the flags of these. All tiles of the first come first, then all of the second."""
+        """Bytes for each tile of activations: for these in order; with experts for their factors; and, if sums are
+        shared, for those that ``workers`` leave for others, and the flags of these. All tiles of the first come first,
+        then all of the next."""
         activations = self.tokens * -(-k // CHUNK) * CHUNK * self.dtype.itemsize
-        return activations + (workers * (self.rows * self.tokens * 4 + self.groups * 4) if shares else 0)
+        factors = 0 if self.width is None else self.tokens * (k // self.width) * 4
+        return activations + factors + (workers * (self.rows * self.tokens * 4 + self.groups * 4) if shares else 0)
 
     @property
     def chunks(self) -> WeightChunks:
@@ -141,6 +147,8 @@ class Config:
             return f"wgmma is of sm_90a; this is {arch.name}"
         if self.splits and self.tokens > ARRANGED:
             return f"a CTA puts at most {ARRANGED} tokens in order itself"
+        if self.width is not None and (self.width % CHUNK or self.tokens not in EXPERT_TILES or self.splits):
+            return f"experts have whole chunks of {CHUNK}, tiles of {EXPERT_TILES} tokens, and no clusters"
         return reason_beyond(self.dtype, self.fmt, self.smem_bytes, arch)
 
 
@@ -152,6 +160,7 @@ def plan(
     a_layout: ScaleLayout | None,
     out_dtype: torch.dtype,
     has_alpha: bool,
+    width: int | None = None,
     tokens: int,
     splits: int = 0,
     arch: Arch,
@@ -161,7 +170,9 @@ def plan(
     for stages in range(6, 2, -1):
         # A stage of codes lasts a chunk, whatever one of activations lasts.
         wanted = stages if tokens <= 32 else {64: 8, 128: 7, 256: 5}[tokens]
-        config = Config(dtype, fmt, layout, a_layout, out_dtype, has_alpha, tokens, splits, stages, wanted, pdl)
+        config = Config(
+            dtype, fmt, layout, a_layout, out_dtype, has_alpha, width, tokens, splits, stages, wanted, pdl
+        )
         if config.reason_unsupported(arch) is None:
             return config
     return None

@@ -60,12 +60,19 @@ class FP4WgmmaKernel:
             a,
             a_scale,
             *self.ring.arguments(n),
-            TensorArg("Float32", (1,), (1,), align=4) if c.has_alpha else None,
+            self._factors(m),
             TensorArg(self.out_dtype.__name__, (m, n), (n, 1), align=16),
             None if c.splits else TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16),
             ScalarArg("Int32"),
             ScalarArg("Int32"),
         )
+
+    def _factors(self, m: Dim) -> TensorArg | None:
+        """One, or for each token and expert."""
+        if self.config.width is not None:
+            strides = (Dim("alpha_stride", bits=64), Dim("alpha_column_stride", bits=64))
+            return TensorArg("Float32", (m, Dim("experts")), strides, align=4)
+        return TensorArg("Float32", (1,), (1,), align=4) if self.config.has_alpha else None
 
     @cute.jit
     def __call__(self, a, a_scale, b, scale, alpha, out, workspace, workers: Int32, shares: Int32, stream):
@@ -74,7 +81,8 @@ class FP4WgmmaKernel:
         shared = None
         if const_expr(c.splits == 0):
             shared = self._share(workspace, token_tiles, cute.ceil_div(b.shape[0], LINE), workers, shares)
-            self.arrange(a, a_scale, shared[0], shared[2], stream)
+            by_expert = alpha if const_expr(c.width is not None) else None
+            self.arrange(a, a_scale, shared[0], shared[3], by_expert, shared[1], stream)
         else:
             workers = cute.ceil_div(b.shape[1], c.rows) * c.splits
         product = cute.make_tiled_mma(
@@ -97,18 +105,24 @@ class FP4WgmmaKernel:
         )
 
     def _share(self, workspace, token_tiles, chunks, workers, shares) -> tuple:
-        """The parts of the workspace, with sizes as in ``Config.workspace_bytes``: activations in order, sums that are
-        left for another CTA, and flags that say so."""
+        """The parts of the workspace, with sizes as in ``Config.workspace_bytes``: activations in order, factors of
+        experts, sums that are left for another CTA, and flags that say so."""
         c = self.config
         slots = token_tiles * workers * shares
         tile_bytes = Int64(token_tiles) * (c.tokens * LINE * QUARTERS) * chunks
         sums = Int64(slots) * (c.rows * c.tokens)
         tiles = cute.make_tensor(workspace.iterator, cute.make_layout((tile_bytes,)))
         after = workspace.iterator + cute.assume(tile_bytes, divby=TILE_BYTES)
+        factors = None
+        if const_expr(c.width is not None):
+            experts = chunks * CHUNK // c.width
+            layout = cute.make_layout((c.tokens, experts, token_tiles))
+            factors = cute.make_tensor(cute.recast_ptr(after, dtype=Float32), layout)
+            after = after + cute.assume(Int64(4 * c.tokens) * experts * token_tiles, divby=4 * TILE_TOKENS)
         partials = cute.make_tensor(cute.recast_ptr(after, dtype=Float32), cute.make_layout((sums,)))
-        after = after + cute.assume(4 * sums, divby=TILE_BYTES)
+        after = after + cute.assume(4 * sums, divby=4 * TILE_TOKENS)
         flags = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((slots * c.groups,)))
-        return tiles, partials, flags
+        return tiles, factors, partials, flags
 
     @cute.kernel
     def kernel(self, a, a_scale, shared, weight, alpha, out, workers, product: cute.TiledMma):
@@ -150,8 +164,9 @@ class FP4WgmmaKernel:
             a_scale=a_scale,
             out=out,
             tiles=None if c.splits else shared[0],
-            partials=None if c.splits else shared[1],
-            flags=None if c.splits else shared[2],
+            factors=None if c.splits else shared[1],
+            partials=None if c.splits else shared[2],
+            flags=None if c.splits else shared[3],
         )
         s = self._allocate()
         if tid == 0:
@@ -174,7 +189,7 @@ class FP4WgmmaKernel:
             if const_expr(c.pdl):
                 cute.arch.griddepcontrol_wait()
             factor = Float32(1.0)
-            if const_expr(c.has_alpha):
+            if const_expr(c.has_alpha and c.width is None):
                 factor = alpha[0]
             self._consume(product, factor, tid, t, s)
 
@@ -320,12 +335,16 @@ class FP4WgmmaKernel:
         )
         multiply = None if c.by_warp else self._of_warpgroups(product, s)
         sums = cute.make_rmem_tensor((c.tokens // 2,), Float32)
+        # Of all experts, each multiplied by its factor
+        totals = cute.make_rmem_tensor((c.tokens // 2,), Float32) if c.width is not None else sums
         stage, parity = Int32(0), Int32(0)
         token_stage, token_parity = Int32(0), Int32(0)
         unit = t.end
         while unit > t.begin:
             tile, first, count = self._segment(unit, t)
             sums.fill(0.0)
+            if const_expr(c.width is not None):
+                totals.fill(0.0)
             last = token_stage
             for i in range(count):
                 cute.arch.mbarrier_wait(s.full + stage, parity)
@@ -367,6 +386,11 @@ class FP4WgmmaKernel:
                             ptx.arrive_if(s.tokens_free + token_stage, w.leads)
                         last = token_stage
                         token_stage, token_parity = next_stage(token_stage, token_parity, c.token_stages)
+                if const_expr(c.width is not None):
+                    expert = (first + i) // (c.width // CHUNK)
+                    if ((first + i + 1) % (c.width // CHUNK) == 0) | (i + 1 == count):
+                        warpgroup.wait_group(0)
+                        self._add_expert(sums, totals, expert, w, t)
             if const_expr(not c.by_warp):
                 warpgroup.wait_group(0)
                 ptx.arrive_if(s.tokens_free + last, w.leads)
@@ -375,15 +399,15 @@ class FP4WgmmaKernel:
                 if unit <= t.begin:
                     cute.arch.griddepcontrol_launch_dependents()
             if const_expr(c.splits > 1):
-                self._add_up(sums, tile, factor, tid, w, t, s)
+                self._add_up(totals, tile, factor, tid, w, t, s)
             elif const_expr(c.splits == 1):
-                self._write(sums, tile, factor, w, t)
+                self._write(totals, tile, factor, w, t)
             elif first + count < t.chunks:
-                self._leave(sums, w, t)
+                self._leave(totals, w, t)
             else:
                 if first > 0:
-                    self._collect(sums, tile, w, t)
-                self._write(sums, tile, factor, w, t)
+                    self._collect(totals, tile, w, t)
+                self._write(totals, tile, factor, w, t)
 
     def _of_warpgroups(self, product: cute.TiledMma, s):
         """The function that starts the products of a word of both rows; those of the word before may still run."""
@@ -421,6 +445,24 @@ class FP4WgmmaKernel:
         return multiply
 
     # Results
+
+    @cute.jit
+    def _add_expert(self, sums, totals, expert, w, t):
+        """Multiply an expert's sums by its factors, and add them to the totals. A factor of zero adds nothing."""
+        c = self.config
+        scale = Float32(sum_scale(c.fmt, c.a_layout))
+        factors = t.factors[None, expert, t.token_tile]
+        for j in range_constexpr(c.tokens // TILE_TOKENS):
+            at = factors.iterator + cute.assume(j * TILE_TOKENS + w.quad * 2, divby=2)
+            pair = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(2)))
+            for e in range_constexpr(2):
+                factor = ptx.float_of(pair[e])
+                counts = (ptx.bits_of(factor) & Uint32(0x7FFFFFFF)) != Uint32(0)
+                for r in range_constexpr(2):
+                    at = 4 * j + 2 * r + e
+                    value = ptx.mul_rn(factor, ptx.mul_rn(sums[at], scale))
+                    totals[at] = ptx.select(counts, totals[at] + value, totals[at])
+                    sums[at] = Float32(0.0)
 
     def _partials_of(self, worker, w, t) -> cute.Tensor:
         """A thread's sums of a worker in memory, (4, tokens / 8)."""
@@ -497,9 +539,9 @@ class FP4WgmmaKernel:
 
     @cute.jit
     def _write(self, sums, tile, factor, w, t):
-        """Scale the sums, round and store them."""
+        """Scale the sums, round and store them; those of experts have been scaled."""
         c = self.config
-        scale = sum_scale(c.fmt, c.a_layout)
+        scale = sum_scale(c.fmt, c.a_layout) if c.width is None else 1.0
         first_token = t.token_tile * c.tokens
         for j in range_constexpr(c.tokens // TILE_TOKENS):
             values = [ptx.mul_rn(ptx.mul_rn(sums[4 * j + i], Float32(scale)), factor) for i in range(4)]
