@@ -284,12 +284,13 @@ class ExpertsCase:
     group: int
     tokens: int
     out_dtype: torch.dtype
+    classes: int = 1
     has_alpha: bool = True
     arch: str = "sm_90a"
 
     @property
     def id(self) -> str:
-        return _product_id("experts", self, self.a_layout or "16-bit", f"{self.group}of{self.tokens}")
+        return _product_id("experts", self, self.a_layout or "16-bit", f"{self.group}of{self.tokens}by{self.classes}")
 
     @property
     def kernel(self) -> Any:
@@ -310,6 +311,7 @@ class ExpertsCase:
             width=width,
             group=self.group,
             tokens=self.tokens,
+            classes=self.classes,
             arch=FACTS[self.arch],
             pdl=True,
         )
@@ -323,8 +325,8 @@ def experts_cases() -> list[ExpertsCase]:
     """Every kind of operands with every size of a unit, and of a tile; the rest in turn."""
     tiles = {8: (256, 16, 512), 16: (64, 512), 24: (512, 32), 32: (32, 128)}
     turns = {group: itertools.cycle(sizes) for group, sizes in tiles.items()}
-    outs = itertools.cycle((BF16, FP16, FP32))
-    return [ExpertsCase(*kind, group, next(turns[group]), next(outs)) for kind in WARPGROUP_KINDS for group in turns]
+    rest = itertools.cycle(((BF16, 1), (FP16, 8), (FP32, 1), (BF16, 8)))
+    return [ExpertsCase(*kind, group, next(turns[group]), *next(rest)) for kind in WARPGROUP_KINDS for group in turns]
 
 
 def product_cases() -> list[ProductCase]:

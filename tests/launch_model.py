@@ -122,8 +122,8 @@ def compute(kernel: Any, *args: Any) -> None:
         write(out, multiply(a, a_scale, b.t(), scale, alpha, config.out_dtype, config.fmt, *layouts))
         return
     if type(kernel).__name__ == "FP4ExpertsKernel":
-        a, a_scale, b, scale, alpha, out, workspace = args
-        assert workspace.numel() == config.workspace_bytes(len(a), alpha.shape[1])
+        a, a_scale, b, scale, alpha, out, workspace, workers = args
+        assert workspace.numel() == config.workspace_bytes(len(a), alpha.shape[1], workers)
         layouts = config.a_layout, config.layout
         write(out, expert_product(a, a_scale, b.t(), scale, alpha, config.out_dtype, config.fmt, *layouts))
         return

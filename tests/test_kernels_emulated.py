@@ -565,7 +565,7 @@ def test_product_by_warpgroups(one: Wgmma) -> None:
 
 
 class Experts(NamedTuple):
-    """Kernels of FP4 products over experts, and a launch of them; ``workers`` share the sums of warpgroups."""
+    """Kernels of FP4 products over experts, and a launch of them; ``workers`` share the sums, or there are so many SMs."""
 
     case: ExpertsCase | WgmmaCase
     m: int
@@ -602,6 +602,9 @@ EXPERTS = [
     Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 16, 64, BF16), 3, 8, 33, 128, "few", 4),
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 24, 512, FP32), 30, 72, 3, 768, "dense", 5),
     Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 8, 512, BF16), 20, 64, 7, 320, "few", 6),
+    Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 16, FP32, 8), 13, 136, 20, 256, "few", 7, 4),
+    Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 32, FP32, 8), 40, 200, 9, 256, "dense", 8, 6),
+    Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 64, BF16, 8), 9, 64, 11, 320, "few", None, 5),
     Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, FP32, True, width=256), 13, 392, 5, 256, "dense", 7, 3),
     Experts(WgmmaCase(BF16, NVFP4, "128x4", None, 32, BF16, True, width=512), 40, 136, 3, 512, "few", 1, 2),
     Experts(WgmmaCase(BF16, MXFP4, "128x4", "128x4", 64, FP32, True, width=256), 70, 40, 4, 256, "dense", 2, 1),
@@ -626,11 +629,13 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
     b, scale = random_matrix(one.n, k, case.format, case.layout, CPU, powers)
     scale = scale.view(case.format.scale_dtype)
     out = poisoned(one.m, one.n, dtype=case.out_dtype)
-    shared = (one.workers, int(one.workers > -(-one.n // 256))) if by_warpgroups else ()
+    shares = by_warpgroups and one.workers > -(-one.n // 256)
     if by_warpgroups:
-        size = -(-one.m // case.tokens) * kernel.config.workspace_bytes(k, one.workers, shares=bool(shared[1]))
+        shared = one.workers, int(shares)
+        size = -(-one.m // case.tokens) * kernel.config.workspace_bytes(k, one.workers, shares=shares)
     else:
-        size = kernel.config.workspace_bytes(one.m, one.experts)
+        shared = (kernel.config.workers(one.n, one.workers),)
+        size = kernel.config.workspace_bytes(one.m, one.experts, *shared)
     workspace = poisoned(size, dtype=torch.uint8)
     given = (a, a_scale, b.t(), scale, alpha.t().contiguous().t(), out, workspace, *shared)
     run_kernel(kernel, ARCHS[case.arch], *given, seed=one.seed, edit=edit)

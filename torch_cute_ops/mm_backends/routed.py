@@ -35,7 +35,7 @@ FIXED_SECONDS = 7e-6
 
 
 class Routed(Backend):
-    """A tactic is (tokens of a unit, tokens of a tile)."""
+    """A tactic is (tokens of a unit, tokens of a tile, classes of experts that work is shared out by)."""
 
     name = "routed"
 
@@ -66,7 +66,13 @@ class Routed(Backend):
         widest = smallest_tile(fp4_experts.TILES, m)
         # What fits a tile of 512 tokens has few stages: two of 256 may be better.
         tiles = [tokens for tokens in (256, widest) if tokens <= widest] if widest > 256 else [widest]
-        every = [(group, tokens) for tokens in tiles for group in fp4_experts.GROUPS if group <= max(m, 8)]
+        every = [
+            (group, tokens, classes)
+            for tokens in tiles
+            for group in fp4_experts.GROUPS
+            for classes in _classes(product, target)
+            if group <= max(m, 8)
+        ]
         return tuple(
             tactic for tactic in every if target.arch is None or _config(product, tactic, target.arch) is not None
         )
@@ -75,7 +81,7 @@ class Routed(Backend):
         from torch_cute_ops.kernels import fp4_experts
 
         assert product.experts is not None
-        group, tokens = _tactic(tactic)
+        group, tokens, classes = _tactic(tactic)
         width, rows = product.k // product.experts, fp4_experts.ROWS
         share = product.routed / product.experts
         tiles = -(-m // tokens)
@@ -100,7 +106,7 @@ class Routed(Backend):
         (kernel,) = self.kernels(product, tactic, target.arch)
         config: Config = kernel.config
         function = compile_kernel(kernel, target.arch)
-        experts = product.experts
+        experts, workers = product.experts, config.workers(product.n, target.sms)
 
         def multiply(
             a: torch.Tensor,
@@ -110,9 +116,9 @@ class Routed(Backend):
             alpha: torch.Tensor | None,
             out: torch.Tensor,
         ) -> None:
-            size = config.workspace_bytes(a.shape[0], experts)
+            size = config.workspace_bytes(a.shape[0], experts, workers)
             workspace = allocator(a.device)((size,), (1,), torch.uint8)
-            function(a, a_scale, b, b_scale, alpha, out, workspace)
+            function(a, a_scale, b, b_scale, alpha, out, workspace, workers)
 
         return multiply
 
@@ -120,9 +126,17 @@ class Routed(Backend):
         return True
 
 
-def _tactic(tactic: Tactic) -> tuple[int, int]:
-    group, tokens = tactic
-    return int(group), int(tokens)
+def _tactic(tactic: Tactic) -> tuple[int, int, int]:
+    group, tokens, classes = tactic
+    return int(group), int(tokens), int(classes)
+
+
+def _classes(product: Product, target: Target) -> tuple[int, ...]:
+    """Into how many classes experts may be parted: into more than one where that gives more SMs something to do."""
+    from torch_cute_ops.kernels import fp4_experts
+
+    parted = (product.experts or 1) >= fp4_experts.CLASSES and -(-product.n // fp4_experts.ROWS) < target.sms
+    return (1, fp4_experts.CLASSES) if parted else (1,)
 
 
 def _config(product: Product, tactic: Tactic, arch: Arch) -> "Config | None":
@@ -130,7 +144,7 @@ def _config(product: Product, tactic: Tactic, arch: Arch) -> "Config | None":
     from torch_cute_ops.kernels import fp4_experts
 
     assert product.experts is not None
-    group, tokens = _tactic(tactic)
+    group, tokens, classes = _tactic(tactic)
     return fp4_experts.plan(
         dtype=sixteen_bit_dtype(product),
         fmt=product.fmt,
@@ -140,6 +154,7 @@ def _config(product: Product, tactic: Tactic, arch: Arch) -> "Config | None":
         width=product.k // product.experts,
         group=group,
         tokens=tokens,
+        classes=classes,
         arch=arch,
         pdl=settings.PDL,
     )

@@ -25,12 +25,12 @@ once for each 64 rows of ``w``, from L2.
 
 from typing import TYPE_CHECKING, Any
 
-from torch_cute_ops.kernels.fp4_experts.config import GROUPS, MAX_EXPERTS, ROWS, TILES, Config, plan
+from torch_cute_ops.kernels.fp4_experts.config import CLASSES, GROUPS, MAX_EXPERTS, ROWS, TILES, Config, plan
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_experts.kernel import FP4ExpertsKernel
 
-__all__ = ["GROUPS", "KERNEL", "MAX_EXPERTS", "ROWS", "TILES", "Config", "FP4ExpertsKernel", "plan"]
+__all__ = ["CLASSES", "GROUPS", "KERNEL", "MAX_EXPERTS", "ROWS", "TILES", "Config", "FP4ExpertsKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.FP4ExpertsKernel"
 

@@ -23,12 +23,14 @@ GROUPS: Final = (8, 16, 24, 32)
 """Tokens of a unit."""
 TILES: Final = (16, 32, 64, 128, 256, 512)
 """Tokens of a tile: as many as there are, if they fit. A wider tile has fewer stages."""
+CLASSES: Final = 8
+"""Of experts, those of one number modulo this: what work is shared out by."""
 SCANNED: Final = 16
 """Tokens of a tile, at most, whose factors every CTA looks through itself."""
 MAX_EXPERTS: Final = 512
 BARRIER_BYTES: Final = 512
 LIST_BYTES: Final = 12 * (MAX_EXPERTS + 8)
-"""Touched experts, where their units begin, and how many tokens each is for."""
+"""Touched experts, where their units begin, how many tokens each is for, and how many units there are."""
 PAIR_BYTES: Final = 8
 """A token that an expert is for, and its factor."""
 
@@ -49,6 +51,8 @@ class Config:
         slots: units that a CTA works on at a time.
         parts: warps that share the k of 16 rows of a unit.
         stages: chunks under way, of all slots.
+        classes: of experts: a CTA has the products of a slice of rows with one class of experts, or more. 1: each CTA has
+            a slice.
         pdl: whether launches are programmatic dependent launches.
     """
 
@@ -63,6 +67,7 @@ class Config:
     slots: int
     parts: int
     stages: int
+    classes: int
     pdl: bool
 
     @property
@@ -131,11 +136,18 @@ class Config:
         """Shared memory of a CTA that multiplies."""
         return self.stages * self.stage_bytes + self.sum_bytes + LIST_BYTES + BARRIER_BYTES
 
-    def workspace_bytes(self, m: int, experts: int) -> int:
+    def workers(self, n: int, sms: int) -> int:
+        """CTAs that share the work on a tile: one for each SM, if none has parts of more than two slices then."""
+        slices = -(-n // ROWS)
+        return slices if self.classes == 1 or slices > sms else min(sms, slices * self.classes)
+
+    def workspace_bytes(self, m: int, experts: int, workers: int) -> int:
         """Bytes for what the products read: for each tile and expert the activations of its tokens, in order, which
-        tokens they are with what factors, and how many. All tiles of the first come first, then of the others."""
+        tokens they are with what factors, and how many; and if CTAs share slices, for each tile and worker the sums
+        that it leaves for another, and whether it has. All tiles of the first come first, then of the others."""
         entry = self.expert_chunks * TOKEN_BYTES + PAIR_BYTES
-        return -(-m // self.tokens) * experts * (self.capacity * entry + 4)
+        left = workers * (self.sum_bytes + 4) if self.classes > 1 else 0
+        return -(-m // self.tokens) * (experts * (self.capacity * entry + 4) + left)
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
@@ -154,6 +166,7 @@ def plan(
     width: int,
     group: int,
     tokens: int,
+    classes: int,
     arch: Arch,
     pdl: bool,
 ) -> Config | None:
@@ -161,7 +174,8 @@ def plan(
     none for two of a slot."""
     for slots, parts in ((4, 1), (2, 2)):
         for stages in range(4 * slots, slots, -slots):
-            config = Config(dtype, fmt, layout, a_layout, out_dtype, width, group, tokens, slots, parts, stages, pdl)
+            sizes = (width, group, tokens, slots, parts, stages, classes)
+            config = Config(dtype, fmt, layout, a_layout, out_dtype, *sizes, pdl)
             if config.reason_unsupported(arch) is None:
                 return config
     return None

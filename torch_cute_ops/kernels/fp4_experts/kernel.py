@@ -22,7 +22,7 @@ from torch_cute_ops.kernels.fp4_experts.config import (
     ROWS,
     Config,
 )
-from torch_cute_ops.runtime.argspec import Argument, Dim, TensorArg
+from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 
 WARP = 32
 
@@ -50,10 +50,11 @@ class FP4ExpertsKernel:
             TensorArg("Float32", (m, experts), strides, align=4),
             TensorArg(self.out_dtype.__name__, (m, n), (n, 1), align=16),
             TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16),
+            ScalarArg("Int32"),
         )
 
     @cute.jit
-    def __call__(self, a, a_scale, b, scale, alpha, out, workspace, stream):
+    def __call__(self, a, a_scale, b, scale, alpha, out, workspace, workers: Int32, stream):
         c = self.config
         tiles = cute.ceil_div(out.shape[0], c.tokens)
         experts = alpha.shape[1]
@@ -62,24 +63,31 @@ class FP4ExpertsKernel:
         token_bytes = cute.assume(entries * (c.expert_chunks * TOKEN_BYTES), divby=TOKEN_BYTES)
         pair_bytes = cute.assume(entries * PAIR_BYTES, divby=PAIR_BYTES * TILE_TOKENS)
         pairs = workspace.iterator + token_bytes
-        counts = cute.recast_ptr(pairs + pair_bytes, dtype=Int32)
+        after = pairs + pair_bytes
+        left = None
+        if const_expr(c.classes > 1):
+            sum_bytes = Int64(tiles) * workers * c.sum_bytes
+            sums = cute.make_tensor(after, cute.make_layout((sum_bytes,)))
+            after = after + cute.assume(sum_bytes, divby=ROWS * 4)
+            flags = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((tiles * workers,)))
+            left = sums, flags
+            after = after + tiles * workers * 4
         lists = (
             cute.make_tensor(workspace.iterator, cute.make_layout((token_bytes,))),
             cute.make_tensor(pairs, cute.make_layout((pair_bytes,))),
-            cute.make_tensor(counts, cute.make_layout((tiles * experts,))),
+            cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((tiles * experts,))),
         )
-        self.list_kernel(a, a_scale, alpha, lists, out.shape[0]).launch(
+        self.list_kernel(a, a_scale, alpha, lists, left, out.shape[0]).launch(
             grid=[experts, tiles, 1], block=[c.list_threads, 1, 1], stream=stream, use_pdl=c.pdl
         )
-        slices = cute.ceil_div(out.shape[1], ROWS)
-        self.kernel(self.ring.maps(b, scale, experts), alpha, lists, out).launch(
-            grid=[slices, tiles, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
+        self.kernel(self.ring.maps(b, scale, experts), alpha, lists, left, out).launch(
+            grid=[workers, tiles, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
         )
 
     # Lists
 
     @cute.kernel
-    def list_kernel(self, a, a_scale, alpha, lists, m):
+    def list_kernel(self, a, a_scale, alpha, lists, left, m):
         """The tokens of a tile that an expert is for, in their order, and their factors; and their activations, as
         products take them."""
         c = self.config
@@ -96,6 +104,11 @@ class FP4ExpertsKernel:
             cute.arch.griddepcontrol_wait()
             # What comes next may read weights and factors already: all that was before this kernel has been written.
             cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(c.classes > 1):
+            flags = left[1]
+            ctas = experts * cute.arch.grid_dim()[1]
+            for i in range((tile * experts + expert) * c.list_threads + tid, flags.shape[0], ctas * c.list_threads):
+                flags[i] = Int32(0)
         value = Float32(0.0)
         if (tid < c.tokens) & (tile * c.tokens + tid < m):
             value = alpha[tile * c.tokens + tid, expert]
@@ -139,23 +152,27 @@ class FP4ExpertsKernel:
     # Products
 
     @cute.kernel
-    def kernel(self, weight, alpha, lists, out):
+    def kernel(self, weight, alpha, lists, left, out):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
-        slice_, tile, _ = cute.arch.block_idx()
+        worker, tile, _ = cute.arch.block_idx()
+        workers, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(tid // WARP)
         tiles, pairs, counts = lists
         t = SimpleNamespace(
             m=out.shape[0],
             n=out.shape[1],
-            slice=slice_,
+            worker=worker,
+            workers=workers,
             tile=tile,
             first_token=tile * c.tokens,
             experts=alpha.shape[1],
             tiles=tiles,
             pairs=pairs,
+            left=left,
             out=out,
         )
+        self._share(t)
         s = self._allocate()
         if tid == 0:
             for i in range_constexpr(c.stages):
@@ -184,17 +201,14 @@ class FP4ExpertsKernel:
             self._find_units(tid % WARP, t, s)
         cute.arch.sync_threads()
         t.units = self._lists(s).total[0]
+        t.first_units = self._lists(s).first[0]
         if warp >= c.warps:
             cute.arch.setmaxregister_decrease(c.registers[1])
             if warp < c.warps + c.slots:
                 self._feed(warp - c.warps, self.ring.open(weight, s.codes, s.scales), t, s)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
-            self._multiply(warp, tid % WARP, t, s)
-            cute.arch.barrier(barrier_id=1, number_of_threads=c.warps * WARP)
-            if const_expr(c.pdl):
-                cute.arch.griddepcontrol_launch_dependents()
-            self._write(tid, t, s)
+            self._multiply(warp, tid, t, s)
 
     def _allocate(self) -> SimpleNamespace:
         c = self.config
@@ -219,8 +233,8 @@ class FP4ExpertsKernel:
 
     def _lists(self, s) -> SimpleNamespace:
         """Of the touched experts, in order: which; where their units begin, and after the last one how many units there
-        are; and for how many tokens each is."""
-        sizes = {"experts": MAX_EXPERTS, "begins": MAX_EXPERTS + 4, "counts": MAX_EXPERTS, "total": 1}
+        are; for how many tokens each is; and how many units there are in all, and of the first slice."""
+        sizes = {"experts": MAX_EXPERTS, "begins": MAX_EXPERTS + 4, "counts": MAX_EXPERTS, "total": 1, "first": 1}
         tensors, start = {}, 0
         for name, size in sizes.items():
             tensors[name] = cute.make_tensor(s.lists + start, cute.make_layout(size))
@@ -231,6 +245,21 @@ class FP4ExpertsKernel:
     def _token_bytes(self) -> int:
         """Activations of a stage."""
         return self.config.group * TOKEN_BYTES
+
+    def _share(self, t) -> None:
+        """This worker's part: classes of experts of one slice, or of two. The second slice's come first, since another
+        worker waits for them."""
+        c = self.config
+        if c.classes == 1:
+            t.slices, t.begins, t.ends = (t.worker, t.worker), (Int32(0), Int32(1)), (Int32(1), Int32(1))
+            return
+        tasks = cute.ceil_div(t.n, ROWS) * c.classes
+        begin, end = t.worker * tasks // t.workers, (t.worker + 1) * tasks // t.workers
+        first, last = begin // c.classes, (end - 1) // c.classes
+        at = last * c.classes
+        t.slices = last, first
+        t.begins = cutlass.max(begin - at, Int32(0)), ptx.select(first < last, begin - first * c.classes, Int32(0))
+        t.ends = end - at, ptx.select(first < last, Int32(c.classes), Int32(0))
 
     # Units: the touched experts in order, each with its tokens, ``group`` at a time
 
@@ -249,41 +278,53 @@ class FP4ExpertsKernel:
 
     @cute.jit
     def _find_units(self, lane, t, s):
-        """A warp makes of the numbers of tokens of every expert the lists of those that any is for."""
+        """A warp makes of the numbers of tokens of every expert the lists of those that any is for, of this worker's
+        classes: of its first slice, then of its second."""
         c = self.config
         each = MAX_EXPERTS // WARP
         first = lane * each
-        units, touched = Int32(0), Int32(0)
         lists = self._lists(s)
         counts = cute.make_rmem_tensor((each,), Int32)
-        mine = cute.make_rmem_tensor((each,), Int32)
         for i in range_constexpr(each):
             counts[i] = Int32(0)
             if first + i < t.experts:
                 counts[i] = lists.counts[first + i]
-        for i in range_constexpr(each):
-            mine[i] = (counts[i] + (c.group - 1)) // c.group
-            units = units + mine[i]
-            touched = touched + Int32(mine[i] > 0)
-        own_units, own_touched = units, touched
-        for i in range_constexpr(5):
-            above_units = cute.arch.shuffle_sync_up(units, 1 << i, mask_and_clamp=0)
-            above_touched = cute.arch.shuffle_sync_up(touched, 1 << i, mask_and_clamp=0)
-            units = units + ptx.select(lane >= (1 << i), above_units, Int32(0))
-            touched = touched + ptx.select(lane >= (1 << i), above_touched, Int32(0))
-        begin, index = units - own_units, touched - own_touched
         # All lanes have read what the lists replace.
         cute.arch.sync_warp()
-        for i in range_constexpr(each):
-            if mine[i] > 0:
-                lists.experts[index] = first + i
-                lists.begins[index] = begin
-                lists.counts[index] = counts[i]
-                index = index + 1
-            begin = begin + mine[i]
-        if lane == WARP - 1:
-            lists.begins[touched] = units
-            lists.total[0] = units
+        before_units, before_touched = Int32(0), Int32(0)
+        for part in range_constexpr(2 if c.classes > 1 else 1):
+            mine = cute.make_rmem_tensor((each,), Int32)
+            units, touched = Int32(0), Int32(0)
+            for i in range_constexpr(each):
+                is_mine = Int32(1)
+                if const_expr(c.classes > 1):
+                    class_ = (first + i) % c.classes
+                    is_mine = Int32((class_ >= t.begins[part]) & (class_ < t.ends[part]))
+                mine[i] = is_mine * ((counts[i] + (c.group - 1)) // c.group)
+                units = units + mine[i]
+                touched = touched + Int32(mine[i] > 0)
+            own_units, own_touched = units, touched
+            for i in range_constexpr(5):
+                above_units = cute.arch.shuffle_sync_up(units, 1 << i, mask_and_clamp=0)
+                above_touched = cute.arch.shuffle_sync_up(touched, 1 << i, mask_and_clamp=0)
+                units = units + ptx.select(lane >= (1 << i), above_units, Int32(0))
+                touched = touched + ptx.select(lane >= (1 << i), above_touched, Int32(0))
+            begin, index = before_units + units - own_units, before_touched + touched - own_touched
+            for i in range_constexpr(each):
+                if mine[i] > 0:
+                    lists.experts[index] = first + i
+                    lists.begins[index] = begin
+                    lists.counts[index] = counts[i]
+                    index = index + 1
+                begin = begin + mine[i]
+            before_units = before_units + cute.arch.shuffle_sync(units, WARP - 1)
+            before_touched = before_touched + cute.arch.shuffle_sync(touched, WARP - 1)
+            if const_expr(part == 0):
+                if lane == 0:
+                    lists.first[0] = before_units
+        if lane == 0:
+            lists.begins[before_touched] = before_units
+            lists.total[0] = before_units
 
     @cute.jit
     def _index_of(self, unit, index, s):
@@ -311,7 +352,7 @@ class FP4ExpertsKernel:
             while (ahead < t.units) & (loaded < depth):
                 of = self._index_of(ahead, of, s)
                 for i in range(cutlass.min(c.expert_chunks, depth - loaded)):
-                    self._load_weight(of, i, first + loaded, weight, t, s)
+                    self._load_weight(of, ahead, i, first + loaded, weight, t, s)
                     loaded += 1
                 ahead += c.slots
             cute.arch.griddepcontrol_wait()
@@ -322,16 +363,20 @@ class FP4ExpertsKernel:
             for chunk in range(c.expert_chunks):
                 if done >= loaded:
                     cute.arch.mbarrier_wait(s.free + (first + stage), parity)
-                    self._load_weight(index, chunk, first + stage, weight, t, s)
+                    self._load_weight(index, unit, chunk, first + stage, weight, t, s)
                 self._load_tokens(index, unit, chunk, first + stage, t, s)
                 done += 1
                 stage, parity = next_stage(stage, parity, depth)
 
-    def _load_weight(self, index, chunk, stage, weight, t, s) -> None:
+    def _slice_of(self, unit, t):
+        """The slice that a unit is of."""
+        return t.slices[0] if self.config.classes == 1 else ptx.select(unit < t.first_units, *t.slices)
+
+    def _load_weight(self, index, unit, chunk, stage, weight, t, s) -> None:
         """Start the copies of a chunk of the weight."""
         expert = self._lists(s).experts[index]
         blocks = self.config.width // self.config.fmt.block_size
-        self.ring.load(t.slice, chunk, expert, stage, s.full + stage, weight, t.n, Int32(blocks))
+        self.ring.load(self._slice_of(unit, t), chunk, expert, stage, s.full + stage, weight, t.n, Int32(blocks))
 
     @cute.jit
     def _load_tokens(self, index, unit, chunk, stage, t, s):
@@ -360,37 +405,53 @@ class FP4ExpertsKernel:
             )
 
     @cute.jit
-    def _multiply(self, warp, lane, t, s):
+    def _multiply(self, warp, tid, t, s):
         """A warp that multiplies: 16 rows of every unit of a slot, and its part of their k."""
         c = self.config
         # A scheduler of the SM has the warps of a band, which are not at the same point of their units.
         place, band = warp // BANDS, warp % BANDS
-        slot, part = place // c.parts, place % c.parts
-        depth = c.stages // c.slots
-        first = slot * depth
+        lane = tid % WARP
         w = SimpleNamespace(
             lane=lane,
             quad=lane % 4,
             row=band * 16 + lane // 4,  # and the eighth row after it
             leads=Uint32(lane == 0),
+            place=place,
+            slot=place // c.parts,
+            part=place % c.parts,
+            chain=s.turns + band * c.places,
         )
-        # Of two tiles of a slice's rows, where scales lie in tiles of 128
-        w.scale_row = w.row if c.layout.is_linear else w.row + t.slice % 2 * ROWS
-        chain = s.turns + band * c.places
+        state = Int32(0), Int32(0), Int32(place == 0)
+        state = self._multiply_units(w.slot, t.first_units, t.slices[0], state, w, t, s)
+        self._end_slice(0, tid, t, s)
+        if const_expr(c.classes > 1):
+            if t.ends[1] > 0:
+                begin = w.slot + (t.first_units - w.slot + c.slots - 1) // c.slots * c.slots
+                self._multiply_units(begin, t.units, t.slices[1], state, w, t, s)
+                self._end_slice(1, tid, t, s)
+
+    @cute.jit
+    def _multiply_units(self, begin, end, slice_, state, w, t, s):
+        """A slot's units of a slice. ``state``: its stage, the stage's parity, and that of the turn."""
+        c = self.config
+        depth = c.stages // c.slots
+        first = w.slot * depth
+        # Of two slices of a tile of 128 rows, as scales lie
+        scale_row = w.row if c.layout.is_linear else w.row + slice_ % 2 * ROWS
         sums = cute.make_rmem_tensor((c.group // 2,), Float32)
-        stage, parity, turn = Int32(0), Int32(0), Int32(place == 0)
-        for unit in range(slot, t.units, c.slots):
+        stage, parity, turn = state
+        for unit in range(begin, end, c.slots):
             sums.fill(0.0)
             last = stage
             for chunk in range(c.expert_chunks):
                 cute.arch.mbarrier_wait(s.full + (first + stage), parity)
                 if const_expr(c.parts == 1):
-                    self._multiply_chunk(range(WORDS), chunk, first + stage, sums, w, t, s)
+                    self._multiply_chunk(range(WORDS), chunk, first + stage, scale_row, sums, w, s)
                 else:
                     for half in range_constexpr(c.parts):
-                        if part == half:
+                        if w.part == half:
                             words = range(half * WORDS // c.parts, (half + 1) * WORDS // c.parts)
-                            self._multiply_chunk(words, chunk, first + stage, sums, w, t, s)
+                            self._multiply_chunk(words, chunk, first + stage, scale_row, sums, w, s)
                 last = stage
                 stage, parity = next_stage(stage, parity, depth)
                 if chunk + 1 < c.expert_chunks:
@@ -398,12 +459,13 @@ class FP4ExpertsKernel:
             offsets, factors = self._pairs(first + last, w, s)
             self._free(first + last, w, s)
             # After the warp that has the same rows and comes before: of the unit before, or of the part of k before.
-            if (unit > 0) | (part > 0):
-                cute.arch.mbarrier_wait(chain + place, turn)
+            if (unit > 0) | (w.part > 0):
+                cute.arch.mbarrier_wait(w.chain + w.place, turn)
             turn ^= 1
             self._add(sums, offsets, factors, w, s)
             cute.arch.sync_warp()
-            ptx.arrive_if(chain + (place + 1) % c.places, w.leads)
+            ptx.arrive_if(w.chain + (w.place + 1) % c.places, w.leads)
+        return stage, parity, turn
 
     def _free(self, stage, w, s) -> None:
         """Free a stage."""
@@ -412,14 +474,14 @@ class FP4ExpertsKernel:
         cute.arch.sync_warp()
         ptx.arrive_if(s.free + stage, w.leads)
 
-    def _multiply_chunk(self, words, chunk, stage, sums, w, t, s) -> None:
+    def _multiply_chunk(self, words, chunk, stage, scale_row, sums, w, s) -> None:
         """Add a chunk's products, of some words of each lane's codes, to the sums."""
         c = self.config
         left = None
         if c.width % CHUNK:
             left = c.width // c.fmt.block_size - chunk * self.ring.blocks
         codes = [self.ring.codes(s.codes, stage, w.row + 8 * r, w.quad) for r in range(2)]
-        scales = [self.ring.factors(s.scales, stage, w.scale_row + 8 * r, w.quad, left, self.dtype) for r in range(2)]
+        scales = [self.ring.factors(s.scales, stage, scale_row + 8 * r, w.quad, left, self.dtype) for r in range(2)]
         at = s.tokens + cute.assume(stage * self._token_bytes, divby=TOKEN_BYTES)
         for word in words:
             pairs = self.ring.pairs(codes, scales, word, self.dtype)
@@ -462,13 +524,93 @@ class FP4ExpertsKernel:
             product = ptx.mul_rn(factors[i], ptx.mul_rn(sums[i // 2 * 4 + r * 2 + i % 2], scale))
             ptx.store_shared_if(x, ptx.bits_of(total + product), offsets[i] >= 0)
 
+    # Results
+
     @cute.jit
-    def _write(self, tid, t, s):
+    def _end_slice(self, part: int, tid, t, s):
+        """Leave the sums of a slice for the worker that has its last class of experts, or add up what others have left,
+        and store the result."""
+        c = self.config
+        threads = c.warps * WARP
+        cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+        if const_expr(c.pdl):
+            if (part == 1) | (t.ends[1] == 0) | (c.classes == 1):
+                cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(c.classes == 1):
+            self._write(t.slices[0], tid, t, s)
+        else:
+            if const_expr(c.pdl and c.scans):
+                # The kernel that lists tokens clears the flags.
+                cute.arch.griddepcontrol_wait()
+            if t.ends[part] < c.classes:
+                self._leave(tid, t, s)
+            else:
+                if t.begins[part] > 0:
+                    self._collect(t.slices[part], tid, t, s)
+                self._write(t.slices[part], tid, t, s)
+            if const_expr(part == 0):
+                # The second slice's sums take the place of these.
+                cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+
+    def _left(self, worker, t) -> tuple[cute.Tensor, cute.Pointer]:
+        """A worker's sums in memory, by four; and whether it has left them."""
+        sums, flags = t.left
+        slot = t.tile * t.workers + worker
+        at = sums.iterator + cute.assume(Int64(slot) * self.config.sum_bytes, divby=ROWS * 4)
+        layout = cute.make_layout((self.config.sum_bytes // 16, 4), stride=(4, 1))
+        return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), layout), flags.iterator + slot
+
+    def _quads(self, s) -> cute.Tensor:
+        """The sums in shared memory, by four."""
+        layout = cute.make_layout((self.config.sum_bytes // 16, 4), stride=(4, 1))
+        return cute.make_tensor(cute.recast_ptr(s.sums, dtype=Uint32), layout)
+
+    @cute.jit
+    def _leave(self, tid, t, s):
+        """Leave the sums for another worker, and begin anew."""
+        c = self.config
+        threads = c.warps * WARP
+        here = self._quads(s)
+        there, flag = self._left(t.worker, t)
+        for i in range(tid, cute.size(here, mode=[0]), threads):
+            store_words(load_words(here[i, None]), there[i, None])
+            store_words([Uint32(0)] * 4, here[i, None])
+        cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+        if tid == 0:
+            cute.arch.fence_acq_rel_gpu()
+            ptx.store_release(flag, Uint32(1))
+
+    @cute.jit
+    def _collect(self, slice_, tid, t, s):
+        """Add the sums that others have left of this slice, in the order of their classes; this worker's come last."""
+        c = self.config
+        here = self._quads(s)
+        # The worker that has the slice's first class: parts are rounded down.
+        tasks = cute.ceil_div(t.n, ROWS) * c.classes
+        first = ((slice_ * c.classes + 1) * t.workers - 1) // tasks
+        for worker in range(first, t.worker):
+            _, flag = self._left(worker, t)
+            ready = ptx.load_acquire(flag)
+            while ready == Uint32(0):
+                ready = ptx.load_acquire(flag)
+        for i in range(tid, cute.size(here, mode=[0]), c.warps * WARP):
+            total = cute.make_rmem_tensor((4,), Float32)
+            total.fill(0.0)
+            for worker in range(first, t.worker):
+                there, _ = self._left(worker, t)
+                for e, word in enumerate(load_words(there[i, None])):
+                    total[e] = total[e] + ptx.float_of(word)
+            own = load_words(here[i, None])
+            store_words([ptx.bits_of(total[e] + ptx.float_of(own[e])) for e in range(4)], here[i, None])
+        cute.arch.barrier(barrier_id=1, number_of_threads=c.warps * WARP)
+
+    @cute.jit
+    def _write(self, slice_, tid, t, s):
         """Round the sums, and store them."""
         c = self.config
         for piece in range(tid, c.tokens * (ROWS // 4), c.warps * WARP):
             token, row = piece // (ROWS // 4), piece % (ROWS // 4) * 4
-            m, n = t.first_token + token, t.slice * ROWS + row
+            m, n = t.first_token + token, slice_ * ROWS + row
             if (m < t.m) & (n < t.n):
                 at = s.sums + cute.assume(self._sum_offset(self._token_offset(token), row), divby=16)
                 words = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
