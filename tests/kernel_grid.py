@@ -323,7 +323,7 @@ AnyCase = Case | ProductCase | WgmmaCase | ExpertsCase
 
 def experts_cases() -> list[ExpertsCase]:
     """Every kind of operands with every size of a unit, and of a tile; the rest in turn."""
-    tiles = {8: (256, 16, 512), 16: (64, 512), 24: (512, 32), 32: (32, 128)}
+    tiles = {8: (256, 16, 512), 16: (64, 512), 24: (512, 32, 128)}
     turns = {group: itertools.cycle(sizes) for group, sizes in tiles.items()}
     rest = itertools.cycle(((BF16, 1), (FP16, 8), (FP32, 1), (BF16, 8)))
     return [ExpertsCase(*kind, group, next(turns[group]), *next(rest)) for kind in WARPGROUP_KINDS for group in turns]

@@ -565,7 +565,7 @@ def test_product_by_warpgroups(one: Wgmma) -> None:
 
 
 class Experts(NamedTuple):
-    """Kernels of FP4 products over experts, and a launch of them; ``workers`` share the sums, or there are so many SMs."""
+    """Kernels of FP4 products over experts, and a launch of them; ``workers`` share them; or SMs."""
 
     case: ExpertsCase | WgmmaCase
     m: int
@@ -598,11 +598,13 @@ EXPERTS = [
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "8x4", 8, 16, FP32), 20, 136, 5, 320, "few"),
     Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 64, FP32), 40, 200, 3, 512, "dense", 1),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 8, 64, FP16), 33, 72, 9, 128, "few", 2),
-    Experts(ExpertsCase(FP16, NVFP4, "linear", "linear", 32, 32, FP32), 70, 64, 2, 256, "one", 3),
+    Experts(ExpertsCase(FP16, NVFP4, "linear", "linear", 24, 32, FP32), 70, 64, 2, 256, "one", 3),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 16, 64, BF16), 3, 8, 33, 128, "few", 4),
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 24, 512, FP32), 30, 72, 3, 768, "dense", 5),
     Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 8, 512, BF16), 20, 64, 7, 320, "few", 6),
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 16, FP32, 8), 13, 136, 20, 256, "few", 7, 4),
+    Experts(ExpertsCase(BF16, NVFP4, "linear", None, 16, 16, FP32), 12, 72, 5, 512, "dense", 9),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", "8x4", 8, 16, FP32, 8), 20, 72, 30, 128, "one", 10, 5),
     Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 32, FP32, 8), 40, 200, 9, 256, "dense", 8, 6),
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 64, BF16, 8), 9, 64, 11, 320, "few", None, 5),
     Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, FP32, True, width=256), 13, 392, 5, 256, "dense", 7, 3),

@@ -12,7 +12,6 @@ from torch_cute_ops.mm_backends._decode import (
     sixteen_bit_dtype,
 )
 from torch_cute_ops.mm_backends._model import (
-    LAUNCH_SECONDS,
     bytes_per_second,
     overlapped,
     smallest_tile,
@@ -26,12 +25,18 @@ from torch_cute_ops.runtime.compiler import Wanted, compile_kernel
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_experts import Config
 
-DECODE_CLOCKS = 0.0405
+DECODE_CLOCKS = 0.0266
 """Of an SM for each weight (measured on an H200)."""
-TOKEN_CLOCKS = 0.0024
+TOKEN_CLOCKS = 0.0011
 """And for each token of a unit beyond eight (measured on an H200)."""
-FIXED_SECONDS = 7e-6
+PARTED = 1.3
+"""How much longer an SM takes where its warps share the k of a unit (measured on an H200)."""
+FIXED_SECONDS = 6e-6
 """Of the two kernels of a call, with next to nothing to do (measured on an H200)."""
+SHARED_SECONDS = 2e-6
+"""To leave sums for another CTA and to add up what others left, but for ``SHARED_PASSES`` over these (measured on an
+H200)."""
+SHARED_PASSES = 4
 
 
 class Routed(Backend):
@@ -90,11 +95,21 @@ class Routed(Backend):
         # Of an expert that any token is for; half of a unit is empty where its tokens do not fill the last.
         members = tile_tokens * product.routed / touched
         units = touched * max(1.0, members / group + 0.5 * (members > 0.6 * group))
-        waves = -(-(-(-product.n // rows) * tiles) // target.sms)
+        # Of a worker's classes of slices, the most that one has
+        slices = -(-product.n // rows)
+        workers = slices if classes == 1 else min(target.sms, slices * classes)
+        share = -(-slices * classes // workers) / classes
+        waves = -(-workers * tiles // target.sms)
         weights = rows * width
         computed = weight_seconds(int(weights * units), DECODE_CLOCKS + TOKEN_CLOCKS * (group - 8))
-        read = touched * weights * (0.5 + 1 / product.fmt.block_size) / (bytes_per_second(target) / target.sms)
-        return FIXED_SECONDS + waves * (overlapped(computed, read, order=8) + LAUNCH_SECONDS / 2)
+        if target.arch is not None:
+            config = _config(product, tactic, target.arch)
+            computed *= PARTED if config is not None and config.parts > 1 else 1.0
+        read = tiles * slices * touched * weights * (0.5 + 1 / product.fmt.block_size) / bytes_per_second(target)
+        seconds = FIXED_SECONDS + overlapped(waves * share * computed, read, order=8)
+        if classes > 1:
+            seconds += SHARED_SECONDS + SHARED_PASSES * tiles * workers * rows * tokens * 4 / bytes_per_second(target)
+        return seconds
 
     def kernels(self, product: Product, tactic: Tactic, arch: Arch) -> tuple[Wanted, ...]:
         from torch_cute_ops.kernels import fp4_experts

@@ -42,6 +42,8 @@ ARRANGE_SECONDS = 3e-6
 """Of the kernel that puts activations in order (measured on an H200)."""
 ARRANGE_TOKEN_SECONDS = 6e-9
 """For a chunk of a token that a CTA puts in order itself (measured on an H200)."""
+EXPERT_CLOCKS = 0.03
+"""Of an SM to add an expert's sum of a token and row to the total (measured on an H200)."""
 CLUSTER_BYTES_PER_SECOND = 4e10
 """At which a CTA of a cluster leaves and adds up sums (measured on an H200)."""
 
@@ -87,6 +89,9 @@ class Wgmma(Backend):
         )
         if parts.clusters:
             computed += ARRANGE_TOKEN_SECONDS * tokens
+        width = _width(product)
+        if width is not None:
+            computed += weight_seconds(parts.rows * tokens, EXPERT_CLOCKS) * CHUNK / width
         read = weights * (0.5 + 1 / product.fmt.block_size) / (bytes_per_second(target) / target.sms)
         seconds = (
             LAUNCH_SECONDS + RAMP_SECONDS + waves * (chunks * overlapped(computed, read, order=8) + LAUNCH_SECONDS / 2)

@@ -156,8 +156,8 @@ class WeightRing:
         return words
 
     def factors(self, scales_at: cute.Pointer, stage, row, quad, left, dtype) -> list:
-        """The factors of a lane's blocks of a row, four, or two of MXFP4: zero from the chunk's ``left``-th block on, if
-        it is not whole.
+        """The factors of a lane's blocks of a row, four, or two of MXFP4: zero from the chunk's ``left``-th block on,
+        if it has no more.
 
         ``row`` is counted from the first row of a scale tile.
         """

@@ -19,13 +19,13 @@ BANDS: Final = ROWS // 16
 """Rows of a warp's products, so many times."""
 FEEDERS: Final = 4
 """Warps that feed slots: one for each."""
-GROUPS: Final = (8, 16, 24, 32)
+GROUPS: Final = (8, 16, 24)
 """Tokens of a unit."""
 TILES: Final = (16, 32, 64, 128, 256, 512)
 """Tokens of a tile: as many as there are, if they fit. A wider tile has fewer stages."""
 CLASSES: Final = 8
 """Of experts, those of one number modulo this: what work is shared out by."""
-SCANNED: Final = 16
+SCANNED: Final = 32
 """Tokens of a tile, at most, whose factors every CTA looks through itself."""
 MAX_EXPERTS: Final = 512
 BARRIER_BYTES: Final = 512
@@ -51,8 +51,8 @@ class Config:
         slots: units that a CTA works on at a time.
         parts: warps that share the k of 16 rows of a unit.
         stages: chunks under way, of all slots.
-        classes: of experts: a CTA has the products of a slice of rows with one class of experts, or more. 1: each CTA has
-            a slice.
+        classes: of experts: a CTA has the products of a slice of rows with some of the classes, or of two slices. 1:
+            each CTA has a slice.
         pdl: whether launches are programmatic dependent launches.
     """
 

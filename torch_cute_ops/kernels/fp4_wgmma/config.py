@@ -170,9 +170,7 @@ def plan(
     for stages in range(6, 2, -1):
         # A stage of codes lasts a chunk, whatever one of activations lasts.
         wanted = stages if tokens <= 32 else {64: 8, 128: 7, 256: 5}[tokens]
-        config = Config(
-            dtype, fmt, layout, a_layout, out_dtype, has_alpha, width, tokens, splits, stages, wanted, pdl
-        )
+        config = Config(dtype, fmt, layout, a_layout, out_dtype, has_alpha, width, tokens, splits, stages, wanted, pdl)
         if config.reason_unsupported(arch) is None:
             return config
     return None
