@@ -195,7 +195,6 @@ class ProductCase:
             layout=SCALE_LAYOUTS[self.layout],
             out_dtype=self.out_dtype,
             has_alpha=self.has_alpha,
-            width=self.width,
             tokens=self.tokens,
             splits=self.splits,
             ctas_per_sm=self.ctas_per_sm,
@@ -265,7 +264,7 @@ def wgmma_cases() -> list[WgmmaCase]:
     plain = [
         WgmmaCase(*kind, tokens, *reversed(next(rest)), splits) for kind in WARPGROUP_KINDS for tokens, splits in tiles
     ]
-    outs, widths = itertools.cycle((BF16, FP16, FP32)), itertools.cycle((256, 1024))
+    outs, widths = itertools.cycle((BF16, FP16, FP32)), itertools.cycle((256, 1024, 512))
     return plain + [
         WgmmaCase(*kind, tokens, next(outs), True, width=next(widths))
         for kind in WARPGROUP_KINDS

@@ -85,8 +85,10 @@ class Routed(Backend):
     def estimate(self, product: Product, m: int, tactic: Tactic, target: Target) -> float:
         from torch_cute_ops.kernels import fp4_experts
 
-        assert product.experts is not None
+        assert product.experts is not None and target.arch is not None
         group, tokens, classes = _tactic(tactic)
+        config = _config(product, tactic, target.arch)
+        assert config is not None
         width, rows = product.k // product.experts, fp4_experts.ROWS
         share = product.routed / product.experts
         tiles = -(-m // tokens)
@@ -95,16 +97,14 @@ class Routed(Backend):
         # Of an expert that any token is for; half of a unit is empty where its tokens do not fill the last.
         members = tile_tokens * product.routed / touched
         units = touched * max(1.0, members / group + 0.5 * (members > 0.6 * group))
-        # Of a worker's classes of slices, the most that one has
-        slices = -(-product.n // rows)
-        workers = slices if classes == 1 else min(target.sms, slices * classes)
+        # Of the classes of a slice, the most that a worker has
+        slices, workers = -(-product.n // rows), config.workers(product.n, target.sms)
         share = -(-slices * classes // workers) / classes
         waves = -(-workers * tiles // target.sms)
         weights = rows * width
         computed = weight_seconds(int(weights * units), DECODE_CLOCKS + TOKEN_CLOCKS * (group - 8))
-        if target.arch is not None:
-            config = _config(product, tactic, target.arch)
-            computed *= PARTED if config is not None and config.parts > 1 else 1.0
+        if config.parts > 1:
+            computed *= PARTED
         read = tiles * slices * touched * weights * (0.5 + 1 / product.fmt.block_size) / bytes_per_second(target)
         seconds = FIXED_SECONDS + overlapped(waves * share * computed, read, order=8)
         if classes > 1:

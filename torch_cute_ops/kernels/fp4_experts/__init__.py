@@ -3,24 +3,33 @@ pairs of a token and an expert whose ``alpha`` is zero cost nothing. For sm_90a.
 
 Two kernels of one launch:
 
-1. Lists. A CTA for each expert and tile of up to 256 tokens scans its column of ``alpha`` and writes which tokens it is
-   for, in their order, and with what factor.
-2. Products. A CTA has 64 rows of ``w`` and one tile of tokens, and walks through the experts that any of these is for;
-   so each byte of a touched expert's weight is read once, and sums of a token meet in one CTA. A unit of work is an
-   expert and up to ``group`` of its tokens.
+1. Lists. A CTA for each expert and tile of up to 512 tokens scans its column of ``alpha``: which tokens it is for, in
+   their order, and with what factor. It puts these tokens' activations in order, as ``kernels.common.activations``
+   tells, decoded if they are in FP4.
+2. Products. A unit of work is an expert, up to ``group`` of its tokens, and a slice of 64 rows of ``w``. A worker, a
+   CTA, walks through the experts that any token of its tile is for; so each byte of a touched expert's weight is
+   read once.
 
-Roles in a CTA of the second: 16 warps multiply, four on a unit, each 16 rows, and so four units at a time. Each of
-these four slots has a ring of stages, a chunk of 256 elements of k in each (codes, scales, activations of the unit's
-tokens), and a warp that feeds it: it starts the copies of the weight, and meanwhile reads the activations where they
-lie, decodes them if they are in FP4, and puts them in the order that ``kernels.common.activations`` tells.
+Roles in a CTA of the second: 16 warps multiply, four on a unit, each 16 rows, and so four units at a time. (In a tile
+of 512 tokens there is room for two; then two warps share the k of 16 rows.) Each of these slots has a ring of stages, a
+chunk of 256 elements of k in each, and a warp that feeds it by copies alone: codes and scales of the weight, the unit's
+activations, and where its tokens' sums are, with their factors.
 
 A warp keeps a unit's sums in registers; at its end it multiplies them by the factors, in fp32, and adds them to those
-of the tokens in shared memory, (tokens, 64). The four warps that have the same rows do that in the order of the units,
-each after the one before: sums are added up in the order of the experts, whatever else is computed. So a token's result
-depends on nothing but its own row of ``a`` and ``alpha``, bit for bit.
+of the tokens in shared memory, (tokens, 64). The warps that have the same rows do that in the order of the units, each
+after the one before: sums are added up in the order of the experts, whatever else is computed.
 
-Bytes moved: touched experts' weights and scales once for each tile of tokens; ``alpha`` once; activations of a pair
-once for each 64 rows of ``w``, from L2.
+Workers. With one class of experts a worker has a slice. With ``classes`` of them, experts of one number modulo that,
+pairs of a slice and a class are shared out to as many workers as there are SMs, in equal contiguous portions: some
+classes of one slice, or of two that follow each other. A worker begins with the second of these, whose sums it leaves
+in memory for the next worker, which has the slice's last class: that one adds up what others left, in the order of the
+classes, and its own last. None waits in fact, and each only for workers before it, which have been started.
+
+So a token's result depends on nothing but the tactic, the number of SMs, and its own row of ``a`` and ``alpha``, bit
+for bit.
+
+Bytes moved: touched experts' weights and scales once for each tile of tokens; ``alpha`` once, or once for each worker
+if tokens are few; activations of a pair twice in memory, and once for each slice from L2; 8 bytes a sum that is left.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -337,63 +337,28 @@ class FP4WgmmaKernel:
         sums = cute.make_rmem_tensor((c.tokens // 2,), Float32)
         # Of all experts, each multiplied by its factor
         totals = cute.make_rmem_tensor((c.tokens // 2,), Float32) if c.width is not None else sums
-        stage, parity = Int32(0), Int32(0)
-        token_stage, token_parity = Int32(0), Int32(0)
+        state = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         unit = t.end
         while unit > t.begin:
             tile, first, count = self._segment(unit, t)
             sums.fill(0.0)
-            if const_expr(c.width is not None):
+            if const_expr(c.width is None):
+                for i in range(count):
+                    state = self._multiply_chunk(multiply, sums, first, i, state, w, t, s)
+            else:
                 totals.fill(0.0)
-            last = token_stage
-            for i in range(count):
-                cute.arch.mbarrier_wait(s.full + stage, parity)
-                left = t.blocks - (first + i) * self.ring.blocks
-                rows = (w.row, w.row + 8)
-                codes = [self.ring.codes(s.codes, stage, row, w.quad) for row in rows]
-                factors = [self.ring.factors(s.scales, stage, row, w.quad, left, self.dtype) for row in rows]
-                for word in range_constexpr(WORDS):
-                    pairs = self.ring.pairs(codes, factors, word, self.dtype)
-                    if const_expr(word % (2 * c.span) == 0):
-                        cute.arch.mbarrier_wait(s.tokens_full + token_stage, token_parity)
-                    if const_expr(c.by_warp):
-                        at = s.tokens + cute.assume(token_stage * c.token_bytes, divby=TILE_BYTES)
-                        multiply_word(pairs, word, c.tokens, at, w.lane, sums, self.dtype)
-                    else:
-                        multiply(pairs, word, token_stage, sums)
-                    if const_expr(word == WORDS // 2):
-                        # All lanes have read, since this product has a word of the last load. (An arrival does not wait
-                        # for loads whose results nothing has used: on an H200 copies overtook them.) Products of warps
-                        # do not see to it: ptxas puts them, and so the first use of a load, behind the arrival.
-                        if const_expr(c.by_warp):
-                            fence_async()
-                        cute.arch.sync_warp()
-                        ptx.arrive_if(s.free + stage, w.leads)
-                        stage, parity = next_stage(stage, parity, c.stages)
-                    if const_expr(not c.by_warp):
-                        # The products of the word before are done, and its registers free.
-                        warpgroup.wait_group(1)
-                        if const_expr(word % (2 * c.span) == 0):
-                            leads = w.leads
-                            if const_expr(word == 0):
-                                leads = ptx.select(i > 0, leads, Uint32(0))
-                            ptx.arrive_if(s.tokens_free + last, leads)
-                    if const_expr(word % (2 * c.span) == 2 * c.span - 1):
-                        if const_expr(c.by_warp):
-                            if const_expr(c.splits == 0):
-                                fence_async()
-                            cute.arch.sync_warp()
-                            ptx.arrive_if(s.tokens_free + token_stage, w.leads)
-                        last = token_stage
-                        token_stage, token_parity = next_stage(token_stage, token_parity, c.token_stages)
-                if const_expr(c.width is not None):
-                    expert = (first + i) // (c.width // CHUNK)
-                    if ((first + i + 1) % (c.width // CHUNK) == 0) | (i + 1 == count):
-                        warpgroup.wait_group(0)
-                        self._add_expert(sums, totals, expert, w, t)
+                width, i = c.width // CHUNK, Int32(0)
+                while i < count:
+                    expert = (first + i) // width
+                    end = cutlass.min((expert + 1) * width - first, count)
+                    while i < end:
+                        state = self._multiply_chunk(multiply, sums, first, i, state, w, t, s)
+                        i += 1
+                    warpgroup.wait_group(0)
+                    self._add_expert(sums, totals, expert, w, t)
             if const_expr(not c.by_warp):
                 warpgroup.wait_group(0)
-                ptx.arrive_if(s.tokens_free + last, w.leads)
+                ptx.arrive_if(s.tokens_free + state[4], w.leads)
             unit -= count
             if const_expr(c.pdl):
                 if unit <= t.begin:
@@ -408,6 +373,53 @@ class FP4WgmmaKernel:
                 if first > 0:
                     self._collect(totals, tile, w, t)
                 self._write(totals, tile, factor, w, t)
+
+    @cute.jit
+    def _multiply_chunk(self, multiply, sums, first, i, state, w, t, s):
+        """Add the products of the ``i``-th chunk of a segment to the sums. ``state``: the stages of codes and of
+        activations, with their parities, and the last stage of activations that has been multiplied."""
+        c = self.config
+        stage, parity, token_stage, token_parity, last = state
+        cute.arch.mbarrier_wait(s.full + stage, parity)
+        left = t.blocks - (first + i) * self.ring.blocks
+        rows = (w.row, w.row + 8)
+        codes = [self.ring.codes(s.codes, stage, row, w.quad) for row in rows]
+        factors = [self.ring.factors(s.scales, stage, row, w.quad, left, self.dtype) for row in rows]
+        for word in range_constexpr(WORDS):
+            pairs = self.ring.pairs(codes, factors, word, self.dtype)
+            if const_expr(word % (2 * c.span) == 0):
+                cute.arch.mbarrier_wait(s.tokens_full + token_stage, token_parity)
+            if const_expr(c.by_warp):
+                at = s.tokens + cute.assume(token_stage * c.token_bytes, divby=TILE_BYTES)
+                multiply_word(pairs, word, c.tokens, at, w.lane, sums, self.dtype)
+            else:
+                multiply(pairs, word, token_stage, sums)
+            if const_expr(word == WORDS // 2):
+                # All lanes have read, since this product has a word of the last load. (An arrival does not wait
+                # for loads whose results nothing has used: on an H200 copies overtook them.) Products of warps
+                # do not see to it: ptxas puts them, and so the first use of a load, behind the arrival.
+                if const_expr(c.by_warp):
+                    fence_async()
+                cute.arch.sync_warp()
+                ptx.arrive_if(s.free + stage, w.leads)
+                stage, parity = next_stage(stage, parity, c.stages)
+            if const_expr(not c.by_warp):
+                # The products of the word before are done, and its registers free.
+                warpgroup.wait_group(1)
+                if const_expr(word % (2 * c.span) == 0):
+                    leads = w.leads
+                    if const_expr(word == 0):
+                        leads = ptx.select(i > 0, leads, Uint32(0))
+                    ptx.arrive_if(s.tokens_free + last, leads)
+            if const_expr(word % (2 * c.span) == 2 * c.span - 1):
+                if const_expr(c.by_warp):
+                    if const_expr(c.splits == 0):
+                        fence_async()
+                    cute.arch.sync_warp()
+                    ptx.arrive_if(s.tokens_free + token_stage, w.leads)
+                last = token_stage
+                token_stage, token_parity = next_stage(token_stage, token_parity, c.token_stages)
+        return stage, parity, token_stage, token_parity, last
 
     def _of_warpgroups(self, product: cute.TiledMma, s):
         """The function that starts the products of a word of both rows; those of the word before may still run."""
