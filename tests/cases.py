@@ -195,7 +195,7 @@ def overload(op: OpSpec, name: str = "default") -> Any:
 
 
 # Calls. ``call…`` calls with the sample's own tensors; ``run…`` leaves them as they are: arguments that the op updates
-# are copied first, and their final values come after the outputs.
+# are copied first, their final values come after the outputs, and what the op leaves unspecified is zero.
 
 
 def call(op: OpSpec, sample: Sample | ErrorInput) -> Tensors:
@@ -220,20 +220,29 @@ def call_function(op: OpSpec, sample: Sample | ErrorInput, outputs: Tensors | No
 def run(op: OpSpec, sample: Sample) -> Tensors:
     """Outputs and final values of updated arguments, of the op."""
     sample = private(op, sample)
-    return *call(op, sample), *updated(op, sample)
+    return *defined(op, sample, call(op, sample)), *updated(op, sample)
 
 
 def run_out(op: OpSpec, sample: Sample, outputs: Tensors) -> Tensors:
     """The same of the ``.out`` overload, which writes these outputs."""
     sample = private(op, sample)
     call_out(op, sample, outputs)
-    return *outputs, *updated(op, sample)
+    return *defined(op, sample, outputs), *updated(op, sample)
 
 
 def run_function(op: OpSpec, sample: Sample, outputs: Tensors | None = None) -> Tensors:
     """The same of the typed Python function."""
     sample = private(op, sample)
-    return *call_function(op, sample, outputs), *updated(op, sample)
+    return *defined(op, sample, call_function(op, sample, outputs)), *updated(op, sample)
+
+
+def defined(op: OpSpec, sample: Sample, outputs: Iterable[torch.Tensor]) -> Tensors:
+    """These outputs of the call; what the op leaves unspecified in them becomes zero, in place."""
+    outputs = tuple(outputs)
+    if op.defined is not None:
+        for output, value in zip(outputs, op.defined(outputs, *sample.args, **sample.kwargs), strict=True):
+            output.copy_(value)
+    return outputs
 
 
 def updated(op: OpSpec, sample: Sample | ErrorInput) -> Tensors:
@@ -343,7 +352,10 @@ def make_call(
     op: OpSpec, *shape: int, device: str, dtype: torch.dtype = torch.bfloat16, **choices: Any
 ) -> dict[str, Any]:
     """Arguments by name of a call that quantises (or makes) a tensor of ``shape``: random data; NVFP4 128x4, or FP8 by
-    rows, where the choices tell nothing else."""
+    rows, where the choices tell nothing else. An op whose samples have a ``call`` of any size is called by that."""
+    samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}")
+    if hasattr(samples, "call"):
+        return arguments(op, samples.call(*shape, device=torch.device(device)))
     given = arguments(op, plain_sample(op, "meta"))
     if op.backends is not None:
         return make_product(op, *shape, device=device, **choices)
@@ -382,8 +394,13 @@ def make_product(op: OpSpec, *shape: int, device: str, scale_layout: str = "128x
     return arguments(op, computed(op, sample, torch.device(device)))
 
 
+def quantises_rows(op: OpSpec) -> bool:
+    """Whether each row of an input becomes a row of codes."""
+    return next(iter(inspect.signature(op.function).parameters)) == "input" and not op.name.startswith("moe_")
+
+
 def is_for_experts(op: OpSpec) -> bool:
-    return op.name.startswith("moe_")
+    return op.name.startswith("moe_fc2_")
 
 
 def input_width(op: OpSpec, width: int) -> int:

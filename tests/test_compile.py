@@ -6,6 +6,7 @@ from cases import (
     call,
     call_function,
     choices_of,
+    defined,
     form_cases,
     get_sample,
     make_call,
@@ -54,7 +55,7 @@ def test_compiled_is_eager(op, name, device):
     as_op, as_function = compiled([(each.args, each.kwargs) for each in samples], outputs)
     assert counter.frame_count == 1
     for got, each in zip((as_op, as_function, outputs), samples, strict=True):
-        assert_same((*got, *updated(op, each)), want)
+        assert_same((*defined(op, each, got), *updated(op, each)), want)
     facts = [(t.stride(), t.device) for t in outputs]
     assert [(t.stride(), t.device) for t in as_op] == facts
 
@@ -81,7 +82,7 @@ def test_inductor(op, name, device):
     want = program(eager.args, eager.kwargs)
     got = torch.compile(program, fullgraph=True)(compiled.args, compiled.kwargs)
     for i in range(2):
-        assert_same(got[i], want[i])
+        assert_same(defined(op, compiled, got[i]), defined(op, eager, want[i]))
     assert_same(updated(op, compiled), updated(op, eager))
     assert [t.stride() for t in got[0]] == [t.stride() for t in want[0]]
 
@@ -113,8 +114,9 @@ def compilations(op, device, sequence, choices, dynamic=None, lead=()):
     compiled = torch.compile(program, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for rows in sequence:
         tensors, _ = split_call(op, *lead, rows, device=device, **choices)
-        want = run(op, named(op, {**tensors, **fixed}))
-        assert_same((*compiled(tensors), *(tensors[name] for name in op.mutated)), want)
+        sample = named(op, {**tensors, **fixed})
+        want = run(op, sample)
+        assert_same((*defined(op, sample, compiled(tensors)), *(tensors[name] for name in op.mutated)), want)
     graphs = len(_debug_get_cache_entry_list(program.__code__))
     assert graphs > 0
     return graphs
@@ -170,5 +172,6 @@ def test_export(op, device):
     program = torch.export.export(Program(), (tensors,), dynamic_shapes=({**shapes},)).module()
     for count in (2, 9, 300):
         tensors, _ = split_call(op, count, device=device, **choices)
-        want = run(op, named(op, {**tensors, **fixed}))
-        assert_same((*program(tensors), *(tensors[name] for name in op.mutated)), want)
+        sample = named(op, {**tensors, **fixed})
+        want = run(op, sample)
+        assert_same((*defined(op, sample, program(tensors)), *(tensors[name] for name in op.mutated)), want)

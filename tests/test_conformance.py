@@ -10,6 +10,7 @@ import torch
 from cases import (
     arguments,
     call,
+    defined,
     expected_of,
     form_cases,
     get_sample,
@@ -73,7 +74,8 @@ def test_reference(op, name, device):
     sample = get_sample(op, name, device)
     expected = expected_of(op).results(arguments(op, sample))
     sample = private(op, sample)
-    outputs = (*as_tuple(op.reference(*sample.args, **sample.kwargs)), *updated(op, sample))
+    outputs = defined(op, sample, as_tuple(op.reference(*sample.args, **sample.kwargs)))
+    outputs = (*outputs, *updated(op, sample))
     assert all(output.device.type == device for output in outputs)
     expected_of(op).assert_results(outputs, expected, arguments(op, sample))
 
@@ -89,7 +91,7 @@ def test_deterministic_and_pure(op, name, device):
             second = call(op, sample)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert_same((*second, *updated(op, sample)), first)
+    assert_same((*defined(op, sample, second), *updated(op, sample)), first)
 
 
 def ours(op, sample, device) -> bool:
@@ -104,6 +106,10 @@ def test_row_alone(op, name, device):
     sample = get_sample(op, name, device)
     given = arguments(op, sample)
     outputs = run(op, sample)
+    if hasattr(expected_of(op), "rows_alone"):
+        for alone, want in expected_of(op).rows_alone(given, outputs):
+            assert_same(run(op, named(op, alone)), want)
+        return
     if op.backends is not None:
         for m in {0, len(given["a"]) // 3, len(given["a"]) - 1} if len(given["a"]) else ():
             alone = given | {"a": given["a"][m : m + 1]}
@@ -243,8 +249,8 @@ def test_opcheck(op, name, device):
         # Its comparison of arguments before and after multiplies or copies them, which these dtypes cannot;
         # test_deterministic_and_pure compares bytes.
         utils.remove("test_schema")
-    if any(output.float().isnan().any() for output in run(op, sample)):
-        # It compares outputs as if NaN were never NaN; test_compile.py has these samples too.
+    if op.defined is not None or any(output.float().isnan().any() for output in run(op, sample)):
+        # It compares outputs as if NaN were never NaN and all were specified; test_compile.py has these samples too.
         utils.remove("test_aot_dispatch_dynamic")
     torch.library.opcheck(overload(op), sample.args, sample.kwargs, test_utils=utils)
 

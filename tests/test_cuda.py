@@ -11,6 +11,7 @@ from cases import (
     call_function,
     call_out,
     choices_of,
+    defined,
     expected_of,
     form_cases,
     get_sample,
@@ -22,6 +23,7 @@ from cases import (
     out_for,
     plain_sample,
     private,
+    quantises_rows,
     run,
     run_out,
     tensors_in,
@@ -38,7 +40,7 @@ pytestmark = pytest.mark.gpu
 
 by_form = pytest.mark.parametrize(("op", "name"), form_cases())
 by_op = pytest.mark.parametrize("op", op_cases())
-QUANTISING = [case for case in op_cases() if case.values[0].function.__code__.co_varnames[0] == "input"]
+QUANTISING = [case for case in op_cases() if quantises_rows(*case.values)]
 LAID_OUT = [
     pytest.param(*case.values, choices, id="-".join((case.id, *choices.values())))
     for case in QUANTISING
@@ -81,7 +83,7 @@ def test_captured_is_eager(op, name):
             tensor.view(torch.uint8).fill_(0xAA)
         graph.replay()
         for got, each in zip((as_op, as_function, outputs), samples, strict=True):
-            assert_same((*got, *updated(op, each)), want)
+            assert_same((*defined(op, each, got), *updated(op, each)), want)
 
 
 @by_op
@@ -102,7 +104,7 @@ def test_capture_of_a_kernel_that_is_not_ready(op):
     with torch.cuda.graph(graph):
         got = call(op, captured)
     graph.replay()
-    assert_same((*got, *updated(op, captured)), run(op, sample))
+    assert_same((*defined(op, captured, got), *updated(op, captured)), run(op, sample))
 
 
 @by_op
@@ -121,8 +123,8 @@ def test_runs_on_the_current_stream(op):
         got = call(op, samples[0])
         call_out(op, samples[1], outputs)
     stream.synchronize()
-    assert_same((*got, *updated(op, samples[0])), want)
-    assert_same((*outputs, *updated(op, samples[1])), want)
+    assert_same((*defined(op, samples[0], got), *updated(op, samples[0])), want)
+    assert_same((*defined(op, samples[1], outputs), *updated(op, samples[1])), want)
 
 
 @by_op
@@ -197,7 +199,8 @@ def test_cuda_graph_trees(op):
         torch.compiler.cudagraph_mark_step_begin()
         refill(sample, plain_sample(op, "cuda"))
         want = run(op, sample)
-        assert_same((*program(*sample.args, **sample.kwargs), *updated(op, sample)), want)
+        got = defined(op, sample, program(*sample.args, **sample.kwargs))
+        assert_same((*got, *updated(op, sample)), want)
     torch._dynamo.reset()
 
 

@@ -7,6 +7,7 @@ import torch
 from cases import (
     compiled_op_cases,
     computed,
+    defined,
     error_cases,
     form_cases,
     get_error,
@@ -50,7 +51,7 @@ def run_entry(op, sample, outputs=None):
     sample = private(op, sample)
     returned = enter(op, sample, outputs)
     assert outputs is None or returned is None
-    return *(returned if outputs is None else outputs), *updated(op, sample)
+    return *defined(op, sample, returned if outputs is None else outputs), *updated(op, sample)
 
 
 @by_sample

@@ -35,6 +35,8 @@ class OpSpec:
         example: a call on one row, as (args, kwargs), from static facts given by keyword, ``device`` among them.
         kernels: the ``Wanted`` kernels of a call, from an ``Arch`` and the op's arguments; the tensors may be on meta.
         backends: why each backend cannot compute a call, from a device and the op's arguments; ``None``: has none.
+        defined: the outputs with zeros in place of what the op leaves unspecified, such as rows of padding, from a
+            tuple of all outputs and the op's arguments; ``None``: it leaves nothing unspecified.
     """
 
     name: str
@@ -49,6 +51,7 @@ class OpSpec:
     example: "Callable[..., Call]"
     kernels: Callable[..., tuple[Any, ...]]
     backends: "Callable[..., dict[str, str | None]] | None" = None
+    defined: Callable[..., tuple[torch.Tensor, ...]] | None = None
 
     @property
     def qualified_name(self) -> str:
