@@ -102,7 +102,7 @@ def _case(op: OpSpec, entry: Sample | ErrorInput) -> Any:
     return pytest.param(op, entry.name, id=f"{op.name}-{entry.name}")
 
 
-PLAIN = ("nvfp4-128x4-bfloat16", "block128-column-bfloat16", "nvfp4-128x4-to-bfloat16")
+PLAIN = ("plain", "nvfp4-128x4-bfloat16", "block128-column-bfloat16", "nvfp4-128x4-to-bfloat16")
 """Names of samples, of which each op has one, of bfloat16 rows and the layout that matrix products read."""
 
 
@@ -406,6 +406,9 @@ def is_for_experts(op: OpSpec) -> bool:
 def input_width(op: OpSpec, width: int) -> int:
     """Length of the input rows that become rows of ``width``; for experts, of five of them at least: no number of rows
     that M has in some test, since PyTorch takes equal for the same."""
+    samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}")
+    if hasattr(samples, "input_width"):
+        return int(samples.input_width(width))
     if is_for_experts(op):
         return max(5, math.ceil(width / 64)) * 64
     return 2 * width if op.name.startswith("silu_mul") else width

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import random
 from collections import defaultdict
@@ -134,7 +135,7 @@ def kernel_of(case: AnyCase) -> Any:
     Raises:
         ValueError: from ``plan``, if it supports none.
     """
-    if isinstance(case, ProductCase | WgmmaCase | ExpertsCase):
+    if isinstance(case, ProductCase | WgmmaCase | ExpertsCase | MoeCase):
         return case.kernel
     from torch_cute_ops.kernels import fp4_dequant, row_quant
     from torch_cute_ops.runtime.arch import ARCHS as FACTS
@@ -317,7 +318,38 @@ class ExpertsCase:
         return fp4_experts.FP4ExpertsKernel(config)
 
 
-AnyCase = Case | ProductCase | WgmmaCase | ExpertsCase
+@dataclass(frozen=True)
+class MoeCase:
+    """A kernel around the experts' products: ``facts`` are arguments of its family's ``plan``."""
+
+    family: str
+    facts: tuple[Any, ...]
+    arch: str = "sm_90a"
+
+    @property
+    def id(self) -> str:
+        return "-".join((self.family, *(str(fact).removeprefix("torch.") for fact in self.facts), self.arch))
+
+    @property
+    def kernel(self) -> Any:
+        """As the op builds it."""
+        family = importlib.import_module(f"torch_cute_ops.kernels.{self.family}")
+        module, _, name = family.KERNEL.rpartition(".")
+        return getattr(importlib.import_module(module), name)(family.plan(*self.facts))
+
+
+def moe_cases() -> list[MoeCase]:
+    """Every dtype with the most experts of a token and with others, narrow rows and wide ones."""
+    archs = itertools.cycle(ARCHS)
+    finalize = [
+        (dtype, width, topk, residual)
+        for dtype in (BF16, FP16, FP32)
+        for width, topk, residual in ((7168, 8, True), (16_384, 16, True), (8, 1, False), (2880, 16, False))
+    ]
+    return [MoeCase("moe_finalize", facts, next(archs)) for facts in finalize]
+
+
+AnyCase = Case | ProductCase | WgmmaCase | ExpertsCase | MoeCase
 
 
 def experts_cases() -> list[ExpertsCase]:

@@ -17,11 +17,12 @@ import torch
 from torch_cute_ops import mm_backends
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.mm_backends import Target, _decode, cublas, mma_sync, routed, wgmma
-from torch_cute_ops.ops import _fp4_product, _row_quant, fp4_dequantize
+from torch_cute_ops.ops import _fp4_product, _kernels, _row_quant, fp4_dequantize
 from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize as dequantize
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.mm_fp4 import product, row_sums
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_product
+from torch_cute_ops.reference.moe_finalize import moe_finalize
 from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
 from torch_cute_ops.reference.rmsnorm_fp8quant import quantize_fp8_rows
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
@@ -36,6 +37,7 @@ DSL_NAMES = {
     torch.float32: "Float32",
     torch.float8_e4m3fn: "Float8E4M3FN",
     torch.uint8: "Uint8",
+    torch.int32: "Int32",
 }
 
 
@@ -127,6 +129,10 @@ def compute(kernel: Any, *args: Any) -> None:
         layouts = config.a_layout, config.layout
         write(out, expert_product(a, a_scale, b.t(), scale, alpha, config.out_dtype, config.fmt, *layouts))
         return
+    if type(kernel).__name__ == "MoeFinalizeKernel":
+        *given, out, _ = args
+        write(out, moe_finalize(*given))
+        return
     x, residual, weight, factor, y, scale, linear, norm, eps, _ = args
     problem = config.problem
     if residual is not None:
@@ -161,9 +167,9 @@ def write(output: torch.Tensor, value: torch.Tensor) -> None:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """CUDA entries that take CPU tensors; what was launched is recorded."""
     recorded = Launches()
-    for module in (_row_quant, fp4_dequantize, mma_sync, routed, wgmma):
+    for module in (_row_quant, _kernels, fp4_dequantize, mma_sync, routed, wgmma):
         monkeypatch.setattr(module, "compile_kernel", recorded.compile_kernel)
-    for module in (_row_quant, fp4_dequantize):
+    for module in (_row_quant, _kernels, fp4_dequantize):
         monkeypatch.setattr(module, "arch_of_device", lambda index: ARCHS["sm_90a"])
         monkeypatch.setattr(module, "sm_count", lambda index: 132)
         monkeypatch.setattr(module, "forbid_in_capture", lambda *args: None)
@@ -183,6 +189,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
                 monkeypatch.setattr(value, "_usual", {})
                 monkeypatch.setattr(value, "_launchers", {})
                 monkeypatch.setattr(value, "_ran", set())
+            if isinstance(value, _kernels.Kernels):
+                monkeypatch.setattr(value, "found", {})
             if isinstance(value, _row_quant.RowQuant):
                 for launchers in ("_launchers", "_padding_launchers"):
                     monkeypatch.setattr(value, launchers, {})

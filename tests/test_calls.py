@@ -72,6 +72,7 @@ def test_errors_of_launches_name_the_call(op, launches: Launches, monkeypatch): 
 
     for module in (
         "ops._row_quant",
+        "ops._kernels",
         "ops.fp4_dequantize",
         "mm_backends.mma_sync",
         "mm_backends.routed",

@@ -60,7 +60,7 @@ def test_compiled_is_eager(op, name, device):
     assert [(t.stride(), t.device) for t in as_op] == facts
 
 
-INDUCTOR = ("nvfp4-128x4-bfloat16", "block128-column-bfloat16", "leading-transposed")
+INDUCTOR = ("plain", "nvfp4-128x4-bfloat16", "block128-column-bfloat16", "leading-transposed")
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from kernel_grid import (
     every_case,
     experts_cases,
     kernel_of,
+    moe_cases,
     product_cases,
     wgmma_cases,
 )
@@ -30,12 +31,16 @@ ALLOWED_SPILLS: dict[str, str] = {}
 REGISTERS_PER_SM = 65_536
 
 
+def other_cases():
+    return *product_cases(), *wgmma_cases(), *experts_cases(), *moe_cases()
+
+
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         cases = every_case() if metafunc.config.getoption("every_kernel") else covering_cases()
         metafunc.parametrize(
             "case",
-            [pytest.param(case, id=case.id) for case in (*cases, *product_cases(), *wgmma_cases(), *experts_cases())],
+            [pytest.param(case, id=case.id) for case in (*cases, *other_cases())],
         )
 
 
@@ -89,7 +94,7 @@ def test_allowed_spills_are_cases():
 
 
 def test_ids_are_unique():
-    ids = [case.id for case in (*every_case(), *product_cases(), *wgmma_cases(), *experts_cases())]
+    ids = [case.id for case in (*every_case(), *other_cases())]
     assert len(ids) == len(set(ids))
 
 

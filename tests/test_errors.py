@@ -12,6 +12,7 @@ from cases import (
     good_outputs_error,
     op_cases,
     overload,
+    plain_sample,
     poisoned,
     updated,
 )
@@ -99,8 +100,9 @@ def test_good_outputs_are_good(op, device):
 @pytest.mark.parametrize("op", op_cases())
 def test_inputs_that_require_grad_are_refused_by_name(op, device):
     """Any floating argument, and the message tells the way out."""
-    factors = ("global_scale", "scale", "alpha")
-    sample = next(sample for sample in op.sample_inputs(device) if any(name in sample.kwargs for name in factors))
+    factors = ("global_scale", "scale", "alpha", "residual", "bias")
+    samples = [plain_sample(op, device), *op.sample_inputs(device)]
+    sample = next((sample for sample in samples if any(name in sample.kwargs for name in factors)), samples[0])
     given = arguments(op, sample)
     can = [k for k, v in given.items() if isinstance(v, torch.Tensor) and v.dtype in (torch.bfloat16, torch.float32)]
     assert can

@@ -235,3 +235,13 @@ def check_aligned(op: str, name: str, tensor: torch.Tensor) -> None:
         raise ValueError(
             f"cute::{op}: {name} starts at an address that is no multiple of 16 bytes; pass a fresh tensor"
         )
+
+
+MAX_TOPK = 16
+"""Most experts of a token."""
+
+
+def check_topk(op: str, topk: int) -> None:
+    """``topk`` is a number of experts that a token may have."""
+    if not 1 <= topk <= MAX_TOPK:
+        raise ValueError(f"cute::{op}: topk is {topk}; expected 1 to {MAX_TOPK}")

@@ -9,6 +9,7 @@ from torch_cute_ops.fake import fp4_dequantize as fake
 from torch_cute_ops.fake.fp4_quantize import fp4_shapes
 from torch_cute_ops.formats import FP4Format, ScaleLayout, resolve_fp4_format, resolve_scale_layout
 from torch_cute_ops.ops import _checks
+from torch_cute_ops.ops._kernels import aligned
 from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
 from torch_cute_ops.reference import fp4_dequantize as reference
 from torch_cute_ops.runtime.arch import Arch, arch_of_device, sm_count
@@ -142,12 +143,6 @@ def _run(
     if given:
         mark_written((out,))
     return out
-
-
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy that is contiguous and starts at a multiple of 16 bytes."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _make_launcher(facts: _Facts) -> _Launcher:

@@ -1,0 +1,32 @@
+"""A token's rows out of the experts' order: gathered, weighted and added up, in one pass over memory.
+
+Roles and data path. A CTA has one token and one *slice* of its columns. There are as many slices as fill the device,
+and at most one for each *portion*, which is what a CTA's threads take at once. A thread takes 16 bytes of columns: it
+has the token's ``topk`` indices and weights in registers, starts its loads from all ``topk`` rows (and the residual's)
+before it uses the first, and stores 16 bytes of the sum. Nothing is shared; sums are in the order of ``j``.
+
+CTAs are not persistent: the hardware deals them out as others end, so a last round costs a token's time, not a round
+of the grid's; and a CTA with a whole token reads its indices once.
+
+Bytes moved a token: ``topk`` rows read, and the residual's; one row written; 8 · ``topk`` bytes of indices and weights.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from torch_cute_ops.kernels.moe_finalize.config import Config, plan
+
+if TYPE_CHECKING:
+    from torch_cute_ops.kernels.moe_finalize.kernel import MoeFinalizeKernel
+
+__all__ = ["KERNEL", "Config", "MoeFinalizeKernel", "plan"]
+
+KERNEL = f"{__name__}.kernel.MoeFinalizeKernel"
+
+
+def __getattr__(name: str) -> Any:
+    """The kernel's class, which needs the DSL, only when it is asked for."""
+    if name != "MoeFinalizeKernel":
+        raise AttributeError(name)
+    from torch_cute_ops.kernels.moe_finalize.kernel import MoeFinalizeKernel
+
+    return MoeFinalizeKernel

@@ -1,0 +1,84 @@
+"""The device code; the package's docstring tells the roles and the data path."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+
+from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.convert import DSL_DTYPES, pack, store_words, unpack
+from torch_cute_ops.kernels.moe_finalize.config import CTAS_PER_SM, VECTOR, Config
+from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
+
+WORDS = VECTOR // 4
+
+
+class MoeFinalizeKernel:
+    """The kernel of one ``Config``."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.dtype = DSL_DTYPES[config.dtype]
+
+    def arguments(self) -> tuple[Argument, ...]:
+        c = self.config
+        tokens = Dim("tokens")
+
+        def rows(count: Dim, stride: str) -> TensorArg:
+            step = Dim(stride, divisibility=c.vector, bits=64)
+            return TensorArg(self.dtype.__name__, (count, c.width), (step, 1), align=VECTOR)
+
+        return (
+            rows(Dim("rows"), "row_stride"),
+            TensorArg("Int32", (tokens, c.topk), (c.topk, 1), align=4),
+            TensorArg("Float32", (tokens, c.topk), (c.topk, 1), align=4),
+            rows(tokens, "residual_stride") if c.has_residual else None,
+            TensorArg(self.dtype.__name__, (tokens, c.width), (c.width, 1), align=VECTOR),
+            ScalarArg("Int32"),
+        )
+
+    @cute.jit
+    def __call__(self, x, index, weights, residual, out, sms: Int32, stream):
+        c = self.config
+        tokens = out.shape[0]
+        slices = cutlass.min(cute.ceil_div(sms * CTAS_PER_SM, tokens), c.portions)
+        self.kernel(x, index, weights, residual, out).launch(
+            grid=[tokens, slices, 1],
+            block=[c.threads, 1, 1],
+            # Registers for the loads of all rows at once; without it ptxas gives a thread 32.
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=c.pdl,
+        )
+
+    @cute.kernel
+    def kernel(self, x, index, weights, residual, out):
+        c = self.config
+        tid, _, _ = cute.arch.thread_idx()
+        token, slice_, _ = cute.arch.block_idx()
+        _, slices, _ = cute.arch.grid_dim()
+        if const_expr(c.pdl):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+        rows = [index[token, j] for j in range(c.topk)]
+        factors = [weights[token, j] for j in range(c.topk)]
+        for vector in range(slice_ * c.threads + tid, c.vectors, slices * c.threads):
+            words = [ptx.load_if(self._at(x, row, vector), row >= 0, WORDS) for row in rows]
+            total = [Float32(0.0)] * c.vector
+            if const_expr(c.has_residual):
+                total = unpack(ptx.load_if(self._at(residual, token, vector), True, WORDS), self.dtype)
+            for j in range_constexpr(c.topk):
+                for i, value in enumerate(unpack(words[j], self.dtype)):
+                    # Of a row that is not there, not even a NaN weight counts.
+                    term = ptx.mul_rn(value, factors[j])
+                    total[i] = ptx.select(rows[j] >= 0, total[i] + term, total[i])
+            store_words(pack(total, self.dtype), self._words_of(out, token, vector))
+
+    def _at(self, tensor: cute.Tensor, row, vector) -> cute.Pointer:
+        """Where a vector of a row begins."""
+        c = self.config
+        start = tensor.iterator + cute.assume(Int64(row) * tensor.stride[0], divby=c.vector)
+        return start + cute.assume(vector * c.vector, divby=c.vector)
+
+    def _words_of(self, tensor: cute.Tensor, row, vector) -> cute.Tensor:
+        """The words of a vector of a row."""
+        return cute.make_tensor(cute.recast_ptr(self._at(tensor, row, vector), dtype=Uint32), cute.make_layout(WORDS))
