@@ -320,33 +320,45 @@ class ExpertsCase:
 
 @dataclass(frozen=True)
 class MoeCase:
-    """A kernel around the experts' products: ``facts`` are arguments of its family's ``plan``."""
+    """A kernel around the experts' products: ``facts`` are those of the op of that name."""
 
-    family: str
+    op: str
     facts: tuple[Any, ...]
     arch: str = "sm_90a"
 
     @property
     def id(self) -> str:
-        return "-".join((self.family, *(str(fact).removeprefix("torch.") for fact in self.facts), self.arch))
+        return "-".join((self.op, *(str(fact).removeprefix("torch.") for fact in self.facts), self.arch))
 
     @property
     def kernel(self) -> Any:
         """As the op builds it."""
-        family = importlib.import_module(f"torch_cute_ops.kernels.{self.family}")
-        module, _, name = family.KERNEL.rpartition(".")
-        return getattr(importlib.import_module(module), name)(family.plan(*self.facts))
+        from torch_cute_ops.runtime.arch import ARCHS as FACTS
+
+        op = importlib.import_module(f"torch_cute_ops.ops.{self.op}")
+        return op._wanted(op._Facts(*self.facts, 0), FACTS[self.arch]).make()
 
 
 def moe_cases() -> list[MoeCase]:
     """Every dtype with the most experts of a token and with others, narrow rows and wide ones."""
     archs = itertools.cycle(ARCHS)
     finalize = [
-        (dtype, width, topk, residual)
+        (width, dtype, topk, residual)
         for dtype in (BF16, FP16, FP32)
         for width, topk, residual in ((7168, 8, True), (16_384, 16, True), (8, 1, False), (2880, 16, False))
     ]
-    return [MoeCase("moe_finalize", facts, next(archs)) for facts in finalize]
+    permute = [
+        (width, dtype, topk)
+        for dtype in (BF16, FP16, FP32)
+        for width, topk in ((7168, 8), (16_384, 16), (128, 1), (2048, 16), (65_536, 4))
+    ]
+    swiglu = [
+        (2 * width, dtype, *given)
+        for dtype, widths in ((BF16, (128, 2048, 7168)), (FP16, (1152, 4096, 65_536)), (FP32, (2048, 18_432)))
+        for width, given in zip(widths, itertools.cycle(((True, True), (False, True), (True, False))))
+    ]
+    cases = {"moe_finalize": finalize, "moe_permute_fp8quant": permute, "moe_swiglu_fp8quant": swiglu}
+    return [MoeCase(op, facts, next(archs)) for op, some in cases.items() for facts in some]
 
 
 AnyCase = Case | ProductCase | WgmmaCase | ExpertsCase | MoeCase

@@ -16,6 +16,7 @@ import torch
 
 from torch_cute_ops import mm_backends
 from torch_cute_ops.formats import FP4Format
+from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.mm_backends import Target, _decode, cublas, mma_sync, routed, wgmma
 from torch_cute_ops.ops import _fp4_product, _kernels, _row_quant, fp4_dequantize
 from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize as dequantize
@@ -133,8 +134,17 @@ def compute(kernel: Any, *args: Any) -> None:
         *given, out, _ = args
         write(out, moe_finalize(*given))
         return
-    x, residual, weight, factor, y, scale, linear, norm, eps, _ = args
+    x, residual, weight, factor, y, scale, linear, norm, index, counts, eps, _ = args
     problem = config.problem
+    if problem.rows == "copies":
+        compute_copies(*quantize_fp8_rows(x.float(), problem.fmt, None, problem.layout), index, y, scale)
+        return
+    if problem.rows == "experts":
+        used = used_rows(len(x), index, counts)
+        x = torch.where(used[:, None], x, 0.0)
+        results = quantize_fp8_rows(silu_mul_rows(x), problem.fmt, None, problem.layout)
+        y.data[used], scale.data[:, used] = results[0][used], results[1][:, used]
+        return
     if residual is not None:
         write(residual, x.float() + residual.float())
         x = residual
@@ -156,6 +166,14 @@ def compute(kernel: Any, *args: Any) -> None:
         write(output, result)
     if norm is not None:
         write(norm, value)
+
+
+def compute_copies(codes: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, y: Any, scale: Any) -> None:
+    """Copies of rows of codes and columns of scales, where the index tells."""
+    for copies in index.t():
+        exists = copies >= 0
+        y.data[copies[exists].long()] = codes[exists]
+        scale.data[:, copies[exists].long()] = scales[:, exists]
 
 
 def write(output: torch.Tensor, value: torch.Tensor) -> None:

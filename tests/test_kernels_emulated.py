@@ -113,7 +113,7 @@ def execute(
         else torch.empty_strided(residual.shape, residual.stride(), dtype=p.dtype).copy_(residual)
     )
     kernel = row_quant.RowQuantKernel(config)
-    arguments = (x, residual, weight, factor, y, scale, linear, norm, EPS, max_ctas)
+    arguments = (x, residual, weight, factor, y, scale, linear, norm, None, None, EPS, max_ctas)
     # In a cluster, a CTA learns through a shuffle that the lanes of another have read what it sends anew.
     run_kernel(kernel, ARCHS[arch], *arguments, seed=seed, strict=not config.is_cluster, edit=edit)
     return Outcome(y, scale, linear, norm, residual)

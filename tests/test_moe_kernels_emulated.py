@@ -1,17 +1,23 @@
 """The kernels around the experts' products, executed thread for thread by the PTX emulator."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from kernel_grid import BF16, FP16, FP32, MoeCase
-from ptx import run_kernel
-from test_kernels_emulated import CPU, equal, poisoned
+from ptx import EmulationError, run_kernel
+from test_kernels_emulated import CPU, POISON, changed, equal, poisoned
 
+from torch_cute_ops.formats import FP8_BLOCK128
+from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.reference.moe_finalize import moe_finalize
+from torch_cute_ops.reference.moe_permute_fp8quant import moe_permute_fp8quant
+from torch_cute_ops.reference.moe_swiglu_fp8quant import moe_swiglu_fp8quant
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing.samples._moe import random_routing
-from torch_cute_ops.testing.samples.moe_finalize import poisoned_rows
+from torch_cute_ops.testing import assert_fp8_close
+from torch_cute_ops.testing.samples._moe import poisoned_rows, random_routing
+from torch_cute_ops.testing.samples._rows import random_rows
 
 
 class Finalize(NamedTuple):
@@ -46,6 +52,103 @@ def test_finalize(one: Finalize) -> None:
     weights = torch.rand(index.shape).masked_fill_(index < 0, torch.nan)
     residual = torch.randn(len(index), one.width + 8).to(one.dtype)[:, : one.width] if one.has_residual else None
     out = poisoned(len(index), one.width, dtype=one.dtype)
-    case = MoeCase("moe_finalize", (one.dtype, one.width, index.shape[1], one.has_residual))
+    case = MoeCase("moe_finalize", (one.width, one.dtype, index.shape[1], one.has_residual))
     run_kernel(case.kernel, ARCHS[case.arch], x, index, weights, residual, out, one.sms, seed=one.seed)
     equal("out", out, moe_finalize(x, index, weights, residual))
+
+
+class Rows(NamedTuple):
+    """A launch of a kernel that quantises rows: dtype, length of a row, routing, most CTAs, order of events, and
+    changes to the planned configuration."""
+
+    dtype: torch.dtype
+    width: int
+    routing: dict[str, Any]
+    max_ctas: int
+    seed: int | None
+    changes: dict[str, int]
+
+    def kernel(self, op: str, *facts: Any) -> Any:
+        planned = MoeCase(op, facts).kernel
+        return type(planned)(dataclasses.replace(planned.config, **self.changes))
+
+
+WARP_GROUPS = {"threads_per_row": 32, "groups": 3}
+WIDE_GROUPS = {"threads_per_row": 64, "groups": 2}
+SOME = {"m": 13, "topk": 3, "experts": 5}
+MASKED = {"m": 13, "topk": 2, "experts": 6, "max_rows": 4}
+
+PERMUTE = {
+    "rows-share-a-warp": Rows(BF16, 128, SOME, 2, 0, {"groups": 2}),
+    "rows-share-a-warp-dropped": Rows(FP32, 256, MASKED, 1, 1, {}),
+    "a-warp-each": Rows(BF16, 640, SOME, 2, None, WARP_GROUPS),
+    "two-warps": Rows(FP16, 1152, MASKED, 2, 2, WIDE_GROUPS),
+    "decode": Rows(BF16, 1152, {"m": 1, "topk": 8, "experts": 512}, 132, 0, {}),
+    "one-stage-top-16": Rows(BF16, 512, {"m": 9, "topk": 16, "experts": 16}, 1, 3, WARP_GROUPS | {"stages": 1}),
+    "slices-of-rows": Rows(BF16, 2304, SOME, 4, 1, {"threads_per_row": 32, "groups": 1, "splits": 2}),
+}
+
+
+@pytest.mark.parametrize("one", [pytest.param(one, id=name) for name, one in PERMUTE.items()])
+def test_permute(one: Rows) -> None:
+    """Bit for bit; rows of padding stay as they were."""
+    torch.manual_seed(one.width)
+    routed = random_routing(device=CPU, **one.routing)
+    m, topk = routed.expanded_to_permuted.shape
+    x = random_rows(m, one.width + 32, dtype=one.dtype, device=CPU)[:, : one.width]
+    y = poisoned(routed.rows, one.width, dtype=torch.float8_e4m3fn)
+    scale = poisoned(one.width // 128, routed.rows, dtype=torch.float32)
+    given = (x, None, None, None, y, scale, None, None, routed.expanded_to_permuted, None, 0.0, one.max_ctas)
+    kernel = one.kernel("moe_permute_fp8quant", one.width, one.dtype, topk)
+    run_kernel(kernel, ARCHS["sm_90a"], *given, seed=one.seed, strict=True)
+    want = moe_permute_fp8quant(x, routed.permuted_to_expanded, topk)
+    for name, got, result in zip(("y", "scale"), (y, scale), want, strict=True):
+        used = ~routed.padding if name == "scale" else ~routed.padding[:, None]
+        equal(name, got, torch.where(used, result.view(got.dtype), poisoned(*got.shape, dtype=got.dtype)))
+
+
+SWIGLU = {
+    "rows-share-a-warp": (Rows(BF16, 128, SOME, 2, 0, {"groups": 2}), "both"),
+    "without-counts": (Rows(FP32, 256, SOME, 1, 1, {}), "offsets"),
+    "a-warp-each": (Rows(BF16, 640, SOME, 2, None, WARP_GROUPS), "both"),
+    "masked": (Rows(FP16, 640, MASKED, 2, 1, WARP_GROUPS), "counts"),
+    "two-warps": (Rows(FP16, 1152, MASKED, 2, 2, WIDE_GROUPS), "counts"),
+    "decode": (Rows(BF16, 512, {"m": 1, "topk": 8, "experts": 512}, 132, 0, {}), "both"),
+    "one-expert": (Rows(BF16, 512, {"m": 40, "topk": 1, "experts": 7, "kind": "one"}, 1, 3, WARP_GROUPS), "both"),
+    "no-tokens": (Rows(BF16, 128, {"m": 0, "topk": 1, "experts": 3, "max_rows": 4}, 2, 0, {}), "counts"),
+}
+
+
+@pytest.mark.parametrize(("one", "given"), [pytest.param(*one, id=name) for name, one in SWIGLU.items()])
+def test_swiglu(one: Rows, given: str) -> None:
+    """Close where there are rows; rows of padding are NaN, and what they would become stays as it was."""
+    torch.manual_seed(one.width)
+    routed = random_routing(device=CPU, **one.routing)
+    offsets = None if given == "counts" else routed.offsets
+    counts = None if given == "offsets" else routed.counts
+    used = used_rows(routed.rows, offsets, counts)
+    x = random_rows(routed.rows, 2 * one.width + 32, dtype=one.dtype, device=CPU)[:, : 2 * one.width]
+    x[~used] = torch.nan
+    y = poisoned(routed.rows, one.width, dtype=torch.float8_e4m3fn)
+    scale = poisoned(one.width // 128, routed.rows, dtype=torch.float32)
+    arguments = (x, None, None, None, y, scale, None, None, offsets, counts, 0.0, one.max_ctas)
+    kernel = one.kernel("moe_swiglu_fp8quant", 2 * one.width, one.dtype, offsets is not None, counts is not None)
+    run_kernel(kernel, ARCHS["sm_90a"], *arguments, seed=one.seed, strict=True)
+    want_y, want_scale = moe_swiglu_fp8quant(x, routed.offsets, routed.counts if counts is not None else None)
+    got = y[used].contiguous(), scale[:, used].contiguous()
+    assert_fp8_close(got, (want_y[used], want_scale[:, used]), FP8_BLOCK128)
+    assert (y[~used].view(torch.uint8) == POISON).all()
+    assert (scale[:, ~used].contiguous().view(torch.uint8) == POISON).all()
+
+
+def test_rows_are_found_before_they_are_read() -> None:
+    """Without the barrier behind the table the emulator finds a race."""
+    one, _ = SWIGLU["two-warps"]
+    routed = random_routing(device=CPU, **one.routing)
+    x = random_rows(routed.rows, 2 * one.width, dtype=one.dtype, device=CPU)
+    y = poisoned(routed.rows, one.width, dtype=torch.float8_e4m3fn)
+    scale = poisoned(one.width // 128, routed.rows, dtype=torch.float32)
+    arguments = (x, None, None, None, y, scale, None, None, None, routed.counts, 0.0, 2)
+    kernel = one.kernel("moe_swiglu_fp8quant", 2 * one.width, one.dtype, False, True)
+    with pytest.raises(EmulationError):
+        run_kernel(kernel, ARCHS["sm_90a"], *arguments, seed=1, strict=True, edit=changed(r"bar\.sync\s+0", 0))

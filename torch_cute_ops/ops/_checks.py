@@ -11,6 +11,7 @@ from torch_cute_ops.formats import (
     resolve_fp8_format,
     resolve_scale_layout,
 )
+from torch_cute_ops.formats.experts import MAX_EXPERTS, MAX_TOPK
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -237,11 +238,50 @@ def check_aligned(op: str, name: str, tensor: torch.Tensor) -> None:
         )
 
 
-MAX_TOPK = 16
-"""Most experts of a token."""
-
-
 def check_topk(op: str, topk: int) -> None:
     """``topk`` is a number of experts that a token may have."""
     if not 1 <= topk <= MAX_TOPK:
         raise ValueError(f"cute::{op}: topk is {topk}; expected 1 to {MAX_TOPK}")
+
+
+def check_integers(op: str, name: str, tensor: torch.Tensor, other: str, device: torch.device) -> None:
+    """``tensor`` is int32 and one-dimensional, on ``device``, where the argument named ``other`` is."""
+    check_dtype(op, name, tensor, (torch.int32,))
+    if tensor.dim() != 1:
+        raise ValueError(f"cute::{op}: {name} has shape {tuple(tensor.shape)}; expected one dimension")
+    check_device(op, name, tensor, other, device)
+
+
+def check_expert_rows(
+    op: str, input: torch.Tensor, offsets: torch.Tensor | None, counts: torch.Tensor | None, name: str = "input"
+) -> None:
+    """``input`` is (R, K) with offsets, or (E, max_rows, K) with counts alone; all of the same number of experts."""
+    if offsets is None and counts is None:
+        raise ValueError(
+            f"cute::{op}: neither offsets nor counts are given; pass offsets for {name} (R, K), counts for {name} "
+            "(E, max_rows, K)"
+        )
+    expected = "(E, max_rows, K), as there are no offsets" if offsets is None else "(R, K), as there are offsets"
+    if input.dim() != (3 if offsets is None else 2):
+        raise ValueError(f"cute::{op}: {name} has shape {tuple(input.shape)}; expected {expected}")
+    if offsets is None:
+        experts = input.shape[0]
+    else:
+        check_integers(op, "offsets", offsets, name, input.device)
+        experts = offsets.shape[0] - 1
+    if not 1 <= experts <= MAX_EXPERTS:
+        given = f"{name} has" if offsets is None else "offsets are of"
+        raise ValueError(f"cute::{op}: {given} {experts} experts; expected 1 to {MAX_EXPERTS}")
+    if counts is not None:
+        check_integers(op, "counts", counts, name, input.device)
+        check_shape(op, "counts", counts, (experts,), "one for each expert")
+
+
+def check_row_outputs(
+    op: str, outputs: tuple[torch.Tensor, ...], like: tuple[torch.Tensor, ...], device: torch.device
+) -> None:
+    """``outputs`` can take codes and scales as ``like`` has them; for real tensors only."""
+    for name, tensor, want in zip(("y", "scale"), outputs, like, strict=True):
+        check_output(op, name, tensor, tuple(want.shape), want.dtype, device)
+    # Scales by columns are stored one by one.
+    check_aligned(op, "y", outputs[0])

@@ -12,8 +12,9 @@ from torch_cute_ops.fake.fp4_quantize import fp4_shapes
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.ops import _checks
+from torch_cute_ops.ops._kernels import aligned
 from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
-from torch_cute_ops.ops.fp4_dequantize import aligned, scale_dtypes
+from torch_cute_ops.ops.fp4_dequantize import scale_dtypes
 from torch_cute_ops.runtime import tuning
 from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch

@@ -290,7 +290,9 @@ class RowQuant:
             ):
                 return self._run_checked(Facts(*facts), input, residual, weight, factor, eps, out)
         try:
-            launcher.function(input, residual, weight, factor, y, scale, linear, norm, eps, launcher.max_ctas)
+            launcher.function(
+                input, residual, weight, factor, y, scale, linear, norm, None, None, eps, launcher.max_ctas
+            )
         except (ValueError, TypeError, RuntimeError):  # RuntimeError: from DLPack, for tensors without data
             return self._run_checked(Facts(*facts), input, residual, weight, factor, eps, out)
         except Exception as error:  # from CUDA
@@ -385,7 +387,7 @@ class RowQuant:
             weight = None if weight is None else _padded(weight.unsqueeze(0), 1, launcher.width)[0]
             codes = y.new_empty(count, launcher.width)
         g = None if factor is None else factor.reshape(1)
-        rest = (g, codes, scale, linear, norm, eps, launcher.max_ctas)
+        rest = (g, codes, scale, linear, norm, None, None, eps, launcher.max_ctas)
         try:
             launcher.function(rows, sums, weight, *rest)
         except (ValueError, TypeError):

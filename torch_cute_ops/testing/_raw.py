@@ -24,4 +24,4 @@ def raw_call(op: str, *args: Any, out: tuple[torch.Tensor, ...]) -> Callable[[],
     function, max_ctas = launcher.function, launcher.max_ctas
     y, scale, *third = out
     linear, norm = (None, *third) if quant.third == "norm" else (*third, None) if third else (None, None)
-    return lambda: function(input, residual, weight, factor, y, scale, linear, norm, eps, max_ctas)
+    return lambda: function(input, residual, weight, factor, y, scale, linear, norm, None, None, eps, max_ctas)

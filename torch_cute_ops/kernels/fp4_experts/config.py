@@ -6,6 +6,7 @@ from typing import Final
 import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
+from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.kernels import activation_tiles
 from torch_cute_ops.kernels.activation_tiles import CHUNK
 from torch_cute_ops.kernels.activation_tiles.config import TOKEN_BYTES
@@ -27,7 +28,6 @@ CLASSES: Final = 8
 """Of experts, those of one number modulo this: what work is shared out by."""
 SCANNED: Final = 32
 """Tokens of a tile, at most, whose factors every CTA looks through itself."""
-MAX_EXPERTS: Final = 512
 BARRIER_BYTES: Final = 512
 LIST_BYTES: Final = 12 * (MAX_EXPERTS + 8)
 """Touched experts, where their units begin, how many tokens each is for, and how many units there are."""

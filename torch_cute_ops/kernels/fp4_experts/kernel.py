@@ -13,6 +13,7 @@ from torch_cute_ops.kernels.common.activations import EIGHTHS, Activations
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
 from torch_cute_ops.kernels.common.fp4_weights import sum_scale
 from torch_cute_ops.kernels.common.proxy import fence_async
+from torch_cute_ops.kernels.common.scan import running_sum
 from torch_cute_ops.kernels.common.warp_products import multiply_word
 from torch_cute_ops.kernels.common.weight_ring import WORDS, WeightRing, next_stage
 from torch_cute_ops.kernels.fp4_experts.config import (
@@ -304,11 +305,7 @@ class FP4ExpertsKernel:
                 units = units + mine[i]
                 touched = touched + Int32(mine[i] > 0)
             own_units, own_touched = units, touched
-            for i in range_constexpr(5):
-                above_units = cute.arch.shuffle_sync_up(units, 1 << i, mask_and_clamp=0)
-                above_touched = cute.arch.shuffle_sync_up(touched, 1 << i, mask_and_clamp=0)
-                units = units + ptx.select(lane >= (1 << i), above_units, Int32(0))
-                touched = touched + ptx.select(lane >= (1 << i), above_touched, Int32(0))
+            units, touched = running_sum(units, lane), running_sum(touched, lane)
             begin, index = before_units + units - own_units, before_touched + touched - own_touched
             for i in range_constexpr(each):
                 if mine[i] > 0:

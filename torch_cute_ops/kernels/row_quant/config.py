@@ -9,6 +9,7 @@ import torch
 
 from torch_cute_ops.formats import NVFP4, FP4Format, ScaleLayout
 from torch_cute_ops.formats.fp8 import FP8_BLOCK128, FP8_TOKEN, FP8Format
+from torch_cute_ops.kernels.common.expert_table import TABLE_BYTES
 from torch_cute_ops.runtime.arch import Arch
 
 WARP = 32
@@ -27,6 +28,7 @@ REGISTERS_PER_LANE = 512
 
 
 Source = Literal["rows", "add", "silu_mul"]
+RowsOf = Literal["all", "experts", "copies"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class Problem:
         also_linear: whether the scales are written a second time, in the linear layout.
         has_factor: whether there is a global scale (FP4) or a given scale (FP8).
         writes_norm: whether the normalised rows are an output too.
+        rows: which rows there are: all of the input; those of experts, in a buffer with padding that is neither read
+            nor written; or all, of each of which ``copies`` rows of the outputs become copies, as an index tells.
+        has_offsets, has_counts: of experts' rows, whether it is given where they begin, and how many they are.
+        copies: the most copies of a row.
     """
 
     source: Source
@@ -56,6 +62,10 @@ class Problem:
     also_linear: bool
     has_factor: bool
     writes_norm: bool
+    rows: RowsOf = "all"
+    has_offsets: bool = False
+    has_counts: bool = False
+    copies: int = 1
 
     @property
     def inputs(self) -> int:
@@ -232,6 +242,7 @@ class Config:
             self.slice_width * p.weight_dtype.itemsize if p.weight_dtype is not None else 0,
             2 * self.groups * self.quad_bytes if self.quads else 0,
             self.groups * self.group_sums * 4,
+            TABLE_BYTES if p.rows == "experts" else 0,
             (self.groups * self.group_barriers + 1) * 8,
         )
         return SmemOffsets(*itertools.accumulate((ceil_div(size, 128) * 128 for size in sizes), initial=0))
@@ -287,6 +298,7 @@ class SmemOffsets(NamedTuple):
         weight: the norm's weight.
         scales: scales of quads, two for each group.
         sums: ``group_sums`` of each group.
+        experts: the table of experts' rows.
         barriers: ``group_barriers`` of each group, then the weight's.
         end: of all.
     """
@@ -296,6 +308,7 @@ class SmemOffsets(NamedTuple):
     weight: int
     scales: int
     sums: int
+    experts: int
     barriers: int
     end: int
 

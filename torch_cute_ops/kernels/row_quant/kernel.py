@@ -22,6 +22,7 @@ from torch_cute_ops.kernels.common.convert import (
     unpack,
     words_per,
 )
+from torch_cute_ops.kernels.common.expert_rows import fill_table, row_of, table_at
 from torch_cute_ops.kernels.common.fp4 import encode_e2m1x8, is_live_mxfp4, is_live_nvfp4, mxfp4_scale, nvfp4_scale
 from torch_cute_ops.kernels.common.fp8 import divide_e4m3x4, dynamic_scale, scale_divisor
 from torch_cute_ops.kernels.common.proxy import fence_async
@@ -67,6 +68,7 @@ class RowQuantKernel:
     def arguments(self) -> tuple[Argument, ...]:
         p = self.config.problem
         rows = Dim("rows")
+        written = Dim("written_rows") if p.rows == "copies" else rows
         dtype = self.dtype.__name__
 
         def strided(width: int, stride: str) -> TensorArg:
@@ -85,14 +87,21 @@ class RowQuantKernel:
             if p.also_linear:
                 linear = matrix(scale_dtype, rows, self.config.blocks, align=1)
         else:
-            y = matrix("Float8E4M3FN", rows, p.width)
+            y = matrix("Float8E4M3FN", written, p.width)
             scales = p.fmt.scales_per_row(p.width)
             if p.fmt == FP8_TENSOR:
                 scale = TensorArg("Float32", (1,), (1,), align=4)
             elif p.layout == COLUMN:
-                scale = matrix("Float32", scales, rows, align=4)
+                scale = matrix("Float32", scales, written, align=4)
             else:
-                scale = matrix("Float32", rows, scales, align=4)
+                scale = matrix("Float32", written, scales, align=4)
+        index = counts = None
+        if p.rows == "copies":
+            index = TensorArg("Int32", (rows, p.copies), (p.copies, 1), align=4)
+        if p.has_offsets:
+            index = TensorArg("Int32", (Dim("ends"),), (1,), align=4)
+        if p.has_counts:
+            counts = TensorArg("Int32", (Dim("experts"),), (1,), align=4)
         return (
             strided(p.input_width, "row_stride"),
             strided(p.width, "residual_stride") if p.source == "add" else None,
@@ -102,12 +111,16 @@ class RowQuantKernel:
             scale,
             linear,
             matrix(dtype, rows, p.width) if p.writes_norm else None,
+            index,
+            counts,
             ScalarArg("Float32"),
             ScalarArg("Int32"),
         )
 
     @cute.jit
-    def __call__(self, x, residual, weight, factor, y, scale, linear, norm, eps: Float32, max_ctas: Int32, stream):
+    def __call__(
+        self, x, residual, weight, factor, y, scale, linear, norm, index, counts, eps: Float32, max_ctas: Int32, stream
+    ):
         c = self.config
         # A CTA gets a second row only when every CTA has one. Padding wants some CTAs even for one row: zeroing it with
         # one would take 14 µs (H200, width 7168).
@@ -118,7 +131,7 @@ class RowQuantKernel:
         ctas = cutlass.min(wanted, clusters) * c.splits
         # One group each while there are CTAs enough: a smaller CTA starts sooner.
         threads = ptx.select(x.shape[0] <= clusters * c.group_rows, Int32(c.group_threads), Int32(c.threads))
-        self.kernel(x, residual, weight, factor, y, scale, linear, norm, eps).launch(
+        self.kernel(x, residual, weight, factor, y, scale, linear, norm, index, counts, eps).launch(
             grid=[ctas, 1, 1],
             block=[threads, 1, 1],
             max_number_threads=[c.threads, 1, 1],
@@ -129,7 +142,7 @@ class RowQuantKernel:
         )
 
     @cute.kernel
-    def kernel(self, x, residual, weight, factor, y, scale, linear, norm, eps: Float32):
+    def kernel(self, x, residual, weight, factor, y, scale, linear, norm, index, counts, eps: Float32):
         c = self.config
         p = c.problem
         tid, _, _ = cute.arch.thread_idx()
@@ -158,10 +171,13 @@ class RowQuantKernel:
             scale=scale,
             linear=linear,
             norm=norm,
+            index=index,
+            counts=counts,
             walkers=ctas // c.splits * (threads // c.group_threads),
             walker=group * (ctas // c.splits) + cta // c.splits,
         )
-        self._deal_rows(t)
+        if const_expr(p.rows != "experts"):
+            self._deal_rows(t)
         s = self._allocate(t)
         # The thread that initialises the barriers starts its group's copies at once; other groups must see them first.
         early = const_expr(c.group_rows == 1)
@@ -172,6 +188,12 @@ class RowQuantKernel:
         cute.arch.sync_warp()
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
+        if const_expr(p.rows == "experts"):
+            if tid < WARP:
+                fill_table(s.experts, index, counts, x.shape[0], t.lane)
+            cute.arch.sync_threads()
+            t.rows = s.experts.total[0]
+            self._deal_rows(t)
         if tid == 0:
             if const_expr(p.normalises):
                 self._issue_weight(weight, t, s)
@@ -209,6 +231,7 @@ class RowQuantKernel:
         for it in range(t.its):
             stage = it % c.stages
             row = self._row_of(it, t) + t.row
+            places = self._places_of(row, t, s)
             cute.arch.mbarrier_wait(s.full + stage, (it // c.stages) & 1)
             blocks, reduced = self._load_row(stage, weights, row, t, s)
             rstd = None
@@ -246,7 +269,7 @@ class RowQuantKernel:
             if const_expr(p.source != "add"):
                 self._issue(it + c.stages, stage, t, s)
             self._write_quad(it - 1, t, s)
-            self._store_row(blocks, rstd, amax, g, row, it, t, s)
+            self._store_row(blocks, rstd, amax, g, row, places, it, t, s)
             if const_expr(not p.layout.is_linear):
                 self._zero_padding_columns(row, it, t)
             if const_expr(self._stores_in_bulk):
@@ -292,6 +315,7 @@ class RowQuantKernel:
             all_scales=scales,
             scales=scales + cute.assume(t.group * (2 * c.quad_bytes), divby=16) if c.quads else None,
             sums=sums + t.group * c.group_sums,
+            experts=table_at(base + at.experts) if c.problem.rows == "experts" else None,
             barriers=barriers,
             full=own,
             summed=own + c.stages,
@@ -345,6 +369,21 @@ class RowQuantKernel:
     def _is_128x4(self) -> bool:
         return self.config.problem.layout.tile_rows == 128
 
+    def _place_of(self, row, s):
+        """Where a row lies in the buffers of rows in global memory."""
+        return row_of(s.experts, row) if self.config.problem.rows == "experts" else row
+
+    def _places_of(self, row, t, s) -> list:
+        """Rows of the outputs that a row becomes; negative ones are none."""
+        p = self.config.problem
+        if p.rows != "copies":
+            return [self._place_of(row, s)]
+        copies = t.index.iterator + Int64(row) * p.copies
+        return [ptx.select(row < t.rows, self._copy_at(copies, row < t.rows, i), Int32(-1)) for i in range(p.copies)]
+
+    def _copy_at(self, copies: cute.Pointer, exists, i: int) -> Int32:
+        return Int32(ptx.load_if(copies, exists, 1, offset=4 * i)[0])
+
     def _issue_first(self, t, s) -> None:
         for i in range(self.config.stages):
             self._issue(Int32(i), i, t, s)
@@ -364,10 +403,11 @@ class RowQuantKernel:
             cute.arch.sync_warp()
         if t.in_group < c.group_rows:
             if (it < t.its) & (row < t.rows):
+                place = self._place_of(row, s)
                 for i in range_constexpr(p.inputs):
                     load = functools.partial(
                         bulk_load,
-                        source=self._slice_of(self._input_row(i, row, t), t),
+                        source=self._slice_of(self._input_row(i, place, t), t),
                         target=self._buffer(i, stage, t.in_group, s),
                         barrier=s.full + stage,
                         policy=Int64(EVICT_FIRST),
@@ -621,8 +661,8 @@ class RowQuantKernel:
         return s.norms + cute.assume(slot * c.slice_width, divby=16)
 
     @cute.jit
-    def _store_row(self, blocks, rstd, amax, g, row, it, t, s):
-        """Quantise the thread's blocks of a row; store codes, scales and norm."""
+    def _store_row(self, blocks, rstd, amax, g, row, places, it, t, s):
+        """Quantise the thread's blocks of a row; store codes, scales and norm, codes and FP8 scales in each place."""
         c = self.config
         p = c.problem
         # All arithmetic first, then all stores: a branch in between would keep the blocks' instructions from mixing.
@@ -634,8 +674,9 @@ class RowQuantKernel:
             block = t.column + j * c.threads_per_row
             column = t.first_block + block
             words, scale = quantized[j]
-            if (row < t.rows) & (block < t.my_blocks):
-                self._store_codes(words, row, column, t)
+            for place in places:
+                if self._exists(place, row, t) & (block < t.my_blocks):
+                    self._store_codes(words, place, column, t)
             if const_expr(p.writes_norm):
                 products = blocks[j][0]
                 norm = [ptx.mul_rn(products[i], rstd) for i in range(p.unit)]
@@ -659,11 +700,16 @@ class RowQuantKernel:
                         t.scale[row, 0] = scale
             elif const_expr(p.fmt == FP8_BLOCK128):
                 units = FP8_BLOCK128.block_size // p.unit
-                if (row < t.rows) & (block < t.my_blocks) & (column % units == 0):
-                    if const_expr(p.layout == COLUMN):
-                        t.scale[column // units, row] = scale
-                    else:
-                        t.scale[row, column // units] = scale
+                for place in places:
+                    if self._exists(place, row, t) & (block < t.my_blocks) & (column % units == 0):
+                        if const_expr(p.layout == COLUMN):
+                            t.scale[column // units, place] = scale
+                        else:
+                            t.scale[place, column // units] = scale
+
+    def _exists(self, place, row, t):
+        """Whether there is a row, and this place for it."""
+        return place >= 0 if self.config.problem.rows == "copies" else row < t.rows
 
     def _quantize_block(self, products, amax, rstd, g) -> tuple[list, Uint32]:
         """The words of codes and the scale byte of one block."""

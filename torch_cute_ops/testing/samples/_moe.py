@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torch_cute_ops.testing._inputs import ErrorInput
-from torch_cute_ops.testing.samples._rows import short
+from torch_cute_ops.testing.samples._rows import out_errors, random_rows, short
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,24 @@ ROUTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("no-tokens-masked", {"m": 0, "topk": 2, "experts": 4, "max_rows": 8}),
 )
 """What routings may be like: name, and arguments of ``random_routing``."""
+
+
+def poisoned_rows(routed: Routing, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Rows in the experts' order, NaN where no pair is."""
+    rows = random_rows(routed.rows, width, dtype=dtype, device=device)
+    return rows.masked_fill_(routed.padding[:, None], torch.nan)
+
+
+def output_errors(
+    args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, width: int, device: torch.device
+) -> Iterator[ErrorInput]:
+    """Bad outputs of an op that gives codes (rows, width) and their scales by columns."""
+    good = {
+        "y": torch.zeros(rows, width, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn),
+        "scale": torch.zeros(width // 128, rows, device=device),
+    }
+    # Scales are stored one by one, at any address.
+    return (e for e in out_errors(args, kwargs, good, device) if e.name != "out-scale-unaligned")
 
 
 def integer_errors(name: str, good: torch.Tensor, args: tuple[Any, ...], place: int | str) -> Iterator[ErrorInput]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
-from torch_cute_ops.testing.samples._moe import ROUTINGS, Routing, integer_errors, random_routing
+from torch_cute_ops.testing.samples._moe import ROUTINGS, Routing, integer_errors, poisoned_rows, random_routing
 from torch_cute_ops.testing.samples._rows import DTYPES, out_errors, random_rows, short, special_rows, views
 
 
@@ -26,12 +26,6 @@ def call(*shape: int, device: torch.device) -> Sample:
 def input_width(width: int) -> int:
     """``width``, rounded up to a length that rows may have."""
     return -(-width // 8) * 8
-
-
-def poisoned_rows(routed: Routing, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Rows in the experts' order, NaN where no pair is."""
-    rows = random_rows(routed.rows, width, dtype=dtype, device=device)
-    return rows.masked_fill_(routed.padding[:, None], torch.nan)
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:

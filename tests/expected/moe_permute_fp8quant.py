@@ -1,0 +1,34 @@
+"""``moe_permute_fp8quant``: bit for bit; zeros for rows of padding."""
+
+import numpy as np
+import torch
+
+from expected import Tensors, assert_same, quantised_fp8, rows_of
+
+_ARGUMENTS = "Tensor input, Tensor permuted_to_expanded, int topk, Tensor? expanded_to_permuted=None"
+SCHEMA = f"cute::moe_permute_fp8quant({_ARGUMENTS}) -> (Tensor y, Tensor scale)"
+OUT_SCHEMA = f"cute::moe_permute_fp8quant.out({_ARGUMENTS}, *, Tensor(a!) y, Tensor(b!) scale) -> ()"
+FORMAT = {"granularity": "block128", "scale_layout": "column", "scale": None}
+
+
+def results(given) -> Tensors:
+    rows, pairs = rows_of(given["input"]), given["permuted_to_expanded"].cpu().numpy()
+    value = np.zeros((len(pairs), rows.shape[1]), np.float32)
+    used = pairs >= 0
+    value[used] = rows[pairs[used] // given["topk"]]
+    return quantised_fp8(value, torch.Size((len(pairs),)), FORMAT)
+
+
+assert_results = assert_same
+
+
+def rows_alone(given, outputs):
+    """Calls of one token for one expert, and what they must give."""
+    tokens = len(given["input"])
+    pairs = given["permuted_to_expanded"].cpu().numpy()
+    index = torch.zeros(1, dtype=torch.int32, device=given["input"].device)
+    for m in {0, tokens // 3, tokens - 1} if tokens else ():
+        for row in np.flatnonzero((pairs >= 0) & (pairs // given["topk"] == m))[:1]:
+            alone = {"input": given["input"][m : m + 1], "permuted_to_expanded": index, "topk": 1}
+            want = (outputs[0][row : row + 1], outputs[1][:, row : row + 1])
+            yield {**alone, "expanded_to_permuted": index.view(1, 1)}, want

@@ -1,0 +1,50 @@
+"""``moe_swiglu_fp8quant``: within what the error of an fp32 exponential allows; zeros for rows of padding."""
+
+import numpy as np
+import spec
+import torch
+
+from expected import Tensors, quantised_fp8, rmsnorm_fp8quant, rows_of
+from torch_cute_ops.testing import GATE_ERROR
+
+_ARGUMENTS = "Tensor input, Tensor? offsets=None, Tensor? counts=None"
+SCHEMA = f"cute::moe_swiglu_fp8quant({_ARGUMENTS}) -> (Tensor y, Tensor scale)"
+OUT_SCHEMA = f"cute::moe_swiglu_fp8quant.out({_ARGUMENTS}, *, Tensor(a!) y, Tensor(b!) scale) -> ()"
+FORMAT = {"granularity": "block128", "scale_layout": "column", "scale": None}
+
+
+def used(given) -> np.ndarray:
+    """The rows that are not padding."""
+    lead = given["input"].shape[:-1]
+    rows = np.zeros(lead.numel(), bool)
+    counts = None if given["counts"] is None else given["counts"].cpu().numpy()
+    if given["offsets"] is None:
+        for expert, count in enumerate(counts):
+            rows[expert * lead[1] : expert * lead[1] + count] = True
+        return rows
+    offsets = given["offsets"].cpu().numpy()
+    for expert, begin in enumerate(offsets[:-1]):
+        rows[begin : offsets[expert + 1] if counts is None else begin + counts[expert]] = True
+    return rows
+
+
+def results(given) -> Tensors:
+    lead = given["input"].shape[:-1]
+    value = rows_of(given["input"]).copy()
+    value[~used(given)] = 0
+    y, scale = quantised_fp8(spec.silu_mul(value), lead, FORMAT)
+    return y, scale.reshape(len(scale), *lead)
+
+
+def assert_results(actual, expected, given) -> None:
+    rmsnorm_fp8quant.assert_close(actual, expected, FORMAT | {"input": given["input"]}, scale_error=GATE_ERROR)
+
+
+def rows_alone(given, outputs):
+    """Calls of one row that some expert has, and what they must give."""
+    rows = given["input"].reshape(-1, given["input"].shape[-1])
+    y, scale = outputs[0].reshape(len(rows), -1), outputs[1].reshape(-1, len(rows))
+    numbers = np.flatnonzero(used(given))
+    end = torch.tensor([0, 1], dtype=torch.int32, device=rows.device)
+    for m in {*numbers[:1], *numbers[len(numbers) // 3 :][:1], *numbers[-1:]}:
+        yield {"input": rows[m : m + 1], "offsets": end, "counts": end[1:]}, (y[m : m + 1], scale[:, m : m + 1])

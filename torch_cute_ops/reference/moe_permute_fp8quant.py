@@ -1,0 +1,35 @@
+"""Reference of ``moe_permute_fp8quant``."""
+
+import torch
+
+from torch_cute_ops.formats import FP8_BLOCK128
+from torch_cute_ops.formats.experts import zeroed_rows
+from torch_cute_ops.formats.fp8 import COLUMN
+from torch_cute_ops.reference.rmsnorm_fp8quant import quantize_fp8_rows
+
+
+def moe_permute_fp8quant(
+    input: torch.Tensor,
+    permuted_to_expanded: torch.Tensor,
+    topk: int,
+    expanded_to_permuted: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of ``input`` (M, H) in the experts' order and FP8, zeros for rows of padding; see the op's docstring."""
+    used = permuted_to_expanded >= 0
+    # One row more, for where there is no token.
+    rows = torch.nn.functional.pad(input.float(), (0, 0, 0, 1))
+    token = torch.where(used, permuted_to_expanded // topk, -1)
+    return quantize_fp8_rows(rows[token.long()].where(used[:, None], 0.0), FP8_BLOCK128, None, COLUMN)
+
+
+def defined(
+    outputs: tuple[torch.Tensor, ...],
+    input: torch.Tensor,
+    permuted_to_expanded: torch.Tensor,
+    topk: int,
+    expanded_to_permuted: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The outputs with zeros for rows of padding."""
+    used = permuted_to_expanded >= 0
+    y, scale = outputs
+    return zeroed_rows(y, used[:, None]), zeroed_rows(scale, used)
