@@ -357,7 +357,23 @@ def moe_cases() -> list[MoeCase]:
         for dtype, widths in ((BF16, (128, 2048, 7168)), (FP16, (1152, 4096, 65_536)), (FP32, (2048, 18_432)))
         for width, given in zip(widths, itertools.cycle(((True, True), (False, True), (True, False))))
     ]
-    cases = {"moe_finalize": finalize, "moe_permute_fp8quant": permute, "moe_swiglu_fp8quant": swiglu}
+    route = [
+        (experts, dtype, topk, *scoring, renormalize, masked)
+        for dtype in (BF16, FP16, FP32)
+        for (experts, topk, *scoring), renormalize, masked in (
+            ((256, 8, True, "sigmoid", 8, 4), True, False),
+            ((512, 16, False, "softmax", 1, 1), False, True),
+            ((512, 16, True, "sigmoid", 32, 4), True, True),
+            ((5, 1, False, "softmax", 1, 1), True, False),
+            ((60, 4, False, "sigmoid", 3, 2), False, False),
+        )
+    ]
+    cases = {
+        "moe_route": route,
+        "moe_finalize": finalize,
+        "moe_permute_fp8quant": permute,
+        "moe_swiglu_fp8quant": swiglu,
+    }
     return [MoeCase(op, facts, next(archs)) for op, some in cases.items() for facts in some]
 
 

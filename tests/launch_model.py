@@ -24,6 +24,7 @@ from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.mm_fp4 import product, row_sums
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_product
 from torch_cute_ops.reference.moe_finalize import moe_finalize
+from torch_cute_ops.reference.moe_route import moe_route
 from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
 from torch_cute_ops.reference.rmsnorm_fp8quant import quantize_fp8_rows
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
@@ -133,6 +134,16 @@ def compute(kernel: Any, *args: Any) -> None:
     if type(kernel).__name__ == "MoeFinalizeKernel":
         *given, out, _ = args
         write(out, moe_finalize(*given))
+        return
+    if type(kernel).__name__ == "MoeRouteKernel":
+        logits, bias, *outputs, workspace, scaling, unit, sms = args
+        words = config.workspace_words(len(logits), len(outputs[3]), sms)
+        assert words == (0 if workspace is outputs[5] else len(workspace))
+        room = {"max_rows": unit} if config.is_masked else {"alignment": unit}
+        scoring = ("sigmoid" if config.is_sigmoid else "softmax", config.num_groups, config.topk_groups)
+        results = moe_route(logits, config.topk, bias, *scoring, config.renormalize, scaling, **room)
+        for output, result in zip(outputs, results, strict=True):
+            write(output, result)
         return
     x, residual, weight, factor, y, scale, linear, norm, index, counts, eps, _ = args
     problem = config.problem

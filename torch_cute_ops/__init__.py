@@ -16,6 +16,7 @@ from torch_cute_ops.ops.moe_fc2_fp4 import moe_fc2_fp4
 from torch_cute_ops.ops.moe_fc2_fp4_weight_only import moe_fc2_fp4_weight_only
 from torch_cute_ops.ops.moe_finalize import moe_finalize
 from torch_cute_ops.ops.moe_permute_fp8quant import moe_permute_fp8quant
+from torch_cute_ops.ops.moe_route import moe_route
 from torch_cute_ops.ops.moe_swiglu_fp8quant import moe_swiglu_fp8quant
 from torch_cute_ops.ops.rmsnorm_fp4quant import rmsnorm_fp4quant
 from torch_cute_ops.ops.rmsnorm_fp4quant_with_norm import rmsnorm_fp4quant_with_norm
@@ -41,6 +42,7 @@ __all__ = [
     "moe_fc2_fp4_weight_only",
     "moe_finalize",
     "moe_permute_fp8quant",
+    "moe_route",
     "moe_swiglu_fp8quant",
     "precompile",
     "rmsnorm_fp4quant",

@@ -30,7 +30,7 @@ def used_rows(rows: int, offsets: torch.Tensor | None, counts: torch.Tensor | No
     row = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
     if counts is None:
         return (row >= offsets[0]) & (row < offsets[-1])
-    expert = torch.searchsorted(offsets, row, right=True) - 1
+    expert = torch.searchsorted(offsets.contiguous(), row, right=True) - 1
     within = expert.clamp(0, counts.shape[0] - 1)
     return (expert == within) & (row - offsets[within] < counts[within])
 

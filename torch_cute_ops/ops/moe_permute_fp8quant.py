@@ -134,8 +134,9 @@ def _run(
     if (
         launcher is None
         or not shape[0]
+        or not permuted_to_expanded.shape[0]
         or permuted_to_expanded.dtype is not torch.int32
-        or permuted_to_expanded.get_device() != input.get_device()
+        or permuted_to_expanded.device != launcher.device
         or (is_grad_enabled() and input.requires_grad)
     ):
         return _run_checked(input, permuted_to_expanded, topk, expanded_to_permuted, out)

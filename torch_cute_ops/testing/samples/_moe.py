@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torch_cute_ops.reference.moe_route import places_of
 from torch_cute_ops.testing._inputs import ErrorInput
 from torch_cute_ops.testing.samples._rows import out_errors, random_rows, short
 
@@ -51,27 +52,7 @@ def routing(
     ids: torch.Tensor, experts: int, device: torch.device, alignment: int = 128, max_rows: int | None = None
 ) -> Routing:
     """The routing of these ids: contiguous, or masked with ``max_rows``."""
-    m, topk = ids.shape
-    flat = ids.flatten()
-    counts = torch.bincount(flat, minlength=experts)
-    starts = counts.cumsum(0) - counts
-    if max_rows is None:
-        ends = (-(-counts // alignment) * alignment).cumsum(0)
-        offsets = torch.cat((torch.zeros(1, dtype=torch.int64), ends))
-        rows = (m * topk + min(experts, m * topk) * (alignment - 1)) // alignment * alignment
-    else:
-        offsets, rows = torch.arange(experts + 1) * max_rows, experts * max_rows
-        counts = counts.clamp(max=max_rows)
-    order = flat.argsort(stable=True)
-    rank = torch.arange(len(flat)) - starts[flat[order]]
-    kept = rank < (counts.max() if max_rows is None else max_rows) if len(flat) else rank < 0
-    row = (offsets[flat[order]] + rank)[kept]
-    permuted = torch.full((rows,), -1)
-    permuted[row] = order[kept]
-    expanded = torch.full((m * topk,), -1)
-    expanded[order[kept]] = row
-    tensors = (expanded.view(m, topk), permuted, offsets, counts)
-    return Routing(*(tensor.to(torch.int32).to(device) for tensor in tensors))
+    return Routing(*(tensor.to(device) for tensor in places_of(ids, experts, alignment, max_rows)))
 
 
 def random_routing(

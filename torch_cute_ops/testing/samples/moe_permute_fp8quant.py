@@ -15,19 +15,23 @@ from torch_cute_ops.testing.samples._moe import (
 )
 from torch_cute_ops.testing.samples._rows import DTYPES, input_errors, random_rows, short, special_rows, views
 
+TOPK = 4
+"""Experts of a token in a ``call``."""
+
 
 def call(*shape: int, device: torch.device) -> Sample:
     """A call of M tokens, all dimensions but the last, and rows as long as ``input_width`` says.
 
     The experts' buffer has as many rows for every M of the tests that count compilations: M is what differs between
-    calls.
+    calls. Tests have four tokens nowhere else: PyTorch takes equal for the same.
     """
     m = math.prod(shape[:-1])
-    index = torch.randperm(max(2 * m, 640))[: 2 * m].to(torch.int32)
-    permuted = torch.full((max(2 * m, 640),), -1, dtype=torch.int32)
-    permuted[index.long()] = torch.arange(2 * m, dtype=torch.int32)
+    slots = max(TOPK * m, 1280)
+    index = torch.randperm(slots)[: TOPK * m].to(torch.int32)
+    permuted = torch.full((slots,), -1, dtype=torch.int32)
+    permuted[index.long()] = torch.arange(TOPK * m, dtype=torch.int32)
     rows = random_rows(m, input_width(shape[-1]), device=device)
-    return Sample("call", (rows, permuted.to(device), 2, index.view(m, 2).to(device)))
+    return Sample("call", (rows, permuted.to(device), TOPK, index.view(m, TOPK).to(device)))
 
 
 def input_width(width: int) -> int:

@@ -19,10 +19,14 @@ from torch_cute_ops.testing.samples._rows import DTYPES, input_errors, random_ro
 
 
 def call(*shape: int, device: torch.device) -> Sample:
-    """A call with a row for each of all dimensions but the last, of two experts, as long as ``input_width`` says."""
+    """A call with a row for each of all dimensions but the last, of ten experts, as long as ``input_width`` says.
+
+    Tests have ten experts, and eleven offsets, for no number of rows: PyTorch takes equal for the same.
+    """
     rows, width = math.prod(shape[:-1]), input_width(shape[-1])
-    offsets = torch.tensor([0, rows // 2, rows], dtype=torch.int32).to(device)
-    counts = torch.tensor([rows // 3, rows - rows // 2], dtype=torch.int32).to(device)
+    ends = torch.arange(11) * rows // 10
+    counts = (ends.diff() * 2 // 3).to(torch.int32).to(device)
+    offsets = ends.to(torch.int32).to(device)
     return Sample("call", (random_rows(rows, width, device=device), offsets, counts))
 
 

@@ -1,0 +1,138 @@
+"""``moe_route``: experts exactly, unless scores are nearer to each other than fp32 arithmetic tells apart; weights
+within what it loses; places exactly, by the experts that were chosen."""
+
+import numpy as np
+import torch
+
+from expected import Tensors
+
+_ARGUMENTS = (
+    "Tensor logits, int topk, Tensor? bias=None, str scoring='softmax', int num_groups=1, int topk_groups=1, "
+    "bool renormalize=True, float scaling_factor=1.0, int alignment=128, int? max_rows=None"
+)
+_NAMES = ("weights", "ids", "expanded_to_permuted", "permuted_to_expanded", "offsets", "counts")
+SCHEMA = f"cute::moe_route({_ARGUMENTS}) -> ({', '.join(f'Tensor {name}' for name in _NAMES)})"
+_OUTPUTS = ", ".join(f"Tensor({letter}!) {name}" for letter, name in zip("abcdef", _NAMES, strict=True))
+OUT_SCHEMA = f"cute::moe_route.out({_ARGUMENTS}, *, {_OUTPUTS}) -> ()"
+NEAR = 2.0**-20
+"""How near sigmoids, or sums of two and of biases, may be to each other and be taken for another order."""
+ERROR = 2.0**-17
+"""Relative error of weights, of exponentials of numbers up to some dozens."""
+
+
+def scores_of(given) -> tuple[np.ndarray, np.ndarray]:
+    """What experts are chosen by, and what weights are made of, in float64."""
+    logits = given["logits"].detach().cpu().double().numpy()
+    with np.errstate(all="ignore"):
+        if given["scoring"] == "softmax":
+            return logits, np.exp(logits - logits.max(1, keepdims=True, initial=-np.inf))
+        # Where fp32 has nothing between it and 1, or 0, it is that.
+        sigmoid = (1 / (1 + np.exp(-logits))).astype(np.float32).astype(np.float64)
+    bias = 0 if given["bias"] is None else given["bias"].detach().cpu().double().numpy()
+    return sigmoid + bias, sigmoid
+
+
+def ranked(values: np.ndarray, left_out: np.ndarray | None = None) -> np.ndarray:
+    """Numbers from the best on: the largest first, of equals the first; NaN, then those left out, last."""
+    level = np.isnan(values) + 0
+    if left_out is not None:
+        level[left_out] = 2
+    value = np.where(np.isnan(values), -np.inf, values)
+    return np.array(sorted(range(len(values)), key=lambda i: (level[i], -value[i], i)), int)
+
+
+def is_near(values: np.ndarray, order: np.ndarray, count: int) -> bool:
+    """Whether two neighbours among the first ``count``, and the next, are nearly equal, and not quite."""
+    some = values[order[: count + 1]]
+    with np.errstate(invalid="ignore"):
+        gaps = some[:-1] - some[1:]
+    return bool(((gaps > 0) & (gaps < NEAR)).any())
+
+
+def choose(choice: np.ndarray, given) -> tuple[np.ndarray, bool]:
+    """The experts of one token, and whether others would do as well."""
+    size = len(choice) // given["num_groups"]
+    groups = np.where(np.isnan(choice), -np.inf, choice).reshape(-1, size)
+    with np.errstate(invalid="ignore"):
+        sums = -np.sort(-groups, 1)[:, :2].sum(1)
+    best = ranked(sums)
+    out = np.ones(given["num_groups"], bool)
+    out[best[: given["topk_groups"]]] = False
+    order = ranked(choice, out.repeat(size))
+    near = given["scoring"] == "sigmoid" and is_near(choice, order, given["topk"])
+    near |= given["topk_groups"] < given["num_groups"] and is_near(sums, best, given["topk_groups"])
+    return order[: given["topk"]], near
+
+
+def places(ids: np.ndarray, experts: int, given) -> tuple[np.ndarray, ...]:
+    """The row of each pair, the pair of each row, offsets and counts."""
+    tokens, topk = ids.shape
+    lists: list[list[int]] = [[] for _ in range(experts)]
+    for pair, expert in enumerate(ids.flatten()):
+        lists[expert].append(pair)
+    offsets = [0]
+    for pairs in lists:
+        room = given["max_rows"]
+        if room is None:
+            room = -(-len(pairs) // given["alignment"]) * given["alignment"]
+        offsets.append(offsets[-1] + room)
+        del pairs[room:]
+    rows = offsets[-1]
+    if given["max_rows"] is None:
+        bound = tokens * topk + min(experts, tokens * topk) * (given["alignment"] - 1)
+        rows = bound // given["alignment"] * given["alignment"]
+    expanded, permuted = np.full(tokens * topk, -1), np.full(rows, -1)
+    for begin, pairs in zip(offsets, lists, strict=False):
+        expanded[pairs] = begin + np.arange(len(pairs))
+        permuted[begin : begin + len(pairs)] = pairs
+    return expanded.reshape(tokens, topk), permuted, np.array(offsets), np.array([len(pairs) for pairs in lists])
+
+
+def weights_of(score: np.ndarray, ids: np.ndarray, given) -> np.ndarray:
+    """Weights of these experts, in float64."""
+    weights = np.take_along_axis(score, ids, 1)
+    with np.errstate(all="ignore"):
+        if given["renormalize"]:
+            weights = weights / (weights.sum(1, keepdims=True) + (0 if given["scoring"] == "softmax" else 1e-20))
+        elif given["scoring"] == "softmax":
+            weights = weights / score.sum(1, keepdims=True)
+        if given["scoring"] == "softmax":
+            weights[np.isnan(score).any(1)] = np.nan
+        return weights * given["scaling_factor"]
+
+
+def results(given) -> Tensors:
+    choice, score = scores_of(given)
+    ids = np.zeros((len(choice), given["topk"]), int)
+    for m, values in enumerate(choice):
+        ids[m], _ = choose(values, given)
+    weights = torch.from_numpy(weights_of(score, ids, given)).float()
+    integers = (ids, *places(ids, choice.shape[1], given))
+    return weights, *(torch.from_numpy(tensor).to(torch.int32) for tensor in integers)
+
+
+def assert_results(actual, expected, given) -> None:
+    for got, want in zip(actual, expected, strict=True):
+        assert got.dtype == want.dtype and got.shape == want.shape
+    choice, score = scores_of(given)
+    ids = actual[1].cpu().numpy()
+    for m in np.flatnonzero((ids != expected[1].numpy()).any(1)):
+        assert choose(choice[m], given)[1], f"token {m} has experts {ids[m]}, not {expected[1][m]}"
+    want = torch.from_numpy(weights_of(score, ids, given))
+    got = actual[0].cpu().double()
+    assert torch.equal(got.isnan(), want.isnan())
+    off = (got - want).abs() > want.abs() * ERROR + 2.0**-126
+    assert not off.any(), f"weights are off, first at {off.nonzero()[:4].tolist()}"
+    for name, got, want in zip(_NAMES[2:], actual[2:], places(ids, choice.shape[1], given), strict=True):
+        different = (got.cpu().numpy() != want).nonzero()
+        assert not len(different[0]), f"{name} differs, first at {[axis[:4].tolist() for axis in different]}"
+
+
+def rows_alone(given, outputs):
+    """Calls of one token, and what they must give."""
+    tokens, experts = given["logits"].shape
+    for m in {0, tokens // 3, tokens - 1} if tokens else ():
+        ids = outputs[1][m : m + 1]
+        alone = (torch.from_numpy(place) for place in places(ids.cpu().numpy(), experts, given))
+        want = (place.to(ids.device, torch.int32) for place in alone)
+        yield {**given, "logits": given["logits"][m : m + 1]}, (outputs[0][m : m + 1], ids, *want)

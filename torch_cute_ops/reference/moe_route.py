@@ -1,0 +1,84 @@
+"""Reference of ``moe_route``."""
+
+import torch
+
+from torch_cute_ops.formats.experts import rows_bound
+
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def moe_route(
+    logits: torch.Tensor,
+    topk: int,
+    bias: torch.Tensor | None = None,
+    scoring: str = "softmax",
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    renormalize: bool = True,
+    scaling_factor: float = 1.0,
+    alignment: int = 128,
+    max_rows: int | None = None,
+) -> Outputs:
+    """Experts, weights and places of the tokens with these ``logits`` (M, E); see the op's docstring."""
+    # In float64, rounded: torch's functions of fp32 depend in the last bit on where in a vector an element is.
+    value = logits.double()
+    if scoring == "softmax":
+        choice = logits.float()
+        score = (value - value.amax(1, keepdim=True)).exp()
+    else:
+        score = value.sigmoid().float().double()
+        choice = score.float() if bias is None else score.float() + bias
+    groups = choice.unflatten(1, (num_groups, choice.shape[1] // num_groups))
+    two_best = _or_least(groups).topk(min(2, groups.shape[2]), dim=2).values
+    best_groups = best_first(two_best.sum(2))[:, :topk_groups]
+    left_out = torch.ones(groups.shape[:2], dtype=torch.bool, device=value.device).scatter(1, best_groups, False)
+    chosen = best_first(choice, left_out.repeat_interleave(groups.shape[2], 1))[:, :topk]
+    weights = score.gather(1, chosen)
+    if renormalize:
+        # As DeepSeek-V3's reference does, so that a sum of sigmoids may be zero.
+        weights = weights / (weights.sum(1, keepdim=True) + (0.0 if scoring == "softmax" else 1e-20))
+    elif scoring == "softmax":
+        weights = weights / score.sum(1, keepdim=True)
+    places = places_of(chosen, logits.shape[1], alignment, max_rows)
+    return (weights * scaling_factor).float(), chosen.to(torch.int32, memory_format=torch.contiguous_format), *places
+
+
+def best_first(values: torch.Tensor, left_out: torch.Tensor | None = None) -> torch.Tensor:
+    """Columns of each row, the largest first, and the first of equals; NaN, then what is left out, last."""
+    order = _or_least(values).argsort(dim=1, descending=True, stable=True)
+    level = values.isnan().to(torch.int8)
+    if left_out is not None:
+        level = torch.where(left_out, 2, level)
+    return order.gather(1, level.gather(1, order).argsort(dim=1, stable=True))
+
+
+def _or_least(values: torch.Tensor) -> torch.Tensor:
+    return torch.where(values.isnan(), -torch.inf, values)
+
+
+def places_of(
+    ids: torch.Tensor, experts: int, alignment: int = 128, max_rows: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``expanded_to_permuted``, ``permuted_to_expanded``, ``offsets`` and ``counts`` of tokens with these experts."""
+    tokens, topk = ids.shape
+    flat = ids.flatten().long()
+    counts = torch.zeros(experts, dtype=torch.int64, device=ids.device).index_add_(0, flat, torch.ones_like(flat))
+    # The pairs in the order of their experts, and of the tokens; and where each is among its expert's.
+    order = flat.argsort(stable=True)
+    expert = flat[order]
+    rank = torch.arange(len(flat), device=ids.device) - (counts.cumsum(0) - counts)[expert]
+    if max_rows is None:
+        rows = rows_bound(tokens, topk, experts, alignment)
+        ends = ((counts + alignment - 1) // alignment * alignment).cumsum(0)
+        offsets = torch.nn.functional.pad(ends, (1, 0))
+    else:
+        rows = experts * max_rows
+        offsets = torch.arange(experts + 1, device=ids.device) * max_rows
+        counts = counts.clamp(max=max_rows)
+    row = torch.where(rank < counts[expert], offsets[expert] + rank, -1)
+    expanded = torch.empty_like(row).scatter_(0, order, row)
+    # The last place is for pairs that are dropped.
+    permuted = torch.full((rows + 1,), -1, device=ids.device).scatter_(0, torch.where(row < 0, rows, row), order)
+    tensors = (expanded.view(tokens, topk), permuted[:rows], offsets, counts)
+    expanded, permuted, offsets, counts = (tensor.to(torch.int32) for tensor in tensors)
+    return expanded, permuted, offsets, counts
