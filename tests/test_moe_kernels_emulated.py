@@ -200,7 +200,7 @@ def find_routes(one: Route, edit: Any = None) -> tuple[list[torch.Tensor], dict[
     kernel = case.kernel
     outputs = [poisoned(*like.shape, dtype=like.dtype) for like in OPS["moe_route"].fake(**given)]
     words = kernel.config.workspace_words(one.tokens, len(outputs[3]), one.sms)
-    workspace = poisoned(words, dtype=torch.int32) if words else outputs[5]
+    workspace = poisoned(max(words, 1), dtype=torch.int32)
     unit = given["max_rows"] or given["alignment"]
     numbers = (given["scaling_factor"], unit, one.sms)
     run_kernel(
@@ -215,15 +215,33 @@ def test_route(one: Route) -> None:
     expected.moe_route.assert_results(outputs, expected.moe_route.results(given), given)
 
 
-@pytest.mark.parametrize("number", range(6))
-def test_barriers_of_routes_are_needed(number: int) -> None:
-    """Without one of the barriers the emulator finds a race, or a place is wrong: in the kernel for few tokens, and in
-    those for more."""
-    found = 0
-    for one in (ROUTES["masked-decode"], ROUTES["several-chunks"]):
-        try:
-            outputs, given = find_routes(one, changed(r"bar\.sync\s+0", number))
+BARRIERS = {"alone": range(1, 4), "choose": range(4, 7), "place": range(8, 11)}
+"""Of each kernel, in the order in which their PTX comes. Without the others bits are clear before they are set, too,
+in any order that the emulator tries, since a choice takes longer."""
+ORDERED = {
+    "alone": Route(40, 64, 4, {"scoring": "sigmoid", "num_groups": 2}, 1, 0),
+    "runs": Route(256, 64, 2, {"alignment": 8}, 2, 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("launch", "number"),
+    [
+        pytest.param("alone" if kernel == "alone" else "runs", number, id=f"{kernel}-{number}")
+        for kernel, numbers in BARRIERS.items()
+        for number in numbers
+    ],
+)
+def test_barriers_of_routes_are_needed(launch: str, number: int) -> None:
+    """Without one of them the emulator finds a race, or a place is wrong, in some order of events."""
+    with pytest.raises((EmulationError, AssertionError)):
+        for seed in range(6):
+            outputs, given = find_routes(ORDERED[launch]._replace(seed=seed), changed(r"bar\.sync\s+0", number))
             expected.moe_route.assert_results(outputs, expected.moe_route.results(given), given)
-        except (EmulationError, AssertionError):
-            found += 1
-    assert found
+
+
+@pytest.mark.parametrize("launch", ORDERED)
+def test_barriers_of_routes_are_enough(launch: str) -> None:
+    for seed in range(3):
+        outputs, given = find_routes(ORDERED[launch]._replace(seed=seed))
+        expected.moe_route.assert_results(outputs, expected.moe_route.results(given), given)

@@ -72,7 +72,7 @@ class Config:
     @property
     def parts(self) -> int:
         """Threads that add up the counts of one expert."""
-        return THREADS >> (self.experts - 1).bit_length()
+        return min(16, THREADS >> (self.experts - 1).bit_length())
 
     @property
     def smem_offsets(self) -> "SmemOffsets":

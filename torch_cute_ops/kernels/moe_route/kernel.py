@@ -98,7 +98,6 @@ class MoeRouteKernel:
         self._clear(t, s)
         self._choose_chunk(t.first, logits, bias, weights, ids, factor, t, s)
         expert, rank = self._rank(t.first, t, s)
-        cute.arch.sync_threads()
         self._divide(self._count(t, s), rows, unit, t, s)
         if t.tid < (t.last - t.first) * self.config.topk:
             self._put(t.tid, expert, rank, expanded, rows, unit, s)
