@@ -19,7 +19,7 @@ from benchmarks.rows import RowBenchmark
 
 CPU = torch.device("cpu")
 ROW_OPS = [name for name in ops.names() if isinstance(ops.load(name), RowBenchmark)]
-FP8 = [name for name in ops.names() if name.endswith("fp8quant")]
+FP8 = [name for name in ROW_OPS if name.endswith("fp8quant")]
 ADD = [name for name in ops.names() if name.startswith("add_")]
 EVERY_CHOICE = [(name, None) for name in ROW_OPS] + [(n, choices) for n in FP8 for choices in fp8_rows.OTHERS]
 

@@ -199,7 +199,7 @@ class MoeRouteKernel:
     def _choose(self, token, number, logits, bias, weights, ids, factor, t, s):
         """A warp chooses the experts of a token, which has this number in its chunk."""
         c = self.config
-        experts, keys, values = [], [], []
+        experts, keys = [], []
         is_nan = Boolean(False)
         for i in range_constexpr(c.lane_experts):
             expert, exists = self._expert_of(t.lane, i)
@@ -210,7 +210,6 @@ class MoeRouteKernel:
             if const_expr(c.has_bias):
                 score = score + bias[ptx.select(exists, expert, Int32(0))]
             keys.append(ptx.select(exists, _key_of(score), Uint32(0)))
-            values.append(value)
             experts.append(expert)
             is_nan = is_nan | (exists & (value != value))
         if const_expr(c.num_groups > 1):
@@ -226,8 +225,9 @@ class MoeRouteKernel:
             if const_expr(j == 0 and not c.is_sigmoid):
                 largest = _value_of(best)
                 if const_expr(not c.renormalize):
-                    for value, key in zip(values, keys, strict=True):
-                        total = total + ptx.select(key != Uint32(0), _exp(value - largest), Float32(0.0))
+                    for key in keys:
+                        # Of no expert it is zero.
+                        total = total + _exp(_value_of(key) - largest)
             first = Int32(c.experts)
             for expert, key in zip(reversed(experts), reversed(keys), strict=True):
                 first = ptx.select(key == best, expert, first)

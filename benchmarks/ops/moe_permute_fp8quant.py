@@ -1,0 +1,32 @@
+"""moe_permute_fp8quant: tokens in the experts' order and FP8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..case import Case
+from ..formulas import fp8_bytes, row_bytes
+from ..moe_rows import DTYPE, TOP, MoeRowBenchmark
+
+
+class MoePermuteFp8quant(MoeRowBenchmark):
+    op = "moe_permute_fp8quant"
+
+    def bytes_moved(self, case: Case) -> int:
+        """Tokens and indices read once, codes and scales of each pair written; bytes."""
+        pairs, width = self.pairs(case), case["H"]
+        written = fp8_bytes(pairs, width, "block128")
+        return row_bytes(case["M"], width, DTYPE.itemsize) + written + row_bytes(pairs, 1, 4)
+
+    def numbers(self, case: Case) -> dict[str, Any]:
+        return {"topk": TOP}
+
+    def arguments(self, case: Case, device: torch.device) -> dict[str, Any]:
+        rows = torch.randn(case["M"], case["H"], dtype=DTYPE, device=device)
+        routed = self.routed(case, device, "permuted_to_expanded", "expanded_to_permuted")
+        return {"input": rows, **self.numbers(case), **routed}
+
+
+BENCHMARK = MoePermuteFp8quant()

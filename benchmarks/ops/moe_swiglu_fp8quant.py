@@ -1,0 +1,30 @@
+"""moe_swiglu_fp8quant: SwiGLU's gate and FP8 quantisation of experts' rows. I is the width of the output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..case import Case
+from ..formulas import fp8_bytes, row_bytes
+from ..moe_rows import DTYPE, MoeRowBenchmark
+
+
+class MoeSwigluFp8quant(MoeRowBenchmark):
+    op = "moe_swiglu_fp8quant"
+    width = "I"
+    usual_width = 2048
+
+    def bytes_moved(self, case: Case) -> int:
+        """Both halves of each pair's row and where rows are read, codes and scales written; bytes."""
+        pairs, width = self.pairs(case), case["I"]
+        moved = row_bytes(pairs, 2 * width, DTYPE.itemsize) + fp8_bytes(pairs, width, "block128")
+        return moved + row_bytes(2 * case["E"] + 1, 1, 4)
+
+    def arguments(self, case: Case, device: torch.device) -> dict[str, Any]:
+        rows = torch.randn(self.rows(case), 2 * case["I"], dtype=DTYPE, device=device)
+        return {"input": rows, **self.routed(case, device, "offsets", "counts")}
+
+
+BENCHMARK = MoeSwigluFp8quant()

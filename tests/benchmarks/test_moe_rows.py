@@ -1,0 +1,63 @@
+"""The benchmarks of the ops around the experts' products, without a GPU."""
+
+import pytest
+import torch
+
+from benchmarks import ops
+from benchmarks.case import Case
+from benchmarks.moe_rows import SIZES, TOP, MoeRowBenchmark, routing
+from benchmarks.runner import cloned
+
+CPU = torch.device("cpu")
+OPS = [name for name in ops.names() if isinstance(ops.load(name), MoeRowBenchmark)]
+by_op = pytest.mark.parametrize("op", OPS)
+
+BYTES = {
+    "moe_finalize": 4096 * (8 * 14336 + 2 * 14336 + 8 * 8),
+    "moe_permute_fp8quant": 4096 * (14336 + 8 * (7168 + 56 * 4) + 8 * 4),
+    "moe_swiglu_fp8quant": 4096 * 8 * (8192 + 2048 + 16 * 4) + 513 * 4,
+    "moe_route": 4096 * (512 + 8 * 12) + (4096 * 8 + 256 * 127) // 128 * 128 * 4 + 513 * 4,
+}
+
+
+@by_op
+def test_bytes_by_hand(op):
+    benchmark = ops.load(op)
+    assert benchmark.bytes_moved(benchmark.case(4096)) == BYTES[op]
+
+
+@by_op
+def test_sizes_hold_every_mark(op):
+    benchmark = ops.load(op)
+    cases = {sizes: {case["M"] for case in benchmark.cases(sizes)} for sizes in SIZES}
+    assert cases["marks"] < cases["quick"] <= cases["full"]
+    rows = [
+        {"sizes": dict(case.sizes), "variants": {"ours": {"us": case["M"] / 16, "of_copy": 0.9}}}
+        for case in benchmark.cases("marks")
+    ]
+    marks = {mark.name: (mark.value, mark.passed) for mark in benchmark.marks(rows)}
+    assert marks.pop("decode, M ≤ 64: time") == (4.0, True)
+    assert marks == ({} if op == "moe_route" else {"M ≥ 4,096: of copy": (0.9, True)})
+    assert all(mark.value is None for mark in benchmark.marks([]))
+
+
+@by_op
+def test_the_op_agrees_with_what_is_expected(op):
+    """On the CPU they are the same; what the op leaves unspecified is not written on a GPU."""
+    benchmark = ops.load(op)
+    case = Case({"M": 5, "E": 32} if op == "moe_route" else {"M": 5, benchmark.width: 256, "E": 32})
+    tensors = benchmark.make_set(case, CPU)
+    made = cloned(tensors)
+    want = benchmark.expected(case, tensors)
+    outputs = benchmark.call(case, tensors)
+    defined = [(got == like) | (got.float() == 0) for got, like in zip(outputs, want, strict=True)]
+    assert all(part.all() for part in defined)
+    assert all(torch.equal(tensors[name], made[name]) for name in made if name not in benchmark.outputs)
+    assert str(benchmark.smallest(case)).startswith("M=1 ")
+
+
+def test_routings_are_what_they_say():
+    parts = routing(40, 32)
+    used = parts["permuted_to_expanded"] >= 0
+    assert int(used.sum()) == 40 * TOP == int(parts["counts"].sum())
+    assert routing(40, 32) is parts
