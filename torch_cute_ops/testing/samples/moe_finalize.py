@@ -14,14 +14,14 @@ from torch_cute_ops.testing.samples._rows import DTYPES, out_errors, random_rows
 def call(*shape: int, device: torch.device) -> Sample:
     """A call of M tokens, all dimensions but the last, and rows of the last, rounded up; every third pair is dropped.
 
-    There are as many rows as tokens: M is then all that differs between calls. Tests have four tokens nowhere else:
+    There are as many rows as tokens: M is then all that differs between calls. Tests have eleven tokens nowhere:
     PyTorch takes equal for the same.
     """
     m, width = math.prod(shape[:-1]), shape[-1]
-    index = torch.randint(0, max(m, 1), (m, 4), dtype=torch.int32, device=device)
+    index = torch.randint(0, max(m, 1), (m, 11), dtype=torch.int32, device=device)
     index.view(-1)[::3] = -1
     rows = random_rows(m, input_width(width), device=device)
-    return Sample("call", (rows, index, torch.rand(m, 4, device=device)), {"residual": torch.randn_like(rows)})
+    return Sample("call", (rows, index, torch.rand(m, 11, device=device)), {"residual": torch.randn_like(rows)})
 
 
 def input_width(width: int) -> int:

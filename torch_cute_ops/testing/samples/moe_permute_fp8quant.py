@@ -15,7 +15,7 @@ from torch_cute_ops.testing.samples._moe import (
 )
 from torch_cute_ops.testing.samples._rows import DTYPES, input_errors, random_rows, short, special_rows, views
 
-TOPK = 4
+TOPK = 11
 """Experts of a token in a ``call``."""
 
 
@@ -23,10 +23,10 @@ def call(*shape: int, device: torch.device) -> Sample:
     """A call of M tokens, all dimensions but the last, and rows as long as ``input_width`` says.
 
     The experts' buffer has as many rows for every M of the tests that count compilations: M is what differs between
-    calls. Tests have four tokens nowhere else: PyTorch takes equal for the same.
+    calls. Tests have eleven tokens nowhere: PyTorch takes equal for the same.
     """
     m = math.prod(shape[:-1])
-    slots = max(TOPK * m, 1280)
+    slots = max(TOPK * m, 7000)
     index = torch.randperm(slots)[: TOPK * m].to(torch.int32)
     permuted = torch.full((slots,), -1, dtype=torch.int32)
     permuted[index.long()] = torch.arange(TOPK * m, dtype=torch.int32)
