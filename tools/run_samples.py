@@ -91,10 +91,13 @@ def arguments(spec: OpSpec, sample: Sample) -> dict[str, Any]:
 
 
 def differing(output: torch.Tensor, reference: torch.Tensor, least: float) -> float:
-    """Which part of the elements differs: of codes at all, of other numbers by more than a few ulps, or ``least``."""
+    """Which part of the elements differs: of codes and integers at all, of other numbers by more than a few ulps, or
+    ``least``."""
     if not output.numel():
         return 0.0
-    if output.dtype.itemsize == 1:
+    if not output.dtype.is_floating_point and output.dtype.itemsize > 1:
+        wrong = output != reference
+    elif output.dtype.itemsize == 1:
         wrong = output.view(torch.uint8) != reference.view(torch.uint8)
     else:
         tolerance = max(4 * torch.finfo(output.dtype).eps, least)

@@ -126,8 +126,9 @@ def _check(
     if max_rows is not None and max_rows < 1:
         refuse(f"max_rows is {max_rows}; expected a positive number, or None")
     rows = rows_bound(tokens, topk, experts, alignment) if max_rows is None else experts * max_rows
-    if isinstance(rows, int) and rows >= 2**31:
-        refuse(f"there would be {rows} rows, and an index is an int32")
+    for count, what in ((rows, "rows"), (tokens * topk, "pairs")):
+        if isinstance(count, int) and count >= 2**31:
+            refuse(f"there would be {count} {what}, and an index is an int32")
     _checks.check_no_grad(NAME, logits, bias)
 
 
@@ -196,7 +197,7 @@ def _run(
         rows = (pairs + min(experts, pairs) * (alignment - 1)) // alignment * alignment
     else:
         rows = experts * max_rows
-    if rows >= 2**31 or (out is not None and out[3].shape != (rows,)):
+    if max(rows, tokens * topk) >= 2**31 or (out is not None and out[3].shape != (rows,)):
         return _run_checked(logits, topk, bias, *numbers, out=out)
     new = allocator(launcher.device)
     outputs = out

@@ -113,7 +113,7 @@ class MoeRouteKernel:
         for chunk in range(t.first, t.last, CHUNK):
             self._choose_chunk(chunk, logits, bias, weights, ids, factor, t, s)
             _, rank = self._rank(chunk, t, s)
-            if t.tid < (t.last - chunk) * c.topk:
+            if t.tid < cutlass.min(t.last - chunk, CHUNK) * c.topk:
                 ranks[chunk * c.topk + t.tid] = rank
             cute.arch.sync_threads()
             self._add_chunk(t, s)

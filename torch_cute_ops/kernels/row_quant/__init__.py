@@ -8,8 +8,8 @@ What differs between kernels is in ``Problem``; the parts compose:
 - scales and codes: FP4 blocks; FP8 under a given scale, one of the row, or one of each 128 elements;
 - scale layout; linear scales besides; the norm besides;
 - rows: all of them; those that experts have in a buffer with padding, which is neither read nor written, as one dense
-  range (a table in shared memory says where a row lies: ``common.expert_rows``); or all, each of which is quantised once
-  and stored in several places, that an index tells.
+  range (a table in shared memory says where a row lies: ``common.expert_rows``); or all, each of which is quantised
+  once and stored in several places, that an index tells.
 
 Roles and data path. A *group* of ``max(32, threads_per_row)`` threads works on one row at a time (several, if a row
 needs less than a warp). A CTA has one or more groups, which share nothing but the weight; a row that is too wide is cut

@@ -73,7 +73,7 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
     yield Sample("weights-expanded", (rows, index, weights[:, :1].expand(9, 3)))
     yield Sample("index-column-step", (rows, index.repeat_interleave(2, 1)[:, ::2], weights.repeat(1, 2)[:, ::2]))
     yield Sample("negative-indices", (rows, torch.where(index < 0, -(2**31), index).to(torch.int32), weights))
-    yield Sample("no-pairs", (rows, torch.full_like(index, -1), weights.fill_(torch.nan)))
+    yield Sample("no-pairs", (rows, torch.full_like(index, -1), torch.full_like(weights, torch.nan)))
     yield Sample("no-rows", (rows[:0], torch.full_like(index, -1), torch.rand(9, 3, device=device)))
     for dtype in DTYPES:
         special = special_rows(dtype, device)
