@@ -83,7 +83,7 @@ def test_without_the_dsl(made):
     done = python(WITHOUT_DSL + LOAD, TORCH_CUTE_OPS_BUNDLE=str(made))
     assert not done.returncode, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("Expects 10 parameters when calling"), done.stderr
+    assert lines[0].startswith("Expects 12 parameters when calling"), done.stderr
     assert lines[1].startswith("Expects 5 parameters when calling")
     assert f"not in the bundle {made}" in lines[2] and "cutlass" in lines[2] and "width=128" in lines[2]
 

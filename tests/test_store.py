@@ -293,7 +293,7 @@ problem = Problem("rows", torch.bfloat16, None, 64, 64, NVFP4, SCALE_LAYOUTS["li
 arch = ARCHS["sm_90a"]
 function = compile_kernel(Wanted(KERNEL, plan(problem, arch)), arch)
 try:
-    function(*[torch.zeros(4, 4)] * 10)
+    function(*[torch.zeros(4, 4)] * 12)
 except Exception as error:
     print("refused", type(error).__name__)
 """
