@@ -256,3 +256,10 @@ def test_comparisons_of_nan() -> None:
     a, b = np.float32([1, np.nan]), np.float32([1, 1])
     for name, want in {"eq": [1, 0], "ne": [0, 0], "neu": [0, 1], "gtu": [0, 1], "ge": [1, 0], "nan": [0, 1]}.items():
         assert compute(f"setp.{name}.f32", a, b).tolist() == [bool(w) for w in want], name
+
+
+def test_integers_above_zero() -> None:
+    """``relu``: the smaller, or the larger, and no less than zero."""
+    a, b = np.int32([-5, 3, 7]), np.int32([2, 4, -9])
+    assert compute("min.relu.s32", a, b).tolist() == [0, 3, 0]
+    assert compute("max.relu.s32", a, b).tolist() == [2, 4, 7]

@@ -390,8 +390,9 @@ def _abs(op, a):
 
 def _extreme(op, largest: bool, a, b):
     if not op.type.is_float:
-        return np.maximum(a, b) if largest else np.minimum(a, b)
-    if "abs" in op.mods:
+        result = np.maximum(a, b) if largest else np.minimum(a, b)
+        return np.maximum(result, 0) if "relu" in op.mods else result
+    if op.mods & {"abs", "relu"}:
         raise NotImplementedError(op.opcode)
 
     def choose(x, y):
@@ -411,12 +412,12 @@ def _extreme(op, largest: bool, a, b):
     return choose(a, b) if op.type.name == "f64" else on_floats(op, choose, a, b)
 
 
-@pure("max", "t t", mods="ftz NaN")
+@pure("max", "t t", mods="ftz NaN relu")
 def _max(op, a, b):
     return _extreme(op, True, a, b)
 
 
-@pure("min", "t t", mods="ftz NaN")
+@pure("min", "t t", mods="ftz NaN relu")
 def _min(op, a, b):
     return _extreme(op, False, a, b)
 

@@ -15,7 +15,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ptx.arithmetic import IGNORED, PURE, TYPES, UNSIGNED, Array, Op, Type, canonical, flush, from_bf16, type_of
+from ptx.arithmetic import (
+    IGNORED,
+    PURE,
+    TINY,
+    TYPES,
+    UNSIGNED,
+    Array,
+    Op,
+    Type,
+    canonical,
+    flush,
+    from_bf16,
+    type_of,
+)
 from ptx.memory import (
     LOCAL_WINDOW,
     RANK_SHIFT,
@@ -713,21 +726,24 @@ def _ldmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     return _matrix_step(d, ins, [d.address(ins.operands[1])], targets, run, "load")
 
 
-def _halves(half: str, words: Array) -> Array:
-    """The numbers that words hold: a last axis for the halves of each."""
-    halves = np.ascontiguousarray(words)[..., None].view(np.uint16)
-    return (halves.view(np.float16) if half == "f16" else from_bf16(halves)).astype(np.float64)
+def _numbers(kind: str, words: Array) -> Array:
+    """The numbers that words hold: a last axis for the two halves of each, or the four bytes."""
+    words = np.ascontiguousarray(words)[..., None]
+    if kind == "e4m3":
+        return TINY["e4m3x2"].decode(words.view(np.uint8)).astype(np.float64)
+    halves = words.view(np.uint16)
+    return (halves.view(np.float16) if kind == "f16" else from_bf16(halves)).astype(np.float64)
 
 
-# Registers of products have the axes: register, warp, g, t; lane 4 g + t has neighbours 2 t and 2 t + 1 of a row g of A
-# and of the sums, then of row g + 8, then of the next 8 columns.
+# Registers of products have the axes: register, warp, g, t; lane 4 g + t has the t-th neighbours of a row g of A, and
+# of the sums, then of row g + 8, then of the next columns: 8, or 16 of bytes.
 
 
-def _rows(half: str, words: Array) -> Array:
+def _rows(kind: str, words: Array) -> Array:
     """A, (warps, 16, k), of its registers."""
     blocks, warps = len(words) // 2, words.shape[1]
-    numbers = _halves(half, words).reshape(blocks, 2, warps, 8, 4, 2)
-    return numbers.transpose(2, 1, 3, 0, 4, 5).reshape(warps, 16, 8 * blocks)
+    numbers = _numbers(kind, words).reshape(blocks, 2, warps, 8, 4, -1)
+    return numbers.transpose(2, 1, 3, 0, 4, 5).reshape(warps, 16, -1)
 
 
 def _sums(words: Array) -> Array:
@@ -745,29 +761,31 @@ def _registers(sums: Array) -> Array:
 
 
 _MMA = {f"m16n8k{k}.row.col.f32.{half}.{half}.f32": (k, half) for k in (8, 16) for half in ("f16", "bf16")}
+_MMA |= {f"m16n8k{k}.row.col.f32.e4m3.e4m3.f32": (k, "e4m3") for k in (16, 32)}
 
 
 @effect("mma.sync.aligned")
 def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """``A @ B + C``. Lane 4 g + t holds neighbours 2 t and 2 t + 1: of row g of A and C, of column g of B.
+    """``A @ B + C``. Lane 4 g + t holds neighbours 2 t and 2 t + 1, or of bytes 4 t and three more: of row g of A and
+    C, of column g of B.
 
     In which order the hardware adds, and how it rounds between, NVIDIA does not say: here the products, which are
     exact, and C are added in float64, and the sum is rounded once.
     """
     if ".".join(parts) not in _MMA:
         raise unknown(ins)
-    k, half = _MMA[".".join(parts)]
-    blocks = k // 8
+    k, kind = _MMA[".".join(parts)]
+    blocks = k // (16 if kind == "e4m3" else 8)
     machine = d.machine
 
     def run(threads: Array, *registers: Array) -> Array:
         warps = _whole_warps(machine, threads)
         words = np.stack([np.broadcast_to(register, len(threads)) for register in registers])
-        # The axes: registers (8 columns on, 8 rows on), warp, g, t, half of the word.
+        # The axes: registers (columns on, 8 rows on), warp, g, t, part of the word.
         words = words.reshape(-1, warps, 8, 4)
         a, b, c = np.split(words, [2 * blocks, 3 * blocks])
-        b = _halves(half, b).transpose(1, 0, 3, 4, 2).reshape(warps, k, 8)
-        return _registers(_rows(half, a) @ b + _sums(c))
+        b = _numbers(kind, b).transpose(1, 0, 3, 4, 2).reshape(warps, k, 8)
+        return _registers(_rows(kind, a) @ b + _sums(c))
 
     target, *operands = (operand.items for operand in ins.operands)
     if [len(items) for items in operands] != [2 * blocks, blocks, 4]:
@@ -776,11 +794,11 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     return _matrix_step(d, ins, sources, [d.target(item, TYPES["f32"]) for item in target], run, "nan")
 
 
-_WGMMA = re.compile(r"m64n(\d+)k16\.f32\.(f16|bf16)\.(f16|bf16)")
+_WGMMA = re.compile(r"m64n(\d+)(?:k16\.f32\.(f16|bf16)\.(f16|bf16)|k32\.f32\.(e4m3)\.(e4m3))")
 
 
 def _operand_rows(descriptor: int, rows: int) -> Array:
-    """Addresses in shared memory of 16 elements of each row, as pieces of 16 bytes: (rows, 2).
+    """Addresses in shared memory of 32 bytes of each row, as pieces of 16 bytes: (rows, 2).
 
     K-major, with the 128-byte swizzle (PTX ISA, "Matrix-descriptor").
     """
@@ -798,46 +816,66 @@ def _swizzled(address: Array) -> Array:
 
 @effect("wgmma.mma_async.sync.aligned")
 def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """A quarter of the product for each of the four warps, each at its time: ``A @ B + D``, A in registers.
+    """A quarter of the product for each of the four warps, each at its time: ``A @ B + D``, or ``A @ B``; A in
+    registers or in shared memory.
 
-    The sum is there at once; but the atoms that hold B count as being read until the warp has waited for the group.
-    That registers are still in use is not noticed.
+    The sum is there at once; but the atoms that hold an operand count as being read until the warp has waited for the
+    group. That registers are still in use is not noticed.
     """
     match = _WGMMA.fullmatch(".".join(parts))
     target, a, descriptor, predicate, *signs = ins.operands
-    if match is None or match[2] != match[3] or not isinstance(a, Vec) or [s.value for s in signs] != [1, 1, 0]:
+    if match is None:
         raise unknown(ins)
-    columns, half = int(match[1]), match[2]
+    columns, kinds = int(match[1]), [kind for kind in match.groups()[1:] if kind]
+    in_registers = isinstance(a, Vec)
+    # Signs; and of 16 bits, whether operands are transposed: those that have descriptors.
+    wanted = [1, 1] + ([] if kinds[0] == "e4m3" else [0] * (1 if in_registers else 2))
+    if kinds[0] != kinds[1] or [sign.value for sign in signs] != wanted:
+        raise unknown(ins)
+    kind = kinds[0]
+    a_words = len(a.items) if in_registers else 0
     machine = d.machine
 
-    def run(threads: Array, descriptor: Array, accumulates: Array, *registers: Array) -> Array:
-        warps = _whole_warps(machine, threads)
-        words = np.stack([np.broadcast_to(register, len(threads)) for register in registers])
-        # The axes: registers, warp, g, t, half of the word.
-        words = words.reshape(-1, warps, 8, 4)
-        descriptor = np.broadcast_to(descriptor, len(threads)).reshape(warps, 32)
-        b = []
-        for warp in range(warps):
-            if not descriptor[warp, 0]:
-                # What is asked is how NaN in registers spreads.
-                b.append(np.zeros((16, columns)))
-                continue
-            address = _operand_rows(int(descriptor[warp, 0]), columns).reshape(-1)
-            # The warp's first thread stands for all: they wait together.
-            readers = np.full(len(address), threads[32 * warp])
-            rows = np.stack(machine.load("shared", readers, address.astype(np.uint32), 4, 4), -1)
-            machine.product_reads(int(readers[0]), int(address[0]) & ~1023, columns * 128)
-            b.append(_halves(half, rows.reshape(columns, 8)).reshape(columns, 16).T)
-            if not np.all(accumulates):
-                raise NotImplementedError("a product that does not add to what was there")
-        return _registers(_rows(half, words[:4]) @ np.stack(b) + _sums(words[4:]))
+    def operand(thread: int, descriptor: int, rows: int, first: int, count: int) -> Array:
+        """``count`` rows of an operand in shared memory from row ``first`` on; the thread stands for its warp."""
+        address = _operand_rows(descriptor, rows)[first : first + count].reshape(-1)
+        readers = np.full(len(address), thread)
+        words = np.stack(machine.load("shared", readers, address.astype(np.uint32), 4, 4), -1)
+        machine.product_reads(thread, int(address[0]) & ~1023, count * 128)
+        return _numbers(kind, words.reshape(count, 8)).reshape(count, -1)
 
-    if len(target.items) != columns // 2 or len(a.items) != 4:
+    def run(threads: Array, accumulates: Array, *registers: Array) -> Array:
+        warps = _whole_warps(machine, threads)
+        descriptors = [np.broadcast_to(one, len(threads)) for one in registers[: 1 if in_registers else 2]]
+        words = np.stack([np.broadcast_to(register, len(threads)) for register in registers[len(descriptors) :]])
+        # The axes: registers, warp, g, t.
+        words = words.reshape(-1, warps, 8, 4)
+        products = np.zeros((warps, 16, columns))
+        rows = _rows(kind, words[:a_words]) if in_registers else None
+        for warp in range(warps):
+            thread = int(threads[32 * warp])
+            starts = [int(one[32 * warp]) for one in descriptors]
+            if not all(starts):
+                # What is asked is how NaN in registers spreads.
+                if rows is not None:
+                    products[warp] = rows[warp] @ np.zeros((rows.shape[2], columns))
+                continue
+            if rows is None:
+                quarter = int(machine.tid[thread]) // 32 % 4 * 16
+                left = operand(thread, starts[0], 64, quarter, 16)
+            else:
+                left = rows[warp]
+            products[warp] = left @ operand(thread, starts[-1], columns, 0, columns).T
+        adds = np.broadcast_to(accumulates, len(threads)).reshape(warps, 32)[:, :1, None]
+        return _registers(products + np.where(adds, _sums(words[a_words:]), 0.0))
+
+    if len(target.items) != columns // 2 or (in_registers and a_words != 4):
         raise unknown(ins)
+    operands = [descriptor] if in_registers else [a, descriptor]
     sources = [
-        d.source(descriptor, TYPES["b64"]),
         d.source(predicate, TYPES["pred"]),
-        *(d.source(item, TYPES["b32"]) for item in (*a.items, *target.items)),
+        *(d.source(one, TYPES["b64"]) for one in operands),
+        *(d.source(item, TYPES["b32"]) for item in (*(a.items if in_registers else ()), *target.items)),
     ]
     return _matrix_step(d, ins, sources, [d.target(item, TYPES["f32"]) for item in target.items], run, "nan")
 
@@ -1077,9 +1115,16 @@ def _global_bytes(m: Machine, thread: Array, address: Array, size: int) -> Calla
 
 
 def _start_to_shared(
-    m: Machine, space: str, threads: Array, target: Array, barrier: Array, bytes_of: Callable[[int], Bytes]
+    m: Machine,
+    space: str,
+    threads: Array,
+    target: Array,
+    barrier: Array,
+    bytes_of: Callable[[int], Bytes],
+    masks: Array | None = None,
 ) -> tuple:
-    """Start a copy for each of the threads: check everything now, copy later. ``bytes_of(i)``: those of the i-th."""
+    """Start a copy for each of the threads: check everything now, copy later. ``bytes_of(i)``: those of the i-th;
+    ``masks``: the ranks of the CTAs that get them, at the same place, and whose barriers count them."""
     target, barrier = (np.broadcast_to(x, len(threads)) for x in (target, barrier))
     ctas, offsets = m.shared_place(space, threads, target)
     barrier_ctas, barriers = m.shared_place(space, threads, barrier)
@@ -1088,12 +1133,20 @@ def _start_to_shared(
         try:
             if barrier_ctas[i] != cta:
                 raise Fault(EmulationError, 0, "the mbarrier is in another CTA than the target")
-            copy = _one_to_shared(m, thread, cta, int(offsets[i]), int(barriers[i]), *bytes_of(i))
+            ctas_of_copy = [cta]
+            if masks is not None and masks[i]:
+                ctas_of_copy = [int(m.cta_of_rank[m.cluster[thread], rank]) for rank in _bits(int(masks[i]))]
+            for one in ctas_of_copy:
+                m.start(thread, _one_to_shared(m, thread, one, int(offsets[i]), int(barriers[i]), *bytes_of(i)), (one,))
         except Fault as fault:
             fault.position = i
             raise
-        m.start(thread, copy, (cta,))
     return ()
+
+
+def _bits(mask: int) -> list[int]:
+    """The places of ones."""
+    return [i for i in range(mask.bit_length()) if mask >> i & 1]
 
 
 def _one_to_shared(
@@ -1118,10 +1171,11 @@ def _one_to_shared(
 @effect("cp.async.bulk.tensor.2d cp.async.bulk.tensor.3d")
 def _tensor_copy(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     """A box of one of some matrices of bytes to shared memory; zeros for what is beyond the matrix."""
-    _parts(ins, parts, "shared::cta shared::cluster global tile mbarrier::complete_tx::bytes L2::cache_hint")
+    known = "shared::cta shared::cluster global tile mbarrier::complete_tx::bytes multicast::cluster L2::cache_hint"
+    mods, _ = _parts(ins, parts, known)
     m = d.machine
 
-    def run(threads: Array, target: Array, map: Array, barrier: Array, *coordinates: Array) -> tuple:
+    def run(threads: Array, target: Array, map: Array, barrier: Array, mask: Array, *coordinates: Array) -> tuple:
         target, map, *coordinates = (np.broadcast_to(x, len(threads)) for x in (target, map, *coordinates))
 
         def bytes_of(i: int) -> Bytes:
@@ -1129,11 +1183,13 @@ def _tensor_copy(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
             box = TensorMap(_global_bytes(m, thread, map[i : i + 1], 128)().tobytes())
             return box.size, _box_bytes(m, thread, int(target[i]), box, *(int(x[i]) for x in coordinates))
 
-        return _start_to_shared(m, parts[0], threads, target, barrier, bytes_of)
+        return _start_to_shared(m, parts[0], threads, target, barrier, bytes_of, np.broadcast_to(mask, len(threads)))
 
-    target, source, barrier = ins.operands[:3]
+    target, source, barrier, *rest = ins.operands
     map, *coordinates = source.items
-    sources = [d.address(target), d.address(map), d.address(barrier)]
+    # Without multicast, zero: to the CTA that the address is of.
+    mask = rest[0] if "multicast::cluster" in mods else Imm(0)
+    sources = [d.address(target), d.address(map), d.address(barrier), d.source(mask, TYPES["u16"])]
     return Step(ins, [*sources, *(d.source(x, TYPES["s32"]) for x in coordinates)], [], run)
 
 

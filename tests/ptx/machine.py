@@ -434,9 +434,10 @@ class Machine:
             moved = step.run(threads, strange[0].astype(np.uint32), *arguments[1:])[0]
             return results, [moved != 0, None]
         if step.undefined == "nan":
-            # As NaN among zeros, they reach the results that depend on them.
+            # As NaN among zeros, they reach the results that depend on them; predicates stay what they are.
             no = np.zeros(len(threads), np.uint32)
             marks = [no if which is None else np.where(which, F32_NAN, no) for which in strange]
+            marks = [value if value.dtype == bool else mark for value, mark in zip(arguments, marks, strict=True)]
             return results, [np.isnan(result) for result in step.run(threads, *marks)]
         if step.undefined == "select":
             no = np.zeros(len(threads), bool)
