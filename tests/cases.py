@@ -9,6 +9,7 @@ import inspect
 import itertools
 import math
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -20,6 +21,7 @@ import torch
 from expected import Tensors, raw
 
 from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.ops._fp8_product import FP8Product
 from torch_cute_ops.ops._spec import OpSpec, as_tuple
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
@@ -412,6 +414,14 @@ def input_width(op: OpSpec, width: int) -> int:
     if is_for_experts(op):
         return max(5, math.ceil(width / 64)) * 64
     return 2 * width if op.name.startswith("silu_mul") else width
+
+
+def forget(op: OpSpec) -> None:
+    """Let a product of FP8 matrices forget what is ready: its kernels serve every width."""
+    for value in vars(sys.modules[op.function.__module__]).values():
+        if isinstance(value, FP8Product):
+            value._usual.clear()
+            value._ran.clear()
 
 
 # Tensors

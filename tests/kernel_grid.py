@@ -135,7 +135,7 @@ def kernel_of(case: AnyCase) -> Any:
     Raises:
         ValueError: from ``plan``, if it supports none.
     """
-    if isinstance(case, ProductCase | WgmmaCase | ExpertsCase | MoeCase):
+    if isinstance(case, ProductCase | WgmmaCase | ExpertsCase | MoeCase | FP8ProductCase):
         return case.kernel
     from torch_cute_ops.kernels import fp4_dequant, row_quant
     from torch_cute_ops.runtime.arch import ARCHS as FACTS
@@ -377,7 +377,55 @@ def moe_cases() -> list[MoeCase]:
     return [MoeCase(op, facts, next(archs)) for op, some in cases.items() for facts in some]
 
 
-AnyCase = Case | ProductCase | WgmmaCase | ExpertsCase | MoeCase
+@dataclass(frozen=True)
+class FP8ProductCase:
+    """A kernel of FP8 products: ``layout`` as ``FP8_LAYOUTS`` names it, ``tile`` as of the family's ``TILES``."""
+
+    family: str
+    layout: str
+    tile: tuple[int, ...]
+    out_dtype: torch.dtype
+    arch: str = "sm_90a"
+
+    @property
+    def id(self) -> str:
+        tile = "x".join(map(str, self.tile))
+        return "-".join((self.family, self.layout, tile, str(self.out_dtype).removeprefix("torch."), self.arch))
+
+    @property
+    def kernel(self) -> Any:
+        """As the op builds it."""
+        from torch_cute_ops.kernels import fp8_mma, fp8_wgmma
+        from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
+        from torch_cute_ops.runtime.arch import ARCHS as FACTS
+
+        rows = ExpertLayout(*FP8_LAYOUTS[self.layout])
+        given = {"rows": rows, "out_dtype": self.out_dtype, "arch": FACTS[self.arch], "pdl": True}
+        if self.family == "fp8_mma":
+            return fp8_mma.FP8MmaKernel(fp8_mma.plan(tokens=self.tile[0], **given))
+        names = ("tokens", "columns", "cluster")
+        return fp8_wgmma.FP8WgmmaKernel(fp8_wgmma.plan(**dict(zip(names, self.tile, strict=True)), **given))
+
+
+FP8_LAYOUTS = {"plain": (False, False), "offsets": (True, False), "counted": (True, True), "masked": (False, True)}
+"""Whether there are offsets, and counts."""
+
+
+def fp8_product_cases() -> list[FP8ProductCase]:
+    """Every tile with every dtype of the result; layouts, which share all code but a few lines, in turn."""
+    from torch_cute_ops.kernels import fp8_mma, fp8_wgmma
+
+    layouts = itertools.cycle(FP8_LAYOUTS)
+    kinds = [("fp8_wgmma", tile, "sm_90a") for tile in fp8_wgmma.TILES]
+    kinds += [("fp8_mma", (tokens,), arch) for tokens in fp8_mma.TILES for arch in ARCHS]
+    return [
+        FP8ProductCase(family, next(layouts), tile, out_dtype, arch)
+        for family, tile, arch in kinds
+        for out_dtype in (BF16, FP16, FP32)
+    ]
+
+
+AnyCase = Case | ProductCase | WgmmaCase | ExpertsCase | MoeCase | FP8ProductCase
 
 
 def experts_cases() -> list[ExpertsCase]:

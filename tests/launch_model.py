@@ -18,10 +18,12 @@ from torch_cute_ops import mm_backends
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.mm_backends import Target, _decode, cublas, mma_sync, routed, wgmma
-from torch_cute_ops.ops import _fp4_product, _kernels, _row_quant, fp4_dequantize
+from torch_cute_ops.ops import _fp4_product, _fp8_product, _kernels, _row_quant, fp4_dequantize
 from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize as dequantize
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
+from torch_cute_ops.reference.grouped_mm_fp8 import grouped_mm_fp8
 from torch_cute_ops.reference.mm_fp4 import product, row_sums
+from torch_cute_ops.reference.mm_fp8_block import mm_fp8_block
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_product
 from torch_cute_ops.reference.moe_finalize import moe_finalize
 from torch_cute_ops.reference.moe_route import moe_route
@@ -135,6 +137,15 @@ def compute(kernel: Any, *args: Any) -> None:
         *given, out, _ = args
         write(out, moe_finalize(*given))
         return
+    if type(kernel).__name__ in ("FP8WgmmaKernel", "FP8MmaKernel"):
+        *operands, out, workers = args
+        assert workers > 0
+        if config.rows.is_plain:
+            write(out, mm_fp8_block(*operands[:4], config.out_dtype))
+            return
+        used = used_rows(out.shape[:-1].numel(), *operands[4:]).view(out.shape[:-1])
+        out.data[used] = grouped_mm_fp8(*operands, config.out_dtype)[used]
+        return
     if type(kernel).__name__ == "MoeRouteKernel":
         logits, bias, *outputs, workspace, scaling, unit, sms = args
         words = config.workspace_words(len(logits), len(outputs[3]), sms)
@@ -196,9 +207,9 @@ def write(output: torch.Tensor, value: torch.Tensor) -> None:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """CUDA entries that take CPU tensors; what was launched is recorded."""
     recorded = Launches()
-    for module in (_row_quant, _kernels, fp4_dequantize, mma_sync, routed, wgmma):
+    for module in (_fp8_product, _row_quant, _kernels, fp4_dequantize, mma_sync, routed, wgmma):
         monkeypatch.setattr(module, "compile_kernel", recorded.compile_kernel)
-    for module in (_row_quant, _kernels, fp4_dequantize):
+    for module in (_fp8_product, _row_quant, _kernels, fp4_dequantize):
         monkeypatch.setattr(module, "arch_of_device", lambda index: ARCHS["sm_90a"])
         monkeypatch.setattr(module, "sm_count", lambda index: 132)
         monkeypatch.setattr(module, "forbid_in_capture", lambda *args: None)
@@ -220,6 +231,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
                 monkeypatch.setattr(value, "_ran", set())
             if isinstance(value, _kernels.Kernels):
                 monkeypatch.setattr(value, "found", {})
+            if isinstance(value, _fp8_product.FP8Product):
+                monkeypatch.setattr(value, "_usual", {})
+                monkeypatch.setattr(value, "_ran", {})
             if isinstance(value, _row_quant.RowQuant):
                 for launchers in ("_launchers", "_padding_launchers"):
                     monkeypatch.setattr(value, launchers, {})

@@ -71,6 +71,7 @@ def test_errors_of_launches_name_the_call(op, launches: Launches, monkeypatch): 
         return call
 
     for module in (
+        "ops._fp8_product",
         "ops._row_quant",
         "ops._kernels",
         "ops.fp4_dequantize",

@@ -1,5 +1,7 @@
 """``torch.compile`` of every op: full graphs, equal results, and few compilations."""
 
+import importlib
+
 import pytest
 import torch
 from cases import (
@@ -72,7 +74,7 @@ def test_inductor(op, name, device):
     sample = get_sample(op, name, device)
 
     def program(args, kwargs):
-        first = args[0].clone() if args[0].dtype == torch.uint8 else args[0] * 2
+        first = args[0].clone() if args[0].dtype.itemsize == 1 else args[0] * 2
         outputs = as_tuple(overload(op)(first, *args[1:], **kwargs))
         return outputs, tuple(
             output.view(torch.uint8) + 1 if output.dtype.itemsize == 1 else output * 2 for output in outputs
@@ -165,10 +167,10 @@ def test_export(op, device):
     choices = choices_of(op)[0]
     tensors, fixed = split_call(op, 5, device=device, **choices)
     rows = torch.export.Dim("rows", max=512)
-    shapes = {
-        name: {0: rows} if tensor.dim() > 1 and name not in ("b", "b_scale", "w", "w_scale") else None
-        for name, tensor in tensors.items()
-    }
+    samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}")
+    where = {name: 0 for name, t in tensors.items() if t.dim() > 1 and name not in ("b", "b_scale", "w", "w_scale")}
+    where = getattr(samples, "ROW_DIMENSIONS", where)
+    shapes = {name: {where[name]: rows} if name in where else None for name in tensors}
     program = torch.export.export(Program(), (tensors,), dynamic_shapes=({**shapes},)).module()
     for count in (2, 9, 300):
         tensors, _ = split_call(op, count, device=device, **choices)

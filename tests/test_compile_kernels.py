@@ -17,6 +17,7 @@ from kernel_grid import (
     covering_cases,
     every_case,
     experts_cases,
+    fp8_product_cases,
     kernel_of,
     moe_cases,
     product_cases,
@@ -33,7 +34,7 @@ REGISTERS_PER_SM = 65_536
 
 
 def other_cases():
-    return *product_cases(), *wgmma_cases(), *experts_cases(), *moe_cases()
+    return *product_cases(), *wgmma_cases(), *experts_cases(), *moe_cases(), *fp8_product_cases()
 
 
 def pytest_generate_tests(metafunc):

@@ -13,6 +13,7 @@ from cases import (
     choices_of,
     defined,
     expected_of,
+    forget,
     form_cases,
     get_sample,
     input_width,
@@ -90,6 +91,7 @@ def test_captured_is_eager(op, name):
 def test_capture_of_a_kernel_that_is_not_ready(op):
     """The error names op and key; after the call of warmup that it tells, the capture works."""
     width = torch.randint(1000, 2000, ()).item() * 16
+    forget(op)
     sample = named(op, make_call(op, 3, width, device="cuda"))
     hidden = input_width(op, width)
     with (

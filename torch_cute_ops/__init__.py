@@ -10,8 +10,10 @@ from torch_cute_ops.ops.add_rmsnorm_fp4quant_with_norm import add_rmsnorm_fp4qua
 from torch_cute_ops.ops.add_rmsnorm_fp8quant import add_rmsnorm_fp8quant
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
+from torch_cute_ops.ops.grouped_mm_fp8 import grouped_mm_fp8
 from torch_cute_ops.ops.mm_fp4 import mm_fp4
 from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
+from torch_cute_ops.ops.mm_fp8_block import mm_fp8_block
 from torch_cute_ops.ops.moe_fc2_fp4 import moe_fc2_fp4
 from torch_cute_ops.ops.moe_fc2_fp4_weight_only import moe_fc2_fp4_weight_only
 from torch_cute_ops.ops.moe_finalize import moe_finalize
@@ -36,8 +38,10 @@ __all__ = [
     "backends",
     "fp4_dequantize",
     "fp4_quantize",
+    "grouped_mm_fp8",
     "mm_fp4",
     "mm_fp4_weight_only",
+    "mm_fp8_block",
     "moe_fc2_fp4",
     "moe_fc2_fp4_weight_only",
     "moe_finalize",

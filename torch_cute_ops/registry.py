@@ -87,10 +87,11 @@ def warmup(op: str, *, tune: bool = False, **facts: Any) -> None:
             layout; FP4: also ``global_scale``, whether calls pass one. For the products: ``n`` and ``k`` (columns, and
             elements of a sum), ``m`` (rows: the choice of a backend is for those near it), ``alpha`` (whether calls
             pass one) or ``experts`` (how many, of an op that has them), ``dtype``, ``device``, and the op's own
-            arguments from ``out_dtype`` on. For the steps of an expert layer: ``hidden``, ``dtype``, ``topk``, and for
-            each optional tensor whether calls pass it (``residual``, ``offsets``, ``counts``); of ``moe_route``
-            ``experts``, ``dtype``, whether there is a ``bias``, whether calls are ``masked``, and its own arguments
-            that choose experts.
+            arguments from ``out_dtype`` on; of ``grouped_mm_fp8`` also ``masked``, whether the layout is, with ``m``
+            rows that an expert has room for, or ``counts``, whether calls in the contiguous layout pass them. For the
+            steps of an expert layer: ``hidden``, ``dtype``, ``topk``, and for each optional tensor whether calls pass
+            it (``residual``, ``offsets``, ``counts``); of ``moe_route`` ``experts``, ``dtype``, whether there is a
+            ``bias``, whether calls are ``masked``, and its own arguments that choose experts.
 
     Raises:
         ValueError: for an unknown op, or facts that the op refuses.

@@ -143,18 +143,29 @@ def mul_16x2(a, b, dtype: str, *, loc=None, ip=None) -> Uint32:
     return Uint32(_asm(T.i32(), operands, f"mul.rn.{dtype}x2 $0, $1, $2;", "=r,r,r", loc, ip))
 
 
-@dsl_user_op
-def mma_16x8x16(a: list, b: list, c: list, dtype: str, *, loc=None, ip=None) -> list:
-    """``a @ b + c`` of a warp: ``a`` 16 x 16 and ``b`` 16 x 8 of ``dtype`` ("bf16" or "f16"), packed; ``c`` in fp32."""
+def _mma(shape: str, a: list, b: list, c: list, dtype: str, loc, ip) -> list:
     result = llvm.StructType.get_literal([T.f32()] * 4)
     operands = [_u32(word, loc, ip) for word in (*a, *b)] + [_f32(value, loc, ip) for value in c]
     text = (
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 "
+        f"mma.sync.aligned.{shape}.row.col.f32.{dtype}.{dtype}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
     # All lanes take part: it must not move to where some do not come.
     values = _asm(result, operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", loc, ip, pure=False)
     return [Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+@dsl_user_op
+def mma_16x8x16(a: list, b: list, c: list, dtype: str, *, loc=None, ip=None) -> list:
+    """``a @ b + c`` of a warp: ``a`` 16 x 16 and ``b`` 16 x 8 of ``dtype`` ("bf16" or "f16"), packed; ``c`` in fp32."""
+    return _mma("m16n8k16", a, b, c, dtype, loc, ip)
+
+
+@dsl_user_op
+def mma_16x8x32(a: list, b: list, c: list, *, loc=None, ip=None) -> list:
+    """``a @ b + c`` of a warp: ``a`` 16 x 32 and ``b`` 32 x 8 of e4m3, packed; ``c`` in fp32, whose precision sums of
+    products need not have."""
+    return _mma("m16n8k32", a, b, c, "e4m3", loc, ip)
 
 
 def copy_async_16(target, source, exists) -> None:
@@ -251,6 +262,19 @@ def arrive_if(barrier, condition, *, loc=None, ip=None) -> None:
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(condition, loc, ip)]
     text = "{.reg .pred p; setp.ne.u32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0];}"
     _asm(None, operands, text, "r,r", loc, ip, pure=False)
+
+
+@dsl_user_op
+def arrive_at_if(barrier, rank, condition, tells: bool, *, loc=None, ip=None) -> None:
+    """The same on the mbarrier of the cluster's CTA of that rank. With ``tells``, threads that wait for it know then
+    what this thread has stored; that costs a fence."""
+    how = ".release.cluster" if tells else ""
+    operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(rank, loc, ip), _u32(condition, loc, ip)]
+    text = (
+        "{.reg .pred p; .reg .b32 there; setp.ne.u32 p, $2, 0; mapa.shared::cluster.u32 there, $0, $1; "
+        f"@p mbarrier.arrive{how}.shared::cluster.b64 _, [there];}}"
+    )
+    _asm(None, operands, text, "r,r,r", loc, ip, pure=False)
 
 
 @dsl_user_op

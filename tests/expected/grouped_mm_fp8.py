@@ -1,0 +1,59 @@
+"""``grouped_mm_fp8``: within what the sums of tensor cores may lose; zero where no expert has a row."""
+
+import itertools
+
+import numpy as np
+import torch
+
+from expected._fp8_product import Bounded, assert_close, product
+
+_ARGUMENTS = (
+    "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? offsets=None, Tensor? counts=None, "
+    "ScalarType out_dtype=bfloat16"
+)
+SCHEMA = f"cute::grouped_mm_fp8({_ARGUMENTS}) -> Tensor"
+OUT_SCHEMA = f"cute::grouped_mm_fp8.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
+
+
+def ranges(given):
+    """The rows of each expert, of all rows in one dimension."""
+    experts = given["b"].shape[0]
+    space = given["a"].shape[:-1].numel() // experts
+    in_parts = [expert * space for expert in range(experts)]
+    begins = in_parts if given["offsets"] is None else given["offsets"].tolist()
+    if given["counts"] is None:
+        return list(itertools.pairwise(begins))
+    return [(begin, begin + count) for begin, count in zip(begins, given["counts"].tolist(), strict=False)]
+
+
+def results(given):
+    n, k = given["b"].shape[1:]
+    a, a_scale = given["a"].reshape(-1, k), given["a_scale"].reshape(k // 128, -1)
+    total, bound = np.zeros((len(a), n)), np.zeros((len(a), n))
+    device = given["a"].device.type
+    for expert, (begin, end) in enumerate(ranges(given)):
+        rows = slice(begin, end)
+        one = product(a[rows], given["b"][expert], a_scale[:, rows], given["b_scale"][expert], device)
+        total[rows], bound[rows] = one
+    shape = (*given["a"].shape[:-1], n)
+    return (Bounded(total.reshape(shape), bound.reshape(shape)),)
+
+
+def assert_results(actual, expected, given):
+    (got,), (want,) = actual, expected
+    assert_close(got, want, given["out_dtype"])
+
+
+def rows_alone(given, outputs):
+    """An expert's rows give the same where no other expert has any; and its first row where it has no other."""
+    of_experts = ranges(given)
+    lengths = torch.tensor([end - begin for begin, end in of_experts], dtype=torch.int32)
+    flat = outputs[0].flatten(0, -2)
+    for expert in {0, len(of_experts) // 2, len(of_experts) - 1}:
+        for count in {lengths[expert].item(), min(1, lengths[expert].item())}:
+            counts = torch.zeros_like(lengths)
+            counts[expert] = count
+            begin = of_experts[expert][0]
+            want = torch.zeros_like(flat)
+            want[begin : begin + count] = flat[begin : begin + count]
+            yield given | {"counts": counts.to(flat.device)}, (want.view_as(outputs[0]),)

@@ -1,0 +1,35 @@
+"""``mm_fp8_block``: within what the sums of tensor cores may lose."""
+
+import torch
+
+from expected._fp8_product import assert_close, product
+
+_ARGUMENTS = "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, ScalarType out_dtype=bfloat16"
+SCHEMA = f"cute::mm_fp8_block({_ARGUMENTS}) -> Tensor"
+OUT_SCHEMA = f"cute::mm_fp8_block.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
+
+
+def results(given):
+    """The sums and their bounds, as tensors of the result's shape."""
+    device = given["a"].device.type
+    return (product(given["a"], given["b"].t(), given["a_scale"], given["b_scale"], device),)
+
+
+def assert_results(actual, expected, given):
+    (got,), (want,) = actual, expected
+    assert_close(got, want, given["out_dtype"])
+
+
+def rows_alone(given, outputs):
+    """A row gives the same beside any others, here NaN, by the same tactic; and on a CPU, where there is one, alone."""
+    m = len(given["a"])
+    for row in sorted({0, m // 3, m - 1}) if m else ():
+        other = torch.arange(m, device=given["a"].device) != row
+        a = given["a"].clone(memory_format=torch.contiguous_format)
+        a.view(torch.uint8).masked_fill_(other[:, None], 0x7F)
+        want = outputs[0].masked_fill(other[:, None], torch.nan)
+        yield given | {"a": a}, (want,)
+        if a.device.type == "cpu":
+            within = slice(row, row + 1)
+            alone = {"a": given["a"][within], "a_scale": given["a_scale"][:, within]}
+            yield given | alone, (outputs[0][within],)

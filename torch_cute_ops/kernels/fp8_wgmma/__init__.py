@@ -1,0 +1,44 @@
+"""Products of FP8 matrices with block scales by warpgroup products, one for each expert, for sm_90a:
+``out[m, n] = Σ_j a_scale[j, m] · b_scale[n / 128, j] · (Σ_{k of block j} a[m, k] · b[n, k])``.
+
+Roles. A CTA has one warp that copies, in a warpgroup of its own, and two warpgroups that multiply. CTAs stay, and take
+tiles in the order that ``kernels.common.expert_tiles`` tells; the copies of the next tile start while the last one's
+results are stored.
+
+1. The copying warp keeps a ring of stages filled: 128 elements of k of the tile's rows of ``a`` and of ``b``, each one
+   box with the 128-byte swizzle, with a barrier that counts bytes.
+2. A warpgroup multiplies 64 rows of the M side by all of the N side, four k32 steps, into registers of their own.
+   Tensor cores add up e4m3 products with less than fp32's precision, so each block's sums are taken out, multiplied by
+   both scales, and added to the totals in fp32. Meanwhile the other warpgroup's products run.
+3. Scales go from memory to registers, a block ahead.
+4. CTAs may come in pairs, with tiles side by side: each copies half of the rows of ``a`` to both. A stage is then free
+   when the warps of both have read it.
+5. The totals are rounded and stored: rows of whole lines, only those that the expert has.
+
+With 128 rows of ``a`` in a tile these are the M side. With fewer, rows of ``b`` are: a weight is then streamed once,
+and hardly anything is multiplied that is not there. An element's sums are in the order of k by either; which rows are
+computed together changes nothing.
+
+Bytes moved: ``b`` of experts that have rows, once for each tile of rows; ``a`` once for each tile of columns, mostly
+from L2; the result once.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from torch_cute_ops.kernels.fp8_wgmma.config import MANY, TILES, Config, plan
+
+if TYPE_CHECKING:
+    from torch_cute_ops.kernels.fp8_wgmma.kernel import FP8WgmmaKernel
+
+__all__ = ["KERNEL", "MANY", "TILES", "Config", "FP8WgmmaKernel", "plan"]
+
+KERNEL = f"{__name__}.kernel.FP8WgmmaKernel"
+
+
+def __getattr__(name: str) -> Any:
+    """The kernel's class, which needs the DSL, only when it is asked for."""
+    if name != "FP8WgmmaKernel":
+        raise AttributeError(name)
+    from torch_cute_ops.kernels.fp8_wgmma.kernel import FP8WgmmaKernel
+
+    return FP8WgmmaKernel

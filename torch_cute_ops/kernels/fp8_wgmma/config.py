@@ -1,0 +1,141 @@
+"""How a warpgroup kernel of FP8 products is built: no device code."""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from torch_cute_ops.kernels.common import row_tile
+from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
+from torch_cute_ops.kernels.common.sum_tile import SumTile
+from torch_cute_ops.runtime.arch import Arch
+
+BLOCK: Final = 128
+"""Elements of k that share a scale, and rows of ``b`` that do; a stage holds as many elements of each row."""
+WARPGROUP: Final = 128
+GROUPS: Final = 2
+"""Warpgroups that multiply."""
+GROUP_ROWS: Final = 64
+THREADS: Final = (GROUPS + 1) * WARPGROUP
+MANY: Final = 128
+"""Rows of ``a`` of a tile that has these on the M side; with fewer it has ``b`` there."""
+TILES: Final = (
+    *((tokens, 128, splits) for tokens in (8, 16, 32, 64) for splits in (1, 2, 4)),
+    *((MANY, columns, pair) for columns in (128, 256) for pair in (1, 2)),
+)
+"""Rows of ``a`` and of ``b`` of a tile, and CTAs of a cluster."""
+BARRIER_BYTES: Final = 256
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything static about a kernel. N, K, R and the number of experts are not.
+
+    Attributes:
+        rows: how rows of ``a`` belong to experts.
+        out_dtype: of the result.
+        tokens, columns, cluster: one of ``TILES``: rows of ``a`` and of ``b`` of a tile, and CTAs of a cluster. With
+            many rows, two CTAs have tiles side by side, and each copies half of the rows of ``a`` for both; with few,
+            those of a cluster share one tile, each with a part of k.
+        stages: blocks of k under way.
+        pdl: whether launches are programmatic dependent launches.
+    """
+
+    rows: ExpertLayout
+    out_dtype: torch.dtype
+    tokens: int
+    columns: int
+    cluster: int
+    stages: int
+    pdl: bool
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return THREADS
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether the M side of the products are rows of ``b``."""
+        return self.tokens < MANY
+
+    @property
+    def pair(self) -> int:
+        """CTAs that have tiles side by side."""
+        return 1 if self.is_swapped else self.cluster
+
+    @property
+    def splits(self) -> int:
+        """CTAs that share a tile."""
+        return self.cluster if self.is_swapped else 1
+
+    @property
+    def sum_tile(self) -> SumTile:
+        """Where the sums of CTAs that share a tile lie."""
+        return SumTile(self.tokens, self.columns)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that multiplies, and of another."""
+        return 232, 40
+
+    @property
+    def halves(self) -> int:
+        """Products of 64 rows and up to 128 columns that a warpgroup has of a block of k."""
+        return 1 if self.is_swapped else self.columns // BLOCK
+
+    @property
+    def product_columns(self) -> int:
+        """N of a product."""
+        return self.tokens if self.is_swapped else BLOCK
+
+    @property
+    def box_rows(self) -> int:
+        """Rows of ``a`` that are copied at once: none that only a warpgroup without rows would read."""
+        return min(self.tokens, GROUP_ROWS)
+
+    @property
+    def boxes(self) -> int:
+        """Such copies of a stage, at most."""
+        return self.tokens // self.box_rows
+
+    @property
+    def stage_bytes(self) -> int:
+        """A block of k of both operands."""
+        return (self.tokens + self.columns) * BLOCK
+
+    @property
+    def store_bytes(self) -> int:
+        """Shared memory in which warps put rows of the result together, or CTAs leave their sums."""
+        if self.is_swapped:
+            return self.sum_tile.size_bytes if self.splits > 1 else 0
+        return GROUPS * 4 * row_tile.SIZE_BYTES
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA."""
+        return self.stages * self.stage_bytes + self.store_bytes + self.rows.table_bytes + BARRIER_BYTES
+
+    def reason_unsupported(self, arch: Arch) -> str | None:
+        """Why this cannot run on ``arch``; ``None`` if it can."""
+        if arch.name != "sm_90a":
+            return f"wgmma is of sm_90a; this is {arch.name}"
+        if (self.tokens, self.columns, self.cluster) not in TILES:
+            return f"no tile has {self.tokens} rows of a and {self.columns} of b, in clusters of {self.cluster}"
+        if self.smem_bytes > arch.smem_per_cta:
+            return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
+        return None
+
+
+MOST_STAGES: Final = 12
+
+
+def plan(
+    *, rows: ExpertLayout, out_dtype: torch.dtype, tokens: int, columns: int, cluster: int = 1, arch: Arch, pdl: bool
+) -> Config | None:
+    """The configuration with the most stages that ``arch`` has room for; ``None`` if it cannot run this."""
+    for stages in range(MOST_STAGES, 1, -1):
+        config = Config(rows, out_dtype, tokens, columns, cluster, stages, pdl)
+        if config.reason_unsupported(arch) is None:
+            return config
+    return None

@@ -1,0 +1,326 @@
+"""The device code; the package's docstring tells the roles and the data path."""
+
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int16, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from torch_cute_ops.kernels.common import ptx, row_tile
+from torch_cute_ops.kernels.common.cluster_sums import leave_sums, write_sums
+from torch_cute_ops.kernels.common.convert import DSL_DTYPES
+from torch_cute_ops.kernels.common.expert_tiles import ExpertTiles
+from torch_cute_ops.kernels.common.row_stores import store_columns, store_rows
+from torch_cute_ops.kernels.common.weight_ring import EVICT_FIRST, next_stage
+from torch_cute_ops.kernels.fp8_wgmma.config import (
+    BLOCK,
+    GROUP_ROWS,
+    GROUPS,
+    THREADS,
+    WARPGROUP,
+    Config,
+)
+from torch_cute_ops.runtime.argspec import Argument, ScalarArg
+
+STEP = 32  # elements of k of a product
+
+
+class FP8WgmmaKernel:
+    """The kernel of one ``Config``.
+
+    Methods pass on what a thread knows: ``t``, the tensors and this CTA's part; ``s``, where things lie in shared
+    memory.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.out_dtype = DSL_DTYPES[config.out_dtype]
+        self.tiles = ExpertTiles(config.rows, config.tokens, config.columns * config.pair)
+
+    def arguments(self) -> tuple[Argument, ...]:
+        return (*self.tiles.arguments(self.out_dtype.__name__), ScalarArg("Int32"))
+
+    @cute.jit
+    def __call__(self, a, b, a_scale, b_scale, offsets, counts, out, workers: Int32, stream):
+        c = self.config
+        view = self.tiles.views(a, b, a_scale, b_scale, out)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        load_a = load if c.pair == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        layouts = [self._operand_layout(rows, 1) for rows in (c.box_rows, c.columns)]
+        a_map = cpasync.make_tiled_tma_atom(load_a, view.a, cute.select(layouts[0], [0, 1]), (c.box_rows, BLOCK))
+        b_map = cpasync.make_tiled_tma_atom(load, view.b, layouts[1], (c.columns, BLOCK, 1))
+        product = cute.make_tiled_mma(
+            warpgroup.MmaF8Op(
+                Float8E4M3FN,
+                Float8E4M3FN,
+                Float32,
+                (GROUP_ROWS, c.product_columns, STEP),
+                warpgroup.OperandSource.SMEM,
+                OperandMajorMode.K,
+                OperandMajorMode.K,
+            )
+        )
+        scales = view.a_scale, view.b_scale
+        self.kernel(a_map, b_map, scales, (offsets, counts), view.out, view.space, product).launch(
+            grid=[workers, 1, 1],
+            block=[THREADS, 1, 1],
+            cluster=[c.cluster, 1, 1] if const_expr(c.cluster > 1) else None,
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=c.pdl,
+        )
+
+    def _operand_layout(self, rows: int, stages: int):
+        """An operand in shared memory, (rows, a block of k, stages)."""
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float8E4M3FN)
+        return cute.tile_to_shape(atom, (rows, BLOCK, stages), order=(0, 1, 2))
+
+    @cute.kernel
+    def kernel(self, a_map, b_map, scales, given, out, space, product: cute.TiledMma):
+        c = self.config
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        workers, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        s = self._allocate()
+        if tid == 0:
+            for i in range_constexpr(c.stages):
+                cute.arch.mbarrier_init(s.full + i, 1)
+                cute.arch.mbarrier_init(s.free + i, 4 * GROUPS * c.pair)
+            if const_expr(c.splits > 1):
+                cute.arch.mbarrier_init(s.left, 4 * GROUPS * c.splits)
+                cute.arch.mbarrier_init(s.read, 4 * GROUPS * c.splits)
+        cute.arch.mbarrier_init_fence()
+        if const_expr(c.pdl):
+            cute.arch.griddepcontrol_wait()
+        if const_expr(c.cluster > 1):
+            # No barrier is used before it is there.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        m, n = out.shape
+        self.tiles.prepare(*given, b_map[1].shape[2], space, s.table, tid, THREADS)
+        t = SimpleNamespace(
+            m=m,
+            n=n,
+            blocks=scales[0].shape[0],
+            begin=cta % c.splits * scales[0].shape[0] // c.splits,
+            end=(cta % c.splits + 1) * scales[0].shape[0] // c.splits,
+            first=cta // c.cluster,
+            rank=cta % c.cluster,
+            count=self.tiles.count(m, n, s.table),
+            workers=workers // c.cluster,
+            a_scale=scales[0],
+            b_scale=scales[1],
+            out=out,
+        )
+        if warp >= 4 * GROUPS:
+            cute.arch.setmaxregister_decrease(c.registers[1])
+            if warp == 4 * GROUPS:
+                self._produce(a_map, b_map, tid % 32, t, s)
+        else:
+            cute.arch.setmaxregister_increase(c.registers[0])
+            self._consume(product, tid, t, s)
+        if const_expr(c.cluster > 1):
+            # No CTA may end while the other still copies to it, or frees its stages.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    def _find(self, number, lane, t, s):
+        """The CTA's part of the cluster's tile: its expert, first row, rows from there on, and first column."""
+        expert, row, rows, column = self.tiles.find(number, t.m, t.n, s.table, lane)
+        return expert, row, rows, column if self.config.pair == 1 else column + t.rank * self.config.columns
+
+    def _free(self, stage, lane, s) -> None:
+        """A warp has read a stage: of all CTAs that copy to it, each is told by a lane."""
+        barrier, c = s.free + stage, self.config
+        if c.pair == 1:
+            ptx.arrive_if(barrier, Uint32(lane == 0))
+        else:
+            self._arrive(barrier, lane, False)
+
+    def _arrive(self, barrier, lane, tells: bool) -> None:
+        """A warp arrives at the barriers of all CTAs of the cluster; with ``tells``, what it stored is known there."""
+        cute.arch.sync_warp()
+        ptx.arrive_at_if(barrier, lane, Uint32(lane < self.config.cluster), tells)
+
+    def _allocate(self) -> SimpleNamespace:
+        c = self.config
+        base = SmemAllocator().allocate(c.smem_bytes, 1024)
+        columns = base + c.stages * c.tokens * BLOCK
+        stores = columns + c.stages * c.columns * BLOCK
+        table = stores + c.store_bytes
+        barriers = cute.recast_ptr(table + c.rows.table_bytes, dtype=Int64)
+        return SimpleNamespace(
+            tokens=base,
+            columns=columns,
+            stores=stores,
+            table=table,
+            full=barriers,
+            free=barriers + c.stages,
+            left=barriers + 2 * c.stages,
+            read=barriers + 2 * c.stages + 1,
+        )
+
+    def _operand(self, base: cute.Pointer, rows: int, stages: int) -> cute.Tensor:
+        layout = self._operand_layout(rows, stages)
+        return cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=Float8E4M3FN), layout.outer)
+
+    # Copies
+
+    @cute.jit
+    def _produce(self, a_map, b_map, lane, t, s):
+        """The copying warp: every block of k of the CTA's tiles, in their order."""
+        c = self.config
+        tokens = cute.group_modes(self._operand(s.tokens, c.box_rows, c.stages * c.boxes), 0, 2)
+        columns = cute.group_modes(self._operand(s.columns, c.columns, c.stages), 0, 2)
+        one = cute.make_layout(1)
+        # A weight that few rows are multiplied with is read once.
+        policy = {"cache_policy": Int64(EVICT_FIRST)} if c.is_swapped else {}
+        to_all = {"mcast_mask": Int16(2**c.pair - 1)} if c.pair > 1 else {}
+        # A ring that was never used counts as free.
+        stage, parity = Int32(0), Int32(1)
+        for number in range(t.first, t.count, t.workers):
+            expert, row, rows, column = self._find(number, lane, t, s)
+            # Rows begin anywhere.
+            tiled = cute.local_tile(cute.domain_offset((row, 0), a_map[1]), (c.box_rows, BLOCK), (None, None))
+            tokens_to, tokens_from = cpasync.tma_partition(a_map[0], 0, one, tokens, cute.group_modes(tiled, 0, 2))
+            tiled = cute.local_tile(b_map[1], (c.columns, BLOCK, 1), (column // c.columns, None, expert))
+            columns_to, columns_from = cpasync.tma_partition(b_map[0], 0, one, columns, cute.group_modes(tiled, 0, 3))
+            boxes = cutlass.min(cute.ceil_div(rows, c.box_rows), Int32(c.boxes))
+            size = c.columns * BLOCK + boxes * (c.box_rows * BLOCK)
+            for block in cutlass.range(t.begin, t.end, unroll=1):
+                cute.arch.mbarrier_wait(s.free + stage, parity)
+                barrier = s.full + stage
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+                for i in range_constexpr(c.boxes // c.pair):
+                    box = i if const_expr(c.pair == 1) else t.rank
+                    if box < boxes:
+                        to = tokens_to[None, stage * c.boxes + box]
+                        cute.copy(a_map[0], tokens_from[None, box, block], to, tma_bar_ptr=barrier, **to_all)
+                cute.copy(b_map[0], columns_from[None, block], columns_to[None, stage], tma_bar_ptr=barrier, **policy)
+                stage, parity = next_stage(stage, parity, c.stages)
+
+    # Products
+
+    @cute.jit
+    def _consume(self, product: cute.TiledMma, tid, t, s):
+        """A warpgroup that multiplies: its 64 rows of each of the CTA's tiles."""
+        c = self.config
+        group, lane = cute.arch.make_warp_uniform(tid // WARPGROUP), tid % 32
+        first = tid // 32 * 16  # of the warp's rows of the M side
+        w = SimpleNamespace(lane=lane, quad=lane % 4, row=first + lane // 4)
+        multiply = self._multiplier(product, group, s)
+        size = c.product_columns // 2
+        sums = cute.make_rmem_tensor((c.halves * size,), Float32)
+        partial = cute.make_rmem_tensor((size,), Float32)
+        stage, parity, turn = Int32(0), Int32(0), Int32(0)
+        for number in range(t.first, t.count, t.workers):
+            expert, row, rows, column = self._find(number, lane, t, s)
+            exists = True if const_expr(c.is_swapped) else rows > group * GROUP_ROWS
+            if exists:
+                sums.fill(0.0)
+                ahead = self._load_scales(cutlass.min(t.begin, t.blocks - 1), expert, row, rows, column, w, t)
+                for block in cutlass.range(t.begin, t.end, unroll=1):
+                    cute.arch.mbarrier_wait(s.full + stage, parity)
+                    for half in range_constexpr(c.halves):
+                        multiply(stage, half, partial)
+                        if const_expr(half == 0):
+                            factors = self._factors(ahead)
+                            following = cutlass.min(block + 1, t.blocks - 1)
+                            ahead = self._load_scales(following, expert, row, rows, column, w, t)
+                        warpgroup.wait_group(0)
+                        if const_expr(half == c.halves - 1):
+                            self._free(stage, lane, s)
+                        self._promote(sums, partial, factors, half)
+                    stage, parity = next_stage(stage, parity, c.stages)
+                if const_expr(c.splits > 1):
+                    self._add_up(sums, row, rows, column, turn, w, tid, t, s)
+                    turn = turn ^ 1
+                elif const_expr(c.is_swapped):
+                    store_columns(sums, t.out, row, rows, column + first, lane)
+                else:
+                    base = s.stores + cute.assume(tid // 32 * row_tile.SIZE_BYTES, divby=16)
+                    store_rows(sums, t.out, base, row + first, rows - first, column, lane)
+            else:
+                # None of its rows exist.
+                for _ in cutlass.range(t.blocks, unroll=1):
+                    cute.arch.mbarrier_wait(s.full + stage, parity)
+                    self._free(stage, lane, s)
+                    stage, parity = next_stage(stage, parity, c.stages)
+        if const_expr(c.pdl):
+            cute.arch.griddepcontrol_launch_dependents()
+
+    def _multiplier(self, product: cute.TiledMma, group, s):
+        """The function that starts a warpgroup's products of a stage, of one half of the N side."""
+        c = self.config
+        rows, columns = (s.columns, s.tokens) if c.is_swapped else (s.tokens, s.columns)
+        # Groups and halves lie one after the other in a stage.
+        m_side = self._operand(rows, GROUP_ROWS, c.stages * GROUPS)
+        n_side = self._operand(columns, c.product_columns, c.stages * c.halves)
+        thread = product.get_slice(0)
+        m_operand = product.make_fragment_A(thread.partition_A(m_side))
+        n_operand = product.make_fragment_B(thread.partition_B(n_side))
+
+        def multiply(stage, half: int, partial) -> None:
+            shape = product.partition_shape_C((GROUP_ROWS, c.product_columns))
+            accumulators = cute.make_tensor(partial.iterator, shape)
+            warpgroup.fence()
+            for step in range(BLOCK // STEP):
+                product.set(warpgroup.Field.ACCUMULATE, step > 0)
+                cute.gemm(
+                    product,
+                    accumulators,
+                    m_operand[None, None, step, stage * GROUPS + group],
+                    n_operand[None, None, step, stage * c.halves + half],
+                    accumulators,
+                )
+            warpgroup.commit_group()
+
+        return multiply
+
+    @cute.jit
+    def _add_up(self, sums, row, rows, column, turn, w, tid, t, s):
+        """Add the sums of the CTAs that share a tile, in the order of k, and store them; ``turn`` is the parity of the
+        tile among the CTA's."""
+        c = self.config
+        # All have read the sums of the tile before. (Barriers that were never used count as passed.)
+        cute.arch.mbarrier_wait(s.read, turn ^ 1)
+        leave_sums(c.sum_tile, sums, s.stores, w.row, w.quad)
+        self._arrive(s.left, w.lane, True)
+        cute.arch.mbarrier_wait(s.left, turn)
+        first = t.out.iterator + cute.assume(Int64(row) * t.n, divby=8)
+        out = cute.make_tensor(first, cute.make_layout((rows, t.n), stride=(t.n, 1)))
+        one = Float32(1.0), Float32(1.0)
+        write_sums(c.sum_tile, c.splits, GROUPS * WARPGROUP, one, out, s.stores, t.rank, tid, Int32(0), column)
+        self._arrive(s.read, w.lane, True)
+
+    # Scales
+
+    def _load_scales(self, block, expert, row, rows, column, w, t) -> tuple:
+        """The scales of a lane's sums in a block of k: of rows of ``a``, and of columns."""
+        c = self.config
+        if c.is_swapped:
+            places = [8 * i + w.quad * 2 + e for i in range(c.tokens // 8) for e in range(2)]
+        else:
+            places = [w.row, w.row + 8]
+        # Of rows that the expert does not have, its last row's: nothing of it is stored.
+        a_scales = [t.a_scale[block, Int64(row) + cutlass.min(place, rows - 1)] for place in places]
+        last = t.b_scale.shape[0] - 1
+        halves = [cutlass.min(column // BLOCK + half, last) for half in range(c.halves)]
+        b_scales = [t.b_scale[half, block, expert] for half in halves]
+        return (*a_scales, *b_scales)
+
+    def _factors(self, scales: tuple) -> list:
+        """The factors of the sums of each half: of rows, or of columns where these are rows of ``a``."""
+        count = len(scales) - self.config.halves
+        return [[ptx.mul_rn(a, b) for a in scales[:count]] for b in scales[count:]]
+
+    def _promote(self, sums, partial, factors: list, half: int) -> None:
+        """Add a block's sums to the totals."""
+        size = self.config.product_columns // 2
+        for i in range(size):
+            which = i // 4 * 2 + i % 2 if self.config.is_swapped else i // 2 % 2
+            sums[half * size + i] = ptx.fma_rn(factors[half][which], partial[i], sums[half * size + i])

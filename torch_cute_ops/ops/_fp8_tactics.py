@@ -1,0 +1,151 @@
+"""Which kernel multiplies FP8 matrices, and with which tile: chosen from what the host knows."""
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.compiler import Wanted
+
+if TYPE_CHECKING:
+    from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
+
+WGMMA: Final = "wgmma"
+MMA: Final = "mma"
+MANY: Final = 128
+"""Rows of ``a`` of a tile with which the CTAs of a cluster have tiles side by side."""
+BLOCK: Final = 128
+PRODUCTS_PER_CLOCK: Final = 4096 * 0.8
+"""Multiplications and additions of an SM's tensor cores, at what good products reach. (By data sheet, of an H200.)"""
+L2_BYTES_PER_CLOCK: Final = 36.0
+"""That L2 gives an SM while all of them read. (An estimate, for Hopper.)"""
+MEMORY_BYTES_PER_CLOCK: Final = 19.0
+"""That memory does: 4.26 TB/s of a copy with 132 SMs (measured on an H200)."""
+TILE_CLOCKS: Final = 600.0
+"""Of a tile, besides its blocks of k. (An estimate.)"""
+SHARE_CLOCKS: Final = 1000.0
+"""For the sums of a tile that CTAs share. (An estimate.)"""
+
+
+class Shape(NamedTuple):
+    """What the host knows of a product.
+
+    Attributes:
+        rows: of ``a``: more than all that experts have, or as many.
+        experts: how many there are.
+        n, k: columns of the result, and elements of a sum.
+        rows_of_expert: of the masked layout, the most that an expert can have; else ``None``.
+    """
+
+    rows: int
+    experts: int
+    n: int
+    k: int
+    rows_of_expert: int | None = None
+
+    @property
+    def usual_rows(self) -> int:
+        """Rows that an expert is taken to have."""
+        return self.rows_of_expert or -(-self.rows // self.experts)
+
+
+class Tactic(NamedTuple):
+    """A kernel and its tile: rows of ``a``, and of ``b``; and CTAs of a cluster, which have tiles side by side, or
+    share one."""
+
+    kernel: str
+    tokens: int
+    columns: int
+    cluster: int = 1
+
+    def across(self, shape: Shape) -> int:
+        """Tiles of clusters side by side."""
+        return -(-shape.n // (self.columns * self.pair))
+
+    def most_tiles(self, shape: Shape) -> int:
+        """At least as many tiles of clusters as there are."""
+        columns = self.across(shape)
+        if shape.rows_of_expert is not None:
+            return shape.experts * -(-shape.rows_of_expert // self.tokens) * columns
+        # An expert has at most one tile that is not full.
+        return (shape.rows // self.tokens + min(shape.experts, shape.rows)) * columns
+
+    def usual_tiles(self, shape: Shape) -> int:
+        """The tiles of clusters for ``usual_rows`` rows of each expert."""
+        return shape.experts * -(-shape.usual_rows // self.tokens) * self.across(shape)
+
+    def workers(self, shape: Shape, sms: int) -> int:
+        """CTAs of a launch."""
+        return min(self.clusters(sms), self.most_tiles(shape)) * self.cluster
+
+    def clusters(self, sms: int) -> int:
+        """Clusters that run at once. (Of four CTAs, an H200 has room for one less than its SMs would do for.)"""
+        return sms * self.ctas_per_sm // self.cluster - (self.cluster == 4)
+
+    @property
+    def pair(self) -> int:
+        """CTAs of a cluster that have tiles side by side."""
+        return self.cluster if self.tokens >= MANY else 1
+
+    @property
+    def splits(self) -> int:
+        """CTAs of a cluster that share a tile."""
+        return self.cluster // self.pair
+
+    def clocks(self, shape: Shape, sms: int) -> float:
+        """That a call will take: a model of operations, bytes and waves, to choose by."""
+        products = self.tokens * self.columns * BLOCK / PRODUCTS_PER_CLOCK
+        from_l2 = (self.tokens / self.pair + self.columns) * BLOCK / L2_BYTES_PER_CLOCK
+        # The weight comes from memory at least once, and is shared by the tiles of rows that run beside each other.
+        beside = min(-(-shape.usual_rows // self.tokens), 8)
+        from_memory = self.columns * BLOCK / beside / MEMORY_BYTES_PER_CLOCK
+        block = max(products, from_l2, from_memory)
+        waves = -(-self.usual_tiles(shape) // self.clusters(sms))
+        # While results are stored, copies go on: only products wait.
+        stores = waves * TILE_CLOCKS if block == products else TILE_CLOCKS
+        shares = waves * SHARE_CLOCKS if self.splits > 1 else 0.0
+        return waves * shape.k / BLOCK / self.splits * block + stores + shares
+
+    def wanted(self, rows: "ExpertLayout", out_dtype: torch.dtype, arch: Arch) -> Wanted:
+        """The kernel."""
+        if self.kernel == WGMMA:
+            from torch_cute_ops.kernels import fp8_wgmma
+
+            by_groups = fp8_wgmma.plan(
+                rows=rows,
+                out_dtype=out_dtype,
+                tokens=self.tokens,
+                columns=self.columns,
+                cluster=self.cluster,
+                arch=arch,
+                pdl=settings.PDL,
+            )
+            return Wanted(fp8_wgmma.KERNEL, by_groups)
+        from torch_cute_ops.kernels import fp8_mma
+
+        by_warps = fp8_mma.plan(rows=rows, out_dtype=out_dtype, tokens=self.tokens, arch=arch, pdl=settings.PDL)
+        return Wanted(fp8_mma.KERNEL, by_warps)
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that share an SM."""
+        return 1 if self.kernel == WGMMA else 2
+
+
+def tactics(arch: Arch) -> tuple[Tactic, ...]:
+    """All that a GPU of ``arch`` can use, by rising numbers of rows in a tile."""
+    if arch.name == "sm_90a":
+        from torch_cute_ops.kernels.fp8_wgmma import TILES
+
+        return tuple(Tactic(WGMMA, *tile) for tile in TILES)
+    from torch_cute_ops.kernels.fp8_mma import COLUMNS
+    from torch_cute_ops.kernels.fp8_mma import TILES as ROWS
+
+    return tuple(Tactic(MMA, rows, COLUMNS) for rows in ROWS)
+
+
+def choose(shape: Shape, arch: Arch, sms: int) -> Tactic:
+    """The tactic with the least estimate; of equal ones that with the fewest rows in a tile, and the widest tiles."""
+    able = [one for one in tactics(arch) if one.tokens < MANY or shape.usual_rows > MANY // 2]
+    return min(able, key=lambda one: (one.clocks(shape, sms), one.tokens, -one.columns, -one.pair, one.splits))

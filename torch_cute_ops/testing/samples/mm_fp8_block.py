@@ -1,0 +1,144 @@
+"""Inputs of ``mm_fp8_block``, good and bad."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torch_cute_ops.testing._inputs import ErrorInput, Sample
+from torch_cute_ops.testing.samples._fp8_product import FP8, NAN, integers, matrix, tensor_errors, weight
+from torch_cute_ops.testing.samples._rows import DTYPES, out_errors, short
+
+ROW_DIMENSIONS = {"a": 0, "a_scale": 1}
+"""Where the number of rows stands in the shapes of ``call``'s tensors."""
+
+
+def call(*shape: int, device: torch.device) -> Sample:
+    """A call of so many rows and columns, 128 elements of k."""
+    *lead, width = shape
+    return sample("", math.prod(lead), width, 128, device)
+
+
+def sample(name: str, m: int, n: int, k: int, device: torch.device, *, exact: bool = False, **kwargs: Any) -> Sample:
+    """A call; with ``exact`` its sums are."""
+    a, a_scale = matrix(m, k, device, exact)
+    b, b_scale = weight(n, k, device=device, exact=exact)
+    return Sample(name, (a, b.t(), a_scale, b_scale), kwargs)
+
+
+def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
+    """Arguments that the op takes."""
+    device = torch.device(device)
+    for out_dtype in DTYPES:
+        yield sample(
+            "plain" if out_dtype == torch.bfloat16 else f"to-{short(out_dtype)}",
+            19,
+            136,
+            384,
+            device,
+            out_dtype=out_dtype,
+        )
+        yield sample(f"exact-{short(out_dtype)}", 9, 264, 640, device, exact=True, out_dtype=out_dtype)
+    for name, m, n, k in (
+        ("one-row", 1, 8, 128),
+        ("decode", 1, 256, 1024),
+        ("eight-rows", 8, 128, 256),
+        ("nine-rows", 9, 72, 256),
+        ("sixteen-rows", 16, 136, 128),
+        ("seventeen-rows", 17, 136, 128),
+        ("thirty-three-rows", 33, 248, 256),
+        ("sixty-four-rows", 64, 128, 256),
+        ("sixty-five-rows", 65, 264, 128),
+        ("a-tile", 128, 256, 256),
+        ("several-tiles", 300, 520, 256),
+        ("rows-of-one-more", 257, 8, 128),
+        ("long", 5, 24, 8192),
+        ("no-rows", 0, 24, 128),
+        ("no-columns", 5, 0, 128),
+    ):
+        yield sample(name, m, n, k, device)
+    yield from _values(device)
+    yield from _views(device)
+
+
+def _values(device: torch.device) -> Iterator[Sample]:
+    for name, m in (("few", 5), ("many", 130)):
+        one = sample(f"nan-of-{name}-rows", m, 136, 256, device)
+        one.args[0].view(torch.uint8)[1::3, 5] = NAN
+        one.args[2][1, 2::3] = torch.nan
+        yield one
+        one = sample(f"nan-of-columns-for-{name}-rows", m, 264, 256, device)
+        one.args[1].t().view(torch.uint8)[1::7, 5] = NAN
+        one.args[3][1, 0] = torch.nan
+        yield one
+        one = sample(f"zero-scales-of-{name}-rows", m, 136, 256, device, out_dtype=torch.float32)
+        one.args[2][:, ::2] = 0.0
+        one.args[3][-1] = 0.0
+        yield one
+        one = sample(f"large-{name}", m, 136, 256, device, out_dtype=torch.float32)
+        one.args[2].mul_(2.0**60)
+        yield one
+        one = sample(f"cancelling-{name}", m, 136, 256, device, out_dtype=torch.float32)
+        a, b, a_scale, b_scale = one.args
+        a[:, 128:] = a[:, :128]
+        b.t()[:, 128:] = b.t()[:, :128]
+        a_scale[1] = -a_scale[0]
+        b_scale[:, 1] = b_scale[:, 0]
+        yield one
+        largest = sample(f"largest-{name}", m, 136, 128, device, out_dtype=torch.float32)
+        for operand in (largest.args[0], largest.args[1].t()):
+            operand.copy_((operand.float().sign() * 448).to(FP8))
+        yield largest
+
+
+def _views(device: torch.device) -> Iterator[Sample]:
+    m, n, k = 6, 24, 256
+    one = sample("", m, n, k, device)
+    a, b, a_scale, b_scale = one.args
+    wide = torch.cat((a.view(torch.uint8),) * 3, 1).view(FP8)
+    pitched = torch.cat((a_scale,) * 2, 1)
+    for name, args in (
+        ("a-columns-first", (a.view(torch.uint8).t().contiguous().view(FP8).t(), b, a_scale, b_scale)),
+        ("a-row-strided", (wide[:, :k], b, a_scale, b_scale)),
+        ("a-offset", (wide[:, 1 : 1 + k], b, a_scale, b_scale)),
+        ("a-rows-expanded", (a[:1].expand(m, -1), b, a_scale, b_scale)),
+        ("b-contiguous", (a, b.view(torch.uint8).contiguous().view(FP8), a_scale, b_scale)),
+        ("b-every-other-row", (a, b[:, ::3], a_scale, b_scale)),
+        ("a-scale-row-major", (a, b, a_scale.t().contiguous().t(), b_scale)),
+        ("a-scale-pitched", (a, b, pitched[:, 1 : 1 + m], b_scale)),
+        ("a-scale-expanded", (a, b, a_scale[:1].expand(2, -1), b_scale)),
+        ("b-scale-columns-first", (a, b, a_scale, b_scale.t().contiguous().t())),
+    ):
+        yield Sample(name, args, {})
+    yield Sample("positional", (*one.args, torch.float16), {})
+    yield Sample("same-tensor", (square := integers(128, 128, device=device), square.t(), *_ones(device)), {})
+
+
+def _ones(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(1, 128, device=device), torch.ones(1, 1, device=device)
+
+
+def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
+    """Arguments that the op refuses."""
+    device = torch.device(device)
+    m, n, k = 4, 136, 256
+    good = sample("good", m, n, k, device)
+    tensors = dict(zip(("a", "b", "a_scale", "b_scale"), good.args, strict=True))
+
+    def bad(
+        name: str, error: type[Exception], match: str, with_: dict[str, Any] | None = None, **given: Any
+    ) -> ErrorInput:
+        return ErrorInput(name, tuple((tensors | given).values()), with_ or {}, error, match)
+
+    yield from tensor_errors(tensors, bad, device)
+    a, b = tensors["a"], tensors["b"]
+    yield bad("b-short", ValueError, "b has K = 192; expected a positive multiple of 128", b=b[:192])
+    yield bad("b-no-k", ValueError, "b has K = 0; expected a positive multiple of 128", b=b[:0])
+    yield bad("b-narrow", ValueError, "b has N = 132; expected a multiple of 8", b=b[:, :132])
+    yield bad("b-half", ValueError, "b_scale has shape", b=b[:, :128])
+    yield bad("a-of-other-k", ValueError, r"a has shape \(4, 128\); expected \(4, 256\)", a=a[:, :128])
+    for dtype in (torch.float64, torch.uint8, FP8):
+        yield bad(f"out-dtype-{dtype}", TypeError, f"out_dtype is {dtype}; expected", {"out_dtype": dtype})
+    out = {"out": torch.zeros(m, n, dtype=torch.bfloat16, device=device)}
+    yield from out_errors(good.args, {}, out, device)
