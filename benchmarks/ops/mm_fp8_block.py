@@ -1,0 +1,66 @@
+"""mm_fp8_block: the product of FP8 matrices under block scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+import torch_cute_ops
+
+from ..case import Case, Mark, Row, Tensors, Variant, at_least
+from ..fp8_products import DTYPE, FLOPS_GOAL, FP8ProductBenchmark, found, peer_mark, rate, sums
+
+SHAPES = ((4096, 7168), (7168, 2048))
+"""(N, K) of DeepSeek-V3's experts."""
+ROWS = {"marks": (8192,), "quick": (1, 16, 64, 256, 1024, 4096, 8192), "full": tuple(2**i for i in range(15))}
+PEERS = ("rowwise", "blockwise")
+
+
+class MmFp8Block(FP8ProductBenchmark):
+    op = "mm_fp8_block"
+    peers = PEERS
+
+    def case(self, m: int, n: int, k: int) -> Case:
+        """A case of this op."""
+        return Case({"M": m, "N": n, "K": k})
+
+    def cases(self, sizes: str) -> list[Case]:
+        return [self.case(m, n, k) for n, k in SHAPES for m in ROWS[sizes]]
+
+    def make_set(self, case: Case, device: torch.device) -> Tensors:
+        m, n = case["M"], case["N"]
+        weight = {name: tensor[0] for name, tensor in self.weight(case, device).items()}
+        out = torch.full((m, n), float("nan"), dtype=DTYPE, device=device)
+        return {**self.rows(m, case, device), **weight, "out": out}
+
+    def call(self, tensors: Tensors) -> None:
+        a, b, a_scale, b_scale = (tensors[name] for name in ("a", "b", "a_scale", "b_scale"))
+        torch_cute_ops.mm_fp8_block(a, b.t(), a_scale, b_scale, out=tensors["out"])
+
+    def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
+        def rowwise(t: Tensors) -> Callable[[], torch.Tensor]:
+            one, two = t["a"].new_ones(len(t["a"]), 1, dtype=torch.float32), t["a_scale"].new_ones(1, len(t["b"]))
+            return lambda: torch._scaled_mm(t["a"], t["b"].t(), one, two, out_dtype=DTYPE, use_fast_accum=True)
+
+        def blockwise(t: Tensors) -> Callable[[], torch.Tensor]:
+            scale = t["a_scale"].t(), t["b_scale"].t()
+            return lambda: torch._scaled_mm(t["a"], t["b"].t(), *scale, out_dtype=DTYPE)
+
+        if name == "rowwise":
+            return self.peer_of(rowwise, case, sets, "scales of whole rows")
+        return self.peer_of(blockwise, case, sets)
+
+    def expected(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:
+        return (sums(*(tensors[name] for name in ("a", "b", "a_scale", "b_scale"))),)
+
+    def marks(self, rows: Sequence[Row]) -> list[Mark]:
+        large = found(rows, M=8192, N=4096, K=7168)
+        many = [row for row in rows if row["sizes"]["M"] >= 4096]
+        return [
+            at_least("8192 x 4096 x 7168: rate", None if large is None else rate(large), FLOPS_GOAL, " TFLOP/s"),
+            peer_mark("M of 4,096 or more: as fast as torch's FP8 products", many, PEERS),
+        ]
+
+
+BENCHMARK = MmFp8Block()

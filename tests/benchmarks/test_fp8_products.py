@@ -1,0 +1,95 @@
+"""The benchmarks of FP8 products without a GPU: bytes, sizes, checks, marks."""
+
+import pytest
+import torch
+
+import torch_cute_ops  # noqa: F401  registers the ops
+from benchmarks import fp8_products, ops
+from benchmarks.case import Case
+
+CPU = torch.device("cpu")
+OPS = ("mm_fp8_block", "grouped_mm_fp8")
+SMALL = [
+    ("mm_fp8_block", Case({"M": 5, "N": 136, "K": 256})),
+    ("grouped_mm_fp8", Case({"M": 3, "N": 136, "K": 256, "E": 2}, choices={"layout": "contiguous"})),
+    ("grouped_mm_fp8", Case({"M": 3, "N": 136, "K": 256, "E": 2}, choices={"layout": "masked"})),
+]
+by_small = pytest.mark.parametrize(("op", "case"), SMALL)
+
+
+@by_small
+def test_the_formula_is_the_bytes_of_the_tensors(op, case):
+    """Offsets and counts apart."""
+    benchmark = ops.load(op)
+    tensors = benchmark.make_set(case, CPU)
+    assert benchmark.bytes_moved(case) == sum(t.nbytes for t in tensors.values() if t.dtype != torch.int32)
+
+
+@by_small
+def test_ours_passes_the_check_and_others_do_not(op, case):
+    benchmark = ops.load(op)
+    sets = [benchmark.make_set(case, CPU)]
+    got = benchmark.ours(case, sets).call(0)
+    expected = benchmark.expected(case, sets[0])
+    assert benchmark.mismatch(got, expected) == 0.0
+    wrong = got[0].clone()
+    wrong.view(-1)[7] *= 1.5
+    assert 0 < benchmark.mismatch((wrong,), expected) < 0.01
+    assert benchmark.mismatch((got[0].fill_(torch.nan),), expected) == 1.0
+
+
+@by_small
+def test_peers_that_do_not_run_say_why(op, case, monkeypatch):
+    def absent(*args, **kwargs):
+        raise RuntimeError("not here\nat all")
+
+    for name in ("_scaled_mm", "_scaled_grouped_mm"):
+        monkeypatch.setattr(torch, name, absent)
+    benchmark = ops.load(op)
+    sets = [benchmark.make_set(case, CPU)]
+    assert {benchmark.peer(name, case, sets) for name in benchmark.peers} == {"RuntimeError: not here"}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_sizes(op):
+    benchmark = ops.load(op)
+    named = {sizes: {str(case) for case in benchmark.cases(sizes)} for sizes in ("marks", "quick", "full")}
+    assert all(len(named[sizes]) == len(benchmark.cases(sizes)) for sizes in named)
+    assert {case["K"] for case in benchmark.cases("marks")} == {7168, 2048}
+
+
+def row(case, **variants):
+    return {"sizes": dict(case.sizes), "choices": dict(case.choices), "variants": variants}
+
+
+def test_marks_of_the_plain_product():
+    benchmark = ops.load("mm_fp8_block")
+    large = benchmark.case(8192, 4096, 7168)
+    few = benchmark.case(16, 4096, 7168)
+    rows = [
+        row(large, ours={"tflops": 1200.0}, rowwise={"tflops": 1250.0}, blockwise={"tflops": 1100.0}),
+        row(few, ours={"tflops": 1.0}, rowwise={"tflops": 9.0}),
+    ]
+    assert [(mark.value, mark.passed) for mark in benchmark.marks(rows)] == [(1200.0, True), (0.96, True)]
+    assert [mark.value for mark in benchmark.marks(rows[1:])] == [None, None]
+
+
+def test_marks_of_the_grouped_product():
+    benchmark = ops.load("grouped_mm_fp8")
+    prefill, decode = benchmark.case(4, 8192, 4096, 7168), benchmark.case(32, 16, 4096, 7168, "masked")
+    rows = [
+        row(prefill, ours={"tflops": 1000.0}, scaled_grouped_mm={"tflops": 1250.0}),
+        row(decode, ours={"tflops": 9.0, "of_copy": 0.82}, scaled_grouped_mm={"tflops": 99.0}),
+    ]
+    marks = benchmark.marks(rows)
+    assert [(mark.value, mark.passed) for mark in marks] == [(1000.0, False), (0.8, False), (0.82, True)]
+
+
+def test_sums_are_those_of_the_numbers():
+    a, b = (fp8_products.codes(3, 256, CPU) for _ in range(2))
+    a_scale, b_scale = fp8_products.scales(2, 3, device=CPU), fp8_products.scales(1, 2, device=CPU)
+    want = sum(
+        (a[:, at].double() * a_scale[i].double()[:, None]) @ (b[:, at].double() * b_scale[0, i].double()).t()
+        for i, at in enumerate((slice(0, 128), slice(128, 256)))
+    )
+    assert torch.equal(fp8_products.sums(a, b, a_scale, b_scale), want.bfloat16())
