@@ -165,7 +165,8 @@ def compute(kernel: Any, *args: Any) -> None:
         used = used_rows(len(x), index, counts)
         x = torch.where(used[:, None], x, 0.0)
         results = quantize_fp8_rows(silu_mul_rows(x), problem.fmt, None, problem.layout)
-        y.data[used], scale.data[:, used] = results[0][used], results[1][:, used]
+        y.data.view(torch.uint8)[used] = results[0].view(torch.uint8)[used]
+        scale.data[:, used] = results[1][:, used]
         return
     if residual is not None:
         write(residual, x.float() + residual.float())
@@ -192,9 +193,11 @@ def compute(kernel: Any, *args: Any) -> None:
 
 def compute_copies(codes: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, y: Any, scale: Any) -> None:
     """Copies of rows of codes and columns of scales, where the index tells."""
+    # Before torch 2.13 there is no indexing of FP8.
+    y, codes = y.data.view(torch.uint8), codes.view(torch.uint8)
     for copies in index.t():
         exists = copies >= 0
-        y.data[copies[exists].long()] = codes[exists]
+        y[copies[exists].long()] = codes[exists]
         scale.data[:, copies[exists].long()] = scales[:, exists]
 
 
