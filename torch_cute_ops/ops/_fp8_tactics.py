@@ -16,16 +16,19 @@ MMA: Final = "mma"
 MANY: Final = 128
 """Rows of ``a`` of a tile with which the CTAs of a cluster have tiles side by side."""
 BLOCK: Final = 128
-PRODUCTS_PER_CLOCK: Final = 4096 * 0.8
-"""Multiplications and additions of an SM's tensor cores, at what good products reach. (By data sheet, of an H200.)"""
-L2_BYTES_PER_CLOCK: Final = 36.0
-"""That L2 gives an SM while all of them read. (An estimate, for Hopper.)"""
+BLOCK_CLOCKS: Final = {WGMMA: 340.0, MMA: 340.0}
+"""Of an SM for a block of k of a tile of many rows, besides its products (measured on an H200; the other assumed)."""
+PRODUCTS_PER_CLOCK: Final = 3400.0
+"""Multiplications and additions of an SM in such tiles (measured on an H200)."""
+FEW_BLOCK_CLOCKS: Final = 450.0
+FEW_ROW_CLOCKS: Final = 13.5
+"""Of an SM for a block of k of a tile of few rows, and for each of them (measured on an H200)."""
 MEMORY_BYTES_PER_CLOCK: Final = 19.0
-"""That memory does: 4.26 TB/s of a copy with 132 SMs (measured on an H200)."""
+"""That memory gives an SM while all of them read: 4.26 TB/s of a copy with 132 SMs (measured on an H200)."""
 TILE_CLOCKS: Final = 600.0
 """Of a tile, besides its blocks of k. (An estimate.)"""
-SHARE_CLOCKS: Final = 1000.0
-"""For the sums of a tile that CTAs share. (An estimate.)"""
+SHARE_CLOCKS: Final = 6000.0
+"""For the sums of a tile that CTAs share, for each CTA but the first (measured on an H200)."""
 
 
 class Shape(NamedTuple):
@@ -95,17 +98,21 @@ class Tactic(NamedTuple):
 
     def clocks(self, shape: Shape, sms: int) -> float:
         """That a call will take: a model of operations, bytes and waves, to choose by."""
-        products = self.tokens * self.columns * BLOCK / PRODUCTS_PER_CLOCK
-        from_l2 = (self.tokens / self.pair + self.columns) * BLOCK / L2_BYTES_PER_CLOCK
-        # The weight comes from memory at least once, and is shared by the tiles of rows that run beside each other.
+        if self.tokens < MANY and self.kernel == WGMMA:
+            products = FEW_BLOCK_CLOCKS + FEW_ROW_CLOCKS * self.tokens
+        else:
+            products = BLOCK_CLOCKS[self.kernel] + self.tokens * self.columns * BLOCK / PRODUCTS_PER_CLOCK
+        tiles = self.usual_tiles(shape)
+        # The weight comes from memory at least once, and is shared by the tiles of rows that run beside each other; as
+        # memory is by the SMs that read.
         beside = min(-(-shape.usual_rows // self.tokens), 8)
-        from_memory = self.columns * BLOCK / beside / MEMORY_BYTES_PER_CLOCK
-        block = max(products, from_l2, from_memory)
-        waves = -(-self.usual_tiles(shape) // self.clusters(sms))
+        readers = min(1.0, tiles * self.cluster / sms)
+        from_memory = readers * self.columns * BLOCK / beside / MEMORY_BYTES_PER_CLOCK
+        waves = -(-tiles // self.clusters(sms))
         # While results are stored, copies go on: only products wait.
-        stores = waves * TILE_CLOCKS if block == products else TILE_CLOCKS
-        shares = waves * SHARE_CLOCKS if self.splits > 1 else 0.0
-        return waves * shape.k / BLOCK / self.splits * block + stores + shares
+        stores = waves * TILE_CLOCKS if products > from_memory else TILE_CLOCKS
+        shares = waves * SHARE_CLOCKS * (self.splits - 1)
+        return waves * shape.k / BLOCK / self.splits * max(products, from_memory) + stores + shares
 
     def wanted(self, rows: "ExpertLayout", out_dtype: torch.dtype, arch: Arch) -> Wanted:
         """The kernel."""
@@ -146,6 +153,7 @@ def tactics(arch: Arch) -> tuple[Tactic, ...]:
 
 
 def choose(shape: Shape, arch: Arch, sms: int) -> Tactic:
-    """The tactic with the least estimate; of equal ones that with the fewest rows in a tile, and the widest tiles."""
-    able = [one for one in tactics(arch) if one.tokens < MANY or shape.usual_rows > MANY // 2]
-    return min(able, key=lambda one: (one.clocks(shape, sms), one.tokens, -one.columns, -one.pair, one.splits))
+    """The tactic with the least estimate; of equal ones that with the fewest rows in a tile, the widest tiles, and the
+    fewest CTAs in a cluster."""
+    able = [one for one in tactics(arch) if one.tokens < MANY or shape.usual_rows > MANY // 4]
+    return min(able, key=lambda one: (one.clocks(shape, sms), one.tokens, -one.columns, one.cluster))
