@@ -8,7 +8,7 @@ ARGS ?=
 
 dev = $(PYTHON) tools/setup_env.py --venv $(VENV)
 
-.PHONY: help demo demo-minilm demo-minilm-nvfp4 demo-moe test lint format typecheck bench venv clean
+.PHONY: help demo demo-minilm demo-minilm-nvfp4 demo-moe demo-fp8-moe test lint format typecheck bench venv clean
 .DEFAULT_GOAL := help
 
 help:          ## List the targets
@@ -25,6 +25,9 @@ demo-minilm-nvfp4:  ## That model's linear layers in NVFP4, its embeddings besid
 
 demo-moe:      ## An expert layer in NVFP4 beside the same in bf16: examples/moe_layer.py
 	@$(dev) -- examples/moe_layer.py $(ARGS)
+
+demo-fp8-moe:  ## An expert layer in FP8 beside the same in bf16: examples/fp8_moe_layer.py
+	@$(dev) -- examples/fp8_moe_layer.py $(ARGS)
 
 test:          ## Run the tests; kernels too where there is a GPU
 	@$(dev) -- -m pytest $(ARGS)

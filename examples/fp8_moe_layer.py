@@ -1,0 +1,229 @@
+#!/usr/bin/env python3
+"""An expert layer as in DeepSeek-V3 with its weights and activations in FP8, beside the same layer in bf16.
+
+    python examples/fp8_moe_layer.py                          # rows of experts one after the other
+    python examples/fp8_moe_layer.py --layout masked          # equally many rows for each expert, as for decoding
+    python examples/fp8_moe_layer.py --tokens 1 64 --experts 64 --hidden 2048 --intermediate 512
+
+A router gives each token 8 experts of at most 4 of 8 groups. Each step is one op: `moe_route` chooses experts and gives
+each pair of a token and an expert a row; `moe_permute_fp8quant` puts the tokens there, in FP8 with a scale for each 128
+elements; `grouped_mm_fp8` multiplies with the gates and ups of the experts, in FP8 with a scale for each 128 x 128;
+`moe_swiglu_fp8quant` makes of these the input of the second `grouped_mm_fp8`; and `moe_finalize` weighs and adds up a
+token's rows. Nothing waits for the host, and no shape depends on the routing: the layer is captured as one graph.
+
+Weights are random. Without a GPU the ops run their references in plain torch, and no time is measured. The layer in
+bf16 goes from expert to expert, and waits for the device: its time is that of calls, not of a graph. The last line starts
+with SUCCESS or FAILURE, and the exit status follows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+import torch_cute_ops
+from moe_layer import captured_us, relative_error
+from quickstart import pick_device
+
+BLOCK = 128
+LARGEST_CODE = 448.0
+SCALING = 2.5  # DeepSeek-V3's ``routed_scaling_factor``
+SIZES = {"cpu": (256, 16, 128, (1, 8, 33)), "cuda": (7168, 32, 2048, (1, 8, 64, 512, 4096, 8192))}
+"""Hidden, experts, intermediate, and numbers of tokens: small on a CPU; on a GPU DeepSeek-V3's, with an eighth of its
+experts, as on one of eight GPUs."""
+
+# What a run must reach. Measured on a CPU, 60 layers of three sizes: cosines from 0.9965 on, errors up to 0.081.
+LEAST_COSINE = 0.995
+LARGEST_ERROR = 0.1
+
+
+class Weights(NamedTuple):
+    """Of the layer, bf16 but for the bias; an expert's gates come first, then its ups."""
+
+    router: torch.Tensor
+    """(E, H)."""
+    bias: torch.Tensor
+    """(E,), fp32: added to scores for the choice."""
+    up: torch.Tensor
+    """(E, 2·I, H)."""
+    down: torch.Tensor
+    """(E, H, I)."""
+
+
+class Routing(NamedTuple):
+    """How experts are chosen: of so many groups, of so many of them, and so many for each token."""
+
+    num_groups: int
+    topk_groups: int
+    topk: int
+
+
+@torch.no_grad()
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    device, kernels = pick_device()
+    hidden, experts, intermediate, tokens = (
+        given or default
+        for given, default in zip(
+            (options.hidden, options.experts, options.intermediate, options.tokens), SIZES[device.type], strict=True
+        )
+    )
+    torch.manual_seed(options.seed)
+    routing = Routing(8, 4, min(options.top, experts // 2)) if experts % 16 == 0 else Routing(1, 1, options.top)
+    weights = random_weights(hidden, experts, intermediate, device)
+    in_bf16, layer = BF16Layer(weights, routing), FP8Layer(weights, routing, options.layout == "masked")
+    before = weights.up.nbytes + weights.down.nbytes
+    after = sum(tensor.nbytes for tensor in (*layer.up, *layer.down))
+    print(f"device     {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}: {kernels}")
+    print(f"layer      {experts} experts of {intermediate}, {routing.topk} a token, hidden {hidden}, {options.layout}")
+    print(f"weights    {before:,} bytes in bf16, {after:,} as codes and scales: {before / after:.2f} times fewer")
+
+    problems = []
+    is_timed = device.type == "cuda"
+    head = f"{'tokens':>9}  {'cosine':>8}  {'relative error':>14}"
+    print(f"\n{head}    FP8 µs    bf16 µs" if is_timed else f"\n{head}")
+    for count in tokens:
+        x = torch.randn(count, hidden, device=device).bfloat16()
+        want, got = in_bf16(x).double(), layer(x).double()
+        cosine, error = F.cosine_similarity(got, want, dim=-1).min().item(), relative_error(got, want)
+        line = f"{count:9}  {cosine:8.5f}  {error:14.4f}"
+        if is_timed:
+            line += f"  {captured_us(layer, x):8.1f}  {called_us(in_bf16, x):9.1f}"
+        print(line)
+        if not cosine >= LEAST_COSINE:
+            problems.append(f"{count} tokens: a cosine of {cosine:.5f} is below {LEAST_COSINE}")
+        if not error <= LARGEST_ERROR:
+            problems.append(f"{count} tokens: error {error:.3g} is above {LARGEST_ERROR}")
+    print(f"\nFAILURE: {'; '.join(problems)}" if problems else "\nSUCCESS: every check passed")
+    return 1 if problems else 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layout", choices=("contiguous", "masked"), default="contiguous", help="of experts' rows")
+    parser.add_argument("--tokens", type=int, nargs="+", help="numbers of tokens")
+    parser.add_argument("--hidden", type=int, help="elements of a token, a multiple of 128")
+    parser.add_argument("--experts", type=int)
+    parser.add_argument("--intermediate", type=int, help="of an expert, a multiple of 128")
+    parser.add_argument("--top", type=int, default=8, help="experts of a token (default: 8)")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(arguments)
+
+
+def random_weights(hidden: int, experts: int, intermediate: int, device: torch.device) -> Weights:
+    """Weights with which each product keeps the size of its input, more or less."""
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16).div_(shape[-1] ** 0.5)
+
+    bias = torch.randn(experts, device=device) * 0.01
+    return Weights(
+        random(experts, hidden), bias, random(experts, 2 * intermediate, hidden), random(experts, hidden, intermediate)
+    )
+
+
+class BF16Layer:
+    """The layer in plain torch, expert by expert."""
+
+    def __init__(self, weights: Weights, routing: Routing) -> None:
+        self.weights = weights
+        self.routing = routing
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(M, H) of tokens (M, H)."""
+        factors, ids = self.route(x)
+        total = torch.zeros(x.shape, device=x.device)
+        for expert in ids.unique().tolist():
+            token, place = (ids == expert).nonzero(as_tuple=True)
+            gate, up = F.linear(x[token], self.weights.up[expert]).chunk(2, dim=-1)
+            result = F.linear(F.silu(gate) * up, self.weights.down[expert])
+            total.index_add_(0, token, factors[token, place, None] * result)
+        return total.to(x.dtype)
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and experts of each token, (M, topk)."""
+        scores = F.linear(x.float(), self.weights.router.float()).sigmoid()
+        groups = (scores + self.weights.bias).unflatten(1, (self.routing.num_groups, -1))
+        best_groups = groups.topk(2, dim=2).values.sum(2).topk(self.routing.topk_groups, dim=1).indices
+        is_out = torch.ones(groups.shape[:2], dtype=torch.bool, device=x.device).scatter(1, best_groups, False)
+        ids = groups.masked_fill(is_out[..., None], -torch.inf).flatten(1).topk(self.routing.topk, dim=1).indices
+        chosen = scores.gather(1, ids)
+        return chosen / chosen.sum(1, keepdim=True) * SCALING, ids
+
+
+class FP8Layer:
+    """The layer in FP8, but for the router's weights.
+
+    Args:
+        weights: in bf16.
+        routing: as of the layer in bf16.
+        is_masked: whether all experts have room for all tokens, not as much as they need.
+    """
+
+    def __init__(self, weights: Weights, routing: Routing, is_masked: bool) -> None:
+        self.router, self.bias = weights.router, weights.bias
+        self.routing = routing
+        self.is_masked = is_masked
+        self.up, self.down = in_fp8(weights.up), in_fp8(weights.down)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """(M, H) of tokens (M, H)."""
+        logits = F.linear(x.float(), self.router.float())
+        weights, _, expanded, permuted, offsets, counts = torch_cute_ops.moe_route(
+            logits,
+            self.routing.topk,
+            self.bias,
+            "sigmoid",
+            self.routing.num_groups,
+            self.routing.topk_groups,
+            scaling_factor=SCALING,
+            max_rows=len(x) if self.is_masked else None,
+        )
+        a, a_scale = torch_cute_ops.moe_permute_fp8quant(x, permuted, self.routing.topk, expanded)
+        if self.is_masked:
+            # The same rows, by experts.
+            a, a_scale = a.unflatten(0, (len(counts), -1)), a_scale.unflatten(1, (len(counts), -1))
+            offsets = None
+        both = torch_cute_ops.grouped_mm_fp8(a, self.up[0], a_scale, self.up[1], offsets, counts)
+        h, h_scale = torch_cute_ops.moe_swiglu_fp8quant(both, offsets, counts)
+        y = torch_cute_ops.grouped_mm_fp8(h, self.down[0], h_scale, self.down[1], offsets, counts)
+        return torch_cute_ops.moe_finalize(y.flatten(0, -2), expanded, weights)
+
+
+def in_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (E, N, K) of a weight, and a scale for each 128 x 128: the largest element becomes 448."""
+    experts, n, k = weight.shape
+    rows = -(-n // BLOCK)
+    codes, scale = (
+        weight.new_empty(weight.shape, dtype=torch.float8_e4m3fn),
+        weight.new_empty(experts, rows, k // BLOCK),
+    )
+    scale = scale.float()
+    for expert, matrix in enumerate(weight):
+        padded = F.pad(matrix.float(), (0, 0, 0, rows * BLOCK - n))
+        blocks = padded.view(rows, BLOCK, k // BLOCK, BLOCK)
+        scale[expert] = blocks.abs().amax((1, 3)) / LARGEST_CODE
+        divided = blocks / scale[expert][:, None, :, None].clamp(min=torch.finfo(torch.float32).tiny)
+        codes[expert] = divided.view(-1, k)[:n].to(torch.float8_e4m3fn)
+    return codes, scale
+
+
+def called_us(layer: BF16Layer, x: torch.Tensor, calls: int = 5) -> float:
+    """The median time of a call."""
+    times = []
+    for _ in range(calls + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        layer(x)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e6)
+    return sorted(times[1:])[calls // 2]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
