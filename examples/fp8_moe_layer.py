@@ -12,8 +12,8 @@ elements; `grouped_mm_fp8` multiplies with the gates and ups of the experts, in 
 token's rows. Nothing waits for the host, and no shape depends on the routing: the layer is captured as one graph.
 
 Weights are random. Without a GPU the ops run their references in plain torch, and no time is measured. The layer in
-bf16 goes from expert to expert, and waits for the device: its time is that of calls, not of a graph. The last line starts
-with SUCCESS or FAILURE, and the exit status follows it.
+bf16 goes from expert to expert, and waits for the device: its time is that of calls, not of a graph. The last line
+starts with SUCCESS or FAILURE, and the exit status follows it.
 """
 
 from __future__ import annotations

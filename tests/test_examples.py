@@ -655,20 +655,16 @@ def test_both_layers_are_what_they_say(fp8_moe_layer: ModuleType, groups: int, b
     assert error < 0.06 and error < others
 
 
-@pytest.mark.parametrize("name", ["moe_permute_fp8quant", "grouped_mm_fp8", "moe_finalize"])
+@pytest.mark.parametrize(("name", "place"), [("moe_permute_fp8quant", 0), ("grouped_mm_fp8", 1), ("moe_finalize", 1)])
 def test_a_wrong_step_fails(
-    fp8_moe_layer: ModuleType, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str
+    fp8_moe_layer: ModuleType, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str, place: int
 ) -> None:
-    """One whose second input is another's."""
+    """One that takes another's rows, or weight."""
     right = getattr(fp8_moe_layer.torch_cute_ops, name)
 
-    def wrong(first: torch.Tensor, second: torch.Tensor, *others, **kwargs) -> object:
-        return right(first, second.roll(1, dims=0), *others, **kwargs)
-
-    if name == "moe_permute_fp8quant":
-
-        def wrong(first: torch.Tensor, *others, **kwargs) -> object:
-            return right(first.roll(1, dims=0), *others, **kwargs)
+    def wrong(*args, **kwargs) -> object:
+        args = [arg.roll(1, dims=0) if i == place else arg for i, arg in enumerate(args)]
+        return right(*args, **kwargs)
 
     monkeypatch.setattr(fp8_moe_layer.torch_cute_ops, name, wrong)
     sizes = ["--tokens", "6", "--hidden", "128", "--experts", "16", "--intermediate", "128"]
