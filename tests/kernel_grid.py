@@ -340,17 +340,15 @@ class MoeCase:
 
 
 def moe_cases() -> list[MoeCase]:
-    """Every dtype with the most experts of a token and with others, narrow rows and wide ones."""
+    """The most experts of a token and others, narrow rows and wide ones; dtypes in turn."""
     archs = itertools.cycle(ARCHS)
+    dtypes = itertools.cycle((BF16, FP16, FP32))
     finalize = [
-        (width, dtype, topk, residual)
-        for dtype in (BF16, FP16, FP32)
+        (width, next(dtypes), topk, residual)
         for width, topk, residual in ((7168, 8, True), (16_384, 16, True), (8, 1, False), (2880, 16, False))
     ]
     permute = [
-        (width, dtype, topk)
-        for dtype in (BF16, FP16, FP32)
-        for width, topk in ((7168, 8), (16_384, 16), (128, 1), (2048, 16), (65_536, 4))
+        (width, next(dtypes), topk) for width, topk in ((7168, 8), (16_384, 16), (128, 1), (2048, 16), (65_536, 4))
     ]
     swiglu = [
         (2 * width, dtype, *given)
@@ -358,8 +356,7 @@ def moe_cases() -> list[MoeCase]:
         for width, given in zip(widths, itertools.cycle(((True, True), (False, True), (True, False))))
     ]
     route = [
-        (experts, dtype, topk, *scoring, renormalize, masked)
-        for dtype in (BF16, FP16, FP32)
+        (experts, next(dtypes), topk, *scoring, renormalize, masked)
         for (experts, topk, *scoring), renormalize, masked in (
             ((256, 8, True, "sigmoid", 8, 4), True, False),
             ((512, 16, False, "softmax", 1, 1), False, True),
