@@ -4,8 +4,9 @@ Tokens beyond m are not written.
 Besides, it clears the flags by which CTAs of the product tell each other of their sums. One thread writes 64 bytes.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from torch_cute_ops.kernels._lazy import on_demand
 from torch_cute_ops.kernels.activation_tiles.config import CHUNK, TILE_BYTES, TILE_TOKENS, Config
 
 if TYPE_CHECKING:
@@ -13,11 +14,4 @@ if TYPE_CHECKING:
 
 __all__ = ["CHUNK", "TILE_BYTES", "TILE_TOKENS", "ActivationTilesKernel", "Config"]
 
-
-def __getattr__(name: str) -> Any:
-    """The kernel's class, which needs the DSL, only when it is asked for."""
-    if name != "ActivationTilesKernel":
-        raise AttributeError(name)
-    from torch_cute_ops.kernels.activation_tiles.kernel import ActivationTilesKernel
-
-    return ActivationTilesKernel
+__getattr__ = on_demand(__name__, "ActivationTilesKernel")

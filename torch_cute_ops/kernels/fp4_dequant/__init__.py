@@ -10,8 +10,9 @@ subnormal 0.5 is then an fp32 subnormal, and exact. The product with the scale i
 Bytes moved an element: 1/2 + 1/block_size read, the output's itemsize written.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from torch_cute_ops.kernels._lazy import on_demand
 from torch_cute_ops.kernels.fp4_dequant.config import CTAS_PER_SM, Config, plan
 
 if TYPE_CHECKING:
@@ -20,12 +21,4 @@ if TYPE_CHECKING:
 __all__ = ["CTAS_PER_SM", "KERNEL", "Config", "FP4DequantKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.FP4DequantKernel"
-
-
-def __getattr__(name: str) -> Any:
-    """The kernel's class, which needs the DSL, only when it is asked for."""
-    if name != "FP4DequantKernel":
-        raise AttributeError(name)
-    from torch_cute_ops.kernels.fp4_dequant.kernel import FP4DequantKernel
-
-    return FP4DequantKernel
+__getattr__ = on_demand(__name__, "FP4DequantKernel")

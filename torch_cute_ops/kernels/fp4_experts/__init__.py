@@ -32,8 +32,9 @@ Bytes moved: touched experts' weights and scales once for each tile of tokens; `
 if tokens are few; activations of a pair twice in memory, and once for each slice from L2; 8 bytes a sum that is left.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from torch_cute_ops.kernels._lazy import on_demand
 from torch_cute_ops.kernels.fp4_experts.config import CLASSES, GROUPS, MAX_EXPERTS, ROWS, TILES, Config, plan
 
 if TYPE_CHECKING:
@@ -42,12 +43,4 @@ if TYPE_CHECKING:
 __all__ = ["CLASSES", "GROUPS", "KERNEL", "MAX_EXPERTS", "ROWS", "TILES", "Config", "FP4ExpertsKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.FP4ExpertsKernel"
-
-
-def __getattr__(name: str) -> Any:
-    """The kernel's class, which needs the DSL, only when it is asked for."""
-    if name != "FP4ExpertsKernel":
-        raise AttributeError(name)
-    from torch_cute_ops.kernels.fp4_experts.kernel import FP4ExpertsKernel
-
-    return FP4ExpertsKernel
+__getattr__ = on_demand(__name__, "FP4ExpertsKernel")

@@ -19,8 +19,9 @@ dealt out to the CTAs of a cluster (``splits``) in contiguous portions of whole 
 Bytes moved: ``b`` and its scales once for each tile of rows of ``a``; ``a`` once for each 128 rows of ``b``, from L2.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from torch_cute_ops.kernels._lazy import on_demand
 from torch_cute_ops.kernels.fp4_mma.config import CHUNK, ROWS, TOKEN_TILES, Config, plan
 
 if TYPE_CHECKING:
@@ -29,12 +30,4 @@ if TYPE_CHECKING:
 __all__ = ["CHUNK", "KERNEL", "ROWS", "TOKEN_TILES", "Config", "FP4MmaKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.FP4MmaKernel"
-
-
-def __getattr__(name: str) -> Any:
-    """The kernel's class, which needs the DSL, only when it is asked for."""
-    if name != "FP4MmaKernel":
-        raise AttributeError(name)
-    from torch_cute_ops.kernels.fp4_mma.kernel import FP4MmaKernel
-
-    return FP4MmaKernel
+__getattr__ = on_demand(__name__, "FP4MmaKernel")

@@ -37,8 +37,9 @@ Bytes moved: ``b`` and its scales once for each tile of tokens (those that run t
 each tile of rows, from L2; 8 bytes a sum where portions meet.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from torch_cute_ops.kernels._lazy import on_demand
 from torch_cute_ops.kernels.fp4_wgmma.config import ARRANGED, EXPERT_TILES, SPLITS, TILES, Config, plan, rows_of
 
 if TYPE_CHECKING:
@@ -47,12 +48,4 @@ if TYPE_CHECKING:
 __all__ = ["ARRANGED", "EXPERT_TILES", "KERNEL", "SPLITS", "TILES", "Config", "FP4WgmmaKernel", "plan", "rows_of"]
 
 KERNEL = f"{__name__}.kernel.FP4WgmmaKernel"
-
-
-def __getattr__(name: str) -> Any:
-    """The kernel's class, which needs the DSL, only when it is asked for."""
-    if name != "FP4WgmmaKernel":
-        raise AttributeError(name)
-    from torch_cute_ops.kernels.fp4_wgmma.kernel import FP4WgmmaKernel
-
-    return FP4WgmmaKernel
+__getattr__ = on_demand(__name__, "FP4WgmmaKernel")

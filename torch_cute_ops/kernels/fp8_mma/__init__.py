@@ -13,8 +13,9 @@ Bytes moved: ``b`` of experts that have rows, once for each tile of rows; ``a`` 
 from L2; the result once.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from torch_cute_ops.kernels._lazy import on_demand
 from torch_cute_ops.kernels.fp8_mma.config import COLUMNS, TILES, Config, plan
 
 if TYPE_CHECKING:
@@ -23,12 +24,4 @@ if TYPE_CHECKING:
 __all__ = ["COLUMNS", "KERNEL", "TILES", "Config", "FP8MmaKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.FP8MmaKernel"
-
-
-def __getattr__(name: str) -> Any:
-    """The kernel's class, which needs the DSL, only when it is asked for."""
-    if name != "FP8MmaKernel":
-        raise AttributeError(name)
-    from torch_cute_ops.kernels.fp8_mma.kernel import FP8MmaKernel
-
-    return FP8MmaKernel
+__getattr__ = on_demand(__name__, "FP8MmaKernel")

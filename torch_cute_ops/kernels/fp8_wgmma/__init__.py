@@ -23,8 +23,9 @@ Bytes moved: ``b`` of experts that have rows, once for each tile of rows; ``a`` 
 from L2; the result once.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from torch_cute_ops.kernels._lazy import on_demand
 from torch_cute_ops.kernels.fp8_wgmma.config import MANY, TILES, Config, plan
 
 if TYPE_CHECKING:
@@ -33,12 +34,4 @@ if TYPE_CHECKING:
 __all__ = ["KERNEL", "MANY", "TILES", "Config", "FP8WgmmaKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.FP8WgmmaKernel"
-
-
-def __getattr__(name: str) -> Any:
-    """The kernel's class, which needs the DSL, only when it is asked for."""
-    if name != "FP8WgmmaKernel":
-        raise AttributeError(name)
-    from torch_cute_ops.kernels.fp8_wgmma.kernel import FP8WgmmaKernel
-
-    return FP8WgmmaKernel
+__getattr__ = on_demand(__name__, "FP8WgmmaKernel")

@@ -11,8 +11,9 @@ of the grid's; and a CTA with a whole token reads its indices once.
 Bytes moved a token: ``topk`` rows read, and the residual's; one row written; 8 · ``topk`` bytes of indices and weights.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from torch_cute_ops.kernels._lazy import on_demand
 from torch_cute_ops.kernels.moe_finalize.config import Config, plan
 
 if TYPE_CHECKING:
@@ -21,12 +22,4 @@ if TYPE_CHECKING:
 __all__ = ["KERNEL", "Config", "MoeFinalizeKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.MoeFinalizeKernel"
-
-
-def __getattr__(name: str) -> Any:
-    """The kernel's class, which needs the DSL, only when it is asked for."""
-    if name != "MoeFinalizeKernel":
-        raise AttributeError(name)
-    from torch_cute_ops.kernels.moe_finalize.kernel import MoeFinalizeKernel
-
-    return MoeFinalizeKernel
+__getattr__ = on_demand(__name__, "MoeFinalizeKernel")

@@ -20,8 +20,9 @@ Bytes moved: the logits read; 8 bytes written a pair, 4 for its place, 4 for eac
 CTA and expert written and read again.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from torch_cute_ops.kernels._lazy import on_demand
 from torch_cute_ops.kernels.moe_route.config import Config, plan
 
 if TYPE_CHECKING:
@@ -30,12 +31,4 @@ if TYPE_CHECKING:
 __all__ = ["KERNEL", "Config", "MoeRouteKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.MoeRouteKernel"
-
-
-def __getattr__(name: str) -> Any:
-    """The kernel's class, which needs the DSL, only when it is asked for."""
-    if name != "MoeRouteKernel":
-        raise AttributeError(name)
-    from torch_cute_ops.kernels.moe_route.kernel import MoeRouteKernel
-
-    return MoeRouteKernel
+__getattr__ = on_demand(__name__, "MoeRouteKernel")
