@@ -11,6 +11,7 @@ from torch_cute_ops.kernels.activation_tiles.config import CHUNK, TILE_TOKENS, T
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.activations import EIGHTHS, Activations
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
+from torch_cute_ops.kernels.common.expert_factors import factor_counts, factors_argument
 from torch_cute_ops.kernels.common.fp4_weights import sum_scale
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.common.scan import running_sum
@@ -43,12 +44,11 @@ class FP4ExpertsKernel:
         self.activations = Activations(config.arranged)
 
     def arguments(self) -> tuple[Argument, ...]:
-        m, n, experts = Dim("m"), Dim("n", divisibility=8), Dim("experts")
-        strides = (Dim("alpha_stride", bits=64), Dim("alpha_column_stride", bits=64))
+        m, n = Dim("m"), Dim("n", divisibility=8)
         return (
             *self.activations.arguments(),
             *self.ring.arguments(n),
-            TensorArg("Float32", (m, experts), strides, align=4),
+            factors_argument(m),
             TensorArg(self.out_dtype.__name__, (m, n), (n, 1), align=16),
             TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16),
             ScalarArg("Int32"),
@@ -113,7 +113,7 @@ class FP4ExpertsKernel:
         value = Float32(0.0)
         if (tid < c.tokens) & (tile * c.tokens + tid < m):
             value = alpha[tile * c.tokens + tid, expert]
-        ballot = Uint32(cute.arch.vote_ballot_sync(self._counts(value)))
+        ballot = Uint32(cute.arch.vote_ballot_sync(factor_counts(value)))
         if lane == 0:
             found[warp] = Int32(cute.arch.popc(ballot))
         cute.arch.sync_threads()
@@ -123,7 +123,7 @@ class FP4ExpertsKernel:
             before = before + ptx.select(warp > i, found[i], Int32(0))
             total = total + found[i]
         entry = (Int64(tile) * experts + expert) * c.capacity
-        if self._counts(value):
+        if factor_counts(value):
             members[before] = tid
             self._store_pair(pairs, entry + before, self._token_offset(tid), value)
         # What is left of the last unit
@@ -140,10 +140,6 @@ class FP4ExpertsKernel:
             base = (entry * c.expert_chunks + Int64(chunk) * c.capacity) * TOKEN_BYTES
             to = tiles.iterator + cute.assume(base, divby=TILE_TOKENS * TOKEN_BYTES)
             self.activations.order(words, 1, eighth, place, to)
-
-    def _counts(self, factor):
-        """Whether a factor lets its product count: NaN is not zero."""
-        return (ptx.bits_of(factor) & Uint32(0x7FFFFFFF)) != Uint32(0)
 
     def _store_pair(self, pairs, at, offset, factor) -> None:
         """Write where a token's sums are, negative for none, and its factor."""
@@ -184,9 +180,8 @@ class FP4ExpertsKernel:
                 cute.arch.mbarrier_init(s.turns + i, 1)
         cute.arch.mbarrier_init_fence()
         # Sums; and activations, of which units that are not full leave some as they are.
-        zeros = cute.make_layout(((c.sum_bytes + c.stages * self._token_bytes) // 16, 4), stride=(4, 1))
-        cleared = cute.make_tensor(cute.recast_ptr(s.sums, dtype=Uint32), zeros)
-        for i in range(tid, cute.size(zeros, mode=[0]), c.threads):
+        cleared = self._by_four(s.sums, c.sum_bytes + c.stages * self._token_bytes)
+        for i in range(tid, cute.size(cleared, mode=[0]), c.threads):
             store_words([Uint32(0)] * 4, cleared[i, None])
         fence_async()
         if const_expr(c.pdl and not c.scans):
@@ -274,7 +269,7 @@ class FP4ExpertsKernel:
                 values[i] = alpha[t.first_token + i, expert]
         count = Int32(0)
         for i in range_constexpr(self.config.tokens):
-            count = count + Int32(self._counts(values[i]))
+            count = count + Int32(factor_counts(values[i]))
         return count
 
     @cute.jit
@@ -554,20 +549,18 @@ class FP4ExpertsKernel:
         sums, flags = t.left
         slot = t.tile * t.workers + worker
         at = sums.iterator + cute.assume(Int64(slot) * self.config.sum_bytes, divby=ROWS * 4)
-        layout = cute.make_layout((self.config.sum_bytes // 16, 4), stride=(4, 1))
-        return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), layout), flags.iterator + slot
+        return self._by_four(at, self.config.sum_bytes), flags.iterator + slot
 
-    def _quads(self, s) -> cute.Tensor:
-        """The sums in shared memory, by four."""
-        layout = cute.make_layout((self.config.sum_bytes // 16, 4), stride=(4, 1))
-        return cute.make_tensor(cute.recast_ptr(s.sums, dtype=Uint32), layout)
+    def _by_four(self, at: cute.Pointer, size: int) -> cute.Tensor:
+        """So many bytes from there on, as words (n, 4)."""
+        return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout((size // 16, 4), stride=(4, 1)))
 
     @cute.jit
     def _leave(self, tid, t, s):
         """Leave the sums for another worker, and begin anew."""
         c = self.config
         threads = c.warps * WARP
-        here = self._quads(s)
+        here = self._by_four(s.sums, c.sum_bytes)
         there, flag = self._left(t.worker, t)
         for i in range(tid, cute.size(here, mode=[0]), threads):
             store_words(load_words(here[i, None]), there[i, None])
@@ -581,7 +574,7 @@ class FP4ExpertsKernel:
     def _collect(self, slice_, tid, t, s):
         """Add the sums that others have left of this slice, in the order of their classes; this worker's come last."""
         c = self.config
-        here = self._quads(s)
+        here = self._by_four(s.sums, c.sum_bytes)
         # The worker that has the slice's first class: parts are rounded down.
         tasks = cute.ceil_div(t.n, ROWS) * c.classes
         first = ((slice_ * c.classes + 1) * t.workers - 1) // tasks

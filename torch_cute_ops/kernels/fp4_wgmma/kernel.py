@@ -17,6 +17,7 @@ from torch_cute_ops.kernels.common.activations import (
 )
 from torch_cute_ops.kernels.common.cluster_sums import leave_sums, write_sums
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
+from torch_cute_ops.kernels.common.expert_factors import factor_counts, factors_argument
 from torch_cute_ops.kernels.common.fp4_weights import sum_scale
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.common.warp_products import multiply_word
@@ -70,8 +71,7 @@ class FP4WgmmaKernel:
     def _factors(self, m: Dim) -> TensorArg | None:
         """One, or for each token and expert."""
         if self.config.width is not None:
-            strides = (Dim("alpha_stride", bits=64), Dim("alpha_column_stride", bits=64))
-            return TensorArg("Float32", (m, Dim("experts")), strides, align=4)
+            return factors_argument(m)
         return TensorArg("Float32", (1,), (1,), align=4) if self.config.has_alpha else None
 
     @cute.jit
@@ -292,8 +292,9 @@ class FP4WgmmaKernel:
                     cute.arch.mbarrier_wait(s.tokens_free + stage, (use // c.token_stages + 1) % 2)
                 for (place, after), words in zip(items, read, strict=True):
                     self.activations.order(words, groups, eighth + after, place, base)
-            # To the products, which read shared memory past the stores of this warp.
-            fence_async()
+            if const_expr(not c.by_warp):
+                # To products of warpgroups, which read shared memory past the stores of this warp.
+                fence_async()
             cute.arch.sync_warp()
             ptx.arrive_if(s.tokens_full + stage, Uint32(lane == 0))
 
@@ -469,11 +470,10 @@ class FP4WgmmaKernel:
             pair = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(2)))
             for e in range_constexpr(2):
                 factor = ptx.float_of(pair[e])
-                counts = (ptx.bits_of(factor) & Uint32(0x7FFFFFFF)) != Uint32(0)
                 for r in range_constexpr(2):
                     at = 4 * j + 2 * r + e
                     value = ptx.mul_rn(factor, ptx.mul_rn(sums[at], scale))
-                    totals[at] = ptx.select(counts, totals[at] + value, totals[at])
+                    totals[at] = ptx.select(factor_counts(factor), totals[at] + value, totals[at])
                     sums[at] = Float32(0.0)
 
     def _partials_of(self, worker, w, t) -> cute.Tensor:
