@@ -168,9 +168,8 @@ def check_overlap(op: str, name: str, written: torch.Tensor, other: str, read: t
         return
     begins, ends = [], []
     for tensor in (written, read):
-        reach = sum(stride * (extent - 1) for stride, extent in zip(tensor.stride(), tensor.shape, strict=True))
         begins.append(tensor.data_ptr())
-        ends.append(tensor.data_ptr() + (reach + 1) * tensor.element_size())
+        ends.append(tensor.data_ptr() + reach(tensor))
     if ends[0] <= begins[1] or ends[1] <= begins[0]:
         return
     if written.dim() == 2 and written.stride() == read.stride() and written.stride(1) == 1:
@@ -183,6 +182,12 @@ def check_overlap(op: str, name: str, written: torch.Tensor, other: str, read: t
     )
 
 
+def reach(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor that has any to behind its last."""
+    last = sum(stride * (extent - 1) for stride, extent in zip(tensor.stride(), tensor.shape, strict=True))
+    return (last + 1) * tensor.element_size()
+
+
 def check_apart(op: str, name: str, written: torch.Tensor, other: str, read: torch.Tensor) -> None:
     """``written``, which is contiguous, and ``read`` share no memory; for real tensors only."""
     if not are_apart(written, read):
@@ -191,8 +196,7 @@ def check_apart(op: str, name: str, written: torch.Tensor, other: str, read: tor
 
 def are_apart(written: torch.Tensor, read: torch.Tensor) -> bool:
     """Whether ``read`` lies before ``written``, which is contiguous, or behind it; for real tensors only."""
-    reach = sum(stride * (extent - 1) for stride, extent in zip(read.stride(), read.shape, strict=True))
-    begin, end = read.data_ptr(), read.data_ptr() + (reach + 1) * read.element_size()
+    begin, end = read.data_ptr(), read.data_ptr() + reach(read)
     return not read.numel() or written.data_ptr() >= end or begin >= written.data_ptr() + written.nbytes
 
 

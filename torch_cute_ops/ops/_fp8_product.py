@@ -311,7 +311,7 @@ class FP8Product:
         if all(tensor is operand for tensor, operand in zip(given.tensors, operands, strict=True)):
             if len(self._usual) >= MOST_USUAL:
                 self._usual.pop(next(iter(self._usual)))
-            sizes = tuple(0 if tensor is None else _reach(tensor) for tensor in given.tensors)
+            sizes = tuple(0 if tensor is None else _checks.reach(tensor) for tensor in given.tensors)
             self._usual[facts] = Usual(a.device, function, workers, size, result.stride(), sizes)
         return result
 
@@ -376,10 +376,3 @@ class FP8Product:
             shown |= {"masked": True} if given.offsets is None else {"counts": given.counts is not None}
         shown |= {"out_dtype": given.out_dtype, "device": given.a.get_device()}
         return f"torch_cute_ops.warmup({self.op!r}, {', '.join(f'{name}={value!r}' for name, value in shown.items())})"
-
-
-def _reach(tensor: Tensor) -> int:
-    """Bytes from the first element to behind the last one."""
-    return (sum(stride * (extent - 1) for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)) + 1) * (
-        tensor.element_size()
-    )

@@ -16,8 +16,8 @@ MMA: Final = "mma"
 MANY: Final = 128
 """Rows of ``a`` of a tile with which the CTAs of a cluster have tiles side by side."""
 BLOCK: Final = 128
-BLOCK_CLOCKS: Final = {WGMMA: 340.0, MMA: 340.0}
-"""Of an SM for a block of k of a tile of many rows, besides its products (measured on an H200; the other assumed)."""
+BLOCK_CLOCKS: Final = 340.0
+"""Of an SM for a block of k of a tile of many rows, besides its products (measured on an H200, of ``WGMMA``)."""
 PRODUCTS_PER_CLOCK: Final = 3400.0
 """Multiplications and additions of an SM in such tiles (measured on an H200)."""
 FEW_BLOCK_CLOCKS: Final = 450.0
@@ -101,7 +101,7 @@ class Tactic(NamedTuple):
         if self.tokens < MANY and self.kernel == WGMMA:
             products = FEW_BLOCK_CLOCKS + FEW_ROW_CLOCKS * self.tokens
         else:
-            products = BLOCK_CLOCKS[self.kernel] + self.tokens * self.columns * BLOCK / PRODUCTS_PER_CLOCK
+            products = BLOCK_CLOCKS + self.tokens * self.columns * BLOCK / PRODUCTS_PER_CLOCK
         tiles = self.usual_tiles(shape)
         # The weight comes from memory at least once, and is shared by the tiles of rows that run beside each other; as
         # memory is by the SMs that read.
