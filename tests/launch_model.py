@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from torch_cute_ops import mm_backends
-from torch_cute_ops.formats import FP4Format
+from torch_cute_ops.formats import FP8_BLOCK128, FP4Format
 from torch_cute_ops.formats.experts import used_rows
+from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.mm_backends import Target, _decode, cublas, mma_sync, routed, wgmma
 from torch_cute_ops.ops import _fp4_product, _fp8_product, _kernels, _row_quant, fp4_dequantize
 from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize as dequantize
@@ -156,11 +157,14 @@ def compute(kernel: Any, *args: Any) -> None:
         for output, result in zip(outputs, results, strict=True):
             write(output, result)
         return
+    if type(kernel).__name__ == "MoePermuteKernel":
+        x, y, scale, places, pairs, workspace, _ = args
+        kept = config.workspace_shape(len(x))
+        assert kept is None or workspace.shape == kept
+        write_copies(*quantize_fp8_rows(x.float(), FP8_BLOCK128, None, COLUMN), places, pairs, y, scale)
+        return
     x, residual, weight, factor, y, scale, linear, norm, index, counts, eps, _ = args
     problem = config.problem
-    if problem.rows == "copies":
-        compute_copies(*quantize_fp8_rows(x.float(), problem.fmt, None, problem.layout), index, y, scale)
-        return
     if problem.rows == "experts":
         used = used_rows(len(x), index, counts)
         x = torch.where(used[:, None], x, 0.0)
@@ -191,14 +195,17 @@ def compute(kernel: Any, *args: Any) -> None:
         write(norm, value)
 
 
-def compute_copies(codes: torch.Tensor, scales: torch.Tensor, index: torch.Tensor, y: Any, scale: Any) -> None:
-    """Copies of rows of codes and columns of scales, where the index tells."""
+def write_copies(
+    codes: torch.Tensor, scales: torch.Tensor, places: torch.Tensor, pairs: torch.Tensor, y: Any, scale: Any
+) -> None:
+    """Copies of rows of codes and columns of scales; codes by where pairs go, scales by where rows are from."""
     # Before torch 2.13 there is no indexing of FP8.
     y, codes = y.data.view(torch.uint8), codes.view(torch.uint8)
-    for copies in index.t():
+    for copies in places.t():
         exists = copies >= 0
         y[copies[exists].long()] = codes[exists]
-        scale.data[:, copies[exists].long()] = scales[:, exists]
+    used = pairs >= 0
+    scale.data[:, used] = scales[:, pairs[used].long() // places.shape[1]]
 
 
 def write(output: torch.Tensor, value: torch.Tensor) -> None:

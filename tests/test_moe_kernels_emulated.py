@@ -13,6 +13,7 @@ from test_kernels_emulated import CPU, POISON, changed, equal, poisoned
 
 from torch_cute_ops.formats import FP8_BLOCK128
 from torch_cute_ops.formats.experts import used_rows
+from torch_cute_ops.kernels import moe_permute
 from torch_cute_ops.reference.moe_finalize import moe_finalize
 from torch_cute_ops.reference.moe_permute_fp8quant import moe_permute_fp8quant
 from torch_cute_ops.reference.moe_swiglu_fp8quant import moe_swiglu_fp8quant
@@ -92,8 +93,9 @@ PERMUTE = {
 }
 
 
+@pytest.mark.parametrize("few", [512, 0], ids=["at-once", "for-each-token-first"])
 @pytest.mark.parametrize("one", [pytest.param(one, id=name) for name, one in PERMUTE.items()])
-def test_permute(one: Rows) -> None:
+def test_permute(one: Rows, few: int) -> None:
     """Bit for bit; rows of padding stay as they were."""
     torch.manual_seed(one.width)
     routed = random_routing(device=CPU, **one.routing)
@@ -101,9 +103,12 @@ def test_permute(one: Rows) -> None:
     x = random_rows(m, one.width + 32, dtype=one.dtype, device=CPU)[:, : one.width]
     y = poisoned(routed.rows, one.width, dtype=torch.float8_e4m3fn)
     scale = poisoned(one.width // 128, routed.rows, dtype=torch.float32)
-    given = (x, None, None, None, y, scale, None, None, routed.expanded_to_permuted, None, 0.0, one.max_ctas)
-    kernel = one.kernel("moe_permute_fp8quant", one.width, one.dtype, topk)
-    run_kernel(kernel, ARCHS["sm_90a"], *given, seed=one.seed, strict=True)
+    planned = MoeCase("moe_permute_fp8quant", (one.width, one.dtype, topk)).kernel
+    config = moe_permute.Config(dataclasses.replace(planned.config.quantize, **one.changes), few)
+    kept = config.workspace_shape(m)
+    workspace = poisoned(*(kept or (1, 1)), dtype=torch.float32)
+    given = (x, y, scale, routed.expanded_to_permuted, routed.permuted_to_expanded, workspace, one.max_ctas)
+    run_kernel(type(planned)(config), ARCHS["sm_90a"], *given, seed=one.seed, strict=True)
     want = moe_permute_fp8quant(x, routed.permuted_to_expanded, topk)
     for name, got, result in zip(("y", "scale"), (y, scale), want, strict=True):
         used = ~routed.padding if name == "scale" else ~routed.padding[:, None]
@@ -219,7 +224,7 @@ BARRIERS = {"alone": range(1, 4), "choose": range(4, 7), "place": range(8, 11)}
 """Of each kernel, in the order in which their PTX comes. Without the others bits are clear before they are set, too,
 in any order that the emulator tries, since a choice takes longer."""
 ORDERED = {
-    "alone": Route(40, 64, 4, {"scoring": "sigmoid", "num_groups": 2}, 1, 0),
+    "alone": Route(32, 64, 4, {"scoring": "sigmoid", "num_groups": 2}, 1, 0),
     "runs": Route(256, 64, 2, {"alignment": 8}, 2, 0),
 }
 

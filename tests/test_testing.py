@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import PLAIN, op_cases, plain_sample, poisoned
+from cases import PLAIN, arguments, op_cases, plain_sample, poisoned
 from expected import assert_same
 from expected.rmsnorm_fp4quant_with_norm import assert_norm_close
 from launch_model import launches  # noqa: F401  (a fixture)
@@ -14,6 +14,7 @@ from launch_model import launches  # noqa: F401  (a fixture)
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, resolve_fp8_format
 from torch_cute_ops.reference.fp4_quantize import fp4_quantize
 from torch_cute_ops.reference.rmsnorm_fp8quant import quantize_fp8_rows
+from torch_cute_ops.registry import OPS
 from torch_cute_ops.testing import assert_fp4_close, assert_fp8_close, raw_call
 
 TILED = SCALE_LAYOUTS["128x4"]
@@ -215,3 +216,18 @@ def test_an_op_without_samples_is_noticed(monkeypatch):
     assert op.sample_inputs("meta") == [torch.device("meta")]
     with pytest.raises(ImportError):
         importlib.import_module("torch_cute_ops.testing.samples.no_such_op")
+
+
+@pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in OPS.values() if "counts=" in op.arguments])
+def test_samples_have_as_many_rows_as_they_say(op):
+    """An expert has no fewer than none, and no more than there is room for: a kernel could not tell."""
+    for sample in op.sample_inputs("cpu"):
+        given = arguments(op, sample)
+        rows, offsets, counts = next(iter(given.values())), given["offsets"], given["counts"]
+        if offsets is None:
+            room = torch.full_like(counts, rows.shape[1])
+        else:
+            room = offsets.diff()
+            assert offsets[0] >= 0 and offsets[-1] <= len(rows), sample.name
+        assert (room >= 0).all(), sample.name
+        assert counts is None or ((counts >= 0) & (counts <= room)).all(), sample.name

@@ -7,7 +7,6 @@ from torch import is_grad_enabled
 
 from torch_cute_ops.fake import moe_permute_fp8quant as fake
 from torch_cute_ops.formats import FP8_BLOCK128
-from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._kernels import Kernels, aligned, readable_rows
 from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
@@ -96,23 +95,10 @@ class _Facts(NamedTuple):
 
 
 def _wanted(facts: _Facts, arch: Arch) -> Wanted:
-    from torch_cute_ops.kernels import row_quant
+    from torch_cute_ops.kernels import moe_permute
 
-    problem = row_quant.Problem(
-        source="rows",
-        dtype=facts.dtype,
-        weight_dtype=None,
-        width=facts.hidden,
-        norm_width=facts.hidden,
-        fmt=FP8_BLOCK128,
-        layout=COLUMN,
-        also_linear=False,
-        has_factor=False,
-        writes_norm=False,
-        rows="copies",
-        copies=facts.topk,
-    )
-    return Wanted(row_quant.KERNEL, row_quant.plan(problem, arch, pdl=settings.PDL))
+    config = moe_permute.plan(facts.dtype, facts.hidden, facts.topk, arch, pdl=settings.PDL)
+    return Wanted(moe_permute.KERNEL, config)
 
 
 _kernels = Kernels(NAME, _wanted, {})
@@ -141,8 +127,8 @@ def _run(
     ):
         return _run_checked(input, permuted_to_expanded, topk, expanded_to_permuted, out)
     rows, width = permuted_to_expanded.shape[0], shape[1]
+    new = allocator(launcher.device)
     if out is None:
-        new = allocator(launcher.device)
         y = new((rows, width), (width, 1), torch.float8_e4m3fn)
         scale = new((width // BLOCK, rows), (rows, 1), torch.float32)
     else:
@@ -150,8 +136,12 @@ def _run(
         if y.dim() != 2 or y.shape[0] != rows:
             return _run_checked(input, permuted_to_expanded, topk, expanded_to_permuted, out)
     try:
-        ctas = launcher.sms * launcher.config.waves
-        launcher.function(input, None, None, None, y, scale, None, None, expanded_to_permuted, None, 0.0, ctas)
+        config = launcher.config
+        kept = config.workspace_shape(shape[0])
+        # Where it is not needed any aligned one will do.
+        workspace = scale if kept is None else new(kept, (kept[1], 1), torch.float32)
+        ctas = launcher.sms * config.quantize.waves
+        launcher.function(input, y, scale, expanded_to_permuted, permuted_to_expanded, workspace, ctas)
     except (ValueError, TypeError, RuntimeError):  # RuntimeError: from DLPack, for tensors without data
         return _run_checked(input, permuted_to_expanded, topk, expanded_to_permuted, out)
     except Exception as error:  # from CUDA
@@ -182,10 +172,13 @@ def _run_checked(
     if input.numel() and out[0].numel():
         if expanded_to_permuted is None:
             expanded_to_permuted = _inverse(permuted_to_expanded, input.shape[0], topk)
-        rows, index = readable_rows(input), aligned(expanded_to_permuted)
-        ctas = launcher.sms * launcher.config.waves
+        config = launcher.config
+        kept = config.workspace_shape(len(input)) or (1, 1)
+        workspace = torch.empty(kept, dtype=torch.float32, device=input.device)
+        tables = aligned(expanded_to_permuted), aligned(permuted_to_expanded)
+        ctas = launcher.sms * config.quantize.waves
         try:
-            launcher.function(rows, None, None, None, *out, None, None, index, None, 0.0, ctas)
+            launcher.function(readable_rows(input), *out, *tables, workspace, ctas)
         except RuntimeError:  # of torch, such as memory that ran out
             raise
         except Exception as error:  # from CUDA

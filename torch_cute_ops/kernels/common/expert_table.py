@@ -2,5 +2,7 @@
 
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 
-TABLE_BYTES = 4 * (2 * MAX_EXPERTS + 4)
-"""For each expert two words, and one for all."""
+WARP = 32
+SIZES = (MAX_EXPERTS, MAX_EXPERTS, 4, WARP)
+"""Words of its parts: for each expert two, one for all, and one for each warp."""
+TABLE_BYTES = 4 * sum(SIZES)

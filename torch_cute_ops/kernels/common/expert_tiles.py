@@ -16,14 +16,13 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, range_constexpr
 
 from torch_cute_ops.formats.experts import MAX_EXPERTS
-from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
-from torch_cute_ops.kernels.common.scan import running_sum
+from torch_cute_ops.kernels.common.expert_search import expert_by_votes
+from torch_cute_ops.kernels.common.scan import running_sum_of_cta
 from torch_cute_ops.runtime.argspec import Argument, Dim, TensorArg
 
 BAND: Final = 8
 WARP: Final = 32
-SPAN: Final = MAX_EXPERTS // WARP  # experts of a lane in the first vote
 
 
 class ExpertTiles:
@@ -101,7 +100,6 @@ class ExpertTiles:
         """Write the table; all ``threads`` of the CTA come here, and have met at its end."""
         if const_expr(not self.rows.is_plain):
             table = self._table(base)
-            lane, warp = tid % WARP, tid // WARP
             each = -(-MAX_EXPERTS // threads)
             tiles = cute.make_rmem_tensor((each,), Int32)
             own = Int32(0)
@@ -122,13 +120,7 @@ class ExpertTiles:
                     table.counts[expert] = count
                 tiles[i] = cute.ceil_div(count, self.tokens)
                 own += tiles[i]
-            upto = running_sum(own, lane)
-            if lane == WARP - 1:
-                table.totals[warp] = upto
-            cute.arch.sync_threads()
-            first = upto - own
-            for i in range_constexpr(threads // WARP):
-                first = first + ptx.select(warp > i, table.totals[i], Int32(0))
+            first = running_sum_of_cta(own, table.totals, tid, threads // WARP) - own
             for i in range_constexpr(each):
                 if tid * each + i < MAX_EXPERTS:
                     table.firsts[tid * each + i] = first
@@ -154,11 +146,7 @@ class ExpertTiles:
             table = self._table(base)
             row_tile = number // columns
             # The last expert that begins with this tile of rows or before has it: those without rows come before it.
-            votes = cute.arch.vote_ballot_sync(table.firsts[lane * SPAN] <= row_tile)
-            span = (Int32(cute.arch.popc(votes)) - 1) * SPAN
-            within = table.firsts[span + lane % SPAN] <= row_tile
-            votes = cute.arch.vote_ballot_sync(within & (lane < SPAN))
-            expert = span + Int32(cute.arch.popc(votes)) - 1
+            expert = expert_by_votes(table.firsts, row_tile, lane)
             begin, count, first = table.begins[expert], table.counts[expert], table.firsts[expert]
         place = number - first * columns
         band = place // (columns * BAND)

@@ -11,8 +11,8 @@ from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES
-from torch_cute_ops.kernels.common.scan import running_sum
-from torch_cute_ops.kernels.moe_route.config import ALONE_ROWS, BITS, CHUNK, ROWS, RUN, THREADS, WARP, Config
+from torch_cute_ops.kernels.common.scan import running_sum_of_cta
+from torch_cute_ops.kernels.moe_route.config import ALONE, ALONE_ROWS, BITS, CHUNK, ROWS, RUN, THREADS, WARP, Config
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 
 NAN_KEY = 1
@@ -79,7 +79,7 @@ class MoeRouteKernel:
         wanted = cutlass.max(cute.ceil_div(tokens, RUN), cute.ceil_div(permuted.shape[0], ROWS))
         ctas = cutlass.max(cutlass.min(sms, wanted), 1)
         rows = (permuted, offsets, counts)
-        if (tokens <= CHUNK) & (permuted.shape[0] <= ALONE_ROWS):
+        if (tokens <= ALONE) & (permuted.shape[0] <= ALONE_ROWS):
             self.kernel(logits, bias, weights, ids, expanded, rows, factor, unit).launch(
                 grid=[1, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
             )
@@ -351,13 +351,8 @@ class MoeRouteKernel:
         else:
             space = cute.ceil_div(total, unit) * unit
         space = ptx.select(t.tid < c.experts, space, Int32(0))
-        end = running_sum(space, t.lane)
-        warps, begins, sizes = s.warps, s.begins, s.sizes
-        if t.lane == WARP - 1:
-            warps[t.warp] = end
-        cute.arch.sync_threads()
-        for i in range_constexpr(-(-c.experts // WARP) - 1):
-            end = end + ptx.select(t.warp > i, warps[i], Int32(0))
+        end = running_sum_of_cta(space, s.warps, t.tid, -(-c.experts // WARP))
+        begins, sizes = s.begins, s.sizes
         if t.tid < c.experts:
             begins[t.tid] = end - space
             sizes[t.tid] = size

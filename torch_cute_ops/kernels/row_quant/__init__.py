@@ -30,7 +30,8 @@ grid's stride.
    instead of once an element. (Scales of MXFP4 and of FP8 blocks, and rows of extreme magnitude, want
    ``(v · rstd) · w``, by a second pass over the row in shared memory and a second barrier.) Block scale, and 8 or 16
    bytes of codes per thread and block, go to global memory; the norm, if it is an output, by way of shared memory and
-   in bulk one row later, where there is room for that (``bulk_norm``).
+   in bulk one row later, where there is room for that (``bulk_norm``). Codes of a row that becomes several go by way of
+   shared memory too, and from there in bulk to each place.
 4. Scales. A row of the 128x4 layout has 4 bytes in every 512: stored row by row, that is one L2 request for each 4
    bytes, and costs 6 % at large sizes (H200). So a group takes the four rows that share 16 bytes (a *quad*) one after
    the other, gathers their scales in shared memory, and writes 16 bytes at a time, one row later. The rows that do not
@@ -41,8 +42,9 @@ Bytes moved a row: H · itemsize read (twice that for a sum or a gate), the resi
 and its scales) written; the weight once a CTA, from L2.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from torch_cute_ops.kernels._lazy import on_demand
 from torch_cute_ops.kernels.row_quant.config import FP8_UNIT, Config, Problem, plan
 
 if TYPE_CHECKING:
@@ -51,12 +53,4 @@ if TYPE_CHECKING:
 __all__ = ["FP8_UNIT", "KERNEL", "Config", "Problem", "RowQuantKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.RowQuantKernel"
-
-
-def __getattr__(name: str) -> Any:
-    """The kernel's class, which needs the DSL, only when it is asked for."""
-    if name != "RowQuantKernel":
-        raise AttributeError(name)
-    from torch_cute_ops.kernels.row_quant.kernel import RowQuantKernel
-
-    return RowQuantKernel
+__getattr__ = on_demand(__name__, "RowQuantKernel")

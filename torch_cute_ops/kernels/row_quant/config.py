@@ -23,6 +23,8 @@ ENOUGH_BYTES = 48 * 1024
 """Row buffers with which a CTA that adds has groups enough."""
 ENOUGH_THREADS = 256
 """Threads with which a CTA that gates has groups enough."""
+COPIED_WIDTH = 2048
+"""Elements of a row that becomes several, at most, that a CTA takes: more CTAs share few rows."""
 REGISTERS_PER_LANE = 512
 """Registers of one lane in a quarter of an SM, shared out to the quarter's warps in steps of 8."""
 
@@ -47,7 +49,8 @@ class Problem:
         has_factor: whether there is a global scale (FP4) or a given scale (FP8).
         writes_norm: whether the normalised rows are an output too.
         rows: which rows there are: all of the input; those of experts, in a buffer with padding that is neither read
-            nor written; or all, of each of which ``copies`` rows of the outputs become copies, as an index tells.
+            nor written; or all, of each of which ``copies`` rows of codes become copies, as an index tells. Scales by
+            columns have copies too, those by rows are of the input's rows.
         has_offsets, has_counts: of experts' rows, whether it is given where they begin, and how many they are.
         copies: the most copies of a row.
     """
@@ -59,9 +62,9 @@ class Problem:
     norm_width: int
     fmt: FP4Format | FP8Format
     layout: ScaleLayout
-    also_linear: bool
-    has_factor: bool
-    writes_norm: bool
+    also_linear: bool = False
+    has_factor: bool = False
+    writes_norm: bool = False
     rows: RowsOf = "all"
     has_offsets: bool = False
     has_counts: bool = False
@@ -92,6 +95,16 @@ class Problem:
         # Not less than a tile of scales, nor than what shares an FP8 scale.
         most = ceil_div(ceil_div(self.blocks, splits), 8) * 8 if splits > 1 else self.blocks
         return most, self.blocks - (splits - 1) * most
+
+    @property
+    def copied_splits(self) -> int:
+        """The fewest slices that are no wider than ``COPIED_WIDTH``, and all of much the same width."""
+        splits = ceil_div(self.width, COPIED_WIDTH)
+        most, last = self.slices(splits)
+        while 2 * last < most:
+            splits += 1
+            most, last = self.slices(splits)
+        return splits
 
     @property
     def normalises(self) -> bool:
@@ -169,7 +182,7 @@ class Config:
         Once, with persistent CTAs. But how many clusters of 4 or 8 CTAs a GPU holds at a time depends on how its SMs
         are grouped, and a cluster left over would double the time; so such clusters come in more and smaller portions.
         """
-        return 1 if self.splits <= 2 else 8
+        return 1 if self.splits <= 2 or self.problem.rows == "copies" else 8
 
     @property
     def group_threads(self) -> int:
@@ -217,6 +230,11 @@ class Config:
         return 2 * self.groups * self.group_rows * self.slice_width * p.dtype.itemsize if self.bulk_norm else 0
 
     @property
+    def codes_bytes(self) -> int:
+        """Buffers for codes of a CTA that are stored in bulk: two for each row that it works on."""
+        return 2 * self.groups * self.group_rows * self.slice_width if self.problem.rows == "copies" else 0
+
+    @property
     def has_enough_groups(self) -> bool:
         """Whether another group would bring nothing, though there be room.
 
@@ -225,6 +243,8 @@ class Config:
         """
         if self.problem.source == "add":
             return self.row_bytes >= ENOUGH_BYTES
+        if self.problem.rows == "experts":
+            return False
         return self.problem.source == "silu_mul" and self.threads >= ENOUGH_THREADS
 
     @property
@@ -239,6 +259,7 @@ class Config:
         sizes = (
             self.row_bytes,
             self.norm_bytes,
+            self.codes_bytes,
             self.slice_width * p.weight_dtype.itemsize if p.weight_dtype is not None else 0,
             2 * self.groups * self.quad_bytes if self.quads else 0,
             self.groups * self.group_sums * 4,
@@ -295,6 +316,7 @@ class SmemOffsets(NamedTuple):
     Attributes:
         rows: row buffers, of every group and stage.
         norms: normalised rows on their way to memory, two of each row of every group.
+        codes: codes on their way to several places in memory, likewise.
         weight: the norm's weight.
         scales: scales of quads, two for each group.
         sums: ``group_sums`` of each group.
@@ -305,6 +327,7 @@ class SmemOffsets(NamedTuple):
 
     rows: int
     norms: int
+    codes: int
     weight: int
     scales: int
     sums: int
@@ -323,16 +346,21 @@ def plan(problem: Problem, arch: Arch, pdl: bool = True) -> Config:
 
     The choices are what was fastest at 2^26 elements on an H200 (bfloat16, NVFP4, 128x4; widths 1,536 to 32,768).
     There, few threads with many blocks each beat many threads with few, because a thread's blocks are independent
-    instructions; and 50 to 100 KB on their way to an SM beat more, which only queue up in the memory system.
+    instructions; and 50 to 100 KB on their way to an SM beat more, which only queue up in the memory system. But of
+    experts' rows, for which each thread searches, twice as many threads are better (0.99 of the copy at 131,072 rows of
+    2,048, not 0.91). Rows that become several are mostly written: there what counts is that all SMs have some to write
+    (1.85 µs for one row of 7,168 by four CTAs, 3.3 by one).
 
     Raises:
         ValueError: if there is none, saying why.
     """
     rejected = None
-    splits = 1
+    splits = problem.copied_splits if problem.rows == "copies" else 1
     while splits <= MAX_CLUSTER or not problem.reductions:
         slice_width = ceil_div(problem.width, splits)
         elements = 64 if slice_width > 4096 else 48
+        if problem.rows == "experts":
+            elements //= 2
         threads = 2 ** math.ceil(math.log2(max(1.0, slice_width / elements)))
         _, last = problem.slices(splits)
         if last < 1:

@@ -26,11 +26,14 @@ from torch_cute_ops.kernels.common.expert_rows import fill_table, row_of, table_
 from torch_cute_ops.kernels.common.fp4 import encode_e2m1x8, is_live_mxfp4, is_live_nvfp4, mxfp4_scale, nvfp4_scale
 from torch_cute_ops.kernels.common.fp8 import divide_e4m3x4, dynamic_scale, scale_divisor
 from torch_cute_ops.kernels.common.proxy import fence_async
-from torch_cute_ops.kernels.row_quant.config import QUAD, WARP, Config, ceil_div
+from torch_cute_ops.kernels.row_quant.config import FP8_UNIT, QUAD, WARP, Config, ceil_div
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 
 # Rows are read once: they shall not push out of L2 what other kernels will read (createpolicy's ``L2::evict_first``).
 EVICT_FIRST = 0x12F0000000000000
+
+SCALE_THREADS = FP8_BLOCK128.block_size // FP8_UNIT
+"""Neighbouring threads whose elements share a scale of a block of FP8."""
 
 
 def sum_of_squares(values: list) -> Float32:
@@ -94,7 +97,7 @@ class RowQuantKernel:
             elif p.layout == COLUMN:
                 scale = matrix("Float32", scales, written, align=4)
             else:
-                scale = matrix("Float32", written, scales, align=4)
+                scale = matrix("Float32", rows, scales, align=4)
         index = counts = None
         if p.rows == "copies":
             index = TensorArg("Int32", (rows, p.copies), (p.copies, 1), align=4)
@@ -129,8 +132,10 @@ class RowQuantKernel:
             wanted = cutlass.max(wanted, WARP)
         clusters = cutlass.max(max_ctas // c.splits, 1)
         ctas = cutlass.min(wanted, clusters) * c.splits
-        # One group each while there are CTAs enough: a smaller CTA starts sooner.
-        threads = ptx.select(x.shape[0] <= clusters * c.group_rows, Int32(c.group_threads), Int32(c.threads))
+        threads = Int32(c.threads)
+        if const_expr(c.problem.rows != "experts"):
+            # One group each while there are CTAs enough: a smaller CTA starts sooner.
+            threads = ptx.select(x.shape[0] <= clusters * c.group_rows, Int32(c.group_threads), threads)
         self.kernel(x, residual, weight, factor, y, scale, linear, norm, index, counts, eps).launch(
             grid=[ctas, 1, 1],
             block=[threads, 1, 1],
@@ -189,16 +194,17 @@ class RowQuantKernel:
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
         if const_expr(p.rows == "experts"):
-            if tid < WARP:
-                fill_table(s.experts, index, counts, x.shape[0], t.lane)
+            fill_table(s.experts, index, counts, x.shape[0], tid, c.threads)
             cute.arch.sync_threads()
             t.rows = s.experts.total[0]
             self._deal_rows(t)
+        # Where the thread's row lies in this iteration and, with two stages, in the next.
+        place, after = self._place_of(Int32(0), t, s), self._place_of(Int32(c.stages - 1), t, s)
         if tid == 0:
             if const_expr(p.normalises):
                 self._issue_weight(weight, t, s)
             if const_expr(early):
-                self._issue_first(t, s)
+                self._issue_first(place, after, t, s)
         if const_expr(c.quads):
             if t.quads > 0:
                 self._clear_scales(t, s)
@@ -209,9 +215,9 @@ class RowQuantKernel:
             cute.arch.sync_threads()
         if const_expr(early):
             if group > 0:
-                self._issue_first(t, s)
+                self._issue_first(place, after, t, s)
         else:
-            self._issue_first(t, s)
+            self._issue_first(place, after, t, s)
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
         if const_expr(not p.layout.is_linear):
@@ -231,7 +237,9 @@ class RowQuantKernel:
         for it in range(t.its):
             stage = it % c.stages
             row = self._row_of(it, t) + t.row
-            places = self._places_of(row, t, s)
+            # Found while the row is under way.
+            beyond = self._place_of(it + c.stages, t, s)
+            copies = self._copies_of(row, t) if p.rows == "copies" else None
             cute.arch.mbarrier_wait(s.full + stage, (it // c.stages) & 1)
             blocks, reduced = self._load_row(stage, weights, row, t, s)
             rstd = None
@@ -243,6 +251,9 @@ class RowQuantKernel:
                 if const_expr(p.reduces_amax):
                     amax = reduced[-1]
             else:
+                if const_expr(p.rows == "copies"):
+                    # The codes' buffer of this iteration is free again.
+                    cute.arch.cp_async_bulk_wait_group(1, read=True)
                 fence_async()
                 self._group_barrier(t)
             if const_expr(p.normalises):
@@ -267,15 +278,21 @@ class RowQuantKernel:
             if const_expr(self._stores_in_bulk):
                 self._store_in_bulk(it, stage, t, s)
             if const_expr(p.source != "add"):
-                self._issue(it + c.stages, stage, t, s)
+                self._issue(it + c.stages, stage, beyond, t, s)
             self._write_quad(it - 1, t, s)
-            self._store_row(blocks, rstd, amax, g, row, places, it, t, s)
+            if const_expr(p.rows == "copies"):
+                self._store_copies(blocks, row, copies, it, t, s)
+            else:
+                self._store_row(blocks, rstd, amax, g, row, place if p.rows == "experts" else row, it, t, s)
             if const_expr(not p.layout.is_linear):
                 self._zero_padding_columns(row, it, t)
             if const_expr(self._stores_in_bulk):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             if const_expr(p.source == "add"):
-                self._issue(it + c.stages, stage, t, s)
+                self._issue(it + c.stages, stage, beyond, t, s)
+            if const_expr(p.rows == "experts"):
+                place = after if c.stages == 2 else beyond
+                after = beyond
         if const_expr(c.bulk_norm):
             fence_async()
         if const_expr(c.quads or c.bulk_norm):
@@ -284,6 +301,7 @@ class RowQuantKernel:
             self._write_quad(t.its - 1, t, s)
         if const_expr(c.bulk_norm):
             self._store_norm_in_bulk(t.its - 1, t, s)
+        if const_expr(c.bulk_norm or p.rows == "copies"):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         if const_expr(c.is_cluster):
             # No CTA may end while another can still write into its shared memory.
@@ -308,8 +326,10 @@ class RowQuantKernel:
         if c.bulk_norm:
             group_norms = cute.assume(t.group * (2 * c.group_rows * c.slice_width), divby=16)
             norms = cute.recast_ptr(base + at.norms, dtype=self.dtype) + group_norms
+        codes = base + at.codes + cute.assume(t.group * (2 * c.group_rows * c.slice_width), divby=128)
         return SimpleNamespace(
             norms=norms,
+            codes=cute.recast_ptr(codes, dtype=Uint8),
             buffers=buffers + cute.assume(t.group * group_elements, divby=16),
             weight=weight,
             all_scales=scales,
@@ -369,31 +389,35 @@ class RowQuantKernel:
     def _is_128x4(self) -> bool:
         return self.config.problem.layout.tile_rows == 128
 
-    def _place_of(self, row, s):
-        """Where a row lies in the buffers of rows in global memory."""
-        return row_of(s.experts, row) if self.config.problem.rows == "experts" else row
+    def _place_of(self, it, t, s):
+        """Where the thread's row of iteration ``it`` lies in global memory; whole warps come here together."""
+        row = self._row_of(it, t) + t.row
+        if self.config.problem.rows != "experts":
+            return row
+        return row_of(s.experts, row, t.lane, is_of_warp=self.config.group_rows == 1)
 
-    def _places_of(self, row, t, s) -> list:
-        """Rows of the outputs that a row becomes; negative ones are none."""
+    def _copies_of(self, row, t) -> list:
+        """Rows of the outputs that a row becomes; negative ones are none. Those of a scale's threads take turns."""
         p = self.config.problem
-        if p.rows != "copies":
-            return [self._place_of(row, s)]
-        copies = t.index.iterator + Int64(row) * p.copies
-        return [ptx.select(row < t.rows, self._copy_at(copies, row < t.rows, i), Int32(-1)) for i in range(p.copies)]
+        places = []
+        for first in range(0, p.copies, SCALE_THREADS):
+            i = first + t.column % SCALE_THREADS
+            exists = (row < t.rows) & (i < p.copies)
+            place = Int32(ptx.load_if(t.index.iterator + (Int64(row) * p.copies + i), exists, 1)[0])
+            places.append(ptx.select(exists, place, Int32(-1)))
+        return places
 
-    def _copy_at(self, copies: cute.Pointer, exists, i: int) -> Int32:
-        return Int32(ptx.load_if(copies, exists, 1, offset=4 * i)[0])
-
-    def _issue_first(self, t, s) -> None:
+    def _issue_first(self, place, after, t, s) -> None:
         for i in range(self.config.stages):
-            self._issue(Int32(i), i, t, s)
+            self._issue(Int32(i), i, (place, after)[i], t, s)
 
     @cute.jit
-    def _issue(self, it, stage, t, s):
-        """Start the copies of iteration ``it``'s rows into a buffer: thread i of the group copies its row i."""
+    def _issue(self, it, stage, place, t, s):
+        """Start the copies of iteration ``it``'s rows into a buffer: the first thread of each row copies it, which lies
+        at ``place``."""
         c = self.config
         p = c.problem
-        row = self._row_of(it, t) + t.in_group
+        row = self._row_of(it, t) + t.row
         bytes_per_row = t.my_blocks * (p.inputs * p.unit * self.dtype.width // 8)
         if t.in_group == 0:
             if it < t.its:
@@ -401,14 +425,13 @@ class RowQuantKernel:
                 cute.arch.mbarrier_arrive_and_expect_tx(s.full + stage, count * bytes_per_row)
         if const_expr(c.group_rows > 1):
             cute.arch.sync_warp()
-        if t.in_group < c.group_rows:
+        if t.column == 0:
             if (it < t.its) & (row < t.rows):
-                place = self._place_of(row, s)
                 for i in range_constexpr(p.inputs):
                     load = functools.partial(
                         bulk_load,
                         source=self._slice_of(self._input_row(i, place, t), t),
-                        target=self._buffer(i, stage, t.in_group, s),
+                        target=self._buffer(i, stage, t.row, s),
                         barrier=s.full + stage,
                         policy=Int64(EVICT_FIRST),
                     )
@@ -661,8 +684,36 @@ class RowQuantKernel:
         return s.norms + cute.assume(slot * c.slice_width, divby=16)
 
     @cute.jit
-    def _store_row(self, blocks, rstd, amax, g, row, places, it, t, s):
-        """Quantise the thread's blocks of a row; store codes, scales and norm, codes and FP8 scales in each place."""
+    def _store_copies(self, blocks, row, copies, it, t, s):
+        """Quantise the thread's blocks of a row; store codes in bulk, and scales, as often as there are copies."""
+        c = self.config
+        quantized = self._quantize_fp8(blocks, None, None, None)
+        buffer = s.codes + cute.assume((it % 2 * c.group_rows + t.row) * c.slice_width, divby=128)
+        for j in range_constexpr(c.thread_blocks):
+            words, scale = quantized[j]
+            self._fill_buffer(words, buffer, j, t)
+            block = t.column + j * c.threads_per_row
+            column = (t.first_block + block) // SCALE_THREADS
+            if const_expr(c.problem.layout == COLUMN):
+                for place in copies:
+                    if (place >= 0) & (block < t.my_blocks):
+                        t.scale[column, place] = scale
+            else:
+                if (row < t.rows) & (block < t.my_blocks) & (t.column % SCALE_THREADS == 0):
+                    t.scale[row, column] = scale
+        fence_async()
+        self._group_barrier(t)
+        for place in copies:
+            if (t.column < SCALE_THREADS) & (place >= 0):
+                target = cute.recast_ptr(t.y.iterator, dtype=Uint8)
+                target = target + cute.assume(Int64(place) * c.problem.width, divby=128)
+                store = functools.partial(bulk_store, source=buffer, target=self._slice_of(target, t))
+                self._copy_slice(store, t)
+        cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def _store_row(self, blocks, rstd, amax, g, row, place, it, t, s):
+        """Quantise the thread's blocks of a row; store codes, scales and norm, codes and FP8 scales at ``place``."""
         c = self.config
         p = c.problem
         # All arithmetic first, then all stores: a branch in between would keep the blocks' instructions from mixing.
@@ -674,9 +725,8 @@ class RowQuantKernel:
             block = t.column + j * c.threads_per_row
             column = t.first_block + block
             words, scale = quantized[j]
-            for place in places:
-                if self._exists(place, row, t) & (block < t.my_blocks):
-                    self._store_codes(words, place, column, t)
+            if (row < t.rows) & (block < t.my_blocks):
+                self._store_codes(words, place, column, t)
             if const_expr(p.writes_norm):
                 products = blocks[j][0]
                 norm = [ptx.mul_rn(products[i], rstd) for i in range(p.unit)]
@@ -699,17 +749,11 @@ class RowQuantKernel:
                     if (row < t.rows) & (column == 0):
                         t.scale[row, 0] = scale
             elif const_expr(p.fmt == FP8_BLOCK128):
-                units = FP8_BLOCK128.block_size // p.unit
-                for place in places:
-                    if self._exists(place, row, t) & (block < t.my_blocks) & (column % units == 0):
-                        if const_expr(p.layout == COLUMN):
-                            t.scale[column // units, place] = scale
-                        else:
-                            t.scale[place, column // units] = scale
-
-    def _exists(self, place, row, t):
-        """Whether there is a row, and this place for it."""
-        return place >= 0 if self.config.problem.rows == "copies" else row < t.rows
+                if (row < t.rows) & (block < t.my_blocks) & (column % SCALE_THREADS == 0):
+                    if const_expr(p.layout == COLUMN):
+                        t.scale[column // SCALE_THREADS, place] = scale
+                    else:
+                        t.scale[place, column // SCALE_THREADS] = scale
 
     def _quantize_block(self, products, amax, rstd, g) -> tuple[list, Uint32]:
         """The words of codes and the scale byte of one block."""
@@ -736,9 +780,8 @@ class RowQuantKernel:
             scales = [dynamic_scale(amax if rstd is None else ptx.mul_rn(amax, rstd))] * len(blocks)
         elif p.fmt == FP8_BLOCK128:
             # Neighbouring threads have the units that share a scale.
-            lanes = FP8_BLOCK128.block_size // p.unit
             scales = [
-                dynamic_scale(cute.arch.warp_reduction(amax[0], ptx.max_abs_nan, threads_in_group=lanes))
+                dynamic_scale(cute.arch.warp_reduction(amax[0], ptx.max_abs_nan, threads_in_group=SCALE_THREADS))
                 for _, amax in blocks
             ]
         quantized = []

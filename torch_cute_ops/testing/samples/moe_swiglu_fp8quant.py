@@ -65,10 +65,10 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
     for name, rows in views(256, device):
         if rows.dim() == 2 and rows.shape[1] % 256 == 0:
             offsets = torch.tensor([0, 1, 1, len(rows)], dtype=torch.int32).to(device)
-            counts = torch.tensor([1, 0, len(rows) - 2], dtype=torch.int32).to(device)
+            counts = torch.tensor([1, 0, max(0, len(rows) - 2)], dtype=torch.int32).to(device)
             yield Sample(name, (rows, offsets, counts))
         if rows.dim() == 3:
-            counts = torch.arange(1, 1 + len(rows), dtype=torch.int32).to(device)
+            counts = torch.arange(1, 1 + len(rows), dtype=torch.int32).clamp(max=rows.shape[1]).to(device)
             yield Sample(f"masked-{name}", (rows,), {"counts": counts})
     rows = random_rows(12, 512, device=device)
     offsets = torch.tensor([0, 4, 4, 8], dtype=torch.int32).to(device)

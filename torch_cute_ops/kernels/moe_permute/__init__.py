@@ -1,0 +1,26 @@
+"""Tokens in the experts' order, in FP8: each row quantised once, and stored in as many places as it has experts.
+
+``row_quant`` quantises, and stores a row's codes in each place in bulk, from shared memory. Scales lie by columns, and
+a token's places are far apart: stored as they are computed, each is a request of its own to L2, as many as there are
+lines of codes, for a thirtieth of the bytes. So:
+
+- Few tokens: that, in one launch.
+- More: scales are stored once for each token, in a workspace; then a thread for each row of the buffer reads its
+  token's scales, and a warp stores 32 rows' scales of a column at a time.
+
+Bytes moved: tokens and indices read once, codes and scales written for each place; more than few tokens: the tokens'
+scales written, and read for each place, mostly from L2.
+"""
+
+from typing import TYPE_CHECKING
+
+from torch_cute_ops.kernels._lazy import on_demand
+from torch_cute_ops.kernels.moe_permute.config import Config, plan
+
+if TYPE_CHECKING:
+    from torch_cute_ops.kernels.moe_permute.kernel import MoePermuteKernel
+
+__all__ = ["KERNEL", "Config", "MoePermuteKernel", "plan"]
+
+KERNEL = f"{__name__}.kernel.MoePermuteKernel"
+__getattr__ = on_demand(__name__, "MoePermuteKernel")
