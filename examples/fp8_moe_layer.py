@@ -27,15 +27,14 @@ import torch
 import torch.nn.functional as F
 
 import torch_cute_ops
-from moe_layer import captured_us, relative_error
-from quickstart import pick_device
+from moe_layer import Sizes, add_size_options, captured_us, chosen_sizes, relative_error
+from quickstart import conclude, pick_device
 
 BLOCK = 128
 LARGEST_CODE = 448.0
 SCALING = 2.5  # DeepSeek-V3's ``routed_scaling_factor``
-SIZES = {"cpu": (256, 16, 128, (1, 8, 33)), "cuda": (7168, 32, 2048, (1, 8, 64, 512, 4096, 8192))}
-"""Hidden, experts, intermediate, and numbers of tokens: small on a CPU; on a GPU DeepSeek-V3's, with an eighth of its
-experts, as on one of eight GPUs."""
+SIZES: dict[str, Sizes] = {"cpu": (256, 16, 128, (1, 8, 33)), "cuda": (7168, 32, 2048, (1, 8, 64, 512, 4096, 8192))}
+"""Small on a CPU; on a GPU DeepSeek-V3's, with an eighth of its experts, as on one of eight GPUs."""
 
 # What a run must reach. Measured on a CPU, 60 layers of three sizes: cosines from 0.9965 on, errors up to 0.081.
 LEAST_COSINE = 0.995
@@ -67,12 +66,7 @@ class Routing(NamedTuple):
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     device, kernels = pick_device()
-    hidden, experts, intermediate, tokens = (
-        given or default
-        for given, default in zip(
-            (options.hidden, options.experts, options.intermediate, options.tokens), SIZES[device.type], strict=True
-        )
-    )
+    hidden, experts, intermediate, tokens = chosen_sizes(options, SIZES[device.type])
     torch.manual_seed(options.seed)
     routing = Routing(8, 4, min(options.top, experts // 2)) if experts % 16 == 0 else Routing(1, 1, options.top)
     weights = random_weights(hidden, experts, intermediate, device)
@@ -99,19 +93,14 @@ def main(arguments: list[str] | None = None) -> int:
             problems.append(f"{count} tokens: a cosine of {cosine:.5f} is below {LEAST_COSINE}")
         if not error <= LARGEST_ERROR:
             problems.append(f"{count} tokens: error {error:.3g} is above {LARGEST_ERROR}")
-    print(f"\nFAILURE: {'; '.join(problems)}" if problems else "\nSUCCESS: every check passed")
-    return 1 if problems else 0
+    print()
+    return conclude(problems)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", choices=("contiguous", "masked"), default="contiguous", help="of experts' rows")
-    parser.add_argument("--tokens", type=int, nargs="+", help="numbers of tokens")
-    parser.add_argument("--hidden", type=int, help="elements of a token, a multiple of 128")
-    parser.add_argument("--experts", type=int)
-    parser.add_argument("--intermediate", type=int, help="of an expert, a multiple of 128")
-    parser.add_argument("--top", type=int, default=8, help="experts of a token (default: 8)")
-    parser.add_argument("--seed", type=int, default=0)
+    add_size_options(parser, hidden_step=BLOCK, intermediate_step=BLOCK)
     return parser.parse_args(arguments)
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 import torch_cute_ops
 from hidden_states import TEXT, minilm_model
-from quickstart import pick_device
+from quickstart import conclude, pick_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -107,8 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"layers     {error:.5f} from their FP4 numbers in fp32 at most (limit {MAX_LAYER_ERROR:.5f}): {name}")
     if not error <= MAX_LAYER_ERROR:
         problems.append(f"{name} is {error:.5f} from its FP4 numbers in fp32, more than {MAX_LAYER_ERROR:.5f}")
-    print(f"FAILURE: {'; '.join(problems)}" if problems else "SUCCESS: every check passed")
-    return 1 if problems else 0
+    return conclude(problems)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

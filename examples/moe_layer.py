@@ -19,20 +19,24 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 import torch_cute_ops
-from quickstart import pick_device
+from quickstart import conclude, pick_device
 
 LAYOUT = "128x4"
 TOP = 448.0 * 6.0  # the largest block scale times the largest element
-SIZES = {"cpu": (256, 16, 64, (1, 8, 33)), "cuda": (7168, 256, 256, (1, 8, 16, 32, 64, 128, 256, 512))}
-"""Hidden, experts, intermediate, and numbers of tokens: small on a CPU; on a GPU an eighth of DeepSeek-V3's experts, as
-on one of eight GPUs."""
+Sizes = tuple[int, int, int, Sequence[int]]
+"""Hidden, experts, intermediate, and numbers of tokens."""
+SIZES: dict[str, Sizes] = {
+    "cpu": (256, 16, 64, (1, 8, 33)),
+    "cuda": (7168, 256, 256, (1, 8, 16, 32, 64, 128, 256, 512)),
+}
+"""Small on a CPU; on a GPU an eighth of DeepSeek-V3's experts, as on one of eight GPUs."""
 
 # What a run must reach, as a part of the result's size. Measured on a CPU, 90 layers of three sizes: of many tokens
 # together 0.17 with weights alone in NVFP4, 0.23 with activations too; of one token 0.11 to 0.27, and 0.15 to 0.40.
@@ -56,12 +60,7 @@ class Weights(NamedTuple):
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     device, kernels = pick_device()
-    hidden, experts, intermediate, tokens = (
-        given or default
-        for given, default in zip(
-            (options.hidden, options.experts, options.intermediate, options.tokens), SIZES[device.type], strict=True
-        )
-    )
+    hidden, experts, intermediate, tokens = chosen_sizes(options, SIZES[device.type])
     torch.manual_seed(options.seed)
     weights = random_weights(hidden, experts, intermediate, device)
     in_bf16 = BF16Layer(weights, min(options.top, experts))
@@ -90,20 +89,36 @@ def main(arguments: list[str] | None = None) -> int:
             problems.append(f"{count} tokens: error {error:.3g} is above {LARGEST_ERROR[options.activations]}")
         if not fc2_error <= LARGEST_FC2_ERROR:
             problems.append(f"{count} tokens: moe_fc2 is {fc2_error:.3g} from float64, more than {LARGEST_FC2_ERROR}")
-    print(f"\nFAILURE: {'; '.join(problems)}" if problems else "\nSUCCESS: every check passed")
-    return 1 if problems else 0
+    print()
+    return conclude(problems)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--activations", choices=tuple(LARGEST_ERROR), default="fp4", help="what the products take")
+    add_size_options(parser, hidden_step=16, intermediate_step=64)
+    return parser.parse_args(arguments)
+
+
+def add_size_options(parser: argparse.ArgumentParser, hidden_step: int, intermediate_step: int) -> None:
+    """The options that say how large a layer of experts is, and how many tokens it gets."""
     parser.add_argument("--tokens", type=int, nargs="+", help="numbers of tokens")
-    parser.add_argument("--hidden", type=int, help="elements of a token, a multiple of 16")
+    parser.add_argument("--hidden", type=int, help=f"elements of a token, a multiple of {hidden_step}")
     parser.add_argument("--experts", type=int)
-    parser.add_argument("--intermediate", type=int, help="of an expert, a multiple of 64")
+    parser.add_argument("--intermediate", type=int, help=f"of an expert, a multiple of {intermediate_step}")
     parser.add_argument("--top", type=int, default=8, help="experts of a token (default: 8)")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args(arguments)
+
+
+def chosen_sizes(options: argparse.Namespace, usual: Sizes) -> Sizes:
+    """What was asked for, and what is usual where nothing was."""
+    hidden, experts, intermediate, tokens = usual
+    return (
+        options.hidden or hidden,
+        options.experts or experts,
+        options.intermediate or intermediate,
+        options.tokens or tokens,
+    )
 
 
 def random_weights(hidden: int, experts: int, intermediate: int, device: torch.device) -> Weights:

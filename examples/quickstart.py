@@ -74,6 +74,11 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             print(f"{way}   {timed(call)}, NOT the eager result")
             problems.append(f"{way} differs from eager")
+    return conclude(problems)
+
+
+def conclude(problems: list[str]) -> int:
+    """Print the last line, and give the exit status."""
     print(f"FAILURE: {'; '.join(problems)}" if problems else "SUCCESS: every check passed")
     return 1 if problems else 0
 
