@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +26,9 @@ NOISE = 2.0**-9
 ABOUT = """\
 torch's products with a scale a row of `a` and a column of the result ("rowwise"), which cuBLAS computes, have less to
 do: nothing is taken out of the tensor cores every 128 elements of k. Their results are not those of the op, and are not
-compared. "blockwise" has the op's scales, where torch and cuBLAS support them."""
+compared. "blockwise" has the op's scales, where torch and cuBLAS support them. DeepGEMM's products are the op's; scales
+are given to it as it wants them, and it compiles its kernels when they are first called."""
+DEEP_GEMM = "deep_gemm"
 
 
 class FP8ProductBenchmark(Benchmark):
@@ -88,7 +91,25 @@ class FP8ProductBenchmark(Benchmark):
             functions[0]()
         except Exception as error:  # not on this GPU, or not in this torch
             return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
-        return Variant(lambda i: functions[i](), self.bytes_moved(case), note, checked=not note)
+        return Variant(lambda i: (functions[i](),), self.bytes_moved(case), note, checked=not note)
+
+    def deep_gemm(
+        self, make: Callable[[ModuleType, Tensors], Callable[[], None]], case: Case, sets: Sequence[Tensors]
+    ) -> Variant | str:
+        """DeepGEMM's product into the set's output, that ``make`` prepares; the reason why it does not run."""
+
+        def into_output(tensors: Tensors) -> Callable[[], torch.Tensor]:
+            import deep_gemm
+
+            multiply = make(deep_gemm, tensors)
+
+            def call() -> torch.Tensor:
+                multiply()
+                return tensors["out"]
+
+            return call
+
+        return self.peer_of(into_output, case, sets)
 
     # --- the check ---
 
@@ -100,6 +121,12 @@ class FP8ProductBenchmark(Benchmark):
         exact = b.double()
         limit = exact.abs() * 2.0**-7 + NOISE * exact.square().mean().sqrt()
         return 1.0 - ((a.double() - exact).abs() <= limit).double().mean().item()
+
+
+def rows_last(scale: torch.Tensor) -> torch.Tensor:
+    """Scales (..., K/128, M) as DeepGEMM reads them: (..., M, K/128), each column contiguous and on 16 bytes."""
+    m = scale.shape[-1]
+    return torch.nn.functional.pad(scale, (0, -m % 4))[..., :m].mT
 
 
 def experts_of(case: Case) -> int:

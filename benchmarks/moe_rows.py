@@ -20,7 +20,7 @@ from .case import Benchmark, Case, Mark, Row, Tensors, Variant, at_least, at_mos
 DTYPE = torch.bfloat16
 EXPERTS, TOP, ALIGNMENT = 256, 8, 128
 """Of DeepSeek-V3: experts, experts of a token, rows of a product's tile."""
-DECODE_ROWS = (1, 8, 64)
+DECODE_ROWS = (1, 8, 32, 64)
 LARGE_ROWS = (4096, 16384)
 SIZES = {
     "marks": (*DECODE_ROWS, *LARGE_ROWS),

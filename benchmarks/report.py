@@ -24,6 +24,8 @@ LABELS = {
     "quack": "QuACK",
     "inductor": "Inductor",
     "cublas_bf16": "cuBLAS bf16",
+    "fill": "fill",
+    "deep_gemm": "DeepGEMM",
     "copy": "copy",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 
 import torch
 
@@ -10,6 +11,8 @@ import torch_cute_ops
 
 from ..case import Case, Mark, Row, Tensors, Variant, at_least
 from ..fp8_products import (
+    BLOCK,
+    DEEP_GEMM,
     DTYPE,
     FLOPS_GOAL,
     STREAM_GOAL,
@@ -18,6 +21,7 @@ from ..fp8_products import (
     found,
     peer_mark,
     rate,
+    rows_last,
     sums,
 )
 
@@ -40,7 +44,7 @@ PEER = "scaled_grouped_mm"
 
 class GroupedMmFp8(FP8ProductBenchmark):
     op = "grouped_mm_fp8"
-    peers = (PEER,)
+    peers = (PEER, DEEP_GEMM)
 
     def case(self, experts: int, m: int, n: int, k: int, layout: str = "contiguous") -> Case:
         """A case of this op: ``m`` rows of each expert."""
@@ -75,8 +79,11 @@ class GroupedMmFp8(FP8ProductBenchmark):
         torch_cute_ops.grouped_mm_fp8(*operands, **given, out=tensors["out"])
 
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
-        """torch's, which takes rows packed one expert after the other: here both layouts are that."""
+        """torch's, which takes rows packed one expert after the other: here both layouts are that; or DeepGEMM's."""
         m, experts = case["M"], experts_of(case)
+        if name == DEEP_GEMM:
+            is_masked = case.choices["layout"] == "masked"
+            return self.deep_gemm(masked if is_masked else contiguous, case, sets)
 
         def make(t: Tensors) -> Callable[[], torch.Tensor]:
             a = t["a"].view(-1, case["K"])
@@ -104,8 +111,25 @@ class GroupedMmFp8(FP8ProductBenchmark):
         return [
             at_least("4 x 8192 x 4096 x 7168: rate", None if large is None else rate(large), FLOPS_GOAL, " TFLOP/s"),
             peer_mark("contiguous: as fast as torch's grouped FP8 product", prefill, (PEER,)),
+            peer_mark("contiguous: as fast as DeepGEMM", prefill, (DEEP_GEMM,)),
             at_least("masked, 1 to 64 rows: of a copy's bandwidth", min(streams, default=None), STREAM_GOAL),
         ]
+
+
+def contiguous(library: ModuleType, t: Tensors) -> Callable[[], None]:
+    """DeepGEMM's product of rows one expert after the other, of which it wants multiples of 128."""
+    a, b = (t["a"], rows_last(t["a_scale"])), (t["b"], t["b_scale"])
+    each = t["offsets"].diff().cpu()
+    if (each % BLOCK).any():
+        raise ValueError("an expert's rows are no multiple of 128")
+    owners = torch.arange(len(each), dtype=torch.int32).repeat_interleave(each).to(t["a"].device)
+    return lambda: library.m_grouped_fp8_gemm_nt_contiguous(a, b, t["out"], owners)
+
+
+def masked(library: ModuleType, t: Tensors) -> Callable[[], None]:
+    """DeepGEMM's product of equally many rows for each expert."""
+    a, b = (t["a"], rows_last(t["a_scale"].transpose(0, 1).contiguous())), (t["b"], t["b_scale"])
+    return lambda: library.fp8_m_grouped_gemm_nt_masked(a, b, t["out"], t["counts"], t["a"].shape[1])
 
 
 BENCHMARK = GroupedMmFp8()

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 
 import torch
 
 import torch_cute_ops
 
 from ..case import Case, Mark, Row, Tensors, Variant, at_least
-from ..fp8_products import DTYPE, FLOPS_GOAL, FP8ProductBenchmark, found, peer_mark, rate, sums
+from ..fp8_products import (
+    DEEP_GEMM,
+    DTYPE,
+    FLOPS_GOAL,
+    FP8ProductBenchmark,
+    found,
+    peer_mark,
+    rate,
+    rows_last,
+    sums,
+)
 
 SHAPES = ((4096, 7168), (7168, 2048))
 """(N, K) of DeepSeek-V3's experts."""
 ROWS = {"marks": (8192,), "quick": (1, 16, 64, 256, 1024, 4096, 8192), "full": tuple(2**i for i in range(15))}
 PEERS = ("rowwise", "blockwise")
+"""Of torch's."""
 
 
 class MmFp8Block(FP8ProductBenchmark):
     op = "mm_fp8_block"
-    peers = PEERS
+    peers = (*PEERS, DEEP_GEMM)
 
     def case(self, m: int, n: int, k: int) -> Case:
         """A case of this op."""
@@ -47,6 +59,12 @@ class MmFp8Block(FP8ProductBenchmark):
             scale = t["a_scale"].t(), t["b_scale"].t()
             return lambda: torch._scaled_mm(t["a"], t["b"].t(), *scale, out_dtype=DTYPE)
 
+        def deep_gemm(library: ModuleType, t: Tensors) -> Callable[[], None]:
+            a, b = (t["a"], rows_last(t["a_scale"])), (t["b"], t["b_scale"])
+            return lambda: library.fp8_gemm_nt(a, b, t["out"])
+
+        if name == DEEP_GEMM:
+            return self.deep_gemm(deep_gemm, case, sets)
         if name == "rowwise":
             return self.peer_of(rowwise, case, sets, "scales of whole rows")
         return self.peer_of(blockwise, case, sets)
@@ -60,6 +78,8 @@ class MmFp8Block(FP8ProductBenchmark):
         return [
             at_least("8192 x 4096 x 7168: rate", None if large is None else rate(large), FLOPS_GOAL, " TFLOP/s"),
             peer_mark("M of 4,096 or more: as fast as torch's FP8 products", many, PEERS),
+            peer_mark("M of 4,096 or more: as fast as torch's with the same scales", many, ("blockwise",)),
+            peer_mark("M of 4,096 or more: as fast as DeepGEMM", many, (DEEP_GEMM,)),
         ]
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..case import Case
+from ..case import Case, Tensors, Variant
 from ..formulas import fp8_bytes, row_bytes
 from ..moe_rows import DTYPE, TOP, MoeRowBenchmark
 
 
 class MoePermuteFp8quant(MoeRowBenchmark):
     op = "moe_permute_fp8quant"
+    peers = ("fill",)
+    notes = ("Fill: torch writes the codes' bytes, and reads nothing. They are four fifths of what this op moves.",)
 
     def bytes_moved(self, case: Case) -> int:
         """Tokens and indices read once, codes and scales of each pair written; bytes."""
@@ -27,6 +30,15 @@ class MoePermuteFp8quant(MoeRowBenchmark):
         rows = torch.randn(case["M"], case["H"], dtype=DTYPE, device=device)
         routed = self.routed(case, device, "permuted_to_expanded", "expanded_to_permuted")
         return {"input": rows, **self.numbers(case), **routed}
+
+    def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant:
+        written = self.pairs(case) * case["H"]
+        filled = [tensors["y"].view(-1)[:written].view(torch.int32) for tensors in sets]
+
+        def call(i: int) -> tuple[torch.Tensor, ...]:
+            return (filled[i].fill_(i),)
+
+        return Variant(call, written, checked=False)
 
 
 BENCHMARK = MoePermuteFp8quant()

@@ -1,5 +1,7 @@
 """The benchmarks of FP8 products without a GPU: bytes, sizes, checks, marks."""
 
+import sys
+
 import pytest
 import torch
 
@@ -45,9 +47,60 @@ def test_peers_that_do_not_run_say_why(op, case, monkeypatch):
 
     for name in ("_scaled_mm", "_scaled_grouped_mm"):
         monkeypatch.setattr(torch, name, absent)
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
     benchmark = ops.load(op)
     sets = [benchmark.make_set(case, CPU)]
-    assert {benchmark.peer(name, case, sets) for name in benchmark.peers} == {"RuntimeError: not here"}
+    reasons = {name: benchmark.peer(name, case, sets) for name in benchmark.peers}
+    assert reasons.pop("deep_gemm").startswith("ModuleNotFoundError: ")
+    assert set(reasons.values()) == {"RuntimeError: not here"}
+
+
+class DeepGemm:
+    """DeepGEMM's functions as its documentation has them, on a CPU."""
+
+    def check(self, a, b, out):
+        (codes, a_scale), (weight, b_scale) = a, b
+        assert codes.is_contiguous() and weight.is_contiguous() and b_scale.is_contiguous() and out.is_contiguous()
+        assert a_scale.shape == (*codes.shape[:-1], codes.shape[-1] // 128)
+        # As its copies take them, without another layout being made first.
+        assert a_scale.stride(-2) == 1 and a_scale.stride(-1) == -(-a_scale.shape[-2] // 4) * 4
+        assert a_scale.dim() == 2 or a_scale.stride(0) == a_scale.stride(-1) * a_scale.shape[-1]
+
+    def fp8_gemm_nt(self, a, b, out):
+        self.check(a, b, out)
+        out.copy_(fp8_products.sums(a[0], b[0], a[1].t(), b[1]))
+
+    def m_grouped_fp8_gemm_nt_contiguous(self, a, b, out, owners):
+        self.check(a, b, out)
+        assert owners.dtype == torch.int32 and owners.shape == out.shape[:1]
+        for expert in range(len(b[0])):
+            rows = owners == expert
+            assert rows.sum() % 128 == 0
+            codes = a[0].view(torch.uint8)[rows].view(a[0].dtype)
+            out[rows] = fp8_products.sums(codes, b[0][expert], a[1][rows].t(), b[1][expert])
+
+    def fp8_m_grouped_gemm_nt_masked(self, a, b, out, counts, expected_rows):
+        self.check(a, b, out)
+        assert counts.dtype == torch.int32 and expected_rows == out.shape[1]
+        for expert, count in enumerate(counts.tolist()):
+            codes, scale = a[0][expert, :count], a[1][expert, :count]
+            out[expert, :count] = fp8_products.sums(codes, b[0][expert], scale.t(), b[1][expert])
+
+
+def test_deep_gemm_computes_the_same(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_gemm", DeepGemm())
+    few = ops.load("grouped_mm_fp8").case(2, 128, 136, 256)
+    # Scales of rows by columns, as DeepGEMM wants them, are so for multiples of four rows.
+    plain = ("mm_fp8_block", Case({"M": 8, "N": 136, "K": 256}))
+    for op, case in (plain, ("grouped_mm_fp8", few), ("grouped_mm_fp8", SMALL[2][1])):
+        benchmark = ops.load(op)
+        sets = [benchmark.make_set(case, CPU)]
+        expected = benchmark.expected(case, sets[0])
+        variant = benchmark.peer("deep_gemm", case, sets)
+        assert variant.checked and benchmark.mismatch(variant.call(0), expected) == 0.0
+    benchmark, case = ops.load("grouped_mm_fp8"), SMALL[1][1]
+    reason = "ValueError: an expert's rows are no multiple of 128"
+    assert benchmark.peer("deep_gemm", case, [benchmark.make_set(case, CPU)]) == reason
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -70,19 +123,21 @@ def test_marks_of_the_plain_product():
         row(large, ours={"tflops": 1200.0}, rowwise={"tflops": 1250.0}, blockwise={"tflops": 1100.0}),
         row(few, ours={"tflops": 1.0}, rowwise={"tflops": 9.0}),
     ]
-    assert [(mark.value, mark.passed) for mark in benchmark.marks(rows)] == [(1200.0, True), (0.96, True)]
-    assert [mark.value for mark in benchmark.marks(rows[1:])] == [None, None]
+    rows[0]["variants"]["deep_gemm"] = {"tflops": 1500.0}
+    got = [(mark.value, mark.passed) for mark in benchmark.marks(rows)]
+    assert got == [(1200.0, True), (0.96, True), (1200 / 1100, True), (0.8, False)]
+    assert [mark.value for mark in benchmark.marks(rows[1:])] == [None] * 4
 
 
 def test_marks_of_the_grouped_product():
     benchmark = ops.load("grouped_mm_fp8")
     prefill, decode = benchmark.case(4, 8192, 4096, 7168), benchmark.case(32, 16, 4096, 7168, "masked")
     rows = [
-        row(prefill, ours={"tflops": 1000.0}, scaled_grouped_mm={"tflops": 1250.0}),
+        row(prefill, ours={"tflops": 1000.0}, scaled_grouped_mm={"tflops": 1250.0}, deep_gemm={"tflops": 1000.0}),
         row(decode, ours={"tflops": 9.0, "of_copy": 0.82}, scaled_grouped_mm={"tflops": 99.0}),
     ]
     marks = benchmark.marks(rows)
-    assert [(mark.value, mark.passed) for mark in marks] == [(1000.0, False), (0.8, False), (0.82, True)]
+    assert [(mark.value, mark.passed) for mark in marks] == [(1000.0, False), (0.8, False), (1.0, True), (0.82, True)]
 
 
 def test_sums_are_those_of_the_numbers():

@@ -56,6 +56,18 @@ def test_the_op_agrees_with_what_is_expected(op):
     assert str(benchmark.smallest(case)).startswith("M=1 ")
 
 
+def test_a_fill_writes_as_many_codes():
+    benchmark = ops.load("moe_permute_fp8quant")
+    case = Case({"M": 5, "H": 256, "E": 32})
+    sets = [benchmark.make_set(case, CPU) for _ in range(2)]
+    peer = benchmark.peer("fill", case, sets)
+    peer.call(1)
+    written = sets[1]["y"].view(torch.int32).view(-1)
+    assert (written[: 5 * TOP * 256 // 4] == 1).all() and (written[5 * TOP * 256 // 4 :] != 1).all()
+    read, scales, indices = 5 * 256 * 2, 5 * TOP * 2 * 4, 5 * TOP * 4
+    assert peer.bytes == benchmark.bytes_moved(case) - read - scales - indices
+
+
 def test_routings_are_what_they_say():
     parts = routing(40, 32)
     used = parts["permuted_to_expanded"] >= 0
