@@ -42,6 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
     seed = config.getoption("seed") if controller is None else controller["seed"]
     config.stash[BASE_SEED] = secrets.randbelow(2**31) if seed is None else seed
     os.environ["TEST_SEED"] = str(config.stash[BASE_SEED])  # for cases.py
+    if controller is None and not GPU_MISSING:
+        every = ",".join(map(str, range(torch.cuda.device_count())))
+        os.environ["TEST_GPUS"] = os.environ.get("CUDA_VISIBLE_DEVICES", every)  # for workers, in devices.py
     if controller is not None:
         # Workers are as many as processors already, and Inductor in each would start as many processes.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
