@@ -6,7 +6,7 @@ import importlib
 import itertools
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,7 +15,9 @@ import torch
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format, FP8Format, resolve_fp8_format
 
-WIDTHS = (16, 32, 48, 128, 1152, 2048, 2880, 4096, 7168, 8192, 16_384, 32_768, 65_536)
+SPANS = ((16, 32, 48, 128), (1152, 2048, 2880, 4096), (7168, 8192), (16_384, 32_768, 65_536))
+"""Widths of rows that share a warp, that have one, that have several, and that are split."""
+WIDTHS = tuple(itertools.chain(*SPANS))
 WIDE = (4096, 7168, 8192, 65_536)
 """Widths at which threads hold the most values."""
 ARCHS = ("sm_90a", "sm_100a", "sm_120a")
@@ -95,9 +97,16 @@ class Case:
 
     @property
     def pairs(self) -> list[tuple[tuple[int, Any], tuple[int, Any]]]:
-        """Any two of the choices, with their places; and what, width and architecture of the widest, all three."""
-        wide = [((5, (self.what, self.arch)), (2, self.width))] if self.width in WIDE else []
-        return [*itertools.combinations(enumerate(self.choices), 2), *wide]
+        """Any two of the choices, with their places; and what, width and architecture of the widest, all three.
+
+        Dtypes and targets do not meet each width, but one of each span.
+        """
+        what, dtypes, width, target, arch = enumerate(self.choices)
+        span = (6, next(span for span in SPANS if self.width in span))
+        wide = [((5, (self.what, self.arch)), width)] if self.width in WIDE else []
+        by_span = itertools.product((dtypes, target), (span,))
+        by_width = itertools.product((what, arch), (width,))
+        return [*itertools.combinations((what, dtypes, target, arch), 2), *by_width, *by_span, *wide]
 
 
 def every_case() -> Iterator[Case]:
@@ -258,19 +267,26 @@ WARPGROUP_KINDS = (
 """What a weight and activations may be beside each other on sm_90a: dtype of products, format, layouts of scales."""
 
 
-def wgmma_cases() -> list[WgmmaCase]:
-    """Every kind of operands with every tile; the rest in turn."""
+def wgmma_cases(every: bool) -> list[WgmmaCase]:
+    """Kinds of operands with tiles: all of them, or half; the rest in turn."""
     rest = itertools.cycle(itertools.product((True, False), (BF16, FP16, FP32)))
     tiles = [(tokens, 0) for tokens in (8, 16, 32, 64, 128, 256)] + [(8, 1), (16, 8), (32, 3)]
     plain = [
-        WgmmaCase(*kind, tokens, *reversed(next(rest)), splits) for kind in WARPGROUP_KINDS for tokens, splits in tiles
+        WgmmaCase(*kind, tokens, *reversed(next(rest)), splits)
+        for kind, (tokens, splits) in _together(WARPGROUP_KINDS, tiles, every)
     ]
     outs, widths = itertools.cycle((BF16, FP16, FP32)), itertools.cycle((256, 1024, 512))
     return plain + [
         WgmmaCase(*kind, tokens, next(outs), True, width=next(widths))
-        for kind in WARPGROUP_KINDS
-        for tokens in (16, 32, 64, 128)
+        for kind, tokens in _together(WARPGROUP_KINDS, (16, 32, 64, 128), every)
     ]
+
+
+def _together(some: Sequence[Any], others: Sequence[Any], every: bool) -> Iterator[tuple[Any, Any]]:
+    """Each of ``some`` with every one of ``others``, or with every second."""
+    for (i, one), (j, other) in itertools.product(enumerate(some), enumerate(others)):
+        if every or (i + j) % 2 == 0:
+            yield one, other
 
 
 @dataclass(frozen=True)
@@ -421,21 +437,27 @@ def fp8_product_cases() -> list[FP8ProductCase]:
 AnyCase = Case | ProductCase | WgmmaCase | ExpertsCase | MoeCase | FP8ProductCase
 
 
-def experts_cases() -> list[ExpertsCase]:
-    """Every kind of operands with every size of a unit, and of a tile; the rest in turn."""
+def experts_cases(every: bool) -> list[ExpertsCase]:
+    """Kinds of operands with sizes of a unit, all of them or half, and every size of a tile; the rest in turn."""
     tiles = {8: (256, 16, 512), 16: (64, 512), 24: (512, 32, 128)}
     turns = {group: itertools.cycle(sizes) for group, sizes in tiles.items()}
     rest = itertools.cycle(((BF16, 1), (FP16, 8), (FP32, 1), (BF16, 8)))
-    return [ExpertsCase(*kind, group, next(turns[group]), *next(rest)) for kind in WARPGROUP_KINDS for group in turns]
+    return [
+        ExpertsCase(*kind, group, next(turns[group]), *next(rest))
+        for kind, group in _together(WARPGROUP_KINDS, tuple(turns), every)
+    ]
 
 
-def product_cases() -> list[ProductCase]:
-    """Every operand dtype with every tile, number of CTAs and architecture; the rest in turn."""
+def product_cases(every: bool) -> list[ProductCase]:
+    """Every tile and number of CTAs for every architecture, with all operand dtypes or one in turn; and so the rest."""
     kinds = ((FP16, NVFP4), (BF16, NVFP4), (BF16, MXFP4))
     rest = itertools.cycle(itertools.product((1, 2, 3, 4, 6, 8), (BF16, FP16, FP32), (True, False)))
     layouts = itertools.cycle(("linear", "128x4"))
+    tiles = tuple(itertools.product((8, 16, 32, 64), (1, 2)))
     cases = []
-    for kind, tokens, ctas_per_sm, arch in itertools.product(kinds, (8, 16, 32, 64), (1, 2), ARCHS):
+    for (i, (tokens, ctas_per_sm)), (j, arch), (k, kind) in itertools.product(*map(enumerate, (tiles, ARCHS, kinds))):
+        if not every and k != (i + j) % len(kinds):
+            continue
         case = ProductCase(*kind, next(layouts), tokens, *next(rest), arch, ctas_per_sm)
         if case.kernel is not None:
             cases.append(case)

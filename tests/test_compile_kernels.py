@@ -1,6 +1,7 @@
 """Kernels compile for every supported architecture, without spilled registers; no GPU is needed.
 
-A part of the grid is compiled, in which every two choices meet; ``--every-kernel`` compiles all of it, in half an hour.
+A part of the grid is compiled, in which every two choices meet, and half of the products' kernels; ``--every-kernel``
+compiles all of it, in half an hour.
 """
 
 import multiprocessing
@@ -33,17 +34,15 @@ ALLOWED_SPILLS: dict[str, str] = {}
 REGISTERS_PER_SM = 65_536
 
 
-def other_cases():
-    return *product_cases(), *wgmma_cases(), *experts_cases(), *moe_cases(), *fp8_product_cases()
+def other_cases(every):
+    return *product_cases(every), *wgmma_cases(every), *experts_cases(every), *moe_cases(), *fp8_product_cases()
 
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        cases = every_case() if metafunc.config.getoption("every_kernel") else covering_cases()
-        metafunc.parametrize(
-            "case",
-            [pytest.param(case, id=case.id) for case in (*cases, *other_cases())],
-        )
+        every = metafunc.config.getoption("every_kernel")
+        cases = (*(every_case() if every else covering_cases()), *other_cases(every))
+        metafunc.parametrize("case", [pytest.param(case, id=case.id) for case in cases])
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +97,7 @@ def test_allowed_spills_are_cases():
 
 
 def test_ids_are_unique():
-    ids = [case.id for case in (*every_case(), *other_cases())]
+    ids = [case.id for case in (*every_case(), *other_cases(every=True))]
     assert len(ids) == len(set(ids))
 
 
