@@ -97,10 +97,10 @@ def test_outputs_that_are_no_ordinary_tensors_are_for_the_dispatcher(monkeypatch
     plain = torch.zeros(2)
     with FakeTensorMode():
         fake = torch.zeros(2)
-    assert dispatch.is_plain_eager(plain, plain, out=plain) and dispatch.is_plain_eager(plain, out=(plain, plain))
-    assert not dispatch.is_plain_eager(plain, out=fake)
-    assert not dispatch.is_plain_eager(plain, out=(plain, fake))
-    assert not dispatch.is_plain_eager(plain, fake)
+    assert dispatch.is_plain_eager(plain, plain, plain) and dispatch.is_plain_eager((plain, plain), plain, None)
+    assert not dispatch.is_plain_eager(fake, plain)
+    assert not dispatch.is_plain_eager((plain, fake), plain)
+    assert not dispatch.is_plain_eager(None, plain, fake)
 
 
 def test_described():

@@ -88,11 +88,12 @@ def test_key_holds_every_field_of_an_argument():
         None,
     )
     variants = [arguments, arguments[:2], (*arguments, None), arguments[::-1]]
-    for field in dataclasses.fields(TensorArg):
-        variants.append((changed(arguments[0], (field.name,)), *arguments[1:]))
-    for field in dataclasses.fields(Dim):
-        stride = (changed(arguments[0].stride[0], (field.name,)), 1)
-        variants.append((dataclasses.replace(arguments[0], stride=stride), *arguments[1:]))
+    tensor, stride = arguments[0], arguments[0].stride[0]
+    for name, value in tensor._asdict().items():
+        variants.append((tensor._replace(**{name: other(value)}), *arguments[1:]))
+    for name, value in stride._asdict().items():
+        changed_stride = stride._replace(**{name: other(value)})
+        variants.append((tensor._replace(stride=(changed_stride, 1)), *arguments[1:]))
     variants.append((arguments[0], ScalarArg("Int32"), None))
     keys = {compiler.key_of(FakeKernel(0, variant), SM90) for variant in variants}
     assert len(keys) == len(variants)

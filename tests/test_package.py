@@ -40,8 +40,11 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_import_is_quick():
-    """Less than 60 ms on top of torch, in the best of several runs."""
-    code = "import time, torch; t = time.perf_counter(); import torch_cute_ops; print(time.perf_counter() - t)"
+    """Less than 60 ms on top of torch, in the best of several runs.
+
+    Of the processor: other tests may keep it busy.
+    """
+    code = "import time, torch; t = time.process_time(); import torch_cute_ops; print(time.process_time() - t)"
     # Installed packages have bytecode; here the first import writes it.
     written = {"PYTHONDONTWRITEBYTECODE": ""}
     python(code, **written)

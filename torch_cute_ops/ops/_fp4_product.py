@@ -79,15 +79,13 @@ class FP4Product:
         # What has been run is compiled and loaded, and can be captured.
         self._ran: set[Chosen] = set()
 
-    def spec(self, function: Callable[..., Any], reference: Callable[..., Any], fake: Callable[..., Any]) -> OpSpec:
+    def spec(self, function: Callable[..., Any]) -> OpSpec:
         """The op's place in the registry."""
         return OpSpec(
             name=self.op,
             arguments=self.arguments,
             outputs=("out",),
             check=partial(self.arrange, self.check),
-            reference=reference,
-            fake=fake,
             cuda=partial(self.arrange, self.run),
             cuda_out=self.cuda_out,
             function=function,

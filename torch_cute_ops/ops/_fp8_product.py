@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import is_grad_enabled
 
-from torch_cute_ops.formats.experts import MAX_EXPERTS, used_rows, zeroed_rows
+from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._fp8_tactics import Shape, Tactic, choose
 from torch_cute_ops.ops._kernels import aligned
@@ -91,35 +91,23 @@ class FP8Product:
         # By kernel and device. What has been run is loaded, and can be captured.
         self._ran: dict[tuple[Wanted, int], Callable[..., None]] = {}
 
-    def spec(self, function: Callable[..., Any], reference: Callable[..., Any], fake: Callable[..., Any]) -> OpSpec:
+    def spec(self, function: Callable[..., Any]) -> OpSpec:
         """The op's place in the registry."""
         return OpSpec(
             name=self.op,
             arguments=self.arguments,
             outputs=("out",),
             check=partial(self.arrange, self.check),
-            reference=reference,
-            fake=fake,
             cuda=partial(self.arrange, self.run),
             cuda_out=self.cuda_out,
             function=function,
             example=self.example,
             kernels=self.kernels,
-            defined=self.defined if self.is_grouped else None,
         )
 
     def cuda_out(self, *args: Any, out: Tensor, **kwargs: Any) -> None:
         """The CUDA entry of the ``.out`` overload."""
         self.arrange(partial(self.run, out=out), *args, **kwargs)
-
-    def defined(self, outputs: tuple[Tensor, ...], *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        """The result with zeros in rows that no expert has."""
-        return self.arrange(partial(self._defined, outputs), *args, **kwargs)
-
-    def _defined(self, outputs: tuple[Tensor, ...], given: Given) -> tuple[Tensor, ...]:
-        (out,) = outputs
-        used = used_rows(out.shape[:-1].numel(), given.offsets, given.counts).view(out.shape[:-1])
-        return (zeroed_rows(out, used[..., None]),)
 
     def example(
         self,

@@ -116,15 +116,13 @@ class RowQuant:
 
     # The op's entries
 
-    def spec(self, function: Callable[..., Any], reference: Callable[..., Any], fake: Callable[..., Any]) -> OpSpec:
+    def spec(self, function: Callable[..., Any]) -> OpSpec:
         """The op's place in the registry."""
         spec = OpSpec(
             name=self.op,
             arguments=self.signature.schema,
             outputs=self.outputs,
             check=self.check_call,
-            reference=reference,
-            fake=fake,
             cuda=self.cuda,
             cuda_out=self.cuda_out,
             function=function,
@@ -229,7 +227,7 @@ class RowQuant:
         eps: float,
         choices: tuple[Any, ...],
         out: Outputs | None = None,
-    ) -> Outputs:
+    ) -> Any:
         """Run the kernel on CUDA tensors, into ``out`` or into new tensors.
 
         What follows is the way of nearly every call, written out for speed (each line counts: 1 µs of Python is a tenth

@@ -6,8 +6,7 @@ residual, weight, factor, eps, choices), where ``factor`` is the global scale of
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,8 +17,7 @@ FP4_CHOICES = ("block_size", "scale_format", "scale_layout")
 FP8_CHOICES = ("granularity", "scale_layout")
 
 
-@dataclass(frozen=True)
-class Signature:
+class Signature(NamedTuple):
     """One kind of list.
 
     Attributes:

@@ -22,41 +22,54 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 class OpSpec:
     """One op, in the manner of PyTorch's ``OpInfo``.
 
+    What no call on a GPU needs is found by the op's name, in a module that is imported when it is first asked for.
+
     Attributes:
         name: name in the namespace ``cute``, and of the modules that implement and test it.
         arguments: the schema's arguments.
         outputs: names of the outputs.
         check: raises ``ValueError`` or ``TypeError`` for arguments that the op refuses; takes the op's arguments.
-        reference: the executable specification in plain torch; takes the op's arguments.
-        fake: outputs with the right shapes and dtypes and no values; takes the op's arguments.
         cuda: the functional CUDA entry; checks its arguments itself.
         cuda_out: the CUDA entry that takes the outputs as further keyword arguments, named as in ``out_names``.
         function: the typed Python function of the same name.
         example: a call on one row, as (args, kwargs), from static facts given by keyword, ``device`` among them.
         kernels: the ``Wanted`` kernels of a call, from an ``Arch`` and the op's arguments; the tensors may be on meta.
         backends: why each backend cannot compute a call, from a device and the op's arguments; ``None``: has none.
-        defined: the outputs with zeros in place of what the op leaves unspecified, such as rows of padding, from a
-            tuple of all outputs and the op's arguments; ``None``: it leaves nothing unspecified.
     """
 
     name: str
     arguments: str
     outputs: tuple[str, ...]
     check: Callable[..., None]
-    reference: Callable[..., Any]
-    fake: Callable[..., Any]
     cuda: Callable[..., Any]
     cuda_out: Callable[..., None]
     function: Callable[..., Any]
     example: "Callable[..., Call]"
     kernels: Callable[..., tuple[Any, ...]]
     backends: "Callable[..., dict[str, str | None]] | None" = None
-    defined: Callable[..., tuple[torch.Tensor, ...]] | None = None
 
     @property
     def qualified_name(self) -> str:
         """``cute::name``."""
         return f"{NAMESPACE}::{self.name}"
+
+    @property
+    def reference(self) -> Callable[..., Any]:
+        """The executable specification in plain torch: ``reference/<name>.py``. Takes the op's arguments."""
+        return getattr(self._module("reference"), self.name)
+
+    @property
+    def fake(self) -> Callable[..., Any]:
+        """Outputs with the right shapes and dtypes and no values: ``fake/<name>.py``. Takes the op's arguments."""
+        return getattr(self._module("fake"), self.name)
+
+    @property
+    def defined(self) -> Callable[..., tuple[torch.Tensor, ...]] | None:
+        """The outputs with zeros in place of what the op leaves unspecified, such as rows of padding.
+
+        Takes a tuple of all outputs and the op's arguments; ``None``: it leaves nothing unspecified.
+        """
+        return getattr(self._module("reference"), "defined", None)
 
     @property
     def out_names(self) -> tuple[str, ...]:
@@ -88,14 +101,14 @@ class OpSpec:
 
     def sample_inputs(self, device: torch.device | str) -> "Iterator[Sample]":
         """Arguments that the op takes, with fresh data, from ``torch_cute_ops/testing/samples/<name>.py``."""
-        return self._inputs().sample_inputs(torch.device(device))
+        return self._module("testing.samples").sample_inputs(torch.device(device))
 
     def error_inputs(self, device: torch.device | str) -> "Iterator[ErrorInput]":
         """Arguments that the op refuses, and how; from the same module."""
-        return self._inputs().error_inputs(torch.device(device))
+        return self._module("testing.samples").error_inputs(torch.device(device))
 
-    def _inputs(self) -> Any:
-        return importlib.import_module(f"torch_cute_ops.testing.samples.{self.name}")
+    def _module(self, floor: str) -> Any:
+        return importlib.import_module(f"torch_cute_ops.{floor}.{self.name}")
 
 
 def cuda_device(device: torch.device | int | str | None) -> torch.device:

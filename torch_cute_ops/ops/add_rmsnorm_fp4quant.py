@@ -1,13 +1,9 @@
 """``add_rmsnorm_fp4quant``: residual addition, RMSNorm and FP4 quantisation of each row, in one pass."""
 
-from typing import cast
-
 import torch
 
-from torch_cute_ops.fake import add_rmsnorm_fp4quant as fake
 from torch_cute_ops.ops._row_quant import RowQuant
 from torch_cute_ops.ops._signatures import FP4_ADD_NORM
-from torch_cute_ops.reference import add_rmsnorm_fp4quant as reference
 from torch_cute_ops.runtime.dispatch import is_plain_eager
 
 _quant = RowQuant("add_rmsnorm_fp4quant", FP4_ADD_NORM, source="add", normalises=True)
@@ -52,10 +48,9 @@ def add_rmsnorm_fp4quant(
         ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(input, residual, weight, global_scale, out=out):
+    if is_plain_eager(out, input, residual, weight, global_scale):
         choices = (block_size, scale_format, scale_layout)
-        outputs = _quant.run(input, residual, weight, global_scale, eps, choices, out)
-        return cast(tuple[torch.Tensor, torch.Tensor], outputs)
+        return _quant.run(input, residual, weight, global_scale, eps, choices, out)
     args = (input, residual, weight, global_scale, eps, block_size, scale_format, scale_layout)
     if out is None:
         return torch.ops.cute.add_rmsnorm_fp4quant.default(*args)
@@ -63,4 +58,4 @@ def add_rmsnorm_fp4quant(
     return out
 
 
-OP = _quant.spec(add_rmsnorm_fp4quant, reference.add_rmsnorm_fp4quant, fake.add_rmsnorm_fp4quant)
+OP = _quant.spec(add_rmsnorm_fp4quant)

@@ -1,13 +1,9 @@
 """``add_rmsnorm_fp4quant_both_layouts``: as ``add_rmsnorm_fp4quant``, with the scales in two layouts."""
 
-from typing import cast
-
 import torch
 
-from torch_cute_ops.fake import add_rmsnorm_fp4quant_both_layouts as fake
 from torch_cute_ops.ops._row_quant import RowQuant
 from torch_cute_ops.ops._signatures import FP4_ADD_NORM_BOTH_LAYOUTS
-from torch_cute_ops.reference import add_rmsnorm_fp4quant_both_layouts as reference
 from torch_cute_ops.runtime.dispatch import is_plain_eager
 
 _quant = RowQuant(
@@ -57,10 +53,9 @@ def add_rmsnorm_fp4quant_both_layouts(
         ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(input, residual, weight, global_scale, out=out):
+    if is_plain_eager(out, input, residual, weight, global_scale):
         choices = (block_size, scale_format, "128x4")
-        outputs = _quant.run(input, residual, weight, global_scale, eps, choices, out)
-        return cast(tuple[torch.Tensor, torch.Tensor, torch.Tensor], outputs)
+        return _quant.run(input, residual, weight, global_scale, eps, choices, out)
     args = (input, residual, weight, global_scale, eps, block_size, scale_format)
     if out is None:
         return torch.ops.cute.add_rmsnorm_fp4quant_both_layouts.default(*args)
@@ -68,8 +63,4 @@ def add_rmsnorm_fp4quant_both_layouts(
     return out
 
 
-OP = _quant.spec(
-    add_rmsnorm_fp4quant_both_layouts,
-    reference.add_rmsnorm_fp4quant_both_layouts,
-    fake.add_rmsnorm_fp4quant_both_layouts,
-)
+OP = _quant.spec(add_rmsnorm_fp4quant_both_layouts)

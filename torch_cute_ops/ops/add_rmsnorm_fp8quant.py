@@ -1,13 +1,9 @@
 """``add_rmsnorm_fp8quant``: residual addition, RMSNorm and FP8 quantisation of each row, in one pass."""
 
-from typing import cast
-
 import torch
 
-from torch_cute_ops.fake import add_rmsnorm_fp8quant as fake
 from torch_cute_ops.ops._row_quant import RowQuant
 from torch_cute_ops.ops._signatures import FP8_ADD_NORM
-from torch_cute_ops.reference import add_rmsnorm_fp8quant as reference
 from torch_cute_ops.runtime.dispatch import is_plain_eager
 
 _quant = RowQuant("add_rmsnorm_fp8quant", FP8_ADD_NORM, source="add", normalises=True)
@@ -49,10 +45,9 @@ def add_rmsnorm_fp8quant(
         ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(input, residual, weight, scale, out=out):
+    if is_plain_eager(out, input, residual, weight, scale):
         choices = (granularity, scale_layout)
-        outputs = _quant.run(input, residual, weight, scale, eps, choices, out)
-        return cast(tuple[torch.Tensor, torch.Tensor], outputs)
+        return _quant.run(input, residual, weight, scale, eps, choices, out)
     args = (input, residual, weight, scale, eps, granularity, scale_layout)
     if out is None:
         return torch.ops.cute.add_rmsnorm_fp8quant.default(*args)
@@ -60,4 +55,4 @@ def add_rmsnorm_fp8quant(
     return out
 
 
-OP = _quant.spec(add_rmsnorm_fp8quant, reference.add_rmsnorm_fp8quant, fake.add_rmsnorm_fp8quant)
+OP = _quant.spec(add_rmsnorm_fp8quant)

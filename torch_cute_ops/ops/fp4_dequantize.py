@@ -5,13 +5,11 @@ from typing import NamedTuple
 
 import torch
 
-from torch_cute_ops.fake import fp4_dequantize as fake
 from torch_cute_ops.fake.fp4_quantize import fp4_shapes
 from torch_cute_ops.formats import FP4Format, ScaleLayout, resolve_fp4_format, resolve_scale_layout
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._kernels import aligned
 from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
-from torch_cute_ops.reference import fp4_dequantize as reference
 from torch_cute_ops.runtime.arch import Arch, arch_of_device, sm_count
 from torch_cute_ops.runtime.calls import launch_error
 from torch_cute_ops.runtime.capture import forbid_in_capture
@@ -53,7 +51,7 @@ def fp4_dequantize(
         ValueError: for a wrong shape, device, format or layout.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(y, scale, global_scale, out=out):
+    if is_plain_eager(out, y, scale, global_scale):
         return _run(y, scale, global_scale, block_size, scale_format, scale_layout, out_dtype, out)
     args = (y, scale, global_scale, block_size, scale_format, scale_layout, out_dtype)
     if out is None:
@@ -226,8 +224,6 @@ OP = OpSpec(
     ),
     outputs=("out",),
     check=_check,
-    reference=reference.fp4_dequantize,
-    fake=fake.fp4_dequantize,
     cuda=_run,
     cuda_out=_cuda_out,
     function=fp4_dequantize,

@@ -1,13 +1,9 @@
 """``fp4_quantize``: rows of numbers to FP4 blocks."""
 
-from typing import cast
-
 import torch
 
-from torch_cute_ops.fake import fp4_quantize as fake
 from torch_cute_ops.ops._row_quant import RowQuant
 from torch_cute_ops.ops._signatures import FP4
-from torch_cute_ops.reference import fp4_quantize as reference
 from torch_cute_ops.runtime.dispatch import is_plain_eager
 
 _quant = RowQuant("fp4_quantize", FP4)
@@ -49,10 +45,9 @@ def fp4_quantize(
         ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(input, global_scale, out=out):
+    if is_plain_eager(out, input, global_scale):
         choices = (block_size, scale_format, scale_layout)
-        outputs = _quant.run(input, None, None, global_scale, 0.0, choices, out)
-        return cast(tuple[torch.Tensor, torch.Tensor], outputs)
+        return _quant.run(input, None, None, global_scale, 0.0, choices, out)
     args = (input, global_scale, block_size, scale_format, scale_layout)
     if out is None:
         return torch.ops.cute.fp4_quantize.default(*args)
@@ -60,4 +55,4 @@ def fp4_quantize(
     return out
 
 
-OP = _quant.spec(fp4_quantize, reference.fp4_quantize, fake.fp4_quantize)
+OP = _quant.spec(fp4_quantize)

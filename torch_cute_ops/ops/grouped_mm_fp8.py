@@ -5,9 +5,7 @@ from typing import Any
 
 import torch
 
-from torch_cute_ops.fake import grouped_mm_fp8 as fake
 from torch_cute_ops.ops._fp8_product import FP8Product, Given
-from torch_cute_ops.reference import grouped_mm_fp8 as reference
 from torch_cute_ops.runtime.dispatch import is_plain_eager
 
 
@@ -72,7 +70,7 @@ def grouped_mm_fp8(
             while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(a, b, a_scale, b_scale, out=out) and is_plain_eager(a, offsets, counts):
+    if is_plain_eager(out, a, b, a_scale, b_scale, offsets, counts):
         return _product.run(Given(a, b, a_scale, b_scale, offsets, counts, out_dtype), out)
     args = (a, b, a_scale, b_scale, offsets, counts, out_dtype)
     if out is None:
@@ -81,4 +79,4 @@ def grouped_mm_fp8(
     return out
 
 
-OP = _product.spec(grouped_mm_fp8, reference.grouped_mm_fp8, fake.grouped_mm_fp8)
+OP = _product.spec(grouped_mm_fp8)

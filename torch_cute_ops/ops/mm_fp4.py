@@ -5,9 +5,7 @@ from typing import Any
 
 import torch
 
-from torch_cute_ops.fake import mm_fp4 as fake
 from torch_cute_ops.ops._fp4_product import FP4Product, Given
-from torch_cute_ops.reference import mm_fp4 as reference
 from torch_cute_ops.runtime.dispatch import is_plain_eager
 
 
@@ -78,7 +76,7 @@ def mm_fp4(
         TypeError: for a wrong dtype.
     """
     choices = (block_size, scale_format, scale_layout)
-    if is_plain_eager(a, b, a_scale, b_scale, out=out) and is_plain_eager(a, alpha):
+    if is_plain_eager(out, a, b, a_scale, b_scale, alpha):
         return _product.run(Given(a, b, a_scale, b_scale, alpha, out_dtype, choices, backend), out)
     args = (a, b, a_scale, b_scale, alpha, out_dtype, *choices, backend)
     if out is None:
@@ -87,4 +85,4 @@ def mm_fp4(
     return out
 
 
-OP = _product.spec(mm_fp4, reference.mm_fp4, fake.mm_fp4)
+OP = _product.spec(mm_fp4)

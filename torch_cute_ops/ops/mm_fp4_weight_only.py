@@ -5,9 +5,7 @@ from typing import Any
 
 import torch
 
-from torch_cute_ops.fake import mm_fp4_weight_only as fake
 from torch_cute_ops.ops._fp4_product import FP4Product, Given
-from torch_cute_ops.reference import mm_fp4_weight_only as reference
 from torch_cute_ops.runtime.dispatch import is_plain_eager
 
 
@@ -78,7 +76,7 @@ def mm_fp4_weight_only(
         TypeError: for a wrong dtype.
     """
     choices = (block_size, scale_format, scale_layout)
-    if is_plain_eager(a, b, b_scale, alpha, out=out):
+    if is_plain_eager(out, a, b, b_scale, alpha):
         dtype = a.dtype if out_dtype is None else out_dtype
         return _product.run(Given(a, b, None, b_scale, alpha, dtype, choices, backend), out)
     args = (a, b, b_scale, alpha, out_dtype, *choices, backend)
@@ -88,4 +86,4 @@ def mm_fp4_weight_only(
     return out
 
 
-OP = _product.spec(mm_fp4_weight_only, reference.mm_fp4_weight_only, fake.mm_fp4_weight_only)
+OP = _product.spec(mm_fp4_weight_only)

@@ -5,9 +5,7 @@ from typing import Any
 
 import torch
 
-from torch_cute_ops.fake import mm_fp8_block as fake
 from torch_cute_ops.ops._fp8_product import FP8Product, Given
-from torch_cute_ops.reference import mm_fp8_block as reference
 from torch_cute_ops.runtime.dispatch import is_plain_eager
 
 
@@ -60,7 +58,7 @@ def mm_fp8_block(
         ValueError: for a wrong shape or device, or for an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(a, b, a_scale, b_scale, out=out):
+    if is_plain_eager(out, a, b, a_scale, b_scale):
         return _product.run(Given(a, b, a_scale, b_scale, None, None, out_dtype), out)
     args = (a, b, a_scale, b_scale, out_dtype)
     if out is None:
@@ -69,4 +67,4 @@ def mm_fp8_block(
     return out
 
 
-OP = _product.spec(mm_fp8_block, reference.mm_fp8_block, fake.mm_fp8_block)
+OP = _product.spec(mm_fp8_block)

@@ -5,9 +5,7 @@ from typing import Any
 
 import torch
 
-from torch_cute_ops.fake import moe_fc2_fp4 as fake
 from torch_cute_ops.ops._fp4_product import FP4Product, Given
-from torch_cute_ops.reference import moe_fc2_fp4 as reference
 from torch_cute_ops.runtime.dispatch import is_plain_eager
 
 
@@ -85,7 +83,7 @@ def moe_fc2_fp4(
         TypeError: for a wrong dtype.
     """
     choices = (block_size, scale_format, scale_layout)
-    if is_plain_eager(a, w, a_scale, w_scale, out=out) and is_plain_eager(a, alpha):
+    if is_plain_eager(out, a, w, a_scale, w_scale, alpha):
         return _product.run(Given(a, w, a_scale, w_scale, alpha, out_dtype, choices, backend), out)
     args = (a, w, a_scale, w_scale, alpha, out_dtype, *choices, backend)
     if out is None:
@@ -94,4 +92,4 @@ def moe_fc2_fp4(
     return out
 
 
-OP = _product.spec(moe_fc2_fp4, reference.moe_fc2_fp4, fake.moe_fc2_fp4)
+OP = _product.spec(moe_fc2_fp4)

@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_cute_ops.fake import moe_fc2_fp4_weight_only as fake
 from torch_cute_ops.ops._fp4_product import FP4Product, Given
-from torch_cute_ops.reference import moe_fc2_fp4_weight_only as reference
 from torch_cute_ops.runtime.dispatch import is_plain_eager
 
 
@@ -83,7 +81,7 @@ def moe_fc2_fp4_weight_only(
         TypeError: for a wrong dtype.
     """
     choices = (block_size, scale_format, scale_layout)
-    if is_plain_eager(a, w, w_scale, alpha, out=out):
+    if is_plain_eager(out, a, w, w_scale, alpha):
         dtype = a.dtype if out_dtype is None else out_dtype
         return _product.run(Given(a, w, None, w_scale, alpha, dtype, choices, backend), out)
     args = (a, w, w_scale, alpha, out_dtype, *choices, backend)
@@ -93,4 +91,4 @@ def moe_fc2_fp4_weight_only(
     return out
 
 
-OP = _product.spec(moe_fc2_fp4_weight_only, reference.moe_fc2_fp4_weight_only, fake.moe_fc2_fp4_weight_only)
+OP = _product.spec(moe_fc2_fp4_weight_only)

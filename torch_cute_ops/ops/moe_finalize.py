@@ -5,11 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import is_grad_enabled
 
-from torch_cute_ops.fake import moe_finalize as fake
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._kernels import Kernels, aligned, readable_rows
 from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
-from torch_cute_ops.reference import moe_finalize as reference
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch
@@ -51,7 +49,7 @@ def moe_finalize(
         ValueError: for a wrong shape or device, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(input, expanded_to_permuted, weights, residual, out=out):
+    if is_plain_eager(out, input, expanded_to_permuted, weights, residual):
         return _run(input, expanded_to_permuted, weights, residual, out)
     args = (input, expanded_to_permuted, weights, residual)
     if out is None:
@@ -212,8 +210,6 @@ OP = OpSpec(
     arguments="Tensor input, Tensor expanded_to_permuted, Tensor weights, Tensor? residual=None",
     outputs=("out",),
     check=_check,
-    reference=reference.moe_finalize,
-    fake=fake.moe_finalize,
     cuda=_run,
     cuda_out=_cuda_out,
     function=moe_finalize,

@@ -10,7 +10,6 @@ from torch_cute_ops.formats import FP8_BLOCK128
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._kernels import Kernels, aligned, readable_rows
 from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
-from torch_cute_ops.reference import moe_permute_fp8quant as reference
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch
@@ -58,7 +57,7 @@ def moe_permute_fp8quant(
         ValueError: for a wrong shape or device, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(input, permuted_to_expanded, expanded_to_permuted, out=out):
+    if is_plain_eager(out, input, permuted_to_expanded, expanded_to_permuted):
         return _run(input, permuted_to_expanded, topk, expanded_to_permuted, out)
     args = (input, permuted_to_expanded, topk, expanded_to_permuted)
     if out is None:
@@ -232,12 +231,9 @@ OP = OpSpec(
     arguments="Tensor input, Tensor permuted_to_expanded, int topk, Tensor? expanded_to_permuted=None",
     outputs=("y", "scale"),
     check=_check,
-    reference=reference.moe_permute_fp8quant,
-    fake=fake.moe_permute_fp8quant,
     cuda=_run,
     cuda_out=_cuda_out,
     function=moe_permute_fp8quant,
     example=_example,
     kernels=_needed,
-    defined=reference.defined,
 )

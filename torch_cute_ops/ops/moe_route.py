@@ -10,7 +10,6 @@ from torch_cute_ops.formats.experts import MAX_EXPERTS, rows_bound
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._kernels import Kernels, aligned
 from torch_cute_ops.ops._spec import Call, OpSpec, check_outputs, cuda_device
-from torch_cute_ops.reference import moe_route as reference
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch
@@ -77,7 +76,7 @@ def moe_route(
         TypeError: for a wrong dtype.
     """
     numbers = (scoring, num_groups, topk_groups, renormalize, scaling_factor, alignment, max_rows)
-    if is_plain_eager(logits, bias, out=out):
+    if is_plain_eager(out, logits, bias):
         return _run(logits, topk, bias, *numbers, out=out)
     if out is None:
         return torch.ops.cute.moe_route.default(logits, topk, bias, *numbers)
@@ -317,8 +316,6 @@ OP = OpSpec(
     ),
     outputs=("weights", "ids", "expanded_to_permuted", "permuted_to_expanded", "offsets", "counts"),
     check=_check,
-    reference=reference.moe_route,
-    fake=fake.moe_route,
     cuda=_run,
     cuda_out=_cuda_out,
     function=moe_route,

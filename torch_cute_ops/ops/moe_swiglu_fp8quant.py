@@ -12,7 +12,6 @@ from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._kernels import Kernels, aligned, readable_rows
 from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
-from torch_cute_ops.reference import moe_swiglu_fp8quant as reference
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch
@@ -53,7 +52,7 @@ def moe_swiglu_fp8quant(
         ValueError: for a wrong shape or device, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(input, offsets, counts, out=out):
+    if is_plain_eager(out, input, offsets, counts):
         return _run(input, offsets, counts, out)
     args = (input, offsets, counts)
     if out is None:
@@ -215,12 +214,9 @@ OP = OpSpec(
     arguments="Tensor input, Tensor? offsets=None, Tensor? counts=None",
     outputs=("y", "scale"),
     check=_check,
-    reference=reference.moe_swiglu_fp8quant,
-    fake=fake.moe_swiglu_fp8quant,
     cuda=_run,
     cuda_out=_cuda_out,
     function=moe_swiglu_fp8quant,
     example=_example,
     kernels=_needed,
-    defined=reference.defined,
 )

@@ -1,13 +1,9 @@
 """``rmsnorm_fp4quant_with_norm``: as ``rmsnorm_fp4quant``, and the norm itself."""
 
-from typing import cast
-
 import torch
 
-from torch_cute_ops.fake import rmsnorm_fp4quant_with_norm as fake
 from torch_cute_ops.ops._row_quant import RowQuant
 from torch_cute_ops.ops._signatures import FP4_NORM
-from torch_cute_ops.reference import rmsnorm_fp4quant_with_norm as reference
 from torch_cute_ops.runtime.dispatch import is_plain_eager
 
 _quant = RowQuant("rmsnorm_fp4quant_with_norm", FP4_NORM, normalises=True, third="norm")
@@ -50,10 +46,9 @@ def rmsnorm_fp4quant_with_norm(
         ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(input, weight, global_scale, out=out):
+    if is_plain_eager(out, input, weight, global_scale):
         choices = (block_size, scale_format, scale_layout)
-        outputs = _quant.run(input, None, weight, global_scale, eps, choices, out)
-        return cast(tuple[torch.Tensor, torch.Tensor, torch.Tensor], outputs)
+        return _quant.run(input, None, weight, global_scale, eps, choices, out)
     args = (input, weight, global_scale, eps, block_size, scale_format, scale_layout)
     if out is None:
         return torch.ops.cute.rmsnorm_fp4quant_with_norm.default(*args)
@@ -61,4 +56,4 @@ def rmsnorm_fp4quant_with_norm(
     return out
 
 
-OP = _quant.spec(rmsnorm_fp4quant_with_norm, reference.rmsnorm_fp4quant_with_norm, fake.rmsnorm_fp4quant_with_norm)
+OP = _quant.spec(rmsnorm_fp4quant_with_norm)

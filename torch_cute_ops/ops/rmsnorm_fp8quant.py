@@ -1,13 +1,9 @@
 """``rmsnorm_fp8quant``: RMSNorm and FP8 quantisation of each row, in one pass."""
 
-from typing import cast
-
 import torch
 
-from torch_cute_ops.fake import rmsnorm_fp8quant as fake
 from torch_cute_ops.ops._row_quant import RowQuant
 from torch_cute_ops.ops._signatures import FP8_NORM
-from torch_cute_ops.reference import rmsnorm_fp8quant as reference
 from torch_cute_ops.runtime.dispatch import is_plain_eager
 
 _quant = RowQuant("rmsnorm_fp8quant", FP8_NORM, normalises=True)
@@ -50,10 +46,9 @@ def rmsnorm_fp8quant(
         ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(input, weight, scale, out=out):
+    if is_plain_eager(out, input, weight, scale):
         choices = (granularity, scale_layout)
-        outputs = _quant.run(input, None, weight, scale, eps, choices, out)
-        return cast(tuple[torch.Tensor, torch.Tensor], outputs)
+        return _quant.run(input, None, weight, scale, eps, choices, out)
     args = (input, weight, scale, eps, granularity, scale_layout)
     if out is None:
         return torch.ops.cute.rmsnorm_fp8quant.default(*args)
@@ -61,4 +56,4 @@ def rmsnorm_fp8quant(
     return out
 
 
-OP = _quant.spec(rmsnorm_fp8quant, reference.rmsnorm_fp8quant, fake.rmsnorm_fp8quant)
+OP = _quant.spec(rmsnorm_fp8quant)

@@ -1,13 +1,9 @@
 """``silu_mul_fp4quant``: SwiGLU's gate and FP4 quantisation of each row, in one pass."""
 
-from typing import cast
-
 import torch
 
-from torch_cute_ops.fake import silu_mul_fp4quant as fake
 from torch_cute_ops.ops._row_quant import RowQuant
 from torch_cute_ops.ops._signatures import FP4
-from torch_cute_ops.reference import silu_mul_fp4quant as reference
 from torch_cute_ops.runtime.dispatch import is_plain_eager
 
 _quant = RowQuant("silu_mul_fp4quant", FP4, source="silu_mul")
@@ -47,10 +43,9 @@ def silu_mul_fp4quant(
         ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(input, global_scale, out=out):
+    if is_plain_eager(out, input, global_scale):
         choices = (block_size, scale_format, scale_layout)
-        outputs = _quant.run(input, None, None, global_scale, 0.0, choices, out)
-        return cast(tuple[torch.Tensor, torch.Tensor], outputs)
+        return _quant.run(input, None, None, global_scale, 0.0, choices, out)
     args = (input, global_scale, block_size, scale_format, scale_layout)
     if out is None:
         return torch.ops.cute.silu_mul_fp4quant.default(*args)
@@ -58,4 +53,4 @@ def silu_mul_fp4quant(
     return out
 
 
-OP = _quant.spec(silu_mul_fp4quant, reference.silu_mul_fp4quant, fake.silu_mul_fp4quant)
+OP = _quant.spec(silu_mul_fp4quant)

@@ -1,13 +1,9 @@
 """``silu_mul_fp8quant``: SwiGLU's gate and FP8 quantisation of each row, in one pass."""
 
-from typing import cast
-
 import torch
 
-from torch_cute_ops.fake import silu_mul_fp8quant as fake
 from torch_cute_ops.ops._row_quant import RowQuant
 from torch_cute_ops.ops._signatures import FP8
-from torch_cute_ops.reference import silu_mul_fp8quant as reference
 from torch_cute_ops.runtime.dispatch import is_plain_eager
 
 _quant = RowQuant("silu_mul_fp8quant", FP8, source="silu_mul")
@@ -44,10 +40,9 @@ def silu_mul_fp8quant(
         ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(input, scale, out=out):
+    if is_plain_eager(out, input, scale):
         choices = (granularity, scale_layout)
-        outputs = _quant.run(input, None, None, scale, 0.0, choices, out)
-        return cast(tuple[torch.Tensor, torch.Tensor], outputs)
+        return _quant.run(input, None, None, scale, 0.0, choices, out)
     args = (input, scale, granularity, scale_layout)
     if out is None:
         return torch.ops.cute.silu_mul_fp8quant.default(*args)
@@ -55,4 +50,4 @@ def silu_mul_fp8quant(
     return out
 
 
-OP = _quant.spec(silu_mul_fp8quant, reference.silu_mul_fp8quant, fake.silu_mul_fp8quant)
+OP = _quant.spec(silu_mul_fp8quant)

@@ -4,6 +4,7 @@ import itertools
 
 import torch
 
+from torch_cute_ops.formats.experts import used_rows, zeroed_rows
 from torch_cute_ops.reference.mm_fp8_block import block_product
 
 
@@ -27,6 +28,22 @@ def grouped_mm_fp8(
     for expert, of_expert in enumerate(row_ranges(len(rows), experts, offsets, counts)):
         out[of_expert] = block_product(rows[of_expert], b[expert], scales[:, of_expert], b_scale[expert]).to(out_dtype)
     return out.view(*a.shape[:-1], n)
+
+
+def defined(
+    outputs: tuple[torch.Tensor, ...],
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> tuple[torch.Tensor, ...]:
+    """The result with zeros in rows that no expert has."""
+    (out,) = outputs
+    used = used_rows(out.shape[:-1].numel(), offsets, counts).view(out.shape[:-1])
+    return (zeroed_rows(out, used[..., None]),)
 
 
 def row_ranges(rows: int, experts: int, offsets: torch.Tensor | None, counts: torch.Tensor | None) -> list[slice]:

@@ -1,16 +1,14 @@
 """Facts about GPU architectures that plans are made from."""
 
 import functools
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
 KIB: Final = 1024
 
 
-@dataclass(frozen=True)
-class Arch:
+class Arch(NamedTuple):
     """One architecture, as the DSL and ptxas name it.
 
     Attributes:

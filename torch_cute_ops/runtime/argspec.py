@@ -3,11 +3,10 @@
 The compiler turns them into the DSL's fake tensors; the cache key holds them as they are.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Dim:
+class Dim(NamedTuple):
     """An extent or stride known only at run time. One name in several places of a signature means one value.
 
     Attributes:
@@ -21,8 +20,7 @@ class Dim:
     bits: int = 32
 
 
-@dataclass(frozen=True)
-class TensorArg:
+class TensorArg(NamedTuple):
     """A CUDA tensor.
 
     Attributes:
@@ -38,8 +36,7 @@ class TensorArg:
     align: int
 
 
-@dataclass(frozen=True)
-class ScalarArg:
+class ScalarArg(NamedTuple):
     """A number; ``dtype`` is the DSL's name of its type, such as ``"Float32"``."""
 
     dtype: str
