@@ -379,6 +379,7 @@ def moe_cases() -> list[MoeCase]:
             ((512, 16, True, "sigmoid", 32, 4), True, True),
             ((5, 1, False, "softmax", 1, 1), True, False),
             ((60, 4, False, "sigmoid", 3, 2), False, False),
+            ((510, 16, True, "sigmoid", 17, 4), True, False),
         )
     ]
     cases = {

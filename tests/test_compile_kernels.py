@@ -28,7 +28,10 @@ from kernel_grid import (
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.resources import Resources, compile_for, parse
 
-ALLOWED_SPILLS: dict[str, str] = {}
+ALLOWED_SPILLS: dict[str, str] = {
+    "moe_route-510-float32-16-True-sigmoid-17-4-True-False-sm_120a": "a group is whole lanes, so with 17 "
+    "groups a lane has 30 experts; no model that is known has groups whose number is no power of two",
+}
 """Cases (by id) that may spill, each with the reason."""
 
 REGISTERS_PER_SM = 65_536
@@ -93,7 +96,7 @@ def test_covering_cases_cover():
 
 
 def test_allowed_spills_are_cases():
-    assert set(ALLOWED_SPILLS) <= {case.id for case in every_case()}
+    assert set(ALLOWED_SPILLS) <= {case.id for case in (*every_case(), *other_cases(every=True))}
 
 
 def test_ids_are_unique():

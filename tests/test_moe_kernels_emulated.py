@@ -17,6 +17,7 @@ from torch_cute_ops.kernels import moe_permute
 from torch_cute_ops.reference.moe_finalize import moe_finalize
 from torch_cute_ops.reference.moe_permute_fp8quant import moe_permute_fp8quant
 from torch_cute_ops.reference.moe_swiglu_fp8quant import moe_swiglu_fp8quant
+from torch_cute_ops.reference.silu_mul_fp8quant import silu_mul_fp8quant
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing import Sample, assert_fp8_close
@@ -115,6 +116,30 @@ def test_permute(one: Rows, few: int) -> None:
         equal(name, got, torch.where(used, result.view(got.dtype), poisoned(*got.shape, dtype=got.dtype)))
 
 
+@pytest.mark.parametrize("pair", [-1, 2**30], ids=["padding", "of-no-token"])
+def test_pairs_of_no_token(pair: int) -> None:
+    """Scales of such rows stay as they were, and nothing is read where there is nothing."""
+    one = PERMUTE["rows-share-a-warp"]
+    torch.manual_seed(0)
+    routed = random_routing(device=CPU, **one.routing)
+    m, topk = routed.expanded_to_permuted.shape
+    x = random_rows(m, one.width, dtype=one.dtype, device=CPU)
+    y = poisoned(routed.rows, one.width, dtype=torch.float8_e4m3fn)
+    scale = poisoned(one.width // 128, routed.rows, dtype=torch.float32)
+    planned = MoeCase("moe_permute_fp8quant", (one.width, one.dtype, topk)).kernel
+    config = moe_permute.Config(planned.config.quantize, 0)
+    workspace = poisoned(*config.workspace_shape(m), dtype=torch.float32)
+    pairs = routed.permuted_to_expanded.clone()
+    pairs[::2] = pair
+    given = (x, y, scale, routed.expanded_to_permuted, pairs, workspace, 1)
+    run_kernel(type(planned)(config), ARCHS["sm_90a"], *given, strict=True)
+    want = moe_permute_fp8quant(x, routed.permuted_to_expanded, topk)
+    used = ~routed.padding
+    equal("y", y, torch.where(used[:, None], want[0].view(y.dtype), poisoned(*y.shape, dtype=y.dtype)))
+    used[::2] = False
+    equal("scale", scale, torch.where(used, want[1], poisoned(*scale.shape, dtype=scale.dtype)))
+
+
 SWIGLU = {
     "rows-share-a-warp": (Rows(BF16, 128, SOME, 2, 0, {"groups": 2}), "both"),
     "without-counts": (Rows(FP32, 256, SOME, 1, 1, {}), "offsets"),
@@ -145,6 +170,33 @@ def test_swiglu(one: Rows, given: str) -> None:
     want_y, want_scale = moe_swiglu_fp8quant(x, routed.offsets, routed.counts if counts is not None else None)
     got = y[used].contiguous(), scale[:, used].contiguous()
     assert_fp8_close(got, (want_y[used], want_scale[:, used]), FP8_BLOCK128)
+    assert (y[~used].view(torch.uint8) == POISON).all()
+    assert (scale[:, ~used].contiguous().view(torch.uint8) == POISON).all()
+
+
+@pytest.mark.parametrize(
+    ("counts", "in_parts", "rows"),
+    [
+        ([6, 0, 1], True, [0, 1, 2, 3, 8]),
+        ([1, 0, 6], True, [0, 8, 9, 10, 11]),
+        ([3, -2, 2], True, [0, 1, 2, 8, 9]),
+        ([2, 0, 9], False, [0, 1, 8, 9, 10, 11]),
+    ],
+)
+def test_counts_are_cut_to_the_room_there_is(counts: list[int], in_parts: bool, rows: list[int]) -> None:
+    """Three experts in twelve rows; others are not touched, nor is what lies behind."""
+    torch.manual_seed(0)
+    x = random_rows(12, 256, dtype=BF16, device=CPU)
+    y, scale = poisoned(12, 128, dtype=torch.float8_e4m3fn), poisoned(1, 12, dtype=torch.float32)
+    offsets = None if in_parts else torch.tensor([0, 4, 8, 12], dtype=torch.int32)
+    table = offsets, torch.tensor(counts, dtype=torch.int32)
+    one = Rows(BF16, 128, {}, 2, 0, {"groups": 2})
+    kernel = one.kernel("moe_swiglu_fp8quant", 256, BF16, not in_parts, True)
+    run_kernel(kernel, ARCHS["sm_90a"], x, None, None, None, y, scale, None, None, *table, 0.0, 2, seed=0, strict=True)
+    used = torch.zeros(12, dtype=torch.bool)
+    used[rows] = True
+    want_y, want_scale = silu_mul_fp8quant(x[used], None, "block128", "column")
+    assert_fp8_close((y[used].contiguous(), scale[:, used].contiguous()), (want_y, want_scale), FP8_BLOCK128)
     assert (y[~used].view(torch.uint8) == POISON).all()
     assert (scale[:, ~used].contiguous().view(torch.uint8) == POISON).all()
 

@@ -9,7 +9,6 @@ from typing import Final
 
 import torch
 
-E2M1_VALUES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX: Final = 6.0
 E4M3_MAX: Final = 448.0
 E4M3_NAN: Final = 0x7F

@@ -1,7 +1,7 @@
 """Sums of one tile by the CTAs of a cluster: left in shared memory, added up in the order of the CTAs, and stored.
 
-The sums are accumulators of 16-bit tensor-core products with the weight on the M side: of a tile of 8 tokens a lane has
-four, of the weight's row ``row`` and the eighth after it, and of two tokens each.
+The sums are accumulators of tensor-core products with the weight on the M side: of a tile of 8 tokens a lane has four,
+of the weight's row ``row`` and the eighth after it, and of two tokens each.
 """
 
 import cutlass.cute as cute
@@ -27,8 +27,8 @@ def leave_sums(tile: SumTile, sums: cute.Tensor, base: cute.Pointer, row, quad) 
 def write_sums(tile: SumTile, splits: int, threads: int, scale, out, base, rank, tid, first_token, first_row):
     """Add up what the cluster's ``splits`` CTAs have left, multiply by both of ``scale`` in turn, and store.
 
-    Each CTA has every ``splits``-th token, ``threads`` threads together. The cluster has met before; it has to meet
-    again before a CTA may end.
+    Each CTA has every ``splits``-th token, ``threads`` threads together. All sums have been left before, and stay until
+    all CTAs have read them: the caller sees to both.
     """
     m, n = out.shape
     width = tile.rows // 4

@@ -7,6 +7,7 @@ each expert's rows begin, and how far from there in the buffer.
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr, range_constexpr
 
@@ -63,6 +64,8 @@ def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
             size = _load(offsets, expert + 1, exists) - begin
         else:
             size = _load(counts, expert, exists)
+        # No more than there is room for.
+        size = cutlass.max(cutlass.min(size, share if const_expr(offsets is None) else rows - begin), Int32(0))
         begins.append(begin)
         sizes.append(size)
         own = own + size

@@ -9,6 +9,9 @@ from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith, llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+# Cache policy of what is read once and shall not push out of L2 what is read again: createpolicy's ``L2::evict_first``.
+EVICT_FIRST = 0x12F0000000000000
+
 
 def _asm(result: ir.Type, operands: list, text: str, constraints: str, loc, ip, pure: bool = True) -> ir.Value:
     return llvm.inline_asm(result, operands, text, constraints, has_side_effects=not pure, loc=loc, ip=ip)
@@ -88,12 +91,6 @@ def div_rn(a, b, *, loc=None, ip=None) -> Float32:
     """``a / b``, IEEE round to nearest even."""
     operands = [_f32(a, loc, ip), _f32(b, loc, ip)]
     return Float32(_asm(T.f32(), operands, "div.rn.f32 $0, $1, $2;", "=f,f,f", loc, ip))
-
-
-@dsl_user_op
-def sqrt_rn(a, *, loc=None, ip=None) -> Float32:
-    """``sqrt(a)``, IEEE round to nearest even."""
-    return Float32(_asm(T.f32(), [_f32(a, loc, ip)], "sqrt.rn.f32 $0, $1;", "=f,f", loc, ip))
 
 
 @dsl_user_op

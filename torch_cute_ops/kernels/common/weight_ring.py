@@ -22,9 +22,6 @@ from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 WORDS: Final = 8  # of a lane's codes of a row in a chunk; two k16 steps each
 SCALE_TILE: Final = TILE_ROWS * TILE_BLOCKS
-# The weight is read once by each tile of tokens: it shall not push out of L2 what is read more often (createpolicy's
-# ``L2::evict_first``).
-EVICT_FIRST: Final = 0x12F0000000000000
 
 
 def next_stage(stage, parity, stages: int) -> tuple:
@@ -115,7 +112,7 @@ class WeightRing:
                 weight.scales_from[None, tile, chunk, expert],
                 weight.scales_to[None, stage],
                 tma_bar_ptr=barrier,
-                cache_policy=Int64(EVICT_FIRST),
+                cache_policy=Int64(ptx.EVICT_FIRST),
             )
         else:
             # Tiles of 128 rows and 4 blocks; a row of tiles is contiguous, and an expert has whole ones, or is alone.
@@ -136,14 +133,14 @@ class WeightRing:
                             weight.scales.iterator + cute.assume(source, divby=SCALE_TILE),
                             size,
                             barrier,
-                            policy=EVICT_FIRST,
+                            policy=ptx.EVICT_FIRST,
                         )
         cute.copy(
             weight.codes_copy,
             weight.codes_from[None, tile, chunk, expert],
             weight.codes_to[None, stage],
             tma_bar_ptr=barrier,
-            cache_policy=Int64(EVICT_FIRST),
+            cache_policy=Int64(ptx.EVICT_FIRST),
         )
 
     def codes(self, codes_at: cute.Pointer, stage, row, quad) -> list:

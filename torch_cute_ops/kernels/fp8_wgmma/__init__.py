@@ -14,10 +14,13 @@ results are stored.
 4. CTAs may come in pairs, with tiles side by side: each copies half of the rows of ``a`` to both. A stage is then free
    when the warps of both have read it.
 5. The totals are rounded and stored: rows of whole lines, only those that the expert has.
+6. With few tiles the CTAs of a cluster share one, each with a part of k (``splits``). They leave their totals in shared
+   memory, a barrier of each (``left``) tells the others, each adds up and stores its share, in the order of the CTAs,
+   and a second one (``read``) says when shared memory may be used again.
 
 With 128 rows of ``a`` in a tile these are the M side. With fewer, rows of ``b`` are: a weight is then streamed once,
-and hardly anything is multiplied that is not there. An element's sums are in the order of k by either; which rows are
-computed together changes nothing.
+and hardly anything is multiplied that is not there. An element's sums are in the order of k by either, within a part of
+k; which rows are computed together changes nothing.
 
 Bytes moved: ``b`` of experts that have rows, once for each tile of rows; ``a`` once for each tile of columns, mostly
 from L2; the result once.

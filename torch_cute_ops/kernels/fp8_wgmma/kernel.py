@@ -13,7 +13,7 @@ from torch_cute_ops.kernels.common.cluster_sums import leave_sums, write_sums
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES
 from torch_cute_ops.kernels.common.expert_tiles import ExpertTiles
 from torch_cute_ops.kernels.common.row_stores import store_columns, store_rows
-from torch_cute_ops.kernels.common.weight_ring import EVICT_FIRST, next_stage
+from torch_cute_ops.kernels.common.weight_ring import next_stage
 from torch_cute_ops.kernels.fp8_wgmma.config import (
     BLOCK,
     GROUP_ROWS,
@@ -177,7 +177,7 @@ class FP8WgmmaKernel:
         columns = cute.group_modes(self._operand(s.columns, c.columns, c.stages), 0, 2)
         one = cute.make_layout(1)
         # A weight that few rows are multiplied with is read once.
-        policy = {"cache_policy": Int64(EVICT_FIRST)} if c.is_swapped else {}
+        policy = {"cache_policy": Int64(ptx.EVICT_FIRST)} if c.is_swapped else {}
         to_all = {"mcast_mask": Int16(2**c.pair - 1)} if c.pair > 1 else {}
         # A ring that was never used counts as free.
         stage, parity = Int32(0), Int32(1)

@@ -59,8 +59,8 @@ class MoePermuteKernel:
         pair = Int32(-1)
         if row < pairs.shape[0]:
             pair = pairs[row]
-        if pair >= 0:
-            token = pair // c.quantize.problem.copies
+        token = pair // c.quantize.problem.copies
+        if (pair >= 0) & (token < kept.shape[0]):
             # Words of a load.
             vector = 4 if c.scales % 4 == 0 else 1
             for first in range(0, c.scales, CHUNK):

@@ -1,8 +1,9 @@
 """The experts of each token, and where each token's rows lie in the experts' buffer.
 
 Roles and data path. A warp takes a token: each lane has up to 16 experts next to each other, so that a group of experts
-is whole lanes, as keys: 32-bit integers in the order of the choice. ``topk`` times the warp takes the largest key, and
-of equal ones the first, by two warp-wide reductions.
+is whole lanes, as keys: 32-bit integers in the order of the choice. (Where the number of groups is no power of two, a
+lane has up to 30, and keys are spilled to local memory: up to 2 KB a thread.) ``topk`` times the warp takes the largest
+key, and of equal ones the first, by two warp-wide reductions.
 
 A row's place is how many tokens before it chose the same expert. A CTA has a run of tokens, and takes ``CHUNK`` of them
 at a time: the warps set a bit for each choice in a bitmap (experts by tokens) in shared memory; a pair's rank is then

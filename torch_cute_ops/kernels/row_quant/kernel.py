@@ -29,9 +29,6 @@ from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.row_quant.config import FP8_UNIT, QUAD, WARP, Config, ceil_div
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 
-# Rows are read once: they shall not push out of L2 what other kernels will read (createpolicy's ``L2::evict_first``).
-EVICT_FIRST = 0x12F0000000000000
-
 SCALE_THREADS = FP8_BLOCK128.block_size // FP8_UNIT
 """Neighbouring threads whose elements share a scale of a block of FP8."""
 
@@ -433,7 +430,7 @@ class RowQuantKernel:
                         source=self._slice_of(self._input_row(i, place, t), t),
                         target=self._buffer(i, stage, t.row, s),
                         barrier=s.full + stage,
-                        policy=Int64(EVICT_FIRST),
+                        policy=Int64(ptx.EVICT_FIRST),
                     )
                     self._copy_slice(load, t)
 
