@@ -94,6 +94,18 @@ def test_without_dsl_and_bundle():
     assert "RuntimeError: a kernel is in no bundle, and cannot be compiled here" in done.stderr
 
 
+def test_what_is_kept_without_the_dsl(made):
+    """Only what the bundle has; nothing on disk can be looked up."""
+    code = """
+from torch_cute_ops.runtime.compiler import is_kept
+for hidden in (96, 128):
+    (kernel,) = kernels_of("fp4_quantize", "sm_90a", hidden=hidden, dtype=torch.bfloat16)
+    print(is_kept(kernel, ARCHS["sm_90a"]))
+"""
+    done = python(WITHOUT_DSL + IMPORTS + code, TORCH_CUTE_OPS_BUNDLE=str(made))
+    assert done.stdout.split() == ["True", "False"], done.stderr
+
+
 def test_start_is_quick(made):
     """Import, bundle and first kernel take less than 0.3 s on top of torch, in the best of some runs."""
     code = (

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from cases import facts_of, op_cases
 from test_package import PACKAGE, python
 
 import torch_cute_ops
@@ -166,6 +167,57 @@ def test_warmup_without_a_device(monkeypatch, capsys):
     monkeypatch.setattr(info, "archs_here", lambda: [])
     assert main(["warmup", "fp4_quantize", "--hidden", "64", "--dtype", "bf16"]) == 2
     assert "say --arch" in capsys.readouterr().err
+
+
+STEPS = {
+    "moe_route": "--experts 16 --dtype fp32 --topk 2 --scoring sigmoid --num-groups 4 --topk-groups 2 --bias --masked "
+    "--no-renormalize",
+    "moe_permute_fp8quant": "--hidden 256 --dtype bf16 --topk 4",
+    "moe_swiglu_fp8quant": "--hidden 512 --dtype fp16 --no-offsets",
+    "moe_finalize": "--hidden 256 --dtype bf16 --topk 4 --residual",
+    "grouped_mm_fp8": "--n 256 --k 512 --experts 4 --masked --m 16",
+    "fp4_quantize": "--hidden 256 --dtype bf16 --scale-format e4m3",
+}
+
+
+@pytest.mark.parametrize("op", STEPS)
+def test_every_fact_can_be_said(op, monkeypatch, capsys):
+    """What is said arrives as facts of a call."""
+    said, words = [], STEPS[op].split()
+    monkeypatch.setattr(deployment, "compile_jobs", lambda jobs, archs, workers: said.extend(jobs) or [])
+    assert main(["warmup", op, *words, "--arch", "sm_90a"]) == 0
+    (job,) = said
+    facts = dict(job.facts)
+    assert len(facts) == sum(word.startswith("--") for word in words)
+    assert all(facts[word[5:]] is False for word in words if word.startswith("--no-"))
+    (kernel,) = torch_cute_ops.registry.kernels_of(op, "sm_90a", **facts)
+    if op == "moe_route":
+        config = kernel.config
+        assert config.is_sigmoid and config.has_bias and config.is_masked and not config.renormalize
+        assert (config.experts, config.topk, config.num_groups, config.topk_groups) == (16, 2, 4, 2)
+
+
+@pytest.mark.parametrize("op", op_cases())
+def test_wrong_facts_name_the_op(op):
+    facts = facts_of(op)
+    for fact in ("colour", "device"):
+        with pytest.raises(TypeError, match=rf"^cute::{op.name}\b.*{fact}"):
+            torch_cute_ops.registry.kernels_of(op.name, "sm_90a", **facts, **{fact: 0})
+    needed = "experts" if op.name == "moe_route" else "k" if "k" in facts else "hidden"
+    del facts[needed]
+    with pytest.raises(TypeError, match=rf"^cute::{op.name}\b.*'{needed}'"):
+        torch_cute_ops.registry.kernels_of(op.name, "sm_90a", **facts)
+
+
+def test_device_0_is_a_device(monkeypatch):
+    """And not the current one, or a CPU."""
+    asked = []
+    monkeypatch.setattr(
+        torch_cute_ops.registry, "cuda_device", lambda device: asked.append(device) or torch.device("cpu")
+    )
+    torch_cute_ops.backends("mm_fp4", n=64, k=128, device=0)
+    torch_cute_ops.backends("mm_fp4", n=64, k=128)
+    assert asked == [0, None if torch.cuda.is_available() else "cpu"]
 
 
 # Deployments

@@ -6,13 +6,14 @@ Everything that loops over ops (registration, conformance tests, docs, benchmark
 
 import contextlib
 import importlib
+import inspect
 import pkgutil
 from typing import Any, Final
 
 import torch
 
 from torch_cute_ops import ops
-from torch_cute_ops.ops._spec import NAMESPACE, OpSpec, as_tuple, check_outputs, cuda_device
+from torch_cute_ops.ops._spec import NAMESPACE, Call, OpSpec, as_tuple, check_outputs, cuda_device
 from torch_cute_ops.runtime import settings, tuning
 from torch_cute_ops.runtime.arch import arch_named
 from torch_cute_ops.runtime.calls import configure_log, logged
@@ -104,7 +105,7 @@ def warmup(op: str, *, tune: bool = False, **facts: Any) -> None:
             f"warmup({op!r}) needs a CUDA device: on a CPU the ops run their reference and compile nothing"
         )
     with torch.no_grad(), tuning.autotune() if tune else contextlib.nullcontext():
-        args, kwargs = spec.example(**facts)
+        args, kwargs = _example(spec, facts)
         spec.cuda(*args, **kwargs)
         torch.cuda.synchronize(args[0].device)
 
@@ -137,7 +138,9 @@ def kernels_of(op: str, arch: str, **facts: Any) -> tuple[Wanted, ...]:
     Arguments and errors are as of :func:`precompile`.
     """
     spec, target = _spec_of(op), arch_named(arch)
-    args, kwargs = spec.example(**facts, device="meta")
+    if "device" in facts:
+        raise TypeError(f"cute::{op}: the fact device is for warmup; kernels are compiled for an architecture")
+    args, kwargs = _example(spec, {**facts, "device": "meta"})
     return spec.kernels(target, *args, **kwargs)
 
 
@@ -159,9 +162,26 @@ def backends(op: str, **facts: Any) -> dict[str, str | None]:
     if spec.backends is None:
         having = ", ".join(name for name, spec in OPS.items() if spec.backends is not None)
         raise ValueError(f"{op!r} has one implementation a device; those with backends are {having}")
-    device = cuda_device(facts.pop("device", None) or ("cuda" if torch.cuda.is_available() else "cpu"))
-    args, kwargs = spec.example(**facts, device="meta")
+    named = facts.pop("device", None)
+    device = cuda_device(named if named is not None or torch.cuda.is_available() else "cpu")
+    args, kwargs = _example(spec, {**facts, "device": "meta"})
     return spec.backends(device, *args, **kwargs)
+
+
+def _example(spec: OpSpec, facts: dict[str, Any]) -> Call:
+    """A call with these facts.
+
+    Raises:
+        TypeError: for a fact that the op does not have, or that is missing.
+    """
+    try:
+        inspect.signature(spec.example).bind(**facts)
+        args, kwargs = spec.example(**facts)
+        inspect.signature(spec.function).bind(*args, **kwargs)
+    except TypeError as error:
+        text = str(error)
+        raise TypeError(text if text.startswith("cute::") else f"cute::{spec.name}, facts of a call: {text}") from None
+    return args, kwargs
 
 
 def _spec_of(op: str) -> OpSpec:

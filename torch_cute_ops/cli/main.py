@@ -117,14 +117,21 @@ def _add_jobs(parser: argparse.ArgumentParser) -> None:
     for name in deployment.DTYPE_FACTS:
         facts.add_argument(f"--{name.replace('_', '-')}", nargs="+", metavar="DTYPE", help="bf16, fp16 or fp32")
     facts.add_argument("--block-size", type=int, nargs="+", help="16: NVFP4, 32: MXFP4")
+    facts.add_argument("--scale-format", nargs="+", help="e4m3, ue8m0")
     facts.add_argument("--scale-layout", nargs="+", help="linear, 128x4, 8x4; FP8: row, column")
     facts.add_argument("--granularity", nargs="+", help="FP8: tensor, token, block128")
     facts.add_argument("--global-scale", action="store_true", default=None, help="calls pass a global scale")
     for name, text in {"n": "columns", "k": "elements of a sum", "m": "rows"}.items():
         facts.add_argument(f"--{name}", type=int, nargs="+", help=f"products: {text}")
-    facts.add_argument("--experts", type=int, nargs="+", help="products with experts: how many there are")
+    facts.add_argument("--experts", type=int, nargs="+", help="moe_route, products with experts: how many there are")
     facts.add_argument("--alpha", action="store_true", default=None, help="products: calls pass an alpha")
     facts.add_argument("--backend", nargs="+", help="products: auto, or a backend's name")
+    facts.add_argument("--topk", type=int, nargs="+", help="steps of an expert layer: experts of a token")
+    facts.add_argument("--scoring", nargs="+", help="moe_route: softmax, sigmoid")
+    for name, text in {"num-groups": "groups of experts", "topk-groups": "those that a token may choose from"}.items():
+        facts.add_argument(f"--{name}", type=int, nargs="+", help=f"moe_route: {text}")
+    for name, text in SWITCHES.items():
+        facts.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=text)
 
 
 def _tell_flavour() -> None:
@@ -132,9 +139,18 @@ def _tell_flavour() -> None:
     print(f"compiled by the {compiler_flavour()} build of the DSL; one of another build does not take them")
 
 
+SWITCHES = {
+    "masked": "moe_route, grouped_mm_fp8: calls are in the masked layout",
+    "offsets": "moe_swiglu_fp8quant: calls pass offsets",
+    "counts": "moe_swiglu_fp8quant, grouped_mm_fp8: calls pass counts",
+    "residual": "moe_finalize: calls pass a residual",
+    "bias": "moe_route: calls pass a bias",
+    "renormalize": "moe_route: weights are made to sum to 1",
+}
 FACTS = (
     *("hidden", *deployment.DTYPE_FACTS, "block_size", "scale_layout", "granularity", "global_scale"),
-    *("n", "k", "m", "experts", "alpha", "backend"),
+    *("n", "k", "m", "experts", "alpha", "backend", "scale_format"),
+    *("topk", "scoring", "num_groups", "topk_groups", *SWITCHES),
 )
 
 

@@ -267,7 +267,10 @@ def is_kept(kernel: Wanted, arch: Arch) -> bool:
     found, kernels = bundle(), store()
     if found is not None and found.has(kernel, arch.name):
         return True
-    return kernels is not None and kernels.has(key_of(kernel.make(), arch).digest)
+    try:
+        return kernels is not None and kernels.has(key_of(kernel.make(), arch).digest)
+    except ModuleNotFoundError:  # without the DSL nothing can be looked up on disk
+        return False
 
 
 def _timed(kernel: Kernel, arch: Arch, key: Key) -> Any:
