@@ -191,6 +191,24 @@ def expected_of(op: OpSpec) -> ModuleType:
     return importlib.import_module(f"expected.{op.name}")
 
 
+def facts_of(op: OpSpec) -> dict[str, Any]:
+    """Facts, as ``warmup`` takes them, of a call that passes every tensor that it may."""
+    name, dtype = op.name, torch.bfloat16
+    if name == "moe_route":
+        return {"experts": 16, "dtype": dtype, "topk": 2, "bias": True, "scoring": "sigmoid"}
+    if name in ("moe_finalize", "moe_permute_fp8quant"):
+        return {"hidden": 256, "dtype": dtype, "topk": 2} | ({"residual": True} if name == "moe_finalize" else {})
+    if name.startswith("moe_fc2") or name == "grouped_mm_fp8":
+        return {"n": 256, "k": 512, "experts": 2}
+    if "mm_" in name:
+        return {"n": 256, "k": 512} | ({} if "fp8" in name else {"alpha": True})
+    if name == "fp4_dequantize":
+        return {"hidden": 256, "global_scale": True}
+    if name == "moe_swiglu_fp8quant":
+        return {"hidden": 512, "dtype": dtype}
+    return {"hidden": 512, "dtype": dtype} | ({"granularity": "tensor"} if "fp8" in name else {"global_scale": True})
+
+
 def overload(op: OpSpec, name: str = "default") -> Any:
     """``torch.ops.cute.<op>.<name>``."""
     return getattr(getattr(torch.ops.cute, op.name), name)

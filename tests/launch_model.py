@@ -85,8 +85,11 @@ def fit(name: str, value: Any, argument: Argument, dims: dict[Dim, int]) -> None
 def fit_tensor(name: str, value: torch.Tensor, argument: TensorArg, dims: dict[Dim, int]) -> None:
     if value.device.type == "meta":
         raise RuntimeError("Cannot pack tensors on meta")  # from DLPack, before TVM-FFI sees the tensor
+    # TVM-FFI tells integers by their size.
     if value.dtype is torch.int8 and argument.dtype == "Uint8":
-        value = value.view(torch.uint8)  # TVM-FFI tells integers by their size
+        value = value.view(torch.uint8)
+    if value.dtype is torch.uint32 and argument.dtype == "Int32":
+        value = value.view(torch.int32)
     if DSL_NAMES.get(value.dtype) != argument.dtype:
         raise ValueError(f"{name}: dtype {value.dtype}, not {argument.dtype}")
     if value.dim() != len(argument.shape):
@@ -141,6 +144,8 @@ def compute(kernel: Any, *args: Any) -> None:
     if type(kernel).__name__ in ("FP8WgmmaKernel", "FP8MmaKernel"):
         *operands, out, workers = args
         assert workers > 0
+        # The kernel takes it that experts' rows follow each other.
+        operands[0], out = as_if_contiguous(operands[0]), as_if_contiguous(out)
         if config.rows.is_plain:
             write(out, mm_fp8_block(*operands[:4], config.out_dtype))
             return
@@ -193,6 +198,12 @@ def compute(kernel: Any, *args: Any) -> None:
         write(output, result)
     if norm is not None:
         write(norm, value)
+
+
+def as_if_contiguous(tensor: Any) -> Any:
+    """What a kernel finds that does not look at strides, from the first element on."""
+    stride = torch.empty(tensor.shape, device="meta").stride()
+    return tensor if tensor.stride() == stride else tensor.data.as_strided(tensor.shape, stride)
 
 
 def write_copies(

@@ -103,6 +103,20 @@ def test_outputs_that_are_no_ordinary_tensors_are_for_the_dispatcher(monkeypatch
     assert not dispatch.is_plain_eager(None, plain, fake)
 
 
+def test_traces_see_the_op(monkeypatch):
+    """``torch.jit.trace`` records what the dispatcher calls, and would go on without a kernel that it did not see."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    taken = []
+
+    def program(x):
+        taken.append(dispatch.is_plain_eager(None, x))
+        return x + 1
+
+    program(torch.zeros(2))
+    torch.jit.trace(program, torch.zeros(2), check_trace=False)
+    assert taken == [True, False]
+
+
 def test_described():
     text = calls.described("op", (torch.zeros(2, 3, dtype=torch.float16).t(), None, "128x4"), {"out": 1.5})
     assert text == "cute::op(float16[3, 2] strides (1, 3) on cpu, None, '128x4', out=1.5)"

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from cases import (
+    arguments,
     compiled_op_cases,
     computed,
     defined,
@@ -28,6 +29,8 @@ from cases import (
 from expected import assert_same, raw
 from launch_model import launches  # noqa: F401  (a fixture)
 
+from torch_cute_ops.ops import _kernels
+from torch_cute_ops.ops._row_quant import RowQuant
 from torch_cute_ops.ops._spec import as_tuple
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.testing import Sample
@@ -69,6 +72,89 @@ def test_result(op, name, launches):  # noqa: F811
     assert all(output._version > version for output, version in zip(outputs, versions, strict=True))
     if op.backends is None:
         assert len(launches.calls) == (3 if has_work(op, sample, want) else 0)
+
+
+STRIDED = [
+    case
+    for case in sample_cases()
+    if any(not tensor.is_contiguous() for tensor in tensors_in(get_sample(*case.values, "cpu")))
+]
+
+
+@pytest.mark.parametrize(("op", "name"), STRIDED)
+def test_result_after_contiguous(op, name):
+    """What a call of the same shapes left behind does not mislead one whose tensors lie otherwise."""
+    sample = get_sample(op, name, "cpu")
+    want = run(op, sample)
+    packed = {key: contiguous(value) for key, value in arguments(op, sample).items()}
+    with contextlib.suppress(ValueError):  # a residual that is the input, say, is so no more
+        enter(op, named(op, packed))
+    assert_same(run_entry(op, sample), want)
+
+
+def contiguous(value):
+    """A tensor with the same values, one after the other."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return raw(value).clone(memory_format=torch.contiguous_format).view(value.dtype).view(value.shape)
+
+
+@pytest.mark.parametrize("op", [case for case in op_cases() if len(case.values[0].outputs) > 1])
+@pytest.mark.parametrize("more", [-1, 1])
+def test_wrong_number_of_outputs(op, more, monkeypatch):
+    """For the functions, on the first call and on later ones, and on a CPU."""
+    error = good_outputs_error(op, "cpu")
+    outputs = poisoned(enter(op, error))
+    outputs = outputs[:more] if more < 0 else (*outputs, outputs[0].clone())
+    versions = [output._version for output in outputs]
+    entry = lambda: op.function(*error.args, **error.kwargs, out=outputs)  # noqa: E731
+    with pytest.raises(ValueError):
+        entry()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with pytest.raises(ValueError, match=rf"cute::{op.name}: out has {len(outputs)} tensors; expected"):
+        entry()
+    assert [output._version for output in outputs] == versions
+
+
+def test_launchers_are_looked_through_while_others_are_made(monkeypatch, launches):  # noqa: F811
+    """By another thread, as far as this one can tell."""
+    op = OPS["fp4_quantize"]
+    sample = get_sample(op, "nvfp4-128x4-bfloat16", "cpu")
+    enter(op, Sample("", sample.args, {**sample.kwargs, "scale_layout": "linear"}))
+    enter(op, sample)
+    resolve = RowQuant._resolve
+
+    def resolve_slowly(self, choices):
+        facts, launcher = next(iter(self._launchers.items()))
+        self._launchers[(torch.rand(1).item(), *facts[1:])] = launcher
+        return resolve(self, choices)
+
+    monkeypatch.setattr(RowQuant, "_resolve", resolve_slowly)
+    enter(op, Sample("", sample.args, {**sample.kwargs, "scale_format": "e4m3"}))
+    assert len(launches.calls) == 3 and len(launches.compiled) == 2
+
+
+def test_scales_may_reach_further_than_those_before(launches):  # noqa: F811
+    """What is known of a call of these shapes does not hide that the output lies among the scales."""
+    op = OPS["mm_fp8_block"]
+    a, b = (torch.zeros(n, 256, dtype=torch.uint8).view(torch.float8_e4m3fn) for n in (4, 8))
+    storage = torch.ones(4096)
+    a_scale = storage.as_strided((2, 4), (1000, 1))
+    out = storage[512:544].view(4, 8)
+    given = {"a": a, "b": b.t(), "b_scale": torch.ones(1, 2), "out_dtype": torch.float32}
+    op.cuda(**given, a_scale=a_scale.contiguous())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cute::mm_fp8_block: out shares memory with a_scale"):
+            op.cuda_out(**given, a_scale=a_scale, out=out)
+    assert len(launches.calls) == 1
+
+
+def test_usual_calls_are_kept_up_to_a_number(monkeypatch):
+    monkeypatch.setattr(_kernels, "MOST_USUAL", 3)
+    usual = {}
+    for i in range(5):
+        _kernels.keep_usual(usual, (i,), -i)
+    assert usual == {(2,): -2, (3,): -3, (4,): -4}
 
 
 def has_work(op, sample, want) -> bool:

@@ -90,8 +90,8 @@ def test_good_outputs_are_good(op, device):
             wrong = [
                 i
                 for i, (got, want) in enumerate(zip(error.out, outputs, strict=True))
-                if (got.shape, got.dtype, got.device, got.stride())
-                != (want.shape, want.dtype, want.device, want.stride())
+                if (got.shape, got.dtype, got.device, got.stride(), got.requires_grad)
+                != (want.shape, want.dtype, want.device, want.stride(), False)
             ]
             unaligned = [i for i, got in enumerate(error.out) if got.device.type == "cuda" and got.data_ptr() % 16]
             assert len({*wrong, *unaligned}) == 1, error.name

@@ -75,6 +75,20 @@ def test_inverse(m, device):
     assert_same(*results)
 
 
+def test_sums_do_not_go_where_rows_are_read(device):
+    """A token's sums would be stored while others still read the rows; but they may take the residual's place."""
+    rows, residual = torch.randn(12, 64, device=device), torch.randn(4, 64, device=device)
+    index = torch.arange(8, dtype=torch.int32, device=device).view(4, 2)
+    given = rows, index, torch.rand(4, 2, device=device), residual
+    want = torch_cute_ops.moe_finalize(*given)
+    if device == "cuda":
+        for out in (rows[:4], rows[8:]):
+            with pytest.raises(ValueError, match="cute::moe_finalize: out shares memory with input"):
+                torch_cute_ops.moe_finalize(*given, out=out)
+    assert torch_cute_ops.moe_finalize(*given, out=residual) is residual
+    assert torch.equal(residual, want)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gate_of_both_layouts(layout, device):
     """Rows of experts are gated as rows are; and the masked view is that of the same rows."""

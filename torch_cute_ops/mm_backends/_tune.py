@@ -126,7 +126,7 @@ class Bench:
         output's dtype."""
         product, (a, a_scale, b, b_scale, alpha, out) = self.product, self._operands
         info = torch.finfo(product.out_dtype)
-        want, allowed = (torch.empty(out.shape, device=out.device) for _ in range(2))
+        want, allowed = (torch.empty(out.shape, dtype=torch.float32, device=out.device) for _ in range(2))
         roundings = product.k if product.experts is None else product.k // product.experts + 1 + product.routed
         for rows in _chunks(self.m, product.k):
             left = a[rows].double() if a_scale is None else _decoded(a, a_scale, product, product.a_layout, rows)
@@ -163,8 +163,8 @@ def _alpha(m: int, product: Product, generator: torch.Generator) -> torch.Tensor
     weights that sum to 1."""
     device = generator.device
     if product.experts is None:
-        return torch.full((1,), 0.7, device=device) if product.has_alpha else None
-    scores = torch.rand(m, product.experts, device=device, generator=generator)
+        return torch.full((1,), 0.7, dtype=torch.float32, device=device) if product.has_alpha else None
+    scores = torch.rand(m, product.experts, dtype=torch.float32, device=device, generator=generator)
     best = scores.topk(product.routed, dim=1)
     return torch.zeros_like(scores).scatter_(1, best.indices, best.values.softmax(1))
 

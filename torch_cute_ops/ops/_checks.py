@@ -209,6 +209,14 @@ def check_output(
     check_device(op, name, tensor, "the input", device)
     if not tensor.is_contiguous():
         raise ValueError(f"cute::{op}: {name} has strides {tensor.stride()}; expected a contiguous tensor")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"cute::{op} has no gradient, and {name} requires grad; detach it, or call under no_grad()")
+
+
+def check_number(op: str, outputs: tuple[torch.Tensor, ...], names: tuple[str, ...]) -> None:
+    """There is a tensor for each output."""
+    if len(outputs) != len(names):
+        raise ValueError(f"cute::{op}: out has {len(outputs)} tensors; expected {len(names)}: {', '.join(names)}")
 
 
 def check_matrix(op: str, name: str, tensor: torch.Tensor, expected: str) -> None:
@@ -285,6 +293,7 @@ def check_row_outputs(
     op: str, outputs: tuple[torch.Tensor, ...], like: tuple[torch.Tensor, ...], device: torch.device
 ) -> None:
     """``outputs`` can take codes and scales as ``like`` has them; for real tensors only."""
+    check_number(op, outputs, ("y", "scale"))
     for name, tensor, want in zip(("y", "scale"), outputs, like, strict=True):
         check_output(op, name, tensor, tuple(want.shape), want.dtype, device)
     # Scales by columns are stored one by one.

@@ -6,13 +6,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-from torch import is_grad_enabled
 
 from torch_cute_ops.fake.fp4_quantize import fp4_shapes
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._kernels import aligned
+from torch_cute_ops.ops._kernels import aligned, asks_for_grad, keep_usual
 from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
 from torch_cute_ops.ops.fp4_dequantize import scale_dtypes
 from torch_cute_ops.runtime import tuning
@@ -33,7 +32,6 @@ A_DTYPES = (torch.bfloat16, torch.float16)
 """Of activations that are not in FP4."""
 EXPERT_MULTIPLE = 64
 """Elements of a row of ``a`` that an expert has are a multiple of this: whole bytes, blocks, and steps of a kernel."""
-MOST_USUAL = 4096
 """Calls that an op remembers as usual, some 1 KB each."""
 
 Tensor = torch.Tensor
@@ -137,7 +135,7 @@ class FP4Product:
         weight, b_scale = _zeros(n, k, fmt, b_layout, target)
         b = weight if self.has_experts else weight.t()
         shape = (1,) if experts is None else (m, experts)
-        factor = torch.ones(shape, device=target) if alpha or self.has_experts else None
+        factor = torch.ones(shape, dtype=torch.float32, device=target) if alpha or self.has_experts else None
         if not self.has_a_scale:
             return (torch.zeros(m, k, dtype=dtype or torch.bfloat16, device=target), b, b_scale, factor), choices
         a, a_scale = _zeros(m, k, fmt, layout, target)
@@ -231,7 +229,7 @@ class FP4Product:
             tuning.is_on(),
         )
         usual = self._usual.get(facts)
-        if usual is None or (is_grad_enabled() and self._requires_grad(given)):
+        if usual is None or asks_for_grad(a, b, a_scale, b_scale, alpha):
             return self._run_checked(facts, given, out)
         device, n, sizes, launch = usual
         if out is None:
@@ -258,10 +256,6 @@ class FP4Product:
             mark_written((out,))
         return result
 
-    def _requires_grad(self, given: Given) -> bool:
-        tensors = (given.a, given.b, given.a_scale, given.b_scale, given.alpha)
-        return any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
     def _run_checked(self, facts: tuple[Any, ...], given: Given, out: Tensor | None) -> Tensor:
         """``run`` with every check, for the first call, for unusual tensors, and for those that were refused."""
         self.check(given)
@@ -274,7 +268,6 @@ class FP4Product:
             result = out
             _checks.check_output(self.op, "out", out, (m, n), out_dtype, a.device)
             _checks.check_aligned(self.op, "out", out)
-            _checks.check_no_grad(self.op, out)
             for name, tensor in self._tensors(given):
                 _checks.check_apart(self.op, "out", out, name, tensor)
             mark_written((out,))
@@ -315,11 +308,10 @@ class FP4Product:
         # In a capture nothing is tuned: a call after it may have to be.
         may_tune = tuning.is_on() and backend == AUTO and not tunes
         if choice.backend.refuses(product) and not may_tune and self._is_usual(given, operands):
-            if len(self._usual) >= MOST_USUAL:
-                self._usual.pop(next(iter(self._usual)))
             tensors = (a, b, a_scale, b_scale, alpha)
             sizes = tuple(0 if tensor is None else tensor.nbytes for tensor in tensors)
-            self._usual[facts] = a.device, n, sizes, _of_rows(launch) if self.has_experts else launch
+            usual = a.device, n, sizes, _of_rows(launch) if self.has_experts else launch
+            keep_usual(self._usual, facts, usual)
         return result
 
     def _is_usual(self, given: Given, operands: "Operands") -> bool:

@@ -5,12 +5,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-from torch import is_grad_enabled
 
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._fp8_tactics import Shape, Tactic, choose
-from torch_cute_ops.ops._kernels import aligned
+from torch_cute_ops.ops._kernels import aligned, are_int32, asks_for_grad, keep_usual
 from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
 from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch, arch_of_device, sm_count
@@ -29,7 +28,6 @@ COLUMNS: Final = 8
 """N is a multiple of this."""
 SMS: Final = 132
 """Of the GPU that kernels are compiled ahead for."""
-MOST_USUAL: Final = 4096
 """Calls that an op remembers as usual, some 1 KB each."""
 
 
@@ -239,8 +237,11 @@ class FP8Product:
             a.get_device(),
         )
         usual = self._usual.get(facts)
-        if usual is None or (
-            is_grad_enabled() and (a.requires_grad or b.requires_grad or a_scale.requires_grad or b_scale.requires_grad)
+        if (
+            usual is None
+            or asks_for_grad(a, b, a_scale, b_scale)
+            # That one expert's rows follow another's the kernel takes on trust.
+            or (self.is_grouped and not (a.is_contiguous() and are_int32(offsets, counts)))
         ):
             return self._run_checked(facts, given, out)
         if out is None:
@@ -248,10 +249,17 @@ class FP8Product:
         else:
             begin = out.data_ptr()
             end = begin + out.nbytes
-            for tensor, size in zip(given.tensors, usual.bytes_, strict=True):
+            # Scales may have strides of their own.
+            sizes = (*usual.bytes_[:2], _checks.reach(a_scale), *usual.bytes_[3:])
+            for tensor, size in zip(given.tensors, sizes, strict=True):
                 if tensor is not None and begin < tensor.data_ptr() + size and tensor.data_ptr() < end:
                     return self._run_checked(facts, given, out)
-            if out.requires_grad or out.dtype is not out_dtype or out.shape != usual.size:
+            if (
+                out.requires_grad
+                or out.dtype is not out_dtype
+                or out.shape != usual.size
+                or (self.is_grouped and not out.is_contiguous())
+            ):
                 return self._run_checked(facts, given, out)
             result = out
         try:
@@ -275,7 +283,6 @@ class FP8Product:
             result = out
             _checks.check_output(self.op, "out", out, size, given.out_dtype, a.device)
             _checks.check_aligned(self.op, "out", out)
-            _checks.check_no_grad(self.op, out)
             for name, tensor in zip(NAMES, given.tensors, strict=True):
                 if tensor is not None:
                     _checks.check_apart(self.op, "out", out, name, tensor)
@@ -297,10 +304,8 @@ class FP8Product:
             raise launch_error(self.op, error, *given) from error
         self._ran[kernel, device] = function
         if all(tensor is operand for tensor, operand in zip(given.tensors, operands, strict=True)):
-            if len(self._usual) >= MOST_USUAL:
-                self._usual.pop(next(iter(self._usual)))
             sizes = tuple(0 if tensor is None else _checks.reach(tensor) for tensor in given.tensors)
-            self._usual[facts] = Usual(a.device, function, workers, size, result.stride(), sizes)
+            keep_usual(self._usual, facts, Usual(a.device, function, workers, size, result.stride(), sizes))
         return result
 
     def _operands(self, given: Given) -> tuple[Tensor | None, ...]:

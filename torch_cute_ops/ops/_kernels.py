@@ -1,8 +1,9 @@
 """The compiled kernels of an op that has one kernel for each kind of call."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -11,6 +12,10 @@ from torch_cute_ops.runtime.capture import forbid_in_capture
 from torch_cute_ops.runtime.compiler import Wanted, compile_kernel
 
 Facts = TypeVar("Facts", bound=tuple[Any, ...])
+Value = TypeVar("Value")
+
+MOST_USUAL: Final = 4096
+_lock = threading.Lock()
 
 
 class Launcher(NamedTuple):
@@ -59,6 +64,31 @@ class Kernels(Generic[Facts]):
             launcher = Launcher(compile_kernel(kernel, arch), kernel.config, sm_count(index), device)
             self.found[facts] = launcher
         return launcher
+
+
+def keep_usual(usual: dict[tuple[Any, ...], Value], facts: tuple[Any, ...], value: Value) -> None:
+    """Keep what a call with these facts needs; of ``MOST_USUAL`` the oldest goes. Other threads may do the same."""
+    with _lock:
+        if len(usual) >= MOST_USUAL:
+            del usual[next(iter(usual))]
+        usual[facts] = value
+
+
+def are_int32(*tensors: torch.Tensor | None) -> bool:
+    """Whether those that there are hold int32: compiled functions take uint32 too."""
+    for tensor in tensors:  # noqa: SIM110 (a generator takes twice as long)
+        if tensor is not None and tensor.dtype is not torch.int32:
+            return False
+    return True
+
+
+def asks_for_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether gradients are on, and one of those that there are requires one."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

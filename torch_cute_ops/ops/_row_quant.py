@@ -172,7 +172,7 @@ class RowQuant:
             given.append(torch.ones_like(row))
         if self.normalises:
             given.append(torch.ones(hidden, dtype=weight_dtype or dtype, device=target))
-        given.append(torch.ones(1, device=target) if takes_factor else None)
+        given.append(torch.ones(1, dtype=torch.float32, device=target) if takes_factor else None)
         return tuple(given), choices
 
     def warmup_call(self, facts: Facts) -> str:
@@ -243,13 +243,14 @@ class RowQuant:
             choices,
         )
         launcher = self._launchers.get(facts)
+        grads = is_grad_enabled()
         if (
             launcher is None
             or len(shape) != 2
             or not shape[0]
             or (residual is not None and not _is_plain_residual(residual, input))
             or (factor is not None and (factor.dim() != 1 or factor.requires_grad))
-            or (is_grad_enabled() and (input.requires_grad or (weight is not None and weight.requires_grad)))
+            or (grads and (input.requires_grad or (weight is not None and weight.requires_grad)))
         ):
             return self._run_checked(Facts(*facts), input, residual, weight, factor, eps, out)
         rows = shape[0]
@@ -274,17 +275,23 @@ class RowQuant:
                 width = launcher.width // launcher.fmt.block_size
                 linear = new((rows, width), (width, 1), launcher.scale_dtype)
         else:
-            y, scale = out[0], out[1]
-            if self.third == "norm":
-                norm = out[2]
-            elif self.third is not None:
-                linear = out[2]
+            try:
+                if self.third is None:
+                    y, scale = out
+                elif self.third == "norm":
+                    y, scale, norm = out
+                else:
+                    y, scale, linear = out
+            except ValueError:
+                return self._run_checked(Facts(*facts), input, residual, weight, factor, eps, out)
             # The kernel takes the number of scale rows on trust, and int8 for uint8.
             if (
                 y.dtype is not launcher.y_dtype
                 or scale.dtype is not launcher.scale_dtype
                 or (linear is not None and linear.dtype is not launcher.scale_dtype)
                 or (launcher.scale_width and (scale.dim() != 2 or scale.shape[0] != scale_rows))
+                or (grads and (y.requires_grad or scale.requires_grad))
+                or (grads and self.third is not None and out[2].requires_grad)
             ):
                 return self._run_checked(Facts(*facts), input, residual, weight, factor, eps, out)
         try:
@@ -326,6 +333,7 @@ class RowQuant:
         if out is None:
             out = tuple(torch.empty(shape, dtype=dtype, device=input.device) for _, shape, dtype in expected)
         else:
+            _checks.check_number(self.op, out, self.out_names)
             for (name, shape, dtype), tensor in zip(expected, out, strict=True):
                 _checks.check_output(self.op, name, tensor, shape, dtype, input.device)
                 if name not in _checks.STORED_SINGLY:
@@ -436,7 +444,7 @@ class RowQuant:
 
     def _launcher_by_other_words(self, facts: Facts) -> Launcher | None:
         """The launcher of a call that named the same format otherwise."""
-        for known, launcher in self._launchers.items():
+        for known, launcher in list(self._launchers.items()):  # other threads add to them
             same = Facts(*known)._replace(choices=facts.choices) == facts
             if same and self._resolve(facts.choices) == (launcher.fmt, launcher.layout):
                 return launcher

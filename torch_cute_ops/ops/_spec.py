@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from torch_cute_ops.ops._checks import check_output
+from torch_cute_ops.ops._checks import check_number, check_output
 
 if TYPE_CHECKING:
     from torch_cute_ops.testing import ErrorInput, Sample
@@ -22,7 +22,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 class OpSpec:
     """One op, in the manner of PyTorch's ``OpInfo``.
 
-    What no call on a GPU needs is found by the op's name, in a module that is imported when it is first asked for.
+    Reference, fake and samples are found by the op's name, in modules that are imported when first asked for.
 
     Attributes:
         name: name in the namespace ``cute``, and of the modules that implement and test it.
@@ -128,5 +128,6 @@ def check_outputs(spec: OpSpec, outputs: Sequence[torch.Tensor], args: tuple[Any
         ValueError: for a wrong shape, device or layout.
         TypeError: for a wrong dtype.
     """
+    check_number(spec.name, tuple(outputs), spec.out_names)
     for name, output, want in zip(spec.out_names, outputs, as_tuple(spec.fake(*args, **kwargs)), strict=True):
         check_output(spec.name, name, output, tuple(want.shape), want.dtype, want.device)

@@ -54,7 +54,8 @@ def add_rmsnorm_fp4quant(
     args = (input, residual, weight, global_scale, eps, block_size, scale_format, scale_layout)
     if out is None:
         return torch.ops.cute.add_rmsnorm_fp4quant.default(*args)
-    torch.ops.cute.add_rmsnorm_fp4quant.out(*args, y=out[0], scale=out[1])
+    y, scale = out
+    torch.ops.cute.add_rmsnorm_fp4quant.out(*args, y=y, scale=scale)
     return out
 
 

@@ -59,7 +59,8 @@ def add_rmsnorm_fp4quant_both_layouts(
     args = (input, residual, weight, global_scale, eps, block_size, scale_format)
     if out is None:
         return torch.ops.cute.add_rmsnorm_fp4quant_both_layouts.default(*args)
-    torch.ops.cute.add_rmsnorm_fp4quant_both_layouts.out(*args, y=out[0], scale_128x4=out[1], scale_linear=out[2])
+    y, scale_128x4, scale_linear = out
+    torch.ops.cute.add_rmsnorm_fp4quant_both_layouts.out(*args, y=y, scale_128x4=scale_128x4, scale_linear=scale_linear)
     return out
 
 

@@ -78,7 +78,7 @@ def _check(
     _checks.check_global_scale(NAME, global_scale, fmt, "y", y.device)
     if out_dtype not in _checks.INPUT_DTYPES:
         raise TypeError(f"cute::{NAME}: out_dtype is {out_dtype}; expected bfloat16, float16 or float32")
-    _checks.check_no_grad(NAME, global_scale)
+    _checks.check_no_grad(NAME, scale, global_scale)
 
 
 def scale_dtypes(fmt: FP4Format) -> tuple[torch.dtype, ...]:
@@ -211,7 +211,7 @@ def _example(
     tensors = (
         torch.zeros(y, dtype=torch.uint8, device=target),
         torch.zeros(scale, dtype=torch.uint8, device=target).view(fmt.scale_dtype),
-        torch.ones(1, device=target) if global_scale else None,
+        torch.ones(1, dtype=torch.float32, device=target) if global_scale else None,
     )
     return (*tensors, block_size, scale_format, scale_layout, out_dtype), {}
 

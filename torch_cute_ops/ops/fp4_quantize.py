@@ -51,7 +51,8 @@ def fp4_quantize(
     args = (input, global_scale, block_size, scale_format, scale_layout)
     if out is None:
         return torch.ops.cute.fp4_quantize.default(*args)
-    torch.ops.cute.fp4_quantize.out(*args, y=out[0], scale=out[1])
+    y, scale = out
+    torch.ops.cute.fp4_quantize.out(*args, y=y, scale=scale)
     return out
 
 

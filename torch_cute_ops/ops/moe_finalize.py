@@ -3,10 +3,9 @@
 from typing import NamedTuple
 
 import torch
-from torch import is_grad_enabled
 
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._kernels import Kernels, aligned, readable_rows
+from torch_cute_ops.ops._kernels import Kernels, aligned, are_int32, asks_for_grad, readable_rows
 from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
@@ -40,7 +39,7 @@ def moe_finalize(
             on is not refused, and reads what lies there.
         weights: (M, topk) float32.
         residual: (M, H) in the dtype of ``input``, such as a shared expert's result, or ``None``.
-        out: tensor to write into.
+        out: tensor to write into. It may be ``residual``, and shares no memory with ``input``.
 
     Returns:
         (M, H) in the dtype of ``input``.
@@ -117,9 +116,11 @@ def _run(
     if len(shape) != 2 or len(index) != 2 or not index[0]:
         return _run_checked(input, expanded_to_permuted, weights, residual, out)
     launcher = _kernels.found.get((shape[1], input.dtype, index[1], residual is not None, input.get_device()))
-    if launcher is None or (
-        is_grad_enabled()
-        and (input.requires_grad or weights.requires_grad or (residual is not None and residual.requires_grad))
+    if (
+        launcher is None
+        or not are_int32(expanded_to_permuted)
+        or asks_for_grad(input, weights, residual, out)
+        or (out is not None and out.numel() and not _checks.are_apart(out, input))
     ):
         return _run_checked(input, expanded_to_permuted, weights, residual, out)
     result = out
@@ -153,6 +154,7 @@ def _run_checked(
     else:
         _checks.check_output(NAME, "out", out, (tokens, facts.hidden), input.dtype, input.device)
         _checks.check_aligned(NAME, "out", out)
+        _checks.check_apart(NAME, "out", out, "input", input)
         mark_written((out,))
     if tokens:
         rows = readable_rows(input)
@@ -202,7 +204,8 @@ def _example(
     target = cuda_device(device)
     row = torch.zeros(1, hidden, dtype=dtype, device=target)
     index = torch.zeros(1, topk, dtype=torch.int32, device=target)
-    return (row, index, torch.zeros(1, topk, device=target), row if residual else None), {}
+    weights = torch.zeros(1, topk, dtype=torch.float32, device=target)
+    return (row, index, weights, row if residual else None), {}
 
 
 OP = OpSpec(

@@ -3,12 +3,11 @@
 from typing import NamedTuple
 
 import torch
-from torch import is_grad_enabled
 
 from torch_cute_ops.fake import moe_permute_fp8quant as fake
 from torch_cute_ops.formats import FP8_BLOCK128
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._kernels import Kernels, aligned, readable_rows
+from torch_cute_ops.ops._kernels import Kernels, aligned, are_int32, asks_for_grad, readable_rows
 from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
@@ -45,8 +44,8 @@ def moe_permute_fp8quant(
             :func:`moe_route` gives it. A pair is there once at most.
         topk: experts of a token, at most 16.
         expanded_to_permuted: (M, topk) int32, the row of each pair, or -1: the inverse of ``permuted_to_expanded``, as
-            :func:`moe_route` gives it too. Where it is given, only the number of the others' elements counts. Rows from
-            R on are not refused, and written where they would be.
+            :func:`moe_route` gives it too. Of two that are no inverses of each other neither decides. Rows from R on
+            are not refused, and written where they would be.
         out: tensors to write ``(y, scale)`` into.
 
     Returns:
@@ -62,7 +61,8 @@ def moe_permute_fp8quant(
     args = (input, permuted_to_expanded, topk, expanded_to_permuted)
     if out is None:
         return torch.ops.cute.moe_permute_fp8quant.default(*args)
-    torch.ops.cute.moe_permute_fp8quant.out(*args, y=out[0], scale=out[1])
+    y, scale = out
+    torch.ops.cute.moe_permute_fp8quant.out(*args, y=y, scale=scale)
     return out
 
 
@@ -120,9 +120,9 @@ def _run(
         launcher is None
         or not shape[0]
         or not permuted_to_expanded.shape[0]
-        or permuted_to_expanded.dtype is not torch.int32
+        or not are_int32(permuted_to_expanded, expanded_to_permuted)
         or permuted_to_expanded.device != launcher.device
-        or (is_grad_enabled() and input.requires_grad)
+        or asks_for_grad(input, *(out or ()))
     ):
         return _run_checked(input, permuted_to_expanded, topk, expanded_to_permuted, out)
     rows, width = permuted_to_expanded.shape[0], shape[1]
@@ -131,9 +131,9 @@ def _run(
         y = new((rows, width), (width, 1), torch.float8_e4m3fn)
         scale = new((width // BLOCK, rows), (rows, 1), torch.float32)
     else:
-        y, scale = out
-        if y.dim() != 2 or y.shape[0] != rows:
+        if len(out) != 2 or out[0].dim() != 2 or out[0].shape[0] != rows:
             return _run_checked(input, permuted_to_expanded, topk, expanded_to_permuted, out)
+        y, scale = out
     try:
         config = launcher.config
         kept = config.workspace_shape(shape[0])

@@ -3,12 +3,11 @@
 from typing import Any, NamedTuple
 
 import torch
-from torch import is_grad_enabled
 
 from torch_cute_ops.fake import moe_route as fake
 from torch_cute_ops.formats.experts import MAX_EXPERTS, rows_bound
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._kernels import Kernels, aligned
+from torch_cute_ops.ops._kernels import Kernels, aligned, are_int32, asks_for_grad
 from torch_cute_ops.ops._spec import Call, OpSpec, check_outputs, cuda_device
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
@@ -20,6 +19,8 @@ from torch_cute_ops.runtime.dispatch import is_plain_eager, mark_written
 NAME = "moe_route"
 SCORINGS = ("softmax", "sigmoid")
 MAX_GROUPS = 32
+MOST_ROWS = 2**31 - 2**20
+"""Of the permutation, whose last rows CTAs step over by less than the difference."""
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -46,7 +47,7 @@ def moe_route(
 
     Rows are in the order of the experts, those of one expert in the order of the tokens. Without ``max_rows`` each
     expert's begin at the next multiple of ``alignment``; with it, expert e's begin at ``e * max_rows``, and the pairs
-    for which there is no room are dropped. One launch up to 64 tokens, two for more; no result depends on their timing.
+    for which there is no room are dropped. Few tokens are one launch, more are two; no result depends on their timing.
 
     Args:
         logits: (M, E), bfloat16, float16 or float32, of up to 512 experts.
@@ -126,8 +127,8 @@ def _check(
         refuse(f"max_rows is {max_rows}; expected a positive number, or None")
     rows = rows_bound(tokens, topk, experts, alignment) if max_rows is None else experts * max_rows
     for count, what in ((rows, "rows"), (tokens * topk, "pairs")):
-        if isinstance(count, int) and count >= 2**31:
-            refuse(f"there would be {count} {what}, and an index is an int32")
+        if isinstance(count, int) and count > MOST_ROWS:
+            refuse(f"there would be {count} {what}; expected up to {MOST_ROWS}, since an index is an int32")
     _checks.check_no_grad(NAME, logits, bias)
 
 
@@ -188,7 +189,7 @@ def _run(
     if len(shape) == 2 and shape[0] and alignment > 0 and (max_rows is None or max_rows > 0):
         choices = (topk, bias is not None, scoring, num_groups, topk_groups, renormalize, max_rows is not None)
         launcher = _kernels.found.get((shape[1], logits.dtype, *choices, logits.get_device()))
-    if launcher is None or (is_grad_enabled() and (logits.requires_grad or (bias is not None and bias.requires_grad))):
+    if launcher is None or asks_for_grad(logits, bias, *(out or ())):
         return _run_checked(logits, topk, bias, *numbers, out=out)
     tokens, experts = shape
     if max_rows is None:
@@ -196,7 +197,7 @@ def _run(
         rows = (pairs + min(experts, pairs) * (alignment - 1)) // alignment * alignment
     else:
         rows = experts * max_rows
-    if max(rows, tokens * topk) >= 2**31 or (out is not None and out[3].shape != (rows,)):
+    if max(rows, tokens * topk) > MOST_ROWS or (out is not None and not _are_outputs(out, rows)):
         return _run_checked(logits, topk, bias, *numbers, out=out)
     new = allocator(launcher.device)
     outputs = out
@@ -220,6 +221,11 @@ def _run(
     if out is not None:
         mark_written(out)
     return outputs
+
+
+def _are_outputs(out: Outputs, rows: int) -> bool:
+    """Whether they are what the kernel takes on trust."""
+    return len(out) == len(OP.outputs) and out[3].shape == (rows,) and are_int32(*out[1:])
 
 
 def _run_checked(
@@ -303,7 +309,7 @@ def _example(
     """A call on one token with these static facts; ``bias`` and ``masked`` tell whether calls pass it, and max_rows."""
     target = cuda_device(device)
     logits = torch.zeros(1, experts, dtype=dtype, device=target)
-    added = torch.zeros(experts, device=target) if bias else None
+    added = torch.zeros(experts, dtype=torch.float32, device=target) if bias else None
     choices = (scoring, num_groups, topk_groups, renormalize)
     return (logits, topk, added, *choices), {"max_rows": 1 if masked else None}
 

@@ -3,14 +3,13 @@
 from typing import NamedTuple
 
 import torch
-from torch import is_grad_enabled
 
 from torch_cute_ops.fake import moe_swiglu_fp8quant as fake
 from torch_cute_ops.formats import FP8_BLOCK128
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._kernels import Kernels, aligned, readable_rows
+from torch_cute_ops.ops._kernels import Kernels, aligned, are_int32, asks_for_grad, readable_rows
 from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
@@ -41,7 +40,8 @@ def moe_swiglu_fp8quant(
             bfloat16, float16 or float32; I is a multiple of 128. Rows may be strided.
         offsets: (E + 1,) int32, where each expert's rows begin, and the last one's end; for an input (R, 2I), and only
             that. At most 512 experts.
-        counts: (E,) int32, how many rows each expert has. Without it, all up to the next offset.
+        counts: (E,) int32, how many rows each expert has, of those that the buffer has room for. Without it, all up to
+            the next offset.
         out: tensors to write ``(y, scale)`` into.
 
     Returns:
@@ -57,7 +57,8 @@ def moe_swiglu_fp8quant(
     args = (input, offsets, counts)
     if out is None:
         return torch.ops.cute.moe_swiglu_fp8quant.default(*args)
-    torch.ops.cute.moe_swiglu_fp8quant.out(*args, y=out[0], scale=out[1])
+    y, scale = out
+    torch.ops.cute.moe_swiglu_fp8quant.out(*args, y=y, scale=scale)
     return out
 
 
@@ -109,10 +110,10 @@ def _run(
     shape = input.shape
     masked = offsets is None
     launcher = None
-    if shape and input.numel() and _has_as_many(shape, offsets, counts):
+    if shape and input.numel() and _has_as_many(shape, offsets, counts) and are_int32(offsets, counts):
         facts = (shape[-1], input.dtype, offsets is not None, counts is not None, input.get_device())
         launcher = _kernels.found.get(facts)
-    if launcher is None or (is_grad_enabled() and input.requires_grad):
+    if launcher is None or asks_for_grad(input, *(out or ())):
         return _run_checked(input, offsets, counts, out)
     width = shape[-1] // 2
     rows = shape[0] * shape[1] if masked else shape[0]
@@ -122,7 +123,7 @@ def _run(
             y = new((rows, width), (width, 1), torch.float8_e4m3fn)
             scale = new((width // BLOCK, rows), (rows, 1), torch.float32)
         elif masked:
-            if out[0].shape != (*shape[:2], width) or out[1].shape != (width // BLOCK, *shape[:2]):
+            if len(out) != 2 or out[0].shape != (*shape[:2], width) or out[1].shape != (width // BLOCK, *shape[:2]):
                 return _run_checked(input, offsets, counts, out)
             y, scale = out[0].view(rows, width), out[1].view(-1, rows)
         else:

@@ -52,7 +52,8 @@ def rmsnorm_fp4quant(
     args = (input, weight, global_scale, eps, block_size, scale_format, scale_layout)
     if out is None:
         return torch.ops.cute.rmsnorm_fp4quant.default(*args)
-    torch.ops.cute.rmsnorm_fp4quant.out(*args, y=out[0], scale=out[1])
+    y, scale = out
+    torch.ops.cute.rmsnorm_fp4quant.out(*args, y=y, scale=scale)
     return out
 
 

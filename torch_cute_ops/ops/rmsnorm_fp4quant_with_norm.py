@@ -52,7 +52,8 @@ def rmsnorm_fp4quant_with_norm(
     args = (input, weight, global_scale, eps, block_size, scale_format, scale_layout)
     if out is None:
         return torch.ops.cute.rmsnorm_fp4quant_with_norm.default(*args)
-    torch.ops.cute.rmsnorm_fp4quant_with_norm.out(*args, y=out[0], scale=out[1], norm=out[2])
+    y, scale, norm = out
+    torch.ops.cute.rmsnorm_fp4quant_with_norm.out(*args, y=y, scale=scale, norm=norm)
     return out
 
 

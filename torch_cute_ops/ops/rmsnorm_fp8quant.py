@@ -52,7 +52,8 @@ def rmsnorm_fp8quant(
     args = (input, weight, scale, eps, granularity, scale_layout)
     if out is None:
         return torch.ops.cute.rmsnorm_fp8quant.default(*args)
-    torch.ops.cute.rmsnorm_fp8quant.out(*args, y=out[0], scale_out=out[1])
+    y, scale_out = out
+    torch.ops.cute.rmsnorm_fp8quant.out(*args, y=y, scale_out=scale_out)
     return out
 
 

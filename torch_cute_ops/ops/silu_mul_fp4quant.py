@@ -49,7 +49,8 @@ def silu_mul_fp4quant(
     args = (input, global_scale, block_size, scale_format, scale_layout)
     if out is None:
         return torch.ops.cute.silu_mul_fp4quant.default(*args)
-    torch.ops.cute.silu_mul_fp4quant.out(*args, y=out[0], scale=out[1])
+    y, scale = out
+    torch.ops.cute.silu_mul_fp4quant.out(*args, y=y, scale=scale)
     return out
 
 

@@ -46,7 +46,8 @@ def silu_mul_fp8quant(
     args = (input, scale, granularity, scale_layout)
     if out is None:
         return torch.ops.cute.silu_mul_fp8quant.default(*args)
-    torch.ops.cute.silu_mul_fp8quant.out(*args, y=out[0], scale_out=out[1])
+    y, scale_out = out
+    torch.ops.cute.silu_mul_fp8quant.out(*args, y=y, scale_out=scale_out)
     return out
 
 

@@ -47,9 +47,11 @@ def defined(
 
 
 def row_ranges(rows: int, experts: int, offsets: torch.Tensor | None, counts: torch.Tensor | None) -> list[slice]:
-    """The rows of each expert, of a buffer of ``rows``: read from the device."""
-    in_parts = [expert * (rows // experts) for expert in range(experts)]
-    begins = in_parts if offsets is None else offsets.tolist()
-    if counts is not None:
-        return [slice(begin, begin + count) for begin, count in zip(begins, counts.tolist(), strict=False)]
-    return [slice(begin, end) for begin, end in itertools.pairwise(begins)]
+    """The rows of each expert, of a buffer of ``rows``, read from the device. Counts are cut to the room there is."""
+    shares = [expert * (rows // experts) for expert in range(experts + 1)]
+    begins = shares if offsets is None else offsets.tolist()
+    rooms = [slice(begin, max(begin, end)) for begin, end in itertools.pairwise(begins)]
+    if counts is None:
+        return rooms
+    cut = [max(0, min(count, room.stop - room.start)) for count, room in zip(counts.tolist(), rooms, strict=True)]
+    return [slice(room.start, room.start + count) for room, count in zip(rooms, cut, strict=True)]

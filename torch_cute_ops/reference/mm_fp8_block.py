@@ -22,7 +22,7 @@ def block_product(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_sca
     Block after block of 128 elements of k: the block's sum, which float64 holds exactly, is rounded to fp32, multiplied
     by the product of both scales, itself rounded to fp32, and added to those before it with one rounding.
     """
-    total = torch.zeros(len(a), len(b), device=a.device)
+    total = torch.zeros(len(a), len(b), dtype=torch.float32, device=a.device)
     for block in range(a.shape[1] // BLOCK):
         within = slice(block * BLOCK, (block + 1) * BLOCK)
         partial = (a[:, within].double() @ b[:, within].double().t()).float()

@@ -50,7 +50,7 @@ def expert_product(
     (m, experts), n, blocks = alpha.shape, len(w), 2 * w.shape[1] // fmt.block_size
     w, w_scale = w.view(torch.uint8), to_linear(w_scale.view(fmt.scale_dtype), w_layout, n, blocks)
     left = a if a_scale is None or a_layout is None else decode_rows(a, a_scale, fmt, a_layout)
-    total = torch.zeros(m, n, device=a.device)
+    total = torch.zeros(m, n, dtype=torch.float32, device=a.device)
     ranges = (part.chunk(experts, dim=1) for part in (left, w, w_scale, alpha))
     for numbers, codes, scales, factor in zip(*ranges, strict=True):
         counts = factor != 0

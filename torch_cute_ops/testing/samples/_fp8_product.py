@@ -64,6 +64,9 @@ def tensor_errors(
         for wrong in (torch.bfloat16, torch.float8_e5m2 if dtype == FP8 else torch.int64):
             text = f"{name} has dtype {short(wrong)}; expected {short(dtype)}"
             yield bad(f"{name}-{short(wrong)}", TypeError, text, **{name: tensor.float().to(wrong)})
+        if dtype == torch.int32:
+            unsigned = tensor.view(torch.uint32)
+            yield bad(f"{name}-uint32", TypeError, f"{name} has dtype uint32; expected int32", **{name: unsigned})
         yield bad(f"{name}-device", ValueError, f"{name} is on meta|a on meta", **{name: tensor.to("meta")})
         yield bad(f"{name}-flat", ValueError, f"{name} has shape", **{name: tensor.reshape(-1)[1:]})
         yield bad(f"{name}-dimension", ValueError, f"{name} has shape", **{name: tensor[None]})

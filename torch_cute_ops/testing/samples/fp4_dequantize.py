@@ -147,6 +147,7 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
         ("0d", scale[0, 0], r"\(\); expected \(4, 4\)"),
     ):
         yield bad(f"scale-shape-{name}", ValueError, f"scale has shape {text}, the linear scales", scale=wrong)
+    yield bad("scale-requires-grad", ValueError, "no gradient", scale=scale.clone().requires_grad_())
     text = r"scale has shape \(4, 4\); expected \(128, 4\), the 128x4 scales"
     yield bad("scale-not-tiled", ValueError, text, scale_layout="128x4")
     yield bad("scale-not-tiled-8x4", ValueError, r"scale has shape \(4, 4\); expected \(8, 4\)", scale_layout="8x4")

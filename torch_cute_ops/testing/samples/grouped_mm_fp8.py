@@ -195,3 +195,6 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
         yield bad(f"out-dtype-{dtype}", TypeError, f"out_dtype is {dtype}; expected", {"out_dtype": dtype})
     out = {"out": torch.zeros(len(a), n, dtype=torch.bfloat16, device=device)}
     yield from out_errors(good.args, {}, out, device)
+    apart = torch.zeros(2, 16, n, dtype=torch.bfloat16, device=device)[:, :8]
+    args, text = tuple(in_parts.values()), "out has strides .* contiguous"
+    yield ErrorInput("masked-out-apart", args, {}, ValueError, text, (apart,))

@@ -184,6 +184,10 @@ def _out_errors(logits: torch.Tensor, device: torch.device) -> Iterator[ErrorInp
 
         for dtype in (torch.int64, torch.float16):
             yield bad(short(dtype), TypeError, f"has dtype {short(dtype)}; expected", tensor.to(dtype))
+        if name == "weights":
+            yield bad("requires-grad", ValueError, "requires grad", tensor.clone().requires_grad_())
+        else:
+            yield bad("uint32", TypeError, "has dtype uint32; expected", tensor.view(torch.uint32))
         more = torch.zeros((tensor.shape[0] + 1, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
         yield bad("longer", ValueError, "has shape", more)
         yield bad("dimension", ValueError, "has shape", tensor[None])
