@@ -149,6 +149,19 @@ def test_scales_may_reach_further_than_those_before(launches):  # noqa: F811
     assert len(launches.calls) == 1
 
 
+def test_sums_do_not_go_where_rows_are_read(launches):  # noqa: F811
+    """On the first call, and on later ones."""
+    op = OPS["moe_finalize"]
+    rows, index = torch.randn(12, 64), torch.arange(8, dtype=torch.int32).view(4, 2)
+    given = rows, index, torch.rand(4, 2)
+    for later in (False, True):
+        if later:
+            op.cuda(*given)
+        with pytest.raises(ValueError, match="cute::moe_finalize: out shares memory with input"):
+            op.cuda_out(*given, out=rows[:4])
+        assert len(launches.calls) == later
+
+
 def test_usual_calls_are_kept_up_to_a_number(monkeypatch):
     monkeypatch.setattr(_kernels, "MOST_USUAL", 3)
     usual = {}
