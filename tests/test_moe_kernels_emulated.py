@@ -94,6 +94,21 @@ PERMUTE = {
 }
 
 
+def permute(
+    one: Rows, routed: Any, x: torch.Tensor, pairs: torch.Tensor, few: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales that the kernels leave in poisoned outputs, of more than ``few`` tokens by two of them."""
+    m, topk = routed.expanded_to_permuted.shape
+    y = poisoned(routed.rows, one.width, dtype=torch.float8_e4m3fn)
+    scale = poisoned(one.width // 128, routed.rows, dtype=torch.float32)
+    planned = MoeCase("moe_permute_fp8quant", (one.width, one.dtype, topk)).kernel
+    config = moe_permute.Config(dataclasses.replace(planned.config.quantize, **one.changes), few)
+    workspace = poisoned(*(config.workspace_shape(m) or (1, 1)), dtype=torch.float32)
+    given = (x, y, scale, routed.expanded_to_permuted, pairs, workspace, one.max_ctas)
+    run_kernel(type(planned)(config), ARCHS["sm_90a"], *given, seed=one.seed, strict=True)
+    return y, scale
+
+
 @pytest.mark.parametrize("few", [512, 0], ids=["at-once", "for-each-token-first"])
 @pytest.mark.parametrize("one", [pytest.param(one, id=name) for name, one in PERMUTE.items()])
 def test_permute(one: Rows, few: int) -> None:
@@ -102,14 +117,7 @@ def test_permute(one: Rows, few: int) -> None:
     routed = random_routing(device=CPU, **one.routing)
     m, topk = routed.expanded_to_permuted.shape
     x = random_rows(m, one.width + 32, dtype=one.dtype, device=CPU)[:, : one.width]
-    y = poisoned(routed.rows, one.width, dtype=torch.float8_e4m3fn)
-    scale = poisoned(one.width // 128, routed.rows, dtype=torch.float32)
-    planned = MoeCase("moe_permute_fp8quant", (one.width, one.dtype, topk)).kernel
-    config = moe_permute.Config(dataclasses.replace(planned.config.quantize, **one.changes), few)
-    kept = config.workspace_shape(m)
-    workspace = poisoned(*(kept or (1, 1)), dtype=torch.float32)
-    given = (x, y, scale, routed.expanded_to_permuted, routed.permuted_to_expanded, workspace, one.max_ctas)
-    run_kernel(type(planned)(config), ARCHS["sm_90a"], *given, seed=one.seed, strict=True)
+    y, scale = permute(one, routed, x, routed.permuted_to_expanded, few)
     want = moe_permute_fp8quant(x, routed.permuted_to_expanded, topk)
     for name, got, result in zip(("y", "scale"), (y, scale), want, strict=True):
         used = ~routed.padding if name == "scale" else ~routed.padding[:, None]
@@ -124,15 +132,9 @@ def test_pairs_of_no_token(pair: int) -> None:
     routed = random_routing(device=CPU, **one.routing)
     m, topk = routed.expanded_to_permuted.shape
     x = random_rows(m, one.width, dtype=one.dtype, device=CPU)
-    y = poisoned(routed.rows, one.width, dtype=torch.float8_e4m3fn)
-    scale = poisoned(one.width // 128, routed.rows, dtype=torch.float32)
-    planned = MoeCase("moe_permute_fp8quant", (one.width, one.dtype, topk)).kernel
-    config = moe_permute.Config(planned.config.quantize, 0)
-    workspace = poisoned(*config.workspace_shape(m), dtype=torch.float32)
     pairs = routed.permuted_to_expanded.clone()
     pairs[::2] = pair
-    given = (x, y, scale, routed.expanded_to_permuted, pairs, workspace, 1)
-    run_kernel(type(planned)(config), ARCHS["sm_90a"], *given, strict=True)
+    y, scale = permute(one, routed, x, pairs, few=0)
     want = moe_permute_fp8quant(x, routed.permuted_to_expanded, topk)
     used = ~routed.padding
     equal("y", y, torch.where(used[:, None], want[0].view(y.dtype), poisoned(*y.shape, dtype=y.dtype)))

@@ -40,9 +40,18 @@ def check_device(op: str, name: str, tensor: torch.Tensor, other: str, device: t
         raise ValueError(f"cute::{op}: {name} is on {tensor.device}, {other} on {device}; move them to one device")
 
 
+def asks_for_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether gradients are on, and one of those that there are requires one."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
 def check_no_grad(op: str, *tensors: torch.Tensor | None) -> None:
     """No gradient is asked for: the ops are for inference and have no backward."""
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    if asks_for_grad(*tensors):
         raise ValueError(
             f"cute::{op} has no gradient, and an input requires grad; "
             "call it under torch.no_grad() or torch.inference_mode(), or detach the input"
@@ -209,7 +218,7 @@ def check_output(
     check_device(op, name, tensor, "the input", device)
     if not tensor.is_contiguous():
         raise ValueError(f"cute::{op}: {name} has strides {tensor.stride()}; expected a contiguous tensor")
-    if tensor.requires_grad and torch.is_grad_enabled():
+    if asks_for_grad(tensor):
         raise ValueError(f"cute::{op} has no gradient, and {name} requires grad; detach it, or call under no_grad()")
 
 
@@ -293,8 +302,9 @@ def check_row_outputs(
     op: str, outputs: tuple[torch.Tensor, ...], like: tuple[torch.Tensor, ...], device: torch.device
 ) -> None:
     """``outputs`` can take codes and scales as ``like`` has them; for real tensors only."""
-    check_number(op, outputs, ("y", "scale"))
-    for name, tensor, want in zip(("y", "scale"), outputs, like, strict=True):
+    names = ("y", "scale")
+    check_number(op, outputs, names)
+    for name, tensor, want in zip(names, outputs, like, strict=True):
         check_output(op, name, tensor, tuple(want.shape), want.dtype, device)
     # Scales by columns are stored one by one.
     check_aligned(op, "y", outputs[0])

@@ -11,7 +11,7 @@ from torch_cute_ops.fake.fp4_quantize import fp4_shapes
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._kernels import aligned, asks_for_grad, keep_usual
+from torch_cute_ops.ops._kernels import aligned, keep_usual
 from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
 from torch_cute_ops.ops.fp4_dequantize import scale_dtypes
 from torch_cute_ops.runtime import tuning
@@ -32,7 +32,6 @@ A_DTYPES = (torch.bfloat16, torch.float16)
 """Of activations that are not in FP4."""
 EXPERT_MULTIPLE = 64
 """Elements of a row of ``a`` that an expert has are a multiple of this: whole bytes, blocks, and steps of a kernel."""
-"""Calls that an op remembers as usual, some 1 KB each."""
 
 Tensor = torch.Tensor
 Choices = tuple[int, str | None, str]
@@ -229,7 +228,7 @@ class FP4Product:
             tuning.is_on(),
         )
         usual = self._usual.get(facts)
-        if usual is None or asks_for_grad(a, b, a_scale, b_scale, alpha):
+        if usual is None or _checks.asks_for_grad(a, b, a_scale, b_scale, alpha):
             return self._run_checked(facts, given, out)
         device, n, sizes, launch = usual
         if out is None:

@@ -9,7 +9,7 @@ import torch
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._fp8_tactics import Shape, Tactic, choose
-from torch_cute_ops.ops._kernels import aligned, are_int32, asks_for_grad, keep_usual
+from torch_cute_ops.ops._kernels import aligned, are_int32, keep_usual
 from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
 from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch, arch_of_device, sm_count
@@ -28,7 +28,6 @@ COLUMNS: Final = 8
 """N is a multiple of this."""
 SMS: Final = 132
 """Of the GPU that kernels are compiled ahead for."""
-"""Calls that an op remembers as usual, some 1 KB each."""
 
 
 class Given(NamedTuple):
@@ -239,7 +238,7 @@ class FP8Product:
         usual = self._usual.get(facts)
         if (
             usual is None
-            or asks_for_grad(a, b, a_scale, b_scale)
+            or _checks.asks_for_grad(a, b, a_scale, b_scale)
             # That one expert's rows follow another's the kernel takes on trust.
             or (self.is_grouped and not (a.is_contiguous() and are_int32(offsets, counts)))
         ):
@@ -249,9 +248,7 @@ class FP8Product:
         else:
             begin = out.data_ptr()
             end = begin + out.nbytes
-            # Scales may have strides of their own.
-            sizes = (*usual.bytes_[:2], _checks.reach(a_scale), *usual.bytes_[3:])
-            for tensor, size in zip(given.tensors, sizes, strict=True):
+            for tensor, size in zip(given.tensors, usual.bytes_, strict=True):
                 if tensor is not None and begin < tensor.data_ptr() + size and tensor.data_ptr() < end:
                     return self._run_checked(facts, given, out)
             if (
@@ -259,6 +256,8 @@ class FP8Product:
                 or out.dtype is not out_dtype
                 or out.shape != usual.size
                 or (self.is_grouped and not out.is_contiguous())
+                # These may have strides of their own, and reach further than those of calls before.
+                or not _checks.are_apart(out, a_scale)
             ):
                 return self._run_checked(facts, given, out)
             result = out

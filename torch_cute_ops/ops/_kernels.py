@@ -15,6 +15,7 @@ Facts = TypeVar("Facts", bound=tuple[Any, ...])
 Value = TypeVar("Value")
 
 MOST_USUAL: Final = 4096
+"""Calls that an op remembers as usual, some 1 KB each."""
 _lock = threading.Lock()
 
 
@@ -80,15 +81,6 @@ def are_int32(*tensors: torch.Tensor | None) -> bool:
         if tensor is not None and tensor.dtype is not torch.int32:
             return False
     return True
-
-
-def asks_for_grad(*tensors: torch.Tensor | None) -> bool:
-    """Whether gradients are on, and one of those that there are requires one."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._kernels import Kernels, aligned, are_int32, asks_for_grad, readable_rows
+from torch_cute_ops.ops._kernels import Kernels, aligned, are_int32, readable_rows
 from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
@@ -119,7 +119,7 @@ def _run(
     if (
         launcher is None
         or not are_int32(expanded_to_permuted)
-        or asks_for_grad(input, weights, residual, out)
+        or _checks.asks_for_grad(input, weights, residual, out)
         or (out is not None and out.numel() and not _checks.are_apart(out, input))
     ):
         return _run_checked(input, expanded_to_permuted, weights, residual, out)

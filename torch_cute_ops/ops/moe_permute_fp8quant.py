@@ -7,7 +7,7 @@ import torch
 from torch_cute_ops.fake import moe_permute_fp8quant as fake
 from torch_cute_ops.formats import FP8_BLOCK128
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._kernels import Kernels, aligned, are_int32, asks_for_grad, readable_rows
+from torch_cute_ops.ops._kernels import Kernels, aligned, are_int32, readable_rows
 from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
@@ -122,7 +122,7 @@ def _run(
         or not permuted_to_expanded.shape[0]
         or not are_int32(permuted_to_expanded, expanded_to_permuted)
         or permuted_to_expanded.device != launcher.device
-        or asks_for_grad(input, *(out or ()))
+        or _checks.asks_for_grad(input, *(out or ()))
     ):
         return _run_checked(input, permuted_to_expanded, topk, expanded_to_permuted, out)
     rows, width = permuted_to_expanded.shape[0], shape[1]

@@ -7,7 +7,7 @@ import torch
 from torch_cute_ops.fake import moe_route as fake
 from torch_cute_ops.formats.experts import MAX_EXPERTS, rows_bound
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._kernels import Kernels, aligned, are_int32, asks_for_grad
+from torch_cute_ops.ops._kernels import Kernels, aligned, are_int32
 from torch_cute_ops.ops._spec import Call, OpSpec, check_outputs, cuda_device
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
@@ -189,7 +189,7 @@ def _run(
     if len(shape) == 2 and shape[0] and alignment > 0 and (max_rows is None or max_rows > 0):
         choices = (topk, bias is not None, scoring, num_groups, topk_groups, renormalize, max_rows is not None)
         launcher = _kernels.found.get((shape[1], logits.dtype, *choices, logits.get_device()))
-    if launcher is None or asks_for_grad(logits, bias, *(out or ())):
+    if launcher is None or _checks.asks_for_grad(logits, bias, *(out or ())):
         return _run_checked(logits, topk, bias, *numbers, out=out)
     tokens, experts = shape
     if max_rows is None:

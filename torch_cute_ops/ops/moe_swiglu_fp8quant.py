@@ -9,7 +9,7 @@ from torch_cute_ops.formats import FP8_BLOCK128
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._kernels import Kernels, aligned, are_int32, asks_for_grad, readable_rows
+from torch_cute_ops.ops._kernels import Kernels, aligned, are_int32, readable_rows
 from torch_cute_ops.ops._spec import Call, OpSpec, cuda_device
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
@@ -113,7 +113,7 @@ def _run(
     if shape and input.numel() and _has_as_many(shape, offsets, counts) and are_int32(offsets, counts):
         facts = (shape[-1], input.dtype, offsets is not None, counts is not None, input.get_device())
         launcher = _kernels.found.get(facts)
-    if launcher is None or asks_for_grad(input, *(out or ())):
+    if launcher is None or _checks.asks_for_grad(input, *(out or ())):
         return _run_checked(input, offsets, counts, out)
     width = shape[-1] // 2
     rows = shape[0] * shape[1] if masked else shape[0]

@@ -6,8 +6,8 @@ from cutlass import Int32
 
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.scan import WARP
 
-WARP = 32
 SPAN = MAX_EXPERTS // WARP  # experts of a lane in the first vote
 
 

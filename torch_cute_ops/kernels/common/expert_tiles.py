@@ -18,11 +18,10 @@ from cutlass import Int32, Int64, const_expr, range_constexpr
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
 from torch_cute_ops.kernels.common.expert_search import expert_by_votes
-from torch_cute_ops.kernels.common.scan import running_sum_of_cta
+from torch_cute_ops.kernels.common.scan import WARP, running_sum_of_cta
 from torch_cute_ops.runtime.argspec import Argument, Dim, TensorArg
 
 BAND: Final = 8
-WARP: Final = 32
 
 
 class ExpertTiles:

@@ -470,10 +470,11 @@ class FP4WgmmaKernel:
             pair = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(2)))
             for e in range_constexpr(2):
                 factor = ptx.float_of(pair[e])
+                counts = factor_counts(factor)
                 for r in range_constexpr(2):
                     at = 4 * j + 2 * r + e
                     value = ptx.mul_rn(factor, ptx.mul_rn(sums[at], scale))
-                    totals[at] = ptx.select(factor_counts(factor), totals[at] + value, totals[at])
+                    totals[at] = ptx.select(counts, totals[at] + value, totals[at])
                     sums[at] = Float32(0.0)
 
     def _partials_of(self, worker, w, t) -> cute.Tensor:

@@ -188,8 +188,8 @@ def out_errors(
         yield bad("row-strided", ValueError, text, blank(rows, columns + 16, dtype=dtype)[:, :columns])
         yield bad("device", ValueError, "is on meta", blank(rows, columns, dtype=dtype, device=torch.device("meta")))
         if dtype.is_floating_point:
-            good_one = blank(rows, columns, dtype=dtype).requires_grad_()
-            yield bad("requires-grad", ValueError, "requires grad", good_one)
+            leaf = blank(rows, columns, dtype=dtype).requires_grad_()
+            yield bad("requires-grad", ValueError, "requires grad", leaf)
         if device.type == "cuda":
             yield bad("cpu", ValueError, "is on cpu", blank(rows, columns, dtype=dtype, device=torch.device("cpu")))
             if name not in STORED_SINGLY:
