@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from torch_cute_ops.formats import NVFP4, FP4Format, ScaleLayout
+from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format, ScaleLayout
 from torch_cute_ops.formats.fp8 import FP8_BLOCK128, FP8_TOKEN, FP8Format
 from torch_cute_ops.kernels.common.expert_table import TABLE_BYTES
 from torch_cute_ops.runtime.arch import Arch
@@ -116,9 +116,15 @@ class Problem:
         return self.fmt == FP8_TOKEN
 
     @property
+    def counts_unusual(self) -> bool:
+        """Whether the threads of a row have to know of blocks of unusual size: of norms, where a scale of a block may
+        be as small as any number."""
+        return self.normalises and self.fmt in (MXFP4, FP8_BLOCK128)
+
+    @property
     def reductions(self) -> int:
-        """Values that the threads of a row reduce: the sum of squares, the largest magnitude."""
-        return self.normalises + self.reduces_amax
+        """Values that the threads of a row reduce: the sum of squares; the largest magnitude, or a number of blocks."""
+        return self.normalises + self.reduces_amax + self.counts_unusual
 
 
 @dataclass(frozen=True)
@@ -294,8 +300,8 @@ class Config:
             return "a thread without a block has none to read in place of one"
         if self.is_cluster and self.group_rows > 1:
             return "rows that share a warp are not split: each warp has one place for its partial results"
-        # Products and weight live in registers; some more serve addresses and intermediate values, most where the row
-        # factor is applied to each element (ptxas, no spills; tests/test_compile_kernels.py).
+        # Products and weight live in registers; some more serve addresses and intermediate values, fewest in NVFP4
+        # (ptxas, no spills; tests/test_compile_kernels.py).
         others = 40 if self.problem.fmt == NVFP4 else 56
         wanted = 2 * self.thread_blocks * self.problem.unit + others
         warps = ceil_div(self.threads, 4 * WARP)

@@ -24,8 +24,9 @@ from torch_cute_ops.kernels.common.convert import (
 )
 from torch_cute_ops.kernels.common.expert_rows import fill_table, row_of, table_at
 from torch_cute_ops.kernels.common.fp4 import encode_e2m1x8, is_live_mxfp4, is_live_nvfp4, mxfp4_scale, nvfp4_scale
-from torch_cute_ops.kernels.common.fp8 import divide_e4m3x4, dynamic_scale, scale_divisor
+from torch_cute_ops.kernels.common.fp8 import Divisor, divide_e4m3x4, dynamic_scale, scale_divisor
 from torch_cute_ops.kernels.common.proxy import fence_async
+from torch_cute_ops.kernels.common.shared_blocks import SharedBlocks
 from torch_cute_ops.kernels.row_quant.config import FP8_UNIT, QUAD, WARP, Config, ceil_div
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 
@@ -238,9 +239,8 @@ class RowQuantKernel:
             beyond = self._place_of(it + c.stages, t, s)
             copies = self._copies_of(row, t) if p.rows == "copies" else None
             cute.arch.mbarrier_wait(s.full + stage, (it // c.stages) & 1)
-            blocks, reduced = self._load_row(stage, weights, row, t, s)
+            blocks, amax, reduced = self._load_row(stage, weights, row, t, s)
             rstd = None
-            amax = None
             if const_expr(p.reductions > 0):
                 barrier = s.summed + it % 2
                 slots = s.sums + it % 2 * (c.partials * p.reductions)
@@ -256,29 +256,29 @@ class RowQuantKernel:
             if const_expr(p.normalises):
                 total = reduced[0]
                 rstd = ptx.rsqrt_approx(ptx.fma_rn(total, Float32(1.0 / p.norm_width), eps))
-                if const_expr(self._folds and p.reduces_amax):
-                    extreme = (row < t.rows) & (not self._can_fold(total, amax, g))
+                extreme = (row < t.rows) & (not self._can_fold(total, reduced[-1], g))
+                if const_expr(p.fmt in (FP8_TOKEN, FP8_BLOCK128)):
                     # Rows that share a warp take their amax again together; those that need not get the same.
                     if cute.arch.vote_any_sync(extreme):
                         if extreme:
                             self._normalize(blocks, rstd, stage, weights, t, s)
                             rstd = Float32(1.0)
-                        amax = self._row_amax_again(blocks, again, t, s)
-                        again = again + 1
-                elif const_expr(self._folds):
-                    if not self._can_fold(total, amax, g):
+                        if const_expr(p.reduces_amax):
+                            amax = self._row_amax_again(blocks, again, t, s)
+                            again = again + 1
+                        else:
+                            amax = self._shared_amax(blocks, t)
+                else:
+                    if extreme:
                         self._normalize(blocks, rstd, stage, weights, t, s)
                         rstd = Float32(1.0)
-                else:
-                    self._normalize(blocks, rstd, stage, weights, t, s)
-                    rstd = Float32(1.0)
             if const_expr(self._stores_in_bulk):
                 self._store_in_bulk(it, stage, t, s)
             if const_expr(p.source != "add"):
                 self._issue(it + c.stages, stage, beyond, t, s)
             self._write_quad(it - 1, t, s)
             if const_expr(p.rows == "copies"):
-                self._store_copies(blocks, row, copies, it, t, s)
+                self._store_copies(blocks, amax, row, copies, it, t, s)
             else:
                 self._store_row(blocks, rstd, amax, g, row, place if p.rows == "experts" else row, it, t, s)
             if const_expr(not p.layout.is_linear):
@@ -494,8 +494,9 @@ class RowQuantKernel:
         block = t.column + j * self.config.threads_per_row
         return ptx.select(block < t.my_blocks, block, t.column) if self._ragged and j > 0 else block
 
-    def _load_row(self, stage, weights, row, t, s) -> tuple[list, list]:
-        """The thread's blocks of a row, as products v · w and their amax, and its share of what the row reduces."""
+    def _load_row(self, stage, weights, row, t, s) -> tuple[list, Float32 | None, list]:
+        """The thread's blocks of a row, as products v · w and their amax; of an FP8 block that it shares, that one's
+        amax; and its share of what the row reduces, in the order of ``Problem.reductions``."""
         c = self.config
         p = c.problem
         blocks = []
@@ -519,7 +520,23 @@ class RowQuantKernel:
             amax = cute.make_rmem_tensor((1,), Float32)
             self._fill(fragment, amax, products)
             blocks.append((fragment, amax))
-        return blocks, [squares] * p.normalises + ([self._amax_of(blocks)] if p.reduces_amax else [])
+        shared = self._shared_amax(blocks, t) if p.fmt == FP8_BLOCK128 else None
+        reduced = [squares] * p.normalises
+        if p.reduces_amax:
+            reduced.append(self._amax_of(blocks))
+        if p.counts_unusual:
+            scaled = [amax[0] for _, amax in blocks] if shared is None else [shared]
+            reduced.append(Float32(sum(ptx.select(self._is_usual(amax), Int32(0), Int32(1)) for amax in scaled)))
+        return blocks, shared, reduced
+
+    @property
+    def _shared(self) -> SharedBlocks:
+        """How threads share the blocks of FP8 that have a scale each."""
+        return SharedBlocks(SCALE_THREADS, self.config.thread_blocks)
+
+    def _shared_amax(self, blocks, t) -> Float32:
+        """The amax of the FP8 block that the thread answers for."""
+        return self._shared.largest([amax[0] for _, amax in blocks], t.lane)
 
     def _amax_of(self, blocks) -> Float32:
         """The largest magnitude in a thread's blocks."""
@@ -536,25 +553,29 @@ class RowQuantKernel:
             largest = ptx.max_abs_nan(largest, value)
         amax[0] = largest
 
-    @property
-    def _folds(self) -> bool:
-        """Whether ``(v · rstd) · w`` is computed as ``(v · w) · rstd``, which leaves the row factor to the block.
+    def _can_fold(self, total, other, scale):
+        """Whether ``(v · rstd) · w`` may be computed as ``(v · w) · rstd``, which leaves the row factor to the block.
 
-        The two differ by rounding, and where v · w overflows or becomes subnormal, which ``_can_fold`` rules out; a
-        block that is tiny beside its row has scale zero in NVFP4, and is zero in FP8 with one scale a row. But scales
-        of MXFP4, and those of FP8 blocks, reach down to such a block.
+        The two differ by rounding, and where v · w overflows or becomes subnormal (weights are taken to be below 2^88).
+        So the sum of squares has to be of usual size; and so has all that scales are computed from: ``other``, the
+        row's amax, or how many blocks there are whose amax is not; or the given ``scale`` in FP8. NVFP4's scales do not
+        reach down to a block that is tiny beside its row. What is tiny beside its own block is zero either way, but as
+        an output of its own, the norm, may lose bits: with an eps below 2^-80 alone. Where v · rstd is subnormal and
+        v · w is not, the fold is the more exact. (A block of zeros is none of usual size: its row takes longer.)
         """
-        return self.config.problem.fmt in (NVFP4, FP8_TOKEN, FP8_TENSOR)
-
-    def _can_fold(self, total, amax, scale):
-        """Whether sum of squares, and amax or given scale in FP8, are of usual size (for weights below 2^88)."""
         fmt = self.config.problem.fmt
         usual = (total >= Float32(2.0**-80)) & (total <= Float32(2.0**80))
         if fmt == FP8_TOKEN:
-            usual = usual & (amax >= Float32(2.0**-80)) & (amax < Float32(float("inf")))
+            usual = usual & self._is_usual(other)
+        if self.config.problem.counts_unusual:
+            usual = usual & (other == Float32(0.0))
         if fmt == FP8_TENSOR:
             usual = usual & (ptx.max_abs_nan(Float32(0.0), scale) >= Float32(2.0**-80))
         return usual
+
+    def _is_usual(self, amax):
+        """Whether an amax of products v · w is of usual size."""
+        return (amax >= Float32(2.0**-80)) & (amax < Float32(float("inf")))
 
     @cute.jit
     def _normalize(self, blocks, rstd, stage, weights, t, s):
@@ -586,10 +607,10 @@ class RowQuantKernel:
 
     @cute.jit
     def _reduce_row(self, values: list, slots: cute.Pointer, barrier: cute.Pointer, parity, t):
-        """Sums of squares and largest magnitudes over the threads that share a row.
+        """Sums of squares, largest magnitudes and numbers of blocks over the threads that share a row.
 
-        In an order that the configuration alone decides. ``values`` has one of each, as ``Problem.reductions`` says, or
-        an amax alone; ``slots`` are ``partials`` for each value; a cluster counts what was sent with ``barrier``.
+        In an order that the configuration alone decides. ``values`` are what ``Problem.reductions`` says, or an amax
+        alone; ``slots`` are ``partials`` for each value; a cluster counts what was sent with ``barrier``.
         """
         c = self.config
         lanes = min(WARP, c.threads_per_row)
@@ -681,23 +702,22 @@ class RowQuantKernel:
         return s.norms + cute.assume(slot * c.slice_width, divby=16)
 
     @cute.jit
-    def _store_copies(self, blocks, row, copies, it, t, s):
+    def _store_copies(self, blocks, amax, row, copies, it, t, s):
         """Quantise the thread's blocks of a row; store codes in bulk, and scales, as often as there are copies."""
         c = self.config
-        quantized = self._quantize_fp8(blocks, None, None, None)
+        quantized, scale = self._quantize_fp8_blocks(blocks, None, amax, t)
         buffer = s.codes + cute.assume((it % 2 * c.group_rows + t.row) * c.slice_width, divby=128)
         for j in range_constexpr(c.thread_blocks):
-            words, scale = quantized[j]
-            self._fill_buffer(words, buffer, j, t)
-            block = t.column + j * c.threads_per_row
-            column = (t.first_block + block) // SCALE_THREADS
+            self._fill_buffer(quantized[j], buffer, j, t)
             if const_expr(c.problem.layout == COLUMN):
+                # Threads that share a block have some of the copies each.
+                own = self._shared.told(scale, j, t.lane)
+                block = t.column + j * c.threads_per_row
                 for place in copies:
                     if (place >= 0) & (block < t.my_blocks):
-                        t.scale[column, place] = scale
-            else:
-                if (row < t.rows) & (block < t.my_blocks) & (t.column % SCALE_THREADS == 0):
-                    t.scale[row, column] = scale
+                        t.scale[(t.first_block + block) // SCALE_THREADS, place] = own
+        if const_expr(c.problem.layout != COLUMN):
+            self._store_block_scale(scale, row, row < t.rows, t)
         fence_async()
         self._group_barrier(t)
         for place in copies:
@@ -716,6 +736,10 @@ class RowQuantKernel:
         # All arithmetic first, then all stores: a branch in between would keep the blocks' instructions from mixing.
         if const_expr(isinstance(p.fmt, FP4Format)):
             quantized = [self._quantize_block(*block, rstd, g) for block in blocks]
+        elif const_expr(p.fmt == FP8_BLOCK128):
+            words, scale = self._quantize_fp8_blocks(blocks, rstd, amax, t)
+            quantized = [(words[j], None) for j in range(c.thread_blocks)]
+            self._store_block_scale(scale, place, row < t.rows, t)
         else:
             quantized = self._quantize_fp8(blocks, rstd, amax, g)
         for j in range_constexpr(c.thread_blocks):
@@ -745,12 +769,6 @@ class RowQuantKernel:
                 if const_expr(j == 0):
                     if (row < t.rows) & (column == 0):
                         t.scale[row, 0] = scale
-            elif const_expr(p.fmt == FP8_BLOCK128):
-                if (row < t.rows) & (block < t.my_blocks) & (column % SCALE_THREADS == 0):
-                    if const_expr(p.layout == COLUMN):
-                        t.scale[column // SCALE_THREADS, place] = scale
-                    else:
-                        t.scale[place, column // SCALE_THREADS] = scale
 
     def _quantize_block(self, products, amax, rstd, g) -> tuple[list, Uint32]:
         """The words of codes and the scale byte of one block."""
@@ -770,25 +788,38 @@ class RowQuantKernel:
         return [ptx.select(live, word, Uint32(0)) for word in words], byte
 
     def _quantize_fp8(self, blocks, rstd, amax, g) -> list:
-        """The words of codes of each block, and its fp32 scale."""
-        p = self.config.problem
-        scales = [g] * len(blocks)
-        if p.fmt == FP8_TOKEN:
-            scales = [dynamic_scale(amax if rstd is None else ptx.mul_rn(amax, rstd))] * len(blocks)
-        elif p.fmt == FP8_BLOCK128:
-            # Neighbouring threads have the units that share a scale.
-            scales = [
-                dynamic_scale(cute.arch.warp_reduction(amax[0], ptx.max_abs_nan, threads_in_group=SCALE_THREADS))
-                for _, amax in blocks
-            ]
-        quantized = []
-        divisor = None
-        for j, ((products, _), scale) in enumerate(zip(blocks, scales, strict=True)):
-            if j == 0 or p.fmt == FP8_BLOCK128:
-                divisor = scale_divisor(scale, rstd, is_dynamic=not p.fmt.is_static)
-            words = [divide_e4m3x4([products[i + k] for k in range(4)], divisor) for i in range(0, p.unit, 4)]
-            quantized.append((words, scale))
-        return quantized
+        """The words of codes of each block, and the fp32 scale: the given ``g``, or the row's."""
+        is_static = self.config.problem.fmt.is_static
+        scale = g if is_static else dynamic_scale(amax if rstd is None else ptx.mul_rn(amax, rstd))
+        divisor = scale_divisor(scale, rstd, is_dynamic=not is_static)
+        return [(self._divide(products, divisor), scale) for products, _ in blocks]
+
+    def _quantize_fp8_blocks(self, blocks, rstd, amax, t) -> tuple[list, Float32]:
+        """The words of codes of each block, and the scale of the one that the thread answers for, of that ``amax``."""
+        scale = dynamic_scale(amax if rstd is None else ptx.mul_rn(amax, rstd))
+        mine = scale_divisor(scale, rstd, is_dynamic=True)
+        words = []
+        for j, (products, _) in enumerate(blocks):
+            factor, near_one, inverse = (self._shared.told(value, j, t.lane) for value in mine[:3])
+            words.append(self._divide(products, Divisor(factor, near_one, inverse, near_one > Float32(0.0))))
+        return words, scale
+
+    def _divide(self, products, divisor: Divisor) -> list:
+        """The words of codes of a block."""
+        unit = self.config.problem.unit
+        return [divide_e4m3x4([products[i + k] for k in range(4)], divisor) for i in range(0, unit, 4)]
+
+    @cute.jit
+    def _store_block_scale(self, scale, place, exists, t) -> None:
+        """Store the scale of the FP8 block that the thread answers for, of the row at ``place``."""
+        shared = self._shared
+        block = t.column // SCALE_THREADS * SCALE_THREADS + shared.mine(t.lane) * self.config.threads_per_row
+        column = (t.first_block + block) // SCALE_THREADS
+        if exists & shared.leads(t.lane) & (block < t.my_blocks):
+            if const_expr(self.config.problem.layout == COLUMN):
+                t.scale[column, place] = scale
+            else:
+                t.scale[place, column] = scale
 
     def _store_codes(self, words: list, row, column, t) -> None:
         y = t.y.iterator

@@ -69,7 +69,7 @@ def special_rows(dtype: torch.dtype, device: torch.device, block: int = 32) -> t
     """Rows of 6 blocks with what arithmetic stumbles over."""
     info = torch.finfo(dtype)
     width = 6 * block
-    rows = torch.randn(12, width, device=device).to(dtype)
+    rows = torch.randn(14, width, device=device).to(dtype)
     rows[0, 40] = torch.nan
     rows[1, 40] = torch.inf
     rows[2, -1] = -torch.inf
@@ -89,6 +89,10 @@ def special_rows(dtype: torch.dtype, device: torch.device, block: int = 32) -> t
     rows[9, 5], rows[9, block + 8], rows[9, block + 9] = torch.nan, -torch.inf, torch.nan
     rows[10] = 2.0**15
     rows[11, 7] = info.max
+    # A block that is tiny beside its row: its products with a weight lose bits that a norm of the row would keep.
+    rows[12, block : 2 * block] *= info.smallest_normal
+    rows[13] *= info.smallest_normal**0.25
+    rows[13, -block:] *= info.smallest_normal**0.75 * info.eps**0.5
     return rows
 
 
