@@ -267,20 +267,23 @@ def test_a_configuration_from_another_process(target: tuple[str, str]) -> None:
 
 
 SPECIAL = [
-    run("quantize", BF, 192, NV[1], HOPPER, 12, 2, 0),
-    run("quantize", HF, 192, MX[2], BLACKWELL, 12, 2, 0),
-    run("quantize", F, 192, NVG[0], HOPPER, 12, 2, 0),
-    run("norm", BF, 192, NV[0], BLACKWELL, 12, 2, 0),
-    run("add-norm", F, 192, MX[1], HOPPER, 12, 2, 0),
-    run("norm", BF, 192, TOKEN, HOPPER, 12, 2, 0),
-    run("add", F, 192, TENSOR, BLACKWELL, 12, 2, 0),
+    run("quantize", BF, 192, NV[1], HOPPER, 14, 2, 0),
+    run("quantize", HF, 192, MX[2], BLACKWELL, 14, 2, 0),
+    run("quantize", F, 192, NVG[0], HOPPER, 14, 2, 0),
+    run("norm", BF, 192, NV[0], BLACKWELL, 14, 2, 0),
+    run("add-norm", F, 192, MX[1], HOPPER, 14, 2, 0),
+    run("norm", BF, 192, TOKEN, HOPPER, 14, 2, 0),
+    run("add", F, 192, TENSOR, BLACKWELL, 14, 2, 0),
+    run("norm", BF, 192, MX[0], HOPPER, 14, 2, 0),
+    run("norm", F, 768, BLOCK, HOPPER, 14, 2, 0),
+    run("add", BF, 768, BLOCK, BLACKWELL, 14, 2, 0),
 ]
 
 
 @pytest.mark.parametrize("one", SPECIAL)
 def test_special_values(one: Run) -> None:
     config = one.config
-    x = special_rows(one.dtypes[0], CPU)
+    x = special_rows(one.dtypes[0], CPU, config.problem.width // 6)
     residual = torch.zeros_like(x) if config.problem.source == "add" else None
     given = (x, residual, *weight_and_factor(config.problem))
     got = execute(config, one.arch, *given, one.max_ctas, one.seed)
@@ -423,7 +426,7 @@ def test_product_decodes_every_scale(dtype: torch.dtype, fmt: FP4Format) -> None
     equal("products", out[:, usable], want[:, usable] + 0.0)
 
 
-@pytest.mark.parametrize("by_warp", [False, True])
+@pytest.mark.parametrize(("by_warp", "chunk"), [(False, 256), (True, 256), (True, 128)])
 @pytest.mark.parametrize(("m", "k"), [(1, 256), (3, 96), (11, 544), (24, 1024)])
 @pytest.mark.parametrize(
     ("dtype", "fmt", "a_layout"),
@@ -437,11 +440,11 @@ def test_product_decodes_every_scale(dtype: torch.dtype, fmt: FP4Format) -> None
     ],
 )
 def test_activation_tiles(
-    dtype: torch.dtype, fmt: FP4Format, a_layout: str | None, m: int, k: int, by_warp: bool
+    dtype: torch.dtype, fmt: FP4Format, a_layout: str | None, m: int, k: int, by_warp: bool, chunk: int
 ) -> None:
     """Every activation is where the product with the weight's codes, as its lanes decode them, looks for it."""
-    groups, chunks = -(-m // 8) + 1, -(-k // 256)
-    tiles, flags = poisoned(chunks * 4 * groups * 1024, dtype=torch.uint8), poisoned(5, dtype=torch.int32)
+    groups, chunks, pieces = -(-m // 8) + 1, -(-k // chunk), chunk // 32
+    tiles, flags = poisoned(chunks * groups * 16 * chunk, dtype=torch.uint8), poisoned(5, dtype=torch.int32)
     if a_layout is None:
         a, scale = torch.randn(m, k).to(dtype), None
         numbers = a.float()
@@ -451,26 +454,26 @@ def test_activation_tiles(
         numbers = fp4_dequantize(a, scale, block_size=fmt.block_size, scale_layout=a_layout, out_dtype=FP32)
         numbers *= 2.0**-8 if fmt == NVFP4 else 1.0
     layout = None if a_layout is None else SCALE_LAYOUTS[a_layout]
-    kernel = activation_tiles.ActivationTilesKernel(activation_tiles.Config(dtype, fmt, layout, by_warp, True))
+    kernel = activation_tiles.ActivationTilesKernel(activation_tiles.Config(dtype, fmt, layout, by_warp, chunk, True))
     run_kernel(kernel, ARCHS[HOPPER], a, scale, tiles, flags, None, None, seed=0)
     assert not flags.any()
-    numbers = torch.nn.functional.pad(numbers, (0, chunks * 256 - k))
-    # chunk, 64 positions, group, token, piece, element; or chunk, group, token, eighth, quarter, element
-    got = tiles.view(dtype).view((chunks, groups, 8, 8, 4, 8) if by_warp else (chunks, 4, groups, 8, 8, 8))
+    numbers = torch.nn.functional.pad(numbers, (0, chunks * chunk - k))
+    # chunk, 64 positions, group, token, 16 bytes, element; or chunk, group, token, piece, quarter, element
+    got = tiles.view(dtype).view((chunks, groups, 8, pieces, 4, 8) if by_warp else (chunks, 4, groups, 8, 8, 8))
     # Which elements of a word a decoder pairs: (0, 2), (1, 3), ... in fp16, (0, 4), (1, 5), ... in bf16.
     pairs = [(0, 2), (1, 3), (4, 6), (5, 7)] if dtype == FP16 else [(0, 4), (1, 5), (2, 6), (3, 7)]
     for token in range(m):
-        for step in range(16):
+        for step in range(2 * pieces):
             for position in range(16):
                 high, quad, e = position // 8, position % 8 // 2, position % 2
-                element = quad * 64 + step // 2 * 8 + pairs[step % 2 * 2 + high][e]
+                element = quad * (chunk // 4) + step // 2 * 8 + pairs[step % 2 * 2 + high][e]
                 if by_warp:
                     at = step % 2 * 4 + high * 2 + e
                     found = got[:, token // 8, token % 8, step // 2 ^ token % 2, quad, at]
                 else:
-                    piece = (step % 4 * 2 + high) ^ (token % 8)
-                    found = got[:, step // 4, token // 8, token % 8, piece, position % 8]
-                assert torch.equal(found.float(), numbers[token, element::256]), (token, step, position)
+                    place = (step % 4 * 2 + high) ^ (token % 8)
+                    found = got[:, step // 4, token // 8, token % 8, place, position % 8]
+                assert torch.equal(found.float(), numbers[token, element::chunk]), (token, step, position)
 
 
 @pytest.mark.parametrize(
@@ -602,6 +605,8 @@ EXPERTS = [
     Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 16, 64, BF16), 3, 8, 33, 128, "few", 4),
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 24, 512, FP32), 30, 72, 3, 768, "dense", 5),
     Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 8, 512, BF16), 20, 64, 7, 320, "few", 6),
+    Experts(ExpertsCase(FP16, NVFP4, "linear", "linear", 24, 512, FP32), 30, 72, 3, 512, "few", 2),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 16, 512, BF16), 20, 136, 5, 384, "few", 1),
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 16, FP32, 8), 13, 136, 20, 256, "few", 7, 4),
     Experts(ExpertsCase(BF16, NVFP4, "linear", None, 16, 16, FP32), 12, 72, 5, 512, "dense", 9),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", "8x4", 8, 16, FP32, 8), 20, 72, 30, 128, "one", 10, 5),
@@ -766,7 +771,7 @@ LOADED = [
     # Which fence comes before the rows are overwritten: after the loads, or where a row is read again.
     (run("quantize", F, 1024, MX[1], HOPPER, 20, 1, 0, **WARP_GROUPS), 0),
     (run("quantize", BF, 512, NV[1], BLACKWELL, 20, 1, 0, **WARP_GROUPS), 0),
-    (run("silu", BF, 512, BLOCK, HOPPER, 20, 1, 0, **WARP_GROUPS), 0),
+    (run("silu", BF, 512, TENSOR, HOPPER, 20, 1, 0, **WARP_GROUPS), 0),
     (run("add", HF, 512, TENSOR, HOPPER, 20, 1, 0, **WARP_GROUPS), 1),
     (run("norm", HF, 128, NVG[1], HOPPER, 131, 2, 0, groups=2), 0),
     (run("norm", BF, 1024, NVG[0], BLACKWELL, 9, 1, 1, **WIDE_GROUPS, stages=1), 0),

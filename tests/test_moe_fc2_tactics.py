@@ -27,6 +27,7 @@ CALLS = [
     (129, 200, 16, 256, top_alpha),
     (257, 136, 7, 256, top_alpha),
     (513, 64, 4, 768, dense_alpha),
+    (513, 72, 5, 640, top_alpha),
 ]
 
 

@@ -809,9 +809,10 @@ def _operand_rows(descriptor: int, rows: int) -> Array:
     return _swizzled(start + row // 8 * pitch + row % 8 * 128 + np.array([0, 16]))
 
 
-def _swizzled(address: Array) -> Array:
-    """Where the 128-byte swizzle puts what would lie at these addresses of shared memory."""
-    return address ^ (address >> 7 & 7) << 4
+def _swizzled(address: Array, bits: int = 3) -> Array:
+    """Where a swizzle puts what would lie at these addresses of shared memory: that of 128 bytes, or with fewer bits
+    of 64, 32, or none."""
+    return address ^ (address >> 7 & (1 << bits) - 1) << 4
 
 
 @effect("wgmma.mma_async.sync.aligned")
@@ -1204,7 +1205,7 @@ class TensorMap:
         self.width, self.height, self.matrices = words[8] + 1, words[9] + 1, words[10] + 1
         self.box_width, self.box_height = (words[13] >> 24) + 1, (words[14] & 0xFF) + 1
         self.size = self.box_width * self.box_height
-        self.swizzled = bool(words[2] & 0x6000)
+        self.swizzle_bits = words[2] >> 13 & 3
 
 
 def _box_bytes(
@@ -1218,9 +1219,7 @@ def _box_bytes(
     rows = [
         _global_bytes(m, thread, np.array([start + i * box.pitch], np.uint64), width) for i in range(max(height, 0))
     ]
-    place = target + np.arange(box.size)
-    if box.swizzled:
-        place = _swizzled(place)
+    place = _swizzled(target + np.arange(box.size), box.swizzle_bits)
 
     def read() -> Array:
         contents = np.zeros((box.box_height, box.box_width), np.uint8)

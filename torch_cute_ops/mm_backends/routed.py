@@ -69,7 +69,7 @@ class Routed(Backend):
         from torch_cute_ops.kernels import fp4_experts
 
         widest = smallest_tile(fp4_experts.TILES, m)
-        # What fits a tile of 512 tokens has few stages: two of 256 may be better.
+        # Sums of 512 tokens leave room for less else: two tiles of 256 may be better.
         tiles = [tokens for tokens in (256, widest) if tokens <= widest] if widest > 256 else [widest]
         every = [
             (group, tokens, classes)

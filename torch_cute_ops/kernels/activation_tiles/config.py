@@ -7,12 +7,10 @@ import torch
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 
 CHUNK = 256
-"""Elements of k that are put in order together."""
+"""Elements of k that are put in order together; products of warps may have half of it."""
 TILE_TOKENS = 8
 TILE_BYTES = 1024
 """Of a tile of 8 tokens x 64 positions of 16 bits."""
-TOKEN_BYTES = CHUNK * 2
-"""Of a token's part of a chunk."""
 THREADS = 256
 
 
@@ -25,6 +23,7 @@ class Config:
         fmt: format of the weights, and of activations in FP4.
         layout: scale layout of activations in FP4; ``None``: they are of 16 bits.
         by_warp: whether they are for products of warps, not of warpgroups.
+        chunk: elements of k of a chunk.
         pdl: whether launches are programmatic dependent launches.
     """
 
@@ -32,4 +31,10 @@ class Config:
     fmt: FP4Format
     layout: ScaleLayout | None
     by_warp: bool
+    chunk: int
     pdl: bool
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's part of a chunk."""
+        return self.chunk * self.dtype.itemsize

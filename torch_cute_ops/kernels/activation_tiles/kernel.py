@@ -3,8 +3,8 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from torch_cute_ops.kernels.activation_tiles.config import CHUNK, THREADS, TILE_BYTES, Config
-from torch_cute_ops.kernels.common.activations import EIGHTHS, QUAD, Activations
+from torch_cute_ops.kernels.activation_tiles.config import THREADS, TILE_BYTES, TILE_TOKENS, Config
+from torch_cute_ops.kernels.common.activations import Activations
 from torch_cute_ops.runtime.argspec import Argument, Dim, TensorArg
 
 
@@ -23,9 +23,9 @@ class ActivationTilesKernel:
     def __call__(self, a, scale, tiles, flags, alpha, factors, stream):
         """Put ``a`` in order in ``tiles`` and set ``flags`` to zero. If there is an ``alpha`` (M, experts), put it into
         ``factors`` (tokens, experts, tiles), zero for tokens that do not exist."""
-        chunks = cute.ceil_div(self.activations.width(a), CHUNK)
+        chunks = cute.ceil_div(self.activations.width(a), self.config.chunk)
         self.kernel(a, scale, tiles, flags, alpha, factors).launch(
-            grid=[cute.ceil_div(a.shape[0] * chunks * EIGHTHS, THREADS), 1, 1],
+            grid=[cute.ceil_div(a.shape[0] * chunks * self.activations.pieces, THREADS), 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
             use_pdl=self.config.pdl,
@@ -37,8 +37,9 @@ class ActivationTilesKernel:
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         me = cta * THREADS + tid
-        chunks = cute.ceil_div(self.activations.width(a), CHUNK)
-        groups = tiles.shape[0] // (Int64(chunks) * (QUAD * TILE_BYTES))
+        chunks = cute.ceil_div(self.activations.width(a), self.config.chunk)
+        group_bytes = TILE_TOKENS * self.config.token_bytes  # of a chunk
+        groups = tiles.shape[0] // (Int64(chunks) * group_bytes)
         if const_expr(self.config.pdl):
             cute.arch.griddepcontrol_wait()
             # What comes next may read its weight already: all that was before this kernel has been written.
@@ -53,9 +54,10 @@ class ActivationTilesKernel:
                 if token < alpha.shape[0]:
                     value = alpha[token, expert]
                 factors[token % tokens, expert, token // tokens] = value
-        if me < a.shape[0] * chunks * EIGHTHS:
-            eighth, chunk, token = me % EIGHTHS, me // EIGHTHS % chunks, me // EIGHTHS // chunks
-            base = tiles.iterator + cute.assume(chunk * groups * (QUAD * TILE_BYTES), divby=TILE_BYTES)
-            start = chunk * CHUNK
-            words = self.activations.read(a, scale, token, start, self.activations.width(a) - start, eighth)
-            self.activations.order(words, groups, eighth, token, base)
+        if me < a.shape[0] * chunks * self.activations.pieces:
+            pieces = self.activations.pieces
+            piece, chunk, token = me % pieces, me // pieces % chunks, me // pieces // chunks
+            base = tiles.iterator + cute.assume(chunk * groups * group_bytes, divby=TILE_BYTES)
+            start = chunk * self.config.chunk
+            words = self.activations.read(a, scale, token, start, self.activations.width(a) - start, piece)
+            self.activations.order(words, groups, piece, token, base)

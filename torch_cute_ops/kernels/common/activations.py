@@ -2,9 +2,10 @@
 
 A lane of the product reads codes of the weight as they lie, and decodes eight at a time into pairs (see
 ``kernels.common.fp4_weights``); so its k is in another order, and the activations are put into the same. Of a chunk of
-256 elements of k the quarter ``q`` goes to lane ``q`` of a quad. Each k16 step takes four elements of each quarter:
+256 elements of k (or 128) the quarter ``q`` goes to lane ``q`` of a quad. A *piece* is eight elements of each quarter,
+and two k16 steps:
 
-    step = 2 · (eighth of the quarter) + (half of the decoded word),    position in the step = 8 · h + 2 · q + e
+    step = 2 · piece + (half of the decoded word),    position in the step = 8 · h + 2 · q + e
 
 for element ``e`` of pair ``h``. What is beyond k is zero.
 
@@ -13,8 +14,8 @@ bytes, rows of 128 bytes whose 16-byte pieces are swapped as wgmma's 128-byte sw
 "Matrix-descriptor"). Tile (group of tokens ``g``, 64 positions ``c``) is the ``c · groups + g``-th, so that the tiles
 of neighbouring tokens are one bulk copy.
 
-For a product of warps a token is 512 bytes, one after the other: for each eighth ``e`` of a quarter the 16 bytes of
-each quarter that a lane of mma.sync wants for two steps, 64 bytes at the ``(e xor n % 2)``-th place of token ``n``. So
+For a product of warps a token is 512 bytes (or 256), one after the other: for each piece ``p`` the 16 bytes of each
+quarter that a lane of mma.sync wants for two steps, 64 bytes at the ``(p xor n % 2)``-th place of token ``n``. So
 eight lanes that read two neighbouring tokens meet no bank twice.
 """
 
@@ -23,23 +24,26 @@ from typing import Final
 import cutlass.cute as cute
 from cutlass import Int64, Uint8, Uint32
 
-from torch_cute_ops.kernels.activation_tiles.config import CHUNK, TILE_BYTES, TILE_TOKENS, TOKEN_BYTES, Config
+from torch_cute_ops.kernels.activation_tiles.config import TILE_BYTES, TILE_TOKENS, Config
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, store_words
 from torch_cute_ops.kernels.common.fp4_weights import decode, pair_activations, scale_argument, scale_factors
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 QUAD: Final = 4  # lanes that share a row of an operand
-EIGHTHS: Final = CHUNK // QUAD // 8
-STEPS_BYTES: Final = TOKEN_BYTES // EIGHTHS
+STEPS_BYTES: Final = 64  # of two k16 steps of a token
 
 
 class Activations:
-    """A matrix of activations, and how a thread puts in order what it has read: eight elements of each quarter of a
-    chunk, of one token."""
+    """A matrix of activations, and how a thread puts in order what it has read: a piece of a chunk, of one token.
+
+    Attributes:
+        pieces: of a chunk.
+    """
 
     def __init__(self, config: Config):
         self.config = config
+        self.pieces = config.chunk // QUAD // 8
         self.dtype = DSL_DTYPES[config.dtype]
 
     def arguments(self) -> tuple[TensorArg, TensorArg | None]:
@@ -56,13 +60,13 @@ class Activations:
         """Elements of k."""
         return a.shape[1] if self.config.layout is None else a.shape[1] * 2
 
-    def read(self, a, scale, token, start, left, eighth, after: int = 0) -> list:
-        """What ``order`` wants, of the chunk from element ``start`` of k on and its eighth that comes ``after`` eighths
+    def read(self, a, scale, token, start, left, piece, after: int = 0) -> list:
+        """What ``order`` wants, of the chunk from element ``start`` of k on and the piece that comes ``after`` pieces
         later: of each quarter words as they lie in memory, zeros from the chunk's ``left``-th element on."""
         c, k = self.config, self.width(a)
-        offset = Int64(token) * k + start + eighth * 8
-        begins = [q * (CHUNK // QUAD) + after * 8 for q in range(QUAD)]
-        exists = [eighth * 8 + begin < left for begin in begins]
+        offset = Int64(token) * k + start + piece * 8
+        begins = [q * (c.chunk // QUAD) + after * 8 for q in range(QUAD)]
+        exists = [piece * 8 + begin < left for begin in begins]
         if c.layout is None:
             at = a.iterator + cute.assume(offset, divby=8)
             pairs = zip(begins, exists, strict=True)
@@ -70,7 +74,7 @@ class Activations:
         at = a.iterator + cute.assume(offset // 2, divby=4)
         size = c.fmt.block_size
         place = c.layout.row_offset(Int64(token), k // size) + c.layout.block_offset(start // size)
-        byte_at = cute.recast_ptr(scale.iterator, dtype=Uint8) + place + eighth * 8 // size
+        byte_at = cute.recast_ptr(scale.iterator, dtype=Uint8) + place + piece * 8 // size
         return [
             [
                 *ptx.load_if(at, there, 1, begin // 2),
@@ -79,24 +83,25 @@ class Activations:
             for begin, there in zip(begins, exists, strict=True)
         ]
 
-    def order(self, quarters: list, groups, eighth, token, base: cute.Pointer) -> None:
+    def order(self, quarters: list, groups, piece, token, base: cute.Pointer) -> None:
         """Store what was read to where it belongs in a chunk of ``groups`` groups of tokens, from byte ``base``;
         ``token`` is its place among these. Products of warps have any number of groups."""
         words = [self._decoded(quarter) for quarter in quarters]
         if self.config.by_warp:
-            start = base + cute.assume(token * TOKEN_BYTES + (eighth ^ (token % 2)) * STEPS_BYTES, divby=STEPS_BYTES)
+            offset = token * self.config.token_bytes + (piece ^ (token % 2)) * STEPS_BYTES
+            start = base + cute.assume(offset, divby=STEPS_BYTES)
             for q, quarter in enumerate(words):
                 to = cute.recast_ptr(start + q * 16, dtype=Uint32)
                 store_words(quarter, cute.make_tensor(to, cute.make_layout(QUAD)))
             return
         row = token % TILE_TOKENS
         for half in range(2):
-            step = eighth * 2 + half
+            step = piece * 2 + half
             tile = step // 4 * groups + token // TILE_TOKENS
             start = base + cute.assume(tile * TILE_BYTES + row * 128, divby=128)
             for h in range(2):
-                piece = (step % 4 * 2 + h) ^ row
-                to = cute.recast_ptr(start + cute.assume(piece * 16, divby=16), dtype=Uint32)
+                place = (step % 4 * 2 + h) ^ row
+                to = cute.recast_ptr(start + cute.assume(place * 16, divby=16), dtype=Uint32)
                 store_words([quarter[2 * half + h] for quarter in words], cute.make_tensor(to, cute.make_layout(QUAD)))
 
     def _decoded(self, words: list) -> list:

@@ -3,13 +3,15 @@
 import cutlass.cute as cute
 from cutlass import BFloat16, Uint32
 
-from torch_cute_ops.kernels.activation_tiles.config import TILE_TOKENS, TOKEN_BYTES
+from torch_cute_ops.kernels.activation_tiles.config import TILE_TOKENS
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.activations import STEPS_BYTES
 from torch_cute_ops.kernels.common.convert import load_words
 
 
-def multiply_word(pairs: list, word: int, tokens: int, chunk_at: cute.Pointer, lane, sums: cute.Tensor, dtype) -> None:
+def multiply_word(
+    pairs: list, word: int, tokens: int, chunk_at: cute.Pointer, token_bytes: int, lane, sums: cute.Tensor, dtype
+) -> None:
     """Add two k16 steps to the sums of 16 rows of the weight and ``tokens`` tokens.
 
     Args:
@@ -17,6 +19,7 @@ def multiply_word(pairs: list, word: int, tokens: int, chunk_at: cute.Pointer, l
         word: of the quarter of a chunk that the lane has.
         tokens: a multiple of 8.
         chunk_at: where the chunk of activations lies in shared memory, in the order for products of warps.
+        token_bytes: of a token's part of the chunk.
         lane: of the warp.
         sums: accumulators, four for each eight tokens.
         dtype: of the operands.
@@ -24,9 +27,9 @@ def multiply_word(pairs: list, word: int, tokens: int, chunk_at: cute.Pointer, l
     name = "bf16" if dtype is BFloat16 else "f16"
     token, quarter = lane // 4, lane % 4
     # The (word xor token % 2)-th 64 bytes
-    place = token * TOKEN_BYTES + quarter * 16 + word * STEPS_BYTES + (1 - word % 2 * 2) * (token % 2) * STEPS_BYTES
+    place = token * token_bytes + quarter * 16 + word * STEPS_BYTES + (1 - word % 2 * 2) * (token % 2) * STEPS_BYTES
     for group in range(tokens // TILE_TOKENS):
-        at = chunk_at + cute.assume(place + group * (TILE_TOKENS * TOKEN_BYTES), divby=16)
+        at = chunk_at + cute.assume(place + group * (TILE_TOKENS * token_bytes), divby=16)
         activations = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
         total = [sums[4 * group + i] for i in range(4)]
         for step in range(2):

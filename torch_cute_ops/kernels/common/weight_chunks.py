@@ -6,29 +6,33 @@ from typing import Final
 from torch_cute_ops.formats import SCALE_LAYOUTS, FP4Format, ScaleLayout
 from torch_cute_ops.kernels.activation_tiles.config import CHUNK
 
-LINE: Final = CHUNK // 2
-"""Bytes of codes of a row in a chunk: a whole cache line."""
 TILE_ROWS: Final = SCALE_LAYOUTS["128x4"].tile_rows
 """Rows of a tile of scales, which is copied whole."""
 
 
 @dataclass(frozen=True)
 class WeightChunks:
-    """Chunks of 256 elements of k of ``rows`` rows: 64, or a multiple of 128."""
+    """Chunks of ``elements`` of k, 256 or 128, of ``rows`` rows: 64, or a multiple of 128."""
 
     fmt: FP4Format
     layout: ScaleLayout
     rows: int
+    elements: int = CHUNK
+
+    @property
+    def line(self) -> int:
+        """Bytes of codes of a row in a chunk: a whole cache line, or half of one."""
+        return self.elements // 2
 
     @property
     def blocks(self) -> int:
         """Blocks of a row."""
-        return CHUNK // self.fmt.block_size
+        return self.elements // self.fmt.block_size
 
     @property
     def code_bytes(self) -> int:
         """Codes of a chunk."""
-        return self.rows * LINE
+        return self.rows * self.line
 
     @property
     def bands(self) -> int:

@@ -1,8 +1,9 @@
 """Chunks of an FP4 weight in a ring of stages in shared memory: how they get there, and how lanes read them.
 
 A chunk is 256 elements of k of some rows: 128 bytes of codes a row, a whole cache line, in one box of a tensor map with
-the 128-byte swizzle; and its scales, as tiles of 128 rows and 4 blocks lie (bulk copies), or as a box of rows. The k of
-a weight may be that of experts, one after the other: a chunk ends where its expert does.
+the 128-byte swizzle (or 128 elements, half a line, and the 64-byte swizzle); and its scales, as tiles of 128 rows and 4
+blocks lie (bulk copies), or as a box of rows. The k of a weight may be that of experts, one after the other: a chunk
+ends where its expert does.
 """
 
 from types import SimpleNamespace
@@ -13,14 +14,16 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
+from torch_cute_ops.formats import MXFP4
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import load_words
 from torch_cute_ops.kernels.common.fp4_weights import decode, rows_of_bytes, scale_argument, scale_factors
-from torch_cute_ops.kernels.common.weight_chunks import LINE, TILE_ROWS, WeightChunks
+from torch_cute_ops.kernels.common.weight_chunks import TILE_ROWS, WeightChunks
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
-WORDS: Final = 8  # of a lane's codes of a row in a chunk; two k16 steps each
+LANES: Final = 4  # that share a row of a chunk
+PIECE: Final = 16  # bytes that are swapped for others in a row's place
 SCALE_TILE: Final = TILE_ROWS * TILE_BLOCKS
 
 
@@ -31,12 +34,17 @@ def next_stage(stage, parity, stages: int) -> tuple:
 
 
 class WeightRing:
-    """A ring of ``stages`` chunks."""
+    """A ring of ``stages`` chunks.
+
+    Attributes:
+        words: of a lane's codes of a row in a chunk; two k16 steps each.
+    """
 
     def __init__(self, chunks: WeightChunks, stages: int):
         self.fmt, self.layout, self.rows, self.stages = chunks.fmt, chunks.layout, chunks.rows, stages
         self.blocks, self.bands = chunks.blocks, chunks.bands
         self.code_bytes, self.scale_bytes = chunks.code_bytes, chunks.scale_bytes
+        self.line, self.words = chunks.line, chunks.line // LANES // 4
 
     def arguments(self, n: Dim) -> tuple[TensorArg, TensorArg]:
         """The weight (K/2, N) and its scales."""
@@ -51,7 +59,7 @@ class WeightRing:
         """Tensor maps of codes and scales, with experts as a third dimension: what ``open`` takes."""
         b, scale = rows_of_bytes(b, scale)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        codes_copy, codes = self._map(load, b, experts, self._codes_layout(1), (self.rows, LINE, 1))
+        codes_copy, codes = self._map(load, b, experts, self._codes_layout(1), (self.rows, self.line, 1))
         scale_copy, scales = None, scale
         if self.layout.is_linear:
             layout = cute.make_layout((self.rows, self.blocks, 1), stride=(self.blocks, 1, 0))
@@ -65,16 +73,17 @@ class WeightRing:
         return cpasync.make_tiled_tma_atom(load, cute.make_tensor(matrix.iterator, view), layout, box)
 
     def _codes_layout(self, stages: int):
-        """Codes in shared memory, (rows, 128 bytes, stages)."""
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8)
-        return cute.tile_to_shape(atom, (self.rows, LINE, stages), order=(0, 1, 2))
+        """Codes in shared memory, (rows, line, stages)."""
+        kinds = warpgroup.SmemLayoutAtomKind
+        atom = warpgroup.make_smem_layout_atom({128: kinds.K_SW128, 64: kinds.K_SW64}[self.line], Uint8)
+        return cute.tile_to_shape(atom, (self.rows, self.line, stages), order=(0, 1, 2))
 
     def open(self, maps: tuple, codes_at: cute.Pointer, scales_at: cute.Pointer) -> SimpleNamespace:
         """How codes and scales are copied to their places in shared memory."""
         codes_copy, codes, scale_copy, scales = maps
         layout = self._codes_layout(self.stages)
         stages = cute.make_tensor(cute.recast_ptr(codes_at, layout.inner, dtype=Uint8), layout.outer)
-        codes_to, codes_from = self._boxes(codes_copy, codes, LINE, stages)
+        codes_to, codes_from = self._boxes(codes_copy, codes, self.line, stages)
         scales_to = scales_from = None
         if self.layout.is_linear:
             layout = cute.make_layout((self.rows, self.blocks, self.stages), stride=(self.blocks, 1, self.scale_bytes))
@@ -146,34 +155,40 @@ class WeightRing:
     def codes(self, codes_at: cute.Pointer, stage, row, quad) -> list:
         """A lane's words of a row: its quarter of the chunk."""
         words = []
-        for i in range(2):
-            piece = (quad * 2 + i) ^ (row % 8)
-            at = codes_at + cute.assume(stage * self.code_bytes + row * LINE + piece * 16, divby=16)
+        pieces = self.line // PIECE
+        # The swizzle swaps pieces by the number of their 128 bytes.
+        line = row if self.line == 128 else row // (128 // self.line)
+        for i in range(pieces // LANES):
+            piece = (quad * (pieces // LANES) + i) ^ (line % pieces)
+            at = codes_at + cute.assume(stage * self.code_bytes + row * self.line + piece * PIECE, divby=PIECE)
             words += load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
         return words
 
     def factors(self, scales_at: cute.Pointer, stage, row, quad, left, dtype) -> list:
-        """The factors of a lane's blocks of a row, four, or two of MXFP4: zero from the chunk's ``left``-th block on,
-        if it has no more.
+        """The factors of a lane's blocks of a row: zero from the chunk's ``left``-th block on, if it has no more.
 
         ``row`` is counted from the first row of a scale tile.
         """
-        count = self.blocks // 4
+        count = self.blocks // LANES
         block = quad * count
         # In a stage the scales lie as those of a matrix of its size.
         place = stage * self.scale_bytes + self.layout.row_offset(row, self.blocks) + self.layout.block_offset(block)
-        at = cute.recast_ptr(scales_at + cute.assume(place, divby=count), dtype=Uint32 if count == 4 else Uint16)
+        dtype_of = {4: Uint32, 2: Uint16, 1: Uint8}
+        at = cute.recast_ptr(scales_at + cute.assume(place, divby=count), dtype=dtype_of[count])
         bytes_ = Uint32(cute.make_tensor(at, cute.make_layout(1))[0])
         if left is not None:
             # Beyond the last block the matrix of scales may hold anything, and 0 times NaN is not 0.
             exist = cutlass.min(cutlass.max(left - block, Int32(0)), Int32(count))
             keep = ptx.select(exist == count, Uint32(0xFFFFFFFF), (Uint32(1) << Uint32(exist * 8)) - 1)
             bytes_ = bytes_ & keep
-        parts = (bytes_ & Uint32(0xFFFF), bytes_ >> 16) if count == 4 else (bytes_ & Uint32(0xFF), bytes_ >> 8)
+        together = 1 if self.fmt == MXFP4 else 2
+        shifts = range(0, 8 * count, 8 * together)
+        parts = [bytes_ >> shift if shift else bytes_ for shift in shifts]
+        parts[:-1] = [part & Uint32((1 << 8 * together) - 1) for part in parts[:-1]]
         return [factor for part in parts for factor in scale_factors(part, dtype, self.fmt)]
 
     def pairs(self, codes: list, factors: list, word: int, dtype) -> list:
         """What ``decode`` makes of the ``word``-th word of each row, of its ``codes`` and ``factors``."""
-        per_factor = WORDS // len(factors[0])
+        per_factor = self.words // len(factors[0])
         rows = zip(codes, factors, strict=True)
         return [decode([words[word]], [scales[word // per_factor]], dtype, self.fmt)[0] for words, scales in rows]

@@ -9,7 +9,6 @@ from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.kernels import activation_tiles
 from torch_cute_ops.kernels.activation_tiles import CHUNK
-from torch_cute_ops.kernels.activation_tiles.config import TOKEN_BYTES
 from torch_cute_ops.kernels.common.limits import reason_beyond
 from torch_cute_ops.kernels.common.weight_chunks import WeightChunks
 from torch_cute_ops.runtime.arch import Arch
@@ -24,6 +23,9 @@ GROUPS: Final = (8, 16, 24)
 """Tokens of a unit."""
 TILES: Final = (16, 32, 64, 128, 256, 512)
 """Tokens of a tile: as many as there are, if they fit. A wider tile has fewer stages."""
+WAYS: Final = ((CHUNK, 4, 1), (CHUNK // 2, 4, 1), (CHUNK, 2, 2))
+"""Elements of k of a chunk, units that a CTA works on at a time, warps that share the k of 16 rows. The first for which
+there is room is taken."""
 CLASSES: Final = 8
 """Of experts, those of one number modulo this: what work is shared out by."""
 SCANNED: Final = 32
@@ -46,6 +48,7 @@ class Config:
         a_layout: scale layout of activations in FP4; ``None``: they are of 16 bits.
         out_dtype: of the result.
         width: elements of k of an expert.
+        chunk: elements of k of a stage.
         group: tokens of a unit.
         tokens: of a tile.
         slots: units that a CTA works on at a time.
@@ -62,6 +65,7 @@ class Config:
     a_layout: ScaleLayout | None
     out_dtype: torch.dtype
     width: int
+    chunk: int
     group: int
     tokens: int
     slots: int
@@ -88,7 +92,7 @@ class Config:
     @property
     def expert_chunks(self) -> int:
         """Chunks of an expert."""
-        return -(-self.width // CHUNK)
+        return -(-self.width // self.chunk)
 
     @property
     def list_threads(self) -> int:
@@ -114,17 +118,17 @@ class Config:
     @property
     def arranged(self) -> activation_tiles.Config:
         """How the activations are put in order."""
-        return activation_tiles.Config(self.dtype, self.fmt, self.a_layout, True, self.pdl)
+        return activation_tiles.Config(self.dtype, self.fmt, self.a_layout, True, self.chunk, self.pdl)
 
     @property
     def chunks(self) -> WeightChunks:
         """Chunks of the weight, one a stage."""
-        return WeightChunks(self.fmt, self.layout, ROWS)
+        return WeightChunks(self.fmt, self.layout, ROWS, self.chunk)
 
     @property
     def stage_bytes(self) -> int:
         """One chunk of everything, and of the unit's tokens which they are and their factors."""
-        return self.chunks.size_bytes + self.group * (TOKEN_BYTES + PAIR_BYTES)
+        return self.chunks.size_bytes + self.group * (self.arranged.token_bytes + PAIR_BYTES)
 
     @property
     def sum_bytes(self) -> int:
@@ -145,7 +149,7 @@ class Config:
         """Bytes for what the products read: for each tile and expert the activations of its tokens, in order, which
         tokens they are with what factors, and how many; and if CTAs share slices, for each tile and worker the sums
         that it leaves for another, and whether it has. All tiles of the first come first, then of the others."""
-        entry = self.expert_chunks * TOKEN_BYTES + PAIR_BYTES
+        entry = self.expert_chunks * self.arranged.token_bytes + PAIR_BYTES
         left = workers * (self.sum_bytes + 4) if self.classes > 1 else 0
         return -(-m // self.tokens) * (experts * (self.capacity * entry + 4) + left)
 
@@ -153,6 +157,8 @@ class Config:
         """Why this cannot run on ``arch``; ``None`` if it can."""
         if arch.name != "sm_90a":
             return f"is of sm_90a; this is {arch.name}"
+        if self.layout.is_linear and self.chunk < CHUNK:
+            return "a box of linear scales has 16 bytes of a row"
         return reason_beyond(self.dtype, self.fmt, self.smem_bytes, arch)
 
 
@@ -170,11 +176,11 @@ def plan(
     arch: Arch,
     pdl: bool,
 ) -> Config | None:
-    """The configuration with the most slots, and then the most stages, that ``arch`` has room for; ``None`` if it has
-    none for two of a slot."""
-    for slots, parts in ((4, 1), (2, 2)):
+    """The configuration with the first of ``WAYS``, and then the most stages, that ``arch`` has room for; ``None`` if
+    it has none for two of a slot."""
+    for chunk, slots, parts in WAYS:
         for stages in range(4 * slots, slots, -slots):
-            sizes = (width, group, tokens, slots, parts, stages, classes)
+            sizes = (width, chunk, group, tokens, slots, parts, stages, classes)
             config = Config(dtype, fmt, layout, a_layout, out_dtype, *sizes, pdl)
             if config.reason_unsupported(arch) is None:
                 return config

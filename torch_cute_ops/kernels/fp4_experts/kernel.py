@@ -7,16 +7,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from torch_cute_ops.kernels.activation_tiles.config import CHUNK, TILE_TOKENS, TOKEN_BYTES
+from torch_cute_ops.kernels.activation_tiles.config import TILE_TOKENS
 from torch_cute_ops.kernels.common import ptx
-from torch_cute_ops.kernels.common.activations import EIGHTHS, Activations
+from torch_cute_ops.kernels.common.activations import Activations
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
 from torch_cute_ops.kernels.common.expert_factors import factor_counts, factors_argument
 from torch_cute_ops.kernels.common.fp4_weights import sum_scale
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.common.scan import running_sum
 from torch_cute_ops.kernels.common.warp_products import multiply_word
-from torch_cute_ops.kernels.common.weight_ring import WORDS, WeightRing, next_stage
+from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
 from torch_cute_ops.kernels.fp4_experts.config import (
     BANDS,
     MAX_EXPERTS,
@@ -42,6 +42,7 @@ class FP4ExpertsKernel:
         self.out_dtype = DSL_DTYPES[config.out_dtype]
         self.ring = WeightRing(config.chunks, config.stages)
         self.activations = Activations(config.arranged)
+        self.token_bytes = config.arranged.token_bytes
 
     def arguments(self) -> tuple[Argument, ...]:
         m, n = Dim("m"), Dim("n", divisibility=8)
@@ -61,7 +62,7 @@ class FP4ExpertsKernel:
         experts = alpha.shape[1]
         # As in ``Config.workspace_bytes``
         entries = Int64(tiles) * experts * c.capacity
-        token_bytes = cute.assume(entries * (c.expert_chunks * TOKEN_BYTES), divby=TOKEN_BYTES)
+        token_bytes = cute.assume(entries * (c.expert_chunks * self.token_bytes), divby=self.token_bytes)
         pair_bytes = cute.assume(entries * PAIR_BYTES, divby=PAIR_BYTES * TILE_TOKENS)
         pairs = workspace.iterator + token_bytes
         after = pairs + pair_bytes
@@ -132,14 +133,15 @@ class FP4ExpertsKernel:
         if tid == 0:
             counts[tile * experts + expert] = total
         cute.arch.sync_threads()
-        for piece in range(tid, total * (c.expert_chunks * EIGHTHS), c.list_threads):
-            eighth, chunk = piece % EIGHTHS, piece // EIGHTHS % c.expert_chunks
-            place = piece // (EIGHTHS * c.expert_chunks)
-            token, start = tile * c.tokens + members[place], chunk * CHUNK
-            words = self.activations.read(a, a_scale, token, expert * c.width + start, c.width - start, eighth)
-            base = (entry * c.expert_chunks + Int64(chunk) * c.capacity) * TOKEN_BYTES
-            to = tiles.iterator + cute.assume(base, divby=TILE_TOKENS * TOKEN_BYTES)
-            self.activations.order(words, 1, eighth, place, to)
+        pieces = self.activations.pieces
+        for i in range(tid, total * (c.expert_chunks * pieces), c.list_threads):
+            piece, chunk = i % pieces, i // pieces % c.expert_chunks
+            place = i // (pieces * c.expert_chunks)
+            token, start = tile * c.tokens + members[place], chunk * c.chunk
+            words = self.activations.read(a, a_scale, token, expert * c.width + start, c.width - start, piece)
+            base = (entry * c.expert_chunks + Int64(chunk) * c.capacity) * self.token_bytes
+            to = tiles.iterator + cute.assume(base, divby=TILE_TOKENS * self.token_bytes)
+            self.activations.order(words, 1, piece, place, to)
 
     def _store_pair(self, pairs, at, offset, factor) -> None:
         """Write where a token's sums are, negative for none, and its factor."""
@@ -180,7 +182,7 @@ class FP4ExpertsKernel:
                 cute.arch.mbarrier_init(s.turns + i, 1)
         cute.arch.mbarrier_init_fence()
         # Sums; and activations, of which units that are not full leave some as they are.
-        cleared = self._by_four(s.sums, c.sum_bytes + c.stages * self._token_bytes)
+        cleared = self._by_four(s.sums, c.sum_bytes + c.stages * self._stage_tokens)
         for i in range(tid, cute.size(cleared, mode=[0]), c.threads):
             store_words([Uint32(0)] * 4, cleared[i, None])
         fence_async()
@@ -212,7 +214,7 @@ class FP4ExpertsKernel:
         scales = base + c.stages * self.ring.code_bytes
         sums = scales + c.stages * self.ring.scale_bytes
         tokens = sums + c.sum_bytes
-        pairs = tokens + c.stages * self._token_bytes
+        pairs = tokens + c.stages * self._stage_tokens
         lists = cute.recast_ptr(pairs + c.stages * c.group * PAIR_BYTES, dtype=Int32)
         barriers = cute.recast_ptr(lists + 3 * (MAX_EXPERTS + 8), dtype=Int64)
         return SimpleNamespace(
@@ -238,9 +240,9 @@ class FP4ExpertsKernel:
         return SimpleNamespace(**tensors)
 
     @property
-    def _token_bytes(self) -> int:
-        """Activations of a stage."""
-        return self.config.group * TOKEN_BYTES
+    def _stage_tokens(self) -> int:
+        """Activations of a stage, bytes."""
+        return self.config.group * self.token_bytes
 
     def _share(self, t) -> None:
         """This worker's part: classes of experts of one slice, or of two. The second slice's come first, since another
@@ -377,15 +379,15 @@ class FP4ExpertsKernel:
         lists = self._lists(s)
         position = (unit - lists.begins[index]) * c.group
         entry = (Int64(t.tile) * t.experts + lists.experts[index]) * c.capacity
-        size = cutlass.min(lists.counts[index] - position, Int32(c.group)) * TOKEN_BYTES
-        source = (entry * c.expert_chunks + Int64(chunk) * c.capacity + position) * TOKEN_BYTES
+        size = cutlass.min(lists.counts[index] - position, Int32(c.group)) * self.token_bytes
+        source = (entry * c.expert_chunks + Int64(chunk) * c.capacity + position) * self.token_bytes
         pairs = c.group * PAIR_BYTES
         barrier = s.full + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, size + pairs)
             ptx.copy_bulk(
-                s.tokens + cute.assume(stage * self._token_bytes, divby=TOKEN_BYTES),
-                t.tiles.iterator + cute.assume(source, divby=TOKEN_BYTES),
+                s.tokens + cute.assume(stage * self._stage_tokens, divby=self.token_bytes),
+                t.tiles.iterator + cute.assume(source, divby=self.token_bytes),
                 size,
                 barrier,
             )
@@ -432,18 +434,19 @@ class FP4ExpertsKernel:
         scale_row = w.row if c.layout.is_linear else w.row + slice_ % 2 * ROWS
         sums = cute.make_rmem_tensor((c.group // 2,), Float32)
         stage, parity, turn = state
+        words = self.ring.words
         for unit in range(begin, end, c.slots):
             sums.fill(0.0)
             last = stage
             for chunk in range(c.expert_chunks):
                 cute.arch.mbarrier_wait(s.full + (first + stage), parity)
                 if const_expr(c.parts == 1):
-                    self._multiply_chunk(range(WORDS), chunk, first + stage, scale_row, sums, w, s)
+                    self._multiply_chunk(range(words), chunk, first + stage, scale_row, sums, w, s)
                 else:
                     for half in range_constexpr(c.parts):
                         if w.part == half:
-                            words = range(half * WORDS // c.parts, (half + 1) * WORDS // c.parts)
-                            self._multiply_chunk(words, chunk, first + stage, scale_row, sums, w, s)
+                            mine = range(half * words // c.parts, (half + 1) * words // c.parts)
+                            self._multiply_chunk(mine, chunk, first + stage, scale_row, sums, w, s)
                 last = stage
                 stage, parity = next_stage(stage, parity, depth)
                 if chunk + 1 < c.expert_chunks:
@@ -470,14 +473,14 @@ class FP4ExpertsKernel:
         """Add a chunk's products, of some words of each lane's codes, to the sums."""
         c = self.config
         left = None
-        if c.width % CHUNK:
+        if c.width % c.chunk:
             left = c.width // c.fmt.block_size - chunk * self.ring.blocks
         codes = [self.ring.codes(s.codes, stage, w.row + 8 * r, w.quad) for r in range(2)]
         scales = [self.ring.factors(s.scales, stage, scale_row + 8 * r, w.quad, left, self.dtype) for r in range(2)]
-        at = s.tokens + cute.assume(stage * self._token_bytes, divby=TOKEN_BYTES)
+        at = s.tokens + cute.assume(stage * self._stage_tokens, divby=self.token_bytes)
         for word in words:
             pairs = self.ring.pairs(codes, scales, word, self.dtype)
-            multiply_word(pairs, word, c.group, at, w.lane, sums, self.dtype)
+            multiply_word(pairs, word, c.group, at, self.token_bytes, w.lane, sums, self.dtype)
 
     # Sums
 

@@ -105,7 +105,7 @@ class Config:
     @property
     def arranged(self) -> activation_tiles.Config:
         """How the activations are put in order."""
-        return activation_tiles.Config(self.dtype, self.fmt, self.a_layout, self.by_warp, self.pdl)
+        return activation_tiles.Config(self.dtype, self.fmt, self.a_layout, self.by_warp, CHUNK, self.pdl)
 
     def workspace_bytes(self, k: int, workers: int, *, shares: bool) -> int:
         """Bytes for each tile of activations: for these in order; with experts for their factors; and, if sums are

@@ -11,18 +11,14 @@ from cutlass.memory import SmemAllocator
 from torch_cute_ops.kernels.activation_tiles.config import CHUNK, TILE_BYTES, TILE_TOKENS
 from torch_cute_ops.kernels.activation_tiles.kernel import ActivationTilesKernel
 from torch_cute_ops.kernels.common import ptx
-from torch_cute_ops.kernels.common.activations import (
-    EIGHTHS,
-    Activations,
-)
+from torch_cute_ops.kernels.common.activations import Activations
 from torch_cute_ops.kernels.common.cluster_sums import leave_sums, write_sums
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
 from torch_cute_ops.kernels.common.expert_factors import factor_counts, factors_argument
 from torch_cute_ops.kernels.common.fp4_weights import sum_scale
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.common.warp_products import multiply_word
-from torch_cute_ops.kernels.common.weight_chunks import LINE
-from torch_cute_ops.kernels.common.weight_ring import WORDS, WeightRing, next_stage
+from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
 from torch_cute_ops.kernels.fp4_wgmma.config import (
     GROUP_ROWS,
     QUARTERS,
@@ -80,7 +76,7 @@ class FP4WgmmaKernel:
         token_tiles = cute.ceil_div(out.shape[0], c.tokens)
         shared = None
         if const_expr(c.splits == 0):
-            shared = self._share(workspace, token_tiles, cute.ceil_div(b.shape[0], LINE), workers, shares)
+            shared = self._share(workspace, token_tiles, cute.ceil_div(b.shape[0], self.ring.line), workers, shares)
             by_expert = alpha if const_expr(c.width is not None) else None
             self.arrange(a, a_scale, shared[0], shared[3], by_expert, shared[1], stream)
         else:
@@ -109,7 +105,7 @@ class FP4WgmmaKernel:
         experts, sums that are left for another CTA, and flags that say so."""
         c = self.config
         slots = token_tiles * workers * shares
-        tile_bytes = Int64(token_tiles) * (c.tokens * LINE * QUARTERS) * chunks
+        tile_bytes = Int64(token_tiles) * (c.tokens * self.ring.line * QUARTERS) * chunks
         sums = Int64(slots) * (c.rows * c.tokens)
         tiles = cute.make_tensor(workspace.iterator, cute.make_layout((tile_bytes,)))
         after = workspace.iterator + cute.assume(tile_bytes, divby=TILE_BYTES)
@@ -131,7 +127,7 @@ class FP4WgmmaKernel:
         cta, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
         n, half, _ = weight[1].shape
-        chunks = cute.ceil_div(half, LINE)
+        chunks = cute.ceil_div(half, self.ring.line)
         row_tiles = cute.ceil_div(n, c.rows)
         token_tiles = cute.ceil_div(out.shape[0], c.tokens)
         if const_expr(c.splits == 0):
@@ -280,18 +276,18 @@ class FP4WgmmaKernel:
             # Not unrolled: there are registers for no more.
             for step in cutlass.range(groups // together, unroll=1):
                 places = [(step * together + i) * TILE_TOKENS + lane % TILE_TOKENS for i in range(together)]
-                eighth = lane // TILE_TOKENS
-                items = [(place, after) for place in places for after in range(0, EIGHTHS, 32 // TILE_TOKENS)]
+                piece, pieces = lane // TILE_TOKENS, self.activations.pieces
+                items = [(place, after) for place in places for after in range(0, pieces, 32 // TILE_TOKENS)]
                 read = []
                 for place, after in items:
                     # Beyond m the last token again: its products are not stored.
                     token = cutlass.min(t.token_tile * c.tokens + place, t.m - 1)
                     left = t.blocks * c.fmt.block_size - start
-                    read.append(self.activations.read(t.a, t.a_scale, token, start, left, eighth, after))
+                    read.append(self.activations.read(t.a, t.a_scale, token, start, left, piece, after))
                 if step == 0:
                     cute.arch.mbarrier_wait(s.tokens_free + stage, (use // c.token_stages + 1) % 2)
                 for (place, after), words in zip(items, read, strict=True):
-                    self.activations.order(words, groups, eighth + after, place, base)
+                    self.activations.order(words, groups, piece + after, place, base)
             if const_expr(not c.by_warp):
                 # To products of warpgroups, which read shared memory past the stores of this warp.
                 fence_async()
@@ -386,16 +382,16 @@ class FP4WgmmaKernel:
         rows = (w.row, w.row + 8)
         codes = [self.ring.codes(s.codes, stage, row, w.quad) for row in rows]
         factors = [self.ring.factors(s.scales, stage, row, w.quad, left, self.dtype) for row in rows]
-        for word in range_constexpr(WORDS):
+        for word in range_constexpr(self.ring.words):
             pairs = self.ring.pairs(codes, factors, word, self.dtype)
             if const_expr(word % (2 * c.span) == 0):
                 cute.arch.mbarrier_wait(s.tokens_full + token_stage, token_parity)
             if const_expr(c.by_warp):
                 at = s.tokens + cute.assume(token_stage * c.token_bytes, divby=TILE_BYTES)
-                multiply_word(pairs, word, c.tokens, at, w.lane, sums, self.dtype)
+                multiply_word(pairs, word, c.tokens, at, c.arranged.token_bytes, w.lane, sums, self.dtype)
             else:
                 multiply(pairs, word, token_stage, sums)
-            if const_expr(word == WORDS // 2):
+            if const_expr(word == self.ring.words // 2):
                 # All lanes have read, since this product has a word of the last load. (An arrival does not wait
                 # for loads whose results nothing has used: on an H200 copies overtook them.) Products of warps
                 # do not see to it: ptxas puts them, and so the first use of a load, behind the arrival.
