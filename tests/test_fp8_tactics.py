@@ -39,7 +39,7 @@ def test_unsupported():
     assert "sm_100a" in config.reason_unsupported(ARCHS["sm_100a"])
     facts = {"rows": ExpertLayout(), "out_dtype": torch.bfloat16, "arch": HOPPER, "pdl": True}
     assert fp8_wgmma.plan(tokens=48, columns=128, **facts) is None
-    assert fp8_wgmma.plan(tokens=8, columns=256, **facts) is None
+    assert fp8_wgmma.plan(tokens=16, columns=256, **facts) is None
     assert fp8_mma.plan(tokens=48, **facts) is None
 
 
@@ -63,16 +63,27 @@ def test_there_are_never_more_tiles(tactic):
 @pytest.mark.parametrize(
     ("shape", "tile"),
     [
-        (Shape(32 * 8, 32, 4096, 7168, 8), (8, 128, 1)),
-        (Shape(32 * 8, 32, 7168, 2048, 8), (8, 128, 1)),
+        (Shape(32 * 8, 32, 4096, 7168, 8), (16, 128, 1)),
+        (Shape(32 * 8, 32, 7168, 2048, 8), (16, 128, 1)),
         (Shape(8 * 16, 8, 7168, 2048, 16), (16, 128, 1)),
-        (Shape(32 * 64, 32, 7168, 2048, 64), (128, 256, 1)),
-        (Shape(32 * 128, 32, 4096, 7168), (128, 256, 1)),
+        (Shape(8 * 64, 8, 4096, 7168, 64), (128, 128, 1)),
+        (Shape(32 * 64, 32, 7168, 2048, 64), (128, 128, 1)),
+        (Shape(32 * 128, 32, 4096, 7168), (128, 128, 1)),
+        (Shape(32 * 256, 32, 4096, 7168), (128, 128, 1)),
+        (Shape(8 * 512, 8, 4096, 7168), (128, 256, 1)),
         (Shape(4 * 8192, 4, 4096, 7168), (128, 256, 1)),
         (Shape(8 * 4096, 8, 7168, 2048), (128, 256, 1)),
-        (Shape(8192, 1, 4096, 7168), (128, 256, 1)),
+        (Shape(8, 1, 4096, 7168), (16, 128, 2)),
+        (Shape(64, 1, 4096, 7168), (16, 128, 1)),
+        (Shape(128, 1, 4096, 7168), (32, 128, 1)),
+        (Shape(256, 1, 4096, 7168), (128, 64, 1)),
+        (Shape(512, 1, 4096, 7168), (128, 128, 1)),
+        (Shape(1024, 1, 4096, 7168), (128, 256, 1)),
+        (Shape(8192, 1, 4096, 7168), (128, 256, 2)),
+        (Shape(8, 1, 7168, 2048), (16, 128, 1)),
+        (Shape(64, 1, 7168, 2048), (128, 64, 1)),
         (Shape(256, 1, 7168, 2048), (128, 128, 1)),
-        (Shape(8, 1, 4096, 7168), (8, 128, 2)),
+        (Shape(8192, 1, 7168, 2048), (128, 256, 2)),
     ],
 )
 def test_the_fastest_is_chosen(shape, tile):
@@ -82,7 +93,7 @@ def test_the_fastest_is_chosen(shape, tile):
 
 def test_few_tiles_are_shared():
     """Where there are fewer than SMs, and only there."""
-    assert choose(Shape(8, 1, 4096, 7168), HOPPER, SMS).splits > 1
+    assert choose(Shape(8, 1, 1024, 7168), HOPPER, SMS).splits > 1
     assert choose(Shape(32 * 8, 32, 4096, 7168, 8), HOPPER, SMS).splits == 1
 
 
@@ -90,3 +101,5 @@ def test_other_gpus_multiply_by_warps():
     for name in ("sm_100a", "sm_120a"):
         assert choose(Shape(1, 1, 4096, 7168), ARCHS[name], SMS) == Tactic("mma", 16, 128)
         assert choose(Shape(8192, 1, 4096, 7168), ARCHS[name], SMS) == Tactic("mma", 64, 128)
+        # A weight is read once for each tile of rows.
+        assert choose(Shape(32 * 33, 32, 4096, 7168, 33), ARCHS[name], SMS) == Tactic("mma", 64, 128)

@@ -16,19 +16,38 @@ MMA: Final = "mma"
 MANY: Final = 128
 """Rows of ``a`` of a tile with which the CTAs of a cluster have tiles side by side."""
 BLOCK: Final = 128
-BLOCK_CLOCKS: Final = 340.0
+BLOCK_CLOCKS: Final = 215.0
 """Of an SM for a block of k of a tile of many rows, besides its products (measured on an H200, of ``WGMMA``)."""
-PRODUCTS_PER_CLOCK: Final = 3400.0
+PRODUCTS_PER_CLOCK: Final = 3700.0
 """Multiplications and additions of an SM in such tiles (measured on an H200)."""
-FEW_BLOCK_CLOCKS: Final = 450.0
-FEW_ROW_CLOCKS: Final = 13.5
+SECOND_HALF: Final = 0.93
+"""What a tile's second 128 columns take, over its first (measured on an H200)."""
+ONE_GROUP: Final = 0.75
+"""What a tile takes of which one warpgroup has all rows (measured on an H200)."""
+FEW_BLOCK_CLOCKS: Final = 225.0
+FEW_ROW_CLOCKS: Final = 4.8
 """Of an SM for a block of k of a tile of few rows, and for each of them (measured on an H200)."""
 MEMORY_BYTES_PER_CLOCK: Final = 19.0
 """That memory gives an SM while all of them read: 4.26 TB/s of a copy with 132 SMs (measured on an H200)."""
+WAITS: Final = 0.33
+WIDE_WAITS: Final = 0.4
+FEW_WAITS: Final = 0.5
+"""Of the time in which memory gives a block, what products wait for: in tiles of many rows, the widest of those, and in
+tiles of few (measured on an H200)."""
+WIDE_READS: Final = 1.05
+"""How much longer the widest tiles read than others (measured on an H200)."""
 TILE_CLOCKS: Final = 600.0
 """Of a tile, besides its blocks of k. (An estimate.)"""
-SHARE_CLOCKS: Final = 6000.0
+SHARE_CLOCKS: Final = 6500.0
 """For the sums of a tile that CTAs share, for each CTA but the first (measured on an H200)."""
+PAIR_CLOCKS: Final = 1500.0
+PAIRED_COLUMN_CLOCKS: Final = 0.1
+"""What CTAs with tiles side by side cost once, and save for each column in each block of k: of a plain product; with
+experts nothing (measured on an H200)."""
+
+MMA_BLOCK_CLOCKS: Final = 340.0
+MMA_PRODUCTS_PER_CLOCK: Final = 3400.0
+"""The same of ``MMA``. (An estimate.)"""
 
 
 class Shape(NamedTuple):
@@ -98,21 +117,34 @@ class Tactic(NamedTuple):
 
     def clocks(self, shape: Shape, sms: int) -> float:
         """That a call will take: a model of operations, bytes and waves, to choose by."""
-        if self.tokens < MANY and self.kernel == WGMMA:
-            products = FEW_BLOCK_CLOCKS + FEW_ROW_CLOCKS * self.tokens
-        else:
-            products = BLOCK_CLOCKS + self.tokens * self.columns * BLOCK / PRODUCTS_PER_CLOCK
-        tiles = self.usual_tiles(shape)
         # The weight comes from memory at least once, and is shared by the tiles of rows that run beside each other; as
         # memory is by the SMs that read.
+        tiles = self.usual_tiles(shape)
         beside = min(-(-shape.usual_rows // self.tokens), 8)
         readers = min(1.0, tiles * self.cluster / sms)
         from_memory = readers * self.columns * BLOCK / beside / MEMORY_BYTES_PER_CLOCK
+        if self.kernel == MMA:
+            products, waits = MMA_BLOCK_CLOCKS + self.tokens * self.columns * BLOCK / MMA_PRODUCTS_PER_CLOCK, 0.0
+        elif self.tokens < MANY:
+            products, waits = FEW_BLOCK_CLOCKS + FEW_ROW_CLOCKS * self.tokens, FEW_WAITS
+        else:
+            products = BLOCK_CLOCKS + self.tokens * min(self.columns, BLOCK) * BLOCK / PRODUCTS_PER_CLOCK
+            waits = WAITS
+            if self.columns > BLOCK:
+                products *= 1 + SECOND_HALF
+                waits = WIDE_WAITS
+                from_memory *= WIDE_READS
+            if shape.usual_rows <= MANY // 2:
+                products *= ONE_GROUP
+            if self.pair > 1 and shape.experts == 1:
+                products -= PAIRED_COLUMN_CLOCKS * self.columns
         waves = -(-tiles // self.clusters(sms))
         # While results are stored, copies go on: only products wait.
         stores = waves * TILE_CLOCKS if products > from_memory else TILE_CLOCKS
         shares = waves * SHARE_CLOCKS * (self.splits - 1)
-        return waves * shape.k / BLOCK / self.splits * max(products, from_memory) + stores + shares
+        starts = PAIR_CLOCKS if self.pair > 1 else 0.0
+        block = max(from_memory, products + waits * from_memory)
+        return waves * shape.k / BLOCK / self.splits * block + stores + shares + starts
 
     def wanted(self, rows: "ExpertLayout", out_dtype: torch.dtype, arch: Arch) -> Wanted:
         """The kernel."""

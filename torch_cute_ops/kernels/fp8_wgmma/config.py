@@ -20,8 +20,8 @@ THREADS: Final = (GROUPS + 1) * WARPGROUP
 MANY: Final = 128
 """Rows of ``a`` of a tile that has these on the M side; with fewer it has ``b`` there."""
 TILES: Final = (
-    *((tokens, 128, splits) for tokens in (8, 16, 32, 64) for splits in (1, 2, 4)),
-    *((MANY, columns, pair) for columns in (128, 256) for pair in (1, 2)),
+    *((tokens, 128, splits) for tokens in (16, 32, 64) for splits in (1, 2, 4)),
+    *((MANY, columns, pair) for columns in (64, 128, 256) for pair in (1, 2)),
 )
 """Rows of ``a`` and of ``b`` of a tile, and CTAs of a cluster."""
 BARRIER_BYTES: Final = 256
@@ -81,13 +81,19 @@ class Config:
 
     @property
     def halves(self) -> int:
-        """Products of 64 rows and up to 128 columns that a warpgroup has of a block of k."""
-        return 1 if self.is_swapped else self.columns // BLOCK
+        """Products of a warpgroup with a block of k, of up to 128 columns."""
+        return 1 if self.is_swapped else -(-self.columns // BLOCK)
 
     @property
     def product_columns(self) -> int:
         """N of a product."""
-        return self.tokens if self.is_swapped else BLOCK
+        return self.tokens if self.is_swapped else self.columns // self.halves
+
+    @property
+    def together(self) -> int:
+        """Blocks of k whose products a warpgroup starts one after the other before it waits for the first: as many as
+        there are registers for."""
+        return 2 if self.halves == 1 else 1
 
     @property
     def box_rows(self) -> int:
@@ -100,9 +106,14 @@ class Config:
         return self.tokens // self.box_rows
 
     @property
+    def stage_scales(self) -> int:
+        """Scales of a stage: of rows of ``a``, then of columns; whole pieces of 16 bytes."""
+        return -(-(self.tokens + self.halves) // 4) * 4
+
+    @property
     def stage_bytes(self) -> int:
-        """A block of k of both operands."""
-        return (self.tokens + self.columns) * BLOCK
+        """A block of k of both operands, and its scales."""
+        return (self.tokens + self.columns) * BLOCK + self.stage_scales * 4
 
     @property
     def store_bytes(self) -> int:

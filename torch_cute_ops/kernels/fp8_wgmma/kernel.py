@@ -25,6 +25,7 @@ from torch_cute_ops.kernels.fp8_wgmma.config import (
 from torch_cute_ops.runtime.argspec import Argument, ScalarArg
 
 STEP = 32  # elements of k of a product
+SCALES_AHEAD = 4  # blocks of k whose scales are loaded together
 
 
 class FP8WgmmaKernel:
@@ -51,19 +52,8 @@ class FP8WgmmaKernel:
         layouts = [self._operand_layout(rows, 1) for rows in (c.box_rows, c.columns)]
         a_map = cpasync.make_tiled_tma_atom(load_a, view.a, cute.select(layouts[0], [0, 1]), (c.box_rows, BLOCK))
         b_map = cpasync.make_tiled_tma_atom(load, view.b, layouts[1], (c.columns, BLOCK, 1))
-        product = cute.make_tiled_mma(
-            warpgroup.MmaF8Op(
-                Float8E4M3FN,
-                Float8E4M3FN,
-                Float32,
-                (GROUP_ROWS, c.product_columns, STEP),
-                warpgroup.OperandSource.SMEM,
-                OperandMajorMode.K,
-                OperandMajorMode.K,
-            )
-        )
         scales = view.a_scale, view.b_scale
-        self.kernel(a_map, b_map, scales, (offsets, counts), view.out, view.space, product).launch(
+        self.kernel(a_map, b_map, scales, (offsets, counts), view.out, view.space).launch(
             grid=[workers, 1, 1],
             block=[THREADS, 1, 1],
             cluster=[c.cluster, 1, 1] if const_expr(c.cluster > 1) else None,
@@ -78,7 +68,7 @@ class FP8WgmmaKernel:
         return cute.tile_to_shape(atom, (rows, BLOCK, stages), order=(0, 1, 2))
 
     @cute.kernel
-    def kernel(self, a_map, b_map, scales, given, out, space, product: cute.TiledMma):
+    def kernel(self, a_map, b_map, scales, given, out, space):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -87,7 +77,8 @@ class FP8WgmmaKernel:
         s = self._allocate()
         if tid == 0:
             for i in range_constexpr(c.stages):
-                cute.arch.mbarrier_init(s.full + i, 1)
+                # The copies, and the scales
+                cute.arch.mbarrier_init(s.full + i, 2)
                 cute.arch.mbarrier_init(s.free + i, 4 * GROUPS * c.pair)
             if const_expr(c.splits > 1):
                 cute.arch.mbarrier_init(s.left, 4 * GROUPS * c.splits)
@@ -119,9 +110,11 @@ class FP8WgmmaKernel:
             cute.arch.setmaxregister_decrease(c.registers[1])
             if warp == 4 * GROUPS:
                 self._produce(a_map, b_map, tid % 32, t, s)
+            elif warp == 4 * GROUPS + 1:
+                self._produce_scales(tid % 32, t, s)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
-            self._consume(product, tid, t, s)
+            self._consume(tid, t, s)
         if const_expr(c.cluster > 1):
             # No CTA may end while the other still copies to it, or frees its stages.
             cute.arch.cluster_arrive()
@@ -136,6 +129,8 @@ class FP8WgmmaKernel:
         """A warp has read a stage: of all CTAs that copy to it, each is told by a lane."""
         barrier, c = s.free + stage, self.config
         if c.pair == 1:
+            # All lanes have read its scales.
+            cute.arch.sync_warp()
             ptx.arrive_if(barrier, Uint32(lane == 0))
         else:
             self._arrive(barrier, lane, False)
@@ -149,12 +144,14 @@ class FP8WgmmaKernel:
         c = self.config
         base = SmemAllocator().allocate(c.smem_bytes, 1024)
         columns = base + c.stages * c.tokens * BLOCK
-        stores = columns + c.stages * c.columns * BLOCK
+        scales = columns + c.stages * c.columns * BLOCK
+        stores = scales + c.stages * c.stage_scales * 4
         table = stores + c.store_bytes
         barriers = cute.recast_ptr(table + c.rows.table_bytes, dtype=Int64)
         return SimpleNamespace(
             tokens=base,
             columns=columns,
+            scales=cute.recast_ptr(scales, dtype=Float32),
             stores=stores,
             table=table,
             full=barriers,
@@ -203,39 +200,68 @@ class FP8WgmmaKernel:
                 cute.copy(b_map[0], columns_from[None, block], columns_to[None, stage], tma_bar_ptr=barrier, **policy)
                 stage, parity = next_stage(stage, parity, c.stages)
 
+    @cute.jit
+    def _produce_scales(self, lane, t, s):
+        """The warp that has the scales of every block of k in its stage. Those of several blocks are on their way at
+        once: one comes from memory no faster than a block is multiplied."""
+        c = self.config
+        stage, parity = Int32(0), Int32(1)
+        for number in range(t.first, t.count, t.workers):
+            expert, row, rows, column = self._find(number, lane, t, s)
+            half = cutlass.min(column // BLOCK + cutlass.min(lane, c.halves - 1), t.b_scale.shape[0] - 1)
+            places = range(0, c.tokens, 32)
+            for first in cutlass.range(t.begin, t.end, SCALES_AHEAD, unroll=1):
+                loaded = []
+                for i in range_constexpr(SCALES_AHEAD):
+                    block = cutlass.min(first + i, t.end - 1)
+                    at = t.a_scale.iterator + (Int64(block) * t.a_scale.stride[0] + row + lane)
+                    # Zeros for rows that the expert does not have.
+                    words = [ptx.load_if(at, lane < rows - place, 1, 4 * place)[0] for place in places]
+                    loaded.append(([ptx.float_of(word) for word in words], t.b_scale[half, block, expert]))
+                for i in range_constexpr(SCALES_AHEAD):
+                    if first + i < t.end:
+                        cute.arch.mbarrier_wait(s.free + stage, parity)
+                        scales = self._scales(stage, s)
+                        of_rows, of_columns = loaded[i]
+                        for place, scale in zip(places, of_rows, strict=True):
+                            if lane < c.tokens - place:
+                                scales[lane + place] = scale
+                        if lane < c.halves:
+                            scales[c.tokens + lane] = of_columns
+                        cute.arch.sync_warp()
+                        ptx.arrive_if(s.full + stage, Uint32(lane == 0))
+                        stage, parity = next_stage(stage, parity, c.stages)
+
+    def _scales(self, stage, s) -> cute.Tensor:
+        """The scales of a stage."""
+        start = cute.assume(stage * self.config.stage_scales, divby=4)
+        return cute.make_tensor(s.scales + start, cute.make_layout(self.config.stage_scales))
+
     # Products
 
     @cute.jit
-    def _consume(self, product: cute.TiledMma, tid, t, s):
+    def _consume(self, tid, t, s):
         """A warpgroup that multiplies: its 64 rows of each of the CTA's tiles."""
         c = self.config
         group, lane = cute.arch.make_warp_uniform(tid // WARPGROUP), tid % 32
         first = tid // 32 * 16  # of the warp's rows of the M side
         w = SimpleNamespace(lane=lane, quad=lane % 4, row=first + lane // 4)
-        multiply = self._multiplier(product, group, s)
+        multiply = self._multiplier(group, s)
         size = c.product_columns // 2
         sums = cute.make_rmem_tensor((c.halves * size,), Float32)
-        partial = cute.make_rmem_tensor((size,), Float32)
+        partials = [cute.make_rmem_tensor((size,), Float32) for _ in range(c.together)]
         stage, parity, turn = Int32(0), Int32(0), Int32(0)
         for number in range(t.first, t.count, t.workers):
-            expert, row, rows, column = self._find(number, lane, t, s)
+            _, row, rows, column = self._find(number, lane, t, s)
             exists = True if const_expr(c.is_swapped) else rows > group * GROUP_ROWS
             if exists:
                 sums.fill(0.0)
-                ahead = self._load_scales(cutlass.min(t.begin, t.blocks - 1), expert, row, rows, column, w, t)
-                for block in cutlass.range(t.begin, t.end, unroll=1):
-                    cute.arch.mbarrier_wait(s.full + stage, parity)
-                    for half in range_constexpr(c.halves):
-                        multiply(stage, half, partial)
-                        if const_expr(half == 0):
-                            factors = self._factors(ahead)
-                            following = cutlass.min(block + 1, t.blocks - 1)
-                            ahead = self._load_scales(following, expert, row, rows, column, w, t)
-                        warpgroup.wait_group(0)
-                        if const_expr(half == c.halves - 1):
-                            self._free(stage, lane, s)
-                        self._promote(sums, partial, factors, half)
-                    stage, parity = next_stage(stage, parity, c.stages)
+                rest = (t.end - t.begin) % c.together
+                for _ in cutlass.range(t.begin, t.end - rest, c.together, unroll=1):
+                    stage, parity = self._add_blocks(multiply, sums, partials, stage, parity, w, s)
+                if const_expr(c.together > 1):
+                    for _ in cutlass.range(rest, unroll=1):
+                        stage, parity = self._add_blocks(multiply, sums, partials[:1], stage, parity, w, s)
                 if const_expr(c.splits > 1):
                     self._add_up(sums, row, rows, column, turn, w, tid, t, s)
                     turn = turn ^ 1
@@ -253,18 +279,46 @@ class FP8WgmmaKernel:
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
 
-    def _multiplier(self, product: cute.TiledMma, group, s):
+    def _add_blocks(self, multiply, sums, partials: list, stage, parity, w, s) -> tuple:
+        """Multiply as many blocks as there are ``partials``, and add their sums to the totals: the first's while the
+        products of the others run. The next stage, and its parity."""
+        c = self.config
+        started = []
+        for half in range(c.halves):
+            for i, partial in enumerate(partials):
+                if half == 0:
+                    cute.arch.mbarrier_wait(s.full + stage, parity)
+                    started.append((stage, self._factors(stage, w, s)))
+                    stage, parity = next_stage(stage, parity, c.stages)
+                multiply(started[i][0], half, partial)
+            for i, (partial, (read, factors)) in enumerate(zip(partials, started, strict=True)):
+                warpgroup.wait_group(len(partials) - 1 - i)
+                if half == c.halves - 1:
+                    self._free(read, w.lane, s)
+                self._promote(sums, partial, factors, half)
+        return stage, parity
+
+    def _product(self) -> cute.TiledMma:
+        """A step of the products of a warpgroup."""
+        shape = GROUP_ROWS, self.config.product_columns, STEP
+        sources = warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.K
+        return cute.make_tiled_mma(warpgroup.MmaF8Op(Float8E4M3FN, Float8E4M3FN, Float32, shape, *sources))
+
+    def _multiplier(self, group, s):
         """The function that starts a warpgroup's products of a stage, of one half of the N side."""
         c = self.config
         rows, columns = (s.columns, s.tokens) if c.is_swapped else (s.tokens, s.columns)
         # Groups and halves lie one after the other in a stage.
         m_side = self._operand(rows, GROUP_ROWS, c.stages * GROUPS)
         n_side = self._operand(columns, c.product_columns, c.stages * c.halves)
+        product = self._product()
         thread = product.get_slice(0)
         m_operand = product.make_fragment_A(thread.partition_A(m_side))
         n_operand = product.make_fragment_B(thread.partition_B(n_side))
 
         def multiply(stage, half: int, partial) -> None:
+            # One of its own: whether it accumulates is known where that was set alone.
+            product = self._product()
             shape = product.partition_shape_C((GROUP_ROWS, c.product_columns))
             accumulators = cute.make_tensor(partial.iterator, shape)
             warpgroup.fence()
@@ -297,26 +351,15 @@ class FP8WgmmaKernel:
         write_sums(c.sum_tile, c.splits, GROUPS * WARPGROUP, one, out, s.stores, t.rank, tid, Int32(0), column)
         self._arrive(s.read, w.lane, True)
 
-    # Scales
-
-    def _load_scales(self, block, expert, row, rows, column, w, t) -> tuple:
-        """The scales of a lane's sums in a block of k: of rows of ``a``, and of columns."""
-        c = self.config
+    def _factors(self, stage, w, s) -> list:
+        """The factors of a lane's sums of each half: of rows, or of columns where these are rows of ``a``."""
+        c, scales = self.config, self._scales(stage, s)
         if c.is_swapped:
             places = [8 * i + w.quad * 2 + e for i in range(c.tokens // 8) for e in range(2)]
         else:
             places = [w.row, w.row + 8]
-        # Of rows that the expert does not have, its last row's: nothing of it is stored.
-        a_scales = [t.a_scale[block, Int64(row) + cutlass.min(place, rows - 1)] for place in places]
-        last = t.b_scale.shape[0] - 1
-        halves = [cutlass.min(column // BLOCK + half, last) for half in range(c.halves)]
-        b_scales = [t.b_scale[half, block, expert] for half in halves]
-        return (*a_scales, *b_scales)
-
-    def _factors(self, scales: tuple) -> list:
-        """The factors of the sums of each half: of rows, or of columns where these are rows of ``a``."""
-        count = len(scales) - self.config.halves
-        return [[ptx.mul_rn(a, b) for a in scales[:count]] for b in scales[count:]]
+        of_rows = [scales[place] for place in places]
+        return [[ptx.mul_rn(a, scales[c.tokens + half]) for a in of_rows] for half in range(c.halves)]
 
     def _promote(self, sums, partial, factors: list, half: int) -> None:
         """Add a block's sums to the totals."""
