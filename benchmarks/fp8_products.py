@@ -94,22 +94,16 @@ class FP8ProductBenchmark(Benchmark):
         return Variant(lambda i: (functions[i](),), self.bytes_moved(case), note, checked=not note)
 
     def deep_gemm(
-        self, make: Callable[[ModuleType, Tensors], Callable[[], None]], case: Case, sets: Sequence[Tensors]
+        self, make: Callable[[ModuleType, Tensors], Callable[[], torch.Tensor]], case: Case, sets: Sequence[Tensors]
     ) -> Variant | str:
-        """DeepGEMM's product into the set's output, that ``make`` prepares; the reason why it does not run."""
+        """DeepGEMM's product, that ``make`` prepares; the reason why it does not run."""
 
-        def into_output(tensors: Tensors) -> Callable[[], torch.Tensor]:
+        def prepared(tensors: Tensors) -> Callable[[], torch.Tensor]:
             import deep_gemm
 
-            multiply = make(deep_gemm, tensors)
+            return make(deep_gemm, tensors)
 
-            def call() -> torch.Tensor:
-                multiply()
-                return tensors["out"]
-
-            return call
-
-        return self.peer_of(into_output, case, sets)
+        return self.peer_of(prepared, case, sets)
 
     # --- the check ---
 

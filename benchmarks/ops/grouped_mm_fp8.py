@@ -40,6 +40,8 @@ DECODE = {
 }
 """The same in the masked layout, of which each has as much room as it needs."""
 PEER = "scaled_grouped_mm"
+DEEP_GEMM_ROWS = 128
+"""Of DeepGEMM's widest tile."""
 
 
 class GroupedMmFp8(FP8ProductBenchmark):
@@ -116,20 +118,35 @@ class GroupedMmFp8(FP8ProductBenchmark):
         ]
 
 
-def contiguous(library: ModuleType, t: Tensors) -> Callable[[], None]:
+def contiguous(library: ModuleType, t: Tensors) -> Callable[[], torch.Tensor]:
     """DeepGEMM's product of rows one expert after the other, of which it wants multiples of 128."""
     a, b = (t["a"], rows_last(t["a_scale"])), (t["b"], t["b_scale"])
     each = t["offsets"].diff().cpu()
     if (each % BLOCK).any():
         raise ValueError("an expert's rows are no multiple of 128")
     owners = torch.arange(len(each), dtype=torch.int32).repeat_interleave(each).to(t["a"].device)
-    return lambda: library.m_grouped_fp8_gemm_nt_contiguous(a, b, t["out"], owners)
+
+    def call() -> torch.Tensor:
+        library.m_grouped_fp8_gemm_nt_contiguous(a, b, t["out"], owners)
+        return t["out"]
+
+    return call
 
 
-def masked(library: ModuleType, t: Tensors) -> Callable[[], None]:
-    """DeepGEMM's product of equally many rows for each expert."""
-    a, b = (t["a"], rows_last(t["a_scale"].transpose(0, 1).contiguous())), (t["b"], t["b_scale"])
-    return lambda: library.fp8_m_grouped_gemm_nt_masked(a, b, t["out"], t["counts"], t["a"].shape[1])
+def masked(library: ModuleType, t: Tensors) -> Callable[[], torch.Tensor]:
+    """DeepGEMM's product of equally many rows for each expert. It writes whole tiles, for which there is room here."""
+    experts, m, _ = t["a"].shape
+    room = -m % DEEP_GEMM_ROWS
+    rows = torch.nn.functional.pad(t["a"].view(torch.uint8), (0, 0, 0, room)).view(t["a"].dtype)
+    scale = torch.nn.functional.pad(t["a_scale"].transpose(0, 1).contiguous(), (0, room))
+    out = t["out"].new_empty(experts, m + room, t["out"].shape[2])
+    a, b = (rows, rows_last(scale)), (t["b"], t["b_scale"])
+
+    def call() -> torch.Tensor:
+        library.fp8_m_grouped_gemm_nt_masked(a, b, out, t["counts"], m)
+        return out[:, :m]
+
+    return call
 
 
 BENCHMARK = GroupedMmFp8()
