@@ -123,28 +123,44 @@ class Tactic(NamedTuple):
         beside = min(-(-shape.usual_rows // self.tokens), 8)
         readers = min(1.0, tiles * self.cluster / sms)
         from_memory = readers * self.columns * BLOCK / beside / MEMORY_BYTES_PER_CLOCK
-        if self.kernel == MMA:
-            products, waits = MMA_BLOCK_CLOCKS + self.tokens * self.columns * BLOCK / MMA_PRODUCTS_PER_CLOCK, 0.0
-        elif self.tokens < MANY:
-            products, waits = FEW_BLOCK_CLOCKS + FEW_ROW_CLOCKS * self.tokens, FEW_WAITS
-        else:
-            products = BLOCK_CLOCKS + self.tokens * min(self.columns, BLOCK) * BLOCK / PRODUCTS_PER_CLOCK
-            waits = WAITS
-            if self.columns > BLOCK:
-                products *= 1 + SECOND_HALF
-                waits = WIDE_WAITS
-                from_memory *= WIDE_READS
-            if shape.usual_rows <= MANY // 2:
-                products *= ONE_GROUP
-            if self.pair > 1 and shape.experts == 1:
-                products -= PAIRED_COLUMN_CLOCKS * self.columns
+        if self._is_wide:
+            from_memory *= WIDE_READS
+        products = self._products(shape)
         waves = -(-tiles // self.clusters(sms))
         # While results are stored, copies go on: only products wait.
         stores = waves * TILE_CLOCKS if products > from_memory else TILE_CLOCKS
         shares = waves * SHARE_CLOCKS * (self.splits - 1)
         starts = PAIR_CLOCKS if self.pair > 1 else 0.0
-        block = max(from_memory, products + waits * from_memory)
+        block = max(from_memory, products + self._waits * from_memory)
         return waves * shape.k / BLOCK / self.splits * block + stores + shares + starts
+
+    def _products(self, shape: Shape) -> float:
+        """Clocks of a block of k, if its operands are there."""
+        if self.kernel == MMA:
+            return MMA_BLOCK_CLOCKS + self.tokens * self.columns * BLOCK / MMA_PRODUCTS_PER_CLOCK
+        if self.tokens < MANY:
+            return FEW_BLOCK_CLOCKS + FEW_ROW_CLOCKS * self.tokens
+        products = BLOCK_CLOCKS + self.tokens * min(self.columns, BLOCK) * BLOCK / PRODUCTS_PER_CLOCK
+        if self._is_wide:
+            products *= 1 + SECOND_HALF
+        if shape.usual_rows <= MANY // 2:
+            products *= ONE_GROUP
+        if self.pair > 1 and shape.experts == 1:
+            products -= PAIRED_COLUMN_CLOCKS * self.columns
+        return products
+
+    @property
+    def _waits(self) -> float:
+        """Of the time in which memory gives a block, what products wait for."""
+        if self.kernel == MMA:
+            return 0.0
+        if self.tokens < MANY:
+            return FEW_WAITS
+        return WIDE_WAITS if self._is_wide else WAITS
+
+    @property
+    def _is_wide(self) -> bool:
+        return self.columns > BLOCK
 
     def wanted(self, rows: "ExpertLayout", out_dtype: torch.dtype, arch: Arch) -> Wanted:
         """The kernel."""
