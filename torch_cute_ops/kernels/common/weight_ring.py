@@ -17,12 +17,12 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from torch_cute_ops.formats import MXFP4
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.activations import QUAD
 from torch_cute_ops.kernels.common.convert import load_words
 from torch_cute_ops.kernels.common.fp4_weights import decode, rows_of_bytes, scale_argument, scale_factors
 from torch_cute_ops.kernels.common.weight_chunks import TILE_ROWS, WeightChunks
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
-LANES: Final = 4  # that share a row of a chunk
 PIECE: Final = 16  # bytes that are swapped for others in a row's place
 SCALE_TILE: Final = TILE_ROWS * TILE_BLOCKS
 
@@ -44,7 +44,7 @@ class WeightRing:
         self.fmt, self.layout, self.rows, self.stages = chunks.fmt, chunks.layout, chunks.rows, stages
         self.blocks, self.bands = chunks.blocks, chunks.bands
         self.code_bytes, self.scale_bytes = chunks.code_bytes, chunks.scale_bytes
-        self.line, self.words = chunks.line, chunks.line // LANES // 4
+        self.line, self.words = chunks.line, chunks.line // QUAD // 4
 
     def arguments(self, n: Dim) -> tuple[TensorArg, TensorArg]:
         """The weight (K/2, N) and its scales."""
@@ -158,8 +158,8 @@ class WeightRing:
         pieces = self.line // PIECE
         # The swizzle swaps pieces by the number of their 128 bytes.
         line = row if self.line == 128 else row // (128 // self.line)
-        for i in range(pieces // LANES):
-            piece = (quad * (pieces // LANES) + i) ^ (line % pieces)
+        for i in range(pieces // QUAD):
+            piece = (quad * (pieces // QUAD) + i) ^ (line % pieces)
             at = codes_at + cute.assume(stage * self.code_bytes + row * self.line + piece * PIECE, divby=PIECE)
             words += load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
         return words
@@ -169,7 +169,7 @@ class WeightRing:
 
         ``row`` is counted from the first row of a scale tile.
         """
-        count = self.blocks // LANES
+        count = self.blocks // QUAD
         block = quad * count
         # In a stage the scales lie as those of a matrix of its size.
         place = stage * self.scale_bytes + self.layout.row_offset(row, self.blocks) + self.layout.block_offset(block)

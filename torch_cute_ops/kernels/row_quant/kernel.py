@@ -559,8 +559,8 @@ class RowQuantKernel:
         The two differ by rounding, and where v · w overflows or becomes subnormal (weights are taken to be below 2^88).
         So the sum of squares has to be of usual size; and so has all that scales are computed from: ``other``, the
         row's amax, or how many blocks there are whose amax is not; or the given ``scale`` in FP8. NVFP4's scales do not
-        reach down to a block that is tiny beside its row. What is tiny beside its own block is zero either way, but as
-        an output of its own, the norm, may lose bits: with an eps below 2^-80 alone. Where v · rstd is subnormal and
+        reach down to a block that is tiny beside its row. What is tiny beside its own block has code zero either way;
+        in the norm, where that is an output, it may lose bits, if v · w is subnormal. Where v · rstd is subnormal and
         v · w is not, the fold is the more exact. (A block of zeros is none of usual size: its row takes longer.)
         """
         fmt = self.config.problem.fmt
@@ -770,11 +770,15 @@ class RowQuantKernel:
                     if (row < t.rows) & (column == 0):
                         t.scale[row, 0] = scale
 
+    def _scaled(self, amax: Float32, rstd: Float32 | None) -> Float32:
+        """An amax with the row factor that values still lack."""
+        return amax if rstd is None else ptx.mul_rn(amax, rstd)
+
     def _quantize_block(self, products, amax, rstd, g) -> tuple[list, Uint32]:
         """The words of codes and the scale byte of one block."""
         c = self.config
         fmt = c.problem.fmt
-        largest = amax[0] if rstd is None else ptx.mul_rn(amax[0], rstd)
+        largest = self._scaled(amax[0], rstd)
         if fmt == NVFP4:
             byte, encode_factor = nvfp4_scale(largest, g)
             live = is_live_nvfp4(byte)
@@ -790,13 +794,13 @@ class RowQuantKernel:
     def _quantize_fp8(self, blocks, rstd, amax, g) -> list:
         """The words of codes of each block, and the fp32 scale: the given ``g``, or the row's."""
         is_static = self.config.problem.fmt.is_static
-        scale = g if is_static else dynamic_scale(amax if rstd is None else ptx.mul_rn(amax, rstd))
+        scale = g if is_static else dynamic_scale(self._scaled(amax, rstd))
         divisor = scale_divisor(scale, rstd, is_dynamic=not is_static)
         return [(self._divide(products, divisor), scale) for products, _ in blocks]
 
     def _quantize_fp8_blocks(self, blocks, rstd, amax, t) -> tuple[list, Float32]:
         """The words of codes of each block, and the scale of the one that the thread answers for, of that ``amax``."""
-        scale = dynamic_scale(amax if rstd is None else ptx.mul_rn(amax, rstd))
+        scale = dynamic_scale(self._scaled(amax, rstd))
         mine = scale_divisor(scale, rstd, is_dynamic=True)
         words = []
         for j, (products, _) in enumerate(blocks):
