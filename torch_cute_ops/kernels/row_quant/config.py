@@ -17,6 +17,8 @@ QUAD = 4
 """Rows whose scales share 16 bytes of a tiled layout."""
 FP8_UNIT = 16
 """Elements of FP8 that a thread takes at once: their codes fill a vector store. Rows are multiples of it."""
+SCALE_THREADS = FP8_BLOCK128.block_size // FP8_UNIT
+"""Neighbouring threads whose elements share a scale of a block of FP8."""
 MAX_CLUSTER = 8
 MAX_REGISTERS = 255
 ENOUGH_BYTES = 48 * 1024
@@ -116,10 +118,16 @@ class Problem:
         return self.fmt == FP8_TOKEN
 
     @property
+    def folds(self) -> bool:
+        """Whether the row factor of a norm may be left to the block. Not where the norm is written in fp32: what a
+        product with the weight lost in the subnormal range would show in it. Other dtypes have no such small values."""
+        return self.normalises and not (self.writes_norm and self.dtype == torch.float32)
+
+    @property
     def counts_unusual(self) -> bool:
-        """Whether the threads of a row have to know of blocks of unusual size: of norms, where a scale of a block may
-        be as small as any number."""
-        return self.normalises and self.fmt in (MXFP4, FP8_BLOCK128)
+        """Whether the threads of a row have to know of blocks of unusual size: where the row factor may be left to a
+        block, and its scale may be as small as any number."""
+        return self.folds and self.fmt in (MXFP4, FP8_BLOCK128)
 
     @property
     def reductions(self) -> int:

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, Uint64, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from torch_cute_ops.formats import NVFP4, FP4Format
+from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TENSOR, FP8_TOKEN
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.activation import silu_mul
@@ -23,15 +23,11 @@ from torch_cute_ops.kernels.common.convert import (
     words_per,
 )
 from torch_cute_ops.kernels.common.expert_rows import fill_table, row_of, table_at
-from torch_cute_ops.kernels.common.fp4 import encode_e2m1x8, is_live_mxfp4, is_live_nvfp4, mxfp4_scale, nvfp4_scale
-from torch_cute_ops.kernels.common.fp8 import Divisor, divide_e4m3x4, dynamic_scale, scale_divisor
 from torch_cute_ops.kernels.common.proxy import fence_async
-from torch_cute_ops.kernels.common.shared_blocks import SharedBlocks
-from torch_cute_ops.kernels.row_quant.config import FP8_UNIT, QUAD, WARP, Config, ceil_div
+from torch_cute_ops.kernels.row_quant.codes import Encoder
+from torch_cute_ops.kernels.row_quant.config import QUAD, SCALE_THREADS, WARP, Config
+from torch_cute_ops.kernels.row_quant.scales import FP4Scales
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
-
-SCALE_THREADS = FP8_BLOCK128.block_size // FP8_UNIT
-"""Neighbouring threads whose elements share a scale of a block of FP8."""
 
 
 def sum_of_squares(values: list) -> Float32:
@@ -62,6 +58,7 @@ class RowQuantKernel:
 
     def __init__(self, config: Config):
         self.config = config
+        self.scales, self.encoder = FP4Scales(config), Encoder(config)
         p = config.problem
         self.dtype = DSL_DTYPES[p.dtype]
         self.weight_dtype = None if p.weight_dtype is None else DSL_DTYPES[p.weight_dtype]
@@ -205,7 +202,7 @@ class RowQuantKernel:
                 self._issue_first(place, after, t, s)
         if const_expr(c.quads):
             if t.quads > 0:
-                self._clear_scales(t, s)
+                self.scales.clear_quads(t, s)
         if const_expr(c.is_cluster):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -219,7 +216,7 @@ class RowQuantKernel:
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
         if const_expr(not p.layout.is_linear):
-            self._zero_padding_rows(t)
+            self.scales.zero_padding_rows(t)
         g = None
         if const_expr(p.has_factor):
             g = factor[0]
@@ -256,7 +253,9 @@ class RowQuantKernel:
             if const_expr(p.normalises):
                 total = reduced[0]
                 rstd = ptx.rsqrt_approx(ptx.fma_rn(total, Float32(1.0 / p.norm_width), eps))
-                extreme = (row < t.rows) & (not self._can_fold(total, reduced[-1], g))
+                extreme = row < t.rows
+                if const_expr(p.folds):
+                    extreme = extreme & (not self._can_fold(total, reduced[-1], g))
                 if const_expr(p.fmt in (FP8_TOKEN, FP8_BLOCK128)):
                     # Rows that share a warp take their amax again together; those that need not get the same.
                     if cute.arch.vote_any_sync(extreme):
@@ -276,13 +275,13 @@ class RowQuantKernel:
                 self._store_in_bulk(it, stage, t, s)
             if const_expr(p.source != "add"):
                 self._issue(it + c.stages, stage, beyond, t, s)
-            self._write_quad(it - 1, t, s)
+            self.scales.write_quad(it - 1, t, s)
             if const_expr(p.rows == "copies"):
                 self._store_copies(blocks, amax, row, copies, it, t, s)
             else:
                 self._store_row(blocks, rstd, amax, g, row, place if p.rows == "experts" else row, it, t, s)
             if const_expr(not p.layout.is_linear):
-                self._zero_padding_columns(row, it, t)
+                self.scales.zero_padding_columns(row, it, t)
             if const_expr(self._stores_in_bulk):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             if const_expr(p.source == "add"):
@@ -295,7 +294,7 @@ class RowQuantKernel:
         if const_expr(c.quads or c.bulk_norm):
             self._group_barrier(t)
         if const_expr(c.quads):
-            self._write_quad(t.its - 1, t, s)
+            self.scales.write_quad(t.its - 1, t, s)
         if const_expr(c.bulk_norm):
             self._store_norm_in_bulk(t.its - 1, t, s)
         if const_expr(c.bulk_norm or p.rows == "copies"):
@@ -376,15 +375,7 @@ class RowQuantKernel:
         if not c.quads:
             return single
         quad = it // QUAD * t.walkers + t.walker
-        return ptx.select(it < t.quad_its, self._quad_row(quad) + it % QUAD * (32 if self._is_128x4 else 1), single)
-
-    def _quad_row(self, quad):
-        """The first of the four rows whose scales share 16 bytes."""
-        return quad // 32 * 128 + quad % 32 if self._is_128x4 else quad * QUAD
-
-    @property
-    def _is_128x4(self) -> bool:
-        return self.config.problem.layout.tile_rows == 128
+        return ptx.select(it < t.quad_its, self.scales.quad_row(quad) + it % QUAD * self.scales.quad_step, single)
 
     def _place_of(self, it, t, s):
         """Where the thread's row of iteration ``it`` lies in global memory; whole warps come here together."""
@@ -529,14 +520,9 @@ class RowQuantKernel:
             reduced.append(Float32(sum(ptx.select(self._is_usual(amax), Int32(0), Int32(1)) for amax in scaled)))
         return blocks, shared, reduced
 
-    @property
-    def _shared(self) -> SharedBlocks:
-        """How threads share the blocks of FP8 that have a scale each."""
-        return SharedBlocks(SCALE_THREADS, self.config.thread_blocks)
-
     def _shared_amax(self, blocks, t) -> Float32:
         """The amax of the FP8 block that the thread answers for."""
-        return self._shared.largest([amax[0] for _, amax in blocks], t.lane)
+        return self.encoder.shared.largest([amax[0] for _, amax in blocks], t.lane)
 
     def _amax_of(self, blocks) -> Float32:
         """The largest magnitude in a thread's blocks."""
@@ -559,9 +545,10 @@ class RowQuantKernel:
         The two differ by rounding, and where v · w overflows or becomes subnormal (weights are taken to be below 2^88).
         So the sum of squares has to be of usual size; and so has all that scales are computed from: ``other``, the
         row's amax, or how many blocks there are whose amax is not; or the given ``scale`` in FP8. NVFP4's scales do not
-        reach down to a block that is tiny beside its row. What is tiny beside its own block has code zero either way;
-        in the norm, where that is an output, it may lose bits, if v · w is subnormal. Where v · rstd is subnormal and
-        v · w is not, the fold is the more exact. (A block of zeros is none of usual size: its row takes longer.)
+        reach down to a block that is tiny beside its row. What is tiny beside its own block has code zero either way,
+        and a norm in bf16 or fp16 does not tell such bits (see ``Problem.folds``), unless eps is below 2^-34. Where
+        v · rstd is subnormal and v · w is not, the fold is the more exact. (A block of zeros is none of usual size: its
+        row takes longer.)
         """
         fmt = self.config.problem.fmt
         usual = (total >= Float32(2.0**-80)) & (total <= Float32(2.0**80))
@@ -705,13 +692,13 @@ class RowQuantKernel:
     def _store_copies(self, blocks, amax, row, copies, it, t, s):
         """Quantise the thread's blocks of a row; store codes in bulk, and scales, as often as there are copies."""
         c = self.config
-        quantized, scale = self._quantize_fp8_blocks(blocks, None, amax, t)
+        quantized, scale = self.encoder.fp8_blocks(blocks, None, amax, t)
         buffer = s.codes + cute.assume((it % 2 * c.group_rows + t.row) * c.slice_width, divby=128)
         for j in range_constexpr(c.thread_blocks):
             self._fill_buffer(quantized[j], buffer, j, t)
             if const_expr(c.problem.layout == COLUMN):
                 # Threads that share a block have some of the copies each.
-                own = self._shared.told(scale, j, t.lane)
+                own = self.encoder.shared.told(scale, j, t.lane)
                 block = t.column + j * c.threads_per_row
                 for place in copies:
                     if (place >= 0) & (block < t.my_blocks):
@@ -735,13 +722,13 @@ class RowQuantKernel:
         p = c.problem
         # All arithmetic first, then all stores: a branch in between would keep the blocks' instructions from mixing.
         if const_expr(isinstance(p.fmt, FP4Format)):
-            quantized = [self._quantize_block(*block, rstd, g) for block in blocks]
+            quantized = [self.encoder.fp4_block(*block, rstd, g) for block in blocks]
         elif const_expr(p.fmt == FP8_BLOCK128):
-            words, scale = self._quantize_fp8_blocks(blocks, rstd, amax, t)
+            words, scale = self.encoder.fp8_blocks(blocks, rstd, amax, t)
             quantized = [(words[j], None) for j in range(c.thread_blocks)]
             self._store_block_scale(scale, place, row < t.rows, t)
         else:
-            quantized = self._quantize_fp8(blocks, rstd, amax, g)
+            quantized = self.encoder.fp8(blocks, rstd, amax, g)
         for j in range_constexpr(c.thread_blocks):
             block = t.column + j * c.threads_per_row
             column = t.first_block + block
@@ -758,65 +745,22 @@ class RowQuantKernel:
                         self._store_norm(norm, row, column, t)
             if const_expr(p.also_linear):
                 if (row < t.rows) & (block < t.my_blocks):
-                    store_byte(self._linear_scale_at(row, column, t), scale)
+                    store_byte(self.scales.linear_at(row, column, t), scale)
             if const_expr(c.quads):
                 if block < t.my_blocks:
-                    store_byte(self._quad_slot(it, block, s), scale)
+                    store_byte(self.scales.quad_slot(it, block, s), scale)
             if const_expr(isinstance(p.fmt, FP4Format)):
                 if (row < t.rows) & (block < t.my_blocks) & (it >= t.quad_its):
-                    store_byte(self._scale_at(row, column, t), scale)
+                    store_byte(self.scales.at(row, column, t), scale)
             elif const_expr(p.fmt == FP8_TOKEN):
                 if const_expr(j == 0):
                     if (row < t.rows) & (column == 0):
                         t.scale[row, 0] = scale
 
-    def _scaled(self, amax: Float32, rstd: Float32 | None) -> Float32:
-        """An amax with the row factor that values still lack."""
-        return amax if rstd is None else ptx.mul_rn(amax, rstd)
-
-    def _quantize_block(self, products, amax, rstd, g) -> tuple[list, Uint32]:
-        """The words of codes and the scale byte of one block."""
-        c = self.config
-        fmt = c.problem.fmt
-        largest = self._scaled(amax[0], rstd)
-        if fmt == NVFP4:
-            byte, encode_factor = nvfp4_scale(largest, g)
-            live = is_live_nvfp4(byte)
-        else:
-            byte, encode_factor = mxfp4_scale(largest)
-            live = is_live_mxfp4(largest)
-        if rstd is not None:
-            encode_factor = ptx.mul_rn(encode_factor, rstd)
-        scaled = [ptx.mul_rn(products[i], encode_factor) for i in range(fmt.block_size)]
-        words = [encode_e2m1x8(scaled[i : i + 8], c.has_e2m1_cvt) for i in range(0, fmt.block_size, 8)]
-        return [ptx.select(live, word, Uint32(0)) for word in words], byte
-
-    def _quantize_fp8(self, blocks, rstd, amax, g) -> list:
-        """The words of codes of each block, and the fp32 scale: the given ``g``, or the row's."""
-        is_static = self.config.problem.fmt.is_static
-        scale = g if is_static else dynamic_scale(self._scaled(amax, rstd))
-        divisor = scale_divisor(scale, rstd, is_dynamic=not is_static)
-        return [(self._divide(products, divisor), scale) for products, _ in blocks]
-
-    def _quantize_fp8_blocks(self, blocks, rstd, amax, t) -> tuple[list, Float32]:
-        """The words of codes of each block, and the scale of the one that the thread answers for, of that ``amax``."""
-        scale = dynamic_scale(self._scaled(amax, rstd))
-        mine = scale_divisor(scale, rstd, is_dynamic=True)
-        words = []
-        for j, (products, _) in enumerate(blocks):
-            factor, near_one, inverse = (self._shared.told(value, j, t.lane) for value in mine[:3])
-            words.append(self._divide(products, Divisor(factor, near_one, inverse, near_one > Float32(0.0))))
-        return words, scale
-
-    def _divide(self, products, divisor: Divisor) -> list:
-        """The words of codes of a block."""
-        unit = self.config.problem.unit
-        return [divide_e4m3x4([products[i + k] for k in range(4)], divisor) for i in range(0, unit, 4)]
-
     @cute.jit
     def _store_block_scale(self, scale, place, exists, t) -> None:
         """Store the scale of the FP8 block that the thread answers for, of the row at ``place``."""
-        shared = self._shared
+        shared = self.encoder.shared
         block = t.column // SCALE_THREADS * SCALE_THREADS + shared.mine(t.lane) * self.config.threads_per_row
         column = (t.first_block + block) // SCALE_THREADS
         if exists & shared.leads(t.lane) & (block < t.my_blocks):
@@ -840,77 +784,3 @@ class RowQuantKernel:
         """The ``words`` words of block ``column`` in an output row."""
         layout = cute.make_layout((words, self.config.blocks), stride=(1, words))
         return cute.make_tensor(cute.recast_ptr(row, dtype=Uint32), layout)[None, column]
-
-    def _scale_at(self, row, column, t) -> cute.Tensor:
-        """The scale byte of (row, block) in global memory."""
-        layout = self.config.problem.layout
-        offset = layout.row_offset(Uint64(row), self.config.blocks) + Uint64(layout.block_offset(Uint32(column)))
-        return cute.make_tensor(cute.recast_ptr(t.scale.iterator, dtype=Uint8) + offset, cute.make_layout(1))
-
-    def _linear_scale_at(self, row, column, t) -> cute.Tensor:
-        """The byte of (row, block) in the linear scales."""
-        offset = Int64(row) * self.config.blocks + column
-        return cute.make_tensor(cute.recast_ptr(t.linear.iterator, dtype=Uint8) + offset, cute.make_layout(1))
-
-    def _quad_slot(self, it, block, s) -> cute.Tensor:
-        """A scale byte of iteration ``it``'s row in the buffer of its quad; there are two buffers."""
-        offset = it // QUAD % 2 * self.config.quad_bytes + block // 4 * 16 + it % QUAD * 4 + block % 4
-        return cute.make_tensor(s.scales + offset, cute.make_layout(1))
-
-    @cute.jit
-    def _clear_scales(self, t, s):
-        """Zero the quads' buffers, whose padding nobody writes later."""
-        words = 2 * self.config.groups * self.config.quad_bytes // 4
-        buffers = cute.make_tensor(cute.recast_ptr(s.all_scales, dtype=Uint32), cute.make_layout(words))
-        for i in range(t.tid, words, t.threads):
-            buffers[i] = Uint32(0)
-
-    @cute.jit
-    def _zero_padding_columns(self, row, it, t):
-        """Zero the scales between the last block of a row and the end of its tile; in quads they are zero already."""
-        c = self.config
-        padding = c.problem.layout.padded_blocks(c.blocks) - c.blocks
-        if const_expr(padding > 0):
-            if (it >= t.quad_its) & (row < t.rows):
-                for i in range_constexpr(padding):
-                    if (t.column == i % c.threads_per_row) & (t.rank == c.splits - 1):
-                        store_byte(self._scale_at(row, c.blocks + i, t), 0)
-
-    @cute.jit
-    def _zero_padding_rows(self, t):
-        """Zero the scales of the rows between the last one and the end of its tile, shared out over all groups."""
-        c = self.config
-        layout = c.problem.layout
-        tiles = layout.padded_blocks(c.blocks) // 4
-        padded_rows = cute.ceil_div(t.rows, layout.tile_rows) * layout.tile_rows
-        walkers = t.walkers * c.splits
-        for row in range(t.rows + t.walker * c.splits + t.rank, padded_rows, walkers):
-            offset = layout.row_offset(Uint64(row), c.blocks)
-            for tile in range(t.in_group, tiles, c.group_threads):
-                target = cute.assume(offset + Uint64(layout.block_offset(Uint32(tile * 4))), divby=4)
-                pointer = cute.recast_ptr(t.scale.iterator, dtype=Uint8) + target
-                store_words([Uint32(0)], cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint32), cute.make_layout(1)))
-
-    @cute.jit
-    def _write_quad(self, it, t, s):
-        """If iteration ``it`` completed a quad, write its scales, 16 bytes a thread. A group barrier came between."""
-        c = self.config
-        if const_expr(c.quads):
-            if (it >= 0) & (it < t.quad_its) & (it % QUAD == QUAD - 1):
-                row = self._quad_row(it // QUAD * t.walkers + t.walker)
-                layout = c.problem.layout
-                row_offset = layout.row_offset(Uint64(row), c.blocks)
-                tiles = (t.my_blocks + 3) // 4
-                source = s.scales + cute.assume(it // QUAD % 2 * c.quad_bytes, divby=16)
-                words = cute.make_tensor(
-                    cute.recast_ptr(source, dtype=Uint32), cute.make_layout((4, c.quad_bytes // 16), stride=(1, 4))
-                )
-                for i in range_constexpr(ceil_div(c.quad_bytes // 16, c.group_threads)):
-                    tile = t.in_group + i * c.group_threads
-                    if tile < tiles:
-                        offset = row_offset + Uint64(layout.block_offset(Uint32(t.first_block + tile * 4)))
-                        target = cute.recast_ptr(t.scale.iterator, dtype=Uint8) + cute.assume(offset, divby=16)
-                        store_words(
-                            load_words(words[None, tile]),
-                            cute.make_tensor(cute.recast_ptr(target, dtype=Uint32), cute.make_layout(4)),
-                        )

@@ -1,0 +1,69 @@
+"""Values to codes: FP4 and FP8 blocks that a thread has in registers, and their scales.
+
+Where the row factor of a norm, ``rstd``, is left to the block, values are yet to be multiplied with it; elsewhere it is
+1, or ``None`` without a norm.
+"""
+
+from cutlass import Float32, Uint32
+
+from torch_cute_ops.formats import NVFP4
+from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.fp4 import encode_e2m1x8, is_live_mxfp4, is_live_nvfp4, mxfp4_scale, nvfp4_scale
+from torch_cute_ops.kernels.common.fp8 import Divisor, divide_e4m3x4, dynamic_scale, scale_divisor
+from torch_cute_ops.kernels.common.shared_blocks import SharedBlocks
+from torch_cute_ops.kernels.row_quant.config import SCALE_THREADS, Config
+
+
+class Encoder:
+    """The arithmetic of one ``Config``."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    @property
+    def shared(self) -> SharedBlocks:
+        """How threads share the blocks of FP8 that have a scale each."""
+        return SharedBlocks(SCALE_THREADS, self.config.thread_blocks)
+
+    def _scaled(self, amax: Float32, rstd: Float32 | None) -> Float32:
+        """An amax with the row factor that values still lack."""
+        return amax if rstd is None else ptx.mul_rn(amax, rstd)
+
+    def fp4_block(self, products, amax, rstd, g) -> tuple[list, Uint32]:
+        """The words of codes and the scale byte of one block."""
+        c = self.config
+        fmt = c.problem.fmt
+        largest = self._scaled(amax[0], rstd)
+        if fmt == NVFP4:
+            byte, encode_factor = nvfp4_scale(largest, g)
+            live = is_live_nvfp4(byte)
+        else:
+            byte, encode_factor = mxfp4_scale(largest)
+            live = is_live_mxfp4(largest)
+        if rstd is not None:
+            encode_factor = ptx.mul_rn(encode_factor, rstd)
+        scaled = [ptx.mul_rn(products[i], encode_factor) for i in range(fmt.block_size)]
+        words = [encode_e2m1x8(scaled[i : i + 8], c.has_e2m1_cvt) for i in range(0, fmt.block_size, 8)]
+        return [ptx.select(live, word, Uint32(0)) for word in words], byte
+
+    def fp8(self, blocks, rstd, amax, g) -> list:
+        """The words of codes of each block, and the fp32 scale: the given ``g``, or the row's."""
+        is_static = self.config.problem.fmt.is_static
+        scale = g if is_static else dynamic_scale(self._scaled(amax, rstd))
+        divisor = scale_divisor(scale, rstd, is_dynamic=not is_static)
+        return [(self._divide(products, divisor), scale) for products, _ in blocks]
+
+    def fp8_blocks(self, blocks, rstd, amax, t) -> tuple[list, Float32]:
+        """The words of codes of each block, and the scale of the one that the thread answers for, of that ``amax``."""
+        scale = dynamic_scale(self._scaled(amax, rstd))
+        mine = scale_divisor(scale, rstd, is_dynamic=True)
+        words = []
+        for j, (products, _) in enumerate(blocks):
+            factor, near_one, inverse = (self.shared.told(value, j, t.lane) for value in mine[:3])
+            words.append(self._divide(products, Divisor(factor, near_one, inverse, near_one > Float32(0.0))))
+        return words, scale
+
+    def _divide(self, products, divisor: Divisor) -> list:
+        """The words of codes of a block."""
+        unit = self.config.problem.unit
+        return [divide_e4m3x4([products[i + k] for k in range(4)], divisor) for i in range(0, unit, 4)]

@@ -1,0 +1,105 @@
+"""Where the scales of FP4 blocks go: single bytes, four rows' together, and padding.
+
+Four rows of a tiled layout whose scales share 16 bytes are a *quad*. A group that has such rows one after the other
+gathers their scales in shared memory, in two buffers by turns, and writes 16 bytes at a time.
+"""
+
+import cutlass.cute as cute
+from cutlass import Int64, Uint8, Uint32, Uint64, const_expr, range_constexpr
+
+from torch_cute_ops.kernels.common.convert import load_words, store_byte, store_words
+from torch_cute_ops.kernels.row_quant.config import QUAD, Config, ceil_div
+
+
+class FP4Scales:
+    """The scales of one ``Config``; ``t`` and ``s`` are what a thread of ``RowQuantKernel`` knows."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def quad_row(self, quad):
+        """The first row of a quad."""
+        return quad // 32 * 128 + quad % 32 if self._is_128x4 else quad * QUAD
+
+    @property
+    def quad_step(self) -> int:
+        """From a row of a quad to the next."""
+        return 32 if self._is_128x4 else 1
+
+    @property
+    def _is_128x4(self) -> bool:
+        return self.config.problem.layout.tile_rows == 128
+
+    def at(self, row, column, t) -> cute.Tensor:
+        """The scale byte of (row, block) in global memory."""
+        layout = self.config.problem.layout
+        offset = layout.row_offset(Uint64(row), self.config.blocks) + Uint64(layout.block_offset(Uint32(column)))
+        return cute.make_tensor(cute.recast_ptr(t.scale.iterator, dtype=Uint8) + offset, cute.make_layout(1))
+
+    def linear_at(self, row, column, t) -> cute.Tensor:
+        """The byte of (row, block) in the linear scales."""
+        offset = Int64(row) * self.config.blocks + column
+        return cute.make_tensor(cute.recast_ptr(t.linear.iterator, dtype=Uint8) + offset, cute.make_layout(1))
+
+    def quad_slot(self, it, block, s) -> cute.Tensor:
+        """A scale byte of iteration ``it``'s row in the buffer of its quad; there are two buffers."""
+        offset = it // QUAD % 2 * self.config.quad_bytes + block // 4 * 16 + it % QUAD * 4 + block % 4
+        return cute.make_tensor(s.scales + offset, cute.make_layout(1))
+
+    @cute.jit
+    def clear_quads(self, t, s):
+        """Zero the quads' buffers, whose padding nobody writes later."""
+        words = 2 * self.config.groups * self.config.quad_bytes // 4
+        buffers = cute.make_tensor(cute.recast_ptr(s.all_scales, dtype=Uint32), cute.make_layout(words))
+        for i in range(t.tid, words, t.threads):
+            buffers[i] = Uint32(0)
+
+    @cute.jit
+    def zero_padding_columns(self, row, it, t):
+        """Zero the scales between the last block of a row and the end of its tile; in quads they are zero already."""
+        c = self.config
+        padding = c.problem.layout.padded_blocks(c.blocks) - c.blocks
+        if const_expr(padding > 0):
+            if (it >= t.quad_its) & (row < t.rows):
+                for i in range_constexpr(padding):
+                    if (t.column == i % c.threads_per_row) & (t.rank == c.splits - 1):
+                        store_byte(self.at(row, c.blocks + i, t), 0)
+
+    @cute.jit
+    def zero_padding_rows(self, t):
+        """Zero the scales of the rows between the last one and the end of its tile, shared out over all groups."""
+        c = self.config
+        layout = c.problem.layout
+        tiles = layout.padded_blocks(c.blocks) // 4
+        padded_rows = cute.ceil_div(t.rows, layout.tile_rows) * layout.tile_rows
+        walkers = t.walkers * c.splits
+        for row in range(t.rows + t.walker * c.splits + t.rank, padded_rows, walkers):
+            offset = layout.row_offset(Uint64(row), c.blocks)
+            for tile in range(t.in_group, tiles, c.group_threads):
+                target = cute.assume(offset + Uint64(layout.block_offset(Uint32(tile * 4))), divby=4)
+                pointer = cute.recast_ptr(t.scale.iterator, dtype=Uint8) + target
+                store_words([Uint32(0)], cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint32), cute.make_layout(1)))
+
+    @cute.jit
+    def write_quad(self, it, t, s):
+        """If iteration ``it`` completed a quad, write its scales, 16 bytes a thread. A group barrier came between."""
+        c = self.config
+        if const_expr(c.quads):
+            if (it >= 0) & (it < t.quad_its) & (it % QUAD == QUAD - 1):
+                row = self.quad_row(it // QUAD * t.walkers + t.walker)
+                layout = c.problem.layout
+                row_offset = layout.row_offset(Uint64(row), c.blocks)
+                tiles = (t.my_blocks + 3) // 4
+                source = s.scales + cute.assume(it // QUAD % 2 * c.quad_bytes, divby=16)
+                words = cute.make_tensor(
+                    cute.recast_ptr(source, dtype=Uint32), cute.make_layout((4, c.quad_bytes // 16), stride=(1, 4))
+                )
+                for i in range_constexpr(ceil_div(c.quad_bytes // 16, c.group_threads)):
+                    tile = t.in_group + i * c.group_threads
+                    if tile < tiles:
+                        offset = row_offset + Uint64(layout.block_offset(Uint32(t.first_block + tile * 4)))
+                        target = cute.recast_ptr(t.scale.iterator, dtype=Uint8) + cute.assume(offset, divby=16)
+                        store_words(
+                            load_words(words[None, tile]),
+                            cute.make_tensor(cute.recast_ptr(target, dtype=Uint32), cute.make_layout(4)),
+                        )
