@@ -1,14 +1,14 @@
 """Products of FP8 matrices with block scales by warpgroup products, one for each expert, for sm_90a:
 ``out[m, n] = Σ_j a_scale[j, m] · b_scale[n / 128, j] · (Σ_{k of block j} a[m, k] · b[n, k])``.
 
-Roles. A CTA has one warp that copies and one that has the scales, in a warpgroup of their own, and two warpgroups that
+Roles. A CTA has one warp that copies and three that have the scales, a warpgroup together, and two warpgroups that
 multiply. CTAs stay, and take tiles in the order that ``kernels.common.expert_tiles`` tells; the copies of the next tile
 start while the last one's results are stored.
 
 1. The copying warp keeps a ring of stages filled: 128 elements of k of the tile's rows of ``a`` and of ``b``, each one
-   box with the 128-byte swizzle, with a barrier that counts bytes and the scales. The scales' warp loads those of
-   several blocks of k at once and stores each block's in its stage: rows of ``a_scale`` begin anywhere, which copies in
-   bulk cannot.
+   box with the 128-byte swizzle, with a barrier that counts bytes and the scales. The scales' warps take the blocks of
+   k by turns; each loads those of several blocks at once and stores each block's in its stage: rows of ``a_scale``
+   begin anywhere, which copies in bulk cannot. (With one warp, its loads were what all waited for.)
 2. A warpgroup multiplies 64 rows of the M side by all of the N side, four k32 steps, into registers of their own.
    Tensor cores add up e4m3 products with less than fp32's precision, so each block's sums are taken out, multiplied by
    both scales, and added to the totals in fp32. Meanwhile products of the next block run (``together``), or, where

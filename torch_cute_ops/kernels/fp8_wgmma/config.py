@@ -17,6 +17,8 @@ GROUPS: Final = 2
 """Warpgroups that multiply."""
 GROUP_ROWS: Final = 64
 THREADS: Final = (GROUPS + 1) * WARPGROUP
+SCALE_WARPS: Final = WARPGROUP // 32 - 1
+"""Warps that load scales: all of the third warpgroup but the one that copies."""
 MANY: Final = 128
 """Rows of ``a`` of a tile that has these on the M side; with fewer it has ``b`` there."""
 TILES: Final = (
@@ -145,7 +147,7 @@ def plan(
     *, rows: ExpertLayout, out_dtype: torch.dtype, tokens: int, columns: int, cluster: int = 1, arch: Arch, pdl: bool
 ) -> Config | None:
     """The configuration with the most stages that ``arch`` has room for; ``None`` if it cannot run this."""
-    for stages in range(MOST_STAGES, 1, -1):
+    for stages in range(MOST_STAGES, SCALE_WARPS - 1, -1):
         config = Config(rows, out_dtype, tokens, columns, cluster, stages, pdl)
         if config.reason_unsupported(arch) is None:
             return config

@@ -18,6 +18,7 @@ from torch_cute_ops.kernels.fp8_wgmma.config import (
     BLOCK,
     GROUP_ROWS,
     GROUPS,
+    SCALE_WARPS,
     THREADS,
     WARPGROUP,
     Config,
@@ -25,7 +26,7 @@ from torch_cute_ops.kernels.fp8_wgmma.config import (
 from torch_cute_ops.runtime.argspec import Argument, ScalarArg
 
 STEP = 32  # elements of k of a product
-SCALES_AHEAD = 4  # blocks of k whose scales are loaded together
+SCALES_AHEAD = 4  # blocks of k whose scales a warp loads together
 
 
 class FP8WgmmaKernel:
@@ -110,8 +111,8 @@ class FP8WgmmaKernel:
             cute.arch.setmaxregister_decrease(c.registers[1])
             if warp == 4 * GROUPS:
                 self._produce(a_map, b_map, tid % 32, t, s)
-            elif warp == 4 * GROUPS + 1:
-                self._produce_scales(tid % 32, t, s)
+            else:
+                self._produce_scales(warp - (4 * GROUPS + 1), tid % 32, t, s)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             self._consume(tid, t, s)
@@ -188,7 +189,7 @@ class FP8WgmmaKernel:
             boxes = cutlass.min(cute.ceil_div(rows, c.box_rows), Int32(c.boxes))
             size = c.columns * BLOCK + boxes * (c.box_rows * BLOCK)
             for block in cutlass.range(t.begin, t.end, unroll=1):
-                cute.arch.mbarrier_wait(s.free + stage, parity)
+                ptx.wait(s.free + stage, parity)
                 barrier = s.full + stage
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
@@ -201,36 +202,45 @@ class FP8WgmmaKernel:
                 stage, parity = next_stage(stage, parity, c.stages)
 
     @cute.jit
-    def _produce_scales(self, lane, t, s):
-        """The warp that has the scales of every block of k in its stage. Those of several blocks are on their way at
-        once: one comes from memory no faster than a block is multiplied."""
+    def _produce_scales(self, own, lane, t, s):
+        """A warp that has the scales of its blocks of k, of which there is one in ``SCALE_WARPS``, in their stages. A
+        load takes as long as several blocks are multiplied, so each warp has those of several of its blocks under way
+        at once. (With more warps than stages, a stage could be two rounds behind and seem free.)"""
         c = self.config
-        stage, parity = Int32(0), Int32(1)
+        before = Int32(0)  # blocks of the tiles before
         for number in range(t.first, t.count, t.workers):
             expert, row, rows, column = self._find(number, lane, t, s)
             half = cutlass.min(column // BLOCK + cutlass.min(lane, c.halves - 1), t.b_scale.shape[0] - 1)
             places = range(0, c.tokens, 32)
-            for first in cutlass.range(t.begin, t.end, SCALES_AHEAD, unroll=1):
+            begin = t.begin + (own + SCALE_WARPS - before % SCALE_WARPS) % SCALE_WARPS
+            for first in cutlass.range(begin, t.end, SCALE_WARPS * SCALES_AHEAD, unroll=1):
                 loaded = []
                 for i in range_constexpr(SCALES_AHEAD):
-                    block = cutlass.min(first + i, t.end - 1)
+                    block = cutlass.min(first + i * SCALE_WARPS, t.end - 1)
                     at = t.a_scale.iterator + (Int64(block) * t.a_scale.stride[0] + row + lane)
                     # Zeros for rows that the expert does not have.
                     words = [ptx.load_if(at, lane < rows - place, 1, 4 * place)[0] for place in places]
                     loaded.append(([ptx.float_of(word) for word in words], t.b_scale[half, block, expert]))
                 for i in range_constexpr(SCALES_AHEAD):
-                    if first + i < t.end:
-                        cute.arch.mbarrier_wait(s.free + stage, parity)
-                        scales = self._scales(stage, s)
-                        of_rows, of_columns = loaded[i]
-                        for place, scale in zip(places, of_rows, strict=True):
-                            if lane < c.tokens - place:
-                                scales[lane + place] = scale
-                        if lane < c.halves:
-                            scales[c.tokens + lane] = of_columns
-                        cute.arch.sync_warp()
-                        ptx.arrive_if(s.full + stage, Uint32(lane == 0))
-                        stage, parity = next_stage(stage, parity, c.stages)
+                    if first + i * SCALE_WARPS < t.end:
+                        turn = before + (first + i * SCALE_WARPS - t.begin)
+                        stage = turn % c.stages
+                        ptx.wait(s.free + stage, turn // c.stages % 2 ^ 1)
+                        self._store_scales(*loaded[i], stage, lane, s)
+            before += t.end - t.begin
+
+    @cute.jit
+    def _store_scales(self, of_rows: list, of_columns, stage, lane, s):
+        """Put a block's scales into its stage, which is free: those of rows by 32, and those of columns."""
+        c = self.config
+        scales = self._scales(stage, s)
+        for i in range_constexpr(len(of_rows)):
+            if lane < c.tokens - 32 * i:
+                scales[lane + 32 * i] = of_rows[i]
+        if lane < c.halves:
+            scales[c.tokens + lane] = of_columns
+        cute.arch.sync_warp()
+        ptx.arrive_if(s.full + stage, Uint32(lane == 0))
 
     def _scales(self, stage, s) -> cute.Tensor:
         """The scales of a stage."""
@@ -256,12 +266,7 @@ class FP8WgmmaKernel:
             exists = True if const_expr(c.is_swapped) else rows > group * GROUP_ROWS
             if exists:
                 sums.fill(0.0)
-                rest = (t.end - t.begin) % c.together
-                for _ in cutlass.range(t.begin, t.end - rest, c.together, unroll=1):
-                    stage, parity = self._add_blocks(multiply, sums, partials, stage, parity, w, s)
-                if const_expr(c.together > 1):
-                    for _ in cutlass.range(rest, unroll=1):
-                        stage, parity = self._add_blocks(multiply, sums, partials[:1], stage, parity, w, s)
+                stage, parity = self._multiply_tile(multiply, sums, partials, stage, parity, w, t, s)
                 if const_expr(c.splits > 1):
                     self._add_up(sums, row, rows, column, turn, w, tid, t, s)
                     turn = turn ^ 1
@@ -273,30 +278,60 @@ class FP8WgmmaKernel:
             else:
                 # None of its rows exist.
                 for _ in cutlass.range(t.blocks, unroll=1):
-                    cute.arch.mbarrier_wait(s.full + stage, parity)
+                    ptx.wait(s.full + stage, parity)
                     self._free(stage, lane, s)
                     stage, parity = next_stage(stage, parity, c.stages)
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
 
-    def _add_blocks(self, multiply, sums, partials: list, stage, parity, w, s) -> tuple:
-        """Multiply as many blocks as there are ``partials``, and add their sums to the totals: the first's while the
-        products of the others run. The next stage, and its parity."""
+    @cute.jit
+    def _multiply_tile(self, multiply, sums, partials: list, stage, parity, w, t, s):
+        """Add the products of the CTA's blocks of k of a tile to its sums. The next stage, and its parity."""
         c = self.config
-        started = []
+        count = t.end - t.begin
+        if count > 0:
+            ptx.wait(s.full + stage, parity)
+            for rest in cutlass.range(count - c.together, -1, -c.together, unroll=1):
+                stage, parity = self._add_blocks(multiply, sums, partials, rest, stage, parity, w, s)
+            if const_expr(c.together > 1):
+                for _ in cutlass.range(count % c.together, unroll=1):
+                    stage, parity = self._add_blocks(multiply, sums, partials[:1], Int32(0), stage, parity, w, s)
+        return stage, parity
+
+    def _add_blocks(self, multiply, sums, partials: list, rest, stage, parity, w, s) -> tuple:
+        """Multiply as many blocks as there are ``partials``, of which the first is there, and add their sums to the
+        totals: the first's while the products of the others run. The next stage, and its parity.
+
+        While a warpgroup adds its last block, the tensor cores have the other warpgroup's alone. So all else is done
+        before a product has ended: scales are read, and of ``rest`` blocks that follow the first is waited for.
+        """
+        c = self.config
+        reads = []
+        for i, partial in enumerate(partials):
+            if i > 0:
+                ptx.wait(s.full + stage, parity)
+            multiply(stage, 0, partial)
+            reads.append(stage)
+            stage, parity = next_stage(stage, parity, c.stages)
         for half in range(c.halves):
             for i, partial in enumerate(partials):
-                if half == 0:
-                    cute.arch.mbarrier_wait(s.full + stage, parity)
-                    started.append((stage, self._factors(stage, w, s)))
-                    stage, parity = next_stage(stage, parity, c.stages)
-                multiply(started[i][0], half, partial)
-            for i, (partial, (read, factors)) in enumerate(zip(partials, started, strict=True)):
-                warpgroup.wait_group(len(partials) - 1 - i)
+                if half > 0:
+                    multiply(reads[i], half, partial)
+                later = len(partials) - 1 - i
+                is_last = half == c.halves - 1 and later == 0
+                factors = self._factors(reads[i], half, w, s)
+                if is_last:
+                    self._wait_if(rest > 0, s.full + stage, parity)
+                warpgroup.wait_group(later)
                 if half == c.halves - 1:
-                    self._free(read, w.lane, s)
+                    self._free(reads[i], w.lane, s)
                 self._promote(sums, partial, factors, half)
         return stage, parity
+
+    @cute.jit
+    def _wait_if(self, condition, barrier, parity):
+        if condition:
+            ptx.wait(barrier, parity)
 
     def _product(self) -> cute.TiledMma:
         """A step of the products of a warpgroup."""
@@ -341,29 +376,29 @@ class FP8WgmmaKernel:
         tile among the CTA's."""
         c = self.config
         # All have read the sums of the tile before. (Barriers that were never used count as passed.)
-        cute.arch.mbarrier_wait(s.read, turn ^ 1)
+        ptx.wait(s.read, turn ^ 1)
         leave_sums(c.sum_tile, sums, s.stores, w.row, w.quad)
         self._arrive(s.left, w.lane, True)
-        cute.arch.mbarrier_wait(s.left, turn)
+        ptx.wait(s.left, turn)
         first = t.out.iterator + cute.assume(Int64(row) * t.n, divby=8)
         out = cute.make_tensor(first, cute.make_layout((rows, t.n), stride=(t.n, 1)))
         one = Float32(1.0), Float32(1.0)
         write_sums(c.sum_tile, c.splits, GROUPS * WARPGROUP, one, out, s.stores, t.rank, tid, Int32(0), column)
         self._arrive(s.read, w.lane, True)
 
-    def _factors(self, stage, w, s) -> list:
-        """The factors of a lane's sums of each half: of rows, or of columns where these are rows of ``a``."""
+    def _factors(self, stage, half: int, w, s) -> list:
+        """The factors of a lane's sums of a half: of rows, or of columns where these are rows of ``a``."""
         c, scales = self.config, self._scales(stage, s)
         if c.is_swapped:
             places = [8 * i + w.quad * 2 + e for i in range(c.tokens // 8) for e in range(2)]
         else:
             places = [w.row, w.row + 8]
-        of_rows = [scales[place] for place in places]
-        return [[ptx.mul_rn(a, scales[c.tokens + half]) for a in of_rows] for half in range(c.halves)]
+        of_columns = scales[c.tokens + half]
+        return [ptx.mul_rn(scales[place], of_columns) for place in places]
 
     def _promote(self, sums, partial, factors: list, half: int) -> None:
         """Add a block's sums to the totals."""
         size = self.config.product_columns // 2
         for i in range(size):
             which = i // 4 * 2 + i % 2 if self.config.is_swapped else i // 2 % 2
-            sums[half * size + i] = ptx.fma_rn(factors[half][which], partial[i], sums[half * size + i])
+            sums[half * size + i] = ptx.fma_rn(factors[which], partial[i], sums[half * size + i])
