@@ -1,5 +1,6 @@
 """Which kernel multiplies FP8 matrices, with which tile, and how many CTAs."""
 
+import dataclasses
 import random
 
 import pytest
@@ -41,6 +42,7 @@ def test_unsupported():
     assert fp8_wgmma.plan(tokens=48, columns=128, **facts) is None
     assert fp8_wgmma.plan(tokens=16, columns=256, **facts) is None
     assert fp8_mma.plan(tokens=48, **facts) is None
+    assert "as many stages; there are 2" in dataclasses.replace(config, stages=2).reason_unsupported(HOPPER)
 
 
 @pytest.mark.parametrize("tactic", tactics(HOPPER), ids=lambda one: "x".join(map(str, one[1:])))

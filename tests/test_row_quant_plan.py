@@ -80,8 +80,9 @@ def test_rows_of_experts_have_a_plan(dtype, arch):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dtypes", ["bf16", "fp32"])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
-def test_sums_are_added_up_alike(fmt, dtypes, arch):
-    """With a residual, with the norm and in both layouts, for equal bits."""
+def test_rows_are_computed_alike(fmt, dtypes, arch):
+    """With a residual, with the norm and in both layouts: the order of sums, and of the norm's products, for equal
+    bits."""
     step = FORMATS[fmt][0].block_size or 16
     for width in range(step * random.randrange(1, 30), 60_928, 31 * step):
         problem = problem_of(f"norm-{dtypes}", fmt, width)
@@ -89,7 +90,7 @@ def test_sums_are_added_up_alike(fmt, dtypes, arch):
             plan(dataclasses.replace(problem, source=source, writes_norm=norm, also_linear=linear), ARCHS[arch])
             for source, norm, linear in itertools.product(("rows", "add"), (False, True), (False, True))
         ]
-        assert len({(config.splits, config.threads_per_row) for config in configs}) == 1, width
+        assert len({(each.splits, each.threads_per_row, each.problem.folds) for each in configs}) == 1, width
 
 
 def test_shared_memory_is_divided():

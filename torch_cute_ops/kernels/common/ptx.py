@@ -1,6 +1,6 @@
-"""Single PTX instructions that the DSL has no (side-effect free) function for.
+"""PTX instructions that the DSL has no (side-effect free) function for.
 
-All but copies and products are pure: the compiler may merge, move and drop them.
+Those that compute are pure: the compiler may merge, move and drop them.
 """
 
 import cutlass.experimental.primitives as primitives

@@ -135,6 +135,8 @@ class Config:
             return f"wgmma is of sm_90a; this is {arch.name}"
         if (self.tokens, self.columns, self.cluster) not in TILES:
             return f"no tile has {self.tokens} rows of a and {self.columns} of b, in clusters of {self.cluster}"
+        if self.stages < SCALE_WARPS:
+            return f"{SCALE_WARPS} warps that load scales by turns need as many stages; there are {self.stages}"
         if self.smem_bytes > arch.smem_per_cta:
             return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
         return None
@@ -147,7 +149,7 @@ def plan(
     *, rows: ExpertLayout, out_dtype: torch.dtype, tokens: int, columns: int, cluster: int = 1, arch: Arch, pdl: bool
 ) -> Config | None:
     """The configuration with the most stages that ``arch`` has room for; ``None`` if it cannot run this."""
-    for stages in range(MOST_STAGES, SCALE_WARPS - 1, -1):
+    for stages in range(MOST_STAGES, 1, -1):
         config = Config(rows, out_dtype, tokens, columns, cluster, stages, pdl)
         if config.reason_unsupported(arch) is None:
             return config

@@ -203,9 +203,10 @@ class FP8WgmmaKernel:
 
     @cute.jit
     def _produce_scales(self, own, lane, t, s):
-        """A warp that has the scales of its blocks of k, of which there is one in ``SCALE_WARPS``, in their stages. A
-        load takes as long as several blocks are multiplied, so each warp has those of several of its blocks under way
-        at once. (With more warps than stages, a stage could be two rounds behind and seem free.)"""
+        """A warp that loads the scales of every so manieth block of k, one of ``SCALE_WARPS``, and stores them in those
+        blocks' stages. A load takes as long as several blocks are multiplied, so each warp has those of several of its
+        blocks under way at once. There are at least as many stages as warps: so a warp's last block was at most a
+        round of the ring ago, and a stage that it waits for cannot be two rounds behind, and seem free."""
         c = self.config
         before = Int32(0)  # blocks of the tiles before
         for number in range(t.first, t.count, t.workers):
@@ -330,6 +331,8 @@ class FP8WgmmaKernel:
 
     @cute.jit
     def _wait_if(self, condition, barrier, parity):
+        """Wait for a phase on a condition. Products under way overlap with this branch, as the machine code tells; with
+        one around an arrival they did not (``ptx.arrive_if``)."""
         if condition:
             ptx.wait(barrier, parity)
 

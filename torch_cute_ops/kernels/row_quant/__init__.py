@@ -27,12 +27,12 @@ grid's stride.
    (4 % faster than from registers at width 16,384 on an H200, where a thread's stores fill half of every 32 bytes);
    the buffer is free when that has been read.
 3. ``norm = (v · w) · rstd``: the row factor is applied to the block's amax and to its encode factor, once a block
-   instead of once an element. (Rows of extreme magnitude, and those with a block of MXFP4 or FP8 that is, want
-   ``(v · rstd) · w``, by a second pass over the row in shared memory and a second barrier.) Block scale, and 8 or 16
-   bytes of codes per thread and block, go to global memory; the norm, if it is an output, by way of shared memory and
-   in bulk one row later, where there is room for that (``bulk_norm``). Codes of a row that becomes several go by way of
-   shared memory too, and from there in bulk to each place. A block of FP8 is shared by eight threads: each computes the
-   scales of some of theirs, and tells the others (``common.shared_blocks``).
+   instead of once an element. (Rows of extreme magnitude, those with a block of MXFP4 or FP8 that is, and all in fp32
+   want ``(v · rstd) · w``, by a second pass over the row in shared memory and a second barrier.) Block scale, and 8 or
+   16 bytes of codes per thread and block, go to global memory; the norm, if it is an output, by way of shared memory
+   and in bulk one row later, where there is room for that (``bulk_norm``). Codes of a row that becomes several go by
+   way of shared memory too, and from there in bulk to each place. A block of FP8 is shared by eight threads: each
+   computes the scales of some of theirs, and tells the others (``common.shared_blocks``).
 4. Scales. A row of the 128x4 layout has 4 bytes in every 512: stored row by row, that is one L2 request for each 4
    bytes, and costs 6 % at large sizes (H200). So a group takes the four rows that share 16 bytes (a *quad*) one after
    the other, gathers their scales in shared memory, and writes 16 bytes at a time, one row later. The rows that do not

@@ -119,9 +119,9 @@ class Problem:
 
     @property
     def folds(self) -> bool:
-        """Whether the row factor of a norm may be left to the block. Not where the norm is written in fp32: what a
-        product with the weight lost in the subnormal range would show in it. Other dtypes have no such small values."""
-        return self.normalises and not (self.writes_norm and self.dtype == torch.float32)
+        """Whether the row factor of a norm may be left to the block. Not in fp32: in a norm that is written, what a
+        product with the weight lost in the subnormal range would show, and all ops of a dtype give the same codes."""
+        return self.normalises and self.dtype != torch.float32
 
     @property
     def counts_unusual(self) -> bool:

@@ -546,7 +546,7 @@ class RowQuantKernel:
         So the sum of squares has to be of usual size; and so has all that scales are computed from: ``other``, the
         row's amax, or how many blocks there are whose amax is not; or the given ``scale`` in FP8. NVFP4's scales do not
         reach down to a block that is tiny beside its row. What is tiny beside its own block has code zero either way,
-        and a norm in bf16 or fp16 does not tell such bits (see ``Problem.folds``), unless eps is below 2^-34. Where
+        and a norm in bf16 or fp16, whose steps are larger, does not tell such bits unless eps is below 2^-34. Where
         v · rstd is subnormal and v · w is not, the fold is the more exact. (A block of zeros is none of usual size: its
         row takes longer.)
         """
