@@ -40,6 +40,7 @@ def test_expected_to_fail():
 def project(pytester, monkeypatch):
     """A project with our conftest, on a machine that seems to have a GPU."""
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setenv("TEST_SEED", os.environ["TEST_SEED"])  # put back what a run in this process replaces
     monkeypatch.setattr(
         torch.cuda, "get_device_name", torch.cuda.get_device_name
     )  # put back what the pretence replaces
@@ -185,7 +186,8 @@ def test_seeds(project):
     )
 
     def run(*arguments):
-        out = project.runpytest_subprocess(*arguments).stdout.str()
+        run_pytest = project.runpytest_subprocess if "-n" in arguments else project.runpytest_inprocess
+        out = run_pytest(*arguments).stdout.str()
         return re.findall(r"^drew .*", out, re.M), set(re.findall(r"^--seed (\d+)$", out, re.M))
 
     drawn, (seed,) = run()

@@ -228,7 +228,7 @@ RUNS = [
     run("quantize", F, 512, NVG[1], BLACKWELL, 1, 2, 0, **WARP_GROUPS),
     run("quantize", BF, 528, NV[2], HOPPER, 140, 3, 1, **WARP_GROUPS),
     run("norm", BF, 512, NV[2], BLACKWELL, 3, 1, 0, **WARP_GROUPS),
-    run("norm-norm", BFF, 1056, MX[1], HOPPER, 260, 4, 1, **WARP_GROUPS, stages=1),
+    run("norm-norm", BFF, 1056, MX[1], HOPPER, 132, 2, 1, **WARP_GROUPS, stages=1),
     run("add-linear", HF, 528, NV[1], BLACKWELL, 130, 3, 2, **WARP_GROUPS),
     run("silu", HF, 1024, MX[1], BLACKWELL, 130, 2, 0, **WARP_GROUPS),
     run("norm", HF, 512, TOKEN, HOPPER, 13, 1, 0, **WARP_GROUPS),
