@@ -29,6 +29,8 @@ do: nothing is taken out of the tensor cores every 128 elements of k. Their resu
 compared. "blockwise" has the op's scales, where torch and cuBLAS support them. DeepGEMM's products are the op's; scales
 are given to it as it wants them, and it compiles its kernels when they are first called."""
 DEEP_GEMM = "deep_gemm"
+Prepared = tuple[Callable[[], None], torch.Tensor]
+"""A peer's product, and where it leaves its result."""
 
 
 class FP8ProductBenchmark(Benchmark):
@@ -94,14 +96,20 @@ class FP8ProductBenchmark(Benchmark):
         return Variant(lambda i: (functions[i](),), self.bytes_moved(case), note, checked=not note)
 
     def deep_gemm(
-        self, make: Callable[[ModuleType, Tensors], Callable[[], torch.Tensor]], case: Case, sets: Sequence[Tensors]
+        self, make: Callable[[ModuleType, Tensors], Prepared], case: Case, sets: Sequence[Tensors]
     ) -> Variant | str:
         """DeepGEMM's product, that ``make`` prepares; the reason why it does not run."""
 
         def prepared(tensors: Tensors) -> Callable[[], torch.Tensor]:
             import deep_gemm
 
-            return make(deep_gemm, tensors)
+            multiply, out = make(deep_gemm, tensors)
+
+            def call() -> torch.Tensor:
+                multiply()
+                return out
+
+            return call
 
         return self.peer_of(prepared, case, sets)
 

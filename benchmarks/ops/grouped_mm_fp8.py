@@ -17,6 +17,7 @@ from ..fp8_products import (
     FLOPS_GOAL,
     STREAM_GOAL,
     FP8ProductBenchmark,
+    Prepared,
     experts_of,
     found,
     peer_mark,
@@ -118,22 +119,17 @@ class GroupedMmFp8(FP8ProductBenchmark):
         ]
 
 
-def contiguous(library: ModuleType, t: Tensors) -> Callable[[], torch.Tensor]:
+def contiguous(library: ModuleType, t: Tensors) -> Prepared:
     """DeepGEMM's product of rows one expert after the other, of which it wants multiples of 128."""
     a, b = (t["a"], rows_last(t["a_scale"])), (t["b"], t["b_scale"])
     each = t["offsets"].diff().cpu()
     if (each % BLOCK).any():
         raise ValueError("an expert's rows are no multiple of 128")
     owners = torch.arange(len(each), dtype=torch.int32).repeat_interleave(each).to(t["a"].device)
-
-    def call() -> torch.Tensor:
-        library.m_grouped_fp8_gemm_nt_contiguous(a, b, t["out"], owners)
-        return t["out"]
-
-    return call
+    return lambda: library.m_grouped_fp8_gemm_nt_contiguous(a, b, t["out"], owners), t["out"]
 
 
-def masked(library: ModuleType, t: Tensors) -> Callable[[], torch.Tensor]:
+def masked(library: ModuleType, t: Tensors) -> Prepared:
     """DeepGEMM's product of equally many rows for each expert. It writes whole tiles, for which there is room here."""
     experts, m, _ = t["a"].shape
     room = -m % DEEP_GEMM_ROWS
@@ -141,12 +137,7 @@ def masked(library: ModuleType, t: Tensors) -> Callable[[], torch.Tensor]:
     scale = torch.nn.functional.pad(t["a_scale"].transpose(0, 1).contiguous(), (0, room))
     out = t["out"].new_empty(experts, m + room, t["out"].shape[2])
     a, b = (rows, rows_last(scale)), (t["b"], t["b_scale"])
-
-    def call() -> torch.Tensor:
-        library.fp8_m_grouped_gemm_nt_masked(a, b, out, t["counts"], m)
-        return out[:, :m]
-
-    return call
+    return lambda: library.fp8_m_grouped_gemm_nt_masked(a, b, out, t["counts"], m), out[:, :m]
 
 
 BENCHMARK = GroupedMmFp8()

@@ -15,6 +15,7 @@ from ..fp8_products import (
     DTYPE,
     FLOPS_GOAL,
     FP8ProductBenchmark,
+    Prepared,
     found,
     peer_mark,
     rate,
@@ -59,14 +60,9 @@ class MmFp8Block(FP8ProductBenchmark):
             scale = t["a_scale"].t(), t["b_scale"].t()
             return lambda: torch._scaled_mm(t["a"], t["b"].t(), *scale, out_dtype=DTYPE)
 
-        def deep_gemm(library: ModuleType, t: Tensors) -> Callable[[], torch.Tensor]:
+        def deep_gemm(library: ModuleType, t: Tensors) -> Prepared:
             a, b = (t["a"], rows_last(t["a_scale"])), (t["b"], t["b_scale"])
-
-            def call() -> torch.Tensor:
-                library.fp8_gemm_nt(a, b, t["out"])
-                return t["out"]
-
-            return call
+            return lambda: library.fp8_gemm_nt(a, b, t["out"]), t["out"]
 
         if name == DEEP_GEMM:
             return self.deep_gemm(deep_gemm, case, sets)
