@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from emulated import CPU, WAIT
 from kernel_grid import BF16, FP8_LAYOUTS, FP16, FP32, FP8ProductCase
 from ptx import EmulationError, run_kernel
 from ptx.memory import Deadlock
@@ -16,7 +17,6 @@ from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.samples.grouped_mm_fp8 import contiguous, masked
 from torch_cute_ops.testing.samples.mm_fp8_block import sample
 
-CPU = torch.device("cpu")
 POISON = 777.0
 """What no kernel writes."""
 
@@ -134,7 +134,6 @@ def test_the_fewest_stages(tile: tuple[int, int, int]) -> None:
         assert torch.equal(got, want)
 
 
-WAIT = r"mbarrier\.try_wait"
 PASSED = "setp.eq.u32 p, 0, 0;"
 """In place of a wait."""
 GROUPS = Run(wgmma("counted", (128, 128, 1), BF16), (130, 3), 136, 896, 1)

@@ -7,9 +7,9 @@ import expected.moe_route
 import pytest
 import torch
 from cases import arguments
+from emulated import CPU, POISON, changed, equal, poisoned
 from kernel_grid import BF16, FP16, FP32, MoeCase
 from ptx import EmulationError, run_kernel
-from test_kernels_emulated import CPU, POISON, changed, equal, poisoned
 
 from torch_cute_ops.formats import FP8_BLOCK128
 from torch_cute_ops.formats.experts import used_rows
