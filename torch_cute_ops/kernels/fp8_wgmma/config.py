@@ -79,7 +79,7 @@ class Config:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread that multiplies, and of another."""
-        return 232, 40
+        return 224, 56
 
     @property
     def halves(self) -> int:
