@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from types import ModuleType
@@ -35,11 +35,12 @@ def sample_cases(*names: str) -> list[Any]:
     return [
         _case(op, sample)
         for op in OPS.values()
-        for sample in op.sample_inputs("meta")
+        for sample in _samples(op.name, "cpu").values()
         if not names or sample.name in names
     ]
 
 
+@cache
 def form_cases() -> list[Any]:
     """Parameters (op, name of a sample): of each op, the samples whose *form* shows something new.
 
@@ -47,20 +48,15 @@ def form_cases() -> list[Any]:
     see dtypes, dimensions, strides and arguments, and the same kernel runs whatever calls it. The sample that shows
     most facts is taken first, then the one that adds most, until every fact has been shown.
     """
-    return list(_form_cases())
-
-
-@cache
-def _form_cases() -> tuple[Any, ...]:
     cases = []
     for op in OPS.values():
-        forms = [(sample, form_of(op, sample)) for sample in op.sample_inputs("meta")]
+        forms = [(sample, form_of(op, sample)) for sample in _samples(op.name, "cpu").values()]
         missing = set().union(*(facts for _, facts in forms))
         while missing:
             sample, facts = max(forms, key=lambda form: len(form[1] & missing))
             missing -= facts
             cases.append(_case(op, sample))
-    return tuple(cases)
+    return cases
 
 
 def form_of(op: OpSpec, sample: Sample) -> set[Any]:
@@ -92,7 +88,7 @@ def _placement(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def error_cases(device: str, addresses: bool = True) -> list[Any]:
     """Parameters (op, name of an error input), with bad addresses or without."""
-    errors = [(op, error) for op in OPS.values() for error in op.error_inputs(device)]
+    errors = [(op, error) for op in OPS.values() for error in _errors(op.name, device).values()]
     return [_case(op, error) for op, error in errors if addresses or not error.is_address]
 
 
@@ -124,18 +120,27 @@ def new_sample(op: OpSpec, name: str, device: str) -> Sample:
     return computed(op, _named(op.sample_inputs(device), name), torch.device(device))
 
 
+def get_error(op: OpSpec, name: str, device: str) -> ErrorInput:
+    """The error input, with a copy of its arguments; bad outputs are those that all tests of it get."""
+    return copied(_errors(op.name, device)[name])
+
+
 @cache
 def _samples(op: str, device: str) -> dict[str, Sample]:
+    return _made(OPS[op], OPS[op].sample_inputs, device)
+
+
+@cache
+def _errors(op: str, device: str) -> dict[str, ErrorInput]:
+    return _made(OPS[op], OPS[op].error_inputs, device)
+
+
+def _made(op: OpSpec, inputs: Callable[[str], Iterable[Input]], device: str) -> dict[str, Input]:
     # Made once, since making them takes longer than most tests; and from their own seed, whatever test comes first.
-    digest = hashlib.sha256(f"{os.environ.get('TEST_SEED')} {op}".encode()).digest()
+    digest = hashlib.sha256(f"{os.environ.get('TEST_SEED')} {op.name}".encode()).digest()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(int.from_bytes(digest[:4], "little"))
-        samples = OPS[op].sample_inputs(device)
-        return {sample.name: computed(OPS[op], sample, torch.device(device)) for sample in samples}
-
-
-def get_error(op: OpSpec, name: str, device: str) -> ErrorInput:
-    return computed(op, _named(op.error_inputs(device), name), torch.device(device))
+        return {entry.name: computed(op, entry, torch.device(device)) for entry in inputs(device)}
 
 
 def computed(op: OpSpec, entry: Input, device: torch.device) -> Input:
@@ -182,8 +187,7 @@ def _named(inputs: Iterable[Any], name: str) -> Any:
 
 def good_outputs_error(op: OpSpec, device: str) -> ErrorInput:
     """An error input that is about an output, and so whose arguments are good."""
-    error = next(error for error in op.error_inputs(device) if error.out is not None)
-    return computed(op, error, torch.device(device))
+    return copied(next(error for error in _errors(op.name, device).values() if error.out is not None))
 
 
 def expected_of(op: OpSpec) -> ModuleType:

@@ -12,7 +12,6 @@ import random
 import re
 import secrets
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -93,8 +92,6 @@ def group_of(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "cases" in sys.modules:
-        sys.modules["cases"].samples_seed = config.stash[BASE_SEED]
     for item in items:
         if GPU_MISSING and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=GPU_MISSING))
@@ -120,7 +117,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     digest = hashlib.sha256(f"{item.config.stash[BASE_SEED]} {item.nodeid}".encode()).digest()
     seed = int.from_bytes(digest[:4], "little")
     random.seed(seed)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if not GPU_MISSING:
+        torch.cuda.manual_seed_all(seed)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,9 +9,9 @@ from kernel_grid import BF16, FP16, FP32
 CPU = torch.device("cpu")
 POISON = 0xEE
 HOPPER, BLACKWELL = "sm_90a", "sm_100a"
-WAIT = r"mbarrier\.try_wait"
-PASSED = "setp.eq.u32 P1, 0, 0;"
-"""In place of a wait of the DSL."""
+WAIT = r"mbarrier\.try_wait\S*\s+(\w+),"
+PASSED = r"setp.eq.u32 \1, 0, 0;"
+"""In place of a wait: it is over."""
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -29,16 +29,16 @@ def equal(name: str, got: torch.Tensor | None, want: torch.Tensor | None) -> Non
         assert not where, f"{name} differs, first in bytes {where}"
 
 
-def changed(pattern: str, number: int = 0, to: str = "") -> Any:
-    """An edit of PTX: one of the instructions that match becomes another, or goes."""
+def changed(pattern: str, number: int | None = 0, to: str = "") -> Any:
+    """An edit of PTX: one of the instructions that match becomes another, or goes; with ``None``, all of them. ``to``
+    may name groups of the pattern."""
 
     def edit(ptx: str) -> str:
-        match = list(re.finditer(rf"^\s*{pattern}[^;]*;", ptx, re.M))[number]
-        return ptx[: match.start()] + to + ptx[match.end() :]
+        matches = list(re.finditer(rf"{pattern}[^;]*;", ptx))
+        if not matches:
+            raise LookupError(pattern)  # which a test of an edit does not take for what the edit broke
+        for match in reversed(matches if number is None else [matches[number]]):
+            ptx = ptx[: match.start()] + match.expand(to) + ptx[match.end() :]
+        return ptx
 
     return edit
-
-
-def replaced(pattern: str, to: str = "") -> Any:
-    """An edit of PTX: whatever matches becomes something else, or goes."""
-    return lambda ptx: re.sub(pattern, to, ptx)

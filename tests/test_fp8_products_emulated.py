@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from emulated import CPU, WAIT
+from emulated import CPU, PASSED, WAIT, changed
 from kernel_grid import BF16, FP8_LAYOUTS, FP16, FP32, FP8ProductCase
 from ptx import EmulationError, run_kernel
 from ptx.memory import Deadlock
@@ -134,25 +134,11 @@ def test_the_fewest_stages(tile: tuple[int, int, int]) -> None:
         assert torch.equal(got, want)
 
 
-PASSED = "setp.eq.u32 p, 0, 0;"
-"""In place of a wait."""
 GROUPS = Run(wgmma("counted", (128, 128, 1), BF16), (130, 3), 136, 896, 1)
 PAIRS = Run(wgmma("counted", (128, 128, 2), BF16), (130, 3), 136, 896, 2)
 SWAPPED = Run(wgmma("masked", (16, 128, 1), BF16), (3, 5), 136, 1792, 1, room=8)
 SHARED = Run(wgmma("masked", (16, 128, 2), BF16), (3, 5), 264, 512, 2, room=8)
 WARPS = Run(mma("counted", 16, BF16, "sm_120a"), (19, 3), 136, 768, 1)
-
-
-def changed(pattern: str, number: int | None = None, to: str = "") -> Any:
-    """An edit of PTX: one of the instructions that match becomes another, or goes; without a number, all of them."""
-
-    def edit(ptx: str) -> str:
-        matches = list(re.finditer(rf"{pattern}[^;]*;", ptx))
-        for match in reversed(matches if number is None else [matches[number]]):
-            ptx = ptx[: match.start()] + to + ptx[match.end() :]
-        return ptx
-
-    return edit
 
 
 def told_twice(ptx: str) -> str:
@@ -165,7 +151,7 @@ def told_twice(ptx: str) -> str:
     [
         pytest.param(GROUPS, changed(WAIT, None, PASSED), id="copies there"),
         pytest.param(GROUPS, changed(WAIT, 0, PASSED), id="stage free"),
-        pytest.param(GROUPS, changed(r"wgmma\.wait_group\.sync\.aligned"), id="products done"),
+        pytest.param(GROUPS, changed(r"wgmma\.wait_group\.sync\.aligned", None), id="products done"),
         pytest.param(GROUPS, changed(r"bar\.warp\.sync", 0), id="scales stored"),
         # Of the seventh block, which is the third of those that a warp loads together: there are six stages.
         pytest.param(GROUPS, changed(WAIT, 3, PASSED), id="stage free for scales"),
@@ -175,15 +161,15 @@ def told_twice(ptx: str) -> str:
         pytest.param(GROUPS, changed(r"bar\.sync\s+0", 0), id="sums of warps there"),
         pytest.param(GROUPS, changed(r"bar\.sync\s+0", 1), id="table there"),
         pytest.param(PAIRS, changed(WAIT, 0, PASSED), id="stage free in both"),
-        pytest.param(PAIRS, changed(r"barrier\.cluster\.(?:arrive|wait)"), id="pairs meet"),
+        pytest.param(PAIRS, changed(r"barrier\.cluster\.(?:arrive|wait)", None), id="pairs meet"),
         pytest.param(PAIRS, told_twice, id="peer told"),
         pytest.param(SWAPPED, changed(WAIT, 0, PASSED), id="stage free, swapped"),
-        pytest.param(SWAPPED, changed(r"wgmma\.wait_group\.sync\.aligned"), id="products done, swapped"),
+        pytest.param(SWAPPED, changed(r"wgmma\.wait_group\.sync\.aligned", None), id="products done, swapped"),
         pytest.param(SHARED, changed(WAIT, -1, PASSED), id="sums left"),
         pytest.param(SHARED, changed(WAIT, -2, PASSED), id="sums read"),
         pytest.param(SHARED, told_twice, id="peer told of sums"),
-        pytest.param(SHARED, changed(r"barrier\.cluster\.(?:arrive|wait)"), id="cluster meets"),
-        pytest.param(WARPS, changed(r"cp\.async\.wait_group"), id="copies of warps there"),
+        pytest.param(SHARED, changed(r"barrier\.cluster\.(?:arrive|wait)", None), id="cluster meets"),
+        pytest.param(WARPS, changed(r"cp\.async\.wait_group", None), id="copies of warps there"),
         pytest.param(WARPS, changed(r"bar\.sync\s+0", 2), id="block there for all"),
         pytest.param(WARPS, changed(r"bar\.sync\s+0", 3), id="last block read"),
     ],

@@ -310,7 +310,7 @@ def test_rows_of_a_warp_take_their_amax_again() -> None:
     check(config.problem, got, expected(config.problem, *given))
 
 
-# Products of FP4 weights
+# What orders a kernel
 
 
 @pytest.mark.parametrize(

@@ -88,16 +88,13 @@ def create(venv: Path, python: Path) -> None:
         sys.exit(1)
     if torch_is_right(base["torch"]):
         # Not --system-site-packages: from inside a virtual environment that shows the packages of the Python below it.
-        site_packages = subprocess.check_output(
-            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'), end='')"], text=True
-        )
         lines = [f"import site; site.addsitedir({folder!r})\n" for folder in base["sites"]]
-        Path(site_packages, "base_packages.pth").write_text("".join(lines))
+        Path(site_packages(python), "base_packages.pth").write_text("".join(lines))
 
 
 def install(python: Path, extras: set[str]) -> dict[str, Any]:
     """Install torch, then the project with `extras`, and say what is there."""
-    pip = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    pip = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile")
     found = probe(python)
     if torch_is_right(found["torch"]):
         print(f"keeping torch {found['torch']}", flush=True)
@@ -124,6 +121,8 @@ def install(python: Path, extras: set[str]) -> dict[str, Any]:
         constraints.write_text("\n".join([*pins, f"torch=={found['torch']}", ""]))
         # No build isolation: pip's isolated build would see a linked environment's setuptools, perhaps too old, first.
         _run(*pip, "-c", str(constraints), "--no-build-isolation", "-e", target)
+    # What pip would do in one process. Some packages carry files that do not compile.
+    subprocess.call([python, "-m", "compileall", "-qq", "-j", "0", site_packages(python)])
     return found
 
 
@@ -132,6 +131,12 @@ def probe(python: str | Path) -> dict[str, Any]:
     output = subprocess.check_output([python, "-c", PROBE], text=True, stderr=subprocess.DEVNULL)
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return result
+
+
+def site_packages(python: Path) -> str:
+    """Where `python`'s own packages are."""
+    code = "import sysconfig; print(sysconfig.get_path('purelib'), end='')"
+    return subprocess.check_output([python, "-c", code], text=True)
 
 
 def requirement(package: str) -> str:

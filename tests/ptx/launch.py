@@ -36,11 +36,11 @@ _compiled: dict[Any, Compiled] = {}
 
 
 def compile_ptx(kernel: Any, arch: Arch) -> Compiled:
-    """Compile once and keep; line information does not change the code."""
+    """Compile once and keep. The machine code that is made of the PTX besides is not used, so it is not optimised."""
     key = key_of(kernel, arch)
     if key not in _compiled:
         with tempfile.TemporaryDirectory() as folder:
-            options = f"--keep-ptx --dump-dir={folder} --generate-line-info"
+            options = f"--keep-ptx --dump-dir={folder} --ptxas-options=-O0"
             compiled = trace_and_compile(kernel, arch, options)
             ptx = compiled.artifacts.PTX
         _compiled[key] = Compiled(_programs(ptx), ptx, compiled.ir_module)
