@@ -28,8 +28,9 @@ from typing import Any
 
 import numpy as np
 
+import ptx.instructions  # noqa: F401  (makes the instructions known)
 from ptx.arithmetic import F32_NAN, TYPES, UNSIGNED, Array
-from ptx.instructions import Decoder, Step
+from ptx.decoder import Decoder, Step
 from ptx.memory import (
     ALLOCATED,
     BARRIER,

@@ -1,0 +1,256 @@
+"""Instructions to steps: operands, and what the functions of ``ptx.instructions`` are given and return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ptx.arithmetic import IGNORED, PURE, TYPES, UNSIGNED, Array, Op, Type, type_of
+from ptx.parser import Imm, Instruction, Mem, Operand, Reg, Symbol, Vec
+
+if TYPE_CHECKING:
+    from ptx.machine import Machine
+
+
+@dataclass
+class Source:
+    """An operand: the register that it is from, if any, and how its array is had from all registers'."""
+
+    slot: int | None
+    value: Callable[[dict[int, Array]], Array]
+
+    def __call__(self, values: dict[int, Array]) -> Array:
+        return self.value(values)
+
+
+@dataclass
+class Target:
+    """A register that a result goes to."""
+
+    slot: int
+    width: int
+    signed: bool
+
+    def store(self, value: Array) -> Array:
+        """The register's bits."""
+        if self.width == 1:
+            return value
+        bits = 8 * value.dtype.itemsize
+        if bits == self.width:
+            return value.view(UNSIGNED[bits])
+        if self.signed:
+            return value.view(f"i{bits // 8}").astype(f"i{self.width // 8}").view(UNSIGNED[self.width])
+        return value.view(UNSIGNED[bits]).astype(UNSIGNED[self.width])
+
+
+@dataclass
+class Guard:
+    slot: int
+    negated: bool
+
+
+@dataclass
+class Step:
+    """One decoded instruction.
+
+    ``kind``: ``warp`` steps run when all lanes of ``mask`` are there; ``block`` steps return which threads may go on.
+    ``run(threads, *sources)`` returns one array for each target. ``undefined``: what is done about sources that come
+    from memory that nobody wrote; ``load`` and ``store`` must know their address, and a store to global memory what it
+    stores. ``orders``: of a ``warp`` step, whether lanes that met there know what the others did; see ``Machine``.
+    ``load``: the number of a load that may be from shared memory; ``needs``: of those whose results the step needs.
+    """
+
+    instruction: Instruction
+    sources: list[Source]
+    targets: list[Target | None]
+    run: Callable[..., Any]
+    kind: Literal["plain", "branch", "exit", "warp", "block"] = "plain"
+    mask: Source | None = None
+    target: int = 0
+    guard: Guard | None = None
+    reads: list[int] = field(default_factory=list)
+    values: list[Callable[[dict[int, Array]], Array]] = field(default_factory=list)
+    undefined: Literal["pass", "select", "and", "or", "load", "store", "shuffle", "nan", "error"] = "error"
+    orders: bool = True
+    load: int | None = None
+    needs: list[int] = field(default_factory=list)
+
+
+Effect = Callable[["Decoder", Instruction, list[str]], Step]
+EFFECTS: dict[str, Effect] = {}
+
+
+def effect(names: str) -> Callable[[Effect], Effect]:
+    def enter(function: Effect) -> Effect:
+        for name in names.split():
+            EFFECTS[name] = function
+        return function
+
+    return enter
+
+
+class Decoder:
+    """Decodes for one machine: constants are in the steps."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self.slots: dict[str, int] = {}
+        self.widths: list[int] = []
+        self.reads: list[int] = []
+
+    def decode(self, instruction: Instruction) -> Step:
+        """Raises NotImplementedError for what is unknown."""
+        self.reads = []
+        parts = instruction.opcode.split(".")
+        step = None
+        for count in range(len(parts), 0, -1):
+            name = ".".join(parts[:count])
+            if name in EFFECTS:
+                step = EFFECTS[name](self, instruction, parts[count:])
+                break
+            if name in PURE:
+                step = self._pure(instruction, name, parts[count:])
+                break
+        if step is None:
+            raise unknown(instruction)
+        if instruction.guard is not None:
+            step.guard = Guard(self._slot(instruction.guard), instruction.guard.negated)
+            self.reads.append(step.guard.slot)
+        step.reads = self.reads
+        step.values = [source.value for source in step.sources]
+        return step
+
+    def end(self) -> Step:
+        """What is behind the last instruction."""
+        return Step(
+            Instruction("exit", [], None, "end of the kernel", 0),
+            [],
+            [],
+            lambda threads: None,
+            "exit",
+            undefined="pass",
+        )
+
+    def _slot(self, register: Reg) -> int:
+        if register.name not in self.slots:
+            self.slots[register.name] = len(self.widths)
+            self.widths.append(register.width)
+        return self.slots[register.name]
+
+    def _pure(self, instruction: Instruction, name: str, parts: list[str]) -> Step:
+        operation = PURE[name]
+        types = tuple(TYPES[part] for part in parts if part in TYPES)
+        mods = frozenset(part for part in parts if part not in TYPES)
+        # Most functions know a single type.
+        mixed = len(types) > 1 and "d" not in (operation.out, *operation.ins)
+        if mods - operation.mods or not types or mixed:
+            raise unknown(instruction)
+        op = Op(instruction.opcode, mods, types)
+        first, *rest = instruction.operands
+        result = type_of(op, operation.out)
+        pair = isinstance(first, Vec)
+        targets = [self.target(one, result) for one in (first.items if pair else (first,))]
+        sources = []
+        for i, operand in enumerate(rest):
+            sources.append(self.source(operand, type_of(op, operation.ins[min(i, len(operation.ins) - 1)])))
+        function = operation.function
+
+        def run(threads: Array, *values: Array) -> tuple[Array, ...]:
+            value = function(op, *values)
+            return (value, ~value) if pair else (value,)
+
+        undefined: Any = {"selp": "select", "and": "and", "or": "or"}.get(name, "pass")
+        return Step(instruction, sources, targets, run, undefined=undefined)
+
+    # Operands
+
+    def target(self, operand: Operand, type: Type) -> Target | None:
+        if isinstance(operand, Symbol) and operand.name == "_":
+            return None
+        if not isinstance(operand, Reg):
+            raise NotImplementedError(f"target {operand}")
+        return Target(self._slot(operand), operand.width, type.is_signed)
+
+    def source(self, operand: Operand, type: Type) -> Source:
+        """Arrays of ``type``, with one element a thread or a single one."""
+        if isinstance(operand, Reg):
+            return self._register(operand, type)
+        if isinstance(operand, Symbol) and operand.name in self.machine.symbols:
+            operand = Imm(self.machine.symbols[operand.name][1])
+        if not isinstance(operand, Imm):
+            raise NotImplementedError(f"operand {operand}")
+        value = self._constant(operand, type)
+        return Source(None, lambda values: value)
+
+    def _constant(self, operand: Imm, type: Type) -> Array:
+        if type.name == "pred":
+            return np.array([bool(operand.value)])
+        bits = operand.value
+        if operand.float_width == 64 and type.name == "f32":
+            return np.array([bits], np.uint64).view(np.float64).astype(np.float32)
+        if operand.float_width and operand.float_width != type.bits:
+            raise NotImplementedError(f"{operand} as {type.name}")
+        if not operand.float_width and type.name in ("f32", "f64"):
+            raise NotImplementedError(f"{operand} as {type.name}")
+        raw = np.array([bits % (1 << type.bits)], dtype=np.uint64).astype(UNSIGNED[type.bits])
+        return raw.view(type.dtype)
+
+    def _register(self, operand: Reg, type: Type) -> Source:
+        slot = self._slot(operand)
+        self.reads.append(slot)
+        if type.name == "pred" or operand.width == 1:
+            if (type.name == "pred") != (operand.width == 1):
+                raise NotImplementedError(f"{operand} as {type.name}")
+            return Source(slot, (lambda values: ~values[slot]) if operand.negated else (lambda values: values[slot]))
+        if operand.width == type.bits:
+            dtype = type.dtype
+            if dtype == UNSIGNED[type.bits]:
+                return Source(slot, lambda values: values[slot])
+            return Source(slot, lambda values: values[slot].view(dtype))
+        if operand.width > type.bits:
+            return Source(slot, lambda values: values[slot].astype(UNSIGNED[type.bits]).view(type.dtype))
+        raise NotImplementedError(f"{operand} as {type.name}")
+
+    def address(self, operand: Operand) -> Source:
+        """Addresses as int64."""
+        if not isinstance(operand, Mem):
+            raise NotImplementedError(f"address {operand}")
+        offset = np.int64(operand.offset)
+        if isinstance(operand.base, Reg):
+            type = TYPES["u32" if operand.base.width == 32 else "u64"]
+            base = self.source(operand.base, type)
+            mask = np.int64(0xFFFFFFFF if type.bits == 32 else -1)
+            return Source(base.slot, lambda values: (base(values).astype(np.int64) + offset) & mask)
+        base = self.source(operand.base, TYPES["u64"])
+        value = base({}).astype(np.int64) + offset
+        return Source(None, lambda values: value)
+
+
+def unknown(instruction: Instruction) -> NotImplementedError:
+    return NotImplementedError(f"no model of {instruction}")
+
+
+def modifiers(instruction: Instruction, parts: list[str], known: str) -> tuple[set[str], list[Type]]:
+    """Modifiers and types; a modifier that is not known makes the instruction unknown."""
+    types = [TYPES[part] for part in parts if part in TYPES]
+    mods = {part for part in parts if part not in TYPES}
+    if mods - set(known.split()) - IGNORED:
+        raise unknown(instruction)
+    return mods, types
+
+
+def acts(ins: Instruction, sources: list[Source], act: Callable[..., None]) -> Step:
+    """A step without results: ``act(threads, *sources)``."""
+
+    def run(threads: Array, *values: Array) -> tuple:
+        act(threads, *values)
+        return ()
+
+    return Step(ins, sources, [], run)
+
+
+def nothing(threads: Array, *sources: Array) -> tuple:
+    return ()

@@ -1,0 +1,9 @@
+"""What each instruction does that is not only arithmetic, a module for each kind; importing this makes all known.
+
+To add an instruction that only computes, add a function to ``ptx.arithmetic``. Otherwise add one here under ``effect``:
+it gets a ``Decoder``, the ``Instruction`` and its modifiers, and returns a ``Step``.
+"""
+
+from ptx.instructions import accesses, barriers, copies, products, registers, warps
+
+__all__ = ["accesses", "barriers", "copies", "products", "registers", "warps"]

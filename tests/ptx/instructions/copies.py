@@ -1,0 +1,328 @@
+"""Asynchronous copies: of threads (``cp.async``), in bulk, by tensor map, and ``st.async``."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ptx.arithmetic import TYPES, UNSIGNED, Array
+from ptx.decoder import Decoder, Step, acts, effect, modifiers, unknown
+from ptx.instructions.accesses import SPACES
+from ptx.instructions.products import swizzled
+from ptx.memory import WRITTEN, EmulationError, Fault, Misaligned
+from ptx.parser import Imm, Instruction, Reg, Vec
+
+if TYPE_CHECKING:
+    from ptx.machine import Machine
+
+
+@effect("cp.async.ca cp.async.cg")
+def _cp_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    mods, _ = modifiers(ins, parts, "shared shared::cta global L2::64B L2::128B L2::256B L2::cache_hint")
+    target, source, size, *rest = ins.operands
+    if size.value not in ((16,) if ".cg." in ins.opcode else (4, 8, 16)):
+        raise unknown(ins)
+    if "L2::cache_hint" in mods:
+        rest.pop()
+    # How many bytes to read; or a predicate: whether to read none.
+    (count,) = rest or (size,)
+    ignores = isinstance(count, Reg) and count.width == 1
+    m = d.machine
+
+    def run(threads: Array, target: Array, source: Array, count: Array) -> tuple:
+        counts = np.where(count, 0, size.value) if ignores else count.astype(np.int64)
+        target, source, counts = (np.broadcast_to(x, len(threads)) for x in (target, source, counts))
+        m.start_group(threads, _some_cp_async(m, threads, target, source, size.value, counts))
+        return ()
+
+    sources = [d.address(target), d.address(source), d.source(count, TYPES["pred" if ignores else "u32"])]
+    return Step(ins, sources, [], run)
+
+
+def _some_cp_async(
+    m: Machine, threads: Array, target: Array, source: Array, size: int, counts: Array
+) -> Callable[[], None]:
+    """Check everything now; copy later, and zeros in place of what is not read."""
+    bad = np.flatnonzero((counts > size) | (source % size != 0))
+    if len(bad):
+        kind = EmulationError if counts[bad[0]] > size else Misaligned
+        raise Fault(kind, bad[0], f"{counts[bad[0]]} of {size} bytes at {source[bad[0]]:#x}")
+    width = 1 if (counts % 4).any() else 4
+    rows, columns = np.nonzero(np.arange(0, size, width) < counts[:, None])
+    places: Any = []
+    if len(rows):
+        places = m.checked(rows, m.places, "global", threads[rows], source[rows] + width * columns)
+    for subset, memory, bank, offset in places:
+        m.checked(rows[subset], memory.load, bank, offset, width, 1)
+    ctas, offsets = m.shared_place("shared", threads, target)
+    words = np.zeros((len(threads), size // 4), np.uint32)
+    m.shared.store(ctas, offsets, 4, list(words.T))
+    m.races.write(threads, ctas, offsets, size, m.committed[threads])
+    # Bytes under way are not there, whatever was there before.
+    for i in range(0, size, 4):
+        m.shared.forget(ctas, offsets + i, 4)
+
+    def execute() -> None:
+        data = words.view(UNSIGNED[8 * width])
+        for subset, memory, bank, offset in places:
+            data[rows[subset], columns[subset]] = memory.load(bank, offset, width, 1)[0][0]
+        m.shared.store(ctas, offsets, 4, list(words.T))
+
+    return execute
+
+
+@effect("cp.async.commit_group")
+def _commit_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    machine = d.machine
+
+    def run(threads: Array) -> tuple:
+        machine.committed[threads] += 1
+        return ()
+
+    return Step(ins, [], [], run)
+
+
+@effect("cp.async.wait_group cp.async.wait_all")
+def _wait_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    most = ins.operands[0].value if ins.operands else None
+    machine = d.machine
+    return Step(ins, [], [], lambda threads: machine.wait_async(threads, most), "block")
+
+
+@effect("cp.async.bulk")
+def _bulk(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    known = "mbarrier::complete_tx::bytes bulk_group L2::cache_hint"
+    modifiers(ins, parts, known + " " + " ".join(SPACES))
+    target, source = parts[:2]
+    if target.startswith("shared") and source == "global":
+        return _bulk_to_shared(d, ins, target)
+    if target == "global" and source.startswith("shared") and "bulk_group" in parts:
+        return _bulk_to_global(d, ins)
+    raise unknown(ins)
+
+
+def _bulk_to_shared(d: Decoder, ins: Instruction, space: str) -> Step:
+    m = d.machine
+
+    def run(threads: Array, target: Array, source: Array, size: Array, barrier: Array) -> tuple:
+        source, size = (np.broadcast_to(x, len(threads)) for x in (source, size))
+
+        def bytes_of(i: int) -> Bytes:
+            return int(size[i]), _global_bytes(m, threads[i : i + 1], source[i : i + 1], int(size[i]))
+
+        return _start_to_shared(m, space, threads, target, barrier, bytes_of)
+
+    target, source, size, barrier = ins.operands[:4]
+    sources = [d.address(target), d.address(source), d.source(size, TYPES["u32"]), d.address(barrier)]
+    return Step(ins, sources, [], run)
+
+
+Bytes = tuple[int, Callable[[], Array]]
+"""How many bytes a copy has, and what reads them when it is executed."""
+
+
+def _global_bytes(m: Machine, thread: Array, address: Array, size: int) -> Callable[[], Array]:
+    """What reads ``size`` bytes of global memory later; they are checked now."""
+    ((_, memory, bank, start),) = m.places("global", thread, address)
+    there = memory.span(int(bank[0]), int(start[0]), size, True)
+    return lambda: memory.data[there]
+
+
+def _start_to_shared(
+    m: Machine,
+    space: str,
+    threads: Array,
+    target: Array,
+    barrier: Array,
+    bytes_of: Callable[[int], Bytes],
+    masks: Array | None = None,
+) -> tuple:
+    """Start a copy for each of the threads: check everything now, copy later. ``bytes_of(i)``: those of the i-th;
+    ``masks``: the ranks of the CTAs that get them, at the same place, and whose barriers count them."""
+    target, barrier = (np.broadcast_to(x, len(threads)) for x in (target, barrier))
+    ctas, offsets = m.shared_place(space, threads, target)
+    barrier_ctas, barriers = m.shared_place(space, threads, barrier)
+    for i, thread in enumerate(threads.tolist()):
+        cta = int(ctas[i])
+        try:
+            if barrier_ctas[i] != cta:
+                raise Fault(EmulationError, 0, "the mbarrier is in another CTA than the target")
+            ctas_of_copy = [cta]
+            if masks is not None and masks[i]:
+                ctas_of_copy = [int(m.cta_of_rank[m.cluster[thread], rank]) for rank in _bits(int(masks[i]))]
+            for one in ctas_of_copy:
+                m.start(thread, _one_to_shared(m, thread, one, int(offsets[i]), int(barriers[i]), *bytes_of(i)), (one,))
+        except Fault as fault:
+            fault.position = i
+            raise
+    return ()
+
+
+def _bits(mask: int) -> list[int]:
+    """The places of ones."""
+    return [i for i in range(mask.bit_length()) if mask >> i & 1]
+
+
+def _one_to_shared(
+    m: Machine, thread: int, cta: int, offset: int, barrier: int, size: int, read: Callable[[], Array]
+) -> Callable[[], None]:
+    here = m.shared.span(cta, offset, size, False)
+    agent = m.races.begin(thread)
+    m.races.read(np.array([thread]), np.array([cta]), np.array([barrier]), 8)
+
+    def execute() -> None:
+        m.shared.data[here] = read()
+        m.shared.flags[here] |= WRITTEN
+        m.races.copy_writes(agent, cta, offset, size)
+        m.races.copy_arrives(agent, ("mbarrier", cta, barrier))
+        m.mbarrier_complete(cta, barrier, size)
+
+    # Bytes under way are not there, whatever was there before.
+    m.shared.flags[here] &= np.uint8(0xFF ^ WRITTEN)
+    return execute
+
+
+@effect("cp.async.bulk.tensor.2d cp.async.bulk.tensor.3d")
+def _tensor_copy(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    """A box of one of some matrices of bytes to shared memory; zeros for what is beyond the matrix."""
+    known = "shared::cta shared::cluster global tile mbarrier::complete_tx::bytes multicast::cluster L2::cache_hint"
+    mods, _ = modifiers(ins, parts, known)
+    m = d.machine
+
+    def run(threads: Array, target: Array, map: Array, barrier: Array, mask: Array, *coordinates: Array) -> tuple:
+        target, map, *coordinates = (np.broadcast_to(x, len(threads)) for x in (target, map, *coordinates))
+
+        def bytes_of(i: int) -> Bytes:
+            thread = threads[i : i + 1]
+            box = TensorMap(_global_bytes(m, thread, map[i : i + 1], 128)().tobytes())
+            return box.size, _box_bytes(m, thread, int(target[i]), box, *(int(x[i]) for x in coordinates))
+
+        return _start_to_shared(m, parts[0], threads, target, barrier, bytes_of, np.broadcast_to(mask, len(threads)))
+
+    target, source, barrier, *rest = ins.operands
+    map, *coordinates = source.items
+    # Without multicast, zero: to the CTA that the address is of.
+    mask = rest[0] if "multicast::cluster" in mods else Imm(0)
+    sources = [d.address(target), d.address(map), d.address(barrier), d.source(mask, TYPES["u16"])]
+    return Step(ins, [*sources, *(d.source(x, TYPES["s32"]) for x in coordinates)], [], run)
+
+
+class TensorMap:
+    """What the DSL's host code writes for matrices of bytes, one box of one of which is copied. (The format is not
+    documented; this is what is seen.)"""
+
+    def __init__(self, data: bytes):
+        words = struct.unpack("<32I", data)
+        self.address = words[0] | words[1] << 32
+        self.pitch, self.matrix_pitch = words[3] * 16, words[4] * 16
+        self.width, self.height, self.matrices = words[8] + 1, words[9] + 1, words[10] + 1
+        self.box_width, self.box_height = (words[13] >> 24) + 1, (words[14] & 0xFF) + 1
+        self.size = self.box_width * self.box_height
+        self.swizzle_bits = words[2] >> 13 & 3
+
+
+def _box_bytes(
+    m: Machine, thread: Array, target: int, box: TensorMap, column: int, row: int, matrix: int = 0
+) -> Callable[[], Array]:
+    """What reads a box later, in the order of shared memory; what is beyond the matrix is zero."""
+    if matrix >= box.matrices:
+        raise Fault(EmulationError, 0, f"matrix {matrix} of {box.matrices}")
+    width, height = min(box.box_width, box.width - column), min(box.box_height, box.height - row)
+    start = box.address + matrix * box.matrix_pitch + row * box.pitch + column
+    rows = [
+        _global_bytes(m, thread, np.array([start + i * box.pitch], np.uint64), width) for i in range(max(height, 0))
+    ]
+    place = swizzled(target + np.arange(box.size), box.swizzle_bits)
+
+    def read() -> Array:
+        contents = np.zeros((box.box_height, box.box_width), np.uint8)
+        for i, part in enumerate(rows):
+            contents[i, :width] = part()
+        ordered = np.empty(box.size, np.uint8)
+        ordered[place - target] = contents.reshape(-1)
+        return ordered
+
+    return read
+
+
+def _bulk_to_global(d: Decoder, ins: Instruction) -> Step:
+    m = d.machine
+
+    def run(threads: Array, target: Array, source: Array, size: Array) -> tuple:
+        target, source, size = (np.broadcast_to(x, len(threads)) for x in (target, source, size))
+        ctas, offsets = m.shared_place("shared", threads, source)
+        for i, thread in enumerate(threads.tolist()):
+            cta, offset, count = int(ctas[i]), int(offsets[i]), int(size[i])
+            try:
+                ((_, memory, bank, start),) = m.places("global", threads[i : i + 1], target[i : i + 1])
+                there = memory.span(int(bank[0]), int(start[0]), count, False)
+                here = m.shared.span(cta, offset, count, True)
+                reads = m.races.copy_reads(m.races.begin(thread), cta, offset, count)
+            except Fault as fault:
+                fault.position = i
+                raise
+
+            def execute(memory=memory, there=there, here=here) -> None:
+                memory.data[there] = m.shared.data[here]
+
+            m.start(thread, execute, (cta,), reads)
+        return ()
+
+    target, source, size = ins.operands[:3]
+    return Step(ins, [d.address(target), d.address(source), d.source(size, TYPES["u32"])], [], run)
+
+
+@effect("cp.async.bulk.commit_group")
+def _commit(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    return acts(ins, [], d.machine.commit_group)
+
+
+@effect("cp.async.bulk.wait_group")
+def _wait_group(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    modifiers(ins, parts, "read")
+    most = ins.operands[0].value
+    machine = d.machine
+    return Step(ins, [], [], lambda threads: machine.wait_group(threads, most), "block")
+
+
+@effect("st.async")
+def _st_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    _, (type,) = modifiers(ins, parts, "weak shared::cluster mbarrier::complete_tx::bytes v2 v4")
+    address, value, barrier = ins.operands
+    items = value.items if isinstance(value, Vec) else (value,)
+    bits = TYPES[f"b{type.bits}"]
+    m, width = d.machine, type.bits // 8
+
+    def run(threads: Array, address: Array, barrier: Array, *values: Array) -> tuple:
+        values = [np.broadcast_to(value, len(threads)) for value in values]
+        ctas, offsets = m.shared_place("shared::cluster", threads, address)
+        barrier_ctas, barriers = m.shared_place("shared::cluster", threads, barrier)
+        m.shared.locate(ctas, offsets, width, len(values))
+        for i, thread in enumerate(threads.tolist()):
+            if barrier_ctas[i] != ctas[i]:
+                raise Fault(EmulationError, i, "the mbarrier is in another CTA than the target")
+            sent = [value[i : i + 1] for value in values]
+            copy = _one_st_async(m, thread, ctas[i : i + 1], offsets[i : i + 1], width, sent, int(barriers[i]))
+            m.start(thread, copy, (int(ctas[i]),))
+        return ()
+
+    sources = [d.address(address), d.address(barrier), *(d.source(item, bits) for item in items)]
+    return Step(ins, sources, [], run)
+
+
+def _one_st_async(
+    m: Machine, thread: int, cta: Array, offset: Array, width: int, values: list[Array], barrier: int
+) -> Callable[[], None]:
+    agent = m.races.begin(thread)
+    where, size = int(cta[0]), width * len(values)
+
+    def execute() -> None:
+        m.shared.store(cta, offset, width, values)
+        m.races.copy_writes(agent, where, int(offset[0]), size)
+        m.races.copy_arrives(agent, ("mbarrier", where, barrier))
+        m.mbarrier_complete(where, barrier, size)
+
+    return execute
