@@ -338,10 +338,13 @@ def only_updates(op: OpSpec, sample: Sample) -> Iterator[None]:
 
 def arguments(op: OpSpec, sample: Sample | ErrorInput) -> dict[str, Any]:
     """The sample's arguments by name, defaults filled in."""
-    bound = inspect.signature(op.function).bind(*sample.args, **sample.kwargs)
+    bound = _signature(op.function).bind(*sample.args, **sample.kwargs)
     bound.apply_defaults()
     bound.arguments.pop("out")
     return dict(bound.arguments)
+
+
+_signature = cache(inspect.signature)
 
 
 def named(op: OpSpec, given: dict[str, Any]) -> Sample:

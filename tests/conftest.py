@@ -77,6 +77,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid)
 
+        def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+            nodeid = self.registered_collections[node][item_index]
+            work, group = self.assigned_work[node], group_of(nodeid)
+            work[group][nodeid] = True
+            if all(work[group].values()):
+                del work[group]  # all that is there is gone through after each test, and there are thousands
+            self._reschedule(node)
+
     return BySample(config, log)
 
 

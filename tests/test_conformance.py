@@ -61,23 +61,15 @@ def test_samples_are_many_and_distinct(op, device):
 
 @by_sample
 def test_result(op, name, device):
+    """Of the op; and of the reference, which runs on a GPU too, where users may compare with it."""
     sample = get_sample(op, name, device)
     given = arguments(op, sample)
-    actual = run(op, sample)
-    assert all(output.device.type == device for output in actual)
-    expected_of(op).assert_results(actual, expected_of(op).results(given), given)
-
-
-@by_sample
-def test_reference(op, name, device):
-    """The reference runs on a GPU too, where users may compare with it."""
-    sample = get_sample(op, name, device)
-    expected = expected_of(op).results(arguments(op, sample))
-    sample = private(op, sample)
-    outputs = defined(op, sample, as_tuple(op.reference(*sample.args, **sample.kwargs)))
-    outputs = (*outputs, *updated(op, sample))
-    assert all(output.device.type == device for output in outputs)
-    expected_of(op).assert_results(outputs, expected, arguments(op, sample))
+    expected = expected_of(op).results(given)
+    copy = private(op, sample)
+    outputs = defined(op, copy, as_tuple(op.reference(*copy.args, **copy.kwargs)))
+    for results in (run(op, sample), (*outputs, *updated(op, copy))):
+        assert all(output.device.type == device for output in results)
+        expected_of(op).assert_results(results, expected, given)
 
 
 @by_sample
@@ -190,19 +182,19 @@ def test_function_is_op(op, name, device):
 
 
 @by_form
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_without_gradients(op, name, device, mode):
+def test_without_gradients(op, name, device):
     """In these modes an input may require grad, and results are the same."""
     sample = get_sample(op, name, device)
     want = run(op, sample)
     for tensor in tensors_in(sample):
         if tensor.is_leaf and tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
             tensor.requires_grad_()
-    with mode():
-        outputs = out_for(op, want)
-        for got in (run(op, sample), run_function(op, sample), run_out(op, sample, outputs)):
-            assert_same(got, want)
-            assert not any(output.requires_grad for output in got[: len(op.outputs)])
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            outputs = out_for(op, want)
+            for got in (run(op, sample), run_function(op, sample), run_out(op, sample, outputs)):
+                assert_same(got, want)
+                assert not any(output.requires_grad for output in got[: len(op.outputs)])
 
 
 # Fakes
@@ -241,28 +233,33 @@ UTILS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_a
 UNCHECKABLE = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 
 
+def utils_for(op, name):
+    """Those that show something new: test_aot_dispatch_dynamic, a third of a second each, for the form of an op that
+    shows most, since test_compile.py has all forms."""
+    first = next(case for case in form_cases() if case.values[0] is op)
+    return list(UTILS if name == first.values[1] else UTILS[:-1])
+
+
 @by_form
 def test_opcheck(op, name, device):
     sample = get_sample(op, name, device)
-    utils = list(UTILS)
+    utils = utils_for(op, name)
     if any(tensor.dtype in UNCHECKABLE for tensor in tensors_in(sample)):
         # Its comparison of arguments before and after multiplies or copies them, which these dtypes cannot;
         # test_deterministic_and_pure compares bytes.
         utils.remove("test_schema")
-    if op.defined is not None or any(output.float().isnan().any() for output in run(op, sample)):
-        # It compares outputs as if NaN were never NaN and all were specified; test_compile.py has these samples too.
-        utils.remove("test_aot_dispatch_dynamic")
+    if op.defined is not None and UTILS[-1] in utils:
+        # It compares outputs as if all were specified.
+        utils.remove(UTILS[-1])
     torch.library.opcheck(overload(op), sample.args, sample.kwargs, test_utils=utils)
 
 
 @by_form
 def test_opcheck_out(op, name, device):
-    """Without test_schema, whose comparison cannot multiply a float8 output; test_out_is_functional compares bytes. And
-    test_aot_dispatch_dynamic, half a second each, is for the form of an op that shows most: test_compile.py has all."""
+    """Without test_schema, whose comparison cannot multiply a float8 output; test_out_is_functional compares bytes."""
     sample = get_sample(op, name, device)
     outputs = dict(zip(op.out_names, out_for(op, run(op, sample)), strict=True))
-    first = next(case for case in form_cases() if case.values[0] is op)
-    utils = UTILS[1:] if name == first.values[1] else UTILS[1:-1]
+    utils = utils_for(op, name)[1:]
     torch.library.opcheck(overload(op, "out"), sample.args, {**sample.kwargs, **outputs}, test_utils=utils)
 
 
