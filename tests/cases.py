@@ -41,7 +41,7 @@ def sample_cases(*names: str) -> list[Any]:
 
 
 @cache
-def form_cases() -> list[Any]:
+def form_cases() -> tuple[Any, ...]:
     """Parameters (op, name of a sample): of each op, the samples whose *form* shows something new.
 
     For what depends on the form of a call and not on values or sizes: the dispatcher, fakes, graphs and the compiler
@@ -56,7 +56,7 @@ def form_cases() -> list[Any]:
             sample, facts = max(forms, key=lambda form: len(form[1] & missing))
             missing -= facts
             cases.append(_case(op, sample))
-    return cases
+    return tuple(cases)
 
 
 def form_of(op: OpSpec, sample: Sample) -> set[Any]:
@@ -121,8 +121,11 @@ def new_sample(op: OpSpec, name: str, device: str) -> Sample:
 
 
 def get_error(op: OpSpec, name: str, device: str) -> ErrorInput:
-    """The error input, with a copy of its arguments; bad outputs are those that all tests of it get."""
-    return copied(_errors(op.name, device)[name])
+    """The error input, with a copy of its arguments; bad outputs are shared, not copied."""
+    error = _errors(op.name, device)[name]
+    if all(tensor.is_leaf for tensor in tensors_in(error)):
+        return copied(error)
+    return computed(op, _named(op.error_inputs(device), name), torch.device(device))
 
 
 @cache
@@ -283,7 +286,8 @@ def private(op: OpSpec, sample: Input) -> Input:
 def copied(sample: Input, tensors: Iterable[torch.Tensor] | None = None) -> Input:
     """The sample with copies of these tensors, or of all: of whole storages, so that views and overlaps are as they
     were, among them those of other tensors with these."""
-    originals = tensors_in(sample) if tensors is None else tensors
+    originals = tuple(tensors_in(sample) if tensors is None else tensors)
+    assert all(tensor.is_leaf for tensor in originals), "a copy would have no history"
     storages = {_storage(tensor): tensor.untyped_storage() for tensor in originals if not tensor.is_meta}
     copies = {key: storage.clone() for key, storage in storages.items()}
     made: dict[int, torch.Tensor] = {}

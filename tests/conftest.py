@@ -78,12 +78,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return group_of(nodeid)
 
         def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
-            nodeid = self.registered_collections[node][item_index]
-            work, group = self.assigned_work[node], group_of(nodeid)
-            work[group][nodeid] = True
+            super().mark_test_complete(node, item_index, duration)
+            # After each test all groups of a worker are counted; those that have finished are thousands.
+            work, group = self.assigned_work[node], group_of(self.registered_collections[node][item_index])
             if all(work[group].values()):
-                del work[group]  # all that is there is gone through after each test, and there are thousands
-            self._reschedule(node)
+                del work[group]
 
     return BySample(config, log)
 
@@ -125,6 +124,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     digest = hashlib.sha256(f"{item.config.stash[BASE_SEED]} {item.nodeid}".encode()).digest()
     seed = int.from_bytes(digest[:4], "little")
     random.seed(seed)
+    # Not torch.manual_seed: without a GPU it keeps a stack trace for each kind of GPU, 0.1 ms a test.
     torch.default_generator.manual_seed(seed)
     if not GPU_MISSING:
         torch.cuda.manual_seed_all(seed)

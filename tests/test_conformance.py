@@ -30,6 +30,7 @@ from cases import (
 )
 from expected import assert_same, raw
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torch_cute_ops.ops._spec import as_tuple
 from torch_cute_ops.registry import OPS
@@ -201,22 +202,24 @@ def test_without_gradients(op, name, device):
 
 
 def _facts(tensors):
-    return [(t.shape, t.dtype, t.stride(), t.device) for t in tensors]
+    return [(tuple(map(int, t.shape)), t.dtype, tuple(map(int, t.stride())), t.device) for t in tensors]
 
 
 @by_form
 def test_fake_is_real(op, name, device):
+    """With fixed sizes, and with symbolic ones."""
     sample = get_sample(op, name, device)
     real = _facts(out_for(op, run(op, sample)))
-    mode = FakeTensorMode()
-    convert = lambda value: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value  # noqa: E731
-    args = [convert(value) for value in sample.args]
-    kwargs = {key: convert(value) for key, value in sample.kwargs.items()}
-    with mode:
-        assert _facts(as_tuple(overload(op)(*args, **kwargs))) == real
-        assert _facts(as_tuple(op.function(*args, **kwargs))) == real
-        outputs = [torch.empty(shape, dtype=dtype, device=where) for shape, dtype, _, where in real]
-        assert overload(op, "out")(*args, **kwargs, **dict(zip(op.out_names, outputs, strict=True))) is None
+    for shapes in (None, ShapeEnv()):
+        mode = FakeTensorMode(shape_env=shapes)
+        convert = lambda value: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value  # noqa: B023, E731
+        args = [convert(value) for value in sample.args]
+        kwargs = {key: convert(value) for key, value in sample.kwargs.items()}
+        with mode:
+            assert _facts(as_tuple(overload(op)(*args, **kwargs))) == real
+            assert _facts(as_tuple(op.function(*args, **kwargs))) == real
+            outputs = [torch.empty(shape, dtype=dtype, device=where) for shape, dtype, _, where in real]
+            assert overload(op, "out")(*args, **kwargs, **dict(zip(op.out_names, outputs, strict=True))) is None
 
 
 @by_form
@@ -229,15 +232,16 @@ def test_meta_is_real(op, name, device):
 
 # torch.library.opcheck
 
-UTILS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+AOT = "test_aot_dispatch_dynamic"
+UTILS = ("test_schema", "test_autograd_registration", "test_faketensor", AOT)
 UNCHECKABLE = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 
 
 def utils_for(op, name):
-    """Those that show something new: test_aot_dispatch_dynamic, a third of a second each, for the form of an op that
-    shows most, since test_compile.py has all forms."""
+    """Those that show something new: ``AOT``, a third of a second each, for the form of an op that shows most, since
+    test_compiled_is_eager has all forms with fixed sizes, and test_fake_is_real with symbolic ones."""
     first = next(case for case in form_cases() if case.values[0] is op)
-    return list(UTILS if name == first.values[1] else UTILS[:-1])
+    return [util for util in UTILS if util != AOT or name == first.values[1]]
 
 
 @by_form
@@ -248,9 +252,9 @@ def test_opcheck(op, name, device):
         # Its comparison of arguments before and after multiplies or copies them, which these dtypes cannot;
         # test_deterministic_and_pure compares bytes.
         utils.remove("test_schema")
-    if op.defined is not None and UTILS[-1] in utils:
+    if op.defined is not None and AOT in utils:
         # It compares outputs as if all were specified.
-        utils.remove(UTILS[-1])
+        utils.remove(AOT)
     torch.library.opcheck(overload(op), sample.args, sample.kwargs, test_utils=utils)
 
 
@@ -259,7 +263,7 @@ def test_opcheck_out(op, name, device):
     """Without test_schema, whose comparison cannot multiply a float8 output; test_out_is_functional compares bytes."""
     sample = get_sample(op, name, device)
     outputs = dict(zip(op.out_names, out_for(op, run(op, sample)), strict=True))
-    utils = utils_for(op, name)[1:]
+    utils = [util for util in utils_for(op, name) if util != "test_schema"]
     torch.library.opcheck(overload(op, "out"), sample.args, {**sample.kwargs, **outputs}, test_utils=utils)
 
 

@@ -40,7 +40,8 @@ def test_expected_to_fail():
 def project(pytester, monkeypatch):
     """A project with our conftest, on a machine that seems to have a GPU."""
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    monkeypatch.setenv("TEST_SEED", os.environ["TEST_SEED"])  # put back what a run in this process replaces
+    for name in ("TEST_SEED", "TEST_GPUS"):  # put back what a run in this process replaces
+        monkeypatch.setenv(name, os.environ.get(name, ""))
     monkeypatch.setattr(
         torch.cuda, "get_device_name", torch.cuda.get_device_name
     )  # put back what the pretence replaces

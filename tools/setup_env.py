@@ -121,8 +121,8 @@ def install(python: Path, extras: set[str]) -> dict[str, Any]:
         constraints.write_text("\n".join([*pins, f"torch=={found['torch']}", ""]))
         # No build isolation: pip's isolated build would see a linked environment's setuptools, perhaps too old, first.
         _run(*pip, "-c", str(constraints), "--no-build-isolation", "-e", target)
-    # What pip would do in one process. Some packages carry files that do not compile.
-    subprocess.call([python, "-m", "compileall", "-qq", "-j", "0", site_packages(python)])
+    # pip compiles in one process; this takes all processors. Some packages carry files that do not compile.
+    subprocess.call([python, "-W", "ignore", "-m", "compileall", "-qq", "-j", "0", site_packages(python)])
     return found
 
 

@@ -308,9 +308,9 @@ class Config:
             return "a thread without a block has none to read in place of one"
         if self.is_cluster and self.group_rows > 1:
             return "rows that share a warp are not split: each warp has one place for its partial results"
-        # Products and weight live in registers; some more serve addresses and intermediate values, fewest in NVFP4
-        # (ptxas, no spills; tests/test_compile_kernels.py).
-        others = 40 if self.problem.fmt == NVFP4 else 56
+        # Products and weight live in registers; some more serve addresses and intermediate values, fewest in NVFP4 on
+        # sm_90a and sm_100a (ptxas, no spills; tests/test_compile_kernels.py).
+        others = 56 if self.problem.fmt != NVFP4 else 48 if arch.name == "sm_120a" else 40
         wanted = 2 * self.thread_blocks * self.problem.unit + others
         warps = ceil_div(self.threads, 4 * WARP)
         registers = min(MAX_REGISTERS, REGISTERS_PER_LANE // warps // 8 * 8) if warps <= 16 else 0
