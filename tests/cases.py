@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from expected import Tensors, raw
+from torch._subclasses import FakeTensorMode
 
 from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.ops._fp8_product import FP8Product
@@ -171,7 +172,8 @@ def has_kernels(op: OpSpec, given: dict[str, Any], device: torch.device) -> bool
     return any(reason is None for name, reason in reasons.items() if name != "reference")
 
 
-def compiled_op_cases() -> list[Any]:
+@cache
+def compiled_op_cases() -> tuple[Any, ...]:
     """The ops of which a kernel computes plain calls on a Hopper GPU."""
 
     def is_compiled(op: OpSpec) -> bool:
@@ -181,7 +183,7 @@ def compiled_op_cases() -> list[Any]:
         except ValueError:
             return False
 
-    return [case for case in op_cases() if is_compiled(*case.values)]
+    return tuple(case for case in op_cases() if is_compiled(*case.values))
 
 
 def _named(inputs: Iterable[Any], name: str) -> Any:
@@ -303,6 +305,16 @@ def copied(sample: Input, tensors: Iterable[torch.Tensor] | None = None) -> Inpu
 
     kwargs = {name: copy(value) for name, value in sample.kwargs.items()}
     return replace(sample, args=tuple(map(copy, sample.args)), kwargs=kwargs)
+
+
+def faked(sample: Input, mode: FakeTensorMode) -> Input:
+    """The sample with fakes of its tensors."""
+
+    def fake(value: Any) -> Any:
+        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+    kwargs = {name: fake(value) for name, value in sample.kwargs.items()}
+    return replace(sample, args=tuple(map(fake, sample.args)), kwargs=kwargs)
 
 
 def view_of(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,11 @@ import torch
 from cases import (
     arguments,
     call,
+    call_function,
+    call_out,
     defined,
     expected_of,
+    faked,
     form_cases,
     get_sample,
     is_for_experts,
@@ -212,14 +215,12 @@ def test_fake_is_real(op, name, device):
     real = _facts(out_for(op, run(op, sample)))
     for shapes in (None, ShapeEnv()):
         mode = FakeTensorMode(shape_env=shapes)
-        convert = lambda value: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value  # noqa: B023, E731
-        args = [convert(value) for value in sample.args]
-        kwargs = {key: convert(value) for key, value in sample.kwargs.items()}
+        fake = faked(sample, mode)
         with mode:
-            assert _facts(as_tuple(overload(op)(*args, **kwargs))) == real
-            assert _facts(as_tuple(op.function(*args, **kwargs))) == real
+            assert _facts(call(op, fake)) == real
+            assert _facts(call_function(op, fake)) == real
             outputs = [torch.empty(shape, dtype=dtype, device=where) for shape, dtype, _, where in real]
-            assert overload(op, "out")(*args, **kwargs, **dict(zip(op.out_names, outputs, strict=True))) is None
+            call_out(op, fake, outputs)
 
 
 @by_form

@@ -8,6 +8,7 @@ from cases import (
     call_function,
     call_out,
     error_cases,
+    faked,
     get_error,
     good_outputs_error,
     op_cases,
@@ -64,20 +65,15 @@ def test_error(op, name, on):
 def test_error_under_fake_tensors(op, name, on):
     error = get_error(op, name, on)
     mode = FakeTensorMode()
-
-    def fake(value):
-        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
-
-    args = [fake(value) for value in error.args]
-    kwargs = {key: fake(value) for key, value in error.kwargs.items()}
+    fake = faked(error, mode)
     outputs = good_outputs(op, on) if error.out is None else error.out
-    outputs = {name: fake(output) for name, output in zip(op.out_names, outputs, strict=True)}
+    outputs = tuple(map(mode.from_tensor, outputs))
     with mode:
         if error.out is None:
             with raises(op, error):
-                overload(op)(*args, **kwargs)
+                call(op, fake)
         with raises(op, error):
-            overload(op, "out")(*args, **kwargs, **outputs)
+            call_out(op, fake, outputs)
 
 
 @pytest.mark.parametrize("op", op_cases())

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from emulated import BLACKWELL, CPU, HOPPER, PASSED, WAIT, changed, equal, poisoned
-from kernel_grid import BF16, FP8_TARGETS, FP16, FP32, WHATS, Case, kernel_of
+from kernel_grid import BF16, FP8_TARGETS, FP16, FP32, WHAT, Case, kernel_of
 from ptx import EmulationError, Race, run_kernel
 
 from torch_cute_ops.formats import FP4Format
@@ -26,7 +26,6 @@ from torch_cute_ops.testing import assert_fp4_close, assert_fp8_close
 from torch_cute_ops.testing.samples._rows import special_rows
 
 EPS = 1e-5
-WHAT = {what.name: what for what in WHATS}
 
 
 class Outcome(NamedTuple):
