@@ -209,7 +209,10 @@ def test_cuda_graph_trees(op):
 # Sizes
 
 
-@pytest.mark.parametrize(("rows", "width"), [(20_000, 1024), (8192, 4096), (3000, 2880), (300, 16_384), (140, 65_536)])
+SIZES = [(20_000, 1024), (8192, 4096), (3000, 2880), (3000, 7168), (300, 16_384), (140, 65_536)]
+
+
+@pytest.mark.parametrize(("rows", "width"), SIZES)
 @pytest.mark.parametrize(("op", "choices"), LAID_OUT)
 def test_many_rows(op, choices, rows, width):
     """Sizes that fill the GPU several times, against the reference; and rows alone give the same."""

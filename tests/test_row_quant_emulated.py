@@ -183,6 +183,7 @@ def run(
 WARP_GROUPS = {"threads_per_row": 32, "groups": 3}
 WIDE_GROUPS = {"threads_per_row": 64, "groups": 2}
 CLUSTER = {"threads_per_row": 32, "groups": 2, "splits": 2}
+FOUR_GROUPS = {"threads_per_row": 64, "groups": 4}
 RUNS = [
     # A warp works on several rows.
     run("quantize", BF, 128, NV[1], HOPPER, 130, 2, 0),
@@ -208,6 +209,11 @@ RUNS = [
     run("norm", BFF, 1024, TOKEN, BLACKWELL, 13, 1, 0, **WIDE_GROUPS),
     run("silu", BF, 1152, COLUMNS, HOPPER, 9, 1, 1, **WIDE_GROUPS),
     run("silu", F, 1024, TOKEN, HOPPER, 9, 1, 1, **WIDE_GROUPS),
+    # Of two warps, one has a block more: in some groups the first, in others the second.
+    run("norm", BF, 1536, NVG[1], HOPPER, 140, 1, 0, **FOUR_GROUPS),
+    run("norm-norm", BFF, 2560, MX[1], BLACKWELL, 9, 1, 1, **FOUR_GROUPS, stages=1),
+    run("silu", HF, 1296, NV[2], HOPPER, 9, 1, 2, **FOUR_GROUPS),
+    run("norm", BF, 2576, NV[0], HOPPER, 9, 2, 0, **FOUR_GROUPS | {"splits": 2}),
     # Two CTAs share a row; the second's slice is shorter.
     run("quantize", BF, 2304, MX[1], BLACKWELL, 9, 4, 0, **CLUSTER),
     run("norm", HF, 1152, NV[1], HOPPER, 130, 8, 1, **CLUSTER),
@@ -223,6 +229,18 @@ def test_row_quant(one: Run) -> None:
     given = inputs(config, one.rows)
     got = execute(config, one.arch, *given, one.max_ctas, one.seed)
     check(config.problem, got, expected(config.problem, *given))
+
+
+@pytest.mark.parametrize("target", [NV[1], MX[1]])
+def test_a_block_left_out_changes_no_bit(target: tuple[str, str]) -> None:
+    """Warps without a last block leave it out of a norm, and not of the norm of a sum."""
+    norm, of_sum = (Run(what, BF, 2560, target, HOPPER, 9, 1, 0, FOUR_GROUPS).config for what in ("norm", "add"))
+    assert norm.common_blocks < of_sum.common_blocks == norm.thread_blocks == of_sum.thread_blocks
+    x, _, weight, factor = inputs(norm, 9)
+    alone = execute(norm, HOPPER, x, None, weight, factor, 1, 0)
+    with_zeros = execute(of_sum, HOPPER, x, torch.zeros_like(x), weight, factor, 1, 0)
+    equal("y", alone.y, with_zeros.y)
+    equal("scale", alone.scale, with_zeros.scale)
 
 
 @pytest.mark.parametrize("target", [NV[1], TOKEN, COLUMNS])

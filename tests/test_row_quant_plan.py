@@ -54,6 +54,8 @@ def test_every_width_has_a_plan(fmt, kind, arch):
         assert config.splits in (1, 2, 4, 8) or not config.is_cluster
         assert 0 < config.threads <= 1024 and config.threads % 32 == 0
         assert config.thread_blocks * config.threads_per_row >= config.slice_blocks
+        threads = 32 * config.busy_warps or (config.thread_blocks - config.common_blocks) * config.threads_per_row
+        assert config.common_blocks * config.threads_per_row + threads >= config.slice_blocks
         assert config.smem_bytes <= ARCHS[arch].smem_per_cta
         if fmt == "block128":
             # The units that share a scale are with neighbouring threads of one CTA.
@@ -91,6 +93,20 @@ def test_rows_are_computed_alike(fmt, dtypes, arch):
             for source, norm, linear in itertools.product(("rows", "add"), (False, True), (False, True))
         ]
         assert len({(each.splits, each.threads_per_row, each.problem.folds) for each in configs}) == 1, width
+
+
+@pytest.mark.parametrize(("width", "busy", "of"), [(2560, 1, 2), (5120, 2, 4), (7168, 2, 4), (14_336, 4, 8)])
+def test_schedulers_share_busy_warps(width, busy, of):
+    """Warps with a block more than others, of rows whose blocks do not fill their threads. Warp w of an SM belongs to
+    scheduler w % 4."""
+    config = plan(problem_of("norm-bf16", "nvfp4", width), ARCHS["sm_90a"])
+    assert (config.busy_warps, config.group_warps) == (busy, of)
+    schedulers = [0] * 4
+    for group, warp in itertools.product(range(config.groups), range(of)):
+        if (warp + config.first_column(group) // 32) % of < busy:
+            schedulers[(group * of + warp) % 4] += 1
+    assert sum(schedulers) == busy * config.groups
+    assert max(schedulers) - min(schedulers) <= 1
 
 
 def test_shared_memory_is_divided():

@@ -356,7 +356,7 @@ class FP4ExpertsKernel:
             index = self._index_of(unit, index, s)
             for chunk in range(c.expert_chunks):
                 if done >= loaded:
-                    cute.arch.mbarrier_wait(s.free + (first + stage), parity)
+                    ptx.wait(s.free + (first + stage), parity)
                     self._load_weight(index, unit, chunk, first + stage, weight, t, s)
                 self._load_tokens(index, unit, chunk, first + stage, t, s)
                 done += 1
@@ -439,7 +439,7 @@ class FP4ExpertsKernel:
             sums.fill(0.0)
             last = stage
             for chunk in range(c.expert_chunks):
-                cute.arch.mbarrier_wait(s.full + (first + stage), parity)
+                ptx.wait(s.full + (first + stage), parity)
                 if const_expr(c.parts == 1):
                     self._multiply_chunk(range(words), chunk, first + stage, scale_row, sums, w, s)
                 else:
@@ -455,7 +455,7 @@ class FP4ExpertsKernel:
             self._free(first + last, w, s)
             # After the warp that has the same rows and comes before: of the unit before, or of the part of k before.
             if (unit > 0) | (w.part > 0):
-                cute.arch.mbarrier_wait(w.chain + w.place, turn)
+                ptx.wait(w.chain + w.place, turn)
             turn ^= 1
             self._add(sums, offsets, factors, w, s)
             cute.arch.sync_warp()

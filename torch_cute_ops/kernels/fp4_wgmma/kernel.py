@@ -250,13 +250,13 @@ class FP4WgmmaKernel:
             tile, first, count = self._segment(unit, t)
             for i in range(count):
                 if done >= loaded:
-                    cute.arch.mbarrier_wait(s.free + stage, parity)
+                    ptx.wait(s.free + stage, parity)
                     self.ring.load(tile, first + i, 0, stage, s.full + stage, weight, t.n, t.blocks)
                 done += 1
                 stage, parity = next_stage(stage, parity, c.stages)
                 if const_expr(c.splits == 0):
                     for quarter in range_constexpr(0, QUARTERS, c.span):
-                        cute.arch.mbarrier_wait(s.tokens_free + token_stage, token_parity)
+                        ptx.wait(s.tokens_free + token_stage, token_parity)
                         self._load_tokens((first + i) * QUARTERS + quarter, token_stage, t, s)
                         token_stage, token_parity = next_stage(token_stage, token_parity, c.token_stages)
             unit -= count
@@ -285,7 +285,7 @@ class FP4WgmmaKernel:
                     left = t.blocks * c.fmt.block_size - start
                     read.append(self.activations.read(t.a, t.a_scale, token, start, left, piece, after))
                 if step == 0:
-                    cute.arch.mbarrier_wait(s.tokens_free + stage, (use // c.token_stages + 1) % 2)
+                    ptx.wait(s.tokens_free + stage, (use // c.token_stages + 1) % 2)
                 for (place, after), words in zip(items, read, strict=True):
                     self.activations.order(words, groups, piece + after, place, base)
             if const_expr(not c.by_warp):
@@ -377,7 +377,7 @@ class FP4WgmmaKernel:
         activations, with their parities, and the last stage of activations that has been multiplied."""
         c = self.config
         stage, parity, token_stage, token_parity, last = state
-        cute.arch.mbarrier_wait(s.full + stage, parity)
+        ptx.wait(s.full + stage, parity)
         left = t.blocks - (first + i) * self.ring.blocks
         rows = (w.row, w.row + 8)
         codes = [self.ring.codes(s.codes, stage, row, w.quad) for row in rows]
@@ -385,7 +385,7 @@ class FP4WgmmaKernel:
         for word in range_constexpr(self.ring.words):
             pairs = self.ring.pairs(codes, factors, word, self.dtype)
             if const_expr(word % (2 * c.span) == 0):
-                cute.arch.mbarrier_wait(s.tokens_full + token_stage, token_parity)
+                ptx.wait(s.tokens_full + token_stage, token_parity)
             if const_expr(c.by_warp):
                 at = s.tokens + cute.assume(token_stage * c.token_bytes, divby=TILE_BYTES)
                 multiply_word(pairs, word, c.tokens, at, c.arranged.token_bytes, w.lane, sums, self.dtype)

@@ -26,6 +26,7 @@ grid's stride.
    place in the buffer, and one thread stores them from there in bulk, once the barrier says that they are complete
    (4 % faster than from registers at width 16,384 on an H200, where a thread's stores fill half of every 32 bytes);
    the buffer is free when that has been read.
+   Where a row's blocks do not fill its threads, and arithmetic limits, the warps without a last block leave it out.
 3. ``norm = (v · w) · rstd``: the row factor is applied to the block's amax and to its encode factor, once a block
    instead of once an element. (Rows of extreme magnitude, those with a block of MXFP4 or FP8 that is, and all in fp32
    want ``(v · rstd) · w``, by a second pass over the row in shared memory and a second barrier.) Block scale, and 8 or

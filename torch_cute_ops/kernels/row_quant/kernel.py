@@ -152,14 +152,15 @@ class RowQuantKernel:
         group = cute.arch.make_warp_uniform(tid // c.group_threads)
         in_group = tid % c.group_threads
         rank = cta % c.splits
+        column = (in_group + c.first_column(group)) % c.group_threads
         t = SimpleNamespace(
             tid=tid,
             threads=threads,
             lane=tid % WARP,
             group=group,
             in_group=in_group,
-            warp=in_group // WARP,
-            column=in_group % c.threads_per_row,
+            warp=cute.arch.make_warp_uniform(column // WARP),
+            column=column % c.threads_per_row,
             row=in_group // c.threads_per_row,
             rank=rank,
             first_block=rank * c.slice_blocks,
@@ -225,7 +226,7 @@ class RowQuantKernel:
                 scale[0] = g
         weights = []
         if const_expr(p.normalises):
-            cute.arch.mbarrier_wait(s.weight_barrier, 0)
+            ptx.wait(s.weight_barrier, 0)
             weights = [self._block_weight(j, t, s) for j in range(c.thread_blocks)]
 
         again = Int32(0)  # rows whose amax was taken again
@@ -235,7 +236,7 @@ class RowQuantKernel:
             # Found while the row is under way.
             beyond = self._place_of(it + c.stages, t, s)
             copies = self._copies_of(row, t) if p.rows == "copies" else None
-            cute.arch.mbarrier_wait(s.full + stage, (it // c.stages) & 1)
+            ptx.wait(s.full + stage, (it // c.stages) & 1)
             blocks, amax, reduced = self._load_row(stage, weights, row, t, s)
             rstd = None
             if const_expr(p.reductions > 0):
@@ -413,7 +414,7 @@ class RowQuantKernel:
                 cute.arch.mbarrier_arrive_and_expect_tx(s.full + stage, count * bytes_per_row)
         if const_expr(c.group_rows > 1):
             cute.arch.sync_warp()
-        if t.column == 0:
+        if t.in_group % c.threads_per_row == 0:
             if (it < t.its) & (row < t.rows):
                 for i in range_constexpr(p.inputs):
                     load = functools.partial(
@@ -498,19 +499,15 @@ class RowQuantKernel:
                 self._fill_buffer(words, self._buffer(1, stage, t.row, s), j, t)
         if self._stores_in_bulk:
             fence_async()
-        for j in range(c.thread_blocks):
-            v, _ = values[j]
-            products = v
-            if p.normalises:
-                products = [ptx.mul_rn(a, b) for a, b in zip(v, weights[j], strict=True)]
-                square = sum_of_squares(v)
-                if self._ragged:
-                    square = ptx.select(t.column + j * c.threads_per_row < t.my_blocks, square, Float32(0.0))
-                squares = squares + square
-            fragment = cute.make_rmem_tensor((len(v),), Float32)
-            amax = cute.make_rmem_tensor((1,), Float32)
-            self._fill(fragment, amax, products)
-            blocks.append((fragment, amax))
+        for j, (v, _) in enumerate(values):
+            block = cute.make_rmem_tensor((p.unit,), Float32), cute.make_rmem_tensor((1,), Float32)
+            if j < c.common_blocks:
+                squares = squares + self._take_block(j, v, weights, block, t)
+            else:
+                # Of usual size, where it is not taken.
+                block[1][0] = blocks[0][1][0]
+                squares = squares + self._take_last_block(v, weights, block, t)
+            blocks.append(block)
         shared = self._shared_amax(blocks, t) if p.fmt == FP8_BLOCK128 else None
         reduced = [squares] * p.normalises
         if p.reduces_amax:
@@ -519,6 +516,28 @@ class RowQuantKernel:
             scaled = [amax[0] for _, amax in blocks] if shared is None else [shared]
             reduced.append(Float32(sum(ptx.select(self._is_usual(amax), Int32(0), Int32(1)) for amax in scaled)))
         return blocks, shared, reduced
+
+    def _take_block(self, j: int, v: list, weights, block, t) -> Float32:
+        """The products and the amax of the thread's j-th block into its registers: the sum of the squares."""
+        products, square = v, Float32(0.0)
+        if self.config.problem.normalises:
+            products = [ptx.mul_rn(a, b) for a, b in zip(v, weights[j], strict=True)]
+            square = sum_of_squares(v)
+            if self._ragged:
+                square = ptx.select(t.column + j * self.config.threads_per_row < t.my_blocks, square, Float32(0.0))
+        self._fill(*block, products)
+        return square
+
+    @cute.jit
+    def _take_last_block(self, v: list, weights, block, t) -> Float32:
+        square = Float32(0.0)
+        if self._has_last_block(t):
+            square = self._take_block(self.config.common_blocks, v, weights, block, t)
+        return square
+
+    def _has_last_block(self, t):
+        """Whether a thread of the warp has one block more than ``common_blocks``."""
+        return t.warp * WARP + self.config.common_blocks * self.config.threads_per_row < t.my_blocks
 
     def _shared_amax(self, blocks, t) -> Float32:
         """The amax of the FP8 block that the thread answers for."""
@@ -615,7 +634,7 @@ class RowQuantKernel:
                 for i in range_constexpr(len(values)):
                     slot = slots + (i * c.partials + t.rank * c.group_warps + t.warp)
                     cute.arch.store_async_dsmem(slot, Int32(ptx.bits_of(values[i])), barrier, t.lane)
-            cute.arch.mbarrier_wait(barrier, parity)
+            ptx.wait(barrier, parity)
             self._group_barrier(t)
         elif const_expr(c.partials > 1):
             if t.lane == 0:
@@ -722,40 +741,52 @@ class RowQuantKernel:
         p = c.problem
         # All arithmetic first, then all stores: a branch in between would keep the blocks' instructions from mixing.
         if const_expr(isinstance(p.fmt, FP4Format)):
-            quantized = [self.encoder.fp4_block(*block, rstd, g) for block in blocks]
+            quantized = [self.encoder.fp4_block(*block, rstd, g) for block in blocks[: c.common_blocks]]
         elif const_expr(p.fmt == FP8_BLOCK128):
             words, scale = self.encoder.fp8_blocks(blocks, rstd, amax, t)
             quantized = [(words[j], None) for j in range(c.thread_blocks)]
             self._store_block_scale(scale, place, row < t.rows, t)
         else:
             quantized = self.encoder.fp8(blocks, rstd, amax, g)
-        for j in range_constexpr(c.thread_blocks):
-            block = t.column + j * c.threads_per_row
-            column = t.first_block + block
-            words, scale = quantized[j]
-            if (row < t.rows) & (block < t.my_blocks):
-                self._store_codes(words, place, column, t)
-            if const_expr(p.writes_norm):
-                products = blocks[j][0]
-                norm = [ptx.mul_rn(products[i], rstd) for i in range(p.unit)]
-                if const_expr(c.bulk_norm):
-                    self._fill_buffer(pack(norm, self.dtype), self._norm_buffer(it, t.row, s), j, t)
-                else:
-                    if (row < t.rows) & (block < t.my_blocks):
-                        self._store_norm(norm, row, column, t)
-            if const_expr(p.also_linear):
-                if (row < t.rows) & (block < t.my_blocks):
-                    store_byte(self.scales.linear_at(row, column, t), scale)
-            if const_expr(c.quads):
-                if block < t.my_blocks:
-                    store_byte(self.scales.quad_slot(it, block, s), scale)
-            if const_expr(isinstance(p.fmt, FP4Format)):
-                if (row < t.rows) & (block < t.my_blocks) & (it >= t.quad_its):
-                    store_byte(self.scales.at(row, column, t), scale)
-            elif const_expr(p.fmt == FP8_TOKEN):
-                if const_expr(j == 0):
-                    if (row < t.rows) & (column == 0):
-                        t.scale[row, 0] = scale
+        for j in range_constexpr(c.common_blocks):
+            self._store_block(j, blocks[j], rstd, quantized[j], row, place, it, t, s)
+        if const_expr(c.common_blocks < c.thread_blocks):
+            if self._has_last_block(t):
+                last = self.encoder.fp4_block(*blocks[-1], rstd, g)
+                self._store_block(c.common_blocks, blocks[-1], rstd, last, row, place, it, t, s)
+
+    @cute.jit
+    def _store_block(self, j: int, block, rstd, quantized, row, place, it, t, s):
+        """Store what has become of the thread's j-th block."""
+        c = self.config
+        p = c.problem
+        at = t.column + j * c.threads_per_row
+        column = t.first_block + at
+        words, scale = quantized
+        exists = (row < t.rows) & (at < t.my_blocks)
+        if exists:
+            self._store_codes(words, place, column, t)
+        if const_expr(p.writes_norm):
+            products = block[0]
+            norm = [ptx.mul_rn(products[i], rstd) for i in range(p.unit)]
+            if const_expr(c.bulk_norm):
+                self._fill_buffer(pack(norm, self.dtype), self._norm_buffer(it, t.row, s), j, t)
+            else:
+                if exists:
+                    self._store_norm(norm, row, column, t)
+        if const_expr(p.also_linear):
+            if exists:
+                store_byte(self.scales.linear_at(row, column, t), scale)
+        if const_expr(c.quads):
+            if at < t.my_blocks:
+                store_byte(self.scales.quad_slot(it, at, s), scale)
+        if const_expr(isinstance(p.fmt, FP4Format)):
+            if exists & (it >= t.quad_its):
+                store_byte(self.scales.at(row, column, t), scale)
+        elif const_expr(p.fmt == FP8_TOKEN):
+            if const_expr(j == 0):
+                if (row < t.rows) & (column == 0):
+                    t.scale[row, 0] = scale
 
     @cute.jit
     def _store_block_scale(self, scale, place, exists, t) -> None:
