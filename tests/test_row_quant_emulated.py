@@ -211,7 +211,7 @@ RUNS = [
     run("silu", F, 1024, TOKEN, HOPPER, 9, 1, 1, **WIDE_GROUPS),
     # Of two warps, one has a block more: in some groups the first, in others the second.
     run("norm", BF, 1536, NVG[1], HOPPER, 140, 1, 0, **FOUR_GROUPS),
-    run("norm-norm", BFF, 2560, MX[1], BLACKWELL, 9, 1, 1, **FOUR_GROUPS, stages=1),
+    run("norm-norm", BFF, 2560, MX[1], HOPPER, 9, 1, 1, **FOUR_GROUPS, stages=1),
     run("silu", HF, 1296, NV[2], HOPPER, 9, 1, 2, **FOUR_GROUPS),
     run("norm", BF, 2576, NV[0], HOPPER, 9, 2, 0, **FOUR_GROUPS | {"splits": 2}),
     # Two CTAs share a row; the second's slice is shorter.

@@ -185,14 +185,15 @@ class Config:
     def busy_warps(self) -> int:
         """Warps of a group that have a block more than the others, which leave it out; 0 if all take as many.
 
-        It is what instructions, where they limit, cost for rows whose blocks do not fill their threads: norms of 7,168
-        in NVFP4 run at 0.93 of the copy, and at 0.86 if all warps take four blocks (bfloat16, H200). But the last
-        block's instructions no longer mix with others: a row alone takes 0.1 µs longer. Sums, and rows without a norm
-        or a gate, gain nothing.
+        For rows whose blocks do not fill their threads, where instructions limit: norms and gates, if hardware does not
+        convert. Norms of 7,168 in NVFP4 run at 0.93 of the copy, and at 0.86 if all warps take four blocks (bfloat16,
+        H200). But the last block's instructions no longer mix with others: a row alone takes 0.1 µs longer. Sums, and
+        rows without a norm or a gate, gain nothing.
         """
         p = self.problem
         is_limited = p.source == "silu_mul" or (p.source == "rows" and p.normalises)
-        if not is_limited or not isinstance(p.fmt, FP4Format) or self.group_rows > 1:
+        is_limited &= isinstance(p.fmt, FP4Format) and not self.has_e2m1_cvt
+        if not is_limited or self.group_rows > 1:
             return 0
         busy = ceil_div(self.slice_blocks - (self.thread_blocks - 1) * self.threads_per_row, WARP)
         return busy if busy < self.group_warps else 0
