@@ -44,14 +44,17 @@ def relative(spec: OpSpec) -> float:
 
 
 def lost(spec: OpSpec, sample: Sample) -> torch.Tensor | None:
-    """What a sum of FP8 products may lack besides: 2^-13 of that of its terms' magnitudes, of which tensor cores keep
-    14 bits. Of other ops ``None``."""
-    tensors = [argument for argument in sample.args if isinstance(argument, torch.Tensor)]
-    if sum(tensor.dtype == torch.float8_e4m3fn for tensor in tensors) < 2:
+    """What a sum of FP8 products may lack besides, at most; of other ops ``None``.
+
+    Tensor cores align the 32 terms of a step, and the sum before them, to the largest, of which they keep 14 bits. A
+    scale's block has four steps, and the magnitudes of all terms add up to no less than the largest.
+    """
+    given = arguments(spec, sample)
+    if "a" not in given or given["a"].dtype != torch.float8_e4m3fn:
         return None
-    given = {name: magnitude(argument) for name, argument in arguments(spec, sample).items()}
+    given = {name: magnitude(argument) for name, argument in given.items()}
     (size,) = as_tuple(spec.reference(**{**given, "out_dtype": torch.float32}))
-    return size.double() * 2.0**-13
+    return size.double() * (4 * 33 * 2.0**-13)
 
 
 def magnitude(argument: Any) -> Any:
