@@ -214,6 +214,9 @@ RUNS = [
     run("norm-norm", BFF, 2560, MX[1], HOPPER, 9, 1, 1, **FOUR_GROUPS, stages=1),
     run("silu", HF, 1296, NV[2], HOPPER, 9, 1, 2, **FOUR_GROUPS),
     run("norm", BF, 2576, NV[0], HOPPER, 9, 2, 0, **FOUR_GROUPS | {"splits": 2}),
+    # No warp of the second CTA has a last block; three of four warps have.
+    run("norm", BF, 2176, NV[1], HOPPER, 9, 2, 0, **FOUR_GROUPS | {"splits": 2}),
+    run("norm-norm", HF, 7168, MX[1], HOPPER, 4, 1, 0, bulk_norm=False),
     # Two CTAs share a row; the second's slice is shorter.
     run("quantize", BF, 2304, MX[1], BLACKWELL, 9, 4, 0, **CLUSTER),
     run("norm", HF, 1152, NV[1], HOPPER, 130, 8, 1, **CLUSTER),
@@ -232,15 +235,19 @@ def test_row_quant(one: Run) -> None:
 
 
 @pytest.mark.parametrize("target", [NV[1], MX[1]])
-def test_a_block_left_out_changes_no_bit(target: tuple[str, str]) -> None:
-    """Warps without a last block leave it out of a norm, and not of the norm of a sum."""
-    norm, of_sum = (Run(what, BF, 2560, target, HOPPER, 9, 1, 0, FOUR_GROUPS).config for what in ("norm", "add"))
+@pytest.mark.parametrize("dtypes", [BF, HF], ids=["bf16", "fp16"])
+def test_a_block_left_out_changes_no_bit(dtypes: Any, target: tuple[str, str]) -> None:
+    """Warps without a last block leave it out of a norm, and not of the norm of a sum. In fp16 it shows which rows
+    leave their row factor to the block."""
+    whats = ("norm-norm", "add-norm")
+    norm, of_sum = (Run(what, dtypes, 2560, target, HOPPER, 9, 1, 0, FOUR_GROUPS).config for what in whats)
     assert norm.common_blocks < of_sum.common_blocks == norm.thread_blocks == of_sum.thread_blocks
     x, _, weight, factor = inputs(norm, 9)
     alone = execute(norm, HOPPER, x, None, weight, factor, 1, 0)
-    with_zeros = execute(of_sum, HOPPER, x, torch.zeros_like(x), weight, factor, 1, 0)
-    equal("y", alone.y, with_zeros.y)
-    equal("scale", alone.scale, with_zeros.scale)
+    # With -0, zeros of x keep their sign.
+    with_zeros = execute(of_sum, HOPPER, x, torch.full_like(x, -0.0), weight, factor, 1, 0)
+    for name in ("y", "scale", "norm"):
+        equal(name, getattr(alone, name), getattr(with_zeros, name))
 
 
 @pytest.mark.parametrize("target", [NV[1], TOKEN, COLUMNS])
