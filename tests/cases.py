@@ -303,18 +303,18 @@ def copied(sample: Input, tensors: Iterable[torch.Tensor] | None = None) -> Inpu
             made[id(value)] = torch.nn.Parameter(view.detach(), value.requires_grad) if is_parameter else view
         return made[id(value)]
 
-    kwargs = {name: copy(value) for name, value in sample.kwargs.items()}
-    return replace(sample, args=tuple(map(copy, sample.args)), kwargs=kwargs)
+    return _mapped(copy, sample)
 
 
 def faked(sample: Input, mode: FakeTensorMode) -> Input:
     """The sample with fakes of its tensors."""
+    return _mapped(lambda value: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value, sample)
 
-    def fake(value: Any) -> Any:
-        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
 
-    kwargs = {name: fake(value) for name, value in sample.kwargs.items()}
-    return replace(sample, args=tuple(map(fake, sample.args)), kwargs=kwargs)
+def _mapped(change: Callable[[Any], Any], sample: Input) -> Input:
+    """The sample with what ``change`` makes of each argument."""
+    kwargs = {name: change(value) for name, value in sample.kwargs.items()}
+    return replace(sample, args=tuple(map(change, sample.args)), kwargs=kwargs)
 
 
 def view_of(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
