@@ -123,8 +123,7 @@ def compute(kernel: Any, *args: Any) -> None:
     if type(kernel).__name__ == "FP4WgmmaKernel":
         a, a_scale, b, scale, alpha, out, workspace, workers, shares = args
         tiles = -(-len(a) // config.tokens)
-        # Clusters add up through shared memory.
-        assert config.splits or workspace.numel() == tiles * config.workspace_bytes(
+        assert config.arranges or workspace.numel() == tiles * config.workspace_bytes(
             2 * len(b), workers, shares=bool(shares)
         )
         layouts = config.a_layout, config.layout

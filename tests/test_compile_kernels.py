@@ -70,7 +70,7 @@ def test_compiles_without_spills(case: AnyCase, compiled):
     kernels = compiled(case)
     assert isinstance(kernels, list), kernels
     # What puts activations in order for warpgroups is a kernel of its own, unless these do it; and what lists tokens.
-    apart = isinstance(case, ExpertsCase) or (isinstance(case, WgmmaCase) and not case.splits)
+    apart = isinstance(case, ExpertsCase) or (isinstance(case, WgmmaCase) and not case.kernel.config.arranges)
     # Few tokens are routed, and permuted, by one kernel, more by two.
     either = isinstance(case, MoeCase) and case.op in ("moe_route", "moe_permute_fp8quant")
     assert len(kernels) == (3 if either else 2 if apart else 1)

@@ -208,6 +208,8 @@ WGMMAS = [
     wgmma(FP16, NVFP4, ("128x4", "8x4"), 8, BF16, 3, 264, 2592, 0, False, splits=1),
     wgmma(BF16, NVFP4, ("128x4", None), 32, FP32, 40, 136, 800, 0, False, splits=2, seed=1),
     wgmma(BF16, MXFP4, ("128x4", "128x4"), 16, FP16, 9, 296, 1088, 0, False, splits=5, seed=2),
+    wgmma(BF16, NVFP4, ("linear", None), 64, BF16, 70, 264, 768, 0, False, splits=3, seed=3),
+    wgmma(BF16, MXFP4, ("128x4", "128x4"), 128, FP16, 30, 136, 800, 0, False, splits=3, seed=5),
 ]
 
 
@@ -227,7 +229,7 @@ def multiply_by_warpgroups(one: Wgmma, edit: Any = None) -> tuple[torch.Tensor, 
     out = poisoned(one.m, one.n, dtype=case.out_dtype)
     config = case.kernel.config
     size = -(-one.m // case.tokens) * config.workspace_bytes(one.k, one.workers, shares=one.shares)
-    workspace = None if case.splits else poisoned(size, dtype=torch.uint8)
+    workspace = None if config.arranges else poisoned(size, dtype=torch.uint8)
     given = (a, a_scale, b.t(), scale, alpha, out, workspace, one.workers, int(one.shares))
     run_kernel(case.kernel, ARCHS[case.arch], *given, seed=one.seed, strict=True, edit=edit)
     layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]

@@ -30,27 +30,30 @@ if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_wgmma import Config
 
 BALANCED = 0
-SPLITS = (BALANCED, 1, 2, 3, 4)
-"""CTAs for each tile of rows of the weight; ``BALANCED``: one for each SM, and all have as much to do."""
+"""In place of CTAs for each tile of rows of the weight: one for each SM, and all have as much to do."""
+EXPERT_SPLITS = (1, 2, 3, 4)
+"""CTAs for each tile of rows of the weight where there are experts."""
 DECODE_CLOCKS = 0.0272
 """Of an SM for each weight (measured on an H200, with an eighth of the tensor cores' work or less)."""
 MOST_LEFT = 2**28
 """Bytes of sums that CTAs of a call may leave for others."""
 RAMP_SECONDS = 1.2e-6
 """Until the first chunk is multiplied, and from the last one on (measured on an H200)."""
-ARRANGE_SECONDS = 3e-6
+ARRANGE_SECONDS = 2.7e-6
 """Of the kernel that puts activations in order (measured on an H200)."""
-ARRANGE_TOKEN_SECONDS = 6e-9
+ARRANGE_TOKEN_SECONDS = 5e-8
 """For a chunk of a token that a CTA puts in order itself (measured on an H200)."""
 EXPERT_CLOCKS = 0.03
 """Of an SM to add an expert's sum of a token and row to the total (measured on an H200)."""
-CLUSTER_BYTES_PER_SECOND = 4e10
+CLUSTER_BYTES_PER_SECOND = 1.5e11
 """At which a CTA of a cluster leaves and adds up sums (measured on an H200)."""
+COLLECT_BYTES_PER_SECOND = 5e10
+"""At which a CTA adds up what others have left in memory (measured on an H200)."""
 
 
 class Wgmma(Backend):
-    """A tactic is (rows of ``a`` of a tile, CTAs for each tile of rows of ``b``). With few rows these CTAs are a
-    cluster, and put the activations in order themselves."""
+    """A tactic is (rows of ``a`` of a tile, CTAs for each tile of rows of ``b``). These CTAs are a cluster, but in
+    products with experts; with few rows they put the activations in order themselves."""
 
     name = "wgmma"
 
@@ -87,8 +90,8 @@ class Wgmma(Backend):
             tensor_core_seconds(2 * weights * tokens, target, sms=1),
             order=2,
         )
-        if parts.clusters:
-            computed += ARRANGE_TOKEN_SECONDS * tokens
+        if parts.arranges:
+            computed = overlapped(computed, ARRANGE_TOKEN_SECONDS * tokens, order=8)
         width = _width(product)
         if width is not None:
             computed += weight_seconds(parts.rows * tokens, EXPERT_CLOCKS) * CHUNK / width
@@ -96,12 +99,16 @@ class Wgmma(Backend):
         seconds = (
             LAUNCH_SECONDS + RAMP_SECONDS + waves * (chunks * overlapped(computed, read, order=8) + LAUNCH_SECONDS / 2)
         )
+        sum_bytes = 4 * parts.rows * tokens
+        if not parts.arranges:
+            seconds += ARRANGE_SECONDS
         if parts.clusters:
-            return seconds + (8 * parts.rows * tokens / CLUSTER_BYTES_PER_SECOND if split > 1 else 0.0)
-        seconds += ARRANGE_SECONDS
-        if parts.shares:
-            # Sums where portions meet are written, waited for, and read again.
-            seconds += LAUNCH_SECONDS + 2 * tiles * parts.left_bytes / bytes_per_second(target)
+            # Each wave starts anew, and leaves its sums.
+            left = 2 * sum_bytes / CLUSTER_BYTES_PER_SECOND if split > 1 else 0.0
+            seconds += (waves - 1) * RAMP_SECONDS + waves * left
+        elif parts.shares:
+            # Sums where portions meet are written, waited for, and read again, one worker's after the other's.
+            seconds += LAUNCH_SECONDS + waves * parts.workers / parts.row_tiles * sum_bytes / COLLECT_BYTES_PER_SECOND
         return seconds
 
     def kernels(self, product: Product, tactic: Tactic, arch: Arch) -> tuple[Wanted, ...]:
@@ -114,7 +121,7 @@ class Wgmma(Backend):
         (kernel,) = self.kernels(product, tactic, target.arch)
         config: Config = kernel.config
         function = compile_kernel(kernel, target.arch)
-        if config.splits:
+        if config.arranges:
             return lambda a, a_scale, b, b_scale, alpha, out: function(a, a_scale, b, b_scale, alpha, out, None, 0, 0)
         parts = _parts(product, tactic, target)
         tokens, workers, shares = config.tokens, parts.workers, int(parts.shares)
@@ -144,7 +151,8 @@ class _Parts(NamedTuple):
         rows: of ``b`` in a tile.
         row_tiles, chunks: tiles of rows of ``b``, and chunks of k.
         workers: CTAs.
-        clusters: whether those of a tile of rows are a cluster.
+        clusters: whether those of a tile of rows are a cluster, or it has one alone.
+        arranges: whether they put the activations in order themselves.
         left_bytes: of the sums that CTAs leave in memory for others.
     """
 
@@ -153,6 +161,7 @@ class _Parts(NamedTuple):
     chunks: int
     workers: int
     clusters: bool
+    arranges: bool
     left_bytes: int
 
     @property
@@ -165,12 +174,13 @@ def _parts(product: Product, tactic: Tactic, target: Target) -> _Parts:
     from torch_cute_ops.kernels import fp4_wgmma
 
     tokens, split = _tactic(tactic)
-    rows, chunks, clusters = fp4_wgmma.rows_of(tokens), -(-product.k // CHUNK), _clusters(product, tokens, split)
+    rows, chunks = fp4_wgmma.rows_of(tokens), -(-product.k // CHUNK)
+    arranges, clusters = _arranges(product, tactic), _clusters(product, tactic)
     row_tiles = -(-product.n // rows)
     # Each has a chunk at least: the kernel waits for every worker's sums.
     workers = max(1, min(target.sms, row_tiles * chunks) if split == BALANCED else row_tiles * split)
     left_bytes = 0 if clusters or workers == row_tiles else workers * rows * tokens * 4
-    return _Parts(rows, row_tiles, chunks, workers, clusters, left_bytes)
+    return _Parts(rows, row_tiles, chunks, workers, clusters, arranges, left_bytes)
 
 
 def _tactic(tactic: Tactic) -> tuple[int, int]:
@@ -183,22 +193,25 @@ def _width(product: Product) -> int | None:
     return None if product.experts is None else product.k // product.experts
 
 
-def _arranges(product: Product, tokens: int) -> bool:
-    """Whether CTAs can put the activations of a tile in order themselves."""
+def _arranges(product: Product, tactic: Tactic) -> bool:
+    """Whether the CTAs that multiply put the activations in order themselves."""
     from torch_cute_ops.kernels import fp4_wgmma
 
-    return product.experts is None and tokens <= fp4_wgmma.ARRANGED
+    tokens, split = _tactic(tactic)
+    return product.experts is None and split != BALANCED and tokens <= fp4_wgmma.ARRANGED
 
 
-def _clusters(product: Product, tokens: int, split: int) -> bool:
-    """Whether the CTAs of a tile of rows are a cluster."""
-    return split != BALANCED and _arranges(product, tokens)
+def _clusters(product: Product, tactic: Tactic) -> bool:
+    """Whether the CTAs of a tile of rows are a cluster, or one that is alone goes without sharing anything."""
+    return _arranges(product, tactic) or (product.experts is None and _tactic(tactic)[1] > 1)
 
 
 def _splits(product: Product, tokens: int) -> tuple[int, ...]:
     from torch_cute_ops.kernels import fp4_wgmma
 
-    return (BALANCED, *fp4_wgmma.SPLITS) if _arranges(product, tokens) else SPLITS
+    if product.experts is not None:
+        return (BALANCED, *EXPERT_SPLITS)
+    return (BALANCED, *fp4_wgmma.SPLITS) if tokens <= fp4_wgmma.CLUSTERED else (BALANCED, 1)
 
 
 def _is_useful(product: Product, m: int, tactic: Tactic, target: Target) -> bool:
@@ -222,7 +235,7 @@ def _config(product: Product, tactic: Tactic, arch: Arch) -> "Config | None":
         has_alpha=product.has_alpha,
         width=_width(product),
         tokens=tokens,
-        splits=split if _clusters(product, tokens, split) else 0,
+        splits=split if _clusters(product, tactic) else 0,
         arch=arch,
         pdl=settings.PDL,
     )

@@ -23,8 +23,8 @@ whole cache line).
    waits in fact; and it waits only for workers before it, which have been started, since CTAs are started in their
    order. No worker may be without work: it would leave no sums.
    Or a cluster of ``splits`` CTAs has one tile, each an equal part of its chunks, and adds the sums up through shared
-   memory. Three warps beside the one that copies then read the activations, decode them if they are in FP4, and put
-   them in order in their stages: one launch, and no workspace.
+   memory. With up to 32 tokens three warps beside the one that copies then read the activations, decode them if they
+   are in FP4, and put them in order in their stages: one launch, and no workspace.
    A row's result depends on the tactic (``tokens``, and ``workers`` or ``splits``) alone, not on M or on what else is
    computed.
 4. With experts, which have equal ranges of k, a thread has two sums: that of an expert is multiplied by the token's
@@ -40,12 +40,32 @@ each tile of rows, from L2; 8 bytes a sum where portions meet.
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.fp4_wgmma.config import ARRANGED, EXPERT_TILES, SPLITS, TILES, Config, plan, rows_of
+from torch_cute_ops.kernels.fp4_wgmma.config import (
+    ARRANGED,
+    CLUSTERED,
+    EXPERT_TILES,
+    SPLITS,
+    TILES,
+    Config,
+    plan,
+    rows_of,
+)
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_wgmma.kernel import FP4WgmmaKernel
 
-__all__ = ["ARRANGED", "EXPERT_TILES", "KERNEL", "SPLITS", "TILES", "Config", "FP4WgmmaKernel", "plan", "rows_of"]
+__all__ = [
+    "ARRANGED",
+    "CLUSTERED",
+    "EXPERT_TILES",
+    "KERNEL",
+    "SPLITS",
+    "TILES",
+    "Config",
+    "FP4WgmmaKernel",
+    "plan",
+    "rows_of",
+]
 
 KERNEL = f"{__name__}.kernel.FP4WgmmaKernel"
 __getattr__ = on_demand(__name__, "FP4WgmmaKernel")

@@ -59,7 +59,7 @@ class FP4WgmmaKernel:
             *self.ring.arguments(n),
             self._factors(m),
             TensorArg(self.out_dtype.__name__, (m, n), (n, 1), align=16),
-            None if c.splits else TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16),
+            None if c.arranges else TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16),
             ScalarArg("Int32"),
             ScalarArg("Int32"),
         )
@@ -75,11 +75,11 @@ class FP4WgmmaKernel:
         c = self.config
         token_tiles = cute.ceil_div(out.shape[0], c.tokens)
         shared = None
-        if const_expr(c.splits == 0):
+        if const_expr(not c.arranges):
             shared = self._share(workspace, token_tiles, cute.ceil_div(b.shape[0], self.ring.line), workers, shares)
             by_expert = alpha if const_expr(c.width is not None) else None
             self.arrange(a, a_scale, shared[0], shared[3], by_expert, shared[1], stream)
-        else:
+        if const_expr(c.splits > 0):
             workers = cute.ceil_div(b.shape[1], c.rows) * c.splits
         product = cute.make_tiled_mma(
             warpgroup.MmaF16BF16Op(
@@ -130,19 +130,20 @@ class FP4WgmmaKernel:
         chunks = cute.ceil_div(half, self.ring.line)
         row_tiles = cute.ceil_div(n, c.rows)
         token_tiles = cute.ceil_div(out.shape[0], c.tokens)
+        # Tiles of tokens in bands of ``BAND``; in a band, all of a worker, or cluster, before the next.
+        together = max(c.splits, 1)
+        team, team_workers = cta // together, workers // together
+        band = team // (team_workers * BAND)
+        width = cutlass.min(token_tiles - band * BAND, Int32(BAND))
+        place = team - band * (team_workers * BAND)
+        worker, token_tile = place // width, band * BAND + place % width
+        units = Int64(row_tiles) * chunks
         if const_expr(c.splits == 0):
-            # Tiles of tokens in bands of ``BAND``; in a band, all of a worker before the next worker.
-            band = cta // (workers * BAND)
-            width = cutlass.min(token_tiles - band * BAND, Int32(BAND))
-            place = cta - band * (workers * BAND)
-            worker, token_tile = place // width, band * BAND + place % width
-            units = Int64(row_tiles) * chunks
             begin, end = Int32(worker * units // workers), Int32((worker + 1) * units // workers)
         else:
             # A cluster has a tile of rows; its CTAs have equal parts of the chunks.
-            worker, token_tile = cta % workers, cta // workers
-            rank, units = worker % c.splits, Int64(0)
-            start = worker // c.splits * chunks
+            rank, start = cta % c.splits, worker * chunks
+            worker = worker * c.splits + rank
             begin, end = start + rank * chunks // c.splits, start + (rank + 1) * chunks // c.splits
         t = SimpleNamespace(
             n=n,
@@ -159,10 +160,10 @@ class FP4WgmmaKernel:
             a=a,
             a_scale=a_scale,
             out=out,
-            tiles=None if c.splits else shared[0],
-            factors=None if c.splits else shared[1],
-            partials=None if c.splits else shared[2],
-            flags=None if c.splits else shared[3],
+            tiles=None if c.arranges else shared[0],
+            factors=None if c.arranges else shared[1],
+            partials=None if c.arranges else shared[2],
+            flags=None if c.arranges else shared[3],
         )
         s = self._allocate()
         if tid == 0:
@@ -178,7 +179,7 @@ class FP4WgmmaKernel:
             self._take_registers(c.registers[1])
             if warp == 4 * c.groups:
                 self._produce(self.ring.open(weight, s.codes, s.scales), t, s)
-            elif const_expr(c.splits > 0):
+            elif const_expr(c.arranges):
                 self._arrange(warp - 4 * c.groups - 1, tid % 32, t, s)
         else:
             self._take_registers(c.registers[0])
@@ -229,7 +230,7 @@ class FP4WgmmaKernel:
         """
         c = self.config
         loaded = Int32(0)
-        if const_expr(c.pdl and c.splits):
+        if const_expr(c.pdl and c.arranges):
             cute.arch.griddepcontrol_wait()
         elif const_expr(c.pdl):
             unit = t.end
@@ -254,7 +255,7 @@ class FP4WgmmaKernel:
                     self.ring.load(tile, first + i, 0, stage, s.full + stage, weight, t.n, t.blocks)
                 done += 1
                 stage, parity = next_stage(stage, parity, c.stages)
-                if const_expr(c.splits == 0):
+                if const_expr(not c.arranges):
                     for quarter in range_constexpr(0, QUARTERS, c.span):
                         ptx.wait(s.tokens_free + token_stage, token_parity)
                         self._load_tokens((first + i) * QUARTERS + quarter, token_stage, t, s)
@@ -410,7 +411,7 @@ class FP4WgmmaKernel:
                     ptx.arrive_if(s.tokens_free + last, leads)
             if const_expr(word % (2 * c.span) == 2 * c.span - 1):
                 if const_expr(c.by_warp):
-                    if const_expr(c.splits == 0):
+                    if const_expr(not c.arranges):
                         fence_async()
                     cute.arch.sync_warp()
                     ptx.arrive_if(s.tokens_free + token_stage, w.leads)

@@ -493,20 +493,20 @@ class RowQuantKernel:
         p = c.problem
         blocks = []
         squares = Float32(0.0)
-        values = [self._block_values(stage, j, t, s) for j in range(c.thread_blocks)]
+        values = [self._block_values(stage, j, t, s) for j in range(c.common_blocks)]
         if p.source == "add":
             for j, (_, words) in enumerate(values):
                 self._fill_buffer(words, self._buffer(1, stage, t.row, s), j, t)
         if self._stores_in_bulk:
             fence_async()
-        for j, (v, _) in enumerate(values):
+        for j in range(c.thread_blocks):
             block = cute.make_rmem_tensor((p.unit,), Float32), cute.make_rmem_tensor((1,), Float32)
             if j < c.common_blocks:
-                squares = squares + self._take_block(j, v, weights, block, t)
+                squares = squares + self._take_block(j, values[j][0], weights, block, t)
             else:
                 # Of usual size, where it is not taken.
-                block[1][0] = blocks[0][1][0]
-                squares = squares + self._take_last_block(v, weights, block, t)
+                block[1][0] = Float32(1.0)
+                squares = squares + self._take_last_block(stage, weights, block, t, s)
             blocks.append(block)
         shared = self._shared_amax(blocks, t) if p.fmt == FP8_BLOCK128 else None
         reduced = [squares] * p.normalises
@@ -518,7 +518,7 @@ class RowQuantKernel:
         return blocks, shared, reduced
 
     def _take_block(self, j: int, v: list, weights, block, t) -> Float32:
-        """The products and the amax of the thread's j-th block into its registers: the sum of the squares."""
+        """The products and the amax of the thread's j-th block, into its registers; returns the sum of its squares."""
         products, square = v, Float32(0.0)
         if self.config.problem.normalises:
             products = [ptx.mul_rn(a, b) for a, b in zip(v, weights[j], strict=True)]
@@ -529,10 +529,12 @@ class RowQuantKernel:
         return square
 
     @cute.jit
-    def _take_last_block(self, v: list, weights, block, t) -> Float32:
+    def _take_last_block(self, stage, weights, block, t, s) -> Float32:
         square = Float32(0.0)
         if self._has_last_block(t):
-            square = self._take_block(self.config.common_blocks, v, weights, block, t)
+            j = self.config.common_blocks
+            v, _ = self._block_values(stage, j, t, s)
+            square = self._take_block(j, v, weights, block, t)
         return square
 
     def _has_last_block(self, t):
