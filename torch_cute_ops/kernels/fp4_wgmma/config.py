@@ -98,7 +98,7 @@ class Config:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that multiplies, and of another."""
+        """Of a thread that multiplies, and of another: together no more than all have at the launch."""
         if self.arranges:
             return 88, 128
         return {2: (232, 40) if self.width is not None else (240, 24), 4: (112, 32)}[self.groups]
