@@ -1,32 +1,25 @@
 """The device code; the package's docstring tells the roles and the data path."""
 
-import functools
 from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint8, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TENSOR, FP8_TOKEN
 from torch_cute_ops.kernels.common import ptx
-from torch_cute_ops.kernels.common.activation import silu_mul
 from torch_cute_ops.kernels.common.convert import (
     DSL_DTYPES,
-    add,
-    load_words,
-    pack,
-    store_byte,
-    store_words,
-    unpack,
-    words_per,
 )
-from torch_cute_ops.kernels.common.expert_rows import fill_table, row_of, table_at
+from torch_cute_ops.kernels.common.expert_rows import fill_table, table_at
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.row_quant.codes import Encoder
-from torch_cute_ops.kernels.row_quant.config import QUAD, SCALE_THREADS, WARP, Config
+from torch_cute_ops.kernels.row_quant.config import WARP, Config
+from torch_cute_ops.kernels.row_quant.rows import Rows, sync_group
 from torch_cute_ops.kernels.row_quant.scales import FP4Scales
+from torch_cute_ops.kernels.row_quant.stores import Stores
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 
 
@@ -38,36 +31,20 @@ def sum_of_squares(values: list) -> Float32:
     return (sums[0] + sums[1]) + (sums[2] + sums[3])
 
 
-def bulk_load(source: cute.Pointer, target: cute.Pointer, elements: int, barrier: cute.Pointer, policy) -> None:
-    """Start one bulk copy from global to shared memory; ``barrier`` counts its bytes."""
-    atom = cute.make_copy_atom(cute.nvgpu.cpasync.CopyBulkG2SOp(), source.dtype)
-    layout = cute.make_layout(elements)
-    tensors = (cute.make_tensor(source, layout), cute.make_tensor(target, layout))
-    cute.copy(atom, *tensors, mbar_ptr=barrier, cache_policy=policy)
-
-
-def bulk_store(source: cute.Pointer, target: cute.Pointer, elements: int) -> None:
-    """Start one bulk copy from shared to global memory, of the thread's open bulk group."""
-    atom = cute.make_copy_atom(cute.nvgpu.cpasync.CopyBulkS2GOp(), source.dtype)
-    layout = cute.make_layout(elements)
-    cute.copy(atom, cute.make_tensor(source, layout), cute.make_tensor(target, layout))
-
-
 class RowQuantKernel:
     """The kernel of one ``Config``."""
 
     def __init__(self, config: Config):
         self.config = config
         self.scales, self.encoder = FP4Scales(config), Encoder(config)
-        p = config.problem
-        self.dtype = DSL_DTYPES[p.dtype]
-        self.weight_dtype = None if p.weight_dtype is None else DSL_DTYPES[p.weight_dtype]
+        self.rows = Rows(config, self.scales)
+        self.stores = Stores(config, self.rows, self.scales, self.encoder)
 
     def arguments(self) -> tuple[Argument, ...]:
         p = self.config.problem
         rows = Dim("rows")
         written = Dim("written_rows") if p.rows == "copies" else rows
-        dtype = self.dtype.__name__
+        dtype = self.rows.dtype.__name__
 
         def strided(width: int, stride: str) -> TensorArg:
             step = Dim(stride, divisibility=16 // p.dtype.itemsize, bits=64)
@@ -103,7 +80,7 @@ class RowQuantKernel:
         return (
             strided(p.input_width, "row_stride"),
             strided(p.width, "residual_stride") if p.source == "add" else None,
-            None if p.weight_dtype is None else TensorArg(self.weight_dtype.__name__, (p.width,), (1,), align=16),
+            None if p.weight_dtype is None else TensorArg(self.rows.weight_dtype.__name__, (p.width,), (1,), align=16),
             TensorArg("Float32", (1,), (1,), align=4) if p.has_factor else None,
             y,
             scale,
@@ -178,7 +155,7 @@ class RowQuantKernel:
             walker=group * (ctas // c.splits) + cta // c.splits,
         )
         if const_expr(p.rows != "experts"):
-            self._deal_rows(t)
+            self.rows.deal(t)
         s = self._allocate(t)
         # The thread that initialises the barriers starts its group's copies at once; other groups must see them first.
         early = const_expr(c.group_rows == 1)
@@ -193,14 +170,14 @@ class RowQuantKernel:
             fill_table(s.experts, index, counts, x.shape[0], tid, c.threads)
             cute.arch.sync_threads()
             t.rows = s.experts.total[0]
-            self._deal_rows(t)
+            self.rows.deal(t)
         # Where the thread's row lies in this iteration and, with two stages, in the next.
-        place, after = self._place_of(Int32(0), t, s), self._place_of(Int32(c.stages - 1), t, s)
+        place, after = self.rows.place_of(Int32(0), t, s), self.rows.place_of(Int32(c.stages - 1), t, s)
         if tid == 0:
             if const_expr(p.normalises):
-                self._issue_weight(weight, t, s)
+                self.rows.issue_weight(weight, t, s)
             if const_expr(early):
-                self._issue_first(place, after, t, s)
+                self.rows.issue_first(place, after, t, s)
         if const_expr(c.quads):
             if t.quads > 0:
                 self.scales.clear_quads(t, s)
@@ -211,9 +188,9 @@ class RowQuantKernel:
             cute.arch.sync_threads()
         if const_expr(early):
             if group > 0:
-                self._issue_first(place, after, t, s)
+                self.rows.issue_first(place, after, t, s)
         else:
-            self._issue_first(place, after, t, s)
+            self.rows.issue_first(place, after, t, s)
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
         if const_expr(not p.layout.is_linear):
@@ -227,15 +204,15 @@ class RowQuantKernel:
         weights = []
         if const_expr(p.normalises):
             ptx.wait(s.weight_barrier, 0)
-            weights = [self._block_weight(j, t, s) for j in range(c.thread_blocks)]
+            weights = [self.rows.weight(j, t, s) for j in range(c.thread_blocks)]
 
         again = Int32(0)  # rows whose amax was taken again
         for it in range(t.its):
             stage = it % c.stages
-            row = self._row_of(it, t) + t.row
+            row = self.rows.row_at(it, t) + t.row
             # Found while the row is under way.
-            beyond = self._place_of(it + c.stages, t, s)
-            copies = self._copies_of(row, t) if p.rows == "copies" else None
+            beyond = self.rows.place_of(it + c.stages, t, s)
+            copies = self.rows.copies_of(row, t) if p.rows == "copies" else None
             ptx.wait(s.full + stage, (it // c.stages) & 1)
             blocks, amax, reduced = self._load_row(stage, weights, row, t, s)
             rstd = None
@@ -250,7 +227,7 @@ class RowQuantKernel:
                     # The codes' buffer of this iteration is free again.
                     cute.arch.cp_async_bulk_wait_group(1, read=True)
                 fence_async()
-                self._group_barrier(t)
+                sync_group(self.config, t)
             if const_expr(p.normalises):
                 total = reduced[0]
                 rstd = ptx.rsqrt_approx(ptx.fma_rn(total, Float32(1.0 / p.norm_width), eps))
@@ -272,32 +249,32 @@ class RowQuantKernel:
                     if extreme:
                         self._normalize(blocks, rstd, stage, weights, t, s)
                         rstd = Float32(1.0)
-            if const_expr(self._stores_in_bulk):
-                self._store_in_bulk(it, stage, t, s)
+            if const_expr(self.stores.is_bulk):
+                self.stores.start_bulk(it, stage, t, s)
             if const_expr(p.source != "add"):
-                self._issue(it + c.stages, stage, beyond, t, s)
+                self.rows.issue(it + c.stages, stage, beyond, t, s)
             self.scales.write_quad(it - 1, t, s)
             if const_expr(p.rows == "copies"):
-                self._store_copies(blocks, amax, row, copies, it, t, s)
+                self.stores.store_copies(blocks, amax, row, copies, it, t, s)
             else:
-                self._store_row(blocks, rstd, amax, g, row, place if p.rows == "experts" else row, it, t, s)
+                self.stores.store_row(blocks, rstd, amax, g, row, place if p.rows == "experts" else row, it, t, s)
             if const_expr(not p.layout.is_linear):
                 self.scales.zero_padding_columns(row, it, t)
-            if const_expr(self._stores_in_bulk):
+            if const_expr(self.stores.is_bulk):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
             if const_expr(p.source == "add"):
-                self._issue(it + c.stages, stage, beyond, t, s)
+                self.rows.issue(it + c.stages, stage, beyond, t, s)
             if const_expr(p.rows == "experts"):
                 place = after if c.stages == 2 else beyond
                 after = beyond
         if const_expr(c.bulk_norm):
             fence_async()
         if const_expr(c.quads or c.bulk_norm):
-            self._group_barrier(t)
+            sync_group(self.config, t)
         if const_expr(c.quads):
             self.scales.write_quad(t.its - 1, t, s)
         if const_expr(c.bulk_norm):
-            self._store_norm_in_bulk(t.its - 1, t, s)
+            self.stores.start_norm(t.its - 1, t, s)
         if const_expr(c.bulk_norm or p.rows == "copies"):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         if const_expr(c.is_cluster):
@@ -313,8 +290,9 @@ class RowQuantKernel:
         # Dynamic shared memory: the ptxas of CUDA 12 allows no more than 48 KB of static shared memory.
         base = SmemAllocator().allocate(c.smem_bytes, 128)
         at = c.smem_offsets
-        buffers = cute.recast_ptr(base + at.rows, dtype=self.dtype)
-        weight = None if self.weight_dtype is None else cute.recast_ptr(base + at.weight, dtype=self.weight_dtype)
+        buffers = cute.recast_ptr(base + at.rows, dtype=self.rows.dtype)
+        weight_dtype = self.rows.weight_dtype
+        weight = None if weight_dtype is None else cute.recast_ptr(base + at.weight, dtype=weight_dtype)
         scales = cute.recast_ptr(base + at.scales, dtype=Uint8) if c.quads else None
         sums = cute.recast_ptr(base + at.sums, dtype=Float32)
         barriers = cute.recast_ptr(base + at.barriers, dtype=Int64)
@@ -322,7 +300,7 @@ class RowQuantKernel:
         norms = None
         if c.bulk_norm:
             group_norms = cute.assume(t.group * (2 * c.group_rows * c.slice_width), divby=16)
-            norms = cute.recast_ptr(base + at.norms, dtype=self.dtype) + group_norms
+            norms = cute.recast_ptr(base + at.norms, dtype=self.rows.dtype) + group_norms
         codes = base + at.codes + cute.assume(t.group * (2 * c.group_rows * c.slice_width), divby=128)
         return SimpleNamespace(
             norms=norms,
@@ -344,147 +322,7 @@ class RowQuantKernel:
         for i in range(c.groups * c.group_barriers + 1):
             cute.arch.mbarrier_init(s.barriers + i, 1)
 
-    def _group_barrier(self, t) -> None:
-        c = self.config
-        if c.group_warps == 1:
-            cute.arch.sync_warp()
-        else:
-            cute.arch.barrier(barrier_id=1 + t.group, number_of_threads=c.group_threads)
-
-    # Reading
-
-    @cute.jit
-    def _deal_rows(self, t):
-        """Fix which rows each group (*walker*) gets: quads first, then single rows; see ``_row_of``."""
-        c = self.config
-        t.quads = Int32(0)
-        t.quad_its = Int32(0)
-        if const_expr(c.quads):
-            # Whole rounds of quads; one round more if its four rows a walker are what single rows would take anyway.
-            # Only tiles without padding have quads, and single rows begin with a tile.
-            whole = t.rows // 128 * 32
-            rounds = whole // t.walkers * t.walkers // 32 * 32
-            t.quads = ptx.select(t.rows - rounds * QUAD > (QUAD - 1) * t.walkers, whole, rounds)
-            t.quad_its = (t.quads - t.walker + t.walkers - 1) // t.walkers * QUAD
-        singles = cute.ceil_div(t.rows - t.quads * QUAD, c.group_rows)
-        t.its = t.quad_its + (singles - t.walker + t.walkers - 1) // t.walkers
-
-    def _row_of(self, it, t):
-        """The (first) row that this walker has in its iteration ``it``."""
-        c = self.config
-        single = t.quads * QUAD + ((it - t.quad_its) * t.walkers + t.walker) * c.group_rows
-        if not c.quads:
-            return single
-        quad = it // QUAD * t.walkers + t.walker
-        return ptx.select(it < t.quad_its, self.scales.quad_row(quad) + it % QUAD * self.scales.quad_step, single)
-
-    def _place_of(self, it, t, s):
-        """Where the thread's row of iteration ``it`` lies in global memory; whole warps come here together."""
-        row = self._row_of(it, t) + t.row
-        if self.config.problem.rows != "experts":
-            return row
-        return row_of(s.experts, row, t.lane, is_of_warp=self.config.group_rows == 1)
-
-    def _copies_of(self, row, t) -> list:
-        """Rows of the outputs that a row becomes; negative ones are none. Those of a scale's threads take turns."""
-        p = self.config.problem
-        places = []
-        for first in range(0, p.copies, SCALE_THREADS):
-            i = first + t.column % SCALE_THREADS
-            exists = (row < t.rows) & (i < p.copies)
-            place = Int32(ptx.load_if(t.index.iterator + (Int64(row) * p.copies + i), exists, 1)[0])
-            places.append(ptx.select(exists, place, Int32(-1)))
-        return places
-
-    def _issue_first(self, place, after, t, s) -> None:
-        for i in range(self.config.stages):
-            self._issue(Int32(i), i, (place, after)[i], t, s)
-
-    @cute.jit
-    def _issue(self, it, stage, place, t, s):
-        """Start the copies of iteration ``it``'s rows into a buffer: the first thread of each row copies it, which lies
-        at ``place``."""
-        c = self.config
-        p = c.problem
-        row = self._row_of(it, t) + t.row
-        bytes_per_row = t.my_blocks * (p.inputs * p.unit * self.dtype.width // 8)
-        if t.in_group == 0:
-            if it < t.its:
-                count = cutlass.min(t.rows - row, c.group_rows)
-                cute.arch.mbarrier_arrive_and_expect_tx(s.full + stage, count * bytes_per_row)
-        if const_expr(c.group_rows > 1):
-            cute.arch.sync_warp()
-        if t.in_group % c.threads_per_row == 0:
-            if (it < t.its) & (row < t.rows):
-                for i in range_constexpr(p.inputs):
-                    load = functools.partial(
-                        bulk_load,
-                        source=self._slice_of(self._input_row(i, place, t), t),
-                        target=self._buffer(i, stage, t.row, s),
-                        barrier=s.full + stage,
-                        policy=Int64(ptx.EVICT_FIRST),
-                    )
-                    self._copy_slice(load, t)
-
-    def _slice_of(self, row: cute.Pointer, t) -> cute.Pointer:
-        return row + cute.assume(t.first_block * self.config.problem.unit, divby=16)
-
-    def _input_row(self, i: int, row, t) -> cute.Pointer:
-        """The i-th of the rows in global memory that make a row of values."""
-        p = self.config.problem
-        tensor = t.residual if p.source == "add" and i == 1 else t.x
-        start = tensor.iterator + cute.assume(Int64(row) * tensor.stride[0], divby=128 // self.dtype.width)
-        return start + p.width if p.source == "silu_mul" and i == 1 else start
-
-    def _buffer(self, i: int, stage, row, s) -> cute.Pointer:
-        """The buffer of the i-th input of a group's row."""
-        c = self.config
-        slot = (stage * c.group_rows + row) * c.problem.inputs + i
-        return s.buffers + cute.assume(slot * c.slice_width, divby=16)
-
-    @cute.jit
-    def _copy_slice(self, copy, t):
-        """Call ``copy`` with the elements of the CTA's slice."""
-        c = self.config
-        last_width = c.problem.width - (c.splits - 1) * c.slice_width
-        if const_expr(last_width == c.slice_width):
-            copy(elements=c.slice_width)
-        else:
-            if t.rank < c.splits - 1:
-                copy(elements=c.slice_width)
-            else:
-                copy(elements=last_width)
-
-    @cute.jit
-    def _issue_weight(self, weight, t, s):
-        unit = self.config.problem.unit
-        bytes_ = t.my_blocks * (unit * self.weight_dtype.width // 8)
-        cute.arch.mbarrier_arrive_and_expect_tx(s.weight_barrier, bytes_)
-        source = self._slice_of(weight.iterator, t)
-        load = functools.partial(bulk_load, source=source, target=s.weight, barrier=s.weight_barrier, policy=None)
-        self._copy_slice(load, t)
-
-    def _block_words(self, pointer: cute.Pointer, dtype, block) -> list:
-        """The words of one block in shared memory."""
-        c = self.config
-        words = words_per(c.problem.unit, dtype)
-        layout = cute.make_layout((words, c.slice_blocks), stride=(1, words))
-        return load_words(cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint32), layout)[None, block])
-
-    def _block_weight(self, j: int, t, s) -> list:
-        words = self._block_words(s.weight, self.weight_dtype, self._safe_block(j, t))
-        return unpack(words, self.weight_dtype)
-
-    @property
-    def _ragged(self) -> bool:
-        """Whether some thread has fewer blocks than others."""
-        c = self.config
-        return c.threads_per_row * c.thread_blocks * c.splits != c.blocks
-
-    def _safe_block(self, j: int, t):
-        """The thread's j-th block, or its first in place of a block beyond the row."""
-        block = t.column + j * self.config.threads_per_row
-        return ptx.select(block < t.my_blocks, block, t.column) if self._ragged and j > 0 else block
+    # A row
 
     def _load_row(self, stage, weights, row, t, s) -> tuple[list, Float32 | None, list]:
         """The thread's blocks of a row, as products v · w and their amax; of an FP8 block that it shares, that one's
@@ -493,11 +331,11 @@ class RowQuantKernel:
         p = c.problem
         blocks = []
         squares = Float32(0.0)
-        values = [self._block_values(stage, j, t, s) for j in range(c.common_blocks)]
+        values = [self.rows.values(stage, j, t, s) for j in range(c.common_blocks)]
         if p.source == "add":
             for j, (_, words) in enumerate(values):
-                self._fill_buffer(words, self._buffer(1, stage, t.row, s), j, t)
-        if self._stores_in_bulk:
+                self.rows.fill_buffer(words, self.rows.buffer(1, stage, t.row, s), j, t)
+        if self.stores.is_bulk:
             fence_async()
         for j in range(c.thread_blocks):
             block = cute.make_rmem_tensor((p.unit,), Float32), cute.make_rmem_tensor((1,), Float32)
@@ -523,7 +361,7 @@ class RowQuantKernel:
         if self.config.problem.normalises:
             products = [ptx.mul_rn(a, b) for a, b in zip(v, weights[j], strict=True)]
             square = sum_of_squares(v)
-            if self._ragged:
+            if self.rows.is_ragged:
                 square = ptx.select(t.column + j * self.config.threads_per_row < t.my_blocks, square, Float32(0.0))
         self._fill(*block, products)
         return square
@@ -531,15 +369,11 @@ class RowQuantKernel:
     @cute.jit
     def _take_last_block(self, stage, weights, block, t, s) -> Float32:
         square = Float32(0.0)
-        if self._has_last_block(t):
+        if self.rows.has_last_block(t):
             j = self.config.common_blocks
-            v, _ = self._block_values(stage, j, t, s)
+            v, _ = self.rows.values(stage, j, t, s)
             square = self._take_block(j, v, weights, block, t)
         return square
-
-    def _has_last_block(self, t):
-        """Whether a thread of the warp has one block more than ``common_blocks``."""
-        return t.warp * WARP + self.config.common_blocks * self.config.threads_per_row < t.my_blocks
 
     def _shared_amax(self, blocks, t) -> Float32:
         """The amax of the FP8 block that the thread answers for."""
@@ -589,29 +423,13 @@ class RowQuantKernel:
     def _normalize(self, blocks, rstd, stage, weights, t, s):
         """Products ``(v · rstd) · w`` in place of ``v · w``, from the row in shared memory."""
         for j in range_constexpr(self.config.thread_blocks):
-            v, _ = self._block_values(stage, j, t, s, again=True)
+            v, _ = self.rows.values(stage, j, t, s, again=True)
             scaled = [ptx.mul_rn(ptx.mul_rn(a, rstd), b) for a, b in zip(v, weights[j], strict=True)]
             self._fill(*blocks[j], scaled)
         fence_async()
         if const_expr(self.config.group_rows == 1):
             # The buffer is filled again next, and others may still be reading it here.
-            self._group_barrier(t)
-
-    def _block_values(self, stage, j: int, t, s, again: bool = False) -> tuple[list, list]:
-        """The values of the thread's j-th block in fp32, and the words that hold them in the input dtype, if any do."""
-        p = self.config.problem
-        block = self._safe_block(j, t)
-        if again and p.source == "add":
-            words = self._block_words(self._buffer(1, stage, t.row, s), self.dtype, block)
-            return unpack(words, self.dtype), words
-        words = [self._block_words(self._buffer(i, stage, t.row, s), self.dtype, block) for i in range(p.inputs)]
-        if p.source == "rows":
-            return unpack(words[0], self.dtype), words[0]
-        if p.source == "add":
-            total = add(*words, self.dtype)
-            return unpack(total, self.dtype), total
-        a, b = (unpack(w, self.dtype) for w in words)
-        return [silu_mul(x, y) for x, y in zip(a, b, strict=True)], []
+            sync_group(self.config, t)
 
     @cute.jit
     def _reduce_row(self, values: list, slots: cute.Pointer, barrier: cute.Pointer, parity, t):
@@ -637,12 +455,12 @@ class RowQuantKernel:
                     slot = slots + (i * c.partials + t.rank * c.group_warps + t.warp)
                     cute.arch.store_async_dsmem(slot, Int32(ptx.bits_of(values[i])), barrier, t.lane)
             ptx.wait(barrier, parity)
-            self._group_barrier(t)
+            sync_group(self.config, t)
         elif const_expr(c.partials > 1):
             if t.lane == 0:
                 for i in range_constexpr(len(values)):
                     slots[i * c.partials + t.warp] = values[i]
-            self._group_barrier(t)
+            sync_group(self.config, t)
         else:
             cute.arch.sync_warp()
         if const_expr(c.partials > 1):
@@ -658,162 +476,3 @@ class RowQuantKernel:
         c = self.config
         slots = s.sums + 2 * c.partials * c.problem.reductions
         return self._reduce_row([self._amax_of(blocks)], slots, s.summed + 2, again & 1, t)[0]
-
-    # Writing
-
-    @cute.jit
-    def _fill_buffer(self, words: list, buffer: cute.Pointer, j: int, t):
-        """The thread's j-th block into a row of shared memory, from which it will be stored in bulk."""
-        c = self.config
-        block = t.column + j * c.threads_per_row
-        layout = cute.make_layout((len(words), c.slice_blocks), stride=(1, len(words)))
-        target = cute.make_tensor(cute.recast_ptr(buffer, dtype=Uint32), layout)[None, block]
-        if const_expr(self._ragged and j > 0):
-            if block < t.my_blocks:
-                store_words(words, target)
-        else:
-            store_words(words, target)
-
-    @property
-    def _stores_in_bulk(self) -> bool:
-        """Whether rows go from shared to global memory by bulk copies."""
-        return self.config.problem.source == "add" or self.config.bulk_norm
-
-    @cute.jit
-    def _store_in_bulk(self, it, stage, t, s):
-        """Start storing the sums of this iteration and the norms of the last."""
-        c = self.config
-        if const_expr(c.problem.source == "add"):
-            row = self._row_of(it, t) + t.in_group
-            if (t.in_group < c.group_rows) & (row < t.rows):
-                self._store_slice(self._buffer(1, stage, t.in_group, s), self._input_row(1, row, t), t)
-        if const_expr(c.bulk_norm):
-            self._store_norm_in_bulk(it - 1, t, s)
-
-    @cute.jit
-    def _store_norm_in_bulk(self, it, t, s):
-        c = self.config
-        row = self._row_of(it, t) + t.in_group
-        if (it >= 0) & (t.in_group < c.group_rows) & (row < t.rows):
-            target = t.norm.iterator + cute.assume(Int64(row) * c.problem.width, divby=16)
-            self._store_slice(self._norm_buffer(it, t.in_group, s), target, t)
-
-    def _store_slice(self, source: cute.Pointer, row: cute.Pointer, t) -> None:
-        store = functools.partial(bulk_store, source=source, target=self._slice_of(row, t))
-        self._copy_slice(store, t)
-        cute.arch.cp_async_bulk_commit_group()
-
-    def _norm_buffer(self, it, row, s) -> cute.Pointer:
-        """The buffer of a normalised row of a group; there are two a row, for even and odd iterations."""
-        c = self.config
-        slot = it % 2 * c.group_rows + row
-        return s.norms + cute.assume(slot * c.slice_width, divby=16)
-
-    @cute.jit
-    def _store_copies(self, blocks, amax, row, copies, it, t, s):
-        """Quantise the thread's blocks of a row; store codes in bulk, and scales, as often as there are copies."""
-        c = self.config
-        quantized, scale = self.encoder.fp8_blocks(blocks, None, amax, t)
-        buffer = s.codes + cute.assume((it % 2 * c.group_rows + t.row) * c.slice_width, divby=128)
-        for j in range_constexpr(c.thread_blocks):
-            self._fill_buffer(quantized[j], buffer, j, t)
-            if const_expr(c.problem.layout == COLUMN):
-                # Threads that share a block have some of the copies each.
-                own = self.encoder.shared.told(scale, j, t.lane)
-                block = t.column + j * c.threads_per_row
-                for place in copies:
-                    if (place >= 0) & (block < t.my_blocks):
-                        t.scale[(t.first_block + block) // SCALE_THREADS, place] = own
-        if const_expr(c.problem.layout != COLUMN):
-            self._store_block_scale(scale, row, row < t.rows, t)
-        fence_async()
-        self._group_barrier(t)
-        for place in copies:
-            if (t.column < SCALE_THREADS) & (place >= 0):
-                target = cute.recast_ptr(t.y.iterator, dtype=Uint8)
-                target = target + cute.assume(Int64(place) * c.problem.width, divby=128)
-                store = functools.partial(bulk_store, source=buffer, target=self._slice_of(target, t))
-                self._copy_slice(store, t)
-        cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def _store_row(self, blocks, rstd, amax, g, row, place, it, t, s):
-        """Quantise the thread's blocks of a row; store codes, scales and norm, codes and FP8 scales at ``place``."""
-        c = self.config
-        p = c.problem
-        # All arithmetic first, then all stores: a branch in between would keep the blocks' instructions from mixing.
-        if const_expr(isinstance(p.fmt, FP4Format)):
-            quantized = [self.encoder.fp4_block(*block, rstd, g) for block in blocks[: c.common_blocks]]
-        elif const_expr(p.fmt == FP8_BLOCK128):
-            words, scale = self.encoder.fp8_blocks(blocks, rstd, amax, t)
-            quantized = [(words[j], None) for j in range(c.thread_blocks)]
-            self._store_block_scale(scale, place, row < t.rows, t)
-        else:
-            quantized = self.encoder.fp8(blocks, rstd, amax, g)
-        for j in range_constexpr(c.common_blocks):
-            self._store_block(j, blocks[j], rstd, quantized[j], row, place, it, t, s)
-        if const_expr(c.common_blocks < c.thread_blocks):
-            if self._has_last_block(t):
-                last = self.encoder.fp4_block(*blocks[-1], rstd, g)
-                self._store_block(c.common_blocks, blocks[-1], rstd, last, row, place, it, t, s)
-
-    @cute.jit
-    def _store_block(self, j: int, block, rstd, quantized, row, place, it, t, s):
-        """Store what has become of the thread's j-th block."""
-        c = self.config
-        p = c.problem
-        at = t.column + j * c.threads_per_row
-        column = t.first_block + at
-        words, scale = quantized
-        exists = (row < t.rows) & (at < t.my_blocks)
-        if exists:
-            self._store_codes(words, place, column, t)
-        if const_expr(p.writes_norm):
-            products = block[0]
-            norm = [ptx.mul_rn(products[i], rstd) for i in range(p.unit)]
-            if const_expr(c.bulk_norm):
-                self._fill_buffer(pack(norm, self.dtype), self._norm_buffer(it, t.row, s), j, t)
-            else:
-                if exists:
-                    self._store_norm(norm, row, column, t)
-        if const_expr(p.also_linear):
-            if exists:
-                store_byte(self.scales.linear_at(row, column, t), scale)
-        if const_expr(c.quads):
-            if at < t.my_blocks:
-                store_byte(self.scales.quad_slot(it, at, s), scale)
-        if const_expr(isinstance(p.fmt, FP4Format)):
-            if exists & (it >= t.quad_its):
-                store_byte(self.scales.at(row, column, t), scale)
-        elif const_expr(p.fmt == FP8_TOKEN):
-            if const_expr(j == 0):
-                if (row < t.rows) & (column == 0):
-                    t.scale[row, 0] = scale
-
-    @cute.jit
-    def _store_block_scale(self, scale, place, exists, t) -> None:
-        """Store the scale of the FP8 block that the thread answers for, of the row at ``place``."""
-        shared = self.encoder.shared
-        block = t.column // SCALE_THREADS * SCALE_THREADS + shared.mine(t.lane) * self.config.threads_per_row
-        column = (t.first_block + block) // SCALE_THREADS
-        if exists & shared.leads(t.lane) & (block < t.my_blocks):
-            if const_expr(self.config.problem.layout == COLUMN):
-                t.scale[column, place] = scale
-            else:
-                t.scale[place, column] = scale
-
-    def _store_codes(self, words: list, row, column, t) -> None:
-        y = t.y.iterator
-        row_bytes = self.config.problem.width * 4 * len(words) // self.config.problem.unit
-        codes = cute.recast_ptr(y, dtype=Uint8) + cute.assume(Int64(row) * row_bytes, divby=8)
-        store_words(words, self._block_of(codes, len(words), column))
-
-    def _store_norm(self, values: list, row, column, t) -> None:
-        norm = t.norm.iterator + cute.assume(Int64(row) * self.config.problem.width, divby=16)
-        words = pack(values, self.dtype)
-        store_words(words, self._block_of(norm, len(words), column))
-
-    def _block_of(self, row: cute.Pointer, words: int, column) -> cute.Tensor:
-        """The ``words`` words of block ``column`` in an output row."""
-        layout = cute.make_layout((words, self.config.blocks), stride=(1, words))
-        return cute.make_tensor(cute.recast_ptr(row, dtype=Uint32), layout)[None, column]

@@ -1,0 +1,174 @@
+"""Where quantised rows go: codes, scales and norms."""
+
+import functools
+
+import cutlass.cute as cute
+from cutlass import Int64, Uint8, Uint32, const_expr, range_constexpr
+
+from torch_cute_ops.formats import FP4Format
+from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TOKEN
+from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.convert import pack, store_byte, store_words
+from torch_cute_ops.kernels.common.proxy import fence_async
+from torch_cute_ops.kernels.row_quant.codes import Encoder
+from torch_cute_ops.kernels.row_quant.config import SCALE_THREADS, Config
+from torch_cute_ops.kernels.row_quant.rows import Rows, sync_group
+from torch_cute_ops.kernels.row_quant.scales import FP4Scales
+
+
+def bulk_store(source: cute.Pointer, target: cute.Pointer, elements: int) -> None:
+    """Start one bulk copy from shared to global memory, of the thread's open bulk group."""
+    atom = cute.make_copy_atom(cute.nvgpu.cpasync.CopyBulkS2GOp(), source.dtype)
+    layout = cute.make_layout(elements)
+    cute.copy(atom, cute.make_tensor(source, layout), cute.make_tensor(target, layout))
+
+
+class Stores:
+    """The outputs of one ``Config``; ``t`` and ``s`` are what a thread of ``RowQuantKernel`` knows."""
+
+    def __init__(self, config: Config, rows: Rows, scales: FP4Scales, encoder: Encoder):
+        self.config, self.rows, self.scales, self.encoder = config, rows, scales, encoder
+
+    @property
+    def is_bulk(self) -> bool:
+        """Whether rows go from shared to global memory by bulk copies."""
+        return self.config.problem.source == "add" or self.config.bulk_norm
+
+    @cute.jit
+    def start_bulk(self, it, stage, t, s):
+        """Start storing the sums of this iteration and the norms of the last."""
+        c = self.config
+        if const_expr(c.problem.source == "add"):
+            row = self.rows.row_at(it, t) + t.in_group
+            if (t.in_group < c.group_rows) & (row < t.rows):
+                self._store_slice(self.rows.buffer(1, stage, t.in_group, s), self.rows.input_row(1, row, t), t)
+        if const_expr(c.bulk_norm):
+            self.start_norm(it - 1, t, s)
+
+    @cute.jit
+    def start_norm(self, it, t, s):
+        c = self.config
+        row = self.rows.row_at(it, t) + t.in_group
+        if (it >= 0) & (t.in_group < c.group_rows) & (row < t.rows):
+            target = t.norm.iterator + cute.assume(Int64(row) * c.problem.width, divby=16)
+            self._store_slice(self._norm_buffer(it, t.in_group, s), target, t)
+
+    def _store_slice(self, source: cute.Pointer, row: cute.Pointer, t) -> None:
+        store = functools.partial(bulk_store, source=source, target=self.rows.slice_of(row, t))
+        self.rows.copy_slice(store, t)
+        cute.arch.cp_async_bulk_commit_group()
+
+    def _norm_buffer(self, it, row, s) -> cute.Pointer:
+        """The buffer of a normalised row of a group; there are two a row, for even and odd iterations."""
+        c = self.config
+        slot = it % 2 * c.group_rows + row
+        return s.norms + cute.assume(slot * c.slice_width, divby=16)
+
+    @cute.jit
+    def store_copies(self, blocks, amax, row, copies, it, t, s):
+        """Quantise the thread's blocks of a row; store codes in bulk, and scales, as often as there are copies."""
+        c = self.config
+        quantized, scale = self.encoder.fp8_blocks(blocks, None, amax, t)
+        buffer = s.codes + cute.assume((it % 2 * c.group_rows + t.row) * c.slice_width, divby=128)
+        for j in range_constexpr(c.thread_blocks):
+            self.rows.fill_buffer(quantized[j], buffer, j, t)
+            if const_expr(c.problem.layout == COLUMN):
+                # Threads that share a block have some of the copies each.
+                own = self.encoder.shared.told(scale, j, t.lane)
+                block = t.column + j * c.threads_per_row
+                for place in copies:
+                    if (place >= 0) & (block < t.my_blocks):
+                        t.scale[(t.first_block + block) // SCALE_THREADS, place] = own
+        if const_expr(c.problem.layout != COLUMN):
+            self._store_block_scale(scale, row, row < t.rows, t)
+        fence_async()
+        sync_group(c, t)
+        for place in copies:
+            if (t.column < SCALE_THREADS) & (place >= 0):
+                target = cute.recast_ptr(t.y.iterator, dtype=Uint8)
+                target = target + cute.assume(Int64(place) * c.problem.width, divby=128)
+                store = functools.partial(bulk_store, source=buffer, target=self.rows.slice_of(target, t))
+                self.rows.copy_slice(store, t)
+        cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def store_row(self, blocks, rstd, amax, g, row, place, it, t, s):
+        """Quantise the thread's blocks of a row; store codes, scales and norm, codes and FP8 scales at ``place``."""
+        c = self.config
+        p = c.problem
+        # All arithmetic first, then all stores: a branch in between would keep the blocks' instructions from mixing.
+        if const_expr(isinstance(p.fmt, FP4Format)):
+            quantized = [self.encoder.fp4_block(*block, rstd, g) for block in blocks[: c.common_blocks]]
+        elif const_expr(p.fmt == FP8_BLOCK128):
+            words, scale = self.encoder.fp8_blocks(blocks, rstd, amax, t)
+            quantized = [(words[j], None) for j in range(c.thread_blocks)]
+            self._store_block_scale(scale, place, row < t.rows, t)
+        else:
+            quantized = self.encoder.fp8(blocks, rstd, amax, g)
+        for j in range_constexpr(c.common_blocks):
+            self._store_block(j, blocks[j], rstd, quantized[j], row, place, it, t, s)
+        if const_expr(c.common_blocks < c.thread_blocks):
+            if self.rows.has_last_block(t):
+                last = self.encoder.fp4_block(*blocks[-1], rstd, g)
+                self._store_block(c.common_blocks, blocks[-1], rstd, last, row, place, it, t, s)
+
+    @cute.jit
+    def _store_block(self, j: int, block, rstd, quantized, row, place, it, t, s):
+        """Store what has become of the thread's j-th block."""
+        c = self.config
+        p = c.problem
+        at = t.column + j * c.threads_per_row
+        column = t.first_block + at
+        words, scale = quantized
+        exists = (row < t.rows) & (at < t.my_blocks)
+        if exists:
+            self._store_codes(words, place, column, t)
+        if const_expr(p.writes_norm):
+            products = block[0]
+            norm = [ptx.mul_rn(products[i], rstd) for i in range(p.unit)]
+            if const_expr(c.bulk_norm):
+                self.rows.fill_buffer(pack(norm, self.rows.dtype), self._norm_buffer(it, t.row, s), j, t)
+            else:
+                if exists:
+                    self._store_norm(norm, row, column, t)
+        if const_expr(p.also_linear):
+            if exists:
+                store_byte(self.scales.linear_at(row, column, t), scale)
+        if const_expr(c.quads):
+            if at < t.my_blocks:
+                store_byte(self.scales.quad_slot(it, at, s), scale)
+        if const_expr(isinstance(p.fmt, FP4Format)):
+            if exists & (it >= t.quad_its):
+                store_byte(self.scales.at(row, column, t), scale)
+        elif const_expr(p.fmt == FP8_TOKEN):
+            if const_expr(j == 0):
+                if (row < t.rows) & (column == 0):
+                    t.scale[row, 0] = scale
+
+    @cute.jit
+    def _store_block_scale(self, scale, place, exists, t) -> None:
+        """Store the scale of the FP8 block that the thread answers for, of the row at ``place``."""
+        shared = self.encoder.shared
+        block = t.column // SCALE_THREADS * SCALE_THREADS + shared.mine(t.lane) * self.config.threads_per_row
+        column = (t.first_block + block) // SCALE_THREADS
+        if exists & shared.leads(t.lane) & (block < t.my_blocks):
+            if const_expr(self.config.problem.layout == COLUMN):
+                t.scale[column, place] = scale
+            else:
+                t.scale[place, column] = scale
+
+    def _store_codes(self, words: list, row, column, t) -> None:
+        y = t.y.iterator
+        row_bytes = self.config.problem.width * 4 * len(words) // self.config.problem.unit
+        codes = cute.recast_ptr(y, dtype=Uint8) + cute.assume(Int64(row) * row_bytes, divby=8)
+        store_words(words, self._block_of(codes, len(words), column))
+
+    def _store_norm(self, values: list, row, column, t) -> None:
+        norm = t.norm.iterator + cute.assume(Int64(row) * self.config.problem.width, divby=16)
+        words = pack(values, self.rows.dtype)
+        store_words(words, self._block_of(norm, len(words), column))
+
+    def _block_of(self, row: cute.Pointer, words: int, column) -> cute.Tensor:
+        """The ``words`` words of block ``column`` in an output row."""
+        layout = cute.make_layout((words, self.config.blocks), stride=(1, words))
+        return cute.make_tensor(cute.recast_ptr(row, dtype=Uint32), layout)[None, column]
