@@ -108,7 +108,8 @@ class Wgmma(Backend):
             seconds += (waves - 1) * RAMP_SECONDS + waves * left
         elif parts.shares:
             # Sums where portions meet are written, waited for, and read again, one worker's after the other's.
-            seconds += LAUNCH_SECONDS + waves * parts.workers / parts.row_tiles * sum_bytes / COLLECT_BYTES_PER_SECOND
+            sharers = parts.workers / max(1, parts.row_tiles)
+            seconds += LAUNCH_SECONDS + waves * sharers * sum_bytes / COLLECT_BYTES_PER_SECOND
         return seconds
 
     def kernels(self, product: Product, tactic: Tactic, arch: Arch) -> tuple[Wanted, ...]:
