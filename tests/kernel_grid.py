@@ -277,7 +277,7 @@ def wgmma_cases(every: bool) -> list[WgmmaCase]:
     """Kinds of operands with tiles: all of them, or half; the rest in turn."""
     rest = itertools.cycle(itertools.product((True, False), (BF16, FP16, FP32)))
     tiles = [(tokens, 0) for tokens in (8, 16, 32, 64, 128, 256)]
-    tiles += [(8, 1), (16, 8), (32, 3), (64, 4), (128, 2)]
+    tiles += [(8, 1), (16, 8), (32, 3), (64, 3), (128, 8)]
     plain = [
         WgmmaCase(*kind, tokens, *reversed(next(rest)), splits)
         for kind, (tokens, splits) in _together(WARPGROUP_KINDS, tiles, every)
