@@ -19,8 +19,6 @@ nothing. ``mbarrier.try_wait`` blocks until it can succeed.
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -29,7 +27,8 @@ from typing import Any
 import numpy as np
 
 import ptx.instructions  # noqa: F401  (makes the instructions known)
-from ptx.arithmetic import F32_NAN, TYPES, UNSIGNED, Array
+from ptx.arithmetic import F32_NAN, UNSIGNED, Array
+from ptx.blocks import Block, blocks_of, find_live_registers, find_loads, granule
 from ptx.decoder import Decoder, Step
 from ptx.memory import (
     ALLOCATED,
@@ -93,18 +92,6 @@ class GlobalMemory:
 
 
 @dataclass
-class Block:
-    """Steps that follow each other without a way in or out, and which registers they take over and leave."""
-
-    steps: list[Step]
-    first: int
-    live_in: list[int] = field(default_factory=list)
-    live_out: list[int] = field(default_factory=list)
-    next: int = 0
-    target: int = 0
-
-
-@dataclass
 class Mbarrier:
     """An mbarrier object: arrivals and bytes that its current phase still expects."""
 
@@ -165,9 +152,9 @@ class Machine:
         self._lay_out_threads()
         self._lay_out_memory()
         decoder = Decoder(self)
-        self.blocks = _blocks_of(program, decoder)
-        loads = _find_loads(self.blocks)
-        _find_live_registers(self.blocks, len(decoder.widths))
+        self.blocks = blocks_of(program, decoder)
+        loads = find_loads(self.blocks)
+        find_live_registers(self.blocks, len(decoder.widths))
         self.registers = [np.zeros(self.threads, UNSIGNED[width]) for width in decoder.widths]
         self.block = np.zeros(self.threads, np.int32)
         self.state = np.full(self.threads, RUNNING, np.int8)
@@ -193,7 +180,7 @@ class Machine:
         self.undefined: dict[int, Array] = {}
         self.unwritten: list[Array] | None = None
         self.undefined_values: list[Array | None] | None = None
-        self.races = Races(self, _granule(program), loads)
+        self.races = Races(self, granule(program), loads)
 
     def _lay_out_threads(self) -> None:
         launch = self.launch
@@ -895,109 +882,3 @@ class Machine:
             done = max(len(groups) - 1 - most, 0)
             self.races.copies_have_read(thread, [reads for group in groups[:done] for reads in group])
             del groups[:done]
-
-
-def _blocks_of(program: Program, decoder: Decoder) -> list[Block]:
-    steps = [decoder.decode(instruction) for instruction in program.instructions]
-    leaders = {0, *program.labels.values()}
-    for i, step in enumerate(steps):
-        if step.kind != "plain":
-            leaders.add(i + 1)
-        if step.kind in ("warp", "block"):
-            leaders.add(i)
-    leaders = sorted(at for at in leaders if at < len(steps))
-    number = {at: i for i, at in enumerate(leaders)}
-    blocks = []
-    for i, (start, end) in enumerate(zip(leaders, [*leaders[1:], len(steps)], strict=True)):
-        block = Block(steps[start:end], i, next=i + 1)
-        if block.steps[-1].kind == "branch":
-            block.target = number.get(block.steps[-1].target, len(leaders))
-        blocks.append(block)
-    # Falling off the end ends a thread.
-    blocks.append(Block([decoder.end()], len(blocks)))
-    return blocks
-
-
-def _find_live_registers(blocks: list[Block], registers: int) -> None:
-    """Which registers a block must take over, and which of those it writes somebody may read: sets as bits."""
-    reads, writes = [], []
-    for block in blocks:
-        read = written = 0
-        for step in block.steps:
-            for slot in step.reads:
-                read |= ~written & 1 << slot
-            for target in step.targets:
-                if target is not None:
-                    if step.guard is not None:
-                        read |= ~written & 1 << target.slot
-                    written |= 1 << target.slot
-        reads.append(read)
-        writes.append(written)
-    live_in = list(reads)
-    changed = True
-    after = [0] * len(blocks)
-    while changed:
-        changed = False
-        for i in reversed(range(len(blocks))):
-            block = blocks[i]
-            last = block.steps[-1]
-            following = [block.target] if last.kind == "branch" else []
-            if last.kind not in ("branch", "exit") or last.guard is not None:
-                following.append(block.next)
-            after[i] = 0
-            for other in following:
-                after[i] |= live_in[other]
-            new = reads[i] | (after[i] & ~writes[i])
-            changed |= new != live_in[i]
-            live_in[i] = new
-    for block, read, written, live in zip(blocks, reads, writes, after, strict=True):
-        block.live_in = [slot for slot in range(registers) if read >> slot & 1]
-        block.live_out = [slot for slot in range(registers) if (written & live) >> slot & 1]
-
-
-ACCESSING = ("ld", "ldu", "st", "atom", "red", "cp", "mbarrier", "wgmma")
-
-
-def _find_loads(blocks: list[Block]) -> int:
-    """Number the loads that may be from shared memory, and find which instructions need their results: those that
-    synchronise, branch or access memory, and so stay where they are. Others only pass on what they need; so does
-    ``mma``, which ptxas 13 has been seen to put behind an arrival that comes after it."""
-    loads = 0
-    origins: Counter[int] = Counter()  # of a register: the loads that it comes from, as bits
-    passing, staying = [], []
-    for step in (step for block in blocks for step in block.steps):
-        name, *parts = step.instruction.opcode.split(".")
-        if name in ("ld", "ldmatrix") and not {"global", "local", "const", "param"}.intersection(parts):
-            step.load = loads
-            for target in step.targets:
-                if target is not None:
-                    origins[target.slot] |= 1 << loads
-            loads += 1
-        passes = name == "mma" or (step.kind == "plain" and name not in ACCESSING)
-        (passing if passes else staying).append(step)
-    before = -1
-    while before != sum(origins.values()):
-        before = sum(origins.values())
-        for step in passing:
-            needed = _union(origins, step.reads)
-            for target in step.targets:
-                if target is not None:
-                    origins[target.slot] |= needed
-    for step in staying:
-        needed = _union(origins, step.reads)
-        step.needs = [load for load in range(loads) if needed >> load & 1]
-    return loads
-
-
-def _union(origins: Counter[int], slots: list[int]) -> int:
-    return functools.reduce(operator.or_, (origins[slot] for slot in slots), 0)
-
-
-def _granule(program: Program) -> int:
-    """Bytes of the smallest access to shared memory, at most 4."""
-    smallest = 4
-    for instruction in program.instructions:
-        parts = instruction.opcode.split(".")
-        if parts[0] in ("ld", "st", "atom", "red") and parts[-1] in TYPES and "global" not in parts:
-            smallest = min(smallest, TYPES[parts[-1]].bits // 8)
-    return smallest
