@@ -70,12 +70,12 @@ def compiled(request):
 def test_compiles_without_spills(case: AnyCase, compiled):
     kernels = compiled(case)
     assert isinstance(kernels, list), kernels
+    arch, config = ARCHS[case.arch], kernel_of(case).config
     # What puts activations in order for warpgroups is a kernel of its own, unless these do it; and what lists tokens.
-    apart = isinstance(case, ExpertsCase) or (isinstance(case, WgmmaCase) and not case.kernel.config.arranges)
+    apart = isinstance(case, ExpertsCase) or (isinstance(case, WgmmaCase) and not config.arranges)
     # Few tokens are routed, and permuted, by one kernel, more by two.
     either = isinstance(case, MoeCase) and case.op in ("moe_route", "moe_permute_fp8quant")
     assert len(kernels) == (3 if either else 2 if apart else 1)
-    arch, config = ARCHS[case.arch], kernel_of(case).config
     assert getattr(config, "smem_bytes", 0) <= arch.smem_per_cta
     threads = getattr(config, "threads", 256)
     for resources in kernels:
