@@ -23,7 +23,7 @@ SMS = {
     "sm_121a": (48,),
 }
 """SMs of each architecture's GPUs, by data sheet."""
-CLUSTERED = 0.88
+CLUSTER_PLACES = 0.88
 """Of the places for CTAs that clusters of more than two can have: groups of SMs are no multiples of them (measured on
 an H200)."""
 LAUNCH_SECONDS = 2e-6
@@ -43,7 +43,7 @@ def smallest_tile(tiles: Iterable[int], m: int) -> int:
 
 def places(slots: int, cluster: int) -> int:
     """CTAs in clusters of ``cluster`` that run at once, where ``slots`` would without clusters."""
-    return max(1, int((CLUSTERED if cluster > 2 else 1.0) * slots / cluster)) * cluster
+    return max(1, int((CLUSTER_PLACES if cluster > 2 else 1.0) * slots / cluster)) * cluster
 
 
 def memory_seconds(size: int, kernels: int, target: Target) -> float:

@@ -41,13 +41,13 @@ RAMP_SECONDS = 1.2e-6
 """Until the first chunk is multiplied, and from the last one on (measured on an H200)."""
 ARRANGE_SECONDS = 2.7e-6
 """Of the kernel that puts activations in order (measured on an H200)."""
-ARRANGE_TOKEN_SECONDS = 5e-8
-"""For a chunk of a token that a CTA puts in order itself (measured on an H200)."""
+ARRANGE_TOKEN_SECONDS = {False: 5e-8, True: 9e-8}
+"""For a chunk of a token that a CTA puts in order itself; ``True``: of 16 bits (measured on an H200)."""
 EXPERT_CLOCKS = 0.03
 """Of an SM to add an expert's sum of a token and row to the total (measured on an H200)."""
 CLUSTER_BYTES_PER_SECOND = 1.5e11
 """At which a CTA of a cluster leaves and adds up sums (measured on an H200)."""
-COLLECT_BYTES_PER_SECOND = 5e10
+COLLECT_BYTES_PER_SECOND = 4e10
 """At which a CTA adds up what others have left in memory (measured on an H200)."""
 
 
@@ -91,25 +91,23 @@ class Wgmma(Backend):
             order=2,
         )
         if parts.arranges:
-            computed = overlapped(computed, ARRANGE_TOKEN_SECONDS * tokens, order=8)
+            computed = overlapped(computed, ARRANGE_TOKEN_SECONDS[product.a_layout is None] * tokens, order=8)
         width = _width(product)
         if width is not None:
             computed += weight_seconds(parts.rows * tokens, EXPERT_CLOCKS) * CHUNK / width
         read = weights * (0.5 + 1 / product.fmt.block_size) / (bytes_per_second(target) / target.sms)
-        seconds = (
-            LAUNCH_SECONDS + RAMP_SECONDS + waves * (chunks * overlapped(computed, read, order=8) + LAUNCH_SECONDS / 2)
-        )
+        # Each wave starts anew.
+        wave = RAMP_SECONDS + chunks * overlapped(computed, read, order=8) + LAUNCH_SECONDS / 2
+        seconds = LAUNCH_SECONDS + waves * wave
         sum_bytes = 4 * parts.rows * tokens
         if not parts.arranges:
             seconds += ARRANGE_SECONDS
         if parts.clusters:
-            # Each wave starts anew, and leaves its sums.
-            left = 2 * sum_bytes / CLUSTER_BYTES_PER_SECOND if split > 1 else 0.0
-            seconds += (waves - 1) * RAMP_SECONDS + waves * left
+            seconds += waves * 2 * sum_bytes / CLUSTER_BYTES_PER_SECOND if split > 1 else 0.0
         elif parts.shares:
             # Sums where portions meet are written, waited for, and read again, one worker's after the other's.
-            sharers = parts.workers / max(1, parts.row_tiles)
-            seconds += LAUNCH_SECONDS + waves * sharers * sum_bytes / COLLECT_BYTES_PER_SECOND
+            others = max(1.0, parts.workers / max(1, parts.row_tiles) - 1)
+            seconds += LAUNCH_SECONDS + waves * others * sum_bytes / COLLECT_BYTES_PER_SECOND
         return seconds
 
     def kernels(self, product: Product, tactic: Tactic, arch: Arch) -> tuple[Wanted, ...]:
@@ -152,7 +150,7 @@ class _Parts(NamedTuple):
         rows: of ``b`` in a tile.
         row_tiles, chunks: tiles of rows of ``b``, and chunks of k.
         workers: CTAs.
-        clusters: whether those of a tile of rows are a cluster, or it has one alone.
+        clusters: whether those of a tile of rows are a cluster.
         arranges: whether they put the activations in order themselves.
         left_bytes: of the sums that CTAs leave in memory for others.
     """
@@ -198,12 +196,11 @@ def _arranges(product: Product, tactic: Tactic) -> bool:
     """Whether the CTAs that multiply put the activations in order themselves."""
     from torch_cute_ops.kernels import fp4_wgmma
 
-    tokens, split = _tactic(tactic)
-    return product.experts is None and split != BALANCED and tokens <= fp4_wgmma.ARRANGED
+    return product.experts is None and fp4_wgmma.arranges(*_tactic(tactic))
 
 
 def _clusters(product: Product, tactic: Tactic) -> bool:
-    """Whether the CTAs of a tile of rows are a cluster, or one that is alone goes without sharing anything."""
+    """Whether the CTAs of a tile of rows are a cluster, which may be of one CTA that puts the activations in order."""
     return _arranges(product, tactic) or (product.experts is None and _tactic(tactic)[1] > 1)
 
 
@@ -212,7 +209,7 @@ def _splits(product: Product, tokens: int) -> tuple[int, ...]:
 
     if product.experts is not None:
         return (BALANCED, *EXPERT_SPLITS)
-    return (BALANCED, *fp4_wgmma.SPLITS) if tokens <= fp4_wgmma.CLUSTERED else (BALANCED, 1)
+    return (BALANCED, *fp4_wgmma.SPLITS) if tokens <= fp4_wgmma.CLUSTER_TOKENS else (BALANCED, 1)
 
 
 def _is_useful(product: Product, m: int, tactic: Tactic, target: Target) -> bool:

@@ -10,9 +10,9 @@ Roles. A CTA has one warp that copies, in a warpgroup of its own, and two or fou
 whole cache line).
 
 1. The copying warp keeps two rings filled, each stage with a barrier that counts bytes: codes (one TMA box with the
-   128-byte swizzle) and scales of a chunk; activations, a chunk or a quarter of it at a time. It starts with the weight
-   before the activations are in order (programmatic dependent launch; ``activation_tiles`` has waited by then for all
-   kernels before it, one that wrote the weight among them).
+   128-byte swizzle) and scales of a chunk; activations, a chunk, a half or a quarter of it at a time. It starts with
+   the weight before the activations are in order (programmatic dependent launch; ``activation_tiles`` has waited by
+   then for all kernels before it, one that wrote the weight among them).
 2. A lane has two rows of ``b``, and of each the 64 elements of its quarter of the chunk, read at once with their
    scales. It decodes eight codes of both rows (two k16 steps), starts their products, and decodes the next eight
    meanwhile; then it waits for the products before those. A warp frees a stage of activations when the products that
@@ -41,12 +41,12 @@ from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
 from torch_cute_ops.kernels.fp4_wgmma.config import (
-    ARRANGED,
-    CLUSTERED,
+    CLUSTER_TOKENS,
     EXPERT_TILES,
     SPLITS,
     TILES,
     Config,
+    arranges,
     plan,
     rows_of,
 )
@@ -55,14 +55,14 @@ if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_wgmma.kernel import FP4WgmmaKernel
 
 __all__ = [
-    "ARRANGED",
-    "CLUSTERED",
+    "CLUSTER_TOKENS",
     "EXPERT_TILES",
     "KERNEL",
     "SPLITS",
     "TILES",
     "Config",
     "FP4WgmmaKernel",
+    "arranges",
     "plan",
     "rows_of",
 ]

@@ -21,12 +21,12 @@ QUARTERS: Final = 4
 TILES: Final = {8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}
 """Tokens of a tile, and the warpgroups that multiply: as many as leave registers for the sums."""
 BARRIER_BYTES: Final = 512
-ARRANGED: Final = 32
+ARRANGED_TOKENS: Final = 32
 """Tokens of a tile, at most, that a CTA can put in order itself."""
 BY_WARP: Final = 8
 """Tokens of a tile, at most, that warps multiply, by mma.sync: 7 % faster than warpgroups for 8 tokens, no faster for
 16, since every warp reads all activations (measured on an H200)."""
-CLUSTERED: Final = 128
+CLUSTER_TOKENS: Final = 128
 """Tokens of a tile, at most, whose sums a cluster can share: they take the place of the codes."""
 SPLITS: Final = (1, 2, 3, 4, 8)
 """CTAs of a cluster."""
@@ -37,6 +37,19 @@ EXPERT_TILES: Final = (16, 32, 64, 128)
 def rows_of(tokens: int) -> int:
     """Rows of the weight of a tile with so many tokens."""
     return TILES[tokens] * GROUP_ROWS
+
+
+def arranges(tokens: int, splits: int) -> bool:
+    """Whether the CTAs of a cluster put the activations in order themselves."""
+    return splits > 0 and tokens <= ARRANGED_TOKENS
+
+
+def span_of(tokens: int, width: int | None) -> int:
+    """Quarters of a chunk in a stage of activations."""
+    if tokens <= 32:
+        return QUARTERS
+    # Two save 1.5 % (measured on an H200). With experts there are registers for one.
+    return 2 if tokens == 64 and width is None else 1
 
 
 @dataclass(frozen=True)
@@ -89,7 +102,7 @@ class Config:
     @property
     def arranges(self) -> bool:
         """Whether CTAs put the activations in order themselves, not a kernel before this one."""
-        return self.splits > 0 and self.tokens <= ARRANGED
+        return arranges(self.tokens, self.splits)
 
     @property
     def by_warp(self) -> bool:
@@ -129,10 +142,7 @@ class Config:
     @property
     def span(self) -> int:
         """Quarters of a chunk in a stage of activations."""
-        if self.tokens <= 32:
-            return QUARTERS
-        # Two save 1.5 % (measured on an H200). With experts there are registers for one.
-        return 2 if self.tokens == 64 and self.width is None else 1
+        return span_of(self.tokens, self.width)
 
     @property
     def quarter_bytes(self) -> int:
@@ -154,8 +164,10 @@ class Config:
         """Why this cannot run on ``arch``; ``None`` if it can."""
         if arch.name != "sm_90a":
             return f"wgmma is of sm_90a; this is {arch.name}"
-        if self.splits and self.tokens > CLUSTERED:
-            return f"clusters have tiles of at most {CLUSTERED} tokens"
+        if self.splits and self.tokens > CLUSTER_TOKENS:
+            return f"clusters have tiles of at most {CLUSTER_TOKENS} tokens"
+        if self.splits > 1 and self.sum_tile.size_bytes > self.stages * self.chunks.code_bytes:
+            return f"{self.sum_tile.size_bytes} bytes of sums do not fit in place of {self.stages} stages of codes"
         if self.width is not None and (self.width % CHUNK or self.tokens not in EXPERT_TILES or self.splits):
             return f"experts have whole chunks of {CHUNK}, tiles of {EXPERT_TILES} tokens, and no clusters"
         return reason_beyond(self.dtype, self.fmt, self.smem_bytes, arch)
@@ -178,7 +190,7 @@ def plan(
     """The configuration with the most stages that ``arch`` has room for; ``None`` if it has room for none."""
     for stages in range(6, 2, -1):
         # A stage of codes lasts a chunk, whatever one of activations lasts.
-        wanted = stages if tokens <= 32 else {64: 8 if width is not None else 4, 128: 7, 256: 5}[tokens]
+        wanted = stages if tokens <= 32 else {64: 8, 128: 7, 256: 5}[tokens] // span_of(tokens, width)
         config = Config(dtype, fmt, layout, a_layout, out_dtype, has_alpha, width, tokens, splits, stages, wanted, pdl)
         if config.reason_unsupported(arch) is None:
             return config

@@ -10,9 +10,7 @@ from cutlass.memory import SmemAllocator
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TENSOR, FP8_TOKEN
 from torch_cute_ops.kernels.common import ptx
-from torch_cute_ops.kernels.common.convert import (
-    DSL_DTYPES,
-)
+from torch_cute_ops.kernels.common.convert import DSL_DTYPES
 from torch_cute_ops.kernels.common.expert_rows import fill_table, table_at
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.row_quant.codes import Encoder

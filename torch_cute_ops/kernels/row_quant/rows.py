@@ -41,7 +41,7 @@ class Rows:
 
     @cute.jit
     def deal(self, t):
-        """Fix which rows each group (*walker*) gets: quads first, then single rows; see ``_row_of``."""
+        """Fix which rows each group (*walker*) gets: quads first, then single rows; see ``row_at``."""
         c = self.config
         t.quads = Int32(0)
         t.quad_its = Int32(0)

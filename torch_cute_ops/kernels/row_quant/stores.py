@@ -47,6 +47,7 @@ class Stores:
 
     @cute.jit
     def start_norm(self, it, t, s):
+        """Start storing the norms of iteration ``it``, if there is one."""
         c = self.config
         row = self.rows.row_at(it, t) + t.in_group
         if (it >= 0) & (t.in_group < c.group_rows) & (row < t.rows):
