@@ -87,6 +87,14 @@ def fma_rn(a, b, c, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
+def fma_if(condition, a, b, c, *, loc=None, ip=None) -> Float32:
+    """``a * b + c`` with one IEEE rounding if ``condition``, else ``c``."""
+    operands = [_u32(Uint32(condition), loc, ip)] + [_f32(value, loc, ip) for value in (a, b, c)]
+    text = "{.reg .pred p; setp.ne.u32 p, $1, 0; mov.b32 $0, $4; @p fma.rn.f32 $0, $2, $3, $0;}"
+    return Float32(_asm(T.f32(), operands, text, "=&f,r,f,f,f", loc, ip))
+
+
+@dsl_user_op
 def div_rn(a, b, *, loc=None, ip=None) -> Float32:
     """``a / b``, IEEE round to nearest even."""
     operands = [_f32(a, loc, ip), _f32(b, loc, ip)]

@@ -155,9 +155,14 @@ class Config:
         return self.span * self.quarter_bytes
 
     @property
+    def factor_bytes(self) -> int:
+        """Factors of an expert, beside a stage of activations."""
+        return 0 if self.width is None else self.tokens * 4
+
+    @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
-        stages = self.stages * self.chunks.size_bytes + self.token_stages * self.token_bytes
+        stages = self.stages * self.chunks.size_bytes + self.token_stages * (self.token_bytes + self.factor_bytes)
         return stages + BARRIER_BYTES
 
     def reason_unsupported(self, arch: Arch) -> str | None:

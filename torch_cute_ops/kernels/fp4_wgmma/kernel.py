@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -81,17 +81,7 @@ class FP4WgmmaKernel:
             self.arrange(a, a_scale, shared[0], shared[3], by_expert, shared[1], stream)
         if const_expr(c.splits > 0):
             workers = cute.ceil_div(b.shape[1], c.rows) * c.splits
-        product = cute.make_tiled_mma(
-            warpgroup.MmaF16BF16Op(
-                self.dtype,
-                Float32,
-                (GROUP_ROWS, c.tokens, 16),
-                warpgroup.OperandSource.RMEM,
-                OperandMajorMode.K,
-                OperandMajorMode.K,
-            )
-        )
-        self.kernel(a, a_scale, shared, self.ring.maps(b, scale), alpha, out, workers, product).launch(
+        self.kernel(a, a_scale, shared, self.ring.maps(b, scale), alpha, out, workers).launch(
             grid=[workers * token_tiles, 1, 1],
             block=[c.threads, 1, 1],
             cluster=[c.splits, 1, 1] if const_expr(c.splits > 1) else None,
@@ -121,7 +111,7 @@ class FP4WgmmaKernel:
         return tiles, factors, partials, flags
 
     @cute.kernel
-    def kernel(self, a, a_scale, shared, weight, alpha, out, workers, product: cute.TiledMma):
+    def kernel(self, a, a_scale, shared, weight, alpha, out, workers):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -188,7 +178,7 @@ class FP4WgmmaKernel:
             factor = Float32(1.0)
             if const_expr(c.has_alpha and c.width is None):
                 factor = alpha[0]
-            self._consume(product, factor, tid, t, s)
+            self._consume(factor, tid, t, s)
 
     def _take_registers(self, count: int) -> None:
         """What a thread of the warpgroup shall have from now on."""
@@ -202,11 +192,13 @@ class FP4WgmmaKernel:
         base = SmemAllocator().allocate(c.smem_bytes, 1024)
         tokens = base + c.stages * self.ring.code_bytes
         scales = tokens + c.token_stages * c.token_bytes
-        barriers = cute.recast_ptr(scales + c.stages * self.ring.scale_bytes, dtype=Int64)
+        factors = scales + c.stages * self.ring.scale_bytes
+        barriers = cute.recast_ptr(factors + c.token_stages * c.factor_bytes, dtype=Int64)
         return SimpleNamespace(
             codes=base,
             tokens=tokens,
             scales=scales,
+            factors=factors,
             full=barriers,
             free=barriers + c.stages,
             tokens_full=barriers + 2 * c.stages,
@@ -258,7 +250,7 @@ class FP4WgmmaKernel:
                 if const_expr(not c.arranges):
                     for quarter in range_constexpr(0, QUARTERS, c.span):
                         ptx.wait(s.tokens_free + token_stage, token_parity)
-                        self._load_tokens((first + i) * QUARTERS + quarter, token_stage, t, s)
+                        self._load_tokens(first + i, quarter, token_stage, t, s)
                         token_stage, token_parity = next_stage(token_stage, token_parity, c.token_stages)
             unit -= count
 
@@ -296,17 +288,21 @@ class FP4WgmmaKernel:
             ptx.arrive_if(s.tokens_full + stage, Uint32(lane == 0))
 
     @cute.jit
-    def _load_tokens(self, quarter, stage, t, s):
-        """Start the copies of a stage of activations, from that quarter of all of k."""
+    def _load_tokens(self, chunk, quarter: int, stage, t, s):
+        """Start the copies of a stage of activations, from that quarter of a chunk on; and behind the last one, of the
+        expert's factors."""
         c = self.config
         barrier = s.tokens_full + stage
+        has_factors = c.width is not None and quarter + c.span == QUARTERS
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, c.token_bytes)
+            size = c.token_bytes + (c.factor_bytes if has_factors else 0)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
             # The tiles of warps are together for a chunk, those of warpgroups for a quarter of it.
             pieces = 1 if c.by_warp else c.span
             size = c.token_bytes // pieces
             for i in range_constexpr(pieces):
-                source = (Int64(quarter * pieces // c.span + i) * t.token_tiles + t.token_tile) * size
+                at = (chunk * QUARTERS + quarter) // c.span * pieces + i
+                source = (Int64(at) * t.token_tiles + t.token_tile) * size
                 target = stage * c.token_bytes + i * size
                 ptx.copy_bulk(
                     s.tokens + cute.assume(target, divby=TILE_BYTES),
@@ -314,11 +310,15 @@ class FP4WgmmaKernel:
                     size,
                     barrier,
                 )
+            if const_expr(has_factors):
+                source = t.factors[None, chunk // (c.width // CHUNK), t.token_tile].iterator
+                target = cute.assume(stage * c.factor_bytes, divby=4 * TILE_TOKENS)
+                ptx.copy_bulk(s.factors + target, cute.recast_ptr(source, dtype=Uint8), c.factor_bytes, barrier)
 
     # Products
 
     @cute.jit
-    def _consume(self, product: cute.TiledMma, factor, tid, t, s):
+    def _consume(self, factor, tid, t, s):
         """A warpgroup that multiplies: its 64 rows of each of the worker's tiles."""
         c = self.config
         group = tid // WARPGROUP
@@ -331,7 +331,7 @@ class FP4WgmmaKernel:
             row=group * GROUP_ROWS + tid % WARPGROUP // 32 * 16 + lane // 4,  # and the eighth row after it
             leads=Uint32(lane == 0),
         )
-        multiply = None if c.by_warp else self._of_warpgroups(product, s)
+        multiply = None if c.by_warp else self._of_warpgroups(s)
         sums = cute.make_rmem_tensor((c.tokens // 2,), Float32)
         # Of all experts, each multiplied by its factor
         totals = cute.make_rmem_tensor((c.tokens // 2,), Float32) if c.width is not None else sums
@@ -342,18 +342,18 @@ class FP4WgmmaKernel:
             sums.fill(0.0)
             if const_expr(c.width is None):
                 for i in range(count):
-                    state = self._multiply_chunk(multiply, sums, first, i, state, w, t, s)
+                    state = self._multiply_chunk(multiply, True, sums, first, i, state, w, t, s)
             else:
                 totals.fill(0.0)
                 width, i = c.width // CHUNK, Int32(0)
                 while i < count:
-                    expert = (first + i) // width
-                    end = cutlass.min((expert + 1) * width - first, count)
+                    begin = i
+                    end = cutlass.min(((first + i) // width + 1) * width - first, count)
                     while i < end:
-                        state = self._multiply_chunk(multiply, sums, first, i, state, w, t, s)
+                        state = self._multiply_chunk(multiply, i > begin, sums, first, i, state, w, t, s)
                         i += 1
                     warpgroup.wait_group(0)
-                    self._add_expert(sums, totals, expert, w, t)
+                    self._add_expert(sums, totals, state[4], w, s)
             if const_expr(not c.by_warp):
                 warpgroup.wait_group(0)
                 ptx.arrive_if(s.tokens_free + state[4], w.leads)
@@ -373,9 +373,10 @@ class FP4WgmmaKernel:
                 self._write(totals, tile, factor, w, t)
 
     @cute.jit
-    def _multiply_chunk(self, multiply, sums, first, i, state, w, t, s):
-        """Add the products of the ``i``-th chunk of a segment to the sums. ``state``: the stages of codes and of
-        activations, with their parities, and the last stage of activations that has been multiplied."""
+    def _multiply_chunk(self, multiply, adds, sums, first, i, state, w, t, s):
+        """Add the products of the ``i``-th chunk of a segment to the sums; or, unless ``adds``, have them take the
+        place of these. ``state``: the stages of codes and of activations, with their parities, and the last stage of
+        activations that has been multiplied."""
         c = self.config
         stage, parity, token_stage, token_parity, last = state
         ptx.wait(s.full + stage, parity)
@@ -391,7 +392,7 @@ class FP4WgmmaKernel:
                 at = s.tokens + cute.assume(token_stage * c.token_bytes, divby=TILE_BYTES)
                 multiply_word(pairs, word, c.tokens, at, c.arranged.token_bytes, w.lane, sums, self.dtype)
             else:
-                multiply(pairs, word, token_stage, sums)
+                multiply(pairs, word, token_stage, adds if word == 0 else True, sums)
             if const_expr(word == self.ring.words // 2):
                 # All lanes have read, since this product has a word of the last load. (An arrival does not wait
                 # for loads whose results nothing has used: on an H200 copies overtook them.) Products of warps
@@ -419,14 +420,26 @@ class FP4WgmmaKernel:
                 token_stage, token_parity = next_stage(token_stage, token_parity, c.token_stages)
         return stage, parity, token_stage, token_parity, last
 
-    def _of_warpgroups(self, product: cute.TiledMma, s):
+    def _product(self) -> cute.TiledMma:
+        """A k16 step of a warpgroup's rows and all tokens."""
+        op = warpgroup.MmaF16BF16Op(
+            self.dtype,
+            Float32,
+            (GROUP_ROWS, self.config.tokens, 16),
+            warpgroup.OperandSource.RMEM,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+        )
+        return cute.make_tiled_mma(op)
+
+    def _of_warpgroups(self, s):
         """The function that starts the products of a word of both rows; those of the word before may still run."""
         c = self.config
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         layout = cute.tile_to_shape(atom, (c.tokens, 64, c.token_stages * c.span), order=(0, 1, 2))
         tokens = cute.make_tensor(cute.recast_ptr(s.tokens, layout.inner, dtype=self.dtype), layout.outer)
+        product = self._product()
         operand = product.make_fragment_B(product.get_slice(0).partition_B(tokens))
-        product.set(warpgroup.Field.ACCUMULATE, True)
         # Two k16 steps, twice
         words = cute.make_rmem_tensor((16,), Uint32)
         weights = cute.make_tensor(
@@ -434,15 +447,18 @@ class FP4WgmmaKernel:
             cute.make_layout(((2, 2, 2), 1, 4), stride=((1, 2, 4), 0, 8)),
         )
 
-        def multiply(pairs: list, word: int, token_stage, sums) -> None:
+        def multiply(pairs: list, word: int, token_stage, adds, sums) -> None:
             slot, quarter = word % 2, word // 2
             for step in range(2):
                 for high in range(2):
                     for r in range(2):
                         words[slot * 8 + step * 4 + high * 2 + r] = pairs[r][step][high]
+            # One of its own: whether it accumulates is known where that was set alone.
+            product = self._product()
             accumulators = cute.make_tensor(sums.iterator, product.partition_shape_C((GROUP_ROWS, c.tokens)))
             warpgroup.fence()
             for step in range(2):
+                product.set(warpgroup.Field.ACCUMULATE, adds if step == 0 else True)
                 cute.gemm(
                     product,
                     accumulators,
@@ -456,23 +472,23 @@ class FP4WgmmaKernel:
 
     # Results
 
-    @cute.jit
-    def _add_expert(self, sums, totals, expert, w, t):
-        """Multiply an expert's sums by its factors, and add them to the totals. A factor of zero adds nothing."""
+    def _add_expert(self, sums, totals, stage, w, s) -> None:
+        """Multiply an expert's sums by its factors, which are beside that stage of activations, and add them to the
+        totals. A factor of zero adds nothing."""
         c = self.config
         scale = Float32(sum_scale(c.fmt, c.a_layout))
-        factors = t.factors[None, expert, t.token_tile]
-        for j in range_constexpr(c.tokens // TILE_TOKENS):
-            at = factors.iterator + cute.assume(j * TILE_TOKENS + w.quad * 2, divby=2)
+        for j in range(c.tokens // TILE_TOKENS):
+            at = s.factors + cute.assume(stage * c.factor_bytes + (j * TILE_TOKENS + w.quad * 2) * 4, divby=8)
             pair = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(2)))
-            for e in range_constexpr(2):
+            for e in range(2):
                 factor = ptx.float_of(pair[e])
                 counts = factor_counts(factor)
-                for r in range_constexpr(2):
+                for r in range(2):
                     at = 4 * j + 2 * r + e
-                    value = ptx.mul_rn(factor, ptx.mul_rn(sums[at], scale))
-                    totals[at] = ptx.select(counts, totals[at] + value, totals[at])
-                    sums[at] = Float32(0.0)
+                    totals[at] = ptx.fma_if(counts, factor, ptx.mul_rn(sums[at], scale), totals[at])
+        # All lanes have read, when the first frees the stage.
+        fence_async()
+        cute.arch.sync_warp()
 
     def _partials_of(self, worker, w, t) -> cute.Tensor:
         """A thread's sums of a worker in memory, (4, tokens / 8)."""
