@@ -10,17 +10,20 @@ from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.kernels import activation_tiles
 from torch_cute_ops.kernels.activation_tiles import CHUNK
 from torch_cute_ops.kernels.common.limits import reason_beyond
+from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
 from torch_cute_ops.kernels.common.weight_chunks import WeightChunks
 from torch_cute_ops.runtime.arch import Arch
 
-ROWS: Final = 64
-"""Rows of the weight that a CTA has."""
+ROWS: Final = GROUP_ROWS
+"""Rows of the weight that a CTA has: those of a warpgroup."""
 BANDS: Final = ROWS // 16
-"""Rows of a warp's products, so many times."""
+"""Rows of a warp, so many times."""
 FEEDERS: Final = 4
 """Warps that feed slots: one for each."""
-GROUPS: Final = (8, 16, 24)
+GROUPS: Final = (8, 16, 24, 32)
 """Tokens of a unit."""
+BY_WARP: Final = 8
+"""Tokens of a unit, at most, that warps multiply, by mma.sync; more are the work of warpgroups."""
 TILES: Final = (16, 32, 64, 128, 256, 512)
 """Tokens of a tile: as many as there are, if they fit. A wider tile has fewer stages."""
 WAYS: Final = ((CHUNK, 4, 1), (CHUNK // 2, 4, 1), (CHUNK, 2, 2))
@@ -90,6 +93,11 @@ class Config:
         return BANDS * self.places
 
     @property
+    def by_warp(self) -> bool:
+        """Whether warps multiply each by itself, not warpgroups."""
+        return self.group <= BY_WARP
+
+    @property
     def expert_chunks(self) -> int:
         """Chunks of an expert."""
         return -(-self.width // self.chunk)
@@ -118,7 +126,7 @@ class Config:
     @property
     def arranged(self) -> activation_tiles.Config:
         """How the activations are put in order."""
-        return activation_tiles.Config(self.dtype, self.fmt, self.a_layout, True, self.chunk, self.pdl)
+        return activation_tiles.Config(self.dtype, self.fmt, self.a_layout, self.by_warp, self.chunk, self.pdl)
 
     @property
     def chunks(self) -> WeightChunks:

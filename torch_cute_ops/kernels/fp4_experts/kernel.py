@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from torch_cute_ops.kernels.activation_tiles.config import TILE_TOKENS
+from torch_cute_ops.kernels.activation_tiles.config import TILE_BYTES, TILE_TOKENS
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.activations import Activations
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
@@ -16,6 +17,7 @@ from torch_cute_ops.kernels.common.fp4_weights import sum_scale
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.common.scan import running_sum
 from torch_cute_ops.kernels.common.warp_products import multiply_word
+from torch_cute_ops.kernels.common.warpgroup_products import warpgroup_products
 from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
 from torch_cute_ops.kernels.fp4_experts.config import (
     BANDS,
@@ -27,6 +29,7 @@ from torch_cute_ops.kernels.fp4_experts.config import (
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 
 WARP = 32
+TILE_LINE = TILE_BYTES // TILE_TOKENS  # bytes of a token in a tile for products of warpgroups
 
 
 class FP4ExpertsKernel:
@@ -139,9 +142,10 @@ class FP4ExpertsKernel:
             place = i // (pieces * c.expert_chunks)
             token, start = tile * c.tokens + members[place], chunk * c.chunk
             words = self.activations.read(a, a_scale, token, expert * c.width + start, c.width - start, piece)
-            base = (entry * c.expert_chunks + Int64(chunk) * c.capacity) * self.token_bytes
-            to = tiles.iterator + cute.assume(base, divby=TILE_TOKENS * self.token_bytes)
-            self.activations.order(words, 1, piece, place, to)
+            # Groups of eight tokens come one after the other, so that those of a unit do.
+            at = entry * c.expert_chunks + Int64(chunk) * c.capacity + place // TILE_TOKENS * TILE_TOKENS
+            to = tiles.iterator + cute.assume(at * self.token_bytes, divby=TILE_TOKENS * self.token_bytes)
+            self.activations.order(words, 1, piece, place % TILE_TOKENS, to)
 
     def _store_pair(self, pairs, at, offset, factor) -> None:
         """Write where a token's sums are, negative for none, and its factor."""
@@ -379,18 +383,23 @@ class FP4ExpertsKernel:
         lists = self._lists(s)
         position = (unit - lists.begins[index]) * c.group
         entry = (Int64(t.tile) * t.experts + lists.experts[index]) * c.capacity
-        size = cutlass.min(lists.counts[index] - position, Int32(c.group)) * self.token_bytes
+        tokens = cutlass.min(lists.counts[index] - position, Int32(c.group))
         source = (entry * c.expert_chunks + Int64(chunk) * c.capacity + position) * self.token_bytes
+        source = t.tiles.iterator + cute.assume(source, divby=TILE_TOKENS * self.token_bytes)
+        target = s.tokens + cute.assume(stage * self._stage_tokens, divby=TILE_TOKENS * self.token_bytes)
         pairs = c.group * PAIR_BYTES
         barrier = s.full + stage
+        # A token's bytes are together for products of warps; for those of warpgroups, of eight tokens.
+        whole = tokens if const_expr(c.by_warp) else tokens // TILE_TOKENS * TILE_TOKENS
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size + pairs)
-            ptx.copy_bulk(
-                s.tokens + cute.assume(stage * self._stage_tokens, divby=self.token_bytes),
-                t.tiles.iterator + cute.assume(source, divby=self.token_bytes),
-                size,
-                barrier,
-            )
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, tokens * self.token_bytes + pairs)
+            if whole > 0:
+                ptx.copy_bulk(target, source, whole * self.token_bytes, barrier)
+            if whole < tokens:
+                after = cute.assume(whole * self.token_bytes, divby=TILE_TOKENS * self.token_bytes)
+                for i in range_constexpr(TILE_TOKENS * self.token_bytes // TILE_BYTES):
+                    at = after + i * TILE_BYTES
+                    ptx.copy_bulk(target + at, source + at, (tokens - whole) * TILE_LINE, barrier)
             ptx.copy_bulk(
                 s.pairs + cute.assume(stage * pairs, divby=16),
                 t.pairs.iterator + cute.assume((entry + position) * PAIR_BYTES, divby=16),
@@ -431,26 +440,33 @@ class FP4ExpertsKernel:
         depth = c.stages // c.slots
         first = w.slot * depth
         # Of two slices of a tile of 128 rows, as scales lie
-        scale_row = w.row if c.layout.is_linear else w.row + slice_ % 2 * ROWS
+        w.scale_row = w.row if c.layout.is_linear else w.row + slice_ % 2 * ROWS
         sums = cute.make_rmem_tensor((c.group // 2,), Float32)
+        start = None
+        if const_expr(not c.by_warp):
+            # Of a group of eight tokens all elements, then those of the next
+            start = warpgroup_products(self.dtype, c.group, c.chunk, c.stages, (1, 0, 2), s.tokens)
         stage, parity, turn = state
-        words = self.ring.words
         for unit in range(begin, end, c.slots):
-            sums.fill(0.0)
+            if const_expr(c.by_warp):
+                sums.fill(0.0)
             last = stage
             for chunk in range(c.expert_chunks):
                 ptx.wait(s.full + (first + stage), parity)
+                before = first + last
                 if const_expr(c.parts == 1):
-                    self._multiply_chunk(range(words), chunk, first + stage, scale_row, sums, w, s)
+                    self._multiply_chunk(start, 0, chunk, first + stage, before, sums, w, s)
                 else:
-                    for half in range_constexpr(c.parts):
-                        if w.part == half:
-                            mine = range(half * words // c.parts, (half + 1) * words // c.parts)
-                            self._multiply_chunk(mine, chunk, first + stage, scale_row, sums, w, s)
+                    for part in range_constexpr(c.parts):
+                        if w.part == part:
+                            self._multiply_chunk(start, part, chunk, first + stage, before, sums, w, s)
                 last = stage
                 stage, parity = next_stage(stage, parity, depth)
-                if chunk + 1 < c.expert_chunks:
-                    self._free(first + last, w, s)
+                if const_expr(c.by_warp):
+                    if chunk + 1 < c.expert_chunks:
+                        self._free(first + last, w, s)
+            if const_expr(not c.by_warp):
+                warpgroup.wait_group(0)
             offsets, factors = self._pairs(first + last, w, s)
             self._free(first + last, w, s)
             # After the warp that has the same rows and comes before: of the unit before, or of the part of k before.
@@ -462,25 +478,35 @@ class FP4ExpertsKernel:
             ptx.arrive_if(w.chain + (w.place + 1) % c.places, w.leads)
         return stage, parity, turn
 
-    def _free(self, stage, w, s) -> None:
-        """Free a stage."""
+    def _free(self, stage, w, s, exists=True) -> None:
+        """Free a stage, if it exists."""
         # All lanes have read. (The products do not see to it: ptxas puts them behind the arrival.)
         fence_async()
         cute.arch.sync_warp()
-        ptx.arrive_if(s.free + stage, w.leads)
+        ptx.arrive_if(s.free + stage, ptx.select(exists, w.leads, Uint32(0)))
 
-    def _multiply_chunk(self, words, chunk, stage, scale_row, sums, w, s) -> None:
-        """Add a chunk's products, of some words of each lane's codes, to the sums."""
+    def _multiply_chunk(self, start, part: int, chunk, stage, before, sums, w, s) -> None:
+        """Add a chunk's products, of a part of each lane's codes, to the sums. Those of a warpgroup may still run then;
+        but the stage ``before``, of the expert's chunk before, is free."""
         c = self.config
         left = None
         if c.width % c.chunk:
             left = c.width // c.fmt.block_size - chunk * self.ring.blocks
         codes = [self.ring.codes(s.codes, stage, w.row + 8 * r, w.quad) for r in range(2)]
-        scales = [self.ring.factors(s.scales, stage, scale_row + 8 * r, w.quad, left, self.dtype) for r in range(2)]
-        at = s.tokens + cute.assume(stage * self._stage_tokens, divby=self.token_bytes)
-        for word in words:
+        scales = [self.ring.factors(s.scales, stage, w.scale_row + 8 * r, w.quad, left, self.dtype) for r in range(2)]
+        count = self.ring.words // c.parts
+        for i in range(count):
+            word = part * count + i
             pairs = self.ring.pairs(codes, scales, word, self.dtype)
-            multiply_word(pairs, word, c.group, at, self.token_bytes, w.lane, sums, self.dtype)
+            if c.by_warp:
+                at = s.tokens + cute.assume(stage * self._stage_tokens, divby=self.token_bytes)
+                multiply_word(pairs, word, c.group, at, self.token_bytes, w.lane, sums, self.dtype)
+                continue
+            start(pairs, word, stage, chunk > 0 if i == 0 else True, sums)
+            # The products of the word before are done, and its registers free.
+            warpgroup.wait_group(1)
+            if i == 0 and c.expert_chunks > 1:
+                self._free(before, w, s, chunk > 0)
 
     # Sums
 
@@ -516,8 +542,8 @@ class FP4ExpertsKernel:
         # All are loaded before the first is stored.
         totals = [ptx.float_of(ptx.load_shared_if(x, offsets[i] >= 0)) for x, (i, _) in zip(at, places, strict=True)]
         for x, total, (i, r) in zip(at, totals, places, strict=True):
-            product = ptx.mul_rn(factors[i], ptx.mul_rn(sums[i // 2 * 4 + r * 2 + i % 2], scale))
-            ptx.store_shared_if(x, ptx.bits_of(total + product), offsets[i] >= 0)
+            total = ptx.fma_rn(factors[i], ptx.mul_rn(sums[i // 2 * 4 + r * 2 + i % 2], scale), total)
+            ptx.store_shared_if(x, ptx.bits_of(total), offsets[i] >= 0)
 
     # Results
 

@@ -10,12 +10,10 @@ from torch_cute_ops.kernels import activation_tiles
 from torch_cute_ops.kernels.activation_tiles import CHUNK
 from torch_cute_ops.kernels.common.limits import reason_beyond
 from torch_cute_ops.kernels.common.sum_tile import SumTile
+from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS, WARPGROUP
 from torch_cute_ops.kernels.common.weight_chunks import WeightChunks
 from torch_cute_ops.runtime.arch import Arch
 
-WARPGROUP: Final = 128
-GROUP_ROWS: Final = 64
-"""Rows of the weight of a warpgroup."""
 QUARTERS: Final = 4
 """Of a chunk; 64 elements of k, 128 bytes of activations a token."""
 TILES: Final = {8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}

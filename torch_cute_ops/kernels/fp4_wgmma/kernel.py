@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.activation_tiles.config import CHUNK, TILE_BYTES, TILE_TOKENS
@@ -18,11 +18,11 @@ from torch_cute_ops.kernels.common.expert_factors import factor_counts, factors_
 from torch_cute_ops.kernels.common.fp4_weights import sum_scale
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.common.warp_products import multiply_word
+from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS, WARPGROUP
+from torch_cute_ops.kernels.common.warpgroup_products import warpgroup_products
 from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
 from torch_cute_ops.kernels.fp4_wgmma.config import (
-    GROUP_ROWS,
     QUARTERS,
-    WARPGROUP,
     Config,
 )
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
@@ -331,7 +331,10 @@ class FP4WgmmaKernel:
             row=group * GROUP_ROWS + tid % WARPGROUP // 32 * 16 + lane // 4,  # and the eighth row after it
             leads=Uint32(lane == 0),
         )
-        multiply = None if c.by_warp else self._of_warpgroups(s)
+        multiply = None
+        if const_expr(not c.by_warp):
+            sizes = c.tokens, c.span * CHUNK // QUARTERS, c.token_stages
+            multiply = warpgroup_products(self.dtype, *sizes, (0, 1, 2), s.tokens)
         sums = cute.make_rmem_tensor((c.tokens // 2,), Float32)
         # Of all experts, each multiplied by its factor
         totals = cute.make_rmem_tensor((c.tokens // 2,), Float32) if c.width is not None else sums
@@ -392,7 +395,7 @@ class FP4WgmmaKernel:
                 at = s.tokens + cute.assume(token_stage * c.token_bytes, divby=TILE_BYTES)
                 multiply_word(pairs, word, c.tokens, at, c.arranged.token_bytes, w.lane, sums, self.dtype)
             else:
-                multiply(pairs, word, token_stage, adds if word == 0 else True, sums)
+                multiply(pairs, word % (2 * c.span), token_stage, adds if word == 0 else True, sums)
             if const_expr(word == self.ring.words // 2):
                 # All lanes have read, since this product has a word of the last load. (An arrival does not wait
                 # for loads whose results nothing has used: on an H200 copies overtook them.) Products of warps
@@ -419,56 +422,6 @@ class FP4WgmmaKernel:
                 last = token_stage
                 token_stage, token_parity = next_stage(token_stage, token_parity, c.token_stages)
         return stage, parity, token_stage, token_parity, last
-
-    def _product(self) -> cute.TiledMma:
-        """A k16 step of a warpgroup's rows and all tokens."""
-        op = warpgroup.MmaF16BF16Op(
-            self.dtype,
-            Float32,
-            (GROUP_ROWS, self.config.tokens, 16),
-            warpgroup.OperandSource.RMEM,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-        )
-        return cute.make_tiled_mma(op)
-
-    def _of_warpgroups(self, s):
-        """The function that starts the products of a word of both rows; those of the word before may still run."""
-        c = self.config
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        layout = cute.tile_to_shape(atom, (c.tokens, 64, c.token_stages * c.span), order=(0, 1, 2))
-        tokens = cute.make_tensor(cute.recast_ptr(s.tokens, layout.inner, dtype=self.dtype), layout.outer)
-        product = self._product()
-        operand = product.make_fragment_B(product.get_slice(0).partition_B(tokens))
-        # Two k16 steps, twice
-        words = cute.make_rmem_tensor((16,), Uint32)
-        weights = cute.make_tensor(
-            cute.recast_ptr(words.iterator, dtype=self.dtype),
-            cute.make_layout(((2, 2, 2), 1, 4), stride=((1, 2, 4), 0, 8)),
-        )
-
-        def multiply(pairs: list, word: int, token_stage, adds, sums) -> None:
-            slot, quarter = word % 2, word // 2
-            for step in range(2):
-                for high in range(2):
-                    for r in range(2):
-                        words[slot * 8 + step * 4 + high * 2 + r] = pairs[r][step][high]
-            # One of its own: whether it accumulates is known where that was set alone.
-            product = self._product()
-            accumulators = cute.make_tensor(sums.iterator, product.partition_shape_C((GROUP_ROWS, c.tokens)))
-            warpgroup.fence()
-            for step in range(2):
-                product.set(warpgroup.Field.ACCUMULATE, adds if step == 0 else True)
-                cute.gemm(
-                    product,
-                    accumulators,
-                    weights[None, None, slot * 2 + step],
-                    operand[None, None, word % 2 * 2 + step, token_stage * c.span + quarter % c.span],
-                    accumulators,
-                )
-            warpgroup.commit_group()
-
-        return multiply
 
     # Results
 

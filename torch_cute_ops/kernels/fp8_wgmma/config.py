@@ -8,14 +8,13 @@ import torch
 from torch_cute_ops.kernels.common import row_tile
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
 from torch_cute_ops.kernels.common.sum_tile import SumTile
+from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS, WARPGROUP
 from torch_cute_ops.runtime.arch import Arch
 
 BLOCK: Final = 128
 """Elements of k that share a scale, and rows of ``b`` that do; a stage holds as many elements of each row."""
-WARPGROUP: Final = 128
 GROUPS: Final = 2
 """Warpgroups that multiply."""
-GROUP_ROWS: Final = 64
 THREADS: Final = (GROUPS + 1) * WARPGROUP
 SCALE_WARPS: Final = WARPGROUP // 32 - 1
 """Warps that load scales: all of the third warpgroup but the one that copies."""

@@ -13,14 +13,13 @@ from torch_cute_ops.kernels.common.cluster_sums import leave_sums, write_sums
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES
 from torch_cute_ops.kernels.common.expert_tiles import ExpertTiles
 from torch_cute_ops.kernels.common.row_stores import store_columns, store_rows
+from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS, WARPGROUP
 from torch_cute_ops.kernels.common.weight_ring import next_stage
 from torch_cute_ops.kernels.fp8_wgmma.config import (
     BLOCK,
-    GROUP_ROWS,
     GROUPS,
     SCALE_WARPS,
     THREADS,
-    WARPGROUP,
     Config,
 )
 from torch_cute_ops.runtime.argspec import Argument, ScalarArg
