@@ -291,6 +291,8 @@ EXPERTS = [
     Experts(ExpertsCase(BF16, MXFP4, "128x4", "8x4", 8, 16, FP32, 8), 20, 72, 30, 128, "one", 10, 5),
     Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 32, FP32, 8), 40, 72, 9, 256, "dense", 8, 6),
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 64, BF16, 8), 9, 64, 11, 320, "few", None, 5),
+    Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 32, 64, FP32), 50, 136, 5, 320, "dense", 11),
+    Experts(ExpertsCase(BF16, NVFP4, "linear", None, 32, 128, BF16, 8), 37, 72, 9, 512, "dense", 12, 5),
     Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, FP32, True, width=256), 13, 392, 5, 256, "dense", 7, 3),
     Experts(WgmmaCase(BF16, NVFP4, "128x4", None, 32, BF16, True, width=512), 40, 136, 3, 512, "few", 1, 2),
     Experts(WgmmaCase(BF16, MXFP4, "128x4", "128x4", 64, FP32, True, width=256), 70, 40, 4, 256, "dense", 2, 1),
@@ -351,6 +353,12 @@ def unmet(number: int) -> Any:
     return lambda ptx: edits[1](edits[0](ptx))
 
 
+def multiply_in_order(one: Wgmma | Experts, seed: int, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernels leave in their output, run in the order of that seed, and the reference's sums."""
+    run = multiply_experts if isinstance(one, Experts) else multiply_by_warpgroups
+    return run(one._replace(seed=seed), edit)
+
+
 PRODUCTS_UNAWAITED = changed(r"wgmma\.wait_group\.sync\.aligned\s+1", None)
 STAGES_AGAIN = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, FP32, False), 64, 128, 1024, 1, False, None)
 SHARED_SUMS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, FP32, False), 8, 256, 1024, 3, True, None)
@@ -359,6 +367,10 @@ SHARED_SUMS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, FP32, False), 8, 25
 WARPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, FP32, False, 2), 8, 136, 3072, 0, False, None)
 PORTIONS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, FP32, False), 8, 136, 2560, 1, False, None)
 WARPGROUPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 32, FP32, False, 2), 32, 136, 2560, 0, False, None)
+# Each of four slots has more chunks than stages. Its waits: for a stage, for either chunk of a unit; for a chunk; for
+# the sums of the unit before. A warp meets when it has found units, has read a chunk, has read a unit, and has added.
+UNITS = Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 16, 16, FP32), 13, 64, 14, 320, "dense")
+FACTORS = Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, FP32, False, width=256), 13, 136, 8, 256, "dense", 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -391,18 +403,31 @@ WARPGROUPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 32, FP32, False, 2), 32
         pytest.param(WARPGROUPS, freed_early, id="codes loaded beside warpgroups"),
         pytest.param(WARPGROUPS, PRODUCTS_UNAWAITED, id="products of a cluster done"),
         pytest.param(WARPGROUPS, unmet(0), id="sums of warpgroups left by peers"),
+        pytest.param(UNITS, changed(WAIT, 0, PASSED), id="stage free for a unit"),
+        pytest.param(UNITS, changed(WAIT, 2, PASSED), id="a unit there"),
+        pytest.param(UNITS, changed(WAIT, 3, PASSED), id="sums of the unit before there"),
+        pytest.param(UNITS, changed(r"bar\.warp\.sync", 1), id="chunk of a unit read"),
+        pytest.param(UNITS, changed(r"bar\.warp\.sync", 2), id="unit read"),
+        pytest.param(UNITS, changed(r"bar\.warp\.sync", 3), id="sums of a unit added"),
+        pytest.param(UNITS, changed(r"fence\.proxy\.async", 2), id="tokens of a unit loaded"),
+        pytest.param(UNITS, PRODUCTS_UNAWAITED, id="products of a chunk done"),
+        pytest.param(UNITS, changed(r"wgmma\.wait_group\.sync\.aligned\s+0"), id="products of a unit done"),
+        pytest.param(FACTORS, changed(WAIT, 3, PASSED), id="factors there"),
+        pytest.param(FACTORS, changed(r"bar\.warp\.sync", 0), id="codes read beside factors"),
+        pytest.param(FACTORS, changed(r"bar\.warp\.sync", 1), id="factors read"),
+        pytest.param(FACTORS, changed(r"fence\.proxy\.async"), id="factors loaded"),
     ],
 )
-def test_what_orders_a_product_by_warpgroups_is_needed(one: Wgmma, edit: Any) -> None:
+def test_what_orders_a_product_by_warpgroups_is_needed(one: Wgmma | Experts, edit: Any) -> None:
     """Without it the emulator finds a race, or the sums are wrong; in some order, where others may come out right."""
     with pytest.raises((EmulationError, AssertionError)):
         for seed in range(6):
-            got, want = multiply_by_warpgroups(one._replace(seed=seed), edit)
+            got, want = multiply_in_order(one, seed, edit)
             assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("one", [STAGES_AGAIN, SHARED_SUMS, WARPS, PORTIONS, WARPGROUPS])
-def test_what_orders_a_product_by_warpgroups_is_enough(one: Wgmma) -> None:
+@pytest.mark.parametrize("one", [STAGES_AGAIN, SHARED_SUMS, WARPS, PORTIONS, WARPGROUPS, UNITS, FACTORS])
+def test_what_orders_a_product_by_warpgroups_is_enough(one: Wgmma | Experts) -> None:
     for seed in range(2):
-        got, want = multiply_by_warpgroups(one._replace(seed=seed))
+        got, want = multiply_in_order(one, seed)
         assert torch.equal(got, want)

@@ -411,10 +411,10 @@ class Machine:
                     raise Fault(Uninitialised, np.flatnonzero(which)[0], "depends on memory that nobody wrote")
         if step.undefined == "store" and not known:
             self.undefined_values = strange[1:]
-        results = step.run(threads, *arguments)
-        if step.undefined == "load":
-            return results, self.unwritten
-        if known or step.undefined in ("store", "error"):
+        results, unwritten = step.run(threads, *arguments), self.unwritten
+        if known or step.undefined == "load":
+            return results, unwritten
+        if step.undefined in ("store", "error"):
             return results, None
         if step.undefined == "shuffle":
             if any(which is not None for which in strange[1:]):
@@ -426,7 +426,8 @@ class Machine:
             no = np.zeros(len(threads), np.uint32)
             marks = [no if which is None else np.where(which, F32_NAN, no) for which in strange]
             marks = [value if value.dtype == bool else mark for value, mark in zip(arguments, marks, strict=True)]
-            return results, [np.isnan(result) for result in step.run(threads, *marks)]
+            spread = [np.isnan(result) for result in step.run(threads, *marks)]
+            return results, [a | b for a, b in zip(spread, unwritten or spread, strict=True)]
         if step.undefined == "select":
             no = np.zeros(len(threads), bool)
             a, b, c = (no if which is None else which for which in strange)

@@ -1,9 +1,12 @@
 """Products over experts that skip what routing left out."""
 
+import functools
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
+from torch_cute_ops.kernels.activation_tiles.config import CHUNK
 from torch_cute_ops.mm_backends._base import Backend, Launcher, Product, Tactic, Target
 from torch_cute_ops.mm_backends._decode import (
     reason_misaligned,
@@ -25,15 +28,17 @@ from torch_cute_ops.runtime.compiler import Wanted, compile_kernel
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_experts import Config
 
-DECODE_CLOCKS = 0.0266
+DECODE_CLOCKS = 0.0275
 """Of an SM for each weight (measured on an H200)."""
-TOKEN_CLOCKS = 0.0011
+TOKEN_CLOCKS = 0.0006
 """And for each token of a unit beyond eight (measured on an H200)."""
+HALVED = 1.2
+"""How much longer an SM takes where a chunk is half as wide (measured on an H200)."""
 PARTED = 1.3
 """How much longer an SM takes where its warps share the k of a unit (measured on an H200)."""
 FIXED_SECONDS = 6e-6
 """Of the two kernels of a call, with next to nothing to do (measured on an H200)."""
-SHARED_SECONDS = 2e-6
+SHARED_SECONDS = 3e-6
 """To leave sums for another CTA and to add up what others left, but for ``SHARED_PASSES`` over these (measured on an
 H200)."""
 SHARED_PASSES = 4
@@ -93,18 +98,15 @@ class Routed(Backend):
         share = product.routed / product.experts
         tiles = -(-m // tokens)
         tile_tokens = min(m, tokens)
-        touched = product.experts * (1 - (1 - share) ** tile_tokens)
-        # Of an expert that any token is for; half of a unit is empty where its tokens do not fill the last.
-        members = tile_tokens * product.routed / touched
-        units = touched * max(1.0, members / group + 0.5 * (members > 0.6 * group))
+        touched = product.experts * _mean_units(tile_tokens, share, tile_tokens)
+        units = product.experts * _mean_units(tile_tokens, share, group)
         # Of the classes of a slice, the most that a worker has
         slices, workers = -(-product.n // rows), config.workers(product.n, target.sms)
         share = -(-slices * classes // workers) / classes
         waves = -(-workers * tiles // target.sms)
         weights = rows * width
         computed = weight_seconds(int(weights * units), DECODE_CLOCKS + TOKEN_CLOCKS * (group - 8))
-        if config.parts > 1:
-            computed *= PARTED
+        computed *= (HALVED if config.chunk < CHUNK else 1.0) * (PARTED if config.parts > 1 else 1.0)
         read = tiles * slices * touched * weights * (0.5 + 1 / product.fmt.block_size) / bytes_per_second(target)
         seconds = FIXED_SECONDS + overlapped(waves * share * computed, read, order=8)
         if classes > 1:
@@ -139,6 +141,18 @@ class Routed(Backend):
 
     def refuses(self, product: Product) -> bool:
         return True
+
+
+@functools.cache
+def _mean_units(tokens: int, share: float, group: int) -> float:
+    """Units of ``group`` tokens that an expert has on average, if each of ``tokens`` is routed to it with a chance of
+    ``share``: the mean of ceil(X / group), where X has the binomial distribution."""
+    if share >= 1:
+        return float(-(-tokens // group))
+    odds = math.log(share) - math.log1p(-share)
+    ways = [math.lgamma(tokens + 1) - math.lgamma(k + 1) - math.lgamma(tokens - k + 1) for k in range(tokens + 1)]
+    chances = [math.exp(way + k * odds + tokens * math.log1p(-share)) for k, way in enumerate(ways)]
+    return sum(chance * -(-k // group) for k, chance in enumerate(chances))
 
 
 def _tactic(tactic: Tactic) -> tuple[int, int, int]:

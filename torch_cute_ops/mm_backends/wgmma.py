@@ -99,15 +99,14 @@ class Wgmma(Backend):
         # Each wave starts anew.
         wave = RAMP_SECONDS + chunks * overlapped(computed, read, order=8) + LAUNCH_SECONDS / 2
         seconds = LAUNCH_SECONDS + waves * wave
-        sum_bytes = 4 * parts.rows * tokens
         if not parts.arranges:
             seconds += ARRANGE_SECONDS
         if parts.clusters:
-            seconds += waves * 2 * sum_bytes / CLUSTER_BYTES_PER_SECOND if split > 1 else 0.0
+            seconds += waves * 2 * parts.sum_bytes / CLUSTER_BYTES_PER_SECOND if split > 1 else 0.0
         elif parts.shares:
             # Sums where portions meet are written, waited for, and read again, one worker's after the other's.
             others = max(1.0, parts.workers / max(1, parts.row_tiles) - 1)
-            seconds += LAUNCH_SECONDS + waves * others * sum_bytes / COLLECT_BYTES_PER_SECOND
+            seconds += LAUNCH_SECONDS + waves * others * parts.sum_bytes / COLLECT_BYTES_PER_SECOND
         return seconds
 
     def kernels(self, product: Product, tactic: Tactic, arch: Arch) -> tuple[Wanted, ...]:
@@ -152,7 +151,8 @@ class _Parts(NamedTuple):
         workers: CTAs.
         clusters: whether those of a tile of rows are a cluster.
         arranges: whether they put the activations in order themselves.
-        left_bytes: of the sums that CTAs leave in memory for others.
+        sum_bytes: of a CTA's sums of a tile.
+        shares: whether CTAs leave sums in memory for others.
     """
 
     rows: int
@@ -161,12 +161,8 @@ class _Parts(NamedTuple):
     workers: int
     clusters: bool
     arranges: bool
-    left_bytes: int
-
-    @property
-    def shares(self) -> bool:
-        """Whether CTAs leave sums in memory for others."""
-        return self.left_bytes > 0
+    sum_bytes: int
+    shares: bool
 
 
 def _parts(product: Product, tactic: Tactic, target: Target) -> _Parts:
@@ -178,8 +174,8 @@ def _parts(product: Product, tactic: Tactic, target: Target) -> _Parts:
     row_tiles = -(-product.n // rows)
     # Each has a chunk at least: the kernel waits for every worker's sums.
     workers = max(1, min(target.sms, row_tiles * chunks) if split == BALANCED else row_tiles * split)
-    left_bytes = 0 if clusters or workers == row_tiles else workers * rows * tokens * 4
-    return _Parts(rows, row_tiles, chunks, workers, clusters, arranges, left_bytes)
+    shares = not clusters and workers != row_tiles
+    return _Parts(rows, row_tiles, chunks, workers, clusters, arranges, 4 * rows * tokens, shares)
 
 
 def _tactic(tactic: Tactic) -> tuple[int, int]:
@@ -216,7 +212,8 @@ def _is_useful(product: Product, m: int, tactic: Tactic, target: Target) -> bool
     """Whether every worker has something to do, and the sums that it leaves are no burden on memory."""
     tokens, split = _tactic(tactic)
     parts = _parts(product, tactic, target)
-    return split <= parts.chunks and -(-m // tokens) * parts.left_bytes <= MOST_LEFT
+    left_bytes = -(-m // tokens) * parts.workers * parts.sum_bytes if parts.shares else 0
+    return split <= parts.chunks and left_bytes <= MOST_LEFT
 
 
 def _config(product: Product, tactic: Tactic, arch: Arch) -> "Config | None":

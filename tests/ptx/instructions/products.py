@@ -182,13 +182,17 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     a_words = len(a.items) if in_registers else 0
     machine = d.machine
 
-    def operand(thread: int, descriptor: int, rows: int, first: int, count: int) -> Array:
-        """``count`` rows of an operand in shared memory from row ``first`` on; the thread stands for its warp."""
+    def operand(thread: int, descriptor: int, rows: int, first: int, count: int) -> tuple[Array, Array]:
+        """``count`` rows of an operand in shared memory from row ``first`` on, and which of them nobody wrote; the
+        thread stands for its warp."""
         address = _operand_rows(descriptor, rows)[first : first + count].reshape(-1)
         readers = np.full(len(address), thread)
         words = np.stack(machine.load("shared", readers, address.astype(np.uint32), 4, 4), -1)
+        missing = np.zeros(count, bool)
+        if machine.unwritten is not None:
+            missing = np.logical_or.reduce(machine.unwritten).reshape(count, 2).any(1)
         machine.product_reads(thread, int(address[0]) & ~1023, count * 128)
-        return _numbers(kind, words.reshape(count, 8)).reshape(count, -1)
+        return _numbers(kind, words.reshape(count, 8)).reshape(count, -1), missing
 
     def run(threads: Array, accumulates: Array, *registers: Array) -> Array:
         warps = _whole_warps(machine, threads)
@@ -196,7 +200,7 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         words = np.stack([np.broadcast_to(register, len(threads)) for register in registers[len(descriptors) :]])
         # The axes: registers, warp, g, t.
         words = words.reshape(-1, warps, 8, 4)
-        products = np.zeros((warps, 16, columns))
+        products, missing = np.zeros((warps, 16, columns)), np.zeros((warps, 16, columns), bool)
         rows = _rows(kind, words[:a_words]) if in_registers else None
         for warp in range(warps):
             thread = int(threads[32 * warp])
@@ -208,10 +212,16 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
                 continue
             if rows is None:
                 quarter = int(machine.tid[thread]) // 32 % 4 * 16
-                left = operand(thread, starts[0], 64, quarter, 16)
+                left, missing_rows = operand(thread, starts[0], 64, quarter, 16)
+                missing[warp] |= missing_rows[:, None]
             else:
                 left = rows[warp]
-            products[warp] = left @ operand(thread, starts[-1], columns, 0, columns).T
+            right, missing_columns = operand(thread, starts[-1], columns, 0, columns)
+            missing[warp] |= missing_columns
+            products[warp] = left @ right.T
+        machine.unwritten = None
+        if missing.any():
+            machine.unwritten = [mark != 0 for mark in _registers(missing.astype(np.float64))]
         adds = np.broadcast_to(accumulates, len(threads)).reshape(warps, 32)[:, :1, None]
         return _registers(products + np.where(adds, _sums(words[a_words:]), 0.0))
 

@@ -11,7 +11,7 @@ CHUNK = 256
 TILE_TOKENS = 8
 TILE_BYTES = 1024
 """Of a tile of 8 tokens x 64 positions of 16 bits."""
-THREADS = 256
+THREADS = 128
 
 
 @dataclass(frozen=True)

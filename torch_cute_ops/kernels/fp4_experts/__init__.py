@@ -10,11 +10,13 @@ Two kernels of one launch:
    CTA, walks through the experts that any token of its tile is for; so each byte of a touched expert's weight is
    read once.
 
-Roles in a CTA of the second: 16 warps multiply, four on a unit, each 16 rows, and so four units at a time. Each of
-these slots has a ring of stages, a chunk of 256 elements of k in each, and a warp that feeds it by copies alone: codes
-and scales of the weight, the unit's activations, and where its tokens' sums are, with their factors. Where sums leave
-no room for that, as in a tile of 512 tokens, a chunk is 128 elements (15 % slower where both fit); or there are two
-units at a time, and two warps share the k of 16 rows (linear scales, whose boxes have 16 bytes of a row).
+Roles in a CTA of the second: 16 warps multiply, four on a unit, each 16 rows, and so four units at a time. Up to eight
+tokens each warp multiplies by itself (mma.sync); the four of a wider unit are a warpgroup, whose products (wgmma) read
+the activations once for all of its rows, and not again for each warp. Each of these slots has a ring of stages, a chunk
+of 256 elements of k in each, and a warp that feeds it by copies alone: codes and scales of the weight, the activations
+of the unit's tokens, and where their sums are, with their factors. Where sums leave no room for that, as in a tile of
+512 tokens, a chunk is 128 elements (a fifth slower where both fit); or there are two units at a time, and two warps, or
+warpgroups, share the k of the same rows (linear scales, whose boxes have 16 bytes of a row).
 
 A warp keeps a unit's sums in registers; at its end it multiplies them by the factors, in fp32, and adds them to those
 of the tokens in shared memory, (tokens, 64). The warps that have the same rows do that in the order of the units, each

@@ -28,9 +28,9 @@ whole cache line).
    A row's result depends on the tactic (``tokens``, and ``workers`` or ``splits``) alone, not on M or on what else is
    computed.
 4. With experts, which have equal ranges of k, a thread has two sums: that of an expert is multiplied by the token's
-   factor for it, in fp32, where its range or the portion ends, and added to the total, in the order of the experts.
-   Factors of zero add nothing. All pairs of a token and an expert are multiplied: ``kernels.fp4_experts`` is for those
-   of which few count.
+   factor for it, in fp32, where its range or the portion ends, and added to the total, in the order of the experts. The
+   factors come beside the last activations of a chunk. Those of zero add nothing. All pairs of a token and an expert
+   are multiplied: ``kernels.fp4_experts`` is for those of which few count.
 5. Sums are scaled, rounded, and transposed in registers, so that a store has 16 bytes in a row.
 
 Bytes moved: ``b`` and its scales once for each tile of tokens (those that run together read it from L2); ``a`` once for
