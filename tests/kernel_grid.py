@@ -447,7 +447,11 @@ AnyCase = Case | ProductCase | WgmmaCase | ExpertsCase | MoeCase | FP8ProductCas
 
 def experts_cases(every: bool) -> list[ExpertsCase]:
     """Kinds of operands with sizes of a unit, all of them or half, and every size of a tile; the rest in turn."""
-    tiles = {8: (256, 16, 512), 16: (64, 512), 24: (512, 32, 128)}
+    from torch_cute_ops.kernels import fp4_experts
+
+    tiles = {8: (256, 16, 512), 16: (64, 512), 24: (512, 32, 128), 32: (256, 64, 128)}
+    assert tuple(tiles) == fp4_experts.GROUPS
+    assert {size for sizes in tiles.values() for size in sizes} == set(fp4_experts.TILES)
     turns = {group: itertools.cycle(sizes) for group, sizes in tiles.items()}
     rest = itertools.cycle(((BF16, 1), (FP16, 8), (FP32, 1), (BF16, 8)))
     return [

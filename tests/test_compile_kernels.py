@@ -25,6 +25,7 @@ from kernel_grid import (
     wgmma_cases,
 )
 
+from torch_cute_ops.kernels.common.warpgroup import WARPGROUP
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.resources import Resources, compile_for, parse
 
@@ -35,7 +36,6 @@ ALLOWED_SPILLS: dict[str, str] = {
 """Cases (by id) that may spill, each with the reason."""
 
 REGISTERS_PER_SM = 65_536
-WARPGROUP = 128
 
 
 def other_cases(every):

@@ -145,29 +145,30 @@ def test_products_of_what_nobody_wrote(register: int, lane: int, results: tuple,
 
 
 def test_warpgroup_products_of_what_nobody_wrote() -> None:
-    """Of eight rows of B, 128 bytes each, the sixth is missing: column 5, which a quad's third lane has, is undefined,
-    and nothing else."""
+    """Of eight rows of B, 128 bytes each, the sixth is missing, and of another matrix, whose products are added, the
+    third: columns 5 and 2, which a quad's third and second lane have, are undefined, and nothing else."""
     sums, ones = registers(30, 34), "{" + ", ".join(["%r20"] * 4) + "}"
-    for lane, result in ((0, 1), (2, 0), (2, 1), (34, 1), (34, 3), (35, 1)):
+    multiply = f"wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {sums}, {ones}, %rd9, %p2, 1, 1, 0;"
+    for lane, result in ((0, 1), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (33, 2), (34, 1), (34, 2), (34, 3), (35, 1)):
         body = f"""
         mov.u32 %r9, buf; mad.lo.u32 %r9, %r0, 32, %r9; mov.b32 %r20, 0x3C003C00;
-        shr.u32 %r7, %r0, 2; setp.ne.u32 %p0, %r7, 5;
+        shr.u32 %r7, %r0, 2; setp.ne.u32 %p0, %r7, 5; setp.ne.and.u32 %p0, %r7, 10, %p0;
         {"".join(f"@%p0 st.shared.b32 [%r9+{4 * i}], %r20;" for i in range(8))}
         {"".join(f"mov.b32 %r{30 + i}, 0;" for i in range(4))}
         fence.proxy.async.shared::cta; bar.sync 0;
         mov.u32 %r8, buf; shr.u32 %r8, %r8, 4; cvt.u64.u32 %rd9, %r8; or.b64 %rd9, %rd9, {1 << 62};
         setp.eq.u32 %p2, %r20, %r20;
         wgmma.fence.sync.aligned;
-        wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {sums}, {ones}, %rd9, %p2, 1, 1, 0;
+        {multiply} add.s64 %rd9, %rd9, {1024 >> 4}; {multiply}
         wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
         setp.eq.u32 %p3, %r0, {lane}; @%p3 st.global.b32 [%rd0], %r{30 + result};
         """
         program = entry(body, 4096, params=1)
-        if lane % 4 == 2 and result % 2:
+        if (lane % 4, result % 2) in ((2, 1), (1, 0)):
             with pytest.raises(Uninitialised, match=f"thread {lane};"):
                 launch(program, zeros(1), block=128)
         else:
-            assert launch(program, zeros(1), block=128)[0].view(np.float32).tolist() == [16.0]
+            assert launch(program, zeros(1), block=128)[0].view(np.float32).tolist() == [32.0]
 
 
 def matrix_loads(form: str, between: str = "bar.warp.sync -1;", after: str = "", offset: int = 0) -> str:

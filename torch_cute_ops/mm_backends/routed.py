@@ -98,17 +98,17 @@ class Routed(Backend):
         share = product.routed / product.experts
         tiles = -(-m // tokens)
         tile_tokens = min(m, tokens)
-        touched = product.experts * _mean_units(tile_tokens, share, tile_tokens)
+        touched = product.experts * (1 - (1 - share) ** tile_tokens)
         units = product.experts * _mean_units(tile_tokens, share, group)
         # Of the classes of a slice, the most that a worker has
         slices, workers = -(-product.n // rows), config.workers(product.n, target.sms)
-        share = -(-slices * classes // workers) / classes
+        most = -(-slices * classes // workers) / classes
         waves = -(-workers * tiles // target.sms)
         weights = rows * width
         computed = weight_seconds(int(weights * units), DECODE_CLOCKS + TOKEN_CLOCKS * (group - 8))
         computed *= (HALVED if config.chunk < CHUNK else 1.0) * (PARTED if config.parts > 1 else 1.0)
         read = tiles * slices * touched * weights * (0.5 + 1 / product.fmt.block_size) / bytes_per_second(target)
-        seconds = FIXED_SECONDS + overlapped(waves * share * computed, read, order=8)
+        seconds = FIXED_SECONDS + overlapped(waves * most * computed, read, order=8)
         if classes > 1:
             seconds += SHARED_SECONDS + SHARED_PASSES * tiles * workers * rows * tokens * 4 / bytes_per_second(target)
         return seconds

@@ -41,8 +41,8 @@ RAMP_SECONDS = 1.2e-6
 """Until the first chunk is multiplied, and from the last one on (measured on an H200)."""
 ARRANGE_SECONDS = 2.7e-6
 """Of the kernel that puts activations in order (measured on an H200)."""
-ARRANGE_TOKEN_SECONDS = {False: 5e-8, True: 9e-8}
-"""For a chunk of a token that a CTA puts in order itself; ``True``: of 16 bits (measured on an H200)."""
+ARRANGE_FP4_SECONDS, ARRANGE_16_BIT_SECONDS = 5e-8, 9e-8
+"""For a chunk of a token that a CTA puts in order itself, in FP4 or of 16 bits (measured on an H200)."""
 EXPERT_CLOCKS = 0.03
 """Of an SM to add an expert's sum of a token and row to the total (measured on an H200)."""
 CLUSTER_BYTES_PER_SECOND = 1.5e11
@@ -91,7 +91,8 @@ class Wgmma(Backend):
             order=2,
         )
         if parts.arranges:
-            computed = overlapped(computed, ARRANGE_TOKEN_SECONDS[product.a_layout is None] * tokens, order=8)
+            arranged = ARRANGE_16_BIT_SECONDS if product.a_layout is None else ARRANGE_FP4_SECONDS
+            computed = overlapped(computed, arranged * tokens, order=8)
         width = _width(product)
         if width is not None:
             computed += weight_seconds(parts.rows * tokens, EXPERT_CLOCKS) * CHUNK / width

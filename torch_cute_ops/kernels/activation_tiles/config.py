@@ -7,7 +7,7 @@ import torch
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 
 CHUNK = 256
-"""Elements of k that are put in order together; products of warps may have half of it."""
+"""Elements of k that are put in order together; products over experts may have half of it."""
 TILE_TOKENS = 8
 TILE_BYTES = 1024
 """Of a tile of 8 tokens x 64 positions of 16 bits."""

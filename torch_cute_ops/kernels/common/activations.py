@@ -12,7 +12,7 @@ for element ``e`` of pair ``h``. What is beyond k is zero.
 For a product of warpgroups what is written are the very bytes of shared memory: tiles of 8 tokens x 64 positions, 1,024
 bytes, rows of 128 bytes whose 16-byte pieces are swapped as wgmma's 128-byte swizzle wants it (PTX ISA,
 "Matrix-descriptor"). Tile (group of tokens ``g``, 64 positions ``c``) is the ``c · groups + g``-th, so that the tiles
-of neighbouring tokens are one bulk copy.
+of neighbouring tokens are one bulk copy. (Products over experts have each eight tokens as a chunk of their own.)
 
 For a product of warps a token is 512 bytes (or 256), one after the other: for each piece ``p`` the 16 bytes of each
 quarter that a lane of mma.sync wants for two steps, 64 bytes at the ``(p xor n % 2)``-th place of token ``n``. So

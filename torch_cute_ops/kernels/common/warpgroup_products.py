@@ -26,7 +26,8 @@ def warpgroup_products(dtype, tokens: int, elements: int, stages: int, order: tu
 
     The function takes of the lane's two rows what ``decode`` makes of their words (``pairs``), which word that is of
     the stage, the stage, whether products are added to the sums or take their place, and the sums: accumulators, four
-    for each eight tokens.
+    for each eight tokens. Even and odd words have to take turns, and the products of a word to be waited for before the
+    second one after it, whose registers are the same.
     """
 
     def tiled() -> cute.TiledMma:

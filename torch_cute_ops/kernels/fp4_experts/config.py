@@ -10,7 +10,7 @@ from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.kernels import activation_tiles
 from torch_cute_ops.kernels.activation_tiles import CHUNK
 from torch_cute_ops.kernels.common.limits import reason_beyond
-from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
+from torch_cute_ops.kernels.common.warpgroup import BY_WARP, GROUP_ROWS
 from torch_cute_ops.kernels.common.weight_chunks import WeightChunks
 from torch_cute_ops.runtime.arch import Arch
 
@@ -22,8 +22,6 @@ FEEDERS: Final = 4
 """Warps that feed slots: one for each."""
 GROUPS: Final = (8, 16, 24, 32)
 """Tokens of a unit."""
-BY_WARP: Final = 8
-"""Tokens of a unit, at most, that warps multiply, by mma.sync; more are the work of warpgroups."""
 TILES: Final = (16, 32, 64, 128, 256, 512)
 """Tokens of a tile: as many as there are, if they fit. A wider tile has fewer stages."""
 WAYS: Final = ((CHUNK, 4, 1), (CHUNK // 2, 4, 1), (CHUNK, 2, 2))

@@ -440,7 +440,7 @@ class FP4ExpertsKernel:
         depth = c.stages // c.slots
         first = w.slot * depth
         # Of two slices of a tile of 128 rows, as scales lie
-        w.scale_row = w.row if c.layout.is_linear else w.row + slice_ % 2 * ROWS
+        scale_row = w.row if c.layout.is_linear else w.row + slice_ % 2 * ROWS
         sums = cute.make_rmem_tensor((c.group // 2,), Float32)
         start = None
         if const_expr(not c.by_warp):
@@ -455,11 +455,11 @@ class FP4ExpertsKernel:
                 ptx.wait(s.full + (first + stage), parity)
                 before = first + last
                 if const_expr(c.parts == 1):
-                    self._multiply_chunk(start, 0, chunk, first + stage, before, sums, w, s)
+                    self._multiply_chunk(start, 0, chunk, first + stage, before, scale_row, sums, w, s)
                 else:
                     for part in range_constexpr(c.parts):
                         if w.part == part:
-                            self._multiply_chunk(start, part, chunk, first + stage, before, sums, w, s)
+                            self._multiply_chunk(start, part, chunk, first + stage, before, scale_row, sums, w, s)
                 last = stage
                 stage, parity = next_stage(stage, parity, depth)
                 if const_expr(c.by_warp):
@@ -485,15 +485,18 @@ class FP4ExpertsKernel:
         cute.arch.sync_warp()
         ptx.arrive_if(s.free + stage, ptx.select(exists, w.leads, Uint32(0)))
 
-    def _multiply_chunk(self, start, part: int, chunk, stage, before, sums, w, s) -> None:
-        """Add a chunk's products, of a part of each lane's codes, to the sums. Those of a warpgroup may still run then;
-        but the stage ``before``, of the expert's chunk before, is free."""
+    def _multiply_chunk(self, start, part: int, chunk, stage, before, scale_row, sums, w, s) -> None:
+        """Add a chunk's products, of a part of each lane's codes, to the sums.
+
+        Those of a warpgroup take the place of the sums, if it is the first chunk; they may still run in the end, but
+        those of the chunk before are done, and its stage ``before`` is freed.
+        """
         c = self.config
         left = None
         if c.width % c.chunk:
             left = c.width // c.fmt.block_size - chunk * self.ring.blocks
         codes = [self.ring.codes(s.codes, stage, w.row + 8 * r, w.quad) for r in range(2)]
-        scales = [self.ring.factors(s.scales, stage, w.scale_row + 8 * r, w.quad, left, self.dtype) for r in range(2)]
+        scales = [self.ring.factors(s.scales, stage, scale_row + 8 * r, w.quad, left, self.dtype) for r in range(2)]
         count = self.ring.words // c.parts
         for i in range(count):
             word = part * count + i

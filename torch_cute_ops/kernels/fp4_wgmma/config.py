@@ -10,7 +10,7 @@ from torch_cute_ops.kernels import activation_tiles
 from torch_cute_ops.kernels.activation_tiles import CHUNK
 from torch_cute_ops.kernels.common.limits import reason_beyond
 from torch_cute_ops.kernels.common.sum_tile import SumTile
-from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS, WARPGROUP
+from torch_cute_ops.kernels.common.warpgroup import BY_WARP, GROUP_ROWS, WARPGROUP
 from torch_cute_ops.kernels.common.weight_chunks import WeightChunks
 from torch_cute_ops.runtime.arch import Arch
 
@@ -21,9 +21,6 @@ TILES: Final = {8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}
 BARRIER_BYTES: Final = 512
 ARRANGED_TOKENS: Final = 32
 """Tokens of a tile, at most, that a CTA can put in order itself."""
-BY_WARP: Final = 8
-"""Tokens of a tile, at most, that warps multiply, by mma.sync: 7 % faster than warpgroups for 8 tokens, no faster for
-16, since every warp reads all activations (measured on an H200)."""
 CLUSTER_TOKENS: Final = 128
 """Tokens of a tile, at most, whose sums a cluster can share: they take the place of the codes."""
 SPLITS: Final = (1, 2, 3, 4, 8)
