@@ -342,8 +342,9 @@ class FP4WgmmaKernel:
         unit = t.end
         while unit > t.begin:
             tile, first, count = self._segment(unit, t)
+            # (With experts the first products take their place; but without this ptxas spills.)
+            sums.fill(0.0)
             if const_expr(c.width is None):
-                sums.fill(0.0)
                 for i in range(count):
                     state = self._multiply_chunk(multiply, True, sums, first, i, state, w, t, s)
             else:
