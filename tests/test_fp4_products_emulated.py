@@ -280,21 +280,21 @@ def routed(routing: str, m: int, experts: int) -> torch.Tensor:
 EXPERTS = [
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 16, BF16), 5, 72, 6, 64, "few", None),
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "8x4", 8, 16, FP32), 20, 136, 5, 320, "few"),
-    Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 64, FP32), 40, 200, 3, 512, "dense", 1),
+    Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 64, FP32), 24, 136, 3, 512, "dense", 1),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 8, 64, FP16), 33, 72, 9, 128, "few", 2),
     Experts(ExpertsCase(FP16, NVFP4, "linear", "linear", 24, 32, FP32), 70, 64, 2, 256, "one", 3),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 16, 64, BF16), 3, 8, 33, 128, "few", 4),
-    Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 24, 512, FP32), 30, 72, 3, 768, "dense", 5),
+    Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 24, 512, FP32), 30, 72, 2, 768, "dense", 5),
     Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 8, 512, BF16), 20, 64, 7, 320, "few", 6),
     Experts(ExpertsCase(FP16, NVFP4, "linear", "linear", 24, 512, FP32), 30, 72, 3, 512, "few", 2),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 16, 512, BF16), 20, 136, 5, 384, "few", 1),
-    Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 16, FP32, 8), 13, 136, 20, 256, "few", 7, 4),
+    Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 16, FP32, 8), 13, 136, 12, 256, "few", 7, 4),
     Experts(ExpertsCase(BF16, NVFP4, "linear", None, 16, 16, FP32), 12, 72, 5, 512, "dense", 9),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", "8x4", 8, 16, FP32, 8), 20, 72, 30, 128, "one", 10, 5),
-    Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 32, FP32, 8), 40, 72, 9, 256, "dense", 8, 6),
+    Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 32, FP32, 8), 20, 72, 9, 256, "dense", 8, 6),
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 64, BF16, 8), 9, 64, 11, 320, "few", None, 5),
-    Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 32, 64, FP32), 50, 136, 5, 320, "dense", 11),
-    Experts(ExpertsCase(BF16, NVFP4, "linear", None, 32, 128, BF16, 8), 37, 72, 9, 512, "dense", 12, 5),
+    Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 32, 64, FP32), 40, 72, 3, 320, "dense", 11),
+    Experts(ExpertsCase(BF16, NVFP4, "linear", None, 32, 128, BF16, 8), 37, 72, 9, 512, "few", 12, 5),
     Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, FP32, True, width=256), 13, 392, 5, 256, "dense", 7, 3),
     Experts(WgmmaCase(BF16, NVFP4, "128x4", None, 32, BF16, True, width=512), 40, 136, 3, 512, "few", 1, 2),
     Experts(WgmmaCase(BF16, MXFP4, "128x4", "128x4", 64, FP32, True, width=256), 70, 40, 4, 256, "dense", 2, 1),
@@ -373,7 +373,7 @@ PORTIONS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, FP32, False), 8, 136, 
 WARPGROUPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 32, FP32, False, 2), 32, 136, 2560, 0, False, None)
 # Each of four slots has more chunks than stages. Its waits: for a stage, for either chunk of a unit; for a chunk; for
 # the sums of the unit before. A warp meets when it has found units, has read a chunk, has read a unit, and has added.
-UNITS = Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 16, 16, FP32), 13, 64, 14, 320, "dense")
+UNITS = Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 16, 16, FP32), 13, 64, 10, 320, "dense")
 FACTORS = Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, FP32, False, width=256), 13, 136, 8, 256, "dense", 0, 1)
 
 
