@@ -240,7 +240,7 @@ def save_for_ever(root):
 
 def test_killed_writers_leave_nothing_that_trips(tmp_path, caplog):
     """Many processes killed at random moments of writing, pruning and locking, some side by side."""
-    for _ in range(30):
+    for _ in range(50):
         processes = [FORK.Process(target=save_for_ever, args=(tmp_path,)) for _ in range(3)]
         for process in processes:
             process.start()
