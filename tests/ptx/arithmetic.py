@@ -227,6 +227,13 @@ TINY = {
 }
 
 
+def of_each(value: Array | int, threads: Array) -> Array:
+    """A value for each thread; it may be one that all share."""
+    if isinstance(value, np.ndarray) and value.shape == threads.shape:
+        return value
+    return np.broadcast_to(value, threads.shape)
+
+
 def halves(word: Array) -> tuple[Array, Array]:
     return (word & np.uint32(0xFFFF)).astype(np.uint16), (word >> np.uint32(16)).astype(np.uint16)
 

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 import ptx.instructions  # noqa: F401  (makes the instructions known)
-from ptx.arithmetic import F32_NAN, UNSIGNED, Array
+from ptx.arithmetic import F32_NAN, UNSIGNED, Array, of_each
 from ptx.blocks import Block, blocks_of, find_live_registers, find_loads, granule
 from ptx.decoder import Decoder, Step
 from ptx.memory import (
@@ -347,7 +347,7 @@ class Machine:
         """Run one step and put its results into ``values``; of branches and such, return what decides."""
         if step.guard is not None:
             guard = values[step.guard.slot]
-            taken = np.broadcast_to(~guard if step.guard.negated else guard, len(threads))
+            taken = of_each(~guard if step.guard.negated else guard, threads)
             if step.kind in ("branch", "exit"):
                 return taken
         elif step.kind == "branch":
@@ -386,7 +386,7 @@ class Machine:
             raise
         for i, (target, result) in enumerate(zip(step.targets, results, strict=True)):
             if target is not None:
-                merged = np.array(np.broadcast_to(values[target.slot], len(threads)))
+                merged = np.array(of_each(values[target.slot], threads))
                 merged[subset] = target.store(result)
                 values[target.slot] = merged
                 if target.slot in unknown or (strange is not None and strange[i] is not None):
@@ -493,7 +493,7 @@ class Machine:
         if step.guard is not None:
             raise NotImplementedError(f"guard: {step.instruction}")
         mask = step.mask({slot: self.registers[slot][threads] for slot in block.live_in}).astype(np.int64)
-        needed = np.broadcast_to(mask, len(threads)) & self.warp_mask[threads]
+        needed = of_each(mask, threads) & self.warp_mask[threads]
         absent = np.flatnonzero(needed >> self.lane[threads] & 1 == 0)
         if len(absent):
             raise self.error(EmulationError, threads[absent[0]], f"lane not in mask {needed[absent[0]]:#x}")
@@ -501,9 +501,9 @@ class Machine:
         reason = -1 if step.instruction.opcode.startswith(("bar.warp", "barrier.warp")) else block.first + 1
         self.wait(threads)
         self.reason[threads] = reason
-        candidates = np.flatnonzero(
-            (self.state == WAITING) & (self.reason == reason) & np.isin(self.warp, self.warp[threads])
-        )
+        concerned = np.zeros(self.warps, bool)
+        concerned[self.warp[threads]] = True
+        candidates = np.flatnonzero((self.state == WAITING) & (self.reason == reason) & concerned[self.warp])
         arrived = np.bincount(self.warp[candidates], 2.0 ** self.lane[candidates], self.warps).astype(np.int64)
         wanted = needed if len(candidates) == len(threads) else self._masks(block, candidates)
         ready = candidates[(arrived[self.warp[candidates]] & wanted) == wanted]
@@ -559,7 +559,7 @@ class Machine:
         self, space: str, threads: Array, address: Array, what: str = ""
     ) -> Iterable[tuple[Any, Memory, Array, Array]]:
         """The memories that addresses are in: positions among ``threads``, memory, banks, offsets."""
-        address = np.broadcast_to(address, len(threads)).astype(np.int64)
+        address = of_each(address, threads).astype(np.int64)
         if space.startswith("shared"):
             return [(slice(None), self.shared, *self.shared_place(space, threads, address))]
         if space == "local":
@@ -585,7 +585,7 @@ class Machine:
 
     def shared_place(self, space: str, threads: Array, address: Array) -> tuple[Array, Array]:
         """CTA and offset of shared addresses."""
-        address = np.broadcast_to(address, len(threads)).astype(np.int64)
+        address = of_each(address, threads).astype(np.int64)
         rank = address >> RANK_SHIFT
         own = self.cta[threads]
         if not rank.any():
@@ -625,7 +625,7 @@ class Machine:
 
     def store(self, space: str, threads: Array, address: Array, width: int, values: list[Array]) -> None:
         undefined, self.undefined_values = self.undefined_values, None
-        values = [np.broadcast_to(value, len(threads)) for value in values]
+        values = [of_each(value, threads) for value in values]
         for subset, memory, bank, offset in self.places(space, threads, address):
             self.checked(subset, memory.store, bank, offset, width, [value[subset] for value in values])
             if memory is self.shared:
@@ -651,8 +651,8 @@ class Machine:
 
     def arrive(self, threads: Array, number: Array, count: Array | None, waits: bool) -> Array:
         """``bar.sync`` and ``bar.arrive``. Nobody passes at once: who completes a barrier resumes all."""
-        number = np.broadcast_to(number, len(threads)).astype(np.int64)
-        expected = np.broadcast_to(self.cta_threads if count is None else count, len(threads)).astype(np.int64)
+        number = of_each(number, threads).astype(np.int64)
+        expected = of_each(self.cta_threads if count is None else count, threads).astype(np.int64)
         if waits:
             self.wait(threads)
         key = self.cta[threads] * 16 + number
@@ -716,7 +716,7 @@ class Machine:
 
     def mbarrier_init(self, threads: Array, address: Array, count: Array) -> None:
         ctas, offsets = self.shared_place("shared", threads, address)
-        counts = np.broadcast_to(count, len(threads))
+        counts = of_each(count, threads)
         self.shared.locate(ctas, offsets, 8, 1)
         for i, (cta, offset) in enumerate(zip(ctas.tolist(), offsets.tolist(), strict=True)):
             if (cta, offset) in self.mbarriers:
@@ -747,7 +747,7 @@ class Machine:
     ) -> Array:
         """Expect ``expected`` more bytes, then arrive ``count`` times. The result is the phase."""
         ctas, offsets = self.shared_place(space, threads, address)
-        counts, bytes_ = np.broadcast_to(count, len(threads)), np.broadcast_to(expected, len(threads))
+        counts, bytes_ = of_each(count, threads), of_each(expected, threads)
         phases = np.zeros(len(threads), np.uint64)
         for i, (cta, offset) in enumerate(zip(ctas.tolist(), offsets.tolist(), strict=True)):
             barrier = self._mbarrier(i, cta, offset)
@@ -779,7 +779,7 @@ class Machine:
     def mbarrier_test(self, threads: Array, address: Array, wanted: Array, parity: bool, waits: bool) -> Array:
         """Whether a phase is complete: the one with this parity, or this one. ``waits``: who has no success waits."""
         ctas, offsets = self.shared_place("shared", threads, address)
-        wanted = np.broadcast_to(wanted, len(threads))
+        wanted = of_each(wanted, threads)
         key = ctas * (1 << RANK_SHIFT) + offsets
         done = np.zeros(len(threads), bool)
         for one in np.unique(key):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ptx.arithmetic import TYPES, UNSIGNED, Array, canonical, flush
+from ptx.arithmetic import TYPES, UNSIGNED, Array, canonical, flush, of_each
 from ptx.decoder import Decoder, Step, Target, effect, modifiers
 from ptx.memory import LOCAL_WINDOW, RANK_SHIFT, SHARED_WINDOW, Fault, OutOfBounds, Uninitialised
 from ptx.parser import Imm, Instruction, Vec
@@ -103,7 +103,7 @@ def _atom(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     function, machine = _ATOMIC[name], d.machine
 
     def run(threads: Array, address: Array, a: Array, b: Array | None = None) -> tuple:
-        address, a = np.broadcast_to(address, len(threads)), np.broadcast_to(a, len(threads))
+        address, a = of_each(address, threads), of_each(a, threads)
         old = np.zeros(len(threads), type.dtype)
         for i in range(len(threads)):
             one = threads[i : i + 1]

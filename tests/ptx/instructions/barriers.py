@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from ptx.arithmetic import TYPES, Array
+from ptx.arithmetic import TYPES, Array, of_each
 from ptx.decoder import Decoder, Step, acts, effect, modifiers
 from ptx.parser import Imm, Instruction, Mem
 
@@ -81,7 +79,7 @@ def _mbarrier_complete_tx(d: Decoder, ins: Instruction, parts: list[str]) -> Ste
 
     def run(threads: Array, address: Array, amount: Array) -> tuple:
         ctas, offsets = machine.shared_place("shared::cluster", threads, address)
-        for cta, offset, size in zip(ctas, offsets, np.broadcast_to(amount, len(threads)), strict=True):
+        for cta, offset, size in zip(ctas, offsets, of_each(amount, threads), strict=True):
             machine.mbarrier_complete(int(cta), int(offset), int(size))
         return ()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptx.arithmetic import TYPES, UNSIGNED, Array
+from ptx.arithmetic import TYPES, UNSIGNED, Array, of_each
 from ptx.decoder import Decoder, Step, acts, effect, modifiers, unknown
 from ptx.instructions.accesses import SPACES
 from ptx.instructions.products import swizzled
@@ -34,7 +34,7 @@ def _cp_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
     def run(threads: Array, target: Array, source: Array, count: Array) -> tuple:
         counts = np.where(count, 0, size.value) if ignores else count.astype(np.int64)
-        target, source, counts = (np.broadcast_to(x, len(threads)) for x in (target, source, counts))
+        target, source, counts = (of_each(x, threads) for x in (target, source, counts))
         m.start_group(threads, _some_cp_async(m, threads, target, source, size.value, counts))
         return ()
 
@@ -108,7 +108,7 @@ def _bulk_to_shared(d: Decoder, ins: Instruction, space: str) -> Step:
     m = d.machine
 
     def run(threads: Array, target: Array, source: Array, size: Array, barrier: Array) -> tuple:
-        source, size = (np.broadcast_to(x, len(threads)) for x in (source, size))
+        source, size = (of_each(x, threads) for x in (source, size))
 
         def bytes_of(i: int) -> Bytes:
             return int(size[i]), _global_bytes(m, threads[i : i + 1], source[i : i + 1], int(size[i]))
@@ -142,7 +142,7 @@ def _start_to_shared(
 ) -> tuple:
     """Start a copy for each of the threads: check everything now, copy later. ``bytes_of(i)``: those of the i-th;
     ``masks``: the ranks of the CTAs that get them, at the same place, and whose barriers count them."""
-    target, barrier = (np.broadcast_to(x, len(threads)) for x in (target, barrier))
+    target, barrier = (of_each(x, threads) for x in (target, barrier))
     ctas, offsets = m.shared_place(space, threads, target)
     barrier_ctas, barriers = m.shared_place(space, threads, barrier)
     for i, thread in enumerate(threads.tolist()):
@@ -193,14 +193,14 @@ def _tensor_copy(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     m = d.machine
 
     def run(threads: Array, target: Array, map: Array, barrier: Array, mask: Array, *coordinates: Array) -> tuple:
-        target, map, *coordinates = (np.broadcast_to(x, len(threads)) for x in (target, map, *coordinates))
+        target, map, *coordinates = (of_each(x, threads) for x in (target, map, *coordinates))
 
         def bytes_of(i: int) -> Bytes:
             thread = threads[i : i + 1]
             box = TensorMap(_global_bytes(m, thread, map[i : i + 1], 128)().tobytes())
             return box.size, _box_bytes(m, thread, int(target[i]), box, *(int(x[i]) for x in coordinates))
 
-        return _start_to_shared(m, parts[0], threads, target, barrier, bytes_of, np.broadcast_to(mask, len(threads)))
+        return _start_to_shared(m, parts[0], threads, target, barrier, bytes_of, of_each(mask, threads))
 
     target, source, barrier, *rest = ins.operands
     map, *coordinates = source.items
@@ -252,7 +252,7 @@ def _bulk_to_global(d: Decoder, ins: Instruction) -> Step:
     m = d.machine
 
     def run(threads: Array, target: Array, source: Array, size: Array) -> tuple:
-        target, source, size = (np.broadcast_to(x, len(threads)) for x in (target, source, size))
+        target, source, size = (of_each(x, threads) for x in (target, source, size))
         ctas, offsets = m.shared_place("shared", threads, source)
         for i, thread in enumerate(threads.tolist()):
             cta, offset, count = int(ctas[i]), int(offsets[i]), int(size[i])
@@ -297,7 +297,7 @@ def _st_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     m, width = d.machine, type.bits // 8
 
     def run(threads: Array, address: Array, barrier: Array, *values: Array) -> tuple:
-        values = [np.broadcast_to(value, len(threads)) for value in values]
+        values = [of_each(value, threads) for value in values]
         ctas, offsets = m.shared_place("shared::cluster", threads, address)
         barrier_ctas, barriers = m.shared_place("shared::cluster", threads, barrier)
         m.shared.locate(ctas, offsets, width, len(values))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptx.arithmetic import TINY, TYPES, Array, canonical, from_bf16
+from ptx.arithmetic import TINY, TYPES, Array, canonical, from_bf16, of_each
 from ptx.decoder import Decoder, Source, Step, acts, effect, modifiers, unknown
 from ptx.instructions.accesses import split_space
 from ptx.instructions.warps import warp_step
@@ -60,7 +60,7 @@ def _ldmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
         # Lane 8 i + j has the address of row j of matrix i.
         at = np.flatnonzero(machine.lane[threads] < 8 * count)
-        address = np.broadcast_to(address, len(threads))[at]
+        address = of_each(address, threads)[at]
         words = machine.checked(at, machine.load, space, threads[at], address, 4, 4)
         if machine.unwritten is not None:
             marks = [np.where(which, np.uint32(0xFFFFFFFF), np.uint32(0)) for which in machine.unwritten]
@@ -125,7 +125,7 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
     def run(threads: Array, *registers: Array) -> Array:
         warps = _whole_warps(machine, threads)
-        words = np.stack([np.broadcast_to(register, len(threads)) for register in registers])
+        words = np.stack([of_each(register, threads) for register in registers])
         # The axes: registers (columns on, 8 rows on), warp, g, t, part of the word.
         words = words.reshape(-1, warps, 8, 4)
         a, b, c = np.split(words, [2 * blocks, 3 * blocks])
@@ -142,8 +142,9 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 _WGMMA = re.compile(r"m64n(\d+)(?:k16\.f32\.(f16|bf16)\.(f16|bf16)|k32\.f32\.(e4m3)\.(e4m3))")
 
 
+@lru_cache(4096)
 def _operand_rows(descriptor: int, rows: int) -> Array:
-    """Addresses in shared memory of 32 bytes of each row, as pieces of 16 bytes: (rows, 2).
+    """Addresses in shared memory of 32 bytes of each row, as pieces of 16 bytes: (rows, 2). Not to be changed.
 
     K-major, with the 128-byte swizzle (PTX ISA, "Matrix-descriptor").
     """
@@ -182,26 +183,36 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     a_words = len(a.items) if in_registers else 0
     machine = d.machine
 
-    def operand(thread: int, descriptor: int, rows: int, first: int, count: int) -> tuple[Array, Array]:
-        """``count`` rows of an operand in shared memory from row ``first`` on, and which of them nobody wrote; the
-        thread stands for its warp."""
-        address = _operand_rows(descriptor, rows)[first : first + count].reshape(-1)
-        readers = np.full(len(address), thread)
-        words = np.stack(machine.load("shared", readers, address.astype(np.uint32), 4, 4), -1)
-        missing = np.zeros(count, bool)
+    def read(parts: list[tuple[int, int, Array]]) -> list[tuple[Array, Array]]:
+        """For each thread, which stands for its warp, descriptor and addresses: these rows of an operand in shared
+        memory, and which of them nobody wrote."""
+        readers = np.repeat([thread for thread, _, _ in parts], [address.size for _, _, address in parts])
+        address = np.concatenate([address.reshape(-1) for _, _, address in parts]).astype(np.uint32)
+        words = np.stack(machine.load("shared", readers, address, 4, 4), -1).reshape(-1, 8)
+        missing = np.zeros(len(words), bool)
         if machine.unwritten is not None:
-            missing = np.logical_or.reduce(machine.unwritten).reshape(count, 2).any(1)
-        machine.product_reads(thread, int(address[0]) & ~1023, count * 128)
-        return _numbers(kind, words.reshape(count, 8)).reshape(count, -1), missing
+            missing = np.logical_or.reduce(machine.unwritten).reshape(-1, 2).any(1)
+        known: dict[tuple[int, int, int], Array] = {}  # warps of a group share an operand
+        found, end = [], 0
+        for thread, descriptor, address in parts:
+            first = int(address[0, 0])
+            machine.product_reads(thread, first & ~1023, len(address) * 128)
+            rows = slice(end, end := end + len(address))
+            key = int(machine.cta[thread]), descriptor, first
+            if key not in known:
+                known[key] = _numbers(kind, words[rows]).reshape(len(address), -1)
+            found.append((known[key], missing[rows]))
+        return found
 
     def run(threads: Array, accumulates: Array, *registers: Array) -> Array:
         warps = _whole_warps(machine, threads)
-        descriptors = [np.broadcast_to(one, len(threads)) for one in registers[: 1 if in_registers else 2]]
-        words = np.stack([np.broadcast_to(register, len(threads)) for register in registers[len(descriptors) :]])
+        descriptors = [of_each(one, threads) for one in registers[: 1 if in_registers else 2]]
+        words = np.stack([of_each(register, threads) for register in registers[len(descriptors) :]])
         # The axes: registers, warp, g, t.
         words = words.reshape(-1, warps, 8, 4)
         products, missing = np.zeros((warps, 16, columns)), np.zeros((warps, 16, columns), bool)
         rows = _rows(kind, words[:a_words]) if in_registers else None
+        parts, multiplied = [], []
         for warp in range(warps):
             thread = int(threads[32 * warp])
             starts = [int(one[32 * warp]) for one in descriptors]
@@ -210,19 +221,24 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
                 if rows is not None:
                     products[warp] = rows[warp] @ np.zeros((rows.shape[2], columns))
                 continue
+            multiplied.append(warp)
             if rows is None:
                 quarter = int(machine.tid[thread]) // 32 % 4 * 16
-                left, missing_rows = operand(thread, starts[0], 64, quarter, 16)
+                parts.append((thread, starts[0], _operand_rows(starts[0], 64)[quarter : quarter + 16]))
+            parts.append((thread, starts[-1], _operand_rows(starts[-1], columns)))
+        operands = iter(read(parts) if parts else [])
+        for warp in multiplied:
+            left = None if rows is None else rows[warp]
+            if left is None:
+                left, missing_rows = next(operands)
                 missing[warp] |= missing_rows[:, None]
-            else:
-                left = rows[warp]
-            right, missing_columns = operand(thread, starts[-1], columns, 0, columns)
+            right, missing_columns = next(operands)
             missing[warp] |= missing_columns
             products[warp] = left @ right.T
         machine.unwritten = None
         if missing.any():
             machine.unwritten = [mark != 0 for mark in _registers(missing.astype(np.float64))]
-        adds = np.broadcast_to(accumulates, len(threads)).reshape(warps, 32)[:, :1, None]
+        adds = of_each(accumulates, threads).reshape(warps, 32)[:, :1, None]
         return _registers(products + np.where(adds, _sums(words[a_words:]), 0.0))
 
     if len(target.items) != columns // 2 or (in_registers and a_words != 4):
@@ -253,7 +269,7 @@ def _movmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
     def run(threads: Array, word: Array) -> list[Array]:
         warps = _whole_warps(machine, threads)
-        halves = np.ascontiguousarray(np.broadcast_to(word, len(threads))).view(np.uint16).reshape(warps, 8, 8)
+        halves = np.ascontiguousarray(of_each(word, threads)).view(np.uint16).reshape(warps, 8, 8)
         return [np.ascontiguousarray(halves.swapaxes(1, 2)).view(np.uint32).reshape(-1)]
 
     target, source = ins.operands

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptx.arithmetic import TYPES, UNSIGNED, Array
+from ptx.arithmetic import TYPES, UNSIGNED, Array, of_each
 from ptx.decoder import Decoder, Source, Step, effect, modifiers, nothing
 from ptx.memory import EmulationError, Fault
 from ptx.parser import Instruction, Operand, Symbol, Vec
@@ -35,7 +35,7 @@ def _shfl(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     b32, u32 = TYPES["b32"], TYPES["u32"]
 
     def run(threads: Array, a: Array, b: Array, c: Array) -> tuple[Array, Array]:
-        a, b, c = (np.broadcast_to(x, len(threads)).astype(np.int64) for x in (a, b, c))
+        a, b, c = (of_each(x, threads).astype(np.int64) for x in (a, b, c))
         lane = machine.lane[threads]
         clamp, segment = c & 31, c >> 8 & 31
         most = (lane & segment) | (clamp & ~segment)
@@ -78,7 +78,7 @@ def _vote(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     machine = d.machine
 
     def run(threads: Array, value: Array) -> tuple[Array]:
-        value = np.broadcast_to(value, len(threads))
+        value = of_each(value, threads)
 
         def ballot(at: Array) -> int:
             return int((value[at].astype(np.int64) << machine.lane[threads[at]]).sum())
@@ -109,7 +109,7 @@ def _redux(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     machine = d.machine
 
     def run(threads: Array, value: Array) -> tuple[Array]:
-        value = np.broadcast_to(value, len(threads))
+        value = of_each(value, threads)
         return (_per_warp(machine, threads, lambda at: functions[mode].reduce(value[at]), type.dtype),)
 
     return warp_step(d, ins, [d.source(value, type)], [d.target(target, type)], run, mask)
