@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import spec
-from ptx.arithmetic import fma_f32
+from ptx.values import fma_f32
 
 
 def float32(value) -> np.ndarray:

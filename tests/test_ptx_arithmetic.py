@@ -9,7 +9,8 @@ import spec
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from ptx.arithmetic import PURE, TYPES, Op
+from ptx.arithmetic import PURE, Op
+from ptx.values import TYPES
 from ptx_model import Ptx
 from ptx_programs import AT, HALVES, entry, launch, zeros
 

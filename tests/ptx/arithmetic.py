@@ -5,57 +5,28 @@ the operation names (``bf16`` as ``uint16``, packed types as ``uint32``) and ret
 defines the rounding, results are exact; instructions that are only approximate give the correctly rounded result.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
-F32_NAN = np.uint32(0x7FFFFFFF)
+from ptx.values import (
+    TINY,
+    TYPES,
+    Array,
+    Type,
+    canonical,
+    flush,
+    fma_f32,
+    from_bf16,
+    halves,
+    join,
+    round_to_odd_sum,
+    to_bf16,
+    to_f16,
+)
 
-
-@dataclass(frozen=True)
-class Type:
-    """A PTX type; ``dtype`` is what its arrays have."""
-
-    name: str
-    bits: int
-    dtype: Any
-
-    @property
-    def is_float(self) -> bool:
-        return self.name[0] == "f" or self.name.startswith(("bf", "e"))
-
-    @property
-    def is_signed(self) -> bool:
-        return self.name[0] == "s"
-
-
-TYPES = {
-    f"{kind}{bits}": Type(f"{kind}{bits}", bits, np.dtype(f"{'i' if kind == 's' else 'u'}{bits // 8}"))
-    for kind in "bus"
-    for bits in (8, 16, 32, 64)
-}
-TYPES |= {
-    t.name: t
-    for t in (
-        Type("pred", 1, np.dtype(bool)),
-        Type("f16", 16, np.dtype(np.float16)),
-        Type("f32", 32, np.dtype(np.float32)),
-        Type("f64", 64, np.dtype(np.float64)),
-        Type("bf16", 16, np.dtype(np.uint16)),
-        Type("f16x2", 32, np.dtype(np.uint32)),
-        Type("bf16x2", 32, np.dtype(np.uint32)),
-        Type("e4m3x2", 16, np.dtype(np.uint16)),
-        Type("e5m2x2", 16, np.dtype(np.uint16)),
-        Type("e2m1x2", 8, np.dtype(np.uint8)),
-        Type("ue8m0x2", 16, np.dtype(np.uint16)),
-    )
-}
-UNSIGNED = {1: np.dtype(bool), 8: np.dtype("u1"), 16: np.dtype("u2"), 32: np.dtype("u4"), 64: np.dtype("u8")}
 IGNORED = frozenset({"uni", "L1", "relaxed", "weak"})
 
 
@@ -109,137 +80,6 @@ def type_of(op: Op, name: str) -> Type:
     if name == "w":
         return TYPES[f"{op.type.name[0]}{2 * op.type.bits}"]
     return TYPES[name]
-
-
-# Parts of floating point
-
-
-def canonical(value: Array) -> Array:
-    """fp32 results: every NaN is the one that the hardware gives."""
-    nan = np.isnan(value)
-    if nan.any():
-        bits = np.where(nan, F32_NAN, value.astype(np.float32).view(np.uint32))
-        return bits.view(np.float32)
-    return value
-
-
-def flush(value: Array) -> Array:
-    """``.ftz``: subnormals become zeros of their sign."""
-    return np.where(np.abs(value) < np.float32(2.0**-126), np.copysign(np.float32(0), value), value)
-
-
-def round_to_odd_sum(a: Array, b: Array) -> Array:
-    """``a + b`` of float64 arrays, rounded to odd: rounding that further is as if the sum had been exact (Boldo and
-    Melquiond, 2008, for at most 51 bits)."""
-    total = a + b
-    # TwoSum (Knuth): total + error is the exact sum.
-    virtual = total - a
-    error = (a - (total - virtual)) + (b - virtual)
-    inexact = (error != 0) & np.isfinite(total)
-    if not inexact.any():
-        return total
-    even = (total.view(np.int64) & 1) == 0
-    odd = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
-    return np.where(inexact & even, odd, total)
-
-
-def fma_f32(a: Array, b: Array, c: Array) -> Array:
-    """The product of float32 is exact in float64."""
-    wide = np.float64
-    return round_to_odd_sum(*np.broadcast_arrays(a.astype(wide) * b.astype(wide), c.astype(wide))).astype(np.float32)
-
-
-def round_to(value: Array, significand: int, min_exponent: int, mode: str) -> Array:
-    """float64 values rounded to ``significand`` bits; below ``2^min_exponent`` steps do not get smaller.
-
-    ``mode``: rn, rz, rp (up), rm (down). Infinities and NaN stay. Values are exact in float64.
-    """
-    _, exponent = np.frexp(value)
-    step = np.ldexp(1.0, np.maximum(exponent - 1, min_exponent) - (significand - 1))
-    rounded = {"rn": np.rint, "rz": np.trunc, "rp": np.ceil, "rm": np.floor}[mode](value / step) * step
-    return np.where(np.isfinite(value), np.copysign(rounded, value), value)
-
-
-def to_f16(value: Array, mode: str = "rn") -> Array:
-    """float64 or float32 to the bits of fp16."""
-    if mode == "rn":
-        half = value.astype(np.float16)
-    else:
-        cut = round_to(value.astype(np.float64), 11, -14, mode)
-        half = np.where(np.isfinite(value), np.clip(cut, -65504.0, 65504.0), value).astype(np.float16)
-    return np.where(np.isnan(half), np.uint16(0x7FFF), half.view(np.uint16))
-
-
-def to_bf16(value: Array, mode: str = "rn") -> Array:
-    """float64 or float32 to the bits of bf16."""
-    cut = round_to(value.astype(np.float64), 8, -126, mode)
-    if mode == "rz":
-        largest = float(np.uint32(0x7F7F0000).view(np.float32))
-        cut = np.where(np.isfinite(value), np.clip(cut, -largest, largest), cut)
-    bits = (cut.astype(np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
-    return np.where(np.isnan(cut), np.uint16(0x7FFF), bits)
-
-
-def from_bf16(bits: Array) -> Array:
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def _tiny_values(exponent_bits: int, significand_bits: int, count: int) -> Array:
-    """The values of the codes 0 to count - 1 of a small format without sign."""
-    codes = np.arange(count)
-    exponent, fraction = codes >> significand_bits, codes & ((1 << significand_bits) - 1)
-    bias = (1 << (exponent_bits - 1)) - 1
-    normal = (1 + fraction / (1 << significand_bits)) * np.exp2((exponent - bias).astype(float))
-    subnormal = fraction / (1 << significand_bits) * 2.0 ** (1 - bias)
-    return np.where(exponent > 0, normal, subnormal)
-
-
-@dataclass(frozen=True)
-class Tiny:
-    """A format of at most 8 bits: the finite values without sign, in order of their codes."""
-
-    significand: int
-    values: Array
-    sign: int
-    nan: int
-
-    def encode(self, value: Array) -> Array:
-        """Round to nearest even, saturating."""
-        wide = value.astype(np.float64)
-        min_exponent = round(math.log2(self.values[1])) + self.significand - 1
-        cut = np.minimum(np.abs(round_to(wide, self.significand, min_exponent, "rn")), self.values[-1])
-        codes = np.searchsorted(self.values, np.nan_to_num(cut))
-        codes = codes | np.where(np.signbit(value), self.sign, 0)
-        return np.where(np.isnan(wide), self.nan, codes).astype(np.uint16)
-
-    def decode(self, codes: Array) -> Array:
-        """As fp16, which holds all."""
-        magnitude = np.concatenate([self.values, np.full(self.sign - len(self.values), np.nan)])
-        value = magnitude[codes & (self.sign - 1)]
-        value = np.where(codes & self.sign, -value, value)
-        return value.astype(np.float16)
-
-
-TINY = {
-    "e4m3x2": Tiny(4, _tiny_values(4, 3, 0x7F), 0x80, 0x7F),
-    "e5m2x2": Tiny(3, _tiny_values(5, 2, 0x7C), 0x80, 0x7F),
-    "e2m1x2": Tiny(2, _tiny_values(2, 1, 8), 0x8, 0x7),
-}
-
-
-def of_each(value: Array | int, threads: Array) -> Array:
-    """A value for each thread; it may be one that all share."""
-    if isinstance(value, np.ndarray) and value.shape == threads.shape:
-        return value
-    return np.broadcast_to(value, threads.shape)
-
-
-def halves(word: Array) -> tuple[Array, Array]:
-    return (word & np.uint32(0xFFFF)).astype(np.uint16), (word >> np.uint32(16)).astype(np.uint16)
-
-
-def join(low: Array, high: Array) -> Array:
-    return low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))
 
 
 def on_floats(op: Op, function: Callable[..., Array], *values: Array) -> Array:

@@ -7,9 +7,9 @@ import operator
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ptx.arithmetic import TYPES
 from ptx.decoder import Decoder, Step
 from ptx.parser import Program
+from ptx.values import TYPES
 
 
 @dataclass

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ptx.arithmetic import IGNORED, PURE, TYPES, UNSIGNED, Array, Op, Type, type_of
+from ptx.arithmetic import IGNORED, PURE, Op, type_of
 from ptx.parser import Imm, Instruction, Mem, Operand, Reg, Symbol, Vec
+from ptx.values import TYPES, UNSIGNED, Array, Type
 
 if TYPE_CHECKING:
     from ptx.machine import Machine

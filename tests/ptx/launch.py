@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ptx.arithmetic import Array
 from ptx.machine import GlobalMemory, Launch, Machine
 from ptx.parser import Program, parse_all
+from ptx.values import Array
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 from torch_cute_ops.runtime.compiler import key_of, trace_and_compile

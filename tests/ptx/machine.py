@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 
 import ptx.instructions  # noqa: F401  (makes the instructions known)
-from ptx.arithmetic import F32_NAN, UNSIGNED, Array, of_each
 from ptx.blocks import Block, blocks_of, find_live_registers, find_loads, granule
 from ptx.decoder import Decoder, Step
 from ptx.memory import (
@@ -48,6 +47,7 @@ from ptx.memory import (
 )
 from ptx.parser import Program
 from ptx.races import Races
+from ptx.values import F32_NAN, UNSIGNED, Array, of_each
 
 WARP = 32
 RUNNING, WAITING, ENDED = 0, 1, 2

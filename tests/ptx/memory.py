@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ptx.arithmetic import UNSIGNED, Array
+from ptx.values import UNSIGNED, Array
 
 ALLOCATED, WRITTEN, BARRIER = 1, 2, 4
 """Flags of a byte: it may be accessed; it has a value; it is part of an mbarrier object."""

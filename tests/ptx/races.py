@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ptx.arithmetic import Array
 from ptx.memory import Fault, Race
+from ptx.values import Array
 
 if TYPE_CHECKING:
     from ptx.machine import Machine

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ptx.arithmetic import TYPES, UNSIGNED, Array, canonical, flush, of_each
 from ptx.decoder import Decoder, Step, Target, effect, modifiers
 from ptx.memory import LOCAL_WINDOW, RANK_SHIFT, SHARED_WINDOW, Fault, OutOfBounds, Uninitialised
 from ptx.parser import Imm, Instruction, Vec
+from ptx.values import TYPES, UNSIGNED, Array, canonical, flush, of_each
 
 _ACCESS = (
     "volatile relaxed acquire release gpu cta sys cluster nc v2 v4 v8 weak L1::no_allocate L1::evict_last"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ptx.arithmetic import TYPES, Array, of_each
 from ptx.decoder import Decoder, Step, acts, effect, modifiers
 from ptx.parser import Imm, Instruction, Mem
+from ptx.values import TYPES, Array, of_each
 
 # Barriers of a CTA and of a cluster
 

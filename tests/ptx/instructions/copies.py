@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptx.arithmetic import TYPES, UNSIGNED, Array, of_each
 from ptx.decoder import Decoder, Step, acts, effect, modifiers, unknown
 from ptx.instructions.accesses import SPACES
 from ptx.instructions.products import swizzled
 from ptx.memory import WRITTEN, EmulationError, Fault, Misaligned
 from ptx.parser import Imm, Instruction, Reg, Vec
+from ptx.values import TYPES, UNSIGNED, Array, of_each
 
 if TYPE_CHECKING:
     from ptx.machine import Machine

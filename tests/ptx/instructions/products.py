@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptx.arithmetic import TINY, TYPES, Array, canonical, from_bf16, of_each
 from ptx.decoder import Decoder, Source, Step, acts, effect, modifiers, unknown
 from ptx.instructions.accesses import split_space
 from ptx.instructions.warps import warp_step
 from ptx.memory import EmulationError, Fault
 from ptx.parser import Imm, Instruction, Vec
+from ptx.values import TINY, TYPES, Array, canonical, from_bf16, of_each
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
@@ -144,7 +144,7 @@ _WGMMA = re.compile(r"m64n(\d+)(?:k16\.f32\.(f16|bf16)\.(f16|bf16)|k32\.f32\.(e4
 
 @lru_cache(4096)
 def _operand_rows(descriptor: int, rows: int) -> Array:
-    """Addresses in shared memory of 32 bytes of each row, as pieces of 16 bytes: (rows, 2). Not to be changed.
+    """Addresses in shared memory of 32 bytes of each row, as pieces of 16 bytes: (rows, 2).
 
     K-major, with the 128-byte swizzle (PTX ISA, "Matrix-descriptor").
     """
@@ -152,7 +152,9 @@ def _operand_rows(descriptor: int, rows: int) -> Array:
     if descriptor >> 62 != 1:
         raise NotImplementedError(f"an operand without the 128-byte swizzle: {descriptor:#x}")
     row = np.arange(rows)[:, None]
-    return swizzled(start + row // 8 * pitch + row % 8 * 128 + np.array([0, 16]))
+    addresses = swizzled(start + row // 8 * pitch + row % 8 * 128 + np.array([0, 16]))
+    addresses.setflags(write=False)
+    return addresses
 
 
 def swizzled(address: Array, bits: int = 3) -> Array:
@@ -186,6 +188,8 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     def read(parts: list[tuple[int, int, Array]]) -> list[tuple[Array, Array]]:
         """For each thread, which stands for its warp, descriptor and addresses: these rows of an operand in shared
         memory, and which of them nobody wrote."""
+        if not parts:
+            return []
         readers = np.repeat([thread for thread, _, _ in parts], [address.size for _, _, address in parts])
         address = np.concatenate([address.reshape(-1) for _, _, address in parts]).astype(np.uint32)
         words = np.stack(machine.load("shared", readers, address, 4, 4), -1).reshape(-1, 8)
@@ -212,29 +216,25 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         words = words.reshape(-1, warps, 8, 4)
         products, missing = np.zeros((warps, 16, columns)), np.zeros((warps, 16, columns), bool)
         rows = _rows(kind, words[:a_words]) if in_registers else None
-        parts, multiplied = [], []
-        for warp in range(warps):
-            thread = int(threads[32 * warp])
-            starts = [int(one[32 * warp]) for one in descriptors]
-            if not all(starts):
-                # What is asked is how NaN in registers spreads.
-                if rows is not None:
-                    products[warp] = rows[warp] @ np.zeros((rows.shape[2], columns))
-                continue
-            multiplied.append(warp)
-            if rows is None:
-                quarter = int(machine.tid[thread]) // 32 % 4 * 16
-                parts.append((thread, starts[0], _operand_rows(starts[0], 64)[quarter : quarter + 16]))
-            parts.append((thread, starts[-1], _operand_rows(starts[-1], columns)))
-        operands = iter(read(parts) if parts else [])
-        for warp in multiplied:
-            left = None if rows is None else rows[warp]
-            if left is None:
-                left, missing_rows = next(operands)
-                missing[warp] |= missing_rows[:, None]
-            right, missing_columns = next(operands)
-            missing[warp] |= missing_columns
+        leaders, starts = threads[::32].tolist(), [one[::32].tolist() for one in descriptors]
+        multiplied = [warp for warp in range(warps) if all(one[warp] for one in starts)]
+        if rows is not None:
+            # What is asked without a descriptor is how NaN in registers spreads.
+            for warp in set(range(warps)).difference(multiplied):
+                products[warp] = rows[warp] @ np.zeros((rows.shape[2], columns))
+            lefts = [(rows[warp], np.zeros(16, bool)) for warp in multiplied]
+        else:
+            quarters = [int(machine.tid[leaders[warp]]) // 32 % 4 * 16 for warp in multiplied]
+            lefts = read(
+                [
+                    (leaders[warp], starts[0][warp], _operand_rows(starts[0][warp], 64)[first : first + 16])
+                    for warp, first in zip(multiplied, quarters, strict=True)
+                ]
+            )
+        rights = read([(leaders[w], starts[-1][w], _operand_rows(starts[-1][w], columns)) for w in multiplied])
+        for warp, (left, missing_rows), (right, missing_columns) in zip(multiplied, lefts, rights, strict=True):
             products[warp] = left @ right.T
+            missing[warp] = missing_rows[:, None] | missing_columns
         machine.unwritten = None
         if missing.any():
             machine.unwritten = [mark != 0 for mark in _registers(missing.astype(np.float64))]

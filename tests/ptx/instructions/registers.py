@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ptx.arithmetic import TYPES, UNSIGNED, Array, Type
 from ptx.decoder import Decoder, Step, effect, modifiers, nothing, unknown
 from ptx.memory import EmulationError, Fault
 from ptx.parser import Instruction, Operand, Symbol, Vec
+from ptx.values import TYPES, UNSIGNED, Array, Type
 
 if TYPE_CHECKING:
     from ptx.machine import Machine

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptx.arithmetic import TYPES, UNSIGNED, Array, of_each
 from ptx.decoder import Decoder, Source, Step, effect, modifiers, nothing
 from ptx.memory import EmulationError, Fault
 from ptx.parser import Instruction, Operand, Symbol, Vec
+from ptx.values import TYPES, UNSIGNED, Array, of_each
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
