@@ -130,7 +130,7 @@ def test_the_fewest_stages(tile: tuple[int, int, int]) -> None:
     """As many as warps that load scales by turns, with tiles of four blocks of k, which are no round of the ring."""
     run = Run(wgmma("counted", tile, BF16), (3, 20, 5), 136, 512 if tile[0] == 128 else 1024, tile[2])
     for seed in (None, 0):
-        got, want = execute(run._replace(seed=seed), stages=3)
+        got, want = execute(run._replace(seed=seed), stages=4 if tile == (128, 128, 1) else 3)
         assert torch.equal(got, want)
 
 

@@ -262,13 +262,15 @@ def transpose_8x8(word, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
-def wait(barrier, parity, *, loc=None, ip=None) -> None:
-    """Wait for the phase of an mbarrier that ``parity`` names. ``cute.arch.mbarrier_wait`` names a time limit besides,
-    for which ptxas has threads sleep, and they wake late: it cost FP8 products 1 to 6 % (H200)."""
+def wait(barrier, parity, sleep: int = 0, *, loc=None, ip=None) -> None:
+    """Wait for the phase of an mbarrier that ``parity`` names, looking every ``sleep`` nanoseconds or so. That is for
+    warps that nobody waits for: sleepers wake late. (``cute.arch.mbarrier_wait`` names a time limit, for which ptxas
+    has threads sleep too: it cost FP8 products 1 to 6 % on an H200.)"""
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(parity, loc, ip)]
+    pause = f"nanosleep.u32 {sleep}; " if sleep else ""
     text = (
         "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
-        "@p bra.uni DONE; bra.uni AGAIN; DONE: }"
+        f"@p bra.uni DONE; {pause}bra.uni AGAIN; DONE: }}"
     )
     _asm(None, operands, text, "r,r", loc, ip, pure=False)
 
@@ -326,6 +328,15 @@ def load_if(pointer, condition, words: int, offset: int = 0, *, loc=None, ip=Non
     if words == 1:
         return [Uint32(values)]
     return [Uint32(llvm.extractvalue(T.i32(), values, [i], loc=loc, ip=ip)) for i in range(words)]
+
+
+@dsl_user_op
+def store_if(pointer, words: list, condition, *, loc=None, ip=None) -> None:
+    """Store four words in global memory, if ``condition``: without a branch, which other stores would not pass."""
+    operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(Uint32(condition), loc, ip)]
+    operands += [_u32(word, loc, ip) for word in words]
+    text = "{.reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v4.b32 [$0], {$2, $3, $4, $5};}"
+    _asm(None, operands, text, "l,r,r,r,r,r", loc, ip, pure=False)
 
 
 @dsl_user_op

@@ -41,12 +41,14 @@ def store_rows(sums: cute.Tensor, out: cute.Tensor, base: cute.Pointer, first_ro
                 store_words(words, cute.make_tensor(to, cute.make_layout(len(words))))
         cute.arch.sync_warp()
         column = first_column + line * groups * 8 + lane % pieces * (PIECE * 8 // dtype.width)
-        for i in range_constexpr(ROWS * pieces // 32):
-            row = i * (32 // pieces) + lane // pieces
+        places = [i * (32 // pieces) + lane // pieces for i in range(ROWS * pieces // 32)]
+        loaded = []
+        for row in places:
             at = cute.recast_ptr(base + cute.assume(row * PITCH + lane % pieces * PIECE, divby=PIECE), dtype=Uint32)
-            piece = load_words(cute.make_tensor(at, cute.make_layout(4)))
-            if (row < rows) & (column < n):
-                _store(piece, PIECE * 8 // dtype.width, out, first_row + row, column)
+            loaded.append(load_words(cute.make_tensor(at, cute.make_layout(4))))
+        for row, piece in zip(places, loaded, strict=True):
+            to = _place(PIECE * 8 // dtype.width, out, first_row + row, column)
+            ptx.store_if(to, piece, (row < rows) & (column < n))
         cute.arch.sync_warp()
 
 
@@ -76,6 +78,10 @@ def store_columns(sums: cute.Tensor, out: cute.Tensor, first_row, rows, first_co
 
 
 def _store(words: list, divby: int, out: cute.Tensor, row, column) -> None:
+    store_words(words, cute.make_tensor(_place(divby, out, row, column), cute.make_layout(len(words))))
+
+
+def _place(divby: int, out: cute.Tensor, row, column) -> cute.Pointer:
+    """Where the words of an element and its neighbours lie."""
     offset = cute.assume(Int64(row) * out.shape[1] + column, divby=divby)
-    to = cute.recast_ptr(out.iterator + offset, dtype=Uint32)
-    store_words(words, cute.make_tensor(to, cute.make_layout(len(words))))
+    return cute.recast_ptr(out.iterator + offset, dtype=Uint32)

@@ -28,7 +28,9 @@ SCALE_TILE: Final = TILE_ROWS * TILE_BLOCKS
 
 
 def next_stage(stage, parity, stages: int) -> tuple:
-    """The next stage of a ring of buffers, and the parity of its next use."""
+    """The next stage of a ring of buffers, and the parity of its next use; of a constant one, again a constant."""
+    if isinstance(stage, int):
+        return (stage + 1, parity) if stage + 1 < stages else (0, parity ^ 1)
     wraps = stage + 1 == stages
     return ptx.select(wraps, Int32(0), stage + 1), ptx.select(wraps, parity ^ 1, parity)
 

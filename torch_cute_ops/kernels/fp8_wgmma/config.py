@@ -26,6 +26,9 @@ TILES: Final = (
 )
 """Rows of ``a`` and of ``b`` of a tile, and CTAs of a cluster."""
 BARRIER_BYTES: Final = 256
+RECORD_WORDS: Final = 4
+"""Of what the copying warp tells of a tile with its blocks: first row, rows from there on, first column, a zero."""
+RECORD_BYTES: Final = RECORD_WORDS * 4
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,12 @@ class Config:
         return 2 if self.halves == 1 else 1
 
     @property
+    def unrolls(self) -> bool:
+        """Whether a pass of the loop over k is a whole round of the ring, so that all addresses are constants: where
+        tensor cores limit, the GPU lowers its clock for power, and instructions that are left out raise it."""
+        return not self.is_swapped and self.columns >= BLOCK
+
+    @property
     def box_rows(self) -> int:
         """Rows of ``a`` that are copied at once: none that only a warpgroup without rows would read."""
         return min(self.tokens, GROUP_ROWS)
@@ -113,8 +122,8 @@ class Config:
 
     @property
     def stage_bytes(self) -> int:
-        """A block of k of both operands, and its scales."""
-        return (self.tokens + self.columns) * BLOCK + self.stage_scales * 4
+        """A block of k of both operands, its scales, and where the tile lies."""
+        return (self.tokens + self.columns) * BLOCK + self.stage_scales * 4 + RECORD_BYTES
 
     @property
     def store_bytes(self) -> int:
@@ -136,6 +145,8 @@ class Config:
             return f"no tile has {self.tokens} rows of a and {self.columns} of b, in clusters of {self.cluster}"
         if self.stages < SCALE_WARPS:
             return f"{SCALE_WARPS} warps that load scales by turns need as many stages; there are {self.stages}"
+        if self.unrolls and self.stages % self.together:
+            return f"{self.together} blocks are multiplied together, and a round of {self.stages} stages has whole ones"
         if self.smem_bytes > arch.smem_per_cta:
             return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
         return None

@@ -10,7 +10,7 @@ from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common import ptx, row_tile
 from torch_cute_ops.kernels.common.cluster_sums import leave_sums, write_sums
-from torch_cute_ops.kernels.common.convert import DSL_DTYPES
+from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, store_words
 from torch_cute_ops.kernels.common.expert_tiles import ExpertTiles
 from torch_cute_ops.kernels.common.row_stores import store_columns, store_rows
 from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS, WARPGROUP
@@ -18,6 +18,8 @@ from torch_cute_ops.kernels.common.weight_ring import next_stage
 from torch_cute_ops.kernels.fp8_wgmma.config import (
     BLOCK,
     GROUPS,
+    RECORD_BYTES,
+    RECORD_WORDS,
     SCALE_WARPS,
     THREADS,
     Config,
@@ -26,6 +28,7 @@ from torch_cute_ops.runtime.argspec import Argument, ScalarArg
 
 STEP = 32  # elements of k of a product
 SCALES_AHEAD = 4  # blocks of k whose scales a warp loads together
+SLEEP = 200  # nanoseconds between looks of a warp that has loaded scales and waits for their stage
 
 
 class FP8WgmmaKernel:
@@ -145,13 +148,15 @@ class FP8WgmmaKernel:
         base = SmemAllocator().allocate(c.smem_bytes, 1024)
         columns = base + c.stages * c.tokens * BLOCK
         scales = columns + c.stages * c.columns * BLOCK
-        stores = scales + c.stages * c.stage_scales * 4
+        records = scales + c.stages * c.stage_scales * 4
+        stores = records + c.stages * RECORD_BYTES
         table = stores + c.store_bytes
         barriers = cute.recast_ptr(table + c.rows.table_bytes, dtype=Int64)
         return SimpleNamespace(
             tokens=base,
             columns=columns,
             scales=cute.recast_ptr(scales, dtype=Float32),
+            records=cute.recast_ptr(records, dtype=Uint32),
             stores=stores,
             table=table,
             full=barriers,
@@ -191,6 +196,7 @@ class FP8WgmmaKernel:
                 ptx.wait(s.free + stage, parity)
                 barrier = s.full + stage
                 with cute.arch.elect_one():
+                    store_words([Uint32(word) for word in (row, rows, column, 0)], self._record(stage, s))
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
                 for i in range_constexpr(c.boxes // c.pair):
                     box = i if const_expr(c.pair == 1) else t.rank
@@ -225,7 +231,7 @@ class FP8WgmmaKernel:
                     if first + i * SCALE_WARPS < t.end:
                         turn = before + (first + i * SCALE_WARPS - t.begin)
                         stage = turn % c.stages
-                        ptx.wait(s.free + stage, turn // c.stages % 2 ^ 1)
+                        ptx.wait(s.free + stage, turn // c.stages % 2 ^ 1, SLEEP)
                         self._store_scales(*loaded[i], stage, lane, s)
             before += t.end - t.begin
 
@@ -244,8 +250,13 @@ class FP8WgmmaKernel:
 
     def _scales(self, stage, s) -> cute.Tensor:
         """The scales of a stage."""
-        start = cute.assume(stage * self.config.stage_scales, divby=4)
+        start = cute.assume(Int32(stage) * self.config.stage_scales, divby=4)
         return cute.make_tensor(s.scales + start, cute.make_layout(self.config.stage_scales))
+
+    def _record(self, stage, s) -> cute.Tensor:
+        """Where the tile lies whose block is in a stage: what ``RECORD_WORDS`` says."""
+        start = cute.assume(Int32(stage) * RECORD_WORDS, divby=4)
+        return cute.make_tensor(s.records + start, cute.make_layout(RECORD_WORDS))
 
     # Products
 
@@ -262,7 +273,7 @@ class FP8WgmmaKernel:
         partials = [cute.make_rmem_tensor((size,), Float32) for _ in range(c.together)]
         stage, parity, turn = Int32(0), Int32(0), Int32(0)
         for number in range(t.first, t.count, t.workers):
-            _, row, rows, column = self._find(number, lane, t, s)
+            row, rows, column = self._await_tile(number, stage, parity, lane, t, s)
             exists = True if const_expr(c.is_swapped) else rows > group * GROUP_ROWS
             if exists:
                 sums.fill(0.0)
@@ -285,25 +296,56 @@ class FP8WgmmaKernel:
             cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
+    def _await_tile(self, number, stage, parity, lane, t, s):
+        """Wait for the first block of a tile, in ``stage``: its first row, rows from there on, and first column.
+
+        The copying warp has left them there, since finding a tile takes some 1,000 clocks; but of CTAs that share a
+        tile some may have no block of it.
+        """
+        if const_expr(self.config.splits == 1):
+            ptx.wait(s.full + stage, parity)
+            row, rows, column, _ = (Int32(word) for word in load_words(self._record(stage, s)))
+        else:
+            _, row, rows, column = self._find(number, lane, t, s)
+            if t.begin < t.end:
+                ptx.wait(s.full + stage, parity)
+        return row, rows, column
+
+    @cute.jit
     def _multiply_tile(self, multiply, sums, partials: list, stage, parity, w, t, s):
-        """Add the products of the CTA's blocks of k of a tile to its sums. The next stage, and its parity."""
+        """Add the products of the CTA's blocks of k of a tile, of which the first is there, to its sums. The next stage,
+        and its parity."""
         c = self.config
         count = t.end - t.begin
-        if count > 0:
-            ptx.wait(s.full + stage, parity)
-            for rest in cutlass.range(count - c.together, -1, -c.together, unroll=1):
-                stage, parity = self._add_blocks(multiply, sums, partials, rest, stage, parity, w, s)
-            if const_expr(c.together > 1):
-                for _ in cutlass.range(count % c.together, unroll=1):
-                    stage, parity = self._add_blocks(multiply, sums, partials[:1], Int32(0), stage, parity, w, s)
+        if const_expr(c.unrolls):
+            # The round of the ring that others have begun, whole rounds, and what is left.
+            begun = cutlass.min((c.stages - stage) % c.stages, count)
+            stage, parity = self._add_some(multiply, sums, partials, begun, count - begun, stage, parity, w, s)
+            for rest in cutlass.range(count - begun - c.stages, -1, -c.stages, unroll=1):
+                for place in range_constexpr(0, c.stages, c.together):
+                    follow = rest + (c.stages - c.together - place)
+                    _, parity = self._add_blocks(multiply, sums, partials, follow, place, parity, w, s)
+            count = (count - begun) % c.stages
+        return self._add_some(multiply, sums, partials, count, 0, stage, parity, w, s)
+
+    @cute.jit
+    def _add_some(self, multiply, sums, partials: list, count, follow, stage, parity, w, s):
+        """Add the products of ``count`` blocks of a tile, which ``follow`` more of its blocks. The next stage, and its
+        parity."""
+        together = self.config.together
+        for rest in cutlass.range(count - together, -1, -together, unroll=1):
+            stage, parity = self._add_blocks(multiply, sums, partials, rest + follow, stage, parity, w, s)
+        if const_expr(together > 1):
+            for _ in cutlass.range(count % together, unroll=1):
+                stage, parity = self._add_blocks(multiply, sums, partials[:1], follow, stage, parity, w, s)
         return stage, parity
 
-    def _add_blocks(self, multiply, sums, partials: list, rest, stage, parity, w, s) -> tuple:
+    def _add_blocks(self, multiply, sums, partials: list, follow, stage, parity, w, s) -> tuple:
         """Multiply as many blocks as there are ``partials``, of which the first is there, and add their sums to the
         totals: the first's while the products of the others run. The next stage, and its parity.
 
         While a warpgroup adds its last block, the tensor cores have the other warpgroup's alone. So all else is done
-        before a product has ended: scales are read, and of ``rest`` blocks that follow the first is waited for.
+        before a product has ended: scales are read, and of the blocks that ``follow`` the first is waited for.
         """
         c = self.config
         reads = []
@@ -321,7 +363,7 @@ class FP8WgmmaKernel:
                 is_last = half == c.halves - 1 and later == 0
                 factors = self._factors(reads[i], half, w, s)
                 if is_last:
-                    self._wait_if(rest > 0, s.full + stage, parity)
+                    self._wait_if(follow > 0, s.full + stage, parity)
                 warpgroup.wait_group(later)
                 if half == c.halves - 1:
                     self._free(reads[i], w.lane, s)

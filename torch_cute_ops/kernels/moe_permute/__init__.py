@@ -7,6 +7,8 @@ lines of codes, for a thirtieth of the bytes. So:
 - Few tokens: that, in one launch.
 - More: scales are stored once for each token, in a workspace; then a thread for each row of the buffer reads its
   token's scales, and a warp stores 32 rows' scales of a column at a time.
+- Many: the same, but what quantises has a CTA of one warp for each slice of a token, which ends with it, in place of CTAs
+  that stay.
 
 Bytes moved: tokens and indices read once, codes and scales written for each place; more than few tokens: the tokens'
 scales written, and read for each place, mostly from L2.

@@ -19,6 +19,7 @@ class MoePermuteKernel:
         self.config = config
         self.quantize = RowQuantKernel(config.quantize)
         self.quantize_tokens = RowQuantKernel(config.quantize_tokens)
+        self.quantize_slices = RowQuantKernel(config.slices)
 
     def arguments(self) -> tuple[Argument, ...]:
         x, _, _, _, y, scale, _, _, places, _, _, max_ctas = self.quantize.arguments()
@@ -31,13 +32,17 @@ class MoePermuteKernel:
     def __call__(self, x, y, scale, places, pairs, workspace, max_ctas: Int32, stream):
         c = self.config
         nothing = (None, None, None)
-        last = (None, None, places, None, Float32(0.0), max_ctas, stream)
+        index = (None, None, places, None, Float32(0.0))
         if x.shape[0] <= c.few:
-            self.quantize(x, *nothing, y, scale, *last)
+            self.quantize(x, *nothing, y, scale, *index, max_ctas, stream)
         else:
             layout = cute.make_layout((x.shape[0], c.scales), stride=(c.scales, 1))
             kept = cute.make_tensor(workspace.iterator, layout)
-            self.quantize_tokens(x, *nothing, y, kept, *last)
+            if x.shape[0] < c.many:
+                self.quantize_tokens(x, *nothing, y, kept, *index, max_ctas, stream)
+            else:
+                # One CTA for each slice.
+                self.quantize_slices(x, *nothing, y, kept, *index, x.shape[0] * c.slices.splits, stream)
             self.kernel(kept, pairs, scale).launch(
                 grid=[cute.ceil_div(pairs.shape[0], THREADS), 1, 1],
                 block=[THREADS, 1, 1],

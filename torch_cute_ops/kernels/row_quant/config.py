@@ -100,10 +100,9 @@ class Problem:
         most = ceil_div(ceil_div(self.blocks, splits), 8) * 8 if splits > 1 else self.blocks
         return most, self.blocks - (splits - 1) * most
 
-    @property
-    def copied_splits(self) -> int:
-        """The fewest slices that are no wider than ``COPIED_WIDTH``, and all of much the same width."""
-        splits = ceil_div(self.width, COPIED_WIDTH)
+    def copied_splits(self, copied_width: int) -> int:
+        """The fewest slices that are no wider than ``copied_width``, and all of much the same width."""
+        splits = ceil_div(self.width, copied_width)
         most, last = self.slices(splits)
         while 2 * last < most:
             splits += 1
@@ -385,8 +384,9 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def plan(problem: Problem, arch: Arch, pdl: bool = True) -> Config:
-    """The configuration for ``problem`` on ``arch``.
+def plan(problem: Problem, arch: Arch, pdl: bool = True, copied_width: int = COPIED_WIDTH) -> Config:
+    """The configuration for ``problem`` on ``arch``; of rows that become several, a CTA takes ``copied_width`` elements
+    at most.
 
     The choices are what was fastest at 2^26 elements on an H200 (bfloat16, NVFP4, 128x4; widths 1,536 to 32,768).
     There, few threads with many blocks each beat many threads with few, because a thread's blocks are independent
@@ -399,7 +399,7 @@ def plan(problem: Problem, arch: Arch, pdl: bool = True) -> Config:
         ValueError: if there is none, saying why.
     """
     rejected = None
-    splits = problem.copied_splits if problem.rows == "copies" else 1
+    splits = problem.copied_splits(copied_width) if problem.rows == "copies" else 1
     while splits <= MAX_CLUSTER or not problem.reductions:
         slice_width = ceil_div(problem.width, splits)
         elements = 64 if slice_width > 4096 else 48
