@@ -424,7 +424,7 @@ class FP8ProductCase:
         given = {"rows": rows, "out_dtype": self.out_dtype, "arch": FACTS[self.arch], "pdl": True}
         if self.family == "fp8_mma":
             return fp8_mma.FP8MmaKernel(fp8_mma.plan(tokens=self.tile[0], **given))
-        names = ("tokens", "columns", "cluster")
+        names = ("tokens", "columns", "splits")
         return fp8_wgmma.FP8WgmmaKernel(fp8_wgmma.plan(**dict(zip(names, self.tile, strict=True)), **given))
 
 

@@ -29,7 +29,7 @@ def test_every_tactic_has_a_kernel(arch):
 
 
 def test_tactics_are_the_tiles():
-    assert [(one.tokens, one.columns, one.cluster) for one in tactics(HOPPER)] == list(fp8_wgmma.TILES)
+    assert [(one.tokens, one.columns, one.splits) for one in tactics(HOPPER)] == list(fp8_wgmma.TILES)
     assert [one.tokens for one in tactics(ARCHS["sm_120a"])] == list(fp8_mma.TILES)
     assert _fp8_tactics.MANY == fp8_wgmma.MANY
 
@@ -53,12 +53,12 @@ def test_there_are_never_more_tiles(tactic):
         some = random.Random(seed)
         experts, n = some.randint(1, 20), some.randint(1, 80) * 8
         counts = [some.choice((0, 1, some.randint(0, 300))) for _ in range(experts)]
-        across = -(-n // (tactic.columns * tactic.pair))
+        across = -(-n // (tactic.columns))
         tiles = sum(-(-count // tactic.tokens) for count in counts) * across
         for shape in (Shape(sum(counts), experts, n, 128), Shape(experts * 300, experts, n, 128, 300)):
             assert tactic.most_tiles(shape) >= tiles
             workers = tactic.workers(shape, SMS)
-            assert workers <= SMS and workers % tactic.cluster == 0
+            assert workers <= SMS and workers % tactic.splits == 0
             assert workers > 0 or not tiles
 
 
@@ -72,20 +72,22 @@ def test_there_are_never_more_tiles(tactic):
         (Shape(32 * 64, 32, 7168, 2048, 64), (128, 128, 1)),
         (Shape(32 * 128, 32, 4096, 7168), (128, 128, 1)),
         (Shape(32 * 256, 32, 4096, 7168), (128, 128, 1)),
-        (Shape(8 * 512, 8, 4096, 7168), (128, 256, 1)),
-        (Shape(4 * 8192, 4, 4096, 7168), (128, 256, 1)),
-        (Shape(8 * 4096, 8, 7168, 2048), (128, 256, 1)),
+        (Shape(8 * 512, 8, 4096, 7168), (128, 128, 1)),
+        (Shape(4 * 8192, 4, 4096, 7168), (128, 128, 1)),
+        (Shape(8 * 4096, 8, 7168, 2048), (128, 128, 1)),
         (Shape(8, 1, 4096, 7168), (16, 128, 2)),
+        (Shape(16, 1, 4096, 7168), (16, 128, 2)),
+        (Shape(32, 1, 4096, 7168), (16, 128, 1)),
         (Shape(64, 1, 4096, 7168), (16, 128, 1)),
         (Shape(128, 1, 4096, 7168), (32, 128, 1)),
         (Shape(256, 1, 4096, 7168), (128, 64, 1)),
         (Shape(512, 1, 4096, 7168), (128, 128, 1)),
-        (Shape(1024, 1, 4096, 7168), (128, 256, 1)),
-        (Shape(8192, 1, 4096, 7168), (128, 256, 2)),
+        (Shape(1024, 1, 4096, 7168), (128, 128, 1)),
+        (Shape(8192, 1, 4096, 7168), (128, 128, 1)),
         (Shape(8, 1, 7168, 2048), (16, 128, 1)),
         (Shape(64, 1, 7168, 2048), (128, 64, 1)),
         (Shape(256, 1, 7168, 2048), (128, 128, 1)),
-        (Shape(8192, 1, 7168, 2048), (128, 256, 2)),
+        (Shape(8192, 1, 7168, 2048), (128, 128, 1)),
     ],
 )
 def test_the_fastest_is_chosen(shape, tile):

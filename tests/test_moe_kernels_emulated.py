@@ -13,7 +13,6 @@ from ptx import EmulationError, run_kernel
 
 from torch_cute_ops.formats import FP8_BLOCK128
 from torch_cute_ops.formats.experts import used_rows
-from torch_cute_ops.kernels import moe_permute
 from torch_cute_ops.reference.moe_finalize import moe_finalize
 from torch_cute_ops.reference.moe_permute_fp8quant import moe_permute_fp8quant
 from torch_cute_ops.reference.moe_swiglu_fp8quant import moe_swiglu_fp8quant
@@ -83,35 +82,44 @@ WIDE_GROUPS = {"threads_per_row": 64, "groups": 2}
 SOME = {"m": 13, "topk": 3, "experts": 5}
 MASKED = {"m": 13, "topk": 2, "experts": 6, "max_rows": 4}
 
+
+class Permute(NamedTuple):
+    """A launch of ``moe_permute_fp8quant``: dtype, length of a row, routing, order of events."""
+
+    dtype: torch.dtype
+    width: int
+    routing: dict[str, Any]
+    seed: int | None
+
+
 PERMUTE = {
-    "rows-share-a-warp": Rows(BF16, 128, SOME, 2, 0, {"groups": 2}),
-    "rows-share-a-warp-dropped": Rows(FP32, 256, MASKED, 1, 1, {}),
-    "a-warp-each": Rows(BF16, 640, SOME, 2, None, WARP_GROUPS),
-    "two-warps": Rows(FP16, 1152, MASKED, 2, 2, WIDE_GROUPS),
-    "decode": Rows(BF16, 1152, {"m": 1, "topk": 8, "experts": 512}, 132, 0, {}),
-    "one-stage-top-16": Rows(BF16, 512, {"m": 9, "topk": 16, "experts": 16}, 1, 3, WARP_GROUPS | {"stages": 1}),
-    "slices-of-rows": Rows(BF16, 2304, SOME, 4, 1, {"threads_per_row": 32, "groups": 1, "splits": 2}),
+    "one-scale": Permute(BF16, 128, SOME, 0),
+    "dropped": Permute(FP32, 256, MASKED, 1),
+    "slices": Permute(BF16, 2176, SOME, None),
+    "slices-dropped": Permute(FP16, 1152, MASKED, 2),
+    "decode": Permute(BF16, 1152, {"m": 1, "topk": 8, "experts": 512}, 0),
+    "top-16": Permute(FP32, 640, {"m": 9, "topk": 16, "experts": 16}, 3),
 }
 
 
 def permute(
-    one: Rows, routed: Any, x: torch.Tensor, pairs: torch.Tensor, few: int
+    one: Permute, routed: Any, x: torch.Tensor, pairs: torch.Tensor, few: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales that the kernels leave in poisoned outputs, of more than ``few`` tokens by two of them."""
     m, topk = routed.expanded_to_permuted.shape
     y = poisoned(routed.rows, one.width, dtype=torch.float8_e4m3fn)
     scale = poisoned(one.width // 128, routed.rows, dtype=torch.float32)
     planned = MoeCase("moe_permute_fp8quant", (one.width, one.dtype, topk)).kernel
-    config = moe_permute.Config(dataclasses.replace(planned.config.quantize, **one.changes), few)
+    config = dataclasses.replace(planned.config, few=few)
     workspace = poisoned(*(config.workspace_shape(m) or (1, 1)), dtype=torch.float32)
-    given = (x, y, scale, routed.expanded_to_permuted, pairs, workspace, one.max_ctas)
+    given = (x, y, scale, routed.expanded_to_permuted, pairs, workspace)
     run_kernel(type(planned)(config), ARCHS["sm_90a"], *given, seed=one.seed, strict=True)
     return y, scale
 
 
 @pytest.mark.parametrize("few", [512, 0], ids=["at-once", "for-each-token-first"])
 @pytest.mark.parametrize("one", [pytest.param(one, id=name) for name, one in PERMUTE.items()])
-def test_permute(one: Rows, few: int) -> None:
+def test_permute(one: Permute, few: int) -> None:
     """Bit for bit; rows of padding stay as they were."""
     torch.manual_seed(one.width)
     routed = random_routing(device=CPU, **one.routing)
@@ -127,7 +135,7 @@ def test_permute(one: Rows, few: int) -> None:
 @pytest.mark.parametrize("pair", [-1, 2**30], ids=["padding", "of-no-token"])
 def test_pairs_of_no_token(pair: int) -> None:
     """Scales of such rows stay as they were, and nothing is read where there is nothing."""
-    one = PERMUTE["rows-share-a-warp"]
+    one = PERMUTE["one-scale"]
     torch.manual_seed(0)
     routed = random_routing(device=CPU, **one.routing)
     m, topk = routed.expanded_to_permuted.shape

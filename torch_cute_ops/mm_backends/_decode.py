@@ -4,6 +4,7 @@ import torch
 
 from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format, ScaleLayout
 from torch_cute_ops.kernels.activation_tiles.config import CHUNK
+from torch_cute_ops.kernels.common.weight_chunks import TILE_ROWS, WeightChunks
 from torch_cute_ops.mm_backends._base import Product, Target
 from torch_cute_ops.ops import fp4_dequantize as dequantize
 from torch_cute_ops.runtime.compiler import Wanted
@@ -37,9 +38,11 @@ def reason_misaligned(product: Product) -> str | None:
 def reason_not_linear(product: Product, width: int, what: str) -> str | None:
     """Why scales in the linear layout cannot be copied as boxes of a tensor map, a chunk at a time; ``None`` if they
     can, or lie otherwise. ``width`` are the elements of k of ``what``."""
-    if product.b_layout.is_linear and (product.fmt != NVFP4 or width % CHUNK):
-        return f"in the linear layout scales have to be NVFP4's, and {what} a multiple of {CHUNK}"
-    return None
+    if not product.b_layout.is_linear:
+        return None
+    if width % CHUNK:
+        return f"in the linear layout {what} has to be a multiple of {CHUNK}"
+    return WeightChunks(product.fmt, product.b_layout, TILE_ROWS).reason_not_copied
 
 
 def reason_experts(product: Product) -> str | None:

@@ -96,7 +96,7 @@ class _Facts(NamedTuple):
 def _wanted(facts: _Facts, arch: Arch) -> Wanted:
     from torch_cute_ops.kernels import moe_permute
 
-    config = moe_permute.plan(facts.dtype, facts.hidden, facts.topk, arch, pdl=settings.PDL)
+    config = moe_permute.plan(facts.dtype, facts.hidden, facts.topk, pdl=settings.PDL)
     return Wanted(moe_permute.KERNEL, config)
 
 
@@ -135,12 +135,10 @@ def _run(
             return _run_checked(input, permuted_to_expanded, topk, expanded_to_permuted, out)
         y, scale = out
     try:
-        config = launcher.config
-        kept = config.workspace_shape(shape[0])
+        kept = launcher.config.workspace_shape(shape[0])
         # Where it is not needed any aligned one will do.
         workspace = scale if kept is None else new(kept, (kept[1], 1), torch.float32)
-        ctas = launcher.sms * config.quantize.waves
-        launcher.function(input, y, scale, expanded_to_permuted, permuted_to_expanded, workspace, ctas)
+        launcher.function(input, y, scale, expanded_to_permuted, permuted_to_expanded, workspace)
     except (ValueError, TypeError, RuntimeError):  # RuntimeError: from DLPack, for tensors without data
         return _run_checked(input, permuted_to_expanded, topk, expanded_to_permuted, out)
     except Exception as error:  # from CUDA
@@ -171,13 +169,11 @@ def _run_checked(
     if input.numel() and out[0].numel():
         if expanded_to_permuted is None:
             expanded_to_permuted = _inverse(permuted_to_expanded, input.shape[0], topk)
-        config = launcher.config
-        kept = config.workspace_shape(len(input)) or (1, 1)
+        kept = launcher.config.workspace_shape(len(input)) or (1, 1)
         workspace = torch.empty(kept, dtype=torch.float32, device=input.device)
         tables = aligned(expanded_to_permuted), aligned(permuted_to_expanded)
-        ctas = launcher.sms * config.quantize.waves
         try:
-            launcher.function(readable_rows(input), *out, *tables, workspace, ctas)
+            launcher.function(readable_rows(input), *out, *tables, workspace)
         except RuntimeError:  # of torch, such as memory that ran out
             raise
         except Exception as error:  # from CUDA

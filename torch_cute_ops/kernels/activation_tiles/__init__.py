@@ -7,11 +7,11 @@ Besides, it clears the flags by which CTAs of the product tell each other of the
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.activation_tiles.config import CHUNK, TILE_BYTES, TILE_TOKENS, Config
+from torch_cute_ops.kernels.activation_tiles.config import CHUNK, TILE_BYTES, TILE_LINE, TILE_TOKENS, Config
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.activation_tiles.kernel import ActivationTilesKernel
 
-__all__ = ["CHUNK", "TILE_BYTES", "TILE_TOKENS", "ActivationTilesKernel", "Config"]
+__all__ = ["CHUNK", "TILE_BYTES", "TILE_LINE", "TILE_TOKENS", "ActivationTilesKernel", "Config"]
 
 __getattr__ = on_demand(__name__, "ActivationTilesKernel")

@@ -9,7 +9,9 @@ from torch_cute_ops.formats import FP4Format, ScaleLayout
 CHUNK = 256
 """Elements of k that are put in order together; products over experts may have half of it."""
 TILE_TOKENS = 8
-TILE_BYTES = 1024
+TILE_LINE = 128
+"""Bytes of a token in a tile."""
+TILE_BYTES = TILE_TOKENS * TILE_LINE
 """Of a tile of 8 tokens x 64 positions of 16 bits."""
 THREADS = 128
 

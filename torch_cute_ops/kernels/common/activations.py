@@ -24,7 +24,7 @@ from typing import Final
 import cutlass.cute as cute
 from cutlass import Int64, Uint8, Uint32
 
-from torch_cute_ops.kernels.activation_tiles.config import TILE_BYTES, TILE_TOKENS, Config
+from torch_cute_ops.kernels.activation_tiles.config import TILE_BYTES, TILE_LINE, TILE_TOKENS, Config
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, store_words
 from torch_cute_ops.kernels.common.fp4_weights import decode, pair_activations, scale_argument, scale_factors
@@ -98,7 +98,7 @@ class Activations:
         for half in range(2):
             step = piece * 2 + half
             tile = step // 4 * groups + token // TILE_TOKENS
-            start = base + cute.assume(tile * TILE_BYTES + row * 128, divby=128)
+            start = base + cute.assume(tile * TILE_BYTES + row * TILE_LINE, divby=TILE_LINE)
             for h in range(2):
                 place = (step % 4 * 2 + h) ^ row
                 to = cute.recast_ptr(start + cute.assume(place * 16, divby=16), dtype=Uint32)

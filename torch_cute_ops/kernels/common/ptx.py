@@ -284,14 +284,13 @@ def arrive_if(barrier, condition, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def arrive_at_if(barrier, rank, condition, tells: bool, *, loc=None, ip=None) -> None:
-    """The same on the mbarrier of the cluster's CTA of that rank. With ``tells``, threads that wait for it know then
-    what this thread has stored; that costs a fence."""
-    how = ".release.cluster" if tells else ""
+def arrive_at_if(barrier, rank, condition, *, loc=None, ip=None) -> None:
+    """The same on the mbarrier of the cluster's CTA of that rank. Threads that wait for it know then what this thread
+    has stored, which costs a fence."""
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(rank, loc, ip), _u32(condition, loc, ip)]
     text = (
         "{.reg .pred p; .reg .b32 there; setp.ne.u32 p, $2, 0; mapa.shared::cluster.u32 there, $0, $1; "
-        f"@p mbarrier.arrive{how}.shared::cluster.b64 _, [there];}}"
+        "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}"
     )
     _asm(None, operands, text, "r,r,r", loc, ip, pure=False)
 

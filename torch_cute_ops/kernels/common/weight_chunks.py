@@ -8,6 +8,8 @@ from torch_cute_ops.kernels.activation_tiles.config import CHUNK
 
 TILE_ROWS: Final = SCALE_LAYOUTS["128x4"].tile_rows
 """Rows of a tile of scales, which is copied whole."""
+BOX_BYTES: Final = 16
+"""Of a row, the least that a box of a tensor map has."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,13 @@ class WeightChunks:
     def scale_bytes(self) -> int:
         """Scales of a chunk."""
         return (self.bands * TILE_ROWS or self.rows) * self.blocks
+
+    @property
+    def reason_not_copied(self) -> str | None:
+        """Why a tensor map cannot copy a chunk's scales; ``None`` if one can, or none is needed."""
+        if self.layout.is_linear and self.blocks < BOX_BYTES:
+            return f"a box of linear scales has {BOX_BYTES} bytes of a row; {self.elements} elements have {self.blocks}"
+        return None
 
     @property
     def size_bytes(self) -> int:

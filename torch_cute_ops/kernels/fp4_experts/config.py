@@ -163,9 +163,7 @@ class Config:
         """Why this cannot run on ``arch``; ``None`` if it can."""
         if arch.name != "sm_90a":
             return f"is of sm_90a; this is {arch.name}"
-        if self.layout.is_linear and self.chunks.blocks < 16:
-            return "a box of linear scales has 16 bytes of a row"
-        return reason_beyond(self.dtype, self.fmt, self.smem_bytes, arch)
+        return self.chunks.reason_not_copied or reason_beyond(self.dtype, self.fmt, self.smem_bytes, arch)
 
 
 def plan(

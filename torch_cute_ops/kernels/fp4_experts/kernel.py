@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from torch_cute_ops.kernels.activation_tiles.config import TILE_BYTES, TILE_TOKENS
+from torch_cute_ops.kernels.activation_tiles.config import TILE_BYTES, TILE_LINE, TILE_TOKENS
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.activations import Activations
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
@@ -29,7 +29,6 @@ from torch_cute_ops.kernels.fp4_experts.config import (
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 
 WARP = 32
-TILE_LINE = TILE_BYTES // TILE_TOKENS  # bytes of a token in a tile for products of warpgroups
 
 
 class FP4ExpertsKernel:
@@ -126,7 +125,7 @@ class FP4ExpertsKernel:
         for i in range_constexpr(warps):
             before = before + ptx.select(warp > i, found[i], Int32(0))
             total = total + found[i]
-        entry = (Int64(tile) * experts + expert) * c.capacity
+        entry = self._entry(tile, expert, experts)
         if factor_counts(value):
             members[before] = tid
             self._store_pair(pairs, entry + before, self._token_offset(tid), value)
@@ -142,10 +141,19 @@ class FP4ExpertsKernel:
             place = i // (pieces * c.expert_chunks)
             token, start = tile * c.tokens + members[place], chunk * c.chunk
             words = self.activations.read(a, a_scale, token, expert * c.width + start, c.width - start, piece)
-            # Groups of eight tokens come one after the other, so that those of a unit do.
-            at = entry * c.expert_chunks + Int64(chunk) * c.capacity + place // TILE_TOKENS * TILE_TOKENS
-            to = tiles.iterator + cute.assume(at * self.token_bytes, divby=TILE_TOKENS * self.token_bytes)
+            to = self._group_at(tiles, entry, chunk, place // TILE_TOKENS * TILE_TOKENS)
             self.activations.order(words, 1, piece, place % TILE_TOKENS, to)
+
+    def _entry(self, tile, expert, experts):
+        """Where the list of a tile's tokens that an expert is for begins, in tokens."""
+        return (Int64(tile) * experts + expert) * self.config.capacity
+
+    def _group_at(self, tiles, entry, chunk, place) -> cute.Pointer:
+        """Where a chunk of the eight tokens from the list's ``place``-th on lies in the workspace: the next eight
+        tokens' follows, so that a unit's are together."""
+        c = self.config
+        at = entry * c.expert_chunks + Int64(chunk) * c.capacity + place
+        return tiles.iterator + cute.assume(at * self.token_bytes, divby=TILE_TOKENS * self.token_bytes)
 
     def _store_pair(self, pairs, at, offset, factor) -> None:
         """Write where a token's sums are, negative for none, and its factor."""
@@ -382,10 +390,9 @@ class FP4ExpertsKernel:
         c = self.config
         lists = self._lists(s)
         position = (unit - lists.begins[index]) * c.group
-        entry = (Int64(t.tile) * t.experts + lists.experts[index]) * c.capacity
+        entry = self._entry(t.tile, lists.experts[index], t.experts)
         tokens = cutlass.min(lists.counts[index] - position, Int32(c.group))
-        source = (entry * c.expert_chunks + Int64(chunk) * c.capacity + position) * self.token_bytes
-        source = t.tiles.iterator + cute.assume(source, divby=TILE_TOKENS * self.token_bytes)
+        source = self._group_at(t.tiles, entry, chunk, position)
         target = s.tokens + cute.assume(stage * self._stage_tokens, divby=TILE_TOKENS * self.token_bytes)
         pairs = c.group * PAIR_BYTES
         barrier = s.full + stage

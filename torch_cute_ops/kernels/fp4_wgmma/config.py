@@ -7,7 +7,7 @@ import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.kernels import activation_tiles
-from torch_cute_ops.kernels.activation_tiles import CHUNK
+from torch_cute_ops.kernels.activation_tiles import CHUNK, TILE_LINE
 from torch_cute_ops.kernels.common.limits import reason_beyond
 from torch_cute_ops.kernels.common.sum_tile import SumTile
 from torch_cute_ops.kernels.common.warpgroup import BY_WARP, GROUP_ROWS, WARPGROUP
@@ -142,7 +142,7 @@ class Config:
     @property
     def quarter_bytes(self) -> int:
         """Activations of a quarter."""
-        return self.tokens * 128
+        return self.tokens * TILE_LINE
 
     @property
     def token_bytes(self) -> int:
@@ -170,7 +170,7 @@ class Config:
             return f"{self.sum_tile.size_bytes} bytes of sums do not fit in place of {self.stages} stages of codes"
         if self.width is not None and (self.width % CHUNK or self.tokens not in EXPERT_TILES or self.splits):
             return f"experts have whole chunks of {CHUNK}, tiles of {EXPERT_TILES} tokens, and no clusters"
-        return reason_beyond(self.dtype, self.fmt, self.smem_bytes, arch)
+        return self.chunks.reason_not_copied or reason_beyond(self.dtype, self.fmt, self.smem_bytes, arch)
 
 
 def plan(

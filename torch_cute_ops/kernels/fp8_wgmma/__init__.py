@@ -5,19 +5,19 @@ Roles. A CTA has one warp that copies and three that have the scales, a warpgrou
 multiply. CTAs stay, and take tiles in the order that ``kernels.common.expert_tiles`` tells; the copies of the next tile
 start while the last one's results are stored.
 
-1. The copying warp keeps a ring of stages filled: 128 elements of k of the tile's rows of ``a`` and of ``b``, each one
-   box with the 128-byte swizzle, with a barrier that counts bytes and the scales. The scales' warps take the blocks of
+1. The copying warp keeps a ring of stages filled: 128 elements of k of the tile's rows of ``a`` and of ``b``, in boxes
+   with the 128-byte swizzle, with a barrier that counts bytes and the scales. It finds the tiles, and leaves in the
+   stages where each lies. The scales' warps take the blocks of
    k by turns; each loads those of several blocks at once and stores each block's in its stage: rows of ``a_scale``
    begin anywhere, which copies in bulk cannot. (With one warp, its loads were what all waited for.)
 2. A warpgroup multiplies 64 rows of the M side by all of the N side, four k32 steps, into registers of their own.
    Tensor cores add up e4m3 products with less than fp32's precision, so each block's sums are taken out, multiplied by
-   both scales, and added to the totals in fp32. Meanwhile products of the next block run (``together``), or, where
-   registers do not hold two blocks' sums, the other warpgroup's.
+   both scales, and added to the totals in fp32. Two blocks' products are started together, and the first's sums are
+   added while the second's run; then the other warpgroup's run. In the largest tiles a pass of the loop is a whole
+   round of the ring: addresses are constants then. (Where power limits, each instruction that is left out saves time.)
 3. Where the M side has no rows, a warpgroup only says that it has read.
-4. CTAs may come in pairs, with tiles side by side: each copies half of the rows of ``a`` to both. A stage is then free
-   when the warps of both have read it.
-5. The totals are rounded and stored: rows of whole lines, only those that the expert has.
-6. With few tiles the CTAs of a cluster share one, each with a part of k (``splits``). They leave their totals in shared
+4. The totals are rounded and stored: rows of whole lines, only those that the expert has.
+5. With few tiles the CTAs of a cluster share one, each with a part of k (``splits``). They leave their totals in shared
    memory, a barrier of each (``left``) tells the others, each adds up and stores its share, in the order of the CTAs,
    and a second one (``read``) says when shared memory may be used again.
 

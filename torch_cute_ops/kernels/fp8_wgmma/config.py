@@ -22,9 +22,12 @@ MANY: Final = 128
 """Rows of ``a`` of a tile that has these on the M side; with fewer it has ``b`` there."""
 TILES: Final = (
     *((tokens, 128, splits) for tokens in (16, 32, 64) for splits in (1, 2, 4)),
-    *((MANY, columns, pair) for columns in (64, 128, 256) for pair in (1, 2)),
+    *((MANY, columns, 1) for columns in (64, 128)),
 )
-"""Rows of ``a`` and of ``b`` of a tile, and CTAs of a cluster."""
+"""Rows of ``a`` and of ``b`` of a tile, and CTAs that share it."""
+TOGETHER: Final = 2
+"""Blocks of k whose products a warpgroup starts one after the other before it waits for the first: as many as there are
+registers for."""
 BARRIER_BYTES: Final = 256
 RECORD_WORDS: Final = 4
 """Of what the copying warp tells of a tile with its blocks: first row, rows from there on, first column, a zero."""
@@ -38,9 +41,8 @@ class Config:
     Attributes:
         rows: how rows of ``a`` belong to experts.
         out_dtype: of the result.
-        tokens, columns, cluster: one of ``TILES``: rows of ``a`` and of ``b`` of a tile, and CTAs of a cluster. With
-            many rows, two CTAs have tiles side by side, and each copies half of the rows of ``a`` for both; with few,
-            those of a cluster share one tile, each with a part of k.
+        tokens, columns, splits: one of ``TILES``: rows of ``a`` and of ``b`` of a tile, and CTAs of a cluster, which
+            share it, each with a part of k.
         stages: blocks of k under way.
         pdl: whether launches are programmatic dependent launches.
     """
@@ -49,7 +51,7 @@ class Config:
     out_dtype: torch.dtype
     tokens: int
     columns: int
-    cluster: int
+    splits: int
     stages: int
     pdl: bool
 
@@ -64,16 +66,6 @@ class Config:
         return self.tokens < MANY
 
     @property
-    def pair(self) -> int:
-        """CTAs that have tiles side by side."""
-        return 1 if self.is_swapped else self.cluster
-
-    @property
-    def splits(self) -> int:
-        """CTAs that share a tile."""
-        return self.cluster if self.is_swapped else 1
-
-    @property
     def sum_tile(self) -> SumTile:
         """Where the sums of CTAs that share a tile lie."""
         return SumTile(self.tokens, self.columns)
@@ -84,26 +76,15 @@ class Config:
         return 224, 56
 
     @property
-    def halves(self) -> int:
-        """Products of a warpgroup with a block of k, of up to 128 columns."""
-        return 1 if self.is_swapped else -(-self.columns // BLOCK)
-
-    @property
     def product_columns(self) -> int:
         """N of a product."""
-        return self.tokens if self.is_swapped else self.columns // self.halves
-
-    @property
-    def together(self) -> int:
-        """Blocks of k whose products a warpgroup starts one after the other before it waits for the first: as many as
-        there are registers for."""
-        return 2 if self.halves == 1 else 1
+        return self.tokens if self.is_swapped else self.columns
 
     @property
     def unrolls(self) -> bool:
         """Whether a pass of the loop over k is a whole round of the ring, so that all addresses are constants: where
         tensor cores limit, the GPU lowers its clock for power, and instructions that are left out raise it."""
-        return not self.is_swapped and self.columns >= BLOCK
+        return not self.is_swapped and self.columns == BLOCK
 
     @property
     def box_rows(self) -> int:
@@ -117,8 +98,8 @@ class Config:
 
     @property
     def stage_scales(self) -> int:
-        """Scales of a stage: of rows of ``a``, then of columns; whole pieces of 16 bytes."""
-        return -(-(self.tokens + self.halves) // 4) * 4
+        """Scales of a stage: of rows of ``a``, then that of the columns; whole pieces of 16 bytes."""
+        return self.tokens + 4
 
     @property
     def stage_bytes(self) -> int:
@@ -141,12 +122,12 @@ class Config:
         """Why this cannot run on ``arch``; ``None`` if it can."""
         if arch.name != "sm_90a":
             return f"wgmma is of sm_90a; this is {arch.name}"
-        if (self.tokens, self.columns, self.cluster) not in TILES:
-            return f"no tile has {self.tokens} rows of a and {self.columns} of b, in clusters of {self.cluster}"
+        if (self.tokens, self.columns, self.splits) not in TILES:
+            return f"no tile has {self.tokens} rows of a and {self.columns} of b, shared by {self.splits} CTAs"
         if self.stages < SCALE_WARPS:
             return f"{SCALE_WARPS} warps that load scales by turns need as many stages; there are {self.stages}"
-        if self.unrolls and self.stages % self.together:
-            return f"{self.together} blocks are multiplied together, and a round of {self.stages} stages has whole ones"
+        if self.unrolls and self.stages % TOGETHER:
+            return f"{TOGETHER} blocks are multiplied together: {self.stages} stages have not whole ones"
         if self.smem_bytes > arch.smem_per_cta:
             return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
         return None
@@ -156,11 +137,11 @@ MOST_STAGES: Final = 12
 
 
 def plan(
-    *, rows: ExpertLayout, out_dtype: torch.dtype, tokens: int, columns: int, cluster: int = 1, arch: Arch, pdl: bool
+    *, rows: ExpertLayout, out_dtype: torch.dtype, tokens: int, columns: int, splits: int = 1, arch: Arch, pdl: bool
 ) -> Config | None:
     """The configuration with the most stages that ``arch`` has room for; ``None`` if it cannot run this."""
     for stages in range(MOST_STAGES, 1, -1):
-        config = Config(rows, out_dtype, tokens, columns, cluster, stages, pdl)
+        config = Config(rows, out_dtype, tokens, columns, splits, stages, pdl)
         if config.reason_unsupported(arch) is None:
             return config
     return None

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int16, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -22,6 +22,7 @@ from torch_cute_ops.kernels.fp8_wgmma.config import (
     RECORD_WORDS,
     SCALE_WARPS,
     THREADS,
+    TOGETHER,
     Config,
 )
 from torch_cute_ops.runtime.argspec import Argument, ScalarArg
@@ -41,7 +42,7 @@ class FP8WgmmaKernel:
     def __init__(self, config: Config):
         self.config = config
         self.out_dtype = DSL_DTYPES[config.out_dtype]
-        self.tiles = ExpertTiles(config.rows, config.tokens, config.columns * config.pair)
+        self.tiles = ExpertTiles(config.rows, config.tokens, config.columns)
 
     def arguments(self) -> tuple[Argument, ...]:
         return (*self.tiles.arguments(self.out_dtype.__name__), ScalarArg("Int32"))
@@ -51,15 +52,14 @@ class FP8WgmmaKernel:
         c = self.config
         view = self.tiles.views(a, b, a_scale, b_scale, out)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        load_a = load if c.pair == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
         layouts = [self._operand_layout(rows, 1) for rows in (c.box_rows, c.columns)]
-        a_map = cpasync.make_tiled_tma_atom(load_a, view.a, cute.select(layouts[0], [0, 1]), (c.box_rows, BLOCK))
+        a_map = cpasync.make_tiled_tma_atom(load, view.a, cute.select(layouts[0], [0, 1]), (c.box_rows, BLOCK))
         b_map = cpasync.make_tiled_tma_atom(load, view.b, layouts[1], (c.columns, BLOCK, 1))
         scales = view.a_scale, view.b_scale
         self.kernel(a_map, b_map, scales, (offsets, counts), view.out, view.space).launch(
             grid=[workers, 1, 1],
             block=[THREADS, 1, 1],
-            cluster=[c.cluster, 1, 1] if const_expr(c.cluster > 1) else None,
+            cluster=[c.splits, 1, 1] if const_expr(c.splits > 1) else None,
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=c.pdl,
@@ -82,14 +82,14 @@ class FP8WgmmaKernel:
             for i in range_constexpr(c.stages):
                 # The copies, and the scales
                 cute.arch.mbarrier_init(s.full + i, 2)
-                cute.arch.mbarrier_init(s.free + i, 4 * GROUPS * c.pair)
+                cute.arch.mbarrier_init(s.free + i, 4 * GROUPS)
             if const_expr(c.splits > 1):
                 cute.arch.mbarrier_init(s.left, 4 * GROUPS * c.splits)
                 cute.arch.mbarrier_init(s.read, 4 * GROUPS * c.splits)
         cute.arch.mbarrier_init_fence()
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
-        if const_expr(c.cluster > 1):
+        if const_expr(c.splits > 1):
             # No barrier is used before it is there.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -101,10 +101,10 @@ class FP8WgmmaKernel:
             blocks=scales[0].shape[0],
             begin=cta % c.splits * scales[0].shape[0] // c.splits,
             end=(cta % c.splits + 1) * scales[0].shape[0] // c.splits,
-            first=cta // c.cluster,
-            rank=cta % c.cluster,
+            first=cta // c.splits,
+            rank=cta % c.splits,
             count=self.tiles.count(m, n, s.table),
-            workers=workers // c.cluster,
+            workers=workers // c.splits,
             a_scale=scales[0],
             b_scale=scales[1],
             out=out,
@@ -118,30 +118,24 @@ class FP8WgmmaKernel:
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             self._consume(tid, t, s)
-        if const_expr(c.cluster > 1):
-            # No CTA may end while the other still copies to it, or frees its stages.
+        if const_expr(c.splits > 1):
+            # No CTA may end while another still reads its sums, or arrives at its barriers.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
     def _find(self, number, lane, t, s):
-        """The CTA's part of the cluster's tile: its expert, first row, rows from there on, and first column."""
-        expert, row, rows, column = self.tiles.find(number, t.m, t.n, s.table, lane)
-        return expert, row, rows, column if self.config.pair == 1 else column + t.rank * self.config.columns
+        """A tile: its expert, first row, rows from there on, and first column."""
+        return self.tiles.find(number, t.m, t.n, s.table, lane)
 
     def _free(self, stage, lane, s) -> None:
-        """A warp has read a stage: of all CTAs that copy to it, each is told by a lane."""
-        barrier, c = s.free + stage, self.config
-        if c.pair == 1:
-            # All lanes have read its scales.
-            cute.arch.sync_warp()
-            ptx.arrive_if(barrier, Uint32(lane == 0))
-        else:
-            self._arrive(barrier, lane, False)
-
-    def _arrive(self, barrier, lane, tells: bool) -> None:
-        """A warp arrives at the barriers of all CTAs of the cluster; with ``tells``, what it stored is known there."""
+        """A warp has read a stage, all lanes its scales."""
         cute.arch.sync_warp()
-        ptx.arrive_at_if(barrier, lane, Uint32(lane < self.config.cluster), tells)
+        ptx.arrive_if(s.free + stage, Uint32(lane == 0))
+
+    def _tell(self, barrier, lane) -> None:
+        """A warp arrives at the barriers of all CTAs that share the tile; what it stored, and read, is known there."""
+        cute.arch.sync_warp()
+        ptx.arrive_at_if(barrier, lane, Uint32(lane < self.config.splits))
 
     def _allocate(self) -> SimpleNamespace:
         c = self.config
@@ -180,7 +174,6 @@ class FP8WgmmaKernel:
         one = cute.make_layout(1)
         # A weight that few rows are multiplied with is read once.
         policy = {"cache_policy": Int64(ptx.EVICT_FIRST)} if c.is_swapped else {}
-        to_all = {"mcast_mask": Int16(2**c.pair - 1)} if c.pair > 1 else {}
         # A ring that was never used counts as free.
         stage, parity = Int32(0), Int32(1)
         for number in range(t.first, t.count, t.workers):
@@ -198,11 +191,10 @@ class FP8WgmmaKernel:
                 with cute.arch.elect_one():
                     store_words([Uint32(word) for word in (row, rows, column, 0)], self._record(stage, s))
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
-                for i in range_constexpr(c.boxes // c.pair):
-                    box = i if const_expr(c.pair == 1) else t.rank
+                for box in range_constexpr(c.boxes):
                     if box < boxes:
                         to = tokens_to[None, stage * c.boxes + box]
-                        cute.copy(a_map[0], tokens_from[None, box, block], to, tma_bar_ptr=barrier, **to_all)
+                        cute.copy(a_map[0], tokens_from[None, box, block], to, tma_bar_ptr=barrier)
                 cute.copy(b_map[0], columns_from[None, block], columns_to[None, stage], tma_bar_ptr=barrier, **policy)
                 stage, parity = next_stage(stage, parity, c.stages)
 
@@ -216,7 +208,6 @@ class FP8WgmmaKernel:
         before = Int32(0)  # blocks of the tiles before
         for number in range(t.first, t.count, t.workers):
             expert, row, rows, column = self._find(number, lane, t, s)
-            half = cutlass.min(column // BLOCK + cutlass.min(lane, c.halves - 1), t.b_scale.shape[0] - 1)
             places = range(0, c.tokens, 32)
             begin = t.begin + (own + SCALE_WARPS - before % SCALE_WARPS) % SCALE_WARPS
             for first in cutlass.range(begin, t.end, SCALE_WARPS * SCALES_AHEAD, unroll=1):
@@ -226,7 +217,7 @@ class FP8WgmmaKernel:
                     at = t.a_scale.iterator + (Int64(block) * t.a_scale.stride[0] + row + lane)
                     # Zeros for rows that the expert does not have.
                     words = [ptx.load_if(at, lane < rows - place, 1, 4 * place)[0] for place in places]
-                    loaded.append(([ptx.float_of(word) for word in words], t.b_scale[half, block, expert]))
+                    loaded.append(([ptx.float_of(word) for word in words], t.b_scale[column // BLOCK, block, expert]))
                 for i in range_constexpr(SCALES_AHEAD):
                     if first + i * SCALE_WARPS < t.end:
                         turn = before + (first + i * SCALE_WARPS - t.begin)
@@ -237,14 +228,14 @@ class FP8WgmmaKernel:
 
     @cute.jit
     def _store_scales(self, of_rows: list, of_columns, stage, lane, s):
-        """Put a block's scales into its stage, which is free: those of rows by 32, and those of columns."""
+        """Put a block's scales into its stage, which is free: those of rows by 32, and that of the columns."""
         c = self.config
         scales = self._scales(stage, s)
         for i in range_constexpr(len(of_rows)):
             if lane < c.tokens - 32 * i:
                 scales[lane + 32 * i] = of_rows[i]
-        if lane < c.halves:
-            scales[c.tokens + lane] = of_columns
+        if lane == 0:
+            scales[c.tokens] = of_columns
         cute.arch.sync_warp()
         ptx.arrive_if(s.full + stage, Uint32(lane == 0))
 
@@ -269,8 +260,8 @@ class FP8WgmmaKernel:
         w = SimpleNamespace(lane=lane, quad=lane % 4, row=first + lane // 4)
         multiply = self._multiplier(group, s)
         size = c.product_columns // 2
-        sums = cute.make_rmem_tensor((c.halves * size,), Float32)
-        partials = [cute.make_rmem_tensor((size,), Float32) for _ in range(c.together)]
+        sums = cute.make_rmem_tensor((size,), Float32)
+        partials = [cute.make_rmem_tensor((size,), Float32) for _ in range(TOGETHER)]
         stage, parity, turn = Int32(0), Int32(0), Int32(0)
         for number in range(t.first, t.count, t.workers):
             row, rows, column = self._await_tile(number, stage, parity, lane, t, s)
@@ -313,8 +304,10 @@ class FP8WgmmaKernel:
 
     @cute.jit
     def _multiply_tile(self, multiply, sums, partials: list, stage, parity, w, t, s):
-        """Add the products of the CTA's blocks of k of a tile, of which the first is there, to its sums. The next stage,
-        and its parity."""
+        """Add the products of the CTA's blocks of k of a tile to its sums; the first block is there.
+
+        Returns the next stage, and its parity.
+        """
         c = self.config
         count = t.end - t.begin
         if const_expr(c.unrolls):
@@ -322,8 +315,8 @@ class FP8WgmmaKernel:
             begun = cutlass.min((c.stages - stage) % c.stages, count)
             stage, parity = self._add_some(multiply, sums, partials, begun, count - begun, stage, parity, w, s)
             for rest in cutlass.range(count - begun - c.stages, -1, -c.stages, unroll=1):
-                for place in range_constexpr(0, c.stages, c.together):
-                    follow = rest + (c.stages - c.together - place)
+                for place in range_constexpr(0, c.stages, TOGETHER):
+                    follow = rest + (c.stages - TOGETHER - place)
                     _, parity = self._add_blocks(multiply, sums, partials, follow, place, parity, w, s)
             count = (count - begun) % c.stages
         return self._add_some(multiply, sums, partials, count, 0, stage, parity, w, s)
@@ -332,12 +325,10 @@ class FP8WgmmaKernel:
     def _add_some(self, multiply, sums, partials: list, count, follow, stage, parity, w, s):
         """Add the products of ``count`` blocks of a tile, which ``follow`` more of its blocks. The next stage, and its
         parity."""
-        together = self.config.together
-        for rest in cutlass.range(count - together, -1, -together, unroll=1):
+        for rest in cutlass.range(count - TOGETHER, -1, -TOGETHER, unroll=1):
             stage, parity = self._add_blocks(multiply, sums, partials, rest + follow, stage, parity, w, s)
-        if const_expr(together > 1):
-            for _ in cutlass.range(count % together, unroll=1):
-                stage, parity = self._add_blocks(multiply, sums, partials[:1], follow, stage, parity, w, s)
+        for _ in cutlass.range(count % TOGETHER, unroll=1):
+            stage, parity = self._add_blocks(multiply, sums, partials[:1], follow, stage, parity, w, s)
         return stage, parity
 
     def _add_blocks(self, multiply, sums, partials: list, follow, stage, parity, w, s) -> tuple:
@@ -352,22 +343,17 @@ class FP8WgmmaKernel:
         for i, partial in enumerate(partials):
             if i > 0:
                 ptx.wait(s.full + stage, parity)
-            multiply(stage, 0, partial)
+            multiply(stage, partial)
             reads.append(stage)
             stage, parity = next_stage(stage, parity, c.stages)
-        for half in range(c.halves):
-            for i, partial in enumerate(partials):
-                if half > 0:
-                    multiply(reads[i], half, partial)
-                later = len(partials) - 1 - i
-                is_last = half == c.halves - 1 and later == 0
-                factors = self._factors(reads[i], half, w, s)
-                if is_last:
-                    self._wait_if(follow > 0, s.full + stage, parity)
-                warpgroup.wait_group(later)
-                if half == c.halves - 1:
-                    self._free(reads[i], w.lane, s)
-                self._promote(sums, partial, factors, half)
+        for i, partial in enumerate(partials):
+            later = len(partials) - 1 - i
+            factors = self._factors(reads[i], w, s)
+            if later == 0:
+                self._wait_if(follow > 0, s.full + stage, parity)
+            warpgroup.wait_group(later)
+            self._free(reads[i], w.lane, s)
+            self._promote(sums, partial, factors)
         return stage, parity
 
     @cute.jit
@@ -384,18 +370,18 @@ class FP8WgmmaKernel:
         return cute.make_tiled_mma(warpgroup.MmaF8Op(Float8E4M3FN, Float8E4M3FN, Float32, shape, *sources))
 
     def _multiplier(self, group, s):
-        """The function that starts a warpgroup's products of a stage, of one half of the N side."""
+        """The function that starts a warpgroup's products of a stage."""
         c = self.config
         rows, columns = (s.columns, s.tokens) if c.is_swapped else (s.tokens, s.columns)
-        # Groups and halves lie one after the other in a stage.
+        # Groups lie one after the other in a stage.
         m_side = self._operand(rows, GROUP_ROWS, c.stages * GROUPS)
-        n_side = self._operand(columns, c.product_columns, c.stages * c.halves)
+        n_side = self._operand(columns, c.product_columns, c.stages)
         product = self._product()
         thread = product.get_slice(0)
         m_operand = product.make_fragment_A(thread.partition_A(m_side))
         n_operand = product.make_fragment_B(thread.partition_B(n_side))
 
-        def multiply(stage, half: int, partial) -> None:
+        def multiply(stage, partial) -> None:
             # One of its own: whether it accumulates is known where that was set alone.
             product = self._product()
             shape = product.partition_shape_C((GROUP_ROWS, c.product_columns))
@@ -407,7 +393,7 @@ class FP8WgmmaKernel:
                     product,
                     accumulators,
                     m_operand[None, None, step, stage * GROUPS + group],
-                    n_operand[None, None, step, stage * c.halves + half],
+                    n_operand[None, None, step, stage],
                     accumulators,
                 )
             warpgroup.commit_group()
@@ -422,27 +408,26 @@ class FP8WgmmaKernel:
         # All have read the sums of the tile before. (Barriers that were never used count as passed.)
         ptx.wait(s.read, turn ^ 1)
         leave_sums(c.sum_tile, sums, s.stores, w.row, w.quad)
-        self._arrive(s.left, w.lane, True)
+        self._tell(s.left, w.lane)
         ptx.wait(s.left, turn)
         first = t.out.iterator + cute.assume(Int64(row) * t.n, divby=8)
         out = cute.make_tensor(first, cute.make_layout((rows, t.n), stride=(t.n, 1)))
         one = Float32(1.0), Float32(1.0)
         write_sums(c.sum_tile, c.splits, GROUPS * WARPGROUP, one, out, s.stores, t.rank, tid, Int32(0), column)
-        self._arrive(s.read, w.lane, True)
+        self._tell(s.read, w.lane)
 
-    def _factors(self, stage, half: int, w, s) -> list:
-        """The factors of a lane's sums of a half: of rows, or of columns where these are rows of ``a``."""
+    def _factors(self, stage, w, s) -> list:
+        """The factors of a lane's sums: of rows, or of columns where these are rows of ``a``."""
         c, scales = self.config, self._scales(stage, s)
         if c.is_swapped:
             places = [8 * i + w.quad * 2 + e for i in range(c.tokens // 8) for e in range(2)]
         else:
             places = [w.row, w.row + 8]
-        of_columns = scales[c.tokens + half]
+        of_columns = scales[c.tokens]
         return [ptx.mul_rn(scales[place], of_columns) for place in places]
 
-    def _promote(self, sums, partial, factors: list, half: int) -> None:
+    def _promote(self, sums, partial, factors: list) -> None:
         """Add a block's sums to the totals."""
-        size = self.config.product_columns // 2
-        for i in range(size):
+        for i in range(self.config.product_columns // 2):
             which = i // 4 * 2 + i % 2 if self.config.is_swapped else i // 2 % 2
-            sums[half * size + i] = ptx.fma_rn(factors[which], partial[i], sums[half * size + i])
+            sums[i] = ptx.fma_rn(factors[which], partial[i], sums[i])

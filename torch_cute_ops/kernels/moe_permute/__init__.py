@@ -1,14 +1,15 @@
-"""Tokens in the experts' order, in FP8: each row quantised once, and stored in as many places as it has experts.
+"""Tokens in the experts' order, in FP8: each read and quantised once, and stored in as many places as it has experts.
 
-``row_quant`` quantises, and stores a row's codes in each place in bulk, from shared memory. Scales lie by columns, and
-a token's places are far apart: stored as they are computed, each is a request of its own to L2, as many as there are
-lines of codes, for a thirtieth of the bytes. So:
+A thread takes 16 elements of a token, and the token's places: it starts all its loads at once, finds with seven
+neighbours the scale of their 128 elements, and stores its 16 codes in every place, whole lines with its warp. Nothing
+is shared, and CTAs end with their elements: CTAs that stay, or store in bulk from shared memory, take 3 % longer.
+
+Scales lie by columns, and a token's places are far apart: stored as they are computed, each is a request of its own to
+L2, a quarter as many as there are of codes, for a thirtieth of the bytes. So:
 
 - Few tokens: that, in one launch.
 - More: scales are stored once for each token, in a workspace; then a thread for each row of the buffer reads its
   token's scales, and a warp stores 32 rows' scales of a column at a time.
-- Many: the same, but what quantises has a CTA of one warp for each slice of a token, which ends with it, in place of CTAs
-  that stay.
 
 Bytes moved: tokens and indices read once, codes and scales written for each place; more than few tokens: the tokens'
 scales written, and read for each place, mostly from L2.

@@ -27,14 +27,12 @@ ENOUGH_BYTES = 48 * 1024
 """Row buffers with which a CTA that adds has groups enough."""
 ENOUGH_THREADS = 256
 """Threads with which a CTA that gates has groups enough."""
-COPIED_WIDTH = 2048
-"""Elements of a row that becomes several, at most, that a CTA takes: more CTAs share few rows."""
 REGISTERS_PER_LANE = 512
 """Registers of one lane in a quarter of an SM, shared out to the quarter's warps in steps of 8."""
 
 
 Source = Literal["rows", "add", "silu_mul"]
-RowsOf = Literal["all", "experts", "copies"]
+RowsOf = Literal["all", "experts"]
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,9 @@ class Problem:
         also_linear: whether the scales are written a second time, in the linear layout.
         has_factor: whether there is a global scale (FP4) or a given scale (FP8).
         writes_norm: whether the normalised rows are an output too.
-        rows: which rows there are: all of the input; those of experts, in a buffer with padding that is neither read
-            nor written; or all, of each of which ``copies`` rows of codes become copies, as an index tells. Scales by
-            columns have copies too, those by rows are of the input's rows.
+        rows: which rows there are: all of the input; or those of experts, in a buffer with padding that is neither read
+            nor written.
         has_offsets, has_counts: of experts' rows, whether it is given where they begin, and how many they are.
-        copies: the most copies of a row.
     """
 
     source: Source
@@ -72,7 +68,6 @@ class Problem:
     rows: RowsOf = "all"
     has_offsets: bool = False
     has_counts: bool = False
-    copies: int = 1
 
     @property
     def inputs(self) -> int:
@@ -99,15 +94,6 @@ class Problem:
         # Not less than a tile of scales, nor than what shares an FP8 scale.
         most = ceil_div(ceil_div(self.blocks, splits), 8) * 8 if splits > 1 else self.blocks
         return most, self.blocks - (splits - 1) * most
-
-    def copied_splits(self, copied_width: int) -> int:
-        """The fewest slices that are no wider than ``copied_width``, and all of much the same width."""
-        splits = ceil_div(self.width, copied_width)
-        most, last = self.slices(splits)
-        while 2 * last < most:
-            splits += 1
-            most, last = self.slices(splits)
-        return splits
 
     @property
     def normalises(self) -> bool:
@@ -225,7 +211,7 @@ class Config:
         Once, with persistent CTAs. But how many clusters of 4 or 8 CTAs a GPU holds at a time depends on how its SMs
         are grouped, and a cluster left over would double the time; so such clusters come in more and smaller portions.
         """
-        return 1 if self.splits <= 2 or self.problem.rows == "copies" else 8
+        return 1 if self.splits <= 2 else 8
 
     @property
     def group_threads(self) -> int:
@@ -273,11 +259,6 @@ class Config:
         return 2 * self.groups * self.group_rows * self.slice_width * p.dtype.itemsize if self.bulk_norm else 0
 
     @property
-    def codes_bytes(self) -> int:
-        """Buffers for codes of a CTA that are stored in bulk: two for each row that it works on."""
-        return 2 * self.groups * self.group_rows * self.slice_width if self.problem.rows == "copies" else 0
-
-    @property
     def has_enough_groups(self) -> bool:
         """Whether another group would bring nothing, though there be room.
 
@@ -302,7 +283,6 @@ class Config:
         sizes = (
             self.row_bytes,
             self.norm_bytes,
-            self.codes_bytes,
             self.slice_width * p.weight_dtype.itemsize if p.weight_dtype is not None else 0,
             2 * self.groups * self.quad_bytes if self.quads else 0,
             self.groups * self.group_sums * 4,
@@ -359,7 +339,6 @@ class SmemOffsets(NamedTuple):
     Attributes:
         rows: row buffers, of every group and stage.
         norms: normalised rows on their way to memory, two of each row of every group.
-        codes: codes on their way to several places in memory, likewise.
         weight: the norm's weight.
         scales: scales of quads, two for each group.
         sums: ``group_sums`` of each group.
@@ -370,7 +349,6 @@ class SmemOffsets(NamedTuple):
 
     rows: int
     norms: int
-    codes: int
     weight: int
     scales: int
     sums: int
@@ -384,22 +362,20 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def plan(problem: Problem, arch: Arch, pdl: bool = True, copied_width: int = COPIED_WIDTH) -> Config:
-    """The configuration for ``problem`` on ``arch``; of rows that become several, a CTA takes ``copied_width`` elements
-    at most.
+def plan(problem: Problem, arch: Arch, pdl: bool = True) -> Config:
+    """The configuration for ``problem`` on ``arch``.
 
     The choices are what was fastest at 2^26 elements on an H200 (bfloat16, NVFP4, 128x4; widths 1,536 to 32,768).
     There, few threads with many blocks each beat many threads with few, because a thread's blocks are independent
     instructions; and 50 to 100 KB on their way to an SM beat more, which only queue up in the memory system. But of
     experts' rows, for which each thread searches, twice as many threads are better (0.99 of the copy at 131,072 rows of
-    2,048, not 0.91). Rows that become several are mostly written: there what counts is that all SMs have some to write
-    (1.85 µs for one row of 7,168 by four CTAs, 3.3 by one).
+    2,048, not 0.91).
 
     Raises:
         ValueError: if there is none, saying why.
     """
     rejected = None
-    splits = problem.copied_splits(copied_width) if problem.rows == "copies" else 1
+    splits = 1
     while splits <= MAX_CLUSTER or not problem.reductions:
         slice_width = ceil_div(problem.width, splits)
         elements = 64 if slice_width > 4096 else 48

@@ -41,7 +41,6 @@ class RowQuantKernel:
     def arguments(self) -> tuple[Argument, ...]:
         p = self.config.problem
         rows = Dim("rows")
-        written = Dim("written_rows") if p.rows == "copies" else rows
         dtype = self.rows.dtype.__name__
 
         def strided(width: int, stride: str) -> TensorArg:
@@ -60,17 +59,15 @@ class RowQuantKernel:
             if p.also_linear:
                 linear = matrix(scale_dtype, rows, self.config.blocks, align=1)
         else:
-            y = matrix("Float8E4M3FN", written, p.width)
+            y = matrix("Float8E4M3FN", rows, p.width)
             scales = p.fmt.scales_per_row(p.width)
             if p.fmt == FP8_TENSOR:
                 scale = TensorArg("Float32", (1,), (1,), align=4)
             elif p.layout == COLUMN:
-                scale = matrix("Float32", scales, written, align=4)
+                scale = matrix("Float32", scales, rows, align=4)
             else:
                 scale = matrix("Float32", rows, scales, align=4)
         index = counts = None
-        if p.rows == "copies":
-            index = TensorArg("Int32", (rows, p.copies), (p.copies, 1), align=4)
         if p.has_offsets:
             index = TensorArg("Int32", (Dim("ends"),), (1,), align=4)
         if p.has_counts:
@@ -147,8 +144,6 @@ class RowQuantKernel:
             scale=scale,
             linear=linear,
             norm=norm,
-            index=index,
-            counts=counts,
             walkers=ctas // c.splits * (threads // c.group_threads),
             walker=group * (ctas // c.splits) + cta // c.splits,
         )
@@ -210,7 +205,6 @@ class RowQuantKernel:
             row = self.rows.row_at(it, t) + t.row
             # Found while the row is under way.
             beyond = self.rows.place_of(it + c.stages, t, s)
-            copies = self.rows.copies_of(row, t) if p.rows == "copies" else None
             ptx.wait(s.full + stage, (it // c.stages) & 1)
             blocks, amax, reduced = self._load_row(stage, weights, row, t, s)
             rstd = None
@@ -221,9 +215,6 @@ class RowQuantKernel:
                 if const_expr(p.reduces_amax):
                     amax = reduced[-1]
             else:
-                if const_expr(p.rows == "copies"):
-                    # The codes' buffer of this iteration is free again.
-                    cute.arch.cp_async_bulk_wait_group(1, read=True)
                 fence_async()
                 sync_group(self.config, t)
             if const_expr(p.normalises):
@@ -252,10 +243,7 @@ class RowQuantKernel:
             if const_expr(p.source != "add"):
                 self.rows.issue(it + c.stages, stage, beyond, t, s)
             self.scales.write_quad(it - 1, t, s)
-            if const_expr(p.rows == "copies"):
-                self.stores.store_copies(blocks, amax, row, copies, it, t, s)
-            else:
-                self.stores.store_row(blocks, rstd, amax, g, row, place if p.rows == "experts" else row, it, t, s)
+            self.stores.store_row(blocks, rstd, amax, g, row, place if p.rows == "experts" else row, it, t, s)
             if const_expr(not p.layout.is_linear):
                 self.scales.zero_padding_columns(row, it, t)
             if const_expr(self.stores.is_bulk):
@@ -273,7 +261,7 @@ class RowQuantKernel:
             self.scales.write_quad(t.its - 1, t, s)
         if const_expr(c.bulk_norm):
             self.stores.start_norm(t.its - 1, t, s)
-        if const_expr(c.bulk_norm or p.rows == "copies"):
+        if const_expr(c.bulk_norm):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         if const_expr(c.is_cluster):
             # No CTA may end while another can still write into its shared memory.
@@ -299,10 +287,8 @@ class RowQuantKernel:
         if c.bulk_norm:
             group_norms = cute.assume(t.group * (2 * c.group_rows * c.slice_width), divby=16)
             norms = cute.recast_ptr(base + at.norms, dtype=self.rows.dtype) + group_norms
-        codes = base + at.codes + cute.assume(t.group * (2 * c.group_rows * c.slice_width), divby=128)
         return SimpleNamespace(
             norms=norms,
-            codes=cute.recast_ptr(codes, dtype=Uint8),
             buffers=buffers + cute.assume(t.group * group_elements, divby=16),
             weight=weight,
             all_scales=scales,

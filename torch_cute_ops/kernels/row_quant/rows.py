@@ -10,7 +10,7 @@ from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.activation import silu_mul
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, add, load_words, store_words, unpack, words_per
 from torch_cute_ops.kernels.common.expert_rows import row_of
-from torch_cute_ops.kernels.row_quant.config import QUAD, SCALE_THREADS, WARP, Config
+from torch_cute_ops.kernels.row_quant.config import QUAD, WARP, Config
 from torch_cute_ops.kernels.row_quant.scales import FP4Scales
 
 
@@ -70,17 +70,6 @@ class Rows:
         if self.config.problem.rows != "experts":
             return row
         return row_of(s.experts, row, t.lane, is_of_warp=self.config.group_rows == 1)
-
-    def copies_of(self, row, t) -> list:
-        """Rows of the outputs that a row becomes; negative ones are none. Those of a scale's threads take turns."""
-        p = self.config.problem
-        places = []
-        for first in range(0, p.copies, SCALE_THREADS):
-            i = first + t.column % SCALE_THREADS
-            exists = (row < t.rows) & (i < p.copies)
-            place = Int32(ptx.load_if(t.index.iterator + (Int64(row) * p.copies + i), exists, 1)[0])
-            places.append(ptx.select(exists, place, Int32(-1)))
-        return places
 
     def issue_first(self, place, after, t, s) -> None:
         """Start the copies of the first iterations, one a stage; their rows lie at ``place`` and ``after``."""

@@ -9,10 +9,9 @@ from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TOKEN
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import pack, store_byte, store_words
-from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.row_quant.codes import Encoder
 from torch_cute_ops.kernels.row_quant.config import SCALE_THREADS, Config
-from torch_cute_ops.kernels.row_quant.rows import Rows, sync_group
+from torch_cute_ops.kernels.row_quant.rows import Rows
 from torch_cute_ops.kernels.row_quant.scales import FP4Scales
 
 
@@ -64,33 +63,6 @@ class Stores:
         c = self.config
         slot = it % 2 * c.group_rows + row
         return s.norms + cute.assume(slot * c.slice_width, divby=16)
-
-    @cute.jit
-    def store_copies(self, blocks, amax, row, copies, it, t, s):
-        """Quantise the thread's blocks of a row; store codes in bulk, and scales, as often as there are copies."""
-        c = self.config
-        quantized, scale = self.encoder.fp8_blocks(blocks, None, amax, t)
-        buffer = s.codes + cute.assume((it % 2 * c.group_rows + t.row) * c.slice_width, divby=128)
-        for j in range_constexpr(c.thread_blocks):
-            self.rows.fill_buffer(quantized[j], buffer, j, t)
-            if const_expr(c.problem.layout == COLUMN):
-                # Threads that share a block have some of the copies each.
-                own = self.encoder.shared.told(scale, j, t.lane)
-                block = t.column + j * c.threads_per_row
-                for place in copies:
-                    if (place >= 0) & (block < t.my_blocks):
-                        t.scale[(t.first_block + block) // SCALE_THREADS, place] = own
-        if const_expr(c.problem.layout != COLUMN):
-            self._store_block_scale(scale, row, row < t.rows, t)
-        fence_async()
-        sync_group(c, t)
-        for place in copies:
-            if (t.column < SCALE_THREADS) & (place >= 0):
-                target = cute.recast_ptr(t.y.iterator, dtype=Uint8)
-                target = target + cute.assume(Int64(place) * c.problem.width, divby=128)
-                store = functools.partial(bulk_store, source=buffer, target=self.rows.slice_of(target, t))
-                self.rows.copy_slice(store, t)
-        cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def store_row(self, blocks, rstd, amax, g, row, place, it, t, s):
