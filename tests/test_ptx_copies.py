@@ -49,6 +49,39 @@ def test_bulk_copy(seed: int | None) -> None:
         launch(copy(""), zeros(64), data, block=64, seed=seed)
 
 
+TOLD = """
+    {AT}
+    mov.u32 %r1, buf; add.u32 %r2, %r1, 256; add.u32 %r3, %r1, 264;
+    setp.ne.u32 %p0, %r0, 0;
+    @%p0 bra READY;
+    mbarrier.init.shared.b64 [%r2], 1;
+    fence.mbarrier_init.release.cluster;
+READY:
+    bar.sync 0;
+    @%p0 bra STARTED;
+    {BEFORE}
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 256;
+    {AFTER}
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1], 256, [%r2];
+STARTED:
+    {WAIT}
+    ld.shared.u32 %r5, [%r3];
+    st.global.u32 [%rd9], %r5;
+"""
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_bulk_copies_tell_of_themselves_alone(seed: int | None) -> None:
+    """Who waits for a copy knows what its thread stored before it arrived, not what it stored between."""
+    store = "mov.u32 %r4, 9; st.shared.u32 [%r3], %r4;"
+    before, after = (
+        entry(TOLD.format(AT=AT, WAIT=WAIT, BEFORE=one, AFTER=other), 272) for one, other in ((store, ""), ("", store))
+    )
+    assert (launch(before, zeros(64), zeros(64), block=64, seed=seed)[0] == 9).all()
+    with pytest.raises(Race):
+        launch(after, zeros(64), zeros(64), block=64, seed=seed)
+
+
 def test_wrong_bulk_copies() -> None:
     data = zeros(64)
     with pytest.raises(Deadlock, match="wants 0 arrivals, 16 bytes"):

@@ -327,8 +327,9 @@ class Races:
             self.clocks[threads, self.grouped + self.column[threads]] = groups
             self.dirty[self.machine.warp[threads]] = True
 
-    def copy_arrives(self, agent: Agent, key: Key) -> None:
-        """A copy counts on an mbarrier: who waits for that knows of the copy."""
-        known = agent.knows.copy()
+    def copy_arrives(self, agent: Agent, key: Key, tells: bool) -> None:
+        """A copy counts on an mbarrier: who waits for that knows of the copy; and with ``tells`` of what the thread
+        that started it did before."""
+        known = agent.knows.copy() if tells else np.zeros_like(agent.knows)
         known[self.agent] = max(known[self.agent], agent.clock)
         self.gathered[key] = np.maximum(self.gathered[key], known) if key in self.gathered else known

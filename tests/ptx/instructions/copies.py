@@ -177,7 +177,7 @@ def _one_to_shared(
         m.shared.data[here] = read()
         m.shared.flags[here] |= WRITTEN
         m.races.copy_writes(agent, cta, offset, size)
-        m.races.copy_arrives(agent, ("mbarrier", cta, barrier))
+        m.races.copy_arrives(agent, ("mbarrier", cta, barrier), tells=False)
         m.mbarrier_complete(cta, barrier, size)
 
     # Bytes under way are not there, whatever was there before.
@@ -322,7 +322,8 @@ def _one_st_async(
     def execute() -> None:
         m.shared.store(cta, offset, width, values)
         m.races.copy_writes(agent, where, int(offset[0]), size)
-        m.races.copy_arrives(agent, ("mbarrier", where, barrier))
+        # Norms' sums over clusters rely on it.
+        m.races.copy_arrives(agent, ("mbarrier", where, barrier), tells=True)
         m.mbarrier_complete(where, barrier, size)
 
     return execute

@@ -310,15 +310,16 @@ def load_acquire(pointer, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
-def load_if(pointer, condition, words: int, offset: int = 0, *, loc=None, ip=None) -> list:
-    """One or four words of global memory, ``offset`` bytes after ``pointer``; zeros, unless ``condition``."""
+def load_if(pointer, condition, words: int, offset: int = 0, past_l1: bool = False, *, loc=None, ip=None) -> list:
+    """One or four words of global memory, ``offset`` bytes after ``pointer``; zeros, unless ``condition``. ``past_l1``
+    is for what no thread of the SM reads again."""
     names = [f"${i}" for i in range(words)]
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(Uint32(condition), loc, ip)]
     zeros = " ".join(f"mov.b32 {name}, 0;" for name in names)
     vector, targets = (".v4", f"{{{', '.join(names)}}}") if words == 4 else ("", names[0])
     text = (
         f"{{.reg .pred p; setp.ne.u32 p, ${words + 1}, 0; {zeros} "
-        f"@p ld.global{vector}.b32 {targets}, [${words}+{offset}];}}"
+        f"@p ld.global{'.L1::no_allocate' if past_l1 else ''}{vector}.b32 {targets}, [${words}+{offset}];}}"
     )
     # An output that is written before the last input is read must not share its register.
     constraints = ",".join(["=&r"] * words + ["l", "r"])

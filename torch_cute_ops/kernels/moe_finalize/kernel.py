@@ -62,10 +62,10 @@ class MoeFinalizeKernel:
         rows = [index[token, j] for j in range(c.topk)]
         factors = [weights[token, j] for j in range(c.topk)]
         for vector in range(slice_ * c.threads + tid, c.vectors, slices * c.threads):
-            words = [ptx.load_if(self._at(x, row, vector), row >= 0, WORDS) for row in rows]
+            words = [ptx.load_if(self._at(x, row, vector), row >= 0, WORDS, past_l1=True) for row in rows]
             total = [Float32(0.0)] * c.vector
             if const_expr(c.has_residual):
-                total = unpack(ptx.load_if(self._at(residual, token, vector), True, WORDS), self.dtype)
+                total = unpack(ptx.load_if(self._at(residual, token, vector), True, WORDS, past_l1=True), self.dtype)
             for j in range_constexpr(c.topk):
                 for i, value in enumerate(unpack(words[j], self.dtype)):
                     # Of a row that is not there, not even a NaN weight counts.
