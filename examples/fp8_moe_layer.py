@@ -171,6 +171,7 @@ class FP8Layer:
             self.routing.num_groups,
             self.routing.topk_groups,
             scaling_factor=SCALING,
+            alignment=1,  # no padding: `grouped_mm_fp8` takes rows anywhere
             max_rows=len(x) if self.is_masked else None,
         )
         a, a_scale = torch_cute_ops.moe_permute_fp8quant(x, permuted, self.routing.topk, expanded)

@@ -8,7 +8,7 @@ import torch
 
 from ..case import Case
 from ..formulas import row_bytes
-from ..moe_rows import ALIGNMENT, DTYPE, TOP, MoeRowBenchmark
+from ..moe_rows import DTYPE, PADDED, TOP, MoeRowBenchmark
 
 
 class MoeRoute(MoeRowBenchmark):
@@ -17,9 +17,10 @@ class MoeRoute(MoeRowBenchmark):
     usual_width = 256
     outputs = ("weights", "ids", "expanded_to_permuted", "permuted_to_expanded", "offsets", "counts")
     has_copy_mark = False
+    alignments = (PADDED,)
     about = "Logits are bfloat16 numbers, of which equal ones are ties; 4 of 8 groups of experts."
 
-    def case(self, m: int, width: int | None = None, experts: int = 0) -> Case:
+    def case(self, m: int, width: int | None = None, experts: int = 0, alignment: str = PADDED) -> Case:
         return Case({"M": m, "E": experts or width or self.usual_width})
 
     def bytes_moved(self, case: Case) -> int:
@@ -30,7 +31,7 @@ class MoeRoute(MoeRowBenchmark):
 
     def numbers(self, case: Case) -> dict[str, Any]:
         groups = {"scoring": "sigmoid", "num_groups": 8, "topk_groups": 4, "scaling_factor": 2.5}
-        return {"topk": TOP, **groups, "alignment": ALIGNMENT}
+        return {"topk": TOP, **groups, "alignment": int(PADDED)}
 
     def arguments(self, case: Case, device: torch.device) -> dict[str, Any]:
         logits = torch.randn(case["M"], case["E"], dtype=DTYPE, device=device)

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks import ops
 from benchmarks.case import Case
-from benchmarks.moe_rows import SIZES, TOP, MoeRowBenchmark, routing
+from benchmarks.moe_rows import PACKED, PADDED, SIZES, TOP, MoeRowBenchmark, alignment_of, routing
 from benchmarks.runner import cloned
 
 CPU = torch.device("cpu")
@@ -32,20 +32,29 @@ def test_sizes_hold_every_mark(op):
     cases = {sizes: {case["M"] for case in benchmark.cases(sizes)} for sizes in SIZES}
     assert cases["marks"] < cases["quick"] <= cases["full"]
     rows = [
-        {"sizes": dict(case.sizes), "variants": {"ours": {"us": case["M"] / 16, "of_copy": 0.9}}}
+        {
+            "sizes": dict(case.sizes),
+            "choices": dict(case.choices),
+            "variants": {"ours": {"us": case["M"] / (16 if alignment_of(case) == PADDED else 32), "of_copy": 0.9}},
+        }
         for case in benchmark.cases("marks")
     ]
     marks = {mark.name: (mark.value, mark.passed) for mark in benchmark.marks(rows)}
-    assert marks.pop("decode, M ≤ 64: time") == (4.0, True)
-    assert marks == ({} if op == "moe_route" else {"M ≥ 4,096: of copy": (0.9, True)})
+    if op == "moe_route":
+        assert marks == {"decode, M ≤ 64: time": (4.0, True)}
+    else:
+        assert marks.pop("decode, M ≤ 64, alignment 1: time") == (2.0, True)
+        assert marks.pop("decode, M ≤ 64, alignment 128: time") == (4.0, True)
+        assert marks == {"M ≥ 4,096: of copy": (0.9, True)}
     assert all(mark.value is None for mark in benchmark.marks([]))
 
 
 @by_op
-def test_the_op_agrees_with_what_is_expected(op):
+@pytest.mark.parametrize("alignment", [PACKED, PADDED])
+def test_the_op_agrees_with_what_is_expected(op, alignment):
     """On the CPU they are the same; what the op leaves unspecified is not written on a GPU."""
     benchmark = ops.load(op)
-    case = Case({"M": 5, "E": 32} if op == "moe_route" else {"M": 5, benchmark.width: 256, "E": 32})
+    case = benchmark.case(5, 32 if op == "moe_route" else 256, 32, alignment)
     tensors = benchmark.make_set(case, CPU)
     made = cloned(tensors)
     want = benchmark.expected(case, tensors)
@@ -69,7 +78,10 @@ def test_a_fill_writes_as_many_codes():
 
 
 def test_routings_are_what_they_say():
-    parts = routing(40, 32)
+    parts = routing(40, 32, 128)
     used = parts["permuted_to_expanded"] >= 0
     assert int(used.sum()) == 40 * TOP == int(parts["counts"].sum())
-    assert routing(40, 32) is parts
+    assert routing(40, 32, 128) is parts
+    packed = routing(40, 32, 1)["permuted_to_expanded"]
+    assert len(packed) == 40 * TOP and int(packed.min()) == 0
+    assert torch.equal(packed, parts["permuted_to_expanded"][used])

@@ -58,7 +58,9 @@ def moe_route(
         topk_groups: how many of the groups a token may have experts of.
         renormalize: whether a token's weights are divided by their sum.
         scaling_factor: what weights are multiplied with in the end.
-        alignment: what each expert's first row is a multiple of, without ``max_rows``.
+        alignment: what each expert's first row is a multiple of, without ``max_rows``. Products of other libraries want
+            128, as a rule; :func:`grouped_mm_fp8` takes rows anywhere. With 1 there is no padding, which with few
+            tokens and many experts nearly all rows would be, and R tells it how many rows an expert has, about.
         max_rows: rows of each expert; ``None``: as many as it needs.
         out: tensors to write the outputs into.
 
