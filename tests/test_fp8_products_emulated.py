@@ -132,7 +132,7 @@ def test_the_fewest_stages(tile: tuple[int, int, int]) -> None:
         assert torch.equal(got, want)
 
 
-GROUPS = Run(wgmma("counted", (128, 128, 1), BF16), (130, 3), 136, 896, 1)
+GROUPS = Run(wgmma("counted", (128, 128, 1), BF16), (130, 3), 120, 1408, 1)
 SWAPPED = Run(wgmma("masked", (16, 128, 1), BF16), (3, 5), 136, 1792, 1, room=8)
 SHARED = Run(wgmma("masked", (16, 128, 2), BF16), (3, 5), 264, 512, 2, room=8)
 WARPS = Run(mma("counted", 16, BF16, "sm_120a"), (19, 3), 136, 768, 1)
@@ -143,15 +143,19 @@ def told_twice(ptx: str) -> str:
     return re.sub(r"mapa\.shared::cluster\.u32 there, (%r\d+), %r\d+;", r"mov.b32 there, \1;", ptx)
 
 
+def place_told_late(ptx: str) -> str:
+    """An edit of PTX: the copying warp stores where a tile lies when it has arrived."""
+    store, arrival = r"(st\.shared\.v4\.b32 [^;]*;)", r"(mbarrier\.arrive\.expect_tx[^;]*;)"
+    return re.sub(rf"{store}(.*?){arrival}", r"\2\3\1", ptx, count=1, flags=re.DOTALL)
+
+
 @pytest.mark.parametrize(
     ("run", "edit"),
     [
         pytest.param(GROUPS, changed(WAIT, None, PASSED), id="copies there"),
-        pytest.param(GROUPS, changed(WAIT, 0, PASSED), id="stage free"),
+        pytest.param(GROUPS, place_told_late, id="place told"),
         pytest.param(GROUPS, changed(r"wgmma\.wait_group\.sync\.aligned", None), id="products done"),
         pytest.param(GROUPS, changed(r"bar\.warp\.sync", 0), id="scales stored"),
-        # Of the seventh block, which is the third of those that a warp loads together: there are six stages.
-        pytest.param(GROUPS, changed(WAIT, 3, PASSED), id="stage free for scales"),
         pytest.param(GROUPS, changed(r"bar\.warp\.sync", 4), id="scales read"),
         pytest.param(GROUPS, changed(r"bar\.warp\.sync", -5), id="lines complete"),
         pytest.param(GROUPS, changed(r"bar\.warp\.sync", -4), id="lines read"),
@@ -174,6 +178,21 @@ def test_what_orders_a_product_is_needed(run: Run, edit: Any) -> None:
         for seed in (None, 0, 1, 2):
             got, want = execute(run._replace(seed=seed), edit)
             assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("wait", range(18))
+def test_every_wait_is_needed(wait: int) -> None:
+    """Of the copying warp one; of a warp that loads scales those for each of the blocks that it loads together; of
+    those that multiply, whether they do or not, and wherever in a round of the ring."""
+    with pytest.raises((EmulationError, Deadlock, AssertionError)):
+        for seed in (None, 0):
+            got, want = execute(GROUPS._replace(seed=seed), changed(WAIT, wait, PASSED))
+            assert torch.equal(got, want)
+
+
+def test_those_are_all_waits() -> None:
+    with pytest.raises(IndexError):
+        execute(GROUPS, changed(WAIT, 18, PASSED))
 
 
 @pytest.mark.parametrize("run", [GROUPS, SWAPPED, SHARED, WARPS], ids=["groups", "swapped", "shared", "warps"])

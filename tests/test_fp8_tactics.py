@@ -43,6 +43,8 @@ def test_unsupported():
     assert fp8_wgmma.plan(tokens=16, columns=256, **facts) is None
     assert fp8_mma.plan(tokens=48, **facts) is None
     assert "as many stages; there are 2" in dataclasses.replace(config, stages=2).reason_unsupported(HOPPER)
+    pairs = fp8_wgmma.plan(tokens=128, columns=128, **facts)
+    assert "5 stages have not whole ones" in dataclasses.replace(pairs, stages=5).reason_unsupported(HOPPER)
 
 
 @pytest.mark.parametrize("tactic", tactics(HOPPER), ids=lambda one: "x".join(map(str, one[1:])))
@@ -53,7 +55,7 @@ def test_there_are_never_more_tiles(tactic):
         some = random.Random(seed)
         experts, n = some.randint(1, 20), some.randint(1, 80) * 8
         counts = [some.choice((0, 1, some.randint(0, 300))) for _ in range(experts)]
-        across = -(-n // (tactic.columns))
+        across = -(-n // tactic.columns)
         tiles = sum(-(-count // tactic.tokens) for count in counts) * across
         for shape in (Shape(sum(counts), experts, n, 128), Shape(experts * 300, experts, n, 128, 300)):
             assert tactic.most_tiles(shape) >= tiles

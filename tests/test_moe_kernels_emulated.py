@@ -95,8 +95,10 @@ class Permute(NamedTuple):
 PERMUTE = {
     "one-scale": Permute(BF16, 128, SOME, 0),
     "dropped": Permute(FP32, 256, MASKED, 1),
-    "slices": Permute(BF16, 2176, SOME, None),
-    "slices-dropped": Permute(FP16, 1152, MASKED, 2),
+    "wide": Permute(BF16, 2176, SOME, None),
+    "wide-dropped": Permute(FP16, 1152, MASKED, 2),
+    # Of the others' tokens no number of scales is a multiple of four, which are loaded together.
+    "four-scales-a-load": Permute(FP16, 2560, SOME, 1),
     "decode": Permute(BF16, 1152, {"m": 1, "topk": 8, "experts": 512}, 0),
     "top-16": Permute(FP32, 640, {"m": 9, "topk": 16, "experts": 16}, 3),
 }

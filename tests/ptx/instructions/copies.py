@@ -12,7 +12,7 @@ from ptx.decoder import Decoder, Step, acts, effect, modifiers, unknown
 from ptx.instructions.accesses import SPACES
 from ptx.instructions.products import swizzled
 from ptx.memory import WRITTEN, EmulationError, Fault, Misaligned
-from ptx.parser import Imm, Instruction, Reg, Vec
+from ptx.parser import Instruction, Reg, Vec
 from ptx.values import TYPES, UNSIGNED, Array, of_each
 
 if TYPE_CHECKING:
@@ -138,10 +138,8 @@ def _start_to_shared(
     target: Array,
     barrier: Array,
     bytes_of: Callable[[int], Bytes],
-    masks: Array | None = None,
 ) -> tuple:
-    """Start a copy for each of the threads: check everything now, copy later. ``bytes_of(i)``: those of the i-th;
-    ``masks``: the ranks of the CTAs that get them, at the same place, and whose barriers count them."""
+    """Start a copy for each of the threads: check everything now, copy later. ``bytes_of(i)``: those of the i-th."""
     target, barrier = (of_each(x, threads) for x in (target, barrier))
     ctas, offsets = m.shared_place(space, threads, target)
     barrier_ctas, barriers = m.shared_place(space, threads, barrier)
@@ -150,20 +148,11 @@ def _start_to_shared(
         try:
             if barrier_ctas[i] != cta:
                 raise Fault(EmulationError, 0, "the mbarrier is in another CTA than the target")
-            ctas_of_copy = [cta]
-            if masks is not None and masks[i]:
-                ctas_of_copy = [int(m.cta_of_rank[m.cluster[thread], rank]) for rank in _bits(int(masks[i]))]
-            for one in ctas_of_copy:
-                m.start(thread, _one_to_shared(m, thread, one, int(offsets[i]), int(barriers[i]), *bytes_of(i)), (one,))
+            m.start(thread, _one_to_shared(m, thread, cta, int(offsets[i]), int(barriers[i]), *bytes_of(i)), (cta,))
         except Fault as fault:
             fault.position = i
             raise
     return ()
-
-
-def _bits(mask: int) -> list[int]:
-    """The places of ones."""
-    return [i for i in range(mask.bit_length()) if mask >> i & 1]
 
 
 def _one_to_shared(
@@ -188,11 +177,11 @@ def _one_to_shared(
 @effect("cp.async.bulk.tensor.2d cp.async.bulk.tensor.3d")
 def _tensor_copy(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     """A box of one of some matrices of bytes to shared memory; zeros for what is beyond the matrix."""
-    known = "shared::cta shared::cluster global tile mbarrier::complete_tx::bytes multicast::cluster L2::cache_hint"
-    mods, _ = modifiers(ins, parts, known)
+    known = "shared::cta shared::cluster global tile mbarrier::complete_tx::bytes L2::cache_hint"
+    modifiers(ins, parts, known)
     m = d.machine
 
-    def run(threads: Array, target: Array, map: Array, barrier: Array, mask: Array, *coordinates: Array) -> tuple:
+    def run(threads: Array, target: Array, map: Array, barrier: Array, *coordinates: Array) -> tuple:
         target, map, *coordinates = (of_each(x, threads) for x in (target, map, *coordinates))
 
         def bytes_of(i: int) -> Bytes:
@@ -200,13 +189,11 @@ def _tensor_copy(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
             box = TensorMap(_global_bytes(m, thread, map[i : i + 1], 128)().tobytes())
             return box.size, _box_bytes(m, thread, int(target[i]), box, *(int(x[i]) for x in coordinates))
 
-        return _start_to_shared(m, parts[0], threads, target, barrier, bytes_of, of_each(mask, threads))
+        return _start_to_shared(m, parts[0], threads, target, barrier, bytes_of)
 
-    target, source, barrier, *rest = ins.operands
+    target, source, barrier = ins.operands[:3]
     map, *coordinates = source.items
-    # Without multicast, zero: to the CTA that the address is of.
-    mask = rest[0] if "multicast::cluster" in mods else Imm(0)
-    sources = [d.address(target), d.address(map), d.address(barrier), d.source(mask, TYPES["u16"])]
+    sources = [d.address(target), d.address(map), d.address(barrier)]
     return Step(ins, [*sources, *(d.source(x, TYPES["s32"]) for x in coordinates)], [], run)
 
 

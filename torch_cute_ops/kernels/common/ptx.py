@@ -264,8 +264,8 @@ def transpose_8x8(word, *, loc=None, ip=None) -> Uint32:
 @dsl_user_op
 def wait(barrier, parity, sleep: int = 0, *, loc=None, ip=None) -> None:
     """Wait for the phase of an mbarrier that ``parity`` names, looking every ``sleep`` nanoseconds or so. That is for
-    warps that nobody waits for: sleepers wake late. (``cute.arch.mbarrier_wait`` names a time limit, for which ptxas
-    has threads sleep too: it cost FP8 products 1 to 6 % on an H200.)"""
+    warps that are far ahead of who waits for them: sleepers wake late. (``cute.arch.mbarrier_wait`` names a time limit,
+    for which ptxas has threads sleep too: it cost FP8 products 1 to 6 % on an H200.)"""
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(parity, loc, ip)]
     pause = f"nanosleep.u32 {sleep}; " if sleep else ""
     text = (

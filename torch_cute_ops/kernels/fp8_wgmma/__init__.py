@@ -7,14 +7,14 @@ start while the last one's results are stored.
 
 1. The copying warp keeps a ring of stages filled: 128 elements of k of the tile's rows of ``a`` and of ``b``, in boxes
    with the 128-byte swizzle, with a barrier that counts bytes and the scales. It finds the tiles, and leaves in the
-   stages where each lies. The scales' warps take the blocks of
-   k by turns; each loads those of several blocks at once and stores each block's in its stage: rows of ``a_scale``
-   begin anywhere, which copies in bulk cannot. (With one warp, its loads were what all waited for.)
+   stages where each lies. The scales' warps take the blocks of k by turns; each loads those of several blocks at once
+   and stores each block's in its stage: rows of ``a_scale`` begin anywhere, which copies in bulk cannot. (With one
+   warp, its loads were what all waited for.)
 2. A warpgroup multiplies 64 rows of the M side by all of the N side, four k32 steps, into registers of their own.
    Tensor cores add up e4m3 products with less than fp32's precision, so each block's sums are taken out, multiplied by
-   both scales, and added to the totals in fp32. Two blocks' products are started together, and the first's sums are
-   added while the second's run; then the other warpgroup's run. In the largest tiles a pass of the loop is a whole
-   round of the ring: addresses are constants then. (Where power limits, each instruction that is left out saves time.)
+   both scales, and added to the totals in fp32. Two blocks' products are started together; the first's sums are added
+   while the second's run, and the second's while the other warpgroup's do. In the largest tiles a pass of the loop is
+   a whole round of the ring: addresses are constants then. (Where power limits, what is left out saves time.)
 3. Where the M side has no rows, a warpgroup only says that it has read.
 4. The totals are rounded and stored: rows of whole lines, only those that the expert has.
 5. With few tiles the CTAs of a cluster share one, each with a part of k (``splits``). They leave their totals in shared

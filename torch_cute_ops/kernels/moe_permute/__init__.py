@@ -7,7 +7,7 @@ is shared, and CTAs end with their elements: CTAs that stay, or store in bulk fr
 Scales lie by columns, and a token's places are far apart: stored as they are computed, each is a request of its own to
 L2, a quarter as many as there are of codes, for a thirtieth of the bytes. So:
 
-- Few tokens: that, in one launch.
+- Few tokens: so all the same, since it is one launch.
 - More: scales are stored once for each token, in a workspace; then a thread for each row of the buffer reads its
   token's scales, and a warp stores 32 rows' scales of a column at a time.
 

@@ -96,9 +96,9 @@ class MoePermuteKernel:
         if const_expr(kept is None):
             # Threads that share a scale have some of the places each.
             for i in range_constexpr(0, c.topk, SCALE_THREADS):
-                row = self._row(index, i + member, exists & (i + member < c.topk))
-                if row >= 0:
-                    scale[block, row] = own
+                place = self._row(index, i + member, exists & (i + member < c.topk))
+                if place >= 0:
+                    scale[block, place] = own
         else:
             if exists & (member == 0):
                 kept[token, block] = own

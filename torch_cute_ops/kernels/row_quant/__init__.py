@@ -7,9 +7,8 @@ What differs between kernels is in ``Problem``; the parts compose:
 - norm, or none;
 - scales and codes: FP4 blocks; FP8 under a given scale, one of the row, or one of each 128 elements;
 - scale layout; linear scales besides; the norm besides;
-- rows: all of them; those that experts have in a buffer with padding, which is neither read nor written, as one dense
-  range (a table in shared memory says where a row lies: ``common.expert_rows``); or all, each of which is quantised
-  once and stored in several places, that an index tells.
+- rows: all of them; or those that experts have in a buffer with padding, which is neither read nor written, as one
+  dense range (a table in shared memory says where a row lies: ``common.expert_rows``).
 
 Roles and data path. A *group* of ``max(32, threads_per_row)`` threads works on one row at a time (several, if a row
 needs less than a warp). A CTA has one or more groups, which share nothing but the weight; a row that is too wide is cut
@@ -31,9 +30,8 @@ grid's stride.
    instead of once an element. (Rows of extreme magnitude, those with a block of MXFP4 or FP8 that is, and all in fp32
    want ``(v · rstd) · w``, by a second pass over the row in shared memory and a second barrier.) Block scale, and 8 or
    16 bytes of codes per thread and block, go to global memory; the norm, if it is an output, by way of shared memory
-   and in bulk one row later, where there is room for that (``bulk_norm``). Codes of a row that becomes several go by
-   way of shared memory too, and from there in bulk to each place. A block of FP8 is shared by eight threads: each
-   computes the scales of some of theirs, and tells the others (``common.shared_blocks``).
+   and in bulk one row later, where there is room for that (``bulk_norm``). A block of FP8 is shared by eight threads:
+   each computes the scales of some of theirs, and tells the others (``common.shared_blocks``).
 4. Scales. A row of the 128x4 layout has 4 bytes in every 512: stored row by row, that is one L2 request for each 4
    bytes, and costs 6 % at large sizes (H200). So a group takes the four rows that share 16 bytes (a *quad*) one after
    the other, gathers their scales in shared memory, and writes 16 bytes at a time, one row later. The rows that do not
