@@ -162,7 +162,7 @@ def compute(kernel: Any, *args: Any) -> None:
             write(output, result)
         return
     if type(kernel).__name__ == "MoePermuteKernel":
-        x, y, scale, places, pairs, workspace, _ = args
+        x, y, scale, places, pairs, workspace = args
         kept = config.workspace_shape(len(x))
         assert kept is None or workspace.shape == kept
         write_copies(*quantize_fp8_rows(x.float(), FP8_BLOCK128, None, COLUMN), places, pairs, y, scale)
