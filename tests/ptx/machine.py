@@ -1,4 +1,4 @@
-"""The execution of one launch: threads, scheduling, barriers and asynchronous copies.
+"""The execution of one launch: threads, their scheduling, and memory. (``barriers`` and ``under_way`` have the rest.)
 
 All threads of all CTAs live at once. A step runs one basic block for those threads of some randomly chosen warps that
 are at the lowest address: threads that diverged meet again as early as they can, and warps run ahead of each other in
@@ -21,17 +21,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 import ptx.instructions  # noqa: F401  (makes the instructions known)
+from ptx.barriers import Barriers
 from ptx.blocks import Block, blocks_of, find_live_registers, find_loads, granule
 from ptx.decoder import Decoder, Step
 from ptx.memory import (
     ALLOCATED,
-    BARRIER,
     LOCAL_WINDOW,
     RANK_SHIFT,
     REGION_SHIFT,
@@ -47,6 +47,7 @@ from ptx.memory import (
 )
 from ptx.parser import Program
 from ptx.races import Races
+from ptx.under_way import UnderWay
 from ptx.values import F32_NAN, UNSIGNED, Array, of_each
 
 WARP = 32
@@ -91,40 +92,6 @@ class GlobalMemory:
         return self.regions[(address >> REGION_SHIFT) - 1].data[start : start + size]
 
 
-@dataclass
-class Mbarrier:
-    """An mbarrier object: arrivals and bytes that its current phase still expects."""
-
-    expected: int
-    pending: int
-    bytes: int = 0
-    phase: int = 0
-    waiters: list[Array] = field(default_factory=list)
-
-
-@dataclass
-class Group:
-    """A bulk group of a thread: how many copies are under way, and the records (see ``races``) of what all read."""
-
-    under_way: int = 0
-    reads: list[slice] = field(default_factory=list)
-
-
-@dataclass
-class Copy:
-    """An asynchronous operation under way, or for ``cp.async`` those of all ``threads`` of one instruction.
-
-    ``group``: of a bulk group's copy; ``groups``: of ``cp.async``, the number of each thread's group.
-    """
-
-    step: Step
-    threads: Array
-    execute: Callable[[], None]
-    ctas: tuple[int, ...] = ()
-    group: Group | None = None
-    groups: Array | None = None
-
-
 class Machine:
     """One launch of ``program``. After ``run``, ``steps`` counts the instructions executed, each for many threads.
 
@@ -151,6 +118,7 @@ class Machine:
         self.steps = 0
         self._lay_out_threads()
         self._lay_out_memory()
+        self.barriers, self.under_way = Barriers(self), UnderWay(self)
         decoder = Decoder(self)
         self.blocks = blocks_of(program, decoder)
         loads = find_loads(self.blocks)
@@ -158,23 +126,7 @@ class Machine:
         self.registers = [np.zeros(self.threads, UNSIGNED[width]) for width in decoder.widths]
         self.block = np.zeros(self.threads, np.int32)
         self.state = np.full(self.threads, RUNNING, np.int8)
-        self.reason = np.zeros(self.threads, np.int32)  # warp synchronisation: what a lane waits at
-        self.arrived: dict[tuple[int, int], tuple[int, list[Array]]] = {}
-        self.arrived_counts: Counter[tuple[int, int]] = Counter()
-        self.mbarriers: dict[tuple[int, int], Mbarrier] = {}
-        self.cluster_arrived = np.zeros(self.threads, bool)
-        self.cluster_phase = np.zeros(self.threads, np.int32)
-        self.cluster_phases = np.zeros(self.clusters, np.int32)
-        self.copies: list[Copy] = []
-        # Bulk groups of a thread that it has not waited for.
-        self.open_groups: dict[int, Group] = {}
-        self.groups: dict[int, list[Group]] = {}
-        # Groups of cp.async: how many each thread has committed and waited for, and the newest that is not empty.
-        self.committed = np.zeros(self.threads, np.int64)
-        self.waited = np.zeros(self.threads, np.int64)
-        self.newest = np.full(self.threads, -1)
-        # What groups of warpgroup products read, by the first thread of a warp; the last group is open.
-        self.products: dict[int, list[list[slice]]] = {}
+        self.reason = np.zeros(self.threads, np.int32)  # what a thread waits at or for, if that is not known elsewhere
         self.step: Step | None = None
         # Registers that hold what comes from memory that nobody wrote, and in which threads.
         self.undefined: dict[int, Array] = {}
@@ -264,8 +216,8 @@ class Machine:
             while True:
                 running = self.state == RUNNING
                 if not running.any():
-                    if self.copies:
-                        self._execute_copy()
+                    if self.under_way.copies:
+                        self.under_way.execute_one()
                         continue
                     if (self.state == ENDED).all():
                         return
@@ -276,8 +228,8 @@ class Machine:
         """Choose warps, and run them for a while."""
         blocks = FAR
         if self.random is not None:
-            if self.copies and self.random.random() < 0.3:
-                self._execute_copy()
+            if self.under_way.copies and self.random.random() < 0.3:
+                self.under_way.execute_one()
                 running = self.state == RUNNING
             share = self.random.choice([0.2, 0.6, 1.0, 1.0])
             chosen = self.random.random(self.warps) < share
@@ -451,19 +403,14 @@ class Machine:
                 values[target.slot] = np.ones(count, bool)
 
     def _end(self, threads: Array) -> None:
-        for thread in {*self.groups, *self.open_groups}.intersection(threads.tolist()):
-            if any(group.reads for group in (*self.groups.get(thread, ()), self.open_groups.get(thread, Group()))):
-                raise self.error(EmulationError, thread, "ended before it waited for its bulk copies")
-        late = threads[self.newest[threads] >= self.waited[threads]]
-        if len(late):
-            raise self.error(EmulationError, late[0], "ended before it waited for its cp.async")
+        self.under_way.check_end(threads)
         self.state[threads] = ENDED
         for cta in np.unique(self.cta[threads]).tolist():
-            if (self.state[self.cta == cta] == ENDED).all():
+            if not len(self.living(self.cta == cta)):
                 self._end_cta(cta)
         # Threads that ended no longer count in the barrier of their cluster.
         for cluster in np.unique(self.cluster[threads]):
-            self._check_cluster(cluster)
+            self.barriers.check_cluster(cluster)
 
     def _end_cta(self, cta: int) -> None:
         try:
@@ -472,12 +419,24 @@ class Machine:
             thread = int(np.flatnonzero(self.cta == cta)[fault.position])
             raise self.error(fault.kind, thread, fault.message) from None
 
-    def wait(self, threads: Array) -> None:
+    def living(self, among: Array) -> Array:
+        """Those of some threads, of which ``among`` is a mask, that have not ended."""
+        return np.flatnonzero(among & (self.state != ENDED))
+
+    def wait(self, threads: Array, reason: int = 0) -> None:
+        """Let threads wait, until someone lets them go on; with a ``reason``, who may know them by that alone."""
         self.state[threads] = WAITING
+        self.reason[threads] = reason
 
     def retry(self, threads: Array) -> None:
         """Let waiting threads execute their instruction again."""
         self.state[threads] = RUNNING
+
+    def retry_those(self, among: Array, reason: int) -> None:
+        """The same of those that wait for this reason."""
+        waiting = among[(self.state[among] == WAITING) & (self.reason[among] == reason)]
+        self.reason[waiting] = 0
+        self.retry(waiting)
 
     def resume(self, threads: Array) -> None:
         """Let waiting threads go on after their instruction."""
@@ -499,8 +458,7 @@ class Machine:
             raise self.error(EmulationError, threads[absent[0]], f"lane not in mask {needed[absent[0]]:#x}")
         # bar.warp.sync meets any bar.warp.sync; other instructions only meet themselves.
         reason = -1 if step.instruction.opcode.startswith(("bar.warp", "barrier.warp")) else block.first + 1
-        self.wait(threads)
-        self.reason[threads] = reason
+        self.wait(threads, reason)
         concerned = np.zeros(self.warps, bool)
         concerned[self.warp[threads]] = True
         candidates = np.flatnonzero((self.state == WAITING) & (self.reason == reason) & concerned[self.warp])
@@ -546,12 +504,7 @@ class Machine:
         return "\n  ".join(lines)
 
     def _deadlock(self) -> Deadlock:
-        barriers = [
-            f"mbarrier at {offset:#x} of CTA {cta}: phase {b.phase} wants {b.pending} arrivals, {b.bytes} bytes"
-            for (cta, offset), b in self.mbarriers.items()
-            if b.waiters
-        ]
-        return Deadlock("\n  ".join(["no thread can run:", self._where(), *barriers]))
+        return Deadlock("\n  ".join(["no thread can run:", self._where(), *self.barriers.waited_for()]))
 
     # Memory
 
@@ -646,240 +599,3 @@ class Machine:
             if not isinstance(subset, slice):
                 fault.position = subset[fault.position]
             raise
-
-    # CTA barriers
-
-    def arrive(self, threads: Array, number: Array, count: Array | None, waits: bool) -> Array:
-        """``bar.sync`` and ``bar.arrive``. Nobody passes at once: who completes a barrier resumes all."""
-        number = of_each(number, threads).astype(np.int64)
-        expected = of_each(self.cta_threads if count is None else count, threads).astype(np.int64)
-        if waits:
-            self.wait(threads)
-        key = self.cta[threads] * 16 + number
-        for one in np.unique(key):
-            at = np.flatnonzero(key == one)
-            name = (int(one) // 16, int(one) % 16)
-            wanted = int(expected[at[0]])
-            before, groups = self.arrived.get(name, (wanted, []))
-            if before != wanted or (expected[at] != wanted).any():
-                raise Fault(EmulationError, at[0], f"barrier {name[1]} with {wanted} threads; others said {before}")
-            groups.append(threads[at] if waits else threads[at][:0])
-            self.races.arrive(("bar", *name), threads[at])
-            self.arrived_counts[name] += len(at)
-            self.arrived[name] = (wanted, groups)
-            if self.arrived_counts[name] > wanted:
-                raise Fault(EmulationError, at[0], f"barrier {name[1]}: more than {wanted} threads arrived")
-            if self.arrived_counts[name] == wanted:
-                everyone = np.concatenate(groups)
-                del self.arrived[name], self.arrived_counts[name]
-                self.races.publish(("bar", *name))
-                self.races.leave(("bar", *name), everyone)
-                self.races.forget(("bar", *name))
-                self.resume(everyone)
-        return np.zeros(len(threads), bool) if waits else np.ones(len(threads), bool)
-
-    # Cluster barriers
-
-    def cluster_arrive(self, threads: Array) -> None:
-        again = np.flatnonzero(self.cluster_arrived[threads])
-        if len(again):
-            raise Fault(EmulationError, again[0], "barrier.cluster.arrive twice without wait")
-        self.cluster_arrived[threads] = True
-        for cluster in np.unique(self.cluster[threads]):
-            self.races.arrive(("cluster", int(cluster)), threads[self.cluster[threads] == cluster])
-            self._check_cluster(cluster)
-
-    def _check_cluster(self, cluster: int) -> None:
-        members = np.flatnonzero((self.cluster == cluster) & (self.state != ENDED))
-        if len(members) and self.cluster_arrived[members].all():
-            self.cluster_phases[cluster] += 1
-            self.cluster_arrived[members] = False
-            self.races.publish(("cluster", int(cluster)))
-            waiting = members[(self.state[members] == WAITING) & (self.reason[members] == -2)]
-            self.reason[waiting] = 0
-            self.retry(waiting)
-
-    def cluster_wait(self, threads: Array) -> Array:
-        done = self.cluster_phases[self.cluster[threads]] > self.cluster_phase[threads]
-        early = np.flatnonzero(~done & ~self.cluster_arrived[threads])
-        if len(early):
-            raise Fault(EmulationError, early[0], "barrier.cluster.wait without arrive")
-        self.cluster_phase[threads[done]] += 1
-        for cluster in np.unique(self.cluster[threads[done]]):
-            at = threads[done & (self.cluster[threads] == cluster)]
-            self.races.leave(("cluster", int(cluster)), at)
-        self.wait(threads[~done])
-        self.reason[threads[~done]] = -2
-        return done
-
-    # mbarriers
-
-    def mbarrier_init(self, threads: Array, address: Array, count: Array) -> None:
-        ctas, offsets = self.shared_place("shared", threads, address)
-        counts = of_each(count, threads)
-        self.shared.locate(ctas, offsets, 8, 1)
-        for i, (cta, offset) in enumerate(zip(ctas.tolist(), offsets.tolist(), strict=True)):
-            if (cta, offset) in self.mbarriers:
-                raise Fault(EmulationError, i, f"mbarrier at {offset:#x} is initialised twice")
-            self.races.write(threads[i : i + 1], ctas[i : i + 1], offsets[i : i + 1], 8)
-            where = cta * self.shared.stride + offset
-            if (self.shared.flags[where : where + 8] & ALLOCATED == 0).any():
-                raise Fault(OutOfBounds, i, f"shared memory offset {offset:#x}")
-            self.shared.flags[where : where + 8] = ALLOCATED | WRITTEN | BARRIER
-            self.mbarriers[cta, offset] = Mbarrier(int(counts[i]), int(counts[i]))
-
-    def mbarrier_inval(self, threads: Array, address: Array) -> None:
-        ctas, offsets = self.shared_place("shared", threads, address)
-        for i, (cta, offset) in enumerate(zip(ctas.tolist(), offsets.tolist(), strict=True)):
-            self._mbarrier(i, cta, offset)
-            del self.mbarriers[cta, offset]
-            where = cta * self.shared.stride + offset
-            self.shared.flags[where : where + 8] = ALLOCATED
-
-    def _mbarrier(self, position: int, cta: int, offset: int) -> Mbarrier:
-        found = self.mbarriers.get((cta, offset))
-        if found is None:
-            raise Fault(EmulationError, position, f"no mbarrier at {offset:#x} of CTA {cta}")
-        return found
-
-    def mbarrier_arrive(
-        self, space: str, threads: Array, address: Array, count: Array | int, expected: Array | int
-    ) -> Array:
-        """Expect ``expected`` more bytes, then arrive ``count`` times. The result is the phase."""
-        ctas, offsets = self.shared_place(space, threads, address)
-        counts, bytes_ = of_each(count, threads), of_each(expected, threads)
-        phases = np.zeros(len(threads), np.uint64)
-        for i, (cta, offset) in enumerate(zip(ctas.tolist(), offsets.tolist(), strict=True)):
-            barrier = self._mbarrier(i, cta, offset)
-            self.races.read(threads[i : i + 1], ctas[i : i + 1], offsets[i : i + 1], 8)
-            phases[i] = barrier.phase
-            barrier.bytes += int(bytes_[i])
-            barrier.pending -= int(counts[i])
-            if barrier.pending < 0:
-                raise Fault(EmulationError, i, f"mbarrier at {offset:#x}: more than {barrier.expected} arrivals")
-            if counts[i]:
-                self.races.arrive(("mbarrier", cta, offset), threads[i : i + 1])
-            self._check_mbarrier(cta, offset, barrier)
-        return phases
-
-    def mbarrier_complete(self, cta: int, offset: int, size: int) -> None:
-        barrier = self._mbarrier(0, cta, offset)
-        barrier.bytes -= size
-        self._check_mbarrier(cta, offset, barrier)
-
-    def _check_mbarrier(self, cta: int, offset: int, barrier: Mbarrier) -> None:
-        if barrier.pending == 0 and barrier.bytes == 0:
-            barrier.phase += 1
-            barrier.pending = barrier.expected
-            self.races.publish(("mbarrier", cta, offset))
-            for waiters in barrier.waiters:
-                self.retry(waiters)
-            barrier.waiters = []
-
-    def mbarrier_test(self, threads: Array, address: Array, wanted: Array, parity: bool, waits: bool) -> Array:
-        """Whether a phase is complete: the one with this parity, or this one. ``waits``: who has no success waits."""
-        ctas, offsets = self.shared_place("shared", threads, address)
-        wanted = of_each(wanted, threads)
-        key = ctas * (1 << RANK_SHIFT) + offsets
-        done = np.zeros(len(threads), bool)
-        for one in np.unique(key):
-            at = np.flatnonzero(key == one)
-            cta, offset = int(ctas[at[0]]), int(offsets[at[0]])
-            barrier = self._mbarrier(at[0], cta, offset)
-            self.races.read(threads[at], ctas[at], offsets[at], 8)
-            done[at] = (barrier.phase & 1) != (wanted[at] & 1) if parity else barrier.phase > wanted[at]
-            self.races.leave(("mbarrier", cta, offset), threads[at][done[at]])
-            left = threads[at][~done[at]]
-            if waits and len(left):
-                self.wait(left)
-                barrier.waiters.append(left)
-        return done
-
-    # Asynchronous operations
-
-    def start(
-        self, thread: int, execute: Callable[[], None], ctas: tuple[int, ...], reads: slice | None = None
-    ) -> None:
-        """Execute a copy later. ``ctas``: whose shared memory it uses; ``reads``: records, of a bulk group's copy."""
-        group = None
-        if reads is not None:
-            group = self.open_groups.setdefault(thread, Group())
-            group.under_way += 1
-            group.reads.append(reads)
-        self.copies.append(Copy(self.step, np.array([thread]), execute, ctas, group))
-
-    def start_group(self, threads: Array, execute: Callable[[], None]) -> None:
-        """Execute a ``cp.async`` of each thread later."""
-        self.newest[threads] = self.committed[threads]
-        self.copies.append(Copy(self.step, threads, execute, groups=self.committed[threads]))
-
-    def _execute_copy(self) -> None:
-        number = 0 if self.random is None else int(self.random.integers(len(self.copies)))
-        copy = self.copies.pop(number)
-        self.step = copy.step
-        for cta in copy.ctas:
-            if (self.state[self.cta == cta] == ENDED).all():
-                raise self.error(EmulationError, copy.threads[0], f"CTA {cta} ended before this copy")
-        try:
-            copy.execute()
-        except Fault as fault:
-            raise self.error(fault.kind, copy.threads[fault.position], fault.message) from None
-        if copy.group is not None:
-            copy.group.under_way -= 1
-        waiting = copy.threads[(self.state[copy.threads] == WAITING) & (self.reason[copy.threads] == -3)]
-        self.reason[waiting] = 0
-        self.retry(waiting)
-
-    def commit_group(self, threads: Array) -> None:
-        for thread in threads.tolist():
-            self.groups.setdefault(thread, []).append(self.open_groups.pop(thread, Group()))
-
-    def wait_group(self, threads: Array, most: int) -> Array:
-        """Wait until at most the ``most`` newest groups are incomplete."""
-        done = np.ones(len(threads), bool)
-        for i, thread in enumerate(threads.tolist()):
-            groups = self.groups.get(thread, [])
-            waited = groups[: max(len(groups) - most, 0)]
-            done[i] = not any(group.under_way for group in waited)
-            if done[i] and waited:
-                self.races.copies_have_read(thread, [rows for group in waited for rows in group.reads])
-                del groups[: len(waited)]
-        self.reason[threads[~done]] = -3
-        self.wait(threads[~done])
-        return done
-
-    def wait_async(self, threads: Array, most: int | None) -> Array:
-        """Wait until at most the ``most`` newest groups of ``cp.async`` are incomplete; ``None``: for all, committed or
-        not."""
-        if most is None:
-            self.committed[threads] = np.maximum(self.committed[threads], self.newest[threads] + 1)
-        until = np.maximum(self.committed[threads] - (most or 0), self.waited[threads])
-        oldest = np.full(self.threads, FAR)
-        for copy in self.copies:
-            if copy.groups is not None:
-                oldest[copy.threads] = np.minimum(oldest[copy.threads], copy.groups)
-        done = oldest[threads] >= until
-        self.waited[threads[done]] = until[done]
-        self.races.groups_are_done(threads[done], until[done])
-        self.reason[threads[~done]] = -3
-        self.wait(threads[~done])
-        return done
-
-    # Warpgroup products: what a warp, for which its first thread stands, reads until it has waited for the group
-
-    def product_reads(self, thread: int, address: int, size: int) -> None:
-        ctas, offsets = self.shared_place("shared", np.array([thread]), np.array([address], np.uint32))
-        reads = self.races.copy_reads(self.races.begin(thread), int(ctas[0]), int(offsets[0]), size)
-        self.products.setdefault(thread, [[]])[-1].append(reads)
-
-    def commit_products(self, threads: Array) -> None:
-        for thread in threads[self.lane[threads] == 0].tolist():
-            self.products.setdefault(thread, [[]]).append([])
-
-    def wait_for_products(self, threads: Array, most: int) -> None:
-        """All but the ``most`` newest groups have read."""
-        for thread in threads[self.lane[threads] == 0].tolist():
-            groups = self.products.setdefault(thread, [[]])
-            done = max(len(groups) - 1 - most, 0)
-            self.races.copies_have_read(thread, [reads for group in groups[:done] for reads in group])
-            del groups[:done]

@@ -21,7 +21,7 @@ def _bar(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     machine = d.machine
 
     def run(threads: Array, number: Array, count: Array | None = None) -> Array:
-        return machine.arrive(threads, number, count, waits)
+        return machine.barriers.arrive_at_cta(threads, number, count, waits)
 
     return Step(ins, sources, [], run, "block")
 
@@ -29,13 +29,13 @@ def _bar(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 @effect("barrier.cluster.arrive")
 def _cluster_arrive(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     modifiers(ins, parts, "aligned release relaxed")
-    return acts(ins, [], d.machine.cluster_arrive)
+    return acts(ins, [], d.machine.barriers.arrive_at_cluster)
 
 
 @effect("barrier.cluster.wait")
 def _cluster_wait(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     modifiers(ins, parts, "aligned acquire")
-    return Step(ins, [], [], d.machine.cluster_wait, "block")
+    return Step(ins, [], [], d.machine.barriers.wait_for_cluster, "block")
 
 
 # mbarriers
@@ -46,12 +46,12 @@ _MBARRIER = "b64 shared::cta shared::cluster shared release acquire relaxed cta 
 @effect("mbarrier.init")
 def _mbarrier_init(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     sources = [d.address(ins.operands[0]), d.source(ins.operands[1], TYPES["u32"])]
-    return acts(ins, sources, d.machine.mbarrier_init)
+    return acts(ins, sources, d.machine.barriers.init)
 
 
 @effect("mbarrier.inval")
 def _mbarrier_inval(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    return acts(ins, [d.address(ins.operands[0])], d.machine.mbarrier_inval)
+    return acts(ins, [d.address(ins.operands[0])], d.machine.barriers.inval)
 
 
 @effect("mbarrier.arrive mbarrier.arrive.expect_tx mbarrier.expect_tx")
@@ -66,7 +66,7 @@ def _mbarrier_arrive(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
     def run(threads: Array, address: Array, amount: Array) -> tuple:
         count = 0 if not arrives else 1 if expects else amount
-        phases = machine.mbarrier_arrive(space, threads, address, count, amount if expects else 0)
+        phases = machine.barriers.arrive(space, threads, address, count, amount if expects else 0)
         return (phases,) if targets else ()
 
     return Step(ins, [d.address(operands[0]), amount], targets, run)
@@ -80,7 +80,7 @@ def _mbarrier_complete_tx(d: Decoder, ins: Instruction, parts: list[str]) -> Ste
     def run(threads: Array, address: Array, amount: Array) -> tuple:
         ctas, offsets = machine.shared_place("shared::cluster", threads, address)
         for cta, offset, size in zip(ctas, offsets, of_each(amount, threads), strict=True):
-            machine.mbarrier_complete(int(cta), int(offset), int(size))
+            machine.barriers.complete(int(cta), int(offset), int(size))
         return ()
 
     return Step(ins, [d.address(ins.operands[0]), d.source(ins.operands[1], TYPES["u32"])], [], run)
@@ -95,7 +95,7 @@ def _mbarrier_wait(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     machine = d.machine
 
     def run(threads: Array, address: Array, wanted: Array) -> Any:
-        done = machine.mbarrier_test(threads, address, wanted, parity, blocks)
+        done = machine.barriers.test(threads, address, wanted, parity, blocks)
         return done if blocks else (done,)
 
     sources = [d.address(address), d.source(wanted, TYPES["u32" if parity else "b64"])]

@@ -35,7 +35,7 @@ def _cp_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     def run(threads: Array, target: Array, source: Array, count: Array) -> tuple:
         counts = np.where(count, 0, size.value) if ignores else count.astype(np.int64)
         target, source, counts = (of_each(x, threads) for x in (target, source, counts))
-        m.start_group(threads, _some_cp_async(m, threads, target, source, size.value, counts))
+        m.under_way.start_group(threads, _some_cp_async(m, threads, target, source, size.value, counts))
         return ()
 
     sources = [d.address(target), d.address(source), d.source(count, TYPES["pred" if ignores else "u32"])]
@@ -60,7 +60,7 @@ def _some_cp_async(
     ctas, offsets = m.shared_place("shared", threads, target)
     words = np.zeros((len(threads), size // 4), np.uint32)
     m.shared.store(ctas, offsets, 4, list(words.T))
-    m.races.write(threads, ctas, offsets, size, m.committed[threads])
+    m.races.write(threads, ctas, offsets, size, m.under_way.committed[threads])
     # Bytes under way are not there, whatever was there before.
     for i in range(0, size, 4):
         m.shared.forget(ctas, offsets + i, 4)
@@ -79,7 +79,7 @@ def _commit_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     machine = d.machine
 
     def run(threads: Array) -> tuple:
-        machine.committed[threads] += 1
+        machine.under_way.committed[threads] += 1
         return ()
 
     return Step(ins, [], [], run)
@@ -89,7 +89,7 @@ def _commit_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 def _wait_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     most = ins.operands[0].value if ins.operands else None
     machine = d.machine
-    return Step(ins, [], [], lambda threads: machine.wait_async(threads, most), "block")
+    return Step(ins, [], [], lambda threads: machine.under_way.wait_async(threads, most), "block")
 
 
 @effect("cp.async.bulk")
@@ -148,7 +148,8 @@ def _start_to_shared(
         try:
             if barrier_ctas[i] != cta:
                 raise Fault(EmulationError, 0, "the mbarrier is in another CTA than the target")
-            m.start(thread, _one_to_shared(m, thread, cta, int(offsets[i]), int(barriers[i]), *bytes_of(i)), (cta,))
+            copy = _one_to_shared(m, thread, cta, int(offsets[i]), int(barriers[i]), *bytes_of(i))
+            m.under_way.start(thread, copy, (cta,))
         except Fault as fault:
             fault.position = i
             raise
@@ -167,7 +168,7 @@ def _one_to_shared(
         m.shared.flags[here] |= WRITTEN
         m.races.copy_writes(agent, cta, offset, size)
         m.races.copy_arrives(agent, ("mbarrier", cta, barrier), tells=False)
-        m.mbarrier_complete(cta, barrier, size)
+        m.barriers.complete(cta, barrier, size)
 
     # Bytes under way are not there, whatever was there before.
     m.shared.flags[here] &= np.uint8(0xFF ^ WRITTEN)
@@ -255,7 +256,7 @@ def _bulk_to_global(d: Decoder, ins: Instruction) -> Step:
             def execute(memory=memory, there=there, here=here) -> None:
                 memory.data[there] = m.shared.data[here]
 
-            m.start(thread, execute, (cta,), reads)
+            m.under_way.start(thread, execute, (cta,), reads)
         return ()
 
     target, source, size = ins.operands[:3]
@@ -264,7 +265,7 @@ def _bulk_to_global(d: Decoder, ins: Instruction) -> Step:
 
 @effect("cp.async.bulk.commit_group")
 def _commit(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    return acts(ins, [], d.machine.commit_group)
+    return acts(ins, [], d.machine.under_way.commit_group)
 
 
 @effect("cp.async.bulk.wait_group")
@@ -272,7 +273,7 @@ def _wait_group(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     modifiers(ins, parts, "read")
     most = ins.operands[0].value
     machine = d.machine
-    return Step(ins, [], [], lambda threads: machine.wait_group(threads, most), "block")
+    return Step(ins, [], [], lambda threads: machine.under_way.wait_group(threads, most), "block")
 
 
 @effect("st.async")
@@ -293,7 +294,7 @@ def _st_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
                 raise Fault(EmulationError, i, "the mbarrier is in another CTA than the target")
             sent = [value[i : i + 1] for value in values]
             copy = _one_st_async(m, thread, ctas[i : i + 1], offsets[i : i + 1], width, sent, int(barriers[i]))
-            m.start(thread, copy, (int(ctas[i]),))
+            m.under_way.start(thread, copy, (int(ctas[i]),))
         return ()
 
     sources = [d.address(address), d.address(barrier), *(d.source(item, bits) for item in items)]
@@ -311,6 +312,6 @@ def _one_st_async(
         m.races.copy_writes(agent, where, int(offset[0]), size)
         # Norms' sums over clusters rely on it.
         m.races.copy_arrives(agent, ("mbarrier", where, barrier), tells=True)
-        m.mbarrier_complete(where, barrier, size)
+        m.barriers.complete(where, barrier, size)
 
     return execute

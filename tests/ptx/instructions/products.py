@@ -200,7 +200,7 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         found, end = [], 0
         for thread, descriptor, address in parts:
             first = int(address[0, 0])
-            machine.product_reads(thread, first & ~1023, len(address) * 128)
+            machine.under_way.product_reads(thread, first & ~1023, len(address) * 128)
             rows = slice(end, end := end + len(address))
             key = int(machine.cta[thread]), descriptor, first
             if key not in known:
@@ -254,12 +254,12 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 @effect("wgmma.commit_group.sync.aligned")
 def _wgmma_commit(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    return acts(ins, [], d.machine.commit_products)
+    return acts(ins, [], d.machine.under_way.commit_products)
 
 
 @effect("wgmma.wait_group.sync.aligned")
 def _wgmma_wait(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    return acts(ins, [], partial(d.machine.wait_for_products, most=ins.operands[0].value))
+    return acts(ins, [], partial(d.machine.under_way.wait_for_products, most=ins.operands[0].value))
 
 
 @effect("movmatrix.sync.aligned.m8n8.trans.b16")
