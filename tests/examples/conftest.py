@@ -1,0 +1,19 @@
+"""The examples as modules."""
+
+import importlib
+from types import ModuleType
+
+import pytest
+from example_scripts import EXAMPLES
+
+
+@pytest.fixture
+def quickstart(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module; others import it."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("quickstart")
+
+
+@pytest.fixture
+def hidden_states(quickstart: ModuleType) -> ModuleType:
+    return importlib.import_module("hidden_states")

@@ -1,0 +1,95 @@
+"""The expert layer in FP8."""
+
+import importlib
+import re
+from types import ModuleType
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def fp8_moe_layer(quickstart: ModuleType) -> ModuleType:
+    return importlib.import_module("fp8_moe_layer")
+
+
+def token_by_token(
+    weights: tuple[torch.Tensor, ...], x: torch.Tensor, groups: int, best: int, top: int
+) -> torch.Tensor:
+    """The layer in float64, a token and an expert at a time."""
+    router, bias, both, down = (weight.double() for weight in weights)
+    size = len(router) // groups
+    results = []
+    for token in x.double():
+        scores = 1 / (1 + (-(router @ token)).exp())
+        choice = scores + bias
+        two_best = [sum(sorted(choice[g * size : (g + 1) * size], reverse=True)[:2]) for g in range(groups)]
+        kept = sorted(range(groups), key=lambda g: -two_best[g])[:best]
+        chosen = sorted((e for e in range(len(router)) if e // size in kept), key=lambda e: -choice[e])[:top]
+        total = sum(scores[e] for e in chosen)
+        parts = []
+        for e in chosen:
+            gate, up = (both[e] @ token).chunk(2)
+            parts.append(2.5 * scores[e] / total * (down[e] @ (gate / (1 + (-gate).exp()) * up)))
+        results.append(sum(parts))
+    return torch.stack(results)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "masked"])
+def test_fp8_moe_layer(fp8_moe_layer: ModuleType, capsys: pytest.CaptureFixture, layout: str) -> None:
+    sizes = ["--tokens", "1", "6", "--hidden", "128", "--experts", "16", "--intermediate", "128"]
+    assert fp8_moe_layer.main(["--layout", layout, *sizes]) == 0
+    out = capsys.readouterr().out
+    assert out.strip().splitlines()[-1] == "SUCCESS: every check passed"
+    # On a GPU two times follow.
+    rows = re.findall(r"^ +(\d+) +(0\.\d{5}) +(0\.\d{4})(?: +[\d.]+ +[\d.]+)?$", out, re.MULTILINE)
+    assert [row[0] for row in rows] == ["1", "6"]
+    elements, blocks = 3 * 16 * 128 * 128, 3 * 16
+    assert f"{2 * elements:,} bytes in bf16, {elements + 4 * blocks:,} as codes and scales: 2.00 times fewer" in out
+    for _, cosine, error in rows:
+        assert 0.99 < float(cosine) < 1 and 0.01 < float(error) < 0.1
+
+
+@pytest.mark.parametrize(("groups", "best"), [(1, 1), (4, 2)])
+def test_both_layers_are_what_they_say(fp8_moe_layer: ModuleType, groups: int, best: int) -> None:
+    """That in bf16 is near float64, that in FP8 near that of what its weights are in FP8."""
+    weights = fp8_moe_layer.random_weights(256, 12, 128, torch.device("cpu"))
+    routing = fp8_moe_layer.Routing(groups, best, 3)
+    x = torch.randn(5, 256).bfloat16()
+    want = token_by_token(weights, x, groups, best, 3)
+    assert fp8_moe_layer.relative_error(fp8_moe_layer.BF16Layer(weights, routing)(x).double(), want) < 0.02
+    decoded = []
+    for weight in weights[2:]:
+        codes, scale = fp8_moe_layer.in_fp8(weight)
+        assert codes.float().abs().unflatten(2, (-1, 128)).unflatten(1, (-1, 128)).amax((2, 4)).eq(448).all()
+        decoded.append(codes.double() * scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2))
+    for weight, number in zip(weights[2:], decoded, strict=True):
+        # A code has three bits behind the first; the smallest are steps of their own.
+        assert ((weight.double() - number).abs() <= weight.double().abs() / 16 + weight.abs().max() / 448 / 512).all()
+    layer = fp8_moe_layer.FP8Layer(weights, routing, False)
+    in_fp8 = token_by_token((*weights[:2], *decoded), x, groups, best, 3)
+    error, others = (fp8_moe_layer.relative_error(layer(x).double(), of) for of in (in_fp8, want))
+    assert error < 0.06 and error < others
+
+
+@pytest.mark.parametrize(("name", "place"), [("moe_permute_fp8quant", 0), ("grouped_mm_fp8", 1), ("moe_finalize", 1)])
+def test_a_wrong_step_fails(
+    fp8_moe_layer: ModuleType, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, name: str, place: int
+) -> None:
+    """One that takes another's rows, or weight."""
+    right = getattr(fp8_moe_layer.torch_cute_ops, name)
+
+    def of_another(rows: torch.Tensor) -> torch.Tensor:
+        # torch rolls no FP8 on a GPU.
+        codes = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
+        return codes.roll(1, dims=0).view(rows.dtype)
+
+    def wrong(*args, **kwargs) -> object:
+        args = [of_another(arg) if i == place else arg for i, arg in enumerate(args)]
+        return right(*args, **kwargs)
+
+    monkeypatch.setattr(fp8_moe_layer.torch_cute_ops, name, wrong)
+    sizes = ["--tokens", "6", "--hidden", "128", "--experts", "16", "--intermediate", "128"]
+    assert fp8_moe_layer.main(sizes) == 1
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert last.startswith("FAILURE: 6 tokens: a cosine of ")
