@@ -13,6 +13,7 @@ from torch_cute_ops.registry import OPS
 LAYOUTS = [
     pytest.param({"alignment": 128}, id="contiguous"),
     pytest.param({"alignment": 8}, id="contiguous-8"),
+    pytest.param({"alignment": 1}, id="packed"),
     pytest.param({"max_rows": 64}, id="masked"),
 ]
 TOPK = 4
@@ -100,6 +101,9 @@ def test_gate_of_both_layouts(layout, device):
     got = torch_cute_ops.moe_swiglu_fp8quant(poisoned, offsets, counts)
     as_bytes = lambda y, scale: (y.view(torch.uint8)[used], scale[:, used])  # noqa: E731
     assert_same(as_bytes(*got), as_bytes(*want))
+    if layout == {"alignment": 1}:
+        # Without padding the offsets are enough.
+        assert_same(as_bytes(*torch_cute_ops.moe_swiglu_fp8quant(poisoned, offsets)), as_bytes(*want))
     if "max_rows" in layout:
         y, scale = torch_cute_ops.moe_swiglu_fp8quant(poisoned.view(12, -1, 512), counts=counts)
         assert y.shape == (12, 64, 256) and scale.shape == (2, 12, 64)
