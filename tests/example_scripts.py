@@ -1,5 +1,6 @@
-"""Where the examples are, what they print, and what numbers are in FP4."""
+"""Where the examples are, what they print, and what they compute: numbers in FP4, a layer of experts."""
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -31,3 +32,20 @@ def rounded(numbers: np.ndarray, fmt: str = "nvfp4") -> np.ndarray:
         scale = 2.0 ** np.ceil(np.log2(amax / 6))
     e2m1 = np.array([-6.0, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6])
     return (nearest(blocks / scale, e2m1) * scale).reshape(numbers.shape)
+
+
+def mixed(
+    token: torch.Tensor,
+    scores: torch.Tensor,
+    chosen: Iterable[int],
+    weights_of: Callable[[int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+) -> torch.Tensor:
+    """What the ``chosen`` experts make of a token, each by its share of their scores; ``weights_of(e)`` are an expert's
+    for gate, up and down."""
+    total = sum(scores[e] for e in chosen)
+    parts = []
+    for e in chosen:
+        of_gate, of_up, of_down = weights_of(e)
+        gate, up = of_gate @ token, of_up @ token
+        parts.append(scores[e] / total * (of_down @ (gate / (1 + (-gate).exp()) * up)))
+    return sum(parts)

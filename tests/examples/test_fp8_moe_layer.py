@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from example_scripts import mixed
 
 
 @pytest.fixture
@@ -26,12 +27,7 @@ def token_by_token(
         two_best = [sum(sorted(choice[g * size : (g + 1) * size], reverse=True)[:2]) for g in range(groups)]
         kept = sorted(range(groups), key=lambda g: -two_best[g])[:best]
         chosen = sorted((e for e in range(len(router)) if e // size in kept), key=lambda e: -choice[e])[:top]
-        total = sum(scores[e] for e in chosen)
-        parts = []
-        for e in chosen:
-            gate, up = (both[e] @ token).chunk(2)
-            parts.append(2.5 * scores[e] / total * (down[e] @ (gate / (1 + (-gate).exp()) * up)))
-        results.append(sum(parts))
+        results.append(2.5 * mixed(token, scores, chosen, lambda e: (*both[e].chunk(2), down[e])))
     return torch.stack(results)
 
 

