@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from .case import Benchmark, Case, Mark, Row, Tensors, Variant, at_least, at_mos
 DTYPE = torch.bfloat16
 EXPERTS, TOP = 256, 8
 """Of DeepSeek-V3: experts, and experts of a token."""
-PACKED, PADDED = "1", "128"
+PACKED, PADDED = 1, 128
 """What an expert's first row is a multiple of: `grouped_mm_fp8` takes rows anywhere, others want whole tiles."""
 DECODE_ROWS = (1, 8, 32, 64)
 LARGE_ROWS = (4096, 16384)
@@ -57,7 +57,7 @@ class MoeRowBenchmark(Benchmark):
     usual_width: ClassVar[int] = 7168
     outputs: ClassVar[tuple[str, ...]] = ("y", "scale")
     has_copy_mark = True
-    alignments: ClassVar[tuple[str, ...]] = (PACKED, PADDED)
+    alignments: ClassVar[tuple[int, ...]] = (PACKED, PADDED)
     """Of experts' rows in decode steps; in others they are padded."""
     about = """\
 Tokens have 8 of 256 experts, all as likely; bytes are those of rows that are some token's. An expert's first row is a
@@ -71,10 +71,10 @@ a measurement goes through, in GB, exceed what address translation keeps."""
 
     # --- cases ---
 
-    def case(self, m: int, width: int | None = None, experts: int = EXPERTS, alignment: str = PADDED) -> Case:
+    def case(self, m: int, width: int | None = None, experts: int = EXPERTS, alignment: int = PADDED) -> Case:
         """A case of this op."""
         sizes = {"M": m, self.width: width or self.usual_width, "E": experts}
-        return Case(sizes, choices={"alignment": alignment} if len(self.alignments) > 1 else {})
+        return Case(sizes, choices={"alignment": str(alignment)} if len(self.alignments) > 1 else {})
 
     def cases(self, sizes: str) -> list[Case]:
         return [
@@ -84,10 +84,10 @@ a measurement goes through, in GB, exceed what address translation keeps."""
         ]
 
     def smallest(self, case: Case) -> Case:
-        return self.case(1, case[self.width], case["E"], alignment_of(case))
+        return self.case(1, case[self.width], case["E"], alignment_of(case.choices))
 
     def panel(self, case: Case) -> str:
-        return f"{self.width} = {case[self.width]:,}, E = {case['E']}, alignment {alignment_of(case)}"
+        return f"{self.width} = {case[self.width]:,}, E = {case['E']}, alignment {alignment_of(case.choices)}"
 
     # --- formulas ---
 
@@ -99,12 +99,12 @@ a measurement goes through, in GB, exceed what address translation keeps."""
 
     def routed(self, case: Case, device: torch.device, *names: str) -> dict[str, torch.Tensor]:
         """These parts of the case's routing."""
-        parts = routing(case["M"], case["E"], int(alignment_of(case)))
+        parts = routing(case["M"], case["E"], alignment_of(case.choices))
         return {name: parts[name].to(device, copy=True) for name in names}
 
     def rows(self, case: Case) -> int:
         """Rows of the experts' buffer."""
-        return rows_bound(case["M"], TOP, case["E"], int(alignment_of(case)))
+        return rows_bound(case["M"], TOP, case["E"], alignment_of(case.choices))
 
     def make_set(self, case: Case, device: torch.device) -> Tensors:
         given = self.arguments(case, device)
@@ -149,7 +149,7 @@ a measurement goes through, in GB, exceed what address translation keeps."""
     def marks(self, rows: Sequence[Row]) -> list[Mark]:
         marks = []
         for alignment in self.alignments:
-            decode = [row for row in rows if row["choices"].get("alignment", PADDED) == alignment]
+            decode = [row for row in rows if alignment_of(row["choices"]) == alignment]
             times = [row["variants"]["ours"]["us"] for row in decode if row["sizes"]["M"] <= max(DECODE_ROWS)]
             how = f", alignment {alignment}" if len(self.alignments) > 1 else ""
             marks.append(
@@ -161,9 +161,9 @@ a measurement goes through, in GB, exceed what address translation keeps."""
         return marks
 
 
-def alignment_of(case: Case) -> str:
-    """What an expert's first row is a multiple of."""
-    return case.choices.get("alignment", PADDED)
+def alignment_of(choices: Mapping[str, str]) -> int:
+    """What an expert's first row is a multiple of, by the choices of a case or a row."""
+    return int(choices.get("alignment", PADDED))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

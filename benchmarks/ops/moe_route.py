@@ -20,7 +20,7 @@ class MoeRoute(MoeRowBenchmark):
     alignments = (PADDED,)
     about = "Logits are bfloat16 numbers, of which equal ones are ties; 4 of 8 groups of experts."
 
-    def case(self, m: int, width: int | None = None, experts: int = 0, alignment: str = PADDED) -> Case:
+    def case(self, m: int, width: int | None = None, experts: int = 0, alignment: int = PADDED) -> Case:
         return Case({"M": m, "E": experts or width or self.usual_width})
 
     def bytes_moved(self, case: Case) -> int:
@@ -31,7 +31,7 @@ class MoeRoute(MoeRowBenchmark):
 
     def numbers(self, case: Case) -> dict[str, Any]:
         groups = {"scoring": "sigmoid", "num_groups": 8, "topk_groups": 4, "scaling_factor": 2.5}
-        return {"topk": TOP, **groups, "alignment": int(PADDED)}
+        return {"topk": TOP, **groups, "alignment": PADDED}
 
     def arguments(self, case: Case, device: torch.device) -> dict[str, Any]:
         logits = torch.randn(case["M"], case["E"], dtype=DTYPE, device=device)

@@ -35,7 +35,9 @@ def test_sizes_hold_every_mark(op):
         {
             "sizes": dict(case.sizes),
             "choices": dict(case.choices),
-            "variants": {"ours": {"us": case["M"] / (16 if alignment_of(case) == PADDED else 32), "of_copy": 0.9}},
+            "variants": {
+                "ours": {"us": case["M"] / (16 if alignment_of(case.choices) == PADDED else 32), "of_copy": 0.9}
+            },
         }
         for case in benchmark.cases("marks")
     ]
