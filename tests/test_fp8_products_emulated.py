@@ -180,7 +180,10 @@ def test_what_orders_a_product_is_needed(run: Run, edit: Any) -> None:
             assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("wait", range(18))
+WAITS = 18
+
+
+@pytest.mark.parametrize("wait", range(WAITS))
 def test_every_wait_is_needed(wait: int) -> None:
     """Of the copying warp one; of a warp that loads scales those for each of the blocks that it loads together; of
     those that multiply, whether they do or not, and wherever in a round of the ring."""
@@ -192,7 +195,7 @@ def test_every_wait_is_needed(wait: int) -> None:
 
 def test_those_are_all_waits() -> None:
     with pytest.raises(IndexError):
-        execute(GROUPS, changed(WAIT, 18, PASSED))
+        execute(GROUPS, changed(WAIT, WAITS, PASSED))
 
 
 @pytest.mark.parametrize("run", [GROUPS, SWAPPED, SHARED, WARPS], ids=["groups", "swapped", "shared", "warps"])

@@ -14,8 +14,8 @@ from ptx.values import Array, of_each
 if TYPE_CHECKING:
     from ptx.machine import Machine
 
-AT_CLUSTER = -2
-"""What a thread waits at (``Machine.wait``)."""
+AT_WARP, AT_CLUSTER, FOR_COPIES = -1, -2, -3
+"""What a thread waits at, or for (``Machine.wait``); positive numbers are of instructions that only meet themselves."""
 
 
 @dataclass

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 import ptx.instructions  # noqa: F401  (makes the instructions known)
-from ptx.barriers import Barriers
+from ptx.barriers import AT_WARP, Barriers
 from ptx.blocks import Block, blocks_of, find_live_registers, find_loads, granule
 from ptx.decoder import Decoder, Step
 from ptx.memory import (
@@ -457,7 +457,7 @@ class Machine:
         if len(absent):
             raise self.error(EmulationError, threads[absent[0]], f"lane not in mask {needed[absent[0]]:#x}")
         # bar.warp.sync meets any bar.warp.sync; other instructions only meet themselves.
-        reason = -1 if step.instruction.opcode.startswith(("bar.warp", "barrier.warp")) else block.first + 1
+        reason = AT_WARP if step.instruction.opcode.startswith(("bar.warp", "barrier.warp")) else block.first + 1
         self.wait(threads, reason)
         concerned = np.zeros(self.warps, bool)
         concerned[self.warp[threads]] = True
@@ -473,7 +473,7 @@ class Machine:
             self.races.join_warps(ready)
             self.resume(elsewhere)
             return ready[self.block[ready] == block.first]
-        if step.orders and (reason == -1 or not self.strict):
+        if step.orders and (reason == AT_WARP or not self.strict):
             self.races.join_warps(ready)
         return ready
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ptx.barriers import FOR_COPIES
 from ptx.memory import EmulationError, Fault
 from ptx.values import Array
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from ptx.decoder import Step
     from ptx.machine import Machine
 
-FOR_COPIES = -3
-"""What a thread waits for (``Machine.wait``)."""
 FAR = np.iinfo(np.int64).max
 
 
