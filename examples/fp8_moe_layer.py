@@ -180,7 +180,8 @@ class FP8Layer:
             a, a_scale = a.unflatten(0, (len(counts), -1)), a_scale.unflatten(1, (len(counts), -1))
             offsets = None
         both = torch_cute_ops.grouped_mm_fp8(a, self.up[0], a_scale, self.up[1], offsets, counts)
-        h, h_scale = torch_cute_ops.moe_swiglu_fp8quant(both, offsets, counts)
+        # Without padding, offsets tell all about the rows.
+        h, h_scale = torch_cute_ops.moe_swiglu_fp8quant(both, offsets, counts if self.is_masked else None)
         y = torch_cute_ops.grouped_mm_fp8(h, self.down[0], h_scale, self.down[1], offsets, counts)
         return torch_cute_ops.moe_finalize(y.flatten(0, -2), expanded, weights)
 

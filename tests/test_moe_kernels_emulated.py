@@ -1,6 +1,7 @@
 """The kernels around the experts' products, executed thread for thread by the PTX emulator."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import expected.moe_route
@@ -39,14 +40,16 @@ FINALIZE = {
     "decode": Finalize(BF16, 1096, {"m": 1, "topk": 8, "experts": 16}, True, 132, 0),
     "tokens-share-the-device": Finalize(FP16, 1096, {"m": 5, "topk": 3, "experts": 4}, False, 2, 1),
     "a-token-each": Finalize(FP32, 520, {"m": 9, "topk": 2, "experts": 3}, True, 1, None),
+    "larger-ctas": Finalize(BF16, 1096, {"m": 2, "topk": 4, "experts": 4}, True, 1, 4),
     "narrow": Finalize(BF16, 8, {"m": 7, "topk": 1, "experts": 2}, False, 2, 2),
     "top-16": Finalize(FP16, 264, {"m": 3, "topk": 16, "experts": 17}, True, 1, 3),
     "dropped": Finalize(FP32, 64, {"m": 12, "topk": 2, "experts": 3, "max_rows": 4}, True, 1, 0),
 }
 
 
+@pytest.mark.parametrize("few", [512, 0], ids=["few", "many"])
 @pytest.mark.parametrize("one", [pytest.param(one, id=name) for name, one in FINALIZE.items()])
-def test_finalize(one: Finalize) -> None:
+def test_finalize(one: Finalize, few: int) -> None:
     """Bit for bit; rows of padding are NaN, and so are weights of pairs that were dropped."""
     torch.manual_seed(one.width)
     routed = random_routing(device=CPU, **one.routing)
@@ -56,8 +59,9 @@ def test_finalize(one: Finalize) -> None:
     weights = torch.rand(index.shape).masked_fill_(index < 0, torch.nan)
     residual = torch.randn(len(index), one.width + 8).to(one.dtype)[:, : one.width] if one.has_residual else None
     out = poisoned(len(index), one.width, dtype=one.dtype)
-    case = MoeCase("moe_finalize", (one.width, one.dtype, index.shape[1], one.has_residual))
-    run_kernel(case.kernel, ARCHS[case.arch], x, index, weights, residual, out, one.sms, seed=one.seed)
+    planned = MoeCase("moe_finalize", (one.width, one.dtype, index.shape[1], one.has_residual)).kernel
+    kernel = type(planned)(dataclasses.replace(planned.config, few=few))
+    run_kernel(kernel, ARCHS["sm_90a"], x, index, weights, residual, out, one.sms, seed=one.seed)
     equal("out", out, moe_finalize(x, index, weights, residual))
 
 
@@ -187,6 +191,52 @@ def test_swiglu(one: Rows, given: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("offsets", "rows"),
+    [([0, 4, 4, 9], range(9)), ([3, 3, 5, 12], range(3, 12)), ([5, 20, 30], range(5, 12)), ([-2, 3], range(3))],
+    ids=["from-the-first", "to-the-last", "cut-to-the-room-there-is", "cut-before"],
+)
+@pytest.mark.parametrize(
+    ("width", "changes", "max_ctas"),
+    [(128, {"groups": 2}, 1), (128, {"groups": 2}, 132), (640, WARP_GROUPS, 1), (640, WARP_GROUPS, 132)],
+    ids=["rows-share-a-warp", "few-rows-share-a-warp", "a-warp-each", "few-a-warp-each"],
+)
+def test_offsets_alone(
+    offsets: list[int], rows: Sequence[int], width: int, changes: dict[str, int], max_ctas: int
+) -> None:
+    """Without padding rows are one range of twelve, which takes a group several rounds; others are not touched."""
+    torch.manual_seed(0)
+    x = random_rows(12, 2 * width, dtype=BF16, device=CPU)
+    y, scale = poisoned(12, width, dtype=torch.float8_e4m3fn), poisoned(width // 128, 12, dtype=torch.float32)
+    kernel = Rows(BF16, width, {}, max_ctas, 0, changes).kernel("moe_swiglu_fp8quant", 2 * width, BF16, True, False)
+    ends = torch.tensor(offsets, dtype=torch.int32)
+    given = (x, None, None, None, y, scale, None, None, ends, None, 0.0, max_ctas)
+    run_kernel(kernel, ARCHS["sm_90a"], *given, seed=0, strict=True)
+    assert_gated(x, y, scale, rows)
+
+
+def test_offsets_of_no_rows() -> None:
+    """Nothing is read, and nothing written."""
+    x = random_rows(4, 256, dtype=BF16, device=CPU)
+    y, scale = poisoned(4, 128, dtype=torch.float8_e4m3fn), poisoned(1, 4, dtype=torch.float32)
+    kernel = Rows(BF16, 128, {}, 2, 0, {}).kernel("moe_swiglu_fp8quant", 256, BF16, True, False)
+    ends = torch.tensor([3, 3], dtype=torch.int32)
+    given = (x, None, None, None, y, scale, None, None, ends, None, 0.0, 2)
+    run_kernel(kernel, ARCHS["sm_90a"], *given, seed=0, strict=True)
+    assert_gated(x, y, scale, [])
+
+
+def assert_gated(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, rows: Sequence[int]) -> None:
+    """These rows of the outputs are those of the input, gated; the others are as they were."""
+    used = torch.zeros(len(x), dtype=torch.bool)
+    used[list(rows)] = True
+    if used.any():
+        want = silu_mul_fp8quant(x[used], None, "block128", "column")
+        assert_fp8_close((y[used].contiguous(), scale[:, used].contiguous()), want, FP8_BLOCK128)
+    assert (y[~used].view(torch.uint8) == POISON).all()
+    assert (scale[:, ~used].contiguous().view(torch.uint8) == POISON).all()
+
+
+@pytest.mark.parametrize(
     ("counts", "in_parts", "rows"),
     [
         ([6, 0, 1], True, [0, 1, 2, 3, 8]),
@@ -205,12 +255,7 @@ def test_counts_are_cut_to_the_room_there_is(counts: list[int], in_parts: bool, 
     one = Rows(BF16, 128, {}, 2, 0, {"groups": 2})
     kernel = one.kernel("moe_swiglu_fp8quant", 256, BF16, not in_parts, True)
     run_kernel(kernel, ARCHS["sm_90a"], x, None, None, None, y, scale, None, None, *table, 0.0, 2, seed=0, strict=True)
-    used = torch.zeros(12, dtype=torch.bool)
-    used[rows] = True
-    want_y, want_scale = silu_mul_fp8quant(x[used], None, "block128", "column")
-    assert_fp8_close((y[used].contiguous(), scale[:, used].contiguous()), (want_y, want_scale), FP8_BLOCK128)
-    assert (y[~used].view(torch.uint8) == POISON).all()
-    assert (scale[:, ~used].contiguous().view(torch.uint8) == POISON).all()
+    assert_gated(x, y, scale, rows)
 
 
 def test_rows_are_found_before_they_are_read() -> None:

@@ -1,4 +1,7 @@
-"""moe_swiglu_fp8quant: SwiGLU's gate and FP8 quantisation of experts' rows. I is the width of the output."""
+"""moe_swiglu_fp8quant: SwiGLU's gate and FP8 quantisation of experts' rows. I is the width of the output.
+
+Rows without padding are given by their offsets alone, of which the kernel reads two.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import torch
 
 from ..case import Case
 from ..formulas import fp8_bytes, row_bytes
-from ..moe_rows import DTYPE, MoeRowBenchmark
+from ..moe_rows import DTYPE, PACKED, MoeRowBenchmark, alignment_of
 
 
 class MoeSwigluFp8quant(MoeRowBenchmark):
@@ -20,11 +23,17 @@ class MoeSwigluFp8quant(MoeRowBenchmark):
         """Both halves of each pair's row and where rows are read, codes and scales written; bytes."""
         pairs, width = self.pairs(case), case["I"]
         moved = row_bytes(pairs, 2 * width, DTYPE.itemsize) + fp8_bytes(pairs, width, "block128")
-        return moved + row_bytes(2 * case["E"] + 1, 1, 4)
+        return moved + row_bytes(2 if is_packed(case) else 2 * case["E"] + 1, 1, 4)
 
     def arguments(self, case: Case, device: torch.device) -> dict[str, Any]:
         rows = torch.randn(self.rows(case), 2 * case["I"], dtype=DTYPE, device=device)
-        return {"input": rows, **self.routed(case, device, "offsets", "counts")}
+        names = ("offsets",) if is_packed(case) else ("offsets", "counts")
+        return {"input": rows, **self.routed(case, device, *names)}
+
+
+def is_packed(case: Case) -> bool:
+    """Whether there is no padding."""
+    return alignment_of(case.choices) == PACKED
 
 
 BENCHMARK = MoeSwigluFp8quant()

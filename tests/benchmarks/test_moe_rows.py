@@ -24,6 +24,8 @@ BYTES = {
 def test_bytes_by_hand(op):
     benchmark = ops.load(op)
     assert benchmark.bytes_moved(benchmark.case(4096)) == BYTES[op]
+    packed = benchmark.bytes_moved(benchmark.case(4096, alignment=PACKED))
+    assert packed == BYTES[op] - (511 * 4 if op == "moe_swiglu_fp8quant" else 0)
 
 
 @by_op

@@ -416,6 +416,7 @@ class RowQuant:
     def _kernel(self, facts: Facts, arch: Arch) -> Wanted:
         """The kernel for these facts on ``arch``."""
         from torch_cute_ops.kernels import row_quant
+        from torch_cute_ops.kernels.common.fp8_units import FP8_UNIT
 
         fmt, layout = self._resolve(facts.choices)
         hidden = facts.hidden // 2 if self.source == "silu_mul" else facts.hidden
@@ -424,7 +425,7 @@ class RowQuant:
             dtype=facts.dtype,
             weight_dtype=facts.weight_dtype,
             # FP4 rows are whole blocks, and so whole units.
-            width=-(-hidden // row_quant.FP8_UNIT) * row_quant.FP8_UNIT,
+            width=-(-hidden // FP8_UNIT) * FP8_UNIT,
             norm_width=hidden,
             fmt=fmt,
             layout=layout,

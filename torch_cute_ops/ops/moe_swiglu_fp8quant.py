@@ -41,7 +41,7 @@ def moe_swiglu_fp8quant(
         offsets: (E + 1,) int32, where each expert's rows begin, and the last one's end; for an input (R, 2I), and only
             that. At most 512 experts.
         counts: (E,) int32, how many rows each expert has, of those that the buffer has room for. Without it, all up to
-            the next offset.
+            the next offset: for rows without padding, which are found faster so.
         out: tensors to write ``(y, scale)`` into.
 
     Returns:

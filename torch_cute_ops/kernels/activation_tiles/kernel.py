@@ -4,6 +4,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from torch_cute_ops.kernels.activation_tiles.config import THREADS, TILE_BYTES, TILE_TOKENS, Config
+from torch_cute_ops.kernels.common import pdl
 from torch_cute_ops.kernels.common.activations import Activations
 from torch_cute_ops.runtime.argspec import Argument, Dim, TensorArg
 
@@ -40,10 +41,8 @@ class ActivationTilesKernel:
         chunks = cute.ceil_div(self.activations.width(a), self.config.chunk)
         group_bytes = TILE_TOKENS * self.config.token_bytes  # of a chunk
         groups = tiles.shape[0] // (Int64(chunks) * group_bytes)
-        if const_expr(self.config.pdl):
-            cute.arch.griddepcontrol_wait()
-            # What comes next may read its weight already: all that was before this kernel has been written.
-            cute.arch.griddepcontrol_launch_dependents()
+        # What comes next may read its weight already.
+        pdl.start(self.config.pdl)
         for i in range(me, flags.shape[0], ctas * THREADS):
             flags[i] = Int32(0)
         if const_expr(alpha is not None):

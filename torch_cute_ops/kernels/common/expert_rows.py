@@ -1,8 +1,8 @@
 """The rows that experts have in a buffer with padding, as one dense range: rows of padding have no number in it.
 
-Each expert has ``counts[e]`` rows from ``offsets[e]`` on; without ``counts``, all up to the next offset; without
-``offsets``, from ``e`` times an equal share of the buffer on. A table in shared memory says where in the dense range
-each expert's rows begin, and how far from there in the buffer.
+Each expert has ``counts[e]`` rows from ``offsets[e]`` on; without ``offsets``, from ``e`` times an equal share of the
+buffer on. A table in shared memory says where in the dense range each expert's rows begin, and how far from there in
+the buffer.
 """
 
 from typing import NamedTuple
@@ -45,11 +45,11 @@ def table_at(memory: cute.Pointer) -> ExpertRows:
 
 @cute.jit
 def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
-    """Fill the table; ``offsets`` or ``counts`` may be ``None``, and the buffer has ``rows`` rows.
+    """Fill the table; ``offsets`` may be ``None``, and the buffer has ``rows`` rows.
 
     All ``threads`` of the CTA come here, and have to meet afterwards.
     """
-    experts = offsets.shape[0] - 1 if const_expr(counts is None) else counts.shape[0]
+    experts = counts.shape[0]
     share = rows // experts
     each = -(-MAX_EXPERTS // threads)
     begins, sizes = [], []
@@ -60,10 +60,7 @@ def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
         begin = expert * share
         if const_expr(offsets is not None):
             begin = _load(offsets, expert, exists)
-        if const_expr(counts is None):
-            size = _load(offsets, expert + 1, exists) - begin
-        else:
-            size = _load(counts, expert, exists)
+        size = _load(counts, expert, exists)
         # No more than there is room for.
         size = cutlass.max(cutlass.min(size, share if const_expr(offsets is None) else rows - begin), Int32(0))
         begins.append(begin)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from cutlass import Boolean, Float32, Uint32
 
 from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.fp8_units import FP8_UNIT
 
 E4M3_MAX = 448.0
 _BEYOND_E4M3 = 1024.0
@@ -51,8 +52,12 @@ def scale_divisor(scale: Float32, rstd: Float32 | None, is_dynamic: bool) -> Div
     return Divisor(factor, ptx.select(magnitude < Float32(_INFINITY), near_one, Float32(0.0)), inverse, None)
 
 
-def divide_e4m3x4(values: list, divisor: Divisor) -> Uint32:
-    """Four values over the scale as e4m3 bytes, the first lowest: nearest even, saturating, NaN 0x7F."""
+def divide_e4m3(values, divisor: Divisor) -> list:
+    """A unit of values over the scale as words of e4m3 bytes, the first lowest: nearest even, saturating, NaN 0x7F."""
+    return [_divide_four([values[i + k] for k in range(4)], divisor) for i in range(0, FP8_UNIT, 4)]
+
+
+def _divide_four(values: list, divisor: Divisor) -> Uint32:
     quotients = []
     for raw in values:
         value = ptx.mul_rn(raw, divisor.factor)

@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.activation_tiles.config import TILE_BYTES, TILE_LINE, TILE_TOKENS
-from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common import pdl, ptx
 from torch_cute_ops.kernels.common.activations import Activations
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
 from torch_cute_ops.kernels.common.expert_factors import factor_counts, factors_argument
@@ -104,10 +104,8 @@ class FP4ExpertsKernel:
         smem = SmemAllocator()
         found = cute.make_tensor(smem.allocate_array(Int32, warps), cute.make_layout(warps))
         members = cute.make_tensor(smem.allocate_array(Int32, c.capacity), cute.make_layout(c.capacity))
-        if const_expr(c.pdl):
-            cute.arch.griddepcontrol_wait()
-            # What comes next may read weights and factors already: all that was before this kernel has been written.
-            cute.arch.griddepcontrol_launch_dependents()
+        # What comes next may read weights and factors already.
+        pdl.start(c.pdl)
         if const_expr(c.classes > 1):
             flags = left[1]
             ctas = experts * cute.arch.grid_dim()[1]

@@ -2,10 +2,11 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Constexpr, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
-from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common import pdl, ptx
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, pack, store_words, unpack
+from torch_cute_ops.kernels.common.token_words import alignment, words_of_token
 from torch_cute_ops.kernels.moe_finalize.config import CTAS_PER_SM, VECTOR, Config
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 
@@ -22,6 +23,7 @@ class MoeFinalizeKernel:
     def arguments(self) -> tuple[Argument, ...]:
         c = self.config
         tokens = Dim("tokens")
+        align = alignment(c.topk)
 
         def rows(count: Dim, stride: str) -> TensorArg:
             step = Dim(stride, divisibility=c.vector, bits=64)
@@ -29,8 +31,8 @@ class MoeFinalizeKernel:
 
         return (
             rows(Dim("rows"), "row_stride"),
-            TensorArg("Int32", (tokens, c.topk), (c.topk, 1), align=4),
-            TensorArg("Float32", (tokens, c.topk), (c.topk, 1), align=4),
+            TensorArg("Int32", (tokens, c.topk), (c.topk, 1), align=align),
+            TensorArg("Float32", (tokens, c.topk), (c.topk, 1), align=align),
             rows(tokens, "residual_stride") if c.has_residual else None,
             TensorArg(self.dtype.__name__, (tokens, c.width), (c.width, 1), align=VECTOR),
             ScalarArg("Int32"),
@@ -39,11 +41,28 @@ class MoeFinalizeKernel:
     @cute.jit
     def __call__(self, x, index, weights, residual, out, sms: Int32, stream):
         c = self.config
-        tokens = out.shape[0]
-        slices = cutlass.min(cute.ceil_div(sms * CTAS_PER_SM, tokens), c.portions)
-        self.kernel(x, index, weights, residual, out).launch(
-            grid=[tokens, slices, 1],
-            block=[c.threads, 1, 1],
+        tokens, threads = out.shape[0], Int32(c.threads)
+        slices = cutlass.min(cute.ceil_div(sms * CTAS_PER_SM, tokens), c.portions(c.threads))
+        if tokens <= c.few:
+            # Larger CTAs, where CTAs have one portion each, and these leave the busiest SM less to do.
+            is_less = self._most(tokens, sms, c.more_threads) < self._most(tokens, sms, c.threads)
+            if is_less & (slices == c.portions(c.threads)):
+                threads, slices = Int32(c.more_threads), Int32(c.portions(c.more_threads))
+            self._launch(True, slices, threads, x, index, weights, residual, out, stream)
+        else:
+            self._launch(False, slices, threads, x, index, weights, residual, out, stream)
+
+    def _most(self, tokens, sms, threads: int):
+        """Vectors of the busiest SM, if CTAs of so many threads have one portion each."""
+        return (tokens * self.config.portions(threads) + sms - 1) // sms * threads
+
+    @cute.jit
+    def _launch(self, are_few: Constexpr, slices, threads, x, index, weights, residual, out, stream):
+        c = self.config
+        self.kernel(are_few, x, index, weights, residual, out).launch(
+            grid=[out.shape[0], slices, 1],
+            block=[threads, 1, 1],
+            max_number_threads=[max(c.threads, c.more_threads), 1, 1],
             # Registers for the loads of all rows at once; without it ptxas gives a thread 32.
             min_blocks_per_mp=1,
             stream=stream,
@@ -51,21 +70,22 @@ class MoeFinalizeKernel:
         )
 
     @cute.kernel
-    def kernel(self, x, index, weights, residual, out):
+    def kernel(self, are_few: Constexpr, x, index, weights, residual, out):
+        """``are_few`` tells that there are few tokens: rows are read past L1."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         token, slice_, _ = cute.arch.block_idx()
         _, slices, _ = cute.arch.grid_dim()
-        if const_expr(c.pdl):
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
-        rows = [index[token, j] for j in range(c.topk)]
-        factors = [weights[token, j] for j in range(c.topk)]
-        for vector in range(slice_ * c.threads + tid, c.vectors, slices * c.threads):
-            words = [ptx.load_if(self._at(x, row, vector), row >= 0, WORDS, past_l1=True) for row in rows]
+        threads, _, _ = cute.arch.block_dim()
+        pdl.start(c.pdl)
+        rows = [Int32(word) for word in words_of_token(index, token, c.topk)]
+        factors = [ptx.float_of(word) for word in words_of_token(weights, token, c.topk)]
+        for vector in range(slice_ * threads + tid, c.vectors, slices * threads):
             total = [Float32(0.0)] * c.vector
             if const_expr(c.has_residual):
-                total = unpack(ptx.load_if(self._at(residual, token, vector), True, WORDS, past_l1=True), self.dtype)
+                # First, since it does not wait for an index.
+                total = unpack(ptx.load_if(self._at(residual, token, vector), True, WORDS, past_l1=are_few), self.dtype)
+            words = [ptx.load_if(self._at(x, row, vector), row >= 0, WORDS, past_l1=are_few) for row in rows]
             for j in range_constexpr(c.topk):
                 for i, value in enumerate(unpack(words[j], self.dtype)):
                     # Of a row that is not there, not even a NaN weight counts.

@@ -8,11 +8,11 @@ Scales lie by columns, and a token's places are far apart: stored as they are co
 L2, a quarter as many as there are of codes, for a thirtieth of the bytes. So:
 
 - Few tokens: so all the same, since it is one launch.
-- More: scales are stored once for each token, in a workspace; then a thread for each row of the buffer reads its
-  token's scales, and a warp stores 32 rows' scales of a column at a time.
+- More: scales are stored once for each token, in a workspace; then threads for each row of the buffer read its token's
+  scales, and a warp stores 32 rows' scales of a column at a time.
 
 Bytes moved: tokens and indices read once, codes and scales written for each place; more than few tokens: the tokens'
-scales written, and read for each place, mostly from L2.
+scales written, and these and indices read for each place, mostly from L2.
 """
 
 from typing import TYPE_CHECKING

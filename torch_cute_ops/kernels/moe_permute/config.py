@@ -5,17 +5,16 @@ from dataclasses import dataclass
 import torch
 
 from torch_cute_ops.formats.fp8 import FP8_BLOCK128
+from torch_cute_ops.kernels.common.fp8_units import FP8_UNIT
 
-UNIT = 16
-"""Elements that a thread takes: their codes fill a vector store."""
-SCALE_THREADS = FP8_BLOCK128.block_size // UNIT
-"""Neighbouring threads whose elements share a scale."""
-FEW = 256
+FEW = 128
 """Tokens up to which one launch is faster."""
 THREADS = 64
 """Of a CTA that quantises."""
 COPY_THREADS = 128
 """Of a CTA that copies scales."""
+CHUNK = 16
+"""Scales of a row that a thread copies."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +38,17 @@ class Config:
     @property
     def units(self) -> int:
         """Units of a token."""
-        return self.width // UNIT
+        return self.width // FP8_UNIT
 
     @property
     def scales(self) -> int:
         """Scales of a token."""
         return self.width // FP8_BLOCK128.block_size
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a token's scales."""
+        return -(-self.scales // CHUNK)
 
     def workspace_shape(self, tokens: int) -> tuple[int, int] | None:
         """Of the tokens' scales, if a call needs them."""

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common import pdl, ptx
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES
 from torch_cute_ops.kernels.common.scan import running_sum_of_cta
 from torch_cute_ops.kernels.moe_route.config import ALONE, ALONE_ROWS, BITS, CHUNK, ROWS, RUN, THREADS, WARP, Config
@@ -148,9 +148,7 @@ class MoeRouteKernel:
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         run = cute.ceil_div(tokens, ctas)
-        if const_expr(self.config.pdl):
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
+        pdl.start(self.config.pdl)
         first = cutlass.min(cta * run, tokens)
         return SimpleNamespace(
             tid=tid,

@@ -8,7 +8,8 @@ What differs between kernels is in ``Problem``; the parts compose:
 - scales and codes: FP4 blocks; FP8 under a given scale, one of the row, or one of each 128 elements;
 - scale layout; linear scales besides; the norm besides;
 - rows: all of them; or those that experts have in a buffer with padding, which is neither read nor written, as one
-  dense range (a table in shared memory says where a row lies: ``common.expert_rows``).
+  dense range (a table in shared memory says where a row lies: ``common.expert_rows``); or all from the first expert's
+  offset to the last one's end, if no counts say that there is padding between.
 
 Roles and data path. A *group* of ``max(32, threads_per_row)`` threads works on one row at a time (several, if a row
 needs less than a warp). A CTA has one or more groups, which share nothing but the weight; a row that is too wide is cut
@@ -45,12 +46,12 @@ and its scales) written; the weight once a CTA, from L2.
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.row_quant.config import FP8_UNIT, Config, Problem, plan
+from torch_cute_ops.kernels.row_quant.config import Config, Problem, plan
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.row_quant.kernel import RowQuantKernel
 
-__all__ = ["FP8_UNIT", "KERNEL", "Config", "Problem", "RowQuantKernel", "plan"]
+__all__ = ["KERNEL", "Config", "Problem", "RowQuantKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.RowQuantKernel"
 __getattr__ = on_demand(__name__, "RowQuantKernel")

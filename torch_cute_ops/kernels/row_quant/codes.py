@@ -9,9 +9,10 @@ from cutlass import Float32, Uint32
 from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.fp4 import encode_e2m1x8, is_live_mxfp4, is_live_nvfp4, mxfp4_scale, nvfp4_scale
-from torch_cute_ops.kernels.common.fp8 import Divisor, divide_e4m3x4, dynamic_scale, scale_divisor
+from torch_cute_ops.kernels.common.fp8 import Divisor, divide_e4m3, dynamic_scale, scale_divisor
+from torch_cute_ops.kernels.common.fp8_units import SCALE_THREADS
 from torch_cute_ops.kernels.common.shared_blocks import SharedBlocks
-from torch_cute_ops.kernels.row_quant.config import SCALE_THREADS, Config
+from torch_cute_ops.kernels.row_quant.config import Config
 
 
 class Encoder:
@@ -51,7 +52,7 @@ class Encoder:
         is_static = self.config.problem.fmt.is_static
         scale = g if is_static else dynamic_scale(self._scaled(amax, rstd))
         divisor = scale_divisor(scale, rstd, is_dynamic=not is_static)
-        return [(self._divide(products, divisor), scale) for products, _ in blocks]
+        return [(divide_e4m3(products, divisor), scale) for products, _ in blocks]
 
     def fp8_blocks(self, blocks, rstd, amax, t) -> tuple[list, Float32]:
         """The words of codes of each block, and the scale of the one that the thread answers for, of that ``amax``."""
@@ -60,10 +61,5 @@ class Encoder:
         words = []
         for j, (products, _) in enumerate(blocks):
             factor, near_one, inverse = (self.shared.told(value, j, t.lane) for value in mine[:3])
-            words.append(self._divide(products, Divisor(factor, near_one, inverse, near_one > Float32(0.0))))
+            words.append(divide_e4m3(products, Divisor(factor, near_one, inverse, near_one > Float32(0.0))))
         return words, scale
-
-    def _divide(self, products, divisor: Divisor) -> list:
-        """The words of codes of a block."""
-        unit = self.config.problem.unit
-        return [divide_e4m3x4([products[i + k] for k in range(4)], divisor) for i in range(0, unit, 4)]

@@ -1,5 +1,6 @@
 """The device code; the package's docstring tells the roles and the data path."""
 
+from functools import reduce
 from types import SimpleNamespace
 
 import cutlass
@@ -100,7 +101,7 @@ class RowQuantKernel:
         clusters = cutlass.max(max_ctas // c.splits, 1)
         ctas = cutlass.min(wanted, clusters) * c.splits
         threads = Int32(c.threads)
-        if const_expr(c.problem.rows != "experts"):
+        if const_expr(not c.problem.has_table):
             # One group each while there are CTAs enough: a smaller CTA starts sooner.
             threads = ptx.select(x.shape[0] <= clusters * c.group_rows, Int32(c.group_threads), threads)
         self.kernel(x, residual, weight, factor, y, scale, linear, norm, index, counts, eps).launch(
@@ -159,10 +160,15 @@ class RowQuantKernel:
         cute.arch.sync_warp()
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
-        if const_expr(p.rows == "experts"):
+        if const_expr(p.has_table):
             fill_table(s.experts, index, counts, x.shape[0], tid, c.threads)
             cute.arch.sync_threads()
             t.rows = s.experts.total[0]
+            self.rows.deal(t)
+        elif const_expr(p.rows == "experts"):
+            # No more than there is room for.
+            t.first_row = cutlass.max(index[0], Int32(0))
+            t.rows = cutlass.max(cutlass.min(index[index.shape[0] - 1], x.shape[0]) - t.first_row, Int32(0))
             self.rows.deal(t)
         # Where the thread's row lies in this iteration and, with two stages, in the next.
         place, after = self.rows.place_of(Int32(0), t, s), self.rows.place_of(Int32(c.stages - 1), t, s)
@@ -294,7 +300,7 @@ class RowQuantKernel:
             all_scales=scales,
             scales=scales + cute.assume(t.group * (2 * c.quad_bytes), divby=16) if c.quads else None,
             sums=sums + t.group * c.group_sums,
-            experts=table_at(base + at.experts) if c.problem.rows == "experts" else None,
+            experts=table_at(base + at.experts) if c.problem.has_table else None,
             barriers=barriers,
             full=own,
             summed=own + c.stages,
@@ -365,10 +371,7 @@ class RowQuantKernel:
 
     def _amax_of(self, blocks) -> Float32:
         """The largest magnitude in a thread's blocks."""
-        amax = Float32(0.0)
-        for _, largest in blocks:
-            amax = ptx.max_abs_nan(amax, largest[0])
-        return amax
+        return reduce(ptx.max_abs_nan, [largest[0] for _, largest in blocks], Float32(0.0))
 
     def _fill(self, products, amax, values: list) -> None:
         """``values`` and the largest magnitude among them, NaN if one is, into a block's registers."""

@@ -67,8 +67,11 @@ class Rows:
     def place_of(self, it, t, s):
         """Where the thread's row of iteration ``it`` lies in global memory; whole warps come here together."""
         row = self.row_at(it, t) + t.row
-        if self.config.problem.rows != "experts":
+        p = self.config.problem
+        if p.rows != "experts":
             return row
+        if not p.has_table:
+            return t.first_row + row
         return row_of(s.experts, row, t.lane, is_of_warp=self.config.group_rows == 1)
 
     def issue_first(self, place, after, t, s) -> None:

@@ -9,8 +9,9 @@ from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TOKEN
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import pack, store_byte, store_words
+from torch_cute_ops.kernels.common.fp8_units import SCALE_THREADS
 from torch_cute_ops.kernels.row_quant.codes import Encoder
-from torch_cute_ops.kernels.row_quant.config import SCALE_THREADS, Config
+from torch_cute_ops.kernels.row_quant.config import Config
 from torch_cute_ops.kernels.row_quant.rows import Rows
 from torch_cute_ops.kernels.row_quant.scales import FP4Scales
 

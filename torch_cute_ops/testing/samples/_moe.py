@@ -89,6 +89,11 @@ ROUTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
 """What routings may be like: name, and arguments of ``random_routing``."""
 
 
+def unaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same in other memory, one element beyond a multiple of 16 bytes."""
+    return torch.cat((tensor.new_zeros(1), tensor.flatten()))[1:].view(tensor.shape)
+
+
 def poisoned_rows(routed: Routing, width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Rows in the experts' order, NaN where no pair is."""
     rows = random_rows(routed.rows, width, dtype=dtype, device=device)

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
-from torch_cute_ops.testing.samples._moe import ROUTINGS, Routing, integer_errors, poisoned_rows, random_routing
+from torch_cute_ops.testing.samples._moe import (
+    ROUTINGS,
+    Routing,
+    integer_errors,
+    poisoned_rows,
+    random_routing,
+    unaligned,
+)
 from torch_cute_ops.testing.samples._rows import DTYPES, out_errors, random_rows, short, special_rows, views
 
 
@@ -73,6 +80,9 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
     yield Sample("weights-expanded", (rows, index, weights[:, :1].expand(9, 3)))
     yield Sample("index-column-step", (rows, index.repeat_interleave(2, 1)[:, ::2], weights.repeat(1, 2)[:, ::2]))
     yield Sample("negative-indices", (rows, torch.where(index < 0, -(2**31), index).to(torch.int32), weights))
+    for topk in (3, 4):
+        some, factors = torch.randint(-1, 4, (9, topk), dtype=torch.int32, device=device), torch.rand(9, topk)
+        yield Sample(f"pairs-unaligned-{topk}", (rows, unaligned(some), unaligned(factors.to(device))))
     yield Sample("no-pairs", (rows, torch.full_like(index, -1), torch.full_like(weights, torch.nan)))
     yield Sample("no-rows", (rows[:0], torch.full_like(index, -1), torch.rand(9, 3, device=device)))
     for dtype in DTYPES:

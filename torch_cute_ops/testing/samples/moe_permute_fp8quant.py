@@ -12,6 +12,7 @@ from torch_cute_ops.testing.samples._moe import (
     integer_errors,
     output_errors,
     random_routing,
+    unaligned,
 )
 from torch_cute_ops.testing.samples._rows import DTYPES, input_errors, random_rows, short, special_rows, views
 
@@ -69,6 +70,10 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
     rows, routed = random_rows(9, 256, device=device), random_routing(9, 2, 4, device)
     permuted, inverse = routed.permuted_to_expanded, routed.expanded_to_permuted
     yield Sample("index-transposed", (rows, permuted, 2, inverse.t().contiguous().t()))
+    yield Sample("index-unaligned", (rows, permuted, 2, unaligned(inverse)))
+    four = random_routing(9, 4, 4, device)
+    indices = unaligned(four.permuted_to_expanded), unaligned(four.expanded_to_permuted)
+    yield Sample("indices-of-four-unaligned", (rows, indices[0], 4, indices[1]))
     yield Sample("permuted-strided", (rows, permuted.repeat_interleave(2)[::2], 2))
     yield Sample("dropped", (rows, torch.full_like(permuted, -1), 2, torch.full_like(inverse, -1)))
     yield Sample("no-rows", (rows, permuted[:0], 2, torch.full_like(inverse, -1)))
