@@ -3,7 +3,7 @@
 
 Roles. A CTA has one warp that copies and three that have the scales, a warpgroup together, and two warpgroups that
 multiply. CTAs stay, and take tiles in the order that ``kernels.common.expert_tiles`` tells; the copies of the next tile
-start while the last one's results are stored.
+start while the one before is multiplied.
 
 1. The copying warp keeps a ring of stages filled: 128 elements of k of the tile's rows of ``a`` and of ``b``, in boxes
    with the 128-byte swizzle, with a barrier that counts bytes and the scales. It finds the tiles, and leaves in the
@@ -16,7 +16,8 @@ start while the last one's results are stored.
    while the second's run, and the second's while the other warpgroup's do. In the largest tiles a pass of the loop is
    a whole round of the ring: addresses are constants then. (Where power limits, what is left out saves time.)
 3. Where the M side has no rows, a warpgroup only says that it has read.
-4. The totals are rounded and stored: rows of whole lines, only those that the expert has.
+4. The totals are rounded and stored: rows of whole lines, only those that the expert has, and while the first products
+   of the next tile run (0.7 % faster with sixteen blocks of k, 32,768 x 7,168 x 2,048 on an H200).
 5. With few tiles the CTAs of a cluster share one, each with a part of k (``splits``). They leave their totals in shared
    memory, a barrier of each (``left``) tells the others, each adds up and stores its share, in the order of the CTAs,
    and a second one (``read``) says when shared memory may be used again.

@@ -1,5 +1,6 @@
 """The device code; the package's docstring tells the roles and the data path."""
 
+import functools
 from types import SimpleNamespace
 
 import cutlass
@@ -123,10 +124,6 @@ class FP8WgmmaKernel:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
-    def _find(self, number, lane, t, s):
-        """A tile: its expert, first row, rows from there on, and first column."""
-        return self.tiles.find(number, t.m, t.n, s.table, lane)
-
     def _free(self, stage, lane, s) -> None:
         """A warp has read a stage, all lanes its scales."""
         cute.arch.sync_warp()
@@ -177,7 +174,7 @@ class FP8WgmmaKernel:
         # A ring that was never used counts as free.
         stage, parity = Int32(0), Int32(1)
         for number in range(t.first, t.count, t.workers):
-            expert, row, rows, column = self._find(number, lane, t, s)
+            expert, row, rows, column = self.tiles.find(number, t.m, t.n, s.table, lane)
             # Rows begin anywhere.
             tiled = cute.local_tile(cute.domain_offset((row, 0), a_map[1]), (c.box_rows, BLOCK), (None, None))
             tokens_to, tokens_from = cpasync.tma_partition(a_map[0], 0, one, tokens, cute.group_modes(tiled, 0, 2))
@@ -207,7 +204,7 @@ class FP8WgmmaKernel:
         c = self.config
         before = Int32(0)  # blocks of the tiles before
         for number in range(t.first, t.count, t.workers):
-            expert, row, rows, column = self._find(number, lane, t, s)
+            expert, row, rows, column = self.tiles.find(number, t.m, t.n, s.table, lane)
             places = range(0, c.tokens, 32)
             begin = t.begin + (own + SCALE_WARPS - before % SCALE_WARPS) % SCALE_WARPS
             for first in cutlass.range(begin, t.end, SCALE_WARPS * SCALES_AHEAD, unroll=1):
@@ -257,32 +254,35 @@ class FP8WgmmaKernel:
         c = self.config
         group, lane = cute.arch.make_warp_uniform(tid // WARPGROUP), tid % 32
         first = tid // 32 * 16  # of the warp's rows of the M side
-        w = SimpleNamespace(lane=lane, quad=lane % 4, row=first + lane // 4)
+        base = s.stores + cute.assume(tid // 32 * row_tile.SIZE_BYTES, divby=16)
+        w = SimpleNamespace(lane=lane, quad=lane % 4, first=first, row=first + lane // 4, stores=base)
         multiply = self._multiplier(group, s)
         size = c.product_columns // 2
         sums = cute.make_rmem_tensor((size,), Float32)
         partials = [cute.make_rmem_tensor((size,), Float32) for _ in range(TOGETHER)]
         stage, parity, turn = Int32(0), Int32(0), Int32(0)
+        # The tile whose sums are yet to be stored: its first row, rows from there on (none at first), and first column.
+        kept = Int32(0), Int32(0), Int32(0)
         for number in range(t.first, t.count, t.workers):
             row, rows, column = self._await_tile(number, stage, parity, lane, t, s)
             exists = True if const_expr(c.is_swapped) else rows > group * GROUP_ROWS
             if exists:
-                sums.fill(0.0)
-                stage, parity = self._multiply_tile(multiply, sums, partials, stage, parity, w, t, s)
-                if const_expr(c.splits > 1):
+                stage, parity = self._multiply_tile(multiply, sums, partials, kept, stage, parity, w, t, s)
+                if const_expr(not c.is_swapped):
+                    kept = row, rows, column
+                elif const_expr(c.splits > 1):
                     self._add_up(sums, row, rows, column, turn, w, tid, t, s)
                     turn = turn ^ 1
-                elif const_expr(c.is_swapped):
-                    store_columns(sums, t.out, row, rows, column + first, lane)
                 else:
-                    base = s.stores + cute.assume(tid // 32 * row_tile.SIZE_BYTES, divby=16)
-                    store_rows(sums, t.out, base, row + first, rows - first, column, lane)
+                    store_columns(sums, t.out, row, rows, column + w.first, lane)
             else:
                 # None of its rows exist.
                 for _ in cutlass.range(t.blocks, unroll=1):
                     ptx.wait(s.full + stage, parity)
                     self._free(stage, lane, s)
                     stage, parity = next_stage(stage, parity, c.stages)
+        if const_expr(not c.is_swapped):
+            self._store_kept(sums, kept, w, t)
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
 
@@ -297,19 +297,30 @@ class FP8WgmmaKernel:
             ptx.wait(s.full + stage, parity)
             row, rows, column, _ = (Int32(word) for word in load_words(self._record(stage, s)))
         else:
-            _, row, rows, column = self._find(number, lane, t, s)
+            _, row, rows, column = self.tiles.find(number, t.m, t.n, s.table, lane)
             if t.begin < t.end:
                 ptx.wait(s.full + stage, parity)
         return row, rows, column
 
     @cute.jit
-    def _multiply_tile(self, multiply, sums, partials: list, stage, parity, w, t, s):
-        """Add the products of the CTA's blocks of k of a tile to its sums; the first block is there.
+    def _multiply_tile(self, multiply, sums, partials: list, kept, stage, parity, w, t, s):
+        """Sum the products of the CTA's blocks of k of a tile; the first block is there.
+
+        Of tiles with rows of ``a`` on the M side, the ``sums`` of the one before, ``kept``, are stored meanwhile.
 
         Returns the next stage, and its parity.
         """
         c = self.config
         count = t.end - t.begin
+        if const_expr(c.is_swapped):
+            sums.fill(0.0)
+        else:
+            if count >= TOGETHER:
+                count = count - TOGETHER
+                store = functools.partial(self._store_kept, sums, kept, w, t)
+                stage, parity = self._add_blocks(multiply, sums, partials, count, stage, parity, w, s, store)
+            else:
+                self._store_kept(sums, kept, w, t)
         if const_expr(c.unrolls):
             # The round of the ring that others have begun, whole rounds, and what is left.
             begun = cutlass.min((c.stages - stage) % c.stages, count)
@@ -331,9 +342,16 @@ class FP8WgmmaKernel:
             stage, parity = self._add_blocks(multiply, sums, partials[:1], follow, stage, parity, w, s)
         return stage, parity
 
-    def _add_blocks(self, multiply, sums, partials: list, follow, stage, parity, w, s) -> tuple:
+    def _store_kept(self, sums, kept, w, t) -> None:
+        """Store the sums of a tile, and begin anew with zeros."""
+        row, rows, column = kept
+        store_rows(sums, t.out, w.stores, row + w.first, rows - w.first, column, w.lane)
+        sums.fill(0.0)
+
+    def _add_blocks(self, multiply, sums, partials: list, follow, stage, parity, w, s, meanwhile=None) -> tuple:
         """Multiply as many blocks as there are ``partials``, of which the first is there, and add their sums to the
-        totals: the first's while the products of the others run. The next stage, and its parity.
+        totals: the first's while the products of the others run. ``meanwhile`` is called, if given, when all run. The
+        next stage, and its parity.
 
         While a warpgroup adds its last block, the tensor cores have the other warpgroup's alone. So all else is done
         before a product has ended: scales are read, and of the blocks that ``follow`` the first is waited for.
@@ -346,6 +364,8 @@ class FP8WgmmaKernel:
             multiply(stage, partial)
             reads.append(stage)
             stage, parity = next_stage(stage, parity, c.stages)
+        if meanwhile is not None:
+            meanwhile()
         for i, partial in enumerate(partials):
             later = len(partials) - 1 - i
             factors = self._factors(reads[i], w, s)
