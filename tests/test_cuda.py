@@ -1,6 +1,9 @@
 """What only a GPU can show: graphs, streams, sizes, and kernels that follow each other."""
 
+import fcntl
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,11 +52,20 @@ LAID_OUT = [
 ]
 
 
-def needs_memory(gigabytes):
-    """Skip on a GPU that is too small for the test."""
-    total = torch.cuda.get_device_properties(0).total_memory / 1e9
-    if total < gigabytes:
-        pytest.skip(f"needs {gigabytes} GB of GPU memory, there are {total:.0f}")
+@pytest.fixture
+def needs_memory():
+    """A function that skips on a GPU with less than so many GB. Such tests run one at a time, however many processes
+    share the GPU, and leave nothing of it allocated."""
+
+    def needs(gigabytes):
+        total = torch.cuda.get_device_properties(0).total_memory / 1e9
+        if total < gigabytes:
+            pytest.skip(f"needs {gigabytes} GB of GPU memory, there are {total:.0f}")
+
+    with Path(tempfile.gettempdir(), "torch_cute_ops-large-tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield needs
+        torch.cuda.empty_cache()
 
 
 def refill(sample, source):
@@ -241,7 +253,7 @@ WIDE = ("fp4_quantize", "rmsnorm_fp4quant_with_norm", "add_rmsnorm_fp4quant_with
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", [OPS[name] for name in WIDE], ids=lambda op: op.name)
-def test_more_than_2_31_elements(op):
+def test_more_than_2_31_elements(op, needs_memory):
     needs_memory(40)
     rows, width = 65_536 + 5, 32_768
     given = make_call(op, rows, width, device="cuda", **choices_of(op)[0])
@@ -253,7 +265,7 @@ def test_more_than_2_31_elements(op):
 
 
 @pytest.mark.slow
-def test_dequantize_more_than_2_31_elements():
+def test_dequantize_more_than_2_31_elements(needs_memory):
     needs_memory(32)
     rows, width = 65_536 + 5, 32_768
     y = torch.randint(0, 256, (rows, width // 2), dtype=torch.uint8, device="cuda")
@@ -265,7 +277,7 @@ def test_dequantize_more_than_2_31_elements():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", QUANTISING)
-def test_rows_further_apart_than_2_31(op):
+def test_rows_further_apart_than_2_31(op, needs_memory):
     """Strides of 2^31 elements and more, read in place."""
     needs_memory(32)
     given = make_call(op, 4, 80, device="cuda", **choices_of(op)[0])
