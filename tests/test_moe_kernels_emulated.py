@@ -168,6 +168,28 @@ SWIGLU = {
 }
 
 
+def gate(
+    one: Rows, x: torch.Tensor, offsets: torch.Tensor | None, counts: torch.Tensor | None, edit: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales that the kernel leaves in poisoned outputs."""
+    y = poisoned(len(x), one.width, dtype=torch.float8_e4m3fn)
+    scale = poisoned(one.width // 128, len(x), dtype=torch.float32)
+    given = (x, None, None, None, y, scale, None, None, offsets, counts, 0.0, one.max_ctas)
+    kernel = one.kernel("moe_swiglu_fp8quant", 2 * one.width, one.dtype, offsets is not None, counts is not None)
+    run_kernel(kernel, ARCHS["sm_90a"], *given, seed=one.seed, strict=True, edit=edit)
+    return y, scale
+
+
+def assert_rows(
+    got: tuple[torch.Tensor, torch.Tensor], used: torch.Tensor, want: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """Codes and scales of the ``used`` rows are close to those of ``want``; the others' are as they were."""
+    y, scale = got
+    assert_fp8_close((y[used].contiguous(), scale[:, used].contiguous()), want, FP8_BLOCK128)
+    assert (y[~used].view(torch.uint8) == POISON).all()
+    assert (scale[:, ~used].contiguous().view(torch.uint8) == POISON).all()
+
+
 @pytest.mark.parametrize(("one", "given"), [pytest.param(*one, id=name) for name, one in SWIGLU.items()])
 def test_swiglu(one: Rows, given: str) -> None:
     """Close where there are rows; rows of padding are NaN, and what they would become stays as it was."""
@@ -178,22 +200,20 @@ def test_swiglu(one: Rows, given: str) -> None:
     used = used_rows(routed.rows, offsets, counts)
     x = random_rows(routed.rows, 2 * one.width + 32, dtype=one.dtype, device=CPU)[:, : 2 * one.width]
     x[~used] = torch.nan
-    y = poisoned(routed.rows, one.width, dtype=torch.float8_e4m3fn)
-    scale = poisoned(one.width // 128, routed.rows, dtype=torch.float32)
-    arguments = (x, None, None, None, y, scale, None, None, offsets, counts, 0.0, one.max_ctas)
-    kernel = one.kernel("moe_swiglu_fp8quant", 2 * one.width, one.dtype, offsets is not None, counts is not None)
-    run_kernel(kernel, ARCHS["sm_90a"], *arguments, seed=one.seed, strict=True)
-    want_y, want_scale = moe_swiglu_fp8quant(x, routed.offsets, routed.counts if counts is not None else None)
-    got = y[used].contiguous(), scale[:, used].contiguous()
-    assert_fp8_close(got, (want_y[used], want_scale[:, used]), FP8_BLOCK128)
-    assert (y[~used].view(torch.uint8) == POISON).all()
-    assert (scale[:, ~used].contiguous().view(torch.uint8) == POISON).all()
+    y, scale = moe_swiglu_fp8quant(x, routed.offsets, counts)
+    assert_rows(gate(one, x, offsets, counts), used, (y[used], scale[:, used]))
 
 
 @pytest.mark.parametrize(
     ("offsets", "rows"),
-    [([0, 4, 4, 9], range(9)), ([3, 3, 5, 12], range(3, 12)), ([5, 20, 30], range(5, 12)), ([-2, 3], range(3))],
-    ids=["from-the-first", "to-the-last", "cut-to-the-room-there-is", "cut-before"],
+    [
+        ([0, 4, 4, 9], range(9)),
+        ([3, 3, 5, 12], range(3, 12)),
+        ([5, 20, 30], range(5, 12)),
+        ([-2, 3], range(3)),
+        ([7, 7], []),
+    ],
+    ids=["from-the-first", "to-the-last", "cut-to-the-room-there-is", "cut-before", "none"],
 )
 @pytest.mark.parametrize(
     ("width", "changes", "max_ctas"),
@@ -206,34 +226,15 @@ def test_offsets_alone(
     """Without padding rows are one range of twelve, which takes a group several rounds; others are not touched."""
     torch.manual_seed(0)
     x = random_rows(12, 2 * width, dtype=BF16, device=CPU)
-    y, scale = poisoned(12, width, dtype=torch.float8_e4m3fn), poisoned(width // 128, 12, dtype=torch.float32)
-    kernel = Rows(BF16, width, {}, max_ctas, 0, changes).kernel("moe_swiglu_fp8quant", 2 * width, BF16, True, False)
-    ends = torch.tensor(offsets, dtype=torch.int32)
-    given = (x, None, None, None, y, scale, None, None, ends, None, 0.0, max_ctas)
-    run_kernel(kernel, ARCHS["sm_90a"], *given, seed=0, strict=True)
-    assert_gated(x, y, scale, rows)
+    one = Rows(BF16, width, {}, max_ctas, 0, changes)
+    assert_gated(gate(one, x, torch.tensor(offsets, dtype=torch.int32), None), x, rows)
 
 
-def test_offsets_of_no_rows() -> None:
-    """Nothing is read, and nothing written."""
-    x = random_rows(4, 256, dtype=BF16, device=CPU)
-    y, scale = poisoned(4, 128, dtype=torch.float8_e4m3fn), poisoned(1, 4, dtype=torch.float32)
-    kernel = Rows(BF16, 128, {}, 2, 0, {}).kernel("moe_swiglu_fp8quant", 256, BF16, True, False)
-    ends = torch.tensor([3, 3], dtype=torch.int32)
-    given = (x, None, None, None, y, scale, None, None, ends, None, 0.0, 2)
-    run_kernel(kernel, ARCHS["sm_90a"], *given, seed=0, strict=True)
-    assert_gated(x, y, scale, [])
-
-
-def assert_gated(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, rows: Sequence[int]) -> None:
+def assert_gated(got: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, rows: Sequence[int]) -> None:
     """These rows of the outputs are those of the input, gated; the others are as they were."""
     used = torch.zeros(len(x), dtype=torch.bool)
     used[list(rows)] = True
-    if used.any():
-        want = silu_mul_fp8quant(x[used], None, "block128", "column")
-        assert_fp8_close((y[used].contiguous(), scale[:, used].contiguous()), want, FP8_BLOCK128)
-    assert (y[~used].view(torch.uint8) == POISON).all()
-    assert (scale[:, ~used].contiguous().view(torch.uint8) == POISON).all()
+    assert_rows(got, used, silu_mul_fp8quant(x[used], None, "block128", "column"))
 
 
 @pytest.mark.parametrize(
@@ -249,26 +250,18 @@ def test_counts_are_cut_to_the_room_there_is(counts: list[int], in_parts: bool, 
     """Three experts in twelve rows; others are not touched, nor is what lies behind."""
     torch.manual_seed(0)
     x = random_rows(12, 256, dtype=BF16, device=CPU)
-    y, scale = poisoned(12, 128, dtype=torch.float8_e4m3fn), poisoned(1, 12, dtype=torch.float32)
     offsets = None if in_parts else torch.tensor([0, 4, 8, 12], dtype=torch.int32)
-    table = offsets, torch.tensor(counts, dtype=torch.int32)
     one = Rows(BF16, 128, {}, 2, 0, {"groups": 2})
-    kernel = one.kernel("moe_swiglu_fp8quant", 256, BF16, not in_parts, True)
-    run_kernel(kernel, ARCHS["sm_90a"], x, None, None, None, y, scale, None, None, *table, 0.0, 2, seed=0, strict=True)
-    assert_gated(x, y, scale, rows)
+    assert_gated(gate(one, x, offsets, torch.tensor(counts, dtype=torch.int32)), x, rows)
 
 
 def test_rows_are_found_before_they_are_read() -> None:
     """Without the barrier behind the table the emulator finds a race."""
-    one, _ = SWIGLU["two-warps"]
+    one = SWIGLU["two-warps"][0]._replace(seed=1)
     routed = random_routing(device=CPU, **one.routing)
     x = random_rows(routed.rows, 2 * one.width, dtype=one.dtype, device=CPU)
-    y = poisoned(routed.rows, one.width, dtype=torch.float8_e4m3fn)
-    scale = poisoned(one.width // 128, routed.rows, dtype=torch.float32)
-    arguments = (x, None, None, None, y, scale, None, None, None, routed.counts, 0.0, 2)
-    kernel = one.kernel("moe_swiglu_fp8quant", 2 * one.width, one.dtype, False, True)
     with pytest.raises(EmulationError):
-        run_kernel(kernel, ARCHS["sm_90a"], *arguments, seed=1, strict=True, edit=changed(r"bar\.sync\s+0", 0))
+        gate(one, x, None, routed.counts, changed(r"bar\.sync\s+0", 0))
 
 
 class Route(NamedTuple):
