@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -13,6 +15,13 @@ EXAMPLES = ROOT / "examples"
 def printed(out: str) -> dict[str, str]:
     """The first word of each line that the script printed, and the rest of that line."""
     return dict(line.split(maxsplit=1) for line in out.strip().splitlines())
+
+
+def run_main(script: ModuleType, capsys: pytest.CaptureFixture, *arguments: str, status: int = 0) -> tuple[str, str]:
+    """What a script prints, and the last line of it, when it ends with this status."""
+    assert script.main([*arguments]) == status
+    out = capsys.readouterr().out
+    return out, out.strip().splitlines()[-1]
 
 
 def nearest(value: np.ndarray, numbers: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from example_scripts import mixed
+from example_scripts import mixed, run_main
 
 
 @pytest.fixture
@@ -34,9 +34,8 @@ def token_by_token(
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 def test_fp8_moe_layer(fp8_moe_layer: ModuleType, capsys: pytest.CaptureFixture, layout: str) -> None:
     sizes = ["--tokens", "1", "6", "--hidden", "128", "--experts", "16", "--intermediate", "128"]
-    assert fp8_moe_layer.main(["--layout", layout, *sizes]) == 0
-    out = capsys.readouterr().out
-    assert out.strip().splitlines()[-1] == "SUCCESS: every check passed"
+    out, last = run_main(fp8_moe_layer, capsys, "--layout", layout, *sizes)
+    assert last == "SUCCESS: every check passed"
     # On a GPU two times follow.
     rows = re.findall(r"^ +(\d+) +(0\.\d{5}) +(0\.\d{4})(?: +[\d.]+ +[\d.]+)?$", out, re.MULTILINE)
     assert [row[0] for row in rows] == ["1", "6"]
@@ -86,6 +85,5 @@ def test_a_wrong_step_fails(
 
     monkeypatch.setattr(fp8_moe_layer.torch_cute_ops, name, wrong)
     sizes = ["--tokens", "6", "--hidden", "128", "--experts", "16", "--intermediate", "128"]
-    assert fp8_moe_layer.main(sizes) == 1
-    last = capsys.readouterr().out.strip().splitlines()[-1]
+    _, last = run_main(fp8_moe_layer, capsys, *sizes, status=1)
     assert last.startswith("FAILURE: 6 tokens: a cosine of ")

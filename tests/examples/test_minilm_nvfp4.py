@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from example_scripts import rounded
+from example_scripts import rounded, run_main
 
 
 @pytest.fixture
@@ -187,9 +187,8 @@ def test_missing_model_is_told(minilm_nvfp4: ModuleType, monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("minilm_modules")
 @pytest.mark.parametrize("activations", ["bf16", "fp4"])
 def test_minilm_nvfp4(minilm_nvfp4: ModuleType, capsys: pytest.CaptureFixture, activations: str) -> None:
-    assert minilm_nvfp4.main(["--activations", activations]) == 0
-    out = capsys.readouterr().out
-    assert out.strip().splitlines()[-1] == "SUCCESS: every check passed"
+    out, last = run_main(minilm_nvfp4, capsys, "--activations", activations)
+    assert last == "SUCCESS: every check passed"
     rows = re.findall(r"^\S.*  (0\.\d{5}) +(0\.\d{5}) +(0\.\d{3})  (?:same|other)$", out, re.MULTILINE)
     assert len(rows) == 16
     without, cosine, _ = np.array(rows, dtype=float).T

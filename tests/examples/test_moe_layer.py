@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import spec
 import torch
-from example_scripts import EXAMPLES, mixed, printed
+from example_scripts import EXAMPLES, mixed, printed, run_main
 
 
 @pytest.fixture
@@ -47,9 +47,8 @@ def in_nvfp4(weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("activations", ["fp4", "bf16"])
 def test_moe_layer(moe_layer: ModuleType, capsys: pytest.CaptureFixture, activations: str) -> None:
     sizes = ["--tokens", "1", "6", "--hidden", "128", "--experts", "10", "--intermediate", "64"]
-    assert moe_layer.main(["--activations", activations, *sizes]) == 0
-    out = capsys.readouterr().out
-    assert out.strip().splitlines()[-1] == "SUCCESS: every check passed"
+    out, last = run_main(moe_layer, capsys, "--activations", activations, *sizes)
+    assert last == "SUCCESS: every check passed"
     rows = re.findall(r"^ +(\d+) +(0\.\d{4}) +(0\.\d{4}) +(0\.\d{5})", out, re.MULTILINE)
     assert [row[0] for row in rows] == ["1", "6"]
     before, after = 3 * 10 * 64 * 128 * 2, 3 * 10 * 64 * 128 * 9 // 16
@@ -94,8 +93,7 @@ def test_a_wrong_second_product_fails(
 
     monkeypatch.setattr(moe_layer.torch_cute_ops, name, wrong)
     sizes = ["--tokens", "6", "--hidden", "128", "--experts", "10", "--intermediate", "64"]
-    assert moe_layer.main(["--activations", activations, *sizes]) == 1
-    last = capsys.readouterr().out.strip().splitlines()[-1]
+    _, last = run_main(moe_layer, capsys, "--activations", activations, *sizes, status=1)
     assert last.startswith("FAILURE: 6 tokens: ") and "from float64, more than 0.00390625" in last
 
 
