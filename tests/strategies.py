@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
+from torch_cute_ops.testing.samples._moe import unaligned
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KINDS = ("normal", "bits", "grid", "sparse", "tiny", "huge")
 
@@ -49,7 +51,7 @@ def placed(value: torch.Tensor, place: str) -> torch.Tensor:
     if place == "columns apart":
         return value.new_zeros(*lead, width, 2)[..., 1].copy_(value)
     if place == "off by one":
-        return value.new_zeros(value.numel() + 1)[1:].view(value.shape).copy_(value)
+        return unaligned(value)
     if place == "columns first":
         return value.new_zeros(width, *lead).movedim(0, -1).copy_(value)
     if place == "dimensions turned":
