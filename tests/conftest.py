@@ -19,7 +19,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from devices import DEVICES, GPU_MISSING
+from support.devices import DEVICES, GPU_MISSING
 
 # How long an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("torch_cute_ops", deadline=None)

@@ -2,17 +2,14 @@
 
 import importlib
 import inspect
-import os
 import pkgutil
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from cases import get_sample, op_cases, sample_cases
+from support.cases import get_sample, op_cases, sample_cases
+from support.interpreters import PACKAGE, python
 
 import torch_cute_ops
 from torch_cute_ops import registry
@@ -20,20 +17,6 @@ from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime import arch, compiler, provenance, settings
 
 by_op = pytest.mark.parametrize("op", op_cases())
-PACKAGE = Path(torch_cute_ops.__file__).parent
-
-
-def variables_of(**environment: str) -> dict[str, str]:
-    """The environment of an interpreter that finds this package, with no settings of it but these."""
-    path = os.pathsep.join(filter(None, (str(PACKAGE.parent), os.environ.get("PYTHONPATH"))))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_CUTE_OPS_")}
-    return {**kept, "PYTHONPATH": path, **environment}
-
-
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter that finds this package."""
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, env=variables_of(**environment), timeout=120)
 
 
 # Import

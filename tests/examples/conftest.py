@@ -4,7 +4,7 @@ import importlib
 from types import ModuleType
 
 import pytest
-from example_scripts import EXAMPLES
+from support.example_scripts import EXAMPLES
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from example_scripts import mixed, run_main
+from support.example_scripts import mixed, run_main
 
 
 @pytest.fixture

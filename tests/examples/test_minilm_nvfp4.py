@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from example_scripts import rounded, run_main
+from support.example_scripts import rounded, run_main
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import sys
 from types import ModuleType
 
 import pytest
-import spec
 import torch
-from example_scripts import EXAMPLES, mixed, printed, run_main
+from support import spec
+from support.example_scripts import EXAMPLES, mixed, printed, run_main
 
 
 @pytest.fixture

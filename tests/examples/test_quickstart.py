@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from example_scripts import EXAMPLES, printed, rounded
+from support.example_scripts import EXAMPLES, printed, rounded
 
 
 def expected_snr(x: torch.Tensor, weight: torch.Tensor, fmt: str) -> float:

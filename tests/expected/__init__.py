@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import spec
 import torch
+from support import spec
 
 Tensors = tuple[torch.Tensor, ...]
 

@@ -1,8 +1,8 @@
 """What the FP4 products must answer: the sums in float64, within what fp32 accumulation may lose."""
 
 import numpy as np
-import spec
 import torch
+from support import spec
 
 from expected import Tensors
 

@@ -4,8 +4,8 @@ cores may lose."""
 from typing import NamedTuple
 
 import numpy as np
-import spec
 import torch
+from support import spec
 
 BLOCK, STEP = 128, 32
 EPS = 2.0**-24

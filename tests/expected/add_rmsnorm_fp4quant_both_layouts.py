@@ -1,7 +1,7 @@
 """``add_rmsnorm_fp4quant_both_layouts``: as ``add_rmsnorm_fp4quant``, with the same scales twice."""
 
-import spec
 import torch
+from support import spec
 
 from expected import Tensors, add_rmsnorm_fp4quant, raw
 

@@ -1,7 +1,7 @@
 """``fp4_dequantize``: bit for bit."""
 
-import spec
 import torch
+from support import spec
 
 from expected import Tensors, assert_same, scalar_of
 

@@ -1,8 +1,8 @@
 """``moe_swiglu_fp8quant``: within what the error of an fp32 exponential allows; zeros for rows of padding."""
 
 import numpy as np
-import spec
 import torch
+from support import spec
 
 from expected import Tensors, quantised_fp8, rmsnorm_fp8quant, rows_of
 from torch_cute_ops.testing import GATE_ERROR

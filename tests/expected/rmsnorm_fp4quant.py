@@ -1,7 +1,7 @@
 """``rmsnorm_fp4quant``: within what the order of the sum allows."""
 
 import numpy as np
-import spec
+from support import spec
 
 from expected import Tensors, quantised, rows_of
 from torch_cute_ops.formats import resolve_fp4_format, resolve_scale_layout

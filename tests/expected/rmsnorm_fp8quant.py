@@ -1,8 +1,8 @@
 """``rmsnorm_fp8quant``: within what the order of the sum allows."""
 
 import numpy as np
-import spec
 import torch
+from support import spec
 
 from expected import Tensors, quantised_fp8, rmsnorm_fp4quant, scalar_of
 from torch_cute_ops.formats import resolve_fp8_format

@@ -1,6 +1,6 @@
 """``silu_mul_fp4quant``: within what the error of an fp32 exponential allows."""
 
-import spec
+from support import spec
 
 from expected import Tensors, quantised, rmsnorm_fp4quant, rows_of
 

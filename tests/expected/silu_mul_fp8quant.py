@@ -1,6 +1,6 @@
 """``silu_mul_fp8quant``: within what the error of an fp32 exponential allows."""
 
-import spec
+from support import spec
 
 from expected import Tensors, quantised_fp8, rmsnorm_fp8quant, rows_of
 from torch_cute_ops.testing import GATE_ERROR

@@ -321,7 +321,7 @@ class Config:
         if self.is_cluster and self.group_rows > 1:
             return "rows that share a warp are not split: each warp has one place for its partial results"
         # Products and weight live in registers; some more serve addresses and intermediate values, fewest in NVFP4 on
-        # sm_90a and sm_100a (ptxas, no spills; tests/test_compile_kernels.py).
+        # sm_90a and sm_100a (ptxas, no spills; tests/kernels/test_compile_kernels.py).
         others = 56 if self.problem.fmt != NVFP4 else 48 if arch.name == "sm_120a" else 40
         wanted = 2 * self.thread_blocks * self.problem.unit + others
         warps = ceil_div(self.threads, 4 * WARP)

@@ -1,0 +1,179 @@
+"""``torch.compile`` of every op: full graphs, equal results, and few compilations."""
+
+import importlib
+
+import pytest
+import torch
+from expected import assert_same
+from support.cases import (
+    call,
+    call_function,
+    choices_of,
+    defined,
+    form_cases,
+    get_sample,
+    make_call,
+    named,
+    op_cases,
+    out_for,
+    overload,
+    private,
+    run,
+    sample_cases,
+    updated,
+)
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._triton import has_triton
+
+from torch_cute_ops.ops._spec import as_tuple
+from torch_cute_ops.testing import Sample
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("op", "name"), form_cases())
+def test_compiled_is_eager(op, name, device):
+    """The op, its Python function, and the function with ``out=`` in one graph."""
+    sample = get_sample(op, name, device)
+    want = run(op, sample)
+    outputs = out_for(op, want)
+
+    def program(calls, outputs):
+        first, second, third = (Sample("", args, kwargs) for args, kwargs in calls)
+        as_op = call(op, first)
+        as_function = call_function(op, second)
+        call_function(op, third, outputs)
+        return as_op, as_function
+
+    samples = [private(op, sample) for _ in range(3)]
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(program, backend=counter, fullgraph=True)
+    as_op, as_function = compiled([(each.args, each.kwargs) for each in samples], outputs)
+    assert counter.frame_count == 1
+    for got, each in zip((as_op, as_function, outputs), samples, strict=True):
+        assert_same((*defined(op, each, got), *updated(op, each)), want)
+    facts = [(t.stride(), t.device) for t in outputs]
+    assert [(t.stride(), t.device) for t in as_op] == facts
+
+
+INDUCTOR = ("plain", "nvfp4-128x4-bfloat16", "block128-column-bfloat16", "leading-transposed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "name"), sample_cases(*INDUCTOR))
+def test_inductor(op, name, device):
+    """Between operations of the program, which Inductor fuses and whose buffers it plans."""
+    if device == "cuda" and not has_triton():
+        pytest.skip("Inductor needs Triton on a GPU")
+    sample = get_sample(op, name, device)
+
+    def program(args, kwargs):
+        first = args[0].clone() if args[0].dtype.itemsize == 1 else args[0] * 2
+        outputs = as_tuple(overload(op)(first, *args[1:], **kwargs))
+        return outputs, tuple(
+            output.view(torch.uint8) + 1 if output.dtype.itemsize == 1 else output * 2 for output in outputs
+        )
+
+    eager, compiled = private(op, sample), private(op, sample)
+    want = program(eager.args, eager.kwargs)
+    got = torch.compile(program, fullgraph=True)(compiled.args, compiled.kwargs)
+    for i in range(2):
+        assert_same(defined(op, compiled, got[i]), defined(op, eager, want[i]))
+    assert_same(updated(op, compiled), updated(op, eager))
+    assert [t.stride() for t in got[0]] == [t.stride() for t in want[0]]
+
+
+# Compilations
+
+ROWS = (1, 2, 3, 7, 16, 33, 128, 129, 300)
+
+
+def split_call(op, *lead, device, **choices):
+    """Tensors, and the other arguments, of a call with these dimensions before the last."""
+    width = 256 if choices.get("granularity") == "block128" else 80
+    given = make_call(op, *lead, width, device=device, **choices)
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    return tensors, {name: value for name, value in given.items() if name not in tensors}
+
+
+def compilations(op, device, sequence, choices, dynamic=None, lead=()):
+    """How many graphs a program with the op is compiled to for this sequence of M; its results are the op's.
+
+    Kept graphs are counted, not calls of the backend: with ``dynamic=True`` PyTorch makes a float argument symbolic,
+    and starts again when it finds that the op wants a number.
+    """
+
+    def program(tensors):
+        return as_tuple(op.function(**tensors, **fixed))
+
+    _, fixed = split_call(op, 1, device=device, **choices)
+    compiled = torch.compile(program, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for rows in sequence:
+        tensors, _ = split_call(op, *lead, rows, device=device, **choices)
+        sample = named(op, {**tensors, **fixed})
+        want = run(op, sample)
+        assert_same((*defined(op, sample, compiled(tensors)), *(tensors[name] for name in op.mutated)), want)
+    graphs = len(_debug_get_cache_entry_list(program.__code__))
+    assert graphs > 0
+    return graphs
+
+
+by_op_and_choices = pytest.mark.parametrize(
+    ("op", "choices"),
+    [
+        pytest.param(*case.values, choices, id="-".join((case.id, *choices.values())))
+        for case in op_cases()
+        for choices in choices_of(*case.values)
+        # The caller passes the tiled scale matrix, whose extent PyTorch takes for fixed until it has seen a second one.
+        if not (case.id in ("fp4_dequantize", "mm_fp4", "moe_fc2_fp4") and choices["scale_layout"] == "128x4")
+    ],
+)
+
+
+@by_op_and_choices
+@pytest.mark.parametrize("lead", [(), (2,)], ids=["2d", "3d"])
+def test_compiles_twice_at_most(op, choices, lead, device):
+    """Once for the first M, once with M symbolic."""
+    assert compilations(op, device, ROWS, choices, lead=lead) <= 2
+
+
+@by_op_and_choices
+def test_compiles_twice_at_most_in_any_order(op, choices, device):
+    """With ``dynamic=True``: one graph for M = 1, which PyTorch always specialises, and one for all others."""
+    order = torch.randperm(len(ROWS)).tolist()
+    assert compilations(op, device, [ROWS[i] for i in order], choices, dynamic=True) <= 2
+
+
+@by_op_and_choices
+def test_no_rows_after_some(op, choices, device):
+    """M = 0 is a case of its own to PyTorch."""
+    assert compilations(op, device, (5, 6, 0, 7, 0), choices) <= 3
+
+
+@pytest.mark.parametrize("op", op_cases())
+def test_export(op, device):
+    """``torch.export`` with a symbolic number of rows gives the op's results for other numbers."""
+
+    class Program(torch.nn.Module):
+        def forward(self, tensors):
+            return as_tuple(overload(op)(**tensors, **fixed))
+
+    choices = choices_of(op)[0]
+    tensors, fixed = split_call(op, 5, device=device, **choices)
+    rows = torch.export.Dim("rows", max=512)
+    samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}")
+    where = {name: 0 for name, t in tensors.items() if t.dim() > 1 and name not in ("b", "b_scale", "w", "w_scale")}
+    where = getattr(samples, "ROW_DIMENSIONS", where)
+    shapes = {name: {where[name]: rows} if name in where else None for name in tensors}
+    program = torch.export.export(Program(), (tensors,), dynamic_shapes=({**shapes},)).module()
+    for count in (2, 9, 300):
+        tensors, _ = split_call(op, count, device=device, **choices)
+        sample = named(op, {**tensors, **fixed})
+        want = run(op, sample)
+        assert_same((*defined(op, sample, program(tensors)), *(tensors[name] for name in op.mutated)), want)

@@ -1,0 +1,276 @@
+"""Every op does what every op must do: registry × samples × device.
+
+What compiles is in ``test_compile.py``, bad inputs in ``test_errors.py``, graphs and streams in ``test_cuda.py``.
+"""
+
+import numpy as np
+import pytest
+import torch
+from expected import assert_same, raw
+from support import spec
+from support.cases import (
+    arguments,
+    call,
+    call_function,
+    call_out,
+    defined,
+    expected_of,
+    faked,
+    form_cases,
+    get_sample,
+    is_for_experts,
+    named,
+    only_updates,
+    op_cases,
+    out_for,
+    overload,
+    private,
+    run,
+    run_function,
+    run_out,
+    sample_cases,
+    tensors_in,
+    updated,
+)
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from torch_cute_ops.ops._spec import as_tuple
+from torch_cute_ops.registry import OPS
+
+by_sample = pytest.mark.parametrize(("op", "name"), sample_cases())
+by_form = pytest.mark.parametrize(("op", "name"), form_cases())
+by_op = pytest.mark.parametrize("op", op_cases())
+
+
+@by_op
+def test_schema(op):
+    """As promised; parsed, so that only the spelling may differ."""
+    promised = expected_of(op)
+    for name, schema in {"default": promised.SCHEMA, "out": promised.OUT_SCHEMA}.items():
+        assert str(overload(op, name)._schema) == str(torch._C.parse_schema(schema))
+    assert getattr(torch.ops.cute, op.name).overloads() == ["default", "out"]
+
+
+@by_op
+def test_samples_are_many_and_distinct(op, device):
+    names = [sample.name for sample in op.sample_inputs(device)]
+    errors = [error.name for error in op.error_inputs(device)]
+    assert len(names) == len(set(names)) > 30
+    assert len(errors) == len(set(errors)) > 20
+
+
+# Results
+
+
+@by_sample
+def test_result(op, name, device):
+    """Of the op; and of the reference, which runs on a GPU too, where users may compare with it."""
+    sample = get_sample(op, name, device)
+    given = arguments(op, sample)
+    expected = expected_of(op).results(given)
+    copy = private(op, sample)
+    outputs = defined(op, copy, as_tuple(op.reference(*copy.args, **copy.kwargs)))
+    for results in (run(op, sample), (*outputs, *updated(op, copy))):
+        assert all(output.device.type == device for output in results)
+        expected_of(op).assert_results(results, expected, given)
+
+
+@by_sample
+def test_deterministic_and_pure(op, name, device):
+    sample = get_sample(op, name, device)
+    first = run(op, sample)
+    sample = private(op, sample)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with only_updates(op, sample):
+            second = call(op, sample)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same((*defined(op, sample, second), *updated(op, sample)), first)
+
+
+def ours(op, sample, device) -> bool:
+    """Whether a kernel of ours takes a product."""
+    reasons = op.backends(torch.device(device), *sample.args, **sample.kwargs)
+    return any(reasons[name] is None for name in ("wgmma", "mma_sync", "routed"))
+
+
+@by_sample
+def test_row_alone(op, name, device):
+    """Row m of a batch is the row alone, bit for bit, unless cuBLAS computes both: it has other algorithms for one."""
+    sample = get_sample(op, name, device)
+    given = arguments(op, sample)
+    outputs = run(op, sample)
+    if hasattr(expected_of(op), "rows_alone"):
+        for alone, want in expected_of(op).rows_alone(given, outputs):
+            assert_same(run(op, named(op, alone)), want)
+        return
+    if op.backends is not None:
+        for m in {0, len(given["a"]) // 3, len(given["a"]) - 1} if len(given["a"]) else ():
+            alone = given | {"a": given["a"][m : m + 1]}
+            if "a_scale" in given:
+                width = given["a"].shape[1] * 2
+                scale = row_of_scales(given["a_scale"], given["scale_layout"], len(given["a"]), width, given, m)
+                alone["a_scale"] = scale.reshape(-1, scale.shape[-1])
+            if is_for_experts(op):
+                alone["alpha"] = given["alpha"][m : m + 1]
+            row = run(op, named(op, alone))
+            if device == "cpu" or ours(op, sample, device):
+                assert_same(row, (outputs[0][m : m + 1],))
+            else:
+                expected_of(op).assert_results(row, expected_of(op).results(alone), alone)
+        return
+    batched = ["input", *op.mutated] if "input" in given else ["y"]
+    first = given[batched[0]]
+    rows = first.shape[:-1].numel()
+    for m in {0, rows // 3, rows - 1} if rows else ():
+        alone = dict(given)
+        for key in batched:
+            alone[key] = given[key].flatten(0, -2)[m] if first.dim() > 1 else given[key]
+        if batched == ["y"]:
+            alone["scale"] = row_of_scales(given["scale"], given["scale_layout"], rows, first.shape[-1] * 2, given, m)
+        want = []
+        for key, output in zip((*op.outputs, *op.mutated), outputs, strict=True):
+            if key.startswith("scale"):
+                layout = key.removeprefix("scale_") if key != "scale" else given["scale_layout"]
+                want.append(row_of_scales(output, layout, rows, outputs_width(outputs[0]), given, m))
+            else:
+                want.append(output.reshape(rows, -1)[m])
+        assert_same(run(op, named(op, alone)), want)
+
+
+def outputs_width(y):
+    """Elements of a row of codes."""
+    return y.shape[-1] * (2 if y.dtype == torch.uint8 else 1)
+
+
+def row_of_scales(scale, layout, rows, width, given, m):
+    """The scales of row ``m``, out of a batch's and laid out as those of one row that has no other dimension."""
+    if layout == "row":
+        return scale if given["granularity"] == "tensor" else scale.reshape(rows, -1)[m]
+    if layout == "column":
+        return scale[:, m : m + 1].contiguous()
+    # Its bytes, picked out of the batch's layout and laid out anew.
+    all_bytes = scale.cpu().contiguous().view(torch.uint8).numpy()
+    row = spec.collect(all_bytes, layout, rows, width // given["block_size"])[m]
+    laid = torch.from_numpy(np.ascontiguousarray(spec.arrange(row[None], layout))).to(scale.device).view(scale.dtype)
+    return laid[0] if layout == "linear" else laid
+
+
+# Forms of a call
+
+
+@by_form
+def test_out_is_functional(op, name, device):
+    sample = get_sample(op, name, device)
+    want = run(op, sample)
+    given = [raw(tensor) for tensor in tensors_in(sample)]
+    outputs = out_for(op, want)
+    versions = [output._version for output in outputs]
+    assert_same(run_out(op, sample, outputs), want)
+    assert all(output._version > version for output, version in zip(outputs, versions, strict=True))
+    for tensor, bytes_before in zip(tensors_in(sample), given, strict=True):
+        assert torch.equal(raw(tensor), bytes_before)
+
+
+@by_form
+def test_function_is_op(op, name, device):
+    sample = get_sample(op, name, device)
+    want = run(op, sample)
+    assert_same(run_function(op, sample), want)
+    outputs = out_for(op, want)
+    returned = run_function(op, sample, outputs)
+    assert all(a is b for a, b in zip(returned, outputs, strict=False))
+    assert_same(returned, want)
+
+
+@by_form
+def test_without_gradients(op, name, device):
+    """In these modes an input may require grad, and results are the same."""
+    sample = get_sample(op, name, device)
+    want = run(op, sample)
+    for tensor in tensors_in(sample):
+        if tensor.is_leaf and tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
+            tensor.requires_grad_()
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            outputs = out_for(op, want)
+            for got in (run(op, sample), run_function(op, sample), run_out(op, sample, outputs)):
+                assert_same(got, want)
+                assert not any(output.requires_grad for output in got[: len(op.outputs)])
+
+
+# Fakes
+
+
+def _facts(tensors):
+    return [(tuple(map(int, t.shape)), t.dtype, tuple(map(int, t.stride())), t.device) for t in tensors]
+
+
+@by_form
+def test_fake_is_real(op, name, device):
+    """With fixed sizes, and with symbolic ones."""
+    sample = get_sample(op, name, device)
+    real = _facts(out_for(op, run(op, sample)))
+    for shapes in (None, ShapeEnv()):
+        mode = FakeTensorMode(shape_env=shapes)
+        fake = faked(sample, mode)
+        with mode:
+            assert _facts(call(op, fake)) == real
+            assert _facts(call_function(op, fake)) == real
+            outputs = [torch.empty(shape, dtype=dtype, device=where) for shape, dtype, _, where in real]
+            call_out(op, fake, outputs)
+
+
+@by_form
+def test_meta_is_real(op, name, device):
+    real = [fact[:3] for fact in _facts(run(op, get_sample(op, name, device)))]
+    outputs = run(op, get_sample(op, name, "meta"))
+    assert [fact[:3] for fact in _facts(outputs)] == real
+    assert all(output.device.type == "meta" for output in outputs)
+
+
+# torch.library.opcheck
+
+AOT = "test_aot_dispatch_dynamic"
+UTILS = ("test_schema", "test_autograd_registration", "test_faketensor", AOT)
+UNCHECKABLE = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
+
+
+def utils_for(op, name):
+    """Those that show something new: ``AOT``, a third of a second each, for the form of an op that shows most, since
+    test_compiled_is_eager has all forms with fixed sizes, and test_fake_is_real with symbolic ones."""
+    first = next(case for case in form_cases() if case.values[0] is op)
+    return [util for util in UTILS if util != AOT or name == first.values[1]]
+
+
+@by_form
+def test_opcheck(op, name, device):
+    sample = get_sample(op, name, device)
+    utils = utils_for(op, name)
+    if any(tensor.dtype in UNCHECKABLE for tensor in tensors_in(sample)):
+        # Its comparison of arguments before and after multiplies or copies them, which these dtypes cannot;
+        # test_deterministic_and_pure compares bytes.
+        utils.remove("test_schema")
+    if op.defined is not None and AOT in utils:
+        # It compares outputs as if all were specified.
+        utils.remove(AOT)
+    torch.library.opcheck(overload(op), sample.args, sample.kwargs, test_utils=utils)
+
+
+@by_form
+def test_opcheck_out(op, name, device):
+    """Without test_schema, whose comparison cannot multiply a float8 output; test_out_is_functional compares bytes."""
+    sample = get_sample(op, name, device)
+    outputs = dict(zip(op.out_names, out_for(op, run(op, sample)), strict=True))
+    utils = [util for util in utils_for(op, name) if util != "test_schema"]
+    torch.library.opcheck(overload(op, "out"), sample.args, {**sample.kwargs, **outputs}, test_utils=utils)
+
+
+def test_every_op_has_a_python_function():
+    import torch_cute_ops
+
+    for name, op in OPS.items():
+        assert getattr(torch_cute_ops, name) is op.function
+        assert op.function.__name__ == name and op.function.__doc__

@@ -1,0 +1,345 @@
+"""What only a GPU can show: graphs, streams, sizes, and kernels that follow each other."""
+
+import fcntl
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from expected import assert_same
+from support.cases import (
+    all_choices_of,
+    arguments,
+    call,
+    call_function,
+    call_out,
+    choices_of,
+    defined,
+    expected_of,
+    forget,
+    form_cases,
+    get_sample,
+    input_width,
+    make_call,
+    named,
+    new_sample,
+    op_cases,
+    out_for,
+    plain_sample,
+    private,
+    quantises_rows,
+    run,
+    run_out,
+    tensors_in,
+    updated,
+)
+from torch.utils._triton import has_triton
+
+import torch_cute_ops
+from torch_cute_ops.ops._spec import as_tuple
+from torch_cute_ops.registry import OPS
+
+pytestmark = pytest.mark.gpu
+
+by_form = pytest.mark.parametrize(("op", "name"), form_cases())
+by_op = pytest.mark.parametrize("op", op_cases())
+QUANTISING = [case for case in op_cases() if quantises_rows(*case.values)]
+LAID_OUT = [
+    pytest.param(*case.values, choices, id="-".join((case.id, *choices.values())))
+    for case in QUANTISING
+    for choices in all_choices_of(*case.values)
+]
+
+
+@pytest.fixture
+def needs_memory():
+    """A function that skips on a GPU with less than so many GB. Such tests run one at a time, however many processes
+    share the GPU, and leave nothing of it allocated."""
+
+    def needs(gigabytes):
+        total = torch.cuda.get_device_properties(0).total_memory / 1e9
+        if total < gigabytes:
+            pytest.skip(f"needs {gigabytes} GB of GPU memory, there are {total:.0f}")
+
+    with Path(tempfile.gettempdir(), "torch_cute_ops-large-tests.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield needs
+        torch.cuda.empty_cache()
+
+
+def refill(sample, source):
+    """Write the data of another sample of the same name into this one's storages, views and overlaps as they are."""
+    for ours, theirs in zip(tensors_in(sample), tensors_in(source), strict=True):
+        ours.untyped_storage().copy_(theirs.untyped_storage())
+
+
+@by_form
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_captured_is_eager(op, name):
+    """A replay computes from what the inputs hold then, for the op, for its Python function and for ``out=``."""
+    sample = get_sample(op, name, "cuda")
+    outputs = out_for(op, run(op, sample))
+    run_out(op, sample, outputs)
+    samples = [private(op, sample) for _ in range(3)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        as_op = call(op, samples[0])
+        as_function = call_function(op, samples[1])
+        call_out(op, samples[2], outputs)
+    for _ in range(2):
+        source = new_sample(op, name, "cuda")
+        for each in samples:
+            refill(each, source)
+        want = run(op, source)
+        for tensor in (*as_op, *as_function, *outputs):
+            tensor.view(torch.uint8).fill_(0xAA)
+        graph.replay()
+        for got, each in zip((as_op, as_function, outputs), samples, strict=True):
+            assert_same((*defined(op, each, got), *updated(op, each)), want)
+
+
+@by_op
+def test_capture_of_a_kernel_that_is_not_ready(op):
+    """The error names op and key; after the call of warmup that it tells, the capture works."""
+    width = torch.randint(1000, 2000, ()).item() * 16
+    forget(op)
+    sample = named(op, make_call(op, 3, width, device="cuda"))
+    hidden = input_width(op, width)
+    with (
+        pytest.raises(RuntimeError, match=rf"cute::{op.name} .*{hidden}.*torch_cute_ops\.warmup\(.*\)") as raised,
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        call(op, sample)
+    told = str(raised.value)[str(raised.value).index("torch_cute_ops.warmup(") :]
+    eval(told, {"torch_cute_ops": torch_cute_ops, "torch": torch})
+    captured = private(op, sample)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = call(op, captured)
+    graph.replay()
+    assert_same((*defined(op, captured, got), *updated(op, captured)), run(op, sample))
+
+
+@by_op
+def test_runs_on_the_current_stream(op):
+    """The input is written late on a side stream; the op, on that stream, must wait for it, and only on that one."""
+    data = plain_sample(op, "cuda")
+    samples = [private(op, plain_sample(op, "cuda")) for _ in range(2)]
+    want = run(op, data)
+    outputs = out_for(op, want)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        for each in samples:
+            refill(each, data)
+        got = call(op, samples[0])
+        call_out(op, samples[1], outputs)
+    stream.synchronize()
+    assert_same((*defined(op, samples[0], got), *updated(op, samples[0])), want)
+    assert_same((*defined(op, samples[1], outputs), *updated(op, samples[1])), want)
+
+
+@by_op
+def test_many_streams_and_threads(op):
+    """Calls from several threads on streams of their own."""
+    samples = [plain_sample(op, "cuda") for _ in range(8)]
+    wants = [run(op, sample) for sample in samples]
+    torch.cuda.synchronize()
+    gots: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def work(i):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(20):
+                gots[i] = run(op, samples[i])
+        stream.synchronize()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(samples))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, want in enumerate(wants):
+        assert_same(gots[i], want)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("adds", [False, True])
+def test_kernels_that_follow_each_other(captured, adds):
+    """With programmatic dependent launch a kernel starts before the one ahead of it has ended: each step reads what the
+    step before wrote, and overwrites what the step before read."""
+    start = torch.randn(257, 2048, dtype=torch.bfloat16, device="cuda")
+    weight = torch.rand(2048, dtype=torch.bfloat16, device="cuda") + 0.5
+    y, scale = torch_cute_ops.rmsnorm_fp4quant(start, weight, scale_layout="128x4")
+
+    def steps(pause):
+        x = start.clone()
+        residual = start.clone()
+        for _ in range(24):
+            if adds:
+                torch_cute_ops.add_rmsnorm_fp4quant(x, residual, weight, scale_layout="128x4", out=(y, scale))
+            else:
+                torch_cute_ops.rmsnorm_fp4quant(x, weight, scale_layout="128x4", out=(y, scale))
+            pause()
+            torch_cute_ops.fp4_dequantize(y, scale, scale_layout="128x4", out=x)
+            pause()
+        return x, residual
+
+    want = steps(torch.cuda.synchronize)
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = steps(lambda: None)
+        graph.replay()
+    else:
+        got = steps(lambda: None)
+    assert_same(got, want)
+
+
+@by_op
+@pytest.mark.slow
+def test_cuda_graph_trees(op):
+    """``torch.compile(mode="reduce-overhead")`` captures the op; results of calls do not overwrite each other."""
+    if not has_triton():
+        pytest.skip("Inductor needs Triton for CUDA graphs")
+    torch._dynamo.reset()
+    sample = plain_sample(op, "cuda")
+    program = torch.compile(
+        lambda *args, **kw: as_tuple(op.function(*args, **kw)), mode="reduce-overhead", fullgraph=True
+    )
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        refill(sample, plain_sample(op, "cuda"))
+        want = run(op, sample)
+        got = defined(op, sample, program(*sample.args, **sample.kwargs))
+        assert_same((*got, *updated(op, sample)), want)
+    torch._dynamo.reset()
+
+
+# Sizes
+
+
+SIZES = [(20_000, 1024), (8192, 4096), (3000, 2880), (3000, 7168), (300, 16_384), (140, 65_536)]
+
+
+@pytest.mark.parametrize(("rows", "width"), SIZES)
+@pytest.mark.parametrize(("op", "choices"), LAID_OUT)
+def test_many_rows(op, choices, rows, width):
+    """Sizes that fill the GPU several times, against the reference; and rows alone give the same."""
+    if choices.get("granularity") == "block128" and width % 128:
+        pytest.skip("no whole blocks of 128")
+    given = make_call(op, rows, width, device="cuda", **choices)
+    sample = named(op, given)
+    outputs = run(op, sample)
+    expected = private(op, sample)
+    want = [*as_tuple(op.reference(**expected.kwargs)), *updated(op, expected)]
+    if "norm" in op.outputs:
+        value = (updated(op, expected) or (given["input"],))[0].double()
+        exact = value * (value.square().mean(-1, keepdim=True) + given["eps"]).rsqrt() * given["weight"].double()
+        want[op.outputs.index("norm")] = exact
+    expected_of(op).assert_results(outputs, tuple(want), given)
+    for m in (0, rows // 2, rows - 1):
+        alone = {name: given[name][m : m + 1] for name in ("input", *op.mutated)}
+        got = run(op, named(op, {**given, **alone}))
+        for name, result, output in zip((*op.outputs, *op.mutated), got, outputs, strict=True):
+            if not name.startswith("scale"):
+                assert_same([result], [output[m : m + 1]])
+
+
+WIDE = ("fp4_quantize", "rmsnorm_fp4quant_with_norm", "add_rmsnorm_fp4quant_with_norm", "silu_mul_fp8quant")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", [OPS[name] for name in WIDE], ids=lambda op: op.name)
+def test_more_than_2_31_elements(op, needs_memory):
+    needs_memory(40)
+    rows, width = 65_536 + 5, 32_768
+    given = make_call(op, rows, width, device="cuda", **choices_of(op)[0])
+    some = (0, 32_767, 65_535, rows - 1)
+    alone = [{name: given[name][m : m + 1].clone() for name in ("input", *op.mutated)} for m in some]
+    outputs = (*call(op, named(op, given)), *(given[name] for name in op.mutated))
+    for m, row in zip(some, alone, strict=True):
+        assert_same(run(op, named(op, {**given, **row})), [output[m : m + 1] for output in outputs])
+
+
+@pytest.mark.slow
+def test_dequantize_more_than_2_31_elements(needs_memory):
+    needs_memory(32)
+    rows, width = 65_536 + 5, 32_768
+    y = torch.randint(0, 256, (rows, width // 2), dtype=torch.uint8, device="cuda")
+    scale = torch.randint(0, 0x7F, (rows, width // 16), dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    values = torch_cute_ops.fp4_dequantize(y, scale)
+    for m in (0, 32_767, 65_535, rows - 1):
+        assert_same([torch_cute_ops.fp4_dequantize(y[m : m + 1], scale[m : m + 1])], [values[m : m + 1]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", QUANTISING)
+def test_rows_further_apart_than_2_31(op, needs_memory):
+    """Strides of 2^31 elements and more, read in place."""
+    needs_memory(32)
+    given = make_call(op, 4, 80, device="cuda", **choices_of(op)[0])
+    want = run(op, named(op, given))
+    storage = torch.empty(2**32 + 2**31 + 2**30, dtype=torch.bfloat16, device="cuda")
+    for i, name in enumerate(("input", *op.mutated)):
+        rows = storage.as_strided(given[name].shape, (2**31, 1), i * 2**20)
+        given[name] = rows.copy_(given[name])
+    assert_same((*call(op, named(op, given)), *(given[name] for name in op.mutated)), want)
+
+
+@by_op
+def test_another_device(op):
+    """The tensors' device counts, not the current one."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    with torch.cuda.device(0):
+        sample = plain_sample(op, "cuda:1")
+        given = arguments(op, sample)
+        got = run(op, sample)
+    assert all(output.device == torch.device("cuda:1") for output in got)
+    expected_of(op).assert_results(got, expected_of(op).results(given), given)
+
+
+@pytest.mark.parametrize("op", QUANTISING)
+def test_strided_rows_are_read_in_place(op):
+    """Rows and residuals at strides of a multiple of 16 bytes take no copy: nothing but the outputs is allocated."""
+    given = make_call(op, 64, 2048, device="cuda", **choices_of(op)[0])
+    for name in ("input", *op.mutated):
+        storage = torch.randn(64, 3 * 4096, dtype=torch.bfloat16, device="cuda")
+        given[name] = storage[:, 4096 : 4096 + given[name].shape[1]]
+    sample = named(op, given)
+    outputs = call(op, sample)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call_function(op, sample, outputs)
+    assert torch.cuda.max_memory_allocated() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("width", [512, 4096, 7168])
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("fp4_quantize", {}),
+        ("fp4_quantize", {"block_size": 32}),
+        ("silu_mul_fp4quant", {}),
+        ("silu_mul_fp4quant", {"block_size": 32}),
+        ("silu_mul_fp8quant", {"granularity": "block128"}),
+        ("silu_mul_fp8quant", {"granularity": "token"}),
+        ("rmsnorm_fp4quant", {}),
+        ("rmsnorm_fp4quant", {"block_size": 32}),
+        ("rmsnorm_fp8quant", {"granularity": "block128"}),
+    ],
+    ids=str,
+)
+def test_rows_in_l2_give_the_same_every_time(name, kwargs, width, dtype):
+    """Rows that are copied soon after they are asked for do not overwrite those that are still being read."""
+    op = OPS[name]
+    rows = torch.randn(1200, 2 * width if name.startswith("silu") else width, device="cuda", dtype=dtype)
+    weight = (torch.rand(width, device="cuda", dtype=dtype),) if name.startswith("rmsnorm") else ()
+    first = [output.view(torch.uint8).clone() for output in as_tuple(op.function(rows, *weight, **kwargs))]
+    for _ in range(60):
+        again = [output.view(torch.uint8) for output in as_tuple(op.function(rows, *weight, **kwargs))]
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

@@ -1,0 +1,108 @@
+"""Every bad input gives its error, whatever form of the op it reaches, and nothing is launched."""
+
+import pytest
+import torch
+from expected import raw
+from support.cases import (
+    arguments,
+    call,
+    call_function,
+    call_out,
+    error_cases,
+    faked,
+    get_error,
+    good_outputs_error,
+    op_cases,
+    overload,
+    plain_sample,
+    poisoned,
+    updated,
+)
+from support.devices import DEVICES
+from torch._subclasses import FakeTensorMode
+
+
+def by_error(**which):
+    # CUDA has bad inputs that the CPU has not, such as tensors on the CPU.
+    cases = [(case, on) for on in DEVICES for case in error_cases(on, **which)]
+    return pytest.mark.parametrize(
+        ("op", "name", "on"), [pytest.param(*case.values, on, id=f"{on}-{case.id}") for case, on in cases]
+    )
+
+
+def raises(op, error):
+    return pytest.raises(error.error, match=rf"(?s)cute::{op.name}\b.*{error.match}")
+
+
+def good_outputs(op, device):
+    """Outputs of a call that the op would take."""
+    return call(op, good_outputs_error(op, device))
+
+
+@by_error()
+def test_error(op, name, on):
+    error = get_error(op, name, on)
+    outputs = poisoned(good_outputs(op, on)) if error.out is None else error.out
+    outputs = tuple(output.clone() if output.is_contiguous() and output._base is None else output for output in outputs)
+    kept = [tensor for tensor in (*outputs, *updated(op, error)) if tensor.device.type != "meta"]
+    before = [raw(tensor) for tensor in kept]
+    if error.out is None:
+        with raises(op, error):
+            call(op, error)
+        with raises(op, error):
+            call_function(op, error)
+    with raises(op, error):
+        call_out(op, error, outputs)
+    with raises(op, error):
+        call_function(op, error, outputs)
+    if on == "cuda":
+        torch.cuda.synchronize()
+    for tensor, expected in zip(kept, before, strict=True):
+        assert torch.equal(raw(tensor), expected), "something was written"
+
+
+@by_error(addresses=False)
+def test_error_under_fake_tensors(op, name, on):
+    error = get_error(op, name, on)
+    mode = FakeTensorMode()
+    fake = faked(error, mode)
+    outputs = good_outputs(op, on) if error.out is None else error.out
+    outputs = tuple(map(mode.from_tensor, outputs))
+    with mode:
+        if error.out is None:
+            with raises(op, error):
+                call(op, fake)
+        with raises(op, error):
+            call_out(op, fake, outputs)
+
+
+@pytest.mark.parametrize("op", op_cases())
+def test_good_outputs_are_good(op, device):
+    """What the bad outputs are made of is right but for the one thing that is wrong about them."""
+    outputs = good_outputs(op, device)
+    call_out(op, good_outputs_error(op, device), poisoned(outputs))
+    for error in op.error_inputs(device):
+        if error.out is not None:
+            wrong = [
+                i
+                for i, (got, want) in enumerate(zip(error.out, outputs, strict=True))
+                if (got.shape, got.dtype, got.device, got.stride(), got.requires_grad)
+                != (want.shape, want.dtype, want.device, want.stride(), False)
+            ]
+            unaligned = [i for i, got in enumerate(error.out) if got.device.type == "cuda" and got.data_ptr() % 16]
+            assert len({*wrong, *unaligned}) == 1, error.name
+
+
+@pytest.mark.parametrize("op", op_cases())
+def test_inputs_that_require_grad_are_refused_by_name(op, device):
+    """Any floating argument, and the message tells the way out."""
+    factors = ("global_scale", "scale", "alpha", "residual", "bias")
+    samples = [plain_sample(op, device), *op.sample_inputs(device)]
+    sample = next((sample for sample in samples if any(name in sample.kwargs for name in factors)), samples[0])
+    given = arguments(op, sample)
+    can = [k for k, v in given.items() if isinstance(v, torch.Tensor) and v.dtype in (torch.bfloat16, torch.float32)]
+    assert can
+    for key in can:
+        call = {**given, key: given[key].detach().clone().requires_grad_()}
+        with pytest.raises(ValueError, match=rf"cute::{op.name} has no gradient.*torch\.no_grad\(\)"):
+            overload(op)(**call)

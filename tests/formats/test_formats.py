@@ -1,0 +1,317 @@
+"""``formats/``: codes, scales, packing and layouts against independent formulas."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import spec
+from support.edge_values import every_finite, fp32_edges, neighbours
+
+from torch_cute_ops.fake.fp4_quantize import fp4_shapes
+from torch_cute_ops.fake.rmsnorm_fp8quant import fp8_shapes
+from torch_cute_ops.formats import (
+    FP8_BLOCK128,
+    FP8_FORMATS,
+    FP8_SCALE_LAYOUTS,
+    FP8_TENSOR,
+    FP8_TOKEN,
+    MXFP4,
+    NVFP4,
+    SCALE_LAYOUTS,
+    resolve_fp4_format,
+    resolve_fp8_format,
+    resolve_scale_layout,
+)
+from torch_cute_ops.formats import fp4 as formats
+from torch_cute_ops.formats.scale_layout import from_linear, to_linear
+
+# e2m1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_encode_e2m1_of_every_16_bit_value(dtype):
+    values = every_finite(dtype).float()
+    assert np.array_equal(formats.encode_e2m1(values).numpy(), spec.e2m1(values.numpy()))
+
+
+def test_encode_e2m1_of_fp32_edges():
+    values = fp32_edges()
+    assert np.array_equal(formats.encode_e2m1(values).numpy(), spec.e2m1(values.numpy()))
+    infinite = torch.tensor([torch.inf, -torch.inf])
+    assert formats.encode_e2m1(infinite).tolist() == [7, 15]
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=50))
+def test_encode_e2m1_is_the_nearest_value(values):
+    got = formats.encode_e2m1(torch.tensor(values, dtype=torch.float32)).tolist()
+    assert got == [spec.e2m1_exact(value) for value in values]
+
+
+def test_decode_e2m1():
+    # OCP MX v1.0, table 5.
+    want = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    got = formats.decode_e2m1(torch.arange(16, dtype=torch.uint8))
+    assert got.dtype == torch.float32
+    assert got.tolist() == [*want, *(-v for v in want)]
+    assert got[8].signbit()
+    assert torch.equal(formats.encode_e2m1(got), torch.arange(16, dtype=torch.uint8))
+
+
+def test_packing():
+    """Element 0 in the low nibble; every pair of codes."""
+    pairs = list(itertools.product(range(16), range(16)))
+    codes = torch.tensor(pairs, dtype=torch.uint8)
+    packed = formats.pack_e2m1(codes)
+    assert packed.flatten().tolist() == [low + 16 * high for low, high in pairs]
+    assert torch.equal(formats.unpack_e2m1(packed), codes)
+    assert torch.equal(formats.unpack_e2m1(packed.view(16, 4, 4)), codes.view(16, 4, 8))
+
+
+# e4m3
+
+
+def test_encode_e4m3():
+    middle = (spec.E4M3_POSITIVE[1:] + spec.E4M3_POSITIVE[:-1]) / 2
+    values = torch.cat([neighbours(np.concatenate([spec.E4M3_POSITIVE, middle]), 4), fp32_edges()])
+    assert np.array_equal(formats.encode_e4m3(values).view(torch.uint8).numpy(), spec.e4m3(values.numpy()))
+    extremes = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf])
+    assert formats.encode_e4m3(extremes).view(torch.uint8).tolist() == [0x7F, 0x7F, 0x7E, 0xFE]
+
+
+@given(st.lists(st.floats(width=32), max_size=50))
+def test_encode_e4m3_is_the_nearest_value(values):
+    got = formats.encode_e4m3(torch.tensor(values, dtype=torch.float32)).view(torch.uint8).tolist()
+    assert got == [spec.e4m3_exact(value) for value in values]
+
+
+# Scales
+
+
+def test_decode_scale():
+    every = torch.arange(256, dtype=torch.uint8)
+    got = formats.decode_scale(every.view(torch.float8_e4m3fn), NVFP4)
+    assert got.dtype == torch.float32
+    np.testing.assert_array_equal(got.numpy(), [spec.e4m3_value(byte) for byte in range(256)])
+    got = formats.decode_scale(every, MXFP4)
+    assert got.dtype == torch.float32
+    np.testing.assert_array_equal(got.numpy(), [spec.ue8m0_value(byte) for byte in range(256)])
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0), (2, 3)])
+def test_decode_ue8m0_keeps_shapes(shape):
+    byte = torch.full(shape, 130, dtype=torch.uint8)
+    assert torch.equal(formats.decode_ue8m0(byte), torch.full(shape, 8.0))
+
+
+def test_formats():
+    assert (NVFP4.block_size, NVFP4.scale_dtype, NVFP4.has_global_scale) == (16, torch.float8_e4m3fn, True)
+    assert (MXFP4.block_size, MXFP4.scale_dtype, MXFP4.has_global_scale) == (32, torch.uint8, False)
+    valid = {(16, None): NVFP4, (16, "e4m3"): NVFP4, (32, None): MXFP4, (32, "ue8m0"): MXFP4}
+    for pair in itertools.product((0, 1, 8, 16, 32, 64, 128, -16), (None, "e4m3", "ue8m0", "e5m2", "", "E4M3")):
+        if pair in valid:
+            assert resolve_fp4_format(*pair) is valid[pair]
+        else:
+            with pytest.raises(
+                ValueError, match=rf"block_size={pair[0]} with scale_format={pair[1]!r} is no FP4 format"
+            ):
+                resolve_fp4_format(*pair)
+
+
+def test_fp8_formats():
+    assert FP8_FORMATS == {"tensor": FP8_TENSOR, "token": FP8_TOKEN, "block128": FP8_BLOCK128}
+    assert [fmt.is_static for fmt in FP8_FORMATS.values()] == [True, False, False]
+    for granularity, layout in itertools.product((*FP8_FORMATS, "row", ""), (*FP8_SCALE_LAYOUTS, "linear", "")):
+        if granularity not in FP8_FORMATS:
+            message = f"granularity='{granularity}' is unknown; use one of 'tensor', 'token', 'block128'"
+        elif layout not in FP8_SCALE_LAYOUTS:
+            message = f"scale_layout='{layout}' is unknown; use one of 'row', 'column'"
+        elif layout == "column" and granularity != "block128":
+            message = f"scale_layout='column' with granularity='{granularity}': only block128"
+        else:
+            fmt = resolve_fp8_format(granularity, layout)
+            assert fmt == (FP8_FORMATS[granularity], FP8_SCALE_LAYOUTS[layout])
+            continue
+        with pytest.raises(ValueError, match=message):
+            resolve_fp8_format(granularity, layout)
+
+
+# Layouts
+
+
+@pytest.mark.parametrize("layout", SCALE_LAYOUTS)
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 127, 128, 129, 300])
+@pytest.mark.parametrize("blocks", [1, 3, 4, 5, 12])
+def test_offsets(layout, rows, blocks):
+    """Every offset, one by one, from the formula; all distinct, and inside the matrix."""
+    ours = SCALE_LAYOUTS[layout]
+    offsets = set()
+    for m, k in itertools.product(range(rows), range(blocks)):
+        offset = ours.row_offset(m, blocks) + ours.block_offset(k)
+        assert offset == spec.layout_offset(layout, m, k, blocks)
+        offsets.add(offset)
+    shape = (ours.padded_rows(rows), ours.padded_blocks(blocks))
+    assert shape == spec.layout_shape(layout, rows, blocks)
+    assert len(offsets) == rows * blocks
+    assert max(offsets) < shape[0] * shape[1]
+
+
+def test_offset_of_known_places():
+    """The 128x4 order as the PTX ISA draws it: 32 rows down, 4 bytes each; the next 32 rows beside them."""
+    layout = SCALE_LAYOUTS["128x4"]
+    known = {
+        (0, 0): 0,
+        (0, 3): 3,
+        (1, 0): 16,
+        (31, 0): 496,
+        (32, 0): 4,
+        (64, 0): 8,
+        (96, 1): 13,
+        (127, 3): 511,
+        (0, 4): 512,
+    }
+    for (m, k), offset in known.items():
+        assert layout.row_offset(m, 8) + layout.block_offset(k) == offset
+    assert layout.row_offset(128, 8) == 1024
+
+
+@given(
+    layout=st.sampled_from(list(SCALE_LAYOUTS)),
+    rows=st.integers(0, 300),
+    blocks=st.integers(1, 40),
+    dtype=st.sampled_from([torch.uint8, torch.float8_e4m3fn]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_rearranging(layout, rows, blocks, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.randint(0, 256, (rows, blocks), dtype=torch.uint8, generator=generator)
+    arranged = from_linear(scale.view(dtype), SCALE_LAYOUTS[layout])
+    assert arranged.dtype == dtype
+    assert np.array_equal(arranged.view(torch.uint8).numpy(), spec.arrange(scale.numpy(), layout))
+    back = to_linear(arranged, SCALE_LAYOUTS[layout], rows, blocks)
+    assert back.dtype == dtype
+    assert torch.equal(back.view(torch.uint8), scale)
+
+
+def test_padding_is_not_read():
+    scale = torch.arange(15, dtype=torch.uint8).view(3, 5)
+    for layout in ("128x4", "8x4"):
+        arranged = from_linear(scale + 1, SCALE_LAYOUTS[layout])
+        arranged[arranged == 0] = 0xAA
+        assert torch.equal(to_linear(arranged, SCALE_LAYOUTS[layout], 3, 5), scale + 1)
+
+
+def test_layout_names():
+    for name, layout in SCALE_LAYOUTS.items():
+        assert resolve_scale_layout(name) is layout
+        assert layout.name == name
+        assert layout.is_linear == (name == "linear")
+    with pytest.raises(ValueError, match="scale_layout='blocked' is unknown; use one of 'linear', '128x4', '8x4'"):
+        resolve_scale_layout("blocked")
+
+
+@given(
+    lead=st.lists(st.integers(0, 200), max_size=3),
+    blocks=st.integers(1, 9),
+    fmt=st.sampled_from([NVFP4, MXFP4]),
+    layout=st.sampled_from(list(SCALE_LAYOUTS)),
+)
+def test_shapes(lead, blocks, fmt, layout):
+    width = blocks * fmt.block_size
+    y, scale = fp4_shapes(torch.Size((*lead, width)), fmt, SCALE_LAYOUTS[layout])
+    assert y == (*lead, width // 2)
+    assert scale == ((*lead, blocks) if layout == "linear" else spec.layout_shape(layout, math.prod(lead), blocks))
+
+
+@given(
+    lead=st.lists(st.integers(0, 200), max_size=3),
+    blocks=st.integers(1, 9),
+    choices=st.sampled_from([("tensor", "row"), ("token", "row"), ("block128", "row"), ("block128", "column")]),
+)
+def test_fp8_shapes(lead, blocks, choices):
+    y, scale = fp8_shapes((*lead, blocks * 128), *resolve_fp8_format(*choices))
+    assert y == (*lead, blocks * 128)
+    assert (
+        scale
+        == {
+            ("tensor", "row"): (1,),
+            ("token", "row"): (*lead, 1),
+            ("block128", "row"): (*lead, blocks),
+            ("block128", "column"): (blocks, math.prod(lead)),
+        }[choices]
+    )
+
+
+# The vectorised formulas of spec.py against the exact ones
+
+
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False))
+def test_spec_e2m1(value):
+    assert spec.e2m1(np.array([value]))[0] == spec.e2m1_exact(value)
+
+
+@given(st.floats(width=32))
+def test_spec_e4m3(value):
+    assert spec.e4m3(np.array([value]))[0] == spec.e4m3_exact(value)
+
+
+@given(st.floats(min_value=0, width=32))
+def test_spec_scales(value):
+    assert spec.ue8m0_of_amax(np.array([value]))[0] == spec.ue8m0_of_amax_exact(value)
+
+
+def test_spec_at_boundaries():
+    edges = fp32_edges().abs().unique().tolist()
+    amax = np.array(edges)
+    assert spec.e2m1(amax).tolist() == [spec.e2m1_exact(v) for v in edges]
+    assert spec.e4m3(amax).tolist() == [spec.e4m3_exact(v) for v in edges]
+    six = neighbours(1.5 * np.exp2(np.arange(-149, 128.0)), 2).abs().unique().tolist()
+    assert spec.ue8m0_of_amax(np.array(six)).tolist() == [spec.ue8m0_of_amax_exact(v) for v in six]
+    assert spec.ue8m0_of_amax(np.array([np.nan, np.inf, 0.0])).tolist() == [255, 255, 0]
+
+
+def test_spec_ties_go_to_even_codes():
+    for i, boundary in enumerate(spec.E2M1_BOUNDARIES):
+        assert spec.e2m1_exact(boundary) == i + i % 2
+        assert spec.nearest_even_exact(Fraction(boundary), tuple(map(Fraction, spec.E2M1))) % 2 == 0
+
+
+@given(st.floats(-500, 500))
+def test_spec_boundaries(value):
+    """Near one, a relative step across it changes the code; elsewhere it does not."""
+    step = 2.0**-18
+    crosses = spec.e4m3_exact(value * (1 + step)) != spec.e4m3_exact(value * (1 - step))
+    assert spec.near_e4m3_boundary(np.array([value]), step * (1 + 1e-9))[0] >= crosses
+    assert spec.near_e4m3_boundary(np.array([value]), step * (1 - 1e-4))[0] <= crosses
+
+
+NUMPY_FLOATS = {"float16": (np.float16, 16), "float32": (np.float32, 32)}
+
+
+@pytest.mark.parametrize("dtype", NUMPY_FLOATS)
+@given(st.floats() | st.integers(-40, 40).map(lambda n: n * 2.0**-26) | st.integers(0, 100).map(lambda n: 65480.0 + n))
+def test_spec_round_to(dtype, value):
+    numpy_type, _ = NUMPY_FLOATS[dtype]
+    with np.errstate(all="ignore"):
+        want = numpy_type(np.float64(value))
+    got = spec.round_to(np.array([value]), dtype)
+    np.testing.assert_array_equal(got, [np.float64(want)])
+    assert np.signbit(got[0]) == np.signbit(value) or math.isnan(value)
+
+
+@given(st.integers(0, 2**16 - 1), st.sampled_from([-1, 0, 1]))
+def test_spec_round_to_bfloat16(bits, direction):
+    """A bfloat16 number is itself; halfway to the next it goes to the even one, and beside that to the nearer."""
+    low, high = torch.tensor([bits, bits + 1]).to(torch.int32).bitwise_left_shift(16).view(torch.float32).tolist()
+    if not (math.isfinite(low) and math.isfinite(high)) or bits == 0x7FFF:
+        return
+    assert spec.round_to(np.array([low]), "bfloat16")[0] == low
+    middle = (low + high) / 2
+    value = math.nextafter(middle, direction * math.inf) if direction else middle
+    nearer = min((low, high), key=lambda bound: abs(bound - value))
+    want = nearer if direction else (low, high)[bits % 2]
+    assert spec.round_to(np.array([value]), "bfloat16")[0] == want

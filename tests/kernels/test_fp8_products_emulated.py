@@ -1,0 +1,207 @@
+"""The kernels of FP8 products, executed thread for thread by the PTX emulator, against sums that are exact."""
+
+import dataclasses
+import re
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ptx import EmulationError, run_kernel
+from ptx.memory import Deadlock
+from support.emulated import CPU, PASSED, WAIT, changed
+from support.kernel_grid import BF16, FP8_LAYOUTS, FP16, FP32, FP8ProductCase
+
+from torch_cute_ops.reference.grouped_mm_fp8 import grouped_mm_fp8
+from torch_cute_ops.reference.mm_fp8_block import mm_fp8_block
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.testing.samples.grouped_mm_fp8 import contiguous, masked
+from torch_cute_ops.testing.samples.mm_fp8_block import sample
+
+POISON = 777.0
+"""What no kernel writes."""
+
+
+class Run(NamedTuple):
+    """A kernel and a launch of it: ``counts`` are rows of each expert; ``room``, masked, those that it has room for."""
+
+    case: FP8ProductCase
+    counts: tuple[int, ...]
+    n: int
+    k: int
+    workers: int
+    seed: int | None = 0
+    room: int = 0
+
+    @property
+    def id(self) -> str:
+        return f"{self.case.id}-{'+'.join(map(str, self.counts))}x{self.n}x{self.k}-{self.workers}"
+
+    @property
+    def sample(self) -> Any:
+        """Whole numbers, scales that are powers of two, and NaN in rows of padding."""
+        torch.manual_seed(self.n)
+        layout = self.case.layout
+        if layout == "plain":
+            return sample("", *self.counts, self.n, self.k, CPU, exact=True)
+        if layout == "masked":
+            return masked("", self.counts, self.room, self.n, self.k, CPU, exact=True)
+        counted = layout == "counted"
+        return contiguous("", self.counts, self.n, self.k, CPU, exact=True, spare=9, counted=counted)
+
+
+def execute(run: Run, edit: Any = None, **changes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel leaves in its output, and what it should: poison in rows that no expert has. ``changes`` are made
+    to its configuration."""
+    args = [*run.sample.args, *run.sample.kwargs.values()]
+    dtype = run.case.out_dtype
+    if run.case.layout == "plain":
+        args += [None, None]
+        want = mm_fp8_block(*args[:4], dtype)
+    else:
+        if run.case.layout == "masked":
+            args.insert(4, None)
+        product = grouped_mm_fp8(*args, dtype)
+        exists = grouped_mm_fp8(
+            torch.ones_like(args[0]), torch.ones_like(args[1]), *map(torch.ones_like, args[2:4]), *args[4:]
+        )
+        want = torch.where(exists > 0, product, POISON)
+    out = torch.full_like(want, POISON)
+    kernel, arch = run.case.kernel, ARCHS[run.case.arch]
+    if changes:
+        kernel = type(kernel)(dataclasses.replace(kernel.config, **changes))
+        assert kernel.config.reason_unsupported(arch) is None
+    run_kernel(kernel, arch, *args, out, run.workers, seed=run.seed, strict=True, edit=edit)
+    return out, want
+
+
+def wgmma(layout: str, tile: tuple[int, int, int], dtype: torch.dtype) -> FP8ProductCase:
+    return FP8ProductCase("fp8_wgmma", layout, tile, dtype)
+
+
+def mma(layout: str, tokens: int, dtype: torch.dtype, arch: str) -> FP8ProductCase:
+    return FP8ProductCase("fp8_mma", layout, (tokens,), dtype, arch)
+
+
+# Rows and columns beyond which there is nothing, experts without rows, several tiles of a CTA, more blocks than stages.
+RUNS = [
+    Run(wgmma("plain", (16, 128, 1), FP32), (3,), 136, 1664, 1, seed=None),
+    Run(wgmma("plain", (128, 128, 1), BF16), (130,), 264, 640, 2),
+    Run(wgmma("offsets", (16, 128, 1), FP16), (16, 0, 23), 264, 256, 3),
+    Run(wgmma("counted", (32, 128, 1), BF16), (0, 33, 1), 72, 384, 2, seed=1),
+    Run(wgmma("masked", (64, 128, 1), BF16), (3, 0, 70), 136, 256, 4, room=72),
+    Run(wgmma("masked", (16, 128, 1), BF16), (0, 0), 136, 256, 2, room=8),
+    # Two blocks of k in each of many tiles: the ring goes round four times.
+    Run(wgmma("counted", (16, 128, 1), BF16), (5, 0, 40, 17), 392, 256, 1, seed=4),
+    Run(wgmma("counted", (128, 128, 1), FP32), (3, 130, 0), 136, 896, 2, seed=2),
+    Run(wgmma("offsets", (128, 128, 1), FP16), (64, 80), 264, 128, 2),
+    # The second warpgroup has rows, none, and rows again; two blocks of k, with which a tile begins.
+    Run(wgmma("counted", (128, 128, 1), BF16), (70, 3, 130), 136, 256, 1),
+    Run(wgmma("masked", (128, 128, 1), FP32), (3, 0, 70), 264, 1664, 1, seed=3, room=74),
+    Run(wgmma("plain", (128, 64, 1), BF16), (140,), 200, 640, 2, seed=1),
+    Run(wgmma("counted", (128, 64, 1), FP32), (3, 0, 130), 168, 384, 4),
+    Run(wgmma("plain", (16, 128, 2), BF16), (5,), 136, 896, 2, seed=None),
+    Run(wgmma("counted", (16, 128, 4), FP32), (3, 0, 30), 264, 640, 4, seed=1),
+    Run(wgmma("masked", (64, 128, 2), FP16), (3, 0, 70), 264, 128, 2, room=74),
+    Run(wgmma("offsets", (32, 128, 4), BF16), (0, 32), 392, 1920, 8),
+    Run(mma("plain", 16, FP32, "sm_120a"), (19,), 136, 768, 2),
+    Run(mma("counted", 64, BF16, "sm_100a"), (65, 0, 9), 264, 128, 3, seed=None),
+    Run(mma("masked", 64, FP16, "sm_120a"), (3, 0, 70), 136, 384, 2, seed=1, room=72),
+    Run(mma("offsets", 16, BF16, "sm_90a"), (16, 0, 5), 72, 640, 1),
+]
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
+def test_products(run: Run) -> None:
+    """Bit for bit; what lies in rows of padding is not used, and nothing is written there."""
+    got, want = execute(run)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("layout", [layout for layout in FP8_LAYOUTS if layout != "plain"])
+def test_many_experts(layout: str) -> None:
+    """As many as there may be; hardly any has rows."""
+    counts = tuple(3 if expert in (0, 17, 300, 511) else 0 for expert in range(512))
+    got, want = execute(Run(wgmma(layout, (16, 128, 1), FP32), counts, 8, 128, 2, room=3))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("tile", [(128, 128, 1), (128, 64, 1), (16, 128, 2)], ids=str)
+def test_the_fewest_stages(tile: tuple[int, int, int]) -> None:
+    """As many as warps that load scales by turns, or two pairs of them; tiles are no rounds of the ring."""
+    run = Run(wgmma("counted", tile, BF16), (3, 20, 5), 136, 512 if tile[0] == 128 else 1024, tile[2])
+    for seed in (None, 0):
+        got, want = execute(run._replace(seed=seed), stages=4 if tile == (128, 128, 1) else 3)
+        assert torch.equal(got, want)
+
+
+GROUPS = Run(wgmma("counted", (128, 128, 1), BF16), (130, 3), 120, 1408, 1)
+SWAPPED = Run(wgmma("masked", (16, 128, 1), BF16), (3, 5), 136, 1792, 1, room=8)
+SHARED = Run(wgmma("masked", (16, 128, 2), BF16), (3, 5), 264, 512, 2, room=8)
+WARPS = Run(mma("counted", 16, BF16, "sm_120a"), (19, 3), 136, 768, 1)
+
+
+def told_twice(ptx: str) -> str:
+    """An edit of PTX: both arrivals of a warp are at its own CTA's barrier."""
+    return re.sub(r"mapa\.shared::cluster\.u32 there, (%r\d+), %r\d+;", r"mov.b32 there, \1;", ptx)
+
+
+def place_told_late(ptx: str) -> str:
+    """An edit of PTX: the copying warp stores where a tile lies when it has arrived."""
+    store, arrival = r"(st\.shared\.v4\.b32 [^;]*;)", r"(mbarrier\.arrive\.expect_tx[^;]*;)"
+    return re.sub(rf"{store}(.*?){arrival}", r"\2\3\1", ptx, count=1, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("run", "edit"),
+    [
+        pytest.param(GROUPS, changed(WAIT, None, PASSED), id="copies there"),
+        pytest.param(GROUPS, place_told_late, id="place told"),
+        pytest.param(GROUPS, changed(r"wgmma\.wait_group\.sync\.aligned", None), id="products done"),
+        pytest.param(GROUPS, changed(r"bar\.warp\.sync", 0), id="scales stored"),
+        pytest.param(GROUPS, changed(r"bar\.warp\.sync", 4), id="scales read"),
+        pytest.param(GROUPS, changed(r"bar\.warp\.sync", -5), id="lines complete"),
+        pytest.param(GROUPS, changed(r"bar\.warp\.sync", -4), id="lines read"),
+        pytest.param(GROUPS, changed(r"bar\.sync\s+0", 0), id="sums of warps there"),
+        pytest.param(GROUPS, changed(r"bar\.sync\s+0", 1), id="table there"),
+        pytest.param(SWAPPED, changed(WAIT, 0, PASSED), id="stage free, swapped"),
+        pytest.param(SWAPPED, changed(r"wgmma\.wait_group\.sync\.aligned", None), id="products done, swapped"),
+        pytest.param(SHARED, changed(WAIT, -1, PASSED), id="sums left"),
+        pytest.param(SHARED, changed(WAIT, -2, PASSED), id="sums read"),
+        pytest.param(SHARED, told_twice, id="peer told of sums"),
+        pytest.param(SHARED, changed(r"barrier\.cluster\.(?:arrive|wait)", None), id="cluster meets"),
+        pytest.param(WARPS, changed(r"cp\.async\.wait_group", None), id="copies of warps there"),
+        pytest.param(WARPS, changed(r"bar\.sync\s+0", 2), id="block there for all"),
+        pytest.param(WARPS, changed(r"bar\.sync\s+0", 3), id="last block read"),
+    ],
+)
+def test_what_orders_a_product_is_needed(run: Run, edit: Any) -> None:
+    """Without it the emulator finds a race, or the sums are wrong, in some order."""
+    with pytest.raises((EmulationError, Deadlock, AssertionError)):
+        for seed in (None, 0, 1, 2):
+            got, want = execute(run._replace(seed=seed), edit)
+            assert torch.equal(got, want)
+
+
+WAITS = 20
+
+
+@pytest.mark.parametrize("wait", range(WAITS))
+def test_every_wait_is_needed(wait: int) -> None:
+    """Of the copying warp one; of a warp that loads scales those for each of the blocks that it loads together; of
+    those that multiply, whether they do or not, and wherever in a round of the ring."""
+    with pytest.raises((EmulationError, Deadlock, AssertionError)):
+        for seed in (None, 0):
+            got, want = execute(GROUPS._replace(seed=seed), changed(WAIT, wait, PASSED))
+            assert torch.equal(got, want)
+
+
+def test_those_are_all_waits() -> None:
+    with pytest.raises(IndexError):
+        execute(GROUPS, changed(WAIT, WAITS, PASSED))
+
+
+@pytest.mark.parametrize("run", [GROUPS, SWAPPED, SHARED, WARPS], ids=["groups", "swapped", "shared", "warps"])
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_what_orders_a_product_is_enough(run: Run, seed: int | None) -> None:
+    got, want = execute(run._replace(seed=seed))
+    assert torch.equal(got, want)

@@ -1,0 +1,354 @@
+"""The kernels around the experts' products, executed thread for thread by the PTX emulator."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import expected.moe_route
+import pytest
+import torch
+from ptx import EmulationError, run_kernel
+from support.cases import arguments
+from support.emulated import CPU, POISON, changed, equal, poisoned
+from support.kernel_grid import BF16, FP16, FP32, MoeCase
+
+from torch_cute_ops.formats import FP8_BLOCK128
+from torch_cute_ops.formats.experts import used_rows
+from torch_cute_ops.reference.moe_finalize import moe_finalize
+from torch_cute_ops.reference.moe_permute_fp8quant import moe_permute_fp8quant
+from torch_cute_ops.reference.moe_swiglu_fp8quant import moe_swiglu_fp8quant
+from torch_cute_ops.reference.silu_mul_fp8quant import silu_mul_fp8quant
+from torch_cute_ops.registry import OPS
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.testing import Sample, assert_fp8_close
+from torch_cute_ops.testing.samples._moe import poisoned_rows, random_routing
+from torch_cute_ops.testing.samples._rows import random_rows
+
+
+class Finalize(NamedTuple):
+    """A launch of ``moe_finalize``: dtype, length of a row, routing, residual, multiprocessors, order of events."""
+
+    dtype: torch.dtype
+    width: int
+    routing: dict[str, Any]
+    has_residual: bool
+    sms: int
+    seed: int | None
+
+
+FINALIZE = {
+    "decode": Finalize(BF16, 1096, {"m": 1, "topk": 8, "experts": 16}, True, 132, 0),
+    "tokens-share-the-device": Finalize(FP16, 1096, {"m": 5, "topk": 3, "experts": 4}, False, 2, 1),
+    "a-token-each": Finalize(FP32, 520, {"m": 9, "topk": 2, "experts": 3}, True, 1, None),
+    "larger-ctas": Finalize(BF16, 1096, {"m": 2, "topk": 4, "experts": 4}, True, 1, 4),
+    "narrow": Finalize(BF16, 8, {"m": 7, "topk": 1, "experts": 2}, False, 2, 2),
+    "top-16": Finalize(FP16, 264, {"m": 3, "topk": 16, "experts": 17}, True, 1, 3),
+    "dropped": Finalize(FP32, 64, {"m": 12, "topk": 2, "experts": 3, "max_rows": 4}, True, 1, 0),
+}
+
+
+@pytest.mark.parametrize("few", [512, 0], ids=["few", "many"])
+@pytest.mark.parametrize("one", [pytest.param(one, id=name) for name, one in FINALIZE.items()])
+def test_finalize(one: Finalize, few: int) -> None:
+    """Bit for bit; rows of padding are NaN, and so are weights of pairs that were dropped."""
+    torch.manual_seed(one.width)
+    routed = random_routing(device=CPU, **one.routing)
+    index = routed.expanded_to_permuted
+    # Rows of inputs are strided.
+    x = poisoned_rows(routed, one.width + 16, one.dtype, CPU)[:, : one.width]
+    weights = torch.rand(index.shape).masked_fill_(index < 0, torch.nan)
+    residual = torch.randn(len(index), one.width + 8).to(one.dtype)[:, : one.width] if one.has_residual else None
+    out = poisoned(len(index), one.width, dtype=one.dtype)
+    planned = MoeCase("moe_finalize", (one.width, one.dtype, index.shape[1], one.has_residual)).kernel
+    kernel = type(planned)(dataclasses.replace(planned.config, few=few))
+    run_kernel(kernel, ARCHS["sm_90a"], x, index, weights, residual, out, one.sms, seed=one.seed)
+    equal("out", out, moe_finalize(x, index, weights, residual))
+
+
+class Rows(NamedTuple):
+    """A launch of a kernel that quantises rows: dtype, length of a row, routing, most CTAs, order of events, and
+    changes to the planned configuration."""
+
+    dtype: torch.dtype
+    width: int
+    routing: dict[str, Any]
+    max_ctas: int
+    seed: int | None
+    changes: dict[str, int]
+
+    def kernel(self, op: str, *facts: Any) -> Any:
+        planned = MoeCase(op, facts).kernel
+        return type(planned)(dataclasses.replace(planned.config, **self.changes))
+
+
+WARP_GROUPS = {"threads_per_row": 32, "groups": 3}
+WIDE_GROUPS = {"threads_per_row": 64, "groups": 2}
+SOME = {"m": 13, "topk": 3, "experts": 5}
+MASKED = {"m": 13, "topk": 2, "experts": 6, "max_rows": 4}
+
+
+class Permute(NamedTuple):
+    """A launch of ``moe_permute_fp8quant``: dtype, length of a row, routing, order of events."""
+
+    dtype: torch.dtype
+    width: int
+    routing: dict[str, Any]
+    seed: int | None
+
+
+PERMUTE = {
+    "one-scale": Permute(BF16, 128, SOME, 0),
+    "dropped": Permute(FP32, 256, MASKED, 1),
+    "wide": Permute(BF16, 2176, SOME, None),
+    "wide-dropped": Permute(FP16, 1152, MASKED, 2),
+    # Of the others' tokens no number of scales is a multiple of four, which are loaded together.
+    "four-scales-a-load": Permute(FP16, 2560, SOME, 1),
+    "decode": Permute(BF16, 1152, {"m": 1, "topk": 8, "experts": 512}, 0),
+    "top-16": Permute(FP32, 640, {"m": 9, "topk": 16, "experts": 16}, 3),
+}
+
+
+def permute(
+    one: Permute, routed: Any, x: torch.Tensor, pairs: torch.Tensor, few: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales that the kernels leave in poisoned outputs, of more than ``few`` tokens by two of them."""
+    m, topk = routed.expanded_to_permuted.shape
+    y = poisoned(routed.rows, one.width, dtype=torch.float8_e4m3fn)
+    scale = poisoned(one.width // 128, routed.rows, dtype=torch.float32)
+    planned = MoeCase("moe_permute_fp8quant", (one.width, one.dtype, topk)).kernel
+    config = dataclasses.replace(planned.config, few=few)
+    workspace = poisoned(*(config.workspace_shape(m) or (1, 1)), dtype=torch.float32)
+    given = (x, y, scale, routed.expanded_to_permuted, pairs, workspace)
+    run_kernel(type(planned)(config), ARCHS["sm_90a"], *given, seed=one.seed, strict=True)
+    return y, scale
+
+
+@pytest.mark.parametrize("few", [512, 0], ids=["at-once", "for-each-token-first"])
+@pytest.mark.parametrize("one", [pytest.param(one, id=name) for name, one in PERMUTE.items()])
+def test_permute(one: Permute, few: int) -> None:
+    """Bit for bit; rows of padding stay as they were."""
+    torch.manual_seed(one.width)
+    routed = random_routing(device=CPU, **one.routing)
+    m, topk = routed.expanded_to_permuted.shape
+    x = random_rows(m, one.width + 32, dtype=one.dtype, device=CPU)[:, : one.width]
+    y, scale = permute(one, routed, x, routed.permuted_to_expanded, few)
+    want = moe_permute_fp8quant(x, routed.permuted_to_expanded, topk)
+    for name, got, result in zip(("y", "scale"), (y, scale), want, strict=True):
+        used = ~routed.padding if name == "scale" else ~routed.padding[:, None]
+        equal(name, got, torch.where(used, result.view(got.dtype), poisoned(*got.shape, dtype=got.dtype)))
+
+
+@pytest.mark.parametrize("pair", [-1, 2**30], ids=["padding", "of-no-token"])
+def test_pairs_of_no_token(pair: int) -> None:
+    """Scales of such rows stay as they were, and nothing is read where there is nothing."""
+    one = PERMUTE["one-scale"]
+    torch.manual_seed(0)
+    routed = random_routing(device=CPU, **one.routing)
+    m, topk = routed.expanded_to_permuted.shape
+    x = random_rows(m, one.width, dtype=one.dtype, device=CPU)
+    pairs = routed.permuted_to_expanded.clone()
+    pairs[::2] = pair
+    y, scale = permute(one, routed, x, pairs, few=0)
+    want = moe_permute_fp8quant(x, routed.permuted_to_expanded, topk)
+    used = ~routed.padding
+    equal("y", y, torch.where(used[:, None], want[0].view(y.dtype), poisoned(*y.shape, dtype=y.dtype)))
+    used[::2] = False
+    equal("scale", scale, torch.where(used, want[1], poisoned(*scale.shape, dtype=scale.dtype)))
+
+
+SWIGLU = {
+    "rows-share-a-warp": (Rows(BF16, 128, SOME, 2, 0, {"groups": 2}), "both"),
+    "without-counts": (Rows(FP32, 256, SOME, 1, 1, {}), "offsets"),
+    "a-warp-each": (Rows(BF16, 640, SOME, 2, None, WARP_GROUPS), "both"),
+    "masked": (Rows(FP16, 640, MASKED, 2, 1, WARP_GROUPS), "counts"),
+    "two-warps": (Rows(FP16, 1152, MASKED, 2, 2, WIDE_GROUPS), "counts"),
+    "decode": (Rows(BF16, 512, {"m": 1, "topk": 8, "experts": 512}, 132, 0, {}), "both"),
+    "one-expert": (Rows(BF16, 512, {"m": 40, "topk": 1, "experts": 7, "kind": "one"}, 1, 3, WARP_GROUPS), "both"),
+    "no-tokens": (Rows(BF16, 128, {"m": 0, "topk": 1, "experts": 3, "max_rows": 4}, 2, 0, {}), "counts"),
+}
+
+
+def gate(
+    one: Rows, x: torch.Tensor, offsets: torch.Tensor | None, counts: torch.Tensor | None, edit: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales that the kernel leaves in poisoned outputs."""
+    y = poisoned(len(x), one.width, dtype=torch.float8_e4m3fn)
+    scale = poisoned(one.width // 128, len(x), dtype=torch.float32)
+    given = (x, None, None, None, y, scale, None, None, offsets, counts, 0.0, one.max_ctas)
+    kernel = one.kernel("moe_swiglu_fp8quant", 2 * one.width, one.dtype, offsets is not None, counts is not None)
+    run_kernel(kernel, ARCHS["sm_90a"], *given, seed=one.seed, strict=True, edit=edit)
+    return y, scale
+
+
+def assert_rows(
+    got: tuple[torch.Tensor, torch.Tensor], used: torch.Tensor, want: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """Codes and scales of the ``used`` rows are close to those of ``want``; the others' are as they were."""
+    y, scale = got
+    assert_fp8_close((y[used].contiguous(), scale[:, used].contiguous()), want, FP8_BLOCK128)
+    assert (y[~used].view(torch.uint8) == POISON).all()
+    assert (scale[:, ~used].contiguous().view(torch.uint8) == POISON).all()
+
+
+@pytest.mark.parametrize(("one", "given"), [pytest.param(*one, id=name) for name, one in SWIGLU.items()])
+def test_swiglu(one: Rows, given: str) -> None:
+    """Close where there are rows; rows of padding are NaN, and what they would become stays as it was."""
+    torch.manual_seed(one.width)
+    routed = random_routing(device=CPU, **one.routing)
+    offsets = None if given == "counts" else routed.offsets
+    counts = None if given == "offsets" else routed.counts
+    used = used_rows(routed.rows, offsets, counts)
+    x = random_rows(routed.rows, 2 * one.width + 32, dtype=one.dtype, device=CPU)[:, : 2 * one.width]
+    x[~used] = torch.nan
+    y, scale = moe_swiglu_fp8quant(x, routed.offsets, counts)
+    assert_rows(gate(one, x, offsets, counts), used, (y[used], scale[:, used]))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "rows"),
+    [
+        ([0, 4, 4, 9], range(9)),
+        ([3, 3, 5, 12], range(3, 12)),
+        ([5, 20, 30], range(5, 12)),
+        ([-2, 3], range(3)),
+        ([7, 7], []),
+    ],
+    ids=["from-the-first", "to-the-last", "cut-to-the-room-there-is", "cut-before", "none"],
+)
+@pytest.mark.parametrize(
+    ("width", "changes", "max_ctas"),
+    [(128, {"groups": 2}, 1), (128, {"groups": 2}, 132), (640, WARP_GROUPS, 1), (640, WARP_GROUPS, 132)],
+    ids=["rows-share-a-warp", "few-rows-share-a-warp", "a-warp-each", "few-a-warp-each"],
+)
+def test_offsets_alone(
+    offsets: list[int], rows: Sequence[int], width: int, changes: dict[str, int], max_ctas: int
+) -> None:
+    """Without padding rows are one range of twelve, which takes a group several rounds; others are not touched."""
+    torch.manual_seed(0)
+    x = random_rows(12, 2 * width, dtype=BF16, device=CPU)
+    one = Rows(BF16, width, {}, max_ctas, 0, changes)
+    assert_gated(gate(one, x, torch.tensor(offsets, dtype=torch.int32), None), x, rows)
+
+
+def assert_gated(got: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, rows: Sequence[int]) -> None:
+    """These rows of the outputs are those of the input, gated; the others are as they were."""
+    used = torch.zeros(len(x), dtype=torch.bool)
+    used[list(rows)] = True
+    assert_rows(got, used, silu_mul_fp8quant(x[used], None, "block128", "column"))
+
+
+@pytest.mark.parametrize(
+    ("counts", "in_parts", "rows"),
+    [
+        ([6, 0, 1], True, [0, 1, 2, 3, 8]),
+        ([1, 0, 6], True, [0, 8, 9, 10, 11]),
+        ([3, -2, 2], True, [0, 1, 2, 8, 9]),
+        ([2, 0, 9], False, [0, 1, 8, 9, 10, 11]),
+    ],
+)
+def test_counts_are_cut_to_the_room_there_is(counts: list[int], in_parts: bool, rows: list[int]) -> None:
+    """Three experts in twelve rows; others are not touched, nor is what lies behind."""
+    torch.manual_seed(0)
+    x = random_rows(12, 256, dtype=BF16, device=CPU)
+    offsets = None if in_parts else torch.tensor([0, 4, 8, 12], dtype=torch.int32)
+    one = Rows(BF16, 128, {}, 2, 0, {"groups": 2})
+    assert_gated(gate(one, x, offsets, torch.tensor(counts, dtype=torch.int32)), x, rows)
+
+
+def test_rows_are_found_before_they_are_read() -> None:
+    """Without the barrier behind the table the emulator finds a race."""
+    one = SWIGLU["two-warps"][0]._replace(seed=1)
+    routed = random_routing(device=CPU, **one.routing)
+    x = random_rows(routed.rows, 2 * one.width, dtype=one.dtype, device=CPU)
+    with pytest.raises(EmulationError):
+        gate(one, x, None, routed.counts, changed(r"bar\.sync\s+0", 0))
+
+
+class Route(NamedTuple):
+    """A launch of ``moe_route``: tokens, experts, experts of a token, other arguments, multiprocessors, order of
+    events."""
+
+    tokens: int
+    experts: int
+    topk: int
+    given: dict[str, Any]
+    sms: int
+    seed: int | None
+    dtype: torch.dtype = FP32
+
+
+DEEPSEEK = {"scoring": "sigmoid", "num_groups": 8, "topk_groups": 4, "bias": True, "scaling_factor": 2.5}
+ROUTES = {
+    "deepseek-decode": Route(7, 256, 8, DEEPSEEK, 132, 0, BF16),
+    "deepseek": Route(70, 256, 8, DEEPSEEK, 2, 1, BF16),
+    "softmax": Route(5, 33, 4, {"alignment": 16}, 2, 2, FP16),
+    "softmax-of-all": Route(70, 40, 2, {"renormalize": False, "alignment": 1}, 2, None),
+    "several-chunks": Route(150, 37, 3, {"alignment": 8}, 1, 3),
+    "several-chunks-of-runs": Route(200, 12, 2, {"scoring": "sigmoid", "max_rows": 20}, 2, 4),
+    "masked-decode": Route(9, 12, 3, {"max_rows": 4}, 2, 0),
+    "many-rows": Route(3, 5, 2, {"max_rows": 14_000}, 3, 1),
+    "no-tokens": Route(0, 12, 3, {"max_rows": 8}, 2, 0),
+    "no-tokens-contiguous": Route(0, 12, 3, {}, 2, 0),
+    "all-experts": Route(3, 512, 16, {"scoring": "sigmoid", "num_groups": 32, "topk_groups": 3}, 4, 2),
+    "a-group-of-one": Route(4, 5, 3, {"scoring": "sigmoid", "num_groups": 5, "topk_groups": 3}, 1, 0),
+    "one-expert": Route(33, 1, 1, {"alignment": 4}, 1, 0),
+}
+
+
+def find_routes(one: Route, edit: Any = None) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """What the kernels leave in their outputs, and the arguments of the op."""
+    torch.manual_seed(one.experts)
+    given = {"logits": torch.randn(one.tokens, one.experts).to(one.dtype), "topk": one.topk, **one.given}
+    given["bias"] = torch.randn(one.experts) * 0.1 if given.pop("bias", False) else None
+    given = arguments(OPS["moe_route"], Sample("", (), given))
+    facts = (given["scoring"], given["num_groups"], given["topk_groups"], given["renormalize"])
+    is_masked = given["max_rows"] is not None
+    case = MoeCase("moe_route", (one.experts, one.dtype, one.topk, given["bias"] is not None, *facts, is_masked))
+    kernel = case.kernel
+    outputs = [poisoned(*like.shape, dtype=like.dtype) for like in OPS["moe_route"].fake(**given)]
+    words = kernel.config.workspace_words(one.tokens, len(outputs[3]), one.sms)
+    workspace = poisoned(max(words, 1), dtype=torch.int32)
+    unit = given["max_rows"] or given["alignment"]
+    numbers = (given["scaling_factor"], unit, one.sms)
+    run_kernel(
+        kernel, ARCHS["sm_90a"], given["logits"], given["bias"], *outputs, workspace, *numbers, seed=one.seed, edit=edit
+    )
+    return outputs, given
+
+
+@pytest.mark.parametrize("one", [pytest.param(one, id=name) for name, one in ROUTES.items()])
+def test_route(one: Route) -> None:
+    outputs, given = find_routes(one)
+    expected.moe_route.assert_results(outputs, expected.moe_route.results(given), given)
+
+
+BARRIERS = {"alone": range(1, 4), "choose": range(4, 7), "place": range(8, 11)}
+"""Of each kernel, in the order in which their PTX comes. Without the others bits are clear before they are set, too,
+in any order that the emulator tries, since a choice takes longer."""
+ORDERED = {
+    "alone": Route(32, 64, 4, {"scoring": "sigmoid", "num_groups": 2}, 1, 0),
+    "runs": Route(256, 64, 2, {"alignment": 8}, 2, 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("launch", "number"),
+    [
+        pytest.param("alone" if kernel == "alone" else "runs", number, id=f"{kernel}-{number}")
+        for kernel, numbers in BARRIERS.items()
+        for number in numbers
+    ],
+)
+def test_barriers_of_routes_are_needed(launch: str, number: int) -> None:
+    """Without one of them the emulator finds a race, or a place is wrong, in some order of events."""
+    with pytest.raises((EmulationError, AssertionError)):
+        for seed in range(6):
+            outputs, given = find_routes(ORDERED[launch]._replace(seed=seed), changed(r"bar\.sync\s+0", number))
+            expected.moe_route.assert_results(outputs, expected.moe_route.results(given), given)
+
+
+@pytest.mark.parametrize("launch", ORDERED)
+def test_barriers_of_routes_are_enough(launch: str) -> None:
+    for seed in range(3):
+        outputs, given = find_routes(ORDERED[launch]._replace(seed=seed))
+        expected.moe_route.assert_results(outputs, expected.moe_route.results(given), given)

@@ -1,0 +1,379 @@
+"""The kernels of rows, executed thread for thread by the PTX emulator, against the CPU references."""
+
+import dataclasses
+import itertools
+import pickle
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ptx import EmulationError, Race, run_kernel
+from support.emulated import BLACKWELL, CPU, HOPPER, PASSED, WAIT, changed, equal, poisoned
+from support.kernel_grid import BF16, FP8_TARGETS, FP16, FP32, WHAT, Case, kernel_of
+
+from torch_cute_ops.formats import FP4Format
+from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR
+from torch_cute_ops.formats.scale_layout import from_linear
+from torch_cute_ops.kernels import row_quant
+from torch_cute_ops.reference.add_rmsnorm_fp4quant import add_rows
+from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize
+from torch_cute_ops.reference.fp4_quantize import quantize_rows
+from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
+from torch_cute_ops.reference.rmsnorm_fp8quant import quantize_fp8_rows
+from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.testing import assert_fp4_close, assert_fp8_close
+from torch_cute_ops.testing.samples._rows import special_rows
+
+EPS = 1e-5
+
+
+class Outcome(NamedTuple):
+    """What a kernel should leave in its arguments, and what it left. ``residual`` and so on are ``None`` if unused."""
+
+    y: torch.Tensor
+    scale: torch.Tensor
+    linear: torch.Tensor | None
+    norm: torch.Tensor | None
+    residual: torch.Tensor | None
+
+
+def expected(problem: Any, x: torch.Tensor, residual: Any, weight: Any, factor: Any) -> Outcome:
+    value = x.float()
+    updated = None
+    if problem.source == "add":
+        updated = add_rows(x, residual.clone())
+        value = updated.float()
+    elif problem.source == "silu_mul":
+        value = silu_mul_rows(x)
+    norm = None
+    if problem.normalises:
+        value = rmsnorm_rows(value, weight, EPS)
+        norm = value.to(problem.dtype) if problem.writes_norm else None
+    if isinstance(problem.fmt, FP4Format):
+        y, linear = quantize_rows(value, problem.fmt, factor, "linear")
+        scale = linear if problem.layout.is_linear else from_linear(linear, problem.layout)
+        return Outcome(y, scale, linear if problem.also_linear else None, norm, updated)
+    y, scale = quantize_fp8_rows(value, problem.fmt, factor, problem.layout)
+    return Outcome(y, scale, None, norm, updated)
+
+
+def execute(
+    config: Any,
+    arch: str,
+    x: torch.Tensor,
+    residual: Any,
+    weight: Any,
+    factor: Any,
+    max_ctas: int,
+    seed: int | None,
+    edit: Any = None,
+) -> Outcome:
+    """Run the kernel on copies of the inputs and poisoned outputs."""
+    p = config.problem
+    rows = x.shape[0]
+    if isinstance(p.fmt, FP4Format):
+        y = poisoned(rows, p.width // 2, dtype=torch.uint8)
+        tile = p.layout.tile_rows or 1
+        padded = -(-rows // tile) * tile
+        scale = poisoned(padded, p.layout.padded_blocks(config.blocks), dtype=p.fmt.scale_dtype)
+    else:
+        y = poisoned(rows, p.width, dtype=torch.float8_e4m3fn)
+        scales = p.fmt.scales_per_row(p.width)
+        shape = (1,) if p.fmt == FP8_TENSOR else (scales, rows) if p.layout == COLUMN else (rows, scales)
+        scale = poisoned(*shape, dtype=torch.float32)
+    linear = poisoned(rows, config.blocks, dtype=p.fmt.scale_dtype) if p.also_linear else None
+    norm = poisoned(rows, p.width, dtype=p.dtype) if p.writes_norm else None
+    # With its strides, which clone() does not keep.
+    residual = (
+        None
+        if residual is None
+        else torch.empty_strided(residual.shape, residual.stride(), dtype=p.dtype).copy_(residual)
+    )
+    kernel = row_quant.RowQuantKernel(config)
+    arguments = (x, residual, weight, factor, y, scale, linear, norm, None, None, EPS, max_ctas)
+    # In a cluster, a CTA learns through a shuffle that the lanes of another have read what it sends anew.
+    run_kernel(kernel, ARCHS[arch], *arguments, seed=seed, strict=not config.is_cluster, edit=edit)
+    return Outcome(y, scale, linear, norm, residual)
+
+
+def check(problem: Any, got: Outcome, want: Outcome) -> None:
+    """Bit for bit where the arithmetic is defined, close behind a norm or a gate."""
+    if not problem.normalises and problem.source == "rows":
+        equal("y", got.y, want.y)
+        equal("scale", got.scale, want.scale)
+        return
+    if isinstance(problem.fmt, FP4Format):
+        want_scale = want.scale.reshape(got.scale.shape)
+        assert_fp4_close((got.y, got.scale), (want.y, want_scale), problem.fmt, problem.layout)
+        if want.linear is not None:
+            equal("linear", from_linear(got.linear, problem.layout), got.scale)
+    else:
+        assert_fp8_close((got.y, got.scale), (want.y, want.scale), problem.fmt)
+    equal("residual", got.residual, want.residual)
+    if want.norm is not None:
+        # A step of the dtype, or a few of fp32 for the sum, the root and the products; also of subnormals.
+        info = torch.finfo(problem.dtype)
+        steps = 3 if problem.dtype == FP32 else 1
+        limit, subnormals = max(info.eps, 1e-6), steps * info.smallest_normal * info.eps
+        torch.testing.assert_close(got.norm, want.norm, rtol=limit, atol=subnormals, equal_nan=True)
+
+
+def inputs(config: Any, rows: int) -> tuple[Any, Any, Any, Any]:
+    """Input, residual, weight and factor; rows of the inputs are strided."""
+    torch.manual_seed(rows)
+    p = config.problem
+
+    def some(width: int) -> torch.Tensor:
+        values = torch.randn(rows, width + 32) * 2.0 ** torch.randint(-5, 6, (rows, 1))
+        # Row factors of such rows cannot be folded into their products.
+        values[2::5] *= 2.0**-60
+        return values.to(p.dtype)[:, :width]
+
+    x = some(p.input_width)
+    residual = some(p.width) if p.source == "add" else None
+    return x, residual, *weight_and_factor(p)
+
+
+def weight_and_factor(problem: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    weight = (torch.rand(problem.width) + 0.5).to(problem.weight_dtype) if problem.normalises else None
+    factor = 37.5 if isinstance(problem.fmt, FP4Format) else 0.05
+    return weight, torch.tensor([factor]) if problem.has_factor else None
+
+
+class Run(NamedTuple):
+    """A kernel and a launch of it; ``changes`` are made to the planned configuration."""
+
+    what: str
+    dtypes: tuple[torch.dtype, torch.dtype]
+    width: int
+    target: tuple[str, str]
+    arch: str
+    rows: int
+    max_ctas: int
+    seed: int | None
+    changes: dict[str, int]
+
+    @property
+    def case(self) -> Case:
+        return Case(WHAT[self.what], self.dtypes, self.width, self.target, self.arch)
+
+    @property
+    def id(self) -> str:
+        changes = "".join(f"-{name}={value}" for name, value in self.changes.items())
+        return f"{self.case.id}-{self.rows}x{self.max_ctas}{changes}"
+
+    @property
+    def config(self) -> Any:
+        return dataclasses.replace(kernel_of(self.case).config, **self.changes)
+
+
+BF, HF, F, BFF = (BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, FP32)
+NV, NVG, MX = (tuple(itertools.product([name], ("linear", "128x4", "8x4"))) for name in ("nvfp4", "nvfp4-g", "mxfp4"))
+TENSOR, TOKEN, BLOCK, COLUMNS = FP8_TARGETS
+
+
+def run(
+    what: str, dtypes: Any, width: int, target: Any, arch: str, rows: int, max_ctas: int, seed: Any, **changes: int
+):
+    one = Run(what, dtypes, width, target, arch, rows, max_ctas, seed, changes)
+    return pytest.param(one, id=one.id)
+
+
+WARP_GROUPS = {"threads_per_row": 32, "groups": 3}
+WIDE_GROUPS = {"threads_per_row": 64, "groups": 2}
+CLUSTER = {"threads_per_row": 32, "groups": 2, "splits": 2}
+FOUR_GROUPS = {"threads_per_row": 64, "groups": 4}
+RUNS = [
+    # A warp works on several rows.
+    run("quantize", BF, 128, NV[1], HOPPER, 130, 2, 0),
+    run("quantize", HF, 48, NVG[2], BLACKWELL, 19, 1, 1, groups=2),
+    run("quantize", F, 96, MX[0], HOPPER, 3, 2, None, stages=1),
+    run("norm", HF, 128, NVG[1], HOPPER, 131, 2, 0, groups=2),
+    run("add-norm", BFF, 128, MX[2], BLACKWELL, 35, 1, 1, groups=2),
+    run("silu", BF, 128, NV[0], HOPPER, 19, 1, 2, groups=2),
+    # A warp works on one row; with tiled scales, four rows give their scales together.
+    run("quantize", F, 512, NVG[1], BLACKWELL, 1, 2, 0, **WARP_GROUPS),
+    run("quantize", BF, 528, NV[2], HOPPER, 140, 3, 1, **WARP_GROUPS),
+    run("norm", BF, 512, NV[2], BLACKWELL, 3, 1, 0, **WARP_GROUPS),
+    run("norm-norm", BFF, 1056, MX[1], HOPPER, 132, 2, 1, **WARP_GROUPS, stages=1),
+    run("add-linear", HF, 528, NV[1], BLACKWELL, 130, 3, 2, **WARP_GROUPS),
+    run("silu", HF, 1024, MX[1], BLACKWELL, 130, 2, 0, **WARP_GROUPS),
+    run("norm", HF, 512, TOKEN, HOPPER, 13, 1, 0, **WARP_GROUPS),
+    run("add", BF, 512, TENSOR, BLACKWELL, 13, 1, 1, **WARP_GROUPS),
+    # Two warps.
+    run("norm-norm", F, 1024, NV[1], HOPPER, 131, 4, 0, **WIDE_GROUPS),
+    run("norm", BF, 2032, NVG[0], BLACKWELL, 9, 1, 1, **WIDE_GROUPS, stages=1),
+    run("add", F, 2048, MX[0], HOPPER, 9, 1, 2, **WIDE_GROUPS),
+    run("add-norm", HF, 1024, NVG[2], BLACKWELL, 9, 1, None, **WIDE_GROUPS),
+    run("norm", BFF, 1024, TOKEN, BLACKWELL, 13, 1, 0, **WIDE_GROUPS),
+    run("silu", BF, 1152, COLUMNS, HOPPER, 9, 1, 1, **WIDE_GROUPS),
+    run("silu", F, 1024, TOKEN, HOPPER, 9, 1, 1, **WIDE_GROUPS),
+    # Of two warps, one has a block more: in some groups the first, in others the second.
+    run("norm", BF, 1536, NVG[1], HOPPER, 140, 1, 0, **FOUR_GROUPS),
+    run("norm-norm", BFF, 2560, MX[1], HOPPER, 9, 1, 1, **FOUR_GROUPS, stages=1),
+    run("silu", HF, 1296, NV[2], HOPPER, 9, 1, 2, **FOUR_GROUPS),
+    run("norm", BF, 2576, NV[0], HOPPER, 9, 2, 0, **FOUR_GROUPS | {"splits": 2}),
+    # No warp of the second CTA has a last block; three of four warps have.
+    run("norm", BF, 2176, NV[1], HOPPER, 9, 2, 0, **FOUR_GROUPS | {"splits": 2}),
+    run("norm-norm", HF, 7168, MX[1], HOPPER, 4, 1, 0, bulk_norm=False),
+    # Two CTAs share a row; the second's slice is shorter.
+    run("quantize", BF, 2304, MX[1], BLACKWELL, 9, 4, 0, **CLUSTER),
+    run("norm", HF, 1152, NV[1], HOPPER, 130, 8, 1, **CLUSTER),
+    run("add-norm", BF, 2304, NVG[0], BLACKWELL, 9, 4, 0, **CLUSTER | WIDE_GROUPS),
+    run("norm", BF, 1152, TOKEN, BLACKWELL, 9, 2, 2, **CLUSTER),
+    run("add", HF, 1152, BLOCK, HOPPER, 9, 4, 1, **CLUSTER),
+]
+
+
+@pytest.mark.parametrize("one", RUNS)
+def test_row_quant(one: Run) -> None:
+    config = one.config
+    given = inputs(config, one.rows)
+    got = execute(config, one.arch, *given, one.max_ctas, one.seed)
+    check(config.problem, got, expected(config.problem, *given))
+
+
+@pytest.mark.parametrize(("dtypes", "target"), [(BF, NV[1]), (HF, MX[1])], ids=["bf16-nvfp4", "fp16-mxfp4"])
+def test_a_block_left_out_changes_no_bit(dtypes: Any, target: tuple[str, str]) -> None:
+    """Warps without a last block leave it out of a norm, and not of the norm of a sum. In fp16 it shows which rows
+    leave their row factor to the block."""
+    whats = ("norm-norm", "add-norm")
+    norm, of_sum = (Run(what, dtypes, 2560, target, HOPPER, 9, 1, 0, FOUR_GROUPS).config for what in whats)
+    assert norm.common_blocks < of_sum.common_blocks == norm.thread_blocks == of_sum.thread_blocks
+    x, _, weight, factor = inputs(norm, 9)
+    alone = execute(norm, HOPPER, x, None, weight, factor, 1, 0)
+    # With -0, zeros of x keep their sign.
+    with_zeros = execute(of_sum, HOPPER, x, torch.full_like(x, -0.0), weight, factor, 1, 0)
+    for name in ("y", "scale", "norm"):
+        equal(name, getattr(alone, name), getattr(with_zeros, name))
+
+
+@pytest.mark.parametrize("target", [NV[1], TOKEN, COLUMNS])
+def test_a_configuration_from_another_process(target: tuple[str, str]) -> None:
+    """Its formats and layouts are equal to those here, and not the same objects."""
+    one = Run("silu", BF, 512, target, HOPPER, 9, 1, 0, WARP_GROUPS)
+    config = pickle.loads(pickle.dumps(one.config))
+    given = inputs(config, one.rows)
+    got = execute(config, one.arch, *given, one.max_ctas, one.seed)
+    check(one.config.problem, got, expected(one.config.problem, *given))
+
+
+SPECIAL = [
+    run("quantize", BF, 192, NV[1], HOPPER, 14, 2, 0),
+    run("quantize", HF, 192, MX[2], BLACKWELL, 14, 2, 0),
+    run("quantize", F, 192, NVG[0], HOPPER, 14, 2, 0),
+    run("norm", BF, 192, NV[0], BLACKWELL, 14, 2, 0),
+    run("add-norm", F, 192, MX[1], HOPPER, 14, 2, 0),
+    run("norm-norm", F, 192, NV[1], HOPPER, 14, 2, 0),
+    run("norm-norm", BF, 192, NV[0], HOPPER, 14, 2, 0),
+    run("norm", BF, 192, TOKEN, HOPPER, 14, 2, 0),
+    run("add", F, 192, TENSOR, BLACKWELL, 14, 2, 0),
+    run("norm", BF, 192, MX[0], HOPPER, 14, 2, 0),
+    run("norm", F, 768, BLOCK, HOPPER, 14, 2, 0),
+    run("add", BF, 768, BLOCK, BLACKWELL, 14, 2, 0),
+]
+
+
+@pytest.mark.parametrize("one", SPECIAL)
+def test_special_values(one: Run) -> None:
+    config = one.config
+    x = special_rows(one.dtypes[0], CPU, config.problem.width // 6)
+    residual = torch.zeros_like(x) if config.problem.source == "add" else None
+    given = (x, residual, *weight_and_factor(config.problem))
+    got = execute(config, one.arch, *given, one.max_ctas, one.seed)
+    check(config.problem, got, expected(config.problem, *given))
+
+
+@pytest.mark.parametrize("target", [TENSOR, TOKEN, BLOCK])
+def test_zeros_keep_their_sign(target: tuple[str, str]) -> None:
+    one = Run("silu", BF, 512, target, HOPPER, 4, 1, 0, WARP_GROUPS)
+    config = one.config
+    x = torch.randn(4, 1024).to(BF16)
+    x[:, ::7] *= 0.0
+    given = (x, None, *weight_and_factor(config.problem))
+    got = execute(config, one.arch, *given, one.max_ctas, one.seed)
+    check(config.problem, got, expected(config.problem, *given))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "target", "arch"),
+    [(BF16, 128, NV[1], HOPPER), (FP16, 96, MX[2], BLACKWELL), (FP32, 48, NVG[0], HOPPER)],
+)
+def test_dequantize(dtype: torch.dtype, width: int, target: tuple[str, str], arch: str) -> None:
+    """Of every byte of codes and scales."""
+    torch.manual_seed(0)
+    case = Case(WHAT["dequantize"], (dtype, dtype), width, target, arch)
+    kernel = kernel_of(case)
+    c, rows = kernel.config, 131
+    codes = torch.arange(rows * width // 2).to(torch.uint8).reshape(rows, -1)
+    tile = c.layout.tile_rows or 1
+    scale = torch.randint(256, (-(-rows // tile) * tile, c.layout.padded_blocks(c.blocks)), dtype=torch.uint8)
+    factor = torch.tensor([3.0]) if c.global_scale else None
+    out = poisoned(rows, width, dtype=dtype)
+    run_kernel(kernel, ARCHS[arch], codes, scale, factor, out, 2, seed=0)
+    want = fp4_dequantize(
+        codes,
+        scale.view(c.fmt.scale_dtype),
+        factor,
+        block_size=c.fmt.block_size,
+        scale_layout=case.target[1],
+        out_dtype=dtype,
+    )
+    equal("out", out, want)
+
+
+def test_rows_of_a_warp_take_their_amax_again() -> None:
+    """Of two rows that share a warp, one cannot be folded; or there is none."""
+    one = Run("norm", HF, 512, TOKEN, HOPPER, 13, 1, 0, {"groups": 2})
+    config = one.config
+    assert config.group_rows > 1
+    given = inputs(config, one.rows)
+    got = execute(config, one.arch, *given, one.max_ctas, one.seed)
+    check(config.problem, got, expected(config.problem, *given))
+
+
+# What orders a kernel
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        pytest.param(changed(r"bar\.sync\s+0"), id="barriers initialised"),
+        pytest.param(changed(r"bar\.sync\s+%"), id="sums complete and buffer free"),
+        pytest.param(changed(WAIT, 0, PASSED), id="weight complete"),
+        pytest.param(changed(WAIT, 1, PASSED), id="row complete"),
+        pytest.param(changed(r"mbarrier\.arrive\.expect_tx", -1), id="copy expected"),
+        pytest.param(lambda ptx: ptx.replace("setp.lt.s32", "setp.le.s32"), id="one too many"),
+    ],
+)
+def test_broken_kernels_are_noticed(edit: Any) -> None:
+    """A kernel without one of its barriers, or with another mistake."""
+    one = Run("norm", HF, 1024, NV[0], HOPPER, 9, 1, 0, WIDE_GROUPS)
+    config = one.config
+    given = inputs(config, one.rows)
+    with pytest.raises((EmulationError, AssertionError)):
+        got = execute(config, one.arch, *given, one.max_ctas, one.seed, edit=edit)
+        check(config.problem, got, expected(config.problem, *given))
+
+
+LOADED = [
+    # Which fence comes before the rows are overwritten: after the loads, or where a row is read again.
+    (run("quantize", F, 1024, MX[1], HOPPER, 20, 1, 0, **WARP_GROUPS), 0),
+    (run("quantize", BF, 512, NV[1], BLACKWELL, 20, 1, 0, **WARP_GROUPS), 0),
+    (run("silu", BF, 512, TENSOR, HOPPER, 20, 1, 0, **WARP_GROUPS), 0),
+    (run("add", HF, 512, TENSOR, HOPPER, 20, 1, 0, **WARP_GROUPS), 1),
+    (run("norm", HF, 128, NVG[1], HOPPER, 131, 2, 0, groups=2), 0),
+    (run("norm", BF, 1024, NVG[0], BLACKWELL, 9, 1, 1, **WIDE_GROUPS, stages=1), 0),
+]
+
+
+@pytest.mark.parametrize(("one", "fence"), [pytest.param(*p.values, fence, id=p.id) for p, fence in LOADED])
+def test_loads_come_before_copies_of_the_next_rows(one: Run, fence: int) -> None:
+    """A barrier alone does not see to it."""
+    config = one.config
+    given = inputs(config, one.rows)
+    got = execute(config, one.arch, *given, one.max_ctas, one.seed)
+    check(config.problem, got, expected(config.problem, *given))
+    with pytest.raises(Race, match="may not have loaded yet"):
+        execute(config, one.arch, *given, one.max_ctas, one.seed, edit=changed(r"fence\.proxy\.async", fence))

@@ -1,0 +1,135 @@
+"""``plan()`` of the row-quantising kernels: every width has a plan that fits, and refusals say why."""
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+import torch
+from support.launch_model import launches  # noqa: F401  (a fixture)
+
+from torch_cute_ops.formats import FP8_BLOCK128, FP8_TOKEN, MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.formats.fp8 import COLUMN, ROW
+from torch_cute_ops.kernels.row_quant import Problem, plan
+from torch_cute_ops.registry import OPS
+from torch_cute_ops.runtime.arch import ARCHS
+
+BF16, FP32 = torch.bfloat16, torch.float32
+KINDS = {
+    "quantise-bf16": ("rows", BF16, None),
+    "norm-bf16": ("rows", BF16, BF16),
+    "norm-fp32": ("rows", FP32, FP32),
+    "add-norm-bf16": ("add", BF16, BF16),
+    "add-norm-fp32": ("add", FP32, FP32),
+    "silu-bf16": ("silu_mul", BF16, None),
+    "silu-fp32": ("silu_mul", FP32, None),
+}
+FORMATS = {
+    "nvfp4": (NVFP4, SCALE_LAYOUTS["128x4"]),
+    "mxfp4": (MXFP4, SCALE_LAYOUTS["128x4"]),
+    "token": (FP8_TOKEN, ROW),
+    "block128": (FP8_BLOCK128, COLUMN),
+}
+
+
+def problem_of(kind, fmt, width):
+    source, dtype, weight_dtype = KINDS[kind]
+    fmt, layout = FORMATS[fmt]
+    return Problem(source, dtype, weight_dtype, width, width, fmt, layout, False, False, weight_dtype is not None)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+def test_every_width_has_a_plan(fmt, kind, arch):
+    """Multiples of the block to 65,536: slices cover the row and none is empty, threads and memory fit."""
+    step = FORMATS[fmt][0].block_size or 16
+    first = random.randrange(1, 17)
+    # Two fp32 rows and an fp32 weight: the one thing that does not fit 8 CTAs of 99 KB.
+    widest = 60_928 if (kind, arch) == ("add-norm-fp32", "sm_120a") else 65_536
+    for width in (step, *range(first * step, widest, 17 * step), widest):
+        config = plan(problem_of(kind, fmt, width), ARCHS[arch])
+        assert config.reason_unsupported(ARCHS[arch]) is None
+        assert config.splits * config.slice_width >= width > (config.splits - 1) * config.slice_width
+        assert config.splits in (1, 2, 4, 8) or not config.is_cluster
+        assert 0 < config.threads <= 1024 and config.threads % 32 == 0
+        assert config.thread_blocks * config.threads_per_row >= config.slice_blocks
+        assert config.common_blocks * config.threads_per_row + 32 * config.busy_warps >= config.slice_blocks
+        assert config.smem_bytes <= ARCHS[arch].smem_per_cta
+        if fmt == "block128":
+            # The units that share a scale are with neighbouring threads of one CTA.
+            assert config.threads_per_row % 8 == 0 and config.slice_width % 128 == 0
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+def test_rows_of_experts_have_a_plan(dtype, arch):
+    """Of every width, with the table by which rows are found."""
+    for width in range(128 * random.randrange(1, 8), 65_537, 7 * 128):
+        problem = problem_of("quantise-bf16", "block128", width)
+        problem = dataclasses.replace(problem, dtype=dtype, rows="experts", source="silu_mul", has_counts=True)
+        config = plan(problem, ARCHS[arch])
+        assert config.reason_unsupported(ARCHS[arch]) is None
+        assert config.splits * config.slice_width >= width > (config.splits - 1) * config.slice_width
+        assert config.threads_per_row % 8 == 0 and config.slice_width % 128 == 0
+        assert config.threads <= 512
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("dtypes", ["bf16", "fp32"])
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+def test_rows_are_computed_alike(fmt, dtypes, arch):
+    """With a residual, with the norm and in both layouts: the order of sums, and of the norm's products, for equal
+    bits."""
+    step = FORMATS[fmt][0].block_size or 16
+    for width in range(step * random.randrange(1, 30), 60_928, 31 * step):
+        problem = problem_of(f"norm-{dtypes}", fmt, width)
+        configs = [
+            plan(dataclasses.replace(problem, source=source, writes_norm=norm, also_linear=linear), ARCHS[arch])
+            for source, norm, linear in itertools.product(("rows", "add"), (False, True), (False, True))
+        ]
+        assert len({(each.splits, each.threads_per_row, each.problem.folds) for each in configs}) == 1, width
+
+
+@pytest.mark.parametrize(("width", "busy", "of"), [(2560, 1, 2), (5120, 2, 4), (7168, 2, 4)])
+def test_schedulers_share_busy_warps(width, busy, of):
+    """Warps with a block more than others, of rows whose blocks do not fill their threads. Warp w of an SM belongs to
+    scheduler w % 4."""
+    config = plan(problem_of("norm-bf16", "nvfp4", width), ARCHS["sm_90a"])
+    assert (config.busy_warps, config.group_warps) == (busy, of)
+    schedulers = [0] * 4
+    for group, warp in itertools.product(range(config.groups), range(of)):
+        if (warp + config.first_column(group) // 32) % of < busy:
+            schedulers[(group * of + warp) % 4] += 1
+    assert max(schedulers) - min(schedulers) <= 1
+
+
+def test_shared_memory_is_divided():
+    """What begins where the last thing ends: rows, weight, scales of quads, sums, barriers."""
+    config = plan(problem_of("add-norm-bf16", "nvfp4", 4096), ARCHS["sm_90a"])
+    at = config.smem_offsets
+    assert at.norms - at.rows == config.groups * config.stages * 2 * 4096 * 2
+    assert at.weight - at.norms == config.groups * 2 * 4096 * 2
+    assert at.scales - at.weight == 4096 * 2
+    assert at.sums - at.scales == 2 * config.groups * 4 * 256
+    assert at.barriers - at.sums >= config.groups * 2 * (config.threads_per_row // 32) * 4
+    assert at.end - at.barriers >= 8 * (config.groups * (config.stages + 2) + 1)
+    assert all(offset % 128 == 0 for offset in at)
+
+
+def test_plan_does_not_hold_what_a_call_brings():
+    """It is a function of the problem, the architecture and the setting for PDL, and keeps them."""
+    for arch, pdl, kind in itertools.product(ARCHS.values(), (True, False), KINDS):
+        problem = problem_of(kind, "mxfp4", 2880)
+        config = plan(problem, arch, pdl=pdl)
+        assert config == plan(problem, arch, pdl=pdl)
+        assert config.problem == problem and config.pdl is pdl and config.has_e2m1_cvt is arch.has_e2m1_cvt
+
+
+@pytest.mark.parametrize("name", ["rmsnorm_fp4quant", "rmsnorm_fp4quant_with_norm"])
+def test_a_row_that_fits_no_cluster(name, launches):  # noqa: F811
+    """The op says so, by its name; nothing is compiled."""
+    width = 1 << 20
+    with pytest.raises(ValueError, match=rf"cute::{name}: rows of {width} elements"):
+        OPS[name].cuda(torch.zeros(1, width, dtype=torch.bfloat16), torch.ones(width, dtype=torch.bfloat16))
+    assert not launches.compiled

@@ -1,0 +1,114 @@
+"""FP8 quantisation, bit for bit, over every element that 16-bit inputs can bring, the edges of fp32 ones, and scales.
+
+Through ``silu_mul_fp8quant``, since ``silu(32)`` is 32: what is quantised is 32 times the second half, exactly.
+"""
+
+import numpy as np
+import pytest
+import torch
+from expected import assert_same
+from expected import silu_mul_fp8quant as expected
+from support import spec
+from support.edge_values import every_finite, fp32_edges, neighbours
+
+import torch_cute_ops
+
+GATE = 32.0
+SOURCES = ("bfloat16", "float16", "float32 edges")
+
+
+def values_of(source: str) -> torch.Tensor:
+    """Values whose product with the gate is finite."""
+    values = fp32_edges() if source == "float32 edges" else every_finite(getattr(torch, source))
+    return values[(values.float() * GATE).isfinite()]
+
+
+def quantise(rows: torch.Tensor, granularity: str, scale: torch.Tensor | None = None, layout: str = "row"):
+    """``(y, scale)`` of 32 times ``rows`` (M, K), which are what the specification says, to the bit."""
+    given = {
+        "input": torch.cat((torch.full_like(rows, GATE), rows), -1),
+        "scale": scale,
+        "granularity": granularity,
+        "scale_layout": layout,
+    }
+    got = torch_cute_ops.silu_mul_fp8quant(**given)
+    assert_same(got, expected.results(given))
+    return got
+
+
+def padded(values: torch.Tensor, width: int) -> torch.Tensor:
+    return torch.nn.functional.pad(values, (0, -len(values) % width)).view(-1, width)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_element(source, device):
+    """With a given scale that takes the gate back, codes are e4m3 of the values."""
+    rows = padded(values_of(source), 256).to(device)
+    scale = torch.full((1,), GATE, device=device)
+    y, stored = quantise(rows, "tensor", scale)
+    assert np.array_equal(y.view(torch.uint8).cpu().numpy(), spec.e4m3(rows.cpu().double().numpy()))
+    assert stored.item() == GATE and stored.data_ptr() != scale.data_ptr()
+
+
+@pytest.mark.parametrize(("granularity", "layout"), [("token", "row"), ("block128", "row"), ("block128", "column")])
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_scale(source, granularity, layout, device):
+    """Each value as the largest of its 128, among them such whose scale is subnormal or zero."""
+    values = values_of(source)
+    fractions = torch.linspace(-1, 1, 128)
+    rows = (values.float()[:, None] * fractions).to(values.dtype)
+    _, scale = quantise(rows.to(device), granularity, layout=layout)
+    assert (scale == 0).any() and scale.isfinite().all()
+
+
+@pytest.mark.parametrize("power", [-126, -100, -60, 0, 60, 100])
+def test_quotients_around_every_boundary(power, device):
+    """The division is correctly rounded: values around products of each e4m3 value or boundary with a scale."""
+    points = np.concatenate([spec.E4M3_POSITIVE, (spec.E4M3_POSITIVE[1:] + spec.E4M3_POSITIVE[:-1]) / 2])
+    scale = (torch.rand(1) + 1) * 2.0**power
+    near = neighbours(points * scale.item() / GATE, ulps=3)
+    quantise(padded(near, 128).to(device), "tensor", scale.to(device))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("granularity", "blocks"), [("token", 1), ("block128", 3)])
+def test_not_finite_anywhere_in_a_block(bad, dtype, granularity, blocks, device):
+    """One such element, at each place: a NaN scale, zero codes, and no trace in other blocks."""
+    width = 128 * blocks
+    rows = torch.randn(width, width).to(dtype)
+    clean, _ = quantise(rows.to(device), granularity)
+    rows[torch.arange(width), torch.arange(width)] = bad
+    y, scale = quantise(rows.to(device), granularity)
+    hit = torch.eye(blocks, dtype=torch.bool, device=device).repeat_interleave(128, 0)
+    codes, clean = (t.view(torch.uint8).view(width, blocks, -1) for t in (y, clean))
+    assert scale[hit].isnan().all() and scale[~hit].isfinite().all()
+    assert (codes[hit] == 0).all()
+    assert torch.equal(codes[~hit], clean[~hit])
+
+
+def test_not_finite_under_a_given_scale(device):
+    """Each element on its own: infinities saturate, and NaN, of either sign, is 0x7F."""
+    rows = torch.randn(3, 100, device=device)
+    clean, _ = quantise(rows, "tensor", torch.ones(1, device=device))
+    rows[1, :5] = torch.tensor([torch.inf, -torch.inf, torch.nan, -torch.nan, -0.0], device=device)
+    y, _ = quantise(rows, "tensor", torch.ones(1, device=device))
+    codes, clean = y.view(torch.uint8), clean.view(torch.uint8).clone()
+    clean[1, :5] = torch.tensor([0x7E, 0xFE, 0x7F, 0x7F, 0x80], device=device)
+    assert torch.equal(codes, clean)
+
+
+@pytest.mark.parametrize("granularity", ["token", "block128"])
+def test_zeros(granularity, device):
+    """Zeros keep their sign beside other values; alone they are code 0 with scale 0, as are values that a scale is too
+    small for."""
+    rows = torch.zeros(4, 128, device=device)
+    rows[0, 5] = -1.0
+    rows[0, 6:], rows[1] = -0.0, -0.0
+    rows[2, 3] = -(2.0**-149)
+    rows[3, 3] = -(2.0**-140)
+    y, scale = quantise(rows, granularity)
+    codes = y.view(torch.uint8)
+    assert set(codes[0, 6:].tolist()) == {0x80}
+    assert (codes[1:3] == 0).all() and (scale[1:3] == 0).all()
+    assert scale[3].item() == 2.0**-149 * round(2.0**14 / 448) and codes[3, 3] >= 0xFD

@@ -1,0 +1,317 @@
+"""The ops that add to a residual: equal to the addition and the op without it, in place, and in compiled stacks."""
+
+import re
+
+import pytest
+import torch
+from expected import assert_same
+from hypothesis import given as given_by
+from hypothesis import settings
+from hypothesis import strategies as st
+from support.cases import (
+    arguments,
+    call,
+    call_function,
+    call_out,
+    form_cases,
+    get_sample,
+    make_call,
+    named,
+    op_cases,
+    out_for,
+    overload,
+    run,
+    sample_cases,
+    updated,
+)
+from support.strategies import KINDS, PLACES, generators, leads, placed, values
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
+from torch.utils._triton import has_triton
+
+import torch_cute_ops
+from torch_cute_ops.registry import OPS
+
+ADDING = [case for case in op_cases() if case.values[0].mutated]
+by_op = pytest.mark.parametrize("op", ADDING)
+ADDING_SAMPLES = [case for case in sample_cases() if case.values[0].mutated]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# Against the parts
+
+
+def separately(op, given):
+    """Outputs and residual, by ``residual += input`` and the op without the addition."""
+    others = {name: value for name, value in given.items() if name not in ("input", "residual")}
+    total = given["residual"].clone()
+    total += given["input"]
+    if op.name.endswith("_both_layouts"):
+        plain = torch.ops.cute.rmsnorm_fp4quant
+        y, tiled = plain(total, **others, scale_layout="128x4")
+        again, linear = plain(total, **others, scale_layout="linear")
+        assert_same([again], [y])
+        return y, tiled, linear, total
+    return *overload(OPS[op.name.removeprefix("add_")])(total, **others), total
+
+
+@pytest.mark.parametrize(("op", "name"), ADDING_SAMPLES)
+def test_sample_is_its_parts(op, name, device):
+    sample = get_sample(op, name, device)
+    assert_same(run(op, sample), separately(op, arguments(op, sample)))
+
+
+# Few of what a kernel is compiled for, so that on a GPU most examples meet one that is there.
+COMBINATIONS = {
+    "fp4": (
+        (torch.bfloat16, torch.bfloat16, 96, {"scale_layout": "128x4"}, False),
+        (torch.bfloat16, torch.float32, 64, {"scale_layout": "linear"}, True),
+        (torch.float16, torch.float32, 48, {"scale_layout": "8x4"}, True),
+        (torch.float32, torch.float32, 96, {"scale_layout": "8x4", "block_size": 32}, False),
+    ),
+    "fp8": (
+        (torch.bfloat16, torch.bfloat16, 100, {"granularity": "token"}, False),
+        (torch.bfloat16, torch.float32, 256, {"granularity": "block128"}, False),
+        (torch.float16, torch.float16, 256, {"granularity": "block128", "scale_layout": "column"}, False),
+        (torch.float32, torch.float32, 48, {"granularity": "tensor"}, True),
+    ),
+}
+
+
+@st.composite
+def calls(draw, op):
+    """Arguments by name, on the CPU: any leading dimensions, values, and places in memory."""
+    family = "fp8" if "fp8" in op.name else "fp4"
+    dtype, weight_dtype, width, choices, has_factor = draw(st.sampled_from(COMBINATIONS[family]))
+    if op.name.endswith("_both_layouts"):
+        choices = {name: value for name, value in choices.items() if name != "scale_layout"}
+    generator = draw(generators())
+    shape = [*draw(leads()), width]
+    input, residual = (
+        placed(values(draw(st.sampled_from(KINDS)), shape, dtype, generator), draw(st.sampled_from(PLACES)))
+        for _ in range(2)
+    )
+    drawn = {
+        "input": residual if draw(st.integers(0, 9)) == 0 else input,
+        "residual": residual,
+        "weight": torch.randn(width, generator=generator).to(weight_dtype),
+        **choices,
+    }
+    if has_factor:
+        name = "global_scale" if family == "fp4" else "scale"
+        drawn[name] = torch.rand(1, generator=generator) * (400 if family == "fp4" else 0.1) + 0.001
+    return drawn
+
+
+@by_op
+@settings(max_examples=60)
+@given_by(data=st.data())
+def test_call_is_its_parts(op, device, data):
+    """Over shapes, dtypes, layouts, strides and special values."""
+    drawn = on_device(data.draw(calls(op)), device)
+    assert_same(run(op, named(op, drawn)), separately(op, drawn))
+
+
+def on_device(drawn, device):
+    """The arguments on the device, as they lie in memory; one that is another still is it."""
+    moved = {}
+    for name, value in drawn.items():
+        if name == "residual" and value is drawn["input"]:
+            moved[name] = moved["input"]
+        elif isinstance(value, torch.Tensor) and device != "cpu":
+            storage = value.untyped_storage().to(device=device)
+            empty = torch.empty(0, dtype=value.dtype, device=device)
+            moved[name] = empty.set_(storage, value.storage_offset(), value.shape, value.stride())
+        else:
+            moved[name] = value
+    return moved
+
+
+@pytest.mark.parametrize(("op", "name"), [case for case in form_cases() if case.id.startswith("add_rmsnorm_fp4quant-")])
+def test_more_outputs_are_only_more(op, name, device):
+    """The codes and scales are the same beside the norm, and in both layouts."""
+    sample = get_sample(op, name, device)
+    y, scale, residual = run(op, sample)
+    with_norm = OPS["add_rmsnorm_fp4quant_with_norm"]
+    got = run(with_norm, sample)
+    assert_same((*got[:2], got[3]), (y, scale, residual))
+    given = arguments(op, sample)
+    layout = given.pop("scale_layout")
+    both = OPS["add_rmsnorm_fp4quant_both_layouts"]
+    y_of_both, tiled, linear, residual_of_both = run(both, named(both, given))
+    assert_same((y_of_both, residual_of_both), (y, residual))
+    if layout != "8x4":
+        assert_same([{"128x4": tiled, "linear": linear}[layout]], [scale])
+
+
+# In place
+
+
+@by_op
+@pytest.mark.parametrize("rows_of", ["contiguous", "rows apart", "columns apart", "off by one"])
+def test_version_of_the_residual_moves(op, rows_of, device):
+    """Once or more with each call of each form, also where the kernel works on a copy, and with no rows."""
+    for shape in ((5, 96), (2, 3, 96), (0, 96)):
+        made = make_call(op, *shape, device=device)
+        sample = named(op, {**made, "residual": placed(made["residual"], rows_of)})
+        outputs = out_for(op, run(op, sample))
+        compiled = torch.compile(lambda sample=sample: call(op, sample), backend="aot_eager", fullgraph=True)
+        forms = {
+            "op": lambda sample=sample: call(op, sample),
+            "out": lambda sample=sample, outputs=outputs: call_out(op, sample, outputs),
+            "function": lambda sample=sample: call_function(op, sample),
+            "function with out": lambda sample=sample, outputs=outputs: call_function(op, sample, outputs),
+            "compiled": compiled,
+        }
+        (residual,) = updated(op, sample)
+        for name, form in forms.items():
+            version, address = residual._version, residual.data_ptr()
+            form()
+            assert residual._version > version, name
+            assert residual.data_ptr() == address, name
+
+
+def test_autograd_notices_a_residual_that_was_saved(device):
+    """Autograd saved the residual for a product's backward; the op has overwritten it."""
+    made = make_call(OPS["add_rmsnorm_fp4quant"], 4, 64, device=device)
+    factor = torch.ones(4, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    product = factor * made["residual"]
+    torch_cute_ops.add_rmsnorm_fp4quant(**made)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+# Compiled stacks
+
+LAYERS = 4
+
+
+def layers(op, x, residual, weights):
+    """Layers that carry the residual on, as in a transformer; between them something for the compiler to fuse."""
+    results = []
+    for weight in weights:
+        y, *scales = op.function(x, residual, weight)
+        results.append((y, *scales))
+        if y.dtype == torch.uint8:
+            linear = scales[1] if op.name.endswith("_both_layouts") else scales[0]
+            x = torch_cute_ops.fp4_dequantize(y, linear) * 0.5
+        else:
+            x = (y.float() * scales[0] * 0.5).to(x.dtype)
+    return x, results
+
+
+def stack_inputs(op, rows, device):
+    x, residual = (torch.randn(rows, 64, device=device).bfloat16() for _ in range(2))
+    return x, residual, [torch.rand(64, device=device).bfloat16() + 0.5 for _ in range(LAYERS)]
+
+
+def flat(results):
+    x, outputs = results
+    return [x, *(tensor for layer in outputs for tensor in layer)]
+
+
+def needs_inductor(device):
+    if device == "cuda" and not has_triton():
+        pytest.skip("Inductor needs Triton on a GPU")
+
+
+@by_op
+@pytest.mark.slow
+def test_inductor_updates_the_residual_in_place(op, device):
+    """Each call in the generated code gets the program's own residual, which nothing else in it touches: no copies."""
+    needs_inductor(device)
+    x, residual, weights = stack_inputs(op, 5, device)
+    eager, address, version = residual.clone(), residual.data_ptr(), residual._version
+    want = layers(op, x, eager, weights)
+    got, (code,) = run_and_get_code(
+        torch.compile(lambda *args: layers(op, *args), fullgraph=True), x, residual, weights
+    )
+    assert_same(flat(got), flat(want))
+    assert_same([residual], [eager])
+    assert residual.data_ptr() == address and residual._version > version
+    body = code[code.index("def call(") : code.index("def get_args")]
+    written = re.findall(rf"torch\.ops\.cute\.{op.name}\.default\(\w+, (\w+), ", body)
+    assert len(written) == LAYERS
+    (name,) = set(written)
+    assert re.fullmatch(r"(arg|primals_)\d+(_1)?", name), f"the residual is {name}"
+    others = [line for line in body.splitlines() if re.search(rf"\b{name}\b", line) and "torch.ops.cute" not in line]
+    allowed = r"del |assert_size_stride\(|args\.clear|.* = args$|return \(|# "
+    assert all(re.match(rf"\s*({allowed})", line) for line in others), others
+    assert not re.search(r"\.copy_\(|clone", body)
+
+
+@by_op
+@pytest.mark.slow
+def test_residual_inside_the_program(op, device):
+    """A residual that the program makes itself, and so may be planned and captured; on a GPU replayed, too."""
+    needs_inductor(device)
+    x, residual, weights = stack_inputs(op, 5, device)
+
+    def program(x, residual, weights):
+        carried = residual * 2
+        return *flat(layers(op, x, carried, weights)), carried
+
+    compiled = torch.compile(program, fullgraph=True, mode="reduce-overhead" if device == "cuda" else None)
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        fresh_x, fresh_residual, _ = stack_inputs(op, 5, device)
+        x.copy_(fresh_x)
+        residual.copy_(fresh_residual)
+        want = program(x, residual, weights)
+        assert_same(compiled(x, residual, weights), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", [case for case in ADDING if case.id in ("add_rmsnorm_fp4quant", "add_rmsnorm_fp8quant")])
+def test_stack_compiles_twice_at_most(op, device):
+    """Once for the first number of rows, once for all others."""
+    needs_inductor(device)
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(lambda *args: layers(op, *args), backend=counter, fullgraph=True)
+    for rows in (5, 6, 33, 128, 129, 300):
+        x, residual, weights = stack_inputs(op, rows, device)
+        eager = residual.clone()
+        want = layers(op, x, eager, weights)
+        assert_same(flat(compiled(x, residual, weights)), flat(want))
+        assert_same([residual], [eager])
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.gpu
+@by_op
+def test_captured_stack(op):
+    """A graph of the layers carries its residual from replay to replay."""
+    x, residual, weights = stack_inputs(op, 257, "cuda")
+    start = residual.clone()
+    layers(op, x, residual.clone(), weights)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = layers(op, x, residual, weights)
+    residual.copy_(start)
+    eager = start.clone()
+    for _ in range(3):
+        graph.replay()
+        want = layers(op, x, eager, weights)
+        assert_same((*flat(got), residual), (*flat(want), eager))
+
+
+def test_a_number_of_rows_that_data_decide():
+    """Compiled with sizes that are known only at run time; the residual's strides are not those of a whole tensor."""
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def program(x, chosen, weight):
+        rows = x[chosen.nonzero().squeeze(-1)]
+        residual = torch.cat([rows, rows], 1)[:, :128]
+        return torch_cute_ops.add_rmsnorm_fp4quant(rows, residual, weight)
+
+    x, weight = torch.randn(5, 128).bfloat16(), torch.ones(128).bfloat16()
+    chosen = torch.tensor([True, False, True, True, False])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        got = program(x, chosen, weight)
+    assert_same(got, torch_cute_ops.rmsnorm_fp4quant(x[chosen] + x[chosen], weight))

@@ -1,0 +1,196 @@
+"""The steps around the products of an expert layer, one after the other: what each gives is what the next one takes."""
+
+import pytest
+import torch
+from expected import assert_same
+from support.cases import defined, named
+from torch.testing import assert_close
+
+import torch_cute_ops
+from torch_cute_ops.ops._spec import as_tuple
+from torch_cute_ops.registry import OPS
+
+LAYOUTS = [
+    pytest.param({"alignment": 128}, id="contiguous"),
+    pytest.param({"alignment": 8}, id="contiguous-8"),
+    pytest.param({"alignment": 1}, id="packed"),
+    pytest.param({"max_rows": 64}, id="masked"),
+]
+TOPK = 4
+
+
+def logits_of(kind, m, experts, device):
+    logits = torch.randn(m, experts, device=device)
+    if kind == "one-expert":
+        logits[:, -TOPK:] += 100
+    if kind == "first-experts":
+        logits[:, : experts // 2] += 100
+    return logits
+
+
+def whole_rows(m, width, device):
+    """Rows of small integers, and 448 in each block of 128: whose scale is 1, and whose codes are exact."""
+    rows = torch.randint(-8, 9, (m, width), device=device).float()
+    rows[:, ::128] = 448
+    return rows.bfloat16()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["random", "one-expert", "first-experts"])
+@pytest.mark.parametrize("m", [0, 1, 50, 129])
+def test_there_and_back(kind, m, layout, device):
+    """Tokens in the experts' order, and back, are the tokens, to the bit; whatever is in the padding."""
+    experts = 24
+    _, ids, expanded, permuted, offsets, counts = torch_cute_ops.moe_route(
+        logits_of(kind, m, experts, device), TOPK, **layout
+    )
+    x = whole_rows(m, 384, device)
+    y, scale = torch_cute_ops.moe_permute_fp8quant(x, permuted, TOPK, expanded)
+    rows = torch.where(permuted[:, None] < 0, torch.nan, y.float() * scale.t().repeat_interleave(128, 1))
+    quarter = torch.full((m, TOPK), 0.25, device=device)
+    # Pairs that were dropped are missing: as many quarters.
+    kept = (expanded >= 0).float().mean(1, keepdim=True)
+    assert torch.equal(torch_cute_ops.moe_finalize(rows, expanded, quarter), x.float() * kept)
+    back = torch_cute_ops.moe_finalize(rows.bfloat16(), expanded, quarter, x)
+    assert torch.equal(back, (x.float() * (1 + kept)).bfloat16())
+    # Each expert's rows are those of the tokens that chose it, in their order.
+    for expert in range(experts):
+        begin, count = int(offsets[expert]), int(counts[expert])
+        tokens = permuted[begin : begin + count] // TOPK
+        chosen = (ids == expert).any(1).nonzero()[:, 0]
+        assert torch.equal(tokens, chosen[: layout.get("max_rows")].to(torch.int32))
+    assert int((permuted >= 0).sum()) == int(counts.sum())
+
+
+@pytest.mark.parametrize("m", [0, 7, 130])
+def test_inverse(m, device):
+    """The places of pairs are found from those of rows."""
+    route = torch_cute_ops.moe_route(torch.randn(m, 20, device=device), TOPK, max_rows=30)
+    x = torch.randn(m, 256, device=device)
+    given = {"input": x, "permuted_to_expanded": route[3], "topk": TOPK}
+    op = OPS["moe_permute_fp8quant"]
+    results = [
+        defined(op, named(op, given), torch_cute_ops.moe_permute_fp8quant(**given, expanded_to_permuted=inverse))
+        for inverse in (route[2], None)
+    ]
+    assert_same(*results)
+
+
+def test_sums_do_not_go_where_rows_are_read(device):
+    """A token's sums would be stored while others still read the rows; but they may take the residual's place."""
+    rows, residual = torch.randn(12, 64, device=device), torch.randn(4, 64, device=device)
+    index = torch.arange(8, dtype=torch.int32, device=device).view(4, 2)
+    given = rows, index, torch.rand(4, 2, device=device), residual
+    want = torch_cute_ops.moe_finalize(*given)
+    if device == "cuda":
+        for out in (rows[:4], rows[8:]):
+            with pytest.raises(ValueError, match="cute::moe_finalize: out shares memory with input"):
+                torch_cute_ops.moe_finalize(*given, out=out)
+    assert torch_cute_ops.moe_finalize(*given, out=residual) is residual
+    assert torch.equal(residual, want)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gate_of_both_layouts(layout, device):
+    """Rows of experts are gated as rows are; and the masked view is that of the same rows."""
+    _, _, _, permuted, offsets, counts = torch_cute_ops.moe_route(torch.randn(40, 12, device=device), 2, **layout)
+    rows = torch.randn(len(permuted), 512, device=device).bfloat16()
+    used = permuted >= 0
+    want = torch_cute_ops.silu_mul_fp8quant(rows, granularity="block128", scale_layout="column")
+    poisoned = torch.where(used[:, None], rows, torch.nan)
+    got = torch_cute_ops.moe_swiglu_fp8quant(poisoned, offsets, counts)
+    as_bytes = lambda y, scale: (y.view(torch.uint8)[used], scale[:, used])  # noqa: E731
+    assert_same(as_bytes(*got), as_bytes(*want))
+    if layout == {"alignment": 1}:
+        # Without padding the offsets are enough.
+        assert_same(as_bytes(*torch_cute_ops.moe_swiglu_fp8quant(poisoned, offsets)), as_bytes(*want))
+    if "max_rows" in layout:
+        y, scale = torch_cute_ops.moe_swiglu_fp8quant(poisoned.view(12, -1, 512), counts=counts)
+        assert y.shape == (12, 64, 256) and scale.shape == (2, 12, 64)
+        assert_same(as_bytes(y.view(got[0].shape), scale.view(got[1].shape)), as_bytes(*want))
+
+
+def test_choice_is_deepseeks(device):
+    """As DeepSeek-V3's gate computes it, by torch's own operations."""
+    logits, bias = torch.randn(60, 64, device=device), torch.rand(64, device=device)
+    weights, ids, *_ = torch_cute_ops.moe_route(logits, 6, bias, "sigmoid", 8, 3, True, 2.5)
+    scores = logits.sigmoid()
+    choice = (scores + bias).view(60, 8, 8)
+    best = choice.topk(2, dim=-1).values.sum(-1).topk(3, dim=-1).indices
+    mask = torch.ones(60, 8, dtype=torch.bool, device=device).scatter_(1, best, False)
+    want = choice.masked_fill(mask[..., None], -torch.inf).flatten(1).topk(6, dim=-1).indices
+    assert (ids == want).float().mean() > 0.995
+    own = scores.gather(1, ids.long())
+    assert_close(weights, own / own.sum(-1, keepdim=True) * 2.5, rtol=1e-5, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 64, 65, 130, 300, 600, 5000, 20_011])
+@pytest.mark.parametrize("layout", LAYOUTS[:2])
+def test_many_tokens(m, layout):
+    """Of the sizes of DeepSeek-V3, narrower where tokens are many, against the references, and the same every time."""
+    width = 7168 if m <= 600 else 1024
+    logits = torch.randn(m, 256, device="cuda").bfloat16()
+    given = {"scoring": "sigmoid", "num_groups": 8, "topk_groups": 4, **layout}
+    route = torch_cute_ops.moe_route(logits, 8, **given)
+    places = OPS["moe_route"].reference(logits, 8, **given)
+    differing = (route[1] != places[1]).any(1)
+    assert int(differing.sum()) <= 1 + m // 5000
+    if not differing.any():
+        assert_same(route[1:], places[1:])
+    x = torch.randn(m, width, device="cuda").bfloat16()
+    steps = {
+        "moe_permute_fp8quant": {
+            "input": x,
+            "permuted_to_expanded": route[3],
+            "topk": 8,
+            "expanded_to_permuted": route[2],
+        },
+        "moe_swiglu_fp8quant": {
+            "input": torch.randn(len(route[3]), 1024, device="cuda").bfloat16(),
+            "offsets": route[4],
+            "counts": route[5],
+        },
+        "moe_finalize": {
+            "input": torch.randn(len(route[3]), width, device="cuda").bfloat16(),
+            "expanded_to_permuted": route[2],
+            "weights": route[0],
+            "residual": x,
+        },
+    }
+    for _ in range(20):
+        assert_same(torch_cute_ops.moe_route(logits, 8, **given), route)
+    for name, arguments in steps.items():
+        op = OPS[name]
+        first = defined(op, named(op, arguments), as_tuple(op.function(**arguments)))
+        for _ in range(20):
+            again = defined(op, named(op, arguments), as_tuple(op.function(**arguments)))
+            assert_same(again, first)
+        if name != "moe_swiglu_fp8quant":
+            assert_same(first, as_tuple(op.reference(**arguments)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("m", "width"), [(1, 512), (40, 512), (130, 256), (300, 512), (300, 7168)])
+def test_steps_in_a_graph(m, width):
+    """All steps in one captured graph, in which another routing is replayed."""
+
+    def steps(logits, x):
+        weights, _, expanded, permuted, offsets, counts = torch_cute_ops.moe_route(logits, TOPK)
+        y, scale = torch_cute_ops.moe_permute_fp8quant(x, permuted, TOPK, expanded)
+        rows = (y.float() * scale.t().repeat_interleave(128, 1)).bfloat16()
+        y, scale = torch_cute_ops.moe_swiglu_fp8quant(rows, offsets, counts)
+        rows = (y.float() * scale.t().repeat_interleave(128, 1)).bfloat16()
+        return torch_cute_ops.moe_finalize(rows, expanded, weights)
+
+    inputs = [(torch.randn(m, 32, device="cuda"), torch.randn(m, width, device="cuda").bfloat16()) for _ in range(3)]
+    held = [tensor.clone() for tensor in inputs[0]]
+    want = [steps(*given) for given in inputs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = steps(*held)
+    for given, result in zip(inputs, want, strict=True):
+        for tensor, value in zip(held, given, strict=True):
+            tensor.copy_(value)
+        graph.replay()
+        assert torch.equal(got, result)

@@ -1,0 +1,121 @@
+"""Calls in the log, and errors of launches."""
+
+import re
+
+import pytest
+import torch
+from support.cases import compiled_op_cases, plain_sample
+from support.interpreters import python
+from support.launch_model import Launches, launches  # noqa: F401  (a fixture)
+from torch._subclasses import FakeTensorMode
+
+from torch_cute_ops.runtime import calls, dispatch
+
+PROGRAM = (
+    "import torch, torch_cute_ops\n"
+    "x = torch.randn(4, 64)[:, :32]\n"
+    "torch_cute_ops.fp4_quantize(x)\n"
+    "torch.ops.cute.fp4_quantize.default(x.bfloat16(), block_size=32)\n"
+)
+
+
+def test_calls_are_logged_before_they_run():
+    """At debug, of the op and of the Python function, with all that a tensor is; without it, nothing is."""
+    lines = python(PROGRAM, TORCH_CUTE_OPS_LOG="debug").stderr.splitlines()
+    logged = [line.split(" DEBUG ")[1] for line in lines if " DEBUG " in line]
+    assert logged == [
+        "cute::fp4_quantize(float32[4, 32] strides (64, 1) on cpu)",
+        "cute::fp4_quantize(bfloat16[4, 32] on cpu, None, 32)",
+    ]
+    assert all(f" {name} " in lines[0] for name in ("torch_cute_ops", "DEBUG"))
+    warns = PROGRAM + "import logging; logging.getLogger('torch_cute_ops').warning('seen')\n"
+    for quiet in ({}, {"TORCH_CUTE_OPS_LOG": "info"}):
+        told = python(warns, **quiet).stderr
+        assert told.count("seen") == 1 and "cute::" not in told
+    assert "TORCH_CUTE_OPS_LOG='loud'; use info or debug" in python(PROGRAM, TORCH_CUTE_OPS_LOG="loud").stderr
+
+
+def test_a_crash_leaves_its_trace():
+    """The call that kills the process is the last line."""
+    code = (
+        "import os, torch\n"
+        "from torch_cute_ops.runtime import calls\n"
+        "torch_cute_ops = __import__('torch_cute_ops')\n"
+        "calls.logged('rmsnorm_fp4quant', lambda *args: os.abort())(torch.zeros(3, 64), 1e-6)\n"
+    )
+    done = python(code, TORCH_CUTE_OPS_LOG="debug")
+    assert done.returncode < 0
+    assert done.stderr.splitlines()[-1].endswith("cute::rmsnorm_fp4quant(float32[3, 64] on cpu, 1e-06)")
+
+
+class CudaError(Exception):
+    """As the DSL raises it: no RuntimeError."""
+
+
+@pytest.mark.parametrize("op", compiled_op_cases())
+def test_errors_of_launches_name_the_call(op, launches: Launches, monkeypatch):  # noqa: F811
+    """On the first call, and on a later one."""
+    sample = plain_sample(op, "cpu")
+    failing = True
+    compile_kernel = launches.compile_kernel
+
+    def compile_and_fail(kernel, arch):
+        function = compile_kernel(kernel, arch)
+
+        def call(*args):
+            function(*args)
+            if failing:
+                raise CudaError("CUDA_ERROR_LAUNCH_FAILED")
+
+        return call
+
+    for module in (
+        "ops._fp8_product",
+        "ops._row_quant",
+        "ops._kernels",
+        "ops.fp4_dequantize",
+        "mm_backends.mma_sync",
+        "mm_backends.routed",
+        "mm_backends.wgmma",
+    ):
+        monkeypatch.setattr(f"torch_cute_ops.{module}.compile_kernel", compile_and_fail)
+    first = next(value for value in sample.args if isinstance(value, torch.Tensor))
+    shape = re.escape(str(list(first.shape)))
+    for _ in range(2):
+        text = rf"cute::{op.name}\(.*{shape}.*CudaError: CUDA_ERROR_LAUNCH_FAILED"
+        with pytest.raises(RuntimeError, match=text) as raised:
+            op.cuda(*sample.args, **sample.kwargs)
+        assert isinstance(raised.value.__cause__, CudaError)
+    failing = False
+    op.cuda(*sample.args, **sample.kwargs)
+
+
+def test_outputs_that_are_no_ordinary_tensors_are_for_the_dispatcher(monkeypatch):
+    """Their addresses are 0, where a kernel would write."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    plain = torch.zeros(2)
+    with FakeTensorMode():
+        fake = torch.zeros(2)
+    assert dispatch.is_plain_eager(plain, plain, plain) and dispatch.is_plain_eager((plain, plain), plain, None)
+    assert not dispatch.is_plain_eager(fake, plain)
+    assert not dispatch.is_plain_eager((plain, fake), plain)
+    assert not dispatch.is_plain_eager(None, plain, fake)
+
+
+def test_traces_see_the_op(monkeypatch):
+    """``torch.jit.trace`` records what the dispatcher calls, and would go on without a kernel that it did not see."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    taken = []
+
+    def program(x):
+        taken.append(dispatch.is_plain_eager(None, x))
+        return x + 1
+
+    program(torch.zeros(2))
+    torch.jit.trace(program, torch.zeros(2), check_trace=False)
+    assert taken == [True, False]
+
+
+def test_described():
+    text = calls.described("op", (torch.zeros(2, 3, dtype=torch.float16).t(), None, "128x4"), {"out": 1.5})
+    assert text == "cute::op(float16[3, 2] strides (1, 3) on cpu, None, '128x4', out=1.5)"

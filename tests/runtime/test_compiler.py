@@ -1,0 +1,194 @@
+"""``runtime/compiler.py``: the cache key holds everything, and a kernel is compiled once."""
+
+import dataclasses
+import importlib.metadata
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.fake_kernel import PROBLEM, SM90, FakeKernel
+
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.kernels import fp4_dequant, row_quant
+from torch_cute_ops.runtime import compiler, settings
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
+
+BF16 = torch.bfloat16
+CONFIGS = {
+    "row_quant": row_quant.plan(PROBLEM, SM90),
+    "fp4_dequant": fp4_dequant.plan(torch.bfloat16, 4096, NVFP4, SCALE_LAYOUTS["128x4"], True),
+}
+
+
+def wanted(config):
+    """``FakeKernel(config)``, as ops ask for a kernel."""
+    return compiler.Wanted(f"{FakeKernel.__module__}.FakeKernel", config)
+
+
+def other(value):
+    """A value of the same type that is not this one."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, str):
+        return value + "x"
+    if isinstance(value, tuple):
+        return (*value, 1)
+    known = {torch.bfloat16: torch.float16, NVFP4: MXFP4, SCALE_LAYOUTS["128x4"]: SCALE_LAYOUTS["8x4"]}
+    return known[value]
+
+
+def leaves(value, path=()):
+    """Paths to the fields of a dataclass and of the dataclasses in it."""
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        if dataclasses.is_dataclass(inner) and field.name == "problem":
+            yield from leaves(inner, (*path, field.name))
+        else:
+            yield (*path, field.name)
+
+
+def changed(value, path):
+    """A copy in which the field at ``path`` has another value."""
+    name, *rest = path
+    inner = getattr(value, name)
+    return dataclasses.replace(value, **{name: changed(inner, rest) if rest else other(inner)})
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_key_holds_every_field_of_a_config(name):
+    config = CONFIGS[name]
+    keys = {compiler.key_of(FakeKernel(config), SM90)}
+    paths = list(leaves(config))
+    for path in paths:
+        keys.add(compiler.key_of(FakeKernel(changed(config, path)), SM90))
+    assert len(keys) == len(paths) + 1 > 5
+
+
+def test_key_holds_every_field_of_an_argument():
+    arguments = (
+        TensorArg("BFloat16", (Dim("rows"), 64), (Dim("stride", 8, 64), 1), align=16),
+        ScalarArg("Float32"),
+        None,
+    )
+    variants = [arguments, arguments[:2], (*arguments, None), arguments[::-1]]
+    tensor, stride = arguments[0], arguments[0].stride[0]
+    for name, value in tensor._asdict().items():
+        variants.append((tensor._replace(**{name: other(value)}), *arguments[1:]))
+    for name, value in stride._asdict().items():
+        changed_stride = stride._replace(**{name: other(value)})
+        variants.append((tensor._replace(stride=(changed_stride, 1)), *arguments[1:]))
+    variants.append((arguments[0], ScalarArg("Int32"), None))
+    keys = {compiler.key_of(FakeKernel(0, variant), SM90) for variant in variants}
+    assert len(keys) == len(variants)
+    assert compiler.key_of(FakeKernel(0, tuple(arguments)), SM90) in keys
+
+
+def test_key_holds_the_rest(monkeypatch):
+    """The kernel's class, the architecture, the options, the versions of the compilers."""
+
+    class OtherKernel(FakeKernel):
+        pass
+
+    keys = [compiler.key_of(kernel, arch) for kernel in (FakeKernel(), OtherKernel()) for arch in ARCHS.values()]
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "OPTIONS", "--other")
+        keys.append(compiler.key_of(FakeKernel(), SM90))
+    real = importlib.metadata.version
+    for package in ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-core", "apache-tvm-ffi"):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                importlib.metadata, "version", lambda name, package=package: "0" if name == package else real(name)
+            )
+            keys.append(compiler.key_of(FakeKernel(), SM90))
+    assert len(set(keys)) == len(keys)
+    assert compiler.key_of(FakeKernel(), SM90) == keys[0]
+
+
+def test_real_kernels_differ_by_config_alone():
+    """What the ops ask for: the key of a kernel made twice is one, and other facts give another."""
+    kernels = [row_quant.RowQuantKernel(CONFIGS["row_quant"]), fp4_dequant.FP4DequantKernel(CONFIGS["fp4_dequant"])]
+    keys = [compiler.key_of(kernel, SM90) for kernel in kernels]
+    again = [compiler.key_of(type(kernel)(kernel.config), SM90) for kernel in kernels]
+    assert keys == again
+    assert len(set(keys)) == 2
+    assert all(key.arguments and key.config == kernel.config for key, kernel in zip(keys, kernels, strict=True))
+
+
+# Compiling once
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """A slow compiler that counts, in place of the real one, and an empty cache."""
+    state = SimpleNamespace(kernels=[], running=0, most_at_once=0, fail=False)
+
+    def trace_and_compile(kernel, arch, options=""):
+        state.running += 1
+        state.most_at_once = max(state.most_at_once, state.running)
+        time.sleep(0.05)
+        state.running -= 1
+        state.kernels.append((kernel, arch.name))
+        if state.fail:
+            raise RuntimeError("made to fail")
+        function = object()
+        return SimpleNamespace(__tvm_ffi_object__=lambda: function)
+
+    monkeypatch.setattr(compiler, "trace_and_compile", trace_and_compile)
+    monkeypatch.setattr(compiler, "_compiled", {})
+    monkeypatch.setattr(settings, "CACHE", False)
+    return state
+
+
+def in_threads(calls):
+    """The results of the calls, each in a thread of its own, all let go at once."""
+    results = [None] * len(calls)
+    barrier = threading.Barrier(len(calls))
+
+    def work(i):
+        barrier.wait()
+        results[i] = calls[i]()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_threads_that_ask_for_one_kernel_compile_it_once(compilations):
+    functions = in_threads([lambda: compiler.compile_kernel(wanted("one"), SM90)] * 8)
+    assert len(compilations.kernels) == 1
+    assert functions[0] is not None and all(function is functions[0] for function in functions)
+
+
+def test_one_compilation_at_a_time(compilations):
+    """The DSL's compiler has global state."""
+    functions = in_threads([lambda i=i: compiler.compile_kernel(wanted(i % 4), SM90) for i in range(8)])
+    assert compilations.most_at_once == 1
+    assert len(compilations.kernels) == 4
+    assert len(set(map(id, functions))) == 4
+
+
+def test_cache(compilations):
+    first = compiler.compile_kernel(wanted(1), SM90)
+    assert compiler.compile_kernel(wanted(1), SM90) is first
+    assert compiler.compile_kernel(wanted(1), ARCHS["sm_100a"]) is not first
+    assert [arch for _, arch in compilations.kernels] == ["sm_90a", "sm_100a"]
+    compiler.clear()
+    assert compiler.compile_kernel(wanted(1), SM90) is not first
+
+
+def test_a_failed_compilation_is_not_kept(compilations):
+    compilations.fail = True
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="made to fail"):
+            compiler.compile_kernel(wanted(1), SM90)
+    compilations.fail = False
+    compiler.compile_kernel(wanted(1), SM90)
+    assert len(compilations.kernels) == 3

@@ -1,0 +1,199 @@
+"""How ranks of ``torch.distributed`` agree on what is tuned; with made-up clocks."""
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from support.tuner_model import A, B, C, Clock, empty_file, key_of
+
+from torch_cute_ops.runtime import settings, tuner, tuning
+from torch_cute_ops.runtime.agreement import Ranks, agree
+from torch_cute_ops.runtime.tuning_file import Tuned, TuningFile
+
+file = pytest.fixture(autouse=True)(empty_file)
+
+TIMEOUT = 20.0
+"""Seconds for which nobody is to wait."""
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(world, function, folder, store="tcp"):
+    """What ``function(rank)`` returns on each rank, and what it logs."""
+    method = f"tcp://127.0.0.1:{free_port()}" if store == "tcp" else f"file://{folder}/store"
+    mp.start_processes(rank_main, args=(world, function, folder, method), nprocs=world, start_method="fork")
+    return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(world)]
+
+
+def rank_main(rank, world, function, folder, method):
+    settings.TUNING = folder / f"tuning{rank}.json"
+    tuner.forget()
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("torch_cute_ops").addHandler(handler)
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=world)
+    started = time.monotonic()
+    answer = function(rank)
+    seconds = time.monotonic() - started
+    (folder / f"rank{rank}").write_text(json.dumps({"answer": answer, "seconds": seconds, "log": lines}))
+    if method.startswith("tcp"):
+        # The store lives in rank 0: it stays until all have what they need.
+        while not all((folder / f"rank{other}").exists() for other in range(world)):
+            time.sleep(0.01)
+    dist.destroy_process_group()
+
+
+def agreed(clock, **block):
+    return [*clock.tune(**{"timeout_s": TIMEOUT, **block})]
+
+
+def by_sum(rank):
+    """B is the fastest on rank 0, C on rank 1, A in all; B is wrong on rank 2."""
+    seconds = ({A: 3.0, B: 1.0, C: 9.0}, {A: 3.0, B: 9.0, C: 2.0}, {A: 3.0, B: 0.1, C: 9.0})[rank]
+    first = Clock(seconds, wrong=[B] if rank == 2 else [])
+    answers = [agreed(first), agreed(first), len(first.timed)]
+    # Rank 1 has a choice from earlier: all take it, and it does no timing.
+    second = Clock(seconds, bucket=16)
+    if rank == 1:
+        TuningFile(settings.TUNING).add(second.problem.key, Tuned(C, 1.0))
+        tuner.forget()
+    answers += [agreed(second), len(second.timed) if rank == 1 else 0]
+    kept = {key.bucket: [*tuned.candidate] for key, tuned in TuningFile(settings.TUNING).read().items()}
+    return [*answers, kept]
+
+
+@pytest.mark.parametrize("store", ["tcp", "file"])
+def test_ranks_choose_by_the_sum_of_their_times(tmp_path, store):
+    ranks = run_ranks(3, by_sum, tmp_path, store)
+    a, c = ["a", [1]], ["b", []]
+    assert [rank["answer"] for rank in ranks] == [[a, a, 1, c, 0, {"8": a, "16": c}]] * 3
+    assert max(rank["seconds"] for rank in ranks) < TIMEOUT
+
+
+def one_fails(rank):
+    """Rank 1 raises; in another choice all do; in the last one an interrupt ends the call, and none waits for it."""
+    seconds = {A: 3.0, B: 2.0, C: 9.0}
+    error = RuntimeError("out of memory on this rank")
+    answers = [agreed(Clock(error if rank == 1 else seconds))]
+    for _ in range(2):
+        answers.append(agreed(Clock(error, bucket=16)))
+    answers.append(agreed(Clock(seconds, bucket=16)))
+    clock = Clock(KeyboardInterrupt() if rank == 1 else {A: 2.0, B: 3.0, C: 9.0}, bucket=24)
+    try:
+        answers.append(agreed(clock))
+    except KeyboardInterrupt:
+        answers.append("interrupted")
+    return answers
+
+
+def test_a_rank_that_fails_holds_up_nobody(tmp_path):
+    ranks = run_ranks(2, one_fails, tmp_path)
+    a, b = ["a", [1]], ["a", [2, "x"]]
+    assert [rank["answer"] for rank in ranks] == [[b, a, a, b, a], [b, a, a, b, "interrupted"]]
+    assert max(rank["seconds"] for rank in ranks) < TIMEOUT
+    log = "\n".join(ranks[0]["log"])
+    assert "cute::some_op: tuning failed on rank 1: RuntimeError: out of memory on this rank" in log
+    assert "nothing is tuned; calls use a [1], as estimated" in log
+    assert "tuning failed on rank 1: KeyboardInterrupt" in log
+
+
+def last_is_late(rank):
+    """Rank 2 comes when the others have decided without it, and would have decided otherwise."""
+    if rank == 2:
+        time.sleep(4.0)
+    clock = Clock({A: 0.1, B: 9.0, C: 9.0} if rank == 2 else {A: 3.0, B: 2.0, C: 9.0})
+    return agreed(clock, timeout_s=1.0)
+
+
+def first_never_comes(rank):
+    """Rank 0 makes no such call; the others wait for it once in a block, twice the time, and agree without it."""
+    if rank == 0:
+        return None
+    seconds = {A: 3.0, B: 2.0, C: 9.0} if rank == 1 else {A: 3.0, B: 2.5, C: 1.0}
+    with tuning.autotune(timeout_s=1.0):
+        tuner.tune(Clock(seconds).problem)
+        first = time.monotonic()
+        tuner.tune(Clock({A: 1.0, B: 2.0, C: 9.0}, bucket=16).problem)
+        assert time.monotonic() - first < 1.0
+    return [[*tuner.lookup(key_of(bucket))] for bucket in (8, 16)]
+
+
+def test_ranks_do_not_wait_for_ever_for_the_last(tmp_path):
+    ranks = run_ranks(3, last_is_late, tmp_path)
+    assert [rank["answer"] for rank in ranks] == [["a", [2, "x"]]] * 3
+    assert all(0.9 < rank["seconds"] < 3.9 for rank in ranks[:2])
+    assert any("ranks [2] did not come in time" in line for line in ranks[0]["log"])
+
+
+def test_ranks_do_not_wait_for_ever_for_the_first(tmp_path):
+    ranks = run_ranks(3, first_never_comes, tmp_path)
+    assert ranks[1]["answer"] == ranks[2]["answer"] == [["a", [2, "x"]], ["a", [1]]]
+    assert all(1.9 < rank["seconds"] < 4.0 for rank in ranks[1:])
+
+
+def test_ranks_that_decide_at_once_take_one_decision():
+    """Both have given up on rank 0, and come to different results."""
+    store, barrier, answers = dist.HashStore(), threading.Barrier(2), {}
+
+    def decide(posts):
+        barrier.wait()
+        return min(posts.values()) if rank_of[threading.get_ident()] == 1 else max(posts.values())
+
+    rank_of = {}
+
+    def run(rank):
+        rank_of[threading.get_ident()] = rank
+        absent = set()
+        answers[rank] = agree(Ranks(store, rank, 3), "name", f"post {rank}", decide, 0.05, absent)
+        assert absent == {0}
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers[1] == answers[2] in ("post 1", "post 2")
+
+
+def the_store_dies(rank):
+    ready = settings.TUNING.with_name("ready")
+    if rank == 0:
+        while not ready.exists():
+            time.sleep(0.01)
+        os._exit(0)
+    ready.touch()
+    try:
+        agreed(Clock({A: 3.0, B: 2.0, C: 9.0}), timeout_s=1.0)
+    except RuntimeError as error:
+        return str(error)
+    return "agreed with nobody"
+
+
+def test_a_store_that_is_gone_is_an_error(tmp_path):
+    method = f"tcp://127.0.0.1:{free_port()}"
+    context = mp.get_context("fork")
+    ranks = [
+        context.Process(target=rank_main, args=(rank, 2, the_store_dies, tmp_path, method), daemon=True)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "rank1").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    answer = json.loads((tmp_path / "rank1").read_text())["answer"]
+    assert answer.startswith("rank 1 cannot agree with the others on tune/family/")

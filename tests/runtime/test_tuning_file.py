@@ -1,0 +1,175 @@
+"""The file of tuned choices: what is kept, and what a damaged file or a killed writer does."""
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from support.tuner_model import A, B, C, Clock, empty_file, key_of, warnings_in
+
+from torch_cute_ops.runtime import compiler, settings, tuner
+from torch_cute_ops.runtime.tuner import Candidate, Key
+from torch_cute_ops.runtime.tuning_file import Tuned, TuningFile
+
+file = pytest.fixture(autouse=True)(empty_file)
+
+
+def test_a_later_process_reads_the_choice(file):
+    assert Clock({A: 3.0, B: 2.0, C: 5.0}).tune() == B
+    record = json.loads(file.read_text())["choices"]
+    assert record == [
+        {
+            "device": "GPU",
+            "family": "family",
+            "static": {"n": 64},
+            "bucket": 8,
+            "backend": "a",
+            "tactic": [2, "x"],
+            "seconds": 2.0,
+            "versions": {"torch": "2"},
+        }
+    ]
+    tuner.forget()
+    assert tuner.lookup(key_of()) == B
+    for other in ({"bucket": 16}, {"static": '{"n":65}'}, {"device": "GPU 2"}, {"versions": '{"torch":"3"}'}):
+        assert tuner.lookup(key_of(**other)) is None
+
+
+def test_the_file_is_read_once(file, monkeypatch):
+    reads = []
+    real = TuningFile.read
+    monkeypatch.setattr(TuningFile, "read", lambda self: reads.append(1) or real(self))
+    for bucket in (8, 16, 24):
+        tuner.lookup(key_of(bucket))
+    assert len(reads) == 1
+
+
+def test_a_choice_that_is_no_candidate_any_more_is_tuned_again(file):
+    TuningFile(file).add(key_of(), Tuned(Candidate("gone", (7,)), 1.0))
+    assert Clock({A: 3.0, B: 2.0, C: 5.0}).tune() == B
+    assert [tuned.candidate for tuned in TuningFile(file).read().values()] == [B]
+
+
+def test_choices_of_others_stay(file):
+    """Other versions and devices, and what another process has written since."""
+    others = [key_of(versions='{"torch":"1"}'), key_of(device="old GPU")]
+    tuner.lookup(key_of())  # reads
+    for other in others:
+        TuningFile(file).add(other, Tuned(C, None))
+    Clock({A: 3.0, B: 2.0, C: 5.0}).tune()
+    assert TuningFile(file).read() == {**dict.fromkeys(others, Tuned(C, None)), key_of(): Tuned(B, 2.0)}
+
+
+def test_the_oldest_choices_go_first(file, monkeypatch):
+    monkeypatch.setattr("torch_cute_ops.runtime.tuning_file.LIMIT", 3)
+    for bucket in (8, 16, 24, 8, 32):
+        TuningFile(file).add(key_of(bucket), Tuned(A, 1.0))
+    assert [key.bucket for key in TuningFile(file).read()] == [24, 8, 32]
+
+
+GOOD = '{"torch_cute_ops tuning": 1, "choices": [%s]}'
+RECORD = {"device": "G", "family": "f", "static": {}, "bucket": 8, "backend": "b", "versions": {}, "seconds": None}
+BAD_FILES = {
+    "empty": "",
+    "cut short": '{"torch_cute_ops tuning": 1, "choices": [',
+    "a list": "[]",
+    "other JSON": '{"name": "something"}',
+    "of another format": '{"torch_cute_ops tuning": 2, "choices": []}',
+    "no choices": '{"torch_cute_ops tuning": 1}',
+    "a choice without tactic": GOOD % json.dumps(RECORD),
+    "a tactic of floats": GOOD % json.dumps({**RECORD, "tactic": [1.5]}),
+    "a bucket that is text": GOOD % json.dumps({**RECORD, "tactic": [], "bucket": "8"}),
+    "seconds that are text": GOOD % json.dumps({**RECORD, "tactic": [], "seconds": "fast"}),
+    "binary": "\x00\udcff",
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_file_that_cannot_be_read(name, file, caplog):
+    """Is ignored with one warning, and not overwritten; choices stay in memory."""
+    content = BAD_FILES[name].encode("utf-8", "surrogateescape")
+    file.write_bytes(content)
+    tuner.forget()
+    assert Clock({A: 3.0, B: 2.0, C: 5.0}).tune() == B
+    assert Clock({A: 3.0, B: 2.0, C: 5.0}, bucket=16).tune() == B
+    (warning,) = warnings_in(caplog)
+    assert str(file) in warning and "is no tuning file" in warning and "stay in memory" in warning
+    assert file.read_bytes() == content
+
+
+def test_a_good_record_is_read(file):
+    file.write_text(GOOD % json.dumps({**RECORD, "tactic": [1, "x"]}))
+    assert TuningFile(file).read() == {Key("f", "{}", 8, "G", "{}"): Tuned(Candidate("b", (1, "x")), None)}
+
+
+def test_where_nothing_can_be_written(tmp_path, monkeypatch, caplog):
+    """A file where the folder should be."""
+    (tmp_path / "in the way").write_text("")
+    monkeypatch.setattr(settings, "TUNING", tmp_path / "in the way" / "tuning.json")
+    for bucket in (8, 16):
+        assert Clock({A: 3.0, B: 2.0, C: 5.0}, bucket=bucket).tune() == B
+    assert len(warnings_in(caplog)) == 1 and "stay in memory" in caplog.text
+
+
+def test_where_the_file_is(tmp_path, monkeypatch):
+    assert tuner.path() == settings.TUNING
+    monkeypatch.setattr(settings, "TUNING", None)
+    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path)
+    assert tuner.path() == tmp_path / "tuning-v1.json"
+    assert compiler.store().root.parent == tmp_path
+    monkeypatch.setattr(settings, "CACHE", False)
+    assert tuner.path() is None
+    assert Clock({A: 3.0, B: 2.0, C: 5.0}).tune() == B and list(tmp_path.glob("*.json")) == []
+
+
+def test_versions_tell_sources_and_compiler(monkeypatch):
+    versions = json.loads(tuner.versions())
+    assert versions["torch"] == torch.__version__ and versions["cuda"] == torch.version.cuda
+    assert versions["compiler"] == list(compiler.compiler_versions()) and len(versions["sources"]) == 64
+
+
+def add_choices(path, first, count):
+    for bucket in range(first, first + count):
+        TuningFile(path).add(key_of(bucket), Tuned(A, float(bucket)))
+
+
+def test_processes_that_write_at_once_lose_nothing(file):
+    workers, count = 4, 15
+    mp.start_processes(add_at_once, args=(file, count), nprocs=workers, start_method="fork")
+    assert {key.bucket: tuned.seconds for key, tuned in TuningFile(file).read().items()} == {
+        bucket: float(bucket) for bucket in range(workers * count)
+    }
+    assert list(file.parent.glob("*.tmp")) == []
+
+
+def add_at_once(rank, path, count):
+    add_choices(path, rank * count, count)
+
+
+def add_for_ever(path):
+    while True:
+        add_choices(path, random.randrange(1000), 5)
+
+
+def test_killed_writers_leave_a_file_that_can_be_read(file, caplog):
+    add_choices(file, 5000, 1)
+    for _ in range(25):
+        processes = [mp.get_context("fork").Process(target=add_for_ever, args=(file,)) for _ in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            time.sleep(random.uniform(0, 0.03))
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        assert key_of(5000) in TuningFile(file).read()
+    for left in file.parent.glob("*.tmp"):
+        os.utime(left, (1000, 1000))
+    started = time.monotonic()
+    add_choices(file, 6000, 1)
+    assert time.monotonic() - started < 5
+    assert {key_of(5000), key_of(6000)} <= TuningFile(file).read().keys()
+    assert list(file.parent.glob("*.tmp")) == [] and not warnings_in(caplog)

@@ -1,0 +1,45 @@
+"""What tests of emulated kernels share: poison, comparison by bits, and edits of PTX."""
+
+import re
+from typing import Any
+
+import torch
+
+from support.kernel_grid import BF16, FP16, FP32
+
+CPU = torch.device("cpu")
+POISON = 0xEE
+HOPPER, BLACKWELL = "sm_90a", "sm_100a"
+WAIT = r"mbarrier\.try_wait\S*\s+(\w+),"
+PASSED = r"setp.eq.u32 \1, 0, 0;"
+"""In place of a wait: it is over."""
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """What no kernel writes."""
+    return torch.full((*shape, dtype.itemsize), POISON, dtype=torch.uint8).view(dtype).squeeze(-1)
+
+
+def equal(name: str, got: torch.Tensor | None, want: torch.Tensor | None) -> None:
+    """Bit for bit; but any NaN of the input dtypes is as good as another."""
+    if want is not None:
+        if want.dtype in (BF16, FP16, FP32):
+            got, want = (t.masked_fill(t.isnan(), torch.nan) for t in (got, want))
+        got, want = (t.contiguous().view(torch.uint8).reshape(-1) for t in (got, want))
+        where = (got != want).nonzero()[:5].flatten().tolist()
+        assert not where, f"{name} differs, first in bytes {where}"
+
+
+def changed(pattern: str, number: int | None = 0, to: str = "") -> Any:
+    """An edit of PTX: one of the instructions that match becomes another, or goes; with ``None``, all of them. ``to``
+    may name groups of the pattern."""
+
+    def edit(ptx: str) -> str:
+        matches = list(re.finditer(rf"{pattern}[^;]*;", ptx))
+        if not matches:
+            raise LookupError(pattern)  # which a test of an edit does not take for what the edit broke
+        for match in reversed(matches if number is None else [matches[number]]):
+            ptx = ptx[: match.start()] + match.expand(to) + ptx[match.end() :]
+        return ptx
+
+    return edit

@@ -1,0 +1,60 @@
+"""Where the examples are, what they print, and what they compute: numbers in FP4, a layer of experts."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def printed(out: str) -> dict[str, str]:
+    """The first word of each line that the script printed, and the rest of that line."""
+    return dict(line.split(maxsplit=1) for line in out.strip().splitlines())
+
+
+def run_main(script: ModuleType, capsys: pytest.CaptureFixture, *arguments: str, status: int = 0) -> tuple[str, str]:
+    """What a script prints, and the last line of it, when it ends with this status."""
+    assert script.main([*arguments]) == status
+    out = capsys.readouterr().out
+    return out, out.strip().splitlines()[-1]
+
+
+def nearest(value: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Of the ascending ``numbers`` the one nearest to each value; what happens half-way is no matter here."""
+    return numbers[np.searchsorted((numbers[1:] + numbers[:-1]) / 2, value)]
+
+
+def rounded(numbers: np.ndarray, fmt: str = "nvfp4") -> np.ndarray:
+    """What ``numbers`` (M, H) are in the format, NVFP4 with the global scale that their largest asks for."""
+    blocks = numbers.reshape(len(numbers), -1, 16 if fmt == "nvfp4" else 32)
+    amax = np.abs(blocks).max(-1, keepdims=True)
+    if fmt == "nvfp4":
+        e4m3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy()
+        g = 2688 / np.abs(numbers).max()
+        scale = nearest(amax * g / 6, e4m3) / g
+    else:
+        scale = 2.0 ** np.ceil(np.log2(amax / 6))
+    e2m1 = np.array([-6.0, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    return (nearest(blocks / scale, e2m1) * scale).reshape(numbers.shape)
+
+
+def mixed(
+    token: torch.Tensor,
+    scores: torch.Tensor,
+    chosen: Iterable[int],
+    weights_of: Callable[[int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+) -> torch.Tensor:
+    """What the ``chosen`` experts make of a token, each by its share of their scores; ``weights_of(e)`` are an expert's
+    for gate, up and down."""
+    total = sum(scores[e] for e in chosen)
+    parts = []
+    for e in chosen:
+        of_gate, of_up, of_down = weights_of(e)
+        gate, up = of_gate @ token, of_up @ token
+        parts.append(scores[e] / total * (of_down @ (gate / (1 + (-gate).exp()) * up)))
+    return sum(parts)

@@ -1,0 +1,209 @@
+"""``pytest --gpu-record``: what it writes, and when it refuses."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.devices import GPU_MISSING
+from torch_cute_ops.runtime.provenance import source_digest
+
+pytest_plugins = ["pytester"]
+
+HERE = Path(__file__).parents[1]
+TESTS = """
+import pytest
+
+def test_good():
+    pass
+
+def test_bad():
+    assert False
+
+@pytest.mark.skip(reason="not today")
+def test_skipped():
+    pass
+
+@pytest.mark.xfail
+def test_expected_to_fail():
+    assert False
+"""
+
+
+@pytest.fixture
+def project(pytester, monkeypatch):
+    """A project with our conftest, on a machine that seems to have a GPU."""
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    for name in ("TEST_SEED", "TEST_GPUS"):  # put back what a run in this process replaces
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", torch.cuda.get_device_name
+    )  # put back what the pretence replaces
+    conftest = (HERE / "conftest.py").read_text()
+    real = "from support.devices import DEVICES, GPU_MISSING\n"
+    pretend = "DEVICES, GPU_MISSING = ('cpu',), None\ntorch.cuda.get_device_name = lambda *args: 'GPU of test'\n"
+    assert real in conftest
+    pytester.makepyfile(**{"tests/test_it": TESTS})
+    (pytester.path / "tests" / "conftest.py").write_text(conftest.replace(real, pretend))
+    pytester.makepyprojecttoml("[tool.pytest.ini_options]\ntestpaths = ['tests']\nmarkers = ['gpu']\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
+    return pytester
+
+
+# A worker that is restarted with --dist loadgroup waits for ever (pytest-xdist 3.8, issue 1323).
+DISTRIBUTED = ["-n", "2", "--dist", "loadgroup", "--max-worker-restart", "0"]
+distributed = pytest.mark.parametrize("distribution", [[], DISTRIBUTED], ids=["one-process", "distributed"])
+
+
+def run_pytest(project, *arguments):
+    """In this process if it is not distributed, which takes seconds less."""
+    run = project.runpytest_subprocess if "-n" in arguments else project.runpytest_inprocess
+    return run(*arguments)
+
+
+def skip_without_xdist(distribution):
+    if distribution:
+        pytest.importorskip("xdist")
+
+
+@distributed
+def test_record(project, distribution):
+    skip_without_xdist(distribution)
+    result = run_pytest(project, "--gpu-record", "record.json", "--seed", "7", *distribution)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    record = json.loads((project.path / "record.json").read_text())
+    assert {key: record[key] for key in ("passed", "failed", "skipped", "xfailed", "seed", "gpu")} == {
+        "passed": 1,
+        "failed": 1,
+        "skipped": 1,
+        "xfailed": 1,
+        "seed": 7,
+        "gpu": "GPU of test",
+    }
+    assert record["skip_reasons"] == {"not today": 1}
+    assert record["source_digest"] == source_digest()
+    assert record["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert {"date", "driver", "cuda", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi"} <= set(record)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["-k", "good"], "drop keyword"),
+        (["-m", "not gpu"], "drop markexpr"),
+        (["-x"], "drop maxfail"),
+        (["tests/test_it.py"], "drop paths tests/test_it.py"),
+        (["--deselect", "tests/test_it.py::test_good"], "drop deselect"),
+        (["--ignore", "tests/test_other.py"], "drop ignore"),
+    ],
+)
+def test_a_part_of_the_suite_is_not_recorded(project, arguments, reason):
+    result = project.runpytest_inprocess("--gpu-record", "record.json", *arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"*--gpu-record records the whole suite; {reason}*"])
+    assert not (project.path / "record.json").exists()
+
+
+@distributed
+def test_a_broken_collection_is_not_recorded(project, distribution):
+    skip_without_xdist(distribution)
+    (project.path / "tests" / "test_broken.py").write_text("import no_such_module")
+    arguments = ("--gpu-record", "record.json", "--continue-on-collection-errors", *distribution)
+    result = run_pytest(project, *arguments)
+    assert result.ret != 0
+    result.stdout.fnmatch_lines(["*--gpu-record wrote nothing: *test_broken.py could not be collected*"])
+    assert not (project.path / "record.json").exists()
+
+
+def test_a_lost_worker_is_not_recorded(project):
+    skip_without_xdist(DISTRIBUTED)
+    project.makepyfile(**{"tests/test_fatal": "import os\n\ndef test_fatal():\n    os._exit(1)\n"})
+    result = project.runpytest_subprocess("--gpu-record", "record.json", *DISTRIBUTED, timeout=60)
+    assert result.ret != 0
+    result.stdout.fnmatch_lines(["*--gpu-record wrote nothing: * tests did not run*"])
+    assert not (project.path / "record.json").exists()
+
+
+GROUPS = """
+import os
+import pytest
+
+samples = pytest.mark.parametrize("sample", [f"op-sample-{i}" for i in range(12)])
+
+@samples
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_one(sample, device):
+    with open("ran", "a") as file:
+        file.write(f"{os.getpid()} {sample}\\n")
+
+@samples
+def test_another(sample):
+    test_one(sample, None)
+"""
+
+
+def test_samples_stay_on_one_worker(project):
+    """All tests of an op's sample, on every device."""
+    skip_without_xdist(DISTRIBUTED)
+    project.makepyfile(**{"tests/test_it": GROUPS})
+    conftest = project.path / "tests" / "conftest.py"
+    conftest.write_text(conftest.read_text().replace('if "device" in metafunc.fixturenames', "if False"))
+    project.runpytest_subprocess(*DISTRIBUTED)
+    ran = (project.path / "ran").read_text().splitlines()
+    assert len(ran) == 36
+    assert len(set(ran)) == 12
+    assert len({line.split()[0] for line in ran}) == 2
+
+
+@pytest.mark.skipif(GPU_MISSING is None, reason="for machines without a GPU")
+def test_without_a_gpu_nothing_is_recorded(tmp_path):
+    command = [sys.executable, "-m", "pytest", "-c", str(HERE.parent / "pyproject.toml"), "--rootdir", str(HERE.parent)]
+    command += ["--gpu-record", str(tmp_path / "record.json"), "-p", "no:cacheprovider"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--gpu-record: needs a CUDA device" in done.stderr
+    assert not (tmp_path / "record.json").exists()
+
+
+# Seeds
+
+
+def test_seeds(project):
+    """A test draws anew in each run, and the same with the seed that a failure prints, whatever runs before it."""
+    project.makepyfile(
+        **{
+            "tests/test_it": """
+            import random, torch
+
+            def test_first():
+                print("drew", torch.rand(()).item(), random.random())
+                assert False
+
+            def test_second():
+                print("drew", torch.rand(()).item(), random.random())
+                assert False
+            """
+        }
+    )
+
+    def run(*arguments):
+        out = run_pytest(project, *arguments).stdout.str()
+        return re.findall(r"^drew .*", out, re.M), set(re.findall(r"^--seed (\d+)$", out, re.M))
+
+    drawn, (seed,) = run()
+    assert len(set(drawn)) == 2
+    again, _ = run("--seed", seed)
+    assert again == drawn
+    if importlib.util.find_spec("xdist"):
+        elsewhere, _ = run("--seed", seed, *DISTRIBUTED)
+        assert sorted(elsewhere) == sorted(drawn)
+    alone, _ = run("--seed", seed, "-k", "second")
+    assert alone == drawn[1:]
+    fresh, _ = run()
+    assert not set(fresh) & set(drawn)

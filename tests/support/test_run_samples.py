@@ -1,0 +1,57 @@
+"""``tools/run_samples.py``, which compute-sanitizer runs, by the references on a CPU."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_cute_ops.registry import OPS
+
+PATH = Path(__file__).parents[2] / "tools" / "run_samples.py"
+
+
+@pytest.fixture(scope="module")
+def program():
+    module_spec = importlib.util.spec_from_file_location("run_samples", PATH)
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    return module
+
+
+def run(program, monkeypatch, op):
+    monkeypatch.setattr(sys, "argv", ["run_samples.py", "--device", "cpu", op])
+    program.main()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_samples_pass(program, monkeypatch, capsys, op):
+    """Every sample is called: on a CPU, once."""
+    run(program, monkeypatch, op)
+    calls = int(capsys.readouterr().out.split()[0])
+    assert calls == len(list(OPS[op].sample_inputs(torch.device("cpu"))))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_sums_of_fp8_products_may_lose(program, op):
+    """They alone, and not ops whose FP4 operands have scales in FP8."""
+    spec = OPS[op]
+    lost = {program.lost(spec, sample) is not None for sample in program.samples(spec, torch.device("cpu"))}
+    assert lost == {op in ("mm_fp8_block", "grouped_mm_fp8")}
+
+
+@pytest.mark.parametrize("op", ["fp4_quantize", "add_rmsnorm_fp8quant", "mm_fp4", "mm_fp8_block", "moe_route"])
+def test_wrong_outputs_are_told(program, monkeypatch, op):
+    """The first half of the first output is zero, or one where it was: more than rounding differs."""
+    right = program.called
+
+    def wrong(*args):
+        outputs = right(*args)
+        bytes_ = outputs[0].view(-1)[: (outputs[0].numel() + 1) // 2].view(torch.uint8)
+        bytes_.copy_(torch.where(bytes_ == 0, 1, 0))
+        return outputs
+
+    monkeypatch.setattr(program, "called", wrong)
+    with pytest.raises(SystemExit, match=rf"{op} .*% of \w+ differs"):
+        run(program, monkeypatch, op)
