@@ -1,7 +1,7 @@
 """The kernels of a deployment: listed in a file, compiled side by side, then loaded.
 
-A file (TOML) has a table ``[[kernel]]`` for each kind of call: ``op``, and the facts of ``torch_cute_ops.warmup`` with
-dtypes by name; a list stands for each of its entries:
+A file (TOML) has a table ``[[kernel]]`` for each kind of call: ``op``, and the static properties of
+``torch_cute_ops.warmup`` with dtypes by name; a list stands for each of its entries:
 
     [[kernel]]
     op = "add_rmsnorm_fp4quant"
@@ -10,29 +10,29 @@ dtypes by name; a list stands for each of its entries:
     scale_layout = "128x4"
 """
 
-import concurrent.futures
-import concurrent.futures.process
+import contextlib
+import difflib
 import itertools
-import multiprocessing
+import json
+import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from torch_cute_ops import registry
-from torch_cute_ops.runtime.arch import arch_of_device
+from torch_cute_ops.ops._define import OpSpec
+from torch_cute_ops.ops._properties import Property
+from torch_cute_ops.runtime import files
+from torch_cute_ops.runtime.arch import ARCHS, arch_of_device
 from torch_cute_ops.runtime.compiler import is_kept, store
+from torch_cute_ops.runtime.workers import Died, Workers
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-DTYPES = {
+DTYPES: Final = {
     name: dtype
     for dtype, names in {
         torch.bfloat16: ("bfloat16", "bf16"),
@@ -41,7 +41,9 @@ DTYPES = {
     }.items()
     for name in names
 }
-DTYPE_FACTS = ("dtype", "weight_dtype", "out_dtype")
+LIMIT: Final = 10_000
+"""Calls that a file may stand for: at a second for each kernel, hours of compiling."""
+FILE_BYTES: Final = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -50,14 +52,14 @@ class Job:
 
     Attributes:
         op: name of the op.
-        facts: as ``torch_cute_ops.warmup`` takes them.
+        properties: as ``torch_cute_ops.warmup`` takes them.
     """
 
     op: str
-    facts: tuple[tuple[str, Any], ...]
+    properties: tuple[tuple[str, Any], ...]
 
     def __str__(self) -> str:
-        shown = (f"{name}={str(value).removeprefix('torch.')}" for name, value in self.facts)
+        shown = (f"{name}={str(value).removeprefix('torch.')}" for name, value in self.properties)
         return f"{self.op} {' '.join(shown)}"
 
 
@@ -70,21 +72,92 @@ class Outcome:
     error: str
 
 
-def jobs_of(op: str, **facts: Any) -> list[Job]:
-    """A job for every combination of the facts that are lists; dtypes may be names.
+def expected(known: Property) -> str:
+    """What a value of a property has to be, as a file states it."""
+    if known.choices:
+        return f"one of {', '.join(map(_shown, known.choices))}"
+    if known.kind is torch.dtype:
+        return f"a dtype: one of {', '.join(DTYPES)}"
+    return {int: "a positive integer", bool: "true or false", str: "a string"}[known.kind]
+
+
+def jobs_of(op: str, **properties: Any) -> list[Job]:
+    """A job for every combination of the properties that are lists; dtypes may be names.
 
     Raises:
-        ValueError: for an unknown op or dtype.
+        ValueError: for an unknown op or property, one that is missing, a value that the op does not take, or more
+            combinations than ``LIMIT``.
+        TypeError: for properties that the op refuses together.
     """
-    if op not in registry.OPS:
-        raise ValueError(f"{op!r} is no op; the ops are {', '.join(registry.OPS)}")
-    if empty := [name for name, value in facts.items() if value == []]:
-        raise ValueError(f"{', '.join(empty)}: an empty list stands for no call at all")
-    named = {name: value if isinstance(value, list) else [value] for name, value in facts.items()}
-    for name in DTYPE_FACTS:
-        if name in named:
-            named[name] = [_dtype(value) for value in named[name]]
-    return [Job(op, tuple(zip(named, values, strict=True))) for values in itertools.product(*named.values())]
+    if not isinstance(op, str) or op not in registry.OPS:
+        raise ValueError(f"{_shown(op)} is no op{_meant(op, registry.OPS)}; the ops are {', '.join(registry.OPS)}")
+    spec = registry.OPS[op]
+    known = registry.properties_of(op)
+    for name in properties:
+        if name not in known:
+            raise ValueError(f"{name}: {op} has no such property{_meant(name, known)}; it has {', '.join(known)}")
+    if missing := [name for name, each in known.items() if each.is_required and name not in properties]:
+        raise ValueError(f"{', '.join(missing)}: missing; {op} needs {'them' if len(missing) > 1 else 'it'}")
+    values = {name: _values(name, value, known[name]) for name, value in properties.items()}
+    count = math.prod(map(len, values.values()))
+    if count > LIMIT:
+        sizes = " × ".join(f"{len(found)} {name}" for name, found in values.items() if len(found) > 1)
+        raise ValueError(f"{sizes} are {count:,} combinations; at most {LIMIT:,} are taken")
+    jobs = [Job(op, tuple(zip(values, chosen, strict=True))) for chosen in itertools.product(*values.values())]
+    for job in jobs:
+        _check(spec, job)
+    return jobs
+
+
+def _check(spec: OpSpec, job: Job) -> None:
+    """Refuse properties that the op refuses together, whatever the architecture.
+
+    Raises:
+        ValueError, TypeError: as the op does.
+    """
+    try:
+        args, kwargs = spec.path.example(**dict(job.properties), device="meta")
+    except (RuntimeError, OverflowError) as error:  # torch's, such as for sizes beyond 64 bits
+        raise ValueError(f"{job}: {str(error).splitlines()[0]}") from None
+    refusals: list[Exception] = []
+    for arch in ARCHS.values():
+        try:
+            spec.kernels(arch, *args, **kwargs)
+            return
+        except (TypeError, ValueError) as error:
+            refusals.append(error)
+    raise refusals[0]
+
+
+def _meant(word: Any, known: Iterable[str]) -> str:
+    """A guess at what was meant by an unknown word, as a message goes on."""
+    near = difflib.get_close_matches(str(word), known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _values(name: str, stated: Any, known: Property) -> list[Any]:
+    """The values that are stated for a property.
+
+    Raises:
+        ValueError: if the op does not take one, or there is none.
+    """
+    values = stated if isinstance(stated, list) else [stated]
+    if not values:
+        raise ValueError(f"{name} = []: an empty list stands for no call at all")
+    found = []
+    for value in values:
+        if known.kind is torch.dtype and isinstance(value, str):
+            value = DTYPES.get(value, value)
+        if known.reason_unfit(value) is not None:
+            raise ValueError(f"{name} = {_shown(value)}: expected {expected(known)}")
+        found.append(value)
+    return found
+
+
+def _shown(value: Any) -> str:
+    """A value as a file has it, or what it is if it is long."""
+    text = json.dumps(value) if isinstance(value, (str, bool, int, float)) else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def read(path: str | Path) -> list[Job]:
@@ -92,40 +165,90 @@ def read(path: str | Path) -> list[Job]:
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: if it is no such file; with the table that is wrong.
+        ValueError: if it is not such a file; with file, table, op and key that are wrong.
+        ModuleNotFoundError: on Python 3.10 without tomli.
     """
-    with open(path, "rb") as file:
-        content = tomllib.load(file)
+    content = _toml(Path(path))
     tables = content.get("kernel")
     if not isinstance(tables, list) or not tables or content.keys() != {"kernel"}:
         raise ValueError(f"{path}: expected one or more tables [[kernel]], and nothing else")
     jobs: dict[Job, None] = {}
     for i, table in enumerate(tables, 1):
         try:
-            jobs |= dict.fromkeys(jobs_of(**table))
+            jobs |= dict.fromkeys(_jobs_of_table(table))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: kernel {i}: {error}") from None
+            op = f" ({table['op'][:80]})" if isinstance(table, dict) and isinstance(table.get("op"), str) else ""
+            raise ValueError(f"{path}: [[kernel]] {i}{op}: {error}") from None
+        if len(jobs) > LIMIT:
+            raise ValueError(
+                f"{path}: the first {i} tables [[kernel]] stand for {len(jobs):,} calls; at most {LIMIT:,}"
+            )
     return list(jobs)
 
 
-def compile_jobs(jobs: Iterable[Job], archs: Iterable[str], workers: int | None = None) -> Iterator[Outcome]:
+def _jobs_of_table(table: Any) -> list[Job]:
+    if not isinstance(table, dict):
+        raise TypeError(f"{_shown(table)}: expected a table")
+    if "op" not in table:
+        raise ValueError("op: missing")
+    return jobs_of(**table)
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    try:
+        if sys.version_info >= (3, 11):
+            import tomllib
+        else:
+            import tomli as tomllib
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(f"reading {path} on Python 3.10 needs the package tomli", name="tomli") from None
+    try:
+        return tomllib.loads(files.read(path, FILE_BYTES).decode())
+    except files.Unusable:
+        raise
+    except RecursionError:
+        raise ValueError(f"{path}: not TOML: nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not TOML: {error}") from None
+
+
+def compile_jobs(
+    jobs: Iterable[Job], archs: Iterable[str], workers: int | None = None
+) -> Generator[Outcome, None, None]:
     """Compile jobs for architectures into the cache on disk, in parallel processes; outcomes as they come.
 
-    Needs no GPU. As with all of ``multiprocessing``, a script that calls this does so under
-    ``if __name__ == "__main__"``.
+    Needs no GPU. When the iterator is closed, or an exception such as ``KeyboardInterrupt`` goes through it, the
+    processes are ended and what they have half written is deleted. As with all of ``multiprocessing``, a script that
+    calls this does so under ``if __name__ == "__main__"``.
+
+    Args:
+        jobs: what to compile.
+        archs: architectures by name.
+        workers: number of processes; ``None``: one for each processor.
+
+    Raises:
+        ValueError: for a number of processes below 1.
     """
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers={workers!r}; use 1 or more")
     tasks = list(itertools.product(jobs, archs))
-    # Spawned: a process that has initialised CUDA must not be forked.
-    context = multiprocessing.get_context("spawn")
-    workers = max(1, min(workers or len(os.sched_getaffinity(0)), len(tasks)))
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        futures = {pool.submit(_compile, job, arch): (job, arch) for job, arch in tasks}
-        for future in concurrent.futures.as_completed(futures):
-            try:
-                error = future.result()
-            except concurrent.futures.process.BrokenProcessPool as broken:
-                error = f"a process that compiled was killed: {broken}"
-            yield Outcome(*futures[future], error)
+    kernels = store()
+    if kernels is not None:
+        kernels.warn_of_writers()  # here and not in every process
+    count = min(workers or len(os.sched_getaffinity(0)), len(tasks))
+    processes: Workers[tuple[Job, str], str] = Workers(_compile, count)
+    try:
+        with processes:
+            for (job, arch), result in processes.map(tasks):
+                yield Outcome(job, arch, result if isinstance(result, str) else _fate(result))
+    finally:
+        if kernels is not None:
+            kernels.sweep_after(processes.pids)
+
+
+def _fate(died: Died) -> str:
+    status = died.status or 0
+    return f"the process that compiled it {f'was killed by signal {-status}' if status < 0 else f'ended with {status}'}"
 
 
 def prepare(path: str | Path, workers: int | None = None) -> None:
@@ -134,8 +257,13 @@ def prepare(path: str | Path, workers: int | None = None) -> None:
     What the cache on disk lacks is compiled in parallel processes first. After it, the calls that the file lists
     neither compile nor load nor synchronise.
 
+    Args:
+        path: the file.
+        workers: number of processes; ``None``: one for each processor.
+
     Raises:
-        ValueError: for a bad file, or facts that an op refuses.
+        OSError: if the file cannot be read.
+        ValueError: for a bad file, or properties that an op refuses.
         RuntimeError: without a CUDA device, or where a compilation fails.
     """
     jobs = read(path)
@@ -145,26 +273,20 @@ def prepare(path: str | Path, workers: int | None = None) -> None:
         )
     arch = arch_of_device(torch.cuda.current_device())
     if store() is not None:
-        wanted = {job: registry.kernels_of(job.op, arch.name, **dict(job.facts)) for job in jobs}
+        wanted = {job: registry.kernels_of(job.op, arch.name, **dict(job.properties)) for job in jobs}
         missing = [job for job, kernels in wanted.items() if not all(is_kept(kernel, arch) for kernel in kernels)]
-        failed = [outcome for outcome in compile_jobs(missing, [arch.name], workers) if outcome.error]
+        with contextlib.closing(compile_jobs(missing, [arch.name], workers)) as outcomes:
+            failed = [outcome for outcome in outcomes if outcome.error]
         if failed:
             raise RuntimeError("; ".join(f"{outcome.job}: {outcome.error}" for outcome in failed))
     for job in jobs:
-        registry.warmup(job.op, **dict(job.facts))
+        registry.warmup(job.op, **dict(job.properties))
 
 
-def _compile(job: Job, arch: str) -> str:
+def _compile(task: tuple[Job, str]) -> str:
+    job, arch = task
     try:
-        registry.precompile(job.op, arch, **dict(job.facts))
+        registry.precompile(job.op, arch, **dict(job.properties))
     except Exception as error:  # the DSL's errors have no common base, and cannot all travel between processes
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def _dtype(value: Any) -> torch.dtype:
-    if isinstance(value, torch.dtype):
-        return value
-    if value not in DTYPES:
-        raise ValueError(f"{value!r} is no dtype of an op; use one of {', '.join(DTYPES)}")
-    return DTYPES[value]

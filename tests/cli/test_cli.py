@@ -1,23 +1,34 @@
 """``python -m torch_cute_ops`` and deployments: what they print, compile and refuse."""
 
+import errno
+import inspect
 import json
+import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
-from support.cases import facts_of, op_cases
-from support.interpreters import PACKAGE, python
+from support.cases import op_cases, properties_for
+from support.interpreters import PACKAGE, python, variables_of
+from support.processes import is_alive, wait_until, workers_of
 
 import torch_cute_ops
 from torch_cute_ops import deployment
 from torch_cute_ops.cli import info
 from torch_cute_ops.cli.main import main
-from torch_cute_ops.mm_backends import BACKENDS
+from torch_cute_ops.gemm.select import BACKENDS
+from torch_cute_ops.ops._properties import Property
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime import compiler, settings
 from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.runtime.store import Store, symbol_of
 
 
 @pytest.fixture
@@ -38,11 +49,11 @@ def test_info(capsys, cache):
     for word in (torch_cute_ops.__version__, torch.__version__, "0 kernels", str(cache), *OPS, *ARCHS):
         assert word in text
     assert main(["info", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["versions"]["torch"] == torch.__version__
-    assert set(facts["ops"]) == set(OPS)
-    assert facts["ops"]["fp4_quantize"] == {"cpu": "reference", **dict.fromkeys(ARCHS, "kernel")}
-    assert len(facts["devices"]) == torch.cuda.device_count()
+    report = json.loads(capsys.readouterr().out)
+    assert report["versions"]["torch"] == torch.__version__
+    assert set(report["ops"]) == set(OPS)
+    assert report["ops"]["fp4_quantize"] == {"cpu": "reference", **dict.fromkeys(ARCHS, "kernel")}
+    assert len(report["devices"]) == torch.cuda.device_count()
 
 
 def test_info_says_what_is_missing(monkeypatch):
@@ -56,15 +67,18 @@ def test_info_says_what_is_missing(monkeypatch):
 def test_info_asks_the_backends(op, monkeypatch):
     """One call that one backend besides the reference can compute is a kernel."""
 
-    def reason(product, target):
-        return None if target.arch.name == "sm_90a" and product.out_dtype == torch.float32 else "does not suit"
+    def reason(problem, target):
+        return None if target.arch.name == "sm_90a" and problem.out_dtype == torch.float32 else "does not suit"
 
-    for name, backend in BACKENDS.items():
-        if name != "reference":
-            monkeypatch.setattr(backend, "reason_unsupported", lambda product, target: "does not suit")
+    for backend in BACKENDS:
+        if backend.name != "reference":
+            monkeypatch.setattr(backend, "reason_unsupported", lambda problem, target: "does not suit")
     by_name = {"cpu": "reference", **dict.fromkeys(ARCHS, "reference by name")}
     assert info.availability(OPS[op]) == by_name
-    monkeypatch.setattr(BACKENDS["cublas"], "reason_unsupported", reason)
+    chosen = "cublas" if op == "mm_fp4" else "routed"
+    for backend in BACKENDS:
+        if backend.name == chosen:
+            monkeypatch.setattr(backend, "reason_unsupported", reason)
     assert info.availability(OPS[op]) == by_name | {"sm_90a": "kernel"}
 
 
@@ -88,8 +102,8 @@ def test_settings_tell_their_source():
     described = python(code, TORCH_CUTE_OPS_CACHE_MB="5").stdout
     assert "{'variable': 'TORCH_CUTE_OPS_CACHE_MB', 'value': '5', 'source': 'environment'}" in described
     assert "{'variable': 'TORCH_CUTE_OPS_PDL', 'value': 'True', 'source': 'default'}" in described
-    for name, bad, words in (("CACHE", "yes", "0 or 1"), ("CACHE_MB", "1.5", "a whole number")):
-        assert f"TORCH_CUTE_OPS_{name}='{bad}'; use {words}" in python(code, **{f"TORCH_CUTE_OPS_{name}": bad}).stderr
+    done = python("import torch_cute_ops", TORCH_CUTE_OPS_CACHE_MB="-5")
+    assert done.returncode == 1 and "ValueError: TORCH_CUTE_OPS_CACHE_MB='-5'; use a whole number" in done.stderr
 
 
 def test_as_a_module():
@@ -118,49 +132,246 @@ def test_warmup_fills_the_cache(cache, capsys, monkeypatch):
     assert len(re.findall(r"^[0-9a-f]{16}  .*RowQuantKernel", listed, re.M)) == 2 and "2 kernels" in listed
     assert main(["cache", "verify"]) == 0
     assert "0 damaged" in capsys.readouterr().out
-    next(cache.rglob("kernel.o")).write_bytes(b"")
+    # An object with its description made to fit is still another kernel's.
+    first, second = sorted(path.parent for path in cache.rglob("kernel.o"))
+    shutil.copy(first / "kernel.o", second / "kernel.o")
+    description = json.loads((first / "kernel.json").read_text()) | {"symbol": symbol_of(second.name)}
+    description["key"] = json.loads((second / "kernel.json").read_text())["key"]
+    (second / "kernel.json").write_text(json.dumps(description))
+    with pytest.raises(OSError, match=symbol_of(second.name)):
+        compiler.load_object(second / "kernel.o", symbol_of(second.name))
     assert main(["cache", "verify"]) == 1
-    assert "1 damaged" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"{second.name[:16]}  damaged: kernel.o is of another kernel" in shown and "1 damaged" in shown
     assert main(["cache", "clear"]) == 0
     assert "2 kernels deleted" in capsys.readouterr().out
     assert not list(cache.rglob("kernel.o"))
+
+
+def test_an_object_that_cannot_be_loaded(tmp_path):
+    """Nothing is known of it, and so nothing against it."""
+    (tmp_path / "kernel.o").write_bytes(b"no object file")
+    with pytest.raises(OSError, match=r"\w+Error: "):
+        compiler.load_object(tmp_path / "kernel.o", "k0")
+
+
+HIDDEN = [str(64 * i) for i in range(1, 101)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_warmup_can_be_stopped(tmp_path, number, status):
+    """The workers are gone within two seconds, and nothing is left half-written. Ctrl-C reaches all processes of the
+    terminal, SIGTERM the first one alone."""
+    command = [sys.executable, "-m", "torch_cute_ops", "warmup", "fp4_quantize", "--dtype", "bf16", "--arch", "sm_90a"]
+    command += ["--workers", "2", "--hidden", *HIDDEN]
+    variables = variables_of(TORCH_CUTE_OPS_CACHE_DIR=str(tmp_path))
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, env=variables, text=True, start_new_session=True, **streams) as process:
+        assert wait_until(lambda: list(tmp_path.glob("v1/*/kernel.json")), 60)
+        workers = workers_of(process.pid)
+        assert len(workers) >= 2
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        assert wait_until(lambda: not any(map(is_alive, workers)), 2.0)
+        output, _ = process.communicate(timeout=10)
+    assert process.returncode == status, output
+    assert "Traceback" not in output
+    store = Store(tmp_path, 2**30)
+    kept = [digest for digest, _ in store.entries()]
+    assert 0 < len(kept) < len(HIDDEN) and all(store.read(digest) for digest in kept)
+    assert not [path for name in ("work", "locks", "aside") for path in store.root.glob(f"{name}/*")]
 
 
 def test_cache_that_is_off(monkeypatch, capsys):
     monkeypatch.setattr(settings, "CACHE", False)
     assert main(["cache", "clear"]) == 0
     assert "TORCH_CUTE_OPS_CACHE=0" in capsys.readouterr().out
+    monkeypatch.setattr(settings, "CACHE", True)
+    monkeypatch.setattr(settings, "CACHE_DIR", None)
+    monkeypatch.setattr(settings, "_user_cache_folder", lambda: None)
+    assert main(["cache"]) == 0
+    assert "no home folder; set TORCH_CUTE_OPS_CACHE_DIR" in capsys.readouterr().out
+    assert "off: there is no home folder" in info.text(info.collect())
+
+
+def test_warmup_without_a_cache(monkeypatch, capsys):
+    """Its kernels would be lost."""
+    monkeypatch.setattr(settings, "CACHE", False)
+    assert main([*QUANTIZE, "--arch", "sm_90a"]) == 2
+    assert "no kernels are kept on disk: TORCH_CUTE_OPS_CACHE=0" in capsys.readouterr().err
+
+
+def test_cache_clear_says_what_it_could_not(cache, monkeypatch, capsys):
+    """As on a read-only file system."""
+    store = compiler.store()
+    for key in ("1", "2"):
+        assert store.save(key, lambda path, symbol: path.write_text(symbol))
+
+    def rename(path, target):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "rename", rename)
+    assert main(["cache", "clear"]) == 1
+    shown = capsys.readouterr()
+    assert f"0 kernels deleted, 2 could not be, from {store.root}" in shown.out
+    assert all(f"Read-only file system: '{folder}'" in shown.err for _, folder in store.entries())
+
+
+def test_cache_that_cannot_be_read(cache, monkeypatch, capsys):
+    """Is not said to be empty."""
+
+    def iterdir(path):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    for action in ("list", "verify", "clear"):
+        assert main(["cache", action]) == 1
+        assert "Permission denied" in capsys.readouterr().err
 
 
 def test_warmup_reports_failures(cache, capsys, monkeypatch):
-    """With what the op says, and goes on with the others."""
-    outcomes = [
-        deployment.Outcome(deployment.Job("fp4_quantize", (("hidden", 64),)), "sm_90a", ""),
-        deployment.Outcome(deployment.Job("fp4_quantize", (("hidden", 65),)), "sm_90a", "ValueError: of width"),
-    ]
-    monkeypatch.setattr(deployment, "compile_jobs", lambda *args: iter(outcomes))
-    arguments = ["warmup", "fp4_quantize", "--hidden", "64", "65", "--dtype", "bf16", "--arch", "sm_90a"]
+    """With what was wrong, and goes on with the others."""
+    outcomes = (
+        deployment.Outcome(deployment.Job("fp4_quantize", (("hidden", hidden),)), "sm_90a", error)
+        for hidden, error in {64: "", 96: "ValueError: of width"}.items()
+    )
+    monkeypatch.setattr(deployment, "compile_jobs", lambda *args: outcomes)
+    arguments = ["warmup", "fp4_quantize", "--hidden", "64", "96", "--dtype", "bf16", "--arch", "sm_90a"]
     assert main(arguments) == 1
     shown = capsys.readouterr()
-    assert "fp4_quantize hidden=65 sm_90a: ValueError: of width" in shown.err
+    assert "fp4_quantize hidden=96 sm_90a: ValueError: of width" in shown.err
     assert "1 kernels are ready, 1 failed" in shown.out
 
 
+def test_tune_reports_failures(capsys, monkeypatch):
+    """With what was wrong, and goes on with the others."""
+
+    def warmup(op, *, tune, n, k, m):
+        if m == 2:
+            raise ArithmeticError("of a test")  # the DSL's errors are of no common kind
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch_cute_ops.registry, "warmup", warmup)
+    assert main(["tune", "mm_fp4", "--n", "64", "--k", "128", "--m", "1", "2", "3"]) == 1
+    shown = capsys.readouterr()
+    assert "mm_fp4 n=64 k=128 m=2: ArithmeticError: of a test" in shown.err
+    assert "2 calls are done, 1 failed" in shown.out
+
+
+QUANTIZE = ["warmup", "fp4_quantize", "--hidden", "64", "--dtype", "bf16"]
 WRONG = {
-    "no op": (["warmup"], "name an op and its facts, or a file"),
-    "both": (["warmup", "fp4_quantize", "--config", "x.toml"], "name an op and its facts, or a file"),
-    "unknown op": (["warmup", "fp4", "--hidden", "64", "--arch", "sm_90a"], "'fp4' is no op"),
-    "unknown dtype": (["warmup", "fp4_quantize", "--hidden", "64", "--dtype", "int8"], "'int8' is no dtype"),
-    "unknown arch": (["warmup", "fp4_quantize", "--hidden", "64", "--arch", "sm_80"], "'sm_80' is no architecture"),
+    "no op": (["warmup"], "name an op and its properties, or a file"),
+    "both": (["warmup", "fp4_quantize", "--config", "x.toml"], "name an op and its properties, or a file"),
+    "unknown op": (["warmup", "fp4_quantise", "--hidden", "64"], '"fp4_quantise" is no op; did you mean fp4_quantize?'),
+    "unknown dtype": (
+        ["warmup", "fp4_quantize", "--hidden", "64", "--dtype", "int8"],
+        'dtype = "int8": expected a dtype',
+    ),
+    "no dtype": (["warmup", "fp4_quantize", "--hidden", "64"], "fp4_quantize: dtype: missing"),
+    "no number": ([*QUANTIZE, "--block-size", "16x"], 'block_size = "16x": expected a positive integer'),
+    "no size": ([*QUANTIZE, "--hidden", "0"], "hidden = 0: expected a positive integer"),
+    "a negative size": (
+        ["warmup", "fp4_quantize", "--hidden=-8", "--dtype", "bf16"],
+        "hidden = -8: expected a positive",
+    ),
+    "another op's property": ([*QUANTIZE, "--topk", "2"], "topk: fp4_quantize has no such property"),
+    "a refused layout": ([*QUANTIZE, "--scale-layout", "tiled"], 'scale_layout = "tiled": expected one of'),
+    "a refused size": ([*QUANTIZE, "--hidden", "64", "65"], "cute::fp4_quantize"),
+    "unknown arch": ([*QUANTIZE, "--arch", "sm_80"], "'sm_80' is no architecture"),
+    "missing properties": (["warmup", "mm_fp4"], "mm_fp4: n, k: missing; mm_fp4 needs them"),
     "no file": (["warmup", "--config", "nowhere.toml", "--arch", "sm_90a"], "No such file"),
+    "a folder for a file": (["warmup", "--config", "/", "--arch", "sm_90a"], "is not a regular file"),
+    "no file to build from": (["build", "--config", "nowhere.toml", "--arch", "sm_90a", "-o", "x"], "No such file"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name, capsys):
+    """Status 2, and what is wrong; nothing is compiled."""
     arguments, text = WRONG[name]
     assert main(arguments) == 2
-    assert text in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert text in shown.err and shown.err.startswith("error: ") and not shown.out
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "two"])
+def test_wrong_number_of_workers(count, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main([*QUANTIZE, "--workers", count])
+    assert raised.value.code == 2 and "--workers" in capsys.readouterr().err
+
+
+def test_wrong_number_of_processes():
+    job = deployment.Job("fp4_quantize", (("hidden", 64), ("dtype", torch.bfloat16)))
+    for workers in (0, -1):
+        with pytest.raises(ValueError, match=f"workers={workers}; use 1 or more"):
+            next(deployment.compile_jobs([job], ["sm_90a"], workers))
+
+
+def test_building_what_an_architecture_lacks(tmp_path, capsys):
+    """The call is named, and no bundle made."""
+    path = tmp_path / "deployment.toml"
+    path.write_text('[[kernel]]\nop = "mm_fp4"\nn = 64\nk = 100\n')
+    assert main(["build", "--config", str(path), "--arch", "sm_90a", "-o", str(tmp_path / "kernels")]) == 2
+    assert "mm_fp4" in capsys.readouterr().err and not (tmp_path / "kernels").exists()
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
+    """Work that cannot be done is no success, and no traceback either."""
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert main([*QUANTIZE, "--arch", "sm_90a"]) == 1
+    assert "needs a package that is not installed" in (text := capsys.readouterr().err) and "tqdm" in text
+    path = tmp_path / "deployment.toml"
+    path.write_text(FILE)
+    monkeypatch.setattr(deployment, "sys", SimpleNamespace(version_info=(3, 10, 9)))
+    monkeypatch.setitem(sys.modules, "tomli", None)
+    with pytest.raises(ModuleNotFoundError, match="needs the package tomli"):
+        deployment.read(path)
+    monkeypatch.delitem(sys.modules, "tqdm")
+    assert main(["warmup", "--config", str(path), "--arch", "sm_90a"]) == 1
+    assert "tomli" in capsys.readouterr().err
+
+
+WITHOUT = """
+import os, pwd, sys
+from importlib.machinery import PathFinder
+find_spec = PathFinder.find_spec
+LACKING = ("platformdirs", "filelock", "tqdm", "tomli", "tomllib")
+PathFinder.find_spec = lambda name, *args: None if name.partition(".")[0] in LACKING else find_spec(name, *args)
+
+def getpwuid(number):
+    raise KeyError(number)
+
+pwd.getpwuid = getpwuid
+os.environ.pop("HOME", None)
+os.environ.pop("XDG_CACHE_HOME", None)
+import torch
+import torch_cute_ops
+from torch_cute_ops.cli.main import main
+from torch_cute_ops.registry import kernels_of
+from torch_cute_ops.runtime import tuner
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.runtime.compiler import compile_kernel
+assert main(["info"]) == 0
+assert tuner.lookup(tuner.Key("family", "{}", 8, "GPU", "{}")) is None
+for hidden in (64, 96):
+    (kernel,) = kernels_of("fp4_quantize", "sm_90a", hidden=hidden, dtype=torch.bfloat16)
+    function = compile_kernel(kernel, ARCHS["sm_90a"])
+    print("compiled" if callable(function) else function)
+"""
+
+
+@pytest.mark.slow
+def test_a_bare_image(tmp_path):
+    """Without packages that only some commands need, a home folder and a passwd entry: ``info``, choices and kernels
+    work, one warning says what to set, and no folder is made."""
+    variables = variables_of()
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, env=variables, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["compiled"] * 2
+    assert "off: there is no home folder" in done.stdout
+    assert done.stderr.count("TORCH_CUTE_OPS_CACHE_DIR") == 1, done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_warmup_without_a_device(monkeypatch, capsys):
@@ -182,15 +393,15 @@ STEPS = {
 
 @pytest.mark.parametrize("op", STEPS)
 def test_every_fact_can_be_said(op, monkeypatch, capsys):
-    """What is said arrives as facts of a call."""
+    """What is said arrives as properties of a call."""
     said, words = [], STEPS[op].split()
-    monkeypatch.setattr(deployment, "compile_jobs", lambda jobs, archs, workers: said.extend(jobs) or [])
+    monkeypatch.setattr(deployment, "compile_jobs", lambda jobs, *_: said.extend(jobs) or (outcome for outcome in ()))
     assert main(["warmup", op, *words, "--arch", "sm_90a"]) == 0
     (job,) = said
-    facts = dict(job.facts)
-    assert len(facts) == sum(word.startswith("--") for word in words)
-    assert all(facts[word[5:]] is False for word in words if word.startswith("--no-"))
-    (kernel,) = torch_cute_ops.registry.kernels_of(op, "sm_90a", **facts)
+    properties = dict(job.properties)
+    assert len(properties) == sum(word.startswith("--") for word in words)
+    assert all(properties[word[5:]] is False for word in words if word.startswith("--no-"))
+    (kernel,) = torch_cute_ops.registry.kernels_of(op, "sm_90a", **properties)
     if op == "moe_route":
         config = kernel.config
         assert config.is_sigmoid and config.has_bias and config.is_masked and not config.renormalize
@@ -198,15 +409,76 @@ def test_every_fact_can_be_said(op, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("op", op_cases())
-def test_wrong_facts_name_the_op(op):
-    facts = facts_of(op)
-    for fact in ("colour", "device"):
-        with pytest.raises(TypeError, match=rf"^cute::{op.name}\b.*{fact}"):
-            torch_cute_ops.registry.kernels_of(op.name, "sm_90a", **facts, **{fact: 0})
-    needed = "experts" if op.name == "moe_route" else "k" if "k" in facts else "hidden"
-    del facts[needed]
-    with pytest.raises(TypeError, match=rf"^cute::{op.name}\b.*'{needed}'"):
-        torch_cute_ops.registry.kernels_of(op.name, "sm_90a", **facts)
+def test_properties_are_those_of_the_example(op):
+    """Each that a call may state, and one that the op requires is required."""
+    stated, known = properties_for(op), torch_cute_ops.properties_of(op.name)
+    assert stated.keys() <= known.keys() and "device" not in known
+    assert all(stated[name] for name, each in known.items() if each.is_required)
+    (job,) = deployment.jobs_of(op.name, **stated)
+    assert dict(job.properties) == stated
+
+
+def test_a_property_is_of_one_kind():
+    """Whatever the op: an option of the command line takes values or is a switch. ``bias`` may be either."""
+    kinds = {(name, each.kind) for op in OPS for name, each in torch_cute_ops.properties_of(op).items()}
+    assert len(kinds) == len(dict(kinds))
+
+
+Colour = Literal["red", "green"]
+
+
+def example_of_a_new_op(
+    *,
+    width: int,
+    shade: Colour | None = None,
+    glossy: bool = False,
+    ink: torch.dtype = torch.float16,
+    frame: str = "oak",
+    lid: bool = False,
+    device: object = None,
+):
+    return (), {}
+
+
+def new_op(canvas: torch.Tensor, width: torch.Tensor, frame: Literal["oak", "ash"] = "oak"):
+    """A property is typed as the parameter of the same name, but for tensors."""
+
+
+def test_a_new_op_needs_no_edit(monkeypatch, capsys):
+    """The command line takes its properties, checks them, and shows them."""
+    path = SimpleNamespace(example=example_of_a_new_op, has_property=lambda name: name != "lid")
+    spec = SimpleNamespace(name="new_op", path=path, function=new_op, kernels=lambda arch: (), has_backends=False)
+    monkeypatch.setitem(OPS, "new_op", spec)
+    assert torch_cute_ops.properties_of("new_op") == {
+        "width": Property(int, inspect.Parameter.empty, False),
+        "shade": Property(str, None, True, ("red", "green")),
+        "glossy": Property(bool, False, False),
+        "ink": Property(torch.dtype, torch.float16, False),
+        "frame": Property(str, "oak", False, ("oak", "ash")),
+    }
+    said = []
+    monkeypatch.setattr(deployment, "compile_jobs", lambda jobs, *_: said.extend(jobs) or (outcome for outcome in ()))
+    arguments = ["warmup", "new_op", "--width", "7", "8", "--shade", "red", "--no-glossy", "--ink", "bf16"]
+    assert main([*arguments, "--frame", "oak", "--arch", "sm_90a"]) == 0
+    rest = {"shade": "red", "glossy": False, "ink": torch.bfloat16, "frame": "oak"}
+    assert [dict(job.properties) for job in said] == [{"width": width, **rest} for width in (7, 8)]
+    assert main([*arguments[:4], "--shade", "blue", "--arch", "sm_90a"]) == 2
+    assert 'new_op: shade = "blue": expected one of "red", "green"' in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["warmup", "--help"])
+    assert "--glossy, --no-glossy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("op", op_cases())
+def test_wrong_properties_name_the_op(op):
+    properties = properties_for(op)
+    for name in ("colour", "device"):
+        with pytest.raises(TypeError, match=rf"^cute::{op.name}\b.*{name}"):
+            torch_cute_ops.registry.kernels_of(op.name, "sm_90a", **properties, **{name: 0})
+    needed = "k" if "k" in properties else "hidden" if "hidden" in properties else "experts"
+    del properties[needed]
+    with pytest.raises(TypeError, match=rf"^cute::{op.name} needs the property {needed}"):
+        torch_cute_ops.registry.kernels_of(op.name, "sm_90a", **properties)
 
 
 def test_device_0_is_a_device(monkeypatch):
@@ -242,35 +514,82 @@ def test_read(tmp_path):
     path = tmp_path / "deployment.toml"
     path.write_text(FILE)
     jobs = deployment.read(path)
-    facts = [(job.op, dict(job.facts)) for job in jobs]
+    stated = [(job.op, dict(job.properties)) for job in jobs]
     bf16 = torch.bfloat16
-    assert [f["hidden"] for _, f in facts] == [4096, 4096, 7168, 7168, 7168]
-    assert [f.get("weight_dtype") for _, f in facts] == [bf16, torch.float32, bf16, torch.float32, None]
-    assert facts[0] == (
+    assert [f["hidden"] for _, f in stated] == [4096, 4096, 7168, 7168, 7168]
+    assert [f.get("weight_dtype") for _, f in stated] == [bf16, torch.float32, bf16, torch.float32, None]
+    assert stated[0] == (
         "add_rmsnorm_fp4quant",
         {"hidden": 4096, "dtype": bf16, "weight_dtype": bf16, "scale_layout": "128x4"},
     )
-    assert facts[4][1]["granularity"] == "block128"
+    assert stated[4][1]["granularity"] == "block128"
     path.write_text(FILE + FILE)
     assert deployment.read(path) == jobs
 
 
+KERNEL = '[[kernel]]\nop = "mm_fp4"\nn = 64\nk = 128\n'
+SIZES = ", ".join(map(str, range(1, 1001)))
 BAD_FILES = {
     "": "expected one or more tables",
     "kernel = 3": "expected one or more tables",
-    "other = 3\n" + FILE: "and nothing else",
-    '[[kernel]]\nop = "nothing"': "kernel 1: 'nothing' is no op",
-    FILE + "[[kernel]]\nhidden = 64": "kernel 3: ",
-    '[[kernel]]\nop = "fp4_quantize"\ndtype = "fp8"': "kernel 1: 'fp8' is no dtype",
-    "[[kernel": "",
+    "kernel = [3]": "[[kernel]] 1: 3: expected a table",
+    "other = 3\n" + FILE: "expected one or more tables [[kernel]], and nothing else",
+    FILE + "[[kernel]]\nhidden = 64": "[[kernel]] 3: op: missing",
+    "[[kernel]]\nop = 3": "[[kernel]] 1: 3 is no op; the ops are add_rmsnorm_fp4quant",
+    "[[kernel]]\nop = []": "[[kernel]] 1: [] is no op",
+    '[[kernel]]\nop = "mm_fp5"': '[[kernel]] 1 (mm_fp5): "mm_fp5" is no op; did you mean mm_fp4?',
+    '[[kernel]]\nop = "mm_fp4"\nn = 64': "[[kernel]] 1 (mm_fp4): k: missing; mm_fp4 needs it",
+    FILE + KERNEL + "m = 0": "[[kernel]] 3 (mm_fp4): m = 0: expected a positive integer",
+    KERNEL + "m = [8, -1]": "[[kernel]] 1 (mm_fp4): m = -1: expected a positive integer",
+    KERNEL + "m = true": "[[kernel]] 1 (mm_fp4): m = true: expected a positive integer",
+    KERNEL + "m = 8.0": "[[kernel]] 1 (mm_fp4): m = 8.0: expected a positive integer",
+    KERNEL + "m = [[8]]": "[[kernel]] 1 (mm_fp4): m = [8]: expected a positive integer",
+    KERNEL + "m = 2020-01-01": "[[kernel]] 1 (mm_fp4): m = datetime.date(2020, 1, 1): expected a positive integer",
+    KERNEL + "m = []": "[[kernel]] 1 (mm_fp4): m = []: an empty list stands for no call at all",
+    KERNEL + f"m = {10**18}\n": "[[kernel]] 1 (mm_fp4): mm_fp4 n=64 k=128 m=1000000000000000000: Storage size",
+    KERNEL + 'alpha = "no"': '[[kernel]] 1 (mm_fp4): alpha = "no": expected one of "one", "column", "expert"',
+    KERNEL + 'alpha = "expert"': "[[kernel]] 1 (mm_fp4): cute::mm_fp4: alpha is 'expert'; expected one of 'one', 'col",
+    KERNEL + "alpha = 1": "[[kernel]] 1 (mm_fp4): alpha = 1: expected one of",
+    KERNEL + "backend = 1": "[[kernel]] 1 (mm_fp4): backend = 1: expected a string",
+    KERNEL
+    + 'scale_layout = "tiled"': '[[kernel]] 1 (mm_fp4): scale_layout = "tiled": expected one of "linear", "128x4"',
+    KERNEL + "alfa = true": "[[kernel]] 1 (mm_fp4): alfa: mm_fp4 has no such property; did you mean alpha?",
+    KERNEL + 'device = "cuda"': "[[kernel]] 1 (mm_fp4): device: mm_fp4 has no such property",
+    KERNEL + "experts = 4": "[[kernel]] 1 (mm_fp4): experts: mm_fp4 has no such property",
+    KERNEL + f'out_dtype = "{"x" * 1000}"': '[[kernel]] 1 (mm_fp4): out_dtype = "xxxx',
+    '[[kernel]]\nop = "fp4_quantize"\nhidden = 64\ndtype = "fp8"': (
+        '[[kernel]] 1 (fp4_quantize): dtype = "fp8": expected a dtype: one of bfloat16, bf16'
+    ),
+    '[[kernel]]\nop = "fp4_quantize"\nhidden = 64\ndtype = "bf16"\nglobal_scale = "no"': (
+        '[[kernel]] 1 (fp4_quantize): global_scale = "no": expected true or false'
+    ),
+    f'[[kernel]]\nop = "mm_fp4"\nn = [{SIZES}]\nk = [{SIZES}]\nm = [{SIZES}]': (
+        "[[kernel]] 1 (mm_fp4): 1000 n × 1000 k × 1000 m are 1,000,000,000 combinations; at most 10,000 are taken"
+    ),
+    "".join(f'[[kernel]]\nop = "mm_fp4"\nn = [{SIZES}]\nk = {64 * i}\nm = [1, 2, 3, 4]\n' for i in (1, 2, 3)): (
+        "the first 3 tables [[kernel]] stand for 12,000 calls; at most 10,000"
+    ),
+    "[[kernel": "not TOML: ",
+    "kernel = " + "[" * 100_000: "not TOML: nested too deeply",
+    "\udcff": "not TOML: ",
 }
 
 
-@pytest.mark.parametrize("content", BAD_FILES)
+@pytest.mark.parametrize("content", BAD_FILES, ids=lambda content: BAD_FILES[content][:60])
 def test_bad_files(content, tmp_path):
+    """The message names file, table, op and key, and says what was expected."""
     path = tmp_path / "deployment.toml"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=re.escape(BAD_FILES[content])):
+    path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: {BAD_FILES[content]}')}") as raised:
+        deployment.read(path)
+    assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a folder", "a device"])
+def test_what_is_no_file(kind, tmp_path):
+    path = tmp_path / "deployment.toml"
+    {"a FIFO": os.mkfifo, "a folder": os.mkdir, "a device": lambda path: path.symlink_to("/dev/zero")}[kind](path)
+    with pytest.raises(ValueError, match=f"{path} is not a regular file"):
         deployment.read(path)
 
 

@@ -1,18 +1,25 @@
 """Bundles: kernels that run without the compiler, and what is refused."""
 
+import hashlib
 import json
 import os
+import re
 import shutil
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 from support.interpreters import python
 
 from torch_cute_ops import registry
 from torch_cute_ops.cli import info
 from torch_cute_ops.cli.main import main
-from torch_cute_ops.runtime import bundle, compiler, settings
+from torch_cute_ops.runtime import bundle, compiler, settings, toolchain
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.runtime.bundle import MANIFEST, RUNTIME, Bundle, BundleError
 
@@ -47,13 +54,14 @@ def made(tmp_path_factory):
     (folder / "deployment.toml").write_text(FILE)
     arguments = ["--config", str(folder / "deployment.toml"), "--arch", "sm_90a", "--arch", "sm_100a"]
     assert main(["build", *arguments, "-o", str(folder / "kernels")]) == 0
-    os.symlink(Bundle(folder / "kernels").runtime(), folder / "kernels" / RUNTIME)
+    shutil.copy(Bundle(folder / "kernels").runtime(), folder / "kernels" / RUNTIME)
     return folder / "kernels"
 
 
 @pytest.fixture
 def copy(made, tmp_path):
-    return Path(shutil.copytree(made, tmp_path / "kernels", symlinks=True))
+    """A copy without the runtime library, which is large, and found in the DSL's package."""
+    return Path(shutil.copytree(made, tmp_path / "kernels", ignore=shutil.ignore_patterns(RUNTIME)))
 
 
 IMPORTS = """
@@ -64,8 +72,8 @@ from torch_cute_ops.runtime.compiler import compile_kernel
 LOAD = (
     IMPORTS
     + """
-for op, facts in (("fp4_quantize", {"hidden": 96, "dtype": torch.bfloat16}), ("fp4_dequantize", {"hidden": 64})):
-    function = compile_kernel(*kernels_of(op, "sm_90a", **facts), ARCHS["sm_90a"])
+for op, properties in (("fp4_quantize", {"hidden": 96, "dtype": torch.bfloat16}), ("fp4_dequantize", {"hidden": 64})):
+    function = compile_kernel(*kernels_of(op, "sm_90a", **properties), ARCHS["sm_90a"])
     try:
         function(torch.zeros(3, 3))
     except TypeError as error:
@@ -83,7 +91,7 @@ def test_without_the_dsl(made):
     done = python(WITHOUT_DSL + LOAD, TORCH_CUTE_OPS_BUNDLE=str(made))
     assert not done.returncode, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("Expects 12 parameters when calling"), done.stderr
+    assert lines[0].startswith("Expects 15 parameters when calling"), done.stderr
     assert lines[1].startswith("Expects 5 parameters when calling")
     assert f"not in the bundle {made}" in lines[2] and "cutlass" in lines[2] and "width=128" in lines[2]
 
@@ -125,7 +133,9 @@ def test_manifest(made):
     """It says what the kernels were made from, and the kernels are those that were listed."""
     manifest = json.loads((made / MANIFEST).read_text())
     assert set(manifest["archs"]) == {"sm_90a", "sm_100a"}
-    assert manifest["compiler"] == list(compiler.compiler_versions())
+    assert manifest["compiler"] == list(toolchain.compiler_versions())
+    for file in (manifest["runtime"], *manifest["archs"].values()):
+        assert hashlib.sha256((made / file["file"]).read_bytes()).hexdigest() == file["sha256"]
     wanted = {
         kernel.digest
         for hidden in (64, 96)
@@ -142,67 +152,220 @@ def test_a_bundle_comes_before_the_compiler(made, monkeypatch):
     assert compiler.compile_kernel(torch_kernel, ARCHS["sm_90a"]) is not None
 
 
-def change(folder, **fields):
-    manifest = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps({**manifest, **fields}))
+def wanted():
+    """A kernel that the bundle has."""
+    (kernel,) = registry.kernels_of("fp4_quantize", "sm_90a", hidden=64, dtype=torch.bfloat16)
+    return kernel
 
 
-def change_out(folder, name):
-    manifest = json.loads((folder / MANIFEST).read_text())
-    del manifest[name]
-    (folder / MANIFEST).write_text(json.dumps(manifest))
+def change(*path, to):
+    """What gives a field of the manifest another value; ``...`` stands for the first key there, ``None`` removes."""
+
+    def spoil(folder):
+        manifest = json.loads((folder / MANIFEST).read_text())
+        inner = manifest
+        for name in path[:-1]:
+            inner = inner[next(iter(inner)) if name is ... else name]
+        name = next(iter(inner)) if path[-1] is ... else path[-1]
+        if to is None:
+            del inner[name]
+        else:
+            inner[name] = to
+        (folder / MANIFEST).write_text(json.dumps(manifest))
+
+    return spoil
 
 
+def write(content):
+    return lambda folder: (folder / MANIFEST).write_bytes(content)
+
+
+def replace_by(make):
+    def spoil(folder):
+        (folder / MANIFEST).unlink()
+        make(folder / MANIFEST)
+
+    return spoil
+
+
+LIBRARY = ("archs", "sm_90a")
 REFUSED = {
-    "another version": (lambda folder: change(folder, tvm_ffi="0.0.1"), "its apache-tvm-ffi is 0.0.1, here it is"),
-    "other sources": (lambda folder: change(folder, sources="abc"), "its kernel sources is abc, here it is"),
-    "another format": (lambda folder: change(folder, format=99), "its format is 99, here it is 1"),
-    "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "is no bundle: FileNotFoundError"),
-    "no JSON": (lambda folder: (folder / MANIFEST).write_text("{"), "is no bundle: JSONDecodeError"),
+    "another version": (change("tvm_ffi", to="0.0.1"), "its apache-tvm-ffi is 0.0.1, here it is"),
+    "other sources": (change("sources", to="abc"), "its kernel sources is abc, here it is"),
+    "another format": (change("format", to=99), "its format is 99, and this version of torch_cute_ops reads 2"),
+    "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "is not a bundle: FileNotFoundError"),
+    "no JSON": (write(b"{"), "is not a bundle: .*not JSON"),
+    "deep JSON": (write(b"[" * 100_000), "is not a bundle: .*nested too deeply"),
+    "binary": (write(b"\xff\x00"), "is not a bundle: .*not JSON"),
+    "huge": (lambda folder: os.truncate(folder / MANIFEST, 2**40), "is not a bundle: .* bytes, more than"),
+    "a FIFO": (replace_by(os.mkfifo), "is not a bundle: .*is not a regular file"),
+    "a device": (replace_by(lambda path: path.symlink_to("/dev/zero")), "is not a bundle: .*is not a regular file"),
+    "a folder": (replace_by(os.mkdir), "is not a bundle: .*is not a regular file"),
     "another processor": (
-        lambda folder: change(folder, host=[*compiler.host_features(), "avx9"]),
-        "compiled on a processor with avx9, which this one has not",
+        change("host", to=[*toolchain.host_features(), "avx9"]),
+        "compiled on a processor with avx9, which this one does not have",
     ),
-    "without a part": (lambda folder: change_out(folder, "archs"), "is no bundle: KeyError: 'archs'"),
-    "a list": (lambda folder: (folder / MANIFEST).write_text("[]"), "is no bundle: TypeError"),
+    "a list": (write(b"[]"), "is not a bundle: .*expected an object"),
+    "no host": (change("host", to=[]), "host: expected a list of strings"),
+    "numbers for a host": (change("host", to=[1]), "host: expected a list of strings"),
+    "architectures in a list": (change("archs", to=[]), "archs: expected an object"),
+    "a library in words": (change(*LIBRARY, to="sm_90a.so"), "archs: sm_90a: expected an object"),
+    "no file": (change(*LIBRARY, "file", to=None), "archs: sm_90a: file: expected a name"),
+    "a file with a number": (change(*LIBRARY, "file", to=7), "archs: sm_90a: file: expected a name"),
+    "an absolute file": (change(*LIBRARY, "file", to="/lib/x.so"), "'/lib/x.so' leads out of the bundle"),
+    "a file above": (change(*LIBRARY, "file", to="a/../../x.so"), "'a/../../x.so' leads out of the bundle"),
+    "an absolute runtime": (change("runtime", "file", to="/lib/x.so"), "runtime: .* leads out of the bundle"),
+    "a runtime without digest": (change("runtime", "sha256", to=None), "runtime: sha256: expected 64 hexadecimal"),
+    "a runtime in words": (change("runtime", to="abc"), "runtime: expected an object"),
+    "a digest in words": (change(*LIBRARY, "sha256", to="right"), "archs: sm_90a: sha256: expected 64 hexadecimal"),
+    "kernels in a list": (change(*LIBRARY, "kernels", to=[]), "archs: sm_90a: kernels: expected an object"),
+    "another's function": (change(*LIBRARY, "kernels", ..., to="k0"), "the function of '[0-9a-f]{64}' cannot be 'k0'"),
+    "a function with a number": (change(*LIBRARY, "kernels", ..., to=[[]]), "cannot be of type list"),
+    "a flavour with a path": (change("flavour", to="../cu12"), "flavour: expected cu12, cu13"),
+} | {
+    f"without {name}": (change(name, to=None), f"is not a bundle: .*{name}")
+    for name in ("format", "created", "sources", "tvm_ffi", "flavour", "runtime", "host", "archs")
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, copy, monkeypatch, capsys):
-    """With the reason, on the first use and by ``info``."""
+    """At once and with the reason, on the first use and by ``info``."""
     spoil, reason = REFUSED[name]
     spoil(copy)
+    started = time.monotonic()
     with pytest.raises(BundleError, match=reason):
         Bundle(copy)
+    assert time.monotonic() - started < 5
     monkeypatch.setattr(settings, "BUNDLE", copy)
-    assert reason in info.bundle_state()["error"]
+    assert re.search(reason, info.bundle_state()["error"])
+
+
+@given(
+    path=st.lists(st.sampled_from(["archs", "sm_90a", "kernels", "runtime", "file", "sha256", "host", 0]), max_size=4),
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+        max_leaves=4,
+    ),
+)
+@hypothesis.settings(max_examples=200)
+def test_any_manifest(made, tmp_path_factory, path, value):
+    """Whatever is wrong with it, the answer is a ``BundleError`` or a bundle that answers."""
+    folder = tmp_path_factory.mktemp("bundle")
+    manifest = json.loads((made / MANIFEST).read_text())
+    inner = manifest
+    for name in path:
+        if not isinstance(inner, dict) or not isinstance(inner.get(name), (dict, list)):
+            break
+        inner = inner[name]
+    if isinstance(inner, dict):
+        inner[path[-1] if path and isinstance(path[-1], str) else "format"] = value
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    try:
+        bundle_ = Bundle(folder)
+        bundle_.has(wanted(), "sm_90a")
+        bundle_.function(wanted(), "sm_90a")
+    except BundleError:
+        pass
 
 
 def test_another_architecture(copy):
-    (wanted,) = registry.kernels_of("fp4_quantize", "sm_120a", hidden=64, dtype=torch.bfloat16)
+    (kernel,) = registry.kernels_of("fp4_quantize", "sm_120a", hidden=64, dtype=torch.bfloat16)
     with pytest.raises(BundleError, match="has kernels for sm_90a, sm_100a; this device is sm_120a"):
-        Bundle(copy).function(wanted, "sm_120a")
+        Bundle(copy).function(kernel, "sm_120a")
 
 
-@pytest.mark.parametrize("damage", ["changed", "gone"])
+LIBRARIES = {
+    "changed": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "gone": Path.unlink,
+    "a FIFO": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a device": lambda path: (path.unlink(), path.symlink_to("/dev/zero")),
+    "elsewhere": lambda path: path.symlink_to(path.rename(path.parents[1] / path.name)),
+}
+
+
+@pytest.mark.parametrize("damage", LIBRARIES)
 def test_a_damaged_library(copy, damage):
-    library = copy / "sm_90a.so"
-    library.write_bytes(library.read_bytes()[:-1]) if damage == "changed" else library.unlink()
-    (wanted,) = registry.kernels_of("fp4_quantize", "sm_90a", hidden=64, dtype=torch.bfloat16)
+    LIBRARIES[damage](copy / "sm_90a.so")
     with pytest.raises(BundleError, match=r"is damaged: .*sm_90a\.so"):
-        Bundle(copy).function(wanted, "sm_90a")
+        Bundle(copy).function(wanted(), "sm_90a")
+
+
+def test_links_in_a_bundle(copy):
+    """To it and in it, as volumes of containers have them, they may be."""
+    copy.rename(copy.with_name("data"))
+    copy.symlink_to("data")
+    (copy / "sm_90a.so").rename(copy / "version-7.so")
+    (copy / "sm_90a.so").symlink_to("version-7.so")
+    assert Bundle(copy).function(wanted(), "sm_90a") is not None
+
+
+def test_a_library_without_a_function(copy, tmp_path):
+    """Its digest is right, and the manifest is wrong."""
+    other = "ab" * 32
+    manifest = json.loads((copy / MANIFEST).read_text())
+    manifest["archs"]["sm_90a"]["kernels"][other] = f"k{other[:24]}"
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(BundleError, match=r"is damaged: sm_90a\.so has no function kabab"):
+        Bundle(copy).function(SimpleNamespace(digest=other), "sm_90a")
 
 
 def test_no_runtime_library(copy, monkeypatch):
-    (copy / RUNTIME).unlink()
     monkeypatch.setattr(bundle.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BundleError, match=rf"needs {RUNTIME} of cu\d+, .*TORCH_CUTE_OPS_DSL_RUNTIME"):
         Bundle(copy).runtime()
-    elsewhere = copy / "elsewhere.so"
-    elsewhere.touch()
-    monkeypatch.setattr(settings, "DSL_RUNTIME", elsewhere)
-    assert Bundle(copy).runtime() == elsewhere
+
+
+def test_another_runtime_library(copy, monkeypatch):
+    """It is refused wherever it was found, unless the user names it."""
+    packaged = Bundle(copy).runtime()
+    assert packaged != copy / RUNTIME
+    (copy / RUNTIME).write_bytes(b"other")
+    with pytest.raises(BundleError, match=rf"is damaged: {copy / RUNTIME} does not match .*TORCH_CUTE_OPS_DSL_RUNTIME"):
+        Bundle(copy).function(wanted(), "sm_90a")
+    monkeypatch.setattr(settings, "DSL_RUNTIME", packaged)
+    assert Bundle(copy).function(wanted(), "sm_90a") is not None
+    monkeypatch.setattr(settings, "DSL_RUNTIME", copy / RUNTIME)
+    assert Bundle(copy).runtime() == copy / RUNTIME
+    monkeypatch.setattr(settings, "DSL_RUNTIME", copy / "nowhere")
+    with pytest.raises(BundleError, match=r"TORCH_CUTE_OPS_DSL_RUNTIME=.*nowhere is not a file"):
+        Bundle(copy).runtime()
+    monkeypatch.setattr(settings, "DSL_RUNTIME", None)
+    (copy / RUNTIME).unlink()
+    change("runtime", "sha256", to="0" * 64)(copy)
+    with pytest.raises(BundleError, match=rf"is damaged: {packaged} does not match"):
+        Bundle(copy).function(wanted(), "sm_90a")
+
+
+def test_a_runtime_library_that_leads_out(copy):
+    (copy / RUNTIME).symlink_to(Bundle(copy).runtime())
+    with pytest.raises(BundleError, match=f"{RUNTIME} leads out of it"):
+        Bundle(copy).runtime()
+
+
+@pytest.mark.parametrize("which", [".", MANIFEST, "sm_100a.so", RUNTIME])
+def test_others_who_can_write(copy, which, caplog):
+    """One warning, before anything is loaded."""
+    (copy / RUNTIME).write_bytes(b"")
+    path = copy / which
+    path.chmod(0o777)
+    for _ in range(2):
+        Bundle(copy)
+    assert len(caplog.records) == 1 and f"bundle: {path} can be written by other users" in caplog.text
+    assert f"chmod -R go-w '{path}'" in caplog.text
+
+
+def test_a_bundle_of_ours_gives_no_warning(made, caplog):
+    Bundle(made)
+    assert not caplog.records
+
+
+def test_without_a_flavour(tmp_path, monkeypatch):
+    monkeypatch.setattr(toolchain, "compiler_flavour", lambda: None)
+    with pytest.raises(BundleError, match="CUDA 12 or 13"):
+        bundle.build(tmp_path / "kernels", [])
+    assert not (tmp_path / "kernels").exists()
 
 
 def test_no_linker(tmp_path, monkeypatch):

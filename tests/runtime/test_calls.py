@@ -6,10 +6,11 @@ import pytest
 import torch
 from support.cases import compiled_op_cases, plain_sample
 from support.interpreters import python
-from support.launch_model import Launches, launches  # noqa: F401  (a fixture)
+from support.launch_model import COMPILING, Launches, launches  # noqa: F401  (a fixture)
 from torch._subclasses import FakeTensorMode
 
-from torch_cute_ops.runtime import calls, dispatch
+import torch_cute_ops
+from torch_cute_ops.runtime import calls
 
 PROGRAM = (
     "import torch, torch_cute_ops\n"
@@ -69,16 +70,8 @@ def test_errors_of_launches_name_the_call(op, launches: Launches, monkeypatch): 
 
         return call
 
-    for module in (
-        "ops._fp8_product",
-        "ops._row_quant",
-        "ops._kernels",
-        "ops.fp4_dequantize",
-        "mm_backends.mma_sync",
-        "mm_backends.routed",
-        "mm_backends.wgmma",
-    ):
-        monkeypatch.setattr(f"torch_cute_ops.{module}.compile_kernel", compile_and_fail)
+    for module in COMPILING:
+        monkeypatch.setattr(module, "compile_kernel", compile_and_fail)
     first = next(value for value in sample.args if isinstance(value, torch.Tensor))
     shape = re.escape(str(list(first.shape)))
     for _ in range(2):
@@ -90,30 +83,21 @@ def test_errors_of_launches_name_the_call(op, launches: Launches, monkeypatch): 
     op.cuda(*sample.args, **sample.kwargs)
 
 
-def test_outputs_that_are_no_ordinary_tensors_are_for_the_dispatcher(monkeypatch):
-    """Their addresses are 0, where a kernel would write."""
+def test_only_plain_tensors_pass_the_dispatcher_by(monkeypatch, launches):  # noqa: F811
+    """The addresses of others are 0, where a kernel would write; and what traces would not see the op."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    plain = torch.zeros(2)
+    rows, index, weights = torch.randn(4, 8), torch.arange(2, dtype=torch.int32).view(2, 1), torch.ones(2, 1)
     with FakeTensorMode():
-        fake = torch.zeros(2)
-    assert dispatch.is_plain_eager(plain, plain, plain) and dispatch.is_plain_eager((plain, plain), plain, None)
-    assert not dispatch.is_plain_eager(fake, plain)
-    assert not dispatch.is_plain_eager((plain, fake), plain)
-    assert not dispatch.is_plain_eager(None, plain, fake)
-
-
-def test_traces_see_the_op(monkeypatch):
-    """``torch.jit.trace`` records what the dispatcher calls, and would go on without a kernel that it did not see."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    taken = []
-
-    def program(x):
-        taken.append(dispatch.is_plain_eager(None, x))
-        return x + 1
-
-    program(torch.zeros(2))
-    torch.jit.trace(program, torch.zeros(2), check_trace=False)
-    assert taken == [True, False]
+        fake = torch.zeros(2, 8)
+    out = torch.full((2, 8), torch.nan)
+    assert torch_cute_ops.moe_finalize(rows, index, weights, out=out) is out
+    assert torch.equal(out, rows[:2]) and torch.equal(torch_cute_ops.moe_finalize(rows, index, weights), out)
+    assert len(launches.calls) == 2
+    with pytest.raises(Exception, match="FakeTensor"):
+        torch_cute_ops.moe_finalize(rows, index, weights, out=fake)
+    assert len(launches.calls) == 2
+    traced = torch.jit.trace(lambda x: torch_cute_ops.moe_finalize(x, index, weights), rows, check_trace=False)
+    assert "cute::moe_finalize" in str(traced.graph)
 
 
 def test_described():

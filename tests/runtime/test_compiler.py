@@ -25,7 +25,7 @@ CONFIGS = {
 
 def wanted(config):
     """``FakeKernel(config)``, as ops ask for a kernel."""
-    return compiler.Wanted(f"{FakeKernel.__module__}.FakeKernel", config)
+    return compiler.KernelSpec(f"{FakeKernel.__module__}.FakeKernel", config)
 
 
 def other(value):
@@ -110,7 +110,7 @@ def test_key_holds_the_rest(monkeypatch):
 
 
 def test_real_kernels_differ_by_config_alone():
-    """What the ops ask for: the key of a kernel made twice is one, and other facts give another."""
+    """What the ops ask for: the key of a kernel made twice is one, and other properties give another."""
     kernels = [row_quant.RowQuantKernel(CONFIGS["row_quant"]), fp4_dequant.FP4DequantKernel(CONFIGS["fp4_dequant"])]
     keys = [compiler.key_of(kernel, SM90) for kernel in kernels]
     again = [compiler.key_of(type(kernel)(kernel.config), SM90) for kernel in kernels]

@@ -1,12 +1,15 @@
 """Compiled kernels on disk: what is valid, what is put aside, and many processes at once."""
 
+import errno
+import functools
 import hashlib
+import json
 import logging
 import multiprocessing
 import os
 import random
 import shutil
-import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,26 +19,41 @@ import pytest
 import torch
 from support.fake_kernel import PROBLEM, SM90, FakeKernel
 from support.interpreters import variables_of
+from support.processes import kill_at_random
 
 from torch_cute_ops.kernels import row_quant
-from torch_cute_ops.runtime import compiler, settings
-from torch_cute_ops.runtime.store import DESCRIPTION, OBJECT, Damaged, Store
+from torch_cute_ops.runtime import compiler, files, settings
+from torch_cute_ops.runtime.store import DESCRIPTION, OBJECT, Damaged, Store, _writer, symbol_of
 
 FORK = multiprocessing.get_context("fork")
 MEGABYTE = 2**20
 
 
-def digest(text):
-    return hashlib.sha256(str(text).encode()).hexdigest()
+def digest(key):
+    return hashlib.sha256(str(key).encode()).hexdigest()
 
 
-def content_of(name):
-    """An object file's stand-in: some pages, told by its digest alone."""
-    return hashlib.sha256(name.encode()).digest() * 512
+def content_of(key):
+    """An object file's stand-in: some pages, and the name of its function."""
+    return digest(key).encode() * 256 + b"__tvm_ffi_" + symbol_of(digest(key)).encode()
 
 
-def write(name):
-    return lambda path: path.write_bytes(content_of(name))
+def write(key, more=b""):
+    """What exports a kernel of this key."""
+
+    def export(path, symbol):
+        assert symbol == symbol_of(digest(key))
+        path.write_bytes(content_of(key) + more)
+
+    return export
+
+
+def give_away(path, monkeypatch):
+    """Have a path belong to another user than this process runs as."""
+    if os.getuid() == 0:
+        os.chown(path, 4321, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4321)
 
 
 def read(path, symbol):
@@ -57,19 +75,29 @@ def names_in(folder):
 def test_what_is_saved_is_loaded(store):
     name = digest(1)
     assert store.load(name, read) is None
-    assert store.save(name, "the key", "symbol", write(name))
-    assert store.load(name, read) == (content_of(name), "symbol")
-    assert store.read(name).key == "the key"
+    assert store.save("1", write(1))
+    assert store.load(name, read) == (content_of(1), symbol_of(name))
+    assert store.read(name).key == "1"
     assert store.load(digest(2), read) is None
     assert names_in(store.root / "work") == []
 
 
 def test_saving_twice_keeps_the_first(store):
-    name = digest(1)
-    store.save(name, "key", "first", write(name))
-    assert store.save(name, "key", "second", write("other"))
-    assert store.load(name, read) == (content_of(name), "first")
+    store.save("1", write(1))
+    assert store.save("1", write(1, b"other"))
+    assert store.load(digest(1), read) == (content_of(1), symbol_of(digest(1)))
     assert names_in(store.root / "work") == []
+
+
+def test_what_is_saved_belongs_to_its_writer(store):
+    """Nobody else may write to it, whatever the umask is; everybody may read it."""
+    before = os.umask(0)
+    try:
+        store.save("1", write(1))
+    finally:
+        os.umask(before)
+    for path in (store.root, store.root / digest(1), *(store.root / digest(1)).iterdir()):
+        assert path.stat().st_mode & 0o777 == (0o755 if path.is_dir() else 0o644), path
 
 
 def truncate(folder):
@@ -82,6 +110,41 @@ def flip(folder):
     (folder / OBJECT).write_bytes(content)
 
 
+def describe(folder, **fields):
+    """Change the description, and have it agree with the object file."""
+    content = (folder / OBJECT).read_bytes()
+    true = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    description = json.loads((folder / DESCRIPTION).read_text())
+    (folder / DESCRIPTION).write_text(json.dumps(description | true | fields))
+
+
+def copy_of_another(*names):
+    """The named files of another kernel's entry are copied into this one's folder."""
+
+    def damage(folder):
+        store = Store(folder.parents[1], MEGABYTE)
+        store.save("another", write("another"))
+        for name in names:
+            shutil.copy(folder.parent / digest("another") / name, folder / name)
+
+    return damage
+
+
+def replace_by(make):
+    def damage(folder):
+        (folder / OBJECT).unlink()
+        make(folder / OBJECT)
+
+    return damage
+
+
+def bind(path):
+    with socket.socket(socket.AF_UNIX) as server:
+        here = os.open(path.parent, os.O_RDONLY)  # the path may be longer than a socket's name
+        server.bind(f"/proc/self/fd/{here}/{path.name}")
+        os.close(here)
+
+
 DAMAGES = {
     "truncated": truncate,
     "a bit": flip,
@@ -89,62 +152,106 @@ DAMAGES = {
     "no object": lambda folder: (folder / OBJECT).unlink(),
     "no description": lambda folder: (folder / DESCRIPTION).unlink(),
     "no JSON": lambda folder: (folder / DESCRIPTION).write_text("{"),
+    "deep JSON": lambda folder: (folder / DESCRIPTION).write_text("[" * 100_000),
     "another format": lambda folder: (folder / DESCRIPTION).write_text('{"version": 7}'),
     "a list": lambda folder: (folder / DESCRIPTION).write_text("[]"),
     "binary": lambda folder: (folder / DESCRIPTION).write_bytes(b"\xff\xfe\x00"),
-    "a folder": lambda folder: ((folder / OBJECT).unlink(), (folder / OBJECT).mkdir()),
+    "huge": lambda folder: os.truncate(folder / DESCRIPTION, 10 * MEGABYTE),
+    "a size in words": lambda folder: describe(folder, size="large"),
+    "no date": lambda folder: describe(folder, created=1e300),
+    "a key that is no text": lambda folder: describe(folder, key="\ud800"),
+    "a folder": replace_by(Path.mkdir),
+    "a FIFO": replace_by(os.mkfifo),
+    "a socket": replace_by(bind),
+    "a device": replace_by(lambda path: path.symlink_to("/dev/zero")),
+    "an entry of another kernel": copy_of_another(OBJECT, DESCRIPTION),
+    "an object of another kernel": lambda folder: (copy_of_another(OBJECT)(folder), describe(folder)),
+    "another symbol": lambda folder: describe(folder, symbol=symbol_of(digest("another"))),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_kernel_is_put_aside(store, damage, caplog):
-    """With one line in the log; what is saved anew is found."""
+    """At once, with one line in the log; what is saved anew is found."""
     name = digest(1)
-    store.save(name, "key", "symbol", write(name))
+    store.save("1", write(1))
     DAMAGES[damage](store.root / name)
+    with pytest.raises(Damaged):
+        store.read(name)
     os.utime(store.root / name, (1000, 1000))
+    started = time.monotonic()
     with caplog.at_level(logging.WARNING, "torch_cute_ops"):
         assert store.load(name, read) is None
+    assert time.monotonic() - started < 5
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert name in caplog.text and "put aside" in caplog.text
     assert len(names_in(store.root / "aside")) == 1
-    assert store.save(digest(2), "key", "symbol", write("2"))  # which prunes
+    assert store.save("2", write(2))  # which prunes
     assert len(names_in(store.root / "aside")) == 1
     caplog.clear()
     assert store.load(name, read) is None and not caplog.records
-    assert store.save(name, "key", "symbol", write(name))
-    assert store.load(name, read) == (content_of(name), "symbol")
+    assert store.save("1", write(1))
+    assert store.load(name, read) == (content_of(1), symbol_of(name))
 
 
-def test_what_cannot_be_loaded_is_put_aside(store, caplog):
-    """Such as an object file of another machine, whole as it is."""
-
-    def refuse(path, symbol):
-        raise Damaged("no such symbol")
-
-    name = digest(1)
-    store.save(name, "key", "symbol", write(name))
-    assert store.load(name, refuse) is None
-    assert "no such symbol" in caplog.text
-    assert store.load(name, read) is None
+TRANSIENT = [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES]
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), PermissionError("no")])
-def test_where_nothing_can_be_written(store, caplog, error):
-    """One warning, and never again an attempt; what is there is still read."""
-    here = digest(1)
-    store.save(here, "key", "symbol", write(here))
+@pytest.mark.parametrize("number", TRANSIENT, ids=errno.errorcode.get)
+@pytest.mark.parametrize("where", ["reading", "loading"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_cannot_be_read_stays(store, number, where, times, monkeypatch, caplog):
+    """An error that passes at once is not noticed; one that lasts costs a compilation, and the entry is left alone."""
+    for key in (1, 2):
+        store.save(str(key), write(key))
+    left = 0
 
-    def fail(path):
+    def fail():
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise OSError(number, os.strerror(number))
+
+    def load(path, symbol):
+        if where == "loading":
+            fail()
+        return read(path, symbol)
+
+    real = files.read
+    if where == "reading":
+        monkeypatch.setattr(files, "read", lambda path, limit: fail() or real(path, limit))
+    for key in (1, 2):
+        left = times
+        found = store.load(digest(key), load)
+        assert found == ((content_of(key), symbol_of(digest(key))) if times == 1 else None)
+    assert len(caplog.records) == times - 1  # one for each kind of error
+    assert all(os.strerror(number) in line.getMessage() for line in caplog.records)
+    left = 0
+    assert names_in(store.root / "aside") == []
+    assert store.load(digest(1), load) == (content_of(1), symbol_of(digest(1)))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS], ids=errno.errorcode.get)
+def test_one_failed_write_is_one(store, caplog, number):
+    """One warning for each kind of error; later kernels are written, and what is there is read."""
+    store.save("1", write(1))
+
+    def fail(path, symbol, number=number):
         path.write_bytes(b"half")
-        raise error
+        raise OSError(number, os.strerror(number))
 
-    for i in range(3):
-        assert not store.save(digest(2), "key", "symbol", fail if i == 0 else write("2"))
-    assert len(caplog.records) == 1 and "stay in memory" in caplog.text
+    for _ in range(3):
+        assert not store.save("2", fail)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert os.strerror(number) in caplog.text and "stays in memory" in caplog.text
+    assert os.strerror(number) in store.failure
     assert names_in(store.root / "work") == []
     assert store.load(digest(2), read) is None
-    assert store.load(here, read) == (content_of(here), "symbol")
+    assert store.load(digest(1), read) == (content_of(1), symbol_of(digest(1)))
+    assert store.save("2", write(2))
+    assert store.load(digest(2), read) == (content_of(2), symbol_of(digest(2)))
+    assert not store.save("3", functools.partial(fail, number=errno.EDQUOT))
+    assert len(caplog.records) == 2 and os.strerror(errno.EDQUOT) in caplog.records[1].getMessage()
 
 
 def test_where_there_is_no_folder(tmp_path, caplog):
@@ -153,72 +260,144 @@ def test_where_there_is_no_folder(tmp_path, caplog):
     store = Store(tmp_path / "file", MEGABYTE)
     assert store.load(digest(1), read) is None
     with store.writing(digest(1)):
-        assert not store.save(digest(1), "key", "symbol", write("1"))
+        assert not store.save("1", write(1))
     assert len(caplog.records) == 1
+    assert not store.has(digest(1)) and list(store.entries()) == [] and store.clear() == (0, [])
 
 
 def test_the_least_recently_used_go_first(tmp_path):
     size = len(content_of(""))
     store = Store(tmp_path, 4 * size)
-    names = [digest(i) for i in range(4)]
-    for age, name in enumerate(reversed(names)):
-        store.save(name, "key", "symbol", write(name))
-        os.utime(store.root / name / DESCRIPTION, (1000 - age, 1000 - age))
-    # names[0] is the oldest by now, but is used.
-    assert store.load(names[0], read)
-    for new in (digest("a"), digest("b")):
-        store.save(new, "key", "symbol", write(new))
-    assert {name for name, _ in store.entries()} == {names[0], names[3], digest("a"), digest("b")}
+    for age in range(4):
+        store.save(str(3 - age), write(3 - age))
+        os.utime(store.root / digest(3 - age) / DESCRIPTION, (1000 - age, 1000 - age))
+    # 0 is the oldest by now, but is used.
+    assert store.load(digest(0), read)
+    for new in ("a", "b"):
+        store.save(new, write(new))
+    assert {name for name, _ in store.entries()} == {digest(0), digest(3), digest("a"), digest("b")}
     assert names_in(store.root / "work") == []
 
 
 def test_a_kernel_larger_than_the_limit_is_kept(tmp_path):
     store = Store(tmp_path, 1)
-    store.save(digest(1), "key", "symbol", write("1"))
-    store.save(digest(2), "key", "symbol", write("2"))
+    store.save("1", write(1))
+    store.save("2", write(2))
     assert [name for name, _ in store.entries()] == [digest(2)]
 
 
 def test_what_dead_writers_left_is_swept(store):
-    old, young = store.root / "work" / "1-old", store.root / "work" / "2-young"
-    for folder in (old, young):
-        folder.mkdir(parents=True)
-    os.utime(old, (1000, 1000))
-    store.save(digest(1), "key", "symbol", write("1"))
-    assert names_in(store.root / "work") == ["2-young"]
+    """By its age, where a date in the future is no better than one that is long past; locks that nobody holds."""
+    now = time.time()
+    ages = {"1-old": 1000, "2-young": now, "3-future": now + 1e6, "4-ahead": now + 60}
+    for name, date in ages.items():
+        (store.root / "work" / name).mkdir(parents=True)
+        os.utime(store.root / "work" / name, (date, date))
+    os.mkfifo(store.root / "work" / "5-old")
+    os.utime(store.root / "work" / "5-old", (1000, 1000))
+    (store.root / "locks").mkdir()
+    (store.root / "locks" / f"{digest(7)}.lock").write_text("process 1 on another")
+    with store.writing(digest(8)):
+        store.save("1", write(1))
+        assert names_in(store.root / "work") == ["2-young", "4-ahead"]
+        assert names_in(store.root / "locks") == [f"{digest(8)}.lock"]
+    assert names_in(store.root / "locks") == []
+
+
+def test_sweeping_after_processes(store):
+    """Of these only what has their mark, on this machine."""
+    marks = [_writer(11), _writer(111), f"another-{_writer(11)}"]
+    for mark in marks:
+        (store.root / "work" / f"{mark}-0").mkdir(parents=True)
+    store.sweep_after([11])
+    assert names_in(store.root / "work") == sorted(f"{mark}-0" for mark in marks[1:])
+    store.sweep_after([])
+    assert names_in(store.root / "work") == sorted(f"{mark}-0" for mark in marks[1:])
 
 
 def test_clear(store):
     for i in range(3):
-        store.save(digest(i), "key", "symbol", write(str(i)))
-    assert store.clear() == 3
+        store.save(str(i), write(i))
+    assert store.clear() == (3, [])
     assert list(store.entries()) == [] and store.load(digest(0), read) is None
+
+
+def test_clearing_says_what_it_could_not(store, monkeypatch):
+    for i in range(3):
+        store.save(str(i), write(i))
+    real = Path.rename
+
+    def rename(path, target):
+        if path.name == digest(1):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    deleted, (error,) = store.clear()
+    assert deleted == 2 and error.errno == errno.EROFS and digest(1) in str(error)
+    assert [name for name, _ in store.entries()] == [digest(1)]
+
+
+WRITERS = {
+    "the folder": lambda store: store.root.parent,
+    "its part": lambda store: store.root,
+    "an entry": lambda store: store.root / digest(1),
+    "an object": lambda store: store.root / digest(1) / OBJECT,
+    "a description": lambda store: store.root / digest(1) / DESCRIPTION,
+}
+
+
+@pytest.mark.parametrize("which", WRITERS)
+@pytest.mark.parametrize("how", ["everybody", "the group", "another user", "nobody else"])
+def test_others_who_can_write(store, which, how, monkeypatch, caplog):
+    """One warning before anything of theirs is loaded."""
+    os.chmod(store.root.parent, 0o755)
+    for key in (1, 2):
+        store.save(str(key), write(key))
+    path = WRITERS[which](store)
+    if how == "another user":
+        give_away(path, monkeypatch)
+    else:
+        path.chmod({"everybody": 0o777, "the group": 0o775, "nobody else": 0o755}[how])
+
+    def load(path, symbol):
+        assert len(caplog.records) == (how != "nobody else")
+        return read(path, symbol)
+
+    for key in (1, 2, 1):
+        assert store.load(digest(key), load)
+    assert len(caplog.records) == (how != "nobody else")
+    if caplog.records:
+        assert "TORCH_CUTE_OPS_CACHE_DIR" in caplog.text
+        if how != "another user":
+            assert f"{path} can be written by other users" in caplog.text and f"chmod -R go-w '{path}'" in caplog.text
+        elif os.getuid() == 0:
+            assert f"{path} belongs to user 4321" in caplog.text and f"chown -R 0 '{path}'" in caplog.text
 
 
 # Many processes
 
 
-def compile_all(root, names, log_path, barrier):
+def compile_all(root, keys, log_path, barrier):
     """What a process does that needs these kernels: load each, or compile and save it."""
     store = Store(Path(root), MEGABYTE)
     barrier.wait()
-    for name in names:
-        if store.load(name, read) is None:
-            with store.writing(name):
-                if store.load(name, read) is None:
+    for key in keys:
+        if store.load(digest(key), read) is None:
+            with store.writing(digest(key)):
+                if store.load(digest(key), read) is None:
                     time.sleep(0.01)
                     with open(log_path, "a") as log:
-                        log.write(f"{name}\n")
-                    store.save(name, "key", "symbol", write(name))
-        assert store.load(name, read) == (content_of(name), "symbol")
+                        log.write(f"{key}\n")
+                    store.save(str(key), write(key))
+        assert store.load(digest(key), read)[0] == content_of(key)
 
 
 def test_sixteen_cold_processes_compile_each_kernel_once(tmp_path):
-    names = [digest(i) for i in range(10)]
     log = tmp_path / "compiled"
     barrier = FORK.Barrier(16)
     processes = [
-        FORK.Process(target=compile_all, args=(tmp_path / "cache", random.sample(names, 10), log, barrier))
+        FORK.Process(target=compile_all, args=(tmp_path / "cache", random.sample(range(10), 10), log, barrier))
         for _ in range(16)
     ]
     for process in processes:
@@ -226,35 +405,30 @@ def test_sixteen_cold_processes_compile_each_kernel_once(tmp_path):
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * 16
-    assert sorted(log.read_text().split()) == sorted(names)
+    assert sorted(log.read_text().split()) == sorted(map(str, range(10)))
+    assert names_in(tmp_path / "cache" / "v1" / "locks") == []
 
 
 def save_for_ever(root):
     store = Store(Path(root), 20 * len(content_of("")))
     while True:
-        name = digest(random.randrange(30))
-        if store.load(name, read) is None:
-            with store.writing(name):
-                store.save(name, "key", "symbol", write(name))
+        key = random.randrange(30)
+        if store.load(digest(key), read) is None:
+            with store.writing(digest(key)):
+                store.save(str(key), write(key))
 
 
 def test_killed_writers_leave_nothing_that_trips(tmp_path, caplog):
     """Many processes killed at random moments of writing, pruning and locking, some side by side."""
     for _ in range(50):
-        processes = [FORK.Process(target=save_for_ever, args=(tmp_path,)) for _ in range(3)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            time.sleep(random.uniform(0, 0.02))
-            os.kill(process.pid, signal.SIGKILL)
-            process.join()
+        kill_at_random(save_for_ever, tmp_path, processes=3, longest=0.02)
     store = Store(tmp_path, MEGABYTE)
     for name, _ in list(store.entries()):
-        assert store.load(name, read) == (content_of(name), "symbol")
+        assert store.load(name, read)[0] == content_of(store.read(name).key)
     for i in range(30):
         with store.writing(digest(i), patience=1.0):
-            store.save(digest(i), "key", "symbol", write(digest(i)))
-        assert store.load(digest(i), read) == (content_of(digest(i)), "symbol")
+            store.save(str(i), write(i))
+        assert store.load(digest(i), read)[0] == content_of(i)
     assert not caplog.records
 
 
@@ -286,14 +460,14 @@ import logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message).30s")
 import torch
 from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS
-from torch_cute_ops.kernels.row_quant import KERNEL, Problem, plan
+from torch_cute_ops.kernels.row_quant import KERNEL, Arguments, Problem, plan
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.runtime.compiler import Wanted, compile_kernel
+from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel
 problem = Problem("rows", torch.bfloat16, None, 64, 64, NVFP4, SCALE_LAYOUTS["linear"], False, False, False)
 arch = ARCHS["sm_90a"]
-function = compile_kernel(Wanted(KERNEL, plan(problem, arch)), arch)
+function = compile_kernel(KernelSpec(KERNEL, plan(problem, arch)), arch)
 try:
-    function(*[torch.zeros(4, 4)] * 12)
+    function(*[torch.zeros(4, 4)] * len(Arguments._fields))
 except Exception as error:
     print("refused", type(error).__name__)
 """

@@ -77,7 +77,7 @@ def test_where_tuning_fails(caplog, file):
     ]
     caplog.clear()
     assert Clock({}, wrong=ESTIMATES, bucket=16).tune() == A
-    assert "no candidate gives the right result" in caplog.text
+    assert "no candidate gives a correct result" in caplog.text
     assert not file.exists()
 
 

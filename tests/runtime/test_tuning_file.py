@@ -1,17 +1,18 @@
 """The file of tuned choices: what is kept, and what a damaged file or a killed writer does."""
 
+import errno
 import json
 import os
 import random
-import signal
 import time
 
 import pytest
 import torch
 import torch.multiprocessing as mp
+from support.processes import kill_at_random
 from support.tuner_model import A, B, C, Clock, empty_file, key_of, warnings_in
 
-from torch_cute_ops.runtime import compiler, settings, tuner
+from torch_cute_ops.runtime import compiler, files, locks, settings, tuner, tuning_file
 from torch_cute_ops.runtime.tuner import Candidate, Key
 from torch_cute_ops.runtime.tuning_file import Tuned, TuningFile
 
@@ -84,7 +85,13 @@ BAD_FILES = {
     "a tactic of floats": GOOD % json.dumps({**RECORD, "tactic": [1.5]}),
     "a bucket that is text": GOOD % json.dumps({**RECORD, "tactic": [], "bucket": "8"}),
     "seconds that are text": GOOD % json.dumps({**RECORD, "tactic": [], "seconds": "fast"}),
+    "endless seconds": GOOD % json.dumps({**RECORD, "tactic": []}).replace("null", "1e999"),
+    "more seconds than fit a float": GOOD % json.dumps({**RECORD, "tactic": [], "seconds": 10**400}),
+    "choices that are no list": '{"torch_cute_ops tuning": 1, "choices": 7}',
+    "a choice that is no object": GOOD % "7",
     "binary": "\x00\udcff",
+    "deep": "[" * 100_000,
+    "a deep choice": GOOD % json.dumps({**RECORD, "tactic": [], "static": 0}).replace("0", "[" * 100_000),
 }
 
 
@@ -97,8 +104,85 @@ def test_a_file_that_cannot_be_read(name, file, caplog):
     assert Clock({A: 3.0, B: 2.0, C: 5.0}).tune() == B
     assert Clock({A: 3.0, B: 2.0, C: 5.0}, bucket=16).tune() == B
     (warning,) = warnings_in(caplog)
-    assert str(file) in warning and "is no tuning file" in warning and "stay in memory" in warning
+    assert str(file) in warning and "is not a tuning file" in warning and "stay in memory" in warning
     assert file.read_bytes() == content
+
+
+UNREADABLE = {
+    "a FIFO": os.mkfifo,
+    "a folder": os.mkdir,
+    "a device": lambda path: path.symlink_to("/dev/null"),
+    "huge": lambda path: (path.touch(), os.truncate(path, 2**40)),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_what_is_no_file(kind, file, caplog):
+    """Is refused at once, and stays as it is."""
+    UNREADABLE[kind](file)
+    before, started = file.lstat(), time.monotonic()
+    tuner.forget()
+    assert Clock({A: 3.0, B: 2.0, C: 5.0}).tune() == B
+    assert time.monotonic() - started < 5
+    (warning,) = warnings_in(caplog)
+    assert str(file) in warning and "is not a tuning file" in warning
+    assert file.lstat()[:7] == before[:7]
+
+
+def test_a_link_to_the_file_stays(file, monkeypatch):
+    """Choices are added to the file that it leads to, under a lock beside that, which is the same by any link."""
+    locked, real = [], locks.one_process
+    monkeypatch.setattr(tuning_file, "one_process", lambda path, patience: locked.append(path) or real(path, patience))
+    target = file.parent / "folder" / "choices.json"
+    target.parent.mkdir()
+    file.symlink_to("folder/choices.json")
+    for bucket in (8, 16):
+        assert TuningFile(file).add(key_of(bucket), Tuned(A, 1.0))
+    assert file.is_symlink() and not target.is_symlink()
+    assert locked == [target.with_name("choices.json.lock")] * 2
+    assert [key.bucket for key in TuningFile(target).read()] == [8, 16]
+    assert sorted(path.name for path in target.parent.iterdir()) == ["choices.json"]
+    assert sorted(path.name for path in file.parent.iterdir()) == sorted(["folder", file.name])
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS], ids=errno.errorcode.get)
+def test_one_failed_write_is_one(file, number, monkeypatch, caplog):
+    """One warning for each kind of error, and later choices are kept."""
+    choices = TuningFile(file)
+    choices.add(key_of(8), Tuned(A, 1.0))
+    with monkeypatch.context() as patch:
+
+        def fsync(descriptor):
+            raise OSError(number, os.strerror(number))
+
+        patch.setattr(os, "fsync", fsync)
+        for bucket in (16, 24):
+            assert not choices.add(key_of(bucket), Tuned(A, 1.0))
+    (warning,) = warnings_in(caplog)
+    assert os.strerror(number) in warning and "stay in memory" in warning
+    assert choices.add(key_of(32), Tuned(A, 1.0))
+    assert [key.bucket for key in choices.read()] == [8, 32]
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_what_cannot_be_read_is_not_replaced(file, times, monkeypatch, caplog):
+    """Where a disk fails once, nobody notices; where it goes on failing, choices that are there are not lost."""
+    TuningFile(file).add(key_of(8), Tuned(A, 1.0))
+    real, left = files.read, times
+
+    def read(path, limit):
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, limit)
+
+    monkeypatch.setattr(files, "read", read)
+    assert TuningFile(file).add(key_of(16), Tuned(A, 1.0)) is (times == 1)
+    left = 0
+    assert [key.bucket for key in TuningFile(file).read()] == ([8, 16] if times == 1 else [8])
+    assert len(warnings_in(caplog)) == (times > 1)
 
 
 def test_a_good_record_is_read(file):
@@ -123,10 +207,14 @@ def test_where_the_file_is(tmp_path, monkeypatch):
     assert compiler.store().root.parent == tmp_path
     monkeypatch.setattr(settings, "CACHE", False)
     assert tuner.path() is None
+    monkeypatch.setattr(settings, "CACHE", True)
+    monkeypatch.setattr(settings, "CACHE_DIR", None)
+    monkeypatch.setattr(settings, "_user_cache_folder", lambda: None)
+    assert tuner.path() is None
     assert Clock({A: 3.0, B: 2.0, C: 5.0}).tune() == B and list(tmp_path.glob("*.json")) == []
 
 
-def test_versions_tell_sources_and_compiler(monkeypatch):
+def test_versions_have_sources_and_compiler(monkeypatch):
     versions = json.loads(tuner.versions())
     assert versions["torch"] == torch.__version__ and versions["cuda"] == torch.version.cuda
     assert versions["compiler"] == list(compiler.compiler_versions()) and len(versions["sources"]) == 64
@@ -158,13 +246,7 @@ def add_for_ever(path):
 def test_killed_writers_leave_a_file_that_can_be_read(file, caplog):
     add_choices(file, 5000, 1)
     for _ in range(25):
-        processes = [mp.get_context("fork").Process(target=add_for_ever, args=(file,)) for _ in range(2)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            time.sleep(random.uniform(0, 0.03))
-            os.kill(process.pid, signal.SIGKILL)
-            process.join()
+        kill_at_random(add_for_ever, file, processes=2, longest=0.03)
         assert key_of(5000) in TuningFile(file).read()
     for left in file.parent.glob("*.tmp"):
         os.utime(left, (1000, 1000))

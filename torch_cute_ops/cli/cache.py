@@ -1,27 +1,48 @@
 """``python -m torch_cute_ops cache``."""
 
+import sys
 import time
 
-from torch_cute_ops.runtime.compiler import store
-from torch_cute_ops.runtime.store import Damaged
+from torch_cute_ops.runtime.compiler import store, why_no_store
+from torch_cute_ops.runtime.store import Damaged, Store
 
 
 def run(action: str) -> int:
-    """List, verify or clear the kernels on disk; the exit status."""
+    """List, verify or clear the kernels on disk.
+
+    Returns:
+        The exit status: 1 if a kernel could not be deleted, or ``verify`` found one that is damaged or unreadable.
+
+    Raises:
+        OSError: if the cache cannot be read.
+    """
     kernels = store()
     if kernels is None:
-        print("no kernels are kept on disk: TORCH_CUTE_OPS_CACHE=0")
+        print(f"no kernels are kept on disk: {why_no_store()}")
         return 0
-    if action == "clear":
-        print(f"{kernels.clear()} kernels deleted from {kernels.root}")
-        return 0
+    return _clear(kernels) if action == "clear" else _list(kernels, action)
+
+
+def _clear(kernels: Store) -> int:
+    deleted, errors = kernels.clear()
+    for error in errors:
+        print(f"error: {error}", file=sys.stderr)
+    left = f", {len(errors)} could not be" if errors else ""
+    print(f"{deleted} kernels deleted{left}, from {kernels.root}")
+    return 1 if errors else 0
+
+
+def _list(kernels: Store, action: str) -> int:
+    kernels.warn_of_writers()
     total = damaged = count = 0
     for digest, _ in kernels.entries():
         try:
             entry = kernels.read(digest)
-        except (FileNotFoundError, Damaged, OSError) as error:
+        except FileNotFoundError:  # deleted meanwhile
+            continue
+        except (Damaged, OSError) as error:
             damaged += 1
-            print(f"{digest[:16]}  damaged: {error}")
+            print(f"{digest[:16]}  {'damaged' if isinstance(error, Damaged) else 'unreadable'}: {error}")
             continue
         count, total = count + 1, total + entry.size
         if action == "list":

@@ -1,22 +1,23 @@
 """``python -m torch_cute_ops info``: what is here, what is ready, and why not."""
 
 import ctypes
-import json
 import platform
 from typing import Any
 
 import torch
 
 import torch_cute_ops
-from torch_cute_ops.ops._spec import OpSpec
+from torch_cute_ops.ops._define import OpSpec
 from torch_cute_ops.registry import OPS
-from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime import files, settings
 from torch_cute_ops.runtime.arch import ARCHS, Arch, arch_name
-from torch_cute_ops.runtime.compiler import bundle, installed_packages, store
+from torch_cute_ops.runtime.compiler import bundle, store, why_no_store
 from torch_cute_ops.runtime.provenance import ROOT, source_digest
-from torch_cute_ops.testing import Sample
+from torch_cute_ops.runtime.toolchain import installed_packages
+from torch_cute_ops.testing import Sample, sample_inputs
 
 RECORD = ROOT.parent / "tests" / "gpu_record.json"
+RECORD_BYTES = 2**20
 
 
 def collect() -> dict[str, Any]:
@@ -33,7 +34,7 @@ def collect() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of the package, Python, torch, CUDA, the driver, and what compiles kernels; ``None``: not installed."""
+    """Versions of the package, Python, torch, CUDA, the driver, and what compiles kernels; ``None``: not installed."""
     found: dict[str, str | None] = {
         "torch_cute_ops": torch_cute_ops.__version__,
         "python": platform.python_version(),
@@ -74,13 +75,13 @@ def availability(spec: OpSpec) -> dict[str, str]:
     missing = [name for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi") if found[name] is None]
     if missing:
         return {"cpu": "reference", **dict.fromkeys(ARCHS, f"{' and '.join(missing)} not installed")}
-    having = list(ARCHS) if spec.backends is None else archs_with_kernels(spec)
+    having = list(ARCHS) if not spec.has_backends else archs_with_kernels(spec)
     return {"cpu": "reference"} | {name: "kernel" if name in having else "reference by name" for name in ARCHS}
 
 
 def archs_with_kernels(spec: OpSpec) -> list[str]:
     """Architectures on which a backend that is not the reference can compute one of the op's samples."""
-    calls = list(spec.sample_inputs("meta"))
+    calls = list(sample_inputs(spec.name, "meta"))
 
     def has_kernels(arch: Arch, call: Sample) -> bool:
         try:
@@ -95,7 +96,7 @@ def cache() -> dict[str, Any]:
     """Where compiled kernels are kept, how many, how large."""
     kernels = store()
     if kernels is None:
-        return {"folder": None}
+        return {"folder": None, "why": why_no_store()}
     sizes = [size for _, size, _ in kernels.used()]
     return {"folder": str(kernels.root), "kernels": len(sizes), "bytes": sum(sizes), "limit": kernels.limit}
 
@@ -115,43 +116,45 @@ def bundle_state() -> dict[str, Any]:
 def record() -> dict[str, Any]:
     """Whether the sources are those that ran on a GPU, by the record in a source tree."""
     try:
-        content = json.loads(RECORD.read_text(encoding="utf-8"))
+        content = files.parse_json(files.read(RECORD, RECORD_BYTES))
     except (OSError, ValueError):
         return {"found": False}
-    facts = {name: content.get(name) for name in ("date", "gpu", "passed", "failed", "skipped")}
-    return {"found": True, "matches": content.get("source_digest") == source_digest(), **facts}
+    if not isinstance(content, dict):
+        return {"found": False}
+    record = {name: content.get(name) for name in ("date", "gpu", "passed", "failed", "skipped")}
+    return {"found": True, "matches": content.get("source_digest") == source_digest(), **record}
 
 
-def text(facts: dict[str, Any]) -> str:
+def text(report: dict[str, Any]) -> str:
     """The same for people."""
     lines = ["Versions"]
-    lines += [f"  {name:<32}{version or 'not installed'}" for name, version in facts["versions"].items()]
+    lines += [f"  {name:<32}{version or 'not installed'}" for name, version in report["versions"].items()]
     lines.append("Devices")
-    for device in facts["devices"]:
+    for device in report["devices"]:
         lines.append(f"  {device['index']}  {device['name']}  {device['arch']}  {device['unsupported'] or 'supported'}")
-    if not facts["devices"]:
+    if not report["devices"]:
         lines.append("  no CUDA device: ops run their reference, on the CPU")
     lines.append("Ops")
-    for name, where in facts["ops"].items():
+    for name, where in report["ops"].items():
         by_answer: dict[str, list[str]] = {}
         for arch, answer in where.items():
             by_answer.setdefault(answer, []).append(arch)
         lines.append(f"  {name:<36}{'; '.join(f'{answer}: {chr(32).join(on)}' for answer, on in by_answer.items())}")
-    kept = facts["cache"]
+    kept = report["cache"]
     lines.append("Kernel cache")
     if kept["folder"] is None:
-        lines.append("  off")
+        lines.append(f"  off: {kept['why']}")
     else:
         size, limit = kept["bytes"] / 2**20, kept["limit"] / 2**20
         lines.append(f"  {kept['kernels']} kernels, {size:.1f} of {limit:.0f} MB, in {kept['folder']}")
-    bundled = facts["bundle"]
+    bundled = report["bundle"]
     if bundled["folder"] is not None:
         held = ", ".join(f"{count} for {arch}" for arch, count in bundled.get("kernels", {}).items())
         lines += ["Bundle", f"  {bundled['error'] or f'{held}, in ' + bundled['folder']}"]
     lines.append("Settings")
-    for setting in facts["settings"]:
+    for setting in report["settings"]:
         lines.append(f"  {setting['variable']:<32}{setting['value']}  ({setting['source']})")
-    found = facts["gpu_record"]
+    found = report["gpu_record"]
     lines.append("GPU record")
     if not found["found"]:
         lines.append("  none beside this package")

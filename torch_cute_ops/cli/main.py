@@ -1,9 +1,13 @@
 """Arguments of the command line, and what each command runs."""
 
 import argparse
+import contextlib
+import itertools
 import json
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +17,25 @@ from torch_cute_ops import deployment, registry
 from torch_cute_ops.cli import cache, info
 from torch_cute_ops.runtime import tuner
 from torch_cute_ops.runtime.arch import ARCHS, arch_named
-from torch_cute_ops.runtime.compiler import compiler_flavour
+from torch_cute_ops.runtime.compiler import store, why_no_store
+from torch_cute_ops.runtime.toolchain import compiler_flavour
+
+
+class UsageError(ValueError):
+    """Wrong arguments, or a wrong file of a deployment."""
+
+
+class Terminated(BaseException):
+    """What SIGTERM raises, as SIGINT raises ``KeyboardInterrupt``."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status: 0, 1 where something failed, 2 for wrong arguments."""
+    """Run a command.
+
+    Returns:
+        The exit status: 0; 1 where some of the work failed; 2 for wrong arguments or a wrong file; 130 or 143 after
+        SIGINT or SIGTERM.
+    """
     parser = argparse.ArgumentParser(prog="python -m torch_cute_ops", description="Custom ops for quantised serving.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_info(commands)
@@ -27,11 +45,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_build(commands)
     options = parser.parse_args(arguments)
     try:
-        status: int = options.run(options)
-    except (OSError, TypeError, ValueError) as error:
+        with _terminable():
+            status: int = options.run(options)
+    except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        print(f"error: this command needs a package that is not installed: {error}", file=sys.stderr)
+        return 1
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except Terminated:
+        print("terminated", file=sys.stderr)
+        return 128 + signal.SIGTERM
     return status
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Have SIGTERM raise, so that what has to be left in order is."""
+    if threading.current_thread() is not threading.main_thread():  # which alone can set handlers
+        yield
+        return
+
+    def terminate(*_: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _add_info(commands: Any) -> None:
@@ -41,8 +89,8 @@ def _add_info(commands: Any) -> None:
 
 
 def _info(options: argparse.Namespace) -> int:
-    facts = info.collect()
-    print(json.dumps(facts, indent=2) if options.json else info.text(facts))
+    report = info.collect()
+    print(json.dumps(report, indent=2) if options.json else info.text(report))
     return 0
 
 
@@ -56,8 +104,7 @@ def _add_build(commands: Any) -> None:
     parser = commands.add_parser(
         "build",
         help="make a bundle of kernels that runs without the compiler",
-        description="Compile the kernels of a deployment for one or more architectures into a folder, which a process "
-        "uses that has TORCH_CUTE_OPS_BUNDLE set to it. Needs a C compiler to link with, and no GPU.",
+        description=_build.__doc__,
     )
     parser.add_argument("--config", type=Path, metavar="FILE.toml", required=True, help="tables [[kernel]]")
     parser.add_argument("--arch", action="append", metavar="ARCH", required=True, help=f"of {', '.join(ARCHS)}")
@@ -66,17 +113,18 @@ def _add_build(commands: Any) -> None:
 
 
 def _build(options: argparse.Namespace) -> int:
+    """Compile the kernels of a deployment for one or more architectures into a folder, which a process uses that has
+    TORCH_CUTE_OPS_BUNDLE set to it. Needs a C compiler to link with, and no GPU."""
     from tqdm import tqdm
 
     from torch_cute_ops.runtime import bundle
 
-    jobs = deployment.read(options.config)
-    pairs = [
-        (kernel, arch)
-        for job in jobs
-        for arch in options.arch
-        for kernel in registry.kernels_of(job.op, arch, **dict(job.facts))
-    ]
+    pairs = []
+    for job, arch in itertools.product(_jobs(options), _archs(options)):
+        try:
+            pairs += [(kernel, arch) for kernel in registry.kernels_of(job.op, arch, **dict(job.properties))]
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{job} {arch}: {error}") from None
     bundle.build(options.output, tqdm(pairs, unit="kernel"))
     _tell_flavour()
     print(f"{len(set(pairs))} kernels are in {options.output}")
@@ -87,22 +135,27 @@ def _add_warmup(commands: Any) -> None:
     parser = commands.add_parser(
         "warmup",
         help="compile kernels into the cache on disk, in parallel",
-        description="Compile the kernels of an op, or of the deployment that a file lists, into the cache on disk. "
-        "Options that take several values stand for every combination. No GPU is needed if --arch is given.",
+        description=_warmup.__doc__,
     )
     parser.add_argument("--arch", action="append", metavar="ARCH", help=f"one or more of {', '.join(ARCHS)}")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one for each processor)")
+    parser.add_argument("--workers", type=_count, metavar="N", help="processes (default: one for each processor)")
     _add_jobs(parser)
     parser.set_defaults(run=_warmup)
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number}: expected 1 or more")
+    return number
 
 
 def _add_tune(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
-        help="choose among the backends of products by timing them",
-        description="Time the backends of a product, or of all those of the deployment that a file lists, on the "
-        "current GPU, and keep the fastest for each size in the file that TORCH_CUTE_OPS_TUNING names. Options that "
-        "take several values stand for every combination. What is tuned already is not timed again.",
+        help="choose among the backends of a GEMM by timing them",
+        description="Time the backends of a GEMM, or of all those of the deployment that a file lists, on the current "
+        "GPU, and keep the fastest for each size in the file that TORCH_CUTE_OPS_TUNING names. Options that take "
+        "several values stand for every combination. What is tuned already is not timed again.",
     )
     _add_jobs(parser)
     parser.set_defaults(run=_tune)
@@ -111,71 +164,98 @@ def _add_tune(commands: Any) -> None:
 def _add_jobs(parser: argparse.ArgumentParser) -> None:
     """What ``_jobs`` reads."""
     parser.add_argument("op", nargs="?", help="the op's name; or --config")
-    parser.add_argument("--config", type=Path, metavar="FILE.toml", help="tables [[kernel]] with op and facts")
-    facts = parser.add_argument_group("facts of the calls, as torch_cute_ops.warmup takes them")
-    facts.add_argument("--hidden", type=int, nargs="+", help="last dimension of the input")
-    for name in deployment.DTYPE_FACTS:
-        facts.add_argument(f"--{name.replace('_', '-')}", nargs="+", metavar="DTYPE", help="bf16, fp16 or fp32")
-    facts.add_argument("--block-size", type=int, nargs="+", help="16: NVFP4, 32: MXFP4")
-    facts.add_argument("--scale-format", nargs="+", help="e4m3, ue8m0")
-    facts.add_argument("--scale-layout", nargs="+", help="linear, 128x4, 8x4; FP8: row, column")
-    facts.add_argument("--granularity", nargs="+", help="FP8: tensor, token, block128")
-    facts.add_argument("--global-scale", action="store_true", default=None, help="calls pass a global scale")
-    for name, text in {"n": "columns", "k": "elements of a sum", "m": "rows"}.items():
-        facts.add_argument(f"--{name}", type=int, nargs="+", help=f"products: {text}")
-    facts.add_argument("--experts", type=int, nargs="+", help="moe_route, products with experts: how many there are")
-    facts.add_argument("--alpha", action="store_true", default=None, help="products: calls pass an alpha")
-    facts.add_argument("--backend", nargs="+", help="products: auto, or a backend's name")
-    facts.add_argument("--topk", type=int, nargs="+", help="steps of an expert layer: experts of a token")
-    facts.add_argument("--scoring", nargs="+", help="moe_route: softmax, sigmoid")
-    for name, text in {"num-groups": "groups of experts", "topk-groups": "those that a token may choose from"}.items():
-        facts.add_argument(f"--{name}", type=int, nargs="+", help=f"moe_route: {text}")
-    for name, text in SWITCHES.items():
-        facts.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None, help=text)
+    parser.add_argument("--config", type=Path, metavar="FILE.toml", help="tables [[kernel]] with op and properties")
+    group = parser.add_argument_group("static properties of the calls, as torch_cute_ops.warmup takes them")
+    for name, ops in _properties().items():
+        properties = [registry.properties_of(op)[name] for op in ops]
+        option, one = f"--{name.replace('_', '-')}", properties[0]
+        expected = f"{deployment.expected(one)}; " if one.choices or one.kind is torch.dtype else ""
+        text = f"{expected}{_ops_in_words(ops)}"
+        if all(each.kind is bool for each in properties):
+            group.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=text)
+        else:
+            metavar = {int: "N", torch.dtype: "DTYPE"}.get(one.kind, "NAME")
+            group.add_argument(option, nargs="+", metavar=metavar, help=text)
 
 
-def _tell_flavour() -> None:
-    """Kernels are for the driver that the compiler thinks of: without one, the newest that it is installed for."""
-    print(f"compiled by the {compiler_flavour()} build of the DSL; one of another build does not take them")
+def _properties() -> dict[str, list[str]]:
+    """The properties of all ops, each with the ops that have it."""
+    found: dict[str, list[str]] = {}
+    for op in registry.OPS:
+        for name in registry.properties_of(op):
+            found.setdefault(name, []).append(op)
+    return found
 
 
-SWITCHES = {
-    "masked": "moe_route, grouped_mm_fp8: calls are in the masked layout",
-    "offsets": "moe_swiglu_fp8quant: calls pass offsets",
-    "counts": "moe_swiglu_fp8quant, grouped_mm_fp8: calls pass counts",
-    "residual": "moe_finalize: calls pass a residual",
-    "bias": "moe_route: calls pass a bias",
-    "renormalize": "moe_route: weights are made to sum to 1",
-}
-FACTS = (
-    *("hidden", *deployment.DTYPE_FACTS, "block_size", "scale_layout", "granularity", "global_scale"),
-    *("n", "k", "m", "experts", "alpha", "backend", "scale_format"),
-    *("topk", "scoring", "num_groups", "topk_groups", *SWITCHES),
-)
+def _ops_in_words(ops: list[str]) -> str:
+    return ", ".join(ops) if len(ops) <= 4 else f"{', '.join(ops[:3])} and {len(ops) - 3} more ops"
 
 
 def _jobs(options: argparse.Namespace) -> list[deployment.Job]:
-    facts = {name: getattr(options, name) for name in FACTS if getattr(options, name) is not None}
-    if (options.op is None) == (options.config is None) or (options.config and facts):
-        raise ValueError("name an op and its facts, or a file with --config")
-    return deployment.read(options.config) if options.config else deployment.jobs_of(options.op, **facts)
+    """The jobs that the arguments state.
+
+    Raises:
+        UsageError: if they are wrong, or the file is.
+    """
+    named = vars(options)
+    properties = {name: named[name] for name in _properties() if named.get(name) is not None}
+    op = named.get("op")
+    if (op is None) == (options.config is None) or (options.config and properties):
+        raise UsageError("name an op and its properties, or a file with --config")
+    try:
+        return deployment.read(options.config) if op is None else deployment.jobs_of(op, **_parsed(op, properties))
+    except (OSError, TypeError, ValueError) as error:
+        raise UsageError(error if op is None else f"{op}: {error}") from None
+
+
+def _parsed(op: str, properties: dict[str, Any]) -> dict[str, Any]:
+    """The properties of a command line with numbers in place of digits."""
+    known = registry.properties_of(op) if op in registry.OPS else {}
+    numbers = {name for name, each in known.items() if each.kind is int}
+    return {
+        name: [int(word) if word.lstrip("-").isdecimal() else word for word in words] if name in numbers else words
+        for name, words in properties.items()
+    }
+
+
+def _archs(options: argparse.Namespace) -> list[str]:
+    """The architectures that are named, or those of the devices here.
+
+    Raises:
+        UsageError: for an unknown one, or if there is none.
+    """
+    try:
+        archs = [arch_named(arch).name for arch in options.arch or info.archs_here()]
+    except ValueError as error:
+        raise UsageError(error) from None
+    if not archs:
+        raise UsageError("there is no CUDA device here: say --arch")
+    return list(dict.fromkeys(archs))
+
+
+def _tell_flavour() -> None:
+    """Say which build compiled: the DSL chooses by the driver, and without one takes the newest that is installed."""
+    print(f"compiled by the {compiler_flavour()} build of the DSL; one of another build does not take them")
 
 
 def _tune(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    jobs = [job for job in _jobs(options) if registry.OPS[job.op].backends is not None]
+    tunable = [name for name, op in registry.OPS.items() if op.has_backends]
+    if options.op in registry.OPS and options.op not in tunable:
+        jobs = []
+    else:
+        jobs = [job for job in _jobs(options) if job.op in tunable]
     if not jobs:
-        having = ", ".join(name for name, op in registry.OPS.items() if op.backends is not None)
-        raise ValueError(f"nothing to tune: the ops with backends are {having}")
+        raise UsageError(f"nothing to tune: the ops with backends are {', '.join(tunable)}")
     if not torch.cuda.is_available():
-        raise ValueError("tuning needs a CUDA device: it times kernels")
+        raise UsageError("tuning needs a CUDA device: it times kernels")
     failed = 0
     with tqdm(jobs, unit="call") as bar:
         for job in bar:
             bar.set_postfix_str(str(job))
             try:
-                registry.warmup(job.op, tune=True, **dict(job.facts))
+                registry.warmup(job.op, tune=True, **dict(job.properties))
             except Exception as error:  # the DSL's errors have no common base
                 failed += 1
                 bar.write(f"{job}: {type(error).__name__}: {error}", file=sys.stderr)
@@ -184,19 +264,23 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _warmup(options: argparse.Namespace) -> int:
+    """Compile the kernels of an op, or of the deployment that a file lists, into the cache on disk. Options that take
+    several values stand for every combination. No GPU is needed if --arch is given."""
     from tqdm import tqdm
 
-    jobs = _jobs(options)
-    archs = [arch_named(arch).name for arch in options.arch or info.archs_here()]
-    if not archs:
-        raise ValueError("there is no CUDA device here: say --arch")
+    jobs, archs = _jobs(options), _archs(options)
+    if store() is None:
+        raise UsageError(f"no kernels are kept on disk: {why_no_store()}")
     failed = 0
-    with tqdm(total=len(jobs) * len(archs), unit="kernel") as bar:
-        for outcome in deployment.compile_jobs(jobs, archs, options.workers):
+    outcomes = deployment.compile_jobs(jobs, archs, options.workers)
+    with contextlib.closing(outcomes), tqdm(total=len(jobs) * len(archs), unit="kernel") as bar:
+        for outcome in outcomes:
             if outcome.error:
                 failed += 1
                 bar.write(f"{outcome.job} {outcome.arch}: {outcome.error}", file=sys.stderr)
             bar.update()
-    _tell_flavour()
-    print(f"{len(jobs) * len(archs) - failed} kernels are ready, {failed} failed")
+    ready = len(jobs) * len(archs) - failed
+    if ready:
+        _tell_flavour()
+    print(f"{ready} kernels are ready, {failed} failed")
     return 1 if failed else 0

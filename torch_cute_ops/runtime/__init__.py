@@ -1,1 +1,1 @@
-"""What every op needs and no op owns: architecture facts, compiling and caching, capture guard, settings, errors."""
+"""What every op needs and no op owns: GPU architectures, compiling and caching, capture guard, settings, errors."""

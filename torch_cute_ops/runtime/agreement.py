@@ -1,4 +1,4 @@
-"""How the ranks of ``torch.distributed`` decide something together, without waiting for ever for one that failed."""
+"""Decisions that the ranks of ``torch.distributed`` make together, without waiting for ever for one that failed."""
 
 import logging
 import time
@@ -11,7 +11,7 @@ import torch
 log = logging.getLogger("torch_cute_ops")
 
 LONGEST_PAUSE = 0.2
-"""Seconds between two looks at the store."""
+"""Longest pause between two polls of the store, seconds."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Ranks:
     """The ranks of the default process group, and its store.
 
     Attributes:
-        store: the default store.
-        rank: of this process.
-        world: how many there are.
+        store: the store of the default process group.
+        rank: this process's.
+        world: the number of ranks.
     """
 
     store: Any
@@ -29,12 +29,12 @@ class Ranks:
     world: int
 
     def post(self, name: str, text: str) -> None:
-        """Tell the others this rank's ``text`` on ``name``."""
+        """Publish this rank's ``text`` for the decision ``name``."""
         self.store.set(_post(name, self.rank), text)
 
 
 def ranks() -> Ranks | None:
-    """Those of the default process group; ``None`` if there is none, or this process is alone in it."""
+    """The ranks of the default process group; ``None`` if there is no group, or only this process in it."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
         return None
@@ -50,26 +50,27 @@ def agree(
     timeout_s: float,
     absent: set[int],
 ) -> str:
-    """What all ranks decide on ``name``: the same text on each of them.
+    """The decision on ``name``, the same text on every rank.
 
-    Every rank posts its ``text``, whatever became of its part of the work. Rank 0 waits for the posts of the others,
-    ``timeout_s`` at most, applies ``decide`` to those that came, and writes the result. The others wait for the result,
-    twice as long at most: rank 0 may come that much later, and wait as long again. Where none came by then, a rank does
-    what rank 0 should have done. The store lets the first write win (compare and set), and all take what is written:
-    so ranks that come late, or give up on rank 0 at the same time, still agree, and a rank that died or went another
-    way costs the others one wait and no error.
+    Every rank posts its ``text``, even if its part of the work failed. Rank 0 waits up to ``timeout_s`` for the other
+    posts, applies ``decide`` to those that came, and publishes the result. The other ranks wait for the result up to
+    twice as long, since rank 0 may arrive that much later and then wait itself; after that, a rank decides in rank 0's
+    place. The first decision to be written wins (compare and set), and all ranks take it: so ranks that arrive late, or
+    give up on rank 0 at the same time, still agree. A rank that died, or never asks for this decision, costs the others
+    one wait and no error.
 
     Args:
         ranks: who decides.
-        name: what is decided; the same on every rank, and new.
+        name: what is decided; the same on every rank, and used once.
         text: this rank's post.
-        decide: makes the decision out of posts by rank; its own is always among them.
-        timeout_s: seconds that rank 0 waits; 0: it takes what is there.
-        absent: ranks for which no time is spent, as they did not come before; those that do not come are added.
+        decide: makes the decision from the posts by rank; this rank's is always among them.
+        timeout_s: seconds that rank 0 waits; 0: it takes the posts that are there.
+        absent: ranks that are not waited for, because they did not come before. Those that do not come now are added,
+            and those that do are removed.
 
     Raises:
-        RuntimeError: if the store cannot be reached, as where the process that has it died: then nothing is known of
-            the other ranks.
+        RuntimeError: if the store cannot be reached, for example because the process that hosts it died: then nothing
+            is known of the other ranks.
     """
     decision = f"torch_cute_ops/{name}/decision"
     try:
@@ -91,7 +92,7 @@ def agree(
 
 
 def _collect(ranks: Ranks, name: str, patience: float, absent: set[int]) -> dict[int, str]:
-    """The posts that came, after waiting for those of ranks that were not absent before."""
+    """The posts that came within ``patience`` seconds from ranks that were not absent before, and any from those."""
     everyone = range(ranks.world)
     _came(ranks.store, [_post(name, rank) for rank in everyone if rank not in absent], patience)
     present = [rank for rank in everyone if ranks.store.check([_post(name, rank)])]
@@ -104,10 +105,10 @@ def _collect(ranks: Ranks, name: str, patience: float, absent: set[int]) -> dict
 
 
 def _came(store: Any, keys: list[str], patience: float) -> bool:
-    """Whether all keys are set, within so many seconds.
+    """Whether all keys are set within ``patience`` seconds.
 
-    Looks again and again instead of ``store.wait``, which holds the store's lock against other threads of the process,
-    such as the watchdog of a process group.
+    Polls, because ``store.wait`` holds the store's lock against other threads of the process, such as a process group's
+    watchdog.
     """
     deadline, pause = time.monotonic() + patience, 0.001
     while not store.check(keys):

@@ -1,4 +1,4 @@
-"""Facts about GPU architectures that plans are made from."""
+"""What plans need to know of GPU architectures."""
 
 import functools
 from typing import Any, Final, NamedTuple

@@ -1,19 +1,14 @@
-"""Compile kernels once through TVM-FFI and keep them, in memory and on disk: the one place that calls the compiler.
+"""Compile kernels through TVM-FFI and keep them in memory and on disk: the one place that calls the compiler.
 
 A kernel is an object with a frozen ``config``, an ``arguments()`` method that describes its run-time arguments, and a
-``__call__`` that the DSL traces. The cache key is derived from those, so that nothing a kernel depends on can be left
-out.
+``__call__`` that the DSL traces. The cache key is derived from these, so nothing that a kernel depends on can be left
+out of it.
 """
 
 import functools
-import hashlib
 import importlib
-import importlib.metadata
 import logging
 import os
-import platform
-import re
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
-from torch_cute_ops.runtime.provenance import kernel_digest
+from torch_cute_ops.runtime.provenance import kernel_digest, text_digest
+from torch_cute_ops.runtime.toolchain import compiler_environment, compiler_flavour, compiler_versions, host_features
 
 if TYPE_CHECKING:
     from torch_cute_ops.runtime.bundle import Bundle
@@ -34,10 +30,10 @@ log = logging.getLogger("torch_cute_ops")
 
 OPTIONS = "--enable-tvm-ffi"
 
-# cute.compile keeps global state: one compilation at a time. Held from look-up to store, the lock also makes two
-# threads that ask for the same kernel compile it once.
+# cute.compile has global state, so one kernel is compiled at a time. The lock is held from the look-up to the store, so
+# two threads that ask for the same kernel compile it once.
 _lock = threading.Lock()
-_compiled: dict[tuple["Wanted", str], Callable[..., None]] = {}
+_compiled: dict[tuple["KernelSpec", str], Callable[..., None]] = {}
 
 
 class Kernel(Protocol):
@@ -46,35 +42,35 @@ class Kernel(Protocol):
     config: Any
 
     def arguments(self) -> tuple[Argument, ...]:
-        """The run-time arguments, in order; the stream, which comes last, is not among them."""
+        """The run-time arguments in order, without the stream, which comes last."""
 
     def __call__(self, *args: Any) -> None:
         """Trace the launch."""
 
 
 class _Digested:
-    """What has a digest."""
+    """A value with a digest."""
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all of it, hexadecimal; the same in every process."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()
+        """SHA-256 of all its fields, hexadecimal; the same in every process."""
+        return text_digest(repr(self))
 
 
 @dataclass(frozen=True)
-class Wanted(_Digested):
-    """A kernel that is wanted, by name: what can be said of it without the DSL.
+class KernelSpec(_Digested):
+    """A kernel by name: what identifies it without the DSL.
 
     Attributes:
         kernel: module and name of its class.
-        config: what it is made from.
+        config: what the class is instantiated with.
     """
 
     kernel: str
     config: Any
 
     def make(self) -> Kernel:
-        """The kernel itself; imports the DSL."""
+        """The kernel; imports the DSL."""
         module, _, name = self.kernel.rpartition(".")
         kernel: Kernel = getattr(importlib.import_module(module), name)(self.config)
         return kernel
@@ -82,17 +78,17 @@ class Wanted(_Digested):
 
 @dataclass(frozen=True)
 class Key(_Digested):
-    """Everything that decides what a compiled kernel is.
+    """Everything that a compiled kernel depends on.
 
     Attributes:
         kernel: its class.
-        config, arguments: as the kernel has them.
-        arch, options: as the compiler is given them.
+        config, arguments: the kernel's.
+        arch, options: what is compiled for, and how.
         versions: of the compiler's packages and of TVM-FFI.
-        flavour: which of the compiler's builds runs: ``"cu12"`` or ``"cu13"``.
-        environment: variables that the compiler reads.
-        host: the processor, for which the launching code is compiled.
-        sources: digest of the package's files that kernels are made from.
+        flavour: which of the compiler's builds is loaded, ``"cu12"`` or ``"cu13"``; ``None``: unknown.
+        environment: the variables that the compiler reads.
+        host: the processor that the launching code is compiled for.
+        sources: digest of this package's files that kernels are made from.
     """
 
     kernel: str
@@ -101,7 +97,7 @@ class Key(_Digested):
     arch: str
     options: str
     versions: tuple[str, ...]
-    flavour: str
+    flavour: str | None
     environment: tuple[str, ...]
     host: tuple[str, ...]
     sources: str
@@ -118,71 +114,21 @@ def key_of(kernel: Kernel, arch: Arch) -> Key:
         options=OPTIONS,
         versions=compiler_versions(),
         flavour=compiler_flavour(),
-        environment=_environment(),
+        environment=compiler_environment(),
         host=host_features(),
         sources=kernel_digest(),
     )
 
 
-def installed_packages() -> dict[str, str | None]:
-    """Versions of the DSL's packages and of TVM-FFI; ``None``: not installed."""
-    # The DSL is several packages, which one release pins to each other; but what is installed is what compiles.
-    names = ("nvidia-cutlass-dsl", *(f"nvidia-cutlass-dsl-libs-{part}" for part in ("base", "core", "cu12", "cu13")))
-    found: dict[str, str | None] = {}
-    for name in (*names, "apache-tvm-ffi"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def compiler_versions() -> tuple[str, ...]:
-    """Of the packages that are installed, as pip writes them."""
-    return tuple(f"{name}=={version}" for name, version in installed_packages().items() if version is not None)
-
-
-@functools.cache
-def compiler_flavour() -> str:
-    """Which of the DSL's builds runs: ``"cu12"`` or ``"cu13"``."""
-    import cutlass  # noqa: F401  chooses one by the driver
-
-    library = getattr(sys.modules.get("cutlass._mlir._mlir_libs._cutlass_ir"), "__file__", None) or ""
-    match = re.search(r"_cutlass_ir\.(cu\d+)\.", library)
-    return match.group(1) if match else library
-
-
-_INSTRUCTION_SETS = re.compile(
-    r"(sse|ssse|avx|amx|bmi|fma|f16c|movbe|popcnt|abm|adx|sha|aes|vaes|v?pclmul|gfni|asimd|sve)"
-)
-
-
-@functools.cache
-def host_features() -> tuple[str, ...]:
-    """The processor's kind and instruction sets: the compiler takes all that it finds for the code that launches."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
-    return platform.machine(), *sorted(flag for flag in flags if _INSTRUCTION_SETS.match(flag))
-
-
-def _environment() -> tuple[str, ...]:
-    # The architecture is given, and where libraries lie decides nothing.
-    ignored = ("CUTE_DSL_ARCH", "CUTE_DSL_LIBS")
-    return tuple(sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith("CUTE_DSL_") and k not in ignored))
-
-
-def compile_kernel(kernel: Wanted, arch: Arch) -> Callable[..., None]:
+def compile_kernel(kernel: KernelSpec, arch: Arch) -> Callable[..., None]:
     """The compiled function of ``kernel`` for ``arch``: from memory, a bundle, the disk, or the compiler.
 
     The function takes torch tensors and numbers as the kernel's ``arguments()`` describe them, launches on torch's
     current stream of the first tensor's device, and raises ``ValueError`` or ``TypeError`` for arguments that do not
-    fit.
+    match.
 
     Raises:
-        BundleError: if a bundle is named that does not fit.
+        BundleError: if the bundle in use does not fit.
         RuntimeError: if the kernel is in no bundle, and the compiler is not installed.
     """
     with _lock:
@@ -194,7 +140,7 @@ def compile_kernel(kernel: Wanted, arch: Arch) -> Callable[..., None]:
         return function
 
 
-def _find(kernel: Wanted, arch: Arch) -> Callable[..., None]:
+def _find(kernel: KernelSpec, arch: Arch) -> Callable[..., None]:
     kernels = bundle()
     if kernels is not None:
         function = kernels.function(kernel, arch.name)
@@ -226,9 +172,9 @@ def _bundle(folder: Path) -> "Bundle":
 
 
 def _from_store(kernel: Kernel, arch: Arch, key: Key) -> Callable[..., None]:
-    """The function from disk; or from the compiler, and then it is on disk for the next process."""
+    """The function from disk; else from the compiler, and then it is stored for the next process."""
     kernels = store()
-    if kernels is None:
+    if kernels is None or key.flavour is None:
         return _raw(_timed(kernel, arch, key))
     digest = key.digest
     function: Callable[..., None] | None = kernels.load(digest, load_object)
@@ -238,31 +184,32 @@ def _from_store(kernel: Kernel, arch: Arch, key: Key) -> Callable[..., None]:
             function = kernels.load(digest, load_object)
             if function is None:
                 compiled = _timed(kernel, arch, key)
-                symbol = f"k{digest[:16]}"
-                kernels.save(digest, repr(key), symbol, lambda path: export_object(compiled, path, symbol))
+                kernels.save(repr(key), functools.partial(export_object, compiled))
                 return _raw(compiled)
     log.info("loaded %s: %s", key.kernel, key)
     return function
 
 
-def keep(kernel: Wanted, arch: Arch) -> None:
-    """See to it that ``kernel`` for ``arch`` is on disk.
+def keep(kernel: KernelSpec, arch: Arch) -> None:
+    """Have ``kernel`` for ``arch`` on disk.
 
     Raises:
-        RuntimeError: if nothing is kept there, or it cannot be written.
+        RuntimeError: if no kernels are kept on disk, or this one cannot be written.
     """
     kernels = store()
     if kernels is None:
-        raise RuntimeError("no kernels are kept on disk: TORCH_CUTE_OPS_CACHE=0")
+        raise RuntimeError(f"no kernels are kept on disk: {why_no_store()}")
     with _lock:
         made = kernel.make()
         key = key_of(made, arch)
+        if key.flavour is None:
+            raise RuntimeError("no kernels are kept on disk: which build of the DSL compiles them is unknown")
         _from_store(made, arch, key)
         if not kernels.has(key.digest):
-            raise RuntimeError(f"the kernel is compiled, but cannot be kept in {kernels.root}")
+            raise RuntimeError(f"the kernel is compiled, but cannot be kept in {kernels.root}: {kernels.failure}")
 
 
-def is_kept(kernel: Wanted, arch: Arch) -> bool:
+def is_kept(kernel: KernelSpec, arch: Arch) -> bool:
     """Whether the bundle in use, or the cache on disk, has ``kernel`` for ``arch``."""
     found, kernels = bundle(), store()
     if found is not None and found.has(kernel, arch.name):
@@ -281,13 +228,19 @@ def _timed(kernel: Kernel, arch: Arch, key: Key) -> Any:
 
 
 def _raw(compiled: Any) -> Callable[..., None]:
-    """The TVM-FFI function itself, without the DSL's keyword-argument wrapper: 0.3 µs less a call."""
+    """The TVM-FFI function without the DSL's wrapper for keyword arguments: 0.3 µs less per call."""
     return compiled.__tvm_ffi_object__() or compiled
 
 
 def store() -> "Store | None":
-    """The kernels on disk; ``None`` if there shall be none."""
-    return _store(settings.cache_folder(), settings.CACHE_MB) if settings.CACHE else None
+    """The kernels on disk; ``None`` if none are kept."""
+    folder = settings.cache_folder() if settings.CACHE else None
+    return _store(folder, settings.CACHE_MB) if folder is not None else None
+
+
+def why_no_store() -> str:
+    """Why ``store`` answers ``None``."""
+    return "there is no home folder; set TORCH_CUTE_OPS_CACHE_DIR" if settings.CACHE else "TORCH_CUTE_OPS_CACHE=0"
 
 
 @functools.cache
@@ -298,13 +251,15 @@ def _store(folder: Path, megabytes: int) -> "Store":
 
 
 def export_object(compiled: Any, path: Path, symbol: str) -> None:
-    """Write a compiled kernel as an object file whose function has this name.
+    """Write a compiled kernel to an object file, its function under this name.
 
     Raises:
-        OSError: if that does not work.
+        OSError: if that fails.
     """
     try:
         compiled.export_to_c(str(path), function_name=symbol)
+    except OSError:
+        raise
     except Exception as error:  # the DSL's errors have no common base
         raise OSError(f"{type(error).__name__}: {error}") from None
 
@@ -313,21 +268,19 @@ def load_object(path: Path, symbol: str) -> Callable[..., None]:
     """The function of this name in an object file.
 
     Raises:
-        Damaged: if it cannot be loaded.
+        OSError: if it cannot be loaded, which may be the file's fault or this process's: the DSL does not say.
     """
     from cutlass.cute.runtime import load_module
-
-    from torch_cute_ops.runtime.store import Damaged
 
     try:
         function: Callable[..., None] = getattr(load_module(str(path), enable_tvm_ffi=True), symbol)
     except Exception as error:  # the DSL's errors have no common base
-        raise Damaged(f"{type(error).__name__}: {error}") from None
+        raise OSError(f"{type(error).__name__}: {error}") from None
     return function
 
 
 def trace_and_compile(kernel: Kernel, arch: Arch, options: str = "") -> Any:
-    """The DSL's compiled object of ``kernel``, uncached; ``options`` are added to the compiler's."""
+    """The DSL's compiled object of ``kernel``, not cached; ``options`` are added to the compiler's."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream
 
@@ -362,7 +315,7 @@ def _fake_arguments(arguments: tuple[Argument, ...]) -> list[Any]:
 
 
 def _after_fork() -> None:
-    """In a child that was forked while another thread compiled, nobody would release the lock."""
+    """Replace the lock: in a child that was forked while another thread compiled, nobody would release it."""
     global _lock
     _lock = threading.Lock()
 

@@ -1,14 +1,21 @@
-"""What PyTorch's dispatcher would do for an op, where a CUDA entry has to see to it itself."""
+"""What PyTorch's dispatcher would do for an op, where a CUDA entry sees to it itself; and whether it may.
 
-from collections.abc import Iterable
+Private names of torch are looked up with a fallback that is slower and right: calls then go through the dispatcher.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any, Final
 
 import torch
-from torch._C import _is_tracing, _len_torch_dispatch_stack
-from torch._C._functorch import peek_interpreter_stack
-from torch.compiler import is_compiling
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from torch_cute_ops.runtime import settings
+
+PLAIN: Final = frozenset((torch.Tensor, Parameter))
+"""Types of tensors that need no dispatcher: not subclasses."""
+
+_LOGS_CALLS: Final = settings.LOG == "debug"
 
 try:
     # What torch.autograd.graph.increment_version calls, for half of the time.
@@ -16,40 +23,58 @@ try:
 except ImportError:
     _increment_version = torch.autograd.graph.increment_version  # type: ignore[assignment, unused-ignore]
 
-_PLAIN = (torch.Tensor, Parameter)
-_LOGS = settings.LOG == "debug"
+mark_written: Final = _increment_version
+"""Move the version counters of tensors that a kernel has written, so that autograd notices a stale saved tensor."""
 
+try:
+    from torch._C import _is_tracing, _len_torch_dispatch_stack
+    from torch._C._functorch import peek_interpreter_stack
+    from torch.compiler import is_dynamo_compiling
 
-def is_plain_eager(
-    out: torch.Tensor | tuple[torch.Tensor, ...] | None, first: torch.Tensor, *others: torch.Tensor | None
-) -> bool:
-    """Whether these are ordinary tensors, the first on CUDA, outputs ordinary ones, and nothing (compiler, tracer,
-    dispatch mode, transform, log) has to see calls of ops.
+    forward_ad._current_level  # noqa: B018
+except (ImportError, AttributeError):
 
-    Saves the dispatcher's 2.5 µs (measured on torch 2.11). Modes of ``__torch_function__`` and the profiler are not
-    asked about: they see calls of ``torch.ops.cute``, and kernels, but not calls of the Python functions.
-    """
-    if (
-        _LOGS
-        or is_compiling()
-        or _is_tracing()
-        or type(first) not in _PLAIN
-        or not first.is_cuda
-        or _len_torch_dispatch_stack()
-        or peek_interpreter_stack() is not None
-    ):
-        return False
-    for tensor in others:
-        if tensor is not None and type(tensor) not in _PLAIN:
-            return False
-    if type(out) is tuple:
-        for tensor in out:  # noqa: SIM110 (a generator costs as much as the rest of this function)
-            if type(tensor) not in _PLAIN:
-                return False
+    def needs_dispatcher() -> bool:
+        """Whether something may have to see calls of ops; without torch's private names nobody knows."""
         return True
-    return out is None or type(out) in _PLAIN
+
+else:
+
+    def needs_dispatcher() -> bool:
+        """Whether something has to see calls of ops: compiler, tracer, dispatch mode, transform, dual level, or log.
+
+        Where nothing has, a Python function saves the dispatcher's 2.5 µs (measured on torch 2.11). Modes of
+        ``__torch_function__`` and the profiler are not asked about: they see calls of ``torch.ops.cute``, and kernels,
+        but not calls of the Python functions.
+        """
+        return (
+            is_dynamo_compiling()
+            or _LOGS_CALLS
+            or _len_torch_dispatch_stack() > 0
+            or peek_interpreter_stack() is not None
+            or _is_tracing()
+            or forward_ad._current_level >= 0
+        )
 
 
-def mark_written(tensors: Iterable[torch.Tensor]) -> None:
-    """Move the version counters of tensors that a kernel has written, so that autograd notices a stale saved tensor."""
-    _increment_version(tensors)
+def in_dual_level() -> bool:
+    """Whether tensors may have tangents: whether this is inside of a ``torch.autograd.forward_ad.dual_level()``."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation follows the tensor."""
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def below_autograd() -> AbstractContextManager[Any]:
+    """Calls of ops inside go on below the Autograd key.
+
+    Raises:
+        AttributeError: if this torch has no such guard (``has_autograd_key``).
+    """
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+has_autograd_key: Final = hasattr(torch._C, "_AutoDispatchBelowAutograd")
+"""Whether an implementation at the Autograd key can go on below it."""

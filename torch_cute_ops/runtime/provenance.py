@@ -1,4 +1,4 @@
-"""Digests of the package's sources, which tie a recorded GPU run, or a stored kernel, to the code that it is of."""
+"""Digests: of the package's sources, which tie a recorded GPU run or a stored kernel to its code, and of cache keys."""
 
 import functools
 import hashlib
@@ -6,6 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+
+
+def text_digest(text: str) -> str:
+    """SHA-256 of a text, hexadecimal."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def source_digest() -> str:

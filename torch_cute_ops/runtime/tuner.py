@@ -1,13 +1,11 @@
-"""Choose among ways to compute by timing them on this GPU, where the user asks for it; and remember the choice.
+"""Choose a backend and tactic by timing the candidates on this GPU, if the user asks for it, and remember the choice.
 
-Nothing here knows an op, and nothing happens outside of an ``autotune`` block (``tuning.py``). A ``Problem``
-brings candidates with their estimates, and the functions that check and time them (``mm_backends/_tune.py`` makes those
-of the products). What was chosen is kept in memory and in a file (``tuning_file.py``); with ``torch.distributed`` all
-ranks choose the same (``agreement.py``).
+Nothing here knows an op, and nothing is timed outside an ``autotune`` block (``tuning.py``). A ``Problem`` brings the
+candidates with their estimated times, and the functions that check and time them. Choices are kept in memory and in a
+file (``tuning_file.py``); with ``torch.distributed`` all ranks make the same one (``agreement.py``).
 """
 
 import functools
-import hashlib
 import json
 import logging
 import math
@@ -20,8 +18,8 @@ from typing import Any, Final
 import torch
 
 from torch_cute_ops.runtime import agreement, settings, tuning
-from torch_cute_ops.runtime.compiler import compiler_versions
-from torch_cute_ops.runtime.provenance import source_digest
+from torch_cute_ops.runtime.provenance import source_digest, text_digest
+from torch_cute_ops.runtime.toolchain import compiler_versions
 from torch_cute_ops.runtime.tuning_file import FORMAT, Candidate, Key, Tuned, TuningFile, canonical
 
 __all__ = ["Candidate", "Key", "Problem", "canonical", "lookup", "tune", "versions"]
@@ -29,7 +27,7 @@ __all__ = ["Candidate", "Key", "Problem", "canonical", "lookup", "tune", "versio
 log = logging.getLogger("torch_cute_ops")
 
 HOPELESS: Final = 4.0
-"""Candidates whose estimate is so many times the least one are not tried."""
+"""Candidates whose estimated time is more than so many times the shortest are not timed."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +37,9 @@ class Problem:
     Attributes:
         op: the op's name, for messages.
         key: what the choice is for.
-        estimates: the candidates, and the seconds that a call is thought to take; infinite for one that is right and
-            never the best.
-        check: how wrong a candidate's result is, in words; ``None``: it is right.
-        time: seconds that a call of each of these candidates takes.
+        estimates: estimated seconds of a call with each candidate; infinite for one that is correct but never best.
+        check: says in words how a candidate's result is wrong; ``None``: it is correct.
+        time: measures the seconds of a call with each of the given candidates.
     """
 
     op: str
@@ -53,40 +50,40 @@ class Problem:
 
     @property
     def untuned(self) -> Candidate:
-        """The candidate with the least estimate."""
+        """The candidate with the shortest estimate."""
         return min(self.estimates, key=self.estimates.__getitem__)
 
 
 class _Choices:
-    """What is chosen in this process, read from the file at first."""
+    """The choices of this process; at first those in the file."""
 
     def __init__(self, file: TuningFile | None) -> None:
         self.file = file
         self.tuned = {key: tuned.candidate for key, tuned in file.read().items()} if file is not None else {}
-        # Chosen with the other ranks where tuning failed: for as long as this process lives.
+        # What the ranks settled on where tuning failed. It holds for this process and is not written to the file.
         self.untuned: dict[Key, Candidate] = {}
         self.agreed: set[Key] = set()
         self.attempts: dict[Key, int] = {}
 
 
-# Two threads that time at once would time each other. Not held while waiting for other ranks.
+# Threads that time kernels at once would disturb each other. Not held while waiting for other ranks.
 _timing = threading.Lock()
 
 
 def lookup(key: Key) -> Candidate | None:
-    """What was chosen for ``key``, by this process or one before; ``None``: nothing was.
+    """The choice for ``key`` that this process or an earlier one made; ``None``: there is none.
 
-    The caller sees to it that it is still possible.
+    The caller checks that the backend still offers it.
     """
     choices = _choices()
     return choices.tuned.get(key) or choices.untuned.get(key)
 
 
 def tune(problem: Problem) -> None:
-    """Inside an ``autotune`` block, see to it that ``lookup`` answers for the problem's key.
+    """Inside an ``autotune`` block, make sure that ``lookup`` has a choice for the problem's key.
 
-    Does so once for each key and block; does nothing outside of a block, while a stream captures, and where there is
-    one candidate only.
+    Each key is tuned once per block. Does nothing outside a block, while a stream captures, and where there is only one
+    candidate.
 
     Raises:
         RuntimeError: if the store of ``torch.distributed`` cannot be reached.
@@ -103,12 +100,12 @@ def tune(problem: Problem) -> None:
         return
     if problem.key in choices.agreed:
         return
-    # Every rank enters the same blocks, so they count alike.
+    # All ranks enter the same blocks, so they agree on the number of the attempt.
     attempt = choices.attempts[problem.key] = choices.attempts.get(problem.key, 0) + 1
     name = _name(problem.key, attempt)
     try:
         vote = _vote(problem)
-    except BaseException as error:  # such as an interrupt: the others need not wait for this rank
+    except BaseException as error:  # an interrupt too: the other ranks need not wait for this one
         ranks.post(name, canonical({"failed": _line(error)}))
         raise
     decision = agreement.agree(ranks, name, vote, lambda votes: _decide(problem, votes), block.timeout_s, block.absent)
@@ -118,14 +115,14 @@ def tune(problem: Problem) -> None:
 
 
 def forget() -> None:
-    """Forget every choice in memory; what is in the file is read again."""
+    """Forget the choices in memory; the file is read again when one is looked up."""
     _load.cache_clear()
     tuning.changed()
 
 
 @functools.cache
 def versions() -> str:
-    """Of torch, CUDA, the compiler and this package's sources, as canonical JSON: a choice is for these."""
+    """Versions of torch, CUDA, the compiler and this package's sources, as canonical JSON: a choice holds for these."""
     return canonical(
         {
             "torch": torch.__version__,
@@ -137,18 +134,19 @@ def versions() -> str:
 
 
 def path() -> Path | None:
-    """The file with choices: the one that ``TORCH_CUTE_OPS_TUNING`` names, or the usual one beside the compiled
-    kernels; ``None`` if nothing is kept on disk."""
+    """The file of choices: the one that ``TORCH_CUTE_OPS_TUNING`` names, or one beside the compiled kernels; ``None``
+    if nothing is kept on disk."""
     if settings.TUNING is not None:
         return settings.TUNING
-    return settings.cache_folder() / f"tuning-v{FORMAT}.json" if settings.CACHE else None
+    folder = settings.cache_folder() if settings.CACHE else None
+    return folder / f"tuning-v{FORMAT}.json" if folder is not None else None
 
 
-# Votes: JSON of either {"have": candidate}, {"times": [[candidate, seconds], ...]} or {"failed": why}.
+# A vote is JSON: {"have": candidate}, {"times": [[candidate, seconds], ...]} or {"failed": reason}.
 
 
 def _vote(problem: Problem) -> str:
-    """What this process has to say: the choice that it has, its times, or how it failed."""
+    """The vote of this process: the choice that it already has, what it measured, or why it failed."""
     have = _choices().tuned.get(problem.key)
     if have in problem.estimates:
         return canonical({"have": have})
@@ -158,12 +156,12 @@ def _vote(problem: Problem) -> str:
     except Exception as error:  # of any backend, the DSL or CUDA
         return canonical({"failed": _line(error)})
     if not times:
-        return canonical({"failed": "no candidate gives the right result"})
+        return canonical({"failed": "no candidate gives a correct result"})
     return canonical({"times": list(times.items())})
 
 
 def _times(problem: Problem) -> dict[Candidate, float | None]:
-    """Seconds of those candidates that are right, of the first group that has any; ``None`` if there is but one."""
+    """Seconds of the correct candidates in the first shortlist that has any; ``None`` for one that is the only one."""
     for group in shortlists(problem.estimates):
         right = [candidate for candidate in group if _is_right(problem, candidate)]
         if len(right) == 1:
@@ -174,7 +172,7 @@ def _times(problem: Problem) -> dict[Candidate, float | None]:
 
 
 def shortlists(estimates: Mapping[Candidate, float]) -> Iterator[list[Candidate]]:
-    """Candidates that are worth trying; then, for where none of them is right, each other, the most promising first."""
+    """The candidates that are worth timing; then each of the others alone, in case none of these is correct."""
     ordered = sorted(estimates, key=estimates.__getitem__)
     least = estimates[ordered[0]]
     first = [candidate for candidate in ordered if estimates[candidate] <= HOPELESS * least]
@@ -193,7 +191,7 @@ def _is_right(problem: Problem, candidate: Candidate) -> bool:
 
 
 def _decide(problem: Problem, votes: Mapping[int, str]) -> str:
-    """What the ranks' votes come to: JSON of the candidate, whether it is tuned, and the mean of its seconds."""
+    """The decision that follows from the ranks' votes: JSON of the candidate, whether it is tuned, its mean seconds."""
     parsed = {rank: json.loads(vote) for rank, vote in sorted(votes.items())}
     for rank, vote in parsed.items():
         if "failed" in vote:
@@ -203,7 +201,7 @@ def _decide(problem: Problem, votes: Mapping[int, str]) -> str:
         if "have" in vote:
             return _decision(_candidate(vote["have"]), True, None)
     timed = [{_candidate(name): seconds for name, seconds in v["times"]} for v in parsed.values() if "times" in v]
-    # In the order of the first, which is that of the estimates: those that are as fast go by it.
+    # In the order of the estimates, which breaks ties.
     common = [candidate for candidate in timed[0] if all(candidate in times for times in timed)] if timed else []
     if not common:
         log.warning("cute::%s: nothing is tuned; calls use %s, as estimated", problem.op, problem.untuned)
@@ -218,7 +216,7 @@ def _decision(candidate: Candidate, tuned: bool, seconds: float | None) -> str:
 
 
 def _adopt(problem: Problem, text: str) -> None:
-    """Choose what was decided, and keep it where it is worth that."""
+    """Use what was decided, and write it to the file if it was tuned."""
     decision = json.loads(text)
     candidate, seconds = _candidate(decision["candidate"]), decision["seconds"]
     choices = _choices()
@@ -234,9 +232,8 @@ def _adopt(problem: Problem, text: str) -> None:
 
 
 def _name(key: Key, attempt: int) -> str:
-    """Of a decision among ranks. The GPU is not in it: the ranks of a job with several kinds choose alike, too."""
-    digest = hashlib.sha256(key.static.encode()).hexdigest()
-    return f"tune/{key.family}/{digest}/{key.bucket}/{attempt}"
+    """The name of a decision among ranks. It leaves out the GPU, so that ranks with different GPUs choose alike."""
+    return f"tune/{key.family}/{text_digest(key.static)}/{key.bucket}/{attempt}"
 
 
 def _candidate(value: Any) -> Candidate:
@@ -249,7 +246,7 @@ def _shown(candidate: Candidate) -> tuple[str, list[int | str]]:
 
 
 def _line(error: BaseException) -> str:
-    """An exception in one line."""
+    """An exception's type and the first line of its message."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 

@@ -10,6 +10,9 @@ generation = 0
 """Changes whenever the tuner may answer otherwise, or do more, than before: whoever keeps a choice keeps this number
 with it."""
 
+blocks = 0
+"""How many ``autotune`` blocks there are in all threads: without any, nobody has to ask whether this is inside one."""
+
 
 class Block:
     """An ``autotune`` block: each key is settled in it once.
@@ -34,8 +37,8 @@ _changing = threading.Lock()
 def autotune(*, timeout_s: float = 300.0) -> Iterator[None]:
     """Have calls inside the block choose their backend and tactic by timing, where there is something to choose.
 
-    The first call with new static facts, or with an M of another bucket, checks the candidates' results against the
-    reference, times those that are right, with a cold L2, and keeps the fastest: in this process and in a file for
+    The first call with new static properties, or with an M of another bucket, checks the candidates' results against
+    the reference, times those that are right, with a cold L2, and keeps the fastest: in this process and in a file for
     later ones, which then use it without tuning. It takes the time of compiling the candidates, about a second of the
     GPU, and memory for copies of the operands. A candidate with a wrong result is reported in the log and not used.
     Nothing is tuned in a CUDA-graph capture, for calls that name a backend, on a CPU, or in other threads than the one
@@ -61,17 +64,18 @@ def autotune(*, timeout_s: float = 300.0) -> Iterator[None]:
     """
     if not timeout_s >= 0:
         raise ValueError(f"timeout_s={timeout_s!r}; use a number of seconds, 0 or more")
-    changed()
+    changed(+1)
     token = _block.set(Block(timeout_s))
     try:
         yield
     finally:
         _block.reset(token)
+        changed(-1)
 
 
 def is_on() -> bool:
     """Whether this is inside an ``autotune`` block."""
-    return _block.get() is not None
+    return blocks > 0 and _block.get() is not None
 
 
 def block() -> Block | None:
@@ -79,8 +83,9 @@ def block() -> Block | None:
     return _block.get()
 
 
-def changed() -> None:
-    """Have everybody ask again."""
-    global generation
+def changed(more_blocks: int = 0) -> None:
+    """Have everybody ask again; there are so many more ``autotune`` blocks than before."""
+    global generation, blocks
     with _changing:
         generation += 1
+        blocks += more_blocks

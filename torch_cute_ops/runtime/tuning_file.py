@@ -1,19 +1,17 @@
-"""Tuned choices on disk: one JSON file, which processes share.
+"""Tuned choices on disk: one JSON file that processes share.
 
-It is replaced as a whole, by renaming, so that whoever reads finds the old or the new one; a writer merges with what is
-there, under a lock beside the file. A file that is not of this format is ignored and left as it is.
+It is replaced as a whole, so a reader finds the old content or the new; a writer merges its choice with what is there,
+under a lock beside the file. A file of any other content is ignored and left as it is.
 """
 
-import contextlib
 import json
 import logging
 import os
-import time
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch_cute_ops.runtime import files, once
 from torch_cute_ops.runtime.locks import one_process
 
 log = logging.getLogger("torch_cute_ops")
@@ -21,13 +19,13 @@ log = logging.getLogger("torch_cute_ops")
 FORMAT = 1
 LIMIT = 10_000
 """Records that a file keeps; the oldest go first. A record has some 700 bytes."""
+BYTES = 64 * 2**20
+"""A file that is larger is not one of ours."""
 LOCK_SECONDS = 30.0
-STALE_SECONDS = 3600
-"""Age from which what a writer has left behind is taken to be abandoned."""
 
 
 class Candidate(NamedTuple):
-    """One way to compute: a backend's name and one of its tactics."""
+    """A backend, by name, and one of its tactics."""
 
     backend: str
     tactic: tuple[int | str, ...]
@@ -41,9 +39,9 @@ class Key:
     """What a choice is for.
 
     Attributes:
-        family: of ops that choose among the same candidates.
-        static: all that is static about the calls, as canonical JSON.
-        bucket: the number of rows that stands for the calls'.
+        family: the ops that choose among the same candidates.
+        static: everything static about the calls, as canonical JSON.
+        bucket: the number of rows that stands for all those that are planned alike.
         device: name of the GPU.
         versions: of what computes and compiles, as canonical JSON.
     """
@@ -56,7 +54,7 @@ class Key:
 
 
 class Tuned(NamedTuple):
-    """A choice, and the seconds that a call of it took; ``None``: it was the only one left."""
+    """A choice, and the seconds that a call with it took; ``None``: it was the only correct one and was not timed."""
 
     candidate: Candidate
     seconds: float | None
@@ -68,59 +66,62 @@ def canonical(value: Any) -> str:
 
 
 class TuningFile:
-    """The choices in a file, which need not exist."""
+    """The choices in a file, which need not exist; a symbolic link to it may."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._usable = True
+        self._is_ours = True
 
     def read(self) -> dict[Key, Tuned]:
-        """Every choice, for all devices and versions, the oldest first; none where the file cannot be used, and one
-        warning says so."""
+        """Every choice, for all devices and versions, the oldest first; after a warning, none where the file cannot be
+        read or is not a tuning file."""
         try:
-            return _parse(self.path.read_bytes())
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            self._give_up(f"is no tuning file ({type(error).__name__}: {error}); it is ignored and left as it is")
+            return self._read()
+        except OSError as error:
+            self._warn(error, "cannot be read")
             return {}
 
     def add(self, key: Key, tuned: Tuned) -> bool:
         """Write a choice beside those that are there, or in place of an earlier one; whether that worked."""
-        if not self._usable:
+        if not self._is_ours:
             return False
-        with one_process(self.path.with_name(f"{self.path.name}.lock"), LOCK_SECONDS):
-            choices = self.read()
-            if not self._usable:
-                return False
-            choices.pop(key, None)
-            choices[key] = tuned
+        target = Path(os.path.realpath(self.path))
+        with one_process(target.with_name(f"{target.name}.lock"), LOCK_SECONDS):
             try:
-                self._replace(_format(dict(list(choices.items())[-LIMIT:])))
+                choices = self._read()
+                if not self._is_ours:
+                    return False
+                choices.pop(key, None)
+                choices[key] = tuned
+                files.make_folder(target.parent)
+                files.replace(target, _format(dict(list(choices.items())[-LIMIT:])).encode())
             except OSError as error:
-                self._give_up(f"cannot be written ({error})")
+                self._warn(error, "cannot be written")
                 return False
         return True
 
-    def _give_up(self, why: str) -> None:
-        if self._usable:
-            log.warning("tuning: %s %s; choices of this process stay in memory", self.path, why)
-        self._usable = False
-
-    def _replace(self, content: str) -> None:
-        for left in self.path.parent.glob(f"{self.path.name}.*.tmp"):
-            with contextlib.suppress(OSError):
-                if time.time() - left.stat().st_mtime > STALE_SECONDS:
-                    left.unlink()
-        work = self.path.with_name(f"{self.path.name}.{os.getpid()}-{uuid.uuid4().hex}.tmp")
+    def _read(self) -> dict[Key, Tuned]:
+        """As ``read``; raises ``OSError`` where nothing is known of the content, which must then not be replaced."""
         try:
-            with work.open("w", encoding="utf-8") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            work.replace(self.path)
-        finally:
-            work.unlink(missing_ok=True)
+            return _parse(files.read_again(self.path, BYTES))
+        except FileNotFoundError:
+            return {}
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            self._is_ours = False
+            once.warn(
+                ("tuning file", str(self.path)),
+                "tuning: %s is not a tuning file (%s: %s); it is ignored and left as it is, and new choices stay in "
+                "memory",
+                *(self.path, type(error).__name__, error),
+            )
+            return {}
+
+    def _warn(self, error: OSError, what: str) -> None:
+        once.warn(
+            ("tuning file", str(self.path), error.errno),
+            "tuning: %s %s (%s); new choices stay in memory",
+            *(self.path, what, error),
+        )
 
 
 def _format(choices: dict[Key, Tuned]) -> str:
@@ -142,8 +143,12 @@ def _format(choices: dict[Key, Tuned]) -> str:
 
 
 def _parse(content: bytes) -> dict[Key, Tuned]:
-    """The choices; ``ValueError``, ``TypeError`` or ``KeyError`` for anything that was not written by ``_format``."""
-    whole = json.loads(content)
+    """The choices.
+
+    Raises:
+        ValueError, TypeError, KeyError, RecursionError: for what ``_format`` did not write.
+    """
+    whole = files.parse_json(content)
     if whole["torch_cute_ops tuning"] != FORMAT:
         raise ValueError(f"format {whole['torch_cute_ops tuning']!r}; expected {FORMAT}")
     return dict(map(_entry, whole["choices"]))
@@ -156,7 +161,7 @@ def _entry(record: dict[str, Any]) -> tuple[Key, Tuned]:
         raise TypeError(f"a choice with {texts} and bucket {bucket!r}")
     if type(tactic) is not list or not all(type(part) in (int, str) for part in tactic):
         raise TypeError(f"a choice with tactic {tactic!r}")
-    if seconds is not None and type(seconds) not in (int, float):
+    if seconds is not None and (type(seconds) not in (int, float) or not 0 <= seconds < 1e9):
         raise TypeError(f"a choice with seconds {seconds!r}")
     device, family, backend = texts
     key = Key(family, canonical(record["static"]), bucket, device, canonical(record["versions"]))

@@ -1,0 +1,71 @@
+"""Processes that work: each task is answered, and none outlives its block or its parent."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from support.interpreters import variables_of
+from support.processes import children_of, is_alive, wait_until
+
+from torch_cute_ops.runtime.workers import Died, Workers
+
+
+def sleep(seconds):
+    """Sleeps so long; with less than nothing, the process that should dies."""
+    if seconds < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(seconds)
+    return f"slept {seconds}"
+
+
+def test_no_tasks():
+    with Workers(sleep, 0) as workers:
+        assert list(workers.map([])) == [] and workers.pids == []
+
+
+class Leave(BaseException):
+    pass
+
+
+def test_tasks_are_answered_until_the_block_is_left():
+    """Where a process dies, its task is answered so, and another goes on. Leaving ends those at work, at once."""
+    answers = {}
+    with pytest.raises(Leave), Workers(sleep, 2) as workers:
+        for task, result in workers.map([-1.0, -2.0, 0.01, 600.0, 601.0]):
+            answers[task] = result
+            if len(answers) == 3:
+                at_work = [pid for pid in workers.pids if is_alive(pid)]
+                started = time.monotonic()
+                raise Leave
+    assert time.monotonic() - started < 2 and not any(map(is_alive, workers.pids))
+    assert not multiprocessing.active_children()
+    assert answers == {-1.0: Died(-signal.SIGKILL), -2.0: Died(-signal.SIGKILL), 0.01: "slept 0.01"}
+    assert at_work and set(at_work) <= set(workers.pids[2:])
+
+
+PARENT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_workers import Workers, sleep
+if __name__ == "__main__":
+    with Workers(sleep, 1) as workers:
+        for result in workers.map([0.01, 600.0]):
+            print(workers.pids, flush=True)
+"""
+
+
+def test_workers_end_with_their_parent(tmp_path):
+    """Although nothing asks them to: it is killed."""
+    program = tmp_path / "program.py"
+    program.write_text(PARENT)
+    command = [sys.executable, str(program), os.path.dirname(__file__)]
+    variables = variables_of(PYTHONPATH=os.pathsep.join(sys.path))
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as parent:
+        (worker,) = map(int, parent.stdout.readline().strip("[]\n").split(","))
+        assert worker in children_of(parent.pid)
+        parent.kill()
+        assert wait_until(lambda: not is_alive(worker), 2.0)
