@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from support import spec
 from support.edge_values import every_finite, fp32_edges, neighbours
 
-from torch_cute_ops.fake.fp4_quantize import fp4_shapes
-from torch_cute_ops.fake.rmsnorm_fp8quant import fp8_shapes
 from torch_cute_ops.formats import (
     FP8_BLOCK128,
     FP8_FORMATS,
@@ -23,12 +21,15 @@ from torch_cute_ops.formats import (
     MXFP4,
     NVFP4,
     SCALE_LAYOUTS,
+    convert_scales,
+    nvfp4_global_scale,
     resolve_fp4_format,
     resolve_fp8_format,
     resolve_scale_layout,
 )
 from torch_cute_ops.formats import fp4 as formats
 from torch_cute_ops.formats.scale_layout import from_linear, to_linear
+from torch_cute_ops.formats.shapes import fp4_shapes, fp8_shapes
 
 # e2m1
 
@@ -197,6 +198,64 @@ def test_rearranging(layout, rows, blocks, dtype, seed):
     assert torch.equal(back.view(torch.uint8), scale)
 
 
+@given(
+    layouts=st.tuples(*2 * [st.sampled_from(list(SCALE_LAYOUTS))]),
+    rows=st.integers(0, 300),
+    blocks=st.integers(1, 40),
+    dtype=st.sampled_from([torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_convert_scales(layouts, rows, blocks, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    linear = torch.randint(0, 256, (rows, blocks), dtype=torch.uint8, generator=generator)
+    source, want = (torch.from_numpy(spec.arrange(linear.numpy(), layout)) for layout in layouts)
+    # What padding holds does not matter.
+    occupied = torch.from_numpy(spec.arrange(np.ones_like(linear.numpy()), layouts[0]))
+    source = torch.where(occupied == 1, source, 0xAA).to(torch.uint8)
+    k = blocks * (16 if dtype == torch.float8_e4m3fn else 32)
+    got = convert_scales(source.view(dtype), rows, k, *layouts)
+    assert got.dtype == dtype and torch.equal(got.view(torch.uint8), want)
+    # Of a stack of matrices, as checkpoints hold the weights of experts; and flat, as cuBLAS takes tiled ones.
+    again = convert_scales(got.view(torch.uint8).view(1, -1).view(dtype), rows, k, *reversed(layouts))
+    assert torch.equal(again.view(torch.uint8), torch.from_numpy(spec.arrange(linear.numpy(), layouts[0])))
+
+
+@pytest.mark.parametrize(
+    ("given_scale", "rows", "k", "names", "error", "text"),
+    [
+        (torch.zeros(4, 2), 4, 32, ("linear", "128x4"), TypeError, "scale has dtype torch.float32; expected float8"),
+        (torch.zeros(4, 2, dtype=torch.uint8), 4, 48, ("linear", "128x4"), ValueError, "whole blocks of 32 elements"),
+        (torch.zeros(4, 2, dtype=torch.uint8), -4, 64, ("linear", "128x4"), ValueError, "rows=-4 and k=64"),
+        (
+            torch.zeros(4, 2, dtype=torch.uint8),
+            5,
+            64,
+            ("linear", "128x4"),
+            ValueError,
+            r"\(4, 2\); expected 10 elements",
+        ),
+        (torch.zeros(4, 2, dtype=torch.uint8), 4, 64, ("128x4", "8x4"), ValueError, "expected 512 elements: 128x4 sc"),
+        (torch.zeros(4, 2, dtype=torch.uint8), 4, 64, ("linear", "tiled"), ValueError, "scale_layout='tiled' is unkn"),
+    ],
+)
+def test_scales_that_are_not_converted(given_scale, rows, k, names, error, text):
+    with pytest.raises(error, match=text):
+        convert_scales(given_scale, rows, k, *names)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_global_scale(dtype, shape):
+    """Of the largest magnitude, which becomes the largest product of a code and a scale; one where there is none."""
+    for amax in (6.0, 0.37, 2.0**40, 2.0**-100):
+        given_amax = torch.full(shape, amax, dtype=dtype)
+        got = nvfp4_global_scale(given_amax)
+        assert got.dtype == torch.float32 and got.shape == (1,)
+        assert got.item() == np.float32(2688) / np.float32(given_amax.item())
+    assert [nvfp4_global_scale(torch.tensor(amax)).item() for amax in (0.0, math.inf, math.nan, -1.0)] == [1.0] * 4
+    assert nvfp4_global_scale(torch.tensor(1e-44)).item() == torch.finfo(torch.float32).max
+
+
 def test_padding_is_not_read():
     scale = torch.arange(15, dtype=torch.uint8).view(3, 5)
     for layout in ("128x4", "8x4"):
@@ -233,8 +292,14 @@ def test_shapes(lead, blocks, fmt, layout):
     choices=st.sampled_from([("tensor", "row"), ("token", "row"), ("block128", "row"), ("block128", "column")]),
 )
 def test_fp8_shapes(lead, blocks, choices):
-    y, scale = fp8_shapes((*lead, blocks * 128), *resolve_fp8_format(*choices))
-    assert y == (*lead, blocks * 128)
+    """The last block of a row may have half as many elements."""
+    for width in (blocks * 128 - 64, blocks * 128):
+        check_fp8_shapes(lead, width, blocks, choices)
+
+
+def check_fp8_shapes(lead, width, blocks, choices):
+    y, scale = fp8_shapes((*lead, width), *resolve_fp8_format(*choices))
+    assert y == (*lead, width)
     assert (
         scale
         == {

@@ -1,6 +1,6 @@
 """Kernels compile for every supported architecture, without spilled registers; no GPU is needed.
 
-A part of the grid is compiled, in which every two choices meet, and half of the products' kernels; ``--every-kernel``
+A part of the grid is compiled, in which every two choices meet, and half of the GEMM kernels; ``--every-kernel``
 compiles all of it, in half an hour.
 """
 
@@ -18,10 +18,10 @@ from support.kernel_grid import (
     covering_cases,
     every_case,
     experts_cases,
-    fp8_product_cases,
+    fp8_gemm_cases,
     kernel_of,
+    mma_cases,
     moe_cases,
-    product_cases,
     wgmma_cases,
 )
 
@@ -30,7 +30,7 @@ from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.resources import Resources, compile_for, parse
 
 ALLOWED_SPILLS: dict[str, str] = {
-    "moe_route-510-float32-16-True-sigmoid-17-4-True-False-sm_120a": "a group is whole lanes, so with 17 "
+    "moe_route-float16-510-16-True-True-17-4-True-False-sm_120a": "a group is whole lanes, so with 17 "
     "groups a lane has 30 experts; no model that is known has groups whose number is no power of two",
 }
 """Cases (by id) that may spill, each with the reason."""
@@ -39,7 +39,7 @@ REGISTERS_PER_SM = 65_536
 
 
 def other_cases(every):
-    return *product_cases(every), *wgmma_cases(every), *experts_cases(every), *moe_cases(), *fp8_product_cases()
+    return *mma_cases(every), *wgmma_cases(every), *experts_cases(every), *moe_cases(), *fp8_gemm_cases()
 
 
 def pytest_generate_tests(metafunc):
@@ -74,8 +74,8 @@ def test_compiles_without_spills(case: AnyCase, compiled):
     # What puts activations in order for warpgroups is a kernel of its own, unless these do it; and what lists tokens.
     apart = isinstance(case, ExpertsCase) or (isinstance(case, WgmmaCase) and not config.arranges)
     # Few tokens are routed, and permuted, by one kernel, more by two; of few, rows are read past L1.
-    either = isinstance(case, MoeCase) and case.op in ("moe_route", "moe_permute_fp8quant")
-    apart |= isinstance(case, MoeCase) and case.op == "moe_finalize"
+    either = isinstance(case, MoeCase) and case.family in ("moe_route", "moe_route_ids", "moe_permute")
+    apart |= isinstance(case, MoeCase) and case.family == "moe_finalize"
     assert len(kernels) == (3 if either else 2 if apart else 1)
     assert getattr(config, "smem_bytes", 0) <= arch.smem_per_cta
     threads = max(getattr(config, "threads", 256), getattr(config, "more_threads", 0))

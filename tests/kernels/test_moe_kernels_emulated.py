@@ -1,10 +1,13 @@
-"""The kernels around the experts' products, executed thread for thread by the PTX emulator."""
+"""The kernels around the experts' GEMMs, executed thread for thread by the PTX emulator."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import expected.moe_route
+import expected.moe_route_dense
+import expected.moe_route_ids
 import pytest
 import torch
 from ptx import EmulationError, run_kernel
@@ -12,9 +15,11 @@ from support.cases import arguments
 from support.emulated import CPU, POISON, changed, equal, poisoned
 from support.kernel_grid import BF16, FP16, FP32, MoeCase
 
+from torch_cute_ops.fake.moe_route_ids import moe_route_ids as route_shapes
 from torch_cute_ops.formats import FP8_BLOCK128
 from torch_cute_ops.formats.experts import used_rows
-from torch_cute_ops.reference.moe_finalize import moe_finalize
+from torch_cute_ops.kernels import moe_finalize, moe_permute, moe_route, moe_route_dense, moe_route_ids, row_quant
+from torch_cute_ops.reference.moe_finalize import moe_finalize as finalized
 from torch_cute_ops.reference.moe_permute_fp8quant import moe_permute_fp8quant
 from torch_cute_ops.reference.moe_swiglu_fp8quant import moe_swiglu_fp8quant
 from torch_cute_ops.reference.silu_mul_fp8quant import silu_mul_fp8quant
@@ -59,15 +64,18 @@ def test_finalize(one: Finalize, few: int) -> None:
     weights = torch.rand(index.shape).masked_fill_(index < 0, torch.nan)
     residual = torch.randn(len(index), one.width + 8).to(one.dtype)[:, : one.width] if one.has_residual else None
     out = poisoned(len(index), one.width, dtype=one.dtype)
-    planned = MoeCase("moe_finalize", (one.width, one.dtype, index.shape[1], one.has_residual)).kernel
+    planned = MoeCase("moe_finalize", (one.dtype, one.width, index.shape[1], one.has_residual)).kernel
     kernel = type(planned)(dataclasses.replace(planned.config, few=few))
-    run_kernel(kernel, ARCHS["sm_90a"], x, index, weights, residual, out, one.sms, seed=one.seed)
-    equal("out", out, moe_finalize(x, index, weights, residual))
+    given = moe_finalize.Arguments(
+        input=x, expanded_to_permuted=index, weights=weights, residual=residual, out=out, sms=one.sms
+    )
+    run_kernel(kernel, ARCHS["sm_90a"], *given, seed=one.seed)
+    equal("out", out, finalized(x, index, weights, residual))
 
 
 class Rows(NamedTuple):
-    """A launch of a kernel that quantises rows: dtype, length of a row, routing, most CTAs, order of events, and
-    changes to the planned configuration."""
+    """A launch of a kernel that quantises rows: dtype, length of a row, routing, most CTAs, order of events,
+    changes to the planned configuration, and parameters of the general gate."""
 
     dtype: torch.dtype
     width: int
@@ -75,9 +83,10 @@ class Rows(NamedTuple):
     max_ctas: int
     seed: int | None
     changes: dict[str, int]
+    gate: tuple[float, float, float] | None = None
 
-    def kernel(self, op: str, *facts: Any) -> Any:
-        planned = MoeCase(op, facts).kernel
+    def kernel(self, *plan_arguments: Any) -> Any:
+        planned = MoeCase("moe_swiglu", (self.width, self.dtype, *plan_arguments)).kernel
         return type(planned)(dataclasses.replace(planned.config, **self.changes))
 
 
@@ -105,6 +114,9 @@ PERMUTE = {
     "four-scales-a-load": Permute(FP16, 2560, SOME, 1),
     "decode": Permute(BF16, 1152, {"m": 1, "topk": 8, "experts": 512}, 0),
     "top-16": Permute(FP32, 640, {"m": 9, "topk": 16, "experts": 16}, 3),
+    "half-a-block": Permute(BF16, 64, SOME, 1),
+    "half-a-block-more": Permute(FP16, 960, {"m": 7, "topk": 10, "experts": 16}, 0),
+    "half-a-block-dropped": Permute(FP32, 320, MASKED, 2),
 }
 
 
@@ -114,11 +126,18 @@ def permute(
     """Codes and scales that the kernels leave in poisoned outputs, of more than ``few`` tokens by two of them."""
     m, topk = routed.expanded_to_permuted.shape
     y = poisoned(routed.rows, one.width, dtype=torch.float8_e4m3fn)
-    scale = poisoned(one.width // 128, routed.rows, dtype=torch.float32)
-    planned = MoeCase("moe_permute_fp8quant", (one.width, one.dtype, topk)).kernel
+    scale = poisoned(-(-one.width // 128), routed.rows, dtype=torch.float32)
+    planned = MoeCase("moe_permute", (one.dtype, one.width, topk)).kernel
     config = dataclasses.replace(planned.config, few=few)
     workspace = poisoned(*(config.workspace_shape(m) or (1, 1)), dtype=torch.float32)
-    given = (x, y, scale, routed.expanded_to_permuted, pairs, workspace)
+    given = moe_permute.Arguments(
+        input=x,
+        y=y,
+        scale=scale,
+        expanded_to_permuted=routed.expanded_to_permuted,
+        permuted_to_expanded=pairs,
+        workspace=workspace,
+    )
     run_kernel(type(planned)(config), ARCHS["sm_90a"], *given, seed=one.seed, strict=True)
     return y, scale
 
@@ -131,6 +150,9 @@ def test_permute(one: Permute, few: int) -> None:
     routed = random_routing(device=CPU, **one.routing)
     m, topk = routed.expanded_to_permuted.shape
     x = random_rows(m, one.width + 32, dtype=one.dtype, device=CPU)[:, : one.width]
+    if one.width % 128:
+        # What lies before, and behind, the short blocks of the other tokens.
+        x[1::2] = torch.nan
     y, scale = permute(one, routed, x, routed.permuted_to_expanded, few)
     want = moe_permute_fp8quant(x, routed.permuted_to_expanded, topk)
     for name, got, result in zip(("y", "scale"), (y, scale), want, strict=True):
@@ -164,6 +186,10 @@ SWIGLU = {
     "two-warps": (Rows(FP16, 1152, MASKED, 2, 2, WIDE_GROUPS), "counts"),
     "decode": (Rows(BF16, 512, {"m": 1, "topk": 8, "experts": 512}, 132, 0, {}), "both"),
     "one-expert": (Rows(BF16, 512, {"m": 40, "topk": 1, "experts": 7, "kind": "one"}, 1, 3, WARP_GROUPS), "both"),
+    "gated-by-gpt-oss": (Rows(BF16, 320, SOME, 2, 0, {"groups": 2}, (1.702, 1.0, 7.0)), "both"),
+    "without-a-limit": (Rows(FP32, 576, MASKED, 2, 1, WARP_GROUPS, (0.5, -1.0, math.inf)), "counts"),
+    "half-a-block": (Rows(FP16, 64, SOME, 2, 2, {"groups": 2}), "both"),
+    "half-a-block-more": (Rows(BF16, 2880, MASKED, 2, 0, {}), "counts"),
     "no-tokens": (Rows(BF16, 128, {"m": 0, "topk": 1, "experts": 3, "max_rows": 4}, 2, 0, {}), "counts"),
 }
 
@@ -173,10 +199,13 @@ def gate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales that the kernel leaves in poisoned outputs."""
     y = poisoned(len(x), one.width, dtype=torch.float8_e4m3fn)
-    scale = poisoned(one.width // 128, len(x), dtype=torch.float32)
-    given = (x, None, None, None, y, scale, None, None, offsets, counts, 0.0, one.max_ctas)
-    kernel = one.kernel("moe_swiglu_fp8quant", 2 * one.width, one.dtype, offsets is not None, counts is not None)
-    run_kernel(kernel, ARCHS["sm_90a"], *given, seed=one.seed, strict=True, edit=edit)
+    scale = poisoned(-(-one.width // 128), len(x), dtype=torch.float32)
+    alpha, beta, limit = one.gate or (None, None, None)
+    given = dict.fromkeys(row_quant.Arguments._fields) | {"input": x, "y": y, "scale": scale, "eps": 0.0}
+    given |= {"offsets": offsets, "counts": counts, "max_ctas": one.max_ctas}
+    given |= {"swiglu_alpha": alpha, "swiglu_beta": beta, "swiglu_limit": limit}
+    kernel = one.kernel(offsets is not None, counts is not None, one.gate is not None)
+    run_kernel(kernel, ARCHS["sm_90a"], *row_quant.Arguments(**given), seed=one.seed, strict=True, edit=edit)
     return y, scale
 
 
@@ -200,7 +229,7 @@ def test_swiglu(one: Rows, given: str) -> None:
     used = used_rows(routed.rows, offsets, counts)
     x = random_rows(routed.rows, 2 * one.width + 32, dtype=one.dtype, device=CPU)[:, : 2 * one.width]
     x[~used] = torch.nan
-    y, scale = moe_swiglu_fp8quant(x, routed.offsets, counts)
+    y, scale = moe_swiglu_fp8quant(x, routed.offsets, counts, *(one.gate or ()))
     assert_rows(gate(one, x, offsets, counts), used, (y[used], scale[:, used]))
 
 
@@ -301,18 +330,17 @@ def find_routes(one: Route, edit: Any = None) -> tuple[list[torch.Tensor], dict[
     given = {"logits": torch.randn(one.tokens, one.experts).to(one.dtype), "topk": one.topk, **one.given}
     given["bias"] = torch.randn(one.experts) * 0.1 if given.pop("bias", False) else None
     given = arguments(OPS["moe_route"], Sample("", (), given))
-    facts = (given["scoring"], given["num_groups"], given["topk_groups"], given["renormalize"])
-    is_masked = given["max_rows"] is not None
-    case = MoeCase("moe_route", (one.experts, one.dtype, one.topk, given["bias"] is not None, *facts, is_masked))
+    plan_arguments = (given["num_groups"], given["topk_groups"], given["renormalize"], given["max_rows"] is not None)
+    scoring = (given["scoring"] == "sigmoid", given["bias"] is not None)
+    case = MoeCase("moe_route", (one.dtype, one.experts, one.topk, *scoring, *plan_arguments))
     kernel = case.kernel
     outputs = [poisoned(*like.shape, dtype=like.dtype) for like in OPS["moe_route"].fake(**given)]
     words = kernel.config.workspace_words(one.tokens, len(outputs[3]), one.sms)
     workspace = poisoned(max(words, 1), dtype=torch.int32)
     unit = given["max_rows"] or given["alignment"]
     numbers = (given["scaling_factor"], unit, one.sms)
-    run_kernel(
-        kernel, ARCHS["sm_90a"], given["logits"], given["bias"], *outputs, workspace, *numbers, seed=one.seed, edit=edit
-    )
+    launched = moe_route.Arguments(given["logits"], given["bias"], *outputs, workspace, *numbers)
+    run_kernel(kernel, ARCHS["sm_90a"], *launched, seed=one.seed, edit=edit)
     return outputs, given
 
 
@@ -352,3 +380,126 @@ def test_barriers_of_routes_are_enough(launch: str) -> None:
     for seed in range(3):
         outputs, given = find_routes(ORDERED[launch]._replace(seed=seed))
         expected.moe_route.assert_results(outputs, expected.moe_route.results(given), given)
+
+
+class Placed(NamedTuple):
+    """A launch of ``moe_route_ids``: tokens, experts, experts of a token, how many ids beyond the experts there are on
+    both sides, other arguments, multiprocessors, order of events."""
+
+    tokens: int
+    experts: int
+    topk: int
+    beyond: int
+    given: dict[str, Any]
+    sms: int
+    seed: int | None
+
+
+PLACED = {
+    "decode": Placed(5, 256, 8, 0, {}, 132, 0),
+    "two-launches-for-rows": Placed(5, 256, 8, 1, {"alignment": 512}, 3, 1),
+    "one-expert": Placed(33, 1, 1, 1, {"alignment": 4}, 1, 0),
+    "duplicates": Placed(60, 3, 7, 1, {"alignment": 8}, 2, 2),
+    "a-whole-chunk": Placed(64, 33, 8, 0, {"alignment": 1}, 1, 3),
+    "several-chunks": Placed(205, 37, 8, 2, {"alignment": 8}, 1, None),
+    "several-runs": Placed(205, 12, 8, 1, {"max_rows": 130}, 4, 4),
+    "several-chunks-of-runs": Placed(170, 512, 16, 20, {"alignment": 1}, 2, 1),
+    "masked": Placed(9, 12, 3, 3, {"max_rows": 2}, 2, 0),
+    "no-tokens": Placed(0, 12, 3, 0, {"max_rows": 8}, 2, 0),
+    "none-routed": Placed(20, 4, 3, -1, {}, 2, 0),
+}
+
+
+def place(one: Placed, edit: Any = None) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """What the kernels leave in their outputs, and the arguments of the op."""
+    torch.manual_seed(one.experts)
+    ids = torch.randint(-one.beyond, one.experts + one.beyond, (one.tokens, one.topk), dtype=torch.int32)
+    if one.beyond < 0:
+        ids = ids.fill_(-1)
+    given = {"ids": ids, "experts": one.experts, "alignment": 128, "max_rows": None, **one.given}
+    outputs = [poisoned(*shape, dtype=dtype) for shape, dtype in route_shapes(**given)]
+    kernel = MoeCase("moe_route_ids", (one.experts, given["max_rows"] is not None)).kernel
+    words = kernel.config.workspace_words(ids.numel(), len(outputs[1]), one.sms)
+    assert kernel.placement.smem_bytes <= ARCHS["sm_120a"].smem_per_cta
+    workspace = poisoned(max(words, 1), dtype=torch.int32)
+    unit = given["max_rows"] or given["alignment"]
+    launched = moe_route_ids.Arguments(ids, *outputs, workspace, unit, one.sms)
+    machines = run_kernel(kernel, ARCHS["sm_90a"], *launched, seed=one.seed, edit=edit)
+    assert len(machines) == (2 if words else 1)
+    return outputs, given
+
+
+@pytest.mark.parametrize("one", [pytest.param(one, id=name) for name, one in PLACED.items()])
+def test_route_ids(one: Placed) -> None:
+    """Whatever the ids are: experts that there are not, and one expert several times in a token."""
+    outputs, given = place(one)
+    expected.moe_route_ids.assert_results(outputs, expected.moe_route_ids.results(given), given)
+
+
+PLACING = {
+    "alone": (Placed(32, 64, 8, 1, {"alignment": 1}, 1, 0), range(2, 4)),
+    "rank": (Placed(256, 4, 8, 1, {"alignment": 1}, 4, 0), range(5, 7)),
+    "place": (Placed(256, 64, 8, 1, {"alignment": 1}, 2, 0), range(8, 11)),
+}
+"""Launches, and the barriers of each kernel, as in ``BARRIERS``. That ranks come behind the bits of all warps is seen
+in the second kernel, which shares the source with the first."""
+
+
+@pytest.mark.parametrize(
+    ("one", "number"),
+    [
+        pytest.param(one, number, id=f"{kernel}-{number}")
+        for kernel, (one, numbers) in PLACING.items()
+        for number in numbers
+    ],
+)
+def test_barriers_of_route_ids_are_needed(one: Placed, number: int) -> None:
+    """Without one of them the emulator finds a race, or a place is wrong, in some order of events."""
+    with pytest.raises((EmulationError, AssertionError)):
+        for seed in range(6):
+            outputs, given = place(one._replace(seed=seed), changed(r"bar\.sync\s+0", number))
+            expected.moe_route_ids.assert_results(outputs, expected.moe_route_ids.results(given), given)
+
+
+DENSE = {
+    "deepseek": (Route(7, 256, 8, DEEPSEEK, 1, 0, BF16), True),
+    "gpt-oss": (Route(5, 32, 4, {}, 1, 1, BF16), False),
+    "softmax-of-all": (Route(9, 40, 2, {"renormalize": False, "scaling_factor": 0.5}, 1, 2, FP16), True),
+    "all-experts": (Route(3, 512, 16, {"scoring": "sigmoid", "num_groups": 32, "topk_groups": 3}, 1, None), True),
+    "all-chosen": (Route(4, 5, 5, {"scoring": "sigmoid"}, 1, 0), False),
+    "one-expert": (Route(6, 1, 1, {}, 1, 3), True),
+}
+
+
+@pytest.mark.parametrize(("one", "has_factor"), [pytest.param(*one, id=name) for name, one in DENSE.items()])
+def test_route_dense(one: Route, has_factor: bool) -> None:
+    """Close to the specification; and bit for bit the weights that the kernel of ``moe_route`` gives, times the factors
+    of their experts."""
+    outputs, given = find_routes(one)
+    factor = torch.randn(one.experts) if has_factor else None
+    scoring = (given["scoring"] == "sigmoid", given["bias"] is not None)
+    plan_arguments = (given["num_groups"], given["topk_groups"], given["renormalize"], has_factor)
+    kernel = MoeCase("moe_route_dense", (one.dtype, one.experts, one.topk, *scoring, *plan_arguments)).kernel
+    out = poisoned(one.tokens, one.experts, dtype=FP32)
+    launched = moe_route_dense.Arguments(given["logits"], given["bias"], factor, out, given["scaling_factor"])
+    run_kernel(kernel, ARCHS["sm_90a"], *launched, seed=one.seed, strict=True)
+    call = {**given, "expert_factor": factor}
+    expected.moe_route_dense.assert_results((out,), expected.moe_route_dense.results(call), call)
+    weights, ids = outputs[0], outputs[1].long()
+    want = torch.zeros(one.tokens, one.experts)
+    equal("out", out, want.scatter_(1, ids, weights if factor is None else weights * factor[ids]))
+
+
+def test_zeros_come_before_weights() -> None:
+    """NaN rows, and a stride between the rows of logits."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, 48)[:, 8:41]
+    logits[1, 3] = torch.nan
+    logits[2] = torch.nan
+    logits[4, 5] = torch.inf
+    kernel = MoeCase("moe_route_dense", (FP32, 33, 4, False, False, 1, 1, True, False)).kernel
+    out = poisoned(6, 33, dtype=FP32)
+    run_kernel(kernel, ARCHS["sm_90a"], *moe_route_dense.Arguments(logits, None, None, out, 1.5), seed=0, strict=True)
+    given = {"logits": logits, "topk": 4, "bias": None, "scoring": "softmax", "num_groups": 1, "topk_groups": 1}
+    given |= {"renormalize": True, "scaling_factor": 1.5, "expert_factor": None}
+    expected.moe_route_dense.assert_results((out,), expected.moe_route_dense.results(given), given)

@@ -12,20 +12,22 @@ from support.emulated import BLACKWELL, CPU, HOPPER, PASSED, WAIT, changed, equa
 from support.kernel_grid import BF16, FP8_TARGETS, FP16, FP32, WHAT, Case, kernel_of
 
 from torch_cute_ops.formats import FP4Format
-from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR
+from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, FP8_TOKEN, ROW
 from torch_cute_ops.formats.scale_layout import from_linear
-from torch_cute_ops.kernels import row_quant
+from torch_cute_ops.kernels import fp4_dequant, row_quant
 from torch_cute_ops.reference.add_rmsnorm_fp4quant import add_rows
 from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
+from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
 from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
-from torch_cute_ops.reference.rmsnorm_fp8quant import quantize_fp8_rows
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing import assert_fp4_close, assert_fp8_close
 from torch_cute_ops.testing.samples._rows import special_rows
 
 EPS = 1e-5
+GATE = (1.702, 1.0, 3.0)
+"""Parameters of the general gate; about half of the values that ``inputs`` makes are beyond the limit."""
 
 
 class Outcome(NamedTuple):
@@ -45,7 +47,7 @@ def expected(problem: Any, x: torch.Tensor, residual: Any, weight: Any, factor: 
         updated = add_rows(x, residual.clone())
         value = updated.float()
     elif problem.source == "silu_mul":
-        value = silu_mul_rows(x)
+        value = silu_mul_rows(x, *GATE) if problem.swiglu else silu_mul_rows(x)
     norm = None
     if problem.normalises:
         value = rmsnorm_rows(value, weight, EPS)
@@ -91,7 +93,24 @@ def execute(
         else torch.empty_strided(residual.shape, residual.stride(), dtype=p.dtype).copy_(residual)
     )
     kernel = row_quant.RowQuantKernel(config)
-    arguments = (x, residual, weight, factor, y, scale, linear, norm, None, None, EPS, max_ctas)
+    alpha, beta, limit = GATE if p.swiglu else (None, None, None)
+    arguments = row_quant.Arguments(
+        input=x,
+        residual=residual,
+        weight=weight,
+        factor=factor,
+        y=y,
+        scale=scale,
+        scale_linear=linear,
+        norm=norm,
+        offsets=None,
+        counts=None,
+        eps=EPS,
+        swiglu_alpha=alpha,
+        swiglu_beta=beta,
+        swiglu_limit=limit,
+        max_ctas=max_ctas,
+    )
     # In a cluster, a CTA learns through a shuffle that the lanes of another have read what it sends anew.
     run_kernel(kernel, ARCHS[arch], *arguments, seed=seed, strict=not config.is_cluster, edit=edit)
     return Outcome(y, scale, linear, norm, residual)
@@ -165,7 +184,9 @@ class Run(NamedTuple):
 
     @property
     def config(self) -> Any:
-        return dataclasses.replace(kernel_of(self.case).config, **self.changes)
+        config = dataclasses.replace(kernel_of(self.case).config, **self.changes)
+        assert config.reason_unsupported(ARCHS[self.arch]) is None
+        return config
 
 
 BF, HF, F, BFF = (BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, FP32)
@@ -192,13 +213,19 @@ RUNS = [
     run("norm", HF, 128, NVG[1], HOPPER, 131, 2, 0, groups=2),
     run("add-norm", BFF, 128, MX[2], BLACKWELL, 35, 1, 1, groups=2),
     run("silu", BF, 128, NV[0], HOPPER, 19, 1, 2, groups=2),
+    run("swiglu", HF, 96, MX[2], BLACKWELL, 19, 1, 0, groups=2),
+    run("quantize", HF, 48, TOKEN, HOPPER, 19, 1, 1, groups=2),
     # A warp works on one row; with tiled scales, four rows give their scales together.
     run("quantize", F, 512, NVG[1], BLACKWELL, 1, 2, 0, **WARP_GROUPS),
     run("quantize", BF, 528, NV[2], HOPPER, 140, 3, 1, **WARP_GROUPS),
     run("norm", BF, 512, NV[2], BLACKWELL, 3, 1, 0, **WARP_GROUPS),
     run("norm-norm", BFF, 1056, MX[1], HOPPER, 132, 2, 1, **WARP_GROUPS, stages=1),
     run("add-linear", HF, 528, NV[1], BLACKWELL, 130, 3, 2, **WARP_GROUPS),
+    run("add-linear-norm", BFF, 528, NVG[1], HOPPER, 130, 3, 1, **WARP_GROUPS),
     run("silu", HF, 1024, MX[1], BLACKWELL, 130, 2, 0, **WARP_GROUPS),
+    run("swiglu", BF, 512, TENSOR, HOPPER, 9, 1, 1, **WARP_GROUPS),
+    run("quantize", F, 528, TOKEN, HOPPER, 13, 2, 0, **WARP_GROUPS),
+    run("quantize", HF, 512, TENSOR, BLACKWELL, 13, 1, 1, **WARP_GROUPS),
     run("norm", HF, 512, TOKEN, HOPPER, 13, 1, 0, **WARP_GROUPS),
     run("add", BF, 512, TENSOR, BLACKWELL, 13, 1, 1, **WARP_GROUPS),
     # Two warps.
@@ -209,10 +236,14 @@ RUNS = [
     run("norm", BFF, 1024, TOKEN, BLACKWELL, 13, 1, 0, **WIDE_GROUPS),
     run("silu", BF, 1152, COLUMNS, HOPPER, 9, 1, 1, **WIDE_GROUPS),
     run("silu", F, 1024, TOKEN, HOPPER, 9, 1, 1, **WIDE_GROUPS),
+    run("swiglu", F, 1152, BLOCK, BLACKWELL, 9, 1, 2, **WIDE_GROUPS),
+    run("add-linear-norm", F, 2112, MX[1], BLACKWELL, 9, 1, 0, **WIDE_GROUPS),
+    run("quantize", BF, 1152, COLUMNS, HOPPER, 9, 1, 0, **WIDE_GROUPS),
     # Of two warps, one has a block more: in some groups the first, in others the second.
     run("norm", BF, 1536, NVG[1], HOPPER, 140, 1, 0, **FOUR_GROUPS),
     run("norm-norm", BFF, 2560, MX[1], HOPPER, 9, 1, 1, **FOUR_GROUPS, stages=1),
     run("silu", HF, 1296, NV[2], HOPPER, 9, 1, 2, **FOUR_GROUPS),
+    run("swiglu", BF, 1296, NVG[1], HOPPER, 9, 1, 0, **FOUR_GROUPS),
     run("norm", BF, 2576, NV[0], HOPPER, 9, 2, 0, **FOUR_GROUPS | {"splits": 2}),
     # No warp of the second CTA has a last block; three of four warps have.
     run("norm", BF, 2176, NV[1], HOPPER, 9, 2, 0, **FOUR_GROUPS | {"splits": 2}),
@@ -223,6 +254,10 @@ RUNS = [
     run("add-norm", BF, 2304, NVG[0], BLACKWELL, 9, 4, 0, **CLUSTER | WIDE_GROUPS),
     run("norm", BF, 1152, TOKEN, BLACKWELL, 9, 2, 2, **CLUSTER),
     run("add", HF, 1152, BLOCK, HOPPER, 9, 4, 1, **CLUSTER),
+    run("add-linear-norm", HF, 2304, NV[1], BLACKWELL, 9, 4, 1, **CLUSTER),
+    run("swiglu", HF, 2304, TOKEN, HOPPER, 9, 4, 0, **CLUSTER),
+    # The row's amax is all that the CTAs tell each other.
+    run("quantize", BF, 1152, TOKEN, HOPPER, 9, 4, 1, **CLUSTER),
 ]
 
 
@@ -232,6 +267,74 @@ def test_row_quant(one: Run) -> None:
     given = inputs(config, one.rows)
     got = execute(config, one.arch, *given, one.max_ctas, one.seed)
     check(config.problem, got, expected(config.problem, *given))
+
+
+SHORT = [
+    # The short block is all of a row, or one of a few; a warp has several rows. Half of a block's threads have none.
+    run("quantize", BF, 64, COLUMNS, HOPPER, 19, 2, 0, groups=2),
+    run("norm", HF, 64, BLOCK, BLACKWELL, 13, 1, 1, groups=2),
+    run("add", BFF, 64, COLUMNS, HOPPER, 13, 1, 2, groups=2),
+    run("add", F, 192, BLOCK, HOPPER, 13, 1, 0, groups=2, threads_per_row=16),
+    run("silu", F, 64, BLOCK, BLACKWELL, 13, 2, 0),
+    run("swiglu", HF, 320, COLUMNS, HOPPER, 13, 1, 1, groups=2),
+    # A thread has several blocks, and some threads of a warp, or some warps, have none at the end.
+    run("quantize", F, 576, BLOCK, HOPPER, 9, 1, 0, **WARP_GROUPS),
+    run("norm", BF, 960, COLUMNS, HOPPER, 9, 1, 1, **WARP_GROUPS),
+    run("add", HF, 1088, BLOCK, BLACKWELL, 9, 1, 2, **WARP_GROUPS),
+    run("add", BF, 1216, COLUMNS, HOPPER, 9, 1, 0, **WIDE_GROUPS),
+    run("silu", BF, 2880, COLUMNS, HOPPER, 5, 1, 1, **WIDE_GROUPS),
+    # Two CTAs share a row; the block is the second's.
+    run("norm", F, 1344, BLOCK, HOPPER, 5, 4, 0, **CLUSTER),
+    run("add", BF, 2240, COLUMNS, BLACKWELL, 5, 4, 1, **CLUSTER | WIDE_GROUPS),
+    run("swiglu", BF, 1344, BLOCK, HOPPER, 5, 4, None, **CLUSTER),
+]
+"""Rows of FP8 blocks that end with half a block."""
+
+
+@pytest.mark.parametrize("one", SHORT)
+def test_short_blocks(one: Run) -> None:
+    """A short block's scale is of its own elements: whatever lies beside them, before or behind, is NaN."""
+    config = one.config
+    assert config.has_short_block
+    x, residual, weight, factor = inputs(config, one.rows)
+    x[1::2] = torch.nan
+    # Of the rows that are left, some end with a block that is tiny beside the others.
+    x[2::4, -64:] *= 2.0**-12
+    given = (x, residual, weight, factor)
+    got = execute(config, one.arch, *given, one.max_ctas, one.seed)
+    want = expected(config.problem, *given)
+    assert not (want.scale if config.problem.layout != COLUMN else want.scale.t())[::2].isnan().any()
+    check(config.problem, got, want)
+
+
+def test_neighbours_read_before_a_sum_is_stored() -> None:
+    """Without the barrier the emulator finds a race between threads beside a short block and their neighbours."""
+    config = Run("add", BFF, 64, COLUMNS, HOPPER, 13, 1, 2, {"groups": 2}).config
+    given = inputs(config, 13)
+    with pytest.raises(Race, match=r"read unordered.*st\.shared"):
+        execute(config, HOPPER, *given, 1, 2, edit=changed(r"bar\.warp\.sync", 3))
+
+
+@pytest.mark.parametrize("target", [NVG[1], MX[0], TENSOR, TOKEN, COLUMNS])
+@pytest.mark.parametrize("dtypes", [BF, F], ids=["bf16", "fp32"])
+def test_special_gates(dtypes: Any, target: tuple[str, str]) -> None:
+    """NaN passes the clamps of the general gate, as a gate and as an up; infinities become the limit, but for a gate of
+    minus infinity; values lie on both sides of both limits."""
+    config = Run("swiglu", dtypes, 192, target, HOPPER, 0, 2, 0, {}).config
+    special = special_rows(dtypes[0], CPU, 32)
+    plain = (torch.randn(special.shape) * 4).to(dtypes[0])
+    x = torch.cat((torch.cat((special, plain), -1), torch.cat((plain, special), -1)))
+    assert ((x.float() > GATE[2]).any(1) & (x.float() < -GATE[2]).any(1)).sum() > 20
+    given = (x, None, *weight_and_factor(config.problem))
+    got = execute(config, HOPPER, *given, 2, 0)
+    want = expected(config.problem, *given)
+    check(config.problem, got, want)
+    by_row = dataclasses.replace(config.problem, fmt=FP8_TOKEN, layout=ROW)
+    rows = expected(by_row, x, None, None, None).scale.flatten()
+    is_nan = torch.zeros(28, dtype=torch.bool)
+    # Of the gates a row with minus infinity; NaN in either half; no other.
+    is_nan[[0, 2, 9, 14, 23]] = True
+    assert torch.equal(rows.isnan(), is_nan)
 
 
 @pytest.mark.parametrize(("dtypes", "target"), [(BF, NV[1]), (HF, MX[1])], ids=["bf16-nvfp4", "fp16-mxfp4"])
@@ -272,6 +375,9 @@ SPECIAL = [
     run("norm", BF, 192, MX[0], HOPPER, 14, 2, 0),
     run("norm", F, 768, BLOCK, HOPPER, 14, 2, 0),
     run("add", BF, 768, BLOCK, BLACKWELL, 14, 2, 0),
+    run("quantize", BF, 192, TOKEN, HOPPER, 14, 2, 0),
+    run("quantize", F, 192, TENSOR, BLACKWELL, 14, 2, 0),
+    run("quantize", HF, 192, COLUMNS, HOPPER, 14, 2, 0),
 ]
 
 
@@ -311,7 +417,8 @@ def test_dequantize(dtype: torch.dtype, width: int, target: tuple[str, str], arc
     scale = torch.randint(256, (-(-rows // tile) * tile, c.layout.padded_blocks(c.blocks)), dtype=torch.uint8)
     factor = torch.tensor([3.0]) if c.global_scale else None
     out = poisoned(rows, width, dtype=dtype)
-    run_kernel(kernel, ARCHS[arch], codes, scale, factor, out, 2, seed=0)
+    arguments = fp4_dequant.Arguments(y=codes, scale=scale, global_scale=factor, out=out, max_ctas=2)
+    run_kernel(kernel, ARCHS[arch], *arguments, seed=0)
     want = fp4_dequantize(
         codes,
         scale.view(c.fmt.scale_dtype),

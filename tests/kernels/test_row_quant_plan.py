@@ -42,8 +42,8 @@ def problem_of(kind, fmt, width):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 def test_every_width_has_a_plan(fmt, kind, arch):
-    """Multiples of the block to 65,536: slices cover the row and none is empty, threads and memory fit."""
-    step = FORMATS[fmt][0].block_size or 16
+    """All lengths of a row to 65,536: slices cover it and none is empty, threads and memory fit."""
+    step = max(16, FORMATS[fmt][0].width_multiple)
     first = random.randrange(1, 17)
     # Two fp32 rows and an fp32 weight: the one thing that does not fit 8 CTAs of 99 KB.
     widest = 60_928 if (kind, arch) == ("add-norm-fp32", "sm_120a") else 65_536
@@ -58,20 +58,25 @@ def test_every_width_has_a_plan(fmt, kind, arch):
         assert config.smem_bytes <= ARCHS[arch].smem_per_cta
         if fmt == "block128":
             # The units that share a scale are with neighbouring threads of one CTA.
-            assert config.threads_per_row % 8 == 0 and config.slice_width % 128 == 0
+            assert config.threads_per_row % 8 == 0 and (config.splits == 1 or config.slice_width % 128 == 0)
+            assert config.has_short_block == (width % 128 != 0)
+        assert not config.has_idle_threads or width == 64
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 def test_rows_of_experts_have_a_plan(dtype, arch):
-    """Of every width, with the table by which rows are found."""
-    for width in range(128 * random.randrange(1, 8), 65_537, 7 * 128):
+    """Of every width, with the table by which rows are found, and with either gate."""
+    for width in (64, 2880, *range(64 * random.randrange(1, 15), 65_537, 14 * 64 + 64)):
         problem = problem_of("quantise-bf16", "block128", width)
         problem = dataclasses.replace(problem, dtype=dtype, rows="experts", source="silu_mul", has_counts=True)
+        assert plan(problem, ARCHS[arch]) == dataclasses.replace(
+            plan(dataclasses.replace(problem, swiglu=True), ARCHS[arch]), problem=problem
+        )
         config = plan(problem, ARCHS[arch])
         assert config.reason_unsupported(ARCHS[arch]) is None
         assert config.splits * config.slice_width >= width > (config.splits - 1) * config.slice_width
-        assert config.threads_per_row % 8 == 0 and config.slice_width % 128 == 0
+        assert config.threads_per_row % 8 == 0 and (config.splits == 1 or config.slice_width % 128 == 0)
         assert config.threads <= 512
 
 
@@ -81,7 +86,7 @@ def test_rows_of_experts_have_a_plan(dtype, arch):
 def test_rows_are_computed_alike(fmt, dtypes, arch):
     """With a residual, with the norm and in both layouts: the order of sums, and of the norm's products, for equal
     bits."""
-    step = FORMATS[fmt][0].block_size or 16
+    step = max(16, FORMATS[fmt][0].width_multiple)
     for width in range(step * random.randrange(1, 30), 60_928, 31 * step):
         problem = problem_of(f"norm-{dtypes}", fmt, width)
         configs = [

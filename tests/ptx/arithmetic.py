@@ -274,44 +274,18 @@ def _min(op, a, b):
 APPROX = "rn approx ftz"
 
 
-@pure("rcp", "t", mods=APPROX)
-def _rcp(op, a):
-    return arithmetic(op, lambda x: 1 / x, a)
-
-
-@pure("sqrt", "t", mods=APPROX)
-def _sqrt(op, a):
-    return arithmetic(op, np.sqrt, a)
-
-
-@pure("rsqrt", "t", mods=APPROX)
-def _rsqrt(op, a):
-    return arithmetic(op, lambda x: 1 / np.sqrt(x), a)
-
-
-@pure("ex2", "t", mods=APPROX)
-def _ex2(op, a):
-    return arithmetic(op, np.exp2, a)
-
-
-@pure("lg2", "t", mods=APPROX)
-def _lg2(op, a):
-    return arithmetic(op, np.log2, a)
-
-
-@pure("sin", "t", mods=APPROX)
-def _sin(op, a):
-    return arithmetic(op, np.sin, a)
-
-
-@pure("cos", "t", mods=APPROX)
-def _cos(op, a):
-    return arithmetic(op, np.cos, a)
-
-
-@pure("tanh", "t", mods=APPROX)
-def _tanh(op, a):
-    return arithmetic(op, np.tanh, a)
+APPROXIMATED: dict[str, Callable[[Any], Any]] = {
+    "rcp": lambda x: 1 / x,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "sin": np.sin,
+    "cos": np.cos,
+    "tanh": np.tanh,
+}
+for _name, _function in APPROXIMATED.items():
+    pure(_name, "t", mods=APPROX)(lambda op, a, function=_function: arithmetic(op, function, a))
 
 
 @pure("copysign", "t t")

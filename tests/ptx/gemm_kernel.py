@@ -1,4 +1,4 @@
-"""A small matrix product with what warp-level kernels use: ``cp.async`` in stages, ``ldmatrix``, ``mma``."""
+"""A small GEMM with what warp-level kernels use: ``cp.async`` in stages, ``ldmatrix``, ``mma``."""
 
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ class GemmKernel:
         # CuTe wants (n, k), in whatever order.
         if const_expr(not self.config.transposed):
             b = cute.make_tensor(b.iterator, cute.select(b.layout, [1, 0]))
-        # Two warps side by side; 16 columns each, so that one ldmatrix.x4 loads B for both products.
+        # Two warps side by side; 16 columns each, so that one ldmatrix.x4 loads B for both MMAs.
         mma = cute.make_tiled_mma(
             warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)),
             cute.make_layout((1, 2, 1)),

@@ -77,7 +77,7 @@ def run_kernel(
 
     Raises:
         EmulationError: see ``ptx.memory``.
-        TypeError, ValueError: for arguments that are not as ``kernel.arguments()`` says.
+        TypeError, ValueError: for arguments that are not as ``kernel.arguments()`` says, and for a launch of no CTAs.
     """
     compiled = compile_ptx(kernel, arch)
     programs = _programs(edit(compiled.ptx)) if edit else compiled.programs
@@ -86,6 +86,8 @@ def run_kernel(
     machines = []
     sizes = {name: [param.size for param in program.params] for name, program in programs.items()}
     for name, launch in host_launches(compiled.module, leaves, sizes):
+        if 0 in launch.grid:
+            raise ValueError(f"{name}: a launch of no CTAs, {launch.grid}, which CUDA refuses")
         machine = Machine(programs[name], launch, memory, seed, max_steps, strict)
         machines.append(machine)
         machine.run()
@@ -246,6 +248,7 @@ _COMPARE: list[Callable[[int, int], bool]] = [
     lambda a, b: a >= b,
 ]
 _CLUSTER_ATTRIBUTE = 4  # cudaLaunchAttributeClusterDimension
+_INVALID_CONFIGURATION = 9  # cudaErrorInvalidConfiguration
 _BINARY: dict[str, Callable[[int, int], int]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
@@ -425,8 +428,7 @@ class _Host:
             taken = operands[1 : 1 + sizes[1]] if operands[0] else operands[1 + sizes[1] :]
             return op.successors[0 if operands[0] else 1], taken
         elif name == "call":
-            self._call(attributes["callee"].value, operands)
-            result = 0
+            result = self._call(attributes["callee"].value, operands)
         elif name != "return":
             raise NotImplementedError(f"host operation {op.name}")
         if type is not None:
@@ -473,7 +475,8 @@ class _Host:
         encoded = self._encode(type, value)
         return data[:start] + encoded + data[start + len(encoded) :]
 
-    def _call(self, callee: str, operands: list[Any]) -> None:
+    def _call(self, callee: str, operands: list[Any]) -> int:
+        """Note a launch; what CUDA returns."""
         if callee != "_cudaLaunchKernelEx":
             raise NotImplementedError(f"host call of {callee}")
         config, handle, arguments = operands
@@ -489,3 +492,4 @@ class _Host:
         pointers = struct.unpack(f"<{len(sizes)}Q", self._read(arguments, 8 * len(sizes)))
         params = [self._read(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)]
         self.launches.append((kernel, Launch(words[:3], words[3:6], params, cluster, words[6])))
+        return _INVALID_CONFIGURATION if 0 in words[:3] else 0

@@ -8,12 +8,12 @@ thread can run.
 Found and raised, each with instruction, thread and address: accesses out of bounds, misaligned, or of shared memory of
 a CTA that ended, or that may end before; addresses, and values stored to global memory, that depend on shared or local
 memory that nobody wrote; two accesses to a byte of shared memory that no barrier orders; bulk copies from shared memory
-to global memory, and warpgroup products, of what was stored without ``fence.proxy.async``, and bulk copies to shared
+to global memory, and warpgroup MMAs, of what was stored without ``fence.proxy.async``, and bulk copies to shared
 memory from which loads may still be under way (see ``races``); threads that end before their bulk copies have read, or
 their ``cp.async`` written; misuse of barriers; threads that wait for ever.
 
 Not modelled: memory ordering beyond that (other fences do nothing, nor are there proxies elsewhere, nor order in global
-memory), registers of warpgroup products before these are done, caches, timing, and ``griddepcontrol``, which does
+memory), registers of warpgroup MMAs before these are done, caches, timing, and ``griddepcontrol``, which does
 nothing. ``mbarrier.try_wait`` blocks until it can succeed.
 """
 

@@ -4,14 +4,7 @@ import numpy as np
 import pytest
 from support.ptx_programs import AT, SEEDS, SLOT, entry, launch, zeros
 
-from ptx import (
-    Deadlock,
-    EmulationError,
-    Misaligned,
-    OutOfBounds,
-    Race,
-    Uninitialised,
-)
+from ptx import Deadlock, EmulationError, Misaligned, OutOfBounds, Race, Uninitialised
 
 # Control flow and warps
 

@@ -1,4 +1,4 @@
-"""The PTX emulator: matrix loads and products, alone and in a product that the DSL compiles."""
+"""The PTX emulator: matrix loads and MMAs, alone and in a GEMM that the DSL compiles."""
 
 import re
 from typing import Any
@@ -8,15 +8,7 @@ import pytest
 import torch
 from support.ptx_programs import HALVES, SEEDS, SLOT, entry, launch, zeros
 
-from ptx import (
-    Deadlock,
-    EmulationError,
-    Misaligned,
-    OutOfBounds,
-    Race,
-    Uninitialised,
-    run_kernel,
-)
+from ptx import Deadlock, EmulationError, Misaligned, OutOfBounds, Race, Uninitialised, run_kernel
 from torch_cute_ops.runtime.arch import ARCHS
 
 
@@ -205,7 +197,7 @@ def test_ldmatrix(form: str, seed: int | None) -> None:
 @pytest.mark.parametrize("seed", [None, *SEEDS])
 def test_ldmatrix_races(seed: int | None) -> None:
     data = np.arange(64 * 4, dtype=np.uint32)
-    # Lanes that meet there, or at a product, do not know what others stored.
+    # Lanes that meet there, or at an MMA, do not know what others stored.
     product = f"mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {registers(20, 24)},"
     product += "{%r10, %r11}, {%r12}, {%r13, %r13, %r13, %r13};"
     for between in ("", product):

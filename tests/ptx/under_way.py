@@ -1,4 +1,4 @@
-"""What runs beside the threads: copies, in their groups, and the reads of warpgroup products."""
+"""What runs beside the threads: copies, in their groups, and the reads of warpgroup MMAs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class UnderWay:
         self.committed = np.zeros(machine.threads, np.int64)
         self.waited = np.zeros(machine.threads, np.int64)
         self.newest = np.full(machine.threads, -1)
-        # What groups of warpgroup products read, by the first thread of a warp; the last group is open.
+        # What groups of warpgroup MMAs read, by the first thread of a warp; the last group is open.
         self.products: dict[int, list[list[slice]]] = {}
 
     def check_end(self, threads: Array) -> None:
@@ -131,7 +131,7 @@ class UnderWay:
         self.machine.wait(threads[~done], FOR_COPIES)
         return done
 
-    # Warpgroup products: what a warp, for which its first thread stands, reads until it has waited for the group
+    # Warpgroup MMAs: what a warp, for which its first thread stands, reads until it has waited for the group
 
     def product_reads(self, thread: int, address: int, size: int) -> None:
         ctas, offsets = self.machine.shared_place("shared", np.array([thread]), np.array([address], np.uint32))

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import math
 
 import numpy as np
 import pytest
@@ -14,11 +15,14 @@ from support.strategies import DTYPES, KINDS, generators, leads, values
 
 from torch_cute_ops import reference
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
-from torch_cute_ops.ops._spec import as_tuple
+from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.reference import fp4_dequantize as dequantize_reference
 from torch_cute_ops.reference import fp4_quantize as quantize_reference
 from torch_cute_ops.reference import rmsnorm_fp4quant_with_norm as with_norm_reference
 from torch_cute_ops.reference.add_rmsnorm_fp4quant import add_rows
+from torch_cute_ops.reference.mm_fp4_weight_only import mm_fp4_weight_only
+from torch_cute_ops.reference.moe_fc2_fp4_weight_only import moe_fc2_fp4_weight_only
+from torch_cute_ops.reference.moe_route import places_of
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 from torch_cute_ops.registry import OPS
 
@@ -47,7 +51,7 @@ def fp8_rows(draw, parts=1):
     """The same for FP8."""
     choices = [("tensor", "row"), ("token", "row"), ("block128", "row"), ("block128", "column")]
     granularity, layout = draw(st.sampled_from(choices))
-    width = draw(st.integers(1, 3)) * 128 if granularity == "block128" else draw(st.integers(1, 300))
+    width = draw(st.integers(1, 6)) * 64 if granularity == "block128" else draw(st.integers(1, 300))
     dtype, generator = draw(st.sampled_from(DTYPES)), draw(generators())
     value = values(draw(st.sampled_from(KINDS)), [*draw(leads()), width * parts], dtype, generator)
     arguments = {"granularity": granularity, "scale_layout": layout, "scale": None}
@@ -57,12 +61,43 @@ def fp8_rows(draw, parts=1):
     return value, arguments, generator
 
 
+def rounded_to_bfloat16(a):
+    """The numbers of float16 ``a`` with 8 significant bits, to nearest, ties to even; in float32."""
+    bits = a.float().numpy().view(np.uint32)
+    kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return torch.from_numpy(kept.astype(np.uint32).view(np.float32))
+
+
+def test_float16_beside_mxfp4_is_rounded_to_bfloat16():
+    """Identity weights give the activations back: rounded beside MXFP4, as they are beside NVFP4."""
+    k = 64
+    a = (torch.randn(40, k) * 2.0 ** torch.randint(-24, 14, (40, k))).half()
+    a[0] = torch.arange(k) + 2**9  # every second one is a tie
+    ones = torch.full((k, k // 2), 0, dtype=torch.uint8)
+    ones[torch.arange(k), torch.arange(k) // 2] = torch.tensor([0x02, 0x20], dtype=torch.uint8).repeat(k // 2)
+    for block_size, one, want in ((32, 127, rounded_to_bfloat16(a)), (16, 0x38, a.float())):
+        scale = torch.full((k, k // block_size), one, dtype=torch.uint8)
+        scale = scale if block_size == 32 else scale.view(torch.float8_e4m3fn)
+        given = {"block_size": block_size, "scale_layout": "linear", "out_dtype": torch.float32}
+        assert torch.equal(mm_fp4_weight_only(a, ones.t(), scale, **given), want)
+        alpha = torch.ones(len(a), 1)
+        assert torch.equal(moe_fc2_fp4_weight_only(a, ones, scale, alpha, **given), want)
+    assert not torch.equal(rounded_to_bfloat16(a), a.float())
+
+
 @settings(deadline=None, max_examples=400)
 @given(rows())
 def test_quantize(drawn):
     value, arguments, _ = drawn
     call = {"input": value, **arguments}
     assert_same(quantize_reference.fp4_quantize(**call), fp4_quantize.results(call))
+
+
+@settings(deadline=None, max_examples=200)
+@given(fp8_rows())
+def test_quantize_fp8(drawn):
+    value, arguments, _ = drawn
+    check("fp8_quantize", {"input": value, **arguments})
 
 
 @settings(deadline=None, max_examples=200)
@@ -98,17 +133,71 @@ def test_rmsnorm(drawn, eps, weight_in_fp32):
     check("rmsnorm_fp4quant_with_norm", call)
 
 
+@settings(deadline=None, max_examples=100)
+@given(rows(), EPS, st.booleans())
+def test_add_rmsnorm_with_norm_both_layouts(drawn, eps, weight_in_fp32):
+    call = norm_call(drawn, eps, weight_in_fp32)
+    del call["scale_layout"]
+    residual = torch.randn(call["input"].shape, generator=drawn[2]).to(call["input"].dtype)
+    check("add_rmsnorm_fp4quant_with_norm_both_layouts", {**call, "residual": residual})
+
+
 @settings(deadline=None, max_examples=200)
 @given(fp8_rows(), EPS, st.booleans())
 def test_rmsnorm_fp8(drawn, eps, weight_in_fp32):
     check("rmsnorm_fp8quant", norm_call(drawn, eps, weight_in_fp32))
 
 
-@settings(deadline=None, max_examples=200)
-@given(rows(parts=2) | fp8_rows(parts=2))
-def test_silu_mul(drawn):
+GATES = st.fixed_dictionaries(
+    {
+        "swiglu_alpha": st.sampled_from([1.0, 1.702, 0.3, -2.0]),
+        "swiglu_beta": st.sampled_from([0.0, 1.0, -0.25]),
+        "swiglu_limit": st.sampled_from([None, 7.0, 0.5, 2.0**-12, 1e39]),
+    }
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(rows(parts=2) | fp8_rows(parts=2), st.just({}) | GATES)
+def test_silu_mul(drawn, gate):
     value, arguments, _ = drawn
-    check("silu_mul_fp8quant" if "granularity" in arguments else "silu_mul_fp4quant", {"input": value, **arguments})
+    name = "silu_mul_fp8quant" if "granularity" in arguments else "silu_mul_fp4quant"
+    check(name, {"input": value, **arguments, **gate})
+
+
+def test_swiglu_by_hand():
+    """Clamped values, the gate from above alone; NaN passes; the reference, and what all gates are compared with."""
+    cases = [  # gate, up, alpha, beta, limit, result
+        (2.0, 3.0, 0.0, 1.0, None, 4.0),
+        (9.0, 9.0, 0.0, 1.0, 7.0, 28.0),
+        (2.0, -9.0, 0.0, 1.0, 7.0, -6.0),
+        (-16.0, 1.0, 0.0, 0.0, 7.0, -8.0),
+        (1.0, 1.0, 1.702, 1.0, 7.0, 2 / (1 + math.exp(-1.702))),
+        (-1.0, 1.0, 1.702, 1.0, 7.0, -2 / (1 + math.exp(1.702))),
+        (math.inf, math.inf, 1.702, 1.0, 7.0, 56 / (1 + math.exp(-1.702 * 7))),
+        (0.0, -math.inf, 1.702, 0.0, 7.0, -0.0),
+        (-math.inf, 1.0, 1.702, 1.0, 7.0, math.nan),
+        (math.nan, 1.0, 1.702, 1.0, 7.0, math.nan),
+        (1.0, math.nan, 1.702, 1.0, 7.0, math.nan),
+        (-1e4, 1.0, 1.0, 1.0, 7.0, -0.0),
+        (-1e30, 1.0, 1e30, 1.0, 7.0, -0.0),
+        (1e30, 0.0, 1e30, 1.0, None, 1e30),
+    ]
+    for gate, up, *parameters, want in cases:
+        pair = torch.tensor([gate, up])
+        independent = torch.from_numpy(spec.swiglu(pair[None].numpy(), *parameters)[0])
+        for got in (silu_mul_rows(pair, *parameters), independent):
+            torch.testing.assert_close(got, torch.tensor([want]), rtol=2.0**-22, atol=0.0, equal_nan=True)
+            assert math.isnan(want) or torch.signbit(got) == (math.copysign(1.0, want) < 0)
+
+
+def test_the_usual_gate_is_silu():
+    """Bit for bit, signs of zero included."""
+    values = torch.cat([torch.randn(1000), torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan])])
+    pairs = torch.cartesian_prod(values[-200:], values[-200:]).t().reshape(-1)
+    gate, up = pairs.chunk(2)
+    silu = gate / (1 + torch.exp(-gate.double()).float())
+    assert_same([silu_mul_rows(pairs)], [silu * up])
 
 
 @settings(deadline=None, max_examples=300)
@@ -125,10 +214,67 @@ def test_add_rows(lead, dtype, kind, other, generator):
     assert_same([added], [want])
 
 
+@st.composite
+def routes(draw):
+    """Ids of experts (M, topk), some of which there are not and some twice in a token, and how rows are laid out."""
+    experts, tokens, topk = draw(st.integers(1, 20)), draw(st.integers(0, 30)), draw(st.integers(1, 16))
+    beyond = draw(st.sampled_from([0, 1, 5]))
+    ids = torch.randint(-beyond, experts + beyond, (tokens, topk), generator=draw(generators()), dtype=torch.int32)
+    alignment, max_rows = draw(st.sampled_from([(1, None), (8, None), (128, None), (128, 1), (128, 7)]))
+    return {"ids": ids, "experts": experts, "alignment": alignment, "max_rows": max_rows}
+
+
+@settings(deadline=None, max_examples=300)
+@given(routes())
+def test_route_ids(call):
+    check("moe_route_ids", call)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 9), st.sampled_from(DTYPES), st.booleans(), st.booleans(), st.booleans(), generators())
+def test_route_dense(tokens, dtype, sigmoid, renormalize, has_factor, generator):
+    """Also bit for bit what the weights and experts of ``moe_route`` say."""
+    experts, topk = 24, 5
+    call = {
+        "logits": torch.randn(tokens, experts, generator=generator).to(dtype),
+        "topk": topk,
+        "bias": torch.randn(experts, generator=generator) if sigmoid else None,
+        "scoring": "sigmoid" if sigmoid else "softmax",
+        "num_groups": 4 if sigmoid else 1,
+        "topk_groups": 2 if sigmoid else 1,
+        "renormalize": renormalize,
+        "scaling_factor": 2.5,
+    }
+    factor = torch.randn(experts, generator=generator) if has_factor else None
+    check("moe_route_dense", {**call, "expert_factor": factor})
+    weights, ids, *_ = OPS["moe_route"].reference(**call)
+    want = torch.zeros(tokens, experts)
+    for m in range(tokens):
+        for weight, expert in zip(weights[m], ids[m].tolist(), strict=True):
+            want[m, expert] = weight if factor is None else weight * factor[expert]
+    dense = importlib.import_module("torch_cute_ops.reference.moe_route_dense")
+    assert_same([dense.moe_route_dense(**call, expert_factor=factor)], [want])
+
+
+def test_routes_by_hand():
+    """An expert twice in a token, and none; in the order of experts and tokens, as many as there is room for."""
+    ids = torch.tensor([[1, -1], [0, 1], [1, 1], [3, 0]], dtype=torch.int32)
+    want = {
+        "alignment": ([[2, -1], [0, 3], [4, 5], [-1, 1]], [2, 7, 0, 3, 4, 5, -1, -1, -1, -1], [0, 2, 6, 6], [2, 4, 0]),
+        "max_rows": ([[3, -1], [0, 4], [5, -1], [-1, 1]], [2, 7, -1, 0, 3, 4, -1, -1, -1], [0, 3, 6, 9], [2, 3, 0]),
+    }
+    for room, places in want.items():
+        got = places_of(ids, 3, **{room: 2 if room == "alignment" else 3})
+        assert [place.tolist() for place in got] == list(map(list, places))
+
+
 def check(name, call):
     """The reference's results are the expected ones."""
     expected = importlib.import_module(f"expected.{name}")
-    expected.assert_results(as_tuple(OPS[name].reference(**call)), expected.results(call), call)
+    function = getattr(importlib.import_module(f"torch_cute_ops.reference.{name}"), name)
+    want = expected.results(call)
+    updated = [call["residual"]] if "residual" in call else []
+    expected.assert_results((*as_tuple(function(**call)), *updated), want, call)
 
 
 # Round trip
@@ -205,12 +351,13 @@ def test_norm_of_a_row_of_equal_values_is_the_weight():
 def test_every_reference_takes_its_ops_arguments():
     for name, op in OPS.items():
         ours = inspect.signature(op.function).parameters
-        for function in (op.reference, op.fake):
-            theirs = inspect.signature(function).parameters
-            assert function.__name__ == name
-            assert [(p.name, p.default) for p in theirs.values()] == [
-                (p.name, p.default) for p in ours.values() if p.name != "out"
-            ]
+        theirs = inspect.signature(op.reference).parameters
+        assert op.reference.__name__ == name
+        passed_on = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        named = [(p.name, p.default) for p in theirs.values() if p.kind not in passed_on]
+        expected = [(p.name, p.default) for p in ours.values() if p.name != "out"]
+        # What is not named is passed on to the reference of the op that has it first.
+        assert named == (expected if len(named) == len(theirs) else expected[: len(named)])
     assert reference.__doc__
 
 

@@ -1,6 +1,6 @@
 """What the formats *are*: element codes, block scales, scale layouts, packing. Plain torch, no kernels."""
 
-from torch_cute_ops.formats.fp4 import MXFP4, NVFP4, FP4Format, resolve_fp4_format
+from torch_cute_ops.formats.fp4 import MXFP4, NVFP4, FP4Format, nvfp4_global_scale, resolve_fp4_format
 from torch_cute_ops.formats.fp8 import (
     FP8_BLOCK128,
     FP8_FORMATS,
@@ -10,7 +10,7 @@ from torch_cute_ops.formats.fp8 import (
     FP8Format,
     resolve_fp8_format,
 )
-from torch_cute_ops.formats.scale_layout import SCALE_LAYOUTS, ScaleLayout, resolve_scale_layout
+from torch_cute_ops.formats.scale_layout import SCALE_LAYOUTS, ScaleLayout, convert_scales, resolve_scale_layout
 
 __all__ = [
     "FP8_BLOCK128",
@@ -24,6 +24,8 @@ __all__ = [
     "FP4Format",
     "FP8Format",
     "ScaleLayout",
+    "convert_scales",
+    "nvfp4_global_scale",
     "resolve_fp4_format",
     "resolve_fp8_format",
     "resolve_scale_layout",

@@ -17,8 +17,8 @@ def rows_bound(tokens: int, topk: int, experts: int, alignment: int) -> int:
     return (pairs + touched * (alignment - 1)) // alignment * alignment
 
 
-def used_rows(rows: int, offsets: torch.Tensor | None, counts: torch.Tensor | None) -> torch.Tensor:
-    """Which of a buffer's rows are some expert's (``rows``,), the others being padding.
+def expert_of_rows(rows: int, offsets: torch.Tensor | None, counts: torch.Tensor | None) -> torch.Tensor:
+    """The expert of each of a buffer's rows (``rows``,); -1 for padding.
 
     Each expert has ``counts`` (E,) rows from ``offsets`` (E + 1,) on; all up to the next offset without ``counts``; and
     an equal share of the buffer without ``offsets``.
@@ -26,13 +26,21 @@ def used_rows(rows: int, offsets: torch.Tensor | None, counts: torch.Tensor | No
     if offsets is None:
         assert counts is not None
         share = rows // counts.shape[0]
-        return (torch.arange(share, device=counts.device) < counts[:, None]).flatten()
-    row = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
-    if counts is None:
-        return (row >= offsets[0]) & (row < offsets[-1])
-    expert = torch.searchsorted(offsets.contiguous(), row, right=True) - 1
-    within = expert.clamp(0, counts.shape[0] - 1)
-    return (expert == within) & (row - offsets[within] < counts[within])
+        begins = torch.arange(counts.shape[0] + 1, dtype=counts.dtype, device=counts.device) * share
+    else:
+        begins = offsets.contiguous()
+    row = torch.arange(rows, dtype=begins.dtype, device=begins.device)
+    expert = torch.searchsorted(begins, row, right=True) - 1
+    within = expert.clamp(0, begins.shape[0] - 2)
+    used = expert == within
+    if counts is not None:
+        used &= row - begins[within] < counts[within]
+    return torch.where(used, expert, -1)
+
+
+def used_rows(rows: int, offsets: torch.Tensor | None, counts: torch.Tensor | None) -> torch.Tensor:
+    """Which of a buffer's rows are some expert's (``rows``,), the others being padding; as for ``expert_of_rows``."""
+    return expert_of_rows(rows, offsets, counts) >= 0
 
 
 def zeroed_rows(tensor: torch.Tensor, used: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,24 @@ class FP4Format:
     scale_dtype: torch.dtype
     has_global_scale: bool
 
+    @property
+    def scale_dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtypes that a scale argument may have."""
+        return (self.scale_dtype,) if self.scale_format == "e4m3" else (self.scale_dtype, torch.float8_e8m0fnu)
+
+    @property
+    def width_multiple(self) -> int:
+        """What the length of a row is a multiple of: whole blocks."""
+        return self.block_size
+
+    def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a GEMM multiplies 16-bit activations of ``dtype`` with a weight of this format.
+
+        Beside MXFP4 it is bfloat16, since block scales exceed float16's range: float16 activations are rounded to
+        nearest even.
+        """
+        return torch.bfloat16 if self.scale_format == "ue8m0" else dtype
+
 
 NVFP4: Final = FP4Format("nvfp4", 16, "e4m3", torch.float8_e4m3fn, has_global_scale=True)
 MXFP4: Final = FP4Format("mxfp4", 32, "ue8m0", torch.uint8, has_global_scale=False)
@@ -56,6 +74,23 @@ def resolve_fp4_format(block_size: int, scale_format: str | None) -> FP4Format:
             "use block_size=16, scale_format='e4m3' (NVFP4) or block_size=32, scale_format='ue8m0' (MXFP4)"
         )
     return fmt
+
+
+def nvfp4_global_scale(amax: torch.Tensor) -> torch.Tensor:
+    """The global scale with which the largest magnitude ``amax`` of a tensor just fits NVFP4: ``448 · 6 / amax``.
+
+    On the device, without synchronising.
+
+    Args:
+        amax: one element of any floating dtype, such as ``x.abs().amax()``.
+
+    Returns:
+        (1,) float32; 1 where ``amax`` is zero or not finite, and finite in any case.
+    """
+    amax = amax.detach().float().reshape(1)
+    # A number divided by a tensor would be rounded twice: torch multiplies with the reciprocal.
+    scale = (torch.full_like(amax, E4M3_MAX * E2M1_MAX) / amax).clamp(max=torch.finfo(torch.float32).max)
+    return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
 
 def pack_e2m1(codes: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""FP8: e4m3 elements under fp32 scales, one for the tensor, for each row (token), or for each 128 elements of a row."""
+"""FP8: e4m3 elements under fp32 scales, one for the tensor, for each row (token), or for each 128 elements of a row.
+
+With blocks, the last block of a row may be short: a row is a multiple of 64 elements (gpt-oss is 2,880 wide).
+"""
 
 from dataclasses import dataclass
 from typing import Final
@@ -20,9 +23,14 @@ class FP8Format:
     block_size: int
     is_static: bool
 
+    @property
+    def width_multiple(self) -> int:
+        """What the length of a row is a multiple of: with blocks, half a block."""
+        return self.block_size // 2 or 1
+
     def scales_per_row(self, width: int) -> int:
         """Scales of a row of ``width`` elements; the one of a tensor counts as each row's."""
-        return width // self.block_size if self.block_size else 1
+        return (width + self.block_size - 1) // self.block_size if self.block_size else 1
 
 
 FP8_TENSOR: Final = FP8Format("tensor", 0, is_static=True)
@@ -32,7 +40,7 @@ FP8_FORMATS: Final = {fmt.granularity: fmt for fmt in (FP8_TENSOR, FP8_TOKEN, FP
 
 ROW: Final = ScaleLayout("row", 0)
 COLUMN: Final = ScaleLayout("column", 0)
-"""Scales of one block of columns side by side: (blocks, rows), as TMA wants them for a product."""
+"""Scales of one block of columns side by side: (blocks, rows), as TMA reads them for a GEMM."""
 FP8_SCALE_LAYOUTS: Final = {layout.name: layout for layout in (ROW, COLUMN)}
 
 

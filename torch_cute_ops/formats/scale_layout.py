@@ -1,7 +1,7 @@
 """Where the scale of (row, block) lies: the linear layout and the tiled ones that block-scaled MMA units read.
 
 A tiled layout cuts the (rows × blocks) scale matrix into tiles of ``tile_rows × 4``, pads it to whole tiles, and stores
-tile after tile. ``128x4`` is the order of cuBLAS's block-scaled products and of ``tcgen05`` (PTX ISA, "scale factor
+tile after tile. ``128x4`` is the order of cuBLAS's block-scaled GEMMs and of ``tcgen05`` (PTX ISA, "scale factor
 layout"); ``8x4`` is its small-row sibling. Padding bytes are zero.
 """
 
@@ -104,3 +104,38 @@ def to_linear(scale: torch.Tensor, layout: ScaleLayout, rows: int, blocks: int) 
         return scale.reshape(rows, blocks)
     raw = scale.reshape(-1).view(torch.uint8)
     return raw[_offsets(layout, rows, blocks, raw.device)].view(scale.dtype)
+
+
+def convert_scales(scale: torch.Tensor, rows: int, k: int, source: str, target: str) -> torch.Tensor:
+    """Block scales of an FP4 matrix, moved from one layout to another.
+
+    Checkpoints hold linear scales, as a rule; the ops expect 128x4 by default.
+
+    Args:
+        scale: scales of a matrix (rows, k) in the layout ``source``, of any shape with as many elements: float8_e4m3fn
+            (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
+        rows: rows of the matrix; of a stack of matrices, such as the weights of experts, of all of them.
+        k: elements of a row.
+        source, target: ``"linear"``, ``"128x4"`` or ``"8x4"``.
+
+    Returns:
+        Scales of the same dtype, padding zero: (rows, k / block size), or tiled (⌈rows/128⌉·128 or ⌈rows/8⌉·8,
+        ⌈k/block size/4⌉·4).
+
+    Raises:
+        ValueError: for an unknown layout, a ``k`` that is not whole blocks, or another number of elements.
+        TypeError: for another dtype.
+    """
+    blocks = {torch.float8_e4m3fn: 16, torch.uint8: 32, torch.float8_e8m0fnu: 32}
+    block_size = blocks.get(scale.dtype)
+    if block_size is None:
+        raise TypeError(f"scale has dtype {scale.dtype}; expected float8_e4m3fn, uint8 or float8_e8m0fnu")
+    if rows < 0 or k < 0 or k % block_size:
+        raise ValueError(f"rows={rows} and k={k}; expected whole blocks of {block_size} elements in each row")
+    before, after = resolve_scale_layout(source), resolve_scale_layout(target)
+    count = before.padded_rows(rows) * before.padded_blocks(k // block_size)
+    if scale.numel() != count:
+        raise ValueError(
+            f"scale has shape {tuple(scale.shape)}; expected {count} elements: {source} scales of {rows} rows of {k}"
+        )
+    return from_linear(to_linear(scale, before, rows, k // block_size), after)

@@ -1,5 +1,7 @@
 """Reference of ``add_rmsnorm_fp4quant``, and the addition that the add_rmsnorm references share."""
 
+from typing import Any
+
 import torch
 
 from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_fp4quant
@@ -11,15 +13,7 @@ def add_rows(input: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
 
 
 def add_rmsnorm_fp4quant(
-    input: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    global_scale: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    block_size: int = 16,
-    scale_format: str | None = None,
-    scale_layout: str = "linear",
+    input: torch.Tensor, residual: torch.Tensor, *rest: Any, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``rmsnorm_fp4quant`` of the updated residual; see the op's docstring."""
-    row = add_rows(input, residual)
-    return rmsnorm_fp4quant(row, weight, global_scale, eps, block_size, scale_format, scale_layout)
+    """``rmsnorm_fp4quant`` of the updated residual, with the other arguments; see the op's docstring."""
+    return rmsnorm_fp4quant(add_rows(input, residual), *rest, **named)

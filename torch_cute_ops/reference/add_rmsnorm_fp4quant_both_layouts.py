@@ -1,22 +1,24 @@
 """Reference of ``add_rmsnorm_fp4quant_both_layouts``."""
 
+from typing import Any
+
 import torch
 
 from torch_cute_ops.formats import resolve_scale_layout
 from torch_cute_ops.formats.scale_layout import from_linear
-from torch_cute_ops.reference.add_rmsnorm_fp4quant import add_rmsnorm_fp4quant
+from torch_cute_ops.reference.add_rmsnorm_fp4quant_with_norm import add_rmsnorm_fp4quant_with_norm
+
+
+def both_layouts(
+    input: torch.Tensor, residual: torch.Tensor, *rest: Any, **named: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``y``, its scales in the 128x4 and in the linear layout, and ``norm`` of ``add_rmsnorm_fp4quant_with_norm``."""
+    y, linear, norm = add_rmsnorm_fp4quant_with_norm(input, residual, *rest, **named, scale_layout="linear")
+    return y, from_linear(linear.reshape(-1, linear.shape[-1]), resolve_scale_layout("128x4")), linear, norm
 
 
 def add_rmsnorm_fp4quant_both_layouts(
-    input: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    global_scale: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    block_size: int = 16,
-    scale_format: str | None = None,
+    input: torch.Tensor, residual: torch.Tensor, *rest: Any, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As ``add_rmsnorm_fp4quant``, with the scales in both layouts; see the op's docstring."""
-    y, linear = add_rmsnorm_fp4quant(input, residual, weight, global_scale, eps, block_size, scale_format, "linear")
-    tiled = from_linear(linear.reshape(-1, linear.shape[-1]), resolve_scale_layout("128x4"))
-    return y, tiled, linear
+    """``add_rmsnorm_fp4quant`` with the scales in both layouts; see the op's docstring."""
+    return both_layouts(input, residual, *rest, **named)[:3]

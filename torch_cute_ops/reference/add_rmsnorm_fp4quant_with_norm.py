@@ -1,5 +1,7 @@
 """Reference of ``add_rmsnorm_fp4quant_with_norm``."""
 
+from typing import Any
+
 import torch
 
 from torch_cute_ops.reference.add_rmsnorm_fp4quant import add_rows
@@ -7,15 +9,7 @@ from torch_cute_ops.reference.rmsnorm_fp4quant_with_norm import rmsnorm_fp4quant
 
 
 def add_rmsnorm_fp4quant_with_norm(
-    input: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    global_scale: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    block_size: int = 16,
-    scale_format: str | None = None,
-    scale_layout: str = "linear",
+    input: torch.Tensor, residual: torch.Tensor, *rest: Any, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``rmsnorm_fp4quant_with_norm`` of the updated residual; see the op's docstring."""
-    row = add_rows(input, residual)
-    return rmsnorm_fp4quant_with_norm(row, weight, global_scale, eps, block_size, scale_format, scale_layout)
+    """``rmsnorm_fp4quant_with_norm`` of the updated residual, with the other arguments; see the op's docstring."""
+    return rmsnorm_fp4quant_with_norm(add_rows(input, residual), *rest, **named)

@@ -1,5 +1,7 @@
 """Reference of ``add_rmsnorm_fp8quant``."""
 
+from typing import Any
+
 import torch
 
 from torch_cute_ops.reference.add_rmsnorm_fp4quant import add_rows
@@ -7,13 +9,7 @@ from torch_cute_ops.reference.rmsnorm_fp8quant import rmsnorm_fp8quant
 
 
 def add_rmsnorm_fp8quant(
-    input: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    granularity: str = "token",
-    scale_layout: str = "row",
+    input: torch.Tensor, residual: torch.Tensor, *rest: Any, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``rmsnorm_fp8quant`` of the updated residual; see the op's docstring."""
-    return rmsnorm_fp8quant(add_rows(input, residual), weight, scale, eps, granularity, scale_layout)
+    """``rmsnorm_fp8quant`` of the updated residual, with the other arguments; see the op's docstring."""
+    return rmsnorm_fp8quant(add_rows(input, residual), *rest, **named)

@@ -13,15 +13,15 @@ def fp4_dequantize(
     global_scale: torch.Tensor | None = None,
     block_size: int = 16,
     scale_format: str | None = None,
-    scale_layout: str = "linear",
-    out_dtype: torch.dtype = torch.bfloat16,
+    scale_layout: str = "128x4",
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The values (..., K) of packed codes ``y`` (..., K/2); see the op's docstring."""
     fmt = resolve_fp4_format(block_size, scale_format)
     value = decode_rows(y, scale, fmt, resolve_scale_layout(scale_layout))
     if global_scale is not None:
         value = value / global_scale.reshape(())
-    return value.to(out_dtype)
+    return value.to(out_dtype or torch.bfloat16)
 
 
 def decode_rows(y: torch.Tensor, scale: torch.Tensor, fmt: FP4Format, layout: ScaleLayout) -> torch.Tensor:

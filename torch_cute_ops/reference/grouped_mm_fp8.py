@@ -1,11 +1,12 @@
 """Reference of ``grouped_mm_fp8``."""
 
-import itertools
+import inspect
+from typing import Any
 
 import torch
 
-from torch_cute_ops.formats.experts import used_rows, zeroed_rows
-from torch_cute_ops.reference.mm_fp8_block import block_product
+from torch_cute_ops.formats.experts import expert_of_rows, used_rows, zeroed_rows
+from torch_cute_ops.reference.mm_fp8_block import mm_fp8_block
 
 
 def grouped_mm_fp8(
@@ -15,43 +16,33 @@ def grouped_mm_fp8(
     b_scale: torch.Tensor,
     offsets: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
+    alpha: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
 ) -> torch.Tensor:
-    """Each expert's rows times its weight, in ``out_dtype``; zero in rows that no expert has. See the op's docstring.
-
-    What an expert's product is, ``block_product`` tells.
-    """
+    """``mm_fp8_block`` of each expert's rows, with its ``alpha`` and bias; zero in other rows; see
+    the op's docstring."""
+    dtype = out_dtype or torch.bfloat16
     experts, n, k = b.shape
     rows = a.reshape(-1, k)
-    scales = a_scale.reshape(k // 128, -1)
-    out = rows.new_zeros((len(rows), n), dtype=out_dtype)
-    for expert, of_expert in enumerate(row_ranges(len(rows), experts, offsets, counts)):
-        out[of_expert] = block_product(rows[of_expert], b[expert], scales[:, of_expert], b_scale[expert]).to(out_dtype)
+    scales = a_scale.reshape(a_scale.shape[0], -1)
+    out = rows.new_zeros((len(rows), n), dtype=dtype)
+    owner = expert_of_rows(len(rows), offsets, counts)
+    for expert in range(experts):
+        is_own = owner == expert
+        # A GPU computes all rows: which are the expert's would have to be waited for.
+        some = slice(None) if is_own.is_cuda else is_own
+        factor = alpha if alpha is None or alpha.numel() == 1 else alpha[expert]
+        added = None if bias is None else bias[expert]
+        result = mm_fp8_block(rows[some], b[expert].t(), scales[:, some], b_scale[expert], factor, added, dtype)
+        out[some] = torch.where(is_own[some, None], result, out[some])
     return out.view(*a.shape[:-1], n)
 
 
-def defined(
-    outputs: tuple[torch.Tensor, ...],
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    offsets: torch.Tensor | None = None,
-    counts: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> tuple[torch.Tensor, ...]:
+def defined(outputs: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
     """The result with zeros in rows that no expert has."""
     (out,) = outputs
-    used = used_rows(out.shape[:-1].numel(), offsets, counts).view(out.shape[:-1])
+    given = inspect.signature(grouped_mm_fp8).bind(*args, **kwargs).arguments
+    used = used_rows(out.shape[:-1].numel(), given.get("offsets"), given.get("counts")).view(out.shape[:-1])
     return (zeroed_rows(out, used[..., None]),)
-
-
-def row_ranges(rows: int, experts: int, offsets: torch.Tensor | None, counts: torch.Tensor | None) -> list[slice]:
-    """The rows of each expert, of a buffer of ``rows``, read from the device. Counts are cut to the room there is."""
-    shares = [expert * (rows // experts) for expert in range(experts + 1)]
-    begins = shares if offsets is None else offsets.tolist()
-    rooms = [slice(begin, max(begin, end)) for begin, end in itertools.pairwise(begins)]
-    if counts is None:
-        return rooms
-    cut = [max(0, min(count, room.stop - room.start)) for count, room in zip(counts.tolist(), rooms, strict=True)]
-    return [slice(room.start, room.start + count) for room, count in zip(rooms, cut, strict=True)]

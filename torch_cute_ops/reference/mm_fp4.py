@@ -1,4 +1,6 @@
-"""Reference of ``mm_fp4``."""
+"""Reference of ``mm_fp4``, and what the references of GEMMs share."""
+
+from typing import Any
 
 import torch
 
@@ -10,45 +12,81 @@ from torch_cute_ops.reference.fp4_dequantize import decode_rows
 def mm_fp4(
     a: torch.Tensor,
     b: torch.Tensor,
-    a_scale: torch.Tensor,
+    a_scale: torch.Tensor | None,
     b_scale: torch.Tensor,
     alpha: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    block_size: int = 16,
-    scale_format: str | None = None,
-    scale_layout: str = "128x4",
-    backend: str = "auto",
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *rest: Any,
+    **named: Any,
 ) -> torch.Tensor:
-    """``alpha · a @ b`` of packed operands, (M, N) in ``out_dtype``; see the op's docstring."""
-    fmt, layout = resolve_fp4_format(block_size, scale_format), resolve_scale_layout(scale_layout)
-    return product(a, a_scale, b.t(), b_scale, alpha, out_dtype, fmt, layout, weight_layout(layout))
+    """``alpha · a @ b + bias``, (M, N) in ``out_dtype``; see the op's docstring. 16-bit activations have no scales."""
+    dtype = out_dtype or default_dtype(a, a_scale)
+    return fp4_gemm(a, a_scale, b.t(), b_scale, alpha, bias, dtype, *formats_of(*rest, **named))
 
 
-def product(
+def formats_of(
+    block_size: int = 16, scale_format: str | None = None, scale_layout: str = "128x4", backend: str = "auto"
+) -> tuple[FP4Format, ScaleLayout, ScaleLayout]:
+    """The format of both operands, and the scale layouts of the activations and of the weight."""
+    layout = resolve_scale_layout(scale_layout)
+    return resolve_fp4_format(block_size, scale_format), layout, weight_layout(layout)
+
+
+def default_dtype(a: torch.Tensor, a_scale: torch.Tensor | None) -> torch.dtype:
+    """The dtype of a result that is given none: that of 16-bit activations, which have no scales, or bfloat16."""
+    return a.dtype if a_scale is None else torch.bfloat16
+
+
+def fp4_gemm(
     a: torch.Tensor,
     a_scale: torch.Tensor | None,
     b: torch.Tensor,
     b_scale: torch.Tensor,
     alpha: torch.Tensor | None,
+    bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     fmt: FP4Format,
     a_layout: ScaleLayout | None,
-    b_layout: ScaleLayout,
+    b_layout: ScaleLayout | None,
 ) -> torch.Tensor:
-    """``alpha · a @ b.T`` of codes (rows, K/2), or of numbers ``a`` (M, K) that have no scales.
+    """``alpha · a @ b.T + bias`` of codes (rows, K/2), or of numbers ``a`` (M, K) that have no scales.
 
     Summed in float64 and rounded to float32, which any order of the sum leaves the same but where large terms cancel;
-    then multiplied by ``alpha`` in float32, and rounded to ``out_dtype``.
+    then ``finished``.
     """
-    left = a.double() if a_scale is None or a_layout is None else decode_rows(a, a_scale, fmt, a_layout).double()
-    total = row_sums(left, decode_rows(b, b_scale, fmt, b_layout).double()).float()
-    return (total if alpha is None else total * alpha.reshape(())).to(out_dtype)
+    assert b_layout is not None
+    total = row_sums(activations(a, a_scale, fmt, a_layout), decode_rows(b, b_scale, fmt, b_layout).double()).float()
+    return finished(total, alpha, bias, out_dtype)
+
+
+def activations(
+    a: torch.Tensor, a_scale: torch.Tensor | None, fmt: FP4Format, layout: ScaleLayout | None
+) -> torch.Tensor:
+    """The numbers (M, K) in float64 that are multiplied with an FP4 weight in ``fmt``.
+
+    16-bit activations are rounded to ``FP4Format.operand_dtype`` first.
+    """
+    if a_scale is not None and layout is not None:
+        return decode_rows(a, a_scale, fmt, layout).double()
+    return a.to(fmt.operand_dtype(a.dtype)).double()
+
+
+def finished(
+    total: torch.Tensor, alpha: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """fp32 sums (M, N), times ``alpha``, plus ``bias``, with a rounding each, and rounded to the dtype."""
+    if alpha is not None:
+        total = total * (alpha.reshape(()) if alpha.numel() == 1 else alpha)
+    if bias is not None:
+        total = total + bias.float()
+    return total.to(out_dtype)
 
 
 def row_sums(left: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``left @ weight.T`` of float64 matrices (M, K) and (N, K)."""
     total = left.new_empty(len(left), len(weight))
-    # Row by row: a matrix product may add up in an order that depends on the number of rows.
+    # Row by row: torch.mm may add up in an order that depends on the number of rows.
     for row, sums in zip(left, total, strict=True):
         torch.mv(weight, row, out=sums)
     return total

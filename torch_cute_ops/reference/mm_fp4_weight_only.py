@@ -1,22 +1,14 @@
 """Reference of ``mm_fp4_weight_only``."""
 
+from typing import Any
+
 import torch
 
-from torch_cute_ops.formats import resolve_fp4_format, resolve_scale_layout
-from torch_cute_ops.reference.mm_fp4 import product
+from torch_cute_ops.reference.mm_fp4 import mm_fp4
 
 
 def mm_fp4_weight_only(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    alpha: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    block_size: int = 16,
-    scale_format: str | None = None,
-    scale_layout: str = "128x4",
-    backend: str = "auto",
+    a: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, *rest: Any, **named: Any
 ) -> torch.Tensor:
-    """``alpha · a @ b``, (M, N) in ``out_dtype`` or the dtype of ``a``; see the op's docstring."""
-    fmt, layout = resolve_fp4_format(block_size, scale_format), resolve_scale_layout(scale_layout)
-    return product(a, None, b.t(), b_scale, alpha, out_dtype or a.dtype, fmt, None, layout)
+    """``mm_fp4`` of 16-bit activations, with the other arguments; see the op's docstring."""
+    return mm_fp4(a, b, None, b_scale, *rest, **named)

@@ -1,23 +1,14 @@
 """Reference of ``moe_fc2_fp4_weight_only``."""
 
+from typing import Any
+
 import torch
 
-from torch_cute_ops.formats import resolve_fp4_format, resolve_scale_layout
-from torch_cute_ops.reference.moe_fc2_fp4 import expert_product
+from torch_cute_ops.reference.moe_fc2_fp4 import moe_fc2_fp4
 
 
 def moe_fc2_fp4_weight_only(
-    a: torch.Tensor,
-    w: torch.Tensor,
-    w_scale: torch.Tensor,
-    alpha: torch.Tensor,
-    out_dtype: torch.dtype | None = None,
-    block_size: int = 16,
-    scale_format: str | None = None,
-    scale_layout: str = "128x4",
-    backend: str = "auto",
+    a: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, *rest: Any, **named: Any
 ) -> torch.Tensor:
-    """The experts' products, weighted with ``alpha`` and added up, (M, N) in ``out_dtype`` or the dtype of ``a``; see
-    the op's docstring."""
-    fmt, layout = resolve_fp4_format(block_size, scale_format), resolve_scale_layout(scale_layout)
-    return expert_product(a, None, w, w_scale, alpha, out_dtype or a.dtype, fmt, None, layout)
+    """``moe_fc2_fp4`` of 16-bit activations, with the other arguments; see the op's docstring."""
+    return moe_fc2_fp4(a, w, None, w_scale, *rest, **named)

@@ -5,7 +5,7 @@ import torch
 from torch_cute_ops.formats import FP8_BLOCK128
 from torch_cute_ops.formats.experts import zeroed_rows
 from torch_cute_ops.formats.fp8 import COLUMN
-from torch_cute_ops.reference.rmsnorm_fp8quant import quantize_fp8_rows
+from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
 
 
 def moe_permute_fp8quant(

@@ -1,4 +1,4 @@
-"""Reference of ``moe_route``."""
+"""Reference of ``moe_route``, and its two halves: the choice of experts, and the order of rows."""
 
 import torch
 
@@ -20,6 +20,23 @@ def moe_route(
     max_rows: int | None = None,
 ) -> Outputs:
     """Experts, weights and places of the tokens with these ``logits`` (M, E); see the op's docstring."""
+    scoring_arguments = (bias, scoring, num_groups, topk_groups, renormalize, scaling_factor)
+    weights, chosen = choose_experts(logits, topk, *scoring_arguments)
+    places = places_of(chosen, logits.shape[1], alignment, max_rows)
+    return weights, chosen.to(torch.int32, memory_format=torch.contiguous_format), *places
+
+
+def choose_experts(
+    logits: torch.Tensor,
+    topk: int,
+    bias: torch.Tensor | None,
+    scoring: str,
+    num_groups: int,
+    topk_groups: int,
+    renormalize: bool,
+    scaling_factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights (M, topk) fp32 and experts (M, topk) int64 of the tokens with these ``logits`` (M, E)."""
     # In float64, rounded: torch's functions of fp32 depend in the last bit on where in a vector an element is.
     value = logits.double()
     if scoring == "softmax":
@@ -39,8 +56,7 @@ def moe_route(
         weights = weights / (weights.sum(1, keepdim=True) + (0.0 if scoring == "softmax" else 1e-20))
     elif scoring == "softmax":
         weights = weights / score.sum(1, keepdim=True)
-    places = places_of(chosen, logits.shape[1], alignment, max_rows)
-    return (weights * scaling_factor).float(), chosen.to(torch.int32, memory_format=torch.contiguous_format), *places
+    return (weights * scaling_factor).float(), chosen
 
 
 def best_first(values: torch.Tensor, left_out: torch.Tensor | None = None) -> torch.Tensor:
@@ -59,14 +75,20 @@ def _or_least(values: torch.Tensor) -> torch.Tensor:
 def places_of(
     ids: torch.Tensor, experts: int, alignment: int = 128, max_rows: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``expanded_to_permuted``, ``permuted_to_expanded``, ``offsets`` and ``counts`` of tokens with these experts."""
+    """``expanded_to_permuted``, ``permuted_to_expanded``, ``offsets`` and ``counts`` of tokens with these experts.
+
+    A pair whose expert is not one of ``experts`` has no row, and is counted nowhere.
+    """
     tokens, topk = ids.shape
     flat = ids.flatten().long()
-    counts = torch.zeros(experts, dtype=torch.int64, device=ids.device).index_add_(0, flat, torch.ones_like(flat))
+    # Pairs without an expert are those of one more, which has no rows.
+    flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
+    pairs = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device).index_add_(0, flat, torch.ones_like(flat))
     # The pairs in the order of their experts, and of the tokens; and where each is among its expert's.
     order = flat.argsort(stable=True)
     expert = flat[order]
-    rank = torch.arange(len(flat), device=ids.device) - (counts.cumsum(0) - counts)[expert]
+    rank = torch.arange(len(flat), device=ids.device) - (pairs.cumsum(0) - pairs)[expert]
+    counts = pairs[:experts]
     if max_rows is None:
         rows = rows_bound(tokens, topk, experts, alignment)
         ends = ((counts + alignment - 1) // alignment * alignment).cumsum(0)
@@ -75,10 +97,11 @@ def places_of(
         rows = experts * max_rows
         offsets = torch.arange(experts + 1, device=ids.device) * max_rows
         counts = counts.clamp(max=max_rows)
-    row = torch.where(rank < counts[expert], offsets[expert] + rank, -1)
+    row = torch.where(rank < torch.nn.functional.pad(counts, (0, 1))[expert], offsets[expert] + rank, -1)
     expanded = torch.empty_like(row).scatter_(0, order, row)
-    # The last place is for pairs that are dropped.
+    # The last place is for pairs that have no row.
     permuted = torch.full((rows + 1,), -1, device=ids.device).scatter_(0, torch.where(row < 0, rows, row), order)
-    tensors = (expanded.view(tokens, topk), permuted[:rows], offsets, counts)
+    permuted = permuted[:rows]
+    tensors = (expanded.view(tokens, topk), permuted, offsets, counts)
     expanded, permuted, offsets, counts = (tensor.to(torch.int32) for tensor in tensors)
     return expanded, permuted, offsets, counts

@@ -1,20 +1,28 @@
 """Reference of ``moe_swiglu_fp8quant``."""
 
+from typing import Any
+
 import torch
 
 from torch_cute_ops.formats import FP8_BLOCK128
 from torch_cute_ops.formats.experts import used_rows, zeroed_rows
 from torch_cute_ops.formats.fp8 import COLUMN
-from torch_cute_ops.reference.rmsnorm_fp8quant import quantize_fp8_rows
+from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 
 
 def moe_swiglu_fp8quant(
-    input: torch.Tensor, offsets: torch.Tensor | None = None, counts: torch.Tensor | None = None
+    input: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+    *gate: Any,
+    **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``silu_mul_rows`` of ``input`` (..., 2I) in FP8, with zeros for rows of padding; see the op's docstring."""
+    """``silu_mul_rows`` of ``input`` (..., 2I), with the other arguments, in FP8, with zeros for rows of padding; see
+    the op's docstring."""
     lead = input.shape[:-1]
-    y, scale = quantize_fp8_rows(silu_mul_rows(input).flatten(0, -2), FP8_BLOCK128, None, COLUMN)
+    value = silu_mul_rows(input, *gate, **named)
+    y, scale = quantize_fp8_rows(value.flatten(0, -2), FP8_BLOCK128, None, COLUMN)
     used = used_rows(lead.numel(), offsets, counts)
     y, scale = zeroed_rows(y, used[:, None]), zeroed_rows(scale, used)
     return y.view(*lead, y.shape[-1]), scale.view(len(scale), *lead)
@@ -25,6 +33,8 @@ def defined(
     input: torch.Tensor,
     offsets: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
+    *rest: Any,
+    **named: Any,
 ) -> tuple[torch.Tensor, ...]:
     """The outputs with zeros for rows of padding."""
     lead = input.shape[:-1]

@@ -1,12 +1,14 @@
 """Reference of ``rmsnorm_fp4quant``, and the row normalisation that the norm references share."""
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
-from torch_cute_ops.formats import resolve_fp4_format
-from torch_cute_ops.reference.fp4_quantize import quantize_rows
+from torch_cute_ops.reference.fp4_quantize import fp4_quantize
 
 
-def rmsnorm_rows(input: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rmsnorm_rows(input: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``v · 1/sqrt(mean(v²) + eps) · weight`` over the last dimension, in fp32 and not rounded further.
 
     Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), eq. 4.
@@ -18,14 +20,7 @@ def rmsnorm_rows(input: torch.Tensor, weight: torch.Tensor, eps: float) -> torch
 
 
 def rmsnorm_fp4quant(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    global_scale: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    block_size: int = 16,
-    scale_format: str | None = None,
-    scale_layout: str = "linear",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm of ``input`` (..., H) as FP4 blocks; see the op's docstring."""
-    fmt = resolve_fp4_format(block_size, scale_format)
-    return quantize_rows(rmsnorm_rows(input, weight, eps), fmt, global_scale, scale_layout)
+    input: Tensor, weight: Tensor, global_scale: Tensor | None = None, eps: float = 1e-6, *rest: Any, **named: Any
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of ``input`` (..., H), and ``fp4_quantize`` of it with the other arguments; see the op's docstring."""
+    return fp4_quantize(rmsnorm_rows(input, weight, eps), global_scale, *rest, **named)

@@ -1,45 +1,15 @@
-"""Reference of ``rmsnorm_fp8quant``, and the quantisation that every FP8-producing reference shares."""
+"""Reference of ``rmsnorm_fp8quant``."""
 
-import torch
+from typing import Any
 
-from torch_cute_ops.formats import FP8Format, ScaleLayout, resolve_fp8_format
-from torch_cute_ops.formats.fp4 import E4M3_MAX, encode_e4m3
-from torch_cute_ops.formats.fp8 import COLUMN
+from torch import Tensor
+
+from torch_cute_ops.reference.fp8_quantize import fp8_quantize
 from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
 
 
-def quantize_fp8_rows(
-    value: torch.Tensor, fmt: FP8Format, scale: torch.Tensor | None, layout: ScaleLayout
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise fp32 rows (..., K): codes (..., K) and scales; ``scale`` is that of a static format."""
-    if scale is not None:
-        return _packed(encode_e4m3(value / scale.reshape(()))), scale.reshape(1).clone()
-    blocks = value.unflatten(-1, (-1, fmt.block_size or value.shape[-1]))
-    amax = blocks.abs().amax(-1)
-    # By a tensor: a GPU divides by a Python number through its reciprocal.
-    block_scale = amax / torch.full_like(amax, E4M3_MAX)
-    # A block without a finite, nonzero scale stores zeros: no sign, no NaN.
-    live = amax.isfinite() & (block_scale != 0)
-    y = encode_e4m3(torch.where(live.unsqueeze(-1), blocks / block_scale.unsqueeze(-1), 0.0)).flatten(-2)
-    stored = torch.where(amax.isfinite(), block_scale, torch.nan)
-    if layout == COLUMN:
-        stored = stored.reshape(-1, stored.shape[-1]).t()
-    return _packed(y), _packed(stored)
-
-
-def _packed(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the strides of a new tensor, also where an extent is 1."""
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
 def rmsnorm_fp8quant(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    granularity: str = "token",
-    scale_layout: str = "row",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm of ``input`` (..., H) in FP8; see the op's docstring."""
-    fmt, layout = resolve_fp8_format(granularity, scale_layout)
-    return quantize_fp8_rows(rmsnorm_rows(input, weight, eps), fmt, scale, layout)
+    input: Tensor, weight: Tensor, scale: Tensor | None = None, eps: float = 1e-6, *rest: Any, **named: Any
+) -> tuple[Tensor, Tensor]:
+    """RMSNorm of ``input`` (..., H), and ``fp8_quantize`` of it with the other arguments; see the op's docstring."""
+    return fp8_quantize(rmsnorm_rows(input, weight, eps), scale, *rest, **named)

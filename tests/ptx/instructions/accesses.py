@@ -28,12 +28,17 @@ def split_space(parts: list[str]) -> tuple[str, list[str]]:
     return {"const": "global", "param::entry": "param"}.get(space, space), rest
 
 
-@effect("ld ldu")
-def _ld(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+def _parsed(ins: Instruction, parts: list[str], operand: int) -> tuple[str, Any, tuple[Any, ...]]:
+    """The state space of an access, its type, and the registers or numbers that this operand, maybe a vector, has."""
     space, parts = split_space(parts)
     _, (type,) = modifiers(ins, parts, _ACCESS)
-    first = ins.operands[0]
-    items = first.items if isinstance(first, Vec) else (first,)
+    values = ins.operands[operand]
+    return space, type, values.items if isinstance(values, Vec) else (values,)
+
+
+@effect("ld ldu")
+def _ld(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    space, type, items = _parsed(ins, parts, 0)
     width = type.bits // 8
     targets = [d.target(item, type) for item in items]
     if space == "param":
@@ -57,10 +62,7 @@ def _ld_param(d: Decoder, ins: Instruction, targets: list[Target | None], width:
 
 @effect("st")
 def _st(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    space, parts = split_space(parts)
-    _, (type,) = modifiers(ins, parts, _ACCESS)
-    value = ins.operands[1]
-    items = value.items if isinstance(value, Vec) else (value,)
+    space, type, items = _parsed(ins, parts, 1)
     bits = TYPES[f"b{type.bits}"]
     machine, width = d.machine, type.bits // 8
     sources = [d.source(item, type if isinstance(item, Imm) else bits) for item in items]

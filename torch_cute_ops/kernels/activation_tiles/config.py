@@ -1,42 +1,41 @@
-"""How a kernel that arranges activations is built: no device code."""
+"""Configuration of the kernel that rearranges activations: no device code."""
 
 from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
-import torch
+from torch_cute_ops.kernels.common.activation_layout import ActivationLayout
 
-from torch_cute_ops.formats import FP4Format, ScaleLayout
+THREADS: Final = 128
 
-CHUNK = 256
-"""Elements of k that are put in order together; products over experts may have half of it."""
-TILE_TOKENS = 8
-TILE_LINE = 128
-"""Bytes of a token in a tile."""
-TILE_BYTES = TILE_TOKENS * TILE_LINE
-"""Of a tile of 8 tokens x 64 positions of 16 bits."""
-THREADS = 128
+
+class Arguments(NamedTuple):
+    """The run-time arguments, in order, for M tokens of K elements.
+
+    Attributes:
+        a: (M, K) bfloat16 or float16, or (M, K/2) uint8, codes.
+        scale: scales of codes, (M, K/B) or, tiled, (rows, blocks) padded to whole tiles; e4m3, or uint8 for ue8m0.
+            ``None`` for 16-bit activations.
+        tiles: uint8, written: for each chunk of k the tokens, M rounded up to a multiple of 8 or more, of
+            ``Config.token_bytes`` each.
+        flags: int32, any number of them, set to 0.
+        alpha: (M, experts) float32, any strides, or ``None``.
+        factors: (tokens of a tile, experts, tiles) float32, where ``alpha`` is copied to, or ``None``.
+    """
+
+    a: Any
+    scale: Any
+    tiles: Any
+    flags: Any
+    alpha: Any
+    factors: Any
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ActivationLayout):
     """Everything static about a kernel.
 
     Attributes:
-        dtype: of what is written: bfloat16 or float16; and of the activations, if they are not in FP4.
-        fmt: format of the weights, and of activations in FP4.
-        layout: scale layout of activations in FP4; ``None``: they are of 16 bits.
-        by_warp: whether they are for products of warps, not of warpgroups.
-        chunk: elements of k of a chunk.
         pdl: whether launches are programmatic dependent launches.
     """
 
-    dtype: torch.dtype
-    fmt: FP4Format
-    layout: ScaleLayout | None
-    by_warp: bool
-    chunk: int
     pdl: bool
-
-    @property
-    def token_bytes(self) -> int:
-        """Of a token's part of a chunk."""
-        return self.chunk * self.dtype.itemsize

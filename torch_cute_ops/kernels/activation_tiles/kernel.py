@@ -1,12 +1,14 @@
-"""The device code; ``kernels.common.activations`` tells the layout."""
+"""The device code; ``kernels.common.activations`` describes the layout."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from torch_cute_ops.kernels.activation_tiles.config import THREADS, TILE_BYTES, TILE_TOKENS, Config
+from torch_cute_ops.kernels.activation_tiles.config import THREADS, Arguments, Config
 from torch_cute_ops.kernels.common import pdl
+from torch_cute_ops.kernels.common.activation_layout import TILE_BYTES, TILE_TOKENS
 from torch_cute_ops.kernels.common.activations import Activations
-from torch_cute_ops.runtime.argspec import Argument, Dim, TensorArg
+from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
+from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
 class ActivationTilesKernel:
@@ -16,17 +18,32 @@ class ActivationTilesKernel:
         self.config = config
         self.activations = Activations(config)
 
-    def arguments(self) -> tuple[Argument, ...]:
-        tiles = TensorArg("Uint8", (Dim("tile_bytes", TILE_BYTES, bits=64),), (1,), align=16)
-        return *self.activations.arguments(), tiles, TensorArg("Int32", (Dim("flags"),), (1,), align=4), None, None
+    def arguments(self) -> Arguments:
+        a, scale = self.activations.arguments()
+        return Arguments(
+            a=a,
+            scale=scale,
+            tiles=TensorArg("Uint8", (Dim("tile_bytes", TILE_BYTES, bits=64),), (1,), align=16),
+            flags=TensorArg("Int32", (Dim("flags"),), (1,), align=4),
+            alpha=None,
+            factors=None,
+        )
 
     @cute.jit
     def __call__(self, a, scale, tiles, flags, alpha, factors, stream):
-        """Put ``a`` in order in ``tiles`` and set ``flags`` to zero. If there is an ``alpha`` (M, experts), put it into
-        ``factors`` (tokens, experts, tiles), zero for tokens that do not exist."""
+        ctas = ctas_unless_overlapping(self.ctas(a), (tiles, flags, factors), (a, scale, alpha))
+        self.launch(ctas, a, scale, tiles, flags, alpha, factors, stream)
+
+    def ctas(self, a):
+        """CTAs for these activations."""
         chunks = cute.ceil_div(self.activations.width(a), self.config.chunk)
+        return cute.ceil_div(a.shape[0] * chunks * self.activations.pieces, THREADS)
+
+    @cute.jit
+    def launch(self, ctas, a, scale, tiles, flags, alpha, factors, stream):
+        """The launch alone, for a GEMM that guards against overlaps itself: ``ctas`` are none where it found one."""
         self.kernel(a, scale, tiles, flags, alpha, factors).launch(
-            grid=[cute.ceil_div(a.shape[0] * chunks * self.activations.pieces, THREADS), 1, 1],
+            grid=[ctas, 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
             use_pdl=self.config.pdl,
@@ -37,26 +54,27 @@ class ActivationTilesKernel:
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        me = cta * THREADS + tid
+        thread = cta * THREADS + tid
         chunks = cute.ceil_div(self.activations.width(a), self.config.chunk)
         group_bytes = TILE_TOKENS * self.config.token_bytes  # of a chunk
         groups = tiles.shape[0] // (Int64(chunks) * group_bytes)
-        # What comes next may read its weight already.
+        # The next kernel may start to read its weight.
         pdl.start(self.config.pdl)
-        for i in range(me, flags.shape[0], ctas * THREADS):
+        for i in range(thread, flags.shape[0], ctas * THREADS):
             flags[i] = Int32(0)
         if const_expr(alpha is not None):
             tokens, experts, _ = factors.shape
-            for i in range(me, cute.size(factors), ctas * THREADS):
+            for i in range(thread, cute.size(factors), ctas * THREADS):
                 expert, token = i % experts, i // experts
+                # Zero for tokens that do not exist
                 value = Float32(0.0)
                 if token < alpha.shape[0]:
                     value = alpha[token, expert]
                 factors[token % tokens, expert, token // tokens] = value
-        if me < a.shape[0] * chunks * self.activations.pieces:
+        if thread < a.shape[0] * chunks * self.activations.pieces:
             pieces = self.activations.pieces
-            piece, chunk, token = me % pieces, me // pieces % chunks, me // pieces // chunks
+            piece, chunk, token = thread % pieces, thread // pieces % chunks, thread // pieces // chunks
             base = tiles.iterator + cute.assume(chunk * groups * group_bytes, divby=TILE_BYTES)
             start = chunk * self.config.chunk
             words = self.activations.read(a, scale, token, start, self.activations.width(a) - start, piece)
-            self.activations.order(words, groups, piece, token, base)
+            self.activations.store(words, groups, piece, token, base)

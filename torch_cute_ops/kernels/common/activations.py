@@ -1,22 +1,23 @@
-"""Activations as tensor cores take them beside an FP4 weight: decoded if they are in FP4, in the weight's order of k.
+"""Activations rearranged for MMAs with an FP4 weight: in the weight's order of k, and decoded if they are in FP4.
 
-A lane of the product reads codes of the weight as they lie, and decodes eight at a time into pairs (see
-``kernels.common.fp4_weights``); so its k is in another order, and the activations are put into the same. Of a chunk of
-256 elements of k (or 128) the quarter ``q`` goes to lane ``q`` of a quad. A *piece* is eight elements of each quarter,
-and two k16 steps:
+A lane reads the weight's codes as they lie in memory and decodes eight at a time into pairs (``kernels.common.
+fp4_weights``). So its elements of k come in another order, and the activations are brought into the same. Of a chunk of
+256 elements of k (or 128), quarter ``q`` belongs to lane ``q`` of a quad. A *piece* is eight elements of each quarter,
+which two k16 steps of an MMA take:
 
     step = 2 · piece + (half of the decoded word),    position in the step = 8 · h + 2 · q + e
 
-for element ``e`` of pair ``h``. What is beyond k is zero.
+for element ``e`` of pair ``h``. Elements from K on are zero.
 
-For a product of warpgroups what is written are the very bytes of shared memory: tiles of 8 tokens x 64 positions, 1,024
-bytes, rows of 128 bytes whose 16-byte pieces are swapped as wgmma's 128-byte swizzle wants it (PTX ISA,
-"Matrix-descriptor"). Tile (group of tokens ``g``, 64 positions ``c``) is the ``c · groups + g``-th, so that the tiles
-of neighbouring tokens are one bulk copy. (Products over experts have each eight tokens as a chunk of their own.)
+For wgmma the rearranged bytes are those of its operand in shared memory: tiles of 8 tokens x 64 positions, 1,024 bytes,
+in which the 16-byte pieces of each row of 128 bytes are permuted by the 128-byte swizzle (PTX ISA,
+"Matrix-descriptor"). The tile of token group ``g`` and positions ``64 · c ...`` is number ``c · groups + g``, so that
+one bulk copy brings the tiles of neighbouring tokens. (GEMMs over experts have one chunk after the other for each group
+of eight tokens.)
 
-For a product of warps a token is 512 bytes (or 256), one after the other: for each piece ``p`` the 16 bytes of each
-quarter that a lane of mma.sync wants for two steps, 64 bytes at the ``(p xor n % 2)``-th place of token ``n``. So
-eight lanes that read two neighbouring tokens meet no bank twice.
+For mma.sync a token has 512 bytes (or 256) of a chunk, and the next token follows. Its piece ``p`` is 64 bytes, at
+place ``p xor n % 2`` of token ``n``: for each quarter the 16 bytes that a lane needs in two steps. So eight lanes
+that read two neighbouring tokens have no bank conflicts.
 """
 
 from typing import Final
@@ -24,9 +25,9 @@ from typing import Final
 import cutlass.cute as cute
 from cutlass import Int64, Uint8, Uint32
 
-from torch_cute_ops.kernels.activation_tiles.config import TILE_BYTES, TILE_LINE, TILE_TOKENS, Config
 from torch_cute_ops.kernels.common import ptx
-from torch_cute_ops.kernels.common.convert import DSL_DTYPES, store_words
+from torch_cute_ops.kernels.common.activation_layout import TILE_BYTES, TILE_LINE, TILE_TOKENS, ActivationLayout
+from torch_cute_ops.kernels.common.convert import DSL_DTYPES, pack, store_words, unpack
 from torch_cute_ops.kernels.common.fp4_weights import decode, pair_activations, scale_argument, scale_factors
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
@@ -35,23 +36,23 @@ STEPS_BYTES: Final = 64  # of two k16 steps of a token
 
 
 class Activations:
-    """A matrix of activations, and how a thread puts in order what it has read: a piece of a chunk, of one token.
+    """A matrix of activations, and how a thread rearranges one piece of a chunk of one token.
 
     Attributes:
-        pieces: of a chunk.
+        pieces: pieces of a chunk.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: ActivationLayout):
         self.config = config
         self.pieces = config.chunk // QUAD // 8
-        self.dtype = DSL_DTYPES[config.dtype]
+        self.a_dtype, self.dtype = DSL_DTYPES[config.a_dtype], DSL_DTYPES[config.dtype]
 
     def arguments(self) -> tuple[TensorArg, TensorArg | None]:
         """The matrix, and its scales if it is in FP4."""
         c, m = self.config, Dim("m")
         if c.layout is None:
             k = Dim("k", divisibility=32)
-            return TensorArg(self.dtype.__name__, (m, k), (k, 1), align=16), None
+            return TensorArg(self.a_dtype.__name__, (m, k), (k, 1), align=16), None
         half = Dim("a_bytes", divisibility=16)
         a = TensorArg("Uint8", (m, half), (half, 1), align=16)
         return a, scale_argument(c.fmt, Dim("a_scale_rows"), Dim("a_blocks"), align=1)
@@ -61,8 +62,15 @@ class Activations:
         return a.shape[1] if self.config.layout is None else a.shape[1] * 2
 
     def read(self, a, scale, token, start, left, piece, after: int = 0) -> list:
-        """What ``order`` wants, of the chunk from element ``start`` of k on and the piece that comes ``after`` pieces
-        later: of each quarter words as they lie in memory, zeros from the chunk's ``left``-th element on."""
+        """Load a piece for ``store``: for each quarter its words as they lie in memory.
+
+        Args:
+            a, scale: the matrix and its scales.
+            token: row of the matrix.
+            start: first element of k of the chunk.
+            left: elements of the chunk that exist; others are zero.
+            piece, after: which piece: ``piece + after``, of which ``after`` is a constant.
+        """
         c, k = self.config, self.width(a)
         offset = Int64(token) * k + start + piece * 8
         begins = [q * (c.chunk // QUAD) + after * 8 for q in range(QUAD)]
@@ -70,7 +78,7 @@ class Activations:
         if c.layout is None:
             at = a.iterator + cute.assume(offset, divby=8)
             pairs = zip(begins, exists, strict=True)
-            return [ptx.load_if(at, there, 4, begin * c.dtype.itemsize) for begin, there in pairs]
+            return [ptx.load_if(at, there, 4, begin * c.a_dtype.itemsize) for begin, there in pairs]
         at = a.iterator + cute.assume(offset // 2, divby=4)
         size = c.fmt.block_size
         place = c.layout.row_offset(Int64(token), k // size) + c.layout.block_offset(start // size)
@@ -78,15 +86,18 @@ class Activations:
         return [
             [
                 *ptx.load_if(at, there, 1, begin // 2),
-                ptx.load_byte_if(byte_at, there, c.layout.block_offset(begin // size)),
+                ptx.load_narrow_if(byte_at, there, 1, c.layout.block_offset(begin // size)),
             ]
             for begin, there in zip(begins, exists, strict=True)
         ]
 
-    def order(self, quarters: list, groups, piece, token, base: cute.Pointer) -> None:
-        """Store what was read to where it belongs in a chunk of ``groups`` groups of tokens, from byte ``base``;
-        ``token`` is its place among these. Products of warps have any number of groups."""
-        words = [self._decoded(quarter) for quarter in quarters]
+    def store(self, quarters: list, groups, piece, token, base: cute.Pointer) -> None:
+        """Convert what ``read`` has loaded, and store it to its place in a chunk that starts at ``base``.
+
+        ``groups`` are the chunk's groups of eight tokens, which only the layout for wgmma depends on; ``token`` is the
+        place among its tokens.
+        """
+        words = [self._converted(quarter) for quarter in quarters]
         if self.config.by_warp:
             offset = token * self.config.token_bytes + (piece ^ (token % 2)) * STEPS_BYTES
             start = base + cute.assume(offset, divby=STEPS_BYTES)
@@ -104,10 +115,12 @@ class Activations:
                 to = cute.recast_ptr(start + cute.assume(place * 16, divby=16), dtype=Uint32)
                 store_words([quarter[2 * half + h] for quarter in words], cute.make_tensor(to, cute.make_layout(QUAD)))
 
-    def _decoded(self, words: list) -> list:
-        """Eight elements, as ``decode`` pairs them."""
+    def _converted(self, words: list) -> list:
+        """Eight elements in the dtype of the MMAs, as ``decode`` pairs them."""
         c = self.config
         if c.layout is None:
+            if c.a_dtype != c.dtype:
+                words = pack(unpack(words, self.a_dtype), self.dtype)
             return pair_activations(words, self.dtype)
         codes, byte = words
         factors = scale_factors(byte, self.dtype, c.fmt)

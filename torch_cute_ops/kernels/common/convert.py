@@ -1,4 +1,4 @@
-"""Between the 32-bit words that memory holds and the fp32 values that kernels compute with."""
+"""Conversions between the 32-bit words in memory and the fp32 values that kernels compute with."""
 
 import cutlass
 import cutlass.cute as cute
@@ -29,7 +29,7 @@ def load_words(words: cute.Tensor) -> list:
 
 
 def store_words(words: list, destination: cute.Tensor) -> None:
-    """A list of words into a short tensor, by vector stores."""
+    """Store a list of words in a short tensor, by vector stores."""
     fragment = cute.make_rmem_tensor((len(words),), Uint32)
     for i, word in enumerate(words):
         fragment[i] = word
@@ -37,7 +37,7 @@ def store_words(words: list, destination: cute.Tensor) -> None:
 
 
 def store_byte(destination: cute.Tensor, byte) -> None:
-    """A byte into a one-element tensor."""
+    """Store a byte in a one-element tensor."""
     destination[0] = cutlass.Uint8(byte)
 
 

@@ -1,4 +1,4 @@
-"""A factor for each token and expert: how kernels are given them, and which of them count."""
+"""A factor for each token and expert: the kernel argument, and which factors count."""
 
 from cutlass import Uint32
 
@@ -13,5 +13,6 @@ def factors_argument(m: Dim) -> TensorArg:
 
 
 def factor_counts(factor):
-    """Whether a factor lets its product count: zero of either sign does not, NaN does."""
+    """Whether the pair of a token and an expert is computed: not where its factor is zero, of either sign; NaN
+    counts."""
     return (ptx.bits_of(factor) & Uint32(0x7FFFFFFF)) != Uint32(0)

@@ -6,8 +6,8 @@ from typing import Final
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 
 TABLE_BYTES: Final = 3 * (MAX_EXPERTS + 4) * 4 + 128
-"""Of the table of experts in shared memory: for each where its rows begin, how many they are, and how many tiles come
-before; and the sums of warps."""
+"""Bytes of the table of experts in shared memory: for each its first row, its number of rows, and the tiles of the
+experts before it; and a sum for each warp."""
 
 
 @dataclass(frozen=True)
@@ -15,11 +15,11 @@ class ExpertLayout:
     """How rows belong to experts.
 
     Attributes:
-        has_offsets: whether there are offsets: an expert's rows begin at its own, and end at the next, or where counts
-            say.
-        has_counts: whether there are counts. Without offsets each expert has an equal part of the buffer.
+        has_offsets: whether offsets are given. An expert's rows begin at its offset; they end where counts say, or
+            without counts at the next offset.
+        has_counts: whether counts are given. Without offsets each expert has an equal part of the buffer.
 
-    With neither, all rows belong to the one expert that there is.
+    With neither there is one expert with all rows.
     """
 
     has_offsets: bool = False
@@ -27,12 +27,12 @@ class ExpertLayout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is one expert, and all rows are its own."""
+        """Whether there is one expert, which has all rows."""
         return not (self.has_offsets or self.has_counts)
 
     @property
     def is_masked(self) -> bool:
-        """Whether each expert has an equal part of the buffer: tensors of three dimensions."""
+        """Whether each expert has an equal part of the buffer, so that tensors have three dimensions."""
         return self.has_counts and not self.has_offsets
 
     @property

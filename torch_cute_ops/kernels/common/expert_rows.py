@@ -1,8 +1,8 @@
-"""The rows that experts have in a buffer with padding, as one dense range: rows of padding have no number in it.
+"""A dense numbering of the rows that experts have in a buffer with padding.
 
 Each expert has ``counts[e]`` rows from ``offsets[e]`` on; without ``offsets``, from ``e`` times an equal share of the
-buffer on. A table in shared memory says where in the dense range each expert's rows begin, and how far from there in
-the buffer.
+buffer on. A table in shared memory holds, for each expert, where its rows begin in the dense numbering, and the
+difference to their place in the buffer.
 """
 
 from typing import NamedTuple
@@ -24,10 +24,10 @@ class ExpertRows(NamedTuple):
     """The table.
 
     Attributes:
-        starts: where each expert's rows begin in the dense range; nowhere, for experts that there are not.
-        shifts: what is added to a number in the dense range for the row of the buffer.
-        total: how many rows there are, one element.
-        sums: for ``fill_table``.
+        starts: dense number of each expert's first row; ``BEYOND`` past the last expert.
+        shifts: for each expert, the difference between a row in the buffer and its dense number.
+        total: the number of rows, one element.
+        sums: scratch memory of ``fill_table``.
     """
 
     starts: cute.Tensor
@@ -37,7 +37,7 @@ class ExpertRows(NamedTuple):
 
 
 def table_at(memory: cute.Pointer) -> ExpertRows:
-    """The table that lies in ``TABLE_BYTES`` of shared memory."""
+    """The table in ``TABLE_BYTES`` of shared memory."""
     words = cute.recast_ptr(memory, dtype=Int32)
     starts = (sum(SIZES[:i]) for i in range(len(SIZES)))
     return ExpertRows(*(cute.make_tensor(words + at, cute.make_layout(n)) for at, n in zip(starts, SIZES, strict=True)))
@@ -47,7 +47,7 @@ def table_at(memory: cute.Pointer) -> ExpertRows:
 def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
     """Fill the table; ``offsets`` may be ``None``, and the buffer has ``rows`` rows.
 
-    All ``threads`` of the CTA come here, and have to meet afterwards.
+    All ``threads`` of the CTA come here, and need a barrier before they read the table.
     """
     experts = counts.shape[0]
     share = rows // experts
@@ -61,7 +61,7 @@ def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
         if const_expr(offsets is not None):
             begin = _load(offsets, expert, exists)
         size = _load(counts, expert, exists)
-        # No more than there is room for.
+        # Never beyond the expert's share, or the buffer.
         size = cutlass.max(cutlass.min(size, share if const_expr(offsets is None) else rows - begin), Int32(0))
         begins.append(begin)
         sizes.append(size)
@@ -83,9 +83,9 @@ def _load(tensor: cute.Tensor, at, exists) -> Int32:
 
 
 def row_of(table: ExpertRows, number, lane, is_of_warp: bool) -> Int32:
-    """The row of the buffer that has this number in the dense range; any, for a number beyond it.
+    """The row of the buffer with this dense number; arbitrary for a number past the last row.
 
-    ``is_of_warp`` says that the number is the same for all lanes, which come here together.
+    ``is_of_warp``: the number is the same for all lanes, and they come here together.
     """
     if is_of_warp:
         expert = expert_by_votes(table.starts, number, lane)

@@ -1,5 +1,5 @@
-"""Whose a number is: each of ``MAX_EXPERTS`` experts has those from its start, in a table in shared memory, up to the
-next."""
+"""Find the expert that owns a number: each of ``MAX_EXPERTS`` experts owns those from its start, in a table in shared
+memory, up to the next one's."""
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -21,7 +21,7 @@ def expert_by_votes(starts: cute.Tensor, number, lane) -> Int32:
 
 
 def expert_by_bisection(starts: cute.Tensor, number) -> Int32:
-    """The same of a number of each thread's own: nine loads, one after the other."""
+    """The same for a number of each thread's own: nine loads, one after the other."""
     expert = Int32(0)
     step = MAX_EXPERTS // 2
     while step:

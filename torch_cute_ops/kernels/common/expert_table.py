@@ -4,5 +4,5 @@ from torch_cute_ops.formats.experts import MAX_EXPERTS
 
 WARP = 32
 SIZES = (MAX_EXPERTS, MAX_EXPERTS, 4, WARP)
-"""Words of its parts: for each expert two, one for all, and one for each warp."""
+"""Words of its parts, in the order of ``ExpertRows``."""
 TABLE_BYTES = 4 * sum(SIZES)

@@ -1,27 +1,60 @@
-"""Tiles of a product for each of many experts, and the order in which CTAs take them: on the device, from offsets and
+"""Tiles of the GEMMs of many experts, and the order in which CTAs take them, found on the device from offsets and
 counts.
 
-A tile is ``tokens`` rows of one expert by ``columns`` rows of its weight. Tiles are numbered expert by expert, and CTAs
-take every so manieth: experts without rows have no numbers. Within an expert, ``BAND`` tiles of rows run side by side
-with all columns before the next ones, so that what runs at the same time shares rows and columns in L2.
+A tile is ``tokens`` rows of one expert by ``columns`` rows of its weight. Tiles are numbered expert by expert; an
+expert without rows has none. CTA ``i`` of ``n`` takes the tiles ``i``, ``i + n``, ``i + 2n``, and so on. Within an
+expert ``BAND`` tiles of rows run side by side over all columns before the next band, so that CTAs that run at the same
+time share rows and columns in L2.
 
-A table in shared memory has what each expert begins with; a warp finds a number's expert in it by two votes.
+A table in shared memory holds what each expert begins with; a warp finds the expert of a tile in it by two votes.
 """
 
-from types import SimpleNamespace
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr, range_constexpr
+from cutlass import Int32, const_expr, range_constexpr
 
 from torch_cute_ops.formats.experts import MAX_EXPERTS
+from torch_cute_ops.kernels.common.epilogue_ops import EpilogueOps
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
 from torch_cute_ops.kernels.common.expert_search import expert_by_votes
+from torch_cute_ops.kernels.common.fp8_arguments import Arguments
+from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
 from torch_cute_ops.kernels.common.scan import WARP, running_sum_of_cta
-from torch_cute_ops.runtime.argspec import Argument, Dim, TensorArg
+from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 BAND: Final = 8
+
+
+class Views(NamedTuple):
+    """The tensors of a call as matrices over all experts.
+
+    Attributes:
+        a: (R, K).
+        b: (N, K, E).
+        a_scale: (blocks, R).
+        b_scale: (⌈N / 128⌉, blocks, E).
+        out: (R, N).
+        space: rows of the buffer; in the masked layout those that an expert has room for.
+    """
+
+    a: cute.Tensor
+    b: cute.Tensor
+    a_scale: cute.Tensor
+    b_scale: cute.Tensor
+    out: cute.Tensor
+    space: Int32
+
+
+class _Table(NamedTuple):
+    """For each expert: the row tiles before its own, its first row and its number of rows; and scratch for a sum per
+    warp."""
+
+    firsts: cute.Tensor
+    begins: cute.Tensor
+    counts: cute.Tensor
+    totals: cute.Tensor
 
 
 class ExpertTiles:
@@ -30,12 +63,12 @@ class ExpertTiles:
     def __init__(self, rows: ExpertLayout, tokens: int, columns: int):
         self.rows, self.tokens, self.columns = rows, tokens, columns
 
-    def arguments(self, out_dtype: str) -> tuple[Argument, ...]:
-        """Of a kernel: ``a``, ``b``, their scales, offsets, counts and the result, as ``views`` takes them."""
-        n, k, blocks = Dim("n", divisibility=8), Dim("k", divisibility=128), Dim("blocks")
+    def arguments(self, epilogue: EpilogueOps) -> Arguments:
+        """The arguments of a kernel that works on these tiles."""
+        n, k, blocks = Dim("n", divisibility=8), Dim("k", divisibility=64), Dim("blocks")
         pitch, columns = Dim("a_scale_pitch", bits=64), Dim("b_scale_rows")
         experts, offsets = Dim("experts"), TensorArg("Int32", (Dim("offsets"),), (1,), align=4)
-        fp8, fp32 = "Float8E4M3FN", "Float32"
+        fp8, fp32, out_dtype = "Float8E4M3FN", "Float32", epilogue.out_dtype.__name__
         if self.rows.is_masked:
             rows, of_expert = Dim("rows"), Dim("rows_of_expert", bits=64, divisibility=16)
             a = TensorArg(fp8, (experts, rows, k), (of_expert, k, 1), align=16)
@@ -53,13 +86,25 @@ class ExpertTiles:
             b = TensorArg(fp8, (experts, n, k), (Dim("b_of_expert", bits=64, divisibility=16), k, 1), align=16)
             of_expert = Dim("b_scale_of_expert", bits=64)
             b_scale = TensorArg(fp32, (experts, columns, blocks), (of_expert, blocks, 1), align=4)
-        counts = TensorArg("Int32", (experts,), (1,), align=4)
-        given = (offsets if self.rows.has_offsets else None, counts if self.rows.has_counts else None)
-        return (a, b, a_scale, b_scale, *given, out)
+        alpha, bias = epilogue.arguments(n, None if self.rows.is_plain else experts)
+        return Arguments(
+            a=a,
+            b=b,
+            a_scale=a_scale,
+            b_scale=b_scale,
+            offsets=offsets if self.rows.has_offsets else None,
+            counts=TensorArg("Int32", (experts,), (1,), align=4) if self.rows.has_counts else None,
+            alpha=alpha,
+            bias=bias,
+            out=out,
+            max_ctas=ScalarArg("Int32"),
+        )
 
-    def views(self, a, b, a_scale, b_scale, out) -> SimpleNamespace:
-        """The tensors of all experts together: ``a`` (R, K), ``b`` (N, K, E), ``a_scale`` (K/128, R), ``b_scale``
-        (N/128, K/128, E), ``out`` (R, N); and sizes."""
+    # On the host
+
+    def views(self, a, b, a_scale, b_scale, out) -> Views:
+        """The tensors of a call as matrices over all experts. In the masked layout the experts' parts of a buffer
+        follow each other."""
         if self.rows.is_masked:
             space = a.shape[1]
             count = a.shape[0] * space
@@ -75,7 +120,7 @@ class ExpertTiles:
             experts = b.shape[0]
             weight = (n, k, experts), (k, 1, b.stride[0])
             scale = (b_scale.shape[1], b_scale.shape[2], experts), (b_scale.stride[1], 1, b_scale.stride[0])
-        return SimpleNamespace(
+        return Views(
             a=cute.make_tensor(a.iterator, cute.make_layout((count, k), stride=(k, 1))),
             b=cute.make_tensor(b.iterator, cute.make_layout(weight[0], stride=weight[1])),
             a_scale=cute.make_tensor(
@@ -86,17 +131,34 @@ class ExpertTiles:
             space=space,
         )
 
+    def ctas(self, given: Arguments, splits: int = 1):
+        """CTAs of a launch: ``splits`` for each tile that there may be, ``max_ctas`` at most, and none where the result
+        overlaps an operand.
+
+        The host does not know how many rows each expert has; at most one tile of each is not full.
+        """
+        *rest, space, n = given.out.shape
+        if self.rows.is_masked:
+            (experts,) = rest
+            tiles = experts * cute.ceil_div(space, self.tokens)
+        elif self.rows.is_plain:
+            tiles = cute.ceil_div(space, self.tokens)
+        else:
+            tiles = space // self.tokens + cutlass.min(given.b.shape[0], space)
+        tiles = tiles * cute.ceil_div(n, self.columns)
+        ctas = cutlass.min(given.max_ctas // splits, tiles) * splits
+        return ctas_unless_overlapping(ctas, (given.out,), given[: Arguments._fields.index("out")])
+
     # In the kernel
 
-    def _table(self, base: cute.Pointer) -> SimpleNamespace:
+    def _table(self, base: cute.Pointer) -> _Table:
         at, size = cute.recast_ptr(base, dtype=Int32), MAX_EXPERTS + 4
-        names = ("firsts", "begins", "counts")
-        tensors = {name: cute.make_tensor(at + i * size, cute.make_layout(size)) for i, name in enumerate(names)}
-        return SimpleNamespace(**tensors, totals=cute.make_tensor(at + 3 * size, cute.make_layout(WARP)))
+        sizes = (size, size, size, WARP)
+        return _Table(*(cute.make_tensor(at + i * size, cute.make_layout(n)) for i, n in enumerate(sizes)))
 
     @cute.jit
     def prepare(self, offsets, counts, experts, space, base, tid, threads: int):
-        """Write the table; all ``threads`` of the CTA come here, and have met at its end."""
+        """Write the table. All ``threads`` of the CTA call this, which ends with a barrier."""
         if const_expr(not self.rows.is_plain):
             table = self._table(base)
             each = -(-MAX_EXPERTS // threads)
@@ -137,14 +199,14 @@ class ExpertTiles:
 
     @cute.jit
     def find(self, number, m, n, base, lane):
-        """The ``number``-th tile: its expert, its first row, how many rows the expert has from there on, and its first
-        column. All lanes of a warp come here together."""
+        """Tile ``number``: its expert, its first row, how many rows the expert has from there on, and its first column.
+        All lanes of a warp call this together."""
         columns = cute.ceil_div(n, self.columns)
         expert, begin, count, first = Int32(0), Int32(0), m, Int32(0)
         if const_expr(not self.rows.is_plain):
             table = self._table(base)
             row_tile = number // columns
-            # The last expert that begins with this tile of rows or before has it: those without rows come before it.
+            # Experts without rows start at the same tile as the one after them, and come before it.
             expert = expert_by_votes(table.firsts, row_tile, lane)
             begin, count, first = table.begins[expert], table.counts[expert], table.firsts[expert]
         place = number - first * columns
@@ -155,6 +217,14 @@ class ExpertTiles:
         return expert, begin + skipped, count - skipped, place // width * self.columns
 
 
-def element(tensor: cute.Tensor, row, column, divby: int = 1) -> cute.Pointer:
-    """Where an element of a matrix with contiguous rows lies."""
-    return tensor.iterator + cute.assume(Int64(row) * tensor.stride[0] + column, divby=divby)
+class ExpertTilesKernel:
+    """Base of the kernels whose CTAs take such tiles: built from a ``Config`` with ``rows``, ``tokens`` and an
+    ``epilogue``."""
+
+    def __init__(self, config: Any, columns: int):
+        self.config = config
+        self.epilogue = EpilogueOps(config.epilogue)
+        self.tiles = ExpertTiles(config.rows, config.tokens, columns)
+
+    def arguments(self) -> Arguments:
+        return self.tiles.arguments(self.epilogue)

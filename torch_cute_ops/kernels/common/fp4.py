@@ -4,7 +4,7 @@ Encoding rounds to nearest even, saturates, and keeps the sign of zero.
 
 ``sm_100`` and later have ``cvt.rn.satfinite.e2m1x2.f32``. ``sm_90`` has nothing for e2m1, so there the rounding is
 built from the e2m1 boundaries, 0.25 0.75 1.25 1.75 2.5 3.5 5. A tie goes to the even code: down at 0.25, 1.25, 2.5 and
-5, up at 0.75, 1.75 and 3.5. The significand tells the two kinds apart: 1.0 or 1.25 for "down", 1.5 or 1.75 for "up".
+5, up at 0.75, 1.75 and 3.5. The significand distinguishes the two kinds: 1.0 or 1.25 for "down", 1.5 or 1.75 for "up".
 Hence:
 
 1. ``v + v·δ`` with δ = 0.35 ulp moves a value up by one ulp just where its significand is above 1/0.7 ≈ 1.43, and the
@@ -50,7 +50,8 @@ def _shift_ties(value: Float32) -> Float32:
 
 
 def _codes_in_bytes(values) -> tuple[Uint32, Uint32]:
-    """Of four shifted values: bytes with the sign in bit 7; bytes with the code in bits 3..1 and no higher bit set."""
+    """Split four shifted values: bytes with the sign in bit 7; bytes with the code in bits 3..1 and no higher bit
+    set."""
     pairs = [ptx.f16x2_toward_zero(values[0], values[1]), ptx.f16x2_toward_zero(values[2], values[3])]
     high_bytes = 0x7531
     clamped = [ptx.min_abs_f16x2(p, _SIX_F16X2) for p in pairs]
@@ -62,7 +63,7 @@ def nvfp4_scale(amax: Float32, global_scale: Float32 | None) -> tuple[Uint32, Fl
     """The e4m3 scale byte of a block and the factor that brings its values into e2m1's range.
 
     ``byte = e4m3_satfinite(amax · g · fp32(1/6))``, NaN for a block that holds NaN or infinity; ``factor = g / scale``.
-    For a byte of zero or NaN the factor means nothing: ``is_live_nvfp4`` tells.
+    For a byte of zero or NaN the factor means nothing: see ``is_live_nvfp4``.
     """
     scaled = amax if global_scale is None else ptx.mul_rn(amax, global_scale)
     # 0 · amax turns infinity, which would saturate, into NaN and changes nothing else.

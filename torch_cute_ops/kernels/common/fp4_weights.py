@@ -1,15 +1,16 @@
-"""FP4 codes as operands of 16-bit tensor-core instructions: 14 to 21 instructions for 8 codes, scale included.
+"""FP4 codes as operands of 16-bit MMAs: 14 to 21 instructions for 8 codes, their scale included.
 
-A code's bits become those of a 16-bit number by moving them, which divides it by a power of two; the block's scale, as
-a 16-bit number too, brings that power back but for ``DECODED_SCALE``, by which sums are divided in the end. All of it
-is exact: ``e2m1 · e4m3`` has at most 6 significant bits.
+The bits of a code are moved to those of a 16-bit number, which is the code's value times a power of two. Multiplying by
+the block's scale, as a 16-bit number too, takes that power back but for ``DECODED_SCALE``, by which sums are divided in
+the end. All of it is exact: ``e2m1 · e4m3`` has at most 6 significant bits.
 
 - float16, NVFP4: the bits (sign; two exponent, one mantissa) fit into the high byte of a float16: e2m1 · 2^-14. The
   scale times 2^6 gives the number times 2^-8, at least 2^-18: subnormals of float16 reach down to 2^-24.
 - bfloat16, NVFP4: e2m1 · 2^-126; the scale times 2^118.
-- bfloat16, MXFP4: e2m1 · 2^-126, times 2^126, then times the scale, which alone may be anything.
+- bfloat16, MXFP4: e2m1 · 2^-126, times 2^126, then times the scale, which needs the whole range of exponents itself.
 
-How eight codes of a word pair up follows from which bits a move can reach at once; activations are paired to match.
+Which of the eight codes of a word share a pair follows from what a shift and a mask can move at once; the activations
+are paired alike.
 """
 
 import cutlass.cute as cute
@@ -21,27 +22,30 @@ from torch_cute_ops.kernels.common.convert import DSL_DTYPES
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 DECODED_SCALE = {NVFP4: 2.0**-8, MXFP4: 1.0}
-"""Decoded numbers, and so sums, over what they should be."""
+"""A decoded number, and so a sum of them, over the true one."""
 
 
 def sum_scale(fmt: FP4Format, a_layout: ScaleLayout | None = None) -> float:
-    """What makes of sums of decoded numbers those of the numbers; ``a_layout``: of activations, if they are decoded."""
+    """The factor from sums of decoded numbers to true sums. ``a_layout`` is given where activations are decoded too."""
     return 1.0 / DECODED_SCALE[fmt] ** (1 if a_layout is None else 2)
 
 
 def scale_argument(fmt: FP4Format, rows: Dim, columns: Dim, align: int = 16) -> TensorArg:
-    """A matrix of scales, as ops are given it."""
+    """A matrix of scales in the format's dtype."""
     return TensorArg(DSL_DTYPES[fmt.scale_dtype].__name__, (rows, columns), (columns, 1), align)
 
 
 def rows_of_bytes(b: cute.Tensor, scale: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """A weight (K/2, N), whose columns are contiguous, as (N, K/2); and its scales as bytes."""
+    """A weight (K/2, N) with contiguous columns as (N, K/2), and its scales as bytes."""
     b = cute.make_tensor(b.iterator, cute.select(b.layout, mode=[1, 0]))
     return b, cute.make_tensor(cute.recast_ptr(scale.iterator, dtype=Uint8), scale.layout)
 
 
 def decode(words: list, scales: list, dtype, fmt: FP4Format) -> list:
-    """For each word of eight codes, two steps of an mma: a pair of words (low, high k), as numbers times the scale."""
+    """Decode words of eight codes and multiply by their scales.
+
+    Each word gives the operands of two k16 steps: a pair of words each, with low and high k.
+    """
     per_scale = len(words) // len(scales)
     decoded = []
     for i, word in enumerate(words):
@@ -55,17 +59,17 @@ def decode(words: list, scales: list, dtype, fmt: FP4Format) -> list:
 
 
 def pair_activations(words: list, dtype) -> list:
-    """Four words with eight activations, in the order in which ``decode`` pairs codes: two steps of two words."""
+    """Four words with eight activations in the order in which ``decode`` pairs codes: two words for each k16 step."""
     a, b, c, d = words
     pairs = ((a, c), (b, d)) if dtype is BFloat16 else ((a, b), (c, d))
     return [ptx.prmt(x, y, selector) for x, y in pairs for selector in (0x5410, 0x7632)]
 
 
 def scale_factors(scales, dtype, fmt: FP4Format) -> list:
-    """The factors that ``decode`` wants, each twice in a word, of the scale bytes in the low half of a word: two of
+    """The factors for ``decode``, each in both halves of a word, from the scale bytes in the low half of a word: two of
     NVFP4, or one of MXFP4."""
     if fmt == MXFP4:
-        # bfloat16's exponent field, but for 2^-127, which is subnormal, and NaN.
+        # The byte is bfloat16's exponent field, except for 2^-127, which is subnormal, and NaN.
         half = ptx.select(scales == Uint32(0), Uint32(0x40), scales << 7)
         half = ptx.select(scales == Uint32(0xFF), Uint32(0x7FC0), half)
         return [ptx.prmt(half, half, 0x1010)]
@@ -88,8 +92,8 @@ def _float16_pairs(word) -> list:
 def _bfloat16_pairs(word) -> list:
     """Codes (0, 4), (1, 5), (2, 6), (3, 7) as e2m1 · 2^-126.
 
-    One product copies a nibble's sign to bit 15 and its other bits to 8..6, of both halves; it takes the place of two
-    shifts, and runs beside the logic, of which an SM does half as much a clock as of most else.
+    One integer multiplication copies, in both halves, a nibble's sign to bit 15 and its other bits to 8..6. It replaces
+    two shifts and runs in another pipe than logic instructions, whose rate is half that of most others.
     """
     pairs = []
     for bits in (word, word >> 8):

@@ -1,13 +1,13 @@
-"""The order of loads and stores of shared memory with copies and products that access it by themselves."""
+"""The order of a thread's accesses to shared memory and those of the async proxy: bulk copies and wgmma."""
 
 import cutlass.cute as cute
 
 
 def fence_async() -> None:
-    """What this thread stored to shared memory is for bulk copies and warpgroup products to read, after a barrier; and
-    what it loaded of it comes before bulk copies that write there.
+    """Order this thread's accesses to shared memory before those of the async proxy that follow a barrier: wgmma and
+    bulk copies see what it stored, and bulk copies do not overwrite what it loads.
 
-    Loads need it whose results nothing has used when the barrier is passed, in the machine code: on an H200 copies of
-    what was in L2 overtook them. (PTX ISA, "Memory Consistency Model": generic and async proxy.)
+    Loads need the fence if the machine code has not used their results before the barrier: on an H200, copies of data
+    in L2 overtook them. (PTX ISA, "Memory Consistency Model": generic and async proxy.)
     """
     cute.arch.fence_proxy("async.shared", space="cta")

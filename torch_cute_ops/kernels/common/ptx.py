@@ -73,10 +73,29 @@ def max_abs_nan(a, b, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
+def min_nan(a, b, *, loc=None, ip=None) -> Float32:
+    """``min(a, b)``, NaN if either is; PTX's ``min`` alone would give the other one."""
+    return Float32(_asm(T.f32(), [_f32(a, loc, ip), _f32(b, loc, ip)], "min.NaN.f32 $0, $1, $2;", "=f,f,f", loc, ip))
+
+
+@dsl_user_op
+def max_nan(a, b, *, loc=None, ip=None) -> Float32:
+    """``max(a, b)``, NaN if either is."""
+    return Float32(_asm(T.f32(), [_f32(a, loc, ip), _f32(b, loc, ip)], "max.NaN.f32 $0, $1, $2;", "=f,f,f", loc, ip))
+
+
+@dsl_user_op
 def mul_rn(a, b, *, loc=None, ip=None) -> Float32:
     """``a * b``, IEEE round to nearest even, never contracted into an fma."""
     operands = [_f32(a, loc, ip), _f32(b, loc, ip)]
     return Float32(_asm(T.f32(), operands, "mul.rn.f32 $0, $1, $2;", "=f,f,f", loc, ip))
+
+
+@dsl_user_op
+def add_rn(a, b, *, loc=None, ip=None) -> Float32:
+    """``a + b``, IEEE round to nearest even, never contracted into an fma."""
+    operands = [_f32(a, loc, ip), _f32(b, loc, ip)]
+    return Float32(_asm(T.f32(), operands, "add.rn.f32 $0, $1, $2;", "=f,f,f", loc, ip))
 
 
 @dsl_user_op
@@ -168,8 +187,8 @@ def mma_16x8x16(a: list, b: list, c: list, dtype: str, *, loc=None, ip=None) -> 
 
 @dsl_user_op
 def mma_16x8x32(a: list, b: list, c: list, *, loc=None, ip=None) -> list:
-    """``a @ b + c`` of a warp: ``a`` 16 x 32 and ``b`` 32 x 8 of e4m3, packed; ``c`` in fp32, whose precision sums of
-    products need not have."""
+    """``a @ b + c`` of a warp: ``a`` 16 x 32 and ``b`` 32 x 8 of e4m3, packed; ``c`` in fp32. The tensor cores may add
+    up with less than fp32's precision."""
     return _mma("m16n8k32", a, b, c, "e4m3", loc, ip)
 
 
@@ -219,13 +238,26 @@ def e4m3_of(value, *, loc=None, ip=None) -> Uint32:
     return Uint32(_asm(T.i32(), [_f32(value, loc, ip)], text, "=r,f", loc, ip))
 
 
+def _packed(values: tuple, kind: str, bits: int, loc, ip) -> Uint32:
+    """fp32 values as a word of narrow ones, element 0 lowest; a conversion makes ``bits`` bits of two values."""
+    pairs = range(len(values) // 2)
+    registers = ", ".join(f"h{i}" for i in pairs)
+    converts = " ".join(f"cvt.rn.satfinite.{kind}x2.f32 h{i}, ${2 * i + 2}, ${2 * i + 1};" for i in pairs)
+    text = f"{{.reg .b{bits} {registers}; {converts} mov.b32 $0, {{{registers}}};}}"
+    operands = [_f32(value, loc, ip) for value in values]
+    return Uint32(_asm(T.i32(), operands, text, "=r" + ",f" * len(values), loc, ip))
+
+
 @dsl_user_op
 def e4m3x4_of(values: tuple, *, loc=None, ip=None) -> Uint32:
     """Four fp32 values as e4m3 bytes, element 0 lowest: round to nearest even, saturating; NaN becomes 0x7F."""
-    operands = [_f32(v, loc, ip) for v in values]
-    converts = " ".join(f"cvt.rn.satfinite.e4m3x2.f32 h{i}, ${2 * i + 2}, ${2 * i + 1};" for i in range(2))
-    text = f"{{.reg .b16 h0, h1; {converts} mov.b32 $0, {{h0, h1}};}}"
-    return Uint32(_asm(T.i32(), operands, text, "=r" + ",f" * 4, loc, ip))
+    return _packed(values, "e4m3", 16, loc, ip)
+
+
+@dsl_user_op
+def e2m1x8_of(values: tuple, *, loc=None, ip=None) -> Uint32:
+    """Eight fp32 values as e2m1 nibbles, element 0 lowest, by the hardware conversion (sm_100 and later)."""
+    return _packed(values, "e2m1", 8, loc, ip)
 
 
 @dsl_user_op
@@ -246,26 +278,19 @@ def f16x2_of_e4m3x2(pair, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
-def e2m1x8_of(values: tuple, *, loc=None, ip=None) -> Uint32:
-    """Eight fp32 values as e2m1 nibbles, element 0 lowest, by the hardware conversion (sm_100 and later)."""
-    operands = [_f32(v, loc, ip) for v in values]
-    converts = " ".join(f"cvt.rn.satfinite.e2m1x2.f32 b{i}, ${2 * i + 2}, ${2 * i + 1};" for i in range(4))
-    text = f"{{.reg .b8 b0, b1, b2, b3; {converts} mov.b32 $0, {{b0, b1, b2, b3}};}}"
-    return Uint32(_asm(T.i32(), operands, text, "=r" + ",f" * 8, loc, ip))
-
-
-@dsl_user_op
 def transpose_8x8(word, *, loc=None, ip=None) -> Uint32:
-    """Of a warp's 8 x 8 matrix of 16-bit elements, two of a row to each lane: the same of its transpose."""
+    """Transpose a warp's 8 x 8 matrix of 16-bit elements, of which each lane holds two of a row."""
     text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
     return Uint32(_asm(T.i32(), [_u32(word, loc, ip)], text, "=r,r", loc, ip, pure=False))
 
 
 @dsl_user_op
 def wait(barrier, parity, sleep: int = 0, *, loc=None, ip=None) -> None:
-    """Wait for the phase of an mbarrier that ``parity`` names, looking every ``sleep`` nanoseconds or so. That is for
-    warps that are far ahead of who waits for them: sleepers wake late. (``cute.arch.mbarrier_wait`` names a time limit,
-    for which ptxas has threads sleep too: it cost FP8 products 1 to 6 % on an H200.)"""
+    """Wait for the phase of an mbarrier that has this parity, polling every ``sleep`` nanoseconds or so.
+
+    To sleep is for warps that run far ahead, since sleepers wake late. (``cute.arch.mbarrier_wait`` passes a time
+    limit, for which ptxas has threads sleep too: it made FP8 GEMMs 1 to 6 % slower on an H200.)
+    """
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(parity, loc, ip)]
     pause = f"nanosleep.u32 {sleep}; " if sleep else ""
     text = (
@@ -311,12 +336,12 @@ def load_acquire(pointer, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def load_if(pointer, condition, words: int, offset: int = 0, past_l1: bool = False, *, loc=None, ip=None) -> list:
-    """One or four words of global memory, ``offset`` bytes after ``pointer``; zeros, unless ``condition``. ``past_l1``
-    is for what no thread of the SM reads again."""
+    """One, two or four words of global memory, ``offset`` bytes after ``pointer``; zeros, unless ``condition``.
+    ``past_l1`` is for what no thread of the SM reads again."""
     names = [f"${i}" for i in range(words)]
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(Uint32(condition), loc, ip)]
     zeros = " ".join(f"mov.b32 {name}, 0;" for name in names)
-    vector, targets = (".v4", f"{{{', '.join(names)}}}") if words == 4 else ("", names[0])
+    vector, targets = ("", names[0]) if words == 1 else (f".v{words}", f"{{{', '.join(names)}}}")
     text = (
         f"{{.reg .pred p; setp.ne.u32 p, ${words + 1}, 0; {zeros} "
         f"@p ld.global{'.L1::no_allocate' if past_l1 else ''}{vector}.b32 {targets}, [${words}+{offset}];}}"
@@ -356,8 +381,9 @@ def store_shared_if(pointer, word, condition, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def load_byte_if(pointer, condition, offset: int = 0, *, loc=None, ip=None) -> Uint32:
-    """A byte of global memory, ``offset`` bytes after ``pointer``; zero, unless ``condition``."""
+def load_narrow_if(pointer, condition, bytes_: int, offset: int = 0, *, loc=None, ip=None) -> Uint32:
+    """One or two bytes of global memory, ``offset`` bytes after ``pointer``; zero, unless ``condition``."""
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(Uint32(condition), loc, ip)]
-    text = f"{{.reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.global.u8 $0, [$1+{offset}];}}"
+    load = f"ld.global.u{8 * bytes_} $0, [$1+{offset}]"
+    text = f"{{.reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p {load};}}"
     return Uint32(_asm(T.i32(), operands, text, "=&r,l,r", loc, ip, pure=False))

@@ -1,4 +1,4 @@
-"""Where a warp puts lines of a result together in shared memory: no device code."""
+"""Layout of the lines of a result that a warp assembles in shared memory: no device code."""
 
 from typing import Final
 
@@ -6,5 +6,5 @@ ROWS: Final = 16
 LINE: Final = 128
 """Bytes of a row."""
 PITCH: Final = LINE + 16
-"""Bytes between rows: those that lanes write at once meet all banks."""
+"""Bytes from a row to the next; what lanes write at once is then in different banks."""
 SIZE_BYTES: Final = ROWS * PITCH

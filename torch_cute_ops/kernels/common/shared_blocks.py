@@ -1,9 +1,9 @@
-"""Blocks that neighbouring lanes of a warp share: what is of a whole block is computed by one lane, not by all.
+"""Blocks that neighbouring lanes of a warp share: values of a whole block are computed by one lane, not by all.
 
-``lanes`` neighbours have a part of each of ``count`` blocks. Reducing a block over all of them by exchanges would leave
-every lane with every result, to make the same of it as the others do. Here the lanes halve the blocks among themselves
-while they reduce, so that a lane ends with one block alone: what it takes two divisions to find, it finds once and not
-``count`` times. The others are told, by a shuffle for each value.
+``lanes`` neighbours have a part of each of ``count`` blocks. A butterfly reduction of every block would leave each lane
+with all results, and all lanes would repeat the same work on them. Here the lanes divide the blocks among themselves
+while they reduce (recursive halving), so that each ends up with one block: the two divisions that its scale takes are
+computed once, not ``count`` times. The other lanes receive the results by a shuffle for each value.
 """
 
 import cutlass.cute as cute
@@ -12,7 +12,7 @@ from torch_cute_ops.kernels.common import ptx
 
 
 class SharedBlocks:
-    """``count`` blocks that ``lanes`` lanes share; ``lane`` is that of the warp, of which all take part."""
+    """``count`` blocks that ``lanes`` neighbouring lanes share; whole warps call the methods, with their ``lane``."""
 
     def __init__(self, lanes: int, count: int):
         self.lanes, self.count = lanes, count
@@ -23,7 +23,7 @@ class SharedBlocks:
             raise ValueError(f"{lanes} lanes cannot have one of {count} blocks each")
 
     def largest(self, values: list, lane):
-        """Of the block that is this lane's the largest magnitude, NaN if one is, of each lane's ``values``."""
+        """The amax of this lane's block; ``values`` are the lane's own amaxes of all blocks. NaN if one is."""
         values = [*values, *[values[-1]] * (self.lanes // self.share - self.count)]
         offset = self.lanes // 2
         while len(values) > 1:
@@ -43,15 +43,15 @@ class SharedBlocks:
         return value
 
     def mine(self, lane):
-        """Which block is this lane's; there may be none of that number."""
+        """The index of this lane's block; may be ``count`` or more, for a lane without one."""
         return lane % self.lanes // self.share
 
     def leads(self, lane):
-        """Whether this lane is the first of those that have its block."""
+        """Whether this lane is the first of the lanes with the same block."""
         return lane % self.share == 0
 
-    def told(self, value, index: int, lane):
-        """What the lanes that have block ``index`` have as ``value``."""
+    def broadcast(self, value, index: int, lane):
+        """``value`` of the lanes that have block ``index``."""
         if self.count == 1:
             return value
         return cute.arch.shuffle_sync(value, lane // self.lanes * self.lanes + index * self.share)

@@ -1,18 +1,18 @@
-"""Where a tile's sums lie in shared memory: no device code."""
+"""Layout of a tile's sums in shared memory: no device code."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class SumTile:
-    """fp32 sums of ``tokens`` rows of activations with ``rows`` rows of the weight, those of a token side by side."""
+    """fp32 sums of ``tokens`` rows of activations with ``rows`` rows of the weight, those of a token contiguous."""
 
     tokens: int
     rows: int
 
     @property
     def pitch(self) -> int:
-        """Elements between tokens: the rows, and four against bank conflicts."""
+        """Elements from a token to the next: the rows, and four to avoid bank conflicts."""
         return self.rows + 4
 
     @property

@@ -1,9 +1,21 @@
-"""What a token has for each of its experts, (M, topk) words in memory: a thread loads them by vectors if it can."""
+"""What kernels that gather tokens share: loads of a token's ``topk`` words, one for each of its experts, from an
+(M, topk) tensor, by vectors if possible."""
+
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int64
 
 from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.convert import DSL_DTYPES
+
+
+class TokenKernel:
+    """A kernel of one ``Config``, for tokens of ``config.dtype``."""
+
+    def __init__(self, config: Any):
+        self.config = config
+        self.dtype = DSL_DTYPES[config.dtype]
 
 
 def _words_at_once(topk: int) -> int:
@@ -11,12 +23,12 @@ def _words_at_once(topk: int) -> int:
 
 
 def alignment(topk: int) -> int:
-    """What the tensor's address is a multiple of, in bytes."""
+    """The alignment in bytes that the tensor needs."""
     return 4 * _words_at_once(topk)
 
 
 def words_of_token(tensor: cute.Tensor, token, topk: int, exists=True) -> list:
-    """The ``topk`` words of a token; zeros, unless it ``exists``."""
+    """The ``topk`` words of a token; zeros unless it ``exists``."""
     count = _words_at_once(topk)
     start = tensor.iterator + cute.assume(Int64(token) * topk, divby=count)
     return [word for j in range(0, topk, count) for word in ptx.load_if(start, exists, count, 4 * j)]

@@ -1,15 +1,15 @@
-"""How large the chunks of an FP4 weight are in shared memory: no device code."""
+"""Sizes of the chunks of an FP4 weight in shared memory: no device code."""
 
 from dataclasses import dataclass
 from typing import Final
 
 from torch_cute_ops.formats import SCALE_LAYOUTS, FP4Format, ScaleLayout
-from torch_cute_ops.kernels.activation_tiles.config import CHUNK
+from torch_cute_ops.kernels.common.activation_layout import CHUNK
 
 TILE_ROWS: Final = SCALE_LAYOUTS["128x4"].tile_rows
-"""Rows of a tile of scales, which is copied whole."""
+"""Rows of a tile of scales; tiles are copied whole."""
 BOX_BYTES: Final = 16
-"""Of a row, the least that a box of a tensor map has."""
+"""The least bytes of a row in a box of a tensor map."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class WeightChunks:
 
     @property
     def blocks(self) -> int:
-        """Blocks of a row."""
+        """Blocks of a row in a chunk."""
         return self.elements // self.fmt.block_size
 
     @property
@@ -38,7 +38,7 @@ class WeightChunks:
 
     @property
     def bands(self) -> int:
-        """Rows of tiles of scales; 0 in the linear layout."""
+        """Tiles of scales that a chunk spans along the rows; 0 in the linear layout."""
         return 0 if self.layout.is_linear else max(1, self.rows // TILE_ROWS)
 
     @property

@@ -1,13 +1,12 @@
-"""Chunks of an FP4 weight in a ring of stages in shared memory: how they get there, and how lanes read them.
+"""Chunks of an FP4 weight in a ring of stages in shared memory: how they are copied there, and how lanes read them.
 
-A chunk is 256 elements of k of some rows: 128 bytes of codes a row, a whole cache line, in one box of a tensor map with
-the 128-byte swizzle (or 128 elements, half a line, and the 64-byte swizzle); and its scales, as tiles of 128 rows and 4
-blocks lie (bulk copies), or as a box of rows. The k of a weight may be that of experts, one after the other: a chunk
-ends where its expert does.
+A chunk is 256 elements of k of some rows. Its codes are 128 bytes a row, a whole cache line, and one box of a tensor
+map with the 128-byte swizzle (a chunk of 128 elements is half a line, with the 64-byte swizzle). Its scales are whole
+tiles of 128 rows x 4 blocks, which bulk copies bring, or in the linear layout a box of rows. Where the k of a weight is
+that of several experts, one after the other, a chunk ends where its expert does.
 """
 
-from types import SimpleNamespace
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -23,23 +22,37 @@ from torch_cute_ops.kernels.common.fp4_weights import decode, rows_of_bytes, sca
 from torch_cute_ops.kernels.common.weight_chunks import TILE_ROWS, WeightChunks
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
-PIECE: Final = 16  # bytes that are swapped for others in a row's place
+PIECE: Final = 16  # bytes that the swizzle moves together
 SCALE_TILE: Final = TILE_ROWS * TILE_BLOCKS
 
 
 def next_stage(stage, parity, stages: int) -> tuple:
-    """The next stage of a ring of buffers, and the parity of its next use; of a constant one, again a constant."""
+    """The next stage of a ring and the parity of its barriers' next phase; for a constant stage, a constant."""
     if isinstance(stage, int):
         return (stage + 1, parity) if stage + 1 < stages else (0, parity ^ 1)
     wraps = stage + 1 == stages
     return ptx.select(wraps, Int32(0), stage + 1), ptx.select(wraps, parity ^ 1, parity)
 
 
+class OpenRing(NamedTuple):
+    """The copies of a weight: tensor maps, and views of the weight and of the stages as their boxes. Without a tensor
+    map for scales, these are copied in bulk from ``scales`` to ``scales_at``."""
+
+    codes_copy: Any
+    codes_from: cute.Tensor
+    codes_to: cute.Tensor
+    scale_copy: Any
+    scales_from: cute.Tensor | None
+    scales_to: cute.Tensor | None
+    scales: cute.Tensor
+    scales_at: cute.Pointer
+
+
 class WeightRing:
     """A ring of ``stages`` chunks.
 
     Attributes:
-        words: of a lane's codes of a row in a chunk; two k16 steps each.
+        words: words of codes of a lane in a row of a chunk; each is two k16 steps.
     """
 
     def __init__(self, chunks: WeightChunks, stages: int):
@@ -58,7 +71,7 @@ class WeightRing:
         return codes, scale_argument(self.fmt, scale_rows, blocks)
 
     def maps(self, b: cute.Tensor, scale: cute.Tensor, experts=1) -> tuple:
-        """Tensor maps of codes and scales, with experts as a third dimension: what ``open`` takes."""
+        """Tensor maps of codes and scales, with experts as a third dimension, for ``open``."""
         b, scale = rows_of_bytes(b, scale)
         load = cpasync.CopyBulkTensorTileG2SOp()
         codes_copy, codes = self._map(load, b, experts, self._codes_layout(1), (self.rows, self.line, 1))
@@ -80,8 +93,8 @@ class WeightRing:
         atom = warpgroup.make_smem_layout_atom({128: kinds.K_SW128, 64: kinds.K_SW64}[self.line], Uint8)
         return cute.tile_to_shape(atom, (self.rows, self.line, stages), order=(0, 1, 2))
 
-    def open(self, maps: tuple, codes_at: cute.Pointer, scales_at: cute.Pointer) -> SimpleNamespace:
-        """How codes and scales are copied to their places in shared memory."""
+    def open(self, maps: tuple, codes_at: cute.Pointer, scales_at: cute.Pointer) -> OpenRing:
+        """The copies to stages whose codes and scales lie there in shared memory."""
         codes_copy, codes, scale_copy, scales = maps
         layout = self._codes_layout(self.stages)
         stages = cute.make_tensor(cute.recast_ptr(codes_at, layout.inner, dtype=Uint8), layout.outer)
@@ -91,7 +104,7 @@ class WeightRing:
             layout = cute.make_layout((self.rows, self.blocks, self.stages), stride=(self.blocks, 1, self.scale_bytes))
             stages = cute.make_tensor(scales_at, layout)
             scales_to, scales_from = self._boxes(scale_copy, scales, self.blocks, stages)
-        return SimpleNamespace(
+        return OpenRing(
             codes_copy=codes_copy,
             codes_from=codes_from,
             codes_to=codes_to,
@@ -103,7 +116,7 @@ class WeightRing:
         )
 
     def _boxes(self, copy, matrix, width: int, stages) -> tuple:
-        """Where boxes lie: in shared memory, by stage; and in memory, by tile of rows, chunk and expert."""
+        """The boxes in shared memory, by stage, and in memory, by tile of rows, chunk and expert."""
         tiled = cute.local_tile(matrix, (self.rows, width, 1), (None, None, None))
         return cpasync.tma_partition(
             copy, 0, cute.make_layout(1), cute.group_modes(stages, 0, 2), cute.group_modes(tiled, 0, 3)
@@ -111,22 +124,17 @@ class WeightRing:
 
     @cute.jit
     def load(self, tile, chunk, expert, stage, barrier, weight, n, blocks):
-        """Start the copies of a chunk, of which ``barrier`` is told the bytes: with one arrival.
+        """Start the copies of a chunk, with one arrival at ``barrier``, which expects their bytes.
 
-        ``n`` is the weight's rows, ``blocks`` an expert's blocks of a row.
+        ``weight`` is what ``open`` returns, ``n`` the weight's rows, ``blocks`` the blocks of a row, of one expert.
         """
         if const_expr(self.layout.is_linear):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.code_bytes + self.scale_bytes)
-            cute.copy(
-                weight.scale_copy,
-                weight.scales_from[None, tile, chunk, expert],
-                weight.scales_to[None, stage],
-                tma_bar_ptr=barrier,
-                cache_policy=Int64(ptx.EVICT_FIRST),
-            )
+            source = weight.scales_from[None, tile, chunk, expert]
+            self._copy(weight.scale_copy, source, weight.scales_to[None, stage], barrier)
         else:
-            # Tiles of 128 rows and 4 blocks; a row of tiles is contiguous, and an expert has whole ones, or is alone.
+            # A row of tiles is contiguous. An expert's blocks are whole tiles, unless it is the only one.
             columns = cute.ceil_div(blocks, TILE_BLOCKS)
             column = chunk * (self.blocks // TILE_BLOCKS)
             size = cutlass.min(columns - column, Int32(self.blocks // TILE_BLOCKS)) * SCALE_TILE
@@ -146,19 +154,18 @@ class WeightRing:
                             barrier,
                             policy=ptx.EVICT_FIRST,
                         )
-        cute.copy(
-            weight.codes_copy,
-            weight.codes_from[None, tile, chunk, expert],
-            weight.codes_to[None, stage],
-            tma_bar_ptr=barrier,
-            cache_policy=Int64(ptx.EVICT_FIRST),
-        )
+        codes = weight.codes_from[None, tile, chunk, expert]
+        self._copy(weight.codes_copy, codes, weight.codes_to[None, stage], barrier)
+
+    def _copy(self, copy, source, target, barrier) -> None:
+        """Start a copy by TMA of what is read once."""
+        cute.copy(copy, source, target, tma_bar_ptr=barrier, cache_policy=Int64(ptx.EVICT_FIRST))
 
     def codes(self, codes_at: cute.Pointer, stage, row, quad) -> list:
         """A lane's words of a row: its quarter of the chunk."""
         words = []
         pieces = self.line // PIECE
-        # The swizzle swaps pieces by the number of their 128 bytes.
+        # The swizzle permutes pieces by the number of the 128 bytes that they are in.
         line = row if self.line == 128 else row // (128 // self.line)
         for i in range(pieces // QUAD):
             piece = (quad * (pieces // QUAD) + i) ^ (line % pieces)
@@ -167,9 +174,10 @@ class WeightRing:
         return words
 
     def factors(self, scales_at: cute.Pointer, stage, row, quad, left, dtype) -> list:
-        """The factors of a lane's blocks of a row: zero from the chunk's ``left``-th block on, if it has no more.
+        """The factors of a lane's blocks of a row.
 
-        ``row`` is counted from the first row of a scale tile.
+        ``row`` counts from the first row of a tile of scales. ``left`` are the blocks of the chunk that exist, others
+        get zero; ``None``: all exist.
         """
         count = self.blocks // QUAD
         block = quad * count
@@ -179,7 +187,7 @@ class WeightRing:
         at = cute.recast_ptr(scales_at + cute.assume(place, divby=count), dtype=dtype_of[count])
         bytes_ = Uint32(cute.make_tensor(at, cute.make_layout(1))[0])
         if left is not None:
-            # Beyond the last block the matrix of scales may hold anything, and 0 times NaN is not 0.
+            # Scales of blocks that do not exist may be anything, and 0 times NaN is not 0.
             exist = cutlass.min(cutlass.max(left - block, Int32(0)), Int32(count))
             keep = ptx.select(exist == count, Uint32(0xFFFFFFFF), (Uint32(1) << Uint32(exist * 8)) - 1)
             bytes_ = bytes_ & keep
@@ -190,7 +198,7 @@ class WeightRing:
         return [factor for part in parts for factor in scale_factors(part, dtype, self.fmt)]
 
     def pairs(self, codes: list, factors: list, word: int, dtype) -> list:
-        """What ``decode`` makes of the ``word``-th word of each row, of its ``codes`` and ``factors``."""
+        """What ``decode`` makes of the ``word``-th word of each row."""
         per_factor = self.words // len(factors[0])
         rows = zip(codes, factors, strict=True)
         return [decode([words[word]], [scales[word // per_factor]], dtype, self.fmt)[0] for words, scales in rows]

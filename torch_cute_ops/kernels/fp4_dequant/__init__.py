@@ -1,24 +1,24 @@
-"""FP4 blocks back to numbers: ``e2m1(code) · scale / global_scale`` in fp32, rounded once to the output dtype.
+"""Dequantise FP4 blocks: ``e2m1(code) · scale / global_scale`` in fp32, rounded once to the output dtype.
 
-Roles and data path. Threads take blocks: 8 or 16 bytes of codes and one scale in, 16 or 32 numbers out, with 128-bit
-stores. A CTA works on ``rows_per_cta`` rows at a time, ``threads_per_row`` threads on each, and walks over the rows
-with the grid's stride. Nothing is shared.
+Roles and data path. A thread processes a block at a time: it reads 8 or 16 bytes of codes and one scale, and writes 16
+or 32 values with 128-bit stores. A CTA works on ``rows_per_cta`` rows at a time, with ``threads_per_row`` threads on
+each, and walks over the rows with the grid's stride. No shared memory is used.
 
-A code becomes fp32 by placing its exponent and significand bits where fp32 has them and multiplying by 2^126: the e2m1
-subnormal 0.5 is then an fp32 subnormal, and exact. The product with the scale is exact too.
+A code is decoded by moving its exponent and significand bits to their place in fp32 and multiplying by 2^126: the e2m1
+subnormal 0.5 becomes an fp32 subnormal first, so the result is exact. The product with the scale is exact too.
 
-Bytes moved an element: 1/2 + 1/block_size read, the output's itemsize written.
+Bytes moved for each element: 1/2 + 1/block_size read, the output's itemsize written.
 """
 
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.fp4_dequant.config import CTAS_PER_SM, Config, plan
+from torch_cute_ops.kernels.fp4_dequant.config import CTAS_PER_SM, Arguments, Config, plan
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_dequant.kernel import FP4DequantKernel
 
-__all__ = ["CTAS_PER_SM", "KERNEL", "Config", "FP4DequantKernel", "plan"]
+__all__ = ["CTAS_PER_SM", "KERNEL", "Arguments", "Config", "FP4DequantKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.FP4DequantKernel"
 __getattr__ = on_demand(__name__, "FP4DequantKernel")

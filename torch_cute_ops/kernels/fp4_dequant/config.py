@@ -1,6 +1,7 @@
-"""How a dequantising kernel is built: no device code."""
+"""Configuration of a dequantising kernel: no device code."""
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,7 +35,7 @@ class Config:
 
     @property
     def threads_per_row(self) -> int:
-        """Threads on a row: a power of two, so that rows share a CTA evenly."""
+        """Threads that share a row: a power of two, so that a CTA has whole rows."""
         return min(THREADS, 1 << (self.blocks - 1).bit_length())
 
     @property
@@ -42,6 +43,24 @@ class Config:
         return THREADS // self.threads_per_row
 
 
+class Arguments(NamedTuple):
+    """The run-time arguments, in order, all contiguous; R rows of W elements (``Config.width``).
+
+    Attributes:
+        y: (R, W/2) uint8, packed e2m1 codes.
+        scale: uint8, the bytes of the block scales, as the padded matrix of ``Config.layout``.
+        global_scale: (1,) fp32; ``None`` without ``Config.global_scale``.
+        out: (R, W) of ``Config.out_dtype``.
+        max_ctas: int32, the CTAs that fill the device.
+    """
+
+    y: Any
+    scale: Any
+    global_scale: Any
+    out: Any
+    max_ctas: Any
+
+
 def plan(out_dtype: torch.dtype, width: int, fmt: FP4Format, layout: ScaleLayout, global_scale: bool) -> Config:
-    """The configuration for these facts; every architecture has one."""
+    """The configuration for these properties; every architecture has one."""
     return Config(out_dtype, width, fmt, layout, global_scale)

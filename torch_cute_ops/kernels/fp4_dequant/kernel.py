@@ -1,4 +1,4 @@
-"""The device code; the package's docstring tells the roles and the data path."""
+"""The device code; the package's docstring describes roles and data path."""
 
 import cutlass
 import cutlass.cute as cute
@@ -7,8 +7,9 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32, Uint64, const_expr
 from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words, words_per
-from torch_cute_ops.kernels.fp4_dequant.config import THREADS, Config
-from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
+from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.fp4_dequant.config import THREADS, Arguments, Config
+from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 
 class FP4DequantKernel:
@@ -18,22 +19,23 @@ class FP4DequantKernel:
         self.config = config
         self.out_dtype = DSL_DTYPES[config.out_dtype]
 
-    def arguments(self) -> tuple[Argument, ...]:
+    def arguments(self) -> Arguments:
         c = self.config
         rows = Dim("rows")
         scale_rows = rows if c.layout.is_linear else Dim("scale_rows")
         scale_columns = c.layout.padded_blocks(c.blocks)
-        return (
-            TensorArg("Uint8", (rows, c.width // 2), (c.width // 2, 1), align=16),
-            TensorArg("Uint8", (scale_rows, scale_columns), (scale_columns, 1), align=16),
-            TensorArg("Float32", (1,), (1,), align=4) if c.global_scale else None,
-            TensorArg(self.out_dtype.__name__, (rows, c.width), (c.width, 1), align=16),
-            ScalarArg("Int32"),
+        return Arguments(
+            y=TensorArg("Uint8", (rows, c.width // 2), (c.width // 2, 1), align=16),
+            scale=TensorArg("Uint8", (scale_rows, scale_columns), (scale_columns, 1), align=16),
+            global_scale=TensorArg("Float32", (1,), (1,), align=4) if c.global_scale else None,
+            out=TensorArg(self.out_dtype.__name__, (rows, c.width), (c.width, 1), align=16),
+            max_ctas=ScalarArg("Int32"),
         )
 
     @cute.jit
     def __call__(self, y, scale, global_scale, out, max_ctas: Int32, stream):
         ctas = cutlass.min(cute.ceil_div(y.shape[0], self.config.rows_per_cta), max_ctas)
+        ctas = ctas_unless_overlapping(ctas, written=(out,), read=(y, scale, global_scale))
         self.kernel(y, scale, global_scale, out).launch(grid=[ctas, 1, 1], block=[THREADS, 1, 1], stream=stream)
 
     @cute.kernel
@@ -56,7 +58,7 @@ class FP4DequantKernel:
                 store_words(pack(values, self.out_dtype), self._block(out, row, block, self.out_dtype, c.width))
 
     def _block(self, tensor, row, block, dtype, row_elements: int) -> cute.Tensor:
-        """The words of a block in a contiguous matrix whose rows have ``row_elements``."""
+        """The words of a block in a contiguous matrix with ``row_elements`` elements a row."""
         words = words_per(row_elements // self.config.blocks, dtype)
         start = tensor.iterator + cute.assume(Int64(row) * row_elements, divby=row_elements // self.config.blocks)
         layout = cute.make_layout((words, self.config.blocks), stride=(1, words))
@@ -66,7 +68,7 @@ class FP4DequantKernel:
         """The fp32 value of a scale byte."""
         if self.config.fmt == NVFP4:
             return ptx.float_of_e4m3(byte)
-        # The byte is fp32's exponent field, but for 2^-127, which is subnormal, and NaN.
+        # The byte is the exponent field of fp32, except for 2^-127, which is subnormal, and NaN.
         bits = ptx.select(byte == Uint32(0), Uint32(0x00400000), byte << 23)
         return ptx.float_of(ptx.select(byte == Uint32(0xFF), Uint32(0x7FC00000), bits))
 

@@ -1,41 +1,61 @@
-"""How a kernel of products over experts is built: no device code."""
+"""Configuration of the FP4 GEMM over experts that skips pairs: no device code."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.formats.experts import MAX_EXPERTS
-from torch_cute_ops.kernels import activation_tiles
-from torch_cute_ops.kernels.activation_tiles import CHUNK
-from torch_cute_ops.kernels.common.limits import reason_beyond
+from torch_cute_ops.kernels.common.activation_layout import CHUNK, ActivationLayout
+from torch_cute_ops.kernels.common.fp4_operands import FP4Operands
 from torch_cute_ops.kernels.common.warpgroup import BY_WARP, GROUP_ROWS
 from torch_cute_ops.kernels.common.weight_chunks import WeightChunks
 from torch_cute_ops.runtime.arch import Arch
 
 ROWS: Final = GROUP_ROWS
-"""Rows of the weight that a CTA has: those of a warpgroup."""
+"""Rows of the weight of a CTA: those of a warpgroup."""
 BANDS: Final = ROWS // 16
-"""Rows of a warp, so many times."""
+"""Warps that share the rows of a unit, 16 rows each."""
 FEEDERS: Final = 4
-"""Warps that feed slots: one for each."""
+"""Producer warps: one for each slot."""
 GROUPS: Final = (8, 16, 24, 32)
 """Tokens of a unit."""
 TILES: Final = (16, 32, 64, 128, 256, 512)
-"""Tokens of a tile: as many as there are, if they fit. A wider tile has fewer stages."""
+"""Tokens of a tile. A wider tile has fewer stages."""
 WAYS: Final = ((CHUNK, 4, 1), (CHUNK // 2, 4, 1), (CHUNK, 2, 2))
-"""Elements of k of a chunk, units that a CTA works on at a time, warps that share the k of 16 rows. The first for which
-there is room is taken."""
+"""Elements of k of a chunk, slots (units that a CTA works on at a time), and warps that share the k of 16 rows.
+``plan`` takes the first that fits."""
 CLASSES: Final = 8
-"""Of experts, those of one number modulo this: what work is shared out by."""
+"""Classes of experts, by their number modulo this, by which work is divided."""
 SCANNED: Final = 32
-"""Tokens of a tile, at most, whose factors every CTA looks through itself."""
+"""Most tokens of a tile for which every CTA scans the factors itself."""
 BARRIER_BYTES: Final = 512
 LIST_BYTES: Final = 12 * (MAX_EXPERTS + 8)
-"""Touched experts, where their units begin, how many tokens each is for, and how many units there are."""
+"""The touched experts, where their units begin, how many tokens each has; and the number of units."""
 PAIR_BYTES: Final = 8
-"""A token that an expert is for, and its factor."""
+"""The offset of a token's sums, and its factor."""
+
+
+class Arguments(NamedTuple):
+    """The run-time arguments, in order. Sizes: M rows of activations, N rows of the weight, E experts with
+    ``Config.width`` elements of k each, K elements in all; N is a multiple of 8.
+
+    Attributes:
+        a, a_scale, b, b_scale: as ``FP4Operands`` describes them.
+        alpha: (M, E) float32, any strides; a pair whose factor is zero is not computed.
+        out: (M, N), written.
+        workspace: ``Config.workspace_bytes``, uint8, written.
+        workers: CTAs for each tile of tokens, ``Config.workers``.
+    """
+
+    a: Any
+    a_scale: Any
+    b: Any
+    b_scale: Any
+    alpha: Any
+    out: Any
+    workspace: Any
+    workers: Any
 
 
 @dataclass(frozen=True)
@@ -43,27 +63,21 @@ class Config:
     """Everything static about a kernel. N, M and the number of experts are not.
 
     Attributes:
-        dtype: of the activations as the products take them, and of the decoded weights: bfloat16, or float16 (NVFP4
-            only).
-        fmt, layout: format of the weights, and their scale layout.
-        a_layout: scale layout of activations in FP4; ``None``: they are of 16 bits.
-        out_dtype: of the result.
+        operands: formats of the activations and of the weight.
+        out_dtype: dtype of the result.
         width: elements of k of an expert.
         chunk: elements of k of a stage.
         group: tokens of a unit.
-        tokens: of a tile.
+        tokens: tokens of a tile.
         slots: units that a CTA works on at a time.
         parts: warps that share the k of 16 rows of a unit.
-        stages: chunks under way, of all slots.
-        classes: of experts: a CTA has the products of a slice of rows with some of the classes, or of two slices. 1:
-            each CTA has a slice.
+        stages: chunks in flight, of all slots.
+        classes: number of classes of experts. A CTA has some classes of one slice of rows, or of two slices. 1: each
+            CTA has a slice.
         pdl: whether launches are programmatic dependent launches.
     """
 
-    dtype: torch.dtype
-    fmt: FP4Format
-    layout: ScaleLayout
-    a_layout: ScaleLayout | None
+    operands: FP4Operands
     out_dtype: torch.dtype
     width: int
     chunk: int
@@ -77,22 +91,22 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA that multiplies."""
+        """Threads of a CTA of the GEMM."""
         return 32 * (self.warps + FEEDERS)
 
     @property
     def places(self) -> int:
-        """Warps that have the same rows."""
+        """Warps that have the same rows, of all slots."""
         return self.slots * self.parts
 
     @property
     def warps(self) -> int:
-        """Warps that multiply."""
+        """Consumer warps."""
         return BANDS * self.places
 
     @property
     def by_warp(self) -> bool:
-        """Whether warps multiply each by itself, not warpgroups."""
+        """Whether the MMAs are those of warps (mma.sync), not those of warpgroups."""
         return self.group <= BY_WARP
 
     @property
@@ -102,76 +116,71 @@ class Config:
 
     @property
     def list_threads(self) -> int:
-        """Threads of a CTA that lists tokens: one for each."""
+        """Threads of a CTA that lists tokens: one for each token."""
         return -(-max(self.capacity, 128) // 32) * 32
 
     @property
     def capacity(self) -> int:
-        """Tokens that a list has room for: whole units."""
+        """Tokens that a list has room for, in whole units."""
         return -(-self.tokens // self.group) * self.group
 
     @property
     def scans(self) -> bool:
-        """Whether a CTA that multiplies looks through the factors itself, and so need not wait for the lists before it
-        reads weights."""
+        """Whether the CTAs of the GEMM scan the factors themselves, and so start to read weights before the lists are
+        there."""
         return self.tokens <= SCANNED
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that multiplies, and of another."""
+        """Registers per thread of consumers, and of other warps."""
         return 104, 56
 
     @property
-    def arranged(self) -> activation_tiles.Config:
-        """How the activations are put in order."""
-        return activation_tiles.Config(self.dtype, self.fmt, self.a_layout, self.by_warp, self.chunk, self.pdl)
+    def arranged(self) -> ActivationLayout:
+        """How the activations are rearranged."""
+        return self.operands.arranged(by_warp=self.by_warp, chunk=self.chunk)
 
     @property
     def chunks(self) -> WeightChunks:
         """Chunks of the weight, one a stage."""
-        return WeightChunks(self.fmt, self.layout, ROWS, self.chunk)
+        return WeightChunks(self.operands.fmt, self.operands.layout, ROWS, self.chunk)
 
     @property
     def stage_bytes(self) -> int:
-        """One chunk of everything, and of the unit's tokens which they are and their factors."""
+        """A chunk of both operands, and the pairs of the unit's tokens."""
         return self.chunks.size_bytes + self.group * (self.arranged.token_bytes + PAIR_BYTES)
 
     @property
     def sum_bytes(self) -> int:
-        """Sums of the tile."""
+        """Sums of a tile."""
         return self.tokens * ROWS * 4
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA that multiplies."""
+        """Shared memory of a CTA of the GEMM."""
         return self.stages * self.stage_bytes + self.sum_bytes + LIST_BYTES + BARRIER_BYTES
 
     def workers(self, n: int, sms: int) -> int:
-        """CTAs that share the work on a tile: one for each SM, if none has parts of more than two slices then."""
+        """CTAs that share the work on a tile: one per SM, unless a CTA would have parts of more than two slices."""
         slices = -(-n // ROWS)
         return slices if self.classes == 1 or slices > sms else min(sms, slices * self.classes)
 
     def workspace_bytes(self, m: int, experts: int, workers: int) -> int:
-        """Bytes for what the products read: for each tile and expert the activations of its tokens, in order, which
-        tokens they are with what factors, and how many; and if CTAs share slices, for each tile and worker the sums
-        that it leaves for another, and whether it has. All tiles of the first come first, then of the others."""
+        """Bytes of workspace: for each tile and expert the rearranged activations of its tokens, their pairs, and their
+        number; and, if CTAs share slices, for each tile and worker its partial sums, and a flag.
+        Each of these parts is contiguous over all tiles."""
         entry = self.expert_chunks * self.arranged.token_bytes + PAIR_BYTES
         left = workers * (self.sum_bytes + 4) if self.classes > 1 else 0
         return -(-m // self.tokens) * (experts * (self.capacity * entry + 4) + left)
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
-        if arch.name != "sm_90a":
-            return f"is of sm_90a; this is {arch.name}"
-        return self.chunks.reason_not_copied or reason_beyond(self.dtype, self.fmt, self.smem_bytes, arch)
+        return self.operands.reason_unsupported(self.arranged, self.chunks, self.smem_bytes, arch)
 
 
 def plan(
     *,
-    dtype: torch.dtype,
-    fmt: FP4Format,
-    layout: ScaleLayout,
-    a_layout: ScaleLayout | None,
+    operands: FP4Operands,
     out_dtype: torch.dtype,
     width: int,
     group: int,
@@ -180,12 +189,12 @@ def plan(
     arch: Arch,
     pdl: bool,
 ) -> Config | None:
-    """The configuration with the first of ``WAYS``, and then the most stages, that ``arch`` has room for; ``None`` if
-    it has none for two of a slot."""
+    """The configuration with the first of ``WAYS``, and then the most stages, that fits into an SM of ``arch``;
+    ``None`` if none does with two stages a slot."""
     for chunk, slots, parts in WAYS:
         for stages in range(4 * slots, slots, -slots):
             sizes = (width, chunk, group, tokens, slots, parts, stages, classes)
-            config = Config(dtype, fmt, layout, a_layout, out_dtype, *sizes, pdl)
+            config = Config(operands, out_dtype, *sizes, pdl)
             if config.reason_unsupported(arch) is None:
                 return config
     return None

@@ -1,25 +1,48 @@
-"""How a kernel of FP4 products is built: no device code."""
+"""Configuration of the FP4 GEMM by mma.sync: no device code."""
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
+from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.limits import reason_beyond
 from torch_cute_ops.kernels.common.sum_tile import SumTile
 from torch_cute_ops.runtime.arch import Arch
 
 ROWS = 128
-"""Rows of the weight that a CTA has."""
+"""Rows of the weight of a CTA."""
 CHUNK = 256
-"""Elements of k that are copied at once: 128 bytes of codes a row, a whole cache line."""
+"""Elements of k of a stage: 128 bytes of codes a row, a whole cache line."""
 TOKEN_TILES = (8, 16, 32, 64)
-"""Rows of activations that a CTA can have."""
+"""Rows of activations that a CTA may have."""
 RESERVED = 1024
-"""Shared memory that the system takes of each CTA, bytes (CUDA C++ Programming Guide, "Compute Capabilities")."""
+"""Bytes of shared memory that CUDA reserves for each CTA (CUDA C++ Programming Guide, "Compute Capabilities")."""
 WARPS = 8
 THREADS = 32 * WARPS
 STAGES = range(6, 2, -1)
+
+
+class Arguments(NamedTuple):
+    """The run-time arguments, in order. Sizes: M rows of activations, N rows of the weight, K elements of a sum, a
+    multiple of 32; N is a multiple of 8.
+
+    Attributes:
+        a: (M, K) bfloat16 or float16.
+        b: (K/2, N) uint8: the transposed view of a row-major (N, K/2) weight.
+        b_scale: its scales, (N, K/B) or, tiled, (rows, blocks) padded to whole tiles; e4m3, or uint8 for ue8m0.
+        alpha: (1,) or (N,) float32, or ``None``: as ``Config.epilogue`` says.
+        bias: (N,), or ``None``.
+        out: (M, N), written.
+    """
+
+    a: Any
+    b: Any
+    b_scale: Any
+    alpha: Any
+    bias: Any
+    out: Any
 
 
 @dataclass(frozen=True)
@@ -27,22 +50,20 @@ class Config:
     """Everything static about a kernel. N, K and M are not.
 
     Attributes:
-        dtype: of the activations, and of the decoded weights: bfloat16, or float16 (NVFP4 only).
-        fmt, layout: format of the weights, and their scale layout.
-        out_dtype: of the result.
-        has_alpha: whether there is a factor.
+        dtype: of the activations and the decoded weight, the operands of the MMAs: bfloat16, or float16 (NVFP4 only).
+        fmt, layout: format and scale layout of the weight.
+        epilogue: what is done to the sums.
         tokens: rows of activations of a CTA.
-        splits: CTAs that share a sum.
-        stages: chunks under way.
-        ctas_per_sm: CTAs that an SM shall hold.
+        splits: CTAs of a cluster, which share the k of a tile.
+        stages: chunks in flight.
+        ctas_per_sm: CTAs that an SM has room for.
         pdl: whether launches are programmatic dependent launches.
     """
 
     dtype: torch.dtype
     fmt: FP4Format
     layout: ScaleLayout
-    out_dtype: torch.dtype
-    has_alpha: bool
+    epilogue: Epilogue
     tokens: int
     splits: int
     stages: int
@@ -76,7 +97,7 @@ class Config:
 
     @property
     def sum_tile(self) -> SumTile:
-        """Where the sums lie."""
+        """The sums in shared memory."""
         return SumTile(self.tokens, ROWS)
 
     @property
@@ -92,8 +113,8 @@ class Config:
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
         if self.layout.tile_rows not in (0, ROWS):
-            return f"weights have no scales in the layout {self.layout.name}"
-        reason = reason_beyond(self.dtype, self.fmt, self.smem_bytes, arch)
+            return f"the layout {self.layout.name} is not for scales of weights"
+        reason = self.epilogue.reason_unsupported() or reason_beyond(self.dtype, self.fmt, self.smem_bytes, arch)
         if reason is not None:
             return reason
         if (self.smem_bytes + RESERVED) * self.ctas_per_sm > arch.smem_per_sm:
@@ -106,8 +127,7 @@ def plan(
     dtype: torch.dtype,
     fmt: FP4Format,
     layout: ScaleLayout,
-    out_dtype: torch.dtype,
-    has_alpha: bool,
+    epilogue: Epilogue,
     tokens: int,
     splits: int,
     ctas_per_sm: int,
@@ -116,7 +136,7 @@ def plan(
 ) -> Config | None:
     """The configuration with the most stages that ``arch`` has room for; ``None`` if it has room for none."""
     for stages in STAGES:
-        config = Config(dtype, fmt, layout, out_dtype, has_alpha, tokens, splits, stages, ctas_per_sm, pdl)
+        config = Config(dtype, fmt, layout, epilogue, tokens, splits, stages, ctas_per_sm, pdl)
         if config.reason_unsupported(arch) is None:
             return config
     return None

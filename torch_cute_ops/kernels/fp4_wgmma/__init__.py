@@ -1,40 +1,39 @@
-"""A product with FP4 weights by warpgroup products: ``out[m, n] = alpha · Σ_k a[m, k] · b[n, k]``, or over experts
-``Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · b[n, k])``. For sm_90a.
+"""A GEMM with an FP4 weight by wgmma: ``out[m, n] = Σ_k a[m, k] · b[n, k]``, through an epilogue, or over experts
+``Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · b[n, k])``. For Hopper.
 
-The weights are the product's M side, decoded into registers (64 rows of ``b`` a warpgroup); the activations are its N
-side, in shared memory. Nothing is repacked in advance. ``kernels.activation_tiles`` puts the activations in order
-first, or, with few of them, the CTAs that multiply.
+The weight is on the M side of the MMAs, decoded into registers (64 rows of ``b`` a warpgroup); the activations are on
+the N side, in shared memory. Nothing is repacked in advance. The activations are rearranged first: by
+``kernels.activation_tiles``, or, where a tile has few of them, by the CTAs of the GEMM.
 
-Roles. A CTA has one warp that copies, in a warpgroup of its own, and two or four warpgroups that multiply. Its tile is
-64 rows of ``b`` for each of these, by ``tokens`` rows of ``a``; k goes by chunks of 256 (128 bytes of codes a row, a
-whole cache line).
+Roles. A CTA has a producer warp, in a warpgroup of its own, and two or four consumer warpgroups. Its tile is 64 rows of
+``b`` for each of these, by ``tokens`` rows of ``a``; k is processed in chunks of 256 (128 bytes of codes a row, a whole
+cache line).
 
-1. The copying warp keeps two rings filled, each stage with a barrier that counts bytes: codes (one TMA box with the
-   128-byte swizzle) and scales of a chunk; activations, a chunk, a half or a quarter of it at a time. It starts with
-   the weight before the activations are in order (programmatic dependent launch; ``activation_tiles`` has waited by
-   then for all kernels before it, one that wrote the weight among them).
-2. A lane has two rows of ``b``, and of each the 64 elements of its quarter of the chunk, read at once with their
-   scales. It decodes eight codes of both rows (two k16 steps), starts their products, and decodes the next eight
-   meanwhile; then it waits for the products before those. A warp frees a stage of activations when the products that
-   read it have ended, and one of codes when it has decoded some of all that it read.
-3. Either ``workers`` CTAs share the work on one tile of tokens: the chunks of all rows of ``b``, one tile after the
-   other, in equal contiguous portions. Where a portion ends inside a tile, its sums go to memory, and the worker with
-   the tile's last chunk adds them up in the order of k. A worker does the part that others wait for first, so that none
-   waits in fact; and it waits only for workers before it, which have been started, since CTAs are started in their
-   order. No worker may be without work: it would leave no sums.
-   Or a cluster of ``splits`` CTAs has one tile, each an equal part of its chunks, and adds the sums up through shared
-   memory. With up to 32 tokens three warps beside the one that copies then read the activations, decode them if they
-   are in FP4, and put them in order in their stages: one launch, and no workspace.
-   A row's result depends on the tactic (``tokens``, and ``workers`` or ``splits``) alone, not on M or on what else is
-   computed.
-4. With experts, which have equal ranges of k, a thread has two sums: that of an expert is multiplied by the token's
-   factor for it, in fp32, where its range or the portion ends, and added to the total, in the order of the experts. The
-   factors come beside the last activations of a chunk. Those of zero add nothing. All pairs of a token and an expert
-   are multiplied: ``kernels.fp4_experts`` is for those of which few count.
-5. Sums are scaled, rounded, and transposed in registers, so that a store has 16 bytes in a row.
+1. The producer keeps two rings filled; each stage has a barrier that counts bytes. One ring holds chunks of the weight:
+   codes (one TMA box with the 128-byte swizzle) and scales. The other holds activations: a chunk, a half or a quarter
+   of one in a stage. The producer starts to copy the weight before the activations are rearranged (programmatic
+   dependent launch): ``activation_tiles`` has waited for all kernels before it, so the weight is complete.
+2. A lane has two rows of ``b``, and of each the 64 elements of its quarter of the chunk, which it loads at once with
+   their scales. It decodes eight codes of both rows (two k16 steps), starts their MMAs, and decodes the next eight
+   meanwhile; then it waits for the MMAs before those. A warp frees a stage of activations when the MMAs that read it
+   have ended, and a stage of codes when it has decoded a part of everything that it loaded.
+3. Either ``workers`` CTAs share all work on one tile of tokens: the chunks of all tiles of rows of ``b``, in equal
+   contiguous portions (stream-K). Where a portion ends inside a tile, its partial sums go to memory, and the worker
+   that has the tile's last chunk adds them up in the order of k. A worker starts with the partial sums that others
+   need, so that these hardly ever wait; and it waits only for workers of lower numbers, whose CTAs have been started
+   before. Every worker must have a chunk, since the others wait for its sums. Or a cluster of ``splits`` CTAs has one
+   tile, each an equal part of its chunks, and adds up the sums through shared memory. With up to 32 tokens, the three
+   warps beside the producer then read the activations, decode them if they are in FP4, and rearrange them into their
+   stages: one launch, and no workspace. A row of the result depends on the tactic (``tokens``, and ``workers`` or
+   ``splits``) alone, not on M or on what else is computed.
+4. Over experts, which have equal ranges of k, a thread has two sets of sums. Where an expert's range or the portion
+   ends, its sums are multiplied by the tokens' factors for the expert, in fp32, and added to the totals, in the order
+   of the experts. The factors are copied with the last activations of a chunk; those of zero add nothing. All pairs of
+   a token and an expert are multiplied: ``kernels.fp4_experts`` is for routings in which few pairs count.
+5. The epilogue finishes the sums. They are transposed in registers, so that a store has 16 contiguous bytes.
 
-Bytes moved: ``b`` and its scales once for each tile of tokens (those that run together read it from L2); ``a`` once for
-each tile of rows, from L2; 8 bytes a sum where portions meet.
+Bytes moved: ``b`` and its scales once for each tile of tokens (tiles that run together read it from L2); ``a`` once for
+each tile of rows, from L2; 8 bytes for each partial sum in memory.
 """
 
 from typing import TYPE_CHECKING
@@ -45,6 +44,7 @@ from torch_cute_ops.kernels.fp4_wgmma.config import (
     EXPERT_TILES,
     SPLITS,
     TILES,
+    Arguments,
     Config,
     arranges,
     plan,
@@ -60,6 +60,7 @@ __all__ = [
     "KERNEL",
     "SPLITS",
     "TILES",
+    "Arguments",
     "Config",
     "FP4WgmmaKernel",
     "arranges",

@@ -1,41 +1,38 @@
-"""How a warpgroup kernel of FP4 products is built: no device code."""
+"""Configuration of the FP4 GEMM by wgmma: no device code."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, NamedTuple
 
-import torch
-
-from torch_cute_ops.formats import FP4Format, ScaleLayout
-from torch_cute_ops.kernels import activation_tiles
-from torch_cute_ops.kernels.activation_tiles import CHUNK, TILE_LINE
-from torch_cute_ops.kernels.common.limits import reason_beyond
+from torch_cute_ops.kernels.common.activation_layout import CHUNK, TILE_LINE, ActivationLayout
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.kernels.common.fp4_operands import FP4Operands
 from torch_cute_ops.kernels.common.sum_tile import SumTile
 from torch_cute_ops.kernels.common.warpgroup import BY_WARP, GROUP_ROWS, WARPGROUP
 from torch_cute_ops.kernels.common.weight_chunks import WeightChunks
 from torch_cute_ops.runtime.arch import Arch
 
 QUARTERS: Final = 4
-"""Of a chunk; 64 elements of k, 128 bytes of activations a token."""
+"""Quarters of a chunk: 64 elements of k, 128 bytes of activations a token."""
 TILES: Final = {8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}
-"""Tokens of a tile, and the warpgroups that multiply: as many as leave registers for the sums."""
+"""Tokens of a tile, and its consumer warpgroups: as many as leave registers for the accumulators."""
 BARRIER_BYTES: Final = 512
 ARRANGED_TOKENS: Final = 32
-"""Tokens of a tile, at most, that a CTA can put in order itself."""
+"""Most tokens of a tile that a CTA rearranges itself."""
 CLUSTER_TOKENS: Final = 128
-"""Tokens of a tile, at most, whose sums a cluster can share: they take the place of the codes."""
+"""Most tokens of a tile whose accumulators fit in place of the codes, for a cluster to add up."""
 SPLITS: Final = (1, 2, 3, 4, 8)
 """CTAs of a cluster."""
 EXPERT_TILES: Final = (16, 32, 64, 128)
-"""Tokens of a tile where there are experts: there are two sums each."""
+"""Tokens of a tile over experts, where a thread has two sets of accumulators."""
 
 
 def rows_of(tokens: int) -> int:
-    """Rows of the weight of a tile with so many tokens."""
+    """Rows of the weight of a tile with this many tokens."""
     return TILES[tokens] * GROUP_ROWS
 
 
 def arranges(tokens: int, splits: int) -> bool:
-    """Whether the CTAs of a cluster put the activations in order themselves."""
+    """Whether the CTAs of a cluster rearrange the activations themselves."""
     return splits > 0 and tokens <= ARRANGED_TOKENS
 
 
@@ -43,8 +40,35 @@ def span_of(tokens: int, width: int | None) -> int:
     """Quarters of a chunk in a stage of activations."""
     if tokens <= 32:
         return QUARTERS
-    # Two save 1.5 % (measured on an H200). With experts there are registers for one.
+    # Two are 1.5 % faster (measured on an H200); over experts there are registers for one only.
     return 2 if tokens == 64 and width is None else 1
+
+
+class Arguments(NamedTuple):
+    """The run-time arguments, in order. Sizes: M rows of activations, N rows of the weight, K elements of a sum, E
+    experts with K / E elements each, if there are any; N is a multiple of 8, K of 32.
+
+    Attributes:
+        a, a_scale, b, b_scale: as ``FP4Operands`` describes them.
+        alpha: (1,) or (N,) float32, or ``None``: as ``Config.epilogue`` says. With experts (M, E) float32, any strides.
+        bias: (N,), or ``None``.
+        out: (M, N), written.
+        workspace: ``Config.workspace_bytes`` for each tile of tokens, uint8, written; ``None`` where the CTAs
+            rearrange the activations themselves.
+        workers: CTAs that share the sums of a tile of tokens, a number; unused with clusters.
+        shares: whether they exchange partial sums, 0 or 1.
+    """
+
+    a: Any
+    a_scale: Any
+    b: Any
+    b_scale: Any
+    alpha: Any
+    bias: Any
+    out: Any
+    workspace: Any
+    workers: Any
+    shares: Any
 
 
 @dataclass(frozen=True)
@@ -52,26 +76,18 @@ class Config:
     """Everything static about a kernel. N, K, M and the number of workers are not.
 
     Attributes:
-        dtype: of the activations as the products take them, and of the decoded weights: bfloat16, or float16 (NVFP4
-            only).
-        fmt, layout: format of the weights, and their scale layout.
-        a_layout: scale layout of activations in FP4; ``None``: they are of 16 bits.
-        out_dtype: of the result.
-        has_alpha: whether there is a factor.
-        width: elements of k of an expert; each token has a factor for each. ``None``: there are no experts.
+        operands: formats of the activations and of the weight.
+        epilogue: what is done to the sums. Over experts, whose factors are not a part of it, only its dtype.
+        width: elements of k of an expert, for which each token has a factor. ``None``: there are no experts.
         tokens: rows of activations of a tile.
-        splits: CTAs of a cluster, which share the sums of a tile; 0: any number of CTAs shares all sums.
-        stages: chunks of codes under way.
-        token_stages: stages of activations under way.
+        splits: CTAs of a cluster, which share the k of a tile. 0: workers share all tiles.
+        stages: stages of the weight's ring.
+        token_stages: stages of the activations' ring.
         pdl: whether launches are programmatic dependent launches.
     """
 
-    dtype: torch.dtype
-    fmt: FP4Format
-    layout: ScaleLayout
-    a_layout: ScaleLayout | None
-    out_dtype: torch.dtype
-    has_alpha: bool
+    operands: FP4Operands
+    epilogue: Epilogue
     width: int | None
     tokens: int
     splits: int
@@ -81,7 +97,7 @@ class Config:
 
     @property
     def groups(self) -> int:
-        """Warpgroups that multiply."""
+        """Consumer warpgroups."""
         return TILES[self.tokens]
 
     @property
@@ -96,43 +112,43 @@ class Config:
 
     @property
     def arranges(self) -> bool:
-        """Whether CTAs put the activations in order themselves, not a kernel before this one."""
+        """Whether the CTAs rearrange the activations themselves, without a kernel before this one."""
         return arranges(self.tokens, self.splits)
 
     @property
     def by_warp(self) -> bool:
-        """Whether warps multiply each by itself, not warpgroups."""
+        """Whether the MMAs are those of warps (mma.sync), not those of warpgroups."""
         return self.tokens <= BY_WARP
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that multiplies, and of another: together no more than all have at the launch."""
+        """Registers per thread of consumers, and of other warps: together no more than at the launch."""
         if self.arranges:
             return 88, 128
         return {2: (232, 40) if self.width is not None else (240, 24), 4: (112, 32)}[self.groups]
 
     @property
     def sum_tile(self) -> SumTile:
-        """Where a cluster's sums lie, in place of the codes."""
+        """The accumulators of a CTA of a cluster, in place of the codes."""
         return SumTile(self.tokens, self.rows)
 
     @property
-    def arranged(self) -> activation_tiles.Config:
-        """How the activations are put in order."""
-        return activation_tiles.Config(self.dtype, self.fmt, self.a_layout, self.by_warp, CHUNK, self.pdl)
+    def arranged(self) -> ActivationLayout:
+        """How the activations are rearranged."""
+        return self.operands.arranged(by_warp=self.by_warp, chunk=CHUNK)
 
     def workspace_bytes(self, k: int, workers: int, *, shares: bool) -> int:
-        """Bytes for each tile of activations: for these in order; with experts for their factors; and, if sums are
-        shared, for those that ``workers`` leave for others, and the flags of these. All tiles of the first come first,
-        then all of the next."""
-        activations = self.tokens * -(-k // CHUNK) * CHUNK * self.dtype.itemsize
+        """Bytes of workspace for each tile of tokens: the rearranged activations, over experts the factors, and, if
+        ``workers`` leave partial sums for each other, these and their flags. Each of these parts is contiguous over all
+        tiles."""
+        activations = self.tokens * -(-k // CHUNK) * self.arranged.token_bytes
         factors = 0 if self.width is None else self.tokens * (k // self.width) * 4
         return activations + factors + (workers * (self.rows * self.tokens * 4 + self.groups * 4) if shares else 0)
 
     @property
     def chunks(self) -> WeightChunks:
         """Chunks of the weight, one a stage."""
-        return WeightChunks(self.fmt, self.layout, self.rows)
+        return WeightChunks(self.operands.fmt, self.operands.layout, self.rows)
 
     @property
     def span(self) -> int:
@@ -162,36 +178,33 @@ class Config:
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
-        if arch.name != "sm_90a":
-            return f"wgmma is of sm_90a; this is {arch.name}"
         if self.splits and self.tokens > CLUSTER_TOKENS:
             return f"clusters have tiles of at most {CLUSTER_TOKENS} tokens"
         if self.splits > 1 and self.sum_tile.size_bytes > self.stages * self.chunks.code_bytes:
             return f"{self.sum_tile.size_bytes} bytes of sums do not fit in place of {self.stages} stages of codes"
         if self.width is not None and (self.width % CHUNK or self.tokens not in EXPERT_TILES or self.splits):
-            return f"experts have whole chunks of {CHUNK}, tiles of {EXPERT_TILES} tokens, and no clusters"
-        return self.chunks.reason_not_copied or reason_beyond(self.dtype, self.fmt, self.smem_bytes, arch)
+            return f"over experts, widths are multiples of {CHUNK}, tiles have {EXPERT_TILES} tokens, without clusters"
+        if self.width is not None and self.epilogue != Epilogue(self.epilogue.out_dtype):
+            return "over experts there is no bias, and alpha is that of tokens and experts"
+        reason = self.operands.reason_unsupported(self.arranged, self.chunks, self.smem_bytes, arch)
+        return reason or self.epilogue.reason_unsupported()
 
 
 def plan(
     *,
-    dtype: torch.dtype,
-    fmt: FP4Format,
-    layout: ScaleLayout,
-    a_layout: ScaleLayout | None,
-    out_dtype: torch.dtype,
-    has_alpha: bool,
+    operands: FP4Operands,
+    epilogue: Epilogue,
     width: int | None = None,
     tokens: int,
     splits: int = 0,
     arch: Arch,
     pdl: bool,
 ) -> Config | None:
-    """The configuration with the most stages that ``arch`` has room for; ``None`` if it has room for none."""
+    """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if none does."""
     for stages in range(6, 2, -1):
-        # A stage of codes lasts a chunk, whatever one of activations lasts.
+        # As many chunks in flight as in the ring of the weight, in wide tiles fewer.
         wanted = stages if tokens <= 32 else {64: 8, 128: 7, 256: 5}[tokens] // span_of(tokens, width)
-        config = Config(dtype, fmt, layout, a_layout, out_dtype, has_alpha, width, tokens, splits, stages, wanted, pdl)
+        config = Config(operands, epilogue, width, tokens, splits, stages, wanted, pdl)
         if config.reason_unsupported(arch) is None:
             return config
     return None

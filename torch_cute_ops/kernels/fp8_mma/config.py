@@ -1,20 +1,22 @@
-"""How a kernel of FP8 products by warps is built: no device code."""
+"""Configuration of the FP8 GEMM by mma.sync: no device code."""
 
 from dataclasses import dataclass
 from typing import Final
 
-import torch
-
 from torch_cute_ops.kernels.common import row_tile
+from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
+from torch_cute_ops.kernels.common.fp8_arguments import Arguments
 from torch_cute_ops.runtime.arch import Arch
 
+__all__ = ["Arguments", "Config", "plan"]
+
 BLOCK: Final = 128
-"""Elements of k that share a scale; a stage holds as many elements of each row."""
+"""Elements of k that share a scale, and of a stage."""
 COLUMNS: Final = 128
-"""Rows of ``b`` of a tile: one scale a block of k."""
+"""Rows of ``b`` of a tile, which share a scale."""
 TILES: Final = {16: (1, 4), 64: (4, 2)}
-"""Rows of ``a`` of a tile, and how its warps share it: rows, columns."""
+"""Rows of ``a`` of a tile, and how many warps divide its rows and its columns."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +25,14 @@ class Config:
 
     Attributes:
         rows: how rows of ``a`` belong to experts.
-        out_dtype: of the result.
+        epilogue: what is done to the sums.
         tokens: rows of ``a`` of a tile: 16 or 64.
-        stages: blocks of k under way.
+        stages: K blocks in flight.
         pdl: whether launches are programmatic dependent launches.
     """
 
     rows: ExpertLayout
-    out_dtype: torch.dtype
+    epilogue: Epilogue
     tokens: int
     stages: int
     pdl: bool
@@ -48,17 +50,17 @@ class Config:
 
     @property
     def warp_rows(self) -> int:
-        """Rows of ``a`` that a warp has of a tile."""
+        """Rows of ``a`` of a warp."""
         return self.tokens // TILES[self.tokens][0]
 
     @property
     def warp_columns(self) -> int:
-        """Rows of ``b`` that a warp has of a tile."""
+        """Rows of ``b`` of a warp."""
         return COLUMNS // TILES[self.tokens][1]
 
     @property
     def stage_bytes(self) -> int:
-        """A block of k of both operands."""
+        """A K block of both operands."""
         return (self.tokens + COLUMNS) * BLOCK
 
     @property
@@ -72,13 +74,13 @@ class Config:
             return f"no tile has {self.tokens} rows of a"
         if self.smem_bytes > arch.smem_per_cta:
             return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
-        return None
+        return self.epilogue.reason_unsupported(is_grouped=not self.rows.is_plain)
 
 
-def plan(*, rows: ExpertLayout, out_dtype: torch.dtype, tokens: int, arch: Arch, pdl: bool) -> Config | None:
-    """The configuration with the most stages that ``arch`` has room for; ``None`` if it cannot run this."""
+def plan(*, rows: ExpertLayout, epilogue: Epilogue, tokens: int, arch: Arch, pdl: bool) -> Config | None:
+    """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this."""
     for stages in range(4, 1, -1):
-        config = Config(rows, out_dtype, tokens, stages, pdl)
+        config = Config(rows, epilogue, tokens, stages, pdl)
         if config.reason_unsupported(arch) is None:
             return config
     return None

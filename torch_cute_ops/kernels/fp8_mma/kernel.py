@@ -1,6 +1,6 @@
-"""The device code; the package's docstring tells the roles and the data path."""
+"""The device code; the package's docstring describes the roles and the data path."""
 
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -8,37 +8,61 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common import ptx, row_tile
-from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words
-from torch_cute_ops.kernels.common.expert_tiles import ExpertTiles
+from torch_cute_ops.kernels.common.convert import load_words
+from torch_cute_ops.kernels.common.expert_tiles import ExpertTilesKernel
 from torch_cute_ops.kernels.common.row_stores import store_rows
-from torch_cute_ops.kernels.fp8_mma.config import BLOCK, COLUMNS, TILES, Config
-from torch_cute_ops.runtime.argspec import Argument, ScalarArg
+from torch_cute_ops.kernels.fp8_mma.config import BLOCK, COLUMNS, TILES, Arguments, Config
 
 PIECE = 16  # bytes that a lane copies, or reads, at once
 PIECES = BLOCK // PIECE
 
 
-class FP8MmaKernel:
-    """The kernel of one ``Config``.
+class Share(NamedTuple):
+    """A thread's share of its CTA's tiles, and the operands.
 
-    Methods pass on what a thread knows: ``t``, the tensors and this CTA's part; ``p``, the present tile; ``s``, where
-    things lie in shared memory.
+    Attributes:
+        tid, lane: index of the thread in its CTA and in its warp.
+        row, column: the first of its warp, in a tile.
+        n, k: sizes of the GEMM.
+        blocks: K blocks; the last may be half of one.
+        a, b, a_scale, b_scale: the operands and their scales, of all experts.
     """
 
-    def __init__(self, config: Config):
-        self.config = config
-        self.out_dtype = DSL_DTYPES[config.out_dtype]
-        self.tiles = ExpertTiles(config.rows, config.tokens, COLUMNS)
+    tid: Int32
+    lane: Int32
+    row: Int32
+    column: Int32
+    n: Int32
+    k: Int32
+    blocks: Int32
+    a: cute.Tensor
+    b: cute.Tensor
+    a_scale: cute.Tensor
+    b_scale: cute.Tensor
 
-    def arguments(self) -> tuple[Argument, ...]:
-        return (*self.tiles.arguments(self.out_dtype.__name__), ScalarArg("Int32"))
+
+class Tile(NamedTuple):
+    """A tile: its expert, its first row, the rows that the expert has from there on, and its first column."""
+
+    expert: Int32
+    row: Int32
+    rows: Int32
+    column: Int32
+
+
+class FP8MmaKernel(ExpertTilesKernel):
+    """The kernel of one ``Config``."""
+
+    def __init__(self, config: Config):
+        super().__init__(config, COLUMNS)
 
     @cute.jit
-    def __call__(self, a, b, a_scale, b_scale, offsets, counts, out, workers: Int32, stream):
+    def __call__(self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, max_ctas: Int32, stream):
+        given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, max_ctas)
         view = self.tiles.views(a, b, a_scale, b_scale, out)
         operands = view.a, view.b, view.a_scale, view.b_scale
-        self.kernel(operands, (offsets, counts), view.out, view.space).launch(
-            grid=[workers, 1, 1],
+        self.kernel(operands, (offsets, counts), (alpha, bias), view.out, view.space).launch(
+            grid=[self.tiles.ctas(given), 1, 1],
             block=[self.config.threads, 1, 1],
             min_blocks_per_mp=1,
             preferred_smem_carveout=100,
@@ -47,7 +71,7 @@ class FP8MmaKernel:
         )
 
     @cute.kernel
-    def kernel(self, operands, given, out, space):
+    def kernel(self, operands, given, alpha_and_bias, out, space):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -62,10 +86,10 @@ class FP8MmaKernel:
         self.tiles.prepare(*given, b.shape[2], space, table, tid, c.threads)
         lane, warp = tid % 32, tid // 32
         across = TILES[c.tokens][1]
-        t = SimpleNamespace(
+        share = Share(
             tid=tid,
             lane=lane,
-            row=warp // across * c.warp_rows,  # of the warp, in a tile
+            row=warp // across * c.warp_rows,
             column=warp % across * c.warp_columns,
             n=n,
             k=a.shape[1],
@@ -78,77 +102,79 @@ class FP8MmaKernel:
         size = c.warp_columns // 2
         sums = cute.make_rmem_tensor((c.warp_rows // 16 * size,), Float32)
         for number in range(cta, self.tiles.count(m, n, table), workers):
-            expert, row, rows, column = self.tiles.find(number, m, n, table, lane)
-            p = SimpleNamespace(expert=expert, row=row, rows=rows, column=column)
+            tile = Tile(*self.tiles.find(number, m, n, table, lane))
             for i in range_constexpr(c.stages - 1):
-                if i < t.blocks:
-                    self._load(i, i, base, p, t)
+                if i < share.blocks:
+                    self._load(i, i, base, tile, share)
                 cute.arch.cp_async_commit_group()
             sums.fill(0.0)
-            for block in cutlass.range(t.blocks, unroll=1):
-                factors = self._factors(block, p, t)
+            for block in cutlass.range(share.blocks, unroll=1):
+                factors = self._factors(block, tile, share)
                 cute.arch.cp_async_wait_group(c.stages - 2)
-                # This block is there for all, and all are done with the one before, whose place is filled next.
+                # All copies of this block have arrived, and all warps are done with the one before, whose stage is
+                # next.
                 cute.arch.sync_threads()
                 ahead = block + c.stages - 1
-                if ahead < t.blocks:
-                    self._load(ahead, ahead % c.stages, base, p, t)
+                if ahead < share.blocks:
+                    self._load(ahead, ahead % c.stages, base, tile, share)
                 cute.arch.cp_async_commit_group()
-                self._multiply(block % c.stages, factors, sums, base, t)
-            # All are done with the last block, whose place the next tile may take.
+                self._multiply(block % c.stages, factors, sums, base, share)
+            # All warps are done with the last block, whose stage the next tile may use.
             cute.arch.sync_threads()
+            epilogue = self.epilogue.of_tile(*alpha_and_bias, n, None if const_expr(c.rows.is_plain) else tile.expert)
             for i in range_constexpr(c.warp_rows // 16):
                 store_rows(
                     cute.make_tensor(sums.iterator + i * size, cute.make_layout(size)),
                     out,
                     stores + cute.assume(warp * row_tile.SIZE_BYTES, divby=PIECE),
-                    row + t.row + 16 * i,
-                    rows - t.row - 16 * i,
-                    column + t.column,
+                    tile.row + share.row + 16 * i,
+                    tile.rows - share.row - 16 * i,
+                    tile.column + share.column,
                     lane,
+                    epilogue,
                 )
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
 
-    # Copies. A stage holds rows of a, then rows of b. Halves of every second row are swapped, so that the lanes that
-    # read at once meet all banks.
+    # Copies. A stage holds rows of a, then rows of b. The halves of every second row are swapped, so that lanes that
+    # read at once have no bank conflicts.
 
     def _place(self, row, piece):
-        """Where 16 bytes of a row lie in a stage."""
+        """Offset of 16 bytes of a row in a stage."""
         return row * BLOCK + (piece ^ (row % 2 * (PIECES // 2))) * PIECE
 
     @cute.jit
-    def _load(self, block, stage, base, p, t):
-        """Start this thread's copies of a block of k: of rows that exist, and zeros for others."""
+    def _load(self, block, stage, base, tile, share):
+        """Start this thread's copies of a block of k; what does not exist becomes zeros."""
         c = self.config
         at = base + cute.assume(Int32(stage) * c.stage_bytes, divby=BLOCK)
-        piece = t.tid % PIECES
+        piece = share.tid % PIECES
         begin = block * BLOCK + piece * PIECE
         for i in range_constexpr((c.tokens + COLUMNS) * PIECES // c.threads):
-            row = t.tid // PIECES + i * (c.threads // PIECES)
+            row = share.tid // PIECES + i * (c.threads // PIECES)
             if const_expr(i * (c.threads // PIECES) < c.tokens):
-                exists = row < p.rows
-                offset = ptx.select(exists, Int64(p.row + row) * t.k + begin, Int64(0))
-                source = t.a.iterator + cute.assume(offset, divby=PIECE)
+                exists = (row < tile.rows) & (begin < share.k)
+                offset = ptx.select(exists, Int64(tile.row + row) * share.k + begin, Int64(0))
+                source = share.a.iterator + cute.assume(offset, divby=PIECE)
             else:
-                column = p.column + row - c.tokens
-                exists = column < t.n
-                offset = Int64(p.expert) * t.b.stride[2] + Int64(column) * t.k + begin
-                source = t.b.iterator + cute.assume(ptx.select(exists, offset, Int64(0)), divby=PIECE)
+                column = tile.column + row - c.tokens
+                exists = (column < share.n) & (begin < share.k)
+                offset = Int64(tile.expert) * share.b.stride[2] + Int64(column) * share.k + begin
+                source = share.b.iterator + cute.assume(ptx.select(exists, offset, Int64(0)), divby=PIECE)
             ptx.copy_async_16(at + cute.assume(self._place(row, piece), divby=PIECE), source, exists)
 
     @cute.jit
-    def _factors(self, block, p, t) -> list:
-        """The factors of a lane's rows: two of each 16."""
-        scale = t.b_scale[p.column // BLOCK, block, p.expert]
+    def _factors(self, block, tile, share) -> list:
+        """The products of both scales for a lane's rows, two of each 16."""
+        scale = share.b_scale[tile.column // BLOCK, block, tile.expert]
         factors = []
         for i in range_constexpr(self.config.warp_rows // 8):
-            # Of rows that the expert does not have, its last row's: nothing of it is stored.
-            row = cutlass.min(t.row + i * 8 + t.lane // 4, p.rows - 1)
-            factors.append(ptx.mul_rn(t.a_scale[block, Int64(p.row) + row], scale))
+            # For rows that the expert does not have its last one again, since their results are not stored
+            row = cutlass.min(share.row + i * 8 + share.lane // 4, tile.rows - 1)
+            factors.append(ptx.mul_rn(share.a_scale[block, Int64(tile.row) + row], scale))
         return factors
 
-    # Products
+    # MMAs
 
     def _words(self, at: cute.Pointer, row, lane) -> list:
         """A lane's words of a row: two pieces of four."""
@@ -159,14 +185,14 @@ class FP8MmaKernel:
         return words
 
     @cute.jit
-    def _multiply(self, stage, factors, sums, base, t):
-        """Add the products of a block of k to the sums."""
+    def _multiply(self, stage, factors, sums, base, share):
+        """Add a block of k to the sums."""
         c = self.config
         at = base + cute.assume(Int32(stage) * c.stage_bytes, divby=BLOCK)
-        row = t.row + t.lane // 4
-        rows = [self._words(at, row + 8 * i, t.lane) for i in range(c.warp_rows // 8)]
+        row = share.row + share.lane // 4
+        rows = [self._words(at, row + 8 * i, share.lane) for i in range(c.warp_rows // 8)]
         for group in range_constexpr(c.warp_columns // 8):
-            columns = self._words(at, c.tokens + t.column + group * 8 + t.lane // 4, t.lane)
+            columns = self._words(at, c.tokens + share.column + group * 8 + share.lane // 4, share.lane)
             for i in range_constexpr(c.warp_rows // 16):
                 total = [Float32(0.0)] * 4
                 for step in range_constexpr(4):

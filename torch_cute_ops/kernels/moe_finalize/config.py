@@ -1,17 +1,18 @@
-"""How a finalising kernel is built: no device code."""
+"""Configuration of a finalising kernel: no device code."""
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 VECTOR = 16
-"""Bytes of a row that a thread takes at once."""
+"""Bytes of a row that a thread processes at once."""
 FEW = 512
-"""Tokens up to which it is faster to read rows past L1."""
+"""Tokens up to which loads that bypass L1 are faster."""
 THREADS, MORE_THREADS = 128, 256
-"""Of a CTA, at most; and where larger ones, of few tokens, are spread more evenly."""
+"""The most threads of a CTA; and of one that is larger because, with few tokens, that balances the SMs."""
 CTAS_PER_SM = 5
-"""CTAs beside each other on a multiprocessor, by which slices are counted."""
+"""Resident CTAs of an SM, from which the number of slices is computed."""
 WARP = 32
 
 
@@ -20,13 +21,13 @@ class Config:
     """Everything static about a kernel.
 
     Attributes:
-        dtype: of the rows: bfloat16, float16 or float32.
+        dtype: dtype of the rows: bfloat16, float16 or float32.
         width: elements of a row.
         topk: rows of a token.
         has_residual: whether there is a residual.
-        few: tokens up to which rows are read past L1.
-        threads: of a CTA.
-        more_threads: of a CTA of few tokens, where that spreads them more evenly.
+        few: tokens up to which loads of rows bypass L1.
+        threads: threads of a CTA.
+        more_threads: threads of a CTA where, with few tokens, more of them balance the SMs.
         pdl: whether launches are programmatic dependent launches.
     """
 
@@ -41,7 +42,7 @@ class Config:
 
     @property
     def vector(self) -> int:
-        """Elements that a thread takes at once."""
+        """Elements that a thread processes at once."""
         return VECTOR // self.dtype.itemsize
 
     @property
@@ -50,18 +51,38 @@ class Config:
         return self.width // self.vector
 
     def portions(self, threads: int) -> int:
-        """Times that so many threads take a vector each, for a whole row."""
+        """Portions of a row: rounds in which this many threads process it, a vector each."""
         return -(-self.vectors // threads)
 
 
+class Arguments(NamedTuple):
+    """The run-time arguments, in order; M tokens of W elements (``Config.width``), of R rows in the experts' order.
+
+    Attributes:
+        input: (R, W) of ``Config.dtype``; rows may be strided.
+        expanded_to_permuted: (M, topk) int32, contiguous: the row of each pair, negative for one that has none.
+        weights: (M, topk) fp32, contiguous.
+        residual: (M, W) like the input, rows may be strided; ``None`` without ``Config.has_residual``.
+        out: (M, W) like the input, contiguous; it may be the residual itself.
+        sms: int32, multiprocessors of the device.
+    """
+
+    input: Any
+    expanded_to_permuted: Any
+    weights: Any
+    residual: Any
+    out: Any
+    sms: Any
+
+
 def plan(dtype: torch.dtype, width: int, topk: int, has_residual: bool, pdl: bool = True) -> Config:
-    """The configuration for these facts; every architecture has one."""
+    """The configuration for these properties; every architecture has one."""
     vectors = width * dtype.itemsize // VECTOR
     threads, more_threads = (_even_threads(vectors, most) for most in (THREADS, MORE_THREADS))
     return Config(dtype, width, topk, has_residual, FEW, threads, more_threads, pdl)
 
 
 def _even_threads(vectors: int, most: int) -> int:
-    """Threads, ``most`` or fewer, that take a row's vectors in portions of one size, but for less than a warp each."""
+    """The number of threads, up to ``most``, that divides a row's vectors into portions equal to within a warp."""
     portions = -(-vectors // most)
     return -(-vectors // (portions * WARP)) * WARP

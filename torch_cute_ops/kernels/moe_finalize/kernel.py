@@ -1,26 +1,25 @@
-"""The device code; the package's docstring tells the roles and the data path."""
+"""The device code; the package's docstring describes roles and data path."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common import pdl, ptx
-from torch_cute_ops.kernels.common.convert import DSL_DTYPES, pack, store_words, unpack
-from torch_cute_ops.kernels.common.token_words import alignment, words_of_token
-from torch_cute_ops.kernels.moe_finalize.config import CTAS_PER_SM, VECTOR, Config
-from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
+from torch_cute_ops.kernels.common.convert import pack, store_words, unpack
+from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.token_words import TokenKernel, alignment, words_of_token
+from torch_cute_ops.kernels.moe_finalize.config import CTAS_PER_SM, VECTOR, Arguments, Config
+from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 WORDS = VECTOR // 4
 
 
-class MoeFinalizeKernel:
+class MoeFinalizeKernel(TokenKernel):
     """The kernel of one ``Config``."""
 
-    def __init__(self, config: Config):
-        self.config = config
-        self.dtype = DSL_DTYPES[config.dtype]
+    config: Config
 
-    def arguments(self) -> tuple[Argument, ...]:
+    def arguments(self) -> Arguments:
         c = self.config
         tokens = Dim("tokens")
         align = alignment(c.topk)
@@ -29,49 +28,56 @@ class MoeFinalizeKernel:
             step = Dim(stride, divisibility=c.vector, bits=64)
             return TensorArg(self.dtype.__name__, (count, c.width), (step, 1), align=VECTOR)
 
-        return (
-            rows(Dim("rows"), "row_stride"),
-            TensorArg("Int32", (tokens, c.topk), (c.topk, 1), align=align),
-            TensorArg("Float32", (tokens, c.topk), (c.topk, 1), align=align),
-            rows(tokens, "residual_stride") if c.has_residual else None,
-            TensorArg(self.dtype.__name__, (tokens, c.width), (c.width, 1), align=VECTOR),
-            ScalarArg("Int32"),
+        return Arguments(
+            input=rows(Dim("rows"), "row_stride"),
+            expanded_to_permuted=TensorArg("Int32", (tokens, c.topk), (c.topk, 1), align=align),
+            weights=TensorArg("Float32", (tokens, c.topk), (c.topk, 1), align=align),
+            residual=rows(tokens, "residual_stride") if c.has_residual else None,
+            out=TensorArg(self.dtype.__name__, (tokens, c.width), (c.width, 1), align=VECTOR),
+            sms=ScalarArg("Int32"),
         )
 
     @cute.jit
-    def __call__(self, x, index, weights, residual, out, sms: Int32, stream):
+    def __call__(self, input, expanded_to_permuted, weights, residual, out, sms: Int32, stream):
         c = self.config
+        index = expanded_to_permuted
         tokens, threads = out.shape[0], Int32(c.threads)
         slices = cutlass.min(cute.ceil_div(sms * CTAS_PER_SM, tokens), c.portions(c.threads))
+        ctas = ctas_unless_overlapping(
+            tokens,
+            written=(out,),
+            read=(input, index, weights, residual),
+            may_alias=() if residual is None else ((out, residual),),
+        )
         if tokens <= c.few:
-            # Larger CTAs, where CTAs have one portion each, and these leave the busiest SM less to do.
+            # Larger CTAs, if each CTA has one portion, and if they leave the busiest SM less work.
             is_less = self._most(tokens, sms, c.more_threads) < self._most(tokens, sms, c.threads)
             if is_less & (slices == c.portions(c.threads)):
                 threads, slices = Int32(c.more_threads), Int32(c.portions(c.more_threads))
-            self._launch(True, slices, threads, x, index, weights, residual, out, stream)
+            self._launch(True, ctas, slices, threads, input, index, weights, residual, out, stream)
         else:
-            self._launch(False, slices, threads, x, index, weights, residual, out, stream)
+            self._launch(False, ctas, slices, threads, input, index, weights, residual, out, stream)
 
     def _most(self, tokens, sms, threads: int):
-        """Vectors of the busiest SM, if CTAs of so many threads have one portion each."""
+        """Vectors of the busiest SM if CTAs of this many threads have one portion each."""
         return (tokens * self.config.portions(threads) + sms - 1) // sms * threads
 
     @cute.jit
-    def _launch(self, are_few: Constexpr, slices, threads, x, index, weights, residual, out, stream):
+    def _launch(self, are_few: Constexpr, ctas, slices, threads, input, index, weights, residual, out, stream):
         c = self.config
-        self.kernel(are_few, x, index, weights, residual, out).launch(
-            grid=[out.shape[0], slices, 1],
+        self.kernel(are_few, input, index, weights, residual, out).launch(
+            grid=[ctas, slices, 1],
             block=[threads, 1, 1],
             max_number_threads=[max(c.threads, c.more_threads), 1, 1],
-            # Registers for the loads of all rows at once; without it ptxas gives a thread 32.
+            # Enough registers for the loads of all rows at once: without this ptxas allots 32.
             min_blocks_per_mp=1,
             stream=stream,
             use_pdl=c.pdl,
         )
 
     @cute.kernel
-    def kernel(self, are_few: Constexpr, x, index, weights, residual, out):
-        """``are_few`` tells that there are few tokens: rows are read past L1."""
+    def kernel(self, are_few: Constexpr, input, index, weights, residual, out):
+        """``are_few``: there are few tokens, so loads of rows bypass L1."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         token, slice_, _ = cute.arch.block_idx()
@@ -83,12 +89,12 @@ class MoeFinalizeKernel:
         for vector in range(slice_ * threads + tid, c.vectors, slices * threads):
             total = [Float32(0.0)] * c.vector
             if const_expr(c.has_residual):
-                # First, since it does not wait for an index.
+                # Loaded first, because it does not depend on an index.
                 total = unpack(ptx.load_if(self._at(residual, token, vector), True, WORDS, past_l1=are_few), self.dtype)
-            words = [ptx.load_if(self._at(x, row, vector), row >= 0, WORDS, past_l1=are_few) for row in rows]
+            words = [ptx.load_if(self._at(input, row, vector), row >= 0, WORDS, past_l1=are_few) for row in rows]
             for j in range_constexpr(c.topk):
                 for i, value in enumerate(unpack(words[j], self.dtype)):
-                    # Of a row that is not there, not even a NaN weight counts.
+                    # For a pair without a row not even a NaN weight counts.
                     term = ptx.mul_rn(value, factors[j])
                     total[i] = ptx.select(rows[j] >= 0, total[i] + term, total[i])
             store_words(pack(total, self.dtype), self._words_of(out, token, vector))

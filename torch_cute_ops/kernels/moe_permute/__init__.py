@@ -1,29 +1,30 @@
-"""Tokens in the experts' order, in FP8: each read and quantised once, and stored in as many places as it has experts.
+"""Quantise each token to FP8 once, and store it in the row of each of its experts.
 
-A thread takes 16 elements of a token, and the token's places: it starts all its loads at once, finds with seven
-neighbours the scale of their 128 elements, and stores its 16 codes in every place, whole lines with its warp. Nothing
-is shared, and CTAs end with their elements: CTAs that stay, or store in bulk from shared memory, take 3 % longer.
+Roles and data path. A thread has 16 elements of a token, and the token's rows. It issues all its loads at once,
+computes with seven neighbours the scale of their 128 elements, and stores its 16 codes to every row; a warp's stores
+are whole lines. (Where the last block of a token has 64 elements, four of the eight threads have none.) No shared
+memory is used, and CTAs are not persistent: persistent ones, and bulk stores from shared memory, take 3 % longer.
 
-Scales lie by columns, and a token's places are far apart: stored as they are computed, each is a request of its own to
-L2, a quarter as many as there are of codes, for a thirtieth of the bytes. So:
+Scales are stored by columns, and a token's rows are far apart, so each scale is an L2 request of its own: a quarter as
+many requests as the codes take, for a thirtieth of the bytes. Hence:
 
-- Few tokens: so all the same, since it is one launch.
-- More: scales are stored once for each token, in a workspace; then threads for each row of the buffer read its token's
-  scales, and a warp stores 32 rows' scales of a column at a time.
+- Few tokens: scales are stored that way, because it takes one launch.
+- More: scales are stored once for each token, in a workspace. A second kernel has a thread for each row of the buffer,
+  which reads the scales of the row's token; a warp stores the scales of 32 rows, a column at a time.
 
-Bytes moved: tokens and indices read once, codes and scales written for each place; more than few tokens: the tokens'
-scales written, and these and indices read for each place, mostly from L2.
+Bytes moved: tokens and indices read once, codes and scales written for each row. With the second kernel, the tokens'
+scales are written once, and they and the indices are read for each row, mostly from L2.
 """
 
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.moe_permute.config import Config, plan
+from torch_cute_ops.kernels.moe_permute.config import Arguments, Config, plan
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.moe_permute.kernel import MoePermuteKernel
 
-__all__ = ["KERNEL", "Config", "MoePermuteKernel", "plan"]
+__all__ = ["KERNEL", "Arguments", "Config", "MoePermuteKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.MoePermuteKernel"
 __getattr__ = on_demand(__name__, "MoePermuteKernel")

@@ -1,4 +1,4 @@
-"""The device code; the package's docstring tells the roles and the data path."""
+"""The device code; the package's docstring describes roles and data path."""
 
 from functools import reduce
 
@@ -6,48 +6,53 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common import pdl, ptx
-from torch_cute_ops.kernels.common.convert import DSL_DTYPES, unpack
+from torch_cute_ops.kernels.common.convert import unpack
 from torch_cute_ops.kernels.common.fp8 import divide_e4m3, dynamic_scale, scale_divisor
 from torch_cute_ops.kernels.common.fp8_units import FP8_UNIT, SCALE_THREADS
-from torch_cute_ops.kernels.common.token_words import alignment, words_of_token
-from torch_cute_ops.kernels.moe_permute.config import CHUNK, COPY_THREADS, THREADS, Config
-from torch_cute_ops.runtime.argspec import Argument, Dim, TensorArg
+from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.token_words import TokenKernel, alignment, words_of_token
+from torch_cute_ops.kernels.moe_permute.config import CHUNK, COPY_THREADS, THREADS, Arguments, Config
+from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 VECTOR = 16
 """Bytes of a load, and of a store."""
 
 
-class MoePermuteKernel:
+class MoePermuteKernel(TokenKernel):
     """The kernels of one ``Config``."""
 
-    def __init__(self, config: Config):
-        self.config = config
-        self.dtype = DSL_DTYPES[config.dtype]
+    config: Config
 
-    def arguments(self) -> tuple[Argument, ...]:
+    def arguments(self) -> Arguments:
         c = self.config
         tokens, rows = Dim("tokens"), Dim("rows")
         step = Dim("row_stride", divisibility=VECTOR // c.dtype.itemsize, bits=64)
-        return (
-            TensorArg(self.dtype.__name__, (tokens, c.width), (step, 1), align=VECTOR),
-            TensorArg("Float8E4M3FN", (rows, c.width), (c.width, 1), align=VECTOR),
-            TensorArg("Float32", (c.scales, rows), (rows, 1), align=4),
-            TensorArg("Int32", (tokens, c.topk), (c.topk, 1), align=alignment(c.topk)),
-            TensorArg("Int32", (rows,), (1,), align=4),
-            TensorArg("Float32", (Dim("kept"), Dim("kept_scales")), (Dim("kept_pitch", bits=64), 1), align=VECTOR),
+        kept = (Dim("kept"), Dim("kept_scales"))
+        return Arguments(
+            input=TensorArg(self.dtype.__name__, (tokens, c.width), (step, 1), align=VECTOR),
+            y=TensorArg("Float8E4M3FN", (rows, c.width), (c.width, 1), align=VECTOR),
+            scale=TensorArg("Float32", (c.scales, rows), (rows, 1), align=4),
+            expanded_to_permuted=TensorArg("Int32", (tokens, c.topk), (c.topk, 1), align=alignment(c.topk)),
+            permuted_to_expanded=TensorArg("Int32", (rows,), (1,), align=4),
+            workspace=TensorArg("Float32", kept, (Dim("kept_pitch", bits=64), 1), align=VECTOR),
         )
 
     @cute.jit
-    def __call__(self, x, y, scale, places, pairs, workspace, stream):
+    def __call__(self, input, y, scale, expanded_to_permuted, permuted_to_expanded, workspace, stream):
         c = self.config
-        tokens = x.shape[0]
+        tokens = input.shape[0]
+        ctas = Int32((Int64(tokens) * c.units + (THREADS - 1)) // THREADS)
+        read = (input, expanded_to_permuted, permuted_to_expanded)
         if tokens <= c.few:
-            self._quantize(x, y, scale, None, places, stream)
+            ctas = ctas_unless_overlapping(ctas, (y, scale), read)
+            self._quantize(ctas, input, y, scale, None, expanded_to_permuted, stream)
         else:
             kept = cute.make_tensor(workspace.iterator, cute.make_layout((tokens, c.scales), stride=(c.scales, 1)))
-            self._quantize(x, y, None, kept, places, stream)
-            self.copy_scales(kept, pairs, scale).launch(
-                grid=[cute.ceil_div(pairs.shape[0], COPY_THREADS), c.chunks, 1],
+            ctas = ctas_unless_overlapping(ctas, (y, scale, kept), read)
+            self._quantize(ctas, input, y, None, kept, expanded_to_permuted, stream)
+            # Not reached if the launch before it was refused.
+            self.copy_scales(kept, permuted_to_expanded, scale).launch(
+                grid=[cute.ceil_div(permuted_to_expanded.shape[0], COPY_THREADS), c.chunks, 1],
                 block=[COPY_THREADS, 1, 1],
                 min_blocks_per_mp=1,
                 stream=stream,
@@ -55,9 +60,9 @@ class MoePermuteKernel:
             )
 
     @cute.jit
-    def _quantize(self, x, y, scale, kept, places, stream):
-        self.quantize(x, y, scale, kept, places).launch(
-            grid=[Int32((Int64(x.shape[0]) * self.config.units + (THREADS - 1)) // THREADS), 1, 1],
+    def _quantize(self, ctas, input, y, scale, kept, places, stream):
+        self.quantize(input, y, scale, kept, places).launch(
+            grid=[ctas, 1, 1],
             block=[THREADS, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
@@ -65,19 +70,21 @@ class MoePermuteKernel:
         )
 
     @cute.kernel
-    def quantize(self, x, y, scale, kept, places):
-        """Codes of all tokens, in each of their places; and their scales, there or in ``kept``."""
+    def quantize(self, input, y, scale, kept, places):
+        """Store the codes of all tokens in each of their rows; and their scales, there or in ``kept``."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         pdl.start(c.pdl)
-        # Units of a large input exceed 32 bits.
+        # The units of a large input do not fit 32 bits.
         before = Int64(cta) * THREADS
         number = Int32(before % c.units) + tid
         token, unit = Int32(before // c.units) + number // c.units, number % c.units
-        exists = token < x.shape[0]
+        is_token = token < input.shape[0]
+        # Threads of a short block's missing half have no elements, but take part in storing its scale.
+        exists = is_token & (unit * FP8_UNIT < c.width) if c.has_short_block else is_token
         first = cute.assume(unit * FP8_UNIT, divby=FP8_UNIT)
-        start = x.iterator + cute.assume(Int64(token) * x.stride[0], divby=VECTOR // c.dtype.itemsize) + first
+        start = input.iterator + cute.assume(Int64(token) * input.stride[0], divby=VECTOR // c.dtype.itemsize) + first
         words = []
         for i in range_constexpr(FP8_UNIT * c.dtype.itemsize // VECTOR):
             words += ptx.load_if(start, exists, VECTOR // 4, VECTOR * i)
@@ -93,9 +100,9 @@ class MoePermuteKernel:
             ptx.store_if(to, codes, row >= 0)
         block, member = unit // SCALE_THREADS, unit % SCALE_THREADS
         if const_expr(kept is None):
-            # Threads that share a scale have some of the places each.
+            # The threads that share a scale divide the token's rows among themselves.
             for i in range_constexpr(0, c.topk, SCALE_THREADS):
-                if exists & (i + member < c.topk):
+                if is_token & (i + member < c.topk):
                     place = places[token, i + member]
                     if place >= 0:
                         scale[block, place] = own
@@ -105,7 +112,7 @@ class MoePermuteKernel:
 
     @cute.kernel
     def copy_scales(self, kept, pairs, scale):
-        """A chunk of each row's scales, from those of its token."""
+        """Copy a chunk of each row's scales from those of its token."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, chunk, _ = cute.arch.block_idx()

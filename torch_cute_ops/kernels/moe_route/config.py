@@ -1,136 +1,70 @@
-"""How a routing kernel is built: no device code."""
+"""Configuration of a routing kernel: no device code."""
 
-import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
+from torch_cute_ops.kernels.common.expert_choice import ExpertChoice
+from torch_cute_ops.kernels.common.expert_placement import ExpertPlacement, PlacementConfig
 
-from torch_cute_ops.formats.experts import MAX_TOPK
-
-WARP = 32
 CHUNK = 64
-"""Tokens that a CTA takes at a time."""
+"""Tokens that a CTA processes at a time: with the most experts that a token can have, a pair for each thread."""
 ALONE = 32
-"""Tokens up to which one CTA does it all: one for each warp."""
-ALONE_ROWS = 8192
-"""Rows up to which it writes them all: 33,000 take it 5 µs more, as long as another launch does (H200)."""
+"""Tokens up to which a single CTA does everything: one for each warp."""
 RUN = 8
-"""Tokens of a CTA, while there are CTAs enough."""
-ROWS = 8192
-"""Rows that a CTA fills, while there are CTAs enough."""
-THREADS = CHUNK * MAX_TOPK
-"""One for each pair of a chunk."""
-BITS = CHUNK // 32
-"""Words of a chunk's bits for one expert."""
+"""Tokens for each CTA, as long as there are SMs."""
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(ExpertChoice, PlacementConfig):
     """Everything static about the kernels.
 
     Attributes:
-        dtype: of the logits: bfloat16, float16 or float32.
-        experts, topk: how many there are, and how many of them a token has.
-        is_sigmoid: whether scores are sigmoids of the logits, not their softmax.
-        has_bias: whether a bias is added to scores for the choice.
-        num_groups, topk_groups: groups of experts, and how many of them a token may have experts of.
-        renormalize: whether a token's weights are made to sum to 1.
-        is_masked: whether each expert has equally many rows, not as many as it needs.
+        dtype, experts, topk, is_sigmoid, has_bias, num_groups, topk_groups, renormalize: as for ``ExpertChoice``.
+        is_masked: whether all experts have the same number of rows, not as many as they need.
         pdl: whether launches are programmatic dependent launches.
     """
 
-    dtype: torch.dtype
-    experts: int
-    topk: int
-    is_sigmoid: bool
-    has_bias: bool
-    num_groups: int
-    topk_groups: int
-    renormalize: bool
     is_masked: bool
     pdl: bool
 
     @property
-    def threads(self) -> int:
-        """Threads of a CTA."""
-        return THREADS
-
-    @property
-    def group_size(self) -> int:
-        """Experts of a group."""
-        return self.experts // self.num_groups
-
-    @property
-    def group_lanes(self) -> int:
-        """Lanes of a warp that have the experts of one group."""
-        return WARP >> (self.num_groups - 1).bit_length()
-
-    @property
-    def lane_experts(self) -> int:
-        """Experts of a lane at most."""
-        return -(-self.group_size // self.group_lanes)
-
-    @property
-    def parts(self) -> int:
-        """Threads that add up the counts of one expert."""
-        return min(16, THREADS >> (self.experts - 1).bit_length())
-
-    @property
-    def smem_offsets(self) -> "SmemOffsets":
-        """How the shared memory of a CTA is divided, in words."""
-        sizes = (BITS * self.experts, THREADS, self.experts, self.experts + 1, self.experts, 2 * THREADS, WARP)
-        return SmemOffsets(*itertools.accumulate((-(-size // 4) * 4 for size in sizes), initial=0))
-
-    @property
-    def smem_bytes(self) -> int:
-        """Shared memory of a CTA."""
-        return 4 * self.smem_offsets.end
-
-    def workspace_words(self, tokens: int, rows: int, sms: int) -> int:
-        """32-bit words that a call needs beside its outputs; 0, if one CTA does it all."""
-        if tokens <= ALONE and rows <= ALONE_ROWS:
-            return 0
-        return max(1, min(sms, max(-(-tokens // RUN), -(-rows // ROWS)))) * self.experts
+    def placement(self) -> ExpertPlacement:
+        """How pairs get their rows, a slot being a token."""
+        return ExpertPlacement(self.experts, self.topk, CHUNK, ALONE, RUN, self.is_masked)
 
 
-class SmemOffsets(NamedTuple):
-    """Where in shared memory something begins, words.
+class Arguments(NamedTuple):
+    """The run-time arguments, in order; M tokens, E experts, R rows in the experts' order; contiguous but for logits.
 
     Attributes:
-        bits: of each expert, which tokens of the chunk chose it.
-        chosen: the expert of each pair of the chunk.
-        before: of each expert, the tokens before the chunk that chose it.
-        begins: where each expert's rows begin, and the last one's end.
-        sizes: of each expert, its rows.
-        sums: parts of the counts of each expert: of the runs before, and of all.
-        warps: sums of the warps.
-        end: of all.
+        logits: (M, E) of ``Config.dtype``; rows may be strided.
+        bias: (E,) fp32; ``None`` without ``Config.has_bias``.
+        weights: (M, topk) fp32.
+        ids: (M, topk) int32, the experts of each token, the best first.
+        expanded_to_permuted: (M, topk) int32, the row of each pair, -1 for one that was dropped.
+        permuted_to_expanded: (R,) int32, the pair of each row, -1 for padding.
+        offsets: (E + 1,) int32, where each expert's rows begin, and where the last one's padding ends.
+        counts: (E,) int32, rows of each expert.
+        workspace: (``Config.workspace_words(M, R, sms)``,) int32; where that is 0, any, unused.
+        scaling_factor: fp32, multiplies the weights.
+        unit: int32, the rows of each expert where ``Config.is_masked``; else what its first row is a multiple of.
+        sms: int32, multiprocessors of the device.
     """
 
-    bits: int
-    chosen: int
-    before: int
-    begins: int
-    sizes: int
-    sums: int
-    warps: int
-    end: int
+    logits: Any
+    bias: Any
+    weights: Any
+    ids: Any
+    expanded_to_permuted: Any
+    permuted_to_expanded: Any
+    offsets: Any
+    counts: Any
+    workspace: Any
+    scaling_factor: Any
+    unit: Any
+    sms: Any
 
 
-def plan(
-    dtype: torch.dtype,
-    experts: int,
-    topk: int,
-    is_sigmoid: bool,
-    has_bias: bool,
-    num_groups: int,
-    topk_groups: int,
-    renormalize: bool,
-    is_masked: bool,
-    pdl: bool = True,
-) -> Config:
-    """The configuration for these facts; every architecture has one."""
-    # Where all groups may be chosen, they make no difference.
-    groups = (num_groups, topk_groups) if topk_groups < num_groups else (1, 1)
-    return Config(dtype, experts, topk, is_sigmoid, has_bias, *groups, renormalize, is_masked, pdl)
+def plan(choice: ExpertChoice, is_masked: bool, pdl: bool = True) -> Config:
+    """The configuration for this choice; every architecture has one."""
+    return Config(**vars(choice.with_relevant_groups()), is_masked=is_masked, pdl=pdl)

@@ -1,57 +1,58 @@
-"""Rows to FP4 or FP8: a sum or a gate before, RMSNorm or nothing, scales, codes, layouts, in one pass over memory.
+"""Quantise rows to FP4 or FP8, after an addition or a gate and optionally an RMSNorm, in one pass over memory.
 
-What differs between kernels is in ``Problem``; the parts compose:
+``Problem`` says what a kernel does, as a combination of:
 
-- source: a row of the input; the input's plus the residual's, which the sum replaces; or silu of a row's first half
-  times its second;
-- norm, or none;
-- scales and codes: FP4 blocks; FP8 under a given scale, one of the row, or one of each 128 elements;
-- scale layout; linear scales besides; the norm besides;
-- rows: all of them; or those that experts have in a buffer with padding, which is neither read nor written, as one
-  dense range (a table in shared memory says where a row lies: ``common.expert_rows``); or all from the first expert's
-  offset to the last one's end, if no counts say that there is padding between.
+- source: a row of the input; its sum with a row of the residual, which the sum overwrites; or the second half of a row
+  gated by its first (``silu(gate) * up``, or the general SwiGLU);
+- RMSNorm, or none;
+- format: FP4 blocks; FP8 with a given scale, a scale for each row, or one for each 128 elements (the last block of a
+  row may have 64);
+- scale layout; linear scales as a second copy; the normalised rows as an output;
+- which rows: all of the input, or those that the experts have in a buffer with padding. Padding is neither read nor
+  written: a table in shared memory maps the experts' rows to one dense range (``common.expert_rows``). If there are no
+  counts there is no padding between experts, and the rows are the range from the first offset to the last.
 
-Roles and data path. A *group* of ``max(32, threads_per_row)`` threads works on one row at a time (several, if a row
-needs less than a warp). A CTA has one or more groups, which share nothing but the weight; a row that is too wide is cut
-into ``splits`` slices, one for each CTA of a cluster. CTAs are persistent: each group walks over the rows with the
-grid's stride.
+Roles and data path. A *group* of ``max(32, threads_per_row)`` threads works on one row at a time (on several, if a row
+needs less than a warp). A CTA has one or more groups, which share nothing but the weight. A row that is too wide for a
+CTA is cut into ``splits`` slices, one for each CTA of a cluster. CTAs are persistent: each group walks over the rows
+with the grid's stride.
 
-1. One thread of a group starts a bulk copy of a coming row (or of both rows that make one) into one of ``stages``
-   buffers of shared memory; the copies run ahead of the arithmetic. The weight is copied once a CTA, and lives in
-   registers.
-2. A thread reads its blocks (thread t has blocks t, t + threads_per_row, …), sums or gates, multiplies by the weight,
-   takes each block's amax, and sums the squares; a warp reduction, shared memory and one barrier give the row's sum,
-   and the row's amax where a scale is of the row. In a cluster every warp sends its partial results to all CTAs
-   (``st.async`` on an mbarrier). The barrier also frees the row's buffer. Sums with the residual take the residual's
-   place in the buffer, and one thread stores them from there in bulk, once the barrier says that they are complete
-   (4 % faster than from registers at width 16,384 on an H200, where a thread's stores fill half of every 32 bytes);
-   the buffer is free when that has been read.
-   Where a row's blocks do not fill its threads, and arithmetic limits, the warps without a last block leave it out.
-3. ``norm = (v · w) · rstd``: the row factor is applied to the block's amax and to its encode factor, once a block
-   instead of once an element. (Rows of extreme magnitude, those with a block of MXFP4 or FP8 that is, and all in fp32
-   want ``(v · rstd) · w``, by a second pass over the row in shared memory and a second barrier.) Block scale, and 8 or
-   16 bytes of codes per thread and block, go to global memory; the norm, if it is an output, by way of shared memory
-   and in bulk one row later, where there is room for that (``bulk_norm``). A block of FP8 is shared by eight threads:
-   each computes the scales of some of theirs, and tells the others (``common.shared_blocks``).
-4. Scales. A row of the 128x4 layout has 4 bytes in every 512: stored row by row, that is one L2 request for each 4
-   bytes, and costs 6 % at large sizes (H200). So a group takes the four rows that share 16 bytes (a *quad*) one after
-   the other, gathers their scales in shared memory, and writes 16 bytes at a time, one row later. The rows that do not
-   fill a round of quads over the whole grid, and so all rows of a small batch, are dealt out singly, and each thread
-   stores its byte. Rows of padding are zeroed while the first copies are under way.
+1. One thread of a group starts a bulk copy of a coming row (of both rows, where two make one) into one of ``stages``
+   buffers in shared memory; copies run ahead of the arithmetic. The weight is copied once for each CTA and then kept
+   in registers.
+2. Each thread reads its blocks (thread t has blocks t, t + threads_per_row, …), adds or gates, multiplies by the
+   weight, takes each block's amax and accumulates the squares. A warp reduction, shared memory and one barrier give the
+   row's sum of squares, and its amax if the row has one scale. In a cluster each warp sends its partial results to all
+   CTAs (``st.async`` on an mbarrier). The same barrier frees the row's buffer. Sums with the residual overwrite the
+   residual in the buffer, and after the barrier one thread stores them in bulk (4 % faster than from registers at width
+   16,384 on an H200, where a thread's stores fill half of each 32 bytes); the buffer is free when that copy has read
+   it. Where the blocks of a row do not fill its threads and arithmetic is the limit, warps without a last block skip
+   it.
+3. ``norm = (v · w) · rstd``: the row factor multiplies the block's amax and its encode factor, once for each block
+   instead of once for each element. (Rows of extreme magnitude, rows with such a block of MXFP4 or FP8, and all rows in
+   fp32 need ``(v · rstd) · w``: a second pass over the row in shared memory, and a second barrier.) The scale and 8 or
+   16 bytes of codes for each block go to global memory. The norm, if it is an output, goes through shared memory and is
+   stored in bulk one row later, where there is room for that (``bulk_norm``). Eight threads share a block of FP8; each
+   computes the scales of some of their blocks and passes them on by shuffles (``common.shared_blocks``).
+4. Scales. A row of the 128x4 layout has 4 bytes in every 512. Stored row by row, that is an L2 request for each 4 bytes
+   and costs 6 % at large sizes (H200). So a group takes the four rows that share 16 bytes (a *quad*) one after the
+   other, collects their scales in shared memory and stores 16 bytes at a time, one row later. Rows that do not fill a
+   round of quads over the whole grid, which is all rows of a small batch, are distributed one by one, and their scales
+   are stored as single bytes. Padding rows are zeroed while the first copies are in flight.
 
-Bytes moved a row: H · itemsize read (twice that for a sum or a gate), the residual written, H/2 + H/block_size (FP8: H
-and its scales) written; the weight once a CTA, from L2.
+Bytes moved for each row: H · itemsize read (twice that with a sum or a gate), the residual written, H/2 + H/block_size
+written (FP8: H and its scales). The weight is read once for each CTA, from L2.
 """
 
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.row_quant.config import Config, Problem, plan
+from torch_cute_ops.kernels.row_quant.config import Arguments, Config, Problem, plan
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.row_quant.kernel import RowQuantKernel
 
-__all__ = ["KERNEL", "Config", "Problem", "RowQuantKernel", "plan"]
+__all__ = ["KERNEL", "Arguments", "Config", "Problem", "RowQuantKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.RowQuantKernel"
 __getattr__ = on_demand(__name__, "RowQuantKernel")

@@ -1,7 +1,7 @@
-"""Values to codes: FP4 and FP8 blocks that a thread has in registers, and their scales.
+"""From values in a thread's registers to codes and scales, a block at a time.
 
-Where the row factor of a norm, ``rstd``, is left to the block, values are yet to be multiplied with it; elsewhere it is
-1, or ``None`` without a norm.
+``rstd`` is the norm's row factor where the values have not been multiplied by it yet; 1 where they have, and ``None``
+without a norm.
 """
 
 from cutlass import Float32, Uint32
@@ -23,11 +23,11 @@ class Encoder:
 
     @property
     def shared(self) -> SharedBlocks:
-        """How threads share the blocks of FP8 that have a scale each."""
+        """How threads share FP8 blocks of 128 elements."""
         return SharedBlocks(SCALE_THREADS, self.config.thread_blocks)
 
     def _scaled(self, amax: Float32, rstd: Float32 | None) -> Float32:
-        """An amax with the row factor that values still lack."""
+        """``amax`` of values that still lack the row factor, times that factor."""
         return amax if rstd is None else ptx.mul_rn(amax, rstd)
 
     def fp4_block(self, products, amax, rstd, g) -> tuple[list, Uint32]:
@@ -55,11 +55,12 @@ class Encoder:
         return [(divide_e4m3(products, divisor), scale) for products, _ in blocks]
 
     def fp8_blocks(self, blocks, rstd, amax, t) -> tuple[list, Float32]:
-        """The words of codes of each block, and the scale of the one that the thread answers for, of that ``amax``."""
+        """The words of codes of each block; and the scale of the block that this thread computes it for, which has this
+        ``amax``."""
         scale = dynamic_scale(self._scaled(amax, rstd))
         mine = scale_divisor(scale, rstd, is_dynamic=True)
         words = []
         for j, (products, _) in enumerate(blocks):
-            factor, near_one, inverse = (self.shared.told(value, j, t.lane) for value in mine[:3])
+            factor, near_one, inverse = (self.shared.broadcast(value, j, t.lane) for value in mine[:3])
             words.append(divide_e4m3(products, Divisor(factor, near_one, inverse, near_one > Float32(0.0))))
         return words, scale

@@ -1,7 +1,6 @@
-"""The device code; the package's docstring tells the roles and the data path."""
+"""The device code; the package's docstring describes roles and data path."""
 
 from functools import reduce
-from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
@@ -13,17 +12,19 @@ from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TENSOR, FP8_TOK
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES
 from torch_cute_ops.kernels.common.expert_rows import fill_table, table_at
+from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.row_quant.codes import Encoder
-from torch_cute_ops.kernels.row_quant.config import WARP, Config
+from torch_cute_ops.kernels.row_quant.config import WARP, Arguments, Config
 from torch_cute_ops.kernels.row_quant.rows import Rows, sync_group
 from torch_cute_ops.kernels.row_quant.scales import FP4Scales
 from torch_cute_ops.kernels.row_quant.stores import Stores
-from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
+from torch_cute_ops.kernels.row_quant.thread import Shared, Thread
+from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 
 def sum_of_squares(values: list) -> Float32:
-    """The sum of the squares, as four interleaved sums."""
+    """The sum of squares, in four interleaved partial sums."""
     sums = [Float32(0.0)] * 4
     for i, value in enumerate(values):
         sums[i % 4] = ptx.fma_rn(value, value, sums[i % 4])
@@ -39,7 +40,7 @@ class RowQuantKernel:
         self.rows = Rows(config, self.scales)
         self.stores = Stores(config, self.rows, self.scales, self.encoder)
 
-    def arguments(self) -> tuple[Argument, ...]:
+    def arguments(self) -> Arguments:
         p = self.config.problem
         rows = Dim("rows")
         dtype = self.rows.dtype.__name__
@@ -68,43 +69,71 @@ class RowQuantKernel:
                 scale = matrix("Float32", scales, rows, align=4)
             else:
                 scale = matrix("Float32", rows, scales, align=4)
-        index = counts = None
-        if p.has_offsets:
-            index = TensorArg("Int32", (Dim("ends"),), (1,), align=4)
-        if p.has_counts:
-            counts = TensorArg("Int32", (Dim("experts"),), (1,), align=4)
-        return (
-            strided(p.input_width, "row_stride"),
-            strided(p.width, "residual_stride") if p.source == "add" else None,
-            None if p.weight_dtype is None else TensorArg(self.rows.weight_dtype.__name__, (p.width,), (1,), align=16),
-            TensorArg("Float32", (1,), (1,), align=4) if p.has_factor else None,
-            y,
-            scale,
-            linear,
-            matrix(dtype, rows, p.width) if p.writes_norm else None,
-            index,
-            counts,
-            ScalarArg("Float32"),
-            ScalarArg("Int32"),
+        weight = None
+        if p.weight_dtype is not None:
+            weight = TensorArg(self.rows.weight_dtype.__name__, (p.width,), (1,), align=16)
+        return Arguments(
+            input=strided(p.input_width, "row_stride"),
+            residual=strided(p.width, "residual_stride") if p.source == "add" else None,
+            weight=weight,
+            factor=TensorArg("Float32", (1,), (1,), align=4) if p.has_factor else None,
+            y=y,
+            scale=scale,
+            scale_linear=linear,
+            norm=matrix(dtype, rows, p.width) if p.writes_norm else None,
+            offsets=TensorArg("Int32", (Dim("ends"),), (1,), align=4) if p.has_offsets else None,
+            counts=TensorArg("Int32", (Dim("experts"),), (1,), align=4) if p.has_counts else None,
+            eps=ScalarArg("Float32"),
+            swiglu_alpha=ScalarArg("Float32") if p.swiglu else None,
+            swiglu_beta=ScalarArg("Float32") if p.swiglu else None,
+            swiglu_limit=ScalarArg("Float32") if p.swiglu else None,
+            max_ctas=ScalarArg("Int32"),
         )
 
     @cute.jit
     def __call__(
-        self, x, residual, weight, factor, y, scale, linear, norm, index, counts, eps: Float32, max_ctas: Int32, stream
+        self,
+        input,
+        residual,
+        weight,
+        factor,
+        y,
+        scale,
+        scale_linear,
+        norm,
+        offsets,
+        counts,
+        eps: Float32,
+        swiglu_alpha,
+        swiglu_beta,
+        swiglu_limit,
+        max_ctas: Int32,
+        stream,
     ):
         c = self.config
-        # A CTA gets a second row only when every CTA has one. Padding wants some CTAs even for one row: zeroing it with
-        # one would take 14 µs (H200, width 7168).
-        wanted = cute.ceil_div(x.shape[0], c.group_rows)
+        # A CTA gets a second row only when every CTA has one. Padding needs some CTAs even for a single row: one alone
+        # would take 14 µs to zero it (H200, width 7168).
+        wanted = cute.ceil_div(input.shape[0], c.group_rows)
         if const_expr(not c.problem.layout.is_linear):
             wanted = cutlass.max(wanted, WARP)
         clusters = cutlass.max(max_ctas // c.splits, 1)
         ctas = cutlass.min(wanted, clusters) * c.splits
         threads = Int32(c.threads)
         if const_expr(not c.problem.has_table):
-            # One group each while there are CTAs enough: a smaller CTA starts sooner.
-            threads = ptx.select(x.shape[0] <= clusters * c.group_rows, Int32(c.group_threads), threads)
-        self.kernel(x, residual, weight, factor, y, scale, linear, norm, index, counts, eps).launch(
+            # One group for each CTA while there are enough CTAs: smaller CTAs start sooner.
+            threads = ptx.select(input.shape[0] <= clusters * c.group_rows, Int32(c.group_threads), threads)
+        ctas = ctas_unless_overlapping(
+            ctas,
+            written=(y, scale, scale_linear, norm, residual),
+            read=(input, weight, factor, offsets, counts),
+            may_alias=() if residual is None else ((residual, input),),
+        )
+        if const_expr(not c.problem.layout.is_linear):
+            # The one extent that the declared arguments leave open. A launch of no CTAs fails, as where they overlap.
+            tile = c.problem.layout.tile_rows
+            ctas = ptx.select(scale.shape[0] == cute.ceil_div(input.shape[0], tile) * tile, ctas, Int32(0))
+        gate = (swiglu_alpha, swiglu_beta, swiglu_limit) if const_expr(c.problem.swiglu) else None
+        self.kernel(input, residual, weight, factor, y, scale, scale_linear, norm, offsets, counts, eps, gate).launch(
             grid=[ctas, 1, 1],
             block=[threads, 1, 1],
             max_number_threads=[c.threads, 1, 1],
@@ -115,7 +144,7 @@ class RowQuantKernel:
         )
 
     @cute.kernel
-    def kernel(self, x, residual, weight, factor, y, scale, linear, norm, index, counts, eps: Float32):
+    def kernel(self, input, residual, weight, factor, y, scale, scale_linear, norm, offsets, counts, eps, gate):
         c = self.config
         p = c.problem
         tid, _, _ = cute.arch.thread_idx()
@@ -126,7 +155,7 @@ class RowQuantKernel:
         in_group = tid % c.group_threads
         rank = cta % c.splits
         column = (in_group + c.first_column(group)) % c.group_threads
-        t = SimpleNamespace(
+        t = Thread(
             tid=tid,
             threads=threads,
             lane=tid % WARP,
@@ -138,39 +167,40 @@ class RowQuantKernel:
             rank=rank,
             first_block=rank * c.slice_blocks,
             my_blocks=cutlass.min(Int32(c.blocks) - rank * c.slice_blocks, c.slice_blocks),
-            rows=x.shape[0],
-            x=x,
+            rows=input.shape[0],
+            input=input,
             residual=residual,
             y=y,
             scale=scale,
-            linear=linear,
+            scale_linear=scale_linear,
             norm=norm,
+            gate=gate,
             walkers=ctas // c.splits * (threads // c.group_threads),
             walker=group * (ctas // c.splits) + cta // c.splits,
         )
         if const_expr(p.rows != "experts"):
             self.rows.deal(t)
         s = self._allocate(t)
-        # The thread that initialises the barriers starts its group's copies at once; other groups must see them first.
+        # The thread that initialises the barriers starts its group's copies at once; others wait for a CTA barrier.
         early = const_expr(c.group_rows == 1)
         if tid == 0:
             self._init_barriers(s)
         cute.arch.mbarrier_init_fence()
-        # For racecheck: it takes the initialisation for that of the whole warp.
+        # For compute-sanitizer's racecheck, which attributes the initialisation to the whole warp.
         cute.arch.sync_warp()
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
         if const_expr(p.has_table):
-            fill_table(s.experts, index, counts, x.shape[0], tid, c.threads)
+            fill_table(s.experts, offsets, counts, input.shape[0], tid, c.threads)
             cute.arch.sync_threads()
             t.rows = s.experts.total[0]
             self.rows.deal(t)
         elif const_expr(p.rows == "experts"):
-            # No more than there is room for.
-            t.first_row = cutlass.max(index[0], Int32(0))
-            t.rows = cutlass.max(cutlass.min(index[index.shape[0] - 1], x.shape[0]) - t.first_row, Int32(0))
+            # Never beyond the buffer.
+            t.first_row = cutlass.max(offsets[0], Int32(0))
+            t.rows = cutlass.max(cutlass.min(offsets[offsets.shape[0] - 1], input.shape[0]) - t.first_row, Int32(0))
             self.rows.deal(t)
-        # Where the thread's row lies in this iteration and, with two stages, in the next.
+        # The thread's row in global memory, of this iteration and, with two stages, of the next.
         place, after = self.rows.place_of(Int32(0), t, s), self.rows.place_of(Int32(c.stages - 1), t, s)
         if tid == 0:
             if const_expr(p.normalises):
@@ -205,11 +235,11 @@ class RowQuantKernel:
             ptx.wait(s.weight_barrier, 0)
             weights = [self.rows.weight(j, t, s) for j in range(c.thread_blocks)]
 
-        again = Int32(0)  # rows whose amax was taken again
+        again = Int32(0)  # rows whose amax was recomputed
         for it in range(t.its):
             stage = it % c.stages
             row = self.rows.row_at(it, t) + t.row
-            # Found while the row is under way.
+            # Looked up while the row is in flight.
             beyond = self.rows.place_of(it + c.stages, t, s)
             ptx.wait(s.full + stage, (it // c.stages) & 1)
             blocks, amax, reduced = self._load_row(stage, weights, row, t, s)
@@ -230,7 +260,7 @@ class RowQuantKernel:
                 if const_expr(p.folds):
                     extreme = extreme & (not self._can_fold(total, reduced[-1], g))
                 if const_expr(p.fmt in (FP8_TOKEN, FP8_BLOCK128)):
-                    # Rows that share a warp take their amax again together; those that need not get the same.
+                    # Rows that share a warp recompute their amax together; for those that need not, it is the same.
                     if cute.arch.vote_any_sync(extreme):
                         if extreme:
                             self._normalize(blocks, rstd, stage, weights, t, s)
@@ -270,13 +300,13 @@ class RowQuantKernel:
         if const_expr(c.bulk_norm):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         if const_expr(c.is_cluster):
-            # No CTA may end while another can still write into its shared memory.
+            # No CTA may exit while another can still write into its shared memory.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
     # Shared memory and barriers
 
-    def _allocate(self, t) -> SimpleNamespace:
+    def _allocate(self, t: Thread) -> Shared:
         c = self.config
         group_elements = c.stages * c.group_rows * c.problem.inputs * c.slice_width
         # Dynamic shared memory: the ptxas of CUDA 12 allows no more than 48 KB of static shared memory.
@@ -293,9 +323,9 @@ class RowQuantKernel:
         if c.bulk_norm:
             group_norms = cute.assume(t.group * (2 * c.group_rows * c.slice_width), divby=16)
             norms = cute.recast_ptr(base + at.norms, dtype=self.rows.dtype) + group_norms
-        return SimpleNamespace(
-            norms=norms,
+        return Shared(
             buffers=buffers + cute.assume(t.group * group_elements, divby=16),
+            norms=norms,
             weight=weight,
             all_scales=scales,
             scales=scales + cute.assume(t.group * (2 * c.quad_bytes), divby=16) if c.quads else None,
@@ -315,14 +345,21 @@ class RowQuantKernel:
     # A row
 
     def _load_row(self, stage, weights, row, t, s) -> tuple[list, Float32 | None, list]:
-        """The thread's blocks of a row, as products v · w and their amax; of an FP8 block that it shares, that one's
-        amax; and its share of what the row reduces, in the order of ``Problem.reductions``."""
+        """Load the thread's blocks of a row.
+
+        Returns:
+            For each block its products v · w and their amax; the amax of the FP8 block whose scale this thread
+            computes, if blocks of 128 have scales; and the thread's partial results of ``Problem.reductions``.
+        """
         c = self.config
         p = c.problem
         blocks = []
         squares = Float32(0.0)
         values = [self.rows.values(stage, j, t, s) for j in range(c.common_blocks)]
         if p.source == "add":
+            if c.has_short_block:
+                # Some threads have read the half of a short block that others overwrite now (``Rows._safe_block``).
+                cute.arch.sync_warp()
             for j, (_, words) in enumerate(values):
                 self.rows.fill_buffer(words, self.rows.buffer(1, stage, t.row, s), j, t)
         if self.stores.is_bulk:
@@ -332,7 +369,7 @@ class RowQuantKernel:
             if j < c.common_blocks:
                 squares = squares + self._take_block(j, values[j][0], weights, block, t)
             else:
-                # Of usual size, where it is not taken.
+                # An ordinary magnitude where the block is skipped.
                 block[1][0] = Float32(1.0)
                 squares = squares + self._take_last_block(stage, weights, block, t, s)
             blocks.append(block)
@@ -346,7 +383,7 @@ class RowQuantKernel:
         return blocks, shared, reduced
 
     def _take_block(self, j: int, v: list, weights, block, t) -> Float32:
-        """The products and the amax of the thread's j-th block, into its registers; returns the sum of its squares."""
+        """Put products and amax of the thread's j-th block into its registers; returns the sum of its squares."""
         products, square = v, Float32(0.0)
         if self.config.problem.normalises:
             products = [ptx.mul_rn(a, b) for a, b in zip(v, weights[j], strict=True)]
@@ -366,15 +403,15 @@ class RowQuantKernel:
         return square
 
     def _shared_amax(self, blocks, t) -> Float32:
-        """The amax of the FP8 block that the thread answers for."""
+        """The amax of the FP8 block whose scale this thread computes."""
         return self.encoder.shared.largest([amax[0] for _, amax in blocks], t.lane)
 
     def _amax_of(self, blocks) -> Float32:
-        """The largest magnitude in a thread's blocks."""
+        """The amax over a thread's blocks."""
         return reduce(ptx.max_abs_nan, [largest[0] for _, largest in blocks], Float32(0.0))
 
     def _fill(self, products, amax, values: list) -> None:
-        """``values`` and the largest magnitude among them, NaN if one is, into a block's registers."""
+        """Put ``values`` and their amax, NaN if one is, into a block's registers."""
         largest = Float32(0.0)
         for i, value in enumerate(values):
             products[i] = value
@@ -382,15 +419,15 @@ class RowQuantKernel:
         amax[0] = largest
 
     def _can_fold(self, total, other, scale):
-        """Whether ``(v · rstd) · w`` may be computed as ``(v · w) · rstd``, which leaves the row factor to the block.
+        """Whether ``(v · rstd) · w`` may be computed as ``(v · w) · rstd``, with the row factor applied to blocks.
 
-        The two differ by rounding, and where v · w overflows or becomes subnormal (weights are taken to be below 2^88).
-        So the sum of squares has to be of usual size; and so has all that scales are computed from: ``other``, the
-        row's amax, or how many blocks there are whose amax is not; or the given ``scale`` in FP8. NVFP4's scales do not
-        reach down to a block that is tiny beside its row. What is tiny beside its own block has code zero either way,
-        and a norm in bf16 or fp16, whose steps are larger, does not tell such bits unless eps is below 2^-34. Where
-        v · rstd is subnormal and v · w is not, the fold is the more exact. (A block of zeros is none of usual size: its
-        row takes longer.)
+        The two differ by rounding, and where v · w overflows or is subnormal (weights are assumed to be below 2^88). So
+        the sum of squares must be of ordinary magnitude, and everything that scales are computed from: ``other``, which
+        is the row's amax, or the number of blocks of unusual amax; or the given ``scale`` of FP8. Scales of NVFP4
+        cannot represent a block that is tiny compared to its row. An element that is tiny compared to its own block has
+        code 0 either way, and a norm in bf16 or fp16 is too coarse to show the difference unless eps is below 2^-34.
+        Where v · rstd is subnormal and v · w is not, the folded product is the more exact one. (A block of zeros counts
+        as unusual, so its row takes longer.)
         """
         fmt = self.config.problem.fmt
         usual = (total >= Float32(2.0**-80)) & (total <= Float32(2.0**80))
@@ -403,27 +440,27 @@ class RowQuantKernel:
         return usual
 
     def _is_usual(self, amax):
-        """Whether an amax of products v · w is of usual size."""
+        """Whether an amax of products v · w is of ordinary magnitude."""
         return (amax >= Float32(2.0**-80)) & (amax < Float32(float("inf")))
 
     @cute.jit
     def _normalize(self, blocks, rstd, stage, weights, t, s):
-        """Products ``(v · rstd) · w`` in place of ``v · w``, from the row in shared memory."""
+        """Replace products ``v · w`` by ``(v · rstd) · w``, computed from the row in shared memory."""
         for j in range_constexpr(self.config.thread_blocks):
             v, _ = self.rows.values(stage, j, t, s, again=True)
             scaled = [ptx.mul_rn(ptx.mul_rn(a, rstd), b) for a, b in zip(v, weights[j], strict=True)]
             self._fill(*blocks[j], scaled)
         fence_async()
         if const_expr(self.config.group_rows == 1):
-            # The buffer is filled again next, and others may still be reading it here.
+            # The buffer is refilled next, and other threads may still be reading it.
             sync_group(self.config, t)
 
     @cute.jit
     def _reduce_row(self, values: list, slots: cute.Pointer, barrier: cute.Pointer, parity, t):
-        """Sums of squares, largest magnitudes and numbers of blocks over the threads that share a row.
+        """Reduce sums of squares, amaxes and block counts over the threads that share a row.
 
-        In an order that the configuration alone decides. ``values`` are what ``Problem.reductions`` says, or an amax
-        alone; ``slots`` are ``partials`` for each value; a cluster counts what was sent with ``barrier``.
+        The order depends on the configuration alone. ``values`` are those of ``Problem.reductions``, or an amax alone;
+        ``slots`` has ``partials`` words for each value; in a cluster ``barrier`` counts the bytes that were sent.
         """
         c = self.config
         lanes = min(WARP, c.threads_per_row)
@@ -459,7 +496,7 @@ class RowQuantKernel:
         return values
 
     def _row_amax_again(self, blocks, again, t, s):
-        """The row's amax from the blocks as they are now; ``again`` counts these calls."""
+        """The row's amax, recomputed from the blocks as they are now; ``again`` counts these calls."""
         c = self.config
         slots = s.sums + 2 * c.partials * c.problem.reductions
         return self._reduce_row([self._amax_of(blocks)], slots, s.summed + 2, again & 1, t)[0]

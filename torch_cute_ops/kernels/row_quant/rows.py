@@ -1,4 +1,4 @@
-"""Which rows a CTA has, and how they come through shared memory into registers."""
+"""Which rows a group works on, and how they get through shared memory into registers."""
 
 import functools
 
@@ -7,9 +7,10 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common import ptx
-from torch_cute_ops.kernels.common.activation import silu_mul
+from torch_cute_ops.kernels.common.activation import silu_mul, swiglu
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, add, load_words, store_words, unpack, words_per
 from torch_cute_ops.kernels.common.expert_rows import row_of
+from torch_cute_ops.kernels.common.fp8_units import SCALE_THREADS
 from torch_cute_ops.kernels.row_quant.config import QUAD, WARP, Config
 from torch_cute_ops.kernels.row_quant.scales import FP4Scales
 
@@ -23,7 +24,7 @@ def bulk_load(source: cute.Pointer, target: cute.Pointer, elements: int, barrier
 
 
 def sync_group(config: Config, t) -> None:
-    """A barrier of the threads that share rows."""
+    """A barrier for the threads of a group."""
     if config.group_warps == 1:
         cute.arch.sync_warp()
     else:
@@ -31,7 +32,7 @@ def sync_group(config: Config, t) -> None:
 
 
 class Rows:
-    """The rows of one ``Config``; ``t`` and ``s`` are what a thread of ``RowQuantKernel`` knows."""
+    """Row distribution and loads of one ``Config``; ``t`` is a ``Thread``, ``s`` the ``Shared`` memory."""
 
     def __init__(self, config: Config, scales: FP4Scales):
         self.config, self.scales = config, scales
@@ -41,13 +42,13 @@ class Rows:
 
     @cute.jit
     def deal(self, t):
-        """Fix which rows each group (*walker*) gets: quads first, then single rows; see ``row_at``."""
+        """Distribute the rows over the walkers: quads first, then single rows; see ``row_at``."""
         c = self.config
         t.quads = Int32(0)
         t.quad_its = Int32(0)
         if const_expr(c.quads):
-            # Whole rounds of quads; one round more if its four rows a walker are what single rows would take anyway.
-            # Only tiles without padding have quads, and single rows begin with a tile.
+            # Whole rounds of quads, and a partial round if the rows that are left take a walker four iterations anyway.
+            # Only full tiles are handed out as quads, and single rows begin with a tile.
             whole = t.rows // 128 * 32
             rounds = whole // t.walkers * t.walkers // 32 * 32
             t.quads = ptx.select(t.rows - rounds * QUAD > (QUAD - 1) * t.walkers, whole, rounds)
@@ -56,7 +57,7 @@ class Rows:
         t.its = t.quad_its + (singles - t.walker + t.walkers - 1) // t.walkers
 
     def row_at(self, it, t):
-        """The (first) row that this walker has in its iteration ``it``."""
+        """The row, or first row, of this walker's iteration ``it``."""
         c = self.config
         single = t.quads * QUAD + ((it - t.quad_its) * t.walkers + t.walker) * c.group_rows
         if not c.quads:
@@ -65,7 +66,7 @@ class Rows:
         return ptx.select(it < t.quad_its, self.scales.quad_row(quad) + it % QUAD * self.scales.quad_step, single)
 
     def place_of(self, it, t, s):
-        """Where the thread's row of iteration ``it`` lies in global memory; whole warps come here together."""
+        """The thread's row of iteration ``it`` as a row of the tensors in global memory; warp-uniform control flow."""
         row = self.row_at(it, t) + t.row
         p = self.config.problem
         if p.rows != "experts":
@@ -75,14 +76,13 @@ class Rows:
         return row_of(s.experts, row, t.lane, is_of_warp=self.config.group_rows == 1)
 
     def issue_first(self, place, after, t, s) -> None:
-        """Start the copies of the first iterations, one a stage; their rows lie at ``place`` and ``after``."""
+        """Start the copies of the first iterations, one for each stage; ``place`` and ``after`` are their rows."""
         for i in range(self.config.stages):
             self.issue(Int32(i), i, (place, after)[i], t, s)
 
     @cute.jit
     def issue(self, it, stage, place, t, s):
-        """Start the copies of iteration ``it``'s rows into a buffer: the first thread of each row copies it, which lies
-        at ``place``."""
+        """Start the copies of iteration ``it``'s rows into a buffer: for each row its first thread, from ``place``."""
         c = self.config
         p = c.problem
         row = self.row_at(it, t) + t.row
@@ -110,9 +110,9 @@ class Rows:
         return row + cute.assume(t.first_block * self.config.problem.unit, divby=16)
 
     def input_row(self, i: int, row, t) -> cute.Pointer:
-        """The i-th of the rows in global memory that make a row of values."""
+        """The i-th row in global memory that goes into a row of values."""
         p = self.config.problem
-        tensor = t.residual if p.source == "add" and i == 1 else t.x
+        tensor = t.residual if p.source == "add" and i == 1 else t.input
         start = tensor.iterator + cute.assume(Int64(row) * tensor.stride[0], divby=128 // self.dtype.width)
         return start + p.width if p.source == "silu_mul" and i == 1 else start
 
@@ -159,21 +159,38 @@ class Rows:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether some thread has fewer blocks than others."""
+        """Whether some threads have fewer blocks than others."""
         c = self.config
         return c.threads_per_row * c.thread_blocks * c.splits != c.blocks
 
     def _safe_block(self, j: int, t):
-        """The thread's j-th block, or its first in place of a block beyond the row."""
-        block = t.column + j * self.config.threads_per_row
-        return ptx.select(block < t.my_blocks, block, t.column) if self.is_ragged and j > 0 else block
+        """The thread's j-th block, or one that is safe to read instead if that is beyond the row.
+
+        That is the thread's first block. But the threads that would have the missing half of a short FP8 block read the
+        half that exists, which leaves the block's amax as it is.
+        """
+        c = self.config
+        block = t.column + j * c.threads_per_row
+        if not self.is_ragged or (j == 0 and not c.has_idle_threads):
+            return block
+        instead = t.column
+        if c.has_short_block:
+            half = SCALE_THREADS // 2
+            beside = block < (t.my_blocks + half) // SCALE_THREADS * SCALE_THREADS
+            instead = ptx.select(beside, block - half, instead)
+        return ptx.select(block < t.my_blocks, block, instead)
 
     def has_last_block(self, t):
         """Whether a thread of the warp has one block more than ``common_blocks``."""
         return t.warp * WARP + self.config.common_blocks * self.config.threads_per_row < t.my_blocks
 
     def values(self, stage, j: int, t, s, again: bool = False) -> tuple[list, list]:
-        """The values of the thread's j-th block in fp32, and the words that hold them in the input dtype, if any do."""
+        """The values of the thread's j-th block in fp32, and the words that hold them in the input dtype.
+
+        A gate has values in fp32 only, and no words.
+
+        ``again``: the row is read a second time, after its sums have overwritten the residual.
+        """
         p = self.config.problem
         block = self._safe_block(j, t)
         if again and p.source == "add":
@@ -185,17 +202,19 @@ class Rows:
         if p.source == "add":
             total = add(*words, self.dtype)
             return unpack(total, self.dtype), total
-        a, b = (unpack(w, self.dtype) for w in words)
-        return [silu_mul(x, y) for x, y in zip(a, b, strict=True)], []
+        pairs = zip(*(unpack(half, self.dtype) for half in words), strict=True)
+        if p.swiglu:
+            return [swiglu(gate, up, *t.gate) for gate, up in pairs], []
+        return [silu_mul(gate, up) for gate, up in pairs], []
 
     @cute.jit
     def fill_buffer(self, words: list, buffer: cute.Pointer, j: int, t):
-        """The thread's j-th block into a row of shared memory, from which it will be stored in bulk."""
+        """Write the thread's j-th block into a row in shared memory, which is stored in bulk later."""
         c = self.config
         block = t.column + j * c.threads_per_row
         layout = cute.make_layout((len(words), c.slice_blocks), stride=(1, len(words)))
         target = cute.make_tensor(cute.recast_ptr(buffer, dtype=Uint32), layout)[None, block]
-        if const_expr(self.is_ragged and j > 0):
+        if const_expr(self.is_ragged and (j > 0 or c.has_idle_threads)):
             if block < t.my_blocks:
                 store_words(words, target)
         else:

@@ -1,7 +1,7 @@
-"""Where the scales of FP4 blocks go: single bytes, four rows' together, and padding.
+"""Stores of FP4 block scales: single bytes, 16 bytes of four rows, and padding.
 
-Four rows of a tiled layout whose scales share 16 bytes are a *quad*. A group that has such rows one after the other
-gathers their scales in shared memory, in two buffers by turns, and writes 16 bytes at a time.
+Four rows of a tiled layout whose scales share 16 bytes are a *quad*. A group that processes such rows one after the
+other collects their scales in shared memory, in one of two buffers, and stores 16 bytes at a time.
 """
 
 import cutlass.cute as cute
@@ -12,7 +12,7 @@ from torch_cute_ops.kernels.row_quant.config import QUAD, Config, ceil_div
 
 
 class FP4Scales:
-    """The scales of one ``Config``; ``t`` and ``s`` are what a thread of ``RowQuantKernel`` knows."""
+    """Scale stores of one ``Config``; ``t`` is a ``Thread``, ``s`` the ``Shared`` memory."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -23,7 +23,7 @@ class FP4Scales:
 
     @property
     def quad_step(self) -> int:
-        """From a row of a quad to the next."""
+        """Rows from one row of a quad to the next."""
         return 32 if self._is_128x4 else 1
 
     @property
@@ -39,16 +39,16 @@ class FP4Scales:
     def linear_at(self, row, column, t) -> cute.Tensor:
         """The byte of (row, block) in the linear scales."""
         offset = Int64(row) * self.config.blocks + column
-        return cute.make_tensor(cute.recast_ptr(t.linear.iterator, dtype=Uint8) + offset, cute.make_layout(1))
+        return cute.make_tensor(cute.recast_ptr(t.scale_linear.iterator, dtype=Uint8) + offset, cute.make_layout(1))
 
     def quad_slot(self, it, block, s) -> cute.Tensor:
-        """A scale byte of iteration ``it``'s row in the buffer of its quad; there are two buffers."""
+        """The scale byte of a block of iteration ``it``'s row, in the buffer of its quad."""
         offset = it // QUAD % 2 * self.config.quad_bytes + block // 4 * 16 + it % QUAD * 4 + block % 4
         return cute.make_tensor(s.scales + offset, cute.make_layout(1))
 
     @cute.jit
     def clear_quads(self, t, s):
-        """Zero the quads' buffers, whose padding nobody writes later."""
+        """Zero the quads' buffers: nothing writes their padding later."""
         words = 2 * self.config.groups * self.config.quad_bytes // 4
         buffers = cute.make_tensor(cute.recast_ptr(s.all_scales, dtype=Uint32), cute.make_layout(words))
         for i in range(t.tid, words, t.threads):
@@ -56,7 +56,7 @@ class FP4Scales:
 
     @cute.jit
     def zero_padding_columns(self, row, it, t):
-        """Zero the scales between the last block of a row and the end of its tile; in quads they are zero already."""
+        """Zero the scale bytes between the last block of a row and the end of its tile. In quads they are zero."""
         c = self.config
         padding = c.problem.layout.padded_blocks(c.blocks) - c.blocks
         if const_expr(padding > 0):
@@ -67,7 +67,7 @@ class FP4Scales:
 
     @cute.jit
     def zero_padding_rows(self, t):
-        """Zero the scales of the rows between the last one and the end of its tile, shared out over all groups."""
+        """Zero the scales of the padding rows at the end of the last tile, distributed over all groups."""
         c = self.config
         layout = c.problem.layout
         tiles = layout.padded_blocks(c.blocks) // 4
@@ -82,7 +82,10 @@ class FP4Scales:
 
     @cute.jit
     def write_quad(self, it, t, s):
-        """If iteration ``it`` completed a quad, write its scales, 16 bytes a thread. A group barrier came between."""
+        """Store the scales of the quad that iteration ``it`` completed, if it did, 16 bytes a thread.
+
+        A group barrier lies between that iteration and this call.
+        """
         c = self.config
         if const_expr(c.quads):
             if (it >= 0) & (it < t.quad_its) & (it % QUAD == QUAD - 1):

@@ -1,4 +1,4 @@
-"""Where quantised rows go: codes, scales and norms."""
+"""Stores of quantised rows: codes, scales, norms, and sums with the residual."""
 
 import functools
 
@@ -17,26 +17,26 @@ from torch_cute_ops.kernels.row_quant.scales import FP4Scales
 
 
 def bulk_store(source: cute.Pointer, target: cute.Pointer, elements: int) -> None:
-    """Start one bulk copy from shared to global memory, of the thread's open bulk group."""
+    """Start one bulk copy from shared to global memory, in the thread's open bulk group."""
     atom = cute.make_copy_atom(cute.nvgpu.cpasync.CopyBulkS2GOp(), source.dtype)
     layout = cute.make_layout(elements)
     cute.copy(atom, cute.make_tensor(source, layout), cute.make_tensor(target, layout))
 
 
 class Stores:
-    """The outputs of one ``Config``; ``t`` and ``s`` are what a thread of ``RowQuantKernel`` knows."""
+    """Stores of one ``Config``; ``t`` is a ``Thread``, ``s`` the ``Shared`` memory."""
 
     def __init__(self, config: Config, rows: Rows, scales: FP4Scales, encoder: Encoder):
         self.config, self.rows, self.scales, self.encoder = config, rows, scales, encoder
 
     @property
     def is_bulk(self) -> bool:
-        """Whether rows go from shared to global memory by bulk copies."""
+        """Whether rows are stored by bulk copies from shared memory."""
         return self.config.problem.source == "add" or self.config.bulk_norm
 
     @cute.jit
     def start_bulk(self, it, stage, t, s):
-        """Start storing the sums of this iteration and the norms of the last."""
+        """Start the bulk stores of this iteration's sums and of the previous iteration's norms."""
         c = self.config
         if const_expr(c.problem.source == "add"):
             row = self.rows.row_at(it, t) + t.in_group
@@ -47,7 +47,7 @@ class Stores:
 
     @cute.jit
     def start_norm(self, it, t, s):
-        """Start storing the norms of iteration ``it``, if there is one."""
+        """Start the bulk stores of iteration ``it``'s norms, if there is such an iteration."""
         c = self.config
         row = self.rows.row_at(it, t) + t.in_group
         if (it >= 0) & (t.in_group < c.group_rows) & (row < t.rows):
@@ -60,17 +60,18 @@ class Stores:
         cute.arch.cp_async_bulk_commit_group()
 
     def _norm_buffer(self, it, row, s) -> cute.Pointer:
-        """The buffer of a normalised row of a group; there are two a row, for even and odd iterations."""
+        """The buffer of a normalised row of the group; each row has two, for even and odd iterations."""
         c = self.config
         slot = it % 2 * c.group_rows + row
         return s.norms + cute.assume(slot * c.slice_width, divby=16)
 
     @cute.jit
     def store_row(self, blocks, rstd, amax, g, row, place, it, t, s):
-        """Quantise the thread's blocks of a row; store codes, scales and norm, codes and FP8 scales at ``place``."""
+        """Quantise the thread's blocks of row ``row`` and store codes, scales and norm; codes and FP8 scales go to row
+        ``place`` of their tensors."""
         c = self.config
         p = c.problem
-        # All arithmetic first, then all stores: a branch in between would keep the blocks' instructions from mixing.
+        # All arithmetic first, then all stores: a branch in between would keep the compiler from interleaving blocks.
         if const_expr(isinstance(p.fmt, FP4Format)):
             quantized = [self.encoder.fp4_block(*block, rstd, g) for block in blocks[: c.common_blocks]]
         elif const_expr(p.fmt == FP8_BLOCK128):
@@ -88,7 +89,7 @@ class Stores:
 
     @cute.jit
     def _store_block(self, j: int, block, rstd, quantized, row, place, it, t, s):
-        """Store what has become of the thread's j-th block."""
+        """Store codes, scale and norm of the thread's j-th block."""
         c = self.config
         p = c.problem
         at = t.column + j * c.threads_per_row
@@ -121,7 +122,7 @@ class Stores:
 
     @cute.jit
     def _store_block_scale(self, scale, place, exists, t) -> None:
-        """Store the scale of the FP8 block that the thread answers for, of the row at ``place``."""
+        """Store the scale of the FP8 block that this thread computed, if it is the first of those that have it."""
         shared = self.encoder.shared
         block = t.column // SCALE_THREADS * SCALE_THREADS + shared.mine(t.lane) * self.config.threads_per_row
         column = (t.first_block + block) // SCALE_THREADS

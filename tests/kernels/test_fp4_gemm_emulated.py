@@ -1,4 +1,4 @@
-"""The kernels of FP4 products, executed thread for thread by the PTX emulator, against the CPU references."""
+"""The kernels of FP4 GEMMs, executed thread for thread by the PTX emulator, against the CPU references."""
 
 import re
 from typing import Any, NamedTuple
@@ -7,77 +7,79 @@ import pytest
 import torch
 from ptx import EmulationError, run_kernel
 from support.emulated import BLACKWELL, CPU, HOPPER, PASSED, WAIT, changed, equal, poisoned
-from support.kernel_grid import BF16, FP16, FP32, ExpertsCase, ProductCase, WgmmaCase
+from support.epilogues import finished, operands
+from support.kernel_grid import BF16, FP16, FP32, ExpertsCase, MmaCase, WgmmaCase
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
-from torch_cute_ops.kernels import activation_tiles
+from torch_cute_ops.kernels import activation_tiles, fp4_experts, fp4_mma, fp4_wgmma
+from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.warpgroup import BY_WARP
 from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize
-from torch_cute_ops.reference.mm_fp4 import product
-from torch_cute_ops.reference.moe_fc2_fp4 import expert_product
+from torch_cute_ops.reference.mm_fp4 import fp4_gemm
+from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing.samples._fp4_product import POWERS, random_matrix
+from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
 
 
 class Mma(NamedTuple):
-    """A kernel of FP4 products and a launch of it."""
+    """An FP4 GEMM by mma.sync and a launch of it, for M, N and K."""
 
-    case: ProductCase
-    m: int
-    n: int
-    k: int
+    case: MmaCase
+    sizes: tuple[int, int, int]
     seed: int | None
 
     @property
     def id(self) -> str:
-        return f"{self.case.id}-{self.m}x{self.n}x{self.k}"
+        return f"{self.case.id}-{'x'.join(map(str, self.sizes))}"
 
 
-def mma(
-    dtype: Any, fmt: Any, layout: str, tokens: int, splits: int, out: Any, *sizes: int, seed: Any, arch: str = HOPPER
-):
-    alpha = bool(sizes[0] % 2)
-    one = Mma(ProductCase(dtype, fmt, layout, tokens, splits, out, alpha, arch), *sizes, seed)
+def mma(*operands: Any, epilogue: tuple[Any, ...], sizes: tuple[int, int, int], seed: Any, arch: str = HOPPER) -> Any:
+    """``operands``: dtype, format, layout, tokens and splits; ``sizes``: M, N, K."""
+    one = Mma(MmaCase(*operands, Epilogue(*epilogue), arch), sizes, seed)
     return pytest.param(one, id=one.id)
 
 
 MMAS = [
     # Whole tiles; rows, columns and k beyond which there is nothing; fewer chunks than CTAs.
-    mma(FP16, NVFP4, "128x4", 8, 1, FP32, 8, 128, 256, seed=0),
-    mma(BF16, NVFP4, "128x4", 8, 1, BF16, 5, 136, 544, seed=1),
-    mma(BF16, MXFP4, "128x4", 16, 1, FP16, 19, 72, 288, seed=2),
-    mma(FP16, NVFP4, "linear", 16, 2, BF16, 11, 200, 832, seed=0),
-    mma(BF16, NVFP4, "linear", 32, 2, FP32, 33, 64, 1600, seed=1),
-    mma(BF16, MXFP4, "linear", 8, 4, BF16, 3, 8, 384, seed=0),
-    mma(FP16, NVFP4, "128x4", 64, 2, FP32, 65, 24, 800, seed=None),
-    mma(BF16, NVFP4, "128x4", 16, 8, FP32, 16, 40, 2080, seed=3, arch=BLACKWELL),
+    mma(FP16, NVFP4, "128x4", 8, 1, epilogue=(FP32,), sizes=(8, 128, 256), seed=0),
+    mma(BF16, NVFP4, "128x4", 8, 1, epilogue=(BF16, "one"), sizes=(5, 136, 544), seed=1),
+    mma(BF16, MXFP4, "128x4", 16, 1, epilogue=(FP16, "one", FP32), sizes=(19, 72, 288), seed=2),
+    mma(FP16, NVFP4, "linear", 16, 2, epilogue=(BF16, "column", BF16), sizes=(11, 200, 832), seed=0),
+    mma(BF16, NVFP4, "linear", 32, 2, epilogue=(FP32, "column", FP32), sizes=(33, 64, 1600), seed=1),
+    mma(BF16, MXFP4, "linear", 8, 4, epilogue=(BF16, None, FP32), sizes=(3, 8, 384), seed=0),
+    mma(FP16, NVFP4, "128x4", 64, 2, epilogue=(FP32, "column"), sizes=(65, 24, 800), seed=None),
+    mma(BF16, NVFP4, "128x4", 16, 8, epilogue=(FP32,), sizes=(16, 40, 2080), seed=3, arch=BLACKWELL),
+    mma(FP16, NVFP4, "128x4", 8, 3, epilogue=(FP16, None, FP16), sizes=(9, 136, 512), seed=1),
 ]
 
 
 def multiply(one: Mma, edit: Any = None, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel leaves in its output, and the reference's product."""
-    torch.manual_seed(one.k)
+    """What the kernel leaves in its output, and what the epilogue makes of the reference's sums."""
+    m, n, k = one.sizes
+    torch.manual_seed(k)
     case, arch = one.case, ARCHS[one.case.arch]
-    a = torch.randint(-8, 9, (one.m, one.k)) if exact else torch.randn(one.m, one.k)
+    a = torch.randint(-8, 9, (m, k)) if exact else torch.randn(m, k)
     a = a.to(case.dtype)
     scales = POWERS[case.format.scale_format] if exact else None
-    b, scale = random_matrix(one.n, one.k, case.format, case.layout, CPU, scales)
-    alpha = torch.tensor([1.25]) if case.has_alpha else None
-    out = poisoned(one.m, one.n, dtype=case.out_dtype)
-    run_kernel(case.kernel, arch, a, b.t(), scale.view(case.format.scale_dtype), alpha, out, seed=one.seed, edit=edit)
-    layout = SCALE_LAYOUTS[case.layout]
-    return out, product(a, None, b, scale, alpha, case.out_dtype, case.format, None, layout)
+    b, scale = random_matrix(n, k, case.format, case.layout, CPU, scales)
+    scale = scale.view(case.format.scale_dtype)
+    alpha, bias = operands(case.epilogue, n)
+    out = poisoned(m, n, dtype=case.epilogue.out_dtype)
+    given = fp4_mma.Arguments(a, b.t(), scale, alpha, bias, out)
+    run_kernel(case.kernel, arch, *given, seed=one.seed, edit=edit)
+    sums = fp4_gemm(a, None, b, scale, None, None, FP32, case.format, None, SCALE_LAYOUTS[case.layout])
+    return out, finished(sums, case.epilogue, alpha, bias)
 
 
 @pytest.mark.parametrize("one", MMAS)
-def test_product(one: Mma) -> None:
-    """Bit for bit where sums are exact; scales beside the matrix are NaN."""
+def test_gemm(one: Mma) -> None:
+    """Bit for bit where sums are exact; scales beside the matrix are NaN, and alpha and bias end with the columns."""
     got, want = multiply(one, exact=True)
     assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("one", MMAS[:3])
-def test_product_of_any_numbers(one: Mma) -> None:
+def test_gemm_of_any_numbers(one: Mma) -> None:
     got, want = multiply(one)
     torch.testing.assert_close(got.float(), want.float(), rtol=2 * torch.finfo(want.dtype).eps, atol=2e-3)
 
@@ -85,7 +87,7 @@ def test_product_of_any_numbers(one: Mma) -> None:
 @pytest.mark.parametrize(
     ("dtype", "fmt"), [(FP16, NVFP4), (BF16, NVFP4), (BF16, MXFP4)], ids=["fp16-nvfp4", "bf16-nvfp4", "bf16-mxfp4"]
 )
-def test_product_decodes_every_scale(dtype: torch.dtype, fmt: FP4Format) -> None:
+def test_gemm_decodes_every_scale(dtype: torch.dtype, fmt: FP4Format) -> None:
     """Unit vectors give the weight's columns: every code under every scale, subnormal, negative and NaN ones too."""
     k, n = 256, 256
     blocks = k // fmt.block_size
@@ -93,46 +95,58 @@ def test_product_decodes_every_scale(dtype: torch.dtype, fmt: FP4Format) -> None
     b = codes[:, ::2] | codes[:, 1::2] << 4
     scale = torch.arange(n, dtype=torch.uint8)[:, None].expand(n, blocks).contiguous()
     out = poisoned(16, n, dtype=FP32)
-    case = ProductCase(dtype, fmt, "linear", 16, 1, FP32, False, HOPPER)
+    case = MmaCase(dtype, fmt, "linear", 16, 1, Epilogue(FP32), HOPPER)
     scale = scale.view(fmt.scale_dtype)
-    run_kernel(case.kernel, ARCHS[HOPPER], torch.eye(k)[:16].to(dtype), b.t(), scale, None, out, seed=0)
-    want = fp4_dequantize(b, scale, block_size=fmt.block_size, out_dtype=FP32)[:, :16].t()
+    given = fp4_mma.Arguments(torch.eye(k)[:16].to(dtype), b.t(), scale, None, None, out)
+    run_kernel(case.kernel, ARCHS[HOPPER], *given, seed=0)
+    want = fp4_dequantize(b, scale, block_size=fmt.block_size, scale_layout="linear", out_dtype=FP32)[:, :16].t()
     # A NaN is in the whole sum, and so is infinity times zero, where 6 times the scale exceeds float32.
     usable = ~want.isnan().any(0) & (scale[:, 0].view(torch.uint8) < 253 if fmt == MXFP4 else True)
     assert out[:, ~usable].isnan().all() and (~usable).sum() == (3 if fmt == MXFP4 else 2)
     # A sum has no negative zero.
-    equal("products", out[:, usable], want[:, usable] + 0.0)
+    equal("results", out[:, usable], want[:, usable] + 0.0)
 
 
 @pytest.mark.parametrize(("by_warp", "chunk"), [(False, 256), (False, 128), (True, 256), (True, 128)])
 @pytest.mark.parametrize(("m", "k"), [(1, 256), (3, 96), (11, 544), (24, 1024)])
 @pytest.mark.parametrize(
-    ("dtype", "fmt", "a_layout"),
+    ("a_dtype", "dtype", "fmt", "a_layout"),
     [
-        (BF16, NVFP4, None),
-        (FP16, NVFP4, None),
-        (FP16, NVFP4, "128x4"),
-        (FP16, NVFP4, "linear"),
-        (BF16, MXFP4, "8x4"),
-        (BF16, MXFP4, "linear"),
+        (BF16, BF16, NVFP4, None),
+        (FP16, FP16, NVFP4, None),
+        (FP16, BF16, MXFP4, None),
+        (torch.uint8, FP16, NVFP4, "128x4"),
+        (torch.uint8, FP16, NVFP4, "linear"),
+        (torch.uint8, BF16, MXFP4, "8x4"),
+        (torch.uint8, BF16, MXFP4, "linear"),
     ],
 )
 def test_activation_tiles(
-    dtype: torch.dtype, fmt: FP4Format, a_layout: str | None, m: int, k: int, by_warp: bool, chunk: int
+    a_dtype: torch.dtype,
+    dtype: torch.dtype,
+    fmt: FP4Format,
+    a_layout: str | None,
+    m: int,
+    k: int,
+    by_warp: bool,
+    chunk: int,
 ) -> None:
-    """Every activation is where the product with the weight's codes, as its lanes decode them, looks for it."""
+    """Every activation is where the MMA with the weight's codes, as its lanes decode them, looks for it."""
     groups, chunks, pieces = -(-m // 8) + 1, -(-k // chunk), chunk // 32
     tiles, flags = poisoned(chunks * groups * 16 * chunk, dtype=torch.uint8), poisoned(5, dtype=torch.int32)
     if a_layout is None:
-        a, scale = torch.randn(m, k).to(dtype), None
-        numbers = a.float()
+        # To float16's largest and smallest numbers; halves of a bfloat16 step are rounded to even.
+        a, scale = (torch.randn(m, k) * 2.0 ** torch.randint(-24, 14, (m, k))).to(a_dtype), None
+        numbers = a.to(dtype).float()
     else:
         a, scale = random_matrix(m, k, fmt, a_layout, CPU, POWERS[fmt.scale_format])
         scale = scale.view(fmt.scale_dtype)
         numbers = fp4_dequantize(a, scale, block_size=fmt.block_size, scale_layout=a_layout, out_dtype=FP32)
         numbers *= 2.0**-8 if fmt == NVFP4 else 1.0
     layout = None if a_layout is None else SCALE_LAYOUTS[a_layout]
-    kernel = activation_tiles.ActivationTilesKernel(activation_tiles.Config(dtype, fmt, layout, by_warp, chunk, True))
+    config = activation_tiles.Config(a_dtype, dtype, fmt, layout, by_warp, chunk, True)
+    assert config.reason_unsupported() is None
+    kernel = activation_tiles.ActivationTilesKernel(config)
     run_kernel(kernel, ARCHS[HOPPER], a, scale, tiles, flags, None, None, seed=0)
     assert not flags.any()
     numbers = torch.nn.functional.pad(numbers, (0, chunks * chunk - k))
@@ -164,92 +178,119 @@ def test_activation_tiles(
         pytest.param(lambda: changed(r"barrier\.cluster\.wait", 0), id="parts complete"),
     ],
 )
-def test_what_orders_a_product_is_needed(edit: Any) -> None:
+def test_what_orders_a_gemm_is_needed(edit: Any) -> None:
     """Without one of the waits the emulator finds a race. The last chunk lies where the sums will."""
-    one = Mma(ProductCase(FP16, NVFP4, "128x4", 8, 2, FP32, False, HOPPER), 8, 128, 3584, 0)
+    one = Mma(MmaCase(FP16, NVFP4, "128x4", 8, 2, Epilogue(FP32), HOPPER), (8, 128, 3584), 0)
     with pytest.raises(EmulationError):
         multiply(one, edit())
 
 
-# Products by warpgroups
+# GEMMs by warpgroups
 
 
 class Wgmma(NamedTuple):
-    """A warpgroup kernel of FP4 products and a launch of it; ``workers`` share the sums of a tile, or not; 0: clusters
-    do."""
+    """An FP4 GEMM by wgmma and a launch of it, for M, N, K; ``workers`` share a tile's sums, or not; 0: clusters do."""
 
     case: WgmmaCase
-    m: int
-    n: int
-    k: int
+    sizes: tuple[int, int, int]
     workers: int
     shares: bool
     seed: int | None
 
     @property
     def id(self) -> str:
-        return f"{self.case.id}-{self.m}x{self.n}x{self.k}-{self.workers or self.case.splits}"
+        return f"{self.case.id}-{'x'.join(map(str, self.sizes))}-{self.workers or self.case.splits}"
 
 
 def wgmma(
-    dtype: Any, fmt: Any, layouts: tuple, tokens: int, out: Any, *launch: Any, splits: int = 0, seed: Any = 0
+    *operands: Any,
+    epilogue: tuple[Any, ...],
+    sizes: tuple[int, int, int],
+    splits: int = 0,
+    workers: int = 0,
+    shares: bool = False,
+    seed: Any = 0,
+    a_dtype: Any = None,
 ) -> Any:
-    one = Wgmma(WgmmaCase(dtype, fmt, *layouts, tokens, out, bool(launch[0] % 2), splits), *launch, seed)
+    """``operands``: dtype, format, layouts of the weight and the activations, and tokens; ``sizes``: M, N, K."""
+    case = WgmmaCase(*operands, Epilogue(*epilogue), splits, a_dtype=a_dtype)
+    one = Wgmma(case, sizes, workers, shares, seed)
     return pytest.param(one, id=one.id)
 
 
 # Rows, columns and k beyond which there is nothing; parts of several tiles; more chunks than stages.
 WGMMAS = [
-    wgmma(FP16, NVFP4, ("128x4", None), 8, FP32, 3, 264, 544, 2, False, seed=None),
-    wgmma(BF16, MXFP4, ("128x4", None), 16, BF16, 5, 40, 288, 1, False),
-    wgmma(FP16, NVFP4, ("128x4", "8x4"), 8, FP32, 9, 504, 1088, 4, True),
-    wgmma(FP16, NVFP4, ("linear", None), 16, FP16, 9, 520, 512, 3, True, seed=3),
-    wgmma(BF16, NVFP4, ("128x4", None), 64, FP32, 70, 136, 800, 2, True, seed=1),
-    wgmma(BF16, MXFP4, ("128x4", "128x4"), 128, BF16, 130, 136, 544, 2, False, seed=2),
-    wgmma(FP16, NVFP4, ("linear", "linear"), 256, FP32, 20, 136, 256, 2, False, seed=None),
-    wgmma(FP16, NVFP4, ("128x4", "8x4"), 8, BF16, 3, 264, 2592, 0, False, splits=1),
-    wgmma(BF16, NVFP4, ("128x4", None), 32, FP32, 40, 136, 800, 0, False, splits=2, seed=1),
-    wgmma(BF16, MXFP4, ("128x4", "128x4"), 16, FP16, 9, 296, 1088, 0, False, splits=5, seed=2),
-    wgmma(BF16, NVFP4, ("linear", None), 64, BF16, 70, 264, 768, 0, False, splits=3, seed=3),
-    wgmma(BF16, MXFP4, ("128x4", "128x4"), 128, FP16, 30, 136, 800, 0, False, splits=3, seed=5),
+    wgmma(FP16, NVFP4, "128x4", None, 8, epilogue=(FP32, "one"), sizes=(3, 264, 544), workers=2, seed=None),
+    wgmma(BF16, MXFP4, "128x4", None, 16, epilogue=(BF16, "column", FP32), sizes=(5, 40, 288), workers=1),
+    wgmma(FP16, NVFP4, "128x4", "8x4", 8, epilogue=(FP32, "one", FP32), sizes=(9, 504, 1088), workers=4, shares=True),
+    wgmma(
+        *(FP16, NVFP4, "linear", None, 16), epilogue=(FP16, "one"), sizes=(9, 520, 512), workers=3, shares=True, seed=3
+    ),
+    wgmma(
+        *(BF16, NVFP4, "128x4", None, 64),
+        epilogue=(FP32, "column", FP32),
+        sizes=(70, 136, 800),
+        workers=2,
+        shares=True,
+        seed=1,
+    ),
+    wgmma(BF16, MXFP4, "128x4", "128x4", 128, epilogue=(BF16, None, BF16), sizes=(130, 136, 544), workers=2, seed=2),
+    wgmma(FP16, NVFP4, "linear", "linear", 256, epilogue=(FP32,), sizes=(20, 136, 256), workers=2, seed=None),
+    wgmma(FP16, NVFP4, "128x4", "8x4", 8, epilogue=(BF16, "one", BF16), sizes=(3, 264, 2592), splits=1),
+    wgmma(BF16, NVFP4, "128x4", None, 32, epilogue=(FP32, "column", FP32), sizes=(40, 136, 800), splits=2, seed=1),
+    wgmma(BF16, MXFP4, "128x4", "128x4", 16, epilogue=(FP16, None, FP16), sizes=(9, 296, 1088), splits=5, seed=2),
+    wgmma(BF16, NVFP4, "linear", None, 64, epilogue=(BF16,), sizes=(70, 264, 768), splits=3, seed=3),
+    wgmma(BF16, MXFP4, "128x4", "128x4", 128, epilogue=(FP16, "column"), sizes=(30, 136, 800), splits=3, seed=5),
+    # Activations in float16 that are rounded to bfloat16: by a kernel of their own, and by the CTAs
+    wgmma(BF16, MXFP4, "128x4", None, 16, epilogue=(FP32,), sizes=(5, 40, 288), workers=1, a_dtype=FP16),
+    wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(FP16, "one"), sizes=(3, 136, 544), splits=2, a_dtype=FP16),
 ]
 
 
+def activations(case: WgmmaCase | ExpertsCase, m: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Some whose sums are exact, with their scales; those that are rounded have one bit more than bfloat16, half of
+    them with ties."""
+    if case.a_layout is not None:
+        codes, scale = random_matrix(m, k, case.format, case.a_layout, CPU, POWERS[case.format.scale_format])
+        return codes, scale.view(case.format.scale_dtype)
+    if case.a_dtype is None:
+        return torch.randint(-8, 9, (m, k)).to(case.dtype), None
+    numbers = torch.randint(-(2**9), 2**9, (m, k)) * (torch.rand(m, k) < 0.05)
+    return numbers.to(case.a_dtype), None
+
+
 def multiply_by_warpgroups(one: Wgmma, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernels leave in their output, and the reference's product."""
-    torch.manual_seed(one.k)
+    """What the kernels leave in their output, and what the epilogue makes of the reference's sums."""
+    m, n, k = one.sizes
+    torch.manual_seed(k)
     case = one.case
-    powers = POWERS[case.format.scale_format]
-    if case.a_layout is None:
-        a, a_scale = torch.randint(-8, 9, (one.m, one.k)).to(case.dtype), None
-    else:
-        a, a_scale = random_matrix(one.m, one.k, case.format, case.a_layout, CPU, powers)
-        a_scale = a_scale.view(case.format.scale_dtype)
-    b, scale = random_matrix(one.n, one.k, case.format, case.layout, CPU, powers)
+    a, a_scale = activations(case, m, k)
+    b, scale = random_matrix(n, k, case.format, case.layout, CPU, POWERS[case.format.scale_format])
     scale = scale.view(case.format.scale_dtype)
-    alpha = torch.tensor([1.25]) if case.has_alpha else None
-    out = poisoned(one.m, one.n, dtype=case.out_dtype)
+    alpha, bias = operands(case.epilogue, n)
+    out = poisoned(m, n, dtype=case.epilogue.out_dtype)
     config = case.kernel.config
-    size = -(-one.m // case.tokens) * config.workspace_bytes(one.k, one.workers, shares=one.shares)
+    size = -(-m // case.tokens) * config.workspace_bytes(k, one.workers, shares=one.shares)
     workspace = None if config.arranges else poisoned(size, dtype=torch.uint8)
-    given = (a, a_scale, b.t(), scale, alpha, out, workspace, one.workers, int(one.shares))
+    given = fp4_wgmma.Arguments(a, a_scale, b.t(), scale, alpha, bias, out, workspace, one.workers, int(one.shares))
     run_kernel(case.kernel, ARCHS[case.arch], *given, seed=one.seed, strict=True, edit=edit)
     layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]
-    return out, product(a, a_scale, b, scale, alpha, case.out_dtype, case.format, *layouts)
+    sums = fp4_gemm(a, a_scale, b, scale, None, None, FP32, case.format, *layouts)
+    return out, finished(sums, case.epilogue, alpha, bias)
 
 
 @pytest.mark.parametrize("one", WGMMAS)
-def test_product_by_warpgroups(one: Wgmma) -> None:
+def test_gemm_by_warpgroups(one: Wgmma) -> None:
     """Bit for bit where sums are exact; what is beyond the matrices is not read, or counts for nothing."""
     got, want = multiply_by_warpgroups(one, edit=None)
     assert torch.equal(got, want)
 
 
-# Products over experts
+# GEMMs over experts
 
 
 class Experts(NamedTuple):
-    """Kernels of FP4 products over experts, and a launch of them; ``workers`` share them; or SMs."""
+    """The kernels of an FP4 GEMM over experts, and a launch of them; ``workers`` share them; or SMs."""
 
     case: ExpertsCase | WgmmaCase
     m: int
@@ -295,10 +336,11 @@ EXPERTS = [
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 64, BF16, 8), 9, 64, 11, 320, "few", None, 5),
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 32, 64, FP32), 40, 72, 3, 320, "dense", 11),
     Experts(ExpertsCase(BF16, NVFP4, "linear", None, 32, 128, BF16, 8), 37, 72, 9, 512, "dense", 12, 5),
-    Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, FP32, True, width=256), 13, 392, 5, 256, "dense", 7, 3),
-    Experts(WgmmaCase(BF16, NVFP4, "128x4", None, 32, BF16, True, width=512), 40, 136, 3, 512, "few", 1, 2),
-    Experts(WgmmaCase(BF16, MXFP4, "128x4", "128x4", 64, FP32, True, width=256), 70, 40, 4, 256, "dense", 2, 1),
-    Experts(WgmmaCase(FP16, NVFP4, "linear", "linear", 128, FP16, True, width=512), 20, 136, 2, 512, "one", 3, 4),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 16, 16, FP32, a_dtype=FP16), 9, 72, 3, 128, "few", 3),
+    Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, Epilogue(FP32), width=256), 13, 392, 5, 256, "dense", 7, 3),
+    Experts(WgmmaCase(BF16, NVFP4, "128x4", None, 32, Epilogue(BF16), width=512), 40, 136, 3, 512, "few", 1, 2),
+    Experts(WgmmaCase(BF16, MXFP4, "128x4", "128x4", 64, Epilogue(FP32), width=256), 70, 40, 4, 256, "dense", 2, 1),
+    Experts(WgmmaCase(FP16, NVFP4, "linear", "linear", 128, Epilogue(FP16), width=512), 20, 136, 2, 512, "one", 3, 4),
 ]
 
 
@@ -308,35 +350,36 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
     case, k = one.case, one.experts * one.width
     by_warpgroups = isinstance(case, WgmmaCase)
     kernel = case.kernel if by_warpgroups else case.kernel_for(one.width)
-    powers = POWERS[case.format.scale_format]
     alpha = routed(one.routing, one.m, one.experts)
+    a, a_scale = activations(case, one.m, k)
     if case.a_layout is None:
-        a, a_scale = torch.randint(-8, 9, (one.m, k)).to(case.dtype), None
         a.view(one.m, one.experts, -1)[alpha == 0] = torch.nan
-    else:
-        a, a_scale = random_matrix(one.m, k, case.format, case.a_layout, CPU, powers)
-        a_scale = a_scale.view(case.format.scale_dtype)
-    b, scale = random_matrix(one.n, k, case.format, case.layout, CPU, powers)
+    b, scale = random_matrix(one.n, k, case.format, case.layout, CPU, POWERS[case.format.scale_format])
     scale = scale.view(case.format.scale_dtype)
-    out = poisoned(one.m, one.n, dtype=case.out_dtype)
+    out_dtype = case.epilogue.out_dtype if by_warpgroups else case.out_dtype
+    out = poisoned(one.m, one.n, dtype=out_dtype)
     shares = by_warpgroups and one.workers > -(-one.n // 256)
+    factors = alpha.t().contiguous().t()
+    given: tuple[Any, ...]
     if by_warpgroups:
-        shared = one.workers, int(shares)
         size = -(-one.m // case.tokens) * kernel.config.workspace_bytes(k, one.workers, shares=shares)
+        workspace = poisoned(size, dtype=torch.uint8)
+        shared = one.workers, int(shares)
+        given = fp4_wgmma.Arguments(a, a_scale, b.t(), scale, factors, None, out, workspace, *shared)
     else:
-        shared = (kernel.config.workers(one.n, one.workers),)
-        size = kernel.config.workspace_bytes(one.m, one.experts, *shared)
-    workspace = poisoned(size, dtype=torch.uint8)
-    given = (a, a_scale, b.t(), scale, alpha.t().contiguous().t(), out, workspace, *shared)
-    # Of units that warps multiply by themselves see docs/status.md.
+        workers = kernel.config.workers(one.n, one.workers)
+        workspace = poisoned(kernel.config.workspace_bytes(one.m, one.experts, workers), dtype=torch.uint8)
+        given = fp4_experts.Arguments(a, a_scale, b.t(), scale, factors, out, workspace, workers)
+    # Of units that warps multiply by themselves see docs/limits.md.
     strict = by_warpgroups or case.group > BY_WARP
     run_kernel(kernel, ARCHS[case.arch], *given, seed=one.seed, strict=strict, edit=edit)
     layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]
-    return out, expert_product(a, a_scale, b, scale, alpha, case.out_dtype, case.format, *layouts)
+    numbers = a if a_scale is not None else a.to(case.dtype)
+    return out, expert_gemm(numbers, a_scale, b, scale, alpha, out_dtype, case.format, *layouts)
 
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in EXPERTS])
-def test_products_over_experts(one: Experts) -> None:
+def test_gemm_over_experts(one: Experts) -> None:
     """Bit for bit where sums are exact; what a factor of zero leaves out is not read, or counts for nothing."""
     got, want = multiply_experts(one)
     assert torch.equal(got, want)
@@ -363,24 +406,24 @@ def multiply_in_order(one: Wgmma | Experts, seed: int, edit: Any = None) -> tupl
     return run(one._replace(seed=seed), edit)
 
 
-PRODUCTS_UNAWAITED = changed(r"wgmma\.wait_group\.sync\.aligned\s+1", None)
-STAGES_AGAIN = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, FP32, False), 64, 128, 1024, 1, False, None)
-SHARED_SUMS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, FP32, False), 8, 256, 1024, 3, True, None)
+MMAS_UNAWAITED = changed(r"wgmma\.wait_group\.sync\.aligned\s+1", None)
+STAGES_AGAIN = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, Epilogue(FP32)), (64, 128, 1024), 1, False, None)
+SHARED_SUMS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32)), (8, 256, 1024), 3, True, None)
 # A CTA has one chunk more than stages. Its waits, from the end: for activations, for codes, for a stage to put
 # activations in; its warps meet when they have put them in order, have read codes, and have read activations.
-WARPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, FP32, False, 2), 8, 136, 3072, 0, False, None)
-PORTIONS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, FP32, False), 8, 136, 2560, 1, False, None)
-WARPGROUPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 32, FP32, False, 2), 32, 136, 2560, 0, False, None)
+WARPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2), (8, 136, 3072), 0, False, None)
+PORTIONS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32)), (8, 136, 2560), 1, False, None)
+WARPGROUPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 32, Epilogue(FP32), 2), (32, 136, 2560), 0, False, None)
 # Each of four slots has more chunks than stages. Its waits: for a stage, for either chunk of a unit; for a chunk; for
 # the sums of the unit before. A warp meets when it has found units, has read a chunk, has read a unit, and has added.
 UNITS = Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 16, 16, FP32), 13, 64, 10, 320, "dense")
-FACTORS = Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, FP32, False, width=256), 13, 136, 8, 256, "dense", 0, 1)
+FACTORS = Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, Epilogue(FP32), width=256), 13, 136, 8, 256, "dense", 0, 1)
 
 
 @pytest.mark.parametrize(
     ("one", "edit"),
     [
-        pytest.param(STAGES_AGAIN, PRODUCTS_UNAWAITED, id="products done"),
+        pytest.param(STAGES_AGAIN, MMAS_UNAWAITED, id="MMAs done"),
         pytest.param(STAGES_AGAIN, changed(WAIT, None, PASSED), id="copies there"),
         pytest.param(STAGES_AGAIN, changed(r"bar\.sync\s+0", None), id="barriers initialised"),
         pytest.param(
@@ -405,7 +448,7 @@ FACTORS = Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, FP32, False, width=
         pytest.param(WARPGROUPS, changed(WAIT, -1, PASSED), id="activations of warpgroups there"),
         pytest.param(WARPGROUPS, changed(r"bar\.warp\.sync", 1), id="codes read beside warpgroups"),
         pytest.param(WARPGROUPS, freed_early, id="codes loaded beside warpgroups"),
-        pytest.param(WARPGROUPS, PRODUCTS_UNAWAITED, id="products of a cluster done"),
+        pytest.param(WARPGROUPS, MMAS_UNAWAITED, id="MMAs of a cluster done"),
         pytest.param(WARPGROUPS, unmet(0), id="sums of warpgroups left by peers"),
         pytest.param(UNITS, changed(WAIT, 0, PASSED), id="stage free for a unit"),
         pytest.param(UNITS, changed(WAIT, 2, PASSED), id="a unit there"),
@@ -414,15 +457,15 @@ FACTORS = Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, FP32, False, width=
         pytest.param(UNITS, changed(r"bar\.warp\.sync", 2), id="unit read"),
         pytest.param(UNITS, changed(r"bar\.warp\.sync", 3), id="sums of a unit added"),
         pytest.param(UNITS, changed(r"fence\.proxy\.async", 2), id="tokens of a unit loaded"),
-        pytest.param(UNITS, PRODUCTS_UNAWAITED, id="products of a chunk done"),
-        pytest.param(UNITS, changed(r"wgmma\.wait_group\.sync\.aligned\s+0"), id="products of a unit done"),
+        pytest.param(UNITS, MMAS_UNAWAITED, id="MMAs of a chunk done"),
+        pytest.param(UNITS, changed(r"wgmma\.wait_group\.sync\.aligned\s+0"), id="MMAs of a unit done"),
         pytest.param(FACTORS, changed(WAIT, 3, PASSED), id="factors there"),
         pytest.param(FACTORS, changed(r"bar\.warp\.sync", 0), id="codes read beside factors"),
         pytest.param(FACTORS, changed(r"bar\.warp\.sync", 1), id="factors read"),
         pytest.param(FACTORS, changed(r"fence\.proxy\.async"), id="factors loaded"),
     ],
 )
-def test_what_orders_a_product_by_warpgroups_is_needed(one: Wgmma | Experts, edit: Any) -> None:
+def test_what_orders_a_gemm_by_warpgroups_is_needed(one: Wgmma | Experts, edit: Any) -> None:
     """Without it the emulator finds a race, or the sums are wrong; in some order, where others may come out right."""
     with pytest.raises((EmulationError, AssertionError)):
         for seed in range(6):
@@ -431,7 +474,7 @@ def test_what_orders_a_product_by_warpgroups_is_needed(one: Wgmma | Experts, edi
 
 
 @pytest.mark.parametrize("one", [STAGES_AGAIN, SHARED_SUMS, WARPS, PORTIONS, WARPGROUPS, UNITS, FACTORS])
-def test_what_orders_a_product_by_warpgroups_is_enough(one: Wgmma | Experts) -> None:
+def test_what_orders_a_gemm_by_warpgroups_is_enough(one: Wgmma | Experts) -> None:
     for seed in range(2):
         got, want = multiply_in_order(one, seed)
         assert torch.equal(got, want)

@@ -1,10 +1,10 @@
-"""Products of a warp with an FP4 weight that it has decoded in registers, by mma.sync."""
+"""MMAs of a warp (mma.sync) with an FP4 weight that it has decoded in registers."""
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Uint32
 
-from torch_cute_ops.kernels.activation_tiles.config import TILE_TOKENS
 from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.activation_layout import TILE_TOKENS
 from torch_cute_ops.kernels.common.activations import STEPS_BYTES
 from torch_cute_ops.kernels.common.convert import load_words
 
@@ -15,18 +15,19 @@ def multiply_word(
     """Add two k16 steps to the sums of 16 rows of the weight and ``tokens`` tokens.
 
     Args:
-        pairs: of a lane's two rows what ``decode`` makes of their ``word``-th words.
-        word: of the quarter of a chunk that the lane has.
+        pairs: what ``decode`` makes of the ``word``-th words of a lane's two rows.
+        word: index of the word in the lane's quarter of a chunk.
         tokens: a multiple of 8.
-        chunk_at: where the chunk of activations lies in shared memory, in the order for products of warps.
-        token_bytes: of a token's part of the chunk.
-        lane: of the warp.
+        chunk_at: the chunk of activations in shared memory, in the layout for mma.sync
+            (``kernels.common.activations``).
+        token_bytes: bytes of a token in the chunk.
+        lane: index in the warp.
         sums: accumulators, four for each eight tokens.
-        dtype: of the operands.
+        dtype: dtype of the operands.
     """
     name = "bf16" if dtype is BFloat16 else "f16"
     token, quarter = lane // 4, lane % 4
-    # The (word xor token % 2)-th 64 bytes
+    # Piece ``word`` is at place ``word xor token % 2``.
     place = token * token_bytes + quarter * 16 + word * STEPS_BYTES + (1 - word % 2 * 2) * (token % 2) * STEPS_BYTES
     for group in range(tokens // TILE_TOKENS):
         at = chunk_at + cute.assume(place + group * (TILE_TOKENS * token_bytes), divby=16)

@@ -1,4 +1,4 @@
-"""The kernels of FP8 products, executed thread for thread by the PTX emulator, against sums that are exact."""
+"""The kernels of FP8 GEMMs, executed thread for thread by the PTX emulator, against sums that are exact."""
 
 import dataclasses
 import re
@@ -9,11 +9,16 @@ import torch
 from ptx import EmulationError, run_kernel
 from ptx.memory import Deadlock
 from support.emulated import CPU, PASSED, WAIT, changed
-from support.kernel_grid import BF16, FP8_LAYOUTS, FP16, FP32, FP8ProductCase
+from support.epilogues import finished, operands
+from support.kernel_grid import BF16, FP8_LAYOUTS, FP16, FP32, FP8GemmCase
 
+from torch_cute_ops.formats.experts import expert_of_rows
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.kernels.fp8_wgmma import Arguments
 from torch_cute_ops.reference.grouped_mm_fp8 import grouped_mm_fp8
 from torch_cute_ops.reference.mm_fp8_block import mm_fp8_block
 from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.testing.samples._fp8_gemm import NAN
 from torch_cute_ops.testing.samples.grouped_mm_fp8 import contiguous, masked
 from torch_cute_ops.testing.samples.mm_fp8_block import sample
 
@@ -24,17 +29,17 @@ POISON = 777.0
 class Run(NamedTuple):
     """A kernel and a launch of it: ``counts`` are rows of each expert; ``room``, masked, those that it has room for."""
 
-    case: FP8ProductCase
+    case: FP8GemmCase
     counts: tuple[int, ...]
     n: int
     k: int
-    workers: int
+    max_ctas: int
     seed: int | None = 0
     room: int = 0
 
     @property
     def id(self) -> str:
-        return f"{self.case.id}-{'+'.join(map(str, self.counts))}x{self.n}x{self.k}-{self.workers}"
+        return f"{self.case.id}-{'+'.join(map(str, self.counts))}x{self.n}x{self.k}-{self.max_ctas}"
 
     @property
     def sample(self) -> Any:
@@ -52,67 +57,96 @@ class Run(NamedTuple):
 def execute(run: Run, edit: Any = None, **changes: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel leaves in its output, and what it should: poison in rows that no expert has. ``changes`` are made
     to its configuration."""
-    args = [*run.sample.args, *run.sample.kwargs.values()]
-    dtype = run.case.out_dtype
-    if run.case.layout == "plain":
-        args += [None, None]
-        want = mm_fp8_block(*args[:4], dtype)
+    a, b, a_scale, b_scale, offsets, counts = operands_of(run)
+    case, epilogue = run.case, run.case.epilogue
+    if case.layout == "plain":
+        alpha, bias = operands(epilogue, run.n)
+        want = finished(mm_fp8_block(a, b, a_scale, b_scale, out_dtype=FP32), epilogue, alpha, bias)
     else:
-        if run.case.layout == "masked":
-            args.insert(4, None)
-        product = grouped_mm_fp8(*args, dtype)
-        exists = grouped_mm_fp8(
-            torch.ones_like(args[0]), torch.ones_like(args[1]), *map(torch.ones_like, args[2:4]), *args[4:]
-        )
-        want = torch.where(exists > 0, product, POISON)
+        alpha, bias = operands(epilogue, run.n, len(b))
+        sums = grouped_mm_fp8(a, b, a_scale, b_scale, offsets, counts, out_dtype=FP32).view(-1, run.n)
+        want = torch.full(sums.shape, POISON, dtype=epilogue.out_dtype)
+        owner = expert_of_rows(len(sums), offsets, counts)
+        for expert in range(len(b)):
+            rows = owner == expert
+            want[rows] = finished(sums[rows], epilogue, alpha, bias, expert)
+        want = want.view(*a.shape[:-1], run.n)
     out = torch.full_like(want, POISON)
-    kernel, arch = run.case.kernel, ARCHS[run.case.arch]
+    kernel, arch = case.kernel, ARCHS[case.arch]
     if changes:
         kernel = type(kernel)(dataclasses.replace(kernel.config, **changes))
         assert kernel.config.reason_unsupported(arch) is None
-    run_kernel(kernel, arch, *args, out, run.workers, seed=run.seed, strict=True, edit=edit)
+    given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, run.max_ctas)
+    run_kernel(kernel, arch, *given, seed=run.seed, strict=True, edit=edit)
     return out, want
 
 
-def wgmma(layout: str, tile: tuple[int, int, int], dtype: torch.dtype) -> FP8ProductCase:
-    return FP8ProductCase("fp8_wgmma", layout, tile, dtype)
+def operands_of(run: Run) -> list[torch.Tensor | None]:
+    """``a``, ``b``, their scales, offsets and counts; behind the weight of each expert lies NaN."""
+    args = list(run.sample.args)
+    if run.case.layout == "plain":
+        return [*args, None, None]
+    experts, n, k = args[1].shape
+    poisoned = torch.full((experts, n + 1, k), NAN, dtype=torch.uint8)
+    poisoned[:, :n] = args[1].view(torch.uint8)
+    args[1] = poisoned.view(torch.float8_e4m3fn)[:, :n]
+    return [*args, None, run.sample.kwargs["counts"]] if run.case.layout == "masked" else args
 
 
-def mma(layout: str, tokens: int, dtype: torch.dtype, arch: str) -> FP8ProductCase:
-    return FP8ProductCase("fp8_mma", layout, (tokens,), dtype, arch)
+def wgmma(layout: str, tile: tuple[int, int, int], *epilogue: Any) -> FP8GemmCase:
+    return FP8GemmCase("fp8_wgmma", layout, tile, Epilogue(*epilogue))
+
+
+def mma(layout: str, tokens: int, *epilogue: Any, arch: str) -> FP8GemmCase:
+    return FP8GemmCase("fp8_mma", layout, (tokens,), Epilogue(*epilogue), arch)
 
 
 # Rows and columns beyond which there is nothing, experts without rows, several tiles of a CTA, more blocks than stages.
 RUNS = [
     Run(wgmma("plain", (16, 128, 1), FP32), (3,), 136, 1664, 1, seed=None),
     Run(wgmma("plain", (128, 128, 1), BF16), (130,), 264, 640, 2),
-    Run(wgmma("offsets", (16, 128, 1), FP16), (16, 0, 23), 264, 256, 3),
+    Run(wgmma("offsets", (16, 128, 1), FP16, "one"), (16, 0, 23), 264, 256, 3),
     Run(wgmma("counted", (32, 128, 1), BF16), (0, 33, 1), 72, 384, 2, seed=1),
-    Run(wgmma("masked", (64, 128, 1), BF16), (3, 0, 70), 136, 256, 4, room=72),
+    Run(wgmma("masked", (64, 128, 1), BF16, "expert_column"), (3, 0, 70), 136, 256, 4, room=72),
     Run(wgmma("masked", (16, 128, 1), BF16), (0, 0), 136, 256, 2, room=8),
     # Two blocks of k in each of many tiles: the ring goes round four times.
     Run(wgmma("counted", (16, 128, 1), BF16), (5, 0, 40, 17), 392, 256, 1, seed=4),
     Run(wgmma("counted", (128, 128, 1), FP32), (3, 130, 0), 136, 896, 2, seed=2),
     Run(wgmma("offsets", (128, 128, 1), FP16), (64, 80), 264, 128, 2),
     # The second warpgroup has rows, none, and rows again; two blocks of k, with which a tile begins.
-    Run(wgmma("counted", (128, 128, 1), BF16), (70, 3, 130), 136, 256, 1),
+    Run(wgmma("counted", (128, 128, 1), BF16, "expert", BF16), (70, 3, 130), 136, 256, 1),
     Run(wgmma("masked", (128, 128, 1), FP32), (3, 0, 70), 264, 1664, 1, seed=3, room=74),
-    Run(wgmma("plain", (128, 64, 1), BF16), (140,), 200, 640, 2, seed=1),
+    Run(wgmma("plain", (128, 64, 1), BF16, "column"), (140,), 200, 640, 2, seed=1),
     Run(wgmma("counted", (128, 64, 1), FP32), (3, 0, 130), 168, 384, 4),
-    Run(wgmma("plain", (16, 128, 2), BF16), (5,), 136, 896, 2, seed=None),
-    Run(wgmma("counted", (16, 128, 4), FP32), (3, 0, 30), 264, 640, 4, seed=1),
-    Run(wgmma("masked", (64, 128, 2), FP16), (3, 0, 70), 264, 128, 2, room=74),
-    Run(wgmma("offsets", (32, 128, 4), BF16), (0, 32), 392, 1920, 8),
-    Run(mma("plain", 16, FP32, "sm_120a"), (19,), 136, 768, 2),
-    Run(mma("counted", 64, BF16, "sm_100a"), (65, 0, 9), 264, 128, 3, seed=None),
-    Run(mma("masked", 64, FP16, "sm_120a"), (3, 0, 70), 136, 384, 2, seed=1, room=72),
-    Run(mma("offsets", 16, BF16, "sm_90a"), (16, 0, 5), 72, 640, 1),
+    Run(wgmma("plain", (16, 128, 2), BF16, "column", BF16), (5,), 136, 896, 2, seed=None),
+    Run(wgmma("counted", (16, 128, 4), FP32, "expert_column", FP32), (3, 0, 30), 264, 640, 4, seed=1),
+    Run(wgmma("masked", (64, 128, 2), FP16, "expert"), (3, 0, 70), 264, 128, 2, room=74),
+    Run(wgmma("offsets", (32, 128, 4), BF16, "one", FP32), (0, 32), 392, 1920, 8),
+    Run(mma("plain", 16, FP32, "one", FP32, arch="sm_120a"), (19,), 136, 768, 2),
+    Run(mma("counted", 64, BF16, "expert_column", FP32, arch="sm_100a"), (65, 0, 9), 264, 128, 3, seed=None),
+    Run(mma("masked", 64, FP16, arch="sm_120a"), (3, 0, 70), 136, 384, 2, seed=1, room=72),
+    Run(mma("offsets", 16, BF16, "expert", BF16, arch="sm_90a"), (16, 0, 5), 72, 640, 1),
+    # Alpha and bias of each column, of both orientations of tiles; of tiles of few rows and of many
+    Run(wgmma("plain", (16, 128, 1), BF16, "column", FP32), (19,), 200, 128, 2),
+    Run(wgmma("masked", (32, 128, 1), FP32, "expert_column", FP32), (3, 0, 20), 136, 128, 2, room=24),
+    Run(wgmma("counted", (128, 128, 1), FP32, "expert_column", FP32), (3, 70), 200, 256, 1),
+    Run(wgmma("offsets", (128, 64, 1), BF16, "expert_column", BF16), (70, 3), 136, 128, 2),
+    Run(wgmma("plain", (128, 128, 1), FP16, None, FP16), (70,), 136, 128, 2),
+    # The last block of k has 64 elements, or the only one; 2,880 columns, as of gpt-oss
+    Run(wgmma("plain", (16, 128, 1), BF16, "column", BF16), (5,), 136, 1344, 1),
+    Run(wgmma("counted", (16, 128, 1), BF16), (3, 0, 2), 2880, 64, 3, seed=1),
+    Run(wgmma("offsets", (128, 128, 1), BF16), (70, 9), 136, 448, 1, seed=2),
+    Run(wgmma("masked", (64, 128, 4), FP32), (3, 70), 72, 576, 4, room=72),
+    Run(wgmma("plain", (128, 64, 1), FP32), (130,), 72, 64, 2),
+    Run(mma("masked", 64, FP32, arch="sm_120a"), (70, 1), 136, 320, 2, room=72),
+    Run(mma("plain", 16, BF16, arch="sm_90a"), (19,), 72, 64, 1),
 ]
 
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
-def test_products(run: Run) -> None:
-    """Bit for bit; what lies in rows of padding is not used, and nothing is written there."""
+def test_gemm(run: Run) -> None:
+    """Bit for bit; what lies in rows of padding is not used, and nothing is written there. What lies behind k, behind
+    the columns, and behind alpha and bias, is not read: it is others', or nobody's."""
     got, want = execute(run)
     assert torch.equal(got, want)
 
@@ -137,7 +171,7 @@ def test_the_fewest_stages(tile: tuple[int, int, int]) -> None:
 GROUPS = Run(wgmma("counted", (128, 128, 1), BF16), (130, 3), 120, 1408, 1)
 SWAPPED = Run(wgmma("masked", (16, 128, 1), BF16), (3, 5), 136, 1792, 1, room=8)
 SHARED = Run(wgmma("masked", (16, 128, 2), BF16), (3, 5), 264, 512, 2, room=8)
-WARPS = Run(mma("counted", 16, BF16, "sm_120a"), (19, 3), 136, 768, 1)
+WARPS = Run(mma("counted", 16, BF16, arch="sm_120a"), (19, 3), 136, 768, 1)
 
 
 def told_twice(ptx: str) -> str:
@@ -156,7 +190,7 @@ def place_told_late(ptx: str) -> str:
     [
         pytest.param(GROUPS, changed(WAIT, None, PASSED), id="copies there"),
         pytest.param(GROUPS, place_told_late, id="place told"),
-        pytest.param(GROUPS, changed(r"wgmma\.wait_group\.sync\.aligned", None), id="products done"),
+        pytest.param(GROUPS, changed(r"wgmma\.wait_group\.sync\.aligned", None), id="MMAs done"),
         pytest.param(GROUPS, changed(r"bar\.warp\.sync", 0), id="scales stored"),
         pytest.param(GROUPS, changed(r"bar\.warp\.sync", 4), id="scales read"),
         pytest.param(GROUPS, changed(r"bar\.warp\.sync", -5), id="lines complete"),
@@ -164,7 +198,7 @@ def place_told_late(ptx: str) -> str:
         pytest.param(GROUPS, changed(r"bar\.sync\s+0", 0), id="sums of warps there"),
         pytest.param(GROUPS, changed(r"bar\.sync\s+0", 1), id="table there"),
         pytest.param(SWAPPED, changed(WAIT, 0, PASSED), id="stage free, swapped"),
-        pytest.param(SWAPPED, changed(r"wgmma\.wait_group\.sync\.aligned", None), id="products done, swapped"),
+        pytest.param(SWAPPED, changed(r"wgmma\.wait_group\.sync\.aligned", None), id="MMAs done, swapped"),
         pytest.param(SHARED, changed(WAIT, -1, PASSED), id="sums left"),
         pytest.param(SHARED, changed(WAIT, -2, PASSED), id="sums read"),
         pytest.param(SHARED, told_twice, id="peer told of sums"),
@@ -174,7 +208,7 @@ def place_told_late(ptx: str) -> str:
         pytest.param(WARPS, changed(r"bar\.sync\s+0", 3), id="last block read"),
     ],
 )
-def test_what_orders_a_product_is_needed(run: Run, edit: Any) -> None:
+def test_what_orders_a_gemm_is_needed(run: Run, edit: Any) -> None:
     """Without it the emulator finds a race, or the sums are wrong, in some order."""
     with pytest.raises((EmulationError, Deadlock, AssertionError)):
         for seed in (None, 0, 1, 2):
@@ -202,6 +236,6 @@ def test_those_are_all_waits() -> None:
 
 @pytest.mark.parametrize("run", [GROUPS, SWAPPED, SHARED, WARPS], ids=["groups", "swapped", "shared", "warps"])
 @pytest.mark.parametrize("seed", [None, 0, 1])
-def test_what_orders_a_product_is_enough(run: Run, seed: int | None) -> None:
+def test_what_orders_a_gemm_is_enough(run: Run, seed: int | None) -> None:
     got, want = execute(run._replace(seed=seed))
     assert torch.equal(got, want)

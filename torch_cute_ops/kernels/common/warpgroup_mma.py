@@ -1,4 +1,4 @@
-"""Products of a warpgroup with 64 rows of an FP4 weight that it has decoded in registers, by wgmma."""
+"""MMAs of a warpgroup (wgmma) with 64 rows of an FP4 weight that it has decoded in registers."""
 
 from collections.abc import Callable
 from typing import Final
@@ -13,21 +13,27 @@ WORD_STEPS: Final = 2
 """k16 steps of a lane's word of codes."""
 
 
-def warpgroup_products(dtype, tokens: int, elements: int, stages: int, order: tuple, at: cute.Pointer) -> Callable:
-    """The function that starts the products of a word of a lane's two rows; those of the word before may still run.
+def warpgroup_mma(dtype, tokens: int, elements: int, stages: int, order: tuple, at: cute.Pointer) -> Callable:
+    """A function that starts the MMAs of one word of a lane's two rows. Those of the word before may still run.
 
     Args:
-        dtype: of the operands.
+        dtype: dtype of the operands.
         tokens: a multiple of 8.
-        elements: of k of a stage of activations.
-        stages: of these.
-        order: of their tiles of 8 tokens and 64 elements: which comes first of tokens, elements and stages.
-        at: where they lie in shared memory, in the order for products of warpgroups (``kernels.common.activations``).
+        elements: elements of k of a stage of activations.
+        stages: stages of activations.
+        order: which of tokens, elements and stages the tiles of 8 tokens x 64 elements follow each other by first.
+        at: the activations in shared memory, in the layout for wgmma (``kernels.common.activations``).
 
-    The function takes of the lane's two rows what ``decode`` makes of their words (``pairs``), which word that is of
-    the stage, the stage, whether products are added to the sums or take their place, and the sums: accumulators, four
-    for each eight tokens. Even and odd words have to take turns, and the products of a word to be waited for before the
-    second one after it, whose registers are the same.
+    The function takes
+
+        pairs: what ``decode`` makes of the words of the lane's two rows,
+        word: which word of the stage they are,
+        stage: stage of the activations,
+        adds: whether to add to the sums or to replace them,
+        sums: accumulators, four for each eight tokens.
+
+    Even and odd words use separate registers. So words must alternate, and the MMAs of a word must be waited for before
+    the second word after it.
     """
 
     def tiled() -> cute.TiledMma:
@@ -37,10 +43,9 @@ def warpgroup_products(dtype, tokens: int, elements: int, stages: int, order: tu
 
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
     layout = cute.tile_to_shape(atom, (tokens, elements, stages), order=order)
-    product = tiled()
+    mma = tiled()
     activations = cute.make_tensor(cute.recast_ptr(at, layout.inner, dtype=dtype), layout.outer)
-    operand = product.make_fragment_B(product.get_slice(0).partition_B(activations))
-    # Of a word, and of the one before it, whose products may still run
+    operand = mma.make_fragment_B(mma.get_slice(0).partition_B(activations))
     words = cute.make_rmem_tensor((2 * WORD_STEPS * 4,), Uint32)
     weights = cute.make_tensor(
         cute.recast_ptr(words.iterator, dtype=dtype),
@@ -53,14 +58,14 @@ def warpgroup_products(dtype, tokens: int, elements: int, stages: int, order: tu
             for high in range(2):
                 for r in range(2):
                     words[(slot + step) * 4 + high * 2 + r] = pairs[r][step][high]
-        # One of its own: whether it accumulates is known where that was set alone.
-        product = tiled()
-        accumulators = cute.make_tensor(sums.iterator, product.partition_shape_C((GROUP_ROWS, tokens)))
+        # A new object each time: the DSL knows whether it accumulates only in the scope where that was set.
+        mma = tiled()
+        accumulators = cute.make_tensor(sums.iterator, mma.partition_shape_C((GROUP_ROWS, tokens)))
         warpgroup.fence()
         for step in range(WORD_STEPS):
-            product.set(warpgroup.Field.ACCUMULATE, adds if step == 0 else True)
+            mma.set(warpgroup.Field.ACCUMULATE, adds if step == 0 else True)
             cute.gemm(
-                product,
+                mma,
                 accumulators,
                 weights[None, None, slot + step],
                 operand[None, None, word * WORD_STEPS + step, stage],

@@ -1,0 +1,20 @@
+"""Choose the experts of each token, and write its weights as a row of a matrix that is zero for other experts.
+
+Roles and data path. A warp chooses the experts of a token (``common.expert_chooser``), writes zeros for all experts and
+then, ordered by a warp barrier, the weights of the chosen ones. No shared memory is used; CTAs are not persistent.
+
+Bytes moved: the logits read, 4 bytes written for each token and expert.
+"""
+
+from typing import TYPE_CHECKING
+
+from torch_cute_ops.kernels._lazy import on_demand
+from torch_cute_ops.kernels.moe_route_dense.config import Arguments, Config, plan
+
+if TYPE_CHECKING:
+    from torch_cute_ops.kernels.moe_route_dense.kernel import MoeRouteDenseKernel
+
+__all__ = ["KERNEL", "Arguments", "Config", "MoeRouteDenseKernel", "plan"]
+
+KERNEL = f"{__name__}.kernel.MoeRouteDenseKernel"
+__getattr__ = on_demand(__name__, "MoeRouteDenseKernel")

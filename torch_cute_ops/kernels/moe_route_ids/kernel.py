@@ -1,0 +1,58 @@
+"""The device code; the package's docstring describes roles and data path."""
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.expert_placer import ExpertPlacer, Rows
+from torch_cute_ops.kernels.moe_route_ids.config import Arguments, Config
+from torch_cute_ops.runtime.argspec import Dim, TensorArg
+
+
+class MoeRouteIdsKernel(ExpertPlacer):
+    """The kernels of one ``Config``."""
+
+    may_lack_experts = True
+
+    def __init__(self, config: Config):
+        super().__init__(config.placement, config.pdl)
+        self.config = config
+
+    def arguments(self) -> Arguments:
+        tokens, topk = Dim("tokens"), Dim("topk")
+        pairs = TensorArg("Int32", (tokens, topk), (topk, 1), align=4)
+        return Arguments(ids=pairs, **self.order_arguments(pairs))
+
+    @cute.jit
+    def __call__(
+        self,
+        ids,
+        expanded_to_permuted,
+        permuted_to_expanded,
+        offsets,
+        counts,
+        workspace,
+        unit: Int32,
+        sms: Int32,
+        stream,
+    ):
+        slots, rows = ids.shape[0] * ids.shape[1], Rows(permuted_to_expanded, offsets, counts)
+        written = (expanded_to_permuted, *rows)
+        self.launch(slots, (ids,), expanded_to_permuted, rows, workspace, unit, sms, written, (ids,), stream)
+
+    @cute.jit
+    def take_chunk(self, chunk, inputs, t, s):
+        """Each thread reads the expert of its pair."""
+        expert, rank = Int32(-1), Int32(0)
+        if self.has_pair(chunk, t):
+            expert = self.expert_of(chunk + t.tid, inputs)
+            if expert >= 0:
+                self.mark(expert, t.tid, s)
+        cute.arch.sync_threads()
+        if expert >= 0:
+            rank = self.rank_of(expert, t.tid, s)
+        return expert, rank
+
+    def expert_of(self, pair, inputs):
+        expert = self.flat(inputs[0])[pair]
+        return ptx.select((expert >= 0) & (expert < self.config.experts), expert, Int32(-1))

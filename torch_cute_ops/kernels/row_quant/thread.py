@@ -1,0 +1,89 @@
+"""What the parts of the kernel pass to each other: the state of a thread, and pointers into shared memory."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from torch_cute_ops.kernels.common.expert_rows import ExpertRows
+
+
+@dataclass
+class Thread:
+    """A thread's place in its group, in the CTA and in the grid, and the tensors of the call.
+
+    A *walker* is what walks over the rows: a group, or in a cluster the groups of that number in all of its CTAs.
+
+    Attributes:
+        tid, threads: index in the CTA, and threads of the CTA.
+        lane: index in the warp.
+        group, in_group: index of the group in the CTA, and of the thread in the group.
+        warp: index among the warps that share a row; rotated from group to group (``Config.first_column``).
+        column: the thread's first block in the slice.
+        row: which of the group's rows the thread works on, where several share a warp.
+        rank: rank of the CTA in its cluster.
+        first_block, my_blocks: where in the row the CTA's slice begins, and how many blocks it has.
+        walker, walkers: index of this walker, and number of walkers.
+        input, residual, y, scale, scale_linear, norm: tensors in global memory.
+        gate: alpha, beta and limit of the general gate, or ``None``.
+        rows: rows of the launch; for experts' rows known only after the table is filled.
+        first_row: where in the input the rows begin, if they are one range of experts' rows.
+        quads: quads that are handed out whole; ``Rows.deal`` sets this and what follows.
+        quad_its, its: iterations of this walker over rows of quads, which come first, and over all of its rows.
+    """
+
+    tid: Int32
+    threads: Int32
+    lane: Int32
+    group: Int32
+    in_group: Int32
+    warp: Int32
+    column: Int32
+    row: Int32
+    rank: Int32
+    first_block: Int32
+    my_blocks: Int32
+    walker: Int32
+    walkers: Int32
+    input: cute.Tensor
+    residual: cute.Tensor | None
+    y: cute.Tensor
+    scale: cute.Tensor
+    scale_linear: cute.Tensor | None
+    norm: cute.Tensor | None
+    gate: tuple[Float32, Float32, Float32] | None
+    rows: Int32
+    first_row: Int32 | None = None
+    quads: Int32 | None = None
+    quad_its: Int32 | None = None
+    its: Int32 | None = None
+
+
+class Shared(NamedTuple):
+    """Shared memory, as ``Config.smem_offsets`` divides it; ``None`` for what the configuration does not have.
+
+    Attributes:
+        buffers: row buffers of the group.
+        norms: the group's buffers for normalised rows.
+        weight: the CTA's slice of the norm's weight.
+        all_scales, scales: scales of quads, of all groups and of this one.
+        sums: partial results of the group.
+        experts: the table of experts' rows.
+        barriers: mbarriers of all groups.
+        full: the group's mbarriers, one for each stage: rows have arrived.
+        summed: the group's mbarriers for partial results: of even rows, of odd rows, and of a recomputed amax.
+        weight_barrier: mbarrier: the weight has arrived.
+    """
+
+    buffers: cute.Pointer
+    norms: cute.Pointer | None
+    weight: cute.Pointer | None
+    all_scales: cute.Pointer | None
+    scales: cute.Pointer | None
+    sums: cute.Pointer
+    experts: ExpertRows | None
+    barriers: cute.Pointer
+    full: cute.Pointer
+    summed: cute.Pointer
+    weight_barrier: cute.Pointer

@@ -1,0 +1,43 @@
+"""Reference of ``fp8_quantize``, and the quantisation that every FP8-producing reference shares."""
+
+import torch
+from torch import Tensor
+
+from torch_cute_ops.formats import FP8Format, ScaleLayout, resolve_fp8_format
+from torch_cute_ops.formats.fp4 import E4M3_MAX, encode_e4m3
+from torch_cute_ops.formats.fp8 import COLUMN
+
+
+def quantize_fp8_rows(
+    value: Tensor, fmt: FP8Format, scale: Tensor | None, layout: ScaleLayout
+) -> tuple[Tensor, Tensor]:
+    """Quantise fp32 rows (..., K): codes (..., K) and scales; ``scale`` is that of a static format."""
+    if scale is not None:
+        return _packed(encode_e4m3(value / scale.reshape(()))), scale.reshape(1).clone()
+    width = value.shape[-1]
+    block = fmt.block_size or width
+    # Zeros behind a short block change neither its amax nor its scale.
+    blocks = torch.nn.functional.pad(value, (0, -width % block)).unflatten(-1, (-1, block))
+    amax = blocks.abs().amax(-1)
+    # By a tensor: a GPU divides by a Python number through its reciprocal.
+    block_scale = amax / torch.full_like(amax, E4M3_MAX)
+    # A block without a finite, nonzero scale stores zeros: no sign, no NaN.
+    live = amax.isfinite() & (block_scale != 0)
+    y = encode_e4m3(torch.where(live.unsqueeze(-1), blocks / block_scale.unsqueeze(-1), 0.0)).flatten(-2)[..., :width]
+    stored = torch.where(amax.isfinite(), block_scale, torch.nan)
+    if layout == COLUMN:
+        stored = stored.reshape(-1, stored.shape[-1]).t()
+    return _packed(y), _packed(stored)
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """A copy with the strides of a new tensor, also where an extent is 1."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def fp8_quantize(
+    input: Tensor, scale: Tensor | None = None, granularity: str = "token", scale_layout: str = "row"
+) -> tuple[Tensor, Tensor]:
+    """``input`` (..., K) in FP8; see the op's docstring."""
+    fmt, layout = resolve_fp8_format(granularity, scale_layout)
+    return quantize_fp8_rows(input.float(), fmt, scale, layout)
