@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import hashlib
 import importlib.metadata
@@ -12,6 +13,7 @@ import random
 import re
 import secrets
 import subprocess
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("torch_cute_ops")
     group.addoption("--seed", type=int, help="base seed of the random data; without it, a fresh one")
     group.addoption("--every-kernel", action="store_true", help="compile all kernels of the grid, not a covering part")
+    group.addoption(
+        "--fuzz-examples", type=int, default=50, metavar="N", help="calls of each op that the fuzz test makes"
+    )
     group.addoption("--gpu-record", type=Path, metavar="FILE", help="write a record of this run on a GPU, as JSON")
+    group.addoption("--part", type=part_of, metavar="I/N", help="run one of N parts; parts add up in the record")
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """Number and count of parts from ``I/N``."""
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part; expected I/N, such as 1/2")
+    return int(number), int(count)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -93,12 +107,16 @@ def group_of(nodeid: str) -> str:
     What Inductor compiles for the CPU is one group: each worker would precompile PyTorch's headers first, for a minute.
     """
     name, _, parameters = nodeid.partition("[")
-    if "::test_inductor" in name and parameters.startswith("cpu-"):
+    if name.endswith(("::test_inductor", "::test_residual_inside_the_program")) and parameters.startswith("cpu-"):
         return "inductor-cpu"
     return re.sub("^(cpu|cuda)-", "", parameters) or nodeid
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part = config.getoption("part")
+    if part is not None:
+        # The tests of a sample share its kernels, and so a part.
+        items[:] = [one for one in items if zlib.crc32(group_of(one.nodeid).encode()) % part[1] == part[0] - 1]
     for item in items:
         if GPU_MISSING and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=GPU_MISSING))
@@ -153,11 +171,19 @@ def refuse_record(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--gpu-record records the whole suite; drop {', '.join(given)}")
 
 
+SAME_IN_PARTS = (
+    *("gpu", "driver", "cuda", "python", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "source_digest"),
+    *("seed", "parts"),
+)
+"""What the parts of a recorded run have in common."""
+
+
 class GpuRecord:
     """Counts outcomes and writes the record at the end; with pytest-xdist, those that the workers report."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.path: Path = config.getoption("gpu_record")
+        self.part: tuple[int, int] | None = config.getoption("part")
         self.outcome: dict[str, str] = {}
         self.skips: Counter[str] = Counter()
         self.incomplete: list[str] = []
@@ -190,10 +216,33 @@ class GpuRecord:
         collected = session.testscollected if self.collected is None else self.collected
         if len(self.outcome) != collected:
             self.incomplete.append(f"{collected - len(self.outcome)} tests did not run")
+        record = self.record(session.config)
+        if self.part is not None:
+            record = self.with_other_parts(record, *self.part)
         if self.incomplete:
             session.exitstatus = pytest.ExitCode.USAGE_ERROR
             return
-        self.path.write_text(json.dumps(self.record(session.config), indent=2) + "\n", encoding="utf-8")
+        self.path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+    def with_other_parts(self, record: dict[str, Any], number: int, count: int) -> dict[str, Any]:
+        """The record of a part and of those in the file already. The first part begins anew."""
+        record["parts"] = count
+        record["missing_parts"] = [part for part in range(1, count + 1) if part != number]
+        if number == 1:
+            return record
+        before = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
+        differing = [key for key in SAME_IN_PARTS if before.get(key) != record[key]]
+        if differing or number not in before.get("missing_parts", ()):
+            what = ", ".join(differing) if differing else "parts"
+            self.incomplete.append(f"{self.path} is of a run with other {what}")
+            return record
+        for key in ("passed", "failed", "skipped", "xfailed"):
+            record[key] += before[key]
+        record["skip_reasons"] = dict((Counter(before["skip_reasons"]) + self.skips).most_common())
+        record["missing_parts"] = [part for part in before["missing_parts"] if part != number]
+        if not record["missing_parts"]:
+            del record["parts"], record["missing_parts"]
+        return record
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.incomplete:
@@ -201,7 +250,7 @@ class GpuRecord:
         else:
             terminalreporter.line(f"--gpu-record wrote {self.path}")
 
-    def record(self, config: pytest.Config) -> dict[str, object]:
+    def record(self, config: pytest.Config) -> dict[str, Any]:
         """What ran, on what, and how it ended."""
         from torch_cute_ops.runtime.provenance import source_digest
 

@@ -1,20 +1,22 @@
-"""The package around the ops: what an import costs, the registry, settings, provenance, the capture guard, warm-up."""
+"""The package around the ops: what an import costs, the registry, settings, provenance, architectures."""
 
 import importlib
 import inspect
 import pkgutil
 import re
 import shutil
+import subprocess
+import sys
+import tarfile
 
 import pytest
 import torch
-from support.cases import get_sample, op_cases, sample_cases
+from support.cases import op_cases
 from support.interpreters import PACKAGE, python
 
 import torch_cute_ops
-from torch_cute_ops import registry
 from torch_cute_ops.registry import OPS
-from torch_cute_ops.runtime import arch, compiler, provenance, settings
+from torch_cute_ops.runtime import arch, provenance, settings
 
 by_op = pytest.mark.parametrize("op", op_cases())
 
@@ -61,8 +63,88 @@ def test_ops_on_a_cpu_need_no_dsl():
     assert done.stdout.strip() == str(64 * 6 * 0.171875), done.stderr  # e4m3(1/6) = 11/64
 
 
+PRIVATE_NAMES = (
+    "torch._C._is_tracing",
+    "torch._C._len_torch_dispatch_stack",
+    "torch._C._functorch.peek_interpreter_stack",
+    "torch._C._increment_version",
+    "torch._C._AutoDispatchBelowAutograd",
+    "torch._C._dynamo.guards._empty_strided_cuda",
+    "torch.autograd.forward_ad._current_level",
+)
+WITHOUT_A_NAME = """
+import importlib, os, sys, torch
+from torch.autograd import forward_ad
+
+def lose(place, name):
+    module = importlib.import_module(place)
+    if module is forward_ad:  # torch's own code goes on under another name
+        source = open(forward_ad.__file__).read().replace(name, "_renamed_level")
+        exec(compile(source, forward_ad.__file__, "exec"), vars(forward_ad))
+    if hasattr(module, name):
+        delattr(module, name)
+
+def refused(call, *args, **kwargs):
+    try:
+        call(*args, **kwargs)
+    except ValueError as error:
+        assert "cute::rmsnorm_fp4quant has no " in str(error) and "weight " in str(error), error
+    else:
+        raise AssertionError("a derivative is not refused")
+
+def check():
+    import torch_cute_ops
+    function, op = torch_cute_ops.rmsnorm_fp4quant, torch.ops.cute.rmsnorm_fp4quant
+    x, weight = torch.ones(2, 32), torch.ones(32)
+    y, scale = function(x, weight)
+    assert y.eq(0x77).all() and scale.float().sum() == 4 * 11 / 64  # e4m3(1/6) = 11/64, and e2m1(1 * 64/11) = 6
+    for write in (op.out, lambda x, weight, **outputs: function(x, weight, out=(*outputs.values(),))):
+        outputs = {"y": torch.zeros_like(y), "scale": torch.zeros_like(scale)}
+        write(x, weight, **outputs)
+        assert torch.equal(outputs["y"], y) and torch.equal(outputs["scale"].float(), scale.float())
+        refused(write, x, weight.clone().requires_grad_(), **outputs)
+    for call in (function, op):
+        refused(call, x, weight.clone().requires_grad_())
+        if hasattr(torch._C, "_AutoDispatchBelowAutograd"):  # without which no transform is seen
+            refused(torch.func.grad(lambda weight: call(x, weight)[1].float().sum()), weight)
+            with forward_ad.dual_level():
+                refused(call, x, forward_ad.make_dual(weight, weight))
+        with torch.no_grad():
+            assert torch.equal(call(x, weight.clone().requires_grad_())[0], y)
+
+for path in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        try:
+            lose(*path.rsplit(".", 1))
+            check()
+            print("fine without", path, flush=True)
+        finally:
+            sys.stdout.flush()
+            sys.excepthook(*sys.exc_info()) if sys.exc_info()[0] else None
+            os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+def test_private_names_of_torch_may_go():
+    """Without any one of those that calls use, the ops are as right on a CPU, and refuse what requires grad."""
+    done = python(WITHOUT_A_NAME, arguments=PRIVATE_NAMES)
+    assert done.stdout.splitlines() == [f"fine without {name}" for name in PRIVATE_NAMES], done.stderr
+
+
 def test_exports():
-    assert set(torch_cute_ops.__all__) == {*OPS, "__version__", "autotune", "backends", "precompile", "warmup"}
+    assert set(torch_cute_ops.__all__) == {
+        *OPS,
+        "__version__",
+        "autotune",
+        "backends",
+        "convert_scales",
+        "nvfp4_global_scale",
+        "precompile",
+        "properties_of",
+        "warmup",
+    }
     assert all(hasattr(torch_cute_ops, name) for name in torch_cute_ops.__all__)
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.?(dev|a|b|rc)\d+)?", torch_cute_ops.__version__)
 
@@ -89,11 +171,11 @@ def test_registration(op):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(overload, key), (overload, key)
     assert getattr(torch.ops.cute, op.name).default._schema.name == op.qualified_name == f"cute::{op.name}"
     mutable = [a.name for a in getattr(torch.ops.cute, op.name).out._schema.arguments if a.is_write]
-    assert mutable == [*op.mutated, *op.out_names]
+    assert mutable == [*op.updated, *op.out_names]
 
 
 @by_op
-def test_docstring_tells_every_argument(op):
+def test_docstring_has_every_argument(op):
     for name in inspect.signature(op.function).parameters:
         assert re.search(rf"\b{name}\b", op.function.__doc__), name
 
@@ -149,6 +231,51 @@ def test_source_digest(tmp_path, monkeypatch):
     assert changed()
 
 
+# The source distribution
+
+
+def test_the_source_distribution_is_whole(tmp_path):
+    """It has every file of the checkout, and nothing that only lies about in it."""
+    root = PACKAGE.parent
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True)
+    # Without git, as in an unpacked source distribution: what is there.
+    names = listed.stdout.split("\0")[:-1] if listed.returncode == 0 else tuple(walked(root))
+    tree = tmp_path / "tree"
+    for name in names:
+        if (root / name).is_file():  # a file may have been deleted since it was added
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(root / name, tree / name)
+    want = set(walked(tree))
+    assert {"tests/gpu_record.json", "tests/conftest.py", "tools/run_samples.py", "pyproject.toml"} <= want
+    for litter in ("tests/__pycache__/x.pyc", "docs/x.pyc", ".hypothesis/x"):
+        (tree / litter).parent.mkdir(parents=True, exist_ok=True)
+        (tree / litter).touch()
+    code = f"from setuptools import build_meta; print(build_meta.build_sdist({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(tmp_path / done.stdout.split()[-1]) as archive:
+        found = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    made = {name for name in found - want if name in ("PKG-INFO", "setup.cfg") or ".egg-info/" in name}
+    assert found - made == want
+
+
+def test_actions_are_pinned():
+    """Each by the full SHA of a commit, since a tag can be moved; the version is in a comment."""
+    uses = re.findall(r"uses: (.*)", "".join(path.read_text() for path in (PACKAGE.parent / ".github").rglob("*.yml")))
+    assert uses
+    for action in uses:
+        assert re.fullmatch(r"[\w-]+/[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", action), action
+
+
+def walked(root):
+    """The files under a folder, without what tools leave there."""
+    left = ("__pycache__", "build", "dist", ".venv", ".git", ".hypothesis", "PKG-INFO", "setup.cfg")
+    for path in root.rglob("*"):
+        parts = path.relative_to(root).parts
+        if path.is_file() and not any(part in left or part.endswith(("_cache", ".egg-info")) for part in parts):
+            yield "/".join(parts)
+
+
 # Architectures
 
 
@@ -156,154 +283,9 @@ def test_architectures(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GPU of test")
     for capability, name in {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a", (12, 0): "sm_120a"}.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, capability=capability: capability)
-        facts = arch.arch_of_device.__wrapped__(0)
-        assert facts.name == name
-        assert facts.has_e2m1_cvt == (capability[0] >= 10)
+        found = arch.arch_of_device.__wrapped__(0)
+        assert found.name == name
+        assert found.has_e2m1_cvt == (capability[0] >= 10)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
     with pytest.raises(RuntimeError, match=r"GPU of test has compute capability 8\.0; .* sm_90a"):
         arch.arch_of_device.__wrapped__(0)
-
-
-# Warm-up and capture
-
-
-def test_warmup_of_an_unknown_op():
-    with pytest.raises(ValueError, match=r"'fp4_quantise' is no op; the ops are .*fp4_quantize"):
-        torch_cute_ops.warmup("fp4_quantise", hidden=64)
-
-
-@by_op
-def test_warmup_without_a_gpu(op, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match=rf"warmup\('{op.name}'\) needs a CUDA device"):
-        torch_cute_ops.warmup(op.name, hidden=64)
-
-
-def facts_of(op, sample) -> dict:
-    """What of a call a kernel is made for."""
-    given = inspect.signature(op.function).bind(*sample.args, **sample.kwargs)
-    given.apply_defaults()
-    given = given.arguments
-    choices = ("block_size", "scale_format", "scale_layout", "granularity")
-    facts = {name: given[name] for name in choices if name in given}
-    if "global_scale" in given:
-        facts["global_scale"] = given["global_scale"] is not None
-    if "out_dtype" in given:
-        return {**facts, "hidden": given["y"].shape[-1] * 2, "out_dtype": given["out_dtype"]}
-    facts |= {"hidden": given["input"].shape[-1], "dtype": given["input"].dtype}
-    return {**facts, "weight_dtype": given["weight"].dtype} if "weight" in given else facts
-
-
-FACTS_OF = pytest.mark.parametrize(
-    ("op", "name"),
-    sample_cases(
-        *("nvfp4-128x4-float32", "mxfp4-8x4-float16", "nvfp4-linear-bfloat16", "mxfp4-128x4-bfloat16"),
-        *("tensor-row-float32", "token-row-float16", "block128-column-bfloat16"),
-    ),
-)
-PLAIN = pytest.mark.parametrize(("op", "name"), sample_cases("nvfp4-128x4-bfloat16", "token-row-bfloat16"))
-
-
-@FACTS_OF
-def test_capture_guard(op, name, monkeypatch):
-    """A miss during capture names op, key and the call that helps, and compiles nothing. That call is valid Python, and
-    warmup takes it."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(compiler, "trace_and_compile", lambda *args: pytest.fail("compiled during capture"))
-    sample = get_sample(op, name, "cpu")
-    with pytest.raises(RuntimeError) as raised:
-        op.cuda(*sample.args, **sample.kwargs)
-    message = str(raised.value)
-    facts = facts_of(op, sample)
-    assert message.startswith(f"cute::{op.name} met a kernel that is not ready while a CUDA graph was being captured")
-    assert all(repr(value) in message for value in facts.values())
-
-    calls = []
-    monkeypatch.setattr(torch_cute_ops, "warmup", lambda *args, **kwargs: calls.append((args, kwargs)))
-    eval(message[message.index("torch_cute_ops.warmup(") :], {"torch_cute_ops": torch_cute_ops, "torch": torch})
-    ((args, kwargs),) = calls
-    assert args == (op.name,)
-    assert {key: value for key, value in kwargs.items() if key != "device"} == facts
-    inspect.signature(op.example).bind(**kwargs)
-
-
-@pytest.mark.gpu
-@FACTS_OF
-def test_warmup_makes_ready(op, name, monkeypatch):
-    """After it, a call compiles nothing."""
-    sample = get_sample(op, name, "cuda")
-    torch_cute_ops.warmup(op.name, **facts_of(op, sample))
-    monkeypatch.setattr(compiler, "trace_and_compile", lambda *args: pytest.fail("compiled after warmup"))
-    op.function(*sample.args, **sample.kwargs)
-
-
-@FACTS_OF
-def test_precompile(op, name, monkeypatch):
-    """Compiles the kernel that the call would, for the architecture, and touches no device."""
-    sample = get_sample(op, name, "cpu")
-    compiled = []
-    record = lambda kernel, arch: compiled.append((kernel, arch))  # noqa: E731
-    monkeypatch.setattr(registry, "keep", record)
-    torch_cute_ops.precompile(op.name, "sm_100a", **facts_of(op, sample))
-    ((kernel, target),) = compiled
-    assert target.name == "sm_100a"
-    assert kernel.config == op.kernels(target, *sample.args, **sample.kwargs)[0].config
-
-
-BAD_FACTS = {"hidden": 0, "scale_layout": "tiled", "block_size": 8, "granularity": "row"}
-BAD_CASES = [
-    pytest.param(*case.values, bad, id=f"{case.id}-{bad}")
-    for case in sample_cases("nvfp4-128x4-bfloat16", "token-row-bfloat16")
-    for bad in BAD_FACTS
-    if bad == "hidden" or bad in inspect.signature(case.values[0].function).parameters
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("op", "name", "bad"), BAD_CASES)
-def test_warmup_refuses(op, name, bad):
-    facts = facts_of(op, get_sample(op, name, "cuda"))
-    with pytest.raises(ValueError, match=f"cute::{op.name}"):
-        torch_cute_ops.warmup(op.name, **{**facts, bad: BAD_FACTS[bad]})
-
-
-@pytest.mark.parametrize(("op", "name", "bad"), BAD_CASES)
-def test_precompile_refuses(op, name, bad):
-    facts = facts_of(op, get_sample(op, name, "cpu"))
-    with pytest.raises(ValueError, match=f"cute::{op.name}"):
-        torch_cute_ops.precompile(op.name, "sm_90a", **{**facts, bad: BAD_FACTS[bad]})
-
-
-def test_precompile_keeps_or_fails(monkeypatch, tmp_path):
-    """What cannot be kept on disk is no success."""
-    facts = {"hidden": 16, "dtype": torch.bfloat16}
-    monkeypatch.setattr(settings, "CACHE", False)
-    with pytest.raises(RuntimeError, match="TORCH_CUTE_OPS_CACHE=0"):
-        torch_cute_ops.precompile("fp4_quantize", "sm_90a", **facts)
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(settings, "CACHE", True)
-    monkeypatch.setattr(settings, "CACHE_DIR", tmp_path / "file")
-    with pytest.raises(RuntimeError, match="cannot be kept in"):
-        torch_cute_ops.precompile("fp4_quantize", "sm_90a", **facts)
-
-
-@pytest.mark.parametrize(
-    ("op", "facts"),
-    [("rmsnorm_fp8quant", {"global_scale": True}), ("silu_mul_fp4quant", {"weight_dtype": torch.float32})],
-)
-def test_facts_that_an_op_lacks(op, facts):
-    with pytest.raises(TypeError, match=f"cute::{op} has no "):
-        torch_cute_ops.precompile(op, "sm_90a", hidden=64, dtype=torch.bfloat16, **facts)
-
-
-def test_precompile_for_an_unknown_architecture():
-    with pytest.raises(ValueError, match=r"'sm_80' is no architecture; they are sm_90a"):
-        torch_cute_ops.precompile("fp4_quantize", "sm_80", hidden=64, dtype=torch.bfloat16)
-
-
-@PLAIN
-def test_warmup_takes_no_unknown_fact(op, name, monkeypatch):
-    """The number of rows is none."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(TypeError, match="rows"):
-        torch_cute_ops.warmup(op.name, **facts_of(op, get_sample(op, name, "cpu")), rows=5)

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from torch_cute_ops.ops._spec import OpSpec, as_tuple
+from torch_cute_ops.ops._define import OpSpec, as_tuple
 from torch_cute_ops.registry import OPS
-from torch_cute_ops.testing import Sample
+from torch_cute_ops.testing import Sample, sample_inputs
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
             more = lost(spec, same)
             for choice in backends(spec, sample, given.without):
                 outputs = (*defined(spec, sample, called(spec, sample, choice, results)), *updated(spec, sample))
-                for name, output, reference in zip((*spec.outputs, *spec.mutated), outputs, expected, strict=True):
+                for name, output, reference in zip((*spec.outputs, *spec.updated), outputs, expected, strict=True):
                     share = differing(output, reference, relative(spec), more)
                     # A norm's sum has another order than the reference's: one in a thousand, more in a small tensor.
                     if share > 2e-2:
@@ -39,8 +39,8 @@ def main() -> None:
 
 
 def relative(spec: OpSpec) -> float:
-    """What numbers may differ by, of themselves, whatever their dtype. (Terms of products' sums may cancel.)"""
-    return 2.0**-18 if spec.backends is None else 2.0**-14
+    """What numbers may differ by, of themselves, whatever their dtype. (Terms of a dot product may cancel.)"""
+    return 2.0**-18 if not spec.has_backends else 2.0**-14
 
 
 def lost(spec: OpSpec, sample: Sample) -> torch.Tensor | None:
@@ -69,13 +69,13 @@ def magnitude(argument: Any) -> Any:
 def samples(spec: OpSpec, device: torch.device) -> list[Sample]:
     """The op's samples, with the same data in each call."""
     torch.manual_seed(0)
-    return list(spec.sample_inputs(device))
+    return list(sample_inputs(spec.name, device))
 
 
 def backends(spec: OpSpec, sample: Sample, without: list[str]) -> list[dict[str, Any]]:
     """The argument that names a backend, for each that can compute the call; none to add where the call names one, or
     the op has none. A call is left out where what it names cannot compute it."""
-    if spec.backends is None:
+    if not spec.has_backends:
         return [{}]
     device = sample.args[0].device
     reasons = spec.backends(device, *sample.args, **sample.kwargs)
@@ -109,7 +109,7 @@ def defined(spec: OpSpec, sample: Sample, outputs: tuple[torch.Tensor, ...]) -> 
 
 def updated(spec: OpSpec, sample: Sample) -> tuple[torch.Tensor, ...]:
     """The arguments that the op updates."""
-    return tuple(arguments(spec, sample)[name] for name in spec.mutated)
+    return tuple(arguments(spec, sample)[name] for name in spec.updated)
 
 
 def arguments(spec: OpSpec, sample: Sample) -> dict[str, Any]:

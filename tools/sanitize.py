@@ -1,4 +1,4 @@
-"""Run the samples of every op under compute-sanitizer, a process for each op and tool, and tell what each found.
+"""Run the samples of every op under compute-sanitizer, a process for each op and tool, and report what each found.
 
     python tools/sanitize.py                                  # all ops, all tools
     python tools/sanitize.py mm_fp4 --tools racecheck         # part of it

@@ -4,12 +4,15 @@ Importing registers the ops as ``torch.ops.cute.*``. It initialises no CUDA and 
 """
 
 from torch_cute_ops._version import __version__
+from torch_cute_ops.formats import convert_scales, nvfp4_global_scale
 from torch_cute_ops.ops.add_rmsnorm_fp4quant import add_rmsnorm_fp4quant
 from torch_cute_ops.ops.add_rmsnorm_fp4quant_both_layouts import add_rmsnorm_fp4quant_both_layouts
 from torch_cute_ops.ops.add_rmsnorm_fp4quant_with_norm import add_rmsnorm_fp4quant_with_norm
+from torch_cute_ops.ops.add_rmsnorm_fp4quant_with_norm_both_layouts import add_rmsnorm_fp4quant_with_norm_both_layouts
 from torch_cute_ops.ops.add_rmsnorm_fp8quant import add_rmsnorm_fp8quant
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
+from torch_cute_ops.ops.fp8_quantize import fp8_quantize
 from torch_cute_ops.ops.grouped_mm_fp8 import grouped_mm_fp8
 from torch_cute_ops.ops.mm_fp4 import mm_fp4
 from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
@@ -19,13 +22,15 @@ from torch_cute_ops.ops.moe_fc2_fp4_weight_only import moe_fc2_fp4_weight_only
 from torch_cute_ops.ops.moe_finalize import moe_finalize
 from torch_cute_ops.ops.moe_permute_fp8quant import moe_permute_fp8quant
 from torch_cute_ops.ops.moe_route import moe_route
+from torch_cute_ops.ops.moe_route_dense import moe_route_dense
+from torch_cute_ops.ops.moe_route_ids import moe_route_ids
 from torch_cute_ops.ops.moe_swiglu_fp8quant import moe_swiglu_fp8quant
 from torch_cute_ops.ops.rmsnorm_fp4quant import rmsnorm_fp4quant
 from torch_cute_ops.ops.rmsnorm_fp4quant_with_norm import rmsnorm_fp4quant_with_norm
 from torch_cute_ops.ops.rmsnorm_fp8quant import rmsnorm_fp8quant
 from torch_cute_ops.ops.silu_mul_fp4quant import silu_mul_fp4quant
 from torch_cute_ops.ops.silu_mul_fp8quant import silu_mul_fp8quant
-from torch_cute_ops.registry import backends, precompile, warmup
+from torch_cute_ops.registry import backends, precompile, properties_of, warmup
 from torch_cute_ops.runtime.tuning import autotune
 
 __all__ = [
@@ -33,11 +38,14 @@ __all__ = [
     "add_rmsnorm_fp4quant",
     "add_rmsnorm_fp4quant_both_layouts",
     "add_rmsnorm_fp4quant_with_norm",
+    "add_rmsnorm_fp4quant_with_norm_both_layouts",
     "add_rmsnorm_fp8quant",
     "autotune",
     "backends",
+    "convert_scales",
     "fp4_dequantize",
     "fp4_quantize",
+    "fp8_quantize",
     "grouped_mm_fp8",
     "mm_fp4",
     "mm_fp4_weight_only",
@@ -47,8 +55,12 @@ __all__ = [
     "moe_finalize",
     "moe_permute_fp8quant",
     "moe_route",
+    "moe_route_dense",
+    "moe_route_ids",
     "moe_swiglu_fp8quant",
+    "nvfp4_global_scale",
     "precompile",
+    "properties_of",
     "rmsnorm_fp4quant",
     "rmsnorm_fp4quant_with_norm",
     "rmsnorm_fp8quant",

@@ -1,29 +1,38 @@
-"""The list of ops, and their registration with PyTorch.
+"""The list of ops, their registration with PyTorch, and what is made ready ahead of calls.
 
-Everything that loops over ops (registration, conformance tests, docs, benchmarks) loops over ``OPS``. Each module
-``torch_cute_ops/ops/<op>.py`` binds ``OP`` to an ``OpSpec``; a new module there is a new op.
+Everything that loops over ops (registration, conformance tests, docs, benchmarks) loops over ``OPS``. A module
+``torch_cute_ops/ops/<op>.py`` that defines the op is all that a new one needs to be here.
 """
 
 import contextlib
 import importlib
-import inspect
 import pkgutil
 from typing import Any, Final
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from torch_cute_ops import ops
-from torch_cute_ops.ops._spec import NAMESPACE, Call, OpSpec, as_tuple, check_outputs, cuda_device
+from torch_cute_ops.ops._call import Arguments
+from torch_cute_ops.ops._checks import check_dense
+from torch_cute_ops.ops._define import NAMESPACE, OpSpec, as_tuple, refuse_gradient
+from torch_cute_ops.ops._define import OPS as _DEFINED
+from torch_cute_ops.ops._gemm import Gemm
+from torch_cute_ops.ops._operands import cuda_device
+from torch_cute_ops.ops._properties import Property
+from torch_cute_ops.ops._properties import properties_of as _properties_of
 from torch_cute_ops.runtime import settings, tuning
 from torch_cute_ops.runtime.arch import arch_named
 from torch_cute_ops.runtime.calls import configure_log, logged
-from torch_cute_ops.runtime.compiler import Wanted, keep
+from torch_cute_ops.runtime.compiler import KernelSpec, keep
+from torch_cute_ops.runtime.dispatch import has_autograd_key
 
 
 def _discover() -> dict[str, OpSpec]:
-    names = sorted(module.name for module in pkgutil.iter_modules(ops.__path__) if not module.name.startswith("_"))
-    specs = (importlib.import_module(f"{ops.__name__}.{name}").OP for name in names)
-    return {spec.name: spec for spec in specs}
+    for module in pkgutil.iter_modules(ops.__path__):
+        if not module.name.startswith("_"):
+            importlib.import_module(f"{ops.__name__}.{module.name}")
+    return dict(sorted(_DEFINED.items()))
 
 
 OPS: Final[dict[str, OpSpec]] = _discover()
@@ -31,38 +40,78 @@ OPS: Final[dict[str, OpSpec]] = _discover()
 _library: Final = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
+def _packed(output: torch.Tensor) -> torch.Tensor:
+    """An output with the strides that the fake says: compiled programs rely on them, also where an extent is 1."""
+    packed = torch.empty_like(output, memory_format=torch.contiguous_format)
+    return output if output.stride() == packed.stride() else packed.copy_(output)
+
+
 def _register(spec: OpSpec) -> None:
-    def cpu(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: Any, **kwargs: Any) -> None:
+        if not has_autograd_key:
+            given = spec.path.arguments(spec.bind(*args, **kwargs))
+            refuse_gradient(spec.signature, [given[each.name] for each in spec.signature.tensors])
         spec.check(*args, **kwargs)
-        return spec.reference(*args, **kwargs)
+
+    def cpu(*args: Any, **kwargs: Any) -> Any:
+        checked(*args, **kwargs)
+        spec.check_values(*args, **kwargs)
+        outputs = tuple(map(_packed, as_tuple(spec.reference(*args, **kwargs))))
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def checked_outputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The outputs, which are no longer in ``kwargs`` then."""
+        outputs = [kwargs.pop(name) for name in spec.out_names]
+        checked(*args, **kwargs)
+        spec.check_outputs(outputs, args, kwargs)
+        return outputs
 
     def cpu_out(*args: Any, **kwargs: Any) -> None:
-        outputs = [kwargs.pop(name) for name in spec.out_names]
-        spec.check(*args, **kwargs)
-        check_outputs(spec, outputs, args, kwargs)
+        outputs = checked_outputs(args, kwargs)
+        spec.check_values(*args, **kwargs)
         for output, value in zip(outputs, as_tuple(spec.reference(*args, **kwargs)), strict=True):
             output.copy_(value)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
-        spec.check(*args, **kwargs)
+        checked(*args, **kwargs)
         return spec.fake(*args, **kwargs)
 
     def fake_out(*args: Any, **kwargs: Any) -> None:
-        outputs = [kwargs.pop(name) for name in spec.out_names]
-        spec.check(*args, **kwargs)
-        check_outputs(spec, outputs, args, kwargs)
+        checked_outputs(args, kwargs)
 
-    _library.define(spec.schema)
-    _library.define(spec.out_schema)
+    def elsewhere(*args: Any, **kwargs: Any) -> None:
+        # PyTorch comes here for None in place of every tensor too.
+        outputs = {name: kwargs.pop(name) for name in spec.out_names if name in kwargs}
+        given = spec.path.arguments(spec.bind(*args, **kwargs))
+        spec.signature.check_kinds(given.values())
+        for name, value in {**given, **outputs}.items():
+            if isinstance(value, torch.Tensor):
+                check_dense(spec.name, name, value)
+        device = given[spec.signature.tensors[0].name].device
+        raise NotImplementedError(f"{spec.qualified_name} has no implementation for tensors on {device}")
+
+    _library.define(spec.signature.schema)
+    _library.define(spec.signature.out_schema)
+    rest = {"CompositeExplicitAutograd": elsewhere}
     for overload, implementations in {
-        spec.name: {"CPU": cpu, "CUDA": spec.cuda},
-        f"{spec.name}.out": {"CPU": cpu_out, "CUDA": spec.cuda_out},
+        spec.name: {"CPU": cpu, "CUDA": spec.cuda, "Autograd": spec.autograd, **rest},
+        f"{spec.name}.out": {"CPU": cpu_out, "CUDA": spec.cuda_out, "Autograd": spec.autograd_out, **rest},
     }.items():
         for key, implementation in implementations.items():
-            entry = logged(overload, implementation) if settings.LOG == "debug" else implementation
-            _library.impl(overload, entry, key)
+            if key == "Autograd" and not has_autograd_key:
+                continue
+            logs = settings.LOG == "debug" and key in ("CPU", "CUDA")
+            _library.impl(overload, logged(overload, implementation) if logs else implementation, key)
     torch.library.register_fake(f"{NAMESPACE}::{spec.name}", fake, lib=_library)
     torch.library.register_fake(f"{NAMESPACE}::{spec.name}.out", fake_out, lib=_library)
+    path = spec.path
+    if isinstance(path, Gemm):
+        packet = getattr(torch.ops.cute, spec.name)
+
+        def flops(a_shape: Any, b_shape: Any, *args: Any, **kwargs: Any) -> int:
+            return path.flops(a_shape, b_shape)
+
+        register_flop_formula(packet)(flops)
 
 
 configure_log()
@@ -70,33 +119,35 @@ for _spec in OPS.values():
     _register(_spec)
 
 
-def warmup(op: str, *, tune: bool = False, **facts: Any) -> None:
-    """Compile and load the kernel that ``op`` needs for calls with these static facts, so that nothing happens later.
+def warmup(op: str, *, tune: bool = False, **properties: Any) -> None:
+    """Compile and load what ``op`` needs for calls with these static properties, so that nothing happens later.
 
     After it, such calls neither compile nor load nor synchronise, and may be captured in a CUDA graph. The number of
-    rows is no fact: one kernel serves all.
+    rows is no static property: one kernel serves all; of a GEMM, the choice of a kernel is for rows near ``m``.
 
     Example:
-        ``warmup("rmsnorm_fp4quant", hidden=7168, dtype=torch.bfloat16, scale_layout="128x4")``
+        ``warmup("rmsnorm_fp4quant", hidden=7168, dtype=torch.bfloat16)``
 
     Args:
         op: the op's name, such as ``"rmsnorm_fp4quant"``.
         tune: whether to choose among backends by timing them, as calls in an :func:`autotune` block do; an op without
             backends has nothing to choose.
-        facts: what the kernel is compiled for. For the ops that quantise rows: ``hidden`` (the last dimension of
-            ``input``), ``dtype``, ``weight_dtype``, ``device``, and the op's own arguments that choose format and
-            layout; FP4: also ``global_scale``, whether calls pass one. For the products: ``n`` and ``k`` (columns, and
-            elements of a sum), ``m`` (rows: the choice of a backend is for those near it), ``alpha`` (whether calls
-            pass one) or ``experts`` (how many, of an op that has them), ``dtype``, ``device``, and the op's own
-            arguments from ``out_dtype`` on; of ``grouped_mm_fp8`` also ``masked``, whether the layout is, with ``m``
-            rows that an expert has room for, or ``counts``, whether calls in the contiguous layout pass them. For the
-            steps of an expert layer: ``hidden``, ``dtype``, ``topk``, and for each optional tensor whether calls pass
-            it (``residual``, ``offsets``, ``counts``); of ``moe_route`` ``experts``, ``dtype``, whether there is a
-            ``bias``, whether calls are ``masked``, and its own arguments that choose experts.
+        properties: what the kernel is compiled for; ``properties_of(op)`` lists them. For the ops that quantise rows:
+            ``hidden`` (the last dimension of ``input``), ``dtype``, ``weight_dtype``, ``device``, and the op's own
+            arguments that choose format and layout; FP4: also ``global_scale``, whether calls pass one; gates: also
+            ``swiglu``, whether calls pass parameters that are not the defaults. For GEMMs: ``n`` and ``k`` (columns,
+            and elements of a sum), ``m`` (rows), ``alpha`` (what calls pass: ``"one"`` element, or one for each
+            ``"column"``, ``"expert"`` or ``"expert_column"``), ``bias_dtype``, ``experts`` (how many, of an op that has
+            them), ``dtype``, ``device``, and the op's own arguments from ``out_dtype`` on; of ``grouped_mm_fp8`` also
+            ``masked``, whether the layout is, with ``m`` rows that an expert has room for, or ``counts``, whether calls
+            in the contiguous layout pass them. For the steps of an expert layer: ``hidden``, ``dtype``, ``topk``, and
+            for each optional tensor whether calls pass it (``residual``, ``offsets``, ``counts``); of ``moe_route``
+            ``experts``, ``dtype``, whether there is a ``bias``, whether calls are ``masked``, and its own arguments
+            that choose experts.
 
     Raises:
-        ValueError: for an unknown op, or facts that the op refuses.
-        TypeError: for a fact that the op does not have.
+        ValueError: for an unknown op, or a property whose value the op refuses.
+        TypeError: for a property that the op does not have, lacks, or that is of the wrong type.
         RuntimeError: without a CUDA device, or on one that no kernel supports.
     """
     spec = _spec_of(op)
@@ -105,15 +156,16 @@ def warmup(op: str, *, tune: bool = False, **facts: Any) -> None:
             f"warmup({op!r}) needs a CUDA device: on a CPU the ops run their reference and compile nothing"
         )
     with torch.no_grad(), tuning.autotune() if tune else contextlib.nullcontext():
-        args, kwargs = _example(spec, facts)
-        spec.cuda(*args, **kwargs)
-        torch.cuda.synchronize(args[0].device)
+        args, kwargs = _example(spec, properties)
+        call = spec.bind(*args, **kwargs)
+        spec.path.run(call, None)
+        torch.cuda.synchronize(call[0].device)
 
 
-def precompile(op: str, arch: str, **facts: Any) -> None:
-    """Compile the kernels that ``op`` needs for calls with these static facts, into the cache on disk.
+def precompile(op: str, arch: str, **properties: Any) -> None:
+    """Compile the kernels that ``op`` needs for calls with these static properties, into the cache on disk.
 
-    Needs no GPU. A process with that architecture and the same versions then loads it in milliseconds.
+    Needs no GPU. A process with that architecture and the same versions then loads them in milliseconds.
 
     Example:
         ``precompile("rmsnorm_fp4quant", "sm_90a", hidden=7168, dtype=torch.bfloat16)``
@@ -121,67 +173,86 @@ def precompile(op: str, arch: str, **facts: Any) -> None:
     Args:
         op: the op's name.
         arch: the architecture, such as ``"sm_90a"``, ``"sm_100a"`` or ``"sm_120a"``.
-        facts: as for :func:`warmup`, without ``device``.
+        properties: as for :func:`warmup`, without ``device``.
 
     Raises:
-        ValueError: for an unknown op or architecture, or facts that the op refuses.
-        TypeError: for a fact that the op does not have.
-        RuntimeError: if the kernel cannot be kept on disk.
+        ValueError: for an unknown op or architecture, or a property whose value the op refuses.
+        TypeError: for a property that the op does not have, lacks, or that is of the wrong type.
+        RuntimeError: if a kernel cannot be kept on disk.
     """
-    for kernel in kernels_of(op, arch, **facts):
+    for kernel in kernels_of(op, arch, **properties):
         keep(kernel, arch_named(arch))
 
 
-def kernels_of(op: str, arch: str, **facts: Any) -> tuple[Wanted, ...]:
-    """The kernels that ``op`` needs for calls with these static facts.
+def kernels_of(op: str, arch: str, **properties: Any) -> tuple[KernelSpec, ...]:
+    """The kernels that ``op`` needs for calls with these static properties.
 
     Arguments and errors are as of :func:`precompile`.
     """
     spec, target = _spec_of(op), arch_named(arch)
-    if "device" in facts:
-        raise TypeError(f"cute::{op}: the fact device is for warmup; kernels are compiled for an architecture")
-    args, kwargs = _example(spec, {**facts, "device": "meta"})
+    if "device" in properties:
+        raise TypeError(f"cute::{op}: the property device is for warmup; kernels are compiled for an architecture")
+    args, kwargs = _example(spec, {**properties, "device": "meta"})
     return spec.kernels(target, *args, **kwargs)
 
 
-def backends(op: str, **facts: Any) -> dict[str, str | None]:
-    """Each backend of a product and why it cannot compute calls with these static facts; ``None``: it can.
+def backends(op: str, **properties: Any) -> dict[str, str | None]:
+    """Each backend of a GEMM and why it cannot compute calls with these static properties; ``None``: it can.
 
     Example:
         ``backends("mm_fp4", n=4096, k=7168, m=16)``
 
     Args:
         op: the op's name.
-        facts: as for :func:`warmup`; ``device`` may be a CPU, and is one by default where there is no GPU.
+        properties: as for :func:`warmup`; ``device`` may be a CPU, and is one by default where there is no GPU.
 
     Raises:
-        ValueError: for an unknown op, one that has no backends, or facts that the op refuses.
-        TypeError: for a fact that the op does not have.
+        ValueError: for an unknown op, one that has no backends, or a property whose value the op refuses.
+        TypeError: for a property that the op does not have, lacks, or that is of the wrong type.
     """
     spec = _spec_of(op)
-    if spec.backends is None:
-        having = ", ".join(name for name, spec in OPS.items() if spec.backends is not None)
+    if not spec.has_backends:
+        having = ", ".join(name for name, each in OPS.items() if each.has_backends)
         raise ValueError(f"{op!r} has one implementation a device; those with backends are {having}")
-    named = facts.pop("device", None)
+    named = properties.pop("device", None)
     device = cuda_device(named if named is not None or torch.cuda.is_available() else "cpu")
-    args, kwargs = _example(spec, {**facts, "device": "meta"})
+    args, kwargs = _example(spec, {**properties, "device": "meta"})
     return spec.backends(device, *args, **kwargs)
 
 
-def _example(spec: OpSpec, facts: dict[str, Any]) -> Call:
-    """A call with these facts.
+def properties_of(op: str) -> dict[str, Property]:
+    """The static properties of an op's calls by name; :func:`warmup` takes ``device`` beside them.
 
     Raises:
-        TypeError: for a fact that the op does not have, or that is missing.
+        ValueError: for an unknown op.
     """
-    try:
-        inspect.signature(spec.example).bind(**facts)
-        args, kwargs = spec.example(**facts)
-        inspect.signature(spec.function).bind(*args, **kwargs)
-    except TypeError as error:
-        text = str(error)
-        raise TypeError(text if text.startswith("cute::") else f"cute::{spec.name}, facts of a call: {text}") from None
-    return args, kwargs
+    spec = _spec_of(op)
+    return _properties_of(spec.path, spec.function)
+
+
+def _example(spec: OpSpec, properties: dict[str, Any]) -> Arguments:
+    """A call with these properties.
+
+    Raises:
+        TypeError: for a property that the op does not have, lacks, or that is of the wrong type.
+        ValueError: for a number that is not positive, and for what the op refuses.
+    """
+    known = properties_of(spec.name)
+    for name, value in properties.items():
+        if name == "device":
+            continue
+        if name not in known:
+            raise TypeError(f"cute::{spec.name} has no property {name!r}; it has {', '.join(known)}")
+        expected = known[name].reason_unfit(value)
+        if expected is not None:
+            text = f"cute::{spec.name}: {name} is {value!r}; expected {expected}"
+            raise ValueError(text) if type(value) is known[name].kind else TypeError(text)
+    missing = [name for name, each in known.items() if each.is_required and name not in properties]
+    if missing:
+        what = "property" if len(missing) == 1 else "properties"
+        raise TypeError(f"cute::{spec.name} needs the {what} {', '.join(missing)}")
+    arguments: Arguments = spec.path.example(**properties)
+    return arguments
 
 
 def _spec_of(op: str) -> OpSpec:

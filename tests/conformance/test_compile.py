@@ -26,7 +26,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._triton import has_triton
 
-from torch_cute_ops.ops._spec import as_tuple
+from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.testing import Sample
 
 
@@ -118,7 +118,7 @@ def compilations(op, device, sequence, choices, dynamic=None, lead=()):
         tensors, _ = split_call(op, *lead, rows, device=device, **choices)
         sample = named(op, {**tensors, **fixed})
         want = run(op, sample)
-        assert_same((*defined(op, sample, compiled(tensors)), *(tensors[name] for name in op.mutated)), want)
+        assert_same((*defined(op, sample, compiled(tensors)), *(tensors[name] for name in op.updated)), want)
     graphs = len(_debug_get_cache_entry_list(program.__code__))
     assert graphs > 0
     return graphs
@@ -176,4 +176,4 @@ def test_export(op, device):
         tensors, _ = split_call(op, count, device=device, **choices)
         sample = named(op, {**tensors, **fixed})
         want = run(op, sample)
-        assert_same((*defined(op, sample, program(tensors)), *(tensors[name] for name in op.mutated)), want)
+        assert_same((*defined(op, sample, program(tensors)), *(tensors[name] for name in op.updated)), want)

@@ -3,6 +3,8 @@
 What compiles is in ``test_compile.py``, bad inputs in ``test_errors.py``, graphs and streams in ``test_cuda.py``.
 """
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -25,6 +27,7 @@ from support.cases import (
     out_for,
     overload,
     private,
+    require_grad,
     run,
     run_function,
     run_out,
@@ -35,8 +38,9 @@ from support.cases import (
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from torch_cute_ops.ops._spec import as_tuple
+from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
+from torch_cute_ops.testing import error_inputs, sample_inputs
 
 by_sample = pytest.mark.parametrize(("op", "name"), sample_cases())
 by_form = pytest.mark.parametrize(("op", "name"), form_cases())
@@ -54,8 +58,8 @@ def test_schema(op):
 
 @by_op
 def test_samples_are_many_and_distinct(op, device):
-    names = [sample.name for sample in op.sample_inputs(device)]
-    errors = [error.name for error in op.error_inputs(device)]
+    names = [sample.name for sample in sample_inputs(op.name, device)]
+    errors = [error.name for error in error_inputs(op.name, device)]
     assert len(names) == len(set(names)) > 30
     assert len(errors) == len(set(errors)) > 20
 
@@ -91,9 +95,9 @@ def test_deterministic_and_pure(op, name, device):
 
 
 def ours(op, sample, device) -> bool:
-    """Whether a kernel of ours takes a product."""
+    """Whether a kernel of ours can compute a GEMM."""
     reasons = op.backends(torch.device(device), *sample.args, **sample.kwargs)
-    return any(reasons[name] is None for name in ("wgmma", "mma_sync", "routed"))
+    return any(reason is None for name, reason in reasons.items() if name not in ("cublas", "reference"))
 
 
 @by_sample
@@ -106,7 +110,7 @@ def test_row_alone(op, name, device):
         for alone, want in expected_of(op).rows_alone(given, outputs):
             assert_same(run(op, named(op, alone)), want)
         return
-    if op.backends is not None:
+    if op.has_backends:
         for m in {0, len(given["a"]) // 3, len(given["a"]) - 1} if len(given["a"]) else ():
             alone = given | {"a": given["a"][m : m + 1]}
             if "a_scale" in given:
@@ -121,7 +125,7 @@ def test_row_alone(op, name, device):
             else:
                 expected_of(op).assert_results(row, expected_of(op).results(alone), alone)
         return
-    batched = ["input", *op.mutated] if "input" in given else ["y"]
+    batched = ["input", *op.updated] if "input" in given else ["y"]
     first = given[batched[0]]
     rows = first.shape[:-1].numel()
     for m in {0, rows // 3, rows - 1} if rows else ():
@@ -131,7 +135,7 @@ def test_row_alone(op, name, device):
         if batched == ["y"]:
             alone["scale"] = row_of_scales(given["scale"], given["scale_layout"], rows, first.shape[-1] * 2, given, m)
         want = []
-        for key, output in zip((*op.outputs, *op.mutated), outputs, strict=True):
+        for key, output in zip((*op.outputs, *op.updated), outputs, strict=True):
             if key.startswith("scale"):
                 layout = key.removeprefix("scale_") if key != "scale" else given["scale_layout"]
                 want.append(row_of_scales(output, layout, rows, outputs_width(outputs[0]), given, m))
@@ -190,9 +194,7 @@ def test_without_gradients(op, name, device):
     """In these modes an input may require grad, and results are the same."""
     sample = get_sample(op, name, device)
     want = run(op, sample)
-    for tensor in tensors_in(sample):
-        if tensor.is_leaf and tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
-            tensor.requires_grad_()
+    require_grad(sample)
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
             outputs = out_for(op, want)
@@ -212,7 +214,7 @@ def _facts(tensors):
 def test_fake_is_real(op, name, device):
     """With fixed sizes, and with symbolic ones."""
     sample = get_sample(op, name, device)
-    real = _facts(out_for(op, run(op, sample)))
+    real = _facts(run(op, sample)[: len(op.outputs)])
     for shapes in (None, ShapeEnv()):
         mode = FakeTensorMode(shape_env=shapes)
         fake = faked(sample, mode)
@@ -221,6 +223,19 @@ def test_fake_is_real(op, name, device):
             assert _facts(call_function(op, fake)) == real
             outputs = [torch.empty(shape, dtype=dtype, device=where) for shape, dtype, _, where in real]
             call_out(op, fake, outputs)
+
+
+@by_form
+def test_outputs_are_packed(op, name, device):
+    """As fakes are, however the arguments lie: compiled programs go by the fakes' strides."""
+    given = arguments(op, get_sample(op, name, device))
+    for key in (each.name for each in op.signature.tensors if given[each.name] is not None):
+        turned = given[key].view(torch.uint8) if given[key].itemsize == 1 else given[key]
+        order = tuple(range(turned.dim()))[::-1]
+        turned = turned.permute(order).clone(memory_format=torch.contiguous_format).permute(order)
+        with contextlib.suppress(ValueError):  # such as for a weight that seems not to be transposed
+            for output in call(op, named(op, {**given, key: turned.view(given[key].dtype)})):
+                assert output.stride() == torch.empty(output.shape, device="meta").stride()
 
 
 @by_form

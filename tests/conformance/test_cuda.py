@@ -37,7 +37,7 @@ from support.cases import (
 from torch.utils._triton import has_triton
 
 import torch_cute_ops
-from torch_cute_ops.ops._spec import as_tuple
+from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
 
 pytestmark = pytest.mark.gpu
@@ -101,13 +101,13 @@ def test_captured_is_eager(op, name):
 
 @by_op
 def test_capture_of_a_kernel_that_is_not_ready(op):
-    """The error names op and key; after the call of warmup that it tells, the capture works."""
+    """The error names op and key; after the call of warmup that it names, the capture works."""
     width = torch.randint(1000, 2000, ()).item() * 16
     forget(op)
     sample = named(op, make_call(op, 3, width, device="cuda"))
     hidden = input_width(op, width)
     with (
-        pytest.raises(RuntimeError, match=rf"cute::{op.name} .*{hidden}.*torch_cute_ops\.warmup\(.*\)") as raised,
+        pytest.raises(RuntimeError, match=rf"cute::{op.name} .*torch_cute_ops\.warmup\(.*{hidden}.*\)") as raised,
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         call(op, sample)
@@ -241,9 +241,9 @@ def test_many_rows(op, choices, rows, width):
         want[op.outputs.index("norm")] = exact
     expected_of(op).assert_results(outputs, tuple(want), given)
     for m in (0, rows // 2, rows - 1):
-        alone = {name: given[name][m : m + 1] for name in ("input", *op.mutated)}
+        alone = {name: given[name][m : m + 1] for name in ("input", *op.updated)}
         got = run(op, named(op, {**given, **alone}))
-        for name, result, output in zip((*op.outputs, *op.mutated), got, outputs, strict=True):
+        for name, result, output in zip((*op.outputs, *op.updated), got, outputs, strict=True):
             if not name.startswith("scale"):
                 assert_same([result], [output[m : m + 1]])
 
@@ -258,8 +258,8 @@ def test_more_than_2_31_elements(op, needs_memory):
     rows, width = 65_536 + 5, 32_768
     given = make_call(op, rows, width, device="cuda", **choices_of(op)[0])
     some = (0, 32_767, 65_535, rows - 1)
-    alone = [{name: given[name][m : m + 1].clone() for name in ("input", *op.mutated)} for m in some]
-    outputs = (*call(op, named(op, given)), *(given[name] for name in op.mutated))
+    alone = [{name: given[name][m : m + 1].clone() for name in ("input", *op.updated)} for m in some]
+    outputs = (*call(op, named(op, given)), *(given[name] for name in op.updated))
     for m, row in zip(some, alone, strict=True):
         assert_same(run(op, named(op, {**given, **row})), [output[m : m + 1] for output in outputs])
 
@@ -283,10 +283,10 @@ def test_rows_further_apart_than_2_31(op, needs_memory):
     given = make_call(op, 4, 80, device="cuda", **choices_of(op)[0])
     want = run(op, named(op, given))
     storage = torch.empty(2**32 + 2**31 + 2**30, dtype=torch.bfloat16, device="cuda")
-    for i, name in enumerate(("input", *op.mutated)):
+    for i, name in enumerate(("input", *op.updated)):
         rows = storage.as_strided(given[name].shape, (2**31, 1), i * 2**20)
         given[name] = rows.copy_(given[name])
-    assert_same((*call(op, named(op, given)), *(given[name] for name in op.mutated)), want)
+    assert_same((*call(op, named(op, given)), *(given[name] for name in op.updated)), want)
 
 
 @by_op
@@ -306,7 +306,7 @@ def test_another_device(op):
 def test_strided_rows_are_read_in_place(op):
     """Rows and residuals at strides of a multiple of 16 bytes take no copy: nothing but the outputs is allocated."""
     given = make_call(op, 64, 2048, device="cuda", **choices_of(op)[0])
-    for name in ("input", *op.mutated):
+    for name in ("input", *op.updated):
         storage = torch.randn(64, 3 * 4096, dtype=torch.bfloat16, device="cuda")
         given[name] = storage[:, 4096 : 4096 + given[name].shape[1]]
     sample = named(op, given)

@@ -5,11 +5,11 @@ import contextlib
 import pytest
 import torch
 from expected import assert_same
-from support.cases import facts_of, form_cases, get_sample, op_cases, run
-from support.gemm_problems import CPU, products
+from support.cases import form_cases, get_sample, op_cases, properties_for, run
+from support.gemm_problems import CPU, problem_id, problems
 
 from torch_cute_ops import registry
-from torch_cute_ops.mm_backends import _tune
+from torch_cute_ops.gemm.tune import Bench
 from torch_cute_ops.runtime.tuner import Candidate
 
 BF16 = torch.bfloat16
@@ -34,17 +34,15 @@ def test_same_bits(op, name, device):
 
 
 @pytest.mark.parametrize("op", op_cases())
-def test_facts_are_a_call(op):
-    """Of the same kernels: what is made for a fact has the dtype that the op wants."""
-    facts = facts_of(op)
-    want = registry.kernels_of(op.name, "sm_90a", **facts)
+def test_examples_are_calls(op):
+    """Of the same kernels: what is made for a property has the dtype that the op takes."""
+    properties = properties_for(op)
+    want = registry.kernels_of(op.name, "sm_90a", **properties)
     with bfloat16_by_default():
-        assert registry.kernels_of(op.name, "sm_90a", **facts) == want != ()
+        assert registry.kernels_of(op.name, "sm_90a", **properties) == want != ()
 
 
-@pytest.mark.parametrize(
-    "product", [*products()][::4], ids=lambda product: "-".join(map(str, product.described().values()))
-)
-def test_the_tuner_checks_in_fp32(product):
+@pytest.mark.parametrize("problem", [*problems()][::4], ids=problem_id)
+def test_the_tuner_checks_in_fp32(problem):
     with bfloat16_by_default():
-        assert _tune.Bench(product, 24, CPU).check(Candidate("reference", ())) is None
+        assert Bench(problem, 24, CPU).check(Candidate("reference", ())) is None

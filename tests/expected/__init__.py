@@ -6,7 +6,7 @@ for arguments given by name; ``assert_results(actual, expected, given)``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ import torch
 from support import spec
 
 Tensors = tuple[torch.Tensor, ...]
+SWIGLU = {"alpha": 1.0, "beta": 0.0, "limit": None}
+"""Parameters of a gate that are ``silu(gate) · up``."""
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -22,7 +24,9 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype.itemsize == 1:
         # Not every one-byte dtype can be copied in every mode.
         tensor = tensor.view(torch.uint8)
-    return tensor.contiguous().clone().cpu().reshape(*tensor.shape, 1).view(torch.uint8)
+    # With the strides of a new tensor, also where an extent is 1.
+    packed = tensor.clone(memory_format=torch.contiguous_format).cpu()
+    return packed.reshape(*tensor.shape, 1).view(torch.uint8)
 
 
 def assert_same(actual: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], given: Any = None) -> None:
@@ -68,8 +72,32 @@ def quantised_fp8(value: np.ndarray, lead: torch.Size, given: dict[str, Any]) ->
     return y, scales.t() if given["scale_layout"] == "column" else scales.reshape(*lead, scales.shape[-1])
 
 
+def gated(rows: np.ndarray, given: dict[str, Any]) -> np.ndarray:
+    """The second halves of fp32 rows, gated by the first."""
+    parameters = tuple(given.get(f"swiglu_{name}", usual) for name, usual in SWIGLU.items())
+    if parameters == tuple(SWIGLU.values()):
+        return spec.silu_mul(rows)
+    return spec.swiglu(rows, *parameters)
+
+
 def residual_sum(given: dict[str, Any]) -> torch.Tensor:
     """What the residual has to become."""
     residual = given["residual"]
     total = spec.add(rows_of(given["input"]), rows_of(residual), str(residual.dtype).removeprefix("torch."))
     return torch.from_numpy(total).to(residual.dtype).reshape(residual.shape)
+
+
+def after_addition(norm: Any) -> tuple[Callable[..., Tensors], Callable[..., None]]:
+    """``results`` and ``assert_results`` of an op that adds to the residual, bit for bit, and then does what the op of
+    the module ``norm`` does."""
+
+    def results(given: dict[str, Any]) -> Tensors:
+        """The outputs, and the updated residual."""
+        total = residual_sum(given)
+        return *norm.results({**given, "input": total}), total
+
+    def assert_results(actual: Tensors, expected: Tensors, given: dict[str, Any]) -> None:
+        assert_same(actual[-1:], expected[-1:])
+        norm.assert_results(actual[:-1], expected[:-1], {**given, "input": expected[-1]})
+
+    return results, assert_results

@@ -1,10 +1,11 @@
-"""What the products over experts must answer: each expert's sums in float64, within what fp32 arithmetic may lose."""
+"""What the GEMMs over experts must answer: each expert's sums in float64, within what fp32 arithmetic may lose."""
 
 import numpy as np
 import torch
 
 from expected import Tensors
-from expected._fp4_product import EPS, decoded
+from expected._epilogue import EPS
+from expected._fp4_gemm import decoded, out_dtype, sixteen_bit
 
 
 def operands(given) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -12,10 +13,7 @@ def operands(given) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     layout, block = given["scale_layout"], given["block_size"]
     alpha = given["alpha"].cpu().numpy()
     w = decoded(given["w"], given["w_scale"], "128x4" if layout == "8x4" else layout, block)
-    if "a_scale" in given:
-        a = decoded(given["a"], given["a_scale"], layout, block)
-    else:
-        a = given["a"].cpu().double().numpy()
+    a = decoded(given["a"], given["a_scale"], layout, block) if "a_scale" in given else sixteen_bit(given["a"], block)
     experts = alpha.shape[1]
     width = w.shape[1] // experts
     return a.reshape(len(a), experts, width), w.reshape(len(w), experts, width), alpha
@@ -35,7 +33,7 @@ def results(given) -> Tensors:
     with np.errstate(all="ignore"):
         for rows, factor, a, w in by_expert(given):
             total[rows] += factor * (a @ w.T).astype(np.float32)
-    return (torch.from_numpy(total).to(given["out_dtype"] or given["a"].dtype),)
+    return (torch.from_numpy(total).to(out_dtype(given)),)
 
 
 def lost(given) -> np.ndarray:

@@ -7,7 +7,7 @@ from expected import Tensors, assert_same, scalar_of
 
 _ARGUMENTS = (
     "Tensor y, Tensor scale, Tensor? global_scale=None, int block_size=16, str? scale_format=None, "
-    "str scale_layout='linear', ScalarType out_dtype=bfloat16"
+    "str scale_layout='128x4', ScalarType? out_dtype=None"
 )
 SCHEMA = f"cute::fp4_dequantize({_ARGUMENTS}) -> Tensor"
 OUT_SCHEMA = f"cute::fp4_dequantize.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
@@ -23,4 +23,4 @@ def results(given) -> Tensors:
     scales = spec.collect(scale, given["scale_layout"], rows, blocks)
     codes = spec.unpack(packed.reshape(rows, width // 2).numpy())
     value = spec.dequantise(codes, scales, scalar_of(given["global_scale"]))
-    return (torch.from_numpy(value).to(given["out_dtype"]).reshape(*lead, width),)
+    return (torch.from_numpy(value).to(given["out_dtype"] or torch.bfloat16).reshape(*lead, width),)

@@ -3,7 +3,7 @@
 from expected import Tensors, assert_same, quantised, rows_of
 
 _ARGUMENTS = (
-    "Tensor input, Tensor? global_scale=None, int block_size=16, str? scale_format=None, str scale_layout='linear'"
+    "Tensor input, Tensor? global_scale=None, int block_size=16, str? scale_format=None, str scale_layout='128x4'"
 )
 SCHEMA = f"cute::fp4_quantize({_ARGUMENTS}) -> (Tensor y, Tensor scale)"
 OUT_SCHEMA = f"cute::fp4_quantize.out({_ARGUMENTS}, *, Tensor(a!) y, Tensor(b!) scale) -> ()"

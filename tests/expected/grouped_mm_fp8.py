@@ -5,11 +5,12 @@ import itertools
 import numpy as np
 import torch
 
-from expected._fp8_product import Bounded, assert_close, product
+from expected._epilogue import of_rows
+from expected._fp8_gemm import Bounded, assert_close, gemm
 
 _ARGUMENTS = (
     "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? offsets=None, Tensor? counts=None, "
-    "ScalarType out_dtype=bfloat16"
+    "Tensor? alpha=None, Tensor? bias=None, ScalarType? out_dtype=None, str backend='auto'"
 )
 SCHEMA = f"cute::grouped_mm_fp8({_ARGUMENTS}) -> Tensor"
 OUT_SCHEMA = f"cute::grouped_mm_fp8.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
@@ -28,12 +29,13 @@ def ranges(given):
 
 def results(given):
     n, k = given["b"].shape[1:]
-    a, a_scale = given["a"].reshape(-1, k), given["a_scale"].reshape(k // 128, -1)
+    a, a_scale = given["a"].reshape(-1, k), given["a_scale"].reshape(-(-k // 128), -1)
     total, bound = np.zeros((len(a), n)), np.zeros((len(a), n))
     device = given["a"].device.type
     for expert, (begin, end) in enumerate(ranges(given)):
         rows = slice(begin, end)
-        one = product(a[rows], given["b"][expert], a_scale[:, rows], given["b_scale"][expert], device)
+        epilogue = (of_rows(given[name], expert) for name in ("alpha", "bias"))
+        one = gemm(a[rows], given["b"][expert], a_scale[:, rows], given["b_scale"][expert], *epilogue, device)
         total[rows], bound[rows] = one
     shape = (*given["a"].shape[:-1], n)
     return (Bounded(total.reshape(shape), bound.reshape(shape)),)
@@ -41,7 +43,7 @@ def results(given):
 
 def assert_results(actual, expected, given):
     (got,), (want,) = actual, expected
-    assert_close(got, want, given["out_dtype"])
+    assert_close(got, want, given["out_dtype"] or torch.bfloat16)
 
 
 def rows_alone(given, outputs):

@@ -1,9 +1,9 @@
 """``mm_fp4_weight_only``: within what fp32 accumulation may lose."""
 
-from expected._fp4_product import assert_results, results
+from expected._fp4_gemm import assert_results, results
 
 _ARGUMENTS = (
-    "Tensor a, Tensor b, Tensor b_scale, Tensor? alpha=None, ScalarType? out_dtype=None, "
+    "Tensor a, Tensor b, Tensor b_scale, Tensor? alpha=None, Tensor? bias=None, ScalarType? out_dtype=None, "
     "int block_size=16, str? scale_format=None, str scale_layout='128x4', str backend='auto'"
 )
 SCHEMA = f"cute::mm_fp4_weight_only({_ARGUMENTS}) -> Tensor"

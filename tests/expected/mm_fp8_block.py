@@ -2,9 +2,13 @@
 
 import torch
 
-from expected._fp8_product import assert_close, product
+from expected._epilogue import of_rows
+from expected._fp8_gemm import assert_close, gemm
 
-_ARGUMENTS = "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, ScalarType out_dtype=bfloat16"
+_ARGUMENTS = (
+    "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? alpha=None, Tensor? bias=None, "
+    "ScalarType? out_dtype=None, str backend='auto'"
+)
 SCHEMA = f"cute::mm_fp8_block({_ARGUMENTS}) -> Tensor"
 OUT_SCHEMA = f"cute::mm_fp8_block.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
 
@@ -12,12 +16,13 @@ OUT_SCHEMA = f"cute::mm_fp8_block.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
 def results(given):
     """The sums and their bounds, as tensors of the result's shape."""
     device = given["a"].device.type
-    return (product(given["a"], given["b"].t(), given["a_scale"], given["b_scale"], device),)
+    epilogue = of_rows(given["alpha"]), of_rows(given["bias"])
+    return (gemm(given["a"], given["b"].t(), given["a_scale"], given["b_scale"], *epilogue, device),)
 
 
 def assert_results(actual, expected, given):
     (got,), (want,) = actual, expected
-    assert_close(got, want, given["out_dtype"])
+    assert_close(got, want, given["out_dtype"] or torch.bfloat16)
 
 
 def rows_alone(given, outputs):

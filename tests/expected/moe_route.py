@@ -8,7 +8,7 @@ from expected import Tensors
 
 _ARGUMENTS = (
     "Tensor logits, int topk, Tensor? bias=None, str scoring='softmax', int num_groups=1, int topk_groups=1, "
-    "bool renormalize=True, float scaling_factor=1.0, int alignment=128, int? max_rows=None"
+    "bool renormalize=True, float scaling_factor=1.0, int alignment=128, SymInt? max_rows=None"
 )
 _NAMES = ("weights", "ids", "expanded_to_permuted", "permuted_to_expanded", "offsets", "counts")
 SCHEMA = f"cute::moe_route({_ARGUMENTS}) -> ({', '.join(f'Tensor {name}' for name in _NAMES)})"
@@ -69,7 +69,8 @@ def places(ids: np.ndarray, experts: int, given) -> tuple[np.ndarray, ...]:
     tokens, topk = ids.shape
     lists: list[list[int]] = [[] for _ in range(experts)]
     for pair, expert in enumerate(ids.flatten()):
-        lists[expert].append(pair)
+        if 0 <= expert < experts:
+            lists[expert].append(pair)
     offsets = [0]
     for pairs in lists:
         room = given["max_rows"]

@@ -2,12 +2,14 @@
 
 import numpy as np
 import torch
-from support import spec
 
-from expected import Tensors, quantised_fp8, rmsnorm_fp8quant, rows_of
+from expected import Tensors, gated, quantised_fp8, rmsnorm_fp8quant, rows_of
 from torch_cute_ops.testing import GATE_ERROR
 
-_ARGUMENTS = "Tensor input, Tensor? offsets=None, Tensor? counts=None"
+_ARGUMENTS = (
+    "Tensor input, Tensor? offsets=None, Tensor? counts=None, "
+    "float swiglu_alpha=1.0, float swiglu_beta=0.0, float? swiglu_limit=None"
+)
 SCHEMA = f"cute::moe_swiglu_fp8quant({_ARGUMENTS}) -> (Tensor y, Tensor scale)"
 OUT_SCHEMA = f"cute::moe_swiglu_fp8quant.out({_ARGUMENTS}, *, Tensor(a!) y, Tensor(b!) scale) -> ()"
 FORMAT = {"granularity": "block128", "scale_layout": "column", "scale": None}
@@ -32,7 +34,7 @@ def results(given) -> Tensors:
     lead = given["input"].shape[:-1]
     value = rows_of(given["input"]).copy()
     value[~used(given)] = 0
-    y, scale = quantised_fp8(spec.silu_mul(value), lead, FORMAT)
+    y, scale = quantised_fp8(gated(value, given), lead, FORMAT)
     return y, scale.reshape(len(scale), *lead)
 
 
@@ -47,4 +49,5 @@ def rows_alone(given, outputs):
     numbers = np.flatnonzero(used(given))
     end = torch.tensor([0, 1], dtype=torch.int32, device=rows.device)
     for m in {*numbers[:1], *numbers[len(numbers) // 3 :][:1], *numbers[-1:]}:
-        yield {"input": rows[m : m + 1], "offsets": end, "counts": end[1:]}, (y[m : m + 1], scale[:, m : m + 1])
+        alone = {**given, "input": rows[m : m + 1], "offsets": end, "counts": end[1:]}
+        yield alone, (y[m : m + 1], scale[:, m : m + 1])

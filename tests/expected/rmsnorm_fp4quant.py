@@ -9,7 +9,7 @@ from torch_cute_ops.testing import assert_fp4_close
 
 ARGUMENTS = (
     "Tensor input, Tensor weight, Tensor? global_scale=None, float eps=1e-6, int block_size=16, "
-    "str? scale_format=None, str scale_layout='linear'"
+    "str? scale_format=None, str scale_layout='128x4'"
 )
 SCHEMA = f"cute::rmsnorm_fp4quant({ARGUMENTS}) -> (Tensor y, Tensor scale)"
 OUT_SCHEMA = f"cute::rmsnorm_fp4quant.out({ARGUMENTS}, *, Tensor(a!) y, Tensor(b!) scale) -> ()"

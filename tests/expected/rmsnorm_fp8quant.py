@@ -36,6 +36,8 @@ def on_boundary(given) -> np.ndarray:
     norm = rmsnorm_fp4quant.exact_norm(given)
     if given["granularity"] == "tensor":
         return spec.near_e4m3_boundary(norm / scalar_of(given["scale"]))
-    blocks = norm.reshape(len(norm), -1, {"token": norm.shape[1], "block128": 128}[given["granularity"]])
     with np.errstate(all="ignore"):
-        return spec.near_e4m3_boundary(blocks * 448 / np.abs(blocks).max(-1, keepdims=True)).reshape(norm.shape)
+        scaled = [
+            block * 448 / np.abs(block).max(-1, keepdims=True) for block in spec.fp8_blocks(norm, given["granularity"])
+        ]
+        return spec.near_e4m3_boundary(np.concatenate(scaled, 1))

@@ -1,11 +1,10 @@
 """``silu_mul_fp4quant``: within what the error of an fp32 exponential allows."""
 
-from support import spec
-
-from expected import Tensors, quantised, rmsnorm_fp4quant, rows_of
+from expected import Tensors, gated, quantised, rmsnorm_fp4quant, rows_of
 
 _ARGUMENTS = (
-    "Tensor input, Tensor? global_scale=None, int block_size=16, str? scale_format=None, str scale_layout='linear'"
+    "Tensor input, Tensor? global_scale=None, int block_size=16, str? scale_format=None, str scale_layout='128x4', "
+    "float swiglu_alpha=1.0, float swiglu_beta=0.0, float? swiglu_limit=None"
 )
 SCHEMA = f"cute::silu_mul_fp4quant({_ARGUMENTS}) -> (Tensor y, Tensor scale)"
 OUT_SCHEMA = f"cute::silu_mul_fp4quant.out({_ARGUMENTS}, *, Tensor(a!) y, Tensor(b!) scale) -> ()"
@@ -14,4 +13,4 @@ assert_results = rmsnorm_fp4quant.assert_results
 
 
 def results(given) -> Tensors:
-    return quantised(spec.silu_mul(rows_of(given["input"])), given["input"].shape[:-1], given)
+    return quantised(gated(rows_of(given["input"]), given), given["input"].shape[:-1], given)

@@ -32,9 +32,9 @@ from torch.utils._triton import has_triton
 import torch_cute_ops
 from torch_cute_ops.registry import OPS
 
-ADDING = [case for case in op_cases() if case.values[0].mutated]
+ADDING = [case for case in op_cases() if case.values[0].updated]
 by_op = pytest.mark.parametrize("op", ADDING)
-ADDING_SAMPLES = [case for case in sample_cases() if case.values[0].mutated]
+ADDING_SAMPLES = [case for case in sample_cases() if case.values[0].updated]
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,8 @@ def separately(op, given):
         y, tiled = plain(total, **others, scale_layout="128x4")
         again, linear = plain(total, **others, scale_layout="linear")
         assert_same([again], [y])
-        return y, tiled, linear, total
+        norm = torch.ops.cute.rmsnorm_fp4quant_with_norm(total, **others)[2:] if "with_norm" in op.name else ()
+        return y, tiled, linear, *norm, total
     return *overload(OPS[op.name.removeprefix("add_")])(total, **others), total
 
 
@@ -199,8 +200,7 @@ def layers(op, x, residual, weights):
         y, *scales = op.function(x, residual, weight)
         results.append((y, *scales))
         if y.dtype == torch.uint8:
-            linear = scales[1] if op.name.endswith("_both_layouts") else scales[0]
-            x = torch_cute_ops.fp4_dequantize(y, linear) * 0.5
+            x = torch_cute_ops.fp4_dequantize(y, scales[0]) * 0.5
         else:
             x = (y.float() * scales[0] * 0.5).to(x.dtype)
     return x, results

@@ -1,4 +1,4 @@
-"""The steps around the products of an expert layer, one after the other: what each gives is what the next one takes."""
+"""The steps around the GEMMs of an expert layer, one after the other: what each gives is what the next one takes."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from support.cases import defined, named
 from torch.testing import assert_close
 
 import torch_cute_ops
-from torch_cute_ops.ops._spec import as_tuple
+from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
 
 LAYOUTS = [
@@ -62,6 +62,36 @@ def test_there_and_back(kind, m, layout, device):
     assert int((permuted >= 0).sum()) == int(counts.sum())
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("m", [0, 1, 50, 129, 600])
+def test_order_of_given_ids(m, layout, device):
+    """For the ids that ``moe_route`` chose it is the order that ``moe_route`` gives; pairs without an expert leave the
+    order of the others as it is."""
+    logits = torch.randn(m, 24, device=device)
+    _, ids, *order = torch_cute_ops.moe_route(logits, TOPK, **layout)
+    assert_same(torch_cute_ops.moe_route_ids(ids, 24, **layout), order)
+    # Experts of another rank: the upper half, by ids that are theirs there.
+    lower = torch.where(ids < 12, ids, -1)
+    rows, pairs, offsets, counts = torch_cute_ops.moe_route_ids(lower, 12, **layout)
+    assert torch.equal(counts, order[3][:12]) and torch.equal(rows >= 0, (lower >= 0) & (order[0] >= 0))
+    assert torch.equal(rows[rows >= 0], order[0][rows >= 0])
+    used = pairs[pairs >= 0]
+    assert torch.equal(used, order[1][order[1] >= 0][: len(used)]) and torch.equal(offsets, order[2][:13])
+
+
+@pytest.mark.parametrize("m", [0, 1, 50, 129])
+@pytest.mark.parametrize("scoring", [{}, {"scoring": "sigmoid", "num_groups": 4, "topk_groups": 2}])
+def test_weights_as_a_matrix(m, scoring, device):
+    """Those of ``moe_route``, to the bit, each times its expert's factor."""
+    logits, factor = torch.randn(m, 24, device=device), torch.randn(24, device=device)
+    given = {**scoring, "scaling_factor": 2.5}
+    weights, ids, *_ = torch_cute_ops.moe_route(logits, TOPK, **given)
+    want = torch.zeros(m, 24, device=device).scatter_(1, ids.long(), weights)
+    assert torch.equal(torch_cute_ops.moe_route_dense(logits, TOPK, **given), want)
+    want = torch.zeros(m, 24, device=device).scatter_(1, ids.long(), weights * factor[ids.long()])
+    assert torch.equal(torch_cute_ops.moe_route_dense(logits, TOPK, **given, expert_factor=factor), want)
+
+
 @pytest.mark.parametrize("m", [0, 7, 130])
 def test_inverse(m, device):
     """The places of pairs are found from those of rows."""
@@ -82,12 +112,46 @@ def test_sums_do_not_go_where_rows_are_read(device):
     index = torch.arange(8, dtype=torch.int32, device=device).view(4, 2)
     given = rows, index, torch.rand(4, 2, device=device), residual
     want = torch_cute_ops.moe_finalize(*given)
-    if device == "cuda":
-        for out in (rows[:4], rows[8:]):
-            with pytest.raises(ValueError, match="cute::moe_finalize: out shares memory with input"):
-                torch_cute_ops.moe_finalize(*given, out=out)
+    for out in (rows[:4], rows[8:]):
+        with pytest.raises(ValueError, match="cute::moe_finalize: out shares memory with input"):
+            torch_cute_ops.moe_finalize(*given, out=out)
     assert torch_cute_ops.moe_finalize(*given, out=residual) is residual
     assert torch.equal(residual, want)
+
+
+def test_indices_out_of_range_on_a_cpu():
+    """Are refused by name, and the last that there is, and negative ones, are not; nothing is written."""
+    rows, weights = torch.randn(12, 64), torch.ones(4, 2)
+    pairs, places = torch.arange(8, dtype=torch.int32), torch.arange(8, dtype=torch.int32).view(4, 2)
+
+    def with_index(tensor, index):
+        changed = tensor.clone()
+        changed.view(-1)[3] = index
+        return changed
+
+    def finalize(index, out=None):
+        torch_cute_ops.moe_finalize(rows, with_index(places, index), weights, out=out)
+
+    def permute(pair=3, place=3, out=None):
+        torch_cute_ops.moe_permute_fp8quant(rows[:4], with_index(pairs, pair), 2, with_index(places, place), out=out)
+
+    for good in (-(2**31), -1, 7):
+        permute(pair=good)
+        permute(place=good)
+    finalize(11)
+    finalize(-(2**31))
+    sums, copies = torch.zeros(4, 64), (torch.zeros(8, 64, dtype=torch.float8_e4m3fn), torch.zeros(1, 8))
+    for bad in (12, 2**31 - 1):
+        for out in (None, sums):
+            with pytest.raises(ValueError, match=f"cute::moe_finalize: expanded_to_permuted holds {bad}, out of range"):
+                finalize(bad, out)
+        for out in (None, copies):
+            op = "cute::moe_permute_fp8quant"
+            with pytest.raises(ValueError, match=f"{op}: permuted_to_expanded holds {bad}, out of range: .* 8 pairs"):
+                permute(pair=bad, out=out)
+            with pytest.raises(ValueError, match=f"{op}: expanded_to_permuted holds {bad}, out of range: .* 8 rows"):
+                permute(place=bad, out=out)
+    assert not any(tensor.float().any() for tensor in (sums, *copies))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -9,7 +9,6 @@ import inspect
 import itertools
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -22,11 +21,11 @@ from expected import Tensors, raw
 from torch._subclasses import FakeTensorMode
 
 from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS
-from torch_cute_ops.ops._fp8_product import FP8Product
-from torch_cute_ops.ops._spec import OpSpec, as_tuple
+from torch_cute_ops.ops._call import forget_launchers
+from torch_cute_ops.ops._define import OpSpec, as_tuple
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing import ErrorInput, Sample
+from torch_cute_ops.testing import ErrorInput, Sample, error_inputs, sample_inputs
 
 Input = TypeVar("Input", Sample, ErrorInput)
 
@@ -47,34 +46,34 @@ def form_cases() -> tuple[Any, ...]:
 
     For what depends on the form of a call and not on values or sizes: the dispatcher, fakes, graphs and the compiler
     see dtypes, dimensions, strides and arguments, and the same kernel runs whatever calls it. The sample that shows
-    most facts is taken first, then the one that adds most, until every fact has been shown.
+    most features is taken first, then the one that adds most, until every feature has been seen.
     """
     cases = []
     for op in OPS.values():
         forms = [(sample, form_of(op, sample)) for sample in _samples(op.name, "cpu").values()]
-        missing = set().union(*(facts for _, facts in forms))
+        missing = set().union(*(features for _, features in forms))
         while missing:
-            sample, facts = max(forms, key=lambda form: len(form[1] & missing))
-            missing -= facts
+            sample, features = max(forms, key=lambda form: len(form[1] & missing))
+            missing -= features
             cases.append(_case(op, sample))
     return tuple(cases)
 
 
 def form_of(op: OpSpec, sample: Sample) -> set[Any]:
-    """The facts about the form of a call, each by itself."""
+    """The features of the form of a call, each by itself."""
     given = arguments(op, sample)
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-    facts: set[Any] = {("positional", len(sample.args))}
-    facts |= {(name, value) for name, value in given.items() if name not in tensors and not isinstance(value, float)}
-    facts |= {(name, type(value), value.dtype) for name, value in tensors.items()}
-    facts |= {(name, value.dim(), *_placement(value)) for name, value in tensors.items() if value.numel()}
+    features: set[Any] = {("positional", len(sample.args))}
+    features |= {(name, value) for name, value in given.items() if name not in tensors and not isinstance(value, float)}
+    features |= {(name, type(value), value.dtype) for name, value in tensors.items()}
+    features |= {(name, value.dim(), *_placement(value)) for name, value in tensors.items() if value.numel()}
     first = next(iter(tensors.values()))
     layout = [given.get(name) for name in ("scale_layout", "granularity")]
-    facts.add((*layout, min(first.dim(), 3) if first.numel() else "empty"))
+    features.add((*layout, min(first.dim(), 3) if first.numel() else "empty"))
     for (a, one), (b, other) in itertools.combinations(tensors.items(), 2):
         if _storage(one) == _storage(other):
-            facts.add((a, b, one is other, one.storage_offset() == other.storage_offset()))
-    return facts
+            features.add((a, b, one is other, one.storage_offset() == other.storage_offset()))
+    return features
 
 
 def _placement(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -102,13 +101,28 @@ def _case(op: OpSpec, entry: Sample | ErrorInput) -> Any:
 
 
 PLAIN = ("plain", "nvfp4-128x4-bfloat16", "block128-column-bfloat16", "nvfp4-128x4-to-bfloat16")
-"""Names of samples, of which each op has one, of bfloat16 rows and the layout that matrix products read."""
+"""Names of samples, of which each op has one, of bfloat16 rows and the layout that GEMMs read."""
 
 
 def plain_sample(op: OpSpec, device: str) -> Sample:
     """A sample with nothing special about it."""
-    sample = next(sample for sample in op.sample_inputs(device) if sample.name in PLAIN)
+    sample = next(sample for sample in sample_inputs(op.name, device) if sample.name in PLAIN)
     return computed(op, sample, torch.device(device))
+
+
+def sample_with(op: OpSpec, device: str, *names: str) -> Sample:
+    """A copy of a sample that passes these arguments, tensors with elements; the plain one, if that does."""
+    return copied(_sample_with(op.name, device, names))
+
+
+@cache
+def _sample_with(name: str, device: str, names: tuple[str, ...]) -> Sample:
+    op = OPS[name]
+    for sample in (plain_sample(op, device), *_samples(name, device).values()):
+        given = arguments(op, sample)
+        if all(isinstance(given[each], torch.Tensor) and given[each].numel() for each in names):
+            return computed(op, named(op, given), torch.device(device))
+    raise AssertionError(f"no sample of {name} passes {', '.join(names)}")
 
 
 def get_sample(op: OpSpec, name: str, device: str) -> Sample:
@@ -118,7 +132,7 @@ def get_sample(op: OpSpec, name: str, device: str) -> Sample:
 
 def new_sample(op: OpSpec, name: str, device: str) -> Sample:
     """The sample with data that no other has."""
-    return computed(op, _named(op.sample_inputs(device), name), torch.device(device))
+    return computed(op, _named(sample_inputs(op.name, device), name), torch.device(device))
 
 
 def get_error(op: OpSpec, name: str, device: str) -> ErrorInput:
@@ -126,30 +140,30 @@ def get_error(op: OpSpec, name: str, device: str) -> ErrorInput:
     error = _errors(op.name, device)[name]
     if all(tensor.is_leaf for tensor in tensors_in(error)):
         return copied(error)
-    return computed(op, _named(op.error_inputs(device), name), torch.device(device))
+    return computed(op, _named(error_inputs(op.name, device), name), torch.device(device))
 
 
 @cache
 def _samples(op: str, device: str) -> dict[str, Sample]:
-    return _made(OPS[op], OPS[op].sample_inputs, device)
+    return _made(OPS[op], sample_inputs, device)
 
 
 @cache
 def _errors(op: str, device: str) -> dict[str, ErrorInput]:
-    return _made(OPS[op], OPS[op].error_inputs, device)
+    return _made(OPS[op], error_inputs, device)
 
 
-def _made(op: OpSpec, inputs: Callable[[str], Iterable[Input]], device: str) -> dict[str, Input]:
+def _made(op: OpSpec, inputs: Callable[[str, str], Iterable[Input]], device: str) -> dict[str, Input]:
     # Made once, since making them takes longer than most tests; and from their own seed, whatever test comes first.
     digest = hashlib.sha256(f"{os.environ.get('TEST_SEED')} {op.name}".encode()).digest()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(int.from_bytes(digest[:4], "little"))
-        return {entry.name: computed(op, entry, torch.device(device)) for entry in inputs(device)}
+        return {entry.name: computed(op, entry, torch.device(device)) for entry in inputs(op.name, device)}
 
 
 def computed(op: OpSpec, entry: Input, device: torch.device) -> Input:
     """The call; on a GPU with the reference by name where no other backend can compute it, which ``auto`` refuses."""
-    if op.backends is None or device.type != "cuda":
+    if not op.has_backends or device.type != "cuda":
         return entry
     given = arguments(op, entry)
     if given["backend"] != "auto" or has_kernels(op, given, device):
@@ -163,7 +177,7 @@ def computed(op: OpSpec, entry: Input, device: torch.device) -> Input:
 
 
 def has_kernels(op: OpSpec, given: dict[str, Any], device: torch.device) -> bool:
-    """Whether a backend besides the reference can compute a call of a product, or would not be asked, since it is
+    """Whether a backend besides the reference can compute a call of a GEMM, or would not be asked, since it is
     refused."""
     try:
         reasons = op.backends(device, **given)
@@ -200,17 +214,22 @@ def expected_of(op: OpSpec) -> ModuleType:
     return importlib.import_module(f"expected.{op.name}")
 
 
-def facts_of(op: OpSpec) -> dict[str, Any]:
-    """Facts, as ``warmup`` takes them, of a call that passes every tensor that it may."""
+def properties_for(op: OpSpec) -> dict[str, Any]:
+    """Static properties, as ``warmup`` takes them, of a call that passes every tensor that it may."""
     name, dtype = op.name, torch.bfloat16
-    if name == "moe_route":
-        return {"experts": 16, "dtype": dtype, "topk": 2, "bias": True, "scoring": "sigmoid"}
+    if name == "moe_route_ids":
+        return {"experts": 16}
+    if name.startswith("moe_route"):
+        factor = {"expert_factor": True} if name == "moe_route_dense" else {}
+        return {"experts": 16, "dtype": dtype, "topk": 2, "bias": True, "scoring": "sigmoid", **factor}
     if name in ("moe_finalize", "moe_permute_fp8quant"):
         return {"hidden": 256, "dtype": dtype, "topk": 2} | ({"residual": True} if name == "moe_finalize" else {})
-    if name.startswith("moe_fc2") or name == "grouped_mm_fp8":
+    if name.startswith("moe_fc2"):
         return {"n": 256, "k": 512, "experts": 2}
+    if name == "grouped_mm_fp8":
+        return {"n": 256, "k": 512, "experts": 2, "alpha": "expert", "bias_dtype": torch.float32}
     if "mm_" in name:
-        return {"n": 256, "k": 512} | ({} if "fp8" in name else {"alpha": True})
+        return {"n": 256, "k": 512, "alpha": "column", "bias_dtype": torch.float32}
     if name == "fp4_dequantize":
         return {"hidden": 256, "global_scale": True}
     if name == "moe_swiglu_fp8quant":
@@ -277,12 +296,19 @@ def defined(op: OpSpec, sample: Sample, outputs: Iterable[torch.Tensor]) -> Tens
 def updated(op: OpSpec, sample: Sample | ErrorInput) -> Tensors:
     """The arguments that the op updates."""
     given = arguments(op, sample)
-    return tuple(given[name] for name in op.mutated)
+    return tuple(given[name] for name in op.updated)
 
 
 def private(op: OpSpec, sample: Input) -> Input:
     """The sample with copies of what the op updates."""
     return copied(sample, updated(op, sample))
+
+
+def require_grad(sample: Sample) -> None:
+    """Have the sample's inputs require grad, those that can, but for scales of one byte."""
+    for tensor in tensors_in(sample):
+        if tensor.is_leaf and tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
+            tensor.requires_grad_()
 
 
 def copied(sample: Input, tensors: Iterable[torch.Tensor] | None = None) -> Input:
@@ -395,12 +421,12 @@ def make_call(
     op: OpSpec, *shape: int, device: str, dtype: torch.dtype = torch.bfloat16, **choices: Any
 ) -> dict[str, Any]:
     """Arguments by name of a call that quantises (or makes) a tensor of ``shape``: random data; NVFP4 128x4, or FP8 by
-    rows, where the choices tell nothing else. An op whose samples have a ``call`` of any size is called by that."""
+    rows, where the choices do not say otherwise. An op whose samples have a ``call`` of any size is called by that."""
     samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}")
     if hasattr(samples, "call"):
         return arguments(op, samples.call(*shape, device=torch.device(device)))
     given = arguments(op, plain_sample(op, "meta"))
-    if op.backends is not None:
+    if op.has_backends:
         return make_product(op, *shape, device=device, **choices)
     layout = {name: choices[name] for name in ("granularity", "scale_layout") if name in choices}
     if "granularity" in given:
@@ -426,8 +452,8 @@ def make_call(
 
 
 def make_product(op: OpSpec, *shape: int, device: str, scale_layout: str = "128x4") -> dict[str, Any]:
-    """Arguments by name of a product with ``a`` (M, K), of ``shape`` flattened, and 136 columns: random data, NVFP4."""
-    samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}").PRODUCT
+    """Arguments by name of a GEMM with ``a`` (M, K), of ``shape`` flattened, and 136 columns: random data, NVFP4."""
+    samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}").SAMPLES
     *lead, width = shape
     # An alpha of experts is made with the sample.
     kwargs = {} if is_for_experts(op) else {"alpha": torch.rand(1, device=device)}
@@ -458,11 +484,8 @@ def input_width(op: OpSpec, width: int) -> int:
 
 
 def forget(op: OpSpec) -> None:
-    """Let a product of FP8 matrices forget what is ready: its kernels serve every width."""
-    for value in vars(sys.modules[op.function.__module__]).values():
-        if isinstance(value, FP8Product):
-            value._usual.clear()
-            value._ran.clear()
+    """Let an op forget what is ready."""
+    forget_launchers(op.path)
 
 
 # Tensors

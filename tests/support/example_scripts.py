@@ -1,5 +1,6 @@
 """Where the examples are, what they print, and what they compute: numbers in FP4, a layer of experts."""
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,18 @@ def run_main(script: ModuleType, capsys: pytest.CaptureFixture, *arguments: str,
     assert script.main([*arguments]) == status
     out = capsys.readouterr().out
     return out, out.strip().splitlines()[-1]
+
+
+def rows_of_layers(
+    script: ModuleType, capsys: pytest.CaptureFixture, columns: str, *arguments: str
+) -> tuple[str, list[tuple[str, ...]]]:
+    """What a script of an expert layer prints for 1 and 6 tokens, and its rows of these columns, a regular expression,
+    after the number of tokens."""
+    out, last = run_main(script, capsys, "--tokens", "1", "6", "--hidden", "128", *arguments)
+    assert last == "SUCCESS: every check passed"
+    count, *rows = zip(*re.findall(rf"^ +(\d+) +{columns}", out, re.MULTILINE), strict=True)
+    assert count == ("1", "6")
+    return out, list(zip(*rows, strict=True))
 
 
 def nearest(value: np.ndarray, numbers: np.ndarray) -> np.ndarray:

@@ -1,19 +1,68 @@
-"""Problems of many kinds, on a GPU that there is not."""
+"""GEMMs of every kind, and GPUs that there are not."""
+
+from __future__ import annotations
 
 import torch
 
-from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
-from torch_cute_ops.mm_backends import Product, Target
+from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.formats.fp8 import COLUMN
+from torch_cute_ops.gemm.backend import Target
+from torch_cute_ops.gemm.problem import ALL_ROWS, GemmProblem, Grouping, Operand
+from torch_cute_ops.gemm.select import BACKENDS
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
+from torch_cute_ops.runtime.arch import ARCHS
 
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = Target(torch.device("cpu"), None, 1, "GPU of test")
+"""A CPU that is taken for a GPU: what is tuned there is kept."""
+HOPPER = Target(torch.device("cuda"), ARCHS["sm_90a"], 132)
+ROW_LAYOUTS = (ALL_ROWS, ExpertLayout(True), ExpertLayout(True, True), ExpertLayout(False, True))
 
 
-def products():
+def fp4_problem(
+    n=4096, k=7168, fmt=NVFP4, a_dtype=None, layout="128x4", out_dtype=BF16, experts=None, alpha=None, bias_dtype=None
+):
+    """A GEMM with an FP4 weight; ``a_dtype``: activations that are not in FP4; ``experts``: over K."""
+    b_layout = SCALE_LAYOUTS["128x4" if layout == "8x4" else layout]
+    a = Operand(fmt, SCALE_LAYOUTS[layout]) if a_dtype is None else Operand(a_dtype)
+    grouping = Grouping() if experts is None else Grouping("k", experts)
+    return GemmProblem(a, Operand(fmt, b_layout), n, k, Epilogue(out_dtype, alpha, bias_dtype), grouping)
+
+
+def fp8_problem(n=4096, k=7168, rows=ALL_ROWS, experts=1, out_dtype=BF16, alpha=None, bias_dtype=None):
+    """A GEMM of FP8 matrices, or one for each expert."""
+    grouping = Grouping() if rows.is_plain else Grouping("rows", experts, rows)
+    epilogue = Epilogue(out_dtype, alpha, bias_dtype)
+    return GemmProblem(Operand(FP8_BLOCK128, COLUMN), Operand(FP8_BLOCK128), n, k, epilogue, grouping)
+
+
+def backend_for(name, problem):
+    """The backend of that name that handles the problem."""
+    (found,) = (backend for backend in BACKENDS if backend.name == name and backend.handles(problem))
+    return found
+
+
+def problems():
+    """Small ones of every kind."""
     for fmt in (NVFP4, MXFP4):
-        for out_dtype in (torch.bfloat16, torch.float16, torch.float32):
-            for a_dtype, layout in ((torch.uint8, "8x4"), (torch.uint8, "linear"), (torch.bfloat16, None)):
-                a_layout = SCALE_LAYOUTS[layout] if layout else None
-                b_layout = SCALE_LAYOUTS["linear" if layout == "linear" else "128x4"]
-                has_alpha = out_dtype == torch.float32
-                yield Product(40, 96, fmt, a_dtype, a_layout, b_layout, has_alpha, out_dtype)
-            yield Product(40, 12 * 64, fmt, a_dtype, a_layout, b_layout, True, out_dtype, experts=12)
+        for out_dtype in (BF16, FP16, FP32):
+            alpha = {BF16: None, FP16: "column", FP32: "one"}[out_dtype]
+            bias = {BF16: FP32, FP16: FP16, FP32: None}[out_dtype]
+            for a_dtype, layout in ((None, "8x4"), (None, "linear"), (BF16, "128x4")):
+                yield fp4_problem(40, 96, fmt, a_dtype, layout, out_dtype, alpha=alpha, bias_dtype=bias)
+            yield fp4_problem(40, 12 * 64, fmt, a_dtype, layout, out_dtype, experts=12)
+    yield fp4_problem(40, 96, MXFP4, FP16, out_dtype=FP32)
+    for rows in ROW_LAYOUTS:
+        alphas = (None, "one", "column") if rows.is_plain else (None, "one", "expert", "expert_column")
+        for alpha, bias in zip(alphas, (None, FP32, BF16, None), strict=False):
+            yield fp8_problem(40, 192, rows, 1 if rows.is_plain else 3, alpha=alpha, bias_dtype=bias)
+
+
+def problem_id(problem):
+    """A problem's description as one word."""
+
+    def leaves(value):
+        return [leaf for each in value.values() for leaf in leaves(each)] if isinstance(value, dict) else [value]
+
+    return "-".join(map(str, leaves(problem.described())))

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch_cute_ops
@@ -17,7 +18,7 @@ def variables_of(**environment: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": path, **environment}
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(code: str, *, arguments: Sequence[str] = (), **environment: str) -> subprocess.CompletedProcess[str]:
     """Run code in a fresh interpreter that finds this package."""
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=variables_of(**environment), timeout=120)

@@ -13,7 +13,18 @@ from typing import Any
 
 import torch
 
-from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format, FP8Format, resolve_fp8_format
+from support.epilogues import epilogues
+from torch_cute_ops.formats import (
+    MXFP4,
+    NVFP4,
+    SCALE_LAYOUTS,
+    FP4Format,
+    FP8Format,
+    resolve_fp8_format,
+)
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.kernels.common.expert_choice import ExpertChoice
+from torch_cute_ops.kernels.common.fp4_operands import FP4Operands
 
 SPANS = ((16, 32, 48, 128), (1152, 2048, 2880, 4096), (7168, 8192), (16_384, 32_768, 65_536))
 """Widths of rows that share a warp, that have one, that have several, and that are split."""
@@ -31,30 +42,32 @@ DTYPES = ((BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32))
 
 @dataclass(frozen=True)
 class What:
-    """What a kernel does, as in ``kernels.row_quant.Problem``."""
+    """What a kernel does, as in ``kernels.row_quant.Problem``; ``also`` are outputs beside codes and scales."""
 
     name: str
     source: str
     normalises: bool
-    third: str | None = None
+    also: tuple[str, ...] = ()
+    swiglu: bool = False
 
     @property
     def targets(self) -> Iterable[tuple[str, str]]:
         """Formats and layouts that some op has."""
-        if self.third == "linear":
+        if "linear" in self.also:
             return [target for target in FP4_TARGETS if target[1] == "128x4"]
-        has_fp8 = self.third is None and (self.normalises or self.source == "silu_mul")
-        return (*FP4_TARGETS, *FP8_TARGETS) if has_fp8 else FP4_TARGETS
+        return (*FP4_TARGETS, *FP8_TARGETS) if self.source and not self.also else FP4_TARGETS
 
 
 WHATS = (
     What("quantize", "rows", False),
     What("norm", "rows", True),
-    What("norm-norm", "rows", True, "norm"),
+    What("norm-norm", "rows", True, ("norm",)),
     What("add", "add", True),
-    What("add-norm", "add", True, "norm"),
-    What("add-linear", "add", True, "linear"),
+    What("add-norm", "add", True, ("norm",)),
+    What("add-linear", "add", True, ("linear",)),
+    What("add-linear-norm", "add", True, ("linear", "norm")),
     What("silu", "silu_mul", False),
+    What("swiglu", "silu_mul", False, swiglu=True),
     What("dequantize", "", False),
 )
 WHAT = {what.name: what for what in WHATS}
@@ -81,7 +94,10 @@ class Case:
         return (
             self.target in self.what.targets
             and (self.what.normalises or self.dtypes[0] == self.dtypes[1])
-            and self.width % (self.format.block_size or 16) == 0
+            # Without blocks, whole units of threads.
+            and self.width % max(16, self.format.width_multiple) == 0
+            # Two fp32 rows and an fp32 weight do not fit into 8 CTAs of 99 KB.
+            and (self.what.source, self.dtypes[0], self.width, self.arch) != ("add", FP32, 65_536, "sm_120a")
         )
 
     @property
@@ -150,10 +166,10 @@ def kernel_of(case: AnyCase) -> Any:
     Raises:
         ValueError: from ``plan``, if it supports none.
     """
-    if isinstance(case, ProductCase | WgmmaCase | ExpertsCase | MoeCase | FP8ProductCase):
+    if isinstance(case, MmaCase | WgmmaCase | ExpertsCase | MoeCase | FP8GemmCase):
         return case.kernel
     from torch_cute_ops.kernels import fp4_dequant, row_quant
-    from torch_cute_ops.runtime.arch import ARCHS as FACTS
+    from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
     name, layout = case.target
     dtype, weight = case.dtypes
@@ -168,101 +184,116 @@ def kernel_of(case: AnyCase) -> Any:
         norm_width=case.width,
         fmt=case.format,
         layout=resolve_fp8_format(name, layout)[1] if case.target in FP8_TARGETS else SCALE_LAYOUTS[layout],
-        also_linear=case.what.third == "linear",
+        also_linear="linear" in case.what.also,
         has_factor=name in ("nvfp4-g", "tensor"),
-        writes_norm=case.what.third == "norm",
+        writes_norm="norm" in case.what.also,
+        swiglu=case.what.swiglu,
     )
-    return row_quant.RowQuantKernel(row_quant.plan(problem, FACTS[case.arch]))
+    return row_quant.RowQuantKernel(row_quant.plan(problem, GPU_ARCHS[case.arch]))
 
 
-def _product_id(kind: str, case: AnyCase, *rest: str) -> str:
-    names = [str(dtype).removeprefix("torch.") for dtype in (case.dtype, case.out_dtype)]
-    alpha = "alpha" if case.has_alpha else "plain"
-    return "-".join((kind, *names, case.format.name, case.layout, *rest, alpha, case.arch))
+def _short(*dtypes: torch.dtype) -> list[str]:
+    return [str(dtype).removeprefix("torch.") for dtype in dtypes]
+
+
+def _epilogue_id(epilogue: Epilogue) -> str:
+    alpha = [] if epilogue.alpha is None else [f"alpha_{epilogue.alpha}"]
+    bias = [] if epilogue.bias_dtype is None else [f"bias_{_short(epilogue.bias_dtype)[0]}"]
+    return "-".join((*_short(epilogue.out_dtype), *alpha, *bias))
+
+
+def _fp4_gemm_id(kind: str, case: AnyCase, *rest: str) -> str:
+    return "-".join((kind, *_short(case.dtype), case.format.name, case.layout, *rest, case.arch))
 
 
 @dataclass(frozen=True)
-class ProductCase:
-    """A kernel of FP4 products and the architecture to compile it for."""
+class MmaCase:
+    """An FP4 GEMM by mma.sync and the architecture to compile it for."""
 
     dtype: torch.dtype
     format: FP4Format
     layout: str
     tokens: int
     splits: int
-    out_dtype: torch.dtype
-    has_alpha: bool
+    epilogue: Epilogue
     arch: str
     ctas_per_sm: int = 1
 
     @property
     def id(self) -> str:
-        return _product_id("product", self, f"{self.tokens}x{self.splits}x{self.ctas_per_sm}")
+        return _fp4_gemm_id("mma", self, f"{self.tokens}x{self.splits}x{self.ctas_per_sm}", _epilogue_id(self.epilogue))
 
     @property
     def kernel(self) -> Any:
         """As the backend builds it; ``None`` if the architecture has no room for it."""
         from torch_cute_ops.kernels import fp4_mma
-        from torch_cute_ops.runtime.arch import ARCHS as FACTS
+        from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
         config = fp4_mma.plan(
             dtype=self.dtype,
             fmt=self.format,
             layout=SCALE_LAYOUTS[self.layout],
-            out_dtype=self.out_dtype,
-            has_alpha=self.has_alpha,
+            epilogue=self.epilogue,
             tokens=self.tokens,
             splits=self.splits,
             ctas_per_sm=self.ctas_per_sm,
-            arch=FACTS[self.arch],
+            arch=GPU_ARCHS[self.arch],
             pdl=True,
         )
         return None if config is None else fp4_mma.FP4MmaKernel(config)
 
 
+def _a_dtype(case: WgmmaCase | ExpertsCase) -> torch.dtype:
+    return torch.uint8 if case.a_layout is not None else case.a_dtype or case.dtype
+
+
+def _operands(case: WgmmaCase | ExpertsCase) -> FP4Operands:
+    a_layout = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout]
+    return FP4Operands(_a_dtype(case), case.dtype, case.format, SCALE_LAYOUTS[case.layout], a_layout)
+
+
+def _planned(family: Any, case: WgmmaCase | ExpertsCase, **given: Any) -> Any:
+    """As the backend plans it; ``given``: what only this family's kernels have."""
+    from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
+
+    return family.plan(operands=_operands(case), tokens=case.tokens, arch=GPU_ARCHS[case.arch], pdl=True, **given)
+
+
+def _activations_id(case: WgmmaCase | ExpertsCase) -> str:
+    return case.a_layout or _short(_a_dtype(case))[0]
+
+
 @dataclass(frozen=True)
 class WgmmaCase:
-    """A warpgroup kernel of FP4 products, with the one that puts its activations in order."""
+    """An FP4 GEMM by wgmma, with the kernel that puts its activations in order. ``a_dtype`` is that of activations with
+    16 bits, if not ``dtype``."""
 
     dtype: torch.dtype
     format: FP4Format
     layout: str
     a_layout: str | None
     tokens: int
-    out_dtype: torch.dtype
-    has_alpha: bool
+    epilogue: Epilogue
     splits: int = 0
     width: int | None = None
     arch: str = "sm_90a"
+    a_dtype: torch.dtype | None = None
 
     @property
     def id(self) -> str:
         sums = f"{self.tokens}by{self.splits}" if self.width is None else f"{self.tokens}of{self.width}"
-        return _product_id("wgmma", self, self.a_layout or "16-bit", sums)
+        return _fp4_gemm_id("wgmma", self, _activations_id(self), sums, _epilogue_id(self.epilogue))
 
     @property
     def kernel(self) -> Any:
         """As the backend builds it."""
         from torch_cute_ops.kernels import fp4_wgmma
-        from torch_cute_ops.runtime.arch import ARCHS as FACTS
 
-        config = fp4_wgmma.plan(
-            dtype=self.dtype,
-            fmt=self.format,
-            layout=SCALE_LAYOUTS[self.layout],
-            a_layout=None if self.a_layout is None else SCALE_LAYOUTS[self.a_layout],
-            out_dtype=self.out_dtype,
-            has_alpha=self.has_alpha,
-            width=self.width,
-            tokens=self.tokens,
-            splits=self.splits,
-            arch=FACTS[self.arch],
-            pdl=True,
-        )
+        config = _planned(fp4_wgmma, self, epilogue=self.epilogue, width=self.width, splits=self.splits)
         return fp4_wgmma.FP4WgmmaKernel(config)
 
 
-WARPGROUP_KINDS = (
+WARPGROUP_KINDS: tuple[tuple[Any, ...], ...] = (
     (FP16, NVFP4, "linear", None),
     (BF16, NVFP4, "128x4", None),
     (FP16, NVFP4, "128x4", "8x4"),
@@ -270,23 +301,34 @@ WARPGROUP_KINDS = (
     (BF16, MXFP4, "128x4", None),
     (BF16, MXFP4, "128x4", "128x4"),
 )
-"""What a weight and activations may be beside each other on sm_90a: dtype of products, format, layouts of scales."""
+"""What a weight and activations may be beside each other on sm_90a: dtype of the MMAs, format, layouts of scales."""
+PER_COLUMN = tuple(Epilogue(dtype, "column", bias) for dtype, bias in ((BF16, FP32), (FP16, FP16), (FP32, FP32)))
+"""The epilogues that need the most registers."""
 
 
 def wgmma_cases(every: bool) -> list[WgmmaCase]:
-    """Kinds of operands with tiles: all of them, or half; the rest in turn."""
-    rest = itertools.cycle(itertools.product((True, False), (BF16, FP16, FP32)))
+    """Kinds of operands with tiles: all of them, or half; epilogues in turn, ``PER_COLUMN`` with each tile."""
+    light, heavy = itertools.cycle(epilogues((None, "one", "column"))), itertools.cycle(PER_COLUMN)
     tiles = [(tokens, 0) for tokens in (8, 16, 32, 64, 128, 256)]
     tiles += [(8, 1), (16, 8), (32, 3), (64, 3), (128, 8)]
     plain = [
-        WgmmaCase(*kind, tokens, *reversed(next(rest)), splits)
+        WgmmaCase(*kind, tokens, next(heavy if kind in WARPGROUP_KINDS[2:4] else light), splits)
         for kind, (tokens, splits) in _together(WARPGROUP_KINDS, tiles, every)
     ]
-    outs, widths = itertools.cycle((BF16, FP16, FP32)), itertools.cycle((256, 1024, 512))
-    return plain + [
-        WgmmaCase(*kind, tokens, next(outs), True, width=next(widths))
-        for kind, tokens in _together(WARPGROUP_KINDS, (16, 32, 64, 128), every)
+    # Activations that are rounded to bfloat16, by a kernel of their own and by the CTAs themselves.
+    rounded = [
+        WgmmaCase(BF16, MXFP4, "128x4", None, tokens, Epilogue(FP16), splits, a_dtype=FP16)
+        for tokens, splits in ((64, 0), (8, 2), (32, 1))
     ]
+    outs, widths = itertools.cycle((BF16, FP16, FP32)), itertools.cycle((256, 1024, 512))
+    return (
+        plain
+        + rounded
+        + [
+            WgmmaCase(*kind, tokens, Epilogue(next(outs)), width=next(widths))
+            for kind, tokens in _together(WARPGROUP_KINDS, (16, 32, 64, 128), every)
+        ]
+    )
 
 
 def _together(some: Sequence[Any], others: Sequence[Any], every: bool) -> Iterator[tuple[Any, Any]]:
@@ -298,7 +340,7 @@ def _together(some: Sequence[Any], others: Sequence[Any], every: bool) -> Iterat
 
 @dataclass(frozen=True)
 class ExpertsCase:
-    """The kernels of FP4 products that are added up over experts."""
+    """The kernels of an FP4 GEMM that is added up over experts."""
 
     dtype: torch.dtype
     format: FP4Format
@@ -308,12 +350,13 @@ class ExpertsCase:
     tokens: int
     out_dtype: torch.dtype
     classes: int = 1
-    has_alpha: bool = True
     arch: str = "sm_90a"
+    a_dtype: torch.dtype | None = None
 
     @property
     def id(self) -> str:
-        return _product_id("experts", self, self.a_layout or "16-bit", f"{self.group}of{self.tokens}by{self.classes}")
+        sizes = f"{self.group}of{self.tokens}by{self.classes}"
+        return _fp4_gemm_id("experts", self, _activations_id(self), sizes, *_short(self.out_dtype))
 
     @property
     def kernel(self) -> Any:
@@ -323,43 +366,46 @@ class ExpertsCase:
     def kernel_for(self, width: int) -> Any:
         """As the backend builds it."""
         from torch_cute_ops.kernels import fp4_experts
-        from torch_cute_ops.runtime.arch import ARCHS as FACTS
 
-        config = fp4_experts.plan(
-            dtype=self.dtype,
-            fmt=self.format,
-            layout=SCALE_LAYOUTS[self.layout],
-            a_layout=None if self.a_layout is None else SCALE_LAYOUTS[self.a_layout],
-            out_dtype=self.out_dtype,
-            width=width,
-            group=self.group,
-            tokens=self.tokens,
-            classes=self.classes,
-            arch=FACTS[self.arch],
-            pdl=True,
-        )
-        return fp4_experts.FP4ExpertsKernel(config)
+        sizes = {"width": width, "group": self.group, "classes": self.classes}
+        return fp4_experts.FP4ExpertsKernel(_planned(fp4_experts, self, out_dtype=self.out_dtype, **sizes))
 
 
 @dataclass(frozen=True)
 class MoeCase:
-    """A kernel around the experts' products: ``facts`` are those of the op of that name."""
+    """A kernel around the experts' GEMMs, by its family (``moe_swiglu``: experts' rows of ``row_quant``).
 
-    op: str
-    facts: tuple[Any, ...]
+    ``plan_arguments`` are those of the family's ``plan``; of ``moe_swiglu`` the width of a row, its dtype, whether
+    there are offsets, and counts, and whether the gate is the general one.
+    """
+
+    family: str
+    plan_arguments: tuple[Any, ...]
     arch: str = "sm_90a"
 
     @property
     def id(self) -> str:
-        return "-".join((self.op, *(str(fact).removeprefix("torch.") for fact in self.facts), self.arch))
+        return "-".join((self.family, *(str(each).removeprefix("torch.") for each in self.plan_arguments), self.arch))
 
     @property
     def kernel(self) -> Any:
-        """As the op builds it."""
-        from torch_cute_ops.runtime.arch import ARCHS as FACTS
+        """The kernel that ``plan`` chooses."""
+        if self.family == "moe_swiglu":
+            return _experts_rows_kernel(*self.plan_arguments, self.arch)
+        family = importlib.import_module(f"torch_cute_ops.kernels.{self.family}")
+        kernel = getattr(family, family.KERNEL.rpartition(".")[2])
+        given = self.plan_arguments
+        if self.family in ("moe_route", "moe_route_dense"):
+            given = ExpertChoice(*given[:8]), *given[8:]
+        return kernel(family.plan(*given))
 
-        op = importlib.import_module(f"torch_cute_ops.ops.{self.op}")
-        return op._wanted(op._Facts(*self.facts, 0), FACTS[self.arch]).make()
+
+def _experts_rows_kernel(width: int, dtype: torch.dtype, offsets: bool, counts: bool, swiglu: bool, arch: str) -> Any:
+    from torch_cute_ops.kernels import row_quant
+    from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
+
+    problem = row_quant.Problem.of_gated_experts(dtype, width, offsets, counts, swiglu)
+    return row_quant.RowQuantKernel(row_quant.plan(problem, GPU_ARCHS[arch]))
 
 
 def moe_cases() -> list[MoeCase]:
@@ -367,61 +413,68 @@ def moe_cases() -> list[MoeCase]:
     archs = itertools.cycle(ARCHS)
     dtypes = itertools.cycle((BF16, FP16, FP32))
     finalize = [
-        (width, next(dtypes), topk, residual)
+        (next(dtypes), width, topk, residual)
         for width, topk, residual in ((7168, 8, True), (16_384, 16, True), (8, 1, False), (2880, 16, False))
     ]
     permute = [
-        (width, next(dtypes), topk) for width, topk in ((7168, 8), (16_384, 16), (128, 1), (2048, 16), (65_536, 4))
+        (next(dtypes), width, topk)
+        for width, topk in ((7168, 8), (16_384, 16), (128, 1), (2880, 4), (2048, 16), (64, 3), (65_536, 4))
     ]
+    given = ((True, True, False), (False, True, True), (True, False, False), (True, True, True))
     swiglu = [
-        (2 * width, dtype, *given)
-        for dtype, widths in ((BF16, (128, 2048, 7168)), (FP16, (1152, 4096, 65_536)), (FP32, (2048, 18_432)))
-        for width, given in zip(widths, itertools.cycle(((True, True), (False, True), (True, False))))
+        (width, dtype, *which)
+        for dtype, widths in ((BF16, (128, 2048, 7168, 2880)), (FP16, (1152, 4096, 65_536)), (FP32, (2048, 18_432)))
+        for width, which in zip(widths, given, strict=False)
     ]
     route = [
-        (experts, next(dtypes), topk, *scoring, renormalize, masked)
+        (next(dtypes), experts, topk, *scoring, renormalize, masked)
         for (experts, topk, *scoring), renormalize, masked in (
-            ((256, 8, True, "sigmoid", 8, 4), True, False),
-            ((512, 16, False, "softmax", 1, 1), False, True),
-            ((512, 16, True, "sigmoid", 32, 4), True, True),
-            ((5, 1, False, "softmax", 1, 1), True, False),
-            ((60, 4, False, "sigmoid", 3, 2), False, False),
-            ((510, 16, True, "sigmoid", 17, 4), True, False),
+            ((256, 8, True, True, 8, 4), True, False),
+            ((512, 16, False, False, 1, 1), False, True),
+            ((512, 16, True, True, 32, 4), True, True),
+            ((5, 1, False, False, 1, 1), True, False),
+            ((60, 4, True, False, 3, 2), False, False),
+            ((510, 16, True, True, 17, 4), True, False),
         )
     ]
+    ids = [(512, False), (512, True), (7, True)]
+    # The choice of moe_route, with and without factors in place of the layout of rows.
+    dense = [(*plan_arguments[:-1], i % 2 == 0) for i, plan_arguments in enumerate(route)]
     cases = {
         "moe_route": route,
+        "moe_route_ids": ids,
+        "moe_route_dense": dense,
         "moe_finalize": finalize,
-        "moe_permute_fp8quant": permute,
-        "moe_swiglu_fp8quant": swiglu,
+        "moe_permute": permute,
+        "moe_swiglu": swiglu,
     }
-    return [MoeCase(op, facts, next(archs)) for op, some in cases.items() for facts in some]
+    return [MoeCase(family, plan_arguments, next(archs)) for family, some in cases.items() for plan_arguments in some]
 
 
 @dataclass(frozen=True)
-class FP8ProductCase:
-    """A kernel of FP8 products: ``layout`` as ``FP8_LAYOUTS`` names it, ``tile`` as of the family's ``TILES``."""
+class FP8GemmCase:
+    """An FP8 GEMM: ``layout`` as ``FP8_LAYOUTS`` names it, ``tile`` as of the family's ``TILES``."""
 
     family: str
     layout: str
     tile: tuple[int, ...]
-    out_dtype: torch.dtype
+    epilogue: Epilogue
     arch: str = "sm_90a"
 
     @property
     def id(self) -> str:
         tile = "x".join(map(str, self.tile))
-        return "-".join((self.family, self.layout, tile, str(self.out_dtype).removeprefix("torch."), self.arch))
+        return "-".join((self.family, self.layout, tile, _epilogue_id(self.epilogue), self.arch))
 
     @property
     def kernel(self) -> Any:
         """As the op builds it."""
         from torch_cute_ops.kernels import fp8_mma, fp8_wgmma
         from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
-        from torch_cute_ops.runtime.arch import ARCHS as FACTS
+        from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
         rows = ExpertLayout(*FP8_LAYOUTS[self.layout])
-        given = {"rows": rows, "out_dtype": self.out_dtype, "arch": FACTS[self.arch], "pdl": True}
+        given = {"rows": rows, "epilogue": self.epilogue, "arch": GPU_ARCHS[self.arch], "pdl": True}
         if self.family == "fp8_mma":
             return fp8_mma.FP8MmaKernel(fp8_mma.plan(tokens=self.tile[0], **given))
         names = ("tokens", "columns", "splits")
@@ -432,17 +485,29 @@ FP8_LAYOUTS = {"plain": (False, False), "offsets": (True, False), "counted": (Tr
 """Whether there are offsets, and counts."""
 
 
-def fp8_product_cases() -> list[FP8ProductCase]:
-    """Every tile; layouts and dtypes of the result, which share all code but a few lines, in turn."""
+def fp8_gemm_cases() -> list[FP8GemmCase]:
+    """Every tile without and with alpha and bias of each column; layouts and other epilogues in turn."""
     from torch_cute_ops.kernels import fp8_mma, fp8_wgmma
 
-    layouts, out_dtypes = itertools.cycle(FP8_LAYOUTS), itertools.cycle((BF16, FP16, FP32))
     kinds = [("fp8_wgmma", tile, "sm_90a") for tile in fp8_wgmma.TILES]
     kinds += [("fp8_mma", (tokens,), arch) for tokens in fp8_mma.TILES for arch in ARCHS]
-    return [FP8ProductCase(family, next(layouts), tile, next(out_dtypes), arch) for family, tile, arch in kinds]
+    layouts = itertools.cycle(FP8_LAYOUTS)
+    light = itertools.cycle(epilogues((None, "one"))[::2])
+    by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])
+    by_column = itertools.cycle(PER_COLUMN)
+    cases = [FP8GemmCase(family, next(layouts), tile, next(light), arch) for family, tile, arch in kinds]
+    # They have spilled, each with another way to finish sums.
+    cases += [
+        FP8GemmCase("fp8_wgmma", "plain", (128, 128, 1), Epilogue(FP32, "column", FP32)),
+        FP8GemmCase("fp8_wgmma", "masked", (128, 128, 1), Epilogue(FP32, "expert_column", FP32)),
+    ]
+    for family, tile, arch in kinds:
+        layout = next(layouts)
+        cases.append(FP8GemmCase(family, layout, tile, next(by_column if layout == "plain" else by_expert), arch))
+    return cases
 
 
-AnyCase = Case | ProductCase | WgmmaCase | ExpertsCase | MoeCase | FP8ProductCase
+AnyCase = Case | MmaCase | WgmmaCase | ExpertsCase | MoeCase | FP8GemmCase
 
 
 def experts_cases(every: bool) -> list[ExpertsCase]:
@@ -454,23 +519,25 @@ def experts_cases(every: bool) -> list[ExpertsCase]:
     assert {size for sizes in tiles.values() for size in sizes} == set(fp4_experts.TILES)
     turns = {group: itertools.cycle(sizes) for group, sizes in tiles.items()}
     rest = itertools.cycle(((BF16, 1), (FP16, 8), (FP32, 1), (BF16, 8)))
-    return [
+    cases = [
         ExpertsCase(*kind, group, next(turns[group]), *next(rest))
         for kind, group in _together(WARPGROUP_KINDS, tuple(turns), every)
     ]
+    # Activations that are rounded to bfloat16
+    return [*cases, ExpertsCase(BF16, MXFP4, "128x4", None, 16, 64, FP16, a_dtype=FP16)]
 
 
-def product_cases(every: bool) -> list[ProductCase]:
+def mma_cases(every: bool) -> list[MmaCase]:
     """Every tile and number of CTAs for every architecture, with all operand dtypes or one in turn; and so the rest."""
     kinds = ((FP16, NVFP4), (BF16, NVFP4), (BF16, MXFP4))
-    rest = itertools.cycle(itertools.product((1, 2, 3, 4, 6, 8), (BF16, FP16, FP32), (True, False)))
+    splits, finish = itertools.cycle((1, 2, 3, 4, 6, 8)), itertools.cycle(epilogues((None, "one", "column")))
     layouts = itertools.cycle(("linear", "128x4"))
     tiles = tuple(itertools.product((8, 16, 32, 64), (1, 2)))
     cases = []
     for (i, (tokens, ctas_per_sm)), (j, arch), (k, kind) in itertools.product(*map(enumerate, (tiles, ARCHS, kinds))):
         if not every and k != (i + j) % len(kinds):
             continue
-        case = ProductCase(*kind, next(layouts), tokens, *next(rest), arch, ctas_per_sm)
+        case = MmaCase(*kind, next(layouts), tokens, next(splits), next(finish), arch, ctas_per_sm)
         if case.kernel is not None:
             cases.append(case)
     return cases
@@ -486,7 +553,7 @@ def in_process(work: Callable[[Any], Any], case: Any) -> Any:
 
 def resources_of(case: AnyCase) -> Any:
     """Compile the case's kernel: the ``Resources`` of what it launches."""
-    from torch_cute_ops.runtime.arch import ARCHS as FACTS
+    from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
     from torch_cute_ops.testing.resources import compile_for
 
-    return compile_for(kernel_of(case), FACTS[case.arch])[1]
+    return compile_for(kernel_of(case), GPU_ARCHS[case.arch])[1]

@@ -7,34 +7,49 @@ GPU.
 
 from __future__ import annotations
 
-import sys
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from torch_cute_ops import mm_backends
 from torch_cute_ops.formats import FP8_BLOCK128, FP4Format
 from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.formats.fp8 import COLUMN
-from torch_cute_ops.mm_backends import Target, _decode, cublas, mma_sync, routed, wgmma
-from torch_cute_ops.ops import _fp4_product, _fp8_product, _kernels, _row_quant, fp4_dequantize
+from torch_cute_ops.gemm import decode, select
+from torch_cute_ops.gemm.backend import Target
+from torch_cute_ops.gemm.backends import _fp4, _fp8, cublas
+from torch_cute_ops.kernels import (
+    fp4_experts,
+    fp4_mma,
+    fp8_wgmma,
+    moe_finalize,
+    moe_permute,
+    moe_route,
+    moe_route_dense,
+    moe_route_ids,
+    row_quant,
+)
+from torch_cute_ops.kernels import fp4_wgmma as fp4_wgmma_kernel
+from torch_cute_ops.ops import _call, _checks
 from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize as dequantize
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
+from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
 from torch_cute_ops.reference.grouped_mm_fp8 import grouped_mm_fp8
-from torch_cute_ops.reference.mm_fp4 import product, row_sums
+from torch_cute_ops.reference.mm_fp4 import fp4_gemm, row_sums
 from torch_cute_ops.reference.mm_fp8_block import mm_fp8_block
-from torch_cute_ops.reference.moe_fc2_fp4 import expert_product
-from torch_cute_ops.reference.moe_finalize import moe_finalize
-from torch_cute_ops.reference.moe_route import moe_route
+from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
+from torch_cute_ops.reference.moe_finalize import moe_finalize as finalize
+from torch_cute_ops.reference.moe_route import moe_route as route
+from torch_cute_ops.reference.moe_route_dense import moe_route_dense as route_dense
+from torch_cute_ops.reference.moe_route_ids import moe_route_ids as route_ids
 from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
-from torch_cute_ops.reference.rmsnorm_fp8quant import quantize_fp8_rows
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 from torch_cute_ops.registry import OPS
+from torch_cute_ops.runtime import allocate
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
-from torch_cute_ops.runtime.compiler import Wanted
+from torch_cute_ops.runtime.compiler import KernelSpec
 
 DSL_NAMES = {
     torch.bfloat16: "BFloat16",
@@ -46,15 +61,29 @@ DSL_NAMES = {
 }
 
 
+COMPILING = (_call, decode, _fp4, _fp8)
+"""The modules that compile kernels."""
+
+
 class Launches:
     """What was compiled, and what was launched: for each launch the kernel and its arguments."""
 
     def __init__(self) -> None:
         self.compiled: list[Any] = []
         self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+        self._functions: dict[tuple[KernelSpec, Any], Any] = {}
 
-    def compile_kernel(self, wanted: Wanted, arch: Any) -> Any:
-        kernel = wanted.make()
+    def forget(self) -> None:
+        """As before the first call."""
+        self.compiled.clear()
+        self.calls.clear()
+        self._functions.clear()
+
+    def compile_kernel(self, spec: KernelSpec, arch: Any) -> Any:
+        found = self._functions.get((spec, arch))
+        if found is not None:
+            return found
+        kernel = spec.make()
         self.compiled.append(kernel)
 
         def function(*args: Any) -> None:
@@ -63,9 +92,12 @@ class Launches:
             dims: dict[Dim, int] = {}
             for i, (value, argument) in enumerate(zip(args, declared, strict=True)):
                 fit(f"argument {i}", value, argument, dims)
+            refuse_overlap(kernel, args)
+            refuse_scale_rows(kernel, args)
             self.calls.append((kernel, args))
-            compute(kernel, *args)
+            COMPUTE[type(kernel).__name__](kernel.config, *args)
 
+        self._functions[spec, arch] = function
         return function
 
 
@@ -107,96 +139,188 @@ def fit_tensor(name: str, value: torch.Tensor, argument: TensorArg, dims: dict[D
         raise ValueError(f"{name}: alignment")
 
 
-def compute(kernel: Any, *args: Any) -> None:
-    """What the kernel would."""
-    config = kernel.config
-    if type(kernel).__name__ == "FP4DequantKernel":
-        y, scale, g, out, _ = args
-        scale = scale.view(config.fmt.scale_dtype)
-        value = dequantize(y, scale, g, config.fmt.block_size, None, config.layout.name, config.out_dtype)
-        write(out, value)
+class LaunchFailed(Exception):
+    """What CUDA answers to a grid of no CTAs: no error of Python's."""
+
+
+ROUTE_OUTPUTS = ("weights", "ids", "expanded_to_permuted", "permuted_to_expanded", "offsets", "counts")
+WRITTEN = {
+    "RowQuantKernel": ("residual", "y", "scale", "scale_linear", "norm"),
+    "MoeRouteKernel": ROUTE_OUTPUTS,
+    "MoeRouteIdsKernel": ROUTE_OUTPUTS[2:],
+    "MoePermuteKernel": ("y", "scale"),
+}
+"""Fields of ``Arguments`` that a kernel writes, where that is not ``out`` alone; a workspace is always new."""
+MAY_SHARE = {"RowQuantKernel": ("residual", "input"), "MoeFinalizeKernel": ("out", "residual")}
+
+
+def refuse_overlap(kernel: Any, args: tuple[Any, ...]) -> None:
+    """Raise as a launch does that the host function's guard has left without CTAs."""
+    name, fields = type(kernel).__name__, kernel.arguments()._fields
+    tensors = {field: value for field, value in zip(fields, args, strict=True) if isinstance(value, torch.Tensor)}
+    tensors.pop("workspace", None)
+    written = [field for field in WRITTEN.get(name, ("out",)) if field in tensors]
+    may_share = MAY_SHARE.get(name)
+    if may_share is not None and may_share[0] in written and may_share[1] in tensors:
+        one, other = (tensors[field] for field in may_share)
+        if _checks._is_same_view(one, other) or _checks._are_columns_apart(one, other):
+            tensors.pop(may_share[1])
+    outputs = {field: tensors.pop(field) for field in written}
+    try:
+        _checks.check_no_sharing("model", outputs, tensors, (), None)
+    except ValueError as error:
+        raise LaunchFailed(str(error)) from None
+    residual = outputs.get("residual")
+    if residual is not None and _checks.overlaps_itself(residual):
+        raise LaunchFailed("rows of the residual overlap")
+
+
+def refuse_scale_rows(kernel: Any, args: tuple[Any, ...]) -> None:
+    """The same where the host function's guard finds another number of scale rows than the tiles have."""
+    if type(kernel).__name__ == "RowQuantKernel" and not kernel.config.problem.layout.is_linear:
+        call = row_quant.Arguments(*args)
+        if len(call.scale) != kernel.config.problem.layout.padded_rows(len(call.input)):
+            raise LaunchFailed(f"{len(call.scale)} rows of scales")
+
+
+# What the kernels would compute
+
+
+def compute_dequantize(config: Any, y: Any, scale: Any, factor: Any, out: Any, max_ctas: int) -> None:
+    scale = scale.view(config.fmt.scale_dtype)
+    write(out, dequantize(y, scale, factor, config.fmt.block_size, None, config.layout.name, config.out_dtype))
+
+
+def compute_fp4_mma(config: Any, *args: Any) -> None:
+    a, b, scale, alpha, bias, out = fp4_mma.Arguments(*args)
+    write(out, fp4_gemm(a, None, b.t(), scale, alpha, bias, out.dtype, config.fmt, None, config.layout))
+
+
+def compute_fp4_wgmma(config: Any, *args: Any) -> None:
+    call = fp4_wgmma_kernel.Arguments(*args)
+    a, b, out = call.a, call.b, call.out
+    tiles = -(-len(a) // config.tokens)
+    assert config.arranges or call.workspace.numel() == tiles * config.workspace_bytes(
+        2 * len(b), call.workers, shares=bool(call.shares)
+    )
+    rest = out.dtype, config.operands.fmt, config.operands.a_layout, config.operands.layout
+    if config.width is None:
+        write(out, fp4_gemm(a, call.a_scale, b.t(), call.b_scale, call.alpha, call.bias, *rest))
+    else:
+        write(out, expert_gemm(a, call.a_scale, b.t(), call.b_scale, call.alpha, *rest))
+
+
+def compute_fp4_experts(config: Any, *args: Any) -> None:
+    a, a_scale, b, scale, alpha, out, workspace, workers = fp4_experts.Arguments(*args)
+    assert workspace.numel() == config.workspace_bytes(len(a), alpha.shape[1], workers)
+    formats = config.operands.fmt, config.operands.a_layout, config.operands.layout
+    write(out, expert_gemm(a, a_scale, b.t(), scale, alpha, config.out_dtype, *formats))
+
+
+def compute_fp8(config: Any, *args: Any) -> None:
+    call = fp8_wgmma.Arguments(*args)
+    assert call.max_ctas > 0
+    # The kernel goes on the assumption that experts' rows follow each other.
+    a, out = as_if_contiguous(call.a), as_if_contiguous(call.out)
+    operands = a, call.b, call.a_scale, call.b_scale
+    if config.rows.is_plain:
+        write(out, mm_fp8_block(*operands, call.alpha, call.bias, out.dtype))
         return
-    if type(kernel).__name__ == "FP4MmaKernel":
-        a, b, scale, alpha, out = args
-        write(out, product(a, None, b.t(), scale, alpha, config.out_dtype, config.fmt, None, config.layout))
-        return
-    if type(kernel).__name__ == "FP4WgmmaKernel":
-        a, a_scale, b, scale, alpha, out, workspace, workers, shares = args
-        tiles = -(-len(a) // config.tokens)
-        assert config.arranges or workspace.numel() == tiles * config.workspace_bytes(
-            2 * len(b), workers, shares=bool(shares)
-        )
-        layouts = config.a_layout, config.layout
-        multiply = product if config.width is None else expert_product
-        write(out, multiply(a, a_scale, b.t(), scale, alpha, config.out_dtype, config.fmt, *layouts))
-        return
-    if type(kernel).__name__ == "FP4ExpertsKernel":
-        a, a_scale, b, scale, alpha, out, workspace, workers = args
-        assert workspace.numel() == config.workspace_bytes(len(a), alpha.shape[1], workers)
-        layouts = config.a_layout, config.layout
-        write(out, expert_product(a, a_scale, b.t(), scale, alpha, config.out_dtype, config.fmt, *layouts))
-        return
-    if type(kernel).__name__ == "MoeFinalizeKernel":
-        *given, out, _ = args
-        write(out, moe_finalize(*given))
-        return
-    if type(kernel).__name__ in ("FP8WgmmaKernel", "FP8MmaKernel"):
-        *operands, out, workers = args
-        assert workers > 0
-        # The kernel takes it that experts' rows follow each other.
-        operands[0], out = as_if_contiguous(operands[0]), as_if_contiguous(out)
-        if config.rows.is_plain:
-            write(out, mm_fp8_block(*operands[:4], config.out_dtype))
-            return
-        used = used_rows(out.shape[:-1].numel(), *operands[4:]).view(out.shape[:-1])
-        out.data[used] = grouped_mm_fp8(*operands, config.out_dtype)[used]
-        return
-    if type(kernel).__name__ == "MoeRouteKernel":
-        logits, bias, *outputs, workspace, scaling, unit, sms = args
-        words = config.workspace_words(len(logits), len(outputs[3]), sms)
-        assert words == (0 if workspace is outputs[5] else len(workspace))
-        room = {"max_rows": unit} if config.is_masked else {"alignment": unit}
-        scoring = ("sigmoid" if config.is_sigmoid else "softmax", config.num_groups, config.topk_groups)
-        results = moe_route(logits, config.topk, bias, *scoring, config.renormalize, scaling, **room)
-        for output, result in zip(outputs, results, strict=True):
-            write(output, result)
-        return
-    if type(kernel).__name__ == "MoePermuteKernel":
-        x, y, scale, places, pairs, workspace = args
-        kept = config.workspace_shape(len(x))
-        assert kept is None or workspace.shape == kept
-        write_copies(*quantize_fp8_rows(x.float(), FP8_BLOCK128, None, COLUMN), places, pairs, y, scale)
-        return
-    x, residual, weight, factor, y, scale, linear, norm, index, counts, eps, _ = args
-    problem = config.problem
+    used = used_rows(out.shape[:-1].numel(), call.offsets, call.counts).view(out.shape[:-1])
+    out.data[used] = grouped_mm_fp8(*operands, call.offsets, call.counts, call.alpha, call.bias, out.dtype)[used]
+
+
+def compute_finalize(config: Any, *args: Any) -> None:
+    *given, out, _ = moe_finalize.Arguments(*args)
+    write(out, finalize(*given))
+
+
+def compute_route(config: Any, *args: Any) -> None:
+    call = moe_route.Arguments(*args)
+    outputs = [getattr(call, name) for name in ROUTE_OUTPUTS]
+    words = config.workspace_words(len(call.logits), len(call.permuted_to_expanded), call.sms)
+    assert words == (0 if call.workspace is call.counts else len(call.workspace))
+    room = {"max_rows": call.unit} if config.is_masked else {"alignment": call.unit}
+    scoring = ("sigmoid" if config.is_sigmoid else "softmax", config.num_groups, config.topk_groups)
+    rest = config.renormalize, call.scaling_factor
+    for output, result in zip(
+        outputs, route(call.logits, config.topk, call.bias, *scoring, *rest, **room), strict=True
+    ):
+        write(output, result)
+
+
+def compute_route_ids(config: Any, *args: Any) -> None:
+    call = moe_route_ids.Arguments(*args)
+    words = config.workspace_words(call.ids.numel(), len(call.permuted_to_expanded), call.sms)
+    assert words == (0 if call.workspace is call.counts else len(call.workspace))
+    room = {"max_rows": call.unit} if config.is_masked else {"alignment": call.unit}
+    outputs = [getattr(call, name) for name in ROUTE_OUTPUTS[2:]]
+    for output, result in zip(outputs, route_ids(call.ids, config.experts, **room), strict=True):
+        write(output, result)
+
+
+def compute_route_dense(config: Any, *args: Any) -> None:
+    call = moe_route_dense.Arguments(*args)
+    scoring = ("sigmoid" if config.is_sigmoid else "softmax", config.num_groups, config.topk_groups)
+    rest = config.renormalize, call.scaling_factor, call.expert_factor
+    write(call.out, route_dense(call.logits, config.topk, call.bias, *scoring, *rest))
+
+
+def compute_permute(config: Any, *args: Any) -> None:
+    x, y, scale, places, pairs, workspace = moe_permute.Arguments(*args)
+    kept = config.workspace_shape(len(x))
+    assert kept is None or workspace.shape == kept
+    write_copies(*quantize_fp8_rows(x.float(), FP8_BLOCK128, None, COLUMN), places, pairs, y, scale)
+
+
+def compute_rows(config: Any, *args: Any) -> None:
+    call = row_quant.Arguments(*args)
+    x, problem = call.input, config.problem
+    gate = (call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit) if problem.swiglu else ()
     if problem.rows == "experts":
-        used = used_rows(len(x), index, counts)
+        used = used_rows(len(x), call.offsets, call.counts)
         x = torch.where(used[:, None], x, 0.0)
-        results = quantize_fp8_rows(silu_mul_rows(x), problem.fmt, None, problem.layout)
-        y.data.view(torch.uint8)[used] = results[0].view(torch.uint8)[used]
-        scale.data[:, used] = results[1][:, used]
+        results = quantize_fp8_rows(silu_mul_rows(x, *gate), problem.fmt, None, problem.layout)
+        call.y.data.view(torch.uint8)[used] = results[0].view(torch.uint8)[used]
+        call.scale.data[:, used] = results[1][:, used]
         return
-    if residual is not None:
-        write(residual, x.float() + residual.float())
-        x = residual
+    if call.residual is not None:
+        write(call.residual, x.float() + call.residual.float())
+        x = call.residual
     if problem.source == "silu_mul":
-        value = silu_mul_rows(x)
-    elif weight is None:
+        value = silu_mul_rows(x, *gate)
+    elif call.weight is None:
         value = x.float()
     else:
         padding = (0, problem.width - problem.norm_width)
         within = slice(0, problem.norm_width)
-        value = torch.nn.functional.pad(rmsnorm_rows(x[:, within], weight[within], eps), padding)
+        value = torch.nn.functional.pad(rmsnorm_rows(x[:, within], call.weight[within], call.eps), padding)
     if isinstance(problem.fmt, FP4Format):
-        results = quantize_rows(value, problem.fmt, factor, problem.layout.name)
-        if linear is not None:
-            write(linear, quantize_rows(value, problem.fmt, factor, "linear")[1])
+        results = quantize_rows(value, problem.fmt, call.factor, problem.layout.name)
+        if call.scale_linear is not None:
+            write(call.scale_linear, quantize_rows(value, problem.fmt, call.factor, "linear")[1])
     else:
-        results = quantize_fp8_rows(value, problem.fmt, factor, problem.layout)
-    for output, result in zip((y, scale), results, strict=True):
+        results = quantize_fp8_rows(value, problem.fmt, call.factor, problem.layout)
+    for output, result in zip((call.y, call.scale), results, strict=True):
         write(output, result)
-    if norm is not None:
-        write(norm, value)
+    if call.norm is not None:
+        write(call.norm, value)
+
+
+COMPUTE: dict[str, Callable[..., None]] = {
+    "FP4DequantKernel": compute_dequantize,
+    "FP4MmaKernel": compute_fp4_mma,
+    "FP4WgmmaKernel": compute_fp4_wgmma,
+    "FP4ExpertsKernel": compute_fp4_experts,
+    "FP8WgmmaKernel": compute_fp8,
+    "FP8MmaKernel": compute_fp8,
+    "MoeFinalizeKernel": compute_finalize,
+    "MoeRouteKernel": compute_route,
+    "MoeRouteIdsKernel": compute_route_ids,
+    "MoeRouteDenseKernel": compute_route_dense,
+    "MoePermuteKernel": compute_permute,
+    "RowQuantKernel": compute_rows,
+}
 
 
 def as_if_contiguous(tensor: Any) -> Any:
@@ -224,37 +348,29 @@ def write(output: torch.Tensor, value: torch.Tensor) -> None:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """CUDA entries that take CPU tensors; what was launched is recorded."""
     recorded = Launches()
-    for module in (_fp8_product, _row_quant, _kernels, fp4_dequantize, mma_sync, routed, wgmma):
+    for module in COMPILING:
         monkeypatch.setattr(module, "compile_kernel", recorded.compile_kernel)
-    for module in (_fp8_product, _row_quant, _kernels, fp4_dequantize):
-        monkeypatch.setattr(module, "arch_of_device", lambda index: ARCHS["sm_90a"])
-        monkeypatch.setattr(module, "sm_count", lambda index: 132)
-        monkeypatch.setattr(module, "forbid_in_capture", lambda *args: None)
-    monkeypatch.setattr(mm_backends, "target_of", lambda device: Target(torch.device("cuda"), ARCHS["sm_90a"], 132))
-    monkeypatch.setattr(_decode.dequantize, "fp4_dequantize", fp4_dequantize._run)
-    monkeypatch.setattr(_fp4_product, "forbid_in_capture", lambda *args: None)
+    monkeypatch.setattr(_call, "arch_of_device", lambda index: ARCHS["sm_90a"])
+    monkeypatch.setattr(_call, "sm_count", lambda index: 132)
+    monkeypatch.setattr(_call, "forbid_in_capture", lambda *args: None)
+    target = Target(torch.device("cuda", 0), ARCHS["sm_90a"], 132)
+    monkeypatch.setattr(select, "target_of", lambda device: target)
+    # Device 0 is the CPU.
+    empty = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)  # noqa: E731
+    monkeypatch.setattr(allocate, "_empty_strided_cuda", empty)
+    monkeypatch.setattr(allocate, "_current_device", lambda: 0)
     # In the reference's order, on which float64 sums depend where large terms cancel.
     monkeypatch.setattr(cublas, "_sums", lambda a, weight: row_sums(a.double(), weight.double()).float())
-    make = _row_quant.RowQuant._make_launcher
-    on_cpu = lambda self, facts: replace(make(self, facts._replace(device=0)), device=torch.device("cpu"))  # noqa: E731
-    monkeypatch.setattr(_row_quant.RowQuant, "_make_launcher", on_cpu)
     # Launchers of the model must not outlive it, nor real ones be met in it.
-    monkeypatch.setattr(fp4_dequantize, "_launchers", {})
+    forget_all()
+    yield recorded
+    forget_all()
+
+
+def forget_all() -> None:
+    """Have no op remember a call."""
     for op in OPS.values():
-        for value in vars(sys.modules[op.function.__module__]).values():
-            if isinstance(value, _fp4_product.FP4Product):
-                monkeypatch.setattr(value, "_usual", {})
-                monkeypatch.setattr(value, "_launchers", {})
-                monkeypatch.setattr(value, "_ran", set())
-            if isinstance(value, _kernels.Kernels):
-                monkeypatch.setattr(value, "found", {})
-            if isinstance(value, _fp8_product.FP8Product):
-                monkeypatch.setattr(value, "_usual", {})
-                monkeypatch.setattr(value, "_ran", {})
-            if isinstance(value, _row_quant.RowQuant):
-                for launchers in ("_launchers", "_padding_launchers"):
-                    monkeypatch.setattr(value, launchers, {})
-    return recorded
+        _call.forget_launchers(op.path)

@@ -228,21 +228,30 @@ def unpack(packed: np.ndarray) -> np.ndarray:
 
 
 def quantise_fp8(value: np.ndarray, granularity: str, scale: float | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """e4m3 bytes (M, K) of fp32 rows, and fp32 scales: (1,) for a given scale, or else (M, scales of a row)."""
+    """e4m3 bytes (M, K) of fp32 rows, and fp32 scales: (1,) for a given scale, or else (M, scales of a row).
+
+    With 128 elements a scale, the last of a row may have 64 elements."""
     assert value.dtype == np.float32 and value.ndim == 2
     with np.errstate(all="ignore"):
         if granularity == "tensor":
             return e4m3(value / np.float32(scale)), np.array([scale], np.float32)
-        rows, width = value.shape
-        block = {"token": width, "block128": 128}[granularity]
-        blocks = value.reshape(rows, width // block, block)
-        bad = ~np.isfinite(blocks).all(-1)
-        amax = np.abs(np.where(bad[..., None], np.float32(0), blocks)).max(-1)
-        scales = amax / np.float32(448)
-        dead = bad | (scales == 0)
-        codes = e4m3(blocks / np.where(dead, np.float32(1), scales)[..., None])
-    codes = np.where(dead[..., None], 0, codes).astype(np.uint8)
-    return codes.reshape(rows, width), np.where(bad, np.float32(np.nan), scales)
+        codes, scales = [], []
+        for block in fp8_blocks(value, granularity):
+            assert block.shape[1] % 64 == 0 or granularity == "token"
+            bad = ~np.isfinite(block).all(-1)
+            amax = np.abs(np.where(bad[:, None], np.float32(0), block)).max(-1)
+            quotient = amax / np.float32(448)
+            dead = bad | (quotient == 0)
+            code = e4m3(block / np.where(dead, np.float32(1), quotient)[:, None])
+            codes.append(np.where(dead[:, None], 0, code).astype(np.uint8))
+            scales.append(np.where(bad, np.float32(np.nan), quotient))
+    return np.concatenate(codes, 1), np.stack(scales, 1)
+
+
+def fp8_blocks(value: np.ndarray, granularity: str) -> list[np.ndarray]:
+    """The columns of rows (M, K) that share a scale for each row."""
+    step = {"token": value.shape[1], "block128": 128}[granularity]
+    return [value[:, begin : begin + step] for begin in range(0, value.shape[1], step)]
 
 
 # Before quantisation
@@ -271,11 +280,28 @@ def add(a: np.ndarray, b: np.ndarray, dtype: str) -> np.ndarray:
 def silu_mul(value: np.ndarray) -> np.ndarray:
     """``a / (1 + exp(-a)) · b`` of the halves of rows (M, 2I), rounded to fp32 after each of the two products; where
     exp(-a) overflows fp32 it is infinite."""
+    gate, up = np.split(value.astype(np.float32), 2, axis=-1)
     with np.errstate(all="ignore"):
-        a, b = np.split(value.astype(np.float64), 2, axis=-1)
-        exponential = np.exp(-a)
-        silu = (a / (1 + np.where(exponential > FLT_MAX, np.inf, exponential))).astype(np.float32)
-        return silu * b.astype(np.float32)
+        return _gated(gate, gate) * up
+
+
+def swiglu(value: np.ndarray, alpha: float, beta: float, limit: float | None) -> np.ndarray:
+    """``g · sigmoid(alpha · g) · (u + beta)`` of the halves of rows (M, 2I), each clamped (the gate from above alone).
+
+    Rounded to fp32 after ``alpha · g``, ``g · sigmoid``, the sum and the product; the sigmoid as in ``silu_mul``."""
+    gate, up = np.split(value.astype(np.float32), 2, axis=-1)
+    with np.errstate(over="ignore"):
+        limit = np.float32(np.inf if limit is None else limit)
+    gate = np.where(gate > limit, limit, gate)
+    up = np.where(np.abs(up) > limit, np.copysign(limit, up), up)
+    with np.errstate(all="ignore"):
+        return _gated(gate, gate * np.float32(alpha)) * (up + np.float32(beta))
+
+
+def _gated(value: np.ndarray, gate: np.ndarray) -> np.ndarray:
+    """``value · sigmoid(gate)`` in float64, rounded to fp32; 0 for the sigmoid where exp(-gate) overflows fp32."""
+    exponential = np.exp(-gate.astype(np.float64))
+    return (value.astype(np.float64) / (1 + np.where(exponential > FLT_MAX, np.inf, exponential))).astype(np.float32)
 
 
 # The norm

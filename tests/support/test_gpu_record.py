@@ -1,11 +1,13 @@
 """``pytest --gpu-record``: what it writes, and when it refuses."""
 
+import argparse
 import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,54 @@ def test_record(project, distribution):
     assert record["source_digest"] == source_digest()
     assert record["python"] == ".".join(map(str, sys.version_info[:3]))
     assert {"date", "driver", "cuda", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi"} <= set(record)
+
+
+def test_a_part_is_recorded_as_one(project):
+    """Each test is in one part."""
+    ran = []
+    for part in ("1/2", "2/2"):
+        record = project.path / f"{part[0]}.json"
+        arguments = ("--gpu-record", record.name, "--part", part, "--seed", "7")
+        result = project.runpytest_subprocess(*arguments)
+        if part == "1/2":
+            assert json.loads(record.read_text())["missing_parts"] == [2]
+        else:
+            assert not record.exists()
+            result.stdout.fnmatch_lines(["*--gpu-record wrote nothing: *2.json is of a run with other *"])
+        ran.append(sum(result.parseoutcomes().get(kind, 0) for kind in ("passed", "failed", "skipped", "xfailed")))
+    assert sum(ran) == 4
+
+
+def test_parts_add_up(tmp_path, monkeypatch):
+    """To the record of the whole suite, if all are of one run, in any order behind the first."""
+    spec = importlib.util.spec_from_file_location("conftest_of_test", HERE / "conftest.py")
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    path = tmp_path / "record.json"
+    run = dict.fromkeys(conftest.SAME_IN_PARTS, "one")
+
+    def add(number, count=3, passed=1, **changes):
+        part = conftest.GpuRecord.__new__(conftest.GpuRecord)
+        part.path, part.skips, part.incomplete = path, Counter({"why": number}), []
+        ran = {"passed": passed, "failed": number, "skipped": number, "xfailed": 0, "skip_reasons": dict(part.skips)}
+        record = part.with_other_parts({**run, **ran, **changes}, number, count)
+        if not part.incomplete:
+            path.write_text(json.dumps(record))
+        return record, part.incomplete
+
+    assert add(2)[1] == [f"{path} is of a run with other {', '.join(conftest.SAME_IN_PARTS)}"]
+    assert add(1)[0]["missing_parts"] == [2, 3]
+    assert add(3, passed=10)[0]["missing_parts"] == [2]
+    assert add(3)[1] == [f"{path} is of a run with other parts"]
+    assert add(2, count=4)[1] == [f"{path} is of a run with other parts"]
+    assert add(2, source_digest="another")[1] == [f"{path} is of a run with other source_digest"]
+    whole, _ = add(2, passed=100)
+    counts = {"passed": 111, "failed": 6, "skipped": 6, "xfailed": 0, "skip_reasons": {"why": 6}}
+    assert whole == {key: value for key, value in run.items() if key != "parts"} | counts
+    assert add(1)[0]["missing_parts"] == [2, 3]  # which begins anew
+    for text in ("3/2", "0/2", "1", "a/b", "-1/2"):
+        with pytest.raises(argparse.ArgumentTypeError, match=rf"'{text}' is no part; expected I/N"):
+            conftest.part_of(text)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from torch_cute_ops.registry import OPS
+from torch_cute_ops.testing import sample_inputs
 
 PATH = Path(__file__).parents[2] / "tools" / "run_samples.py"
 
@@ -30,7 +31,7 @@ def test_samples_pass(program, monkeypatch, capsys, op):
     """Every sample is called: on a CPU, once."""
     run(program, monkeypatch, op)
     calls = int(capsys.readouterr().out.split()[0])
-    assert calls == len(list(OPS[op].sample_inputs(torch.device("cpu"))))
+    assert calls == len(list(sample_inputs(OPS[op].name, torch.device("cpu"))))
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -1,16 +1,12 @@
 """Output of ``fp4_dequantize``."""
 
+from typing import Any
+
 import torch
 
+from torch_cute_ops.formats.shapes import OutputShapes
 
-def fp4_dequantize(
-    y: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None = None,
-    block_size: int = 16,
-    scale_format: str | None = None,
-    scale_layout: str = "linear",
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
+
+def fp4_dequantize(y: torch.Tensor, out_dtype: torch.dtype | None, **_: Any) -> OutputShapes:
     """Values (..., K)."""
-    return y.new_empty((*y.shape[:-1], y.shape[-1] * 2), dtype=out_dtype)
+    return [((*y.shape[:-1], y.shape[-1] * 2), out_dtype or torch.bfloat16)]

@@ -1,46 +1,24 @@
-"""Outputs of ``fp4_quantize``, and the FP4 output pair that every FP4-producing fake shares."""
+"""Outputs of ``fp4_quantize``, and of what quantises rows to FP4."""
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from torch_cute_ops.formats import FP4Format, ScaleLayout, resolve_fp4_format, resolve_scale_layout
-
-
-def row_count(lead: Sequence[int]) -> int:
-    """Rows of a tensor with these leading dimensions."""
-    rows = 1
-    for extent in lead:
-        rows = rows * extent
-    return rows
-
-
-def fp4_shapes(shape: Sequence[int], fmt: FP4Format, layout: ScaleLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the packed codes and of the scales of a tensor of ``shape`` (..., K)."""
-    *lead, width = shape
-    blocks = width // fmt.block_size
-    if layout.is_linear:
-        scale: tuple[int, ...] = (*lead, blocks)
-    else:
-        scale = (layout.padded_rows(row_count(lead)), layout.padded_blocks(blocks))
-    return (*lead, width // 2), scale
-
-
-def empty_fp4(
-    shape: Sequence[int], like: torch.Tensor, block_size: int, scale_format: str | None, scale_layout: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised codes and scales of a tensor of ``shape`` (..., K), where ``like`` is."""
-    fmt = resolve_fp4_format(block_size, scale_format)
-    y, scale = fp4_shapes(shape, fmt, resolve_scale_layout(scale_layout))
-    return like.new_empty(y, dtype=torch.uint8), like.new_empty(scale, dtype=fmt.scale_dtype)
+from torch_cute_ops.formats import resolve_fp4_format, resolve_scale_layout
+from torch_cute_ops.formats.shapes import OutputShapes, fp4_shapes
 
 
 def fp4_quantize(
-    input: torch.Tensor,
-    global_scale: torch.Tensor | None = None,
-    block_size: int = 16,
-    scale_format: str | None = None,
-    scale_layout: str = "linear",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (..., K/2) and scales."""
-    return empty_fp4(input.shape, input, block_size, scale_format, scale_layout)
+    input: torch.Tensor, block_size: int, scale_format: str | None, scale_layout: str, **_: Any
+) -> OutputShapes:
+    """Codes (..., H/2) and scales."""
+    return fp4_outputs(input.shape, block_size, scale_format, scale_layout)
+
+
+def fp4_outputs(
+    shape: tuple[int, ...], block_size: int, scale_format: str | None, scale_layout: str = "128x4"
+) -> OutputShapes:
+    """Codes and scales of a tensor of ``shape`` (..., K)."""
+    fmt = resolve_fp4_format(block_size, scale_format)
+    y, scale = fp4_shapes(shape, fmt, resolve_scale_layout(scale_layout))
+    return [(y, torch.uint8), (scale, fmt.scale_dtype)]

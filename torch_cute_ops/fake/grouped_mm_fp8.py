@@ -1,16 +1,13 @@
 """Output of ``grouped_mm_fp8``."""
 
+from typing import Any
+
 import torch
 
+from torch_cute_ops.fake.mm_fp4 import result_dtype
+from torch_cute_ops.formats.shapes import OutputShapes
 
-def grouped_mm_fp8(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    offsets: torch.Tensor | None = None,
-    counts: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
-    """Products (R, N), or (E, rows of an expert, N)."""
-    return a.new_empty((*a.shape[:-1], b.shape[1]), dtype=out_dtype)
+
+def grouped_mm_fp8(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None, **_: Any) -> OutputShapes:
+    """(R, N), or (E, rows of an expert, N)."""
+    return [((*a.shape[:-1], b.shape[1]), result_dtype(a, out_dtype))]

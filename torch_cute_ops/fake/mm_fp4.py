@@ -1,19 +1,17 @@
-"""Output of ``mm_fp4``."""
+"""Output of ``mm_fp4``, and the dtype that results of GEMMs have."""
+
+from typing import Any
 
 import torch
 
+from torch_cute_ops.formats.shapes import OutputShapes
 
-def mm_fp4(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    alpha: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    block_size: int = 16,
-    scale_format: str | None = None,
-    scale_layout: str = "128x4",
-    backend: str = "auto",
-) -> torch.Tensor:
-    """Products (M, N)."""
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+def mm_fp4(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None, **_: Any) -> OutputShapes:
+    """(M, N)."""
+    return [((a.shape[0], b.shape[1]), result_dtype(a, out_dtype))]
+
+
+def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype that is named; or that of the activations, where these have 16 bits; or bfloat16."""
+    return out_dtype or (a.dtype if a.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16)

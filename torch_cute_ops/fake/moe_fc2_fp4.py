@@ -1,19 +1,13 @@
 """Output of ``moe_fc2_fp4``."""
 
+from typing import Any
+
 import torch
 
+from torch_cute_ops.fake.mm_fp4 import result_dtype
+from torch_cute_ops.formats.shapes import OutputShapes
 
-def moe_fc2_fp4(
-    a: torch.Tensor,
-    w: torch.Tensor,
-    a_scale: torch.Tensor,
-    w_scale: torch.Tensor,
-    alpha: torch.Tensor,
-    out_dtype: torch.dtype = torch.bfloat16,
-    block_size: int = 16,
-    scale_format: str | None = None,
-    scale_layout: str = "128x4",
-    backend: str = "auto",
-) -> torch.Tensor:
+
+def moe_fc2_fp4(a: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype | None, **_: Any) -> OutputShapes:
     """Sums over the experts (M, N)."""
-    return a.new_empty((a.shape[0], w.shape[0]), dtype=out_dtype)
+    return [((a.shape[0], w.shape[0]), result_dtype(a, out_dtype))]

@@ -1,13 +1,12 @@
 """Output of ``moe_finalize``."""
 
+from typing import Any
+
 import torch
 
+from torch_cute_ops.formats.shapes import OutputShapes
 
-def moe_finalize(
-    input: torch.Tensor,
-    expanded_to_permuted: torch.Tensor,
-    weights: torch.Tensor,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
+
+def moe_finalize(input: torch.Tensor, expanded_to_permuted: torch.Tensor, **_: Any) -> OutputShapes:
     """Rows (M, H) of the input's dtype."""
-    return input.new_empty((expanded_to_permuted.shape[0], input.shape[1]))
+    return [((expanded_to_permuted.shape[0], input.shape[1]), input.dtype)]

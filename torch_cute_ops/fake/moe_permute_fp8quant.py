@@ -1,17 +1,13 @@
 """Outputs of ``moe_permute_fp8quant``."""
 
+from typing import Any
+
 import torch
 
-from torch_cute_ops.formats import FP8_BLOCK128
+from torch_cute_ops.fake.rmsnorm_fp8quant import fp8_outputs
+from torch_cute_ops.formats.shapes import OutputShapes
 
 
-def moe_permute_fp8quant(
-    input: torch.Tensor,
-    permuted_to_expanded: torch.Tensor,
-    topk: int,
-    expanded_to_permuted: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (R, H) and scales (H/128, R)."""
-    rows, width = permuted_to_expanded.shape[0], input.shape[1]
-    y = input.new_empty((rows, width), dtype=torch.float8_e4m3fn)
-    return y, input.new_empty((width // FP8_BLOCK128.block_size, rows), dtype=torch.float32)
+def moe_permute_fp8quant(input: torch.Tensor, permuted_to_expanded: torch.Tensor, **_: Any) -> OutputShapes:
+    """Codes (R, H) and scales (⌈H/128⌉, R)."""
+    return fp8_outputs((permuted_to_expanded.shape[0], input.shape[1]), "block128", "column")

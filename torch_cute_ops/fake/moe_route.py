@@ -1,29 +1,15 @@
 """Outputs of ``moe_route``."""
 
+from typing import Any
+
 import torch
 
-from torch_cute_ops.formats.experts import rows_bound
+from torch_cute_ops.fake.moe_route_ids import order_shapes
+from torch_cute_ops.formats.shapes import OutputShapes
 
 
-def moe_route(
-    logits: torch.Tensor,
-    topk: int,
-    bias: torch.Tensor | None = None,
-    scoring: str = "softmax",
-    num_groups: int = 1,
-    topk_groups: int = 1,
-    renormalize: bool = True,
-    scaling_factor: float = 1.0,
-    alignment: int = 128,
-    max_rows: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights, ids and places (M, topk); pairs of rows (R,); offsets (E + 1,) and counts (E,)."""
+def moe_route(logits: torch.Tensor, topk: int, alignment: int, max_rows: int | None, **_: Any) -> OutputShapes:
+    """Weights and ids (M, topk), then the order of rows that ``moe_route_ids`` gives."""
     tokens, experts = logits.shape
-    rows = rows_bound(tokens, topk, experts, alignment) if max_rows is None else experts * max_rows
-
-    def integers(*shape: int) -> torch.Tensor:
-        return logits.new_empty(shape, dtype=torch.int32)
-
-    weights = logits.new_empty((tokens, topk), dtype=torch.float32)
-    pairs = (weights, integers(tokens, topk), integers(tokens, topk))
-    return *pairs, integers(rows), integers(experts + 1), integers(experts)
+    pairs = (tokens, topk)
+    return [(pairs, torch.float32), (pairs, torch.int32), *order_shapes(tokens, topk, experts, alignment, max_rows)]

@@ -1,19 +1,13 @@
 """Outputs of ``rmsnorm_fp4quant_with_norm``."""
 
+from typing import Any
+
 import torch
 
-from torch_cute_ops.fake.fp4_quantize import empty_fp4
+from torch_cute_ops.fake.fp4_quantize import fp4_quantize
+from torch_cute_ops.formats.shapes import OutputShapes
 
 
-def rmsnorm_fp4quant_with_norm(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    global_scale: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    block_size: int = 16,
-    scale_format: str | None = None,
-    scale_layout: str = "linear",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rmsnorm_fp4quant_with_norm(input: torch.Tensor, **choices: Any) -> OutputShapes:
     """Codes (..., H/2), scales, and the norm (..., H) in the input dtype."""
-    y, scale = empty_fp4(input.shape, input, block_size, scale_format, scale_layout)
-    return y, scale, input.new_empty(input.shape)
+    return [*fp4_quantize(input, **choices), (input.shape, input.dtype)]

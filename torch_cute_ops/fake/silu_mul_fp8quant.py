@@ -1,16 +1,14 @@
 """Outputs of ``silu_mul_fp8quant``."""
 
+from typing import Any
+
 import torch
 
-from torch_cute_ops.fake.rmsnorm_fp8quant import empty_fp8
+from torch_cute_ops.fake.rmsnorm_fp8quant import fp8_outputs
 from torch_cute_ops.fake.silu_mul_fp4quant import halved
+from torch_cute_ops.formats.shapes import OutputShapes
 
 
-def silu_mul_fp8quant(
-    input: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    granularity: str = "token",
-    scale_layout: str = "row",
-) -> tuple[torch.Tensor, torch.Tensor]:
+def silu_mul_fp8quant(input: torch.Tensor, granularity: str, scale_layout: str, **_: Any) -> OutputShapes:
     """Codes (..., I) and scales, of an input (..., 2I)."""
-    return empty_fp8(halved(input.shape), input, granularity, scale_layout)
+    return fp8_outputs(halved(input), granularity, scale_layout)

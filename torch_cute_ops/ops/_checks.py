@@ -1,5 +1,9 @@
-"""Checks at the ops' door. Each raises with the op, the argument, what it got, what it expects, and where it helps the
-fix."""
+"""Checks of the ops' arguments. Each raises with the op, the argument, what it got, what it expects, and, where it
+helps, the fix."""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 
@@ -12,6 +16,7 @@ from torch_cute_ops.formats import (
     resolve_scale_layout,
 )
 from torch_cute_ops.formats.experts import MAX_EXPERTS, MAX_TOPK
+from torch_cute_ops.runtime.dispatch import PLAIN
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -28,6 +33,13 @@ def check_dtype(op: str, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dt
         )
 
 
+def check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
+    """``tensor`` has a storage and strides."""
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        what = "quantised by torch" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        raise ValueError(f"cute::{op}: {name} is {what}; expected a dense tensor")
+
+
 def check_shape(op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], meaning: str) -> None:
     """``tensor`` has ``shape``."""
     if tensor.shape != shape:
@@ -38,24 +50,6 @@ def check_device(op: str, name: str, tensor: torch.Tensor, other: str, device: t
     """``tensor`` is on ``device``, where the argument named ``other`` is."""
     if tensor.device != device:
         raise ValueError(f"cute::{op}: {name} is on {tensor.device}, {other} on {device}; move them to one device")
-
-
-def asks_for_grad(*tensors: torch.Tensor | None) -> bool:
-    """Whether gradients are on, and one of those that there are requires one."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False
-
-
-def check_no_grad(op: str, *tensors: torch.Tensor | None) -> None:
-    """No gradient is asked for: the ops are for inference and have no backward."""
-    if asks_for_grad(*tensors):
-        raise ValueError(
-            f"cute::{op} has no gradient, and an input requires grad; "
-            "call it under torch.no_grad() or torch.inference_mode(), or detach the input"
-        )
 
 
 def check_fp4_format(
@@ -106,9 +100,13 @@ def check_fp8_scale(op: str, scale: torch.Tensor | None, fmt: FP8Format, other: 
 def check_scalar(op: str, name: str, tensor: torch.Tensor, other: str, device: torch.device) -> None:
     """``tensor`` is one fp32 element on ``device``, where the argument named ``other`` is."""
     check_dtype(op, name, tensor, (torch.float32,))
-    if tensor.numel() != 1:
-        raise ValueError(f"cute::{op}: {name} has shape {tuple(tensor.shape)}; expected one element")
+    _check_sizes(op, name, tensor, tensor.numel() == 1, "one element")
     check_device(op, name, tensor, other, device)
+
+
+def _check_sizes(op: str, name: str, tensor: torch.Tensor, are_right: bool, expected: str) -> None:
+    if not are_right:
+        raise ValueError(f"cute::{op}: {name} has shape {tuple(tensor.shape)}; expected {expected}")
 
 
 def check_rows(
@@ -123,11 +121,9 @@ def check_rows(
     check_dtype(op, name, tensor, dtypes)
     if tensor.dim() == 0:
         raise ValueError(f"cute::{op}: {name} has no dimension; expected (..., {'2K' if halves else 'K'})")
-    width = tensor.shape[-1]
-    # Without blocks of its own, a row may have any length.
-    block = fmt.block_size or 1
-    if width == 0 or width % (2 * block if halves else block) != 0:
-        expected = f"multiple of the block size, {block}" if fmt.block_size else "number of elements"
+    width, multiple = tensor.shape[-1], fmt.width_multiple
+    if width == 0 or width % (2 * multiple if halves else multiple) != 0:
+        expected = f"multiple of {multiple}" if fmt.block_size else "number of elements"
         raise ValueError(
             f"cute::{op}: {name} has a last dimension of {width}; "
             f"expected {'two halves, each ' if halves else ''}a positive {expected}"
@@ -162,64 +158,104 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def check_overlap(op: str, name: str, written: torch.Tensor, other: str, read: torch.Tensor) -> None:
-    """``written`` is ``read``, or shares no memory with it; for real tensors only.
+def check_no_sharing(
+    op: str,
+    outputs: Mapping[str, torch.Tensor],
+    arguments: Mapping[str, torch.Tensor],
+    updated: Collection[str],
+    may_share: tuple[str, str] | None,
+) -> None:
+    """No output, and no argument that is updated in place, shares memory with another tensor of the call.
 
-    Columns of one matrix count as apart; of other views that reach into each other, some that are apart are refused.
+    An updated argument may be the very view that ``input`` is, or hold other columns of the same rows. The output and
+    the argument of ``may_share`` may be the same view too.
     """
-    if written.numel() == 0:
-        return
+    written = {**outputs, **{name: arguments[name] for name in updated}}
+    others = {**arguments, **outputs}
+    for name, tensor in written.items():
+        for other, read in others.items():
+            if other == name or not _overlap(tensor, read):
+                continue
+            with_input = name in updated and other == "input"
+            if (with_input or (name, other) == may_share) and _is_same_view(tensor, read):
+                continue
+            if with_input and _are_columns_apart(tensor, read):
+                continue
+            what = "is updated in place and shares" if name in updated else "shares"
+            same = " without being the same view" if with_input else ""
+            raise ValueError(f"cute::{op}: {name} {what} memory with {other}{same}; pass a tensor of its own as {name}")
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int, int] | None:
+    """Where a tensor lies: which memory (0: the address space), its first byte there, and the byte behind its last;
+    ``None`` where sizes are symbols."""
+    if any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride(), tensor.storage_offset())):
+        return None
+    space: int
+    begin: int
+    if type(tensor) in PLAIN and not tensor.is_meta:
+        space, begin = 0, tensor.data_ptr()
+    else:  # meta and fake tensors have no addresses, but storages
+        space, begin = tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.element_size()
+    last = sum(stride * (extent - 1) for stride, extent in zip(tensor.stride(), tensor.shape, strict=True))
+    return space, begin, begin + (int(last) + 1) * tensor.element_size()
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the ranges of memory that two tensors lie in overlap; ``False`` where that cannot be known yet."""
+    mine, others = _place(one), _place(other)
+    if mine is None or others is None or one.numel() == 0 or other.numel() == 0:
+        return False
+    return mine[0] == others[0] and mine[1] < others[2] and others[1] < mine[2]
+
+
+def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors that overlap have the same elements at the same places; dimensions of one do not count."""
     steps = [
         [stride for stride, extent in zip(tensor.stride(), tensor.shape, strict=True) if extent > 1]
-        for tensor in (written, read)
+        for tensor in (one, other)
     ]
-    if written.data_ptr() == read.data_ptr() and steps[0] == steps[1]:
-        return
-    begins, ends = [], []
-    for tensor in (written, read):
-        begins.append(tensor.data_ptr())
-        ends.append(tensor.data_ptr() + reach(tensor))
-    if ends[0] <= begins[1] or ends[1] <= begins[0]:
-        return
-    if written.dim() == 2 and written.stride() == read.stride() and written.stride(1) == 1:
-        pitch, width = (extent * written.element_size() for extent in (written.stride(0), written.shape[1]))
-        if width <= (begins[1] - begins[0]) % pitch <= pitch - width:
-            return
-    raise ValueError(
-        f"cute::{op}: {name} is updated in place and shares memory with {other} without being the same view; "
-        f"pass {other}.clone()"
-    )
+    return _place(one) == _place(other) and steps[0] == steps[1]
 
 
-def reach(tensor: torch.Tensor) -> int:
-    """Bytes from the first element of a tensor that has any to behind its last."""
-    last = sum(stride * (extent - 1) for stride, extent in zip(tensor.stride(), tensor.shape, strict=True))
-    return (last + 1) * tensor.element_size()
-
-
-def check_apart(op: str, name: str, written: torch.Tensor, other: str, read: torch.Tensor) -> None:
-    """``written``, which is contiguous, and ``read`` share no memory; for real tensors only."""
-    if not are_apart(written, read):
-        raise ValueError(f"cute::{op}: {name} shares memory with {other}; pass another tensor as {name}")
-
-
-def are_apart(written: torch.Tensor, read: torch.Tensor) -> bool:
-    """Whether ``read`` lies before ``written``, which is contiguous, or behind it; for real tensors only."""
-    begin, end = read.data_ptr(), read.data_ptr() + reach(read)
-    return not read.numel() or written.data_ptr() >= end or begin >= written.data_ptr() + written.nbytes
+def _are_columns_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are different columns of one matrix."""
+    if one.dim() != 2 or one.stride() != other.stride() or one.stride(1) != 1:
+        return False
+    mine, others = _place(one), _place(other)
+    assert mine is not None and others is not None
+    pitch, width = (extent * one.element_size() for extent in (one.stride(0), one.shape[1]))
+    return width <= (others[1] - mine[1]) % pitch <= pitch - width
 
 
 def check_output(
     op: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """``tensor`` can take an output: dtype, shape, device, contiguous."""
+    """``tensor`` can take an output: a tensor, its dtype, shape and device, contiguous."""
+    if not isinstance(tensor, torch.Tensor):
+        shown = "None" if tensor is None else f"a {type(tensor).__name__}"
+        raise TypeError(f"cute::{op}: {name} is {shown}; expected a tensor")
+    check_dense(op, name, tensor)
     check_dtype(op, name, tensor, (dtype,))
     check_shape(op, name, tensor, shape, "the shape of the op's output")
     check_device(op, name, tensor, "the input", device)
     if not tensor.is_contiguous():
         raise ValueError(f"cute::{op}: {name} has strides {tensor.stride()}; expected a contiguous tensor")
-    if asks_for_grad(tensor):
-        raise ValueError(f"cute::{op} has no gradient, and {name} requires grad; detach it, or call under no_grad()")
+
+
+def check_given_outputs(op: str, out: Any, names: tuple[str, ...]) -> Any:
+    """``out`` is a tensor, or a tuple of one for each of several outputs; returns it."""
+    if len(names) == 1:
+        if not isinstance(out, torch.Tensor):
+            raise TypeError(f"cute::{op}: out is a {type(out).__name__}; expected a tensor")
+        return out
+    if not isinstance(out, tuple | list):
+        raise TypeError(f"cute::{op}: out is a {type(out).__name__}; expected a tuple of {', '.join(names)}")
+    check_number(op, tuple(out), names)
+    for name, tensor in zip(names, out, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"cute::{op}: {name} of out is a {type(tensor).__name__}; expected a tensor")
+    return out
 
 
 def check_number(op: str, outputs: tuple[torch.Tensor, ...], names: tuple[str, ...]) -> None:
@@ -242,13 +278,8 @@ def check_packed(op: str, name: str, tensor: torch.Tensor, fmt: FP4Format) -> No
     width = tensor.shape[-1] * 2
     if width == 0 or width % fmt.block_size != 0:
         raise ValueError(
-            f"cute::{op}: {name} holds {width} elements a row; "
-            f"expected a positive multiple of the block size, {fmt.block_size}"
+            f"cute::{op}: {name} holds {width} elements a row; expected a positive multiple of {fmt.block_size}"
         )
-
-
-STORED_SINGLY = ("scale_linear", "scale_out")
-"""Outputs that kernels store an element at a time, at any address."""
 
 
 def check_aligned(op: str, name: str, tensor: torch.Tensor) -> None:
@@ -268,9 +299,15 @@ def check_topk(op: str, topk: int) -> None:
 def check_integers(op: str, name: str, tensor: torch.Tensor, other: str, device: torch.device) -> None:
     """``tensor`` is int32 and one-dimensional, on ``device``, where the argument named ``other`` is."""
     check_dtype(op, name, tensor, (torch.int32,))
-    if tensor.dim() != 1:
-        raise ValueError(f"cute::{op}: {name} has shape {tuple(tensor.shape)}; expected one dimension")
+    _check_sizes(op, name, tensor, tensor.dim() == 1, "one dimension")
     check_device(op, name, tensor, other, device)
+
+
+def check_indices(op: str, name: str, indices: torch.Tensor, count: int, of: str) -> None:
+    """``indices`` are below ``count``, of what there are so many; for tensors on a CPU only."""
+    largest = int(indices.max()) if indices.numel() else -1
+    if largest >= count:
+        raise ValueError(f"cute::{op}: {name} holds {largest}, out of range: there are {count} {of}")
 
 
 def check_expert_rows(
@@ -298,13 +335,21 @@ def check_expert_rows(
         check_shape(op, "counts", counts, (experts,), "one for each expert")
 
 
-def check_row_outputs(
-    op: str, outputs: tuple[torch.Tensor, ...], like: tuple[torch.Tensor, ...], device: torch.device
-) -> None:
-    """``outputs`` can take codes and scales as ``like`` has them; for real tensors only."""
-    names = ("y", "scale")
-    check_number(op, outputs, names)
-    for name, tensor, want in zip(names, outputs, like, strict=True):
-        check_output(op, name, tensor, tuple(want.shape), want.dtype, device)
-    # Scales by columns are stored one by one.
-    check_aligned(op, "y", outputs[0])
+def check_out_dtype(op: str, out_dtype: torch.dtype | None) -> None:
+    """``out_dtype`` is one that results can have, or ``None``."""
+    if out_dtype is not None and out_dtype not in INPUT_DTYPES:
+        raise TypeError(f"cute::{op}: out_dtype is {out_dtype}; expected {_names(INPUT_DTYPES)}")
+
+
+def check_finite(op: str, name: str, value: float, limit: str = "", fits: bool = True) -> None:
+    """``value`` is a finite number, and fits the limit that ``limit`` describes."""
+    if not (math.isfinite(value) and fits):
+        raise ValueError(f"cute::{op}: {name} is {value!r}; expected a finite number{limit}")
+
+
+def check_swiglu(op: str, alpha: float, beta: float, limit: float | None) -> None:
+    """The parameters of the gate are finite, and its limit is positive."""
+    check_finite(op, "swiglu_alpha", alpha)
+    check_finite(op, "swiglu_beta", beta)
+    if limit is not None:
+        check_finite(op, "swiglu_limit", limit, " above 0", limit > 0)

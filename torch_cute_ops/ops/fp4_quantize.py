@@ -1,23 +1,22 @@
 """``fp4_quantize``: rows of numbers to FP4 blocks."""
 
-import torch
+from torch import Tensor
 
+from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._row_quant import RowQuant
-from torch_cute_ops.ops._signatures import FP4
-from torch_cute_ops.runtime.dispatch import is_plain_eager
-
-_quant = RowQuant("fp4_quantize", FP4)
+from torch_cute_ops.ops._signature import FP4ScaleLayout, ScaleFormat
 
 
+@define(RowQuant(), "y", "scale")
 def fp4_quantize(
-    input: torch.Tensor,
-    global_scale: torch.Tensor | None = None,
+    input: Tensor,
+    global_scale: Tensor | None = None,
     block_size: int = 16,
-    scale_format: str | None = None,
-    scale_layout: str = "linear",
+    scale_format: ScaleFormat | None = None,
+    scale_layout: FP4ScaleLayout = "128x4",
     *,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Quantise ``input`` to FP4 blocks along its last dimension.
 
     NVFP4, with ``g`` the global scale, for each block of 16, every operation in fp32: ``scale = e4m3(amax · g / 6)``
@@ -29,8 +28,8 @@ def fp4_quantize(
     Args:
         input: (..., H), bfloat16, float16 or float32; H a multiple of ``block_size``. Rows may be strided; the kernel
             reads them in place where their addresses are multiples of 16 bytes and from a copy where not.
-        global_scale: one float32 element that multiplies values before they are encoded, usually 2688 / amax of the
-            tensor; NVFP4 only. ``None`` means 1.
+        global_scale: one float32 element that multiplies values before they are encoded, usually
+            :func:`nvfp4_global_scale` of the tensor's largest magnitude; NVFP4 only. ``None`` means 1.
         block_size: 16 for NVFP4, 32 for MXFP4.
         scale_format: ``"e4m3"`` (block 16) or ``"ue8m0"`` (block 32); ``None`` follows the block size.
         scale_layout: ``"linear"``, ``"128x4"`` (cuBLAS and tcgen05) or ``"8x4"``.
@@ -45,15 +44,3 @@ def fp4_quantize(
         ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(out, input, global_scale):
-        choices = (block_size, scale_format, scale_layout)
-        return _quant.run(input, None, None, global_scale, 0.0, choices, out)
-    args = (input, global_scale, block_size, scale_format, scale_layout)
-    if out is None:
-        return torch.ops.cute.fp4_quantize.default(*args)
-    y, scale = out
-    torch.ops.cute.fp4_quantize.out(*args, y=y, scale=scale)
-    return out
-
-
-OP = _quant.spec(fp4_quantize)

@@ -1,82 +1,57 @@
-"""``grouped_mm_fp8``: products of FP8 matrices under block scales, one for each expert."""
-
-from collections.abc import Callable
-from typing import Any
+"""``grouped_mm_fp8``: a GEMM for each expert, of FP8 matrices with block scales."""
 
 import torch
+from torch import Tensor
 
-from torch_cute_ops.ops._fp8_product import FP8Product, Given
-from torch_cute_ops.runtime.dispatch import is_plain_eager
-
-
-def _arrange(
-    call: Callable[..., Any],
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    offsets: torch.Tensor | None = None,
-    counts: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Any:
-    return call(Given(a, b, a_scale, b_scale, offsets, counts, out_dtype))
+from torch_cute_ops.ops._define import define
+from torch_cute_ops.ops._gemm import Gemm
 
 
-_product = FP8Product(
-    "grouped_mm_fp8",
-    "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? offsets=None, Tensor? counts=None, "
-    "ScalarType out_dtype=bfloat16",
-    _arrange,
-)
-
-
+@define(Gemm("fp8", "fp8", over="rows"), "out")
 def grouped_mm_fp8(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    offsets: torch.Tensor | None = None,
-    counts: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    offsets: Tensor | None = None,
+    counts: Tensor | None = None,
+    alpha: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
     *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """``out[r] = a[r] @ b[e].T`` for the rows ``r`` of each expert ``e``, of FP8 matrices under block scales.
+    out: Tensor | None = None,
+) -> Tensor:
+    """``out[r] = a[r] @ b[e].T`` for the rows ``r`` of each expert ``e``, of FP8 matrices with block scales.
 
-    Which rows an expert has, the device alone knows: nothing is read back, and a captured call follows what offsets and
-    counts hold at its replay. In the contiguous layout these are the rows from ``offsets[e]`` on, up to
-    ``offsets[e + 1]``, or ``counts[e]`` of them; in the masked layout, ``counts[e]`` of the e-th part of ``a``. Other
-    rows are padding: neither what lies there is used, NaN included, nor is anything written there. Experts without rows
-    cost nothing.
+    Which rows an expert has is known on the device alone: nothing is copied to the host, and a captured call uses what
+    offsets and counts hold at its replay. In the contiguous layout an expert's rows are those from ``offsets[e]`` on,
+    up to ``offsets[e + 1]``, or ``counts[e]`` of them; in the masked layout, the first ``counts[e]`` of ``a[e]``. Other
+    rows are padding: whatever they hold, NaN included, is not used, and their results are not written. Experts without
+    rows cost nothing.
 
-    A product is as that of :func:`mm_fp8_block`: scales of 128 elements of k of a row, and of 128 rows of the weight;
-    sums of a block are multiplied by both and added up in fp32.
+    Each expert's GEMM is that of :func:`mm_fp8_block`, which has the weight as (K, N): experts' weights are stacked,
+    (E, N, K), as checkpoints hold them and without a transposed view.
 
     Args:
-        a: (R, K), float8_e4m3fn; K is a multiple of 128. Masked: (E, rows of an expert, K).
-        b: (E, N, K), the same: the experts' weights. N is a multiple of 8; E is at most 512.
-        a_scale: (K/128, R) float32. Masked: (K/128, E, rows of an expert).
-        b_scale: (E, ⌈N/128⌉, K/128) float32.
-        offsets: (E + 1,) int32, rising; ``None``: the layout is masked.
+        a: (R, K), float8_e4m3fn; K a multiple of 64, the last block may have 64 elements. Masked: (E, max_rows, K).
+        b: (E, N, K), the same of the experts' weights, contiguous; N a multiple of 8, E at most 512.
+        a_scale: (⌈K/128⌉, R) float32. Masked: (⌈K/128⌉, E, max_rows).
+        b_scale: (E, ⌈N/128⌉, ⌈K/128⌉) float32.
+        offsets: (E + 1,) int32, in ascending order; ``None``: the layout is masked.
         counts: (E,) int32, at most the rows that an expert has room for; ``None``: an expert has all of them.
-        out_dtype: bfloat16, float16 or float32.
+        alpha: float32 on the device: one element, (E,), one for each expert, or (E, N), one for each of its columns;
+            ``None`` means 1.
+        bias: (E, N), float32 or the result's dtype: added in fp32 after ``alpha``, before the one rounding.
+        out_dtype: bfloat16, float16 or float32; ``None`` means bfloat16.
+        backend: as for :func:`mm_fp8_block`.
         out: tensor like the result to write into.
 
     Returns:
-        (R, N) in ``out_dtype``, unspecified in rows of padding. Masked: (E, rows of an expert, N).
+        (R, N) in ``out_dtype``, unspecified in rows of padding. Masked: (E, max_rows, N).
 
     Raises:
-        ValueError: for a wrong shape or device, for neither offsets nor counts, or for an input that requires grad
-            while gradients are on.
+        ValueError: for a wrong shape or device; for neither offsets nor counts; for a backend that is unknown or cannot
+            compute the call, with its reason; or for an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(out, a, b, a_scale, b_scale, offsets, counts):
-        return _product.run(Given(a, b, a_scale, b_scale, offsets, counts, out_dtype), out)
-    args = (a, b, a_scale, b_scale, offsets, counts, out_dtype)
-    if out is None:
-        return torch.ops.cute.grouped_mm_fp8.default(*args)
-    torch.ops.cute.grouped_mm_fp8.out(*args, out=out)
-    return out
-
-
-OP = _product.spec(grouped_mm_fp8)

@@ -1,70 +1,52 @@
-"""``mm_fp8_block``: the product of two FP8 matrices under block scales."""
-
-from collections.abc import Callable
-from typing import Any
+"""``mm_fp8_block``: the GEMM of two FP8 matrices with block scales."""
 
 import torch
+from torch import Tensor
 
-from torch_cute_ops.ops._fp8_product import FP8Product, Given
-from torch_cute_ops.runtime.dispatch import is_plain_eager
-
-
-def _arrange(
-    call: Callable[..., Any],
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Any:
-    return call(Given(a, b, a_scale, b_scale, None, None, out_dtype))
+from torch_cute_ops.ops._define import define
+from torch_cute_ops.ops._gemm import Gemm
 
 
-_product = FP8Product(
-    "mm_fp8_block",
-    "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, ScalarType out_dtype=bfloat16",
-    _arrange,
-)
-
-
+@define(Gemm("fp8", "fp8"), "out")
 def mm_fp8_block(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    out_dtype: torch.dtype = torch.bfloat16,
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    alpha: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
     *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """``out[m, n] = Σ_j a_scale[j, m] · b_scale[n // 128, j] · (Σ_{k of block j} a[m, k] · b[k, n])`` of two FP8
-    matrices; blocks are 128 elements of k.
+    out: Tensor | None = None,
+) -> Tensor:
+    """``out[m, n] = alpha · Σ_j a_scale[j, m] · b_scale[n // 128, j] · (Σ_k a[m, k] · b[k, n]) + bias[n]`` of two FP8
+    matrices, with k in the j-th block of 128.
 
-    Operands are as the quantising ops give them (``granularity="block128"``, ``scale_layout="column"``), and as
-    checkpoints of DeepSeek-V3's kind hold them. Tensor cores add up a block; its sum is multiplied by both scales and
-    added to those of the blocks before in fp32, so that an error of these units does not grow with K.
+    Operands are as the quantising ops write them (``granularity="block128"``, ``scale_layout="column"``) and as
+    checkpoints like DeepSeek-V3's hold them. Tensor cores accumulate one block at a time; the block's sum, multiplied
+    by both scales, is added to an fp32 accumulator, so that the error of the tensor cores' own accumulation does not
+    grow with K.
 
     Args:
-        a: (M, K), float8_e4m3fn; K is a multiple of 128.
-        b: (K, N), the same: the transposed view, ``weight.t()``, of a weight (N, K). N is a multiple of 8.
-        a_scale: (K/128, M) float32.
-        b_scale: (⌈N/128⌉, K/128) float32, of 128 rows of the weight and 128 elements of k.
-        out_dtype: bfloat16, float16 or float32.
+        a: (M, K), float8_e4m3fn; K a multiple of 64, the last block may have 64 elements.
+        b: (K, N), the same of the weight: the transposed view, ``weight.t()``, of a row-major (N, K); N a multiple of
+            8.
+        a_scale: (⌈K/128⌉, M) float32.
+        b_scale: (⌈N/128⌉, ⌈K/128⌉) float32, for blocks of 128 rows of the weight and 128 elements of k.
+        alpha: float32 on the device: one element, or (N,), one for each column; ``None`` means 1.
+        bias: (N,), float32 or the result's dtype: added in fp32 after ``alpha``, before the one rounding.
+        out_dtype: bfloat16, float16 or float32; ``None`` means bfloat16.
+        backend: ``"auto"``: the fastest that :func:`autotune` measured, or else the one with the least estimated time;
+            or the name of one that :func:`backends` lists.
         out: tensor (M, N) to write into.
 
     Returns:
         (M, N) in ``out_dtype``.
 
     Raises:
-        ValueError: for a wrong shape or device, or for an input that requires grad while gradients are on.
+        ValueError: for a wrong shape, device, format or layout; for ``b`` untransposed, where that can be detected; for
+            a backend that is unknown or cannot compute the call, with its reason; or for an input that requires grad
+            while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(out, a, b, a_scale, b_scale):
-        return _product.run(Given(a, b, a_scale, b_scale, None, None, out_dtype), out)
-    args = (a, b, a_scale, b_scale, out_dtype)
-    if out is None:
-        return torch.ops.cute.mm_fp8_block.default(*args)
-    torch.ops.cute.mm_fp8_block.out(*args, out=out)
-    return out
-
-
-OP = _product.spec(mm_fp8_block)

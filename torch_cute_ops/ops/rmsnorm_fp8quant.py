@@ -1,24 +1,23 @@
 """``rmsnorm_fp8quant``: RMSNorm and FP8 quantisation of each row, in one pass."""
 
-import torch
+from torch import Tensor
 
+from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._row_quant import RowQuant
-from torch_cute_ops.ops._signatures import FP8_NORM
-from torch_cute_ops.runtime.dispatch import is_plain_eager
-
-_quant = RowQuant("rmsnorm_fp8quant", FP8_NORM, normalises=True)
+from torch_cute_ops.ops._signature import FP8Granularity, FP8ScaleLayout
 
 
+@define(RowQuant(normalises=True), "y", "scale")
 def rmsnorm_fp8quant(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None = None,
+    input: Tensor,
+    weight: Tensor,
+    scale: Tensor | None = None,
     eps: float = 1e-6,
-    granularity: str = "token",
-    scale_layout: str = "row",
+    granularity: FP8Granularity = "token",
+    scale_layout: FP8ScaleLayout = "row",
     *,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """RMS-normalise each row of ``input`` and quantise it to FP8, in one pass over memory.
 
     ``norm = v / sqrt(mean(v²) + eps) · weight`` over the last dimension in fp32 (Zhang and Sennrich 2019, eq. 4), then
@@ -31,30 +30,15 @@ def rmsnorm_fp8quant(
         input: (..., H), bfloat16, float16 or float32. Rows may be strided; the kernel reads them in place where their
             addresses are multiples of 16 bytes, and from a copy where not, or where H is no multiple of 16.
         weight: (H,), in the input dtype or float32.
-        scale: one float32 element, the scale of the whole tensor: granularity ``"tensor"``, and only that.
         eps: added to the mean square.
-        granularity: what shares a scale: ``"tensor"`` (``scale`` is given), ``"token"`` (each row) or ``"block128"``
-            (each 128 elements of a row, of which H must be a multiple).
-        scale_layout: ``"row"``, or for blocks ``"column"``, as TMA wants them.
+        scale, granularity, scale_layout: as for :func:`fp8_quantize`.
         out: tensors to write ``(y, scale)`` into.
 
     Returns:
         ``y``: (..., H) float8_e4m3fn.
-        ``scale``: float32; (1,), (..., 1), (..., H/128), or, by columns, (H/128, M) over the M flattened rows.
+        ``scale``: float32, laid out as by :func:`fp8_quantize`.
 
     Raises:
         ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(out, input, weight, scale):
-        choices = (granularity, scale_layout)
-        return _quant.run(input, None, weight, scale, eps, choices, out)
-    args = (input, weight, scale, eps, granularity, scale_layout)
-    if out is None:
-        return torch.ops.cute.rmsnorm_fp8quant.default(*args)
-    y, scale_out = out
-    torch.ops.cute.rmsnorm_fp8quant.out(*args, y=y, scale_out=scale_out)
-    return out
-
-
-OP = _quant.spec(rmsnorm_fp8quant)

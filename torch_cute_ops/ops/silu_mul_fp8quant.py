@@ -1,54 +1,42 @@
 """``silu_mul_fp8quant``: SwiGLU's gate and FP8 quantisation of each row, in one pass."""
 
-import torch
+from torch import Tensor
 
+from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._row_quant import RowQuant
-from torch_cute_ops.ops._signatures import FP8
-from torch_cute_ops.runtime.dispatch import is_plain_eager
-
-_quant = RowQuant("silu_mul_fp8quant", FP8, source="silu_mul")
+from torch_cute_ops.ops._signature import FP8Granularity, FP8ScaleLayout
 
 
+@define(RowQuant("silu_mul"), "y", "scale")
 def silu_mul_fp8quant(
-    input: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    granularity: str = "token",
-    scale_layout: str = "row",
+    input: Tensor,
+    scale: Tensor | None = None,
+    granularity: FP8Granularity = "token",
+    scale_layout: FP8ScaleLayout = "row",
+    swiglu_alpha: float = 1.0,
+    swiglu_beta: float = 0.0,
+    swiglu_limit: float | None = None,
     *,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Gate each row of ``input`` as SwiGLU does and quantise it to FP8, in one pass over memory.
 
-    ``silu(a) · b`` with ``a`` the first half of each row of ``input``, ``b`` the second, and
-    ``silu(a) = a / (1 + exp(-a))``, in fp32 (SwiGLU: Shazeer 2020, eq. 6), then quantised as :func:`rmsnorm_fp8quant`
-    does, with no rounding to the input dtype in between.
+    Gated as by :func:`silu_mul_fp4quant`, in fp32: by default ``silu(gate) · up``, where ``gate`` is the first half of
+    each row of ``input`` and ``up`` the second. Quantised as :func:`fp8_quantize` does, with no rounding to the input
+    dtype in between.
 
     Args:
         input: (..., 2I), bfloat16, float16 or float32. Rows may be strided; the kernel reads them in place where their
             addresses are multiples of 16 bytes, and from a copy where not, or where I is no multiple of 16.
-        scale: one float32 element, the scale of the whole tensor: granularity ``"tensor"``, and only that.
-        granularity: what shares a scale: ``"tensor"`` (``scale`` is given), ``"token"`` (each row) or ``"block128"``
-            (each 128 elements of a row, of which I must be a multiple).
-        scale_layout: ``"row"``, or for blocks ``"column"``, as TMA wants them.
+        scale, granularity, scale_layout: as for :func:`fp8_quantize`, with I for K.
+        swiglu_alpha, swiglu_beta, swiglu_limit: the gate's parameters, as for :func:`silu_mul_fp4quant`.
         out: tensors to write ``(y, scale)`` into.
 
     Returns:
         ``y``: (..., I) float8_e4m3fn.
-        ``scale``: float32; (1,), (..., 1), (..., I/128), or, by columns, (I/128, M) over the M flattened rows.
+        ``scale``: float32, laid out as by :func:`fp8_quantize`.
 
     Raises:
         ValueError: for a wrong shape, device, format or layout, or an input that requires grad while gradients are on.
         TypeError: for a wrong dtype.
     """
-    if is_plain_eager(out, input, scale):
-        choices = (granularity, scale_layout)
-        return _quant.run(input, None, None, scale, 0.0, choices, out)
-    args = (input, scale, granularity, scale_layout)
-    if out is None:
-        return torch.ops.cute.silu_mul_fp8quant.default(*args)
-    y, scale_out = out
-    torch.ops.cute.silu_mul_fp8quant.out(*args, y=y, scale_out=scale_out)
-    return out
-
-
-OP = _quant.spec(silu_mul_fp8quant)

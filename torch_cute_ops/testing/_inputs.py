@@ -11,7 +11,7 @@ class Sample:
     """Arguments that an op takes.
 
     Attributes:
-        name: tells what is special about it; unique among the op's samples.
+        name: what is special about it; unique among the op's samples.
         args: positional arguments.
         kwargs: keyword arguments.
     """
@@ -26,7 +26,7 @@ class ErrorInput:
     """Arguments that an op refuses, and how.
 
     Attributes:
-        name: tells what is wrong; unique among the op's error inputs.
+        name: what is wrong; unique among the op's error inputs.
         args: positional arguments.
         kwargs: keyword arguments.
         error: type of the exception.

@@ -13,7 +13,7 @@ from torch_cute_ops.runtime.compiler import Kernel, trace_and_compile
 
 @dataclass(frozen=True)
 class Resources:
-    """Of one device kernel, as ptxas reports them.
+    """Resources of one device kernel, as ptxas reports them.
 
     Attributes:
         registers: of a thread.
@@ -35,7 +35,7 @@ def compile_for(kernel: Kernel, arch: Arch) -> tuple[Any, list[Resources]]:
     DSL also looks up the source line of each operation, which takes a third of the time and is not needed here.
 
     Raises:
-        RuntimeError: if there are none, or they say that warpgroup products do not overlap.
+        RuntimeError: if there are none, or they say that warpgroup MMAs do not overlap.
     """
     from cutlass._mlir_helpers import op
 
@@ -50,7 +50,7 @@ def parse(remarks: str) -> list[Resources]:
     """The figures in the output of ``ptxas -v`` for each device kernel.
 
     Raises:
-        RuntimeError: if they are not there, or say that warpgroup products do not overlap.
+        RuntimeError: if they are not there, or say that warpgroup MMAs do not overlap.
     """
     # With spills, they come as part of a longer message, which is wrapped.
     remarks = " ".join(remarks.split())
@@ -59,7 +59,7 @@ def parse(remarks: str) -> list[Resources]:
     if not used or len(spills) != len(used):
         raise RuntimeError(f"expected ptxas's remarks on kernels, got: {remarks!r}")
     if "wgmma.mma_async instructions are serialized" in remarks:
-        raise RuntimeError(f"ptxas does not overlap warpgroup products: {remarks!r}")
+        raise RuntimeError(f"ptxas does not overlap warpgroup MMAs: {remarks!r}")
     return [
         Resources(int(registers), int(stack), int(stores) + int(loads), int(smem or 0))
         for (stack, stores, loads), (registers, smem) in zip(spills, used, strict=True)

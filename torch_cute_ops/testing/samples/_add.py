@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
-from torch_cute_ops.testing.samples._norm import norm_samples, random_weight
+from torch_cute_ops.testing.samples._norm import norm_errors, norm_out_errors, norm_samples, random_weight
 from torch_cute_ops.testing.samples._rows import DTYPES, Family, random_rows, short, special_rows, views
 
 
@@ -33,8 +33,8 @@ def add_norm_samples(family: Family, device: torch.device) -> Iterator[Sample]:
     for name, residual in views(32, device):
         if 0 not in residual.stride():
             yield sample(name, random_rows(*residual.shape, dtype=residual.dtype, device=device), residual)
-    yield from (sample(*facts) for facts in _shared(device))
-    yield from (sample(*facts, **family.small) for facts in _values(device))
+    yield from (sample(*rows) for rows in _shared(device))
+    yield from (sample(*rows, **family.small) for rows in _values(device))
 
 
 def _parts(sample: Sample) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
@@ -86,6 +86,13 @@ def add_norm_errors(errors: Iterable[ErrorInput]) -> Iterator[ErrorInput]:
         rows, weight = error.args
         residual = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)
         yield replace(error, args=(rows, residual, weight))
+
+
+def add_norm_error_inputs(family: Family, device: torch.device, returns_norm: bool = False) -> Iterator[ErrorInput]:
+    """All bad inputs of an op that adds rows to a residual and normalises the sum."""
+    yield from add_norm_errors(norm_errors(family, device))
+    yield from residual_errors(device)
+    yield from add_norm_errors(norm_out_errors(family, device, returns_norm=returns_norm))
 
 
 def residual_errors(device: torch.device) -> Iterator[ErrorInput]:

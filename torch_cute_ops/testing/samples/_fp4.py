@@ -7,23 +7,14 @@ import torch
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.testing._inputs import ErrorInput
-from torch_cute_ops.testing.samples._rows import (
-    DTYPES,
-    Family,
-    Rows,
-    input_errors,
-    random_rows,
-    scalar_errors,
-    short,
-    special_rows,
-    views,
-)
+from torch_cute_ops.testing.samples._row_errors import input_errors, scalar_errors
+from torch_cute_ops.testing.samples._rows import DTYPES, Family, Rows, random_rows, short, special_rows, views
 
 FORMATS = (NVFP4, MXFP4)
 
 
 def random_global_scale(device: torch.device) -> torch.Tensor:
-    """One fp32 element, of a usual size and with all its bits used."""
+    """One fp32 element, of an ordinary size, with a full significand."""
     return torch.rand(1, device=device) * 400 + 10
 
 
@@ -121,7 +112,7 @@ def _errors(good: torch.Tensor, halves: bool = False) -> Iterator[ErrorInput]:
     yield from input_errors(good)
     parts, what = (2, "two halves, each ") if halves else (1, "")
     for name, width, block in (("", 56, 16), ("-mxfp4", 48, 32)):
-        text = rf"last dimension of {width * parts}; expected {what}a positive multiple of the block size, {block}"
+        text = rf"last dimension of {width * parts}; expected {what}a positive multiple of {block}"
         yield bad(f"width-not-a-multiple{name}", ValueError, text, good[:, : width * parts], block_size=block)
     if halves:
         for name, width in (("odd", 33), ("one-block", 16)):

@@ -7,17 +7,8 @@ import torch
 
 from torch_cute_ops.formats import FP8_BLOCK128, FP8_FORMATS, FP8_SCALE_LAYOUTS, FP8_TENSOR, FP8Format
 from torch_cute_ops.testing._inputs import ErrorInput
-from torch_cute_ops.testing.samples._rows import (
-    DTYPES,
-    Family,
-    Rows,
-    input_errors,
-    random_rows,
-    scalar_errors,
-    short,
-    special_rows,
-    views,
-)
+from torch_cute_ops.testing.samples._row_errors import input_errors, scalar_errors
+from torch_cute_ops.testing.samples._rows import DTYPES, Family, Rows, random_rows, short, special_rows, views
 
 CHOICES = tuple(
     (fmt, layout)
@@ -28,7 +19,7 @@ CHOICES = tuple(
 
 
 def random_scale(device: torch.device) -> torch.Tensor:
-    """One fp32 element, of a usual size and with all its bits used."""
+    """One fp32 element, of an ordinary size, with a full significand."""
     return torch.rand(1, device=device) * 0.05 + 0.001
 
 
@@ -70,11 +61,16 @@ def _shapes(parts: int, device: torch.device) -> Iterator[Rows]:
         yield sample(f"{prefix}-empty", fmt, layout, 0, 256)
         yield sample(f"{prefix}-empty-3d", fmt, layout, 2, 0, 256)
         # Not a multiple of 16, nor of what a thread or a warp takes.
-        for width in (128, 1152) if fmt.block_size else (1, 2, 7, 17, 100, 1152, 2880, 4616):
+        for width in (64, 128, 192, 1152, 2880) if fmt.block_size else (1, 2, 7, 17, 100, 1152, 2880, 4616):
             yield sample(f"{prefix}-width-{width}", fmt, layout, 3, width)
         if not fmt.block_size:
             yield sample(f"{prefix}-width-100-3d", fmt, layout, 2, 3, 100)
             yield sample(f"{prefix}-width-25000", fmt, layout, 2, 25000)
+        if fmt.block_size:
+            # The last block of a row has 64 elements.
+            yield sample(f"{prefix}-half-a-block-3d", fmt, layout, 2, 5, 320)
+            yield sample(f"{prefix}-half-a-block-many-rows", fmt, layout, 2503, 192)
+            yield sample(f"{prefix}-half-a-block-several-ctas-a-row", fmt, layout, 2, 193 * 128 + 64)
     yield sample("4d", FP8_BLOCK128, "row", 2, 1, 3, 256)
     yield sample("4d-column", FP8_BLOCK128, "column", 2, 2, 67, 256)
     yield sample("widest", FP8_BLOCK128, "row", 1, 65536)
@@ -113,8 +109,8 @@ def _errors(good: torch.Tensor, halves: bool = False) -> Iterator[ErrorInput]:
 
     yield from input_errors(good)
     what = "two halves, each " if halves else ""
-    for width in (64, 100, 120) if halves else (64, 127, 100):
-        text = rf"last dimension of {width}; expected {what}a positive multiple of the block size, 128"
+    for width in (64, 100, 120) if halves else (32, 127, 100):
+        text = rf"last dimension of {width}; expected {what}a positive multiple of 64"
         yield bad(f"width-{width}-block128", ValueError, text, good[:, :width], granularity="block128")
     if halves:
         for granularity, scale in (("token", None), ("tensor", torch.ones(1, device=good.device))):

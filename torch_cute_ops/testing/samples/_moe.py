@@ -8,12 +8,13 @@ import torch
 
 from torch_cute_ops.reference.moe_route import places_of
 from torch_cute_ops.testing._inputs import ErrorInput
-from torch_cute_ops.testing.samples._rows import out_errors, random_rows, short
+from torch_cute_ops.testing.samples._row_errors import out_errors
+from torch_cute_ops.testing.samples._rows import random_rows, short
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Of M tokens, each for ``topk`` experts; as ``moe_route`` gives it.
+    """The routing of M tokens to ``topk`` experts each, as ``moe_route`` returns it.
 
     Attributes:
         expanded_to_permuted: (M, topk), the row of each pair, or -1.

@@ -1,4 +1,4 @@
-"""Samples and bad inputs of the products that are added up over experts."""
+"""Samples and bad inputs of the GEMMs that are summed over experts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.scale_layout import from_linear, to_linear, weight_layout
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
 from torch_cute_ops.testing.samples._fp4 import FORMATS
-from torch_cute_ops.testing.samples._fp4_product import POWERS, Product
+from torch_cute_ops.testing.samples._fp4_gemm import POWERS, GemmSamples
 from torch_cute_ops.testing.samples._rows import DTYPES, short
 
 
@@ -33,30 +33,16 @@ def one_expert_alpha(m: int, experts: int, device: torch.device) -> torch.Tensor
 
 
 @dataclass(frozen=True)
-class ExpertProduct(Product):
-    """Samples of one product that is added up over experts."""
+class ExpertGemmSamples(GemmSamples):
+    """Samples of one op."""
 
     sizes: ClassVar[tuple[int, int, int]] = (9, 24, 256)
+    gpu_backend: ClassVar[str] = "routed"
     smallest_k: ClassVar[int] = 128
 
-    def sample(
-        self,
-        name: str,
-        m: int,
-        n: int,
-        k: int,
-        fmt: FP4Format,
-        layout: str,
-        device: torch.device,
-        *,
-        dtype: torch.dtype = torch.bfloat16,
-        scales: tuple[int, ...] | None = None,
-        **kwargs: Any,
-    ) -> Sample:
-        """A call; without an ``alpha`` it has one for experts of 64 elements, two for each token."""
-        if "alpha" not in kwargs:
-            kwargs["alpha"] = top_alpha(m, k // 64, device)
-        return super().sample(name, m, n, k, fmt, layout, device, dtype=dtype, scales=scales, **kwargs)
+    def defaults(self, m: int, k: int, device: torch.device) -> dict[str, Any]:
+        """``alpha`` for experts of 64 elements, two for each token."""
+        return {"alpha": top_alpha(m, k // 64, device)}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -69,11 +55,10 @@ class ExpertProduct(Product):
         for fmt in FORMATS:
             for layout in self.layouts:
                 for out_dtype in DTYPES:
-                    # Not float16 for MXFP4: its scales exceed it.
                     yield self.sample(
                         f"{fmt.name}-{layout}-to-{short(out_dtype)}",
                         *(19, 40, 3 * 64, fmt, layout, device),
-                        dtype=torch.float16 if (out_dtype, fmt) == (torch.float16, NVFP4) else torch.bfloat16,
+                        dtype=torch.float16 if out_dtype is torch.float16 else torch.bfloat16,
                         alpha=(dense_alpha if out_dtype == torch.float32 else top_alpha)(19, 3, device),
                         out_dtype=out_dtype,
                     )
@@ -110,10 +95,19 @@ class ExpertProduct(Product):
                 scale.view(torch.uint8)[1::7, -1] = 0x7F if fmt == NVFP4 else 0xFF
             yield sample
         yield self.sample("nvfp4-small-scales", *sizes, NVFP4, "linear", device, scales=(0, 8), out_dtype=torch.float32)
-        # Of 2^-47 to 2^42: sums stay finite.
+        # Factors from 2^-47 to 2^42: sums stay finite.
         yield self.sample(
             "mxfp4-extreme-scales", *sizes, MXFP4, "linear", device, scales=(80, 170), out_dtype=torch.float32
         )
+
+    def _epilogues(self, device: torch.device) -> Iterator[Sample]:
+        return iter(())
+
+    def _positional(self, sample: Sample, device: torch.device) -> tuple[torch.Tensor, ...]:
+        return (sample.kwargs["alpha"],)
+
+    def _untransposed_errors(self, device: torch.device) -> Iterator[ErrorInput]:
+        return iter(())
 
     def _alpha_values(self, device: torch.device) -> Iterator[Sample]:
         m, _, k = self.sizes
@@ -180,7 +174,7 @@ class ExpertProduct(Product):
         yield "rows-expanded", base(1, experts).expand(m, -1)
         yield "experts-expanded", base(m, 1).expand(-1, experts)
 
-    def _alpha_errors(self, m: int, device: torch.device) -> Iterator[ErrorInput]:
+    def _epilogue_errors(self, m: int, n: int, device: torch.device) -> Iterator[ErrorInput]:
         experts = self.smallest_k // 64
         good = torch.ones(m, experts, device=device)
 
@@ -206,7 +200,7 @@ class ExpertProduct(Product):
 
 
 def with_nan_scales(scale: torch.Tensor, where: torch.Tensor, k: int, fmt: FP4Format, layout: str) -> torch.Tensor:
-    """``scale`` with NaN for the experts of the rows that ``where`` (rows, E) tells."""
+    """``scale`` with NaN for the experts of the rows that ``where`` (rows, E) selects."""
     rows, experts = where.shape
     blocks = k // fmt.block_size
     linear = to_linear(scale, SCALE_LAYOUTS[layout], rows, blocks).view(torch.uint8)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
-from torch_cute_ops.testing.samples._rows import DTYPES, Family, out_errors, random_rows, short
+from torch_cute_ops.testing.samples._row_errors import out_errors
+from torch_cute_ops.testing.samples._rows import DTYPES, Family, random_rows, short
 
 
 def random_weight(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -69,6 +70,9 @@ def norm_errors(family: Family, device: torch.device) -> Iterator[ErrorInput]:
     for shape in ((64,), (129,), (1,), (0,), (), (1, 128), (128, 1)):
         text = rf"weight has shape \({', '.join(map(str, shape))},?\); expected \(128,\)"
         yield bad(f"shape-{list(shape)}", ValueError, text, torch.ones(shape, dtype=torch.bfloat16, device=device))
+    for eps in (-1e-6, float("nan"), float("inf")):
+        text = f"eps is {eps}; expected a finite number of at least 0"
+        yield ErrorInput(f"eps-{eps}", (rows, weight), {"eps": eps}, ValueError, text)
     yield bad("device", ValueError, "weight is on meta", weight.to("meta"))
     if device.type == "cuda":
         yield bad("cpu", ValueError, "weight is on cpu", weight.cpu())

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 import torch
 
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
-from torch_cute_ops.testing.samples._add import add_norm_errors, add_norm_samples, residual_errors
+from torch_cute_ops.testing.samples._add import add_norm_error_inputs, add_norm_samples
 from torch_cute_ops.testing.samples._fp4 import FP4
-from torch_cute_ops.testing.samples._norm import norm_errors, norm_out_errors
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
@@ -17,6 +16,4 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
     """Arguments that the op refuses."""
-    yield from add_norm_errors(norm_errors(FP4, device))
-    yield from residual_errors(device)
-    yield from add_norm_errors(norm_out_errors(FP4, device))
+    return add_norm_error_inputs(FP4, device)

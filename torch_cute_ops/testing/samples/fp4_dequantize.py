@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from torch_cute_ops.fake.fp4_quantize import fp4_shapes
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
+from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
 from torch_cute_ops.testing.samples._fp4 import FORMATS, FP4, named, random_global_scale
-from torch_cute_ops.testing.samples._rows import DTYPES, out_errors
+from torch_cute_ops.testing.samples._row_errors import out_errors
+from torch_cute_ops.testing.samples._rows import DTYPES
 
 
 def random_blocks(*shape: int, fmt: FP4Format, layout: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,32 +80,37 @@ def _shapes(device: torch.device) -> Iterator[Sample]:
         kwargs = {**named(fmt, "linear"), "out_dtype": torch.float32}
         yield Sample(f"every-code-and-scale-{fmt.name}", (codes.t().contiguous(), scale.view(fmt.scale_dtype)), kwargs)
     g = torch.full((1,), 100.0, device=device)
-    blocks = random_blocks(4, 64, fmt=NVFP4, layout="128x4", device=device)
-    yield Sample("positional", (*blocks, g, 16, "e4m3", "128x4", torch.float16))
+    blocks = random_blocks(4, 64, fmt=NVFP4, layout="8x4", device=device)
+    yield Sample("positional", (*blocks, g, 16, "e4m3", "8x4", torch.float16))
 
 
 def _views(device: torch.device) -> Iterator[Sample]:
     fp4, e8m0 = torch.float4_e2m1fn_x2, torch.float8_e8m0fnu
+
+    def sample(name: str, fmt: FP4Format, layout: str, y: torch.Tensor, scale: torch.Tensor) -> Sample:
+        return Sample(name, (y, scale), named(fmt, layout))
+
     y, scale = random_blocks(6, 128, fmt=NVFP4, layout="linear", device=device)
-    yield Sample("y-float4", (y.view(fp4), scale))
-    yield Sample(
-        "codes-row-strided", (random_blocks(6, 256, fmt=NVFP4, layout="linear", device=device)[0][:, :64], scale)
-    )
-    yield Sample("codes-columns-first", (y.t().contiguous().t(), scale))
-    yield Sample("codes-offset", (random_blocks(6, 160, fmt=NVFP4, layout="linear", device=device)[0][:, 1:65], scale))
-    yield Sample("scale-columns-first", (y, scale.t().contiguous().t()))
-    yield Sample("every-other-row", (y[::2], scale[::2]))
-    yield Sample("rows-expanded", (y[:1].expand(6, 64), scale))
+    linear = (NVFP4, "linear")
+    yield sample("y-float4", *linear, y.view(fp4), scale)
+    wider = random_blocks(6, 256, fmt=NVFP4, layout="linear", device=device)[0]
+    yield sample("codes-row-strided", *linear, wider[:, :64], scale)
+    yield sample("codes-columns-first", *linear, y.t().contiguous().t(), scale)
+    yield sample("codes-offset", *linear, wider[:, 1:65], scale)
+    yield sample("scale-columns-first", *linear, y, scale.t().contiguous().t())
+    yield sample("every-other-row", *linear, y[::2], scale[::2])
+    yield sample("rows-expanded", *linear, y[:1].expand(6, 64), scale)
     y, scale = random_blocks(3, 4, 64, fmt=NVFP4, layout="linear", device=device)
-    yield Sample("leading-transposed", (y.transpose(0, 1), scale.transpose(0, 1)))
+    yield sample("leading-transposed", *linear, y.transpose(0, 1), scale.transpose(0, 1))
     y, scale = random_blocks(5, 96, fmt=MXFP4, layout="linear", device=device)
-    yield Sample("scale-e8m0", (y, scale.view(e8m0)), {"block_size": 32})
-    yield Sample("y-float4-scale-e8m0", (y.view(fp4), scale.view(e8m0)), {"block_size": 32})
+    yield sample("scale-e8m0", MXFP4, "linear", y, scale.view(e8m0))
+    yield sample("y-float4-scale-e8m0", MXFP4, "linear", y.view(fp4), scale.view(e8m0))
     y, scale = random_blocks(5, 96, fmt=MXFP4, layout="128x4", device=device)
-    yield Sample("scale-e8m0-tiled", (y, scale.view(e8m0)), {"block_size": 32, "scale_layout": "128x4"})
+    yield sample("scale-e8m0-tiled", MXFP4, "128x4", y, scale.view(e8m0))
     padded = random_blocks(128, 192, fmt=NVFP4, layout="128x4", device=device)[1]
-    y, _ = random_blocks(5, 96, fmt=NVFP4, layout="128x4", device=device)
-    yield Sample("scale-tiled-strided", (y, padded[:, :8]), {"scale_layout": "128x4"})
+    y, scale = random_blocks(5, 96, fmt=NVFP4, layout="128x4", device=device)
+    yield sample("scale-tiled-strided", NVFP4, "128x4", y, padded[:, :8])
+    yield Sample("defaults", (y, scale))
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
@@ -114,12 +120,13 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
     for error in FP4.errors(torch.zeros(4, 128, dtype=torch.bfloat16, device=device)):
         if not error.name.startswith(("input-", "width-")):
             mxfp4 = error.name == "global-scale-mxfp4"
-            yield replace(error, args=(y, scale[:, :2].view(torch.uint8) if mxfp4 else scale))
+            given = scale[:, :2].view(torch.uint8) if mxfp4 else scale
+            yield replace(error, args=(y, given), kwargs={"scale_layout": "linear", **error.kwargs})
 
     def bad(
         name: str, error: type[Exception], match: str, y: torch.Tensor = y, scale: torch.Tensor = scale, **kwargs: Any
     ) -> ErrorInput:
-        return ErrorInput(name, (y, scale), kwargs, error, match)
+        return ErrorInput(name, (y, scale), {"scale_layout": "linear", **kwargs}, error, match)
 
     for dtype in (torch.int8, torch.int32, torch.bfloat16):
         short = str(dtype).removeprefix("torch.")
@@ -156,4 +163,5 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
         yield bad("scale-cpu", ValueError, "scale is on cpu, y on", scale=scale.cpu())
     for dtype in (torch.float64, torch.int8, torch.uint8, torch.float8_e4m3fn):
         yield bad(f"out-dtype-{dtype}", TypeError, f"out_dtype is {dtype}; expected bfloat16", out_dtype=dtype)
-    yield from out_errors((y, scale), {}, {"out": torch.zeros(4, 64, dtype=torch.bfloat16, device=device)}, device)
+    out = {"out": torch.zeros(4, 64, dtype=torch.bfloat16, device=device)}
+    yield from out_errors((y, scale), {"scale_layout": "linear"}, out, device)

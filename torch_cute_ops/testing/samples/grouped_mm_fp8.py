@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
-from torch_cute_ops.testing.samples._fp8_product import FP8, NAN, matrix, tensor_errors, weight
-from torch_cute_ops.testing.samples._rows import DTYPES, out_errors, short
+from torch_cute_ops.testing.samples._epilogue import epilogue_errors, epilogues, exact_epilogue, special_epilogues
+from torch_cute_ops.testing.samples._fp8_gemm import FP8, NAN, backend_errors, matrix, tensor_errors, weight
+from torch_cute_ops.testing.samples._row_errors import out_errors
+from torch_cute_ops.testing.samples._rows import DTYPES, short
 
 ROW_DIMENSIONS = {"a": 0, "a_scale": 1}
 """Where the number of rows stands in the shapes of ``call``'s tensors."""
@@ -74,7 +76,7 @@ def masked(
     _poison(a, a_scale, exists)
     b, b_scale = weight(n, k, device=device, exact=exact, experts=experts)
     _poison_unused(b_scale, counts)
-    args = (a.view(experts, rows, k), b, a_scale.view(k // 128, experts, rows), b_scale)
+    args = (a.view(experts, rows, k), b, a_scale.view(len(a_scale), experts, rows), b_scale)
     return Sample(name, args, {"counts": given, **kwargs})
 
 
@@ -116,6 +118,12 @@ def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
         ("no-columns", [3, 4], 0, 128),
     ):
         yield contiguous(name, counts, n, k, device)
+    for k in (64, 448, 2880):
+        yield contiguous(f"k-{k}", [5, 0, 19], 136, k, device)
+        yield masked(f"masked-k-{k}", [5, 0, 8], 8, 72, k, device)
+    yield from _epilogues(device)
+    for backend in ("auto", "reference"):
+        yield contiguous(f"backend-{backend}", [4, 3], 24, 256, device, backend=backend)
     yield contiguous("aligned-to-128", [5, 0, 129], 136, 128, device, alignment=128)
     yield contiguous("packed", [5, 0, 19, 64], 136, 128, device, alignment=1)
     yield contiguous("spare-rows", [5, 9], 136, 128, device, spare=200)
@@ -135,6 +143,19 @@ def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
     yield from _views(device)
 
 
+def _epilogues(device: torch.device) -> Iterator[Sample]:
+    for i, out_dtype in enumerate(DTYPES):
+        n, k = (40, 136, 264)[i], (256, 192, 128)[i]
+        for name, given in epilogues(n, out_dtype, device, experts=3):
+            named: dict[str, Any] = {"out_dtype": out_dtype, **given}
+            yield contiguous(f"{name}-to-{short(out_dtype)}", [5, 0, 19], n, k, device, **named)
+            yield masked(f"masked-{name}-to-{short(out_dtype)}", [5, 0, 8], (8, 40, 70)[i], n, k, device, **named)
+    exact = {**exact_epilogue(136, device, experts=3), "out_dtype": torch.float32}
+    yield contiguous("epilogue-exact", [5, 0, 19], 136, 320, device, exact=True, **exact)
+    for name, given in special_epilogues(136, device, experts=3):
+        yield contiguous(name, [5, 0, 19], 136, 256, device, **given)
+
+
 def _views(device: torch.device) -> Iterator[Sample]:
     one = contiguous("", [5, 3], 24, 256, device)
     a, b, a_scale, b_scale, offsets, counts = one.args
@@ -151,7 +172,8 @@ def _views(device: torch.device) -> Iterator[Sample]:
         ("offsets-strided", (a, b, a_scale, b_scale, twice[:, 0], counts)),
     ):
         yield Sample(name, args, {})
-    yield Sample("positional", (*one.args, torch.float16), {})
+    alpha, bias = torch.rand(2, 2, 24, device=device)
+    yield Sample("positional", (*one.args, alpha, bias, torch.float16, "auto"), {})
     one = masked("", [5, 3], 8, 24, 256, device)
     a, b, a_scale, b_scale = one.args
     more = torch.cat((a.view(torch.uint8),) * 2, 1).view(FP8)
@@ -182,8 +204,8 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     a, b = tensors["a"], tensors["b"]
     yield bad("no-layout", ValueError, "offsets and counts are None; expected offsets", offsets=None, counts=None)
     yield bad("masked-a-2d", ValueError, r"expected \(E, rows of an expert, K\), since offsets is None", offsets=None)
-    yield bad("b-short", ValueError, "b has K = 192; expected a positive multiple of 128", b=b[..., :192])
-    yield bad("b-no-k", ValueError, "b has K = 0; expected a positive multiple of 128", b=b[..., :0])
+    yield bad("b-short", ValueError, "b has K = 160; expected a positive multiple of 64", b=b[..., :160])
+    yield bad("b-no-k", ValueError, "b has K = 0; expected a positive multiple of 64", b=b[..., :0])
     yield bad("b-narrow", ValueError, "b has N = 132; expected a multiple of 8", b=b[:, :132])
     yield bad("b-no-experts", ValueError, "b is of 0 experts; expected 1 to 512", b=b[:0])
     yield bad("b-513-experts", ValueError, "b is of 513 experts", b=b[:1].expand(513, -1, -1))
@@ -193,6 +215,10 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     yield bad("counts-few", ValueError, r"counts has shape \(1,\); expected \(2,\)", counts=tensors["counts"][1:])
     for dtype in (torch.float64, torch.uint8, FP8):
         yield bad(f"out-dtype-{dtype}", TypeError, f"out_dtype is {dtype}; expected", {"out_dtype": dtype})
+    for error in epilogue_errors(n, device, experts=2):
+        if error.name != "alpha-shape-[2]":  # one for each expert
+            yield bad(error.name, error.error, error.match, error.kwargs)
+    yield from backend_errors(bad, device)
     out = {"out": torch.zeros(len(a), n, dtype=torch.bfloat16, device=device)}
     yield from out_errors(good.args, {}, out, device)
     apart = torch.zeros(2, 16, n, dtype=torch.bfloat16, device=device)[:, :8]

@@ -1,7 +1,7 @@
 """Inputs of ``mm_fp4_weight_only``."""
 
-from torch_cute_ops.testing.samples._fp4_product import Product
+from torch_cute_ops.testing.samples._fp4_gemm import GemmSamples
 
-PRODUCT = Product(has_a_scale=False)
-sample_inputs = PRODUCT.samples
-error_inputs = PRODUCT.errors
+SAMPLES = GemmSamples(has_a_scale=False)
+sample_inputs = SAMPLES.samples
+error_inputs = SAMPLES.errors

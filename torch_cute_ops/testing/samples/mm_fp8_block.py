@@ -7,9 +7,33 @@ from typing import Any
 import torch
 
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
-from torch_cute_ops.testing.samples._fp8_product import FP8, NAN, integers, matrix, tensor_errors, weight
-from torch_cute_ops.testing.samples._rows import DTYPES, out_errors, short
+from torch_cute_ops.testing.samples._epilogue import epilogue_errors, epilogues, exact_epilogue, special_epilogues
+from torch_cute_ops.testing.samples._fp8_gemm import FP8, NAN, backend_errors, integers, matrix, tensor_errors, weight
+from torch_cute_ops.testing.samples._row_errors import out_errors
+from torch_cute_ops.testing.samples._rows import DTYPES, short
 
+SIZES = {
+    "one-row": (1, 8, 128),
+    "decode": (1, 256, 1024),
+    "eight-rows": (8, 128, 256),
+    "nine-rows": (9, 72, 256),
+    "sixteen-rows": (16, 136, 128),
+    "seventeen-rows": (17, 136, 128),
+    "thirty-three-rows": (33, 248, 256),
+    "sixty-four-rows": (64, 128, 256),
+    "sixty-five-rows": (65, 264, 128),
+    "a-tile": (128, 256, 256),
+    "several-tiles": (300, 520, 256),
+    "rows-of-one-more": (257, 8, 128),
+    "k-64": (3, 24, 64),
+    "k-ends-in-half-a-block": (9, 136, 448),
+    "decode-of-2880": (1, 256, 2880),
+    "many-rows-of-2880": (130, 264, 2880),
+    "long": (5, 24, 8192),
+    "no-rows": (0, 24, 128),
+    "no-columns": (5, 0, 128),
+}
+"""M, N and K of samples that are about nothing else."""
 ROW_DIMENSIONS = {"a": 0, "a_scale": 1}
 """Where the number of rows stands in the shapes of ``call``'s tensors."""
 
@@ -41,25 +65,12 @@ def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
             out_dtype=out_dtype,
         )
         yield sample(f"exact-{short(out_dtype)}", 9, 264, 640, device, exact=True, out_dtype=out_dtype)
-    for name, m, n, k in (
-        ("one-row", 1, 8, 128),
-        ("decode", 1, 256, 1024),
-        ("eight-rows", 8, 128, 256),
-        ("nine-rows", 9, 72, 256),
-        ("sixteen-rows", 16, 136, 128),
-        ("seventeen-rows", 17, 136, 128),
-        ("thirty-three-rows", 33, 248, 256),
-        ("sixty-four-rows", 64, 128, 256),
-        ("sixty-five-rows", 65, 264, 128),
-        ("a-tile", 128, 256, 256),
-        ("several-tiles", 300, 520, 256),
-        ("rows-of-one-more", 257, 8, 128),
-        ("long", 5, 24, 8192),
-        ("no-rows", 0, 24, 128),
-        ("no-columns", 5, 0, 128),
-    ):
-        yield sample(name, m, n, k, device)
+    for name, sizes in SIZES.items():
+        yield sample(name, *sizes, device)
+    for backend in ("auto", "reference"):
+        yield sample(f"backend-{backend}", 9, 24, 256, device, backend=backend)
     yield from _values(device)
+    yield from _epilogues(device)
     yield from _views(device)
 
 
@@ -93,6 +104,17 @@ def _values(device: torch.device) -> Iterator[Sample]:
         yield largest
 
 
+def _epilogues(device: torch.device) -> Iterator[Sample]:
+    for i, out_dtype in enumerate(DTYPES):
+        m, n, k = (1, 70, 17)[i], (40, 136, 264)[i], (256, 192, 128)[i]
+        for name, given in epilogues(n, out_dtype, device):
+            yield sample(f"{name}-to-{short(out_dtype)}", m, n, k, device, out_dtype=out_dtype, **given)
+    exact = exact_epilogue(136, device) | {"out_dtype": torch.float32}
+    yield sample("epilogue-exact", 9, 136, 320, device, exact=True, **exact)
+    for name, given in special_epilogues(136, device):
+        yield sample(name, 9, 136, 256, device, **given)
+
+
 def _views(device: torch.device) -> Iterator[Sample]:
     m, n, k = 6, 24, 256
     one = sample("", m, n, k, device)
@@ -112,7 +134,8 @@ def _views(device: torch.device) -> Iterator[Sample]:
         ("b-scale-columns-first", (a, b, a_scale, b_scale.t().contiguous().t())),
     ):
         yield Sample(name, args, {})
-    yield Sample("positional", (*one.args, torch.float16), {})
+    alpha, bias = torch.rand(2, n, device=device)
+    yield Sample("positional", (*one.args, alpha, bias, torch.float16, "auto"), {})
     yield Sample("same-tensor", (square := integers(128, 128, device=device), square.t(), *_ones(device)), {})
 
 
@@ -134,12 +157,17 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
 
     yield from tensor_errors(tensors, bad, device)
     a, b = tensors["a"], tensors["b"]
-    yield bad("b-short", ValueError, "b has K = 192; expected a positive multiple of 128", b=b[:192])
-    yield bad("b-no-k", ValueError, "b has K = 0; expected a positive multiple of 128", b=b[:0])
+    yield bad("b-short", ValueError, "b has K = 160; expected a positive multiple of 64", b=b[:160])
+    yield bad("b-no-k", ValueError, "b has K = 0; expected a positive multiple of 64", b=b[:0])
     yield bad("b-narrow", ValueError, "b has N = 132; expected a multiple of 8", b=b[:, :132])
     yield bad("b-half", ValueError, "b_scale has shape", b=b[:, :128])
     yield bad("a-of-other-k", ValueError, r"a has shape \(4, 128\); expected \(4, 256\)", a=a[:, :128])
     for dtype in (torch.float64, torch.uint8, FP8):
         yield bad(f"out-dtype-{dtype}", TypeError, f"out_dtype is {dtype}; expected", {"out_dtype": dtype})
+    for error in epilogue_errors(n, device):
+        yield bad(error.name, error.error, error.match, error.kwargs)
+    yield from backend_errors(bad, device)
+    square = sample("", m, k, k, device).args
+    yield ErrorInput("b-untransposed", (square[0], square[1].t(), *square[2:]), {}, ValueError, "pass weight.t()")
     out = {"out": torch.zeros(m, n, dtype=torch.bfloat16, device=device)}
     yield from out_errors(good.args, {}, out, device)

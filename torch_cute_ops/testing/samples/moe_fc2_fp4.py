@@ -1,7 +1,7 @@
 """Inputs of ``moe_fc2_fp4``."""
 
-from torch_cute_ops.testing.samples._moe_fc2 import ExpertProduct
+from torch_cute_ops.testing.samples._moe_fc2 import ExpertGemmSamples
 
-PRODUCT = ExpertProduct(has_a_scale=True)
-sample_inputs = PRODUCT.samples
-error_inputs = PRODUCT.errors
+SAMPLES = ExpertGemmSamples(has_a_scale=True)
+sample_inputs = SAMPLES.samples
+error_inputs = SAMPLES.errors

@@ -1,5 +1,6 @@
 """Inputs of ``moe_finalize``."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,8 @@ from torch_cute_ops.testing.samples._moe import (
     random_routing,
     unaligned,
 )
-from torch_cute_ops.testing.samples._rows import DTYPES, out_errors, random_rows, short, special_rows, views
+from torch_cute_ops.testing.samples._row_errors import out_errors
+from torch_cute_ops.testing.samples._rows import DTYPES, random_rows, short, special_rows, views
 
 
 def call(*shape: int, device: torch.device) -> Sample:
@@ -44,23 +46,22 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
         index = routed.expanded_to_permuted
         return torch.rand(index.shape, device=device).masked_fill_(index < 0, torch.nan)
 
-    def sample(name: str, width: int, dtype: torch.dtype, has_residual: bool, **facts: Any) -> Sample:
-        routed = random_routing(device=device, **facts)
+    def sample(name: str, width: int, dtype: torch.dtype, has_residual: bool, **sizes: Any) -> Sample:
+        routed = random_routing(device=device, **sizes)
         rows, index = poisoned_rows(routed, width, dtype, device), routed.expanded_to_permuted
         residual = random_rows(len(index), width, dtype=dtype, device=device) if has_residual else None
         return Sample(name, (rows, index, weights_of(routed)), {"residual": residual})
 
-    usual: dict[str, Any] = {"m": 19, "topk": 4, "experts": 8}
-    yield sample("plain", 256, torch.bfloat16, True, **usual)
-    for dtype in DTYPES:
-        for has_residual in (True, False):
-            name = f"{short(dtype)}{'-residual' if has_residual else ''}"
-            yield sample(name, 384, dtype, has_residual, **usual)
-            yield sample(f"{name}-decode", 7168, dtype, has_residual, m=1, topk=8, experts=32)
-    for i, (name, facts) in enumerate(ROUTINGS):
-        yield sample(name, 136, DTYPES[i % 3], i % 2 == 0, **facts)
+    small: dict[str, Any] = {"m": 19, "topk": 4, "experts": 8}
+    yield sample("plain", 256, torch.bfloat16, True, **small)
+    for dtype, has_residual in itertools.product(DTYPES, (True, False)):
+        name = f"{short(dtype)}{'-residual' if has_residual else ''}"
+        yield sample(name, 384, dtype, has_residual, **small)
+        yield sample(f"{name}-decode", 7168, dtype, has_residual, m=1, topk=8, experts=32)
+    for i, (name, sizes) in enumerate(ROUTINGS):
+        yield sample(name, 136, DTYPES[i % 3], i % 2 == 0, **sizes)
     for i, width in enumerate((8, 16, 1032, 2880, 8200)):
-        yield sample(f"width-{width}", width, DTYPES[i % 3], i % 2 == 1, **usual)
+        yield sample(f"width-{width}", width, DTYPES[i % 3], i % 2 == 1, **small)
     for topk in (2, 3, 6, 7, 11):
         yield sample(f"top-{topk}", 128, torch.bfloat16, topk % 2 == 0, m=10, topk=topk, experts=12)
 

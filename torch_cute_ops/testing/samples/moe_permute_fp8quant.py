@@ -14,7 +14,8 @@ from torch_cute_ops.testing.samples._moe import (
     random_routing,
     unaligned,
 )
-from torch_cute_ops.testing.samples._rows import DTYPES, input_errors, random_rows, short, special_rows, views
+from torch_cute_ops.testing.samples._row_errors import input_errors
+from torch_cute_ops.testing.samples._rows import DTYPES, random_rows, short, special_rows, views
 
 TOPK = 11
 """Experts of a token in a ``call``."""
@@ -44,24 +45,24 @@ def input_width(width: int) -> int:
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
     """Arguments that the op takes."""
 
-    def sample(name: str, width: int, dtype: torch.dtype, has_inverse: bool, **facts: Any) -> Sample:
-        routed = random_routing(device=device, **facts)
-        rows = random_rows(facts["m"], width, dtype=dtype, device=device)
+    def sample(name: str, width: int, dtype: torch.dtype, has_inverse: bool, **sizes: Any) -> Sample:
+        routed = random_routing(device=device, **sizes)
+        rows = random_rows(sizes["m"], width, dtype=dtype, device=device)
         inverse = (routed.expanded_to_permuted,) if has_inverse else ()
-        return Sample(name, (rows, routed.permuted_to_expanded, facts["topk"], *inverse))
+        return Sample(name, (rows, routed.permuted_to_expanded, sizes["topk"], *inverse))
 
-    usual: dict[str, Any] = {"m": 19, "topk": 3, "experts": 5}
-    yield sample("plain", 256, torch.bfloat16, True, **usual)
+    small: dict[str, Any] = {"m": 19, "topk": 3, "experts": 5}
+    yield sample("plain", 256, torch.bfloat16, True, **small)
     for dtype in DTYPES:
         for has_inverse in (True, False):
             name = f"{short(dtype)}{'' if has_inverse else '-inverted'}"
-            yield sample(name, 640, dtype, has_inverse, **usual)
-            yield sample(f"masked-{name}", 640, dtype, has_inverse, max_rows=8, **usual)
+            yield sample(name, 640, dtype, has_inverse, **small)
+            yield sample(f"masked-{name}", 640, dtype, has_inverse, max_rows=8, **small)
             yield sample(f"decode-{name}", 7168, dtype, has_inverse, m=1, topk=8, experts=32)
-    for i, (name, facts) in enumerate(ROUTINGS):
-        yield sample(f"of-{name}", 128, DTYPES[i % 3], i % 2 == 0, **facts)
-    for i, width in enumerate((128, 384, 1152, 2048, 7168, 24704)):
-        yield sample(f"width-{width}", width, DTYPES[i % 3], True, **usual)
+    for i, (name, sizes) in enumerate(ROUTINGS):
+        yield sample(f"of-{name}", 128, DTYPES[i % 3], i % 2 == 0, **sizes)
+    for i, width in enumerate((64, 128, 192, 384, 1152, 2048, 2880, 7168, 24704)):
+        yield sample(f"width-{width}", width, DTYPES[i % 3], True, **small)
     for name, rows in views(128, device):
         if rows.dim() == 2 and rows.shape[1] % 128 == 0:
             routed = random_routing(len(rows), 2, 3, device)
@@ -95,8 +96,8 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
 
     for error in input_errors(rows):
         yield ErrorInput(error.name, (*error.args, *good[1:]), {}, error.error, error.match)
-    for width in (64, 127, 200):
-        text = f"last dimension of {width}; expected a positive multiple of the block size, 128"
+    for width in (32, 127, 200):
+        text = f"last dimension of {width}; expected a positive multiple of 64"
         yield bad(f"width-{width}", text, rows[:, :width], *good[1:])
     yield bad("input-1d", r"expected \(M, H\)", rows[0], *good[1:])
     yield bad("input-3d", r"expected \(M, H\)", rows[None], *good[1:])

@@ -1,196 +1,52 @@
 """Inputs of ``moe_route``."""
 
-import math
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
-from torch_cute_ops.testing.samples._rows import DTYPES, short
+from torch_cute_ops.testing.samples._routing import (
+    ORDER,
+    bad_outputs,
+    choice_call,
+    choice_errors,
+    choice_sample,
+    choice_samples,
+    experts_for,
+    integer_outputs,
+    order_errors,
+)
 
-DEEPSEEK: dict[str, Any] = {"topk": 8, "scoring": "sigmoid", "num_groups": 8, "topk_groups": 4, "scaling_factor": 2.5}
-"""Of DeepSeek-V3, beside 256 experts and a bias."""
-
-
-GROUPS = ((1, 20, 1), (2, 20, 1), (3, 36, 2), (5, 20, 2), (8, 160, 3), (32, 32, 9), (32, 512, 4))
-"""How many groups there are, of how many experts, and how many of them a token may have."""
-
-
-def call(*shape: int, device: torch.device) -> Sample:
-    """A call of M tokens, all dimensions but the last, and as many experts as ``input_width`` says."""
-    logits = torch.randn(math.prod(shape[:-1]), input_width(shape[-1]), device=device)
-    return Sample("call", (logits, 7), {})
-
-
-def input_width(width: int) -> int:
-    """A number of experts for each of many widths: no number of rows that M has in some test."""
-    return 17 + width // 16 % 487
+call, input_width = choice_call, experts_for
 
 
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
     """Arguments that the op takes."""
-
-    def sample(name: str, m: int, experts: int, topk: int, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Sample:
-        logits = torch.randn(m, experts, device=device).to(dtype)
-        if kwargs.pop("bias", False):
-            kwargs["bias"] = torch.randn(experts, device=device) * 0.1
-        return Sample(name, (logits, topk), kwargs)
-
-    deepseek = {**DEEPSEEK}
-    top = deepseek.pop("topk")
-    yield sample("plain", 19, 64, 6, torch.bfloat16)
-    for dtype in DTYPES:
-        yield sample(f"softmax-{short(dtype)}", 33, 64, 4, dtype)
-        yield sample(f"sigmoid-{short(dtype)}", 33, 64, 4, dtype, scoring="sigmoid", bias=True)
-        yield sample(f"groups-{short(dtype)}", 33, 64, 4, dtype, scoring="sigmoid", num_groups=4, topk_groups=2)
-    for m in (0, 1, 7, 64, 65, 200):
-        yield sample(f"deepseek-{m}-tokens", m, 256, top, bias=True, **deepseek)
-        yield sample(f"deepseek-{m}-tokens-masked", m, 256, top, bias=True, max_rows=16, **deepseek)
-        yield sample(f"softmax-{m}-tokens", m, 128, 8, torch.bfloat16)
-    for experts, topk in ((1, 1), (2, 1), (5, 5), (16, 16), (31, 3), (33, 16), (60, 4), (160, 6), (384, 8), (512, 16)):
-        yield sample(f"top-{topk}-of-{experts}", 21, experts, topk)
-        yield sample(f"top-{topk}-of-{experts}-sigmoid", 70, experts, topk, scoring="sigmoid", renormalize=False)
-    for groups, experts, some in (
-        (1, 20, 1),
-        (2, 20, 1),
-        (3, 36, 2),
-        (5, 20, 2),
-        (8, 160, 3),
-        (32, 32, 9),
-        (32, 512, 4),
-    ):
-        yield sample(
-            f"{some}-of-{groups}-groups-of-{experts}",
-            *(23, experts, 4, torch.float32),
-            scoring="sigmoid",
-            num_groups=groups,
-            topk_groups=some,
-            bias=groups % 2 == 0,
-        )
+    for sample in choice_samples(device):
+        yield sample
+        if sample.name.startswith("deepseek"):
+            yield replace(sample, name=f"{sample.name}-masked", kwargs={**sample.kwargs, "max_rows": 16})
     for alignment in (1, 2, 100, 1024):
-        yield sample(f"alignment-{alignment}", 40, 12, 2, alignment=alignment)
+        yield choice_sample(f"alignment-{alignment}", 40, 12, 2, device, alignment=alignment)
     for max_rows in (1, 5, 40):
-        yield sample(f"max-rows-{max_rows}", 40, 12, 2, max_rows=max_rows)
-        yield sample(f"max-rows-{max_rows}-many-tokens", 150, 12, 3, max_rows=max_rows)
-    yield sample("not-renormalised", 30, 64, 4, renormalize=False)
-    yield sample("scaled", 30, 64, 4, scaling_factor=-0.3)
-    yield sample("many-tokens", 3001, 40, 3, torch.bfloat16)
-    yield sample("many-rows", 2, 512, 2, max_rows=200)
-
-    base = torch.randn(20, 128, device=device)
-    yield Sample("row-strided", (base[:, :64], 4))
-    yield Sample("every-other-row", (base[::2], 4))
-    yield Sample("offset-columns", (base[:, 3:67].bfloat16()[:, 1:], 4))
-    yield Sample("column-step", (base[:, ::2], 4))
-    yield Sample("columns-first", (base.t().contiguous().t(), 4))
-    yield Sample("rows-expanded", (base[:1].expand(70, 128), 4))
-    bias = torch.randn(256, device=device)[::2]
-    yield Sample("bias-strided", (base, 4), {"scoring": "sigmoid", "bias": bias})
-    yield Sample("positional", (base, 4, bias, "sigmoid", 4, 2, False, 1.5, 16, 20))
-    yield Sample("positional-contiguous", (base, 4, bias, "sigmoid", 4, 2, False, 1.5, 16, None))
+        yield choice_sample(f"max-rows-{max_rows}", 40, 12, 2, device, max_rows=max_rows)
+        yield choice_sample(f"max-rows-{max_rows}-many-tokens", 150, 12, 3, device, max_rows=max_rows)
+    yield choice_sample("many-rows", 2, 512, 2, device, max_rows=200)
+    logits, bias = torch.randn(20, 128, device=device), torch.randn(256, device=device)[::2]
+    yield Sample("positional", (logits, 4, bias, "sigmoid", 4, 2, False, 1.5, 16, 20))
+    yield Sample("positional-contiguous", (logits, 4, bias, "sigmoid", 4, 2, False, 1.5, 16, None))
     # One expert takes them all, and the others of each token are alike.
     hot = torch.zeros(90, 48, device=device)
     hot[:, 11] = 1.0
     yield Sample("all-on-one-expert", (hot, 1))
     yield Sample("all-on-one-expert-masked", (hot, 2), {"max_rows": 8})
-    for scoring in ("softmax", "sigmoid"):
-        few = torch.randint(-2, 3, (33, 40)).to(torch.float32).to(device)
-        yield Sample(f"ties-{scoring}", (few, 6), {"scoring": scoring})
-        zeros = torch.where(torch.rand(5, 40, device=device) < 0.5, 0.0, -0.0)
-        yield Sample(f"zeros-{scoring}", (zeros, 6), {"scoring": scoring})
-        special = torch.randn(12, 40, device=device)
-        special[0, 3], special[1, :38], special[2, 5] = torch.nan, torch.nan, torch.inf
-        special[3, 7:9], special[4, 7], special[5] = torch.inf, -torch.inf, -torch.inf
-        special[6], special[7] = torch.nan, 3e38
-        special[8], special[9, ::2], special[10, 3::4] = -200.0, 200.0, -torch.inf
-        for renormalize in (True, False):
-            facts = {"scoring": scoring, "renormalize": renormalize}
-            yield Sample(f"special-{scoring}-{'sum-1' if renormalize else 'as-they-are'}", (special, 4), facts)
-    grouped = {"scoring": "sigmoid", "num_groups": 4, "topk_groups": 2}
-    yield Sample("special-groups", (special, 4), grouped)
-    yield Sample("special-groups-bias", (special, 4), grouped | {"bias": special[4] * 1.0})
-    yield Sample("ties-of-groups", (few, 6), grouped)
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
     """Arguments that the op refuses."""
-    logits, bias = torch.randn(4, 16, device=device), torch.zeros(16, device=device)
-
-    def bad(name: str, match: str, *args: Any, error: type[Exception] = ValueError, **kwargs: Any) -> ErrorInput:
-        return ErrorInput(name, args, kwargs, error, match)
-
-    for dtype in (torch.float64, torch.int32, torch.uint8, torch.float8_e4m3fn):
-        text = f"logits has dtype {short(dtype)}; expected bfloat16"
-        yield bad(f"logits-{short(dtype)}", text, logits.to(dtype), 2, error=TypeError)
-    yield bad("logits-1d", r"logits has shape \(16,\); expected \(M, E\)", logits[0], 2)
-    yield bad("logits-3d", r"expected \(M, E\)", logits[None], 2)
-    for experts in (0, 513):
-        text = f"logits are of {experts} experts; expected 1 to 512"
-        yield bad(f"{experts}-experts", text, torch.zeros(2, experts, device=device), 1)
-    for topk in (0, -1, 17):
-        yield bad(f"topk-{topk}", f"topk is {topk}; expected 1 to 16", logits, topk)
-    yield bad("topk-of-fewer", "topk is 5, and a token has 4 experts to choose from", logits[:, :4], 5)
-    for scoring in ("", "Softmax", "relu"):
-        text = f"scoring='{scoring}' is unknown; use one of 'softmax', 'sigmoid'"
-        yield bad(f"scoring-{scoring}", text, logits, 2, scoring=scoring)
-    yield bad("softmax-bias", "bias is given; scoring='softmax' has neither", logits, 2, bias=bias)
-    yield bad("softmax-groups", "num_groups is 2; scoring='softmax' has neither", logits, 2, num_groups=2)
-    sigmoid: dict[str, Any] = {"scoring": "sigmoid"}
-    for dtype in (torch.bfloat16, torch.float64):
-        text = f"bias has dtype {short(dtype)}; expected float32"
-        yield bad(f"bias-{short(dtype)}", text, logits, 2, error=TypeError, bias=bias.to(dtype), **sigmoid)
-    for shape in ((15,), (16, 1), ()):
-        text = r"bias has shape .*expected \(16,\), one for each expert"
-        yield bad(f"bias-shape-{list(shape)}", text, logits, 2, bias=torch.zeros(shape, device=device), **sigmoid)
-    yield bad("bias-device", "bias is on meta", logits, 2, bias=bias.to("meta"), **sigmoid)
-    if device.type == "cuda":
-        yield bad("bias-cpu", "bias is on cpu", logits, 2, bias=bias.cpu(), **sigmoid)
-    for groups in (0, -1, 3, 33):
-        text = f"num_groups is {groups}; expected 1 to 32, a divisor of the 16 experts"
-        yield bad(f"groups-{groups}", text, logits, 2, num_groups=groups, **sigmoid)
-    for some in (0, 5):
-        text = f"topk_groups is {some}; expected 1 to num_groups, 4"
-        yield bad(f"topk-groups-{some}", text, logits, 2, num_groups=4, topk_groups=some, **sigmoid)
-    text = "topk is 5, and a token has 4 experts to choose from"
-    yield bad("topk-of-groups", text, logits, 5, num_groups=4, topk_groups=1, **sigmoid)
-    for alignment in (0, -8):
-        yield bad(
-            f"alignment-{alignment}", f"alignment is {alignment}; expected a positive", logits, 2, alignment=alignment
-        )
-    for rows in (0, -1):
-        yield bad(
-            f"max-rows-{rows}", f"max_rows is {rows}; expected a positive number, or None", logits, 2, max_rows=rows
-        )
-    yield bad("rows-masked", "there would be 2147483648 rows", logits, 2, max_rows=2**27)
-    yield bad("rows-contiguous", "there would be 4294967296 rows", logits, 2, alignment=2**29)
-    for name, tensor in {"logits": logits, "bias": bias}.items():
-        given = {"logits": logits, "bias": bias} | {name: tensor.clone().requires_grad_()}
-        yield bad(f"{name}-requires-grad", "no gradient", given["logits"], 2, bias=given["bias"], **sigmoid)
-    yield from _out_errors(logits, device)
-
-
-def _out_errors(logits: torch.Tensor, device: torch.device) -> Iterator[ErrorInput]:
-    """Bad outputs for four tokens, two of 16 experts each, in multiples of 8 rows."""
-    shapes = {"ids": (4, 2), "expanded_to_permuted": (4, 2), "permuted_to_expanded": (64,), "offsets": (17,)}
-    good = {"weights": torch.zeros(4, 2, device=device)}
-    good |= {name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in shapes.items()}
-    good["counts"] = torch.zeros(16, dtype=torch.int32, device=device)
-    for name, tensor in good.items():
-
-        def bad(what: str, error: type[Exception], match: str, value: torch.Tensor, name: str = name) -> ErrorInput:
-            out = tuple({**good, name: value}.values())
-            return ErrorInput(f"out-{name}-{what}", (logits, 2), {"alignment": 8}, error, rf"{name} {match}", out)
-
-        for dtype in (torch.int64, torch.float16):
-            yield bad(short(dtype), TypeError, f"has dtype {short(dtype)}; expected", tensor.to(dtype))
-        if name == "weights":
-            yield bad("requires-grad", ValueError, "requires grad", tensor.clone().requires_grad_())
-        else:
-            yield bad("uint32", TypeError, "has dtype uint32; expected", tensor.view(torch.uint32))
-        more = torch.zeros((tensor.shape[0] + 1, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
-        yield bad("longer", ValueError, "has shape", more)
-        yield bad("dimension", ValueError, "has shape", tensor[None])
-        yield bad("device", ValueError, "is on meta", tensor.to("meta"))
-        step = more.repeat_interleave(2, 0)[: 2 * len(tensor) : 2]
-        yield bad("strided", ValueError, "has strides .* contiguous", step)
+    logits = torch.randn(4, 16, device=device)
+    yield from choice_errors(device)
+    yield from order_errors(device, logits, 2)
+    outputs = {"weights": torch.zeros(4, 2, device=device), **integer_outputs(device, ids=(4, 2), **ORDER)}
+    yield from bad_outputs(outputs, (logits, 2), {"alignment": 8})

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from torch_cute_ops.testing.samples._moe import (
     poisoned_rows,
     random_routing,
 )
-from torch_cute_ops.testing.samples._rows import DTYPES, input_errors, random_rows, short, special_rows, views
+from torch_cute_ops.testing.samples._row_errors import input_errors
+from torch_cute_ops.testing.samples._rows import DTYPES, random_rows, short, special_rows, views
+from torch_cute_ops.testing.samples._silu_mul import GATES, GPT_OSS, swiglu_errors
 
 
 def call(*shape: int, device: torch.device) -> Sample:
@@ -38,10 +41,10 @@ def input_width(width: int) -> int:
 def sample_inputs(device: torch.device) -> Iterator[Sample]:
     """Arguments that the op takes; rows of padding are NaN."""
 
-    def sample(name: str, width: int, dtype: torch.dtype, has_counts: bool = True, **facts: Any) -> Sample:
-        routed = random_routing(device=device, **facts)
-        if "max_rows" in facts:
-            rows = poisoned_rows(routed, 2 * width, dtype, device).view(facts["experts"], facts["max_rows"], 2 * width)
+    def sample(name: str, width: int, dtype: torch.dtype, has_counts: bool = True, **sizes: Any) -> Sample:
+        routed = random_routing(device=device, **sizes)
+        if "max_rows" in sizes:
+            rows = poisoned_rows(routed, 2 * width, dtype, device).view(sizes["experts"], sizes["max_rows"], 2 * width)
             return Sample(name, (rows,), {"counts": routed.counts})
         if has_counts:
             return Sample(name, (poisoned_rows(routed, 2 * width, dtype, device), routed.offsets, routed.counts))
@@ -50,18 +53,24 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
         behind = torch.arange(routed.rows, device=device)[:, None] >= routed.offsets[-1]
         return Sample(name, (rows.masked_fill_(behind, torch.nan), routed.offsets))
 
-    usual: dict[str, Any] = {"m": 19, "topk": 2, "experts": 4}
-    yield sample("plain", 256, torch.bfloat16, **usual)
+    small: dict[str, Any] = {"m": 19, "topk": 2, "experts": 4}
+    yield sample("plain", 256, torch.bfloat16, **small)
     for dtype in DTYPES:
-        yield sample(f"contiguous-{short(dtype)}", 640, dtype, **usual)
-        yield sample(f"without-counts-{short(dtype)}", 640, dtype, has_counts=False, **usual)
-        yield sample(f"masked-{short(dtype)}", 640, dtype, max_rows=16, **usual)
+        yield sample(f"contiguous-{short(dtype)}", 640, dtype, **small)
+        yield sample(f"without-counts-{short(dtype)}", 640, dtype, has_counts=False, **small)
+        yield sample(f"masked-{short(dtype)}", 640, dtype, max_rows=16, **small)
         yield sample(f"decode-{short(dtype)}", 2048, dtype, m=1, topk=8, experts=32)
         yield sample(f"decode-masked-{short(dtype)}", 2048, dtype, m=3, topk=8, experts=32, max_rows=4)
-    for i, (name, facts) in enumerate(ROUTINGS):
-        yield sample(f"of-{name}", 128, DTYPES[i % 3], i % 2 == 0, **facts)
+    for i, (name, sizes) in enumerate(ROUTINGS):
+        yield sample(f"of-{name}", 128, DTYPES[i % 3], i % 2 == 0, **sizes)
     for i, width in enumerate((128, 384, 1152, 2048, 7168, 17408)):
-        yield sample(f"width-{width}", width, DTYPES[i % 3], **usual)
+        yield sample(f"width-{width}", width, DTYPES[i % 3], **small)
+    for i, (name, gate) in enumerate(GATES):
+        one = sample(f"swiglu-{name}", (640, 2880)[i % 2], DTYPES[i % 3], **small)
+        yield replace(one, kwargs={**one.kwargs, **gate})
+    for width in (64, 192, 2880):
+        yield sample(f"half-a-block-{width}", width, torch.bfloat16, **small)
+        yield sample(f"masked-half-a-block-{width}", width, torch.float16, max_rows=16, **small)
     for name, rows in views(256, device):
         if rows.dim() == 2 and rows.shape[1] % 256 == 0:
             offsets = torch.tensor([0, 1, 1, len(rows)], dtype=torch.int32).to(device)
@@ -82,6 +91,8 @@ def sample_inputs(device: torch.device) -> Iterator[Sample]:
         ends = torch.tensor([0, len(special)], dtype=torch.int32).to(device)
         for name, halves in {"gate": (special, plain), "up": (plain, special)}.items():
             yield Sample(f"special-{name}-{short(dtype)}", (torch.cat(halves, -1), ends, ends[1:]))
+            yield Sample(f"special-{name}-swiglu-{short(dtype)}", (torch.cat(halves, -1), ends, ends[1:]), GPT_OSS)
+    yield Sample("positional", (rows, offsets, offsets[1:] - offsets[:-1], 1.5, 0.5, 2.0))
 
 
 def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
@@ -95,8 +106,8 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
 
     for error in input_errors(good[0]):
         yield ErrorInput(error.name, (*error.args, *good[1:]), {}, error.error, error.match)
-    for width in (128, 384, 320, 100):
-        text = f"last dimension of {width}; expected two halves, each a positive multiple of the block size, 128"
+    for width in (64, 192, 320, 100):
+        text = f"last dimension of {width}; expected two halves, each a positive multiple of 64"
         yield bad(f"width-{width}", text, good[0][:, :width], *good[1:])
     yield bad("neither", "neither offsets nor counts are given", good[0])
     yield bad("rows-3d", r"expected \(R, K\), as there are offsets", masked, routed.offsets)
@@ -117,6 +128,7 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
         text = rf"counts has shape \({count},\); expected \(2,\), one for each expert"
         yield bad(f"counts-{count}", text, *good[:2], many[:count])
         yield bad(f"counts-{count}-masked", text, masked, counts=many[:count])
+    yield from swiglu_errors(good)
     yield from output_errors(good, {}, 8, 256, device)
 
 

@@ -1,0 +1,285 @@
+"""Tensors that no schema refuses, in every form of every op: ``None`` where a tensor is needed, outputs that overlap
+another tensor, and weights that are not transposed."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from expected import assert_same, raw
+from support.cases import (
+    arguments,
+    computed,
+    get_error,
+    make_call,
+    named,
+    op_cases,
+    overload,
+    poisoned,
+    run,
+    sample_with,
+)
+from support.devices import DEVICES
+from support.launch_model import Launches, launches  # noqa: F401  (a fixture)
+from torch._subclasses import FakeTensorMode
+
+from torch_cute_ops.ops._define import as_tuple
+from torch_cute_ops.registry import OPS
+
+# Forms of a call: ``given`` are the arguments by name, ``outputs`` the tensors to write into, by their names in .out.
+
+
+def as_function(op, given, outputs=None):
+    if outputs is None:
+        return as_tuple(op.function(**given))
+    values = tuple(outputs.values())
+    return op.function(**given, out=values[0] if len(op.outputs) == 1 else values)
+
+
+def as_op(op, given, outputs=None):
+    if outputs is None:
+        return as_tuple(overload(op)(**given))
+    return overload(op, "out")(**given, **outputs)
+
+
+def as_cuda_entry(op, given, outputs=None):
+    if outputs is None:
+        return as_tuple(op.cuda(**given))
+    return op.cuda_out(**given, **outputs)
+
+
+def as_autograd_entry(op, given, outputs=None):
+    if outputs is None:
+        return as_tuple(op.autograd(**given))
+    return op.autograd_out(**given, **outputs)
+
+
+@dataclass
+class Place:
+    """Where calls run.
+
+    Attributes:
+        device: of the tensors that calls are made of.
+        forms: the forms of a call that there are.
+        fakes: what makes fakes of tensors; ``None``: calls get the tensors themselves.
+        launches: what the model of kernels has launched.
+    """
+
+    device: str
+    forms: tuple[Any, ...] = (as_function, as_op)
+    fakes: FakeTensorMode | None = None
+    launches: Launches = field(default_factory=Launches)
+
+    def call(self, form, op, given, outputs=None):
+        if self.fakes is None:
+            return form(op, given, outputs)
+        with self.fakes as mode:
+            return form(op, *(None if each is None else changed(each, mode.from_tensor) for each in (given, outputs)))
+
+    def good_call(self, op, has=()):
+        """Arguments that the op takes, these tensors among them, and tensors for its outputs."""
+        sample = sample_with(op, self.device.replace("meta", "cpu"), *has)
+        given = changed(sample.kwargs, on_meta) if self.device == "meta" else sample.kwargs
+        outputs = poisoned(run(op, named(op, given))[: len(op.outputs)])
+        return given, dict(zip(op.out_names, outputs, strict=True))
+
+
+def computed_on(op, given, device):
+    """The arguments; where no kernel can compute the call, with the reference by name."""
+    return arguments(op, computed(op, named(op, given), torch.device(device)))
+
+
+def changed(given, change):
+    return {name: change(value) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+
+
+def on_meta(tensor):
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+@pytest.fixture(params=(*DEVICES, "meta", "fake", "model"))
+def place(request, monkeypatch):
+    """Each device; meta; fake tensors; and the CUDA entries on the model of compiled kernels."""
+    if request.param == "fake":
+        return Place("cpu", fakes=FakeTensorMode())
+    if request.param == "model":
+        recorded = request.getfixturevalue("launches")
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)  # so that functions and guards take the fast path
+        return Place("cpu", (as_function, as_autograd_entry, as_cuda_entry), launches=recorded)
+    return Place(request.param)
+
+
+# None
+
+
+def missing_in(op):
+    """Each required tensor, and all of them."""
+    required = tuple(each.name for each in op.signature.tensors if not each.is_optional)
+    return dict.fromkeys((*((name,) for name in required), required))
+
+
+@pytest.mark.parametrize(
+    ("op", "missing"),
+    [
+        pytest.param(op, missing, id=f"{op.name}-{'-'.join(missing)}")
+        for op in OPS.values()
+        for missing in missing_in(op)
+    ],
+)
+def test_none_for_a_required_tensor(op, missing, place):
+    """Before a call of the kind has been made, and after, when its kernel is ready."""
+    given, outputs = place.good_call(op)
+    for form in place.forms:
+        for _ in range(2):
+            place.launches.calls.clear()
+            for written in (None, outputs):
+                with pytest.raises(TypeError, match=rf"^cute::{op.name}: {missing[0]} is None; expected a tensor$"):
+                    place.call(form, op, {**given, **dict.fromkeys(missing)}, written)
+            assert not place.launches.calls
+            place.call(form, op, given, outputs)
+
+
+@pytest.mark.parametrize("op", op_cases())
+def test_none_for_an_output(op, place):
+    given, outputs = place.good_call(op)
+    # For a function with one output it means a new tensor.
+    forms = place.forms if len(op.outputs) > 1 else place.forms[1:]
+    for form in forms:
+        for name in op.out_names:
+            with pytest.raises(TypeError, match=rf"^cute::{op.name}: {name}\b.* is .*None.*; expected a tensor$"):
+                place.call(form, op, given, {**outputs, name: None})
+            place.call(form, op, given, outputs)
+
+
+# Wrong Python types
+
+WRONG = {
+    "Tensor": (3, "x", [1.0]),
+    "int": ("16", 1.5, [16]),
+    "SymInt": ("16", 1.5, [16]),
+    "float": ("1", [1.0], 1j),
+    "bool": ("yes", 2, []),
+    "str": (7, b"linear", ["linear"]),
+    "ScalarType": ("bfloat16", 15, 1000, 1.0),
+}
+"""Values that functions refuse by their type, as torch's binding does or would; its own answer to 1000 is a crash."""
+
+
+@pytest.mark.parametrize(
+    ("op", "parameter"),
+    [pytest.param(op, each, id=f"{op.name}-{each.name}") for op in OPS.values() for each in op.signature.parameters],
+)
+def test_wrong_python_types(op, parameter, place):
+    """For functions, on the first call and on later ones."""
+    given, outputs = place.good_call(op)
+    nothing = () if parameter.is_optional else (None,)
+    for _ in range(2):
+        for value in (*WRONG[parameter.type], *nothing):
+            for written in (None, outputs):
+                with pytest.raises(TypeError, match=rf"^cute::{op.name}: {parameter.name} is .*; expected "):
+                    place.call(as_function, op, {**given, parameter.name: value}, written)
+        place.call(as_function, op, given)
+
+
+# Overlap
+
+
+def span(tensor):
+    """Bytes from a tensor's first element to behind its last."""
+    last = sum(stride * (extent - 1) for stride, extent in zip(tensor.stride(), tensor.shape, strict=True))
+    return (last + 1) * tensor.itemsize
+
+
+def in_one_storage(written, other, shift):
+    """The two in one storage, ``written`` so many bytes behind ``other``, with the values of ``other``."""
+    storage = torch.zeros(span(written) + span(other) + 2 * abs(shift) + 64, dtype=torch.uint8, device=written.device)
+    storage = storage[: len(storage) // 16 * 16]
+    begin = max(-shift, 0)
+
+    def view(like, at):
+        return storage.view(like.dtype).as_strided(like.shape, like.stride(), at // like.itemsize)
+
+    views = view(written, begin + shift), view(other, begin)
+    if not other.is_meta:
+        values = other.untyped_storage()
+        first = other.storage_offset() * other.itemsize
+        bytes_of = torch.empty(0, dtype=torch.uint8, device=other.device).set_(values, first, (span(other),), (1,))
+        storage[begin : begin + span(other)] = bytes_of
+    return *views, storage
+
+
+def shifts_of(written, other):
+    """By which the two overlap: at one place, by a little and by all but a little, either way. An output begins at a
+    multiple of 16 bytes."""
+    far = [(span(tensor) - 1) // 16 * 16 for tensor in (other, written)]
+    return dict.fromkeys((0, min(16, far[0]), far[0], -min(16, far[1]), -far[1]))
+
+
+OVERLAPS = [
+    pytest.param(op, written, id=f"{op.name}-{written}")
+    for op in OPS.values()
+    for written in (*op.out_names, *op.updated)
+]
+
+
+@pytest.mark.parametrize(("op", "written"), OVERLAPS)
+def test_no_output_overlaps_another_tensor(op, written, place):
+    """Nor does an argument that is updated: on the first call and on later ones. Only the same view is allowed where
+    the op says so. Nothing is written."""
+    names = [each.name for each in op.signature.tensors]
+    for other in (name for name in (*names, *op.out_names) if name != written):
+        given, outputs = place.good_call(op, has=[name for name in (written, other) if name in names])
+        tensors = {**given, **outputs}
+        may_be_same = (written, other) == op.path.may_share or (written in op.updated and other == "input")
+        message = "|".join(rf"{a} .*shares memory with {b}\b" for a, b in ((written, other), (other, written)))
+        for shift in shifts_of(tensors[written], tensors[other]):
+            if shift == 0 and may_be_same:
+                continue
+            one, two, storage = in_one_storage(tensors[written], tensors[other], shift)
+            shared = {written: one, other: two}
+            bad = {name: shared.get(name, value) for name, value in given.items()}
+            bad_outputs = {name: shared.get(name, value) for name, value in outputs.items()}
+            before = None if storage.is_meta else raw(storage)
+            for form in place.forms:
+                place.launches.calls.clear()
+                with pytest.raises(ValueError, match=rf"^cute::{op.name}: ({message})"):
+                    place.call(form, op, bad, bad_outputs)
+                assert not place.launches.calls
+            assert before is None or torch.equal(raw(storage), before)
+        for form in place.forms:
+            place.call(form, op, given, outputs)
+
+
+# Transposition
+
+TRANSPOSED = [
+    pytest.param(op, id=op.name) for op in OPS.values() if "b" in op.signature.names and not op.path.takes_rows
+]
+
+
+@pytest.mark.parametrize("op", TRANSPOSED)
+def test_a_square_weight_has_to_be_transposed(op, place):
+    """Where the weight is stored as a square, its strides tell; on the first call and after good ones."""
+    given = arguments(op, get_error(op, "b-untransposed", place.device))
+    stored = given["b"]
+    assert stored.shape[0] == stored.shape[1] and stored.is_contiguous()
+    for form in place.forms:
+        for _ in range(2):
+            place.launches.calls.clear()
+            with pytest.raises(ValueError, match=rf"^cute::{op.name}: b has shape .*pass weight\.t\(\)"):
+                place.call(form, op, given)
+            assert not place.launches.calls
+            place.call(form, op, computed_on(op, {**given, "b": stored.t()}, place.device))
+
+
+@pytest.mark.parametrize("op", TRANSPOSED)
+def test_other_weights_may_lie_by_rows_of_k(op, place):
+    """A contiguous (K, N) means what the transposed view of an (N, K) does."""
+    given = computed_on(op, make_call(op, 4, 256, device=place.device), place.device)
+    packed = {**given, "b": given["b"].view(torch.uint8).contiguous().view(given["b"].dtype)}
+    assert packed["b"].is_contiguous() and given["b"].shape[0] != given["b"].shape[1]
+    for form in place.forms:
+        (want,), (got,) = (place.call(form, op, each) for each in (given, packed))
+        assert got.shape == want.shape
+        if place.fakes is None and place.device != "meta":
+            assert_same((got,), (want,))

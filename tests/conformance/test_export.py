@@ -1,0 +1,166 @@
+"""Programs that leave Python: packages of AOTInductor, its C++ wrapper, and ``torch.export`` with symbolic sizes."""
+
+import importlib
+import inspect
+
+import pytest
+import torch
+from expected import assert_same
+from support.cases import arguments, copied, defined, named, plain_sample, run, updated
+from support.interpreters import python
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._inductor import config
+
+from torch_cute_ops.ops._define import as_tuple
+from torch_cute_ops.registry import OPS
+
+# The wrapper's C++ takes a minute to optimise, and a precompiled header is made for nobody else.
+QUICKLY = {"aot_inductor.compile_wrapper_opt_level": "O0", "cpp_cache_precompile_headers": False}
+
+
+def default_call(op):
+    """A sample of tensors and of numbers that have no default."""
+    given = arguments(op, plain_sample(op, "cpu"))
+    return named(
+        op,
+        {
+            each.name: given[each.name]
+            for each in op.signature.parameters
+            if isinstance(given[each.name], torch.Tensor) or each.default is inspect.Parameter.empty
+        },
+    )
+
+
+class EveryOp(torch.nn.Module):
+    """Calls every op, with default arguments."""
+
+    def __init__(self, samples):
+        super().__init__()
+        self.numbers = {
+            name: {key: value for key, value in sample.kwargs.items() if not isinstance(value, torch.Tensor)}
+            for name, sample in samples.items()
+        }
+
+    def forward(self, tensors):
+        return {name: as_tuple(OPS[name].function(**given, **self.numbers[name])) for name, given in tensors.items()}
+
+
+def tensors_of(samples):
+    return {
+        name: {key: value for key, value in sample.kwargs.items() if isinstance(value, torch.Tensor)}
+        for name, sample in samples.items()
+    }
+
+
+def default_calls():
+    return {name: default_call(op) for name, op in OPS.items()}
+
+
+def assert_eager(samples, tensors, outputs):
+    """That these are the outputs of every op, and what it has made of its arguments."""
+    for name, sample in samples.items():
+        op, after = OPS[name], named(OPS[name], sample.kwargs | tensors[name])
+        assert_same((*defined(op, sample, outputs[name]), *updated(op, after)), run(op, sample))
+
+
+LOADED = """
+import sys, torch, torch_cute_ops
+package, tensors, results = sys.argv[1:]
+tensors = torch.load(tensors)
+outputs = torch._inductor.aoti_load_package(package)(tensors)
+torch.save((tensors, outputs), results)
+"""
+
+
+@pytest.mark.slow
+def test_package(tmp_path):
+    """Made by AOTInductor, and loaded in a process that knows the ops and nothing of the program."""
+    samples = default_calls()
+    program = torch.export.export(EveryOp(samples), (tensors_of(samples),))
+    package, given, results = (str(tmp_path / name) for name in ("program.pt2", "tensors.pt", "results.pt"))
+    torch.save(tensors_of(samples), given)
+    with config.patch(QUICKLY):
+        torch._inductor.aoti_compile_and_package(program, package_path=package)
+    done = python(LOADED, arguments=(package, given, results))
+    assert done.returncode == 0, done.stderr
+    assert_eager(samples, *torch.load(results))
+
+
+@pytest.mark.slow
+def test_cpp_wrapper():
+    """Code that Inductor generates in C++."""
+    samples = default_calls()
+    tensors = {name: copied(sample).kwargs for name, sample in samples.items()}
+    tensors = {name: {key: tensors[name][key] for key in given} for name, given in tensors_of(samples).items()}
+    torch._dynamo.reset()
+    with config.patch({**QUICKLY, "cpp_wrapper": True}):
+        outputs = torch.compile(EveryOp(samples), fullgraph=True)(tensors)
+    torch._dynamo.reset()
+    assert_eager(samples, tensors, outputs)
+
+
+# Numbers that follow from shapes
+
+SYMBOLIC = [
+    pytest.param(op, each.name, id=f"{op.name}-{each.name}")
+    for op in OPS.values()
+    for each in op.signature.parameters
+    if each.type == "SymInt"
+]
+
+
+class RowsOfAll(torch.nn.Module):
+    """An op with a number that is the number of tokens."""
+
+    def __init__(self, op, name, numbers):
+        super().__init__()
+        self.op, self.name, self.numbers = op, name, numbers
+
+    def forward(self, first):
+        return as_tuple(self.op.function(first, **self.numbers, **{self.name: first.shape[0]}))
+
+
+def rows_of_all(op, name, device):
+    """The module, and a function that makes its input."""
+    given = arguments(op, plain_sample(op, device))
+    first, *_ = given
+    numbers = {key: value for key, value in given.items() if key not in (first, name)}
+
+    def make(tokens):
+        return given[first][torch.randint(len(given[first]), (tokens,), device=device)]
+
+    return RowsOfAll(op, name, numbers), make
+
+
+def assert_module_is_eager(compiled, module, make, tokens):
+    x = make(tokens)
+    want = module(x)
+    assert want[-1].sum() > 0  # some pairs have a row
+    assert_same(compiled(x), want)
+    given = {**module.numbers, module.name: tokens}
+    first = module.op.signature.names[0]
+    expected = importlib.import_module(f"expected.{module.op.name}").results({first: x, **given})
+    assert_same([t.cpu() for t in want[-4:]], expected[-4:])
+
+
+@pytest.mark.parametrize(("op", "name"), SYMBOLIC)
+@pytest.mark.parametrize(("dynamic", "most"), [(True, 1), (None, 2)], ids=["dynamic", "default"])
+def test_a_number_of_rows_that_is_a_symbol(op, name, dynamic, most, device):
+    """Compiles once for all numbers of tokens, or once more where the first one is taken for fixed."""
+    module, make = rows_of_all(op, name, device)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for tokens in (5, 9, 17, 64, 3, 300):
+        assert_module_is_eager(compiled, module, make, tokens)
+    # Those that are kept: PyTorch begins anew where it took a float for a symbol that the op wants as a number.
+    graphs = len(_debug_get_cache_entry_list(RowsOfAll.forward.__code__))
+    torch._dynamo.reset()
+    assert 1 <= graphs <= most
+
+
+@pytest.mark.parametrize(("op", "name"), SYMBOLIC)
+def test_export_with_a_number_of_rows(op, name, device):
+    module, make = rows_of_all(op, name, device)
+    program = torch.export.export(module, (make(6),), dynamic_shapes=({0: torch.export.Dim("tokens", max=1024)},))
+    for tokens in (2, 9, 300):
+        assert_module_is_eager(program.module(), module, make, tokens)

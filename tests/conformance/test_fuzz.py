@@ -1,0 +1,259 @@
+"""Any call at all gives what its fake gives, or a ``ValueError`` or ``TypeError`` that names the op."""
+
+import math
+import os
+import re
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from support.cases import (
+    arguments,
+    copied,
+    form_cases,
+    get_sample,
+    op_cases,
+    overload,
+    poisoned,
+    run,
+    tensors_in,
+)
+from torch._subclasses import FakeTensorMode
+
+from torch_cute_ops.ops._define import as_tuple
+
+SMALL = 1 << 14
+"""Bytes that the tensors of a sample have, at most: the form of a call is what counts."""
+
+DTYPES = (
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.bool),
+    *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.uint32, torch.int64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2),
+)
+NO_TENSOR = (None, 3, 1.5, True, "x", [1.0], (), b"", object())
+VALUES = {
+    "int": (0, -1, 1, 3, 16, 32, 2**31, 2**40, 2**63 - 1, 2**63, -(2**63), True, 1.5, math.nan, "16", None, [1]),
+    "float": (0, -0.0, -1.0, 1e-45, 1e39, 1e308, math.nan, math.inf, -math.inf, 2**63, 10**400, True, "1", None, 1j),
+    "bool": (True, False, 0, 1, 2, 1.0, "yes", None),
+    "str": (
+        "",
+        "bogus",
+        "128X4",
+        "linear",
+        "128x4",
+        "8x4",
+        "row",
+        "column",
+        "token",
+        "\0",
+        "ü",
+        16,
+        True,
+        None,
+        b"row",
+    ),
+    "ScalarType": (*DTYPES, "bfloat16", 15, 1000, -1, 1.0, None, torch.strided, torch.device("cpu")),
+}
+VALUES["SymInt"] = VALUES["int"]
+
+
+# Tensors
+
+
+def like(tensor, shape, dtype=None, device=None):
+    """Zeros of another shape, dtype or device."""
+    dtype = dtype or tensor.dtype
+    zeros = torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device or tensor.device)
+    return zeros.view(dtype).view(shape)
+
+
+def shapes_near(draw, shape):
+    shape, kind = list(shape), draw(st.sampled_from(("drop", "add", "size", "turn")))
+    if not shape or kind == "add":
+        shape.insert(draw(st.integers(0, len(shape))), draw(st.integers(0, 2)))
+    elif kind == "drop":
+        del shape[draw(st.integers(0, len(shape) - 1))]
+    elif kind == "size":
+        i = draw(st.integers(0, len(shape) - 1))
+        sizes = (0, 1, shape[i] - 1, shape[i] + 1, 2 * shape[i], shape[i] // 2, shape[i] + 16)
+        shape[i] = max(0, draw(st.sampled_from(sizes)))
+    else:
+        shape.reverse()
+    return tuple(shape)
+
+
+def strided(draw, tensor):
+    """A tensor of the same shape that lies otherwise."""
+    kind = draw(st.sampled_from(("columns first", "step", "offset", "expanded", "overlapping")))
+    shape, strides, offset = tensor.shape, list(torch.empty(tensor.shape, device="meta").stride()), 0
+    if kind == "columns first":
+        strides = list(torch.empty(tuple(reversed(shape)), device="meta").stride())[::-1]
+    elif kind == "step":
+        strides = [2 * stride for stride in strides]
+    elif kind == "offset":
+        offset = 1
+    elif strides:
+        strides[draw(st.integers(0, len(strides) - 1))] = 0 if kind == "expanded" else 1
+    reach = sum(stride * max(extent - 1, 0) for stride, extent in zip(strides, shape, strict=True)) + offset + 1
+    return like(tensor, (reach,)).as_strided(shape, strides, offset)
+
+
+def random_integers(draw, tensor):
+    values = draw(st.lists(st.sampled_from((-(2**31), -1, 0, 1, 5, 1000, 2**31 - 1)), min_size=1, max_size=4))
+    count = tensor.numel()
+    return torch.tensor(values * (count // len(values) + 1), dtype=torch.int32)[:count].view(tensor.shape)
+
+
+def changed_tensor(draw, tensor, others):
+    """Another tensor, or none at all."""
+    if not isinstance(tensor, torch.Tensor):
+        others = [other for other in others if isinstance(other, torch.Tensor)]
+        return draw(st.sampled_from((*NO_TENSOR, *others)))
+    kinds = ["dtype", "shape", "strides", "device", "gradient", "sparse", "other", "none"]
+    if tensor.layout != torch.strided:
+        return tensor
+    kind = draw(st.sampled_from(kinds + ["integers"] * 3 * (tensor.dtype == torch.int32)))
+    if kind == "dtype":
+        return like(tensor, tensor.shape, draw(st.sampled_from(DTYPES)))
+    if kind == "shape":
+        return like(tensor, shapes_near(draw, tensor.shape))
+    if kind == "strides":
+        return strided(draw, tensor)
+    if kind == "device":
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    if kind == "gradient":
+        return tensor.detach().requires_grad_(tensor.dtype.is_floating_point)
+    if kind == "sparse":
+        return torch.zeros(tensor.shape, dtype=torch.float32).to_sparse()
+    if kind == "integers":
+        return random_integers(draw, tensor)
+    return draw(st.sampled_from([*NO_TENSOR] if kind == "none" else others))
+
+
+def overlapping(draw, output, tensors):
+    """An output that lies in another tensor's memory, as far as that goes."""
+    other = draw(st.sampled_from([tensor for tensor in tensors if tensor.layout == torch.strided]))
+    storage = other.untyped_storage()
+    if other.is_meta or storage.nbytes() < output.numel() * output.itemsize or not output.numel():
+        return output
+    room = (storage.nbytes() - output.numel() * output.itemsize) // output.itemsize
+    empty = torch.empty(0, dtype=output.dtype)
+    return empty.set_(storage, draw(st.integers(0, room)), output.shape, output.stride())
+
+
+# Calls
+
+
+@st.composite
+def calls(draw, op):
+    """Arguments by name and outputs: those of a sample, some of them changed. Whether all values are of types that
+    the schema knows, and numbers that it can hold."""
+    sample = draw(st.sampled_from(samples_of(op)))
+    sample = copied(get_sample(op, sample, "cpu"))
+    given = arguments(op, sample)
+    outputs = list(poisoned(run(op, sample)[: len(op.outputs)]))
+    everything = [*tensors_in(sample), *outputs]
+    if draw(st.integers(0, 9)) == 0:
+        given = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+        outputs = [output.to("meta") for output in outputs]
+    for _ in range(draw(st.sampled_from((0, 1, 1, 1, 2, 2, 3)))):
+        where = draw(st.integers(0, 9))
+        if where < 7:
+            parameter = draw(st.sampled_from(op.signature.parameters))
+            if draw(st.integers(0, 11)) == 0:
+                given.pop(parameter.name, None)
+            elif parameter.is_tensor:
+                given[parameter.name] = changed_tensor(draw, given.get(parameter.name), everything)
+            else:
+                given[parameter.name] = draw(st.sampled_from(VALUES[parameter.type]))
+        elif where == 7 and len(outputs) > 1:
+            outputs = draw(st.sampled_from((outputs[:-1], [*outputs, outputs[0]], outputs[::-1], [])))
+        elif outputs:
+            i = draw(st.integers(0, len(outputs) - 1))
+            if where == 8 and isinstance(outputs[i], torch.Tensor) and outputs[i].layout == torch.strided:
+                outputs[i] = overlapping(draw, outputs[i], everything)
+            else:
+                outputs[i] = changed_tensor(draw, outputs[i], everything)
+    return given, tuple(outputs)
+
+
+def samples_of(op):
+    """Names of the small samples that show every form."""
+    names = [case.values[1] for case in form_cases() if case.values[0] is op]
+    size = {
+        name: sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(get_sample(op, name, "cpu")))
+        for name in names
+    }
+    return [name for name in names if size[name] <= SMALL] or sorted(names, key=size.get)[:3]
+
+
+def fits_schema(op, given):
+    """Whether torch may be asked to take the arguments: a dtype that is a number ends in a crash of torch's own."""
+    return not any(
+        parameter.type == "ScalarType" and not isinstance(given.get(parameter.name), torch.dtype | None)
+        for parameter in op.signature.parameters
+    )
+
+
+def forms_of(op, given, outputs):
+    forms = {
+        "function": lambda given, outputs: op.function(**given),
+        "out=": lambda given, outputs: op.function(**given, out=outputs if len(op.outputs) > 1 else outputs[0]),
+    }
+    if fits_schema(op, given):
+        forms["op"] = lambda given, outputs: overload(op)(**given)
+        if len(outputs) == len(op.outputs):
+            forms[".out"] = lambda given, outputs: overload(op, "out")(
+                **given, **dict(zip(op.out_names, outputs, strict=True))
+            )
+    return forms
+
+
+def outcome(op, form, given, outputs, is_function):
+    """What the results look like, or the error's text."""
+    try:
+        results = form(given, outputs)
+    except (ValueError, TypeError) as error:
+        assert op.name in str(error), f"{type(error).__name__} does not name the op: {error}"
+        return str(error)
+    except RuntimeError as error:
+        # Of torch's binding of Python values to the schema.
+        if is_function or f"Declaration: cute::{op.name}" not in str(error):
+            raise
+        return str(error)
+    if results is None:
+        return ()
+    return [(tuple(t.shape), t.dtype, t.stride(), t.device) for t in as_tuple(results)]
+
+
+OF_VALUES = re.compile("out of range")
+"""What only values tell, which fakes have not."""
+
+
+@pytest.mark.parametrize("op", op_cases())
+def test_any_call(op, request):
+    @hypothesis.seed(int(os.environ["TEST_SEED"]))
+    @hypothesis.settings(
+        max_examples=request.config.getoption("fuzz_examples"),
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(calls(op))
+    def check(call):
+        given, outputs = call
+        mode = FakeTensorMode()
+        fake = lambda v: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v  # noqa: E731
+        fakes = {name: fake(value) for name, value in given.items()}, tuple(map(fake, outputs))
+        for name, form in forms_of(op, given, outputs).items():
+            if name == "out=" and len(op.outputs) == 1 and not outputs:
+                continue
+            with mode:
+                expected = outcome(op, form, *fakes, name in ("function", "out="))
+            got = outcome(op, form, given, outputs, name in ("function", "out="))
+            hypothesis.note(f"{name}: {got}; fake: {expected}")
+            if isinstance(got, str) and OF_VALUES.search(got):
+                continue
+            assert type(got) is type(expected) and (isinstance(got, str) or got == expected), (name, got, expected)
+
+    check()

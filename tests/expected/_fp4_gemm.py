@@ -1,0 +1,63 @@
+"""What the FP4 GEMMs must answer: the sums in float64, within what fp32 accumulation may lose."""
+
+import numpy as np
+import torch
+from support import spec
+
+from expected import Tensors
+from expected._epilogue import EPS, finished, moved, of_rows
+
+
+def decoded(codes, scale, layout, block_size) -> np.ndarray:
+    packed = codes.cpu().view(torch.uint8).contiguous().numpy()
+    rows, width = packed.shape[0], packed.shape[1] * 2
+    bytes_ = scale.cpu().contiguous().view(torch.uint8).numpy()
+    scales = spec.collect(bytes_, layout, rows, width // block_size)
+    return spec.dequantise(spec.unpack(packed), scales).astype(np.float64).reshape(rows, width)
+
+
+def operands(given) -> tuple[np.ndarray, np.ndarray]:
+    """``a`` (M, K) and ``b`` (N, K)."""
+    layout, block = given["scale_layout"], given["block_size"]
+    b = decoded(given["b"].t(), given["b_scale"], "128x4" if layout == "8x4" else layout, block)
+    if "a_scale" not in given:
+        return sixteen_bit(given["a"], block), b
+    return decoded(given["a"], given["a_scale"], layout, block), b
+
+
+def sixteen_bit(a: torch.Tensor, block_size: int) -> np.ndarray:
+    """16-bit activations as they are multiplied: beside MXFP4, rounded to bfloat16."""
+    return (a.cpu().bfloat16() if block_size == 32 else a.cpu()).double().numpy()
+
+
+def out_dtype(given) -> torch.dtype:
+    """Of the result."""
+    return given["out_dtype"] or (given["a"].dtype if given["a"].dtype.itemsize == 2 else torch.bfloat16)
+
+
+def results(given) -> Tensors:
+    a, b = operands(given)
+    with np.errstate(all="ignore"):
+        total = finished(a @ b.T, of_rows(given["alpha"]), of_rows(given["bias"]))
+    return (torch.from_numpy(total).to(out_dtype(given)),)
+
+
+def assert_results(actual, expected, given) -> None:
+    """Equal where the sums are exact in fp32; else within K roundings of the sum, those of the epilogue, and one to the
+    output's dtype."""
+    (got,), (want,) = actual, expected
+    assert got.dtype == want.dtype and got.shape == want.shape, f"{got.dtype} {got.shape}"
+    got = got.cpu()
+    assert torch.equal(got.isnan(), want.isnan())
+    a, b = operands(given)
+    with np.errstate(all="ignore"):
+        lost = (np.abs(a) @ np.abs(b).T) * a.shape[1] * EPS
+        bound = torch.from_numpy(moved(a @ b.T, lost, of_rows(given["alpha"]), of_rows(given["bias"])))
+    step = want.double().abs() * torch.finfo(want.dtype).eps + torch.finfo(want.dtype).smallest_normal
+    finite = want.isfinite() & got.isfinite()
+    assert torch.equal(got[~finite & ~got.isnan()], want[~finite & ~want.isnan()])
+    error = (got.double() - want.double()).abs()
+    wrong = finite & (error > bound + step)
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} of {wrong.numel()} sums are off, first at {wrong.nonzero()[:4].tolist()}"
+    )

@@ -1,0 +1,39 @@
+"""What ``FlopCounterMode`` counts of the ops."""
+
+import pytest
+import torch
+from support.cases import (
+    arguments,
+    call,
+    call_function,
+    call_out,
+    form_cases,
+    get_sample,
+    op_cases,
+    out_for,
+    sample_with,
+)
+from torch.utils.flop_counter import FlopCounterMode
+
+
+def counted(function, *args):
+    with FlopCounterMode(display=False) as counter:
+        function(*args)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(("op", "name"), [case for case in form_cases() if case.values[0].has_backends])
+def test_a_gemm_is_two_operations_a_product(op, name, device):
+    """2·M·N·K: of all rows that experts have room for, and of all experts that a row may have."""
+    sample = get_sample(op, name, device)
+    outputs = call(op, sample)
+    a = arguments(op, sample)["a"]
+    k = a.shape[-1] * (2 if a.dtype in (torch.uint8, torch.float4_e2m1fn_x2) else 1)
+    want = 2 * outputs[0].numel() * k
+    assert counted(call, op, sample) == counted(call_function, op, sample) == want
+    assert counted(call_out, op, sample, out_for(op, outputs)) == want
+
+
+@pytest.mark.parametrize("op", [case for case in op_cases() if not case.values[0].has_backends])
+def test_other_ops_are_no_gemms(op, device):
+    assert counted(call, op, sample_with(op, device)) == 0

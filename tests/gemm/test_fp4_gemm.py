@@ -1,0 +1,215 @@
+"""``mm_fp4`` and ``mm_fp4_weight_only``: exact sums, float64, what does not depend on M, and calls."""
+
+import inspect
+
+import pytest
+import torch
+from expected._fp4_gemm import results
+from hypothesis import given as given_by
+from hypothesis import strategies as st
+from support.cases import arguments, op_cases, run
+from support.launch_model import launches  # noqa: F401  (a fixture)
+
+import torch_cute_ops
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.ops._gemm import Gemm
+from torch_cute_ops.reference.mm_fp4 import fp4_gemm
+from torch_cute_ops.registry import OPS
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.testing import sample_inputs
+from torch_cute_ops.testing.samples import mm_fp4, mm_fp4_weight_only
+from torch_cute_ops.testing.samples._fp4_gemm import POWERS
+
+SAMPLES = {"mm_fp4": mm_fp4.SAMPLES, "mm_fp4_weight_only": mm_fp4_weight_only.SAMPLES}
+by_op = pytest.mark.parametrize("op", [case for case in op_cases() if case.id in SAMPLES])
+
+
+def backends_of(op, sample, device):
+    """Names of the backends that can compute a call."""
+    given = arguments(op, sample)
+    reasons = op.backends(torch.device(device), **given)
+    return [name for name, reason in reasons.items() if reason is None]
+
+
+@by_op
+@pytest.mark.parametrize("layout", SCALE_LAYOUTS)
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
+def test_exact_sums(op, fmt, layout, device):
+    """Where every partial sum is a float32, every backend gives the sum."""
+    samples = SAMPLES[op.name]
+    if layout not in samples.layouts:
+        return
+    scales = POWERS[fmt.scale_format]
+    sample = samples.sample("", 37, 56, 320, fmt, layout, torch.device(device), scales=scales, out_dtype=torch.float32)
+    if not samples.has_a_scale:
+        sample.args[0].copy_(torch.randint(-8, 9, (37, 320)))
+    (want,) = results(arguments(op, sample))
+    assert want.abs().max() > 0
+    for backend in backends_of(op, sample, device):
+        sample.kwargs["backend"] = backend
+        assert torch.equal(run(op, sample)[0].cpu(), want), backend
+
+
+@by_op
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
+def test_one_hot_rows_give_columns_of_the_weight(op, fmt, device):
+    """Row i of ``a`` is the i-th unit vector, so row i of the result is what row i of ``b`` decodes to."""
+    k, n = 96, 40
+    sample = SAMPLES[op.name].sample("", k, n, k, fmt, "linear", torch.device(device), out_dtype=torch.float32)
+    given = arguments(op, sample)
+    if "a_scale" in given:
+        codes = torch.zeros(k, k, dtype=torch.uint8)
+        codes.fill_diagonal_(2)  # e2m1 of 1
+        given["a"].copy_(codes[:, ::2] | codes[:, 1::2] << 4)
+        given["a_scale"].view(torch.uint8).fill_(0x38 if fmt == NVFP4 else 127)
+    else:
+        given["a"].copy_(torch.eye(k))
+    scale, layout = given["b_scale"], given["scale_layout"]
+    weight = torch_cute_ops.fp4_dequantize(
+        given["b"].t(), scale, block_size=fmt.block_size, scale_layout=layout, out_dtype=torch.float32
+    )
+    assert torch.equal(op.function(**given), weight.t())
+
+
+def drawn_choices(data, layouts):
+    """Format, scale layout and the result's dtype."""
+    fmt, layout = data.draw(st.sampled_from((NVFP4, MXFP4))), data.draw(st.sampled_from(layouts))
+    return fmt, layout, data.draw(st.sampled_from((torch.bfloat16, torch.float16, torch.float32)))
+
+
+@by_op
+@given_by(data=st.data())
+def test_any_size(op, data):
+    """Any M, N and K, format, layout and output; within what fp32 accumulation may lose."""
+    fmt, layout, out_dtype = drawn_choices(data, SAMPLES[op.name].layouts)
+    m, n = data.draw(st.integers(0, 40)), data.draw(st.integers(0, 70))
+    k = data.draw(st.integers(1, 12)) * fmt.block_size
+    sample = SAMPLES[op.name].sample("", m, n, k, fmt, layout, torch.device("cpu"), out_dtype=out_dtype)
+    given = arguments(op, sample)
+    (got,), (want,) = run(op, sample), results(given)
+    assert got.shape == (m, n)
+    torch.testing.assert_close(got, want, rtol=2 * torch.finfo(out_dtype).eps, atol=1e-6)
+
+
+def test_rows_of_the_reference_do_not_depend_on_their_number():
+    """Where large terms cancel, the order of the sum shows: it is the same for a row alone and among others."""
+    layout = SCALE_LAYOUTS["linear"]
+    for _ in range(300):
+        codes = torch.randint(0, 256, (29, 48), dtype=torch.uint8)
+        scale = torch.randint(60, 190, (29, 3), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        a, a_scale, b, b_scale = codes[:5], scale[:5], codes[5:], scale[5:]
+        every = fp4_gemm(a, a_scale, b, b_scale, None, None, torch.float32, MXFP4, layout, layout)
+        alone = fp4_gemm(a[2:3], a_scale[2:3], b, b_scale, None, None, torch.float32, MXFP4, layout, layout)
+        assert torch.equal(every[2:3], alone)
+
+
+@by_op
+def test_a_weight_as_it_is_trained(op, device):
+    """Quantised by the package's own op, with no layout named: the GEMM of the numbers that the codes stand for."""
+    x, weight = torch.randn(9, 256, device=device), torch.randn(72, 256, device=device)
+    g = torch_cute_ops.nvfp4_global_scale(weight.abs().amax())
+    codes, scale = torch_cute_ops.fp4_quantize(weight, g)
+    decoded = torch_cute_ops.fp4_dequantize(codes, scale, g, out_dtype=torch.float32)
+    if op.name == "mm_fp4":
+        a, a_scale = torch_cute_ops.fp4_quantize(x)
+        x = torch_cute_ops.fp4_dequantize(a, a_scale, out_dtype=torch.float32)
+        got = torch_cute_ops.mm_fp4(a, codes.t(), a_scale, scale, 1 / g, out_dtype=torch.float32)
+    else:
+        x = x.bfloat16().float()
+        got = torch_cute_ops.mm_fp4_weight_only(x.bfloat16(), codes.t(), scale, 1 / g, out_dtype=torch.float32)
+    want = x.double() @ decoded.double().t()
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+# Kernels
+
+
+@by_op
+@pytest.mark.parametrize("backend", ["mma_sync", "cublas"])
+def test_precompile_keeps_every_kernel(op, backend, monkeypatch):
+    """The GEMM's, and one for each layout of what is decoded in memory."""
+    kept = []
+    monkeypatch.setattr("torch_cute_ops.registry.keep", lambda kernel, arch: kept.append((kernel, arch.name)))
+    layout = "8x4" if op.name == "mm_fp4" else "128x4"
+    torch_cute_ops.precompile(
+        op.name, "sm_90a", n=64, k=128, alpha="column", bias_dtype=torch.float32, scale_layout=layout, backend=backend
+    )
+    assert {arch for _, arch in kept} == {"sm_90a"}
+    configs = [kernel.config for kernel, _ in kept]
+    gemms = [config for config in configs if hasattr(config, "splits")]
+    decoded = {config.layout.name for config in configs if config not in gemms}
+    assert len(gemms) == (backend == "mma_sync")
+    assert all(config.epilogue.alpha == "column" and config.epilogue.bias_dtype == torch.float32 for config in gemms)
+    activations = {"8x4"} if op.name == "mm_fp4" else set()
+    assert decoded == activations | ({"128x4"} if backend == "cublas" else set())
+
+
+@by_op
+def test_the_example_is_a_call(op):
+    """What ``warmup`` calls has the sizes and dtypes of the properties."""
+    args, kwargs = op.path.example(
+        n=48, k=64, m=3, alpha="column", block_size=32, out_dtype=torch.float32, device="cpu"
+    )
+    given = inspect.signature(op.function).bind(*args, **kwargs)
+    assert given.arguments["alpha"].shape == (48,)
+    out = op.function(*args, **kwargs)
+    assert out.shape == (3, 48) and out.dtype == torch.float32 and not out.any()
+
+
+@by_op
+def test_every_call_has_kernels(op):
+    """On a GPU; also one without columns, which nothing computes."""
+    for sample in sample_inputs(op.name, torch.device("cpu")):
+        given = arguments(op, sample) | {"backend": "auto"}
+        if given["scale_layout"] == "linear" and given["b"].shape[0] * 2 // given["block_size"] % 4:
+            continue  # for cublas alone, whose kernel follows K
+        kernels = op.kernels(ARCHS["sm_90a"], **given)
+        assert kernels and all(kernel.make().config is not None for kernel in kernels), sample.name
+
+
+# What calls share
+
+
+@pytest.mark.usefixtures("launches")
+def test_a_call_after_a_capture_is_tuned(monkeypatch):
+    """In a capture nothing is; what was taken there is not kept for calls outside of it."""
+    op = OPS["mm_fp4_weight_only"]
+    tuned, capturing = [], False
+    monkeypatch.setattr("torch_cute_ops.gemm.tune.tune", lambda *args: tuned.append(args))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    sample = SAMPLES[op.name].sample("", 64, 512, 1024, NVFP4, "128x4", torch.device("cpu"))
+    op.cuda(*sample.args, **sample.kwargs)
+    with torch_cute_ops.autotune():
+        capturing = True
+        op.cuda(*sample.args, **sample.kwargs)
+        assert not tuned
+        capturing = False
+        op.cuda(*sample.args, **sample.kwargs)
+        op.cuda(*sample.args, **sample.kwargs)
+    assert len(tuned) == 1
+
+
+@pytest.mark.usefixtures("launches")
+def test_calls_of_the_same_kind_are_not_checked_again(monkeypatch):
+    """The second call of the same shapes finds what computes it; another alpha, layout or dtype is another call."""
+    op = OPS["mm_fp4_weight_only"]
+    checked = []
+    check = Gemm.check
+    monkeypatch.setattr(Gemm, "check", lambda self, call: checked.append(call) or check(self, call))
+    sample = SAMPLES[op.name].sample("", 64, 512, 1024, NVFP4, "128x4", torch.device("cpu"))
+    a, b, b_scale = sample.args
+    kwargs = {**sample.kwargs, "backend": "wgmma"}
+    for expected in (1, 1):
+        op.cuda(a, b, b_scale, **kwargs)
+        assert len(checked) == expected
+    for args in (
+        (a[:63], b, b_scale),
+        (a, b, b_scale, torch.ones(1)),
+        (a.half(), b, b_scale),
+        (a[:, ::1].t().t(), b, b_scale),
+    ):
+        op.cuda(*args, **kwargs)
+    assert len(checked) == 3  # rows of the same bucket, and the same layout in memory
+    for wrong in ((a.t().contiguous().t(), b, b_scale), (a, b, b_scale.t().contiguous().t())):
+        op.cuda(*wrong, **kwargs)  # copied
+    assert len(checked) == 5

@@ -1,0 +1,198 @@
+"""The FP4 GEMMs on a GPU: every tactic of every backend, rows, captures, launches behind each other, streams."""
+
+import pytest
+import torch
+from expected._fp4_gemm import results
+from support.cases import arguments, named
+from support.gemm_problems import backend_for
+from test_fp4_gemm import SAMPLES, by_op
+
+import torch_cute_ops
+from torch_cute_ops.formats import MXFP4, NVFP4
+from torch_cute_ops.gemm.buckets import bucket
+from torch_cute_ops.gemm.select import target_of
+from torch_cute_ops.testing.samples._epilogue import exact_epilogue
+from torch_cute_ops.testing.samples._fp4_gemm import POWERS
+
+pytestmark = pytest.mark.gpu
+
+# M, N, K; the result's dtype, alpha and bias, and the dtype of activations that are not in FP4
+CALLS = [
+    (1, 64, 64, torch.float32, None, None, torch.bfloat16),
+    (9, 136, 288, torch.bfloat16, "one", torch.bfloat16, torch.float16),
+    (65, 384, 1088, torch.float16, "column", torch.float32, torch.bfloat16),
+    (130, 256, 4096, torch.bfloat16, "column", None, torch.float16),
+]
+LARGE = (513, 776, 2048, torch.bfloat16, "one", torch.float32, torch.bfloat16)
+TACTICS = [
+    (name, call)
+    for name in ("wgmma", "mma_sync", "cublas", "reference")
+    for call in (*CALLS, *([LARGE] if name == "wgmma" else []))
+]
+
+
+def gpu_target(name):
+    """The GPU, where the backend can compute there."""
+    target = target_of(torch.device("cuda", torch.cuda.current_device()))
+    if name == "wgmma" and not target.arch.has_wgmma:
+        pytest.skip("needs Hopper's warpgroup MMA")
+    return target
+
+
+def exact_call(op, target, m, n, k, fmt, layout, out_dtype, a_dtype=torch.bfloat16, **kwargs):
+    """Arguments whose partial sums are all float32 numbers."""
+    samples = SAMPLES[op.name]
+    powers = POWERS[fmt.scale_format]
+    given = arguments(
+        op, samples.sample("", m, n, k, fmt, layout, target.device, scales=powers, out_dtype=out_dtype, **kwargs)
+    )
+    if not samples.has_a_scale:
+        given["a"] = torch.randint(-8, 9, (m, k), device=target.device).to(a_dtype)
+    return given
+
+
+def prepared(op, given):
+    """The problem that a call is, and its operands as backends take them."""
+    sample = named(op, given)
+    problem = op.path.problem(op.bind(*sample.args, **sample.kwargs))
+    dtype = problem.b.format.scale_dtype
+    a_scale = None if given.get("a_scale") is None else given["a_scale"].view(dtype)
+    scales = a_scale, given["b_scale"].view(dtype)
+    return problem, (given["a"], given["b"], *scales, given["alpha"], given["bias"], None, None)
+
+
+@by_op
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize(("name", "sizes"), TACTICS, ids=str)
+def test_every_tactic(op, fmt, name, sizes):
+    """Each tactic gives the sums bit for bit, where they are exact, in an output that was poisoned."""
+    m, n, k, out_dtype, alpha, bias_dtype, a_dtype = sizes
+    target = gpu_target(name)
+    # wgmma takes linear scales of NVFP4 only.
+    layout = "linear" if m % 2 == 0 and (name != "wgmma" or fmt == NVFP4) else "128x4"
+    epilogue = exact_epilogue(n, target.device)
+    if alpha != "column":
+        epilogue["alpha"] = None if alpha is None else torch.full((1,), -0.5, device=target.device)
+    epilogue["bias"] = None if bias_dtype is None else epilogue["bias"].to(bias_dtype)
+    given = exact_call(op, target, m, n, k, fmt, layout, out_dtype, a_dtype, **epilogue)
+    (want,) = results(given)
+    problem, operands = prepared(op, given)
+    backend = backend_for(name, problem)
+    assert backend.reason_unsupported(problem, target) is None
+    for tactic in backend.tactics(problem, bucket(m), target):
+        out = torch.full((m, n), torch.nan, dtype=out_dtype, device=target.device)
+        backend.launcher(problem, tactic, target)(*operands, out)
+        assert torch.equal(out.cpu(), want), tactic
+
+
+def check_first_rows(launch, columns, device, tactic):
+    """The first of 100 rows are the same alone, and all of them when computed again."""
+    every = []
+    for rows in (100, 100, 33, 1):
+        every.append(torch.full((rows, columns), torch.nan, device=device))
+        launch(rows, every[-1])
+    assert torch.equal(every[0], every[1]), tactic
+    assert torch.equal(every[0][:33], every[2]) and torch.equal(every[0][:1], every[3]), tactic
+
+
+@by_op
+@pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
+def test_a_row_does_not_depend_on_the_number_of_rows(op, name):
+    """On one tactic, with numbers whose sums are rounded; nor does it change from call to call."""
+    samples, target = SAMPLES[op.name], gpu_target(name)
+    device = target.device
+    given = arguments(op, samples.sample("", 100, 392, 2560, NVFP4, "128x4", device, out_dtype=torch.float32))
+    problem, (a, *others) = prepared(op, given)
+    backend = backend_for(name, problem)
+    for tactic in backend.tactics(problem, 16, target):
+        launch = backend.launcher(problem, tactic, target)
+        # The scales of the first rows come first in each tile of 128.
+        check_first_rows(lambda rows, out, launch=launch: launch(a[:rows], *others, out), 392, device, tactic)
+
+
+@by_op
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
+def test_the_same_sums_every_time(op, fmt, name):
+    """Launch after launch: chunks that are in L2 come soon after they are asked for, and must not come too soon."""
+    target = gpu_target(name)
+    given = exact_call(op, target, 40, 1296, 2048, fmt, "128x4", torch.float32)
+    want = results(given)[0].to(target.device)
+    problem, operands = prepared(op, given)
+    backend = backend_for(name, problem)
+    for tactic in backend.tactics(problem, 40, target):
+        launch = backend.launcher(problem, tactic, target)
+        outs = torch.full((100, 40, 1296), torch.nan, device=target.device)
+        for out in outs:
+            launch(*operands, out)
+        wrong = [i for i, out in enumerate(outs) if not torch.equal(out, want)]
+        assert not wrong, tactic
+
+
+@by_op
+@pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
+def test_a_captured_call_serves_other_operands(op, name):
+    """A graph gives the sums of what its operands hold when it is replayed, the weight written just before."""
+    target = gpu_target(name)
+    used, *others = (exact_call(op, target, 24, 776, 1312, NVFP4, "128x4", torch.float32) for _ in range(4))
+    tensors = [key for key, value in used.items() if isinstance(value, torch.Tensor)]
+    sources = {key: used[key].clone() for key in tensors}
+    used["backend"] = name
+    op.function(**used)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for key in tensors:
+            used[key].copy_(sources[key])
+        out = op.function(**used)
+    for given in others:
+        for key in tensors:
+            sources[key].copy_(given[key])
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out.cpu(), results(given)[0])
+
+
+@pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
+def test_gemms_behind_each_other(name):
+    """Operands may come from the launch before: another GEMM, or the quantisation of the weight."""
+    device = gpu_target(name).device
+    weights = torch.randn(6, 512, 512, device=device)
+    a = torch.randn(20, 512, device=device, dtype=torch.bfloat16)
+    codes, scale = torch_cute_ops.fp4_quantize(weights[0])
+
+    def chain(between):
+        value, every = a, []
+        for weight in (*weights, *weights):
+            torch_cute_ops.fp4_quantize(weight, out=(codes, scale))
+            between()
+            for _ in range(2):
+                value = torch_cute_ops.mm_fp4_weight_only(value, codes.t(), scale, backend=name)
+                value = value / value.abs().amax()
+                between()
+                every.append(value)
+        return torch.stack(every)
+
+    want = chain(torch.cuda.synchronize)
+    assert want.isfinite().all()
+    for _ in range(5):
+        assert torch.equal(chain(lambda: None), want)
+
+
+@by_op
+@pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
+def test_gemms_on_several_streams(op, name):
+    """Calls that run at the same time do not meet in a workspace."""
+    target = gpu_target(name)
+    calls = [exact_call(op, target, 24, 776, 4096, NVFP4, "128x4", torch.float32) | {"backend": name} for _ in range(3)]
+    wants = [results(given)[0] for given in calls]
+    op.function(**calls[0])
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in calls]
+    outs = [[] for _ in calls]
+    for _ in range(10):
+        for given, stream, every in zip(calls, streams, outs, strict=True):
+            with torch.cuda.stream(stream):
+                every.append(op.function(**given))
+    torch.cuda.synchronize()
+    for every, want in zip(outs, wants, strict=True):
+        assert all(torch.equal(out.cpu(), want) for out in every)

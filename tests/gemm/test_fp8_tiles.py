@@ -1,0 +1,125 @@
+"""Tiles of the FP8 GEMMs: which there are, which is chosen, and how many CTAs run."""
+
+import dataclasses
+
+import pytest
+import torch
+from support.gemm_problems import BF16, FP16, FP32, HOPPER, ROW_LAYOUTS, fp8_problem
+
+from torch_cute_ops.gemm.backends import fp8_mma_sync, fp8_wgmma
+from torch_cute_ops.gemm.cost import usual_targets
+from torch_cute_ops.gemm.fp8_tiles import Tile
+from torch_cute_ops.gemm.select import choose
+from torch_cute_ops.kernels import fp8_mma
+from torch_cute_ops.kernels import fp8_wgmma as wgmma_kernel
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
+from torch_cute_ops.runtime.arch import ARCHS
+
+BACKENDS = (fp8_wgmma.FP8Wgmma(), fp8_mma_sync.FP8MmaSync())
+
+
+def contiguous(experts, n, k):
+    return fp8_problem(n, k, ExpertLayout(True, True), experts)
+
+
+def masked(experts, n, k):
+    return fp8_problem(n, k, ExpertLayout(False, True), experts)
+
+
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
+def test_every_tactic_has_a_kernel(arch):
+    (target,) = usual_targets(arch)[:1]
+    for rows in ROW_LAYOUTS:
+        for dtype in (BF16, FP16, FP32):
+            problem = fp8_problem(rows=rows, experts=1 if rows.is_plain else 4, out_dtype=dtype)
+            for backend in BACKENDS:
+                if backend.reason_unsupported(problem, target) is None:
+                    for m in (1, 100, 4096):
+                        for tactic in backend.tactics(problem, m, target):
+                            (kernel,) = backend.kernels(problem, tactic, arch)
+                            assert kernel.config.reason_unsupported(arch) is None
+                            assert kernel.config.stages >= 2 and kernel.config.tokens == tactic[0]
+
+
+def test_tactics_are_the_tiles():
+    """Some number of rows has each; a few rows have none that are for many."""
+    problem = fp8_problem()
+    found = {tactic for m in (1, 64, 4096) for tactic in BACKENDS[0].tactics(problem, m, HOPPER)}
+    assert found == set(wgmma_kernel.TILES)
+    assert all(tactic[0] < wgmma_kernel.MANY for tactic in BACKENDS[0].tactics(problem, 8, HOPPER))
+    assert {tokens for (tokens,) in BACKENDS[1].tactics(problem, 8, HOPPER)} == set(fp8_mma.TILES)
+
+
+def test_unsupported():
+    """With the reason."""
+    (kernel,) = BACKENDS[0].kernels(fp8_problem(), (16, 128, 1), HOPPER.arch)
+    config = kernel.config
+    assert "sm_100a" in config.reason_unsupported(ARCHS["sm_100a"])
+    given = {"rows": ExpertLayout(), "epilogue": Epilogue(torch.bfloat16), "arch": HOPPER.arch, "pdl": True}
+    assert wgmma_kernel.plan(tokens=48, columns=128, **given) is None
+    assert wgmma_kernel.plan(tokens=16, columns=256, **given) is None
+    assert fp8_mma.plan(tokens=48, **given) is None
+    assert "as many stages; there are 2" in dataclasses.replace(config, stages=2).reason_unsupported(HOPPER.arch)
+    pairs = wgmma_kernel.plan(tokens=128, columns=128, **given)
+    assert "5 is no multiple" in dataclasses.replace(pairs, stages=5).reason_unsupported(HOPPER.arch)
+
+
+def test_clusters_that_run_at_once():
+    """As many as SMs have room for; of four CTAs, one less."""
+    assert Tile(16, 128).clusters(132) == 132
+    assert Tile(16, 128, 2).clusters(132) == 66
+    assert Tile(16, 128, 4).clusters(132) == 32
+    assert Tile(16, 128, ctas_per_sm=2).clusters(114) == 228
+
+
+FASTEST = [
+    (masked(32, 4096, 7168), {8: (16, 128, 1)}),
+    (masked(32, 7168, 2048), {8: (16, 128, 1), 64: (128, 128, 1)}),
+    (masked(8, 7168, 2048), {16: (16, 128, 1)}),
+    (masked(8, 4096, 7168), {64: (128, 128, 1)}),
+    (contiguous(32, 4096, 7168), {32 * 128: (128, 128, 1), 32 * 256: (128, 128, 1)}),
+    (contiguous(8, 4096, 7168), {8 * 512: (128, 128, 1)}),
+    (contiguous(4, 4096, 7168), {4 * 8192: (128, 128, 1)}),
+    (contiguous(8, 7168, 2048), {8 * 4096: (128, 128, 1)}),
+    (
+        fp8_problem(4096, 7168),
+        {
+            8: (16, 128, 2),
+            16: (16, 128, 2),
+            32: (16, 128, 1),
+            64: (16, 128, 1),
+            128: (32, 128, 1),
+            256: (128, 64, 1),
+            512: (128, 128, 1),
+            1024: (128, 128, 1),
+            8192: (128, 128, 1),
+        },
+    ),
+    (fp8_problem(7168, 2048), {8: (16, 128, 1), 64: (128, 64, 1), 256: (128, 128, 1), 8192: (128, 128, 1)}),
+]
+"""Problems, and for each M the tile that was fastest on an H200, or nearly."""
+
+
+@pytest.mark.parametrize(
+    ("problem", "m", "tile"), [(problem, m, tile) for problem, tiles in FASTEST for m, tile in tiles.items()]
+)
+def test_the_fastest_is_chosen(problem, m, tile):
+    """The one that was on an H200, or nearly."""
+    choice = choose(problem, m, HOPPER)
+    assert (choice.backend.name, choice.tactic) == ("wgmma", tile)
+
+
+def test_few_tiles_are_shared():
+    """Where there are fewer than SMs, and only there."""
+    assert choose(fp8_problem(1024, 7168), 8, HOPPER).tactic[2] > 1
+    assert choose(masked(32, 4096, 7168), 8, HOPPER).tactic[2] == 1
+
+
+@pytest.mark.parametrize(("problem", "m", "tokens"), [(fp8_problem(), 1, 16), (fp8_problem(), 8192, 64)])
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
+def test_other_gpus_use_mma_sync(arch, problem, m, tokens):
+    """Tiles of 16 rows where there are no more."""
+    (target,) = usual_targets(ARCHS[arch])[:1]
+    choice = choose(problem, m, target)
+    assert (choice.backend.name, choice.tactic) == ("mma_sync", (tokens,))

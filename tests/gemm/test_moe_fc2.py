@@ -1,0 +1,340 @@
+"""The GEMMs summed over experts: exact sums, special factors, what is not computed, rows on their own, calls."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from expected._moe_fc2 import assert_results, operands, results
+from hypothesis import given as given_by
+from hypothesis import strategies as st
+from support.cases import arguments, is_for_experts, named, op_cases, run
+from test_fp4_gemm import backends_of, drawn_choices
+
+import torch_cute_ops
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.gemm import select
+from torch_cute_ops.gemm.backend import Target
+from torch_cute_ops.gemm.backends.reference import Reference
+from torch_cute_ops.ops._gemm import Gemm
+from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
+from torch_cute_ops.registry import OPS
+from torch_cute_ops.testing import Sample
+from torch_cute_ops.testing.samples import moe_fc2_fp4, moe_fc2_fp4_weight_only
+from torch_cute_ops.testing.samples._fp4_gemm import POWERS
+from torch_cute_ops.testing.samples._moe_fc2 import dense_alpha, one_expert_alpha, top_alpha
+
+SAMPLES = {"moe_fc2_fp4": moe_fc2_fp4.SAMPLES, "moe_fc2_fp4_weight_only": moe_fc2_fp4_weight_only.SAMPLES}
+by_op = pytest.mark.parametrize("op", [case for case in op_cases() if is_for_experts(*case.values)])
+by_format = pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
+CPU = torch.device("cpu")
+
+
+def by_backend(op, given, device):
+    """The result of each backend that can compute a call, by its name; a fresh copy of the call each."""
+    found = {
+        name: run(op, named(op, given | {"backend": name}))[0] for name in backends_of(op, named(op, given), device)
+    }
+    assert "reference" in found
+    return found
+
+
+def integer_call(op, m, n, experts, width, fmt, layout, device, **kwargs):
+    """Arguments whose sums, and their products with powers of two, are all float32 numbers."""
+    samples = SAMPLES[op.name]
+    sizes = (m, n, experts * width, fmt, layout, torch.device(device))
+    sample = samples.sample("", *sizes, scales=POWERS[fmt.scale_format], out_dtype=torch.float32, **kwargs)
+    if not samples.has_a_scale:
+        sample.args[0].copy_(torch.randint(-8, 9, (m, experts * width)))
+    return arguments(op, sample)
+
+
+# Values
+
+
+@by_op
+@pytest.mark.parametrize("layout", SCALE_LAYOUTS)
+@by_format
+def test_exact_sums(op, fmt, layout, device):
+    """Where every step is exact, every backend gives the sum, whatever its order."""
+    if layout not in SAMPLES[op.name].layouts:
+        return
+    alpha = 2.0 ** torch.randint(-1, 2, (37, 3), device=device) * torch.randint(-1, 2, (37, 3), device=device)
+    given = integer_call(op, 37, 56, 3, 192, fmt, layout, device, alpha=alpha)
+    (want,) = results(given)
+    a, w, factor = operands(given)
+    assert np.array_equal(want.double().numpy(), np.einsum("mei,nei,me->mn", a, w, factor.astype(float)))
+    assert want.abs().max() > 100
+    for name, got in by_backend(op, given, device).items():
+        assert torch.equal(got.cpu(), want), name
+
+
+@by_op
+@by_format
+def test_one_hot_rows_give_columns_of_the_weight(op, fmt, device):
+    """Row m of ``a`` is a unit vector in each expert, and its token is for one of them: the result is that column of
+    the expert's weight, times the factor."""
+    experts, width, n = 3, 128, 40
+    m = 2 * width
+    alpha = torch.zeros(m, experts, device=device)
+    expert = torch.arange(m) % experts
+    alpha[torch.arange(m), expert] = 0.5
+    sizes = (m, n, experts * width, fmt, "linear", torch.device(device))
+    given = arguments(op, SAMPLES[op.name].sample("", *sizes, alpha=alpha, out_dtype=torch.float32))
+    ones = torch.eye(width).repeat(2, experts)
+    if "a_scale" in given:
+        codes = (ones * 2).to(torch.uint8)  # e2m1 of 1
+        given["a"].copy_(codes[:, ::2] | codes[:, 1::2] << 4)
+        given["a_scale"].view(torch.uint8).fill_(0x38 if fmt == NVFP4 else 127)
+    else:
+        given["a"].copy_(ones)
+    weight = torch_cute_ops.fp4_dequantize(
+        given["w"], given["w_scale"], block_size=fmt.block_size, scale_layout="linear", out_dtype=torch.float32
+    )
+    column = expert * width + torch.arange(m) % width
+    for name, got in by_backend(op, given, device).items():
+        assert torch.equal(got, 0.5 * weight[:, column.to(device)].t()), name
+
+
+ROUTINGS = {
+    "dense": dense_alpha,
+    "top-2": top_alpha,
+    "one-hot": lambda m, experts, device: top_alpha(m, experts, device, 1),
+    "one-expert": one_expert_alpha,
+    "none": lambda m, experts, device: torch.zeros(m, experts, device=device),
+    "of-both-signs": lambda m, experts, device: torch.randn(m, experts, device=device),
+    "powers": lambda m, experts, device: 2.0 ** torch.randint(-60, 60, (m, experts), device=device),
+}
+
+
+@by_op
+@given_by(data=st.data())
+def test_any_size_and_routing(op, data):
+    """Any M, N, E and I, format, layout, routing and output; within what fp32 arithmetic may lose."""
+    samples = SAMPLES[op.name]
+    fmt, layout, out_dtype = drawn_choices(data, samples.layouts)
+    m, n = data.draw(st.integers(0, 20)), data.draw(st.integers(0, 40))
+    experts, width = data.draw(st.integers(1, 9)), 64 * data.draw(st.integers(1, 5))
+    alpha = ROUTINGS[data.draw(st.sampled_from(sorted(ROUTINGS)))](m, experts, CPU)
+    sizes = (m, n, experts * width, fmt, layout, CPU)
+    given = arguments(op, samples.sample("", *sizes, alpha=alpha, out_dtype=out_dtype))
+    (got,) = run(op, named(op, given))
+    assert got.shape == (m, n)
+    assert_results((got,), results(given), given)
+
+
+def test_experts_are_added_in_ascending_order():
+    """With sums of 1: 2^24 and 1 are 2^24 in float32, from which 2^24 leaves nothing; in another order 1 is left."""
+    a = torch.zeros(2, 3 * 64, dtype=torch.bfloat16)
+    a[:, ::64] = 1
+    w, scale = torch.full((8, 3 * 32), 0x22, dtype=torch.uint8), torch.full((8, 12), 0x38, dtype=torch.uint8)
+    alpha = torch.tensor([[2.0**24, 1, -(2.0**24)], [2.0**24, -(2.0**24), 1]])
+    layout = SCALE_LAYOUTS["linear"]
+    args = (a, None, w, scale.view(torch.float8_e4m3fn), alpha, torch.float32, NVFP4, None, layout)
+    assert torch.equal(expert_gemm(*args), torch.tensor([[0.0], [1.0]]).expand(2, 8))
+
+
+@by_op
+@pytest.mark.parametrize("power", [-135, -100, 90])
+def test_factors_of_any_size(op, power, device):
+    """Also where the factor is subnormal: its product with the sum is not, and is exact."""
+    alpha = torch.full((5, 2), 2.0**power, device=device)
+    alpha[:, 1] *= -1
+    given = integer_call(op, 5, 24, 2, 64, NVFP4, "linear", device, alpha=alpha)
+    ones = given | {"alpha": alpha.sign()}
+    (want,) = (result.double() * 2.0**power for result in results(ones))
+    assert want.abs().max() > 0
+    for name, got in by_backend(op, given, device).items():
+        assert torch.equal(got.cpu().double(), want.float().double()), name
+
+
+# What is not computed
+
+
+@by_op
+@pytest.mark.parametrize("layout", SCALE_LAYOUTS)
+@by_format
+def test_what_is_not_computed_may_be_anything(op, fmt, layout, device):
+    """NaN in ``a`` or its scales wherever ``alpha`` is 0 or -0, and in the weight's scales of an expert that no token
+    has: the result is that of the same call without."""
+    samples, sizes = SAMPLES[op.name], (9, 24, 512)
+    if layout not in samples.layouts:
+        return
+    given = arguments(op, samples.poisoned("", *sizes, fmt, layout, torch.device(device), out_dtype=torch.float32))
+    for name, got in by_backend(op, given, device).items():
+        assert_results((got,), results(given), given)
+        assert got.isfinite().all() and got.abs().max() > 0, name
+        for value in (0.0, 1.0):
+            clean = dict(given)
+            for key in ("a", "a_scale", "w_scale"):
+                if key in clean and clean[key].dtype != torch.uint8:
+                    clean[key] = torch.where(clean[key].float().isnan(), value, clean[key].float()).to(clean[key].dtype)
+                elif key.endswith("scale") and key in clean:
+                    clean[key] = torch.where(clean[key] == 0xFF, int(127 * value), clean[key]).to(torch.uint8)
+            assert torch.equal(run(op, named(op, clean | {"backend": name}))[0], got), name
+
+
+@by_op
+def test_a_reference_that_computes_every_row_gives_the_same(op, monkeypatch):
+    """As on a GPU, where it cannot ask which rows count: what is not a number there is left out."""
+    given = arguments(op, SAMPLES[op.name].poisoned("", 9, 24, 512, NVFP4, "128x4", CPU))
+    want = op.reference(**given)
+    monkeypatch.setattr("torch_cute_ops.reference.moe_fc2_fp4._rows_of", lambda counts: slice(None))
+    assert torch.equal(op.reference(**given), want) and want.abs().max() > 0
+
+
+@by_op
+def test_poison_that_counts_is_seen(op, device):
+    """The same NaN where ``alpha`` is not 0."""
+    given = arguments(op, SAMPLES[op.name].poisoned("", 9, 24, 512, NVFP4, "linear", torch.device(device)))
+    alpha = given["alpha"].clone()
+    alpha[4, 0] = 2.0**-130
+    for name, got in by_backend(op, given | {"alpha": alpha}, device).items():
+        nan = got.isnan().all(1)
+        assert nan.nonzero().tolist() == [[4]], name
+
+
+@by_op
+@pytest.mark.parametrize("zero", [0.0, -0.0], ids=["zero", "negative-zero"])
+def test_tokens_without_experts(op, zero, device):
+    """Their rows are +0, though everything that they have is NaN, and so is every weight."""
+    given = arguments(op, SAMPLES[op.name].sample("", 4, 24, 192, NVFP4, "linear", torch.device(device)))
+    given["w_scale"].view(torch.uint8).fill_(0x7F)
+    if "a_scale" in given:
+        given["a_scale"].view(torch.uint8).fill_(0x7F)
+    else:
+        given["a"].fill_(torch.nan)
+    given["alpha"] = torch.full_like(given["alpha"], zero)
+    for name, got in by_backend(op, given, device).items():
+        assert not got.view(torch.uint8).any(), name
+
+
+@by_op
+def test_nan_factors_stay_in_their_row(op, device):
+    given = arguments(op, SAMPLES[op.name].sample("", 6, 24, 320, NVFP4, "128x4", torch.device(device)))
+    alpha = given["alpha"].clone()
+    alpha[2, 1] = torch.nan
+    for name, want in by_backend(op, given, device).items():
+        got = run(op, named(op, given | {"alpha": alpha, "backend": name}))[0]
+        assert got[2].isnan().all(), name
+        others = [0, 1, 3, 4, 5]
+        assert torch.equal(got[others], want[others]), name
+
+
+# Rows
+
+
+def cancelling_call(op, device):
+    """A call in which every rounding shows: of the four blocks of an expert, the last takes away what the first adds,
+    and is so large that in float64 too little is left of the two in between."""
+    m, n, experts = 7, 40, 3
+
+    def matrix(rows, sign):
+        codes = torch.randint(0, 256, (rows, experts, 64), dtype=torch.uint8)
+        codes[..., 48:] = codes[..., :16] ^ sign
+        scales = torch.tensor([127 + 26, 127, 127, 127 + 26], dtype=torch.uint8).repeat(rows, experts)
+        return codes.flatten(1).to(device), scales.to(device)
+
+    (a, a_scale), (w, w_scale) = matrix(m, 0), matrix(n, 0x88)
+    choices = {"block_size": 32, "scale_layout": "linear", "out_dtype": torch.float32}
+    if SAMPLES[op.name].has_a_scale:
+        args = a, w, a_scale, w_scale
+    else:
+        a = torch_cute_ops.fp4_dequantize(a, a_scale, block_size=32, scale_layout="linear")
+        args = a, w, w_scale
+    return arguments(op, Sample("", (*args, torch.rand(m, experts, device=device) + 0.1), choices))
+
+
+@by_op
+def test_rows_do_not_see_each_other(op, device):
+    """A row has the same bits alone, among rows that are for other experts, and among rows that are for none."""
+    for _ in range(5):
+        given = cancelling_call(op, device)
+        alpha = top_alpha(7, 3, torch.device(device))
+        alone = {key: given[key][3:4] for key in ("a", "a_scale") if key in given}
+        for name, want in by_backend(op, given | {"alpha": alpha}, device).items():
+            with_name = given | {"backend": name}
+            assert torch.equal(run(op, named(op, with_name | alone | {"alpha": alpha[3:4]}))[0], want[3:4]), name
+            for routing in (dense_alpha, one_expert_alpha, ROUTINGS["none"]):
+                others = routing(7, 3, alpha.device)
+                others[3] = alpha[3]
+                assert torch.equal(run(op, named(op, with_name | {"alpha": others}))[0][3], want[3]), name
+
+
+# Calls
+
+
+@by_op
+def test_the_example_is_a_call(op):
+    """What ``warmup`` calls has the sizes and dtypes of the properties."""
+    args, kwargs = op.path.example(n=48, k=192, m=3, experts=3, block_size=32, out_dtype=torch.float32, device="cpu")
+    given = inspect.signature(op.function).bind(*args, **kwargs)
+    assert given.arguments["alpha"].shape == (3, 3)
+    out = op.function(*args, **kwargs)
+    assert out.shape == (3, 48) and out.dtype == torch.float32 and not out.any()
+
+
+class Strict(Reference):
+    """Refuses what a compiled function would, so that its calls are not checked first; keeps what it was given."""
+
+    name = "strict"
+
+    def __init__(self):
+        self.given = []
+
+    def checks_operands(self, problem):
+        return True
+
+    def launcher(self, problem, tactic, target):
+        launch = super().launcher(problem, tactic, target)
+
+        def multiply(a, b, a_scale, b_scale, alpha, bias, offsets, counts, out):
+            if not (a.is_contiguous() and b.t().is_contiguous() and b_scale.is_contiguous()):
+                raise ValueError("strides")
+            assert b.shape == (problem.k // 2, problem.n) and alpha.shape == (len(a), problem.experts)
+            self.given.append((b, alpha))
+            launch(a, b, a_scale, b_scale, alpha, bias, offsets, counts, out)
+
+        return multiply
+
+
+@pytest.fixture
+def strict(monkeypatch):
+    """The only backend, on the CPU, which is taken for a GPU."""
+    backend = Strict()
+    monkeypatch.setattr(select, "BACKENDS", [backend])
+    monkeypatch.setattr(select, "target_of", lambda device: Target(CPU, None, 1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for op in SAMPLES:
+        monkeypatch.setattr(OPS[op].path, "launchers", {})
+    return backend
+
+
+@by_op
+def test_calls_of_the_same_kind_are_not_checked_again(op, strict, monkeypatch):
+    """The second call of the same shapes finds what computes it. An alpha may have other strides each time; it is not
+    copied, and neither is the weight."""
+    checked = []
+    check = Gemm.check
+    monkeypatch.setattr(Gemm, "check", lambda self, call: checked.append(call) or check(self, call))
+    given = arguments(op, SAMPLES[op.name].sample("", 6, 24, 128, NVFP4, "128x4", CPU))
+    for i, alpha in enumerate(
+        (given["alpha"], torch.rand(2, 6).t(), torch.rand(6, 1).expand(6, 2), torch.rand(6, 5)[:, ::4])
+    ):
+        call = given | {"alpha": alpha}
+        for out in (None, torch.full((6, 24), torch.nan, dtype=torch.bfloat16)):
+            got = op.cuda(**call) if out is None else (op.cuda_out(**call, out=out), out)[1]
+            assert_results((got,), results(call), call)
+            b, used = strict.given[-1]
+            assert b.data_ptr() == given["w"].data_ptr() and (used.data_ptr(), used.stride()) == (
+                alpha.data_ptr(),
+                alpha.stride(),
+            )
+        assert len(checked) == 1, i
+    strided = torch.rand(2, 6).t()
+    other = given | {"w": given["w"].t().contiguous().t(), "alpha": strided}  # a weight that is copied
+    assert_results((op.cuda(**other),), results(other), other)
+    assert len(checked) == 2 and strict.given[-1][1].data_ptr() == strided.data_ptr()
+    one_expert = given | {"alpha": torch.rand(6, 1)}
+    assert_results((op.cuda(**one_expert),), results(one_expert), one_expert)
+    assert len(checked) == 3

@@ -1,0 +1,129 @@
+"""The GEMMs summed over experts on a GPU: every tactic, launches behind each other, captures with another routing."""
+
+import pytest
+import torch
+from expected._moe_fc2 import results
+from support.cases import arguments, named
+from support.gemm_problems import backend_for
+from test_fp4_gemm_gpu import check_first_rows
+from test_moe_fc2 import SAMPLES, by_format, by_op, integer_call
+
+from torch_cute_ops.formats import NVFP4
+from torch_cute_ops.gemm.buckets import bucket
+from torch_cute_ops.gemm.select import target_of
+from torch_cute_ops.testing.samples._moe_fc2 import dense_alpha, one_expert_alpha, top_alpha
+
+pytestmark = pytest.mark.gpu
+by_backend = pytest.mark.parametrize("name", ["routed", "wgmma"])
+
+# M, N, experts, their width, and how tokens are routed: around every bucket's and tile's boundary, with tails of all
+CALLS = [
+    (1, 8, 1, 128, dense_alpha),
+    (8, 200, 9, 256, top_alpha),
+    (9, 72, 40, 128, top_alpha),
+    (15, 136, 3, 384, dense_alpha),
+    (17, 64, 512, 128, top_alpha),
+    (33, 1160, 5, 512, one_expert_alpha),
+    (64, 72, 6, 640, dense_alpha),
+    (129, 200, 16, 256, top_alpha),
+    (257, 136, 7, 256, top_alpha),
+    (513, 64, 4, 768, dense_alpha),
+    (513, 72, 5, 640, top_alpha),
+]
+
+
+def powers(alpha):
+    """Factors that are powers of two, where they are not zero."""
+    return torch.where(alpha == 0, alpha, torch.exp2(torch.randint_like(alpha, -2, 3)))
+
+
+def prepared(op, m, n, experts, width, route, fmt, layout):
+    """Operands of a call whose sums are exact, poison where nothing is computed; what they give; and the problem."""
+    device = gpu_target().device
+    alpha = powers(route(m, experts, device)).t().contiguous().t()
+    given = integer_call(op, m, n, experts, width, fmt, layout, device, alpha=alpha)
+    has_a_scale = SAMPLES[op.name].has_a_scale
+    if not has_a_scale:
+        given["a"].view(m, experts, width)[alpha == 0] = torch.nan
+    problem, operands = operands_of(op, given)
+    return operands, results(given)[0], problem, device
+
+
+def operands_of(op, given):
+    """The problem that a call is, and its operands as backends take them."""
+    sample = named(op, given)
+    problem = op.path.problem(op.bind(*sample.args, **sample.kwargs))
+    dtype = problem.b.format.scale_dtype
+    a_scale = None if given.get("a_scale") is None else given["a_scale"].view(dtype)
+    return problem, (given["a"], given["w"].t(), a_scale, given["w_scale"].view(dtype), given["alpha"])
+
+
+def gpu_target():
+    target = target_of(torch.device("cuda", torch.cuda.current_device()))
+    if not target.arch.has_wgmma:
+        pytest.skip("needs Hopper's warpgroup MMA")
+    return target
+
+
+@by_op
+@by_format
+@by_backend
+@pytest.mark.parametrize("sizes", CALLS, ids=lambda sizes: "-".join(map(str, sizes[:4])))
+def test_every_tactic(op, fmt, name, sizes):
+    """Each gives the sums bit for bit, in an output that was poisoned, launch after launch."""
+    width = sizes[3]
+    if name == "wgmma" and width % 256:
+        return
+    layout = "linear" if fmt == NVFP4 and width % 256 == 0 else "128x4"
+    operands, want, problem, device = prepared(op, *sizes, fmt, layout)
+    target, backend = gpu_target(), backend_for(name, problem)
+    assert backend.reason_unsupported(problem, target) is None
+    tactics = backend.tactics(problem, bucket(sizes[0]), target)
+    assert tactics
+    for tactic in tactics:
+        launch = backend.launcher(problem, tactic, target)
+        for _ in range(5):
+            out = torch.full(want.shape, torch.nan, device=device)
+            launch(*operands, None, None, None, out)
+            assert torch.equal(out.cpu(), want), tactic
+
+
+@by_op
+@by_backend
+def test_rows_do_not_depend_on_others(op, name):
+    """On one tactic, with sums that are rounded; nor do they change from call to call."""
+    samples, target = SAMPLES[op.name], gpu_target()
+    device = target.device
+    alpha = top_alpha(100, 24, device, 6)
+    sample = samples.sample("", 100, 200, 24 * 256, NVFP4, "128x4", device, alpha=alpha, out_dtype=torch.float32)
+    problem, (a, w, *scales, _) = operands_of(op, arguments(op, sample))
+    backend = backend_for(name, problem)
+    for tactic in backend.tactics(problem, 100, target):
+        launch = backend.launcher(problem, tactic, target)
+
+        def of_rows(rows, out, launch=launch):
+            # The scales of the first rows come first in each tile of 128.
+            launch(a[:rows], w, *scales, alpha[:rows], None, None, None, out)
+
+        check_first_rows(of_rows, 200, device, tactic)
+
+
+@by_op
+@by_backend
+def test_a_captured_call_serves_other_routings(op, name):
+    """A graph gives what ``alpha`` and the operands hold when it is replayed."""
+    (a, w, a_scale, w_scale, alpha), *_ = prepared(op, 40, 136, 12, 256, top_alpha, NVFP4, "128x4")
+    kwargs = {"out_dtype": torch.float32, "backend": name}
+    args = (a, w.t(), *(() if a_scale is None else (a_scale,)), w_scale, alpha)
+    op.function(*args, **kwargs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = op.function(*args, **kwargs)
+    for route in (dense_alpha, one_expert_alpha, top_alpha, lambda m, e, d: torch.zeros(m, e, device=d)):
+        others, want, *_ = prepared(op, 40, 136, 12, 256, route, NVFP4, "128x4")
+        for mine, other in zip((a, w, a_scale, w_scale, alpha), others, strict=True):
+            if mine is not None:
+                mine.copy_(other)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out.cpu(), want)

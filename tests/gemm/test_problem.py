@@ -1,0 +1,65 @@
+"""What a GEMM is: bytes, operations, and what a tuned choice is stored under."""
+
+import json
+import pickle
+from typing import get_args
+
+import pytest
+from support.gemm_problems import BF16, FP32, fp4_problem, fp8_problem, problems
+
+from torch_cute_ops.kernels.common import epilogue
+from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
+from torch_cute_ops.ops import _signature
+
+
+def test_fp4():
+    """By hand: 4-bit codes and a byte for each block; 16-bit results."""
+    problem = fp4_problem(24, 64)
+    assert problem.bytes_moved(10) == (24 + 10) * (32 + 4) + 10 * 24 * 2
+    assert fp4_problem(24, 64, a_dtype=BF16).bytes_moved(10) == 24 * 36 + 10 * 128 + 480
+    assert problem.flops(10) == 2 * 10 * 24 * 64
+
+
+def test_fp4_with_experts_over_k():
+    """By hand: 16 experts of 64 elements; each of 10 tokens has 8 of them."""
+    problem = fp4_problem(24, 16 * 64, experts=16)
+    touched = 1 - 0.5**10
+    weight, a = 24 * 16 * (32 + 4) * touched, 10 * 8 * (32 + 4)
+    assert problem.bytes_moved(10) == pytest.approx(weight + a + 10 * 16 * 4 + 10 * 24 * 2, abs=1)
+    assert problem.flops(10) == 2 * 10 * 24 * 64 * 8
+    few = fp4_problem(24, 5 * 64, a_dtype=BF16, experts=5)
+    assert few.bytes_moved(10) == 24 * 5 * 36 + 10 * 320 * 2 + 10 * 5 * 4 + 480
+    assert few.flops(10) == 2 * 10 * 24 * 320
+
+
+def test_fp8():
+    """By hand: 8-bit codes, fp32 scales for 128 elements of a row and for 128 x 128 of the weight; the last of the
+    three blocks of k is half a block."""
+    problem = fp8_problem(136, 320, out_dtype=FP32)
+    assert problem.bytes_moved(10) == 10 * (320 + 3 * 4) + 136 * 320 + 2 * 3 * 4 + 10 * 136 * 4
+    assert problem.flops(10) == 2 * 10 * 136 * 320
+
+
+def test_fp8_grouped_by_rows():
+    """Contiguous: of 4 experts no more than 3 rows can have; masked: all have room for 3."""
+    weight = 136 * 256 + 2 * 2 * 4
+    contiguous = fp8_problem(136, 256, ExpertLayout(True, True), 4)
+    assert contiguous.bytes_moved(3) == 3 * (256 + 2 * 4) + 3 * weight + 3 * 136 * 2
+    assert contiguous.flops(3) == 2 * 3 * 136 * 256
+    masked = fp8_problem(136, 256, ExpertLayout(False, True), 4)
+    assert masked.bytes_moved(3) == 4 * (3 * (256 + 2 * 4) + weight + 3 * 136 * 2)
+    assert masked.flops(3) == 4 * 2 * 3 * 136 * 256
+
+
+def test_descriptions_differ():
+    """As JSON; whatever two problems differ in shows."""
+    every = list(problems())
+    texts = [json.dumps(problem.described(), sort_keys=True) for problem in every]
+    assert len(set(texts)) == len(set(every)) == len(every)
+    assert json.loads(texts[0])["b"] == {"format": "nvfp4", "scale_layout": "128x4"}
+    assert all(pickle.loads(pickle.dumps(problem)) == problem for problem in every)
+
+
+def test_kinds_of_alpha():
+    """The ops name them without importing what kernels have."""
+    assert get_args(_signature.AlphaKind) == get_args(epilogue.AlphaKind)

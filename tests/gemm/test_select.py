@@ -1,0 +1,178 @@
+"""Which backend computes a GEMM: buckets, estimates, reasons, and what users ask."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from support.gemm_problems import (
+    BF16,
+    FP16,
+    FP32,
+    HOPPER,
+    ROW_LAYOUTS,
+    fp4_problem,
+    fp8_problem,
+    problem_id,
+    problems,
+)
+
+import torch_cute_ops
+from torch_cute_ops.formats import MXFP4
+from torch_cute_ops.gemm import select
+from torch_cute_ops.gemm.backend import Target
+from torch_cute_ops.gemm.backends.reference import Reference
+from torch_cute_ops.gemm.buckets import bucket
+from torch_cute_ops.gemm.cost import usual_targets
+from torch_cute_ops.registry import OPS
+from torch_cute_ops.runtime.arch import ARCHS
+
+NO_GPU = Target(torch.device("cpu"), None, 1)
+GEMMS = {
+    "mm_fp4": {"n": 64, "k": 256},
+    "mm_fp4_weight_only": {"n": 64, "k": 256},
+    "mm_fp8_block": {"n": 64, "k": 256},
+    "grouped_mm_fp8": {"n": 64, "k": 256, "experts": 4},
+    "moe_fc2_fp4": {"n": 64, "k": 256, "experts": 4},
+    "moe_fc2_fp4_weight_only": {"n": 64, "k": 256, "experts": 4},
+}
+"""The GEMMs, with the static properties of some calls."""
+
+
+def test_bucket():
+    """Step 8 to 128, 16 to 256, 32 to 512, and a sixteenth of the next power of two above; never fewer rows than M."""
+    assert [bucket(m) for m in (0, 1, 8, 9, 127, 128, 129, 256, 257, 512, 513, 1025, 16_384)] == [
+        *(8, 8, 8, 16, 128, 128, 144, 256, 288, 512, 576, 1152, 16_384)
+    ]
+    for m in range(1, 5000):
+        planned = bucket(m)
+        assert m <= planned == bucket(planned) <= max(8, m * 1.13 + 8)
+
+
+@pytest.mark.parametrize("problem", [*problems()], ids=problem_id)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_backends_answer(problem, arch):
+    """Those that handle a problem have names of their own; one that can compute it has tactics with estimates, more
+    rows take no less time, and its kernels can be built."""
+    (target,) = usual_targets(ARCHS[arch])[:1]
+    handling = [backend for backend in select.BACKENDS if backend.handles(problem)]
+    assert len({backend.name for backend in handling}) == len(handling) > 1
+    able = [backend for backend in handling if backend.reason_unsupported(problem, target) is None]
+    assert "reference" in [backend.name for backend in able]
+    for backend in able:
+        tactics = backend.tactics(problem, 64, target)
+        assert tactics
+        for tactic in tactics:
+            few, many = (backend.estimate(problem, m, tactic, target) for m in (1, 4096))
+            assert 0 < few <= many
+            assert all(kernel.make().config is not None for kernel in backend.kernels(problem, tactic, target.arch))
+
+
+@pytest.mark.parametrize(
+    ("alpha", "bias_dtype"), [*itertools.product((None, "one", "column"), (None, FP32, BF16))], ids=str
+)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_some_backend_takes_every_epilogue(alpha, bias_dtype, arch):
+    """On every GPU, without being named."""
+    (target,) = usual_targets(ARCHS[arch])[:1]
+    epilogue = {"alpha": alpha, "bias_dtype": bias_dtype}
+    of_experts = {**epilogue, "alpha": {"column": "expert_column", None: "expert"}.get(alpha, alpha)}
+    for problem in (
+        fp4_problem(**epilogue),
+        fp4_problem(a_dtype=FP16, fmt=MXFP4, **epilogue),
+        fp8_problem(**epilogue),
+        *(fp8_problem(rows=rows, experts=4, **of_experts) for rows in ROW_LAYOUTS[1:]),
+    ):
+        assert select.choose(problem, 16, target).backend.name != "reference"
+
+
+def test_auto_takes_no_reference_on_a_gpu():
+    """It would be slow, and the caller would not learn why: such a call is refused, with every reason."""
+    problem = dataclasses.replace(fp4_problem(64, 12 * 64, experts=12), n=20)
+    with pytest.raises(ValueError, match=r"no backend: wgmma: .*; routed: .*; reference: is taken only where it is"):
+        select.choose(problem, 8, HOPPER)
+    assert select.choose(problem, 8, HOPPER, "reference").backend.name == "reference"
+
+
+def test_every_reason_is_given(monkeypatch):
+    monkeypatch.setattr(Reference, "reason_unsupported", lambda *args: "is being tested")
+    text = r"no backend: wgmma: needs a CUDA device; .*; mma_sync: needs .*; reference: is being tested"
+    with pytest.raises(ValueError, match=text):
+        select.choose(fp4_problem(), 8, NO_GPU)
+
+
+def test_a_named_backend_says_why_it_cannot():
+    with pytest.raises(ValueError, match="backend='routed' is unknown; use 'auto', 'wgmma', 'mma_sync', 'cublas'"):
+        select.choose(fp4_problem(), 8, HOPPER, "routed")
+    with pytest.raises(ValueError, match=r"backend 'wgmma': needs Hopper's warpgroup MMA; this is sm_100a"):
+        select.choose(fp8_problem(), 8, usual_targets(ARCHS["sm_100a"])[0], "wgmma")
+
+
+def test_keys_of_choices_differ():
+    """In whatever the problem, its bucket or the GPU does."""
+    gpu = dataclasses.replace(HOPPER, name="GPU of test")
+    every = list(problems())
+    keys = [select.key_of(problem, m, gpu) for problem in every for m in (8, 9)]
+    assert len(set(keys)) == 2 * len(every)
+    assert select.key_of(every[0], 8, gpu) == select.key_of(every[0], 5, gpu)
+    assert select.key_of(every[0], 8, dataclasses.replace(gpu, name="another")) != keys[0]
+    assert select.key_of(every[0], 8, HOPPER) is None
+
+
+# What users ask
+
+
+def test_the_ops_with_backends_are_the_gemms():
+    assert {name for name, op in OPS.items() if op.has_backends} == set(GEMMS)
+
+
+@pytest.mark.parametrize("op", GEMMS)
+def test_backends_on_a_cpu(op):
+    """Each kernel's has its reason; the reference runs."""
+    names = {"mm_fp4": ("wgmma", "mma_sync", "cublas"), "mm_fp8_block": ("wgmma", "mma_sync")}
+    names["mm_fp4_weight_only"] = names["mm_fp4"]
+    names["grouped_mm_fp8"] = names["mm_fp8_block"]
+    names["moe_fc2_fp4"] = names["moe_fc2_fp4_weight_only"] = ("wgmma", "routed")
+    no_gpu = "needs a CUDA device; the tensors are on cpu"
+    found = torch_cute_ops.backends(op, device="cpu", **GEMMS[op])
+    assert found == {**dict.fromkeys(names[op], no_gpu), "reference": None}
+
+
+def test_an_op_without_backends():
+    with pytest.raises(ValueError, match=r"'fp4_quantize' has one implementation .* grouped_mm_fp8, mm_fp4, mm_fp4_w"):
+        torch_cute_ops.backends("fp4_quantize", hidden=64)
+
+
+@pytest.mark.parametrize(
+    ("op", "properties", "error", "text"),
+    [
+        ("moe_fc2_fp4", {"n": 64, "k": 128}, TypeError, "needs the property experts"),
+        ("moe_fc2_fp4", {"n": 64, "k": 128, "experts": 2, "alpha": "one"}, TypeError, "has no property 'alpha'"),
+        ("moe_fc2_fp4", {"n": 64, "k": 128, "experts": 3}, ValueError, "for 3 experts, and a row of w has 128"),
+        ("moe_fc2_fp4_weight_only", {"n": 64, "k": 128, "experts": 4}, ValueError, "for 4 experts, and a row of w has"),
+        ("mm_fp4", {"n": 64, "k": 128, "experts": 2}, TypeError, "has no property 'experts'"),
+        ("mm_fp4", {"n": 64, "k": 128, "masked": True}, TypeError, "has no property 'masked'"),
+        ("mm_fp4", {"n": "64", "k": 128}, TypeError, "n is '64'; expected a positive integer"),
+        ("mm_fp4", {"n": 0, "k": 128}, ValueError, "n is 0; expected a positive integer"),
+        ("mm_fp4", {"n": True, "k": 128}, TypeError, "n is True; expected a positive integer"),
+        ("mm_fp4", {"n": 64, "k": 128, "alpha": "row"}, ValueError, "alpha is 'row'; expected one of 'one', 'column'"),
+        (
+            "mm_fp4",
+            {"n": 64, "k": 128, "alpha": "expert"},
+            ValueError,
+            "alpha is 'expert'; expected one of 'one', 'col",
+        ),
+        (
+            "grouped_mm_fp8",
+            {**GEMMS["grouped_mm_fp8"], "alpha": "column"},
+            ValueError,
+            "expected one of 'one', 'expert'",
+        ),
+        ("mm_fp4", {"k": 128}, TypeError, "needs the property n"),
+        ("mm_fp8_block", {"n": 64, "k": 128, "dtype": BF16}, TypeError, "has no property 'dtype'"),
+        ("mm_fp8_block", {"n": 64, "k": 96}, ValueError, "b has K = 96; expected a positive multiple of 64"),
+    ],
+)
+def test_properties_are_checked(op, properties, error, text):
+    with pytest.raises(error, match=rf"cute::{op}\b.*{text}"):
+        torch_cute_ops.backends(op, device="cpu", **properties)

@@ -1,0 +1,346 @@
+"""Tuned GEMMs: on made-up backends, and on a GPU."""
+
+import importlib
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from expected._fp4_gemm import decoded
+from expected._fp8_gemm import numbers
+from support.cases import arguments, compiled_op_cases, expected_of, op_cases
+from support.fake_device import FakeDevice
+from support.gemm_problems import CPU, fp4_problem, problem_id, problems
+from support.tuner_model import empty_file, warnings_in
+
+import torch_cute_ops
+from torch_cute_ops import registry
+from torch_cute_ops.cli.main import main
+from torch_cute_ops.formats import NVFP4
+from torch_cute_ops.gemm import select, tune
+from torch_cute_ops.gemm.backend import Backend
+from torch_cute_ops.gemm.backends.reference import Reference
+from torch_cute_ops.runtime import timing, tuner
+from torch_cute_ops.runtime.tuner import Candidate
+from torch_cute_ops.runtime.tuning_file import TuningFile
+from torch_cute_ops.testing.samples import grouped_mm_fp8, mm_fp8_block
+
+file = pytest.fixture(autouse=True)(empty_file)
+
+by_op = pytest.mark.parametrize("op", [case for case in op_cases() if case.values[0].has_backends])
+
+
+class Sized(Backend):
+    """Right, with two tactics; the factor of its second is wrong where ``factor`` is not 1."""
+
+    name = "sized"
+    factor = 1.0
+    runs: list = []  # noqa: RUF012
+
+    def handles(self, problem):
+        return True
+
+    def reason_unsupported(self, problem, target):
+        return None
+
+    def tactics(self, problem, m, target):
+        return (16,), (32,)
+
+    def estimate(self, problem, m, tactic, target):
+        return 1e-6 * tactic[0]
+
+    def kernels(self, problem, tactic, arch):
+        return ()
+
+    def launcher(self, problem, tactic, target):
+        reference = Reference().launcher(problem, tactic, target)
+
+        def multiply(*operands):
+            self.runs.append(tactic)
+            reference(*operands)
+            if tactic == (32,):
+                operands[-1][..., -1, -1] *= self.factor
+
+        return multiply
+
+
+class Timed(FakeDevice, timing.CudaGraphs):
+    """A device on which the first candidate takes 5 µs a call, and the second 3."""
+
+    def __init__(self):
+        super().__init__([5.0, 3.0])
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    """Two backends on the CPU, which is taken for a GPU; the second tactic of one is faster than was thought."""
+    backend = Sized()
+    backend.runs = []
+    monkeypatch.setattr(select, "BACKENDS", [backend, Reference()])
+    monkeypatch.setattr(select, "target_of", lambda device: CPU)
+    for op in registry.OPS.values():
+        if op.has_backends:
+            monkeypatch.setattr(op.path, "launchers", {})
+    monkeypatch.setattr(timing, "CudaGraphs", Timed)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=20_000))
+    return backend
+
+
+def call_of(op, m=5, n=24, k=None, device="cpu", **kwargs):
+    where, k = torch.device(device), k or properties_of(op)["k"]
+    if op.name == "mm_fp8_block":
+        return mm_fp8_block.sample("", m, n, k, where, **kwargs)
+    if op.name == "grouped_mm_fp8":
+        return grouped_mm_fp8.contiguous("", [m // 2, 0, m - m // 2, 0], n, k, where, alignment=1, **kwargs)
+    samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}").SAMPLES
+    return samples.sample("", m, n, k, NVFP4, "128x4", where, **kwargs)
+
+
+def properties_of(op):
+    """Of the calls of ``call_of``: experts over K have 64 elements each."""
+    experts = {"experts": 4} if op.name.startswith(("moe_fc2", "grouped")) else {}
+    return {"n": 24, "k": 256, **experts}
+
+
+def used(op, backend, sample):
+    """The tactic that a call runs, and that its result is right."""
+    before = len(backend.runs)
+    assert_right(op, sample, op.cuda(*sample.args, **sample.kwargs))
+    return backend.runs[-1] if len(backend.runs) > before else None
+
+
+def assert_right(op, sample, got):
+    given, expected = arguments(op, sample), expected_of(op)
+    expected.assert_results((got,), expected.results(given), given)
+
+
+@by_op
+def test_calls_in_a_block_are_tuned(op, made_up, file):
+    """A call before has the least estimate, those in the block and after it what was faster; for the bucket alone."""
+    sample = call_of(op)
+    assert used(op, made_up, sample) == (16,)
+    with torch_cute_ops.autotune():
+        assert used(op, made_up, sample) == (32,)
+        runs = len(made_up.runs)
+        assert used(op, made_up, sample) == (32,)
+        assert len(made_up.runs) == runs + 1
+    for m, tactic in ((1, (32,)), (8, (32,)), (9, (16,))):
+        assert used(op, made_up, call_of(op, m)) == tactic
+    (record,) = json.loads(file.read_text())["choices"]
+    assert record["bucket"] == 8 and record["device"] == "GPU of test" and record["seconds"] == pytest.approx(3e-6)
+    static, scaled = record["static"], {"format": "nvfp4", "scale_layout": "128x4"}
+    if "fp8" in op.name:
+        assert static["a"] == {"format": "block128", "scale_layout": "column"}
+        assert static["b"] == {"format": "block128", "scale_layout": None}
+    else:
+        assert static["a"] == ({"format": "bfloat16", "scale_layout": None} if "weight" in op.name else scaled)
+        assert static["b"] == scaled
+    assert (static["n"], static["k"]) == (24, 256)
+    assert static["epilogue"] == {"out_dtype": "bfloat16", "alpha": None, "bias_dtype": None}
+    assert static["grouping"]["experts"] == properties_of(op).get("experts", 1)
+    tuner.forget()
+    assert used(op, made_up, sample) == (32,)
+
+
+@by_op
+def test_calls_that_name_a_backend_are_not_tuned(op, made_up, file):
+    sample = call_of(op, backend="sized")
+    with torch_cute_ops.autotune():
+        assert used(op, made_up, sample) == (16,)
+        empty = call_of(op, 0)
+        op.cuda(*empty.args, **empty.kwargs)
+    assert not file.exists()
+
+
+@by_op
+def test_calls_in_a_capture_are_not_tuned(op, made_up, monkeypatch):
+    """They take what was chosen before."""
+    sample = call_of(op)
+    assert used(op, made_up, sample) == (16,)
+    with torch_cute_ops.autotune():
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            assert used(op, made_up, sample) == (16,)
+        assert used(op, made_up, sample) == (32,)
+
+
+@by_op
+def test_a_wrong_backend_does_not_win(op, made_up, caplog):
+    """One wrong sum of all is enough."""
+    made_up.factor = 1.05
+    sample = call_of(op)
+    with torch_cute_ops.autotune():
+        assert used(op, made_up, sample) == (16,)
+    (warning,) = warnings_in(caplog)
+    assert warning.startswith(f"cute::{op.name}: backend 'sized', tactic [32] is not used: 1 of 192 sums are off")
+    assert "first at (7, 23)" in warning
+
+
+@by_op
+def test_a_tuned_choice_that_is_not_possible_is_ignored(op, made_up, monkeypatch):
+    """The backend is gone, refuses, or has other tactics."""
+    sample = call_of(op)
+    with torch_cute_ops.autotune():
+        used(op, made_up, sample)
+    monkeypatch.setattr(made_up, "tactics", lambda *args: ((16,), (64,)))
+    tuner.forget()
+    assert used(op, made_up, sample) == (16,)
+    monkeypatch.setattr(made_up, "reason_unsupported", lambda *args: "of a test")
+    tuner.forget()
+    assert used(op, made_up, sample) is None
+    select.BACKENDS.remove(made_up)
+    tuner.forget()
+    assert used(op, made_up, sample) is None
+
+
+@by_op
+def test_tuning_draws_no_random_numbers(op, made_up):
+    sample = call_of(op)
+    before = torch.get_rng_state()
+    with torch_cute_ops.autotune():
+        op.cuda(*sample.args, **sample.kwargs)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@by_op
+def test_warmup_tunes(op, made_up, monkeypatch, file, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
+    torch_cute_ops.warmup(op.name, tune=True, m=5, device="cpu", **properties_of(op))
+    assert used(op, made_up, call_of(op)) == (32,)
+    monkeypatch.setattr(registry, "cuda_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr("torch_cute_ops.ops._gemm.cuda_device", lambda device: torch.device("cpu"))
+    properties = [word for name, value in properties_of(op).items() for word in (f"--{name}", str(value))]
+    assert main(["tune", op.name, *properties, "--m", "9", "17", "33"]) == 0
+    shown = capsys.readouterr()
+    assert f"3 calls are done, 0 failed; choices are kept in {file}" in shown.out and "3/3" in shown.err
+    assert [key.bucket for key in TuningFile(file).read()] == [8, 16, 24, 40]
+    assert main(["tune", op.name, *properties, "--out-dtype", "int8"]) == 2
+    assert 'out_dtype = "int8": expected a dtype' in capsys.readouterr().err
+
+
+def test_the_command_line_refuses(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for arguments_, text in (
+        (["tune"], "name an op and its properties, or a file"),
+        (
+            ["tune", "fp4_quantize", "--hidden", "64"],
+            "the ops with backends are grouped_mm_fp8, mm_fp4, mm_fp4_weight_only",
+        ),
+        (["tune", "mm_fp4", "--n", "64", "--k", "64"], "tuning needs a CUDA device"),
+    ):
+        assert main(arguments_) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_without_a_gpu_a_block_does_nothing(file):
+    """On a CPU the ops run their reference."""
+    op = registry.OPS["mm_fp4"]
+    sample = call_of(op)
+    with torch_cute_ops.autotune():
+        got = op.function(*sample.args, **sample.kwargs)
+    assert_right(op, sample, got)
+    assert not file.exists()
+    assert select.key_of(fp4_problem(), 8, select.target_of(torch.device("cpu"))) is None
+
+
+@pytest.mark.parametrize("problem", [*problems()], ids=problem_id)
+def test_checks(problem, made_up, monkeypatch):
+    """Sums in fp32 in any order pass; one that lacks a term, or is not written, does not."""
+    monkeypatch.setattr(tune, "CHUNK", problem.k * 7)
+    bench = tune.Bench(problem, 24, CPU)
+    assert bench.check(Candidate("sized", (16,))) is None and bench.check(Candidate("reference", ())) is None
+    want, allowed = bench._expected
+    assert want.isfinite().all() and want.abs().max() > 1
+    (operands, out), roundings = bench._exact, 0 if problem.a.is_fp8 else problem.k
+    if problem.grouping.over == "k":
+        # Eight of twelve experts, and 64 sums, one multiplication and eight additions of each result.
+        alpha = operands.alpha
+        assert torch.equal((alpha > 0).sum(1), torch.full((24,), 8))
+        assert len({tuple(row) for row in (alpha > 0).tolist()}) > 12
+        torch.testing.assert_close(alpha.sum(1), torch.ones(24))
+        roundings = 64 + 1 + 8
+    rows = out.numel() // problem.n
+    experts = problem.experts if problem.grouping.over == "rows" else 1
+    for expert in range(experts):
+        part = slice(expert * rows // experts, (expert + 1) * rows // experts)
+        a, b, factor, bias = by_hand(problem, operands, rows, expert, part)
+        exact = (a @ b.t()) * factor + bias
+        torch.testing.assert_close(want[part].double(), exact, rtol=1e-6, atol=1e-6)
+        limit = (a.abs() @ b.abs().t()) * factor.abs() * roundings * 2**-24
+        assert (allowed[part] >= 0.999 * limit).all()
+        size = exact.abs() + bias.abs() + ((a @ b.t()) * factor).abs()
+        most = 1.01 * limit + size * (1.01 * torch.finfo(problem.out_dtype).eps + 2**-22) + 1e-4
+        assert (allowed[part] <= most).all()
+        got = exact.float().to(problem.out_dtype)
+        assert tune.difference(got, want[part], allowed[part]) is None
+        lacking = ((a[:, 1:] @ b[:, 1:].t()) * factor + bias).to(problem.out_dtype)
+        assert "sums are off" in tune.difference(lacking, want[part], allowed[part])
+        for value in (torch.nan, torch.inf):
+            one = got.clone()
+            one[3, 5] = value
+            shown = tune.difference(one, want[part], allowed[part])
+            assert f"1 of {one.numel()} sums are off, by up to inf times" in shown
+
+
+def by_hand(problem, operands, rows, expert, part):
+    """Of an expert's rows, or all: ``a`` and ``b`` (N, K) in float64, what the sums are multiplied with, and added."""
+    a, b, a_scale, b_scale, alpha, bias, *_ = operands
+    if problem.a.is_fp8:
+        grouped = problem.grouping.over == "rows"
+        b, b_scale = (b[expert], b_scale[expert]) if grouped else (b.t(), b_scale)
+        a_scale = a_scale.reshape(len(a_scale), rows).t().double()
+        a = torch.from_numpy(numbers(a.reshape(rows, -1))) * a_scale.repeat_interleave(128, 1)[:, : problem.k]
+        scale = b_scale.double().repeat_interleave(128, 0)[: problem.n].repeat_interleave(128, 1)[:, : problem.k]
+        b = torch.from_numpy(numbers(b)) * scale
+    else:
+        block = problem.b.format.block_size
+        b = torch.from_numpy(decoded(b.t(), b_scale, problem.b.scale_layout.name, block))
+        if a_scale is not None:
+            a = torch.from_numpy(decoded(a, a_scale, problem.a.scale_layout.name, block))
+        else:
+            a = (a.bfloat16() if block == 32 else a).double()
+    if problem.grouping.over == "k":
+        return a * alpha.double().repeat_interleave(problem.expert_k, 1), b, torch.ones(()), torch.zeros(())
+    of_expert = {"expert": lambda value: value[expert], "expert_column": lambda value: value[expert]}
+    pick = of_expert.get(problem.epilogue.alpha, lambda value: value)
+    factor = torch.ones(()) if alpha is None else pick(alpha).double()
+    added = torch.zeros(()) if bias is None else (bias[expert] if bias.dim() == 2 else bias).double()
+    return a[part], b, factor, added
+
+
+def test_copies_exceed_the_cache(made_up, monkeypatch):
+    """Three times the L2 cache between two uses of an operand, and every candidate sees all of them."""
+    problem = next(problems())
+    bench = tune.Bench(problem, 8, CPU)
+    operands, out = bench._random
+    size = sum(tensor.nbytes for tensor in (*operands, out) if tensor is not None)
+    seen = []
+    launcher = lambda problem, tactic, target: lambda *operands: seen.append(operands[1].data_ptr())  # noqa: E731
+    monkeypatch.setattr(made_up, "launcher", launcher)
+    bench.time([Candidate("sized", (16,)), Candidate("sized", (32,))])
+    assert len(set(seen)) * size >= 3 * 20_000 > (len(set(seen)) - 1) * size
+    assert len(seen) == 2 * len(set(seen))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", [case for case in compiled_op_cases() if case.values[0].has_backends])
+def test_on_a_gpu(op, file):
+    """Real candidates are timed; afterwards a call can be captured, and a new process has the choice."""
+    sample = call_of(op, 16, 512, 1024, "cuda")
+    given = arguments(op, sample)
+    with torch_cute_ops.autotune():
+        got = op.function(**given)
+    assert_right(op, sample, got)
+    (record,) = json.loads(file.read_text())["choices"]
+    assert record["backend"] != "reference" and record["device"] == torch.cuda.get_device_name()
+    assert record["seconds"] is None or 1e-6 < record["seconds"] < 1e-3
+    tuner.forget()
+    problem = op.path.problem(op.bind(*sample.args, **sample.kwargs))
+    key = select.key_of(problem, 16, select.target_of(torch.device("cuda")))
+    assert tuner.lookup(key) == (record["backend"], tuple(record["tactic"]))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = op.function(**given)
+    graph.replay()
+    assert torch.equal(captured, got)

@@ -1,0 +1,352 @@
+"""The CUDA entries on CPU tensors, with a model of the compiled kernels: the call path, without a GPU."""
+
+import contextlib
+
+import pytest
+import torch
+from expected import assert_same, raw
+from support.cases import (
+    arguments,
+    compiled_op_cases,
+    computed,
+    defined,
+    error_cases,
+    form_cases,
+    get_error,
+    get_sample,
+    good_outputs_error,
+    make_call,
+    named,
+    only_updates,
+    op_cases,
+    out_for,
+    poisoned,
+    private,
+    require_grad,
+    run,
+    sample_cases,
+    tensors_in,
+    updated,
+)
+from support.launch_model import launches  # noqa: F401  (a fixture)
+
+from torch_cute_ops.ops import _call
+from torch_cute_ops.ops._define import as_tuple
+from torch_cute_ops.ops._row_quant import RowQuant
+from torch_cute_ops.registry import OPS
+from torch_cute_ops.testing import Sample, sample_inputs
+
+pytestmark = pytest.mark.usefixtures("launches")
+
+by_sample = pytest.mark.parametrize(("op", "name"), sample_cases())
+by_form = pytest.mark.parametrize(("op", "name"), form_cases())
+
+
+def enter(op, sample, outputs=None):
+    """Call the CUDA entry, of the op or of its ``.out``; while gradients are on, and a tensor requires grad, the guard
+    before it."""
+    sample = computed(op, sample, torch.device("cuda"))
+    given = (*tensors_in(sample), *(outputs or ()))
+    is_guarded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+    if outputs is None:
+        return as_tuple((op.autograd if is_guarded else op.cuda)(*sample.args, **sample.kwargs))
+    by_name = dict(zip(op.out_names, outputs, strict=True))
+    return (op.autograd_out if is_guarded else op.cuda_out)(*sample.args, **sample.kwargs, **by_name)
+
+
+def run_entry(op, sample, outputs=None):
+    """Outputs and final values of updated arguments; the sample keeps its own."""
+    sample = private(op, sample)
+    returned = enter(op, sample, outputs)
+    assert outputs is None or returned is None
+    return *defined(op, sample, returned if outputs is None else outputs), *updated(op, sample)
+
+
+@by_sample
+def test_result(op, name, launches):  # noqa: F811
+    """On the first call, which makes the launcher, and on the next, which finds it. Inputs are untouched, but for those
+    that the op updates."""
+    sample = get_sample(op, name, "cpu")
+    want = run(op, sample)
+    for _ in range(2):
+        given = private(op, sample)
+        with only_updates(op, given):
+            got = enter(op, given)
+        got = *defined(op, given, got), *updated(op, given)
+        assert_same(got, want)
+        assert [t.stride() for t in got] == [t.stride() for t in want]
+    outputs = out_for(op, want)
+    versions = [output._version for output in outputs]
+    assert_same(run_entry(op, sample, outputs), want)
+    assert all(output._version > version for output, version in zip(outputs, versions, strict=True))
+    if not op.has_backends:
+        assert len(launches.calls) == (3 if has_work(op, sample, want) else 0)
+
+
+STRIDED = [
+    case
+    for case in sample_cases()
+    if any(not tensor.is_contiguous() for tensor in tensors_in(get_sample(*case.values, "cpu")))
+]
+
+
+@pytest.mark.parametrize(("op", "name"), STRIDED)
+def test_result_after_contiguous(op, name):
+    """What a call of the same shapes left behind does not mislead one whose tensors lie otherwise."""
+    sample = get_sample(op, name, "cpu")
+    want = run(op, sample)
+    packed = {key: contiguous(value) for key, value in arguments(op, sample).items()}
+    with contextlib.suppress(ValueError):  # a residual that is the input, say, is so no more
+        enter(op, named(op, packed))
+    assert_same(run_entry(op, sample), want)
+
+
+def contiguous(value):
+    """A tensor with the same values, one after the other."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return raw(value).clone(memory_format=torch.contiguous_format).view(value.dtype).view(value.shape)
+
+
+@pytest.mark.parametrize("op", [case for case in op_cases() if len(case.values[0].outputs) > 1])
+@pytest.mark.parametrize("more", [-1, 1])
+def test_wrong_number_of_outputs(op, more, monkeypatch):
+    """For the functions, on the first call and on later ones, and on a CPU."""
+    error = good_outputs_error(op, "cpu")
+    outputs = poisoned(enter(op, error))
+    outputs = outputs[:more] if more < 0 else (*outputs, outputs[0].clone())
+    versions = [output._version for output in outputs]
+    entry = lambda: op.function(*error.args, **error.kwargs, out=outputs)  # noqa: E731
+    with pytest.raises(ValueError):
+        entry()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with pytest.raises(ValueError, match=rf"cute::{op.name}: out has {len(outputs)} tensors; expected"):
+        entry()
+    assert [output._version for output in outputs] == versions
+
+
+def test_launchers_are_looked_through_while_others_are_made(monkeypatch, launches):  # noqa: F811
+    """By another thread, as far as this one can tell."""
+    op = OPS["fp4_quantize"]
+    sample = get_sample(op, "nvfp4-128x4-bfloat16", "cpu")
+    enter(op, Sample("", sample.args, {**sample.kwargs, "scale_layout": "linear"}))
+    enter(op, sample)
+    kernel = RowQuant.kernel
+
+    def plan_slowly(self, call, arch):
+        key, launcher = next(iter(self.launchers.items()))
+        self.launchers[(torch.rand(1).item(), *key[1:])] = launcher
+        return kernel(self, call, arch)
+
+    monkeypatch.setattr(RowQuant, "kernel", plan_slowly)
+    enter(op, Sample("", sample.args, {**sample.kwargs, "scale_layout": "8x4"}))
+    enter(op, Sample("", sample.args, {**sample.kwargs, "scale_layout": "8x4"}))
+    assert len(launches.calls) == 4 and len(launches.compiled) == 3
+
+
+def test_scales_may_reach_further_than_those_before(launches):  # noqa: F811
+    """What is known of a call of these shapes does not hide that the output lies among the scales."""
+    op = OPS["mm_fp8_block"]
+    a, b = (torch.zeros(n, 256, dtype=torch.uint8).view(torch.float8_e4m3fn) for n in (4, 8))
+    storage = torch.ones(4096)
+    a_scale = storage.as_strided((2, 4), (1000, 1))
+    out = storage[512:544].view(4, 8)
+    given = {"a": a, "b": b.t(), "b_scale": torch.ones(1, 2), "out_dtype": torch.float32}
+    op.cuda(**given, a_scale=a_scale.contiguous())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cute::mm_fp8_block: out shares memory with a_scale"):
+            op.cuda_out(**given, a_scale=a_scale, out=out)
+    assert len(launches.calls) == 1
+
+
+def test_sums_do_not_go_where_rows_are_read(launches):  # noqa: F811
+    """On the first call, and on later ones."""
+    op = OPS["moe_finalize"]
+    rows, index = torch.randn(12, 64), torch.arange(8, dtype=torch.int32).view(4, 2)
+    given = rows, index, torch.rand(4, 2)
+    for later in (False, True):
+        if later:
+            op.cuda(*given)
+        with pytest.raises(ValueError, match="cute::moe_finalize: out shares memory with input"):
+            op.cuda_out(*given, out=rows[:4])
+        assert len(launches.calls) == later
+
+
+def test_launchers_are_kept_up_to_a_number(monkeypatch):
+    """The oldest goes; one that is kept already takes no place."""
+    monkeypatch.setattr(_call, "MOST_LAUNCHERS", 3)
+    path = OPS["fp4_quantize"].path
+    for i in (0, 1, 2, 2, 3, 4):
+        path._keep((i,), -i)
+    assert path.launchers == {(2,): -2, (3,): -3, (4,): -4}
+
+
+def has_work(op, sample, want) -> bool:
+    """Whether a call launches something: nothing is read for outputs that are empty, or from an input that is."""
+    if op.name in ("moe_route", "moe_route_ids"):  # offsets and counts are never empty
+        return True
+    reads_others = op.name == "moe_finalize"  # a token without rows may have a residual
+    return want[0].numel() > 0 and (tensors_in(sample)[0].numel() > 0 or reads_others)
+
+
+@by_form
+def test_without_gradients(op, name):
+    sample = get_sample(op, name, "cpu")
+    want = run(op, sample)
+    require_grad(sample)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            assert_same(run_entry(op, sample), want)
+            assert_same(run_entry(op, sample, out_for(op, want)), want)
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first-call", "later-call"])
+@pytest.mark.parametrize(
+    ("op", "name"), [case for case in error_cases("cpu") if not case.id.endswith("backend-on-cpu")]
+)
+def test_error(op, name, warm, launches):  # noqa: F811
+    """The same errors as on the CPU, and no launch, whether or not there is a launcher for such calls."""
+    error = get_error(op, name, "cpu")
+    outputs = poisoned(enter(op, good_outputs_error(op, "cpu")))
+    if warm:
+        # For this very call, where one can be made.
+        with torch.no_grad(), contextlib.suppress(ValueError, TypeError):
+            enter(op, error)
+    launches.calls.clear()
+    match = rf"(?s)cute::{op.name}\b.*{error.match}"
+    if error.out is None:
+        with pytest.raises(error.error, match=match):
+            enter(op, error)
+    else:
+        outputs = error.out
+    kept = [tensor for tensor in (*outputs, *updated(op, error)) if tensor.device.type == "cpu"]
+    before = [raw(tensor) for tensor in kept]
+    with pytest.raises(error.error, match=match):
+        enter(op, error, outputs)
+    assert not launches.calls
+    for tensor, expected in zip(kept, before, strict=True):
+        assert torch.equal(raw(tensor), expected)
+
+
+IN_PLACE = ("row-strided", "row-strided-float32", "every-other-row", "offset-in-storage", "rows-expanded")
+COPIED = ("row-stride-not-16-bytes", "column-offset", "column-step", "columns-first")
+
+
+# Weights are decoded once, and ids are small: these may be copied.
+COPYING = ("fp4_dequantize", "moe_route_ids")
+QUANTISING = [case for case in sample_cases(*IN_PLACE, *COPIED) if case.values[0].name not in COPYING]
+
+
+@pytest.mark.parametrize(("op", "name"), QUANTISING)
+def test_copies(op, name, launches):  # noqa: F811
+    """Strided rows are read where they are, and copied only where the kernel cannot read them; so are residuals."""
+    sample = private(op, get_sample(op, name, "cpu"))
+    enter(op, sample)
+    ((_, args),) = launches.calls
+    assert (args[0].data_ptr() == sample.args[0].data_ptr()) == (name in IN_PLACE)
+    for target in updated(op, sample):
+        assert (args[1].data_ptr() == target.data_ptr()) == (name in IN_PLACE)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), sample_cases(*(f"residual-{name}" for name in (*IN_PLACE, *COPIED, "beside-input", "in-a-stack")))
+)
+def test_copies_of_residuals(op, name, launches):  # noqa: F811
+    """A residual is updated where it is, if the kernel can."""
+    sample = private(op, get_sample(op, name, "cpu"))
+    enter(op, sample)
+    ((_, args),) = launches.calls
+    (target,) = updated(op, sample)
+    assert (args[1].data_ptr() == target.data_ptr()) == (name.removeprefix("residual-") not in COPIED)
+
+
+@pytest.mark.parametrize("op", [case for case in op_cases() if case.values[0].updated])
+@pytest.mark.parametrize("columns", [0, 8, 16, 80], ids=lambda columns: f"{columns}-columns-on")
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_a_residual_that_is_the_input_elsewhere(op, rows, columns, launches):  # noqa: F811
+    """Views that reach into each other have no meaning; the same view has, and so have views side by side."""
+    given = make_call(op, 5, 80, device="cpu")
+    storage = torch.randn(10, 160, dtype=torch.bfloat16)
+    given["input"] = storage[:5, :80]
+    given["residual"] = storage[rows : rows + 5, columns : columns + 80]
+    sample = named(op, given)
+    if (rows, columns) == (0, 0) or rows == 5 or columns == 80:
+        assert_same(run_entry(op, sample), run(op, sample))
+        assert len(launches.calls) == 1
+    else:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"cute::{op.name}: residual .* shares memory with input"):
+                enter(op, sample)
+        assert not launches.calls
+
+
+@pytest.mark.parametrize("op", compiled_op_cases())
+def test_one_kernel_serves_every_number_of_rows(op, launches):  # noqa: F811
+    """M is in no key: after the first call, nothing is compiled."""
+    for rows in (5, 4, 3, 2, 1, 0):
+        enter(op, named(op, make_call(op, rows, 80, device="cpu")))
+    assert len(launches.compiled) == 1
+    # Of two FP4 operands both are decoded; offsets of no rows are an output too.
+    assert len(launches.calls) == {"mm_fp4": 10, "moe_route": 6, "moe_route_ids": 6}.get(op.name, 5)
+
+
+@pytest.mark.parametrize("op", compiled_op_cases())
+def test_launchers_are_not_confused(op, launches):  # noqa: F811
+    """All samples, in any order, with the launchers of the others there: each finds its own."""
+    samples = list(sample_inputs(op.name, "cpu"))
+    for i in torch.randperm(len(samples)).tolist():
+        assert_same(run_entry(op, samples[i]), run(op, samples[i]))
+    assert len(launches.compiled) < len(launches.calls)
+
+
+@pytest.mark.parametrize("op", [case for case in op_cases() if "fp4quant" in case.id or case.id == "fp4_quantize"])
+def test_a_format_by_another_name(op, launches):  # noqa: F811
+    """The format that a block size means, named too, is the same kernel: nothing is compiled, and a capture goes on."""
+    sample = get_sample(op, "nvfp4-128x4-bfloat16", "cpu")
+    want = enter(op, private(op, sample))
+    named = {"scale_format": "e4m3"}
+    got = enter(op, private(op, Sample("named", sample.args, {**sample.kwargs, **named})))
+    assert_same(got, want)
+    assert len(launches.compiled) == 1
+
+
+def test_a_row_with_a_stride_of_its_own(launches):  # noqa: F811
+    """What a dimension of one element has for a stride does not matter."""
+    op = OPS["add_rmsnorm_fp4quant"]
+    memory, weight = torch.randn(1, 64).bfloat16(), torch.ones(64).bfloat16()
+    row, other = memory.as_strided((1, 64), (999, 1)), memory.as_strided((1, 64), (64, 1))
+    want = memory + memory
+    op.cuda(row, other, weight)
+    assert torch.equal(memory, want)
+
+
+NUMBERS = {
+    "eps": (1e-5, (-1e-6, torch.nan, torch.inf)),
+    "scaling_factor": (2.5, (torch.nan, -torch.inf)),
+    "swiglu_alpha": (1.7, (torch.nan, torch.inf)),
+    "swiglu_beta": (1.0, (torch.nan, -torch.inf)),
+    "swiglu_limit": (7.0, (0.0, -1.0, torch.nan, torch.inf)),
+}
+"""Numbers that are in no static key: one that an op takes, and some that it does not."""
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        pytest.param(op, name, id=f"{op.name}-{name}")
+        for op in OPS.values()
+        for name in NUMBERS
+        if name in op.signature.names
+    ],
+)
+def test_numbers_are_checked_on_later_calls(op, name, launches):  # noqa: F811
+    """A launcher that serves such calls is no way past the checks."""
+    good, bad = NUMBERS[name]
+    given = make_call(op, 5, 80, device="cpu") | {name: good}
+    enter(op, named(op, given))
+    assert any(op.path.key(op.bind(**given)) == key for key in op.path.launchers)
+    launches.calls.clear()
+    for value in bad:
+        with pytest.raises(ValueError, match=rf"cute::{op.name}: {name} is "):
+            enter(op, named(op, given | {name: value}))
+    assert not launches.calls

@@ -1,0 +1,48 @@
+"""Epilogues of GEMMs: operands for one, and what it makes of sums, by NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+
+Tensor = torch.Tensor
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def epilogues(alphas: tuple[str | None, ...]) -> list[Epilogue]:
+    """Some, in which any two of a dtype of the result, an alpha and a bias (none, float32, as the result) meet."""
+    chosen = []
+    for i, alpha in enumerate(alphas):
+        for j, bias in enumerate((None, torch.float32, "out")):
+            out_dtype = TYPES[(i + j) % len(TYPES)]
+            chosen.append(Epilogue(out_dtype, alpha, out_dtype if bias == "out" else bias))
+    return chosen
+
+
+def operands(epilogue: Epilogue, n: int, experts: int | None = None) -> tuple[Tensor | None, Tensor | None]:
+    """``alpha`` and the bias, random: most products with them, and sums, have to be rounded."""
+    vector = (n,) if experts is None else (experts, n)
+    sizes = {None: None, "one": (1,), "expert": (experts,), "column": vector, "expert_column": vector}
+    size = sizes[epilogue.alpha]
+    alpha = None if size is None else torch.rand(size) + 0.5
+    bias = None if epilogue.bias_dtype is None else (torch.randn(vector) * 50).to(epilogue.bias_dtype)
+    return alpha, bias
+
+
+def finished(
+    sums: Tensor, epilogue: Epilogue, alpha: Tensor | None, bias: Tensor | None, expert: int | None = None
+) -> Tensor:
+    """The result of float32 ``sums`` (rows, N), of that expert of a grouped GEMM: a rounded product, a rounded sum, a
+    rounding to the dtype of the result."""
+    total = sums.numpy()
+    assert total.dtype == np.float32
+    if alpha is not None:
+        factor = alpha.numpy()
+        total = total * (factor[expert] if epilogue.is_by_expert else factor)
+    if bias is not None:
+        addend = bias.float().numpy()
+        total = total + (addend if expert is None else addend[expert])
+    assert total.dtype == np.float32
+    return torch.from_numpy(np.asarray(total)).to(epilogue.out_dtype)

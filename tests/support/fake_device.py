@@ -1,0 +1,34 @@
+"""A made-up device for tests of timing."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class FakeDevice:
+    """A device whose calls last as long as `costs` says (µs, by the order in which variants are captured)."""
+
+    costs: list[float]
+    now: float = 0.0
+    log: list[str] = field(default_factory=list)
+    captured: int = 0
+
+    def capture(self, call, n_sets, calls):
+        index = self.captured % len(self.costs)
+        self.captured += 1
+        for k in range(n_sets):
+            call(k)
+
+        def replay():
+            self.log.append("ABCDEFGH"[index])
+            self.now += self.costs[index] * calls
+
+        return replay
+
+    def mark(self):
+        return self.now
+
+    def elapsed_us(self, start, end):
+        return end - start
+
+    def synchronize(self):
+        self.log.append("|")

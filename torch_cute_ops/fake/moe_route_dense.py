@@ -1,0 +1,12 @@
+"""Output of ``moe_route_dense``."""
+
+from typing import Any
+
+import torch
+
+from torch_cute_ops.formats.shapes import OutputShapes
+
+
+def moe_route_dense(logits: torch.Tensor, **_: Any) -> OutputShapes:
+    """Weights (M, E)."""
+    return [(tuple(logits.shape), torch.float32)]

@@ -1,0 +1,35 @@
+"""What the backends of FP8 GEMMs share."""
+
+import abc
+
+from torch_cute_ops.gemm.backend import Backend, Launch, Target
+from torch_cute_ops.gemm.decode import reason_no_kernel
+from torch_cute_ops.gemm.fp8_tiles import Tile
+from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.runtime.compiler import compile_kernel
+
+
+class FP8Backend(Backend):
+    """An FP8 GEMM, plain or grouped by rows, by one kernel, whose grid follows from shapes and ``max_ctas``."""
+
+    @abc.abstractmethod
+    def tile(self, tactic: Tactic) -> Tile:
+        """The tile that a tactic stands for."""
+
+    def handles(self, problem: GemmProblem) -> bool:
+        return problem.a.is_fp8 and problem.b.is_fp8 and problem.grouping.over in ("none", "rows")
+
+    def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
+        return reason_no_kernel(target)
+
+    def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
+        assert target.arch is not None
+        (kernel,) = self.kernels(problem, tactic, target.arch)
+        function, tile = compile_kernel(kernel, target.arch), self.tile(tactic)
+        max_ctas = tile.clusters(target.sms) * tile.splits
+        return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
+            a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, max_ctas
+        )
+
+    def checks_operands(self, problem: GemmProblem) -> bool:
+        return True

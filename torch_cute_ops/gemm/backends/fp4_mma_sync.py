@@ -1,0 +1,109 @@
+"""FP4 weights by ``mma.sync``, decoded in registers: for few rows, where the weight's bytes take the time."""
+
+import itertools
+
+from torch_cute_ops.gemm import cost
+from torch_cute_ops.gemm.backend import Launch, Target
+from torch_cute_ops.gemm.backends._fp4 import FP4KernelBackend
+from torch_cute_ops.gemm.decode import (
+    decoder,
+    decoding_kernel,
+    fp4_format,
+    sixteen_bit_dtype,
+    weight_scales,
+)
+from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.kernels import fp4_mma
+from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.compiler import KernelSpec
+
+SPLITS = (1, 2, 3, 4, 6, 8)
+CTAS_PER_SM = (1, 2)
+EFFICIENCY = 0.25
+"""Tensor-core rate as a share of what a good large GEMM reaches: every warp reads all activations of its CTA (measured
+on an H200: 180 TFLOP/s with 64 tokens)."""
+DECODE_CLOCKS = 0.035
+"""SM clocks to decode a weight (measured on an H200)."""
+WAVE_SECONDS = 1.5e-6
+"""Prologue and epilogue of a CTA: the first copies, the last sums (measured on an H200)."""
+DECODE_SECONDS = 5e-6
+"""Time of the kernel that decodes FP4 activations, and of the additional launch (measured on an H200)."""
+
+
+class FP4MmaSync(FP4KernelBackend):
+    """A tactic is (rows of ``a`` per CTA, CTAs that split K, CTAs per SM)."""
+
+    name = "mma_sync"
+    has_wgmma = False
+
+    def reason_unfit(self, problem: GemmProblem) -> str | None:
+        blocks = problem.k // fp4_format(problem).block_size
+        if weight_scales(problem).is_linear and blocks % 4:
+            return f"b has {blocks} scales a row; in the linear layout they have to be a multiple of 4"
+        return None
+
+    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
+        chunks = -(-problem.k // fp4_mma.CHUNK)
+        widest = cost.smallest_tile(fp4_mma.TOKEN_TILES, m)
+        every = itertools.product(fp4_mma.TOKEN_TILES, SPLITS, CTAS_PER_SM)
+        tactics = [tactic for tactic in every if tactic[0] <= widest and tactic[1] <= chunks]
+        return tuple(
+            tactic for tactic in tactics if target.arch is None or _config(problem, tactic, target.arch) is not None
+        )
+
+    def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
+        tokens, splits, ctas_per_sm = map(int, tactic)
+        ctas = -(-problem.n // fp4_mma.ROWS) * -(-m // tokens) * splits
+        slots = cost.places(target.sms * ctas_per_sm, splits)
+        waves = -(-ctas // slots)
+        # A CTA of a partial wave takes as long as in a full one: it reads at its share of the bandwidth.
+        weight = fp4_mma.ROWS * problem.b.row_bytes(problem.k)
+        activations = 0.5 * 2 * tokens * problem.k  # from L2, at about twice the bandwidth of memory
+        read = (weight + activations) / splits
+        flops = 2 * fp4_mma.ROWS * tokens * problem.k // splits
+        computed = cost.overlapped(
+            cost.weight_seconds(fp4_mma.ROWS * problem.k // splits * ctas_per_sm, DECODE_CLOCKS),
+            cost.tensor_core_seconds(flops * ctas_per_sm, target, sms=1) / EFFICIENCY,
+            order=2,
+        )
+        busy = cost.overlapped(computed, read / (cost.bytes_per_second(target) / slots), order=4)
+        return cost.LAUNCH_SECONDS + waves * (busy + WAVE_SECONDS) + DECODE_SECONDS * problem.a.is_fp4
+
+    def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
+        kernel = KernelSpec(fp4_mma.KERNEL, _config(problem, tactic, arch))
+        layout = problem.a.scale_layout
+        return (kernel,) if layout is None else (kernel, decoding_kernel(problem, layout, sixteen_bit_dtype(problem)))
+
+    def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
+        function, _ = self.compiled(problem, tactic, target)
+        dtype, layout = sixteen_bit_dtype(problem), problem.a.scale_layout
+        if layout is not None:
+            decode = decoder(problem, layout, dtype, target)
+            return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
+                decode(a, a_scale), b, b_scale, alpha, bias, out
+            )
+        if problem.a.format != dtype:
+            return lambda a, b, _, b_scale, alpha, bias, offsets, counts, out: function(
+                a.to(dtype), b, b_scale, alpha, bias, out
+            )
+        return lambda a, b, _, b_scale, alpha, bias, offsets, counts, out: function(a, b, b_scale, alpha, bias, out)
+
+    def checks_operands(self, problem: GemmProblem) -> bool:
+        return problem.a.format == sixteen_bit_dtype(problem)
+
+
+def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_mma.Config | None:
+    """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
+    tokens, splits, ctas_per_sm = map(int, tactic)
+    return fp4_mma.plan(
+        dtype=sixteen_bit_dtype(problem),
+        fmt=fp4_format(problem),
+        layout=weight_scales(problem),
+        epilogue=problem.epilogue,
+        tokens=tokens,
+        splits=splits,
+        ctas_per_sm=ctas_per_sm,
+        arch=arch,
+        pdl=settings.PDL,
+    )

@@ -1,0 +1,196 @@
+"""FP4 weights by Hopper's warpgroup MMA, decoded in registers, for any number of rows: ``kernels/fp4_wgmma``."""
+
+from typing import NamedTuple
+
+import torch
+
+from torch_cute_ops.gemm import cost
+from torch_cute_ops.gemm.backend import Launch, Target
+from torch_cute_ops.gemm.backends._fp4 import FP4KernelBackend
+from torch_cute_ops.gemm.decode import fp4_format, fp4_operands, reason_not_linear
+from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.kernels import fp4_wgmma
+from torch_cute_ops.kernels.common.activation_layout import CHUNK
+from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime.allocate import allocator
+from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.compiler import KernelSpec
+
+BALANCED = 0
+"""A ``split`` that means: one CTA per SM, all with equal work (stream-K)."""
+EXPERT_SPLITS = (1, 2, 3, 4)
+"""CTAs per row tile of the weight, with experts over K."""
+DECODE_CLOCKS = 0.0272
+"""SM clocks to decode a weight (measured on an H200, with the tensor cores an eighth busy or less)."""
+MOST_LEFT = 2**28
+"""Limit on the workspace for partial sums of a call, bytes."""
+RAMP_SECONDS = 1.2e-6
+"""Pipeline fill and drain of a CTA (measured on an H200)."""
+ARRANGE_SECONDS = 2.7e-6
+"""Time of the kernel that rearranges the activations (measured on an H200)."""
+ARRANGE_FP4_SECONDS, ARRANGE_16_BIT_SECONDS = 5e-8, 9e-8
+"""Time for a CTA to rearrange one chunk of a token itself, in FP4 or of 16 bits (measured on an H200)."""
+EXPERT_CLOCKS = 0.03
+"""SM clocks to add one element of an expert's sums to the totals (measured on an H200)."""
+CLUSTER_BYTES_PER_SECOND = 1.5e11
+"""Rate at which a CTA of a cluster exchanges and adds up partial sums (measured on an H200)."""
+COLLECT_BYTES_PER_SECOND = 4e10
+"""Rate at which a CTA adds up partial sums from the workspace (measured on an H200)."""
+
+
+class FP4Wgmma(FP4KernelBackend):
+    """A tactic is (rows of ``a`` in a tile, CTAs per row tile of ``b``). Those CTAs are a cluster, except in GEMMs with
+    experts; with few rows they rearrange the activations themselves."""
+
+    name = "wgmma"
+    groupings = ("none", "k")
+
+    def reason_unfit(self, problem: GemmProblem) -> str | None:
+        if problem.grouping.over == "k" and problem.expert_k % CHUNK:
+            return f"an expert's width is {problem.expert_k}; it has to be a multiple of {CHUNK}"
+        return reason_not_linear(problem, problem.k, "k")
+
+    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
+        sizes = fp4_wgmma.EXPERT_TILES if problem.grouping.over == "k" else tuple(fp4_wgmma.TILES)
+        widest = cost.smallest_tile(sizes, m)
+        tiles = [tokens for tokens in sizes if tokens <= widest]
+        every = [(tokens, split) for tokens in tiles for split in _splits(problem, tokens)]
+        return tuple(tactic for tactic in every if _is_useful(problem, m, tactic, target))
+
+    def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
+        tokens, split = map(int, tactic)
+        parts = _parts(problem, tactic, target)
+        tiles = -(-m // tokens)
+        waves = -(-parts.workers * tiles // cost.places(target.sms, split if parts.clusters else 1))
+        chunks = -(-parts.row_tiles * parts.chunks // parts.workers)
+        weights = parts.rows * CHUNK
+        # Per chunk. Decoding and MMAs alternate in a warpgroup, and the other one fills half of the gaps.
+        computed = cost.overlapped(
+            cost.weight_seconds(weights, DECODE_CLOCKS),
+            cost.tensor_core_seconds(2 * weights * tokens, target, sms=1),
+            order=2,
+        )
+        if parts.arranges:
+            arranged = ARRANGE_FP4_SECONDS if problem.a.is_fp4 else ARRANGE_16_BIT_SECONDS
+            computed = cost.overlapped(computed, arranged * tokens, order=8)
+        width = _width(problem)
+        if width is not None:
+            computed += cost.weight_seconds(parts.rows * tokens, EXPERT_CLOCKS) * CHUNK / width
+        read = weights * (0.5 + 1 / fp4_format(problem).block_size) / (cost.bytes_per_second(target) / target.sms)
+        wave = RAMP_SECONDS + chunks * cost.overlapped(computed, read, order=8) + cost.LAUNCH_SECONDS / 2
+        seconds = cost.LAUNCH_SECONDS + waves * wave
+        if not parts.arranges:
+            seconds += ARRANGE_SECONDS
+        if parts.clusters:
+            seconds += waves * 2 * parts.sum_bytes / CLUSTER_BYTES_PER_SECOND if split > 1 else 0.0
+        elif parts.shares:
+            # Partial sums of tiles that workers share are written, waited for and read again, one after the other.
+            others = max(1.0, parts.workers / max(1, parts.row_tiles) - 1)
+            seconds += cost.LAUNCH_SECONDS + waves * others * parts.sum_bytes / COLLECT_BYTES_PER_SECOND
+        return seconds
+
+    def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
+        return (KernelSpec(fp4_wgmma.KERNEL, _config(problem, tactic, arch)),)
+
+    def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
+        function, config = self.compiled(problem, tactic, target)
+        if config.arranges:
+            return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
+                a, a_scale, b, b_scale, alpha, bias, out, None, 0, 0
+            )
+        parts = _parts(problem, tactic, target)
+        device, tokens, workers, shares = target.device, config.tokens, parts.workers, int(parts.shares)
+        tile_bytes = config.workspace_bytes(problem.k, workers, shares=parts.shares)
+        return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
+            a,
+            a_scale,
+            b,
+            b_scale,
+            alpha,
+            bias,
+            out,
+            allocator(device)((-(-a.shape[0] // tokens) * tile_bytes,), (1,), torch.uint8),
+            workers,
+            shares,
+        )
+
+    def checks_operands(self, problem: GemmProblem) -> bool:
+        return True
+
+
+class _Parts(NamedTuple):
+    """How the work on a row tile of ``a`` is divided.
+
+    Attributes:
+        rows: rows of ``b`` in a tile.
+        row_tiles, chunks: row tiles of ``b``, and chunks of k.
+        workers: CTAs.
+        clusters: whether the CTAs of a row tile are a cluster.
+        arranges: whether they rearrange the activations themselves.
+        sum_bytes: size of a CTA's accumulators.
+        shares: whether CTAs exchange partial sums through the workspace.
+    """
+
+    rows: int
+    row_tiles: int
+    chunks: int
+    workers: int
+    clusters: bool
+    arranges: bool
+    sum_bytes: int
+    shares: bool
+
+
+def _parts(problem: GemmProblem, tactic: Tactic, target: Target) -> _Parts:
+    tokens, split = map(int, tactic)
+    rows, chunks = fp4_wgmma.rows_of(tokens), -(-problem.k // CHUNK)
+    arranges, clusters = _arranges(problem, tactic), _clusters(problem, tactic)
+    row_tiles = -(-problem.n // rows)
+    # At least a chunk each, because the kernel waits for the partial sums of every worker.
+    workers = max(1, min(target.sms, row_tiles * chunks) if split == BALANCED else row_tiles * split)
+    shares = not clusters and workers != row_tiles
+    return _Parts(rows, row_tiles, chunks, workers, clusters, arranges, 4 * rows * tokens, shares)
+
+
+def _width(problem: GemmProblem) -> int | None:
+    """Elements of k of an expert; ``None``: experts do not divide k."""
+    return problem.expert_k if problem.grouping.over == "k" else None
+
+
+def _arranges(problem: GemmProblem, tactic: Tactic) -> bool:
+    """Whether the CTAs of the GEMM rearrange the activations themselves."""
+    tokens, split = map(int, tactic)
+    return problem.grouping.over == "none" and fp4_wgmma.arranges(tokens, split)
+
+
+def _clusters(problem: GemmProblem, tactic: Tactic) -> bool:
+    """Whether the CTAs of a row tile are a cluster; of one CTA, if that rearranges the activations."""
+    return _arranges(problem, tactic) or (problem.grouping.over == "none" and int(tactic[1]) > 1)
+
+
+def _splits(problem: GemmProblem, tokens: int) -> tuple[int, ...]:
+    if problem.grouping.over == "k":
+        return (BALANCED, *EXPERT_SPLITS)
+    return (BALANCED, *fp4_wgmma.SPLITS) if tokens <= fp4_wgmma.CLUSTER_TOKENS else (BALANCED, 1)
+
+
+def _is_useful(problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> bool:
+    """Whether every worker has something to do, and the workspace for partial sums stays small."""
+    tokens, split = map(int, tactic)
+    parts = _parts(problem, tactic, target)
+    left_bytes = -(-m // tokens) * parts.workers * parts.sum_bytes if parts.shares else 0
+    return split <= parts.chunks and left_bytes <= MOST_LEFT
+
+
+def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_wgmma.Config | None:
+    """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
+    tokens, split = map(int, tactic)
+    return fp4_wgmma.plan(
+        operands=fp4_operands(problem),
+        epilogue=problem.epilogue,
+        width=_width(problem),
+        tokens=tokens,
+        splits=split if _clusters(problem, tactic) else 0,
+        arch=arch,
+        pdl=settings.PDL,
+    )

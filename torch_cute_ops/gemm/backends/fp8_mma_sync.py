@@ -1,0 +1,45 @@
+"""FP8 GEMMs with block scales by ``mma.sync``, plain or grouped by rows, on every GPU: ``kernels/fp8_mma``."""
+
+import math
+
+from torch_cute_ops.gemm.backend import Target
+from torch_cute_ops.gemm.backends._fp8 import FP8Backend
+from torch_cute_ops.gemm.fp8_tiles import BLOCK, Tile
+from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.kernels import fp8_mma
+from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.compiler import KernelSpec
+
+BLOCK_CLOCKS = 340.0
+MACS_PER_CLOCK = 3400.0
+"""Fixed SM clocks per 128-wide K block, and multiply-adds per SM and clock beyond them (a guess, not measured)."""
+CTAS_PER_SM = 2
+
+
+class FP8MmaSync(FP8Backend):
+    """A tactic is (rows of ``a`` in a tile,)."""
+
+    name = "mma_sync"
+
+    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
+        return tuple((tokens,) for tokens in fp8_mma.TILES)
+
+    def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
+        if target.arch is not None and target.arch.has_wgmma:
+            # Warpgroup MMA is faster at any size, and these guesses must not compete with its measured figures.
+            return math.inf
+        tile = self.tile(tactic)
+        clocks = BLOCK_CLOCKS + tile.tokens * tile.columns * BLOCK / MACS_PER_CLOCK
+        return tile.seconds(problem, m, target, clocks, 0.0)
+
+    def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
+        (tokens,) = map(int, tactic)
+        config = fp8_mma.plan(
+            rows=problem.grouping.rows, epilogue=problem.epilogue, tokens=tokens, arch=arch, pdl=settings.PDL
+        )
+        return (KernelSpec(fp8_mma.KERNEL, config),)
+
+    def tile(self, tactic: Tactic) -> Tile:
+        (tokens,) = map(int, tactic)
+        return Tile(tokens, fp8_mma.COLUMNS, ctas_per_sm=CTAS_PER_SM)

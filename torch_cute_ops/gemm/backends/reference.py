@@ -1,0 +1,66 @@
+"""The executable specification as a backend: right on every device, and slow."""
+
+import torch
+
+from torch_cute_ops.formats import FP4Format
+from torch_cute_ops.gemm.backend import Backend, Launch, Target
+from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.reference.grouped_mm_fp8 import grouped_mm_fp8
+from torch_cute_ops.reference.mm_fp4 import fp4_gemm
+from torch_cute_ops.reference.mm_fp8_block import mm_fp8_block
+from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
+from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.compiler import KernelSpec
+
+Tensor = torch.Tensor
+
+
+class Reference(Backend):
+    """The references of the ops, which sum in float64."""
+
+    name = "reference"
+    by_name_only = True
+
+    def handles(self, problem: GemmProblem) -> bool:
+        return (problem.b.is_fp4 and not problem.a.is_fp8) or (problem.a.is_fp8 and problem.b.is_fp8)
+
+    def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
+        return None
+
+    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
+        return ((),)
+
+    def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
+        # About the rate of float64 units; in any case more than every other backend.
+        return 1e-3 + problem.flops(m) * 1e-12
+
+    def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
+        return ()
+
+    def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
+        fmt, dtype, over = problem.b.format, problem.out_dtype, problem.grouping.over
+        layouts = problem.a.scale_layout, problem.b.scale_layout
+
+        def multiply(
+            a: Tensor,
+            b: Tensor,
+            a_scale: Tensor,
+            b_scale: Tensor,
+            alpha: Tensor | None,
+            bias: Tensor | None,
+            offsets: Tensor | None,
+            counts: Tensor | None,
+            out: Tensor,
+        ) -> None:
+            if over == "rows":
+                result = grouped_mm_fp8(a, b, a_scale, b_scale, offsets, counts, alpha, bias, dtype)
+            elif not isinstance(fmt, FP4Format):
+                result = mm_fp8_block(a, b, a_scale, b_scale, alpha, bias, dtype)
+            elif over == "k":
+                assert alpha is not None
+                result = expert_gemm(a, a_scale, b.t(), b_scale, alpha, dtype, fmt, *layouts)
+            else:
+                result = fp4_gemm(a, a_scale, b.t(), b_scale, alpha, bias, dtype, fmt, *layouts)
+            out.copy_(result)
+
+        return multiply

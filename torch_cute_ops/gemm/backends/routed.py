@@ -1,0 +1,142 @@
+"""FP4 GEMMs with experts over K that compute only routed pairs of token and expert: ``kernels/fp4_experts``."""
+
+import functools
+import math
+
+import torch
+
+from torch_cute_ops.gemm.backend import Launch, Target
+from torch_cute_ops.gemm.backends._fp4 import FP4KernelBackend
+from torch_cute_ops.gemm.cost import bytes_per_second, overlapped, smallest_tile, weight_seconds
+from torch_cute_ops.gemm.decode import fp4_format, fp4_operands, reason_not_linear
+from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.kernels import fp4_experts
+from torch_cute_ops.kernels.common.activation_layout import CHUNK
+from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime.allocate import allocator
+from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.compiler import KernelSpec
+
+DECODE_CLOCKS = 0.0275
+TOKEN_CLOCKS = 0.0006
+"""SM clocks to decode a weight, and for each token of a unit beyond eight (measured on an H200)."""
+HALVED = 1.2
+"""Slowdown of chunks half as wide (measured on an H200)."""
+PARTED = 1.3
+"""Slowdown where warps split the K of a unit (measured on an H200)."""
+FIXED_SECONDS = 6e-6
+"""Time of both kernels of a call with next to no work (measured on an H200)."""
+SHARED_SECONDS = 3e-6
+SHARED_PASSES = 4
+"""Time to exchange partial sums through the workspace: fixed, and passes over them (measured on an H200)."""
+
+
+class Routed(FP4KernelBackend):
+    """A tactic is (tokens of a unit, tokens of a tile, classes of experts by which work is divided)."""
+
+    name = "routed"
+    groupings = ("k",)
+
+    def reason_unfit(self, problem: GemmProblem) -> str | None:
+        if problem.experts > fp4_experts.MAX_EXPERTS:
+            return f"there are {problem.experts} experts; routed takes at most {fp4_experts.MAX_EXPERTS}"
+        width = problem.expert_k
+        reason = reason_not_linear(problem, width, "an expert's width")
+        if reason is not None:
+            return reason
+        # Scales lie in tiles of four blocks.
+        if width % (4 * fp4_format(problem).block_size):
+            return f"an expert's width is {width}; it has to be a multiple of {4 * fp4_format(problem).block_size}"
+        return None
+
+    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
+        widest = smallest_tile(fp4_experts.TILES, m)
+        # The sums of 512 tokens leave little room for stages: two tiles of 256 may be faster.
+        tiles = [tokens for tokens in (256, widest) if tokens <= widest] if widest > 256 else [widest]
+        every = [
+            (group, tokens, classes)
+            for tokens in tiles
+            for group in fp4_experts.GROUPS
+            for classes in _classes(problem, target)
+            if group <= max(m, 8)
+        ]
+        return tuple(
+            tactic for tactic in every if target.arch is None or _config(problem, tactic, target.arch) is not None
+        )
+
+    def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
+        assert target.arch is not None
+        group, tokens, classes = map(int, tactic)
+        config = _config(problem, tactic, target.arch)
+        assert config is not None
+        width, rows = problem.expert_k, fp4_experts.ROWS
+        share = problem.topk / problem.experts
+        tiles = -(-m // tokens)
+        tile_tokens = min(m, tokens)
+        touched = problem.experts * (1 - (1 - share) ** tile_tokens)
+        units = problem.experts * _mean_units(tile_tokens, share, group)
+        # The largest share of a slice's classes that a worker has
+        slices, workers = -(-problem.n // rows), config.workers(problem.n, target.sms)
+        most = -(-slices * classes // workers) / classes
+        waves = -(-workers * tiles // target.sms)
+        weights = rows * width
+        computed = weight_seconds(int(weights * units), DECODE_CLOCKS + TOKEN_CLOCKS * (group - 8))
+        computed *= (HALVED if config.chunk < CHUNK else 1.0) * (PARTED if config.parts > 1 else 1.0)
+        read = tiles * slices * touched * rows * problem.b.row_bytes(width) / bytes_per_second(target)
+        seconds = FIXED_SECONDS + overlapped(waves * most * computed, read, order=8)
+        if classes > 1:
+            seconds += SHARED_SECONDS + SHARED_PASSES * tiles * workers * rows * tokens * 4 / bytes_per_second(target)
+        return seconds
+
+    def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
+        return (KernelSpec(fp4_experts.KERNEL, _config(problem, tactic, arch)),)
+
+    def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
+        function, config = self.compiled(problem, tactic, target)
+        device, experts, workers = target.device, problem.experts, config.workers(problem.n, target.sms)
+        return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
+            a,
+            a_scale,
+            b,
+            b_scale,
+            alpha,
+            out,
+            allocator(device)((config.workspace_bytes(a.shape[0], experts, workers),), (1,), torch.uint8),
+            workers,
+        )
+
+    def checks_operands(self, problem: GemmProblem) -> bool:
+        return True
+
+
+@functools.cache
+def _mean_units(tokens: int, share: float, group: int) -> float:
+    """The mean number of units of ``group`` tokens of an expert, if each of ``tokens`` is routed to it with probability
+    ``share``: the mean of ceil(X / group) for binomial X."""
+    if share >= 1:
+        return float(-(-tokens // group))
+    odds = math.log(share) - math.log1p(-share)
+    ways = [math.lgamma(tokens + 1) - math.lgamma(k + 1) - math.lgamma(tokens - k + 1) for k in range(tokens + 1)]
+    chances = [math.exp(way + k * odds + tokens * math.log1p(-share)) for k, way in enumerate(ways)]
+    return sum(chance * -(-k // group) for k, chance in enumerate(chances))
+
+
+def _classes(problem: GemmProblem, target: Target) -> tuple[int, ...]:
+    """Numbers of classes to try: several where that gives more SMs work."""
+    divides = problem.experts >= fp4_experts.CLASSES and -(-problem.n // fp4_experts.ROWS) < target.sms
+    return (1, fp4_experts.CLASSES) if divides else (1,)
+
+
+def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_experts.Config | None:
+    """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
+    group, tokens, classes = map(int, tactic)
+    return fp4_experts.plan(
+        operands=fp4_operands(problem),
+        out_dtype=problem.out_dtype,
+        width=problem.expert_k,
+        group=group,
+        tokens=tokens,
+        classes=classes,
+        arch=arch,
+        pdl=settings.PDL,
+    )

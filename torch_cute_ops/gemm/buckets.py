@@ -1,0 +1,11 @@
+"""Buckets of M: the numbers of rows that GEMMs are planned for, so that a few choices serve every M."""
+
+import functools
+
+
+@functools.lru_cache(4096)  # every call of a GEMM asks
+def bucket(m: int) -> int:
+    """The number of rows that ``m`` rows are planned as: ``m`` rounded up to a multiple of 8, or of a sixteenth of the
+    next power of two."""
+    step = max(8, (1 << max(m - 1, 0).bit_length()) // 16)
+    return max(1, -(-m // step)) * step

@@ -1,0 +1,63 @@
+"""What a GPU can do, roughly: enough to rank backends and tactics, not to predict a time."""
+
+from collections.abc import Iterable
+
+import torch
+
+from torch_cute_ops.gemm.backend import Target
+from torch_cute_ops.runtime.arch import ARCHS, CLOCK_HZ, Arch
+
+TENSOR_CORE_EFFICIENCY = 0.8
+"""Share of the peak rate that a good large GEMM reaches: 700 to 830 TFLOP/s of 919, random data (measured on H200s)."""
+CLUSTER_PLACES = 0.88
+"""Share of the CTA slots that clusters of more than two CTAs can use, because GPCs are no multiples of them (measured
+on an H200)."""
+LAUNCH_SECONDS = 2e-6
+"""Launch overhead of an empty kernel."""
+
+
+def usual_targets(arch: Arch) -> tuple[Target, ...]:
+    """The GPUs of an architecture, where there is none to ask."""
+    return tuple(Target(torch.device("cuda"), arch, sms) for sms in arch.sm_counts)
+
+
+def smallest_tile(tiles: Iterable[int], m: int) -> int:
+    """The least of ``tiles``, in ascending order, that has ``m`` rows, or the largest: a wider one only costs."""
+    sizes = tuple(tiles)
+    return next((rows for rows in sizes if rows >= m), sizes[-1])
+
+
+def places(slots: int, cluster: int) -> int:
+    """CTAs in clusters of ``cluster`` that run at once, where ``slots`` would without clusters."""
+    return max(1, int((CLUSTER_PLACES if cluster > 2 else 1.0) * slots / cluster)) * cluster
+
+
+def memory_seconds(size: int, kernels: int, target: Target) -> float:
+    """Time to move ``size`` bytes with ``kernels`` kernels, one after the other."""
+    return kernels * LAUNCH_SECONDS + size / bytes_per_second(target)
+
+
+def bytes_per_second(target: Target) -> float:
+    """Memory bandwidth, reads and writes together."""
+    return _arch(target).memory_bytes_per_clock * target.sms * CLOCK_HZ
+
+
+def tensor_core_seconds(flops: int, target: Target, sms: int | None = None) -> float:
+    """Time for ``flops`` operations on the tensor cores of ``sms`` SMs; ``None``: all."""
+    rate = _arch(target).flops_per_clock * (sms or target.sms) * CLOCK_HZ
+    return flops / (rate * TENSOR_CORE_EFFICIENCY)
+
+
+def weight_seconds(weights: int, clocks: float) -> float:
+    """Time for one SM to decode ``weights`` at so many clocks each."""
+    return weights * clocks / CLOCK_HZ
+
+
+def overlapped(*seconds: float, order: float) -> float:
+    """Time of parts that overlap, though not perfectly: their ``order``-norm."""
+    return float(sum(part**order for part in seconds) ** (1 / order))
+
+
+def _arch(target: Target) -> Arch:
+    """The target's architecture; the slowest one where no kernel of ours supports it."""
+    return target.arch or min(ARCHS.values(), key=lambda arch: arch.memory_bytes_per_clock)

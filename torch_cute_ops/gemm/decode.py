@@ -1,0 +1,107 @@
+"""FP4 operands decoded in memory or in registers, for backends that multiply 16-bit numbers."""
+
+from collections.abc import Callable
+
+import torch
+
+from torch_cute_ops.formats import FP4Format, ScaleLayout
+from torch_cute_ops.gemm.backend import Target
+from torch_cute_ops.gemm.problem import GemmProblem
+from torch_cute_ops.kernels import fp4_dequant
+from torch_cute_ops.kernels.common.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.fp4_operands import FP4Operands
+from torch_cute_ops.kernels.common.weight_chunks import TILE_ROWS, WeightChunks
+from torch_cute_ops.runtime.allocate import allocator
+from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel
+
+
+def fp4_format(problem: GemmProblem) -> FP4Format:
+    """The format of an FP4 weight, and of activations that are in FP4."""
+    assert isinstance(problem.b.format, FP4Format)
+    return problem.b.format
+
+
+def weight_scales(problem: GemmProblem) -> ScaleLayout:
+    """The layout of an FP4 weight's scales."""
+    assert problem.b.scale_layout is not None
+    return problem.b.scale_layout
+
+
+def sixteen_bit_dtype(problem: GemmProblem) -> torch.dtype:
+    """What operands are decoded to: the dtype of 16-bit activations, or float16, which holds NVFP4 exactly; for MXFP4,
+    bfloat16."""
+    return fp4_format(problem).operand_dtype(torch.float16 if problem.a.is_fp4 else activation_dtype(problem))
+
+
+def activation_dtype(problem: GemmProblem) -> torch.dtype:
+    """Dtype of the tensor ``a``: uint8 for FP4 codes, or a 16-bit one."""
+    return problem.a.format if isinstance(problem.a.format, torch.dtype) else torch.uint8
+
+
+def fp4_operands(problem: GemmProblem) -> FP4Operands:
+    """The operands as the kernels by warpgroup MMA take them."""
+    return FP4Operands(
+        activation_dtype(problem),
+        sixteen_bit_dtype(problem),
+        fp4_format(problem),
+        weight_scales(problem),
+        problem.a.scale_layout,
+    )
+
+
+def reason_no_kernel(target: Target) -> str | None:
+    """Why no kernel of ours runs on ``target``; ``None`` if kernels do."""
+    if target.device.type != "cuda":
+        return f"needs a CUDA device; the tensors are on {target.device}"
+    if target.arch is None:
+        return "there are no kernels for this architecture"
+    return None
+
+
+def reason_no_wgmma(target: Target) -> str | None:
+    """Why no kernel by warpgroup MMA runs on ``target``; ``None`` if kernels do."""
+    reason = reason_no_kernel(target)
+    if reason is None and target.arch is not None and not target.arch.has_wgmma:
+        return f"needs Hopper's warpgroup MMA; this is {target.arch.name}"
+    return reason
+
+
+def reason_misaligned(problem: GemmProblem) -> str | None:
+    """Why our kernels cannot load the operands as they lie; ``None`` if they can."""
+    if problem.n % 8 or problem.k % 32:
+        return f"n={problem.n} and k={problem.k}: they have to be multiples of 8 and 32"
+    return None
+
+
+def reason_not_linear(problem: GemmProblem, width: int, what: str) -> str | None:
+    """Why linear scales cannot be copied as boxes of a tensor map, a chunk at a time; ``None`` if they can, or are not
+    linear. ``width``: the elements of k of ``what``."""
+    layout = weight_scales(problem)
+    if not layout.is_linear:
+        return None
+    if width % CHUNK:
+        return f"in the linear layout {what} has to be a multiple of {CHUNK}"
+    return WeightChunks(fp4_format(problem), layout, TILE_ROWS).reason_not_copied
+
+
+def decoding_kernel(problem: GemmProblem, layout: ScaleLayout, dtype: torch.dtype) -> KernelSpec:
+    """The kernel that decodes an FP4 operand whose scales have this layout."""
+    return KernelSpec(fp4_dequant.KERNEL, fp4_dequant.plan(dtype, problem.k, fp4_format(problem), layout, False))
+
+
+def decoder(
+    problem: GemmProblem, layout: ScaleLayout, dtype: torch.dtype, target: Target
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A function from codes (rows, K/2) and their scales to the numbers (rows, K) in ``dtype``, on a GPU."""
+    assert target.arch is not None
+    arch: Arch = target.arch
+    function = compile_kernel(decoding_kernel(problem, layout, dtype), arch)
+    device, k, max_ctas = target.device, problem.k, target.sms * fp4_dequant.CTAS_PER_SM
+
+    def decode(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        numbers = allocator(device)((codes.shape[0], k), (k, 1), dtype)
+        function(codes, scale.view(torch.uint8), None, numbers, max_ctas)
+        return numbers
+
+    return decode

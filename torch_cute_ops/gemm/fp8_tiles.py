@@ -1,0 +1,62 @@
+"""Tiles of FP8 GEMMs, whose rows may belong to experts: how many a call has, and how long they take."""
+
+from typing import Final, NamedTuple
+
+from torch_cute_ops.gemm.backend import Target
+from torch_cute_ops.gemm.problem import GemmProblem
+from torch_cute_ops.runtime.arch import CLOCK_HZ
+
+BLOCK: Final = 128
+"""Elements of k that share a scale."""
+BAND: Final = 8
+"""Row tiles that run side by side, and share the columns of the weight in L2."""
+SHARE_CLOCKS: Final = 6500.0
+"""Clocks to add up the partial sums of a tile, per CTA that shares it but the first (measured on an H200)."""
+
+
+class Tile(NamedTuple):
+    """A tile of the result.
+
+    Attributes:
+        tokens, columns: rows of ``a`` and of the weight.
+        splits: CTAs of a cluster that share it, each with a part of k.
+        ctas_per_sm: CTAs that share an SM.
+    """
+
+    tokens: int
+    columns: int
+    splits: int = 1
+    ctas_per_sm: int = 1
+
+    def clusters(self, sms: int) -> int:
+        """Clusters that run at once; with four CTAs an H200 has room for one less than its SMs would allow."""
+        return max(1, sms * self.ctas_per_sm // self.splits - (self.splits == 4))
+
+    def tiles_of(self, problem: GemmProblem, m: int) -> int:
+        """Tiles of a call, if all experts have equally many rows."""
+        return problem.experts * -(-rows_of_expert(problem, m) // self.tokens) * -(-problem.n // self.columns)
+
+    def seconds(self, problem: GemmProblem, m: int, target: Target, block_clocks: float, wait: float) -> float:
+        """Time of a call, by a model of operations, bytes and waves.
+
+        Args:
+            problem, m, target: the call.
+            block_clocks: SM clocks of a K block whose operands have arrived.
+            wait: share of a K block's transfer time that the MMAs wait for it.
+        """
+        assert target.arch is not None
+        # The weight is read from memory at least once. Row tiles that run side by side share it, and the SMs that read
+        # share the bandwidth.
+        tiles = self.tiles_of(problem, m)
+        beside = min(-(-rows_of_expert(problem, m) // self.tokens), BAND)
+        readers = min(1.0, tiles * self.splits / target.sms)
+        from_memory = readers * self.columns * BLOCK / beside / target.arch.memory_bytes_per_clock
+        waves = -(-tiles // self.clusters(target.sms))
+        block = max(from_memory, block_clocks + wait * from_memory)
+        clocks = waves * problem.k / BLOCK / self.splits * block + waves * SHARE_CLOCKS * (self.splits - 1)
+        return clocks / CLOCK_HZ
+
+
+def rows_of_expert(problem: GemmProblem, m: int) -> int:
+    """Rows that an expert is assumed to have: all that it has room for, or an equal share."""
+    return m if problem.grouping.rows.is_masked else -(-m // problem.experts)

@@ -1,0 +1,176 @@
+"""What a GEMM computes: all about it that does not change from call to call."""
+
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+
+from torch_cute_ops.formats import FP4Format, FP8Format, ScaleLayout
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
+
+Tactic = tuple[int | str, ...]
+"""One way in which a backend computes a GEMM: what JSON can hold, and the backend alone understands."""
+
+USUAL_TOPK: Final = 8
+"""Experts that a token is assumed to be routed to, where there are more: the host does not know the routing, and served
+models mostly have this many (DeepSeek-V3, Qwen3, Kimi K2)."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How one side of a GEMM is stored.
+
+    Attributes:
+        format: FP4 or FP8 codes with block scales, or a 16-bit dtype.
+        scale_layout: of the scales; ``None`` where there are none.
+    """
+
+    format: FP4Format | FP8Format | torch.dtype
+    scale_layout: ScaleLayout | None = None
+
+    @property
+    def is_fp4(self) -> bool:
+        """Whether it has FP4 codes."""
+        return isinstance(self.format, FP4Format)
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether it has FP8 codes."""
+        return isinstance(self.format, FP8Format)
+
+    def row_bytes(self, k: int) -> int:
+        """Bytes of a row of ``k`` elements, with its scales."""
+        if isinstance(self.format, FP4Format):
+            return k // 2 + k // self.format.block_size
+        if isinstance(self.format, FP8Format):
+            return k + 4 * self.format.scales_per_row(k)
+        return k * self.format.itemsize
+
+
+ALL_ROWS: Final = ExpertLayout()
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Which part of a GEMM belongs to which expert.
+
+    Attributes:
+        over: what experts divide: nothing; ``"k"``: the sum, into equal ranges, each multiplied by a factor that every
+            token has for each expert (the second GEMM of an expert layer); ``"n"``: the columns of the weight (the
+            first one); ``"rows"``: the rows of ``a``, each expert's with a weight of its own.
+        experts: how many there are.
+        rows: of ``"rows"``, how the device finds them.
+    """
+
+    over: Literal["none", "k", "n", "rows"] = "none"
+    experts: int = 1
+    rows: ExpertLayout = ALL_ROWS
+
+
+@dataclass(frozen=True)
+class GemmProblem:
+    """``out[m, n] = alpha · Σ_k a[m, k] · b[k, n] + bias[n]``, or what ``grouping`` makes of it; M is not in it.
+
+    The sum is in fp32. With experts over K, ``out[m, n] = Σ_e factor[m, e] · (Σ_{k of e} a[m, k] · b[k, n])``, each
+    expert's sum rounded to fp32 and multiplied and added in fp32; where the factor is zero, of either sign, nothing is
+    computed: what operands hold there does not show in the result, NaN included.
+
+    Attributes:
+        a, b: the activations and the weight.
+        n, k: columns of the result, and elements of a sum, of all experts together where they divide it.
+        grouping: what belongs to which expert.
+        epilogue: what is done to a sum before it is stored.
+        gated: whether the result is SwiGLU of two halves of the columns.
+        out_format: FP4, if the result is quantised.
+        static_weight: whether the weight was complete before the preceding launch.
+    """
+
+    a: Operand
+    b: Operand
+    n: int
+    k: int
+    epilogue: Epilogue
+    grouping: Grouping = Grouping()
+    gated: bool = False
+    out_format: FP4Format | None = None
+    static_weight: bool = False
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Dtype of the result."""
+        return self.epilogue.out_dtype
+
+    @property
+    def experts(self) -> int:
+        """How many there are; 1 where there are none."""
+        return self.grouping.experts
+
+    @property
+    def expert_k(self) -> int:
+        """Elements of an expert's sum."""
+        return self.k // self.experts if self.grouping.over == "k" else self.k
+
+    @property
+    def topk(self) -> int:
+        """Experts that a token is assumed to be routed to."""
+        return min(self.experts, USUAL_TOPK)
+
+    def described(self) -> dict[str, Any]:
+        """All of it, as JSON can hold it."""
+        described: dict[str, Any] = _plain(self)
+        return described
+
+    def bytes_moved(self, m: int) -> int:
+        """Each operand read and the result written, once; with experts over K, of those that ``m`` tokens are routed
+        to, where each token draws ``topk`` of them; with experts over rows, of those that can have any."""
+        out = m * self.n * self.out_dtype.itemsize
+        a, b = m * self.a.row_bytes(self.k), self.n * self.b.row_bytes(self.k)
+        if self.b.is_fp8:  # a scale for 128 rows of the weight
+            b = self.n * self.k + 4 * -(-self.n // 128) * -(-self.k // 128)
+        if self.grouping.over == "k":
+            touched = 1 - (1 - self.topk / self.experts) ** m
+            return round(b * touched + a * self.topk / self.experts) + 4 * m * self.experts + out
+        if self.grouping.over == "rows":
+            if self.grouping.rows.is_masked:
+                return (a + b + out) * self.experts
+            return a + b * min(self.experts, m) + out
+        return a + b + out
+
+    def flops(self, m: int) -> int:
+        """Multiplications and additions; with experts over K, of ``topk`` a token; masked, of all rows."""
+        if self.grouping.over == "k":
+            return 2 * m * self.n * self.expert_k * self.topk
+        return 2 * m * self.n * self.k * (self.experts if self.grouping.rows.is_masked else 1)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, FP4Format | FP8Format | ScaleLayout):
+        return getattr(value, "name", None) or value.granularity  # type: ignore[union-attr]
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    return value
+
+
+class Operands(NamedTuple):
+    """The tensors of a GEMM as backends take them; contiguous, starting at multiples of 16 bytes.
+
+    Attributes:
+        a: (M, K/2) uint8 (FP4), (M, K) float8_e4m3fn or a 16-bit dtype. Masked: (E, rows of an expert, K).
+        b: the transposed view of a weight's rows: (K/2, N) uint8, or (K, N) float8_e4m3fn. Grouped by rows: (E, N, K).
+        a_scale, b_scale: in their formats' dtypes and layouts; ``None`` where there are none.
+        alpha, bias: as for ``Epilogue``; with experts over K ``alpha`` is (M, E) float32 with any strides.
+        offsets: (E + 1,) int32, grouped by rows; or ``None``.
+        counts: (E,) int32, grouped by rows; or ``None``.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    a_scale: torch.Tensor | None
+    b_scale: torch.Tensor
+    alpha: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    counts: torch.Tensor | None = None

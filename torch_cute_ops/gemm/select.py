@@ -1,0 +1,109 @@
+"""Which backend computes a GEMM, and with which tactic."""
+
+import functools
+from typing import Final, NamedTuple
+
+import torch
+
+from torch_cute_ops.gemm.backend import Backend, Target
+from torch_cute_ops.gemm.backends.cublas import Cublas
+from torch_cute_ops.gemm.backends.fp4_mma_sync import FP4MmaSync
+from torch_cute_ops.gemm.backends.fp4_wgmma import FP4Wgmma
+from torch_cute_ops.gemm.backends.fp8_mma_sync import FP8MmaSync
+from torch_cute_ops.gemm.backends.fp8_wgmma import FP8Wgmma
+from torch_cute_ops.gemm.backends.reference import Reference
+from torch_cute_ops.gemm.backends.routed import Routed
+from torch_cute_ops.gemm.buckets import bucket
+from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.runtime import tuner
+from torch_cute_ops.runtime.arch import ARCHS, arch_name, sm_count
+
+AUTO: Final = "auto"
+BACKENDS: Final[list[Backend]] = [
+    FP4Wgmma(),
+    FP4MmaSync(),
+    Routed(),
+    FP8Wgmma(),
+    FP8MmaSync(),
+    Cublas(),
+    Reference(),
+]
+"""All backends. Those that share a name handle different kinds of GEMMs."""
+
+
+class Choice(NamedTuple):
+    """A backend and one of its tactics."""
+
+    backend: Backend
+    tactic: Tactic
+
+
+def target_of(device: torch.device) -> Target:
+    """What backends know of a device."""
+    if device.type != "cuda":
+        return Target(device, None, 1)
+    return _gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _gpu(index: int) -> Target:
+    device = torch.device("cuda", index)
+    return Target(device, ARCHS.get(arch_name(index)), sm_count(index), torch.cuda.get_device_name(index))
+
+
+def candidates(problem: GemmProblem) -> dict[str, Backend]:
+    """The backends for problems of this kind, by name."""
+    return {backend.name: backend for backend in BACKENDS if backend.handles(problem)}
+
+
+def reasons(problem: GemmProblem, target: Target) -> dict[str, str | None]:
+    """Why each backend for problems of this kind cannot compute ``problem`` on ``target``; ``None``: it can."""
+    return {name: backend.reason_unsupported(problem, target) for name, backend in candidates(problem).items()}
+
+
+def key_of(problem: GemmProblem, m: int, target: Target) -> tuner.Key | None:
+    """What a tuned choice for ``m`` rows is stored under; ``None``: nothing is tuned for such a target."""
+    if target.name is None:
+        return None
+    return tuner.Key("gemm", tuner.canonical(problem.described()), bucket(m), target.name, tuner.versions())
+
+
+def _tuned(problem: GemmProblem, m: int, target: Target) -> Choice | None:
+    key = key_of(problem, m, target)
+    found = tuner.lookup(key) if key is not None else None
+    backend = candidates(problem).get(found.backend) if found is not None else None
+    if found is None or backend is None or backend.reason_unsupported(problem, target) is not None:
+        return None
+    return Choice(backend, found.tactic) if found.tactic in backend.tactics(problem, bucket(m), target) else None
+
+
+def choose(problem: GemmProblem, m: int, target: Target, name: str = AUTO) -> Choice:
+    """A backend and its tactic: the one of that name, and its tactic with the least estimate; with ``AUTO`` what was
+    tuned, if that is still possible, else the least estimate of all.
+
+    Raises:
+        ValueError: for an unknown name, or a backend that cannot; with the reason, or every backend's.
+    """
+    known = candidates(problem)
+    if name != AUTO:
+        backend = known.get(name)
+        if backend is None:
+            raise ValueError(f"backend={name!r} is unknown; use {', '.join(map(repr, (AUTO, *known)))}")
+        reason = backend.reason_unsupported(problem, target)
+        if reason is not None:
+            raise ValueError(f"backend {name!r}: {reason}")
+        able = [backend]
+    else:
+        tuned = _tuned(problem, m, target)
+        if tuned is not None:
+            return tuned
+        why_not = reasons(problem, target)
+        able = [known[name] for name, reason in why_not.items() if reason is None]
+        if target.device.type == "cuda":
+            # "auto" would be slow for no reason that the caller could see.
+            able = [backend for backend in able if not backend.by_name_only]
+            why_not |= {name: "is taken only where it is named" for name, one in known.items() if one.by_name_only}
+        if not able:
+            raise ValueError(f"no backend: {'; '.join(f'{name}: {reason}' for name, reason in why_not.items())}")
+    choices = [Choice(backend, tactic) for backend in able for tactic in backend.tactics(problem, m, target)]
+    return min(choices, key=lambda choice: choice.backend.estimate(problem, m, choice.tactic, target))

@@ -1,0 +1,320 @@
+"""Tuning of GEMMs: the candidates, random operands, and how results are checked and timed."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
+
+import torch
+
+from torch_cute_ops.formats import SCALE_LAYOUTS, FP4Format, FP8Format, ScaleLayout
+from torch_cute_ops.formats.scale_layout import to_linear
+from torch_cute_ops.formats.shapes import fp4_shapes
+from torch_cute_ops.gemm.backend import Launch, Target
+from torch_cute_ops.gemm.buckets import bucket
+from torch_cute_ops.gemm.problem import GemmProblem, Operand, Operands
+from torch_cute_ops.gemm.select import candidates, key_of, reasons
+from torch_cute_ops.reference.fp4_dequantize import decode_rows
+from torch_cute_ops.runtime import timing, tuner, tuning
+from torch_cute_ops.runtime.tuner import Candidate, Problem
+
+SETTINGS = timing.Settings(max_sets=1024, graph_ms=1.0, max_rounds=15)
+EPS = 2.0**-24
+"""Relative error of a rounding in fp32."""
+CHUNK = 2**24
+"""Elements of an operand that are decoded at a time to check results: 0.4 GB."""
+SCALE_BYTES = {"e4m3": (0x18, 0x31), "ue8m0": (123, 127)}
+"""Range of the random FP4 scales, 1/16 to 1/2: sums stay far from the largest float16."""
+
+Tensor = torch.Tensor
+
+
+def tune(op: str, problem: GemmProblem, m: int, target: Target) -> None:
+    """Have the tuner settle the choice for ``m`` rows on ``target``, if it is on."""
+    key = key_of(problem, m, target)
+    if key is not None and tuning.is_on():
+        bench = Bench(problem, bucket(m), target)
+        try:
+            tuner.tune(Problem(op, key, estimates(problem, bucket(m), target), bench.check, bench.time))
+        finally:
+            bench.free()
+
+
+def estimates(problem: GemmProblem, m: int, target: Target) -> dict[Candidate, float]:
+    """Every candidate with its estimated seconds; infinite for a backend that is taken by name only."""
+    return {
+        Candidate(name, tactic): math.inf if backend.by_name_only else backend.estimate(problem, m, tactic, target)
+        for name, backend in candidates(problem).items()
+        if reasons(problem, target)[name] is None
+        for tactic in backend.tactics(problem, m, target)
+    }
+
+
+class Bench:
+    """Candidates for ``m`` rows, side by side on random operands, which are made when first needed.
+
+    Args:
+        problem: what is computed.
+        m: rows; in the masked layout, of an expert.
+        target: where.
+    """
+
+    def __init__(self, problem: GemmProblem, m: int, target: Target) -> None:
+        self.problem = problem
+        self.m = m
+        self.target = target
+        self._launchers: dict[Candidate, Launch] = {}
+
+    def check(self, candidate: Candidate) -> str | None:
+        """What is wrong with the candidate's result; ``None``: it is within the error bound."""
+        operands, out = self._exact
+        out.fill_(math.nan)  # which is what an element is that was not written
+        with torch.no_grad(), _on(self.target.device):
+            self._run(candidate, (operands, out))
+            return difference(out.reshape(-1, self.problem.n), *self._expected)
+
+    def time(self, candidates: Sequence[Candidate]) -> Mapping[Candidate, float]:
+        """Seconds of a call: the median over replays with a cold L2."""
+        device, problem = self.target.device, self.problem
+        least = min(estimates(problem, self.m, self.target)[candidate] for candidate in candidates)
+        with torch.no_grad(), _on(device):
+            operands, out = self._random
+            how = timing.plan(
+                sum(tensor.nbytes for tensor in (*operands, out) if tensor is not None),
+                len(candidates),
+                torch.cuda.get_device_properties(device).L2_cache_size,
+                SETTINGS,
+                call_ms=1e3 * least if math.isfinite(least) else None,
+            )
+            sets = [(operands, out), *((_copy(operands), out.clone()) for _ in range(how.n_sets - 1))]
+            variants = {candidate: partial(self._run_set, candidate, sets) for candidate in candidates}
+            timings = timing.measure(variants, how.n_sets, how.calls, how.rounds, timing.CudaGraphs())
+        return {candidate: timing.us * 1e-6 for candidate, timing in timings.items()}
+
+    def free(self) -> None:
+        """Return the memory to the GPU, since a server may plan with what is free."""
+        names = ("_random", "_exact", "_expected")
+        used = any(name in self.__dict__ for name in names)
+        for name in names:
+            self.__dict__.pop(name, None)
+        if used and self.target.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _run(self, candidate: Candidate, tensors: tuple[Operands, Tensor]) -> None:
+        launch = self._launchers.get(candidate)
+        if launch is None:
+            backend = candidates(self.problem)[candidate.backend]
+            launch = self._launchers[candidate] = backend.launcher(self.problem, candidate.tactic, self.target)
+        launch(*tensors[0], tensors[1])
+
+    def _run_set(self, candidate: Candidate, sets: Sequence[tuple[Operands, Tensor]], i: int) -> None:
+        self._run(candidate, sets[i])
+
+    @cached_property
+    def _random(self) -> tuple[Operands, Tensor]:
+        """Random operands, and a result."""
+        return self._made(exact=False)
+
+    @cached_property
+    def _exact(self) -> tuple[Operands, Tensor]:
+        """Operands whose results are known: random ones for sums in fp32, whole numbers for FP8's tensor cores, which
+        add up a block of k with some 14 bits."""
+        return self._made(exact=True) if self.problem.a.is_fp8 else self._random
+
+    def _made(self, *, exact: bool) -> tuple[Operands, Tensor]:
+        problem, device = self.problem, self.target.device
+        # Not the user's generator: tuning changes no number that a program draws.
+        generator = torch.Generator(device).manual_seed(0)
+        over, layout = problem.grouping.over, problem.grouping.rows
+        experts = problem.experts if over == "rows" else 1
+        lead = (problem.experts, self.m) if layout.is_masked else (self.m,)
+        a, a_scale = _operand(problem.a, lead, problem.k, generator, exact)
+        weights = (experts, problem.n) if over == "rows" else (problem.n,)
+        b, b_scale = _weight(problem.b, weights, problem.k, generator, exact)
+        offsets = counts = None
+        if over == "rows":
+            ends = torch.arange(experts + 1, dtype=torch.int64, device=device) * self.m // experts
+            offsets = ends.to(torch.int32) if layout.has_offsets else None
+            room = torch.full((experts,), self.m, device=device) if layout.is_masked else ends.diff()
+            counts = room.to(torch.int32) if layout.has_counts else None
+        out = torch.empty(*lead, problem.n, dtype=problem.out_dtype, device=device)
+        b = b if over == "rows" else b.t()
+        operands = Operands(a, b, a_scale, b_scale, *self._epilogue(generator, exact), offsets, counts)
+        return operands, out
+
+    def _epilogue(self, generator: torch.Generator, exact: bool) -> tuple[Tensor | None, Tensor | None]:
+        """``alpha``, or experts' factors; and the bias."""
+        problem, device = self.problem, generator.device
+        epilogue, experts, n = problem.epilogue, problem.experts, problem.n
+        if problem.grouping.over == "k":
+            # Routing as servers see it: ``topk`` experts for each token, all as likely, whose weights sum to 1.
+            scores = torch.rand(self.m, experts, dtype=torch.float32, device=device, generator=generator)
+            best = scores.topk(problem.topk, dim=1)
+            return torch.zeros_like(scores).scatter_(1, best.indices, best.values.softmax(1)), None
+        shapes = {"one": (1,), "column": (n,), "expert": (experts,), "expert_column": (experts, n)}
+        alpha = bias = None
+        if epilogue.alpha is not None:
+            value = 0.5 if exact else 0.7
+            alpha = torch.full(shapes[epilogue.alpha], value, dtype=torch.float32, device=device)
+        if epilogue.bias_dtype is not None:
+            shape = (experts, n) if problem.grouping.over == "rows" else (n,)
+            bias = torch.randint(-8, 9, shape, device=device, generator=generator).to(epilogue.bias_dtype)
+        return alpha, bias
+
+    @cached_property
+    def _expected(self) -> tuple[Tensor, Tensor]:
+        """The result (rows, N) in fp32, and how far from it another may be: the rounding errors of a sum of K terms, or
+        with experts over K those of an expert's sum, of its multiplication by the factor and of each addition; those of
+        the epilogue; and that of the result's dtype."""
+        problem, (operands, out) = self.problem, self._exact
+        a, b, a_scale, b_scale, alpha, bias, *_ = operands
+        n, k, over = problem.n, problem.k, problem.grouping.over
+        rows = out.reshape(-1, n).shape[0]
+        info = torch.finfo(problem.out_dtype)
+        if isinstance(problem.a.format, torch.dtype) and isinstance(problem.b.format, FP4Format):
+            a = a.to(problem.b.format.operand_dtype(problem.a.format))
+        want, allowed = (torch.empty((rows, n), dtype=torch.float32, device=out.device) for _ in range(2))
+        roundings = k if over != "k" else problem.expert_k + 1 + problem.topk
+        if problem.a.is_fp8:
+            roundings = 0
+        for expert, of_expert in enumerate(self._rows_of_experts(rows)):
+            weight = b[expert] if over == "rows" else b.t()
+            weight_scale = b_scale[expert] if over == "rows" else b_scale
+            for part in _chunks(of_expert, k):
+                left = _decoded(problem.a, a.reshape(rows, -1), a_scale, part, rows, k)
+                if over == "k" and alpha is not None:
+                    left = left * alpha[part].double().repeat_interleave(problem.expert_k, 1)
+                for columns in _chunks(slice(0, n), k):
+                    right = _decoded_weight(problem.b, weight, weight_scale, columns, k).t()
+                    total = left @ right
+                    lost = (left.abs() @ right.abs()) * (roundings * EPS)
+                    if over != "k" and alpha is not None:
+                        factor = _of_columns(alpha, expert, columns, n, over == "rows").double()
+                        total, lost = total * factor, (lost + total.abs() * EPS) * factor.abs()
+                    if bias is not None:
+                        added = _of_columns(bias, expert, columns, n, over == "rows").double()
+                        total = total + added
+                        lost = lost + (total.abs() + added.abs()) * EPS
+                    want[part, columns] = total.float()
+                    allowed[part, columns] = (lost + total.abs() * info.eps + info.smallest_normal).float()
+        return want, allowed
+
+    def _rows_of_experts(self, rows: int) -> list[slice]:
+        if self.problem.grouping.over != "rows":
+            return [slice(0, rows)]
+        experts = self.problem.experts
+        return [slice(e * rows // experts, (e + 1) * rows // experts) for e in range(experts)]
+
+
+def difference(got: Tensor, want: Tensor, allowed: Tensor) -> str | None:
+    """Where ``got`` is farther from ``want`` than ``allowed``, in words; ``None``: nowhere."""
+    error = (got.float() - want).abs()
+    wrong = ~(error <= allowed)  # a NaN is wrong, too
+    count = int(wrong.sum())
+    if count == 0:
+        return None
+    i, j = wrong.nonzero()[0].tolist()
+    ratio = (error / allowed).nan_to_num(math.inf, posinf=math.inf)[wrong].max().item()
+    return (
+        f"{count} of {got.numel()} sums are off, by up to {ratio:.3g} times what may be lost; first at ({i}, {j}): "
+        f"{got[i, j].item():.6g}, expected {want[i, j].item():.6g} ± {allowed[i, j].item():.2g}"
+    )
+
+
+def _of_columns(value: Tensor, expert: int, columns: slice, n: int, is_grouped: bool) -> Tensor:
+    """The part of an ``alpha`` or a bias for these columns of an expert, or for all of them."""
+    if value.dim() == 2 or (is_grouped and value.shape[0] > 1):
+        value = value[expert]
+    value = value.reshape(-1)
+    return value[columns] if len(value) == n and n > 1 else value[:1]
+
+
+def _operand(
+    operand: Operand, lead: tuple[int, ...], k: int, generator: torch.Generator, exact: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Random activations (..., K) and their scales."""
+    device = generator.device
+    if isinstance(operand.format, FP4Format):
+        assert operand.scale_layout is not None
+        return _fp4(lead, k, operand.format, operand.scale_layout, generator)
+    if isinstance(operand.format, FP8Format):
+        codes = _fp8((*lead, k), generator, exact)
+        blocks = operand.format.scales_per_row(k)
+        return codes, _fp8_scales((blocks, *lead), generator, exact)
+    return torch.randn(*lead, k, dtype=operand.format, device=device, generator=generator), None
+
+
+def _weight(
+    operand: Operand, lead: tuple[int, ...], k: int, generator: torch.Generator, exact: bool
+) -> tuple[Tensor, Tensor]:
+    """A random weight (..., N, K) and its scales."""
+    if isinstance(operand.format, FP4Format):
+        assert operand.scale_layout is not None
+        return _fp4(lead, k, operand.format, operand.scale_layout, generator)
+    assert isinstance(operand.format, FP8Format)
+    *experts, n = lead
+    codes = _fp8((*lead, k), generator, exact)
+    return codes, _fp8_scales((*experts, -(-n // 128), operand.format.scales_per_row(k)), generator, exact)
+
+
+def _fp8(shape: tuple[int, ...], generator: torch.Generator, exact: bool) -> Tensor:
+    if exact:
+        numbers = torch.randint(-3, 4, shape, device=generator.device, generator=generator)
+        return numbers.to(torch.bfloat16).to(torch.float8_e4m3fn)
+    return torch.randn(shape, dtype=torch.bfloat16, device=generator.device, generator=generator).to(
+        torch.float8_e4m3fn
+    )
+
+
+def _fp8_scales(shape: tuple[int, ...], generator: torch.Generator, exact: bool) -> Tensor:
+    if exact:
+        return torch.randint(-1, 2, shape, device=generator.device, generator=generator).float().exp2()
+    return torch.rand(shape, dtype=torch.float32, device=generator.device, generator=generator) * 0.02 + 1e-3
+
+
+def _fp4(
+    lead: tuple[int, ...], k: int, fmt: FP4Format, layout: ScaleLayout, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Random codes and scales, those of padding included."""
+    codes, scale = fp4_shapes((*lead, k), fmt, layout)
+    device = generator.device
+    low, high = SCALE_BYTES[fmt.scale_format]
+    return (
+        torch.randint(0, 256, codes, dtype=torch.uint8, device=device, generator=generator),
+        torch.randint(low, high, scale, dtype=torch.uint8, device=device, generator=generator).view(fmt.scale_dtype),
+    )
+
+
+def _decoded(operand: Operand, a: Tensor, scale: Tensor | None, part: slice, rows: int, k: int) -> Tensor:
+    """These rows decoded, in fp64."""
+    if isinstance(operand.format, FP4Format):
+        assert scale is not None and operand.scale_layout is not None
+        linear = to_linear(scale, operand.scale_layout, rows, k // operand.format.block_size)
+        return decode_rows(a[part], linear[part], operand.format, SCALE_LAYOUTS["linear"]).double()
+    if isinstance(operand.format, FP8Format):
+        assert scale is not None
+        factors = scale.reshape(scale.shape[0], rows)[:, part].t().double()
+        return a[part].double() * factors.repeat_interleave(128, 1)[:, :k]
+    return a[part].double()
+
+
+def _decoded_weight(operand: Operand, weight: Tensor, scale: Tensor, columns: slice, k: int) -> Tensor:
+    """These rows of a weight (N, K) decoded, in fp64."""
+    if isinstance(operand.format, FP4Format):
+        return _decoded(operand, weight, scale, columns, weight.shape[0], k)
+    every = scale.double().repeat_interleave(128, 0)[columns]
+    return weight[columns].double() * every.repeat_interleave(128, 1)[:, :k]
+
+
+def _chunks(within: slice, k: int) -> Iterator[slice]:
+    step = max(1, CHUNK // k)
+    return (slice(start, min(start + step, within.stop)) for start in range(within.start, within.stop, step))
+
+
+def _copy(operands: Operands) -> Operands:
+    return Operands(*(None if tensor is None else tensor.clone() for tensor in operands))  # type: ignore[arg-type]
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """What is queued goes to that GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

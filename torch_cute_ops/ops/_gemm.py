@@ -1,0 +1,563 @@
+"""The ops that are GEMMs: checks, the problem that a call is, and how it reaches a backend."""
+
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
+
+import torch
+
+from torch_cute_ops.formats import FP8_BLOCK128, FP4Format, ScaleLayout
+from torch_cute_ops.formats.experts import MAX_EXPERTS
+from torch_cute_ops.formats.fp8 import COLUMN
+from torch_cute_ops.formats.scale_layout import weight_layout
+from torch_cute_ops.formats.shapes import fp4_shapes
+from torch_cute_ops.gemm.buckets import bucket
+from torch_cute_ops.ops import _checks
+from torch_cute_ops.ops._call import Arguments, CallPath, Launcher, Values
+from torch_cute_ops.ops._operands import aligned, are_int32, cuda_device
+from torch_cute_ops.ops._signature import AlphaKind
+from torch_cute_ops.runtime import tuning
+from torch_cute_ops.runtime.allocate import allocator
+from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.compiler import KernelSpec
+
+if TYPE_CHECKING:
+    from torch_cute_ops.gemm.backend import Target
+    from torch_cute_ops.gemm.problem import GemmProblem
+    from torch_cute_ops.gemm.select import Choice
+
+Tensor = torch.Tensor
+
+AUTO: Final = "auto"
+SIXTEEN_BIT: Final = (torch.bfloat16, torch.float16)
+EXPERT_MULTIPLE: Final = 64
+"""Elements of a row of ``a`` that an expert over K has are a multiple of this: whole bytes and blocks."""
+FP8_K_MULTIPLE: Final = 64
+FP8_N_MULTIPLE: Final = 8
+
+
+class GemmCall(NamedTuple):
+    """The arguments of any GEMM op: ``b`` is its weight, transposed or not, by whatever name."""
+
+    a: Tensor
+    b: Tensor
+    a_scale: Tensor | None = None
+    b_scale: Tensor = None  # type: ignore[assignment]
+    alpha: Tensor | None = None
+    bias: Tensor | None = None
+    offsets: Tensor | None = None
+    counts: Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    block_size: int = 16
+    scale_format: str | None = None
+    scale_layout: str = "128x4"
+    backend: str = AUTO
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """Of the result: the one that is named, or the activations' where these have 16 bits, or bfloat16."""
+        return self.out_dtype or (self.a.dtype if self.a.dtype in SIXTEEN_BIT else torch.bfloat16)
+
+
+class Gemm(CallPath[GemmCall]):
+    """A GEMM op.
+
+    Args:
+        a, b: formats of the activations and of the weight.
+        over: what experts divide, as in ``gemm.problem.Grouping``.
+    """
+
+    call_type = GemmCall
+    renames: ClassVar = {"w": "b", "w_scale": "b_scale"}
+    has_backends = True
+
+    def __init__(
+        self,
+        a: Literal["fp4", "fp8", "16-bit"],
+        b: Literal["fp4", "fp8"],
+        over: Literal["none", "k", "rows"] = "none",
+    ) -> None:
+        super().__init__()
+        self.a, self.b, self.over = a, b, over
+        self.b_name = "w" if over == "k" else "b"
+        # Whether the op takes the weight by rows, (N, K) or (E, N, K), not its transposed view.
+        self.takes_rows = over != "none"
+
+    def key(self, values: Values) -> tuple[Any, ...]:
+        a, b, a_scale, b_scale, alpha, bias, offsets, counts = values[:8]
+        shape = a.shape
+        m = shape[-2]
+        return (
+            bucket(m),
+            shape[-1],
+            a.dtype,
+            b.shape,
+            b.dtype,
+            b_scale.shape,
+            b_scale.dtype,
+            None if a_scale is None else a_scale.dtype,
+            None if alpha is None else alpha.shape[-1] if self.over == "k" else alpha.shape,
+            None if bias is None else bias.dtype,
+            offsets is not None,
+            counts is not None,
+            values[8:],
+            a.get_device(),
+            tuning.generation,
+            tuning.blocks and tuning.is_on(),
+        )
+
+    # Checks
+
+    def check(self, call: GemmCall) -> None:
+        op, device = self.op, call.a.device
+        n, k = self._check_fp8(call) if self.b == "fp8" else self._check_fp4(call)
+        for name, tensor in (("a_scale", call.a_scale), (self.b_name, call.b), (f"{self.b_name}_scale", call.b_scale)):
+            if tensor is not None:
+                _checks.check_device(op, name, tensor, "a", device)
+        if self.over == "k":
+            self._check_expert_factors(call, k)
+        else:
+            self._check_epilogue(call, n)
+        _checks.check_out_dtype(op, call.out_dtype)
+        if call.backend != AUTO and (call.backend not in self._backend_names(call) or device.type == "cpu"):
+            self._choose(self.problem(call), 1, _gemm().select.target_of(torch.device("cpu")), call.backend)
+
+    def _check_fp4(self, call: GemmCall) -> tuple[int, int]:
+        """Check ``a``, the weight and their scales; N and K."""
+        op, a, b = self.op, call.a, call.b
+        fmt, layout = _checks.check_fp4_format(op, call.block_size, call.scale_format, call.scale_layout)
+        b_layout = weight_layout(layout)
+        if self.a != "fp4" and layout != b_layout:
+            raise ValueError(f"cute::{op}: scale_layout={layout.name!r} is for activations; use '128x4' or 'linear'")
+        _checks.check_matrix(op, self.b_name, b, "(N, E·I/2)" if self.takes_rows else "(K/2, N)")
+        self._refuse_untransposed(call)
+        weight = b if self.takes_rows else b.t()
+        _checks.check_packed(op, self.b_name if self.takes_rows else "b.t()", weight, fmt)
+        n, k = weight.shape[0], weight.shape[1] * 2
+        line = "a row of w" if self.takes_rows else "a column of b"
+        columns = "E·I" if self.over == "k" else "K"
+        _checks.check_matrix(op, "a", a, f"(M, {columns}/2)" if self.a == "fp4" else f"(M, {columns})")
+        m = a.shape[0]
+        if call.a_scale is None:
+            _checks.check_dtype(op, "a", a, SIXTEEN_BIT)
+            _checks.check_shape(op, "a", a, (m, k), f"the {k} elements that {line} has{self._hint(call)}")
+        else:
+            _checks.check_packed(op, "a", a, fmt)
+            _checks.check_shape(op, "a", a, (m, k // 2), f"the {k // 2} bytes that {line} has{self._hint(call)}")
+            self._check_fp4_scale("a_scale", call.a_scale, m, k, fmt, layout)
+        self._check_fp4_scale(f"{self.b_name}_scale", call.b_scale, n, k, fmt, b_layout)
+        return n, k
+
+    def _check_fp4_scale(
+        self, name: str, scale: Tensor, rows: int, k: int, fmt: FP4Format, layout: ScaleLayout
+    ) -> None:
+        _checks.check_dtype(self.op, name, scale, fmt.scale_dtypes)
+        shape = fp4_shapes((rows, k), fmt, layout)[1]
+        _checks.check_shape(self.op, name, scale, shape, f"the {layout.name} scales of {name[0]}")
+
+    def _check_fp8(self, call: GemmCall) -> tuple[int, int]:
+        """Check the operands, their scales, offsets and counts; N and K."""
+        op, (a, b, a_scale, b_scale, _, _, offsets, counts) = self.op, call[:8]
+        assert a_scale is not None
+        is_grouped, is_masked = self.over == "rows", self.over == "rows" and offsets is None
+        if is_masked and counts is None:
+            raise ValueError(
+                f"cute::{op}: offsets and counts are None; expected offsets (E + 1,) of the contiguous layout, or "
+                "counts (E,) of the masked one"
+            )
+        for name, tensor in (("a", a), ("b", b)):
+            _checks.check_dtype(op, name, tensor, (torch.float8_e4m3fn,))
+        for name, tensor in (("a_scale", a_scale), ("b_scale", b_scale)):
+            _checks.check_dtype(op, name, tensor, (torch.float32,))
+        if is_grouped:
+            if b.dim() != 3:
+                raise ValueError(f"cute::{op}: b has shape {tuple(b.shape)}; expected (E, N, K)")
+            experts, n, k = b.shape
+            if not 1 <= experts <= MAX_EXPERTS:
+                raise ValueError(f"cute::{op}: b is of {experts} experts; expected 1 to {MAX_EXPERTS}")
+        else:
+            _checks.check_matrix(op, "b", b, "(K, N)")
+            self._refuse_untransposed(call)
+            experts, (k, n) = 1, b.shape
+        if k == 0 or k % FP8_K_MULTIPLE:
+            raise ValueError(f"cute::{op}: b has K = {k}; expected a positive multiple of {FP8_K_MULTIPLE}")
+        if n % FP8_N_MULTIPLE:
+            raise ValueError(f"cute::{op}: b has N = {n}; expected a multiple of {FP8_N_MULTIPLE}")
+        if is_masked:
+            if a.dim() != 3:
+                raise ValueError(
+                    f"cute::{op}: a has shape {tuple(a.shape)}; expected (E, rows of an expert, K), since offsets is "
+                    "None"
+                )
+            _checks.check_shape(op, "a", a, (experts, a.shape[1], k), "the E and K of b")
+        else:
+            _checks.check_matrix(op, "a", a, "(R, K)" if is_grouped else "(M, K)")
+            _checks.check_shape(op, "a", a, (a.shape[0], k), f"the K of b{self._hint(call)}")
+        blocks = FP8_BLOCK128.scales_per_row(k)
+        _checks.check_shape(op, "a_scale", a_scale, (blocks, *a.shape[:-1]), "a scale for 128 elements of a row of a")
+        scales = (-(-n // FP8_BLOCK128.block_size), blocks)
+        wanted = (experts, *scales) if is_grouped else scales
+        meaning = "a scale for 128 rows of the weight and 128 elements of k"
+        _checks.check_shape(op, "b_scale", b_scale, wanted, meaning)
+        for name, given, shape, meaning in (
+            ("offsets", offsets, (experts + 1,), "where experts begin, and where the last ends"),
+            ("counts", counts, (experts,), "one for each expert of b"),
+        ):
+            if given is not None:
+                _checks.check_dtype(op, name, given, (torch.int32,))
+                _checks.check_shape(op, name, given, shape, meaning)
+                _checks.check_device(op, name, given, "a", a.device)
+        return n, k
+
+    def _refuse_untransposed(self, call: GemmCall) -> None:
+        """``b`` is not plainly a weight (N, K): a square matrix whose first dimension's elements are not neighbours."""
+        b = call.b
+        if not self.takes_rows and b.shape[0] == b.shape[1] > 1 and b.stride(0) != 1:
+            raise ValueError(
+                f"cute::{self.op}: b has shape {tuple(b.shape)} and strides {b.stride()}, as a weight by rows has; "
+                "expected its transposed view: pass weight.t()"
+            )
+
+    def _hint(self, call: GemmCall) -> str:
+        """What to do, if ``a`` would fit the transposed ``b``."""
+        fits = not self.takes_rows and call.b.shape[1] * (2 if self.a == "16-bit" else 1) == call.a.shape[-1]
+        return "; pass b as weight.t()" if fits else ""
+
+    def _check_epilogue(self, call: GemmCall, n: int) -> None:
+        op, alpha, bias, device = self.op, call.alpha, call.bias, call.a.device
+        is_grouped = self.over == "rows"
+        experts = call.b.shape[0] if is_grouped else 1
+        if alpha is not None:
+            _checks.check_dtype(op, "alpha", alpha, (torch.float32,))
+            if alpha.numel() != 1 and alpha.shape not in (((experts,), (experts, n)) if is_grouped else ((n,),)):
+                expected = f"({experts},) or {(experts, n)}" if is_grouped else f"({n},)"
+                raise ValueError(
+                    f"cute::{op}: alpha has shape {tuple(alpha.shape)}; expected one element, or {expected}"
+                )
+            _checks.check_device(op, "alpha", alpha, "a", device)
+        if bias is not None:
+            _checks.check_dtype(op, "bias", bias, tuple(dict.fromkeys((torch.float32, call.result_dtype))))
+            shape = (experts, n) if is_grouped else (n,)
+            _checks.check_shape(op, "bias", bias, shape, "one element a column of the result")
+            _checks.check_device(op, "bias", bias, "a", device)
+
+    def _check_expert_factors(self, call: GemmCall, k: int) -> None:
+        """``alpha`` is (M, E) float32, for E experts that have equal parts of the ``k`` elements."""
+        op, alpha = self.op, call.alpha
+        assert alpha is not None
+        _checks.check_dtype(op, "alpha", alpha, (torch.float32,))
+        _checks.check_matrix(op, "alpha", alpha, "(M, E)")
+        m, experts = alpha.shape
+        _checks.check_shape(op, "alpha", alpha, (call.a.shape[0], experts), "a row for each of a")
+        if experts == 0 or k % (experts * EXPERT_MULTIPLE):
+            raise ValueError(
+                f"cute::{op}: alpha has shape {(m, experts)}, for {experts} experts, and a row of w has {k} "
+                f"elements; expected the same number for each expert, a multiple of {EXPERT_MULTIPLE}"
+            )
+        _checks.check_device(op, "alpha", alpha, "a", call.a.device)
+
+    # What is computed, and by which backend
+
+    def problem(self, call: GemmCall) -> "GemmProblem":
+        """The problem that a checked call is."""
+        p = _gemm().problem
+        weight = call.b if self.takes_rows else call.b.t()
+        n, k = weight.shape[-2], weight.shape[-1]
+        alpha = bias_dtype = None
+        if self.b == "fp8":
+            a = p.Operand(FP8_BLOCK128, COLUMN)
+            b = p.Operand(FP8_BLOCK128)
+        else:
+            fmt, layout = _checks.check_fp4_format(self.op, call.block_size, call.scale_format, call.scale_layout)
+            a = p.Operand(fmt, layout) if self.a == "fp4" else p.Operand(call.a.dtype)
+            b = p.Operand(fmt, weight_layout(layout))
+            k *= 2
+        grouping = p.Grouping()
+        if self.over == "k" and call.alpha is not None:
+            grouping = p.Grouping("k", call.alpha.shape[1])
+        elif self.over == "rows":
+            rows = p.ExpertLayout(call.offsets is not None, call.counts is not None)
+            grouping = p.Grouping("rows", weight.shape[0], rows)
+        if self.over != "k" and call.alpha is not None:
+            alpha = _alpha_kind(call.alpha, self.over == "rows")
+        if call.bias is not None:
+            bias_dtype = call.bias.dtype
+        problem: GemmProblem = p.GemmProblem(a, b, n, k, p.Epilogue(call.result_dtype, alpha, bias_dtype), grouping)
+        return problem
+
+    def make_launcher(self, call: GemmCall, device: int) -> "GemmLauncher":
+        select = _gemm().select
+        problem, target = self.problem(call), select.target_of(torch.device("cuda", device))
+        m = bucket(call.a.shape[-2])
+        may_tune = tuning.is_on() and call.backend == AUTO
+        if may_tune and not torch.cuda.is_current_stream_capturing():
+            _gemm().tune.tune(self.op, problem, m, target)
+            may_tune = False
+        choice = self._choose(problem, m, target, call.backend)
+        kernels = () if target.arch is None else choice.backend.kernels(problem, choice.tactic, target.arch)
+        self.require_loaded(kernels, call, device)
+        # In a capture nothing is tuned: a call after it may have to be.
+        return GemmLauncher(self, problem, choice, kernels, target, is_kept=not may_tune)
+
+    def kernels(self, call: GemmCall, arch: Arch) -> tuple[KernelSpec, ...]:
+        problem, m = self.problem(call), bucket(call.a.shape[-2])
+        choices = (self._choose(problem, m, target, call.backend) for target in _gemm().cost.usual_targets(arch))
+        kernels = (kernel for one in choices for kernel in one.backend.kernels(problem, one.tactic, arch))
+        return tuple(dict.fromkeys(kernels))
+
+    def backends(self, call: GemmCall, device: torch.device) -> dict[str, str | None]:
+        select = _gemm().select
+        reasons: dict[str, str | None] = select.reasons(self.problem(call), select.target_of(device))
+        return reasons
+
+    def _backend_names(self, call: GemmCall) -> tuple[str, ...]:
+        return tuple(_gemm().select.candidates(self.problem(call)))
+
+    def _choose(self, problem: "GemmProblem", m: int, target: "Target", backend: str) -> "Choice":
+        try:
+            choice: Choice = _gemm().select.choose(problem, m, target, backend)
+            return choice
+        except ValueError as error:
+            raise ValueError(f"cute::{self.op}: {error}") from None
+
+    def properties(self, call: GemmCall) -> dict[str, Any]:
+        problem = self.problem(call)
+        shown: dict[str, Any] = {"n": problem.n, "k": problem.k, "m": call.a.shape[-2]}
+        if self.over != "none":
+            shown["experts"] = problem.experts
+        if self.over == "rows":
+            layout = problem.grouping.rows
+            shown |= {"masked": True} if layout.is_masked else {"counts": layout.has_counts}
+        if self.a == "16-bit":
+            shown["dtype"] = call.a.dtype
+        if self.over != "k":
+            shown |= {"alpha": problem.epilogue.alpha, "bias_dtype": problem.epilogue.bias_dtype}
+        shown["out_dtype"] = call.result_dtype
+        if self.b == "fp4":
+            shown |= {name: getattr(call, name) for name in ("block_size", "scale_format", "scale_layout")}
+        return {**shown, "backend": call.backend}
+
+    def has_property(self, name: str) -> bool:
+        if name == "experts":
+            return self.over != "none"
+        if name in ("masked", "counts"):
+            return self.over == "rows"
+        if name == "dtype":
+            return self.a == "16-bit"
+        if name in ("alpha", "bias_dtype"):
+            return self.over != "k"
+        if name in ("block_size", "scale_format", "scale_layout"):
+            return self.b == "fp4"
+        return True
+
+    def example(
+        self,
+        *,
+        n: int,
+        k: int,
+        m: int = 1,
+        experts: int | None = None,
+        masked: bool = False,
+        counts: bool = True,
+        dtype: torch.dtype | None = None,
+        alpha: AlphaKind | None = None,
+        bias_dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | None = None,
+        block_size: int = 16,
+        scale_format: str | None = None,
+        scale_layout: str = "128x4",
+        backend: str = AUTO,
+        device: torch.device | int | str | None = None,
+    ) -> Arguments:
+        """A call with these static properties.
+
+        Args:
+            n, k: columns of the result, and elements of a sum: of all experts together where these divide it.
+            m: rows; calls in the same bucket are made ready too. Masked: rows that an expert has room for.
+            experts: how many there are, of an op that has experts.
+            masked: whether calls are in the masked layout, of ``grouped_mm_fp8``.
+            counts: whether its calls in the contiguous layout pass counts.
+            dtype: of ``a``, where that has 16 bits; ``None`` means bfloat16.
+            alpha: what calls pass: ``"one"`` element, one for each ``"column"``, ``"expert"`` or ``"expert_column"``;
+                ``None``: none.
+            bias_dtype: of the bias that calls pass; ``None``: none.
+            out_dtype, block_size, scale_format, scale_layout, backend: as in the calls.
+            device: of the tensors; ``None`` means the current CUDA device.
+
+        Raises:
+            TypeError: if ``experts`` is missing.
+            ValueError: for an unknown ``alpha``.
+        """
+        if self.over != "none" and experts is None:
+            raise TypeError(f"cute::{self.op} needs the property experts: how many there are")
+        target, count = cuda_device(device), experts or 1
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=target)
+
+        lead = (count, m) if masked else (m,)
+        weights = (count, n) if self.over == "rows" else (n,)
+        given: dict[str, Any] = {"out_dtype": out_dtype, "backend": backend}
+        if self.b == "fp8":
+            blocks, bands = FP8_BLOCK128.scales_per_row(k), -(-n // FP8_BLOCK128.block_size)
+            given["a"] = zeros(*lead, k, dtype=torch.uint8).view(torch.float8_e4m3fn)
+            given["b"] = zeros(*weights, k, dtype=torch.uint8).view(torch.float8_e4m3fn)
+            given["a_scale"] = zeros(blocks, *lead)
+            given["b_scale"] = zeros(*weights[:-1], bands, blocks)
+        else:
+            fmt, layout = _checks.check_fp4_format(self.op, block_size, scale_format, scale_layout)
+            codes, scale = fp4_shapes((n, k), fmt, weight_layout(layout))
+            given["b"] = zeros(*codes, dtype=torch.uint8)
+            given["b_scale"] = zeros(*scale, dtype=torch.uint8).view(fmt.scale_dtype)
+            if self.a == "fp4":
+                codes, scale = fp4_shapes((m, k), fmt, layout)
+                given["a"] = zeros(*codes, dtype=torch.uint8)
+                given["a_scale"] = zeros(*scale, dtype=torch.uint8).view(fmt.scale_dtype)
+            else:
+                given["a"] = zeros(m, k, dtype=dtype or torch.bfloat16)
+            given |= {"block_size": block_size, "scale_format": scale_format, "scale_layout": scale_layout}
+        if not self.takes_rows:
+            given["b"] = given["b"].t()
+        if self.over == "rows":
+            given["offsets"] = None if masked else zeros(count + 1, dtype=torch.int32)
+            given["counts"] = zeros(count, dtype=torch.int32) if masked or counts else None
+        if self.over == "k":
+            given["alpha"] = torch.ones(m, count, dtype=torch.float32, device=target)
+        elif alpha is not None:
+            of_experts = {"expert": (count,), "expert_column": (count, n)}
+            shapes = {"one": (1,), **(of_experts if self.over == "rows" else {"column": (n,)})}
+            if alpha not in shapes:
+                expected = ", ".join(map(repr, shapes))
+                raise ValueError(f"cute::{self.op}: alpha is {alpha!r}; expected one of {expected}")
+            given["alpha"] = torch.ones(shapes[alpha], dtype=torch.float32, device=target)
+        if bias_dtype is not None:
+            given["bias"] = zeros(*weights, dtype=bias_dtype)
+        names = {self.renames.get(name, name): name for name in self.signature.names}
+        return (), {names[name]: value for name, value in given.items() if name in names}
+
+    def flops(self, a_shape: Any, b_shape: Any) -> int:
+        """Multiplications and additions of all pairs of a row and a column: what routing leaves out is not known."""
+        *lead, _ = a_shape
+        n, k = (b_shape[-2], b_shape[-1]) if self.takes_rows else (b_shape[1], b_shape[0])
+        rows = 1
+        for extent in lead:
+            rows *= extent
+        return int(2 * rows * n * k * (2 if self.b == "fp4" else 1))
+
+
+class GemmLauncher(Launcher[GemmCall]):
+    """A backend and a tactic, ready to compute.
+
+    Args:
+        path: of the op.
+        problem, choice, target: what is computed, how and where.
+        kernels: what it launches.
+        is_kept: as of ``Launcher``.
+    """
+
+    def __init__(
+        self,
+        path: Gemm,
+        problem: "GemmProblem",
+        choice: "Choice",
+        kernels: tuple[KernelSpec, ...],
+        target: "Target",
+        *,
+        is_kept: bool,
+    ) -> None:
+        self.kernels, self.is_kept = kernels, is_kept
+        self.compute = choice.backend.launcher(problem, choice.tactic, target)
+        self.is_direct = choice.backend.checks_operands(problem)
+        self.device, self.n, self.dtype = target.device, problem.n, problem.out_dtype
+        self.takes_rows = path.takes_rows and path.over != "rows"
+        self.is_grouped, self.is_masked = path.over == "rows", problem.grouping.rows.is_masked
+        self.fmt = problem.b.format if isinstance(problem.b.format, FP4Format) else None
+        self.by_factors = path.over == "k"
+        layout = problem.a.scale_layout
+        self.tile_rows = self.scale_columns = 0
+        if self.fmt is not None and layout is not None:
+            self.tile_rows = layout.tile_rows or 1
+            self.scale_columns = layout.padded_blocks(problem.k // self.fmt.block_size)
+
+    def run(self, values: Values, out: Any) -> Any:
+        if not self.is_direct:
+            return None
+        a, b, a_scale, b_scale, alpha, bias, offsets, counts = values[:8]
+        shape = a.shape
+        m = shape[-2]
+        if not m or not self.n:
+            return None
+        if self.tile_rows:
+            tile = self.tile_rows
+            # The compiled function takes any number of scale rows.
+            if a_scale.shape != ((m + tile - 1) // tile * tile, self.scale_columns):
+                return None
+        # The compiled function takes any number of offsets, and does not look at strides within an expert.
+        if self.is_grouped and not (
+            a.is_contiguous()
+            and are_int32(offsets, counts)
+            and (offsets is None or offsets.shape[0] == b.shape[0] + 1)
+            and (out is None or out.is_contiguous())
+        ):
+            return None
+        if alpha is not None and alpha.dim() == 0:
+            alpha = alpha.reshape(1)
+        if out is None:
+            n = self.n
+            if self.is_masked:
+                out = allocator(self.device)((shape[0], m, n), (m * n, n, 1), self.dtype)
+            else:
+                out = allocator(self.device)((m, n), (n, 1), self.dtype)
+        self.compute(a, b.t() if self.takes_rows else b, a_scale, b_scale, alpha, bias, offsets, counts, out)
+        return out
+
+    def launch(self, call: GemmCall, out: Tensor) -> None:
+        a, b, a_scale, b_scale, alpha, bias, offsets, counts = call[:8]
+        if self.fmt is not None:
+            a = aligned(a if a_scale is None else _seen_as(a, torch.uint8))
+            b = aligned(_seen_as(b if self.takes_rows else b.t(), torch.uint8)).t()
+            b_scale = aligned(_seen_as(b_scale, self.fmt.scale_dtype))
+            a_scale = None if a_scale is None else aligned(_seen_as(a_scale, self.fmt.scale_dtype))
+        else:
+            assert a_scale is not None
+            a, a_scale, b_scale = aligned(a), _side_by_side(a_scale), b_scale.contiguous()
+            if self.is_grouped:
+                b = aligned(b)
+            elif not b.t().is_contiguous() or b.data_ptr() % 16:
+                b = aligned(b.t()).t()
+        if alpha is not None and not self.by_factors:
+            alpha = aligned(alpha.reshape(1) if alpha.numel() == 1 else alpha)
+        bias, offsets, counts = (None if tensor is None else aligned(tensor) for tensor in (bias, offsets, counts))
+        self.compute(a, b, a_scale, b_scale, alpha, bias, offsets, counts, out)
+
+
+def _alpha_kind(alpha: Tensor, is_grouped: bool) -> Any:
+    """What ``alpha`` is given for, as ``kernels.common.epilogue.Epilogue`` names it."""
+    if alpha.numel() == 1:
+        return "one"
+    if not is_grouped:
+        return "column"
+    return "expert" if alpha.dim() == 1 else "expert_column"
+
+
+def _side_by_side(scale: Tensor) -> Tensor:
+    """Scales by columns, or a copy where those of a block of k do not lie side by side."""
+    lies = scale.stride(-1) == 1 and (scale.dim() == 2 or scale.stride(1) == scale.shape[2] or scale.shape[1] == 1)
+    return scale if lies and scale.stride(0) >= 0 else scale.contiguous()
+
+
+def _seen_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor itself, or its bytes as ``dtype``."""
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
+@cache
+def _gemm() -> ModuleType:
+    """The package of backends, which a process without a GEMM does not import; it imports kernels' configurations."""
+    import torch_cute_ops.gemm as gemm
+    import torch_cute_ops.gemm.cost
+    import torch_cute_ops.gemm.problem
+    import torch_cute_ops.gemm.select
+    import torch_cute_ops.gemm.tune  # noqa: F401
+
+    return gemm

@@ -1,0 +1,195 @@
+"""What the routing ops share: the choice of each token's experts, and the order of the rows of the chosen pairs."""
+
+import math
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+
+import torch
+
+from torch_cute_ops.formats.experts import MAX_EXPERTS, rows_bound
+from torch_cute_ops.ops import _checks
+from torch_cute_ops.ops._call import Arguments, KernelPath, Outputs
+from torch_cute_ops.ops._operands import cuda_device
+from torch_cute_ops.ops._signature import Scoring
+from torch_cute_ops.runtime.allocate import New
+
+if TYPE_CHECKING:
+    from torch_cute_ops.kernels.common.expert_choice import ExpertChoice
+
+Tensor = torch.Tensor
+
+SCORINGS: Final = ("softmax", "sigmoid")
+MAX_GROUPS: Final = 32
+MAX_ROWS: Final = 2**31 - 2**20
+"""Rows of the permutation, and pairs: an index is an int32, and a CTA's last step may go beyond by less than the
+difference."""
+
+
+class Choice(Protocol):
+    """The arguments that decide which experts a token has, and their weights."""
+
+    @property
+    def logits(self) -> Tensor: ...
+    @property
+    def topk(self) -> int: ...
+    @property
+    def bias(self) -> Tensor | None: ...
+    @property
+    def scoring(self) -> str: ...
+    @property
+    def num_groups(self) -> int: ...
+    @property
+    def topk_groups(self) -> int: ...
+    @property
+    def renormalize(self) -> bool: ...
+    @property
+    def scaling_factor(self) -> float: ...
+
+
+def check_choice(op: str, call: Choice) -> None:
+    """The logits are a matrix, and its experts can be chosen from as the other arguments say."""
+    logits, topk, bias, num_groups = call.logits, call.topk, call.bias, call.num_groups
+
+    def refuse(what: str) -> None:
+        raise ValueError(f"cute::{op}: {what}")
+
+    _checks.check_dtype(op, "logits", logits, _checks.INPUT_DTYPES)
+    _checks.check_matrix(op, "logits", logits, "(M, E)")
+    experts = logits.shape[1]
+    if not 1 <= experts <= MAX_EXPERTS:
+        refuse(f"logits are of {experts} experts; expected 1 to {MAX_EXPERTS}")
+    _checks.check_topk(op, topk)
+    if call.scoring not in SCORINGS:
+        refuse(f"scoring={call.scoring!r} is unknown; use one of {', '.join(map(repr, SCORINGS))}")
+    if call.scoring == "softmax" and (bias is not None or num_groups != 1):
+        what = "bias is given" if bias is not None else f"num_groups is {num_groups}"
+        refuse(f"{what}; scoring='softmax' has neither bias nor groups, so use 'sigmoid', or leave it out")
+    check_per_expert(op, "bias", bias, logits)
+    if not 1 <= num_groups <= MAX_GROUPS or experts % num_groups:
+        refuse(f"num_groups is {num_groups}; expected 1 to {MAX_GROUPS}, a divisor of the {experts} experts")
+    if not 1 <= call.topk_groups <= num_groups:
+        refuse(f"topk_groups is {call.topk_groups}; expected 1 to num_groups, {num_groups}")
+    if topk > experts // num_groups * call.topk_groups:
+        refuse(f"topk is {topk}, and a token has {experts // num_groups * call.topk_groups} experts to choose from")
+    _checks.check_finite(op, "scaling_factor", call.scaling_factor)
+
+
+def check_per_expert(op: str, name: str, values: Tensor | None, logits: Tensor) -> None:
+    """``values`` are float32, one for each expert, where the logits are; or ``None``."""
+    if values is not None:
+        _checks.check_dtype(op, name, values, (torch.float32,))
+        _checks.check_shape(op, name, values, (logits.shape[1],), "one for each expert")
+        _checks.check_device(op, name, values, "logits", logits.device)
+
+
+def expert_choice(call: Choice) -> "ExpertChoice":
+    """The choice as kernels are planned for it."""
+    from torch_cute_ops.kernels.common.expert_choice import ExpertChoice
+
+    is_sigmoid, has_bias = call.scoring == "sigmoid", call.bias is not None
+    groups = call.num_groups, call.topk_groups
+    return ExpertChoice(
+        call.logits.dtype, call.logits.shape[1], call.topk, is_sigmoid, has_bias, *groups, call.renormalize
+    )
+
+
+def choice_properties(call: Choice) -> dict[str, Any]:
+    """The static properties of a choice."""
+    shown = {"experts": call.logits.shape[1], "dtype": call.logits.dtype, "topk": call.topk}
+    shown["bias"] = call.bias is not None
+    return shown | {name: getattr(call, name) for name in ("scoring", "num_groups", "topk_groups", "renormalize")}
+
+
+Call = TypeVar("Call", bound=tuple[Any, ...])
+
+
+class ChoicePath(KernelPath[Call]):
+    """The CUDA calls of an op that chooses experts by logits."""
+
+    def has_property(self, name: str) -> bool:
+        if name == "masked":
+            return "max_rows" in self.signature.names
+        return name != "expert_factor" or name in self.signature.names
+
+    def example(
+        self,
+        *,
+        experts: int,
+        dtype: torch.dtype,
+        topk: int,
+        bias: bool = False,
+        scoring: Scoring = "softmax",
+        num_groups: int = 1,
+        topk_groups: int = 1,
+        renormalize: bool = True,
+        masked: bool = False,
+        expert_factor: bool = False,
+        device: torch.device | int | str | None = None,
+    ) -> Arguments:
+        """A call on one token with these static properties: ``bias``, ``masked`` and ``expert_factor`` say whether
+        calls pass a bias, ``max_rows``, and factors of the experts."""
+        target = cuda_device(device)
+        ones = torch.ones(experts, dtype=torch.float32, device=target)
+        given: dict[str, Any] = {
+            "bias": ones if bias else None,
+            "scoring": scoring,
+            "num_groups": num_groups,
+            "topk_groups": topk_groups,
+            "renormalize": renormalize,
+            "max_rows": 1 if masked else None,
+            "expert_factor": ones if expert_factor else None,
+        }
+        logits = torch.zeros(1, experts, dtype=dtype, device=target)
+        return (logits, topk), {name: value for name, value in given.items() if name in self.signature.names}
+
+
+def readable_logits(logits: Tensor) -> Tensor:
+    """The logits as kernels take them: rows may be strided, columns may not."""
+    return logits.contiguous() if logits.stride(1) != 1 and logits.shape[1] > 1 else logits
+
+
+def check_order(op: str, tokens: int, topk: int, experts: int, alignment: int, max_rows: int | None) -> None:
+    """Experts' rows can be laid out as ``alignment`` and ``max_rows`` say, and indices of rows and pairs fit."""
+
+    def refuse(what: str) -> None:
+        raise ValueError(f"cute::{op}: {what}")
+
+    if alignment < 1:
+        refuse(f"alignment is {alignment}; expected a positive number")
+    if isinstance(max_rows, int) and max_rows < 1:
+        refuse(f"max_rows is {max_rows}; expected a positive number, or None")
+    rows = rows_bound(tokens, topk, experts, alignment) if max_rows is None else experts * max_rows
+    for count, what in ((rows, "rows"), (tokens * topk, "pairs")):
+        if isinstance(count, int) and count > MAX_ROWS:
+            refuse(f"there would be {count} {what}; expected up to {MAX_ROWS}, since an index is an int32")
+
+
+def is_number(scaling_factor: float) -> bool:
+    """Whether an unchecked factor is finite."""
+    return -math.inf < scaling_factor < math.inf
+
+
+def rows_of_call(pairs: int, experts: int, alignment: int, max_rows: int | None) -> int | None:
+    """Rows of the permutation of an unchecked call; ``None`` if the arguments do not make sense."""
+    if alignment < 1 or (max_rows is not None and max_rows < 1):
+        return None
+    if max_rows is None:
+        rows = (pairs + min(experts, pairs) * (alignment - 1)) // alignment * alignment
+    else:
+        rows = experts * max_rows
+    return rows if max(rows, pairs) <= MAX_ROWS else None
+
+
+def new_order(new: New, tokens: int, topk: int, rows: int, experts: int) -> Outputs:
+    """``expanded_to_permuted``, ``permuted_to_expanded``, ``offsets`` and ``counts``, uninitialised."""
+    return (
+        new((tokens, topk), (topk, 1), torch.int32),
+        new((rows,), (1,), torch.int32),
+        new((experts + 1,), (1,), torch.int32),
+        new((experts,), (1,), torch.int32),
+    )
+
+
+def workspace_of(config: Any, slots: int, rows: int, sms: int, new: New, order: Outputs) -> Tensor:
+    """What the kernels of a call need beside its outputs; where that is nothing, any int32 tensor."""
+    words = config.workspace_words(slots, rows, sms)
+    return new((words,), (1,), torch.int32) if words else order[-1]

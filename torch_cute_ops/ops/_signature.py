@@ -1,0 +1,192 @@
+"""What an op's typed Python function says about the op: its parameters, and the schemas that follow from them.
+
+torch's own ``infer_schema`` is no help here: it makes every ``int`` a ``SymInt``, so that a block size would be
+symbolic, and refuses ``Literal``.
+"""
+
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, NamedTuple, Union, get_args, get_origin
+
+import torch
+
+Tensor = torch.Tensor
+UpdatedTensor = Annotated[Tensor, "updated in place"]
+SymInt = Annotated[int, "symbolic"]
+"""An integer that follows from shapes: an ``int`` would recompile a graph for each value."""
+
+ScaleFormat = Literal["e4m3", "ue8m0"]
+FP4ScaleLayout = Literal["linear", "128x4", "8x4"]
+WeightScaleLayout = Literal["linear", "128x4"]
+FP8Granularity = Literal["tensor", "token", "block128"]
+FP8ScaleLayout = Literal["row", "column"]
+Scoring = Literal["softmax", "sigmoid"]
+AlphaKind = Literal["one", "column", "expert", "expert_column"]
+"""What ``alpha`` is given for, as a static property: ``kernels.common.epilogue.AlphaKind``."""
+
+_SCHEMA_TYPES: Final[dict[Any, str]] = {
+    Tensor: "Tensor",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    str: "str",
+    torch.dtype: "ScalarType",
+}
+_KINDS: Final[dict[str, tuple[tuple[type, ...], str]]] = {
+    "Tensor": ((Tensor,), "a tensor"),
+    "int": ((int,), "an int"),
+    "SymInt": ((int, torch.SymInt), "an int"),
+    "float": ((float, int, torch.SymFloat), "a number"),
+    "bool": ((bool,), "a bool"),
+    "str": ((str,), "a string"),
+    "ScalarType": ((torch.dtype,), "a torch.dtype"),
+}
+
+_LARGEST: Final[dict[str, int]] = {"int": 2**63 - 1, "SymInt": 2**63 - 1, "float": int(sys.float_info.max)}
+"""Python's integers have no end, those of a schema do."""
+
+
+class Parameter(NamedTuple):
+    """One parameter of an op.
+
+    Attributes:
+        name: in the schema and in the Python function.
+        type: in the schema, without the ``?`` of an optional one.
+        is_optional: whether it may be ``None``.
+        is_updated: whether the op updates this tensor in place.
+        default: in the schema and in the Python function; ``inspect.Parameter.empty``: there is none.
+    """
+
+    name: str
+    type: str
+    is_optional: bool
+    is_updated: bool
+    default: Any
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.type == "Tensor"
+
+    def schema(self, alias: str) -> str:
+        """As in a schema; ``alias`` is the letter of an updated tensor."""
+        type_ = f"Tensor({alias}!)" if self.is_updated else self.type
+        text = f"{type_}{'?' if self.is_optional else ''} {self.name}"
+        if self.default is inspect.Parameter.empty:
+            return text
+        default = f'"{self.default}"' if isinstance(self.default, str) else repr(self.default)
+        return f"{text}={default}"
+
+    def reason_unfit(self, value: Any) -> str | None:
+        """Why ``value`` cannot be passed, by its Python type alone; ``None`` if it can."""
+        if value is None and self.is_optional:
+            return None
+        accepted, expected = _KINDS[self.type]
+        if isinstance(value, int) and self.type in _LARGEST and abs(value) > _LARGEST[self.type]:
+            return f"{self.name} is an int of {value.bit_length()} bits; expected {expected} of 64"
+        if isinstance(value, accepted) and (self.type == "bool" or not isinstance(value, bool)):
+            return None
+        shown = "None" if value is None else f"{value!r}, a {type(value).__name__}"
+        return f"{self.name} is {shown}; expected {expected}{' or None' if self.is_optional else ''}"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """An op's parameters and outputs.
+
+    Attributes:
+        name: the op's.
+        parameters: in order.
+        outputs: names of the outputs.
+    """
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    outputs: tuple[str, ...]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], outputs: Iterable[str]) -> "Signature":
+        """Read from a typed function, whose keyword-only parameters (``out``) are no parameters of the op.
+
+        Raises:
+            TypeError: for an annotation that has no type in a schema.
+        """
+        parameters = inspect.signature(function, eval_str=True).parameters.values()
+        return cls(
+            function.__name__,
+            tuple(
+                _parameter(parameter)
+                for parameter in parameters
+                if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+            ),
+            tuple(outputs),
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parameters."""
+        return tuple(parameter.name for parameter in self.parameters)
+
+    @property
+    def tensors(self) -> tuple[Parameter, ...]:
+        """The parameters that are tensors."""
+        return tuple(parameter for parameter in self.parameters if parameter.is_tensor)
+
+    @property
+    def updated(self) -> tuple[str, ...]:
+        """Names of the tensors that the op updates in place."""
+        return tuple(parameter.name for parameter in self.parameters if parameter.is_updated)
+
+    @property
+    def out_names(self) -> tuple[str, ...]:
+        """The ``.out`` overload's names of the outputs: their own, with ``_out`` where a parameter has the same."""
+        return tuple(f"{output}_out" if output in self.names else output for output in self.outputs)
+
+    @property
+    def schema(self) -> str:
+        """Of the functional op."""
+        returns = "Tensor" if len(self.outputs) == 1 else f"({', '.join(f'Tensor {name}' for name in self.outputs)})"
+        return f"{self.name}({self._parameters()}) -> {returns}"
+
+    @property
+    def out_schema(self) -> str:
+        """Of the ``.out`` overload, which returns nothing: ``Tag.out`` crashes Inductor with several outputs."""
+        letters = iter("abcdefgh"[len(self.updated) :])
+        outputs = ", ".join(f"Tensor({next(letters)}!) {name}" for name in self.out_names)
+        return f"{self.name}.out({self._parameters()}, *, {outputs}) -> ()"
+
+    def _parameters(self) -> str:
+        letters = iter("abcdefgh")
+        return ", ".join(each.schema(next(letters) if each.is_updated else "") for each in self.parameters)
+
+    def check_kinds(self, values: Iterable[Any]) -> None:
+        """Refuse values that no call can have, by their Python types: ``None`` for a required tensor, say.
+
+        Raises:
+            TypeError: naming the op, the argument, what it got and what it takes.
+        """
+        for parameter, value in zip(self.parameters, values, strict=True):
+            reason = parameter.reason_unfit(value)
+            if reason is not None:
+                raise TypeError(f"cute::{self.name}: {reason}")
+
+
+def _parameter(parameter: inspect.Parameter) -> Parameter:
+    hint, is_optional = parameter.annotation, False
+    if get_origin(hint) in (Union, types.UnionType):
+        (hint,) = (member for member in get_args(hint) if member is not type(None))
+        is_optional = True
+    notes: tuple[Any, ...] = ()
+    if get_origin(hint) is Annotated:
+        hint, *rest = get_args(hint)
+        notes = tuple(rest)
+    if get_origin(hint) is Literal:
+        hint = str
+    schema_type = _SCHEMA_TYPES.get(hint)
+    if schema_type is None:
+        raise TypeError(f"parameter {parameter.name}: {hint!r} has no type in a schema")
+    if "symbolic" in notes:
+        schema_type = "SymInt"
+    return Parameter(parameter.name, schema_type, is_optional, "updated in place" in notes, parameter.default)

@@ -1,0 +1,121 @@
+"""``moe_route_ids``: the order of the rows of experts that were chosen elsewhere."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_cute_ops.formats.experts import MAX_EXPERTS, MAX_TOPK
+from torch_cute_ops.ops import _checks
+from torch_cute_ops.ops._call import Arguments, KernelLauncher, KernelPath, Outputs, Values
+from torch_cute_ops.ops._define import define
+from torch_cute_ops.ops._operands import are_int32, cuda_device
+from torch_cute_ops.ops._routing import check_order, new_order, rows_of_call, workspace_of
+from torch_cute_ops.ops._signature import SymInt
+from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime.allocate import allocator
+from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.compiler import KernelSpec
+
+
+class _Call(NamedTuple):
+    ids: Tensor
+    experts: int
+    alignment: int
+    max_rows: int | None
+
+
+class _Launcher(KernelLauncher[_Call]):
+    def run(self, values: Values, out: Any) -> Any:
+        ids, experts, alignment, max_rows = values
+        shape = ids.shape
+        if len(shape) != 2 or not shape[0] or not 1 <= shape[1] <= MAX_TOPK:
+            return None
+        tokens, topk = shape
+        rows = rows_of_call(tokens * topk, experts, alignment, max_rows)
+        if rows is None:
+            return None
+        if out is None:
+            out = new_order(allocator(self.device), tokens, topk, rows, experts)
+        elif out[1].shape != (rows,) or not are_int32(*out):
+            return None
+        self._call(ids, out, rows, max_rows or alignment)
+        return out
+
+    def launch(self, call: _Call, out: Outputs) -> None:
+        self._call(call.ids.contiguous(), out, len(out[1]), call.max_rows or call.alignment)
+
+    def _call(self, ids: Tensor, out: Outputs, rows: int, unit: int) -> None:
+        workspace = workspace_of(self.config, ids.numel(), rows, self.sms, allocator(self.device), out)
+        self.function(ids, *out, workspace, unit, self.sms)
+
+
+class _RouteIds(KernelPath[_Call]):
+    call_type = _Call
+    launcher_type = _Launcher
+    any_address = frozenset(("expanded_to_permuted", "permuted_to_expanded", "offsets", "counts"))
+
+    def key(self, values: Values) -> tuple[Any, ...]:
+        ids, experts, _, max_rows = values
+        return experts, max_rows is None, ids.dtype, ids.get_device()
+
+    def check(self, call: _Call) -> None:
+        op, ids, experts = self.op, call.ids, call.experts
+        _checks.check_dtype(op, "ids", ids, (torch.int32,))
+        _checks.check_matrix(op, "ids", ids, "(M, topk)")
+        if not 1 <= experts <= MAX_EXPERTS:
+            raise ValueError(f"cute::{op}: experts is {experts}; expected 1 to {MAX_EXPERTS}")
+        tokens, topk = ids.shape
+        _checks.check_topk(op, topk)
+        check_order(op, tokens, topk, experts, call.alignment, call.max_rows)
+
+    def kernel(self, call: _Call, arch: Arch) -> KernelSpec:
+        from torch_cute_ops.kernels import moe_route_ids as family
+
+        return KernelSpec(family.KERNEL, family.plan(call.experts, call.max_rows is not None, pdl=settings.PDL))
+
+    def properties(self, call: _Call) -> dict[str, Any]:
+        return {"experts": call.experts, "masked": call.max_rows is not None}
+
+    def example(
+        self, *, experts: int, masked: bool = False, device: torch.device | int | str | None = None
+    ) -> Arguments:
+        """A call on one token with these static properties: ``masked`` says whether calls pass ``max_rows``."""
+        ids = torch.zeros(1, 1, dtype=torch.int32, device=cuda_device(device))
+        return (ids, experts), {"max_rows": 1 if masked else None}
+
+
+@define(_RouteIds(), "expanded_to_permuted", "permuted_to_expanded", "offsets", "counts")
+def moe_route_ids(
+    ids: Tensor,
+    experts: int,
+    alignment: int = 128,
+    max_rows: SymInt | None = None,
+    *,
+    out: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Give each pair of a token and an expert its row in the experts' order, for experts that were chosen elsewhere.
+
+    Rows are ordered as by :func:`moe_route`: by expert, and within an expert by pair. Without ``max_rows`` each
+    expert's rows begin at a multiple of ``alignment``; with it expert e's begin at ``e * max_rows``, and pairs for
+    which there is no room are dropped. A pair whose id is outside 0..E-1, as -1 for an expert on another rank, gets no
+    row and is not counted; a token that names an expert twice has two rows of it.
+
+    Args:
+        ids: (M, topk) int32, the experts of each token; topk at most 16.
+        experts: E, the number of experts, at most 512.
+        alignment, max_rows: as for :func:`moe_route`.
+        out: tensors to write the outputs into.
+
+    Returns:
+        ``expanded_to_permuted``: (M, topk) int32, the row of each pair, -1 for one without.
+        ``permuted_to_expanded``: (R,) int32, the pair of each row, ``token * topk + j``, -1 for padding. R is
+            ``(M * topk + min(E, M * topk) * (alignment - 1)) // alignment * alignment``, which is enough for any ids,
+            or ``E * max_rows``.
+        ``offsets``: (E + 1,) int32, where each expert's rows begin, and where the last one's padding ends.
+        ``counts``: (E,) int32, how many rows each expert has.
+
+    Raises:
+        ValueError: for a wrong shape, device or number, or an input that requires grad while gradients are on.
+        TypeError: for a wrong dtype.
+    """

@@ -1,0 +1,303 @@
+"""Samples and bad inputs of the FP4 GEMMs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
+from torch_cute_ops.formats.scale_layout import from_linear, weight_layout
+from torch_cute_ops.testing._inputs import ErrorInput, Sample
+from torch_cute_ops.testing.samples._epilogue import (
+    Epilogue,
+    epilogue_errors,
+    epilogues,
+    exact_epilogue,
+    special_epilogues,
+)
+from torch_cute_ops.testing.samples._fp4 import FORMATS, named
+from torch_cute_ops.testing.samples._row_errors import out_errors
+from torch_cute_ops.testing.samples._rows import DTYPES, short
+
+SCALE_BYTES = {"e4m3": (0x20, 0x50), "ue8m0": (120, 132)}
+"""Ranges of scale bytes: e4m3 from 2^-3 to 2^3, ue8m0 from 2^-7 to 2^4."""
+POWERS = {"e4m3": (0x28, 0x41, 8), "ue8m0": (125, 129, 1)}
+"""Scale bytes that are powers of two, from 1/4 to 2: sums are then exact."""
+
+
+def random_matrix(
+    rows: int,
+    k: int,
+    fmt: FP4Format,
+    layout: str,
+    device: torch.device,
+    scales: tuple[int, ...] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of a matrix (rows, K): any code; scale bytes out of ``range(*scales)``; padding is NaN."""
+    low, high, step = (*(scales or SCALE_BYTES[fmt.scale_format]), 1)[:3]
+    linear = torch.randint(0, (high - low - 1) // step + 1, (rows, k // fmt.block_size), device=device) * step + low
+    placed = from_linear(linear.to(torch.uint8) + 1, SCALE_LAYOUTS[layout])
+    codes = torch.randint(0, 256, (rows, k // 2), dtype=torch.uint8, device=device)
+    # Bytes of padding are zero here; what an op does not read may be anything.
+    nan = 0x7F if fmt == NVFP4 else 0xFF
+    return codes, torch.where(placed == 0, nan, placed - 1).to(torch.uint8).view(fmt.scale_dtype)
+
+
+@dataclass(frozen=True)
+class GemmSamples:
+    """Samples of one op.
+
+    Attributes:
+        has_a_scale: whether ``a`` is in FP4.
+    """
+
+    has_a_scale: bool
+    sizes: ClassVar[tuple[int, int, int]] = (9, 24, 128)
+    """M, N, K of samples that are about values."""
+    gpu_backend: ClassVar[str] = "cublas"
+    """One that no CPU has."""
+    smallest_k: ClassVar[int] = 64
+    """K of samples that are about something else."""
+
+    def sample(
+        self,
+        name: str,
+        m: int,
+        n: int,
+        k: int,
+        fmt: FP4Format,
+        layout: str,
+        device: torch.device,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        scales: tuple[int, ...] | None = None,
+        **kwargs: Any,
+    ) -> Sample:
+        """A call; ``dtype`` is that of an ``a`` that is not in FP4."""
+        b, b_scale = random_matrix(n, k, fmt, weight_layout(SCALE_LAYOUTS[layout]).name, device, scales)
+        kwargs = {**self.defaults(m, k, device), **named(fmt, layout), **kwargs}
+        if not self.has_a_scale:
+            return Sample(name, (torch.randn(m, k, device=device).to(dtype), self.rows(b), b_scale), kwargs)
+        a, a_scale = random_matrix(m, k, fmt, layout, device, scales)
+        return Sample(name, (a, self.rows(b), a_scale, b_scale), kwargs)
+
+    def defaults(self, m: int, k: int, device: torch.device) -> dict[str, Any]:
+        """Arguments of a sample that names none."""
+        return {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arguments that ``sample`` gives by position."""
+        return ("a", "b", "a_scale", "b_scale") if self.has_a_scale else ("a", "b", "b_scale")
+
+    def rows(self, b: torch.Tensor) -> torch.Tensor:
+        """The op's ``b`` for rows of a weight (N, K/2); and those rows for the op's ``b``."""
+        return b.t()
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """Scale layouts that the op takes."""
+        return tuple(SCALE_LAYOUTS) if self.has_a_scale else ("linear", "128x4")
+
+    def samples(self, device: torch.device) -> Iterator[Sample]:
+        """Arguments that the op takes."""
+        yield from self._grid(device)
+        yield from self._shapes(device)
+        yield from self._scale_values(device)
+        yield from self._alpha_values(device)
+        yield from self._epilogues(device)
+        yield from self._choices(device)
+        yield from self._views(device)
+
+    def _grid(self, device: torch.device) -> Iterator[Sample]:
+        for fmt in FORMATS:
+            for layout in self.layouts:
+                for out_dtype in DTYPES:
+                    name = f"{fmt.name}-{layout}-to-{short(out_dtype)}"
+                    alpha = torch.rand(1, device=device) + 0.5 if out_dtype is not torch.float16 else None
+                    dtype = torch.float16 if out_dtype is torch.float16 else torch.bfloat16
+                    yield self.sample(
+                        name,
+                        *(19, 40, 5 * fmt.block_size, fmt, layout, device),
+                        dtype=dtype,
+                        alpha=alpha,
+                        out_dtype=out_dtype,
+                    )
+
+    def _shapes(self, device: torch.device) -> Iterator[Sample]:
+        for name, m, n, k in (
+            ("one-block", 1, 16, 32),
+            ("decode", 1, 256, 2048),
+            ("few-rows", 7, 130, 288),
+            ("many-rows", 300, 48, 96),
+            ("several-tiles", 130, 264, 160),
+            ("one-column", 5, 1, 64),
+            ("odd-columns", 5, 37, 64),
+            ("long", 2, 16, 65536),
+            ("no-rows", 0, 24, 64),
+            ("no-columns", 3, 0, 64),
+        ):
+            for fmt in FORMATS:
+                yield self.sample(f"{fmt.name}-{name}", m, n, k, fmt, "128x4", device)
+        yield self.sample("no-rows-linear", 0, 24, 64, NVFP4, "linear", device)
+
+    def _scale_values(self, device: torch.device) -> Iterator[Sample]:
+        sizes = self.sizes
+        for fmt in FORMATS:
+            yield self.sample(f"{fmt.name}-exact", *sizes, fmt, "linear", device, scales=POWERS[fmt.scale_format])
+        yield self.sample("nvfp4-small-scales", *sizes, NVFP4, "linear", device, scales=(0, 8), out_dtype=torch.float32)
+        yield self.sample(
+            "mxfp4-extreme-scales", *sizes, MXFP4, "linear", device, scales=(60, 190), out_dtype=torch.float32
+        )
+        for fmt in FORMATS:
+            sample = self.sample(f"{fmt.name}-nan-scales", *sizes, fmt, "linear", device)
+            for scale in sample.args[2:]:
+                scale.view(torch.uint8)[1::7, -1] = 0x7F if fmt == NVFP4 else 0xFF
+            yield sample
+
+    def _alpha_values(self, device: torch.device) -> Iterator[Sample]:
+        for name, value in (("zero", 0.0), ("negative", -3.0), ("nan", torch.nan), ("inf", torch.inf)):
+            alpha = torch.full((1,), value, device=device)
+            yield self.sample(f"alpha-{name}", *self.sizes, NVFP4, "128x4", device, alpha=alpha)
+
+    def _epilogues(self, device: torch.device) -> Iterator[Sample]:
+        for i, out_dtype in enumerate(DTYPES):
+            m, n, fmt = (1, 70, 17)[i], (40, 136, 72)[i], FORMATS[i % 2]
+            for name, given in epilogues(n, out_dtype, device):
+                chosen: dict[str, Any] = {
+                    "dtype": torch.float16 if i else torch.bfloat16,
+                    "out_dtype": out_dtype,
+                    **given,
+                }
+                yield self.sample(f"{name}-to-{short(out_dtype)}", m, n, 160, fmt, "128x4", device, **chosen)
+        m, n, k = self.sizes
+        exact = exact_epilogue(n, device) | {"out_dtype": torch.float32}
+        yield self.sample("epilogue-exact", m, n, k, NVFP4, "linear", device, scales=POWERS["e4m3"], **exact)
+        for name, given in special_epilogues(n, device):
+            yield self.sample(name, m, n, k, NVFP4, "linear", device, **given)
+        for columns in (1, 37):
+            one: Epilogue = dict(zip(("alpha", "bias"), torch.randn(2, columns, device=device), strict=True))
+            yield self.sample(f"epilogue-{columns}-columns", 5, columns, 64, NVFP4, "128x4", device, **one)
+
+    def _choices(self, device: torch.device) -> Iterator[Sample]:
+        sizes = self.sizes
+        yield self.sample("format-named-e4m3", *sizes, NVFP4, "128x4", device, scale_format="e4m3")
+        yield self.sample("format-named-ue8m0", *sizes, MXFP4, "128x4", device, scale_format="ue8m0")
+        for backend in ("auto", "reference"):
+            yield self.sample(f"backend-{backend}", *sizes, NVFP4, "128x4", device, backend=backend)
+        sample = self.sample("positional", *sizes, NVFP4, "128x4", device)
+        rest = (torch.float16, 16, "e4m3", "128x4", "auto")
+        yield replace(sample, args=(*sample.args, *self._positional(sample, device), *rest), kwargs={})
+
+    def _positional(self, sample: Sample, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """The arguments between the operands and ``out_dtype``."""
+        return torch.rand(1, device=device), torch.rand(self.sizes[1], device=device)
+
+    def _views(self, device: torch.device) -> Iterator[Sample]:
+        fp4, e8m0 = torch.float4_e2m1fn_x2, torch.float8_e8m0fnu
+
+        def plain(name: str, fmt: FP4Format = NVFP4, layout: str = "linear") -> tuple[Sample, torch.Tensor, Any, Any]:
+            sample = self.sample(name, 6, 24, self.smallest_k, fmt, layout, device)
+            return sample, sample.args[0], sample.args[1], sample.args[-1]
+
+        def call(sample: Sample, **given: Any) -> Sample:
+            by_name = dict(zip(self.names, sample.args, strict=True)) | given
+            return replace(sample, args=tuple(by_name.values()))
+
+        b_name = self.names[1]
+        b_scale_name = self.names[-1]
+        sample, a, given_b, scale = plain(f"{b_name}-float4")
+        b = self.rows(given_b)
+        yield call(sample, **{b_name: given_b.view(fp4)})
+        if self.has_a_scale:
+            yield call(replace(sample, name="a-float4"), a=a.view(fp4))
+        for name, rows, scales in (
+            ("columns-first", b.t().contiguous().t(), scale),
+            ("every-other-row", b[::2], scale[::2]),
+            ("offset", torch.cat((b, b, b), 1)[:, 1 : 1 + b.shape[1]], scale),
+            ("scale-columns-first", b, scale.t().contiguous().t()),
+        ):
+            given = {b_name: self.rows(rows), b_scale_name: scales}
+            yield call(replace(sample, name=f"{b_name}-{name}"), **given)
+        yield call(replace(sample, name="a-columns-first"), a=a.t().contiguous().t())
+        wide_a = torch.cat((a, a, a), 1)
+        yield call(replace(sample, name="a-row-strided"), a=wide_a[:, : a.shape[1]])
+        yield call(replace(sample, name="a-offset"), a=wide_a[:, 1 : 1 + a.shape[1]])
+        yield call(replace(sample, name="a-rows-expanded"), a=a[:1].expand(6, -1))
+        sample, *_, scale = plain(f"{b_name}-scale-e8m0", MXFP4, "128x4")
+        yield call(sample, **{b_scale_name: scale.view(e8m0)})
+        sample, *_ = plain("", NVFP4, "128x4")
+        for name, alpha in self._alpha_views(6, device):
+            yield replace(sample, name=f"alpha-{name}", kwargs={**sample.kwargs, "alpha": alpha})
+
+    def _alpha_views(self, m: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "0d", torch.rand((), device=device)
+        yield "2d", torch.rand((1, 1), device=device)
+
+    def errors(self, device: torch.device) -> Iterator[ErrorInput]:
+        """Arguments that the op refuses."""
+        m, n, k = 4, 24, self.smallest_k
+        good = self.sample("good", m, n, k, NVFP4, "linear", device)
+        names = self.names
+        tensors = dict(zip(names, good.args, strict=True))
+        kwargs = good.kwargs
+
+        def bad(
+            name: str, error: type[Exception], match: str, with_: dict[str, Any] | None = None, **given: Any
+        ) -> ErrorInput:
+            return ErrorInput(name, tuple((tensors | given).values()), kwargs | (with_ or {}), error, match)
+
+        b_name = names[1]
+        a, b = tensors["a"], tensors[b_name]
+        for dtype in (torch.int8, torch.float32, torch.float64):
+            yield bad(f"a-{short(dtype)}", TypeError, f"a has dtype {short(dtype)}; expected", a=a.to(dtype))
+        for dtype in (torch.int8, torch.bfloat16):
+            text = f"{b_name}.* has dtype {short(dtype)}; expected uint8"
+            yield bad(f"{b_name}-{short(dtype)}", TypeError, text, **{b_name: b.to(dtype)})
+        for name, tensor in (("a", a), (b_name, b)):
+            yield bad(f"{name}-1d", ValueError, rf"{name} has shape \(\d+,\); expected", **{name: tensor[0]})
+            yield bad(f"{name}-3d", ValueError, rf"{name} has shape .*; expected", **{name: tensor[None]})
+            yield bad(f"{name}-device", ValueError, " on meta", **{name: tensor.to("meta")})
+        yield bad("a-narrow", ValueError, rf"a has shape \(4, {a.shape[1] // 2}\); expected", a=a[:, : a.shape[1] // 2])
+        for name, held, text in (("k-no-blocks", 40, "; expected a positive multiple"), ("k-zero", 0, "")):
+            narrow: dict[str, Any] = {b_name: self.rows(self.rows(b)[:, : held // 2])}
+            yield bad(name, ValueError, f"holds {held} elements a row{text}", **narrow)
+        for name in names[2:]:
+            scale = tensors[name]
+            for wrong in (scale.view(torch.uint8), scale.float(), scale.view(torch.float8_e5m2)):
+                text = f"{name} has dtype {short(wrong.dtype)}; expected float8_e4m3fn"
+                yield bad(f"{name}-{short(wrong.dtype)}", TypeError, text, **{name: wrong})
+            yield bad(f"{name}-rows", ValueError, f"{name} has shape .*, the linear scales", **{name: scale[:3]})
+            yield bad(f"{name}-flat", ValueError, f"{name} has shape", **{name: scale.reshape(-1)})
+            yield bad(f"{name}-device", ValueError, f"{name} is on meta, a on", **{name: scale.to("meta")})
+        text = "has shape .*, the 128x4 scales"
+        yield bad("scales-not-tiled", ValueError, text, {"scale_layout": "128x4"})
+        for error in self._epilogue_errors(m, n, device):
+            yield replace(error, args=good.args, kwargs=kwargs | error.kwargs)
+        for value, match in (("tiled", "scale_layout='tiled' is unknown"), ("", "scale_layout='' is unknown")):
+            yield bad(f"layout-{value}", ValueError, match, {"scale_layout": value})
+        yield bad("block-size", ValueError, "block_size", {"block_size": 8})
+        yield bad("scale-format", ValueError, "scale_format", {"scale_format": "ue8m0"})
+        if not self.has_a_scale:
+            yield bad("layout-8x4", ValueError, "scale_layout='8x4' is for activations", {"scale_layout": "8x4"})
+        for dtype in (torch.float64, torch.uint8, torch.float8_e4m3fn):
+            yield bad(f"out-dtype-{dtype}", TypeError, f"out_dtype is {dtype}; expected", {"out_dtype": dtype})
+        yield bad("backend-unknown", ValueError, "backend='marlin' is unknown; use 'auto', ", {"backend": "marlin"})
+        if device.type == "cpu":
+            text = f"backend '{self.gpu_backend}': needs a CUDA device"
+            yield bad("backend-on-cpu", ValueError, text, {"backend": self.gpu_backend})
+        out = {"out": torch.zeros(m, n, dtype=torch.bfloat16, device=device)}
+        yield from out_errors(good.args, kwargs, out, device)
+        yield from self._untransposed_errors(device)
+
+    def _epilogue_errors(self, m: int, n: int, device: torch.device) -> Iterator[ErrorInput]:
+        """Bad values of ``alpha`` and ``bias`` for ``m`` rows and ``n`` columns, beside no other arguments."""
+        return epilogue_errors(n, device)
+
+    def _untransposed_errors(self, device: torch.device) -> Iterator[ErrorInput]:
+        """A weight (N, K/2) with N = K/2, by rows."""
+        square = self.sample("b-untransposed", 4, 64, 128, NVFP4, "128x4", device)
+        by_name = dict(zip(self.names, square.args, strict=True))
+        by_name["b"] = by_name["b"].t()
+        yield ErrorInput("b-untransposed", tuple(by_name.values()), square.kwargs, ValueError, "pass weight.t()")
