@@ -1,4 +1,7 @@
-"""`python -m benchmarks <op> … | host | all`: measure on the GPU, print a table, write JSON, Markdown and a plot."""
+"""`python -m benchmarks <op> … | host | all`: measure on the GPU, print a table, write JSON, Markdown and a plot.
+
+Two commands need no GPU: `compare OLD NEW` (two folders of results) and `performance` (docs/performance.md).
+"""
 
 from __future__ import annotations
 
@@ -17,27 +20,27 @@ from typing import Any
 
 import torch
 
-from . import environment, ops, report
+from . import compare, environment, host, ops, performance, report
 from .case import Benchmark, Case, Row
 from .measure import Ceilings, CudaGraphs, Settings, ceilings
 from .runner import run, warm_up
 
 NO_GPU = 2
+COMMANDS = {"compare": compare.main, "performance": performance.main}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = ops.names()
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     every = [*names, "host", "all"]
-    folder = Path(__file__).parent / "results"
     parser.add_argument("what", nargs="+", choices=every, metavar="op", help=", ".join(every))
     parser.add_argument(
         "--sizes",
         choices=("marks", "quick", "full"),
         default="quick",
-        help="the fewest that the goals need; those and a few more (default); or the grid",
+        help="the fewest that the targets need; those and a few more (default); or the grid",
     )
-    parser.add_argument("--output", type=Path, default=folder, help="folder of the files written")
+    parser.add_argument("--output", type=Path, default=performance.RESULTS, help="folder of the files written")
     parser.add_argument("--no-peers", action="store_true", help="ours and the copy only")
     parser.add_argument("--no-plot", action="store_true", help="write no PNG")
     parsed = parser.parse_args(arguments)
@@ -46,7 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def progress(case: Case, row: Row | None, error: str) -> str:
-    """One line a case, as it is measured."""
+    """One line for each case, as it is measured."""
     if row is None:
         return f"  {case}: {error}"
     times = ", ".join(f"{report.label(name)} {report.number(v['us'])}" for name, v in row["variants"].items())
@@ -99,27 +102,28 @@ def run_op(benchmark: Benchmark, options: argparse.Namespace, device: torch.devi
     if rows and not options.no_plot:
         from .plot import plot
 
-        plot(result, path.with_suffix(".png"))
+        plot(result, path.with_suffix(".png"), benchmark.of_copy)
     return not result["failed"] and all(row["correct"] is not False for row in rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in COMMANDS:
+        return COMMANDS[arguments[0]](arguments[1:])
     options = parse(arguments)
     if not torch.cuda.is_available():
         print("python -m benchmarks needs a CUDA GPU, and torch sees none here.", file=sys.stderr)
         return NO_GPU
-    from . import host
-
     options.output.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda", torch.cuda.current_device())
-    wanted, good = [name for name in options.what if name != "host"], True
-    if wanted:
+    names, good = [name for name in options.what if name != "host"], True
+    if names:
         peaks = ceilings(CudaGraphs(), device)
         torch.cuda.empty_cache()
         others = f"read {report.number(peaks.read_tbps)} TB/s, cuBLAS bf16 {report.number(peaks.bf16_tflops)} TFLOP/s"
         print(environment.headline(environment.collect(device)))
         print(f"peak copy {peaks.copy_tbps:.2f} TB/s, {others}", flush=True)
-        benchmarks = [ops.load(name) for name in wanted]
+        benchmarks = [ops.load(name) for name in names]
         # Every kernel of ours is compiled before the first op's peers are imported.
         for benchmark in benchmarks:
             warm_up(benchmark, benchmark.cases(options.sizes), device)

@@ -1,4 +1,4 @@
-"""What one op's benchmark file says: cases, bytes by formula, tensors, variants and marks."""
+"""What the benchmark file of an op defines: cases, bytes by formula, tensors, variants and marks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Row = dict[str, Any]
 @dataclass(frozen=True)
 class Case:
     """One problem size. `inductor` says how the torch composition is compiled there: "" (not at all), "static"
-    (`dynamic=False`, one compile for this very shape) or "dynamic" (one compile per row length, rows symbolic).
-    `choices` are arguments, by their names, in which the cases of one op differ."""
+    (`dynamic=False`, one compile for this shape) or "dynamic" (one compile for each row length, with a symbolic M).
+    `choices` are what else the cases of one op differ in, such as arguments by their names."""
 
     sizes: Mapping[str, int]
     inductor: str = ""
@@ -50,7 +50,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Mark:
-    """A goal and what was measured. `value` None: this run did not measure it."""
+    """A target and what was measured. `value` None: this run did not measure it."""
 
     name: str
     goal: str
@@ -73,23 +73,35 @@ class Benchmark(ABC):
     """The benchmark of one op. A file `ops/<op>.py` binds an instance to the module name `BENCHMARK`."""
 
     op: str
+    family: ClassVar[str]
+    """The kernel family whose notes, `docs/notes/<family>.md`, say what limits the op."""
     settings: ClassVar[Mapping[str, str]]
-    """Static facts of every case (dtype, format, layout), for the report."""
-    ways: Sequence[str] = ()
-    """Our other ways to do the work, such as an op's backends: `peer` serves them too, and they run without peers."""
-    peers: Sequence[str] = ("quack", "inductor")
+    """What all cases have in common (dtype, format, layout), for the report."""
+    peers: ClassVar[Sequence[str]] = ("quack", "inductor")
     """The peers that exist for this op, in the order of the table's columns."""
+    of_copy: ClassVar[float | None] = None
+    """The target for the fraction of the copy's bandwidth at large sizes, for the picture."""
     tolerance: float = 0.0
-    """Largest fraction of output elements that may differ from `expected` (SPEC.md)."""
+    """Largest fraction of output elements that may differ from `expected` (docs/numerics.md)."""
     checked_elements: int = 2**27
     """Cases up to this many elements (first two sizes multiplied) are checked against `expected` before timing."""
     about: str = ""
     """What the report says of the variants, after the method."""
-    notes: Sequence[str] = ()
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What the report says below the table, a line each."""
+        return ()
+
+    @property
+    def ways(self) -> Sequence[str]:
+        """Our other ways to do the work, such as an op's backends: `peer` serves them too, and they run without
+        peers."""
+        return ()
 
     @abstractmethod
     def cases(self, sizes: str) -> list[Case]:
-        """The cases of "marks", "quick" or "full", in the order they run; each holds the sizes of the one before."""
+        """The cases of "marks", "quick" or "full", in the order they run; each set holds the one before."""
 
     @abstractmethod
     def bytes_moved(self, case: Case) -> int:
@@ -101,14 +113,14 @@ class Benchmark(ABC):
 
     @abstractmethod
     def smallest(self, case: Case) -> Case:
-        """The smallest case with the static facts of `case` (it runs the same compiled kernels)."""
+        """The smallest case that runs the same compiled kernels as `case`."""
 
     def prepare(self, cases: Sequence[Case], device: torch.device) -> None:  # noqa: B027  most peers need nothing
         """What the peers can do once for all cases, such as compiling in parallel. It may fail."""
 
     @abstractmethod
     def make_set(self, case: Case, device: torch.device) -> Tensors:
-        """One buffer set: fresh random inputs, and outputs filled with a poison value."""
+        """One buffer set: fresh random inputs, and poisoned outputs."""
 
     @abstractmethod
     def ours(self, case: Case, sets: Sequence[Tensors]) -> Variant:
@@ -128,7 +140,7 @@ class Benchmark(ABC):
 
     @abstractmethod
     def marks(self, rows: Sequence[Row]) -> list[Mark]:
-        """The goals, judged on measured rows."""
+        """The targets, judged on measured rows."""
 
     @abstractmethod
     def panel(self, case: Case) -> str:

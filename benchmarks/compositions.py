@@ -1,11 +1,15 @@
-"""The same work written in plain torch operations, as one would write it for `torch.compile`. Semantics: SPEC.md.
+"""The same work in plain torch operations, as one would write it for `torch.compile`. Semantics: docs/numerics.md.
 
-These are the baselines that Inductor compiles, and (run eagerly) the check that a measured kernel is right.
+These are the baselines that run eagerly or compiled by Inductor, and the check that a measured kernel is right.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from torch_cute_ops.formats.experts import rows_bound
 
 BLOCK = 16
 E4M3_MAX = 448.0
@@ -52,7 +56,8 @@ def from_128x4(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 def nvfp4_dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Packed e2m1 (M, K/2) and row-major block scales (M, K/16) → (M, K), exact in bfloat16 and wider."""
-    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=dtype, device=codes.device)
+    step = torch.arange(8, dtype=dtype, device=codes.device)  # computed, since a CUDA graph captures no upload
+    magnitudes = torch.where(step < 4, step / 2, torch.where(step < 6, step - 2, step * 2 - 8))
     values = torch.cat([magnitudes, -magnitudes])
     byte = torch.arange(256, device=codes.device)
     pairs = torch.stack([values[byte & 0xF], values[byte >> 4]], dim=-1)[codes.long()]
@@ -70,6 +75,11 @@ def fp4_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """NVFP4, 128x4 scales."""
     y, scale = nvfp4_quantize(x.to(torch.float32))
     return y, to_128x4(scale)
+
+
+def fp4_dequantize(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """NVFP4 with 128x4 scales → bfloat16."""
+    return nvfp4_dequantize(y, from_128x4(scale, y.shape[0], y.shape[1] // 8), torch.bfloat16)
 
 
 def rmsnorm_fp4quant(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,6 +119,15 @@ def add_rmsnorm_fp4quant_both_layouts(
     return y, to_128x4(scale), scale
 
 
+def add_rmsnorm_fp4quant_with_norm_both_layouts(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `add_rmsnorm_fp4quant_with_norm`, and the scales in the linear layout too."""
+    norm = rmsnorm(residual.add_(x), weight, eps)
+    y, scale = nvfp4_quantize(norm)
+    return y, to_128x4(scale), scale, norm.to(x.dtype)
+
+
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """`silu` of each row's first half times its second half, in fp32."""
     gate, up = x.to(torch.float32).chunk(2, -1)
@@ -121,7 +140,7 @@ def silu_mul_fp4quant(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return y, to_128x4(scale)
 
 
-def fp8_quantize(
+def e4m3_quantize(
     y: torch.Tensor, scale: torch.Tensor | None, granularity: str, scale_layout: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(M, K) fp32 → e4m3 (M, K) and fp32 scales: `scale` itself if given (granularity "tensor"), else amax / 448 of
@@ -137,6 +156,13 @@ def fp8_quantize(
     return codes, scale.t().contiguous() if scale_layout == "column" else scale
 
 
+def fp8_quantize(
+    x: torch.Tensor, scale: torch.Tensor | None = None, granularity: str = "token", scale_layout: str = "row"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8."""
+    return e4m3_quantize(x.to(torch.float32), scale, granularity, scale_layout)
+
+
 def rmsnorm_fp8quant(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -146,24 +172,75 @@ def rmsnorm_fp8quant(
     scale_layout: str = "row",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm, then FP8."""
-    return fp8_quantize(rmsnorm(x, weight, eps), scale, granularity, scale_layout)
+    return e4m3_quantize(rmsnorm(x, weight, eps), scale, granularity, scale_layout)
 
 
 def add_rmsnorm_fp8quant(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    scale: torch.Tensor | None = None,
-    granularity: str = "token",
-    scale_layout: str = "row",
+    x: torch.Tensor, residual: torch.Tensor, *rest: Any, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`rmsnorm_fp8quant` of the residual after `x` is added to it in place."""
-    return rmsnorm_fp8quant(residual.add_(x), weight, eps, scale, granularity, scale_layout)
+    return rmsnorm_fp8quant(residual.add_(x), *rest, **named)
 
 
 def silu_mul_fp8quant(
     x: torch.Tensor, scale: torch.Tensor | None = None, granularity: str = "token", scale_layout: str = "row"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`silu_mul`, then FP8."""
-    return fp8_quantize(silu_mul(x), scale, granularity, scale_layout)
+    return e4m3_quantize(silu_mul(x), scale, granularity, scale_layout)
+
+
+# --- routing: DeepSeek-V3's choice by grouped sigmoids, and the order of the experts' rows ---
+
+
+def choose_experts(
+    logits: torch.Tensor, topk: int, num_groups: int, topk_groups: int, scaling_factor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights (M, topk) float32 and experts (M, topk) int64 of each token; equal experts in any order."""
+    scores = logits.to(torch.float32).sigmoid()
+    groups = scores.unflatten(1, (num_groups, -1))
+    best = groups.topk(2, dim=2).values.sum(2).topk(topk_groups, dim=1).indices
+    left_out = torch.ones(groups.shape[:2], dtype=torch.bool, device=logits.device).scatter(1, best, False)
+    weights, ids = groups.masked_fill(left_out.unsqueeze(-1), -1.0).flatten(1).topk(topk, dim=1)
+    return weights / weights.sum(1, keepdim=True) * scaling_factor, ids
+
+
+def moe_route_dense(
+    logits: torch.Tensor, topk: int, scoring: str, num_groups: int, topk_groups: int, scaling_factor: float
+) -> torch.Tensor:
+    """The weights of `choose_experts` as a matrix (M, E); `scoring` is "sigmoid"."""
+    weights, ids = choose_experts(logits, topk, num_groups, topk_groups, scaling_factor)
+    return torch.zeros(logits.shape, dtype=torch.float32, device=logits.device).scatter(1, ids, weights)
+
+
+def moe_route_ids(
+    ids: torch.Tensor, experts: int, alignment: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of pairs, pairs of rows, offsets and counts, of experts in 0..E-1: sorted by expert."""
+    tokens, topk = ids.shape
+    expert, order = ids.flatten().sort(stable=True)
+    expert = expert.long()
+    counts = torch.zeros(experts, dtype=torch.int32, device=ids.device)
+    counts.scatter_add_(0, expert, torch.ones_like(expert, dtype=torch.int32))
+    padded = (counts + alignment - 1) // alignment * alignment
+    offsets = torch.nn.functional.pad(padded.cumsum(0), (1, 0)).to(torch.int32)
+    firsts = offsets[:-1] - (counts.cumsum(0) - counts)  # an expert's first row, less the pairs before it
+    row = torch.arange(tokens * topk, device=ids.device) + firsts[expert]
+    rows = torch.full((rows_bound(tokens, topk, experts, alignment),), -1, dtype=torch.int32, device=ids.device)
+    rows.scatter_(0, row, order.to(torch.int32))
+    places = torch.empty(tokens * topk, dtype=torch.int32, device=ids.device).scatter_(0, order, row.to(torch.int32))
+    return places.view(tokens, topk), rows, offsets, counts
+
+
+def moe_route(
+    logits: torch.Tensor,
+    topk: int,
+    scoring: str,
+    num_groups: int,
+    topk_groups: int,
+    scaling_factor: float,
+    alignment: int,
+) -> tuple[torch.Tensor, ...]:
+    """Weights, experts, and what `moe_route_ids` gives; `scoring` is "sigmoid"."""
+    weights, ids = choose_experts(logits, topk, num_groups, topk_groups, scaling_factor)
+    ids = ids.to(torch.int32)
+    return weights, ids, *moe_route_ids(ids, logits.shape[1], alignment)

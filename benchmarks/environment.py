@@ -1,15 +1,16 @@
-"""Where and with what a benchmark ran: facts that a reader needs to compare two runs. No host names, no paths."""
+"""Where and with what a benchmark ran, as a reader needs it to compare two runs. No host names, no paths."""
 
 from __future__ import annotations
 
 import datetime
-import importlib
 import platform
 import subprocess
 from importlib import metadata
 from typing import Any
 
 import torch
+
+from torch_cute_ops.runtime.provenance import source_digest
 
 PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "quack-kernels", "humming-kernels", "triton", "torch-cute-ops")
 
@@ -32,17 +33,7 @@ def driver_version() -> str | None:
     return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
 
 
-def source_digest() -> str | None:
-    """The package's digest of its own sources, independent of git; None where it offers none."""
-    try:
-        provenance = importlib.import_module("torch_cute_ops.runtime.provenance")
-    except ImportError:
-        return None
-    digest = getattr(provenance, "source_digest", None)
-    return str(digest()) if digest is not None else None
-
-
-def gpu_facts(device: torch.device) -> dict[str, Any]:
+def gpu_properties(device: torch.device) -> dict[str, Any]:
     """Name, capability, SM count, memory and L2 size (bytes) of a CUDA device."""
     properties = torch.cuda.get_device_properties(device)
     return {
@@ -59,7 +50,7 @@ def collect(device: torch.device) -> dict[str, Any]:
     """Everything, as it goes into the JSON file."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        **(gpu_facts(device) if device.type == "cuda" else {"gpu": None}),
+        **(gpu_properties(device) if device.type == "cuda" else {"gpu": None}),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -1,6 +1,9 @@
-"""Bytes by formula: sums of the parts that several ops share. All results are bytes, but that of `product_flops`."""
+"""Bytes by formula, of the parts that row-wise ops share; those of a GEMM are `GemmProblem.bytes_moved`."""
 
 from __future__ import annotations
+
+from torch_cute_ops.formats import FP8_FORMATS, NVFP4
+from torch_cute_ops.gemm.problem import Operand
 
 
 def row_bytes(rows: int, columns: int, itemsize: int) -> int:
@@ -8,19 +11,14 @@ def row_bytes(rows: int, columns: int, itemsize: int) -> int:
     return rows * columns * itemsize
 
 
-def fp4_bytes(rows: int, columns: int, block_size: int = 16) -> int:
-    """FP4 data (two elements a byte) and one scale byte per block, of the real rows and columns only: the zero padding
-    of a tiled scale layout is written too, but is no useful work and is not counted."""
-    return rows * columns // 2 + rows * (columns // block_size)
+def fp4_bytes(rows: int, columns: int) -> int:
+    """NVFP4 data and scales of the real rows and columns: the zero padding of a tiled scale layout is written too,
+    but not counted."""
+    return rows * Operand(NVFP4).row_bytes(columns)
 
 
 def fp8_bytes(rows: int, columns: int, granularity: str) -> int:
-    """FP8 data (a byte an element) and float32 scales: one a row ("token"), one per 128 elements of a row ("block128"),
-    or one in all ("tensor"), which is given, so that it is read as well as written."""
-    scales = {"token": rows, "block128": rows * (columns // 128), "tensor": 2}[granularity]
-    return rows * columns + 4 * scales
-
-
-def product_flops(m: int, n: int, k: int) -> int:
-    """Multiplications and additions of an (m, k) by (k, n) product."""
-    return 2 * m * n * k
+    """FP8 data and float32 scales. The one scale of granularity "tensor" is given: it is read and written."""
+    if granularity == "tensor":
+        return rows * columns + 2 * 4
+    return rows * Operand(FP8_FORMATS[granularity]).row_bytes(columns)

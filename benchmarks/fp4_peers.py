@@ -1,8 +1,8 @@
-"""Products with an FP4 weight, and with the same weight in bfloat16, that ours are compared with.
+"""The peers of GEMMs with an FP4 weight, and cuBLAS with the same weight in bfloat16.
 
-A peer is a function of its operands, one for each buffer set, that packs the weights as the peer wants them (outside of
+A peer is a function of its operands, one for each buffer set, that packs the weights in the peer's layout (outside of
 any timing) and returns `call(i)`, which writes `out` of set i; or a `str`: the reason why there is none. What a peer
-raises is a reason too (`runner.collect_variants`). Each is imported only when it is called for.
+raises is a reason too (`runner.collect_variants`). Each is imported only when it runs.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ def _missing(name: str, error: Exception) -> str:
 
 def humming(sets: Sequence[Operands]) -> Callable[[int], Any] | str:
     """humming's layer, which reads NVFP4 weights as ModelOpt's checkpoints hold them and repacks them; alpha is the
-    weight's second scale. One kernel a set of columns, elements of a sum and range of rows: the one that its heuristic
-    has for M."""
+    weight's second scale. It has a kernel for each N, K and range of M: the one that its heuristic takes for M."""
     try:
         from humming.layer import HummingLayer
         from humming.tune import get_heuristics_config
@@ -62,7 +61,7 @@ def humming(sets: Sequence[Operands]) -> Callable[[int], Any] | str:
     m, n, k = sets[0].size
     device, layers = sets[0].a.device, []
     for operands in sets:
-        # Each has its own layer: layers hold counters that calls beside each other must not share.
+        # Each has its own layer: layers hold counters that overlapping calls must not share.
         with device:
             layer = HummingLayer(
                 shape_n=n,
@@ -87,23 +86,23 @@ def prepare_humming(sizes: Sequence[Size], device: torch.device) -> None:
     from humming.transform import prepare_layer_config
     from humming.tune import get_heuristics_config
 
-    wanted: dict[tuple[str, str], None] = {}
+    kernels: dict[tuple[str, str], None] = {}
     for m, n, k in sizes:
         schema = ModeloptNvfp4WeightSchema().to_humming_schema(DTYPE)
         config = prepare_layer_config(shape_n=n, shape_k=k, weight_schema=schema, torch_dtype=DTYPE, device=device)
         tuning = get_heuristics_config(config, shape_m=m, device=device)
-        wanted[config.to_str(), json.dumps(tuning)] = None
+        kernels[config.to_str(), json.dumps(tuning)] = None
 
     def compile_one(layer_and_tuning: tuple[str, str]) -> None:
         with contextlib.suppress(Exception):  # it fails again in its case
             HummingKernel.prepare_kernels(layer_and_tuning[0], None, layer_and_tuning[1], device)
 
-    with ThreadPoolExecutor(max(1, min(len(wanted), os.cpu_count() or 1))) as pool:
-        list(pool.map(compile_one, wanted))
+    with ThreadPoolExecutor(max(1, min(len(kernels), os.cpu_count() or 1))) as pool:
+        list(pool.map(compile_one, kernels))
 
 
 def quack(sets: Sequence[Operands]) -> Callable[[int], Any] | str:
-    """QuACK's product with a 4-bit weight, repacked into fragments; alpha is a number of the host."""
+    """QuACK's GEMM with a 4-bit weight, repacked into fragments; alpha is a number on the host."""
     try:
         from quack.gemm_w4 import gemm_w4a16, prepare_w4_weight
     except Exception as error:
@@ -121,12 +120,12 @@ def quack(sets: Sequence[Operands]) -> Callable[[int], Any] | str:
 def marlin(sets: Sequence[Operands]) -> str:
     """Why there is no Marlin: torch has none, and what has it is not installed on the machines that this runs on."""
     if importlib.util.find_spec("vllm") is None:
-        return f"torch {torch.__version__} has no such product, and vLLM, which has Marlin, is not installed"
+        return f"torch {torch.__version__} has no such GEMM, and vLLM, which has Marlin, is not installed"
     return "vLLM is installed, and this benchmark does not know how to call its Marlin"
 
 
 def cublas_bf16(sets: Sequence[Operands]) -> Callable[[int], Any]:
-    """`torch.mm` of bfloat16 matrices: the weight decoded, which is exact, and times alpha, exact for powers of two."""
+    """`torch.mm` of bfloat16 matrices: the decoded weight times alpha, which is exact for a power of two."""
     weights = [nvfp4_dequantize(each.codes, each.scale, DTYPE).mul_(each.alpha.to(DTYPE)).t() for each in sets]
     return lambda i: torch.mm(sets[i].a, weights[i], out=sets[i].out)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 
+from . import targets
 from .case import Case, Mark, Row, Tensors
-from .rows import DECODE_WIDTH, INDUCTOR_DECODE, INDUCTOR_LARGE, LARGE, POISON, RowBenchmark
+from .rows import DECODE_WIDTH, INDUCTOR_DECODE, INDUCTOR_LARGE, LARGE, RowBenchmark
 
 TOKEN = {"granularity": "token"}
 BLOCK128_ROW = {"granularity": "block128", "scale_layout": "row"}
@@ -29,9 +30,12 @@ class Fp8Rows(RowBenchmark):
 
     settings: ClassVar = {"dtype": "bfloat16", "format": "FP8 (e4m3)", "scales": "float32"}
     choices: ClassVar = TOKEN
-    inductor_goals: ClassVar = {(32768, 2048): 2.0, INDUCTOR_LARGE: 2.0, (1, DECODE_WIDTH): 1.0, INDUCTOR_DECODE: 1.0}
-    block128_goal: float = 2.0
-    """How many times faster than Inductor with a scale per 128 elements of a row, at the large size of the others."""
+    least_over_inductor: ClassVar = {
+        (32768, 2048): targets.FP8_OVER_INDUCTOR,
+        INDUCTOR_LARGE: targets.FP8_OVER_INDUCTOR,
+        (1, DECODE_WIDTH): targets.FP8_DECODE_OVER_INDUCTOR,
+        INDUCTOR_DECODE: targets.FP8_DECODE_OVER_INDUCTOR,
+    }
 
     def cases(self, sizes: str) -> list[Case]:
         return super().cases(sizes) + [
@@ -40,28 +44,17 @@ class Fp8Rows(RowBenchmark):
             for m in sorted(OTHERS_ROWS[sizes], reverse=True)
         ]
 
-    def make_outputs(self, case: Case, device: torch.device) -> Tensors:
-        m, width, choices = case["M"], case[self.width], case.choices
-        y = torch.full((m, width), POISON, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-        scale = torch.full(scale_shape(m, width, choices), float("nan"), device=device)
-        given = {"given": torch.full((1,), GIVEN_SCALE, device=device)} if choices == TENSOR else {}
-        return {**given, "y": y, "scale": scale}
+    def make_inputs(self, case: Case, device: torch.device) -> Tensors:
+        given = {"given": torch.full((1,), GIVEN_SCALE, device=device)} if case.choices == TENSOR else {}
+        return super().make_inputs(case, device) | given
 
     def marks(self, rows: Sequence[Row]) -> list[Mark]:
         marks = super().marks(rows)
         for choices in OTHERS:
             some = [row for row in rows if row["choices"] == choices]
-            facts = f"{' '.join(choices.values())}, "
-            marks.append(self.copy_mark(some, DECODE_WIDTH, facts))
+            prefix = f"{' '.join(choices.values())}, "
+            marks.append(self.copy_mark(some, DECODE_WIDTH, prefix))
             if choices == BLOCK128_ROW:
-                marks.append(self.inductor_mark(some, (OTHERS_LARGE, DECODE_WIDTH), self.block128_goal, facts))
+                size = (OTHERS_LARGE, DECODE_WIDTH)
+                marks.append(self.inductor_mark(some, size, targets.FP8_OVER_INDUCTOR, prefix))
         return marks
-
-
-def scale_shape(m: int, width: int, choices: Mapping[str, str]) -> tuple[int, ...]:
-    """Shape of the scales of (m, width) values."""
-    if choices == TENSOR:
-        return (1,)
-    if choices == TOKEN:
-        return m, 1
-    return (width // 128, m) if choices == BLOCK128_COLUMN else (m, width // 128)

@@ -1,6 +1,6 @@
 """Host cost of one call, µs: what Python, the dispatcher and the launch cost the CPU, at a size where the GPU idles.
 
-Method: small tensors (M = 1, H = 1,536, bfloat16, NVFP4, 128x4; products: N = 256, K = 1,536). A chunk of calls is
+Method: small tensors (M = 1, H = 1,536, bfloat16, NVFP4; GEMMs: N = 256, K = 1,536, and 4 experts). A chunk of calls is
 timed with the host clock, and the GPU is synchronised between chunks, outside the timing, so that the launch queue
 never fills. Variants take turns, round by round; per round the median over chunks, and of those the minimum over rounds
 (the rest is the machine, not the call). Garbage collection is off. Every figure includes the loop and a lambda, which
@@ -19,20 +19,28 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import torch_cute_ops
+from torch_cute_ops.registry import OPS
+from torch_cute_ops.testing import raw_call
 
-from . import environment, report
+from . import environment, report, targets
 from .case import Mark, at_most
-from .fp4_rows import scale_shape_128x4
-from .products import random_nvfp4
 from .rows import DTYPE, EPS
 
-ROWS, WIDTH, COLUMNS = 1, 1536, 256
+ROWS, WIDTH, COLUMNS, EXPERTS = 1, 1536, 256, 4
+GEMMS: dict[str, dict[str, Any]] = {
+    "mm_fp4": {"alpha": "one"},
+    "mm_fp4_weight_only": {"alpha": "one"},
+    "mm_fp8_block": {},
+    "grouped_mm_fp8": {"experts": EXPERTS, "counts": False},
+}
+"""GEMMs that are timed, with static properties of their calls."""
 OP = "op, functional"
 FUNCTION = "function"
 FUNCTION_OUT = "function, out="
@@ -42,8 +50,12 @@ ADD_FUNCTION_OUT = "add_rmsnorm function, out="
 RMS_NORM = "F.rms_norm"
 MM = "torch.mm, out="
 RAW = "raw TVM-FFI call"
+QUACK = "QuACK rmsnorm"
+EMPTY, NEW_TENSOR = "empty lambda", "torch.empty"
+NOT_OURS = (EMPTY, NEW_TENSOR, RMS_NORM, MM, RAW, QUACK)
+"""Calls that stand beside ours; what the raw one costs is TVM-FFI's doing."""
 CACHES = ("TORCH_CUTE_OPS_CACHE_DIR", "XDG_CACHE_HOME", "CUTE_DSL_CACHE_DIR", "CUDA_CACHE_PATH")
-"""Environment variables that say where compiled kernels are kept: ours, ours by default, the DSL's, the driver's."""
+"""Environment variables that name the folders of compiled kernels: ours, our default, the DSL's, the driver's."""
 
 
 @dataclass(frozen=True)
@@ -87,19 +99,18 @@ def measure_host(
 
 
 def calls(device: torch.device, with_peers: bool = True) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """The calls to time, and the reason for each that is absent. Ours runs once before a peer is imported."""
+    """The calls to time, and the reason for each that is absent. Ours run once before a peer is imported."""
     op, function = torch.ops.cute.rmsnorm_fp4quant, torch_cute_ops.rmsnorm_fp4quant
     add_op, add_function = torch.ops.cute.add_rmsnorm_fp4quant, torch_cute_ops.add_rmsnorm_fp4quant
     op_out, rms_norm = op.out, torch.nn.functional.rms_norm
     x = torch.randn(ROWS, WIDTH, dtype=DTYPE, device=device)
     residual = torch.randn_like(x)
     w = torch.randn(WIDTH, dtype=DTYPE, device=device)
-    y = torch.empty(ROWS, WIDTH // 2, dtype=torch.uint8, device=device)
-    scale = torch.empty(scale_shape_128x4(ROWS, WIDTH), dtype=torch.float8_e4m3fn, device=device)
-    out, shape, absent = (y, scale), (WIDTH,), {}
+    out = y, scale = function(x, w)
+    shape, absent = (WIDTH,), {}
     timed: dict[str, Callable[[], Any]] = {
-        "empty lambda": lambda: None,
-        "torch.empty": lambda: torch.empty(ROWS, WIDTH, dtype=DTYPE, device=device),
+        EMPTY: lambda: None,
+        NEW_TENSOR: lambda: torch.empty(ROWS, WIDTH, dtype=DTYPE, device=device),
         RMS_NORM: lambda: rms_norm(x, shape, w, EPS),
         OP: lambda: op(x, w, None, EPS, 16, None, "128x4"),
         "op, functional, defaults": lambda: op(x, w),
@@ -109,40 +120,45 @@ def calls(device: torch.device, with_peers: bool = True) -> tuple[dict[str, Call
         ADD_OP: lambda: add_op(x, residual, w, None, EPS, 16, None, "128x4"),
         ADD_FUNCTION_OUT: lambda: add_function(x, residual, w, None, EPS, 16, None, "128x4", out=out),
     }
-    timed |= product_calls(device)
+    timed |= gemm_calls(device)
     for call in timed.values():
         call()
-    try:
-        from torch_cute_ops.testing import raw_call
-    except ImportError as error:
-        absent[RAW] = str(error)
+    if device.type == "cuda":
+        timed[RAW] = raw_call("rmsnorm_fp4quant", x, w, None, EPS, 16, None, "128x4", out=out)
     else:
-        timed[RAW] = raw_call("rmsnorm_fp4quant", x, w, None, EPS, 16, None, "128x4", out=(y, scale))
+        absent[RAW] = "there is a compiled function on a GPU alone"
     if with_peers:
         try:
             from quack.rmsnorm import rmsnorm
         except Exception as error:  # a peer that cannot be imported, for whatever reason, is only absent
-            absent["QuACK rmsnorm"] = f"{type(error).__name__}: {error}"
+            absent[QUACK] = f"{type(error).__name__}: {error}"
         else:
-            timed["QuACK rmsnorm"] = lambda: rmsnorm(x, w, eps=EPS)
+            timed[QUACK] = lambda: rmsnorm(x, w, eps=EPS)
     return timed, absent
 
 
-def product_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
-    """The products, and `torch.mm` of bfloat16 matrices."""
-    op, function = torch.ops.cute.mm_fp4, torch_cute_ops.mm_fp4
-    weight_only_op, weight_only = torch.ops.cute.mm_fp4_weight_only, torch_cute_ops.mm_fp4_weight_only
+def gemm_calls(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """The GEMMs, and `torch.mm` of bfloat16 matrices."""
     x = torch.randn(ROWS, WIDTH, dtype=DTYPE, device=device)
     w = torch.randn(COLUMNS, WIDTH, dtype=DTYPE, device=device).t()
     out = torch.empty(ROWS, COLUMNS, dtype=DTYPE, device=device)
-    (a, a_scale), (codes, b_scale) = random_nvfp4(ROWS, WIDTH, device), random_nvfp4(COLUMNS, WIDTH, device)
-    b, alpha = codes.t(), torch.ones(1, device=device)
+    timed: dict[str, Callable[[], Any]] = {MM: lambda: torch.mm(x, w, out=out)}
+    for name, properties in GEMMS.items():
+        timed |= calls_of_gemm(name, {"m": ROWS, "n": COLUMNS, "k": WIDTH, **properties}, device)
+    return timed
+
+
+def calls_of_gemm(name: str, properties: Mapping[str, Any], device: torch.device) -> dict[str, Callable[[], Any]]:
+    """A GEMM op, and its Python function with `out`. Operands are zeros; no expert has rows."""
+    spec = OPS[name]
+    _, arguments = spec.path.example(**properties, device=device)
+    given = (arguments.get(parameter) for parameter in spec.signature.names)
+    tensors = tuple(takewhile(lambda value: isinstance(value, torch.Tensor), given))
+    op, function = getattr(torch.ops.cute, name), spec.function
+    out = op(*tensors)
     return {
-        MM: lambda: torch.mm(x, w, out=out),
-        "mm_fp4 op, functional": lambda: op(a, b, a_scale, b_scale, alpha),
-        "mm_fp4 function, out=": lambda: function(a, b, a_scale, b_scale, alpha, out=out),
-        "mm_fp4_weight_only op, functional": lambda: weight_only_op(x, b, b_scale, alpha),
-        "mm_fp4_weight_only function, out=": lambda: weight_only(x, b, b_scale, alpha, out=out),
+        f"{name} op, functional": lambda: op(*tensors),
+        f"{name} function, out=": lambda: function(*tensors, out=out),
     }
 
 
@@ -162,20 +178,21 @@ def first_calls() -> list[dict[str, float]]:
 
 
 def marks(times: Mapping[str, HostTime], first: list[dict[str, float]]) -> list[Mark]:
-    """The host goals."""
+    """The host targets."""
 
     def us(name: str) -> float | None:
         return times[name].us if name in times else None
 
     op, norm, function, raw = us(OP), us(RMS_NORM), us(FUNCTION_OUT), us(RAW)
+    over_raw = function - raw if function and raw else None
     return [
-        at_most("functional op / F.rms_norm", op / norm if op and norm else None, 1.35, " ×"),
-        at_most("function with out= over the raw call", function - raw if function and raw else None, 2.5, " µs"),
-        at_most("first call, empty caches", first[0]["first_call_s"] if first else None, 3.0, " s"),
+        at_most("functional op / F.rms_norm", op / norm if op and norm else None, targets.OVER_RMS_NORM, " ×"),
+        at_most("function with out= over the raw call", over_raw, targets.OVER_RAW_CALL_US, " µs"),
+        at_most("first call, empty caches", first[0]["first_call_s"] if first else None, targets.FIRST_CALL_S, " s"),
     ]
 
 
-def markdown(result: dict[str, Any], goals: list[Mark]) -> str:
+def markdown(result: dict[str, Any], judged: list[Mark]) -> str:
     """The report."""
     body = [[name, report.number(t["us"]), report.number(t["worst_round"])] for name, t in result["times"].items()]
     seconds = ("import_s", "cuda_start_s", "first_call_s")
@@ -193,7 +210,7 @@ def markdown(result: dict[str, Any], goals: list[Mark]) -> str:
         "First call in a fresh process, seconds:",
         report.table(["disk cache", "imports", "CUDA start", "first call", "second call µs"], first) if first else "–",
         "## Marks",
-        report.marks_table(goals),
+        report.marks_table(judged),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -214,8 +231,8 @@ def main(output: Path, device: torch.device, with_peers: bool = True) -> None:
         "absent": absent,
         "first_calls": first,
     }
-    goals = marks(times, first)
-    report.write_json(result, goals, output / "host.json")
-    text = markdown(result, goals)
+    judged = marks(times, first)
+    report.write_json(result, judged, output / "host.json")
+    text = markdown(result, judged)
     (output / "host.md").write_text(text + "\n", encoding="utf-8")
     print(text, flush=True)

@@ -1,4 +1,4 @@
-"""The method of the measurements, which is the package's own (``torch_cute_ops.runtime.timing``), and the copies that
+"""The method of the measurements, which is the package's own (``torch_cute_ops.runtime.timing``), and the ceilings that
 results are held against."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Ceilings:
     read_tbps: float | None = None
     """Reads alone, TB/s."""
     bf16_tflops: float | None = None
-    """A large bfloat16 product by cuBLAS, TFLOP/s."""
+    """A large bfloat16 GEMM by cuBLAS, TFLOP/s."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def measure_what_captures(
     backend: Backend,
     lost: Callable[[str, Exception], None],
 ) -> dict[str, Timing]:
-    """`measure` without the variants that cannot be captured, of which `lost` is told (it may raise)."""
+    """`measure` without the variants that cannot be captured; `lost` is called for each of these (it may raise)."""
     replays: dict[str, Any] = {}
     for name, call in variants.items():
         try:
@@ -126,7 +126,7 @@ def peak_read_tbps(backend: Backend, device: torch.device, mib: int = 4096, roun
     words = torch.ones(mib * 2**18, dtype=torch.float32, device=device)
     matrix = words.view(torch.bfloat16).view(-1, 2**15)
     vector = torch.ones(2**15, dtype=torch.bfloat16, device=device)
-    calls = {"sum": lambda _: words.sum(), "product": lambda _: matrix @ vector}
+    calls = {"sum": lambda _: words.sum(), "mv": lambda _: matrix @ vector}
     timings = measure_what_captures(calls, 1, 5, rounds, backend, lambda name, error: None)
     return words.nbytes / min(timing.us for timing in timings.values()) * 1e-6
 
@@ -140,8 +140,9 @@ def peak_bf16_tflops(backend: Backend, device: torch.device, size: int = 8192, r
 
 
 def ceilings(backend: Backend, device: torch.device) -> Ceilings:
-    """All of them. Those that only products are held against may be missing, and then have no figures."""
-    copy_tbps, others = peak_copy_tbps(backend, device), []
+    """All of them. Those that only GEMMs are held against may be missing."""
+    copy_tbps = peak_copy_tbps(backend, device)
+    others: list[float | None] = []
     for peak in (peak_read_tbps, peak_bf16_tflops):
         try:
             others.append(peak(backend, device))

@@ -1,4 +1,4 @@
-"""What the benchmarks of the ops around the experts' products share: sizes, routings, buffer sets, marks."""
+"""What the benchmarks of the ops around the GEMMs of an expert layer share: sizes, routings, buffer sets, marks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,28 @@ import torch
 
 import torch_cute_ops
 from torch_cute_ops.formats.experts import rows_bound
-from torch_cute_ops.ops._spec import as_tuple
+from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.reference.moe_route import places_of
 from torch_cute_ops.registry import OPS
 
+from . import compositions, targets
+from .buffers import bits, poisoned, poisoned_outputs
 from .case import Benchmark, Case, Mark, Row, Tensors, Variant, at_least, at_most
 
 DTYPE = torch.bfloat16
 EXPERTS, TOP = 256, 8
-"""Of DeepSeek-V3: experts, and experts of a token."""
+"""DeepSeek-V3's: experts, and experts of a token."""
+CHOICE: dict[str, Any] = {
+    "topk": TOP,
+    "scoring": "sigmoid",
+    "num_groups": 8,
+    "topk_groups": 4,
+    "scaling_factor": 2.5,
+}
+"""How DeepSeek-V3's router chooses."""
 PACKED, PADDED = 1, 128
-"""What an expert's first row is a multiple of: `grouped_mm_fp8` takes rows anywhere, others want whole tiles."""
+"""What an expert's first row is a multiple of: `grouped_mm_fp8` takes rows anywhere, other libraries take whole
+tiles."""
 DECODE_ROWS = (1, 8, 32, 64)
 LARGE_ROWS = (4096, 16384)
 SIZES = {
@@ -30,44 +41,40 @@ SIZES = {
     "full": tuple(2**k for k in range(15)),
 }
 """Tokens of each set of sizes."""
-COPY_GOAL, DECODE_GOAL = 0.88, 4.0
-"""Least fraction of the copy's bandwidth at large sizes; most µs at decode."""
-CODE_POISON = 0x5A
 
 
 @cache
 def routing(m: int, experts: int, alignment: int) -> dict[str, torch.Tensor]:
-    """Where the rows of M tokens lie, all experts as likely; on the CPU, the same in each call."""
+    """Experts of M tokens, all equally likely, and where their rows lie; on the CPU, the same in each call."""
     generator = torch.Generator().manual_seed(m)
     ids = torch.rand(m, experts, generator=generator).topk(TOP, dim=1).indices
     names = ("expanded_to_permuted", "permuted_to_expanded", "offsets", "counts")
-    return dict(zip(names, places_of(ids, experts, alignment), strict=True))
+    return dict(zip(names, places_of(ids, experts, alignment), strict=True)) | {"ids": ids.int()}
 
 
 class MoeRowBenchmark(Benchmark):
-    """An op on M tokens of 8 of 256 experts each: subclasses say the bytes, what the op takes and gives.
+    """An op on M tokens of 8 of 256 experts each: subclasses say the bytes, and what the op takes.
 
     A buffer set has the arguments of the op by name, then the outputs.
     """
 
-    peers = ()
+    peers: ClassVar[Sequence[str]] = ()
     tolerance = 1e-3
+    of_copy: ClassVar[float | None] = targets.MOE_OF_COPY
     width: ClassVar[str] = "H"
     """Name of the row length."""
     usual_width: ClassVar[int] = 7168
-    outputs: ClassVar[tuple[str, ...]] = ("y", "scale")
-    has_copy_mark = True
     alignments: ClassVar[tuple[int, ...]] = (PACKED, PADDED)
-    """Of experts' rows in decode steps; in others they are padded."""
+    """The alignments that decode steps are measured with; larger steps have padded rows."""
     about = """\
-Tokens have 8 of 256 experts, all as likely; bytes are those of rows that are some token's. An expert's first row is a
-multiple of `alignment`: with 128, 64 tokens' rows lie in a buffer of 33,024, most of it padding, and the addresses that
-a measurement goes through, in GB, exceed what address translation keeps."""
+Tokens have 8 of 256 experts, all equally likely; bytes are those of the rows that belong to a token. An expert's first
+row is a multiple of `alignment`: with 128, the rows of 64 tokens lie in a buffer of 33,024, most of it padding, and the
+GB of addresses that a measurement goes through exceed what the TLBs hold."""
     settings: ClassVar = {"dtype": "bfloat16", "experts": str(EXPERTS), "experts of a token": str(TOP)}
 
     @abstractmethod
-    def arguments(self, case: Case, device: torch.device) -> dict[str, Any]:
-        """The op's arguments, by name."""
+    def arguments(self, case: Case, device: torch.device) -> Tensors:
+        """The op's tensors, by name."""
 
     # --- cases ---
 
@@ -92,7 +99,7 @@ a measurement goes through, in GB, exceed what address translation keeps."""
     # --- formulas ---
 
     def pairs(self, case: Case) -> int:
-        """Rows that are some token's."""
+        """Rows that belong to a token."""
         return case["M"] * TOP
 
     # --- tensors and calls ---
@@ -108,9 +115,12 @@ a measurement goes through, in GB, exceed what address translation keeps."""
 
     def make_set(self, case: Case, device: torch.device) -> Tensors:
         given = self.arguments(case, device)
-        outputs = zip(self.outputs, as_tuple(OPS[self.op].fake(**given)), strict=True)
-        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-        return tensors | {name: poisoned(output) for name, output in outputs}
+        return given | poisoned_outputs(self.op, lambda fake: fake(**given, **self.numbers(case)))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the op's outputs."""
+        return OPS[self.op].outputs
 
     def call(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         """Our op on one buffer set, into its outputs."""
@@ -121,7 +131,7 @@ a measurement goes through, in GB, exceed what address translation keeps."""
         return out
 
     def numbers(self, case: Case) -> dict[str, Any]:
-        """Arguments that are no tensors."""
+        """The op's other arguments, by name."""
         return {}
 
     def ours(self, case: Case, sets: Sequence[Tensors]) -> Variant:
@@ -151,31 +161,41 @@ a measurement goes through, in GB, exceed what address translation keeps."""
         for alignment in self.alignments:
             decode = [row for row in rows if alignment_of(row["choices"]) == alignment]
             times = [row["variants"]["ours"]["us"] for row in decode if row["sizes"]["M"] <= max(DECODE_ROWS)]
-            how = f", alignment {alignment}" if len(self.alignments) > 1 else ""
-            marks.append(
-                at_most(f"decode, M ≤ {max(DECODE_ROWS)}{how}: time", max(times, default=None), DECODE_GOAL, " µs")
-            )
-        if self.has_copy_mark:
+            where = f", alignment {alignment}" if len(self.alignments) > 1 else ""
+            name = f"decode, M ≤ {max(DECODE_ROWS)}{where}: time"
+            marks.append(at_most(name, max(times, default=None), targets.MOE_DECODE_US, " µs"))
+        if self.of_copy is not None:
             large = [row["variants"]["ours"]["of_copy"] for row in rows if row["sizes"]["M"] >= min(LARGE_ROWS)]
-            marks.append(at_least(f"M ≥ {min(LARGE_ROWS):,}: of copy", min(large, default=None), COPY_GOAL))
+            marks.append(at_least(f"M ≥ {min(LARGE_ROWS):,}: of copy", min(large, default=None), self.of_copy))
         return marks
+
+
+class RoutingBenchmark(MoeRowBenchmark):
+    """An op that chooses experts, or orders their rows. A peer is the composition of that name, run eagerly."""
+
+    family = "moe_route"
+    peers = ("torch",)
+    width = "E"
+    usual_width = EXPERTS
+    of_copy = None
+    alignments = (PADDED,)
+    peer_is_checked: ClassVar[bool] = False
+    """Whether the peer's results are the op's. Equal logits are ties, of which torch takes any."""
+
+    def case(self, m: int, width: int | None = None, experts: int = 0, alignment: int = PADDED) -> Case:
+        return Case({"M": m, "E": experts or width or self.usual_width})
+
+    def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
+        composition = getattr(compositions, self.op)
+        given = [{k: v for k, v in tensors.items() if k not in self.outputs} for tensors in sets]
+        return Variant(
+            lambda i: as_tuple(composition(**given[i], **self.numbers(case))),
+            self.bytes_moved(case),
+            "eager",
+            checked=self.peer_is_checked,
+        )
 
 
 def alignment_of(choices: Mapping[str, str]) -> int:
     """What an expert's first row is a multiple of, by the choices of a case or a row."""
     return int(choices.get("alignment", PADDED))
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same as integers: PyTorch cannot select among all float8 numbers."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])
-
-
-def poisoned(like: torch.Tensor) -> torch.Tensor:
-    """An output before the op has written it."""
-    if like.dtype.itemsize == 1:
-        return torch.full(like.shape, CODE_POISON, dtype=torch.uint8, device=like.device).view(like.dtype)
-    if like.dtype.is_floating_point:
-        # A number: comparisons are of numbers.
-        return torch.full(like.shape, 12345.0, dtype=like.dtype, device=like.device)
-    return torch.full(like.shape, -(2**31), dtype=like.dtype, device=like.device)

@@ -16,8 +16,8 @@ def quack_rmsnorm() -> Callable[..., tuple[torch.Tensor, ...]] | str:
     """QuACK's plain RMSNorm, forward only: `f(x, weight, eps, residual)` returns the normalised rows in a fresh tensor;
     with a residual (or None) those of x + residual, and the sum, in another.
 
-    It normalises and does not quantise: it is the mark for how fast the read and the row reduction can be. QuACK
-    patches CuTe DSL classes on import, so our own kernels are compiled before this is called (`runner.warm_up`).
+    It normalises and does not quantise: it shows how fast the read and the row reduction can be. QuACK patches CuTe DSL
+    classes on import, so our own kernels are compiled before this is called (`runner.warm_up`).
     """
     try:
         from quack.rmsnorm import rmsnorm_fwd
@@ -28,15 +28,15 @@ def quack_rmsnorm() -> Callable[..., tuple[torch.Tensor, ...]] | str:
 
 def inductor(function: Callable[..., Any], case: Case, inputs: list[torch.Tensor]) -> Callable[..., Any] | str:
     """`function` compiled by Inductor as `case.inductor` says; `inputs` are the tensors whose rows (dimension 0) become
-    symbolic in the dynamic mode. One compile serves all cases that share mode, row length and choices, in a row."""
+    symbolic in the dynamic mode. One compile serves consecutive cases that share mode, row length and choices."""
     if not case.inductor:
         return "not compiled at this size"
     global _compiled
     dynamic = case.inductor == "dynamic"
-    facts = tuple((name, size) for name, size in case.sizes.items() if not (dynamic and name == "M"))
-    key = (function, case.inductor, facts, tuple(case.choices.items()))
+    fixed = tuple((name, size) for name, size in case.sizes.items() if not (dynamic and name == "M"))
+    key = (function, case.inductor, fixed, tuple(case.choices.items()))
     if _compiled is None or _compiled[0] != key:
-        # A clean slate: no entry of another shape that fits too, and no row length turned dynamic for having changed.
+        # So that no entry for another shape fits too, and no row length is dynamic because it changed.
         torch._dynamo.reset()
         _compiled = (key, torch.compile(function, fullgraph=True, dynamic=None if dynamic else False))
     if dynamic:

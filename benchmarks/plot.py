@@ -26,7 +26,7 @@ MARKERS = {"ours": "o", "quack": "s", "inductor": "^", "humming": "v", "cublas_b
 
 
 def _count(value: float, _: Any = None) -> str:
-    """1, 128, 4k, 64k, 2M: sizes as people say them."""
+    """1, 128, 4k, 64k, 2M: sizes as people write them."""
     for unit, letter in ((2**30, "G"), (2**20, "M"), (2**10, "k")):
         if value >= unit:
             return f"{value / unit:.3g}{letter}"
@@ -58,25 +58,26 @@ def _bandwidth(axis: Any, rows: Sequence[Row], names: Sequence[str], peak: float
     axis.grid(alpha=0.25)
 
 
-def _fractions(axis: Any, panels: dict[str, list[Row]], palette: Any, goal: float) -> None:
-    """Ours over the same-bytes copy against the bytes moved, one line a panel; times meet at 1."""
+def _fractions(axis: Any, panels: dict[str, list[Row]], palette: Any, target: float | None) -> None:
+    """Ours over the same-bytes copy against the bytes moved, one line for each panel; times meet at 1."""
     for index, (title, rows) in enumerate(panels.items()):
         points = [(row["bytes"], row["variants"]["ours"]["of_copy"]) for row in rows]
         colour = palette((index + 0.5) / len(panels))
         axis.plot(*zip(*points, strict=True), marker="o", markersize=3.5, linewidth=1.3, color=colour, label=title)
     axis.axhline(1, color="#444444", linewidth=1)
-    axis.axhline(goal, color="#B00020", linewidth=1, linestyle="--")
-    axis.annotate(
-        f"goal {goal:g} (large)",
-        (0.995, goal),
-        xycoords=("axes fraction", "data"),
-        ha="right",
-        va="top",
-        fontsize=8,
-        color="#B00020",
-        xytext=(0, -2),
-        textcoords="offset points",
-    )
+    if target is not None:
+        axis.axhline(target, color="#B00020", linewidth=1, linestyle="--")
+        axis.annotate(
+            f"target {target:g} (large)",
+            (0.995, target),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="top",
+            fontsize=8,
+            color="#B00020",
+            xytext=(0, -2),
+            textcoords="offset points",
+        )
     _log2_axis(axis, [row["bytes"] for rows in panels.values() for row in rows], 10)
     axis.set_xlabel("bytes moved by formula")
     axis.set_ylabel("bandwidth / same-bytes copy")
@@ -88,7 +89,7 @@ def _fractions(axis: Any, panels: dict[str, list[Row]], palette: Any, goal: floa
 
 
 def _rates(axis: Any, panels: dict[str, list[Row]], palette: Any, peak: float | None) -> None:
-    """TFLOP/s of ours against the first size, one line a panel; cuBLAS's rate above."""
+    """TFLOP/s of ours against the first size, one line for each panel; cuBLAS's rate above."""
     size = next(iter(next(iter(panels.values()))[0]["sizes"]))
     for index, (title, rows) in enumerate(panels.items()):
         points = [(row["sizes"][size], row["variants"]["ours"]["tflops"]) for row in rows]
@@ -106,15 +107,14 @@ def _rates(axis: Any, panels: dict[str, list[Row]], palette: Any, peak: float | 
 
 
 def _speedups(axis: Any, panels: dict[str, list[Row]], peers: Sequence[str]) -> None:
-    """Time of each peer over ours against the bytes moved, of a product against its first size; above 1 ours is
-    faster."""
+    """Time of each peer over ours against the bytes moved, of a GEMM against its first size; above 1 ours is faster."""
     every = [row for rows in panels.values() for row in rows]
     size = next(iter(every[0]["sizes"]))
-    product = report.multiplies(every)
+    is_gemm = report.multiplies(every)
     for name in peers:
         points = [
             (
-                row["sizes"][size] if product else row["bytes"],
+                row["sizes"][size] if is_gemm else row["bytes"],
                 row["variants"][name]["us"] / row["variants"]["ours"]["us"],
             )
             for row in every
@@ -131,10 +131,10 @@ def _speedups(axis: Any, panels: dict[str, list[Row]], peers: Sequence[str]) -> 
                 label=f"{report.label(name)} / ours",
             )
     axis.axhline(1, color="#444444", linewidth=1)
-    _log2_axis(axis, [row["sizes"][size] if product else row["bytes"] for row in every], 10)
+    _log2_axis(axis, [row["sizes"][size] if is_gemm else row["bytes"] for row in every], 10)
     axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
-    axis.set_xlabel(f"{size} (rows)" if product else "bytes moved by formula")
+    axis.set_xlabel(f"{size} (rows)" if is_gemm else "bytes moved by formula")
     axis.set_ylabel("time over ours")
     axis.set_title("Peers' time over ours (above 1: ours is faster)", fontsize=10, loc="left")
     axis.grid(alpha=0.25)
@@ -144,8 +144,8 @@ def _speedups(axis: Any, panels: dict[str, list[Row]], peers: Sequence[str]) -> 
         axis.text(0.5, 0.6, "no peer was measured", transform=axis.transAxes, ha="center", color="#666666")
 
 
-def plot(result: dict[str, Any], path: Path, goal: float = 0.92) -> None:
-    """Draw `result` (as in the JSON file) into a PNG."""
+def plot(result: dict[str, Any], path: Path, of_copy: float | None = None) -> None:
+    """Draw `result` (as in the JSON file) into a PNG, with the target for the fraction of the copy's bandwidth."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -177,7 +177,7 @@ def plot(result: dict[str, Any], path: Path, goal: float = 0.92) -> None:
     what = ", ".join(filter(None, (result["op"], result["settings"].get("dtype"))))
     title = f"{what}: {result['environment']['gpu']}, L2-cold; every variant by its own bytes; dashed: 2 GiB copy"
     upper.suptitle(title, fontsize=12, x=0.01, ha="left")
-    # The legend stands beside the title where there is room, else below the panels, beside the name of their axis.
+    # The legend is beside the title where there is room, else below the panels, beside the label of their axis.
     few = len(labels) <= 4
     upper.supxlabel(f"{size} (rows)", fontsize=10, x=0.5 if few else 0.1)
     place = "upper right" if few else "outside lower right"
@@ -186,7 +186,7 @@ def plot(result: dict[str, Any], path: Path, goal: float = 0.92) -> None:
     if report.multiplies(rows):
         _rates(left, panels, plt.get_cmap("viridis"), result.get("bf16_tflops"))
     else:
-        _fractions(left, panels, plt.get_cmap("viridis"), goal)
+        _fractions(left, panels, plt.get_cmap("viridis"), of_copy)
     _speedups(right, panels, [name for name in names if name not in ("ours", "copy")])
     figure.savefig(path, dpi=130)
     plt.close(figure)

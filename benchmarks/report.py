@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch_cute_ops.runtime import files
+
 from . import environment
-from .case import Mark, Row
+from .case import Case, Mark, Row
 
 LABELS = {
     "ours": "ours",
@@ -26,6 +27,7 @@ LABELS = {
     "cublas_bf16": "cuBLAS bf16",
     "fill": "fill",
     "deep_gemm": "DeepGEMM",
+    "torch": "torch",
     "copy": "copy",
 }
 
@@ -73,8 +75,13 @@ def variant_names(rows: Sequence[Row]) -> list[str]:
 
 
 def multiplies(rows: Sequence[Row]) -> bool:
-    """Whether the rows are of a product, and have rates."""
+    """Whether the rows are those of a GEMM, and have rates."""
     return any(row.get("flops") for row in rows)
+
+
+def case_name(row: Row) -> str:
+    """A row's case as `Case` prints it."""
+    return str(Case(row["sizes"], choices=row["choices"]))
 
 
 def choices_of(rows: Sequence[Row]) -> list[str]:
@@ -83,7 +90,7 @@ def choices_of(rows: Sequence[Row]) -> list[str]:
 
 
 def results_table(rows: Sequence[Row]) -> str:
-    """One line a case: µs of every variant (p20–p80 of ours), TB/s and fractions of ours (of a product TFLOP/s, too),
+    """One line for each case: µs of every variant (p20–p80 of ours), TB/s and fractions of ours (TFLOP/s of a GEMM),
     ratios to the peers."""
     names = variant_names(rows)
     sizes = list(rows[0]["sizes"]) if rows else []
@@ -111,7 +118,7 @@ def results_table(rows: Sequence[Row]) -> str:
 
 
 def rates_table(rows: Sequence[Row]) -> str:
-    """One line a case of a product: TFLOP/s of every variant, and in brackets the fraction of the cuBLAS rate."""
+    """One line for each case of a GEMM: TFLOP/s of every variant, and in brackets the fraction of the cuBLAS rate."""
     names = [name for name in variant_names(rows) if name != "copy"]
     choices = choices_of(rows)
     body = []
@@ -132,25 +139,21 @@ def wrong_results(rows: Sequence[Row]) -> list[str]:
         wrong = [row for row in rows if name != "ours" and row["variants"].get(name, {}).get("correct") is False]
         if wrong:
             most = max(row["variants"][name]["mismatch"] for row in wrong)
-            cases = [
-                " ".join([*(f"{k}={n}" for k, n in row["sizes"].items()), *row["choices"].values()]) for row in wrong
-            ]
-            where = "; ".join(cases[:4])
+            where = "; ".join(map(case_name, wrong[:4]))
             more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
             lines.append(f"{label(name)}: up to {most:.1%} of the elements differ, at {where}{more}")
     return lines
 
 
 def marks_table(marks: Sequence[Mark]) -> str:
-    """One line a mark: goal, measured value, reached or missed."""
+    """One line for each mark: target, measured value, reached or missed."""
+    return table(["mark", "target", "measured", ""], [[mark.name, *judged(mark)] for mark in marks])
+
+
+def judged(mark: Mark) -> tuple[str, str, str]:
+    """Target, measured value, and whether it is reached."""
     words = {True: "reached", False: "MISSED", None: "not measured"}
-    digits = [
-        (mark.name, mark.goal, number(mark.value) + (mark.unit if mark.value is not None else "")) for mark in marks
-    ]
-    return table(
-        ["mark", "goal", "measured", ""],
-        [[*cells, words[mark.passed]] for cells, mark in zip(digits, marks, strict=True)],
-    )
+    return mark.goal, number(mark.value) + (mark.unit if mark.value is not None else ""), words[mark.passed]
 
 
 METHOD = """\
@@ -172,7 +175,7 @@ def markdown(result: dict[str, Any], marks: Sequence[Mark]) -> str:
     rows = result["rows"]
     least = min((row["rotation_over_l2"] for row in rows), default=3.0)
     star = STAR.format(least=least) if least < 2.999 else ""
-    facts = ", ".join(f"{name} {value}" for name, value in result["settings"].items())
+    settings = ", ".join(f"{name} {value}" for name, value in result["settings"].items())
     absent = sorted(
         {f"{label(n)}: {why}" for row in rows for n, why in row["absent"].items() if "not compiled" not in why}
     )
@@ -189,13 +192,12 @@ def markdown(result: dict[str, Any], marks: Sequence[Mark]) -> str:
         for part in (
             f"# {result['op']} ({result['sizes']})",
             environment.headline(result["environment"]),
-            f"{facts[:1].upper()}{facts[1:]}.",
+            f"{settings[:1].upper()}{settings[1:]}.",
             method,
             results_table(rows) if rows else "No case was measured.",
             "\n".join(f"- {line}" for line in [*result["notes"], *absent, *wrong_results(rows), *failed]),
             f"TFLOP/s, and the fraction of cuBLAS's bfloat16 rate:\n\n{rates_table(rows)}" if rates else "",
-            "## Marks",
-            marks_table(marks),
+            f"## Marks\n\n{marks_table(marks)}" if marks else "",
         )
         if part
     )
@@ -203,7 +205,5 @@ def markdown(result: dict[str, Any], marks: Sequence[Mark]) -> str:
 
 def write_json(result: dict[str, Any], marks: Sequence[Mark], path: Path) -> None:
     """Write the result, atomically, so that a run cut short leaves the last whole file."""
-    temporary = path.with_suffix(".json.part")
     text = json.dumps({**result, "marks": [asdict(mark) for mark in marks]}, indent=1, ensure_ascii=False)
-    temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    files.replace(path, f"{text}\n".encode())

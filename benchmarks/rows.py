@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 import torch_cute_ops
+from torch_cute_ops.ops._define import as_tuple
+from torch_cute_ops.registry import OPS
 
-from . import compositions, peers
+from . import compositions, peers, targets
+from .buffers import poisoned_outputs
 from .case import Benchmark, Case, Mark, Row, Tensors, Variant, at_least, at_most
 
 WIDTHS = (1536, 2048, 4096, 5120, 7168, 8192, 16384, 32768)
@@ -24,30 +26,29 @@ INDUCTOR_LARGE = (16384, 8192)
 INDUCTOR_DECODE = (32, DECODE_WIDTH)
 DTYPE = torch.bfloat16
 EPS = 1e-6
-POISON = 0x5A
 
 SMALLEST_LARGE = frozenset((math.ceil(LARGE / h), h) for h in MARK_WIDTHS)
 MARK_SIZES = SMALLEST_LARGE | {(m, DECODE_WIDTH) for m in DECODE_ROWS} | {INDUCTOR_LARGE}
 QUICK_SIZES = MARK_SIZES | {(4 * m, h) for m, h in SMALLEST_LARGE}
 FULL_SIZES = QUICK_SIZES | {(2**k, h) for k in range(17) for h in WIDTHS}
 SIZES = {"marks": MARK_SIZES, "quick": QUICK_SIZES, "full": FULL_SIZES}
-"""(M, H) of each set of sizes: the fewest that hold every mark; four times those M·H too; M = 1 to 65,536 by powers of
+"""(M, H) of each set of sizes: the fewest that every mark needs; four times those M·H too; M = 1 to 65,536 by powers of
 two at every width too."""
 
 STATIC = frozenset((INDUCTOR_LARGE, INDUCTOR_DECODE))
-"""Sizes for which Inductor compiles the very shape, beside those that an op's marks name."""
+"""Sizes that Inductor compiles by themselves, beside those that an op's marks need."""
 DYNAMIC = frozenset((m, h) for m in (256, 2048, 16384) for h in WIDTHS)
-"""Sizes of "full" that one compile per width serves, with symbolic rows (a fourth M, of one row tile, would compile
+"""Sizes of "full" that one compile for each width serves, with a symbolic M (a fourth M, of one row tile, would compile
 once more)."""
 
 ABOUT = """\
-QuACK writes bfloat16 and does not quantise. Inductor: a compile for the very shape, or one per row length with symbolic
-rows (in the JSON file, per row: "static", "dynamic")."""
+QuACK writes bfloat16 and does not quantise. Inductor compiles for one shape, or for one row length with a symbolic
+number of rows (in the JSON file, for each row: "static", "dynamic")."""
 
 ADD_NOTES = (
     "QuACK's rmsnorm takes the residual and stores the sum in a new tensor; ours and Inductor's update it in place.",
     "Inductor may normalise the sum before it is rounded to bfloat16: in the JSON file, `mismatch` of its codes.",
-    "Calls repeat on the same residual, which therefore grows, to 256 to 512 times the input at most.",
+    "Repeated calls update the same residual, which therefore grows, to 256 to 512 times the input at most.",
 )
 
 
@@ -64,14 +65,16 @@ def rows_and_width(row: Row) -> tuple[int, int]:
 
 
 class RowBenchmark(Benchmark):
-    """An op on M rows: subclasses say the bytes, what the op takes and gives, and its goals.
+    """An op on M rows: subclasses say the bytes, what the op takes, and its targets.
 
     The op is the function of that name in `torch_cute_ops`, the composition the one in `compositions`; both take the
     row tensors, then the weight, then keywords.
     """
 
+    family = "row_quant"
     tolerance = 1e-3
     about = ABOUT
+    of_copy = targets.OF_COPY
     width = "H"
     """Name of the row length."""
     inputs_per_row = 1
@@ -80,33 +83,25 @@ class RowBenchmark(Benchmark):
     """Whether the op takes a residual, which it updates."""
     weighted = True
     """Whether the op takes a weight (H,) in the input dtype."""
-    has_norm = False
-    """Whether the op also returns the normalised rows."""
-    keywords: ClassVar[Mapping[str, Any]] = {}
-    """What the op is called with and the composition is not."""
     choices: ClassVar[Mapping[str, str]] = {}
     """The choices of the cases that the copy marks are judged on."""
-    quack_goal: float | None = None
+    most_over_quack: float | None = None
     """Most time over QuACK's rmsnorm at decode."""
-    inductor_goals: ClassVar[Mapping[tuple[int, int], float]] = {}
+    least_over_inductor: ClassVar[Mapping[tuple[int, int], float]] = {}
     """By size: how many times faster than the Inductor composition at least."""
 
     @property
     def notes(self) -> Sequence[str]:
         return ADD_NOTES if self.adds else ()
 
-    @abstractmethod
-    def make_outputs(self, case: Case, device: torch.device) -> Tensors:
-        """The outputs `y`, scales and so on, in the op's order and poisoned; a scale that the op takes as "given"."""
-
     # --- cases ---
 
     def case(self, m: int, width: int, inductor: str = "", choices: Mapping[str, str] | None = None) -> Case:
-        """A case of this op, with its usual choices unless told others."""
+        """A case of this op, with its default choices unless others are given."""
         return Case({"M": m, self.width: width}, inductor, self.choices if choices is None else choices)
 
     def cases(self, sizes: str) -> list[Case]:
-        static = frozenset(self.inductor_goals) | (STATIC if sizes != "marks" else frozenset())
+        static = frozenset(self.least_over_inductor) | (STATIC if sizes != "marks" else frozenset())
         compiled = dict.fromkeys(DYNAMIC if sizes == "full" else (), "dynamic") | dict.fromkeys(static, "static")
         # By width, the largest M first: a symbolic compile then tunes itself at the largest M it serves.
         ordered = sorted(SIZES[sizes], key=lambda size: (size[1], -size[0]))
@@ -122,6 +117,11 @@ class RowBenchmark(Benchmark):
     # --- tensors and calls ---
 
     def make_set(self, case: Case, device: torch.device) -> Tensors:
+        tensors = self.make_inputs(case, device)
+        return tensors | poisoned_outputs(self.op, lambda fake: self.call(fake, case, tensors))
+
+    def make_inputs(self, case: Case, device: torch.device) -> Tensors:
+        """The op's arguments by name, a scale that the op takes as "given"."""
         # What repeated calls do to a residual: r + n·x grows with n until x is less than half an ulp of it, at 256 to
         # 512 times |x| in bfloat16, and stays. So rows remain ordinary numbers in random order however often a graph
         # is replayed (sums of squares far inside 2^-80 to 2^80), and a kernel's time does not depend on their values.
@@ -131,9 +131,6 @@ class RowBenchmark(Benchmark):
             tensors["residual"] = torch.randn(m, width, dtype=DTYPE, device=device)
         if self.weighted:
             tensors["weight"] = torch.randn(width, dtype=DTYPE, device=device)
-        tensors |= self.make_outputs(case, device)
-        if self.has_norm:
-            tensors["norm"] = torch.full((m, width), float("nan"), dtype=DTYPE, device=device)
         return tensors
 
     def rows(self, tensors: Tensors) -> list[torch.Tensor]:
@@ -142,12 +139,11 @@ class RowBenchmark(Benchmark):
 
     def outputs(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
         """The tensors for the op's `out`."""
-        inputs = ("input", "residual", "weight", "given")
-        return tuple(tensor for name, tensor in tensors.items() if name not in inputs)
+        return tuple(tensors[name] for name in OPS[self.op].outputs)
 
-    def results(self, outputs: Sequence[torch.Tensor], tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        """`outputs` and the updated residual if there is one: all that the op writes."""
-        return (*outputs, tensors["residual"]) if self.adds else tuple(outputs)
+    def results(self, returned: Any, tensors: Tensors) -> tuple[torch.Tensor, ...]:
+        """What the op or the composition returned, and the updated residual if there is one: all that it writes."""
+        return (*as_tuple(returned), tensors["residual"]) if self.adds else as_tuple(returned)
 
     def call(self, function: Callable[..., Any], case: Case, tensors: Tensors, **more: Any) -> Any:
         """`function` (the op or the composition) on one buffer set."""
@@ -159,7 +155,8 @@ class RowBenchmark(Benchmark):
 
     def run(self, case: Case, tensors: Tensors) -> None:
         """Our op on one buffer set, into its preallocated outputs."""
-        self.call(getattr(torch_cute_ops, self.op), case, tensors, **self.keywords, out=self.outputs(tensors))
+        out = self.outputs(tensors)
+        self.call(getattr(torch_cute_ops, self.op), case, tensors, out=out if len(out) > 1 else out[0])
 
     def composition(self) -> Callable[..., Any]:
         """The torch composition."""
@@ -209,26 +206,35 @@ class RowBenchmark(Benchmark):
     def marks(self, rows: Sequence[Row]) -> list[Mark]:
         rows = [row for row in rows if row["choices"] == self.choices]
         marks = [self.copy_mark(rows, width) for width in MARK_WIDTHS]
-        if self.quack_goal is not None:
-            marks.append(self.decode_mark(rows, self.quack_goal))
-        return marks + [self.inductor_mark(rows, size, goal) for size, goal in self.inductor_goals.items()]
+        if self.most_over_quack is not None:
+            marks.append(self.decode_mark(rows, self.most_over_quack))
+        return marks + [self.inductor_mark(rows, size, least) for size, least in self.least_over_inductor.items()]
 
-    def copy_mark(self, rows: Sequence[Row], width: int, facts: str = "", goal: float = 0.92) -> Mark:
+    def copy_mark(self, rows: Sequence[Row], width: int, prefix: str = "") -> Mark:
         """At one width: the smallest fraction of the same-bytes copy bandwidth over rows with M·H ≥ 2^26."""
         large = [row for row in rows if rows_and_width(row)[1] == width and math.prod(rows_and_width(row)) >= LARGE]
-        name = f"{facts}{self.width}={width}, M·{self.width} ≥ 2^26: of copy"
-        return at_least(name, min((row["variants"]["ours"]["of_copy"] for row in large), default=None), goal)
+        name = f"{prefix}{self.width}={width}, M·{self.width} ≥ 2^26: of copy"
+        return at_least(name, min((row["variants"]["ours"]["of_copy"] for row in large), default=None), self.of_copy)
 
-    def decode_mark(self, rows: Sequence[Row], goal: float) -> Mark:
+    def decode_mark(self, rows: Sequence[Row], most: float) -> Mark:
         """The largest time over QuACK's rmsnorm, over M ≤ 128 at H = 7168."""
         decode = [row for row in rows if rows_and_width(row)[1] == DECODE_WIDTH and rows_and_width(row)[0] <= 128]
         ratios = [x for x in (ratio(row, "ours", "quack") for row in decode) if x is not None]
         peer = "QuACK's rmsnorm with residual" if self.adds else "QuACK's rmsnorm"
         name = f"decode, M ≤ 128, {self.width}={DECODE_WIDTH}: time over {peer}"
-        return at_most(name, max(ratios, default=None), goal, " ×")
+        return at_most(name, max(ratios, default=None), most, " ×")
 
-    def inductor_mark(self, rows: Sequence[Row], size: tuple[int, int], goal: float, facts: str = "") -> Mark:
+    def inductor_mark(self, rows: Sequence[Row], size: tuple[int, int], least: float, prefix: str = "") -> Mark:
         """How many times faster than the Inductor composition at one size."""
         found = [ratio(row, "inductor", "ours") for row in rows if rows_and_width(row) == size]
-        name = f"{facts}{size[0]}×{size[1]}: faster than Inductor"
-        return at_least(name, found[0] if found else None, goal, " ×")
+        name = f"{prefix}{size[0]}×{size[1]}: faster than Inductor"
+        return at_least(name, found[0] if found else None, least, " ×")
+
+
+class GatedRows(RowBenchmark):
+    """An op that gates one half of each row by the other. I is the width of the output."""
+
+    peers = ("inductor",)
+    width = "I"
+    inputs_per_row = 2
+    weighted = False

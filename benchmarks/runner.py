@@ -13,13 +13,13 @@ from .case import Benchmark, Case, Row, Tensors, Variant
 from .measure import Backend, Ceilings, Plan, Settings, copy, copy_sets, measure_what_captures, plan
 
 ASSUMED_TFLOPS = 600.0
-"""With which the duration of a product is estimated, to choose how often it runs."""
+"""The rate from which the duration of a GEMM is estimated, to choose how often it runs."""
 
 
 def warm_up(benchmark: Benchmark, cases: Sequence[Case], device: torch.device) -> None:
-    """Run our op once for each set of static facts, in each way, so that our kernels are compiled before a peer is
-    imported (QuACK patches the DSL they are compiled with) and outside of any timing. What fails here fails again, and
-    is reported, when its case runs."""
+    """Run our op once for each smallest case, in each way, so that our kernels are compiled before a peer is imported
+    (QuACK patches the DSL they are compiled with) and outside of any timing. What fails here fails again, and is
+    reported, when its case runs."""
     for smallest in {str(s): s for s in map(benchmark.smallest, cases)}.values():
         with contextlib.suppress(Exception):
             sets = [benchmark.make_set(smallest, device)]
@@ -55,8 +55,8 @@ def collect_variants(
 
 
 def check(benchmark: Benchmark, case: Case, sets: Sequence[Tensors], variants: dict[str, Variant]) -> dict[str, float]:
-    """Largest fraction of wrong output elements of each variant that computes the op, against the eager composition;
-    empty where the case is too large to check. Before each call set 0 is as it was made, poisoned outputs included."""
+    """Largest fraction of wrong output elements of each variant that computes the op; empty where the case is too large
+    to check. Before each call set 0 is as it was made, poisoned outputs included."""
     dimensions = list(case.sizes.values())
     if dimensions[0] * dimensions[1] > benchmark.checked_elements:
         return {}
@@ -136,7 +136,7 @@ def run_case(
 
 
 def _rates(tbps: float, tflops: float, ceilings: Ceilings) -> dict[str, float | None]:
-    """What is told of a product beside its times."""
+    """What the report says of a GEMM beside its times."""
     return {
         "of_read": tbps / ceilings.read_tbps if ceilings.read_tbps else None,
         "tflops": tflops,
@@ -166,15 +166,12 @@ def run(
     cases: Sequence[Case],
     *,
     device: torch.device,
-    backend: Backend,
-    settings: Settings,
-    l2_bytes: int,
-    ceilings: Ceilings,
     with_peers: bool = True,
     after_case: Callable[[Case, list[Row], str], None] = lambda case, rows, error: None,
+    **how: Any,
 ) -> list[Row]:
-    """Measure all cases; `after_case(case, rows so far, error)` follows each, with the reason where it failed. One
-    case that fails does not end the run."""
+    """Measure all cases, as `run_case` does with the same arguments; `after_case(case, rows so far, error)` follows
+    each, with the reason where it failed. One case that fails does not end the run."""
     rows: list[Row] = []
     warm_up(benchmark, cases, device)
     if with_peers:
@@ -183,17 +180,7 @@ def run(
     for case in cases:
         error = ""
         try:
-            row = run_case(
-                benchmark,
-                case,
-                device=device,
-                backend=backend,
-                settings=settings,
-                l2_bytes=l2_bytes,
-                ceilings=ceilings,
-                with_peers=with_peers,
-            )
-            rows.append(row)
+            rows.append(run_case(benchmark, case, device=device, with_peers=with_peers, **how))
         except torch.OutOfMemoryError:
             error = "skipped: the GPU has too little free memory for this size"
         except Exception as failure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .. import targets
 from ..case import Case
 from ..formulas import fp4_bytes, row_bytes
 from ..fp4_rows import Fp4Rows
@@ -11,7 +12,7 @@ from ..rows import DTYPE
 class AddRmsnormFp4quant(Fp4Rows):
     op = "add_rmsnorm_fp4quant"
     adds = True
-    quack_goal = 1.2
+    most_over_quack = targets.ADD_NORM_OVER_QUACK
 
     def bytes_moved(self, case: Case) -> int:
         """Input, residual and weight read; residual, packed data and scales written; bytes."""

@@ -11,7 +11,6 @@ from ..rows import DTYPE
 class AddRmsnormFp4quantWithNorm(Fp4Rows):
     op = "add_rmsnorm_fp4quant_with_norm"
     adds = True
-    has_norm = True
 
     def bytes_moved(self, case: Case) -> int:
         """Input, residual and weight read; residual, packed data, scales and normalised rows written; bytes."""

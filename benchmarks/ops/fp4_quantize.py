@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from .. import targets
 from ..case import Case
 from ..formulas import fp4_bytes, row_bytes
 from ..fp4_rows import Fp4Rows
@@ -15,7 +16,7 @@ class Fp4Quantize(Fp4Rows):
     peers = ("inductor",)
     tolerance = 0.0  # no reduction over the row: bit-exact
     weighted = False
-    inductor_goals: ClassVar = {INDUCTOR_LARGE: 5.0}
+    least_over_inductor: ClassVar = {INDUCTOR_LARGE: targets.FP4_OVER_INDUCTOR}
 
     def bytes_moved(self, case: Case) -> int:
         """Input read, packed data and scales written; bytes."""

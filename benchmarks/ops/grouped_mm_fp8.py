@@ -1,30 +1,31 @@
-"""grouped_mm_fp8: products of FP8 matrices under block scales, one for each expert."""
+"""grouped_mm_fp8: a GEMM for each expert, of FP8 matrices with block scales."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import torch
 
-import torch_cute_ops
+from torch_cute_ops.gemm.problem import GemmProblem
 
+from .. import moe_rows, targets
 from ..case import Case, Mark, Row, Tensors, Variant, at_least
-from ..fp8_products import (
+from ..fp8_gemms import (
     BLOCK,
     DEEP_GEMM,
-    DTYPE,
-    FLOPS_GOAL,
-    STREAM_GOAL,
-    FP8ProductBenchmark,
+    FP8GemmBenchmark,
     Prepared,
+    decoded_gemm,
     experts_of,
     found,
     peer_mark,
     rate,
     rows_last,
-    sums,
 )
+from ..gemms import DTYPE
 
 SHAPES = ((4096, 7168), (7168, 2048))
 """(N, K) of DeepSeek-V3's experts: gate and up, and down."""
@@ -39,98 +40,133 @@ DECODE = {
     "quick": tuple((experts, rows) for experts in (8, 32) for rows in (1, 8, 16, 64)),
     "full": tuple((experts, 2**i) for experts in (8, 16, 32) for i in range(7)),
 }
-"""The same in the masked layout, of which each has as much room as it needs."""
+"""The same in the masked layout, where each has room for just its rows."""
+ROUTED = {"marks": (), "quick": ((32, 4), (32, 16), (32, 64)), "full": tuple((32, 2**i) for i in range(11))}
+"""Experts, and their mean number of rows, in the contiguous layout without padding: tokens choose 8 experts at
+random."""
+BY_LAYOUT = {"contiguous": PREFILL, "masked": DECODE, "routed": ROUTED}
 PEER = "scaled_grouped_mm"
 DEEP_GEMM_ROWS = 128
-"""Of DeepGEMM's widest tile."""
+"""Rows of DeepGEMM's largest tile."""
 
 
-class GroupedMmFp8(FP8ProductBenchmark):
+class GroupedMmFp8(FP8GemmBenchmark):
     op = "grouped_mm_fp8"
     peers = (PEER, DEEP_GEMM)
 
+    def properties(self, case: Case) -> dict[str, Any]:
+        layout = {"masked": True} if case.choices["layout"] == "masked" else {"counts": False}
+        return {**super().properties(case), "experts": case["E"], **layout}
+
     def case(self, experts: int, m: int, n: int, k: int, layout: str = "contiguous") -> Case:
-        """A case of this op: ``m`` rows of each expert."""
+        """A case of this op: ``m`` rows of each expert, or as many on average."""
         return Case({"M": m, "N": n, "K": k, "E": experts}, choices={"layout": layout})
 
     def cases(self, sizes: str) -> list[Case]:
         return [
             self.case(*size, n, k, layout)
             for n, k in SHAPES
-            for layout, of_layout in (("contiguous", PREFILL), ("masked", DECODE))
+            for layout, of_layout in BY_LAYOUT.items()
             for size in of_layout[sizes]
         ]
 
     def panel(self, case: Case) -> str:
         return f"{super().panel(case)}, {case.choices['layout']}"
 
-    def make_set(self, case: Case, device: torch.device) -> Tensors:
-        m, n, k, experts = case["M"], case["N"], case["K"], experts_of(case)
-        tensors = self.rows(experts * m, case, device) | self.weight(case, device)
+    # --- formulas ---
+
+    def problem(self, case: Case) -> GemmProblem:
+        """What the case's calls compute, with the experts that have rows."""
+        problem, used = super().problem(case), int(counts_of(case).count_nonzero())
+        return replace(problem, grouping=replace(problem.grouping, experts=used))
+
+    def rows_of_problem(self, case: Case) -> int:
+        """M of the problem's formulas: in the masked layout the rows of an expert, else of all."""
+        return case["M"] if case.choices["layout"] == "masked" else int(counts_of(case).sum())
+
+    def bytes_moved(self, case: Case) -> int:
+        return self.problem(case).bytes_moved(self.rows_of_problem(case))
+
+    def flops(self, case: Case) -> int:
+        return self.problem(case).flops(self.rows_of_problem(case))
+
+    # --- tensors ---
+
+    def operands(self, case: Case, device: torch.device) -> Tensors:
+        counts = counts_of(case)
+        tensors = self.activations(int(counts.sum()), case, device) | self.weight(case, device)
         if case.choices["layout"] == "masked":
-            tensors["a"] = tensors["a"].view(experts, m, k)
-            tensors["a_scale"] = tensors["a_scale"].view(-1, experts, m)
-            tensors["counts"] = torch.full((experts,), m, dtype=torch.int32, device=device)
+            tensors["a"] = tensors["a"].view(len(counts), -1, case["K"])
+            tensors["a_scale"] = tensors["a_scale"].view(-1, *tensors["a"].shape[:2])
+            tensors["counts"] = counts.to(device, copy=True)
         else:
-            tensors["offsets"] = torch.arange(experts + 1, dtype=torch.int32, device=device) * m
-        tensors["out"] = torch.full((*tensors["a"].shape[:-1], n), float("nan"), dtype=DTYPE, device=device)
+            tensors["offsets"] = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(device)
         return tensors
 
-    def call(self, tensors: Tensors) -> None:
-        operands = (tensors[name] for name in ("a", "b", "a_scale", "b_scale"))
-        given = {name: tensors[name] for name in ("offsets", "counts") if name in tensors}
-        torch_cute_ops.grouped_mm_fp8(*operands, **given, out=tensors["out"])
+    def arguments(self, tensors: Tensors) -> Tensors:
+        names = ("a", "b", "a_scale", "b_scale", "offsets", "counts")
+        return {name: tensors[name] for name in names if name in tensors}
+
+    def expected(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:
+        counts, k = counts_of(case).tolist(), case["K"]
+        rows, scales = tensors["a"].view(-1, k).split(counts), tensors["a_scale"].flatten(1).split(counts, 1)
+        parts = map(decoded_gemm, rows, tensors["b"], scales, tensors["b_scale"])
+        return (torch.cat(list(parts)).view_as(tensors["out"]),)
+
+    # --- peers ---
 
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
-        """torch's, which takes rows packed one expert after the other: here both layouts are that; or DeepGEMM's."""
-        m, experts = case["M"], experts_of(case)
+        """torch's, which takes the experts' rows without padding, as all layouts are here; or DeepGEMM's."""
+        experts, layout = experts_of(case), case.choices["layout"]
         if name == DEEP_GEMM:
-            is_masked = case.choices["layout"] == "masked"
-            return self.deep_gemm(masked if is_masked else contiguous, case, sets)
+            return self.deep_gemm(masked if layout == "masked" else contiguous, case, sets)
 
         def make(t: Tensors) -> Callable[[], torch.Tensor]:
             a = t["a"].view(-1, case["K"])
             one, two = t["a_scale"].new_ones(len(a)), t["a_scale"].new_ones(experts, case["N"])
-            ends = torch.arange(1, experts + 1, dtype=torch.int32, device=a.device) * m
+            ends = counts_of(case).cumsum(0).int().to(a.device)
             return lambda: torch._scaled_grouped_mm(
                 a, t["b"].mT, one, two, offs=ends, out_dtype=DTYPE, use_fast_accum=True
             )
 
-        return self.peer_of(make, case, sets, "scales of whole rows")
+        return self.torch_gemm(make, case, sets, "one scale for each row")
 
-    def expected(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        m, k, experts = case["M"], case["K"], experts_of(case)
-        rows, scales = tensors["a"].view(experts, m, k), tensors["a_scale"].view(-1, experts, m)
-        parts = [
-            sums(rows[expert], tensors["b"][expert], scales[:, expert], tensors["b_scale"][expert])
-            for expert in range(experts)
-        ]
-        return (torch.cat(parts).view_as(tensors["out"]),)
+    # --- marks ---
 
     def marks(self, rows: Sequence[Row]) -> list[Mark]:
         large = found(rows, M=8192, N=4096, K=7168, E=4, layout="contiguous")
+        at_large = None if large is None else rate(large)
         prefill = [row for row in rows if row["choices"]["layout"] == "contiguous"]
         streams = [row["variants"]["ours"]["of_copy"] for row in rows if row["choices"]["layout"] == "masked"]
+        decode = "masked, 1 to 64 rows: of copy"
         return [
-            at_least("4 x 8192 x 4096 x 7168: rate", None if large is None else rate(large), FLOPS_GOAL, " TFLOP/s"),
-            peer_mark("contiguous: as fast as torch's grouped FP8 product", prefill, (PEER,)),
-            peer_mark("contiguous: as fast as DeepGEMM", prefill, (DEEP_GEMM,)),
-            at_least("masked, 1 to 64 rows: of a copy's bandwidth", min(streams, default=None), STREAM_GOAL),
+            at_least("4 x 8192 x 4096 x 7168: rate", at_large, targets.FP8_TFLOPS, " TFLOP/s"),
+            peer_mark("contiguous: rate over torch's grouped FP8 GEMM", prefill, (PEER,)),
+            peer_mark("contiguous: rate over DeepGEMM's", prefill, (DEEP_GEMM,)),
+            at_least(decode, min(streams, default=None), targets.FP8_DECODE_OF_COPY),
         ]
 
 
+def counts_of(case: Case) -> torch.Tensor:
+    """Rows of each expert (E,), int32 on the CPU."""
+    experts, m = experts_of(case), case["M"]
+    if case.choices["layout"] != "routed":
+        return torch.full((experts,), m, dtype=torch.int32)
+    return moe_rows.routing(experts * m // moe_rows.TOP, experts, moe_rows.PACKED)["counts"]
+
+
 def contiguous(library: ModuleType, t: Tensors) -> Prepared:
-    """DeepGEMM's product of rows one expert after the other, of which it wants multiples of 128."""
+    """DeepGEMM's grouped GEMM of rows one expert after the other, in multiples of 128."""
     a, b = (t["a"], rows_last(t["a_scale"])), (t["b"], t["b_scale"])
-    each = t["offsets"].diff().cpu()
-    if (each % BLOCK).any():
-        raise ValueError("an expert's rows are no multiple of 128")
-    owners = torch.arange(len(each), dtype=torch.int32).repeat_interleave(each).to(t["a"].device)
+    counts = t["offsets"].diff().cpu()
+    if (counts % BLOCK).any():
+        raise ValueError("the number of an expert's rows is no multiple of 128")
+    owners = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts).to(t["a"].device)
     return lambda: library.m_grouped_fp8_gemm_nt_contiguous(a, b, t["out"], owners), t["out"]
 
 
 def masked(library: ModuleType, t: Tensors) -> Prepared:
-    """DeepGEMM's product of equally many rows for each expert. It writes whole tiles, for which there is room here."""
+    """DeepGEMM's grouped GEMM of equally many rows for each expert, with room for the whole tiles that it writes."""
     experts, m, _ = t["a"].shape
     room = -m % DEEP_GEMM_ROWS
     rows = torch.nn.functional.pad(t["a"].view(torch.uint8), (0, 0, 0, room)).view(t["a"].dtype)

@@ -1,15 +1,15 @@
-"""mm_fp4_weight_only: the product of bfloat16 activations and an NVFP4 weight."""
+"""mm_fp4_weight_only: the GEMM of bfloat16 activations and an NVFP4 weight."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from ..products import ProductBenchmark
+from ..fp4_gemms import FP4GemmBenchmark
 
 
-class MmFp4WeightOnly(ProductBenchmark):
+class MmFp4WeightOnly(FP4GemmBenchmark):
     op = "mm_fp4_weight_only"
-    settings: ClassVar = {"activations": "bfloat16", **ProductBenchmark.settings}
+    settings: ClassVar = {"activations": "bfloat16", **FP4GemmBenchmark.settings}
 
 
 BENCHMARK = MmFp4WeightOnly()

@@ -1,4 +1,4 @@
-"""mm_fp8_block: the product of FP8 matrices under block scales."""
+"""mm_fp8_block: the GEMM of FP8 matrices with block scales."""
 
 from __future__ import annotations
 
@@ -7,32 +7,29 @@ from types import ModuleType
 
 import torch
 
-import torch_cute_ops
-
+from .. import targets
 from ..case import Case, Mark, Row, Tensors, Variant, at_least
-from ..fp8_products import (
+from ..fp8_gemms import (
     DEEP_GEMM,
-    DTYPE,
-    FLOPS_GOAL,
-    FP8ProductBenchmark,
+    FP8GemmBenchmark,
     Prepared,
+    decoded_gemm,
     found,
     peer_mark,
     rate,
     rows_last,
-    sums,
 )
+from ..gemms import DTYPE
 
 SHAPES = ((4096, 7168), (7168, 2048))
 """(N, K) of DeepSeek-V3's experts."""
 ROWS = {"marks": (8192,), "quick": (1, 16, 64, 256, 1024, 4096, 8192), "full": tuple(2**i for i in range(15))}
-PEERS = ("rowwise", "blockwise")
-"""Of torch's."""
+TORCH = ("rowwise", "blockwise")
 
 
-class MmFp8Block(FP8ProductBenchmark):
+class MmFp8Block(FP8GemmBenchmark):
     op = "mm_fp8_block"
-    peers = (*PEERS, DEEP_GEMM)
+    peers = (*TORCH, DEEP_GEMM)
 
     def case(self, m: int, n: int, k: int) -> Case:
         """A case of this op."""
@@ -41,15 +38,12 @@ class MmFp8Block(FP8ProductBenchmark):
     def cases(self, sizes: str) -> list[Case]:
         return [self.case(m, n, k) for n, k in SHAPES for m in ROWS[sizes]]
 
-    def make_set(self, case: Case, device: torch.device) -> Tensors:
-        m, n = case["M"], case["N"]
+    def operands(self, case: Case, device: torch.device) -> Tensors:
         weight = {name: tensor[0] for name, tensor in self.weight(case, device).items()}
-        out = torch.full((m, n), float("nan"), dtype=DTYPE, device=device)
-        return {**self.rows(m, case, device), **weight, "out": out}
+        return self.activations(case["M"], case, device) | weight
 
-    def call(self, tensors: Tensors) -> None:
-        a, b, a_scale, b_scale = (tensors[name] for name in ("a", "b", "a_scale", "b_scale"))
-        torch_cute_ops.mm_fp8_block(a, b.t(), a_scale, b_scale, out=tensors["out"])
+    def arguments(self, tensors: Tensors) -> Tensors:
+        return {"b": tensors["b"].t(), **{name: tensors[name] for name in ("a", "a_scale", "b_scale")}}
 
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
         def rowwise(t: Tensors) -> Callable[[], torch.Tensor]:
@@ -67,20 +61,21 @@ class MmFp8Block(FP8ProductBenchmark):
         if name == DEEP_GEMM:
             return self.deep_gemm(deep_gemm, case, sets)
         if name == "rowwise":
-            return self.peer_of(rowwise, case, sets, "scales of whole rows")
-        return self.peer_of(blockwise, case, sets)
+            return self.torch_gemm(rowwise, case, sets, "one scale for each row")
+        return self.torch_gemm(blockwise, case, sets)
 
     def expected(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:
-        return (sums(*(tensors[name] for name in ("a", "b", "a_scale", "b_scale"))),)
+        return (decoded_gemm(*(tensors[name] for name in ("a", "b", "a_scale", "b_scale"))),)
 
     def marks(self, rows: Sequence[Row]) -> list[Mark]:
         large = found(rows, M=8192, N=4096, K=7168)
         many = [row for row in rows if row["sizes"]["M"] >= 4096]
+        at_large = None if large is None else rate(large)
         return [
-            at_least("8192 x 4096 x 7168: rate", None if large is None else rate(large), FLOPS_GOAL, " TFLOP/s"),
-            peer_mark("M of 4,096 or more: as fast as torch's FP8 products", many, PEERS),
-            peer_mark("M of 4,096 or more: as fast as torch's with the same scales", many, ("blockwise",)),
-            peer_mark("M of 4,096 or more: as fast as DeepGEMM", many, (DEEP_GEMM,)),
+            at_least("8192 x 4096 x 7168: rate", at_large, targets.FP8_TFLOPS, " TFLOP/s"),
+            peer_mark("M ≥ 4,096: rate over torch's FP8 GEMMs", many, TORCH),
+            peer_mark("M ≥ 4,096: rate over torch's with the same scales", many, ("blockwise",)),
+            peer_mark("M ≥ 4,096: rate over DeepGEMM's", many, (DEEP_GEMM,)),
         ]
 
 

@@ -1,20 +1,17 @@
-"""moe_fc2_fp4: products of NVFP4 activations and NVFP4 weights, added up over the experts of a token."""
+"""moe_fc2_fp4: the second GEMM of an expert layer, of NVFP4 activations and NVFP4 weights."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from ..experts import ExpertBenchmark
-from ..products import FP4Activations
+from ..expert_gemms import ExpertGemmBenchmark
+from ..fp4_gemms import FP4_ACTIVATIONS_NOTE, FP4Activations
 
 
-class MoeFc2Fp4(ExpertBenchmark, FP4Activations):
+class MoeFc2Fp4(ExpertGemmBenchmark, FP4Activations):
     op = "moe_fc2_fp4"
-    settings: ClassVar = {"activations": "NVFP4", **ExpertBenchmark.settings}
-    notes = (
-        "The peers have no FP4 activations on this GPU: theirs are the same numbers in bfloat16.",
-        *ExpertBenchmark.notes,
-    )
+    settings: ClassVar = {"activations": "NVFP4", **ExpertGemmBenchmark.settings}
+    notes = (FP4_ACTIVATIONS_NOTE, *ExpertGemmBenchmark.notes)
 
 
 BENCHMARK = MoeFc2Fp4()

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from ..case import Case
+from ..case import Case, Tensors
 from ..formulas import row_bytes
 from ..moe_rows import DTYPE, TOP, MoeRowBenchmark
 
 
 class MoeFinalize(MoeRowBenchmark):
     op = "moe_finalize"
-    outputs = ("out",)
+    family = "moe_finalize"
 
     def bytes_moved(self, case: Case) -> int:
         """A row for each pair, the residual, indices and weights read, the sums written; bytes."""
         m, pairs = case["M"], self.pairs(case)
         return row_bytes(pairs + 2 * m, case["H"], DTYPE.itemsize) + row_bytes(pairs, 2, 4)
 
-    def arguments(self, case: Case, device: torch.device) -> dict[str, Any]:
+    def arguments(self, case: Case, device: torch.device) -> Tensors:
         m, width = case["M"], case["H"]
         return {
             "input": torch.randn(self.rows(case), width, dtype=DTYPE, device=device),

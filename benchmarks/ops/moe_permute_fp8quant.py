@@ -14,6 +14,7 @@ from ..moe_rows import DTYPE, TOP, MoeRowBenchmark
 
 class MoePermuteFp8quant(MoeRowBenchmark):
     op = "moe_permute_fp8quant"
+    family = "moe_permute"
     peers = ("fill",)
     notes = ("Fill: torch writes the codes' bytes, and reads nothing. They are four fifths of what this op moves.",)
 
@@ -26,10 +27,10 @@ class MoePermuteFp8quant(MoeRowBenchmark):
     def numbers(self, case: Case) -> dict[str, Any]:
         return {"topk": TOP}
 
-    def arguments(self, case: Case, device: torch.device) -> dict[str, Any]:
+    def arguments(self, case: Case, device: torch.device) -> Tensors:
         rows = torch.randn(case["M"], case["H"], dtype=DTYPE, device=device)
         routed = self.routed(case, device, "permuted_to_expanded", "expanded_to_permuted")
-        return {"input": rows, **self.numbers(case), **routed}
+        return {"input": rows, **routed}
 
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant:
         written = self.pairs(case) * case["H"]

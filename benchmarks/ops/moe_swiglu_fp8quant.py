@@ -5,17 +5,16 @@ Rows without padding are given by their offsets alone, of which the kernel reads
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from ..case import Case
+from ..case import Case, Tensors
 from ..formulas import fp8_bytes, row_bytes
 from ..moe_rows import DTYPE, PACKED, MoeRowBenchmark, alignment_of
 
 
 class MoeSwigluFp8quant(MoeRowBenchmark):
     op = "moe_swiglu_fp8quant"
+    family = "row_quant"
     width = "I"
     usual_width = 2048
 
@@ -25,7 +24,7 @@ class MoeSwigluFp8quant(MoeRowBenchmark):
         moved = row_bytes(pairs, 2 * width, DTYPE.itemsize) + fp8_bytes(pairs, width, "block128")
         return moved + row_bytes(2 if is_packed(case) else 2 * case["E"] + 1, 1, 4)
 
-    def arguments(self, case: Case, device: torch.device) -> dict[str, Any]:
+    def arguments(self, case: Case, device: torch.device) -> Tensors:
         rows = torch.randn(self.rows(case), 2 * case["I"], dtype=DTYPE, device=device)
         names = ("offsets",) if is_packed(case) else ("offsets", "counts")
         return {"input": rows, **self.routed(case, device, *names)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from .. import targets
 from ..case import Case
 from ..formulas import fp4_bytes, row_bytes
 from ..fp4_rows import Fp4Rows
@@ -12,8 +13,8 @@ from ..rows import DTYPE, INDUCTOR_LARGE
 
 class RmsnormFp4quant(Fp4Rows):
     op = "rmsnorm_fp4quant"
-    quack_goal = 1.15
-    inductor_goals: ClassVar = {INDUCTOR_LARGE: 5.0}
+    most_over_quack = targets.NORM_OVER_QUACK
+    least_over_inductor: ClassVar = {INDUCTOR_LARGE: targets.FP4_OVER_INDUCTOR}
 
     def bytes_moved(self, case: Case) -> int:
         """Input and weight read, packed data and scales written; bytes."""

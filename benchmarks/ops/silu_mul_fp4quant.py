@@ -5,15 +5,11 @@ from __future__ import annotations
 from ..case import Case
 from ..formulas import fp4_bytes, row_bytes
 from ..fp4_rows import Fp4Rows
-from ..rows import DTYPE
+from ..rows import DTYPE, GatedRows
 
 
-class SiluMulFp4quant(Fp4Rows):
+class SiluMulFp4quant(GatedRows, Fp4Rows):
     op = "silu_mul_fp4quant"
-    peers = ("inductor",)
-    width = "I"
-    inputs_per_row = 2
-    weighted = False
 
     def bytes_moved(self, case: Case) -> int:
         """Both halves of the input read, packed data and scales written; bytes."""

@@ -5,15 +5,11 @@ from __future__ import annotations
 from ..case import Case
 from ..formulas import fp8_bytes, row_bytes
 from ..fp8_rows import Fp8Rows
-from ..rows import DTYPE
+from ..rows import DTYPE, GatedRows
 
 
-class SiluMulFp8quant(Fp8Rows):
+class SiluMulFp8quant(GatedRows, Fp8Rows):
     op = "silu_mul_fp8quant"
-    peers = ("inductor",)
-    width = "I"
-    inputs_per_row = 2
-    weighted = False
 
     def bytes_moved(self, case: Case) -> int:
         """Both halves of the input read, data and scales written; bytes."""

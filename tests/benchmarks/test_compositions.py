@@ -1,4 +1,4 @@
-"""The torch composition that Inductor compiles, against SPEC.md written out in plain Python, one element at a time."""
+"""The torch compositions, against docs/numerics.md written out in plain Python, one element at a time."""
 
 import math
 import struct
@@ -63,7 +63,7 @@ def quantize(rows):
 
 
 def to_128x4(scales):
-    """SPEC.md's byte order, byte by byte, in a zeroed buffer."""
+    """The byte order of the layout, byte by byte, in a zeroed buffer."""
     tiles = math.ceil(len(scales[0]) / 4)
     buffer = [0] * (math.ceil(len(scales) / 128) * 128 * tiles * 4)
     for m, row in enumerate(scales):
@@ -154,20 +154,20 @@ def test_dynamic_fp8_bit_for_bit(granularity, block, layout):
     values = torch.randn(6, 256, generator=torch.Generator().manual_seed(block))
     values *= torch.tensor([1.0, 1e-3, 1e4, 1.0, 1.0, 0.0]).unsqueeze(-1)
     values[3, 0], values[4, 200], values[5, 3] = math.nan, -math.inf, -0.0
-    y, scale = compositions.fp8_quantize(values, None, granularity, "row" if granularity == "token" else layout)
+    y, scale = compositions.e4m3_quantize(values, None, granularity, "row" if granularity == "token" else layout)
     assert y.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and scale.is_contiguous()
     assert tuple(scale.shape) == ((256 // block, 6) if block == 128 and layout == "column" else (6, 256 // block))
     by_row = scale.t() if scale.shape[1] == 6 else scale
     for row, codes, scales in zip(values.tolist(), y.view(torch.uint8).tolist(), by_row.tolist(), strict=True):
-        wanted = [quantize_fp8(row[i : i + block]) for i in range(0, 256, block)]
-        assert codes == [byte for some, _ in wanted for byte in some]
-        assert scales == pytest.approx([s for _, s in wanted], rel=0, abs=0, nan_ok=True)
+        expected = [quantize_fp8(row[i : i + block]) for i in range(0, 256, block)]
+        assert codes == [byte for some, _ in expected for byte in some]
+        assert scales == pytest.approx([s for _, s in expected], rel=0, abs=0, nan_ok=True)
 
 
 def test_static_fp8_bit_for_bit():
     values = torch.tensor([[0.0, -0.0, 1.0, -3.0, 27.9, 28.0, 29.0, -1e6, math.inf, 1e-5, 0.3, 7.7]])
     given = torch.tensor([0.0625])
-    y, scale = compositions.fp8_quantize(values, given, "tensor", "row")
+    y, scale = compositions.e4m3_quantize(values, given, "tensor", "row")
     assert y.view(torch.uint8).tolist() == [[e4m3_byte(fp32(v / 0.0625)) for v in values[0].tolist()]]
     assert torch.equal(scale, given) and scale.data_ptr() != given.data_ptr()
 
@@ -190,10 +190,64 @@ def test_the_residual_becomes_the_rounded_sum_which_is_normalised(op):
     total = (x.double() + residual.double()).to(torch.bfloat16)  # the sum of two bfloat16 is exact in float64
     outputs = getattr(compositions, op)(x, residual, w, 1e-6)
     assert torch.equal(residual, total)
-    plain = getattr(compositions, op.removeprefix("add_").removesuffix("_both_layouts"))(total, w, 1e-6)
-    assert all(flat(a) == flat(b) for a, b in zip(outputs, plain, strict=False))
     if op.endswith("both_layouts"):
         assert flat(outputs[1]) == to_128x4(outputs[2].view(torch.uint8).tolist())
+        outputs = (*outputs[:2], *outputs[3:])
+    plain = getattr(compositions, op.removeprefix("add_").removesuffix("_both_layouts"))(total, w, 1e-6)
+    assert all(flat(a) == flat(b) for a, b in zip(outputs, plain, strict=True))
+
+
+# --- decoding and routing -------------------------------------------------------------------------
+
+
+def test_every_code_and_scale_is_decoded():
+    """All codes in a block, and a block for each finite scale; exact in bfloat16."""
+    finite = [byte for byte in range(256) if byte & 0x7F != 0x7F]
+    codes = torch.tensor([low | low + 1 << 4 for low in range(0, 16, 2)], dtype=torch.uint8).repeat(len(finite), 1)
+    linear = torch.tensor(finite, dtype=torch.uint8).view(torch.float8_e4m3fn).unsqueeze(1)
+    values = [*E2M1, *(-v for v in E2M1)]
+    expected = [[v * math.copysign(e4m3_value(byte & 0x7F), 127.5 - byte) for v in values] for byte in finite]
+    for dtype in (torch.bfloat16, torch.float64):
+        got = compositions.nvfp4_dequantize(codes, linear, dtype)
+        assert torch.equal(got, torch.tensor(expected, dtype=dtype))
+    got = compositions.fp4_dequantize(codes, compositions.to_128x4(linear))
+    assert torch.equal(got, torch.tensor(expected, dtype=torch.bfloat16))
+
+
+def routed(logits, groups, best, top, factor):
+    """Experts and weights of one token, as DeepSeek-V3 chooses."""
+    scores, size = [1 / (1 + math.exp(-x)) for x in logits], len(logits) // groups
+    two_best = [sum(sorted(scores[g * size : (g + 1) * size])[-2:]) for g in range(groups)]
+    kept = sorted(range(groups), key=lambda g: -two_best[g])[:best]
+    chosen = sorted((e for e in range(len(logits)) if e // size in kept), key=lambda e: -scores[e])[:top]
+    total = sum(scores[e] for e in chosen)
+    return {e: scores[e] / total * factor for e in chosen}
+
+
+def test_routing():
+    logits = torch.randn(9, 32, generator=torch.Generator().manual_seed(11))
+    by_token = [routed(row, 8, 4, 3, 2.5) for row in logits.tolist()]
+    choice = {"topk": 3, "scoring": "sigmoid", "num_groups": 8, "topk_groups": 4, "scaling_factor": 2.5}
+    dense = compositions.moe_route_dense(logits, **choice)
+    torch.testing.assert_close(dense, torch.tensor([[chosen.get(e, 0.0) for e in range(32)] for chosen in by_token]))
+    weights, ids, *order = compositions.moe_route(logits, **choice, alignment=8)
+    assert ids.tolist() == [list(chosen) for chosen in by_token]
+    torch.testing.assert_close(weights, torch.tensor([list(chosen.values()) for chosen in by_token]))
+    assert all(torch.equal(a, b) for a, b in zip(order, compositions.moe_route_ids(ids, 32, 8), strict=True))
+
+
+@pytest.mark.parametrize("alignment", [1, 8])
+def test_the_order_of_rows(alignment):
+    ids = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(i))[:3] for i in range(7)]).int()
+    pairs_of = [[pair for pair, expert in enumerate(ids.flatten().tolist()) if expert == e] for e in range(6)]
+    rows, firsts = [], [0]
+    for pairs in pairs_of:
+        rows += pairs + [-1] * (-len(pairs) % alignment)
+        firsts.append(len(rows))
+    places, pairs_of_rows, offsets, counts = compositions.moe_route_ids(ids, 6, alignment)
+    assert offsets.tolist() == firsts and counts.tolist() == list(map(len, pairs_of))
+    assert pairs_of_rows.tolist() == rows + [-1] * (len(pairs_of_rows) - len(rows))
+    assert [rows[place] for place in places.flatten().tolist()] == list(range(21))
 
 
 # --- compiled -------------------------------------------------------------------------------------

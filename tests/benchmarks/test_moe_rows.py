@@ -1,11 +1,11 @@
-"""The benchmarks of the ops around the experts' products, without a GPU."""
+"""The benchmarks of the ops around the GEMMs of an expert layer, without a GPU."""
 
 import pytest
 import torch
 
 from benchmarks import ops
 from benchmarks.case import Case
-from benchmarks.moe_rows import PACKED, PADDED, SIZES, TOP, MoeRowBenchmark, alignment_of, routing
+from benchmarks.moe_rows import PACKED, PADDED, SIZES, TOP, MoeRowBenchmark, RoutingBenchmark, alignment_of, routing
 from benchmarks.runner import cloned
 
 CPU = torch.device("cpu")
@@ -17,10 +17,12 @@ BYTES = {
     "moe_permute_fp8quant": 4096 * (14336 + 8 * (7168 + 56 * 4) + 8 * 4),
     "moe_swiglu_fp8quant": 4096 * 8 * (8192 + 2048 + 16 * 4) + 513 * 4,
     "moe_route": 4096 * (512 + 8 * 12) + (4096 * 8 + 256 * 127) // 128 * 128 * 4 + 513 * 4,
+    "moe_route_dense": 4096 * 256 * (2 + 4),
+    "moe_route_ids": 4096 * 8 * 4 * 2 + (4096 * 8 + 256 * 127) // 128 * 128 * 4 + 513 * 4,
 }
 
 
-@by_op
+@pytest.mark.parametrize("op", BYTES)
 def test_bytes_by_hand(op):
     benchmark = ops.load(op)
     assert benchmark.bytes_moved(benchmark.case(4096)) == BYTES[op]
@@ -44,7 +46,7 @@ def test_sizes_hold_every_mark(op):
         for case in benchmark.cases("marks")
     ]
     marks = {mark.name: (mark.value, mark.passed) for mark in benchmark.marks(rows)}
-    if op == "moe_route":
+    if isinstance(benchmark, RoutingBenchmark):
         assert marks == {"decode, M ≤ 64: time": (4.0, True)}
     else:
         assert marks.pop("decode, M ≤ 64, alignment 1: time") == (2.0, True)
@@ -58,7 +60,7 @@ def test_sizes_hold_every_mark(op):
 def test_the_op_agrees_with_what_is_expected(op, alignment):
     """On the CPU they are the same; what the op leaves unspecified is not written on a GPU."""
     benchmark = ops.load(op)
-    case = benchmark.case(5, 32 if op == "moe_route" else 256, 32, alignment)
+    case = benchmark.case(5, 32 if isinstance(benchmark, RoutingBenchmark) else 256, 32, alignment)
     tensors = benchmark.make_set(case, CPU)
     made = cloned(tensors)
     want = benchmark.expected(case, tensors)
@@ -79,6 +81,19 @@ def test_a_fill_writes_as_many_codes():
     assert (written[: 5 * TOP * 256 // 4] == 1).all() and (written[5 * TOP * 256 // 4 :] != 1).all()
     read, scales, indices = 5 * 256 * 2, 5 * TOP * 2 * 4, 5 * TOP * 4
     assert peer.bytes == benchmark.bytes_moved(case) - read - scales - indices
+
+
+@pytest.mark.parametrize("op", ["moe_route", "moe_route_dense", "moe_route_ids"])
+def test_the_torch_peer_computes_the_same(op):
+    """Logits are all different here: of equal ones torch may take any."""
+    benchmark = ops.load(op)
+    case = benchmark.case(40, experts=32)
+    sets = [benchmark.make_set(case, CPU) for _ in range(2)]
+    if op != "moe_route_ids":
+        sets[1]["logits"].copy_(torch.stack([torch.randperm(32) for _ in range(40)]) / 8 - 2)
+    peer = benchmark.peer("torch", case, sets)
+    assert benchmark.mismatch(peer.call(1), benchmark.expected(case, sets[1])) == 0.0
+    assert peer.checked is (op == "moe_route_ids") and peer.bytes == benchmark.bytes_moved(case)
 
 
 def test_routings_are_what_they_say():

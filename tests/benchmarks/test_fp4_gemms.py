@@ -1,4 +1,4 @@
-"""The benchmarks of the FP4 products without a GPU: bytes, sizes, checks, stand-ins for the peers, marks."""
+"""The benchmarks of the FP4 GEMMs without a GPU: bytes, sizes, checks, stand-ins for the peers, marks."""
 
 import json
 import sys
@@ -9,10 +9,8 @@ import torch
 
 import torch_cute_ops
 from benchmarks import __main__ as cli
-from benchmarks import compositions, fp4_peers, measure, ops, products, report, runner
+from benchmarks import compositions, fp4_gemms, fp4_peers, measure, ops, report, runner
 from benchmarks.measure import Ceilings, Settings
-from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS
-from torch_cute_ops.mm_backends import Product
 
 CPU = torch.device("cpu")
 OPS = ["mm_fp4", "mm_fp4_weight_only"]
@@ -63,11 +61,11 @@ def stand_ins(monkeypatch):
         assert config == "a layer's" and device == CPU
         return {"block_shape": shape_m}
 
-    def product(a, codes, scale, tensor_scale, out, wformat):
+    def gemm(a, codes, scale, tensor_scale, out, wformat):
         assert wformat == "nvfp4" and isinstance(tensor_scale, float)
         return out.copy_(a.float() @ compositions.nvfp4_dequantize(codes, scale, torch.float32).t() * tensor_scale)
 
-    quack = module("quack.gemm_w4", gemm_w4a16=product, prepare_w4_weight=lambda codes, scale, wformat: (codes, scale))
+    quack = module("quack.gemm_w4", gemm_w4a16=gemm, prepare_w4_weight=lambda codes, scale, wformat: (codes, scale))
     for made in (
         module("humming"),
         module("humming.layer", HummingLayer=FakeLayer),
@@ -112,19 +110,9 @@ def test_the_formula_is_the_bytes_of_the_tensors(op):
 
 
 @by_op
-def test_the_formulas_are_the_package_s(op):
-    benchmark, layout = ops.load(op), SCALE_LAYOUTS["128x4"]
-    dtype, a_layout = (torch.uint8, layout) if op == "mm_fp4" else (torch.bfloat16, None)
-    for case in benchmark.cases("full"):
-        product = Product(case["N"], case["K"], NVFP4, dtype, a_layout, layout, True, torch.bfloat16)
-        assert benchmark.bytes_moved(case) == product.bytes_moved(case["M"])
-        assert benchmark.flops(case) == product.flops(case["M"])
-
-
-@by_op
 def test_sizes(op):
     benchmark = ops.load(op)
-    sizes = {name: [tuple(case.sizes.values()) for case in benchmark.cases(name)] for name in products.SIZES}
+    sizes = {name: [tuple(case.sizes.values()) for case in benchmark.cases(name)] for name in fp4_gemms.SIZES}
     marks, quick, full = (set(sizes[name]) for name in ("marks", "quick", "full"))
     assert marks < quick < full
     assert [len(cases) for cases in sizes.values()] == [len(marks), len(quick), len(full)] == [10, 37, 84]
@@ -139,7 +127,7 @@ def test_sizes(op):
     assert str(benchmark.smallest(case)) == str(case)
 
 
-def test_rates_limit_how_often_a_large_product_runs(monkeypatch):
+def test_rates_limit_how_often_a_large_gemm_runs(monkeypatch):
     """By its bytes alone a graph of the largest would hold 12 calls of 7 ms."""
     plans = []
     monkeypatch.setattr(runner, "plan", lambda *args, **kwargs: plans.append(measure.plan(*args, **kwargs)) or 1 / 0)
@@ -154,10 +142,10 @@ def test_rates_limit_how_often_a_large_product_runs(monkeypatch):
 
 
 def test_decoding_is_the_package_s():
-    codes, scale = products.random_nvfp4(200, 96, CPU)
+    codes, scale = fp4_gemms.random_nvfp4(200, 96, CPU)
     linear = compositions.from_128x4(scale, 200, 6)
     assert torch.equal(compositions.to_128x4(linear).view(torch.uint8), scale.view(torch.uint8))
-    want = torch_cute_ops.fp4_dequantize(codes, scale, scale_layout="128x4", out_dtype=torch.float32)
+    want = torch_cute_ops.fp4_dequantize(codes, scale, out_dtype=torch.float32)
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         assert torch.equal(compositions.nvfp4_dequantize(codes, linear, dtype), want.to(dtype))
     assert want.abs().max() > 6 and 0.5 <= linear.float().min() < linear.float().max() <= 2
@@ -198,8 +186,7 @@ def test_absent_peers_have_reasons(op, no_peers):
     assert list(absent) == [*benchmark.ways, "humming", "quack", "marlin"]
     assert "reference" not in benchmark.ways and {"mma_sync", "cublas"} <= set(benchmark.ways)
     no_gpu = "needs a CUDA device; the tensors are on cpu"
-    reasons = dict.fromkeys(benchmark.ways, no_gpu) | {"routed": "computes products with experts alone"}
-    assert {name: absent[name] for name in benchmark.ways} == reasons
+    assert {name: absent[name] for name in benchmark.ways} == dict.fromkeys(benchmark.ways, no_gpu)
     assert absent["humming"].startswith("humming cannot be imported (ModuleNotFoundError: ")
     assert absent["quack"].startswith("QuACK cannot be imported (ModuleNotFoundError: ")
     assert "Marlin" in absent["marlin"]
@@ -249,14 +236,14 @@ class Fails(RuntimeError):
 @pytest.mark.parametrize("when", ["packed", "called", "captured"])
 def test_a_peer_that_fails_does_not_end_the_run(when, stand_ins, monkeypatch, fake_backend):
     """When it is made, on its first call, or when it is captured."""
-    calls, product = [], stand_ins.gemm_w4a16
+    calls, gemm = [], stand_ins.gemm_w4a16
 
     def fail(*args, **kwargs):
         calls.append(args)
         # The first calls are that of `collect_variants` and that of `check`.
         if when != "captured" or len(calls) > 2:
             raise Fails("of the peer\nand more")
-        return product(*args, **kwargs)
+        return gemm(*args, **kwargs)
 
     monkeypatch.setattr(stand_ins, "prepare_w4_weight" if when == "packed" else "gemm_w4a16", fail)
     row = measured(fake_backend)[0]
@@ -322,7 +309,7 @@ def test_a_run_on_the_cpu_with_a_made_up_clock(op, stand_ins, fake_backend, monk
     assert set(row["absent"]) == {*ops.load(op).ways, "marlin"}
 
 
-def test_a_wrong_peer_is_told_and_sets_no_mark(stand_ins, fake_backend, monkeypatch, tmp_path, capsys):
+def test_a_wrong_peer_is_reported_and_sets_no_mark(stand_ins, fake_backend, monkeypatch, tmp_path, capsys):
     """Even one that writes nothing, after others that wrote the right result there."""
     monkeypatch.setattr(stand_ins, "gemm_w4a16", lambda *args, out, **kwargs: out)
     monkeypatch.setattr(cli, "CudaGraphs", lambda: fake_backend([10.0, 12.0, 2.0, 20.0, 8.0]))
@@ -334,7 +321,7 @@ def test_a_wrong_peer_is_told_and_sets_no_mark(stand_ins, fake_backend, monkeypa
     read = json.loads((tmp_path / "mm_fp4.json").read_text())
     assert read["rows"][0]["variants"]["quack"]["correct"] is False
     marks = {mark["name"]: mark["value"] for mark in read["marks"]}
-    assert marks["M ≤ 64: times as fast as the best FP4 peer"] == pytest.approx(1.2)
+    assert marks["M ≤ 64: times as fast as the fastest FP4 peer"] == pytest.approx(1.2)
     text = (tmp_path / "mm_fp4.md").read_text()
     assert "- QuACK: up to 100.0% of the elements differ, at M=16 N=128 K=64; M=256 N=128 K=64" in text
     assert "4.50 TB/s" in text and "the fraction of cuBLAS" in text and "600 TFLOP/s" in " ".join(text.split())
@@ -378,14 +365,16 @@ def row(m, n, k, wrong=(), **us):
         rates = {"of_read": 0.5, "tflops": 2 * m * n * k / value * 1e-6, "of_bf16": 0.5} if name != "copy" else {}
         variants[name] = {"us": value, "p20": value, "p80": value, "tbps": 1.0, "of_copy": 0.5, "of_peak": 0.5, **rates}
         variants[name] |= {"correct": name not in wrong, "mismatch": 0.5 if name in wrong else 0.0}
-    facts = {"panel": f"N = {n}, K = {k}", "bytes": n * k, "flops": 2 * m * n * k, "rotation_over_l2": 3.1}
     return {
         "sizes": {"M": m, "N": n, "K": k},
         "choices": {},
         "variants": variants,
         "absent": {},
         "correct": True,
-        **facts,
+        "panel": f"N = {n}, K = {k}",
+        "bytes": n * k,
+        "flops": 2 * m * n * k,
+        "rotation_over_l2": 3.1,
     }
 
 
@@ -408,7 +397,7 @@ ROWS = [
 @by_op
 def test_marks(op):
     marks = {mark.name: mark for mark in ops.load(op).marks(ROWS)}
-    fp4, auto = "times as fast as the best FP4 peer", "auto over the best of our backends"
+    fp4, auto = "times as fast as the fastest FP4 peer", "time of auto over the fastest of our backends"
     got = {name: (mark.goal, pytest.approx(mark.value), mark.passed) for name, mark in marks.items()}
     assert got == {
         "M ≤ 16, N = K = 16,384: time": ("≤ 42 µs", 44.0, False),

@@ -1,4 +1,4 @@
-"""The benchmarks of FP8 products without a GPU: bytes, sizes, checks, marks."""
+"""The benchmarks of FP8 GEMMs without a GPU: bytes, sizes, checks, marks."""
 
 import sys
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torch_cute_ops  # noqa: F401  registers the ops
-from benchmarks import fp8_products, ops
+from benchmarks import fp8_gemms, ops
 from benchmarks.case import Case
 
 CPU = torch.device("cpu")
@@ -15,6 +15,7 @@ SMALL = [
     ("mm_fp8_block", Case({"M": 5, "N": 136, "K": 256})),
     ("grouped_mm_fp8", Case({"M": 3, "N": 136, "K": 256, "E": 2}, choices={"layout": "contiguous"})),
     ("grouped_mm_fp8", Case({"M": 3, "N": 136, "K": 256, "E": 2}, choices={"layout": "masked"})),
+    ("grouped_mm_fp8", Case({"M": 4, "N": 136, "K": 256, "E": 16}, choices={"layout": "routed"})),
 ]
 by_small = pytest.mark.parametrize(("op", "case"), SMALL)
 
@@ -62,13 +63,13 @@ class DeepGemm:
         (codes, a_scale), (weight, b_scale) = a, b
         assert codes.is_contiguous() and weight.is_contiguous() and b_scale.is_contiguous() and out.is_contiguous()
         assert a_scale.shape == (*codes.shape[:-1], codes.shape[-1] // 128)
-        # As its copies take them, without another layout being made first.
+        # As its copies read them, without a change of layout before.
         assert a_scale.stride(-2) == 1 and a_scale.stride(-1) == -(-a_scale.shape[-2] // 4) * 4
         assert a_scale.dim() == 2 or a_scale.stride(0) == a_scale.stride(-1) * a_scale.shape[-1]
 
     def fp8_gemm_nt(self, a, b, out):
         self.check(a, b, out)
-        out.copy_(fp8_products.sums(a[0], b[0], a[1].t(), b[1]))
+        out.copy_(fp8_gemms.decoded_gemm(a[0], b[0], a[1].t(), b[1]))
 
     def m_grouped_fp8_gemm_nt_contiguous(self, a, b, out, owners):
         self.check(a, b, out)
@@ -77,7 +78,7 @@ class DeepGemm:
             rows = owners == expert
             assert rows.sum() % 128 == 0
             codes = a[0].view(torch.uint8)[rows].view(a[0].dtype)
-            out[rows] = fp8_products.sums(codes, b[0][expert], a[1][rows].t(), b[1][expert])
+            out[rows] = fp8_gemms.decoded_gemm(codes, b[0][expert], a[1][rows].t(), b[1][expert])
 
     def fp8_m_grouped_gemm_nt_masked(self, a, b, out, counts, expected_rows):
         self.check(a, b, out)
@@ -85,13 +86,13 @@ class DeepGemm:
         out.fill_(torch.nan)  # whole tiles are written
         for expert, count in enumerate(counts.tolist()):
             codes, scale = a[0][expert, :count], a[1][expert, :count]
-            out[expert, :count] = fp8_products.sums(codes, b[0][expert], scale.t(), b[1][expert])
+            out[expert, :count] = fp8_gemms.decoded_gemm(codes, b[0][expert], scale.t(), b[1][expert])
 
 
 def test_deep_gemm_computes_the_same(monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_gemm", DeepGemm())
     few = ops.load("grouped_mm_fp8").case(2, 128, 136, 256)
-    # Scales of rows by columns, as DeepGEMM wants them, are so for multiples of four rows.
+    # With a multiple of four rows, scales by columns are as DeepGEMM reads them.
     plain = ("mm_fp8_block", Case({"M": 8, "N": 136, "K": 256}))
     full = ops.load("grouped_mm_fp8").case(2, 128, 136, 256, "masked")
     for op, case in (plain, ("grouped_mm_fp8", few), ("grouped_mm_fp8", full), ("grouped_mm_fp8", SMALL[2][1])):
@@ -101,7 +102,7 @@ def test_deep_gemm_computes_the_same(monkeypatch):
         variant = benchmark.peer("deep_gemm", case, sets)
         assert variant.checked and benchmark.mismatch(variant.call(0), expected) == 0.0
     benchmark, case = ops.load("grouped_mm_fp8"), SMALL[1][1]
-    reason = "ValueError: an expert's rows are no multiple of 128"
+    reason = "ValueError: the number of an expert's rows is no multiple of 128"
     assert benchmark.peer("deep_gemm", case, [benchmark.make_set(case, CPU)]) == reason
 
 
@@ -113,11 +114,27 @@ def test_sizes(op):
     assert {case["K"] for case in benchmark.cases("marks")} == {7168, 2048}
 
 
+def test_random_routing_gives_experts_unequal_rows():
+    """64 tokens of 8 of 32 experts: as many rows as 16 for each, in the order of the experts; bytes of the experts with
+    rows alone."""
+    benchmark = ops.load("grouped_mm_fp8")
+    assert "M=16 N=4096 K=7168 E=32 routed" in map(str, benchmark.cases("quick"))
+    case = benchmark.case(32, 16, 136, 256, "routed")
+    tensors = benchmark.make_set(case, CPU)
+    counts = tensors["offsets"].diff()
+    assert len(tensors["a"]) == counts.sum() == 32 * 16 and counts.min() < 16 < counts.max()
+    few = benchmark.case(64, 1, 136, 256, "routed")
+    used = int((benchmark.make_set(few, CPU)["offsets"].diff() > 0).sum())
+    assert 8 < used < 64
+    assert benchmark.bytes_moved(few) == 64 * (256 + 2 * 4 + 136 * 2) + used * (136 * 256 + 4 * 2 * 2)
+    assert benchmark.flops(few) == 2 * 64 * 136 * 256
+
+
 def row(case, **variants):
     return {"sizes": dict(case.sizes), "choices": dict(case.choices), "variants": variants}
 
 
-def test_marks_of_the_plain_product():
+def test_marks_of_the_plain_gemm():
     benchmark = ops.load("mm_fp8_block")
     large = benchmark.case(8192, 4096, 7168)
     few = benchmark.case(16, 4096, 7168)
@@ -131,7 +148,7 @@ def test_marks_of_the_plain_product():
     assert [mark.value for mark in benchmark.marks(rows[1:])] == [None] * 4
 
 
-def test_marks_of_the_grouped_product():
+def test_marks_of_the_grouped_gemm():
     benchmark = ops.load("grouped_mm_fp8")
     prefill, decode = benchmark.case(4, 8192, 4096, 7168), benchmark.case(32, 16, 4096, 7168, "masked")
     rows = [
@@ -142,11 +159,11 @@ def test_marks_of_the_grouped_product():
     assert [(mark.value, mark.passed) for mark in marks] == [(1000.0, False), (0.8, False), (1.0, True), (0.82, True)]
 
 
-def test_sums_are_those_of_the_numbers():
-    a, b = (fp8_products.codes(3, 256, CPU) for _ in range(2))
-    a_scale, b_scale = fp8_products.scales(2, 3, device=CPU), fp8_products.scales(1, 2, device=CPU)
+def test_the_expected_gemm_is_that_of_the_decoded_numbers():
+    a, b = (fp8_gemms.codes(3, 256, CPU) for _ in range(2))
+    a_scale, b_scale = fp8_gemms.scales(2, 3, device=CPU), fp8_gemms.scales(1, 2, device=CPU)
     want = sum(
         (a[:, at].double() * a_scale[i].double()[:, None]) @ (b[:, at].double() * b_scale[0, i].double()).t()
         for i, at in enumerate((slice(0, 128), slice(128, 256)))
     )
-    assert torch.equal(fp8_products.sums(a, b, a_scale, b_scale), want.bfloat16())
+    assert torch.equal(fp8_gemms.decoded_gemm(a, b, a_scale, b_scale), want.bfloat16())

@@ -1,4 +1,5 @@
-"""What the benchmarks of products over experts share: sizes, routings, bytes and operations of what is routed."""
+"""What the benchmarks of the second GEMM of an expert layer share: sizes, routings, bytes and operations of what is
+routed."""
 
 from __future__ import annotations
 
@@ -8,61 +9,60 @@ from typing import Any, ClassVar
 
 import torch
 
-from .case import Case, Mark, Row, at_most
+from . import targets
+from .case import Case, Mark, Row, Tensors, at_most
 from .compositions import from_128x4, nvfp4_dequantize
-from .formulas import fp4_bytes, product_flops, row_bytes
-from .fp4_peers import DTYPE, Operands
-from .products import ProductBenchmark, Tensors, size_of
+from .fp4_gemms import FP4GemmBenchmark, size_of
+from .fp4_peers import Operands
+from .gemms import DTYPE
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
 N, K, EXPERTS = 7168, 65536, 256
-"""Of DeepSeek-V3's experts, with an eighth of each expert's 2,048 elements: 256 on one of eight GPUs."""
+"""DeepSeek-V3's experts, with an eighth of each expert's 2,048 elements: 256 on one of eight GPUs."""
 TOP = 8
 """Experts of a token."""
 DENSE_ROWS = ROWS[:5]
-SIZES = {
+SIZES: dict[str, dict[str, tuple[int, ...]]] = {
     "marks": {"top-8": ROWS, "dense": DENSE_ROWS},
     "quick": {"top-8": ROWS, "Zipf": ROWS, "dense": DENSE_ROWS},
     "full": {"top-8": ROWS, "Zipf": ROWS, "dense": ROWS},
 }
 """M of each routing, for each set of sizes."""
-GOALS = {
-    "top-8": {1: 5, 8: 18, 16: 29, 32: 45, 64: 61, 128: 68, 256: 72, 512: 85},
-    "dense": {1: 69, 8: 69, 16: 69, 32: 76, 64: 98},
-}
-"""µs, by routing and M."""
 MARLIN_US = dict(zip(ROWS, (7.0, 35, 54, 86, 115, 130, 170, 290), strict=True))
-"""Of Marlin's expert kernel at these sizes, top-8: from notes, not from a run of this benchmark."""
+"""Times of Marlin's expert kernel at these sizes, top-8: from an earlier measurement, not from a run of this
+benchmark."""
 MARLIN_NOTE = "Marlin's expert kernel, from notes and not from this run, top-8, µs: " + ", ".join(
     f"{us:g} (M = {m})" for m, us in MARLIN_US.items()
 )
 
 ABOUT = """\
-A token has 8 experts, all as likely ("top-8") or the r-th likeliest with a chance of 1/r ("Zipf"), or all ("dense").
-Bytes and operations are those of the pairs that alpha has: of the experts that some token has the weight, of each pair
-the activations. Ours chooses its backend ("auto"); the columns of a backend's name are ours with that one. The peers
-multiply dense matrices: all experts' weights with activations that were multiplied by alpha outside of the timing."""
+A token has 8 experts, all equally likely ("top-8") or the r-th likeliest with a probability proportional to 1/r
+("Zipf"), or all experts ("dense"). Bytes and operations are those of the pairs whose alpha is not 0: the weight of each
+expert that some token has, the activations of each pair. Ours chooses its backend ("auto"); the columns named after a
+backend are ours with that one. The peers compute dense GEMMs: the weights of all experts, and activations that were
+multiplied by alpha outside of the timing."""
 
 
 @cache
 def routing(name: str, m: int, experts: int) -> torch.Tensor:
     """`alpha` (M, E), float32 on the CPU, the same in each call; `name` is a key of `SIZES[…]`. Factors are powers of
-    two, so that bfloat16 activations can be multiplied by them beforehand."""
+    two, so that bfloat16 activations can be multiplied by them exactly."""
     generator = torch.Generator().manual_seed(m)
     factors = 2.0 ** -torch.randint(1, 5, (m, experts), generator=generator)
     if name == "dense":
         return factors
     ranks = torch.ones(experts) if name == "top-8" else torch.randperm(experts, generator=generator) + 1.0
-    # The largest of logarithms of chances, with Gumbel noise, are a draw without replacement.
+    # The largest log-probabilities with Gumbel noise added are a draw without replacement.
     keys = -ranks.log() - torch.empty(m, experts).exponential_(generator=generator).log()
     chosen = keys.topk(min(TOP, experts), dim=1).indices
     return torch.zeros(m, experts).scatter_(1, chosen, factors.gather(1, chosen))
 
 
-class ExpertBenchmark(ProductBenchmark):
-    """`out = Σ_e alpha[:, e] · a_e @ w_e.T`, (M, N) in bfloat16: subclasses say what `a` is, and call the op."""
+class ExpertGemmBenchmark(FP4GemmBenchmark):
+    """`out = Σ_e alpha[:, e] · a_e @ w_e.T`: subclasses say what `a` is."""
 
     peers = ("humming", "cublas_bf16")
+    family = "fp4_experts"
     about = ABOUT
     peer_note = "dense, activations times alpha"
     settings: ClassVar = {
@@ -71,10 +71,10 @@ class ExpertBenchmark(ProductBenchmark):
         "experts of a token": str(TOP),
         "result": "bfloat16",
     }
-    notes = (MARLIN_NOTE,)
+    notes: Sequence[str] = (MARLIN_NOTE,)
 
-    def own_facts(self, experts: int) -> dict[str, Any]:
-        return {"experts": experts}
+    def properties(self, case: Case) -> dict[str, Any]:
+        return {"n": case["N"], "k": case["K"], "m": case["M"], "experts": case["E"]}
 
     # --- cases ---
 
@@ -88,36 +88,35 @@ class ExpertBenchmark(ProductBenchmark):
     def panel(self, case: Case) -> str:
         return f"{super().panel(case)}, E = {case['E']}, {case.choices['routing']}"
 
-    # --- formulas ---
+    # --- formulas: `GemmProblem` does not know the routing, and estimates ---
 
     def bytes_moved(self, case: Case) -> int:
-        """The weight of the experts that a token has, the activations of the pairs, both with their scales, and `alpha`
-        read, and the result written; bytes."""
-        m, n, k = size_of(case)
-        alpha = self.alpha_of(case)
-        experts, width = alpha.shape[1], k // alpha.shape[1]
-        met, pairs = int(alpha.any(0).sum()), int(alpha.count_nonzero())
-        read = fp4_bytes(n, met * width) + self.a_bytes(pairs, width) + row_bytes(m, experts, 4)
-        return read + row_bytes(m, n, DTYPE.itemsize)
+        """The weight of the experts that some token has, the activations of the pairs, both with their scales, and
+        `alpha` read, and the result written; bytes."""
+        problem, m, alpha = self.problem(case), case["M"], self.alpha_of(case)
+        used, pairs = int(alpha.any(0).sum()), int(alpha.count_nonzero())
+        read = problem.n * problem.b.row_bytes(used * problem.expert_k) + pairs * problem.a.row_bytes(problem.expert_k)
+        return read + alpha.nbytes + m * problem.n * DTYPE.itemsize
 
     def flops(self, case: Case) -> int:
-        """Of the pairs."""
-        return product_flops(int(self.alpha_of(case).count_nonzero()), case["N"], case["K"] // case["E"])
+        """Multiplications and additions of the routed pairs."""
+        return 2 * int(self.alpha_of(case).count_nonzero()) * case["N"] * self.problem(case).expert_k
 
     def alpha_of(self, case: Case) -> torch.Tensor:
         """`alpha`, on the CPU."""
         return routing(case.choices["routing"], case["M"], case["E"])
 
-    # --- tensors and calls ---
+    # --- tensors ---
 
     def make_alpha(self, case: Case, device: torch.device) -> torch.Tensor:
         return self.alpha_of(case).to(device, copy=True)
 
-    def weight(self, tensors: Tensors) -> torch.Tensor:
-        return tensors["b"]
+    def arguments(self, tensors: Tensors) -> Tensors:
+        weight = {"w": tensors["b"], "w_scale": tensors["b_scale"]}
+        return weight | {name: tensors[name] for name in ("a", "a_scale", "alpha") if name in tensors}
 
-    def operands(self, case: Case, tensors: Tensors) -> Operands:
-        """A buffer set as peers take it: a dense product."""
+    def peer_operands(self, case: Case, tensors: Tensors) -> Operands:
+        """A buffer set as peers take it: a dense GEMM."""
         width = case["K"] // case["E"]
         a = self.decoded_a(tensors, DTYPE) * tensors["alpha"].to(DTYPE).repeat_interleave(width, 1)
         scale = from_128x4(tensors["b_scale"], case["N"], case["K"] // 16)
@@ -146,9 +145,9 @@ class ExpertBenchmark(ProductBenchmark):
         }
         return [
             *(
-                at_most(f"{name}, M = {m}: time", times.get((name, m)), goal, " µs")
-                for name, goals in GOALS.items()
-                for m, goal in goals.items()
+                at_most(f"{name}, M = {m}: time", times.get((name, m)), most, " µs")
+                for name, by_rows in targets.EXPERTS_US.items()
+                for m, most in by_rows.items()
             ),
             *self.choice_marks(rows),
         ]

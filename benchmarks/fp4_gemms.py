@@ -1,25 +1,27 @@
-"""What the benchmarks of FP4 products share: sizes, marks, buffer sets and peers of (M, K) × (K, N), NVFP4 weights."""
+"""What the benchmarks of GEMMs with an NVFP4 weight share: sizes, targets, buffer sets and peers."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 import torch_cute_ops
+from torch_cute_ops.gemm.problem import Grouping, Operand
 
-from . import fp4_peers
-from .case import Benchmark, Case, Mark, Row, Tensors, Variant, at_least, at_most
+from . import fp4_peers, targets
+from .case import Case, Mark, Row, Tensors, Variant, at_least, at_most
 from .compositions import from_128x4, nvfp4_dequantize, to_128x4
-from .formulas import fp4_bytes, product_flops, row_bytes
-from .fp4_peers import DTYPE, FP4_PEERS, Operands, Size
+from .fp4_peers import FP4_PEERS, Operands, Size
+from .gemms import DTYPE, GemmBenchmark
 
 SQUARE = (4096, 8192, 16384)
 LLAMA_70B = ((8192, 28672), (28672, 8192), (10240, 8192))
 SHAPES = (*((size, size) for size in SQUARE), *LLAMA_70B)
-"""(N, K) of the weights: square ones, and of a Llama-70B."""
+"""(N, K) of the weights: square ones, and those of a Llama 70B."""
 LARGEST = (16384, 16384)
 
 MARK_SIZES = frozenset(
@@ -32,56 +34,56 @@ MARK_SIZES = frozenset(
 QUICK_SIZES = MARK_SIZES | {(m, n, k) for m in (1, 16, 64, 256, 1024, 4096) for n, k in SHAPES}
 FULL_SIZES = QUICK_SIZES | {(2**i, n, k) for i in range(14) for n, k in SHAPES}
 SIZES = {"marks": MARK_SIZES, "quick": QUICK_SIZES, "full": FULL_SIZES}
-"""(M, N, K) of each set of sizes: the fewest that hold every mark; six M at every weight too; M = 1 to 8,192 by powers
-of two at every weight too."""
+"""(M, N, K) of each set of sizes: the fewest that every mark needs; six M for each weight too; M = 1 to 8,192 by powers
+of two for each weight too."""
 
 ALPHA = 2.0**-6
-"""A power of two, so that a bfloat16 weight can hold it."""
+"""A power of two, so that a bfloat16 weight can be multiplied by it exactly."""
 SCALE_BYTES = (0x30, 0x41)
 """Range of the random scales' e4m3 bytes: 0.5 to 2."""
 
 ABOUT = """\
-Ours chooses its backend ("auto"); the columns of a backend's name are ours with that one. Peers' weights are packed
+Ours chooses its backend ("auto"); the columns named after a backend are ours with that one. Peers' weights are packed
 outside of the timing; their results are checked as ours is, against sums in float64."""
+FP4_ACTIVATIONS_NOTE = "The peers have no FP4 activations on this GPU: theirs are the same numbers in bfloat16."
 
 
 def best_fp4_peer(row: Row) -> float | None:
-    """The least time of the FP4 peers of a row, µs; not of one whose result is wrong."""
+    """Time of the fastest FP4 peer of a row whose result is right, µs."""
     variants = [row["variants"][name] for name in FP4_PEERS if name in row["variants"]]
     return min((variant["us"] for variant in variants if variant["correct"] is not False), default=None)
 
 
 def cublas_bf16(row: Row) -> float | None:
-    """Its time in a row, µs."""
+    """Time of cuBLAS with bfloat16 operands in a row, µs."""
     return row["variants"]["cublas_bf16"]["us"] if "cublas_bf16" in row["variants"] else None
 
 
-def least(rows: Sequence[Row], other: Callable[[Row], float | None]) -> float | None:
-    """How many times as fast as `other` ours is at the least, over the rows that have it."""
+def slowest_case(rows: Sequence[Row], other: Callable[[Row], float | None]) -> float | None:
+    """How many times as fast as `other` ours is, in the row where that is least; rows without `other` do not count."""
     pairs = [(other(row), row["variants"]["ours"]["us"]) for row in rows]
     return min((us / ours for us, ours in pairs if us is not None), default=None)
 
 
-class ProductBenchmark(Benchmark):
-    """`out = alpha · a @ b`, (M, N) in bfloat16: subclasses say what `a` is, and call the op."""
+class FP4GemmBenchmark(GemmBenchmark):
+    """`out = alpha · a @ b`: subclasses say what `a` is."""
 
     peers = tuple(fp4_peers.PEERS)
+    family = "fp4_wgmma"
     tolerance = 1e-3
-    checked_elements = 2**28
     about = ABOUT
     peer_note = ""
-    """What the FP4 peers do otherwise."""
+    """How the work of the FP4 peers differs."""
     settings: ClassVar = {"weight": "NVFP4", "scale layout": "128x4", "alpha": "given", "result": "bfloat16"}
 
-    @property
-    def ways(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The op's backends, without the reference."""
-        names = torch_cute_ops.backends(self.op, n=64, k=64, device="cpu", **self.own_facts(1))
-        return tuple(name for name in names if name != "reference")
+    def properties(self, case: Case) -> dict[str, Any]:
+        return {**super().properties(case), "alpha": "one"}
 
-    def own_facts(self, experts: int) -> dict[str, Any]:
-        """Facts of the op's calls besides sizes."""
-        return {"alpha": True}
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The op's backends, without the reference."""
+        names = torch_cute_ops.backends(self.op, **self.properties(self.cases("marks")[0]), device="cpu")
+        return tuple(name for name in names if name != "reference")
 
     # --- cases ---
 
@@ -93,86 +95,43 @@ class ProductBenchmark(Benchmark):
         ordered = sorted(SIZES[sizes], key=lambda size: (SHAPES.index(size[1:]), size[0]))
         return [self.case(*size) for size in ordered]
 
-    def smallest(self, case: Case) -> Case:
-        return case  # which kernel runs is chosen by all three sizes
-
     def panel(self, case: Case) -> str:
         n, k = case["N"], case["K"]
         return f"N = K = {n:,}" if n == k else f"N = {n:,}, K = {k:,}"
 
-    # --- formulas ---
+    # --- tensors ---
 
-    def bytes_moved(self, case: Case) -> int:
-        """`a` and the weight, both with their scales, read, and the result written; bytes."""
+    def operands(self, case: Case, device: torch.device) -> Tensors:
         m, n, k = size_of(case)
-        return self.a_bytes(m, k) + fp4_bytes(n, k) + row_bytes(m, n, DTYPE.itemsize)
+        codes, scale = random_nvfp4(n, k, device)
+        return {**self.make_a(m, k, device), "b": codes, "b_scale": scale, "alpha": self.make_alpha(case, device)}
 
-    def a_bytes(self, m: int, k: int) -> int:
-        """`a` as the op takes it."""
-        return row_bytes(m, k, DTYPE.itemsize)
-
-    def peer_bytes(self, name: str, case: Case) -> int:
-        """What a peer must move: bfloat16 activations and result, and its weight."""
-        m, n, k = size_of(case)
-        weight = fp4_bytes(n, k) if name in FP4_PEERS else row_bytes(n, k, DTYPE.itemsize)
-        return row_bytes(m, k, DTYPE.itemsize) + weight + row_bytes(m, n, DTYPE.itemsize)
-
-    def flops(self, case: Case) -> int:
-        return product_flops(*size_of(case))
-
-    # --- tensors and calls ---
-
-    def make_set(self, case: Case, device: torch.device) -> Tensors:
-        m, n, k = size_of(case)
-        tensors = self.make_a(m, k, device)
-        tensors["b"], tensors["b_scale"] = random_nvfp4(n, k, device)
-        tensors["alpha"] = self.make_alpha(case, device)
-        tensors["out"] = torch.full((m, n), float("nan"), dtype=DTYPE, device=device)
-        return tensors
+    def arguments(self, tensors: Tensors) -> Tensors:
+        names = ("a", "a_scale", "b_scale", "alpha")
+        return {"b": tensors["b"].t(), **{name: tensors[name] for name in names if name in tensors}}
 
     def make_alpha(self, case: Case, device: torch.device) -> torch.Tensor:
-        """The factor."""
+        """`alpha`, one element."""
         return torch.full((1,), ALPHA, device=device)
 
     def make_a(self, m: int, k: int, device: torch.device) -> Tensors:
-        """`a`, and what else the op takes with it."""
+        """`a`, and its scales if it has any."""
         return {"a": torch.randn(m, k, dtype=DTYPE, device=device)}
 
     def decoded_a(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         """The numbers (M, K) of `a`, exact in bfloat16."""
         return tensors["a"].to(dtype)
 
-    def run(self, tensors: Tensors, backend: str = "auto") -> None:
-        """Our op on one buffer set, into its preallocated output."""
-        scales = [tensors[name] for name in ("a_scale", "b_scale") if name in tensors]
-        function: Callable[..., Any] = getattr(torch_cute_ops, self.op)
-        function(tensors["a"], self.weight(tensors), *scales, tensors["alpha"], backend=backend, out=tensors["out"])
-
-    def weight(self, tensors: Tensors) -> torch.Tensor:
-        """The weight as the op takes it."""
-        return tensors["b"].t()
-
-    # --- variants ---
-
-    def ours(self, case: Case, sets: Sequence[Tensors]) -> Variant:
-        return self._ours(case, sets, "auto")
-
-    def _ours(self, case: Case, sets: Sequence[Tensors], backend: str) -> Variant:
-        def call(i: int) -> tuple[torch.Tensor, ...]:
-            self.run(sets[i], backend)
-            return (sets[i]["out"],)
-
-        return Variant(call, self.bytes_moved(case))
+    # --- peers ---
 
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
         if name in fp4_peers.PEERS:
             return self._peer(name, case, sets)
-        facts = {"n": case["N"], "k": case["K"], "m": case["M"], "device": sets[0]["b"].device}
-        reason = torch_cute_ops.backends(self.op, **facts, **self.own_facts(case.sizes.get("E", 1)))[name]
-        return self._ours(case, sets, name) if reason is None else reason
+        reason = torch_cute_ops.backends(self.op, **self.properties(case), device=sets[0]["b"].device)[name]
+        return self.with_backend(case, sets, name) if reason is None else reason
 
     def _peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
-        operands = [self.operands(case, tensors) for tensors in sets]
+        operands = [self.peer_operands(case, tensors) for tensors in sets]
         run = fp4_peers.PEERS[name](operands)
         if isinstance(run, str):
             return run
@@ -183,10 +142,16 @@ class ProductBenchmark(Benchmark):
 
         return Variant(call, self.peer_bytes(name, case), self.peer_note)
 
-    def operands(self, case: Case, tensors: Tensors) -> Operands:
+    def peer_operands(self, case: Case, tensors: Tensors) -> Operands:
         """A buffer set as peers take it."""
         scale = from_128x4(tensors["b_scale"], case["N"], case["K"] // 16)
         return Operands(self.decoded_a(tensors, DTYPE), tensors["b"], scale, tensors["alpha"], tensors["out"])
+
+    def peer_bytes(self, name: str, case: Case) -> int:
+        """What a peer must move: bfloat16 activations and result, and its weight, of all experts."""
+        problem, sixteen_bit = self.problem(case), Operand(DTYPE)
+        weight = problem.b if name in FP4_PEERS else sixteen_bit
+        return replace(problem, a=sixteen_bit, b=weight, grouping=Grouping()).bytes_moved(case["M"])
 
     def prepare(self, cases: Sequence[Case], device: torch.device) -> None:
         fp4_peers.prepare_humming([size_of(case) for case in cases], device)
@@ -199,14 +164,14 @@ class ProductBenchmark(Benchmark):
         return ((total * tensors["alpha"].double()).to(DTYPE),)
 
     def mismatch(self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-        """The fraction of sums that are off by more than one ulp and 2^-8 of their root mean square, which allows for
-        partial sums that were rounded to bfloat16, as cuBLAS may."""
-        [result], [want] = got, expected
-        if result.shape != want.shape or result.dtype != want.dtype:
-            raise ValueError(f"the result is {result.dtype} {tuple(result.shape)}, expected {tuple(want.shape)}")
-        want = want.float()
-        allowed = want.abs() * 2.0**-7 + want.square().mean().sqrt() * 2.0**-8
-        return 1.0 - ((result.float() - want).abs() <= allowed).double().mean().item()
+        """The fraction of results that are off by more than one ulp and 2^-8 of their root mean square, which allows
+        for partial sums that were rounded to bfloat16, as cuBLAS may."""
+        [result], [correct] = got, expected
+        if result.shape != correct.shape or result.dtype != correct.dtype:
+            raise ValueError(f"the result is {result.dtype} {tuple(result.shape)}, expected {tuple(correct.shape)}")
+        correct = correct.float()
+        allowed = correct.abs() * 2.0**-7 + correct.square().mean().sqrt() * 2.0**-8
+        return 1.0 - ((result.float() - correct).abs() <= allowed).double().mean().item()
 
     # --- marks ---
 
@@ -216,35 +181,37 @@ class ProductBenchmark(Benchmark):
         many = [row for row in rows if row["sizes"]["M"] >= 2048]
         decode = [row for row in few if row["sizes"]["M"] <= 16 and (row["sizes"]["N"], row["sizes"]["K"]) == LARGEST]
         longest = max((row["variants"]["ours"]["us"] for row in decode), default=None)
-        fp4 = "times as fast as the best FP4 peer"
+        faster, cublas = "times as fast as the fastest FP4 peer", "times as fast as cuBLAS bf16"
         return [
-            at_most("M ≤ 16, N = K = 16,384: time", longest, 42, " µs"),
-            at_least(f"M ≤ 64: {fp4}", least(few, best_fp4_peer), 1.15, " ×"),
-            at_least(f"128 ≤ M ≤ 1,024: {fp4}", least(some, best_fp4_peer), 1, " ×"),
-            at_least("M ≥ 2,048: times as fast as cuBLAS bf16", least(many, cublas_bf16), 0.97, " ×"),
-            at_least(f"M ≥ 2,048: {fp4}", least(many, best_fp4_peer), 1, " ×"),
+            at_most("M ≤ 16, N = K = 16,384: time", longest, targets.FP4_DECODE_US, " µs"),
+            at_least(f"M ≤ 64: {faster}", slowest_case(few, best_fp4_peer), targets.FEW_ROWS_OVER_FP4_PEER, " ×"),
+            at_least(f"128 ≤ M ≤ 1,024: {faster}", slowest_case(some, best_fp4_peer), targets.OVER_FP4_PEER, " ×"),
+            at_least(f"M ≥ 2,048: {cublas}", slowest_case(many, cublas_bf16), targets.OVER_CUBLAS_BF16, " ×"),
+            at_least(f"M ≥ 2,048: {faster}", slowest_case(many, best_fp4_peer), targets.OVER_FP4_PEER, " ×"),
             *self.choice_marks(rows),
         ]
 
     def choice_marks(self, rows: Sequence[Row]) -> list[Mark]:
-        """What the choice of a backend costs: time over that of our best backend by name."""
+        """What "auto" costs: its time over that of the fastest of our backends."""
         ways, over = self.ways, []
         for row in rows:
             times = [row["variants"][name]["us"] for name in ways if name in row["variants"]]
             if times:
                 over.append(row["variants"]["ours"]["us"] / min(times))
-        name = "auto over the best of our backends"
+        median = statistics.median(over) if over else None
+        name = "time of auto over the fastest of our backends"
         return [
-            at_most(f"{name}: median", statistics.median(over) if over else None, 1.1, " ×"),
-            at_most(f"{name}: largest", max(over, default=None), 1.25, " ×"),
+            at_most(f"{name}: median", median, targets.CHOICE_MEDIAN, " ×"),
+            at_most(f"{name}: largest", max(over, default=None), targets.CHOICE_LARGEST, " ×"),
         ]
 
 
-class FP4Activations(ProductBenchmark):
-    """A product with `a` in NVFP4."""
+class FP4Activations(FP4GemmBenchmark):
+    """A GEMM with `a` in NVFP4."""
 
-    def a_bytes(self, m: int, k: int) -> int:
-        return fp4_bytes(m, k)
+    peer_note = "bfloat16 activations"
+    notes: Sequence[str] = (FP4_ACTIVATIONS_NOTE,)
+    settings: ClassVar = {"activations": "NVFP4", **FP4GemmBenchmark.settings}
 
     def make_a(self, m: int, k: int, device: torch.device) -> Tensors:
         codes, scale = random_nvfp4(m, k, device)

@@ -1,0 +1,132 @@
+"""`python -m benchmarks compare OLD NEW`: the times of two folders of results, case by case."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import host, ops, report
+from .case import Row
+
+TOLERANCE = 0.02
+"""By how much a case may be slower without being marked."""
+NOTHING_TO_COMPARE = 2
+
+ABOUT = """\
+µs of ours before and after, and after over before; "others": the median of that ratio over peers and the copy, or over
+torch's own calls on the host, whose code did not change: what the machine changed."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """What was measured of one case."""
+
+    ours: float
+    others: Mapping[str, float]
+    """By name: the variants whose code is not ours."""
+    is_right: bool = True
+
+
+@dataclass(frozen=True)
+class Line:
+    """One case before and after."""
+
+    case: str
+    before: Times
+    after: Times
+
+    @property
+    def ratio(self) -> float:
+        return self.after.ours / self.before.ours
+
+    @property
+    def others(self) -> float | None:
+        """The median ratio of what is in both and not ours."""
+        both = self.before.others.keys() & self.after.others.keys()
+        return statistics.median(self.after.others[x] / self.before.others[x] for x in both) if both else None
+
+    def verdict(self, tolerance: float) -> str:
+        """Why the case needs a look; empty if it does not."""
+        if not self.after.is_right:
+            return "WRONG"
+        return "SLOWER" if self.ratio > 1 + tolerance else ""
+
+
+def cases_of(result: Mapping[str, Any]) -> dict[str, Times]:
+    """The cases of a result file by name."""
+    if "times" in result:  # host.json
+        times = {name: time["us"] for name, time in result["times"].items()}
+        others = {name: us for name, us in times.items() if name in host.NOT_OURS}
+        return {name: Times(us, others) for name, us in times.items() if name not in host.NOT_OURS}
+    return {report.case_name(row): times_of(row, ops.load(result["op"]).ways) for row in result["rows"]}
+
+
+def times_of(row: Row, ways: Sequence[str]) -> Times:
+    """A row's times; `ways` are variants that are ours too."""
+    variants = row["variants"]
+    others = {name: variants[name]["us"] for name in variants if name not in ("ours", *ways)}
+    return Times(variants["ours"]["us"], others, row["correct"] is not False)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The result files of a folder, by name."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+
+
+def compared(name: str, old: Mapping[str, Any], new: Mapping[str, Any], tolerance: float) -> tuple[str, int]:
+    """The report of one op, and how many of its cases need a look."""
+    before, after = cases_of(old), cases_of(new)
+    lines = [Line(case, before[case], after[case]) for case in before if case in after]
+    body = [
+        [
+            line.case,
+            report.number(line.before.ours),
+            report.number(line.after.ours),
+            f"{line.ratio:.3f}",
+            report.fraction(line.others),
+            line.verdict(tolerance),
+        ]
+        for line in lines
+    ]
+    marked = sum(bool(line.verdict(tolerance)) for line in lines)
+    parts = [f"## {name}"]
+    if lines:
+        mean = statistics.geometric_mean(line.ratio for line in lines)
+        parts.append(report.table(["case", "before", "after", "ratio", "others", ""], body))
+        parts.append(f"{len(lines)} cases, geometric mean {mean:.3f}, {marked} marked.")
+    for where, cases in (("OLD", before.keys() - after.keys()), ("NEW", after.keys() - before.keys())):
+        if cases:
+            parts.append(f"Only in {where}: {'; '.join(sorted(cases))}.")
+    return "\n\n".join(parts), marked
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks compare", description=__doc__)
+    parser.add_argument("old", type=Path, metavar="OLD", help="folder of the results before")
+    parser.add_argument("new", type=Path, metavar="NEW", help="folder of the results after")
+    parser.add_argument(
+        "--tolerance", type=float, default=TOLERANCE, help="mark cases that are slower by more (default: %(default)s)"
+    )
+    options = parser.parse_args(arguments)
+    old, new = read(options.old), read(options.new)
+    both = [name for name in old if name in new]
+    if not both:
+        print(f"{options.old} and {options.new} have no result file of the same name.", file=sys.stderr)
+        return NOTHING_TO_COMPARE
+    print(f"# {options.old} and {options.new}\n\n{ABOUT}")
+    every = 0
+    for name in both:
+        text, marked = compared(name, old[name], new[name], options.tolerance)
+        every += marked
+        print(f"\n{text}")
+    for where, names in (("OLD", old.keys() - new.keys()), ("NEW", new.keys() - old.keys())):
+        if names:
+            print(f"\nOnly in {where}: {', '.join(sorted(names))}.")
+    print(f"\n{every} cases are slower by more than {options.tolerance:.1%}, or wrong.")
+    return 1 if every else 0

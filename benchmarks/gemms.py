@@ -1,0 +1,82 @@
+"""What the benchmarks of all GEMMs share: the problem of a case, whose formulas give bytes and operations, and our op
+into its output."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+import torch_cute_ops
+from torch_cute_ops.gemm.problem import GemmProblem
+from torch_cute_ops.ops._gemm import Gemm
+from torch_cute_ops.registry import OPS
+
+from .buffers import poisoned_outputs
+from .case import Benchmark, Case, Tensors, Variant
+
+DTYPE = torch.bfloat16
+"""Dtype of the results, and of 16-bit operands."""
+
+
+@cache
+def problem_of(op: str, **properties: Any) -> GemmProblem:
+    """The problem that calls of an op with these static properties are."""
+    spec = OPS[op]
+    assert isinstance(spec.path, Gemm)
+    args, kwargs = spec.path.example(**properties, device="meta")
+    return spec.path.problem(spec.bind(*args, **kwargs))
+
+
+class GemmBenchmark(Benchmark):
+    """A GEMM op with bfloat16 results: subclasses have the cases, the operands and the peers."""
+
+    checked_elements = 2**28
+
+    def properties(self, case: Case) -> dict[str, Any]:
+        """The static properties of the case's calls, as `warmup` takes them."""
+        return {"n": case["N"], "k": case["K"], "m": case["M"]}
+
+    def problem(self, case: Case) -> GemmProblem:
+        """What the case's calls compute."""
+        return problem_of(self.op, **self.properties(case))
+
+    def bytes_moved(self, case: Case) -> int:
+        return self.problem(case).bytes_moved(case["M"])
+
+    def flops(self, case: Case) -> int:
+        return self.problem(case).flops(case["M"])
+
+    def smallest(self, case: Case) -> Case:
+        return case  # which kernel runs depends on all sizes
+
+    @abstractmethod
+    def operands(self, case: Case, device: torch.device) -> Tensors:
+        """A buffer set without its output."""
+
+    @abstractmethod
+    def arguments(self, tensors: Tensors) -> Tensors:
+        """The op's arguments by name, of a buffer set."""
+
+    def make_set(self, case: Case, device: torch.device) -> Tensors:
+        tensors = self.operands(case, device)
+        return tensors | poisoned_outputs(self.op, lambda fake: fake(**self.arguments(tensors)))
+
+    def run(self, tensors: Tensors, backend: str = "auto") -> None:
+        """Our op on one buffer set, into its preallocated output."""
+        getattr(torch_cute_ops, self.op)(**self.arguments(tensors), backend=backend, out=tensors["out"])
+
+    def ours(self, case: Case, sets: Sequence[Tensors]) -> Variant:
+        return self.with_backend(case, sets, "auto")
+
+    def with_backend(self, case: Case, sets: Sequence[Tensors], backend: str) -> Variant:
+        """Our op with the backend of that name."""
+
+        def call(i: int) -> tuple[torch.Tensor, ...]:
+            self.run(sets[i], backend)
+            return (sets[i]["out"],)
+
+        return Variant(call, self.bytes_moved(case))

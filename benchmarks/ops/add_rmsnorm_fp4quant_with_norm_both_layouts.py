@@ -1,0 +1,26 @@
+"""add_rmsnorm_fp4quant_with_norm_both_layouts: as add_rmsnorm_fp4quant, in a pass that stores the scales in two layouts
+and the normalised rows too."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from ..case import Case
+from ..formulas import fp4_bytes, row_bytes
+from ..fp4_rows import Fp4Rows
+from ..rows import DTYPE
+
+
+class AddRmsnormFp4quantWithNormBothLayouts(Fp4Rows):
+    op = "add_rmsnorm_fp4quant_with_norm_both_layouts"
+    settings: ClassVar = {**Fp4Rows.settings, "scale layout": "128x4 and linear"}
+    adds = True
+
+    def bytes_moved(self, case: Case) -> int:
+        """Input, residual and weight read; residual, packed data, twice the scales and the normalised rows written;
+        bytes."""
+        m, h = case["M"], case["H"]
+        return row_bytes(4 * m + 1, h, DTYPE.itemsize) + fp4_bytes(m, h) + row_bytes(m, h // 16, 1)
+
+
+BENCHMARK = AddRmsnormFp4quantWithNormBothLayouts()

@@ -1,0 +1,29 @@
+"""moe_route_dense: the weights of each token's experts, by grouped sigmoids, as a matrix over all experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..case import Case, Tensors
+from ..formulas import row_bytes
+from ..moe_rows import CHOICE, DTYPE, RoutingBenchmark
+
+
+class MoeRouteDense(RoutingBenchmark):
+    op = "moe_route_dense"
+    about = "Logits are bfloat16 numbers, of which equal ones are ties; 4 of 8 groups of experts."
+
+    def bytes_moved(self, case: Case) -> int:
+        """The logits read, a float32 for each token and expert written; bytes."""
+        return row_bytes(case["M"], case["E"], DTYPE.itemsize + 4)
+
+    def numbers(self, case: Case) -> dict[str, Any]:
+        return CHOICE
+
+    def arguments(self, case: Case, device: torch.device) -> Tensors:
+        return {"logits": torch.randn(case["M"], case["E"], dtype=DTYPE, device=device)}
+
+
+BENCHMARK = MoeRouteDense()

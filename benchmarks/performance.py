@@ -1,0 +1,70 @@
+"""`python -m benchmarks performance`: what was measured against every target, into `docs/performance.md`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import host, ops, report
+from .case import Mark
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENT = ROOT / "docs" / "performance.md"
+HOST_NOTES = "call_path"
+"""The notes on what a call costs on the host."""
+
+TEXT = """\
+# Performance against targets
+
+Measured on {gpus}: {reached} of {judged} targets are reached. What limits the others, and what was tried, is in
+the notes of the kernel. Times of all sizes, and how they are taken, are in `benchmarks/results/*.md`.
+
+This file is written by `python -m benchmarks performance` from `benchmarks/results/*.json` and `benchmarks/targets.py`.
+
+{table}
+"""
+
+
+def measured(results: Path) -> list[tuple[str, str, str, list[Mark]]]:
+    """The op, its notes, the GPU and the marks of each result file, judged by today's targets."""
+    found = []
+    for path in sorted(results.glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if path.stem == "host":
+            times = {name: host.HostTime(**time) for name, time in result["times"].items()}
+            notes, marks = HOST_NOTES, host.marks(times, result["first_calls"])
+        else:
+            benchmark = ops.load(path.stem)
+            notes, marks = benchmark.family, benchmark.marks(result["rows"])
+        found.append((path.stem, notes, result["environment"]["gpu"], marks))
+    return found
+
+
+def document(results: Path = RESULTS) -> str:
+    """The text of the document."""
+    files = measured(results)
+    body = []
+    for name, notes, _, marks in files:
+        for mark in marks:
+            target, value, verdict = report.judged(mark)
+            why = f"[{notes}](notes/{notes}.md)" if mark.passed is False else ""
+            body.append([name, mark.name, target, value, verdict, why])
+    every = [mark.passed for *_, marks in files for mark in marks if mark.passed is not None]
+    return TEXT.format(
+        gpus=" and ".join(sorted({gpu for _, _, gpu, _ in files})),
+        reached=sum(every),
+        judged=len(every),
+        table=report.table(["op", "what", "target", "measured", "", "notes"], body),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks performance", description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
+    parser.add_argument("--output", type=Path, default=DOCUMENT, help="the file to write")
+    options = parser.parse_args(arguments)
+    options.output.write_text(document(options.results), encoding="utf-8")
+    return 0

@@ -1,0 +1,57 @@
+"""The targets that results are held against, all in one place: benchmarks judge what they measured by them (`marks`),
+and `docs/performance.md` lists both."""
+
+from __future__ import annotations
+
+# --- ops that memory limits ---
+
+OF_COPY = 0.92
+"""Least fraction of the bandwidth of a copy of as many bytes, from 2^26 elements on."""
+NORM_OVER_QUACK = 1.15
+ADD_NORM_OVER_QUACK = 1.2
+"""Most time over QuACK's rmsnorm, which does not quantise, at decode; behind a residual, over that with a residual."""
+FP4_OVER_INDUCTOR = 5.0
+FP8_OVER_INDUCTOR = 2.0
+FP8_DECODE_OVER_INDUCTOR = 1.0
+"""How many times faster than the composition that Inductor compiles."""
+
+# --- steps of an expert layer ---
+
+MOE_OF_COPY = 0.88
+MOE_DECODE_US = 4.0
+"""Most time with 64 tokens and fewer."""
+
+# --- FP4 GEMMs ---
+
+FP4_DECODE_US = 42.0
+"""Most time with up to 16 rows and a weight of 16,384 × 16,384."""
+FEW_ROWS_OVER_FP4_PEER = 1.15
+OVER_FP4_PEER = 1.0
+"""How many times as fast as the fastest FP4 peer: with up to 64 rows, and with more."""
+OVER_CUBLAS_BF16 = 0.97
+"""The same against cuBLAS with bfloat16 operands, from 2,048 rows on."""
+CHOICE_MEDIAN, CHOICE_LARGEST = 1.1, 1.25
+"""Most time of "auto" over the fastest of our backends."""
+EXPERTS_US = {
+    "top-8": {1: 5, 8: 18, 16: 29, 32: 45, 64: 61, 128: 68, 256: 72, 512: 85},
+    "dense": {1: 69, 8: 69, 16: 69, 32: 76, 64: 98},
+}
+"""Most time of the second GEMM of an expert layer, µs, by routing and tokens."""
+
+# --- FP8 GEMMs ---
+
+FP8_TFLOPS = 1150.0
+"""Least rate of large GEMMs."""
+FP8_OVER_PEER = 0.95
+"""Least fraction of a peer's rate."""
+FP8_DECODE_OF_COPY = 0.80
+"""Least fraction of a copy's bandwidth with few rows for each expert."""
+
+# --- host ---
+
+OVER_RMS_NORM = 1.35
+"""Most host time of a functional op over that of `F.rms_norm`."""
+OVER_RAW_CALL_US = 2.5
+"""Most host time that the Python function with `out` adds to the call of the compiled function, µs."""
+FIRST_CALL_S = 3.0
+"""Most time of the first call of a process, with empty caches."""
