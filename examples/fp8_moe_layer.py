@@ -5,15 +5,16 @@
     python examples/fp8_moe_layer.py --layout masked          # equally many rows for each expert, as for decoding
     python examples/fp8_moe_layer.py --tokens 1 64 --experts 64 --hidden 2048 --intermediate 512
 
-A router gives each token 8 experts of at most 4 of 8 groups. Each step is one op: `moe_route` chooses experts and gives
-each pair of a token and an expert a row; `moe_permute_fp8quant` puts the tokens there, in FP8 with a scale for each 128
-elements; `grouped_mm_fp8` multiplies with the gates and ups of the experts, in FP8 with a scale for each 128 x 128;
-`moe_swiglu_fp8quant` makes of these the input of the second `grouped_mm_fp8`; and `moe_finalize` weighs and adds up a
-token's rows. Nothing waits for the host, and no shape depends on the routing: the layer is captured as one graph.
+A router chooses 8 experts for each token, from at most 4 of 8 groups. Each step is one op: `moe_route` chooses experts
+and gives each pair of a token and an expert a row; `moe_permute_fp8quant` writes the tokens to these rows, in FP8 with
+a scale for each 128 elements; `grouped_mm_fp8` computes the experts' gates and ups, whose weights have a scale for each
+128 x 128; `moe_swiglu_fp8quant` computes from these the input of the second `grouped_mm_fp8`; and `moe_finalize` adds
+up the rows of each token, weighted. Nothing waits for the host, and no shape depends on the routing, so the layer is
+captured as one CUDA graph.
 
 Weights are random. Without a GPU the ops run their references in plain torch, and no time is measured. The layer in
-bf16 goes from expert to expert, and waits for the device: its time is that of calls, not of a graph. The last line
-starts with SUCCESS or FAILURE, and the exit status follows it.
+bf16 loops over the experts and waits for the device, so its time is that of calls, not of a graph. The last line starts
+with SUCCESS or FAILURE, and the exit status follows it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ import torch
 import torch.nn.functional as F
 
 import torch_cute_ops
-from moe_layer import Sizes, add_size_options, captured_us, chosen_sizes, relative_error
+from moe_layer import (
+    Sizes,
+    captured_us,
+    chosen_sizes,
+    compared,
+    inputs,
+    layer_parser,
+    print_device,
+    print_weights,
+)
 from quickstart import conclude, pick_device
 
 BLOCK = 128
@@ -36,13 +46,13 @@ SCALING = 2.5  # DeepSeek-V3's ``routed_scaling_factor``
 SIZES: dict[str, Sizes] = {"cpu": (256, 16, 128, (1, 8, 33)), "cuda": (7168, 32, 2048, (1, 8, 64, 512, 4096, 8192))}
 """Small on a CPU; on a GPU DeepSeek-V3's, with an eighth of its experts, as on one of eight GPUs."""
 
-# What a run must reach. Measured on a CPU, 60 layers of three sizes: cosines from 0.9965 on, errors up to 0.081.
+# What a run must reach. Measured on a CPU, 60 layers of three sizes: cosines of 0.9965 and more, errors up to 0.081.
 LEAST_COSINE = 0.995
 LARGEST_ERROR = 0.1
 
 
 class Weights(NamedTuple):
-    """Of the layer, bf16 but for the bias; an expert's gates come first, then its ups."""
+    """The layer's weights, bf16 but for the bias; an expert's gates come first, then its ups."""
 
     router: torch.Tensor
     """(E, H)."""
@@ -55,7 +65,7 @@ class Weights(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """How experts are chosen: of so many groups, of so many of them, and so many for each token."""
+    """How experts are chosen: how many groups there are, how many a token uses, and how many experts it gets."""
 
     num_groups: int
     topk_groups: int
@@ -71,20 +81,16 @@ def main(arguments: list[str] | None = None) -> int:
     routing = Routing(8, 4, min(options.top, experts // 2)) if experts % 16 == 0 else Routing(1, 1, options.top)
     weights = random_weights(hidden, experts, intermediate, device)
     in_bf16, layer = BF16Layer(weights, routing), FP8Layer(weights, routing, options.layout == "masked")
-    before = weights.up.nbytes + weights.down.nbytes
-    after = sum(tensor.nbytes for tensor in (*layer.up, *layer.down))
-    print(f"device     {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}: {kernels}")
+    print_device(device, kernels)
     print(f"layer      {experts} experts of {intermediate}, {routing.topk} a token, hidden {hidden}, {options.layout}")
-    print(f"weights    {before:,} bytes in bf16, {after:,} as codes and scales: {before / after:.2f} times fewer")
+    print_weights(weights[2:], (*layer.up, *layer.down))
 
     problems = []
     is_timed = device.type == "cuda"
     head = f"{'tokens':>9}  {'cosine':>8}  {'relative error':>14}"
     print(f"\n{head}    FP8 µs    bf16 µs" if is_timed else f"\n{head}")
-    for count in tokens:
-        x = torch.randn(count, hidden, device=device).bfloat16()
-        want, got = in_bf16(x).double(), layer(x).double()
-        cosine, error = F.cosine_similarity(got, want, dim=-1).min().item(), relative_error(got, want)
+    for count, x in inputs(tokens, hidden, device):
+        cosine, error = compared(layer(x), in_bf16(x))
         line = f"{count:9}  {cosine:8.5f}  {error:14.4f}"
         if is_timed:
             line += f"  {captured_us(layer, x):8.1f}  {called_us(in_bf16, x):9.1f}"
@@ -98,14 +104,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = layer_parser(__doc__, hidden_step=BLOCK, intermediate_step=BLOCK)
     parser.add_argument("--layout", choices=("contiguous", "masked"), default="contiguous", help="of experts' rows")
-    add_size_options(parser, hidden_step=BLOCK, intermediate_step=BLOCK)
     return parser.parse_args(arguments)
 
 
 def random_weights(hidden: int, experts: int, intermediate: int, device: torch.device) -> Weights:
-    """Weights with which each product keeps the size of its input, more or less."""
+    """Random weights, scaled so that the result of each GEMM is about as large as its input."""
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16).div_(shape[-1] ** 0.5)
@@ -124,7 +129,7 @@ class BF16Layer:
         self.routing = routing
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """(M, H) of tokens (M, H)."""
+        """The layer's result (M, H) for tokens (M, H)."""
         factors, ids = self.route(x)
         total = torch.zeros(x.shape, device=x.device)
         for expert in ids.unique().tolist():
@@ -151,7 +156,7 @@ class FP8Layer:
     Args:
         weights: in bf16.
         routing: as of the layer in bf16.
-        is_masked: whether all experts have room for all tokens, not as much as they need.
+        is_masked: whether each expert has room for all tokens, in place of as many rows as it needs.
     """
 
     def __init__(self, weights: Weights, routing: Routing, is_masked: bool) -> None:
@@ -161,7 +166,7 @@ class FP8Layer:
         self.up, self.down = in_fp8(weights.up), in_fp8(weights.down)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """(M, H) of tokens (M, H)."""
+        """The layer's result (M, H) for tokens (M, H)."""
         logits = F.linear(x.float(), self.router.float())
         weights, _, expanded, permuted, offsets, counts = torch_cute_ops.moe_route(
             logits,
@@ -176,18 +181,18 @@ class FP8Layer:
         )
         a, a_scale = torch_cute_ops.moe_permute_fp8quant(x, permuted, self.routing.topk, expanded)
         if self.is_masked:
-            # The same rows, by experts.
+            # The same rows, grouped by expert.
             a, a_scale = a.unflatten(0, (len(counts), -1)), a_scale.unflatten(1, (len(counts), -1))
             offsets = None
         both = torch_cute_ops.grouped_mm_fp8(a, self.up[0], a_scale, self.up[1], offsets, counts)
-        # Without padding, offsets tell all about the rows.
+        # Without padding the offsets alone say where rows are.
         h, h_scale = torch_cute_ops.moe_swiglu_fp8quant(both, offsets, counts if self.is_masked else None)
         y = torch_cute_ops.grouped_mm_fp8(h, self.down[0], h_scale, self.down[1], offsets, counts)
         return torch_cute_ops.moe_finalize(y.flatten(0, -2), expanded, weights)
 
 
 def in_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (E, N, K) of a weight, and a scale for each 128 x 128: the largest element becomes 448."""
+    """Codes (E, N, K) of a weight, and a scale for each 128 x 128, whose largest element becomes 448."""
     experts, n, k = weight.shape
     rows = -(-n // BLOCK)
     codes, scale = (

@@ -1,4 +1,4 @@
-"""Where the quickstart's hidden states come from: rows (M, H), a norm weight (H,), and a word about them."""
+"""Where the quickstart's hidden states come from: rows (M, H), a norm weight (H,), and a description."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pan; when it foams, add the potatoes, crush each with the back of a spoon, and l
 
 
 def load(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """What the quickstart's options ask for; tensors in float32, on the CPU."""
+    """The states that the quickstart's options name; tensors in float32, on the CPU."""
     if options.model is None:
         return synthetic(options.rows, options.hidden, options.seed)
     try:
@@ -52,8 +52,8 @@ def synthetic(rows: int, hidden: int, seed: int) -> tuple[torch.Tensor, torch.Te
 def from_file(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
     """Rows of a matrix in a .safetensors file, spread over it, and a norm weight of as many columns.
 
-    The weight is the longest vector named *norm*weight: shorter ones belong to attention heads. The matrix is one named
-    *embed* if there is one, and the largest of those.
+    The weight is the longest vector named *norm*weight: shorter ones belong to attention heads. The matrix is the
+    largest one named *embed*, or the largest of all if none is.
     """
     from safetensors import safe_open
 
@@ -82,7 +82,7 @@ def from_file(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def minilm_model() -> tuple[dict[str, torch.Tensor], Tokenizer]:
-    """The tensors of all-MiniLM-L6-v2, and its tokenizer, told neither to pad nor to truncate."""
+    """The tensors of all-MiniLM-L6-v2, and its tokenizer, which neither pads nor truncates."""
     from importlib.resources import files
 
     from safetensors.torch import load_file
@@ -96,7 +96,7 @@ def minilm_model() -> tuple[dict[str, torch.Tensor], Tokenizer]:
 
 
 def minilm(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """What the last attention of all-MiniLM-L6-v2 hands to its norm: one row a token of the text."""
+    """The input of the norm behind the last attention of all-MiniLM-L6-v2: a row for each token of the text."""
     tensors, tokenizer = minilm_model()
     text = options.text.read_text(encoding="utf-8") if options.text else TEXT
 

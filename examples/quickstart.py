@@ -29,11 +29,11 @@ EPS = 1e-6
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}
 
-# What a run must reach. The op works in fp32, so a value next to a rounding boundary may fall on the other side of it:
-# one element in a thousand may differ, by one step. Hidden states give 20 to 24 dB in NVFP4 and 15.5 to 18 dB in MXFP4.
+# What a run must reach. The op computes in fp32, so a value near a rounding boundary may be rounded the other way: one
+# element in a thousand may differ, by one step. Hidden states give 20 to 24 dB in NVFP4 and 15.5 to 18 dB in MXFP4.
 AGREEMENT = 0.999
 MAX_STEPS = 1
-SNR_FLOOR_DB = {"nvfp4": 18.0, "mxfp4": 14.0}
+MIN_SNR_DB = {"nvfp4": 18.0, "mxfp4": 14.0}
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Call = Callable[[], Outputs]
@@ -47,20 +47,20 @@ def main(arguments: list[str] | None = None) -> int:
     x = x.to(device, getattr(torch, options.dtype))
     weight = weight.to(device, x.dtype)
     exact = norm_float64(x, weight)
-    # A served model has this number from calibration: it brings the largest value to the top of the format's range.
-    global_scale = (2688 / exact.abs().max()).float() if fmt.has_global_scale else None
+    # A served model has this number from calibration.
+    factor = torch_cute_ops.nvfp4_global_scale(exact.abs().max()) if fmt.has_global_scale else None
     print(f"device     {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}: {backend}")
     print(f"input      {x.shape[0]} x {x.shape[1]} {options.dtype}: {source}")
-    factor = "no global scale" if global_scale is None else f"global scale {global_scale:.5g}"
-    print(f"output     {fmt.name}, {options.layout} scales, {factor}")
+    scaled = "no global scale" if factor is None else f"global scale {factor.item():.5g}"
+    print(f"output     {fmt.name}, {options.layout} scales, {scaled}")
 
     def quantize(x: torch.Tensor) -> Outputs:
         return torch.ops.cute.rmsnorm_fp4quant(
-            x, weight, global_scale, EPS, block_size=fmt.block_size, scale_layout=options.layout
+            x, weight, factor, EPS, block_size=fmt.block_size, scale_layout=options.layout
         )
 
     y, scale = eager = quantize(x)
-    problems = compare_with_float64(y, scale, exact, global_scale, fmt, options.layout)
+    problems = compare_with_float64(y, scale, exact, factor, fmt, options.layout)
     before, after = x.numel() * x.element_size(), y.numel() + scale.numel()
     print(f"bytes      {before:,} as {options.dtype}, {after:,} as codes and scales: {before / after:.2f} times fewer")
 
@@ -99,7 +99,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def pick_device() -> tuple[torch.device, str]:
-    """The device, and in words what runs the op there."""
+    """The device, and what runs the op there, in words."""
     if not torch.cuda.is_available():
         return torch.device("cpu"), "the op's reference in plain torch (torch sees no GPU)"
     device = torch.device("cuda", torch.cuda.current_device())
@@ -109,7 +109,7 @@ def pick_device() -> tuple[torch.device, str]:
         return torch.device("cpu"), f"the op's reference in plain torch ({error})"
 
 
-# Ways to run the op. Each returns a callable, or the reason why this machine has no such way.
+# Ways to run the op. Each returns a callable, or the reason why it does not work on this machine.
 
 
 def compiled(quantize: Callable[[torch.Tensor], Outputs], x: torch.Tensor) -> Call | str:
@@ -141,7 +141,7 @@ def captured(quantize: Callable[[torch.Tensor], Outputs], x: torch.Tensor) -> Ca
 
 
 def timed(call: Call) -> str:
-    """Median wall time of a call, the GPU's work included."""
+    """Median wall time of a call, with the GPU's work."""
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
     us = timer.blocked_autorange(min_run_time=0.2).median * 1e6
     return f"{us:.1f} µs a call" if us < 1000 else f"{us / 1000:.1f} ms a call"
@@ -162,16 +162,16 @@ def round_to(value: torch.Tensor, mantissa_bits: int, min_exponent: int, largest
     return ((value / step).round() * step).clamp(-largest, largest)
 
 
-def quantize_float64(norm: torch.Tensor, global_scale: float, fmt: FP4Format) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_float64(norm: torch.Tensor, factor: float, fmt: FP4Format) -> tuple[torch.Tensor, torch.Tensor]:
     """Elements (M, blocks, block size) and block scales (M, blocks), as numbers."""
     blocks = norm.unflatten(-1, (-1, fmt.block_size))
     amax = blocks.abs().amax(-1)
     if fmt is NVFP4:
-        scale = round_to(amax * global_scale / 6, mantissa_bits=3, min_exponent=-6, largest=448)  # e4m3
+        scale = round_to(amax * factor / 6, mantissa_bits=3, min_exponent=-6, largest=448)  # e4m3
     else:
         mantissa, exponent = torch.frexp(amax.clamp(min=6 * 2.0**-127) / 6)
         scale = torch.exp2((exponent - (mantissa == 0.5).int()).double())  # 2^ceil(log2(amax / 6))
-    scaled = torch.where(scale.unsqueeze(-1) > 0, blocks * global_scale / scale.unsqueeze(-1), 0.0)
+    scaled = torch.where(scale.unsqueeze(-1) > 0, blocks * factor / scale.unsqueeze(-1), 0.0)
     return round_to(scaled, mantissa_bits=1, min_exponent=0, largest=6), scale  # e2m1
 
 
@@ -179,13 +179,13 @@ def compare_with_float64(
     y: torch.Tensor,
     scale: torch.Tensor,
     exact: torch.Tensor,
-    global_scale: torch.Tensor | None,
+    factor: torch.Tensor | None,
     fmt: FP4Format,
     layout: str,
 ) -> list[str]:
     """Print how the op's outputs compare with float64 and with the unquantised norm; return what is not good enough."""
     rows, hidden = exact.shape
-    want, want_scale = quantize_float64(exact, 1.0 if global_scale is None else global_scale.item(), fmt)
+    want, want_scale = quantize_float64(exact, 1.0 if factor is None else factor.item(), fmt)
     want_steps = torch.bucketize(want.abs(), torch.tensor(E2M1, dtype=want.dtype, device=want.device)) * want.sign()
 
     codes = torch.stack((y & 0xF, y >> 4), -1).view(rows, -1, fmt.block_size)  # element 0 in the low nibble
@@ -200,7 +200,7 @@ def compare_with_float64(
     print(f"float64    {elements} elements and {scales} scales identical; at most {most_steps} e2m1 step(s) away")
 
     decoded = torch_cute_ops.fp4_dequantize(
-        y, scale, global_scale, block_size=fmt.block_size, scale_layout=layout, out_dtype=torch.float32
+        y, scale, factor, block_size=fmt.block_size, scale_layout=layout, out_dtype=torch.float32
     )
     signal, noise = exact.square().sum(-1), (decoded - exact).square().sum(-1)
     snr = 10 * torch.log10(signal.sum() / noise.sum()).item()
@@ -212,8 +212,8 @@ def compare_with_float64(
         problems.append(f"only {agreement:.3%} of the elements or scales are float64's, below {AGREEMENT:.1%}")
     if most_steps > MAX_STEPS:
         problems.append(f"an element is {most_steps} e2m1 steps from float64's, more than {MAX_STEPS}")
-    if not snr >= SNR_FLOOR_DB[fmt.name]:
-        problems.append(f"SNR {snr:.2f} dB is below {SNR_FLOOR_DB[fmt.name]} dB")
+    if not snr >= MIN_SNR_DB[fmt.name]:
+        problems.append(f"SNR {snr:.2f} dB is below {MIN_SNR_DB[fmt.name]} dB")
     return problems
 
 

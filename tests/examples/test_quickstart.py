@@ -95,6 +95,7 @@ def test_a_wrong_op_fails(
     def wrong(x: torch.Tensor, weight: torch.Tensor, global_scale: torch.Tensor, eps: float, **kwargs) -> tuple:
         return right(x * 1.5, weight.roll(1), global_scale, eps, **kwargs)
 
+    wrong.default = right
     monkeypatch.setattr(torch.ops.cute, "rmsnorm_fp4quant", wrong)
     monkeypatch.setattr(quickstart, "compiled", lambda quantize, x: lambda: quantize(x))
     assert quickstart.main(["--rows", "16", "--hidden", "256"]) == 1
@@ -118,7 +119,7 @@ def test_a_wrong_compiled_result_fails(
 
 
 @pytest.mark.slow
-def test_no_compiler_is_told(tmp_path: Path) -> None:
+def test_no_compiler_is_reported(tmp_path: Path) -> None:
     """Inductor needs a compiler for a graph that holds more than the op."""
     program = "import quickstart, torch; print(quickstart.compiled(lambda x: (x.sin() + 1, x), torch.ones(8)))"
     nothing = {"PATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
@@ -195,13 +196,13 @@ def test_model_file_without_fitting_tensors(
         quickstart.main(["--model", str(model_file), *arguments])
 
 
-def test_missing_extra_is_told(quickstart: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra_is_reported(quickstart: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(SystemExit, match="--model needs the module safetensors: install the extra `examples`"):
         quickstart.main(["--model", "model.safetensors"])
 
 
-def test_missing_file_is_told(quickstart: ModuleType, tmp_path: Path) -> None:
+def test_missing_file_is_reported(quickstart: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     with pytest.raises(SystemExit, match="No such file"):
         quickstart.main(["--model", str(tmp_path / "no.safetensors")])
