@@ -8,7 +8,7 @@ ARGS ?=
 
 dev = $(PYTHON) tools/setup_env.py --venv $(VENV)
 
-.PHONY: help demo demo-minilm demo-minilm-nvfp4 demo-moe demo-fp8-moe test lint format typecheck bench venv clean
+.PHONY: help demo demo-minilm demo-minilm-nvfp4 demo-moe demo-fp8-moe test lint format typecheck docs bench venv clean
 .DEFAULT_GOAL := help
 
 help:          ## List the targets
@@ -42,6 +42,9 @@ format:        ## Mend style and formatting
 
 typecheck:     ## Check types
 	@$(dev) -- -m mypy
+
+docs:          ## Render the documents and the API reference into build/docs
+	@$(dev) -- -m sphinx -q -W --keep-going -c docs . build/docs $(ARGS)
 
 bench:         ## Measure on a GPU: make bench ARGS=rmsnorm_fp4quant
 	@$(dev) --extras dev,bench -- -m benchmarks $(ARGS)

@@ -1,21 +1,49 @@
-"""What the documents show and name."""
+"""What the documents show, name and quote is true."""
 
+import ast
+import json
 import re
 import runpy
 import shutil
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 from support.example_scripts import ROOT
 
+import torch_cute_ops
 from torch_cute_ops import deployment
+from torch_cute_ops.gemm import cost, select
 from torch_cute_ops.registry import OPS
+from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime.arch import ARCHS, Arch
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+by_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def table_after(text: str, heading: str) -> list[dict[str, str]]:
+    """The rows of the first table behind a line that begins with ``heading``, by column."""
+    lines = text[re.search(rf"^{re.escape(heading)}", text, re.MULTILINE).start() :].splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    rows = []
+    for line in lines[begin:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]
+
+
+# What is shown
+
+
+@by_document
 def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, as somebody would paste them, beside the files that the document shows."""
     text = path.read_text(encoding="utf-8")
@@ -31,15 +59,228 @@ def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
     runpy.run_path(str(program))
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@by_document
 def test_links_lead_somewhere(path: Path) -> None:
+    """To a file; `make docs` looks at the headings."""
     links = re.findall(r"\]\(([^)#]+)", path.read_text(encoding="utf-8"))
     missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
     assert not missing
 
 
+# The README
+
+
+def test_readme_is_short() -> None:
+    assert len(text_of("README.md").splitlines()) <= 150
+
+
 def test_readme_names_every_op() -> None:
-    table = re.search(
-        r"^## Ops\n\n(.*?)\n\n", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    named = [row["op"].strip("`") for row in table_after(text_of("README.md"), "## Ops") if "**" not in row["op"]]
+    assert sorted(named) == sorted(OPS)
+
+
+VARIANTS = {"quack": "QuACK", "cublas_bf16": "cuBLAS bf16", "deep_gemm": "DeepGEMM", "inductor": "Inductor"}
+
+
+@pytest.mark.parametrize("row", table_after(text_of("README.md"), "## Performance"), ids=lambda row: row["op"])
+def test_readme_has_the_figures_of_the_benchmarks(row: dict[str, str]) -> None:
+    """Each row is one of the results, ours and the peers, to three digits."""
+    shown = dict(pair.split(" = ") for pair in re.split(r", (?=\w+ =)", row["sizes"]))
+    results = json.loads(text_of(f"benchmarks/results/{row['op'].strip('`')}.json"))["rows"]
+    found = [one for one in results if shown == {**{k: f"{v:,}" for k, v in one["sizes"].items()}, **one["choices"]}]
+    assert len(found) == 1, f"{len(found)} results for {shown}"
+    measured = {VARIANTS.get(name, name): three_digits(variant["us"]) for name, variant in found[0]["variants"].items()}
+    assert row["µs"] == measured["ours"]
+    peers = re.findall(r"(?:^|, )([A-Za-z][\w ]*?) ([\d.,]*\d)", row["peers, µs"])
+    assert len(peers) > 1
+    assert dict(peers) == {name: measured[name] for name, _ in peers}
+
+
+def three_digits(us: float) -> str:
+    return f"{us:,.{max(0, 2 - len(str(int(us))) + 1)}f}"
+
+
+CAPABILITIES = "10.0, 10.3, 12.0 and 12.1"
+
+
+def test_gpus() -> None:
+    """Compute capabilities where documents list them."""
+    named = {f"sm_{capability.replace('.', '')}a" for capability in re.findall(r"\d+\.\d", f"9.0 {CAPABILITIES}")}
+    assert named == set(ARCHS)
+    readme, troubleshooting = (" ".join(text_of(name).split()) for name in ("README.md", "docs/troubleshooting.md"))
+    assert CAPABILITIES in readme
+    assert CAPABILITIES.replace(" and", " or") in troubleshooting
+
+
+# Tables and messages
+
+
+def kind_of_gemm(op: str) -> dict[str, int]:
+    return {"experts": 8} if op.startswith(("grouped", "moe")) else {}
+
+
+@pytest.mark.parametrize("row", table_after(text_of("docs/gemm.md"), "A backend is one way"), ids=lambda r: r["GEMM"])
+def test_backends_of_gpus(row: dict[str, str]) -> None:
+    """The backends that can compute a usual problem, but for the reference, which always can."""
+    columns = {"sm_90a": "compute capability 9.0"} | dict.fromkeys(
+        [name for name in ARCHS if name != "sm_90a"], CAPABILITIES.replace(" and", ",")
     )
-    assert sorted(re.findall(r"^\| `(\w+)` \|", table.group(1), re.MULTILINE)) == sorted(OPS)
+    for op in re.findall(r"\w+", row["GEMM"]):
+        spec = OPS[op]
+        args, kwargs = spec.path.example(n=4096, k=4096, device="meta", **kind_of_gemm(op))
+        problem = spec.path.problem(spec.bind(*args, **kwargs))
+        for arch, column in columns.items():
+            reasons = select.reasons(problem, cost.usual_targets(ARCHS[arch])[0])
+            able = [name for name, reason in reasons.items() if reason is None and name != "reference"]
+            assert sorted(re.findall(r"\w+", row[column])) == sorted(able), (op, arch)
+        on_cpu = select.reasons(problem, select.target_of(torch.device("cpu")))
+        assert [name for name, reason in on_cpu.items() if reason is None] == re.findall(r"\w+", row["CPU"])
+
+
+@pytest.mark.parametrize("size", [4096, 8192])
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=lambda arch: arch.name)
+def test_backends_by_the_model(arch: Arch, size: int) -> None:
+    """What docs/gemm.md says of the choice without tuning."""
+
+    def chosen(op: str, m: int, **properties: int) -> str:
+        args, kwargs = OPS[op].path.example(n=size, k=size, m=m, device="meta", **properties)
+        problem = OPS[op].path.problem(OPS[op].bind(*args, **kwargs))
+        return select.choose(problem, m, cost.usual_targets(arch)[0]).backend.name
+
+    few, many = (1, 16), (1024, 4096)
+    for op in ("mm_fp4", "mm_fp4_weight_only"):
+        assert {chosen(op, m) for m in many} == {"wgmma" if arch.has_wgmma else "cublas"}
+        assert {chosen(op, m) for m in few} <= ({"wgmma", "mma_sync"} if arch.has_wgmma else {"mma_sync"})
+    for m in (*few, *many):
+        assert chosen("mm_fp8_block", m) == ("wgmma" if arch.has_wgmma else "mma_sync")
+        if arch.has_wgmma:
+            assert chosen("moe_fc2_fp4", m, experts=32) == "routed"
+
+
+def test_every_gemm_is_in_the_tables() -> None:
+    gemms = {name for name, op in OPS.items() if op.has_backends}
+    text = text_of("docs/gemm.md")
+    assert {row["op"].strip("`") for row in table_after(text, "# GEMMs")} == gemms
+    backends = {backend.name for backend in select.BACKENDS}
+    assert {row["backend"].strip("`") for row in table_after(text, "| backend |")} == backends
+
+
+def relative_error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((got.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+def test_errors_of_mistakes() -> None:
+    """Gaussian numbers, multiplied as the table of troubleshooting says."""
+    weight, x = torch.randn(512, 1024) / 5000, torch.randn(16, 1024, dtype=torch.bfloat16)
+    exact, g = x.float() @ weight.t(), 2688 / weight.abs().max()
+    codes, scale = torch_cute_ops.fp4_quantize(weight, g)
+    _, linear = torch_cute_ops.fp4_quantize(weight, g, scale_layout="linear")
+    zeros, no_scale = torch_cute_ops.fp4_quantize(weight)
+    swapped = (codes >> 4) | (codes << 4)
+    results = {
+        "0.095": (codes, scale, 1 / g),
+        "0.34": (codes, linear, 1 / g),
+        "1.0": (zeros, no_scale, None),
+        "1.4": (swapped, scale, 1 / g),
+        "10 and more": (codes, scale, None),
+    }
+    rows = table_after(text_of("docs/troubleshooting.md"), "## Results are off")
+    assert [next(iter(row.values())) for row in rows] == list(results)
+    for shown, (b, b_scale, alpha) in results.items():
+        error = relative_error(torch_cute_ops.mm_fp4_weight_only(x, b.t(), b_scale, alpha), exact)
+        assert error > 10 if "more" in shown else error == pytest.approx(float(shown), rel=0.05), shown
+
+
+def test_errors_of_formats() -> None:
+    """The percentages of what a format loses, in the order of the first paragraph of troubleshooting."""
+    weight, x = torch.randn(512, 1024), torch.randn(64, 1024, dtype=torch.bfloat16)
+    exact = x.float() @ weight.t()
+    codes, scale = torch_cute_ops.fp4_quantize(weight)
+    a, a_scale = torch_cute_ops.fp4_quantize(x)
+    mx, mx_scale = torch_cute_ops.fp4_quantize(weight, block_size=32)
+    blocks = weight.view(4, 128, 8, 128)
+    fp8_scale = blocks.abs().amax((1, 3)) / 448
+    fp8 = (blocks / fp8_scale[:, None, :, None]).view(512, 1024).to(torch.float8_e4m3fn)
+    row, row_scale = torch_cute_ops.fp8_quantize(x, granularity="block128", scale_layout="column")
+    got = (
+        torch_cute_ops.mm_fp4_weight_only(x, codes.t(), scale),
+        torch_cute_ops.mm_fp4(a, codes.t(), a_scale, scale),
+        torch_cute_ops.mm_fp4_weight_only(x, mx.t(), mx_scale, block_size=32),
+        torch_cute_ops.mm_fp8_block(row, fp8.t(), row_scale, fp8_scale),
+    )
+    section = text_of("docs/troubleshooting.md").split("## Results are off")[1]
+    shown = [float(number) for number in re.findall(r"([\d.]+) %", section)][: len(got)]
+    assert [100 * relative_error(y, exact) for y in got] == pytest.approx(shown, rel=0.05)
+
+
+def strings_of_the_package() -> list[str]:
+    """Every string in the sources, with an ellipsis for what is filled in."""
+    found = []
+    for path in (ROOT / "torch_cute_ops").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%[\w.]+", "…", node.value))
+    return found
+
+
+QUOTED = re.findall(r'"([^"]+)"', " ".join(re.findall(r"^\*\*(.*?)\*\*", text_of("docs/troubleshooting.md"), re.M)))
+
+
+@pytest.fixture(scope="module")
+def strings() -> list[str]:
+    return strings_of_the_package()
+
+
+def test_messages_are_quoted() -> None:
+    assert len(QUOTED) > 20
+
+
+@pytest.mark.parametrize("quoted", QUOTED)
+def test_messages_are_those_of_the_code(quoted: str, strings: list[str]) -> None:
+    """Each part between ellipses stands in one string of the sources, in order."""
+    pattern = re.compile(".*".join(map(re.escape, quoted.strip("… ").split("…"))), re.DOTALL)
+    assert any(pattern.search(text) for text in strings)
+
+
+def test_message_about_a_missing_tensor() -> None:
+    quoted = re.search(r"`(weight is None; .*?)`", text_of("docs/troubleshooting.md")).group(1)
+    with pytest.raises(TypeError, match=f"cute::rmsnorm_fp4quant: {quoted}$"):
+        torch_cute_ops.rmsnorm_fp4quant(torch.ones(2, 64), None)
+
+
+def test_message_about_a_deployment(tmp_path: Path) -> None:
+    """The message that serving.md quotes is that of the file it shows, with the wrong value in it."""
+    text = text_of("docs/serving.md")
+    content = re.search(r"^```toml\n# deployment.toml\n(.*?)^```", text, re.DOTALL | re.MULTILINE).group(1)
+    quoted = re.search(r"`deployment.toml: (\[\[kernel.*?)`", text).group(1)
+    wrong, count = re.subn(r"^m = .*$", "m = 0", content, flags=re.MULTILINE)
+    assert count == 1
+    (tmp_path / "deployment.toml").write_text(wrong, encoding="utf-8")
+    with pytest.raises(ValueError, match=re.escape(quoted) + "$"):
+        deployment.read(tmp_path / "deployment.toml")
+    limit = re.search(r"stand for ([\d,]+) calls", text).group(1)
+    assert limit == f"{deployment.LIMIT:,}"
+
+
+def test_settings() -> None:
+    shown = {row["variable"].strip("`") for row in table_after(text_of("docs/serving.md"), "## Settings")}
+    assert shown == {setting["variable"] for setting in settings.described()}
+
+
+def test_terms_of_the_glossary_are_used() -> None:
+    """In the sources, or in another document."""
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "torch_cute_ops").rglob("*.py")]
+    texts += [text_of(str(path)) for path in DOCUMENTS if path.name != "glossary.md"]
+    everything = plain(" ".join(texts))
+    entries = re.findall(r"^- \*\*(.+?)\*\*", text_of("docs/glossary.md"), re.MULTILINE)
+    terms = list(chain.from_iterable(entry.split(", ") for entry in entries))
+    assert len(terms) > 50
+    assert [term for term in terms if plain(term) not in everything] == []
+
+
+def plain(text: str) -> str:
+    """In lower case, with one space for whatever separates words."""
+    return " ".join(re.split(r"[\s_-]+", text.lower()))

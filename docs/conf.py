@@ -1,0 +1,93 @@
+"""How Sphinx renders the documents, and the API reference from the docstrings: ``make docs``."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from torch_cute_ops import __version__  # noqa: E402
+
+project = "torch_cute_ops"
+version = release = __version__
+
+# The source folder is the root of the repository, so that links between documents lead to the same place in a rendered
+# page and in a file view.
+root_doc = "docs/index"
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**"]
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_heading_anchors = 4
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+autodoc_member_order = "bysource"
+python_maximum_signature_line_length = 100
+toc_object_entries_show_parents = "hide"
+
+nitpicky = True
+# Types of other libraries, whose inventories are not fetched: the build needs no network.
+nitpick_ignore_regex = [
+    ("py:.*", rf"({other})\..*") for other in ("torch", "collections", "pathlib", "typing", "types")
+]
+
+html_theme = "alabaster"
+html_theme_options = {"page_width": "1200px", "sidebar_width": "300px", "fixed_sidebar": True}
+html_show_copyright = False
+
+
+def section(lines: list[str], title: str) -> tuple[int, int, list[str]] | None:
+    """Where a section of a Google docstring begins and ends, and its entries, each on one line."""
+    if title not in lines:
+        return None
+    begin = lines.index(title)
+    end = next((i for i in range(begin + 1, len(lines)) if lines[i] and not lines[i].startswith(" ")), len(lines))
+    entries: list[str] = []
+    for line in lines[begin + 1 : end]:
+        if line.startswith("     ") and entries:
+            entries[-1] += f" {line.strip()}"
+        elif line:
+            entries.append(line.strip())
+    return begin, end, entries
+
+
+def list_results(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Show each of several results on a line of its own: Napoleon takes a section ``Returns:`` for one."""
+    if (found := section(lines, "Returns:")) is not None:
+        begin, end, entries = found
+        is_list = sum(entry.startswith("``") for entry in entries) > 1
+        body = re.sub(r" (?=``\w+``: )", "\n* ", f" {' '.join(entries)}").split("\n") if is_list else entries
+        lines[begin:end] = [":returns:", *(f"   {line}" for line in body), ""]
+
+
+def split_attributes(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Give each of ``a, b: …`` an entry: Napoleon takes the first for the type of the second."""
+    if what == "class" and (found := section(lines, "Attributes:")) is not None:
+        begin, end, entries = found
+        split = [(names, text) for names, _, text in (entry.partition(":") for entry in entries)]
+        body = [f"    {one}:{text}" for names, text in split for one in names.split(", ")]
+        lines[begin:end] = ["Attributes:", *body, ""]
+
+
+ATTRIBUTES = ("attribute", "data", "property")
+written: dict[str, list[str]] = {}
+
+
+def keep_attribute(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Keep the docstring of an attribute: Napoleon takes what stands before a colon for its type."""
+    if what in ATTRIBUTES:
+        written[name] = list(lines)
+
+
+def restore_attribute(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Put it back."""
+    if what in ATTRIBUTES:
+        lines[:] = written.pop(name)
+
+
+def setup(app: Any) -> None:
+    """Connect what is called around Napoleon, whose priority is 500."""
+    for function in (list_results, split_attributes, keep_attribute):
+        app.connect("autodoc-process-docstring", function, priority=400)
+    app.connect("autodoc-process-docstring", restore_attribute, priority=600)

@@ -1,0 +1,62 @@
+"""A layer imports those below it and none above, by the table of docs/architecture.md."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.example_scripts import ROOT
+
+PACKAGE = ROOT / "torch_cute_ops"
+TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Layers")[1].split("##")[0]
+LAYERS = [re.sub(r"(/<\w+>)?(\.py|/)$", "", path) for path in re.findall(r"^\| `([\w/.<>]+)`", TEXT, re.MULTILINE)]
+"""From the highest to the lowest: folders and modules, relative to the package."""
+
+
+def cases() -> Iterator[object]:
+    """Every module of the layers."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        if layer_of(name.removesuffix(".py").replace("/", ".")) is not None:
+            yield pytest.param(path, id=name)
+
+
+def layer_of(module: str) -> int | None:
+    """The number of the layer of a module (``ops.mm_fp4``), 0 for the package itself; ``None``: it is in none."""
+    if not module:
+        return 0
+    path = module.replace(".", "/")
+    fitting = [layer for layer in LAYERS if path == layer or path.startswith(f"{layer}/")]
+    return LAYERS.index(max(fitting, key=len)) if fitting else None
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and name of each module of the package that a file imports, where it stands in the file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] == "torch_cute_ops":
+                yield node.lineno, name.removeprefix("torch_cute_ops").lstrip(".")
+
+
+def test_the_table_has_every_folder() -> None:
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders <= {layer.split("/")[0] for layer in LAYERS}
+
+
+@pytest.mark.parametrize("path", [*cases()])
+def test_imports_go_down(path: Path) -> None:
+    layer = layer_of(path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."))
+    assert layer is not None
+    upwards = [
+        f"line {line}: {name}"
+        for line, name in imported(path)
+        if (other := layer_of(name)) is not None and other < layer
+    ]
+    assert not upwards

@@ -1,0 +1,24 @@
+"""`make docs` renders without a warning, and the API reference has what is public."""
+
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+from support.example_scripts import ROOT
+
+import torch_cute_ops
+
+pytest.importorskip("sphinx")
+pytest.importorskip("myst_parser")
+
+
+def test_documents_render(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs", ".", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    content = (tmp_path / "objects.inv").read_bytes()
+    names = {line.split()[0] for line in zlib.decompress(content.split(b"\n", 4)[4]).decode().splitlines()}
+    public = {f"torch_cute_ops.{name}" for name in torch_cute_ops.__all__ if not name.startswith("_")}
+    assert public <= names
