@@ -53,7 +53,7 @@ RAW = "raw TVM-FFI call"
 QUACK = "QuACK rmsnorm"
 EMPTY, NEW_TENSOR = "empty lambda", "torch.empty"
 NOT_OURS = (EMPTY, NEW_TENSOR, RMS_NORM, MM, RAW, QUACK)
-"""Calls that stand beside ours; what the raw one costs is TVM-FFI's doing."""
+"""Calls to compare with. The raw call is our kernel, but all of its cost is TVM-FFI's."""
 CACHES = ("TORCH_CUTE_OPS_CACHE_DIR", "XDG_CACHE_HOME", "CUTE_DSL_CACHE_DIR", "CUDA_CACHE_PATH")
 """Environment variables that name the folders of compiled kernels: ours, our default, the DSL's, the driver's."""
 

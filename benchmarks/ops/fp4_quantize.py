@@ -1,4 +1,4 @@
-"""fp4_quantize: NVFP4 quantisation alone. No peer quantises without a norm here, so only Inductor stands beside it."""
+"""fp4_quantize: NVFP4 quantisation alone. No peer quantises without a norm, so it is compared with Inductor alone."""
 
 from __future__ import annotations
 

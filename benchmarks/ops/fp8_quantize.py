@@ -1,4 +1,4 @@
-"""fp8_quantize: FP8 quantisation alone. No peer quantises without a norm here, so only Inductor stands beside it."""
+"""fp8_quantize: FP8 quantisation alone. No peer quantises without a norm, so it is compared with Inductor alone."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from expected import Tensors, raw
 from torch._subclasses import FakeTensorMode
 
 from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS
-from torch_cute_ops.ops._call import forget_launchers
+from torch_cute_ops.ops import _call
 from torch_cute_ops.ops._define import OpSpec, as_tuple
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
@@ -484,8 +484,9 @@ def input_width(op: OpSpec, width: int) -> int:
 
 
 def forget(op: OpSpec) -> None:
-    """Let an op forget what is ready."""
-    forget_launchers(op.path)
+    """Have an op choose, compile and load anew, as if it had never been called."""
+    op.path.launchers.clear()
+    _call._launched.clear()
 
 
 # Tensors

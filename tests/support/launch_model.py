@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from support.cases import forget
 from torch_cute_ops.formats import FP8_BLOCK128, FP4Format
 from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.formats.fp8 import COLUMN
@@ -373,4 +374,4 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 def forget_all() -> None:
     """Have no op remember a call."""
     for op in OPS.values():
-        _call.forget_launchers(op.path)
+        forget(op)

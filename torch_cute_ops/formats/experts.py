@@ -13,7 +13,8 @@ def rows_bound(tokens: int, topk: int, experts: int, alignment: int) -> int:
     """Rows of a contiguous buffer, however the tokens are routed: each expert's rows begin at a multiple of
     ``alignment``. ``tokens`` may be a symbol."""
     pairs = tokens * topk
-    touched = torch.sym_min(experts, pairs)
+    # Calls ask for it each time, and torch.sym_min takes several times as long.
+    touched = min(experts, pairs) if isinstance(pairs, int) else torch.sym_min(experts, pairs)
     return (pairs + touched * (alignment - 1)) // alignment * alignment
 
 

@@ -292,9 +292,3 @@ class KernelPath(CallPath[Call]):
         kernel = self.kernel(call, arch_of_device(device))
         function = self.compile(kernel, call, device)
         return self.launcher_type(kernel, function, torch.device("cuda", device), sm_count(device))
-
-
-def forget_launchers(path: CallPath[Any]) -> None:
-    """Have a path choose, compile and load anew, as if its op had never been called."""
-    path.launchers.clear()
-    _launched.clear()

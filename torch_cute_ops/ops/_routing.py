@@ -168,15 +168,12 @@ def is_number(scaling_factor: float) -> bool:
     return -math.inf < scaling_factor < math.inf
 
 
-def rows_of_call(pairs: int, experts: int, alignment: int, max_rows: int | None) -> int | None:
+def rows_of_call(tokens: int, topk: int, experts: int, alignment: int, max_rows: int | None) -> int | None:
     """Rows of the permutation of an unchecked call; ``None`` if the arguments do not make sense."""
     if alignment < 1 or (max_rows is not None and max_rows < 1):
         return None
-    if max_rows is None:
-        rows = (pairs + min(experts, pairs) * (alignment - 1)) // alignment * alignment
-    else:
-        rows = experts * max_rows
-    return rows if max(rows, pairs) <= MAX_ROWS else None
+    rows = rows_bound(tokens, topk, experts, alignment) if max_rows is None else experts * max_rows
+    return rows if max(rows, tokens * topk) <= MAX_ROWS else None
 
 
 def new_order(new: New, tokens: int, topk: int, rows: int, experts: int) -> Outputs:

@@ -43,24 +43,23 @@ class RowLauncher(KernelLauncher[RowCall]):
         super().__init__(kernel, function, device, sms)
         problem = kernel.config.problem
         self.max_ctas = sms * kernel.config.waves
-        self.fmt, self.layout = problem.fmt, problem.layout
-        self.width, self.norm_width, self.source = problem.width, problem.norm_width, problem.source
+        fmt, self.layout = problem.fmt, problem.layout
+        self.width, self.source = problem.width, problem.source
         self.is_padded = problem.width != problem.norm_width
         self.also_linear, self.writes_norm = problem.also_linear, problem.writes_norm
-        self.gates_plainly = not problem.swiglu
         self.tile_rows = self.layout.tile_rows or 1
-        if isinstance(self.fmt, FP4Format):
+        if isinstance(fmt, FP4Format):
             self.y_width, self.y_dtype = self.width // 2, torch.uint8
-            self.blocks = self.width // self.fmt.block_size
+            self.blocks = self.width // fmt.block_size
             self.scale_width = self.layout.padded_blocks(self.blocks)
-            self.scale_dtype = self.fmt.scale_dtype
+            self.scale_dtype = fmt.scale_dtype
         else:
             self.y_width, self.y_dtype = self.width, torch.float8_e4m3fn
-            self.blocks = self.scale_width = self.fmt.scales_per_row(self.width)
+            self.blocks = self.scale_width = fmt.scales_per_row(self.width)
             self.scale_dtype = torch.float32
         # Scales are a matrix of whole rows, of columns, or one element.
-        self.is_column, self.is_tensor = self.layout == COLUMN, self.fmt == FP8_TENSOR
-        self.has_scale_rows = not (self.is_column or self.is_tensor)
+        self.is_column = self.layout == COLUMN
+        self.has_scale_rows = not self.is_column and fmt != FP8_TENSOR
         self.has_two_outputs = not (self.also_linear or self.writes_norm)
         self.y_strides, self.scale_strides = (self.y_width, 1), (self.scale_width, 1)
         self.stores_bytes = self.scale_dtype is torch.uint8
@@ -93,7 +92,7 @@ class RowLauncher(KernelLauncher[RowCall]):
         sums = None if residual is None else residual.reshape(-1, hidden)
         count = rows.shape[0]
         y, linear, norm = out[0].view(count, -1), None, None
-        scale = out[1] if self.is_column or self.is_tensor or not self.layout.is_linear else out[1].view(count, -1)
+        scale = out[1].view(count, -1) if self.has_scale_rows and self.layout.is_linear else out[1]
         if self.also_linear:
             linear = out[2].view(count, -1)
         if self.writes_norm:

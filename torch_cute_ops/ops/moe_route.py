@@ -47,7 +47,7 @@ class _Launcher(KernelLauncher[_Call]):
         if len(shape) != 2 or not shape[0] or not is_number(scaling_factor):
             return None
         tokens, experts = shape
-        rows = rows_of_call(tokens * topk, experts, alignment, max_rows)
+        rows = rows_of_call(tokens, topk, experts, alignment, max_rows)
         if rows is None:
             return None
         if out is None:

@@ -32,7 +32,7 @@ class _Launcher(KernelLauncher[_Call]):
         if len(shape) != 2 or not shape[0] or not 1 <= shape[1] <= MAX_TOPK:
             return None
         tokens, topk = shape
-        rows = rows_of_call(tokens * topk, experts, alignment, max_rows)
+        rows = rows_of_call(tokens, topk, experts, alignment, max_rows)
         if rows is None:
             return None
         if out is None:

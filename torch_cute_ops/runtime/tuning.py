@@ -75,7 +75,7 @@ def autotune(*, timeout_s: float = 300.0) -> Iterator[None]:
 
 def is_on() -> bool:
     """Whether this is inside an ``autotune`` block."""
-    return blocks > 0 and _block.get() is not None
+    return _block.get() is not None
 
 
 def block() -> Block | None:
