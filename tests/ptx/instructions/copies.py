@@ -219,6 +219,8 @@ def _box_bytes(
     if matrix >= box.matrices:
         raise Fault(EmulationError, 0, f"matrix {matrix} of {box.matrices}")
     width, height = min(box.box_width, box.width - column), min(box.box_height, box.height - row)
+    if width <= 0:
+        height = 0
     start = box.address + matrix * box.matrix_pitch + row * box.pitch + column
     rows = [
         _global_bytes(m, thread, np.array([start + i * box.pitch], np.uint64), width) for i in range(max(height, 0))

@@ -9,6 +9,7 @@ time share rows and columns in L2.
 A table in shared memory holds what each expert begins with; a warp finds the expert of a tile in it by two votes.
 """
 
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import cutlass
@@ -66,7 +67,7 @@ class ExpertTiles:
     def arguments(self, epilogue: EpilogueOps) -> Arguments:
         """The arguments of a kernel that works on these tiles."""
         n, k, blocks = Dim("n", divisibility=8), Dim("k", divisibility=64), Dim("blocks")
-        pitch, columns = Dim("a_scale_pitch", bits=64), Dim("b_scale_rows")
+        pitch = Dim("a_scale_pitch", bits=64)
         experts, offsets = Dim("experts"), TensorArg("Int32", (Dim("offsets"),), (1,), align=4)
         fp8, fp32, out_dtype = "Float8E4M3FN", "Float32", epilogue.out_dtype.__name__
         if self.rows.is_masked:
@@ -79,13 +80,7 @@ class ExpertTiles:
             a = TensorArg(fp8, (rows, k), (k, 1), align=16)
             a_scale = TensorArg(fp32, (blocks, rows), (pitch, 1), align=4)
             out = TensorArg(out_dtype, (rows, n), (n, 1), align=16)
-        if self.rows.is_plain:
-            b = TensorArg(fp8, (k, n), (1, k), align=16)
-            b_scale = TensorArg(fp32, (columns, blocks), (blocks, 1), align=4)
-        else:
-            b = TensorArg(fp8, (experts, n, k), (Dim("b_of_expert", bits=64, divisibility=16), k, 1), align=16)
-            of_expert = Dim("b_scale_of_expert", bits=64)
-            b_scale = TensorArg(fp32, (experts, columns, blocks), (of_expert, blocks, 1), align=4)
+        b, b_scale = self.weight_arguments(n, k, blocks, None if self.rows.is_plain else experts)
         alpha, bias = epilogue.arguments(n, None if self.rows.is_plain else experts)
         return Arguments(
             a=a,
@@ -100,6 +95,16 @@ class ExpertTiles:
             max_ctas=ScalarArg("Int32"),
         )
 
+    def weight_arguments(self, n: Dim, k: Dim, blocks: Dim, experts: Dim | None) -> tuple[TensorArg, TensorArg]:
+        """The weight, of each expert if there are any, and its scales."""
+        columns = Dim("b_scale_rows")
+        if experts is None:
+            b = TensorArg("Float8E4M3FN", (k, n), (1, k), align=16)
+            return b, TensorArg("Float32", (columns, blocks), (blocks, 1), align=4)
+        b = TensorArg("Float8E4M3FN", (experts, n, k), (Dim("b_of_expert", bits=64, divisibility=16), k, 1), align=16)
+        of_expert = Dim("b_scale_of_expert", bits=64)
+        return b, TensorArg("Float32", (experts, columns, blocks), (of_expert, blocks, 1), align=4)
+
     # On the host
 
     def views(self, a, b, a_scale, b_scale, out) -> Views:
@@ -112,24 +117,22 @@ class ExpertTiles:
         else:
             space = count = a.shape[0]
             k, n = a.shape[1], out.shape[1]
-        if self.rows.is_plain:
-            experts = 1
-            weight = (n, k, 1), (k, 1, 0)
-            scale = (b_scale.shape[0], b_scale.shape[1], 1), (b_scale.stride[0], 1, 0)
-        else:
-            experts = b.shape[0]
-            weight = (n, k, experts), (k, 1, b.stride[0])
-            scale = (b_scale.shape[1], b_scale.shape[2], experts), (b_scale.stride[1], 1, b_scale.stride[0])
+        weight, weight_scale = self.weight_views(b, b_scale)
         return Views(
             a=cute.make_tensor(a.iterator, cute.make_layout((count, k), stride=(k, 1))),
-            b=cute.make_tensor(b.iterator, cute.make_layout(weight[0], stride=weight[1])),
+            b=weight,
             a_scale=cute.make_tensor(
                 a_scale.iterator, cute.make_layout((a_scale.shape[0], count), stride=(a_scale.stride[0], 1))
             ),
-            b_scale=cute.make_tensor(b_scale.iterator, cute.make_layout(scale[0], stride=scale[1])),
+            b_scale=weight_scale,
             out=cute.make_tensor(out.iterator, cute.make_layout((count, n), stride=(n, 1))),
             space=space,
         )
+
+    def weight_views(self, b, b_scale) -> tuple[cute.Tensor, cute.Tensor]:
+        """The weight and its scales as matrices over all experts: (N, K, E) and (⌈N / 128⌉, blocks, E)."""
+        plain = self.rows.is_plain
+        return by_expert(b, plain, is_transposed=True), by_expert(b_scale, plain)
 
     def ctas(self, given: Arguments, splits: int = 1):
         """CTAs of a launch: ``splits`` for each tile that there may be, ``max_ctas`` at most, and none where the result
@@ -217,14 +220,27 @@ class ExpertTiles:
         return expert, begin + skipped, count - skipped, place // width * self.columns
 
 
+def by_expert(matrix: cute.Tensor, is_plain: bool, is_transposed: bool = False) -> cute.Tensor:
+    """(E, rows, columns), or plain (rows, columns) or ``is_transposed`` that, as (rows, columns, E); columns are
+    contiguous."""
+    if not is_plain:
+        experts, rows, columns = matrix.shape
+        shape, stride = (rows, columns, experts), (matrix.stride[1], 1, matrix.stride[0])
+    elif is_transposed:
+        shape, stride = (matrix.shape[1], matrix.shape[0], 1), (matrix.stride[1], 1, 0)
+    else:
+        shape, stride = (*matrix.shape, 1), (matrix.stride[0], 1, 0)
+    return cute.make_tensor(matrix.iterator, cute.make_layout(shape, stride=stride))
+
+
 class ExpertTilesKernel:
     """Base of the kernels whose CTAs take such tiles: built from a ``Config`` with ``rows``, ``tokens`` and an
     ``epilogue``."""
 
-    def __init__(self, config: Any, columns: int):
+    def __init__(self, config: Any, columns: int, tiles: Callable[..., ExpertTiles] = ExpertTiles):
         self.config = config
         self.epilogue = EpilogueOps(config.epilogue)
-        self.tiles = ExpertTiles(config.rows, config.tokens, columns)
+        self.tiles = tiles(config.rows, config.tokens, columns)
 
     def arguments(self) -> Arguments:
         return self.tiles.arguments(self.epilogue)

@@ -33,6 +33,20 @@ def prmt(a, b, selector: int, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
+def prmt_by(a, b, selectors, *, loc=None, ip=None) -> Uint32:
+    """The same, by the four low nibbles of a word that is not known before."""
+    operands = [_u32(a, loc, ip), _u32(b, loc, ip), _u32(selectors, loc, ip)]
+    return Uint32(_asm(T.i32(), operands, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", loc, ip))
+
+
+@dsl_user_op
+def xor_masked(a, b, mask: int, *, loc=None, ip=None) -> Uint32:
+    """``a ^ (b & mask)``."""
+    operands = [_u32(a, loc, ip), _u32(b, loc, ip)]
+    return Uint32(_asm(T.i32(), operands, f"lop3.b32 $0, $1, $2, {mask:#x}, 0x78;", "=r,r,r", loc, ip))
+
+
+@dsl_user_op
 def select_bits(mask, a, b, *, loc=None, ip=None) -> Uint32:
     """Bits of ``a`` where ``mask`` is set, of ``b`` elsewhere."""
     operands = [_u32(mask, loc, ip), _u32(a, loc, ip), _u32(b, loc, ip)]
@@ -153,6 +167,13 @@ def min_abs_f16x2(a, limit: int, *, loc=None, ip=None) -> Uint32:
 
 
 @dsl_user_op
+def max_abs_f16x2(a, b, *, loc=None, ip=None) -> Uint32:
+    """``max(|a|, |b|)`` of both halves; of NaN and a number, the number."""
+    text = "{.reg .b32 s, t; abs.f16x2 s, $1; abs.f16x2 t, $2; max.f16x2 $0, s, t;}"
+    return Uint32(_asm(T.i32(), [_u32(a, loc, ip), _u32(b, loc, ip)], text, "=r,r,r", loc, ip))
+
+
+@dsl_user_op
 def add_16x2(a, b, dtype: str, *, loc=None, ip=None) -> Uint32:
     """The sums of two pairs of ``dtype`` ("bf16" or "f16"), rounded to nearest even: as those of fp32 sums are, which
     have more than twice the bits, and two."""
@@ -252,6 +273,16 @@ def _packed(values: tuple, kind: str, bits: int, loc, ip) -> Uint32:
 def e4m3x4_of(values: tuple, *, loc=None, ip=None) -> Uint32:
     """Four fp32 values as e4m3 bytes, element 0 lowest: round to nearest even, saturating; NaN becomes 0x7F."""
     return _packed(values, "e4m3", 16, loc, ip)
+
+
+@dsl_user_op
+def e4m3x4_of_f16x2(low, high, *, loc=None, ip=None) -> Uint32:
+    """Two pairs of fp16 values as e4m3 bytes: round to nearest even, saturating; NaN becomes 0x7F."""
+    text = (
+        "{.reg .b16 s, t; cvt.rn.satfinite.e4m3x2.f16x2 s, $1; cvt.rn.satfinite.e4m3x2.f16x2 t, $2; "
+        "mov.b32 $0, {s, t};}"
+    )
+    return Uint32(_asm(T.i32(), [_u32(low, loc, ip), _u32(high, loc, ip)], text, "=r,r,r", loc, ip))
 
 
 @dsl_user_op

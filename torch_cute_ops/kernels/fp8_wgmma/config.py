@@ -1,25 +1,17 @@
 """Configuration of the FP8 GEMM by wgmma: no device code."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from torch_cute_ops.kernels.common import row_tile
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
-from torch_cute_ops.kernels.common.sum_tile import SumTile
-from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS, WARPGROUP
+from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS, SCALE_WARPS, FP8TilesConfig
 from torch_cute_ops.runtime.arch import Arch
 
 __all__ = ["Arguments", "Config", "plan"]
 
-BLOCK: Final = 128
-"""Elements of k that share a scale, rows of ``b`` that do, and elements of k of a stage."""
-GROUPS: Final = 2
-"""Consumer warpgroups."""
-THREADS: Final = (GROUPS + 1) * WARPGROUP
-SCALE_WARPS: Final = WARPGROUP // 32 - 1
-"""Warps that load scales: the producer's warpgroup but for the producer."""
 MANY: Final = 128
 """Rows of ``a`` of a tile with ``a`` on the M side; a tile with fewer has ``b`` there."""
 TILES: Final = (
@@ -29,15 +21,10 @@ TILES: Final = (
 """Rows of ``a`` and of ``b`` of a tile, and CTAs that share it."""
 TOGETHER: Final = 2
 """K blocks whose MMAs a consumer starts before it waits for the first: as many as there are registers for."""
-BARRIER_BYTES: Final = 256
-RECORD_WORDS: Final = 4
-"""Words of a stage's record of its tile: first row, rows from there on, first column, and expert, or 0 where the
-epilogue does not depend on it."""
-RECORD_BYTES: Final = RECORD_WORDS * 4
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(FP8TilesConfig):
     """Everything static about a kernel. N, K, R and the number of experts are not.
 
     Attributes:
@@ -56,26 +43,15 @@ class Config:
     splits: int
     stages: int
     pdl: bool
-
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA."""
-        return THREADS
-
-    @property
-    def tells_expert(self) -> bool:
-        """Whether consumers need the expert of a tile, for its alpha or bias."""
-        return not self.rows.is_plain and (self.epilogue.is_by_expert or self.epilogue.bias_dtype is not None)
+    stage_blocks: ClassVar[int] = 1
+    line: ClassVar[int] = BLOCK
+    scales_ahead: ClassVar[int] = 4
+    own_bytes: ClassVar[int] = 0
 
     @property
     def is_swapped(self) -> bool:
         """Whether rows of ``b`` are the M side of the MMAs."""
         return self.tokens < MANY
-
-    @property
-    def sum_tile(self) -> SumTile:
-        """The sums of a CTA that shares a tile."""
-        return SumTile(self.tokens, self.columns)
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -94,24 +70,9 @@ class Config:
         return not self.is_swapped and self.columns == BLOCK
 
     @property
-    def box_rows(self) -> int:
-        """Rows of ``a`` of a copy: those of one consumer, so that rows that do not exist need not be copied."""
-        return min(self.tokens, GROUP_ROWS)
-
-    @property
-    def boxes(self) -> int:
-        """The most such copies of a stage."""
-        return self.tokens // self.box_rows
-
-    @property
-    def stage_scales(self) -> int:
-        """Scales of a stage: those of the rows of ``a``, then that of the columns; whole pieces of 16 bytes."""
+    def place_scales(self) -> int:
+        """Those of the rows of ``a``, then that of the columns; whole pieces of 16 bytes."""
         return self.tokens + 4
-
-    @property
-    def stage_bytes(self) -> int:
-        """A K block of both operands, its scales, and its record."""
-        return (self.tokens + self.columns) * BLOCK + self.stage_scales * 4 + RECORD_BYTES
 
     @property
     def store_bytes(self) -> int:
@@ -119,11 +80,6 @@ class Config:
         if self.is_swapped:
             return self.sum_tile.size_bytes if self.splits > 1 else 0
         return GROUPS * 4 * row_tile.SIZE_BYTES
-
-    @property
-    def smem_bytes(self) -> int:
-        """Shared memory of a CTA."""
-        return self.stages * self.stage_bytes + self.store_bytes + self.rows.table_bytes + BARRIER_BYTES
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""

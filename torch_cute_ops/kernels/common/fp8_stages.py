@@ -1,0 +1,101 @@
+"""Sizes of kernels by wgmma with FP8 activations (``kernels.common.fp8_tiles_kernel``): no device code."""
+
+from typing import Final
+
+from torch_cute_ops.formats.fp8 import FP8_BLOCK128
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
+from torch_cute_ops.kernels.common.sum_tile import SumTile
+from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS, WARPGROUP
+
+BLOCK: Final = FP8_BLOCK128.block_size
+"""Elements of k of a K block, which share a scale."""
+GROUPS: Final = 2
+"""Consumer warpgroups."""
+THREADS: Final = (GROUPS + 1) * WARPGROUP
+SCALE_WARPS: Final = WARPGROUP // 32 - 1
+"""Warps that load scales: the producer's warpgroup but for the producer."""
+BARRIER_BYTES: Final = 256
+RECORD_WORDS: Final = 4
+"""Words of a stage's record of its tile: first row, rows from there on, first column, and expert, or 0 where the
+epilogue does not depend on it."""
+RECORD_BYTES: Final = RECORD_WORDS * 4
+
+
+class FP8TilesConfig:
+    """What the configurations of these kernels share.
+
+    Attributes:
+        rows: how rows of ``a`` belong to experts.
+        epilogue: what is done to the sums.
+        tokens, columns, splits: rows of ``a`` and of ``b`` of a tile, and CTAs of a cluster, which share its k.
+        stages: stages of the ring.
+        stage_blocks: K blocks of a stage.
+        line: bytes of a row of the weight in a stage.
+        place_scales: fp32 scales of a K block in the ring; whole pieces of 16 bytes.
+        scales_ahead: K blocks whose scales a warp loads together.
+        own_bytes: shared memory that the kernel has besides.
+        store_bytes: shared memory in which lines of the result are assembled, or partial sums exchanged.
+    """
+
+    rows: ExpertLayout
+    epilogue: Epilogue
+    tokens: int
+    columns: int
+    splits: int
+    stages: int
+    stage_blocks: int
+    line: int
+    scales_ahead: int
+    own_bytes: int
+
+    @property
+    def place_scales(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def store_bytes(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return THREADS
+
+    @property
+    def tells_expert(self) -> bool:
+        """Whether consumers need the expert of a tile, for its alpha or bias."""
+        return not self.rows.is_plain and (self.epilogue.is_by_expert or self.epilogue.bias_dtype is not None)
+
+    @property
+    def sum_tile(self) -> SumTile:
+        """The sums of a CTA that shares a tile."""
+        return SumTile(self.tokens, self.columns)
+
+    @property
+    def box_rows(self) -> int:
+        """Rows of ``a`` of a copy, so that rows that do not exist need not be copied."""
+        return min(self.tokens, GROUP_ROWS)
+
+    @property
+    def boxes(self) -> int:
+        """The most such copies of a K block."""
+        return self.tokens // self.box_rows
+
+    @property
+    def streams_weight(self) -> bool:
+        """Whether the weight is read once, as a rule."""
+        return self.tokens <= GROUP_ROWS
+
+    @property
+    def stage_bytes(self) -> int:
+        """The K blocks of both operands, their scales, and a record."""
+        place = self.tokens * BLOCK + self.place_scales * 4
+        return self.stage_blocks * place + self.columns * self.line + RECORD_BYTES
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA."""
+        return (
+            self.stages * self.stage_bytes + self.own_bytes + self.store_bytes + self.rows.table_bytes + BARRIER_BYTES
+        )

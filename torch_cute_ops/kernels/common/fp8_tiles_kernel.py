@@ -1,0 +1,394 @@
+"""What kernels by wgmma share whose activations are FP8 with block scales, and whose rows may belong to experts: roles,
+barriers, copies, and the exchange of partial sums in a cluster.
+
+A CTA has two consumer warpgroups, and a third one of a producer warp and three scale warps. A stage of the ring has
+``stage_blocks`` K blocks of activations and weight, with their scales and a record of the tile that they belong to. A
+kernel says how it copies the weight, which scales a warp loads for a K block, and how consumers multiply.
+"""
+
+import abc
+from typing import Any, Final, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.cluster_sums import leave_sums, sum_columns, write_sums
+from torch_cute_ops.kernels.common.convert import load_words, store_words
+from torch_cute_ops.kernels.common.epilogue_ops import TileEpilogue
+from torch_cute_ops.kernels.common.expert_tiles import ExpertTilesKernel
+from torch_cute_ops.kernels.common.fp8_arguments import Arguments
+from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS, RECORD_BYTES, RECORD_WORDS, SCALE_WARPS, THREADS
+from torch_cute_ops.kernels.common.warpgroup import WARPGROUP
+from torch_cute_ops.kernels.common.weight_ring import next_stage
+
+SLEEP: Final = 200  # nanoseconds between polls of a scale warp that waits for a stage
+
+
+class Share(NamedTuple):
+    """A CTA's share of the GEMM, and the operands.
+
+    Attributes:
+        m, n: sizes of the result, of all experts.
+        blocks: K blocks; the last may be half of one.
+        width: bytes of a row of the weight.
+        begin, end: the CTA's range of k in stages: all, or its part in a cluster.
+        first, workers, count: the first of its tiles; the number of CTAs or clusters, and so the step to the next tile;
+            the number of all tiles.
+        rank: rank of the CTA in its cluster.
+        a_scale, b_scale: scales of all experts.
+        alpha, bias: operands of the epilogue, if it has them.
+        out: the result.
+    """
+
+    m: Int32
+    n: Int32
+    blocks: Int32
+    width: Int32
+    begin: Int32
+    end: Int32
+    first: Int32
+    rank: Int32
+    count: Int32
+    workers: Int32
+    a_scale: cute.Tensor
+    b_scale: cute.Tensor
+    alpha: cute.Tensor | None
+    bias: cute.Tensor | None
+    out: cute.Tensor
+
+
+class Tile(NamedTuple):
+    """A tile: its expert, its first row, the rows that the expert has from there on, and its first column."""
+
+    expert: Int32
+    row: Int32
+    rows: Int32
+    column: Int32
+
+
+class Smem(NamedTuple):
+    """Shared memory: the stages of ``a`` (``tokens``), ``b`` (``columns``), scales and records; what a kernel has
+    besides (``own``); the place where lines of results are assembled, or partial sums exchanged; the table of experts;
+    and barriers: a stage's are full, or free, and those of a cluster are ``left`` and ``read``."""
+
+    tokens: cute.Pointer
+    columns: cute.Pointer
+    scales: cute.Pointer
+    records: cute.Pointer
+    own: cute.Pointer
+    stores: cute.Pointer
+    table: cute.Pointer
+    full: cute.Pointer
+    free: cute.Pointer
+    left: cute.Pointer
+    read: cute.Pointer
+
+
+class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
+    """Base of these kernels, built from a ``FP8TilesConfig``."""
+
+    @abc.abstractmethod
+    def _weight_layout(self, stages: int):
+        """The weight in shared memory, (rows, bytes of a row, stages)."""
+
+    @abc.abstractmethod
+    def _weight_stages(self, smem: Smem) -> cute.Tensor:
+        """The same, of all stages."""
+
+    @abc.abstractmethod
+    def _load_scales(self, block, tile: Tile, lane, share) -> Any:
+        """Load the scales of a K block, which may not exist, for ``_store_scales``."""
+
+    @abc.abstractmethod
+    def _store_scales(self, loaded: Any, place, lane, smem) -> None:
+        """Store them at a place of the ring, which is free."""
+
+    @abc.abstractmethod
+    def _consume(self, tid, share, smem):
+        """A consumer warpgroup: its 64 rows of the M side of each of the CTA's tiles."""
+
+    def _activations_layout(self, rows: int, stages: int):
+        """Activations in shared memory, (rows, K block, stages)."""
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float8E4M3FN)
+        return cute.tile_to_shape(atom, (rows, BLOCK, stages), order=(0, 1, 2))
+
+    def _activations(self, base: cute.Pointer, rows: int, stages: int) -> cute.Tensor:
+        """A part of shared memory as K blocks of so many rows."""
+        layout = self._activations_layout(rows, stages)
+        return cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=Float8E4M3FN), layout.outer)
+
+    @cute.jit
+    def __call__(self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, max_ctas: Int32, stream):
+        c = self.config
+        given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, max_ctas)
+        view = self.tiles.views(a, b, a_scale, b_scale, out)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        layout = cute.select(self._activations_layout(c.box_rows, 1), [0, 1])
+        a_map = cpasync.make_tiled_tma_atom(load, view.a, layout, (c.box_rows, BLOCK))
+        b_map = cpasync.make_tiled_tma_atom(load, view.b, self._weight_layout(1), (c.columns, c.line, 1))
+        scales = view.a_scale, view.b_scale
+        self.kernel(a_map, b_map, scales, (offsets, counts), (alpha, bias), view.out, view.space).launch(
+            grid=[self.tiles.ctas(given, c.splits), 1, 1],
+            block=[THREADS, 1, 1],
+            cluster=[c.splits, 1, 1] if const_expr(c.splits > 1) else None,
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=c.pdl,
+        )
+
+    def _allocate(self) -> Smem:
+        c = self.config
+        places = c.stages * c.stage_blocks
+        base = SmemAllocator().allocate(c.smem_bytes, 1024)
+        columns = base + places * c.tokens * BLOCK
+        scales = columns + c.stages * c.columns * c.line
+        records = scales + places * c.place_scales * 4
+        own = records + c.stages * RECORD_BYTES
+        stores = own + c.own_bytes
+        table = stores + c.store_bytes
+        barriers = cute.recast_ptr(table + c.rows.table_bytes, dtype=Int64)
+        return Smem(
+            tokens=base,
+            columns=columns,
+            scales=cute.recast_ptr(scales, dtype=Float32),
+            records=cute.recast_ptr(records, dtype=Uint32),
+            own=own,
+            stores=stores,
+            table=table,
+            full=barriers,
+            free=barriers + c.stages,
+            left=barriers + 2 * c.stages,
+            read=barriers + 2 * c.stages + 1,
+        )
+
+    @cute.kernel
+    def kernel(self, a_map, b_map, scales, given, alpha_and_bias, out, space):
+        c = self.config
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        workers, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(tid // 32)
+        smem = self._allocate()
+        if tid == 0:
+            for i in range_constexpr(c.stages):
+                # One arrival for the copies, one for the scales of each K block
+                cute.arch.mbarrier_init(smem.full + i, 1 + c.stage_blocks)
+                cute.arch.mbarrier_init(smem.free + i, 4 * GROUPS)
+            if const_expr(c.splits > 1):
+                cute.arch.mbarrier_init(smem.left, 4 * GROUPS * c.splits)
+                cute.arch.mbarrier_init(smem.read, 4 * GROUPS * c.splits)
+        cute.arch.mbarrier_init_fence()
+        if const_expr(c.pdl):
+            cute.arch.griddepcontrol_wait()
+        if const_expr(c.splits > 1):
+            # The barriers of all CTAs are initialised before any is used.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        m, n = out.shape
+        self.tiles.prepare(*given, b_map[1].shape[2], space, smem.table, tid, THREADS)
+        blocks = scales[0].shape[0]
+        steps = blocks if const_expr(c.stage_blocks == 1) else cute.ceil_div(blocks, c.stage_blocks)
+        share = Share(
+            m=m,
+            n=n,
+            blocks=blocks,
+            width=b_map[1].shape[1],
+            begin=cta % c.splits * steps // c.splits,
+            end=(cta % c.splits + 1) * steps // c.splits,
+            first=cta // c.splits,
+            rank=cta % c.splits,
+            count=self.tiles.count(m, n, smem.table),
+            workers=workers // c.splits,
+            a_scale=scales[0],
+            b_scale=scales[1],
+            alpha=alpha_and_bias[0],
+            bias=alpha_and_bias[1],
+            out=out,
+        )
+        if warp >= 4 * GROUPS:
+            cute.arch.setmaxregister_decrease(c.registers[1])
+            if warp == 4 * GROUPS:
+                self._produce(a_map, b_map, tid % 32, share, smem)
+            else:
+                self._produce_scales(warp - (4 * GROUPS + 1), tid % 32, share, smem)
+        else:
+            cute.arch.setmaxregister_increase(c.registers[0])
+            self._consume(tid, share, smem)
+        if const_expr(c.splits > 1):
+            # No CTA may end while another still reads its sums, or arrives at its barriers.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    def _free(self, stage, lane, smem) -> None:
+        """Free a stage that the warp has read; all its lanes have read the scales."""
+        cute.arch.sync_warp()
+        ptx.arrive_if(smem.free + stage, Uint32(lane == 0))
+
+    def _tell(self, barrier, lane) -> None:
+        """The warp arrives at the barriers of all CTAs that share the tile, which know its stores and loads then."""
+        cute.arch.sync_warp()
+        ptx.arrive_at_if(barrier, lane, Uint32(lane < self.config.splits))
+
+    # Copies
+
+    @cute.jit
+    def _produce(self, a_map, b_map, lane, share, smem):
+        """The producer warp: copy every K block of the CTA's tiles, in order."""
+        c = self.config
+        tokens = self._activations(smem.tokens, c.box_rows, c.stages * c.stage_blocks * c.boxes)
+        tokens = cute.group_modes(tokens, 0, 2)
+        columns = cute.group_modes(self._weight_stages(smem), 0, 2)
+        one = cute.make_layout(1)
+        policy = {"cache_policy": Int64(ptx.EVICT_FIRST)} if c.streams_weight else {}
+        # With parity 1, a stage that was never used counts as free.
+        stage, parity = Int32(0), Int32(1)
+        for number in range(share.first, share.count, share.workers):
+            expert, row, rows, column = self.tiles.find(number, share.m, share.n, smem.table, lane)
+            # Rows begin anywhere.
+            tiled = cute.local_tile(cute.domain_offset((row, 0), a_map[1]), (c.box_rows, BLOCK), (None, None))
+            tokens_to, tokens_from = cpasync.tma_partition(a_map[0], 0, one, tokens, cute.group_modes(tiled, 0, 2))
+            tiled = cute.local_tile(b_map[1], (c.columns, c.line, 1), (column // c.columns, None, expert))
+            columns_to, columns_from = cpasync.tma_partition(b_map[0], 0, one, columns, cute.group_modes(tiled, 0, 3))
+            boxes = cutlass.min(cute.ceil_div(rows, c.box_rows), Int32(c.boxes))
+            size = c.columns * c.line + boxes * (c.stage_blocks * c.box_rows * BLOCK)
+            for step in cutlass.range(share.begin, share.end, unroll=1):
+                ptx.wait(smem.free + stage, parity)
+                barrier = smem.full + stage
+                with cute.arch.elect_one():
+                    record = row, rows, column, expert if const_expr(c.tells_expert) else 0
+                    store_words([Uint32(word) for word in record], self._record(stage, smem))
+                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+                for block in range_constexpr(c.stage_blocks):
+                    for box in range_constexpr(c.boxes):
+                        if box < boxes:
+                            source = tokens_from[None, box, step * c.stage_blocks + block]
+                            to = tokens_to[None, (stage * c.stage_blocks + block) * c.boxes + box]
+                            cute.copy(a_map[0], source, to, tma_bar_ptr=barrier)
+                cute.copy(b_map[0], columns_from[None, step], columns_to[None, stage], tma_bar_ptr=barrier, **policy)
+                stage, parity = next_stage(stage, parity, c.stages)
+
+    @cute.jit
+    def _produce_scales(self, own, lane, share, smem):
+        """A scale warp, number ``own`` of ``SCALE_WARPS``: load the scales of every ``SCALE_WARPS``-th K block, and
+        store them in the blocks' stages.
+
+        A load takes as long as the MMAs of several blocks, so each warp has the loads of several of its blocks in
+        flight. There are at least as many stages as scale warps, or half as many with two blocks each. So a warp's last
+        block was at most one round of the ring ago, and a stage that it waits for cannot seem free because it is two
+        rounds behind.
+        """
+        c = self.config
+        before = Int32(0)  # blocks of the tiles before
+        for number in range(share.first, share.count, share.workers):
+            tile = Tile(*self.tiles.find(number, share.m, share.n, smem.table, lane))
+            begin, end = share.begin * c.stage_blocks, share.end * c.stage_blocks
+            start = begin + (own + SCALE_WARPS - before % SCALE_WARPS) % SCALE_WARPS
+            for first in cutlass.range(start, end, SCALE_WARPS * c.scales_ahead, unroll=1):
+                loaded = []
+                for i in range_constexpr(c.scales_ahead):
+                    block = cutlass.min(first + i * SCALE_WARPS, end - 1)
+                    loaded.append(self._load_scales(block, tile, lane, share))
+                for i in range_constexpr(c.scales_ahead):
+                    if first + i * SCALE_WARPS < end:
+                        turn = before + (first + i * SCALE_WARPS - begin)
+                        use = turn // c.stage_blocks
+                        stage = use % c.stages
+                        ptx.wait(smem.free + stage, use // c.stages % 2 ^ 1, SLEEP)
+                        self._store_scales(loaded[i], stage * c.stage_blocks + turn % c.stage_blocks, lane, smem)
+                        cute.arch.sync_warp()
+                        ptx.arrive_if(smem.full + stage, Uint32(lane == 0))
+            before += end - begin
+
+    def _token_scales(self, block, tile: Tile, lane, share) -> list:
+        """Load the activations' scales of a K block, 32 at a time; zeros for rows that the expert does not have."""
+        at = share.a_scale.iterator + (Int64(block) * share.a_scale.stride[0] + tile.row + lane)
+        exists = True if const_expr(self.config.stage_blocks == 1) else block < share.blocks
+        words = []
+        for place in range(0, self.config.tokens, 32):
+            there = lane < tile.rows - place
+            words += ptx.load_if(at, there if exists is True else there & exists, 1, 4 * place)
+        return [ptx.float_of(word) for word in words]
+
+    @cute.jit
+    def _store_token_scales(self, scales: cute.Tensor, of_rows: list, lane) -> None:
+        for i in range_constexpr(len(of_rows)):
+            if lane < self.config.tokens - 32 * i:
+                scales[lane + 32 * i] = of_rows[i]
+
+    def _scales(self, place, smem) -> cute.Tensor:
+        """The fp32 scales of a place of the ring: those of the rows, and what the kernel adds."""
+        start = cute.assume(Int32(place) * self.config.place_scales, divby=4)
+        return cute.make_tensor(smem.scales + start, cute.make_layout(self.config.place_scales))
+
+    def _record(self, stage, smem) -> cute.Tensor:
+        """The record of a stage's tile (``RECORD_WORDS``)."""
+        start = cute.assume(Int32(stage) * RECORD_WORDS, divby=4)
+        return cute.make_tensor(smem.records + start, cute.make_layout(RECORD_WORDS))
+
+    # Consumers
+
+    @cute.jit
+    def _await_tile(self, number, stage, parity, lane, share, smem):
+        """Wait for the first block of a tile, in ``stage``. Returns the tile's first row, its rows from there on, first
+        column, and expert.
+
+        They are in the record of the stage, since finding a tile takes some 1,000 clocks. But of CTAs that share a tile
+        some may have no block of it, and so no record.
+        """
+        if const_expr(self.config.splits == 1):
+            ptx.wait(smem.full + stage, parity)
+            row, rows, column, expert = (Int32(word) for word in load_words(self._record(stage, smem)))
+        else:
+            expert, row, rows, column = self.tiles.find(number, share.m, share.n, smem.table, lane)
+            if share.begin < share.end:
+                ptx.wait(smem.full + stage, parity)
+        return row, rows, column, expert
+
+    def _epilogue(self, expert, share) -> TileEpilogue:
+        """The epilogue of a tile."""
+        return self.epilogue.of_tile(share.alpha, share.bias, share.n, None if self.config.rows.is_plain else expert)
+
+    def _finish(self, column, expert, consumer, share):
+        """What finishes the sums that a thread stores of a swapped tile: one function for each of its two columns, or
+        in a cluster one for ``sum_columns``."""
+        c, epilogue = self.config, self._epilogue(expert, share)
+        if c.splits > 1:
+            return epilogue(*sum_columns(c.sum_tile, GROUPS * WARPGROUP, consumer.tid, column))
+        return tuple(epilogue(column + consumer.row + 8 * r, 1) for r in range(2))
+
+    @cute.jit
+    def _wait_if(self, condition, barrier, parity):
+        """Wait for a phase, on a condition. MMAs overlap with this branch, as the machine code shows; with one around
+        an arrival they did not (``ptx.arrive_if``)."""
+        if condition:
+            ptx.wait(barrier, parity)
+
+    @cute.jit
+    def _add_up(self, sums, finish, row, rows, column, turn, consumer, share, smem):
+        """Add up the sums of the CTAs that share a tile, in the order of k, finish and store them. ``turn`` is the
+        parity of the tile among the CTA's."""
+        c = self.config
+        # All CTAs have read the sums of the tile before. (Waiting for parity 1 passes a barrier that was never used.)
+        ptx.wait(smem.read, turn ^ 1)
+        leave_sums(c.sum_tile, sums, smem.stores, consumer.row, consumer.quad)
+        self._tell(smem.left, consumer.lane)
+        ptx.wait(smem.left, turn)
+        first = share.out.iterator + cute.assume(Int64(row) * share.n, divby=8)
+        out = cute.make_tensor(first, cute.make_layout((rows, share.n), stride=(share.n, 1)))
+        write_sums(
+            c.sum_tile,
+            c.splits,
+            GROUPS * WARPGROUP,
+            finish,
+            out,
+            smem.stores,
+            share.rank,
+            consumer.tid,
+            Int32(0),
+            column,
+        )
+        self._tell(smem.read, consumer.lane)
