@@ -36,13 +36,22 @@ class Tile(NamedTuple):
         """Tiles of a call, if all experts have equally many rows."""
         return problem.experts * -(-rows_of_expert(problem, m) // self.tokens) * -(-problem.n // self.columns)
 
-    def seconds(self, problem: GemmProblem, m: int, target: Target, block_clocks: float, wait: float) -> float:
+    def seconds(
+        self,
+        problem: GemmProblem,
+        m: int,
+        target: Target,
+        block_clocks: float,
+        wait: float,
+        row_bytes: float = BLOCK,
+    ) -> float:
         """Time of a call, by a model of operations, bytes and waves.
 
         Args:
             problem, m, target: the call.
             block_clocks: SM clocks of a K block whose operands have arrived.
             wait: share of a K block's transfer time that the MMAs wait for it.
+            row_bytes: bytes of a row of the weight in a K block.
         """
         assert target.arch is not None
         # The weight is read from memory at least once. Row tiles that run side by side share it, and the SMs that read
@@ -50,7 +59,7 @@ class Tile(NamedTuple):
         tiles = self.tiles_of(problem, m)
         beside = min(-(-rows_of_expert(problem, m) // self.tokens), BAND)
         readers = min(1.0, tiles * self.splits / target.sms)
-        from_memory = readers * self.columns * BLOCK / beside / target.arch.memory_bytes_per_clock
+        from_memory = readers * self.columns * row_bytes / beside / target.arch.memory_bytes_per_clock
         waves = -(-tiles // self.clusters(target.sms))
         block = max(from_memory, block_clocks + wait * from_memory)
         clocks = waves * problem.k / BLOCK / self.splits * block + waves * SHARE_CLOCKS * (self.splits - 1)

@@ -9,6 +9,7 @@ from torch_cute_ops.gemm.backend import Backend, Target
 from torch_cute_ops.gemm.backends.cublas import Cublas
 from torch_cute_ops.gemm.backends.fp4_mma_sync import FP4MmaSync
 from torch_cute_ops.gemm.backends.fp4_wgmma import FP4Wgmma
+from torch_cute_ops.gemm.backends.fp8_fp4_wgmma import FP8FP4Wgmma
 from torch_cute_ops.gemm.backends.fp8_mma_sync import FP8MmaSync
 from torch_cute_ops.gemm.backends.fp8_wgmma import FP8Wgmma
 from torch_cute_ops.gemm.backends.reference import Reference
@@ -24,6 +25,7 @@ BACKENDS: Final[list[Backend]] = [
     FP4MmaSync(),
     Routed(),
     FP8Wgmma(),
+    FP8FP4Wgmma(),
     FP8MmaSync(),
     Cublas(),
     Reference(),

@@ -21,6 +21,8 @@ TILES: Final = (
     (256, 1),
 )
 """Rows of ``a`` of a tile, and CTAs that share it."""
+import os
+X=int(os.environ.get("X","128"))
 MMA_TOKENS: Final = 128
 """Most rows of ``a`` of an MMA: with 256, sums and totals would take all registers."""
 TABLE_BYTES: Final = 8
@@ -65,7 +67,7 @@ class Config(FP8TilesConfig):
     @property
     def mma_tokens(self) -> int:
         """N of an MMA."""
-        return min(self.tokens, MMA_TOKENS)
+        return min(self.tokens, MMA_TOKENS if self.tokens < 128 else X)
 
     @property
     def passes(self) -> int:

@@ -140,27 +140,26 @@ class FP8FP4WgmmaKernel(FP8TilesKernel):
         at = consumer.tables + cute.assume((row + after) * c.table_line + (step ^ swizzle) * size, divby=size)
         return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(size // 4))
 
-    @cute.jit
-    def _decode(self, stage, block: int, consumer, smem) -> list:
-        """A lane's operand of a K block, whose tables have been made: for each k32 step four words, of both rows with
-        low and then with high k."""
+    def _decode(self, stage, block: int, steps: range, consumer, smem) -> list:
+        """Some k32 steps of a lane's operand of a K block, whose tables have been made: for each four words, of both
+        rows with low and then with high k."""
         c = self.config
         # The swizzle permutes pieces by the number of the 128 bytes that they are in.
         pieces = c.line // PIECE
         row = consumer.lane // 4 % 8
-        swizzle = row if const_expr(c.line == 128) else row // 2
+        swizzle = row if c.line == 128 else row // 2
         start = smem.columns + cute.assume(
             (stage * c.columns + consumer.row) * c.line + consumer.quad * 2, divby=2
         )
         words = []
-        for step in range_constexpr(STEPS):
+        for step in steps:
             found = [load_words(self._tables_at(8 * r, step, consumer)) for r in range(2)]
             piece = ((block * STEPS + step) ^ swizzle % pieces) * PIECE
-            for high in range_constexpr(2):
-                for r in range_constexpr(2):
+            for high in range(2):
+                for r in range(2):
                     at = start + cute.assume(piece + (high * UNIT // 2 + 8 * r * c.line), divby=2)
                     codes = cute.make_tensor(cute.recast_ptr(at, dtype=Uint16), cute.make_layout(1))[0]
-                    first = 2 * high if const_expr(len(found[r]) == 4) else 0
+                    first = 2 * high if len(found[r]) == 4 else 0
                     words.append(look_up(found[r][first : first + 2], Uint32(codes)))
         return words
 
@@ -187,8 +186,8 @@ class FP8FP4WgmmaKernel(FP8TilesKernel):
         stage, parity, turn = Int32(0), Int32(0), Int32(0)
         for number in range(share.first, share.count, share.workers):
             row, rows, column, expert = self._await_tile(number, stage, parity, lane, share, smem)
-            # Alpha and bias are loaded before the MMAs, which hide the latency.
-            finish = self._finish(column, expert, consumer, share)
+            # With few rows, alpha and bias are loaded before the MMAs, which hide the latency.
+            finish = self._finish(column, expert, consumer, share) if const_expr(c.streams_weight) else None
             sums.fill(0.0)
             if share.begin < share.end:
                 self._take(stage, 0, weights, powers, consumer, smem)
@@ -200,6 +199,8 @@ class FP8FP4WgmmaKernel(FP8TilesKernel):
                 self._add_up(sums, finish, row, rows, column, turn, consumer, share, smem)
                 turn = turn ^ 1
             else:
+                if const_expr(not c.streams_weight):
+                    finish = self._finish(column, expert, consumer, share)
                 store_columns(sums, share.out, row, rows, column + first, lane, finish)
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
@@ -208,7 +209,7 @@ class FP8FP4WgmmaKernel(FP8TilesKernel):
         """Decode a K block, which has arrived."""
         for r, power in enumerate(self._make_tables(stage * self.config.stage_blocks + block, consumer, smem)):
             powers[r] = power
-        for i, word in enumerate(self._decode(stage, block, consumer, smem)):
+        for i, word in enumerate(self._decode(stage, block, range(STEPS), consumer, smem)):
             weights[i] = word
 
     @cute.jit
@@ -226,15 +227,15 @@ class FP8FP4WgmmaKernel(FP8TilesKernel):
                 self._wait_if(follows, smem.full + after, after_parity)
                 next_at, next_block = ptx.select(follows, after, stage), 0
             next_powers = self._make_tables(next_at * c.stage_blocks + next_block, consumer, smem)
-            for i in range_constexpr(1, c.passes):
+            words = []
+            for i in range_constexpr(c.passes):
+                # A part at a time: all tables together would take too many registers.
+                steps = range(STEPS * i // c.passes, STEPS * (i + 1) // c.passes)
+                words += self._decode(next_at, next_block, steps, consumer, smem)
                 warpgroup.wait_group(0)
-                self._promote(sums, partial, i - 1, powers, place, consumer, smem)
-                multiply(place, i, weights, partial)
-            words = self._decode(next_at, next_block, consumer, smem) if const_expr(c.passes == 1) else None
-            warpgroup.wait_group(0)
-            self._promote(sums, partial, c.passes - 1, powers, place, consumer, smem)
-            if const_expr(c.passes > 1):
-                words = self._decode(next_at, next_block, consumer, smem)
+                self._promote(sums, partial, i, powers, place, consumer, smem)
+                if const_expr(i + 1 < c.passes):
+                    multiply(place, i + 1, weights, partial)
             for i in range_constexpr(WORDS):
                 weights[i] = words[i]
             for r in range_constexpr(2):

@@ -1,0 +1,65 @@
+"""FP8 activations and an FP4 weight by Hopper's warpgroup MMA, plain or grouped by rows: ``kernels/fp8_fp4_wgmma``."""
+
+from torch_cute_ops.gemm.backend import Target
+from torch_cute_ops.gemm.backends._fp8 import FP8Backend
+from torch_cute_ops.gemm.decode import fp4_format, reason_no_wgmma, weight_scales
+from torch_cute_ops.gemm.fp8_tiles import BLOCK, Tile, rows_of_expert
+from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.kernels import fp8_fp4_wgmma
+from torch_cute_ops.kernels.fp8_fp4_wgmma import COLUMNS
+from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.compiler import KernelSpec
+
+BLOCK_CLOCKS = 400.0
+ROW_CLOCKS = 4.8
+"""SM clocks per K block: fixed, most of them to decode the weight, and per row of ``a`` of a tile (measured on an
+H200)."""
+WAIT = 0.5
+"""Share of a K block's transfer time that the MMAs wait for it (measured on an H200)."""
+
+
+class FP8FP4Wgmma(FP8Backend):
+    """A tactic is (rows of ``a`` in a tile, CTAs that share it)."""
+
+    name = "wgmma"
+
+    def handles(self, problem: GemmProblem) -> bool:
+        return problem.a.is_fp8 and problem.b.is_fp4 and problem.grouping.over in ("none", "rows")
+
+    def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
+        return reason_no_wgmma(target)
+
+    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
+        rows = rows_of_expert(problem, m)
+        sizes = sorted({tokens for tokens, _ in fp8_fp4_wgmma.TILES})
+        widest = next((tokens for tokens in sizes if tokens >= rows), sizes[-1])
+        # CTAs that share a tile beside others of the same columns read the weight more than once.
+        return tuple(
+            (tokens, splits)
+            for tokens, splits in fp8_fp4_wgmma.TILES
+            if tokens <= widest and (splits == 1 or rows <= tokens)
+        )
+
+    def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
+        tile = self.tile(tactic)
+        clocks = BLOCK_CLOCKS + ROW_CLOCKS * tile.tokens
+        return tile.seconds(problem, m, target, clocks, WAIT, row_bytes=problem.b.row_bytes(BLOCK))
+
+    def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
+        tile = self.tile(tactic)
+        config = fp8_fp4_wgmma.plan(
+            fmt=fp4_format(problem),
+            layout=weight_scales(problem),
+            rows=problem.grouping.rows,
+            epilogue=problem.epilogue,
+            tokens=tile.tokens,
+            splits=tile.splits,
+            arch=arch,
+            pdl=settings.PDL,
+        )
+        return (KernelSpec(fp8_fp4_wgmma.KERNEL, config),)
+
+    def tile(self, tactic: Tactic) -> Tile:
+        tokens, splits = map(int, tactic)
+        return Tile(tokens, COLUMNS, splits)
