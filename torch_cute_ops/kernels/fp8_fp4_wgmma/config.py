@@ -75,6 +75,12 @@ class Config(FP8TilesConfig):
         return self.tokens // self.mma_tokens
 
     @property
+    def has_units(self) -> bool:
+        """Whether totals are in units of powers of two, so that a K block's sums need no factor of the weight. It
+        takes instructions for each K block, and saves one for each sum of it."""
+        return self.tokens >= 128 and not os.environ.get("NOUNITS")
+
+    @property
     def registers(self) -> tuple[int, int]:
         """Registers per thread of consumers, and of other warps."""
         return (232, 40) if self.tokens >= MMA_TOKENS else (216, 72)

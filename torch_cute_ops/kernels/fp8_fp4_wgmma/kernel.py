@@ -18,7 +18,7 @@ from torch_cute_ops.kernels.common.row_stores import store_columns
 from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS, WARPGROUP
 from torch_cute_ops.kernels.common.weight_ring import PIECE, next_stage
 from torch_cute_ops.kernels.fp8_fp4_wgmma.config import WARP_ROWS, Config
-from torch_cute_ops.kernels.fp8_fp4_wgmma.tables import look_up, tables
+from torch_cute_ops.kernels.fp8_fp4_wgmma.tables import Blocks, Exponents, look_up
 from torch_cute_ops.kernels.fp8_fp4_wgmma.weights import FP4ExpertTiles
 
 STEP = 32  # elements of k of an MMA
@@ -52,6 +52,7 @@ class FP8FP4WgmmaKernel(FP8TilesKernel):
 
     def __init__(self, config: Config):
         super().__init__(config, config.columns, functools.partial(FP4ExpertTiles, config.fmt, config.layout))
+        self.exponents = Exponents(config.fmt)
 
     def _weight_layout(self, stages: int):
         kinds = warpgroup.SmemLayoutAtomKind
@@ -110,25 +111,36 @@ class FP8FP4WgmmaKernel(FP8TilesKernel):
 
     # Operands
 
-    @cute.jit
-    def _make_tables(self, place, consumer, smem) -> list:
-        """Make the tables of the warp's rows in the K block there. Returns 2^t of the lane's rows."""
+    def _blocks(self, place, consumer, smem) -> Blocks:
+        """The lane's blocks in the K block there."""
         c = self.config
         each = c.block_scales // 4  # bytes that a lane has of a row
         bytes_at = cute.recast_ptr(self._scales(place, smem).iterator + c.tokens, dtype=Uint8)
         words = []
-        for r in range_constexpr(2):
+        for r in range(2):
             at = bytes_at + cute.assume((consumer.row + 8 * r) * c.block_scales + consumer.quad * each, divby=each)
-            source = cute.recast_ptr(at, dtype=Uint8 if const_expr(each == 1) else Uint16)
+            source = cute.recast_ptr(at, dtype=Uint8 if each == 1 else Uint16)
             words.append(Uint32(cute.make_tensor(source, cute.make_layout(1))[0]))
-        found, powers = tables(words, c.fmt)
+        return Blocks(words, c.fmt)
+
+    def _store_tables(self, tables: list, consumer) -> None:
+        """Store the lane's tables where the warp finds them."""
         # All lanes have read the tables of the block before.
         cute.arch.sync_warp()
-        for r in range_constexpr(2):
-            flat = [word for table in found[r] for word in table]
-            store_words(flat, self._tables_at(8 * r, consumer.quad, consumer))
+        for r, row in enumerate(tables):
+            store_words([word for table in row for word in table], self._tables_at(8 * r, consumer.quad, consumer))
         cute.arch.sync_warp()
-        return powers
+
+    def _make_tables(self, place, units, consumer, smem):
+        """Make the tables of the warp's rows in the K block there. Returns what ``_promote`` needs: 2^t of the lane's
+        rows, or where totals have ``units`` the change of these."""
+        blocks = self._blocks(place, consumer, smem)
+        if not self.config.has_units:
+            self._store_tables(blocks.tables(blocks.exponents), consumer)
+            return self.exponents.powers(blocks.exponents)
+        change = blocks.units(units)
+        self._store_tables(blocks.tables(ptx.select(change.differ, change.exact, change.now)), consumer)
+        return change
 
     def _tables_at(self, after: int, step, consumer) -> cute.Tensor:
         """The tables of a k32 step in the lane's row, or the eighth after it. They are permuted so that neither the
@@ -182,7 +194,7 @@ class FP8FP4WgmmaKernel(FP8TilesKernel):
         sums = cute.make_rmem_tensor((c.tokens // 2,), Float32)
         partial = cute.make_rmem_tensor((c.mma_tokens // 2,), Float32)
         weights = cute.make_rmem_tensor((WORDS,), Uint32)
-        powers = cute.make_rmem_tensor((2,), Float32)
+        factors = cute.make_rmem_tensor((4,), Uint32)
         stage, parity, turn = Int32(0), Int32(0), Int32(0)
         for number in range(share.first, share.count, share.workers):
             row, rows, column, expert = self._await_tile(number, stage, parity, lane, share, smem)
@@ -190,11 +202,16 @@ class FP8FP4WgmmaKernel(FP8TilesKernel):
             finish = self._finish(column, expert, consumer, share) if const_expr(c.streams_weight) else None
             sums.fill(0.0)
             if share.begin < share.end:
-                self._take(stage, 0, weights, powers, consumer, smem)
+                self._take(stage, weights, factors, consumer, smem)
             for step in cutlass.range(share.begin, share.end, unroll=1):
                 stage, parity = self._add_stage(
-                    multiply, sums, partial, weights, powers, step + 1 < share.end, stage, parity, consumer, smem
+                    multiply, sums, partial, weights, factors, step + 1 < share.end, stage, parity, consumer, smem
                 )
+            if const_expr(c.has_units):
+                # The units before what was decoded in vain
+                powers = self.exponents.powers(factors[0])
+                for i in range_constexpr(c.tokens // 2):
+                    sums[i] = ptx.mul_rn(sums[i], powers[i // 2 % 2])
             if const_expr(c.splits > 1):
                 self._add_up(sums, finish, row, rows, column, turn, consumer, share, smem)
                 turn = turn ^ 1
@@ -205,15 +222,21 @@ class FP8FP4WgmmaKernel(FP8TilesKernel):
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
 
-    def _take(self, stage, block: int, weights, powers, consumer, smem) -> None:
-        """Decode a K block, which has arrived."""
-        for r, power in enumerate(self._make_tables(stage * self.config.stage_blocks + block, consumer, smem)):
-            powers[r] = power
-        for i, word in enumerate(self._decode(stage, block, range(STEPS), consumer, smem)):
+    def _take(self, stage, weights, factors, consumer, smem) -> None:
+        """Decode the first K block of a tile, which has arrived."""
+        place = stage * self.config.stage_blocks
+        first = self._blocks(place, consumer, smem).first_units() if self.config.has_units else None
+        self._keep(self._make_tables(place, first, consumer, smem), factors)
+        for i, word in enumerate(self._decode(stage, 0, range(STEPS), consumer, smem)):
             weights[i] = word
 
+    def _keep(self, found, factors) -> None:
+        """Keep what ``_make_tables`` has returned."""
+        for i, value in enumerate(found):
+            factors[i] = Uint32(value) if self.config.has_units else ptx.bits_of(value)
+
     @cute.jit
-    def _add_stage(self, multiply, sums, partial, weights, powers, follows, stage, parity, consumer, smem):
+    def _add_stage(self, multiply, sums, partial, weights, factors, follows, stage, parity, consumer, smem):
         """Add the K blocks of a stage to the totals; the first one has been decoded. While the MMAs of one run, the
         next is decoded; behind the last of a tile, where none ``follows``, that one once more, in vain. Returns the
         next stage, and its parity."""
@@ -226,36 +249,46 @@ class FP8FP4WgmmaKernel(FP8TilesKernel):
             if const_expr(block + 1 == c.stage_blocks):
                 self._wait_if(follows, smem.full + after, after_parity)
                 next_at, next_block = ptx.select(follows, after, stage), 0
-            next_powers = self._make_tables(next_at * c.stage_blocks + next_block, consumer, smem)
+            found = self._make_tables(next_at * c.stage_blocks + next_block, factors[1], consumer, smem)
             words = []
             for i in range_constexpr(c.passes):
                 # A part at a time: all tables together would take too many registers.
                 steps = range(STEPS * i // c.passes, STEPS * (i + 1) // c.passes)
                 words += self._decode(next_at, next_block, steps, consumer, smem)
                 warpgroup.wait_group(0)
-                self._promote(sums, partial, i, powers, place, consumer, smem)
+                self._promote(sums, partial, i, factors, place, consumer, smem)
                 if const_expr(i + 1 < c.passes):
                     multiply(place, i + 1, weights, partial)
             for i in range_constexpr(WORDS):
                 weights[i] = words[i]
-            for r in range_constexpr(2):
-                powers[r] = next_powers[r]
+            self._keep(found, factors)
         # Of codes that were decoded in vain, the loads may not have ended.
         fence_async()
         self._free(stage, consumer.lane, smem)
         return after, after_parity
 
-    def _promote(self, sums, partial, part: int, powers, place, consumer, smem) -> None:
+    @cute.jit
+    def _promote(self, sums, partial, part: int, factors, place, consumer, smem):
         """Add a K block's sums to the totals: times 2^t of their row of the weight, and the scale of their row of
         ``a``."""
         c = self.config
         scales = self._scales(place, smem)
-        for group in range(c.mma_tokens // 8):
+        begin = part * (c.mma_tokens // 2)
+        if const_expr(c.has_units):
+            if factors[3] != 0:
+                changes = self.exponents.ratios(factors[0], factors[1])
+                ratios = self.exponents.ratios(factors[2], factors[1])
+                for i in range_constexpr(c.mma_tokens // 2):
+                    sums[begin + i] = ptx.mul_rn(sums[begin + i], changes[i // 2 % 2])
+                    partial[i] = ptx.mul_rn(partial[i], ratios[i // 2 % 2])
+        for group in range_constexpr(c.mma_tokens // 8):
             at = scales.iterator + cute.assume(part * c.mma_tokens + group * 8 + consumer.quad * 2, divby=2)
             pair = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(2)))
-            for i in range(4):
-                value = ptx.mul_rn(partial[4 * group + i], powers[i // 2])
-                to = part * (c.mma_tokens // 2) + 4 * group + i
+            for i in range_constexpr(4):
+                value = partial[4 * group + i]
+                if const_expr(not c.has_units):
+                    value = ptx.mul_rn(value, ptx.float_of(factors[i // 2]))
+                to = begin + 4 * group + i
                 sums[to] = ptx.fma_rn(ptx.float_of(pair[i % 2]), value, sums[to])
 
     def _tiled_mma(self) -> cute.TiledMma:
