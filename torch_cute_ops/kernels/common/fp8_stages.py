@@ -30,11 +30,11 @@ class FP8TilesConfig:
         epilogue: what is done to the sums.
         tokens, columns, splits: rows of ``a`` and of ``b`` of a tile, and CTAs of a cluster, which share its k.
         stages: stages of the ring.
-        stage_blocks: K blocks of a stage.
         line: bytes of a row of the weight in a stage.
         place_scales: fp32 scales of a K block in the ring; whole pieces of 16 bytes.
         scales_ahead: K blocks whose scales a warp loads together.
         own_bytes: shared memory that the kernel has besides.
+        helpers: warps that complete a stage which has arrived; there may be none.
         store_bytes: shared memory in which lines of the result are assembled, or partial sums exchanged.
     """
 
@@ -44,10 +44,10 @@ class FP8TilesConfig:
     columns: int
     splits: int
     stages: int
-    stage_blocks: int
     line: int
     scales_ahead: int
     own_bytes: int
+    helpers: int
 
     @property
     def place_scales(self) -> int:
@@ -89,9 +89,8 @@ class FP8TilesConfig:
 
     @property
     def stage_bytes(self) -> int:
-        """The K blocks of both operands, their scales, and a record."""
-        place = self.tokens * BLOCK + self.place_scales * 4
-        return self.stage_blocks * place + self.columns * self.line + RECORD_BYTES
+        """A K block of both operands, its scales, and a record."""
+        return self.tokens * BLOCK + self.columns * self.line + self.place_scales * 4 + RECORD_BYTES
 
     @property
     def smem_bytes(self) -> int:

@@ -2,7 +2,7 @@
 barriers, copies, and the exchange of partial sums in a cluster.
 
 A CTA has two consumer warpgroups, and a third one of a producer warp and three scale warps. A stage of the ring has
-``stage_blocks`` K blocks of activations and weight, with their scales and a record of the tile that they belong to. A
+a K block of activations and weight, with their scales and a record of the tile that they belong to. A
 kernel says how it copies the weight, which scales a warp loads for a K block, and how consumers multiply.
 """
 
@@ -21,7 +21,7 @@ from torch_cute_ops.kernels.common.convert import load_words, store_words
 from torch_cute_ops.kernels.common.epilogue_ops import TileEpilogue
 from torch_cute_ops.kernels.common.expert_tiles import ExpertTilesKernel
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
-from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS, RECORD_BYTES, RECORD_WORDS, SCALE_WARPS, THREADS
+from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS, RECORD_BYTES, RECORD_WORDS, SCALE_WARPS
 from torch_cute_ops.kernels.common.warpgroup import WARPGROUP
 from torch_cute_ops.kernels.common.weight_ring import next_stage
 
@@ -35,7 +35,7 @@ class Share(NamedTuple):
         m, n: sizes of the result, of all experts.
         blocks: K blocks; the last may be half of one.
         width: bytes of a row of the weight.
-        begin, end: the CTA's range of k in stages: all, or its part in a cluster.
+        begin, end: the CTA's range of K blocks: all, or its part in a cluster.
         first, workers, count: the first of its tiles; the number of CTAs or clusters, and so the step to the next tile;
             the number of all tiles.
         rank: rank of the CTA in its cluster.
@@ -83,6 +83,7 @@ class Smem(NamedTuple):
     stores: cute.Pointer
     table: cute.Pointer
     full: cute.Pointer
+    arrived: cute.Pointer
     free: cute.Pointer
     left: cute.Pointer
     read: cute.Pointer
@@ -105,7 +106,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
 
     @abc.abstractmethod
     def _store_scales(self, loaded: Any, place, lane, smem) -> None:
-        """Store them at a place of the ring, which is free."""
+        """Store them at a stage, which is free."""
 
     @abc.abstractmethod
     def _consume(self, tid, share, smem):
@@ -133,7 +134,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         scales = view.a_scale, view.b_scale
         self.kernel(a_map, b_map, scales, (offsets, counts), (alpha, bias), view.out, view.space).launch(
             grid=[self.tiles.ctas(given, c.splits), 1, 1],
-            block=[THREADS, 1, 1],
+            block=[c.threads, 1, 1],
             cluster=[c.splits, 1, 1] if const_expr(c.splits > 1) else None,
             min_blocks_per_mp=1,
             stream=stream,
@@ -142,13 +143,12 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
 
     def _allocate(self) -> Smem:
         c = self.config
-        places = c.stages * c.stage_blocks
         base = SmemAllocator().allocate(c.smem_bytes, 1024)
-        columns = base + places * c.tokens * BLOCK
-        scales = columns + c.stages * c.columns * c.line
-        records = scales + places * c.place_scales * 4
-        own = records + c.stages * RECORD_BYTES
-        stores = own + c.own_bytes
+        columns = base + c.stages * c.tokens * BLOCK
+        own = columns + c.stages * c.columns * c.line
+        scales = own + c.own_bytes
+        records = scales + c.stages * c.place_scales * 4
+        stores = records + c.stages * RECORD_BYTES
         table = stores + c.store_bytes
         barriers = cute.recast_ptr(table + c.rows.table_bytes, dtype=Int64)
         return Smem(
@@ -160,6 +160,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
             stores=stores,
             table=table,
             full=barriers,
+            arrived=barriers + (2 * c.stages + 2 if const_expr(c.helpers) else 0),
             free=barriers + c.stages,
             left=barriers + 2 * c.stages,
             read=barriers + 2 * c.stages + 1,
@@ -175,8 +176,10 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         smem = self._allocate()
         if tid == 0:
             for i in range_constexpr(c.stages):
-                # One arrival for the copies, one for the scales of each K block
-                cute.arch.mbarrier_init(smem.full + i, 1 + c.stage_blocks)
+                # One arrival for the copies, one for the scales
+                cute.arch.mbarrier_init(smem.arrived + i, 2)
+                if const_expr(c.helpers):
+                    cute.arch.mbarrier_init(smem.full + i, c.helpers)
                 cute.arch.mbarrier_init(smem.free + i, 4 * GROUPS)
             if const_expr(c.splits > 1):
                 cute.arch.mbarrier_init(smem.left, 4 * GROUPS * c.splits)
@@ -189,16 +192,15 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         m, n = out.shape
-        self.tiles.prepare(*given, b_map[1].shape[2], space, smem.table, tid, THREADS)
+        self.tiles.prepare(*given, b_map[1].shape[2], space, smem.table, tid, c.threads)
         blocks = scales[0].shape[0]
-        steps = blocks if const_expr(c.stage_blocks == 1) else cute.ceil_div(blocks, c.stage_blocks)
         share = Share(
             m=m,
             n=n,
             blocks=blocks,
             width=b_map[1].shape[1],
-            begin=cta % c.splits * steps // c.splits,
-            end=(cta % c.splits + 1) * steps // c.splits,
+            begin=cta % c.splits * blocks // c.splits,
+            end=(cta % c.splits + 1) * blocks // c.splits,
             first=cta // c.splits,
             rank=cta % c.splits,
             count=self.tiles.count(m, n, smem.table),
@@ -213,8 +215,10 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
             cute.arch.setmaxregister_decrease(c.registers[1])
             if warp == 4 * GROUPS:
                 self._produce(a_map, b_map, tid % 32, share, smem)
-            else:
+            elif warp <= 4 * GROUPS + SCALE_WARPS:
                 self._produce_scales(warp - (4 * GROUPS + 1), tid % 32, share, smem)
+            elif const_expr(c.helpers):
+                self._help(warp - (4 * GROUPS + 1 + SCALE_WARPS), tid % 32, share, smem)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             self._consume(tid, share, smem)
@@ -233,13 +237,16 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         cute.arch.sync_warp()
         ptx.arrive_at_if(barrier, lane, Uint32(lane < self.config.splits))
 
+    def _help(self, warp, lane, share, smem) -> None:
+        """A helper: it completes the stages that have arrived."""
+
     # Copies
 
     @cute.jit
     def _produce(self, a_map, b_map, lane, share, smem):
         """The producer warp: copy every K block of the CTA's tiles, in order."""
         c = self.config
-        tokens = self._activations(smem.tokens, c.box_rows, c.stages * c.stage_blocks * c.boxes)
+        tokens = self._activations(smem.tokens, c.box_rows, c.stages * c.boxes)
         tokens = cute.group_modes(tokens, 0, 2)
         columns = cute.group_modes(self._weight_stages(smem), 0, 2)
         one = cute.make_layout(1)
@@ -254,21 +261,19 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
             tiled = cute.local_tile(b_map[1], (c.columns, c.line, 1), (column // c.columns, None, expert))
             columns_to, columns_from = cpasync.tma_partition(b_map[0], 0, one, columns, cute.group_modes(tiled, 0, 3))
             boxes = cutlass.min(cute.ceil_div(rows, c.box_rows), Int32(c.boxes))
-            size = c.columns * c.line + boxes * (c.stage_blocks * c.box_rows * BLOCK)
-            for step in cutlass.range(share.begin, share.end, unroll=1):
+            size = c.columns * c.line + boxes * (c.box_rows * BLOCK)
+            for block in cutlass.range(share.begin, share.end, unroll=1):
                 ptx.wait(smem.free + stage, parity)
-                barrier = smem.full + stage
+                barrier = smem.arrived + stage
                 with cute.arch.elect_one():
                     record = row, rows, column, expert if const_expr(c.tells_expert) else 0
                     store_words([Uint32(word) for word in record], self._record(stage, smem))
                     cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
-                for block in range_constexpr(c.stage_blocks):
-                    for box in range_constexpr(c.boxes):
-                        if box < boxes:
-                            source = tokens_from[None, box, step * c.stage_blocks + block]
-                            to = tokens_to[None, (stage * c.stage_blocks + block) * c.boxes + box]
-                            cute.copy(a_map[0], source, to, tma_bar_ptr=barrier)
-                cute.copy(b_map[0], columns_from[None, step], columns_to[None, stage], tma_bar_ptr=barrier, **policy)
+                for box in range_constexpr(c.boxes):
+                    if box < boxes:
+                        to = tokens_to[None, stage * c.boxes + box]
+                        cute.copy(a_map[0], tokens_from[None, box, block], to, tma_bar_ptr=barrier)
+                cute.copy(b_map[0], columns_from[None, block], columns_to[None, stage], tma_bar_ptr=barrier, **policy)
                 stage, parity = next_stage(stage, parity, c.stages)
 
     @cute.jit
@@ -277,40 +282,35 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         store them in the blocks' stages.
 
         A load takes as long as the MMAs of several blocks, so each warp has the loads of several of its blocks in
-        flight. There are at least as many stages as scale warps, or half as many with two blocks each. So a warp's last
-        block was at most one round of the ring ago, and a stage that it waits for cannot seem free because it is two
-        rounds behind.
+        flight. There are at least as many stages as scale warps. So a warp's last block was at most one round of the
+        ring ago, and a stage that it waits for cannot seem free because it is two rounds behind.
         """
         c = self.config
         before = Int32(0)  # blocks of the tiles before
         for number in range(share.first, share.count, share.workers):
             tile = Tile(*self.tiles.find(number, share.m, share.n, smem.table, lane))
-            begin, end = share.begin * c.stage_blocks, share.end * c.stage_blocks
-            start = begin + (own + SCALE_WARPS - before % SCALE_WARPS) % SCALE_WARPS
-            for first in cutlass.range(start, end, SCALE_WARPS * c.scales_ahead, unroll=1):
+            start = share.begin + (own + SCALE_WARPS - before % SCALE_WARPS) % SCALE_WARPS
+            for first in cutlass.range(start, share.end, SCALE_WARPS * c.scales_ahead, unroll=1):
                 loaded = []
                 for i in range_constexpr(c.scales_ahead):
-                    block = cutlass.min(first + i * SCALE_WARPS, end - 1)
+                    block = cutlass.min(first + i * SCALE_WARPS, share.end - 1)
                     loaded.append(self._load_scales(block, tile, lane, share))
                 for i in range_constexpr(c.scales_ahead):
-                    if first + i * SCALE_WARPS < end:
-                        turn = before + (first + i * SCALE_WARPS - begin)
-                        use = turn // c.stage_blocks
-                        stage = use % c.stages
-                        ptx.wait(smem.free + stage, use // c.stages % 2 ^ 1, SLEEP)
-                        self._store_scales(loaded[i], stage * c.stage_blocks + turn % c.stage_blocks, lane, smem)
+                    if first + i * SCALE_WARPS < share.end:
+                        turn = before + (first + i * SCALE_WARPS - share.begin)
+                        stage = turn % c.stages
+                        ptx.wait(smem.free + stage, turn // c.stages % 2 ^ 1, SLEEP)
+                        self._store_scales(loaded[i], stage, lane, smem)
                         cute.arch.sync_warp()
-                        ptx.arrive_if(smem.full + stage, Uint32(lane == 0))
-            before += end - begin
+                        ptx.arrive_if(smem.arrived + stage, Uint32(lane == 0))
+            before += share.end - share.begin
 
     def _token_scales(self, block, tile: Tile, lane, share) -> list:
         """Load the activations' scales of a K block, 32 at a time; zeros for rows that the expert does not have."""
         at = share.a_scale.iterator + (Int64(block) * share.a_scale.stride[0] + tile.row + lane)
-        exists = True if const_expr(self.config.stage_blocks == 1) else block < share.blocks
         words = []
         for place in range(0, self.config.tokens, 32):
-            there = lane < tile.rows - place
-            words += ptx.load_if(at, there if exists is True else there & exists, 1, 4 * place)
+            words += ptx.load_if(at, lane < tile.rows - place, 1, 4 * place)
         return [ptx.float_of(word) for word in words]
 
     @cute.jit
@@ -320,7 +320,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
                 scales[lane + 32 * i] = of_rows[i]
 
     def _scales(self, place, smem) -> cute.Tensor:
-        """The fp32 scales of a place of the ring: those of the rows, and what the kernel adds."""
+        """The fp32 scales of a stage: those of the rows, and what the kernel adds."""
         start = cute.assume(Int32(place) * self.config.place_scales, divby=4)
         return cute.make_tensor(smem.scales + start, cute.make_layout(self.config.place_scales))
 

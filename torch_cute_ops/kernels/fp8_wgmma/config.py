@@ -43,10 +43,13 @@ class Config(FP8TilesConfig):
     splits: int
     stages: int
     pdl: bool
-    stage_blocks: ClassVar[int] = 1
     line: ClassVar[int] = BLOCK
     scales_ahead: ClassVar[int] = 4
-    own_bytes: ClassVar[int] = 0
+    helpers: ClassVar[int] = 0
+
+    @property
+    def own_bytes(self) -> int:
+        return 0
 
     @property
     def is_swapped(self) -> bool:

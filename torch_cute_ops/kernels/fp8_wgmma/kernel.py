@@ -1,7 +1,8 @@
 """The device code; the package's docstring describes the roles and the data path."""
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -9,6 +10,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from torch_cute_ops.kernels.common import ptx, row_tile
+from torch_cute_ops.kernels.common.expert_tiles import ExpertTiles
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS
 from torch_cute_ops.kernels.common.fp8_tiles_kernel import FP8TilesKernel, Smem, Tile
 from torch_cute_ops.kernels.common.row_stores import store_columns, store_rows
@@ -50,14 +52,18 @@ class Kept(NamedTuple):
 class FP8WgmmaKernel(FP8TilesKernel):
     """The kernel of one ``Config``."""
 
-    def __init__(self, config: Config):
-        super().__init__(config, config.columns)
+    def __init__(self, config: Config, tiles: Callable[..., ExpertTiles] = ExpertTiles):
+        super().__init__(config, config.columns, tiles)
 
     def _weight_layout(self, stages: int):
         return self._activations_layout(self.config.columns, stages)
 
     def _weight_stages(self, smem: Smem) -> cute.Tensor:
         return self._activations(smem.columns, self.config.columns, self.config.stages)
+
+    def _weight_at(self, smem: Smem) -> cute.Pointer:
+        """Where the MMAs read the weight."""
+        return smem.columns
 
     def _load_scales(self, block, tile: Tile, lane, share) -> tuple:
         """Those of the rows, 32 at a time, and that of the columns."""
@@ -209,7 +215,8 @@ class FP8WgmmaKernel(FP8TilesKernel):
     def _mma(self, group, smem):
         """The function that starts a consumer's MMAs of a stage."""
         c = self.config
-        rows, columns = (smem.columns, smem.tokens) if c.is_swapped else (smem.tokens, smem.columns)
+        weight = self._weight_at(smem)
+        rows, columns = (weight, smem.tokens) if c.is_swapped else (smem.tokens, weight)
         # The rows of the second consumer follow those of the first.
         m_side = self._activations(rows, GROUP_ROWS, c.stages * GROUPS)
         n_side = self._activations(columns, c.mma_columns, c.stages)
@@ -237,7 +244,7 @@ class FP8WgmmaKernel(FP8TilesKernel):
 
         return multiply
 
-    def _factors(self, stage, consumer, smem) -> list:
+    def _factors(self, stage, consumer, smem) -> Any:
         """The products of both scales for a lane's sums: of its rows, or in swapped tiles of its columns."""
         c, scales = self.config, self._scales(stage, smem)
         if c.is_swapped:
@@ -247,7 +254,7 @@ class FP8WgmmaKernel(FP8TilesKernel):
         of_columns = scales[c.tokens]
         return [ptx.mul_rn(scales[place], of_columns) for place in places]
 
-    def _promote(self, sums, partial, factors: list) -> None:
+    def _promote(self, sums, partial, factors: Any) -> None:
         """Add a block's sums, times the factors, to the totals."""
         for i in range(self.config.mma_columns // 2):
             which = i // 4 * 2 + i % 2 if self.config.is_swapped else i // 2 % 2
