@@ -50,9 +50,17 @@ class Config(fp8_wgmma.Config):
         return BLOCK // self.fmt.block_size
 
     @property
+    def has_units(self) -> bool:
+        """Whether totals are in units of powers of two, so that a K block's sums need no factor of the weight. With the
+        weight on the M side the factors are few."""
+        return not self.is_swapped
+
+    @property
     def place_scales(self) -> int:
-        """Those of the rows of ``a``, the bytes of the rows of the weight, and the powers of two of these."""
-        return self.tokens + self.columns * self.block_scales // 4 + self.columns
+        """Those of the rows of ``a``, the bytes of the rows of the weight, and ``2^t`` of these; or, with units, two
+        powers that change them and for each decoding warp whether any does."""
+        powers = 2 * self.columns + DECODERS if self.has_units else self.columns
+        return self.tokens + self.columns * self.block_scales // 4 + powers
 
     @property
     def own_bytes(self) -> int:

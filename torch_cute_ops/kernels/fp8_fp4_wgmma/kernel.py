@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint8, Uint32, range_constexpr
+from cutlass import Boolean, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from torch_cute_ops.formats import MXFP4
@@ -15,8 +15,8 @@ from torch_cute_ops.kernels.common.fp8_stages import BLOCK
 from torch_cute_ops.kernels.common.fp8_tiles_kernel import Smem, Tile
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.common.weight_ring import PIECE, next_stage
-from torch_cute_ops.kernels.fp8_fp4_wgmma.config import Config
-from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import look_up, scaled, table_of
+from torch_cute_ops.kernels.fp8_fp4_wgmma.config import DECODERS, Config
+from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import RowScales, look_up, power_of_two, row_scales, table_of
 from torch_cute_ops.kernels.fp8_fp4_wgmma.weights import FP4ExpertTiles
 from torch_cute_ops.kernels.fp8_wgmma.kernel import FP8WgmmaKernel
 
@@ -90,11 +90,19 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
         at = self._scales(place, smem).iterator + cute.assume(self.config.tokens + row * each, divby=each)
         return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(each))
 
-    def _powers(self, place, smem) -> cute.Tensor:
-        """The powers of two of the rows of the weight."""
+    def _powers(self, place, smem, which: int = 0) -> cute.Tensor:
+        """Powers of two of the rows of the weight."""
         c = self.config
-        at = self._scales(place, smem).iterator + (c.place_scales - c.columns)
+        at = self._scales(place, smem).iterator + (c.tokens + c.columns * (c.block_scales // 4 + which))
         return cute.make_tensor(at, cute.make_layout(c.columns))
+
+    def _store_power(self, exponent, stage, row, smem, which: int = 0) -> None:
+        self._powers(stage, smem, which)[row] = power_of_two(exponent)
+
+    def _changes(self, place, smem) -> cute.Tensor:
+        """Whether units change, for each decoding warp."""
+        at = self._scales(place, smem).iterator + (self.config.place_scales - DECODERS)
+        return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(DECODERS))
 
     # Decoding
 
@@ -104,21 +112,51 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
         c = self.config
         row = warp * 32 + lane
         stage, parity = Int32(0), Int32(0)
+        unit = Int32(0)
         for _ in range(share.first, share.count, share.workers):
-            for _ in cutlass.range(share.begin, share.end, unroll=1):
+            for block in cutlass.range(share.begin, share.end, unroll=1):
                 ptx.wait(smem.arrived + stage, parity)
-                self._decode_row(stage, row, smem)
+                scales = row_scales(load_words(self._scale_words(stage, row, smem)), c.fmt)
+                exponent = scales.exponent
+                if const_expr(c.has_units):
+                    # Twice the least at first, so that units hardly ever change
+                    before = ptx.select(block == share.begin, exponent + 1, unit)
+                    exponent, unit = self._use_units(scales, before, block + 1 == share.end, stage, warp, lane, smem)
+                else:
+                    self._store_power(exponent, stage, row, smem)
+                self._decode_row(scales.numbers(exponent), stage, row, smem)
                 # The MMAs read it through the async proxy, and copies replace the codes.
                 fence_async()
                 cute.arch.sync_warp()
                 ptx.arrive_if(smem.full + stage, Uint32(lane == 0))
                 stage, parity = next_stage(stage, parity, c.stages)
 
-    def _decode_row(self, stage, row, smem) -> None:
+    @cute.jit
+    def _use_units(self, scales: RowScales, before, is_last, stage, warp, lane, smem):
+        """Decide whether the numbers of a K block are in the units of the totals, which are ``2^before``. If not, in a
+        row of the warp, the units change, or numbers and totals differ by a power of two: both are left for the
+        consumers. The last K block of a tile changes units to 1.
+
+        Returns the exponent that the numbers are over, and that of the units from here on.
+        """
+        now = cutlass.max(before, scales.exponent)
+        if const_expr(scales.is_near is not True):
+            now = ptx.select(scales.is_near, now, Int32(0))
+        stays = (now == before) & scales.fits(now) & scales.is_near
+        changes = ptx.select(is_last, Int32(1), Int32(cute.arch.vote_any_sync(stays == Boolean(False))))
+        now = ptx.select(is_last, Int32(0), now)
+        exponent = now
+        if changes != 0:
+            exponent = scales.exponent
+            self._store_power(before - now, stage, warp * 32 + lane, smem)
+            self._store_power(exponent - now, stage, warp * 32 + lane, smem, 1)
+        if lane == 0:
+            store_words([Uint32(changes)], cute.local_tile(self._changes(stage, smem), (1,), (warp,)))
+        return exponent, now
+
+    def _decode_row(self, numbers: list, stage, row, smem) -> None:
         """Decode a row of a K block."""
         c = self.config
-        numbers, power = scaled(load_words(self._scale_words(stage, row, smem)), c.fmt)
-        self._powers(stage, smem)[row] = power
         codes_at = smem.columns + cute.assume((stage * c.columns + row) * c.line, divby=c.line)
         decoded_at = smem.own + cute.assume((stage * c.columns + row) * BLOCK, divby=BLOCK)
         # Swizzles permute pieces by the number of the 128 bytes that they are in.
@@ -136,21 +174,42 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
     # Sums
 
     def _factors(self, stage, consumer, smem) -> Any:
-        """The scales of a lane's rows, and the powers of two of its columns; or, in swapped tiles, of its rows the
-        powers, and of its columns the scales."""
-        c, scales, powers = self.config, self._scales(stage, smem), self._powers(stage, smem)
-        of_rows, of_columns = (powers, scales) if c.is_swapped else (scales, powers)
-        pairs = []
-        for group in range(c.mma_columns // 8):
-            at = of_columns.iterator + cute.assume(8 * group + consumer.quad * 2, divby=2)
-            words = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(2)))
-            pairs.append([ptx.float_of(word) for word in words])
-        return [of_rows[consumer.row], of_rows[consumer.row + 8]], pairs
+        """The scales of a lane's rows; or, in swapped tiles, of its rows ``2^t``, and of its columns the scales."""
+        c, scales = self.config, self._scales(stage, smem)
+        if c.has_units:
+            return [scales[consumer.row], scales[consumer.row + 8]]
+        powers = self._powers(stage, smem)
+        pairs = [self._pair(scales, group, consumer) for group in range(c.mma_columns // 8)]
+        return [powers[consumer.row], powers[consumer.row + 8]], pairs
+
+    def _pair(self, values: cute.Tensor, group: int, consumer) -> list:
+        """The values of a lane's columns in a group of eight."""
+        at = values.iterator + cute.assume(8 * group + consumer.quad * 2, divby=2)
+        words = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(2)))
+        return [ptx.float_of(word) for word in words]
+
+    @cute.jit
+    def _prepare(self, sums, partial, stage, consumer, smem):
+        """Change the units of totals, and bring the sums of a K block to these."""
+        if const_expr(self.config.has_units):
+            changes = load_words(self._changes(stage, smem))
+            if (changes[0] | changes[1] | changes[2] | changes[3]) != Uint32(0):
+                for warp in range_constexpr(DECODERS):
+                    if changes[warp] != Uint32(0):
+                        for group in range_constexpr(4 * warp, 4 * warp + 4):
+                            of_sums = self._pair(self._powers(stage, smem, 0), group, consumer)
+                            of_partial = self._pair(self._powers(stage, smem, 1), group, consumer)
+                            for i in range_constexpr(4):
+                                at = 4 * group + i
+                                sums[at] = ptx.mul_rn(sums[at], of_sums[i % 2])
+                                partial[at] = ptx.mul_rn(partial[at], of_partial[i % 2])
 
     def _promote(self, sums, partial, factors) -> None:
-        """Add a block's sums to the totals: times the power of two, which is exact, and the scale."""
-        rows, columns = factors
+        """Add a block's sums to the totals: times ``2^t``, which is exact, and the scale."""
+        if self.config.has_units:
+            super()._promote(sums, partial, factors)
+            return
+        powers, scales = factors
         for i in range(self.config.mma_columns // 2):
-            of_row, of_column = rows[i // 2 % 2], columns[i // 4][i % 2]
-            power, scale = (of_row, of_column) if self.config.is_swapped else (of_column, of_row)
-            sums[i] = ptx.fma_rn(scale, ptx.mul_rn(partial[i], power), sums[i])
+            value = ptx.mul_rn(partial[i], powers[i // 2 % 2])
+            sums[i] = ptx.fma_rn(scales[i // 4][i % 2], value, sums[i])

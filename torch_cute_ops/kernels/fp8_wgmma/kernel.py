@@ -202,6 +202,7 @@ class FP8WgmmaKernel(FP8TilesKernel):
             if later == 0:
                 self._wait_if(follow > 0, smem.full + stage, parity)
             warpgroup.wait_group(later)
+            self._prepare(sums, partial, reads[i], consumer, smem)
             self._free(reads[i], consumer.lane, smem)
             self._promote(sums, partial, factors)
         return stage, parity
@@ -253,6 +254,9 @@ class FP8WgmmaKernel(FP8TilesKernel):
             places = [consumer.row, consumer.row + 8]
         of_columns = scales[c.tokens]
         return [ptx.mul_rn(scales[place], of_columns) for place in places]
+
+    def _prepare(self, sums, partial, stage, consumer, smem) -> None:
+        """What has to be done before a K block's sums are added to the totals."""
 
     def _promote(self, sums, partial, factors: Any) -> None:
         """Add a block's sums, times the factors, to the totals."""
