@@ -34,6 +34,7 @@ class FP8TilesConfig:
         place_scales: fp32 scales of a K block in the ring; whole pieces of 16 bytes.
         scales_ahead: K blocks whose scales a warp loads together.
         own_bytes: shared memory that the kernel has besides.
+        ctas_per_sm: CTAs that share an SM.
         helpers: warps that complete a stage which has arrived; there may be none.
         store_bytes: shared memory in which lines of the result are assembled, or partial sums exchanged.
     """
@@ -48,6 +49,7 @@ class FP8TilesConfig:
     scales_ahead: int
     own_bytes: int
     helpers: int
+    ctas_per_sm: int
 
     @property
     def place_scales(self) -> int:

@@ -18,6 +18,10 @@ COLUMNS: Final = GROUPS * GROUP_ROWS
 """Rows of the weight of a tile."""
 TILES: Final = tuple((tokens, splits) for tokens, columns, splits in fp8_wgmma.TILES if columns == COLUMNS)
 """Rows of ``a`` of a tile, and CTAs that share it."""
+import os
+PAIRED_TOKENS: Final = int(os.environ.get("P","32"))
+CTA_BYTES: Final = 1024
+"""Shared memory that a CTA takes besides."""
 DECODERS: Final = WARPGROUP // 32
 """Warps that decode the weight; each thread has a row."""
 
@@ -41,8 +45,15 @@ class Config(fp8_wgmma.Config):
         return THREADS + WARPGROUP
 
     @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that share an SM."""
+        return 2 if self.tokens <= PAIRED_TOKENS else 1
+
+    @property
     def registers(self) -> tuple[int, int]:
-        return 216, 40
+        if self.ctas_per_sm == 2:
+            return 80, 48
+        return {16: (128, 128), 32: (128, 128), 64: (168, 88), 128: (216, 40)}[self.tokens]
 
     @property
     def block_scales(self) -> int:
@@ -73,7 +84,12 @@ class Config(fp8_wgmma.Config):
             return f"no tile has {self.tokens} rows of a and {self.columns} of b, shared by {self.splits} CTAs"
         if self.layout.tile_rows not in (0, 128):
             return f"a weight has no scales in the layout {self.layout.name}"
+        if (self.smem_bytes + CTA_BYTES) * self.ctas_per_sm > arch.smem_per_cta + CTA_BYTES:
+            return f"needs {self.smem_bytes} bytes of shared memory in each of {self.ctas_per_sm} CTAs of an SM"
         return super().reason_unsupported(arch)
+
+
+MOST_STAGES: Final = 10
 
 
 def plan(
@@ -88,7 +104,7 @@ def plan(
     pdl: bool,
 ) -> Config | None:
     """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this."""
-    for stages in range(fp8_wgmma.MOST_STAGES, 1, -1):
+    for stages in range(MOST_STAGES, 1, -1):
         config = Config(rows, epilogue, tokens, COLUMNS, splits, stages, pdl, fmt, layout)
         if config.reason_unsupported(arch) is None:
             return config
