@@ -547,10 +547,7 @@ class GemmLauncher(Launcher[GemmCall]):
             b, b_scale = _seen_as(b, torch.uint8), aligned(_seen_as(b_scale, self.fmt.scale_dtype))
         else:
             b_scale = b_scale.contiguous()
-        if self.is_grouped:
-            b = aligned(b)
-        else:
-            b = aligned(b if self.takes_rows else b.t()).t()
+        b = aligned(b) if self.is_grouped else aligned(b if self.takes_rows else b.t()).t()
         if alpha is not None and not self.by_factors:
             alpha = aligned(alpha.reshape(1) if alpha.numel() == 1 else alpha)
         bias, offsets, counts = (None if tensor is None else aligned(tensor) for tensor in (bias, offsets, counts))

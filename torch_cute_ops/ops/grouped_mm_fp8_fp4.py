@@ -37,8 +37,8 @@ def grouped_mm_fp8_fp4(
         a: (R, K), float8_e4m3fn; K a multiple of 64, the last block may have 64 elements. Masked: (E, max_rows, K).
         b: (E, N, K/2), uint8 or float4_e2m1fn_x2, two e2m1 codes a byte, contiguous; N a multiple of 8, E at most 512.
         a_scale: (⌈K/128⌉, R) float32. Masked: (⌈K/128⌉, E, max_rows).
-        b_scale: scales of the weights, as :func:`fp4_quantize` of all together writes them: linear (E, N, K/block_size),
-            or tiled over the E·N rows, where a tile may hold rows of two experts.
+        b_scale: scales of the weights, as :func:`fp4_quantize` of all together writes them: linear,
+            (E, N, K/block_size), or tiled over the E·N rows, where a tile may hold rows of two experts.
         offsets, counts: as for :func:`grouped_mm_fp8`.
         alpha: float32 on the device: one element, (E,), one for each expert, or (E, N), one for each of its columns;
             ``None`` means 1.

@@ -52,7 +52,7 @@ def fp8_weight(
     scales = decode_scale(linear, fmt).double()
     each = BLOCK // fmt.block_size
     padded = torch.nn.functional.pad(scales.abs().nan_to_num(0.0), (0, -blocks % each))
-    largest = padded.view(rows, -1, each).amax(2)
+    largest = padded.unflatten(1, (-1, each)).amax(2)
     fraction, exponent = torch.frexp(largest * 6 / E4M3_MAX)
     # 6 · largest / 448 = fraction · 2^exponent, where fraction is in [1/2, 1).
     t = torch.where(fraction == 0.5, exponent - 1, exponent)
@@ -61,4 +61,4 @@ def fp8_weight(
     numbers = decode_e2m1(unpack_e2m1(codes.view(torch.uint8))).double().view(rows, blocks, fmt.block_size)
     # The product has few bits, so that float32 holds it, or it is far below the least e4m3 number.
     value = (numbers * (scales * inverse)[..., None]).float().view(*lead, k)
-    return encode_e4m3(value), powers.float().view(*lead, -1)
+    return encode_e4m3(value), powers.float().view(*lead, powers.shape[1])

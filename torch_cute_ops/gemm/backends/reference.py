@@ -64,11 +64,13 @@ class Reference(Backend):
                     result = grouped_gemm(a, weight, a_scale, factors, offsets, counts, alpha, bias, dtype)
                 else:
                     result = block_scaled_gemm(a, weight, a_scale, factors, alpha, bias, dtype)
-            elif over == "k":
-                assert alpha is not None
-                result = expert_gemm(a, a_scale, b.t(), b_scale, alpha, dtype, fmt, *layouts)
             else:
-                result = fp4_gemm(a, a_scale, b.t(), b_scale, alpha, bias, dtype, fmt, *layouts)
+                assert isinstance(fmt, FP4Format)
+                if over == "k":
+                    assert alpha is not None
+                    result = expert_gemm(a, a_scale, b.t(), b_scale, alpha, dtype, fmt, *layouts)
+                else:
+                    result = fp4_gemm(a, a_scale, b.t(), b_scale, alpha, bias, dtype, fmt, *layouts)
             out.copy_(result)
 
         return multiply
