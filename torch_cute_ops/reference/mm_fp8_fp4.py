@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
-from torch_cute_ops.formats.fp4 import E4M3_MAX, decode_e2m1, decode_scale, encode_e4m3, unpack_e2m1
+from torch_cute_ops.formats.fp4 import E2M1_MAX, E4M3_MAX, decode_e2m1, decode_scale, encode_e4m3, unpack_e2m1
 from torch_cute_ops.formats.scale_layout import to_linear
 from torch_cute_ops.reference.mm_fp4 import formats_of
 from torch_cute_ops.reference.mm_fp8_block import BLOCK, block_scaled_gemm
@@ -53,9 +53,8 @@ def fp8_weight(
     each = BLOCK // fmt.block_size
     padded = torch.nn.functional.pad(scales.abs().nan_to_num(0.0), (0, -blocks % each))
     largest = padded.unflatten(1, (-1, each)).amax(2)
-    fraction, exponent = torch.frexp(largest * 6 / E4M3_MAX)
-    # 6 · largest / 448 = fraction · 2^exponent, where fraction is in [1/2, 1).
-    t = torch.where(fraction == 0.5, exponent - 1, exponent)
+    # 6 · largest / 448 is a number in (1/2, 1) times 2^t: with 3 · largest / 224 it is no power of two.
+    _, t = torch.frexp(largest * (E2M1_MAX / E4M3_MAX))
     powers = torch.where(largest == 0, 0, t).double().exp2()
     inverse = (1 / powers).repeat_interleave(each, 1)[:, :blocks]
     numbers = decode_e2m1(unpack_e2m1(codes.view(torch.uint8))).double().view(rows, blocks, fmt.block_size)
