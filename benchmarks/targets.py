@@ -47,6 +47,13 @@ FP8_OVER_PEER = 0.95
 FP8_DECODE_OF_COPY = 0.80
 """Least fraction of a copy's bandwidth with few rows for each expert."""
 
+FP8_FP4_OVER_FP8 = 0.95
+"""Least rate of large GEMMs of FP8 activations and an FP4 weight, over that with an FP8 weight."""
+GROUPED_FP8_FP4_OVER_FP8 = 0.93
+"""The same of GEMMs for each expert, from 1,024 rows of each."""
+GROUPED_FP8_FP4_DECODE = 0.60
+"""Their most time over that with FP8 weights, 1 to 16 rows of each expert."""
+
 # --- host ---
 
 OVER_RMS_NORM = 1.35

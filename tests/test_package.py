@@ -42,10 +42,10 @@ def test_import_is_quick():
 
 
 def test_import_is_light():
-    """No DSL, no TVM-FFI, no kernels, no samples; CUDA is not touched."""
+    """No DSL, no TVM-FFI, no Triton, no kernels, no samples; CUDA is not touched."""
     done = python(
         "import sys, torch; before = set(sys.modules); import torch_cute_ops\n"
-        "heavy = ('cutlass', 'tvm_ffi', 'cuda', 'numpy', 'torch_cute_ops.kernels', 'torch_cute_ops.testing')\n"
+        "heavy = 'cutlass', 'tvm_ffi', 'cuda', 'numpy', 'triton', 'torch_cute_ops.kernels', 'torch_cute_ops.testing'\n"
         "print([name for name in set(sys.modules) - before if name.startswith(heavy)], torch.cuda.is_initialized())"
     )
     assert done.stdout.strip() == "[] False", done.stderr
@@ -237,6 +237,8 @@ def test_source_digest(tmp_path, monkeypatch):
 def test_the_source_distribution_is_whole(tmp_path):
     """It has every file of the checkout, and nothing that only lies about in it."""
     root = PACKAGE.parent
+    (version,) = re.findall(r'requires = \["setuptools>=([\d.]+)"\]', (root / "pyproject.toml").read_text())
+    pytest.importorskip("setuptools", minversion=version)
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True)
     # Without git, as in an unpacked source distribution: what is there.
     names = listed.stdout.split("\0")[:-1] if listed.returncode == 0 else tuple(walked(root))
@@ -269,10 +271,12 @@ def test_actions_are_pinned():
 
 def walked(root):
     """The files under a folder, without what tools leave there."""
-    left = ("__pycache__", "build", "dist", ".venv", ".git", ".hypothesis", "PKG-INFO", "setup.cfg")
+    left = ("__pycache__", "build", "dist", "PKG-INFO", "setup.cfg")
     for path in root.rglob("*"):
         parts = path.relative_to(root).parts
-        if path.is_file() and not any(part in left or part.endswith(("_cache", ".egg-info")) for part in parts):
+        hidden = {part for part in parts[:-1] if part.startswith(".")} - {".ci", ".github"}
+        litter = any(part in left or part.endswith(("_cache", ".egg-info")) for part in parts)
+        if path.is_file() and not hidden and not litter:
             yield "/".join(parts)
 
 

@@ -53,6 +53,8 @@ def lost(spec: OpSpec, sample: Sample) -> torch.Tensor | None:
     if "a" not in given or given["a"].dtype != torch.float8_e4m3fn:
         return None
     given = {name: magnitude(argument) for name, argument in given.items()}
+    if given["b"].dtype in (torch.uint8, torch.float4_e2m1fn_x2):  # two codes a byte
+        given["b"] = given["b"].view(torch.uint8) & 0x77
     (size,) = as_tuple(spec.reference(**{**given, "out_dtype": torch.float32}))
     return size.double() * (4 * 33 * 2.0**-13)
 

@@ -14,9 +14,11 @@ from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
 from torch_cute_ops.ops.grouped_mm_fp8 import grouped_mm_fp8
+from torch_cute_ops.ops.grouped_mm_fp8_fp4 import grouped_mm_fp8_fp4
 from torch_cute_ops.ops.mm_fp4 import mm_fp4
 from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
 from torch_cute_ops.ops.mm_fp8_block import mm_fp8_block
+from torch_cute_ops.ops.mm_fp8_fp4 import mm_fp8_fp4
 from torch_cute_ops.ops.moe_fc2_fp4 import moe_fc2_fp4
 from torch_cute_ops.ops.moe_fc2_fp4_weight_only import moe_fc2_fp4_weight_only
 from torch_cute_ops.ops.moe_finalize import moe_finalize
@@ -47,9 +49,11 @@ __all__ = [
     "fp4_quantize",
     "fp8_quantize",
     "grouped_mm_fp8",
+    "grouped_mm_fp8_fp4",
     "mm_fp4",
     "mm_fp4_weight_only",
     "mm_fp8_block",
+    "mm_fp8_fp4",
     "moe_fc2_fp4",
     "moe_fc2_fp4_weight_only",
     "moe_finalize",

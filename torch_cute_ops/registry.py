@@ -7,10 +7,10 @@ Everything that loops over ops (registration, conformance tests, docs, benchmark
 import contextlib
 import importlib
 import pkgutil
+from types import ModuleType
 from typing import Any, Final
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from torch_cute_ops import ops
 from torch_cute_ops.ops._call import Arguments
@@ -26,6 +26,7 @@ from torch_cute_ops.runtime.arch import arch_named
 from torch_cute_ops.runtime.calls import configure_log, logged
 from torch_cute_ops.runtime.compiler import KernelSpec, keep
 from torch_cute_ops.runtime.dispatch import has_autograd_key
+from torch_cute_ops.runtime.imports import when_imported
 
 
 def _discover() -> dict[str, OpSpec]:
@@ -104,19 +105,25 @@ def _register(spec: OpSpec) -> None:
             _library.impl(overload, logged(overload, implementation) if logs else implementation, key)
     torch.library.register_fake(f"{NAMESPACE}::{spec.name}", fake, lib=_library)
     torch.library.register_fake(f"{NAMESPACE}::{spec.name}.out", fake_out, lib=_library)
-    path = spec.path
-    if isinstance(path, Gemm):
-        packet = getattr(torch.ops.cute, spec.name)
 
-        def flops(a_shape: Any, b_shape: Any, *args: Any, **kwargs: Any) -> int:
-            return path.flops(a_shape, b_shape)
 
-        register_flop_formula(packet)(flops)
+def _register_flops(flop_counter: ModuleType) -> None:
+    """Tell ``FlopCounterMode`` what each GEMM takes."""
+    for spec in OPS.values():
+        path = spec.path
+        if isinstance(path, Gemm):
+
+            def flops(a_shape: Any, b_shape: Any, *args: Any, path: Gemm = path, **kwargs: Any) -> int:
+                return path.flops(a_shape, b_shape)
+
+            flop_counter.register_flop_formula(getattr(torch.ops.cute, spec.name))(flops)
 
 
 configure_log()
 for _spec in OPS.values():
     _register(_spec)
+# It imports Triton where there is one, which takes as long as the rest of this package.
+when_imported("torch.utils.flop_counter", _register_flops)
 
 
 def warmup(op: str, *, tune: bool = False, **properties: Any) -> None:

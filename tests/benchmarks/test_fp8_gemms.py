@@ -17,18 +17,29 @@ SMALL = [
     ("grouped_mm_fp8", Case({"M": 3, "N": 136, "K": 256, "E": 2}, choices={"layout": "masked"})),
     ("grouped_mm_fp8", Case({"M": 4, "N": 136, "K": 256, "E": 16}, choices={"layout": "routed"})),
 ]
+WITH_FP4 = [
+    ("mm_fp8_fp4", Case({"M": 5, "N": 136, "K": 256}, choices={"weight": "mxfp4"})),
+    ("mm_fp8_fp4", Case({"M": 5, "N": 136, "K": 256}, choices={"weight": "nvfp4"})),
+    *(("grouped_mm_fp8_fp4", Case(case.sizes, choices={**case.choices, "weight": "nvfp4"})) for _, case in SMALL[1:]),
+]
 by_small = pytest.mark.parametrize(("op", "case"), SMALL)
+by_any = pytest.mark.parametrize(("op", "case"), SMALL + WITH_FP4)
 
 
-@by_small
+@by_any
 def test_the_formula_is_the_bytes_of_the_tensors(op, case):
     """Offsets and counts apart."""
     benchmark = ops.load(op)
     tensors = benchmark.make_set(case, CPU)
-    assert benchmark.bytes_moved(case) == sum(t.nbytes for t in tensors.values() if t.dtype != torch.int32)
+    padding = 0
+    if tensors["b"].dtype == torch.uint8:  # of tiled scales
+        block = benchmark.problem(case).b.format.block_size
+        padding = tensors["b_scale"].nbytes - tensors["b"].nbytes * 2 // block
+    moved = sum(t.nbytes for t in tensors.values() if t.dtype != torch.int32)
+    assert benchmark.bytes_moved(case) == moved - padding
 
 
-@by_small
+@by_any
 def test_ours_passes_the_check_and_others_do_not(op, case):
     benchmark = ops.load(op)
     sets = [benchmark.make_set(case, CPU)]
@@ -39,6 +50,34 @@ def test_ours_passes_the_check_and_others_do_not(op, case):
     wrong.view(-1)[7] *= 1.5
     assert 0 < benchmark.mismatch((wrong,), expected) < 0.01
     assert benchmark.mismatch((got[0].fill_(torch.nan),), expected) == 1.0
+
+
+@pytest.mark.parametrize(("op", "case"), WITH_FP4)
+def test_fp8_weights_beside_fp4_ones(op, case):
+    """Their GEMM runs, moves twice the weight, and is not taken for the same."""
+    benchmark = ops.load(op)
+    sets = [benchmark.make_set(case, CPU)]
+    other = benchmark.peer("fp8_weight", case, sets)
+    assert not other.checked
+    assert benchmark.mismatch(other.call(0), benchmark.expected(case, sets[0])) > 0.5
+    n, k, experts = case["N"], case["K"], benchmark.problem(case).experts
+    more = n * k // 2 - n * k // benchmark.problem(case).b.format.block_size + 4 * -(-n // 128) * (k // 128)
+    assert other.bytes - benchmark.bytes_moved(case) == experts * more
+
+
+def test_marks_of_fp4_weights():
+    """Over our GEMMs with FP8 weights: the worst case counts."""
+
+    def row(m, ours, fp8, **choices):
+        variants = {"ours": {"us": ours}, "fp8_weight": {"us": fp8}}
+        return {"sizes": {"M": m}, "choices": choices, "variants": variants}
+
+    (mark,) = ops.load("mm_fp8_fp4").marks([row(2048, 10, 10), row(4096, 20, 18), row(64, 9, 1)])
+    assert mark.value == pytest.approx(0.9) and not mark.passed
+    rows = [row(16, 5, 10, layout="masked"), row(1, 7, 10, layout="masked"), row(1024, 10, 9.5, layout="contiguous")]
+    few, many = ops.load("grouped_mm_fp8_fp4").marks(rows)
+    assert few.value == pytest.approx(0.7) and not few.passed
+    assert many.value == pytest.approx(0.95) and many.passed
 
 
 @by_small

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.example_scripts import ROOT
 from support.gemm_problems import HOPPER, fp4_problem
+from support.interpreters import variables_of
 
 import torch_cute_ops
 from torch_cute_ops.gemm import select
@@ -63,7 +64,7 @@ def insert(path: Path, lines: tuple[tuple[str, str], ...]) -> None:
 
 
 def pytest_in(folder: Path, *arguments: str) -> str:
-    environment = os.environ | {"PYTHONPATH": str(folder)}
+    environment = variables_of(PYTHONPATH=os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", *arguments]
     ran = subprocess.run(
         command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

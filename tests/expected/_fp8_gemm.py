@@ -28,18 +28,31 @@ def numbers(codes: torch.Tensor) -> np.ndarray:
     return spec.scale_value(bytes_, "e4m3").astype(np.float64)
 
 
+class Weight(NamedTuple):
+    """A weight as FP8 tensor cores take it: e4m3 numbers (N, K), and what each block of a row is multiplied by,
+    (N, ⌈K/128⌉)."""
+
+    numbers: np.ndarray
+    factors: np.ndarray
+
+
+def fp8_weight(codes: torch.Tensor, scale: torch.Tensor) -> Weight:
+    """An FP8 weight (N, K), with a scale for 128 of its rows."""
+    factors = scale.detach().cpu().double().numpy().repeat(BLOCK, 0)[: len(codes)]
+    return Weight(numbers(codes), factors)
+
+
 def gemm(
     a: torch.Tensor,
-    b: torch.Tensor,
+    weight: Weight,
     a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
     alpha: np.ndarray | None,
     bias: np.ndarray | None,
     device: str,
 ) -> Bounded:
-    """``alpha · a @ b.T + bias`` of ``a`` (rows, K) and ``b`` (N, K), scales (⌈K/128⌉, rows) and (⌈N/128⌉, ⌈K/128⌉)."""
-    left, right = numbers(a), numbers(b)
-    rows, columns = (scale.detach().cpu().double().numpy() for scale in (a_scale, b_scale))
+    """``alpha · a @ weight.T + bias`` of ``a`` (rows, K) with scales (⌈K/128⌉, rows)."""
+    left, (right, columns) = numbers(a), weight
+    rows = a_scale.detach().cpu().double().numpy()
     n = len(right)
     total, bound, size = (np.zeros((len(left), n)) for _ in range(3))
     with np.errstate(all="ignore"):
@@ -50,7 +63,7 @@ def gemm(
                 largest = np.abs(x).max(1, initial=0)[:, None] * np.abs(y).max(1, initial=0)
                 before, partial = partial, partial + x @ y.T
                 lost += (STEP + 1) * np.maximum(largest, np.maximum(np.abs(before), np.abs(partial)))
-            factor = rows[block][:, None] * columns[:, block].repeat(BLOCK)[:n]
+            factor = rows[block][:, None] * columns[:, block]
             total += factor * partial
             size += np.abs(factor * partial)
             bound += np.abs(factor) * lost * LOST[device]

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from expected._epilogue import of_rows
-from expected._fp8_gemm import Bounded, assert_close, gemm
+from expected._fp8_gemm import Bounded, assert_close, fp8_weight, gemm
 
 _ARGUMENTS = (
     "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? offsets=None, Tensor? counts=None, "
@@ -28,17 +28,25 @@ def ranges(given):
 
 
 def results(given):
-    n, k = given["b"].shape[1:]
+    def weight_of(expert):
+        return fp8_weight(given["b"][expert], given["b_scale"][expert])
+
+    return (grouped(given, weight_of),)
+
+
+def grouped(given, weight_of):
+    """The sums of all rows and their bounds; ``weight_of`` makes the weight of an expert."""
+    n, k = given["b"].shape[1], given["a"].shape[-1]
     a, a_scale = given["a"].reshape(-1, k), given["a_scale"].reshape(-(-k // 128), -1)
     total, bound = np.zeros((len(a), n)), np.zeros((len(a), n))
     device = given["a"].device.type
     for expert, (begin, end) in enumerate(ranges(given)):
         rows = slice(begin, end)
         epilogue = (of_rows(given[name], expert) for name in ("alpha", "bias"))
-        one = gemm(a[rows], given["b"][expert], a_scale[:, rows], given["b_scale"][expert], *epilogue, device)
+        one = gemm(a[rows], weight_of(expert), a_scale[:, rows], *epilogue, device)
         total[rows], bound[rows] = one
     shape = (*given["a"].shape[:-1], n)
-    return (Bounded(total.reshape(shape), bound.reshape(shape)),)
+    return Bounded(total.reshape(shape), bound.reshape(shape))
 
 
 def assert_results(actual, expected, given):

@@ -3,7 +3,7 @@
 import torch
 
 from expected._epilogue import of_rows
-from expected._fp8_gemm import assert_close, gemm
+from expected._fp8_gemm import assert_close, fp8_weight, gemm
 
 _ARGUMENTS = (
     "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? alpha=None, Tensor? bias=None, "
@@ -17,7 +17,8 @@ def results(given):
     """The sums and their bounds, as tensors of the result's shape."""
     device = given["a"].device.type
     epilogue = of_rows(given["alpha"]), of_rows(given["bias"])
-    return (gemm(given["a"], given["b"].t(), given["a_scale"], given["b_scale"], *epilogue, device),)
+    weight = fp8_weight(given["b"].t(), given["b_scale"])
+    return (gemm(given["a"], weight, given["a_scale"], *epilogue, device),)
 
 
 def assert_results(actual, expected, given):

@@ -1,6 +1,7 @@
 """Tiles of the FP8 GEMMs: which there are, which is chosen, and how many CTAs run."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from support.gemm_problems import BF16, FP16, FP32, HOPPER, ROW_LAYOUTS, fp8_pro
 
 from torch_cute_ops.gemm.backends import fp8_mma_sync, fp8_wgmma
 from torch_cute_ops.gemm.cost import usual_targets
-from torch_cute_ops.gemm.fp8_tiles import Tile
+from torch_cute_ops.gemm.fp8_tiles import Tile, expected_tiles
 from torch_cute_ops.gemm.select import choose
 from torch_cute_ops.kernels import fp8_mma
 from torch_cute_ops.kernels import fp8_wgmma as wgmma_kernel
@@ -71,6 +72,25 @@ def test_clusters_that_run_at_once():
     assert Tile(16, 128, 2).clusters(132) == 66
     assert Tile(16, 128, 4).clusters(132) == 32
     assert Tile(16, 128, ctas_per_sm=2).clusters(114) == 228
+
+
+@pytest.mark.parametrize("tokens", [16, 32, 64, 128])
+@pytest.mark.parametrize("mean", [0.25, 1.0, 3.0, 16.0, 40.0, 128.0, 1000.0])
+def test_expected_tiles(mean, tokens):
+    """Within 1.5 % of the sum over the distribution's probabilities."""
+    rows = range(1, int(mean + 40 * math.sqrt(mean) + 40))
+    probabilities = [math.exp(count * math.log(mean) - mean - math.lgamma(count + 1)) for count in rows]
+    want = sum(p * math.ceil(count / tokens) for p, count in zip(probabilities, rows, strict=True))
+    assert expected_tiles(mean, tokens) == pytest.approx(want, rel=0.015)
+
+
+def test_random_routing_takes_larger_tiles():
+    """Half of the experts have more rows than the mean. Where the rows of each may be padded, nothing is known."""
+    packed = fp8_problem(4096, 7168, ExpertLayout(True, False), 32)
+    assert choose(packed, 32 * 16, HOPPER).tactic == (32, 128, 1)
+    assert choose(packed, 32 * 4, HOPPER).tactic == (16, 128, 1)
+    for problem in (contiguous(32, 4096, 7168), masked(32, 4096, 7168)):
+        assert choose(problem, 32 * 16 if not problem.grouping.rows.is_masked else 16, HOPPER).tactic == (16, 128, 1)
 
 
 FASTEST = [

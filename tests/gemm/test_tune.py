@@ -23,7 +23,7 @@ from torch_cute_ops.gemm.backends.reference import Reference
 from torch_cute_ops.runtime import timing, tuner
 from torch_cute_ops.runtime.tuner import Candidate
 from torch_cute_ops.runtime.tuning_file import TuningFile
-from torch_cute_ops.testing.samples import grouped_mm_fp8, mm_fp8_block
+from torch_cute_ops.testing.samples import grouped_mm_fp8, grouped_mm_fp8_fp4, mm_fp8_block, mm_fp8_fp4
 
 file = pytest.fixture(autouse=True)(empty_file)
 
@@ -90,8 +90,13 @@ def call_of(op, m=5, n=24, k=None, device="cpu", **kwargs):
     where, k = torch.device(device), k or properties_of(op)["k"]
     if op.name == "mm_fp8_block":
         return mm_fp8_block.sample("", m, n, k, where, **kwargs)
+    counts = [m // 2, 0, m - m // 2, 0]
     if op.name == "grouped_mm_fp8":
-        return grouped_mm_fp8.contiguous("", [m // 2, 0, m - m // 2, 0], n, k, where, alignment=1, **kwargs)
+        return grouped_mm_fp8.contiguous("", counts, n, k, where, alignment=1, **kwargs)
+    if op.name == "mm_fp8_fp4":
+        return mm_fp8_fp4.sample("", m, n, k, NVFP4, "128x4", where, **kwargs)
+    if op.name == "grouped_mm_fp8_fp4":
+        return grouped_mm_fp8_fp4.contiguous("", NVFP4, "128x4", counts, n, k, where, alignment=1, **kwargs)
     samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}").SAMPLES
     return samples.sample("", m, n, k, NVFP4, "128x4", where, **kwargs)
 
@@ -129,12 +134,11 @@ def test_calls_in_a_block_are_tuned(op, made_up, file):
     (record,) = json.loads(file.read_text())["choices"]
     assert record["bucket"] == 8 and record["device"] == "GPU of test" and record["seconds"] == pytest.approx(3e-6)
     static, scaled = record["static"], {"format": "nvfp4", "scale_layout": "128x4"}
-    if "fp8" in op.name:
+    if "mm_fp8" in op.name:
         assert static["a"] == {"format": "block128", "scale_layout": "column"}
-        assert static["b"] == {"format": "block128", "scale_layout": None}
     else:
         assert static["a"] == ({"format": "bfloat16", "scale_layout": None} if "weight" in op.name else scaled)
-        assert static["b"] == scaled
+    assert static["b"] == (scaled if "fp4" in op.name else {"format": "block128", "scale_layout": None})
     assert (static["n"], static["k"]) == (24, 256)
     assert static["epilogue"] == {"out_dtype": "bfloat16", "alpha": None, "bias_dtype": None}
     assert static["grouping"]["experts"] == properties_of(op).get("experts", 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, NVFP4, SCALE_LAYOUTS
@@ -37,6 +39,11 @@ def fp8_problem(n=4096, k=7168, rows=ALL_ROWS, experts=1, out_dtype=BF16, alpha=
     return GemmProblem(Operand(FP8_BLOCK128, COLUMN), Operand(FP8_BLOCK128), n, k, epilogue, grouping)
 
 
+def fp8_fp4_problem(fmt=NVFP4, layout="128x4", **kwargs):
+    """A GEMM of FP8 activations and an FP4 weight, or one for each expert."""
+    return replace(fp8_problem(**kwargs), b=Operand(fmt, SCALE_LAYOUTS[layout]))
+
+
 def backend_for(name, problem):
     """The backend of that name that handles the problem."""
     (found,) = (backend for backend in BACKENDS if backend.name == name and backend.handles(problem))
@@ -56,7 +63,10 @@ def problems():
     for rows in ROW_LAYOUTS:
         alphas = (None, "one", "column") if rows.is_plain else (None, "one", "expert", "expert_column")
         for alpha, bias in zip(alphas, (None, FP32, BF16, None), strict=False):
-            yield fp8_problem(40, 192, rows, 1 if rows.is_plain else 3, alpha=alpha, bias_dtype=bias)
+            given = {"rows": rows, "experts": 1 if rows.is_plain else 3, "alpha": alpha, "bias_dtype": bias}
+            yield fp8_problem(40, 192, **given)
+            for fmt, layout in ((NVFP4, "128x4"), (MXFP4, "linear")) if alpha != "one" else ():
+                yield fp8_fp4_problem(fmt, layout, n=40, k=192, **given)
 
 
 def problem_id(problem):

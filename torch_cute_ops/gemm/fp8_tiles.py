@@ -1,5 +1,7 @@
 """Tiles of FP8 GEMMs, whose rows may belong to experts: how many a call has, and how long they take."""
 
+import math
+from functools import cache
 from typing import Final, NamedTuple
 
 from torch_cute_ops.gemm.backend import Target
@@ -32,9 +34,15 @@ class Tile(NamedTuple):
         """Clusters that run at once; with four CTAs an H200 has room for one less than its SMs would allow."""
         return max(1, sms * self.ctas_per_sm // self.splits - (self.splits == 4))
 
-    def tiles_of(self, problem: GemmProblem, m: int) -> int:
-        """Tiles of a call, if all experts have equally many rows."""
-        return problem.experts * -(-rows_of_expert(problem, m) // self.tokens) * -(-problem.n // self.columns)
+    def tiles_of(self, problem: GemmProblem, m: int) -> float:
+        """Tiles of a call. Where nothing is known of the rows of each expert but their sum, the expectation under
+        random routing; elsewhere as many as equally many rows for each expert take."""
+        layout = problem.grouping.rows
+        if layout.has_offsets and not layout.has_counts:
+            of_expert = expected_tiles(m / problem.experts, self.tokens)
+        else:
+            of_expert = -(-rows_of_expert(problem, m) // self.tokens)
+        return problem.experts * of_expert * -(-problem.n // self.columns)
 
     def seconds(
         self,
@@ -60,7 +68,7 @@ class Tile(NamedTuple):
         beside = min(-(-rows_of_expert(problem, m) // self.tokens), BAND)
         readers = min(1.0, tiles * self.splits / target.sms)
         from_memory = readers * self.columns * row_bytes / beside / target.arch.memory_bytes_per_clock
-        waves = -(-tiles // self.clusters(target.sms))
+        waves = math.ceil(tiles / self.clusters(target.sms))
         block = max(from_memory, block_clocks + wait * from_memory)
         clocks = waves * problem.k / BLOCK / self.splits * block + waves * SHARE_CLOCKS * (self.splits - 1)
         return clocks / CLOCK_HZ
@@ -69,3 +77,13 @@ class Tile(NamedTuple):
 def rows_of_expert(problem: GemmProblem, m: int) -> int:
     """Rows that an expert is assumed to have: all that it has room for, or an equal share."""
     return m if problem.grouping.rows.is_masked else -(-m // problem.experts)
+
+
+@cache
+def expected_tiles(mean: float, tokens: int) -> float:
+    """Tiles of ``tokens`` rows that an expert with a Poisson-distributed number of rows takes on average: the sum over
+    i of ``P(rows > i · tokens)``, behind the first by the normal distribution with continuity correction."""
+    tiles = 1 - math.exp(-mean)
+    for first in range(tokens, math.ceil(mean + 6 * math.sqrt(mean)) + 1, tokens):
+        tiles += math.erfc((first + 0.5 - mean) / math.sqrt(2 * mean)) / 2
+    return tiles

@@ -7,14 +7,16 @@ from functools import cached_property, partial
 
 import torch
 
-from torch_cute_ops.formats import SCALE_LAYOUTS, FP4Format, FP8Format, ScaleLayout
-from torch_cute_ops.formats.scale_layout import to_linear
+from torch_cute_ops.formats import FP8_BLOCK128, SCALE_LAYOUTS, FP4Format, FP8Format, ScaleLayout
+from torch_cute_ops.formats.scale_layout import from_linear, to_linear
 from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.problem import GemmProblem, Operand, Operands
 from torch_cute_ops.gemm.select import candidates, key_of, reasons
 from torch_cute_ops.reference.fp4_dequantize import decode_rows
+from torch_cute_ops.reference.mm_fp8_block import factors_of_columns
+from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight
 from torch_cute_ops.runtime import timing, tuner, tuning
 from torch_cute_ops.runtime.tuner import Candidate, Problem
 
@@ -25,6 +27,9 @@ CHUNK = 2**24
 """Elements of an operand that are decoded at a time to check results: 0.4 GB."""
 SCALE_BYTES = {"e4m3": (0x18, 0x31), "ue8m0": (123, 127)}
 """Range of the random FP4 scales, 1/16 to 1/2: sums stay far from the largest float16."""
+
+EXACT_SCALES = {"e4m3": (0x38, 8), "ue8m0": (127, 1)}
+"""The scale byte that stands for 1, and by how much that for 2 is more."""
 
 Tensor = torch.Tensor
 
@@ -130,7 +135,8 @@ class Bench:
         lead = (problem.experts, self.m) if layout.is_masked else (self.m,)
         a, a_scale = _operand(problem.a, lead, problem.k, generator, exact)
         weights = (experts, problem.n) if over == "rows" else (problem.n,)
-        b, b_scale = _weight(problem.b, weights, problem.k, generator, exact)
+        # Beside FP8, sums of an FP4 weight are exact only if its scales are powers of two, the same in each row.
+        b, b_scale = _weight(problem.b, weights, problem.k, generator, exact and problem.a.is_fp8)
         offsets = counts = None
         if over == "rows":
             ends = torch.arange(experts + 1, dtype=torch.int64, device=device) * self.m // experts
@@ -174,18 +180,18 @@ class Bench:
         if isinstance(problem.a.format, torch.dtype) and isinstance(problem.b.format, FP4Format):
             a = a.to(problem.b.format.operand_dtype(problem.a.format))
         want, allowed = (torch.empty((rows, n), dtype=torch.float32, device=out.device) for _ in range(2))
+        factors = _linear_scales(problem, b_scale)
         roundings = k if over != "k" else problem.expert_k + 1 + problem.topk
         if problem.a.is_fp8:
             roundings = 0
+        weight = b if over == "rows" else b.t()[None]
         for expert, of_expert in enumerate(self._rows_of_experts(rows)):
-            weight = b[expert] if over == "rows" else b.t()
-            weight_scale = b_scale[expert] if over == "rows" else b_scale
             for part in _chunks(of_expert, k):
                 left = _decoded(problem.a, a.reshape(rows, -1), a_scale, part, rows, k)
                 if over == "k" and alpha is not None:
                     left = left * alpha[part].double().repeat_interleave(problem.expert_k, 1)
                 for columns in _chunks(slice(0, n), k):
-                    right = _decoded_weight(problem.b, weight, weight_scale, columns, k).t()
+                    right = _decoded_weight(problem, weight, factors, expert, columns).t()
                     total = left @ right
                     lost = (left.abs() @ right.abs()) * (roundings * EPS)
                     if over != "k" and alpha is not None:
@@ -250,7 +256,7 @@ def _weight(
     """A random weight (..., N, K) and its scales."""
     if isinstance(operand.format, FP4Format):
         assert operand.scale_layout is not None
-        return _fp4(lead, k, operand.format, operand.scale_layout, generator)
+        return _fp4(lead, k, operand.format, operand.scale_layout, generator, exact)
     assert isinstance(operand.format, FP8Format)
     *experts, n = lead
     codes = _fp8((*lead, k), generator, exact)
@@ -273,16 +279,21 @@ def _fp8_scales(shape: tuple[int, ...], generator: torch.Generator, exact: bool)
 
 
 def _fp4(
-    lead: tuple[int, ...], k: int, fmt: FP4Format, layout: ScaleLayout, generator: torch.Generator
+    lead: tuple[int, ...], k: int, fmt: FP4Format, layout: ScaleLayout, generator: torch.Generator, exact: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Random codes and scales, those of padding included."""
+    """Random codes and scales, those of padding included; with ``exact``, each row's scales are one power of two."""
     codes, scale = fp4_shapes((*lead, k), fmt, layout)
     device = generator.device
-    low, high = SCALE_BYTES[fmt.scale_format]
-    return (
-        torch.randint(0, 256, codes, dtype=torch.uint8, device=device, generator=generator),
-        torch.randint(low, high, scale, dtype=torch.uint8, device=device, generator=generator).view(fmt.scale_dtype),
-    )
+    packed = torch.randint(0, 256, codes, dtype=torch.uint8, device=device, generator=generator)
+    if exact:
+        one, step = EXACT_SCALES[fmt.scale_format]
+        of_rows = torch.randint(-1, 2, (math.prod(lead), 1), device=device, generator=generator) * step + one
+        every = of_rows.to(torch.uint8).expand(-1, k // fmt.block_size).contiguous()
+        bytes_ = from_linear(every, layout).view(scale)
+    else:
+        low, high = SCALE_BYTES[fmt.scale_format]
+        bytes_ = torch.randint(low, high, scale, dtype=torch.uint8, device=device, generator=generator)
+    return packed, bytes_.view(fmt.scale_dtype)
 
 
 def _decoded(operand: Operand, a: Tensor, scale: Tensor | None, part: slice, rows: int, k: int) -> Tensor:
@@ -298,12 +309,24 @@ def _decoded(operand: Operand, a: Tensor, scale: Tensor | None, part: slice, row
     return a[part].double()
 
 
-def _decoded_weight(operand: Operand, weight: Tensor, scale: Tensor, columns: slice, k: int) -> Tensor:
-    """These rows of a weight (N, K) decoded, in fp64."""
-    if isinstance(operand.format, FP4Format):
-        return _decoded(operand, weight, scale, columns, weight.shape[0], k)
-    every = scale.double().repeat_interleave(128, 0)[columns]
-    return weight[columns].double() * every.repeat_interleave(128, 1)[:, :k]
+def _linear_scales(problem: GemmProblem, scale: Tensor) -> Tensor:
+    """The scales of the weight's rows, of all experts: (E, N, blocks)."""
+    experts = problem.experts if problem.grouping.over == "rows" else 1
+    if isinstance(problem.b.format, FP4Format):
+        assert problem.b.scale_layout is not None
+        rows, blocks = experts * problem.n, problem.k // problem.b.format.block_size
+        return to_linear(scale, problem.b.scale_layout, rows, blocks).view(experts, problem.n, blocks)
+    return factors_of_columns(scale, problem.n).view(experts, problem.n, -1)
+
+
+def _decoded_weight(problem: GemmProblem, weight: Tensor, scales: Tensor, expert: int, columns: slice) -> Tensor:
+    """These rows of an expert's weight, (E, N, K), decoded as they are multiplied, in fp64."""
+    codes, factors = weight[expert, columns], scales[expert, columns]
+    if isinstance(problem.b.format, FP4Format):
+        if not problem.a.is_fp8:
+            return decode_rows(codes, factors, problem.b.format, SCALE_LAYOUTS["linear"]).double()
+        codes, factors = fp8_weight(codes, factors, problem.b.format, SCALE_LAYOUTS["linear"])
+    return codes.double() * factors.double().repeat_interleave(FP8_BLOCK128.block_size, 1)[:, : problem.k]
 
 
 def _chunks(within: slice, k: int) -> Iterator[slice]:

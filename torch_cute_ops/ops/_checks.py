@@ -19,6 +19,8 @@ from torch_cute_ops.formats.experts import MAX_EXPERTS, MAX_TOPK
 from torch_cute_ops.runtime.dispatch import PLAIN
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PACKED_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2)
+"""Of FP4 codes, two a byte."""
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -272,7 +274,7 @@ def check_matrix(op: str, name: str, tensor: torch.Tensor, expected: str) -> Non
 
 def check_packed(op: str, name: str, tensor: torch.Tensor, fmt: FP4Format) -> None:
     """``tensor`` is (..., K/2) packed codes with K a multiple of the block."""
-    check_dtype(op, name, tensor, (torch.uint8, torch.float4_e2m1fn_x2))
+    check_dtype(op, name, tensor, PACKED_DTYPES)
     if tensor.dim() == 0:
         raise ValueError(f"cute::{op}: {name} has no dimension; expected (..., K/2)")
     width = tensor.shape[-1] * 2

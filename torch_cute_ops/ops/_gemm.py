@@ -110,7 +110,10 @@ class Gemm(CallPath[GemmCall]):
 
     def check(self, call: GemmCall) -> None:
         op, device = self.op, call.a.device
-        n, k = self._check_fp8(call) if self.b == "fp8" else self._check_fp4(call)
+        if self.a == "fp8":
+            n, k = self._check_fp8(call)
+        else:
+            n, k = self._check_fp4(call)
         for name, tensor in (("a_scale", call.a_scale), (self.b_name, call.b), (f"{self.b_name}_scale", call.b_scale)):
             if tensor is not None:
                 _checks.check_device(op, name, tensor, "a", device)
@@ -125,10 +128,7 @@ class Gemm(CallPath[GemmCall]):
     def _check_fp4(self, call: GemmCall) -> tuple[int, int]:
         """Check ``a``, the weight and their scales; N and K."""
         op, a, b = self.op, call.a, call.b
-        fmt, layout = _checks.check_fp4_format(op, call.block_size, call.scale_format, call.scale_layout)
-        b_layout = weight_layout(layout)
-        if self.a != "fp4" and layout != b_layout:
-            raise ValueError(f"cute::{op}: scale_layout={layout.name!r} is for activations; use '128x4' or 'linear'")
+        fmt, layout, b_layout = self._fp4_format(call)
         _checks.check_matrix(op, self.b_name, b, "(N, E·I/2)" if self.takes_rows else "(K/2, N)")
         self._refuse_untransposed(call)
         weight = b if self.takes_rows else b.t()
@@ -144,15 +144,25 @@ class Gemm(CallPath[GemmCall]):
         else:
             _checks.check_packed(op, "a", a, fmt)
             _checks.check_shape(op, "a", a, (m, k // 2), f"the {k // 2} bytes that {line} has{self._hint(call)}")
-            self._check_fp4_scale("a_scale", call.a_scale, m, k, fmt, layout)
-        self._check_fp4_scale(f"{self.b_name}_scale", call.b_scale, n, k, fmt, b_layout)
+            self._check_fp4_scale("a_scale", call.a_scale, (m, k), fmt, layout)
+        self._check_fp4_scale(f"{self.b_name}_scale", call.b_scale, (n, k), fmt, b_layout)
         return n, k
 
+    def _fp4_format(self, call: GemmCall) -> tuple[FP4Format, ScaleLayout, ScaleLayout]:
+        """The format, and the layouts of the activations' scales and of the weight's."""
+        fmt, layout = _checks.check_fp4_format(self.op, call.block_size, call.scale_format, call.scale_layout)
+        b_layout = weight_layout(layout)
+        if self.a != "fp4" and layout != b_layout:
+            raise ValueError(
+                f"cute::{self.op}: scale_layout={layout.name!r} is for activations; use '128x4' or 'linear'"
+            )
+        return fmt, layout, b_layout
+
     def _check_fp4_scale(
-        self, name: str, scale: Tensor, rows: int, k: int, fmt: FP4Format, layout: ScaleLayout
+        self, name: str, scale: Tensor, matrix: tuple[int, ...], fmt: FP4Format, layout: ScaleLayout
     ) -> None:
         _checks.check_dtype(self.op, name, scale, fmt.scale_dtypes)
-        shape = fp4_shapes((rows, k), fmt, layout)[1]
+        shape = fp4_shapes(matrix, fmt, layout)[1]
         _checks.check_shape(self.op, name, scale, shape, f"the {layout.name} scales of {name[0]}")
 
     def _check_fp8(self, call: GemmCall) -> tuple[int, int]:
@@ -165,20 +175,28 @@ class Gemm(CallPath[GemmCall]):
                 f"cute::{op}: offsets and counts are None; expected offsets (E + 1,) of the contiguous layout, or "
                 "counts (E,) of the masked one"
             )
-        for name, tensor in (("a", a), ("b", b)):
-            _checks.check_dtype(op, name, tensor, (torch.float8_e4m3fn,))
-        for name, tensor in (("a_scale", a_scale), ("b_scale", b_scale)):
-            _checks.check_dtype(op, name, tensor, (torch.float32,))
+        _checks.check_dtype(op, "a", a, (torch.float8_e4m3fn,))
+        _checks.check_dtype(op, "a_scale", a_scale, (torch.float32,))
+        fmt = layout = None
+        if self.b == "fp8":
+            _checks.check_dtype(op, "b", b, (torch.float8_e4m3fn,))
+            _checks.check_dtype(op, "b_scale", b_scale, (torch.float32,))
+        else:
+            fmt, _, layout = self._fp4_format(call)
+            _checks.check_dtype(op, "b", b, _checks.PACKED_DTYPES)
+        columns = "K" if fmt is None else "K/2"
         if is_grouped:
             if b.dim() != 3:
-                raise ValueError(f"cute::{op}: b has shape {tuple(b.shape)}; expected (E, N, K)")
+                raise ValueError(f"cute::{op}: b has shape {tuple(b.shape)}; expected (E, N, {columns})")
             experts, n, k = b.shape
             if not 1 <= experts <= MAX_EXPERTS:
                 raise ValueError(f"cute::{op}: b is of {experts} experts; expected 1 to {MAX_EXPERTS}")
         else:
-            _checks.check_matrix(op, "b", b, "(K, N)")
+            _checks.check_matrix(op, "b", b, f"({columns}, N)")
             self._refuse_untransposed(call)
             experts, (k, n) = 1, b.shape
+        if fmt is not None:
+            k *= 2
         if k == 0 or k % FP8_K_MULTIPLE:
             raise ValueError(f"cute::{op}: b has K = {k}; expected a positive multiple of {FP8_K_MULTIPLE}")
         if n % FP8_N_MULTIPLE:
@@ -195,10 +213,12 @@ class Gemm(CallPath[GemmCall]):
             _checks.check_shape(op, "a", a, (a.shape[0], k), f"the K of b{self._hint(call)}")
         blocks = FP8_BLOCK128.scales_per_row(k)
         _checks.check_shape(op, "a_scale", a_scale, (blocks, *a.shape[:-1]), "a scale for 128 elements of a row of a")
-        scales = (-(-n // FP8_BLOCK128.block_size), blocks)
-        wanted = (experts, *scales) if is_grouped else scales
-        meaning = "a scale for 128 rows of the weight and 128 elements of k"
-        _checks.check_shape(op, "b_scale", b_scale, wanted, meaning)
+        lead = (experts,) if is_grouped else ()
+        if fmt is not None and layout is not None:
+            self._check_fp4_scale("b_scale", b_scale, (*lead, n, k), fmt, layout)
+        else:
+            meaning = "a scale for 128 rows of the weight and 128 elements of k"
+            _checks.check_shape(op, "b_scale", b_scale, (*lead, -(-n // FP8_BLOCK128.block_size), blocks), meaning)
         for name, given, shape, meaning in (
             ("offsets", offsets, (experts + 1,), "where experts begin, and where the last ends"),
             ("counts", counts, (experts,), "one for each expert of b"),
@@ -220,7 +240,8 @@ class Gemm(CallPath[GemmCall]):
 
     def _hint(self, call: GemmCall) -> str:
         """What to do, if ``a`` would fit the transposed ``b``."""
-        fits = not self.takes_rows and call.b.shape[1] * (2 if self.a == "16-bit" else 1) == call.a.shape[-1]
+        packed = self.b == "fp4" and self.a != "fp4"
+        fits = not self.takes_rows and call.b.shape[1] * (2 if packed else 1) == call.a.shape[-1]
         return "; pass b as weight.t()" if fits else ""
 
     def _check_epilogue(self, call: GemmCall, n: int) -> None:
@@ -264,14 +285,14 @@ class Gemm(CallPath[GemmCall]):
         weight = call.b if self.takes_rows else call.b.t()
         n, k = weight.shape[-2], weight.shape[-1]
         alpha = bias_dtype = None
-        if self.b == "fp8":
-            a = p.Operand(FP8_BLOCK128, COLUMN)
-            b = p.Operand(FP8_BLOCK128)
-        else:
-            fmt, layout = _checks.check_fp4_format(self.op, call.block_size, call.scale_format, call.scale_layout)
-            a = p.Operand(fmt, layout) if self.a == "fp4" else p.Operand(call.a.dtype)
-            b = p.Operand(fmt, weight_layout(layout))
+        a = p.Operand(FP8_BLOCK128, COLUMN) if self.a == "fp8" else p.Operand(call.a.dtype)
+        b = p.Operand(FP8_BLOCK128)
+        if self.b == "fp4":
+            fmt, layout, b_layout = self._fp4_format(call)
+            b = p.Operand(fmt, b_layout)
             k *= 2
+            if self.a == "fp4":
+                a = p.Operand(fmt, layout)
         grouping = p.Grouping()
         if self.over == "k" and call.alpha is not None:
             grouping = p.Grouping("k", call.alpha.shape[1])
@@ -375,7 +396,7 @@ class Gemm(CallPath[GemmCall]):
             n, k: columns of the result, and elements of a sum: of all experts together where these divide it.
             m: rows; calls in the same bucket are made ready too. Masked: rows that an expert has room for.
             experts: how many there are, of an op that has experts.
-            masked: whether calls are in the masked layout, of ``grouped_mm_fp8``.
+            masked: whether calls are in the masked layout, of ``grouped_mm_fp8`` and ``grouped_mm_fp8_fp4``.
             counts: whether its calls in the contiguous layout pass counts.
             dtype: of ``a``, where that has 16 bits; ``None`` means bfloat16.
             alpha: what calls pass: ``"one"`` element, one for each ``"column"``, ``"expert"`` or ``"expert_column"``;
@@ -398,23 +419,24 @@ class Gemm(CallPath[GemmCall]):
         lead = (count, m) if masked else (m,)
         weights = (count, n) if self.over == "rows" else (n,)
         given: dict[str, Any] = {"out_dtype": out_dtype, "backend": backend}
-        if self.b == "fp8":
-            blocks, bands = FP8_BLOCK128.scales_per_row(k), -(-n // FP8_BLOCK128.block_size)
+        blocks = FP8_BLOCK128.scales_per_row(k)
+        if self.a == "fp8":
             given["a"] = zeros(*lead, k, dtype=torch.uint8).view(torch.float8_e4m3fn)
-            given["b"] = zeros(*weights, k, dtype=torch.uint8).view(torch.float8_e4m3fn)
             given["a_scale"] = zeros(blocks, *lead)
-            given["b_scale"] = zeros(*weights[:-1], bands, blocks)
+        elif self.a == "16-bit":
+            given["a"] = zeros(m, k, dtype=dtype or torch.bfloat16)
+        if self.b == "fp8":
+            given["b"] = zeros(*weights, k, dtype=torch.uint8).view(torch.float8_e4m3fn)
+            given["b_scale"] = zeros(*weights[:-1], -(-n // FP8_BLOCK128.block_size), blocks)
         else:
             fmt, layout = _checks.check_fp4_format(self.op, block_size, scale_format, scale_layout)
-            codes, scale = fp4_shapes((n, k), fmt, weight_layout(layout))
+            codes, scale = fp4_shapes((*weights, k), fmt, weight_layout(layout))
             given["b"] = zeros(*codes, dtype=torch.uint8)
             given["b_scale"] = zeros(*scale, dtype=torch.uint8).view(fmt.scale_dtype)
             if self.a == "fp4":
                 codes, scale = fp4_shapes((m, k), fmt, layout)
                 given["a"] = zeros(*codes, dtype=torch.uint8)
                 given["a_scale"] = zeros(*scale, dtype=torch.uint8).view(fmt.scale_dtype)
-            else:
-                given["a"] = zeros(m, k, dtype=dtype or torch.bfloat16)
             given |= {"block_size": block_size, "scale_format": scale_format, "scale_layout": scale_layout}
         if not self.takes_rows:
             given["b"] = given["b"].t()
@@ -473,11 +495,12 @@ class GemmLauncher(Launcher[GemmCall]):
         self.is_grouped, self.is_masked = path.over == "rows", problem.grouping.rows.is_masked
         self.fmt = problem.b.format if isinstance(problem.b.format, FP4Format) else None
         self.by_factors = path.over == "k"
-        layout = problem.a.scale_layout
+        self.has_fp8_rows = problem.a.is_fp8
         self.tile_rows = self.scale_columns = 0
-        if self.fmt is not None and layout is not None:
+        if isinstance(problem.a.format, FP4Format) and problem.a.scale_layout is not None:
+            layout = problem.a.scale_layout
             self.tile_rows = layout.tile_rows or 1
-            self.scale_columns = layout.padded_blocks(problem.k // self.fmt.block_size)
+            self.scale_columns = layout.padded_blocks(problem.k // problem.a.format.block_size)
 
     def run(self, values: Values, out: Any) -> Any:
         if not self.is_direct:
@@ -513,18 +536,18 @@ class GemmLauncher(Launcher[GemmCall]):
 
     def launch(self, call: GemmCall, out: Tensor) -> None:
         a, b, a_scale, b_scale, alpha, bias, offsets, counts = call[:8]
-        if self.fmt is not None:
-            a = aligned(a if a_scale is None else _seen_as(a, torch.uint8))
-            b = aligned(_seen_as(b if self.takes_rows else b.t(), torch.uint8)).t()
-            b_scale = aligned(_seen_as(b_scale, self.fmt.scale_dtype))
-            a_scale = None if a_scale is None else aligned(_seen_as(a_scale, self.fmt.scale_dtype))
-        else:
+        if self.has_fp8_rows:
             assert a_scale is not None
-            a, a_scale, b_scale = aligned(a), _side_by_side(a_scale), b_scale.contiguous()
-            if self.is_grouped:
-                b = aligned(b)
-            elif not b.t().is_contiguous() or b.data_ptr() % 16:
-                b = aligned(b.t()).t()
+            a, a_scale = aligned(a), _side_by_side(a_scale)
+        elif self.fmt is not None and a_scale is not None:
+            a, a_scale = aligned(_seen_as(a, torch.uint8)), aligned(_seen_as(a_scale, self.fmt.scale_dtype))
+        else:
+            a = aligned(a)
+        if self.fmt is not None:
+            b, b_scale = _seen_as(b, torch.uint8), aligned(_seen_as(b_scale, self.fmt.scale_dtype))
+        else:
+            b_scale = b_scale.contiguous()
+        b = aligned(b) if self.is_grouped else aligned(b if self.takes_rows else b.t()).t()
         if alpha is not None and not self.by_factors:
             alpha = aligned(alpha.reshape(1) if alpha.numel() == 1 else alpha)
         bias, offsets, counts = (None if tensor is None else aligned(tensor) for tensor in (bias, offsets, counts))

@@ -17,18 +17,35 @@ def mm_fp8_block(
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """``alpha · a @ b + bias`` of e4m3 matrices under block scales, (M, N) in ``out_dtype``; see the op's docstring.
+    """``alpha · a @ b + bias`` of e4m3 matrices under block scales, (M, N) in ``out_dtype``; see the op's docstring."""
+    factors = factors_of_columns(b_scale, b.shape[1])
+    return block_scaled_gemm(a, b.t(), a_scale, factors, alpha, bias, out_dtype or torch.bfloat16)
+
+
+def factors_of_columns(b_scale: torch.Tensor, n: int) -> torch.Tensor:
+    """Scales (..., ⌈N/128⌉, blocks) of blocks of 128 rows as those of each row, (..., N, blocks)."""
+    return b_scale.repeat_interleave(BLOCK, -2)[..., :n, :]
+
+
+def block_scaled_gemm(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    a_scale: torch.Tensor,
+    factors: torch.Tensor,
+    alpha: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """``alpha · a @ weight.T + bias`` of e4m3 matrices (M, K) and (N, K) under scales (⌈K/128⌉, M) and (N, ⌈K/128⌉).
 
     Block after block of 128 elements of k, the last of which may be shorter: the block's sum, which float64 holds
     exactly, is rounded to fp32, multiplied by the product of both scales, itself rounded to fp32, and added to those
     before it with one rounding. Then ``finished``.
     """
-    n = b.shape[1]
-    total = torch.zeros(len(a), n, dtype=torch.float32, device=a.device)
+    total = torch.zeros(len(a), len(weight), dtype=torch.float32, device=a.device)
     for block in range(a_scale.shape[0]):
         within = slice(block * BLOCK, (block + 1) * BLOCK)
-        partial = (a[:, within].double() @ b[within].double()).float()
-        of_columns = b_scale[:, block].repeat_interleave(BLOCK)[:n]
-        factor = a_scale[block][:, None] * of_columns
+        partial = (a[:, within].double() @ weight[:, within].t().double()).float()
+        factor = a_scale[block][:, None] * factors[:, block]
         total = (factor.double() * partial.double() + total.double()).float()
-    return finished(total, alpha, bias, out_dtype or torch.bfloat16)
+    return finished(total, alpha, bias, out_dtype)

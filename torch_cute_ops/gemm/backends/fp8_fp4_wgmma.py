@@ -62,4 +62,4 @@ class FP8FP4Wgmma(FP8Backend):
 
     def tile(self, tactic: Tactic) -> Tile:
         tokens, splits = map(int, tactic)
-        return Tile(tokens, COLUMNS, splits)
+        return Tile(tokens, COLUMNS, splits, 2 if tokens <= fp8_fp4_wgmma.PAIRED_TOKENS else 1)

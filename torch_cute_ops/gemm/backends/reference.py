@@ -5,9 +5,10 @@ import torch
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.gemm.backend import Backend, Launch, Target
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
-from torch_cute_ops.reference.grouped_mm_fp8 import grouped_mm_fp8
+from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm
-from torch_cute_ops.reference.mm_fp8_block import mm_fp8_block
+from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns
+from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
@@ -22,7 +23,7 @@ class Reference(Backend):
     by_name_only = True
 
     def handles(self, problem: GemmProblem) -> bool:
-        return (problem.b.is_fp4 and not problem.a.is_fp8) or (problem.a.is_fp8 and problem.b.is_fp8)
+        return problem.b.is_fp4 or (problem.a.is_fp8 and problem.b.is_fp8)
 
     def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
         return None
@@ -52,15 +53,24 @@ class Reference(Backend):
             counts: Tensor | None,
             out: Tensor,
         ) -> None:
-            if over == "rows":
-                result = grouped_mm_fp8(a, b, a_scale, b_scale, offsets, counts, alpha, bias, dtype)
-            elif not isinstance(fmt, FP4Format):
-                result = mm_fp8_block(a, b, a_scale, b_scale, alpha, bias, dtype)
-            elif over == "k":
-                assert alpha is not None
-                result = expert_gemm(a, a_scale, b.t(), b_scale, alpha, dtype, fmt, *layouts)
+            if problem.a.is_fp8:
+                weight = b if over == "rows" else b.t()
+                if isinstance(fmt, FP4Format):
+                    assert layouts[1] is not None
+                    weight, factors = fp8_weight(weight, b_scale, fmt, layouts[1])
+                else:
+                    factors = factors_of_columns(b_scale, weight.shape[-2])
+                if over == "rows":
+                    result = grouped_gemm(a, weight, a_scale, factors, offsets, counts, alpha, bias, dtype)
+                else:
+                    result = block_scaled_gemm(a, weight, a_scale, factors, alpha, bias, dtype)
             else:
-                result = fp4_gemm(a, a_scale, b.t(), b_scale, alpha, bias, dtype, fmt, *layouts)
+                assert isinstance(fmt, FP4Format)
+                if over == "k":
+                    assert alpha is not None
+                    result = expert_gemm(a, a_scale, b.t(), b_scale, alpha, dtype, fmt, *layouts)
+                else:
+                    result = fp4_gemm(a, a_scale, b.t(), b_scale, alpha, bias, dtype, fmt, *layouts)
             out.copy_(result)
 
         return multiply

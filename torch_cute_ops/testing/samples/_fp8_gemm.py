@@ -51,12 +51,16 @@ def weight(
     return numbers(*lead, n, k, device=device), factors(*lead, -(-n // BLOCK), -(-k // BLOCK), device=device)
 
 
-def backend_errors(bad: Callable[..., ErrorInput], device: torch.device) -> Iterator[ErrorInput]:
-    """Backends that there are not; ``bad`` as of ``tensor_errors``, with further arguments fourth."""
+def backend_errors(
+    bad: Callable[..., ErrorInput], device: torch.device, gpu_backend: str = "mma_sync"
+) -> Iterator[ErrorInput]:
+    """Backends that there are not, on a CPU ``gpu_backend``; ``bad`` as of ``tensor_errors``, with further arguments
+    fourth."""
     text = "backend='deepgemm' is unknown; use 'auto', "
     yield bad("backend-unknown", ValueError, text, {"backend": "deepgemm"})
     if device.type == "cpu":
-        yield bad("backend-on-cpu", ValueError, "backend 'mma_sync': needs a CUDA device", {"backend": "mma_sync"})
+        text = f"backend '{gpu_backend}': needs a CUDA device"
+        yield bad("backend-on-cpu", ValueError, text, {"backend": gpu_backend})
 
 
 def tensor_errors(
@@ -82,5 +86,7 @@ def tensor_errors(
             yield bad(f"{name}-short", ValueError, f"{name}(_scale)? has shape", **{name: tensor[:-1]})
             yield bad(f"{name}-narrow", ValueError, f"{name} has shape", **{name: tensor[..., :-1]})
     for name in ("a_scale", "b_scale"):
-        given: dict[str, Any] = {name: tensors[name].clone().requires_grad_()}  # type: ignore[union-attr]
-        yield bad(f"{name}-requires-grad", ValueError, "no gradient", **given)
+        tensor = tensors.get(name)
+        if tensor is not None:
+            given: dict[str, Any] = {name: tensor.clone().requires_grad_()}
+            yield bad(f"{name}-requires-grad", ValueError, "no gradient", **given)

@@ -1,0 +1,26 @@
+"""``grouped_mm_fp8_fp4``: within what the sums of tensor cores may lose; zero where no expert has a row."""
+
+from expected._fp8_fp4 import fp4_weight
+from expected._fp8_gemm import Weight
+from expected.grouped_mm_fp8 import assert_results, grouped, rows_alone
+
+_ARGUMENTS = (
+    "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? offsets=None, Tensor? counts=None, "
+    "Tensor? alpha=None, Tensor? bias=None, ScalarType? out_dtype=None, int block_size=16, str? scale_format=None, "
+    "str scale_layout='128x4', str backend='auto'"
+)
+SCHEMA = f"cute::grouped_mm_fp8_fp4({_ARGUMENTS}) -> Tensor"
+OUT_SCHEMA = f"cute::grouped_mm_fp8_fp4.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
+
+__all__ = ["OUT_SCHEMA", "SCHEMA", "assert_results", "results", "rows_alone"]
+
+
+def results(given):
+    n = given["b"].shape[1]
+    every = fp4_weight(given["b"].flatten(0, 1), given["b_scale"], given["scale_layout"], given["block_size"])
+
+    def weight_of(expert):
+        rows = slice(expert * n, (expert + 1) * n)
+        return Weight(every.numbers[rows], every.factors[rows])
+
+    return (grouped(given, weight_of),)

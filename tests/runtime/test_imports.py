@@ -1,0 +1,66 @@
+"""What happens when others import a module."""
+
+import sys
+
+import pytest
+from support.interpreters import python
+
+from torch_cute_ops.runtime.imports import when_imported
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module that can be imported."""
+    name = "module_of_test"
+    (tmp_path / f"{name}.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield name
+    sys.modules.pop(name, None)
+
+
+def test_at_the_first_import(module):
+    finders, values = list(sys.meta_path), []
+    when_imported(module, lambda imported: values.append(imported.value))
+    when_imported(module, lambda imported: values.append(-imported.value))
+    assert values == []
+    __import__(module)
+    __import__(module)
+    assert sorted(values) == [-1, 1]
+    assert sys.meta_path == finders
+    # Loaders are shared: pytest has one for all modules whose asserts it rewrites.
+    imported = sys.modules[module]
+    assert imported.__loader__ is imported.__spec__.loader
+    assert type(imported.__loader__).__module__ != when_imported.__module__
+
+
+def test_at_once_if_it_is_there(module):
+    there, finders, found = __import__(module), list(sys.meta_path), []
+    when_imported(module, found.append)
+    assert found == [there]
+    assert sys.meta_path == finders
+
+
+def test_a_module_that_is_not_there():
+    finders = list(sys.meta_path)
+    when_imported("no_such_module", pytest.fail)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        __import__("no_such_module")
+    assert sys.meta_path == finders
+
+
+COUNT = """
+import torch
+{imports}
+weight, scale = torch_cute_ops.fp4_quantize(torch.randn(64, 64))
+with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    torch_cute_ops.mm_fp4_weight_only(torch.randn(3, 64, dtype=torch.bfloat16), weight.t(), scale)
+print(counter.get_total_flops())
+"""
+
+
+@pytest.mark.parametrize(
+    "names", [("torch_cute_ops", "torch.utils.flop_counter"), ("torch.utils.flop_counter", "torch_cute_ops")]
+)
+def test_flops_are_counted_whoever_is_imported_first(names):
+    done = python(COUNT.format(imports="\n".join(f"import {name}" for name in names)))
+    assert done.stdout.split() == [str(2 * 3 * 64 * 64)], done.stderr
