@@ -18,6 +18,7 @@ from support.kernel_grid import (
     covering_cases,
     every_case,
     experts_cases,
+    fp8_fp4_gemm_cases,
     fp8_gemm_cases,
     kernel_of,
     mma_cases,
@@ -39,7 +40,14 @@ REGISTERS_PER_SM = 65_536
 
 
 def other_cases(every):
-    return *mma_cases(every), *wgmma_cases(every), *experts_cases(every), *moe_cases(), *fp8_gemm_cases()
+    return (
+        *mma_cases(every),
+        *wgmma_cases(every),
+        *experts_cases(every),
+        *moe_cases(),
+        *fp8_gemm_cases(),
+        *fp8_fp4_gemm_cases(),
+    )
 
 
 def pytest_generate_tests(metafunc):

@@ -481,6 +481,43 @@ class FP8GemmCase:
         return fp8_wgmma.FP8WgmmaKernel(fp8_wgmma.plan(**dict(zip(names, self.tile, strict=True)), **given))
 
 
+@dataclass(frozen=True)
+class FP8FP4GemmCase:
+    """A GEMM of FP8 activations and an FP4 weight; ``tile`` as of ``fp8_fp4_wgmma.TILES``, the rest as elsewhere."""
+
+    fmt: FP4Format
+    scale_layout: str
+    layout: str
+    tile: tuple[int, int]
+    epilogue: Epilogue
+    arch: str = "sm_90a"
+
+    @property
+    def id(self) -> str:
+        tile = "x".join(map(str, self.tile))
+        parts = ("fp8_fp4_wgmma", self.fmt.name, self.scale_layout, self.layout, tile, _epilogue_id(self.epilogue))
+        return "-".join((*parts, self.arch))
+
+    @property
+    def kernel(self) -> Any:
+        """As the op builds it."""
+        from torch_cute_ops.kernels import fp8_fp4_wgmma
+        from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
+        from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
+
+        config = fp8_fp4_wgmma.plan(
+            fmt=self.fmt,
+            layout=SCALE_LAYOUTS[self.scale_layout],
+            rows=ExpertLayout(*FP8_LAYOUTS[self.layout]),
+            epilogue=self.epilogue,
+            tokens=self.tile[0],
+            splits=self.tile[1],
+            arch=GPU_ARCHS[self.arch],
+            pdl=True,
+        )
+        return fp8_fp4_wgmma.FP8FP4WgmmaKernel(config)
+
+
 FP8_LAYOUTS = {"plain": (False, False), "offsets": (True, False), "counted": (True, True), "masked": (False, True)}
 """Whether there are offsets, and counts."""
 
@@ -507,7 +544,22 @@ def fp8_gemm_cases() -> list[FP8GemmCase]:
     return cases
 
 
-AnyCase = Case | MmaCase | WgmmaCase | ExpertsCase | MoeCase | FP8GemmCase
+def fp8_fp4_gemm_cases() -> list[FP8FP4GemmCase]:
+    """Every tile of either format; scale layouts, layouts of rows and epilogues in turn."""
+    from torch_cute_ops.kernels import fp8_fp4_wgmma
+
+    layouts, scales = itertools.cycle(FP8_LAYOUTS), itertools.cycle(("128x4", "linear", "linear", "128x4"))
+    by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])
+    by_column = itertools.cycle(PER_COLUMN)
+    cases = []
+    for fmt, tile in itertools.product((NVFP4, MXFP4), fp8_fp4_wgmma.TILES):
+        layout = next(layouts)
+        epilogue = next(by_column if layout == "plain" else by_expert)
+        cases.append(FP8FP4GemmCase(fmt, next(scales), layout, tile, epilogue))
+    return cases
+
+
+AnyCase = Case | MmaCase | WgmmaCase | ExpertsCase | MoeCase | FP8GemmCase | FP8FP4GemmCase
 
 
 def experts_cases(every: bool) -> list[ExpertsCase]:

@@ -18,8 +18,8 @@ COLUMNS: Final = GROUPS * GROUP_ROWS
 """Rows of the weight of a tile."""
 TILES: Final = tuple((tokens, splits) for tokens, columns, splits in fp8_wgmma.TILES if columns == COLUMNS)
 """Rows of ``a`` of a tile, and CTAs that share it."""
-import os
-PAIRED_TOKENS: Final = int(os.environ.get("P","32"))
+PAIRED_TOKENS: Final = 32
+"""Most rows of ``a`` of a tile of which two CTAs share an SM: one waits while the other decodes."""
 CTA_BYTES: Final = 1024
 """Shared memory that a CTA takes besides."""
 DECODERS: Final = WARPGROUP // 32
@@ -53,7 +53,7 @@ class Config(fp8_wgmma.Config):
     def registers(self) -> tuple[int, int]:
         if self.ctas_per_sm == 2:
             return 80, 48
-        return {16: (128, 128), 32: (128, 128), 64: (168, 88), 128: (216, 40)}[self.tokens]
+        return (216, 40) if self.has_units else (168, 88)
 
     @property
     def block_scales(self) -> int:

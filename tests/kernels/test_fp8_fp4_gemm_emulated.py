@@ -1,0 +1,147 @@
+"""The kernel of FP8 activations and an FP4 weight, executed thread for thread by the PTX emulator, against exact sums."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ptx import EmulationError, run_kernel
+from ptx.memory import Deadlock
+from support.emulated import CPU, PASSED, WAIT, changed, equal
+from support.epilogues import finished, operands
+from support.kernel_grid import BF16, FP16, FP32, FP8FP4GemmCase
+
+from torch_cute_ops.formats import MXFP4, NVFP4
+from torch_cute_ops.formats.experts import expert_of_rows
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.kernels.fp8_fp4_wgmma import Arguments
+from torch_cute_ops.reference.grouped_mm_fp8_fp4 import grouped_mm_fp8_fp4
+from torch_cute_ops.reference.mm_fp8_fp4 import mm_fp8_fp4
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.testing.samples.grouped_mm_fp8_fp4 import contiguous, masked
+from torch_cute_ops.testing.samples.mm_fp8_fp4 import sample
+
+POISON = 777.0
+"""What no kernel writes."""
+
+
+class Run(NamedTuple):
+    """A kernel and a launch of it: ``counts`` are rows of each expert; ``room``, masked, those that it has room for."""
+
+    case: FP8FP4GemmCase
+    counts: tuple[int, ...]
+    n: int
+    k: int
+    max_ctas: int
+    room: int = 0
+    scales: tuple[int, ...] | None = None
+
+    @property
+    def id(self) -> str:
+        return f"{self.case.id}-{'+'.join(map(str, self.counts))}x{self.n}x{self.k}{self.scales or ''}"
+
+
+def execute(run: Run, edit: Any = None, seed: int | None = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel leaves in its output, and what it should: poison in rows that no expert has."""
+    torch.manual_seed(run.n)
+    case, exact = run.case, run.scales is None
+    formats = case.fmt, case.scale_layout
+    if case.layout == "plain":
+        weight = None if exact else {"scales": run.scales}
+        one = sample("", *run.counts, run.n, run.k, *formats, CPU, exact=exact, weight=weight)
+    elif case.layout == "masked":
+        one = masked("", *formats, run.counts, run.room, run.n, run.k, CPU, exact=True)
+    else:
+        counted = case.layout == "counted"
+        one = contiguous("", *formats, run.counts, run.n, run.k, CPU, exact=True, spare=9, counted=counted)
+    args, named = list(one.args), {name: value for name, value in one.kwargs.items() if name != "counts"}
+    if case.layout == "plain":
+        alpha, bias = operands(case.epilogue, run.n)
+        want = finished(mm_fp8_fp4(*args, out_dtype=FP32, **named), case.epilogue, alpha, bias)
+        args += [None, None]
+    else:
+        if case.layout == "masked":
+            args += [None, one.kwargs["counts"]]
+        a, b, a_scale, b_scale, offsets, counts = args
+        alpha, bias = operands(case.epilogue, run.n, len(b))
+        sums = grouped_mm_fp8_fp4(a, b, a_scale, b_scale, offsets, counts, out_dtype=FP32, **named).view(-1, run.n)
+        want = torch.full(sums.shape, POISON, dtype=case.epilogue.out_dtype)
+        owner = expert_of_rows(len(sums), offsets, counts)
+        for expert in range(len(b)):
+            rows = owner == expert
+            want[rows] = finished(sums[rows], case.epilogue, alpha, bias, expert)
+        want = want.view(*a.shape[:-1], run.n)
+    out = torch.full_like(want, POISON)
+    a, b, a_scale, b_scale, offsets, counts = args
+    given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, run.max_ctas)
+    run_kernel(case.kernel, ARCHS[case.arch], *given, seed=seed, strict=True, edit=edit)
+    return out, want
+
+
+def case(fmt, scale_layout: str, layout: str, tile: tuple[int, int], *epilogue: Any) -> FP8FP4GemmCase:
+    return FP8FP4GemmCase(fmt, scale_layout, layout, tile, Epilogue(*epilogue))
+
+
+# Ragged sizes, a last K block of 64 elements, experts without rows or that begin within a tile of scales.
+RUNS = [
+    Run(case(NVFP4, "128x4", "plain", (16, 1), FP32), (5,), 136, 1344, 1),
+    Run(case(MXFP4, "linear", "plain", (16, 4), BF16, "column", BF16), (9,), 72, 64, 4),
+    Run(case(NVFP4, "linear", "counted", (32, 1), BF16, "expert", FP32), (0, 33, 1), 72, 192, 2),
+    Run(case(MXFP4, "128x4", "masked", (64, 2), FP16, "expert_column"), (3, 0, 70), 136, 320, 4, room=72),
+    Run(case(NVFP4, "128x4", "offsets", (32, 4), BF16, "one"), (0, 32), 200, 640, 8),
+    Run(case(MXFP4, "128x4", "plain", (128, 1), FP32, "column", FP32), (130,), 136, 192, 2),
+    Run(case(NVFP4, "linear", "counted", (128, 1), BF16), (3, 70, 0), 72, 640, 1),
+    Run(case(NVFP4, "128x4", "masked", (128, 1), FP32), (3, 0, 70), 136, 64, 1, room=72),
+]
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
+def test_gemm(run: Run) -> None:
+    """Bit for bit; nothing is written in rows of padding."""
+    got, want = execute(run)
+    assert torch.equal(got, want)
+
+
+NEAR = {NVFP4: (1, 0x80), MXFP4: (100, 140)}
+"""Scale bytes: all of NVFP4, with NaN, as far apart as can be; and 2^40 apart."""
+
+
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("tile", [(16, 1), (128, 1)], ids=str)
+def test_scales_that_are_hard_to_encode(fmt: Any, tile: tuple[int, int]) -> None:
+    """One K block: fp32 adds nothing up. Numbers are subnormal in e4m3, or zero, or NaN; totals change their units."""
+    got, want = execute(Run(case(fmt, "128x4", "plain", tile, FP32), (9,), 136, 128, 1, scales=NEAR[fmt]))
+    near = torch.isclose(got, want, rtol=1e-5, atol=0, equal_nan=True)
+    assert near.float().mean() > 0.99  # the emulator's sum of random products is rounded in another order
+    equal("NaN", got.isnan(), want.isnan())
+
+
+SWAPPED = Run(case(NVFP4, "128x4", "masked", (16, 1), BF16), (3, 5), 136, 1792, 1, room=8)
+UNITS = Run(case(NVFP4, "128x4", "counted", (128, 1), BF16), (130, 3), 120, 896, 1)
+
+
+@pytest.mark.parametrize("run", [SWAPPED, UNITS], ids=["swapped", "units"])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_what_orders_it_is_enough(run: Run, seed: int | None) -> None:
+    got, want = execute(run, seed=seed)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("run", "edit"),
+    [
+        pytest.param(run, edit, id=f"{name}-{what}")
+        for name, run in (("swapped", SWAPPED), ("units", UNITS))
+        for what, edit in (
+            ("every wait", changed(WAIT, None, PASSED)),
+            ("stage free", changed(WAIT, 0, PASSED)),
+            ("MMAs done", changed(r"wgmma\.wait_group\.sync\.aligned", None)),
+            ("decoded before the MMAs", changed(r"fence\.proxy\.async", None)),
+        )
+    ],
+)
+def test_what_orders_it_is_needed(run: Run, edit: Any) -> None:
+    """Without it the emulator finds a race, or the sums are wrong, in some order."""
+    with pytest.raises((EmulationError, Deadlock, AssertionError)):
+        for seed in (None, 0, 1):
+            got, want = execute(run, edit, seed)
+            assert torch.equal(got, want)
