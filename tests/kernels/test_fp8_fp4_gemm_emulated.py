@@ -1,4 +1,4 @@
-"""The kernel of FP8 activations and an FP4 weight, executed thread for thread by the PTX emulator, against exact sums."""
+"""The kernel of FP8 activations and an FP4 weight, executed thread for thread by the PTX emulator."""
 
 from typing import Any, NamedTuple
 

@@ -1,12 +1,12 @@
 """GEMMs of FP8 activations with block scales and an FP4 weight by wgmma, plain or grouped by expert. For Hopper:
-``out[m, n] = Σ_j a_scale[j, m] · 2^t[n, j] · (Σ_{k of block j} a[m, k] · w8[n, k])``, where ``w8`` is the weight in e4m3
-(``reference.mm_fp8_fp4``), through an epilogue.
+``out[m, n] = Σ_j a_scale[j, m] · 2^t[n, j] · (Σ_{k of block j} a[m, k] · w8[n, k])``, where ``w8`` is the weight in
+e4m3 (``reference.mm_fp8_fp4``), through an epilogue.
 
 All is as in ``kernels.fp8_wgmma``, whose consumers, tiles, ring and clusters these are, but for the weight:
 
 1. The producer copies its codes, 64 bytes a row and K block; the scale warps load its block scales.
-2. A third warpgroup decodes. Each thread has a row: it finds t, makes a table of eight bytes for each block scale, looks
-   up four codes by one PRMT, and stores the e4m3 numbers where the MMAs read them. So a stage is full when it has
+2. A third warpgroup decodes. Each thread has a row: it finds t, makes a table of eight bytes for each block scale,
+   looks up four codes by one PRMT, and stores the e4m3 numbers where the MMAs read them. So a stage is full when it has
    arrived and has been decoded.
 3. With the weight on the M side, consumers multiply a K block's sums by ``2^t`` of a lane's two rows. With ``a`` there,
    that would be a factor for each column: totals are in units of powers of two instead, one for each column, which
