@@ -33,6 +33,8 @@ GEMMS = {
     "mm_fp4_weight_only": {"n": 64, "k": 256},
     "mm_fp8_block": {"n": 64, "k": 256},
     "grouped_mm_fp8": {"n": 64, "k": 256, "experts": 4},
+    "mm_fp8_fp4": {"n": 64, "k": 256},
+    "grouped_mm_fp8_fp4": {"n": 64, "k": 256, "experts": 4},
     "moe_fc2_fp4": {"n": 64, "k": 256, "experts": 4},
     "moe_fc2_fp4_weight_only": {"n": 64, "k": 256, "experts": 4},
 }
@@ -132,6 +134,7 @@ def test_backends_on_a_cpu(op):
     names = {"mm_fp4": ("wgmma", "mma_sync", "cublas"), "mm_fp8_block": ("wgmma", "mma_sync")}
     names["mm_fp4_weight_only"] = names["mm_fp4"]
     names["grouped_mm_fp8"] = names["mm_fp8_block"]
+    names["mm_fp8_fp4"] = names["grouped_mm_fp8_fp4"] = ("wgmma",)
     names["moe_fc2_fp4"] = names["moe_fc2_fp4_weight_only"] = ("wgmma", "routed")
     no_gpu = "needs a CUDA device; the tensors are on cpu"
     found = torch_cute_ops.backends(op, device="cpu", **GEMMS[op])

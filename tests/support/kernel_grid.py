@@ -166,7 +166,7 @@ def kernel_of(case: AnyCase) -> Any:
     Raises:
         ValueError: from ``plan``, if it supports none.
     """
-    if isinstance(case, MmaCase | WgmmaCase | ExpertsCase | MoeCase | FP8GemmCase):
+    if isinstance(case, MmaCase | WgmmaCase | ExpertsCase | MoeCase | FP8GemmCase | FP8FP4GemmCase):
         return case.kernel
     from torch_cute_ops.kernels import fp4_dequant, row_quant
     from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
