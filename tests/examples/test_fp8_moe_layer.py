@@ -42,6 +42,20 @@ def test_fp8_moe_layer(fp8_moe_layer: ModuleType, capsys: pytest.CaptureFixture,
         assert 0.99 < float(cosine) < 1 and 0.01 < float(error) < 0.1
 
 
+@pytest.mark.parametrize(("weights", "bits", "layout"), [("mxfp4", 4.25, "contiguous"), ("nvfp4", 4.5, "masked")])
+def test_fp4_weights(
+    fp8_moe_layer: ModuleType, capsys: pytest.CaptureFixture, weights: str, bits: float, layout: str
+) -> None:
+    """Beside the layer that has the decoded weights."""
+    sizes = ["--experts", "16", "--intermediate", "128"]
+    columns = r"(0\.\d{5}) +(0\.\d{4})(?: +[\d.]+ +[\d.]+)?$"
+    out, rows = rows_of_layers(fp8_moe_layer, capsys, columns, "--layout", layout, "--weights", weights, *sizes)
+    elements = 3 * 16 * 128 * 128
+    assert f"{2 * elements:,} bytes in bf16, {int(elements * bits / 8):,} as codes and scales" in out
+    for cosine, error in rows:
+        assert 0.997 < float(cosine) < 1 and 0.01 < float(error) < 0.08
+
+
 @pytest.mark.parametrize(("groups", "best"), [(1, 1), (4, 2)])
 def test_both_layers_are_what_they_say(fp8_moe_layer: ModuleType, groups: int, best: int) -> None:
     """That in bf16 is near float64, that in FP8 near that of what its weights are in FP8."""
@@ -59,7 +73,8 @@ def test_both_layers_are_what_they_say(fp8_moe_layer: ModuleType, groups: int, b
     for weight, number in zip(weights[2:], decoded, strict=True):
         # A code has three bits behind the first; the smallest are steps of their own.
         assert ((weight.double() - number).abs() <= weight.double().abs() / 16 + weight.abs().max() / 448 / 512).all()
-    layer = fp8_moe_layer.FP8Layer(weights, routing, False)
+    experts = map(fp8_moe_layer.FP8Experts, weights[2:])
+    layer = fp8_moe_layer.FP8Layer(*weights[:2], *experts, routing, False)
     in_fp8 = token_by_token((*weights[:2], *decoded), x, groups, best, 3)
     (_, error), (_, others) = (fp8_moe_layer.compared(layer(x), of) for of in (in_fp8, want))
     assert error < 0.06 and error < others
