@@ -142,7 +142,9 @@ def test_backends_on_a_cpu(op):
 
 
 def test_an_op_without_backends():
-    with pytest.raises(ValueError, match=r"'fp4_quantize' has one implementation .* grouped_mm_fp8, mm_fp4, mm_fp4_w"):
+    with pytest.raises(
+        ValueError, match=r"'fp4_quantize' has one implementation .* grouped_mm_fp8_fp4, mm_fp4, mm_fp4_w"
+    ):
         torch_cute_ops.backends("fp4_quantize", hidden=64)
 
 

@@ -229,7 +229,7 @@ def test_the_command_line_refuses(capsys, monkeypatch):
         (["tune"], "name an op and its properties, or a file"),
         (
             ["tune", "fp4_quantize", "--hidden", "64"],
-            "the ops with backends are grouped_mm_fp8, mm_fp4, mm_fp4_weight_only",
+            "the ops with backends are grouped_mm_fp8, grouped_mm_fp8_fp4, mm_fp4, mm_fp4_weight_only",
         ),
         (["tune", "mm_fp4", "--n", "64", "--k", "64"], "tuning needs a CUDA device"),
     ):

@@ -36,9 +36,10 @@ from torch_cute_ops.ops import _call, _checks
 from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize as dequantize
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
-from torch_cute_ops.reference.grouped_mm_fp8 import grouped_mm_fp8
+from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm, row_sums
-from torch_cute_ops.reference.mm_fp8_block import mm_fp8_block
+from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns
+from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
 from torch_cute_ops.reference.moe_finalize import moe_finalize as finalize
 from torch_cute_ops.reference.moe_route import moe_route as route
@@ -223,12 +224,17 @@ def compute_fp8(config: Any, *args: Any) -> None:
     assert call.max_ctas > 0
     # The kernel goes on the assumption that experts' rows follow each other.
     a, out = as_if_contiguous(call.a), as_if_contiguous(call.out)
-    operands = a, call.b, call.a_scale, call.b_scale
+    weight = call.b.t() if config.rows.is_plain else call.b
+    if hasattr(config, "fmt"):
+        weight, factors = fp8_weight(weight, call.b_scale, config.fmt, config.layout)
+    else:
+        factors = factors_of_columns(call.b_scale, weight.shape[-2])
+    operands = a, weight, call.a_scale, factors
     if config.rows.is_plain:
-        write(out, mm_fp8_block(*operands, call.alpha, call.bias, out.dtype))
+        write(out, block_scaled_gemm(*operands, call.alpha, call.bias, out.dtype))
         return
     used = used_rows(out.shape[:-1].numel(), call.offsets, call.counts).view(out.shape[:-1])
-    out.data[used] = grouped_mm_fp8(*operands, call.offsets, call.counts, call.alpha, call.bias, out.dtype)[used]
+    out.data[used] = grouped_gemm(*operands, call.offsets, call.counts, call.alpha, call.bias, out.dtype)[used]
 
 
 def compute_finalize(config: Any, *args: Any) -> None:
@@ -314,6 +320,7 @@ COMPUTE: dict[str, Callable[..., None]] = {
     "FP4WgmmaKernel": compute_fp4_wgmma,
     "FP4ExpertsKernel": compute_fp4_experts,
     "FP8WgmmaKernel": compute_fp8,
+    "FP8FP4WgmmaKernel": compute_fp8,
     "FP8MmaKernel": compute_fp8,
     "MoeFinalizeKernel": compute_finalize,
     "MoeRouteKernel": compute_route,

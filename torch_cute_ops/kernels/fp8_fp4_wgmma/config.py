@@ -18,7 +18,7 @@ COLUMNS: Final = GROUPS * GROUP_ROWS
 """Rows of the weight of a tile."""
 TILES: Final = tuple((tokens, splits) for tokens, columns, splits in fp8_wgmma.TILES if columns == COLUMNS)
 """Rows of ``a`` of a tile, and CTAs that share it."""
-PAIRED_TOKENS: Final = 32
+PAIRED_TOKENS: Final = 16
 """Most rows of ``a`` of a tile of which two CTAs share an SM: one waits while the other decodes."""
 CTA_BYTES: Final = 1024
 """Shared memory that a CTA takes besides."""
