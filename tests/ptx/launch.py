@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ptx.machine import GlobalMemory, Launch, Machine
+from ptx.layout import GlobalMemory, Launch
+from ptx.machine import Machine
 from ptx.parser import Program, parse_all
 from ptx.values import Array
 from torch_cute_ops.runtime.arch import Arch
@@ -58,6 +59,7 @@ def run_kernel(
     seed: int | None = 0,
     max_steps: int = 1_000_000,
     strict: bool = False,
+    lenient: bool = False,
     edit: Callable[[str], str] | None = None,
 ) -> list[Machine]:
     """Execute a kernel's launches on CPU tensors, which get the results.
@@ -70,6 +72,7 @@ def run_kernel(
         seed: of the order in which warps and copies proceed; ``None``: warps in step, copies as late as possible.
         max_steps: instructions after which a launch is given up.
         strict: whether only ``bar.warp.sync`` orders memory within a warp; see ``Machine``.
+        lenient: for others' kernels; see ``Machine``.
         edit: changes the PTX first, for tests of tests.
 
     Returns:
@@ -88,7 +91,7 @@ def run_kernel(
     for name, launch in host_launches(compiled.module, leaves, sizes):
         if 0 in launch.grid:
             raise ValueError(f"{name}: a launch of no CTAs, {launch.grid}, which CUDA refuses")
-        machine = Machine(programs[name], launch, memory, seed, max_steps, strict)
+        machine = Machine(programs[name], launch, memory, seed, max_steps, strict, lenient)
         machines.append(machine)
         machine.run()
     for address, tensor in tensors:
