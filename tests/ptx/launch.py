@@ -44,11 +44,11 @@ def compile_ptx(kernel: Any, arch: Arch) -> Compiled:
             options = f"--keep-ptx --dump-dir={folder} --ptxas-options=-O0"
             compiled = trace_and_compile(kernel, arch, options)
             ptx = compiled.artifacts.PTX
-        _compiled[key] = Compiled(_programs(ptx), ptx, compiled.ir_module)
+        _compiled[key] = Compiled(programs_of(ptx), ptx, compiled.ir_module)
     return _compiled[key]
 
 
-def _programs(ptx: str) -> dict[str, Program]:
+def programs_of(ptx: str) -> dict[str, Program]:
     return {program.name: program for program in parse_all(ptx)}
 
 
@@ -83,7 +83,7 @@ def run_kernel(
         TypeError, ValueError: for arguments that are not as ``kernel.arguments()`` says, and for a launch of no CTAs.
     """
     compiled = compile_ptx(kernel, arch)
-    programs = _programs(edit(compiled.ptx)) if edit else compiled.programs
+    programs = programs_of(edit(compiled.ptx)) if edit else compiled.programs
     memory = GlobalMemory()
     leaves, tensors = _flatten(kernel.arguments(), arguments, memory)
     machines = []

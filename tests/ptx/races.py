@@ -330,18 +330,18 @@ class Races:
             at, who = offset_of(bad[0]), self.name(agent.thread, writer[bad[0]])
             raise Fault(Race, 0, f"copy of shared memory offset {at:#x}: no fence.proxy.async since {who} wrote it")
 
-    def pipe_reads(self, agent: Agent, cta: int, chunks: Array, column: int, number: int) -> None:
+    def pipe_reads(self, agent: Agent, cta: int, chunks: Array, column: int, number: int, saw: Array) -> None:
         """A tensor core's operation, the ``number``-th of the pipe with this column, reads chunks of 16 bytes."""
         offsets = (chunks[:, None] + np.arange(0, 16, self.granule)).reshape(-1)
         rows = cta * self.per_cta + offsets // self.granule
         self._check_read(agent, rows, lambda i: int(offsets[i]))
         self.reader[rows, -1] = column
         self.was_read[rows, -1] = number
+        # Who knows of the operation knows of the writes as well that it came after.
+        np.maximum.at(saw, self.writer[rows], self.written[rows])
 
-    def pipe_arrives(self, column: int, number: int, key: Key) -> None:
-        """A commit counts on an mbarrier: who waits for that knows of a pipe's operations up to the ``number``-th."""
-        known = np.zeros_like(self.clocks[0])
-        known[column] = number
+    def pipe_arrives(self, known: Array, key: Key) -> None:
+        """A commit counts on an mbarrier: who waits for that knows this."""
         self._gather(key, known)
 
     def copies_have_read(self, thread: int, reads: list[slice]) -> None:

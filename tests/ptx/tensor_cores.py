@@ -21,7 +21,7 @@ import numpy as np
 
 from ptx.memory import ALLOCATED, WRITTEN, EmulationError, Fault, OutOfBounds
 from ptx.races import Agent
-from ptx.tensor_memory import COPIED, LANES, Part
+from ptx.tensor_memory import COPIED, LANES, Part, Pipe
 from ptx.values import E2M1, SCALES, Array
 
 if TYPE_CHECKING:
@@ -126,14 +126,14 @@ class TensorCores:
         self.machine = machine
         self.memory = machine.tensor
 
-    def _read_later(self, agent: Agent, cta: int, chunks: Array, column: int, number: int) -> None:
+    def _read_later(self, agent: Agent, cta: int, chunks: Array, pipe: Pipe, number: int) -> None:
         """An operation that reads these chunks of shared memory is issued."""
         shared = self.machine.shared
         if chunks.min() < 0 or chunks.max() + 16 > shared.size:
             raise Fault(OutOfBounds, 0, f"operand at offset {int(chunks.max()):#x} of shared memory")
         if (shared.flags[cta * shared.stride + chunks] & ALLOCATED == 0).any():
             raise Fault(OutOfBounds, 0, "operand outside of what is allocated of shared memory")
-        self.machine.races.pipe_reads(agent, cta, chunks.reshape(-1), column, number)
+        self.machine.races.pipe_reads(agent, cta, chunks.reshape(-1), pipe.column, number, pipe.saw)
 
     def _bytes(self, cta: int, chunks: Array) -> tuple[Array, Array]:
         """(rows, width) bytes of shared memory, and which of them somebody wrote."""
@@ -151,7 +151,7 @@ class TensorCores:
         pipe, number = memory.next_operation(thread)
         agent = self.machine.races.begin(thread)
         for part in parts:
-            self._read_later(agent, part.cta, chunks, pipe.column, number)
+            self._read_later(agent, part.cta, chunks, pipe, number)
             memory.check_write(np.array([thread]), part, "tcgen05.cp", pipe)
             memory.mark_written(part, pipe.column, number)
 
@@ -202,7 +202,7 @@ class TensorCores:
         ]
         for cta, total, both in zip(ctas, sums, scales, strict=True):
             for chunks in operands:
-                self._read_later(agent, cta, chunks, pipe.column, number)
+                self._read_later(agent, cta, chunks, pipe, number)
             for part in both:
                 memory.check_read(threads, part, "tcgen05.mma with scales", pipe)
             memory.check_write(threads, total, "tcgen05.mma", pipe, (COPIED, how))

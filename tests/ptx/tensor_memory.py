@@ -55,9 +55,13 @@ class Part(NamedTuple):
 
 @dataclass
 class Pipe:
-    """A thread that issues MMAs and copies: their column in clocks, how many there were, and those under way."""
+    """A thread that issues MMAs and copies: their column in clocks, how many there were, and those under way.
+
+    ``saw``: clocks of the writes to shared memory that they came after.
+    """
 
     column: int
+    saw: Array
     issued: int = 0
     under_way: deque[Copy] = field(default_factory=deque)
 
@@ -270,7 +274,8 @@ class TensorMemory:
             number = sum(self.machine.cluster[other] == cluster for other in self.pipes)
             if number == PIPES:
                 raise NotImplementedError(f"more than {PIPES} threads of a cluster issue to tensor cores")
-            self.pipes[thread] = Pipe(self.machine.races.pipes + number)
+            clocks = self.machine.races.clocks[thread]
+            self.pipes[thread] = Pipe(self.machine.races.pipes + number, np.zeros_like(clocks))
         return self.pipes[thread]
 
     def next_operation(self, thread: int) -> tuple[Pipe, int]:
@@ -289,11 +294,12 @@ class TensorMemory:
         """Arrive at mbarriers (CTA, offset) when all operations that the thread issued are complete."""
         machine = self.machine
         pipe = self.pipe_of(thread)
-        number = pipe.issued
+        known = pipe.saw.copy()
+        known[pipe.column] = pipe.issued
 
         def execute() -> None:
             for cta, offset in barriers:
-                machine.races.pipe_arrives(pipe.column, number, ("mbarrier", cta, offset))
+                machine.races.pipe_arrives(known, ("mbarrier", cta, offset))
                 machine.barriers.arrive_later(cta, offset)
 
         self.issue(thread, execute, [cta for cta, _ in barriers])
