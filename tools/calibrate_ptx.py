@@ -20,7 +20,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from cutlass_kernels import CASES, CLUSTERS, E4M3, E8M0, F4, F16, F32, Case, compile_case  # noqa: E402
+from cutlass_kernels import CASES, CLUSTERS, E4M3, E8M0, F16, F32, Case, compile_case  # noqa: E402
 from ptx import EmulationError  # noqa: E402
 from ptx.launch import host_launches, programs_of  # noqa: E402
 from ptx.layout import GlobalMemory  # noqa: E402
@@ -196,9 +196,9 @@ def page(rows: list[Row], cutlass_revision: str, command: str) -> str:
         "",
         f"Written by `{command}`: do not edit.",
         "",
-        "Kernels of NVIDIA that are known to be right, run without a GPU, in the emulator's lenient mode: their results are",
-        f"compared bit for bit with float64, on random inputs whose sums are exact, with {len(SEEDS)} orders of warps and",
-        f"copies. Persistent kernels run with {CLUSTERS} clusters.",
+        "Kernels of NVIDIA that are known to be right, run without a GPU, in the emulator's lenient mode: their",
+        f"results are compared bit for bit with float64, on random inputs whose sums are exact, with {len(SEEDS)} orders of",
+        f"warps and copies. Persistent kernels run with {CLUSTERS} clusters.",
         "",
         f"nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')}, CUTLASS {cutlass_revision}.",
         "",

@@ -55,6 +55,9 @@ class Case(NamedTuple):
 @cache
 def example(root: Path, file: str) -> Any:
     """An example's module."""
+    for folder in (root / EXAMPLES, root / EXAMPLES / Path(file).parent, (root / EXAMPLES).parent):
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))  # some import their neighbours
     name = "cutlass_example_" + Path(file).stem
     spec = importlib.util.spec_from_file_location(name, root / EXAMPLES / file)
     if spec is None or spec.loader is None or not (root / EXAMPLES / file).exists():

@@ -24,8 +24,9 @@ A bulk copy to global memory reads shared memory for as long as its issuer has n
 and a thread wrote must have been fenced (``fence.proxy.async``): behind its clock of what it knows, each thread has a
 second one, of those accesses that a fence followed. Both clocks travel together.
 
-``lenient``: that loads have been performed is not asked for; NVIDIA's kernels of sm_120a release a stage behind the
-``mma`` that need what they loaded from it.
+``lenient`` asks for less, as calibration with NVIDIA's kernels showed to be necessary: that loads have been performed
+does not matter, and a lane that arrives does so for its warp (kernels of sm_120a release a stage so, between ``ldmatrix``
+and ``mma``); a commit tells what its thread did before (a CTA of a pair learns so that the other's mbarriers exist).
 """
 
 from __future__ import annotations
@@ -109,6 +110,8 @@ class Races:
 
     def arrive(self, key: Key, threads: Array) -> None:
         """What ``threads`` did so far is before what follows the barrier."""
+        if self.machine.lenient:
+            threads = np.flatnonzero(np.isin(self.machine.warp, self.machine.warp[threads]))
         self._settle(threads)
         self._gather(key, self.clocks[threads].max(axis=0))
         self._tick(threads)

@@ -22,7 +22,7 @@ import numpy as np
 from ptx.memory import ALLOCATED, WRITTEN, EmulationError, Fault, OutOfBounds
 from ptx.races import Agent
 from ptx.tensor_memory import COPIED, LANES, Part, Pipe
-from ptx.values import E2M1, SCALES, Array
+from ptx.values import E2M1, SCALES, Array, canonical, product
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
@@ -222,12 +222,12 @@ class TensorCores:
                 a_scale, a_there = self._scales(both[0], a_rows, shape, shape.a_id)
                 b_scale, b_there = self._scales(both[1], shape.n, shape, shape.b_id)
                 there = (left_there & a_there)[:, None] & (right_there & b_there)
-                product = (left * a_scale) @ (right * b_scale).T
+                result = product(left * a_scale, (right * b_scale).T)
                 where = total.cta, slice(0, a_rows), total.columns
                 if accumulates:
-                    product = product + memory.data[where].view(np.float32)
+                    result = result + memory.data[where].view(np.float32)
                     there = there & memory.there[where]
-                memory.data[where] = product.astype(np.float32).view(np.uint32)
+                memory.data[where] = canonical(result.astype(np.float32)).view(np.uint32)
                 memory.there[where] = there
 
         memory.issue(thread, execute, ctas)

@@ -296,6 +296,8 @@ class TensorMemory:
         pipe = self.pipe_of(thread)
         known = pipe.saw.copy()
         known[pipe.column] = pipe.issued
+        if machine.lenient:
+            known = np.maximum(known, machine.races.clocks[thread])
 
         def execute() -> None:
             for cta, offset in barriers:
