@@ -25,8 +25,9 @@ and a thread wrote must have been fenced (``fence.proxy.async``): behind its clo
 second one, of those accesses that a fence followed. Both clocks travel together.
 
 ``lenient`` asks for less, as calibration with NVIDIA's kernels showed to be necessary: that loads have been performed
-does not matter, and a lane that arrives does so for its warp (kernels of sm_120a release a stage so, between ``ldmatrix``
-and ``mma``); a commit tells what its thread did before (a CTA of a pair learns so that the other's mbarriers exist).
+does not matter, and a lane that arrives does so for its warp (kernels of sm_120a release a stage so, between
+``ldmatrix`` and ``mma``); a commit tells what its thread did before (a CTA of a pair learns so that the other's
+mbarriers exist).
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ class TensorMemory:
         self, threads: Array, part: Part, what: str, pipe: Pipe | None = None, follows: Sequence[int] = ()
     ) -> None:
         """The same of one that writes; ``follows``: what it comes after in its pipe, as ``how`` has it."""
-        for records, did in ((self.written, "written"), (self.used, "used by an MMA"), (self.loaded, "loaded")):
+        for records, did in ((self.used, "used by an MMA"), (self.written, "written"), (self.loaded, "loaded")):
             ordered = self._ordered(records, part, threads)
             if pipe is not None and records is not self.loaded:
                 in_order = np.isin(self.how[part], follows) if records is self.written else np.bool_(False)
