@@ -85,7 +85,7 @@ class Dense:
         n: cutlass.Int32,
         k: cutlass.Int32,
         stream: CUstream,
-    ):  # type: ignore[no-untyped-def]
+    ) -> None:
         """Launch."""
         k, n_out = cute.assume(k, 32), cute.assume(n, 16)
         a = cute.make_tensor(a_ptr, cute.make_ordered_layout((m, k, 1), order=(1, 0, 2)))
@@ -113,7 +113,7 @@ class BlockScaled:
         n: cutlass.Int32,
         k: cutlass.Int32,
         stream: CUstream,
-    ):  # type: ignore[no-untyped-def]
+    ) -> None:
         """Launch."""
         k, n_out = cute.assume(k, 32), cute.assume(n, 8)
         a = cute.make_tensor(a_ptr, cute.make_ordered_layout((m, k, 1), order=(1, 0, 2)))
@@ -143,7 +143,7 @@ class OfPointers:
         n: cutlass.Int32,
         k: cutlass.Int32,
         stream: CUstream,
-    ):  # type: ignore[no-untyped-def]
+    ) -> None:
         """Launch."""
         problem = (m, n, k, cutlass.Int32(1))
         if cutlass.const_expr(self.layouts is None):
