@@ -207,8 +207,8 @@ class Barriers:
     def _time_out(self, threads: Array, cta: int, offset: int, phase: int) -> Array:
         """Which of some threads go on although the phase is not complete."""
         goes_on = self.times_out[threads]
-        if self.random is not None and self.random.random() < 0.2:
-            goes_on = goes_on | (self.random.random(len(threads)) < 0.5)
+        if self.random is not None and self.random.random() < 0.1:
+            goes_on = np.ones(len(threads), bool)
         for i in np.flatnonzero(goes_on):
             name = (int(threads[i]), cta, offset, phase)
             goes_on[i] = name not in self.timed_out

@@ -9,11 +9,12 @@ Found and raised, each with instruction, thread and address: accesses out of bou
 a CTA that ended, or that may end before; addresses, and values stored to global memory, that depend on shared or local
 memory that nobody wrote; two accesses to a byte of shared memory that no barrier orders; bulk copies from shared memory
 to global memory, and warpgroup MMAs, of what was stored without ``fence.proxy.async``, and bulk copies to shared
-memory from which loads may still be under way (see ``races``); threads that end before their bulk copies have read, or
-their ``cp.async`` written; misuse of barriers; threads that wait for ever.
+memory from which loads may still be under way (see ``races``); accesses to tensor memory that is not allocated, or out
+of order (see ``tensor_memory``); threads that end before their bulk copies have read, or their ``cp.async`` written;
+misuse of barriers; threads that wait for ever.
 
 Not modelled: memory ordering beyond that (other fences do nothing, nor are there proxies elsewhere, nor order in global
-memory), registers of warpgroup MMAs before these are done, caches, timing, and ``griddepcontrol``, which does
+memory), registers of warpgroup MMAs and of ``tcgen05.ld`` before these are done, caches, timing, and ``griddepcontrol``, which does
 nothing. ``mbarrier.try_wait`` blocks until it can succeed; but with a ``seed``, and where nothing else can run, it may
 time out once before it does.
 """

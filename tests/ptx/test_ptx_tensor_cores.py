@@ -197,6 +197,9 @@ def test_block_scaled_mma(kind: Kind, seed: int | None) -> None:
 
 PLAIN = program(NVFP4)
 MMA = mma(NVFP4, "%p4")
+COPY = copy(NVFP4, A_SCALES, "%rd12")
+FILL = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd8], 16, [%r1+{FULL}];"
+LAST = "barrier.cluster.arrive; barrier.cluster.wait;\n    @%p1 bra END"
 ALLOC = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r2], "
 FAULTS = {
     "no wait::ld": (WAIT_LD, "", Race, "without tcgen05.wait"),
@@ -212,6 +215,9 @@ FAULTS = {
         Race,
         "written",
     ),
+    "a store to operands that is not fenced": (COPY, f"st.shared.u32 [%r1+{B_SCALE}], %r0;" + COPY, Race, "proxy"),
+    "operands overwritten under an MMA": (MMA, MMA + FILL, Race, "which a tensor core's operation .* read"),
+    "dealloc under loads": (LAST, LAST.split("\n")[1], Race, "dealloc"),
     "no commit": (commit(NVFP4), "", Deadlock, ""),
     "no dealloc": ("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r3, 64;", "", EmulationError, "ended with tensor"),
     "dealloc of a part": ("b32 %r3, 64", "b32 %r3, 32", EmulationError, "no allocation"),
@@ -260,7 +266,7 @@ PAIR = Kind(2, 16, "e4m3")
         ("[%r7], 3;", "[%r7], 1;", Deadlock),
         ("[%r7], 3;", "[%r7], 7;", EmulationError),
         (f"[%r1+{FREE}], 256", f"[%r1+{FREE}], 128", (Race, EmulationError)),
-        ("barrier.cluster.arrive; barrier.cluster.wait;\n    @%p1 bra END", "@%p1 bra END", (Race, EmulationError)),
+        (LAST, LAST.split("\n")[1], (Race, EmulationError)),
     ],
 )
 def test_faults_of_pairs_are_found(before: str, after: str, kind: type[Exception]) -> None:
