@@ -14,8 +14,8 @@ of order (see ``tensor_memory``); threads that end before their bulk copies have
 misuse of barriers; threads that wait for ever.
 
 Not modelled: memory ordering beyond that (other fences do nothing, nor are there proxies elsewhere, nor order in global
-memory), registers of warpgroup MMAs and of ``tcgen05.ld`` before these are done, caches, timing, and ``griddepcontrol``, which does
-nothing. ``mbarrier.try_wait`` blocks until it can succeed; but with a ``seed``, and where nothing else can run, it may
+memory), registers of warpgroup MMAs and of ``tcgen05.ld`` before these are done, caches, timing, and
+``griddepcontrol``, which does nothing. ``mbarrier.try_wait`` blocks until it can succeed; but with a ``seed``, and where nothing else can run, it may
 time out once before it does.
 """
 
