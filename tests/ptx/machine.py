@@ -15,8 +15,8 @@ misuse of barriers; threads that wait for ever.
 
 Not modelled: memory ordering beyond that (other fences do nothing, nor are there proxies elsewhere, nor order in global
 memory), registers of warpgroup MMAs and of ``tcgen05.ld`` before these are done, caches, timing, and
-``griddepcontrol``, which does nothing. ``mbarrier.try_wait`` blocks until it can succeed; but with a ``seed``, and where nothing else can run, it may
-time out once before it does.
+``griddepcontrol``, which does nothing. ``mbarrier.try_wait`` blocks until it can succeed; but with a ``seed``, and
+where nothing else can run, it may time out once before it does.
 """
 
 from __future__ import annotations
