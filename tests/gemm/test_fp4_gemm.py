@@ -8,10 +8,12 @@ from expected._fp4_gemm import results
 from hypothesis import given as given_by
 from hypothesis import strategies as st
 from support.cases import arguments, op_cases, run
-from support.launch_model import launches  # noqa: F401  (a fixture)
+from support.launch_model import forget_all, launches  # noqa: F401  (a fixture)
 
 import torch_cute_ops
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.gemm import select
+from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.ops._gemm import Gemm
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm
 from torch_cute_ops.registry import OPS
@@ -213,3 +215,21 @@ def test_calls_of_the_same_kind_are_not_checked_again(monkeypatch):
     for wrong in ((a.t().contiguous().t(), b, b_scale), (a, b, b_scale.t().contiguous().t())):
         op.cuda(*wrong, **kwargs)  # copied
     assert len(checked) == 5
+
+
+@pytest.mark.parametrize("layout", SCALE_LAYOUTS)
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
+def test_block_scaled_mma_takes_codes(launches, fmt, layout, monkeypatch):  # noqa: F811
+    """Where there is such an MMA, one launch multiplies both operands as they are; elsewhere the activations are
+    decoded before."""
+    op = OPS["mm_fp4"]
+    sample = SAMPLES["mm_fp4"].sample("", 21, 136, 512, fmt, layout, torch.device("cpu"), out_dtype=torch.float32)
+    (want,) = results(arguments(op, sample))
+    for arch, names in (("sm_120a", ["FP4MmaKernel"]), ("sm_100a", ["FP4DequantKernel", "FP4MmaKernel"])):
+        target = Target(torch.device("cuda", 0), ARCHS[arch], ARCHS[arch].sm_counts[0])
+        monkeypatch.setattr(select, "target_of", lambda device, target=target: target)
+        forget_all()
+        launches.forget()
+        got = op.cuda(*sample.args, **sample.kwargs, backend="mma_sync")
+        assert [type(kernel).__name__ for kernel, _ in launches.calls] == names
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from ptx import EmulationError, run_kernel
-from support.emulated import BLACKWELL, CPU, HOPPER, PASSED, WAIT, changed, equal, poisoned
+from support.emulated import BLACKWELL, CONSUMER, CPU, HOPPER, PASSED, WAIT, changed, equal, poisoned
 from support.epilogues import finished, operands
 from support.kernel_grid import BF16, FP16, FP32, ExpertsCase, MmaCase, WgmmaCase
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
+from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.kernels import activation_tiles, fp4_experts, fp4_mma, fp4_wgmma
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.warpgroup import BY_WARP
@@ -33,9 +34,16 @@ class Mma(NamedTuple):
         return f"{self.case.id}-{'x'.join(map(str, self.sizes))}"
 
 
-def mma(*operands: Any, epilogue: tuple[Any, ...], sizes: tuple[int, int, int], seed: Any, arch: str = HOPPER) -> Any:
+def mma(
+    *operands: Any,
+    epilogue: tuple[Any, ...],
+    sizes: tuple[int, int, int],
+    seed: Any,
+    arch: str = HOPPER,
+    a_layout: str | None = None,
+) -> Any:
     """``operands``: dtype, format, layout, tokens and splits; ``sizes``: M, N, K."""
-    one = Mma(MmaCase(*operands, Epilogue(*epilogue), arch), sizes, seed)
+    one = Mma(MmaCase(*operands, Epilogue(*epilogue), arch, a_layout=a_layout), sizes, seed)
     return pytest.param(one, id=one.id)
 
 
@@ -53,25 +61,49 @@ MMAS = [
 ]
 
 
+def native(fmt: FP4Format, a_layout: str, *rest: Any, **kwargs: Any) -> Any:
+    """One of codes by codes."""
+    layout = weight_layout(SCALE_LAYOUTS[a_layout]).name
+    return mma(torch.uint8, fmt, layout, *rest, arch=CONSUMER, a_layout=a_layout, **kwargs)
+
+
+# Whole tiles; ragged rows, columns and k, in steps and in blocks; more chunks than stages; several tiles of 8x4.
+NATIVE_MMAS = [
+    native(NVFP4, "128x4", 8, 1, epilogue=(FP32,), sizes=(8, 128, 256), seed=None),
+    native(NVFP4, "128x4", 16, 2, epilogue=(BF16, "one", FP32), sizes=(21, 200, 544), seed=0),
+    native(NVFP4, "128x4", 64, 1, epilogue=(FP32, "column"), sizes=(140, 136, 1888), seed=1),
+    native(NVFP4, "linear", 32, 1, epilogue=(FP16, None, FP16), sizes=(37, 72, 320), seed=2),
+    native(NVFP4, "8x4", 16, 3, epilogue=(FP32, "one"), sizes=(27, 264, 1056), seed=3),
+    native(MXFP4, "128x4", 32, 1, epilogue=(BF16, "column", FP32), sizes=(70, 136, 608), seed=0),
+    native(MXFP4, "128x4", 8, 1, epilogue=(FP32,), sizes=(9, 128, 2080), seed=1),
+    native(MXFP4, "linear", 16, 2, epilogue=(FP32, "one"), sizes=(19, 200, 640), seed=2),
+]
+
+
 def multiply(one: Mma, edit: Any = None, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel leaves in its output, and what the epilogue makes of the reference's sums."""
     m, n, k = one.sizes
     torch.manual_seed(k)
     case, arch = one.case, ARCHS[one.case.arch]
-    a = torch.randint(-8, 9, (m, k)) if exact else torch.randn(m, k)
-    a = a.to(case.dtype)
     scales = POWERS[case.format.scale_format] if exact else None
+    a_layout, a_scale = None, None
+    if case.a_layout is not None:
+        a, a_scale = random_matrix(m, k, case.format, case.a_layout, CPU, scales)
+        a_layout, a_scale = SCALE_LAYOUTS[case.a_layout], a_scale.view(case.format.scale_dtype)
+    else:
+        a = torch.randint(-8, 9, (m, k)) if exact else torch.randn(m, k)
+        a = a.to(case.dtype)
     b, scale = random_matrix(n, k, case.format, case.layout, CPU, scales)
     scale = scale.view(case.format.scale_dtype)
     alpha, bias = operands(case.epilogue, n)
     out = poisoned(m, n, dtype=case.epilogue.out_dtype)
-    given = fp4_mma.Arguments(a, b.t(), scale, alpha, bias, out)
-    run_kernel(case.kernel, arch, *given, seed=one.seed, edit=edit)
-    sums = fp4_gemm(a, None, b, scale, None, None, FP32, case.format, None, SCALE_LAYOUTS[case.layout])
+    given = fp4_mma.Arguments(a, a_scale, b.t(), scale, alpha, bias, out)
+    run_kernel(case.kernel, arch, *given, seed=one.seed, strict=case.a_layout is not None, edit=edit)
+    sums = fp4_gemm(a, a_scale, b, scale, None, None, FP32, case.format, a_layout, SCALE_LAYOUTS[case.layout])
     return out, finished(sums, case.epilogue, alpha, bias)
 
 
-@pytest.mark.parametrize("one", MMAS)
+@pytest.mark.parametrize("one", [*MMAS, *NATIVE_MMAS])
 def test_gemm(one: Mma) -> None:
     """Bit for bit where sums are exact; scales beside the matrix are NaN, and alpha and bias end with the columns."""
     got, want = multiply(one, exact=True)
@@ -97,7 +129,7 @@ def test_gemm_decodes_every_scale(dtype: torch.dtype, fmt: FP4Format) -> None:
     out = poisoned(16, n, dtype=FP32)
     case = MmaCase(dtype, fmt, "linear", 16, 1, Epilogue(FP32), HOPPER)
     scale = scale.view(fmt.scale_dtype)
-    given = fp4_mma.Arguments(torch.eye(k)[:16].to(dtype), b.t(), scale, None, None, out)
+    given = fp4_mma.Arguments(torch.eye(k)[:16].to(dtype), None, b.t(), scale, None, None, out)
     run_kernel(case.kernel, ARCHS[HOPPER], *given, seed=0)
     want = fp4_dequantize(b, scale, block_size=fmt.block_size, scale_layout="linear", out_dtype=FP32)[:, :16].t()
     # A NaN is in the whole sum, and so is infinity times zero, where 6 times the scale exceeds float32.
@@ -178,9 +210,13 @@ def test_activation_tiles(
         pytest.param(lambda: changed(r"barrier\.cluster\.wait", 0), id="parts complete"),
     ],
 )
-def test_what_orders_a_gemm_is_needed(edit: Any) -> None:
+@pytest.mark.parametrize("codes", [False, True], ids=["decoded", "codes"])
+def test_what_orders_a_gemm_is_needed(edit: Any, codes: bool) -> None:
     """Without one of the waits the emulator finds a race. The last chunk lies where the sums will."""
     one = Mma(MmaCase(FP16, NVFP4, "128x4", 8, 2, Epilogue(FP32), HOPPER), (8, 128, 3584), 0)
+    if codes:
+        case = MmaCase(torch.uint8, NVFP4, "128x4", 8, 2, Epilogue(FP32), CONSUMER, a_layout="128x4")
+        one = Mma(case, (8, 128, 3072), 0)
     with pytest.raises(EmulationError):
         multiply(one, edit())
 

@@ -265,3 +265,24 @@ def test_integers_above_zero() -> None:
     a, b = np.int32([-5, 3, 7]), np.int32([2, 4, -9])
     assert compute("min.relu.s32", a, b).tolist() == [0, 3, 0]
     assert compute("max.relu.s32", a, b).tolist() == [2, 4, 7]
+
+
+PAIRS = """
+    mul.wide.u32 %rd8, %r0, 24; add.s64 %rd9, %rd1, %rd8; mul.wide.u32 %rd8, %r0, 8; add.s64 %rd13, %rd0, %rd8;
+    ld.global.b64 %rd10, [%rd9]; ld.global.b64 %rd11, [%rd9+8]; ld.global.b64 %rd12, [%rd9+16];
+    {OP} %rd14, {OPERANDS};
+    st.global.b64 [%rd13], %rd14;
+"""
+
+
+@pytest.mark.parametrize("name", ["add.rn.f32x2", "sub.f32x2", "mul.rn.ftz.f32x2", "fma.rn.f32x2"])
+def test_pairs_of_floats(name: str) -> None:
+    """As the instruction on single numbers, on both halves."""
+    count = 3 if name.startswith("fma") else 2
+    operands = np.random.default_rng(0).standard_normal((32, 3, 2)).astype(np.float32)
+    operands[:4] *= np.float32(2.0**-100)  # products underflow
+    operands[4, 0] = np.inf, np.nan
+    text = entry(PAIRS.format(OP=name, OPERANDS=", ".join(f"%rd{10 + i}" for i in range(count))))
+    out, _ = launch(text, zeros(64), operands.reshape(-1))
+    want = compute(name.replace(".f32x2", ".f32"), *(operands[:, i].reshape(-1) for i in range(count)))
+    assert np.array_equal(out, want.view(np.uint32))

@@ -9,7 +9,7 @@ from support.kernel_grid import BF16, FP16, FP32
 
 CPU = torch.device("cpu")
 POISON = 0xEE
-HOPPER, BLACKWELL = "sm_90a", "sm_100a"
+HOPPER, BLACKWELL, CONSUMER = "sm_90a", "sm_100a", "sm_120a"
 WAIT = r"mbarrier\.try_wait\S*\s+(\w+),"
 PASSED = r"setp.eq.u32 \1, 0, 0;"
 """In place of a wait: it is over."""

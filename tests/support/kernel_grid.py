@@ -22,6 +22,7 @@ from torch_cute_ops.formats import (
     FP8Format,
     resolve_fp8_format,
 )
+from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.expert_choice import ExpertChoice
 from torch_cute_ops.kernels.common.fp4_operands import FP4Operands
@@ -32,6 +33,7 @@ WIDTHS = tuple(itertools.chain(*SPANS))
 WIDE = (4096, 7168, 8192, 65_536)
 """Widths at which threads hold the most values."""
 ARCHS = ("sm_90a", "sm_100a", "sm_120a")
+DESKTOP = ("sm_120a", "sm_121a")
 FP4_TARGETS = tuple(itertools.product(("nvfp4", "nvfp4-g", "mxfp4"), SCALE_LAYOUTS))
 FP8_TARGETS = (("tensor", "row"), ("token", "row"), ("block128", "row"), ("block128", "column"))
 """Format (``-g``: with a global scale) and scale layout."""
@@ -218,10 +220,12 @@ class MmaCase:
     epilogue: Epilogue
     arch: str
     ctas_per_sm: int = 1
+    a_layout: str | None = None
 
     @property
     def id(self) -> str:
-        return _fp4_gemm_id("mma", self, f"{self.tokens}x{self.splits}x{self.ctas_per_sm}", _epilogue_id(self.epilogue))
+        tile = f"{self.tokens}x{self.splits}x{self.ctas_per_sm}"
+        return _fp4_gemm_id("mma", self, *filter(None, (self.a_layout,)), tile, _epilogue_id(self.epilogue))
 
     @property
     def kernel(self) -> Any:
@@ -239,6 +243,7 @@ class MmaCase:
             ctas_per_sm=self.ctas_per_sm,
             arch=GPU_ARCHS[self.arch],
             pdl=True,
+            a_layout=SCALE_LAYOUTS[self.a_layout] if self.a_layout else None,
         )
         return None if config is None else fp4_mma.FP4MmaKernel(config)
 
@@ -592,6 +597,15 @@ def mma_cases(every: bool) -> list[MmaCase]:
         case = MmaCase(*kind, next(layouts), tokens, next(splits), next(finish), arch, ctas_per_sm)
         if case.kernel is not None:
             cases.append(case)
+    # FP4 activations, whose codes are multiplied
+    kinds = ((NVFP4, "128x4"), (MXFP4, "linear"), (NVFP4, "linear"), (MXFP4, "8x4"))
+    for i, (tokens, ctas_per_sm) in enumerate(tiles):
+        every_kind = tuple(itertools.product(DESKTOP, kinds))
+        for arch, (fmt, a_layout) in every_kind if every else [every_kind[3 * i % len(every_kind)]]:
+            layout = weight_layout(SCALE_LAYOUTS[a_layout]).name
+            case = MmaCase(torch.uint8, fmt, layout, tokens, next(splits), next(finish), arch, ctas_per_sm, a_layout)
+            if case.kernel is not None:
+                cases.append(case)
     return cases
 
 

@@ -194,8 +194,9 @@ def compute_dequantize(config: Any, y: Any, scale: Any, factor: Any, out: Any, m
 
 
 def compute_fp4_mma(config: Any, *args: Any) -> None:
-    a, b, scale, alpha, bias, out = fp4_mma.Arguments(*args)
-    write(out, fp4_gemm(a, None, b.t(), scale, alpha, bias, out.dtype, config.fmt, None, config.layout))
+    a, a_scale, b, scale, alpha, bias, out = fp4_mma.Arguments(*args)
+    layouts = config.a_layout, config.layout
+    write(out, fp4_gemm(a, a_scale, b.t(), scale, alpha, bias, out.dtype, config.fmt, *layouts))
 
 
 def compute_fp4_wgmma(config: Any, *args: Any) -> None:

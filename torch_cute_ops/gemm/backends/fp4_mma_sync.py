@@ -1,6 +1,12 @@
-"""FP4 weights by ``mma.sync``, decoded in registers: for few rows, where the weight's bytes take the time."""
+"""FP4 weights by ``mma.sync``: for few rows, where the weight's bytes take the time.
+
+They are decoded in registers; but where the activations are FP4 too, and the GPU has block-scaled ``mma.sync``, that
+multiplies codes, and nothing is decoded.
+"""
 
 import itertools
+
+import torch
 
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Launch, Target
@@ -27,6 +33,8 @@ DECODE_CLOCKS = 0.035
 """SM clocks to decode a weight (measured on an H200)."""
 WAVE_SECONDS = 1.5e-6
 """Prologue and epilogue of a CTA: the first copies, the last sums (measured on an H200)."""
+FP4_RATE = 4
+"""Tensor-core rate of FP4 over that of 16 bits (by data sheet: nothing of this has been measured)."""
 DECODE_SECONDS = 5e-6
 """Time of the kernel that decodes FP4 activations, and of the additional launch (measured on an H200)."""
 
@@ -59,45 +67,58 @@ class FP4MmaSync(FP4KernelBackend):
         waves = -(-ctas // slots)
         # A CTA of a partial wave takes as long as in a full one: it reads at its share of the bandwidth.
         weight = fp4_mma.ROWS * problem.b.row_bytes(problem.k)
-        activations = 0.5 * 2 * tokens * problem.k  # from L2, at about twice the bandwidth of memory
+        native = target.arch is not None and _multiplies_codes(problem, target.arch)
+        row_bytes = problem.a.row_bytes(problem.k) if native else 2 * problem.k
+        activations = 0.5 * tokens * row_bytes  # from L2, at about twice the bandwidth of memory
         read = (weight + activations) / splits
         flops = 2 * fp4_mma.ROWS * tokens * problem.k // splits
-        computed = cost.overlapped(
-            cost.weight_seconds(fp4_mma.ROWS * problem.k // splits * ctas_per_sm, DECODE_CLOCKS),
-            cost.tensor_core_seconds(flops * ctas_per_sm, target, sms=1) / EFFICIENCY,
-            order=2,
-        )
+        multiplied = cost.tensor_core_seconds(flops * ctas_per_sm, target, sms=1) / EFFICIENCY
+        decoded = cost.weight_seconds(fp4_mma.ROWS * problem.k // splits * ctas_per_sm, DECODE_CLOCKS)
+        computed = multiplied / FP4_RATE if native else cost.overlapped(decoded, multiplied, order=2)
         busy = cost.overlapped(computed, read / (cost.bytes_per_second(target) / slots), order=4)
-        return cost.LAUNCH_SECONDS + waves * (busy + WAVE_SECONDS) + DECODE_SECONDS * problem.a.is_fp4
+        return cost.LAUNCH_SECONDS + waves * (busy + WAVE_SECONDS) + DECODE_SECONDS * (problem.a.is_fp4 and not native)
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
         kernel = KernelSpec(fp4_mma.KERNEL, _config(problem, tactic, arch))
         layout = problem.a.scale_layout
-        return (kernel,) if layout is None else (kernel, decoding_kernel(problem, layout, sixteen_bit_dtype(problem)))
+        if layout is None or _multiplies_codes(problem, arch):
+            return (kernel,)
+        return kernel, decoding_kernel(problem, layout, sixteen_bit_dtype(problem))
 
     def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
-        function, _ = self.compiled(problem, tactic, target)
+        function, config = self.compiled(problem, tactic, target)
+        if config.a_layout is not None:
+            return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
+                a, a_scale, b, b_scale, alpha, bias, out
+            )
         dtype, layout = sixteen_bit_dtype(problem), problem.a.scale_layout
         if layout is not None:
             decode = decoder(problem, layout, dtype, target)
             return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
-                decode(a, a_scale), b, b_scale, alpha, bias, out
+                decode(a, a_scale), None, b, b_scale, alpha, bias, out
             )
         if problem.a.format != dtype:
             return lambda a, b, _, b_scale, alpha, bias, offsets, counts, out: function(
-                a.to(dtype), b, b_scale, alpha, bias, out
+                a.to(dtype), None, b, b_scale, alpha, bias, out
             )
-        return lambda a, b, _, b_scale, alpha, bias, offsets, counts, out: function(a, b, b_scale, alpha, bias, out)
+        return lambda a, b, _, b_scale, alpha, bias, offsets, counts, out: function(
+            a, None, b, b_scale, alpha, bias, out
+        )
 
     def checks_operands(self, problem: GemmProblem) -> bool:
         return problem.a.format == sixteen_bit_dtype(problem)
 
 
+def _multiplies_codes(problem: GemmProblem, arch: Arch) -> bool:
+    return problem.a.is_fp4 and arch.has_block_scaled_mma
+
+
 def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_mma.Config | None:
     """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
     tokens, splits, ctas_per_sm = map(int, tactic)
+    native = _multiplies_codes(problem, arch)
     return fp4_mma.plan(
-        dtype=sixteen_bit_dtype(problem),
+        dtype=torch.uint8 if native else sixteen_bit_dtype(problem),
         fmt=fp4_format(problem),
         layout=weight_scales(problem),
         epilogue=problem.epilogue,
@@ -106,4 +127,5 @@ def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_mma.Config 
         ctas_per_sm=ctas_per_sm,
         arch=arch,
         pdl=settings.PDL,
+        a_layout=problem.a.scale_layout if native else None,
     )

@@ -220,6 +220,26 @@ def mma_16x8x32(a: list, b: list, c: list, *, loc=None, ip=None) -> list:
     return _mma("m16n8k32", a, b, c, "e4m3", loc, ip)
 
 
+@dsl_user_op
+def mma_16x8x64(a: list, b: list, c: list, a_scales, b_scales, nvfp4: bool, *, loc=None, ip=None) -> list:
+    """``a @ b + c`` of a warp: ``a`` 16 x 64 and ``b`` 64 x 8 of e2m1, packed, times their scales; ``c`` in fp32.
+
+    Scales are bytes of a word, the first in the lowest: four of e4m3 for a row of 64 (``nvfp4``), or two of e8m0. Lanes
+    4 i and 4 i + 1 have those of rows i and i + 8 of ``a``, lane 4 i those of column i of ``b``.
+    """
+    kind = ("mxf4nvf4", "4X", "ue4m3") if nvfp4 else ("mxf4", "2X", "ue8m0")
+    result = llvm.StructType.get_literal([T.f32()] * 4)
+    operands = [_u32(word, loc, ip) for word in (*a, *b)] + [_f32(value, loc, ip) for value in c]
+    operands += [_u32(word, loc, ip) for word in (a_scales, b_scales)]
+    text = (
+        f"mma.sync.aligned.kind::{kind[0]}.block_scale.scale_vec::{kind[1]}"
+        f".m16n8k64.row.col.f32.e2m1.e2m1.f32.{kind[2]} "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13}, {$14}, {0, 0}, {$15}, {0, 0};"
+    )
+    values = _asm(result, operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f,r,r", loc, ip, pure=False)
+    return [Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
 def copy_async_16(target, source, exists) -> None:
     """Start a copy of 16 bytes to shared memory, past L1; of zeros, unless ``exists``."""
     size = select(exists, Int32(16), Int32(0))

@@ -17,6 +17,9 @@ Roles and data path. A CTA has 8 warps, 128 rows of ``b`` and one tile of rows o
    parts in the order of k, and apply the epilogue. So a row of the result depends on ``splits`` alone, not on M or on
    what else is computed.
 
+Where both operands are FP4 and the GPU has block-scaled MMAs, ``native.py`` replaces steps 2 and 3: nothing is decoded
+or rearranged. A warp multiplies codes of 64 elements of k at once, and the MMA applies both operands' scales.
+
 Bytes moved: ``b`` and its scales once for each tile of rows of ``a``; ``a`` once for each 128 rows of ``b``, from L2.
 """
 

@@ -29,7 +29,8 @@ class Arguments(NamedTuple):
     multiple of 32; N is a multiple of 8.
 
     Attributes:
-        a: (M, K) bfloat16 or float16.
+        a: (M, K) bfloat16 or float16, or (M, K/2) uint8.
+        a_scale: the scales of the latter, in ``Config.a_layout``; or ``None``.
         b: (K/2, N) uint8: the transposed view of a row-major (N, K/2) weight.
         b_scale: its scales, (N, K/B) or, tiled, (rows, blocks) padded to whole tiles; e4m3, or uint8 for ue8m0.
         alpha: (1,) or (N,) float32, or ``None``: as ``Config.epilogue`` says.
@@ -38,6 +39,7 @@ class Arguments(NamedTuple):
     """
 
     a: Any
+    a_scale: Any
     b: Any
     b_scale: Any
     alpha: Any
@@ -50,7 +52,8 @@ class Config:
     """Everything static about a kernel. N, K and M are not.
 
     Attributes:
-        dtype: of the activations and the decoded weight, the operands of the MMAs: bfloat16, or float16 (NVFP4 only).
+        dtype: of the activations and the decoded weight, the operands of the MMAs: bfloat16, or float16 (NVFP4 only);
+            uint8 where these multiply codes.
         fmt, layout: format and scale layout of the weight.
         epilogue: what is done to the sums.
         tokens: rows of activations of a CTA.
@@ -58,6 +61,8 @@ class Config:
         stages: chunks in flight.
         ctas_per_sm: CTAs that an SM has room for.
         pdl: whether launches are programmatic dependent launches.
+        a_layout: the layout of the activations' scales, where both operands are FP4 and block-scaled MMAs multiply
+            their codes; ``None`` if the activations have 16 bits.
     """
 
     dtype: torch.dtype
@@ -69,6 +74,7 @@ class Config:
     stages: int
     ctas_per_sm: int
     pdl: bool
+    a_layout: ScaleLayout | None = None
 
     @property
     def chunk_blocks(self) -> int:
@@ -87,13 +93,18 @@ class Config:
 
     @property
     def token_bytes(self) -> int:
-        """Activations of a stage."""
-        return self.tokens * CHUNK * self.dtype.itemsize
+        """Activations of a stage, without scales."""
+        return self.tokens * (CHUNK // 2 if self.a_layout else CHUNK * self.dtype.itemsize)
+
+    @property
+    def token_scale_bytes(self) -> int:
+        """Scales of these: rows of ``chunk_blocks``."""
+        return self.tokens * self.chunk_blocks if self.a_layout else 0
 
     @property
     def stage_bytes(self) -> int:
         """One chunk of everything."""
-        return self.code_bytes + self.scale_bytes + self.token_bytes
+        return self.code_bytes + self.scale_bytes + self.token_bytes + self.token_scale_bytes
 
     @property
     def sum_tile(self) -> SumTile:
@@ -112,6 +123,8 @@ class Config:
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
+        if self.a_layout is not None and not arch.has_block_scaled_mma:
+            return f"needs block-scaled mma.sync; this is {arch.name}"
         if self.layout.tile_rows not in (0, ROWS):
             return f"the layout {self.layout.name} is not for scales of weights"
         reason = self.epilogue.reason_unsupported() or reason_beyond(self.dtype, self.fmt, self.smem_bytes, arch)
@@ -133,10 +146,11 @@ def plan(
     ctas_per_sm: int,
     arch: Arch,
     pdl: bool,
+    a_layout: ScaleLayout | None = None,
 ) -> Config | None:
     """The configuration with the most stages that ``arch`` has room for; ``None`` if it has room for none."""
     for stages in STAGES:
-        config = Config(dtype, fmt, layout, epilogue, tokens, splits, stages, ctas_per_sm, pdl)
+        config = Config(dtype, fmt, layout, epilogue, tokens, splits, stages, ctas_per_sm, pdl, a_layout)
         if config.reason_unsupported(arch) is None:
             return config
     return None

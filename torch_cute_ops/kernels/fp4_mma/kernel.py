@@ -20,6 +20,7 @@ from torch_cute_ops.kernels.common.fp4_weights import (
 )
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
 from torch_cute_ops.kernels.fp4_mma.config import CHUNK, ROWS, THREADS, Arguments, Config
+from torch_cute_ops.kernels.fp4_mma.native import code_place, load_activations, multiply_codes
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 LINE = 128  # bytes of codes of a row in a chunk
@@ -39,6 +40,7 @@ class Part(NamedTuple):
         k, n, m: sizes of the GEMM.
         blocks: of a row of the weight.
         a, b, scale: the activations, and the weight by rows with its scales as bytes.
+        a_scale: the scales of activations that are codes, as bytes.
     """
 
     tid: Int32
@@ -54,6 +56,7 @@ class Part(NamedTuple):
     a: cute.Tensor
     b: cute.Tensor
     scale: cute.Tensor
+    a_scale: cute.Tensor | None
 
 
 class FP4MmaKernel:
@@ -61,6 +64,7 @@ class FP4MmaKernel:
 
     def __init__(self, config: Config):
         self.config = config
+        self.native = config.a_layout is not None
         self.dtype = DSL_DTYPES[config.dtype]
         self.epilogue = EpilogueOps(config.epilogue)
 
@@ -68,8 +72,11 @@ class FP4MmaKernel:
         m, n = Dim("m"), Dim("n", divisibility=8)
         k, half = Dim("k", divisibility=32), Dim("k_bytes", divisibility=16)
         alpha, bias = self.epilogue.arguments(n)
+        columns = half if self.native else k
+        a_scales = scale_argument(self.config.fmt, Dim("a_scale_rows"), Dim("a_blocks")) if self.native else None
         return Arguments(
-            a=TensorArg(self.dtype.__name__, (m, k), (k, 1), align=16),
+            a=TensorArg(self.dtype.__name__, (m, columns), (columns, 1), align=16),
+            a_scale=a_scales,
             b=TensorArg("Uint8", (half, n), (1, half), align=16),
             b_scale=scale_argument(self.config.fmt, Dim("scale_rows"), Dim("blocks")),
             alpha=alpha,
@@ -78,14 +85,16 @@ class FP4MmaKernel:
         )
 
     @cute.jit
-    def __call__(self, a, b, b_scale, alpha, bias, out, stream):
+    def __call__(self, a, a_scale, b, b_scale, alpha, bias, out, stream):
         c = self.config
         b, scale = rows_of_bytes(b, b_scale)
+        if const_expr(self.native):
+            a_scale = cute.make_tensor(cute.recast_ptr(a_scale.iterator, dtype=Uint8), a_scale.layout)
         # In one dimension, where a grid may have 2^31 CTAs: all tiles of the weight for a tile of activations, then for
         # the next.
         tiles = cute.ceil_div(b.shape[0], ROWS) * cute.ceil_div(a.shape[0], c.tokens)
-        ctas = ctas_unless_overlapping(tiles * c.splits, (out,), (a, b, scale, alpha, bias))
-        self.kernel(a, b, scale, alpha, bias, out).launch(
+        ctas = ctas_unless_overlapping(tiles * c.splits, (out,), (a, a_scale, b, scale, alpha, bias))
+        self.kernel(a, a_scale, b, scale, alpha, bias, out).launch(
             grid=[ctas, 1, 1],
             block=[THREADS, 1, 1],
             min_blocks_per_mp=c.ctas_per_sm,
@@ -96,14 +105,15 @@ class FP4MmaKernel:
         )
 
     @cute.kernel
-    def kernel(self, a, b, scale, alpha, bias, out):
+    def kernel(self, a, a_scale, b, scale, alpha, bias, out):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         row_tiles = cute.ceil_div(b.shape[0], ROWS)
         tile = cta // c.splits
         lane = tid % 32
-        chunks = cute.ceil_div(a.shape[1], CHUNK)
+        k = a.shape[1] * 2 if const_expr(self.native) else a.shape[1]
+        chunks = cute.ceil_div(k, CHUNK)
         rank = cta % c.splits
         first = rank * chunks // c.splits
         count = (rank + 1) * chunks // c.splits - first
@@ -114,13 +124,14 @@ class FP4MmaKernel:
             token=lane // QUAD,
             first_row=tile % row_tiles * ROWS,
             first_token=tile // row_tiles * c.tokens,
-            k=a.shape[1],
+            k=k,
             n=b.shape[0],
             m=a.shape[0],
-            blocks=a.shape[1] // c.fmt.block_size,
+            blocks=k // c.fmt.block_size,
             a=a,
             b=b,
             scale=scale,
+            a_scale=a_scale,
         )
         base = SmemAllocator().allocate(c.smem_bytes, 128)
         if const_expr(c.pdl):
@@ -131,21 +142,28 @@ class FP4MmaKernel:
             cute.arch.cp_async_commit_group()
         sums = cute.make_rmem_tensor((c.tokens // TILE * 4,), Float32)
         sums.fill(0.0)
-        cute.arch.cp_async_wait_group(c.stages - 2)
-        if count > 0:
-            self._rearrange(0, base, part)
+        if const_expr(not self.native):
+            cute.arch.cp_async_wait_group(c.stages - 2)
+            if count > 0:
+                self._rearrange(0, base, part)
         for i in range(count):
-            # This thread's copies of the next chunk have arrived.
-            cute.arch.cp_async_wait_group(c.stages - 3)
-            if i + 1 < count:
-                self._rearrange((i + 1) % c.stages, base, part)
+            # This thread's copies have arrived: of this chunk, and of the next one, which it rearranges.
+            cute.arch.cp_async_wait_group(c.stages - (2 if const_expr(self.native) else 3))
+            if const_expr(not self.native):
+                if i + 1 < count:
+                    self._rearrange((i + 1) % c.stages, base, part)
             # All copies of this chunk have arrived, and all warps are done with the one before, whose stage is next.
             cute.arch.sync_threads()
             ahead = i + c.stages - 1
             if ahead < count:
                 self._load(first + ahead, ahead % c.stages, base, part)
             cute.arch.cp_async_commit_group()
-            self._multiply(first + i, i % c.stages, sums, base, part)
+            if const_expr(self.native):
+                stage = i % c.stages
+                operands = [at(stage, base) for at in (self._codes_at, self._scales_at, self._tokens_at)]
+                multiply_codes(c, first + i, operands, sums, part)
+            else:
+                self._multiply(first + i, i % c.stages, sums, base, part)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         if const_expr(c.pdl):
@@ -158,7 +176,9 @@ class FP4MmaKernel:
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-        finish = self.epilogue.finisher(self.epilogue.factor(alpha), terms, sum_scale(c.fmt))
+        finish = self.epilogue.finisher(
+            self.epilogue.factor(alpha), terms, 1.0 if const_expr(self.native) else sum_scale(c.fmt)
+        )
         write_sums(sum_tile, c.splits, THREADS, finish, out, base, rank, tid, part.first_token, part.first_row)
         if const_expr(c.splits > 1):
             # No CTA may end while another still reads its sums.
@@ -189,6 +209,15 @@ class FP4MmaKernel:
             exists = (part.first_row + row < part.n) & (begin < part.k // 2)
             source = part.b.iterator + self._offset(part.first_row + row, part.k // 2, begin, exists, 16)
             ptx.copy_async_16(codes + self._code_place(row, column), source, exists)
+        self._load_scales(chunk, scales, part)
+        if const_expr(self.native):
+            load_activations(c, chunk, tokens, part)
+        else:
+            self._load_activations(chunk, tokens, part)
+
+    @cute.jit
+    def _load_activations(self, chunk, tokens, part):
+        c = self.config
         row_bytes = CHUNK * c.dtype.itemsize
         for i in range_constexpr(c.token_bytes // 16 // THREADS):
             piece = part.tid + i * THREADS
@@ -197,7 +226,6 @@ class FP4MmaKernel:
             exists = (part.first_token + row < part.m) & (begin < part.k)
             source = part.a.iterator + self._offset(part.first_token + row, part.k, begin, exists, 8)
             ptx.copy_async_16(tokens + self._token_place(row, column), source, exists)
-        self._load_scales(chunk, scales, part)
 
     def _offset(self, row, pitch, column, exists, divby: int) -> Int64:
         """Elements from the start of a matrix, a multiple of ``divby``; 0 for what does not exist."""
@@ -243,6 +271,8 @@ class FP4MmaKernel:
 
     def _code_place(self, row, column) -> Int32:
         """Offset of the 16 bytes ``column`` of a row of codes; rows that are read at once are in different banks."""
+        if const_expr(self.native):
+            return code_place(row, column)
         return row * LINE + (column ^ (row % 2 * 4)) * 16
 
     def _token_place(self, row, column) -> Int32:
