@@ -6,7 +6,8 @@ environment an error names the kernel's source line too; compiling then takes a 
 """
 
 from ptx.launch import compile_ptx, run_kernel
-from ptx.machine import GlobalMemory, Launch, Machine
+from ptx.layout import GlobalMemory, Launch
+from ptx.machine import Machine
 from ptx.memory import Deadlock, EmulationError, Misaligned, OutOfBounds, Race, Uninitialised
 from ptx.parser import parse
 

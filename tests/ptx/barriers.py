@@ -40,6 +40,10 @@ class Barriers:
         self.cluster_phase = np.zeros(machine.threads, np.int32)
         self.cluster_phases = np.zeros(machine.clusters, np.int32)
         self.mbarriers: dict[tuple[int, int], Mbarrier] = {}
+        # mbarrier.try_wait: of which thread, at which mbarrier, in which phase it may time out no more; and whose does.
+        self.random = None if machine.random is None else machine.random.spawn(1)[0]
+        self.timed_out: set[tuple[int, int, int, int]] = set()
+        self.times_out = np.zeros(machine.threads, bool)
 
     # CTA barriers
 
@@ -151,6 +155,14 @@ class Barriers:
             self._check(cta, offset, barrier)
         return phases
 
+    def arrive_later(self, cta: int, offset: int) -> None:
+        """One arrival by something asynchronous."""
+        barrier = self._found(0, cta, offset)
+        barrier.pending -= 1
+        if barrier.pending < 0:
+            raise Fault(EmulationError, 0, f"mbarrier at {offset:#x}: more than {barrier.expected} arrivals")
+        self._check(cta, offset, barrier)
+
     def complete(self, cta: int, offset: int, size: int) -> None:
         barrier = self._found(0, cta, offset)
         barrier.bytes -= size
@@ -165,24 +177,57 @@ class Barriers:
                 self.machine.retry(waiters)
             barrier.waiters = []
 
-    def test(self, threads: Array, address: Array, wanted: Array, parity: bool, waits: bool) -> Array:
-        """Whether a phase is complete: the one with this parity, or this one. ``waits``: who has no success waits."""
+    def test(self, threads: Array, address: Array, wanted: Array, parity: bool, waits: bool) -> tuple[Array, Array]:
+        """Who goes on, and whether a phase is complete: the one with this parity, or this one.
+
+        ``waits``: who has no success waits, unless that times out: once at most, for each thread and phase.
+        """
         ctas, offsets = self.machine.shared_place("shared", threads, address)
         wanted = of_each(wanted, threads)
         key = ctas * (1 << RANK_SHIFT) + offsets
-        done = np.zeros(len(threads), bool)
+        done, complete = np.zeros(len(threads), bool), np.zeros(len(threads), bool)
         for one in np.unique(key):
             at = np.flatnonzero(key == one)
             cta, offset = int(ctas[at[0]]), int(offsets[at[0]])
             barrier = self._found(at[0], cta, offset)
             self.machine.races.read(threads[at], ctas[at], offsets[at], 8)
-            done[at] = (barrier.phase & 1) != (wanted[at] & 1) if parity else barrier.phase > wanted[at]
-            self.machine.races.leave(("mbarrier", cta, offset), threads[at][done[at]])
-            left = threads[at][~done[at]]
-            if waits and len(left):
-                self.machine.wait(left)
-                barrier.waiters.append(left)
-        return done
+            complete[at] = (barrier.phase & 1) != (wanted[at] & 1) if parity else barrier.phase > wanted[at]
+            self.machine.races.leave(("mbarrier", cta, offset), threads[at][complete[at]])
+            done[at] = complete[at]
+            if waits and not complete[at].all():
+                at = at[~complete[at]]
+                done[at] = self._time_out(threads[at], cta, offset, barrier.phase)
+                left = threads[at][~done[at]]
+                if len(left):
+                    self.machine.wait(left)
+                    barrier.waiters.append(left)
+        self.times_out[threads] = False
+        return done, complete
+
+    def _time_out(self, threads: Array, cta: int, offset: int, phase: int) -> Array:
+        """Which of some threads go on although the phase is not complete."""
+        goes_on = self.times_out[threads]
+        if self.random is not None and self.random.random() < 0.2:
+            goes_on = goes_on | (self.random.random(len(threads)) < 0.5)
+        for i in np.flatnonzero(goes_on):
+            name = (int(threads[i]), cta, offset, phase)
+            goes_on[i] = name not in self.timed_out
+            self.timed_out.add(name)
+        return goes_on
+
+    def time_out(self) -> bool:
+        """Nothing can run: those that may are to go on without success, all at once. Whether there are any."""
+        found = False
+        for (cta, offset), barrier in self.mbarriers.items():
+            if not barrier.waiters:
+                continue
+            waiting = np.concatenate(barrier.waiters)
+            may = np.array([(int(t), cta, offset, barrier.phase) not in self.timed_out for t in waiting], bool)
+            self.times_out[waiting[may]] = True
+            self.machine.retry(waiting[may])
+            barrier.waiters = [waiting[~may]] if not may.all() else []
+            found = found or bool(may.any())
+        return found
 
     def waited_for(self) -> list[str]:
         """The mbarriers at which threads wait, and what these lack."""

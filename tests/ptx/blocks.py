@@ -83,7 +83,7 @@ def find_live_registers(blocks: list[Block], registers: int) -> None:
         block.live_out = [slot for slot in range(registers) if (written & live) >> slot & 1]
 
 
-ACCESSING = ("ld", "ldu", "st", "atom", "red", "cp", "mbarrier", "wgmma")
+ACCESSING = ("ld", "ldu", "st", "atom", "red", "cp", "mbarrier", "wgmma", "tcgen05")
 
 
 def find_loads(blocks: list[Block]) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ptx.arithmetic import IGNORED, PURE, Op, type_of
+from ptx.memory import RANK_SHIFT
 from ptx.parser import Imm, Instruction, Mem, Operand, Reg, Symbol, Vec
 from ptx.values import TYPES, UNSIGNED, Array, Type
 
@@ -101,6 +102,7 @@ class Decoder:
         self.slots: dict[str, int] = {}
         self.widths: list[int] = []
         self.reads: list[int] = []
+        self.shared_symbols: dict[int, Array] = {}
 
     def decode(self, instruction: Instruction) -> Step:
         """Raises NotImplementedError for what is unknown."""
@@ -180,11 +182,22 @@ class Decoder:
         if isinstance(operand, Reg):
             return self._register(operand, type)
         if isinstance(operand, Symbol) and operand.name in self.machine.symbols:
-            operand = Imm(self.machine.symbols[operand.name][1])
+            space, address = self.machine.symbols[operand.name]
+            if space == "shared" and self.machine.cluster_ctas > 1:
+                return self._shared_symbol(address, type)
+            operand = Imm(address)
         if not isinstance(operand, Imm):
             raise NotImplementedError(f"operand {operand}")
         value = self._constant(operand, type)
         return Source(None, lambda values: value)
+
+    def _shared_symbol(self, offset: int, type: Type) -> Source:
+        """An address in the thread's own CTA of a cluster: a register holds it that nobody writes."""
+        slot = self._slot(Reg(f"%shared+{offset}.{type.bits}", type.bits))
+        address = (self.machine.rank.astype(np.int64) << RANK_SHIFT) + offset
+        self.shared_symbols[slot] = address.astype(UNSIGNED[type.bits])
+        self.reads.append(slot)
+        return Source(slot, lambda values: values[slot].view(type.dtype))
 
     def _constant(self, operand: Imm, type: Type) -> Array:
         if type.name == "pred":
@@ -226,6 +239,8 @@ class Decoder:
             mask = np.int64(0xFFFFFFFF if type.bits == 32 else -1)
             return Source(base.slot, lambda values: (base(values).astype(np.int64) + offset) & mask)
         base = self.source(operand.base, TYPES["u64"])
+        if base.slot is not None:
+            return Source(base.slot, lambda values: base(values).astype(np.int64) + offset)
         value = base({}).astype(np.int64) + offset
         return Source(None, lambda values: value)
 

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ptx.machine import GlobalMemory, Launch, Machine
+from ptx.layout import GlobalMemory, Launch
+from ptx.machine import Machine
 from ptx.parser import Program, parse_all
 from ptx.values import Array
 from torch_cute_ops.runtime.arch import Arch
@@ -43,11 +44,11 @@ def compile_ptx(kernel: Any, arch: Arch) -> Compiled:
             options = f"--keep-ptx --dump-dir={folder} --ptxas-options=-O0"
             compiled = trace_and_compile(kernel, arch, options)
             ptx = compiled.artifacts.PTX
-        _compiled[key] = Compiled(_programs(ptx), ptx, compiled.ir_module)
+        _compiled[key] = Compiled(programs_of(ptx), ptx, compiled.ir_module)
     return _compiled[key]
 
 
-def _programs(ptx: str) -> dict[str, Program]:
+def programs_of(ptx: str) -> dict[str, Program]:
     return {program.name: program for program in parse_all(ptx)}
 
 
@@ -58,6 +59,7 @@ def run_kernel(
     seed: int | None = 0,
     max_steps: int = 1_000_000,
     strict: bool = False,
+    lenient: bool = False,
     edit: Callable[[str], str] | None = None,
 ) -> list[Machine]:
     """Execute a kernel's launches on CPU tensors, which get the results.
@@ -70,6 +72,7 @@ def run_kernel(
         seed: of the order in which warps and copies proceed; ``None``: warps in step, copies as late as possible.
         max_steps: instructions after which a launch is given up.
         strict: whether only ``bar.warp.sync`` orders memory within a warp; see ``Machine``.
+        lenient: for others' kernels; see ``Machine``.
         edit: changes the PTX first, for tests of tests.
 
     Returns:
@@ -80,7 +83,7 @@ def run_kernel(
         TypeError, ValueError: for arguments that are not as ``kernel.arguments()`` says, and for a launch of no CTAs.
     """
     compiled = compile_ptx(kernel, arch)
-    programs = _programs(edit(compiled.ptx)) if edit else compiled.programs
+    programs = programs_of(edit(compiled.ptx)) if edit else compiled.programs
     memory = GlobalMemory()
     leaves, tensors = _flatten(kernel.arguments(), arguments, memory)
     machines = []
@@ -88,7 +91,7 @@ def run_kernel(
     for name, launch in host_launches(compiled.module, leaves, sizes):
         if 0 in launch.grid:
             raise ValueError(f"{name}: a launch of no CTAs, {launch.grid}, which CUDA refuses")
-        machine = Machine(programs[name], launch, memory, seed, max_steps, strict)
+        machine = Machine(programs[name], launch, memory, seed, max_steps, strict, lenient)
         machines.append(machine)
         machine.run()
     for address, tensor in tensors:

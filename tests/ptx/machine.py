@@ -14,14 +14,14 @@ their ``cp.async`` written; misuse of barriers; threads that wait for ever.
 
 Not modelled: memory ordering beyond that (other fences do nothing, nor are there proxies elsewhere, nor order in global
 memory), registers of warpgroup MMAs before these are done, caches, timing, and ``griddepcontrol``, which does
-nothing. ``mbarrier.try_wait`` blocks until it can succeed.
+nothing. ``mbarrier.try_wait`` blocks until it can succeed; but with a ``seed``, and where nothing else can run, it may
+time out once before it does.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,14 +30,12 @@ import ptx.instructions  # noqa: F401  (makes the instructions known)
 from ptx.barriers import AT_WARP, Barriers
 from ptx.blocks import Block, blocks_of, find_live_registers, find_loads, granule
 from ptx.decoder import Decoder, Step
+from ptx.layout import GlobalMemory, Launch, Layout
 from ptx.memory import (
-    ALLOCATED,
     LOCAL_WINDOW,
     RANK_SHIFT,
     REGION_SHIFT,
-    SHARED_BASE,
     SHARED_WINDOW,
-    WRITTEN,
     Deadlock,
     EmulationError,
     Fault,
@@ -47,57 +45,23 @@ from ptx.memory import (
 )
 from ptx.parser import Program
 from ptx.races import Races
+from ptx.tensor_cores import TensorCores
+from ptx.tensor_memory import TensorMemory
 from ptx.under_way import UnderWay
 from ptx.values import F32_NAN, UNSIGNED, Array, of_each
 
-WARP = 32
 RUNNING, WAITING, ENDED = 0, 1, 2
 FAR = np.iinfo(np.int32).max
 
 
-@dataclass
-class Launch:
-    """What a launch is given. ``params`` are the bytes of each kernel parameter."""
-
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    params: list[bytes]
-    cluster: tuple[int, int, int] = (1, 1, 1)
-    dynamic_shared: int = 0
-
-
-class GlobalMemory:
-    """The allocations that launches can access."""
-
-    def __init__(self) -> None:
-        self.regions: list[Memory] = []
-
-    def allocate(self, name: str, contents: Array, align: int = 16, accessible: Array | None = None) -> int:
-        """The address of a copy of ``contents``, whose alignment is no more than ``align``.
-
-        ``accessible`` says for each byte whether it belongs to the allocation.
-        """
-        lead = align % 256
-        memory = Memory(name, lead + len(contents))
-        memory.data[lead : lead + len(contents)] = contents
-        flags = np.full(len(contents), ALLOCATED | WRITTEN, np.uint8)
-        if accessible is not None:
-            flags = np.where(accessible, flags, 0)
-        memory.flags[lead : lead + len(contents)] = flags
-        self.regions.append(memory)
-        return (len(self.regions) << REGION_SHIFT) + lead
-
-    def contents(self, address: int, size: int) -> Array:
-        start = address & ((1 << REGION_SHIFT) - 1)
-        return self.regions[(address >> REGION_SHIFT) - 1].data[start : start + size]
-
-
-class Machine:
+class Machine(Layout):
     """One launch of ``program``. After ``run``, ``steps`` counts the instructions executed, each for many threads.
 
     ``seed``: of the order in which warps and copies proceed; ``None``: all warps in step, copies as late as possible.
     ``strict``: within a warp only ``bar.warp.sync`` orders memory, as PTX says; otherwise shuffles, votes and elections
     do too, for lanes that execute one instruction together have issued what came before it.
+    ``lenient``: what PTX asks for and kernels of NVIDIA leave out is not asked for (see ``races``, ``tensor_memory``).
+    That is for calibration with others' kernels; those of this project run without it.
     """
 
     def __init__(
@@ -108,22 +72,21 @@ class Machine:
         seed: int | None = 0,
         max_steps: int = 1_000_000,
         strict: bool = False,
+        lenient: bool = False,
     ):
-        self.program = program
-        self.launch = launch
-        self.global_memory = memory
+        super().__init__(program, launch, memory)
         self.random = None if seed is None else np.random.default_rng(seed)
         self.max_steps = max_steps
-        self.strict = strict
+        self.strict, self.lenient = strict, lenient
         self.steps = 0
-        self._lay_out_threads()
-        self._lay_out_memory()
         self.barriers, self.under_way = Barriers(self), UnderWay(self)
         decoder = Decoder(self)
         self.blocks = blocks_of(program, decoder)
         loads = find_loads(self.blocks)
         find_live_registers(self.blocks, len(decoder.widths))
         self.registers = [np.zeros(self.threads, UNSIGNED[width]) for width in decoder.widths]
+        for slot, address in decoder.shared_symbols.items():
+            self.registers[slot][:] = address
         self.block = np.zeros(self.threads, np.int32)
         self.state = np.full(self.threads, RUNNING, np.int8)
         self.reason = np.zeros(self.threads, np.int32)  # what a thread waits at or for, if that is not known elsewhere
@@ -133,75 +96,8 @@ class Machine:
         self.unwritten: list[Array] | None = None
         self.undefined_values: list[Array | None] | None = None
         self.races = Races(self, granule(program), loads)
-
-    def _lay_out_threads(self) -> None:
-        launch = self.launch
-        self.cta_threads = int(np.prod(launch.block))
-        self.ctas = int(np.prod(launch.grid))
-        self.cluster_ctas = int(np.prod(launch.cluster))
-        if self.cta_threads > 1024 or min(*launch.grid, *launch.block, *launch.cluster) < 1:
-            raise EmulationError(f"no launch can have grid {launch.grid}, block {launch.block}")
-        if any(size % part for size, part in zip(launch.grid, launch.cluster, strict=True)):
-            raise EmulationError(f"grid {launch.grid} is no multiple of cluster {launch.cluster}")
-        self.threads = self.ctas * self.cta_threads
-        thread = np.arange(self.threads)
-        self.cta, self.tid = np.divmod(thread, self.cta_threads)
-        self.lane = (self.tid % WARP).astype(np.int64)
-        warps = -(-self.cta_threads // WARP)
-        self.warp = self.cta * warps + self.tid // WARP
-        self.warps = warps * self.ctas
-        self.warp_first = thread - self.lane
-        lanes = np.bincount(self.warp, minlength=self.warps)
-        self.warp_mask = ((1 << lanes.astype(np.int64)) - 1)[self.warp]
-        coordinate = np.stack(np.unravel_index(self.cta, launch.grid[::-1])[::-1])
-        self.ctaid = coordinate
-        self.tid3 = np.stack(np.unravel_index(self.tid, launch.block[::-1])[::-1])
-        cluster = np.array(launch.cluster)[:, None]
-        self.cluster_ctaid, self.clusterid = coordinate % cluster, coordinate // cluster
-        self.nclusterid = np.array(launch.grid) // np.array(launch.cluster)
-        self.rank = np.ravel_multi_index(self.cluster_ctaid[::-1], launch.cluster[::-1])
-        self.cluster = np.ravel_multi_index(self.clusterid[::-1], tuple(self.nclusterid[::-1]))
-        self.clusters = self.ctas // self.cluster_ctas
-        # The CTA of each rank of each cluster.
-        self.cta_of_rank = np.zeros((self.clusters, self.cluster_ctas), np.int64)
-        self.cta_of_rank[self.cluster, self.rank] = self.cta
-        self.position = np.zeros(self.threads, np.int64)
-
-    def _lay_out_memory(self) -> None:
-        self.symbols: dict[str, tuple[str, int]] = {}
-
-        def place(space: str, at: int, dynamic: int) -> int:
-            # What the launch sizes comes after all else.
-            for variable in sorted(self.program.variables.get(space, []), key=lambda v: v.size is None):
-                at = -(-at // variable.align) * variable.align
-                self.symbols[variable.name] = (space, at)
-                at += dynamic if variable.size is None else variable.size
-            return at
-
-        end = place("shared", SHARED_BASE, self.launch.dynamic_shared)
-        self.shared = Memory("shared memory", end, self.ctas)
-        self.shared.flags.reshape(self.ctas, -1)[:, SHARED_BASE:end] = ALLOCATED
-        self.shared_bytes = end - SHARED_BASE
-        end = place("local", 16, 0)
-        self.local = Memory("local memory", end, self.threads if end > 16 else 1)
-        self.local.flags.reshape(-1, self.local.stride)[:, 16:end] = ALLOCATED
-        for space in ("global", "const"):
-            for variable in self.program.variables.get(space, []):
-                contents = np.frombuffer(variable.initial.ljust(variable.size or 0, b"\0"), np.uint8)
-                self.symbols[variable.name] = (
-                    "global",
-                    self.global_memory.allocate(variable.name, contents, variable.align),
-                )
-        sizes = [variable.size for variable in self.program.params]
-        given = [len(param) for param in self.launch.params]
-        if sizes != given:
-            raise EmulationError(f"the kernel's parameters have {sizes} bytes, not {given}")
-        self.params = dict(zip((v.name for v in self.program.params), self.launch.params, strict=True))
-        # A tensor map is used where it lies.
-        for variable in self.program.params:
-            if variable.align == 64:
-                contents = np.frombuffer(self.params[variable.name], np.uint8)
-                self.symbols[variable.name] = "global", self.global_memory.allocate(variable.name, contents, 64)
+        self.tensor = TensorMemory(self)
+        self.tensor_cores = TensorCores(self)
 
     # Scheduling
 
@@ -221,7 +117,9 @@ class Machine:
                         continue
                     if (self.state == ENDED).all():
                         return
-                    raise self._deadlock()
+                    if not self.barriers.time_out():
+                        raise self._deadlock()
+                    continue
                 self._run_some(running)
 
     def _run_some(self, running: Array) -> None:
@@ -307,8 +205,11 @@ class Machine:
         arguments = [value(values) for value in step.values]
         if step.guard is None:
             results, strange = self._call(step, threads, arguments, unknown)
-            if step.kind == "block":
-                self._let_through(step, len(threads), values)
+            if step.kind == "block" and step.targets:
+                done, result = results
+                if step.targets[0] is not None:
+                    values[step.targets[0].slot] = result
+                return done
             if step.kind in ("exit", "block"):
                 return results
             for i, (target, result) in enumerate(zip(step.targets, results, strict=True)):
@@ -395,13 +296,6 @@ class Machine:
         either = np.logical_or.reduce([which for which in strange if which is not None])
         return results, [either] * len(step.targets)
 
-    @staticmethod
-    def _let_through(step: Step, count: int, values: dict[int, Array]) -> None:
-        """What a blocking instruction returns: that it succeeded."""
-        for target in step.targets:
-            if target is not None:
-                values[target.slot] = np.ones(count, bool)
-
     def _end(self, threads: Array) -> None:
         self.under_way.check_end(threads)
         self.state[threads] = ENDED
@@ -415,6 +309,7 @@ class Machine:
     def _end_cta(self, cta: int) -> None:
         try:
             self.races.end(cta)
+            self.tensor.check_end(cta)
         except Fault as fault:
             thread = int(np.flatnonzero(self.cta == cta)[fault.position])
             raise self.error(fault.kind, thread, fault.message) from None
@@ -473,7 +368,7 @@ class Machine:
             self.races.join_warps(ready)
             self.resume(elsewhere)
             return ready[self.block[ready] == block.first]
-        if step.orders and (reason == AT_WARP or not self.strict):
+        if (step.orders or self.lenient) and (reason == AT_WARP or not self.strict):
             self.races.join_warps(ready)
         return ready
 
@@ -541,12 +436,12 @@ class Machine:
         address = of_each(address, threads).astype(np.int64)
         rank = address >> RANK_SHIFT
         own = self.cta[threads]
-        if not rank.any():
-            return own, address
-        bad = np.flatnonzero((rank < 0) | (rank > self.cluster_ctas))
+        bad = np.flatnonzero((rank < 0) | (rank >= self.cluster_ctas))
         if len(bad):
             raise Fault(OutOfBounds, bad[0], f"shared address {address[bad[0]]:#x}")
-        cta = np.where(rank == 0, own, self.cta_of_rank[self.cluster[threads], rank - 1])
+        if self.cluster_ctas == 1:
+            return own, address
+        cta = self.cta_of_rank[self.cluster[threads], rank]
         if space != "shared::cluster" and (cta != own).any():
             bad = np.flatnonzero(cta != own)[0]
             raise Fault(OutOfBounds, bad, f"address {address[bad]:#x} is of another CTA: not shared::cta")
@@ -556,6 +451,13 @@ class Machine:
                 bad = np.flatnonzero(cta == other)[0]
                 raise Fault(OutOfBounds, bad, f"address {address[bad]:#x} is of CTA {other}, which has ended")
         return cta, address & ((1 << RANK_SHIFT) - 1)
+
+    def ctas_of_mask(self, thread: int, mask: int) -> list[int]:
+        """The CTAs of a multicast's mask of ranks."""
+        ctas = self.cta_of_rank[self.cluster[thread]]
+        if not mask or mask >> len(ctas):
+            raise Fault(EmulationError, 0, f"mask {mask:#x} in a cluster of {len(ctas)} CTAs")
+        return [int(cta) for rank, cta in enumerate(ctas) if mask >> rank & 1]
 
     def load(self, space: str, threads: Array, address: Array, width: int, count: int) -> list[Array]:
         """``count`` elements of ``width`` bytes. ``self.unwritten`` then says which of them nobody wrote."""

@@ -12,7 +12,7 @@ ALLOCATED, WRITTEN, BARRIER = 1, 2, 4
 SHARED_BASE = 1024
 """Where shared memory begins, as on the hardware: below is reserved."""
 RANK_SHIFT = 24
-"""``shared::cluster`` addresses: above these bits, the CTA's rank in its cluster plus one; 0: the own CTA."""
+"""``shared::cluster`` addresses: above these bits, the CTA's rank in its cluster."""
 REGION_SHIFT = 36
 """Global addresses: above these bits, the number of the allocation."""
 SHARED_WINDOW, LOCAL_WINDOW = 0xF00 << REGION_SHIFT, 0xE00 << REGION_SHIFT

@@ -490,3 +490,55 @@ def test_a_barrier_does_not_wait_for_loads(seed: int | None) -> None:
 def test_what_waits_for_loads(between: str) -> None:
     """What needs the value, or that of a later load, and cannot be done later."""
     refilled(between)
+
+
+# Waits that time out
+
+PEEK = """
+    {AT}
+    mov.u32 %r1, buf; mov.u32 %r5, 0;
+    setp.ne.u32 %p0, %r0, 0;
+    @%p0 bra END;
+    mbarrier.init.shared.b64 [%r1], 1;
+    {BEFORE}
+    mbarrier.try_wait.parity.shared.b64 %p1, [%r1], 0, 10000000;
+    {AFTER}
+LOOP:
+    mbarrier.try_wait.parity.shared.b64 %p2, [%r1], 0, 10000000;
+    @%p2 bra DONE;
+    add.u32 %r5, %r5, 1;
+    bra LOOP;
+DONE:
+    selp.u32 %r6, 1, 0, %p1;
+    st.global.u32 [%rd9], %r6; st.global.u32 [%rd9+4], %r5;
+END:
+"""
+ARRIVE = "mbarrier.arrive.shared.b64 _, [%r1];"
+
+
+def peek(before: str, after: str, seed: int | None) -> list[int]:
+    """Whether a wait succeeded, and how often the next one did not."""
+    program = entry(PEEK.format(AT=AT, BEFORE=before, AFTER=after), 16)
+    return launch(program, zeros(2), zeros(2), seed=seed)[0].tolist()
+
+
+def test_a_wait_may_time_out_once() -> None:
+    for seed in (None, *SEEDS):
+        assert peek(ARRIVE, "", seed) == [1, 0]
+        # What the thread does after its first wait is what that waits for.
+        assert peek("", ARRIVE, seed) == [0, 0]
+        with pytest.raises(Deadlock):
+            peek("", "", seed)
+
+
+def test_waits_time_out_at_random() -> None:
+    """A loop sees it, but no more often than once; without a seed it does not where something else can run."""
+    body = PEEK.format(AT=AT, BEFORE="", AFTER="").replace(
+        "mbarrier.try_wait.parity.shared.b64 %p1",
+        "mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 16;"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1+16], [%rd1], 16, [%r1];"
+        "mbarrier.try_wait.parity.shared.b64 %p1",
+    )
+    found = [tuple(launch(entry(body, 32), zeros(2), zeros(4), seed=seed)[0].tolist()) for seed in range(40)]
+    assert set(found) == {(1, 0), (0, 0)}
+    assert launch(entry(body, 32), zeros(2), zeros(4), seed=None)[0].tolist() == [1, 0]

@@ -112,8 +112,8 @@ def test_predicated_instructions_leave_other_threads_alone() -> None:
 
 
 def test_an_unknown_instruction_is_named() -> None:
-    with pytest.raises(NotImplementedError, match=r"tcgen05\.fence"):
-        launch(entry("tcgen05.fence::after_thread_sync;", params=0))
+    with pytest.raises(NotImplementedError, match=r"tcgen05\.shift"):
+        launch(entry("tcgen05.shift.cta_group::1.down;", params=0))
     for opcode in ("add.rz.f32", "add.rn.f32.bf16", "add.ftz.f16x2"):
         with pytest.raises(NotImplementedError, match=opcode):
             launch(entry(f"{opcode} %r1, %r2, %r3;", params=0))

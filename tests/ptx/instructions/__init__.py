@@ -4,6 +4,26 @@ To add an instruction that only computes, add a function to ``ptx.arithmetic``. 
 it gets a ``Decoder``, the ``Instruction`` and its modifiers, and returns a ``Step``.
 """
 
-from ptx.instructions import accesses, barriers, copies, products, registers, warps
+from ptx.instructions import (
+    accesses,
+    barriers,
+    block_scaled,
+    copies,
+    products,
+    registers,
+    tcgen05,
+    tensor_maps,
+    warps,
+)
 
-__all__ = ["accesses", "barriers", "copies", "products", "registers", "warps"]
+__all__ = [
+    "accesses",
+    "barriers",
+    "block_scaled",
+    "copies",
+    "products",
+    "registers",
+    "tcgen05",
+    "tensor_maps",
+    "warps",
+]

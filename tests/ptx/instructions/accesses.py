@@ -149,7 +149,7 @@ def _mapa(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
     def run(threads: Array, address: Array, rank: Array) -> tuple:
         # Compilers compute addresses before they know whether there is such a CTA: only accesses check the rank.
-        number = np.minimum(rank, 254).astype(np.int64) + 1
+        number = np.minimum(rank, 255).astype(np.int64)
         offset = (address.astype(np.int64) - window) & ((1 << RANK_SHIFT) - 1)
         return (((number << RANK_SHIFT) + offset + window).astype(type.dtype),)
 

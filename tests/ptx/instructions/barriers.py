@@ -95,8 +95,8 @@ def _mbarrier_wait(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     machine = d.machine
 
     def run(threads: Array, address: Array, wanted: Array) -> Any:
-        done = machine.barriers.test(threads, address, wanted, parity, blocks)
-        return done if blocks else (done,)
+        done, complete = machine.barriers.test(threads, address, wanted, parity, blocks)
+        return (done, complete) if blocks else (complete,)
 
     sources = [d.address(address), d.source(wanted, TYPES["u32" if parity else "b64"])]
     return Step(ins, sources, [d.target(target, TYPES["pred"])], run, "block" if blocks else "plain")

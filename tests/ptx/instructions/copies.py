@@ -1,8 +1,7 @@
-"""Asynchronous copies: of threads (``cp.async``), in bulk, by tensor map, and ``st.async``."""
+"""Asynchronous copies: of threads (``cp.async``), in bulk, and ``st.async``."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,6 @@ import numpy as np
 
 from ptx.decoder import Decoder, Step, acts, effect, modifiers, unknown
 from ptx.instructions.accesses import SPACES
-from ptx.instructions.products import swizzled
 from ptx.memory import WRITTEN, EmulationError, Fault, Misaligned
 from ptx.parser import Instruction, Reg, Vec
 from ptx.values import TYPES, UNSIGNED, Array, of_each
@@ -111,7 +109,7 @@ def _bulk_to_shared(d: Decoder, ins: Instruction, space: str) -> Step:
         source, size = (of_each(x, threads) for x in (source, size))
 
         def bytes_of(i: int) -> Bytes:
-            return int(size[i]), _global_bytes(m, threads[i : i + 1], source[i : i + 1], int(size[i]))
+            return int(size[i]), global_bytes(m, threads[i : i + 1], source[i : i + 1], int(size[i]))
 
         return _start_to_shared(m, space, threads, target, barrier, bytes_of)
 
@@ -124,7 +122,7 @@ Bytes = tuple[int, Callable[[], Array]]
 """How many bytes a copy has, and what reads them when it is executed."""
 
 
-def _global_bytes(m: Machine, thread: Array, address: Array, size: int) -> Callable[[], Array]:
+def global_bytes(m: Machine, thread: Array, address: Array, size: int) -> Callable[[], Array]:
     """What reads ``size`` bytes of global memory later; they are checked now."""
     ((_, memory, bank, start),) = m.places("global", thread, address)
     there = memory.span(int(bank[0]), int(start[0]), size, True)
@@ -148,7 +146,7 @@ def _start_to_shared(
         try:
             if barrier_ctas[i] != cta:
                 raise Fault(EmulationError, 0, "the mbarrier is in another CTA than the target")
-            copy = _one_to_shared(m, thread, cta, int(offsets[i]), int(barriers[i]), *bytes_of(i))
+            copy = one_to_shared(m, thread, cta, int(offsets[i]), cta, int(barriers[i]), *bytes_of(i))
             m.under_way.start(thread, copy, (cta,))
         except Fault as fault:
             fault.position = i
@@ -156,84 +154,32 @@ def _start_to_shared(
     return ()
 
 
-def _one_to_shared(
-    m: Machine, thread: int, cta: int, offset: int, barrier: int, size: int, read: Callable[[], Array]
+def one_to_shared(
+    m: Machine,
+    thread: int,
+    cta: int,
+    offset: int,
+    barrier_cta: int,
+    barrier: int,
+    size: int,
+    read: Callable[[], Array],
 ) -> Callable[[], None]:
+    """A copy of ``size`` bytes that ``read`` reads, which counts on an mbarrier of maybe another CTA."""
     here = m.shared.span(cta, offset, size, False)
     agent = m.races.begin(thread)
-    m.races.read(np.array([thread]), np.array([cta]), np.array([barrier]), 8)
+    if barrier_cta == int(m.cta[thread]):
+        m.races.read(np.array([thread]), np.array([barrier_cta]), np.array([barrier]), 8)
 
     def execute() -> None:
         m.shared.data[here] = read()
         m.shared.flags[here] |= WRITTEN
         m.races.copy_writes(agent, cta, offset, size)
-        m.races.copy_arrives(agent, ("mbarrier", cta, barrier), tells=False)
-        m.barriers.complete(cta, barrier, size)
+        m.races.copy_arrives(agent, ("mbarrier", barrier_cta, barrier), tells=False)
+        m.barriers.complete(barrier_cta, barrier, size)
 
     # Bytes under way are not there, whatever was there before.
     m.shared.flags[here] &= np.uint8(0xFF ^ WRITTEN)
     return execute
-
-
-@effect("cp.async.bulk.tensor.2d cp.async.bulk.tensor.3d")
-def _tensor_copy(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
-    """A box of one of some matrices of bytes to shared memory; zeros for what is beyond the matrix."""
-    known = "shared::cta shared::cluster global tile mbarrier::complete_tx::bytes L2::cache_hint"
-    modifiers(ins, parts, known)
-    m = d.machine
-
-    def run(threads: Array, target: Array, map: Array, barrier: Array, *coordinates: Array) -> tuple:
-        target, map, *coordinates = (of_each(x, threads) for x in (target, map, *coordinates))
-
-        def bytes_of(i: int) -> Bytes:
-            thread = threads[i : i + 1]
-            box = TensorMap(_global_bytes(m, thread, map[i : i + 1], 128)().tobytes())
-            return box.size, _box_bytes(m, thread, int(target[i]), box, *(int(x[i]) for x in coordinates))
-
-        return _start_to_shared(m, parts[0], threads, target, barrier, bytes_of)
-
-    target, source, barrier = ins.operands[:3]
-    map, *coordinates = source.items
-    sources = [d.address(target), d.address(map), d.address(barrier)]
-    return Step(ins, [*sources, *(d.source(x, TYPES["s32"]) for x in coordinates)], [], run)
-
-
-class TensorMap:
-    """What the DSL's host code writes for matrices of bytes, one box of one of which is copied. (The format is not
-    documented; this is what is seen.)"""
-
-    def __init__(self, data: bytes):
-        words = struct.unpack("<32I", data)
-        self.address = words[0] | words[1] << 32
-        self.pitch, self.matrix_pitch = words[3] * 16, words[4] * 16
-        self.width, self.height, self.matrices = words[8] + 1, words[9] + 1, words[10] + 1
-        self.box_width, self.box_height = (words[13] >> 24) + 1, (words[14] & 0xFF) + 1
-        self.size = self.box_width * self.box_height
-        self.swizzle_bits = words[2] >> 13 & 3
-
-
-def _box_bytes(
-    m: Machine, thread: Array, target: int, box: TensorMap, column: int, row: int, matrix: int = 0
-) -> Callable[[], Array]:
-    """What reads a box later, in the order of shared memory; what is beyond the matrix is zero."""
-    if matrix >= box.matrices:
-        raise Fault(EmulationError, 0, f"matrix {matrix} of {box.matrices}")
-    width, height = min(box.box_width, box.width - column), min(box.box_height, box.height - row)
-    start = box.address + matrix * box.matrix_pitch + row * box.pitch + column
-    rows = [
-        _global_bytes(m, thread, np.array([start + i * box.pitch], np.uint64), width) for i in range(max(height, 0))
-    ]
-    place = swizzled(target + np.arange(box.size), box.swizzle_bits)
-
-    def read() -> Array:
-        contents = np.zeros((box.box_height, box.box_width), np.uint8)
-        for i, part in enumerate(rows):
-            contents[i, :width] = part()
-        ordered = np.empty(box.size, np.uint8)
-        ordered[place - target] = contents.reshape(-1)
-        return ordered
-
-    return read
 
 
 def _bulk_to_global(d: Decoder, ins: Instruction) -> Step:

@@ -12,7 +12,7 @@ import numpy as np
 from ptx.decoder import Decoder, Source, Step, acts, effect, modifiers, unknown
 from ptx.instructions.accesses import split_space
 from ptx.instructions.warps import warp_step
-from ptx.memory import EmulationError, Fault
+from ptx.memory import RANK_SHIFT, EmulationError, Fault
 from ptx.parser import Imm, Instruction, Vec
 from ptx.values import TINY, TYPES, Array, canonical, from_bf16, of_each
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ptx.machine import Machine
 
 
-def _whole_warps(machine: Machine, threads: Array) -> int:
+def whole_warps(machine: Machine, threads: Array) -> int:
     """How many warps; each must have all lanes."""
     partial = np.flatnonzero(machine.warp_mask[threads] != 0xFFFFFFFF)
     if len(partial):
@@ -28,7 +28,7 @@ def _whole_warps(machine: Machine, threads: Array) -> int:
     return len(threads) // 32
 
 
-def _matrix_step(
+def matrix_step(
     d: Decoder, ins: Instruction, sources: list[Source], targets: list, run: Callable, undefined: Any
 ) -> Step:
     """All lanes take part, but do not learn what others stored."""
@@ -49,7 +49,7 @@ def _ldmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     machine = d.machine
 
     def run(threads: Array, address: Array) -> list[Array]:
-        warps = _whole_warps(machine, threads)
+        warps = whole_warps(machine, threads)
 
         def spread(words: list[Array]) -> list[Array]:
             """Lane 4 i + j gets word j of row i, or of column i, of each matrix."""
@@ -68,7 +68,34 @@ def _ldmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         return spread(words)
 
     targets = [d.target(item, TYPES["b32"]) for item in items]
-    return _matrix_step(d, ins, [d.address(ins.operands[1])], targets, run, "load")
+    return matrix_step(d, ins, [d.address(ins.operands[1])], targets, run, "load")
+
+
+@effect("stmatrix.sync.aligned")
+def _stmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    space, rest = split_space(parts)
+    mods, types = modifiers(ins, rest, "m8n8 x1 x2 x4 trans")
+    first = ins.operands[1]
+    items = first.items if isinstance(first, Vec) else (first,)
+    count = len(items)
+    if types != [TYPES["b16"]] or not {"m8n8", f"x{count}"} <= mods:
+        raise unknown(ins)
+    machine = d.machine
+
+    def run(threads: Array, address: Array, *words: Array) -> tuple:
+        warps = whole_warps(machine, threads)
+        # Lane 4 i + j has word j of row i, or of column i, of each matrix; lane 8 i + j the address of row j.
+        rows = np.stack([of_each(word, threads) for word in words]).reshape(count, warps, 8, 4)
+        if "trans" in mods:
+            rows = np.ascontiguousarray(rows.view(np.uint16).swapaxes(2, 3)).view(np.uint32)
+        rows = rows.swapaxes(0, 1).reshape(-1, 4)
+        at = np.flatnonzero(machine.lane[threads] < 8 * count)
+        address = of_each(address, threads)[at]
+        machine.checked(at, machine.store, space, threads[at], address, 4, list(np.ascontiguousarray(rows.T)))
+        return ()
+
+    sources = [d.address(ins.operands[0]), *(d.source(item, TYPES["b32"]) for item in items)]
+    return matrix_step(d, ins, sources, [], run, "error")
 
 
 def _numbers(kind: str, words: Array) -> Array:
@@ -91,14 +118,14 @@ def _rows(kind: str, words: Array) -> Array:
     return numbers.transpose(2, 1, 3, 0, 4, 5).reshape(warps, 16, -1)
 
 
-def _sums(words: Array) -> Array:
+def accumulators(words: Array) -> Array:
     """C, (warps, 16, columns), of its registers."""
     blocks, warps = len(words) // 4, words.shape[1]
     numbers = np.ascontiguousarray(words).view(np.float32).reshape(blocks, 2, 2, warps, 8, 4)
     return numbers.transpose(3, 1, 4, 0, 5, 2).reshape(warps, 16, 8 * blocks)
 
 
-def _registers(sums: Array) -> Array:
+def of_accumulators(sums: Array) -> Array:
     """The registers of sums, rounded to float32."""
     warps, _, columns = sums.shape
     rounded = canonical(sums.astype(np.float32)).reshape(warps, 2, 8, columns // 8, 4, 2)
@@ -124,19 +151,19 @@ def _mma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     machine = d.machine
 
     def run(threads: Array, *registers: Array) -> Array:
-        warps = _whole_warps(machine, threads)
+        warps = whole_warps(machine, threads)
         words = np.stack([of_each(register, threads) for register in registers])
         # The axes: registers (columns on, 8 rows on), warp, g, t, part of the word.
         words = words.reshape(-1, warps, 8, 4)
         a, b, c = np.split(words, [2 * blocks, 3 * blocks])
         b = _numbers(kind, b).transpose(1, 0, 3, 4, 2).reshape(warps, k, 8)
-        return _registers(_rows(kind, a) @ b + _sums(c))
+        return of_accumulators(_rows(kind, a) @ b + accumulators(c))
 
     target, *operands = (operand.items for operand in ins.operands)
     if [len(items) for items in operands] != [2 * blocks, blocks, 4]:
         raise unknown(ins)
     sources = [d.source(item, TYPES["b32"]) for items in operands for item in items]
-    return _matrix_step(d, ins, sources, [d.target(item, TYPES["f32"]) for item in target], run, "nan")
+    return matrix_step(d, ins, sources, [d.target(item, TYPES["f32"]) for item in target], run, "nan")
 
 
 _WGMMA = re.compile(r"m64n(\d+)(?:k16\.f32\.(f16|bf16)\.(f16|bf16)|k32\.f32\.(e4m3)\.(e4m3))")
@@ -191,7 +218,8 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         if not parts:
             return []
         readers = np.repeat([thread for thread, _, _ in parts], [address.size for _, _, address in parts])
-        address = np.concatenate([address.reshape(-1) for _, _, address in parts]).astype(np.uint32)
+        address = np.concatenate([address.reshape(-1) for _, _, address in parts])
+        address = address + (machine.rank[readers].astype(np.int64) << RANK_SHIFT)  # descriptors lack it
         words = np.stack(machine.load("shared", readers, address, 4, 4), -1).reshape(-1, 8)
         missing = np.zeros(len(words), bool)
         if machine.unwritten is not None:
@@ -209,7 +237,7 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         return found
 
     def run(threads: Array, accumulates: Array, *registers: Array) -> Array:
-        warps = _whole_warps(machine, threads)
+        warps = whole_warps(machine, threads)
         descriptors = [of_each(one, threads) for one in registers[: 1 if in_registers else 2]]
         words = np.stack([of_each(register, threads) for register in registers[len(descriptors) :]])
         # The axes: registers, warp, g, t.
@@ -237,9 +265,9 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
             missing[warp] = missing_rows[:, None] | missing_columns
         machine.unwritten = None
         if missing.any():
-            machine.unwritten = [mark != 0 for mark in _registers(missing.astype(np.float64))]
+            machine.unwritten = [mark != 0 for mark in of_accumulators(missing.astype(np.float64))]
         adds = of_each(accumulates, threads).reshape(warps, 32)[:, :1, None]
-        return _registers(products + np.where(adds, _sums(words[a_words:]), 0.0))
+        return of_accumulators(products + np.where(adds, accumulators(words[a_words:]), 0.0))
 
     if len(target.items) != columns // 2 or (in_registers and a_words != 4):
         raise unknown(ins)
@@ -249,7 +277,7 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         *(d.source(one, TYPES["b64"]) for one in operands),
         *(d.source(item, TYPES["b32"]) for item in (*(a.items if in_registers else ()), *target.items)),
     ]
-    return _matrix_step(d, ins, sources, [d.target(item, TYPES["f32"]) for item in target.items], run, "nan")
+    return matrix_step(d, ins, sources, [d.target(item, TYPES["f32"]) for item in target.items], run, "nan")
 
 
 @effect("wgmma.commit_group.sync.aligned")
@@ -268,10 +296,10 @@ def _movmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     machine = d.machine
 
     def run(threads: Array, word: Array) -> list[Array]:
-        warps = _whole_warps(machine, threads)
+        warps = whole_warps(machine, threads)
         halves = np.ascontiguousarray(of_each(word, threads)).view(np.uint16).reshape(warps, 8, 8)
         return [np.ascontiguousarray(halves.swapaxes(1, 2)).view(np.uint32).reshape(-1)]
 
     target, source = ins.operands
     sources, targets = [d.source(source, TYPES["b32"])], [d.target(target, TYPES["b32"])]
-    return _matrix_step(d, ins, sources, targets, run, "shuffle")
+    return matrix_step(d, ins, sources, targets, run, "shuffle")

@@ -1,0 +1,245 @@
+"""Run kernels of NVIDIA that are known to be right in the PTX emulator: ``calibrate_ptx.py PATH_TO_CUTLASS``.
+
+Their results are compared bit for bit with float64, on inputs whose sums are exact: where a kernel that works on a GPU
+differs here, or is found at fault, the emulator is wrong. ``--write`` keeps the table. ``--on-gpu`` compares the
+emulator with a GPU instead: the same compiled kernel, the same inputs, the same bits.
+"""
+
+import argparse
+import contextlib
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from cutlass_kernels import CASES, CLUSTERS, E4M3, E8M0, F16, F32, Case, compile_case  # noqa: E402
+from ptx import EmulationError  # noqa: E402
+from ptx.launch import host_launches, programs_of  # noqa: E402
+from ptx.layout import GlobalMemory  # noqa: E402
+from ptx.machine import Machine  # noqa: E402
+from ptx.values import E2M1, SCALES, TINY  # noqa: E402
+
+TABLE = ROOT / "docs" / "notes" / "blackwell_calibration.md"
+SEEDS = (None, 0, 1)
+"""Of the order of warps and copies: in step, and twice at random."""
+NAN = {E4M3: 0x7F, E8M0: 0xFF}
+"""The code of a scale that is not to be used."""
+
+
+class Operand(NamedTuple):
+    """Bytes of a matrix and of its scales, and the numbers that they stand for."""
+
+    data: Any
+    scales: Any
+    numbers: Any
+
+
+def operand(case: Case, rows: int, k: int, random: np.random.Generator) -> Operand:
+    """A random matrix."""
+    if not case.block:
+        numbers = random.integers(-4, 5, (rows, k)).astype(np.float64)
+        if case.operand is E4M3:
+            return Operand(TINY["e4m3x2"].encode(numbers).astype(np.uint8), None, numbers)
+        return Operand(numbers.astype(np.float16), None, numbers)
+    codes = random.integers(0, 16, (rows, k), dtype=np.uint8)
+    name, some = ("ue8m0", range(125, 130)) if case.scale is E8M0 else ("ue4m3", (0x28, 0x30, 0x38, 0x40, 0x48))
+    scales = random.choice(np.array(some, np.uint8), (rows, k // case.block))
+    numbers = E2M1[codes] * np.repeat(SCALES[name][scales], case.block, 1)
+    return Operand(codes[:, ::2] | codes[:, 1::2] << 4, in_blocks(scales, NAN[case.scale]), numbers)
+
+
+def in_blocks(scales: Any, nan: int) -> Any:
+    """The 128x4 order: 512 bytes for each 128 rows and 4 scales. Padded rows are NaN, padded columns 0."""
+    rows, columns = scales.shape
+    padded = np.zeros((-(-rows // 128) * 128, -(-columns // 4) * 4), np.uint8)
+    padded[rows:] = nan
+    padded[:rows, :columns] = scales
+    tiles = padded.reshape(len(padded) // 128, 4, 32, -1, 4)
+    return np.ascontiguousarray(tiles.transpose(0, 3, 2, 1, 4))
+
+
+class Problem(NamedTuple):
+    """Buffers, C last, and what is to be in C, as bits."""
+
+    sizes: tuple[int, int, int]
+    buffers: list[Any]
+    expected: Any
+
+
+def problem(case: Case, m: int, n: int, k: int) -> Problem:
+    """Random operands whose sums are exact in fp32 in any order."""
+    random = np.random.default_rng([m, n, k])
+    a, b = operand(case, m, k, random), operand(case, n, k, random)
+    quantum = 2.0**-6 if case.block else 1.0
+    assert (np.abs(a.numbers) @ np.abs(b.numbers).T).max() < 2**24 * quantum
+    result = torch.from_numpy(a.numbers @ b.numbers.T).float()
+    expected = result.to({F32: torch.float32, F16: torch.float16}.get(case.out, torch.bfloat16))
+    bits = expected.view(torch.int32 if case.out is F32 else torch.int16).numpy()
+    out = np.full_like(bits, -0x1112)
+    scales = [a.scales, b.scales] if case.block else []
+    return Problem((m, n, k), [a.data, b.data, *scales, out], bits)
+
+
+class Emulated(NamedTuple):
+    """C's bits, and how long it took."""
+
+    bits: Any
+    seconds: float
+
+
+def emulate(compiled: Any, given: Problem, seed: int | None) -> Emulated:
+    """Execute a compiled kernel's launches in the emulator."""
+    programs = programs_of(compiled.artifacts.PTX)
+    memory = GlobalMemory()
+    addresses = [
+        memory.allocate(f"argument {i}", np.ascontiguousarray(one).view(np.uint8).reshape(-1), 128)
+        for i, one in enumerate(given.buffers)
+    ]
+    sizes = {name: [param.size for param in program.params] for name, program in programs.items()}
+    leaves = [[value] for value in (*addresses, *given.sizes)]
+    start = time.perf_counter()
+    for name, launch in host_launches(compiled.ir_module, leaves, sizes):
+        Machine(programs[name], launch, memory, seed, max_steps=20_000_000, lenient=True).run()
+    seconds = time.perf_counter() - start
+    out = given.buffers[-1]
+    return Emulated(memory.contents(addresses[-1], out.nbytes).view(out.dtype).reshape(out.shape).copy(), seconds)
+
+
+def on_gpu(case: Case, compiled: Any, given: Problem) -> Any:
+    """C's bits by the GPU."""
+    import cutlass.cute as cute
+    from cuda.bindings.driver import CUstream
+    from cutlass.cute.runtime import make_ptr
+
+    tensors = [torch.from_numpy(np.ascontiguousarray(one).view(np.uint8)).cuda() for one in given.buffers]
+    types = [case.operand, case.operand, *([case.scale] * 2 if case.block else []), case.out]
+    pointers = [
+        make_ptr(type, tensor.data_ptr(), cute.AddressSpace.gmem, assumed_align=32)
+        for type, tensor in zip(types, tensors, strict=True)
+    ]
+    compiled(*pointers, *given.sizes, CUstream(torch.cuda.current_stream().cuda_stream))
+    torch.cuda.synchronize()
+    out = given.buffers[-1]
+    return tensors[-1].cpu().numpy().view(out.dtype).reshape(out.shape)
+
+
+def difference(found: Any, expected: Any) -> str:
+    """What is wrong, or nothing."""
+    share = float((found != expected).mean())
+    return f"{share:.1%} of elements differ" if share else ""
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    arch: str
+    size: str
+    result: str
+    seconds: float
+    right: bool
+
+
+def calibrate(root: Path, case: Case, gpu: bool) -> list[Row]:
+    """Compile a case and run it on each of its problems."""
+    rows = []
+    try:
+        compiled = compile_case(root, case, optimised=gpu)
+    except Exception as error:
+        return [Row(case.name, case.arch, "", f"not compiled: {_first_line(error)}", 0.0, False)]
+    for size in case.sizes:
+        given = problem(case, *size)
+        wrong, seconds = [], 0.0
+        for seed in SEEDS:
+            try:
+                result = emulate(compiled, given, seed)
+            except (EmulationError, NotImplementedError) as error:
+                wrong.append(f"seed {seed}: {type(error).__name__}: {_first_line(error)}")
+                continue
+            seconds += result.seconds / len(SEEDS)
+            expected = on_gpu(case, compiled, given) if gpu else given.expected
+            different = difference(result.bits, expected)
+            wrong += [f"seed {seed}: {different}"] if different else []
+            if gpu:
+                different = difference(expected, given.expected)
+                wrong += [f"GPU against float64: {different}"] if different else []
+        text = "; ".join(wrong) or ("the GPU's bits" if gpu else "exact")
+        rows.append(Row(case.name, case.arch, "×".join(map(str, size)), text, seconds, not wrong))
+    return rows
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:200]
+
+
+def revision(root: Path) -> str:
+    """The checkout's version, as far as it says."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(
+            ["git", "-C", root, "rev-parse", "--short=12", "HEAD"], check=True, capture_output=True, text=True
+        ).stdout.strip()
+    return "an unknown revision"
+
+
+def page(rows: list[Row], cutlass_revision: str, command: str) -> str:
+    """The table as it is kept."""
+    lines = [
+        "# Calibration of the PTX emulator",
+        "",
+        f"Written by `{command}`: do not edit.",
+        "",
+        "Kernels of NVIDIA that are known to be right, run without a GPU, in the emulator's lenient mode. Results are",
+        "compared bit for bit with float64, on random inputs whose sums are exact, with",
+        f"{len(SEEDS)} orders of warps and copies. Persistent kernels run with {CLUSTERS} clusters.",
+        "",
+        f"nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')}, CUTLASS {cutlass_revision}.",
+        "",
+        "| kernel | compiled for | m×n×k | result | seconds a run |",
+        "| --- | --- | --- | --- | --- |",
+        *(f"| {row.name} | {row.arch} | {row.size} | {row.result} | {row.seconds:.1f} |" for row in rows),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the cases; exit with a message if one is not right."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("cutlass", type=Path, metavar="PATH_TO_CUTLASS", help="a checkout of NVIDIA/cutlass")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose name contains this")
+    parser.add_argument("--revision", default="", help="CUTLASS's revision, where the checkout has no git directory")
+    parser.add_argument("--on-gpu", action="store_true", help="compare with this machine's GPU: the cases it can run")
+    parser.add_argument("--write", action="store_true", help=f"keep the table in {TABLE.relative_to(ROOT)}")
+    given = parser.parse_args()
+    if given.write and (given.only or given.on_gpu):
+        parser.error("only the whole table is kept")
+    cases = [case for case in CASES if given.only in case.name]
+    if given.on_gpu:
+        arch = "sm_{}{}a".format(*torch.cuda.get_device_capability())
+        cases = [case for case in cases if case.arch == arch]
+    if not cases:
+        raise SystemExit("no such case")
+    rows: list[Row] = []
+    for case in cases:
+        for row in calibrate(given.cutlass, case, given.on_gpu):
+            print(f"{row.arch:8s} {row.name:50s} {row.size:14s} {row.seconds:5.1f} s  {row.result}", flush=True)
+            rows.append(row)
+    if given.write:
+        text = page(rows, given.revision or revision(given.cutlass), "tools/calibrate_ptx.py PATH_TO_CUTLASS --write")
+        TABLE.write_text(text)
+    wrong = sum(not row.right for row in rows)
+    if wrong:
+        raise SystemExit(f"{wrong} of {len(rows)} problems are not right")
+    print(f"{len(rows)} problems, all right")
+
+
+if __name__ == "__main__":
+    main()
