@@ -67,6 +67,14 @@ def reason_no_wgmma(target: Target) -> str | None:
     return reason
 
 
+def reason_no_tcgen05(target: Target) -> str | None:
+    """Why no kernel by Blackwell's fifth-generation tensor cores runs on ``target``; ``None`` if kernels do."""
+    reason = reason_no_kernel(target)
+    if reason is None and target.arch is not None and not target.arch.has_tcgen05:
+        return f"needs data-center Blackwell's tcgen05; this is {target.arch.name}"
+    return reason
+
+
 def reason_misaligned(problem: GemmProblem) -> str | None:
     """Why our kernels cannot load the operands as they lie; ``None`` if they can."""
     if problem.n % 8 or problem.k % 32:

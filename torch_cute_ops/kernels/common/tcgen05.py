@@ -13,9 +13,6 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 from torch_cute_ops.kernels.common import ptx
 
-LANES: Final = 128
-"""Lanes of tensor memory; a row of an accumulator each."""
-COLUMNS: Final = 512
 _VERSION: Final = 1 << 46
 _SWIZZLE_128: Final = 2 << 61
 

@@ -10,14 +10,14 @@ after the other (persistent).
 
 1. The copying warp fills stages: codes of both operands by tensor map with the 128-byte swizzle, and scales, in tiles
    of 128 rows x 4 blocks, by bulk copies. Its mbarrier counts the bytes.
-2. With linear scales, four more warps load those of the chunk's rows, write them to the stage in the order of tiles, and
-   fence them for the async proxy.
+2. With linear scales, four more warps, each for every fourth chunk, load those of the chunk's rows, write them to the
+   stage in the order of tiles, and fence them for the async proxy.
 3. One thread of the multiplying warp copies a chunk's scales to tensor memory (``tcgen05.cp``) and issues its MMAs. A
    commit frees the stage, another the scales' columns, of which there are two sets: PTX orders a copy before an MMA that
    is issued after it, but not an MMA before a copy. The tile's last commit says that its sums are complete.
 4. Four storing warps, each with 32 lanes of tensor memory, load the sums. A thread has a row of the weight, that is a
-   column of the result. They finish the sums and store them while the next tile is multiplied, where tensor memory has
-   room for two accumulators (up to 128 rows of ``a``).
+   column of the result. They finish the sums and store them while the next tile is multiplied: there are two
+   accumulators. Those of 256 rows of ``a`` share some columns, which are loaded first.
 
 Pairs. With ``group`` 2 the MMAs are those of two CTAs: 256 rows of ``b`` by 256 of ``a``. Each CTA copies the codes of
 its half of both, its own scales of ``b``, and all of ``a``. The second one tells the first when its stage is full; the

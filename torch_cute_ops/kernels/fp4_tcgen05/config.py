@@ -20,6 +20,8 @@ TILES: Final = {1: (8, 16, 32, 64, 128, 256), 2: (256,)}
 """Rows of activations of a tile, by the CTAs of an MMA."""
 SPLITS: Final = (1, 2, 4, 8)
 """CTAs of a cluster that share the k of a tile."""
+COLUMNS: Final = 512
+"""Of tensor memory."""
 STORING_WARPS: Final = 4
 ARRANGING_WARPS: Final = 4
 SCALE_TILE: Final = ROWS * TILE_BLOCKS
@@ -147,14 +149,40 @@ class Config:
 
     @property
     def accumulators(self) -> int:
-        """Tiles whose sums are in tensor memory: one is stored while the next is computed, where both fit."""
-        return 2 if self.splits == 1 and self.tokens <= 128 else 1
+        """Tiles whose sums are in tensor memory: one is stored while the next is computed."""
+        return 2 if self.splits == 1 else 1
+
+    @property
+    def loaded(self) -> int:
+        """Columns of tensor memory that a thread loads at once."""
+        return min(self.tokens, 32)
+
+    @property
+    def pitch(self) -> int:
+        """Columns from an accumulator to the next, which overlaps it where two do not fit."""
+        room = COLUMNS - SCALE_BUFFERS * self.scale_columns - self.tokens
+        return min(self.tokens, room // self.loaded * self.loaded)
+
+    @property
+    def shared(self) -> int:
+        """Columns that two accumulators share. They are loaded first, and then the next tile may begin."""
+        return self.tokens - self.pitch if self.accumulators == 2 else 0
+
+    @property
+    def sum_columns(self) -> int:
+        """Columns of all accumulators."""
+        return (self.accumulators - 1) * self.pitch + self.tokens
 
     @property
     def columns(self) -> int:
         """Columns of tensor memory that are allocated: a power of two."""
-        used = self.accumulators * self.tokens + SCALE_BUFFERS * self.scale_columns
+        used = self.sum_columns + SCALE_BUFFERS * self.scale_columns
         return max(32, 1 << (used - 1).bit_length())
+
+    @property
+    def frees(self) -> int:
+        """Barriers that say that an accumulator may be overwritten: of each, or, where they overlap, of either."""
+        return self.accumulators if self.shared == 0 else 1
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""

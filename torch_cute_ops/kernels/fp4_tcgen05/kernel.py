@@ -13,7 +13,7 @@ from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common import ptx, tcgen05
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
 from torch_cute_ops.kernels.common.cluster_sums import sum_columns, write_sums
-from torch_cute_ops.kernels.common.convert import pack
+from torch_cute_ops.kernels.common.convert import pack, store_words
 from torch_cute_ops.kernels.common.epilogue_ops import EpilogueOps
 from torch_cute_ops.kernels.common.fp4_weights import rows_of_bytes, scale_argument
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
@@ -36,7 +36,6 @@ from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 STEPS = CHUNK // STEP
 COPIER, MULTIPLIER = STORING_WARPS, STORING_WARPS + 1
 BAND = 8  # tiles of tokens that run side by side
-LOADED = 32  # columns of tensor memory that a thread loads at once
 LEADER = 0  # the CTA of a pair that issues MMAs
 
 
@@ -48,7 +47,7 @@ class Part(NamedTuple):
         steps, blocks: MMAs of a tile, and blocks of a row.
         row_tiles, token_tiles: how many there are.
         first, pitch: the first of the CTA's tiles, and how far it is to the next.
-        begin, end: its chunks of each.
+        begin, end: its chunks of each tile.
         rank: the CTA in its cluster.
         a_scale, b_scale: as bytes.
         alpha, bias: operands of the epilogue, if it has them.
@@ -206,7 +205,6 @@ class FP4Tcgen05Kernel:
         if const_expr(c.splits > 1):
             self._add_up(tid, part, smem)
         # All loads of tensor memory are done, and in a pair the MMAs that read the other's shared memory.
-        tcgen05.fence_before()
         self._meet()
         tcgen05.fence_after()
         if warp == MULTIPLIER:
@@ -226,20 +224,22 @@ class FP4Tcgen05Kernel:
         base = SmemAllocator().allocate(c.smem_bytes, ALIGNMENT)
         barriers = cute.recast_ptr(base + c.stages * c.stage_bytes, dtype=Int64)
         ends = [0]
-        for count in (c.stages, c.stages, c.stages, SCALE_BUFFERS, c.accumulators, c.accumulators):
+        for count in (c.stages, c.stages, c.stages, SCALE_BUFFERS, c.accumulators, c.frees):
             ends.append(ends[-1] + count)
         return Smem(base, *(barriers + end for end in ends[:-1]), cute.recast_ptr(barriers + ends[-1], dtype=Uint32))
 
     def _initialise(self, smem: Smem) -> None:
         c = self.config
         for i in range(c.stages):
-            cute.arch.mbarrier_init(smem.full + i, 1 + (ARRANGING_WARPS if c.arranges else 0))
-            cute.arch.mbarrier_init(smem.peer_full + i, 1)
+            cute.arch.mbarrier_init(smem.full + i, 1 + c.arranges)
+            if c.group == 2:
+                cute.arch.mbarrier_init(smem.peer_full + i, 1)
             cute.arch.mbarrier_init(smem.free + i, 1)
         for i in range(SCALE_BUFFERS):
             cute.arch.mbarrier_init(smem.scales_free + i, 1)
         for i in range(c.accumulators):
             cute.arch.mbarrier_init(smem.sums_full + i, 1)
+        for i in range(c.frees):
             cute.arch.mbarrier_init(smem.sums_free + i, STORING_WARPS * c.group)
 
     def _tile(self, number, part):
@@ -266,7 +266,7 @@ class FP4Tcgen05Kernel:
         while tile < part.row_tiles * part.token_tiles:
             row_tile, token_tile = self._tile(tile, part)
             half = part.rank if const_expr(c.group == 2) else Int32(0)
-            for chunk in range(part.begin, part.end):
+            for chunk in cutlass.range(part.begin, part.end, unroll=1):
                 ptx.wait(smem.free + stage, parity)
                 base = smem.stages + cute.assume(stage * c.stage_bytes, divby=ALIGNMENT)
                 self._copy_scales(row_tile * c.group + half, token_tile, chunk, base, smem.full + stage, part)
@@ -335,45 +335,61 @@ class FP4Tcgen05Kernel:
 
     @cute.jit
     def _arrange(self, thread, part, smem):
-        """An arranging warp: write linear scales to stages in the order of tiles. A thread has a row of the weight, and
-        one of each band of activations."""
+        """An arranging warp: write linear scales to every fourth stage in the order of tiles. So the warps have several
+        chunks in flight. A lane has every 32nd row of each 128, whose words are neighbours in a tile."""
         c = self.config
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
-        place = thread % 32 * 16 + thread // 32 * TILE_BLOCKS
+        turn, lane = thread // 32, thread % 32
         stage, parity = Int32(0), Int32(1)
         tile = part.first
         while tile < part.row_tiles * part.token_tiles:
             row_tile, token_tile = self._tile(tile, part)
             half = part.rank if const_expr(c.group == 2) else Int32(0)
-            row = (row_tile * c.group + half) * ROWS + thread
-            token = token_tile * c.tokens + thread
-            for chunk in range(part.begin, part.end):
-                # They are loaded while the stage is still in use.
-                weight = self._load_scales(part.b_scale, row, part.n, chunk, part)
-                tokens = [
-                    self._load_scales(part.a_scale, token + i * ROWS, part.m, chunk, part) for i in range(c.bands)
-                ]
-                ptx.wait(smem.free + stage, parity)
-                base = smem.stages + (stage * c.stage_bytes + c.code_bytes + place)
-                for i, words in enumerate((*tokens, weight)):
-                    for j, word in enumerate(words):
-                        at = base + cute.assume((i * c.scale_tiles + j) * SCALE_TILE, divby=4)
-                        ptx.store_shared_if(at, word, True)
-                fence_async()
-                cute.arch.sync_warp()
-                ptx.arrive_if(smem.full + stage, Uint32(thread % 32 == 0))
+            row = (row_tile * c.group + half) * ROWS + lane
+            token = token_tile * c.tokens + lane
+            for chunk in cutlass.range(part.begin, part.end, unroll=1):
+                if turn == 0:
+                    self._arrange_chunk(row, token, chunk, stage, parity, lane, part, smem)
+                else:
+                    # A warp that left out phases could take one for the next but one, which has the same parity.
+                    ptx.wait(smem.free + stage, parity)
+                turn = (turn + ARRANGING_WARPS - 1) % ARRANGING_WARPS
                 stage, parity = next_stage(stage, parity, c.stages)
             tile += part.pitch
 
-    def _load_scales(self, scales, row, rows, chunk, part) -> list:
-        """A row's scales of a chunk, as words; zeros beyond the matrix."""
-        first = chunk * self.chunk_blocks
-        at = scales.iterator + cute.assume(Int64(row) * part.blocks + first, divby=4)
-        return [
-            ptx.load_if(at, (row < rows) & (first + 4 * j < part.blocks), 1, 4 * j)[0]
-            for j in range(self.config.scale_tiles)
+    @cute.jit
+    def _arrange_chunk(self, row, token, chunk, stage, parity, lane, part, smem):
+        """Scales of a chunk, of a lane's rows from ``row`` and ``token`` on."""
+        c = self.config
+        # They are loaded while the stage is still in use.
+        bands = [
+            self._load_scales(part.a_scale, token + i * ROWS, part.m, min(c.tokens, ROWS), chunk, part)
+            for i in range(c.bands)
         ]
+        bands.append(self._load_scales(part.b_scale, row, part.n, ROWS, chunk, part))
+        ptx.wait(smem.free + stage, parity)
+        base = smem.stages + cute.assume(stage * c.stage_bytes + c.code_bytes + lane * 16, divby=16)
+        for i, rows in enumerate(bands):
+            for j, words in enumerate(zip(*rows, strict=True)):
+                to = cute.recast_ptr(base + (i * c.scale_tiles + j) * SCALE_TILE, dtype=Uint32)
+                store_words(list(words), cute.make_tensor(to, cute.make_layout(len(words))))
+        fence_async()
+        cute.arch.sync_warp()
+        ptx.arrive_if(smem.full + stage, Uint32(lane == 0))
+
+    def _load_scales(self, scales, row, rows, used: int, chunk, part) -> list:
+        """A chunk's scales of every 32nd of 128 rows, each as a list of words; zeros beyond the matrix, and beyond the
+        ``used`` of these rows."""
+        first = chunk * self.chunk_blocks
+        tiles = range(self.config.scale_tiles)
+        loaded = []
+        for after in range(0, ROWS, 32):
+            at = scales.iterator + cute.assume(Int64(row + after) * part.blocks + first, divby=4)
+            exist = [(row + after < rows) & (first + TILE_BLOCKS * j < part.blocks) for j in tiles]
+            words = [ptx.load_if(at, exist[j], 1, TILE_BLOCKS * j)[0] for j in tiles if after < used]
+            loaded.append(words or [Uint32(0) for _ in tiles])
+        return loaded
 
     # MMAs
 
@@ -384,7 +400,7 @@ class FP4Tcgen05Kernel:
         stage, parity = Int32(0), Int32(0)
         tile = part.first
         while tile < part.row_tiles * part.token_tiles:
-            for _chunk in range(part.begin, part.end):
+            for _chunk in cutlass.range(part.begin, part.end, unroll=1):
                 ptx.wait(smem.full + stage, parity)
                 ptx.arrive_at_if(smem.peer_full + stage, Uint32(LEADER), Uint32(1))
                 stage, parity = next_stage(stage, parity, c.stages)
@@ -397,19 +413,22 @@ class FP4Tcgen05Kernel:
         pair = c.group == 2
         stage, parity = Int32(0), Int32(0)
         buffer, buffer_parity = Int32(0), Int32(1)
-        accumulator, sums_parity = Int32(0), Int32(1)
+        accumulator, sums_parity = Int32(0), Int32(0)
+        free, free_parity = Int32(0), Int32(1)
         tile = part.first
         while tile < part.row_tiles * part.token_tiles:
             _, token_tile = self._tile(tile, part)
-            ptx.wait(smem.sums_free + accumulator, sums_parity)
-            total = columns + Uint32(accumulator * c.tokens)
-            for chunk in range(part.begin, part.end):
+            # Where accumulators overlap: of the tile before, those columns that both have have been loaded, and so have
+            # all of the one before that.
+            ptx.wait(smem.sums_free + free, free_parity)
+            total = columns + Uint32(accumulator * c.pitch)
+            for chunk in cutlass.range(part.begin, part.end, unroll=1):
                 ptx.wait(smem.scales_free + buffer, buffer_parity)
                 ptx.wait(smem.full + stage, parity)
                 if const_expr(pair):
                     ptx.wait(smem.peer_full + stage, parity)
                 tcgen05.fence_after()
-                scales = columns + Uint32(c.accumulators * c.tokens + buffer * c.scale_columns)
+                scales = columns + Uint32(c.sum_columns + buffer * c.scale_columns)
                 steps = cutlass.min(part.steps - chunk * STEPS, Int32(STEPS))
                 at = Uint32(smem.stages.toint()) + Uint32(stage * c.stage_bytes)
                 self._multiply_chunk(total, at, scales, steps, token_tile, chunk > part.begin)
@@ -419,6 +438,7 @@ class FP4Tcgen05Kernel:
                 buffer, buffer_parity = next_stage(buffer, buffer_parity, SCALE_BUFFERS)
             tcgen05.commit(smem.sums_full + accumulator, c.group, pair)
             accumulator, sums_parity = next_stage(accumulator, sums_parity, c.accumulators)
+            free, free_parity = next_stage(free, free_parity, c.frees)
             tile += part.pitch
 
     @cute.jit
@@ -471,6 +491,7 @@ class FP4Tcgen05Kernel:
             cute.arch.griddepcontrol_wait()
         factor = self.epilogue.factor(part.alpha)
         accumulator, parity = Int32(0), Int32(0)
+        free, free_parity = Int32(0), Int32(0)
         tile = part.first
         while tile < part.row_tiles * part.token_tiles:
             row_tile, token_tile = self._tile(tile, part)
@@ -480,25 +501,45 @@ class FP4Tcgen05Kernel:
                 finish = self.epilogue.finisher(factor, self.epilogue.terms(part.alpha, part.bias, row, 1, part.n))
             ptx.wait(smem.sums_full + accumulator, parity)
             tcgen05.fence_after()
-            start = columns + Uint32(accumulator * c.tokens) + Uint32(tid // 32 * 32 << 16)
-            width = min(c.tokens, LOADED)
-            for piece in range(c.tokens // width):
-                sums = tcgen05.load(start + Uint32(piece * width), width)
-                tcgen05.wait_for_loads()
-                if const_expr(c.splits == 1):
-                    values = [finish(ptx.float_of(word), 0) for word in sums]
-                    self._write(values, token_tile * c.tokens + piece * width, row, tid % 2, part)
-                else:
-                    self._leave(sums, piece * width, tid, smem)
-            tcgen05.fence_before()
-            cute.arch.sync_warp()
-            leads = Uint32(tid % 32 == 0)
-            if const_expr(c.group == 2):
-                ptx.arrive_at_if(smem.sums_free + accumulator, Uint32(LEADER), leads)
+            start = columns + Uint32(accumulator * c.pitch) + Uint32(tid // 32 * 32 << 16)
+            token = token_tile * c.tokens
+            if const_expr(c.shared > 0):
+                # Those that the accumulators share are the last of the first, and the first of the second.
+                skipped = ptx.select(accumulator == 0, Int32(c.pitch), Int32(0))
+                self._store_columns(start, skipped, c.shared, finish, token, row, tid, part, smem)
+                self._leave_columns(smem.sums_free, tid)
+                skipped = ptx.select(accumulator == 0, Int32(0), Int32(c.shared))
+                self._store_columns(start, skipped, c.pitch, finish, token, row, tid, part, smem)
             else:
-                ptx.arrive_if(smem.sums_free + accumulator, leads)
+                self._store_columns(start, Int32(0), c.tokens, finish, token, row, tid, part, smem)
+                self._leave_columns(smem.sums_free + free, tid)
             accumulator, parity = next_stage(accumulator, parity, c.accumulators)
+            free, free_parity = next_stage(free, free_parity, c.frees)
             tile += part.pitch
+
+    @cute.jit
+    def _store_columns(self, start, skipped, count: int, finish, token, row, tid, part, smem):
+        """Load ``count`` columns of sums, behind some that are skipped; finish and store them, or leave them."""
+        c = self.config
+        for piece in cutlass.range(count // c.loaded, unroll=1):
+            column = skipped + piece * c.loaded
+            sums = tcgen05.load(start + Uint32(column), c.loaded)
+            tcgen05.wait_for_loads()
+            if const_expr(c.splits == 1):
+                values = [finish(ptx.float_of(word), 0) for word in sums]
+                self._write(values, token + column, row, tid % 2, part)
+            else:
+                self._leave(sums, column, tid, smem)
+
+    def _leave_columns(self, barrier, tid) -> None:
+        """The warp has loaded what others may overwrite now."""
+        tcgen05.fence_before()
+        cute.arch.sync_warp()
+        leads = Uint32(tid % 32 == 0)
+        if self.config.group == 2:
+            ptx.arrive_at_if(barrier, Uint32(LEADER), leads)
+        else:
+            ptx.arrive_if(barrier, leads)
 
     @cute.jit
     def _write(self, values: list, token, row, odd, part):
