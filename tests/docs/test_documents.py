@@ -122,7 +122,8 @@ def kind_of_gemm(op: str) -> dict[str, int]:
 @pytest.mark.parametrize("row", table_after(text_of("docs/gemm.md"), "A backend is one way"), ids=lambda r: r["GEMM"])
 def test_backends_of_gpus(row: dict[str, str]) -> None:
     """The backends that can compute a usual problem, but for the reference, which always can."""
-    columns = {f"sm_{capability.replace('.', '')}a": name for name in row for capability in re.findall(r"\d+\.\d", name)}
+    listed = [(name, capability) for name in row for capability in re.findall(r"\d+\.\d", name)]
+    columns = {f"sm_{capability.replace('.', '')}a": name for name, capability in listed}
     assert set(columns) == set(ARCHS)
     for op in re.findall(r"\w+", row["GEMM"]):
         spec = OPS[op]

@@ -102,7 +102,8 @@ def test_every_reason_is_given(monkeypatch):
 
 
 def test_a_named_backend_says_why_it_cannot():
-    with pytest.raises(ValueError, match="backend='routed' is unknown; use 'auto', 'wgmma', 'tcgen05', 'mma_sync', 'cublas'"):
+    known = "'auto', 'wgmma', 'tcgen05', 'mma_sync', 'cublas'"
+    with pytest.raises(ValueError, match=f"backend='routed' is unknown; use {known}"):
         select.choose(fp4_problem(), 8, HOPPER, "routed")
     with pytest.raises(ValueError, match=r"backend 'wgmma': needs Hopper's warpgroup MMA; this is sm_100a"):
         select.choose(fp8_problem(), 8, usual_targets(ARCHS["sm_100a"])[0], "wgmma")

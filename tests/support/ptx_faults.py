@@ -92,7 +92,11 @@ REPLACED: dict[str, tuple[str, str]] = {
     "cluster does not wait": (r"barrier\.cluster\.wait[^;]*;", ""),
     "allocation left out": (r"tcgen05\.alloc[^;]*;", ""),
     "allocation kept": (r"tcgen05\.dealloc[^;]*;", ""),
-    "scales stored elsewhere": (r"(@p st\.shared\.b32 )\[\$?(%r\d+)\]", r"\1[\2+4]"),
+    "scales stored elsewhere": (
+        r"(st\.shared\.v4\.b32 \t)\[(%r\d+)(\+\d+)?\]([^;]*;)",
+        rf"{{{_more(2, 16)} \1[q\3]\4}}",
+    ),
+    "sums stored elsewhere": (r"(@p st\.shared\.b32 )\[(%r\d+)\]", r"\1[\2+4]"),
 }
 """By name: what matches, and what comes in its place."""
 

@@ -82,6 +82,14 @@ def reason_misaligned(problem: GemmProblem) -> str | None:
     return None
 
 
+def reason_not_words(problem: GemmProblem) -> str | None:
+    """Why linear scales cannot be loaded four at a time; ``None`` if they can, or are not linear."""
+    blocks = problem.k // fp4_format(problem).block_size
+    if weight_scales(problem).is_linear and blocks % 4:
+        return f"b has {blocks} scales a row; in the linear layout they have to be a multiple of 4"
+    return None
+
+
 def reason_not_linear(problem: GemmProblem, width: int, what: str) -> str | None:
     """Why linear scales cannot be copied as boxes of a tensor map, a chunk at a time; ``None`` if they can, or are not
     linear. ``width``: the elements of k of ``what``."""

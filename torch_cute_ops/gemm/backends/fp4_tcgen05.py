@@ -9,7 +9,7 @@ from typing import Final
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._fp4 import FP4KernelBackend
-from torch_cute_ops.gemm.decode import fp4_format, reason_no_tcgen05, weight_scales
+from torch_cute_ops.gemm.decode import fp4_format, reason_no_tcgen05, reason_not_words, weight_scales
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_tcgen05
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
@@ -39,16 +39,14 @@ class FP4Tcgen05(FP4KernelBackend):
         return reason_no_tcgen05(target) or super().reason_unsupported(problem, target)
 
     def reason_unfit(self, problem: GemmProblem) -> str | None:
-        fmt, layout = fp4_format(problem), weight_scales(problem)
+        layout = weight_scales(problem)
         if not problem.a.is_fp4:
             return f"both operands have to be in FP4; a is {problem.a.format}"
         if problem.a.scale_layout != layout:
             return f"a's scales have to be in the weight's layout, {layout.name}"
         if problem.k % fp4_tcgen05.STEP:
             return f"k={problem.k}: it has to be a multiple of {fp4_tcgen05.STEP}"
-        if layout.is_linear and problem.k // fmt.block_size % 4:
-            return f"b has {problem.k // fmt.block_size} scales a row; in the linear layout they have to be multiples of 4"
-        return None
+        return reason_not_words(problem)
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
         chunks = -(-problem.k // CHUNK)

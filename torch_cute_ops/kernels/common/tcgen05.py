@@ -92,7 +92,7 @@ def multiply(
 
 @dsl_user_op
 def commit(barrier, group: int, both: bool, *, loc=None, ip=None) -> None:
-    """Arrive at an mbarrier when all that this thread has issued is done; in ``both`` CTAs of a pair, or in this one."""
+    """Arrive at an mbarrier when all that this thread has issued is done; in ``both`` CTAs of a pair, or this one."""
     operands = [_address(barrier, loc, ip)]
     text = f"tcgen05.commit.cta_group::{group}.mbarrier::arrive::one.shared::cluster"
     if not both:

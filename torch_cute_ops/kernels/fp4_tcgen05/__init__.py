@@ -13,8 +13,8 @@ after the other (persistent).
 2. With linear scales, four more warps, each for every fourth chunk, load those of the chunk's rows, write them to the
    stage in the order of tiles, and fence them for the async proxy.
 3. One thread of the multiplying warp copies a chunk's scales to tensor memory (``tcgen05.cp``) and issues its MMAs. A
-   commit frees the stage, another the scales' columns, of which there are two sets: PTX orders a copy before an MMA that
-   is issued after it, but not an MMA before a copy. The tile's last commit says that its sums are complete.
+   commit frees the stage, another the scales' columns, of which there are two sets: PTX orders a copy before an MMA
+   that is issued after it, but not an MMA before a copy. The tile's last commit says that its sums are complete.
 4. Four storing warps, each with 32 lanes of tensor memory, load the sums. A thread has a row of the weight, that is a
    column of the result. They finish the sums and store them while the next tile is multiplied: there are two
    accumulators. Those of 256 rows of ``a`` share some columns, which are loaded first.
@@ -26,8 +26,8 @@ first one issues all MMAs, and its commits arrive in both.
 Split k. A cluster of ``splits`` CTAs has one tile, each an equal part of its chunks. They leave their sums in shared
 memory and add them up in the order of k. A row of the result depends on the tactic alone, not on M.
 
-Rows beyond ``b`` or ``a`` are copied as zeros; their scales may be anything, since a row of the accumulator has its own.
-Where k ends inside of a chunk, the MMAs beyond are left out.
+Rows beyond ``b`` or ``a`` are copied as zeros; their scales may be anything, since a row or column of the accumulator
+has its own. Where k ends inside of a chunk, the MMAs beyond are left out.
 
 Bytes moved: ``b`` and its scales once for each tile of tokens (tiles that run together read it from L2); ``a`` once for
 each tile of rows, from L2.

@@ -181,7 +181,10 @@ class Config:
 
     @property
     def frees(self) -> int:
-        """Barriers that say that an accumulator may be overwritten: of each, or, where they overlap, of either."""
+        """Barriers that say that an accumulator may be overwritten: of each, or, where they overlap, of either. With
+        ``splits`` there is one tile."""
+        if self.splits > 1:
+            return 0
         return self.accumulators if self.shared == 0 else 1
 
     def reason_unsupported(self, arch: Arch) -> str | None:

@@ -183,9 +183,7 @@ class FP4Tcgen05Kernel:
         if tid == 0:
             self._initialise(smem)
         cute.arch.mbarrier_init_fence()
-        tcgen05.fence_before()
         self._meet()
-        tcgen05.fence_after()
         columns = Uint32(cute.make_tensor(smem.columns, cute.make_layout(1))[0])
         if warp == COPIER:
             self._copy(a_map, b_map, part, smem)
@@ -204,9 +202,9 @@ class FP4Tcgen05Kernel:
         cute.arch.sync_warp()
         if const_expr(c.splits > 1):
             self._add_up(tid, part, smem)
-        # All loads of tensor memory are done, and in a pair the MMAs that read the other's shared memory.
-        self._meet()
-        tcgen05.fence_after()
+        else:
+            # All loads of tensor memory are done, and in a pair the MMAs that read the other's shared memory.
+            self._meet()
         if warp == MULTIPLIER:
             tcgen05.free(columns, c.columns, c.group)
 
@@ -418,9 +416,11 @@ class FP4Tcgen05Kernel:
         tile = part.first
         while tile < part.row_tiles * part.token_tiles:
             _, token_tile = self._tile(tile, part)
-            # Where accumulators overlap: of the tile before, those columns that both have have been loaded, and so have
-            # all of the one before that.
-            ptx.wait(smem.sums_free + free, free_parity)
+            if const_expr(c.frees > 0):
+                # Where accumulators overlap: of the tile before, those columns that both have have been loaded, and so
+                # have all of the one before that.
+                ptx.wait(smem.sums_free + free, free_parity)
+                free, free_parity = next_stage(free, free_parity, c.frees)
             total = columns + Uint32(accumulator * c.pitch)
             for chunk in cutlass.range(part.begin, part.end, unroll=1):
                 ptx.wait(smem.scales_free + buffer, buffer_parity)
@@ -438,7 +438,6 @@ class FP4Tcgen05Kernel:
                 buffer, buffer_parity = next_stage(buffer, buffer_parity, SCALE_BUFFERS)
             tcgen05.commit(smem.sums_full + accumulator, c.group, pair)
             accumulator, sums_parity = next_stage(accumulator, sums_parity, c.accumulators)
-            free, free_parity = next_stage(free, free_parity, c.frees)
             tile += part.pitch
 
     @cute.jit
@@ -491,7 +490,6 @@ class FP4Tcgen05Kernel:
             cute.arch.griddepcontrol_wait()
         factor = self.epilogue.factor(part.alpha)
         accumulator, parity = Int32(0), Int32(0)
-        free, free_parity = Int32(0), Int32(0)
         tile = part.first
         while tile < part.row_tiles * part.token_tiles:
             row_tile, token_tile = self._tile(tile, part)
@@ -512,9 +510,9 @@ class FP4Tcgen05Kernel:
                 self._store_columns(start, skipped, c.pitch, finish, token, row, tid, part, smem)
             else:
                 self._store_columns(start, Int32(0), c.tokens, finish, token, row, tid, part, smem)
-                self._leave_columns(smem.sums_free + free, tid)
+                if const_expr(c.frees > 0):
+                    self._leave_columns(smem.sums_free + accumulator, tid)
             accumulator, parity = next_stage(accumulator, parity, c.accumulators)
-            free, free_parity = next_stage(free, free_parity, c.frees)
             tile += part.pitch
 
     @cute.jit
