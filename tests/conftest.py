@@ -33,6 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--seed", type=int, help="base seed of the random data; without it, a fresh one")
     group.addoption("--every-kernel", action="store_true", help="compile all kernels of the grid, not a covering part")
     group.addoption(
+        "--more-emulated", action="store_true", help="run all cases and faults in the emulator, not a covering part"
+    )
+    group.addoption(
         "--fuzz-examples", type=int, default=50, metavar="N", help="calls of each op that the fuzz test makes"
     )
     group.addoption("--gpu-record", type=Path, metavar="FILE", help="write a record of this run on a GPU, as JSON")

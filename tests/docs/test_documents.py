@@ -122,9 +122,9 @@ def kind_of_gemm(op: str) -> dict[str, int]:
 @pytest.mark.parametrize("row", table_after(text_of("docs/gemm.md"), "A backend is one way"), ids=lambda r: r["GEMM"])
 def test_backends_of_gpus(row: dict[str, str]) -> None:
     """The backends that can compute a usual problem, but for the reference, which always can."""
-    columns = {"sm_90a": "compute capability 9.0"} | dict.fromkeys(
-        [name for name in ARCHS if name != "sm_90a"], CAPABILITIES.replace(" and", ",")
-    )
+    listed = [(name, capability) for name in row for capability in re.findall(r"\d+\.\d", name)]
+    columns = {f"sm_{capability.replace('.', '')}a": name for name, capability in listed}
+    assert set(columns) == set(ARCHS)
     for op in re.findall(r"\w+", row["GEMM"]):
         spec = OPS[op]
         args, kwargs = spec.path.example(n=4096, k=4096, device="meta", **kind_of_gemm(op))
@@ -148,7 +148,9 @@ def test_backends_by_the_model(arch: Arch, size: int) -> None:
         return select.choose(problem, m, cost.usual_targets(arch)[0]).backend.name
 
     few, many = (1, 16), (1024, 4096)
-    for op in ("mm_fp4", "mm_fp4_weight_only"):
+    if arch.has_tcgen05:
+        assert {chosen("mm_fp4", m) for m in (*few, *many)} == {"tcgen05"}
+    for op in ("mm_fp4_weight_only",) if arch.has_tcgen05 else ("mm_fp4", "mm_fp4_weight_only"):
         multiplies_codes = arch.has_block_scaled_mma and op == "mm_fp4"
         by_kernel = "wgmma" if arch.has_wgmma else "mma_sync" if multiplies_codes else "cublas"
         assert {chosen(op, m) for m in many} == {by_kernel}

@@ -104,7 +104,8 @@ def test_every_reason_is_given(monkeypatch):
 
 
 def test_a_named_backend_says_why_it_cannot():
-    with pytest.raises(ValueError, match="backend='routed' is unknown; use 'auto', 'wgmma', 'mma_sync', 'cublas'"):
+    known = "'auto', 'wgmma', 'tcgen05', 'mma_sync', 'cublas'"
+    with pytest.raises(ValueError, match=f"backend='routed' is unknown; use {known}"):
         select.choose(fp4_problem(), 8, HOPPER, "routed")
     with pytest.raises(ValueError, match=r"backend 'wgmma': needs Hopper's warpgroup MMA; this is sm_100a"):
         select.choose(fp8_problem(), 8, usual_targets(ARCHS["sm_100a"])[0], "wgmma")
@@ -131,7 +132,7 @@ def test_the_ops_with_backends_are_the_gemms():
 @pytest.mark.parametrize("op", GEMMS)
 def test_backends_on_a_cpu(op):
     """Each kernel's has its reason; the reference runs."""
-    names = {"mm_fp4": ("wgmma", "mma_sync", "cublas"), "mm_fp8_block": ("wgmma", "mma_sync")}
+    names = {"mm_fp4": ("wgmma", "tcgen05", "mma_sync", "cublas"), "mm_fp8_block": ("wgmma", "mma_sync")}
     names["mm_fp4_weight_only"] = names["mm_fp4"]
     names["grouped_mm_fp8"] = names["mm_fp8_block"]
     names["mm_fp8_fp4"] = names["grouped_mm_fp8_fp4"] = ("wgmma",)

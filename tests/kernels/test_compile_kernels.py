@@ -24,6 +24,7 @@ from support.kernel_grid import (
     kernel_of,
     mma_cases,
     moe_cases,
+    tcgen05_cases,
     wgmma_cases,
 )
 
@@ -41,14 +42,8 @@ REGISTERS_PER_SM = 65_536
 
 
 def other_cases(every):
-    return (
-        *mma_cases(every),
-        *wgmma_cases(every),
-        *experts_cases(every),
-        *moe_cases(),
-        *fp8_gemm_cases(),
-        *fp8_fp4_gemm_cases(),
-    )
+    gemms = (*mma_cases(every), *wgmma_cases(every), *tcgen05_cases(every))
+    return *gemms, *experts_cases(every), *moe_cases(), *fp8_gemm_cases(), *fp8_fp4_gemm_cases()
 
 
 def pytest_generate_tests(metafunc):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.epilogues import epilogues
 from support.host_grids import Placed, grids, placed
-from support.kernel_grid import BF16, FP16, FP32, ExpertsCase, FP8GemmCase, MmaCase, WgmmaCase
+from support.kernel_grid import BF16, FP16, FP32, ExpertsCase, FP8GemmCase, MmaCase, Tcgen05Case, WgmmaCase
 
 from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.kernels.common.epilogue import Epilogue
@@ -24,17 +24,19 @@ CASES = [
     WgmmaCase(BF16, NVFP4, "128x4", None, 64, COLUMN),
     WgmmaCase(BF16, MXFP4, "128x4", "128x4", 64, Epilogue(FP32), width=256),
     ExpertsCase(FP16, NVFP4, "128x4", "128x4", 16, 16, FP32),
+    Tcgen05Case(NVFP4, "128x4", 8, 1, 1, COLUMN),
+    Tcgen05Case(MXFP4, "linear", 256, 2, 1, COLUMN),
     FP8GemmCase("fp8_wgmma", "masked", (16, 128, 1), Epilogue(FP32, "expert_column", FP32)),
     FP8GemmCase("fp8_mma", "counted", (16,), Epilogue(BF16, "expert", BF16), "sm_120a"),
 ]
 DIMS = {
     **{"m": 24, "n": 136, "k": 512, "k_bytes": 256, "blocks": 32, "scale_rows": 256},
-    **{"a_bytes": 256, "a_scale_rows": 128, "a_blocks": 32, "workspace_bytes": 4096},
+    **{"a_rows": 128, "b_rows": 256, "a_bytes": 256, "a_scale_rows": 128, "a_blocks": 32, "workspace_bytes": 4096},
     **{"experts": 2, "alpha_stride": 2, "alpha_column_stride": 1},
     **{"rows": 12, "offsets": 3, "rows_of_expert": 6144, "out_of_expert": 1632, "a_scale_pitch": 24},
     **{"b_of_expert": 136 * 512, "b_scale_rows": 2, "b_scale_of_expert": 64},
 }
-NUMBERS = {"workers": 3, "shares": 1, "max_ctas": 8}
+NUMBERS = {"workers": 3, "shares": 1, "max_ctas": 8, "ctas": 4}
 
 
 def call_of(case: Any) -> Any:
@@ -78,6 +80,30 @@ def test_nothing_is_launched_where_the_workspace_overlaps(case: Any) -> None:
         if isinstance(other, Placed) and name != "workspace":
             moved = call._replace(workspace=call.workspace._replace(address=other.address))
             assert 0 in grids(case.kernel, ARCHS[case.arch], *moved)[0], name
+
+
+@pytest.mark.parametrize(
+    ("tile", "sms", "ctas"),
+    [
+        # 300 x 400: tiles of the weight's rows, times those of 300 rows
+        ((64, 1, 1), 148, 4 * 5),
+        ((64, 1, 1), 7, 7),
+        ((64, 1, 4), 7, 4 * 5 * 4),
+        ((256, 1, 1), 148, 4 * 2),
+        ((256, 2, 1), 148, 2 * 2 * 2),
+        ((256, 2, 1), 7, 6),
+        ((256, 2, 1), 1, 2),
+    ],
+)
+def test_ctas_by_tcgen05(tile: tuple[int, int, int], sms: int, ctas: int) -> None:
+    """At most one for each SM, in whole pairs; but a cluster for each tile where its CTAs split k."""
+    case = Tcgen05Case(NVFP4, "128x4", *tile, Epilogue(BF16))
+    specs = case.kernel.arguments()
+    dims = DIMS | {"n": 400, "m": 300, "a_rows": 384, "b_rows": 512}
+    call = type(specs)(
+        *(placed(s, i * APART**2, dims) if isinstance(s, TensorArg) else None for i, s in enumerate(specs))
+    )
+    assert grids(case.kernel, ARCHS[case.arch], *call._replace(ctas=sms)) == [(ctas, 1, 1)]
 
 
 @pytest.mark.parametrize("max_ctas", [4, 132])

@@ -7,7 +7,7 @@ import itertools
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -168,7 +168,7 @@ def kernel_of(case: AnyCase) -> Any:
     Raises:
         ValueError: from ``plan``, if it supports none.
     """
-    if isinstance(case, MmaCase | WgmmaCase | ExpertsCase | MoeCase | FP8GemmCase | FP8FP4GemmCase):
+    if isinstance(case, MmaCase | WgmmaCase | Tcgen05Case | ExpertsCase | MoeCase | FP8GemmCase | FP8FP4GemmCase):
         return case.kernel
     from torch_cute_ops.kernels import fp4_dequant, row_quant
     from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
@@ -296,6 +296,60 @@ class WgmmaCase:
 
         config = _planned(fp4_wgmma, self, epilogue=self.epilogue, width=self.width, splits=self.splits)
         return fp4_wgmma.FP4WgmmaKernel(config)
+
+
+@dataclass(frozen=True)
+class Tcgen05Case:
+    """A GEMM of two FP4 operands by tcgen05: rows of activations of a tile, CTAs of an MMA, CTAs that split k."""
+
+    format: FP4Format
+    layout: str
+    tokens: int
+    group: int
+    splits: int
+    epilogue: Epilogue
+    stages: int | None = None
+    arch: str = "sm_100a"
+
+    @property
+    def id(self) -> str:
+        tile = f"{self.tokens}by{self.splits}" if self.group == 1 else f"{self.tokens}of2"
+        return "-".join(("tcgen05", self.format.name, self.layout, tile, _epilogue_id(self.epilogue), self.arch))
+
+    @property
+    def kernel(self) -> Any:
+        """As the backend builds it; or with fewer stages."""
+        from torch_cute_ops.kernels import fp4_tcgen05
+        from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
+
+        config = fp4_tcgen05.plan(
+            fmt=self.format,
+            layout=SCALE_LAYOUTS[self.layout],
+            epilogue=self.epilogue,
+            tokens=self.tokens,
+            group=self.group,
+            splits=self.splits,
+            arch=GPU_ARCHS[self.arch],
+            pdl=True,
+        )
+        assert config is not None
+        return fp4_tcgen05.FP4Tcgen05Kernel(replace(config, stages=self.stages or config.stages))
+
+
+TCGEN05_KINDS = tuple(itertools.product((NVFP4, MXFP4), ("128x4", "linear")))
+TCGEN05_TILES = tuple(
+    [(tokens, 1, splits) for tokens in (8, 16, 32, 64, 128) for splits in (1, 2, 4, 8)] + [(256, 1, 1), (256, 2, 1)]
+)
+
+
+def tcgen05_cases(every: bool) -> list[Tcgen05Case]:
+    """Kinds of operands with tiles: all of them, or a fourth; epilogues and architectures in turn."""
+    finish, archs = itertools.cycle(epilogues((None, "one", "column"))), itertools.cycle(("sm_100a", "sm_103a"))
+    return [
+        Tcgen05Case(*kind, *tile, next(finish), arch=next(archs))
+        for (i, kind), (j, tile) in itertools.product(enumerate(TCGEN05_KINDS), enumerate(TCGEN05_TILES))
+        if every or (i + j) % 4 == 0
+    ]
 
 
 WARPGROUP_KINDS: tuple[tuple[Any, ...], ...] = (
@@ -564,7 +618,7 @@ def fp8_fp4_gemm_cases() -> list[FP8FP4GemmCase]:
     return cases
 
 
-AnyCase = Case | MmaCase | WgmmaCase | ExpertsCase | MoeCase | FP8GemmCase | FP8FP4GemmCase
+AnyCase = Case | MmaCase | WgmmaCase | Tcgen05Case | ExpertsCase | MoeCase | FP8GemmCase | FP8FP4GemmCase
 
 
 def experts_cases(every: bool) -> list[ExpertsCase]:

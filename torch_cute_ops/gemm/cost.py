@@ -48,6 +48,12 @@ def tensor_core_seconds(flops: int, target: Target, sms: int | None = None) -> f
     return flops / (rate * TENSOR_CORE_EFFICIENCY)
 
 
+def fp4_tensor_core_seconds(flops: int, target: Target, sms: int | None = None) -> float:
+    """The same, with both operands in FP4, where tensor cores take them."""
+    arch = _arch(target)
+    return tensor_core_seconds(flops, target, sms) * arch.flops_per_clock / (arch.fp4_flops_per_clock or 1.0)
+
+
 def weight_seconds(weights: int, clocks: float) -> float:
     """Time for one SM to decode ``weights`` at so many clocks each."""
     return weights * clocks / CLOCK_HZ

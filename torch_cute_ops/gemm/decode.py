@@ -67,10 +67,26 @@ def reason_no_wgmma(target: Target) -> str | None:
     return reason
 
 
+def reason_no_tcgen05(target: Target) -> str | None:
+    """Why no kernel by Blackwell's fifth-generation tensor cores runs on ``target``; ``None`` if kernels do."""
+    reason = reason_no_kernel(target)
+    if reason is None and target.arch is not None and not target.arch.has_tcgen05:
+        return f"needs data-center Blackwell's tcgen05; this is {target.arch.name}"
+    return reason
+
+
 def reason_misaligned(problem: GemmProblem) -> str | None:
     """Why our kernels cannot load the operands as they lie; ``None`` if they can."""
     if problem.n % 8 or problem.k % 32:
         return f"n={problem.n} and k={problem.k}: they have to be multiples of 8 and 32"
+    return None
+
+
+def reason_not_words(problem: GemmProblem) -> str | None:
+    """Why linear scales cannot be loaded four at a time; ``None`` if they can, or are not linear."""
+    blocks = problem.k // fp4_format(problem).block_size
+    if weight_scales(problem).is_linear and blocks % 4:
+        return f"b has {blocks} scales a row; in the linear layout they have to be a multiple of 4"
     return None
 
 

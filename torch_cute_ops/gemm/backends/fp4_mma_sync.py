@@ -15,6 +15,7 @@ from torch_cute_ops.gemm.decode import (
     decoder,
     decoding_kernel,
     fp4_format,
+    reason_not_words,
     sixteen_bit_dtype,
     weight_scales,
 )
@@ -46,10 +47,7 @@ class FP4MmaSync(FP4KernelBackend):
     has_wgmma = False
 
     def reason_unfit(self, problem: GemmProblem) -> str | None:
-        blocks = problem.k // fp4_format(problem).block_size
-        if weight_scales(problem).is_linear and blocks % 4:
-            return f"b has {blocks} scales a row; in the linear layout they have to be a multiple of 4"
-        return None
+        return reason_not_words(problem)
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
         chunks = -(-problem.k // fp4_mma.CHUNK)

@@ -1,0 +1,139 @@
+"""The backend ``tcgen05``: what it takes, its tactics, estimates, and that its launcher's call is the kernel's."""
+
+import dataclasses
+
+import pytest
+import torch
+from ptx import run_kernel
+from support.emulated import CPU, poisoned
+from support.gemm_problems import BF16, FP32, HOPPER, backend_for, fp4_problem
+from support.gemm_problems import CPU as NO_GPU
+
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.gemm.backends import _fp4
+from torch_cute_ops.gemm.cost import usual_targets
+from torch_cute_ops.gemm.problem import Operands
+from torch_cute_ops.kernels import fp4_tcgen05
+from torch_cute_ops.reference.mm_fp4 import fp4_gemm
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
+
+(BLACKWELL,) = usual_targets(ARCHS["sm_100a"])
+BACKEND = backend_for("tcgen05", fp4_problem())
+
+
+@pytest.mark.parametrize(
+    ("reason", "problem"),
+    [
+        (None, fp4_problem(n=8, k=64)),
+        (None, fp4_problem(n=4096, k=96 * 64, fmt=MXFP4, layout="linear")),
+        ("both operands have to be in FP4; a is torch.bfloat16", fp4_problem(a_dtype=BF16)),
+        ("a's scales have to be in the weight's layout, 128x4", fp4_problem(layout="8x4")),
+        ("k=96: it has to be a multiple of 64", fp4_problem(k=96)),
+        ("n=12 and k=64: they have to be multiples of 8 and 32", fp4_problem(n=12, k=64)),
+        (
+            "b has 6 scales a row; in the linear layout they have to be a multiple of 4",
+            fp4_problem(k=192, fmt=MXFP4, layout="linear"),
+        ),
+    ],
+)
+def test_what_it_takes(reason, problem):
+    assert BACKEND.reason_unsupported(problem, BLACKWELL) == reason
+
+
+def test_where_it_runs():
+    problem = fp4_problem()
+    for arch in ARCHS.values():
+        reason = BACKEND.reason_unsupported(problem, usual_targets(arch)[0])
+        assert reason == (None if arch.has_tcgen05 else f"needs data-center Blackwell's tcgen05; this is {arch.name}")
+    assert "needs a CUDA device" in BACKEND.reason_unsupported(problem, NO_GPU)
+    assert not BACKEND.handles(fp4_problem(k=12 * 64, experts=12))
+
+
+@pytest.mark.parametrize("k", [64, 512, 16_384])
+@pytest.mark.parametrize("m", [1, 8, 9, 32, 64, 65, 250, 4096])
+def test_tactics(m, k):
+    """No tile is wider than there are rows; narrow ones are for few rows; every CTA of a cluster has a chunk."""
+    problem = fp4_problem(k=k)
+    tactics = BACKEND.tactics(problem, m, BLACKWELL)
+    assert len(set(tactics)) == len(tactics)
+    for tokens, group, splits in tactics:
+        assert (tokens < 2 * m or tokens == 8) and (tokens >= 64 or tokens >= m)
+        assert splits <= -(-k // 256) and (group == 1 or splits == 1)
+        (kernel,) = BACKEND.kernels(problem, (tokens, group, splits), BLACKWELL.arch)
+        assert kernel.config.reason_unsupported(BLACKWELL.arch) is None
+    assert any(group == 2 for _, group, _ in tactics) == (m > 128)
+    assert max(splits for _, _, splits in tactics) == min(8, -(-k // 256))
+
+
+def test_estimates_are_near_the_limits():
+    """Of a B200, by data sheet: few rows read the weight at 7.5 TB/s, many rows compute at 8 PFLOP/s."""
+    problem = fp4_problem(16_384, 16_384)
+
+    def least(m):
+        return min(BACKEND.estimate(problem, m, tactic, BLACKWELL) for tactic in BACKEND.tactics(problem, m, BLACKWELL))
+
+    assert 1 < least(1) / (problem.bytes_moved(1) / 7.5e12) < 1.5
+    assert 1 < least(16_384) / (problem.flops(16_384) / 8.2e15) < 1.6
+    many = [least(m) for m in (1, 16, 64, 256, 1024, 4096)]
+    assert many == sorted(many)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "layout", "tactic"), [(NVFP4, "128x4", (16, 1, 2)), (MXFP4, "linear", (64, 1, 1))], ids=["nvfp4", "mxfp4"]
+)
+def test_a_call(fmt, layout, tactic, monkeypatch):
+    """The launcher's, with the kernel as the backend builds it, in the emulator."""
+    m, n, k = 11, 136, 640
+    problem = fp4_problem(n, k, fmt, layout=layout, out_dtype=FP32, alpha="column", bias_dtype=FP32)
+    target = dataclasses.replace(BLACKWELL, sms=2)
+    monkeypatch.setattr(
+        _fp4, "compile_kernel", lambda kernel, arch: lambda *call: run_kernel(kernel.make(), arch, *call, strict=True)
+    )
+    (a, a_scale), (b, b_scale) = (random_matrix(rows, k, fmt, layout, CPU, POWERS[fmt.scale_format]) for rows in (m, n))
+    alpha, bias, out = torch.rand(n), torch.randn(n), poisoned(m, n, dtype=FP32)
+    BACKEND.launcher(problem, tactic, target)(*Operands(a, b.t(), a_scale, b_scale, alpha, bias), out)
+    layouts = SCALE_LAYOUTS[layout], SCALE_LAYOUTS[layout]
+    assert torch.equal(out, fp4_gemm(a, a_scale, b, b_scale, alpha, bias, FP32, fmt, *layouts))
+
+
+CONFIG = fp4_tcgen05.plan(
+    fmt=NVFP4,
+    layout=SCALE_LAYOUTS["128x4"],
+    epilogue=fp4_problem().epilogue,
+    tokens=64,
+    arch=BLACKWELL.arch,
+    pdl=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layout": SCALE_LAYOUTS["8x4"]}, "scales are linear or in tiles of 128 rows, not 8x4"),
+        ({"tokens": 24}, "1 CTAs have tiles of (8, 16, 32, 64, 128, 256) rows of activations, not 24"),
+        ({"group": 2}, "2 CTAs have tiles of (256,) rows of activations, not 64"),
+        ({"group": 2, "tokens": 256, "splits": 2}, "2 clusters of 2 CTAs do not share a tile"),
+        ({"splits": 2, "stages": 1}, "33792 bytes of sums do not fit in place of 1 stages"),
+        ({"splits": 3}, "3 clusters of 1 CTAs do not share a tile"),
+        ({"stages": 12}, "bytes of shared memory; sm_100a has 232448"),
+    ],
+)
+def test_what_a_kernel_is_refused_for(changes, reason):
+    assert CONFIG.reason_unsupported(BLACKWELL.arch) is None
+    assert reason in dataclasses.replace(CONFIG, **changes).reason_unsupported(BLACKWELL.arch)
+    assert CONFIG.reason_unsupported(HOPPER.arch) == "sm_90a has no tcgen05 instructions"
+
+
+@pytest.mark.parametrize("tokens", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
+def test_columns_of_tensor_memory(fmt, tokens):
+    """Accumulators and scales fit beside each other; two accumulators share columns only where they have to."""
+    for group in (1, 2) if tokens == 256 else (1,):
+        config = dataclasses.replace(CONFIG, fmt=fmt, tokens=tokens, group=group)
+        used = config.sum_columns + 2 * config.scale_columns
+        assert used <= config.columns <= 512 and config.columns < 2 * used
+        assert config.shared % config.loaded == config.pitch % config.loaded == 0
+        assert (config.shared > 0) == (tokens == 256) == (2 * tokens + 2 * config.scale_columns > 512)
+        # 128 rows' scales of a chunk: a column is four of 32 rows in each quarter of the lanes.
+        assert config.scale_columns == (1 + -(-tokens // 128)) * 128 * 256 // fmt.block_size // (4 * 32)

@@ -1,0 +1,176 @@
+"""The FP4 GEMM by tcgen05, executed thread for thread by the PTX emulator, against the CPU reference. No GPU that has
+these instructions was at hand: this is what the kernel is known to compute."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ptx import EmulationError, compile_ptx, run_kernel
+from support.emulated import CPU, poisoned
+from support.epilogues import finished, operands
+from support.kernel_grid import BF16, FP16, FP32, Tcgen05Case
+from support.ptx_faults import Edit, Fault, faults_of
+
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.kernels import fp4_tcgen05
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.reference.mm_fp4 import fp4_gemm
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
+
+
+class Gemm(NamedTuple):
+    """A GEMM and a launch of it, for M, N, K; ``ctas`` share all tiles."""
+
+    case: Tcgen05Case
+    sizes: tuple[int, int, int]
+    ctas: int = 1
+
+    @property
+    def id(self) -> str:
+        return f"{self.case.id}-{'x'.join(map(str, self.sizes))}-{self.ctas}"
+
+
+def gemm(*case: Any, epilogue: tuple[Any, ...], sizes: tuple[int, int, int], ctas: int = 1, stages: int = 3) -> Gemm:
+    """``case``: format, layout, tokens, CTAs of an MMA, splits; ``sizes``: M, N, K."""
+    return Gemm(Tcgen05Case(*case, Epilogue(*epilogue), stages), sizes, ctas)
+
+
+# Rows, columns and k beyond which there is nothing; three tiles or more a CTA, but for those that split k; more chunks
+# than stages.
+COVERING = [
+    gemm(NVFP4, "128x4", 8, 1, 1, epilogue=(BF16, "one", BF16), sizes=(5, 328, 1088)),
+    gemm(NVFP4, "128x4", 16, 1, 1, epilogue=(FP16, "column", FP32), sizes=(70, 136, 1088), ctas=3),
+    gemm(MXFP4, "128x4", 32, 1, 1, epilogue=(FP32, "one", FP32), sizes=(90, 136, 1344), ctas=2),
+    gemm(NVFP4, "linear", 64, 1, 1, epilogue=(BF16, "one"), sizes=(150, 24, 1088)),
+    gemm(MXFP4, "linear", 16, 1, 1, epilogue=(FP16, None, FP16), sizes=(9, 264, 1152)),
+    gemm(NVFP4, "128x4", 128, 1, 1, epilogue=(BF16, "column", FP32), sizes=(150, 264, 832), ctas=2),
+    gemm(NVFP4, "128x4", 256, 1, 1, epilogue=(BF16, "one"), sizes=(300, 136, 1088)),
+    gemm(NVFP4, "128x4", 8, 1, 4, epilogue=(BF16, "column", BF16), sizes=(5, 136, 3648)),
+    gemm(MXFP4, "128x4", 64, 1, 2, epilogue=(FP32, "one", FP32), sizes=(70, 136, 2112)),
+    gemm(NVFP4, "linear", 128, 1, 2, epilogue=(FP16, "one"), sizes=(130, 72, 1088)),
+    gemm(NVFP4, "128x4", 256, 2, 1, epilogue=(BF16, "one", BF16), sizes=(300, 264, 1088), ctas=2),
+    gemm(MXFP4, "linear", 256, 2, 1, epilogue=(FP32, "column"), sizes=(700, 136, 640), ctas=2, stages=2),
+]
+MORE = [
+    gemm(*kind, *tile, epilogue=(BF16, "column", FP32), sizes=sizes, ctas=ctas)
+    for kind in ((NVFP4, "128x4"), (NVFP4, "linear"), (MXFP4, "128x4"), (MXFP4, "linear"))
+    for tile, sizes, ctas in (
+        ((8, 1, 1), (29, 264, 1152), 2),
+        ((8, 1, 8), (21, 136, 2176), 1),
+        ((16, 1, 2), (33, 264, 2176), 1),
+        ((32, 1, 1), (140, 136, 1408), 2),
+        ((32, 1, 4), (33, 136, 1408), 1),
+        ((64, 1, 1), (200, 264, 1152), 3),
+        ((64, 1, 8), (66, 136, 2176), 1),
+        ((128, 1, 1), (400, 136, 1408), 2),
+        ((128, 1, 4), (130, 136, 1408), 1),
+        ((256, 1, 1), (520, 136, 1152), 2),
+        ((256, 2, 1), (520, 392, 1408), 2),
+        ((256, 2, 1), (520, 776, 384), 4),
+    )
+]
+
+
+def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel leaves in its output, and what the epilogue makes of the reference's sums."""
+    m, n, k = one.sizes
+    torch.manual_seed(k)
+    case = one.case
+    fmt, layout = case.format, SCALE_LAYOUTS[case.layout]
+    (a, a_scale), (b, b_scale) = (
+        random_matrix(rows, k, fmt, case.layout, CPU, POWERS[fmt.scale_format]) for rows in (m, n)
+    )
+    alpha, bias = operands(case.epilogue, n)
+    out = poisoned(m, n, dtype=case.epilogue.out_dtype)
+    given = fp4_tcgen05.Arguments(a, a_scale, b.t(), b_scale, alpha, bias, out, one.ctas)
+    run_kernel(case.kernel, ARCHS[case.arch], *given, seed=seed, max_steps=200_000, strict=True, edit=edit)
+    sums = fp4_gemm(a, a_scale, b, b_scale, None, None, FP32, fmt, layout, layout)
+    return out, finished(sums, case.epilogue, alpha, bias)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    more = metafunc.config.getoption("more_emulated")
+    if "one" in metafunc.fixturenames:
+        cases = COVERING + (MORE if more else [])
+        metafunc.parametrize("one", [pytest.param(case, id=case.id) for case in cases])
+
+
+def test_gemm(one: Gemm) -> None:
+    """Bit for bit where sums are exact, in two orders; scales beside the matrices are NaN, and count for nothing."""
+    for seed in (None, 1):
+        got, want = multiply(one, seed)
+        assert torch.equal(got, want)
+
+
+# Faults. Each case has more chunks than stages, and three tiles a CTA, but for that which splits k.
+
+FAULTY = {
+    "one": gemm(NVFP4, "128x4", 32, 1, 1, epilogue=(BF16, "one"), sizes=(70, 136, 1088)),
+    "linear": gemm(MXFP4, "linear", 16, 1, 1, epilogue=(FP32,), sizes=(9, 520, 1152)),
+    "pair": gemm(NVFP4, "128x4", 256, 2, 1, epilogue=(BF16, "one"), sizes=(520, 136, 1088), ctas=2),
+    "split": gemm(NVFP4, "128x4", 8, 1, 2, epilogue=(FP32,), sizes=(8, 136, 3648)),
+}
+EVERY = 16
+"""Of so many faults one is tried, without ``--more-emulated``."""
+
+
+class Unfound(NamedTuple):
+    """Why faults of a kind change nothing, or are not found; ``dead``: no machine could show them either."""
+
+    count: int
+    reason: str
+    dead: bool = True
+
+
+NO_CHUNKS = Unfound(1, "in what LLVM makes of the loop over chunks for a k of 0")
+CONVERGED = Unfound(2, "the emulator has warps converge, and tcgen05.wait::ld is of the whole warp", dead=False)
+LOOPS = {"wait left out": NO_CHUNKS, "wait for the other phase": NO_CHUNKS, "commit left out": NO_CHUNKS}
+UNFOUND: dict[str, dict[str, Unfound]] = {
+    "one": {**LOOPS, "barrier of the warp left out": CONVERGED},
+    "linear": {
+        **LOOPS,
+        "wait for the other phase": Unfound(
+            2, f"{NO_CHUNKS.reason}; a warp that only keeps count may be a phase behind"
+        ),
+        "other count of arrivals": Unfound(1, "of a stage's barrier in the second CTA of a pair, which there is not"),
+        "barrier of the warp left out": CONVERGED,
+    },
+    "pair": {**LOOPS, "barrier of the warp left out": CONVERGED},
+    "split": {
+        "other stride of the activations": Unfound(4, "eight rows are one atom of the swizzle"),
+        "other stride of scales": Unfound(4, "of the activations', eight rows are one matrix"),
+        "barrier of the warp left out": CONVERGED,
+    },
+}
+
+
+def found(one: Gemm, fault: Fault) -> bool:
+    """Whether the emulator reports the fault, or the result is another, in some order."""
+    for seed in (None, 0, 1):
+        try:
+            got, want = multiply(one, seed, fault.edit)
+        except EmulationError:
+            return True
+        if not torch.equal(got, want):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_faults_are_found(name: str, request: pytest.FixtureRequest) -> None:
+    """What is left out, or altered, of waits, arrivals, commits, fences, descriptors and copies."""
+    one, known = FAULTY[name], UNFOUND[name]
+    assert torch.equal(*multiply(one, 0))
+    every = [*faults_of(compile_ptx(one.case.kernel, ARCHS[one.case.arch]).ptx)]
+    assert len({fault.what for fault in every}) > 35
+    tried = every[:: 1 if request.config.getoption("more_emulated") else EVERY]
+    unfound = [fault for fault in tried if not found(one, fault)]
+    counts = Counter(fault.what for fault in unfound)
+    excused = {what: known[what].count if what in known else 0 for what in counts}
+    assert all(counts[what] <= excused[what] for what in counts), [fault.id for fault in unfound]
+    dead = sum(count for what, count in counts.items() if known[what].dead)
+    assert len(tried) - len(unfound) >= 0.95 * (len(tried) - dead)

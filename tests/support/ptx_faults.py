@@ -1,0 +1,116 @@
+"""Faults that are put into the PTX of a kernel by tcgen05: one instruction goes, or becomes another."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+Edit = Callable[[str], str]
+
+
+class Fault(NamedTuple):
+    """One fault: what is changed, and at which of the places that there are."""
+
+    what: str
+    number: int
+    edit: Edit
+
+    @property
+    def id(self) -> str:
+        return f"{self.what} {self.number}"
+
+
+def _more(group: int, by: int) -> str:
+    """Instructions that make ``q`` of the register in a group of the pattern, to stand in braces."""
+    return rf".reg .b32 q; add.u32 q, \{group}, {by};"
+
+
+ARRIVE = r"(?:@p )?mbarrier\.arrive\.(?!expect_tx)[^;]*;"
+EXPECT = r"mbarrier\.arrive\.expect_tx\S+ \S+, \[[^\]]*\], %r\d+;"
+WAIT = r"(\{\.reg \.pred p; )(AGAIN: mbarrier\.try_wait\S+ p, \[%r\d+\], )(%r\d+);"
+MMA = r"(tcgen05\.mma\S+ )\[(%r\d+)\], (%rd\d+), (%rd\d+), (%r\d+), \[(%r\d+)\], \[(%r\d+)\], p;"
+TENSOR = r"(cp\.async\.bulk\.tensor\.2d\.shared\S+ )\[(%r\d+)(\+\d+)?\], \[(%rd\d+), \{(%r\d+), (%r\d+)\}\],([^;]*);"
+BULK = r"(cp\.async\.bulk\.shared\S+ )\[(%r\d+)(\+\d+)?\], \[(%rd\d+)(\+\d+)?\],([^;]*);"
+CP = r"(tcgen05\.cp\S+ )\[(%r\d+)\], (%rd\d+);"
+LD = r"(tcgen05\.ld\S+ \{[^}]*\}, )\[(%r\d+)\];"
+INIT = r"(mbarrier\.init\.shared\.b64 \t\[[^\]]*\], )(%r\d+);"
+Q64 = r".reg .b64 q; add.u64 q, "
+
+REPLACED: dict[str, tuple[str, str]] = {
+    "wait left out": (WAIT, r"\1AGAIN: setp.eq.u32 p, 0, 0;"),
+    "wait for the other phase": (WAIT, r"\1.reg .b32 q; xor.b32 q, \3, 1; \2q;"),
+    "arrival left out": (ARRIVE, ""),
+    "expected bytes left out": (EXPECT, ""),
+    "other bytes expected": (
+        r"(mbarrier\.arrive\.expect_tx\S+ \S+, \[[^\]]*\], )(%r\d+);",
+        rf"{{{_more(2, 16)} \1q;}}",
+    ),
+    "other count of arrivals": (INIT, rf"{{{_more(2, 1)} \1q;}}"),
+    "mbarrier not initialised": (INIT, ""),
+    "commit left out": (r"tcgen05\.commit[^;]*;", ""),
+    "MMA left out": (MMA, ""),
+    "operands exchanged": (MMA, r"\1[\2], \4, \3, \5, [\6], [\7], p;"),
+    "scales exchanged": (MMA, r"\1[\2], \3, \4, \5, [\7], [\6], p;"),
+    "weight's scales a column on": (MMA, r"\1[\2], \3, \4, \5, [\6+1], [\7], p;"),
+    "activations' scales a column on": (MMA, r"\1[\2], \3, \4, \5, [\6], [\7+1], p;"),
+    "sums a column on": (MMA, r"\1[\2+1], \3, \4, \5, [\6], [\7], p;"),
+    "adds where it should not, or not": (MMA, r"{.reg .pred o; not.pred o, p; \1[\2], \3, \4, \5, [\6], [\7], o;}"),
+    "weight 32 bytes on": (MMA, rf"{{{Q64}\3, 2; \1[\2], q, \4, \5, [\6], [\7], p;}}"),
+    "activations 32 bytes on": (MMA, rf"{{{Q64}\4, 2; \1[\2], \3, q, \5, [\6], [\7], p;}}"),
+    "other stride of the weight": (MMA, rf"{{{Q64}\3, {1 << 32}; \1[\2], q, \4, \5, [\6], [\7], p;}}"),
+    "other stride of the activations": (MMA, rf"{{{Q64}\4, {8 << 32}; \1[\2], \3, q, \5, [\6], [\7], p;}}"),
+    "other swizzle of the weight": (MMA, rf"{{{Q64}\3, {1 << 62}; \1[\2], q, \4, \5, [\6], [\7], p;}}"),
+    "other swizzle of the activations": (MMA, rf"{{{Q64}\4, {1 << 62}; \1[\2], \3, q, \5, [\6], [\7], p;}}"),
+    "fewer columns of sums": (MMA, rf"{{{_more(5, -(1 << 17))} \1[\2], \3, \4, q, [\6], [\7], p;}}"),
+    "other format of scales": (
+        MMA,
+        rf"{{.reg .b32 q; xor.b32 q, \5, {1 << 23}; \1[\2], \3, \4, q, [\6], [\7], p;}}",
+    ),
+    "weight negated": (MMA, rf"{{.reg .b32 q; xor.b32 q, \5, {1 << 13}; \1[\2], \3, \4, q, [\6], [\7], p;}}"),
+    "copy of scales left out": (CP, ""),
+    "scales copied a column on": (CP, r"\1[\2+1], \3;"),
+    "scales copied from 16 bytes on": (CP, rf"{{{Q64}\3, 1; \1[\2], q;}}"),
+    "other stride of scales": (CP, rf"{{{Q64}\3, {1 << 32}; \1[\2], q;}}"),
+    "tensor copy left out": (TENSOR, ""),
+    "tensor copy from the next chunk": (TENSOR, rf"{{{_more(5, 128)} \1[\2\3], [\4, {{q, \6}}],\7;}}"),
+    "tensor copy from the next row": (TENSOR, rf"{{{_more(6, 1)} \1[\2\3], [\4, {{\5, q}}],\7;}}"),
+    "tensor copy to another place": (TENSOR, rf"{{{_more(2, 1024)} \1[q\3], [\4, {{\5, \6}}],\7;}}"),
+    "bulk copy left out": (BULK, ""),
+    "bulk copy from the next tile": (BULK, rf"{{{Q64}\4, 512; \1[\2\3], [q\5],\6;}}"),
+    "bulk copy to the next tile": (BULK, rf"{{{_more(2, 512)} \1[q\3], [\4\5],\6;}}"),
+    "fence before left out": (r"tcgen05\.fence::before_thread_sync;", ""),
+    "fence after left out": (r"tcgen05\.fence::after_thread_sync;", ""),
+    "proxy fence left out": (r"fence\.proxy\.async[^;]*;", ""),
+    "wait for loads left out": (r"tcgen05\.wait::ld\.sync\.aligned;", ""),
+    "load left out": (r"tcgen05\.ld[^;]*;", ""),
+    "load from the next column": (LD, r"\1[\2+1];"),
+    "load from another warp's lanes": (LD, rf"{{{_more(2, 32 << 16)} \1[q];}}"),
+    "barrier of the CTA left out": (r"bar\.sync[^;]*;", ""),
+    "barrier of the warp left out": (r"bar\.warp\.sync[^;]*;", ""),
+    "cluster does not arrive": (r"barrier\.cluster\.arrive[^;]*;", ""),
+    "cluster does not wait": (r"barrier\.cluster\.wait[^;]*;", ""),
+    "allocation left out": (r"tcgen05\.alloc[^;]*;", ""),
+    "allocation kept": (r"tcgen05\.dealloc[^;]*;", ""),
+    "scales stored elsewhere": (
+        r"(st\.shared\.v4\.b32 \t)\[(%r\d+)(\+\d+)?\]([^;]*;)",
+        rf"{{{_more(2, 16)} \1[q\3]\4}}",
+    ),
+    "sums stored elsewhere": (r"(@p st\.shared\.b32 )\[(%r\d+)\]", r"\1[\2+4]"),
+}
+"""By name: what matches, and what comes in its place."""
+
+
+def _edit(pattern: str, number: int, to: str) -> Edit:
+    def edit(ptx: str) -> str:
+        match = list(re.finditer(pattern, ptx))[number]
+        return ptx[: match.start()] + match.expand(to) + ptx[match.end() :]
+
+    return edit
+
+
+def faults_of(ptx: str) -> Iterator[Fault]:
+    """Every fault that there can be in a kernel."""
+    for what, (pattern, to) in REPLACED.items():
+        for number in range(len(re.findall(pattern, ptx))):
+            yield Fault(what, number, _edit(pattern, number, to))

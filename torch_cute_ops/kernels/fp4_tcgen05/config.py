@@ -1,0 +1,227 @@
+"""Configuration of the FP4 GEMM by tcgen05: no device code."""
+
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from torch_cute_ops.formats import FP4Format, ScaleLayout
+from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
+from torch_cute_ops.kernels.common.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.kernels.common.sum_tile import SumTile
+from torch_cute_ops.runtime.arch import Arch
+
+ROWS: Final = 128
+"""Rows of the weight of a CTA's tile: the lanes of tensor memory."""
+LINE: Final = CHUNK // 2
+"""Bytes of codes of a row in a chunk."""
+STEP: Final = 64
+"""Elements of k of an MMA."""
+TILES: Final = {1: (8, 16, 32, 64, 128, 256), 2: (256,)}
+"""Rows of activations of a tile, by the CTAs of an MMA."""
+SPLITS: Final = (1, 2, 4, 8)
+"""CTAs of a cluster that share the k of a tile."""
+COLUMNS: Final = 512
+"""Of tensor memory."""
+STORING_WARPS: Final = 4
+ARRANGING_WARPS: Final = 4
+SCALE_TILE: Final = ROWS * TILE_BLOCKS
+"""Bytes of 128 rows' scales of four blocks, in shared memory; they take four columns of tensor memory."""
+SCALE_BUFFERS: Final = 2
+"""Chunks whose scales are in tensor memory."""
+BARRIER_BYTES: Final = 512
+ALIGNMENT: Final = 1024
+"""Of a stage: that of the 128-byte swizzle."""
+
+
+class Arguments(NamedTuple):
+    """The run-time arguments, in order. Sizes: M rows of activations, N rows of the weight, K elements of a sum, in
+    blocks of B; N is a multiple of 8, K of 64 (with linear scales of 4 B).
+
+    Attributes:
+        a: (M, K/2) uint8 codes.
+        a_scale: (M, K/B), or, tiled, padded to whole tiles.
+        b: (K/2, N) uint8 codes, the transposed view of a row-major (N, K/2) weight.
+        b_scale: as ``a_scale``, of the weight's rows.
+        alpha: (1,) or (N,) float32, or ``None``: as ``Config.epilogue`` says.
+        bias: (N,), or ``None``.
+        out: (M, N), written.
+        ctas: CTAs that share all tiles, a number: the SMs. Unused with ``splits``, where each tile has its cluster.
+    """
+
+    a: Any
+    a_scale: Any
+    b: Any
+    b_scale: Any
+    alpha: Any
+    bias: Any
+    out: Any
+    ctas: Any
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything static about a kernel. M, N and K are not.
+
+    Attributes:
+        fmt, layout: format and scale layout of both operands.
+        epilogue: what is done to the sums.
+        tokens: rows of activations of a tile.
+        group: CTAs of an MMA, 1 or 2: each has 128 rows of the weight.
+        splits: CTAs of a cluster that share the k of a tile.
+        stages: stages of the ring.
+        pdl: whether launches are programmatic dependent launches.
+    """
+
+    fmt: FP4Format
+    layout: ScaleLayout
+    epilogue: Epilogue
+    tokens: int
+    group: int
+    splits: int
+    stages: int
+    pdl: bool
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.group * self.splits
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight of a tile."""
+        return ROWS * self.group
+
+    @property
+    def arranges(self) -> bool:
+        """Whether warps of the CTA put the scales in the order of tiles."""
+        return self.layout.is_linear
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: warps that store, copy, multiply and arrange."""
+        return 32 * (STORING_WARPS + 2 + (ARRANGING_WARPS if self.arranges else 0))
+
+    @property
+    def own_tokens(self) -> int:
+        """Rows of activations whose codes a CTA copies."""
+        return self.tokens // self.group
+
+    @property
+    def scale_tiles(self) -> int:
+        """Tiles of scales of 128 rows of a chunk."""
+        return CHUNK // self.fmt.block_size // TILE_BLOCKS
+
+    @property
+    def bands(self) -> int:
+        """Times 128 rows that the activations of a tile have."""
+        return -(-self.tokens // ROWS)
+
+    @property
+    def code_bytes(self) -> int:
+        """Codes of a stage: the weight's, then those of the activations."""
+        return (ROWS + self.own_tokens) * LINE
+
+    @property
+    def token_scale_bytes(self) -> int:
+        """Scales of the activations of a stage."""
+        return self.bands * self.scale_tiles * SCALE_TILE
+
+    @property
+    def stage_bytes(self) -> int:
+        """A stage: codes, scales of the activations, scales of the weight."""
+        size = self.code_bytes + self.token_scale_bytes + self.scale_tiles * SCALE_TILE
+        return -(-size // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA."""
+        return self.stages * self.stage_bytes + BARRIER_BYTES
+
+    @property
+    def sum_tile(self) -> SumTile:
+        """The accumulators of a CTA of a cluster that splits k, in place of the stages."""
+        return SumTile(self.tokens, ROWS)
+
+    @property
+    def scale_columns(self) -> int:
+        """Columns of tensor memory with the scales of a chunk, the weight's first."""
+        return (1 + self.bands) * self.scale_tiles * TILE_BLOCKS
+
+    @property
+    def accumulators(self) -> int:
+        """Tiles whose sums are in tensor memory: one is stored while the next is computed."""
+        return 2 if self.splits == 1 else 1
+
+    @property
+    def loaded(self) -> int:
+        """Columns of tensor memory that a thread loads at once."""
+        return min(self.tokens, 32)
+
+    @property
+    def pitch(self) -> int:
+        """Columns from an accumulator to the next, which overlaps it where two do not fit."""
+        room = COLUMNS - SCALE_BUFFERS * self.scale_columns - self.tokens
+        return min(self.tokens, room // self.loaded * self.loaded)
+
+    @property
+    def shared(self) -> int:
+        """Columns that two accumulators share. They are loaded first, and then the next tile may begin."""
+        return self.tokens - self.pitch if self.accumulators == 2 else 0
+
+    @property
+    def sum_columns(self) -> int:
+        """Columns of all accumulators."""
+        return (self.accumulators - 1) * self.pitch + self.tokens
+
+    @property
+    def columns(self) -> int:
+        """Columns of tensor memory that are allocated: a power of two."""
+        used = self.sum_columns + SCALE_BUFFERS * self.scale_columns
+        return max(32, 1 << (used - 1).bit_length())
+
+    @property
+    def frees(self) -> int:
+        """Barriers that say that an accumulator may be overwritten: of each, or, where they overlap, of either. With
+        ``splits`` there is one tile."""
+        if self.splits > 1:
+            return 0
+        return self.accumulators if self.shared == 0 else 1
+
+    def reason_unsupported(self, arch: Arch) -> str | None:
+        """Why this cannot run on ``arch``; ``None`` if it can."""
+        if not arch.has_tcgen05:
+            return f"{arch.name} has no tcgen05 instructions"
+        if self.layout.tile_rows not in (0, ROWS):
+            return f"scales are linear or in tiles of {ROWS} rows, not {self.layout.name}"
+        if self.tokens not in TILES.get(self.group, ()):
+            return f"{self.group} CTAs have tiles of {TILES.get(self.group)} rows of activations, not {self.tokens}"
+        if self.splits not in (SPLITS if self.group == 1 else (1,)):
+            return f"{self.splits} clusters of {self.group} CTAs do not share a tile"
+        if self.splits > 1 and self.sum_tile.size_bytes > self.stages * self.stage_bytes:
+            return f"{self.sum_tile.size_bytes} bytes of sums do not fit in place of {self.stages} stages"
+        if self.smem_bytes > arch.smem_per_cta:
+            return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
+        return self.epilogue.reason_unsupported()
+
+
+MOST_STAGES: Final = 9
+"""As many as cover the latency of memory with few tokens: 20 KB each at 54 bytes a nanosecond (by data sheet)."""
+
+
+def plan(
+    *,
+    fmt: FP4Format,
+    layout: ScaleLayout,
+    epilogue: Epilogue,
+    tokens: int,
+    group: int = 1,
+    splits: int = 1,
+    arch: Arch,
+    pdl: bool,
+) -> Config | None:
+    """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if none does."""
+    for stages in range(MOST_STAGES, 1, -1):
+        config = Config(fmt, layout, epilogue, tokens, group, splits, stages, pdl)
+        if config.reason_unsupported(arch) is None:
+            return config
+    return None
