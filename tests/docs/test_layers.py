@@ -66,7 +66,7 @@ def test_imports_go_down(path: Path) -> None:
     assert not upwards
 
 
-ALONE = {"nn": {"torch", "typing_extensions"}}
+ALONE = {"nn": {"torch", "typing_extensions"}, "checkpoint": {"torch", "typing_extensions", "safetensors"}}
 """What else than the standard library and this package the upper layers may import."""
 
 

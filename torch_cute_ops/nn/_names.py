@@ -14,15 +14,16 @@ PARTS = {
 """Linear layers with the same input, by the name of the one that merges them."""
 
 
+def fits(name: str, pattern: str) -> bool:
+    """Whether a pattern is the name, or fits as a wildcard, or behind ``re:`` as a regular expression."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    return pattern == name or fnmatch.fnmatchcase(name, pattern)
+
+
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a pattern is the name, or its last part, or fits as a wildcard, or behind ``re:`` as a regular
-    expression."""
-    return any(
-        re.match(pattern[3:], name) is not None
-        if pattern.startswith("re:")
-        else pattern in (name, name.rpartition(".")[2]) or fnmatch.fnmatchcase(name, pattern)
-        for pattern in patterns
-    )
+    """Whether a pattern fits, or is the last part of the name."""
+    return any(fits(name, pattern) or pattern == name.rpartition(".")[2] for pattern in patterns)
 
 
 def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
@@ -37,6 +38,12 @@ def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
         for name, child in parent._modules.items():
             if child is old:
                 parent._modules[name] = new
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module itself that belong into a state dict."""
+    buffers = {key: each for key, each in module._buffers.items() if key not in module._non_persistent_buffers_set}
+    return {key: each for key, each in {**module._parameters, **buffers}.items() if each is not None}
 
 
 def identity(tensor: Tensor) -> object:
