@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from support import checkpoints
 from support.checkpoints import KINDS, Kind
 
 from torch_cute_ops import checkpoint
+from torch_cute_ops.checkpoint._files import Files
 from torch_cute_ops.nn import QuantLinear
 
 H = 256
@@ -250,6 +252,23 @@ def test_gpt_oss(tmp_path):
         checkpoint.read_experts(tmp_path, "f")
 
 
+def test_one_tensor_at_a_time(tmp_path, monkeypatch):
+    """What was read is gone before the next layer is."""
+    content = Content(NVFP4)
+    checkpoints.write(tmp_path, content.tensors, NVFP4.quantization, shards=2)
+    read, alive, original = [], [], Files.read
+
+    def watch(files: Files, name: str) -> torch.Tensor:
+        tensor = original(files, name)
+        read.append(weakref.ref(tensor))
+        alive.append(sum(one() is not None for one in read))
+        return tensor
+
+    monkeypatch.setattr(Files, "read", watch)
+    checkpoint.load_(on_meta(is_merged=True), tmp_path)
+    assert len(read) == len(content.tensors) and max(alive) <= 2
+
+
 # Wrong
 
 
@@ -395,6 +414,9 @@ def test_files(tmp_path):
     with pytest.raises(ValueError, match=rf"{first.name} has no tensor .*, which model\.safetensors\.index\.json says"):
         checkpoint.load_(on_meta(), tmp_path)
     index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "../model.safetensors"}}')
+    with pytest.raises(ValueError, match="expected a file in the same folder"):
+        checkpoint.load_(on_meta(), tmp_path)
     index.write_text("{")
     with pytest.raises(ValueError, match="is no JSON"):
         checkpoint.load_(on_meta(), tmp_path)

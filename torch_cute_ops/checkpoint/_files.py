@@ -53,7 +53,6 @@ class Files:
 
     Attributes:
         file_of: the file that each tensor is in.
-        suffixes: the last parts of the names of the tensors with the same first part, by that.
 
     Raises:
         FileNotFoundError: without tensors, or without a shard that the index names.
@@ -70,10 +69,10 @@ class Files:
         except BaseException:
             self._stack.close()
             raise
-        self.suffixes: defaultdict[str, set[str]] = defaultdict(set)
+        self._suffixes: defaultdict[str, set[str]] = defaultdict(set)
         for name in self.file_of:
             prefix, _, suffix = name.rpartition(".")
-            self.suffixes[prefix].add(suffix)
+            self._suffixes[prefix].add(suffix)
 
     def _read_headers(self) -> None:
         index = self.path / INDEX
@@ -81,7 +80,9 @@ class Files:
             where = read_json(index).get("weight_map")
             if not isinstance(where, dict):
                 raise ValueError(f"{index} has no weight_map")
-            for file in sorted({*where.values()}):
+            for file in sorted({*map(str, where.values())}):
+                if Path(file).name != file:
+                    raise ValueError(f"{index} names {file}; expected a file in the same folder")
                 if not (self.path / file).is_file():
                     raise FileNotFoundError(f"{self.path / file} is missing, which {index.name} names")
                 self._open_file(self.path / file)
@@ -114,6 +115,10 @@ class Files:
 
     def __contains__(self, name: str) -> bool:
         return name in self.file_of
+
+    def suffixes(self, module: str) -> set[str]:
+        """The last parts of the names of a module's own tensors."""
+        return self._suffixes.get(module, set())
 
     def describe(self, name: str) -> str:
         """The tensor and its file, for messages."""

@@ -98,7 +98,7 @@ def read_layer(
     """
     fields = FIELDS[scheme.style, scheme.format]
     known = {field.stored for field in fields} | {"bias"} | KV_SCALES
-    unknown = sorted(files.suffixes[name] - known)
+    unknown = sorted(files.suffixes(name) - known)
     if unknown:
         raise ValueError(
             f"{files.describe(f'{name}.{unknown[0]}')} is unknown to {scheme.style} {scheme.format}; a layer has "

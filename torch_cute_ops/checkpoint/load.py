@@ -141,7 +141,7 @@ class _Loader:
             if scheme is None:
                 raise ValueError(f"{self._describe(source)} is quantised, and {self.spec.path} does not say how")
             layers.append(read_layer(self.files, source, scheme, self.activations, device, bias_dtype))
-            self.used.update(f"{source}.{suffix}" for suffix in self.files.suffixes[source])
+            self.used.update(f"{source}.{suffix}" for suffix in self.files.suffixes(source))
         try:
             layer = layers[0] if len(layers) == 1 else merge(layers)
         except (TypeError, ValueError) as error:
@@ -156,19 +156,19 @@ class _Loader:
     def _sources(self, name: str) -> list[str]:
         """The layers of the checkpoint that a layer of the model is made of."""
         parent, _, last = name.rpartition(".")
-        if name not in self.files.suffixes and last in self.merged:
+        if not self.files.suffixes(name) and last in self.merged:
             parts = [f"{parent}.{part}".lstrip(".") for part in self.merged[last]]
-            if any(part in self.files.suffixes for part in parts):
+            if any(self.files.suffixes(part) for part in parts):
                 return parts
         return [name]
 
     def _is_quantised(self, source: str) -> bool:
         """Whether a layer of the checkpoint has anything but a weight of plain numbers and a bias."""
-        suffixes = self.files.suffixes[source] - {"bias"} - KV_SCALES
+        suffixes = self.files.suffixes(source) - {"bias"} - KV_SCALES
         return bool(suffixes) and not (suffixes == {"weight"} and self.files.is_floating(f"{source}.weight"))
 
     def _describe(self, source: str) -> str:
-        suffixes = sorted(self.files.suffixes[source])
+        suffixes = sorted(self.files.suffixes(source))
         return self.files.describe(f"{source}.{suffixes[0]}") if suffixes else source
 
     # What is not quantised

@@ -81,6 +81,8 @@ def read_spec(path: str | Path) -> QuantSpec:
         raise FileNotFoundError(f"{folder} has neither {config.name} nor {modelopt.name}")
     quantization = read_json(config).get("quantization_config") if config.is_file() else None
     if quantization is not None:
+        if not isinstance(quantization, Mapping):
+            raise ValueError(f"{config}: quantization_config is {quantization!r}; expected an object")
         method = quantization.get("quant_method")
         parse = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "fp8": _fp8, "mxfp4": _gpt_oss}
         if method not in parse:
