@@ -8,7 +8,7 @@ ARGS ?=
 
 dev = $(PYTHON) tools/setup_env.py --venv $(VENV)
 
-.PHONY: help demo demo-minilm demo-minilm-nvfp4 demo-moe demo-fp8-moe test lint format typecheck docs bench venv clean
+.PHONY: help demo demo-minilm demo-minilm-nvfp4 demo-moe demo-fp8-moe demo-save test lint format typecheck docs bench venv clean
 .DEFAULT_GOAL := help
 
 help:          ## List the targets
@@ -28,6 +28,9 @@ demo-moe:      ## An expert layer in NVFP4 beside the same in bf16: examples/moe
 
 demo-fp8-moe:  ## An expert layer in FP8 beside the same in bf16: examples/fp8_moe_layer.py
 	@$(dev) -- examples/fp8_moe_layer.py $(ARGS)
+
+demo-save:     ## Quantise a model, save it as others read it, load it again: examples/quantize_and_save.py
+	@$(dev) -- examples/quantize_and_save.py $(ARGS)
 
 test:          ## Run the tests; kernels too where there is a GPU
 	@$(dev) -- -m pytest $(ARGS)

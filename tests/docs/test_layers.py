@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,9 +24,12 @@ def cases() -> Iterator[object]:
 
 
 def layer_of(module: str) -> int | None:
-    """The number of the layer of a module (``ops.mm_fp4``), 0 for the package itself; ``None``: it is in none."""
+    """The number of the layer of a module (``ops.mm_fp4``); ``None``: it is in none.
+
+    The package itself, which exports what users call, counts with the commands.
+    """
     if not module:
-        return 0
+        return LAYERS.index("cli")
     path = module.replace(".", "/")
     fitting = [layer for layer in LAYERS if path == layer or path.startswith(f"{layer}/")]
     return LAYERS.index(max(fitting, key=len)) if fitting else None
@@ -60,3 +64,24 @@ def test_imports_go_down(path: Path) -> None:
         if (other := layer_of(name)) is not None and other < layer
     ]
     assert not upwards
+
+
+ALONE = {"nn": {"torch", "typing_extensions"}, "checkpoint": {"torch", "typing_extensions", "safetensors"}}
+"""What else than the standard library and this package the upper layers may import."""
+
+
+@pytest.mark.parametrize("layer", ALONE)
+def test_upper_layers_import_no_integration(layer: str) -> None:
+    for path in sorted((PACKAGE / layer).rglob("*.py")):
+        others = {name.split(".")[0] for name in modules_of(path)} - {"torch_cute_ops"} - sys.stdlib_module_names
+        assert others <= ALONE[layer], path
+
+
+def modules_of(path: Path) -> Iterator[str]:
+    """The modules that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            yield node.module

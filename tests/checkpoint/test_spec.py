@@ -1,0 +1,128 @@
+"""What configurations say, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+
+pytest.importorskip("safetensors")
+from support.checkpoints import FP8_INPUT, FP8_WEIGHT, KINDS, MXFP4_WEIGHT, NVFP4_WEIGHT, compressed
+
+from torch_cute_ops.checkpoint import LayerScheme, QuantSpec, read_spec
+
+
+def spec_of(folder, quantization, name: str = "config.json", key: str = "quantization_config") -> QuantSpec:
+    (folder / name).write_text(json.dumps({key: quantization}))
+    return read_spec(folder)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_kinds(kind, tmp_path):
+    spec = spec_of(tmp_path, kind.quantization)
+    assert spec.style == kind.style and spec.path == tmp_path / "config.json"
+    scheme = spec.scheme("model.layers.3.mlp.up_proj")
+    assert scheme is not None and (scheme.format, scheme.style) == (kind.scheme, kind.style)
+    if kind.scheme == "nvfp4":
+        assert scheme.activations == ("fp4" if kind.has_input_scale else "16bit")
+    assert spec.scheme("lm_head") is (scheme if kind.style == "deepseek" else None)
+
+
+def test_modelopt_file(tmp_path):
+    """ModelOpt's own file, and wildcards in it; ``config.json`` goes before it."""
+    given = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "model.layers.0.self_attn*"]}
+    spec = spec_of(tmp_path, given, "hf_quant_config.json", "quantization")
+    assert spec.scheme("model.layers.1.self_attn.q_proj") == LayerScheme("nvfp4", "modelopt", "fp4")
+    assert spec.scheme("model.layers.0.self_attn.q_proj") is None
+    (tmp_path / "config.json").write_text("{}")
+    assert read_spec(tmp_path) == spec
+    assert spec_of(tmp_path, KINDS["DeepSeek FP8"].quantization).style == "deepseek"
+
+
+def test_targets(tmp_path):
+    """Names go before regular expressions, and these before all linear layers."""
+    quantization = {
+        **compressed("mixed-precision", {}, None),
+        "config_groups": {
+            "rest": {"targets": ["Linear"], "weights": FP8_WEIGHT, "input_activations": FP8_INPUT,
+                     "format": "float-quantized"},
+            "some": {"targets": [r"re:.*\.mlp\..*"], "weights": MXFP4_WEIGHT, "format": "mxfp4-pack-quantized"},
+            "one": {"targets": ["a.mlp.up"], "weights": NVFP4_WEIGHT, "format": "nvfp4-pack-quantized"},
+        },
+        "ignore": [r"re:.*gate$", "vision"],
+    }  # fmt: skip
+    spec = spec_of(tmp_path, quantization)
+    formats = {
+        name: getattr(spec.scheme(name), "format", None)
+        for name in ("a.q", "a.mlp.down", "a.mlp.up", "a.mlp.gate", "vision.q", "vision2.q")
+    }
+    assert formats == {
+        "a.q": "fp8_block", "a.mlp.down": "mxfp4", "a.mlp.up": "nvfp4", "a.mlp.gate": None, "vision.q": None,
+        "vision2.q": "fp8_block",
+    }  # fmt: skip
+    assert spec.scheme_of_tensors("a.mlp.gate") is None
+
+
+def test_not_quantised(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    spec = read_spec(tmp_path)
+    assert spec.style is None and spec.scheme("a") is None and spec.scheme_of_tensors("a") is None
+
+
+def changed(kind: str, path: str, value) -> dict:
+    """The configuration with another value at a path of keys."""
+    quantization = copy.deepcopy(KINDS[kind].quantization)
+    *keys, last = path.split("/")
+    part = quantization
+    for key in keys:
+        part = part[key]
+    part[last] = value
+    return quantization
+
+
+NVFP4, FP8, DEEPSEEK = "compressed-tensors NVFP4", "compressed-tensors FP8", "DeepSeek FP8"
+GROUP = "config_groups/group_0"
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value", "message"),
+    [
+        ("modelopt W4A4", "quant_algo", "FP8", "quant_algo is 'FP8'; expected 'NVFP4' or 'W4A16_NVFP4'"),
+        ("modelopt W4A4", "quant_algo", None, "quant_algo is None"),
+        ("modelopt W4A4", "group_size", 32, "group_size is 32; expected 16 or None"),
+        ("modelopt W4A4", "config_groups", {"g": {"pre_quant_scale": True}}, "pre_quant_scale is True"),
+        ("modelopt W4A4", "quant_algo", "MIXED_PRECISION", "there are no quantized_layers"),
+        ("modelopt W4A4", "quant_method", "awq", "quant_method is 'awq'; expected one of 'modelopt', "),
+        (NVFP4, "quantization_status", "frozen", "quantization_status is 'frozen'; expected 'compressed'"),
+        (NVFP4, "transform_config", {"config_groups": {"u": 1}}, "transform_config is .*; expected None"),
+        (NVFP4, "sparsity_config", {"format": "sparse-24"}, "sparsity_config: format is 'sparse-24'"),
+        (NVFP4, "format", "pack-quantized", "group group_0: format is 'pack-quantized'; expected one of"),
+        (NVFP4, "config_groups", {}, "there are no config_groups"),
+        (NVFP4, "config_groups", {"NVFP4": ["Linear"]}, r"the group NVFP4 is \['Linear'\]"),
+        (NVFP4, f"{GROUP}/weights/symmetric", False, "group_0: weights: symmetric is False; expected True"),
+        (NVFP4, f"{GROUP}/weights/group_size", 32, "weights: group_size is 32; expected 16"),
+        (NVFP4, f"{GROUP}/weights/type", "int", "weights: type is 'int'; expected 'float'"),
+        (NVFP4, f"{GROUP}/weights/actorder", "group", "weights: actorder is 'group'"),
+        (NVFP4, f"{GROUP}/input_activations/num_bits", 8, "input_activations: num_bits is 8; expected 4"),
+        (NVFP4, f"{GROUP}/input_activations/dynamic", False, "input_activations: dynamic is False; expected 'local'"),
+        (NVFP4, f"{GROUP}/output_activations", {"num_bits": 8}, "output_activations is "),
+        (FP8, f"{GROUP}/weights/strategy", "channel", "strategy is 'channel'; expected 'block'"),
+        (FP8, f"{GROUP}/weights/block_structure", [64, 64], r"expected \[128, 128\]"),
+        (DEEPSEEK, "weight_block_size", [64, 64], r"weight_block_size is \[64, 64\]; expected \[128, 128\]"),
+        (DEEPSEEK, "activation_scheme", "static", "activation_scheme is 'static'; expected 'dynamic'"),
+    ],
+)
+def test_what_is_refused(kind, path, value, message, tmp_path):
+    with pytest.raises(ValueError, match=rf"config\.json: .*{message}"):
+        spec_of(tmp_path, changed(kind, path, value))
+
+
+def test_mixed_precision_with_an_algorithm_that_is_not_known(tmp_path):
+    quantization = {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {"a.q": {"quant_algo": "NVFP4"}, "a.k": {"quant_algo": "FP8"}},
+    }
+    with pytest.raises(ValueError, match=r"of a\.k, quant_algo is 'FP8'"):
+        spec_of(tmp_path, quantization)

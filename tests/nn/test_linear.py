@@ -1,0 +1,301 @@
+"""Quantised linear layers: values, what may and may not be cast, state dicts, merged layers, errors."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+from support import spec, weights
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from torch_cute_ops.nn import FP8BlockLinear, MXFP4Linear, NVFP4Linear, QuantLinear, merge
+
+KINDS = [(cls, activations) for cls in (NVFP4Linear, MXFP4Linear, FP8BlockLinear) for activations in cls.choices]
+by_kind = pytest.mark.parametrize(
+    ("cls", "activations"), KINDS, ids=[f"{cls.scheme}-{activations}" for cls, activations in KINDS]
+)
+N, K = 136, 320  # neither is whole tiles: of scales, or of 128 elements
+INPUT_AMAX = 3.0
+
+
+def quantised(
+    cls: type[QuantLinear], activations: str, n: int = N, factor: float = 1.0, dtype=torch.bfloat16, **given
+) -> QuantLinear:
+    linear = nn.Linear(K, n, dtype=dtype)
+    linear.weight.data *= factor
+    if cls is NVFP4Linear and activations == "fp4":
+        given["input_amax"] = INPUT_AMAX
+    return cls.from_float(linear, activations=activations, **given)
+
+
+def as_multiplied(x: torch.Tensor, layer: QuantLinear) -> np.ndarray:
+    """The rows (M, K) in float64 that the GEMM takes for ``x``."""
+    rows = x.flatten(0, -2).float().cpu().numpy()
+    if layer.activations == "16bit":
+        rows = x.flatten(0, -2).bfloat16().float().cpu().numpy() if layer.scheme == "mxfp4" else rows
+        return rows.astype(np.float64)
+    if layer.activations == "fp8":
+        elements, scales = spec.quantise_fp8(rows, "block128")
+        numbers = spec.scale_value(elements, "e4m3").astype(np.float64)
+        return numbers * scales.astype(np.float64).repeat(128, 1)[:, : rows.shape[1]]
+    factor = None if layer.scheme == "mxfp4" else np.float32(1) / np.float32(layer.input_scale.item())
+    found = spec.quantise(rows, layer.format.block_size, factor)
+    scales = spec.scale_value(found.scales, layer.format.scale_format).astype(np.float64)
+    numbers = spec.e2m1_value(found.codes).astype(np.float64) * scales.repeat(layer.format.block_size, 1)
+    return numbers if factor is None else numbers * float(layer.input_scale)
+
+
+def assert_computes(layer: QuantLinear, x: torch.Tensor) -> None:
+    """What ``layer(x)`` is: the product in float64, within fp32 accumulation and a rounding."""
+    got = layer(x)
+    assert got.shape == (*x.shape[:-1], layer.out_features) and got.dtype == x.dtype
+    a, b = as_multiplied(x, layer), weights.decoded({k: v.cpu() for k, v in layer.state_dict().items()}, layer.parts)
+    want = a @ b.T + (0 if layer.bias is None else layer.bias.double().cpu().numpy())
+    bound = (np.abs(a) @ np.abs(b).T + np.abs(want)) * (K + 4) * 2.0**-24 + np.abs(want) * torch.finfo(x.dtype).eps
+    error = np.abs(got.flatten(0, -2).double().cpu().numpy() - want)
+    assert (error <= bound + 1e-30).all(), f"off by {(error - bound).max()}"
+
+
+@by_kind
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_values(cls, activations, dtype, device):
+    layer = quantised(cls, activations, dtype=dtype).to(device)
+    assert_computes(layer, torch.randn(2, 5, K, dtype=dtype, device=device))
+
+
+@by_kind
+def test_shapes_of_input(cls, activations):
+    layer = quantised(cls, activations)
+    x = torch.randn(3, 1, K).bfloat16()
+    y = layer(x)
+    assert torch.equal(layer(x[0, 0]), y[0, 0])
+    assert layer(x[:0]).shape == (0, 1, N)
+    with pytest.raises(ValueError, match="expected"):
+        layer(torch.randn(2, 2 * K).bfloat16())
+
+
+def test_from_float_is_what_the_formats_say():
+    linear = nn.Linear(K, N, bias=False)
+    layer = NVFP4Linear.from_float(linear)
+    amax = np.abs(linear.weight.detach().numpy()).max()
+    want = spec.quantise(linear.weight.detach().numpy(), 16, np.float32(2688) / amax)
+    assert np.array_equal(spec.unpack(layer.state_dict()["weight"].numpy()), want.codes)
+    assert np.array_equal(weights.raw(layer.state_dict()["weight_scale"]), want.scales)
+    assert float(layer.weight_scale_2) == np.float32(1) / (np.float32(2688) / amax)
+
+    layer = MXFP4Linear.from_float(linear)
+    want = spec.quantise(linear.weight.detach().numpy(), 32)
+    assert np.array_equal(spec.unpack(layer.state_dict()["weight"].numpy()), want.codes)
+    assert np.array_equal(layer.state_dict()["weight_scale"].numpy(), want.scales)
+
+    linear.weight.data[:128, 128:256] = 0  # a block of zeros
+    layer = FP8BlockLinear.from_float(linear)
+    weight = linear.weight.detach().numpy()
+    for i, j in np.ndindex(2, 3):
+        block = weight[128 * i : 128 * i + 128, 128 * j : 128 * j + 128]
+        scale = np.abs(block).max() / np.float32(448) or np.float32(1)
+        assert layer.weight_scale_inv[i, j].item() == scale
+        got = weights.raw(layer.weight)[128 * i : 128 * i + 128, 128 * j : 128 * j + 128]
+        assert np.array_equal(got, spec.e4m3(block / scale))
+
+
+@by_kind
+def test_dequantize(cls, activations):
+    layer = merge([quantised(cls, activations, n=128), quantised(cls, activations, n=8, factor=50)])
+    want = weights.decoded(layer.state_dict(), layer.parts)
+    got = layer.dequantize().double().numpy()
+    assert np.allclose(got, want, rtol=1.2e-7, atol=0)
+    assert torch.equal(layer.dequantize(torch.bfloat16), layer.dequantize().bfloat16())
+
+
+# Moving
+
+
+@by_kind
+@pytest.mark.parametrize(
+    "move",
+    [
+        nn.Module.bfloat16,
+        nn.Module.half,
+        lambda layer: layer.to(torch.float16),
+        lambda layer: layer.to("cpu", torch.bfloat16),
+        lambda layer: layer.type(torch.float16),
+        lambda layer: copy.deepcopy(layer).to(torch.bfloat16),
+    ],
+    ids=["bfloat16", "half", "to", "to device", "type", "deepcopy"],
+)
+def test_nothing_is_cast(cls, activations, move):
+    layer = quantised(cls, activations, dtype=torch.float32)
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    moved = move(nn.Sequential(layer))[0]
+    after = dict(moved.named_buffers())
+    assert after.keys() == before.keys()
+    for name, buffer in after.items():
+        assert buffer.dtype == before[name].dtype
+        assert torch.equal(buffer.view(torch.uint8), before[name].view(torch.uint8)), name
+    assert moved.bias.dtype.itemsize == 2
+    assert_computes(moved, torch.randn(3, K, dtype=moved.bias.dtype))
+
+
+@by_kind
+def test_nothing_computed_before_loading(cls, activations):
+    """A layer that nothing was loaded into says so, by NaN."""
+    assert cls(K, N, activations=activations)(torch.randn(2, K).bfloat16()).isnan().all()
+
+
+# State dicts
+
+
+@by_kind
+@pytest.mark.parametrize("is_meta", [False, True], ids=["copy", "assign"])
+def test_state_dict(cls, activations, is_meta):
+    layer = merge([quantised(cls, activations, n=128), quantised(cls, activations, n=8, factor=9)])
+    file = io.BytesIO()
+    torch.save(nn.Sequential(layer).state_dict(), file)
+    file.seek(0)
+    state = torch.load(file)
+    assert all(tensor.shape[0] == N for name, tensor in state.items() if name.endswith(("weight", "weight_scale")))
+    fresh = cls(K, N, bias=True, activations=activations, parts=layer.parts, device="meta" if is_meta else None)
+    nn.Sequential(fresh).load_state_dict(state, assign=is_meta)
+    assert {name: tensor.dtype for name, tensor in fresh.named_buffers()} == {
+        name: tensor.dtype for name, tensor in layer.named_buffers()
+    }
+    x = torch.randn(3, K).bfloat16()
+    assert torch.equal(fresh(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda t: t.float(), lambda t: t[:, :-1].contiguous(), lambda t: t.view(torch.uint8)],
+    ids=["dtype", "shape", "bytes"],
+)
+def test_a_state_dict_that_does_not_fit(change):
+    layer = quantised(NVFP4Linear, "16bit")
+    state = layer.state_dict()
+    state["weight_scale"] = change(state["weight_scale"])
+    with pytest.raises(RuntimeError, match=r"weight_scale is .*; expected \(136, 20\) torch.float8_e4m3fn"):
+        NVFP4Linear(K, N, bias=True).load_state_dict(state)
+
+
+def test_loading_reaches_captured_graphs():
+    """What follows from the tensors is written in place, like these."""
+    layer, other = (merge([quantised(NVFP4Linear, "fp4", factor=f) for f in (1, f)]) for f in (3, 5))
+    addresses = {name: buffer.data_ptr() for name, buffer in layer.named_buffers()}
+    layer.load_state_dict(other.state_dict())
+    assert addresses == {name: buffer.data_ptr() for name, buffer in layer.named_buffers()}
+    assert torch.equal(layer.alpha, other.alpha)
+
+
+# Merged layers
+
+
+@by_kind
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_merged(cls, activations, bias, device):
+    """Each part's columns are what the part computes, though their global scales are far apart."""
+    parts = [quantised(cls, activations, n, factor).to(device) for n, factor in ((128, 1.0), (256, 40.0), (8, 0.01))]
+    for part in parts:
+        part.bias = part.bias if bias else None
+    merged = merge(parts)
+    assert merged.parts == (128, 256, 8)
+    x = torch.randn(4, K, dtype=torch.bfloat16, device=device)
+    for got, part in zip(merged(x).split(merged.parts, -1), parts, strict=True):
+        want = part(x)
+        assert (got - want).abs().max() <= 2**-7 * want.abs().max()
+    assert_computes(merged, x)
+    for got, part in zip(merged.split(), parts, strict=True):
+        for name, tensor in part.state_dict().items():
+            assert torch.equal(got.state_dict()[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_merged_input_scales():
+    """The greatest holds: nothing of any part's range is lost."""
+    layers = []
+    for amax in (1.0, 4.0):
+        layers.append(NVFP4Linear.from_float(nn.Linear(K, N).bfloat16(), activations="fp4", input_amax=amax))
+    merged = merge(layers)
+    assert torch.equal(merged.input_scale, layers[1].input_scale)
+    assert_computes(merged, torch.randn(3, K).bfloat16())
+
+
+def test_what_cannot_be_merged():
+    nvfp4 = quantised(NVFP4Linear, "16bit")
+    for other, what in {
+        quantised(MXFP4Linear, "16bit"): "class",
+        quantised(NVFP4Linear, "fp4"): "activations",
+        NVFP4Linear(2 * K, N, bias=True): "in_features",
+        NVFP4Linear(K, N): "a bias",
+        quantised(NVFP4Linear, "16bit", input_amax=1.0): "an input scale",
+    }.items():
+        with pytest.raises(ValueError, match=f"differ in {what}"):
+            merge([nvfp4, other])
+    with pytest.raises(ValueError, match="multiples of 128 but for the last"):
+        merge([quantised(FP8BlockLinear, "fp8")] * 2)
+    with pytest.raises(ValueError, match="no layers"):
+        merge([])
+
+
+# Compiled
+
+
+@by_kind
+def test_compiled(cls, activations):
+    """A full graph, one for every number of rows."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    layer = merge([quantised(cls, activations, n=128), quantised(cls, activations, n=8)])
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    with torch.no_grad():
+        for rows in (2, 3, 17):
+            x = torch.randn(rows, 4, K).bfloat16()
+            assert torch.equal(compiled(x), layer(x))
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+# Errors
+
+
+def test_errors():
+    for cls, sizes, message in (
+        (NVFP4Linear, (48, 64), "in_features is 48; expected a positive multiple of 32"),
+        (MXFP4Linear, (64, 12), "out_features is 12; expected a positive multiple of 8"),
+        (FP8BlockLinear, (96, 64), "in_features is 96; expected a positive multiple of 64"),
+    ):
+        with pytest.raises(ValueError, match=f"{cls.__name__}: {message}"):
+            cls(*sizes)
+        with pytest.raises(ValueError, match=f"{cls.__name__}: {message}"):
+            cls.from_float(nn.Linear(*sizes))
+    for cls, activations in ((NVFP4Linear, "fp8"), (MXFP4Linear, "fp8"), (FP8BlockLinear, "fp4")):
+        with pytest.raises(ValueError, match=f"activations is '{activations}'; expected one of 'auto', "):
+            cls(64, 64, activations=activations)
+    with pytest.raises(ValueError, match="sum is out_features"):
+        NVFP4Linear(64, 64, parts=(32, 24))
+    with pytest.raises(ValueError, match="needs input_amax"):
+        NVFP4Linear.from_float(nn.Linear(64, 64), activations="fp4")
+
+
+def test_errors_of_tensors():
+    state = quantised(NVFP4Linear, "16bit").state_dict()
+    bias = state.pop("bias")
+    NVFP4Linear.from_tensors(**state, bias=bias)
+    with pytest.raises(ValueError, match=r"no input_scale, which activations='fp4' needs"):
+        NVFP4Linear.from_tensors(**state, activations="fp4")
+    with pytest.raises(ValueError, match=r"bias has shape \(8,\); expected \(136,\)"):
+        NVFP4Linear.from_tensors(**state, bias=bias[:8])
+    with pytest.raises(ValueError, match=r"weight_scale_2 has shape \(2,\); expected \(1,\)"):
+        NVFP4Linear.from_tensors(**{**state, "weight_scale_2": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"weight_scale has shape \(136, 10\); expected \(136, 20\)"):
+        NVFP4Linear.from_tensors(**{**state, "weight_scale": state["weight_scale"][:, ::2]})
+    with pytest.raises(TypeError, match=r"weight_scale has dtype torch\.uint8; expected torch\.float8_e4m3fn"):
+        NVFP4Linear.from_tensors(**{**state, "weight_scale": state["weight_scale"].view(torch.uint8)})
+
+
+def test_what_requires_grad_is_refused():
+    layer = quantised(NVFP4Linear, "16bit")
+    with pytest.raises(ValueError, match="grad"):
+        layer(torch.randn(2, K, dtype=torch.bfloat16, requires_grad=True))

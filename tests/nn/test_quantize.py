@@ -1,0 +1,223 @@
+"""``quantize_`` and ``warmup`` on small models."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_cute_ops.nn import FP8BlockLinear, MXFP4Linear, NVFP4Linear, QuantLinear, quantize_, warmup
+
+H = 64
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(H, H), nn.Linear(H, 32), nn.Linear(H, 32)
+        self.o_proj = nn.Linear(H, H, bias=False)
+        self.k_proj.weight.data *= 5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return self.o_proj(q + torch.cat((k, v), -1))
+
+
+class Model(nn.Module):
+    def __init__(self, is_tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(128, H)
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+        self.router = nn.Linear(H, 4, bias=False)
+        self.lm_head = nn.Linear(H, 128, bias=False)
+        if is_tied:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.lm_head(x)
+
+
+def model_of(**given) -> Model:
+    return Model(**given).bfloat16().eval()
+
+
+def run(model: nn.Module) -> torch.Tensor:
+    return model(torch.arange(24).view(2, 12))
+
+
+def names(model: nn.Module, kind: type) -> set[str]:
+    return {name for name, module in model.named_modules() if type(module) is kind}
+
+
+def close(got: torch.Tensor, want: torch.Tensor, limit: float) -> bool:
+    return bool((got - want).norm() <= limit * want.norm())
+
+
+ATTENTION = {f"layers.{i}.{name}_proj" for i in range(2) for name in "qkvo"}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "cls", "activations"),
+    [
+        ("nvfp4", NVFP4Linear, "auto"),
+        ("nvfp4", NVFP4Linear, "fp4"),
+        ("mxfp4", MXFP4Linear, "16bit"),
+        ("mxfp4", MXFP4Linear, "fp4"),
+        ("fp8_block", FP8BlockLinear, "auto"),
+    ],
+)
+@torch.no_grad()
+def test_quantize(scheme, cls, activations):
+    model = model_of()
+    with pytest.warns(UserWarning, match=r"not quantised, .*: router \(4, 64\)") as warned:
+        got = quantize_(model, scheme, activations=activations, calibrate=run)
+    assert got is model and len(warned) == 1
+    assert names(model, cls) == ATTENTION and names(model, nn.Linear) == {"router", "lm_head"}
+    assert not any(module.training for module in model.modules())
+    twin = copy.deepcopy(model)
+    for name in ATTENTION:
+        layer = model.get_submodule(name)
+        linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        linear.load_state_dict({"weight": layer.dequantize()} | ({} if layer.bias is None else {"bias": layer.bias}))
+        twin.set_submodule(name, linear.bfloat16())
+    assert close(run(model), run(twin), {"fp4": 0.3, "fp8": 0.05, "16bit": 0.01}[layer.activations])
+
+
+def test_parts_share_a_global_scale():
+    model = model_of()
+    want = {name: module.weight.abs().amax().float() for name, module in model.named_modules() if name in ATTENTION}
+    quantize_(model, ignore=("lm_head", "router"))
+    for i in range(2):
+        got = [model.layers[i].get_submodule(f"{name}_proj").weight_scale_2.item() for name in "qkvo"]
+        qkv = max(want[f"layers.{i}.{name}_proj"].item() for name in "qkv") / 2688
+        assert got == pytest.approx([qkv, qkv, qkv, want[f"layers.{i}.o_proj"].item() / 2688], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ignore", "left"),
+    [
+        (("lm_head", "layers.0.*"), {f"layers.0.{name}_proj" for name in "qkvo"} | {"lm_head"}),
+        (("o_proj",), {"layers.0.o_proj", "layers.1.o_proj"}),
+        (
+            (r"re:.*\.[qk]_proj$", "lm_head"),
+            {f"layers.{i}.{name}_proj" for i in range(2) for name in "qk"} | {"lm_head"},
+        ),
+        ((), set()),
+    ],
+)
+def test_ignore(ignore, left):
+    model = quantize_(model_of(), ignore=(*ignore, "router"))
+    assert names(model, nn.Linear) == left | {"router"}
+
+
+def test_tied_embeddings_stay():
+    model = model_of(is_tied=True)
+    before = model.embed.weight.clone()
+    quantize_(model, ignore=("router",))
+    assert type(model.lm_head) is nn.Linear and model.lm_head.weight is model.embed.weight
+    assert torch.equal(model.embed.weight, before)
+
+
+def test_a_layer_at_two_places_stays_one():
+    model = model_of()
+    model.layers[1].o_proj = model.layers[0].o_proj
+    quantize_(model, ignore=("router",))
+    assert isinstance(model.layers[0].o_proj, NVFP4Linear) and model.layers[1].o_proj is model.layers[0].o_proj
+
+
+def test_subclasses_of_linear_stay():
+    class Mine(nn.Linear):
+        pass
+
+    model = model_of()
+    model.layers[0].o_proj = Mine(H, H)
+    quantize_(model, ignore=("router",))
+    assert type(model.layers[0].o_proj) is Mine
+
+
+@torch.no_grad()
+def test_calibration():
+    """The input scale is that of the largest input of any call."""
+    model = model_of()
+    inputs = {}
+    for name in ATTENTION:
+
+        def hook(module, args, name=name):
+            inputs[name] = max(inputs.get(name, 0.0), args[0].abs().max().item())
+
+        model.get_submodule(name).register_forward_pre_hook(hook)
+
+    def calibrate(given: nn.Module) -> None:
+        for begin in (0, 40, 80):
+            given(torch.arange(begin, begin + 40).view(2, 20))
+
+    quantize_(model, activations="fp4", calibrate=calibrate, ignore=("lm_head", "router"))
+    for name in ATTENTION:
+        assert model.get_submodule(name).input_scale.item() == pytest.approx(inputs[name] / 2688, rel=1e-6)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="scheme is 'int4'; expected one of 'nvfp4', 'mxfp4', 'fp8_block'"):
+        quantize_(model_of(), "int4")
+    with pytest.raises(ValueError, match="calibrate is None"):
+        quantize_(model_of(), activations="fp4")
+    with pytest.raises(ValueError, match="activations is 'fp8'"):
+        quantize_(model_of(), activations="fp8")
+    with pytest.raises(ValueError, match=r"use NVFP4Linear.from_float\(model\)"):
+        quantize_(nn.Linear(H, H))
+    model = model_of()
+    with pytest.raises(ValueError, match=r"in the calibration lm_head was not called"):
+        quantize_(
+            model,
+            activations="fp4",
+            calibrate=lambda m: m.layers[1](m.layers[0](torch.randn(2, H).bfloat16())),
+            ignore=("router",),
+        )
+    model.embed.weight.data[3] = torch.nan
+    with pytest.raises(ValueError, match=r"layers.0.q_proj had an input that is not finite"):
+        quantize_(model, activations="fp4", calibrate=run, ignore=("lm_head", "router"))
+    assert not names(model, NVFP4Linear)
+
+
+# Warm-up
+
+
+class Calls(TorchDispatchMode):
+    """Rows and columns of each GEMM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "mm_" in str(func):
+            self.sizes.append((args[0].shape[0], args[1].shape[1]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_warmup_calls_each_form_once():
+    model = quantize_(model_of(), ignore=("lm_head", "router"))
+    with Calls() as calls:
+        warmup(model, rows=(1, 3, 40, 8))
+    # q, k (like v), and o, which has no bias; 1, 3 and 8 rows are one bucket.
+    assert sorted(calls.sizes) == sorted((m, n) for m in (8, 40) for n in (64, 32, 64))
+    with Calls() as calls:
+        warmup(nn.Linear(H, H))
+    assert not calls.sizes
+    with pytest.raises(ValueError, match="rows has 0"):
+        warmup(model, rows=(4, 0))
+
+
+def test_warmup_leaves_layers_as_they_are():
+    model = quantize_(model_of(), ignore=("lm_head", "router"))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    warmup(model, rows=(2,))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8))
+    assert all(isinstance(model.get_submodule(name), QuantLinear) for name in ATTENTION)

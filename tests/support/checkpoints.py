@@ -1,0 +1,129 @@
+"""Checkpoints of random numbers, written as their producers write them, and what they decode to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from support import weights
+
+Tensors = dict[str, torch.Tensor]
+
+FP4_WEIGHT = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
+NVFP4_WEIGHT = {**FP4_WEIGHT, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+MXFP4_WEIGHT = {**FP4_WEIGHT, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+FP8_WEIGHT = {
+    "num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "block",
+    "block_structure": [128, 128],
+}  # fmt: skip
+FP8_INPUT = {
+    "num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "group", "group_size": 128
+}  # fmt: skip
+
+
+def compressed(fmt: str, weight: dict[str, Any], inputs: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": fmt,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weight, "input_activations": inputs}},
+        "ignore": ["lm_head"],
+        **more,
+    }
+
+
+class Kind(NamedTuple):
+    """How a checkpoint is quantised.
+
+    Attributes:
+        scheme: of the layers, as the modules call it.
+        quantization: of ``config.json``.
+        style: who names the tensors.
+        has_input_scale: whether there are scales of activations.
+    """
+
+    scheme: str
+    style: str
+    quantization: dict[str, Any]
+    has_input_scale: bool = False
+
+
+KINDS = {
+    "modelopt W4A4": Kind(
+        "nvfp4", "modelopt", {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, True
+    ),
+    "modelopt W4A16": Kind(
+        "nvfp4", "modelopt", {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4", "ignore": ["lm_head"]}
+    ),
+    "compressed-tensors NVFP4": Kind(
+        "nvfp4",
+        "compressed-tensors",
+        compressed("nvfp4-pack-quantized", NVFP4_WEIGHT, {**NVFP4_WEIGHT, "dynamic": "local"}),
+        True,
+    ),
+    "compressed-tensors NVFP4A16": Kind(
+        "nvfp4", "compressed-tensors", compressed("nvfp4-pack-quantized", NVFP4_WEIGHT, None, transform_config={})
+    ),
+    "compressed-tensors MXFP4": Kind(
+        "mxfp4",
+        "compressed-tensors",
+        compressed("mxfp4-pack-quantized", MXFP4_WEIGHT, {**MXFP4_WEIGHT, "dynamic": True}),
+    ),
+    "compressed-tensors FP8": Kind(
+        "fp8_block", "compressed-tensors", compressed("float-quantized", FP8_WEIGHT, FP8_INPUT)
+    ),
+    "DeepSeek FP8": Kind(
+        "fp8_block",
+        "deepseek",
+        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    ),
+}
+
+
+def random_layer(kind: Kind, n: int, k: int) -> tuple[Tensors, np.ndarray]:
+    """The tensors of a layer (N, K) by the last parts of their names, and its weight in float64."""
+    one = torch.rand(1) + 0.5
+    codes = torch.randint(256, (n, k // 2), dtype=torch.uint8)
+    if kind.scheme == "fp8_block":
+        elements = torch.randn(n, k).to(torch.float8_e4m3fn)
+        scale = torch.rand(-(-n // 128), -(-k // 128)) + 0.5
+        if kind.style == "deepseek":
+            return {"weight": elements, "weight_scale_inv": scale}, weights.fp8_blocks(elements, scale)
+        return {"weight": elements, "weight_scale": scale.bfloat16()}, weights.fp8_blocks(elements, scale.bfloat16())
+    if kind.scheme == "mxfp4":
+        scale = torch.randint(118, 124, (n, k // 32), dtype=torch.uint8)
+        return {"weight_packed": codes, "weight_scale": scale}, weights.fp4(codes, scale)
+    scale = (torch.rand(n, k // 16) + 0.1).to(torch.float8_e4m3fn)
+    if kind.style == "modelopt":
+        tensors = {"weight": codes, "weight_scale": scale, "weight_scale_2": one.reshape(()) / 8}
+        if kind.has_input_scale:
+            tensors["input_scale"] = torch.tensor(0.01)
+        return tensors, weights.fp4(codes, scale, one.double().numpy() / 8)
+    tensors = {"weight_packed": codes, "weight_scale": scale, "weight_global_scale": one * 8}
+    if kind.has_input_scale:
+        tensors["input_global_scale"] = torch.tensor([100.0])
+    return tensors, weights.fp4(codes, scale, 1 / (one.double().numpy() * 8))
+
+
+def write(folder: Path, tensors: Mapping[str, torch.Tensor], quantization: Any, shards: int = 1) -> None:
+    """A checkpoint of these tensors; ``quantization`` is of its ``config.json``."""
+    folder.mkdir(exist_ok=True)
+    config = {"model_type": "test"} | ({} if quantization is None else {"quantization_config": quantization})
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return
+    where = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        mine = dict(sorted(tensors.items())[i::shards])
+        save_file(mine, folder / file)
+        where |= dict.fromkeys(mine, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))

@@ -1,0 +1,40 @@
+"""Quantised weights decoded in float64, by the formulas of ``spec``, from tensors as checkpoints hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from support import spec
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def raw(tensor: torch.Tensor) -> np.ndarray:
+    """The bytes of a tensor of one-byte elements."""
+    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+
+
+def fp4(codes: torch.Tensor, scale: torch.Tensor, factor: np.ndarray | float = 1.0) -> np.ndarray:
+    """``e2m1 · scale · factor`` of packed codes (N, K/2) and linear scales, with a factor for each row."""
+    numbers = spec.e2m1_value(spec.unpack(raw(codes))).astype(np.float64)
+    kind = "e4m3" if scale.dtype == torch.float8_e4m3fn else "ue8m0"
+    scales = spec.scale_value(raw(scale), kind).astype(np.float64)
+    return numbers * scales.repeat(numbers.shape[1] // scales.shape[1], 1) * np.asarray(factor).reshape(-1, 1)
+
+
+def fp8_blocks(elements: torch.Tensor, scale: torch.Tensor) -> np.ndarray:
+    """Elements (N, K) times their scales (⌈N/128⌉, ⌈K/128⌉)."""
+    numbers = spec.scale_value(raw(elements), "e4m3").astype(np.float64)
+    scales = scale.detach().cpu().double().numpy().repeat(128, 0).repeat(128, 1)
+    return numbers * scales[: numbers.shape[0], : numbers.shape[1]]
+
+
+def decoded(tensors: Tensors, parts: tuple[int, ...]) -> np.ndarray:
+    """The weight (N, K) of a quantised layer's state dict."""
+    if "weight_scale_inv" in tensors:
+        return fp8_blocks(tensors["weight"], tensors["weight_scale_inv"])
+    factor = tensors["weight_scale_2"].double().numpy().repeat(parts) if "weight_scale_2" in tensors else 1.0
+    return fp4(tensors["weight"], tensors["weight_scale"], factor)

@@ -1,0 +1,185 @@
+"""Which tensors a quantised layer has on disk, what they mean, and the layer that they make."""
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_cute_ops.checkpoint._files import Files
+from torch_cute_ops.checkpoint.spec import LayerScheme
+from torch_cute_ops.nn import QuantLinear
+from torch_cute_ops.nn._base import Activations
+from torch_cute_ops.nn.quantize import SCHEMES
+
+KV_SCALES: Final = frozenset({"k_scale", "v_scale"})
+"""Of the KV cache: no matter of the layer."""
+
+
+def _one(n: int, k: int) -> tuple[int, ...]:
+    return ()
+
+
+class Field(NamedTuple):
+    """A tensor of a layer (N, K) on disk.
+
+    Attributes:
+        stored: the last part of its name.
+        name: what the module calls it.
+        dtypes: which it may have; the first is written.
+        shape: from N and K; of one element: ().
+        is_reciprocal: whether it is 1 / what the module holds.
+        is_optional: whether it may be missing; those of activations may, unless the scheme has FP4 ones.
+    """
+
+    stored: str
+    name: str
+    dtypes: tuple[torch.dtype, ...]
+    shape: Callable[[int, int], tuple[int, ...]]
+    is_reciprocal: bool = False
+    is_optional: bool = False
+
+
+def _codes(stored: str) -> Field:
+    return Field(stored, "weight", (torch.uint8,), lambda n, k: (n, k // 2))
+
+
+def _blocks(n: int, k: int) -> tuple[int, ...]:
+    return -(-n // 128), -(-k // 128)
+
+
+_NVFP4_SCALE: Final = Field("weight_scale", "weight_scale", (torch.float8_e4m3fn,), lambda n, k: (n, k // 16))
+_MXFP4_SCALE: Final = Field(
+    "weight_scale", "weight_scale", (torch.uint8, torch.float8_e8m0fnu), lambda n, k: (n, k // 32)
+)
+_ELEMENTS: Final = Field("weight", "weight", (torch.float8_e4m3fn,), lambda n, k: (n, k))
+_FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+FIELDS: Final[dict[tuple[str, str], tuple[Field, ...]]] = {
+    ("modelopt", "nvfp4"): (
+        _codes("weight"),
+        _NVFP4_SCALE,
+        Field("weight_scale_2", "weight_scale_2", (torch.float32,), _one),
+        Field("input_scale", "input_scale", (torch.float32,), _one, is_optional=True),
+    ),
+    ("compressed-tensors", "nvfp4"): (
+        _codes("weight_packed"),
+        _NVFP4_SCALE,
+        Field("weight_global_scale", "weight_scale_2", (torch.float32,), _one, is_reciprocal=True),
+        Field("input_global_scale", "input_scale", (torch.float32,), _one, is_reciprocal=True, is_optional=True),
+    ),
+    ("compressed-tensors", "mxfp4"): (_codes("weight_packed"), _MXFP4_SCALE),
+    ("compressed-tensors", "fp8_block"): (_ELEMENTS, Field("weight_scale", "weight_scale_inv", _FLOATS, _blocks)),
+    ("deepseek", "fp8_block"): (_ELEMENTS, Field("weight_scale_inv", "weight_scale_inv", _FLOATS, _blocks)),
+}
+"""By style and format."""
+
+
+def read_layer(
+    files: Files,
+    name: str,
+    scheme: LayerScheme,
+    activations: Activations,
+    device: torch.device,
+    bias_dtype: torch.dtype | None,
+) -> QuantLinear:
+    """The layer ``name`` of a checkpoint.
+
+    Args:
+        files: the tensors.
+        name, scheme: of the layer.
+        activations: as of the module.
+        device: of the module.
+        bias_dtype: of its bias; ``None``: as stored.
+
+    Raises:
+        ValueError: for a tensor that is missing, unknown, or of a wrong shape, dtype or value; for activations that the
+            format does not have, or lacks a scale for; for sizes that the ops do not take.
+    """
+    fields = FIELDS[scheme.style, scheme.format]
+    known = {field.stored for field in fields} | {"bias"} | KV_SCALES
+    unknown = sorted(files.suffixes(name) - known)
+    if unknown:
+        raise ValueError(
+            f"{files.describe(f'{name}.{unknown[0]}')} is unknown to {scheme.style} {scheme.format}; a layer has "
+            f"{', '.join(sorted(known - KV_SCALES))}"
+        )
+    weight = f"{name}.{fields[0].stored}"
+    shape = files.shape(weight) if weight in files else (0, 0)
+    n, k = (*shape[:1], shape[-1] * (1 if scheme.format == "fp8_block" else 2)) if len(shape) == 2 else (0, 0)
+    tensors = {}
+    for field in fields:
+        stored = f"{name}.{field.stored}"
+        if stored in files:
+            tensors[field.name] = _checked(files, stored, field, n, k).to(device, copy=True)
+        elif not field.is_optional or scheme.activations == "fp4":
+            raise ValueError(f"{files.path} has no {stored}, which {scheme.style} {scheme.format} needs")
+    bias = None
+    if f"{name}.bias" in files:
+        bias = files.read(f"{name}.bias").to(device, bias_dtype, copy=True)
+    cls = SCHEMES[scheme.format]
+    try:
+        layer: QuantLinear = cls.from_tensors(**tensors, bias=bias, activations=activations)  # type: ignore[attr-defined]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{files.describe(weight)}: {error}") from error
+    return layer
+
+
+def _checked(files: Files, stored: str, field: Field, n: int, k: int) -> Tensor:
+    """The tensor, in the dtype and with the meaning that the module has."""
+    tensor, shape = files.read(stored), field.shape(n, k)
+    if tensor.dtype not in field.dtypes:
+        expected = " or ".join(map(str, field.dtypes))
+        raise ValueError(f"{files.describe(stored)} has dtype {tensor.dtype}; expected {expected}")
+    if tensor.shape != shape and (shape or tensor.numel() != 1):
+        expected = f"{shape}, for the weight ({n}, {k})" if shape else "one element"
+        raise ValueError(f"{files.describe(stored)} has shape {tuple(tensor.shape)}; expected {expected}")
+    if shape == ():
+        value = tensor.item()
+        # The scale of a weight that is zero may be zero; nothing else may be.
+        if not 0 <= value < float("inf") or (value == 0 and field.stored != "weight_scale_2"):
+            raise ValueError(f"{files.describe(stored)} is {value}; expected a positive number")
+        tensor = tensor.reshape(1)
+    if field.is_reciprocal:
+        tensor = tensor.reciprocal()
+    if tensor.dtype == torch.float8_e8m0fnu:
+        tensor = tensor.view(torch.uint8)
+    return tensor.float() if field.dtypes == _FLOATS else tensor
+
+
+def fields_of(style: str, fmt: str) -> tuple[Field, ...]:
+    """The tensors of a layer.
+
+    Raises:
+        ValueError: for a format that the style does not have.
+    """
+    fields = FIELDS.get((style, fmt))
+    if fields is None:
+        able = " or ".join(repr(of) for of, known in FIELDS if known == fmt and of != "deepseek")
+        raise ValueError(f"style {style!r} has no {fmt}; expected {able}")
+    return fields
+
+
+def stored_tensors(layer: QuantLinear, style: str) -> dict[str, Tensor]:
+    """The tensors of a layer that is not merged by the last parts of their names on disk, but for the bias."""
+    held = layer.tensors()
+    fields = fields_of(style, layer.scheme)
+    return {field.stored: _written(held[field.name], field) for field in fields if field.name in held}
+
+
+def _written(tensor: Tensor, field: Field) -> Tensor:
+    if field.is_reciprocal:
+        return _inverse(tensor)
+    return tensor.reshape(()) if field.shape is _one else tensor
+
+
+def _inverse(value: Tensor) -> Tensor:
+    """The float32 number whose reciprocal is ``value``, if there is one, or else the nearest to ``1 / value``.
+
+    The nearest is off by an ulp for some: then reading would not give ``value`` again.
+    """
+    nearest = value.reciprocal()
+    up, down = (torch.nextafter(nearest, torch.full_like(nearest, end)) for end in (torch.inf, 0.0))
+    for candidate in (up, down):
+        nearest = torch.where((nearest.reciprocal() != value) & (candidate.reciprocal() == value), candidate, nearest)
+    return nearest

@@ -1,0 +1,83 @@
+"""The experts of gpt-oss, as tensors for the ops."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_cute_ops.checkpoint._files import Files
+from torch_cute_ops.checkpoint.spec import read_spec
+
+_BLOCK_BYTES = 16
+
+
+class MXFP4Experts(NamedTuple):
+    """The experts of a layer in MXFP4, E of them: H wide, and I between their two GEMMs.
+
+    Attributes:
+        gate_up: (E, 2I, H/2) uint8 codes: an expert's rows of the gate, then those of up.
+        gate_up_scale: (E, 2I, H/32) uint8, linear.
+        gate_up_bias: (E, 2I), in the checkpoint's dtype.
+        down: (E, H, I/2) uint8 codes.
+        down_scale: (E, H, I/32) uint8, linear.
+        down_bias: (E, H), in the checkpoint's dtype.
+    """
+
+    gate_up: Tensor
+    gate_up_scale: Tensor
+    gate_up_bias: Tensor
+    down: Tensor
+    down_scale: Tensor
+    down_bias: Tensor
+
+
+def read_experts(path: str | Path, name: str, *, device: torch.device | str = "cpu") -> MXFP4Experts:
+    """Read the experts of a gpt-oss layer.
+
+    The checkpoint interleaves the rows of gate and up; here each expert has the gate's first, as the ops' SwiGLU takes
+    them.
+
+    Args:
+        path: the checkpoint's folder.
+        name: of the layer's experts, such as ``"model.layers.0.mlp.experts"``.
+        device: of the tensors.
+
+    Raises:
+        FileNotFoundError: for a missing file.
+        ValueError: for a checkpoint of another kind, a truncated file, and a tensor that is missing or of a wrong shape
+            or dtype, by name and file.
+    """
+    spec = read_spec(path)
+    if spec.style != "gpt-oss":
+        raise ValueError(f"{spec.path}: quant_method is not 'mxfp4', as of gpt-oss")
+    with Files(path) as files:
+        gate_up = _projection(files, f"{name}.gate_up_proj")
+        down = _projection(files, f"{name}.down_proj")
+        experts, hidden, width = down[0].shape[0], down[0].shape[1], down[0].shape[2] * 2
+        if gate_up[0].shape != (experts, 2 * width, hidden // 2):
+            raise ValueError(
+                f"{files.describe(f'{name}.gate_up_proj_blocks')} has (E, N, K) "
+                f"{(*gate_up[0].shape[:2], 2 * gate_up[0].shape[2])}; expected {(experts, 2 * width, hidden)}, as "
+                "down_proj has them"
+            )
+        parted = (torch.cat((each[:, 0::2], each[:, 1::2]), 1).to(device) for each in gate_up)
+        return MXFP4Experts(*parted, *(each.to(device, copy=True) for each in down))
+
+
+def _projection(files: Files, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (E, N, K/2), scales (E, N, K/32), bias (E, N)."""
+    blocks, scales, bias = (files.read(f"{name}_{suffix}") for suffix in ("blocks", "scales", "bias"))
+    for suffix, tensor in (("blocks", blocks), ("scales", scales)):
+        if tensor.dtype != torch.uint8:
+            raise ValueError(f"{files.describe(f'{name}_{suffix}')} has dtype {tensor.dtype}; expected {torch.uint8}")
+    if blocks.dim() != 4 or blocks.shape[-1] != _BLOCK_BYTES:
+        raise ValueError(
+            f"{files.describe(f'{name}_blocks')} has shape {tuple(blocks.shape)}; expected (E, N, K/32, {_BLOCK_BYTES})"
+        )
+    for suffix, tensor, shape in (("scales", scales, blocks.shape[:3]), ("bias", bias, blocks.shape[:2])):
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{files.describe(f'{name}_{suffix}')} has shape {tuple(tensor.shape)}; expected {tuple(shape)}"
+            )
+    return blocks.flatten(-2), scales, bias

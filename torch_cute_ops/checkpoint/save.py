@@ -1,0 +1,258 @@
+"""Writing a model with quantised layers as others read it."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torch_cute_ops._version import __version__
+from torch_cute_ops.checkpoint._files import INDEX, SINGLE, load_safetensors
+from torch_cute_ops.checkpoint._layers import fields_of, stored_tensors
+from torch_cute_ops.checkpoint.spec import (
+    COMPRESSED_FORMATS,
+    MODELOPT_ALGORITHMS,
+    LayerScheme,
+    compressed_arguments,
+)
+from torch_cute_ops.nn import QuantLinear, _names
+
+PRODUCER: Final = {"name": "torch_cute_ops", "version": __version__}
+
+
+class _Entry(NamedTuple):
+    """Tensors that are made when they are written.
+
+    Attributes:
+        size: bytes.
+        make: the tensors by name.
+    """
+
+    size: int
+    make: Callable[[], dict[str, Tensor]]
+
+
+@torch.no_grad()
+def save(
+    model: nn.Module,
+    path: str | Path,
+    style: Literal["modelopt", "compressed-tensors"],
+    *,
+    config: Mapping[str, Any] | None = None,
+    merged: Mapping[str, Sequence[str]] = _names.PARTS,
+    shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a model's tensors and configuration, in a format of others.
+
+    ``load_`` reads the same bits, but for one case: ModelOpt stores what multiplies, compressed-tensors its reciprocal,
+    and a global scale that came from the one may have no exact reciprocal for the other; it is the nearest then.
+
+    Args:
+        model: with layers of :mod:`torch_cute_ops.nn`. Other modules' parameters and buffers are written as they are,
+            tied ones once.
+        path: a folder, made if need be, in which none of the files is that are written.
+        style: ``"modelopt"``, for NVFP4, or ``"compressed-tensors"``, for every format.
+        config: what ``config.json`` has beside its ``quantization_config``; ``None``: the model's ``config``, if it has
+            one, as models of Hugging Face have.
+        merged: names of the layers that are merged in one, as for :func:`load_`: each is written by itself.
+        shard_bytes: files do not exceed this, but for a layer that does.
+
+    Raises:
+        FileExistsError: where a file is already.
+        ValueError: for a model without quantised layers, a format that the style does not have, and a merged layer
+            whose parts have no names in ``merged``.
+    """
+    if style not in ("modelopt", "compressed-tensors"):
+        raise ValueError(f"save: style is {style!r}; expected 'modelopt' or 'compressed-tensors'")
+    schemes: dict[str, LayerScheme] = {}
+    entries, plain, seen = [], [], set()
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLinear):
+            parts = _part_names(name, module, merged)
+            schemes |= dict.fromkeys(parts, _scheme_of(module, style))
+            entries.append(_Entry(_bytes(module.buffers()), _layer(module, parts, style)))
+            continue
+        if type(module) is nn.Linear:
+            plain.append(name)
+        for key, tensor in _names.own_tensors(module).items():
+            if _names.identity(tensor) not in seen:
+                seen.add(_names.identity(tensor))
+                entries.append(_Entry(tensor.nbytes, _plain(f"{name}.{key}".lstrip("."), tensor)))
+    if not schemes:
+        raise ValueError("save: the model has no quantised layers")
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    quantization = {"modelopt": _modelopt_config, "compressed-tensors": _compressed_config}[style](schemes, plain)
+    documents = {"config.json": {**_config_of(model, config), "quantization_config": quantization}}
+    if style == "modelopt":
+        documents["hf_quant_config.json"] = _hf_quant_config(quantization)
+    _write(folder, _shards(entries, shard_bytes), documents)
+
+
+# Tensors
+
+
+def _part_names(name: str, layer: QuantLinear, merged: Mapping[str, Sequence[str]]) -> list[str]:
+    if len(layer.parts) == 1:
+        return [name]
+    parent, _, last = name.rpartition(".")
+    parts = merged.get(last, ())
+    if len(parts) != len(layer.parts):
+        raise ValueError(f"save: {name} merges {len(layer.parts)} layers, and merged has {len(parts)} names for them")
+    return [f"{parent}.{part}".lstrip(".") for part in parts]
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _layer(layer: QuantLinear, names: Sequence[str], style: str) -> Callable[[], dict[str, Tensor]]:
+    def make() -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for name, part in zip(names, layer.split(), strict=True):
+            tensors |= {f"{name}.{key}": each for key, each in stored_tensors(part, style).items()}
+            if part.bias is not None:
+                tensors[f"{name}.bias"] = part.bias
+        return tensors
+
+    return make
+
+
+def _plain(name: str, tensor: Tensor) -> Callable[[], dict[str, Tensor]]:
+    return lambda: {name: tensor}
+
+
+def _shards(entries: Sequence[_Entry], limit: int) -> list[list[_Entry]]:
+    shards: list[list[_Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if shards[-1] and size + entry.size > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.size
+    return shards
+
+
+def _write(folder: Path, shards: Sequence[Sequence[_Entry]], documents: dict[str, dict[str, Any]]) -> None:
+    stem = Path(SINGLE).stem
+    files = [SINGLE]
+    if len(shards) > 1:
+        files = [f"{stem}-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    taken = [name for name in (*files, SINGLE, INDEX, *documents) if (folder / name).exists()]
+    if taken:
+        raise FileExistsError(f"{folder / taken[0]} exists; expected a folder without a checkpoint")
+    where: dict[str, str] = {}
+    total = 0
+    for file, shard in zip(files, shards, strict=True):
+        tensors = {name: each for entry in shard for name, each in entry.make().items()}
+        # Copies, because no two tensors of a file may share memory.
+        tensors = {name: each.detach().to("cpu", copy=True).contiguous() for name, each in tensors.items()}
+        load_safetensors().torch.save_file(tensors, folder / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(tensors, file)
+        total += _bytes(tensors.values())
+    if len(shards) > 1:
+        documents[INDEX] = {"metadata": {"total_size": total}, "weight_map": where}
+    for name, document in documents.items():
+        (folder / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+# Configuration
+
+
+def _config_of(model: nn.Module, config: Mapping[str, Any] | None) -> dict[str, Any]:
+    if config is not None:
+        return dict(config)
+    own: Any = getattr(model, "config", None)
+    return json.loads(own.to_json_string()) if hasattr(own, "to_json_string") else {}
+
+
+def _scheme_of(layer: QuantLinear, style: str) -> LayerScheme:
+    fields_of(style, layer.scheme)
+    # An input scale says that a checkpoint is for FP4 activations; without one, only MXFP4 ones are possible.
+    activations = layer.activations
+    if layer.scheme == "nvfp4":
+        activations = "fp4" if layer.has_input_scale else "16bit"
+    return LayerScheme(layer.scheme, style, activations)
+
+
+def _groups(schemes: Mapping[str, LayerScheme]) -> dict[LayerScheme, list[str]]:
+    groups: dict[LayerScheme, list[str]] = {}
+    for name, scheme in schemes.items():
+        groups.setdefault(scheme, []).append(name)
+    return groups
+
+
+def _compressed_config(schemes: Mapping[str, LayerScheme], plain: Sequence[str]) -> dict[str, Any]:
+    groups = _groups(schemes)
+    formats = {COMPRESSED_FORMATS[scheme.format] for scheme in groups}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "config_groups": {
+            f"group_{number}": {
+                "targets": ["Linear"] if len(groups) == 1 else names,
+                "weights": compressed_arguments(scheme.format),
+                "input_activations": _compressed_inputs(scheme),
+                "output_activations": None,
+                "format": COMPRESSED_FORMATS[scheme.format],
+            }
+            for number, (scheme, names) in enumerate(groups.items())
+        },
+        "ignore": [*plain],
+        "kv_cache_scheme": None,
+    }
+
+
+def _compressed_inputs(scheme: LayerScheme) -> dict[str, Any] | None:
+    if scheme.activations == "16bit":
+        return None
+    if scheme.format == "fp8_block":
+        return {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "symmetric": True,
+                "dynamic": True}  # fmt: skip
+    return {**compressed_arguments(scheme.format), "dynamic": "local" if scheme.format == "nvfp4" else True}
+
+
+def _algorithm_of(scheme: LayerScheme) -> str:
+    return next(name for name, activations in MODELOPT_ALGORITHMS.items() if activations == scheme.activations)
+
+
+def _modelopt_config(schemes: Mapping[str, LayerScheme], plain: Sequence[str]) -> dict[str, Any]:
+    groups = _groups(schemes)
+    numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    config: dict[str, Any] = {
+        "config_groups": {
+            f"group_{number}": {
+                **({"input_activations": numbers} if scheme.activations == "fp4" else {}),
+                "weights": numbers,
+                "targets": ["Linear"] if len(groups) == 1 else names,
+            }
+            for number, (scheme, names) in enumerate(groups.items())
+        },
+        "ignore": [*plain],
+        "quant_algo": "MIXED_PRECISION" if len(groups) > 1 else _algorithm_of(next(iter(groups))),
+        "producer": PRODUCER,
+        "quant_method": "modelopt",
+    }
+    if len(groups) > 1:
+        config["quantized_layers"] = {
+            name: {"quant_algo": _algorithm_of(scheme), "group_size": 16} for name, scheme in schemes.items()
+        }
+    return config
+
+
+def _hf_quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as ModelOpt's own file says it."""
+    quantization = {
+        "quant_algo": config["quant_algo"],
+        "kv_cache_quant_algo": None,
+        "exclude_modules": config["ignore"],
+    }
+    if "quantized_layers" in config:
+        quantization["quantized_layers"] = config["quantized_layers"]
+    else:
+        quantization["group_size"] = 16
+    return {"producer": PRODUCER, "quantization": quantization}

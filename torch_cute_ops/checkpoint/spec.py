@@ -1,0 +1,200 @@
+"""How a checkpoint says that it is quantised: ``config.json`` and ``hf_quant_config.json``."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch_cute_ops.checkpoint._files import read_json
+from torch_cute_ops.nn import _names
+
+Style = Literal["modelopt", "compressed-tensors", "deepseek", "gpt-oss"]
+
+
+@dataclass(frozen=True)
+class LayerScheme:
+    """How a linear layer is quantised.
+
+    Attributes:
+        format: ``"nvfp4"``, ``"mxfp4"`` or ``"fp8_block"``.
+        style: whose names the tensors have: ``"modelopt"``, ``"compressed-tensors"`` or ``"deepseek"``.
+        activations: what the checkpoint was made for: ``"16bit"``, ``"fp4"`` or ``"fp8"``. In NVFP4, ``"fp4"`` means
+            that there are input scales. What is computed is chosen at load.
+    """
+
+    format: str
+    style: str
+    activations: str
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """What a checkpoint's configuration says about its linear layers.
+
+    Attributes:
+        path: of the file that says it.
+        style: who wrote it: ``"modelopt"``, ``"compressed-tensors"``, ``"deepseek"`` or ``"gpt-oss"``; ``None``: the
+            checkpoint is not quantised.
+        groups: schemes, and the layers that each is for: ``"Linear"`` is every one, others are names, wildcards, or
+            regular expressions behind ``re:``.
+        ignore: layers that are not quantised, and those within them.
+    """
+
+    path: Path
+    style: Style | None = None
+    groups: tuple[tuple[LayerScheme, tuple[str, ...]], ...] = ()
+    ignore: tuple[str, ...] = ()
+
+    def scheme(self, name: str) -> LayerScheme | None:
+        """That of the linear layer ``name``; ``None``: it is not quantised.
+
+        A name goes before a wildcard or regular expression, and these before ``"Linear"``.
+        """
+        if any(_names.fits(name, pattern) or name.startswith(f"{pattern}.") for pattern in self.ignore):
+            return None
+        for is_fitting in (lambda target: target == name, lambda target: _names.fits(name, target)):
+            for scheme, targets in self.groups:
+                if any(map(is_fitting, targets)):
+                    return scheme
+        return next((scheme for scheme, targets in self.groups if "Linear" in targets), None)
+
+    def scheme_of_tensors(self, name: str) -> LayerScheme | None:
+        """That of a layer whose tensors are quantised, also where ``ignore`` names it, if only one is possible."""
+        schemes = {scheme for scheme, _ in self.groups}
+        return self.scheme(name) or (schemes.pop() if len(schemes) == 1 else None)
+
+
+def read_spec(path: str | Path) -> QuantSpec:
+    """Read how a checkpoint is quantised.
+
+    Args:
+        path: the checkpoint's folder: ``config.json`` with a ``quantization_config``, or without it ModelOpt's
+            ``hf_quant_config.json``.
+
+    Raises:
+        FileNotFoundError: without either file.
+        ValueError: for a method, algorithm, scheme, transform or zero point that these modules do not compute.
+    """
+    folder = Path(path)
+    config, modelopt = folder / "config.json", folder / "hf_quant_config.json"
+    if not config.is_file() and not modelopt.is_file():
+        raise FileNotFoundError(f"{folder} has neither {config.name} nor {modelopt.name}")
+    quantization = read_json(config).get("quantization_config") if config.is_file() else None
+    if quantization is not None:
+        if not isinstance(quantization, Mapping):
+            raise ValueError(f"{config}: quantization_config is {quantization!r}; expected an object")
+        method = quantization.get("quant_method")
+        parse = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "fp8": _fp8, "mxfp4": _gpt_oss}
+        if method not in parse:
+            expected = ", ".join(map(repr, parse))
+            raise ValueError(f"{config}: quant_method is {method!r}; expected one of {expected}")
+        return parse[method](config, quantization)
+    if modelopt.is_file():
+        return _modelopt(modelopt, read_json(modelopt).get("quantization", {}))
+    return QuantSpec(config)
+
+
+def _expect(path: Path, where: str, given: Mapping[str, Any], **expected: Any) -> None:
+    """Each value is one of those expected."""
+    for name, allowed in expected.items():
+        if given.get(name) not in allowed:
+            values = " or ".join(map(repr, allowed))
+            raise ValueError(f"{path}: {where}{name} is {given.get(name)!r}; expected {values}")
+
+
+# ModelOpt
+
+MODELOPT_ALGORITHMS = {"NVFP4": "fp4", "W4A16_NVFP4": "16bit"}
+"""Those of NVFP4 weights, and their activations."""
+
+
+def _modelopt(path: Path, given: Mapping[str, Any]) -> QuantSpec:
+    algorithm = given.get("quant_algo")
+    ignore = tuple(given.get("exclude_modules") or given.get("ignore") or ())
+    if algorithm == "MIXED_PRECISION":
+        layers = given.get("quantized_layers")
+        if not layers:
+            raise ValueError(f"{path}: quant_algo is 'MIXED_PRECISION', and there are no quantized_layers")
+        groups = [(_modelopt_scheme(path, f"of {name}, ", layer), (name,)) for name, layer in layers.items()]
+        return QuantSpec(path, "modelopt", tuple(groups), ignore)
+    return QuantSpec(path, "modelopt", ((_modelopt_scheme(path, "", given), ("Linear",)),), ignore)
+
+
+def _modelopt_scheme(path: Path, where: str, given: Mapping[str, Any]) -> LayerScheme:
+    _expect(path, where, given, quant_algo=(*MODELOPT_ALGORITHMS,), group_size=(16, None))
+    for group in (given.get("config_groups") or {}).values():
+        _expect(path, where, group, pre_quant_scale=(None, False), has_zero_point=(None, False))
+    return LayerScheme("nvfp4", "modelopt", MODELOPT_ALGORITHMS[given["quant_algo"]])
+
+
+# compressed-tensors
+
+COMPRESSED_FORMATS = {"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized", "fp8_block": "float-quantized"}
+_GROUPS: dict[str, dict[str, Any]] = {
+    "nvfp4": {"num_bits": 4, "strategy": "tensor_group", "group_size": 16},
+    "mxfp4": {"num_bits": 4, "strategy": "group", "group_size": 32},
+    "fp8_block": {"num_bits": 8, "strategy": "block", "block_structure": [128, 128]},
+}
+
+
+def compressed_arguments(fmt: str) -> dict[str, Any]:
+    """What compressed-tensors says of a weight in a format."""
+    return {"type": "float", "symmetric": True, "dynamic": False, **_GROUPS[fmt]}
+
+
+def _compressed_tensors(path: Path, given: Mapping[str, Any]) -> QuantSpec:
+    _expect(path, "", given, quantization_status=("compressed",), transform_config=(None, {}))
+    sparsity = given.get("sparsity_config") or {}
+    _expect(path, "sparsity_config: ", sparsity, format=(None, "dense"))
+    groups = []
+    for name, group in (given.get("config_groups") or {}).items():
+        if not isinstance(group, Mapping):
+            raise ValueError(f"{path}: the group {name} is {group!r}; expected weights and targets")
+        groups.append(
+            (_compressed_scheme(path, f"group {name}: ", group, given.get("format")), tuple(group.get("targets") or ()))
+        )
+    if not groups:
+        raise ValueError(f"{path}: there are no config_groups")
+    return QuantSpec(path, "compressed-tensors", tuple(groups), tuple(given.get("ignore") or ()))
+
+
+def _compressed_scheme(path: Path, where: str, group: Mapping[str, Any], overall: str | None) -> LayerScheme:
+    of_format = {value: key for key, value in COMPRESSED_FORMATS.items()}
+    stored = group.get("format") or overall
+    if stored not in of_format:
+        expected = ", ".join(map(repr, of_format))
+        raise ValueError(f"{path}: {where}format is {stored!r}; expected one of {expected}")
+    fmt = of_format[stored]
+    weights = group.get("weights") or {}
+    wanted: dict[str, Any] = {name: (value,) for name, value in compressed_arguments(fmt).items()}
+    _expect(path, f"{where}weights: ", weights, **wanted, actorder=(None,))
+    _expect(path, where, group, output_activations=(None,))
+    inputs = group.get("input_activations")
+    if inputs is None:
+        return LayerScheme(fmt, "compressed-tensors", "fp8" if fmt == "fp8_block" else "16bit")
+    bits = 8 if fmt == "fp8_block" else 4
+    dynamic = ("local",) if fmt == "nvfp4" else (True,)
+    _expect(
+        path, f"{where}input_activations: ", inputs, num_bits=(bits,), type=("float",), symmetric=(True, None),
+        dynamic=dynamic,
+    )  # fmt: skip
+    return LayerScheme(fmt, "compressed-tensors", f"fp{bits}")
+
+
+# DeepSeek-V3, and what follows it
+
+
+def _fp8(path: Path, given: Mapping[str, Any]) -> QuantSpec:
+    _expect(
+        path, "", given, weight_block_size=([128, 128],), activation_scheme=("dynamic",), fmt=("e4m3", None),
+        scale_fmt=("ue8m0", "float", None),
+    )  # fmt: skip
+    scheme = LayerScheme("fp8_block", "deepseek", "fp8")
+    return QuantSpec(path, "deepseek", ((scheme, ("Linear",)),), tuple(given.get("modules_to_not_convert") or ()))
+
+
+# gpt-oss: experts alone are quantised, and they are no linear layers
+
+
+def _gpt_oss(path: Path, given: Mapping[str, Any]) -> QuantSpec:
+    return QuantSpec(path, "gpt-oss", (), tuple(given.get("modules_to_not_convert") or ()))

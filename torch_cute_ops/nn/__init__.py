@@ -1,0 +1,8 @@
+"""Modules over the ops: linear layers with quantised weights, and how a model gets them."""
+
+from torch_cute_ops.nn._base import QuantLinear, merge
+from torch_cute_ops.nn.linear import FP8BlockLinear, MXFP4Linear, NVFP4Linear
+from torch_cute_ops.nn.quantize import quantize_
+from torch_cute_ops.nn.warmup import warmup
+
+__all__ = ["FP8BlockLinear", "MXFP4Linear", "NVFP4Linear", "QuantLinear", "merge", "quantize_", "warmup"]

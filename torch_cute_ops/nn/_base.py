@@ -1,0 +1,296 @@
+"""What quantised linear layers share: buffers that move and never cast, state dicts as checkpoints hold them, parts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+Activations = Literal["auto", "16bit", "fp4", "fp8"]
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of tensors by name."""
+
+
+class QuantLinear(nn.Module):
+    """A linear layer with a quantised weight, for inference: ``y = x · Wᵀ + bias``.
+
+    The base of :class:`NVFP4Linear`, :class:`MXFP4Linear` and :class:`FP8BlockLinear`. Weight and scales are buffers.
+    ``.to``, ``.bfloat16()`` and the like move them and never cast them; the bias follows as in ``nn.Linear``.
+    ``state_dict`` has them as checkpoints hold them, block scales linear; in memory FP4's lie in 128x4, and there is no
+    second copy. A layer that nothing has been loaded into holds NaN scales, and so computes NaN.
+
+    What is computed is chosen at construction and never by the batch.
+
+    Args:
+        in_features, out_features: K and N.
+        bias: whether there is one. The GEMM adds it in fp32, before the one rounding.
+        activations: in what the GEMM takes them; ``"auto"`` is the first of the class's ``choices``.
+        parts: rows of each of the layers that this one merges, such as q, k and v; ``None``: it is one.
+        has_input_scale: whether there is an ``input_scale``, for a format that has one; activations in NVFP4 need it.
+        dtype: of the bias: float32, or that of the activations.
+        device: of all tensors.
+
+    Raises:
+        ValueError: for sizes or activations that the ops do not take, or parts that do not fit.
+    """
+
+    scheme: ClassVar[str]
+    choices: ClassVar[tuple[str, ...]]
+    """What ``activations`` may be."""
+    multiples: ClassVar[tuple[int, int]]
+    """What N and K are multiples of."""
+
+    weight: Tensor
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        activations: Activations = "auto",
+        parts: Sequence[int] | None = None,
+        has_input_scale: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.activations = self._chosen(activations)
+        self.parts = (out_features,) if parts is None else tuple(parts)
+        self.has_input_scale = has_input_scale or self._needs_input_scale()
+        reason = self.reason_unsupported(out_features, in_features) or self._reason_unfit_parts()
+        if reason is not None:
+            raise ValueError(f"{type(self).__name__}: {reason}")
+        for name, (shape, kind) in self.layout().items():
+            byte = 0xFF if "scale" in name else 0  # NaN in every format of scales, and zero
+            undefined = torch.full((*shape[:-1], shape[-1] * kind.itemsize), byte, dtype=torch.uint8, device=device)
+            self.register_buffer(name, self._held(name, undefined.view(kind)))
+        values = torch.full((out_features,), torch.nan, dtype=dtype, device=device) if bias else None
+        self.register_parameter("bias", None if values is None else nn.Parameter(values, requires_grad=False))
+        self._derive()
+
+    @classmethod
+    def reason_unsupported(cls, out_features: int, in_features: int) -> str | None:
+        """Why the ops take no weight (N, K) of this size; ``None``: they do."""
+        for name, size, multiple in zip(("out", "in"), (out_features, in_features), cls.multiples, strict=True):
+            if size <= 0 or size % multiple:
+                return f"{name}_features is {size}; expected a positive multiple of {multiple}"
+        return None
+
+    @classmethod
+    def _chosen(cls, activations: str) -> str:
+        chosen = cls.choices[0] if activations == "auto" else activations
+        if chosen not in cls.choices:
+            expected = ", ".join(map(repr, ("auto", *cls.choices)))
+            raise ValueError(f"{cls.__name__}: activations is {activations!r}; expected one of {expected}")
+        return chosen
+
+    def _needs_input_scale(self) -> bool:
+        return False
+
+    def _reason_unfit_parts(self) -> str | None:
+        if sum(self.parts) != self.out_features or min(self.parts) <= 0:
+            return f"parts is {self.parts}; expected positive numbers whose sum is out_features, {self.out_features}"
+        return None
+
+    # Tensors
+
+    def layout(self) -> Layout:
+        """Shape and dtype of each tensor of the weight, as checkpoints hold them and ``state_dict`` has them."""
+        raise NotImplementedError
+
+    def _held(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor of a checkpoint, as the buffer ``name`` holds it."""
+        return tensor
+
+    def _stored(self, name: str, tensor: Tensor) -> Tensor:
+        """The buffer ``name``, as checkpoints hold it."""
+        return tensor
+
+    def _derive(self) -> None:
+        """Compute what follows from the buffers."""
+
+    def _set_derived(self, name: str, value: Tensor) -> None:
+        """Write a buffer that is in no state dict: in place where it is there, because CUDA graphs may read it."""
+        old = self._buffers.get(name)
+        if old is not None and old.shape == value.shape and old.device == value.device and not value.is_meta:
+            old.copy_(value)
+        else:
+            self.register_buffer(name, value, persistent=False)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the weight by name, as checkpoints hold them; scales that are held tiled are copies."""
+        return {name: self._stored(name, self.get_buffer(name)) for name in self.layout()}
+
+    @classmethod
+    def _of(
+        cls,
+        in_features: int,
+        tensors: Mapping[str, Tensor],
+        bias: Tensor | None,
+        parts: Sequence[int] | None,
+        activations: Activations,
+    ) -> Self:
+        """The layer that has these tensors, which are as checkpoints hold them."""
+        layer = cls(
+            in_features,
+            tensors["weight"].shape[0],
+            bias=bias is not None,
+            activations=activations,
+            parts=parts,
+            has_input_scale="input_scale" in tensors,
+            device="meta",
+        )
+        for name, (shape, dtype) in layer.layout().items():
+            if name not in tensors:
+                raise ValueError(f"{cls.__name__}: there is no {name}, which activations={layer.activations!r} needs")
+            tensor = tensors[name].detach()
+            if tensor.dtype != dtype:
+                raise TypeError(f"{cls.__name__}: {name} has dtype {tensor.dtype}; expected {dtype}")
+            if tensor.shape != shape:
+                raise ValueError(f"{cls.__name__}: {name} has shape {tuple(tensor.shape)}; expected {shape}")
+            layer._buffers[name] = layer._held(name, tensor.contiguous())
+        if bias is not None:
+            if bias.shape != (layer.out_features,):
+                raise ValueError(
+                    f"{cls.__name__}: bias has shape {tuple(bias.shape)}; expected {(layer.out_features,)}"
+                )
+            layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
+        layer._derive()
+        return layer
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def move(tensor: Tensor) -> Tensor:
+            return fn(tensor) if tensor is self.bias else _moved(fn, tensor)
+
+        return super()._apply(move, recurse)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self.layout():
+            destination[prefix + name] = self._stored(name, destination[prefix + name])
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        held = dict(state_dict)
+        for name, (shape, dtype) in self.layout().items():
+            tensor = held.get(prefix + name)
+            if tensor is None:
+                continue
+            # copy_ would cast.
+            if tensor.dtype != dtype or tensor.shape != shape:
+                got = f"{tuple(tensor.shape)} {tensor.dtype}"
+                error_msgs.append(f"{prefix}{name} is {got}; expected {shape} {dtype}")
+                return
+            held[prefix + name] = self._held(name, tensor)
+        super()._load_from_state_dict(held, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        self._derive()
+
+    # Use
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight (N, K) that the codes and scales stand for: computed in fp32, rounded once to ``dtype``."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x · Wᵀ + bias``.
+
+        Args:
+            x: (..., K), bfloat16 or float16; float32 too where ``activations`` is not ``"16bit"``.
+
+        Returns:
+            (..., N) in the dtype of ``x``.
+
+        Raises:
+            ValueError, TypeError: as the op that multiplies, for a wrong shape, dtype or device, or an input that
+                requires grad while gradients are on.
+        """
+        rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+        return self._multiply(rows).view(*x.shape[:-1], self.out_features)
+
+    def _multiply(self, rows: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows."""
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        parts = f", parts={self.parts}" if len(self.parts) > 1 else ""
+        return f"{text}, activations={self.activations!r}{parts}"
+
+    # Parts
+
+    def split(self) -> list[Self]:
+        """A layer for each part, in order; ``[self]`` where there is one.
+
+        The inverse of :func:`merge`. Codes are views of this layer's; scales are copies.
+        """
+        if len(self.parts) == 1:
+            return [self]
+        biases: Sequence[Tensor | None] = [None] * len(self.parts)
+        if self.bias is not None:
+            biases = self.bias.split([*self.parts])
+        activations: Any = self.activations
+        return [
+            self._of(self.in_features, tensors, bias, None, activations)
+            for tensors, bias in zip(self._tensors_of_parts(), biases, strict=True)
+        ]
+
+    def _tensors_of_parts(self) -> list[dict[str, Tensor]]:
+        raise NotImplementedError
+
+    @classmethod
+    def _merged_tensors(cls, tensors: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+
+def merge(layers: Sequence[QuantLinear]) -> QuantLinear:
+    """One layer that computes the results of several with the same input, side by side.
+
+    For q, k and v, or gate and up: one GEMM reads the input once. ``y.split(layer.parts, -1)`` takes the results apart.
+    The global scales of NVFP4 weights stay each part's own, as a column of factors in the GEMM's epilogue; nothing is
+    quantised again. Activations in NVFP4 use the greatest of the input scales.
+
+    Args:
+        layers: of one class, with equal ``in_features`` and ``activations``, and with a bias all or none. FP8 blocks:
+            ``out_features`` of each but the last is a multiple of 128, because parts share no block.
+
+    Raises:
+        ValueError: for layers that do not fit together.
+    """
+    if not layers:
+        raise ValueError("merge: there are no layers")
+    first = layers[0]
+    differences: dict[str, set[Any]] = {
+        "class": {type(layer).__name__ for layer in layers},
+        "in_features": {layer.in_features for layer in layers},
+        "activations": {layer.activations for layer in layers},
+        "a bias": {layer.bias is not None for layer in layers},
+        "an input scale": {layer.has_input_scale for layer in layers},
+    }
+    for name, values in differences.items():
+        if len(values) > 1:
+            raise ValueError(f"merge: the layers differ in {name}: {sorted(map(str, values))}; expected the same")
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    parts = [part for layer in layers for part in layer.parts]
+    tensors = first._merged_tensors([layer.tensors() for layer in layers])
+    activations: Any = first.activations
+    return first._of(first.in_features, tensors, torch.cat(biases) if biases else None, parts, activations)
+
+
+def _moved(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """What ``fn`` makes of the tensor's bytes: ``.to(dtype)`` casts only what is floating-point."""
+    moved = fn(tensor.view(torch.uint8))
+    if moved.dtype != torch.uint8:  # Module.type casts everything
+        return tensor.to(moved.device)
+    return moved.view(tensor.dtype)

@@ -1,0 +1,375 @@
+"""Linear layers with weights in NVFP4, MXFP4, and FP8 with block scales."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, NVFP4, FP4Format, convert_scales, nvfp4_global_scale
+from torch_cute_ops.formats.fp4 import E4M3_MAX, encode_e4m3
+from torch_cute_ops.nn._base import Activations, Layout, QuantLinear
+from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
+from torch_cute_ops.ops.fp4_quantize import fp4_quantize
+from torch_cute_ops.ops.fp8_quantize import fp8_quantize
+from torch_cute_ops.ops.mm_fp4 import mm_fp4
+from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
+from torch_cute_ops.ops.mm_fp8_block import mm_fp8_block
+
+_BLOCK = FP8_BLOCK128.block_size
+
+
+class _FP4Linear(QuantLinear):
+    """A weight in FP4: ``weight`` and ``weight_scale``, held in 128x4."""
+
+    choices = ("16bit", "fp4")
+    multiples = (8, 32)
+    format: ClassVar[FP4Format]
+
+    weight_scale: Tensor
+
+    def layout(self) -> Layout:
+        n, k = self.out_features, self.in_features
+        return {
+            "weight": ((n, k // 2), torch.uint8),
+            "weight_scale": ((n, k // self.format.block_size), self.format.scale_dtype),
+        }
+
+    def _held(self, name: str, tensor: Tensor) -> Tensor:
+        return self._converted(tensor, "linear", "128x4") if name == "weight_scale" else tensor
+
+    def _stored(self, name: str, tensor: Tensor) -> Tensor:
+        return self._converted(tensor, "128x4", "linear") if name == "weight_scale" else tensor
+
+    def _converted(self, scale: Tensor, source: str, target: str) -> Tensor:
+        return convert_scales(scale, self.out_features, self.in_features, source, target)
+
+    def _alpha(self) -> Tensor | None:
+        """The factor of the result, or of each of its columns."""
+        return None
+
+    def _input_global_scale(self) -> Tensor | None:
+        return None
+
+    def _multiply(self, rows: Tensor) -> Tensor:
+        weight, block, alpha = self.weight.t(), self.format.block_size, self._alpha()
+        if self.activations == "16bit":
+            return mm_fp4_weight_only(rows, weight, self.weight_scale, alpha, self.bias, block_size=block)
+        a, a_scale = fp4_quantize(rows, self._input_global_scale(), block)
+        return mm_fp4(a, weight, a_scale, self.weight_scale, alpha, self.bias, rows.dtype, block)
+
+    def _decoded(self) -> Tensor:
+        """Codes times block scales, float32."""
+        return fp4_dequantize(
+            self.weight, self.weight_scale, out_dtype=torch.float32, block_size=self.format.block_size
+        )
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self._decoded().to(dtype)
+
+    def _tensors_of_parts(self) -> list[dict[str, Tensor]]:
+        split = {name: tensor.split(self.parts) for name, tensor in self.tensors().items()}
+        return [dict(zip(split, tensors, strict=True)) for tensors in zip(*split.values(), strict=True)]
+
+    @classmethod
+    def _merged_tensors(cls, tensors: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: _rows([each[name] for each in tensors]) for name in tensors[0]}
+
+
+class NVFP4Linear(_FP4Linear):
+    """A linear layer with its weight in NVFP4; arguments and errors are those of :class:`QuantLinear`.
+
+    Activations: ``"16bit"`` (``mm_fp4_weight_only``), which is ``"auto"``, or ``"fp4"`` (``fp4_quantize`` and
+    ``mm_fp4``), which takes an ``input_scale`` from calibration or the checkpoint.
+
+    Buffers, as in a state dict: ``weight`` uint8 (N, K/2); ``weight_scale`` e4m3 (N, K/16); ``weight_scale_2`` float32,
+    (number of parts,), and ``input_scale`` float32 (1,), which multiply decoded numbers, as ModelOpt's of these names.
+    """
+
+    scheme = "nvfp4"
+    format = NVFP4
+
+    weight_scale_2: Tensor
+    input_scale: Tensor
+    alpha: Tensor
+    input_global_scale: Tensor
+
+    def _needs_input_scale(self) -> bool:
+        return self.activations == "fp4"
+
+    def layout(self) -> Layout:
+        """Shape and dtype of each tensor of the weight, as checkpoints hold them and ``state_dict`` has them."""
+        layout = {**super().layout(), "weight_scale_2": ((len(self.parts),), torch.float32)}
+        if self.has_input_scale:
+            layout["input_scale"] = ((1,), torch.float32)
+        return layout
+
+    def _derive(self) -> None:
+        alpha = self.weight_scale_2
+        if self.activations == "fp4":
+            self._set_derived("input_global_scale", self.input_scale.reciprocal())
+            alpha = alpha * self.input_scale
+        # Parts have a column of factors also where these are equal: to find out would mean waiting for the GPU, and
+        # layers of one form are then one form to a compiler.
+        if len(self.parts) > 1:
+            alpha = self._of_rows(alpha)
+        if alpha is not self.weight_scale_2:
+            self._set_derived("alpha", alpha)
+
+    def _of_rows(self, values: Tensor) -> Tensor:
+        """(N,): the value of the part that a row belongs to."""
+        return torch.cat([value.expand(rows) for value, rows in zip(values, self.parts, strict=True)])
+
+    def _alpha(self) -> Tensor:
+        return self.alpha if "alpha" in self._buffers else self.weight_scale_2
+
+    def _input_global_scale(self) -> Tensor:
+        return self.input_global_scale
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight (N, K) that the codes and scales stand for: computed in fp32, rounded once to ``dtype``."""
+        return (self._decoded() * self._of_rows(self.weight_scale_2).unsqueeze(1)).to(dtype)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        weight: Tensor,
+        weight_scale: Tensor,
+        weight_scale_2: Tensor,
+        *,
+        input_scale: Tensor | None = None,
+        bias: Tensor | None = None,
+        parts: Sequence[int] | None = None,
+        activations: Activations = "auto",
+    ) -> Self:
+        """The layer that has these tensors, on their device.
+
+        Args:
+            weight: (N, K/2) uint8: two e2m1 codes a byte, element 0 in the low nibble. It is not copied.
+            weight_scale: (N, K/16) float8_e4m3fn, linear.
+            weight_scale_2: float32, one element, or one for each part: what multiplies decoded numbers, as ModelOpt's;
+                1 / ``weight_global_scale`` of compressed-tensors.
+            input_scale: float32, one element: the same of activations, as ModelOpt's.
+            bias: (N,), float32 or the dtype of the activations.
+            parts: rows of each layer that is merged in this one.
+            activations: as of the class.
+
+        Raises:
+            ValueError: for a wrong shape, or without the ``input_scale`` that ``activations="fp4"`` needs.
+            TypeError: for a wrong dtype.
+        """
+        tensors = {"weight": weight, "weight_scale": weight_scale, "weight_scale_2": weight_scale_2.reshape(-1)}
+        if input_scale is not None:
+            tensors["input_scale"] = input_scale.reshape(-1)
+        return cls._of(2 * weight.shape[-1], tensors, bias, parts, activations)
+
+    @classmethod
+    def from_float(
+        cls,
+        linear: nn.Linear,
+        *,
+        activations: Activations = "auto",
+        amax: Tensor | float | None = None,
+        input_amax: Tensor | float | None = None,
+    ) -> Self:
+        """Quantise a linear layer.
+
+        Args:
+            linear: bfloat16, float16 or float32.
+            activations: as of the class.
+            amax: the largest magnitude that the weight's scales shall reach: of several layers that share a global
+                scale. ``None``: this weight's own.
+            input_amax: the largest magnitude of the input, from calibration; larger values saturate.
+
+        Raises:
+            ValueError: for sizes that the ops do not take, or without the ``input_amax`` that ``activations="fp4"``
+                needs.
+        """
+        weight = _weight_of(cls, linear)
+        if cls._chosen(activations) == "fp4" and input_amax is None:
+            raise ValueError(f"{cls.__name__}: activations='fp4' needs input_amax, from calibration")
+        global_scale = nvfp4_global_scale(weight.abs().amax() if amax is None else _as_tensor(amax, weight))
+        codes, scale = fp4_quantize(weight, global_scale, scale_layout="linear")
+        return cls.from_tensors(
+            codes,
+            scale,
+            global_scale.reciprocal(),
+            input_scale=None if input_amax is None else nvfp4_global_scale(_as_tensor(input_amax, weight)).reciprocal(),
+            bias=linear.bias,
+            activations=activations,
+        )
+
+    def _tensors_of_parts(self) -> list[dict[str, Tensor]]:
+        tensors = self.tensors()
+        rows = [tensors[name].split(self.parts) for name in ("weight", "weight_scale")]
+        shared = {"input_scale": self.input_scale} if self.has_input_scale else {}
+        return [
+            {"weight": weight, "weight_scale": scale, "weight_scale_2": factor.reshape(1), **shared}
+            for weight, scale, factor in zip(*rows, self.weight_scale_2, strict=True)
+        ]
+
+    @classmethod
+    def _merged_tensors(cls, tensors: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        merged = super()._merged_tensors(tensors)
+        if "input_scale" in merged:
+            merged["input_scale"] = merged["input_scale"].amax(0, keepdim=True)
+        return merged
+
+
+class MXFP4Linear(_FP4Linear):
+    """A linear layer with its weight in MXFP4; arguments and errors are those of :class:`QuantLinear`.
+
+    Activations: ``"16bit"`` (``mm_fp4_weight_only``), which is ``"auto"``, or ``"fp4"`` (``fp4_quantize`` and
+    ``mm_fp4``).
+
+    Buffers, as in a state dict: ``weight`` uint8 (N, K/2); ``weight_scale`` ue8m0 bytes, uint8 (N, K/32).
+    """
+
+    scheme = "mxfp4"
+    format = MXFP4
+
+    @classmethod
+    def from_tensors(
+        cls,
+        weight: Tensor,
+        weight_scale: Tensor,
+        *,
+        bias: Tensor | None = None,
+        parts: Sequence[int] | None = None,
+        activations: Activations = "auto",
+    ) -> Self:
+        """The layer that has these tensors, on their device.
+
+        Args:
+            weight: (N, K/2) uint8: two e2m1 codes a byte, element 0 in the low nibble. It is not copied.
+            weight_scale: (N, K/32) uint8, linear: 2^(byte - 127).
+            bias, parts, activations: as of :meth:`NVFP4Linear.from_tensors`.
+
+        Raises:
+            ValueError: for a wrong shape.
+            TypeError: for a wrong dtype.
+        """
+        tensors = {"weight": weight, "weight_scale": weight_scale}
+        return cls._of(2 * weight.shape[-1], tensors, bias, parts, activations)
+
+    @classmethod
+    def from_float(cls, linear: nn.Linear, *, activations: Activations = "auto") -> Self:
+        """Quantise a linear layer of bfloat16, float16 or float32.
+
+        Raises:
+            ValueError: for sizes or activations that the ops do not take.
+        """
+        codes, scale = fp4_quantize(_weight_of(cls, linear), block_size=cls.format.block_size, scale_layout="linear")
+        return cls.from_tensors(codes, scale, bias=linear.bias, activations=activations)
+
+
+class FP8BlockLinear(QuantLinear):
+    """A linear layer with its weight in FP8, a scale for 128 × 128 elements; arguments and errors are those of
+    :class:`QuantLinear`.
+
+    Activations: ``"fp8"``, with a scale for each 128 elements of a row (``fp8_quantize`` and ``mm_fp8_block``).
+
+    Buffers, as in a state dict: ``weight`` float8_e4m3fn (N, K); ``weight_scale_inv`` float32 (⌈N/128⌉, ⌈K/128⌉), which
+    multiplies, as DeepSeek-V3's of this name. Of the parts of a merged layer each but the last has a multiple of 128
+    rows.
+    """
+
+    scheme = "fp8_block"
+    choices = ("fp8",)
+    multiples = (8, 64)
+
+    weight_scale_inv: Tensor
+
+    def layout(self) -> Layout:
+        """Shape and dtype of each tensor of the weight, as checkpoints hold them and ``state_dict`` has them."""
+        n, k = self.out_features, self.in_features
+        return {
+            "weight": ((n, k), torch.float8_e4m3fn),
+            "weight_scale_inv": ((_blocks(n), _blocks(k)), torch.float32),
+        }
+
+    def _reason_unfit_parts(self) -> str | None:
+        if any(rows % _BLOCK for rows in self.parts[:-1]):
+            return f"parts is {self.parts}; expected multiples of {_BLOCK} but for the last: parts share no block"
+        return super()._reason_unfit_parts()
+
+    def _multiply(self, rows: Tensor) -> Tensor:
+        a, a_scale = fp8_quantize(rows, granularity="block128", scale_layout="column")
+        return mm_fp8_block(a, self.weight.t(), a_scale, self.weight_scale_inv, bias=self.bias, out_dtype=rows.dtype)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight (N, K) that elements and scales stand for: computed in fp32, rounded once to ``dtype``."""
+        scale = self.weight_scale_inv.repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
+        return (self.weight.float() * scale[: self.out_features, : self.in_features]).to(dtype)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        weight: Tensor,
+        weight_scale_inv: Tensor,
+        *,
+        bias: Tensor | None = None,
+        parts: Sequence[int] | None = None,
+        activations: Activations = "auto",
+    ) -> Self:
+        """The layer that has these tensors, on their device.
+
+        Args:
+            weight: (N, K) float8_e4m3fn. It is not copied.
+            weight_scale_inv: (⌈N/128⌉, ⌈K/128⌉) float32, which multiplies.
+            bias, parts, activations: as of :meth:`NVFP4Linear.from_tensors`.
+
+        Raises:
+            ValueError: for a wrong shape.
+            TypeError: for a wrong dtype.
+        """
+        tensors = {"weight": weight, "weight_scale_inv": weight_scale_inv}
+        return cls._of(weight.shape[-1], tensors, bias, parts, activations)
+
+    @classmethod
+    def from_float(cls, linear: nn.Linear, *, activations: Activations = "auto") -> Self:
+        """Quantise a linear layer of bfloat16, float16 or float32: a block's scale is its largest magnitude / 448.
+
+        Raises:
+            ValueError: for sizes or activations that the ops do not take.
+        """
+        weight = _weight_of(cls, linear).float()
+        n, k = weight.shape
+        padded = nn.functional.pad(weight, (0, -k % _BLOCK, 0, -n % _BLOCK))
+        blocks = padded.view(_blocks(n), _BLOCK, _blocks(k), _BLOCK)
+        scale = blocks.abs().amax((1, 3)) / E4M3_MAX
+        scale = torch.where(scale == 0, 1.0, scale)
+        elements = encode_e4m3(blocks / scale[:, None, :, None]).view(padded.shape)[:n, :k].contiguous()
+        return cls.from_tensors(elements, scale, bias=linear.bias, activations=activations)
+
+    def _tensors_of_parts(self) -> list[dict[str, Tensor]]:
+        scales = self.weight_scale_inv.split([_blocks(rows) for rows in self.parts])
+        weights = self.weight.split(self.parts)
+        return [{"weight": weight, "weight_scale_inv": scale} for weight, scale in zip(weights, scales, strict=True)]
+
+    @classmethod
+    def _merged_tensors(cls, tensors: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: _rows([each[name] for each in tensors]) for name in tensors[0]}
+
+
+def _blocks(size: int) -> int:
+    return -(-size // _BLOCK)
+
+
+def _rows(tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors, one below the other; by bytes, since not every torch concatenates FP8."""
+    if tensors[0].dtype != torch.float8_e4m3fn:
+        return torch.cat([*tensors])
+    return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(torch.float8_e4m3fn)
+
+
+def _weight_of(cls: type[QuantLinear], linear: nn.Linear) -> Tensor:
+    reason = cls.reason_unsupported(linear.out_features, linear.in_features)
+    if reason is not None:
+        raise ValueError(f"{cls.__name__}: {reason}")
+    return linear.weight.detach()
+
+
+def _as_tensor(value: Any, like: Tensor) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float32, device=like.device)

@@ -1,0 +1,46 @@
+"""Making ready what a model's quantised layers need."""
+
+import contextlib
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from torch_cute_ops.gemm.buckets import bucket
+from torch_cute_ops.nn._base import QuantLinear
+from torch_cute_ops.runtime import tuning
+
+
+@torch.no_grad()
+def warmup(
+    model: nn.Module, rows: Iterable[int] = (1,), *, dtype: torch.dtype = torch.bfloat16, tune: bool = False
+) -> None:
+    """Compile and load the kernels of a model's quantised layers, by calling one layer of each form on zeros.
+
+    After it, calls with as many rows compile nothing, and may be captured in a CUDA graph. Norms, gates and attention
+    are not called: the model's own first call has to be made before a capture too.
+
+    Args:
+        model: with layers of this package anywhere in it, on the device that serves.
+        rows: numbers of rows that will be served: sequences in a decode step, tokens of a prefill. One of each bucket
+            that GEMMs are planned for is called.
+        dtype: of the activations.
+        tune: whether to choose among backends by timing them, as in an :func:`torch_cute_ops.autotune` block.
+
+    Raises:
+        ValueError: for a number of rows that is not positive.
+    """
+    numbers = sorted(set(rows))
+    if numbers and numbers[0] < 1:
+        raise ValueError(f"warmup: rows has {numbers[0]}; expected positive numbers")
+    forms: dict[object, QuantLinear] = {}
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            bias = None if module.bias is None else module.bias.dtype
+            merged = len(module.parts) > 1
+            size = (module.out_features, module.in_features)
+            forms.setdefault((type(module), size, module.activations, bias, merged, module.weight.device), module)
+    with tuning.autotune() if tune else contextlib.nullcontext():
+        for layer in forms.values():
+            for count in {bucket(number): number for number in numbers}.values():
+                layer(torch.zeros(count, layer.in_features, dtype=dtype, device=layer.weight.device))
