@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from expected._fp4_gemm import decoded
-from expected._fp8_gemm import numbers
+from expected._fp8_fp4 import fp4_weight
+from expected._fp8_gemm import fp8_weight, numbers
 from support.cases import arguments, compiled_op_cases, expected_of, op_cases
 from support.fake_device import FakeDevice
 from support.gemm_problems import CPU, fp4_problem, problem_id, problems
@@ -292,11 +293,17 @@ def by_hand(problem, operands, rows, expert, part):
     a, b, a_scale, b_scale, alpha, bias, *_ = operands
     if problem.a.is_fp8:
         grouped = problem.grouping.over == "rows"
-        b, b_scale = (b[expert], b_scale[expert]) if grouped else (b.t(), b_scale)
         a_scale = a_scale.reshape(len(a_scale), rows).t().double()
         a = torch.from_numpy(numbers(a.reshape(rows, -1))) * a_scale.repeat_interleave(128, 1)[:, : problem.k]
-        scale = b_scale.double().repeat_interleave(128, 0)[: problem.n].repeat_interleave(128, 1)[:, : problem.k]
-        b = torch.from_numpy(numbers(b)) * scale
+        if problem.b.is_fp4:
+            codes = b.flatten(0, 1) if grouped else b.t()
+            weight = fp4_weight(codes, b_scale, problem.b.scale_layout.name, problem.b.format.block_size)
+            own = slice(expert * problem.n, (expert + 1) * problem.n)
+        else:
+            weight = fp8_weight(*((b[expert], b_scale[expert]) if grouped else (b.t(), b_scale)))
+            own = slice(None)
+        factors = torch.from_numpy(weight.factors[own]).repeat_interleave(128, 1)[:, : problem.k]
+        b = torch.from_numpy(weight.numbers[own]) * factors
     else:
         block = problem.b.format.block_size
         b = torch.from_numpy(decoded(b.t(), b_scale, problem.b.scale_layout.name, block))
