@@ -53,8 +53,6 @@ def lost(spec: OpSpec, sample: Sample) -> torch.Tensor | None:
     if "a" not in given or given["a"].dtype != torch.float8_e4m3fn:
         return None
     given = {name: magnitude(argument) for name, argument in given.items()}
-    if given["b"].dtype in (torch.uint8, torch.float4_e2m1fn_x2):  # two codes a byte
-        given["b"] = given["b"].view(torch.uint8) & 0x77
     (size,) = as_tuple(spec.reference(**{**given, "out_dtype": torch.float32}))
     return size.double() * (4 * 33 * 2.0**-13)
 
@@ -65,7 +63,9 @@ def magnitude(argument: Any) -> Any:
         return argument
     if argument.dtype == torch.float8_e4m3fn:
         return (argument.view(torch.uint8) & 0x7F).view(argument.dtype)
-    return argument.abs()
+    if argument.dtype == torch.float4_e2m1fn_x2:
+        return (argument.view(torch.uint8) & 0x77).view(argument.dtype)
+    return argument if argument.dtype == torch.float8_e8m0fnu else argument.abs()
 
 
 def samples(spec: OpSpec, device: torch.device) -> list[Sample]:

@@ -226,7 +226,7 @@ def properties_for(op: OpSpec) -> dict[str, Any]:
         return {"hidden": 256, "dtype": dtype, "topk": 2} | ({"residual": True} if name == "moe_finalize" else {})
     if name.startswith("moe_fc2"):
         return {"n": 256, "k": 512, "experts": 2}
-    if name == "grouped_mm_fp8":
+    if name.startswith("grouped_mm_fp8"):
         return {"n": 256, "k": 512, "experts": 2, "alpha": "expert", "bias_dtype": torch.float32}
     if "mm_" in name:
         return {"n": 256, "k": 512, "alpha": "column", "bias_dtype": torch.float32}

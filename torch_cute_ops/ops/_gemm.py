@@ -496,6 +496,9 @@ class GemmLauncher(Launcher[GemmCall]):
         self.fmt = problem.b.format if isinstance(problem.b.format, FP4Format) else None
         self.by_factors = path.over == "k"
         self.has_fp8_rows = problem.a.is_fp8
+        # The compiled function compares the blocks of a_scale with those of an FP8 weight's scales, not with FP4's.
+        has_fp4_weight = self.has_fp8_rows and self.fmt is not None
+        self.scale_blocks = FP8_BLOCK128.scales_per_row(problem.k) if has_fp4_weight else 0
         self.tile_rows = self.scale_columns = 0
         if isinstance(problem.a.format, FP4Format) and problem.a.scale_layout is not None:
             layout = problem.a.scale_layout
@@ -515,6 +518,8 @@ class GemmLauncher(Launcher[GemmCall]):
             # The compiled function takes any number of scale rows.
             if a_scale.shape != ((m + tile - 1) // tile * tile, self.scale_columns):
                 return None
+        if self.scale_blocks and a_scale.shape[0] != self.scale_blocks:
+            return None
         # The compiled function takes any number of offsets, and does not look at strides within an expert.
         if self.is_grouped and not (
             a.is_contiguous()
