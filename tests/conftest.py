@@ -104,13 +104,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return BySample(config, log)
 
 
+BY_INDUCTOR = ("test_inductor", "test_inductor_updates_the_residual_in_place", "test_residual_inside_the_program")
+
+
 def group_of(nodeid: str) -> str:
     """A test's parameters but for the device: op and sample. A test without parameters is on its own.
 
     What Inductor compiles for the CPU is one group: each worker would precompile PyTorch's headers first, for a minute.
     """
     name, _, parameters = nodeid.partition("[")
-    if name.endswith(("::test_inductor", "::test_residual_inside_the_program")) and parameters.startswith("cpu-"):
+    if parameters.startswith("cpu-") and name.rpartition("::")[2] in BY_INDUCTOR:
         return "inductor-cpu"
     return re.sub("^(cpu|cuda)-", "", parameters) or nodeid
 

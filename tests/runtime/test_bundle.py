@@ -47,7 +47,7 @@ import torch_cute_ops
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def made(tmp_path_factory):
     """A bundle for two architectures, made by the command, with the runtime library in it."""
     folder = tmp_path_factory.mktemp("bundle")

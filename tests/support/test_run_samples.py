@@ -13,7 +13,7 @@ from torch_cute_ops.testing import sample_inputs
 PATH = Path(__file__).parents[2] / "tools" / "run_samples.py"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def program():
     module_spec = importlib.util.spec_from_file_location("run_samples", PATH)
     module = importlib.util.module_from_spec(module_spec)
