@@ -42,6 +42,17 @@ def fp8_weight(codes: torch.Tensor, scale: torch.Tensor) -> Weight:
     return Weight(numbers(codes), factors)
 
 
+def sum_of_block(left: np.ndarray, right: np.ndarray, device: str) -> Bounded:
+    """``left @ right.T`` of the elements that share a scale, and what tensor cores may lose of it."""
+    total, lost = (np.zeros((len(left), len(right))) for _ in range(2))
+    for begin in range(0, left.shape[1], STEP):
+        x, y = (operand[:, begin : begin + STEP] for operand in (left, right))
+        largest = np.abs(x).max(1, initial=0)[:, None] * np.abs(y).max(1, initial=0)
+        before, total = total, total + x @ y.T
+        lost += (STEP + 1) * np.maximum(largest, np.maximum(np.abs(before), np.abs(total)))
+    return Bounded(total, lost * LOST[device])
+
+
 def gemm(
     a: torch.Tensor,
     weight: Weight,
@@ -57,16 +68,12 @@ def gemm(
     total, bound, size = (np.zeros((len(left), n)) for _ in range(3))
     with np.errstate(all="ignore"):
         for block in range(len(rows)):
-            partial, lost = np.zeros((len(left), n)), np.zeros((len(left), n))
-            for begin in range(block * BLOCK, min((block + 1) * BLOCK, left.shape[1]), STEP):
-                x, y = (operand[:, begin : begin + STEP] for operand in (left, right))
-                largest = np.abs(x).max(1, initial=0)[:, None] * np.abs(y).max(1, initial=0)
-                before, partial = partial, partial + x @ y.T
-                lost += (STEP + 1) * np.maximum(largest, np.maximum(np.abs(before), np.abs(partial)))
+            columns_of_block = slice(block * BLOCK, (block + 1) * BLOCK)
+            partial, lost = sum_of_block(left[:, columns_of_block], right[:, columns_of_block], device)
             factor = rows[block][:, None] * columns[:, block]
             total += factor * partial
             size += np.abs(factor * partial)
-            bound += np.abs(factor) * lost * LOST[device]
+            bound += np.abs(factor) * lost
         bound += size * (len(rows) + 2) * 2 * EPS
         bound = moved(total, bound, alpha, bias)
         total = total * (1 if alpha is None else alpha) + (0 if bias is None else bias)

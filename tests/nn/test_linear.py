@@ -8,6 +8,7 @@ import io
 import numpy as np
 import pytest
 import torch
+from expected._fp8_gemm import BLOCK, sum_of_block
 from support import spec, weights
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -50,12 +51,15 @@ def as_multiplied(x: torch.Tensor, layer: QuantLinear) -> np.ndarray:
 
 
 def assert_computes(layer: QuantLinear, x: torch.Tensor) -> None:
-    """What ``layer(x)`` is: the product in float64, within fp32 accumulation and a rounding."""
+    """What ``layer(x)`` is: the product in float64, within what its accumulation may lose and a rounding."""
     got = layer(x)
     assert got.shape == (*x.shape[:-1], layer.out_features) and got.dtype == x.dtype
     a, b = as_multiplied(x, layer), weights.decoded({k: v.cpu() for k, v in layer.state_dict().items()}, layer.parts)
     want = a @ b.T + (0 if layer.bias is None else layer.bias.double().cpu().numpy())
     bound = (np.abs(a) @ np.abs(b).T + np.abs(want)) * (K + 4) * 2.0**-24 + np.abs(want) * torch.finfo(x.dtype).eps
+    if layer.activations == "fp8":
+        blocks = [slice(begin, begin + BLOCK) for begin in range(0, K, BLOCK)]
+        bound += sum(sum_of_block(a[:, block], b[:, block], x.device.type).bound for block in blocks)
     error = np.abs(got.flatten(0, -2).double().cpu().numpy() - want)
     assert (error <= bound + 1e-30).all(), f"off by {(error - bound).max()}"
 
