@@ -2,7 +2,7 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +13,8 @@ from torch_cute_ops.checkpoint._layers import KV_SCALES, read_layer
 from torch_cute_ops.checkpoint.spec import QuantSpec, read_spec
 from torch_cute_ops.nn import QuantLinear, _names, merge
 from torch_cute_ops.nn._base import Activations
+
+Progress = Callable[[Sequence[tuple[str, nn.Module]]], Iterable[tuple[str, nn.Module]]]
 
 SHOWN = 8
 """Names that a message lists."""
@@ -27,6 +29,7 @@ def load_(
     device: torch.device | str | None = None,
     merged: Mapping[str, Sequence[str]] = _names.PARTS,
     ignore: Iterable[str] = (),
+    progress: Progress | None = None,
 ) -> nn.Module:
     """Fill a model from a checkpoint, in place: its linear layers become quantised ones where the checkpoint's are.
 
@@ -47,6 +50,8 @@ def load_(
             checkpoint has no such layer itself.
         ignore: tensors of the checkpoint that the model need not have: names, wildcards, or regular expressions behind
             ``re:``.
+        progress: given the names and modules in the order in which they are filled, returns what iterates over them, as
+            ``tqdm`` does.
 
     Returns:
         ``model``.
@@ -59,7 +64,7 @@ def load_(
     """
     spec = read_spec(path)
     with Files(path) as files:
-        _Loader(model, files, spec, activations, device, merged).load(tuple(ignore))
+        _Loader(model, files, spec, activations, device, merged).load(tuple(ignore), progress)
     return model
 
 
@@ -88,8 +93,9 @@ class _Loader:
         self.filled: dict[object, str] = {}
         self.missing: list[tuple[object, str]] = []
 
-    def load(self, ignore: tuple[str, ...]) -> None:
-        for name, module in [*self.model.named_modules()]:
+    def load(self, ignore: tuple[str, ...], progress: Progress | None) -> None:
+        modules = [*self.model.named_modules()]
+        for name, module in modules if progress is None else progress(modules):
             if isinstance(module, QuantLinear) or type(module) is nn.Linear:
                 self._load_linear(name, module)
             else:

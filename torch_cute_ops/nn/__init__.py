@@ -2,7 +2,19 @@
 
 from torch_cute_ops.nn._base import QuantLinear, merge
 from torch_cute_ops.nn.linear import FP8BlockLinear, MXFP4Linear, NVFP4Linear
+from torch_cute_ops.nn.merging import merge_
 from torch_cute_ops.nn.quantize import quantize_
+from torch_cute_ops.nn.random import random_
 from torch_cute_ops.nn.warmup import warmup
 
-__all__ = ["FP8BlockLinear", "MXFP4Linear", "NVFP4Linear", "QuantLinear", "merge", "quantize_", "warmup"]
+__all__ = [
+    "FP8BlockLinear",
+    "MXFP4Linear",
+    "NVFP4Linear",
+    "QuantLinear",
+    "merge",
+    "merge_",
+    "quantize_",
+    "random_",
+    "warmup",
+]

@@ -1,0 +1,242 @@
+"""``from_pretrained`` and ``from_config``: models of transformers on quantised layers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+from transformers import (
+    AutoModelForCausalLM,
+    CompileConfig,
+    GenerationConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from torch_cute_ops import checkpoint
+from torch_cute_ops.integrations import transformers as integration
+from torch_cute_ops.nn import QuantLinear, quantize_, warmup
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
+    "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "mistral": MistralConfig(**SIZES, sliding_window=64),
+    "qwen2": Qwen2Config(**SIZES),  # q, k and v have a bias
+    "qwen3": Qwen3Config(**SIZES, head_dim=64),  # norms of q and k
+}
+by_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+IDS = torch.randint(1, 96, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+def bf16_model(config) -> nn.Module:
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    return model
+
+
+def saved(config, path: Path, scheme: str = "nvfp4", style: str = "modelopt") -> nn.Module:
+    """A quantised checkpoint, and the model with what it decodes to, in bf16."""
+    model = bf16_model(config)
+    quantize_(model, scheme)
+    checkpoint.save(model, path, style)
+    for parent in [*model.modules()]:
+        for name, layer in [*parent.named_children()]:
+            if isinstance(layer, QuantLinear):
+                twin = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+                twin.weight.data = layer.dequantize(torch.bfloat16)
+                if layer.bias is not None:
+                    twin.bias.data = layer.bias.data
+                parent.add_module(name, twin)
+    return model
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> torch.Tensor:
+    return model(IDS.to(model.device), use_cache=False).logits.float().cpu()
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    return torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), 0).item()
+
+
+def tokens(model: nn.Module, **given) -> torch.Tensor:
+    return model.generate(IDS.to(model.device), do_sample=False, max_new_tokens=8, **given).cpu()
+
+
+@by_config
+def test_logits_are_those_of_the_decoded_weights(config, tmp_path, device):
+    twin = saved(config, tmp_path / "x")
+    model = integration.from_pretrained(tmp_path / "x", device=device, progress=False)
+    assert model.device.type == device and model.dtype == torch.bfloat16 and not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    layer = model.model.layers[1]
+    assert layer.self_attn.qkv_proj.parts == tuple(
+        heads * layer.self_attn.head_dim for heads in (4, 2, 2)
+    ) and layer.mlp.gate_up_proj.parts == (256, 256)
+    assert cosine(logits(model), logits(twin)) > 0.9999
+    if config.tie_word_embeddings:
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("scheme", "style"),
+    [("nvfp4", "compressed-tensors"), ("mxfp4", "compressed-tensors"), ("fp8_block", "compressed-tensors")],
+)
+def test_formats(scheme, style, tmp_path, device):
+    twin = saved(CONFIGS["llama"], tmp_path / "x", scheme, style)
+    model = integration.from_pretrained(tmp_path / "x", device=device, progress=False)
+    # FP8 activations have an error of their own.
+    assert cosine(logits(model), logits(twin)) > (0.999 if scheme == "fp8_block" else 0.9999)
+
+
+@by_config
+def test_merged_or_apart(config, tmp_path):
+    """Bit for bit by the references. With a static cache the decode step compiles whole, and tokens stay the same."""
+    saved(config, tmp_path / "x")
+    apart = integration.from_pretrained(tmp_path / "x", device="cpu", merge=False, progress=False)
+    merged = integration.from_pretrained(tmp_path / "x", device="cpu", progress=False)
+    assert type(apart.model.layers[0].self_attn.q_proj).__name__ == "NVFP4Linear"
+    assert torch.equal(logits(apart), logits(merged))
+    assert torch.equal(tokens(merged), tokens(apart))
+    torch._dynamo.reset()
+    want = tokens(apart, cache_implementation="static", disable_compile=True)
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    whole = CompileConfig(fullgraph=True, backend=keep, mode=None)
+    whole._compile_all_devices = True
+    assert torch.equal(tokens(merged, cache_implementation="static", compile_config=whole), want)
+    called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    # transformers' cache for a sliding window has a number that Dynamo first takes for a constant.
+    assert len(graphs) == (2 if config.model_type == "mistral" else 1)
+    assert sum("mm_fp4_weight_only" in name for name in called) == 2 * 4
+
+
+@by_config
+def test_frequencies_are_those_of_the_plain_model(config, tmp_path):
+    saved(config, tmp_path / "x")
+    model = integration.from_pretrained(tmp_path / "x", device="cpu", progress=False)
+    want = dict(bf16_model(config).named_buffers())
+    got = {name: buffer for name, buffer in model.named_buffers() if "rotary" in name}
+    assert got and all(torch.equal(buffer, want[name]) for name, buffer in got.items())
+
+
+def test_saved_again(tmp_path):
+    """What was merged is written apart, to the same bits."""
+    saved(CONFIGS["qwen2"], tmp_path / "x")
+    model = integration.from_pretrained(tmp_path / "x", device="cpu", progress=False)
+    checkpoint.save(model, tmp_path / "y", "modelopt")
+    again = integration.from_pretrained(tmp_path / "y", device="cpu", progress=False)
+    for (name, tensor), other in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
+        assert torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)), name
+
+
+def test_settings(tmp_path, capsys):
+    """The checkpoint's way to generate, a dtype and a configuration that are stated, and progress."""
+    saved(CONFIGS["llama"], tmp_path / "x")
+    GenerationConfig(temperature=0.25, do_sample=True).save_pretrained(tmp_path / "x")
+    model = integration.from_pretrained(
+        tmp_path / "x", device="cpu", dtype=torch.float16, attn_implementation="eager", activations="16bit"
+    )
+    assert model.generation_config.temperature == 0.25
+    assert model.config._attn_implementation == "eager" and model.lm_head.weight.dtype == torch.float16
+    assert "Loading: 100%" in capsys.readouterr().err
+    warmup(model, rows=(1, 11), dtype=torch.float16)
+    assert logits(model).isfinite().all()
+
+
+def test_a_name_is_fetched(tmp_path, monkeypatch):
+    saved(CONFIGS["llama"], tmp_path / "x")
+    fetched = []
+
+    def fetch(name, allow_patterns):
+        fetched.append((name, allow_patterns))
+        return str(tmp_path / "x")
+
+    monkeypatch.setattr(integration.huggingface_hub, "snapshot_download", fetch)
+    model = integration.from_pretrained("somebody/a-model", device="cpu", progress=False)
+    assert fetched == [("somebody/a-model", ["*.json", "*.safetensors"])]
+    assert cosine(logits(model), logits(integration.from_pretrained(tmp_path / "x", device="cpu"))) > 0.9999
+
+
+def test_bad_checkpoints(tmp_path):
+    saved(CONFIGS["llama"], tmp_path / "x")
+    path = tmp_path / "x" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(ValueError, match=r"has no model\.layers\.2\.self_attn\.q_proj\.weight"):
+        integration.from_pretrained(tmp_path / "x", device="cpu", progress=False)
+    config["quantization_config"]["quant_algo"] = "INT4_AWQ"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="quant_algo is 'INT4_AWQ'"):
+        integration.from_pretrained(tmp_path / "x", device="cpu", progress=False)
+
+
+def test_experts_are_refused(tmp_path):
+    """transformers keeps them in one tensor, which these layers do not take yet."""
+    config = MixtralConfig(**SIZES, num_local_experts=2)
+    model = bf16_model(config)
+    quantize_(model)
+    checkpoint.save(model, tmp_path / "x", "modelopt")
+    shards = tmp_path / "x" / "model.safetensors"
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(shards)
+    for name in [name for name in tensors if ".experts." in name]:
+        del tensors[name]
+    name = "model.layers.0.mlp.experts.0.w1.weight_scale"
+    save_file({**tensors, name: torch.ones(256, 8).to(torch.float8_e4m3fn)}, shards)
+    with pytest.raises(ValueError, match="experts"):
+        integration.from_pretrained(tmp_path / "x", device="cpu", progress=False)
+
+
+# Random weights
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2"])
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "fp8_block"])
+def test_random_weights(name, scheme, device):
+    """Of every linear layer but the last; norms are ones, and what the model answers depends on the seed."""
+    config = CONFIGS[name]
+    model = integration.from_config(config, scheme, device=device)
+    linears = {name for name, module in model.named_modules() if type(module) is nn.Linear}
+    assert linears == {"lm_head"}
+    assert all((module.weight == 1).all() for name, module in model.named_modules() if name.endswith("norm"))
+    assert 0.015 < model.model.embed_tokens.weight.float().std() < 0.025
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == config.tie_word_embeddings
+    same, other = (integration.from_config(config, scheme, device=device, seed=seed) for seed in (0, 1))
+    got = logits(model)
+    assert got.isfinite().all() and torch.equal(got, logits(same))
+    assert cosine(got, logits(other)) < 0.5

@@ -1,0 +1,129 @@
+"""``merge_``: layers with one input become one, in modules whose ``forward`` calls them one by one."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from torch_cute_ops.nn import QuantLinear, merge_, quantize_
+
+H = 128
+
+
+class Attention(nn.Module):
+    """With a ``forward`` of its own, and a norm between the projections and their use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(H, H), nn.Linear(H, 64), nn.Linear(H, 64)
+        self.q_norm = nn.LayerNorm(H)
+        self.scaling = 3.0
+
+    def forward(self, hidden_states: torch.Tensor, *, other: torch.Tensor | None = None) -> torch.Tensor:
+        q = self.q_norm(self.q_proj(hidden_states)) * self.scaling
+        k, v = self.k_proj(hidden_states if other is None else other), self.v_proj(hidden_states)
+        return q + torch.cat((k, v), -1)
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(H, 256), nn.Linear(H, 256), nn.Linear(256, H)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(torch.relu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def plain_model() -> nn.Sequential:
+    return nn.Sequential(Attention(), MLP()).bfloat16().requires_grad_(False)
+
+
+def model_of(scheme: str = "nvfp4") -> nn.Sequential:
+    return quantize_(plain_model(), scheme)
+
+
+def linears(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+
+
+X = torch.randn(5, H).bfloat16()
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4"])
+def test_same_bits_by_fewer_layers(scheme):
+    model = model_of(scheme)
+    want, classes = model(X), [type(module) for module in model]
+    assert merge_(model) is model
+    assert linears(model) == {"0.qkv_proj", "1.gate_up_proj", "1.down_proj"}
+    assert torch.equal(model(X), want)
+    assert all(
+        isinstance(module, cls) and type(module).__name__ == cls.__name__
+        for module, cls in zip(model, classes, strict=True)
+    )
+    counter = CompileCounterWithBackend("aot_eager")
+    assert torch.equal(torch.compile(model, backend=counter, fullgraph=True)(X), want)
+    assert counter.frame_count == 1
+
+
+def test_a_second_time_is_nothing_more():
+    model = merge_(model_of())
+    want = model(X)
+    found = [type(module) for module in model]
+    assert torch.equal(merge_(model)(X), want)
+    assert [type(module) for module in model] == found
+
+
+def test_what_does_not_fit_together_stays_apart():
+    model = model_of("fp8_block")  # k has 64 rows, and blocks of 128 are not shared
+    want = model(X)
+    assert linears(merge_(model)) == {"0.q_proj", "0.k_proj", "0.v_proj", "1.gate_up_proj", "1.down_proj"}
+    assert torch.equal(model(X), want)
+    model = quantize_(plain_model(), ignore=["v_proj"])
+    assert linears(merge_(model)) == {"0.q_proj", "0.k_proj", "1.gate_up_proj", "1.down_proj"}
+
+
+def test_different_inputs_are_refused():
+    """As in cross-attention; the same numbers elsewhere in memory are different inputs too."""
+    attention = merge_(model_of())[0]
+    attention(X, other=X)
+    with pytest.raises(RuntimeError, match="qkv_proj merges layers that were given different inputs"):
+        attention(X, other=X.clone())
+
+
+def test_calls_side_by_side():
+    """Each of two threads is between two of the projections while the other is."""
+    attention = merge_(model_of())[0]
+    inputs = [torch.randn(3, H).bfloat16() for _ in range(2)]
+    want = [attention(x) for x in inputs]
+    barrier, got = threading.Barrier(2, timeout=60), {}
+
+    def meet(*_: object) -> None:
+        barrier.wait()
+
+    attention.q_norm.register_forward_hook(meet)
+
+    def call(i: int) -> None:
+        got[i] = attention(inputs[i])
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(got[i], want[i]) for i in range(2))
+
+
+def test_other_names():
+    model = nn.Module()
+    model.a, model.b = nn.Linear(H, 8), nn.Linear(H, 16)
+    quantize_(model.bfloat16())
+    parts = [model.a.tensors(), model.b.tensors()]
+    merge_(model, {"ab": ("a", "b")})
+    assert linears(model) == {"ab"} and model.ab.parts == (8, 16)
+    for part, tensors in zip(model.ab.split(), parts, strict=True):
+        for name, tensor in part.tensors().items():
+            assert torch.equal(tensor.view(torch.uint8), tensors[name].view(torch.uint8)), name

@@ -1,0 +1,179 @@
+"""Models of Hugging Face's transformers, from quantised checkpoints.
+
+Needs transformers 5.17 or later: the extra ``transformers``.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_cute_ops import checkpoint
+from torch_cute_ops.checkpoint import read_spec
+from torch_cute_ops.nn import QuantLinear, merge_, random_
+from torch_cute_ops.nn._base import Activations
+from torch_cute_ops.nn.quantize import Scheme
+
+try:
+    import huggingface_hub
+    from tqdm.auto import tqdm
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        f"torch_cute_ops.integrations.transformers needs {missing.name}: pip install 'torch-cute-ops[transformers]'",
+        name=missing.name,
+    ) from missing
+
+__all__ = ["from_config", "from_pretrained"]
+
+FILES = ("*.json", "*.safetensors")
+"""What is fetched of a checkpoint on the Hub."""
+
+
+def from_pretrained(
+    path: str | Path,
+    *,
+    activations: Activations = "auto",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    merge: bool = True,
+    ignore: Iterable[str] = (),
+    progress: bool = True,
+    **config: Any,
+) -> Any:
+    """A causal language model from a quantised checkpoint, with weights as the checkpoint holds them.
+
+    Any dense decoder that ``AutoModelForCausalLM`` builds of ``nn.Linear`` layers, such as Llama, Mistral, Qwen2 and
+    Qwen3. The formats are those of :func:`torch_cute_ops.checkpoint.load_`; no weight is ever decoded, and the peak of
+    memory is the model and twice its largest layer. Experts that transformers keeps in one tensor (Mixtral, Qwen3-MoE,
+    gpt-oss, DeepSeek-V3) are not supported yet.
+
+    ``generate(cache_implementation="static")`` compiles the decode step, without graph breaks. Call
+    :func:`torch_cute_ops.nn.warmup` first, with the numbers of rows that will be served.
+
+    Args:
+        path: the checkpoint's folder, or the name of a repository on the Hugging Face Hub.
+        activations: as for :func:`torch_cute_ops.checkpoint.load_`.
+        device: of all tensors; ``None``: the current CUDA device, or the CPU where there is none.
+        dtype: of activations and of what is not quantised; ``None``: what the checkpoint's configuration says.
+        merge: whether q, k and v, and gate and up, are merged: :func:`torch_cute_ops.nn.merge_`.
+        ignore: tensors of the checkpoint that the model need not have, as for ``load_``.
+        progress: whether to show a progress bar.
+        config: more for ``AutoConfig.from_pretrained``, such as ``attn_implementation``.
+
+    Returns:
+        The model, in evaluation mode, without gradients.
+
+    Raises:
+        FileNotFoundError, ValueError: as :func:`torch_cute_ops.checkpoint.load_`.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = Path(huggingface_hub.snapshot_download(str(path), allow_patterns=[*FILES]))
+    read_spec(folder)  # before anything is built
+    settings = AutoConfig.from_pretrained(folder, **config)
+    # transformers has quantisers of its own for some of these formats.
+    if hasattr(settings, "quantization_config"):
+        del settings.quantization_config
+    model = _on_meta(settings, dtype)
+    _fill_buffers(model)
+    target = _device(device)
+    model = checkpoint.load_(
+        model, folder, activations=activations, device=target, ignore=ignore, progress=_bar if progress else None
+    )
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return _ready(model, target, merge)
+
+
+def from_config(
+    config: Any,
+    scheme: Scheme = "nvfp4",
+    *,
+    activations: Activations = "auto",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    merge: bool = True,
+    ignore: Iterable[str] = ("lm_head",),
+    seed: int = 0,
+) -> Any:
+    """A causal language model with random quantised weights: to measure and to try sizes without a checkpoint.
+
+    Codes are drawn at random; no weight ever exists in another format, so that a model needs no more memory than it
+    will be served with.
+
+    Args:
+        config: a configuration of transformers', such as ``LlamaConfig()``.
+        scheme: of all linear layers but those that ``ignore`` names.
+        activations, device, dtype, merge: as for :func:`from_pretrained`.
+        ignore: as for :func:`torch_cute_ops.nn.quantize_`.
+        seed: of the generator.
+
+    Returns:
+        The model, in evaluation mode, without gradients.
+
+    Raises:
+        ValueError: as :func:`torch_cute_ops.nn.quantize_`.
+    """
+    target = _device(device)
+    model = _on_meta(config, dtype)
+    random_(model, scheme, activations=activations, ignore=ignore, device=target, seed=seed)
+    generator = torch.Generator(target).manual_seed(seed)
+    deviation = getattr(config, "initializer_range", 0.02)
+    _fill_buffers(model)
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            continue
+        for name, old in module._parameters.items():
+            if old is not None and old.is_meta:
+                new = torch.empty_like(old, device=target)
+                # Factors of norms have one dimension, as biases have.
+                if new.dim() > 1:
+                    new.normal_(std=deviation, generator=generator)
+                else:
+                    new.fill_(0 if name == "bias" else 1)
+                module._parameters[name] = nn.Parameter(new, requires_grad=False)
+    if config.tie_word_embeddings:
+        model.tie_weights()
+    return _ready(model, target, merge)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _on_meta(config: Any, dtype: torch.dtype | None) -> Any:
+    """The model that a configuration describes, on the meta device, its tied weights one parameter."""
+    dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if config.tie_word_embeddings:
+        model.tie_weights()
+    return model
+
+
+@torch.no_grad()
+def _fill_buffers(model: Any) -> None:
+    """Compute the buffers that no checkpoint has, such as the frequencies of rotary embeddings, on the CPU."""
+    for name, module in model.named_modules():
+        own = [key for key in module._non_persistent_buffers_set if module._buffers.get(key) is not None]
+        if isinstance(module, QuantLinear) or not any(module._buffers[key].is_meta for key in own):
+            continue
+        for key in own:
+            module._buffers[key] = torch.full_like(module._buffers[key], torch.nan, device="cpu")
+        model._init_weights(module)
+        undefined = [key for key in own if module._buffers[key].isnan().any()]
+        if undefined:
+            raise ValueError(f"{name} of {type(model).__name__} does not say what its {', '.join(undefined)} holds")
+
+
+def _bar(modules: Sequence[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Module]]:
+    return tqdm(modules, desc="Loading", unit="module")
+
+
+def _ready(model: Any, device: torch.device, merge: bool) -> Any:
+    if merge:
+        merge_(model)
+    return model.to(device).requires_grad_(False).eval()

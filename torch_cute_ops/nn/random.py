@@ -1,0 +1,87 @@
+"""Layers with random codes: models of any size without a checkpoint."""
+
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from torch_cute_ops.nn import _names
+from torch_cute_ops.nn._base import Activations
+from torch_cute_ops.nn.quantize import SCHEMES, Scheme
+
+DEVIATION: Final = 0.02
+"""Of the weights: what models are initialised with."""
+INPUT_AMAX: Final = 8.0
+"""The largest activation that input scales are for."""
+
+# Codes are drawn bit by bit. The root mean square of the numbers of e2m1 is 2.93; e4m3 codes keep the sign and three
+# bits of the mantissa, between 0.5 and 1 (0.74) as weights, and between 1 and 2 (1.46) as scales.
+_E2M1, _FRACTION, _SCALE = 2.93, 0.74, 1.46
+
+_BITS: Final[dict[tuple[str, str], tuple[int, int]]] = {
+    ("nvfp4", "weight"): (0xFF, 0),
+    ("nvfp4", "weight_scale"): (0x07, 0x38),
+    ("mxfp4", "weight"): (0xFF, 0),
+    ("mxfp4", "weight_scale"): (0, 120),
+    ("fp8_block", "weight"): (0x87, 0x30),
+}
+"""Of tensors of bytes: the bits that are random, and those that are set. 120 is 2^-7 in e8m0."""
+_NUMBERS: Final[dict[tuple[str, str], float]] = {
+    ("nvfp4", "weight_scale_2"): DEVIATION / (_E2M1 * _SCALE),
+    ("nvfp4", "input_scale"): INPUT_AMAX / (6 * 448),
+    ("fp8_block", "weight_scale_inv"): DEVIATION / _FRACTION,
+}
+"""Of tensors of float32: the value of each element."""
+
+
+@torch.no_grad()
+def random_(
+    model: nn.Module,
+    scheme: Scheme = "nvfp4",
+    *,
+    activations: Activations = "auto",
+    ignore: Iterable[str] = ("lm_head",),
+    device: torch.device | str | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """Replace each ``nn.Linear`` of a model by a layer with random codes, in place: to measure, and to try sizes.
+
+    Weights have a standard deviation of some 0.02 and exist in no other format, whatever device the model is on; biases
+    are 0.
+
+    Args:
+        model: on any device, such as meta, from which nothing but sizes and the dtype of biases is taken.
+        scheme, activations, ignore: as for :func:`quantize_`. A layer of a size that the ops do not take stays.
+        device: of the layers; ``None``: that of the weight.
+        seed: of the generator.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: for an unknown scheme, or activations that it does not have.
+    """
+    if scheme not in SCHEMES:
+        raise ValueError(f"random_: scheme is {scheme!r}; expected one of {', '.join(map(repr, SCHEMES))}")
+    cls, shared, patterns = SCHEMES[scheme], _names.shared_parameters(model), tuple(ignore)
+    for i, (name, linear) in enumerate(_names.linears_of(model).items()):
+        n, k = linear.out_features, linear.in_features
+        if _names.matches(name, patterns) or _names.identity(linear.weight) in shared or cls.reason_unsupported(n, k):
+            continue
+        target = linear.weight.device if device is None else torch.device(device)
+        generator = torch.Generator(target).manual_seed(seed + i)
+        layout = cls(k, n, activations=activations, device="meta").layout()
+        tensors = {key: _random(scheme, key, *each, generator) for key, each in layout.items()}
+        bias = None if linear.bias is None else torch.zeros(n, dtype=linear.bias.dtype, device=target)
+        _names.replace(model, linear, cls._of(k, tensors, bias, None, activations))
+    return model
+
+
+def _random(scheme: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    device = generator.device
+    if (scheme, name) in _NUMBERS:
+        return torch.full(shape, _NUMBERS[scheme, name], dtype=dtype, device=device)
+    drawn, fixed = _BITS[scheme, name]
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=device, generator=generator)
+    return codes.bitwise_and_(drawn).bitwise_or_(fixed).view(dtype)
