@@ -1,6 +1,7 @@
 """`python -m benchmarks <op> … | host | all`: measure on the GPU, print a table, write JSON, Markdown and a plot.
 
-Two commands need no GPU: `compare OLD NEW` (two folders of results) and `performance` (docs/performance.md).
+Three commands need no GPU: `compare OLD NEW` (two folders of results), `performance` (docs/performance.md) and
+`blackwell` (what the FP4 GEMM by tcgen05 would do on a B200, by a model).
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from typing import Any
 
 import torch
 
-from . import compare, environment, host, ops, performance, report
+from . import blackwell, compare, environment, host, ops, performance, report
 from .case import Benchmark, Case, Row
 from .measure import Ceilings, CudaGraphs, Settings, ceilings
 from .runner import run, warm_up
 
 NO_GPU = 2
-COMMANDS = {"compare": compare.main, "performance": performance.main}
+COMMANDS = {"blackwell": blackwell.main, "compare": compare.main, "performance": performance.main}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,0 +1,139 @@
+"""`python -m benchmarks blackwell`: what the FP4 GEMM by tcgen05 would do on a B200, by a model. Nothing is measured.
+
+No such GPU was at hand. Shared memory, tensor memory and registers are what the compiled kernels take; clocks and times
+follow from data sheets: see `torch_cute_ops/gemm/cost.py`, `torch_cute_ops/gemm/backends/fp4_tcgen05.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
+from torch_cute_ops.gemm import cost
+from torch_cute_ops.gemm.backend import Target
+from torch_cute_ops.gemm.backends.fp4_tcgen05 import FP4Tcgen05
+from torch_cute_ops.gemm.problem import GemmProblem, Operand, Tactic
+from torch_cute_ops.kernels import fp4_tcgen05
+from torch_cute_ops.kernels.common.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.runtime.arch import ARCHS, CLOCK_HZ
+from torch_cute_ops.testing.resources import compile_for
+
+from . import report
+
+BACKEND = FP4Tcgen05()
+FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}
+CHOICES = [name for name, arch in ARCHS.items() if arch.has_tcgen05]
+FC2 = (7168, 65536)
+"""N and K of DeepSeek-V3's second expert GEMM on one of eight GPUs, all experts side by side."""
+SHAPES = {
+    (16384, 16384): (1, 16, 64, 256, 2048),
+    (28672, 4096): (1, 16, 64, 256, 2048),
+    (4096, 14336): (1, 16, 64, 256, 2048),
+    FC2: (32, 64, 128, 256, 512),
+}
+"""N and K, and numbers of rows."""
+PUBLISHED = {(FC2, 32): 52.0, (FC2, 64): 53.0, (FC2, 128): 54.0, (FC2, 256): 69.0, (FC2, 512): 101.0}
+"""µs that TensorRT-LLM's authors give for FC2 on a B200, NVFP4, in pull requests 12686 and 13833; at 512, at least."""
+
+ABOUT = """\
+A MODEL, NOT A MEASUREMENT: {arch} with {sms} SMs, {tbps:.1f} TB/s and {pflops:.1f} PFLOP/s in FP4, by data sheets.
+{fmt}, 128x4 scales, alpha of one element, bfloat16 results. A tile is rows of the weight × rows of activations, by a
+pair of CTAs where it has 256 rows of the weight; "of k": CTAs that share a tile's sum. Clocks are an SM's for {chunk}
+elements of k of its tile: of its MMAs, and of its bytes at its share of the bandwidth, as if L2 held none of them.
+"floor": the longer of the bytes at full bandwidth and the MMAs at full rate. "TensorRT-LLM": published, of its own GEMM
+with a factor for each expert folded into the activations' scales."""
+
+HEADER = (
+    *("N × K", "M", "tile", "of k", "stages", "KB in flight", "shared KB", "TMEM columns", "registers"),
+    *("MMA clocks", "byte clocks", "µs", "floor", "TensorRT-LLM"),
+)
+
+
+class Line(NamedTuple):
+    """What the model says of one GEMM.
+
+    Attributes:
+        tactic, config: how it is computed.
+        registers: of a thread; 0: not compiled.
+        mma_clocks, byte_clocks: of an SM and a chunk of K.
+        us, floor_us: the time of the chosen tactic, and what no kernel can beat.
+    """
+
+    n: int
+    k: int
+    m: int
+    tactic: Tactic
+    config: fp4_tcgen05.Config
+    registers: int
+    mma_clocks: float
+    byte_clocks: float
+    us: float
+    floor_us: float
+
+
+def line(fmt: FP4Format, n: int, k: int, m: int, target: Target, registers: dict[Any, int] | None) -> Line:
+    """The tactic that the cost model takes, and what follows from it. `registers`: found so far; `None`: unasked."""
+    operand = Operand(fmt, SCALE_LAYOUTS["128x4"])
+    problem = GemmProblem(operand, operand, n, k, Epilogue(torch.bfloat16, "one", None))
+    tactic = min(BACKEND.tactics(problem, m, target), key=lambda each: BACKEND.estimate(problem, m, each, target))
+    arch = target.arch
+    assert arch is not None
+    (spec,) = BACKEND.kernels(problem, tactic, arch)
+    config: Any = spec.config
+    if registers is not None and config not in registers:
+        registers[config] = max(each.registers for each in compile_for(spec.make(), arch)[1])
+    flops = 2 * fp4_tcgen05.ROWS * config.tokens * CHUNK
+    bytes_per_clock = cost.bytes_per_second(target) / target.sms / CLOCK_HZ
+    peak = arch.fp4_flops_per_clock * target.sms * CLOCK_HZ
+    floor = max(problem.bytes_moved(m) / cost.bytes_per_second(target), problem.flops(m) / peak)
+    return Line(
+        *(n, k, m, tactic, config, 0 if registers is None else registers[config]),
+        mma_clocks=flops / arch.fp4_flops_per_clock,
+        byte_clocks=(fp4_tcgen05.ROWS + config.own_tokens) * operand.row_bytes(CHUNK) / bytes_per_clock,
+        us=BACKEND.estimate(problem, m, tactic, target) * 1e6,
+        floor_us=floor * 1e6,
+    )
+
+
+def cells(one: Line) -> list[str]:
+    """A row of the table."""
+    config, published = one.config, PUBLISHED.get(((one.n, one.k), one.m))
+    return [
+        f"{one.n:,} × {one.k:,}",
+        f"{one.m:,}",
+        f"{config.rows} × {config.tokens}",
+        str(config.splits),
+        str(config.stages),
+        f"{config.stages * config.stage_bytes / 1024:.0f}",
+        f"{config.smem_bytes / 1024:.0f}",
+        str(config.columns),
+        str(one.registers or "–"),
+        f"{one.mma_clocks:,.0f}",
+        f"{one.byte_clocks:,.0f}",
+        report.number(one.us),
+        report.number(one.floor_us),
+        report.number(published),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks blackwell", description=__doc__)
+    parser.add_argument("--arch", choices=CHOICES, default="sm_100a")
+    parser.add_argument("--format", choices=FORMATS, default=NVFP4.name)
+    parser.add_argument("--no-registers", action="store_true", help="compile nothing, which takes seconds a kernel")
+    options = parser.parse_args(arguments)
+    arch, fmt = ARCHS[options.arch], FORMATS[options.format]
+    (target,) = cost.usual_targets(arch)
+    registers: dict[Any, int] | None = None if options.no_registers else {}
+    lines = [line(fmt, n, k, m, target, registers) for (n, k), rows in SHAPES.items() for m in rows]
+    tbps = cost.bytes_per_second(target) / 1e12
+    pflops = arch.fp4_flops_per_clock * target.sms * CLOCK_HZ / 1e15
+    print(ABOUT.format(arch=arch.name, sms=target.sms, tbps=tbps, pflops=pflops, fmt=fmt.name, chunk=CHUNK))
+    print()
+    print(report.table(HEADER, [cells(one) for one in lines]))
+    return 0

@@ -1,0 +1,56 @@
+"""`python -m benchmarks blackwell`: the model's figures, against those worked out by hand."""
+
+import pytest
+
+from benchmarks import __main__ as cli
+from benchmarks import blackwell
+from torch_cute_ops.formats import NVFP4
+from torch_cute_ops.gemm import cost
+from torch_cute_ops.runtime.arch import ARCHS
+
+(B200,) = cost.usual_targets(ARCHS["sm_100a"])
+
+
+def rows_of(printed):
+    lines = [line for line in printed.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_figures(capsys):
+    """Of a tile of 128 × 16 on 148 SMs with 30 bytes and 32,768 operations a clock each, at 1.7 GHz."""
+    one = blackwell.line(NVFP4, 16384, 16384, 16, B200, None)
+    assert one.tactic == (16, 1, 1) and one.config.columns == 128
+    # A chunk is 256 elements: 128 bytes of codes and 16 of scales a row.
+    assert one.mma_clocks == 2 * 128 * 16 * 256 / 32_768
+    assert one.byte_clocks == pytest.approx((128 + 16) * (128 + 16) / 30)
+    moved = (16384 + 16) * (8192 + 1024) + 2 * 16 * 16384
+    assert one.floor_us == pytest.approx(moved / (148 * 30 * 1.7e9) * 1e6)
+    assert one.us > one.floor_us
+    many = blackwell.line(NVFP4, 16384, 16384, 8192, B200, None)
+    assert many.tactic == (256, 2, 1)
+    assert many.floor_us == pytest.approx(2 * 8192 * 16384**2 / (148 * 32_768 * 1.7e9) * 1e6)
+
+
+def test_table(capsys):
+    """It says that nothing was measured; each shape is there, and TensorRT-LLM's figures beside its own."""
+    assert cli.main(["blackwell", "--format", "mxfp4", "--arch", "sm_103a", "--no-registers"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("A MODEL, NOT A MEASUREMENT: sm_103a") and "mxfp4" in printed
+    rows = rows_of(printed)
+    assert [(row[0], row[1]) for row in rows] == [
+        (f"{n:,} × {k:,}", f"{m:,}") for (n, k), every in blackwell.SHAPES.items() for m in every
+    ]
+    assert [row[-1] for row in rows] == ["–"] * 15 + ["52.0", "53.0", "54.0", "69.0", "101"]
+    assert all(row[8] == "–" and float(row[11].replace(",", "")) > float(row[12].replace(",", "")) for row in rows)
+
+
+def test_registers(monkeypatch, capsys):
+    """Of the compiled kernels, one for each configuration."""
+    monkeypatch.setattr(blackwell, "SHAPES", {(16384, 16384): (1, 2), (28672, 4096): (1,)})
+    compiled = []
+    real = blackwell.compile_for
+    monkeypatch.setattr(blackwell, "compile_for", lambda *given: compiled.append(given) or real(*given))
+    assert cli.main(["blackwell"]) == 0
+    assert len(compiled) == 1
+    (registers,) = {row[8] for row in rows_of(capsys.readouterr().out)}
+    assert int(registers) == max(each.registers for each in real(*compiled[0])[1])

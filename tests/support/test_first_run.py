@@ -1,0 +1,68 @@
+"""``tools/first_run.py``: every step runs though others fail, and the archive holds what they said."""
+
+import importlib.util
+import json
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+PATH = Path(__file__).parents[2] / "tools" / "first_run.py"
+SAY = [sys.executable, "-c"]
+
+
+@pytest.fixture
+def program(monkeypatch, tmp_path):
+    spec = importlib.util.spec_from_file_location("first_run", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(
+        module,
+        "steps",
+        lambda folder: {
+            "absent": [str(tmp_path / "no-such-program")],
+            "wrong": [*SAY, "print('it broke'); raise SystemExit(3)"],
+            "right": [*SAY, f"open({str(folder / 'result.txt')!r}, 'w').write('measured')"],
+        },
+    )
+    return module
+
+
+def call(program, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["first_run.py", *arguments])
+    with pytest.raises(SystemExit) as left:
+        program.main()
+    return left.value.code
+
+
+def test_all_steps(program, monkeypatch, tmp_path, capsys):
+    assert call(program, monkeypatch, "--output", str(tmp_path / "x")) == "failed: absent, wrong"
+    assert "right: done after" in capsys.readouterr().out
+    with tarfile.open(tmp_path / "x.tar.gz") as packed:
+        names = {name: packed.extractfile(f"x/{name}").read().decode() for name in ("wrong.log", "result.txt")}
+        steps = json.loads(packed.extractfile("x/steps.json").read())
+    assert names == {"wrong.log": "it broke\n", "result.txt": "measured"}
+    assert [step["status"] == 0 for step in steps.values()] == [False, False, True] and steps["wrong"]["status"] == 3
+    assert "no-such-program" in steps["absent"]["status"]
+
+
+def test_one_step(program, monkeypatch, tmp_path):
+    assert call(program, monkeypatch, "right", "--output", str(tmp_path / "x")) == 0
+    assert {path.name for path in (tmp_path / "x").iterdir()} == {"right.log", "result.txt", "steps.json"}
+
+
+def test_commands_exist():
+    """The real steps: scripts that are there, and options that their programs know."""
+    spec = importlib.util.spec_from_file_location("first_run", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    steps = module.steps(Path("x"))
+    root = PATH.parents[1]
+    assert (root / steps["sanitizer"][1]).is_file() and "--logs" in (root / steps["sanitizer"][1]).read_text()
+    from benchmarks.__main__ import parse
+
+    options = parse(steps["benchmarks"][3:])
+    assert options.sizes == "marks" and options.no_plot and options.output == Path("x/results")
+    conftest = (root / "tests" / "conftest.py").read_text()
+    assert "--gpu-record" in steps["suite"] and '"--gpu-record"' in conftest
