@@ -1,4 +1,5 @@
 """`python -m benchmarks <op> … | host | all`: measure on the GPU, print a table, write JSON, Markdown and a plot.
+`layer` measures the ops of a decoder layer as one chain.
 
 Three commands need no GPU: `compare OLD NEW` (two folders of results), `performance` (docs/performance.md) and
 `blackwell` (what the FP4 GEMM by tcgen05 would do on a B200, by a model).
@@ -21,13 +22,18 @@ from typing import Any
 
 import torch
 
-from . import blackwell, compare, environment, host, ops, performance, report
+from . import blackwell, compare, environment, host, layer, ops, performance, report
 from .case import Benchmark, Case, Row
 from .measure import Ceilings, CudaGraphs, Settings, ceilings
 from .runner import run, warm_up
 
 NO_GPU = 2
-COMMANDS = {"blackwell": blackwell.main, "compare": compare.main, "performance": performance.main}
+COMMANDS = {
+    "blackwell": blackwell.main,
+    "compare": compare.main,
+    "layer": layer.main,
+    "performance": performance.main,
+}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import host, ops, report
+from . import host, layer, ops, report
 from .case import Row
 
 TOLERANCE = 0.02
@@ -64,7 +64,21 @@ def cases_of(result: Mapping[str, Any]) -> dict[str, Times]:
         times = {name: time["us"] for name, time in result["times"].items()}
         others = {name: us for name, us in times.items() if name in host.NOT_OURS}
         return {name: Times(us, others) for name, us in times.items() if name not in host.NOT_OURS}
+    if "op" not in result:  # layer.json
+        return layer_cases(result["rows"])
     return {report.case_name(row): times_of(row, ops.load(result["op"]).ways) for row in result["rows"]}
+
+
+def layer_cases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Times]:
+    """A case for each precision but bf16, which is not ours."""
+    return {
+        f"{label}, {row['model']}, M={row['rows']}": Times(
+            each["us"], {name: other["us"] for name, other in row["variants"].items() if name == layer.Layer.label}
+        )
+        for row in rows
+        for label, each in row["variants"].items()
+        if label != layer.Layer.label
+    }
 
 
 def times_of(row: Row, ways: Sequence[str]) -> Times:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import host, ops, report
+from . import host, layer, ops, report
 from .case import Mark
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +36,8 @@ def measured(results: Path) -> list[tuple[str, str, str, list[Mark]]]:
         if path.stem == "host":
             times = {name: host.HostTime(**time) for name, time in result["times"].items()}
             notes, marks = HOST_NOTES, host.marks(times, result["first_calls"])
+        elif path.stem == "layer":
+            notes, marks = layer.NOTES, layer.marks(result["rows"])
         else:
             benchmark = ops.load(path.stem)
             notes, marks = benchmark.family, benchmark.marks(result["rows"])

@@ -1,0 +1,360 @@
+"""`python -m benchmarks layer`: the GEMMs, norms and gate of a decoder layer as one chain, by precision.
+
+add + norm → qkv → (attention) → o → add + norm → gate and up → SiLU · mul → down: several layers of distinct weights,
+one behind the other in a captured graph, with their true dependencies. Attention is left out: o reads as many elements
+of what qkv wrote. What users feel of the ops is this, and not the sum of what each takes alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torch_cute_ops as ops
+from torch_cute_ops.nn import random_
+
+from . import environment, report
+from .case import Mark, at_most
+from .measure import Backend, CudaGraphs, Settings, ceilings, measure_what_captures, plan
+from .runner import ASSUMED_TFLOPS
+
+DTYPE, EPS = torch.bfloat16, 1e-6
+RESULTS = Path(__file__).with_name("results")
+NOTES = "fp8_fp4_wgmma"
+"""The notes on what limits the precision that has targets."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Of a layer: the residual stream, the columns of q, k and v together, the rows of o, gate and up each."""
+
+    hidden: int
+    qkv: int
+    attention: int
+    intermediate: int
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """N and K of each weight."""
+        return {
+            "qkv": (self.qkv, self.hidden),
+            "o": (self.hidden, self.attention),
+            "gate_up": (2 * self.intermediate, self.hidden),
+            "down": (self.hidden, self.intermediate),
+        }
+
+    @property
+    def weights(self) -> int:
+        """Elements of all weights."""
+        return sum(n * k for n, k in self.shapes.values())
+
+
+MODELS = {
+    "8B": Widths(4096, 6144, 4096, 14336),
+    "32B": Widths(5120, 10240, 8192, 25600),
+    "70B": Widths(8192, 10240, 8192, 28672),
+}
+"""Llama 3.1 8B, Qwen3 32B, Llama 3.1 70B."""
+ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
+
+
+# Norm and gate as Inductor makes them, where there is no fused op
+
+
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+    """RMSNorm of the residual after `x` is added to it in place."""
+    return F.rms_norm(residual.add_(x), (residual.shape[-1],), weight, EPS)
+
+
+def gate(rows: Tensor) -> Tensor:
+    """SiLU of the first half of each row times the second."""
+    first, second = rows.chunk(2, -1)
+    return F.silu(first) * second
+
+
+class Layer:
+    """One layer in bf16, and the base of the others.
+
+    Attributes:
+        label: what the table calls it.
+        scheme: of the weights, as `torch_cute_ops.nn` calls it; `None`: bf16.
+        element_bytes: of a weight with its scales.
+    """
+
+    label = "bf16"
+    scheme: Any = None
+    element_bytes = 2.0
+
+    def __init__(self, widths: Widths, device: torch.device, seed: int, inductor: bool) -> None:
+        self.widths = widths
+        self.norms = [torch.rand(widths.hidden, dtype=DTYPE, device=device) + 0.5 for _ in range(2)]
+        linears = nn.ModuleDict(
+            {name: nn.Linear(k, n, bias=False, dtype=DTYPE, device="meta") for name, (n, k) in widths.shapes.items()}
+        )
+        if self.scheme is None:
+            linears.to_empty(device=device)
+            for linear in linears.values():
+                nn.init.normal_(linear.weight, std=0.02)
+        else:
+            random_(linears, self.scheme, device=device, seed=seed)
+        self.linears = linears.requires_grad_(False)
+        compiled: Callable[[Any], Any] = torch.compile(dynamic=False) if inductor else lambda function: function
+        self.add_norm, self.gate = compiled(add_norm), compiled(gate)
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """What is added to the residual next; the residual is updated."""
+        rows = self.multiply("qkv", self.normed(x, residual, 0))
+        rows = rows.view(-1)[: len(x) * self.widths.attention].view(len(x), -1)
+        x = self.multiply("o", self.quantised(rows))
+        rows = self.multiply("gate_up", self.normed(x, residual, 1))
+        return self.multiply("down", self.gated(rows))
+
+    # What each precision does its own way: a step's rows are one tensor or several
+
+    def normed(self, x: Tensor, residual: Tensor, which: int) -> Any:
+        """What a GEMM takes of the normalised rows."""
+        return self.add_norm(x, residual, self.norms[which])
+
+    def gated(self, rows: Tensor) -> Any:
+        """What a GEMM takes of the gate's rows."""
+        return self.gate(rows)
+
+    def quantised(self, rows: Tensor) -> Any:
+        """What a GEMM takes of rows."""
+        return rows
+
+    def multiply(self, name: str, rows: Any) -> Tensor:
+        """One of the GEMMs."""
+        return self.linears[name](rows)
+
+    def decoded(self) -> Layer:
+        """The layer in bf16 that has the numbers of this one's weights, run eagerly."""
+        twin = Layer.__new__(Layer)
+        twin.widths, twin.norms, twin.add_norm, twin.gate = self.widths, self.norms, add_norm, gate
+        weights = {name: linear.dequantize(DTYPE) for name, linear in self.linears.items()}  # type: ignore[operator]
+        twin.multiply = lambda name, rows: rows @ weights[name].t()  # type: ignore[method-assign]
+        return twin
+
+
+class W4A16(Layer):
+    """NVFP4 weights, activations in bf16."""
+
+    label, scheme, element_bytes = "W4A16", "nvfp4", 0.5625
+
+
+class W4A4(Layer):
+    """NVFP4 weights and activations."""
+
+    label, scheme, element_bytes = "W4A4", "nvfp4", 0.5625
+
+    def normed(self, x: Tensor, residual: Tensor, which: int) -> Any:
+        return ops.add_rmsnorm_fp4quant(x, residual, self.norms[which], eps=EPS)
+
+    def gated(self, rows: Tensor) -> Any:
+        return ops.silu_mul_fp4quant(rows)
+
+    def quantised(self, rows: Tensor) -> Any:
+        return ops.fp4_quantize(rows)
+
+    def multiply(self, name: str, rows: Any) -> Tensor:
+        each: Any = self.linears[name]
+        return ops.mm_fp4(rows[0], each.weight.t(), rows[1], each.weight_scale, each.weight_scale_2, out_dtype=DTYPE)
+
+
+class FP8(Layer):
+    """FP8 weights with a scale for 128 × 128 elements, FP8 activations with one for 1 × 128."""
+
+    label, scheme, element_bytes = "FP8", "fp8_block", 1.0 + 4 / 128**2
+    how: Mapping[str, Any] = {"granularity": "block128", "scale_layout": "column"}
+
+    def normed(self, x: Tensor, residual: Tensor, which: int) -> Any:
+        return ops.add_rmsnorm_fp8quant(x, residual, self.norms[which], eps=EPS, **self.how)
+
+    def gated(self, rows: Tensor) -> Any:
+        return ops.silu_mul_fp8quant(rows, **self.how)
+
+    def quantised(self, rows: Tensor) -> Any:
+        return ops.fp8_quantize(rows, **self.how)
+
+    def multiply(self, name: str, rows: Any) -> Tensor:
+        each: Any = self.linears[name]
+        return ops.mm_fp8_block(rows[0], each.weight.t(), rows[1], each.weight_scale_inv, out_dtype=DTYPE)
+
+
+class W4A8(FP8):
+    """MXFP4 weights, FP8 activations with a scale for 1 × 128 elements."""
+
+    label, scheme, element_bytes = "W4A8", "mxfp4", 0.53125
+
+    def multiply(self, name: str, rows: Any) -> Tensor:
+        each: Any = self.linears[name]
+        return ops.mm_fp8_fp4(
+            rows[0], each.weight.t(), rows[1], each.weight_scale, out_dtype=DTYPE, block_size=each.format.block_size
+        )
+
+
+LAYERS: dict[str, type[Layer]] = {cls.label: cls for cls in (Layer, W4A16, W4A4, W4A8, FP8)}
+
+
+def cosine(layer: Layer, m: int, device: torch.device) -> float:
+    """Of a layer's result to that of the same weights in bf16."""
+    x, residual = (torch.randn(m, layer.widths.hidden, dtype=DTYPE, device=device) for _ in range(2))
+    got, want = layer(x, residual.clone()), layer.decoded()(x, residual.clone())
+    return F.cosine_similarity(got.double().flatten(), want.double().flatten(), 0).item()
+
+
+def run(
+    widths: Widths,
+    m: int,
+    labels: Sequence[str],
+    device: torch.device,
+    backend: Backend,
+    l2_bytes: int,
+    settings: Settings,
+    read_tbps: float | None,
+) -> dict[str, Any]:
+    """Times of a layer with `m` rows in each precision, µs, and the floor: its weights' bytes at the rate of reads."""
+    smallest = round(widths.weights * min(LAYERS[label].element_bytes for label in labels))
+    how = plan(smallest, len(labels), l2_bytes, settings, call_ms=2 * m * widths.weights / ASSUMED_TFLOPS * 1e-9)
+    calls, cosines, absent = {}, {}, {}
+    residual = torch.randn(m, widths.hidden, dtype=DTYPE, device=device)
+    for label in labels:
+        layers = [LAYERS[label](widths, device, seed, device.type == "cuda") for seed in range(how.n_sets)]
+        if label != "bf16":
+            cosines[label] = cosine(layers[0], m, device)
+        calls[label] = _chain(layers, torch.randn_like(residual), residual)
+    timings = measure_what_captures(
+        calls, how.n_sets, how.calls, how.rounds, backend, lambda name, error: absent.update({name: str(error)})
+    )
+    floors = {
+        label: None if read_tbps is None else widths.weights * LAYERS[label].element_bytes / read_tbps * 1e-6
+        for label in labels
+    }
+    variants = {label: {**timing.as_dict(), "floor": floors[label]} for label, timing in timings.items()}
+    return {"rows": m, "layers": how.n_sets, "variants": variants, "cosine": cosines, "absent": absent}
+
+
+def _chain(layers: Sequence[Layer], x: Tensor, residual: Tensor) -> Callable[[int], Tensor]:
+    """Layer `i`, of what the layer called before returned."""
+    held = [x]
+
+    def call(i: int) -> Tensor:
+        held[0] = layers[i](held[0], residual)
+        return held[0]
+
+    return call
+
+
+MARKS = {"8B": ({64: 76.0, 128: 90.0, 256: 132.0}, 1.03), "70B": ({64: 190.0, 128: 245.0, 256: 425.0}, 1.05)}
+"""Of W4A8: µs by rows, and how much longer than FP8 in the same run."""
+
+
+def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
+    """What W4A8 has to reach, of what was measured."""
+    found = []
+    for row in rows:
+        times = {label: each["us"] for label, each in row["variants"].items()}
+        goals, factor = MARKS.get(row["model"], ({}, 0.0))
+        if row["rows"] in goals and "W4A8" in times:
+            name = f"{row['model']}, M={row['rows']}, W4A8"
+            found.append(at_most(name, times["W4A8"], goals[row["rows"]], " µs"))
+            if "FP8" in times:
+                found.append(at_most(f"{name} over FP8", times["W4A8"] / times["FP8"], factor))
+    return found
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The tables, one for each model."""
+    parts = [f"# A decoder layer as one chain\n\n{environment.headline(result['environment'])}"]
+    parts.append(
+        f"µs a layer, medians; floor: bytes of the weights at {report.number(result['peak_read_tbps'])} TB/s, the rate "
+        "of reads in this run. Cosine: the least over rows, to the same weights in bf16."
+    )
+    for model in dict.fromkeys(row["model"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["model"] == model]
+        labels = [label for label in LAYERS if any(label in row["variants"] for row in rows)]
+
+        def cells(row: Mapping[str, Any], key: str, labels: Sequence[str] = labels) -> list[str]:
+            return [report.number(row["variants"].get(label, {}).get(key)) for label in labels]
+
+        body = [["floor", *cells(rows[0], "floor")], *([f"{row['rows']:,}", *cells(row, "us")] for row in rows)]
+        least = {label: min((row["cosine"].get(label, 1.0) for row in rows), default=1.0) for label in labels}
+        body.append(["cosine", *(f"{least[label]:.5f}" if label != "bf16" else "–" for label in labels)])
+        parts.append(f"## {model}\n\n{report.table(['rows', *labels], body)}")
+    absent = {f"{label}: {why}" for row in result["rows"] for label, why in row["absent"].items()}
+    return "\n\n".join([*parts, *sorted(absent)])
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """Time over rows for each model and precision, with the floor of each."""
+    from matplotlib import pyplot
+
+    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
+    figure, axes = pyplot.subplots(1, len(models), figsize=(5 * len(models), 4), squeeze=False, layout="constrained")
+    for axis, model in zip(axes[0], models, strict=True):
+        rows = [row for row in result["rows"] if row["model"] == model]
+        for i, label in enumerate(LAYERS):
+            points = [(row["rows"], row["variants"][label]) for row in rows if label in row["variants"]]
+            if points:
+                x = [m for m, _ in points]
+                axis.plot(x, [each["us"] for _, each in points], marker="o", markersize=4, color=f"C{i}", label=label)
+                if points[0][1]["floor"] is not None:
+                    axis.axhline(points[0][1]["floor"], color=f"C{i}", linewidth=1, linestyle=(0, (2, 2)))
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_title(model, fontsize=10, loc="left")
+        axis.set_xlabel("rows")
+        axis.grid(alpha=0.25)
+    axes[0][0].set_ylabel("µs a layer; dashed: floor")
+    axes[0][0].legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks layer", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), metavar="M")
+    parser.add_argument("--precisions", nargs="+", choices=LAYERS, default=list(LAYERS), metavar="PRECISION")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the files written")
+    parser.add_argument("--no-plot", action="store_true", help="write no PNG")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("python -m benchmarks layer needs a CUDA GPU, and torch sees none here.", file=sys.stderr)
+        return 2
+    device, backend = torch.device("cuda", torch.cuda.current_device()), CudaGraphs()
+    return measure_models(options, device, backend, torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+@torch.no_grad()
+def measure_models(options: argparse.Namespace, device: torch.device, backend: Backend, l2_bytes: int) -> int:
+    """Measure what was asked for; print and write `layer.json`, `layer.md` and `layer.png`."""
+    options.output.mkdir(parents=True, exist_ok=True)
+    peaks, settings = ceilings(backend, device), Settings()
+    result: dict[str, Any] = {
+        "environment": environment.collect(device),
+        "method": asdict(settings),
+        "peak_read_tbps": peaks.read_tbps,
+        "rows": [],
+    }
+    for model in options.models:
+        for m in options.rows:
+            row = run(MODELS[model], m, options.precisions, device, backend, l2_bytes, settings, peaks.read_tbps)
+            result["rows"].append({"model": model, **row})
+            times = ", ".join(f"{label} {report.number(each['us'])}" for label, each in row["variants"].items())
+            print(f"  {model}, M={m}: {times} µs a layer", flush=True)
+            report.write_json(result, marks(result["rows"]), options.output / "layer.json")
+    text = markdown(result)
+    (options.output / "layer.md").write_text(text + "\n", encoding="utf-8")
+    print(f"\n{text}", flush=True)
+    if not options.no_plot:
+        plot(result, options.output / "layer.png")
+    return 0

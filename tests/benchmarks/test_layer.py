@@ -1,0 +1,118 @@
+"""`python -m benchmarks layer`: the layers compute what their weights say, and the tables what was measured."""
+
+import argparse
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks import compare, layer, performance, report
+from benchmarks import measure as measurements
+
+CPU = torch.device("cpu")
+SMALL = layer.Widths(hidden=128, qkv=320, attention=256, intermediate=192)
+
+
+def norm(x, weight):
+    x = x.double()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + layer.EPS) * weight.double()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("label", layer.LAYERS)
+def test_a_layer(label):
+    """Against the chain in float64, of the numbers that the codes stand for; the residual is updated twice."""
+    one = layer.LAYERS[label](SMALL, CPU, 3, inductor=False)
+    weights = {
+        name: (linear.weight if label == "bf16" else linear.dequantize()).double()
+        for name, linear in one.linears.items()
+    }
+    assert {name: tuple(weight.shape) for name, weight in weights.items()} == SMALL.shapes
+    x, residual = (torch.randn(5, 128, dtype=torch.bfloat16) for _ in range(2))
+    total = x.double() + residual.double()
+    qkv = norm(total, one.norms[0]) @ weights["qkv"].t()
+    o = qkv.flatten()[: 5 * 256].view(5, 256) @ weights["o"].t()
+    total = total + o
+    first, second = (norm(total, one.norms[1]) @ weights["gate_up"].t()).chunk(2, -1)
+    want = (F.silu(first) * second) @ weights["down"].t()
+    got = one(x, residual)
+    limit = {"bf16": 0.9999, "W4A16": 0.9999, "W4A4": 0.97, "FP8": 0.998, "W4A8": 0.998}[label]
+    assert F.cosine_similarity(got.double().flatten(), want.flatten(), 0) > limit
+    assert F.cosine_similarity(residual.double().flatten(), total.flatten(), 0) > 0.999
+    if label != "bf16":
+        assert layer.cosine(one, 5, CPU) > limit
+
+
+def test_bytes():
+    """Of the weights and their scales, as they lie in memory."""
+    assert SMALL.weights == 320 * 128 + 128 * 256 + 384 * 128 + 128 * 192
+    wide = layer.Widths(256, 512, 256, 256)
+    for label, cls in layer.LAYERS.items():
+        held = sum(
+            tensor.nbytes
+            for linear in cls(wide, CPU, 0, inductor=False).linears.values()
+            for name, tensor in {**dict(linear.named_parameters()), **dict(linear.named_buffers())}.items()
+            if name in ("weight", "weight_scale", "weight_scale_inv")
+        )
+        assert held == pytest.approx(wide.weights * cls.element_bytes, rel=1e-6), label
+
+
+@pytest.fixture
+def made_up(monkeypatch, fake_backend, tmp_path):
+    """Measures two models on a device whose calls last 10, 4, 5, 3 and 2 µs."""
+    monkeypatch.setattr(layer, "MODELS", {"8B": SMALL, "70B": SMALL})
+    monkeypatch.setattr(layer, "ceilings", lambda *_: measurements.Ceilings(1.0, read_tbps=2.0))
+    monkeypatch.setattr(layer.environment, "collect", lambda device: {"gpu": "made up"})
+    monkeypatch.setattr(layer.environment, "headline", lambda found: found["gpu"])
+    monkeypatch.setattr(layer, "Settings", lambda: measurements.Settings(graph_ms=0.01, budget_ms=0.1))
+    options = argparse.Namespace(
+        models=["8B", "70B"], rows=[1, 64], precisions=list(layer.LAYERS), output=tmp_path, no_plot=True
+    )
+    assert layer.measure_models(options, CPU, fake_backend([10.0, 4.0, 5.0, 3.0, 2.0]), l2_bytes=100_000) == 0
+    return tmp_path
+
+
+def test_results(made_up, capsys):
+    result = json.loads((made_up / "layer.json").read_text())
+    assert [(row["model"], row["rows"]) for row in result["rows"]] == [("8B", 1), ("8B", 64), ("70B", 1), ("70B", 64)]
+    times = {label: each["us"] for label, each in result["rows"][1]["variants"].items()}
+    assert times == pytest.approx({"bf16": 10, "W4A16": 4, "W4A4": 5, "W4A8": 3, "FP8": 2})
+    assert result["rows"][0]["layers"] > 1 and not any(row["absent"] for row in result["rows"])
+    floor = SMALL.weights * 0.5625 / 2e12 * 1e6
+    assert result["rows"][0]["variants"]["W4A4"]["floor"] == pytest.approx(floor)
+    text = (made_up / "layer.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    assert rows[0] == ["rows", "bf16", "W4A16", "W4A4", "W4A8", "FP8"]
+    assert rows[3] == ["1", "10.0", "4.00", "5.00", "3.00", "2.00"] and rows[2][3] == report.number(floor)
+    assert rows[5][:2] == ["cosine", "–"] and all(0.9 < float(cell) <= 1 for cell in rows[5][2:])
+
+
+def test_marks_and_comparison(made_up):
+    """64 rows have a target, in µs and over FP8; bf16 is what else changed."""
+    ((name, notes, gpu, marks),) = performance.measured(made_up)
+    assert (name, notes, gpu) == ("layer", layer.NOTES, "made up")
+    assert [(mark.name, mark.value, mark.passed) for mark in marks] == [
+        ("8B, M=64, W4A8", pytest.approx(3), True),
+        ("8B, M=64, W4A8 over FP8", pytest.approx(1.5), False),
+        ("70B, M=64, W4A8", pytest.approx(3), True),
+        ("70B, M=64, W4A8 over FP8", pytest.approx(1.5), False),
+    ]
+    old = json.loads((made_up / "layer.json").read_text())
+    new = json.loads((made_up / "layer.json").read_text())
+    new["rows"][0]["variants"]["W4A4"]["us"] *= 1.5
+    new["rows"][0]["variants"]["bf16"]["us"] *= 1.25
+    text, slower = compare.compared("layer", old, new, 0.02)
+    assert slower == 1 and "16 cases" in text
+    (line,) = (line for line in text.splitlines() if line.startswith("| W4A4, 8B, M=1 "))
+    assert [cell.strip() for cell in line.strip("|").split("|")][3:5] == ["1.500", "1.250"]
+
+
+def test_a_precision_that_fails_does_not_end_the_run(monkeypatch, fake_backend):
+    monkeypatch.setattr(layer.W4A8, "multiply", lambda *_: 1 / 0)
+    monkeypatch.setattr(layer, "cosine", lambda *_: 1.0)
+    settings = measurements.Settings(graph_ms=0.01, budget_ms=0.1)
+    with torch.no_grad():
+        row = layer.run(SMALL, 2, ["W4A8", "FP8"], CPU, fake_backend([2.0, 2.0]), 1000, settings, None)
+    assert set(row["variants"]) == {"FP8"} and row["absent"] == {"W4A8": "division by zero"}
+    assert row["variants"]["FP8"]["floor"] is None
