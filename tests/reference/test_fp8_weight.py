@@ -69,7 +69,7 @@ def test_every_scale_with_every_code(scale_format):
 def test_what_nvfp4_loses():
     """Gaussian weights: 9.69 % rms in all, where NVFP4 alone is 9.51 % off."""
     weight = torch.randn(1024, 2048)
-    # The loss depends on where the scales lie between powers of two (9.68 to 9.75 %), and a weight's amax would be random.
+    # The loss depends on where scales lie between powers of two (9.68 to 9.75 %); a weight's amax is random.
     factor = nvfp4_global_scale(torch.tensor(5.0))
     codes, scale = fp4_quantize(weight, factor, scale_layout="linear")
     decoded = fp4_dequantize(codes, scale, factor, scale_layout="linear", out_dtype=torch.float32).double()
