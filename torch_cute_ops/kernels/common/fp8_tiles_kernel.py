@@ -105,8 +105,12 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         """Load the scales of a K block, which may not exist, for ``_store_scales``."""
 
     @abc.abstractmethod
-    def _store_scales(self, loaded: Any, place, lane, smem) -> None:
-        """Store them at a stage, which is free."""
+    def _store_scales(self, loaded: Any, begun: Any, is_last, place, lane, smem) -> None:
+        """Store them at a stage, which is free. ``begun`` is what ``_begin_scales`` returned, and ``is_last`` whether
+        the K block is the CTA's last of its tile."""
+
+    def _begin_scales(self, tile: Tile, lane, share) -> Any:
+        """What a scale warp has to know of a tile, besides its scales."""
 
     @abc.abstractmethod
     def _consume(self, tid, share, smem):
@@ -290,6 +294,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         before = Int32(0)  # blocks of the tiles before
         for number in range(share.first, share.count, share.workers):
             tile = Tile(*self.tiles.find(number, share.m, share.n, smem.table, lane))
+            begun = self._begin_scales(tile, lane, share)
             start = share.begin + (own + SCALE_WARPS - before % SCALE_WARPS) % SCALE_WARPS
             for first in cutlass.range(start, share.end, SCALE_WARPS * c.scales_ahead, unroll=1):
                 loaded = []
@@ -301,7 +306,8 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
                         turn = before + (first + i * SCALE_WARPS - share.begin)
                         stage = turn % c.stages
                         ptx.wait(smem.free + stage, turn // c.stages % 2 ^ 1, SLEEP)
-                        self._store_scales(loaded[i], stage, lane, smem)
+                        is_last = first + i * SCALE_WARPS + 1 == share.end
+                        self._store_scales(loaded[i], begun, is_last, stage, lane, smem)
                         cute.arch.sync_warp()
                         ptx.arrive_if(smem.arrived + stage, Uint32(lane == 0))
             before += share.end - share.begin

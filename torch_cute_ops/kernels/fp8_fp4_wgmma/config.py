@@ -9,7 +9,7 @@ from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS, THREADS
-from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS, WARPGROUP
+from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
 from torch_cute_ops.runtime.arch import Arch
 
 __all__ = ["Arguments", "Config", "plan"]
@@ -22,8 +22,6 @@ PAIRED_TOKENS: Final = 16
 """Most rows of ``a`` of a tile of which two CTAs share an SM: one waits while the other decodes."""
 CTA_BYTES: Final = 1024
 """Shared memory that a CTA takes besides."""
-DECODERS: Final = WARPGROUP // 32
-"""Warps that decode the weight; each thread has a row."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +35,24 @@ class Config(fp8_wgmma.Config):
     fmt: FP4Format
     layout: ScaleLayout
     line: ClassVar[int] = BLOCK // 2
-    scales_ahead: ClassVar[int] = 2
-    helpers: ClassVar[int] = DECODERS
+
+    @property
+    def scales_ahead(self) -> int:
+        return self.lanes_per_row
+
+    @property
+    def helpers(self) -> int:
+        """Warps that decode the weight."""
+        return self.lanes_per_row * self.columns // 32
+
+    @property
+    def lanes_per_row(self) -> int:
+        """Threads that decode a row of the weight in a K block: two where there are registers for so many."""
+        return 2 if self.is_swapped and self.ctas_per_sm == 1 else 1
 
     @property
     def threads(self) -> int:
-        return THREADS + WARPGROUP
+        return THREADS + 32 * self.helpers
 
     @property
     def ctas_per_sm(self) -> int:
@@ -52,8 +62,8 @@ class Config(fp8_wgmma.Config):
     @property
     def registers(self) -> tuple[int, int]:
         if self.ctas_per_sm == 2:
-            return 80, 48
-        return (216, 40) if self.has_units else (168, 88)
+            return 72, 56
+        return (144, 64) if self.is_swapped else (208, 48)
 
     @property
     def block_scales(self) -> int:
@@ -61,17 +71,10 @@ class Config(fp8_wgmma.Config):
         return BLOCK // self.fmt.block_size
 
     @property
-    def has_units(self) -> bool:
-        """Whether totals are in units of powers of two, so that a K block's sums need no factor of the weight. With the
-        weight on the M side the factors are few."""
-        return not self.is_swapped
-
-    @property
     def place_scales(self) -> int:
-        """Those of the rows of ``a``, the bytes of the rows of the weight, and ``2^t`` of these; or, with units, two
-        powers that change them and for each decoding warp whether any does."""
-        powers = 2 * self.columns + DECODERS if self.has_units else self.columns
-        return self.tokens + self.columns * self.block_scales // 4 + powers
+        """Those of the rows of ``a``; for each row of the weight four words that its tables follow from, and two powers
+        that change units; and flags of each group of 32 rows."""
+        return self.tokens + 6 * self.columns + self.columns // 32
 
     @property
     def own_bytes(self) -> int:

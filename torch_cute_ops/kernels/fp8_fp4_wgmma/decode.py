@@ -1,113 +1,138 @@
-"""A row of an FP4 weight in a K block of 128 elements as e4m3 numbers, four codes at a time.
+"""An FP4 weight as e4m3 numbers, four codes at a time.
 
-There is a power of two for the row, ``2^t``, and for each block scale a table of eight bytes: what the magnitudes of
-e2m1 stand for, ``magnitude · scale · 2^-t``, rounded to e4m3. ``t`` is the least with which none exceeds 448. Four
-codes are then looked up by one PRMT, whose selectors they are, and get their signs.
+Each row has a unit, a power of two, and each of its block scales a table of eight bytes: what the magnitudes of e2m1
+stand for, ``magnitude · scale / unit``, rounded to e4m3. Four codes are then looked up by one PRMT, whose selectors
+they are, and get their signs.
 
-Tables are computed in float16, exactly: a product has at most 6 significant bits. So subnormal numbers of e4m3, zeros
-and NaN need nothing special: the conversion rounds them.
+By definition a row's K block of 128 elements has the unit ``2^t`` of its own, the least with which no number exceeds
+448. With a greater unit the numbers are the same but for that power, if none is subnormal. So all K blocks of a row
+share a unit, mostly, with which a table follows from two bytes: e4m3 of the scale and of 1.5 times it, of which the
+others are multiples by powers of two.
 
-With a greater power than ``2^t`` the numbers are the same but for that power, if none is subnormal. So the K blocks of
-a row can share one, mostly, as the unit of its totals.
+Everything is computed in float16, exactly: a product has at most 6 significant bits. So subnormal numbers of e4m3,
+zeros and NaN need nothing special, where a K block has its own unit: the conversion rounds them.
 """
 
 import functools
+from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Uint32
+from cutlass import Boolean, Int32, Uint32
 
 from torch_cute_ops.formats import MXFP4, FP4Format
 from torch_cute_ops.kernels.common import ptx
 
 # Two magnitudes of e2m1 each, in float16
 _MAGNITUDES = (0x38000000, 0x3E003C00, 0x42004000, 0x46004400)
+_ONE_AND_A_HALF = 0x3E003E00
 _LEAST_SCALE = 0x18001800  # 2^-9 twice, e4m3's least number, in float16
-_LEAST_FIELD = 10  # float16's exponent field of 2^-5, half of which is e4m3's least normal number
-_NEAR = 40
+_SIGNS = 0x80808080
+_HEADROOM = 3
+"""Powers of two by which the unit of a row exceeds the least of its first K block: the scales of the others may be 8
+times as large, or, mostly, 1/37 (a number of 0.5 · scale has to be normal)."""
+_MXFP4_UNITS = (-40, 7)
+"""Units of rows with which sums do not overflow, and a byte holds the bias of a scale's exponent."""
 
 
-class RowScales:
-    """The scales of a row in a K block.
-
-    Args:
-        words: their bytes.
-        fmt: format of the weight.
+class SharedUnit(NamedTuple):
+    """The scales of a row's K block over the unit of the row.
 
     Attributes:
-        exponent: ``t``; where all scales are zero or NaN, it may be any.
+        ones, halves: for each half of the K block, e4m3 of its scales, and of 1.5 times them.
+        fits: whether tables follow from these: no scale is negative or NaN, and no number is subnormal or too large.
     """
 
-    exponent: Int32
-
-    def numbers(self, exponent: Int32) -> list:
-        """The scales over ``2^exponent``, which is ``2^t`` or more, each twice in a word, in float16."""
-        raise NotImplementedError
-
-    def fits(self, exponent: Int32) -> Boolean:
-        """Whether all numbers over ``2^exponent`` are normal in e4m3."""
-        raise NotImplementedError
-
-    @property
-    def is_near(self) -> Boolean | bool:
-        """Whether totals may be in units of ``2^t``, without overflow."""
-        return True
+    ones: list
+    halves: list
+    fits: Boolean
 
 
-class _NVFP4Scales(RowScales):
-    def __init__(self, words: list):
-        self.pairs = [ptx.f16x2_of_e4m3x2(part) for word in words for part in (word, word >> 16)]
-        # NaN is left out.
-        largest = functools.reduce(ptx.max_abs_f16x2, self.pairs)
-        largest = ptx.max_abs_f16x2(ptx.max_abs_f16x2(largest, _swapped(largest)), Uint32(_LEAST_SCALE))
-        # 6 · scale ≤ 448 · 2^t: the scale's exponent less 6, and one more if its significand is above 7/6, so 1.25.
-        self.exponent = Int32((largest & Uint32(0xFFFF)) + Uint32(0x0300) >> 10) - 21
-
-    def numbers(self, exponent: Int32) -> list:
-        products = [ptx.mul_16x2(pair, _inverse(exponent), "f16") for pair in self.pairs]
-        return [ptx.both_halves(product, half) for product in products for half in range(2)]
-
-    def fits(self, exponent: Int32) -> Boolean:
-        least = functools.reduce(ptx.min_abs_of_f16x2, self.pairs)
-        least = ptx.mul_16x2(ptx.min_abs_of_f16x2(least, _swapped(least)), _inverse(exponent), "f16")
-        return (least & Uint32(0xFFFF)) >= Uint32(_LEAST_FIELD << 10)
+def own_exponent(words: list, fmt: FP4Format) -> Int32:
+    """``t`` of a row's K block, from the bytes of its scales; where all are zero or NaN, it may be any."""
+    if fmt == MXFP4:
+        bytes_ = [Int32((words[0] >> 8 * i) & Uint32(0xFF)) for i in range(4)]
+        alive = [ptx.select(byte == Int32(0xFF), Int32(0), byte) for byte in bytes_]
+        return functools.reduce(cutlass.max, alive) - 133
+    pairs = _pairs(words)
+    # NaN is left out.
+    largest = functools.reduce(ptx.max_abs_f16x2, pairs)
+    largest = ptx.max_abs_f16x2(ptx.max_abs_f16x2(largest, ptx.prmt(largest, largest, 0x1032)), Uint32(_LEAST_SCALE))
+    # 6 · scale ≤ 448 · 2^t: the scale's exponent less 6, and one more if its significand is above 7/6, so 1.25.
+    return Int32((largest & Uint32(0xFFFF)) + Uint32(0x0300) >> 10) - 21
 
 
-class _MXFP4Scales(RowScales):
-    def __init__(self, words: list):
-        self.bytes_ = [Int32((words[0] >> 8 * i) & Uint32(0xFF)) for i in range(4)]
-        self.is_nan = [byte == Int32(0xFF) for byte in self.bytes_]
-        alive = [ptx.select(nan, Int32(0), byte) for nan, byte in zip(self.is_nan, self.bytes_, strict=True)]
-        self.exponent = functools.reduce(cutlass.max, alive) - 133
+def shared_exponent(words: list, fmt: FP4Format) -> Int32:
+    """The exponent of the unit of a row, from the scales of its first K block."""
+    exponent = own_exponent(words, fmt) + _HEADROOM
+    if fmt == MXFP4:
+        least, most = _MXFP4_UNITS
+        return ptx.select(Uint32(exponent - least) <= Uint32(most - least), exponent, Int32(0))
+    # All are zero, and tell nothing.
+    return ptx.select((words[0] | words[1]) == Uint32(0), Int32(_HEADROOM), exponent)
 
-    def numbers(self, exponent: Int32) -> list:
-        found = []
-        for nan, byte in zip(self.is_nan, self.bytes_, strict=True):
+
+def over_shared_unit(words: list, exponent: Int32, fmt: FP4Format) -> SharedUnit:
+    """The scales of a row's K block over ``2^exponent``."""
+    if fmt == MXFP4:
+        # Their exponents in e4m3, by bytes: differences modulo 256, without borrowing
+        word, bias = words[0], Uint32(exponent + 120) * Uint32(0x01010101)
+        exponents = ((word | Uint32(_SIGNS)) - bias) ^ ((word ^ Uint32(0xFFFFFFFF)) & Uint32(_SIGNS))
+        low = exponents & Uint32(0x7F7F7F7F)
+        # From 2, whose half is normal, to 13: 6 · 2^(13 - 7) = 384
+        fits = _signs(low + Uint32(0x7E7E7E7E), exponents | low + Uint32(0x72727272)) == Uint32(_SIGNS)
+        ones = exponents << 3
+        halves = ones + Uint32(0x04040404)
+        return SharedUnit([ones, ones >> 16], [halves, halves >> 16], fits)
+    products = [ptx.mul_16x2(pair, _inverse(exponent), "f16") for pair in _pairs(words)]
+    more = [ptx.mul_16x2(product, Uint32(_ONE_AND_A_HALF), "f16") for product in products]
+    ones = [ptx.e4m3x4_of_f16x2(products[i], products[i + 1]) for i in (0, 2)]
+    halves = [ptx.e4m3x4_of_f16x2(more[i], more[i + 1]) for i in (0, 2)]
+    # From 0x10, half of which is normal, to 0x69, six times which is 448 when rounded
+    fitting = [_signs(one + Uint32(0x70707070), one | one + Uint32(0x16161616)) for one in ones]
+    return SharedUnit(ones, halves, (fitting[0] & fitting[1]) == Uint32(_SIGNS))
+
+
+def tables_of_shared_unit(ones: Uint32, halves: Uint32, fmt: FP4Format) -> list:
+    """The tables of half a K block that fits its row's unit: two words each, the lesser magnitudes first."""
+    tables = []
+    for i in range(64 // fmt.block_size):
+        # A byte's sign, repeated, is zero.
+        low = ptx.prmt(ones, halves, (4 + i) << 12 | i << 8 | i << 4 | 8 + i) - Uint32(0x00000800)
+        high = ptx.prmt(ones, halves, (4 + i) << 12 | i << 8 | (4 + i) << 4 | i) + Uint32(0x10100808)
+        tables.append([low, high])
+    return tables
+
+
+def tables_of_own_unit(word: Uint32, exponent: Int32, fmt: FP4Format) -> list:
+    """The tables of half a K block, from the bytes of its scales, over ``2^exponent``, which is ``2^t``."""
+    if fmt == MXFP4:
+        numbers = []
+        for i in range(2):
+            byte = Int32((word >> 8 * i) & Uint32(0xFF))
             # Below 2^-14 all magnitudes are rounded to zero.
             half = Uint32(cutlass.max(byte - exponent - 112, Int32(0))) << 10
-            found.append(ptx.select(nan, Uint32(0x7E00), half) * Uint32(0x00010001))
-        return found
-
-    def fits(self, exponent: Int32) -> Boolean:
-        return functools.reduce(cutlass.min, self.bytes_) - exponent - 112 >= Int32(_LEAST_FIELD)
-
-    @property
-    def is_near(self) -> Boolean:
-        return Uint32(self.exponent + _NEAR) <= Uint32(2 * _NEAR)
+            numbers.append(ptx.select(byte == Int32(0xFF), Uint32(0x7E00), half) * Uint32(0x00010001))
+    else:
+        products = [ptx.mul_16x2(pair, _inverse(exponent), "f16") for pair in _pairs([word])]
+        numbers = [ptx.both_halves(product, half) for product in products for half in range(2)]
+    return [_table_of(number) for number in numbers]
 
 
-def row_scales(words: list, fmt: FP4Format) -> RowScales:
-    """The scales of a row in a K block, from their bytes."""
-    return (_MXFP4Scales if fmt == MXFP4 else _NVFP4Scales)(words)
+def _table_of(number: Uint32) -> list:
+    """The table of a block whose scale over the unit both halves of ``number`` hold, in float16."""
+    products = [ptx.mul_16x2(number, Uint32(pair), "f16") for pair in _MAGNITUDES]
+    return [ptx.e4m3x4_of_f16x2(products[i], products[i + 1]) for i in (0, 2)]
 
 
-def power_of_two(exponent: Int32) -> Float32:
+def power_of_two(exponent: Int32) -> cutlass.Float32:
     """2 to an exponent from -149 to 127."""
     normal, subnormal = Uint32(exponent + 127) << 23, Uint32(1) << Uint32(exponent + 149)
     return ptx.float_of(ptx.select(exponent > Int32(-127), normal, subnormal))
 
 
-def _swapped(word: Uint32) -> Uint32:
-    return ptx.prmt(word, word, 0x1032)
+def _pairs(words: list) -> list:
+    """e4m3 bytes as pairs of float16."""
+    return [ptx.f16x2_of_e4m3x2(part) for word in words for part in (word, word >> 16)]
 
 
 def _inverse(exponent: Int32) -> Uint32:
@@ -115,11 +140,9 @@ def _inverse(exponent: Int32) -> Uint32:
     return Uint32(15 - exponent) * Uint32(0x04000400)
 
 
-def table_of(number: Uint32) -> list:
-    """What the magnitudes stand for in a block whose scale, times 2^-t, both halves of ``number`` hold: two words, the
-    lesser magnitudes first."""
-    products = [ptx.mul_16x2(number, Uint32(pair), "f16") for pair in _MAGNITUDES]
-    return [ptx.e4m3x4_of_f16x2(products[i], products[i + 1]) for i in (0, 2)]
+def _signs(of: Uint32, but: Uint32) -> Uint32:
+    """The highest bits of bytes, where those of ``but`` are zero."""
+    return of & (but ^ Uint32(0xFFFFFFFF)) & Uint32(_SIGNS)
 
 
 def look_up(table: list, codes: Uint32) -> list:

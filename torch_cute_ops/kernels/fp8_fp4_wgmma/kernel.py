@@ -15,12 +15,22 @@ from torch_cute_ops.kernels.common.fp8_stages import BLOCK
 from torch_cute_ops.kernels.common.fp8_tiles_kernel import Smem, Tile
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.common.weight_ring import PIECE, next_stage
-from torch_cute_ops.kernels.fp8_fp4_wgmma.config import DECODERS, Config
-from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import RowScales, look_up, power_of_two, row_scales, table_of
+from torch_cute_ops.kernels.fp8_fp4_wgmma.config import Config
+from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import (
+    look_up,
+    over_shared_unit,
+    own_exponent,
+    power_of_two,
+    shared_exponent,
+    tables_of_own_unit,
+    tables_of_shared_unit,
+)
 from torch_cute_ops.kernels.fp8_fp4_wgmma.weights import FP4ExpertTiles
 from torch_cute_ops.kernels.fp8_wgmma.kernel import FP8WgmmaKernel
 
-PIECES = BLOCK // PIECE  # of a row of the decoded weight
+# Flags of 32 rows of the weight in a K block
+OWN_UNITS = 1  # they are decoded over units of their own
+CHANGES = 2  # consumers have to multiply totals and sums by powers
 
 
 class FP8FP4WgmmaKernel(FP8WgmmaKernel):
@@ -45,20 +55,45 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
 
     # Scales
 
+    def _begin_scales(self, tile: Tile, lane, share) -> tuple:
+        """Of a lane's rows of the weight, four of the tile, the exponents of their units, as bytes; and how many rows
+        there are from the first of them on."""
+        words = self._weight_scales(tile, lane, share.begin, share)
+        exponents = Uint32(0)
+        for i, one in enumerate(words):
+            exponents |= Uint32(shared_exponent(one, self.config.fmt) & 0xFF) << 8 * i
+        return exponents, share.n - tile.column - lane
+
     def _load_scales(self, block, tile: Tile, lane, share) -> tuple:
         """Those of the rows of ``a``, 32 at a time; then the words of a lane's four rows of the weight."""
-        c = self.config
-        of_rows = self._token_scales(block, tile, lane, share)
-        left = share.width * 2 // c.fmt.block_size - block * c.block_scales
-        rows = [self._weight_scales(tile, lane + 32 * i, block, left, share) for i in range(c.columns // 32)]
-        return of_rows, rows
+        return self._token_scales(block, tile, lane, share), self._weight_scales(tile, lane, block, share)
 
-    def _weight_scales(self, tile: Tile, row, block, left, share) -> list:
-        """The scales of a row in a K block, four a word; zeros where there are none."""
+    def _weight_scales(self, tile: Tile, lane, block, share) -> list:
+        """The scales of a lane's rows of the weight in a K block, every 32nd from ``lane`` on: of each its words, four
+        scales a word; anything where there are none."""
         c, scale = self.config, share.b_scale
-        column = tile.column + row
+        words = c.block_scales // 4
+        left = share.width * 2 // c.fmt.block_size - block * c.block_scales
         first = Int64(block) * c.block_scales
-        exists = column < share.n
+        if c.rows.is_plain and not c.layout.is_linear:
+            # Tiles are those of the layout, in which these rows follow each other.
+            offset = c.layout.row_offset(Int64(tile.column) + lane, Int64(scale.shape[1])) + c.layout.block_offset(first)
+            found = []
+            for i in range(words):
+                found.append(ptx.load_if(scale.iterator + offset, 4 * i < left, 4, c.layout.block_offset(4 * i)))
+            rows = [list(of_row) for of_row in zip(*found, strict=True)]
+        else:
+            rows = [self._row_scales(tile, lane + 32 * i, first, left, share) for i in range(c.columns // 32)]
+        if c.fmt == MXFP4:
+            # Padding may be anything.
+            rows = [[ptx.select(left > 2, word, word & Uint32(0xFFFF)) for word in row] for row in rows]
+        return rows
+
+    def _row_scales(self, tile: Tile, row, first, left, share) -> list:
+        """The words of a row, from its scale ``first`` on."""
+        c, scale = self.config, share.b_scale
+        exists = tile.column + row < share.n
+        column = tile.column + row
         if c.layout.is_linear:
             offset = Int64(tile.expert) * scale.stride[2] + Int64(column) * scale.stride[0]
             at = scale.iterator + (offset + first)
@@ -69,62 +104,76 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
             return [ptx.load_if(at, exists & (4 * i < left), 1, 4 * i)[0] for i in range(c.block_scales // 4)]
         of_all = Int64(tile.expert) * share.n + column
         at = scale.iterator + (c.layout.row_offset(of_all, Int64(scale.shape[1])) + c.layout.block_offset(first))
-        words = []
-        for i in range(c.block_scales // 4):
-            word = ptx.load_if(at, exists & (4 * i < left), 1, c.layout.block_offset(4 * i))[0]
-            if c.fmt == MXFP4:
-                # Padding may be anything.
-                word = ptx.select(left > 2, word, word & Uint32(0xFFFF))
-            words.append(word)
-        return words
+        offsets = [c.layout.block_offset(4 * i) for i in range(c.block_scales // 4)]
+        return [ptx.load_if(at, exists & (4 * i < left), 1, offset)[0] for i, offset in enumerate(offsets)]
 
     @cute.jit
-    def _store_scales(self, loaded, place, lane, smem):
-        self._store_token_scales(self._scales(place, smem), loaded[0], lane)
-        for i in range_constexpr(len(loaded[1])):
-            store_words(loaded[1][i], self._scale_words(place, lane + 32 * i, smem))
-
-    def _scale_words(self, place, row, smem) -> cute.Tensor:
-        """The words of a row's scales of the weight."""
-        each = self.config.block_scales // 4
-        at = self._scales(place, smem).iterator + cute.assume(self.config.tokens + row * each, divby=each)
-        return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(each))
-
-    def _powers(self, place, smem, which: int = 0) -> cute.Tensor:
-        """Powers of two of the rows of the weight."""
+    def _store_scales(self, loaded, begun, is_last, place, lane, smem):
+        """Where every row of a group fits its unit, leave what the tables of the shared units follow from; elsewhere
+        the bytes of the scales, and the exponents of the K block's own units. Then the consumers have to change units,
+        and after the last K block of a tile too, whose totals are in the unit 1."""
         c = self.config
-        at = self._scales(place, smem).iterator + (c.tokens + c.columns * (c.block_scales // 4 + which))
+        self._store_token_scales(self._scales(place, smem), loaded[0], lane)
+        exponents, count = begun
+        for i in range_constexpr(len(loaded[1])):
+            words, row = loaded[1][i], lane + 32 * i
+            unit = Int32(exponents << 24 - 8 * i) >> 24
+            shared = over_shared_unit(words, unit, c.fmt)
+            is_own = Int32(cute.arch.vote_any_sync((shared.fits == Boolean(False)) & (32 * i < count)))
+            if is_own != 0:
+                own = own_exponent(words, c.fmt)
+                of_halves = [words[0], words[0] >> 16] if const_expr(c.fmt == MXFP4) else words
+                record = [of_halves[0], Uint32(own), of_halves[1], Uint32(own)]
+                store_words(record, self._record_words(place, row, smem))
+                after = ptx.select(is_last, Int32(0), unit)
+                self._store_powers(unit - after, own - after, place, row, smem)
+            else:
+                record = [shared.ones[0], shared.halves[0], shared.ones[1], shared.halves[1]]
+                store_words(record, self._record_words(place, row, smem))
+                if is_last:
+                    self._store_powers(unit, unit, place, row, smem)
+            if lane == 0:
+                flags = is_own * OWN_UNITS | ptx.select(is_last, Int32(CHANGES), is_own * CHANGES)
+                store_words([Uint32(flags)], cute.local_tile(self._flags(place, smem), (1,), (i,)))
+
+    def _record_words(self, place, row, smem) -> cute.Tensor:
+        """The words of a row's scales of the weight: two of each half of the K block."""
+        at = self._scales(place, smem).iterator + cute.assume(self.config.tokens + row * 4, divby=4)
+        return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4))
+
+    def _powers(self, place, smem, which: int) -> cute.Tensor:
+        """For each row of the weight, where units change, the factor of the totals (0), or of the K block's sums (1)."""
+        c = self.config
+        at = self._scales(place, smem).iterator + (c.tokens + c.columns * (4 + which))
         return cute.make_tensor(at, cute.make_layout(c.columns))
 
-    def _store_power(self, exponent, stage, row, smem, which: int = 0) -> None:
-        self._powers(stage, smem, which)[row] = power_of_two(exponent)
+    def _store_powers(self, of_totals, of_sums, place, row, smem) -> None:
+        for which, exponent in enumerate((of_totals, of_sums)):
+            self._powers(place, smem, which)[row] = power_of_two(exponent)
 
-    def _changes(self, place, smem) -> cute.Tensor:
-        """Whether units change, for each decoding warp."""
-        at = self._scales(place, smem).iterator + (self.config.place_scales - DECODERS)
-        return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(DECODERS))
+    def _flags(self, place, smem) -> cute.Tensor:
+        """Of each group of 32 rows of the weight: ``OWN_UNITS``, ``CHANGES``."""
+        c = self.config
+        at = self._scales(place, smem).iterator + (c.tokens + c.columns * 6)
+        return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(c.columns // 32))
 
     # Decoding
 
     @cute.jit
     def _help(self, warp, lane, share, smem):
-        """A decoding warp: 32 rows of every K block."""
+        """A decoding warp: 32 rows of every K block, or halves of 16."""
         c = self.config
-        row = warp * 32 + lane
+        row, halves = warp * 32 + lane, [0, 1]
+        if const_expr(c.lanes_per_row == 2):
+            row, halves = warp * 16 + lane % 16, [lane // 16]
+        group = row // 32
         stage, parity = Int32(0), Int32(0)
-        unit = Int32(0)
         for _ in range(share.first, share.count, share.workers):
-            for block in cutlass.range(share.begin, share.end, unroll=1):
+            for _ in cutlass.range(share.begin, share.end, unroll=1):
                 ptx.wait(smem.arrived + stage, parity)
-                scales = row_scales(load_words(self._scale_words(stage, row, smem)), c.fmt)
-                exponent = scales.exponent
-                if const_expr(c.has_units):
-                    # Twice the least at first, so that units hardly ever change
-                    before = ptx.select(block == share.begin, exponent + 1, unit)
-                    exponent, unit = self._use_units(scales, before, block + 1 == share.end, stage, warp, lane, smem)
-                else:
-                    self._store_power(exponent, stage, row, smem)
-                self._decode_row(scales.numbers(exponent), stage, row, smem)
+                (flags,) = load_words(cute.local_tile(self._flags(stage, smem), (1,), (group,)))
+                for half in halves:
+                    self._decode_half(flags & Uint32(OWN_UNITS), stage, row, half, smem)
                 # The MMAs read it through the async proxy, and copies replace the codes.
                 fence_async()
                 cute.arch.sync_warp()
@@ -132,55 +181,42 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
                 stage, parity = next_stage(stage, parity, c.stages)
 
     @cute.jit
-    def _use_units(self, scales: RowScales, before, is_last, stage, warp, lane, smem):
-        """Decide whether the numbers of a K block are in the units of the totals, which are ``2^before``. If not, in a
-        row of the warp, the units change, or numbers and totals differ by a power of two: both are left for the
-        consumers. The last K block of a tile changes units to 1.
-
-        Returns the exponent that the numbers are over, and that of the units from here on.
-        """
-        now = cutlass.max(before, scales.exponent)
-        if const_expr(scales.is_near is not True):
-            now = ptx.select(scales.is_near, now, Int32(0))
-        stays = (now == before) & scales.fits(now) & scales.is_near
-        changes = ptx.select(is_last, Int32(1), Int32(cute.arch.vote_any_sync(stays == Boolean(False))))
-        now = ptx.select(is_last, Int32(0), now)
-        exponent = now
-        if changes != 0:
-            exponent = scales.exponent
-            self._store_power(before - now, stage, warp * 32 + lane, smem)
-            self._store_power(exponent - now, stage, warp * 32 + lane, smem, 1)
-        if lane == 0:
-            store_words([Uint32(changes)], cute.local_tile(self._changes(stage, smem), (1,), (warp,)))
-        return exponent, now
-
-    def _decode_row(self, numbers: list, stage, row, smem) -> None:
-        """Decode a row of a K block."""
+    def _decode_half(self, is_own, stage, row, half, smem):
+        """Decode half a row of a K block."""
         c = self.config
-        codes_at = smem.columns + cute.assume((stage * c.columns + row) * c.line, divby=c.line)
-        decoded_at = smem.own + cute.assume((stage * c.columns + row) * BLOCK, divby=BLOCK)
+        record = self._record_words(stage, row, smem)
+        at = record.iterator + cute.assume(Int32(half) * 2, divby=2)
+        first, second = load_words(cute.make_tensor(at, cute.make_layout(2)))
         # Swizzles permute pieces by the number of the 128 bytes that they are in.
-        for piece in range(c.line // PIECE):
-            at = codes_at + cute.assume((piece ^ row // 2 % 4) * PIECE, divby=PIECE)
-            codes = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
-            for half in range(2):
-                block = (2 * piece + half) * c.block_scales // PIECES
-                if half == 0 or c.block_scales == PIECES:
-                    table = table_of(numbers[block])
-                words = [word for one in codes[2 * half : 2 * half + 2] for word in look_up(table, one)]
-                to = decoded_at + cute.assume(((2 * piece + half) ^ row % 8) * PIECE, divby=PIECE)
-                store_words(words, cute.make_tensor(cute.recast_ptr(to, dtype=Uint32), cute.make_layout(4)))
+        codes_at = (stage * c.columns + row) * c.line + (half * 2 ^ row // 2 % 4) * PIECE
+        codes = []
+        for piece in range_constexpr(2):
+            codes += load_words(self._piece(smem.columns, codes_at ^ piece * PIECE))
+        if is_own != Uint32(0):
+            self._store_half(tables_of_own_unit(first, Int32(second), c.fmt), codes, stage, row, half, smem)
+        else:
+            self._store_half(tables_of_shared_unit(first, second, c.fmt), codes, stage, row, half, smem)
+
+    def _store_half(self, tables: list, codes: list, stage, row, half, smem) -> None:
+        c = self.config
+        to = (stage * c.columns + row) * BLOCK + (half * 4 ^ row % 8) * PIECE
+        for piece in range(4):
+            table = tables[piece * len(tables) // 4]
+            words = [word for one in codes[2 * piece : 2 * piece + 2] for word in look_up(table, one)]
+            store_words(words, self._piece(smem.own, to ^ piece * PIECE))
+
+    def _piece(self, base, offset) -> cute.Tensor:
+        at = base + cute.assume(offset, divby=PIECE)
+        return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4))
 
     # Sums
 
     def _factors(self, stage, consumer, smem) -> Any:
-        """The scales of a lane's rows; or, in swapped tiles, of its rows ``2^t``, and of its columns the scales."""
+        """The scales of a lane's rows of ``a``, which are columns of swapped tiles."""
         c, scales = self.config, self._scales(stage, smem)
-        if c.has_units:
-            return [scales[consumer.row], scales[consumer.row + 8]]
-        powers = self._powers(stage, smem)
-        pairs = [self._pair(scales, group, consumer) for group in range(c.mma_columns // 8)]
-        return [powers[consumer.row], powers[consumer.row + 8]], pairs
+        if c.is_swapped:
+            return [one for group in range(c.mma_columns // 8) for one in self._pair(scales, group, consumer)]
+        return [scales[consumer.row], scales[consumer.row + 8]]
 
     def _pair(self, values: cute.Tensor, group: int, consumer) -> list:
         """The values of a lane's columns in a group of eight."""
@@ -191,25 +227,23 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
     @cute.jit
     def _prepare(self, sums, partial, stage, consumer, smem):
         """Change the units of totals, and bring the sums of a K block to these."""
-        if const_expr(self.config.has_units):
-            changes = load_words(self._changes(stage, smem))
-            if (changes[0] | changes[1] | changes[2] | changes[3]) != Uint32(0):
-                for warp in range_constexpr(DECODERS):
-                    if changes[warp] != Uint32(0):
-                        for group in range_constexpr(4 * warp, 4 * warp + 4):
+        if const_expr(self.config.is_swapped):
+            (flags,) = load_words(cute.local_tile(self._flags(stage, smem), (1,), (consumer.first // 32,)))
+            if flags != Uint32(0):
+                for values, which in ((sums, 0), (partial, 1)):
+                    powers = self._powers(stage, smem, which)
+                    of_rows = [powers[consumer.row], powers[consumer.row + 8]]
+                    for i in range_constexpr(self.config.mma_columns // 2):
+                        values[i] = ptx.mul_rn(values[i], of_rows[i // 2 % 2])
+        else:
+            flags = load_words(self._flags(stage, smem))
+            if (flags[0] | flags[1] | flags[2] | flags[3]) != Uint32(0):
+                for i in range_constexpr(len(flags)):
+                    if flags[i] != Uint32(0):
+                        for group in range_constexpr(4 * i, 4 * i + 4):
                             of_sums = self._pair(self._powers(stage, smem, 0), group, consumer)
                             of_partial = self._pair(self._powers(stage, smem, 1), group, consumer)
-                            for i in range_constexpr(4):
-                                at = 4 * group + i
-                                sums[at] = ptx.mul_rn(sums[at], of_sums[i % 2])
-                                partial[at] = ptx.mul_rn(partial[at], of_partial[i % 2])
-
-    def _promote(self, sums, partial, factors) -> None:
-        """Add a block's sums to the totals: times ``2^t``, which is exact, and the scale."""
-        if self.config.has_units:
-            super()._promote(sums, partial, factors)
-            return
-        powers, scales = factors
-        for i in range(self.config.mma_columns // 2):
-            value = ptx.mul_rn(partial[i], powers[i // 2 % 2])
-            sums[i] = ptx.fma_rn(scales[i // 4][i % 2], value, sums[i])
+                            for j in range_constexpr(4):
+                                at = 4 * group + j
+                                sums[at] = ptx.mul_rn(sums[at], of_sums[j % 2])
+                                partial[at] = ptx.mul_rn(partial[at], of_partial[j % 2])

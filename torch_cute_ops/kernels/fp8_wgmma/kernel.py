@@ -70,7 +70,7 @@ class FP8WgmmaKernel(FP8TilesKernel):
         return self._token_scales(block, tile, lane, share), share.b_scale[tile.column // BLOCK, block, tile.expert]
 
     @cute.jit
-    def _store_scales(self, loaded, place, lane, smem):
+    def _store_scales(self, loaded, begun, is_last, place, lane, smem):
         scales = self._scales(place, smem)
         self._store_token_scales(scales, loaded[0], lane)
         if lane == 0:
