@@ -91,6 +91,8 @@ RUNS = [
     Run(case(MXFP4, "128x4", "plain", (128, 1), FP32, "column", FP32), (130,), 136, 192, 2),
     Run(case(NVFP4, "linear", "counted", (128, 1), BF16), (3, 70, 0), 72, 640, 1),
     Run(case(NVFP4, "128x4", "masked", (128, 1), FP32), (3, 0, 70), 136, 64, 1, room=72),
+    Run(case(NVFP4, "128x4", "plain", (256, 1), FP32, "column", FP32), (200,), 136, 704, 2),
+    Run(case(MXFP4, "linear", "counted", (256, 1), BF16), (3, 257, 0), 72, 192, 2),
 ]
 
 
@@ -106,11 +108,11 @@ NEAR = {NVFP4: (1, 0x80), MXFP4: (100, 140)}
 
 
 @pytest.mark.parametrize(
-    ("fmt", "tile"), [(NVFP4, (128, 1)), (MXFP4, (16, 1))], ids=["nvfp4-128-rows", "mxfp4-16-rows"]
+    ("fmt", "tile"), [(NVFP4, (128, 1)), (MXFP4, (16, 1)), (NVFP4, (256, 1))], ids=["nvfp4-128-rows", "mxfp4-16-rows", "nvfp4-256-rows"]
 )
 def test_scales_that_are_hard_to_encode(fmt: Any, tile: tuple[int, int]) -> None:
     """One K block: fp32 adds nothing up. Numbers are subnormal in e4m3, or zero, or NaN; totals change their units."""
-    got, want = execute(Run(case(fmt, "128x4", "plain", tile, FP32), (9,), 136, 128, 1, scales=NEAR[fmt]))
+    got, want = execute(Run(case(fmt, "128x4", "plain", tile, FP32), (9,), 136, 128, 2, scales=NEAR[fmt]))
     near = torch.isclose(got, want, rtol=1e-5, atol=0, equal_nan=True)
     assert near.float().mean() > 0.99  # the emulator's sum of random products is rounded in another order
     equal("NaN", got.isnan(), want.isnan())
@@ -118,9 +120,10 @@ def test_scales_that_are_hard_to_encode(fmt: Any, tile: tuple[int, int]) -> None
 
 SWAPPED = Run(case(NVFP4, "128x4", "masked", (16, 1), BF16), (3, 5), 136, 1792, 1, room=8)
 UNITS = Run(case(NVFP4, "128x4", "counted", (128, 1), BF16), (130, 3), 120, 896, 1)
+PAIR = Run(case(NVFP4, "128x4", "counted", (256, 1), BF16), (200, 3), 120, 896, 2)
 
 
-@pytest.mark.parametrize("run", [SWAPPED, UNITS], ids=["swapped", "units"])
+@pytest.mark.parametrize("run", [SWAPPED, UNITS, PAIR], ids=["swapped", "units", "pair"])
 @pytest.mark.parametrize("seed", [None, 1])
 def test_what_orders_it_is_enough(run: Run, seed: int | None) -> None:
     got, want = execute(run, seed=seed)
@@ -131,7 +134,7 @@ def test_what_orders_it_is_enough(run: Run, seed: int | None) -> None:
     ("run", "edit"),
     [
         pytest.param(run, edit, id=f"{name}-{what}")
-        for name, run in (("swapped", SWAPPED), ("units", UNITS))
+        for name, run in (("swapped", SWAPPED), ("units", UNITS), ("pair", PAIR))
         for what, edit in (
             ("every wait", changed(WAIT, None, PASSED)),
             ("stage free", changed(WAIT, 0, PASSED)),

@@ -322,6 +322,12 @@ class Races:
         self.was_read[rows, -1] = READING
         return rows
 
+    def copy_has_read(self, agent: Agent, rows: slice) -> None:
+        """It has read them: who knows of it knows that. (Who knows of its write of them does, which comes later.)"""
+        own = (self.reader[rows, -1] == self.column[agent.thread]) & (self.was_read[rows, -1] == READING)
+        self.reader[rows, -1][own] = self.agent
+        self.was_read[rows, -1][own] = agent.clock
+
     def _check_read(self, agent: Agent, rows: Any, offset_of: Callable[[int], int]) -> None:
         """Something asynchronous reads these records."""
         writer, written = self.writer[rows], self.written[rows]

@@ -23,16 +23,23 @@ class Tile(NamedTuple):
         tokens, columns: rows of ``a`` and of the weight.
         splits: CTAs of a cluster that share it, each with a part of k.
         ctas_per_sm: CTAs that share an SM.
+        row_ctas: CTAs of a cluster, each of which has a part of the rows.
     """
 
     tokens: int
     columns: int
     splits: int = 1
     ctas_per_sm: int = 1
+    row_ctas: int = 1
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.splits * self.row_ctas
 
     def clusters(self, sms: int) -> int:
         """Clusters that run at once; with four CTAs an H200 has room for one less than its SMs would allow."""
-        return max(1, sms * self.ctas_per_sm // self.splits - (self.splits == 4))
+        return max(1, sms * self.ctas_per_sm // self.cluster - (self.cluster == 4))
 
     def tiles_of(self, problem: GemmProblem, m: int) -> float:
         """Tiles of a call. Where nothing is known of the rows of each expert but their sum, the expectation under
@@ -66,8 +73,8 @@ class Tile(NamedTuple):
         # share the bandwidth.
         tiles = self.tiles_of(problem, m)
         beside = min(-(-rows_of_expert(problem, m) // self.tokens), BAND)
-        readers = min(1.0, tiles * self.splits / target.sms)
-        from_memory = readers * self.columns * row_bytes / beside / target.arch.memory_bytes_per_clock
+        readers = min(1.0, tiles * self.cluster / target.sms)
+        from_memory = readers * self.columns / self.row_ctas * row_bytes / beside / target.arch.memory_bytes_per_clock
         waves = math.ceil(tiles / self.clusters(target.sms))
         block = max(from_memory, block_clocks + wait * from_memory)
         clocks = waves * problem.k / BLOCK / self.splits * block + waves * SHARE_CLOCKS * (self.splits - 1)

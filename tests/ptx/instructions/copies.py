@@ -97,6 +97,8 @@ def _bulk(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     target, source = parts[:2]
     if target.startswith("shared") and source == "global":
         return _bulk_to_shared(d, ins, target)
+    if target == "shared::cluster" and source == "shared::cta" and "bulk_group" not in parts:
+        return _bulk_between_ctas(d, ins)
     if target == "global" and source.startswith("shared") and "bulk_group" in parts:
         return _bulk_to_global(d, ins)
     raise unknown(ins)
@@ -112,6 +114,32 @@ def _bulk_to_shared(d: Decoder, ins: Instruction, space: str) -> Step:
             return int(size[i]), global_bytes(m, threads[i : i + 1], source[i : i + 1], int(size[i]))
 
         return _start_to_shared(m, space, threads, target, barrier, bytes_of)
+
+    target, source, size, barrier = ins.operands[:4]
+    sources = [d.address(target), d.address(source), d.source(size, TYPES["u32"]), d.address(barrier)]
+    return Step(ins, sources, [], run)
+
+
+def _bulk_between_ctas(d: Decoder, ins: Instruction) -> Step:
+    m = d.machine
+
+    def run(threads: Array, target: Array, source: Array, size: Array, barrier: Array) -> tuple:
+        source, size = (of_each(x, threads) for x in (source, size))
+        ctas, offsets = m.shared_place("shared", threads, source)
+
+        def bytes_of(i: int) -> Bytes:
+            cta, offset, count = int(ctas[i]), int(offsets[i]), int(size[i])
+            here = m.shared.span(cta, offset, count, True)
+            agent = m.races.begin(int(threads[i]))
+            rows = m.races.copy_reads(agent, cta, offset, count)
+
+            def read() -> Array:
+                m.races.copy_has_read(agent, rows)
+                return m.shared.data[here]
+
+            return count, read
+
+        return _start_to_shared(m, "shared::cluster", threads, target, barrier, bytes_of, ctas)
 
     target, source, size, barrier = ins.operands[:4]
     sources = [d.address(target), d.address(source), d.source(size, TYPES["u32"]), d.address(barrier)]
@@ -136,8 +164,10 @@ def _start_to_shared(
     target: Array,
     barrier: Array,
     bytes_of: Callable[[int], Bytes],
+    sources: Array | None = None,
 ) -> tuple:
-    """Start a copy for each of the threads: check everything now, copy later. ``bytes_of(i)``: those of the i-th."""
+    """Start a copy for each of the threads: check everything now, copy later. ``bytes_of(i)``: those of the i-th;
+    ``sources``: the CTAs that they are in, if they are in shared memory."""
     target, barrier = (of_each(x, threads) for x in (target, barrier))
     ctas, offsets = m.shared_place(space, threads, target)
     barrier_ctas, barriers = m.shared_place(space, threads, barrier)
@@ -147,7 +177,7 @@ def _start_to_shared(
             if barrier_ctas[i] != cta:
                 raise Fault(EmulationError, 0, "the mbarrier is in another CTA than the target")
             copy = one_to_shared(m, thread, cta, int(offsets[i]), cta, int(barriers[i]), *bytes_of(i))
-            m.under_way.start(thread, copy, (cta,))
+            m.under_way.start(thread, copy, (cta,) if sources is None else (cta, int(sources[i])))
         except Fault as fault:
             fault.position = i
             raise

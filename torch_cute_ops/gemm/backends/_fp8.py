@@ -26,7 +26,7 @@ class FP8Backend(Backend):
         assert target.arch is not None
         (kernel,) = self.kernels(problem, tactic, target.arch)
         function, tile = compile_kernel(kernel, target.arch), self.tile(tactic)
-        max_ctas = tile.clusters(target.sms) * tile.splits
+        max_ctas = tile.clusters(target.sms) * tile.cluster
         return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
             a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, max_ctas
         )

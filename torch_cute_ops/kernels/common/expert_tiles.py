@@ -234,13 +234,12 @@ def by_expert(matrix: cute.Tensor, is_plain: bool, is_transposed: bool = False) 
 
 
 class ExpertTilesKernel:
-    """Base of the kernels whose CTAs take such tiles: built from a ``Config`` with ``rows``, ``tokens`` and an
-    ``epilogue``."""
+    """Base of the kernels whose CTAs take such tiles: built from a ``Config`` with ``rows`` and an ``epilogue``."""
 
-    def __init__(self, config: Any, columns: int, tiles: Callable[..., ExpertTiles] = ExpertTiles):
+    def __init__(self, config: Any, tokens: int, columns: int, tiles: Callable[..., ExpertTiles] = ExpertTiles):
         self.config = config
         self.epilogue = EpilogueOps(config.epilogue)
-        self.tiles = tiles(config.rows, config.tokens, columns)
+        self.tiles = tiles(config.rows, tokens, columns)
 
     def arguments(self) -> Arguments:
         return self.tiles.arguments(self.epilogue)

@@ -36,6 +36,8 @@ class FP8TilesConfig:
         own_bytes: shared memory that the kernel has besides.
         ctas_per_sm: CTAs that share an SM.
         helpers: warps that complete a stage which has arrived; there may be none.
+        row_ctas: CTAs of a cluster whose rows of ``a`` follow each other, beside the same columns: a tile is one of
+            each.
         store_bytes: shared memory in which lines of the result are assembled, or partial sums exchanged.
     """
 
@@ -50,6 +52,17 @@ class FP8TilesConfig:
     own_bytes: int
     helpers: int
     ctas_per_sm: int
+    row_ctas: int = 1
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.splits * self.row_ctas
+
+    @property
+    def copied_columns(self) -> int:
+        """Rows of the weight that a CTA copies."""
+        return self.columns // self.row_ctas
 
     @property
     def place_scales(self) -> int:
@@ -92,7 +105,7 @@ class FP8TilesConfig:
     @property
     def stage_bytes(self) -> int:
         """A K block of both operands, its scales, and a record."""
-        return self.tokens * BLOCK + self.columns * self.line + self.place_scales * 4 + RECORD_BYTES
+        return self.tokens * BLOCK + self.copied_columns * self.line + self.place_scales * 4 + RECORD_BYTES
 
     @property
     def smem_bytes(self) -> int:

@@ -105,7 +105,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         """Load the scales of a K block, which may not exist, for ``_store_scales``."""
 
     @abc.abstractmethod
-    def _store_scales(self, loaded: Any, begun: Any, is_last, place, lane, smem) -> None:
+    def _store_scales(self, loaded: Any, begun: Any, is_last, place, lane, share, smem) -> None:
         """Store them at a stage, which is free. ``begun`` is what ``_begin_scales`` returned, and ``is_last`` whether
         the K block is the CTA's last of its tile."""
 
@@ -134,12 +134,12 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         load = cpasync.CopyBulkTensorTileG2SOp()
         layout = cute.select(self._activations_layout(c.box_rows, 1), [0, 1])
         a_map = cpasync.make_tiled_tma_atom(load, view.a, layout, (c.box_rows, BLOCK))
-        b_map = cpasync.make_tiled_tma_atom(load, view.b, self._weight_layout(1), (c.columns, c.line, 1))
+        b_map = cpasync.make_tiled_tma_atom(load, view.b, self._weight_layout(1), (c.copied_columns, c.line, 1))
         scales = view.a_scale, view.b_scale
         self.kernel(a_map, b_map, scales, (offsets, counts), (alpha, bias), view.out, view.space).launch(
-            grid=[self.tiles.ctas(given, c.splits), 1, 1],
+            grid=[self.tiles.ctas(given, c.cluster), 1, 1],
             block=[c.threads, 1, 1],
-            cluster=[c.splits, 1, 1] if const_expr(c.splits > 1) else None,
+            cluster=[c.cluster, 1, 1] if const_expr(c.cluster > 1) else None,
             min_blocks_per_mp=c.ctas_per_sm,
             preferred_smem_carveout=100 if const_expr(c.ctas_per_sm > 1) else None,
             stream=stream,
@@ -150,7 +150,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         c = self.config
         base = SmemAllocator().allocate(c.smem_bytes, 1024)
         columns = base + c.stages * c.tokens * BLOCK
-        own = columns + c.stages * c.columns * c.line
+        own = columns + c.stages * c.copied_columns * c.line
         scales = own + c.own_bytes
         records = scales + c.stages * c.place_scales * 4
         stores = records + c.stages * RECORD_BYTES
@@ -185,14 +185,14 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
                 cute.arch.mbarrier_init(smem.arrived + i, 2)
                 if const_expr(c.helpers):
                     cute.arch.mbarrier_init(smem.full + i, c.helpers)
-                cute.arch.mbarrier_init(smem.free + i, 4 * GROUPS)
+                cute.arch.mbarrier_init(smem.free + i, 4 * GROUPS * c.row_ctas)
             if const_expr(c.splits > 1):
                 cute.arch.mbarrier_init(smem.left, 4 * GROUPS * c.splits)
                 cute.arch.mbarrier_init(smem.read, 4 * GROUPS * c.splits)
         cute.arch.mbarrier_init_fence()
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
-        if const_expr(c.splits > 1):
+        if const_expr(c.cluster > 1):
             # The barriers of all CTAs are initialised before any is used.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -206,10 +206,10 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
             width=b_map[1].shape[1],
             begin=cta % c.splits * blocks // c.splits,
             end=(cta % c.splits + 1) * blocks // c.splits,
-            first=cta // c.splits,
-            rank=cta % c.splits,
+            first=cta // c.cluster,
+            rank=cta % c.cluster,
             count=self.tiles.count(m, n, smem.table),
-            workers=workers // c.splits,
+            workers=workers // c.cluster,
             a_scale=scales[0],
             b_scale=scales[1],
             alpha=alpha_and_bias[0],
@@ -227,20 +227,33 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             self._consume(tid, share, smem)
-        if const_expr(c.splits > 1):
-            # No CTA may end while another still reads its sums, or arrives at its barriers.
+        if const_expr(c.cluster > 1):
+            # No CTA may end while another still uses its shared memory.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
     def _free(self, stage, lane, smem) -> None:
         """Free a stage that the warp has read; all its lanes have read the scales."""
         cute.arch.sync_warp()
-        ptx.arrive_if(smem.free + stage, Uint32(lane == 0))
+        row_ctas = self.config.row_ctas
+        if row_ctas > 1:
+            ptx.arrive_there_if(smem.free + stage, lane, Uint32(lane < row_ctas))
+        else:
+            ptx.arrive_if(smem.free + stage, Uint32(lane == 0))
 
     def _tell(self, barrier, lane) -> None:
         """The warp arrives at the barriers of all CTAs that share the tile, which know its stores and loads then."""
         cute.arch.sync_warp()
         ptx.arrive_at_if(barrier, lane, Uint32(lane < self.config.splits))
+
+    def _find(self, number, lane, share, smem) -> tuple:
+        """The CTA's part of a tile: expert, first row, the rows that the expert has from there on, if any, and first
+        column."""
+        expert, row, rows, column = self.tiles.find(number, share.m, share.n, smem.table, lane)
+        if self.config.row_ctas > 1:
+            before = share.rank * self.config.tokens
+            row, rows = row + before, rows - before
+        return expert, row, rows, column
 
     def _help(self, warp, lane, share, smem) -> None:
         """A helper: it completes the stages that have arrived."""
@@ -259,14 +272,15 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         # With parity 1, a stage that was never used counts as free.
         stage, parity = Int32(0), Int32(1)
         for number in range(share.first, share.count, share.workers):
-            expert, row, rows, column = self.tiles.find(number, share.m, share.n, smem.table, lane)
+            expert, row, rows, column = self._find(number, lane, share, smem)
             # Rows begin anywhere.
             tiled = cute.local_tile(cute.domain_offset((row, 0), a_map[1]), (c.box_rows, BLOCK), (None, None))
             tokens_to, tokens_from = cpasync.tma_partition(a_map[0], 0, one, tokens, cute.group_modes(tiled, 0, 2))
-            tiled = cute.local_tile(b_map[1], (c.columns, c.line, 1), (column // c.columns, None, expert))
+            place = column // c.copied_columns + (share.rank if const_expr(c.row_ctas > 1) else 0)
+            tiled = cute.local_tile(b_map[1], (c.copied_columns, c.line, 1), (place, None, expert))
             columns_to, columns_from = cpasync.tma_partition(b_map[0], 0, one, columns, cute.group_modes(tiled, 0, 3))
-            boxes = cutlass.min(cute.ceil_div(rows, c.box_rows), Int32(c.boxes))
-            size = c.columns * c.line + boxes * (c.box_rows * BLOCK)
+            boxes = cutlass.max(cutlass.min(cute.ceil_div(rows, c.box_rows), Int32(c.boxes)), Int32(0))
+            size = c.copied_columns * c.line + boxes * (c.box_rows * BLOCK)
             for block in cutlass.range(share.begin, share.end, unroll=1):
                 ptx.wait(smem.free + stage, parity)
                 barrier = smem.arrived + stage
@@ -293,7 +307,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         c = self.config
         before = Int32(0)  # blocks of the tiles before
         for number in range(share.first, share.count, share.workers):
-            tile = Tile(*self.tiles.find(number, share.m, share.n, smem.table, lane))
+            tile = Tile(*self._find(number, lane, share, smem))
             begun = self._begin_scales(tile, lane, share)
             start = share.begin + (own + SCALE_WARPS - before % SCALE_WARPS) % SCALE_WARPS
             for first in cutlass.range(start, share.end, SCALE_WARPS * c.scales_ahead, unroll=1):
@@ -307,7 +321,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
                         stage = turn % c.stages
                         ptx.wait(smem.free + stage, turn // c.stages % 2 ^ 1, SLEEP)
                         is_last = first + i * SCALE_WARPS + 1 == share.end
-                        self._store_scales(loaded[i], begun, is_last, stage, lane, smem)
+                        self._store_scales(loaded[i], begun, is_last, stage, lane, share, smem)
                         cute.arch.sync_warp()
                         ptx.arrive_if(smem.arrived + stage, Uint32(lane == 0))
             before += share.end - share.begin
@@ -350,7 +364,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
             ptx.wait(smem.full + stage, parity)
             row, rows, column, expert = (Int32(word) for word in load_words(self._record(stage, smem)))
         else:
-            expert, row, rows, column = self.tiles.find(number, share.m, share.n, smem.table, lane)
+            expert, row, rows, column = self._find(number, lane, share, smem)
             if share.begin < share.end:
                 ptx.wait(smem.full + stage, parity)
         return row, rows, column, expert

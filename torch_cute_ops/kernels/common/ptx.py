@@ -367,6 +367,18 @@ def arrive_if(barrier, condition, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def arrive_there_if(barrier, rank, condition, *, loc=None, ip=None) -> None:
+    """The same on the mbarrier of the cluster's CTA of that rank: threads that wait for it know that this thread has
+    read, not what it has stored."""
+    operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(rank, loc, ip), _u32(condition, loc, ip)]
+    text = (
+        "{.reg .pred p; .reg .b32 there; setp.ne.u32 p, $2, 0; mapa.shared::cluster.u32 there, $0, $1; "
+        "@p mbarrier.arrive.shared::cluster.b64 _, [there];}"
+    )
+    _asm(None, operands, text, "r,r,r", loc, ip, pure=False)
+
+
+@dsl_user_op
 def arrive_at_if(barrier, rank, condition, *, loc=None, ip=None) -> None:
     """The same on the mbarrier of the cluster's CTA of that rank. Threads that wait for it know then what this thread
     has stored, which costs a fence."""
@@ -376,6 +388,22 @@ def arrive_at_if(barrier, rank, condition, *, loc=None, ip=None) -> None:
         "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}"
     )
     _asm(None, operands, text, "r,r,r", loc, ip, pure=False)
+
+
+@dsl_user_op
+def expect_and_send(own, barrier, size: int, rank, condition, *, loc=None, ip=None) -> None:
+    """Arrive on an mbarrier of this CTA, which is to count ``size`` bytes more; and start a bulk copy of so many bytes of
+    this CTA's shared memory to the same place in the cluster's CTA of that rank, whose mbarrier counts them."""
+    operands = [_u32(one.toint(loc=loc, ip=ip), loc, ip) for one in (own, barrier)]
+    operands += [_u32(rank, loc, ip), _u32(condition, loc, ip)]
+    text = (
+        "{.reg .pred p; .reg .b32 to, there; setp.ne.u32 p, $3, 0; "
+        "mapa.shared::cluster.u32 to, $0, $2; mapa.shared::cluster.u32 there, $1, $2; "
+        f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {size}; "
+        "@p cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+        f"[to], [$0], {size}, [there];}}"
+    )
+    _asm(None, operands, text, "r,r,r,r", loc, ip, pure=False)
 
 
 @dsl_user_op

@@ -16,8 +16,13 @@ __all__ = ["Arguments", "Config", "plan"]
 
 COLUMNS: Final = GROUPS * GROUP_ROWS
 """Rows of the weight of a tile."""
-TILES: Final = tuple((tokens, splits) for tokens, columns, splits in fp8_wgmma.TILES if columns == COLUMNS)
-"""Rows of ``a`` of a tile, and CTAs that share it."""
+PAIR: Final = 256
+"""Rows of ``a`` of a tile of two CTAs, each of which decodes half of the weight for both."""
+TILES: Final = (
+    *((tokens, splits) for tokens, columns, splits in fp8_wgmma.TILES if columns == COLUMNS),
+    (PAIR, 1),
+)
+"""Rows of ``a`` of a tile, and CTAs that share its k."""
 PAIRED_TOKENS: Final = 16
 """Most rows of ``a`` of a tile of which two CTAs share an SM: one waits while the other decodes."""
 CTA_BYTES: Final = 1024
@@ -30,25 +35,27 @@ class Config(fp8_wgmma.Config):
 
     Attributes:
         fmt, layout: format and scale layout of the weight. The others are those of ``fp8_wgmma``.
+        row_ctas: CTAs of a cluster that share the decoded weight, each for ``tokens`` rows of ``a``.
     """
 
     fmt: FP4Format
     layout: ScaleLayout
+    row_ctas: int = 1
     line: ClassVar[int] = BLOCK // 2
 
     @property
     def scales_ahead(self) -> int:
-        return self.lanes_per_row
+        return 2 if self.is_swapped and self.ctas_per_sm == 1 else 1
 
     @property
     def helpers(self) -> int:
         """Warps that decode the weight."""
-        return self.lanes_per_row * self.columns // 32
+        return self.lanes_per_row * self.copied_columns // 32
 
     @property
     def lanes_per_row(self) -> int:
         """Threads that decode a row of the weight in a K block: two where there are registers for so many."""
-        return 2 if self.is_swapped and self.ctas_per_sm == 1 else 1
+        return 2 if self.row_ctas > 1 or (self.is_swapped and self.ctas_per_sm == 1) else 1
 
     @property
     def threads(self) -> int:
@@ -72,9 +79,9 @@ class Config(fp8_wgmma.Config):
 
     @property
     def place_scales(self) -> int:
-        """Those of the rows of ``a``; for each row of the weight four words that its tables follow from, and two powers
-        that change units; and flags of each group of 32 rows."""
-        return self.tokens + 6 * self.columns + self.columns // 32
+        """Those of the rows of ``a``; for each row of the weight two powers that change units, and if the CTA decodes
+        it, four words that its tables follow from; and flags of each group of 32 rows."""
+        return self.tokens + 4 * self.copied_columns + 2 * self.columns + self.columns // 32
 
     @property
     def own_bytes(self) -> int:
@@ -83,8 +90,9 @@ class Config(fp8_wgmma.Config):
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
-        if (self.tokens, self.splits) not in TILES or self.columns != COLUMNS:
-            return f"no tile has {self.tokens} rows of a and {self.columns} of b, shared by {self.splits} CTAs"
+        rows = self.tokens * self.row_ctas
+        if (rows, self.splits) not in TILES or self.columns != COLUMNS:
+            return f"no tile has {rows} rows of a and {self.columns} of b, shared by {self.splits} CTAs"
         if self.layout.tile_rows not in (0, 128):
             return f"a weight has no scales in the layout {self.layout.name}"
         if (self.smem_bytes + CTA_BYTES) * self.ctas_per_sm > arch.smem_per_cta + CTA_BYTES:
@@ -107,8 +115,9 @@ def plan(
     pdl: bool,
 ) -> Config | None:
     """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this."""
+    row_ctas = 2 if tokens == PAIR else 1
     for stages in range(MOST_STAGES, 1, -1):
-        config = Config(rows, epilogue, tokens, COLUMNS, splits, stages, pdl, fmt, layout)
+        config = Config(rows, epilogue, tokens // row_ctas, COLUMNS, splits, stages, pdl, fmt, layout, row_ctas)
         if config.reason_unsupported(arch) is None:
             return config
     return None

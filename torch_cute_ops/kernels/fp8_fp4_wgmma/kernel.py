@@ -44,7 +44,7 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
     def _weight_layout(self, stages: int):
         c = self.config
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW64, Uint8)
-        return cute.tile_to_shape(atom, (c.columns, c.line, stages), order=(0, 1, 2))
+        return cute.tile_to_shape(atom, (c.copied_columns, c.line, stages), order=(0, 1, 2))
 
     def _weight_stages(self, smem: Smem) -> cute.Tensor:
         layout = self._weight_layout(self.config.stages)
@@ -108,7 +108,7 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
         return [ptx.load_if(at, exists & (4 * i < left), 1, offset)[0] for i, offset in enumerate(offsets)]
 
     @cute.jit
-    def _store_scales(self, loaded, begun, is_last, place, lane, smem):
+    def _store_scales(self, loaded, begun, is_last, place, lane, share, smem):
         """Where every row of a group fits its unit, leave what the tables of the shared units follow from; elsewhere
         the bytes of the scales, and the exponents of the K block's own units. Then the consumers have to change units,
         and after the last K block of a tile too, whose totals are in the unit 1."""
@@ -124,17 +124,28 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
                 own = own_exponent(words, c.fmt)
                 of_halves = [words[0], words[0] >> 16] if const_expr(c.fmt == MXFP4) else words
                 record = [of_halves[0], Uint32(own), of_halves[1], Uint32(own)]
-                store_words(record, self._record_words(place, row, smem))
+                self._store_record(record, i, place, row, share, smem)
                 after = ptx.select(is_last, Int32(0), unit)
                 self._store_powers(unit - after, own - after, place, row, smem)
             else:
                 record = [shared.ones[0], shared.halves[0], shared.ones[1], shared.halves[1]]
-                store_words(record, self._record_words(place, row, smem))
+                self._store_record(record, i, place, row, share, smem)
                 if is_last:
                     self._store_powers(unit, unit, place, row, smem)
             if lane == 0:
                 flags = is_own * OWN_UNITS | ptx.select(is_last, Int32(CHANGES), is_own * CHANGES)
                 store_words([Uint32(flags)], cute.local_tile(self._flags(place, smem), (1,), (i,)))
+
+    @cute.jit
+    def _store_record(self, record, group, place, row, share, smem):
+        """Store the record of a row in the ``group``-th 32 rows, if this CTA decodes it."""
+        c = self.config
+        if const_expr(c.row_ctas == 1):
+            store_words(record, self._record_words(place, row, smem))
+        else:
+            groups = c.copied_columns // 32
+            if share.rank == group // groups:
+                store_words(record, self._record_words(place, row - group // groups * c.copied_columns, smem))
 
     def _record_words(self, place, row, smem) -> cute.Tensor:
         """The words of a row's scales of the weight: two of each half of the K block."""
@@ -144,7 +155,8 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
     def _powers(self, place, smem, which: int) -> cute.Tensor:
         """For each row of the weight, where units change, the factor of the totals (0), or of the K block's sums (1)."""
         c = self.config
-        at = self._scales(place, smem).iterator + (c.tokens + c.columns * (4 + which))
+        first = c.tokens + 4 * c.copied_columns
+        at = self._scales(place, smem).iterator + (first + c.columns * which)
         return cute.make_tensor(at, cute.make_layout(c.columns))
 
     def _store_powers(self, of_totals, of_sums, place, row, smem) -> None:
@@ -154,7 +166,8 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
     def _flags(self, place, smem) -> cute.Tensor:
         """Of each group of 32 rows of the weight: ``OWN_UNITS``, ``CHANGES``."""
         c = self.config
-        at = self._scales(place, smem).iterator + (c.tokens + c.columns * 6)
+        first = c.tokens + 4 * c.copied_columns + 2 * c.columns
+        at = self._scales(place, smem).iterator + first
         return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(c.columns // 32))
 
     # Decoding
@@ -166,40 +179,52 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
         row, halves = warp * 32 + lane, [0, 1]
         if const_expr(c.lanes_per_row == 2):
             row, halves = warp * 16 + lane % 16, [lane // 16]
-        group = row // 32
+        # In the tile
+        place = row if const_expr(c.row_ctas == 1) else share.rank * c.copied_columns + row
         stage, parity = Int32(0), Int32(0)
         for _ in range(share.first, share.count, share.workers):
             for _ in cutlass.range(share.begin, share.end, unroll=1):
                 ptx.wait(smem.arrived + stage, parity)
-                (flags,) = load_words(cute.local_tile(self._flags(stage, smem), (1,), (group,)))
+                (flags,) = load_words(cute.local_tile(self._flags(stage, smem), (1,), (place // 32,)))
                 for half in halves:
-                    self._decode_half(flags & Uint32(OWN_UNITS), stage, row, half, smem)
+                    self._decode_half(flags & Uint32(OWN_UNITS), stage, row, place, half, smem)
                 # The MMAs read it through the async proxy, and copies replace the codes.
                 fence_async()
                 cute.arch.sync_warp()
-                ptx.arrive_if(smem.full + stage, Uint32(lane == 0))
+                if const_expr(c.row_ctas == 1):
+                    ptx.arrive_if(smem.full + stage, Uint32(lane == 0))
+                else:
+                    self._share_rows(stage, place, lane, share, smem)
                 stage, parity = next_stage(stage, parity, c.stages)
 
+    def _share_rows(self, stage, place, lane, share, smem) -> None:
+        """Send the rows that a warp has decoded, of which ``place`` is the first lane's first, to the other CTA, and
+        expect as many from there."""
+        c = self.config
+        rows = 32 // c.lanes_per_row
+        decoded = smem.own + cute.assume((stage * c.columns + place) * BLOCK, divby=PIECE)
+        ptx.expect_and_send(decoded, smem.full + stage, rows * BLOCK, share.rank ^ 1, Uint32(lane == 0))
+
     @cute.jit
-    def _decode_half(self, is_own, stage, row, half, smem):
-        """Decode half a row of a K block."""
+    def _decode_half(self, is_own, stage, row, place, half, smem):
+        """Decode half of the CTA's ``row`` of a K block, the tile's row ``place``."""
         c = self.config
         record = self._record_words(stage, row, smem)
         at = record.iterator + cute.assume(Int32(half) * 2, divby=2)
         first, second = load_words(cute.make_tensor(at, cute.make_layout(2)))
         # Swizzles permute pieces by the number of the 128 bytes that they are in.
-        codes_at = (stage * c.columns + row) * c.line + (half * 2 ^ row // 2 % 4) * PIECE
+        codes_at = (stage * c.copied_columns + row) * c.line + (half * 2 ^ row // 2 % 4) * PIECE
         codes = []
         for piece in range_constexpr(2):
             codes += load_words(self._piece(smem.columns, codes_at ^ piece * PIECE))
         if is_own != Uint32(0):
-            self._store_half(tables_of_own_unit(first, Int32(second), c.fmt), codes, stage, row, half, smem)
+            self._store_half(tables_of_own_unit(first, Int32(second), c.fmt), codes, stage, place, half, smem)
         else:
-            self._store_half(tables_of_shared_unit(first, second, c.fmt), codes, stage, row, half, smem)
+            self._store_half(tables_of_shared_unit(first, second, c.fmt), codes, stage, place, half, smem)
 
-    def _store_half(self, tables: list, codes: list, stage, row, half, smem) -> None:
+    def _store_half(self, tables: list, codes: list, stage, place, half, smem) -> None:
         c = self.config
-        to = (stage * c.columns + row) * BLOCK + (half * 4 ^ row % 8) * PIECE
+        to = (stage * c.columns + place) * BLOCK + (half * 4 ^ place % 8) * PIECE
         for piece in range(4):
             table = tables[piece * len(tables) // 4]
             words = [word for one in codes[2 * piece : 2 * piece + 2] for word in look_up(table, one)]

@@ -54,7 +54,7 @@ class FP8MmaKernel(ExpertTilesKernel):
     """The kernel of one ``Config``."""
 
     def __init__(self, config: Config):
-        super().__init__(config, COLUMNS)
+        super().__init__(config, config.tokens, COLUMNS)
 
     @cute.jit
     def __call__(self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, max_ctas: Int32, stream):

@@ -53,7 +53,7 @@ class FP8WgmmaKernel(FP8TilesKernel):
     """The kernel of one ``Config``."""
 
     def __init__(self, config: Config, tiles: Callable[..., ExpertTiles] = ExpertTiles):
-        super().__init__(config, config.columns, tiles)
+        super().__init__(config, config.tokens * config.row_ctas, config.columns, tiles)
 
     def _weight_layout(self, stages: int):
         return self._activations_layout(self.config.columns, stages)
@@ -70,7 +70,7 @@ class FP8WgmmaKernel(FP8TilesKernel):
         return self._token_scales(block, tile, lane, share), share.b_scale[tile.column // BLOCK, block, tile.expert]
 
     @cute.jit
-    def _store_scales(self, loaded, begun, is_last, place, lane, smem):
+    def _store_scales(self, loaded, begun, is_last, place, lane, share, smem):
         scales = self._scales(place, smem)
         self._store_token_scales(scales, loaded[0], lane)
         if lane == 0:
