@@ -64,5 +64,4 @@ class FP8FP4Wgmma(FP8Backend):
 
     def tile(self, tactic: Tactic) -> Tile:
         tokens, splits = map(int, tactic)
-        ctas_per_sm = 2 if tokens <= fp8_fp4_wgmma.PAIRED_TOKENS else 1
-        return Tile(tokens, COLUMNS, splits, ctas_per_sm, 2 if tokens == fp8_fp4_wgmma.PAIR else 1)
+        return Tile(tokens, COLUMNS, splits, row_ctas=2 if tokens == fp8_fp4_wgmma.PAIR else 1)

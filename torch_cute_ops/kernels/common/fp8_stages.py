@@ -35,7 +35,8 @@ class FP8TilesConfig:
         scales_ahead: K blocks whose scales a warp loads together.
         own_bytes: shared memory that the kernel has besides.
         ctas_per_sm: CTAs that share an SM.
-        helpers: warps that complete a stage which has arrived; there may be none.
+        helpers, teams: warps that complete a stage which has arrived, if there are any; and how many times so many there
+            are, which take the stages in turns.
         row_ctas: CTAs of a cluster whose rows of ``a`` follow each other, beside the same columns: a tile is one of
             each.
         store_bytes: shared memory in which lines of the result are assembled, or partial sums exchanged.
@@ -53,6 +54,7 @@ class FP8TilesConfig:
     helpers: int
     ctas_per_sm: int
     row_ctas: int = 1
+    teams: int = 1
 
     @property
     def cluster(self) -> int:

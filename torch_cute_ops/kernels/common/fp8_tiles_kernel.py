@@ -217,13 +217,16 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
             out=out,
         )
         if warp >= 4 * GROUPS:
-            cute.arch.setmaxregister_decrease(c.registers[1])
-            if warp == 4 * GROUPS:
-                self._produce(a_map, b_map, tid % 32, share, smem)
-            elif warp <= 4 * GROUPS + SCALE_WARPS:
-                self._produce_scales(warp - (4 * GROUPS + 1), tid % 32, share, smem)
+            if warp <= 4 * GROUPS + SCALE_WARPS:
+                cute.arch.setmaxregister_decrease(c.registers[1])
+                if warp == 4 * GROUPS:
+                    self._produce(a_map, b_map, tid % 32, share, smem)
+                else:
+                    self._produce_scales(warp - (4 * GROUPS + 1), tid % 32, share, smem)
             elif const_expr(c.helpers):
-                self._help(warp - (4 * GROUPS + 1 + SCALE_WARPS), tid % 32, share, smem)
+                cute.arch.setmaxregister_decrease(c.registers[2])
+                helper = warp - (4 * GROUPS + 1 + SCALE_WARPS)
+                self._help(helper // c.helpers, helper % c.helpers, tid % 32, share, smem)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             self._consume(tid, share, smem)
@@ -255,8 +258,8 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
             row, rows = row + before, rows - before
         return expert, row, rows, column
 
-    def _help(self, warp, lane, share, smem) -> None:
-        """A helper: it completes the stages that have arrived."""
+    def _help(self, team, warp, lane, share, smem) -> None:
+        """A helper, one of its team's warps: it completes the stages that have arrived, one of each of the teams."""
 
     # Copies
 

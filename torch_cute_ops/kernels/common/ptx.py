@@ -391,19 +391,18 @@ def arrive_at_if(barrier, rank, condition, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def expect_and_send(own, barrier, size: int, rank, condition, *, loc=None, ip=None) -> None:
+def expect_and_send(own, barrier, size: int, rank, *, loc=None, ip=None) -> None:
     """Arrive on an mbarrier of this CTA, which is to count ``size`` bytes more; and start a bulk copy of so many bytes of
     this CTA's shared memory to the same place in the cluster's CTA of that rank, whose mbarrier counts them."""
     operands = [_u32(one.toint(loc=loc, ip=ip), loc, ip) for one in (own, barrier)]
-    operands += [_u32(rank, loc, ip), _u32(condition, loc, ip)]
+    operands.append(_u32(rank, loc, ip))
     text = (
-        "{.reg .pred p; .reg .b32 to, there; setp.ne.u32 p, $3, 0; "
-        "mapa.shared::cluster.u32 to, $0, $2; mapa.shared::cluster.u32 there, $1, $2; "
-        f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {size}; "
-        "@p cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+        "{.reg .b32 to, there; mapa.shared::cluster.u32 to, $0, $2; mapa.shared::cluster.u32 there, $1, $2; "
+        f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {size}; "
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
         f"[to], [$0], {size}, [there];}}"
     )
-    _asm(None, operands, text, "r,r,r,r", loc, ip, pure=False)
+    _asm(None, operands, text, "r,r,r", loc, ip, pure=False)
 
 
 @dsl_user_op

@@ -21,12 +21,12 @@ Bytes moved: as ``fp8_wgmma``, with half of the weight, and its block scales.
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.fp8_fp4_wgmma.config import COLUMNS, PAIR, PAIRED_TOKENS, TILES, Arguments, Config, plan
+from torch_cute_ops.kernels.fp8_fp4_wgmma.config import COLUMNS, PAIR, TILES, Arguments, Config, plan
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp8_fp4_wgmma.kernel import FP8FP4WgmmaKernel
 
-__all__ = ["COLUMNS", "KERNEL", "PAIR", "PAIRED_TOKENS", "TILES", "Arguments", "Config", "FP8FP4WgmmaKernel", "plan"]
+__all__ = ["COLUMNS", "KERNEL", "PAIR", "TILES", "Arguments", "Config", "FP8FP4WgmmaKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.FP8FP4WgmmaKernel"
 __getattr__ = on_demand(__name__, "FP8FP4WgmmaKernel")

@@ -23,10 +23,6 @@ TILES: Final = (
     (PAIR, 1),
 )
 """Rows of ``a`` of a tile, and CTAs that share its k."""
-PAIRED_TOKENS: Final = 16
-"""Most rows of ``a`` of a tile of which two CTAs share an SM: one waits while the other decodes."""
-CTA_BYTES: Final = 1024
-"""Shared memory that a CTA takes besides."""
 
 
 @dataclass(frozen=True)
@@ -42,35 +38,36 @@ class Config(fp8_wgmma.Config):
     layout: ScaleLayout
     row_ctas: int = 1
     line: ClassVar[int] = BLOCK // 2
-
-    @property
-    def scales_ahead(self) -> int:
-        return 2 if self.is_swapped and self.ctas_per_sm == 1 else 1
-
-    @property
-    def helpers(self) -> int:
-        """Warps that decode the weight."""
-        return self.lanes_per_row * self.copied_columns // 32
+    teams: ClassVar[int] = 2
 
     @property
     def lanes_per_row(self) -> int:
-        """Threads that decode a row of the weight in a K block: two where there are registers for so many."""
-        return 2 if self.row_ctas > 1 or (self.is_swapped and self.ctas_per_sm == 1) else 1
+        """Threads that decode a row of the weight in a K block."""
+        return 2 if self.is_swapped or self.row_ctas > 1 else 1
+
+    @property
+    def helpers(self) -> int:
+        return self.lanes_per_row * self.copied_columns // 32
 
     @property
     def threads(self) -> int:
-        return THREADS + 32 * self.helpers
+        return THREADS + 32 * self.teams * self.helpers
 
     @property
-    def ctas_per_sm(self) -> int:
-        """CTAs that share an SM."""
-        return 2 if self.tokens <= PAIRED_TOKENS else 1
+    def registers(self) -> tuple[int, int, int]:
+        return (136, 64, 40) if self.is_swapped else (168, 56, 40)
 
     @property
-    def registers(self) -> tuple[int, int]:
-        if self.ctas_per_sm == 2:
-            return 72, 56
-        return (144, 64) if self.is_swapped else (208, 48)
+    def together(self) -> int:
+        return 2 if self.is_swapped else 1
+
+    @property
+    def unrolls(self) -> bool:
+        return False
+
+    @property
+    def scales_ahead(self) -> int:
+        return 2 if self.is_swapped else 1
 
     @property
     def block_scales(self) -> int:
@@ -95,8 +92,6 @@ class Config(fp8_wgmma.Config):
             return f"no tile has {rows} rows of a and {self.columns} of b, shared by {self.splits} CTAs"
         if self.layout.tile_rows not in (0, 128):
             return f"a weight has no scales in the layout {self.layout.name}"
-        if (self.smem_bytes + CTA_BYTES) * self.ctas_per_sm > arch.smem_per_cta + CTA_BYTES:
-            return f"needs {self.smem_bytes} bytes of shared memory in each of {self.ctas_per_sm} CTAs of an SM"
         return super().reason_unsupported(arch)
 
 

@@ -173,37 +173,48 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
     # Decoding
 
     @cute.jit
-    def _help(self, warp, lane, share, smem):
-        """A decoding warp: 32 rows of every K block, or halves of 16."""
+    def _help(self, team, warp, lane, share, smem):
+        """A decoding warp: 32 rows of each of its team's K blocks, or halves of 16."""
         c = self.config
-        row, halves = warp * 32 + lane, [0, 1]
-        if const_expr(c.lanes_per_row == 2):
-            row, halves = warp * 16 + lane % 16, [lane // 16]
-        # In the tile
-        place = row if const_expr(c.row_ctas == 1) else share.rank * c.copied_columns + row
+        each = 32 // c.lanes_per_row
+        row, halves = warp * each + lane % each, [0, 1] if c.lanes_per_row == 1 else [lane // each]
+        # Of the warp's first row, and of the lane's, in the tile
+        before = share.rank * c.copied_columns if const_expr(c.row_ctas > 1) else 0
+        first, place = before + warp * each, before + row
+        count = cute.ceil_div(share.count - share.first, share.workers) * (share.end - share.begin)
         stage, parity = Int32(0), Int32(0)
-        for _ in range(share.first, share.count, share.workers):
-            for _ in cutlass.range(share.begin, share.end, unroll=1):
-                ptx.wait(smem.arrived + stage, parity)
-                (flags,) = load_words(cute.local_tile(self._flags(stage, smem), (1,), (place // 32,)))
-                for half in halves:
-                    self._decode_half(flags & Uint32(OWN_UNITS), stage, row, place, half, smem)
-                # The MMAs read it through the async proxy, and copies replace the codes.
-                fence_async()
-                cute.arch.sync_warp()
-                if const_expr(c.row_ctas == 1):
-                    ptx.arrive_if(smem.full + stage, Uint32(lane == 0))
-                else:
-                    self._share_rows(stage, place, lane, share, smem)
-                stage, parity = next_stage(stage, parity, c.stages)
+        if team > 0:
+            stage, parity = self._skip(Int32(0), count, stage, parity, smem)
+        for turn in cutlass.range(team, count, c.teams, unroll=1):
+            ptx.wait(smem.arrived + stage, parity)
+            (flags,) = load_words(cute.local_tile(self._flags(stage, smem), (1,), (place // 32,)))
+            for half in halves:
+                self._decode_half(flags & Uint32(OWN_UNITS), stage, row, place, half, smem)
+            # The MMAs and the copy read it through the async proxy, and copies replace the codes.
+            fence_async()
+            cute.arch.sync_warp()
+            if const_expr(c.row_ctas == 1):
+                ptx.arrive_if(smem.full + stage, Uint32(lane == 0))
+            else:
+                self._share_rows(stage, first, each, share, smem)
+            stage, parity = next_stage(stage, parity, c.stages)
+            stage, parity = self._skip(turn + 1, count, stage, parity, smem)
 
-    def _share_rows(self, stage, place, lane, share, smem) -> None:
-        """Send the rows that a warp has decoded, of which ``place`` is the first lane's first, to the other CTA, and
-        expect as many from there."""
+    @cute.jit
+    def _skip(self, turn, count, stage, parity, smem):
+        """Skip a K block of the other team. Where the teams exchange stages from round to round, wait for it: who does
+        not may take a phase for that of two rounds before."""
         c = self.config
-        rows = 32 // c.lanes_per_row
-        decoded = smem.own + cute.assume((stage * c.columns + place) * BLOCK, divby=PIECE)
-        ptx.expect_and_send(decoded, smem.full + stage, rows * BLOCK, share.rank ^ 1, Uint32(lane == 0))
+        if const_expr(c.stages % c.teams):
+            self._wait_if(turn < count, smem.arrived + stage, parity)
+        return next_stage(stage, parity, c.stages)
+
+    @cute.jit
+    def _share_rows(self, stage, first, rows: int, share, smem):
+        """Send the rows that a warp has decoded, from ``first`` on, to the other CTA, and expect as many from there."""
+        decoded = smem.own + cute.assume((stage * self.config.columns + first) * BLOCK, divby=PIECE)
+        with cute.arch.elect_one():
+            ptx.expect_and_send(decoded, smem.full + stage, rows * BLOCK, share.rank ^ 1)
 
     @cute.jit
     def _decode_half(self, is_own, stage, row, place, half, smem):

@@ -20,7 +20,7 @@ TILES: Final = (
 )
 """Rows of ``a`` and of ``b`` of a tile, and CTAs that share it."""
 TOGETHER: Final = 2
-"""K blocks whose MMAs a consumer starts before it waits for the first: as many as there are registers for."""
+"""As many as there are registers for."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,14 @@ class Config(FP8TilesConfig):
         return self.tokens < MANY
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Registers per thread of consumers, and of other warps."""
+    def registers(self) -> tuple[int, ...]:
+        """Registers per thread of consumers, of the producer's warpgroup, and of helpers, if there are any."""
         return 224, 56
+
+    @property
+    def together(self) -> int:
+        """K blocks whose MMAs a consumer starts before it waits for the first."""
+        return TOGETHER
 
     @property
     def mma_columns(self) -> int:
@@ -96,8 +101,8 @@ class Config(FP8TilesConfig):
             return f"no tile has {self.tokens} rows of a and {self.columns} of b, shared by {self.splits} CTAs"
         if self.stages < SCALE_WARPS:
             return f"{SCALE_WARPS} warps that load scales in turn need as many stages; there are {self.stages}"
-        if self.unrolls and self.stages % TOGETHER:
-            return f"{TOGETHER} blocks are multiplied together; {self.stages} is no multiple of that"
+        if self.unrolls and self.stages % self.together:
+            return f"{self.together} blocks are multiplied together; {self.stages} is no multiple of that"
         if self.smem_bytes > arch.smem_per_cta:
             return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
         return self.epilogue.reason_unsupported(is_grouped=not self.rows.is_plain)

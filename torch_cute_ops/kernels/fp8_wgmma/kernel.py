@@ -16,7 +16,7 @@ from torch_cute_ops.kernels.common.fp8_tiles_kernel import FP8TilesKernel, Smem,
 from torch_cute_ops.kernels.common.row_stores import store_columns, store_rows
 from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS, WARPGROUP
 from torch_cute_ops.kernels.common.weight_ring import next_stage
-from torch_cute_ops.kernels.fp8_wgmma.config import TOGETHER, Config
+from torch_cute_ops.kernels.fp8_wgmma.config import Config
 
 STEP = 32  # elements of k of an MMA
 
@@ -89,7 +89,7 @@ class FP8WgmmaKernel(FP8TilesKernel):
         multiply = self._mma(group, smem)
         size = c.mma_columns // 2
         sums = cute.make_rmem_tensor((size,), Float32)
-        partials = [cute.make_rmem_tensor((size,), Float32) for _ in range(TOGETHER)]
+        partials = [cute.make_rmem_tensor((size,), Float32) for _ in range(c.together)]
         stage, parity, turn = Int32(0), Int32(0), Int32(0)
         # There is none at first.
         kept = Kept(Int32(0), Int32(0), Int32(0), Int32(0))
@@ -133,8 +133,8 @@ class FP8WgmmaKernel(FP8TilesKernel):
         if const_expr(c.is_swapped):
             sums.fill(0.0)
         else:
-            if count >= TOGETHER:
-                count = count - TOGETHER
+            if count >= c.together:
+                count = count - c.together
                 store = functools.partial(self._store_kept, sums, kept, consumer, share)
                 stage, parity = self._add_blocks(multiply, sums, partials, count, stage, parity, consumer, smem, store)
             else:
@@ -146,8 +146,8 @@ class FP8WgmmaKernel(FP8TilesKernel):
                 multiply, sums, partials, begun, count - begun, stage, parity, consumer, smem
             )
             for rest in cutlass.range(count - begun - c.stages, -1, -c.stages, unroll=1):
-                for place in range_constexpr(0, c.stages, TOGETHER):
-                    follow = rest + (c.stages - TOGETHER - place)
+                for place in range_constexpr(0, c.stages, c.together):
+                    follow = rest + (c.stages - c.together - place)
                     _, parity = self._add_blocks(multiply, sums, partials, follow, place, parity, consumer, smem)
             count = (count - begun) % c.stages
         return self._add_some(multiply, sums, partials, count, 0, stage, parity, consumer, smem)
@@ -156,9 +156,10 @@ class FP8WgmmaKernel(FP8TilesKernel):
     def _add_some(self, multiply, sums, partials: list, count, follow, stage, parity, consumer, smem):
         """Add ``count`` blocks of a tile, after which ``follow`` blocks of it are left. Returns the next stage, and its
         parity."""
-        for rest in cutlass.range(count - TOGETHER, -1, -TOGETHER, unroll=1):
+        together = self.config.together
+        for rest in cutlass.range(count - together, -1, -together, unroll=1):
             stage, parity = self._add_blocks(multiply, sums, partials, rest + follow, stage, parity, consumer, smem)
-        for _ in cutlass.range(count % TOGETHER, unroll=1):
+        for _ in cutlass.range(count % together if const_expr(together > 1) else 0, unroll=1):
             stage, parity = self._add_blocks(multiply, sums, partials[:1], follow, stage, parity, consumer, smem)
         return stage, parity
 
