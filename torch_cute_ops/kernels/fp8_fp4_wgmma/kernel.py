@@ -28,9 +28,7 @@ from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import (
 from torch_cute_ops.kernels.fp8_fp4_wgmma.weights import FP4ExpertTiles
 from torch_cute_ops.kernels.fp8_wgmma.kernel import FP8WgmmaKernel
 
-# Flags of 32 rows of the weight in a K block
-OWN_UNITS = 1  # they are decoded over units of their own
-CHANGES = 2  # consumers have to multiply totals and sums by powers
+IS_LAST = 0x10  # flag of the last K block of a tile
 
 
 class FP8FP4WgmmaKernel(FP8WgmmaKernel):
@@ -115,12 +113,14 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
         c = self.config
         self._store_token_scales(self._scales(place, smem), loaded[0], lane)
         exponents, count = begun
+        flags = ptx.select(is_last, Uint32(IS_LAST), Uint32(0))
         for i in range_constexpr(len(loaded[1])):
             words, row = loaded[1][i], lane + 32 * i
             unit = Int32(exponents << 24 - 8 * i) >> 24
             shared = over_shared_unit(words, unit, c.fmt)
-            is_own = Int32(cute.arch.vote_any_sync((shared.fits == Boolean(False)) & (32 * i < count)))
-            if is_own != 0:
+            is_own = cute.arch.vote_any_sync((shared.fits == Boolean(False)) & (32 * i < count))
+            flags |= ptx.select(is_own, Uint32(1 << i), Uint32(0))
+            if is_own:
                 own = own_exponent(words, c.fmt)
                 of_halves = [words[0], words[0] >> 16] if const_expr(c.fmt == MXFP4) else words
                 record = [of_halves[0], Uint32(own), of_halves[1], Uint32(own)]
@@ -132,9 +132,8 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
                 self._store_record(record, i, place, row, share, smem)
                 if is_last:
                     self._store_powers(unit, unit, place, row, smem)
-            if lane == 0:
-                flags = is_own * OWN_UNITS | ptx.select(is_last, Int32(CHANGES), is_own * CHANGES)
-                store_words([Uint32(flags)], cute.local_tile(self._flags(place, smem), (1,), (i,)))
+        if lane == 0:
+            store_words([flags], self._flags(place, smem))
 
     @cute.jit
     def _store_record(self, record, group, place, row, share, smem):
@@ -164,11 +163,12 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
             self._powers(place, smem, which)[row] = power_of_two(exponent)
 
     def _flags(self, place, smem) -> cute.Tensor:
-        """Of each group of 32 rows of the weight: ``OWN_UNITS``, ``CHANGES``."""
+        """A word: bit i is set where the i-th 32 rows of the weight are decoded over units of their own; and
+        ``IS_LAST``."""
         c = self.config
         first = c.tokens + 4 * c.copied_columns + 2 * c.columns
         at = self._scales(place, smem).iterator + first
-        return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(c.columns // 32))
+        return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(1))
 
     # Decoding
 
@@ -187,9 +187,9 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
             stage, parity = self._skip(Int32(0), count, stage, parity, smem)
         for turn in cutlass.range(team, count, c.teams, unroll=1):
             ptx.wait(smem.arrived + stage, parity)
-            (flags,) = load_words(cute.local_tile(self._flags(stage, smem), (1,), (place // 32,)))
+            (flags,) = load_words(self._flags(stage, smem))
             for half in halves:
-                self._decode_half(flags & Uint32(OWN_UNITS), stage, row, place, half, smem)
+                self._decode_half(flags >> first // 32 & Uint32(1), stage, row, place, half, smem)
             # The MMAs and the copy read it through the async proxy, and copies replace the codes.
             fence_async()
             cute.arch.sync_warp()
@@ -260,22 +260,26 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
         words = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(2)))
         return [ptx.float_of(word) for word in words]
 
+    def _read_flags(self, stage, consumer, smem) -> Uint32:
+        """Which groups of 32 rows of the weight change units, or bring their sums to these: those of the warp."""
+        (flags,) = load_words(self._flags(stage, smem))
+        if self.config.is_swapped:
+            return flags & (Uint32(1) << consumer.first // 32 | IS_LAST)
+        return flags
+
     @cute.jit
-    def _prepare(self, sums, partial, stage, consumer, smem):
+    def _prepare(self, sums, partial, flags, stage, consumer, smem):
         """Change the units of totals, and bring the sums of a K block to these."""
-        if const_expr(self.config.is_swapped):
-            (flags,) = load_words(cute.local_tile(self._flags(stage, smem), (1,), (consumer.first // 32,)))
-            if flags != Uint32(0):
+        if flags != Uint32(0):
+            if const_expr(self.config.is_swapped):
                 for values, which in ((sums, 0), (partial, 1)):
                     powers = self._powers(stage, smem, which)
                     of_rows = [powers[consumer.row], powers[consumer.row + 8]]
                     for i in range_constexpr(self.config.mma_columns // 2):
                         values[i] = ptx.mul_rn(values[i], of_rows[i // 2 % 2])
-        else:
-            flags = load_words(self._flags(stage, smem))
-            if (flags[0] | flags[1] | flags[2] | flags[3]) != Uint32(0):
-                for i in range_constexpr(len(flags)):
-                    if flags[i] != Uint32(0):
+            else:
+                for i in range_constexpr(self.config.columns // 32):
+                    if (flags & Uint32(1 << i | IS_LAST)) != Uint32(0):
                         for group in range_constexpr(4 * i, 4 * i + 4):
                             of_sums = self._pair(self._powers(stage, smem, 0), group, consumer)
                             of_partial = self._pair(self._powers(stage, smem, 1), group, consumer)

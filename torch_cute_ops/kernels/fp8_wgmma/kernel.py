@@ -200,10 +200,11 @@ class FP8WgmmaKernel(FP8TilesKernel):
         for i, partial in enumerate(partials):
             later = len(partials) - 1 - i
             factors = self._factors(reads[i], consumer, smem)
+            flags = self._read_flags(reads[i], consumer, smem)
             if later == 0:
                 self._wait_if(follow > 0, smem.full + stage, parity)
             warpgroup.wait_group(later)
-            self._prepare(sums, partial, reads[i], consumer, smem)
+            self._prepare(sums, partial, flags, reads[i], consumer, smem)
             self._free(reads[i], consumer.lane, smem)
             self._promote(sums, partial, factors)
         return stage, parity
@@ -256,7 +257,10 @@ class FP8WgmmaKernel(FP8TilesKernel):
         of_columns = scales[c.tokens]
         return [ptx.mul_rn(scales[place], of_columns) for place in places]
 
-    def _prepare(self, sums, partial, stage, consumer, smem) -> None:
+    def _read_flags(self, stage, consumer, smem) -> Any:
+        """What tells ``_prepare`` what to do; read while the MMAs run."""
+
+    def _prepare(self, sums, partial, flags, stage, consumer, smem) -> None:
         """What has to be done before a K block's sums are added to the totals."""
 
     def _promote(self, sums, partial, factors: Any) -> None:
