@@ -89,11 +89,14 @@ def test_compiles_without_spills(case: AnyCase, compiled):
         assert resources.smem_bytes == 0
         assert resources.registers * threads <= REGISTERS_PER_SM, "a CTA cannot be launched"
     if hasattr(config, "registers"):
-        # What some warpgroups take, others have given away: one, or one more that decodes. The kernel that multiplies
-        # comes first.
-        others = WARPGROUP * (2 if isinstance(case, FP8FP4GemmCase) else 1)
-        taken = (threads - others) * config.registers[0] + others * config.registers[1]
-        assert taken <= threads * kernels[0].registers, "a warpgroup waits for registers for ever"
+        # What consumers take, others have given away: the producer's warpgroup, and those that decode. The kernel that
+        # multiplies comes first.
+        own, given = kernels[0].registers, config.registers[1:]
+        helpers = 32 * config.helpers * config.teams if isinstance(case, FP8FP4GemmCase) else 0
+        groups = (threads - WARPGROUP - helpers, WARPGROUP, helpers)
+        taken = sum(size * each for size, each in zip(groups, config.registers, strict=False))
+        assert taken <= threads * own, "a warpgroup waits for registers for ever"
+        assert max(given) <= own <= config.registers[0], "setmaxnreg is not what it says: an illegal instruction"
 
 
 def test_covering_cases_cover():

@@ -108,7 +108,9 @@ NEAR = {NVFP4: (1, 0x80), MXFP4: (100, 140)}
 
 
 @pytest.mark.parametrize(
-    ("fmt", "tile"), [(NVFP4, (128, 1)), (MXFP4, (16, 1)), (NVFP4, (256, 1))], ids=["nvfp4-128-rows", "mxfp4-16-rows", "nvfp4-256-rows"]
+    ("fmt", "tile"),
+    [(NVFP4, (128, 1)), (MXFP4, (16, 1)), (NVFP4, (256, 1))],
+    ids=["nvfp4-128-rows", "mxfp4-16-rows", "nvfp4-256-rows"],
 )
 def test_scales_that_are_hard_to_encode(fmt: Any, tile: tuple[int, int]) -> None:
     """One K block: fp32 adds nothing up. Numbers are subnormal in e4m3, or zero, or NaN; totals change their units."""

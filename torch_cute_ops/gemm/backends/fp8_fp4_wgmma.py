@@ -11,14 +11,9 @@ from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
-BLOCK_CLOCKS = 1240.0
-ROW_CLOCKS = 1.5
-"""SM clocks per K block: fixed, most of them to decode the weight, and per row of ``a`` of a tile (measured on an
-H200)."""
-PAIRED = 1.35
-"""The same of a CTA that shares its SM, over that of one alone (measured on an H200)."""
-WAIT = 0.5
-"""Share of a K block's transfer time that the MMAs wait for it (measured on an H200)."""
+BLOCK_CLOCKS = {16: 690.0, 32: 730.0, 64: 900.0, 128: 1200.0, 256: 1080.0}
+"""SM clocks per K block, by rows of ``a`` of a tile (measured on an H200): most of them to decode the weight, which
+hides transfers, and which the CTAs of a tile of 256 rows share."""
 
 
 class FP8FP4Wgmma(FP8Backend):
@@ -45,8 +40,7 @@ class FP8FP4Wgmma(FP8Backend):
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         tile = self.tile(tactic)
-        clocks = (BLOCK_CLOCKS + ROW_CLOCKS * tile.tokens) * (PAIRED if tile.ctas_per_sm > 1 else 1.0)
-        return tile.seconds(problem, m, target, clocks, WAIT, row_bytes=problem.b.row_bytes(BLOCK))
+        return tile.seconds(problem, m, target, BLOCK_CLOCKS[tile.tokens], 0.0, row_bytes=problem.b.row_bytes(BLOCK))
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
         tile = self.tile(tactic)

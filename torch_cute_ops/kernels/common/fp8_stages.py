@@ -34,9 +34,8 @@ class FP8TilesConfig:
         place_scales: fp32 scales of a K block in the ring; whole pieces of 16 bytes.
         scales_ahead: K blocks whose scales a warp loads together.
         own_bytes: shared memory that the kernel has besides.
-        ctas_per_sm: CTAs that share an SM.
-        helpers, teams: warps that complete a stage which has arrived, if there are any; and how many times so many there
-            are, which take the stages in turns.
+        helpers, teams: warps that complete a stage which has arrived, if there are any; and how many times so many
+            there are, which take the stages in turns.
         row_ctas: CTAs of a cluster whose rows of ``a`` follow each other, beside the same columns: a tile is one of
             each.
         store_bytes: shared memory in which lines of the result are assembled, or partial sums exchanged.
@@ -52,7 +51,6 @@ class FP8TilesConfig:
     scales_ahead: int
     own_bytes: int
     helpers: int
-    ctas_per_sm: int
     row_ctas: int = 1
     teams: int = 1
 

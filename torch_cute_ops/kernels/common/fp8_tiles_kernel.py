@@ -140,8 +140,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
             grid=[self.tiles.ctas(given, c.cluster), 1, 1],
             block=[c.threads, 1, 1],
             cluster=[c.cluster, 1, 1] if const_expr(c.cluster > 1) else None,
-            min_blocks_per_mp=c.ctas_per_sm,
-            preferred_smem_carveout=100 if const_expr(c.ctas_per_sm > 1) else None,
+            min_blocks_per_mp=1,
             stream=stream,
             use_pdl=c.pdl,
         )

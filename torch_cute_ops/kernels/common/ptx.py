@@ -392,8 +392,8 @@ def arrive_at_if(barrier, rank, condition, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def expect_and_send(own, barrier, size: int, rank, *, loc=None, ip=None) -> None:
-    """Arrive on an mbarrier of this CTA, which is to count ``size`` bytes more; and start a bulk copy of so many bytes of
-    this CTA's shared memory to the same place in the cluster's CTA of that rank, whose mbarrier counts them."""
+    """Arrive on an mbarrier of this CTA, which is to count ``size`` bytes more; and start a bulk copy of so many bytes
+    of this CTA's shared memory to the same place in the cluster's CTA of that rank, whose mbarrier counts them."""
     operands = [_u32(one.toint(loc=loc, ip=ip), loc, ip) for one in (own, barrier)]
     operands.append(_u32(rank, loc, ip))
     text = (

@@ -4,16 +4,18 @@ e4m3 (``reference.mm_fp8_fp4``), through an epilogue.
 
 All is as in ``kernels.fp8_wgmma``, whose consumers, tiles, ring and clusters these are, but for the weight:
 
-1. The producer copies its codes, 64 bytes a row and K block; the scale warps load its block scales.
-2. A third warpgroup decodes. Each thread has a row: it finds t, makes a table of eight bytes for each block scale,
+1. The producer copies its codes, 64 bytes a row and K block. The scale warps load its block scales, and bring them to
+   what tables follow from (``decode``).
+2. Totals are in units of powers of two, one for each row of the weight, which follow from the scales of the first K
+   block of a tile. As long as a row's numbers of a K block are the same over that unit as over ``2^t``, but for the
+   power, they are decoded so, and consumers add as those of ``fp8_wgmma`` do. Where a row does not fit, its 32 rows are
+   decoded over ``2^t`` of their own, and consumers multiply a K block's sums by powers of two that the scale warps
+   leave; and after the last K block of a tile all totals, which leads back to the unit 1.
+3. Teams of warps decode K blocks in turns. A thread has a row: for each block scale it makes a table of eight bytes,
    looks up four codes by one PRMT, and stores the e4m3 numbers where the MMAs read them. So a stage is full when it has
-   arrived and has been decoded.
-3. With the weight on the M side, consumers multiply a K block's sums by ``2^t`` of a lane's two rows. With ``a`` there,
-   that would be a factor for each column: totals are in units of powers of two instead, one for each column, which
-   decoding threads choose. As long as a row's numbers of a K block are the same in the unit as over ``2^t``, but for
-   the power, they are decoded in it, and consumers add as those of ``fp8_wgmma`` do. Otherwise, and in the last K block
-   of a tile, which leads back to the unit 1, they multiply totals and sums by powers that the decoding threads leave.
-4. Of tiles of few rows of ``a`` two CTAs share an SM.
+   arrived and has been decoded. A thread's instructions depend on each other; teams hide that.
+4. A tile of 256 rows of ``a`` is that of two CTAs of a cluster with 128 each. Each copies and decodes half of the
+   weight's rows, and sends them to the other by bulk copies between their shared memories.
 
 Bytes moved: as ``fp8_wgmma``, with half of the weight, and its block scales.
 """

@@ -38,12 +38,15 @@ class Config(fp8_wgmma.Config):
     layout: ScaleLayout
     row_ctas: int = 1
     line: ClassVar[int] = BLOCK // 2
-    teams: ClassVar[int] = 2
 
     @property
     def lanes_per_row(self) -> int:
         """Threads that decode a row of the weight in a K block."""
-        return 2 if self.is_swapped or self.row_ctas > 1 else 1
+        return self.row_ctas
+
+    @property
+    def teams(self) -> int:
+        return 3 if self.is_swapped else 2
 
     @property
     def helpers(self) -> int:
@@ -55,7 +58,8 @@ class Config(fp8_wgmma.Config):
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        return (136, 64, 40) if self.is_swapped else (168, 56, 40)
+        # Behind the consumers', what launching a CTA gives each thread is the most that warps can keep.
+        return (136, 80, 40) if self.is_swapped else (168, 56, 40)
 
     @property
     def together(self) -> int:

@@ -75,7 +75,9 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
         first = Int64(block) * c.block_scales
         if c.rows.is_plain and not c.layout.is_linear:
             # Tiles are those of the layout, in which these rows follow each other.
-            offset = c.layout.row_offset(Int64(tile.column) + lane, Int64(scale.shape[1])) + c.layout.block_offset(first)
+            offset = c.layout.row_offset(Int64(tile.column) + lane, Int64(scale.shape[1])) + c.layout.block_offset(
+                first
+            )
             found = []
             for i in range(words):
                 found.append(ptx.load_if(scale.iterator + offset, 4 * i < left, 4, c.layout.block_offset(4 * i)))
@@ -114,26 +116,32 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
         self._store_token_scales(self._scales(place, smem), loaded[0], lane)
         exponents, count = begun
         flags = ptx.select(is_last, Uint32(IS_LAST), Uint32(0))
+        units, shared = [], []
         for i in range_constexpr(len(loaded[1])):
-            words, row = loaded[1][i], lane + 32 * i
-            unit = Int32(exponents << 24 - 8 * i) >> 24
-            shared = over_shared_unit(words, unit, c.fmt)
-            is_own = cute.arch.vote_any_sync((shared.fits == Boolean(False)) & (32 * i < count))
+            units.append(Int32(exponents << 24 - 8 * i) >> 24)
+            shared.append(over_shared_unit(loaded[1][i], units[i], c.fmt))
+            is_own = cute.arch.vote_any_sync((shared[i].fits == Boolean(False)) & (32 * i < count))
             flags |= ptx.select(is_own, Uint32(1 << i), Uint32(0))
-            if is_own:
-                own = own_exponent(words, c.fmt)
-                of_halves = [words[0], words[0] >> 16] if const_expr(c.fmt == MXFP4) else words
-                record = [of_halves[0], Uint32(own), of_halves[1], Uint32(own)]
-                self._store_record(record, i, place, row, share, smem)
-                after = ptx.select(is_last, Int32(0), unit)
-                self._store_powers(unit - after, own - after, place, row, smem)
-            else:
-                record = [shared.ones[0], shared.halves[0], shared.ones[1], shared.halves[1]]
-                self._store_record(record, i, place, row, share, smem)
-                if is_last:
-                    self._store_powers(unit, unit, place, row, smem)
+        for i in range_constexpr(len(loaded[1])):
+            record = [shared[i].ones[0], shared[i].halves[0], shared[i].ones[1], shared[i].halves[1]]
+            self._store_record(record, i, place, lane + 32 * i, share, smem)
+        if flags != Uint32(0):
+            for i in range_constexpr(len(loaded[1])):
+                self._store_changes(loaded[1][i], units[i], flags, i, place, lane + 32 * i, share, smem)
         if lane == 0:
             store_words([flags], self._flags(place, smem))
+
+    @cute.jit
+    def _store_changes(self, words, unit, flags, group, place, row, share, smem):
+        """What consumers change units by; and where a group has units of its own, what decodes it."""
+        after = ptx.select((flags & Uint32(IS_LAST)) != Uint32(0), Int32(0), unit)
+        of_sums = unit
+        if (flags & Uint32(1 << group)) != Uint32(0):
+            of_sums = own_exponent(words, self.config.fmt)
+            of_halves = [words[0], words[0] >> 16] if const_expr(self.config.fmt == MXFP4) else words
+            record = [of_halves[0], Uint32(of_sums), of_halves[1], Uint32(of_sums)]
+            self._store_record(record, group, place, row, share, smem)
+        self._store_powers(unit - after, of_sums - after, place, row, smem)
 
     @cute.jit
     def _store_record(self, record, group, place, row, share, smem):
@@ -152,7 +160,7 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
         return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4))
 
     def _powers(self, place, smem, which: int) -> cute.Tensor:
-        """For each row of the weight, where units change, the factor of the totals (0), or of the K block's sums (1)."""
+        """For each row of the weight, where units change, the factor of totals (0), or of the K block's sums (1)."""
         c = self.config
         first = c.tokens + 4 * c.copied_columns
         at = self._scales(place, smem).iterator + (first + c.columns * which)
@@ -183,8 +191,9 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
         first, place = before + warp * each, before + row
         count = cute.ceil_div(share.count - share.first, share.workers) * (share.end - share.begin)
         stage, parity = Int32(0), Int32(0)
-        if team > 0:
-            stage, parity = self._skip(Int32(0), count, stage, parity, smem)
+        for i in range_constexpr(c.teams - 1):
+            if team > i:
+                stage, parity = self._skip(Int32(i), count, stage, parity, smem)
         for turn in cutlass.range(team, count, c.teams, unroll=1):
             ptx.wait(smem.arrived + stage, parity)
             (flags,) = load_words(self._flags(stage, smem))
@@ -198,11 +207,12 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
             else:
                 self._share_rows(stage, first, each, share, smem)
             stage, parity = next_stage(stage, parity, c.stages)
-            stage, parity = self._skip(turn + 1, count, stage, parity, smem)
+            for i in range_constexpr(1, c.teams):
+                stage, parity = self._skip(turn + i, count, stage, parity, smem)
 
     @cute.jit
     def _skip(self, turn, count, stage, parity, smem):
-        """Skip a K block of the other team. Where the teams exchange stages from round to round, wait for it: who does
+        """Skip a K block of another team. Where the teams exchange stages from round to round, wait for it: who does
         not may take a phase for that of two rounds before."""
         c = self.config
         if const_expr(c.stages % c.teams):

@@ -48,10 +48,6 @@ class Config(FP8TilesConfig):
     helpers: ClassVar[int] = 0
 
     @property
-    def ctas_per_sm(self) -> int:
-        return 1
-
-    @property
     def own_bytes(self) -> int:
         return 0
 
