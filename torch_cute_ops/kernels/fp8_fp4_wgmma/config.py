@@ -59,11 +59,13 @@ class Config(fp8_wgmma.Config):
     @property
     def registers(self) -> tuple[int, int, int]:
         # Behind the consumers', what launching a CTA gives each thread is the most that warps can keep.
-        return (136, 80, 40) if self.is_swapped else (168, 56, 40)
+        if not self.is_swapped:
+            return 168, 56, 40
+        return (144, 72, 40) if self.tokens == GROUP_ROWS else (136, 80, 40)
 
     @property
     def together(self) -> int:
-        return 2 if self.is_swapped else 1
+        return 2 if self.tokens < GROUP_ROWS else 1
 
     @property
     def unrolls(self) -> bool:
@@ -71,7 +73,7 @@ class Config(fp8_wgmma.Config):
 
     @property
     def scales_ahead(self) -> int:
-        return 2 if self.is_swapped else 1
+        return 2 if self.tokens < GROUP_ROWS else 1
 
     @property
     def block_scales(self) -> int:
