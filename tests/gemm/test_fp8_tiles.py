@@ -67,10 +67,11 @@ def test_unsupported():
 
 
 def test_clusters_that_run_at_once():
-    """As many as SMs have room for; of four CTAs, one less."""
+    """As many as SMs have room for; of more than two CTAs, fewer."""
     assert Tile(16, 128).clusters(132) == 132
     assert Tile(16, 128, 2).clusters(132) == 66
-    assert Tile(16, 128, 4).clusters(132) == 32
+    assert [Tile(16, 128, splits).clusters(132) for splits in (3, 4, 6)] == [38, 29, 19]
+    assert Tile(256, 128, row_ctas=2).clusters(132) == 66
     assert Tile(16, 128, ctas_per_sm=2).clusters(114) == 228
 
 

@@ -4,6 +4,7 @@ import math
 from functools import cache
 from typing import Final, NamedTuple
 
+from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.runtime.arch import CLOCK_HZ
@@ -13,7 +14,8 @@ BLOCK: Final = 128
 BAND: Final = 8
 """Row tiles that run side by side, and share the columns of the weight in L2."""
 SHARE_CLOCKS: Final = 6500.0
-"""Clocks to add up the partial sums of a tile, per CTA that shares it but the first (measured on an H200)."""
+"""Clocks to add up the partial sums of a tile, per CTA that shares it but the first, where all CTAs together wait for
+memory (measured on an H200)."""
 
 
 class Tile(NamedTuple):
@@ -38,8 +40,8 @@ class Tile(NamedTuple):
         return self.splits * self.row_ctas
 
     def clusters(self, sms: int) -> int:
-        """Clusters that run at once; with four CTAs an H200 has room for one less than its SMs would allow."""
-        return max(1, sms * self.ctas_per_sm // self.cluster - (self.cluster == 4))
+        """Clusters that run at once."""
+        return cost.places(sms * self.ctas_per_sm, self.cluster) // self.cluster
 
     def tiles_of(self, problem: GemmProblem, m: int) -> float:
         """Tiles of a call. Where nothing is known of the rows of each expert but their sum, the expectation under
@@ -59,6 +61,7 @@ class Tile(NamedTuple):
         block_clocks: float,
         wait: float,
         row_bytes: float = BLOCK,
+        share_clocks: float = SHARE_CLOCKS,
     ) -> float:
         """Time of a call, by a model of operations, bytes and waves.
 
@@ -67,6 +70,7 @@ class Tile(NamedTuple):
             block_clocks: SM clocks of a K block whose operands have arrived.
             wait: share of a K block's transfer time that the MMAs wait for it.
             row_bytes: bytes of a row of the weight in a K block.
+            share_clocks: to add up the partial sums of a tile, per CTA that shares it but the first.
         """
         assert target.arch is not None
         # The weight is read from memory at least once. Row tiles that run side by side share it, and the SMs that read
@@ -77,7 +81,7 @@ class Tile(NamedTuple):
         from_memory = readers * self.columns / self.row_ctas * row_bytes / beside / target.arch.memory_bytes_per_clock
         waves = math.ceil(tiles / self.clusters(target.sms))
         block = max(from_memory, block_clocks + wait * from_memory)
-        clocks = waves * problem.k / BLOCK / self.splits * block + waves * SHARE_CLOCKS * (self.splits - 1)
+        clocks = waves * problem.k / BLOCK / self.splits * block + waves * share_clocks * (self.splits - 1)
         return clocks / CLOCK_HZ
 
 

@@ -14,6 +14,8 @@ from torch_cute_ops.runtime.compiler import KernelSpec
 BLOCK_CLOCKS = {16: 690.0, 32: 730.0, 64: 900.0, 128: 1200.0, 256: 1080.0}
 """SM clocks per K block, by rows of ``a`` of a tile (measured on an H200): most of them to decode the weight, which
 hides transfers, and which the CTAs of a tile of 256 rows share."""
+SHARE_CLOCKS = 1200.0
+"""Clocks to add up the partial sums of a tile, per CTA that shares it but the first (measured on an H200)."""
 
 
 class FP8FP4Wgmma(FP8Backend):
@@ -40,7 +42,8 @@ class FP8FP4Wgmma(FP8Backend):
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         tile = self.tile(tactic)
-        return tile.seconds(problem, m, target, BLOCK_CLOCKS[tile.tokens], 0.0, row_bytes=problem.b.row_bytes(BLOCK))
+        row_bytes = problem.b.row_bytes(BLOCK)
+        return tile.seconds(problem, m, target, BLOCK_CLOCKS[tile.tokens], 0.0, row_bytes, SHARE_CLOCKS)
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
         tile = self.tile(tactic)

@@ -20,7 +20,7 @@ ARRANGED_TOKENS: Final = 32
 """Most tokens of a tile that a CTA rearranges itself."""
 CLUSTER_TOKENS: Final = 128
 """Most tokens of a tile whose accumulators fit in place of the codes, for a cluster to add up."""
-SPLITS: Final = (1, 2, 3, 4, 8)
+SPLITS: Final = (1, 2, 3, 4, 5, 6, 8)
 """CTAs of a cluster."""
 EXPERT_TILES: Final = (16, 32, 64, 128)
 """Tokens of a tile over experts, where a thread has two sets of accumulators."""

@@ -15,7 +15,7 @@ __all__ = ["Arguments", "Config", "plan"]
 MANY: Final = 128
 """Rows of ``a`` of a tile with ``a`` on the M side; a tile with fewer has ``b`` there."""
 TILES: Final = (
-    *((tokens, 128, splits) for tokens in (16, 32, 64) for splits in (1, 2, 4)),
+    *((tokens, 128, splits) for tokens in (16, 32, 64) for splits in (1, 2, 3, 4, 6)),
     *((MANY, columns, 1) for columns in (64, 128)),
 )
 """Rows of ``a`` and of ``b`` of a tile, and CTAs that share it."""
