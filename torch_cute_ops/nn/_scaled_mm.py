@@ -18,8 +18,9 @@ def scaled_mm(
 ) -> Tensor:
     """``a_scale · weight_scale · (a @ weight.T) + bias``, (M, N) in ``out_dtype``.
 
-    By ``torch.nn.functional.scaled_mm``, or by ``torch._scaled_mm`` in a torch that has only that. Where
-    :func:`reason_refused` gives a reason, the elements are decoded, and multiplied in float32, or in float64 on a CPU.
+    By ``torch.nn.functional.scaled_mm``, or by ``torch._scaled_mm`` in a torch that has only that, and in compiled
+    code, because torch 2.11 does not trace the first. Where :func:`reason_refused` gives a reason, the elements are
+    decoded, and multiplied in float32, or in float64 on a CPU, which is exact.
 
     Args:
         a: (M, K) float8_e4m3fn.
@@ -36,7 +37,7 @@ def scaled_mm(
         return finished(total * a_scale, weight_scale, bias, out_dtype)
     if is_by_row:
         a_scale = a_scale.expand(len(a), 1).contiguous()
-    if _public is None:
+    if _public is None or torch.compiler.is_compiling():
         return torch._scaled_mm(a, weight.t(), a_scale, weight_scale, bias=bias, out_dtype=out_dtype)
     recipes = torch.nn.functional.ScalingType
     recipe = recipes.RowWise if is_by_row else recipes.TensorWise

@@ -432,8 +432,8 @@ class FP8TensorLinear(_FP8Linear):
 
     Activations: ``"fp8"``, with an ``input_scale`` from calibration under that (static), without one under a scale of
     each row (dynamic). ``fp8_quantize`` quantises, and torch's own scaled GEMM multiplies:
-    ``torch.nn.functional.scaled_mm``, or ``torch._scaled_mm`` in a torch that has only that. On a GPU it chooses a
-    kernel by the number of rows too, so that a row's result may depend on the batch in its last bits.
+    ``torch.nn.functional.scaled_mm``, or ``torch._scaled_mm`` in a torch that has only that, and in compiled code. On a
+    GPU it chooses a kernel by the number of rows too, so that a row's result may depend on the batch in its last bits.
 
     On a CPU, on a GPU without FP8, and where torch's GEMM refuses (N or K is no multiple of 16, the result is float32,
     or the bias has another dtype than the result), elements are decoded in each call and multiplied in float32, on a
