@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,6 +33,15 @@ def layer_of(
     )
 
 
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """New tensors hold NaN until something is written."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 class Calls:
     """What torch's scaled GEMM was called with."""
 
@@ -53,7 +63,7 @@ class Calls:
 
 
 @pytest.fixture(params=["scaled_mm", "_scaled_mm"])
-def calls(request, monkeypatch) -> Calls:
+def calls(request, monkeypatch, poisoned_memory) -> Calls:
     """The CPU's own scaled GEMM, which no layer uses there if it is not made to."""
     is_public = request.param == "scaled_mm"
     if is_public and _scaled_mm._public is None:
@@ -176,6 +186,8 @@ def test_where_torch_refuses(cls, calls):
 def test_devices(monkeypatch):
     cuda = SimpleNamespace(type="cuda")
     assert _scaled_mm._reason_no_device(torch.device("cpu")) == "the device is cpu"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert "NVIDIA" in str(_scaled_mm._reason_no_device(cuda))
     monkeypatch.setattr(torch.version, "hip", None)
     for capability, is_able in (((8, 0), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)

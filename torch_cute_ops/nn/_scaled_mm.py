@@ -61,8 +61,10 @@ def reason_refused(weight: Tensor, is_by_row: bool, bias: Tensor | None, out_dty
 
 
 def _reason_no_device(device: torch.device) -> str | None:
-    if device.type != "cuda" or torch.version.hip is not None:
+    if device.type != "cuda":
         return f"the device is {device.type}"
+    if torch.version.hip is not None:
+        return "the GPU is none of NVIDIA's"
     if torch.cuda.get_device_capability(device) < (8, 9):
         return "the GPU has no FP8 tensor cores"
     return None
