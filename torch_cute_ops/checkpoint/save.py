@@ -177,7 +177,7 @@ def _scheme_of(layer: QuantLinear, style: str) -> LayerScheme:
     activations = layer.activations
     if layer.scheme == "nvfp4":
         activations = "fp4" if layer.has_input_scale else "16bit"
-    elif layer.has_input_scale:
+    elif "input_scale" in layer.layout():
         activations = "fp8_static"
     scheme = LayerScheme(layer.scheme, style, activations)
     if style == "modelopt":

@@ -31,8 +31,8 @@ class QuantLinear(nn.Module):
         bias: whether there is one. The GEMM adds it in fp32, before the one rounding.
         activations: in what the GEMM takes them; ``"auto"`` is the first of the class's ``choices``.
         parts: rows of each of the layers that this one merges, such as q, k and v; ``None``: it is one.
-        has_input_scale: whether there is an ``input_scale``, for a format that has one; activations in NVFP4 need it,
-            and those in FP8 beside a scale of the tensor or its rows are of static scale with it.
+        has_input_scale: whether there is an ``input_scale``, for a format that has one. Activations in NVFP4 need it;
+            those in FP8, beside a weight with a scale of the tensor or of channels, are static with it.
         dtype: of the bias: float32, or that of the activations.
         device: of all tensors.
 
