@@ -114,7 +114,7 @@ def test_values(kind, is_merged, where, tmp_path):
     with torch.no_grad():
         y = attention.o_proj(x).double().numpy()
     want = x.double().numpy() @ content.weights["o_proj"].T
-    assert np.linalg.norm(y - want) <= (0.05 if kind.scheme == "fp8_block" else 2**-8) * np.linalg.norm(want)
+    assert np.linalg.norm(y - want) <= (0.05 if kind.scheme.startswith("fp8") else 2**-8) * np.linalg.norm(want)
 
 
 @by_kind
@@ -142,6 +142,38 @@ def test_fp4_activations(name, tmp_path):
     x = torch.randn(64, H).bfloat16()
     want = x.float() @ layer.dequantize().T
     assert (layer(x) - layer.bias - want).norm() <= 0.15 * want.norm()
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_fp8_activations(dynamic, tmp_path):
+    """The configuration says whether there is a scale of them; the tensors have to agree."""
+    kind = KINDS["compressed-tensors FP8 channel" if dynamic else "compressed-tensors FP8 tensor"]
+    content = Content(kind)
+    checkpoints.write(tmp_path, content.tensors, kind.quantization)
+    model = checkpoint.load_(on_meta(is_merged=True), tmp_path)
+    assert model.layers[0].qkv_proj.has_input_scale is not dynamic
+    if dynamic:
+        content.tensors["layers.0.o_proj.input_scale"] = torch.tensor([0.01])
+        refused(tmp_path, content.tensors, r"o_proj\.input_scale in .* is unknown to compressed-tensors fp8_chan", kind)
+    else:
+        assert model.layers[0].qkv_proj.input_scale.item() == torch.tensor(0.01).bfloat16().item()
+
+
+def test_mixed_precision_with_fp8(tmp_path):
+    """ModelOpt's: NVFP4 and FP8, as its search for the best format of each layer writes them."""
+    content, fp8 = Content(KINDS["modelopt W4A4"]), KINDS["modelopt FP8 tensor"]
+    tensors, want = checkpoints.random_layer(fp8, H, H)
+    o_proj = {name for name in content.tensors if name.startswith("layers.0.o_proj.")}
+    kept = {name: tensor for name, tensor in content.tensors.items() if name not in o_proj}
+    layers = {f"layers.0.{name}": {"quant_algo": "NVFP4", "group_size": 16} for name in PARTS}
+    layers["layers.0.o_proj"] = {"quant_algo": "FP8"}
+    quantization = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    checkpoints.write(
+        tmp_path, kept | {f"layers.0.o_proj.{suffix}": each for suffix, each in tensors.items()}, quantization
+    )
+    model = checkpoint.load_(on_meta(), tmp_path)
+    assert_weight(model.layers[0].q_proj, content.weights["q_proj"])
+    assert_weight(model.layers[0].o_proj, want)
 
 
 def test_mixed_precision(tmp_path):
@@ -319,13 +351,16 @@ def test_unknown_tensors_of_a_layer(suffix, tmp_path):
         ("modelopt W4A4", "weight_scale_2"),
         ("modelopt W4A4", "input_scale"),
         ("compressed-tensors NVFP4", "weight_global_scale"),
+        ("modelopt FP8 tensor", "weight_scale"),
+        ("compressed-tensors FP8 tensor", "input_scale"),
+        ("compressed-tensors FP8 channel", "weight_scale"),
     ],
 )
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_values_of_global_scales(name, suffix, value, tmp_path):
     content, kind = Content(KINDS[name]), KINDS[name]
     content.tensors[f"layers.0.o_proj.{suffix}"].fill_(value)
-    if value == 0 and suffix == "weight_scale_2":  # what ModelOpt writes of a weight that is zero
+    if value == 0 and suffix in ("weight_scale", "weight_scale_2"):  # what ModelOpt writes of a weight that is zero
         checkpoints.write(tmp_path, content.tensors, kind.quantization)
         assert not checkpoint.load_(on_meta(), tmp_path).layers[0].o_proj.dequantize().any()
         return

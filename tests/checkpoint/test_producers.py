@@ -82,7 +82,15 @@ def compressor(fmt: str):
 
 @pytest.mark.parametrize(
     ("scheme", "activations"),
-    [("nvfp4", "16bit"), ("nvfp4", "fp4"), ("mxfp4", "16bit"), ("mxfp4", "fp4"), ("fp8_block", "fp8")],
+    [
+        ("nvfp4", "16bit"),
+        ("nvfp4", "fp4"),
+        ("mxfp4", "16bit"),
+        ("mxfp4", "fp4"),
+        ("fp8_block", "fp8"),
+        ("fp8_tensor", "fp8"),
+        ("fp8_channel", "fp8"),
+    ],
 )
 def test_written_for_compressed_tensors(compressed_tensors, scheme, activations, tmp_path):
     from compressed_tensors.quantization import QuantizationConfig
@@ -110,6 +118,21 @@ def test_written_by_compressed_tensors(compressed_tensors, name, tmp_path):
     assert_near(of_format.decompress(tensors, scheme)["weight"], layer.dequantize(), BF16)
     if KINDS[name].scheme == "nvfp4":
         assert_codes_of(layer, weight)
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors FP8 tensor", "compressed-tensors FP8 channel"])
+def test_fp8_written_by_compressed_tensors(compressed_tensors, name, tmp_path):
+    scheme, weight = scheme_of(name), torch.randn(N, K).bfloat16()
+    amax = weight.abs().amax().reshape(1) if KINDS[name].scheme == "fp8_tensor" else weight.abs().amax(1, keepdim=True)
+    given = {"weight": weight, "weight_scale": amax / 448}
+    if KINDS[name].has_input_scale:
+        given["input_scale"] = torch.tensor([0.02]).bfloat16()
+    of_format = compressor(KINDS[name].quantization["format"])
+    tensors = of_format.compress(dict(given), scheme)
+    layer = read(tmp_path, tensors, name).up
+    assert layer.has_input_scale is KINDS[name].has_input_scale
+    assert_near(of_format.decompress(tensors, scheme)["weight"], layer.dequantize(), BF16)
+    assert (weight - layer.dequantize()).norm() < 0.05 * weight.norm()
 
 
 # ModelOpt, which decodes in float32

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from torch_cute_ops import checkpoint
 from torch_cute_ops.checkpoint._layers import _inverse
-from torch_cute_ops.nn import NVFP4Linear, QuantLinear, merge, quantize_
+from torch_cute_ops.nn import FP8ChannelLinear, FP8TensorLinear, NVFP4Linear, QuantLinear, merge, quantize_
 
 H = 128
 FORMATS = [
@@ -26,6 +26,9 @@ FORMATS = [
     ("compressed-tensors", "mxfp4", "16bit"),
     ("compressed-tensors", "mxfp4", "fp4"),
     ("compressed-tensors", "fp8_block", "fp8"),
+    ("modelopt", "fp8_channel", "fp8"),
+    ("compressed-tensors", "fp8_tensor", "fp8"),
+    ("compressed-tensors", "fp8_channel", "fp8"),
 ]
 by_format = pytest.mark.parametrize(("style", "scheme", "activations"), FORMATS)
 
@@ -79,6 +82,11 @@ def test_tensors_mean_what_others_read(style, scheme, activations, tmp_path):
     if scheme == "fp8_block":
         assert own.keys() == {"weight", "weight_scale"}
         got = weights.fp8_blocks(own["weight"], own["weight_scale"])
+    elif scheme.startswith("fp8"):
+        assert own.keys() == {"weight", "weight_scale"}
+        channels = (192, 1) if style == "compressed-tensors" else (192,)
+        assert own["weight_scale"].shape == ((1,) if scheme == "fp8_tensor" else channels)
+        got = weights.fp8_rows(own["weight"], own["weight_scale"])
     elif scheme == "mxfp4":
         assert own.keys() == {"weight_packed", "weight_scale"}
         got = weights.fp4(own["weight_packed"], own["weight_scale"])
@@ -96,6 +104,25 @@ def test_tensors_mean_what_others_read(style, scheme, activations, tmp_path):
         assert amax == pytest.approx(2688 * model.mlp[0].input_scale.item(), rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("style", "cls"),
+    [("modelopt", FP8TensorLinear), ("compressed-tensors", FP8TensorLinear), ("compressed-tensors", FP8ChannelLinear)],
+)
+def test_static_fp8(style, cls, tmp_path):
+    model = Model().bfloat16()
+    for name in ("q_proj", "k_proj"):
+        model.set_submodule(name, cls.from_float(model.get_submodule(name), input_amax=3.0))
+    model.mlp[0] = cls.from_float(model.mlp[0], input_amax=5.0)
+    checkpoint.save(model, tmp_path, style)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors["q_proj.input_scale"].shape == (() if style == "modelopt" else (1,))
+    assert tensors["q_proj.input_scale"].item() == pytest.approx(3 / 448)
+    assert_same(checkpoint.load_(Model().bfloat16(), tmp_path), model)
+    if style == "modelopt":
+        own = json.loads((tmp_path / "hf_quant_config.json").read_text())["quantization"]
+        assert own == {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+
+
 def test_modelopt_configuration(tmp_path):
     checkpoint.save(quantised("nvfp4", "16bit"), tmp_path, "modelopt")
     own = json.loads((tmp_path / "hf_quant_config.json").read_text())["quantization"]
@@ -110,6 +137,7 @@ def test_modelopt_configuration(tmp_path):
 def test_layers_of_several_schemes(style, tmp_path):
     model = quantised("nvfp4", "16bit")
     model.q_proj = NVFP4Linear.from_float(nn.Linear(H, 256).bfloat16(), input_amax=3.0)
+    model.mlp[0] = FP8TensorLinear.from_float(nn.Linear(256, 192, bias=False).bfloat16(), input_amax=2.0)
     if style == "compressed-tensors":
         quantize_(model.mlp.append(nn.Linear(128, 128, bias=False).bfloat16()), "fp8_block")
     checkpoint.save(model, tmp_path, style)
@@ -165,6 +193,8 @@ def test_errors(tmp_path):
         checkpoint.save(Model(), tmp_path, "modelopt")
     with pytest.raises(ValueError, match="style 'modelopt' has no mxfp4; expected 'compressed-tensors'"):
         checkpoint.save(quantised("mxfp4", "16bit"), tmp_path, "modelopt")
+    with pytest.raises(ValueError, match="style 'modelopt' has no fp8_tensor with activations 'fp8'; expected 'fp8_st"):
+        checkpoint.save(quantised("fp8_tensor", "fp8"), tmp_path, "modelopt")
     assert not [*tmp_path.iterdir()]
     checkpoint.save(quantised("nvfp4", "16bit"), tmp_path, "modelopt")
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}

@@ -8,7 +8,18 @@ import json
 import pytest
 
 pytest.importorskip("safetensors")
-from support.checkpoints import FP8_INPUT, FP8_WEIGHT, KINDS, MXFP4_WEIGHT, NVFP4_WEIGHT, compressed
+from support.checkpoints import (
+    FP8_CHANNEL_WEIGHT,
+    FP8_INPUT,
+    FP8_TENSOR_INPUT,
+    FP8_TENSOR_WEIGHT,
+    FP8_TOKEN_INPUT,
+    FP8_WEIGHT,
+    KINDS,
+    MXFP4_WEIGHT,
+    NVFP4_WEIGHT,
+    compressed,
+)
 
 from torch_cute_ops.checkpoint import LayerScheme, QuantSpec, read_spec
 
@@ -26,6 +37,8 @@ def test_kinds(kind, tmp_path):
     assert scheme is not None and (scheme.format, scheme.style) == (kind.scheme, kind.style)
     if kind.scheme == "nvfp4":
         assert scheme.activations == ("fp4" if kind.has_input_scale else "16bit")
+    elif kind.scheme.startswith("fp8"):
+        assert scheme.activations == ("fp8_static" if kind.has_input_scale else "fp8")
     assert spec.scheme("lm_head") is (scheme if kind.style == "deepseek" else None)
 
 
@@ -64,6 +77,15 @@ def test_targets(tmp_path):
     assert spec.scheme_of_tensors("a.mlp.gate") is None
 
 
+@pytest.mark.parametrize("weight", [FP8_TENSOR_WEIGHT, FP8_CHANNEL_WEIGHT], ids=["tensor", "channel"])
+@pytest.mark.parametrize(
+    ("inputs", "activations"), [(FP8_TENSOR_INPUT, "fp8_static"), (FP8_TOKEN_INPUT, "fp8"), (None, "fp8")]
+)
+def test_fp8_strategies(weight, inputs, activations, tmp_path):
+    spec = spec_of(tmp_path, compressed("float-quantized", weight, inputs))
+    assert spec.scheme("a") == LayerScheme(f"fp8_{weight['strategy']}", "compressed-tensors", activations)
+
+
 def test_not_quantised(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     spec = read_spec(tmp_path)
@@ -82,13 +104,14 @@ def changed(kind: str, path: str, value) -> dict:
 
 
 NVFP4, FP8, DEEPSEEK = "compressed-tensors NVFP4", "compressed-tensors FP8", "DeepSeek FP8"
+FP8_TENSOR, FP8_CHANNEL = "compressed-tensors FP8 tensor", "compressed-tensors FP8 channel"
 GROUP = "config_groups/group_0"
 
 
 @pytest.mark.parametrize(
     ("kind", "path", "value", "message"),
     [
-        ("modelopt W4A4", "quant_algo", "FP8", "quant_algo is 'FP8'; expected 'NVFP4' or 'W4A16_NVFP4'"),
+        ("modelopt W4A4", "quant_algo", "INT8_SQ", "quant_algo is 'INT8_SQ'; expected 'NVFP4' or 'W4A16_NVFP4' or 'F"),
         ("modelopt W4A4", "quant_algo", None, "quant_algo is None"),
         ("modelopt W4A4", "group_size", 32, "group_size is 32; expected 16 or None"),
         ("modelopt W4A4", "config_groups", {"g": {"pre_quant_scale": True}}, "pre_quant_scale is True"),
@@ -107,7 +130,15 @@ GROUP = "config_groups/group_0"
         (NVFP4, f"{GROUP}/input_activations/num_bits", 8, "input_activations: num_bits is 8; expected 4"),
         (NVFP4, f"{GROUP}/input_activations/dynamic", False, "input_activations: dynamic is False; expected 'local'"),
         (NVFP4, f"{GROUP}/output_activations", {"num_bits": 8}, "output_activations is "),
-        (FP8, f"{GROUP}/weights/strategy", "channel", "strategy is 'channel'; expected 'block'"),
+        ("modelopt FP8 tensor", "group_size", 128, "group_size is 128; expected None"),
+        (FP8, f"{GROUP}/weights/strategy", "group", "strategy is 'group'; expected 'block' or 'tensor' or 'channel'"),
+        (FP8_TENSOR, f"{GROUP}/weights/num_bits", 4, "weights: num_bits is 4; expected 8"),
+        (FP8_TENSOR, f"{GROUP}/weights/symmetric", False, "weights: symmetric is False; expected True"),
+        (FP8_TENSOR, f"{GROUP}/weights/dynamic", True, "weights: dynamic is True; expected False"),
+        (FP8_TENSOR, f"{GROUP}/input_activations/strategy", "token", "strategy is 'token'; expected 'tensor'"),
+        (FP8_CHANNEL, f"{GROUP}/input_activations/strategy", "tensor", "strategy is 'tensor'; expected 'token'"),
+        (FP8_CHANNEL, f"{GROUP}/input_activations/dynamic", "local", "dynamic is 'local'; expected True or False"),
+        (FP8_CHANNEL, "format", "naive-quantized", "format is 'naive-quantized'; expected one of"),
         (FP8, f"{GROUP}/weights/block_structure", [64, 64], r"expected \[128, 128\]"),
         (DEEPSEEK, "weight_block_size", [64, 64], r"weight_block_size is \[64, 64\]; expected \[128, 128\]"),
         (DEEPSEEK, "activation_scheme", "static", "activation_scheme is 'static'; expected 'dynamic'"),
@@ -122,7 +153,7 @@ def test_mixed_precision_with_an_algorithm_that_is_not_known(tmp_path):
     quantization = {
         "quant_method": "modelopt",
         "quant_algo": "MIXED_PRECISION",
-        "quantized_layers": {"a.q": {"quant_algo": "NVFP4"}, "a.k": {"quant_algo": "FP8"}},
+        "quantized_layers": {"a.q": {"quant_algo": "NVFP4"}, "a.k": {"quant_algo": "MXFP8"}},
     }
-    with pytest.raises(ValueError, match=r"of a\.k, quant_algo is 'FP8'"):
+    with pytest.raises(ValueError, match=r"of a\.k, quant_algo is 'MXFP8'"):
         spec_of(tmp_path, quantization)

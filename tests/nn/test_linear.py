@@ -8,14 +8,23 @@ import io
 import numpy as np
 import pytest
 import torch
-from expected._fp8_gemm import BLOCK, sum_of_block
 from support import spec, weights
+from support.layers import assert_computes
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from torch_cute_ops.nn import FP8BlockLinear, MXFP4Linear, NVFP4Linear, QuantLinear, merge
+from torch_cute_ops.nn import (
+    FP8BlockLinear,
+    FP8ChannelLinear,
+    FP8TensorLinear,
+    MXFP4Linear,
+    NVFP4Linear,
+    QuantLinear,
+    merge,
+)
 
-KINDS = [(cls, activations) for cls in (NVFP4Linear, MXFP4Linear, FP8BlockLinear) for activations in cls.choices]
+CLASSES = (NVFP4Linear, MXFP4Linear, FP8BlockLinear, FP8TensorLinear, FP8ChannelLinear)
+KINDS = [(cls, activations) for cls in CLASSES for activations in cls.choices]
 by_kind = pytest.mark.parametrize(
     ("cls", "activations"), KINDS, ids=[f"{cls.scheme}-{activations}" for cls, activations in KINDS]
 )
@@ -31,37 +40,6 @@ def quantised(
     if cls is NVFP4Linear and activations == "fp4":
         given["input_amax"] = INPUT_AMAX
     return cls.from_float(linear, activations=activations, **given)
-
-
-def as_multiplied(x: torch.Tensor, layer: QuantLinear) -> np.ndarray:
-    """The rows (M, K) in float64 that the GEMM takes for ``x``."""
-    rows = x.flatten(0, -2).float().cpu().numpy()
-    if layer.activations == "16bit":
-        rows = x.flatten(0, -2).bfloat16().float().cpu().numpy() if layer.scheme == "mxfp4" else rows
-        return rows.astype(np.float64)
-    if layer.activations == "fp8":
-        elements, scales = spec.quantise_fp8(rows, "block128")
-        numbers = spec.scale_value(elements, "e4m3").astype(np.float64)
-        return numbers * scales.astype(np.float64).repeat(128, 1)[:, : rows.shape[1]]
-    factor = None if layer.scheme == "mxfp4" else np.float32(1) / np.float32(layer.input_scale.item())
-    found = spec.quantise(rows, layer.format.block_size, factor)
-    scales = spec.scale_value(found.scales, layer.format.scale_format).astype(np.float64)
-    numbers = spec.e2m1_value(found.codes).astype(np.float64) * scales.repeat(layer.format.block_size, 1)
-    return numbers if factor is None else numbers * float(layer.input_scale)
-
-
-def assert_computes(layer: QuantLinear, x: torch.Tensor) -> None:
-    """What ``layer(x)`` is: the product in float64, within what its accumulation may lose and a rounding."""
-    got = layer(x)
-    assert got.shape == (*x.shape[:-1], layer.out_features) and got.dtype == x.dtype
-    a, b = as_multiplied(x, layer), weights.decoded({k: v.cpu() for k, v in layer.state_dict().items()}, layer.parts)
-    want = a @ b.T + (0 if layer.bias is None else layer.bias.double().cpu().numpy())
-    bound = (np.abs(a) @ np.abs(b).T + np.abs(want)) * (K + 4) * 2.0**-24 + np.abs(want) * torch.finfo(x.dtype).eps
-    if layer.activations == "fp8":
-        blocks = [slice(begin, begin + BLOCK) for begin in range(0, K, BLOCK)]
-        bound += sum(sum_of_block(a[:, block], b[:, block], x.device.type).bound for block in blocks)
-    error = np.abs(got.flatten(0, -2).double().cpu().numpy() - want)
-    assert (error <= bound + 1e-30).all(), f"off by {(error - bound).max()}"
 
 
 @by_kind
@@ -162,7 +140,8 @@ def test_state_dict(cls, activations, is_meta):
     torch.save(nn.Sequential(layer).state_dict(), file)
     file.seek(0)
     state = torch.load(file)
-    assert all(tensor.shape[0] == N for name, tensor in state.items() if name.endswith(("weight", "weight_scale")))
+    by_row = ("weight",) if cls is FP8TensorLinear else ("weight", "weight_scale")
+    assert all(tensor.shape[0] == N for name, tensor in state.items() if name.endswith(by_row))
     fresh = cls(K, N, bias=True, activations=activations, parts=layer.parts, device="meta" if is_meta else None)
     nn.Sequential(fresh).load_state_dict(state, assign=is_meta)
     assert {name: tensor.dtype for name, tensor in fresh.named_buffers()} == {

@@ -53,7 +53,7 @@ def linears(model: nn.Module) -> set[str]:
 X = torch.randn(5, H).bfloat16()
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "fp8_tensor", "fp8_channel"])
 def test_same_bits_by_fewer_layers(scheme):
     model = model_of(scheme)
     want, classes = model(X), [type(module) for module in model]

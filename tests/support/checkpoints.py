@@ -25,6 +25,10 @@ FP8_WEIGHT = {
 FP8_INPUT = {
     "num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "group", "group_size": 128
 }  # fmt: skip
+FP8_TENSOR_WEIGHT = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "tensor"}
+FP8_CHANNEL_WEIGHT = {**FP8_TENSOR_WEIGHT, "strategy": "channel"}
+FP8_TENSOR_INPUT = {**FP8_TENSOR_WEIGHT}
+FP8_TOKEN_INPUT = {**FP8_TENSOR_WEIGHT, "strategy": "token", "dynamic": True}
 
 
 def compressed(fmt: str, weight: dict[str, Any], inputs: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
@@ -78,6 +82,23 @@ KINDS = {
     "compressed-tensors FP8": Kind(
         "fp8_block", "compressed-tensors", compressed("float-quantized", FP8_WEIGHT, FP8_INPUT)
     ),
+    "modelopt FP8 tensor": Kind(
+        "fp8_tensor", "modelopt", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, True
+    ),
+    "modelopt FP8 channel": Kind(
+        "fp8_channel",
+        "modelopt",
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "ignore": ["lm_head"]},
+    ),
+    "compressed-tensors FP8 tensor": Kind(
+        "fp8_tensor",
+        "compressed-tensors",
+        compressed("float-quantized", FP8_TENSOR_WEIGHT, FP8_TENSOR_INPUT),
+        True,
+    ),
+    "compressed-tensors FP8 channel": Kind(
+        "fp8_channel", "compressed-tensors", compressed("float-quantized", FP8_CHANNEL_WEIGHT, FP8_TOKEN_INPUT)
+    ),
     "DeepSeek FP8": Kind(
         "fp8_block",
         "deepseek",
@@ -96,6 +117,17 @@ def random_layer(kind: Kind, n: int, k: int) -> tuple[Tensors, np.ndarray]:
         if kind.style == "deepseek":
             return {"weight": elements, "weight_scale_inv": scale}, weights.fp8_blocks(elements, scale)
         return {"weight": elements, "weight_scale": scale.bfloat16()}, weights.fp8_blocks(elements, scale.bfloat16())
+    if kind.scheme in ("fp8_tensor", "fp8_channel"):
+        elements = torch.randn(n, k).mul(50).to(torch.float8_e4m3fn)
+        scale = (torch.rand(1 if kind.scheme == "fp8_tensor" else n) + 0.5) / 50
+        if kind.style == "modelopt":
+            tensors = {"weight": elements, "weight_scale": scale.squeeze()}
+        else:
+            scale = scale.bfloat16()
+            tensors = {"weight": elements, "weight_scale": scale if len(scale) == 1 else scale.unsqueeze(1)}
+        if kind.has_input_scale:
+            tensors["input_scale"] = torch.tensor(0.01).to(scale).reshape(() if kind.style == "modelopt" else 1)
+        return tensors, weights.fp8_rows(elements, scale)
     if kind.scheme == "mxfp4":
         scale = torch.randint(118, 124, (n, k // 32), dtype=torch.uint8)
         return {"weight_packed": codes, "weight_scale": scale}, weights.fp4(codes, scale)

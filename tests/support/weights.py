@@ -32,9 +32,20 @@ def fp8_blocks(elements: torch.Tensor, scale: torch.Tensor) -> np.ndarray:
     return numbers * scales[: numbers.shape[0], : numbers.shape[1]]
 
 
+def fp8_rows(elements: torch.Tensor, scale: torch.Tensor) -> np.ndarray:
+    """Elements (N, K) times one scale, or one for each row."""
+    numbers = spec.scale_value(raw(elements), "e4m3").astype(np.float64)
+    return numbers * scale.detach().cpu().double().numpy().reshape(-1, 1)
+
+
 def decoded(tensors: Tensors, parts: tuple[int, ...]) -> np.ndarray:
     """The weight (N, K) of a quantised layer's state dict."""
     if "weight_scale_inv" in tensors:
         return fp8_blocks(tensors["weight"], tensors["weight_scale_inv"])
+    if tensors["weight"].dtype == torch.float8_e4m3fn:
+        scale = tensors["weight_scale"]
+        if len(scale) == len(parts):  # and not one for each row
+            scale = scale.cpu().repeat_interleave(torch.tensor(parts))
+        return fp8_rows(tensors["weight"], scale)
     factor = tensors["weight_scale_2"].double().numpy().repeat(parts) if "weight_scale_2" in tensors else 1.0
     return fp4(tensors["weight"], tensors["weight_scale"], factor)

@@ -1,5 +1,6 @@
 """Which tensors a quantised layer has on disk, what they mean, and the layer that they make."""
 
+import math
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -20,6 +21,10 @@ def _one(n: int, k: int) -> tuple[int, ...]:
     return ()
 
 
+def _one_row(n: int, k: int) -> tuple[int, ...]:
+    return (1,)
+
+
 class Field(NamedTuple):
     """A tensor of a layer (N, K) on disk.
 
@@ -27,9 +32,10 @@ class Field(NamedTuple):
         stored: the last part of its name.
         name: what the module calls it.
         dtypes: which it may have; the first is written.
-        shape: from N and K; of one element: ().
+        shape: from N and K; a tensor of one element is read in any shape.
         is_reciprocal: whether it is 1 / what the module holds.
-        is_optional: whether it may be missing; those of activations may, unless the scheme has FP4 ones.
+        is_optional: whether it is of activations: needed if the scheme has FP4 or static FP8 ones, unknown if it has
+            dynamic FP8 ones.
     """
 
     stored: str
@@ -55,6 +61,15 @@ _MXFP4_SCALE: Final = Field(
 _ELEMENTS: Final = Field("weight", "weight", (torch.float8_e4m3fn,), lambda n, k: (n, k))
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
+
+def _fp8(scale: Callable[[int, int], tuple[int, ...]], one: Callable[[int, int], tuple[int, ...]]) -> tuple[Field, ...]:
+    return (
+        _ELEMENTS,
+        Field("weight_scale", "weight_scale", _FLOATS, scale),
+        Field("input_scale", "input_scale", _FLOATS, one, is_optional=True),
+    )
+
+
 FIELDS: Final[dict[tuple[str, str], tuple[Field, ...]]] = {
     ("modelopt", "nvfp4"): (
         _codes("weight"),
@@ -65,11 +80,15 @@ FIELDS: Final[dict[tuple[str, str], tuple[Field, ...]]] = {
     ("compressed-tensors", "nvfp4"): (
         _codes("weight_packed"),
         _NVFP4_SCALE,
-        Field("weight_global_scale", "weight_scale_2", (torch.float32,), _one, is_reciprocal=True),
-        Field("input_global_scale", "input_scale", (torch.float32,), _one, is_reciprocal=True, is_optional=True),
+        Field("weight_global_scale", "weight_scale_2", (torch.float32,), _one_row, is_reciprocal=True),
+        Field("input_global_scale", "input_scale", (torch.float32,), _one_row, is_reciprocal=True, is_optional=True),
     ),
     ("compressed-tensors", "mxfp4"): (_codes("weight_packed"), _MXFP4_SCALE),
     ("compressed-tensors", "fp8_block"): (_ELEMENTS, Field("weight_scale", "weight_scale_inv", _FLOATS, _blocks)),
+    ("modelopt", "fp8_tensor"): _fp8(_one, _one),
+    ("modelopt", "fp8_channel"): _fp8(lambda n, k: (n,), _one),
+    ("compressed-tensors", "fp8_tensor"): _fp8(_one_row, _one_row),
+    ("compressed-tensors", "fp8_channel"): _fp8(lambda n, k: (n, 1), _one_row),
     ("deepseek", "fp8_block"): (_ELEMENTS, Field("weight_scale_inv", "weight_scale_inv", _FLOATS, _blocks)),
 }
 """By style and format."""
@@ -96,7 +115,8 @@ def read_layer(
         ValueError: for a tensor that is missing, unknown, or of a wrong shape, dtype or value; for activations that the
             format does not have, or lacks a scale for; for sizes that the ops do not take.
     """
-    fields = FIELDS[scheme.style, scheme.format]
+    is_dynamic = scheme.activations == "fp8"
+    fields = [field for field in FIELDS[scheme.style, scheme.format] if not (field.is_optional and is_dynamic)]
     known = {field.stored for field in fields} | {"bias"} | KV_SCALES
     unknown = sorted(files.suffixes(name) - known)
     if unknown:
@@ -106,13 +126,13 @@ def read_layer(
         )
     weight = f"{name}.{fields[0].stored}"
     shape = files.shape(weight) if weight in files else (0, 0)
-    n, k = (*shape[:1], shape[-1] * (1 if scheme.format == "fp8_block" else 2)) if len(shape) == 2 else (0, 0)
+    n, k = (*shape[:1], shape[-1] * (1 if fields[0] is _ELEMENTS else 2)) if len(shape) == 2 else (0, 0)
     tensors = {}
     for field in fields:
         stored = f"{name}.{field.stored}"
         if stored in files:
             tensors[field.name] = _checked(files, stored, field, n, k).to(device, copy=True)
-        elif not field.is_optional or scheme.activations == "fp4":
+        elif not field.is_optional or scheme.activations in ("fp4", "fp8_static"):
             raise ValueError(f"{files.path} has no {stored}, which {scheme.style} {scheme.format} needs")
     bias = None
     if f"{name}.bias" in files:
@@ -131,15 +151,15 @@ def _checked(files: Files, stored: str, field: Field, n: int, k: int) -> Tensor:
     if tensor.dtype not in field.dtypes:
         expected = " or ".join(map(str, field.dtypes))
         raise ValueError(f"{files.describe(stored)} has dtype {tensor.dtype}; expected {expected}")
-    if tensor.shape != shape and (shape or tensor.numel() != 1):
-        expected = f"{shape}, for the weight ({n}, {k})" if shape else "one element"
+    if tensor.shape != shape and not tensor.numel() == math.prod(shape) == 1:
+        expected = f"{shape}, for the weight ({n}, {k})" if math.prod(shape) != 1 else "one element"
         raise ValueError(f"{files.describe(stored)} has shape {tuple(tensor.shape)}; expected {expected}")
-    if shape == ():
-        value = tensor.item()
+    if tensor.dtype in _FLOATS:
         # The scale of a weight that is zero may be zero; nothing else may be.
-        if not 0 <= value < float("inf") or (value == 0 and field.stored != "weight_scale_2"):
-            raise ValueError(f"{files.describe(stored)} is {value}; expected a positive number")
-        tensor = tensor.reshape(1)
+        is_zero_allowed = field.name.startswith("weight") and not field.is_reciprocal
+        bad = ~(tensor.isfinite() & ((tensor >= 0) if is_zero_allowed else (tensor > 0)))
+        if bad.any():
+            raise ValueError(f"{files.describe(stored)} is {tensor[bad][0].item()}; expected a positive number")
     if field.is_reciprocal:
         tensor = tensor.reciprocal()
     if tensor.dtype == torch.float8_e8m0fnu:
@@ -162,15 +182,14 @@ def fields_of(style: str, fmt: str) -> tuple[Field, ...]:
 
 def stored_tensors(layer: QuantLinear, style: str) -> dict[str, Tensor]:
     """The tensors of a layer that is not merged by the last parts of their names on disk, but for the bias."""
-    held = layer.tensors()
-    fields = fields_of(style, layer.scheme)
-    return {field.stored: _written(held[field.name], field) for field in fields if field.name in held}
-
-
-def _written(tensor: Tensor, field: Field) -> Tensor:
-    if field.is_reciprocal:
-        return _inverse(tensor)
-    return tensor.reshape(()) if field.shape is _one else tensor
+    held, size = layer.tensors(), (layer.out_features, layer.in_features)
+    return {
+        field.stored: (_inverse(held[field.name]) if field.is_reciprocal else held[field.name]).reshape(
+            field.shape(*size)
+        )
+        for field in fields_of(style, layer.scheme)
+        if field.name in held
+    }
 
 
 def _inverse(value: Tensor) -> Tensor:

@@ -53,7 +53,8 @@ def save(
         model: with layers of :mod:`torch_cute_ops.nn`. Other modules' parameters and buffers are written as they are,
             tied ones once.
         path: a folder, made if need be, in which none of the files is that are written.
-        style: ``"modelopt"``, for NVFP4, or ``"compressed-tensors"``, for every format.
+        style: ``"modelopt"``, for NVFP4, FP8 of the tensor with static activations, and FP8 of channels with dynamic
+            ones; or ``"compressed-tensors"``, for every format.
         config: what ``config.json`` has beside its ``quantization_config``; ``None``: the model's ``config``, if it has
             one, as models of Hugging Face have.
         merged: names of the layers that are merged in one, as for :func:`load_`: each is written by itself.
@@ -171,11 +172,17 @@ def _config_of(model: nn.Module, config: Mapping[str, Any] | None) -> dict[str, 
 
 def _scheme_of(layer: QuantLinear, style: str) -> LayerScheme:
     fields_of(style, layer.scheme)
-    # An input scale says that a checkpoint is for FP4 activations; without one, only MXFP4 ones are possible.
+    # An input scale says that a checkpoint is for FP4 activations; without one, only MXFP4 ones are possible. Of FP8 it
+    # says that they are static.
     activations = layer.activations
     if layer.scheme == "nvfp4":
         activations = "fp4" if layer.has_input_scale else "16bit"
-    return LayerScheme(layer.scheme, style, activations)
+    elif "input_scale" in layer.layout():
+        activations = "fp8_static"
+    scheme = LayerScheme(layer.scheme, style, activations)
+    if style == "modelopt":
+        _algorithm_of(scheme)
+    return scheme
 
 
 def _groups(schemes: Mapping[str, LayerScheme]) -> dict[LayerScheme, list[str]]:
@@ -213,21 +220,47 @@ def _compressed_inputs(scheme: LayerScheme) -> dict[str, Any] | None:
     if scheme.format == "fp8_block":
         return {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "symmetric": True,
                 "dynamic": True}  # fmt: skip
-    return {**compressed_arguments(scheme.format), "dynamic": "local" if scheme.format == "nvfp4" else True}
+    arguments = compressed_arguments(scheme.format)
+    if scheme.activations == "fp8_static":
+        return {**arguments, "strategy": "tensor"}
+    if scheme.activations == "fp8":
+        return {**arguments, "strategy": "token", "dynamic": True}
+    return {**arguments, "dynamic": "local" if scheme.format == "nvfp4" else True}
 
 
 def _algorithm_of(scheme: LayerScheme) -> str:
-    return next(name for name, activations in MODELOPT_ALGORITHMS.items() if activations == scheme.activations)
+    for name, known in MODELOPT_ALGORITHMS.items():
+        if known == (scheme.format, scheme.activations):
+            return name
+    able = " or ".join(repr(activations) for fmt, activations in MODELOPT_ALGORITHMS.values() if fmt == scheme.format)
+    raise ValueError(
+        f"style 'modelopt' has no {scheme.format} with activations {scheme.activations!r}; expected {able}, or style "
+        "'compressed-tensors'"
+    )
+
+
+def _group_size(fmt: str) -> dict[str, int]:
+    """What ModelOpt says of the scales of a format."""
+    return {"group_size": 16} if fmt == "nvfp4" else {}
+
+
+def _modelopt_group(scheme: LayerScheme) -> dict[str, Any]:
+    """What ModelOpt says of weights and activations."""
+    numbers = {
+        "dynamic": False, "num_bits": 4 if scheme.format == "nvfp4" else 8, "type": "float",
+        **_group_size(scheme.format),
+    }  # fmt: skip
+    by_channel = {"strategy": "channel"} if scheme.format == "fp8_channel" else {}
+    inputs = {} if scheme.activations == "16bit" else {"input_activations": numbers}
+    return {**inputs, "weights": {**numbers, **by_channel}}
 
 
 def _modelopt_config(schemes: Mapping[str, LayerScheme], plain: Sequence[str]) -> dict[str, Any]:
     groups = _groups(schemes)
-    numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     config: dict[str, Any] = {
         "config_groups": {
             f"group_{number}": {
-                **({"input_activations": numbers} if scheme.activations == "fp4" else {}),
-                "weights": numbers,
+                **_modelopt_group(scheme),
                 "targets": ["Linear"] if len(groups) == 1 else names,
             }
             for number, (scheme, names) in enumerate(groups.items())
@@ -239,7 +272,8 @@ def _modelopt_config(schemes: Mapping[str, LayerScheme], plain: Sequence[str]) -
     }
     if len(groups) > 1:
         config["quantized_layers"] = {
-            name: {"quant_algo": _algorithm_of(scheme), "group_size": 16} for name, scheme in schemes.items()
+            name: {"quant_algo": _algorithm_of(scheme), **_group_size(scheme.format)}
+            for name, scheme in schemes.items()
         }
     return config
 
@@ -254,5 +288,5 @@ def _hf_quant_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if "quantized_layers" in config:
         quantization["quantized_layers"] = config["quantized_layers"]
     else:
-        quantization["group_size"] = 16
+        quantization |= _group_size(MODELOPT_ALGORITHMS[config["quant_algo"]][0])
     return {"producer": PRODUCER, "quantization": quantization}

@@ -16,10 +16,11 @@ class LayerScheme:
     """How a linear layer is quantised.
 
     Attributes:
-        format: ``"nvfp4"``, ``"mxfp4"`` or ``"fp8_block"``.
+        format: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"``, ``"fp8_tensor"`` or ``"fp8_channel"``.
         style: whose names the tensors have: ``"modelopt"``, ``"compressed-tensors"`` or ``"deepseek"``.
-        activations: what the checkpoint was made for: ``"16bit"``, ``"fp4"`` or ``"fp8"``. In NVFP4, ``"fp4"`` means
-            that there are input scales. What is computed is chosen at load.
+        activations: what the checkpoint was made for: ``"16bit"``, ``"fp4"``, ``"fp8"``, or ``"fp8_static"``, FP8 under
+            an input scale from calibration. In NVFP4, ``"fp4"`` means that there are input scales. What is computed is
+            chosen at load, but for static FP8.
     """
 
     format: str
@@ -104,8 +105,13 @@ def _expect(path: Path, where: str, given: Mapping[str, Any], **expected: Any) -
 
 # ModelOpt
 
-MODELOPT_ALGORITHMS = {"NVFP4": "fp4", "W4A16_NVFP4": "16bit"}
-"""Those of NVFP4 weights, and their activations."""
+MODELOPT_ALGORITHMS = {
+    "NVFP4": ("nvfp4", "fp4"),
+    "W4A16_NVFP4": ("nvfp4", "16bit"),
+    "FP8": ("fp8_tensor", "fp8_static"),
+    "FP8_PER_CHANNEL_PER_TOKEN": ("fp8_channel", "fp8"),
+}
+"""Formats of the weights, and of their activations."""
 
 
 def _modelopt(path: Path, given: Mapping[str, Any]) -> QuantSpec:
@@ -121,19 +127,29 @@ def _modelopt(path: Path, given: Mapping[str, Any]) -> QuantSpec:
 
 
 def _modelopt_scheme(path: Path, where: str, given: Mapping[str, Any]) -> LayerScheme:
-    _expect(path, where, given, quant_algo=(*MODELOPT_ALGORITHMS,), group_size=(16, None))
+    _expect(path, where, given, quant_algo=(*MODELOPT_ALGORITHMS,))
+    fmt, activations = MODELOPT_ALGORITHMS[given["quant_algo"]]
+    _expect(path, where, given, group_size=(16, None) if fmt == "nvfp4" else (None,))
     for group in (given.get("config_groups") or {}).values():
         _expect(path, where, group, pre_quant_scale=(None, False), has_zero_point=(None, False))
-    return LayerScheme("nvfp4", "modelopt", MODELOPT_ALGORITHMS[given["quant_algo"]])
+    return LayerScheme(fmt, "modelopt", activations)
 
 
 # compressed-tensors
 
-COMPRESSED_FORMATS = {"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized", "fp8_block": "float-quantized"}
+COMPRESSED_FORMATS = {
+    "nvfp4": "nvfp4-pack-quantized",
+    "mxfp4": "mxfp4-pack-quantized",
+    "fp8_block": "float-quantized",
+    "fp8_tensor": "float-quantized",
+    "fp8_channel": "float-quantized",
+}
 _GROUPS: dict[str, dict[str, Any]] = {
     "nvfp4": {"num_bits": 4, "strategy": "tensor_group", "group_size": 16},
     "mxfp4": {"num_bits": 4, "strategy": "group", "group_size": 32},
     "fp8_block": {"num_bits": 8, "strategy": "block", "block_structure": [128, 128]},
+    "fp8_tensor": {"num_bits": 8, "strategy": "tensor"},
+    "fp8_channel": {"num_bits": 8, "strategy": "channel"},
 }
 
 
@@ -159,26 +175,29 @@ def _compressed_tensors(path: Path, given: Mapping[str, Any]) -> QuantSpec:
 
 
 def _compressed_scheme(path: Path, where: str, group: Mapping[str, Any], overall: str | None) -> LayerScheme:
-    of_format = {value: key for key, value in COMPRESSED_FORMATS.items()}
     stored = group.get("format") or overall
-    if stored not in of_format:
-        expected = ", ".join(map(repr, of_format))
-        raise ValueError(f"{path}: {where}format is {stored!r}; expected one of {expected}")
-    fmt = of_format[stored]
     weights = group.get("weights") or {}
+    # A format with several strategies has a scheme for each.
+    of_strategy = {_GROUPS[fmt]["strategy"]: fmt for fmt, name in COMPRESSED_FORMATS.items() if name == stored}
+    if not of_strategy:
+        expected = ", ".join(map(repr, dict.fromkeys(COMPRESSED_FORMATS.values())))
+        raise ValueError(f"{path}: {where}format is {stored!r}; expected one of {expected}")
+    _expect(path, f"{where}weights: ", weights, strategy=(*of_strategy,))
+    fmt = of_strategy[weights["strategy"]]
     wanted: dict[str, Any] = {name: (value,) for name, value in compressed_arguments(fmt).items()}
     _expect(path, f"{where}weights: ", weights, **wanted, actorder=(None,))
     _expect(path, where, group, output_activations=(None,))
     inputs = group.get("input_activations")
+    bits = _GROUPS[fmt]["num_bits"]
     if inputs is None:
-        return LayerScheme(fmt, "compressed-tensors", "fp8" if fmt == "fp8_block" else "16bit")
-    bits = 8 if fmt == "fp8_block" else 4
-    dynamic = ("local",) if fmt == "nvfp4" else (True,)
-    _expect(
-        path, f"{where}input_activations: ", inputs, num_bits=(bits,), type=("float",), symmetric=(True, None),
-        dynamic=dynamic,
-    )  # fmt: skip
-    return LayerScheme(fmt, "compressed-tensors", f"fp{bits}")
+        return LayerScheme(fmt, "compressed-tensors", "fp8" if bits == 8 else "16bit")
+    where = f"{where}input_activations: "
+    dynamic = {"nvfp4": ("local",), "fp8_tensor": (True, False), "fp8_channel": (True, False)}.get(fmt, (True,))
+    _expect(path, where, inputs, num_bits=(bits,), type=("float",), symmetric=(True, None), dynamic=dynamic)
+    if False not in dynamic:
+        return LayerScheme(fmt, "compressed-tensors", f"fp{bits}")
+    _expect(path, where, inputs, strategy=("token",) if inputs["dynamic"] else ("tensor",))
+    return LayerScheme(fmt, "compressed-tensors", "fp8" if inputs["dynamic"] else "fp8_static")
 
 
 # DeepSeek-V3, and what follows it

@@ -1,7 +1,7 @@
 """Modules over the ops: linear layers with quantised weights, and how a model gets them."""
 
 from torch_cute_ops.nn._base import QuantLinear, merge
-from torch_cute_ops.nn.linear import FP8BlockLinear, MXFP4Linear, NVFP4Linear
+from torch_cute_ops.nn.linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear, MXFP4Linear, NVFP4Linear
 from torch_cute_ops.nn.merging import merge_
 from torch_cute_ops.nn.quantize import quantize_
 from torch_cute_ops.nn.random import random_
@@ -9,6 +9,8 @@ from torch_cute_ops.nn.warmup import warmup
 
 __all__ = [
     "FP8BlockLinear",
+    "FP8ChannelLinear",
+    "FP8TensorLinear",
     "MXFP4Linear",
     "NVFP4Linear",
     "QuantLinear",

@@ -1,7 +1,7 @@
 """What quantised linear layers share: buffers that move and never cast, state dicts as checkpoints hold them, parts."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,15 @@ Activations = Literal["auto", "16bit", "fp4", "fp8"]
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of tensors by name."""
 
+_SHARED: Final = "input_scale"
+"""The tensor that the parts of a merged layer share: they have one input."""
+
 
 class QuantLinear(nn.Module):
     """A linear layer with a quantised weight, for inference: ``y = x · Wᵀ + bias``.
 
-    The base of :class:`NVFP4Linear`, :class:`MXFP4Linear` and :class:`FP8BlockLinear`. Weight and scales are buffers.
+    The base of :class:`NVFP4Linear`, :class:`MXFP4Linear`, :class:`FP8BlockLinear`, :class:`FP8TensorLinear` and
+    :class:`FP8ChannelLinear`. Weight and scales are buffers.
     ``.to``, ``.bfloat16()`` and the like move them and never cast them; the bias follows as in ``nn.Linear``.
     ``state_dict`` has them as checkpoints hold them, block scales linear; in memory FP4's lie in 128x4, and there is no
     second copy. A layer that nothing has been loaded into holds NaN scales, and so computes NaN.
@@ -27,7 +31,8 @@ class QuantLinear(nn.Module):
         bias: whether there is one. The GEMM adds it in fp32, before the one rounding.
         activations: in what the GEMM takes them; ``"auto"`` is the first of the class's ``choices``.
         parts: rows of each of the layers that this one merges, such as q, k and v; ``None``: it is one.
-        has_input_scale: whether there is an ``input_scale``, for a format that has one; activations in NVFP4 need it.
+        has_input_scale: whether there is an ``input_scale``, for a format that has one. Activations in NVFP4 need it;
+            those in FP8, beside a weight with a scale of the tensor or of channels, are static with it.
         dtype: of the bias: float32, or that of the activations.
         device: of all tensors.
 
@@ -246,20 +251,36 @@ class QuantLinear(nn.Module):
             for tensors, bias in zip(self._tensors_of_parts(), biases, strict=True)
         ]
 
+    def _rows_of_parts(self, name: str) -> list[int]:
+        """How many rows of the tensor ``name`` each part has."""
+        return [*self.parts]
+
     def _tensors_of_parts(self) -> list[dict[str, Tensor]]:
-        raise NotImplementedError
+        split = {
+            name: [tensor] * len(self.parts) if name == _SHARED else tensor.split(self._rows_of_parts(name))
+            for name, tensor in self.tensors().items()
+        }
+        return [dict(zip(split, tensors, strict=True)) for tensors in zip(*split.values(), strict=True)]
 
     @classmethod
     def _merged_tensors(cls, tensors: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        raise NotImplementedError
+        merged = {name: _rows([each[name] for each in tensors]) for name in tensors[0]}
+        if _SHARED in merged:
+            merged[_SHARED] = merged[_SHARED].amax(0, keepdim=True)
+        return merged
+
+    def _of_rows(self, values: Tensor) -> Tensor:
+        """(N,): of the values of the parts, that of the part that a row belongs to."""
+        return torch.cat([value.expand(rows) for value, rows in zip(values, self.parts, strict=True)])
 
 
 def merge(layers: Sequence[QuantLinear]) -> QuantLinear:
     """One layer that computes the results of several with the same input, side by side.
 
     For q, k and v, or gate and up: one GEMM reads the input once. ``y.split(layer.parts, -1)`` takes the results apart.
-    The global scales of NVFP4 weights stay each part's own, as a column of factors in the GEMM's epilogue; nothing is
-    quantised again. Activations in NVFP4 use the greatest of the input scales.
+    The global scales of NVFP4 weights, and those of FP8 weights with one for the tensor, stay each part's own, as a
+    column of factors in the GEMM's epilogue; nothing is quantised again. Activations use the greatest of the input
+    scales.
 
     Args:
         layers: of one class, with equal ``in_features`` and ``activations``, and with a bias all or none. FP8 blocks:
@@ -286,6 +307,13 @@ def merge(layers: Sequence[QuantLinear]) -> QuantLinear:
     tensors = first._merged_tensors([layer.tensors() for layer in layers])
     activations: Any = first.activations
     return first._of(first.in_features, tensors, torch.cat(biases) if biases else None, parts, activations)
+
+
+def _rows(tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors, one below the other; by bytes, since not every torch concatenates FP8."""
+    if tensors[0].dtype != torch.float8_e4m3fn:
+        return torch.cat([*tensors])
+    return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(torch.float8_e4m3fn)
 
 
 def _moved(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Linear layers with weights in NVFP4, MXFP4, and FP8 with block scales."""
+"""Linear layers with weights in NVFP4, MXFP4, and FP8 with scales of blocks, rows or the tensor."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -10,6 +10,7 @@ from typing_extensions import Self
 from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, NVFP4, FP4Format, convert_scales, nvfp4_global_scale
 from torch_cute_ops.formats.fp4 import E4M3_MAX, encode_e4m3
 from torch_cute_ops.nn._base import Activations, Layout, QuantLinear
+from torch_cute_ops.nn._scaled_mm import scaled_mm
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
@@ -68,14 +69,6 @@ class _FP4Linear(QuantLinear):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self._decoded().to(dtype)
 
-    def _tensors_of_parts(self) -> list[dict[str, Tensor]]:
-        split = {name: tensor.split(self.parts) for name, tensor in self.tensors().items()}
-        return [dict(zip(split, tensors, strict=True)) for tensors in zip(*split.values(), strict=True)]
-
-    @classmethod
-    def _merged_tensors(cls, tensors: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        return {name: _rows([each[name] for each in tensors]) for name in tensors[0]}
-
 
 class NVFP4Linear(_FP4Linear):
     """A linear layer with its weight in NVFP4; arguments and errors are those of :class:`QuantLinear`.
@@ -116,10 +109,6 @@ class NVFP4Linear(_FP4Linear):
             alpha = self._of_rows(alpha)
         if alpha is not self.weight_scale_2:
             self._set_derived("alpha", alpha)
-
-    def _of_rows(self, values: Tensor) -> Tensor:
-        """(N,): the value of the part that a row belongs to."""
-        return torch.cat([value.expand(rows) for value, rows in zip(values, self.parts, strict=True)])
 
     def _alpha(self) -> Tensor:
         return self.alpha if "alpha" in self._buffers else self.weight_scale_2
@@ -200,21 +189,8 @@ class NVFP4Linear(_FP4Linear):
             activations=activations,
         )
 
-    def _tensors_of_parts(self) -> list[dict[str, Tensor]]:
-        tensors = self.tensors()
-        rows = [tensors[name].split(self.parts) for name in ("weight", "weight_scale")]
-        shared = {"input_scale": self.input_scale} if self.has_input_scale else {}
-        return [
-            {"weight": weight, "weight_scale": scale, "weight_scale_2": factor.reshape(1), **shared}
-            for weight, scale, factor in zip(*rows, self.weight_scale_2, strict=True)
-        ]
-
-    @classmethod
-    def _merged_tensors(cls, tensors: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        merged = super()._merged_tensors(tensors)
-        if "input_scale" in merged:
-            merged["input_scale"] = merged["input_scale"].amax(0, keepdim=True)
-        return merged
+    def _rows_of_parts(self, name: str) -> list[int]:
+        return [1] * len(self.parts) if name == "weight_scale_2" else super()._rows_of_parts(name)
 
 
 class MXFP4Linear(_FP4Linear):
@@ -338,30 +314,193 @@ class FP8BlockLinear(QuantLinear):
         n, k = weight.shape
         padded = nn.functional.pad(weight, (0, -k % _BLOCK, 0, -n % _BLOCK))
         blocks = padded.view(_blocks(n), _BLOCK, _blocks(k), _BLOCK)
-        scale = blocks.abs().amax((1, 3)) / E4M3_MAX
-        scale = torch.where(scale == 0, 1.0, scale)
+        scale = _scale_of(blocks.abs().amax((1, 3)))
         elements = encode_e4m3(blocks / scale[:, None, :, None]).view(padded.shape)[:n, :k].contiguous()
         return cls.from_tensors(elements, scale, bias=linear.bias, activations=activations)
 
-    def _tensors_of_parts(self) -> list[dict[str, Tensor]]:
-        scales = self.weight_scale_inv.split([_blocks(rows) for rows in self.parts])
-        weights = self.weight.split(self.parts)
-        return [{"weight": weight, "weight_scale_inv": scale} for weight, scale in zip(weights, scales, strict=True)]
+    def _rows_of_parts(self, name: str) -> list[int]:
+        rows = super()._rows_of_parts(name)
+        return [*map(_blocks, rows)] if name == "weight_scale_inv" else rows
+
+
+class _FP8Linear(QuantLinear):
+    """A weight in FP8 under a scale of the tensor or of each row, multiplied by torch's own scaled GEMM."""
+
+    choices = ("fp8",)
+    multiples = (1, 1)
+    _flat: ClassVar[tuple[int, ...]]
+    """What scales of any number are reshaped to."""
+
+    weight_scale: Tensor
+    input_scale: Tensor
+
+    def layout(self) -> Layout:
+        """Shape and dtype of each tensor of the weight, as checkpoints hold them and ``state_dict`` has them."""
+        layout: Layout = {
+            "weight": ((self.out_features, self.in_features), torch.float8_e4m3fn),
+            "weight_scale": (self._scale_shape(), torch.float32),
+        }
+        if self.has_input_scale:
+            layout["input_scale"] = ((1,), torch.float32)
+        return layout
+
+    def _scale_shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def _row_scale(self) -> Tensor:
+        """The scale of each row of the weight, (N, 1)."""
+        raise NotImplementedError
+
+    def _factor(self) -> Tensor:
+        """What multiplies the result, (1,), or each of its columns, (1, N)."""
+        return self._row_scale().t()
+
+    def _multiply(self, rows: Tensor) -> Tensor:
+        if rows.shape[1] != self.in_features:
+            raise ValueError(f"{type(self).__name__}: x has rows of {rows.shape[1]}; expected {self.in_features}")
+        if self.has_input_scale:
+            a, a_scale = fp8_quantize(rows, self.input_scale, "tensor")
+        else:
+            a, a_scale = fp8_quantize(rows)
+        return scaled_mm(a, self.weight, a_scale, self._factor(), self.bias, rows.dtype)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight (N, K) that elements and scales stand for: computed in fp32, rounded once to ``dtype``."""
+        return (self.weight.float() * self._row_scale()).to(dtype)
 
     @classmethod
-    def _merged_tensors(cls, tensors: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        return {name: _rows([each[name] for each in tensors]) for name in tensors[0]}
+    def _amax(cls, weight: Tensor) -> Tensor:
+        """The largest magnitude of what shares a scale, in the shape of ``weight_scale``."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_tensors(
+        cls,
+        weight: Tensor,
+        weight_scale: Tensor,
+        *,
+        input_scale: Tensor | None = None,
+        bias: Tensor | None = None,
+        parts: Sequence[int] | None = None,
+        activations: Activations = "auto",
+    ) -> Self:
+        """The layer that has these tensors, on their device.
+
+        Args:
+            weight: (N, K) float8_e4m3fn. It is not copied.
+            weight_scale: float32, which multiplies: one element, or one for each part; of channels (N, 1) or (N,).
+            input_scale: float32, one element: the same of activations. ``None``: each row of them has its own.
+            bias, parts, activations: as of :meth:`NVFP4Linear.from_tensors`.
+
+        Raises:
+            ValueError: for a wrong shape.
+            TypeError: for a wrong dtype.
+        """
+        tensors = {"weight": weight, "weight_scale": weight_scale.reshape(cls._flat)}
+        if input_scale is not None:
+            tensors["input_scale"] = input_scale.reshape(-1)
+        return cls._of(weight.shape[-1], tensors, bias, parts, activations)
+
+    @classmethod
+    def from_float(
+        cls, linear: nn.Linear, *, activations: Activations = "auto", input_amax: Tensor | float | None = None
+    ) -> Self:
+        """Quantise a linear layer: a scale is the largest magnitude, of the weight or of its row, / 448.
+
+        Args:
+            linear: bfloat16, float16 or float32.
+            activations: as of the class.
+            input_amax: the largest magnitude of the input, from calibration; larger values saturate. ``None``: each row
+                of activations gets a scale of its own.
+
+        Raises:
+            ValueError: for activations that the class does not have.
+        """
+        weight = _weight_of(cls, linear).float()
+        scale = _scale_of(cls._amax(weight))
+        return cls.from_tensors(
+            encode_e4m3(weight / scale),
+            scale,
+            input_scale=None if input_amax is None else _scale_of(_as_tensor(input_amax, weight)),
+            bias=linear.bias,
+            activations=activations,
+        )
+
+
+class FP8TensorLinear(_FP8Linear):
+    """A linear layer with its weight in FP8 under one scale; arguments and errors are those of :class:`QuantLinear`.
+
+    Activations: ``"fp8"``, with an ``input_scale`` from calibration under that (static), without one under a scale of
+    each row (dynamic). ``fp8_quantize`` quantises, and torch's own scaled GEMM multiplies:
+    ``torch.nn.functional.scaled_mm``, or ``torch._scaled_mm`` in a torch that has only that, and in compiled code. On a
+    GPU it chooses a kernel by the number of rows too, so that a row's result may depend on the batch in its last bits.
+
+    On a CPU, on a GPU without FP8, and where torch's GEMM refuses (N or K is no multiple of 16, the result is float32,
+    or the bias has another dtype than the result), elements are decoded in each call and multiplied in float32, on a
+    CPU in float64. That takes time, and memory for the decoded weight.
+
+    Buffers, as in a state dict: ``weight`` float8_e4m3fn (N, K); ``weight_scale`` float32, (number of parts,), and
+    ``input_scale`` float32 (1,), which multiply, as ModelOpt's and compressed-tensors' of these names.
+    """
+
+    scheme = "fp8_tensor"
+    _flat = (-1,)
+
+    row_scale: Tensor
+
+    def _scale_shape(self) -> tuple[int, ...]:
+        return (len(self.parts),)
+
+    def _rows_of_parts(self, name: str) -> list[int]:
+        return [1] * len(self.parts) if name == "weight_scale" else super()._rows_of_parts(name)
+
+    def _derive(self) -> None:
+        self._set_derived("row_scale", self._of_rows(self.weight_scale).unsqueeze(1))
+
+    def _row_scale(self) -> Tensor:
+        return self.row_scale
+
+    def _factor(self) -> Tensor:
+        # Scales of rows on one side take scales of rows on the other.
+        return self.weight_scale if self.has_input_scale and len(self.parts) == 1 else super()._factor()
+
+    @classmethod
+    def _amax(cls, weight: Tensor) -> Tensor:
+        return weight.abs().amax().reshape(1)
+
+
+class FP8ChannelLinear(_FP8Linear):
+    """A linear layer with its weight in FP8, a scale for each row (output channel); arguments and errors are those of
+    :class:`QuantLinear`.
+
+    Activations, and what multiplies where, are those of :class:`FP8TensorLinear`.
+
+    Buffers, as in a state dict: ``weight`` float8_e4m3fn (N, K); ``weight_scale`` float32 (N, 1), and ``input_scale``
+    float32 (1,), which multiply, as compressed-tensors' of these names.
+    """
+
+    scheme = "fp8_channel"
+    _flat = (-1, 1)
+
+    def _scale_shape(self) -> tuple[int, ...]:
+        return self.out_features, 1
+
+    def _row_scale(self) -> Tensor:
+        return self.weight_scale
+
+    @classmethod
+    def _amax(cls, weight: Tensor) -> Tensor:
+        return weight.abs().amax(1, keepdim=True)
 
 
 def _blocks(size: int) -> int:
     return -(-size // _BLOCK)
 
 
-def _rows(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors, one below the other; by bytes, since not every torch concatenates FP8."""
-    if tensors[0].dtype != torch.float8_e4m3fn:
-        return torch.cat([*tensors])
-    return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(torch.float8_e4m3fn)
+def _scale_of(amax: Tensor) -> Tensor:
+    """The FP8 scale under which ``amax`` is the largest element."""
+    scale = amax / E4M3_MAX
+    return torch.where(scale == 0, 1.0, scale)
 
 
 def _weight_of(cls: type[QuantLinear], linear: nn.Linear) -> Tensor:

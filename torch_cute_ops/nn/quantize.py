@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from torch_cute_ops.nn import _names
 from torch_cute_ops.nn._base import Activations, QuantLinear
-from torch_cute_ops.nn.linear import FP8BlockLinear, MXFP4Linear, NVFP4Linear
+from torch_cute_ops.nn.linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear, MXFP4Linear, NVFP4Linear
 
-Scheme = Literal["nvfp4", "mxfp4", "fp8_block"]
-SCHEMES: Final[dict[str, type[QuantLinear]]] = {cls.scheme: cls for cls in (NVFP4Linear, MXFP4Linear, FP8BlockLinear)}
+Scheme = Literal["nvfp4", "mxfp4", "fp8_block", "fp8_tensor", "fp8_channel"]
+SCHEMES: Final[dict[str, type[QuantLinear]]] = {
+    cls.scheme: cls for cls in (NVFP4Linear, MXFP4Linear, FP8BlockLinear, FP8TensorLinear, FP8ChannelLinear)
+}
 
 
 @torch.no_grad()
@@ -33,7 +35,8 @@ def quantize_(
 
     Args:
         model: on any device; its linear layers in bfloat16, float16 or float32.
-        scheme: ``"nvfp4"``, ``"mxfp4"`` or ``"fp8_block"``.
+        scheme: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"``, ``"fp8_tensor"`` or ``"fp8_channel"``. Activations of the
+            last two get a scale for each row.
         activations: as of the layers: ``"16bit"`` or ``"fp4"`` beside FP4 weights, ``"fp8"`` beside FP8 ones;
             ``"auto"`` is the first that the scheme has.
         ignore: layers to leave: names, last parts of names, wildcards (``"model.layers.0.*"``), or regular expressions

@@ -25,12 +25,16 @@ _BITS: Final[dict[tuple[str, str], tuple[int, int]]] = {
     ("mxfp4", "weight"): (0xFF, 0),
     ("mxfp4", "weight_scale"): (0, 120),
     ("fp8_block", "weight"): (0x87, 0x30),
+    ("fp8_tensor", "weight"): (0x87, 0x30),
+    ("fp8_channel", "weight"): (0x87, 0x30),
 }
 """Of tensors of bytes: the bits that are random, and those that are set. 120 is 2^-7 in e8m0."""
 _NUMBERS: Final[dict[tuple[str, str], float]] = {
     ("nvfp4", "weight_scale_2"): DEVIATION / (_E2M1 * _SCALE),
     ("nvfp4", "input_scale"): INPUT_AMAX / (6 * 448),
     ("fp8_block", "weight_scale_inv"): DEVIATION / _FRACTION,
+    ("fp8_tensor", "weight_scale"): DEVIATION / _FRACTION,
+    ("fp8_channel", "weight_scale"): DEVIATION / _FRACTION,
 }
 """Of tensors of float32: the value of each element."""
 

@@ -37,9 +37,10 @@ def warmup(
     for module in model.modules():
         if isinstance(module, QuantLinear):
             bias = None if module.bias is None else module.bias.dtype
-            merged = len(module.parts) > 1
+            merged, static = len(module.parts) > 1, module.has_input_scale
             size = (module.out_features, module.in_features)
-            forms.setdefault((type(module), size, module.activations, bias, merged, module.weight.device), module)
+            key = (type(module), size, module.activations, static, bias, merged, module.weight.device)
+            forms.setdefault(key, module)
     with tuning.autotune() if tune else contextlib.nullcontext():
         for layer in forms.values():
             for count in {bucket(number): number for number in numbers}.values():

@@ -1,0 +1,247 @@
+"""FP8 layers with a scale of the tensor or of each row: static activations, and where torch's own GEMM multiplies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support import weights
+from support.layers import assert_computes
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from torch_cute_ops.nn import FP8ChannelLinear, FP8TensorLinear, QuantLinear, _scaled_mm, merge, quantize_
+
+CLASSES = (FP8TensorLinear, FP8ChannelLinear)
+by_class = pytest.mark.parametrize("cls", CLASSES, ids=["tensor", "channel"])
+by_activations = pytest.mark.parametrize("is_static", [False, True], ids=["dynamic", "static"])
+N, K = 48, 160
+
+
+def layer_of(
+    cls: type[QuantLinear], is_static: bool, n: int = N, k: int = K, amax: float = 3.0, dtype=torch.bfloat16
+) -> QuantLinear:
+    """Random elements and scales, as a checkpoint has them."""
+    return cls.from_tensors(
+        torch.randn(n, k).mul(100).to(torch.float8_e4m3fn),
+        torch.rand(1 if cls is FP8TensorLinear else n) / 100,
+        input_scale=torch.tensor(amax / 448) if is_static else None,
+        bias=torch.randn(n, dtype=dtype),
+    )
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """New tensors hold NaN until something is written."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def by_torch_on_cpu(monkeypatch) -> None:
+    """Layers use the CPU's own scaled GEMM."""
+    monkeypatch.setattr(_scaled_mm, "_reason_no_device", lambda device: None)
+    ones, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        _scaled_mm.scaled_mm(ones, ones, scale, scale.t(), None, torch.bfloat16)
+        torch._scaled_mm(ones, ones.t(), scale, scale.t(), out_dtype=torch.bfloat16)
+    except RuntimeError as error:
+        pytest.skip(f"this torch has no scaled GEMM of rows for CPUs: {error}")
+
+
+class Calls:
+    """What torch's scaled GEMM was called with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, is_public: bool) -> None:
+        self.forms: list[tuple[int, int]] = []
+        real = _scaled_mm._public if is_public else torch._scaled_mm
+
+        def spy(a: torch.Tensor, b: torch.Tensor, *rest: object, **named: object) -> torch.Tensor:
+            scales = [each for each in rest if isinstance(each, torch.Tensor)]
+            self.forms.append((scales[0].numel(), scales[1].numel()))
+            return real(a, b, *rest, **named)
+
+        if is_public:
+            monkeypatch.setattr(_scaled_mm, "_public", spy)
+        else:
+            monkeypatch.setattr(_scaled_mm, "_public", None)
+            monkeypatch.setattr(torch, "_scaled_mm", spy)
+
+
+@pytest.fixture(params=["scaled_mm", "_scaled_mm"])
+def calls(request, monkeypatch, poisoned_memory, by_torch_on_cpu) -> Calls:
+    """Those of one of the two functions."""
+    is_public = request.param == "scaled_mm"
+    if is_public and _scaled_mm._public is None:
+        pytest.skip("this torch has no torch.nn.functional.scaled_mm")
+    return Calls(monkeypatch, is_public)
+
+
+# Values
+
+
+@by_class
+@by_activations
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+def test_values(cls, is_static, dtype, device):
+    layer = layer_of(cls, is_static, dtype=dtype).to(device)
+    x = torch.randn(2, 3, K, dtype=dtype, device=device)
+    x[0, 0, 0] = 50  # saturates under the static scale
+    assert_computes(layer, x)
+
+
+@by_class
+@pytest.mark.parametrize(("n", "k"), [(1, 16), (16, 1), (17, 35)])
+def test_any_size(cls, n, k, device):
+    layer = layer_of(cls, True, n, k).to(device)
+    assert_computes(layer, torch.randn(3, k, dtype=torch.bfloat16, device=device))
+
+
+@by_class
+def test_from_float(cls):
+    """An element of the largest magnitude is 448, and nothing is off by more than rounding to e4m3."""
+    linear = nn.Linear(K, N).bfloat16()
+    linear.weight.data[3] = 0
+    layer = cls.from_float(linear, input_amax=2.0)
+    assert layer.input_scale.item() == pytest.approx(2 / 448)
+    want = linear.weight.detach().double().numpy()
+    amax = np.abs(want).max() if cls is FP8TensorLinear else np.abs(want).max(1, keepdims=True)
+    got = weights.decoded(layer.state_dict(), layer.parts)
+    assert (np.abs(got - want) <= np.maximum(np.abs(want) / 15.9, amax / 448 * 2.0**-9)).all()
+    assert np.allclose(np.abs(got).max(), np.abs(want).max(), rtol=1e-6) and not got[3].any()
+    assert layer.weight.float().abs().max() == 448
+
+
+@by_class
+def test_merged_static(cls):
+    """Scales of the parts stay their own; the greatest input scale holds."""
+    layers = [layer_of(cls, True, n, amax=amax) for n, amax in ((32, 1.0), (16, 8.0))]
+    layers[1].weight_scale.mul_(300)
+    layers[1]._derive()
+    merged = merge(layers)
+    assert torch.equal(merged.input_scale, layers[1].input_scale)
+    for got, part in zip(merged.split(), layers, strict=True):
+        assert torch.equal(got.weight_scale, part.weight_scale)
+        assert torch.equal(got.weight.view(torch.uint8), part.weight.view(torch.uint8))
+    assert_computes(merged, torch.randn(4, K).bfloat16())
+    with pytest.raises(ValueError, match="differ in an input scale"):
+        merge([layers[0], layer_of(cls, False)])
+
+
+@by_class
+def test_state_dict_static(cls):
+    layer = merge([layer_of(cls, True, n) for n in (16, 32)])
+    state = nn.Sequential(layer).state_dict()
+    assert state.keys() == {"0.weight", "0.weight_scale", "0.input_scale", "0.bias"}
+    fresh = nn.Sequential(cls(K, N, bias=True, parts=(16, 32), has_input_scale=True))
+    x = torch.randn(3, K).bfloat16()
+    assert fresh(x).isnan().all()
+    fresh.load_state_dict(state)
+    assert torch.equal(fresh(x), layer(x))
+    for name, tensor in state.items():
+        assert torch.equal(fresh.state_dict()[name].view(torch.uint8), tensor.view(torch.uint8))
+    fresh.half()
+    assert fresh[0].input_scale.dtype == fresh[0].weight_scale.dtype == torch.float32
+    with pytest.raises(RuntimeError, match=r"0\.weight_scale is .*; expected .* torch\.float32"):
+        fresh.load_state_dict({**state, "0.weight_scale": state["0.weight_scale"].bfloat16()})
+    with pytest.raises(RuntimeError, match=r'Missing key.*"0\.input_scale"'):
+        fresh.load_state_dict({name: tensor for name, tensor in state.items() if "input" not in name})
+
+
+def test_quantize():
+    model = nn.Sequential(nn.Linear(K, N), nn.Linear(N, 5)).bfloat16()
+    quantize_(model, "fp8_channel")
+    assert [type(layer) for layer in model] == [FP8ChannelLinear] * 2 and not model[0].has_input_scale
+
+
+# torch's own GEMM
+
+
+@by_class
+@by_activations
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_by_torch(cls, is_static, dtype, calls):
+    layer = layer_of(cls, is_static, dtype=dtype)
+    x = torch.randn(3, K, dtype=dtype)
+    assert_computes(layer, x)
+    assert layer(x[:0]).shape == (0, N)
+    merged = merge([layer, layer_of(cls, is_static, 16, dtype=dtype)])
+    assert_computes(merged, x)
+    forms = [(3, N), (0, N), (3, N + 16)]
+    if is_static and cls is FP8TensorLinear:
+        forms[:2] = [(1, 1)] * 2
+    if dtype == torch.float16 and _scaled_mm._public is None:  # which takes scales of rows for bfloat16 alone
+        forms = [form for form in forms if form == (1, 1)]
+    assert calls.forms == forms
+
+
+@by_class
+def test_where_torch_refuses(cls, calls):
+    """Sizes, a result in float32, a bias of another dtype: never the number of rows."""
+    for n, k, bias, dtype in (
+        (40, K, torch.bfloat16, torch.bfloat16),
+        (N, 24, torch.bfloat16, torch.bfloat16),
+        (N, K, torch.float32, torch.float32),
+        (N, K, torch.float32, torch.bfloat16),
+    ):
+        layer = layer_of(cls, True, n, k, dtype=bias)
+        assert_computes(layer, torch.randn(3, k, dtype=dtype))
+    assert not calls.forms
+
+
+def test_devices(monkeypatch):
+    cuda = SimpleNamespace(type="cuda")
+    assert _scaled_mm._reason_no_device(torch.device("cpu")) == "the device is cpu"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert "NVIDIA" in str(_scaled_mm._reason_no_device(cuda))
+    monkeypatch.setattr(torch.version, "hip", None)
+    for capability, is_able in (((8, 0), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert (_scaled_mm._reason_no_device(cuda) is None) is is_able
+
+
+@by_class
+@by_activations
+@pytest.mark.parametrize("is_by_torch", [False, True], ids=["decoded", "scaled_mm"])
+def test_compiled(cls, is_static, is_by_torch, request):
+    """A full graph, one for every number of rows."""
+    if is_by_torch:
+        request.getfixturevalue("by_torch_on_cpu")
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    layer = merge([layer_of(cls, is_static, 16), layer_of(cls, is_static, 32)])
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    with torch.no_grad():
+        for rows in (2, 3, 17):
+            x = torch.randn(rows, 4, K).bfloat16()
+            assert torch.equal(compiled(x), layer(x))
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+# Errors
+
+
+@by_class
+def test_errors(cls):
+    elements, scale = torch.zeros(N, K).to(torch.float8_e4m3fn), torch.ones(1 if cls is FP8TensorLinear else N)
+    cls.from_tensors(elements, scale)
+    with pytest.raises(ValueError, match=r"weight_scale has shape \(2"):
+        cls.from_tensors(elements, torch.ones(2))
+    with pytest.raises(TypeError, match=r"weight_scale has dtype torch\.bfloat16; expected torch\.float32"):
+        cls.from_tensors(elements, scale.bfloat16())
+    with pytest.raises(TypeError, match=r"weight has dtype torch\.uint8; expected torch\.float8_e4m3fn"):
+        cls.from_tensors(elements.view(torch.uint8), scale)
+    with pytest.raises(ValueError, match=r"input_scale has shape \(2,\); expected \(1,\)"):
+        cls.from_tensors(elements, scale, input_scale=torch.ones(2))
+    with pytest.raises(ValueError, match="activations is '16bit'; expected one of 'auto', 'fp8'"):
+        cls.from_tensors(elements, scale, activations="16bit")
+    with pytest.raises(ValueError, match="in_features is 0"):
+        cls(0, 16)
+    with pytest.raises(ValueError, match="grad"):
+        cls.from_tensors(elements, scale)(torch.randn(2, K, dtype=torch.bfloat16, requires_grad=True))

@@ -1,0 +1,48 @@
+"""What quantised linear layers compute, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from expected._fp8_gemm import BLOCK, sum_of_block
+
+from support import spec, weights
+from torch_cute_ops.nn import QuantLinear
+
+
+def as_multiplied(x: torch.Tensor, layer: QuantLinear) -> np.ndarray:
+    """The rows (M, K) in float64 that the GEMM takes for ``x``."""
+    rows = x.flatten(0, -2).float().cpu().numpy()
+    if layer.activations == "16bit":
+        rows = x.flatten(0, -2).bfloat16().float().cpu().numpy() if layer.scheme == "mxfp4" else rows
+        return rows.astype(np.float64)
+    if layer.activations == "fp8":
+        granularity, scale = "block128" if layer.scheme == "fp8_block" else "token", None
+        if layer.has_input_scale:
+            granularity, scale = "tensor", layer.input_scale.item()
+        elements, scales = spec.quantise_fp8(rows, granularity, scale)
+        numbers = spec.scale_value(elements, "e4m3").astype(np.float64)
+        if granularity == "block128":
+            scales = scales.repeat(128, 1)[:, : rows.shape[1]]
+        return numbers * scales.astype(np.float64)
+    factor = None if layer.scheme == "mxfp4" else np.float32(1) / np.float32(layer.input_scale.item())
+    found = spec.quantise(rows, layer.format.block_size, factor)
+    scales = spec.scale_value(found.scales, layer.format.scale_format).astype(np.float64)
+    numbers = spec.e2m1_value(found.codes).astype(np.float64) * scales.repeat(layer.format.block_size, 1)
+    return numbers if factor is None else numbers * float(layer.input_scale)
+
+
+def assert_computes(layer: QuantLinear, x: torch.Tensor) -> None:
+    """What ``layer(x)`` is: the product in float64, within what its accumulation may lose and a rounding."""
+    got = layer(x)
+    assert got.shape == (*x.shape[:-1], layer.out_features) and got.dtype == x.dtype
+    k = layer.in_features
+    tensors = {name: each.cpu() for name, each in layer.state_dict().items()}
+    a, b = as_multiplied(x, layer), weights.decoded(tensors, layer.parts)
+    want = a @ b.T + (0 if layer.bias is None else layer.bias.double().cpu().numpy())
+    bound = (np.abs(a) @ np.abs(b).T + np.abs(want)) * (k + 4) * 2.0**-24 + np.abs(want) * torch.finfo(x.dtype).eps
+    if layer.activations == "fp8":
+        blocks = [slice(begin, begin + BLOCK) for begin in range(0, k, BLOCK)]
+        bound += sum(sum_of_block(a[:, block], b[:, block], x.device.type).bound for block in blocks)
+    error = np.abs(got.flatten(0, -2).double().cpu().numpy() - want)
+    assert (error <= bound + 1e-30).all(), f"off by {(error - bound).max()}"
