@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from support.gemm_problems import BF16, FP16, FP32, HOPPER, ROW_LAYOUTS, fp8_problem
+from support.gemm_problems import BF16, FP16, FP32, HOPPER, ROW_LAYOUTS, fp4_problem, fp8_fp4_problem, fp8_problem
 
 from torch_cute_ops.gemm.backends import fp8_mma_sync, fp8_wgmma
 from torch_cute_ops.gemm.cost import usual_targets
@@ -118,6 +118,14 @@ FASTEST = [
         },
     ),
     (fp8_problem(7168, 2048), {8: (16, 128, 1), 64: (128, 64, 1), 256: (128, 128, 1), 8192: (128, 128, 1)}),
+    (fp8_fp4_problem(n=2048), {1: (16, 6)}),
+    (fp8_fp4_problem(n=4096, k=4096), {1: (16, 3), 64: (64, 3)}),
+    (fp8_fp4_problem(n=6144, k=4096), {1: (16, 2)}),
+    (fp8_fp4_problem(n=28672, k=4096), {16: (16, 1), 64: (64, 1), 128: (128, 1), 256: (256, 1), 4096: (256, 1)}),
+    (fp4_problem(4096, 14336), {1: (8, 6), 16: (16, 6), 64: (64, 6)}),
+    (fp4_problem(4096, 4096), {1: (8, 6), 16: (16, 6), 64: (64, 6)}),
+    (fp4_problem(6144, 4096), {1: (8, 4), 16: (16, 4), 64: (64, 4)}),
+    (fp4_problem(8192, 28672), {1: (8, 0)}),
 ]
 """Problems, and for each M the tile that was fastest on an H200, or nearly."""
 
