@@ -41,11 +41,12 @@ class Config(fp8_wgmma.Config):
 
     @property
     def lanes_per_row(self) -> int:
-        """Threads that decode a row of the weight in a K block."""
+        """Threads that decode a row of the weight in a K block: of fewer rows each thread has a part."""
         return self.row_ctas
 
     @property
     def teams(self) -> int:
+        # As many as leave registers for the consumers' sums
         return 3 if self.is_swapped else 2
 
     @property
@@ -58,13 +59,14 @@ class Config(fp8_wgmma.Config):
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        # Behind the consumers', what launching a CTA gives each thread is the most that warps can keep.
+        # All but the consumers give some up: theirs are at most what the launch gives each thread.
         if not self.is_swapped:
             return 168, 56, 40
         return (144, 72, 40) if self.tokens == GROUP_ROWS else (136, 80, 40)
 
     @property
     def together(self) -> int:
+        # More sums would leave too few registers for the decoding warps.
         return 2 if self.tokens < GROUP_ROWS else 1
 
     @property

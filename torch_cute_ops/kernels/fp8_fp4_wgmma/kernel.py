@@ -75,12 +75,9 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
         first = Int64(block) * c.block_scales
         if c.rows.is_plain and not c.layout.is_linear:
             # Tiles are those of the layout, in which these rows follow each other.
-            offset = c.layout.row_offset(Int64(tile.column) + lane, Int64(scale.shape[1])) + c.layout.block_offset(
-                first
-            )
-            found = []
-            for i in range(words):
-                found.append(ptx.load_if(scale.iterator + offset, 4 * i < left, 4, c.layout.block_offset(4 * i)))
+            row = c.layout.row_offset(Int64(tile.column) + lane, Int64(scale.shape[1]))
+            at = scale.iterator + (row + c.layout.block_offset(first))
+            found = [ptx.load_if(at, 4 * i < left, 4, c.layout.block_offset(4 * i)) for i in range(words)]
             rows = [list(of_row) for of_row in zip(*found, strict=True)]
         else:
             rows = [self._row_scales(tile, lane + 32 * i, first, left, share) for i in range(c.columns // 32)]
@@ -92,8 +89,8 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
     def _row_scales(self, tile: Tile, row, first, left, share) -> list:
         """The words of a row, from its scale ``first`` on."""
         c, scale = self.config, share.b_scale
-        exists = tile.column + row < share.n
         column = tile.column + row
+        exists = column < share.n
         if c.layout.is_linear:
             offset = Int64(tile.expert) * scale.stride[2] + Int64(column) * scale.stride[0]
             at = scale.iterator + (offset + first)
