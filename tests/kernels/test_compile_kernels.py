@@ -96,7 +96,8 @@ def test_compiles_without_spills(case: AnyCase, compiled):
         groups = (threads - WARPGROUP - helpers, WARPGROUP, helpers)
         taken = sum(size * each for size, each in zip(groups, config.registers, strict=False))
         assert taken <= threads * own, "a warpgroup waits for registers for ever"
-        assert max(given) <= own <= config.registers[0], "setmaxnreg is not what it says: an illegal instruction"
+        if helpers:
+            assert max(given) <= own <= config.registers[0], "setmaxnreg is not what it says: an illegal instruction"
 
 
 def test_covering_cases_cover():
