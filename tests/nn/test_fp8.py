@@ -26,7 +26,7 @@ def layer_of(
 ) -> QuantLinear:
     """Random elements and scales, as a checkpoint has them."""
     return cls.from_tensors(
-        torch.randn(n, k).mul(100).to(torch.float8_e4m3fn),
+        torch.randn(n, k).mul(100).clamp(-448, 448).to(torch.float8_e4m3fn),
         torch.rand(1 if cls is FP8TensorLinear else n) / 100,
         input_scale=torch.tensor(amax / 448) if is_static else None,
         bias=torch.randn(n, dtype=dtype),
