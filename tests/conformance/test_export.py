@@ -81,7 +81,7 @@ def test_package(tmp_path):
     torch.save(tensors_of(samples), given)
     with config.patch(QUICKLY):
         torch._inductor.aoti_compile_and_package(program, package_path=package)
-    done = python(LOADED, arguments=(package, given, results))
+    done = python(LOADED, arguments=(package, given, results), PYTHONFAULTHANDLER="1")
     assert done.returncode == 0, done.stderr
     assert_eager(samples, *torch.load(results))
 
