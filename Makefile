@@ -8,7 +8,7 @@ ARGS ?=
 
 dev = $(PYTHON) tools/setup_env.py --venv $(VENV)
 
-.PHONY: help demo demo-minilm demo-minilm-nvfp4 demo-moe demo-fp8-moe demo-save test lint format typecheck docs bench venv clean
+.PHONY: help demo demo-minilm demo-minilm-nvfp4 demo-moe demo-fp8-moe demo-save demo-serve test lint format typecheck docs bench venv clean
 .DEFAULT_GOAL := help
 
 help:          ## List the targets
@@ -31,6 +31,9 @@ demo-fp8-moe:  ## An expert layer in FP8 beside the same in bf16: examples/fp8_m
 
 demo-save:     ## Quantise a model, save it as others read it, load it again: examples/quantize_and_save.py
 	@$(dev) -- examples/quantize_and_save.py $(ARGS)
+
+demo-serve:    ## Serve a quantised Llama, requests that come and go: examples/serve.py
+	@$(dev) -- examples/serve.py $(ARGS)
 
 test:          ## Run the tests; kernels too where there is a GPU
 	@$(dev) -- -m pytest $(ARGS)

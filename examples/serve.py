@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""Serve a quantised Llama: requests of different lengths that come and go, in batches that change with every step.
+
+    python examples/serve.py                            # a tiny model with random weights, for a look
+    python examples/serve.py --size 8b                  # the shapes of Llama 3 8B; 70b fits one H200
+    python examples/serve.py --model path/or/hub-name   # an NVFP4, MXFP4 or FP8 checkpoint
+    python examples/serve.py --size 8b --scheme fp8_block --requests 256
+
+Random weights are drawn as codes, and never exist in bf16, so that a model needs no more memory than it is served with.
+Batches are those of transformers' continuous batching: a request joins when there is room and leaves when it is done.
+On a GPU steps are captured as CUDA graphs, by sizes. What was served is checked in the end: a forward pass over the
+whole of a request has to like each of its tokens best, or nearly. The last line starts with SUCCESS or FAILURE, and the
+exit status follows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from typing import Any
+
+import torch
+
+import torch_cute_ops.nn
+from quickstart import conclude, pick_device
+
+# Llama's: hidden, intermediate, layers, heads, key and value heads, vocabulary
+SIZES = {
+    "tiny": (256, 512, 2, 4, 2, 512),
+    "8b": (4096, 14336, 32, 32, 8, 128256),
+    "70b": (8192, 28672, 80, 64, 8, 128256),
+}
+PAGE = 256  # tokens of a page of transformers' cache
+CHECKED = 4  # requests
+# By how much of the logits' standard deviation a token may fall short of the best one: a pass over a whole request
+# rounds its attention in another order than steps do.
+MAX_SHORTFALL = 0.1
+
+
+@torch.no_grad()
+def main(arguments: list[str] | None = None) -> int:
+    try:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        from torch_cute_ops.integrations.transformers import from_pretrained
+    except ImportError as error:
+        sys.exit(f"serve.py needs transformers 5.17 or later: pip install 'torch-cute-ops[transformers]' ({error})")
+    options = parse(arguments)
+    device, backend = pick_device()
+    is_cuda = device.type == "cuda"
+    print(f"device     {torch.cuda.get_device_name(device) if is_cuda else 'CPU'}: {backend}")
+    given = {"activations": options.activations, "device": device}
+    model = from_pretrained(options.model, **given) if options.model else random_model(options, given)
+    print(f"model      {options.model or options.size}, {bytes_of(model):,} bytes")
+
+    prompts = random_prompts(options, model.config.vocab_size)
+    longest = options.prompt + options.new
+    pages = len(prompts) * -(-longest // PAGE)
+    rows = max(options.prompt, min(len(prompts), options.batch))
+    torch_cute_ops.nn.warmup(model, rows=range(1, rows + 1))
+    if not is_cuda:
+        # It complains that it cannot read the CPU's memory, and need not here.
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
+    # Explicit, since they would follow from all the memory that is free.
+    batching = ContinuousBatchingConfig(
+        num_blocks=pages + 1,
+        max_batch_tokens=rows,
+        max_requests_per_batch=options.batch,
+        use_cuda_graph=is_cuda,
+    )
+    # No token ends a request: random weights would draw it anywhere.
+    decoding = GenerationConfig(max_new_tokens=options.new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    start = time.perf_counter()
+    served = model.generate_batch(
+        prompts, generation_config=decoding, continuous_batching_config=batching, progress_bar=sys.stderr.isatty()
+    )
+    seconds = time.perf_counter() - start
+
+    outputs = [one.generated_tokens for one in served.values()]
+    tokens = sum(map(len, outputs))
+    print(f"served     {len(outputs)} requests, {tokens:,} new tokens in {seconds:.1f} s: {tokens / seconds:,.0f}/s")
+    problems = [f"request {i} has {len(out)} tokens" for i, out in enumerate(outputs) if len(out) != options.new]
+    if len(outputs) != len(prompts):
+        problems.append(f"{len(prompts)} requests, and {len(outputs)} answers")
+    if not problems:
+        short = max(shortfall(model, prompts[i], outputs[i]) for i in range(min(CHECKED, len(outputs))))
+        print(f"tokens     at most {short:.3f} standard deviations below the best (limit {MAX_SHORTFALL})")
+        if not short <= MAX_SHORTFALL:
+            problems.append(f"a token is {short:.3f} standard deviations below the best")
+    return conclude(problems)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder of a quantised checkpoint, or its name on the Hub; else random weights")
+    parser.add_argument("--size", choices=tuple(SIZES), default="tiny", help="of random weights (default: tiny)")
+    parser.add_argument("--scheme", choices=("nvfp4", "mxfp4", "fp8_block"), default="nvfp4", help="of random weights")
+    parser.add_argument("--activations", choices=("auto", "16bit", "fp4", "fp8"), default="auto")
+    parser.add_argument("--requests", type=positive, default=8)
+    parser.add_argument("--batch", type=positive, default=64, help="most requests at once (default: 64)")
+    parser.add_argument("--prompt", type=positive, default=32, help="tokens of the longest prompt (default: 32)")
+    parser.add_argument("--new", type=positive, default=16, help="new tokens of each request (default: 16)")
+    return parser.parse_args(arguments)
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def random_model(options: argparse.Namespace, given: dict[str, Any]) -> Any:
+    from transformers import LlamaConfig
+
+    from torch_cute_ops.integrations.transformers import from_config
+
+    hidden, intermediate, layers, heads, kv_heads, vocabulary = SIZES[options.size]
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=max(2048, options.prompt + options.new),
+    )
+    return from_config(config, options.scheme, dtype=torch.bfloat16, **given)
+
+
+def random_prompts(options: argparse.Namespace, vocabulary: int) -> list[list[int]]:
+    """Of half of the longest prompt's length, and up to that."""
+    random = torch.Generator().manual_seed(0)
+    lengths = torch.randint(-(-options.prompt // 2), options.prompt + 1, (options.requests,), generator=random)
+    return [torch.randint(vocabulary, (length,), generator=random).tolist() for length in lengths.tolist()]
+
+
+def bytes_of(model: Any) -> int:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def shortfall(model: Any, prompt: list[int], output: list[int]) -> float:
+    """How far the logits of a request's tokens are below the best at their places, at most, in the logits' standard
+    deviations there."""
+    ids = torch.tensor([prompt + output], device=model.device)
+    logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+    return ((logits.amax(1) - chosen) / logits.std(1)).max().item()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Requests served in batches that change."""
+
+import importlib
+import re
+from types import ModuleType
+
+import pytest
+import torch
+from support.example_scripts import run_main
+
+pytest.importorskip("transformers")
+
+SMALL = ("--requests", "3", "--batch", "2", "--prompt", "9", "--new", "3")
+
+
+@pytest.fixture
+def script(quickstart: ModuleType) -> ModuleType:
+    return importlib.import_module("serve")
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "fp8_block"])
+def test_serve(script, capsys, scheme) -> None:
+    """More requests than a batch has; every one gets its tokens."""
+    out, last = run_main(script, capsys, *SMALL, "--scheme", scheme)
+    assert last == "SUCCESS: every check passed"
+    assert re.search(r"3 requests, 9 new tokens", out)
+
+
+def test_a_checkpoint(script, capsys, tmp_path) -> None:
+    """The model that was saved: its bytes are those of the one with random weights."""
+    options = script.parse([*SMALL])
+    model = script.random_model(options, {"activations": "auto", "device": torch.device("cpu")})
+    save = importlib.import_module("torch_cute_ops.checkpoint").save
+    save(model, tmp_path, "modelopt", config=model.config.to_dict())
+    out, last = run_main(script, capsys, *SMALL, "--model", str(tmp_path))
+    assert last == "SUCCESS: every check passed"
+    assert f"{script.bytes_of(model):,} bytes" in out
+
+
+def test_a_wrong_token_is_found(script, capsys, monkeypatch) -> None:
+    """The least likely tokens, in place of those that were served."""
+    real = script.shortfall
+
+    def of_others(model, prompt, output):
+        ids = torch.tensor([prompt + output], device=model.device)
+        worst = model(ids).logits[0, len(prompt) - 1 : -1].argmin(1).tolist()
+        return real(model, prompt, worst[:1] + output[1:])
+
+    monkeypatch.setattr(script, "shortfall", of_others)
+    _, last = run_main(script, capsys, *SMALL, status=1)
+    assert last.startswith("FAILURE: a token is ")
+
+
+def test_options_that_are_wrong(script, capsys) -> None:
+    with pytest.raises(SystemExit):
+        script.main(["--requests", "0"])
+    assert "invalid positive value: '0'" in capsys.readouterr().err
