@@ -1,6 +1,7 @@
 """``python -m torch_cute_ops`` and deployments: what they print, compile and refuse."""
 
 import errno
+import functools
 import inspect
 import json
 import os
@@ -167,7 +168,11 @@ def test_warmup_can_be_stopped(tmp_path, number, status):
     command += ["--workers", "2", "--hidden", *HIDDEN]
     variables = variables_of(TORCH_CUTE_OPS_CACHE_DIR=str(tmp_path))
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, env=variables, text=True, start_new_session=True, **streams) as process:
+    # What a shell started in the background ignores Ctrl-C, and so would what it starts.
+    hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(
+        command, env=variables, text=True, start_new_session=True, preexec_fn=hear, **streams
+    ) as process:
         assert wait_until(lambda: list(tmp_path.glob("v1/*/kernel.json")), 60)
         workers = workers_of(process.pid)
         assert len(workers) >= 2

@@ -93,6 +93,8 @@ RUNS = [
     Run(case(NVFP4, "128x4", "masked", (128, 1), FP32), (3, 0, 70), 136, 64, 1, room=72),
     Run(case(NVFP4, "128x4", "plain", (256, 1), FP32, "column", FP32), (200,), 136, 704, 2),
     Run(case(MXFP4, "linear", "counted", (256, 1), BF16), (3, 257, 0), 72, 192, 2),
+    # CTAs of a cluster without a K block, and clusters without a tile
+    Run(case(NVFP4, "linear", "counted", (64, 6), BF16), (0, 5), 72, 448, 12),
 ]
 
 
@@ -103,18 +105,21 @@ def test_gemm(run: Run) -> None:
     assert torch.equal(got, want)
 
 
-NEAR = {NVFP4: (1, 0x80), MXFP4: (100, 140)}
-"""Scale bytes: all of NVFP4, with NaN, as far apart as can be; and 2^40 apart."""
+FAR = {NVFP4: [(1, 0x80), (0x81, 0xFF)], MXFP4: [(100, 140)]}
+"""Scale bytes: all of NVFP4, with NaN, as far apart as can be, and the negative ones; and 2^40 apart."""
 
 
 @pytest.mark.parametrize(
-    ("fmt", "tile"),
-    [(NVFP4, (128, 1)), (MXFP4, (16, 1)), (NVFP4, (256, 1))],
-    ids=["nvfp4-128-rows", "mxfp4-16-rows", "nvfp4-256-rows"],
+    ("fmt", "tile", "scales"),
+    [
+        pytest.param(fmt, tile, scales, id=f"{fmt.name}-{tile[0]}-rows-{scales[0]}")
+        for fmt, tile in ((NVFP4, (128, 1)), (MXFP4, (16, 1)), (NVFP4, (256, 1)))
+        for scales in FAR[fmt]
+    ],
 )
-def test_scales_that_are_hard_to_encode(fmt: Any, tile: tuple[int, int]) -> None:
+def test_scales_that_are_hard_to_encode(fmt: Any, tile: tuple[int, int], scales: tuple[int, int]) -> None:
     """One K block: fp32 adds nothing up. Numbers are subnormal in e4m3, or zero, or NaN; totals change their units."""
-    got, want = execute(Run(case(fmt, "128x4", "plain", tile, FP32), (9,), 136, 128, 2, scales=NEAR[fmt]))
+    got, want = execute(Run(case(fmt, "128x4", "plain", tile, FP32), (9,), 136, 128, 2, scales=scales))
     near = torch.isclose(got, want, rtol=1e-5, atol=0, equal_nan=True)
     assert near.float().mean() > 0.99  # the emulator's sum of random products is rounded in another order
     equal("NaN", got.isnan(), want.isnan())

@@ -11,6 +11,9 @@ accesses memory needs what it loaded, or what a later load of the thread did; or
 does not count, nor does ``mma``: they may be done behind the barrier. A bulk copy may write only where it knows of the
 loads that they have been performed: for that each thread has a third clock, which travels with the other two.
 
+All copies share a column: who knows of one knows of those that were started before. So what overwrites the source of a
+copy to another CTA is not always found.
+
 An access to another CTA's shared memory has to be over before that CTA ends: one of its threads has to know of it.
 
 One more column for each thread stands for its ``cp.async``; the clock counts groups. From the instruction on nobody

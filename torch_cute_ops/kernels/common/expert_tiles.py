@@ -134,9 +134,9 @@ class ExpertTiles:
         plain = self.rows.is_plain
         return by_expert(b, plain, is_transposed=True), by_expert(b_scale, plain)
 
-    def ctas(self, given: Arguments, splits: int = 1):
-        """CTAs of a launch: ``splits`` for each tile that there may be, ``max_ctas`` at most, and none where the result
-        overlaps an operand.
+    def ctas(self, given: Arguments, cluster: int = 1):
+        """CTAs of a launch: ``cluster`` for each tile that there may be, ``max_ctas`` at most, and none where the
+        result overlaps an operand.
 
         The host does not know how many rows each expert has; at most one tile of each is not full.
         """
@@ -149,7 +149,7 @@ class ExpertTiles:
         else:
             tiles = space // self.tokens + cutlass.min(given.b.shape[0], space)
         tiles = tiles * cute.ceil_div(n, self.columns)
-        ctas = cutlass.min(given.max_ctas // splits, tiles) * splits
+        ctas = cutlass.min(given.max_ctas // cluster, tiles) * cluster
         return ctas_unless_overlapping(ctas, (given.out,), given[: Arguments._fields.index("out")])
 
     # In the kernel

@@ -16,6 +16,7 @@ THREADS: Final = (GROUPS + 1) * WARPGROUP
 SCALE_WARPS: Final = WARPGROUP // 32 - 1
 """Warps that load scales: the producer's warpgroup but for the producer."""
 BARRIER_BYTES: Final = 256
+"""For three barriers of each of ten stages, and two of a cluster."""
 RECORD_WORDS: Final = 4
 """Words of a stage's record of its tile: first row, rows from there on, first column, and expert, or 0 where the
 epilogue does not depend on it."""
@@ -53,6 +54,11 @@ class FP8TilesConfig:
     helpers: int
     row_ctas: int = 1
     teams: int = 1
+
+    @property
+    def full_arrivals(self) -> int:
+        """Arrivals of helpers that make a stage full."""
+        return self.helpers
 
     @property
     def cluster(self) -> int:

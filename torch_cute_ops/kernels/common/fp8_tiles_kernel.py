@@ -62,7 +62,8 @@ class Share(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile: its expert, its first row, the rows that the expert has from there on, and its first column."""
+    """A tile: its expert, its first row, the rows that the expert has from there on, and its first column. Of a CTA
+    that has the second part of a tile's rows, these may be none, or a negative number."""
 
     expert: Int32
     row: Int32
@@ -183,7 +184,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
                 # One arrival for the copies, one for the scales
                 cute.arch.mbarrier_init(smem.arrived + i, 2)
                 if const_expr(c.helpers):
-                    cute.arch.mbarrier_init(smem.full + i, c.helpers)
+                    cute.arch.mbarrier_init(smem.full + i, c.full_arrivals)
                 cute.arch.mbarrier_init(smem.free + i, 4 * GROUPS * c.row_ctas)
             if const_expr(c.splits > 1):
                 cute.arch.mbarrier_init(smem.left, 4 * GROUPS * c.splits)
@@ -239,7 +240,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         cute.arch.sync_warp()
         row_ctas = self.config.row_ctas
         if row_ctas > 1:
-            ptx.arrive_there_if(smem.free + stage, lane, Uint32(lane < row_ctas))
+            ptx.arrive_at_if(smem.free + stage, lane, Uint32(lane < row_ctas), tells=False)
         else:
             ptx.arrive_if(smem.free + stage, Uint32(lane == 0))
 

@@ -367,25 +367,15 @@ def arrive_if(barrier, condition, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def arrive_there_if(barrier, rank, condition, *, loc=None, ip=None) -> None:
-    """The same on the mbarrier of the cluster's CTA of that rank: threads that wait for it know that this thread has
-    read, not what it has stored."""
-    operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(rank, loc, ip), _u32(condition, loc, ip)]
-    text = (
-        "{.reg .pred p; .reg .b32 there; setp.ne.u32 p, $2, 0; mapa.shared::cluster.u32 there, $0, $1; "
-        "@p mbarrier.arrive.shared::cluster.b64 _, [there];}"
-    )
-    _asm(None, operands, text, "r,r,r", loc, ip, pure=False)
-
-
-@dsl_user_op
-def arrive_at_if(barrier, rank, condition, *, loc=None, ip=None) -> None:
+def arrive_at_if(barrier, rank, condition, tells: bool = True, *, loc=None, ip=None) -> None:
     """The same on the mbarrier of the cluster's CTA of that rank. Threads that wait for it know then what this thread
-    has stored, which costs a fence."""
+    has stored, which costs a fence; or, unless it ``tells``, that it has read, as after CUTLASS's arrivals at barriers
+    of other CTAs (by the letter of the memory model, in its own CTA alone)."""
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(rank, loc, ip), _u32(condition, loc, ip)]
+    order = ".release.cluster" if tells else ""
     text = (
         "{.reg .pred p; .reg .b32 there; setp.ne.u32 p, $2, 0; mapa.shared::cluster.u32 there, $0, $1; "
-        "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];}"
+        f"@p mbarrier.arrive{order}.shared::cluster.b64 _, [there];}}"
     )
     _asm(None, operands, text, "r,r,r", loc, ip, pure=False)
 

@@ -11,9 +11,9 @@ All is as in ``kernels.fp8_wgmma``, whose consumers, tiles, ring and clusters th
    power, they are decoded so, and consumers add as those of ``fp8_wgmma`` do. Where a row does not fit, its 32 rows are
    decoded over ``2^t`` of their own, and consumers multiply a K block's sums by powers of two that the scale warps
    leave; and after the last K block of a tile all totals, which leads back to the unit 1.
-3. Teams of warps decode K blocks in turns. A thread has a row: for each block scale it makes a table of eight bytes,
-   looks up four codes by one PRMT, and stores the e4m3 numbers where the MMAs read them. So a stage is full when it has
-   arrived and has been decoded. A thread's instructions depend on each other; teams hide that.
+3. Teams of warps decode K blocks in turns. A thread has a row, or half of one: for each block scale it makes a table of
+   eight bytes, looks up four codes by one PRMT, and stores the e4m3 numbers where the MMAs read them. So a stage is
+   full when it has arrived and has been decoded. A thread's instructions depend on each other; teams hide that.
 4. A tile of 256 rows of ``a`` is that of two CTAs of a cluster with 128 each. Each copies and decodes half of the
    weight's rows, and sends them to the other by bulk copies between their shared memories.
 

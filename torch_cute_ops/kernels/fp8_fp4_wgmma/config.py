@@ -41,7 +41,8 @@ class Config(fp8_wgmma.Config):
 
     @property
     def lanes_per_row(self) -> int:
-        """Threads that decode a row of the weight in a K block: of fewer rows each thread has a part."""
+        """Threads that decode a row of the weight in a K block. A team has four warps: where a CTA has half of the
+        rows, each thread has half of a row."""
         return self.row_ctas
 
     @property
@@ -52,6 +53,15 @@ class Config(fp8_wgmma.Config):
     @property
     def helpers(self) -> int:
         return self.lanes_per_row * self.copied_columns // 32
+
+    @property
+    def teams_meet(self) -> bool:
+        """Whether a stage is one team's in a round of the ring and another's in the next."""
+        return self.stages % self.teams > 0
+
+    @property
+    def full_arrivals(self) -> int:
+        return self.helpers * (self.teams if self.teams_meet else 1)
 
     @property
     def threads(self) -> int:

@@ -9,8 +9,8 @@ By definition a row's K block of 128 elements has the unit ``2^t`` of its own, t
 share a unit, mostly, with which a table follows from two bytes: e4m3 of the scale and of 1.5 times it, of which the
 others are multiples by powers of two.
 
-Everything is computed in float16, exactly: a product has at most 6 significant bits. So subnormal numbers of e4m3,
-zeros and NaN need nothing special, where a K block has its own unit: the conversion rounds them.
+Numbers over a K block's own unit, and scales of NVFP4, are computed in float16, exactly: a product has at most 6
+significant bits. So subnormal numbers of e4m3, zeros and NaN need nothing special there: the conversion rounds them.
 """
 
 import functools
@@ -29,9 +29,10 @@ _LEAST_SCALE = 0x18001800  # 2^-9 twice, e4m3's least number, in float16
 _SIGNS = 0x80808080
 _HEADROOM = 3
 """Powers of two by which the unit of a row exceeds the least of its first K block: the scales of the others may be 8
-times as large, or, mostly, 1/37 (a number of 0.5 · scale has to be normal)."""
+times as large, or 1/160 (a number of 0.5 · scale has to be normal)."""
 _MXFP4_UNITS = (-40, 7)
-"""Units of rows with which sums do not overflow, and a byte holds the bias of a scale's exponent."""
+"""Units of rows of MXFP4: a byte holds the bias of a scale's exponent, and sums do not overflow unless scales are above
+2^60 (those of a K block, over the unit, below 2^103)."""
 
 
 class SharedUnit(NamedTuple):
@@ -125,8 +126,8 @@ def _table_of(number: Uint32) -> list:
 
 
 def power_of_two(exponent: Int32) -> cutlass.Float32:
-    """2 to an exponent from -149 to 127."""
-    normal, subnormal = Uint32(exponent + 127) << 23, Uint32(1) << Uint32(exponent + 149)
+    """2 to an exponent from -149 on; infinity from 128 on."""
+    normal, subnormal = Uint32(cutlass.min(exponent + 127, Int32(255))) << 23, Uint32(1) << Uint32(exponent + 149)
     return ptx.float_of(ptx.select(exponent > Int32(-127), normal, subnormal))
 
 

@@ -190,7 +190,7 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
         stage, parity = Int32(0), Int32(0)
         for i in range_constexpr(c.teams - 1):
             if team > i:
-                stage, parity = self._skip(Int32(i), count, stage, parity, smem)
+                stage, parity = self._skip(Int32(i), count, stage, parity, lane, smem)
         for turn in cutlass.range(team, count, c.teams, unroll=1):
             ptx.wait(smem.arrived + stage, parity)
             (flags,) = load_words(self._flags(stage, smem))
@@ -205,15 +205,18 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
                 self._share_rows(stage, first, each, share, smem)
             stage, parity = next_stage(stage, parity, c.stages)
             for i in range_constexpr(1, c.teams):
-                stage, parity = self._skip(turn + i, count, stage, parity, smem)
+                stage, parity = self._skip(turn + i, count, stage, parity, lane, smem)
 
     @cute.jit
-    def _skip(self, turn, count, stage, parity, smem):
-        """Skip a K block of another team. Where the teams exchange stages from round to round, wait for it: who does
-        not may take a phase for that of two rounds before."""
+    def _skip(self, turn, count, stage, parity, lane, smem):
+        """Skip a K block of another team. Where the teams exchange stages from round to round, see it arrive: who does
+        not may take a phase for that of two rounds before. The stage is full only when all teams have seen that, so
+        that none is left behind."""
         c = self.config
-        if const_expr(c.stages % c.teams):
+        if const_expr(c.teams_meet):
             self._wait_if(turn < count, smem.arrived + stage, parity)
+            cute.arch.sync_warp()
+            ptx.arrive_if(smem.full + stage, Uint32((lane == 0) & (turn < count)))
         return next_stage(stage, parity, c.stages)
 
     @cute.jit

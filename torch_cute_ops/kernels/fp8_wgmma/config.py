@@ -20,7 +20,7 @@ TILES: Final = (
 )
 """Rows of ``a`` and of ``b`` of a tile, and CTAs that share it."""
 TOGETHER: Final = 2
-"""As many as there are registers for."""
+"""K blocks whose MMAs a consumer starts before it waits for the first: as many as there are registers for."""
 
 
 @dataclass(frozen=True)
