@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 import torch_cute_ops.nn
+from quantize_and_save import bytes_of
 from quickstart import conclude, pick_device
 
 # Llama's: hidden, intermediate, layers, heads, key and value heads, vocabulary
@@ -135,10 +136,6 @@ def random_prompts(options: argparse.Namespace, vocabulary: int) -> list[list[in
     random = torch.Generator().manual_seed(0)
     lengths = torch.randint(-(-options.prompt // 2), options.prompt + 1, (options.requests,), generator=random)
     return [torch.randint(vocabulary, (length,), generator=random).tolist() for length in lengths.tolist()]
-
-
-def bytes_of(model: Any) -> int:
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def shortfall(model: Any, prompt: list[int], output: list[int]) -> float:

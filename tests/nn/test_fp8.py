@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from support import weights
-from support.layers import assert_computes
+from support.layers import assert_compiles_once, assert_computes
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from torch_cute_ops.nn import FP8ChannelLinear, FP8TensorLinear, QuantLinear, _scaled_mm, merge, quantize_
 
@@ -209,19 +208,9 @@ def test_devices(monkeypatch):
 @by_activations
 @pytest.mark.parametrize("is_by_torch", [False, True], ids=["decoded", "scaled_mm"])
 def test_compiled(cls, is_static, is_by_torch, request):
-    """A full graph, one for every number of rows."""
     if is_by_torch:
         request.getfixturevalue("by_torch_on_cpu")
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    layer = merge([layer_of(cls, is_static, 16), layer_of(cls, is_static, 32)])
-    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
-    with torch.no_grad():
-        for rows in (2, 3, 17):
-            x = torch.randn(rows, 4, K).bfloat16()
-            assert torch.equal(compiled(x), layer(x))
-    assert counter.frame_count == 1
-    torch._dynamo.reset()
+    assert_compiles_once(merge([layer_of(cls, is_static, 16), layer_of(cls, is_static, 32)]))
 
 
 # Errors

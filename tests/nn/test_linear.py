@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from support import spec, weights
-from support.layers import assert_computes
+from support.layers import assert_compiles_once, assert_computes
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from torch_cute_ops.nn import (
     FP8BlockLinear,
@@ -227,17 +226,7 @@ def test_what_cannot_be_merged():
 
 @by_kind
 def test_compiled(cls, activations):
-    """A full graph, one for every number of rows."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    layer = merge([quantised(cls, activations, n=128), quantised(cls, activations, n=8)])
-    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
-    with torch.no_grad():
-        for rows in (2, 3, 17):
-            x = torch.randn(rows, 4, K).bfloat16()
-            assert torch.equal(compiled(x), layer(x))
-    assert counter.frame_count == 1
-    torch._dynamo.reset()
+    assert_compiles_once(merge([quantised(cls, activations, n=128), quantised(cls, activations, n=8)]))
 
 
 # Errors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from expected._fp8_gemm import BLOCK, sum_of_block
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from support import spec, weights
 from torch_cute_ops.nn import QuantLinear
@@ -46,3 +47,16 @@ def assert_computes(layer: QuantLinear, x: torch.Tensor) -> None:
         bound += sum(sum_of_block(a[:, block], b[:, block], x.device.type).bound for block in blocks)
     error = np.abs(got.flatten(0, -2).double().cpu().numpy() - want)
     assert (error <= bound + 1e-30).all(), f"off by {(error - bound).max()}"
+
+
+@torch.no_grad()
+def assert_compiles_once(layer: QuantLinear) -> None:
+    """To a full graph, one for every number of rows, whose results are the layer's."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    for rows in (2, 3, 17):
+        x = torch.randn(rows, 4, layer.in_features).bfloat16()
+        assert torch.equal(compiled(x), layer(x))
+    assert counter.frame_count == 1
+    torch._dynamo.reset()

@@ -13,9 +13,6 @@ BLOCK: Final = 128
 """Elements of k that share a scale."""
 BAND: Final = 8
 """Row tiles that run side by side, and share the columns of the weight in L2."""
-SHARE_CLOCKS: Final = 6500.0
-"""Clocks to add up the partial sums of a tile, per CTA that shares it but the first, where all CTAs together wait for
-memory (measured on an H200)."""
 
 
 class Tile(NamedTuple):
@@ -61,7 +58,7 @@ class Tile(NamedTuple):
         block_clocks: float,
         wait: float,
         row_bytes: float = BLOCK,
-        share_clocks: float = SHARE_CLOCKS,
+        share_clocks: float = 0.0,
     ) -> float:
         """Time of a call, by a model of operations, bytes and waves.
 

@@ -24,6 +24,9 @@ WAIT = 0.345
 FEW_WAIT = 0.5
 """Share of a K block's transfer time that the MMAs wait for it, for tiles of 128 rows and of fewer (measured on an
 H200)."""
+SHARE_CLOCKS = 6500.0
+"""Clocks to add up the partial sums of a tile, per CTA that shares it but the first, where all CTAs together wait for
+memory (measured on an H200)."""
 
 
 class FP8Wgmma(FP8Backend):
@@ -48,7 +51,8 @@ class FP8Wgmma(FP8Backend):
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         tile = self.tile(tactic)
         if tile.tokens < MANY:
-            return tile.seconds(problem, m, target, FEW_BLOCK_CLOCKS + FEW_ROW_CLOCKS * tile.tokens, FEW_WAIT)
+            clocks = FEW_BLOCK_CLOCKS + FEW_ROW_CLOCKS * tile.tokens
+            return tile.seconds(problem, m, target, clocks, FEW_WAIT, share_clocks=SHARE_CLOCKS)
         clocks = BLOCK_CLOCKS + tile.tokens * tile.columns * BLOCK / MACS_PER_CLOCK
         if rows_of_expert(problem, m) <= MANY // 2:
             clocks *= ONE_GROUP
