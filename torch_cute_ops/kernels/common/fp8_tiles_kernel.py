@@ -39,6 +39,7 @@ class Share(NamedTuple):
         first, workers, count: the first of its tiles; the number of CTAs or clusters, and so the step to the next tile;
             the number of all tiles.
         rank: rank of the CTA in its cluster.
+        part: which part of a tile's rows is the CTA's.
         a_scale, b_scale: scales of all experts.
         alpha, bias: operands of the epilogue, if it has them.
         out: the result.
@@ -52,6 +53,7 @@ class Share(NamedTuple):
     end: Int32
     first: Int32
     rank: Int32
+    part: Int32
     count: Int32
     workers: Int32
     a_scale: cute.Tensor
@@ -208,6 +210,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
             end=(cta % c.splits + 1) * blocks // c.splits,
             first=cta // c.cluster,
             rank=cta % c.cluster,
+            part=cta % c.row_ctas,
             count=self.tiles.count(m, n, smem.table),
             workers=workers // c.cluster,
             a_scale=scales[0],
@@ -253,10 +256,8 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         """The CTA's part of a tile: expert, first row, the rows that the expert has from there on, if any, and first
         column."""
         expert, row, rows, column = self.tiles.find(number, share.m, share.n, smem.table, lane)
-        if self.config.row_ctas > 1:
-            before = share.rank * self.config.tokens
-            row, rows = row + before, rows - before
-        return expert, row, rows, column
+        before = share.part * self.config.tokens
+        return expert, row + before, rows - before, column
 
     def _help(self, team, warp, lane, share, smem) -> None:
         """A helper, one of its team's warps: it completes the stages that have arrived, one of each of the teams."""
@@ -279,7 +280,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
             # Rows begin anywhere.
             tiled = cute.local_tile(cute.domain_offset((row, 0), a_map[1]), (c.box_rows, BLOCK), (None, None))
             tokens_to, tokens_from = cpasync.tma_partition(a_map[0], 0, one, tokens, cute.group_modes(tiled, 0, 2))
-            place = column // c.copied_columns + (share.rank if const_expr(c.row_ctas > 1) else 0)
+            place = column // c.copied_columns + share.part
             tiled = cute.local_tile(b_map[1], (c.copied_columns, c.line, 1), (place, None, expert))
             columns_to, columns_from = cpasync.tma_partition(b_map[0], 0, one, columns, cute.group_modes(tiled, 0, 3))
             boxes = cutlass.max(cutlass.min(cute.ceil_div(rows, c.box_rows), Int32(c.boxes)), Int32(0))

@@ -39,12 +39,12 @@ class SharedUnit(NamedTuple):
     """The scales of a row's K block over the unit of the row.
 
     Attributes:
-        ones, halves: for each half of the K block, e4m3 of its scales, and of 1.5 times them.
+        ones, one_and_halves: for each half of the K block, e4m3 of its scales, and of 1.5 times them.
         fits: whether tables follow from these: no scale is negative or NaN, and no number is subnormal or too large.
     """
 
     ones: list
-    halves: list
+    one_and_halves: list
     fits: Boolean
 
 
@@ -82,24 +82,24 @@ def over_shared_unit(words: list, exponent: Int32, fmt: FP4Format) -> SharedUnit
         # From 2, whose half is normal, to 13: 6 · 2^(13 - 7) = 384
         fits = _signs(low + Uint32(0x7E7E7E7E), exponents | low + Uint32(0x72727272)) == Uint32(_SIGNS)
         ones = exponents << 3
-        halves = ones + Uint32(0x04040404)
-        return SharedUnit([ones, ones >> 16], [halves, halves >> 16], fits)
+        one_and_halves = ones + Uint32(0x04040404)
+        return SharedUnit([ones, ones >> 16], [one_and_halves, one_and_halves >> 16], fits)
     products = [ptx.mul_16x2(pair, _inverse(exponent), "f16") for pair in _pairs(words)]
     more = [ptx.mul_16x2(product, Uint32(_ONE_AND_A_HALF), "f16") for product in products]
     ones = [ptx.e4m3x4_of_f16x2(products[i], products[i + 1]) for i in (0, 2)]
-    halves = [ptx.e4m3x4_of_f16x2(more[i], more[i + 1]) for i in (0, 2)]
+    one_and_halves = [ptx.e4m3x4_of_f16x2(more[i], more[i + 1]) for i in (0, 2)]
     # From 0x10, half of which is normal, to 0x69, six times which is 448 when rounded
     fitting = [_signs(one + Uint32(0x70707070), one | one + Uint32(0x16161616)) for one in ones]
-    return SharedUnit(ones, halves, (fitting[0] & fitting[1]) == Uint32(_SIGNS))
+    return SharedUnit(ones, one_and_halves, (fitting[0] & fitting[1]) == Uint32(_SIGNS))
 
 
-def tables_of_shared_unit(ones: Uint32, halves: Uint32, fmt: FP4Format) -> list:
+def tables_of_shared_unit(ones: Uint32, one_and_halves: Uint32, fmt: FP4Format) -> list:
     """The tables of half a K block that fits its row's unit: two words each, the lesser magnitudes first."""
     tables = []
     for i in range(64 // fmt.block_size):
         # A byte's sign, repeated, is zero.
-        low = ptx.prmt(ones, halves, (4 + i) << 12 | i << 8 | i << 4 | 8 + i) - Uint32(0x00000800)
-        high = ptx.prmt(ones, halves, (4 + i) << 12 | i << 8 | (4 + i) << 4 | i) + Uint32(0x10100808)
+        low = ptx.prmt(ones, one_and_halves, (4 + i) << 12 | i << 8 | i << 4 | 8 + i) - Uint32(0x00000800)
+        high = ptx.prmt(ones, one_and_halves, (4 + i) << 12 | i << 8 | (4 + i) << 4 | i) + Uint32(0x10100808)
         tables.append([low, high])
     return tables
 

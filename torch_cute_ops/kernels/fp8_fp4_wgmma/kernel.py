@@ -120,7 +120,7 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
             is_own = cute.arch.vote_any_sync((shared[i].fits == Boolean(False)) & (32 * i < count))
             flags |= ptx.select(is_own, Uint32(1 << i), Uint32(0))
         for i in range_constexpr(len(loaded[1])):
-            record = [shared[i].ones[0], shared[i].halves[0], shared[i].ones[1], shared[i].halves[1]]
+            record = [shared[i].ones[0], shared[i].one_and_halves[0], shared[i].ones[1], shared[i].one_and_halves[1]]
             self._store_record(record, i, place, lane + 32 * i, share, smem)
         if flags != Uint32(0):
             for i in range_constexpr(len(loaded[1])):
@@ -143,13 +143,9 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
     @cute.jit
     def _store_record(self, record, group, place, row, share, smem):
         """Store the record of a row in the ``group``-th 32 rows, if this CTA decodes it."""
-        c = self.config
-        if const_expr(c.row_ctas == 1):
-            store_words(record, self._record_words(place, row, smem))
-        else:
-            groups = c.copied_columns // 32
-            if share.rank == group // groups:
-                store_words(record, self._record_words(place, row - group // groups * c.copied_columns, smem))
+        part = 32 * group // self.config.copied_columns
+        if share.part == part:
+            store_words(record, self._record_words(place, row - part * self.config.copied_columns, smem))
 
     def _record_words(self, place, row, smem) -> cute.Tensor:
         """The words of a row's scales of the weight: two of each half of the K block."""
@@ -184,7 +180,7 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
         each = 32 // c.lanes_per_row
         row, halves = warp * each + lane % each, [0, 1] if c.lanes_per_row == 1 else [lane // each]
         # Of the warp's first row, and of the lane's, in the tile
-        before = share.rank * c.copied_columns if const_expr(c.row_ctas > 1) else 0
+        before = share.part * c.copied_columns
         first, place = before + warp * each, before + row
         count = cute.ceil_div(share.count - share.first, share.workers) * (share.end - share.begin)
         stage, parity = Int32(0), Int32(0)
@@ -224,7 +220,7 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
         """Send the rows that a warp has decoded, from ``first`` on, to the other CTA, and expect as many from there."""
         decoded = smem.own + cute.assume((stage * self.config.columns + first) * BLOCK, divby=PIECE)
         with cute.arch.elect_one():
-            ptx.expect_and_send(decoded, smem.full + stage, rows * BLOCK, share.rank ^ 1)
+            ptx.expect_and_send(decoded, smem.full + stage, rows * BLOCK, share.part ^ 1)
 
     @cute.jit
     def _decode_half(self, is_own, stage, row, place, half, smem):

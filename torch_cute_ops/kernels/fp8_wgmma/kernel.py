@@ -159,7 +159,7 @@ class FP8WgmmaKernel(FP8TilesKernel):
         together = self.config.together
         for rest in cutlass.range(count - together, -1, -together, unroll=1):
             stage, parity = self._add_blocks(multiply, sums, partials, rest + follow, stage, parity, consumer, smem)
-        for _ in cutlass.range(count % together if const_expr(together > 1) else 0, unroll=1):
+        for _ in cutlass.range(count % together, unroll=1):
             stage, parity = self._add_blocks(multiply, sums, partials[:1], follow, stage, parity, consumer, smem)
         return stage, parity
 
