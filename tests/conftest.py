@@ -90,14 +90,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadScopeScheduling
 
+    config.option.loadscopereorder = False  # the order of the collection: pytest_collection_modifyitems
+    workers = len(config.getvalue("tx"))
+
     class BySample(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return group_of(nodeid)
+            return group_of(nodeid, workers)
 
         def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
             super().mark_test_complete(node, item_index, duration)
             # After each test all groups of a worker are counted; those that have finished are thousands.
-            work, group = self.assigned_work[node], group_of(self.registered_collections[node][item_index])
+            work, group = self.assigned_work[node], self._split_scope(self.registered_collections[node][item_index])
             if all(work[group].values()):
                 del work[group]
 
@@ -105,24 +108,33 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 BY_INDUCTOR = ("test_inductor", "test_inductor_updates_the_residual_in_place", "test_residual_inside_the_program")
+WORKERS_OF_INDUCTOR = 8
 
 
-def group_of(nodeid: str) -> str:
+def group_of(nodeid: str, workers: int = 1) -> str:
     """A test's parameters but for the device: op and sample. A test without parameters is on its own.
 
-    What Inductor compiles for the CPU is one group: each worker would precompile PyTorch's headers first, for a minute.
+    What Inductor compiles for the CPU is a group for every 8 workers: each worker precompiles PyTorch's headers first,
+    for a minute, and one alone would be at it after all others have finished.
     """
     name, _, parameters = nodeid.partition("[")
     if parameters.startswith("cpu-") and name.rpartition("::")[2] in BY_INDUCTOR:
-        return "inductor-cpu"
+        return f"inductor-cpu-{digest_of(parameters) % -(-workers // WORKERS_OF_INDUCTOR)}"
     return re.sub("^(cpu|cuda)-", "", parameters) or nodeid
+
+
+def digest_of(text: str) -> int:
+    """The same number in every process."""
+    return zlib.crc32(text.encode())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     part = config.getoption("part")
     if part is not None:
         # The tests of a sample share its kernels, and so a part.
-        items[:] = [one for one in items if zlib.crc32(group_of(one.nodeid).encode()) % part[1] == part[0] - 1]
+        items[:] = [one for one in items if digest_of(group_of(one.nodeid)) % part[1] == part[0] - 1]
+    # What takes long begins first, so that no worker is left with it; what measures time comes when others are done.
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, item.get_closest_marker("timing") is not None))
     for item in items:
         if GPU_MISSING and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=GPU_MISSING))

@@ -24,6 +24,7 @@ by_op = pytest.mark.parametrize("op", op_cases())
 # Import
 
 
+@pytest.mark.timing
 def test_import_is_quick():
     """Less than 60 ms on top of torch, in the best of several runs.
 

@@ -61,6 +61,7 @@ def prepared(op, given):
     return problem, (given["a"], given["b"], *scales, given["alpha"], given["bias"], None, None)
 
 
+@pytest.mark.slow
 @by_op
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize(("name", "sizes"), TACTICS, ids=str)
@@ -110,6 +111,7 @@ def test_a_row_does_not_depend_on_the_number_of_rows(op, name):
         check_first_rows(lambda rows, out, launch=launch: launch(a[:rows], *others, out), 392, device, tactic)
 
 
+@pytest.mark.slow
 @by_op
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("name", ["wgmma", "mma_sync"])

@@ -99,6 +99,7 @@ def test_nan_stays_where_it_is(m, device):
     assert torch.equal(got.isnan(), want)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
 @pytest.mark.parametrize(("m", "k"), [(1, 128), (9, 448), (60, 2880), (300, 512)])

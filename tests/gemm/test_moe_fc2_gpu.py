@@ -65,6 +65,7 @@ def gpu_target():
     return target
 
 
+@pytest.mark.slow
 @by_op
 @by_format
 @by_backend

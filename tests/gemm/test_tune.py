@@ -334,6 +334,7 @@ def test_copies_exceed_the_cache(made_up, monkeypatch):
     assert len(seen) == 2 * len(set(seen))
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", [case for case in compiled_op_cases() if case.values[0].has_backends])
 def test_on_a_gpu(op, file):

@@ -188,6 +188,7 @@ def test_choice_is_deepseeks(device):
     assert_close(weights, own / own.sum(-1, keepdim=True) * 2.5, rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 64, 65, 130, 300, 600, 5000, 20_011])
 @pytest.mark.parametrize("layout", LAYOUTS[:2])

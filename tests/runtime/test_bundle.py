@@ -114,6 +114,7 @@ for hidden in (96, 128):
     assert done.stdout.split() == ["True", "False"], done.stderr
 
 
+@pytest.mark.timing
 def test_start_is_quick(made):
     """Import, bundle and first kernel take less than 0.3 s on top of torch, in the best of some runs."""
     code = (
