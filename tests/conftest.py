@@ -134,7 +134,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # The tests of a sample share its kernels, and so a part.
         items[:] = [one for one in items if digest_of(group_of(one.nodeid)) % part[1] == part[0] - 1]
     # What takes long begins first, so that no worker is left with it; what measures time comes when others are done.
-    items.sort(key=lambda item: (item.get_closest_marker("slow") is None, item.get_closest_marker("timing") is not None))
+    items.sort(key=lambda item: bool(item.get_closest_marker("timing")) - bool(item.get_closest_marker("slow")))
     for item in items:
         if GPU_MISSING and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=GPU_MISSING))

@@ -152,8 +152,8 @@ class CallPath(abc.ABC, Generic[Call]):
 
     # The call path
 
-    def run(self, values: Values, out: Any) -> Any:
-        """Compute on CUDA tensors into ``out``, a tensor or a tuple of several, or into new tensors."""
+    def run(self, out: Any, *values: Any) -> Any:
+        """Compute the fields of a call on CUDA tensors into ``out``, a tensor or a tuple of several, or new tensors."""
         try:
             launcher = self.launchers.get(self.key(values))
             result = None if launcher is None else launcher.run(values, out)

@@ -26,6 +26,7 @@ from torch_cute_ops.runtime.dispatch import (
     has_tangent,
     in_dual_level,
     needs_dispatcher,
+    needs_redispatch,
 )
 
 NAMESPACE: Final = "cute"
@@ -188,29 +189,29 @@ def define(path: CallPath[Any], *outputs: str) -> Callable[[Function], Function]
 
 _TEMPLATE: Final = """\
 def bind({parameters}):
-    return Call({values})
+    return Call(({values},))
 
 def cuda({parameters}):
-    return run({values}, None)
+    return run(None, {values})
 
 def cuda_out({parameters}, *, {outs}):
-    run({values}, {outs_checked})
+    run({outs_checked}, {values})
 
 def autograd({parameters}):
-    if not needs_dispatcher() and {plain} and not (is_grad_enabled() and ({grads})):
-        return run({values}, None)
+    if not needs_redispatch() and {plain} and not (is_grad_enabled() and ({grads})):
+        return run(None, {values})
     refuse_gradient(({tensors},))
     with below_autograd():
         return ops.{name}.default({arguments})
 
 def autograd_out({parameters}, *, {outs}):
     if (
-        not needs_dispatcher()
+        not needs_redispatch()
         and {plain}
         and {plain_outs}
         and not (is_grad_enabled() and ({grads} or {grads_of_outs}))
     ):
-        run({values}, {outs_given})
+        run({outs_given}, {values})
         return
     refuse_gradient(({tensors},), {outs_tuple})
     with below_autograd():
@@ -220,11 +221,11 @@ def function({parameters}, *, out=None):
     if not needs_dispatcher() and {plain}:
         if out is None:
             if not (is_grad_enabled() and ({grads})):
-                return run({values}, None)
+                return run(None, {values})
         elif {out_is_plain}:
             {outs_target} = out
             if {plain_outs} and not (is_grad_enabled() and ({grads} or {grads_of_outs})):
-                return run({values}, out)
+                return run(out, {values})
     if not is_dynamo_compiling():
         check_kinds(({arguments},))
     if out is None:
@@ -270,7 +271,7 @@ def _generate(signature: Signature, path: CallPath[Any]) -> dict[str, Any]:
         name=signature.name,
         parameters=parameters,
         arguments=", ".join(signature.names),
-        values=f"({call},)",
+        values=call,
         grads=" or ".join(
             f"({each.name} is not None and {each.name}.requires_grad)"
             if each.is_optional
@@ -303,6 +304,7 @@ def _generate(signature: Signature, path: CallPath[Any]) -> dict[str, Any]:
         "is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
         "is_grad_enabled": torch.is_grad_enabled,
         "needs_dispatcher": needs_dispatcher,
+        "needs_redispatch": needs_redispatch,
         "refuse_gradient": partial(refuse_gradient, signature),
         "check_kinds": signature.check_kinds,
         "given_outputs": given_outputs,

@@ -62,7 +62,7 @@ class RowLauncher(KernelLauncher[RowCall]):
         self.has_scale_rows = not self.is_column and fmt != FP8_TENSOR
         self.has_two_outputs = not (self.also_linear or self.writes_norm)
         self.y_strides, self.scale_strides = (self.y_width, 1), (self.scale_width, 1)
-        self.stores_bytes = self.scale_dtype is torch.uint8
+        self.stores_bytes = self.y_dtype is torch.uint8
 
     def new_outputs(self, rows: int, dtype: torch.dtype) -> Outputs:
         """For a call without ``out``, with an input of ``dtype``."""
@@ -150,40 +150,59 @@ class RowQuant(KernelPath[RowCall]):
         weight_dtype = weight.dtype if self.normalises else None
         return input.shape[-1], input.dtype, weight_dtype, factor is not None, is_plain, *named, input.get_device()
 
-    def run(self, values: Values, out: Any) -> Any:
+    def run(
+        self,
+        out: Any,
+        input: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        factor: Tensor | None,
+        eps: float,
+        alpha: float,
+        beta: float,
+        limit: float | None,
+        block_size: int,
+        scale_format: str | None,
+        granularity: str | None,
+        layout: str,
+    ) -> Any:
         """``CallPath.run`` with ``key`` and the launch written out, which take 1.2 µs longer as functions of their own
         (``benchmarks host``, on an H200's machine)."""
-        input, residual, weight, factor, eps, alpha, beta, limit, block_size, scale_format, granularity, layout = values
         result = None
         try:
-            shape, dtype = input.shape, input.dtype
-            weight_dtype = weight.dtype if self.normalises else None
+            rows, width = input.shape  # what has more dimensions goes the other way
             is_plain = limit is None and alpha == 1.0 and beta == 0.0
+            dtype, weight_dtype = input.dtype, None if weight is None else weight.dtype
             has_factor, device = factor is not None, input.get_device()
             # fmt: off
             launcher: Any = self.launchers.get((
-                shape[-1], dtype, weight_dtype, has_factor, is_plain,
+                width, dtype, weight_dtype, has_factor, is_plain,
                 block_size, scale_format, granularity, layout, device,
             ))
             # fmt: on
-            if launcher is not None and len(shape) == 2 and 0.0 <= eps < math.inf and not launcher.is_padded:
-                outputs = launcher.new_outputs(shape[0], dtype) if out is None else out
-                y, scale = outputs[0], outputs[1]
-                linear = outputs[2] if launcher.also_linear else None
-                norm = outputs[-1] if launcher.writes_norm else None
-                if has_factor and factor.dim() != 1:
-                    factor = factor.reshape(1)
-                if is_plain:
-                    alpha = beta = limit = None
+            if launcher is not None and rows and 0.0 <= eps < math.inf and not launcher.is_padded:
+                outputs = launcher.new_outputs(rows, dtype) if out is None else out
+                linear = norm = None
+                if launcher.has_two_outputs:
+                    y, scale = outputs
                 else:
-                    alpha, beta, limit = gate_arguments(alpha, beta, limit)
+                    y, scale = outputs[0], outputs[1]
+                    linear = outputs[2] if launcher.also_linear else None
+                    norm = outputs[-1] if launcher.writes_norm else None
+                if has_factor and factor.dim() != 1:  # type: ignore[union-attr]
+                    factor = factor.reshape(1)  # type: ignore[union-attr]
+                if is_plain:
+                    factor_of_gate = offset = clamp = None
+                else:
+                    factor_of_gate, offset, clamp = gate_arguments(alpha, beta, limit)
                 # The compiled function refuses what does not fit, but for int8 in place of uint8.
-                if shape[0] and (
+                if (
                     out is None
+                    or not launcher.stores_bytes
                     or (
                         y.dtype is launcher.y_dtype
                         and (
-                            not launcher.stores_bytes
+                            launcher.scale_dtype is not torch.uint8
                             or (scale.dtype is torch.uint8 and (linear is None or linear.dtype is torch.uint8))
                         )
                     )
@@ -191,14 +210,16 @@ class RowQuant(KernelPath[RowCall]):
                     # fmt: off
                     launcher.function(
                         input, residual, weight, factor, y, scale, linear, norm, None, None,
-                        eps, alpha, beta, limit, launcher.max_ctas,
+                        eps, factor_of_gate, offset, clamp, launcher.max_ctas,
                     )
                     # fmt: on
                     result = outputs
         except Exception:  # as in CallPath.run
             result = None
         if result is None:
-            result = self.run_checked(RowCall._make(values), out)
+            gate = alpha, beta, limit
+            given = input, residual, weight, factor, eps, *gate, block_size, scale_format, granularity, layout
+            result = self.run_checked(RowCall._make(given), out)
         if out is not None:
             mark_written(out)
         if residual is not None:

@@ -38,6 +38,8 @@ except (ImportError, AttributeError):
         """Whether something may have to see calls of ops; without torch's private names nobody knows."""
         return True
 
+    needs_redispatch = needs_dispatcher
+
 else:
 
     def needs_dispatcher() -> bool:
@@ -53,6 +55,15 @@ else:
             or _len_torch_dispatch_stack() > 0
             or peek_interpreter_stack() is not None
             or _is_tracing()
+            or forward_ad._current_level >= 0
+        )
+
+    def needs_redispatch() -> bool:
+        """``needs_dispatcher`` at the Autograd key, which compiler and tracer, having come before, do not ask about."""
+        return (
+            _LOGS_CALLS
+            or _len_torch_dispatch_stack() > 0
+            or peek_interpreter_stack() is not None
             or forward_ad._current_level >= 0
         )
 
