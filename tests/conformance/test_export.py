@@ -72,16 +72,32 @@ torch.save((tensors, outputs), results)
 """
 
 
+class Doubled(torch.nn.Module):
+    """A program without any of our ops."""
+
+    def forward(self, tensors):
+        return {name: x * 2 for name, x in tensors.items()}
+
+
+def loaded(module, tensors, folder):
+    """The process that loads a program's package, which AOTInductor makes, and where it leaves tensors and results."""
+    folder.mkdir()
+    program = torch.export.export(module, (tensors,))
+    package, given, results = (str(folder / name) for name in ("program.pt2", "tensors.pt", "results.pt"))
+    torch.save(tensors, given)
+    with config.patch(QUICKLY):
+        torch._inductor.aoti_compile_and_package(program, package_path=package)
+    return python(LOADED, arguments=(package, given, results), PYTHONFAULTHANDLER="1"), results
+
+
 @pytest.mark.slow
 def test_package(tmp_path):
     """Made by AOTInductor, and loaded in a process that knows the ops and nothing of the program."""
     samples = default_calls()
-    program = torch.export.export(EveryOp(samples), (tensors_of(samples),))
-    package, given, results = (str(tmp_path / name) for name in ("program.pt2", "tensors.pt", "results.pt"))
-    torch.save(tensors_of(samples), given)
-    with config.patch(QUICKLY):
-        torch._inductor.aoti_compile_and_package(program, package_path=package)
-    done = python(LOADED, arguments=(package, given, results), PYTHONFAULTHANDLER="1")
+    done, results = loaded(EveryOp(samples), tensors_of(samples), tmp_path / "ours")
+    if done.returncode < 0 and loaded(Doubled(), {"x": torch.ones(4)}, tmp_path / "plain")[0].returncode < 0:
+        # Where the C++ compiler links its standard library statically, torch's own check of the device crashes.
+        pytest.skip("no package of AOTInductor can be loaded on this machine, not even one of PyTorch's ops alone")
     assert done.returncode == 0, done.stderr
     assert_eager(samples, *torch.load(results))
 
