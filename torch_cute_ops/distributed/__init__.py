@@ -1,4 +1,4 @@
-"""Models on several GPUs, on ``torch.distributed``: sharding rules for DTensor, plans for tensor and expert parallelism.
+"""Models on several GPUs, on ``torch.distributed``: sharding rules for DTensor, tensor and expert parallelism.
 
 Importing this registers the rules of every op with DTensor.
 """
@@ -8,7 +8,7 @@ from torch_cute_ops.distributed.experts import ExpertParallel, ExpertWeights
 from torch_cute_ops.distributed.loading import load_
 from torch_cute_ops.distributed.norm import normed_rows
 from torch_cute_ops.distributed.parallel import ColumnParallel, RowParallel, decoder_plan
-from torch_cute_ops.distributed.sharding import full_tensor, redistribute, reason_unsharded, register
+from torch_cute_ops.distributed.sharding import full_tensor, reason_unsharded, redistribute, register
 from torch_cute_ops.distributed.start import check_ranks, watched_ranks
 
 __all__ = [

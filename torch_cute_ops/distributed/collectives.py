@@ -133,7 +133,7 @@ _COLLECTIVES = {
 """By the names that torch's dispatcher has."""
 
 
-class count_traffic(TorchDispatchMode):  # noqa: N801
+class count_traffic(TorchDispatchMode):
     """What this rank gives to collectives within a ``with`` block, of eager code.
 
     Example:

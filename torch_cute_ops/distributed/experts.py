@@ -182,8 +182,8 @@ class ExpertParallel(nn.Module):
         intermediate = down.codes.shape[2] * (2 if down.is_fp4 else 1)
         if down.codes.shape[0] != experts or width != 2 * intermediate:
             raise ValueError(
-                f"ExpertParallel: up is {tuple(up.codes.shape)} and down {tuple(down.codes.shape)}; expected (E, 2I, H) "
-                "and (E, H, I)"
+                f"ExpertParallel: up is {tuple(up.codes.shape)} and down {tuple(down.codes.shape)}; "
+                "expected (E, 2I, H) and (E, H, I)"
             )
         for name, value, known in (("wire", wire, ("fp8", "fp4")), ("back", back, ("16bit", "fp8"))):
             if value not in known:

@@ -1,5 +1,7 @@
 """The norm before a divided layer: this rank's tokens, in the form in which they travel."""
 
+from typing import Any
+
 from torch import Tensor
 
 from torch_cute_ops.nn import QuantizedRows, QuantLinear
@@ -28,18 +30,17 @@ def normed_rows(
     Raises:
         ValueError, TypeError: as the ops, for a wrong shape, dtype or device; for 16-bit activations.
     """
-    lead, hidden = (*x.shape[:-1],), x.shape[-1]
-    rows = x.view(-1, hidden)
-    sums = () if residual is None else (residual.view(-1, hidden),)
+    lead, rows = (*x.shape[:-1],), x.view(-1, x.shape[-1])
+    sums = () if residual is None else (residual.view(-1, x.shape[-1]),)
+    ops: Any = (add_rmsnorm_fp4quant, add_rmsnorm_fp8quant) if sums else (rmsnorm_fp4quant, rmsnorm_fp8quant)
+    to_fp4, to_fp8 = ops
     if isinstance(layer, NVFP4Linear | MXFP4Linear) and layer.activations == "fp4":
-        fp4 = add_rmsnorm_fp4quant if sums else rmsnorm_fp4quant
-        scale = layer._input_global_scale()
-        return QuantizedRows(fp4(rows, *sums, weight, scale, eps, layer.format.block_size), lead, x.dtype)
-    fp8 = add_rmsnorm_fp8quant if sums else rmsnorm_fp8quant
-    if isinstance(layer, FP8BlockLinear):
-        return QuantizedRows(fp8(rows, *sums, weight, None, eps, "block128", "column"), lead, x.dtype)
-    if isinstance(layer, FP8TensorLinear | FP8ChannelLinear):
-        if layer.has_input_scale:
-            return QuantizedRows(fp8(rows, *sums, weight, layer.input_scale, eps, "tensor"), lead, x.dtype)
-        return QuantizedRows(fp8(rows, *sums, weight, None, eps, "token"), lead, x.dtype)
-    raise ValueError(f"normed_rows: the layer has activations={layer.activations!r}; expected 'fp4' or 'fp8'")
+        operands = to_fp4(rows, *sums, weight, layer._input_global_scale(), eps, layer.format.block_size)
+    elif isinstance(layer, FP8BlockLinear):
+        operands = to_fp8(rows, *sums, weight, None, eps, "block128", "column")
+    elif isinstance(layer, FP8TensorLinear | FP8ChannelLinear):
+        scale, granularity = (layer.input_scale, "tensor") if layer.has_input_scale else (None, "token")
+        operands = to_fp8(rows, *sums, weight, scale, eps, granularity)
+    else:
+        raise ValueError(f"normed_rows: the layer has activations={layer.activations!r}; expected 'fp4' or 'fp8'")
+    return QuantizedRows(operands, lead, x.dtype)

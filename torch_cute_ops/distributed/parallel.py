@@ -1,4 +1,4 @@
-"""Plans for ``parallelize_module``: how the linear layers of a model are divided among the ranks of a mesh dimension."""
+"""Plans for ``parallelize_module``: how linear layers are divided among the ranks of a mesh dimension."""
 
 import functools
 from collections.abc import Sequence
@@ -66,11 +66,15 @@ class Cut:
         begin, end = self.bounds(size, name)
         each = next((each for each in SHARING if extent * each == size), BLOCK)
         if begin % each or (end % each and end != size):
-            raise ValueError(f"{name}: cut at {begin} and {end} of {size}; expected multiples of {each}, which share a scale")
+            raise ValueError(
+                f"{name}: cut at {begin} and {end} of {size}; expected multiples of {each}, which share a scale"
+            )
         return begin // each, -(-end // each)
 
 
-def cut_of(cut: Cut, suffix: str, shape: Sequence[int], weight: Sequence[int], name: str) -> tuple[int, int, int] | None:
+def cut_of(
+    cut: Cut, suffix: str, shape: Sequence[int], weight: Sequence[int], name: str
+) -> tuple[int, int, int] | None:
     """Dimension, first and last but one of a rank's part of a layer's tensor; ``None``: every rank has all of it.
 
     Args:
@@ -223,7 +227,7 @@ def _parallel(kind: type, base: Any) -> Any:
     return type(base.__name__, (kind, base), members)
 
 
-class _Style(ParallelStyle):  # type: ignore[misc]
+class _Style(ParallelStyle):
     """What the styles here share."""
 
     dim: ClassVar[int]
@@ -248,7 +252,7 @@ class _Style(ParallelStyle):  # type: ignore[misc]
             # Added once, by the first rank, and to float32 sums where the layer has these.
             bias = layer.bias.detach().float() if isinstance(layer, QuantLinear) else layer.bias.detach()
             layer.bias = nn.Parameter(bias if mesh.get_local_rank() == 0 else torch.zeros_like(bias), False)
-        layer.__class__ = _parallel(self.kind, type(layer))
+        layer.__class__ = _parallel(self.kind, _base_of(layer))
         layer.style, layer.group = self, mesh.get_group()  # type: ignore[assignment]
         return layer
 
@@ -258,7 +262,9 @@ class _Style(ParallelStyle):  # type: ignore[misc]
         if hasattr(type(module), "base"):
             raise ValueError(f"{type(self).__name__}: the layer is parallel already")
         if device_mesh.ndim != 1:
-            raise ValueError(f"{type(self).__name__}: the mesh has {device_mesh.ndim} dimensions; expected 1, such as mesh['tp']")
+            raise ValueError(
+                f"{type(self).__name__}: the mesh has {device_mesh.ndim} dimensions; expected 1, such as mesh['tp']"
+            )
         shard_(module, self.cut(device_mesh))
         return self.bind(module, device_mesh)
 
@@ -316,6 +322,7 @@ def decoder_plan(head_dim: int, *, sequence: bool = False, prefix: str = "model.
     plan: dict[str, _Style] = {
         f"{prefix}.self_attn.{name}": column for name in ("q_proj", "k_proj", "v_proj", "qkv_proj")
     }
-    plan |= {f"{prefix}.mlp.{name}": ColumnParallel(sequence=sequence) for name in ("gate_proj", "up_proj", "gate_up_proj")}
+    gate = ColumnParallel(sequence=sequence)
+    plan |= {f"{prefix}.mlp.{name}": gate for name in ("gate_proj", "up_proj", "gate_up_proj")}
     plan |= {f"{prefix}.{name}": RowParallel(sequence=sequence) for name in ("self_attn.o_proj", "mlp.down_proj")}
     return plan

@@ -1,7 +1,7 @@
-"""How each op may be sharded over one dimension of a device mesh: pure functions of the call's shapes and arguments.
+"""How each op may be sharded over one dimension of a device mesh: pure functions of a call's shapes and arguments.
 
-A rule says which dimension of each tensor is cut, or where a result is a sum over the ranks. What DTensor needs of it is
-in :mod:`torch_cute_ops.distributed.sharding`.
+A rule says which dimension of each tensor is cut, or where a result is a sum over the ranks. What DTensor is told of it
+is in :mod:`torch_cute_ops.distributed.sharding`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,10 +21,10 @@ from torch_cute_ops.ops._row_quant import RowQuant
 BLOCK: Final = FP8_BLOCK128.block_size
 
 WITHOUT: Final[dict[str, str]] = {
-    "moe_route": "rows of the experts' order count the pairs of all tokens; shard moe_route_dense, or route each rank's "
-    "tokens by themselves, as ExpertParallel does",
-    "moe_route_ids": "rows of the experts' order count the pairs of all tokens; route each rank's tokens by themselves, "
-    "as ExpertParallel does",
+    "moe_route": "rows of the experts' order count the pairs of all tokens; shard moe_route_dense, or route the tokens "
+    "of each rank by themselves, as ExpertParallel does",
+    "moe_route_ids": "rows of the experts' order count the pairs of all tokens; route the tokens of each rank by "
+    "themselves, as ExpertParallel does",
 }
 """Ops that take replicated tensors alone, and why."""
 OUT_REASON: Final = (
@@ -45,7 +45,8 @@ class Multiple:
         """Why ``shards`` of them cannot be; ``None``: they can."""
         if self.size % (shards * self.of) == 0:
             return None
-        return f"{self.what} is {self.size}; expected a multiple of {shards * self.of}, {self.of} for each of {shards} shards"
+        expected = f"a multiple of {shards * self.of}, {self.of} for each of {shards} shards"
+        return f"{self.what} is {self.size}; expected {expected}"
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,9 @@ def _grouped_gemm(path: Gemm, call: Call) -> Iterator[Rule]:
     if is_masked:
         yield Rule("experts", inputs, {"out": Shard(0)}, multiples)
     else:
-        refusal = "rows of an expert are known on the device alone; shard experts in the masked layout, or by ExpertParallel"
+        refusal = (
+            "rows of an expert are known on the device alone; shard experts in the masked layout, or by ExpertParallel"
+        )
         yield Rule("experts", own, {"out": Partial()}, multiples, refusal)
     columns = _given(call, b=Shard(1), b_scale=Shard(1), bias=Shard(1))
     if by_expert and alpha.ndim == 2:

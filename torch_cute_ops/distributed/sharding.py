@@ -3,13 +3,15 @@
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import OpSchema, OpSpec as Strategy, OpStrategy, RuntimeSchemaInfo
+from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
+from torch.distributed.tensor._op_schema import OpSpec as Strategy
 
 from torch_cute_ops.distributed.rules import OUT_REASON, WITHOUT, Rule, has_rules, is_byte_float, rules_of
 from torch_cute_ops.ops._define import OpSpec
@@ -48,8 +50,10 @@ def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     if not is_byte_float(tensor.dtype):
         return tensor.redistribute(placements=placements)
     if any(isinstance(each, Partial) for each in (*tensor.placements, *placements)):
-        raise ValueError(f"redistribute: placements {tensor.placements} to {tuple(placements)} of {tensor.dtype}; "
-                         "expected no Partial: sums are not in FP8")
+        raise ValueError(
+            f"redistribute: placements {tensor.placements} to {tuple(placements)} of {tensor.dtype}; "
+            "expected no Partial: sums are not in FP8"
+        )
     mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
     given = DTensor.from_local(
         tensor.to_local().view(torch.uint8), mesh, tensor.placements, run_check=False, shape=shape, stride=stride
@@ -77,8 +81,8 @@ class _Choice:
             if any(not _is_local(old, new) for old, new in zip(spec.placements, self.inputs[name], strict=True))
         ]
         self.changed = [name for name, spec in given.items() if spec.placements != self.inputs[name]]
-        nbytes = {name: given[name].shape.numel() * given[name].tensor_meta.dtype.itemsize for name in self.moved}  # type: ignore[union-attr]
-        self.cost = (sum(nbytes.values()), len(self.changed))
+        nbytes = [given[name].shape.numel() * _dtype(given[name]).itemsize for name in self.moved]
+        self.cost = (sum(nbytes), len(self.changed))
 
     def outputs(self, names: Sequence[str]) -> list[tuple[Placement, ...]]:
         """Placements of each output."""
@@ -89,7 +93,8 @@ class _Choice:
         for rule in self.rules:
             if rule.refusal is not None:
                 return rule.refusal
-            shards = _product(size for size, other in zip(self.sizes, self.rules, strict=True) if other.over == rule.over)
+            same = [size for size, other in zip(self.sizes, self.rules, strict=True) if other.over == rule.over]
+            shards = math.prod(same)
             for multiple in rule.multiples:
                 reason = multiple.reason_unfit(shards)
                 if reason is not None:
@@ -102,7 +107,7 @@ class _Choice:
                 f"{_shown(self.inputs[name])}; a redistributed copy would take the update, so give it that placement"
             )
         for name in self.moved:
-            dtype = given[name].tensor_meta.dtype  # type: ignore[union-attr]
+            dtype = _dtype(given[name])
             if is_byte_float(dtype):
                 return (
                     f"{name} is {dtype} and {_shown(given[name].placements)}; expected {_shown(self.inputs[name])}, or "
@@ -111,16 +116,14 @@ class _Choice:
         return None
 
 
+def _dtype(spec: DTensorSpec) -> torch.dtype:
+    assert spec.tensor_meta is not None
+    return spec.tensor_meta.dtype
+
+
 def _is_local(old: Placement, new: Placement) -> bool:
     """Whether no rank needs anything of another."""
     return old == new or (isinstance(old, Replicate) and isinstance(new, Shard))
-
-
-def _product(sizes: Any) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
 
 
 def _shown(placements: Sequence[Placement]) -> str:
@@ -130,9 +133,7 @@ def _shown(placements: Sequence[Placement]) -> str:
 def _bound(spec: OpSpec, schema: OpSchema) -> dict[str, Any]:
     """The arguments of a call by name, defaults filled in, with the specs of its tensors."""
     parameters = spec.signature.parameters
-    call = {
-        each.name: None if each.default is inspect.Parameter.empty else each.default for each in parameters
-    }
+    call = {each.name: None if each.default is inspect.Parameter.empty else each.default for each in parameters}
     call.update(zip(spec.signature.names, map(_as_spec, schema.args_schema), strict=False))
     call.update({name: _as_spec(value) for name, value in schema.kwargs_schema.items()})
     return call
@@ -149,7 +150,7 @@ class _Seen:
         self.shape, self.ndim = tuple(spec.shape), spec.ndim
 
     def numel(self) -> int:
-        return _product(self.shape)
+        return math.prod(self.shape)
 
 
 def _strategy(spec: OpSpec, schema: OpSchema) -> OpStrategy:
@@ -163,7 +164,8 @@ def _strategy(spec: OpSpec, schema: OpSchema) -> OpStrategy:
         for name, each in given.items():
             if any(not isinstance(placement, Replicate) for placement in each.placements):
                 raise ValueError(
-                    f"cute::{spec.name}: {name} is {_shown(each.placements)}; expected Replicate(): {WITHOUT[spec.name]}"
+                    f"cute::{spec.name}: {name} is {_shown(each.placements)}; expected Replicate(): "
+                    f"{WITHOUT[spec.name]}"
                 )
     choices = [_Choice(each, given, sizes) for each in itertools.product(rules, repeat=mesh.ndim)]
     chosen = min(choices, key=lambda choice: choice.cost)
@@ -172,8 +174,7 @@ def _strategy(spec: OpSpec, schema: OpSchema) -> OpStrategy:
         raise ValueError(f"cute::{spec.name}: {reason}")
     outputs = tuple(DTensorSpec(mesh, placements) for placements in chosen.outputs(spec.outputs))
     inputs = [
-        DTensorSpec(mesh, placements, tensor_meta=given[name].tensor_meta)
-        for name, placements in chosen.inputs.items()
+        DTensorSpec(mesh, placements, tensor_meta=given[name].tensor_meta) for name, placements in chosen.inputs.items()
     ]
     # torch compares costs where there are several ways; here there is one.
     costs = [[0.0] for _ in inputs]

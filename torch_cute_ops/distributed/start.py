@@ -164,7 +164,10 @@ class _Watch:
             time.sleep(4 * self.pause)
             after = self._states()
         except RuntimeError as lost:
-            return f"the store of the process group is gone, and with it the rank that holds it, which is rank 0 unless torchrun holds it ({lost})"
+            return (
+                "the store of the process group is gone, and with it the process that holds it: rank 0, or under "
+                f"torchrun its agent ({lost})"
+            )
         texts = []
         for rank, (state, who) in after.items():
             if rank == self.rank or state == "done" or state.startswith("ended, because"):
