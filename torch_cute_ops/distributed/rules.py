@@ -76,7 +76,7 @@ REPLICATED: Final = Rule("", {}, {})
 def rules_of(spec: OpSpec, call: Call) -> list[Rule]:
     """The ways to shard a call; the first replicates everything."""
     if isinstance(spec.path, RowQuant):
-        found = _row_quant(spec, call)
+        found = _row_quant(spec.path, spec.outputs, call)
     elif isinstance(spec.path, Gemm):
         found = {"none": _gemm, "rows": _grouped_gemm, "k": _expert_sum}[spec.path.over](spec.path, call)
     else:
@@ -108,12 +108,12 @@ def _rows_before(shape: Sequence[int], dim: int) -> int:
 # Ops that quantise rows
 
 
-def _row_quant(spec: OpSpec, call: Call) -> Iterator[Rule]:
+def _row_quant(path: RowQuant, names: Sequence[str], call: Call) -> Iterator[Rule]:
     shape = call["input"].shape
     last = len(shape) - 1
     is_fp4 = "block_size" in call
     if is_fp4:
-        both = "scale_128x4" in spec.outputs
+        both = "scale_128x4" in names
         layout = SCALE_LAYOUTS["128x4" if both else call["scale_layout"]]
         block = resolve_fp4_format(call["block_size"], call["scale_format"]).block_size
         fmt = None
@@ -138,7 +138,7 @@ def _row_quant(spec: OpSpec, call: Call) -> Iterator[Rule]:
             if last > 1:
                 multiples.append(Multiple(f"dimension {dim} of input", shape[dim], 1))
         yield Rule("rows", inputs, outputs, multiples, refusal)
-    if spec.path.normalises or spec.path.source != "rows" or (fmt is not None and not fmt.is_static and not block):
+    if path.normalises or path.source != "rows" or (fmt is not None and not fmt.is_static and not block):
         return  # a row's elements, or its halves, belong together
     refusal = None
     if is_fp4 and not layout.is_linear:
@@ -226,6 +226,7 @@ def _grouped_gemm(path: Gemm, call: Call) -> Iterator[Rule]:
     is_masked, is_tiled = call["offsets"] is None, b_layout is not None and not b_layout.is_linear
     last = len(call["a"].shape) - 1
     alpha = call["alpha"]
+    refusal: str | None = None
     by_expert = alpha is not None and alpha.numel() > 1
     own = _given(call, b=Shard(0), b_scale=Shard(0), bias=Shard(0))
     if by_expert:
