@@ -42,13 +42,14 @@ def decoded(weights: ExpertWeights) -> np.ndarray:
     if not weights.is_fp4:
         scale = weights.scale.double().numpy().repeat(128, 1).repeat(128, 2)
         return spec.scale_value(codes, "e4m3").astype(np.float64) * scale
-    numbers = spec.e2m1_value(spec.unpack(codes)).astype(np.float64)
+    numbers = spec.e2m1_value(spec.unpack(codes.reshape(experts * n, -1))).astype(np.float64)
     scale = weights.scale
     if weights.scale_layout != "linear":
-        scale = convert_scales(scale, experts * n, numbers.shape[2], "128x4", "linear")
+        scale = convert_scales(scale, experts * n, numbers.shape[1], "128x4", "linear")
     kind = "e4m3" if weights.block_size == 16 else "ue8m0"
     scales = spec.scale_value(scale.contiguous().view(torch.uint8).numpy(), kind).astype(np.float64)
-    numbers *= scales.reshape(experts, n, -1).repeat(weights.block_size, 2)
+    numbers *= scales.reshape(experts * n, -1).repeat(weights.block_size, 1)
+    numbers = numbers.reshape(experts, n, -1)
     return numbers if weights.alpha is None else numbers * weights.alpha.double().numpy()[:, :, None]
 
 

@@ -13,6 +13,9 @@ from torch_cute_ops.nn import QuantizedRows, QuantLinear
 from torch_cute_ops.nn.linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear, MXFP4Linear, NVFP4Linear
 
 Group = dist.ProcessGroup
+# torch 2.13 renamed them, and warns of the old names.
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 TILE_ROWS = 128
 
 
@@ -35,7 +38,7 @@ def all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
     world = dist.get_world_size(group)
     sent = as_bytes(tensor.contiguous())
     gathered = sent.new_empty((world * sent.shape[0], *sent.shape[1:]))
-    dist.all_gather_into_tensor(gathered, sent, group=group)
+    _all_gather(gathered, sent, group=group)
     if dim:
         gathered = gathered.unflatten(0, (world, -1)).movedim(0, 1).flatten(1, 2).contiguous()
     return gathered.view(tensor.dtype)
@@ -55,7 +58,7 @@ def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
     if tensor.shape[0] % world:
         raise ValueError(f"reduce_scatter: {tensor.shape[0]} rows; expected a multiple of the {world} ranks")
     part = tensor.new_empty((tensor.shape[0] // world, *tensor.shape[1:]))
-    dist.reduce_scatter_tensor(part, tensor.contiguous(), group=group)
+    _reduce_scatter(part, tensor.contiguous(), group=group)
     return part
 
 
