@@ -176,6 +176,9 @@ class _Column:
             y = gathered.view(*y.shape[:-1], -1)
         return y
 
+    def rows_for(self, rows: int) -> int:
+        return -(-rows // dist.get_world_size(self.group)) if self.style.sequence else rows
+
 
 class _Row:
     """A layer whose columns of the weight are divided: each rank computes a part of every sum."""
@@ -197,6 +200,10 @@ class _Row:
             y = base.forward(self, x)
         y = reduce_scatter(y, self.group) if self.style.sequence else all_reduce(y, self.group)
         return y.to(dtype)
+
+    def rows_for(self, rows: int) -> int:
+        world = dist.get_world_size(self.group) if self.style.sequence else 1
+        return -(-rows // world) * world
 
     def _own_rows(self, x: Tensor) -> QuantizedRows:
         assert isinstance(self, QuantLinear)

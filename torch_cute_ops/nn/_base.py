@@ -244,6 +244,10 @@ class QuantLinear(nn.Module):
         rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
         return QuantizedRows(self._quantized(rows), (*x.shape[:-1],), x.dtype)
 
+    def rows_for(self, rows: int) -> int:
+        """Rows of an input of which the GEMM multiplies ``rows``, or a few more: where ranks have a share each, one."""
+        return rows
+
     def _quantized(self, rows: Tensor) -> tuple[Tensor, ...]:
         """``operands`` of rows (M, K)."""
         raise NotImplementedError
