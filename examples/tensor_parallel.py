@@ -302,8 +302,11 @@ def captured_problems(name: str, call: Callable[[], torch.Tensor], want: torch.T
     out.zero_()
     graph.replay()
     torch.cuda.synchronize()
-    say(f"{name} as a CUDA graph: {replayed_us(graph):,.0f} µs on {dist.get_world_size()} ranks")
-    return [] if torch.equal(out, want) else [f"the captured {name} are off by {relative(out, want):.3g}"]
+    error = relative(out, want)
+    say(
+        f"{name} as a CUDA graph: {replayed_us(graph):,.0f} µs on {dist.get_world_size()} ranks; {error:.5f} from eager"
+    )
+    return [] if error <= MAX_ERROR else [f"captured, the {name} are off by {error:.3g}"]
 
 
 def captured(call: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from support.layers import assert_product
 from support.ranks import run_ranks
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from torch_cute_ops import checkpoint, rmsnorm_fp4quant
+from torch_cute_ops import checkpoint, fp8_quantize, rmsnorm_fp4quant
 from torch_cute_ops.checkpoint._files import Files
 from torch_cute_ops.distributed import (
     ColumnParallel,
@@ -27,7 +28,7 @@ from torch_cute_ops.distributed import (
     load_,
     normed_rows,
 )
-from torch_cute_ops.distributed.parallel import Cut, cut_of
+from torch_cute_ops.distributed.parallel import Cut, _by_shared_scale, cut_of
 from torch_cute_ops.nn import (
     FP8BlockLinear,
     FP8ChannelLinear,
@@ -37,6 +38,7 @@ from torch_cute_ops.nn import (
     QuantLinear,
     merge,
     quantize_,
+    warmup,
 )
 
 pytest.importorskip("safetensors")
@@ -243,7 +245,20 @@ def assert_same_layer(actual: QuantLinear, expected: QuantLinear) -> None:
     assert actual.bias is None or torch.equal(actual.bias, expected.bias)
 
 
+@torch.no_grad()
+def rows_under_one_scale(rank: int) -> None:
+    """FP8 rows whose columns are divided have the codes and scales of whole rows, special ones included."""
+    x = torch.randn(6, 64) * torch.tensor([1.0, 0.0, 1e-30, 1e30, 1.0, 1.0]).unsqueeze(1)
+    x[4, 3], x[5, 40] = torch.nan, torch.inf
+    dist.broadcast(x, 0)
+    elements, scale = _by_shared_scale(own(x, rank, 1), dist.group.WORLD).operands
+    want, scales = fp8_quantize(x)
+    assert torch.equal(elements.view(torch.uint8), own(want.view(torch.uint8), rank, 1))
+    assert torch.equal(scale.nan_to_num(7.0), scales.nan_to_num(7.0))
+
+
 def everything(rank: int, folder: Path) -> None:
+    rows_under_one_scale(rank)
     columns_and_rows(rank)
     what_travels(rank)
     from_a_checkpoint(rank, folder)
@@ -308,6 +323,37 @@ def mesh():
     dist.init_process_group("fake", rank=0, world_size=2)
     yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
+
+
+@torch.no_grad()
+def test_one_graph(mesh):
+    """Layers that gather and scatter compile to one graph. Nobody answers in a fake group, so values are no matter."""
+    columns, rows = made(*KINDS[1], 64), made(*KINDS[1], 64)
+    both = nn.Sequential(
+        parallelize_module(columns, mesh, ColumnParallel(sequence=True, gather_output=True)),
+        nn.Linear(64, K // WORLD).bfloat16(),
+        parallelize_module(rows, mesh, RowParallel(sequence=True)),
+    )
+    counter = CompileCounterWithBackend("eager")
+    y = torch.compile(both, fullgraph=True, backend=counter)(torch.randn(3, K).bfloat16())
+    assert y.shape == (3, 64) and y.dtype == torch.bfloat16
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_warmup_calls_as_many_rows_as_are_served(mesh, monkeypatch):
+    """Of all ranks together, where each has a share of the tokens."""
+    multiplied = []
+    real = NVFP4Linear._product
+    monkeypatch.setattr(
+        NVFP4Linear, "_product", lambda layer, rows, *rest: multiplied.append(len(rows[0])) or real(layer, rows, *rest)
+    )
+    for style in (ColumnParallel(), ColumnParallel(sequence=True), RowParallel(), RowParallel(sequence=True)):
+        multiplied.clear()
+        layer = parallelize_module(made(NVFP4Linear, "16bit", False, 64), mesh, style)
+        warmup(layer, rows=(3, 64))
+        assert multiplied == ([4, 64] if style.sequence else [3, 64])
 
 
 def test_errors(mesh, tmp_path):

@@ -139,7 +139,7 @@ def distributed(tensor: torch.Tensor, placement: Placement, mesh: Any) -> DTenso
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
-MOST = 3
+MOST = 2
 """Samples of an op that each of its rules is tried on."""
 
 

@@ -161,7 +161,7 @@ def test_a_rank_that_gives_no_sign_is_named(tmp_path):
         assert any(re.match(r"rank 1 \(.+\) has given no sign for 0.5 s", line) for line in found[rank]["log"])
 
 
-def test_a_store_that_is_gone_is_said():
+def test_a_store_that_is_gone_is_said(monkeypatch):
     class Gone:
         def set(self, *_: Any) -> None:
             raise RuntimeError("connection reset")
@@ -170,5 +170,6 @@ def test_a_store_that_is_gone_is_said():
 
     watch = start._Watch(start.Ranks(Gone(), 1, 2), 2.0)
     assert "the store of the process group is gone" in watch.gone_after(RuntimeError())
+    monkeypatch.setattr(start, "ranks", lambda: start.Ranks(Gone(), 1, 2))
     with pytest.raises(RuntimeError, match="check_ranks: rank 1 cannot reach the store: connection reset"):
-        start._posts(start.Ranks(Gone(), 1, 2), "name", "text", 0.1)
+        check_ranks()

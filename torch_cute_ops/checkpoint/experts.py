@@ -49,8 +49,8 @@ def read_experts(
 
     Raises:
         FileNotFoundError: for a missing file.
-        ValueError: for experts that are not there; a checkpoint of another kind, a truncated file, and a tensor that is missing or of a wrong shape
-            or dtype, by name and file.
+        ValueError: for a checkpoint of another kind, a truncated file, experts that are not there, and a tensor that is
+            missing or of a wrong shape or dtype, by name and file.
     """
     spec = read_spec(path)
     if spec.style != "gpt-oss":

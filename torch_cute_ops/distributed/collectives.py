@@ -72,7 +72,7 @@ def gather_rows(layer: QuantLinear, rows: QuantizedRows, group: Group) -> Quanti
     """The ranks' rows, in the order of the ranks: codes and scales travel, and nothing is quantised again.
 
     Args:
-        layer: that takes the rows; ``rows`` are as its :meth:`QuantLinear.quantize` makes them.
+        layer: that takes the rows; ``rows`` are as its ``quantize`` makes them.
         rows: of this rank, as many as of every other.
         group: the ranks.
 

@@ -238,7 +238,6 @@ class _Style(ParallelStyle):
     """What the styles here share."""
 
     dim: ClassVar[int]
-    kind: ClassVar[type]
 
     def cut(self, mesh: DeviceMesh) -> Cut:
         """This rank's part of a weight."""
@@ -259,7 +258,7 @@ class _Style(ParallelStyle):
             # Added once, by the first rank, and to float32 sums where the layer has these.
             bias = layer.bias.detach().float() if isinstance(layer, QuantLinear) else layer.bias.detach()
             layer.bias = nn.Parameter(bias if mesh.get_local_rank() == 0 else torch.zeros_like(bias), False)
-        layer.__class__ = _parallel(self.kind, _base_of(layer))
+        layer.__class__ = _parallel((_Column, _Row)[self.dim], _base_of(layer))
         layer.style, layer.group = self, mesh.get_group()  # type: ignore[assignment]
         return layer
 
@@ -290,7 +289,7 @@ class ColumnParallel(_Style):
         gather_output: whether the columns of all ranks are gathered.
     """
 
-    dim, kind = 0, _Column
+    dim = 0
 
     def __init__(self, *, unit: int = 1, sequence: bool = False, gather_output: bool = False) -> None:
         super().__init__()
@@ -310,14 +309,16 @@ class RowParallel(_Style):
             or of rows, whose GEMM has no such result on a GPU, that of the activations.
     """
 
-    dim, kind = 1, _Row
+    dim = 1
 
     def __init__(self, *, sequence: bool = False, sums: torch.dtype | None = None) -> None:
         super().__init__()
         self.sequence, self.sums = sequence, sums
 
 
-def decoder_plan(head_dim: int, *, sequence: bool = False, prefix: str = "model.layers.*") -> dict[str, _Style]:
+def decoder_plan(
+    head_dim: int, *, sequence: bool = False, prefix: str = "model.layers.*"
+) -> dict[str, ColumnParallel | RowParallel]:
     """The plan of a decoder as Llama's, Mistral's and Qwen's, whose layers are merged or not.
 
     Args:
@@ -326,7 +327,7 @@ def decoder_plan(head_dim: int, *, sequence: bool = False, prefix: str = "model.
         prefix: of the decoder layers.
     """
     column = ColumnParallel(unit=head_dim, sequence=sequence)
-    plan: dict[str, _Style] = {
+    plan: dict[str, ColumnParallel | RowParallel] = {
         f"{prefix}.self_attn.{name}": column for name in ("q_proj", "k_proj", "v_proj", "qkv_proj")
     }
     gate = ColumnParallel(sequence=sequence)

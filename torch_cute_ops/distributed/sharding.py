@@ -153,8 +153,9 @@ class _Seen:
         return math.prod(self.shape)
 
 
-def _strategy(spec: OpSpec, schema: OpSchema) -> OpStrategy:
+def _strategy(spec: OpSpec, *given_by_torch: Any) -> OpStrategy:
     """The one way to shard a call: of all that the rules allow, what moves fewest bytes."""
+    schema: OpSchema = given_by_torch[-1]  # a mesh stands before it in some versions
     call = _bound(spec, schema)
     given = {name: value for name, value in call.items() if isinstance(value, DTensorSpec)}
     mesh = next(iter(given.values())).mesh
@@ -181,7 +182,7 @@ def _strategy(spec: OpSpec, schema: OpSchema) -> OpStrategy:
     return OpStrategy([Strategy(outputs if len(outputs) > 1 else outputs[0], inputs, costs)])
 
 
-def _refuse_out(spec: OpSpec, schema: OpSchema) -> OpStrategy:
+def _refuse_out(spec: OpSpec, *given_by_torch: Any) -> OpStrategy:
     raise ValueError(f"cute::{spec.name}.out: {OUT_REASON}")
 
 

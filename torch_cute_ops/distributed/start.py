@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torch_cute_ops._version import __version__
-from torch_cute_ops.runtime.agreement import Ranks, ranks
+from torch_cute_ops.runtime.agreement import Ranks, posts, ranks
 from torch_cute_ops.runtime.provenance import source_digest
 
 log = logging.getLogger("torch_cute_ops")
@@ -46,13 +46,16 @@ def check_ranks(model: nn.Module | None = None, *, timeout_s: float = 60.0, **fa
     if everyone is None:
         return
     name = f"check_ranks/{_calls}"
-    posts = _posts(everyone, name, json.dumps(_facts(model, facts)), timeout_s)
-    missing = sorted(set(range(everyone.world)) - posts.keys())
+    try:
+        found = posts(everyone, name, json.dumps(_facts(model, facts)), timeout_s)
+    except RuntimeError as error:
+        raise RuntimeError(f"check_ranks: rank {everyone.rank} cannot reach the store: {error}") from error
+    missing = sorted(set(range(everyone.world)) - found.keys())
     if missing:
         raise RuntimeError(f"check_ranks: {_ranks(missing)} did not come within {timeout_s:g} s")
-    first = json.loads(posts[0])
+    first = json.loads(found[0])
     for rank in range(1, everyone.world):
-        other = json.loads(posts[rank])
+        other = json.loads(found[rank])
         differing = [key for key in {**first, **other} if first.get(key) != other.get(key)]
         if differing:
             shown = "; ".join(f"{key} is {other.get(key)!r}, on rank 0 {first.get(key)!r}" for key in differing[:SHOWN])
@@ -76,20 +79,6 @@ def _facts(model: nn.Module | None, facts: dict[str, Any]) -> dict[str, Any]:
                 place = f"{name}.{key}".lstrip(".")
                 found[place] = f"{type(module).__name__} {tuple(tensor.shape)} {tensor.dtype}"
     return found
-
-
-def _posts(everyone: Ranks, name: str, text: str, timeout_s: float) -> dict[int, str]:
-    """What each rank posted that came in time."""
-    from torch_cute_ops.runtime import agreement
-
-    try:
-        everyone.post(name, text)
-        keys = [agreement._post(name, rank) for rank in range(everyone.world)]
-        agreement._came(everyone.store, keys, timeout_s)
-        present = [rank for rank, key in enumerate(keys) if everyone.store.check([key])]
-        return {rank: agreement._text(everyone.store.get(keys[rank])) for rank in present}
-    except RuntimeError as error:
-        raise RuntimeError(f"check_ranks: rank {everyone.rank} cannot reach the store: {error}") from error
 
 
 def _ranks(numbers: list[int]) -> str:
@@ -135,9 +124,10 @@ class _Watch:
     """The thread of a ``watched_ranks`` block."""
 
     def __init__(self, everyone: Ranks, timeout_s: float) -> None:
-        store = everyone.store
-        # A connection of its own: the group's may be locked by a thread that waits.
-        self.store = store.clone() if hasattr(store, "clone") else store
+        self.store = everyone.store
+        # A connection of its own, where the store has such: a thread that waits may lock the group's.
+        with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
+            self.store = everyone.store.clone()
         self.rank, self.world, self.timeout_s = everyone.rank, everyone.world, timeout_s
         self.pause = min(1.0, timeout_s / 10)
         self.me = f"host {socket.gethostname()}, process {os.getpid()}"
