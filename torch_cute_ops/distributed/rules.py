@@ -78,7 +78,7 @@ def rules_of(spec: OpSpec, call: Call) -> list[Rule]:
     if isinstance(spec.path, RowQuant):
         found = _row_quant(spec.path, spec.outputs, call)
     elif isinstance(spec.path, Gemm):
-        found = {"none": _gemm, "rows": _grouped_gemm, "k": _expert_sum}[spec.path.over](spec.path, call)
+        found = _GEMMS[spec.path.over](spec.path, call) if spec.path.over in _GEMMS else iter(())
     else:
         found = _OTHERS.get(spec.name, _nothing)(call)
     return [REPLICATED, *found]
@@ -86,7 +86,14 @@ def rules_of(spec: OpSpec, call: Call) -> list[Rule]:
 
 def has_rules(spec: OpSpec) -> bool:
     """Whether calls of an op can be sharded at all."""
-    return isinstance(spec.path, RowQuant | Gemm) or spec.name in _OTHERS
+    if isinstance(spec.path, Gemm):
+        return spec.path.over in _GEMMS
+    return isinstance(spec.path, RowQuant) or spec.name in _OTHERS
+
+
+def reason_without(op: str) -> str:
+    """Why calls of an op that has no rules are not sharded."""
+    return WITHOUT.get(op, "there is no rule for it")
 
 
 def _nothing(call: Call) -> Iterator[Rule]:
@@ -295,6 +302,13 @@ def _finalize(call: Call) -> Iterator[Rule]:
     yield Rule("columns", _given(call, input=Shard(1), residual=Shard(1)), {"out": Shard(1)}, [width])
     yield Rule("k", {"input": Partial()}, {"out": Partial()}, (), _bias_refusal(call, "residual"))
 
+
+_GEMMS: Final[dict[str, Callable[[Gemm, Call], Iterator[Rule]]]] = {
+    "none": _gemm,
+    "rows": _grouped_gemm,
+    "k": _expert_sum,
+}
+"""By what experts divide."""
 
 _OTHERS: Final[dict[str, Callable[[Call], Iterator[Rule]]]] = {
     "fp4_dequantize": _dequantize,

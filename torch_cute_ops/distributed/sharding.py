@@ -13,7 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._op_schema import OpSpec as Strategy
 
-from torch_cute_ops.distributed.rules import OUT_REASON, WITHOUT, Rule, has_rules, is_byte_float, rules_of
+from torch_cute_ops.distributed.rules import OUT_REASON, Rule, has_rules, is_byte_float, reason_without, rules_of
 from torch_cute_ops.ops._define import OpSpec
 from torch_cute_ops.registry import OPS
 
@@ -32,7 +32,7 @@ def reason_unsharded(op: str) -> str | None:
         raise ValueError(f"{op!r} is no op; the ops are {', '.join(OPS)}")
     if overload:
         return OUT_REASON
-    return None if has_rules(OPS[name]) else WITHOUT[name]
+    return None if has_rules(OPS[name]) else reason_without(name)
 
 
 def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
@@ -166,7 +166,7 @@ def _strategy(spec: OpSpec, *given_by_torch: Any) -> OpStrategy:
             if any(not isinstance(placement, Replicate) for placement in each.placements):
                 raise ValueError(
                     f"cute::{spec.name}: {name} is {_shown(each.placements)}; expected Replicate(): "
-                    f"{WITHOUT[spec.name]}"
+                    f"{reason_without(spec.name)}"
                 )
     choices = [_Choice(each, given, sizes) for each in itertools.product(rules, repeat=mesh.ndim)]
     chosen = min(choices, key=lambda choice: choice.cost)
