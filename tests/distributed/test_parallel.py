@@ -194,7 +194,7 @@ SCHEMES |= {"fp8_tensor": "compressed-tensors", "fp8_channel": "compressed-tenso
 def from_a_checkpoint(rank: int, folder: Path) -> None:
     """As the whole model, divided afterwards; and no rank reads a tensor that is divided whole."""
     mesh = init_device_mesh("cpu", (WORLD,))
-    plan = decoder_plan(128)
+    plans = [decoder_plan(128, merged=is_merged) for is_merged in (False, True)]
     read: list[object] = []
     note_reads(read)
     for scheme, style in SCHEMES.items():
@@ -203,14 +203,14 @@ def from_a_checkpoint(rank: int, folder: Path) -> None:
         if rank == 0:
             checkpoint.save(whole, folder / scheme, style)
         dist.barrier()
-        with warnings.catch_warnings(action="ignore"):  # of names that this model has not
-            parallelize_module(whole, mesh, plan)
+        with warnings.catch_warnings(action="ignore"):  # it has no MLP
+            parallelize_module(whole, mesh, plans[0])
         attention = whole.model.layers[0].self_attn
         for is_merged in (False, True):
             with torch.device("meta"):
                 model = Model(is_merged).bfloat16()
             read.clear()
-            load_(model, folder / scheme, mesh, plan)
+            load_(model, folder / scheme, mesh, plans[is_merged])
             loaded = model.model.layers[0].self_attn
             names = ("q_proj", "k_proj", "v_proj")
             got = loaded.qkv_proj.split() if is_merged else [getattr(loaded, name) for name in names]
@@ -375,7 +375,7 @@ def test_errors(mesh, tmp_path):
 def test_errors_of_loading(mesh, tmp_path):
     torch.manual_seed(3)
     checkpoint.save(quantize_(Model().bfloat16(), "nvfp4"), tmp_path, "modelopt")
-    plan = decoder_plan(128)
+    plan = decoder_plan(128, merged=False)
 
     def refuse(error, match, plan=plan, model=None):
         with torch.device("meta"):
@@ -386,7 +386,9 @@ def test_errors_of_loading(mesh, tmp_path):
     refuse(ValueError, "the model has none of the layers that the plan names: a.b", {"a.b": ColumnParallel()})
     refuse(TypeError, "embed is a Embedding; expected a torch.nn.Linear", {"embed": ColumnParallel()})
     refuse(TypeError, "the plan has a str for lm_head", {"lm_head": "columns"})
-    refuse(ValueError, r"q_proj has 256 rows in units of 96, which 2 ranks cannot divide", decoder_plan(96))
+    refuse(
+        ValueError, r"q_proj has 256 rows in units of 96, which 2 ranks cannot divide", decoder_plan(96, merged=False)
+    )
     with torch.device("meta"):
         other = Model().bfloat16()
         other.model.layers[0].self_attn.o_proj = nn.Linear(512, K, bias=False)

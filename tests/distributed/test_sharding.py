@@ -34,6 +34,7 @@ from torch_cute_ops.distributed import full_tensor, reason_unsharded, redistribu
 from torch_cute_ops.distributed.rules import WITHOUT, Rule, rules_of
 from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.ops._define import OpSpec, as_tuple
+from torch_cute_ops.ops._row_quant import RowQuant
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.testing.samples import grouped_mm_fp8, grouped_mm_fp8_fp4
 from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
@@ -203,8 +204,9 @@ def large_call(op: OpSpec) -> dict[str, Any]:
 def test_rules(op, mesh):
     """Of a call that no rule is for, all tensors are replicated."""
     cases = cases_of(op)
-    expected = set() if op.name in WITHOUT else EXPECTED.get(op.name, {"rows"})
-    assert {rule.over for _, rule in cases} == {"", *expected}
+    ways = {rule.over for _, rule in cases} - {""}
+    assert ways == (EXPECTED.get(op.name) or ({"rows"} if isinstance(op.path, RowQuant) else ways))
+    assert bool(ways) == (reason_unsharded(op.name) is None)
     for given, rule in cases:
         assert_rule_holds(op, given, rule, mesh)
 
@@ -230,8 +232,9 @@ EXPECTED = {
 
 
 def test_reasons():
+    for op, reason in WITHOUT.items():
+        assert reason_unsharded(op) == reason
     for op in OPS.values():
-        assert (reason_unsharded(op.name) is None) == (op.name not in WITHOUT)
         assert "functional op" in reason_unsharded(f"{op.name}.out")
     with pytest.raises(ValueError, match="'relu' is no op"):
         reason_unsharded("relu")

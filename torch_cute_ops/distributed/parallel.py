@@ -317,20 +317,26 @@ class RowParallel(_Style):
 
 
 def decoder_plan(
-    head_dim: int, *, sequence: bool = False, prefix: str = "model.layers.*"
+    head_dim: int, *, merged: bool = True, sequence: bool = False, prefix: str = "model.layers.*"
 ) -> dict[str, ColumnParallel | RowParallel]:
-    """The plan of a decoder as Llama's, Mistral's and Qwen's, whose layers are merged or not.
+    """The plan of a decoder with the layers of Llama's, Mistral's and Qwen's.
 
     Args:
         head_dim: rows of a head.
+        merged: whether q, k and v are one layer, ``qkv_proj``, and gate and up another, ``gate_up_proj``.
         sequence: as of the styles: the model gives each rank its share of the tokens between the layers.
         prefix: of the decoder layers.
     """
-    column = ColumnParallel(unit=head_dim, sequence=sequence)
+    heads, column, row = (
+        ColumnParallel(unit=head_dim, sequence=sequence),
+        ColumnParallel(sequence=sequence),
+        RowParallel(sequence=sequence),
+    )
     plan: dict[str, ColumnParallel | RowParallel] = {
-        f"{prefix}.self_attn.{name}": column for name in ("q_proj", "k_proj", "v_proj", "qkv_proj")
+        f"{prefix}.self_attn.{'qkv_proj' if merged else '[qkv]_proj'}": heads,
+        f"{prefix}.self_attn.o_proj": row,
+        f"{prefix}.mlp.down_proj": row,
     }
-    gate = ColumnParallel(sequence=sequence)
-    plan |= {f"{prefix}.mlp.{name}": gate for name in ("gate_proj", "up_proj", "gate_up_proj")}
-    plan |= {f"{prefix}.{name}": RowParallel(sequence=sequence) for name in ("self_attn.o_proj", "mlp.down_proj")}
+    for name in ("gate_up_proj",) if merged else ("gate_proj", "up_proj"):
+        plan[f"{prefix}.mlp.{name}"] = column
     return plan

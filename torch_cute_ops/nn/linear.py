@@ -61,7 +61,9 @@ class _FP4Linear(QuantLinear):
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         weight, block, alpha = self.weight.t(), self.format.block_size, self._alpha()
         if self.activations == "16bit":
-            return mm_fp4_weight_only(operands[0], weight, self.weight_scale, alpha, self.bias, dtype, block)
+            (a,) = operands
+            out_dtype = None if dtype == a.dtype else dtype
+            return mm_fp4_weight_only(a, weight, self.weight_scale, alpha, self.bias, out_dtype, block_size=block)
         a, a_scale = operands
         return mm_fp4(a, weight, a_scale, self.weight_scale, alpha, self.bias, dtype, block)
 
