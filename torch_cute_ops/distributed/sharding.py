@@ -187,18 +187,18 @@ def _refuse_out(spec: OpSpec, *given_by_torch: Any) -> OpStrategy:
 
 
 def _schema_info(spec: OpSpec) -> RuntimeSchemaInfo:
-    """What torch keeps a decision under: also every argument that is no tensor.
-
-    ``register_sharding`` of ``torch.distributed.tensor.experimental`` starts at the first int, and so would serve a
-    call with ``granularity="block128"`` what it decided for ``"token"``. It also redistributes what an op updates.
-    """
+    """What torch keeps a decision under: the tensors, and every argument from the first that is none on."""
     first = next((i for i, each in enumerate(spec.signature.parameters) if not each.is_tensor), 100)
     return RuntimeSchemaInfo(first, needs_pytree=True)
 
 
 @functools.cache
 def register() -> None:
-    """Tell DTensor of every op; once a process."""
+    """Tell DTensor of every op; once a process.
+
+    By what ``register_sharding`` of ``torch.distributed.tensor.experimental`` is made of: that one lets torch choose
+    among rules, and torch would redistribute what an op updates in place, and gather what a rule refuses to cut.
+    """
     propagator: Final = DTensor._op_dispatcher.sharding_propagator
     for spec in OPS.values():
         packet, info = getattr(torch.ops.cute, spec.name), _schema_info(spec)
