@@ -100,7 +100,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=32, help="of all ranks together")
     parser.add_argument("--experts", type=int, default=8)
-    return parser.parse_args(arguments)
+    parser.add_argument("--expert-width", type=int, help="intermediate size of an expert (default: at most 2048)")
+    options = parser.parse_args(arguments)
+    options.expert_width = options.expert_width or min(options.intermediate, 2048)
+    return options
 
 
 def place() -> tuple[torch.device, str]:
@@ -257,7 +260,7 @@ def expert_problems(options: argparse.Namespace, mesh: DeviceMesh, device: torch
     random = torch.Generator(device).manual_seed(2)
     up, down = (
         random_experts(options.experts, n, k, random)
-        for n, k in ((2 * options.intermediate, options.hidden), (options.hidden, options.intermediate))
+        for n, k in ((2 * options.expert_width, options.hidden), (options.hidden, options.expert_width))
     )
     torch.manual_seed(3)
     x = torch.randn(options.tokens, options.hidden).bfloat16().to(device)

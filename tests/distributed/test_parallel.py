@@ -203,7 +203,8 @@ def from_a_checkpoint(rank: int, folder: Path) -> None:
         if rank == 0:
             checkpoint.save(whole, folder / scheme, style)
         dist.barrier()
-        with warnings.catch_warnings(action="ignore"):  # it has no MLP
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it has no MLP
             parallelize_module(whole, mesh, plans[0])
         attention = whole.model.layers[0].self_attn
         for is_merged in (False, True):

@@ -28,7 +28,8 @@ def divided(rank: int) -> None:
     model = from_config(config, "nvfp4", device="cpu").eval()
     prompt = torch.arange(12).unsqueeze(0)
     want, tokens = model(prompt).logits, model.generate(prompt, max_new_tokens=3, do_sample=False, pad_token_id=0)
-    with warnings.catch_warnings(action="error"):  # it has every layer that the plan names
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it has every layer that the plan names
         parallelize_module(model, init_device_mesh("cpu", (WORLD,)), decoder_plan(32))
     attention = model.model.layers[0].self_attn
     assert attention.qkv_proj.parts == (64, 32, 32) and attention.o_proj.in_features == 64

@@ -22,7 +22,8 @@ log = logging.getLogger("torch_cute_ops")
 
 SHOWN: Final = 4
 """Differences that a message lists."""
-_calls = 0
+_calls = _blocks = 0
+"""How often ranks were compared, and watched: all in the same order, so that the numbers name what they post."""
 
 
 def check_ranks(model: nn.Module | None = None, *, timeout_s: float = 60.0, **facts: Any) -> None:
@@ -107,7 +108,9 @@ def watched_ranks(*, timeout_s: float = 30.0) -> Iterator[None]:
     if everyone is None:
         yield
         return
-    watch = _Watch(everyone, timeout_s)
+    global _blocks
+    _blocks += 1
+    watch = _Watch(everyone, timeout_s, f"torch_cute_ops/watched_ranks/{_blocks}")
     watch.start()
     try:
         yield
@@ -123,7 +126,8 @@ def watched_ranks(*, timeout_s: float = 30.0) -> Iterator[None]:
 class _Watch:
     """The thread of a ``watched_ranks`` block."""
 
-    def __init__(self, everyone: Ranks, timeout_s: float) -> None:
+    def __init__(self, everyone: Ranks, timeout_s: float, prefix: str) -> None:
+        self.prefix = prefix
         self.store = everyone.store
         # A connection of its own, where the store has such: a thread that waits may lock the group's.
         with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
@@ -151,7 +155,7 @@ class _Watch:
         """Which ranks are gone, by signs that no longer change; an empty string: none is."""
         try:
             before = self._states()
-            time.sleep(4 * self.pause)
+            time.sleep(max(4 * self.pause, 1.0))
             after = self._states()
         except RuntimeError as lost:
             return (
@@ -204,4 +208,4 @@ class _Watch:
         return found
 
     def _key(self, rank: int) -> str:
-        return f"torch_cute_ops/watched_ranks/{rank}"
+        return f"{self.prefix}/{rank}"
