@@ -24,6 +24,7 @@ def script(quickstart: ModuleType) -> ModuleType:
     return importlib.import_module("tensor_parallel")
 
 
+@pytest.mark.slow
 def test_two_ranks_under_torchrun() -> None:
     command = (
         sys.executable,
