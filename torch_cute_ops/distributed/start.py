@@ -22,6 +22,8 @@ log = logging.getLogger("torch_cute_ops")
 
 SHOWN: Final = 4
 """Differences that a message lists."""
+LONGEST_WAIT: Final = 5.0
+"""Seconds that the end of a block waits for a call to a store that may be gone."""
 _calls = _blocks = 0
 """How often ranks were compared, and watched: all in the same order, so that the numbers name what they post."""
 
@@ -147,7 +149,7 @@ class _Watch:
 
     def stop(self, state: str) -> None:
         self.ended.set()
-        self.thread.join()
+        self.thread.join(LONGEST_WAIT)
         with contextlib.suppress(RuntimeError):
             self.store.set(self._key(self.rank), json.dumps([state, self.me]))
 
