@@ -8,7 +8,7 @@ ARGS ?=
 
 dev = $(PYTHON) tools/setup_env.py --venv $(VENV)
 
-.PHONY: help demo demo-minilm demo-minilm-nvfp4 demo-moe demo-fp8-moe demo-save demo-serve test lint format typecheck docs bench venv clean
+.PHONY: help demo demo-minilm demo-minilm-nvfp4 demo-moe demo-fp8-moe demo-save demo-serve demo-tensor-parallel test lint format typecheck docs bench venv clean
 .DEFAULT_GOAL := help
 
 help:          ## List the targets
@@ -34,6 +34,9 @@ demo-save:     ## Quantise a model, save it as others read it, load it again: ex
 
 demo-serve:    ## Serve a quantised Llama, requests that come and go: examples/serve.py
 	@$(dev) -- examples/serve.py $(ARGS)
+
+demo-tensor-parallel:  ## A decoder and experts on two ranks: examples/tensor_parallel.py
+	@$(dev) -- -m torch.distributed.run --nproc-per-node 2 examples/tensor_parallel.py $(ARGS)
 
 test:          ## Run the tests; kernels too where there is a GPU
 	@$(dev) -- -m pytest $(ARGS)

@@ -1,8 +1,9 @@
 """`python -m benchmarks <op> … | host | all`: measure on the GPU, print a table, write JSON, Markdown and a plot.
 `layer` measures the ops of a decoder layer as one chain.
 
-Three commands need no GPU: `compare OLD NEW` (two folders of results), `performance` (docs/performance.md) and
-`blackwell` (what the FP4 GEMM by tcgen05 would do on a B200, by a model).
+Four commands need no GPU: `compare OLD NEW` (two folders of results), `performance` (docs/performance.md),
+`blackwell` (what the FP4 GEMM by tcgen05 would do on a B200, by a model) and `distributed` (bytes on the wire and time
+of a layer on eight H200s, by a model).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from . import blackwell, compare, environment, host, layer, ops, performance, report
+from . import blackwell, compare, distributed, environment, host, layer, ops, performance, report
 from .case import Benchmark, Case, Row
 from .measure import Ceilings, CudaGraphs, Settings, ceilings
 from .runner import run, warm_up
@@ -31,6 +32,7 @@ NO_GPU = 2
 COMMANDS = {
     "blackwell": blackwell.main,
     "compare": compare.main,
+    "distributed": distributed.main,
     "layer": layer.main,
     "performance": performance.main,
 }

@@ -43,10 +43,11 @@ def test_import_is_quick():
 
 
 def test_import_is_light():
-    """No DSL, no TVM-FFI, no Triton, no kernels, no samples; CUDA is not touched."""
+    """No DSL, no TVM-FFI, no Triton, no DTensor, no kernels, no samples; CUDA is not touched."""
     done = python(
         "import sys, torch; before = set(sys.modules); import torch_cute_ops\n"
         "heavy = 'cutlass', 'tvm_ffi', 'cuda', 'numpy', 'triton', 'torch_cute_ops.kernels', 'torch_cute_ops.testing'\n"
+        "heavy += 'torch.distributed.tensor', 'torch_cute_ops.distributed'\n"
         "print([name for name in set(sys.modules) - before if name.startswith(heavy)], torch.cuda.is_initialized())"
     )
     assert done.stdout.strip() == "[] False", done.stderr

@@ -272,6 +272,10 @@ def test_gpt_oss(tmp_path):
     bias = tensors["e.gate_up_proj_bias"]
     assert torch.equal(got.gate_up_bias, torch.cat((bias[:, ::2], bias[:, 1::2]), 1))
     assert torch.equal(got.down_bias, tensors["e.down_proj_bias"])
+    some = checkpoint.read_experts(tmp_path, "e", experts=(1, 3))
+    assert all(torch.equal(part, whole[1:]) for part, whole in zip(some, got, strict=True))
+    with pytest.raises(ValueError, match=r"e\.gate_up_proj_blocks in .* is of 3 experts; .* got 2 to 4"):
+        checkpoint.read_experts(tmp_path, "e", experts=(2, 4))
     for name, change, message in (
         ("e.down_proj_scales", lambda t: t[:, 1:], r"e\.down_proj_scales in .* has shape \(3, 63, 3\); expected"),
         ("e.gate_up_proj_blocks", lambda t: t.float(), r"has dtype torch\.float32; expected torch\.uint8"),

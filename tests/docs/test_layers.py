@@ -69,6 +69,7 @@ def test_imports_go_down(path: Path) -> None:
 ALONE = {
     "nn": {"torch", "typing_extensions"},
     "checkpoint": {"torch", "typing_extensions", "safetensors"},
+    "distributed": {"torch", "typing_extensions"},
     "integrations": {"torch", "transformers", "huggingface_hub", "tqdm"},
 }
 """What else than the standard library and this package the upper layers may import."""

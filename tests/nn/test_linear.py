@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support import spec, weights
-from support.layers import assert_compiles_once, assert_computes
+from support.layers import assert_compiles_once, assert_computes, assert_product
 from torch import nn
 
 from torch_cute_ops.nn import (
@@ -46,6 +46,18 @@ def quantised(
 def test_values(cls, activations, dtype, device):
     layer = quantised(cls, activations, dtype=dtype).to(device)
     assert_computes(layer, torch.randn(2, 5, K, dtype=dtype, device=device))
+
+
+@by_kind
+def test_rows_quantised_before(cls, activations, device):
+    """In place of the input: the same result, in the dtype that the rows name."""
+    layer = quantised(cls, activations).to(device)
+    layer.bias = None
+    x = torch.randn(2, 3, K, dtype=torch.bfloat16, device=device)
+    rows = layer.quantize(x)
+    assert rows.lead == (2, 3) and rows.dtype == x.dtype
+    assert torch.equal(layer(rows), layer(x))
+    assert_product(layer(rows._replace(dtype=torch.float32)).bfloat16(), layer, x)
 
 
 @by_kind

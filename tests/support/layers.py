@@ -35,7 +35,11 @@ def as_multiplied(x: torch.Tensor, layer: QuantLinear) -> np.ndarray:
 
 def assert_computes(layer: QuantLinear, x: torch.Tensor) -> None:
     """What ``layer(x)`` is: the product in float64, within what its accumulation may lose and a rounding."""
-    got = layer(x)
+    assert_product(layer(x), layer, x)
+
+
+def assert_product(got: torch.Tensor, layer: QuantLinear, x: torch.Tensor) -> None:
+    """``got`` is what ``layer(x)`` has to be, whoever computed it."""
     assert got.shape == (*x.shape[:-1], layer.out_features) and got.dtype == x.dtype
     k = layer.in_features
     tensors = {name: each.cpu() for name, each in layer.state_dict().items()}

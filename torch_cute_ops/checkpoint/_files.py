@@ -142,3 +142,13 @@ class Files:
             raise ValueError(f"{self.path} has no tensor {name}")
         tensor: Tensor = self._open[self.file_of[name]].get_tensor(name)
         return tensor
+
+    def is_packed(self, name: str) -> bool:
+        """Whether a tensor holds bytes: of a weight, two FP4 codes each."""
+        return bool(self._open[self.file_of[name]].get_slice(name).get_dtype() == "U8")
+
+    def read_part(self, name: str, dim: int, begin: int, end: int) -> Tensor:
+        """What a tensor has from ``begin`` to ``end`` of dimension 0 or 1; the rest of it is not read."""
+        part = self._open[self.file_of[name]].get_slice(name)
+        tensor: Tensor = part[begin:end] if dim == 0 else part[:, begin:end]
+        return tensor

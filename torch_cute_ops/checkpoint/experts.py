@@ -32,7 +32,9 @@ class MXFP4Experts(NamedTuple):
     down_bias: Tensor
 
 
-def read_experts(path: str | Path, name: str, *, device: torch.device | str = "cpu") -> MXFP4Experts:
+def read_experts(
+    path: str | Path, name: str, *, experts: tuple[int, int] | None = None, device: torch.device | str = "cpu"
+) -> MXFP4Experts:
     """Read the experts of a gpt-oss layer.
 
     The checkpoint interleaves the rows of gate and up; here each expert has the gate's first, as the ops' SwiGLU takes
@@ -41,33 +43,35 @@ def read_experts(path: str | Path, name: str, *, device: torch.device | str = "c
     Args:
         path: the checkpoint's folder.
         name: of the layer's experts, such as ``"model.layers.0.mlp.experts"``.
+        experts: the first that is read, and the first behind them: a rank's own. The others' numbers are not read.
+            ``None``: all.
         device: of the tensors.
 
     Raises:
         FileNotFoundError: for a missing file.
-        ValueError: for a checkpoint of another kind, a truncated file, and a tensor that is missing or of a wrong shape
-            or dtype, by name and file.
+        ValueError: for a checkpoint of another kind, a truncated file, experts that are not there, and a tensor that is
+            missing or of a wrong shape or dtype, by name and file.
     """
     spec = read_spec(path)
     if spec.style != "gpt-oss":
         raise ValueError(f"{spec.path}: quant_method is not 'mxfp4', as of gpt-oss")
     with Files(path) as files:
-        gate_up = _projection(files, f"{name}.gate_up_proj")
-        down = _projection(files, f"{name}.down_proj")
-        experts, hidden, width = down[0].shape[0], down[0].shape[1], down[0].shape[2] * 2
-        if gate_up[0].shape != (experts, 2 * width, hidden // 2):
+        gate_up = _projection(files, f"{name}.gate_up_proj", experts)
+        down = _projection(files, f"{name}.down_proj", experts)
+        count, hidden, width = down[0].shape[0], down[0].shape[1], down[0].shape[2] * 2
+        if gate_up[0].shape != (count, 2 * width, hidden // 2):
             raise ValueError(
                 f"{files.describe(f'{name}.gate_up_proj_blocks')} has (E, N, K) "
-                f"{(*gate_up[0].shape[:2], 2 * gate_up[0].shape[2])}; expected {(experts, 2 * width, hidden)}, as "
+                f"{(*gate_up[0].shape[:2], 2 * gate_up[0].shape[2])}; expected {(count, 2 * width, hidden)}, as "
                 "down_proj has them"
             )
         parted = (torch.cat((each[:, 0::2], each[:, 1::2]), 1).to(device) for each in gate_up)
         return MXFP4Experts(*parted, *(each.to(device, copy=True) for each in down))
 
 
-def _projection(files: Files, name: str) -> tuple[Tensor, Tensor, Tensor]:
+def _projection(files: Files, name: str, experts: tuple[int, int] | None) -> tuple[Tensor, Tensor, Tensor]:
     """Codes (E, N, K/2), scales (E, N, K/32), bias (E, N)."""
-    blocks, scales, bias = (files.read(f"{name}_{suffix}") for suffix in ("blocks", "scales", "bias"))
+    blocks, scales, bias = (_of_experts(files, f"{name}_{suffix}", experts) for suffix in ("blocks", "scales", "bias"))
     for suffix, tensor in (("blocks", blocks), ("scales", scales)):
         if tensor.dtype != torch.uint8:
             raise ValueError(f"{files.describe(f'{name}_{suffix}')} has dtype {tensor.dtype}; expected {torch.uint8}")
@@ -81,3 +85,13 @@ def _projection(files: Files, name: str) -> tuple[Tensor, Tensor, Tensor]:
                 f"{files.describe(f'{name}_{suffix}')} has shape {tuple(tensor.shape)}; expected {tuple(shape)}"
             )
     return blocks.flatten(-2), scales, bias
+
+
+def _of_experts(files: Files, name: str, experts: tuple[int, int] | None) -> Tensor:
+    if experts is None or name not in files:
+        return files.read(name)
+    begin, end = experts
+    count = files.shape(name)[0]
+    if not 0 <= begin < end <= count:
+        raise ValueError(f"{files.describe(name)} is of {count} experts; expected some of them, got {begin} to {end}")
+    return files.read_part(name, 0, begin, end)

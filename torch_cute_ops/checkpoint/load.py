@@ -64,12 +64,12 @@ def load_(
     """
     spec = read_spec(path)
     with Files(path) as files:
-        _Loader(model, files, spec, activations, device, merged).load(tuple(ignore), progress)
+        Loader(model, files, spec, activations, device, merged).load(tuple(ignore), progress)
     return model
 
 
-class _Loader:
-    """One call of ``load_``; arguments are its own."""
+class Loader:
+    """One call of ``load_``; arguments are its own, and the files and the configuration of the checkpoint."""
 
     def __init__(
         self,
@@ -94,6 +94,7 @@ class _Loader:
         self.missing: list[tuple[object, str]] = []
 
     def load(self, ignore: tuple[str, ...], progress: Progress | None) -> None:
+        """Fill the model."""
         modules = [*self.model.named_modules()]
         for name, module in modules if progress is None else progress(modules):
             if isinstance(module, QuantLinear) or type(module) is nn.Linear:
@@ -125,7 +126,7 @@ class _Loader:
     # Linear layers
 
     def _load_linear(self, name: str, module: nn.Linear | QuantLinear) -> None:
-        sources = self._sources(name)
+        sources = self.sources(name)
         quantised = [source for source in sources if self._is_quantised(source)]
         if not quantised:
             if isinstance(module, QuantLinear):
@@ -159,7 +160,7 @@ class _Loader:
             )
         _names.replace(self.model, module, layer)
 
-    def _sources(self, name: str) -> list[str]:
+    def sources(self, name: str) -> list[str]:
         """The layers of the checkpoint that a layer of the model is made of."""
         parent, _, last = name.rpartition(".")
         if not self.files.suffixes(name) and last in self.merged:

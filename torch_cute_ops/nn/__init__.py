@@ -1,6 +1,6 @@
 """Modules over the ops: linear layers with quantised weights, and how a model gets them."""
 
-from torch_cute_ops.nn._base import QuantLinear, merge
+from torch_cute_ops.nn._base import QuantizedRows, QuantLinear, merge
 from torch_cute_ops.nn.linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear, MXFP4Linear, NVFP4Linear
 from torch_cute_ops.nn.merging import merge_
 from torch_cute_ops.nn.quantize import quantize_
@@ -14,6 +14,7 @@ __all__ = [
     "MXFP4Linear",
     "NVFP4Linear",
     "QuantLinear",
+    "QuantizedRows",
     "merge",
     "merge_",
     "quantize_",

@@ -1,7 +1,7 @@
 """What quantised linear layers share: buffers that move and never cast, state dicts as checkpoints hold them, parts."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,20 @@ Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 _SHARED: Final = "input_scale"
 """The tensor that the parts of a merged layer share: they have one input."""
+
+
+class QuantizedRows(NamedTuple):
+    """Rows in the form in which a layer's GEMM takes them, as :meth:`QuantLinear.quantize` makes them.
+
+    Attributes:
+        operands: elements, (M, ...), and their scales where there are any.
+        lead: the dimensions that the M rows had.
+        dtype: of the result.
+    """
+
+    operands: tuple[Tensor, ...]
+    lead: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class QuantLinear(nn.Module):
@@ -208,11 +222,12 @@ class QuantLinear(nn.Module):
         """The weight (N, K) that the codes and scales stand for: computed in fp32, rounded once to ``dtype``."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         """``x · Wᵀ + bias``.
 
         Args:
-            x: (..., K), bfloat16 or float16; float32 too where ``activations`` is not ``"16bit"``.
+            x: (..., K), bfloat16 or float16; float32 too where ``activations`` is not ``"16bit"``. Or what
+                :meth:`quantize`, of this layer or one of the same form, made of it.
 
         Returns:
             (..., N) in the dtype of ``x``.
@@ -221,10 +236,24 @@ class QuantLinear(nn.Module):
             ValueError, TypeError: as the op that multiplies, for a wrong shape, dtype or device, or an input that
                 requires grad while gradients are on.
         """
-        rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
-        return self._multiply(rows).view(*x.shape[:-1], self.out_features)
+        rows = x if isinstance(x, QuantizedRows) else self.quantize(x)
+        return self._product(rows.operands, rows.dtype).view(*rows.lead, self.out_features)
 
-    def _multiply(self, rows: Tensor) -> Tensor:
+    def quantize(self, x: Tensor) -> QuantizedRows:
+        """The rows of ``x``, (..., K), as the GEMM takes them; errors are those of :meth:`forward`."""
+        rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+        return QuantizedRows(self._quantized(rows), (*x.shape[:-1],), x.dtype)
+
+    def rows_for(self, rows: int) -> int:
+        """Rows of an input of which the GEMM multiplies ``rows``, or a few more: where ranks have a share each, one."""
+        return rows
+
+    def _quantized(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """``operands`` of rows (M, K)."""
+        raise NotImplementedError
+
+    def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """The result (M, N) in ``dtype``."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:

@@ -53,12 +53,19 @@ class _FP4Linear(QuantLinear):
     def _input_global_scale(self) -> Tensor | None:
         return None
 
-    def _multiply(self, rows: Tensor) -> Tensor:
+    def _quantized(self, rows: Tensor) -> tuple[Tensor, ...]:
+        if self.activations == "16bit":
+            return (rows,)
+        return fp4_quantize(rows, self._input_global_scale(), self.format.block_size)
+
+    def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         weight, block, alpha = self.weight.t(), self.format.block_size, self._alpha()
         if self.activations == "16bit":
-            return mm_fp4_weight_only(rows, weight, self.weight_scale, alpha, self.bias, block_size=block)
-        a, a_scale = fp4_quantize(rows, self._input_global_scale(), block)
-        return mm_fp4(a, weight, a_scale, self.weight_scale, alpha, self.bias, rows.dtype, block)
+            (a,) = operands
+            out_dtype = None if dtype == a.dtype else dtype
+            return mm_fp4_weight_only(a, weight, self.weight_scale, alpha, self.bias, out_dtype, block_size=block)
+        a, a_scale = operands
+        return mm_fp4(a, weight, a_scale, self.weight_scale, alpha, self.bias, dtype, block)
 
     def _decoded(self) -> Tensor:
         """Codes times block scales, float32."""
@@ -270,9 +277,12 @@ class FP8BlockLinear(QuantLinear):
             return f"parts is {self.parts}; expected multiples of {_BLOCK} but for the last: parts share no block"
         return super()._reason_unfit_parts()
 
-    def _multiply(self, rows: Tensor) -> Tensor:
-        a, a_scale = fp8_quantize(rows, granularity="block128", scale_layout="column")
-        return mm_fp8_block(a, self.weight.t(), a_scale, self.weight_scale_inv, bias=self.bias, out_dtype=rows.dtype)
+    def _quantized(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return fp8_quantize(rows, granularity="block128", scale_layout="column")
+
+    def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        a, a_scale = operands
+        return mm_fp8_block(a, self.weight.t(), a_scale, self.weight_scale_inv, bias=self.bias, out_dtype=dtype)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (N, K) that elements and scales stand for: computed in fp32, rounded once to ``dtype``."""
@@ -355,14 +365,16 @@ class _FP8Linear(QuantLinear):
         """What multiplies the result, (1,), or each of its columns, (1, N)."""
         return self._row_scale().t()
 
-    def _multiply(self, rows: Tensor) -> Tensor:
+    def _quantized(self, rows: Tensor) -> tuple[Tensor, ...]:
         if rows.shape[1] != self.in_features:
             raise ValueError(f"{type(self).__name__}: x has rows of {rows.shape[1]}; expected {self.in_features}")
         if self.has_input_scale:
-            a, a_scale = fp8_quantize(rows, self.input_scale, "tensor")
-        else:
-            a, a_scale = fp8_quantize(rows)
-        return scaled_mm(a, self.weight, a_scale, self._factor(), self.bias, rows.dtype)
+            return fp8_quantize(rows, self.input_scale, "tensor")
+        return fp8_quantize(rows)
+
+    def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        a, a_scale = operands
+        return scaled_mm(a, self.weight, a_scale, self._factor(), self.bias, dtype)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (N, K) that elements and scales stand for: computed in fp32, rounded once to ``dtype``."""

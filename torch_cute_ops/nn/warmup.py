@@ -18,12 +18,13 @@ def warmup(
     """Compile and load the kernels of a model's quantised layers, by calling one layer of each form on zeros.
 
     After it, calls with as many rows compile nothing, and may be captured in a CUDA graph. Norms, gates and attention
-    are not called: the model's own first call has to be made before a capture too.
+    are not called: the model's own first call has to be made before a capture too. Where ranks divide the layers, all
+    ranks call it.
 
     Args:
         model: with layers of this package anywhere in it, on the device that serves.
-        rows: numbers of rows that will be served: sequences in a decode step, tokens of a prefill. One of each bucket
-            that GEMMs are planned for is called.
+        rows: numbers of rows that will be served: sequences in a decode step, tokens of a prefill; of all ranks
+            together. One of each bucket that GEMMs are planned for is called.
         dtype: of the activations.
         tune: whether to choose among backends by timing them, as in an :func:`torch_cute_ops.autotune` block.
 
@@ -44,4 +45,4 @@ def warmup(
     with tuning.autotune() if tune else contextlib.nullcontext():
         for layer in forms.values():
             for count in {bucket(number): number for number in numbers}.values():
-                layer(torch.zeros(count, layer.in_features, dtype=dtype, device=layer.weight.device))
+                layer(torch.zeros(layer.rows_for(count), layer.in_features, dtype=dtype, device=layer.weight.device))

@@ -91,6 +91,24 @@ def agree(
         ) from error
 
 
+def posts(ranks: Ranks, name: str, text: str, timeout_s: float) -> dict[int, str]:
+    """What each rank posts for ``name``, of those that come within ``timeout_s`` seconds.
+
+    Args:
+        ranks: who posts.
+        name: what is posted for; the same on every rank, and used once.
+        text: this rank's post.
+        timeout_s: seconds that the others are waited for.
+
+    Raises:
+        RuntimeError: if the store cannot be reached.
+    """
+    ranks.post(name, text)
+    keys = [_post(name, rank) for rank in range(ranks.world)]
+    _came(ranks.store, keys, timeout_s)
+    return {rank: _text(ranks.store.get(key)) for rank, key in enumerate(keys) if ranks.store.check([key])}
+
+
 def _collect(ranks: Ranks, name: str, patience: float, absent: set[int]) -> dict[int, str]:
     """The posts that came within ``patience`` seconds from ranks that were not absent before, and any from those."""
     everyone = range(ranks.world)

@@ -1,0 +1,174 @@
+"""`python -m benchmarks distributed`: bytes on the wire and time of a layer on eight H200s, by a model. Nothing is
+measured: so many GPUs were not at hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from torch_cute_ops.formats import FP8_BLOCK128, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.formats.fp8 import COLUMN
+from torch_cute_ops.gemm import cost, select
+from torch_cute_ops.gemm.backend import Target
+from torch_cute_ops.gemm.problem import GemmProblem, Operand
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.runtime.arch import ARCHS
+
+from . import report
+
+RANKS: Final = 8
+NVLINK: Final = 450e9
+"""Bytes a second that an H200 sends, and as many that it receives, by NVIDIA's data sheet: 900 GB/s in both directions
+together, through switches that connect every pair at full rate."""
+
+OPERANDS: Final = {
+    "bf16": (Operand(torch.bfloat16), None),
+    "fp8": (Operand(FP8_BLOCK128, COLUMN), Operand(FP8_BLOCK128)),
+    "nvfp4": (Operand(NVFP4, SCALE_LAYOUTS["128x4"]),) * 2,
+}
+"""Activations and weight of each format; bf16 has no GEMM here."""
+
+SUMS: Final = {"float32": 4, "bf16": 2}
+"""Bytes of an element of sums that are scattered."""
+CASES: Final = (("bf16", "bf16"), *((fmt, sums) for fmt in ("fp8", "nvfp4") for sums in SUMS))
+"""Formats, and dtypes of sums."""
+
+ABOUT = """\
+A MODEL, NOT A MEASUREMENT: {ranks} H200s, NVLink at {nvlink:.0f} GB/s into each and as much out of it, by data sheet;
+collectives have no latency, and nothing overlaps. GEMMs by the cost model that ranks backends, bf16 ones by bytes and
+operations."""
+
+DECODER = """\
+Llama 3 70B, tensor parallel, tokens divided between the layers: a layer gathers its tokens twice, in the format, and
+scatters sums twice, in float32 (RowParallel's default) or bf16 (sums=torch.bfloat16). MB that a GPU receives; µs of a
+layer."""
+
+EXPERTS = """\
+DeepSeek-V3's routed experts, {experts} of them on {ranks} GPUs, {topk} a token: rows that go to experts, which are
+chosen evenly, and results that come back in bf16. MB that a GPU receives; µs of a layer."""
+
+
+class Sizes(NamedTuple):
+    """Of a dense decoder layer."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head: int
+
+    def gemms(self, ranks: int) -> tuple[tuple[int, int], ...]:
+        """N and K of what one rank multiplies: q, k and v; o; gate and up; down."""
+        qkv = (self.heads + 2 * self.kv_heads) * self.head // ranks
+        return (
+            (qkv, self.hidden),
+            (self.hidden, self.heads * self.head // ranks),
+            (2 * self.intermediate // ranks, self.hidden),
+            (self.hidden, self.intermediate // ranks),
+        )
+
+
+LLAMA_70B: Final = Sizes(8192, 28672, 64, 8, 128)
+TOKENS: Final = (64, 512, 4096, 16384)
+"""Of all ranks together."""
+HIDDEN, EXPERTS_COUNT, TOPK = 7168, 256, 8
+"""DeepSeek-V3's."""
+OWN_TOKENS: Final = (16, 64, 128, 512, 4096)
+"""Of each rank."""
+
+
+class Layer(NamedTuple):
+    """What the model says of a decoder layer, of one GPU.
+
+    Attributes:
+        gathered, scattered: bytes that it receives.
+        wire_us, gemm_us: time of the collectives, and of the GEMMs.
+    """
+
+    gathered: float
+    scattered: float
+    wire_us: float
+    gemm_us: float
+
+
+def row_bytes(fmt: str, width: int) -> int:
+    """Bytes of a row of activations, with its scales."""
+    return OPERANDS[fmt][0].row_bytes(width)
+
+
+def gemm_seconds(fmt: str, n: int, k: int, m: int, target: Target) -> float:
+    """The least that a backend's cost model gives; of bf16, the longer of bytes and operations."""
+    activations, weight = OPERANDS[fmt]
+    if weight is None:
+        moved = 2 * (n * k + m * (n + k))
+        return max(moved / cost.bytes_per_second(target), cost.tensor_core_seconds(2 * m * n * k, target))
+    problem = GemmProblem(activations, weight, n, k, Epilogue(torch.bfloat16, None, None))
+    return min(
+        backend.estimate(problem, m, tactic, target)
+        for backend in select.candidates(problem).values()
+        if backend.reason_unsupported(problem, target) is None
+        for tactic in backend.tactics(problem, m, target)
+    )
+
+
+def decoder(fmt: str, sums: str, tokens: int, target: Target, sizes: Sizes = LLAMA_70B, ranks: int = RANKS) -> Layer:
+    """A layer of a dense decoder for so many tokens of all ranks."""
+    others = (ranks - 1) / ranks
+    gathered = 2 * tokens * row_bytes(fmt, sizes.hidden) * others
+    scattered = 2 * tokens * sizes.hidden * SUMS[sums] * others
+    gemms = sum(gemm_seconds(fmt, n, k, tokens, target) for n, k in sizes.gemms(ranks))
+    return Layer(gathered, scattered, (gathered + scattered) / NVLINK * 1e6, gemms * 1e6)
+
+
+def experts(fmt: str, own_tokens: int, ranks: int = RANKS) -> tuple[float, float, float]:
+    """Bytes of rows that a GPU receives for its experts, of results that come back, and µs for both."""
+    pairs = own_tokens * TOPK * (ranks - 1) / ranks
+    sent, back = pairs * row_bytes(fmt, HIDDEN), pairs * 2 * HIDDEN
+    return sent, back, (sent + back) / NVLINK * 1e6
+
+
+def megabytes(size: float) -> str:
+    return report.number(size / 1e6)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks distributed", description=__doc__)
+    parser.add_argument("--ranks", type=int, choices=(2, 4, 8), default=RANKS)
+    ranks = parser.parse_args(arguments).ranks
+    target = cost.usual_targets(ARCHS["sm_90a"])[0]
+    print(ABOUT.format(ranks=ranks, nvlink=NVLINK / 1e9))
+    print(f"\n{DECODER}\n")
+    body = []
+    for tokens in TOKENS:
+        usual = decoder("bf16", "bf16", tokens, target, ranks=ranks)
+        for fmt, sums in CASES:
+            layer = decoder(fmt, sums, tokens, target, ranks=ranks)
+            total = layer.wire_us + layer.gemm_us
+            body.append(
+                [
+                    *(
+                        f"{tokens:,}",
+                        fmt,
+                        sums,
+                        megabytes(layer.gathered),
+                        report.number(usual.gathered / layer.gathered),
+                    ),
+                    *(megabytes(layer.scattered), report.number(layer.wire_us), report.number(layer.gemm_us)),
+                    *(report.number(total), f"{layer.wire_us / total:.0%}"),
+                ]
+            )
+    header = ("tokens", "format", "sums", "gathered", "fewer", "scattered", "wire µs", "GEMMs µs", "µs", "of it wire")
+    print(report.table(header, body))
+    print(f"\n{EXPERTS.format(experts=EXPERTS_COUNT, ranks=ranks, topk=TOPK)}\n")
+    body = []
+    for own in OWN_TOKENS:
+        for fmt in OPERANDS:
+            sent, back, us = experts(fmt, own, ranks)
+            fewer = report.number(experts("bf16", own, ranks)[0] / sent)
+            body.append([f"{own:,}", fmt, megabytes(sent), fewer, megabytes(back), report.number(us)])
+    print(report.table(("tokens of a GPU", "format", "rows", "fewer", "results", "wire µs"), body))
+    return 0

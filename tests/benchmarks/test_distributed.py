@@ -1,0 +1,66 @@
+"""`python -m benchmarks distributed`: the model's figures, against those worked out by hand."""
+
+import pytest
+
+from benchmarks import __main__ as cli
+from benchmarks import distributed
+from torch_cute_ops.gemm import cost
+from torch_cute_ops.runtime.arch import ARCHS
+
+H200 = cost.usual_targets(ARCHS["sm_90a"])[0]
+
+
+def rows_of(printed, columns):
+    lines = [line.strip("|").split("|") for line in printed.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line] for line in lines if len(line) == columns][2:]
+
+
+def test_bytes_of_a_decoder_layer():
+    """Of 4,096 tokens of 8,192 elements each GPU receives seven eighths, twice, at 450 GB/s."""
+    elements = 2 * 4096 * 8192 * 7 / 8
+    sizes = {"bf16": 2, "fp8": 1 + 4 / 128, "nvfp4": 0.5 + 1 / 16}
+    for fmt, size in sizes.items():
+        for sums, bytes_of_sum in (("float32", 4), ("bf16", 2)):
+            layer = distributed.decoder(fmt, sums, 4096, H200)
+            assert layer.gathered == elements * size
+            assert layer.scattered == elements * bytes_of_sum
+            assert layer.wire_us == pytest.approx(elements * (size + bytes_of_sum) / 450e3)
+    # 1.9 and 3.6 times fewer bytes are gathered.
+    assert sizes["bf16"] / sizes["fp8"] == pytest.approx(1.94, abs=0.01)
+    assert sizes["bf16"] / sizes["nvfp4"] == pytest.approx(3.56, abs=0.01)
+
+
+def test_gemms_of_a_rank():
+    """Llama 3 70B's, an eighth of each weight; in bf16 the longer of bytes and operations."""
+    assert distributed.LLAMA_70B.gemms(8) == ((1280, 8192), (8192, 1024), (7168, 8192), (8192, 3584))
+    assert sum(n * k for n, k in distributed.LLAMA_70B.gemms(8)) * 8 == 8192 * (10240 + 8192 + 3 * 28672)
+    rate = 132 * 1.7e9
+    few = 2 * (7168 * 8192 + 7168 + 8192) / (19 * rate)
+    assert distributed.gemm_seconds("bf16", 7168, 8192, 1, H200) == pytest.approx(few)
+    many = 2 * 16384 * 7168 * 8192 / (4096 * rate * 0.8)
+    assert distributed.gemm_seconds("bf16", 7168, 8192, 16384, H200) == pytest.approx(many)
+    for fmt, size in (("fp8", 1), ("nvfp4", 0.5625)):
+        least = 7168 * 8192 * size / (19 * rate)
+        assert least < distributed.gemm_seconds(fmt, 7168, 8192, 1, H200) < 3 * least + 10e-6
+
+
+def test_bytes_of_experts():
+    sent, back, us = distributed.experts("fp8", 128)
+    assert sent == 128 * 8 * 7 / 8 * (7168 + 4 * 56)
+    assert back == 128 * 8 * 7 / 8 * 2 * 7168
+    assert us == pytest.approx((sent + back) / 450e3)
+
+
+def test_tables(capsys):
+    """It says that nothing was measured; every number of tokens is there in every format."""
+    assert cli.main(["distributed"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("A MODEL, NOT A MEASUREMENT: 8 H200s, NVLink at 450 GB/s")
+    decoder, experts = rows_of(printed, 10), rows_of(printed, 6)
+    formats = [*distributed.OPERANDS]
+    assert [row[:3] for row in decoder] == [[f"{m:,}", *case] for m in distributed.TOKENS for case in distributed.CASES]
+    assert [row[:2] for row in experts] == [[f"{m:,}", fmt] for m in distributed.OWN_TOKENS for fmt in formats]
+    assert [row[4] for row in decoder[:5]] == ["1.00", "1.94", "1.94", "3.56", "3.56"]
+    assert decoder[10][3] == f"{2 * 4096 * 8192 * 2 * 7 / 8 / 1e6:.0f}"
+    assert cli.main(["distributed", "--ranks", "2"]) == 0
+    assert "2 H200s" in capsys.readouterr().out

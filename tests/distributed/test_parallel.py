@@ -1,0 +1,398 @@
+"""Layers that ranks divide, with real processes: values, what travels, what no rank reads."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.layers import assert_product
+from support.ranks import run_ranks
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from torch_cute_ops import checkpoint, fp8_quantize, rmsnorm_fp4quant
+from torch_cute_ops.checkpoint._files import Files
+from torch_cute_ops.distributed import (
+    ColumnParallel,
+    RowParallel,
+    all_gather,
+    count_traffic,
+    decoder_plan,
+    gather_rows,
+    load_,
+    normed_rows,
+)
+from torch_cute_ops.distributed.parallel import Cut, _by_shared_scale, cut_of
+from torch_cute_ops.nn import (
+    FP8BlockLinear,
+    FP8ChannelLinear,
+    FP8TensorLinear,
+    MXFP4Linear,
+    NVFP4Linear,
+    QuantLinear,
+    merge,
+    quantize_,
+    warmup,
+)
+
+pytest.importorskip("safetensors")
+
+WORLD = 2
+K = 256
+PARTS = (256, 256, 128)
+"""Rows of q, k and v: heads of 128, of which v has one."""
+KINDS = [
+    (NVFP4Linear, "16bit", False),
+    (NVFP4Linear, "fp4", True),
+    (MXFP4Linear, "fp4", False),
+    (FP8BlockLinear, "fp8", False),
+    (FP8TensorLinear, "fp8", False),
+    (FP8TensorLinear, "fp8", True),
+    (FP8ChannelLinear, "fp8", False),
+]
+"""Layers, their activations, and whether these have a scale from calibration."""
+
+
+def made(cls: type[QuantLinear], activations: str, is_static: bool, n: int, *, bias: bool = True) -> QuantLinear:
+    given = {"input_amax": 4.0} if is_static else {}
+    return cls.from_float(nn.Linear(K, n, bias=bias).bfloat16(), activations=activations, **given)
+
+
+def copied(layer: QuantLinear) -> QuantLinear:
+    return layer._of(layer.in_features, layer.tensors(), layer.bias, layer.parts, layer.activations)
+
+
+def own(tensor: torch.Tensor, rank: int, dim: int = 0) -> torch.Tensor:
+    return tensor.tensor_split(WORLD, dim)[rank]
+
+
+@torch.no_grad()
+def columns_and_rows(rank: int) -> None:
+    """Every kind of layer, divided either way, with tokens on all ranks or divided."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for cls, activations, is_static in KINDS:
+        torch.manual_seed(0)
+        x = torch.randn(4, 2, K).bfloat16()
+        layer = merge([made(cls, activations, is_static, n) for n in PARTS])
+        want = layer(x).split(PARTS, -1)
+        # Of q and k a head each, of v the one that there is.
+        mine = torch.cat([own(want[0], rank, -1), own(want[1], rank, -1), want[2]], -1)
+        for sequence, gather in ((False, False), (True, False), (True, True)):
+            style = ColumnParallel(unit=128, sequence=sequence, gather_output=gather)
+            divided = parallelize_module(copied(layer), mesh, style)
+            assert isinstance(divided, cls) and divided.parts == (128, 128, 128)
+            y = divided(own(x, rank) if sequence else x)
+            parts = y.view(4, 2, -1, 384)[:, :, rank if gather else 0]
+            assert torch.equal(parts, mine), (cls, sequence, gather)
+        down = made(cls, activations, is_static, 136)
+        for sequence in (False, True):
+            divided = parallelize_module(copied(down), mesh, RowParallel(sequence=sequence, sums=torch.float32))
+            assert divided.in_features == K // WORLD
+            y = divided(own(x, rank, -1))
+            if sequence:
+                y = all_gather(y, mesh.get_group())
+            assert y.dtype == x.dtype
+            assert_product(y, down, x)
+        # Sums in bfloat16: each part is rounded, and the sum.
+        y = parallelize_module(copied(down), mesh, RowParallel(sums=torch.bfloat16))(own(x, rank, -1))
+        assert ((y - down(x)).abs() <= 2.0**-6 * down(x).abs().max()).all()
+    linear = nn.Linear(K, 64).bfloat16()
+    dist.broadcast(linear.weight, 0)
+    dist.broadcast(linear.bias, 0)
+    want, x = linear(x), x[:, 0]
+    dist.broadcast(x, 0)
+    want = linear(x)
+    columns, rows = nn.Linear(K, 64).bfloat16(), nn.Linear(K, 64).bfloat16()
+    for each in (columns, rows):
+        each.load_state_dict(linear.state_dict())
+    parallelize_module(columns, mesh, ColumnParallel(gather_output=True, sequence=True))
+    torch.testing.assert_close(columns(own(x, rank)), want)
+    parallelize_module(rows, mesh, RowParallel())
+    torch.testing.assert_close(rows(own(x, rank, -1)), want, atol=0.02, rtol=0.02)
+
+
+@torch.no_grad()
+def what_travels(rank: int) -> None:
+    """The norm's codes and scales, and their bytes; the bits of all rows together."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    group = mesh.get_group()
+    torch.manual_seed(1)
+    weight = torch.rand(K).bfloat16()
+    for rows in (256, 10):  # whole tiles of scales on each rank, and not
+        x, residual = torch.randn(2, rows, K).bfloat16()
+        for cls, activations, is_static in KINDS[1:3] if rows == 256 else KINDS[1:]:
+            layer = made(cls, activations, is_static, 64)
+            for residuals in (None, residual):
+                state = None if residuals is None else residuals.clone()
+                want = normed_rows(layer, x, weight, state)
+                mine = None if residuals is None else own(residuals, rank).clone()
+                local = normed_rows(layer, own(x, rank), weight, mine)
+                with count_traffic() as traffic:
+                    got = gather_rows(layer, local, group)
+                assert got.lead == want.lead == (rows,)
+                for actual, expected in zip(got.operands, want.operands, strict=True):
+                    assert actual.shape == expected.shape and actual.is_contiguous()
+                    assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8)), cls
+                assert state is None or torch.equal(own(state, rank), mine)
+            assert all(sent.dtype in (torch.uint8, torch.float32) for sent in traffic.sent)
+            elements = rows // WORLD * K
+            scales = {"nvfp4": 1 / 16, "mxfp4": 1 / 32, "fp8_block": 4 / 128}.get(cls.scheme, 0 if is_static else 4 / K)
+            size = 0.5 if activations == "fp4" else 1.0
+            assert traffic.nbytes() == elements * (size + scales), cls
+            assert 2 * elements / traffic.nbytes() > (1.9 if activations == "fp8" else 3.5)
+    # The layer does it by itself, for a tensor or for what the norm gave.
+    layer = made(*KINDS[1], 64)
+    y, _ = rmsnorm_fp4quant(x, weight, layer.input_global_scale)
+    rows = normed_rows(layer, own(x, rank), weight)
+    assert torch.equal(rows.operands[0], own(y, rank))
+    want = layer(normed_rows(layer, x, weight))
+    divided = parallelize_module(copied(layer), mesh, ColumnParallel(sequence=True))
+    with count_traffic() as traffic:
+        assert torch.equal(divided(rows), own(want, rank, -1))
+    assert [each.name for each in traffic.sent] == ["all_gather"] * 2
+    assert traffic.nbytes("all_gather") == 5 * K * 9 // 16 and traffic.nbytes("all_reduce") == 0
+    with pytest.raises(ValueError, match="activations='16bit'; expected 'fp4' or 'fp8'"):
+        normed_rows(made(NVFP4Linear, "16bit", False, 64), x, weight)
+
+
+class Attention(nn.Module):
+    def __init__(self, is_merged: bool) -> None:
+        super().__init__()
+        for name, n in zip(("q_proj", "k_proj", "v_proj"), PARTS, strict=True):
+            if not is_merged:
+                self.add_module(name, nn.Linear(K, n))
+        if is_merged:
+            self.qkv_proj = nn.Linear(K, sum(PARTS))
+        self.o_proj = nn.Linear(256, K, bias=False)
+
+
+class Decoder(nn.Module):
+    def __init__(self, is_merged: bool) -> None:
+        super().__init__()
+        self.self_attn = Attention(is_merged)
+
+
+class Model(nn.Module):
+    def __init__(self, is_merged: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, K)
+        self.model = nn.ModuleDict({"layers": nn.ModuleList([Decoder(is_merged)])})
+        self.lm_head = nn.Linear(K, 32, bias=False)
+
+
+SCHEMES = {"nvfp4": "modelopt", "mxfp4": "compressed-tensors", "fp8_block": "compressed-tensors"}
+SCHEMES |= {"fp8_tensor": "compressed-tensors", "fp8_channel": "compressed-tensors"}
+
+
+@torch.no_grad()
+def from_a_checkpoint(rank: int, folder: Path) -> None:
+    """As the whole model, divided afterwards; and no rank reads a tensor that is divided whole."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    plans = [decoder_plan(128, merged=is_merged) for is_merged in (False, True)]
+    read: list[object] = []
+    note_reads(read)
+    for scheme, style in SCHEMES.items():
+        torch.manual_seed(2)
+        whole = quantize_(Model().bfloat16(), scheme)
+        if rank == 0:
+            checkpoint.save(whole, folder / scheme, style)
+        dist.barrier()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it has no MLP
+            parallelize_module(whole, mesh, plans[0])
+        attention = whole.model.layers[0].self_attn
+        for is_merged in (False, True):
+            with torch.device("meta"):
+                model = Model(is_merged).bfloat16()
+            read.clear()
+            load_(model, folder / scheme, mesh, plans[is_merged])
+            loaded = model.model.layers[0].self_attn
+            names = ("q_proj", "k_proj", "v_proj")
+            got = loaded.qkv_proj.split() if is_merged else [getattr(loaded, name) for name in names]
+            for actual, name in zip([*got, loaded.o_proj], (*names, "o_proj"), strict=True):
+                assert_same_layer(actual, getattr(attention, name))
+            assert torch.equal(model.lm_head.weight, whole.lm_head.weight)
+            assert torch.equal(model.embed.weight, whole.embed.weight)
+            # 128 rows of q and of k, all of v, half of o's columns: bytes of FP4, and FP8.
+            half = 64 if "fp4" in scheme else 128
+            weight = "weight_packed" if scheme == "mxfp4" else "weight"
+            prefix = "model.layers.0.self_attn"
+            assert (f"{prefix}.q_proj.{weight}", 0, rank * 128, rank * 128 + 128) in read
+            assert (f"{prefix}.v_proj.{weight}", 0, 0, 128) in read
+            assert (f"{prefix}.o_proj.{weight}", 1, rank * half, rank * half + half) in read
+            assert f"{prefix}.q_proj.{weight}" not in read
+
+
+def note_reads(read: list[object]) -> None:
+    """Have ``read`` list what this process reads of checkpoints."""
+    whole, part = Files.read, Files.read_part
+    Files.read = lambda files, name: read.append(name) or whole(files, name)
+    Files.read_part = lambda files, *which: read.append(which) or part(files, *which)
+
+
+def assert_same_layer(actual: QuantLinear, expected: QuantLinear) -> None:
+    assert actual.scheme == expected.scheme
+    got, want = actual.tensors(), expected.tensors()
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    assert (actual.bias is None) == (expected.bias is None)
+    assert actual.bias is None or torch.equal(actual.bias, expected.bias)
+
+
+@torch.no_grad()
+def rows_under_one_scale(rank: int) -> None:
+    """FP8 rows whose columns are divided have the codes and scales of whole rows, special ones included."""
+    x = torch.randn(6, 64) * torch.tensor([1.0, 0.0, 1e-30, 1e30, 1.0, 1.0]).unsqueeze(1)
+    x[4, 3], x[5, 40] = torch.nan, torch.inf
+    dist.broadcast(x, 0)
+    elements, scale = _by_shared_scale(own(x, rank, 1), dist.group.WORLD).operands
+    want, scales = fp8_quantize(x)
+    assert torch.equal(elements.view(torch.uint8), own(want.view(torch.uint8), rank, 1))
+    assert torch.equal(scale.nan_to_num(7.0), scales.nan_to_num(7.0))
+
+
+def everything(rank: int, folder: Path) -> None:
+    rows_under_one_scale(rank)
+    columns_and_rows(rank)
+    what_travels(rank)
+    from_a_checkpoint(rank, folder)
+
+
+def test_divided_layers(tmp_path):
+    run_ranks(WORLD, everything, tmp_path)
+
+
+# Cuts
+
+
+def test_bounds():
+    """Of heads, of which there may be fewer than ranks, and of what cannot be divided."""
+    assert [Cut(0, rank, 4).bounds(256) for rank in range(4)] == [(0, 64), (64, 128), (128, 192), (192, 256)]
+    assert [Cut(0, rank, 4, 64).bounds(128) for rank in range(4)] == [(0, 64), (0, 64), (64, 128), (64, 128)]
+    assert Cut(0, 1, 2, 64).bounds(384) == (192, 384)
+    for size, unit in ((100, 64), (192, 64), (6, 1), (0, 1)):
+        with pytest.raises(ValueError, match=rf"q has {size} rows.*, which 4 ranks cannot divide equally"):
+            Cut(0, 0, 4, unit).bounds(size, "q")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "shape", "rows", "columns"),
+    [
+        ("weight", (512, 256), (0, 256, 512), (1, 128, 256)),
+        ("weight_packed", (512, 128), (0, 256, 512), (1, 64, 128)),
+        ("weight_scale", (512, 16), (0, 256, 512), (1, 8, 16)),
+        ("weight_scale", (512, 8), (0, 256, 512), (1, 4, 8)),
+        ("weight_scale_inv", (4, 2), (0, 2, 4), (1, 1, 2)),
+        ("weight_scale", (512, 1), (0, 256, 512), None),
+        ("weight_scale", (512,), (0, 256, 512), None),
+        ("weight_scale", (), None, None),
+        ("weight_scale_2", (), None, None),
+        ("weight_global_scale", (1,), None, None),
+        ("input_scale", (1,), None, None),
+        ("input_global_scale", (1,), None, None),
+        ("bias", (512,), (0, 256, 512), None),
+        ("k_scale", (), None, None),
+    ],
+)
+def test_which_part_of_a_tensor(suffix, shape, rows, columns):
+    """The second of two ranks' of a layer (512, 256)."""
+    assert cut_of(Cut(0, 1, 2), suffix, shape, (512, 256), "name") == rows
+    assert cut_of(Cut(1, 1, 2), suffix, shape, (512, 256), "name") == columns
+
+
+def test_blocks_are_not_cut():
+    with pytest.raises(ValueError, match="scale: cut at 96 and 192 of 192; expected multiples of 128"):
+        cut_of(Cut(0, 1, 2), "weight_scale_inv", (2, 2), (192, 256), "scale")
+    with pytest.raises(ValueError, match="cut at 0 and 64 of 128; expected multiples of 128"):
+        cut_of(Cut(1, 0, 2), "weight_scale_inv", (2, 1), (256, 128), "scale")
+    with pytest.raises(ValueError, match="cut at 0 and 24 of 96; expected multiples of 16"):
+        cut_of(Cut(1, 0, 4), "weight_scale", (8, 6), (8, 96), "scale")
+
+
+# Errors, of one rank alone
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("fake", rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@torch.no_grad()
+def test_one_graph(mesh):
+    """Layers that gather and scatter compile to one graph. Nobody answers in a fake group, so values are no matter."""
+    columns, rows = made(*KINDS[1], 64), made(*KINDS[1], 64)
+    both = nn.Sequential(
+        parallelize_module(columns, mesh, ColumnParallel(sequence=True, gather_output=True)),
+        nn.Linear(64, K // WORLD).bfloat16(),
+        parallelize_module(rows, mesh, RowParallel(sequence=True)),
+    )
+    counter = CompileCounterWithBackend("eager")
+    y = torch.compile(both, fullgraph=True, backend=counter)(torch.randn(3, K).bfloat16())
+    assert y.shape == (3, 64) and y.dtype == torch.bfloat16
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+@torch.no_grad()
+def test_warmup_calls_as_many_rows_as_are_served(mesh, monkeypatch):
+    """Of all ranks together, where each has a share of the tokens."""
+    multiplied = []
+    real = NVFP4Linear._product
+    monkeypatch.setattr(
+        NVFP4Linear, "_product", lambda layer, rows, *rest: multiplied.append(len(rows[0])) or real(layer, rows, *rest)
+    )
+    for style in (ColumnParallel(), ColumnParallel(sequence=True), RowParallel(), RowParallel(sequence=True)):
+        multiplied.clear()
+        layer = parallelize_module(made(NVFP4Linear, "16bit", False, 64), mesh, style)
+        warmup(layer, rows=(3, 64))
+        assert multiplied == ([4, 64] if style.sequence else [3, 64])
+
+
+def test_errors(mesh, tmp_path):
+    layer = made(NVFP4Linear, "16bit", False, 64)
+    divided = parallelize_module(layer, mesh, ColumnParallel())
+    with pytest.raises(ValueError, match="ColumnParallel: the layer is parallel already"):
+        parallelize_module(divided, mesh, ColumnParallel())
+    with pytest.raises(TypeError, match="RowParallel is for linear layers; got LayerNorm"):
+        parallelize_module(nn.LayerNorm(8), mesh, RowParallel())
+    with pytest.raises(ValueError, match=r"MXFP4Linear.weight has 24 rows in units of 16, which 2 ranks"):
+        parallelize_module(made(MXFP4Linear, "16bit", False, 24), mesh, ColumnParallel(unit=16))
+    with pytest.raises(ValueError, match="out_features is 4; expected a positive multiple of 8"):
+        parallelize_module(made(MXFP4Linear, "16bit", False, 8), mesh, ColumnParallel())
+    square = init_device_mesh("cpu", (2, 1))
+    with pytest.raises(ValueError, match=r"the mesh has 2 dimensions; expected 1, such as mesh\['tp'\]"):
+        parallelize_module(made(MXFP4Linear, "16bit", False, 64), square, ColumnParallel())
+
+
+def test_errors_of_loading(mesh, tmp_path):
+    torch.manual_seed(3)
+    checkpoint.save(quantize_(Model().bfloat16(), "nvfp4"), tmp_path, "modelopt")
+    plan = decoder_plan(128, merged=False)
+
+    def refuse(error, match, plan=plan, model=None):
+        with torch.device("meta"):
+            given = model or Model().bfloat16()
+        with pytest.raises(error, match=match):
+            load_(given, tmp_path, mesh, plan)
+
+    refuse(ValueError, "the model has none of the layers that the plan names: a.b", {"a.b": ColumnParallel()})
+    refuse(TypeError, "embed is a Embedding; expected a torch.nn.Linear", {"embed": ColumnParallel()})
+    refuse(TypeError, "the plan has a str for lm_head", {"lm_head": "columns"})
+    refuse(
+        ValueError, r"q_proj has 256 rows in units of 96, which 2 ranks cannot divide", decoder_plan(96, merged=False)
+    )
+    with torch.device("meta"):
+        other = Model().bfloat16()
+        other.model.layers[0].self_attn.o_proj = nn.Linear(512, K, bias=False)
+    refuse(ValueError, r"o_proj.weight in .* has N and K \(256, 256\); the model's layer has \(256, 512\)", model=other)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "modelopt"

@@ -1,0 +1,430 @@
+"""The rules that DTensor is told of, over the registry's samples; two ranks that one process stands for.
+
+``test_rules`` calls each op on tensors that are placed as a rule says, and compares what the shards make up with the
+independent results that the whole has. torch's own check of a rule is there too, where it can be imported: it needs
+expecttest.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expected import assert_same
+from support.cases import (
+    arguments,
+    expected_of,
+    get_sample,
+    named,
+    op_cases,
+    overload,
+    private,
+    sample_cases,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from torch_cute_ops.distributed import full_tensor, reason_unsharded, redistribute
+from torch_cute_ops.distributed.rules import WITHOUT, Rule, rules_of
+from torch_cute_ops.formats import NVFP4
+from torch_cute_ops.ops._define import OpSpec, as_tuple
+from torch_cute_ops.ops._row_quant import RowQuant
+from torch_cute_ops.registry import OPS
+from torch_cute_ops.testing.samples import grouped_mm_fp8, grouped_mm_fp8_fp4
+from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
+
+local_tensor = pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensorMode")
+
+WORLD = 2
+CPU = torch.device("cpu")
+by_op = pytest.mark.parametrize("op", op_cases())
+
+
+@pytest.fixture
+def mesh():
+    """Of two ranks; tensors of theirs are made and used in a block ``with ranks()``."""
+    yield from mesh_of(WORLD)
+
+
+@pytest.fixture
+def square():
+    """A mesh of 2 × 2 ranks."""
+    yield from mesh_of(2, 2)
+
+
+def mesh_of(*sizes: int) -> Iterator[Any]:
+    dist.init_process_group("fake", rank=0, world_size=math.prod(sizes))
+    try:
+        with ranks(math.prod(sizes)):
+            mesh = init_device_mesh("cpu", sizes)
+        yield mesh
+    finally:
+        dist.destroy_process_group()
+
+
+def ranks(world: int = WORLD) -> Any:
+    return local_tensor.LocalTensorMode(world)
+
+
+def fitting(op: OpSpec, given: dict[str, Any]) -> list[Rule]:
+    """The rules that a call can be sharded by on two ranks."""
+    return [
+        rule
+        for rule in rules_of(op, given)
+        if rule.refusal is None
+        and not any(each.reason_unfit(WORLD) for each in rule.multiples)
+        and all(
+            not isinstance(placement, Shard) or given[name].shape[placement.dim] % WORLD == 0
+            for name, placement in rule.inputs.items()
+        )
+    ]
+
+
+def tensors_of(op: OpSpec, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {each.name: given[each.name] for each in op.signature.tensors if given[each.name] is not None}
+
+
+def assert_rule_holds(op: OpSpec, given: dict[str, Any], rule: Rule, mesh: Any) -> None:
+    """A call on tensors that are placed as the rule says moves nothing, and its shards are what the whole gives."""
+    given = private_of(op, given)
+    expected = expected_of(op).results(given)
+    tensors = tensors_of(op, given)
+    with ranks():
+        placed = {name: distributed(each, rule.inputs.get(name, Replicate()), mesh) for name, each in tensors.items()}
+        before = [each.placements for each in placed.values()]
+        with CommDebugMode() as comm:
+            found = as_tuple(overload(op)(*{**given, **placed}.values()))
+        assert comm.get_total_counts() == 0
+        assert [each.placements for each in found] == [(rule.outputs.get(name, Replicate()),) for name in op.outputs]
+        assert [each.placements for each in placed.values()] == before
+    whole = tuple(map(joined, (*found, *(placed[name] for name in op.updated))))
+    assert [each.shape for each in found] == [each.shape for each in whole[: len(found)]]
+    if op.defined is not None:
+        outputs = op.defined(whole[: len(found)], **given)
+        whole = (*outputs, *whole[len(found) :])
+    expected_of(op).assert_results(whole, expected, given)
+
+
+def private_of(op: OpSpec, given: dict[str, Any]) -> dict[str, Any]:
+    return private(op, named(op, given)).kwargs
+
+
+def joined(tensor: DTensor) -> torch.Tensor:
+    """What the shards of all ranks make up."""
+    (placement,) = tensor.placements
+    parts = [*tensor._local_tensor._local_tensors.values()]
+    if isinstance(placement, Partial):
+        return torch.stack(parts).double().sum(0).to(tensor.dtype)
+    raw = [part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in parts]
+    if isinstance(placement, Shard):
+        return torch.cat(raw, placement.dim).view(tensor.dtype)
+    assert_same(raw[1:], raw[:1])
+    return parts[0]
+
+
+def distributed(tensor: torch.Tensor, placement: Placement, mesh: Any) -> DTensor:
+    """The tensor, each rank with its part."""
+    if isinstance(placement, Partial):
+        locals_ = {rank: tensor.clone() if rank == 0 else torch.zeros_like(tensor) for rank in range(WORLD)}
+    elif isinstance(placement, Shard):
+        locals_ = {rank: part.clone() for rank, part in enumerate(tensor.tensor_split(WORLD, placement.dim))}
+    else:
+        locals_ = {rank: tensor.clone() for rank in range(WORLD)}
+    local = local_tensor.LocalTensor(locals_)
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+MOST = 2
+"""Samples of an op that each of its rules is tried on."""
+
+
+@functools.cache
+def cases_of(op: OpSpec) -> list[tuple[dict[str, Any], Rule]]:
+    """Calls out of the samples, each with a rule that it can be sharded by; and calls that fill tiles of scales."""
+    found: dict[str, list[tuple[dict[str, Any], Rule]]] = {}
+    samples = [get_sample(op, case.values[1], "cpu") for case in sample_cases() if case.values[0] is op]
+    # Sums are compared where they are exact.
+    samples.sort(key=lambda sample: not sample.name.endswith("exact"))
+    large = [large_call(op)] if op.name in LARGE else []
+    calls = large + [arguments(op, sample) for sample in samples]
+    for given in calls:
+        if any(0 in tensor.shape for tensor in tensors_of(op, given).values()):
+            continue
+        for rule in fitting(op, given):
+            some = found.setdefault(rule.over, [])
+            if len(some) < MOST:
+                # Each part of a sum is rounded, which results in float32 do not show.
+                is_rounded = "out_dtype" in given and Partial() in rule.outputs.values()
+                some.append((given | {"out_dtype": torch.float32} if is_rounded else given, rule))
+    return [case for some in found.values() for case in some]
+
+
+ROWS = 256
+"""Two shards of whole tiles."""
+LARGE = {"fp4_dequantize", "mm_fp4", "mm_fp4_weight_only", "mm_fp8_fp4", "moe_fc2_fp4", "moe_fc2_fp4_weight_only"}
+LARGE |= {"grouped_mm_fp8", "grouped_mm_fp8_fp4"} | {
+    name for name in OPS if name.endswith(("fp4quant", "with_norm", "both_layouts")) or name == "fp4_quantize"
+}
+
+
+def large_call(op: OpSpec) -> dict[str, Any]:
+    """A call with scales in 128x4 of as many rows, and columns, as two shards need."""
+    if op.name == "grouped_mm_fp8":
+        return arguments(op, grouped_mm_fp8.contiguous("", [3, 5], ROWS, 128, CPU, exact=True))
+    if op.name == "grouped_mm_fp8_fp4":
+        return arguments(op, grouped_mm_fp8_fp4.contiguous("", NVFP4, "linear", [3, 5], 48, 128, CPU, exact=True))
+    codes, scale = random_matrix(ROWS, 128, NVFP4, "128x4", CPU, POWERS["e4m3"])
+    given: dict[str, Any] = {
+        "input": torch.randn(ROWS, 64),
+        "residual": torch.randn(ROWS, 64),
+        "weight": torch.rand(64),
+        **{"y": codes, "scale": scale, "b": codes.t(), "b_scale": scale, "w": codes, "w_scale": scale},
+        **{"a": codes, "a_scale": scale, "alpha": torch.randint(-1, 3, (ROWS, 2)).float()},
+    }
+    if op.name == "mm_fp8_fp4":
+        given |= {
+            "a": torch.randint(-2, 3, (ROWS, 128)).float().to(torch.float8_e4m3fn),
+            "a_scale": torch.ones(1, ROWS),
+        }
+    elif op.name.endswith("weight_only"):
+        given["a"] = torch.randint(-2, 3, (ROWS, 128)).bfloat16()
+    if not op.name.startswith("moe"):
+        given["alpha"] = torch.tensor([0.5])
+    names = [each.name for each in op.signature.parameters]
+    return arguments(op, named(op, {name: value for name, value in given.items() if name in names}))
+
+
+@by_op
+def test_rules(op, mesh):
+    """Of a call that no rule is for, all tensors are replicated."""
+    cases = cases_of(op)
+    ways = {rule.over for _, rule in cases} - {""}
+    assert ways == (EXPECTED.get(op.name) or ({"rows"} if isinstance(op.path, RowQuant) else ways))
+    assert bool(ways) == (reason_unsharded(op.name) is None)
+    for given, rule in cases:
+        assert_rule_holds(op, given, rule, mesh)
+
+
+EXPECTED = {
+    "fp4_dequantize": {"rows", "columns"},
+    "fp4_quantize": {"rows", "columns"},
+    "fp8_quantize": {"rows", "columns"},
+    "grouped_mm_fp8": {"columns", "experts", "k"},
+    "grouped_mm_fp8_fp4": {"columns", "experts", "k"},
+    "mm_fp4": {"rows", "columns", "k"},
+    "mm_fp4_weight_only": {"rows", "columns", "k"},
+    "mm_fp8_block": {"rows", "columns", "k"},
+    "mm_fp8_fp4": {"rows", "columns", "k"},
+    "moe_fc2_fp4": {"rows", "columns", "experts"},
+    "moe_fc2_fp4_weight_only": {"rows", "columns", "experts"},
+    "moe_finalize": {"rows", "columns", "k"},
+    "moe_permute_fp8quant": {"columns"},
+    "moe_route_dense": {"rows"},
+    "moe_swiglu_fp8quant": {"experts"},
+}
+"""What can be cut, where it is not rows alone."""
+
+
+def test_reasons():
+    for op, reason in WITHOUT.items():
+        assert reason_unsharded(op) == reason
+    for op in OPS.values():
+        assert "functional op" in reason_unsharded(f"{op.name}.out")
+    with pytest.raises(ValueError, match="'relu' is no op"):
+        reason_unsharded("relu")
+
+
+# What is refused, and what moves
+
+
+def test_tiles_are_not_cut(mesh):
+    """Rows and columns of the weight by whole tiles; K not at all."""
+    x = torch.randn(192, 128)
+    codes, scale = random_matrix(ROWS, 128, NVFP4, "128x4", CPU)
+    with ranks():
+        rows = distributed(x, Shard(0), mesh)
+        text = r"cute::fp4_quantize: 128x4 scales: the number of rows is 192; expected a multiple of 256, 128 for each"
+        with pytest.raises(RuntimeError, match=text):
+            torch.ops.cute.fp4_quantize(rows)
+        y, scales = torch.ops.cute.fp4_quantize(rows, scale_layout="8x4")
+        assert [each.placements for each in (y, scales)] == [(Shard(0),)] * 2
+        with pytest.raises(RuntimeError, match=r"128x4 scales are tiles in memory, .*; use scale_layout='linear'"):
+            torch.ops.cute.fp4_quantize(distributed(x, Shard(1), mesh))
+        with pytest.raises(RuntimeError, match="128x4 scales are over the flattened rows; shard dimension 0"):
+            torch.ops.cute.fp4_quantize(distributed(x.view(2, 96, 128), Shard(1), mesh))
+        a, a_scale, b, b_scale = (
+            distributed(each, Shard(dim), mesh) for each, dim in ((codes, 1), (scale, 1), (codes.t(), 0), (scale, 1))
+        )
+        with pytest.raises(RuntimeError, match=r"cute::mm_fp4: 128x4 scales are tiles in memory, .* by convert_scales"):
+            torch.ops.cute.mm_fp4(a, b, a_scale, b_scale)
+
+
+def test_a_residual_is_never_redistributed(mesh):
+    x, weight = torch.randn(8, 64), torch.ones(64)
+    with ranks():
+        whole, rows, columns = (distributed(x, each, mesh) for each in (Replicate(), Shard(0), Shard(1)))
+        weights = distributed(weight, Replicate(), mesh)
+        for given, residual in ((rows, whole), (whole, columns), (rows, columns)):
+            before = joined(residual).clone()
+            with pytest.raises(RuntimeError, match="cute::add_rmsnorm_fp8quant: residual is updated in place and is "):
+                torch.ops.cute.add_rmsnorm_fp8quant(given, residual, weights)
+            assert torch.equal(joined(residual), before)
+        # The input may move: to where the residual is.
+        residual = distributed(x, Shard(0), mesh)
+        y, _ = torch.ops.cute.add_rmsnorm_fp8quant(whole, residual, weights)
+        assert y.placements == residual.placements == (Shard(0),)
+    assert torch.equal(joined(residual), x + x)
+
+
+def test_a_bias_is_not_added_twice(mesh):
+    a, b = torch.randn(4, 64).bfloat16(), torch.randint(0, 256, (24, 32), dtype=torch.uint8)
+    scale = torch.ones(24, 4).to(torch.float8_e4m3fn)
+    with ranks():
+        tensors = (
+            distributed(a, Shard(1), mesh),
+            distributed(b.t(), Shard(0), mesh),
+            distributed(scale, Shard(1), mesh),
+        )
+        bias = distributed(torch.ones(24), Replicate(), mesh)
+        with pytest.raises(RuntimeError, match="bias would be added by every rank; add it to the sum"):
+            torch.ops.cute.mm_fp4_weight_only(*tensors, None, bias, scale_layout="linear")
+
+
+def test_fp8_travels_as_bytes_and_only_when_asked(mesh):
+    """An implicit collective of FP8 is an error that names the call; that call gives what was there."""
+    codes, scale = torch.randn(256, 128).to(torch.float8_e4m3fn), torch.rand(1, 256)
+    with ranks():
+        a, a_scale = distributed(codes, Shard(1), mesh), distributed(scale, Replicate(), mesh)
+        b, b_scale = distributed(codes.t(), Shard(1), mesh), distributed(torch.ones(2, 1), Shard(0), mesh)
+        text = (
+            r"a is torch.float8_e4m3fn and \(Shard\(dim=1\)\); expected \(Replicate\(\)\), .*distributed.redistribute"
+        )
+        with pytest.raises(RuntimeError, match=text):
+            torch.ops.cute.mm_fp8_block(a, b, a_scale, b_scale)
+        whole = redistribute(a, [Replicate()])
+        assert whole.dtype == torch.float8_e4m3fn and whole.placements == (Replicate(),)
+        assert torch.ops.cute.mm_fp8_block(whole, b, a_scale, b_scale).placements == (Shard(1),)
+        rows = redistribute(a, [Shard(0)])
+        gathered = full_tensor(rows)
+        with pytest.raises(ValueError, match="expected no Partial: sums are not in FP8"):
+            redistribute(a, [Partial()])
+        assert redistribute(distributed(scale, Shard(1), mesh), [Replicate()]).placements == (Replicate(),)
+    assert_same([joined(whole), joined(rows)], [codes, codes])
+    assert_same([*gathered._local_tensors.values()], [codes, codes])
+
+
+def test_ops_without_rules_say_why(mesh):
+    logits = torch.randn(4, 8)
+    with ranks():
+        rows = distributed(logits, Shard(0), mesh)
+        for op, more in (("moe_route", (2,)), ("moe_route_ids", (8,))):
+            given = rows if op == "moe_route" else distributed(logits.int(), Shard(0), mesh)
+            with pytest.raises(RuntimeError, match=f"cute::{op}: .* is .*Shard.*; expected Replicate.*count the pairs"):
+                getattr(torch.ops.cute, op)(given, *more)
+        whole = distributed(logits, Replicate(), mesh)
+        assert all(each.placements == (Replicate(),) for each in torch.ops.cute.moe_route(whole, 2))
+        y, scale = torch.ops.cute.fp8_quantize(rows)
+        with pytest.raises(RuntimeError, match="call the functional op"):
+            torch.ops.cute.fp8_quantize.out(rows, y=y, scale_out=scale)
+
+
+def test_arguments_that_are_no_tensors_decide_too(mesh):
+    """torch keeps decisions: what differs in one such argument is another."""
+    x = torch.randn(4, 256)
+    with ranks():
+        rows = distributed(x, Shard(0), mesh)
+        placements = [
+            torch.ops.cute.fp8_quantize(rows, None, granularity, layout)[1].placements
+            for granularity, layout in (("token", "row"), ("block128", "row"), ("block128", "column"), ("token", "row"))
+        ]
+        assert placements == [(Shard(0),), (Shard(0),), (Shard(1),), (Shard(0),)]
+        a, b = distributed(torch.randn(4, 64).bfloat16(), Shard(0), mesh), torch.zeros(24, 32, dtype=torch.uint8)
+        given = (
+            a,
+            distributed(b.t(), Replicate(), mesh),
+            distributed(torch.ones(24, 4).to(torch.float8_e4m3fn), Replicate(), mesh),
+        )
+        dtypes = [
+            torch.ops.cute.mm_fp4_weight_only(*given, out_dtype=dtype, scale_layout="linear").dtype
+            for dtype in (None, torch.float32, torch.float16)
+        ]
+        assert dtypes == [torch.bfloat16, torch.float32, torch.float16]
+
+
+def test_two_dimensions(square):
+    """Rows over one dimension of a mesh and K over the other; a size that both cut has to fit all shards."""
+    a = torch.randint(-3, 4, (6, 128)).bfloat16()
+    codes, scale = random_matrix(24, 128, NVFP4, "linear", CPU, POWERS["e4m3"])
+    (op,) = (op for op in OPS.values() if op.name == "mm_fp4_weight_only")
+    given = arguments(op, named(op, {"a": a, "b": codes.t(), "b_scale": scale, "scale_layout": "linear"}))
+    whole = torch.randn(256, 128)
+    with ranks(4):
+        rows, columns = (list(each.tensor_split(2, dim)) for each, dim in ((codes, 1), (scale.view(torch.uint8), 1)))
+        tensors = [
+            local(
+                [part for half in a.tensor_split(2, 0) for part in half.tensor_split(2, 1)],
+                square,
+                Shard(0),
+                Shard(1),
+                of=a,
+            ),
+            local([part.t() for part in rows] * 2, square, Replicate(), Shard(0), of=codes.t()),
+            local([part.view(scale.dtype) for part in columns] * 2, square, Replicate(), Shard(1), of=scale),
+        ]
+        out = torch.ops.cute.mm_fp4_weight_only(*tensors, out_dtype=torch.float32, scale_layout="linear")
+        assert out.placements == (Shard(0), Partial())
+        parts = [*out._local_tensor._local_tensors.values()]
+        input = local([*whole.tensor_split(4)], square, Shard(0), Shard(0), of=whole)
+        with pytest.raises(RuntimeError, match="rows is 256; expected a multiple of 512, 128 for each of 4 shards"):
+            torch.ops.cute.fp4_quantize(input)
+        input = local(
+            [part for part in whole.tensor_split(2) for _ in range(2)], square, Shard(0), Replicate(), of=whole
+        )
+        assert torch.ops.cute.fp4_quantize(input)[1].placements == (Shard(0), Replicate())
+    total = torch.cat((parts[0] + parts[1], parts[2] + parts[3]))
+    given["out_dtype"] = torch.float32
+    expected_of(op).assert_results((total,), expected_of(op).results(given), given)
+
+
+def local(parts: list[torch.Tensor], mesh: Any, *placements: Placement, of: torch.Tensor) -> DTensor:
+    """A tensor of which the ranks have these parts."""
+    one = local_tensor.LocalTensor({rank: part.clone() for rank, part in enumerate(parts)})
+    return DTensor.from_local(one, mesh, placements, run_check=False, shape=of.shape, stride=of.stride())
+
+
+def test_by_torchs_own_check(mesh):
+    """torch runs the op on the shards and compares what they make up with the op on the whole."""
+    pytest.importorskip("expecttest", reason="torch's check of sharding rules needs expecttest")
+    from torch.distributed.tensor._ops.strategy_validation import validate_aten_combination
+
+    for op in OPS.values():
+        for given, rule in cases_of(op):
+            tensors = tensors_of(op, given)
+
+            def outputs_of(*args: Any, op: OpSpec = op) -> tuple[torch.Tensor, ...]:
+                outputs = as_tuple(overload(op)(*args))
+                return tuple(map(comparable, outputs if op.defined is None else op.defined(outputs, *args)))
+
+            truth = [*outputs_of(*private_of(op, given).values())]
+            inputs = tuple(rule.inputs.get(name, Replicate()) for name in tensors)
+            outputs = tuple(rule.outputs.get(name, Replicate()) for name in op.outputs)
+            if any(isinstance(each, Partial) for each in (*inputs, *outputs)):
+                continue  # it wants sums of random numbers to be equal to 1e-5
+            if "b" in given and rule.inputs.get("b") is not None and given["b"].dim() == 2:
+                continue  # it makes shards contiguous, which a weight's transposed view is not
+            arguments = tuple(private_of(op, given).values())
+            with ranks():
+                fits, why = validate_aten_combination(outputs_of, arguments, {}, truth, (inputs, outputs), WORLD, mesh)
+            assert fits, f"{op.name} over {rule.over}: {why}"
+
+
+def comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """FP8 as bytes, and numbers in place of NaN."""
+    tensor = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    return tensor.nan_to_num(7.0, 8.0, 9.0) if tensor.is_floating_point() else tensor

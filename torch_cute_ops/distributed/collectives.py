@@ -1,0 +1,165 @@
+"""Collectives of quantised rows: what travels is bytes. And a count of them."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_cute_ops.distributed.rules import is_byte_float
+from torch_cute_ops.formats import convert_scales
+from torch_cute_ops.nn import QuantizedRows, QuantLinear
+from torch_cute_ops.nn.linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear, MXFP4Linear, NVFP4Linear
+
+Group = dist.ProcessGroup
+# torch 2.13 renamed them, and warns of the old names.
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+TILE_ROWS = 128
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """FP8 as uint8, which every backend of collectives takes; anything else as it is."""
+    return tensor.view(torch.uint8) if is_byte_float(tensor.dtype) else tensor
+
+
+def all_gather(tensor: Tensor, group: Group, dim: int = 0) -> Tensor:
+    """The ranks' tensors, one behind the other along ``dim``.
+
+    Args:
+        tensor: of the same shape and dtype on every rank; FP8 travels as uint8.
+        group: the ranks.
+        dim: 0 or 1.
+
+    Returns:
+        A contiguous tensor with ``dim`` as many times as large as there are ranks.
+    """
+    world = dist.get_world_size(group)
+    sent = as_bytes(tensor.contiguous())
+    gathered = sent.new_empty((world * sent.shape[0], *sent.shape[1:]))
+    _all_gather(gathered, sent, group=group)
+    if dim:
+        gathered = gathered.unflatten(0, (world, -1)).movedim(0, 1).flatten(1, 2).contiguous()
+    return gathered.view(tensor.dtype)
+
+
+def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
+    """This rank's part of dimension 0 of the sum of the ranks' tensors.
+
+    Args:
+        tensor: (M, ...), float32, bfloat16 or float16; M a multiple of the number of ranks.
+        group: the ranks.
+
+    Raises:
+        ValueError: for another M.
+    """
+    world = dist.get_world_size(group)
+    if tensor.shape[0] % world:
+        raise ValueError(f"reduce_scatter: {tensor.shape[0]} rows; expected a multiple of the {world} ranks")
+    part = tensor.new_empty((tensor.shape[0] // world, *tensor.shape[1:]))
+    _reduce_scatter(part, tensor.contiguous(), group=group)
+    return part
+
+
+def all_reduce(tensor: Tensor, group: Group) -> Tensor:
+    """The sum of the ranks' tensors, in place."""
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def gather_rows(layer: QuantLinear, rows: QuantizedRows, group: Group) -> QuantizedRows:
+    """The ranks' rows, in the order of the ranks: codes and scales travel, and nothing is quantised again.
+
+    Args:
+        layer: that takes the rows; ``rows`` are as its ``quantize`` makes them.
+        rows: of this rank, as many as of every other.
+        group: the ranks.
+
+    Returns:
+        Rows with the first of their leading dimensions as many times as large as there are ranks. The bits are those
+        that ``layer.quantize`` makes of all rows together.
+
+    Raises:
+        ValueError: for rows without a leading dimension.
+    """
+    if not rows.lead:
+        raise ValueError("gather_rows: rows has no leading dimension; expected (M, K) or more")
+    world = dist.get_world_size(group)
+    lead = (world * rows.lead[0], *rows.lead[1:])
+    elements = all_gather(rows.operands[0], group)
+    if len(rows.operands) == 1:
+        return QuantizedRows((elements,), lead, rows.dtype)
+    return QuantizedRows((elements, _gather_scales(layer, rows, group)), lead, rows.dtype)
+
+
+def _gather_scales(layer: QuantLinear, rows: QuantizedRows, group: Group) -> Tensor:
+    elements, scale = rows.operands
+    count = elements.shape[0]
+    if isinstance(layer, NVFP4Linear | MXFP4Linear):
+        if count % TILE_ROWS == 0:
+            return all_gather(scale, group)
+        k = layer.in_features
+        linear = all_gather(convert_scales(scale, count, k, "128x4", "linear"), group)
+        return convert_scales(linear, linear.shape[0], k, "linear", "128x4")
+    if isinstance(layer, FP8BlockLinear):
+        return all_gather(scale, group, dim=1)
+    if isinstance(layer, FP8TensorLinear | FP8ChannelLinear) and layer.has_input_scale:
+        return scale  # the same on every rank
+    return all_gather(scale, group)
+
+
+class Sent(NamedTuple):
+    """One collective, as a rank calls it.
+
+    Attributes:
+        name: of the collective, as ``"all_gather"``.
+        dtype: of what travels.
+        nbytes: that the rank gives to it.
+    """
+
+    name: str
+    dtype: torch.dtype
+    nbytes: int
+
+
+_COLLECTIVES = {
+    "_allgather_base_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+}
+"""By the names that torch's dispatcher has."""
+
+
+class count_traffic(TorchDispatchMode):
+    """What this rank gives to collectives within a ``with`` block, of eager code.
+
+    Example:
+        ``with count_traffic() as traffic: layer(x)``, then ``traffic.nbytes()``.
+
+    Attributes:
+        sent: the collectives in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[Sent] = []
+
+    def nbytes(self, name: str | None = None) -> int:
+        """Bytes in all, or of the collectives of a name."""
+        return sum(each.nbytes for each in self.sent if name in (None, each.name))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = _COLLECTIVES.get(func._schema.name.rpartition("::")[2])
+            if name is not None:
+                # In c10d the output stands first where there is one.
+                tensors = [each for each in args[:2] if isinstance(each, Tensor)]
+                given = tensors[-1] if tensors else args[0][0]
+                self.sent.append(Sent(name, given.dtype, given.nbytes))
+        return func(*args, **(kwargs or {}))

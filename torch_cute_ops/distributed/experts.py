@@ -1,0 +1,307 @@
+"""Experts divided among ranks: tokens go to their experts in FP8 or FP4, and results come back."""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torch_cute_ops.distributed.collectives import Group, as_bytes
+from torch_cute_ops.formats import FP8_BLOCK128, convert_scales
+from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
+from torch_cute_ops.ops.fp4_quantize import fp4_quantize
+from torch_cute_ops.ops.fp8_quantize import fp8_quantize
+from torch_cute_ops.ops.grouped_mm_fp8 import grouped_mm_fp8
+from torch_cute_ops.ops.grouped_mm_fp8_fp4 import grouped_mm_fp8_fp4
+from torch_cute_ops.ops.moe_finalize import moe_finalize
+from torch_cute_ops.ops.moe_permute_fp8quant import moe_permute_fp8quant
+from torch_cute_ops.ops.moe_route_ids import moe_route_ids
+from torch_cute_ops.ops.moe_swiglu_fp8quant import moe_swiglu_fp8quant
+
+BLOCK = FP8_BLOCK128.block_size
+Wire = Literal["fp8", "fp4"]
+Back = Literal["16bit", "fp8"]
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of one of the two GEMMs of E experts.
+
+    Attributes:
+        codes: (E, N, K) float8_e4m3fn, or (E, N, K/2) uint8, two e2m1 codes a byte.
+        scale: FP8: (E, ⌈N/128⌉, ⌈K/128⌉) float32. FP4: (E, N, K/block_size), linear, or over the E · N rows in
+            ``scale_layout``.
+        alpha: float32: one element, (E,) or (E, N), as for ``grouped_mm_fp8``; ``None``: 1.
+        bias: (E, N), or ``None``.
+        block_size: 16 for NVFP4, 32 for MXFP4.
+        scale_layout: of FP4 scales: ``"linear"`` or ``"128x4"``.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    alpha: Tensor | None = None
+    bias: Tensor | None = None
+    block_size: int = 16
+    scale_layout: Literal["linear", "128x4"] = "linear"
+
+    @property
+    def is_fp4(self) -> bool:
+        """Whether the weights are in FP4, and not in FP8."""
+        return self.codes.dtype == torch.uint8
+
+    def multiply(self, a: Tensor, a_scale: Tensor, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
+        """Each expert's rows of ``a`` (R, K) times its weight: (R, N)."""
+        if not self.is_fp4:
+            return grouped_mm_fp8(
+                a, self.codes, a_scale, self.scale, offsets, None, self.alpha, self.bias, out_dtype=out_dtype
+            )
+        return grouped_mm_fp8_fp4(
+            *(a, self.codes, a_scale, self.scale, offsets, None, self.alpha, self.bias),
+            out_dtype=out_dtype,
+            block_size=self.block_size,
+            scale_layout=self.scale_layout,
+        )
+
+    def of_experts(self, begin: int, end: int) -> "ExpertWeights":
+        """The weights of some of the experts.
+
+        Raises:
+            ValueError: for experts that are not there.
+        """
+        experts = self.codes.shape[0]
+        if not 0 <= begin < end <= experts:
+            raise ValueError(f"of_experts: from {begin} to {end}; expected some of the {experts} experts")
+        part = slice(begin, end)
+        alpha = self.alpha if self.alpha is None or self.alpha.numel() == 1 else self.alpha[part].contiguous()
+        bias = None if self.bias is None else self.bias[part].contiguous()
+        return self._with(_cut(self.codes, 0, part), _cut(self._linear(), 0, part), alpha, bias)
+
+    def of_rows(self, rank: int, world: int, parts: int = 1) -> "ExpertWeights":
+        """A rank's share of each expert's rows (N): of gate and of up where ``parts`` is 2.
+
+        Raises:
+            ValueError: for rows that the ranks cannot divide, in FP8 by whole blocks of 128.
+        """
+        n = self.codes.shape[1]
+        own = self._share("N", n // parts, world, 1 if self.is_fp4 else BLOCK, 8)
+        at = [part * (n // parts) + rank * own for part in range(parts)]
+        each = 1 if self.is_fp4 else BLOCK
+
+        def rows(tensor: Tensor, of: int) -> Tensor:
+            return _joined([_cut(tensor, 1, slice(first // of, (first + own) // of)) for first in at])
+
+        alpha = rows(self.alpha, 1) if self.alpha is not None and self.alpha.dim() == 2 else self.alpha
+        bias = None if self.bias is None else rows(self.bias, 1)
+        return self._with(rows(self.codes, 1), rows(self._linear(), each), alpha, bias)
+
+    def of_columns(self, rank: int, world: int) -> "ExpertWeights":
+        """A rank's share of the columns (K), which is of every sum; the first rank alone has the bias.
+
+        Raises:
+            ValueError: for columns that the ranks cannot divide by whole blocks of 128.
+        """
+        packed, each = (2, self.block_size) if self.is_fp4 else (1, BLOCK)
+        own = self._share("K", self.codes.shape[2] * packed, world, BLOCK, BLOCK)
+        codes = _cut(self.codes, 2, slice(rank * own // packed, (rank + 1) * own // packed))
+        scale = _cut(self._linear(), 2, slice(rank * own // each, (rank + 1) * own // each))
+        return self._with(codes, scale, self.alpha, self.bias if rank == 0 else None)
+
+    def _share(self, name: str, size: int, world: int, block: int, multiple: int) -> int:
+        own = size // world
+        if size % world or own % block or own % multiple:
+            expected = world * max(block, multiple)
+            raise ValueError(f"{name} is {size} for an expert; expected a multiple of {expected}, for {world} ranks")
+        return own
+
+    def _linear(self) -> Tensor:
+        """The scales with a dimension for the experts."""
+        if not self.is_fp4 or self.scale_layout == "linear":
+            return self.scale
+        experts, n, half = self.codes.shape
+        return convert_scales(self.scale, experts * n, 2 * half, "128x4", "linear").view(experts, n, -1)
+
+    def _with(self, codes: Tensor, scale: Tensor, alpha: Tensor | None, bias: Tensor | None) -> "ExpertWeights":
+        if self.is_fp4 and self.scale_layout != "linear":
+            rows, k = codes.shape[0] * codes.shape[1], 2 * codes.shape[2]
+            scale = convert_scales(scale.reshape(rows, -1), rows, k, "linear", self.scale_layout)
+        return self._replace(codes=codes, scale=scale, alpha=alpha, bias=bias)
+
+
+def _cut(tensor: Tensor, dim: int, part: slice) -> Tensor:
+    cut = as_bytes(tensor).narrow(dim, part.start, part.stop - part.start)
+    return cut.clone(memory_format=torch.contiguous_format).view(tensor.dtype)
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([*map(as_bytes, tensors)], 1).view(tensors[0].dtype)
+
+
+class ExpertParallel(nn.Module):
+    """The experts of a layer, each on one rank, or each divided among ranks, or both.
+
+    Each rank has its own tokens. A pair of a token and an expert goes to the expert's rank by ``all_to_all_single``, as
+    a row of codes and scales; that rank computes ``down(swiglu(up(row)))``; the result comes back and is weighted and
+    added up in the order of the token's experts. So a token's result is, bit for bit, what one rank with all experts
+    computes, with the same backend and tactic, and ``back="16bit"``, whose rows are those that the second GEMM gives.
+
+    Without ``max_rows`` only rows that exist travel; their numbers are copied to the host. With it the host waits for
+    nothing, and where the backend's collectives can be captured (NCCL's can), so can the call: each rank sends every
+    expert ``max_rows`` rows, most of them padding, and pairs for which there is no room are dropped.
+
+    Args:
+        up: (E, 2I, H), this rank's experts: rows of the gate, then of up.
+        down: (E, H, I).
+        group: the ranks that divide the experts, in their order; ``None``: this rank has all.
+        tensor_group: the ranks that divide each expert's I, as :meth:`ExpertWeights.of_rows` with ``parts=2``, and
+            :meth:`ExpertWeights.of_columns`, do; they have the same tokens, and add up their results in float32.
+        wire: what rows travel as: ``"fp8"``, with a scale for 128 elements, as the GEMM takes them, or ``"fp4"``:
+            NVFP4, which is decoded on arrival and quantised to FP8 for the GEMM. FP4 loses precision.
+        back: what results travel as: ``"16bit"``, or ``"fp8"``, with a scale for 128 elements. FP8 loses precision.
+        max_rows: rows that a rank sends an expert at most; the number of its tokens is always enough.
+        swiglu_alpha, swiglu_beta, swiglu_limit: as for ``moe_swiglu_fp8quant``.
+
+    Raises:
+        ValueError: for weights that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        up: ExpertWeights,
+        down: ExpertWeights,
+        group: Group | None = None,
+        tensor_group: Group | None = None,
+        *,
+        wire: Wire = "fp8",
+        back: Back = "16bit",
+        max_rows: int | None = None,
+        swiglu_alpha: float = 1.0,
+        swiglu_beta: float = 0.0,
+        swiglu_limit: float | None = None,
+    ) -> None:
+        super().__init__()
+        experts, width = up.codes.shape[:2]
+        intermediate = down.codes.shape[2] * (2 if down.is_fp4 else 1)
+        if down.codes.shape[0] != experts or width != 2 * intermediate:
+            raise ValueError(
+                f"ExpertParallel: up is {tuple(up.codes.shape)} and down {tuple(down.codes.shape)}; "
+                "expected (E, 2I, H) and (E, H, I)"
+            )
+        for name, value, known in (("wire", wire, ("fp8", "fp4")), ("back", back, ("16bit", "fp8"))):
+            if value not in known:
+                raise ValueError(f"ExpertParallel: {name} is {value!r}; expected one of {', '.join(map(repr, known))}")
+        self.experts, self.group, self.tensor_group = experts, group, tensor_group
+        self.world = 1 if group is None else dist.get_world_size(group)
+        self.wire, self.back, self.max_rows = wire, back, max_rows
+        self.gate = (swiglu_alpha, swiglu_beta, swiglu_limit)
+        self._forms: dict[str, dict[str, Any]] = {}
+        for name, weights in (("up", up), ("down", down)):
+            self._forms[name] = {"block_size": weights.block_size, "scale_layout": weights.scale_layout}
+            for field in ("codes", "scale", "alpha", "bias"):
+                self.register_buffer(f"{name}_{field}", getattr(weights, field))
+
+    def _weights(self, name: str) -> ExpertWeights:
+        tensors = {field: getattr(self, f"{name}_{field}") for field in ("codes", "scale", "alpha", "bias")}
+        return ExpertWeights(**tensors, **self._forms[name])
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
+        """What the experts make of this rank's tokens.
+
+        Args:
+            x: (M, H), bfloat16 or float16; H a multiple of 64. M may differ from rank to rank without ``max_rows``.
+            ids: (M, topk) int32, experts of all ranks, as ``moe_route`` gives them; -1: none.
+            weights: (M, topk) float32.
+            residual: (M, H) like ``x``, added.
+
+        Returns:
+            (M, H) in the dtype of ``x``.
+
+        Raises:
+            ValueError, TypeError: as the ops, for a wrong shape or dtype.
+        """
+        total, topk = self.experts * self.world, ids.shape[1]
+        expanded, permuted, _, counts = moe_route_ids(ids, total, 1, self.max_rows)
+        operands = self._rows(x, permuted, expanded, topk)
+        received = self._exchange(counts)
+        # Rows that go to each rank and come from it.
+        sizes = None if self.max_rows is not None else _host_sizes(counts.view(self.world, -1), received)
+        operands = tuple(self._sent(each, sizes) for each in operands)
+        y = self._computed(operands, self._ids_of(received, operands[0].shape[0]), x.dtype)
+        y = self._returned(y, sizes, permuted.shape[0])
+        if self.tensor_group is None:
+            return moe_finalize(y, expanded, weights, residual)
+        sums = moe_finalize(y, expanded, weights)
+        dist.all_reduce(sums, group=self.tensor_group)
+        return (sums if residual is None else sums + residual).to(x.dtype)
+
+    def _rows(self, x: Tensor, permuted: Tensor, expanded: Tensor, topk: int) -> tuple[Tensor, ...]:
+        """Codes and scales, as bytes, of each pair's row, in the order of the experts."""
+        if self.wire == "fp8":
+            codes, scale = moe_permute_fp8quant(x, permuted, topk, expanded)
+            return as_bytes(codes), scale.t().contiguous()
+        codes, scale = fp4_quantize(x, scale_layout="linear")
+        token = permuted.clamp(min=0) // topk
+        return codes[token], as_bytes(scale)[token]
+
+    def _exchange(self, counts: Tensor) -> Tensor:
+        """(ranks, own experts): how many rows each rank has for each of this rank's experts."""
+        counts = counts.view(self.world, self.experts)
+        if self.group is None:
+            return counts
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts.contiguous(), group=self.group)
+        return received
+
+    def _sent(self, rows: Tensor, sizes: tuple[list[int], list[int]] | None, *, is_back: bool = False) -> Tensor:
+        if self.group is None:
+            return rows
+        sent, come = (None, None) if sizes is None else sizes[::-1] if is_back else sizes
+        if sent is not None:
+            rows = rows[: sum(sent)]
+        received = rows.new_empty((rows.shape[0] if come is None else sum(come), *rows.shape[1:]))
+        dist.all_to_all_single(received, rows.contiguous(), come, sent, group=self.group)
+        return received
+
+    def _ids_of(self, received: Tensor, rows: int) -> Tensor:
+        """(rows, 1): which of this rank's experts each received row is for; -1 for padding."""
+        experts = torch.arange(self.experts, dtype=torch.int32, device=received.device)
+        if self.max_rows is None:
+            ends = received.flatten().cumsum(0)
+            run = torch.searchsorted(ends, torch.arange(rows, device=received.device), right=True)
+            # Rows behind the last run, which only a rank without a group has, are of pairs without an expert.
+            ids = torch.where(run < ends.numel(), run % self.experts, -1)
+            return ids.to(torch.int32).unsqueeze(1)
+        place = torch.arange(self.max_rows, device=received.device)
+        return torch.where(place < received.unsqueeze(-1), experts.view(1, -1, 1), -1).reshape(-1, 1)
+
+    def _computed(self, operands: tuple[Tensor, ...], ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """The experts' results for rows in the order in which they came."""
+        codes, scale = operands
+        place, order, offsets, _ = moe_route_ids(ids, self.experts, 1)
+        if self.wire == "fp8":
+            index = order.clamp(min=0)
+            a, a_scale = codes[index].view(torch.float8_e4m3fn), scale[index].t().contiguous()
+        else:
+            numbers = fp4_dequantize(codes, scale.view(torch.float8_e4m3fn), scale_layout="linear")
+            a, a_scale = moe_permute_fp8quant(numbers, order, 1, place)
+        h = self._weights("up").multiply(a, a_scale, offsets, dtype)
+        a, a_scale = moe_swiglu_fp8quant(h, offsets, None, *self.gate)
+        y = self._weights("down").multiply(a, a_scale, offsets, dtype if self.tensor_group is None else torch.float32)
+        return y[place[:, 0].clamp(min=0)]
+
+    def _returned(self, y: Tensor, sizes: tuple[list[int], list[int]] | None, rows: int) -> Tensor:
+        """The results of this rank's own pairs, in the order of the experts."""
+        if self.group is None:
+            return y
+        if self.back == "fp8":
+            codes, scale = fp8_quantize(y, granularity="block128")
+            codes, scale = (self._sent(each, sizes, is_back=True) for each in (as_bytes(codes), scale))
+            wide = scale.repeat_interleave(BLOCK, 1)[:, : y.shape[1]]
+            y = (codes.view(torch.float8_e4m3fn).float() * wide).to(y.dtype)
+        else:
+            y = self._sent(y, sizes, is_back=True)
+        return y if y.shape[0] == rows else torch.cat((y, y.new_zeros(rows - y.shape[0], y.shape[1])))
+
+
+def _host_sizes(sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
+    """Rows for each rank and from it, on the host."""
+    both = torch.stack((sent.sum(1), received.sum(1))).tolist()
+    return both[0], both[1]

@@ -1,0 +1,324 @@
+"""How each op may be sharded over one dimension of a device mesh: pure functions of a call's shapes and arguments.
+
+A rule says which dimension of each tensor is cut, or where a result is a sum over the ranks. What DTensor is told of it
+is in :mod:`torch_cute_ops.distributed.sharding`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from torch_cute_ops.formats import FP8_BLOCK128, FP8_TENSOR, SCALE_LAYOUTS, resolve_fp4_format, resolve_fp8_format
+from torch_cute_ops.formats.fp8 import COLUMN
+from torch_cute_ops.formats.scale_layout import ScaleLayout, weight_layout
+from torch_cute_ops.ops._define import OpSpec
+from torch_cute_ops.ops._gemm import EXPERT_MULTIPLE, Gemm
+from torch_cute_ops.ops._row_quant import RowQuant
+
+BLOCK: Final = FP8_BLOCK128.block_size
+
+WITHOUT: Final[dict[str, str]] = {
+    "moe_route": "rows of the experts' order count the pairs of all tokens; shard moe_route_dense, or route the tokens "
+    "of each rank by themselves, as ExpertParallel does",
+    "moe_route_ids": "rows of the experts' order count the pairs of all tokens; route the tokens of each rank by "
+    "themselves, as ExpertParallel does",
+}
+"""Ops that take replicated tensors alone, and why."""
+OUT_REASON: Final = (
+    "an overload .out writes into the tensors it is given, which DTensor may replace by redistributed copies; call the "
+    "functional op"
+)
+
+
+@dataclass(frozen=True)
+class Multiple:
+    """A size that shards divide: each has the same part of it, a multiple of ``of``."""
+
+    what: str
+    size: int
+    of: int
+
+    def reason_unfit(self, shards: int) -> str | None:
+        """Why ``shards`` of them cannot be; ``None``: they can."""
+        if self.size % (shards * self.of) == 0:
+            return None
+        expected = f"a multiple of {shards * self.of}, {self.of} for each of {shards} shards"
+        return f"{self.what} is {self.size}; expected {expected}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A way to shard a call over one mesh dimension.
+
+    Attributes:
+        over: what is cut: ``"rows"``, ``"columns"``, ``"k"``, ``"experts"``, or ``""`` for nothing.
+        inputs, outputs: placements by name; what is not named is replicated.
+        multiples: what shards have to be.
+        refusal: why these placements are wrong, although they look right; ``None``: they are not.
+    """
+
+    over: str
+    inputs: Mapping[str, Placement]
+    outputs: Mapping[str, Placement]
+    multiples: Sequence[Multiple] = ()
+    refusal: str | None = None
+
+
+Call = Mapping[str, Any]
+"""The arguments of a call by name, defaults filled in; of a tensor something with ``shape`` and ``dtype``."""
+
+REPLICATED: Final = Rule("", {}, {})
+
+
+def rules_of(spec: OpSpec, call: Call) -> list[Rule]:
+    """The ways to shard a call; the first replicates everything."""
+    if isinstance(spec.path, RowQuant):
+        found = _row_quant(spec.path, spec.outputs, call)
+    elif isinstance(spec.path, Gemm):
+        found = _GEMMS[spec.path.over](spec.path, call) if spec.path.over in _GEMMS else iter(())
+    else:
+        found = _OTHERS.get(spec.name, _nothing)(call)
+    return [REPLICATED, *found]
+
+
+def has_rules(spec: OpSpec) -> bool:
+    """Whether calls of an op can be sharded at all."""
+    if isinstance(spec.path, Gemm):
+        return spec.path.over in _GEMMS
+    return isinstance(spec.path, RowQuant) or spec.name in _OTHERS
+
+
+def reason_without(op: str) -> str:
+    """Why calls of an op that has no rules are not sharded."""
+    return WITHOUT.get(op, "there is no rule for it")
+
+
+def _nothing(call: Call) -> Iterator[Rule]:
+    return iter(())
+
+
+def _tiles(what: str, rows: int, layout: ScaleLayout) -> list[Multiple]:
+    return [] if layout.is_linear else [Multiple(f"{layout.name} scales: {what}", rows, layout.tile_rows)]
+
+
+def _rows_before(shape: Sequence[int], dim: int) -> int:
+    """Product of the dimensions from ``dim`` to the last but one."""
+    rows = 1
+    for extent in shape[dim:-1]:
+        rows *= extent
+    return rows
+
+
+# Ops that quantise rows
+
+
+def _row_quant(path: RowQuant, names: Sequence[str], call: Call) -> Iterator[Rule]:
+    shape = call["input"].shape
+    last = len(shape) - 1
+    is_fp4 = "block_size" in call
+    if is_fp4:
+        both = "scale_128x4" in names
+        layout = SCALE_LAYOUTS["128x4" if both else call["scale_layout"]]
+        block = resolve_fp4_format(call["block_size"], call["scale_format"]).block_size
+        fmt = None
+    else:
+        fmt, layout = resolve_fp8_format(call["granularity"], call["scale_layout"])
+        block = fmt.block_size
+    for dim in range(last):
+        sharded = Shard(dim)
+        inputs = {name: sharded for name in ("input", "residual") if call.get(name) is not None}
+        outputs: dict[str, Placement] = {"y": sharded, "norm": sharded, "scale_linear": sharded, "scale": sharded}
+        multiples: list[Multiple] = []
+        refusal = None
+        by_rows = layout.is_linear and layout != COLUMN
+        if fmt == FP8_TENSOR:
+            outputs["scale"] = Replicate()
+        elif not by_rows:
+            if dim and _rows_before((*shape[:dim], 1), 0) != 1:
+                refusal = f"{layout.name} scales are over the flattened rows; shard dimension 0, or flatten the input"
+            outputs["scale"] = Shard(1 if layout == COLUMN else 0)
+            outputs["scale_128x4"] = Shard(0)
+            multiples = _tiles("the number of rows", _rows_before(shape, 0), layout)
+            if last > 1:
+                multiples.append(Multiple(f"dimension {dim} of input", shape[dim], 1))
+        yield Rule("rows", inputs, outputs, multiples, refusal)
+    if path.normalises or path.source != "rows" or (fmt is not None and not fmt.is_static and not block):
+        return  # a row's elements, or its halves, belong together
+    refusal = None
+    if is_fp4 and not layout.is_linear:
+        refusal = f"{layout.name} scales are tiles in memory, which a cut over K would break; use scale_layout='linear'"
+    scale: Placement = Replicate() if fmt == FP8_TENSOR else Shard(0 if layout == COLUMN else last)
+    multiples = [Multiple("the last dimension of input", shape[last], block or 1)]
+    yield Rule("columns", {"input": Shard(last)}, {"y": Shard(last), "scale": scale}, multiples, refusal)
+
+
+def _dequantize(call: Call) -> Iterator[Rule]:
+    shape, layout = call["y"].shape, SCALE_LAYOUTS[call["scale_layout"]]
+    block = resolve_fp4_format(call["block_size"], call["scale_format"]).block_size
+    last = len(shape) - 1
+    for dim in range(last):
+        refusal = None
+        if not layout.is_linear and _rows_before((*shape[:dim], 1), 0) != 1:
+            refusal = f"{layout.name} scales are over the flattened rows; shard dimension 0, or flatten y"
+        multiples = _tiles("the number of rows", _rows_before(shape, 0), layout)
+        if multiples and last > 1:
+            multiples.append(Multiple(f"dimension {dim} of y", shape[dim], 1))
+        scale = Shard(dim if layout.is_linear else 0)
+        yield Rule("rows", {"y": Shard(dim), "scale": scale}, {"out": Shard(dim)}, multiples, refusal)
+    refusal = None if layout.is_linear else _tiled_k(layout)
+    multiples = [Multiple("K", 2 * shape[last], block)]
+    yield Rule("columns", {"y": Shard(last), "scale": Shard(last)}, {"out": Shard(last)}, multiples, refusal)
+
+
+# GEMMs
+
+
+def _tiled_k(layout: ScaleLayout) -> str:
+    return (
+        f"{layout.name} scales are tiles in memory, which a cut over K would break; use scale_layout='linear', or tile "
+        "each rank's linear scales by convert_scales"
+    )
+
+
+def _layouts(path: Gemm, call: Call) -> tuple[ScaleLayout | None, ScaleLayout | None, int]:
+    """Layouts of the scales of FP4 activations and of an FP4 weight, and what K is a multiple of."""
+    if path.b == "fp8":
+        return None, None, BLOCK
+    layout = SCALE_LAYOUTS[call["scale_layout"]]
+    block = BLOCK if path.a == "fp8" else resolve_fp4_format(call["block_size"], call["scale_format"]).block_size
+    return (layout if path.a == "fp4" else None), weight_layout(layout), max(block, 32)
+
+
+def _given(call: Call, **placements: Placement) -> dict[str, Placement]:
+    """Of the tensors that the call has."""
+    return {name: placement for name, placement in placements.items() if call.get(name) is not None}
+
+
+def _bias_refusal(call: Call, name: str = "bias") -> str | None:
+    return f"{name} would be added by every rank; add it to the sum" if call.get(name) is not None else None
+
+
+def _gemm(path: Gemm, call: Call) -> Iterator[Rule]:
+    (m, _), (held, n) = call["a"].shape, call["b"].shape
+    a_layout, b_layout, block = _layouts(path, call)
+    k = held * (2 if path.b == "fp4" else 1)
+    is_column = path.a == "fp8"
+    rows = _given(call, a=Shard(0), a_scale=Shard(1 if is_column else 0))
+    yield Rule("rows", rows, {"out": Shard(0)}, _tiles("M", m, a_layout) if a_layout is not None else ())
+    columns = _given(call, b=Shard(1), b_scale=Shard(0), bias=Shard(0))
+    alpha = call["alpha"]
+    if alpha is not None and alpha.shape == (n,) and n > 1:
+        columns["alpha"] = Shard(0)
+    multiples = [Multiple("N", n, BLOCK)] if b_layout is None else _tiles("N", n, b_layout)
+    if b_layout is not None and is_column:
+        multiples.append(Multiple("N", n, 8))
+    yield Rule("columns", columns, {"out": Shard(1)}, multiples)
+    sums = _given(call, a=Shard(1), a_scale=Shard(0 if is_column else 1), b=Shard(0), b_scale=Shard(1))
+    yield Rule("k", sums, {"out": Partial()}, [Multiple("K", k, block)], _sum_refusal(call, b_layout))
+
+
+def _sum_refusal(call: Call, b_layout: ScaleLayout | None) -> str | None:
+    if b_layout is not None and not b_layout.is_linear:
+        return _tiled_k(b_layout)
+    return _bias_refusal(call)
+
+
+def _grouped_gemm(path: Gemm, call: Call) -> Iterator[Rule]:
+    experts, n, held = call["b"].shape
+    _, b_layout, block = _layouts(path, call)
+    k = held * (2 if path.b == "fp4" else 1)
+    is_masked, is_tiled = call["offsets"] is None, b_layout is not None and not b_layout.is_linear
+    last = len(call["a"].shape) - 1
+    alpha = call["alpha"]
+    refusal: str | None = None
+    by_expert = alpha is not None and alpha.numel() > 1
+    own = _given(call, b=Shard(0), b_scale=Shard(0), bias=Shard(0))
+    if by_expert:
+        own["alpha"] = Shard(0)
+    inputs = _given(call, a=Shard(0), a_scale=Shard(1), counts=Shard(0)) | own
+    multiples = [Multiple("E", experts, 1)]
+    if is_tiled:
+        assert b_layout is not None
+        multiples += _tiles("E · N", experts * n, b_layout)
+    if is_masked:
+        yield Rule("experts", inputs, {"out": Shard(0)}, multiples)
+    else:
+        refusal = (
+            "rows of an expert are known on the device alone; shard experts in the masked layout, or by ExpertParallel"
+        )
+        yield Rule("experts", own, {"out": Partial()}, multiples, refusal)
+    columns = _given(call, b=Shard(1), b_scale=Shard(1), bias=Shard(1))
+    if by_expert and alpha.ndim == 2:
+        columns["alpha"] = Shard(1)
+    refusal = None
+    if is_tiled:
+        refusal = "tiled scales are over the rows of all experts, one after the other; use scale_layout='linear'"
+    multiples = [Multiple("N", n, BLOCK if b_layout is None else 8)]
+    yield Rule("columns", columns, {"out": Shard(last)}, multiples, refusal)
+    sums = _given(call, a=Shard(last), a_scale=Shard(0), b=Shard(2), b_scale=Shard(2))
+    yield Rule("k", sums, {"out": Partial()}, [Multiple("K", k, block)], _sum_refusal(call, b_layout))
+
+
+def _expert_sum(path: Gemm, call: Call) -> Iterator[Rule]:
+    """``moe_fc2_``: experts one after the other along K."""
+    (m, _), (n, held), (_, experts) = call["a"].shape, call["w"].shape, call["alpha"].shape
+    a_layout, w_layout, _ = _layouts(path, call)
+    assert w_layout is not None
+    rows = _given(call, a=Shard(0), a_scale=Shard(0), alpha=Shard(0))
+    yield Rule("rows", rows, {"out": Shard(0)}, _tiles("M", m, a_layout) if a_layout is not None else ())
+    columns = _given(call, w=Shard(0), w_scale=Shard(0), bias=Shard(1))
+    yield Rule("columns", columns, {"out": Shard(1)}, _tiles("N", n, w_layout))
+    refusal = None if w_layout.is_linear else _tiled_k(w_layout)
+    own = _given(call, a=Shard(1), a_scale=Shard(1), w=Shard(1), w_scale=Shard(1), alpha=Shard(1), bias=Shard(0))
+    multiples = [Multiple("E", experts, 1), Multiple("E · I", 2 * held, EXPERT_MULTIPLE)]
+    yield Rule("experts", own, {"out": Partial()}, multiples, refusal)
+
+
+# The steps of an expert layer
+
+
+def _route_dense(call: Call) -> Iterator[Rule]:
+    yield Rule("rows", {"logits": Shard(0)}, {"out": Shard(0)})
+
+
+def _permute(call: Call) -> Iterator[Rule]:
+    width = Multiple("the last dimension of input", call["input"].shape[1], BLOCK)
+    yield Rule("columns", {"input": Shard(1)}, {"y": Shard(1), "scale": Shard(0)}, [width])
+
+
+def _swiglu(call: Call) -> Iterator[Rule]:
+    if call["offsets"] is None:
+        experts = Multiple("E", call["input"].shape[0], 1)
+        yield Rule("experts", {"input": Shard(0), "counts": Shard(0)}, {"y": Shard(0), "scale": Shard(1)}, [experts])
+
+
+def _finalize(call: Call) -> Iterator[Rule]:
+    rows = _given(call, expanded_to_permuted=Shard(0), weights=Shard(0), residual=Shard(0))
+    yield Rule("rows", rows, {"out": Shard(0)})
+    width = Multiple("the last dimension of input", call["input"].shape[1], 8)
+    yield Rule("columns", _given(call, input=Shard(1), residual=Shard(1)), {"out": Shard(1)}, [width])
+    yield Rule("k", {"input": Partial()}, {"out": Partial()}, (), _bias_refusal(call, "residual"))
+
+
+_GEMMS: Final[dict[str, Callable[[Gemm, Call], Iterator[Rule]]]] = {
+    "none": _gemm,
+    "rows": _grouped_gemm,
+    "k": _expert_sum,
+}
+"""By what experts divide."""
+
+_OTHERS: Final[dict[str, Callable[[Call], Iterator[Rule]]]] = {
+    "fp4_dequantize": _dequantize,
+    "moe_route_dense": _route_dense,
+    "moe_permute_fp8quant": _permute,
+    "moe_swiglu_fp8quant": _swiglu,
+    "moe_finalize": _finalize,
+}
+
+
+def is_byte_float(dtype: torch.dtype) -> bool:
+    """Whether a dtype is one of FP8 or FP4, which not every backend of collectives takes."""
+    return dtype.is_floating_point and dtype.itemsize == 1

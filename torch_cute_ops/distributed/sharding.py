@@ -1,0 +1,206 @@
+"""DTensor and the ops: what torch is told of each, when :mod:`torch_cute_ops.distributed` is imported."""
+
+import functools
+import inspect
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
+from torch.distributed.tensor._op_schema import OpSpec as Strategy
+
+from torch_cute_ops.distributed.rules import OUT_REASON, Rule, has_rules, is_byte_float, reason_without, rules_of
+from torch_cute_ops.ops._define import OpSpec
+from torch_cute_ops.registry import OPS
+
+
+def reason_unsharded(op: str) -> str | None:
+    """Why calls of an op on sharded tensors are refused; ``None``: there are rules for them.
+
+    Args:
+        op: the op's name; ``"fp4_quantize.out"`` is that of its overload.
+
+    Raises:
+        ValueError: for an unknown op.
+    """
+    name, _, overload = op.partition(".")
+    if name not in OPS or overload not in ("", "out"):
+        raise ValueError(f"{op!r} is no op; the ops are {', '.join(OPS)}")
+    if overload:
+        return OUT_REASON
+    return None if has_rules(OPS[name]) else reason_without(name)
+
+
+def redistribute(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """``tensor.redistribute(placements=placements)``, for FP8 tensors too: their bytes travel as uint8.
+
+    gloo refuses FP8, and so does NCCL on some GPUs.
+
+    Args:
+        tensor: of any dtype; FP8 is not a sum over ranks.
+        placements: one for each dimension of its mesh.
+
+    Raises:
+        ValueError: for FP8 and ``Partial``: a sum of bytes is no sum of numbers.
+    """
+    if not is_byte_float(tensor.dtype):
+        return tensor.redistribute(placements=placements)
+    if any(isinstance(each, Partial) for each in (*tensor.placements, *placements)):
+        raise ValueError(
+            f"redistribute: placements {tensor.placements} to {tuple(placements)} of {tensor.dtype}; "
+            "expected no Partial: sums are not in FP8"
+        )
+    mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
+    given = DTensor.from_local(
+        tensor.to_local().view(torch.uint8), mesh, tensor.placements, run_check=False, shape=shape, stride=stride
+    )
+    moved = given.redistribute(placements=placements)
+    return DTensor.from_local(
+        moved.to_local().view(tensor.dtype), mesh, moved.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def full_tensor(tensor: DTensor) -> torch.Tensor:
+    """``tensor.full_tensor()``, for FP8 tensors too."""
+    return redistribute(tensor, [Replicate()] * tensor.device_mesh.ndim).to_local()
+
+
+class _Choice:
+    """A rule for each dimension of a mesh, and what it costs to come there from the placements of a call."""
+
+    def __init__(self, rules: Sequence[Rule], given: dict[str, DTensorSpec], sizes: Sequence[int]) -> None:
+        self.rules, self.sizes = rules, sizes
+        self.inputs = {name: tuple(rule.inputs.get(name, Replicate()) for rule in rules) for name in given}
+        self.moved = [
+            name
+            for name, spec in given.items()
+            if any(not _is_local(old, new) for old, new in zip(spec.placements, self.inputs[name], strict=True))
+        ]
+        self.changed = [name for name, spec in given.items() if spec.placements != self.inputs[name]]
+        nbytes = [given[name].shape.numel() * _dtype(given[name]).itemsize for name in self.moved]
+        self.cost = (sum(nbytes), len(self.changed))
+
+    def outputs(self, names: Sequence[str]) -> list[tuple[Placement, ...]]:
+        """Placements of each output."""
+        return [tuple(rule.outputs.get(name, Replicate()) for rule in self.rules) for name in names]
+
+    def reason_unfit(self, spec: OpSpec, given: dict[str, DTensorSpec]) -> str | None:
+        """Why the call cannot be sharded so; ``None``: it can."""
+        for rule in self.rules:
+            if rule.refusal is not None:
+                return rule.refusal
+            same = [size for size, other in zip(self.sizes, self.rules, strict=True) if other.over == rule.over]
+            shards = math.prod(same)
+            for multiple in rule.multiples:
+                reason = multiple.reason_unfit(shards)
+                if reason is not None:
+                    return reason
+        updated = [name for name in spec.updated if name in self.changed]
+        if updated:
+            name = updated[0]
+            return (
+                f"{name} is updated in place and is {_shown(given[name].placements)}, while the call is sharded as "
+                f"{_shown(self.inputs[name])}; a redistributed copy would take the update, so give it that placement"
+            )
+        for name in self.moved:
+            dtype = _dtype(given[name])
+            if is_byte_float(dtype):
+                return (
+                    f"{name} is {dtype} and {_shown(given[name].placements)}; expected {_shown(self.inputs[name])}, or "
+                    "call torch_cute_ops.distributed.redistribute, which moves FP8 as bytes"
+                )
+        return None
+
+
+def _dtype(spec: DTensorSpec) -> torch.dtype:
+    assert spec.tensor_meta is not None
+    return spec.tensor_meta.dtype
+
+
+def _is_local(old: Placement, new: Placement) -> bool:
+    """Whether no rank needs anything of another."""
+    return old == new or (isinstance(old, Replicate) and isinstance(new, Shard))
+
+
+def _shown(placements: Sequence[Placement]) -> str:
+    return f"({', '.join(map(repr, placements))})"
+
+
+def _bound(spec: OpSpec, schema: OpSchema) -> dict[str, Any]:
+    """The arguments of a call by name, defaults filled in, with the specs of its tensors."""
+    parameters = spec.signature.parameters
+    call = {each.name: None if each.default is inspect.Parameter.empty else each.default for each in parameters}
+    call.update(zip(spec.signature.names, map(_as_spec, schema.args_schema), strict=False))
+    call.update({name: _as_spec(value) for name, value in schema.kwargs_schema.items()})
+    return call
+
+
+def _as_spec(value: object) -> object:
+    return value.strategies[0].output_spec if isinstance(value, OpStrategy) else value
+
+
+class _Seen:
+    """A tensor of a call as rules see it: the whole, not a shard."""
+
+    def __init__(self, spec: DTensorSpec) -> None:
+        self.shape, self.ndim = tuple(spec.shape), spec.ndim
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def _strategy(spec: OpSpec, *given_by_torch: Any) -> OpStrategy:
+    """The one way to shard a call: of all that the rules allow, what moves fewest bytes."""
+    schema: OpSchema = given_by_torch[-1]  # a mesh stands before it in some versions
+    call = _bound(spec, schema)
+    given = {name: value for name, value in call.items() if isinstance(value, DTensorSpec)}
+    mesh = next(iter(given.values())).mesh
+    seen = {name: _Seen(value) if isinstance(value, DTensorSpec) else value for name, value in call.items()}
+    rules, sizes = rules_of(spec, seen), [mesh.size(dim) for dim in range(mesh.ndim)]
+    if not has_rules(spec):
+        for name, each in given.items():
+            if any(not isinstance(placement, Replicate) for placement in each.placements):
+                raise ValueError(
+                    f"cute::{spec.name}: {name} is {_shown(each.placements)}; expected Replicate(): "
+                    f"{reason_without(spec.name)}"
+                )
+    choices = [_Choice(each, given, sizes) for each in itertools.product(rules, repeat=mesh.ndim)]
+    chosen = min(choices, key=lambda choice: choice.cost)
+    reason = chosen.reason_unfit(spec, given)
+    if reason is not None:
+        raise ValueError(f"cute::{spec.name}: {reason}")
+    outputs = tuple(DTensorSpec(mesh, placements) for placements in chosen.outputs(spec.outputs))
+    inputs = [
+        DTensorSpec(mesh, placements, tensor_meta=given[name].tensor_meta) for name, placements in chosen.inputs.items()
+    ]
+    # torch compares costs where there are several ways; here there is one.
+    costs = [[0.0] for _ in inputs]
+    return OpStrategy([Strategy(outputs if len(outputs) > 1 else outputs[0], inputs, costs)])
+
+
+def _refuse_out(spec: OpSpec, *given_by_torch: Any) -> OpStrategy:
+    raise ValueError(f"cute::{spec.name}.out: {OUT_REASON}")
+
+
+def _schema_info(spec: OpSpec) -> RuntimeSchemaInfo:
+    """What torch keeps a decision under: the tensors, and every argument from the first that is none on."""
+    first = next((i for i, each in enumerate(spec.signature.parameters) if not each.is_tensor), 100)
+    return RuntimeSchemaInfo(first, needs_pytree=True)
+
+
+@functools.cache
+def register() -> None:
+    """Tell DTensor of every op; once a process.
+
+    By what ``register_sharding`` of ``torch.distributed.tensor.experimental`` is made of: that one lets torch choose
+    among rules, and torch would redistribute what an op updates in place, and gather what a rule refuses to cut.
+    """
+    propagator: Final = DTensor._op_dispatcher.sharding_propagator
+    for spec in OPS.values():
+        packet, info = getattr(torch.ops.cute, spec.name), _schema_info(spec)
+        propagator.register_op_strategy(packet.default, functools.partial(_strategy, spec), info)
+        propagator.register_op_strategy(packet.out, functools.partial(_refuse_out, spec), info)
