@@ -165,7 +165,7 @@ def warmup(op: str, *, tune: bool = False, **properties: Any) -> None:
     with torch.no_grad(), tuning.autotune() if tune else contextlib.nullcontext():
         args, kwargs = _example(spec, properties)
         call = spec.bind(*args, **kwargs)
-        spec.path.run(call, None)
+        spec.path.run(None, *call)
         torch.cuda.synchronize(call[0].device)
 
 
