@@ -56,9 +56,11 @@ class _FP4Linear(QuantLinear):
     def _multiply(self, rows: Tensor) -> Tensor:
         weight, block, alpha = self.weight.t(), self.format.block_size, self._alpha()
         if self.activations == "16bit":
-            return mm_fp4_weight_only(rows, weight, self.weight_scale, alpha, self.bias, block_size=block)
+            return mm_fp4_weight_only(
+                rows, weight, self.weight_scale, alpha, self.bias, block_size=block, static_weight=True
+            )
         a, a_scale = fp4_quantize(rows, self._input_global_scale(), block)
-        return mm_fp4(a, weight, a_scale, self.weight_scale, alpha, self.bias, rows.dtype, block)
+        return mm_fp4(a, weight, a_scale, self.weight_scale, alpha, self.bias, rows.dtype, block, static_weight=True)
 
     def _decoded(self) -> Tensor:
         """Codes times block scales, float32."""
@@ -272,7 +274,15 @@ class FP8BlockLinear(QuantLinear):
 
     def _multiply(self, rows: Tensor) -> Tensor:
         a, a_scale = fp8_quantize(rows, granularity="block128", scale_layout="column")
-        return mm_fp8_block(a, self.weight.t(), a_scale, self.weight_scale_inv, bias=self.bias, out_dtype=rows.dtype)
+        return mm_fp8_block(
+            a,
+            self.weight.t(),
+            a_scale,
+            self.weight_scale_inv,
+            bias=self.bias,
+            out_dtype=rows.dtype,
+            static_weight=True,
+        )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (N, K) that elements and scales stand for: computed in fp32, rounded once to ``dtype``."""
