@@ -26,7 +26,7 @@ class QuantLinear(nn.Module):
 
     What is computed is chosen at construction and never by the batch.
 
-    The weight is static to the GEMMs (``static_weight`` of :func:`mm_fp4`): it is complete before the first forward,
+    The weight is static to the GEMMs (their ``static_weight``): it is complete before the first forward,
     since whatever of this class writes it ends with one more launch. Code that writes the buffers itself has to have
     another launch, or a synchronisation, before the next forward.
 
