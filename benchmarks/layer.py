@@ -166,7 +166,11 @@ class W4A4(Layer):
 
     def multiply(self, name: str, rows: Any) -> Tensor:
         each: Any = self.linears[name]
-        return ops.mm_fp4(rows[0], each.weight.t(), rows[1], each.weight_scale, each.weight_scale_2, out_dtype=DTYPE)
+        return ops.mm_fp4(
+            *(rows[0], each.weight.t(), rows[1], each.weight_scale, each.weight_scale_2),
+            out_dtype=DTYPE,
+            static_weight=True,
+        )
 
 
 class FP8(Layer):
@@ -186,7 +190,9 @@ class FP8(Layer):
 
     def multiply(self, name: str, rows: Any) -> Tensor:
         each: Any = self.linears[name]
-        return ops.mm_fp8_block(rows[0], each.weight.t(), rows[1], each.weight_scale_inv, out_dtype=DTYPE)
+        return ops.mm_fp8_block(
+            rows[0], each.weight.t(), rows[1], each.weight_scale_inv, out_dtype=DTYPE, static_weight=True
+        )
 
 
 class W4A8(FP8):
@@ -197,7 +203,10 @@ class W4A8(FP8):
     def multiply(self, name: str, rows: Any) -> Tensor:
         each: Any = self.linears[name]
         return ops.mm_fp8_fp4(
-            rows[0], each.weight.t(), rows[1], each.weight_scale, out_dtype=DTYPE, block_size=each.format.block_size
+            *(rows[0], each.weight.t(), rows[1], each.weight_scale),
+            out_dtype=DTYPE,
+            block_size=each.format.block_size,
+            static_weight=True,
         )
 
 

@@ -10,7 +10,7 @@ from expected._fp8_gemm import Bounded, assert_close, fp8_weight, gemm
 
 _ARGUMENTS = (
     "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? offsets=None, Tensor? counts=None, "
-    "Tensor? alpha=None, Tensor? bias=None, ScalarType? out_dtype=None, str backend='auto'"
+    "Tensor? alpha=None, Tensor? bias=None, ScalarType? out_dtype=None, str backend='auto', bool static_weight=False"
 )
 SCHEMA = f"cute::grouped_mm_fp8({_ARGUMENTS}) -> Tensor"
 OUT_SCHEMA = f"cute::grouped_mm_fp8.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"

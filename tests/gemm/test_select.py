@@ -120,6 +120,7 @@ def test_keys_of_choices_differ():
     assert select.key_of(every[0], 8, gpu) == select.key_of(every[0], 5, gpu)
     assert select.key_of(every[0], 8, dataclasses.replace(gpu, name="another")) != keys[0]
     assert select.key_of(every[0], 8, HOPPER) is None
+    assert select.key_of(dataclasses.replace(every[0], static_weight=True), 8, gpu) == keys[0]  # but for this
 
 
 # What users ask

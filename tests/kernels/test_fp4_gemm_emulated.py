@@ -1,12 +1,26 @@
 """The kernels of FP4 GEMMs, executed thread for thread by the PTX emulator, against the CPU references."""
 
 import re
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from ptx import EmulationError, run_kernel
-from support.emulated import BLACKWELL, CONSUMER, CPU, HOPPER, PASSED, WAIT, changed, equal, poisoned
+from support.emulated import (
+    BLACKWELL,
+    CONSUMER,
+    CPU,
+    HOPPER,
+    INPUTS,
+    PASSED,
+    WAIT,
+    WEIGHT,
+    changed,
+    equal,
+    poisoned,
+    written_late,
+)
 from support.epilogues import finished, operands
 from support.kernel_grid import BF16, FP16, FP32, ExpertsCase, MmaCase, WgmmaCase
 
@@ -295,8 +309,11 @@ def activations(case: WgmmaCase | ExpertsCase, m: int, k: int) -> tuple[torch.Te
     return numbers.to(case.a_dtype), None
 
 
-def multiply_by_warpgroups(one: Wgmma, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernels leave in their output, and what the epilogue makes of the reference's sums."""
+def multiply_by_warpgroups(
+    one: Wgmma, edit: Any = None, late: tuple[str, ...] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernels leave in their output, and what the epilogue makes of the reference's sums. ``late``: arguments
+    that a kernel before them writes, which has not ended."""
     m, n, k = one.sizes
     torch.manual_seed(k)
     case = one.case
@@ -309,7 +326,9 @@ def multiply_by_warpgroups(one: Wgmma, edit: Any = None) -> tuple[torch.Tensor, 
     size = -(-m // case.tokens) * config.workspace_bytes(k, one.workers, shares=one.shares)
     workspace = None if config.arranges else poisoned(size, dtype=torch.uint8)
     given = fp4_wgmma.Arguments(a, a_scale, b.t(), scale, alpha, bias, out, workspace, one.workers, int(one.shares))
-    run_kernel(case.kernel, ARCHS[case.arch], *given, seed=one.seed, strict=True, edit=edit)
+    given, written = written_late(given, late or ())
+    before = None if late is None else written
+    run_kernel(case.kernel, ARCHS[case.arch], *given, seed=one.seed, strict=True, edit=edit, written_before=before)
     layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]
     sums = fp4_gemm(a, a_scale, b, scale, None, None, FP32, case.format, *layouts)
     return out, finished(sums, case.epilogue, alpha, bias)
@@ -320,6 +339,44 @@ def test_gemm_by_warpgroups(one: Wgmma) -> None:
     """Bit for bit where sums are exact; what is beyond the matrices is not read, or counts for nothing."""
     got, want = multiply_by_warpgroups(one, edit=None)
     assert torch.equal(got, want)
+
+
+# A cluster with several tiles, and more chunks than stages
+STATIC = [
+    wgmma(FP16, NVFP4, "128x4", "8x4", 8, epilogue=(BF16, "one", BF16), sizes=(3, 136, 1824), splits=1),
+    wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(FP16, "one"), sizes=(9, 136, 544), splits=2, a_dtype=FP16),
+]
+
+
+@pytest.mark.parametrize("one", STATIC)
+def test_a_static_weight(one: Wgmma) -> None:
+    """Nothing but the weight is read before the wait: the kernel before may still write it."""
+    got, want = multiply_by_warpgroups(is_static(one), late=INPUTS)
+    assert torch.equal(got, want)
+
+
+def test_whether_a_weight_is_read_before_the_wait() -> None:
+    """Only one that is static."""
+    (one,) = STATIC[1].values
+    got, want = multiply_by_warpgroups(one, late=(*WEIGHT, *INPUTS))
+    assert torch.equal(got, want)
+    for name in WEIGHT:
+        got, want = multiply_by_warpgroups(is_static(one), late=(name,))
+        assert not torch.equal(got, want), name
+
+
+def is_static(one: Wgmma) -> Wgmma:
+    return one._replace(case=replace(one.case, static_weight=True))
+
+
+def test_a_static_weight_is_one_more_kernel_only_where_it_is_read_ahead() -> None:
+    """Else the configurations are equal, and one kernel serves both."""
+    for tokens, splits, differs in ((8, 2, True), (32, 1, True), (8, 0, False), (64, 3, False)):
+        case = WgmmaCase(BF16, NVFP4, "128x4", None, tokens, Epilogue(BF16), splits)
+        assert (case.kernel.config != replace(case, static_weight=True).kernel.config) == differs
+        operands, arch = case.kernel.config.operands, ARCHS[case.arch]
+        given = {"operands": operands, "epilogue": case.epilogue, "tokens": tokens, "splits": splits, "arch": arch}
+        assert fp4_wgmma.plan(**given, pdl=False, static_weight=True) == fp4_wgmma.plan(**given, pdl=False)
 
 
 # GEMMs over experts

@@ -1,12 +1,13 @@
 """The kernel of FP8 activations and an FP4 weight, executed thread for thread by the PTX emulator."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from ptx import EmulationError, run_kernel
 from ptx.memory import Deadlock
-from support.emulated import CPU, PASSED, WAIT, changed, equal
+from support.emulated import CPU, INPUTS, PASSED, WAIT, WEIGHT, changed, equal, written_late
 from support.epilogues import finished, operands
 from support.kernel_grid import BF16, FP16, FP32, FP8FP4GemmCase
 
@@ -40,8 +41,11 @@ class Run(NamedTuple):
         return f"{self.case.id}-{'+'.join(map(str, self.counts))}x{self.n}x{self.k}{self.scales or ''}"
 
 
-def execute(run: Run, edit: Any = None, seed: int | None = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel leaves in its output, and what it should: poison in rows that no expert has."""
+def execute(
+    run: Run, edit: Any = None, seed: int | None = 0, late: tuple[str, ...] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel leaves in its output, and what it should: poison in rows that no expert has. ``late``: arguments
+    that a kernel before it writes, which has not ended."""
     torch.manual_seed(run.n)
     case, exact = run.case, run.scales is None
     formats = case.fmt, case.scale_layout
@@ -73,7 +77,9 @@ def execute(run: Run, edit: Any = None, seed: int | None = 0) -> tuple[torch.Ten
     out = torch.full_like(want, POISON)
     a, b, a_scale, b_scale, offsets, counts = args
     given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, run.max_ctas)
-    run_kernel(case.kernel, ARCHS[case.arch], *given, seed=seed, strict=True, edit=edit)
+    given, written = written_late(given, late or ())
+    before = None if late is None else written
+    run_kernel(case.kernel, ARCHS[case.arch], *given, seed=seed, strict=True, edit=edit, written_before=before)
     return out, want
 
 
@@ -103,6 +109,32 @@ def test_gemm(run: Run) -> None:
     """Bit for bit; nothing is written in rows of padding."""
     got, want = execute(run)
     assert torch.equal(got, want)
+
+
+# More blocks than stages; and a cluster, of which one CTA has no block
+STATIC = [
+    Run(case(NVFP4, "128x4", "plain", (16, 1), FP32), (5,), 72, 1344, 1),
+    Run(case(MXFP4, "linear", "plain", (16, 2), BF16, "column", BF16), (9,), 72, 64, 2),
+]
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in STATIC])
+def test_a_static_weight(run: Run) -> None:
+    """Nothing but the weight is read before the wait, its scales behind it: the kernel before may still write them."""
+    got, want = execute(is_static(run), late=("b_scale", *INPUTS))
+    assert torch.equal(got, want)
+
+
+def test_whether_a_weight_is_read_before_the_wait() -> None:
+    """Only one that is static."""
+    got, want = execute(STATIC[1], late=(*WEIGHT, *INPUTS))
+    assert torch.equal(got, want)
+    got, want = execute(is_static(STATIC[1]), late=("b",))
+    assert not torch.equal(got, want)
+
+
+def is_static(run: Run) -> Run:
+    return run._replace(case=replace(run.case, static_weight=True))
 
 
 FAR = {NVFP4: [(1, 0x80), (0x81, 0xFF)], MXFP4: [(100, 140)]}

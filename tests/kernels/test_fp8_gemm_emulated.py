@@ -8,7 +8,7 @@ import pytest
 import torch
 from ptx import EmulationError, run_kernel
 from ptx.memory import Deadlock
-from support.emulated import CPU, PASSED, WAIT, changed
+from support.emulated import CPU, INPUTS, PASSED, WAIT, WEIGHT, changed, written_late
 from support.epilogues import finished, operands
 from support.kernel_grid import BF16, FP8_LAYOUTS, FP16, FP32, FP8GemmCase
 
@@ -54,9 +54,11 @@ class Run(NamedTuple):
         return contiguous("", self.counts, self.n, self.k, CPU, exact=True, spare=9, counted=counted)
 
 
-def execute(run: Run, edit: Any = None, **changes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel leaves in its output, and what it should: poison in rows that no expert has. ``changes`` are made
-    to its configuration."""
+def execute(
+    run: Run, edit: Any = None, late: tuple[str, ...] | None = None, **changes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel leaves in its output, and what it should: poison in rows that no expert has. ``late``: arguments
+    that a kernel before it writes, which has not ended. ``changes`` are made to its configuration."""
     a, b, a_scale, b_scale, offsets, counts = operands_of(run)
     case, epilogue = run.case, run.case.epilogue
     if case.layout == "plain":
@@ -77,7 +79,9 @@ def execute(run: Run, edit: Any = None, **changes: int) -> tuple[torch.Tensor, t
         kernel = type(kernel)(dataclasses.replace(kernel.config, **changes))
         assert kernel.config.reason_unsupported(arch) is None
     given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, run.max_ctas)
-    run_kernel(kernel, arch, *given, seed=run.seed, strict=True, edit=edit)
+    given, written = written_late(given, late or ())
+    before = None if late is None else written
+    run_kernel(kernel, arch, *given, seed=run.seed, strict=True, edit=edit, written_before=before)
     return out, want
 
 
@@ -149,6 +153,43 @@ def test_gemm(run: Run) -> None:
     the columns, and behind alpha and bias, is not read: it is others', or nobody's."""
     got, want = execute(run)
     assert torch.equal(got, want)
+
+
+# More blocks than stages, and several tiles of a CTA; and clusters, of which one CTA has no block, and one no tile
+STATIC = [
+    Run(wgmma("plain", (16, 128, 1), FP32), (3,), 136, 1664, 1, seed=None),
+    Run(wgmma("plain", (16, 128, 2), BF16, "column", BF16), (5,), 136, 64, 6, seed=1),
+]
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in STATIC])
+def test_a_static_weight(run: Run) -> None:
+    """Nothing but the weight is read before the wait, its scales behind it: the kernel before may still write them."""
+    got, want = execute(is_static(run), late=("b_scale", *INPUTS))
+    assert torch.equal(got, want)
+
+
+def test_whether_a_weight_is_read_before_the_wait() -> None:
+    """Only one that is static."""
+    got, want = execute(STATIC[1], late=(*WEIGHT, *INPUTS))
+    assert torch.equal(got, want)
+    got, want = execute(is_static(STATIC[1]), late=("b",))
+    assert not torch.equal(got, want)
+
+
+def is_static(run: Run) -> Run:
+    return run._replace(case=dataclasses.replace(run.case, static_weight=True))
+
+
+def test_a_static_weight_is_one_more_kernel_only_where_it_is_read_ahead() -> None:
+    """Else the configurations are equal, and one kernel serves both."""
+    for layout, tile, differs in (
+        ("plain", (64, 128, 1), True),
+        ("plain", (128, 128, 1), False),
+        ("counted", (16, 128, 1), False),
+    ):
+        case = wgmma(layout, tile, BF16)
+        assert (case.kernel.config != dataclasses.replace(case, static_weight=True).kernel.config) == differs
 
 
 @pytest.mark.parametrize("layout", [layout for layout in FP8_LAYOUTS if layout != "plain"])

@@ -12,6 +12,7 @@ from support import spec, weights
 from support.layers import assert_compiles_once, assert_computes, assert_product
 from torch import nn
 
+import torch_cute_ops.nn.linear as linear_module
 from torch_cute_ops.nn import (
     FP8BlockLinear,
     FP8ChannelLinear,
@@ -69,6 +70,30 @@ def test_shapes_of_input(cls, activations):
     assert layer(x[:0]).shape == (0, 1, N)
     with pytest.raises(ValueError, match="expected"):
         layer(torch.randn(2, 2 * K).bfloat16())
+
+
+@pytest.mark.parametrize(("cls", "activations"), [kind for kind in KINDS if kind[0] in CLASSES[:3]])
+def test_the_weight_is_static(cls, activations, monkeypatch):
+    """The GEMM is told so; and whatever writes the weight ends with a launch before the next forward."""
+    given, written = [], []
+    for name in ("mm_fp4", "mm_fp4_weight_only", "mm_fp8_block"):
+        multiply = getattr(linear_module, name)
+        spy = lambda *args, multiply=multiply, **kwargs: given.append(kwargs) or multiply(*args, **kwargs)  # noqa: E731
+        monkeypatch.setattr(linear_module, name, spy)
+    monkeypatch.setattr(QuantLinear, "_complete", lambda layer: written.append(copy.deepcopy(layer._buffers)))
+    layer = quantised(cls, activations)
+    merged = merge([layer])
+    layer.to(torch.bfloat16)
+    layer.load_state_dict(quantised(cls, activations).state_dict())
+    assert len(written) == 5
+    for held, last in ((merged, written[1]), (layer, written[4])):
+        assert all(torch.equal(byte_view(last[name]), byte_view(held.get_buffer(name))) for name in last)
+    layer(torch.randn(2, K).bfloat16())
+    assert [kwargs["static_weight"] for kwargs in given] == [True]
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 def test_from_float_is_what_the_formats_say():

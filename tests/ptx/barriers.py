@@ -14,7 +14,7 @@ from ptx.values import Array, of_each
 if TYPE_CHECKING:
     from ptx.machine import Machine
 
-AT_WARP, AT_CLUSTER, FOR_COPIES = -1, -2, -3
+AT_WARP, AT_CLUSTER, FOR_COPIES, FOR_KERNEL = -1, -2, -3, -4
 """What a thread waits at, or for (``Machine.wait``); positive numbers are of instructions that only meet themselves."""
 
 

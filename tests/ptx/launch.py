@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,7 @@ def run_kernel(
     strict: bool = False,
     lenient: bool = False,
     edit: Callable[[str], str] | None = None,
+    written_before: Mapping[int, torch.Tensor] | None = None,
 ) -> list[Machine]:
     """Execute a kernel's launches on CPU tensors, which get the results.
 
@@ -74,6 +75,8 @@ def run_kernel(
         strict: whether only ``bar.warp.sync`` orders memory within a warp; see ``Machine``.
         lenient: for others' kernels; see ``Machine``.
         edit: changes the PTX first, for tests of tests.
+        written_before: what the kernel before writes, as late as it can (see ``Machine``), to some arguments, by their
+            numbers: tensors like these.
 
     Returns:
         The machine of each launch.
@@ -86,27 +89,38 @@ def run_kernel(
     programs = programs_of(edit(compiled.ptx)) if edit else compiled.programs
     memory = GlobalMemory()
     leaves, tensors = _flatten(kernel.arguments(), arguments, memory)
-    machines = []
+    machines: list[Machine] = []
+
+    def before() -> None:
+        for number, tensor in (written_before or {}).items():
+            address, given = tensors[number]
+            if (tensor.shape, tensor.stride(), tensor.dtype) != (given.shape, given.stride(), given.dtype):
+                raise TypeError(f"argument {number}: written as {tensor.dtype}{tuple(tensor.shape)}")
+            contents, _ = _bytes_of(tensor)
+            memory.contents(address, len(contents))[:] = contents
+
     sizes = {name: [param.size for param in program.params] for name, program in programs.items()}
     for name, launch in host_launches(compiled.module, leaves, sizes):
         if 0 in launch.grid:
             raise ValueError(f"{name}: a launch of no CTAs, {launch.grid}, which CUDA refuses")
-        machine = Machine(programs[name], launch, memory, seed, max_steps, strict, lenient)
+        # A second launch of the kernel's own waits for the first, which is over.
+        late = before if written_before is not None and not machines else None
+        machine = Machine(programs[name], launch, memory, seed, max_steps, strict, lenient, late)
         machines.append(machine)
         machine.run()
-    for address, tensor in tensors:
+    for address, tensor in tensors.values():
         _copy_back(memory, address, tensor)
     return machines
 
 
 def _flatten(
     specs: tuple, arguments: tuple, memory: GlobalMemory
-) -> tuple[list[list[Any]], list[tuple[int, torch.Tensor]]]:
-    """The values that the host function takes for each argument, and where the tensors are."""
+) -> tuple[list[list[Any]], dict[int, tuple[int, torch.Tensor]]]:
+    """The values that the host function takes for each argument, and where the tensors are, by their numbers."""
     if len(specs) != len(arguments):
         raise TypeError(f"{len(arguments)} arguments, not {len(specs)}")
     leaves: list[list[Any]] = []
-    tensors = []
+    tensors = {}
     dims: dict[Dim, int] = {}
     for i, (spec, value) in enumerate(zip(specs, arguments, strict=True)):
         if (spec is None) != (value is None):
@@ -130,7 +144,7 @@ def _flatten(
         contents, accessible = _bytes_of(value)
         address = memory.allocate(f"argument {i}", contents, spec.align, accessible)
         leaves.append([address, *dynamic])
-        tensors.append((address, value))
+        tensors[i] = address, value
     return leaves, tensors
 
 

@@ -11,12 +11,13 @@ memory that nobody wrote; two accesses to a byte of shared memory that no barrie
 to global memory, and warpgroup MMAs, of what was stored without ``fence.proxy.async``, and bulk copies to shared
 memory from which loads may still be under way (see ``races``); accesses to tensor memory that is not allocated, or out
 of order (see ``tensor_memory``); threads that end before their bulk copies have read, or their ``cp.async`` written;
-misuse of barriers; threads that wait for ever.
+misuse of barriers; threads that wait for ever; dependents that a thread releases before it has waited for the kernel
+before (``griddepcontrol``), and stores to global memory before that has ended.
 
 Not modelled: memory ordering beyond that (other fences do nothing, nor are there proxies elsewhere, nor order in global
-memory), registers of warpgroup MMAs and of ``tcgen05.ld`` before these are done, caches, timing, and
-``griddepcontrol``, which does nothing. ``mbarrier.try_wait`` blocks until it can succeed; but with a ``seed``, and
-where nothing else can run, it may time out once before it does.
+memory), registers of warpgroup MMAs and of ``tcgen05.ld`` before these are done, caches, and timing.
+``mbarrier.try_wait`` blocks until it can succeed; but with a ``seed``, and where nothing else can run, it may time out
+once before it does.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 
 import ptx.instructions  # noqa: F401  (makes the instructions known)
-from ptx.barriers import AT_WARP, Barriers
+from ptx.barriers import AT_WARP, FOR_KERNEL, Barriers
 from ptx.blocks import Block, blocks_of, find_live_registers, find_loads, granule
 from ptx.decoder import Decoder, Step
 from ptx.layout import GlobalMemory, Launch, Layout
@@ -63,6 +64,8 @@ class Machine(Layout):
     do too, for lanes that execute one instruction together have issued what came before it.
     ``lenient``: what PTX asks for and kernels of NVIDIA leave out is not asked for (see ``races``, ``tensor_memory``).
     That is for calibration with others' kernels; those of this project run without it.
+    ``before``: what the kernel before this one still writes. That ends as late as it can: when nothing can go on but
+    behind ``griddepcontrol.wait``. ``None``: it has ended.
     """
 
     def __init__(
@@ -74,8 +77,12 @@ class Machine(Layout):
         max_steps: int = 1_000_000,
         strict: bool = False,
         lenient: bool = False,
+        before: Callable[[], None] | None = None,
     ):
         super().__init__(program, launch, memory)
+        self.before = before
+        self.contents = [] if before is None else [region.data.copy() for region in memory.regions]
+        self.has_waited = np.zeros(self.threads, bool)
         self.random = None if seed is None else np.random.default_rng(seed)
         self.max_steps = max_steps
         self.strict, self.lenient = strict, lenient
@@ -115,6 +122,9 @@ class Machine(Layout):
                 if not running.any():
                     if self.under_way.copies:
                         self.under_way.execute_one()
+                        continue
+                    if self.before is not None:
+                        self._end_kernel_before()
                         continue
                     if (self.state == ENDED).all():
                         return
@@ -296,6 +306,30 @@ class Machine(Layout):
             return results, [(a & b) | (a & (second != decides)) | (b & (first != decides))]
         either = np.logical_or.reduce([which for which in strange if which is not None])
         return results, [either] * len(step.targets)
+
+    # The kernel before
+
+    def wait_for_kernel(self, threads: Array) -> Array:
+        """Wait for the end of the kernel before."""
+        if self.before is not None:
+            self.wait(threads, FOR_KERNEL)
+            return np.zeros(len(threads), bool)
+        self.has_waited[threads] = True
+        return np.ones(len(threads), bool)
+
+    def release_dependents(self, threads: Array) -> None:
+        early = np.flatnonzero(~self.has_waited[threads])
+        if len(early) and not self.lenient:
+            raise Fault(EmulationError, early[0], "releases dependents before it has waited for the kernel before")
+
+    def _end_kernel_before(self) -> None:
+        for region, contents in zip(self.global_memory.regions, self.contents, strict=True):
+            if not np.array_equal(region.data, contents):
+                raise EmulationError(f"{region.name} is written before the kernel before has ended")
+        before, self.before = self.before, None
+        assert before is not None
+        before()
+        self.retry(np.flatnonzero((self.state == WAITING) & (self.reason == FOR_KERNEL)))
 
     def _end(self, threads: Array) -> None:
         self.under_way.check_end(threads)

@@ -1,10 +1,23 @@
 """The PTX emulator, on small programs: control flow, warps, memory, barriers, races."""
 
+import struct
+
 import numpy as np
 import pytest
 from support.ptx_programs import AT, SEEDS, SLOT, entry, launch, zeros
 
-from ptx import Deadlock, EmulationError, Misaligned, OutOfBounds, Race, Uninitialised
+from ptx import (
+    Deadlock,
+    EmulationError,
+    GlobalMemory,
+    Launch,
+    Machine,
+    Misaligned,
+    OutOfBounds,
+    Race,
+    Uninitialised,
+    parse,
+)
 
 # Control flow and warps
 
@@ -298,3 +311,34 @@ def test_deadlock(body: str) -> None:
 def test_an_endless_loop_ends() -> None:
     with pytest.raises(EmulationError, match="steps"):
         launch(entry("L: bra L;", params=0), max_steps=1000)
+
+
+# The kernel before
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_what_the_kernel_before_writes_is_there_behind_the_wait(seed: int | None) -> None:
+    memory = GlobalMemory()
+    address = memory.allocate("p0", np.full(64, 3, np.uint32).view(np.uint8))
+
+    def before() -> None:
+        memory.contents(address, 256).view(np.uint32)[:] = 5
+
+    loads = "ld.global.u32 %r1, [%rd9]; griddepcontrol.wait; ld.global.u32 %r2, [%rd9];"
+    text = entry(f"{AT} {loads} mad.lo.u32 %r2, %r1, 16, %r2; st.global.u32 [%rd9], %r2;", params=1)
+    place = Launch((1, 1, 1), (64, 1, 1), [struct.pack("<Q", address)], (1, 1, 1))
+    Machine(parse(text), place, memory, seed, before=before).run()
+    assert (memory.contents(address, 256).view(np.uint32) == 3 * 16 + 5).all()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("griddepcontrol.launch_dependents; griddepcontrol.wait;", "releases dependents before it has waited"),
+        ("setp.eq.u32 %p0, %r0, 5; @!%p0 griddepcontrol.wait; griddepcontrol.launch_dependents;", "releases dep"),
+        ("st.global.u32 [%rd9], %r0; griddepcontrol.wait;", "p0 is written before the kernel before has ended"),
+    ],
+)
+def test_misuse_of_griddepcontrol(body: str, message: str) -> None:
+    with pytest.raises(EmulationError, match=message):
+        launch(entry(f"{AT} {body}", params=1), zeros(32), before=lambda: None)

@@ -1,6 +1,7 @@
 """What tests of emulated kernels share: poison, comparison by bits, and edits of PTX."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,11 +14,24 @@ HOPPER, BLACKWELL, CONSUMER = "sm_90a", "sm_100a", "sm_120a"
 WAIT = r"mbarrier\.try_wait\S*\s+(\w+),"
 PASSED = r"setp.eq.u32 \1, 0, 0;"
 """In place of a wait: it is over."""
+WEIGHT = ("b", "b_scale")
+INPUTS = ("a", "a_scale", "alpha", "bias")
+"""Arguments of a GEMM, by what ``static_weight`` says about them."""
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """What no kernel writes."""
     return torch.full((*shape, dtype.itemsize), POISON, dtype=torch.uint8).view(dtype).squeeze(-1)
+
+
+def written_late(given: Any, names: Sequence[str]) -> tuple[Any, dict[int, torch.Tensor]]:
+    """Arguments of which those of some names are poison, and for ``run_kernel`` what the kernel before writes there."""
+    written = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+    stale = {}
+    for name, tensor in written.items():
+        stale[name] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        stale[name].untyped_storage().fill_(POISON)
+    return given._replace(**stale), {given._fields.index(name): tensor for name, tensor in written.items()}
 
 
 def equal(name: str, got: torch.Tensor | None, want: torch.Tensor | None) -> None:

@@ -283,18 +283,21 @@ class WgmmaCase:
     width: int | None = None
     arch: str = "sm_90a"
     a_dtype: torch.dtype | None = None
+    static_weight: bool = False
 
     @property
     def id(self) -> str:
         sums = f"{self.tokens}by{self.splits}" if self.width is None else f"{self.tokens}of{self.width}"
-        return _fp4_gemm_id("wgmma", self, _activations_id(self), sums, _epilogue_id(self.epilogue))
+        kind = "wgmma-static" if self.static_weight else "wgmma"
+        return _fp4_gemm_id(kind, self, _activations_id(self), sums, _epilogue_id(self.epilogue))
 
     @property
     def kernel(self) -> Any:
         """As the backend builds it."""
         from torch_cute_ops.kernels import fp4_wgmma
 
-        config = _planned(fp4_wgmma, self, epilogue=self.epilogue, width=self.width, splits=self.splits)
+        given = {"epilogue": self.epilogue, "width": self.width, "splits": self.splits}
+        config = _planned(fp4_wgmma, self, **given, static_weight=self.static_weight)
         return fp4_wgmma.FP4WgmmaKernel(config)
 
 
@@ -379,10 +382,17 @@ def wgmma_cases(every: bool) -> list[WgmmaCase]:
         WgmmaCase(BF16, MXFP4, "128x4", None, tokens, Epilogue(FP16), splits, a_dtype=FP16)
         for tokens, splits in ((64, 0), (8, 2), (32, 1))
     ]
+    static = [
+        WgmmaCase(*kind, tokens, epilogue, splits, static_weight=True)
+        for kind, (tokens, splits), epilogue in zip(
+            (WARPGROUP_KINDS[1], WARPGROUP_KINDS[5]), ((8, 2), (32, 3)), PER_COLUMN[:2], strict=True
+        )
+    ]
     outs, widths = itertools.cycle((BF16, FP16, FP32)), itertools.cycle((256, 1024, 512))
     return (
         plain
         + rounded
+        + static
         + [
             WgmmaCase(*kind, tokens, Epilogue(next(outs)), width=next(widths))
             for kind, tokens in _together(WARPGROUP_KINDS, (16, 32, 64, 128), every)
@@ -519,11 +529,13 @@ class FP8GemmCase:
     tile: tuple[int, ...]
     epilogue: Epilogue
     arch: str = "sm_90a"
+    static_weight: bool = False
 
     @property
     def id(self) -> str:
         tile = "x".join(map(str, self.tile))
-        return "-".join((self.family, self.layout, tile, _epilogue_id(self.epilogue), self.arch))
+        static = ["static"] if self.static_weight else []
+        return "-".join((self.family, *static, self.layout, tile, _epilogue_id(self.epilogue), self.arch))
 
     @property
     def kernel(self) -> Any:
@@ -533,10 +545,11 @@ class FP8GemmCase:
         from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
         rows = ExpertLayout(*FP8_LAYOUTS[self.layout])
-        given = {"rows": rows, "epilogue": self.epilogue, "arch": GPU_ARCHS[self.arch], "pdl": True}
+        given: dict[str, Any] = {"rows": rows, "epilogue": self.epilogue, "arch": GPU_ARCHS[self.arch], "pdl": True}
         if self.family == "fp8_mma":
             return fp8_mma.FP8MmaKernel(fp8_mma.plan(tokens=self.tile[0], **given))
         names = ("tokens", "columns", "splits")
+        given["static_weight"] = self.static_weight
         return fp8_wgmma.FP8WgmmaKernel(fp8_wgmma.plan(**dict(zip(names, self.tile, strict=True)), **given))
 
 
@@ -550,11 +563,13 @@ class FP8FP4GemmCase:
     tile: tuple[int, int]
     epilogue: Epilogue
     arch: str = "sm_90a"
+    static_weight: bool = False
 
     @property
     def id(self) -> str:
         tile = "x".join(map(str, self.tile))
-        parts = ("fp8_fp4_wgmma", self.fmt.name, self.scale_layout, self.layout, tile, _epilogue_id(self.epilogue))
+        family = "fp8_fp4_wgmma-static" if self.static_weight else "fp8_fp4_wgmma"
+        parts = (family, self.fmt.name, self.scale_layout, self.layout, tile, _epilogue_id(self.epilogue))
         return "-".join((*parts, self.arch))
 
     @property
@@ -573,6 +588,7 @@ class FP8FP4GemmCase:
             splits=self.tile[1],
             arch=GPU_ARCHS[self.arch],
             pdl=True,
+            static_weight=self.static_weight,
         )
         return fp8_fp4_wgmma.FP8FP4WgmmaKernel(config)
 
@@ -597,6 +613,7 @@ def fp8_gemm_cases() -> list[FP8GemmCase]:
         FP8GemmCase("fp8_wgmma", "plain", (128, 128, 1), Epilogue(FP32, "column", FP32)),
         FP8GemmCase("fp8_wgmma", "masked", (128, 128, 1), Epilogue(FP32, "expert_column", FP32)),
     ]
+    cases.append(FP8GemmCase("fp8_wgmma", "plain", (64, 128, 2), PER_COLUMN[0], static_weight=True))
     for family, tile, arch in kinds:
         layout = next(layouts)
         cases.append(FP8GemmCase(family, layout, tile, next(by_column if layout == "plain" else by_expert), arch))
@@ -610,7 +627,7 @@ def fp8_fp4_gemm_cases() -> list[FP8FP4GemmCase]:
     layouts, scales = itertools.cycle(FP8_LAYOUTS), itertools.cycle(("128x4", "linear", "linear", "128x4"))
     by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])
     by_column = itertools.cycle(PER_COLUMN)
-    cases = []
+    cases = [FP8FP4GemmCase(NVFP4, "128x4", "plain", (64, 2), PER_COLUMN[0], static_weight=True)]
     for fmt, tile in itertools.product((NVFP4, MXFP4), fp8_fp4_wgmma.TILES):
         layout = next(layouts)
         epilogue = next(by_column if layout == "plain" else by_expert)

@@ -83,7 +83,8 @@ class GemmProblem:
         epilogue: what is done to a sum before it is stored.
         gated: whether the result is SwiGLU of two halves of the columns.
         out_format: FP4, if the result is quantised.
-        static_weight: whether the weight was complete before the preceding launch.
+        static_weight: the promise that the weight and its scales were complete before the previous launch on the
+            stream, and so may be read ahead of it.
     """
 
     a: Operand

@@ -1,6 +1,7 @@
 """Which backend computes a GEMM, and with which tactic."""
 
 import functools
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import torch
@@ -66,10 +67,12 @@ def reasons(problem: GemmProblem, target: Target) -> dict[str, str | None]:
 
 
 def key_of(problem: GemmProblem, m: int, target: Target) -> tuner.Key | None:
-    """What a tuned choice for ``m`` rows is stored under; ``None``: nothing is tuned for such a target."""
+    """What a tuned choice for ``m`` rows is stored under, whether or not the weight is static; ``None``: nothing is
+    tuned for such a target."""
     if target.name is None:
         return None
-    return tuner.Key("gemm", tuner.canonical(problem.described()), bucket(m), target.name, tuner.versions())
+    described = replace(problem, static_weight=False).described()
+    return tuner.Key("gemm", tuner.canonical(described), bucket(m), target.name, tuner.versions())
 
 
 def _tuned(problem: GemmProblem, m: int, target: Target) -> Choice | None:

@@ -40,6 +40,10 @@ class QuantLinear(nn.Module):
 
     What is computed is chosen at construction and never by the batch.
 
+    The weight is static to the GEMMs (their ``static_weight``): it is complete before the first forward,
+    since whatever of this class writes it ends with one more launch. Code that writes the buffers itself has to have
+    another launch, or a synchronisation, before the next forward.
+
     Args:
         in_features, out_features: K and N.
         bias: whether there is one. The GEMM adds it in fp32, before the one rounding.
@@ -132,6 +136,12 @@ class QuantLinear(nn.Module):
     def _derive(self) -> None:
         """Compute what follows from the buffers."""
 
+    def _complete(self) -> None:
+        """Put a launch between those that have written the weight and the next forward, which may read it ahead of the
+        launch before."""
+        if self.weight.is_cuda:
+            torch.empty(1, device=self.weight.device).fill_(0.0)
+
     def _set_derived(self, name: str, value: Tensor) -> None:
         """Write a buffer that is in no state dict: in place where it is there, because CUDA graphs may read it."""
         old = self._buffers.get(name)
@@ -179,13 +189,16 @@ class QuantLinear(nn.Module):
                 )
             layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
         layer._derive()
+        layer._complete()
         return layer
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         def move(tensor: Tensor) -> Tensor:
             return fn(tensor) if tensor is self.bias else _moved(fn, tensor)
 
-        return super()._apply(move, recurse)
+        super()._apply(move, recurse)
+        self._complete()
+        return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -215,6 +228,7 @@ class QuantLinear(nn.Module):
             held[prefix + name] = self._held(name, tensor)
         super()._load_from_state_dict(held, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         self._derive()
+        self._complete()
 
     # Use
 

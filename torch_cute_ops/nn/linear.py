@@ -63,9 +63,11 @@ class _FP4Linear(QuantLinear):
         if self.activations == "16bit":
             (a,) = operands
             out_dtype = None if dtype == a.dtype else dtype
-            return mm_fp4_weight_only(a, weight, self.weight_scale, alpha, self.bias, out_dtype, block_size=block)
+            return mm_fp4_weight_only(
+                a, weight, self.weight_scale, alpha, self.bias, out_dtype, block_size=block, static_weight=True
+            )
         a, a_scale = operands
-        return mm_fp4(a, weight, a_scale, self.weight_scale, alpha, self.bias, dtype, block)
+        return mm_fp4(a, weight, a_scale, self.weight_scale, alpha, self.bias, dtype, block, static_weight=True)
 
     def _decoded(self) -> Tensor:
         """Codes times block scales, float32."""
@@ -282,7 +284,8 @@ class FP8BlockLinear(QuantLinear):
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         a, a_scale = operands
-        return mm_fp8_block(a, self.weight.t(), a_scale, self.weight_scale_inv, bias=self.bias, out_dtype=dtype)
+        scale = self.weight_scale_inv
+        return mm_fp8_block(a, self.weight.t(), a_scale, scale, bias=self.bias, out_dtype=dtype, static_weight=True)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (N, K) that elements and scales stand for: computed in fp32, rounded once to ``dtype``."""

@@ -52,6 +52,7 @@ class GemmCall(NamedTuple):
     scale_format: str | None = None
     scale_layout: str = "128x4"
     backend: str = AUTO
+    static_weight: bool = False
 
     @property
     def result_dtype(self) -> torch.dtype:
@@ -303,7 +304,8 @@ class Gemm(CallPath[GemmCall]):
             alpha = _alpha_kind(call.alpha, self.over == "rows")
         if call.bias is not None:
             bias_dtype = call.bias.dtype
-        problem: GemmProblem = p.GemmProblem(a, b, n, k, p.Epilogue(call.result_dtype, alpha, bias_dtype), grouping)
+        epilogue = p.Epilogue(call.result_dtype, alpha, bias_dtype)
+        problem: GemmProblem = p.GemmProblem(a, b, n, k, epilogue, grouping, static_weight=call.static_weight)
         return problem
 
     def make_launcher(self, call: GemmCall, device: int) -> "GemmLauncher":
@@ -356,7 +358,7 @@ class Gemm(CallPath[GemmCall]):
         shown["out_dtype"] = call.result_dtype
         if self.b == "fp4":
             shown |= {name: getattr(call, name) for name in ("block_size", "scale_format", "scale_layout")}
-        return {**shown, "backend": call.backend}
+        return {**shown, "backend": call.backend, "static_weight": call.static_weight}
 
     def has_property(self, name: str) -> bool:
         if name == "experts":
@@ -388,6 +390,7 @@ class Gemm(CallPath[GemmCall]):
         scale_format: str | None = None,
         scale_layout: str = "128x4",
         backend: str = AUTO,
+        static_weight: bool = False,
         device: torch.device | int | str | None = None,
     ) -> Arguments:
         """A call with these static properties.
@@ -402,7 +405,7 @@ class Gemm(CallPath[GemmCall]):
             alpha: what calls pass: ``"one"`` element, one for each ``"column"``, ``"expert"`` or ``"expert_column"``;
                 ``None``: none.
             bias_dtype: of the bias that calls pass; ``None``: none.
-            out_dtype, block_size, scale_format, scale_layout, backend: as in the calls.
+            out_dtype, block_size, scale_format, scale_layout, backend, static_weight: as in the calls.
             device: of the tensors; ``None`` means the current CUDA device.
 
         Raises:
@@ -418,7 +421,7 @@ class Gemm(CallPath[GemmCall]):
 
         lead = (count, m) if masked else (m,)
         weights = (count, n) if self.over == "rows" else (n,)
-        given: dict[str, Any] = {"out_dtype": out_dtype, "backend": backend}
+        given: dict[str, Any] = {"out_dtype": out_dtype, "backend": backend, "static_weight": static_weight}
         blocks = FP8_BLOCK128.scales_per_row(k)
         if self.a == "fp8":
             given["a"] = zeros(*lead, k, dtype=torch.uint8).view(torch.float8_e4m3fn)

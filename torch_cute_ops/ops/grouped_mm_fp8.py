@@ -19,6 +19,7 @@ def grouped_mm_fp8(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
+    static_weight: bool = False,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -44,7 +45,7 @@ def grouped_mm_fp8(
             ``None`` means 1.
         bias: (E, N), float32 or the result's dtype: added in fp32 after ``alpha``, before the one rounding.
         out_dtype: bfloat16, float16 or float32; ``None`` means bfloat16.
-        backend: as for :func:`mm_fp8_block`.
+        backend, static_weight: as for :func:`mm_fp8_block`.
         out: tensor like the result to write into.
 
     Returns:

@@ -23,6 +23,7 @@ def grouped_mm_fp8_fp4(
     scale_format: ScaleFormat | None = None,
     scale_layout: WeightScaleLayout = "128x4",
     backend: str = "auto",
+    static_weight: bool = False,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -44,7 +45,7 @@ def grouped_mm_fp8_fp4(
             ``None`` means 1.
         bias: (E, N), float32 or the result's dtype: added in fp32 after ``alpha``, before the one rounding.
         out_dtype: bfloat16, float16 or float32; ``None`` means bfloat16.
-        block_size, scale_format, scale_layout, backend: as for :func:`mm_fp8_fp4`.
+        block_size, scale_format, scale_layout, backend, static_weight: as for :func:`mm_fp8_fp4`.
         out: tensor like the result to write into.
 
     Returns:

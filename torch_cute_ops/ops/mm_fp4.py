@@ -21,6 +21,7 @@ def mm_fp4(
     scale_format: ScaleFormat | None = None,
     scale_layout: FP4ScaleLayout = "128x4",
     backend: str = "auto",
+    static_weight: bool = False,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -45,6 +46,8 @@ def mm_fp4(
             detected, and give wrong numbers.
         backend: ``"auto"``: the fastest that :func:`autotune` measured, or else the one with the least estimated time;
             or the name of one that :func:`backends` lists.
+        static_weight: the promise that ``b`` and ``b_scale`` were complete before the previous launch on the stream, so
+            that they may be read ahead of it.
         out: tensor (M, N) to write into.
 
     Returns:

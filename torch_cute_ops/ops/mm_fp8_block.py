@@ -17,6 +17,7 @@ def mm_fp8_block(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
+    static_weight: bool = False,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -39,6 +40,8 @@ def mm_fp8_block(
         out_dtype: bfloat16, float16 or float32; ``None`` means bfloat16.
         backend: ``"auto"``: the fastest that :func:`autotune` measured, or else the one with the least estimated time;
             or the name of one that :func:`backends` lists.
+        static_weight: the promise that ``b`` and ``b_scale`` were complete before the previous launch on the stream, so
+            that they may be read ahead of it.
         out: tensor (M, N) to write into.
 
     Returns:

@@ -21,6 +21,7 @@ def mm_fp8_fp4(
     scale_format: ScaleFormat | None = None,
     scale_layout: WeightScaleLayout = "128x4",
     backend: str = "auto",
+    static_weight: bool = False,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -48,7 +49,7 @@ def mm_fp8_fp4(
         out_dtype: bfloat16, float16 or float32; ``None`` means bfloat16.
         block_size, scale_format: as for :func:`mm_fp4`.
         scale_layout: of ``b_scale``, as for :func:`mm_fp4_weight_only`.
-        backend: as for :func:`mm_fp4`.
+        backend, static_weight: as for :func:`mm_fp4`.
         out: tensor (M, N) to write into.
 
     Returns:

@@ -20,6 +20,7 @@ def moe_fc2_fp4(
     scale_format: ScaleFormat | None = None,
     scale_layout: FP4ScaleLayout = "128x4",
     backend: str = "auto",
+    static_weight: bool = False,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -45,7 +46,7 @@ def moe_fc2_fp4(
         block_size, scale_format: as for :func:`mm_fp4`.
         scale_layout: ``"linear"``, ``"128x4"`` or ``"8x4"``. Scales in another layout whose shape is the same cannot be
             detected, and give wrong numbers.
-        backend: as for :func:`mm_fp4`.
+        backend, static_weight: as for :func:`mm_fp4`.
         out: tensor (M, N) to write into.
 
     Returns:

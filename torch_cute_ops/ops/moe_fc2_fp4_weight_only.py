@@ -20,6 +20,7 @@ def moe_fc2_fp4_weight_only(
     scale_format: ScaleFormat | None = None,
     scale_layout: WeightScaleLayout = "128x4",
     backend: str = "auto",
+    static_weight: bool = False,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -45,7 +46,7 @@ def moe_fc2_fp4_weight_only(
         block_size, scale_format: as for :func:`mm_fp4`.
         scale_layout: ``"linear"`` or ``"128x4"``; as for :func:`mm_fp4_weight_only`, another of the same shape is not
             detected.
-        backend: as for :func:`mm_fp4`.
+        backend, static_weight: as for :func:`mm_fp4`.
         out: tensor (M, N) to write into.
 
     Returns:

@@ -20,6 +20,7 @@ def grouped_mm_fp8(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
+    static_weight: bool = False,
 ) -> torch.Tensor:
     """``mm_fp8_block`` of each expert's rows, with its ``alpha`` and bias; zero in other rows; see
     the op's docstring."""

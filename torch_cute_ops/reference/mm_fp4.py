@@ -26,7 +26,11 @@ def mm_fp4(
 
 
 def formats_of(
-    block_size: int = 16, scale_format: str | None = None, scale_layout: str = "128x4", backend: str = "auto"
+    block_size: int = 16,
+    scale_format: str | None = None,
+    scale_layout: str = "128x4",
+    backend: str = "auto",
+    static_weight: bool = False,
 ) -> tuple[FP4Format, ScaleLayout, ScaleLayout]:
     """The format of both operands, and the scale layouts of the activations and of the weight."""
     layout = resolve_scale_layout(scale_layout)

@@ -16,6 +16,7 @@ def mm_fp8_block(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
+    static_weight: bool = False,
 ) -> torch.Tensor:
     """``alpha · a @ b + bias`` of e4m3 matrices under block scales, (M, N) in ``out_dtype``; see the op's docstring."""
     factors = factors_of_columns(b_scale, b.shape[1])

@@ -114,11 +114,32 @@ def _trap(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 
 @effect(
-    "griddepcontrol.wait griddepcontrol.launch_dependents fence membar prefetch prefetchu nanosleep setmaxnreg"
+    "fence membar prefetch prefetchu nanosleep setmaxnreg"
     " cp.async.bulk.prefetch discard applypriority pragma wgmma.fence"
 )
 def _no_effect(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     return Step(ins, [], [], nothing)
+
+
+@effect("griddepcontrol.wait")
+def _wait_for_kernel(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    if d.machine.before is not None:
+        return Step(ins, [], [], d.machine.wait_for_kernel, "block")
+
+    def run(threads: Array) -> tuple:
+        d.machine.wait_for_kernel(threads)
+        return ()
+
+    return Step(ins, [], [], run)
+
+
+@effect("griddepcontrol.launch_dependents")
+def _launch_dependents(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    def run(threads: Array) -> tuple:
+        d.machine.release_dependents(threads)
+        return ()
+
+    return Step(ins, [], [], run)
 
 
 @effect("fence.proxy.async")

@@ -193,4 +193,5 @@ def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_wgmma.Confi
         splits=split if _clusters(problem, tactic) else 0,
         arch=arch,
         pdl=settings.PDL,
+        static_weight=problem.static_weight,
     )

@@ -56,6 +56,7 @@ class FP8FP4Wgmma(FP8Backend):
             splits=tile.splits,
             arch=arch,
             pdl=settings.PDL,
+            static_weight=problem.static_weight,
         )
         return (KernelSpec(fp8_fp4_wgmma.KERNEL, config),)
 

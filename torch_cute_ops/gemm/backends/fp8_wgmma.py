@@ -68,6 +68,7 @@ class FP8Wgmma(FP8Backend):
             splits=tile.splits,
             arch=arch,
             pdl=settings.PDL,
+            static_weight=problem.static_weight,
         )
         return (KernelSpec(fp8_wgmma.KERNEL, config),)
 

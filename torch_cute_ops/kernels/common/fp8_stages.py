@@ -39,6 +39,9 @@ class FP8TilesConfig:
             there are, which take the stages in turns.
         row_ctas: CTAs of a cluster whose rows of ``a`` follow each other, beside the same columns: a tile is one of
             each.
+        pdl: whether launches are programmatic dependent launches.
+        static_weight: whether the weight was complete before the previous launch, where that makes a difference: with
+            ``pdl``, in tiles of few rows without experts, whose rows are not known before the wait.
         store_bytes: shared memory in which lines of the result are assembled, or partial sums exchanged.
     """
 
@@ -52,8 +55,15 @@ class FP8TilesConfig:
     scales_ahead: int
     own_bytes: int
     helpers: int
+    pdl: bool
+    static_weight: bool
     row_ctas: int = 1
     teams: int = 1
+
+    @staticmethod
+    def reads_ahead(rows: ExpertLayout, tokens: int, pdl: bool) -> bool:
+        """Whether the producer of such a kernel reads a static weight before the wait."""
+        return pdl and rows.is_plain and tokens <= GROUP_ROWS
 
     @property
     def full_arrivals(self) -> int:

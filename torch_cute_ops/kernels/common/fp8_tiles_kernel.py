@@ -192,7 +192,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
                 cute.arch.mbarrier_init(smem.left, 4 * GROUPS * c.splits)
                 cute.arch.mbarrier_init(smem.read, 4 * GROUPS * c.splits)
         cute.arch.mbarrier_init_fence()
-        if const_expr(c.pdl):
+        if const_expr(c.pdl and not c.static_weight):
             cute.arch.griddepcontrol_wait()
         if const_expr(c.cluster > 1):
             # The barriers of all CTAs are initialised before any is used.
@@ -225,6 +225,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
                 if warp == 4 * GROUPS:
                     self._produce(a_map, b_map, tid % 32, share, smem)
                 else:
+                    self._wait_if_static()
                     self._produce_scales(warp - (4 * GROUPS + 1), tid % 32, share, smem)
             elif const_expr(c.helpers):
                 cute.arch.setmaxregister_decrease(c.registers[2])
@@ -232,11 +233,18 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
                 self._help(helper // c.helpers, helper % c.helpers, tid % 32, share, smem)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
+            self._wait_if_static()
             self._consume(tid, share, smem)
         if const_expr(c.cluster > 1):
             # No CTA may end while another still uses its shared memory.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    def _wait_if_static(self) -> None:
+        """Wait for the kernels before this one, where the CTA as a whole has not. Helpers need no wait: they touch
+        nothing but shared memory."""
+        if self.config.static_weight:
+            cute.arch.griddepcontrol_wait()
 
     def _free(self, stage, lane, smem) -> None:
         """Free a stage that the warp has read; all its lanes have read the scales."""
@@ -266,7 +274,11 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
 
     @cute.jit
     def _produce(self, a_map, b_map, lane, share, smem):
-        """The producer warp: copy every K block of the CTA's tiles, in order."""
+        """The producer warp: copy every K block of the CTA's tiles, in order.
+
+        Of a static weight, the first tile's blocks that the ring has room for are copied before the kernel before this
+        one has ended (``kernels.common.pdl``). Their barriers expect the activations too, which are copied after that.
+        """
         c = self.config
         tokens = self._activations(smem.tokens, c.box_rows, c.stages * c.boxes)
         tokens = cute.group_modes(tokens, 0, 2)
@@ -275,6 +287,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         policy = {"cache_policy": Int64(ptx.EVICT_FIRST)} if c.streams_weight else {}
         # With parity 1, a stage that was never used counts as free.
         stage, parity = Int32(0), Int32(1)
+        ahead = Int32(0)  # blocks whose weight is on its way
         for number in range(share.first, share.count, share.workers):
             expert, row, rows, column = self._find(number, lane, share, smem)
             # Rows begin anywhere.
@@ -285,19 +298,43 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
             columns_to, columns_from = cpasync.tma_partition(b_map[0], 0, one, columns, cute.group_modes(tiled, 0, 3))
             boxes = cutlass.max(cutlass.min(cute.ceil_div(rows, c.box_rows), Int32(c.boxes)), Int32(0))
             size = c.copied_columns * c.line + boxes * (c.box_rows * BLOCK)
+            record = row, rows, column, expert if const_expr(c.tells_expert) else 0
+            if const_expr(c.static_weight):
+                if number == share.first:
+                    ahead = cutlass.min(share.end - share.begin, Int32(c.stages))
+                    for i in cutlass.range(ahead, unroll=1):
+                        self._expect(record, size, i, smem)
+                        source, to = columns_from[None, share.begin + i], columns_to[None, i]
+                        cute.copy(b_map[0], source, to, tma_bar_ptr=smem.arrived + i, **policy)
+                    cute.arch.griddepcontrol_wait()
             for block in cutlass.range(share.begin, share.end, unroll=1):
-                ptx.wait(smem.free + stage, parity)
+                if const_expr(c.static_weight):
+                    if ahead > 0:
+                        ahead -= 1
+                    else:
+                        ptx.wait(smem.free + stage, parity)
+                        self._expect(record, size, stage, smem)
+                        source, to = columns_from[None, block], columns_to[None, stage]
+                        cute.copy(b_map[0], source, to, tma_bar_ptr=smem.arrived + stage, **policy)
+                else:
+                    ptx.wait(smem.free + stage, parity)
+                    self._expect(record, size, stage, smem)
                 barrier = smem.arrived + stage
-                with cute.arch.elect_one():
-                    record = row, rows, column, expert if const_expr(c.tells_expert) else 0
-                    store_words([Uint32(word) for word in record], self._record(stage, smem))
-                    cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
                 for box in range_constexpr(c.boxes):
                     if box < boxes:
                         to = tokens_to[None, stage * c.boxes + box]
                         cute.copy(a_map[0], tokens_from[None, box, block], to, tma_bar_ptr=barrier)
-                cute.copy(b_map[0], columns_from[None, block], columns_to[None, stage], tma_bar_ptr=barrier, **policy)
+                if const_expr(not c.static_weight):
+                    source, to = columns_from[None, block], columns_to[None, stage]
+                    cute.copy(b_map[0], source, to, tma_bar_ptr=barrier, **policy)
                 stage, parity = next_stage(stage, parity, c.stages)
+
+    def _expect(self, record: tuple, size, stage, smem) -> None:
+        """Store a stage's record, and have its barrier expect so many bytes."""
+        barrier = smem.arrived + stage
+        with cute.arch.elect_one():
+            store_words([Uint32(word) for word in record], self._record(stage, smem))
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
 
     @cute.jit
     def _produce_scales(self, own, lane, share, smem):

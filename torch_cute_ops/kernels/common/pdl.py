@@ -1,4 +1,15 @@
-"""Programmatic dependent launch."""
+"""Programmatic dependent launch, and what may be read before the wait.
+
+A kernel starts when every CTA of the one before it has released its dependents, or ended. All kernels of this package
+release them only behind a wait of their own, which returns when the kernel before them has ended, with its stores
+visible. So while a kernel has not waited, at most the one before it is under way: what was complete before that one
+was launched can be read, and nothing else. Nothing is written before the wait, because the kernel before may read it.
+
+That is what ``static_weight`` of the GEMMs promises: the weight and its scales were complete before the previous
+launch. A weight that the previous launch writes is not. It is also why the second kernel of an op may read the op's
+inputs ahead of the first one's end: they were complete before that one passed its wait, and it releases its dependents
+behind it.
+"""
 
 import cutlass.cute as cute
 

@@ -653,15 +653,15 @@ class FP4ExpertsKernel:
         c = self.config
         threads = c.warps * WARP
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+        if const_expr(c.pdl and c.scans):
+            # The kernel that lists tokens clears the flags; and it has to have ended before the next one starts.
+            cute.arch.griddepcontrol_wait()
         if const_expr(c.pdl):
             if (part == 1) | (share.ends[1] == 0) | (c.classes == 1):
                 cute.arch.griddepcontrol_launch_dependents()
         if const_expr(c.classes == 1):
             self._write(share.slices[0], tid, share, smem)
         else:
-            if const_expr(c.pdl and c.scans):
-                # The kernel that lists tokens clears the flags.
-                cute.arch.griddepcontrol_wait()
             if share.ends[part] < c.classes:
                 self._leave(tid, share, smem)
             else:

@@ -84,6 +84,8 @@ class Config:
         stages: stages of the weight's ring.
         token_stages: stages of the activations' ring.
         pdl: whether launches are programmatic dependent launches.
+        static_weight: whether the weight was complete before the previous launch, where that makes a difference: with
+            ``pdl``, where no kernel of its own rearranges the activations.
     """
 
     operands: FP4Operands
@@ -94,6 +96,7 @@ class Config:
     stages: int
     token_stages: int
     pdl: bool
+    static_weight: bool
 
     @property
     def groups(self) -> int:
@@ -199,12 +202,14 @@ def plan(
     splits: int = 0,
     arch: Arch,
     pdl: bool,
+    static_weight: bool = False,
 ) -> Config | None:
     """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if none does."""
+    ahead = static_weight and pdl and arranges(tokens, splits)
     for stages in range(6, 2, -1):
         # As many chunks in flight as in the ring of the weight, in wide tiles fewer.
         wanted = stages if tokens <= 32 else {64: 8, 128: 7, 256: 5}[tokens] // span_of(tokens, width)
-        config = Config(operands, epilogue, width, tokens, splits, stages, wanted, pdl)
+        config = Config(operands, epilogue, width, tokens, splits, stages, wanted, pdl, ahead)
         if config.reason_unsupported(arch) is None:
             return config
     return None

@@ -257,6 +257,9 @@ class FP4WgmmaKernel:
             self._take_registers(c.registers[0])
             if const_expr(c.pdl):
                 cute.arch.griddepcontrol_wait()
+                if const_expr(c.static_weight):
+                    # The kernel before this one has ended, so those before it have, and the next may start.
+                    cute.arch.griddepcontrol_launch_dependents()
             self._consume(self.epilogue.factor(alpha), tid, part, smem)
 
     def _take_registers(self, count: int) -> None:
@@ -297,12 +300,14 @@ class FP4WgmmaKernel:
         """The producer warp: copy everything that the worker multiplies, in that order.
 
         Where another kernel rearranges the activations, the first stages of the weight are filled before it has ended.
-        That is safe because it lets this kernel start only when it has waited for all kernels before it.
+        That is safe because it lets this kernel start only when it has waited for all kernels before it. A static
+        weight needs no wait here either (``kernels.common.pdl``), and this warp reads nothing else.
         """
         c = self.config
         loaded = Int32(0)
         if const_expr(c.pdl and c.arranges):
-            cute.arch.griddepcontrol_wait()
+            if const_expr(not c.static_weight):
+                cute.arch.griddepcontrol_wait()
         elif const_expr(c.pdl):
             unit = part.end
             ahead = cutlass.min(part.end - part.begin, Int32(c.stages))
@@ -441,7 +446,7 @@ class FP4WgmmaKernel:
                 warpgroup.wait_group(0)
                 ptx.arrive_if(smem.tokens_free + state[4], consumer.leads)
             unit -= count
-            if const_expr(c.pdl):
+            if const_expr(c.pdl and not c.static_weight):
                 if unit <= part.begin:
                     cute.arch.griddepcontrol_launch_dependents()
             if const_expr(c.splits > 1):

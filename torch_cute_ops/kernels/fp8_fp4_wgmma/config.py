@@ -126,11 +126,14 @@ def plan(
     splits: int = 1,
     arch: Arch,
     pdl: bool,
+    static_weight: bool = False,
 ) -> Config | None:
     """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this."""
     row_ctas = 2 if tokens == PAIR else 1
+    ahead = static_weight and Config.reads_ahead(rows, tokens, pdl)
     for stages in range(MOST_STAGES, 1, -1):
-        config = Config(rows, epilogue, tokens // row_ctas, COLUMNS, splits, stages, pdl, fmt, layout, row_ctas)
+        sizes = tokens // row_ctas, COLUMNS, splits, stages
+        config = Config(rows, epilogue, *sizes, pdl, ahead, fmt, layout, row_ctas)
         if config.reason_unsupported(arch) is None:
             return config
     return None

@@ -10,7 +10,8 @@ tile start while the one before is multiplied.
    have 64 elements; TMA fills the rest with zeros. The producer also finds the tiles, and records in each stage which
    one it belongs to. The scale warps take the K blocks in turn; each loads the scales of several blocks at once and
    stores those of each in its stage: rows of ``a_scale`` begin anywhere, which bulk copies cannot do. (With one scale
-   warp, all others waited for its loads.)
+   warp, all others waited for its loads.) In tiles of few rows without experts, the producer starts to copy a static
+   weight before the kernel before this one has ended.
 2. A consumer multiplies 64 rows of the M side by all of the N side, four k32 steps, into registers. Tensor cores add up
    e4m3 products with less than fp32's precision. So each block's sums are taken out, multiplied by both scales, and
    added to the totals in fp32. The MMAs of two blocks are started together: the first block's sums are added while the

@@ -33,7 +33,7 @@ class Config(FP8TilesConfig):
         tokens, columns, splits: one of ``TILES``: rows of ``a`` and of ``b`` of a tile, and CTAs of a cluster, which
             share the k of a tile.
         stages: K blocks in flight.
-        pdl: whether launches are programmatic dependent launches.
+        pdl, static_weight: as for ``FP8TilesConfig``.
     """
 
     rows: ExpertLayout
@@ -43,6 +43,7 @@ class Config(FP8TilesConfig):
     splits: int
     stages: int
     pdl: bool
+    static_weight: bool
     line: ClassVar[int] = BLOCK
     scales_ahead: ClassVar[int] = 4
     helpers: ClassVar[int] = 0
@@ -108,11 +109,20 @@ MOST_STAGES: Final = 12
 
 
 def plan(
-    *, rows: ExpertLayout, epilogue: Epilogue, tokens: int, columns: int, splits: int = 1, arch: Arch, pdl: bool
+    *,
+    rows: ExpertLayout,
+    epilogue: Epilogue,
+    tokens: int,
+    columns: int,
+    splits: int = 1,
+    arch: Arch,
+    pdl: bool,
+    static_weight: bool = False,
 ) -> Config | None:
     """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this."""
+    ahead = static_weight and Config.reads_ahead(rows, tokens, pdl)
     for stages in range(MOST_STAGES, 1, -1):
-        config = Config(rows, epilogue, tokens, columns, splits, stages, pdl)
+        config = Config(rows, epilogue, tokens, columns, splits, stages, pdl, ahead)
         if config.reason_unsupported(arch) is None:
             return config
     return None

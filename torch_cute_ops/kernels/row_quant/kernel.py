@@ -9,7 +9,7 @@ from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TENSOR, FP8_TOKEN
-from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common import pdl, ptx
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES
 from torch_cute_ops.kernels.common.expert_rows import fill_table, table_at
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
@@ -188,8 +188,7 @@ class RowQuantKernel:
         cute.arch.mbarrier_init_fence()
         # For compute-sanitizer's racecheck, which attributes the initialisation to the whole warp.
         cute.arch.sync_warp()
-        if const_expr(c.pdl):
-            cute.arch.griddepcontrol_wait()
+        pdl.start(c.pdl)
         if const_expr(p.has_table):
             fill_table(s.experts, offsets, counts, input.shape[0], tid, c.threads)
             cute.arch.sync_threads()
@@ -220,8 +219,6 @@ class RowQuantKernel:
                 self.rows.issue_first(place, after, t, s)
         else:
             self.rows.issue_first(place, after, t, s)
-        if const_expr(c.pdl):
-            cute.arch.griddepcontrol_launch_dependents()
         if const_expr(not p.layout.is_linear):
             self.scales.zero_padding_rows(t)
         g = None

@@ -186,8 +186,9 @@ class GemmSamples:
         yield self.sample("format-named-ue8m0", *sizes, MXFP4, "128x4", device, scale_format="ue8m0")
         for backend in ("auto", "reference"):
             yield self.sample(f"backend-{backend}", *sizes, NVFP4, "128x4", device, backend=backend)
+        yield self.sample("static-weight", *sizes, NVFP4, "128x4", device, static_weight=True)
         sample = self.sample("positional", *sizes, NVFP4, "128x4", device)
-        rest = (torch.float16, 16, "e4m3", "128x4", "auto")
+        rest = (torch.float16, 16, "e4m3", "128x4", "auto", True)
         yield replace(sample, args=(*sample.args, *self._positional(sample, device), *rest), kwargs={})
 
     def _positional(self, sample: Sample, device: torch.device) -> tuple[torch.Tensor, ...]:

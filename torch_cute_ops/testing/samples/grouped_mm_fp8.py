@@ -124,6 +124,7 @@ def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
     yield from _epilogues(device)
     for backend in ("auto", "reference"):
         yield contiguous(f"backend-{backend}", [4, 3], 24, 256, device, backend=backend)
+    yield contiguous("static-weight", [4, 3], 24, 256, device, static_weight=True)
     yield contiguous("aligned-to-128", [5, 0, 129], 136, 128, device, alignment=128)
     yield contiguous("packed", [5, 0, 19, 64], 136, 128, device, alignment=1)
     yield contiguous("spare-rows", [5, 9], 136, 128, device, spare=200)

@@ -76,6 +76,7 @@ def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
     yield contiguous("no-rows", NVFP4, "128x4", [0, 0], 24, 128, device)
     for backend in ("auto", "reference"):
         yield contiguous(f"backend-{backend}", NVFP4, "128x4", [4, 3], 24, 256, device, backend=backend)
+    yield contiguous("static-weight", NVFP4, "128x4", [4, 3], 24, 256, device, static_weight=True)
     yield from scale_values(
         lambda name, fmt, layout, **weight: contiguous(
             name, fmt, layout, [5, 130], 72, 384, device, out_dtype=torch.float32, **weight
@@ -110,7 +111,7 @@ def _views(device: torch.device) -> Iterator[Sample]:
     ):
         yield replace(one, name=name, args=args)
     alpha, bias = torch.rand(2, 2, 24, device=device)
-    rest = (torch.float16, 16, "e4m3", "linear", "auto")
+    rest = (torch.float16, 16, "e4m3", "linear", "auto", True)
     yield replace(one, name="positional", args=(*one.args, alpha, bias, *rest), kwargs={})
 
 

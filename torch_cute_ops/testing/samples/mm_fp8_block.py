@@ -69,6 +69,8 @@ def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
         yield sample(name, *sizes, device)
     for backend in ("auto", "reference"):
         yield sample(f"backend-{backend}", 9, 24, 256, device, backend=backend)
+    for name, m in (("few", 5), ("many", 130)):
+        yield sample(f"static-weight-for-{name}-rows", m, 136, 1344, device, static_weight=True)
     yield from _values(device)
     yield from _epilogues(device)
     yield from _views(device)
@@ -135,7 +137,7 @@ def _views(device: torch.device) -> Iterator[Sample]:
     ):
         yield Sample(name, args, {})
     alpha, bias = torch.rand(2, n, device=device)
-    yield Sample("positional", (*one.args, alpha, bias, torch.float16, "auto"), {})
+    yield Sample("positional", (*one.args, alpha, bias, torch.float16, "auto", True), {})
     yield Sample("same-tensor", (square := integers(128, 128, device=device), square.t(), *_ones(device)), {})
 
 

@@ -56,6 +56,7 @@ def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
         yield sample(name, *sizes, FORMATS[i % 2], "128x4", device)
     for backend in ("auto", "reference"):
         yield sample(f"backend-{backend}", 9, 24, 256, NVFP4, "128x4", device, backend=backend)
+    yield sample("static-weight", 5, 136, 1344, NVFP4, "128x4", device, static_weight=True)
     for m in (5, 130):
         yield from scale_values(
             lambda name, fmt, layout, m=m, **weight: sample(
@@ -101,7 +102,7 @@ def _views(device: torch.device) -> Iterator[Sample]:
     yield replace(one, args=(*one.args[:3], one.args[3].view(torch.float8_e8m0fnu)))
     one = sample("positional", m, n, k, NVFP4, "128x4", device)
     alpha, bias = torch.rand(2, n, device=device)
-    yield replace(one, args=(*one.args, alpha, bias, torch.float16, 16, "e4m3", "128x4", "auto"), kwargs={})
+    yield replace(one, args=(*one.args, alpha, bias, torch.float16, 16, "e4m3", "128x4", "auto", True), kwargs={})
 
 
 def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:

@@ -1,0 +1,159 @@
+"""Weights that the launch before writes, and static ones, on a GPU: what may overlap with dependent launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+import torch_cute_ops
+from torch_cute_ops.nn import MXFP4Linear
+
+pytestmark = pytest.mark.gpu
+
+N, K = 1024, 2048
+COUNT, REPLAYS, EAGER = 500, 200, 8
+"""Chains of a graph, or an eager round, and how often those are run: 100,000 captured and 4,000 eager."""
+E2M1 = (0, 1, 2, 3, 4, 6)
+
+Round = Callable[[int, torch.Tensor], None]
+"""Computes the ``i``-th result of a chain."""
+
+
+def fp4_numbers(*shape: int) -> torch.Tensor:
+    """Numbers that FP4 holds exactly, under block scales of 1."""
+    magnitudes = torch.tensor(E2M1, device="cuda")[torch.randint(0, len(E2M1), shape, device="cuda")]
+    numbers = magnitudes * (torch.randint(0, 2, shape, device="cuda") * 2 - 1)
+    numbers[..., ::16] = 6
+    return numbers.bfloat16()
+
+
+def whole_numbers(*shape: int) -> torch.Tensor:
+    return torch.randint(-8, 9, shape, device="cuda").bfloat16()
+
+
+def wants(activations: list[torch.Tensor], weights: list[torch.Tensor]) -> torch.Tensor:
+    """The results, which alternate: whole numbers, so that any order of the sum gives them."""
+    return torch.stack([(a.double() @ b.double().t()).float() for a, b in zip(activations, weights, strict=True)])
+
+
+def check(one: Round, want: torch.Tensor) -> None:
+    """Every result of a graph that is replayed, and of eager calls, is the one of its weight and activations."""
+    outs = torch.empty((COUNT, *want.shape[1:]), device="cuda")
+    every = want.repeat(COUNT // 2, 1, 1)
+
+    def run() -> None:
+        for i, out in enumerate(outs):
+            one(i % 2, out)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for launch, times in ((graph.replay, REPLAYS), (run, EAGER)):
+        for _ in range(times):
+            outs.fill_(torch.nan)
+            launch()
+            wrong += (outs != every).any((1, 2)).sum()
+    assert wrong.item() == 0
+
+
+def fp4_chain(m: int, name: str, is_16_bit: bool, static: bool) -> tuple[Round, torch.Tensor]:
+    """Quantise the weight; quantise the activations, if they are in FP4, or if there has to be a launch between, any;
+    multiply. Without that launch between, the weight is written by the launch before the GEMM."""
+    weights = [fp4_numbers(N, K) for _ in range(2)]
+    rows = [whole_numbers(m, K) if is_16_bit else fp4_numbers(m, K) for _ in range(2)]
+    b, b_scale = torch_cute_ops.fp4_quantize(weights[0])
+    a, a_scale = torch_cute_ops.fp4_quantize(rows[0])
+    given = {"backend": name, "static_weight": static, "out_dtype": torch.float32}
+
+    def one(i: int, out: torch.Tensor) -> None:
+        if not static and not is_16_bit:
+            torch_cute_ops.fp4_quantize(rows[i], out=(a, a_scale))
+        torch_cute_ops.fp4_quantize(weights[i], out=(b, b_scale))
+        if static:
+            torch_cute_ops.fp4_quantize(rows[i], out=(a, a_scale))
+        if is_16_bit:
+            torch_cute_ops.mm_fp4_weight_only(rows[i], b.t(), b_scale, out=out, **given)
+        else:
+            torch_cute_ops.mm_fp4(a, b.t(), a_scale, b_scale, out=out, **given)
+
+    return one, wants(rows, weights)
+
+
+def fp8_chain(m: int, name: str, is_fp4: bool, static: bool) -> tuple[Round, torch.Tensor]:
+    """The same with activations in FP8, whose scales are 1: each block of k has a 448, beside zeros of the weight."""
+    weights = [fp4_numbers(N, K) if is_fp4 else whole_numbers(N, K) for _ in range(2)]
+    rows = [whole_numbers(m, K) for _ in range(2)]
+    for weight, row in zip(weights, rows, strict=True):
+        weight[:, 5::128], row[:, 5::128] = 0, 448
+    one_scale = torch.ones(1, device="cuda")
+    b_scale = torch.ones(N // 128, K // 128, device="cuda")
+    quantise_weight = partial(torch_cute_ops.fp8_quantize, scale=one_scale, granularity="tensor")
+    b, written = quantise_weight(weights[0])
+    if is_fp4:
+        quantise_weight, multiply = torch_cute_ops.fp4_quantize, torch_cute_ops.mm_fp8_fp4
+        b, written = quantise_weight(weights[0])
+        b_scale = written
+    else:
+        multiply = torch_cute_ops.mm_fp8_block
+    quantise = partial(torch_cute_ops.fp8_quantize, granularity="block128", scale_layout="column")
+    a, a_scale = quantise(rows[0])
+    given = {"backend": name, "static_weight": static, "out_dtype": torch.float32}
+
+    def one(i: int, out: torch.Tensor) -> None:
+        if not static:
+            quantise(rows[i], out=(a, a_scale))
+        quantise_weight(weights[i], out=(b, written))
+        if static:
+            quantise(rows[i], out=(a, a_scale))
+        multiply(a, b.t(), a_scale, b_scale, out=out, **given)
+
+    return one, wants(rows, weights)
+
+
+CHAINS = {
+    "mm_fp4": partial(fp4_chain, is_16_bit=False),
+    "mm_fp4_weight_only": partial(fp4_chain, is_16_bit=True),
+    "mm_fp8_block": partial(fp8_chain, is_fp4=False),
+    "mm_fp8_fp4": partial(fp8_chain, is_fp4=True),
+}
+by_chain = pytest.mark.parametrize(
+    ("op", "name", "m"),
+    [(op, name, m) for op in CHAINS for name in ("wgmma", "tcgen05", "mma_sync") for m in (1, 24, 100)],
+)
+
+
+def chain_of(op: str, name: str, m: int, static: bool) -> tuple[Round, torch.Tensor]:
+    reason = torch_cute_ops.backends(op, n=N, k=K, m=m).get(name, "is none of its backends")
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    return CHAINS[op](m, name, static=static)
+
+
+@by_chain
+def test_a_weight_that_the_launch_before_writes(op: str, name: str, m: int) -> None:
+    """It is used as it is written, in any number of launches behind each other."""
+    check(*chain_of(op, name, m, static=False))
+
+
+@by_chain
+def test_a_static_weight_and_activations_that_the_launch_before_writes(op: str, name: str, m: int) -> None:
+    """The weight is written two launches before: as late as the promise allows."""
+    check(*chain_of(op, name, m, static=True))
+
+
+def test_a_layer_that_has_just_been_quantised() -> None:
+    """Its first forward uses the weight, though nothing is launched between."""
+    linears = [torch.nn.Linear(K, N, bias=False, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    for linear in linears:
+        linear.weight.data.copy_(fp4_numbers(N, K))
+    x = whole_numbers(4, K)
+    with torch.no_grad():
+        want = wants([x] * 2, [linear.weight for linear in linears]).bfloat16()
+        for i in range(1000):
+            layer = MXFP4Linear.from_float(linears[i % 2])
+            assert torch.equal(layer(x), want[i % 2])
