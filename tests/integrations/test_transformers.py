@@ -352,6 +352,89 @@ def test_random_experts(name, device):
     assert logits(model).isfinite().all()
 
 
+# transformers' own from_pretrained
+
+
+@pytest.fixture
+def registered():
+    integration.register()
+    yield
+    integration.unregister()
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "style"),
+    [
+        ("llama-tied", "nvfp4", "modelopt"),
+        ("qwen2", "fp8_channel", "compressed-tensors"),
+        ("mixtral", "nvfp4", "compressed-tensors"),
+        ("gpt-oss", "mxfp4", "compressed-tensors"),
+    ],
+)
+def test_register(name, scheme, style, tmp_path, device, registered):
+    """The bits of our own ``from_pretrained``."""
+    make, config = (moe_saved, MOE[name]) if name in MOE else (saved, CONFIGS[name])
+    make(config, tmp_path / "x", scheme, style)
+    if name == "gpt-oss":
+        as_gpt_oss(tmp_path / "x")
+    want = integration.from_pretrained(tmp_path / "x", device=device, progress=False)
+    got, info = AutoModelForCausalLM.from_pretrained(tmp_path / "x", output_loading_info=True)
+    got.to(device)  # device_map would need accelerate
+    assert not any(info.values()), info
+    assert got.state_dict().keys() == want.state_dict().keys() and got.device.type == device
+    for (key, tensor), other in zip(want.state_dict().items(), got.state_dict().values(), strict=True):
+        assert torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)), key
+    assert torch.equal(logits(got), logits(want))
+    assert got.hf_quantizer.is_compileable and not got.hf_quantizer.is_trainable
+
+
+def test_what_register_refuses(tmp_path, registered, caplog):
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    saved(CONFIGS["llama"], tmp_path / "x")
+    with pytest.raises(ValueError, match=r"methods has 'awq'; expected some of 'modelopt'"):
+        integration.register(["awq"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(tmp_path / "y")
+    assert "use torch_cute_ops.checkpoint.save" in caplog.text
+    checkpoint.save(model, tmp_path / "z", "modelopt")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "z")), logits(model))
+    # What we do not read is left to transformers, if it has something for it.
+    theirs = {"quant_method": "fp8", "weight_block_size": [64, 64], "activation_scheme": "dynamic"}
+    assert type(AutoQuantizationConfig.from_dict(dict(theirs))).__name__ == "FineGrainedFP8Config"
+    assert "transformers' own FineGrainedFP8Config is used" in caplog.text
+    with pytest.raises(ValueError, match="quant_algo is 'INT4_AWQ'"):
+        AutoQuantizationConfig.from_dict({"quant_method": "modelopt", "quant_algo": "INT4_AWQ"})
+    ours = type(AutoQuantizationConfig.from_dict({**theirs, "weight_block_size": [128, 128]})).__name__
+    integration.unregister()
+    again = type(AutoQuantizationConfig.from_dict({**theirs, "weight_block_size": [128, 128]})).__name__
+    assert (ours, again) == ("CuteConfig", "FineGrainedFP8Config")
+
+
+def test_device_maps():
+    from torch_cute_ops.integrations._transformers_quantizer import _one_device
+
+    given = {None: "cpu", 0: "cuda:0", "cuda:1": "cuda:1", torch.device("cpu"): "cpu"}
+    for device_map, want in given.items():
+        assert _one_device(device_map) == _one_device({"": device_map}) == torch.device(want)
+    for device_map in ({"model": 0, "lm_head": 1}, {"model": "disk"}, {"model": "cpu", "lm_head": "disk"}):
+        with pytest.raises(ValueError, match="expected one device"):
+            _one_device(device_map)
+
+
+def test_a_scale_that_is_missing(tmp_path, registered):
+    from safetensors.torch import load_file, save_file
+
+    saved(CONFIGS["llama"], tmp_path / "x")
+    file = tmp_path / "x" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight_scale_2"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"has no model\.layers\.1\.mlp\.up_proj\.weight_scale_2"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "x")
+
+
 # Random weights
 
 

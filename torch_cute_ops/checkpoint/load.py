@@ -136,6 +136,32 @@ class Loader:
         if lost:
             raise ValueError(f"on the meta device, and in no checkpoint: {_listed(lost)}; make them on a real device")
 
+    def quantised_modules(self) -> dict[str, nn.Module]:
+        """The linear layers and experts of the model, as it is now, that are quantised in the checkpoint."""
+        found: dict[str, nn.Module] = {}
+        for name, module in self.model.named_modules():
+            experts = float_experts(module)
+            if type(module) is nn.Linear:
+                is_quantised = any(self._is_quantised(source) for source in self.sources(name))
+            elif experts is not None:
+                prefix = f"{self._stored(name)}."
+                is_quantised = any(
+                    tensor.startswith(prefix) and not self.files.is_floating(tensor) for tensor in self.files.file_of
+                )
+            else:
+                continue
+            if is_quantised:
+                found[name] = module
+        return found
+
+    def load_module(self, name: str, module: nn.Module) -> None:
+        """Load one of ``quantised_modules``."""
+        experts = float_experts(module)
+        if experts is not None:
+            self._load_experts(name, experts)
+        elif isinstance(module, (nn.Linear, QuantLinear)):
+            self._load_linear(name, module)
+
     # Linear layers
 
     def _load_linear(self, name: str, module: nn.Linear | QuantLinear) -> None:

@@ -26,7 +26,9 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from missing
 
-__all__ = ["from_config", "from_pretrained"]
+from torch_cute_ops.integrations._transformers_quantizer import register, unregister
+
+__all__ = ["from_config", "from_pretrained", "register", "unregister"]
 
 FILES = ("*.json", "*.safetensors")
 """What is fetched of a checkpoint on the Hub."""
