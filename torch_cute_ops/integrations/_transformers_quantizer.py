@@ -38,7 +38,7 @@ def register(methods: Iterable[str] = METHODS, *, activations: Activations = "au
     Args:
         methods: ``quant_method`` of the checkpoints: ``"modelopt"``, ``"compressed-tensors"``, ``"fp8"`` (blocks, as
             DeepSeek-V3's) and ``"mxfp4"`` (gpt-oss), all if nothing is said.
-        activations, merge: as for :func:`from_pretrained`, of models that are loaded from now on.
+        activations, merge: as for ``from_pretrained`` of this module, of models that are loaded from now on.
 
     Raises:
         ValueError: for an unknown method.

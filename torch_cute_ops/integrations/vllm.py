@@ -36,7 +36,7 @@ _made_ready: set[object] = set()
 
 
 def register() -> None:
-    """Add :class:`CuteNvFp4LinearKernel` to the kernels that vLLM chooses from for NVFP4 linear layers on CUDA.
+    """Add ``CuteNvFp4LinearKernel`` to the kernels that vLLM chooses from for NVFP4 linear layers on CUDA.
 
     It comes before all others where the environment variable ``VLLM_PLUGINS`` names ``torch_cute_ops``, and else after
     them, where it is chosen only if vLLM's own are disabled by ``VLLM_DISABLED_KERNELS``. Calling it again changes

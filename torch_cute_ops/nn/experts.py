@@ -42,8 +42,8 @@ class QuantExperts(nn.Module):
     the device and no shape depends on the routing, so calls can be captured.
 
     Args:
-        gate_up_proj: the experts' gates and ups, (E · 2I, H), one expert after the other, gate first, as
-            :func:`stack` makes it.
+        gate_up_proj: the experts' gates and ups, (E · 2I, H), one expert after the other, gate first: a merged layer,
+            as :func:`torch_cute_ops.nn.merge` makes it.
         down_proj: their second layers, (E · H, I), the same.
         experts: E.
         swiglu: the gate's parameters.
