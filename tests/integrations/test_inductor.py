@@ -255,7 +255,15 @@ def broadcast_sum(x, weight):
     return tco.fp8_quantize(llama_norm((x * 2) + (weight * 2), weight))
 
 
-@pytest.mark.parametrize("layer", [total_of_inputs, residual_read_later, residual_viewed_later, broadcast_sum])
+def residual_of_other_strides(x, weight):
+    a, b = x * 2, (x * -4).t().contiguous().t()
+    y = tco.fp8_quantize(llama_norm(a + b, weight))
+    return *y, a * 3
+
+
+@pytest.mark.parametrize(
+    "layer", [total_of_inputs, residual_of_other_strides, residual_read_later, residual_viewed_later, broadcast_sum]
+)
 def test_sums_that_are_not_in_place(layer):
     x, weight = numbers(4, H), numbers(H)
     before = x.clone(), weight.clone()

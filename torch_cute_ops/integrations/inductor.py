@@ -200,7 +200,9 @@ def _add_norm(norm: _Norm, name: str, named: dict[str, Any], count: int) -> list
     # Broadcast operands have other sizes. Equal symbols are equal expressions.
     if any(tuple(_value(each).shape) != tuple(_value(total).shape) for each in operands):
         return None
-    spent = next((each for each in operands if _ends_at(each, total)), None)
+    # What reads the sum knows its strides, which the operand has to have then.
+    alike = [each for each in operands if _value(each).stride() == _value(total).stride()]
+    spent = next((each for each in alike if _ends_at(each, total)), None)
     if spent is None or not _are_before(total, named.values()):
         return None
     other = operands[1] if spent is operands[0] else operands[0]
