@@ -61,7 +61,7 @@ def test_values(name, tmp_path, device):
     with torch.no_grad():
         got = experts(x, ids, factors).double().cpu().numpy()
     want = support.computed(x, ids, factors, gate_up, down)
-    assert np.linalg.norm(got - want) < (0.07 if "NVFP4" in name or "W4A" in name else 0.006) * np.linalg.norm(want)
+    assert np.linalg.norm(got - want) < (0.07 if "NVFP4" in name or "W4A" in name else 0.015) * np.linalg.norm(want)
 
 
 def test_names_of_mixtral(tmp_path):

@@ -30,9 +30,10 @@ def routed(count: int, device: str, topk: int = TOPK) -> tuple[torch.Tensor, tor
 
 
 def assert_close(got: torch.Tensor, want: np.ndarray, scheme: str) -> None:
-    """NVFP4 weights are re-encoded to FP8, twice with some 3 % of error; else few codes of activations may differ."""
+    """NVFP4 weights are re-encoded to FP8, twice with some 3 % of error; else codes of activations may differ, in few
+    places on a CPU and in a hundredth on a GPU, whose sums have fewer bits."""
     error = np.linalg.norm(got.double().cpu().numpy() - want) / np.linalg.norm(want)
-    assert error < (0.06 if scheme == "nvfp4" else 0.006), error
+    assert error < (0.06 if scheme == "nvfp4" else 0.015), error
 
 
 def block_of(module: nn.Module, scheme: str, device: str = "cpu", **given) -> Block:
