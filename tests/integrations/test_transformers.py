@@ -314,6 +314,8 @@ def test_models_with_experts(name, scheme, style, tmp_path, device):
     twin = moe_saved(MOE[name], tmp_path / "x", scheme, style)
     if name == "gpt-oss":
         as_gpt_oss(tmp_path / "x")
+    if name == "deepseek-v3":
+        with_a_layer_for_further_tokens(tmp_path / "x")
     model = integration.from_pretrained(tmp_path / "x", device=device, progress=False)
     experts = [module for module in model.modules() if isinstance(module, QuantExperts)]
     assert len(experts) == (1 if name == "deepseek-v3" else 2)
@@ -322,6 +324,15 @@ def test_models_with_experts(name, scheme, style, tmp_path, device):
     warmup(model, rows=(1, 22))
     if device == "cpu":
         generates_whole(model, "grouped_mm", 2 * len(experts))
+
+
+def with_a_layer_for_further_tokens(path: Path) -> None:
+    """As DeepSeek-V3's checkpoints have it, and transformers' model does not."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.61.eh_proj.weight"] = torch.zeros(128, 256).bfloat16()
+    save_file(tensors, path / "model.safetensors")
 
 
 def generates_whole(model: nn.Module, op: str, count: int) -> None:
