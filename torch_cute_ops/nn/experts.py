@@ -115,13 +115,13 @@ class QuantExperts(nn.Module):
         bias = None if layer.bias is None else layer.bias.unflatten(0, (self.experts, -1))
         if self.scheme == "fp8_block":
             scale = layer.weight_scale_inv.unflatten(0, (self.experts, -1))
-            return grouped_mm_fp8(a, weight, a_scale, scale, offsets, bias=bias, out_dtype=dtype)
+            return grouped_mm_fp8(a, weight, a_scale, scale, offsets, bias=bias, out_dtype=dtype, static_weight=True)
         alpha = layer._alpha()
         if alpha is not None and alpha.numel() > 1:
             alpha = alpha.unflatten(0, (self.experts, -1))
         scale, block = layer.weight_scale, layer.format.block_size
         return grouped_mm_fp8_fp4(
-            a, weight, a_scale, scale, offsets, None, alpha, bias, out_dtype=dtype, block_size=block
+            a, weight, a_scale, scale, offsets, None, alpha, bias, dtype, block, static_weight=True
         )
 
     def split(self) -> Iterator[tuple[QuantLinear, QuantLinear, QuantLinear]]:
