@@ -8,7 +8,7 @@ ARGS ?=
 
 dev = $(PYTHON) tools/setup_env.py --venv $(VENV)
 
-.PHONY: help demo demo-minilm demo-minilm-nvfp4 demo-moe demo-fp8-moe demo-save demo-serve demo-tensor-parallel test lint format typecheck docs bench venv clean
+.PHONY: help demo demo-minilm demo-minilm-nvfp4 demo-moe demo-fp8-moe demo-save demo-serve demo-tensor-parallel demo-experts test lint format typecheck docs bench venv clean
 .DEFAULT_GOAL := help
 
 help:          ## List the targets
@@ -37,6 +37,9 @@ demo-serve:    ## Serve a quantised Llama, requests that come and go: examples/s
 
 demo-tensor-parallel:  ## A decoder and experts on two ranks: examples/tensor_parallel.py
 	@$(dev) -- -m torch.distributed.run --nproc-per-node 2 examples/tensor_parallel.py $(ARGS)
+
+demo-experts:  ## A model with experts in DeepSeek-V3's shape, or gpt-oss's: examples/expert_models.py
+	@$(dev) -- examples/expert_models.py $(ARGS)
 
 test:          ## Run the tests; kernels too where there is a GPU
 	@$(dev) -- -m pytest $(ARGS)

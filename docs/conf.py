@@ -91,3 +91,7 @@ def setup(app: Any) -> None:
     for function in (list_results, split_attributes, keep_attribute):
         app.connect("autodoc-process-docstring", function, priority=400)
     app.connect("autodoc-process-docstring", restore_attribute, priority=600)
+
+
+# Libraries that rendering does not need.
+autodoc_mock_imports = ["torchao", "vllm"]

@@ -70,7 +70,7 @@ ALONE = {
     "nn": {"torch", "typing_extensions"},
     "checkpoint": {"torch", "typing_extensions", "safetensors"},
     "distributed": {"torch", "typing_extensions"},
-    "integrations": {"torch", "transformers", "huggingface_hub", "tqdm"},
+    "integrations": {"torch", "transformers", "huggingface_hub", "tqdm", "torchao", "vllm"},
 }
 """What else than the standard library and this package the upper layers may import."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -14,17 +15,20 @@ pytest.importorskip("transformers")
 from transformers import (
     AutoModelForCausalLM,
     CompileConfig,
+    DeepseekV3Config,
     GenerationConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from torch_cute_ops import checkpoint
 from torch_cute_ops.integrations import transformers as integration
-from torch_cute_ops.nn import QuantLinear, quantize_, warmup
+from torch_cute_ops.nn import QuantExperts, QuantLinear, quantize_, warmup
 
 SIZES = {
     "hidden_size": 128,
@@ -227,22 +231,219 @@ def test_bad_checkpoints(tmp_path):
         integration.from_pretrained(tmp_path / "x", device="cpu", progress=False)
 
 
-def test_experts_are_refused(tmp_path):
-    """transformers keeps them in one tensor, which these layers do not take yet."""
-    config = MixtralConfig(**SIZES, num_local_experts=2)
+# Experts
+
+# Each token has all experts, in an order of its own, so that no rounding changes which it has.
+ROUTED = {**SIZES, "num_experts_per_tok": 4}
+MOE = {
+    "mixtral": MixtralConfig(**{**ROUTED, "intermediate_size": 128}, num_local_experts=4),
+    "qwen3-moe": Qwen3MoeConfig(**ROUTED, head_dim=32, moe_intermediate_size=128, num_experts=4, norm_topk_prob=True),
+    "gpt-oss": GptOssConfig(**{**ROUTED, "intermediate_size": 64}, head_dim=32, num_local_experts=4),
+    "deepseek-v3": DeepseekV3Config(
+        **{**ROUTED, "num_key_value_heads": 4}, moe_intermediate_size=128, n_routed_experts=4, n_group=2, topk_group=2,
+        n_shared_experts=1, first_k_dense_replace=1, q_lora_rank=64, kv_lora_rank=64, qk_rope_head_dim=32,
+        qk_nope_head_dim=32, v_head_dim=32,
+    ),
+}  # fmt: skip
+
+
+def moe_saved(config, path: Path, scheme: str, style: str) -> nn.Module:
+    """A quantised checkpoint, and the model with what it decodes to, in bf16."""
     model = bf16_model(config)
-    quantize_(model)
-    checkpoint.save(model, tmp_path / "x", "modelopt")
-    shards = tmp_path / "x" / "model.safetensors"
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("gate.weight", "router.weight")):
+                parameter.normal_(std=0.1)
+            elif ".experts." in name:
+                parameter.mul_(4)
+    twin = copy.deepcopy(model)
+    if config.model_type == "gpt_oss":
+        quantize_(model, scheme, ignore=("lm_head", "self_attn.*", "re:.*self_attn.*"))
+    else:
+        quantize_(model, scheme)
+    for name, module in model.named_modules():
+        if isinstance(module, QuantExperts):
+            old = twin.get_submodule(name)
+            gate_up, down = module.dequantize(torch.bfloat16)
+            if config.model_type == "gpt_oss":
+                half = gate_up.shape[1] // 2
+                gate_up = torch.stack((gate_up[:, :half], gate_up[:, half:]), 2).flatten(1, 2).mT
+                down = down.mT
+            old.gate_up_proj.data.copy_(gate_up)
+            old.down_proj.data.copy_(down)
+        elif isinstance(module, QuantLinear) and ".experts." not in name:
+            twin.get_submodule(name).weight.data.copy_(module.dequantize(torch.bfloat16))
+    checkpoint.save(model, path, style)
+    return twin
+
+
+def as_gpt_oss(path: Path) -> None:
+    """Rewrite a checkpoint with experts in MXFP4 as gpt-oss's own are."""
     from safetensors.torch import load_file, save_file
 
-    tensors = load_file(shards)
+    tensors = load_file(path / "model.safetensors")
+    written = {}
     for name in [name for name in tensors if ".experts." in name]:
-        del tensors[name]
-    name = "model.layers.0.mlp.experts.0.w1.weight_scale"
-    save_file({**tensors, name: torch.ones(256, 8).to(torch.float8_e4m3fn)}, shards)
-    with pytest.raises(ValueError, match="experts"):
-        integration.from_pretrained(tmp_path / "x", device="cpu", progress=False)
+        prefix, _, rest = name.partition(".experts.")
+        expert, part, kind = rest.split(".")
+        written.setdefault(f"{prefix}.experts", {})[int(expert), part, kind] = tensors.pop(name)
+    for prefix, of in written.items():
+        for part, sources in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            for kind, suffix in (("weight_packed", "blocks"), ("weight_scale", "scales"), ("bias", "bias")):
+                each = [torch.stack([of[e, source, kind] for source in sources], 1).flatten(0, 1) for e in range(4)]
+                stacked = torch.stack(each)
+                tensors[f"{prefix}.{part}_{suffix}"] = (
+                    stacked.unflatten(-1, (-1, 16)) if suffix == "blocks" else stacked
+                )
+    save_file(tensors, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "style"),
+    [
+        ("mixtral", "nvfp4", "modelopt"),
+        ("qwen3-moe", "mxfp4", "compressed-tensors"),
+        ("gpt-oss", "mxfp4", "compressed-tensors"),
+        ("deepseek-v3", "fp8_block", "compressed-tensors"),
+    ],
+)
+def test_models_with_experts(name, scheme, style, tmp_path, device):
+    twin = moe_saved(MOE[name], tmp_path / "x", scheme, style)
+    if name == "gpt-oss":
+        as_gpt_oss(tmp_path / "x")
+    if name == "deepseek-v3":
+        with_a_layer_for_further_tokens(tmp_path / "x")
+    model = integration.from_pretrained(tmp_path / "x", device=device, progress=False)
+    experts = [module for module in model.modules() if isinstance(module, QuantExperts)]
+    assert len(experts) == (1 if name == "deepseek-v3" else 2)
+    assert all(module.topk == 4 and module.scheme == scheme for module in experts)
+    assert cosine(logits(model), logits(twin)) > 0.99
+    warmup(model, rows=(1, 22))
+    if device == "cpu":
+        generates_whole(model, "grouped_mm", 2 * len(experts))
+
+
+def with_a_layer_for_further_tokens(path: Path) -> None:
+    """As DeepSeek-V3's checkpoints have it, and transformers' model does not."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.61.eh_proj.weight"] = torch.zeros(128, 256).bfloat16()
+    save_file(tensors, path / "model.safetensors")
+
+
+def generates_whole(model: nn.Module, op: str, count: int) -> None:
+    """With a static cache the decode step is one graph, which has so many calls of an op, and the tokens of eager
+    code."""
+    torch._dynamo.reset()
+    given = {"cache_implementation": "static", "do_sample": False, "max_new_tokens": 4}
+    want = model.generate(IDS, disable_compile=True, **given)
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    whole = CompileConfig(fullgraph=True, backend=keep, mode=None)
+    whole._compile_all_devices = True
+    assert torch.equal(model.generate(IDS, compile_config=whole, **given), want)
+    called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert sum(op in name for name in called) == count
+    assert not any("item" in name.split(".")[-2:] or "nonzero" in name for name in called)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3"])
+def test_random_experts(name, device):
+    model = integration.from_config(MOE[name], "mxfp4", device=device)
+    assert sum(isinstance(module, QuantExperts) for module in model.modules()) > 0
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert logits(model).isfinite().all()
+
+
+# transformers' own from_pretrained
+
+
+@pytest.fixture
+def registered():
+    integration.register()
+    yield
+    integration.unregister()
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "style"),
+    [
+        ("llama-tied", "nvfp4", "modelopt"),
+        ("qwen2", "fp8_channel", "compressed-tensors"),
+        ("mixtral", "nvfp4", "compressed-tensors"),
+        ("gpt-oss", "mxfp4", "compressed-tensors"),
+    ],
+)
+def test_register(name, scheme, style, tmp_path, device, registered):
+    """The bits of our own ``from_pretrained``."""
+    make, config = (moe_saved, MOE[name]) if name in MOE else (saved, CONFIGS[name])
+    make(config, tmp_path / "x", scheme, style)
+    if name == "gpt-oss":
+        as_gpt_oss(tmp_path / "x")
+    want = integration.from_pretrained(tmp_path / "x", device=device, progress=False)
+    got, info = AutoModelForCausalLM.from_pretrained(tmp_path / "x", output_loading_info=True)
+    got.to(device)  # device_map would need accelerate
+    assert not any(info.values()), info
+    assert got.state_dict().keys() == want.state_dict().keys() and got.device.type == device
+    for (key, tensor), other in zip(want.state_dict().items(), got.state_dict().values(), strict=True):
+        assert torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)), key
+    assert torch.equal(logits(got), logits(want))
+    assert got.hf_quantizer.is_compileable and not got.hf_quantizer.is_trainable
+
+
+def test_what_register_refuses(tmp_path, registered, caplog):
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    saved(CONFIGS["llama"], tmp_path / "x")
+    with pytest.raises(ValueError, match=r"methods has 'awq'; expected some of 'modelopt'"):
+        integration.register(["awq"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(tmp_path / "y")
+    assert "use torch_cute_ops.checkpoint.save" in caplog.text
+    checkpoint.save(model, tmp_path / "z", "modelopt")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "z")), logits(model))
+    # What we do not read is left to transformers, if it has something for it.
+    theirs = {"quant_method": "fp8", "weight_block_size": [64, 64], "activation_scheme": "dynamic"}
+    assert type(AutoQuantizationConfig.from_dict(dict(theirs))).__name__ == "FineGrainedFP8Config"
+    assert "transformers' own FineGrainedFP8Config is used" in caplog.text
+    with pytest.raises(ValueError, match="quant_algo is 'INT4_AWQ'"):
+        AutoQuantizationConfig.from_dict({"quant_method": "modelopt", "quant_algo": "INT4_AWQ"})
+    ours = type(AutoQuantizationConfig.from_dict({**theirs, "weight_block_size": [128, 128]})).__name__
+    integration.unregister()
+    again = type(AutoQuantizationConfig.from_dict({**theirs, "weight_block_size": [128, 128]})).__name__
+    assert (ours, again) == ("CuteConfig", "FineGrainedFP8Config")
+
+
+def test_device_maps():
+    from torch_cute_ops.integrations._transformers_quantizer import _one_device
+
+    given = {None: "cpu", 0: "cuda:0", "cuda:1": "cuda:1", torch.device("cpu"): "cpu"}
+    for device_map, want in given.items():
+        assert _one_device(device_map) == _one_device({"": device_map}) == torch.device(want)
+    for device_map in ({"model": 0, "lm_head": 1}, {"model": "disk"}, {"model": "cpu", "lm_head": "disk"}):
+        with pytest.raises(ValueError, match="expected one device"):
+            _one_device(device_map)
+
+
+def test_a_scale_that_is_missing(tmp_path, registered):
+    from safetensors.torch import load_file, save_file
+
+    saved(CONFIGS["llama"], tmp_path / "x")
+    file = tmp_path / "x" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight_scale_2"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"has no model\.layers\.1\.mlp\.up_proj\.weight_scale_2"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "x")
 
 
 # Random weights

@@ -1,7 +1,7 @@
 """Which tensors a quantised layer has on disk, what they mean, and the layer that they make."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 import torch
@@ -104,6 +104,8 @@ def read_layer(
 ) -> QuantLinear:
     """The layer ``name`` of a checkpoint.
 
+    What a layer's tensors have to be is as for :func:`read_tensors`.
+
     Args:
         files: the tensors.
         name, scheme: of the layer.
@@ -114,6 +116,27 @@ def read_layer(
     Raises:
         ValueError: for a tensor that is missing, unknown, or of a wrong shape, dtype or value; for activations that the
             format does not have, or lacks a scale for; for sizes that the ops do not take.
+    """
+    tensors = {key: each.to(device, copy=True) for key, each in read_tensors(files, name, scheme)}
+    bias = None
+    if f"{name}.bias" in files:
+        bias = files.read(f"{name}.bias").to(device, bias_dtype, copy=True)
+    cls = SCHEMES[scheme.format]
+    try:
+        layer: QuantLinear = cls.from_tensors(**tensors, bias=bias, activations=activations)  # type: ignore[attr-defined]
+    except (TypeError, ValueError) as error:
+        weight = fields_of(scheme.style, scheme.format)[0].stored
+        raise ValueError(f"{files.describe(f'{name}.{weight}')}: {error}") from error
+    return layer
+
+
+def read_tensors(files: Files, name: str, scheme: LayerScheme) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the layer ``name`` but for its bias, on the CPU, by the names that the module has for them.
+
+    They are read one at a time, and may lie in the file itself.
+
+    Raises:
+        ValueError: for a tensor that is missing, unknown, or of a wrong shape, dtype or value.
     """
     is_dynamic = scheme.activations == "fp8"
     fields = [field for field in FIELDS[scheme.style, scheme.format] if not (field.is_optional and is_dynamic)]
@@ -127,22 +150,12 @@ def read_layer(
     weight = f"{name}.{fields[0].stored}"
     shape = files.shape(weight) if weight in files else (0, 0)
     n, k = (*shape[:1], shape[-1] * (1 if fields[0] is _ELEMENTS else 2)) if len(shape) == 2 else (0, 0)
-    tensors = {}
     for field in fields:
         stored = f"{name}.{field.stored}"
         if stored in files:
-            tensors[field.name] = _checked(files, stored, field, n, k).to(device, copy=True)
+            yield field.name, _checked(files, stored, field, n, k)
         elif not field.is_optional or scheme.activations in ("fp4", "fp8_static"):
             raise ValueError(f"{files.path} has no {stored}, which {scheme.style} {scheme.format} needs")
-    bias = None
-    if f"{name}.bias" in files:
-        bias = files.read(f"{name}.bias").to(device, bias_dtype, copy=True)
-    cls = SCHEMES[scheme.format]
-    try:
-        layer: QuantLinear = cls.from_tensors(**tensors, bias=bias, activations=activations)  # type: ignore[attr-defined]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{files.describe(weight)}: {error}") from error
-    return layer
 
 
 def _checked(files: Files, stored: str, field: Field, n: int, k: int) -> Tensor:

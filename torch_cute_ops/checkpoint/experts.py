@@ -1,7 +1,7 @@
-"""The experts of gpt-oss, as tensors for the ops."""
+"""The experts of gpt-oss, as tensors for the ops, and what the layers of experts are called in checkpoints."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,11 @@ from torch_cute_ops.checkpoint._files import Files
 from torch_cute_ops.checkpoint.spec import read_spec
 
 _BLOCK_BYTES = 16
+
+EXPERT_NAMES: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""Gate, up and down of an expert; in Mixtral's checkpoints the second."""
+RENAMED: Final = ((".mlp.", ".block_sparse_moe."),)
+"""Parts of names: in models, and in some checkpoints."""
 
 
 class MXFP4Experts(NamedTuple):
@@ -56,17 +61,30 @@ def read_experts(
     if spec.style != "gpt-oss":
         raise ValueError(f"{spec.path}: quant_method is not 'mxfp4', as of gpt-oss")
     with Files(path) as files:
-        gate_up = _projection(files, f"{name}.gate_up_proj", experts)
-        down = _projection(files, f"{name}.down_proj", experts)
-        count, hidden, width = down[0].shape[0], down[0].shape[1], down[0].shape[2] * 2
-        if gate_up[0].shape != (count, 2 * width, hidden // 2):
-            raise ValueError(
-                f"{files.describe(f'{name}.gate_up_proj_blocks')} has (E, N, K) "
-                f"{(*gate_up[0].shape[:2], 2 * gate_up[0].shape[2])}; expected {(count, 2 * width, hidden)}, as "
-                "down_proj has them"
-            )
-        parted = (torch.cat((each[:, 0::2], each[:, 1::2]), 1).to(device) for each in gate_up)
-        return MXFP4Experts(*parted, *(each.to(device, copy=True) for each in down))
+        return mxfp4_experts(files, name, device, experts)
+
+
+def mxfp4_experts(
+    files: Files, name: str, device: torch.device | str, experts: tuple[int, int] | None = None
+) -> MXFP4Experts:
+    """The same of a checkpoint that is open."""
+    gate_up = _projection(files, f"{name}.gate_up_proj", experts)
+    down = _projection(files, f"{name}.down_proj", experts)
+    count, hidden, width = down[0].shape[0], down[0].shape[1], down[0].shape[2] * 2
+    if gate_up[0].shape != (count, 2 * width, hidden // 2):
+        raise ValueError(
+            f"{files.describe(f'{name}.gate_up_proj_blocks')} has (E, N, K) "
+            f"{(*gate_up[0].shape[:2], 2 * gate_up[0].shape[2])}; expected {(count, 2 * width, hidden)}, as "
+            "down_proj has them"
+        )
+    parted = (torch.cat((each[:, 0::2], each[:, 1::2]), 1).to(device) for each in gate_up)
+    return MXFP4Experts(*parted, *(each.to(device, copy=True) for each in down))
+
+
+def gpt_oss_names(name: str) -> list[str]:
+    """The tensors of a gpt-oss layer's experts."""
+    return [f"{name}.{part}_{suffix}" for part in ("gate_up_proj", "down_proj")
+            for suffix in ("blocks", "scales", "bias")]  # fmt: skip
 
 
 def _projection(files: Files, name: str, experts: tuple[int, int] | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from torch_cute_ops.checkpoint._files import Files
-from torch_cute_ops.checkpoint._layers import KV_SCALES, read_layer
+from torch_cute_ops.checkpoint._layers import KV_SCALES, read_layer, read_tensors
+from torch_cute_ops.checkpoint.experts import EXPERT_NAMES, RENAMED, gpt_oss_names, mxfp4_experts
 from torch_cute_ops.checkpoint.spec import QuantSpec, read_spec
-from torch_cute_ops.nn import QuantLinear, _names, merge
+from torch_cute_ops.nn import MXFP4Linear, QuantExperts, QuantLinear, _names, merge
 from torch_cute_ops.nn._base import Activations
+from torch_cute_ops.nn.experts import FORMATS, FloatExperts, float_experts, stack, topk_of
 
 Progress = Callable[[Sequence[tuple[str, nn.Module]]], Iterable[tuple[str, nn.Module]]]
 
@@ -34,8 +36,10 @@ def load_(
     """Fill a model from a checkpoint, in place: its linear layers become quantised ones where the checkpoint's are.
 
     Whether a layer is quantised, its tensors say; how, the configuration does. Layers that are not stay ``nn.Linear``.
-    Tensors are read one at a time, so that the peak of memory is the model and its largest layer, twice. Where it
-    raises, the model is partly loaded.
+    Experts that the model has in two parameters, ``gate_up_proj`` and ``down_proj`` of three dimensions, and the
+    checkpoint as layers of each expert, or in gpt-oss's form, become :class:`torch_cute_ops.nn.QuantExperts`. Tensors
+    are read one at a time, so that the peak of memory is the model and its largest layer, twice; of experts, their
+    scales twice. Where it raises, the model is partly loaded.
 
     Args:
         model: with ``nn.Linear`` layers under the checkpoint's names; on the meta device, or any other, whose numbers
@@ -90,6 +94,12 @@ class Loader:
                 if parameter is not None:
                     self.places[_names.identity(parameter)].append((module, name))
         self.tied = {module for places in self.places.values() if len(places) > 1 for module, _ in places}
+        modules = [f".{name}." for name, _ in model.named_modules()]
+        self.renamed = [
+            pair
+            for pair in RENAMED
+            if any(pair[1] in f".{name}" for name in files.file_of) and not any(pair[1] in name for name in modules)
+        ]
         self.filled: dict[object, str] = {}
         self.missing: list[tuple[object, str]] = []
 
@@ -97,8 +107,11 @@ class Loader:
         """Fill the model."""
         modules = [*self.model.named_modules()]
         for name, module in modules if progress is None else progress(modules):
+            experts = float_experts(module)
             if isinstance(module, QuantLinear) or type(module) is nn.Linear:
                 self._load_linear(name, module)
+            elif experts is not None:
+                self._load_experts(name, experts)
             else:
                 self._load_own(name, module)
         missing = [name for key, name in self.missing if key not in self.filled]
@@ -122,6 +135,32 @@ class Loader:
         ]
         if lost:
             raise ValueError(f"on the meta device, and in no checkpoint: {_listed(lost)}; make them on a real device")
+
+    def quantised_modules(self) -> dict[str, nn.Module]:
+        """The linear layers and experts of the model, as it is now, that are quantised in the checkpoint."""
+        found: dict[str, nn.Module] = {}
+        for name, module in self.model.named_modules():
+            experts = float_experts(module)
+            if type(module) is nn.Linear:
+                is_quantised = any(self._is_quantised(source) for source in self.sources(name))
+            elif experts is not None:
+                prefix = f"{self._stored(name)}."
+                is_quantised = any(
+                    tensor.startswith(prefix) and not self.files.is_floating(tensor) for tensor in self.files.file_of
+                )
+            else:
+                continue
+            if is_quantised:
+                found[name] = module
+        return found
+
+    def load_module(self, name: str, module: nn.Module) -> None:
+        """Load one of ``quantised_modules``."""
+        experts = float_experts(module)
+        if experts is not None:
+            self._load_experts(name, experts)
+        elif isinstance(module, (nn.Linear, QuantLinear)):
+            self._load_linear(name, module)
 
     # Linear layers
 
@@ -160,8 +199,15 @@ class Loader:
             )
         _names.replace(self.model, module, layer)
 
+    def _stored(self, name: str) -> str:
+        """What the checkpoint calls what the model calls ``name``."""
+        for ours, theirs in self.renamed:
+            name = f".{name}.".replace(ours, theirs)[1:-1]
+        return name
+
     def sources(self, name: str) -> list[str]:
         """The layers of the checkpoint that a layer of the model is made of."""
+        name = self._stored(name)
         parent, _, last = name.rpartition(".")
         if not self.files.suffixes(name) and last in self.merged:
             parts = [f"{parent}.{part}".lstrip(".") for part in self.merged[last]]
@@ -178,12 +224,124 @@ class Loader:
         suffixes = sorted(self.files.suffixes(source))
         return self.files.describe(f"{source}.{suffixes[0]}") if suffixes else source
 
+    # Experts
+
+    def _load_experts(self, name: str, given: FloatExperts) -> None:
+        stored = self._stored(name)
+        parts = next((each for each in EXPERT_NAMES if self.files.suffixes(f"{stored}.0.{each[0]}")), None)
+        if f"{stored}.gate_up_proj_blocks" in self.files:
+            new = self._gpt_oss_experts(stored, given)
+        elif parts is None:
+            self._load_own(name, given.module)
+            return
+        else:
+            layers = [[f"{stored}.{expert}.{part}" for part in parts] for expert in range(given.experts)]
+            every = [layer for each in layers for layer in each]
+            quantised = [layer for layer in every if self._is_quantised(layer)]
+            if not quantised:
+                self._load_float_experts(given, layers)
+                return
+            if len(quantised) < len(every):
+                others = sorted({*every} - {*quantised})
+                raise ValueError(f"{self._describe(quantised[0])} is quantised, and {_listed(others)} not")
+            new = self._read_experts(given, layers)
+        gate_up, down = new
+        if given.swiglu is None:
+            raise ValueError(f"{name} is quantised, and its gate is no SwiGLU")
+        try:
+            experts = QuantExperts(gate_up, down, given.experts, swiglu=given.swiglu, topk=topk_of(self.model, name))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        _names.replace(self.model, given.module, experts)
+
+    def _read_experts(self, given: FloatExperts, layers: Sequence[Sequence[str]]) -> tuple[QuantLinear, QuantLinear]:
+        """The stacks of what is quantised, layer by layer."""
+        schemes = {self.spec.scheme_of_tensors(layer) for each in layers for layer in each}
+        first = layers[0][0]
+        scheme = schemes.pop()
+        if scheme is None or schemes:
+            how = "does not say how" if scheme is None else "has several schemes for the experts of this layer"
+            raise ValueError(f"{self._describe(first)} is quantised, and {self.spec.path} {how}")
+        if scheme.format not in FORMATS:
+            raise ValueError(f"{self._describe(first)} is {scheme.format}; experts can be {', '.join(FORMATS)}")
+        device = self._device_of(given.module.down_proj)
+
+        def stacked(sources: Sequence[str], n: int, k: int, has_bias: bool) -> QuantLinear:
+            bias = (
+                torch.empty(n * len(sources), dtype=given.module.down_proj.dtype, device=device) if has_bias else None
+            )
+
+            def tensors_of(i: int) -> dict[str, Tensor]:
+                source = sources[i]
+                tensors = dict(read_tensors(self.files, source, scheme))
+                got = (len(tensors["weight"]), tensors["weight"].shape[1] * (1 if scheme.format == "fp8_block" else 2))
+                if got != (n, k):
+                    raise ValueError(f"{self._describe(source)} has N and K {got}; expected {(n, k)}")
+                if (f"{source}.bias" in self.files) != has_bias:
+                    raise ValueError(f"{source} has {'no' if has_bias else 'a'} bias in {self.files.path}")
+                if bias is not None:
+                    bias[i * n : (i + 1) * n] = self.files.read(f"{source}.bias")
+                self.used.update(f"{source}.{suffix}" for suffix in self.files.suffixes(source))
+                return tensors
+
+            try:
+                return stack(FORMATS[scheme.format], k, [n] * len(sources), tensors_of, device=device, bias=bias)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"experts of {self._describe(first)}: {error}") from error
+
+        sources = [source for gate, up, _ in layers for source in (gate, up)]
+        return (
+            stacked(sources, given.width, given.hidden, given.has_bias),
+            stacked([down for _, _, down in layers], given.hidden, given.width, given.has_bias),
+        )
+
+    def _gpt_oss_experts(self, stored: str, given: FloatExperts) -> tuple[QuantLinear, QuantLinear]:
+        if self.spec.style != "gpt-oss":
+            tensor = self.files.describe(f"{stored}.gate_up_proj_blocks")
+            raise ValueError(f"{tensor} is of gpt-oss, and {self.spec.path} does not say that it is MXFP4")
+        read = mxfp4_experts(self.files, stored, self._device_of(given.module.down_proj))
+        got, want = read.down.shape, (given.experts, given.hidden, given.width // 2)
+        if got != want:
+            tensor = self.files.describe(f"{stored}.down_proj_blocks")
+            raise ValueError(f"{tensor} has E, N and K {(*got[:2], 2 * got[2])}; expected {(*want[:2], given.width)}")
+        self.used.update(gpt_oss_names(stored))
+        dtype = given.module.down_proj.dtype
+        return tuple(
+            MXFP4Linear.from_tensors(
+                codes.flatten(0, 1), scale.flatten(0, 1), bias=bias.flatten().to(dtype), parts=[rows] * count
+            )
+            for codes, scale, bias, rows, count in (
+                (*read[:3], given.width, 2 * given.experts),
+                (*read[3:], given.hidden, given.experts),
+            )
+        )  # type: ignore[return-value]
+
+    def _load_float_experts(self, given: FloatExperts, layers: Sequence[Sequence[str]]) -> None:
+        """Layers of experts that are not quantised, into the two parameters."""
+        if given.is_transposed or given.is_interleaved or given.has_bias:
+            raise ValueError(f"{self._describe(layers[0][0])} is of one expert, and the model's have another order")
+        gate_up, down = (
+            torch.empty_like(each, device=self._device_of(each))
+            for each in (given.module.gate_up_proj, given.module.down_proj)
+        )
+        for expert, sources in enumerate(layers):
+            places = gate_up[expert, : given.width], gate_up[expert, given.width :], down[expert]
+            for source, place in zip(sources, places, strict=True):
+                weight = self.files.read(f"{source}.weight")
+                if weight.shape != place.shape:
+                    described = self.files.describe(f"{source}.weight")
+                    raise ValueError(f"{described} has shape {tuple(weight.shape)}; expected {tuple(place.shape)}")
+                place.copy_(weight)
+                self.used.add(f"{source}.weight")
+        given.module.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
+        given.module.down_proj = nn.Parameter(down, requires_grad=False)
+
     # What is not quantised
 
     def _load_own(self, name: str, module: nn.Module, sources: Sequence[str] = ()) -> None:
         """Load the module's own parameters, and the buffers that belong into a state dict."""
         for key, old in _names.own_tensors(module).items():
-            names = [f"{source}.{key}".lstrip(".") for source in sources or (name,)]
+            names = [f"{source}.{key}".lstrip(".") for source in sources or (self._stored(name),)]
             identity = _names.identity(old)
             absent = [each for each in names if each not in self.files]
             if absent:

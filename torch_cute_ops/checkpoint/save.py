@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch_cute_ops._version import __version__
 from torch_cute_ops.checkpoint._files import INDEX, SINGLE, load_safetensors
 from torch_cute_ops.checkpoint._layers import fields_of, stored_tensors
+from torch_cute_ops.checkpoint.experts import EXPERT_NAMES, RENAMED
 from torch_cute_ops.checkpoint.spec import (
     COMPRESSED_FORMATS,
     MODELOPT_ALGORITHMS,
     LayerScheme,
     compressed_arguments,
 )
-from torch_cute_ops.nn import QuantLinear, _names
+from torch_cute_ops.nn import QuantExperts, QuantLinear, _names
 
 PRODUCER: Final = {"name": "torch_cute_ops", "version": __version__}
 
@@ -57,7 +58,8 @@ def save(
             ones; or ``"compressed-tensors"``, for every format.
         config: what ``config.json`` has beside its ``quantization_config``; ``None``: the model's ``config``, if it has
             one, as models of Hugging Face have.
-        merged: names of the layers that are merged in one, as for :func:`load_`: each is written by itself.
+        merged: names of the layers that are merged in one, as for :func:`load_`: each is written by itself, as each
+            layer of an expert is.
         shard_bytes: files do not exceed this, but for a layer that does.
 
     Raises:
@@ -69,7 +71,19 @@ def save(
         raise ValueError(f"save: style is {style!r}; expected 'modelopt' or 'compressed-tensors'")
     schemes: dict[str, LayerScheme] = {}
     entries, plain, seen = [], [], set()
-    for name, module in model.named_modules():
+    document = _config_of(model, config)
+    is_mixtral = document.get("model_type") == "mixtral"
+    within: set[nn.Module] = set()
+    for own_name, module in model.named_modules():
+        name = f".{own_name}.".replace(*RENAMED[0])[1:-1] if is_mixtral else own_name
+        if isinstance(module, QuantExperts):
+            within.update(module.children())
+            names = _expert_names(name, module.experts, EXPERT_NAMES[is_mixtral])
+            schemes |= dict.fromkeys(names, _scheme_of(module.gate_up_proj, style))
+            entries.append(_Entry(_bytes(module.buffers()), _experts(module, names, style)))
+            continue
+        if module in within:
+            continue
         if isinstance(module, QuantLinear):
             parts = _part_names(name, module, merged)
             schemes |= dict.fromkeys(parts, _scheme_of(module, style))
@@ -86,7 +100,7 @@ def save(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     quantization = {"modelopt": _modelopt_config, "compressed-tensors": _compressed_config}[style](schemes, plain)
-    documents = {"config.json": {**_config_of(model, config), "quantization_config": quantization}}
+    documents = {"config.json": {**document, "quantization_config": quantization}}
     if style == "modelopt":
         documents["hf_quant_config.json"] = _hf_quant_config(quantization)
     _write(folder, _shards(entries, shard_bytes), documents)
@@ -105,20 +119,29 @@ def _part_names(name: str, layer: QuantLinear, merged: Mapping[str, Sequence[str
     return [f"{parent}.{part}".lstrip(".") for part in parts]
 
 
+def _expert_names(name: str, experts: int, parts: Sequence[str]) -> list[str]:
+    return [f"{name}.{expert}.{part}" for expert in range(experts) for part in parts]
+
+
 def _bytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def _layer(layer: QuantLinear, names: Sequence[str], style: str) -> Callable[[], dict[str, Tensor]]:
-    def make() -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {}
-        for name, part in zip(names, layer.split(), strict=True):
-            tensors |= {f"{name}.{key}": each for key, each in stored_tensors(part, style).items()}
-            if part.bias is not None:
-                tensors[f"{name}.bias"] = part.bias
-        return tensors
+    return lambda: _tensors_of(layer.split(), names, style)
 
-    return make
+
+def _experts(experts: QuantExperts, names: Sequence[str], style: str) -> Callable[[], dict[str, Tensor]]:
+    return lambda: _tensors_of([layer for each in experts.split() for layer in each], names, style)
+
+
+def _tensors_of(layers: Sequence[QuantLinear], names: Sequence[str], style: str) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, layer in zip(names, layers, strict=True):
+        tensors |= {f"{name}.{key}": each for key, each in stored_tensors(layer, style).items()}
+        if layer.bias is not None:
+            tensors[f"{name}.bias"] = layer.bias
+    return tensors
 
 
 def _plain(name: str, tensor: Tensor) -> Callable[[], dict[str, Tensor]]:

@@ -84,15 +84,24 @@ def read_spec(path: str | Path) -> QuantSpec:
     if quantization is not None:
         if not isinstance(quantization, Mapping):
             raise ValueError(f"{config}: quantization_config is {quantization!r}; expected an object")
-        method = quantization.get("quant_method")
-        parse = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "fp8": _fp8, "mxfp4": _gpt_oss}
-        if method not in parse:
-            expected = ", ".join(map(repr, parse))
-            raise ValueError(f"{config}: quant_method is {method!r}; expected one of {expected}")
-        return parse[method](config, quantization)
+        return spec_of(config, quantization)
     if modelopt.is_file():
         return _modelopt(modelopt, read_json(modelopt).get("quantization", {}))
     return QuantSpec(config)
+
+
+def spec_of(path: Path, quantization: Mapping[str, Any]) -> QuantSpec:
+    """What a ``quantization_config`` says, of the file ``path``.
+
+    Raises:
+        ValueError: as :func:`read_spec`.
+    """
+    method = quantization.get("quant_method")
+    parse = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "fp8": _fp8, "mxfp4": _gpt_oss}
+    if method not in parse:
+        expected = ", ".join(map(repr, parse))
+        raise ValueError(f"{path}: quant_method is {method!r}; expected one of {expected}")
+    return parse[method](path, quantization)
 
 
 def _expect(path: Path, where: str, given: Mapping[str, Any], **expected: Any) -> None:

@@ -26,7 +26,9 @@ except ModuleNotFoundError as missing:
         name=missing.name,
     ) from missing
 
-__all__ = ["from_config", "from_pretrained"]
+from torch_cute_ops.integrations._transformers_quantizer import register, unregister
+
+__all__ = ["from_config", "from_pretrained", "register", "unregister"]
 
 FILES = ("*.json", "*.safetensors")
 """What is fetched of a checkpoint on the Hub."""
@@ -45,10 +47,10 @@ def from_pretrained(
 ) -> Any:
     """A causal language model from a quantised checkpoint, with weights as the checkpoint holds them.
 
-    Any dense decoder that ``AutoModelForCausalLM`` builds of ``nn.Linear`` layers, such as Llama, Mistral, Qwen2 and
-    Qwen3. The formats are those of :func:`torch_cute_ops.checkpoint.load_`; no weight is ever decoded, and the peak of
-    memory is the model and twice its largest layer. Experts that transformers keeps in one tensor (Mixtral, Qwen3-MoE,
-    gpt-oss, DeepSeek-V3) are not supported yet.
+    Any decoder that ``AutoModelForCausalLM`` builds of ``nn.Linear`` layers, such as Llama, Mistral, Qwen2 and Qwen3,
+    and of experts in two parameters beside them, such as Mixtral, Qwen3-MoE, gpt-oss and DeepSeek-V3, which become
+    :class:`torch_cute_ops.nn.QuantExperts`. The formats are those of :func:`torch_cute_ops.checkpoint.load_`; no weight
+    is ever decoded, and the peak of memory is the model and twice its largest layer.
 
     ``generate(cache_implementation="static")`` compiles the decode step, without graph breaks. Call
     :func:`torch_cute_ops.nn.warmup` first, with the numbers of rows that will be served.
@@ -81,7 +83,12 @@ def from_pretrained(
     _fill_buffers(model)
     target = _device(device)
     model = checkpoint.load_(
-        model, folder, activations=activations, device=target, ignore=ignore, progress=_bar if progress else None
+        model,
+        folder,
+        activations=activations,
+        device=target,
+        ignore=(*ignore, *_unused(model)),
+        progress=_bar if progress else None,
     )
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -126,6 +133,10 @@ def from_config(
     for module in model.modules():
         if isinstance(module, QuantLinear):
             continue
+        for name, buffer in module._buffers.items():
+            # Such as the bias of DeepSeek-V3's choice of experts.
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros_like(buffer, device=target)
         for name, old in module._parameters.items():
             if old is not None and old.is_meta:
                 new = torch.empty_like(old, device=target)
@@ -138,6 +149,12 @@ def from_config(
     if config.tie_word_embeddings:
         model.tie_weights()
     return _ready(model, target, merge)
+
+
+def _unused(model: Any) -> list[str]:
+    """Tensors that checkpoints of the model may have and it does not, such as those of layers that predict further
+    tokens."""
+    return [f"re:.*(?:{pattern})" for pattern in model._keys_to_ignore_on_load_unexpected or ()]
 
 
 def _device(device: torch.device | str | None) -> torch.device:

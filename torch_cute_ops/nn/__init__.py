@@ -1,6 +1,7 @@
-"""Modules over the ops: linear layers with quantised weights, and how a model gets them."""
+"""Modules over the ops: linear layers and experts with quantised weights, and how a model gets them."""
 
 from torch_cute_ops.nn._base import QuantizedRows, QuantLinear, merge
+from torch_cute_ops.nn.experts import QuantExperts, SwiGLU
 from torch_cute_ops.nn.linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear, MXFP4Linear, NVFP4Linear
 from torch_cute_ops.nn.merging import merge_
 from torch_cute_ops.nn.quantize import quantize_
@@ -13,8 +14,10 @@ __all__ = [
     "FP8TensorLinear",
     "MXFP4Linear",
     "NVFP4Linear",
+    "QuantExperts",
     "QuantLinear",
     "QuantizedRows",
+    "SwiGLU",
     "merge",
     "merge_",
     "quantize_",

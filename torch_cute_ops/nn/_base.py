@@ -273,7 +273,9 @@ class QuantLinear(nn.Module):
     def extra_repr(self) -> str:
         """What ``print`` shows."""
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        parts = f", parts={self.parts}" if len(self.parts) > 1 else ""
+        parts = f", parts={self.parts}" if 1 < len(self.parts) <= 8 else ""
+        if len(self.parts) > 8:
+            parts = f", {len(self.parts)} parts"
         return f"{text}, activations={self.activations!r}{parts}"
 
     # Parts

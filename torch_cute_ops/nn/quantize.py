@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torch_cute_ops.nn import _names
 from torch_cute_ops.nn._base import Activations, QuantLinear
+from torch_cute_ops.nn.experts import float_experts, quantized_experts, topk_of
 from torch_cute_ops.nn.linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear, MXFP4Linear, NVFP4Linear
 
 Scheme = Literal["nvfp4", "mxfp4", "fp8_block", "fp8_tensor", "fp8_channel"]
@@ -29,9 +30,14 @@ def quantize_(
 ) -> nn.Module:
     """Replace each ``nn.Linear`` of a model by a quantised layer, one after the other, in place.
 
+    Experts in two parameters, as models of Hugging Face have them (``gate_up_proj`` and ``down_proj`` of three
+    dimensions), become :class:`QuantExperts`, whose activations are FP8 with every scheme; they can be in NVFP4, MXFP4
+    and FP8 blocks.
+
     Left as they are: subclasses of ``nn.Linear``; layers whose weight another module shares, such as the tied embedding
-    of an ``lm_head``; and, with one warning that names them, layers of sizes that the ops do not take. With NVFP4, q, k
-    and v of an attention share a global scale, and gate and up of an MLP do, as serving engines expect of checkpoints.
+    of an ``lm_head``; and, with a warning that names them, layers and experts that the ops do not take. With NVFP4, q,
+    k and v of an attention share a global scale, and gate and up of an MLP do, as serving engines expect of
+    checkpoints.
 
     Args:
         model: on any device; its linear layers in bfloat16, float16 or float32.
@@ -87,7 +93,20 @@ def quantize_(
             own["input_amax"] = amax[name]
         quantised: QuantLinear = cls.from_float(linear, activations=activations, **own)  # type: ignore[attr-defined]
         _names.replace(model, linear, quantised)
+    _quantize_experts(model, scheme, patterns)
     return model
+
+
+def _quantize_experts(model: nn.Module, scheme: Any, ignore: tuple[str, ...]) -> None:
+    for name, module in [*model.named_modules()]:
+        given = float_experts(module)
+        if given is None or _names.matches(name, ignore):
+            continue
+        reason = given.reason_unsupported(scheme)
+        if reason is None:
+            _names.replace(model, module, quantized_experts(given, scheme, topk_of(model, name)))
+        else:
+            warnings.warn(f"not quantised: the experts {name}, because {reason}", stacklevel=4)
 
 
 def _shared_amax(linears: dict[str, nn.Linear]) -> dict[str, Tensor]:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_cute_ops.nn import _names
-from torch_cute_ops.nn._base import Activations
+from torch_cute_ops.nn._base import Activations, QuantLinear
+from torch_cute_ops.nn.experts import FORMATS, QuantExperts, float_experts, topk_of
 from torch_cute_ops.nn.quantize import SCHEMES, Scheme
 
 DEVIATION: Final = 0.02
@@ -49,7 +50,8 @@ def random_(
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> nn.Module:
-    """Replace each ``nn.Linear`` of a model by a layer with random codes, in place: to measure, and to try sizes.
+    """Replace the linear layers and experts of a model by ones with random codes, in place: to measure, and to try
+    sizes.
 
     Weights have a standard deviation of some 0.02 and exist in no other format, whatever device the model is on; biases
     are 0.
@@ -79,7 +81,32 @@ def random_(
         tensors = {key: _random(scheme, key, *each, generator) for key, each in layout.items()}
         bias = None if linear.bias is None else torch.zeros(n, dtype=linear.bias.dtype, device=target)
         _names.replace(model, linear, cls._of(k, tensors, bias, None, activations))
+    for i, (name, module) in enumerate([*model.named_modules()]):
+        given = float_experts(module)
+        if given is None or _names.matches(name, patterns) or given.reason_unsupported(scheme) or given.swiglu is None:
+            continue
+        target = module.gate_up_proj.device if device is None else torch.device(device)
+        generator = torch.Generator(target).manual_seed(seed + 10_000 + i)
+        biases = given.biases()
+        new = QuantExperts(
+            _random_stack(scheme, given.hidden, [given.width] * (2 * given.experts), biases[0], generator),
+            _random_stack(scheme, given.width, [given.hidden] * given.experts, biases[1], generator),
+            given.experts,
+            swiglu=given.swiglu,
+            topk=topk_of(model, name),
+        )
+        _names.replace(model, module, new)
     return model
+
+
+def _random_stack(
+    scheme: str, in_features: int, parts: list[int], bias: Tensor | None, generator: torch.Generator
+) -> QuantLinear:
+    cls = FORMATS[scheme]
+    layout = cls(in_features, sum(parts), parts=parts, device="meta").layout()
+    tensors = {key: _random(scheme, key, *each, generator) for key, each in layout.items()}
+    zeros = None if bias is None else torch.zeros(sum(parts), dtype=bias.dtype, device=generator.device)
+    return cls._of(in_features, tensors, zeros, parts, "auto")
 
 
 def _random(scheme: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -8,6 +8,7 @@ from torch import nn
 
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.nn._base import QuantLinear
+from torch_cute_ops.nn.experts import QuantExperts
 from torch_cute_ops.runtime import tuning
 
 
@@ -15,7 +16,7 @@ from torch_cute_ops.runtime import tuning
 def warmup(
     model: nn.Module, rows: Iterable[int] = (1,), *, dtype: torch.dtype = torch.bfloat16, tune: bool = False
 ) -> None:
-    """Compile and load the kernels of a model's quantised layers, by calling one layer of each form on zeros.
+    """Compile and load the kernels of a model's quantised layers and experts, by calling one of each form on zeros.
 
     After it, calls with as many rows compile nothing, and may be captured in a CUDA graph. Norms, gates and attention
     are not called: the model's own first call has to be made before a capture too. Where ranks divide the layers, all
@@ -29,20 +30,37 @@ def warmup(
         tune: whether to choose among backends by timing them, as in an :func:`torch_cute_ops.autotune` block.
 
     Raises:
-        ValueError: for a number of rows that is not positive.
+        ValueError: for a number of rows that is not positive; for experts whose ``topk`` is not known.
     """
     numbers = sorted(set(rows))
     if numbers and numbers[0] < 1:
         raise ValueError(f"warmup: rows has {numbers[0]}; expected positive numbers")
     forms: dict[object, QuantLinear] = {}
-    for module in model.modules():
-        if isinstance(module, QuantLinear):
+    experts: dict[object, QuantExperts] = {}
+    within: set[nn.Module] = set()  # the layers of experts, which are not called themselves
+    for name, module in model.named_modules():
+        if isinstance(module, QuantExperts):
+            if module.topk is None:
+                raise ValueError(f"warmup: {name}.topk is None; set it to how many experts a token has")
+            within.update(module.children())
+            bias = None if module.down_proj.bias is None else module.down_proj.bias.dtype
+            width = (module.experts, module.topk, module.hidden_size, module.intermediate_size)
+            form = (module.scheme, width, module.swiglu, bias, module.down_proj.weight.device)
+            experts.setdefault(form, module)
+        elif isinstance(module, QuantLinear) and module not in within:
             bias = None if module.bias is None else module.bias.dtype
             merged, static = len(module.parts) > 1, module.has_input_scale
             size = (module.out_features, module.in_features)
             key = (type(module), size, module.activations, static, bias, merged, module.weight.device)
             forms.setdefault(key, module)
     with tuning.autotune() if tune else contextlib.nullcontext():
+        for module in experts.values():
+            # Of experts, GEMMs have a row for each pair of a token and an expert.
+            for count in {bucket(number * (module.topk or 1)): number for number in numbers}.values():
+                device = module.down_proj.weight.device
+                ids = torch.arange(count * (module.topk or 1), device=device).view(count, -1) % module.experts
+                tokens = torch.zeros(count, module.hidden_size, dtype=dtype, device=device)
+                module(tokens, ids, torch.ones(ids.shape, device=device))
         for layer in forms.values():
             for count in {bucket(number): number for number in numbers}.values():
                 layer(torch.zeros(layer.rows_for(count), layer.in_features, dtype=dtype, device=layer.weight.device))

@@ -1,0 +1,102 @@
+"""Weights that torchao quantised: ``accelerate_`` computes with what torchao decodes them to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("torchao")
+from torchao.prototype.mx_formats.mx_tensor import MXTensor
+from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+from torchao.quantization.quantize_.common import KernelPreference
+
+from torch_cute_ops.integrations import torchao as integration
+from torch_cute_ops.nn import MXFP4Linear, NVFP4Linear, QuantLinear
+
+K, N = 192, 72  # rows and blocks that need padding in tiles
+FP4 = torch.float4_e2m1fn_x2
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def nvfp4(weight: torch.Tensor, **given) -> NVFP4Tensor:
+    return NVFP4Tensor.to_nvfp4(weight, **{"per_tensor_scale": weight.abs().amax().float() / 2688, **given})
+
+
+def mx(weight: torch.Tensor, dtype: torch.dtype = FP4, is_swizzled: bool = False) -> MXTensor:
+    return MXTensor.to_mx(
+        weight,
+        dtype,
+        32,
+        kernel_preference=KernelPreference.EMULATED,
+        is_swizzled_scales=is_swizzled,
+    )
+
+
+KINDS = {
+    "NVFP4": (nvfp4, NVFP4Linear),
+    "NVFP4 swizzled": (lambda weight: nvfp4(weight, is_swizzled_scales=True), NVFP4Linear),
+    "NVFP4 without a global scale": (lambda weight: nvfp4(weight, per_tensor_scale=None), NVFP4Linear),
+    "MXFP4": (mx, MXFP4Linear),
+    "MXFP4 swizzled": (lambda weight: mx(weight, is_swizzled=True), MXFP4Linear),
+}
+
+
+def model_of(quantise, device: str = "cpu", bias: bool = True) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(K, N, bias=bias), nn.SiLU()).bfloat16().to(device)
+    model[0].weight = nn.Parameter(quantise(model[0].weight.detach()), requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize(("quantise", "cls"), KINDS.values(), ids=KINDS)
+@torch.no_grad()
+def test_values(quantise, cls, device):
+    model = model_of(quantise, device)
+    weight, bias = model[0].weight.dequantize(torch.float32), model[0].bias
+    assert integration.accelerate_(model) is model
+    assert type(model[0]) is cls and type(model[1]) is nn.SiLU
+    assert torch.allclose(model[0].dequantize(), weight, rtol=1e-6, atol=0)
+    x = torch.randn(5, K, device=device).bfloat16()
+    want = nn.functional.silu(x.double() @ weight.double().t() + bias.double())
+    assert (model(x) - want).norm() < 2**-7 * want.norm()
+
+
+@torch.no_grad()
+def test_fp4_activations():
+    scale = torch.tensor(8.0 / 2688)
+    model = model_of(lambda weight: nvfp4(weight, act_per_tensor_scale=scale))
+    weight, bias = model[0].weight.dequantize(torch.float32), model[0].bias
+    integration.accelerate_(model, activations="fp4")
+    assert model[0].input_scale.item() == scale.item()
+    x = torch.randn(5, K).bfloat16()
+    decoded = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale).dequantize(torch.float32)
+    want = nn.functional.silu(decoded.double() @ weight.double().t() + bias.double())
+    assert (model(x) - want).norm() < 0.01 * want.norm()
+    with pytest.raises(ValueError, match=r"accelerate_: 0: NVFP4Linear: .* input_scale"):
+        integration.accelerate_(model_of(nvfp4), activations="fp4")
+
+
+def test_what_stays_and_what_is_refused():
+    model = nn.Sequential(model_of(nvfp4), nn.Linear(K, N), model_of(lambda weight: mx(weight, torch.float8_e4m3fn)))
+    with pytest.warns(UserWarning, match=r"not of a type that has a layer: 2.0 \(MXTensor\)"):
+        integration.accelerate_(model)
+    kinds = [type(module) for module in model.modules() if isinstance(module, (nn.Linear, QuantLinear))]
+    assert kinds == [NVFP4Linear, nn.Linear, nn.Linear]
+    model = model_of(nvfp4)
+    assert type(integration.accelerate_(model, ignore=("0",))[0]) is nn.Linear
+    tied = nn.ModuleDict({"a": model[0], "b": nn.Linear(K, N)})
+    tied["b"].weight = tied["a"].weight
+    with pytest.raises(ValueError, match="a shares its weight with another module"):
+        integration.accelerate_(tied)
+    embedding = nn.Embedding(N, K)
+    embedding.weight = nn.Parameter(nvfp4(torch.randn(N, K)), requires_grad=False)
+    with pytest.raises(ValueError, match="it is a Embedding; expected a linear layer"):
+        integration.accelerate_(nn.Sequential(embedding))
+    odd = nn.Sequential(nn.Linear(48, N))
+    odd[0].weight = nn.Parameter(nvfp4(torch.randn(N, 48)), requires_grad=False)
+    with pytest.raises(ValueError, match="in_features is 48; expected a positive multiple of 32"):
+        integration.accelerate_(odd)

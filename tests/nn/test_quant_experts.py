@@ -1,0 +1,200 @@
+"""Experts with quantised weights, beside what they compute in float64."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from support import experts as support
+from support.experts import GPT_OSS, TOPK, Block, E, Experts, GptOssExperts, H, I
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_cute_ops.nn import NVFP4Linear, QuantExperts, QuantLinear, SwiGLU, quantize_, random_, warmup
+
+SCHEMES = ("nvfp4", "mxfp4", "fp8_block")
+by_scheme = pytest.mark.parametrize("scheme", SCHEMES)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def routed(count: int, device: str, topk: int = TOPK) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = torch.randn(count, H, device=device).bfloat16()
+    ids = torch.rand(count, E).argsort(1)[:, :topk].to(device)
+    return x, ids, torch.rand(count, topk, device=device)
+
+
+def assert_close(got: torch.Tensor, want: np.ndarray, scheme: str) -> None:
+    """NVFP4 weights are re-encoded to FP8, twice with some 3 % of error; else codes of activations may differ, in few
+    places on a CPU and in a hundredth on a GPU, whose sums have fewer bits."""
+    error = np.linalg.norm(got.double().cpu().numpy() - want) / np.linalg.norm(want)
+    assert error < (0.06 if scheme == "nvfp4" else 0.015), error
+
+
+def block_of(module: nn.Module, scheme: str, device: str = "cpu", **given) -> Block:
+    return quantize_(Block(module).bfloat16(), scheme, **given).to(device)
+
+
+@by_scheme
+@pytest.mark.parametrize("form", [Experts, GptOssExperts])
+@torch.no_grad()
+def test_values(scheme, form, device):
+    """Of the weights that were quantised, under ids of int64, as torch.topk gives them."""
+    module = form()
+    block = block_of(copy.deepcopy(module), scheme, device)
+    experts = block.mlp.experts
+    assert isinstance(experts, QuantExperts) and isinstance(block.o_proj, QuantLinear)
+    assert experts.scheme == scheme and experts.topk == TOPK
+    x, ids, factors = routed(9, device)
+    gate_up, down = support.decoded(experts)
+    biases, swiglu = None, (1.0, 0.0, None)
+    want_gate_up, want_down = module.gate_up_proj.detach(), module.down_proj.detach()
+    if form is GptOssExperts:
+        gated, bias = want_gate_up.mT, module.gate_up_proj_bias.detach().bfloat16()
+        want_gate_up, want_down = torch.cat((gated[:, 0::2], gated[:, 1::2]), 1), want_down.mT
+        biases = (
+            torch.cat((bias[:, 0::2], bias[:, 1::2]), 1).double().numpy(),
+            module.down_proj_bias.detach().bfloat16().double().numpy(),
+        )
+        swiglu = GPT_OSS
+    # The codes stand for the module's own weights, in the order of gate and up.
+    for got, want in ((gate_up, want_gate_up), (down, want_down)):
+        error = np.linalg.norm(got - want.double().numpy()) / want.norm().item()
+        assert error < {"nvfp4": 0.11, "mxfp4": 0.16, "fp8_block": 0.04}[scheme]
+    for mine, theirs in zip(experts.dequantize(), (gate_up, down), strict=True):
+        assert np.allclose(mine.cpu().double().numpy(), theirs, rtol=1e-6, atol=0)
+    got = experts(x, ids, factors)
+    assert got.shape == x.shape and got.dtype == x.dtype
+    assert_close(got, support.computed(x, ids, factors, gate_up, down, biases, swiglu), scheme)
+
+
+@by_scheme
+@torch.no_grad()
+def test_calls(scheme, device):
+    """A row is what it is alone; ids elsewhere add nothing; other dtypes; compiled whole."""
+    experts = block_of(Experts(), scheme, device).mlp.experts
+    x, ids, factors = routed(5, device)
+    want = experts(x, ids, factors)
+    if device == "cpu":  # on a GPU, GEMMs of other numbers of rows may have other plans
+        for row in range(5):
+            assert torch.equal(experts(x[row, None], ids[row, None], factors[row, None]), want[row, None])
+    assert torch.equal(experts(x, ids.int(), factors.bfloat16().float()), experts(x, ids, factors.bfloat16()))
+    elsewhere = ids.clone()
+    elsewhere[:, 1] = E
+    elsewhere[0, 1] = -1
+    assert_close(
+        experts(x, elsewhere, factors), support.computed(x, elsewhere, factors, *support.decoded(experts)), scheme
+    )
+    assert experts(x[:0], ids[:0], factors[:0]).shape == (0, H)
+    assert experts(x.half(), ids, factors).dtype == torch.float16
+    torch._dynamo.reset()
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, ids, factors), want)
+
+
+@by_scheme
+def test_state_dict_and_moves(scheme):
+    experts = block_of(GptOssExperts(), scheme).mlp.experts
+    state = experts.state_dict()
+    assert {"gate_up_proj.weight", "gate_up_proj.bias", "down_proj.weight", "down_proj.bias"} <= {*state}
+    other = block_of(GptOssExperts(), scheme).mlp.experts
+    other.load_state_dict(state)
+    moved = copy.deepcopy(experts).half()
+    for name, tensor in state.items():
+        assert torch.equal(other.state_dict()[name].view(torch.uint8), tensor.view(torch.uint8))
+        got = moved.state_dict()[name]
+        assert got.dtype == (torch.float16 if name.endswith("bias") else tensor.dtype)
+    x, ids, factors = routed(3, "cpu")
+    with torch.no_grad():
+        assert torch.equal(other(x, ids, factors), experts(x, ids, factors))
+
+
+def test_split():
+    """Each expert's layers, as they would be by themselves; gate and up share a global scale."""
+    module = Experts().bfloat16()
+    experts = block_of(copy.deepcopy(module), "nvfp4").mlp.experts
+    parts = [*experts.split()]
+    assert len(parts) == E
+    for e, (gate, up, down) in enumerate(parts):
+        assert gate.weight_scale_2.item() == up.weight_scale_2.item()
+        assert gate.weight_scale_2.item() == pytest.approx(module.gate_up_proj[e].abs().max().item() / 2688, rel=1e-6)
+        assert down.weight_scale_2.item() == pytest.approx(module.down_proj[e].abs().max().item() / 2688, rel=1e-6)
+        linear = nn.Linear(H, I, bias=False)
+        linear.weight.data = module.gate_up_proj.data[e, I:]
+        alone = NVFP4Linear.from_float(linear, amax=module.gate_up_proj[e].abs().max())
+        for name, tensor in alone.tensors().items():
+            assert torch.equal(up.tensors()[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_what_is_left():
+    with pytest.warns(UserWarning, match=r"the experts mlp.experts, because its gate is no SwiGLU"):
+        block = block_of(Experts(act_fn=nn.GELU()), "nvfp4")
+    assert isinstance(block.mlp.experts, Experts) and isinstance(block.o_proj, NVFP4Linear)
+    with pytest.warns(UserWarning, match=r"experts are 256 and 64 wide; expected multiples of 128"):
+        block_of(Experts(width=64), "fp8_block")
+    with pytest.warns(UserWarning, match=r"scheme is 'fp8_channel'; experts can be in 'nvfp4', 'mxfp4', 'fp8_block'"):
+        block_of(Experts(), "fp8_channel")
+    for ignore in (("experts",), ("mlp.*",)):
+        assert isinstance(block_of(Experts(), "nvfp4", ignore=ignore).mlp.experts, Experts)
+
+
+def test_errors():
+    experts = block_of(Experts(), "nvfp4").mlp.experts
+    gate_up, down = experts.gate_up_proj, experts.down_proj
+    with pytest.raises(ValueError, match=r"gate_up_proj has 8 parts, the first with 128 rows; expected 16 with 128"):
+        QuantExperts(gate_up, down, 8)
+    with pytest.raises(ValueError, match="gate_up_proj has 4 parts"):
+        QuantExperts(down, gate_up, E)
+    with pytest.raises(ValueError, match="NVFP4Linear and MXFP4Linear; expected two of one format"):
+        QuantExperts(gate_up, block_of(Experts(), "mxfp4").mlp.experts.down_proj, E)
+    with pytest.raises(ValueError, match="0 experts; expected 1 to 512"):
+        QuantExperts(gate_up, down, 0)
+    x, ids, factors = routed(2, "cpu")
+    with pytest.raises(ValueError, match="grouped_mm_fp8_fp4"):
+        experts(x[:, :128], ids, factors)
+    with pytest.raises(ValueError, match="moe_finalize: weights"):
+        experts(x, ids, factors[:1])
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "grouped_mm" in str(func):
+            self.rows.append(args[0].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_warmup():
+    block = block_of(Experts(), "mxfp4")
+    with Calls() as calls:
+        warmup(nn.ModuleList([block, block_of(Experts(), "mxfp4")]), rows=(1, 4, 40))
+    assert sorted(calls.rows) == [8, 8, 80, 80]  # both GEMMs of one form; 1 and 4 tokens are one bucket
+    block.mlp.experts.topk = None
+    with pytest.raises(ValueError, match=r"mlp.experts.topk is None"):
+        warmup(block)
+
+
+@by_scheme
+def test_random(scheme, device):
+    """Of a model without numbers; the weights have the deviation of initialised ones."""
+    with torch.device("meta"):
+        block = Block(GptOssExperts()).bfloat16()
+    experts = random_(block, scheme, device=device).mlp.experts
+    assert experts.swiglu == SwiGLU(*GPT_OSS) and experts.topk == TOPK
+    assert all(0.015 < weight.float().std() < 0.025 for weight in experts.dequantize())
+    assert not experts.gate_up_proj.bias.any() and experts.down_proj.bias.shape == (E * H,)
+    x, ids, factors = routed(3, device)
+    with torch.no_grad():
+        assert_close(
+            experts(x, ids, factors),
+            support.computed(x, ids, factors, *support.decoded(experts), None, GPT_OSS),
+            scheme,
+        )

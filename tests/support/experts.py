@@ -1,0 +1,110 @@
+"""Modules that keep experts in two parameters, as those of Hugging Face do, and what experts compute in float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import nn
+
+from support import spec, weights
+from torch_cute_ops.nn import QuantExperts
+
+E, H, I, TOPK = 4, 256, 128, 2  # noqa: E741
+GPT_OSS = (1.702, 1.0, 7.0)
+
+
+class Experts(nn.Module):
+    """Gate before up; the forward is replaced with the weights, so there is none."""
+
+    def __init__(self, experts: int = E, hidden: int = H, width: int = I, act_fn: nn.Module | None = None) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * width, hidden) / 8)
+        self.down_proj = nn.Parameter(torch.randn(experts, hidden, width) / 8)
+        self.act_fn = act_fn or nn.SiLU()
+
+
+class GptOssExperts(nn.Module):
+    """Transposed, gate and up interleaved, with biases and a gate of its own."""
+
+    def __init__(self, experts: int = E, hidden: int = H, width: int = I) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, hidden, 2 * width) / 4)
+        self.gate_up_proj_bias = nn.Parameter(torch.randn(experts, 2 * width))
+        self.down_proj = nn.Parameter(torch.randn(experts, width, hidden) / 8)
+        self.down_proj_bias = nn.Parameter(torch.randn(experts, hidden))
+        self.is_transposed, self.is_concatenated = True, False
+        self.alpha, _, self.limit = GPT_OSS
+
+    def _apply_gate(self, both: torch.Tensor) -> torch.Tensor:
+        gate, up = both[..., ::2].clamp(max=self.limit), both[..., 1::2].clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+
+class Block(nn.Module):
+    """A router and experts, two linear layers around them."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.mlp = nn.Module()
+        self.mlp.gate = SimpleNamespaceModule(top_k=TOPK)
+        self.mlp.experts = experts
+        self.o_proj = nn.Linear(H, H, bias=False)
+        self.config = SimpleNamespace()
+
+
+class SimpleNamespaceModule(nn.Module):
+    def __init__(self, **attributes: object) -> None:
+        super().__init__()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def decoded(experts: QuantExperts) -> tuple[np.ndarray, np.ndarray]:
+    """The weights (E, 2I, H) and (E, H, I) that the tensors of the state dict stand for."""
+    count = experts.experts
+    stacks = ((layer.tensors(), layer.parts) for layer in (experts.gate_up_proj, experts.down_proj))
+    gate_up, down = (
+        weights.decoded({name: each.cpu() for name, each in tensors.items()}, parts) for tensors, parts in stacks
+    )
+    return gate_up.reshape(count, -1, gate_up.shape[1]), down.reshape(count, -1, down.shape[1])
+
+
+def computed(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    factors: torch.Tensor,
+    gate_up: np.ndarray,
+    down: np.ndarray,
+    biases: tuple[np.ndarray, np.ndarray] | None = None,
+    swiglu: tuple[float, float, float | None] = (1.0, 0.0, None),
+) -> np.ndarray:
+    """The weighted sum of each token's experts (M, H), with activations in FP8, rounded where the ops round."""
+    alpha, beta, limit = swiglu
+    rows = in_fp8(x.float().cpu().numpy())
+    total = np.zeros((len(rows), down.shape[1]))
+    for token, (own, own_factors) in enumerate(zip(ids.tolist(), factors.double().tolist(), strict=True)):
+        for expert, factor in zip(own, own_factors, strict=True):
+            if not 0 <= expert < len(down):
+                continue
+            both = gate_up[expert] @ rows[token] + (0 if biases is None else biases[0][expert])
+            both = rounded(both, x.dtype)
+            gate, up = np.split(both, 2)
+            if limit is not None:
+                gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+            hidden = in_fp8((gate / (1 + np.exp(-alpha * gate)) * (up + beta)).astype(np.float32)[None])[0]
+            result = down[expert] @ hidden + (0 if biases is None else biases[1][expert])
+            total[token] += factor * rounded(result, x.dtype)
+    return total
+
+
+def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    return torch.from_numpy(values).to(dtype).double().numpy()
+
+
+def in_fp8(rows: np.ndarray) -> np.ndarray:
+    """Rows in float64 as FP8 with a scale for each 128 elements holds them."""
+    elements, scales = spec.quantise_fp8(rows, "block128", None)
+    numbers = spec.scale_value(elements, "e4m3").astype(np.float64)
+    return numbers * scales.astype(np.float64).repeat(128, 1)[:, : rows.shape[1]]

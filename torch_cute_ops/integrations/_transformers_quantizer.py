@@ -1,0 +1,189 @@
+"""The quantizer of ``register``: transformers' own ``from_pretrained`` on the layers of this package."""
+
+import logging
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from torch_cute_ops.checkpoint._files import Files
+from torch_cute_ops.checkpoint.load import Loader
+from torch_cute_ops.checkpoint.spec import read_spec, spec_of
+from torch_cute_ops.nn import _names, merge_
+from torch_cute_ops.nn._base import Activations
+
+logger = logging.getLogger(__name__)
+
+METHODS: Final = ("modelopt", "compressed-tensors", "fp8", "mxfp4")
+"""``quant_method`` of the checkpoints that we read."""
+
+_replaced: dict[str, tuple[Any, Any]] = {}
+"""What transformers had for each method: its configuration and its quantizer, or ``None``."""
+
+
+def register(methods: Iterable[str] = METHODS, *, activations: Activations = "auto", merge: bool = True) -> None:
+    """Have ``AutoModelForCausalLM.from_pretrained`` of transformers put quantised checkpoints on our layers.
+
+    It takes the place of what transformers has for these methods; checkpoints of them that we do not read are left to
+    it, with a warning that says why. Transformers loads what is not quantised. The model goes to one device, the CPU if
+    ``device_map`` is not given. ``save_pretrained`` refuses such a model: use :func:`torch_cute_ops.checkpoint.save`.
+
+    Args:
+        methods: ``quant_method`` of the checkpoints: ``"modelopt"``, ``"compressed-tensors"``, ``"fp8"`` (blocks, as
+            DeepSeek-V3's) and ``"mxfp4"`` (gpt-oss), all if nothing is said.
+        activations, merge: as for ``from_pretrained`` of this module, of models that are loaded from now on.
+
+    Raises:
+        ValueError: for an unknown method.
+    """
+    chosen = tuple(methods)
+    unknown = [method for method in chosen if method not in METHODS]
+    if unknown:
+        expected = ", ".join(map(repr, METHODS))
+        raise ValueError(f"register: methods has {unknown[0]!r}; expected some of {expected}")
+    configs, quantizers = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING
+    for method in chosen:
+        own = _replaced.setdefault(method, (configs.get(method), quantizers.get(method)))
+        configs[method] = _config_class(own[0])
+        quantizers[method] = _quantizer_factory(own[1], activations, merge)
+
+
+def unregister() -> None:
+    """Give transformers back what :func:`register` replaced."""
+    for method, own in _replaced.items():
+        mappings = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING
+        for mapping, each in zip(mappings, own, strict=True):
+            if each is None:
+                mapping.pop(method, None)
+            else:
+                mapping[method] = each
+    _replaced.clear()
+
+
+class CuteConfig(QuantizationConfigMixin):
+    """A checkpoint's ``quantization_config``, as it is."""
+
+    def __init__(self, quant_method: str, **stored: Any) -> None:
+        self.quant_method: Any = quant_method
+        for name, value in stored.items():
+            setattr(self, name, value)
+
+
+def _config_class(own: Any) -> type[CuteConfig]:
+    class Config(CuteConfig):
+        """What the mapping has, which knows transformers' class for the method."""
+
+        @classmethod
+        def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+            try:
+                spec_of(Path("config.json"), config_dict)
+            except ValueError as error:
+                if own is None:
+                    raise
+                logger.warning("%s; transformers' own %s is used", error, own.__name__)
+                return own.from_dict(config_dict, return_unused_kwargs, **kwargs)
+            config = CuteConfig(**config_dict)
+            return (config, kwargs) if return_unused_kwargs else config
+
+    return Config
+
+
+def _quantizer_factory(own: Any, activations: Activations, merge: bool) -> Callable[..., HfQuantizer]:
+    def make(config: Any, **kwargs: Any) -> HfQuantizer:
+        if isinstance(config, CuteConfig):
+            return CuteQuantizer(config, activations=activations, merge=merge, **kwargs)
+        return own(config, **kwargs)
+
+    return make
+
+
+class CuteQuantizer(HfQuantizer):
+    """Takes the quantised layers out of a model before transformers loads it, and loads them itself after."""
+
+    def __init__(self, quantization_config: Any, *, activations: Activations, merge: bool, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.activations, self.merge = activations, merge
+        self.pending: dict[str, _Pending] = {}
+        self.device = torch.device("cpu")
+        self.folder = Path()
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse what cannot be."""
+        if not self.pre_quantized:
+            raise ValueError("CuteQuantizer: the checkpoint is not quantised; use torch_cute_ops.nn.quantize_")
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Any = None, device_map: Any = None, **_: Any
+    ) -> None:
+        if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
+            raise ValueError(f"CuteQuantizer: the checkpoint's files are {checkpoint_files}; expected safetensors")
+        self.folder, self.device = Path(checkpoint_files[0]).parent, _one_device(device_map)
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ())}
+        with Files(self.folder) as files:
+            loader = self._loader(model, files)
+            for name, module in loader.quantised_modules().items():
+                self.pending[name] = _Pending(module)
+                for each in {name, loader._stored(name)}:
+                    model._keys_to_ignore_on_load_unexpected.add(rf"^{re.escape(each)}\.")
+        for pending in self.pending.values():
+            _names.replace(model, pending.module, pending)
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        with Files(self.folder) as files:
+            for pending in self.pending.values():
+                _names.replace(model, pending, pending.module)
+            loader = self._loader(model, files)
+            for name, pending in tqdm([*self.pending.items()], desc="Loading quantised layers", unit="module"):
+                loader.load_module(name, pending.module)
+        self.pending.clear()
+        if self.merge:
+            merge_(model)
+        return model.requires_grad_(False)
+
+    def _loader(self, model: Any, files: Files) -> Loader:
+        return Loader(model, files, read_spec(self.folder), self.activations, self.device, {})
+
+    def is_serializable(self) -> bool:
+        """Not by transformers."""
+        logger.warning("transformers cannot save this model: use torch_cute_ops.checkpoint.save(model, path, style)")
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """Modules are for inference."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """``generate`` compiles the decode step with a static cache."""
+        return True
+
+
+class _Pending(nn.Module):
+    """In the place of a layer whose tensors transformers shall not load."""
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["module"] = module  # no submodule, so that its tensors are not looked for
+
+
+def _one_device(device_map: Any) -> torch.device:
+    """That of a ``device_map``."""
+    devices = {*device_map.values()} if isinstance(device_map, dict) else {device_map}
+    if len(devices) > 1 or devices & {"disk"}:
+        raise ValueError(f"CuteQuantizer: device_map is {device_map}; expected one device")
+    (device,) = devices
+    if device is None:
+        return torch.device("cpu")
+    if isinstance(device, str) and device in ("auto", "balanced", "balanced_low_0", "sequential"):
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
