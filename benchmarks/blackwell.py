@@ -19,6 +19,7 @@ from torch_cute_ops.gemm.backends.fp4_tcgen05 import FP4Tcgen05
 from torch_cute_ops.gemm.problem import GemmProblem, Operand, Tactic
 from torch_cute_ops.kernels import fp4_tcgen05
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.block_scaled_stage import ROWS
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.runtime.arch import ARCHS, CLOCK_HZ
 from torch_cute_ops.testing.resources import compile_for
@@ -87,14 +88,14 @@ def line(fmt: FP4Format, n: int, k: int, m: int, target: Target, registers: dict
     config: Any = spec.config
     if registers is not None and config not in registers:
         registers[config] = max(each.registers for each in compile_for(spec.make(), arch)[1])
-    flops = 2 * fp4_tcgen05.ROWS * config.tokens * CHUNK
+    flops = 2 * ROWS * config.tokens * CHUNK
     bytes_per_clock = cost.bytes_per_second(target) / target.sms / CLOCK_HZ
     peak = arch.fp4_flops_per_clock * target.sms * CLOCK_HZ
     floor = max(problem.bytes_moved(m) / cost.bytes_per_second(target), problem.flops(m) / peak)
     return Line(
         *(n, k, m, tactic, config, 0 if registers is None else registers[config]),
         mma_clocks=flops / arch.fp4_flops_per_clock,
-        byte_clocks=(fp4_tcgen05.ROWS + config.own_tokens) * operand.row_bytes(CHUNK) / bytes_per_clock,
+        byte_clocks=(ROWS + config.stage.own_columns) * operand.row_bytes(CHUNK) / bytes_per_clock,
         us=BACKEND.estimate(problem, m, tactic, target) * 1e6,
         floor_us=floor * 1e6,
     )
@@ -109,7 +110,7 @@ def cells(one: Line) -> list[str]:
         f"{config.rows} × {config.tokens}",
         str(config.splits),
         str(config.stages),
-        f"{config.stages * config.stage_bytes / 1024:.0f}",
+        f"{config.stages * config.stage.size_bytes / 1024:.0f}",
         f"{config.smem_bytes / 1024:.0f}",
         str(config.columns),
         str(one.registers or "–"),

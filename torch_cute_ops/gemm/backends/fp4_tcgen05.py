@@ -13,6 +13,7 @@ from torch_cute_ops.gemm.decode import fp4_format, reason_no_tcgen05, reason_not
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_tcgen05
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.block_scaled_stage import ROWS, STEP
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import CLOCK_HZ, Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
@@ -44,8 +45,8 @@ class FP4Tcgen05(FP4KernelBackend):
             return f"both operands have to be in FP4; a is {problem.a.format}"
         if problem.a.scale_layout != layout:
             return f"a's scales have to be in the weight's layout, {layout.name}"
-        if problem.k % fp4_tcgen05.STEP:
-            return f"k={problem.k}: it has to be a multiple of {fp4_tcgen05.STEP}"
+        if problem.k % STEP:
+            return f"k={problem.k}: it has to be a multiple of {STEP}"
         return reason_not_words(problem)
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
@@ -57,30 +58,30 @@ class FP4Tcgen05(FP4KernelBackend):
             (tokens, group, splits)
             for group, tiles in fp4_tcgen05.TILES.items()
             for tokens in tiles
-            for splits in (fp4_tcgen05.SPLITS if group == 1 and tokens <= fp4_tcgen05.ROWS else (1,))
+            for splits in (fp4_tcgen05.SPLITS if group == 1 and tokens <= ROWS else (1,))
             if least <= tokens <= widest and splits <= chunks
         ]
         return tuple(one for one in every if target.arch is None or _config(problem, one, target.arch) is not None)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         tokens, group, splits = map(int, tactic)
-        rows, chunks = fp4_tcgen05.ROWS * group, -(-problem.k // CHUNK)
+        rows, chunks = ROWS * group, -(-problem.k // CHUNK)
         tiles = -(-problem.n // rows) * -(-m // tokens)
         teams = cost.places(target.sms, group * splits) // (group * splits)
         waves = -(-tiles // teams)
         # Of a CTA and a chunk. Tiles of tokens that run together read the weight from memory once.
         line = problem.b.row_bytes(CHUNK)
         again = min(-(-m // tokens), SHARES)
-        weight, activations = fp4_tcgen05.ROWS * line / again, tokens // group * line / SHARES
+        weight, activations = ROWS * line / again, tokens // group * line / SHARES
         read = (weight + activations) / (cost.bytes_per_second(target) / target.sms)
-        flops = 2 * fp4_tcgen05.ROWS * max(tokens, LEAST_COLUMNS) * CHUNK
+        flops = 2 * ROWS * max(tokens, LEAST_COLUMNS) * CHUNK
         computed = cost.fp4_tensor_core_seconds(flops, target, sms=1)
         seconds = waves * -(-chunks // splits) * cost.overlapped(computed, read, order=8)
-        stored = fp4_tcgen05.ROWS * tokens * problem.out_dtype.itemsize / STORE_BYTES_PER_CLOCK / CLOCK_HZ
+        stored = ROWS * tokens * problem.out_dtype.itemsize / STORE_BYTES_PER_CLOCK / CLOCK_HZ
         # Of 256 rows of activations, tensor memory has one accumulator: nothing is multiplied meanwhile.
-        seconds += stored * (waves if tokens > fp4_tcgen05.ROWS else 1)
+        seconds += stored * (waves if tokens > ROWS else 1)
         if splits > 1:
-            seconds += waves * 2 * 4 * fp4_tcgen05.ROWS * tokens / CLUSTER_BYTES_PER_SECOND
+            seconds += waves * 2 * 4 * ROWS * tokens / CLUSTER_BYTES_PER_SECOND
         return cost.LAUNCH_SECONDS + RAMP_SECONDS * (waves if splits > 1 else 1) + seconds
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
