@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
+
+import torch
+from ptx import EmulationError
 
 Edit = Callable[[str], str]
 
@@ -30,7 +34,10 @@ ARRIVE = r"(?:@p )?mbarrier\.arrive\.(?!expect_tx)[^;]*;"
 EXPECT = r"mbarrier\.arrive\.expect_tx\S+ \S+, \[[^\]]*\], %r\d+;"
 WAIT = r"(\{\.reg \.pred p; )(AGAIN: mbarrier\.try_wait\S+ p, \[%r\d+\], )(%r\d+);"
 MMA = r"(tcgen05\.mma\S+ )\[(%r\d+)\], (%rd\d+), (%rd\d+), (%r\d+), \[(%r\d+)\], \[(%r\d+)\], p;"
-TENSOR = r"(cp\.async\.bulk\.tensor\.2d\.shared\S+ )\[(%r\d+)(\+\d+)?\], \[(%rd\d+), \{(%r\d+), (%r\d+)\}\],([^;]*);"
+TENSOR = (
+    r"(cp\.async\.bulk\.tensor\.[23]d\.shared\S+ )\[(%r\d+)(\+\d+)?\], "
+    r"\[(%rd\d+), \{(%r\d+), (%r\d+)(, %r\d+)?\}\],([^;]*);"
+)
 BULK = r"(cp\.async\.bulk\.shared\S+ )\[(%r\d+)(\+\d+)?\], \[(%rd\d+)(\+\d+)?\],([^;]*);"
 CP = r"(tcgen05\.cp\S+ )\[(%r\d+)\], (%rd\d+);"
 LD = r"(tcgen05\.ld\S+ \{[^}]*\}, )\[(%r\d+)\];"
@@ -73,9 +80,9 @@ REPLACED: dict[str, tuple[str, str]] = {
     "scales copied from 16 bytes on": (CP, rf"{{{Q64}\3, 1; \1[\2], q;}}"),
     "other stride of scales": (CP, rf"{{{Q64}\3, {1 << 32}; \1[\2], q;}}"),
     "tensor copy left out": (TENSOR, ""),
-    "tensor copy from the next chunk": (TENSOR, rf"{{{_more(5, 128)} \1[\2\3], [\4, {{q, \6}}],\7;}}"),
-    "tensor copy from the next row": (TENSOR, rf"{{{_more(6, 1)} \1[\2\3], [\4, {{\5, q}}],\7;}}"),
-    "tensor copy to another place": (TENSOR, rf"{{{_more(2, 1024)} \1[q\3], [\4, {{\5, \6}}],\7;}}"),
+    "tensor copy from the next chunk": (TENSOR, rf"{{{_more(5, 128)} \1[\2\3], [\4, {{q, \6\7}}],\8;}}"),
+    "tensor copy from the next row": (TENSOR, rf"{{{_more(6, 1)} \1[\2\3], [\4, {{\5, q\7}}],\8;}}"),
+    "tensor copy to another place": (TENSOR, rf"{{{_more(2, 1024)} \1[q\3], [\4, {{\5, \6\7}}],\8;}}"),
     "bulk copy left out": (BULK, ""),
     "bulk copy from the next tile": (BULK, rf"{{{Q64}\4, 512; \1[\2\3], [q\5],\6;}}"),
     "bulk copy to the next tile": (BULK, rf"{{{_more(2, 512)} \1[q\3], [\4\5],\6;}}"),
@@ -114,3 +121,46 @@ def faults_of(ptx: str) -> Iterator[Fault]:
     for what, (pattern, to) in REPLACED.items():
         for number in range(len(re.findall(pattern, ptx))):
             yield Fault(what, number, _edit(pattern, number, to))
+
+
+class Unfound(NamedTuple):
+    """Why faults of a kind change nothing, or are not found; ``dead``: no machine could show them either."""
+
+    count: int
+    reason: str
+    dead: bool = True
+
+
+CONVERGED = Unfound(2, "the emulator has warps converge, and tcgen05.wait::ld is of the whole warp", dead=False)
+EVERY = 16
+"""Of so many faults one is tried, unless all are."""
+
+Run = Callable[[int | None, Edit | None], tuple[torch.Tensor, torch.Tensor]]
+"""A function of the order of threads and an edit of the PTX: what the kernel computes, and what it should."""
+
+
+def found(run: Run, fault: Fault) -> bool:
+    """Whether the emulator reports the fault, or the result is another, in some order."""
+    for seed in (None, 0, 1):
+        try:
+            got, want = run(seed, fault.edit)
+        except EmulationError:
+            return True
+        if not torch.equal(got, want):
+            return True
+    return False
+
+
+def check_faults(run: Run, ptx: str, known: Mapping[str, Unfound], *, all_tried: bool) -> None:
+    """Try all faults, or some; of each kind no more than are ``known`` may change nothing."""
+    assert torch.equal(*run(0, None))
+    every = [*faults_of(ptx)]
+    assert len({fault.what for fault in every}) > 35
+    tried = every if all_tried else every[::EVERY]
+    unfound = [fault for fault in tried if not found(run, fault)]
+    counts = Counter(fault.what for fault in unfound)
+    excused = {what: known[what].count if what in known else 0 for what in counts}
+    assert all(counts[what] <= excused[what] for what in counts), [fault.id for fault in unfound]
+    if all_tried:  # a part may be too few for a share
+        dead = sum(count for what, count in counts.items() if known[what].dead)
+        assert len(tried) - len(unfound) >= 0.95 * (len(tried) - dead)
