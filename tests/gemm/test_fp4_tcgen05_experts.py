@@ -87,14 +87,10 @@ def test_estimates_are_near_the_limits() -> None:
     assert least(512, "dense") < least(512, "routed")
 
 
-@pytest.mark.parametrize(
-    ("fmt", "layout", "tactic"),
-    [(NVFP4, "128x4", (64, 2, "routed")), (MXFP4, "linear", (32, 1, "dense"))],
-    ids=["nvfp4", "mxfp4"],
-)
-def test_a_call(fmt: Any, layout: str, tactic: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher's, with the kernel as the backend builds it, in the emulator."""
-    m, n, experts, width = 5, 72, 10, 64
+    fmt, layout, tactic = MXFP4, "linear", (32, 2, "routed")
+    m, n, experts, width = 5, 40, 10, 64
     k = experts * width
     problem = fp4_problem(n, k, fmt, layout=layout, out_dtype=FP32, experts=experts)
     assert tactic in BACKEND.tactics(problem, m, BLACKWELL)
