@@ -1,4 +1,4 @@
-"""Faults that are put into the PTX of a kernel by tcgen05: one instruction goes, or becomes another."""
+"""Faults that are put into the PTX of a kernel: one instruction goes, or becomes another."""
 
 from __future__ import annotations
 
@@ -44,7 +44,15 @@ LD = r"(tcgen05\.ld\S+ \{[^}]*\}, )\[(%r\d+)\];"
 INIT = r"(mbarrier\.init\.shared\.b64 \t\[[^\]]*\], )(%r\d+);"
 Q64 = r".reg .b64 q; add.u64 q, "
 
-REPLACED: dict[str, tuple[str, str]] = {
+BARRIERS: dict[str, tuple[str, str]] = {
+    "barrier of the CTA left out": (r"bar\.sync[^;]*;", ""),
+    "barrier of the warp left out": (r"bar\.warp\.sync[^;]*;", ""),
+    "cluster does not arrive": (r"barrier\.cluster\.arrive[^;]*;", ""),
+    "cluster does not wait": (r"barrier\.cluster\.wait[^;]*;", ""),
+}
+"""By name: what matches, and what comes in its place."""
+TCGEN05: dict[str, tuple[str, str]] = {
+    **BARRIERS,
     "wait left out": (WAIT, r"\1AGAIN: setp.eq.u32 p, 0, 0;"),
     "wait for the other phase": (WAIT, r"\1.reg .b32 q; xor.b32 q, \3, 1; \2q;"),
     "arrival left out": (ARRIVE, ""),
@@ -93,10 +101,6 @@ REPLACED: dict[str, tuple[str, str]] = {
     "load left out": (r"tcgen05\.ld[^;]*;", ""),
     "load from the next column": (LD, r"\1[\2+1];"),
     "load from another warp's lanes": (LD, rf"{{{_more(2, 32 << 16)} \1[q];}}"),
-    "barrier of the CTA left out": (r"bar\.sync[^;]*;", ""),
-    "barrier of the warp left out": (r"bar\.warp\.sync[^;]*;", ""),
-    "cluster does not arrive": (r"barrier\.cluster\.arrive[^;]*;", ""),
-    "cluster does not wait": (r"barrier\.cluster\.wait[^;]*;", ""),
     "allocation left out": (r"tcgen05\.alloc[^;]*;", ""),
     "allocation kept": (r"tcgen05\.dealloc[^;]*;", ""),
     "scales stored elsewhere": (
@@ -105,7 +109,27 @@ REPLACED: dict[str, tuple[str, str]] = {
     ),
     "sums stored elsewhere": (r"(@p st\.shared\.b32 )\[(%r\d+)\]", r"\1[\2+4]"),
 }
-"""By name: what matches, and what comes in its place."""
+COPY = r"(cp\.async\.c[ag]\S+ )\[(%r\d+)\], \[(%rd\d+)\],([^;]*);"
+SCALED_MMA = (
+    r"(mma\.sync\S+block_scale\S+ \{[^}]*\}, \{[^}]*\}, )(\{[^}]*\}), (\{[^}]*\}), "
+    r"(\{%r\d+\}), \{0, 0\}, (\{%r\d+\}), \{0, 0\};"
+)
+BLOCK_SCALED_MMA: dict[str, tuple[str, str]] = {
+    **BARRIERS,
+    "copy left out": (COPY, ""),
+    "copy from 16 bytes on": (COPY, rf"{{{Q64}\3, 16; \1[\2], [q],\4;}}"),
+    "copy to another place": (COPY, rf"{{{_more(2, 16)} \1[q], [\3],\4;}}"),
+    "copies not committed": (r"cp\.async\.commit_group;", ""),
+    "copies not waited for": (r"cp\.async\.wait_group[^;]*;", ""),
+    "MMA left out": (SCALED_MMA, ""),
+    "accumulators of nothing": (
+        SCALED_MMA,
+        r"{.reg .b32 q; mov.b32 q, 0; \1\2, {q, q, q, q}, \4, {0, 0}, \5, {0, 0};}",
+    ),
+    "scales exchanged": (SCALED_MMA, r"\1\2, \3, \5, {0, 0}, \4, {0, 0};"),
+    "load of the next word": (r"(ld\.shared\.b32 \t%r\d+, )\[(%r\d+)(\+\d+)?\];", rf"{{{_more(2, 4)} \1[q\3];}}"),
+    "sum stored elsewhere": (r"(st\.shared\.b32 \t)\[(%r\d+)(\+\d+)?\]", r"\1[\2+8]"),
+}
 
 
 def _edit(pattern: str, number: int, to: str) -> Edit:
@@ -116,9 +140,9 @@ def _edit(pattern: str, number: int, to: str) -> Edit:
     return edit
 
 
-def faults_of(ptx: str) -> Iterator[Fault]:
-    """Every fault that there can be in a kernel."""
-    for what, (pattern, to) in REPLACED.items():
+def faults_of(ptx: str, kinds: Mapping[str, tuple[str, str]] = TCGEN05) -> Iterator[Fault]:
+    """Every fault of these kinds that there can be in a kernel."""
+    for what, (pattern, to) in kinds.items():
         for number in range(len(re.findall(pattern, ptx))):
             yield Fault(what, number, _edit(pattern, number, to))
 
@@ -151,11 +175,20 @@ def found(run: Run, fault: Fault) -> bool:
     return False
 
 
-def check_faults(run: Run, ptx: str, known: Mapping[str, Unfound], *, all_tried: bool) -> None:
-    """Try all faults, or some; of each kind no more than are ``known`` may change nothing."""
+def check_faults(
+    run: Run,
+    ptx: str,
+    known: Mapping[str, Unfound],
+    *,
+    all_tried: bool,
+    kinds: Mapping[str, tuple[str, str]] = TCGEN05,
+    least: int = 36,
+) -> None:
+    """Try all faults, or some; of each kind no more than are ``known`` may change nothing. ``least``: kinds that there
+    are to be."""
     assert torch.equal(*run(0, None))
-    every = [*faults_of(ptx)]
-    assert len({fault.what for fault in every}) > 35
+    every = [*faults_of(ptx, kinds)]
+    assert len({fault.what for fault in every}) >= least
     tried = every if all_tried else every[::EVERY]
     unfound = [fault for fault in tried if not found(run, fault)]
     counts = Counter(fault.what for fault in unfound)
