@@ -1,7 +1,7 @@
-"""`python -m benchmarks blackwell`: what the FP4 GEMM by tcgen05 would do on a B200, by a model. Nothing is measured.
+"""`python -m benchmarks blackwell`: what FP4 GEMMs by tcgen05 would do on a B200, by a model. Nothing is measured.
 
 No such GPU was at hand. Shared memory, tensor memory and registers are what the compiled kernels take; clocks and times
-follow from data sheets: see `torch_cute_ops/gemm/cost.py`, `torch_cute_ops/gemm/backends/fp4_tcgen05.py`.
+follow from data sheets: see `cost.py`, and the backends `fp4_tcgen05` and `fp4_tcgen05_experts`.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ import torch
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.gemm import cost
-from torch_cute_ops.gemm.backend import Target
+from torch_cute_ops.gemm.backend import Backend, Target
 from torch_cute_ops.gemm.backends.fp4_tcgen05 import FP4Tcgen05
-from torch_cute_ops.gemm.problem import GemmProblem, Operand, Tactic
-from torch_cute_ops.kernels import fp4_tcgen05
+from torch_cute_ops.gemm.backends.fp4_tcgen05_experts import DENSE, ROUTED, FP4Tcgen05Experts
+from torch_cute_ops.gemm.problem import GemmProblem, Grouping, Operand, Tactic
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.block_scaled_stage import ROWS
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.runtime.arch import ARCHS, CLOCK_HZ
 from torch_cute_ops.testing.resources import compile_for
 
 from . import report
 
-BACKEND = FP4Tcgen05()
+BACKEND, EXPERTS_BACKEND = FP4Tcgen05(), FP4Tcgen05Experts()
 FORMATS = {fmt.name: fmt for fmt in (NVFP4, MXFP4)}
 CHOICES = [name for name, arch in ARCHS.items() if arch.has_tcgen05]
 FC2 = (7168, 65536)
 """N and K of DeepSeek-V3's second expert GEMM on one of eight GPUs, all experts side by side."""
+FC2_EXPERTS = 256
 SHAPES = {
     (16384, 16384): (1, 16, 64, 256, 2048),
     (28672, 4096): (1, 16, 64, 256, 2048),
@@ -40,16 +42,21 @@ SHAPES = {
 PUBLISHED = {(FC2, 32): 52.0, (FC2, 64): 53.0, (FC2, 128): 54.0, (FC2, 256): 69.0, (FC2, 512): 101.0}
 """µs that TensorRT-LLM's authors give for FC2 on a B200, NVFP4, in pull requests 12686 and 13833; at 512, at least."""
 
+MODES = (None, DENSE, ROUTED)
+"""A plain GEMM; and with a factor for each token and expert: of all experts, of those that tokens are routed to."""
+
 ABOUT = """\
 A MODEL, NOT A MEASUREMENT: {arch} with {sms} SMs, {tbps:.1f} TB/s and {pflops:.1f} PFLOP/s in FP4, by data sheets.
-{fmt}, 128x4 scales, alpha of one element, bfloat16 results. A tile is rows of the weight × rows of activations, by a
-pair of CTAs where it has 256 rows of the weight; "of k": CTAs that share a tile's sum. Clocks are an SM's for {chunk}
-elements of k of its tile: of its MMAs, and of its bytes at its share of the bandwidth, as if L2 held none of them.
-"floor": the longer of the bytes at full bandwidth and the MMAs at full rate. "TensorRT-LLM": published, of its own GEMM
-with a factor for each expert folded into the activations' scales."""
+{fmt}, 128x4 scales, bfloat16 results. "alpha" has one element; or one for each token and each of {experts} experts, all
+computed ("dense"), or those alone that some of 128 tokens are routed to, 8 each ("routed"). A tile is rows of the
+weight × rows of activations, by a pair of CTAs where it has 256 rows of the weight; "of k": CTAs that share a tile's
+sum. Clocks are an SM's for {chunk} elements of k of its tile: of its MMAs, and of its bytes at its share of the
+bandwidth, as if L2 held none of them. "floor": the longer of the bytes at full bandwidth and the MMAs at full rate.
+"TensorRT-LLM": published; by default it folds the factors of experts into the activations' scales, and has a plain
+GEMM."""
 
 HEADER = (
-    *("N × K", "M", "tile", "of k", "stages", "KB in flight", "shared KB", "TMEM columns", "registers"),
+    *("N × K", "alpha", "M", "tile", "of k", "stages", "KB in flight", "shared KB", "TMEM columns", "registers"),
     *("MMA clocks", "byte clocks", "µs", "floor", "TensorRT-LLM"),
 )
 
@@ -58,6 +65,7 @@ class Line(NamedTuple):
     """What the model says of one GEMM.
 
     Attributes:
+        mode: of ``MODES``.
         tactic, config: how it is computed.
         registers: of a thread; 0: not compiled.
         mma_clocks, byte_clocks: of an SM and a chunk of K.
@@ -67,35 +75,58 @@ class Line(NamedTuple):
     n: int
     k: int
     m: int
+    mode: str | None
     tactic: Tactic
-    config: fp4_tcgen05.Config
+    config: Any
     registers: int
     mma_clocks: float
     byte_clocks: float
     us: float
     floor_us: float
 
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Rows of the weight and of activations of a tile."""
+        config = self.config
+        return (config.rows, config.tokens) if self.mode is None else (config.columns, ROWS)
 
-def line(fmt: FP4Format, n: int, k: int, m: int, target: Target, registers: dict[Any, int] | None) -> Line:
+
+def line(
+    fmt: FP4Format,
+    n: int,
+    k: int,
+    m: int,
+    target: Target,
+    registers: dict[Any, int] | None,
+    mode: str | None = None,
+) -> Line:
     """The tactic that the cost model takes, and what follows from it. `registers`: found so far; `None`: unasked."""
     operand = Operand(fmt, SCALE_LAYOUTS["128x4"])
-    problem = GemmProblem(operand, operand, n, k, Epilogue(torch.bfloat16, "one", None))
-    tactic = min(BACKEND.tactics(problem, m, target), key=lambda each: BACKEND.estimate(problem, m, each, target))
+    plain = GemmProblem(operand, operand, n, k, Epilogue(torch.bfloat16, "one", None))
+    backend: Backend = BACKEND
+    problem = plain
+    if mode is not None:
+        backend = EXPERTS_BACKEND
+        problem = GemmProblem(operand, operand, n, k, Epilogue(torch.bfloat16), Grouping("k", FC2_EXPERTS))
+    tactics = [tactic for tactic in backend.tactics(problem, m, target) if mode in (None, tactic[-1])]
+    tactic = min(tactics, key=lambda each: backend.estimate(problem, m, each, target))
     arch = target.arch
     assert arch is not None
-    (spec,) = BACKEND.kernels(problem, tactic, arch)
+    (spec,) = backend.kernels(problem, tactic, arch)
     config: Any = spec.config
     if registers is not None and config not in registers:
         registers[config] = max(each.registers for each in compile_for(spec.make(), arch)[1])
-    flops = 2 * fp4_tcgen05.ROWS * config.tokens * CHUNK
+    flops = 2 * ROWS * config.stage.columns * CHUNK
     bytes_per_clock = cost.bytes_per_second(target) / target.sms / CLOCK_HZ
     peak = arch.fp4_flops_per_clock * target.sms * CLOCK_HZ
-    floor = max(problem.bytes_moved(m) / cost.bytes_per_second(target), problem.flops(m) / peak)
+    # All experts are as much as one with the k of all.
+    least = problem if mode == ROUTED else plain
+    floor = max(least.bytes_moved(m) / cost.bytes_per_second(target), least.flops(m) / peak)
     return Line(
-        *(n, k, m, tactic, config, 0 if registers is None else registers[config]),
+        *(n, k, m, mode, tactic, config, 0 if registers is None else registers[config]),
         mma_clocks=flops / arch.fp4_flops_per_clock,
-        byte_clocks=(fp4_tcgen05.ROWS + config.own_tokens) * operand.row_bytes(CHUNK) / bytes_per_clock,
-        us=BACKEND.estimate(problem, m, tactic, target) * 1e6,
+        byte_clocks=(ROWS + config.stage.own_columns) * operand.row_bytes(CHUNK) / bytes_per_clock,
+        us=backend.estimate(problem, m, tactic, target) * 1e6,
         floor_us=floor * 1e6,
     )
 
@@ -103,15 +134,17 @@ def line(fmt: FP4Format, n: int, k: int, m: int, target: Target, registers: dict
 def cells(one: Line) -> list[str]:
     """A row of the table."""
     config, published = one.config, PUBLISHED.get(((one.n, one.k), one.m))
+    columns = config.columns if one.mode is None else config.tensor_columns
     return [
         f"{one.n:,} × {one.k:,}",
+        one.mode or "one",
         f"{one.m:,}",
-        f"{config.rows} × {config.tokens}",
+        "{} × {}".format(*one.rows),
         str(config.splits),
         str(config.stages),
-        f"{config.stages * config.stage_bytes / 1024:.0f}",
+        f"{config.stages * config.stage.size_bytes / 1024:.0f}",
         f"{config.smem_bytes / 1024:.0f}",
-        str(config.columns),
+        str(columns),
         str(one.registers or "–"),
         f"{one.mma_clocks:,.0f}",
         f"{one.byte_clocks:,.0f}",
@@ -130,10 +163,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arch, fmt = ARCHS[options.arch], FORMATS[options.format]
     (target,) = cost.usual_targets(arch)
     registers: dict[Any, int] | None = None if options.no_registers else {}
-    lines = [line(fmt, n, k, m, target, registers) for (n, k), rows in SHAPES.items() for m in rows]
+    lines = [
+        line(fmt, n, k, m, target, registers, mode)
+        for (n, k), rows in SHAPES.items()
+        for mode in (MODES if (n, k) == FC2 else MODES[:1])
+        for m in rows
+    ]
     tbps = cost.bytes_per_second(target) / 1e12
     pflops = arch.fp4_flops_per_clock * target.sms * CLOCK_HZ / 1e15
-    print(ABOUT.format(arch=arch.name, sms=target.sms, tbps=tbps, pflops=pflops, fmt=fmt.name, chunk=CHUNK))
+    rates = {"tbps": tbps, "pflops": pflops}
+    print(ABOUT.format(arch=arch.name, sms=target.sms, fmt=fmt.name, chunk=CHUNK, experts=FC2_EXPERTS, **rates))
     print()
     print(report.table(HEADER, [cells(one) for one in lines]))
     return 0

@@ -1,15 +1,20 @@
 """Run kernels of NVIDIA that are known to be right in the PTX emulator: ``calibrate_ptx.py PATH_TO_CUTLASS``.
 
 Their results are compared bit for bit with float64, on inputs whose sums are exact: where a kernel that works on a GPU
-differs here, or is found at fault, the emulator is wrong. ``--write`` keeps the table. ``--on-gpu`` compares the
-emulator with a GPU instead: the same compiled kernel, the same inputs, the same bits.
+differs here, or is found at fault, the emulator is wrong. ``--on-gpu`` compares the emulator with this machine's GPU
+instead: the same kernel, the same inputs, the same bits. Without a path the kernels are our own for Hopper
+(``own_kernels.py``): ``calibrate_ptx.py --on-gpu`` needs nothing but the GPU and this repository.
+
+``--write`` keeps the table: a page for CUTLASS's kernels without a GPU, and one for each kind of kernels on a GPU.
 """
 
 import argparse
 import contextlib
+import functools
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,13 +26,14 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from cutlass_kernels import CASES, CLUSTERS, E4M3, E8M0, F16, F32, Case, compile_case  # noqa: E402
+from own_kernels import ARCH, OWN_CASES, OwnCase, by_emulator, by_gpu, by_reference  # noqa: E402
 from ptx import EmulationError  # noqa: E402
 from ptx.launch import host_launches, programs_of  # noqa: E402
 from ptx.layout import GlobalMemory  # noqa: E402
 from ptx.machine import Machine  # noqa: E402
 from ptx.values import E2M1, SCALES, TINY  # noqa: E402
 
-TABLE = ROOT / "docs" / "notes" / "blackwell_calibration.md"
+NOTES = ROOT / "docs" / "notes"
 SEEDS = (None, 0, 1)
 """Of the order of warps and copies: in step, and twice at random."""
 NAN = {E4M3: 0x7F, E8M0: 0xFF}
@@ -150,30 +156,51 @@ class Row(NamedTuple):
 
 def calibrate(root: Path, case: Case, gpu: bool) -> list[Row]:
     """Compile a case and run it on each of its problems."""
-    rows = []
     try:
         compiled = compile_case(root, case, optimised=gpu)
     except Exception as error:
         return [Row(case.name, case.arch, "", f"not compiled: {_first_line(error)}", 0.0, False)]
+    rows = []
     for size in case.sizes:
         given = problem(case, *size)
-        wrong, seconds = [], 0.0
-        for seed in SEEDS:
-            try:
-                result = emulate(compiled, given, seed)
-            except (EmulationError, NotImplementedError) as error:
-                wrong.append(f"seed {seed}: {type(error).__name__}: {_first_line(error)}")
-                continue
-            seconds += result.seconds / len(SEEDS)
-            expected = on_gpu(case, compiled, given) if gpu else given.expected
-            different = difference(result.bits, expected)
-            wrong += [f"seed {seed}: {different}"] if different else []
-            if gpu:
-                different = difference(expected, given.expected)
-                wrong += [f"GPU against float64: {different}"] if different else []
-        text = "; ".join(wrong) or ("the GPU's bits" if gpu else "exact")
-        rows.append(Row(case.name, case.arch, "×".join(map(str, size)), text, seconds, not wrong))
+        bits = on_gpu(case, compiled, given) if gpu else None
+        emulated = functools.partial(emulate, compiled, given)
+        rows.append(compare(case.name, case.arch, "×".join(map(str, size)), emulated, given.expected, bits))
     return rows
+
+
+def calibrate_own(case: OwnCase, gpu: bool) -> Row:
+    """The same of one of our kernels, whose results are fp32."""
+
+    def emulated(seed: int | None) -> Emulated:
+        start = time.perf_counter()
+        result = by_emulator(case, seed).view(torch.int32).numpy()
+        return Emulated(result, time.perf_counter() - start)
+
+    bits = by_gpu(case).view(torch.int32).numpy() if gpu else None
+    return compare(case.name, ARCH, case.size, emulated, by_reference(case).view(torch.int32).numpy(), bits)
+
+
+def compare(
+    name: str, arch: str, size: str, emulated: Callable[[int | None], Emulated], expected: Any, gpu: Any
+) -> Row:
+    """Run the emulator with each of ``SEEDS``; its bits against the GPU's, if there are any, and these against what is
+    expected."""
+    wrong, seconds = [], 0.0
+    for seed in SEEDS:
+        try:
+            result = emulated(seed)
+        except (EmulationError, NotImplementedError) as error:
+            wrong.append(f"seed {seed}: {type(error).__name__}: {_first_line(error)}")
+            continue
+        seconds += result.seconds / len(SEEDS)
+        different = difference(result.bits, expected if gpu is None else gpu)
+        wrong += [f"seed {seed}: {different}"] if different else []
+    if gpu is not None:
+        different = difference(gpu, expected)
+        wrong += [f"GPU against float64: {different}"] if different else []
+    text = "; ".join(wrong) or ("exact" if gpu is None else "the GPU's bits")
+    return Row(name, arch, size, text, seconds, not wrong)
 
 
 def _first_line(error: Exception) -> str:
@@ -189,18 +216,19 @@ def revision(root: Path) -> str:
     return "an unknown revision"
 
 
-def page(rows: list[Row], cutlass_revision: str, command: str) -> str:
-    """The table as it is kept."""
+def page(rows: list[Row], kernels: str, command: str, gpu: str | None) -> str:
+    """The table as it is kept; ``kernels``: whose they are, and of which version."""
+    against = "with float64" if gpu is None else f"with an {gpu}'s, and these with float64's"
     lines = [
-        "# Calibration of the PTX emulator",
+        f"# Calibration of the PTX emulator{'' if gpu is None else f' on an {gpu}'}",
         "",
         f"Written by `{command}`: do not edit.",
         "",
-        "Kernels of NVIDIA that are known to be right, run without a GPU, in the emulator's lenient mode. Results are",
-        "compared bit for bit with float64, on random inputs whose sums are exact, with",
+        f"{kernels} Results are compared bit for bit",
+        f"{against}, on random inputs whose sums are exact, with",
         f"{len(SEEDS)} orders of warps and copies. Persistent kernels run with {CLUSTERS} clusters.",
         "",
-        f"nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')}, CUTLASS {cutlass_revision}.",
+        f"nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')}, torch {torch.__version__}.",
         "",
         "| kernel | compiled for | m×n×k | result | seconds a run |",
         "| --- | --- | --- | --- | --- |",
@@ -213,32 +241,54 @@ def page(rows: list[Row], cutlass_revision: str, command: str) -> str:
 def main() -> None:
     """Run the cases; exit with a message if one is not right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("cutlass", type=Path, metavar="PATH_TO_CUTLASS", help="a checkout of NVIDIA/cutlass")
+    parser.add_argument(
+        "cutlass", type=Path, nargs="?", metavar="PATH_TO_CUTLASS", help="a checkout of NVIDIA/cutlass; default: ours"
+    )
     parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose name contains this")
     parser.add_argument("--revision", default="", help="CUTLASS's revision, where the checkout has no git directory")
     parser.add_argument("--on-gpu", action="store_true", help="compare with this machine's GPU: the cases it can run")
-    parser.add_argument("--write", action="store_true", help=f"keep the table in {TABLE.relative_to(ROOT)}")
+    parser.add_argument("--write", action="store_true", help=f"keep the table in {NOTES.relative_to(ROOT)}")
     given = parser.parse_args()
-    if given.write and (given.only or given.on_gpu):
-        parser.error("only the whole table is kept")
-    cases = [case for case in CASES if given.only in case.name]
-    if given.on_gpu:
-        arch = "sm_{}{}a".format(*torch.cuda.get_device_capability())
-        cases = [case for case in cases if case.arch == arch]
-    if not cases:
-        raise SystemExit("no such case")
+    if given.write and (given.only or not (given.cutlass or given.on_gpu)):
+        parser.error("only whole tables are kept, of CUTLASS's kernels or from a GPU")
     rows: list[Row] = []
-    for case in cases:
-        for row in calibrate(given.cutlass, case, given.on_gpu):
-            print(f"{row.arch:8s} {row.name:50s} {row.size:14s} {row.seconds:5.1f} s  {row.result}", flush=True)
-            rows.append(row)
+    for row in measured(given.cutlass, given.only, given.on_gpu):
+        print(f"{row.arch:8s} {row.name:50s} {row.size:14s} {row.seconds:5.1f} s  {row.result}", flush=True)
+        rows.append(row)
+    if not rows:
+        raise SystemExit("no such case")
     if given.write:
-        text = page(rows, given.revision or revision(given.cutlass), "tools/calibrate_ptx.py PATH_TO_CUTLASS --write")
-        TABLE.write_text(text)
+        write(rows, given.cutlass, given.revision, given.on_gpu)
     wrong = sum(not row.right for row in rows)
     if wrong:
         raise SystemExit(f"{wrong} of {len(rows)} problems are not right")
     print(f"{len(rows)} problems, all right")
+
+
+def measured(cutlass: Path | None, only: str, gpu: bool) -> Iterator[Row]:
+    """The rows of all cases whose name contains ``only``, and that the GPU can run."""
+    arch = "sm_{}{}a".format(*torch.cuda.get_device_capability()) if gpu else None
+    if cutlass is not None:
+        for case in CASES:
+            if only in case.name and arch in (None, case.arch):
+                yield from calibrate(cutlass, case, gpu)
+    elif arch in (None, ARCH):
+        yield from (calibrate_own(case, gpu) for case in OWN_CASES if only in case.name)
+
+
+def write(rows: list[Row], cutlass: Path | None, given_revision: str, on_gpu: bool) -> None:
+    """Keep the table."""
+    gpu = torch.cuda.get_device_name() if on_gpu else None
+    options = ["PATH_TO_CUTLASS"] * (cutlass is not None) + ["--on-gpu"] * on_gpu + ["--write"]
+    command = " ".join(["tools/calibrate_ptx.py", *options])
+    kernels = "Kernels of this package for Hopper, run in the emulator."
+    if cutlass is not None:
+        kernels = (
+            "Kernels of NVIDIA that are known to be right, run in the emulator's lenient mode:\n"
+            f"CUTLASS {given_revision or revision(cutlass)}."
+        )
+    name = "blackwell" if not on_gpu else "hopper_cutlass" if cutlass else "hopper"
+    (NOTES / f"{name}_calibration.md").write_text(page(rows, kernels, command, gpu), encoding="utf-8")
 
 
 if __name__ == "__main__":

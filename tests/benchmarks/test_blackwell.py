@@ -31,17 +31,29 @@ def test_figures(capsys):
     assert many.floor_us == pytest.approx(2 * 8192 * 16384**2 / (148 * 32_768 * 1.7e9) * 1e6)
 
 
+def test_experts():
+    """128 tokens by 64 or 128 rows of the weight. Of 256 experts all are read, or, of 8 tokens with 8 each, 22 %."""
+    dense, routed = (blackwell.line(NVFP4, *blackwell.FC2, 8, B200, None, mode) for mode in blackwell.MODES[1:])
+    assert dense.tactic[-1] == "dense" and routed.tactic[-1] == "routed"
+    assert dense.rows == (dense.tactic[0], 128) and dense.mma_clocks == 2 * 128 * dense.tactic[0] * 256 / 32_768
+    assert dense.byte_clocks == pytest.approx((128 + dense.tactic[0]) * (128 + 16) / 30)
+    weight = 7168 * 65_536 * (1 / 2 + 1 / 16)
+    assert dense.floor_us == pytest.approx(weight / (148 * 30 * 1.7e9) * 1e6, rel=2e-2)
+    assert routed.floor_us / dense.floor_us == pytest.approx(1 - (1 - 8 / 256) ** 8, rel=2e-2)
+    assert routed.us < dense.us
+
+
 def test_table(capsys):
     """It says that nothing was measured; each shape is there, and TensorRT-LLM's figures beside its own."""
     assert cli.main(["blackwell", "--format", "mxfp4", "--arch", "sm_103a", "--no-registers"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("A MODEL, NOT A MEASUREMENT: sm_103a") and "mxfp4" in printed
     rows = rows_of(printed)
-    assert [(row[0], row[1]) for row in rows] == [
-        (f"{n:,} × {k:,}", f"{m:,}") for (n, k), every in blackwell.SHAPES.items() for m in every
-    ]
-    assert [row[-1] for row in rows] == ["–"] * 15 + ["52.0", "53.0", "54.0", "69.0", "101"]
-    assert all(row[8] == "–" and float(row[11].replace(",", "")) > float(row[12].replace(",", "")) for row in rows)
+    plain = [(f"{n:,} × {k:,}", "one", f"{m:,}") for (n, k), every in blackwell.SHAPES.items() for m in every]
+    experts = [("7,168 × 65,536", mode, str(m)) for mode in ("dense", "routed") for m in (32, 64, 128, 256, 512)]
+    assert [tuple(row[:3]) for row in rows] == plain + experts
+    assert [row[-1] for row in rows] == ["–"] * 15 + ["52.0", "53.0", "54.0", "69.0", "101"] * 3
+    assert all(row[9] == "–" and float(row[12].replace(",", "")) > float(row[13].replace(",", "")) for row in rows)
 
 
 def test_registers(monkeypatch, capsys):
@@ -52,5 +64,5 @@ def test_registers(monkeypatch, capsys):
     monkeypatch.setattr(blackwell, "compile_for", lambda *given: compiled.append(given) or real(*given))
     assert cli.main(["blackwell"]) == 0
     assert len(compiled) == 1
-    (registers,) = {row[8] for row in rows_of(capsys.readouterr().out)}
+    (registers,) = {row[9] for row in rows_of(capsys.readouterr().out)}
     assert int(registers) == max(each.registers for each in real(*compiled[0])[1])

@@ -150,11 +150,10 @@ def test_backends_by_the_model(arch: Arch, size: int) -> None:
 
     few, many = (1, 16), (1024, 4096)
     if arch.has_tcgen05:
-        assert {chosen("mm_fp4", m) for m in (*few, *many)} == {"tcgen05"}
+        assert {chosen("mm_fp4", m) for m in few} == {"tcgen05"}
+        assert {chosen("mm_fp4", m) for m in many} == {"cublas"}
     for op in ("mm_fp4_weight_only",) if arch.has_tcgen05 else ("mm_fp4", "mm_fp4_weight_only"):
-        multiplies_codes = arch.has_block_scaled_mma and op == "mm_fp4"
-        by_kernel = "wgmma" if arch.has_wgmma else "mma_sync" if multiplies_codes else "cublas"
-        assert {chosen(op, m) for m in many} == {by_kernel}
+        assert {chosen(op, m) for m in many} == {"wgmma" if arch.has_wgmma else "cublas"}
         assert {chosen(op, m) for m in few} <= ({"wgmma", "mma_sync"} if arch.has_wgmma else {"mma_sync"})
     for m in (*few, *many):
         assert chosen("mm_fp8_block", m) == ("wgmma" if arch.has_wgmma else "mma_sync")

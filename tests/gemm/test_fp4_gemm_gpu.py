@@ -9,8 +9,10 @@ from test_fp4_gemm import SAMPLES, by_op
 
 import torch_cute_ops
 from torch_cute_ops.formats import MXFP4, NVFP4
+from torch_cute_ops.gemm.backends.cublas import BLOCK_SCALED
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.select import target_of
+from torch_cute_ops.registry import OPS
 from torch_cute_ops.testing.samples._epilogue import exact_epilogue
 from torch_cute_ops.testing.samples._fp4_gemm import POWERS
 
@@ -26,16 +28,19 @@ CALLS = [
 LARGE = (513, 776, 2048, torch.bfloat16, "one", torch.float32, torch.bfloat16)
 TACTICS = [
     (name, call)
-    for name in ("wgmma", "mma_sync", "cublas", "reference")
-    for call in (*CALLS, *([LARGE] if name == "wgmma" else []))
+    for name in ("wgmma", "tcgen05", "mma_sync", "cublas", "reference")
+    for call in (*CALLS, *([LARGE] if name in ("wgmma", "tcgen05") else []))
 ]
+by_kernel = pytest.mark.parametrize("name", ["wgmma", "tcgen05", "mma_sync"])
 
 
-def gpu_target(name):
-    """The GPU, where the backend can compute there."""
+def gpu_target(name, has_a_scale=True):
+    """The GPU, where the backend can compute there; ``has_a_scale``: with activations in FP4."""
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
     if name == "wgmma" and not target.arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
+    if name == "tcgen05" and not (target.arch.has_tcgen05 and has_a_scale):
+        pytest.skip("needs data-center Blackwell's tcgen05, and both operands in FP4")
     return target
 
 
@@ -68,7 +73,9 @@ def prepared(op, given):
 def test_every_tactic(op, fmt, name, sizes):
     """Each tactic gives the sums bit for bit, where they are exact, in an output that was poisoned."""
     m, n, k, out_dtype, alpha, bias_dtype, a_dtype = sizes
-    target = gpu_target(name)
+    target = gpu_target(name, SAMPLES[op.name].has_a_scale)
+    if name == "tcgen05":
+        k = -(-k // 64) * 64
     # wgmma takes linear scales of NVFP4 only.
     layout = "linear" if m % 2 == 0 and (name != "wgmma" or fmt == NVFP4) else "128x4"
     epilogue = exact_epilogue(n, target.device)
@@ -97,10 +104,11 @@ def check_first_rows(launch, columns, device, tactic):
 
 
 @by_op
-@pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
+@by_kernel
 def test_a_row_does_not_depend_on_the_number_of_rows(op, name):
     """On one tactic, with numbers whose sums are rounded; nor does it change from call to call."""
-    samples, target = SAMPLES[op.name], gpu_target(name)
+    samples = SAMPLES[op.name]
+    target = gpu_target(name, samples.has_a_scale)
     device = target.device
     given = arguments(op, samples.sample("", 100, 392, 2560, NVFP4, "128x4", device, out_dtype=torch.float32))
     problem, (a, *others) = prepared(op, given)
@@ -114,10 +122,10 @@ def test_a_row_does_not_depend_on_the_number_of_rows(op, name):
 @pytest.mark.slow
 @by_op
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
+@by_kernel
 def test_the_same_sums_every_time(op, fmt, name):
     """Launch after launch: chunks that are in L2 come soon after they are asked for, and must not come too soon."""
-    target = gpu_target(name)
+    target = gpu_target(name, SAMPLES[op.name].has_a_scale)
     given = exact_call(op, target, 40, 1296, 2048, fmt, "128x4", torch.float32)
     want = results(given)[0].to(target.device)
     problem, operands = prepared(op, given)
@@ -132,11 +140,11 @@ def test_the_same_sums_every_time(op, fmt, name):
 
 
 @by_op
-@pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
+@by_kernel
 def test_a_captured_call_serves_other_operands(op, name):
     """A graph gives the sums of what its operands hold when it is replayed, the weight written just before."""
-    target = gpu_target(name)
-    used, *others = (exact_call(op, target, 24, 776, 1312, NVFP4, "128x4", torch.float32) for _ in range(4))
+    target = gpu_target(name, SAMPLES[op.name].has_a_scale)
+    used, *others = (exact_call(op, target, 24, 776, 1344, NVFP4, "128x4", torch.float32) for _ in range(4))
     tensors = [key for key, value in used.items() if isinstance(value, torch.Tensor)]
     sources = {key: used[key].clone() for key in tensors}
     used["backend"] = name
@@ -181,10 +189,10 @@ def test_gemms_behind_each_other(name):
 
 
 @by_op
-@pytest.mark.parametrize("name", ["wgmma", "mma_sync"])
+@by_kernel
 def test_gemms_on_several_streams(op, name):
     """Calls that run at the same time do not meet in a workspace."""
-    target = gpu_target(name)
+    target = gpu_target(name, SAMPLES[op.name].has_a_scale)
     calls = [exact_call(op, target, 24, 776, 4096, NVFP4, "128x4", torch.float32) | {"backend": name} for _ in range(3)]
     wants = [results(given)[0] for given in calls]
     op.function(**calls[0])
@@ -198,3 +206,65 @@ def test_gemms_on_several_streams(op, name):
     torch.cuda.synchronize()
     for every, want in zip(outs, wants, strict=True):
         assert all(torch.equal(out.cpu(), want) for out in every)
+
+
+# What only a GPU can tell of block-scaled tensor cores: docs/limits.md lists it.
+
+
+def block_scaled_results(given):
+    """By each backend and tactic of ``mm_fp4`` that leaves codes to the tensor cores: its name, and the result."""
+    target = gpu_target(None)
+    if not target.arch.fp4_flops_per_clock:
+        pytest.skip("needs tensor cores that take FP4")
+    problem, operands = prepared(OPS["mm_fp4"], given)
+    for name, choices in (("tcgen05", None), ("mma_sync", None), ("cublas", [BLOCK_SCALED])):
+        backend = backend_for(name, problem)
+        if backend.reason_unsupported(problem, target) is None and (name != "mma_sync" or not target.arch.has_tcgen05):
+            tactics = backend.tactics(problem, len(given["a"]), target)
+            for tactic in tactics if choices is None else [one for one in choices if one in tactics]:
+                out = torch.full((len(given["a"]), problem.n), torch.nan, device=target.device)
+                backend.launcher(problem, tactic, target)(*operands, out)
+                yield (name, tactic), out.cpu()
+
+
+def block_scaled_call(scales=None):
+    """A call whose scales are in the 128x4 layout."""
+    return arguments(
+        OPS["mm_fp4"],
+        SAMPLES["mm_fp4"].sample(
+            "", 40, 144, 1024, NVFP4, "128x4", torch.device("cuda"), scales=scales, out_dtype=torch.float32
+        ),
+    )
+
+
+def test_the_sign_of_a_scale_counts():
+    """PTX's ue4m3 has no sign bit: tensor cores may ignore it. No quantising op sets it."""
+    given = block_scaled_call(POWERS["e4m3"])
+    given["b_scale"].view(torch.uint8)[::3] |= 0x80
+    (want,) = results(given)
+    for which, got in block_scaled_results(given):
+        assert torch.equal(got, want), which
+
+
+def test_nan_scales_make_their_row_or_column_nan():
+    given = block_scaled_call(POWERS["e4m3"])
+    (want,) = results(given)
+    for scale, rows in (("a_scale", (3, slice(None))), ("b_scale", (slice(None), 5))):
+        spoilt = {**given, scale: given[scale].clone()}
+        # Of row 3, or column 5, the first block: 128x4 tiles have 16 bytes a row of 32.
+        spoilt[scale].view(torch.uint8).view(-1)[16 * (3 if scale == "a_scale" else 5)] = 0x7F
+        expected = want.clone()
+        expected[rows] = torch.nan
+        for which, got in block_scaled_results(spoilt):
+            assert torch.equal(got.isnan(), expected.isnan()), which
+            assert torch.equal(got.nan_to_num(), expected.nan_to_num()), which
+
+
+def test_sums_are_as_exact_as_fp32():
+    """In whatever order and width the tensor cores add: 16 products at least may lose a bit of fp32 each time."""
+    given = block_scaled_call()
+    (want,) = results(given)
+    positive = {**given, "a": given["a"] & 0x77, "b": (given["b"].t() & 0x77).t()}
+    (largest,) = results(positive)
+    for which, got in block_scaled_results(given):
+        assert ((got - want).abs() <= 1024 / 16 * 2.0**-24 * largest).all(), which

@@ -14,7 +14,7 @@ from torch_cute_ops.gemm.select import target_of
 from torch_cute_ops.testing.samples._moe_fc2 import dense_alpha, one_expert_alpha, top_alpha
 
 pytestmark = pytest.mark.gpu
-by_backend = pytest.mark.parametrize("name", ["routed", "wgmma"])
+by_backend = pytest.mark.parametrize("name", ["routed", "wgmma", "tcgen05"])
 
 # M, N, experts, their width, and how tokens are routed: around every bucket's and tile's boundary, with tails of all
 CALLS = [
@@ -37,9 +37,9 @@ def powers(alpha):
     return torch.where(alpha == 0, alpha, torch.exp2(torch.randint_like(alpha, -2, 3)))
 
 
-def prepared(op, m, n, experts, width, route, fmt, layout):
+def prepared(op, name, m, n, experts, width, route, fmt, layout):
     """Operands of a call whose sums are exact, poison where nothing is computed; what they give; and the problem."""
-    device = gpu_target().device
+    device = gpu_target(op, name).device
     alpha = powers(route(m, experts, device)).t().contiguous().t()
     given = integer_call(op, m, n, experts, width, fmt, layout, device, alpha=alpha)
     has_a_scale = SAMPLES[op.name].has_a_scale
@@ -58,9 +58,13 @@ def operands_of(op, given):
     return problem, (given["a"], given["w"].t(), a_scale, given["w_scale"].view(dtype), given["alpha"])
 
 
-def gpu_target():
+def gpu_target(op, name):
+    """The GPU, where the backend can compute there."""
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
-    if not target.arch.has_wgmma:
+    if name == "tcgen05":
+        if not (target.arch.has_tcgen05 and SAMPLES[op.name].has_a_scale):
+            pytest.skip("needs data-center Blackwell's tcgen05, and both operands in FP4")
+    elif not target.arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
     return target
 
@@ -76,8 +80,8 @@ def test_every_tactic(op, fmt, name, sizes):
     if name == "wgmma" and width % 256:
         return
     layout = "linear" if fmt == NVFP4 and width % 256 == 0 else "128x4"
-    operands, want, problem, device = prepared(op, *sizes, fmt, layout)
-    target, backend = gpu_target(), backend_for(name, problem)
+    operands, want, problem, device = prepared(op, name, *sizes, fmt, layout)
+    target, backend = gpu_target(op, name), backend_for(name, problem)
     assert backend.reason_unsupported(problem, target) is None
     tactics = backend.tactics(problem, bucket(sizes[0]), target)
     assert tactics
@@ -93,7 +97,7 @@ def test_every_tactic(op, fmt, name, sizes):
 @by_backend
 def test_rows_do_not_depend_on_others(op, name):
     """On one tactic, with sums that are rounded; nor do they change from call to call."""
-    samples, target = SAMPLES[op.name], gpu_target()
+    samples, target = SAMPLES[op.name], gpu_target(op, name)
     device = target.device
     alpha = top_alpha(100, 24, device, 6)
     sample = samples.sample("", 100, 200, 24 * 256, NVFP4, "128x4", device, alpha=alpha, out_dtype=torch.float32)
@@ -113,7 +117,7 @@ def test_rows_do_not_depend_on_others(op, name):
 @by_backend
 def test_a_captured_call_serves_other_routings(op, name):
     """A graph gives what ``alpha`` and the operands hold when it is replayed."""
-    (a, w, a_scale, w_scale, alpha), *_ = prepared(op, 40, 136, 12, 256, top_alpha, NVFP4, "128x4")
+    (a, w, a_scale, w_scale, alpha), *_ = prepared(op, name, 40, 136, 12, 256, top_alpha, NVFP4, "128x4")
     kwargs = {"out_dtype": torch.float32, "backend": name}
     args = (a, w.t(), *(() if a_scale is None else (a_scale,)), w_scale, alpha)
     op.function(*args, **kwargs)
@@ -121,7 +125,7 @@ def test_a_captured_call_serves_other_routings(op, name):
     with torch.cuda.graph(graph):
         out = op.function(*args, **kwargs)
     for route in (dense_alpha, one_expert_alpha, top_alpha, lambda m, e, d: torch.zeros(m, e, device=d)):
-        others, want, *_ = prepared(op, 40, 136, 12, 256, route, NVFP4, "128x4")
+        others, want, *_ = prepared(op, name, 40, 136, 12, 256, route, NVFP4, "128x4")
         for mine, other in zip((a, w, a_scale, w_scale, alpha), others, strict=True):
             if mine is not None:
                 mine.copy_(other)

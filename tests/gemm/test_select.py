@@ -137,7 +137,7 @@ def test_backends_on_a_cpu(op):
     names["mm_fp4_weight_only"] = names["mm_fp4"]
     names["grouped_mm_fp8"] = names["mm_fp8_block"]
     names["mm_fp8_fp4"] = names["grouped_mm_fp8_fp4"] = ("wgmma",)
-    names["moe_fc2_fp4"] = names["moe_fc2_fp4_weight_only"] = ("wgmma", "routed")
+    names["moe_fc2_fp4"] = names["moe_fc2_fp4_weight_only"] = ("wgmma", "tcgen05", "routed")
     no_gpu = "needs a CUDA device; the tensors are on cpu"
     found = torch_cute_ops.backends(op, device="cpu", **GEMMS[op])
     assert found == {**dict.fromkeys(names[op], no_gpu), "reference": None}

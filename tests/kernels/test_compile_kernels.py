@@ -25,6 +25,7 @@ from support.kernel_grid import (
     mma_cases,
     moe_cases,
     tcgen05_cases,
+    tcgen05_experts_cases,
     wgmma_cases,
 )
 
@@ -43,7 +44,8 @@ REGISTERS_PER_SM = 65_536
 
 def other_cases(every):
     gemms = (*mma_cases(every), *wgmma_cases(every), *tcgen05_cases(every))
-    return *gemms, *experts_cases(every), *moe_cases(), *fp8_gemm_cases(), *fp8_fp4_gemm_cases()
+    experts = (*experts_cases(every), *tcgen05_experts_cases(every))
+    return *gemms, *experts, *moe_cases(), *fp8_gemm_cases(), *fp8_fp4_gemm_cases()
 
 
 def pytest_generate_tests(metafunc):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ptx import EmulationError, run_kernel
+from ptx import EmulationError, compile_ptx, run_kernel
 from support.emulated import (
     BLACKWELL,
     CONSUMER,
@@ -23,6 +23,7 @@ from support.emulated import (
 )
 from support.epilogues import finished, operands
 from support.kernel_grid import BF16, FP16, FP32, ExpertsCase, MmaCase, WgmmaCase
+from support.ptx_faults import BLOCK_SCALED_MMA, Unfound, check_faults
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.scale_layout import weight_layout
@@ -122,6 +123,25 @@ def test_gemm(one: Mma) -> None:
     """Bit for bit where sums are exact; scales beside the matrix are NaN, and alpha and bias end with the columns."""
     got, want = multiply(one, exact=True)
     assert torch.equal(got, want)
+
+
+UNFOUND = {"copies not waited for": Unfound(1, "behind the last chunk, where there are none")}
+
+
+def test_faults_are_found_where_codes_are_multiplied(request: pytest.FixtureRequest) -> None:
+    """What is left out, or altered, of copies, waits, barriers, loads and block-scaled MMAs. There are more chunks than
+    stages, and two CTAs that share k."""
+    (one,) = native(NVFP4, "128x4", 16, 2, epilogue=(FP32, "one"), sizes=(16, 128, 2112), seed=0).values
+    all_tried = request.config.getoption("more_emulated")
+    ptx = compile_ptx(one.case.kernel, ARCHS[CONSUMER]).ptx
+    check_faults(
+        lambda seed, edit: multiply(one._replace(seed=seed), edit, exact=True),
+        ptx,
+        UNFOUND,
+        all_tried=all_tried,
+        kinds=BLOCK_SCALED_MMA,
+        least=13,
+    )
 
 
 @pytest.mark.parametrize("one", MMAS[:3])

@@ -3,16 +3,15 @@ these instructions was at hand: this is what the kernel is known to compute."""
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ptx import EmulationError, compile_ptx, run_kernel
+from ptx import compile_ptx, run_kernel
 from support.emulated import CPU, poisoned
 from support.epilogues import finished, operands
 from support.kernel_grid import BF16, FP16, FP32, Tcgen05Case
-from support.ptx_faults import Edit, Fault, faults_of
+from support.ptx_faults import CONVERGED, Edit, Unfound, check_faults
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.kernels import fp4_tcgen05
@@ -114,20 +113,8 @@ FAULTY = {
     "pair": gemm(NVFP4, "128x4", 256, 2, 1, epilogue=(BF16, "one"), sizes=(520, 136, 1088), ctas=2),
     "split": gemm(NVFP4, "128x4", 8, 1, 2, epilogue=(FP32,), sizes=(8, 136, 3648)),
 }
-EVERY = 16
-"""Of so many faults one is tried, without ``--more-emulated``."""
-
-
-class Unfound(NamedTuple):
-    """Why faults of a kind change nothing, or are not found; ``dead``: no machine could show them either."""
-
-    count: int
-    reason: str
-    dead: bool = True
-
 
 NO_CHUNKS = Unfound(1, "in what LLVM makes of the loop over chunks for a k of 0")
-CONVERGED = Unfound(2, "the emulator has warps converge, and tcgen05.wait::ld is of the whole warp", dead=False)
 LOOPS = {"wait left out": NO_CHUNKS, "wait for the other phase": NO_CHUNKS, "commit left out": NO_CHUNKS}
 UNFOUND: dict[str, dict[str, Unfound]] = {
     "one": {**LOOPS, "barrier of the warp left out": CONVERGED},
@@ -148,31 +135,10 @@ UNFOUND: dict[str, dict[str, Unfound]] = {
 }
 
 
-def found(one: Gemm, fault: Fault) -> bool:
-    """Whether the emulator reports the fault, or the result is another, in some order."""
-    for seed in (None, 0, 1):
-        try:
-            got, want = multiply(one, seed, fault.edit)
-        except EmulationError:
-            return True
-        if not torch.equal(got, want):
-            return True
-    return False
-
-
 @pytest.mark.parametrize("name", FAULTY)
 def test_faults_are_found(name: str, request: pytest.FixtureRequest) -> None:
     """What is left out, or altered, of waits, arrivals, commits, fences, descriptors and copies."""
-    one, known = FAULTY[name], UNFOUND[name]
-    assert torch.equal(*multiply(one, 0))
-    every = [*faults_of(compile_ptx(one.case.kernel, ARCHS[one.case.arch]).ptx)]
-    assert len({fault.what for fault in every}) > 35
+    one = FAULTY[name]
+    ptx = compile_ptx(one.case.kernel, ARCHS[one.case.arch]).ptx
     all_tried = request.config.getoption("more_emulated")
-    tried = every if all_tried else every[::EVERY]
-    unfound = [fault for fault in tried if not found(one, fault)]
-    counts = Counter(fault.what for fault in unfound)
-    excused = {what: known[what].count if what in known else 0 for what in counts}
-    assert all(counts[what] <= excused[what] for what in counts), [fault.id for fault in unfound]
-    if all_tried:  # a part may be too few for a share
-        dead = sum(count for what, count in counts.items() if known[what].dead)
-        assert len(tried) - len(unfound) >= 0.95 * (len(tried) - dead)
+    check_faults(lambda seed, edit: multiply(one, seed, edit), ptx, UNFOUND[name], all_tried=all_tried)

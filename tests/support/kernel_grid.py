@@ -168,7 +168,7 @@ def kernel_of(case: AnyCase) -> Any:
     Raises:
         ValueError: from ``plan``, if it supports none.
     """
-    if isinstance(case, MmaCase | WgmmaCase | Tcgen05Case | ExpertsCase | MoeCase | FP8GemmCase | FP8FP4GemmCase):
+    if not isinstance(case, Case):
         return case.kernel
     from torch_cute_ops.kernels import fp4_dequant, row_quant
     from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
@@ -352,6 +352,60 @@ def tcgen05_cases(every: bool) -> list[Tcgen05Case]:
         Tcgen05Case(*kind, *tile, next(finish), arch=next(archs))
         for (i, kind), (j, tile) in itertools.product(enumerate(TCGEN05_KINDS), enumerate(TCGEN05_TILES))
         if every or (i + j) % 4 == 0
+    ]
+
+
+@dataclass(frozen=True)
+class Tcgen05ExpertsCase:
+    """A GEMM of two FP4 operands by tcgen05 that is added up over experts: rows of the weight of a tile, CTAs that
+    share its experts, whether those are passed over that nothing is routed to, and an expert's width."""
+
+    format: FP4Format
+    layout: str
+    columns: int
+    splits: int
+    routed: bool
+    out_dtype: torch.dtype
+    width: int
+    stages: int | None = None
+    arch: str = "sm_100a"
+
+    @property
+    def id(self) -> str:
+        tile = f"{self.columns}by{self.splits}{'routed' if self.routed else 'dense'}of{self.width}"
+        dtype = _short(self.out_dtype)[0]
+        return "-".join(("tcgen05_experts", self.format.name, self.layout, tile, dtype, self.arch))
+
+    @property
+    def kernel(self) -> Any:
+        """As the backend builds it; or with fewer stages."""
+        from torch_cute_ops.kernels import fp4_tcgen05_experts
+        from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
+
+        config = fp4_tcgen05_experts.plan(
+            fmt=self.format,
+            layout=SCALE_LAYOUTS[self.layout],
+            out_dtype=self.out_dtype,
+            width=self.width,
+            columns=self.columns,
+            splits=self.splits,
+            routed=self.routed,
+            arch=GPU_ARCHS[self.arch],
+            pdl=True,
+        )
+        assert config is not None
+        return fp4_tcgen05_experts.FP4Tcgen05ExpertsKernel(replace(config, stages=self.stages or config.stages))
+
+
+def tcgen05_experts_cases(every: bool) -> list[Tcgen05ExpertsCase]:
+    """Kinds of operands with tiles: all of them, or a few; widths, dtypes and architectures in turn."""
+    widths, archs = itertools.cycle((256, 320, 64, 2048, 768)), itertools.cycle(("sm_100a", "sm_103a"))
+    outs = itertools.cycle((BF16, FP16, FP32))
+    tiles = [*itertools.product((128, 64, 32), (1, 2, 4, 8), (False, True))]
+    return [
+        Tcgen05ExpertsCase(*kind, *tile, next(outs), next(widths), arch=next(archs))
+        for (i, kind), (j, tile) in itertools.product(enumerate(TCGEN05_KINDS), enumerate(tiles))
+        if (every or (5 * i + j) % 13 == 0) and not (kind[1] == "linear" and tile[0] == 128)
     ]
 
 
@@ -635,7 +689,9 @@ def fp8_fp4_gemm_cases() -> list[FP8FP4GemmCase]:
     return cases
 
 
-AnyCase = Case | MmaCase | WgmmaCase | Tcgen05Case | ExpertsCase | MoeCase | FP8GemmCase | FP8FP4GemmCase
+AnyCase = (
+    Case | MmaCase | WgmmaCase | Tcgen05Case | Tcgen05ExpertsCase | ExpertsCase | MoeCase | FP8GemmCase | FP8FP4GemmCase
+)
 
 
 def experts_cases(every: bool) -> list[ExpertsCase]:

@@ -1,10 +1,14 @@
-"""Faults that are put into the PTX of a kernel by tcgen05: one instruction goes, or becomes another."""
+"""Faults that are put into the PTX of a kernel: one instruction goes, or becomes another."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
+
+import torch
+from ptx import EmulationError
 
 Edit = Callable[[str], str]
 
@@ -30,14 +34,25 @@ ARRIVE = r"(?:@p )?mbarrier\.arrive\.(?!expect_tx)[^;]*;"
 EXPECT = r"mbarrier\.arrive\.expect_tx\S+ \S+, \[[^\]]*\], %r\d+;"
 WAIT = r"(\{\.reg \.pred p; )(AGAIN: mbarrier\.try_wait\S+ p, \[%r\d+\], )(%r\d+);"
 MMA = r"(tcgen05\.mma\S+ )\[(%r\d+)\], (%rd\d+), (%rd\d+), (%r\d+), \[(%r\d+)\], \[(%r\d+)\], p;"
-TENSOR = r"(cp\.async\.bulk\.tensor\.2d\.shared\S+ )\[(%r\d+)(\+\d+)?\], \[(%rd\d+), \{(%r\d+), (%r\d+)\}\],([^;]*);"
+TENSOR = (
+    r"(cp\.async\.bulk\.tensor\.[23]d\.shared\S+ )\[(%r\d+)(\+\d+)?\], "
+    r"\[(%rd\d+), \{(%r\d+), (%r\d+)(, %r\d+)?\}\],([^;]*);"
+)
 BULK = r"(cp\.async\.bulk\.shared\S+ )\[(%r\d+)(\+\d+)?\], \[(%rd\d+)(\+\d+)?\],([^;]*);"
 CP = r"(tcgen05\.cp\S+ )\[(%r\d+)\], (%rd\d+);"
 LD = r"(tcgen05\.ld\S+ \{[^}]*\}, )\[(%r\d+)\];"
 INIT = r"(mbarrier\.init\.shared\.b64 \t\[[^\]]*\], )(%r\d+);"
 Q64 = r".reg .b64 q; add.u64 q, "
 
-REPLACED: dict[str, tuple[str, str]] = {
+BARRIERS: dict[str, tuple[str, str]] = {
+    "barrier of the CTA left out": (r"bar\.sync[^;]*;", ""),
+    "barrier of the warp left out": (r"bar\.warp\.sync[^;]*;", ""),
+    "cluster does not arrive": (r"barrier\.cluster\.arrive[^;]*;", ""),
+    "cluster does not wait": (r"barrier\.cluster\.wait[^;]*;", ""),
+}
+"""By name: what matches, and what comes in its place."""
+TCGEN05: dict[str, tuple[str, str]] = {
+    **BARRIERS,
     "wait left out": (WAIT, r"\1AGAIN: setp.eq.u32 p, 0, 0;"),
     "wait for the other phase": (WAIT, r"\1.reg .b32 q; xor.b32 q, \3, 1; \2q;"),
     "arrival left out": (ARRIVE, ""),
@@ -73,9 +88,9 @@ REPLACED: dict[str, tuple[str, str]] = {
     "scales copied from 16 bytes on": (CP, rf"{{{Q64}\3, 1; \1[\2], q;}}"),
     "other stride of scales": (CP, rf"{{{Q64}\3, {1 << 32}; \1[\2], q;}}"),
     "tensor copy left out": (TENSOR, ""),
-    "tensor copy from the next chunk": (TENSOR, rf"{{{_more(5, 128)} \1[\2\3], [\4, {{q, \6}}],\7;}}"),
-    "tensor copy from the next row": (TENSOR, rf"{{{_more(6, 1)} \1[\2\3], [\4, {{\5, q}}],\7;}}"),
-    "tensor copy to another place": (TENSOR, rf"{{{_more(2, 1024)} \1[q\3], [\4, {{\5, \6}}],\7;}}"),
+    "tensor copy from the next chunk": (TENSOR, rf"{{{_more(5, 128)} \1[\2\3], [\4, {{q, \6\7}}],\8;}}"),
+    "tensor copy from the next row": (TENSOR, rf"{{{_more(6, 1)} \1[\2\3], [\4, {{\5, q\7}}],\8;}}"),
+    "tensor copy to another place": (TENSOR, rf"{{{_more(2, 1024)} \1[q\3], [\4, {{\5, \6\7}}],\8;}}"),
     "bulk copy left out": (BULK, ""),
     "bulk copy from the next tile": (BULK, rf"{{{Q64}\4, 512; \1[\2\3], [q\5],\6;}}"),
     "bulk copy to the next tile": (BULK, rf"{{{_more(2, 512)} \1[q\3], [\4\5],\6;}}"),
@@ -86,10 +101,6 @@ REPLACED: dict[str, tuple[str, str]] = {
     "load left out": (r"tcgen05\.ld[^;]*;", ""),
     "load from the next column": (LD, r"\1[\2+1];"),
     "load from another warp's lanes": (LD, rf"{{{_more(2, 32 << 16)} \1[q];}}"),
-    "barrier of the CTA left out": (r"bar\.sync[^;]*;", ""),
-    "barrier of the warp left out": (r"bar\.warp\.sync[^;]*;", ""),
-    "cluster does not arrive": (r"barrier\.cluster\.arrive[^;]*;", ""),
-    "cluster does not wait": (r"barrier\.cluster\.wait[^;]*;", ""),
     "allocation left out": (r"tcgen05\.alloc[^;]*;", ""),
     "allocation kept": (r"tcgen05\.dealloc[^;]*;", ""),
     "scales stored elsewhere": (
@@ -98,7 +109,27 @@ REPLACED: dict[str, tuple[str, str]] = {
     ),
     "sums stored elsewhere": (r"(@p st\.shared\.b32 )\[(%r\d+)\]", r"\1[\2+4]"),
 }
-"""By name: what matches, and what comes in its place."""
+COPY = r"(cp\.async\.c[ag]\S+ )\[(%r\d+)\], \[(%rd\d+)\],([^;]*);"
+SCALED_MMA = (
+    r"(mma\.sync\S+block_scale\S+ \{[^}]*\}, \{[^}]*\}, )(\{[^}]*\}), (\{[^}]*\}), "
+    r"(\{%r\d+\}), \{0, 0\}, (\{%r\d+\}), \{0, 0\};"
+)
+BLOCK_SCALED_MMA: dict[str, tuple[str, str]] = {
+    **BARRIERS,
+    "copy left out": (COPY, ""),
+    "copy from 16 bytes on": (COPY, rf"{{{Q64}\3, 16; \1[\2], [q],\4;}}"),
+    "copy to another place": (COPY, rf"{{{_more(2, 16)} \1[q], [\3],\4;}}"),
+    "copies not committed": (r"cp\.async\.commit_group;", ""),
+    "copies not waited for": (r"cp\.async\.wait_group[^;]*;", ""),
+    "MMA left out": (SCALED_MMA, ""),
+    "accumulators of nothing": (
+        SCALED_MMA,
+        r"{.reg .b32 q; mov.b32 q, 0; \1\2, {q, q, q, q}, \4, {0, 0}, \5, {0, 0};}",
+    ),
+    "scales exchanged": (SCALED_MMA, r"\1\2, \3, \5, {0, 0}, \4, {0, 0};"),
+    "load of the next word": (r"(ld\.shared\.b32 \t%r\d+, )\[(%r\d+)(\+\d+)?\];", rf"{{{_more(2, 4)} \1[q\3];}}"),
+    "sum stored elsewhere": (r"(st\.shared\.b32 \t)\[(%r\d+)(\+\d+)?\]", r"\1[\2+8]"),
+}
 
 
 def _edit(pattern: str, number: int, to: str) -> Edit:
@@ -109,8 +140,60 @@ def _edit(pattern: str, number: int, to: str) -> Edit:
     return edit
 
 
-def faults_of(ptx: str) -> Iterator[Fault]:
-    """Every fault that there can be in a kernel."""
-    for what, (pattern, to) in REPLACED.items():
+def faults_of(ptx: str, kinds: Mapping[str, tuple[str, str]] = TCGEN05) -> Iterator[Fault]:
+    """Every fault of these kinds that there can be in a kernel."""
+    for what, (pattern, to) in kinds.items():
         for number in range(len(re.findall(pattern, ptx))):
             yield Fault(what, number, _edit(pattern, number, to))
+
+
+class Unfound(NamedTuple):
+    """Why faults of a kind change nothing, or are not found; ``dead``: no machine could show them either."""
+
+    count: int
+    reason: str
+    dead: bool = True
+
+
+CONVERGED = Unfound(2, "the emulator has warps converge, and tcgen05.wait::ld is of the whole warp", dead=False)
+EVERY = 16
+"""Of so many faults one is tried, unless all are."""
+
+Run = Callable[[int | None, Edit | None], tuple[torch.Tensor, torch.Tensor]]
+"""A function of the order of threads and an edit of the PTX: what the kernel computes, and what it should."""
+
+
+def found(run: Run, fault: Fault) -> bool:
+    """Whether the emulator reports the fault, or the result is another, in some order."""
+    for seed in (None, 0, 1):
+        try:
+            got, want = run(seed, fault.edit)
+        except EmulationError:
+            return True
+        if not torch.equal(got, want):
+            return True
+    return False
+
+
+def check_faults(
+    run: Run,
+    ptx: str,
+    known: Mapping[str, Unfound],
+    *,
+    all_tried: bool,
+    kinds: Mapping[str, tuple[str, str]] = TCGEN05,
+    least: int = 36,
+) -> None:
+    """Try all faults, or some; of each kind no more than are ``known`` may change nothing. ``least``: kinds that there
+    are to be."""
+    assert torch.equal(*run(0, None))
+    every = [*faults_of(ptx, kinds)]
+    assert len({fault.what for fault in every}) >= least
+    tried = every if all_tried else every[::EVERY]
+    unfound = [fault for fault in tried if not found(run, fault)]
+    counts = Counter(fault.what for fault in unfound)
+    excused = {what: known[what].count if what in known else 0 for what in counts}
+    assert all(counts[what] <= excused[what] for what in counts), [fault.id for fault in unfound]
+    if all_tried:  # a part may be too few for a share
+        dead = sum(count for what, count in counts.items() if known[what].dead)
+        assert len(tried) - len(unfound) >= 0.95 * (len(tried) - dead)

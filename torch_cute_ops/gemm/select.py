@@ -10,6 +10,7 @@ from torch_cute_ops.gemm.backend import Backend, Target
 from torch_cute_ops.gemm.backends.cublas import Cublas
 from torch_cute_ops.gemm.backends.fp4_mma_sync import FP4MmaSync
 from torch_cute_ops.gemm.backends.fp4_tcgen05 import FP4Tcgen05
+from torch_cute_ops.gemm.backends.fp4_tcgen05_experts import FP4Tcgen05Experts
 from torch_cute_ops.gemm.backends.fp4_wgmma import FP4Wgmma
 from torch_cute_ops.gemm.backends.fp8_fp4_wgmma import FP8FP4Wgmma
 from torch_cute_ops.gemm.backends.fp8_mma_sync import FP8MmaSync
@@ -25,6 +26,7 @@ AUTO: Final = "auto"
 BACKENDS: Final[list[Backend]] = [
     FP4Wgmma(),
     FP4Tcgen05(),
+    FP4Tcgen05Experts(),
     FP4MmaSync(),
     Routed(),
     FP8Wgmma(),

@@ -3,8 +3,16 @@
 from typing import Any, ClassVar
 
 from torch_cute_ops.gemm.backend import Backend, Target
-from torch_cute_ops.gemm.decode import reason_misaligned, reason_no_kernel, reason_no_wgmma
+from torch_cute_ops.gemm.decode import (
+    reason_misaligned,
+    reason_no_kernel,
+    reason_no_tcgen05,
+    reason_no_wgmma,
+    reason_not_words,
+    weight_scales,
+)
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.kernels.common.block_scaled_stage import STEP
 from torch_cute_ops.runtime.compiler import compile_kernel
 
 
@@ -37,3 +45,40 @@ class FP4KernelBackend(FP4Backend):
         assert target.arch is not None
         kernel = self.kernels(problem, tactic, target.arch)[0]
         return compile_kernel(kernel, target.arch), kernel.config
+
+
+class Tcgen05Backend(FP4KernelBackend):
+    """One that multiplies FP4 codes on the block-scaled tensor cores of data-center Blackwell.
+
+    No such GPU was at hand: kernels run in an emulator of PTX, and every constant here is from data sheets and nothing
+    measured.
+    """
+
+    name = "tcgen05"
+    has_wgmma = False
+    ramp_seconds: ClassVar[float] = 1.5e-6
+    """Pipeline fill, tensor memory's allocation and the last tile's epilogue of a CTA."""
+    cluster_bytes_per_second: ClassVar[float] = 1.5e11
+    """Rate at which a CTA of a cluster exchanges and adds up partial sums (that of an H200)."""
+    l2_shares: ClassVar[int] = 2
+    """Bandwidth of L2, as a multiple of memory's."""
+    least_columns: ClassVar[int] = 64
+    """Rows of the operand on the N side below which an MMA takes no less time: it reads 128 rows of the other one from
+    shared memory."""
+
+    def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
+        return reason_no_tcgen05(target) or super().reason_unsupported(problem, target)
+
+    def reason_unfit(self, problem: GemmProblem) -> str | None:
+        layout = weight_scales(problem)
+        if not problem.a.is_fp4:
+            return f"both operands have to be in FP4; a is {problem.a.format}"
+        if problem.a.scale_layout != layout:
+            return f"a's scales have to be in the weight's layout, {layout.name}"
+        what, width = ("an expert's width is ", problem.expert_k) if problem.experts > 1 else ("k=", problem.k)
+        if width % STEP:
+            return f"{what}{width}: it has to be a multiple of {STEP}"
+        return reason_not_words(problem)
+
+    def checks_operands(self, problem: GemmProblem) -> bool:
+        return True

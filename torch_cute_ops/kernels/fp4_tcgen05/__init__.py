@@ -37,10 +37,7 @@ from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
 from torch_cute_ops.kernels.fp4_tcgen05.config import (
-    LINE,
-    ROWS,
     SPLITS,
-    STEP,
     TILES,
     Arguments,
     Config,
@@ -52,10 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KERNEL",
-    "LINE",
-    "ROWS",
     "SPLITS",
-    "STEP",
     "TILES",
     "Arguments",
     "Config",

@@ -4,33 +4,21 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
-from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
-from torch_cute_ops.kernels.common.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.block_scaled_stage import (
+    COLUMNS,
+    ROWS,
+    SCALE_BUFFERS,
+    BlockScaledStage,
+)
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.sum_tile import SumTile
 from torch_cute_ops.runtime.arch import Arch
 
-ROWS: Final = 128
-"""Rows of the weight of a CTA's tile: the lanes of tensor memory."""
-LINE: Final = CHUNK // 2
-"""Bytes of codes of a row in a chunk."""
-STEP: Final = 64
-"""Elements of k of an MMA."""
 TILES: Final = {1: (8, 16, 32, 64, 128, 256), 2: (256,)}
 """Rows of activations of a tile, by the CTAs of an MMA."""
 SPLITS: Final = (1, 2, 4, 8)
 """CTAs of a cluster that share the k of a tile."""
-COLUMNS: Final = 512
-"""Of tensor memory."""
-STORING_WARPS: Final = 4
-ARRANGING_WARPS: Final = 4
-SCALE_TILE: Final = ROWS * TILE_BLOCKS
-"""Bytes of 128 rows' scales of four blocks, in shared memory; they take four columns of tensor memory."""
-SCALE_BUFFERS: Final = 2
-"""Chunks whose scales are in tensor memory."""
 BARRIER_BYTES: Final = 512
-ALIGNMENT: Final = 1024
-"""Of a stage: that of the 128-byte swizzle."""
 
 
 class Arguments(NamedTuple):
@@ -92,60 +80,24 @@ class Config:
         return ROWS * self.group
 
     @property
-    def arranges(self) -> bool:
-        """Whether warps of the CTA put the scales in the order of tiles."""
-        return self.layout.is_linear
+    def stage(self) -> BlockScaledStage:
+        """A stage of the ring: the weight is on the M side."""
+        return BlockScaledStage(self.fmt, self.layout, self.tokens, self.group)
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA: warps that store, copy, multiply and arrange."""
-        return 32 * (STORING_WARPS + 2 + (ARRANGING_WARPS if self.arranges else 0))
-
-    @property
-    def own_tokens(self) -> int:
-        """Rows of activations whose codes a CTA copies."""
-        return self.tokens // self.group
-
-    @property
-    def scale_tiles(self) -> int:
-        """Tiles of scales of 128 rows of a chunk."""
-        return CHUNK // self.fmt.block_size // TILE_BLOCKS
-
-    @property
-    def bands(self) -> int:
-        """Times 128 rows that the activations of a tile have."""
-        return -(-self.tokens // ROWS)
-
-    @property
-    def code_bytes(self) -> int:
-        """Codes of a stage: the weight's, then those of the activations."""
-        return (ROWS + self.own_tokens) * LINE
-
-    @property
-    def token_scale_bytes(self) -> int:
-        """Scales of the activations of a stage."""
-        return self.bands * self.scale_tiles * SCALE_TILE
-
-    @property
-    def stage_bytes(self) -> int:
-        """A stage: codes, scales of the activations, scales of the weight."""
-        size = self.code_bytes + self.token_scale_bytes + self.scale_tiles * SCALE_TILE
-        return -(-size // ALIGNMENT) * ALIGNMENT
+        """Threads of a CTA."""
+        return self.stage.threads
 
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
-        return self.stages * self.stage_bytes + BARRIER_BYTES
+        return self.stages * self.stage.size_bytes + BARRIER_BYTES
 
     @property
     def sum_tile(self) -> SumTile:
         """The accumulators of a CTA of a cluster that splits k, in place of the stages."""
         return SumTile(self.tokens, ROWS)
-
-    @property
-    def scale_columns(self) -> int:
-        """Columns of tensor memory with the scales of a chunk, the weight's first."""
-        return (1 + self.bands) * self.scale_tiles * TILE_BLOCKS
 
     @property
     def accumulators(self) -> int:
@@ -160,7 +112,7 @@ class Config:
     @property
     def pitch(self) -> int:
         """Columns from an accumulator to the next, which overlaps it where two do not fit."""
-        room = COLUMNS - SCALE_BUFFERS * self.scale_columns - self.tokens
+        room = COLUMNS - SCALE_BUFFERS * self.stage.scale_columns - self.tokens
         return min(self.tokens, room // self.loaded * self.loaded)
 
     @property
@@ -176,7 +128,7 @@ class Config:
     @property
     def columns(self) -> int:
         """Columns of tensor memory that are allocated: a power of two."""
-        used = self.sum_columns + SCALE_BUFFERS * self.scale_columns
+        used = self.sum_columns + SCALE_BUFFERS * self.stage.scale_columns
         return max(32, 1 << (used - 1).bit_length())
 
     @property
@@ -191,13 +143,14 @@ class Config:
         """Why this cannot run on ``arch``; ``None`` if it can."""
         if not arch.has_tcgen05:
             return f"{arch.name} has no tcgen05 instructions"
-        if self.layout.tile_rows not in (0, ROWS):
-            return f"scales are linear or in tiles of {ROWS} rows, not {self.layout.name}"
+        reason = self.stage.reason_unsupported()
+        if reason is not None:
+            return reason
         if self.tokens not in TILES.get(self.group, ()):
             return f"{self.group} CTAs have tiles of {TILES.get(self.group)} rows of activations, not {self.tokens}"
         if self.splits not in (SPLITS if self.group == 1 else (1,)):
             return f"{self.splits} clusters of {self.group} CTAs do not share a tile"
-        if self.splits > 1 and self.sum_tile.size_bytes > self.stages * self.stage_bytes:
+        if self.splits > 1 and self.sum_tile.size_bytes > self.stages * self.stage.size_bytes:
             return f"{self.sum_tile.size_bytes} bytes of sums do not fit in place of {self.stages} stages"
         if self.smem_bytes > arch.smem_per_cta:
             return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"

@@ -5,21 +5,13 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from torch_cute_ops.formats import MXFP4
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common import ptx, tcgen05
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
-from torch_cute_ops.kernels.common.cluster_sums import sum_columns, write_sums
-from torch_cute_ops.kernels.common.convert import pack, store_words
-from torch_cute_ops.kernels.common.epilogue_ops import EpilogueOps
-from torch_cute_ops.kernels.common.fp4_weights import rows_of_bytes, scale_argument
-from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.proxy import fence_async
-from torch_cute_ops.kernels.common.weight_ring import next_stage
-from torch_cute_ops.kernels.fp4_tcgen05.config import (
+from torch_cute_ops.kernels.common.block_scaled_mma import STEPS, BlockScaledMma
+from torch_cute_ops.kernels.common.block_scaled_stage import (
     ALIGNMENT,
     ARRANGING_WARPS,
     LINE,
@@ -28,12 +20,16 @@ from torch_cute_ops.kernels.fp4_tcgen05.config import (
     SCALE_TILE,
     STEP,
     STORING_WARPS,
-    Arguments,
-    Config,
 )
+from torch_cute_ops.kernels.common.cluster_sums import sum_columns, write_sums
+from torch_cute_ops.kernels.common.convert import pack
+from torch_cute_ops.kernels.common.epilogue_ops import EpilogueOps
+from torch_cute_ops.kernels.common.fp4_weights import rows_of_bytes
+from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.weight_ring import next_stage
+from torch_cute_ops.kernels.fp4_tcgen05.config import Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
-STEPS = CHUNK // STEP
 COPIER, MULTIPLIER = STORING_WARPS, STORING_WARPS + 1
 BAND = 8  # tiles of tokens that run side by side
 LEADER = 0  # the CTA of a pair that issues MMAs
@@ -93,27 +89,13 @@ class FP4Tcgen05Kernel:
         self.config = config
         self.epilogue = EpilogueOps(config.epilogue)
         self.out_dtype = self.epilogue.out_dtype
-        self.chunk_blocks = CHUNK // config.fmt.block_size
-        self.steps_per_tile = STEPS // config.scale_tiles
+        self.stage = config.stage
+        self.mma = BlockScaledMma(self.stage)
 
     def arguments(self) -> Arguments:
-        c = self.config
         m, n = Dim("m"), Dim("n", divisibility=8)
-        half = Dim("k_bytes", divisibility=STEP // 2)
-        linear = c.arranges
-        blocks = Dim("blocks", divisibility=TILE_BLOCKS)
-        a_rows, b_rows = (m, n) if linear else (Dim(name, divisibility=ROWS) for name in ("a_rows", "b_rows"))
-        alpha, bias = self.epilogue.arguments(n)
-        return Arguments(
-            a=TensorArg("Uint8", (m, half), (half, 1), align=16),
-            a_scale=scale_argument(c.fmt, a_rows, blocks),
-            b=TensorArg("Uint8", (half, n), (1, half), align=16),
-            b_scale=scale_argument(c.fmt, b_rows, blocks),
-            alpha=alpha,
-            bias=bias,
-            out=TensorArg(self.out_dtype.__name__, (m, n), (n, 1), align=16),
-            ctas=ScalarArg("Int32"),
-        )
+        out = TensorArg(self.out_dtype.__name__, (m, n), (n, 1), align=16)
+        return Arguments(*self.mma.arguments(m, n), *self.epilogue.arguments(n), out, ctas=ScalarArg("Int32"))
 
     @cute.jit
     def __call__(self, a, a_scale, b, b_scale, alpha, bias, out, ctas: Int32, stream):
@@ -126,7 +108,7 @@ class FP4Tcgen05Kernel:
         ctas = ctas_unless_overlapping(ctas, (out,), (a, a_scale, b, b_scale, alpha, bias))
         b_rows, b_bytes = rows_of_bytes(b, b_scale)
         a_bytes = cute.make_tensor(cute.recast_ptr(a_scale.iterator, dtype=Uint8), a_scale.layout)
-        maps = self._map(a, c.own_tokens), self._map(b_rows, ROWS)
+        maps = self.mma.map(a, self.stage.own_columns), self.mma.map(b_rows, ROWS)
         self.kernel(*maps, a_bytes, b_bytes, alpha, bias, out).launch(
             grid=[ctas, 1, 1],
             block=[c.threads, 1, 1],
@@ -135,15 +117,6 @@ class FP4Tcgen05Kernel:
             stream=stream,
             use_pdl=c.pdl,
         )
-
-    def _map(self, codes: cute.Tensor, rows: int) -> tuple:
-        """A tensor map of codes, in boxes of a chunk of so many rows."""
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), codes, self._box(rows), (rows, LINE))
-
-    def _box(self, rows: int):
-        """A chunk's codes in shared memory, (rows, line)."""
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8)
-        return cute.tile_to_shape(atom, (rows, LINE), order=(0, 1))
 
     @cute.kernel
     def kernel(self, a_map, b_map, a_scale, b_scale, alpha, bias, out):
@@ -197,7 +170,7 @@ class FP4Tcgen05Kernel:
                     self._relay(part, smem)
         elif warp < STORING_WARPS:
             self._store(columns, tid, part, smem)
-        elif const_expr(c.arranges):
+        elif const_expr(self.stage.arranges):
             self._arrange(tid - 32 * (MULTIPLIER + 1), part, smem)
         cute.arch.sync_warp()
         if const_expr(c.splits > 1):
@@ -220,7 +193,7 @@ class FP4Tcgen05Kernel:
     def _allocate(self) -> Smem:
         c = self.config
         base = SmemAllocator().allocate(c.smem_bytes, ALIGNMENT)
-        barriers = cute.recast_ptr(base + c.stages * c.stage_bytes, dtype=Int64)
+        barriers = cute.recast_ptr(base + c.stages * self.stage.size_bytes, dtype=Int64)
         ends = [0]
         for count in (c.stages, c.stages, c.stages, SCALE_BUFFERS, c.accumulators, c.frees):
             ends.append(ends[-1] + count)
@@ -229,7 +202,7 @@ class FP4Tcgen05Kernel:
     def _initialise(self, smem: Smem) -> None:
         c = self.config
         for i in range(c.stages):
-            cute.arch.mbarrier_init(smem.full + i, 1 + c.arranges)
+            cute.arch.mbarrier_init(smem.full + i, 1 + self.stage.arranges)
             if c.group == 2:
                 cute.arch.mbarrier_init(smem.peer_full + i, 1)
             cute.arch.mbarrier_init(smem.free + i, 1)
@@ -256,8 +229,7 @@ class FP4Tcgen05Kernel:
         c = self.config
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
-        a_from = self._boxes(a_map, c.own_tokens, smem)
-        b_from = self._boxes(b_map, ROWS, smem)
+        tokens, rows = self.mma.boxes(a_map, self.stage.own_columns), self.mma.boxes(b_map, ROWS)
         # With parity 1, a stage that was never used counts as free.
         stage, parity = Int32(0), Int32(1)
         tile = part.first
@@ -266,75 +238,46 @@ class FP4Tcgen05Kernel:
             half = part.rank if const_expr(c.group == 2) else Int32(0)
             for chunk in cutlass.range(part.begin, part.end, unroll=1):
                 ptx.wait(smem.free + stage, parity)
-                base = smem.stages + cute.assume(stage * c.stage_bytes, divby=ALIGNMENT)
+                base = smem.stages + cute.assume(stage * self.stage.size_bytes, divby=ALIGNMENT)
                 self._copy_scales(row_tile * c.group + half, token_tile, chunk, base, smem.full + stage, part)
-                weight = self._to(ROWS, base, b_map, b_from)
-                self._copy_box(b_map[0], weight, row_tile * c.group + half, chunk, smem.full + stage, ptx.EVICT_FIRST)
-                tokens = self._to(c.own_tokens, base + ROWS * LINE, a_map, a_from)
-                self._copy_box(a_map[0], tokens, token_tile * c.group + half, chunk, smem.full + stage, None)
+                place = row_tile * c.group + half, chunk
+                self.mma.copy_box(b_map, rows, ROWS, base, place, smem.full + stage, ptx.EVICT_FIRST)
+                place = token_tile * c.group + half, chunk
+                to = base + ROWS * LINE
+                self.mma.copy_box(a_map, tokens, self.stage.own_columns, to, place, smem.full + stage, None)
                 stage, parity = next_stage(stage, parity, c.stages)
             tile += part.pitch
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
 
-    def _boxes(self, map, rows: int, smem):
-        """A matrix as boxes: (tiles of rows, chunks)."""
-        return cute.local_tile(map[1], (rows, LINE), (None, None))
-
-    def _to(self, rows: int, at: cute.Pointer, map, boxes) -> tuple:
-        """The box in shared memory, and those in memory."""
-        layout = self._box(rows)
-        box = cute.make_tensor(cute.recast_ptr(at, layout.inner, dtype=Uint8), layout.outer)
-        return cpasync.tma_partition(
-            map[0], 0, cute.make_layout(1), cute.group_modes(box, 0, 2), cute.group_modes(boxes, 0, 2)
-        )
-
-    def _copy_box(self, copy, boxes: tuple, row, chunk, barrier, policy) -> None:
-        target, source = boxes
-        options = {} if policy is None else {"cache_policy": Int64(policy)}
-        cute.copy(copy, source[None, row, chunk], target, tma_bar_ptr=barrier, **options)
-
     @cute.jit
     def _copy_scales(self, row_band, token_tile, chunk, base, barrier, part):
         """Start the copies of a stage's scales, if they are in tiles; the stage's barrier expects all of its bytes."""
-        c = self.config
-        if const_expr(c.arranges):
+        c, stage = self.config, self.stage
+        if const_expr(stage.arranges):
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, c.code_bytes)
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, stage.code_bytes)
         else:
-            first = chunk * c.scale_tiles
-            pitch = part.b_scale.shape[1] // TILE_BLOCKS
-            size = cutlass.min(pitch - first, Int32(c.scale_tiles)) * SCALE_TILE
+            first = chunk * stage.scale_tiles
+            size = cutlass.min(part.b_scale.shape[1] // TILE_BLOCKS - first, Int32(stage.scale_tiles)) * SCALE_TILE
             token_band = token_tile * c.tokens // ROWS
-            token_bands = cutlass.min(cute.ceil_div(part.m, ROWS) - token_band, Int32(c.bands))
-            row_bands = cutlass.min(cute.ceil_div(part.n, ROWS) - row_band, Int32(1))
-            row_bands = cutlass.max(row_bands, Int32(0))
+            token_bands = cutlass.min(cute.ceil_div(part.m, ROWS) - token_band, Int32(stage.bands))
+            row_bands = cutlass.max(cutlass.min(cute.ceil_div(part.n, ROWS) - row_band, Int32(1)), Int32(0))
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, c.code_bytes + size * (token_bands + row_bands))
-                at = base + c.code_bytes
-                for i in range_constexpr(c.bands):
-                    if i < token_bands:
-                        source = (Int64(token_band + i) * pitch + first) * SCALE_TILE
-                        ptx.copy_bulk(
-                            at + i * c.scale_tiles * SCALE_TILE,
-                            part.a_scale.iterator + cute.assume(source, divby=SCALE_TILE),
-                            size,
-                            barrier,
-                        )
-                if row_bands > 0:
-                    source = (Int64(row_band) * pitch + first) * SCALE_TILE
-                    ptx.copy_bulk(
-                        at + c.token_scale_bytes,
-                        part.b_scale.iterator + cute.assume(source, divby=SCALE_TILE),
-                        size,
-                        barrier,
-                        policy=ptx.EVICT_FIRST,
-                    )
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, stage.code_bytes + size * (token_bands + row_bands))
+                at = base + stage.code_bytes
+                self.mma.copy_scale_tiles(
+                    part.a_scale, token_band, stage.bands, token_bands, first, size, at, barrier, None
+                )
+                at = at + stage.column_scale_bytes
+                self.mma.copy_scale_tiles(
+                    part.b_scale, row_band, 1, row_bands, first, size, at, barrier, ptx.EVICT_FIRST
+                )
 
     @cute.jit
     def _arrange(self, thread, part, smem):
         """An arranging warp: write linear scales to every fourth stage in the order of tiles. So the warps have several
-        chunks in flight. A lane has every 32nd row of each 128, whose words are neighbours in a tile."""
+        chunks in flight."""
         c = self.config
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
@@ -344,50 +287,20 @@ class FP4Tcgen05Kernel:
         while tile < part.row_tiles * part.token_tiles:
             row_tile, token_tile = self._tile(tile, part)
             half = part.rank if const_expr(c.group == 2) else Int32(0)
-            row = (row_tile * c.group + half) * ROWS + lane
-            token = token_tile * c.tokens + lane
+            rows = part.b_scale, (row_tile * c.group + half) * ROWS + lane, part.n
+            tokens = part.a_scale, token_tile * c.tokens + lane, part.m
             for chunk in cutlass.range(part.begin, part.end, unroll=1):
                 if turn == 0:
-                    self._arrange_chunk(row, token, chunk, stage, parity, lane, part, smem)
+                    first = chunk * (CHUNK // c.fmt.block_size)
+                    base = smem.stages + cute.assume(stage * self.stage.size_bytes, divby=ALIGNMENT)
+                    barriers = smem.free + stage, parity, smem.full + stage
+                    self.mma.arrange(rows, tokens, first, part.blocks, lane, base, *barriers)
                 else:
                     # A warp that left out phases could take one for the next but one, which has the same parity.
                     ptx.wait(smem.free + stage, parity)
                 turn = (turn + ARRANGING_WARPS - 1) % ARRANGING_WARPS
                 stage, parity = next_stage(stage, parity, c.stages)
             tile += part.pitch
-
-    @cute.jit
-    def _arrange_chunk(self, row, token, chunk, stage, parity, lane, part, smem):
-        """Scales of a chunk, of a lane's rows from ``row`` and ``token`` on."""
-        c = self.config
-        # They are loaded while the stage is still in use.
-        bands = [
-            self._load_scales(part.a_scale, token + i * ROWS, part.m, min(c.tokens, ROWS), chunk, part)
-            for i in range(c.bands)
-        ]
-        bands.append(self._load_scales(part.b_scale, row, part.n, ROWS, chunk, part))
-        ptx.wait(smem.free + stage, parity)
-        base = smem.stages + cute.assume(stage * c.stage_bytes + c.code_bytes + lane * 16, divby=16)
-        for i, rows in enumerate(bands):
-            for j, words in enumerate(zip(*rows, strict=True)):
-                to = cute.recast_ptr(base + (i * c.scale_tiles + j) * SCALE_TILE, dtype=Uint32)
-                store_words(list(words), cute.make_tensor(to, cute.make_layout(len(words))))
-        fence_async()
-        cute.arch.sync_warp()
-        ptx.arrive_if(smem.full + stage, Uint32(lane == 0))
-
-    def _load_scales(self, scales, row, rows, used: int, chunk, part) -> list:
-        """A chunk's scales of every 32nd of 128 rows, each as a list of words; zeros beyond the matrix, and beyond the
-        ``used`` of these rows."""
-        first = chunk * self.chunk_blocks
-        tiles = range(self.config.scale_tiles)
-        loaded = []
-        for after in range(0, ROWS, 32):
-            at = scales.iterator + cute.assume(Int64(row + after) * part.blocks + first, divby=4)
-            exist = [(row + after < rows) & (first + TILE_BLOCKS * j < part.blocks) for j in tiles]
-            words = [ptx.load_if(at, exist[j], 1, TILE_BLOCKS * j)[0] for j in tiles if after < used]
-            loaded.append(words or [Uint32(0) for _ in tiles])
-        return loaded
 
     # MMAs
 
@@ -428,10 +341,10 @@ class FP4Tcgen05Kernel:
                 if const_expr(pair):
                     ptx.wait(smem.peer_full + stage, parity)
                 tcgen05.fence_after()
-                scales = columns + Uint32(c.sum_columns + buffer * c.scale_columns)
+                scales = columns + Uint32(c.sum_columns + buffer * self.stage.scale_columns)
                 steps = cutlass.min(part.steps - chunk * STEPS, Int32(STEPS))
-                at = Uint32(smem.stages.toint()) + Uint32(stage * c.stage_bytes)
-                self._multiply_chunk(total, at, scales, steps, token_tile, chunk > part.begin)
+                at = Uint32(smem.stages.toint()) + Uint32(stage * self.stage.size_bytes)
+                self.mma.multiply(total, at, scales, steps, token_tile * c.tokens, chunk > part.begin)
                 tcgen05.commit(smem.free + stage, c.group, pair)
                 tcgen05.commit(smem.scales_free + buffer, c.group, False)
                 stage, parity = next_stage(stage, parity, c.stages)
@@ -439,41 +352,6 @@ class FP4Tcgen05Kernel:
             tcgen05.commit(smem.sums_full + accumulator, c.group, pair)
             accumulator, sums_parity = next_stage(accumulator, sums_parity, c.accumulators)
             tile += part.pitch
-
-    @cute.jit
-    def _multiply_chunk(self, total, at, scales, steps, token_tile, adds):
-        """Issue the copies of a chunk's scales, and its first ``steps`` MMAs."""
-        c = self.config
-        # Of a tile of fewer tokens than a tile of scales has, the first row's lane and column.
-        lane, column = Uint32(0), Uint32(0)
-        if const_expr(c.tokens < ROWS and not c.arranges):
-            first = token_tile * c.tokens % ROWS
-            lane, column = Uint32(first % 32), Uint32(first // 32)
-        token_scales = at + c.code_bytes
-        weight_scales = token_scales + c.token_scale_bytes
-        token_columns = scales + c.scale_tiles * TILE_BLOCKS
-        for i in range_constexpr(c.scale_tiles):
-            if i * self.steps_per_tile < steps:
-                source = tcgen05.scale_descriptor(weight_scales + i * SCALE_TILE)
-                tcgen05.copy_scales(scales + i * TILE_BLOCKS, source, c.group)
-                for band in range_constexpr(c.bands):
-                    source = token_scales + (band * c.scale_tiles + i) * SCALE_TILE + lane * 16
-                    to = token_columns + (i * c.bands + band) * TILE_BLOCKS
-                    tcgen05.copy_scales(to, tcgen05.scale_descriptor(source), c.group)
-        for step in range_constexpr(STEPS):
-            if step < steps:
-                tile, scale_id = step // self.steps_per_tile, step % self.steps_per_tile * 2
-                tcgen05.multiply(
-                    total,
-                    tcgen05.operand_descriptor(at + step * (STEP // 2)),
-                    tcgen05.operand_descriptor(at + ROWS * LINE + step * (STEP // 2)),
-                    tcgen05.instruction_descriptor(c.rows, c.tokens, c.fmt == MXFP4, scale_id),
-                    scales + tile * TILE_BLOCKS,
-                    token_columns + tile * c.bands * TILE_BLOCKS + column,
-                    adds if step == 0 else True,
-                    c.fmt.block_size,
-                    c.group,
-                )
 
     # Results
 

@@ -1,0 +1,151 @@
+"""The backend ``tcgen05`` of GEMMs with experts over K: what it takes, its tactics, estimates, and that its launcher's
+call is the kernel's."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from ptx import run_kernel
+from support.emulated import CPU, poisoned
+from support.gemm_problems import BF16, FP32, HOPPER, backend_for, fp4_problem
+from support.gemm_problems import CPU as NO_GPU
+
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.gemm import select
+from torch_cute_ops.gemm.backends import _fp4
+from torch_cute_ops.gemm.cost import usual_targets
+from torch_cute_ops.gemm.problem import Operands
+from torch_cute_ops.kernels import fp4_tcgen05_experts
+from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
+
+(BLACKWELL,) = usual_targets(ARCHS["sm_100a"])
+DEEPSEEK = fp4_problem(7168, 65_536, experts=256)
+BACKEND = backend_for("tcgen05", DEEPSEEK)
+
+
+@pytest.mark.parametrize(
+    ("reason", "problem"),
+    [
+        (None, fp4_problem(n=8, k=64, experts=1)),
+        (None, fp4_problem(n=40, k=3 * 64, experts=3, fmt=MXFP4)),
+        (None, fp4_problem(n=40, k=4 * 320, experts=4, fmt=MXFP4, layout="linear")),
+        (None, fp4_problem(n=40, k=1000 * 64, experts=1000)),
+        ("both operands have to be in FP4; a is torch.bfloat16", fp4_problem(k=512, experts=2, a_dtype=BF16)),
+        ("a's scales have to be in the weight's layout, 128x4", fp4_problem(k=512, experts=2, layout="8x4")),
+        ("an expert's width is 96: it has to be a multiple of 64", fp4_problem(k=192, experts=2)),
+        ("n=12 and k=64: they have to be multiples of 8 and 32", fp4_problem(n=12, k=64, experts=1)),
+        (
+            "b has 6 scales a row; in the linear layout they have to be a multiple of 4",
+            fp4_problem(k=192, experts=3, fmt=MXFP4, layout="linear"),
+        ),
+    ],
+)
+def test_what_it_takes(reason: str | None, problem: Any) -> None:
+    assert BACKEND.reason_unsupported(problem, BLACKWELL) == reason
+
+
+def test_where_it_runs() -> None:
+    for arch in ARCHS.values():
+        reason = BACKEND.reason_unsupported(DEEPSEEK, usual_targets(arch)[0])
+        assert reason == (None if arch.has_tcgen05 else f"needs data-center Blackwell's tcgen05; this is {arch.name}")
+        if arch.has_tcgen05:
+            assert select.choose(DEEPSEEK, 16, usual_targets(arch)[0]).backend is BACKEND
+    reason = BACKEND.reason_unsupported(DEEPSEEK, NO_GPU)
+    assert reason is not None and "needs a CUDA device" in reason
+    assert not BACKEND.handles(fp4_problem())
+
+
+@pytest.mark.parametrize(("experts", "skips"), [(1, False), (8, False), (9, True), (512, True), (513, False)])
+def test_tactics(experts: int, skips: bool) -> None:
+    """Experts are passed over where a token has not all of them, and a list has room; no CTA is without experts."""
+    problem = fp4_problem(k=64 * experts, experts=experts)
+    tactics = BACKEND.tactics(problem, 64, BLACKWELL)
+    assert {mode for *_, mode in tactics} == ({"dense", "routed"} if skips else {"dense"})
+    assert {columns for columns, *_ in tactics} == {32, 64, 128}
+    assert max(splits for _, splits, _ in tactics) == min(experts, 8)
+    linear = fp4_problem(k=64 * experts, experts=experts, layout="linear")
+    assert {columns for columns, *_ in BACKEND.tactics(linear, 64, BLACKWELL)} == {32, 64}
+
+
+def test_estimates_are_near_the_limits() -> None:
+    """Of a B200, by data sheet: few tokens read the weights of their experts, many compute all of them."""
+
+    def least(m: int, mode: str) -> float:
+        tactics = [tactic for tactic in BACKEND.tactics(DEEPSEEK, m, BLACKWELL) if tactic[-1] == mode]
+        return min(BACKEND.estimate(DEEPSEEK, m, tactic, BLACKWELL) for tactic in tactics)
+
+    every = DEEPSEEK.n * DEEPSEEK.b.row_bytes(DEEPSEEK.k)
+    assert 1 < least(1, "dense") / (every / 7.5e12) < 2
+    assert 1 < least(8, "routed") / (DEEPSEEK.bytes_moved(8) / 7.5e12) < 2.5
+    assert 1 < least(4096, "dense") / (2 * 4096 * DEEPSEEK.n * DEEPSEEK.k / 8.2e15) < 3
+    assert all(least(m, "routed") < least(m, "dense") for m in (1, 8, 32, 64))
+    assert least(512, "dense") < least(512, "routed")
+
+
+def test_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher's, with the kernel as the backend builds it, in the emulator."""
+    fmt, layout, tactic = MXFP4, "linear", (32, 2, "routed")
+    m, n, experts, width = 5, 40, 10, 64
+    k = experts * width
+    problem = fp4_problem(n, k, fmt, layout=layout, out_dtype=FP32, experts=experts)
+    assert tactic in BACKEND.tactics(problem, m, BLACKWELL)
+    monkeypatch.setattr(
+        _fp4, "compile_kernel", lambda kernel, arch: lambda *call: run_kernel(kernel.make(), arch, *call, strict=True)
+    )
+    (a, a_scale), (b, b_scale) = (random_matrix(rows, k, fmt, layout, CPU, POWERS[fmt.scale_format]) for rows in (m, n))
+    alpha, out = torch.randint(0, 3, (m, experts)) / 2, poisoned(m, n, dtype=FP32)
+    assert BACKEND.checks_operands(problem)
+    BACKEND.launcher(problem, tactic, BLACKWELL)(*Operands(a, b.t(), a_scale, b_scale, alpha), out)
+    layouts = SCALE_LAYOUTS[layout], SCALE_LAYOUTS[layout]
+    assert torch.equal(out, expert_gemm(a, a_scale, b, b_scale, alpha, FP32, fmt, *layouts))
+
+
+CONFIG = fp4_tcgen05_experts.plan(
+    fmt=NVFP4,
+    layout=SCALE_LAYOUTS["128x4"],
+    out_dtype=BF16,
+    width=256,
+    columns=128,
+    splits=2,
+    routed=True,
+    arch=ARCHS["sm_100a"],
+    pdl=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layout": SCALE_LAYOUTS["8x4"]}, "scales are linear or in tiles of 128 rows, not 8x4"),
+        ({"width": 96}, "an expert's width is 96; it has to be a multiple of 64"),
+        ({"columns": 96}, "tiles have (32, 64, 128) rows of the weight, for (1, 2, 4, 8) CTAs; not 96 for 2"),
+        ({"splits": 3}, "not 128 for 3"),
+        ({"layout": SCALE_LAYOUTS["linear"]}, "with linear scales, tiles have at most 64 rows of the weight, not 128"),
+        ({"stages": 1}, "67584 bytes of sums do not fit in place of 1 stages"),
+        ({"stages": 7}, "bytes of shared memory; sm_100a has 232448"),
+    ],
+)
+def test_what_a_kernel_is_refused_for(changes: dict[str, Any], reason: str) -> None:
+    assert CONFIG is not None and CONFIG.reason_unsupported(ARCHS["sm_100a"]) is None
+    assert reason in (dataclasses.replace(CONFIG, **changes).reason_unsupported(ARCHS["sm_100a"]) or "")
+    assert HOPPER.arch is not None
+    assert CONFIG.reason_unsupported(HOPPER.arch) == "sm_90a has no tcgen05 instructions"
+
+
+@pytest.mark.parametrize("columns", [32, 64, 128])
+@pytest.mark.parametrize("width", [256, 320])
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
+def test_columns_of_tensor_memory(fmt: Any, width: int, columns: int) -> None:
+    """Two accumulators, and two chunks' scales: of a tile more, where experts begin inside of one."""
+    assert CONFIG is not None
+    config = dataclasses.replace(CONFIG, fmt=fmt, width=width, columns=columns)
+    used = config.sum_columns + 2 * config.stage.scale_columns
+    assert config.sum_columns == 2 * columns and used <= config.tensor_columns <= 512
+    assert config.tensor_columns < 2 * used
+    tiles = 256 // (4 * fmt.block_size) + (fmt == MXFP4 and width == 320)
+    assert config.stage.scale_columns == 2 * 4 * tiles

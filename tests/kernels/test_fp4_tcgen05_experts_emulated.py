@@ -1,0 +1,160 @@
+"""The FP4 GEMM over experts by tcgen05, executed thread for thread by the PTX emulator, against the CPU reference. No
+GPU that has these instructions was at hand: this is what the kernel is known to compute."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ptx import compile_ptx, run_kernel
+from support.emulated import CPU, poisoned
+from support.kernel_grid import BF16, FP16, FP32, Tcgen05ExpertsCase
+from support.ptx_faults import CONVERGED, Edit, Unfound, check_faults
+
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.formats.scale_layout import from_linear, to_linear
+from torch_cute_ops.kernels import fp4_tcgen05_experts
+from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
+
+
+class Gemm(NamedTuple):
+    """A GEMM, for M, N, and a number of experts; a share of the pairs of a token and an expert counts."""
+
+    case: Tcgen05ExpertsCase
+    sizes: tuple[int, int, int]
+    share: float = 0.5
+
+    @property
+    def id(self) -> str:
+        return f"{self.case.id}-{'x'.join(map(str, self.sizes))}"
+
+
+def gemm(*case: Any, sizes: tuple[int, int, int], share: float = 0.5, stages: int = 3) -> Gemm:
+    """``case``: format, layout, rows of the weight of a tile, CTAs that share it, routed, dtype, an expert's width."""
+    return Gemm(Tcgen05ExpertsCase(*case, stages=stages), sizes, share)
+
+
+# Rows, columns and k beyond which there is nothing; experts of one chunk and of several, the last not whole; more
+# chunks than stages; three experts or more a CTA.
+COVERING = [
+    gemm(NVFP4, "128x4", 128, 1, False, BF16, 320, sizes=(130, 136, 3)),
+    gemm(NVFP4, "128x4", 64, 2, True, FP16, 64, sizes=(5, 72, 40), share=0.1),
+    gemm(NVFP4, "linear", 32, 1, True, FP32, 576, sizes=(33, 40, 5), share=0.03),
+    gemm(MXFP4, "128x4", 32, 1, False, FP32, 192, sizes=(9, 104, 7)),
+    gemm(MXFP4, "128x4", 128, 2, True, BF16, 320, sizes=(70, 24, 9), share=0.02),
+    gemm(MXFP4, "linear", 64, 1, False, FP16, 448, sizes=(5, 8, 4)),
+]
+MORE = [
+    gemm(fmt, layout, columns, splits, routed, (BF16, FP16, FP32)[i % 3], width, sizes=sizes, share=share)
+    for i, (fmt, layout, columns) in enumerate(
+        (fmt, layout, columns)
+        for fmt in (NVFP4, MXFP4)
+        for layout in ("128x4", "linear")
+        for columns in ((32, 64, 128) if layout == "128x4" else (32, 64))
+    )
+    for splits, routed, width, sizes, share in (
+        (1, False, 512, (300, 200, 4), 0.5),
+        (1, True, 64, (140, 264, 70), 0.01),
+        (2, False, 320, (17, 264, 8), 1.0),
+        (4, True, 704, (130, 136, 14), 0.02),
+        (8, False, 192, (9, 72, 26), 0.3),
+        (8, True, 256, (1, 72, 6), 0.5),
+    )
+]
+
+
+def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel leaves in its output, and the reference's result.
+
+    Scales of activations are NaN where the factor is zero, as is what no token has.
+    """
+    (m, n, experts), case = one.sizes, one.case
+    fmt, layout = case.format, SCALE_LAYOUTS[case.layout]
+    k = experts * case.width
+    torch.manual_seed(k)
+    (a, a_scale), (b, b_scale) = (
+        random_matrix(rows, k, fmt, case.layout, CPU, POWERS[fmt.scale_format]) for rows in (m, n)
+    )
+    alpha = torch.randint(1, 9, (m, experts)) / 4 * (torch.rand(m, experts) < one.share)
+    alpha[m // 2, 0] = 0.0
+    alpha[0, -1], alpha[0, 0] = 1.5, -0.0
+    nan = 0x7F if fmt == NVFP4 else 0xFF
+    rows = to_linear(a_scale.view(torch.uint8), layout, m, k // fmt.block_size).clone()
+    rows[(alpha == 0).repeat_interleave(case.width // fmt.block_size, 1)] = nan
+    placed = from_linear(rows, layout)
+    exists = from_linear(torch.ones_like(rows), layout) != 0
+    a_scale = torch.where(exists, placed, nan).view(fmt.scale_dtype)
+    out = poisoned(m, n, dtype=case.out_dtype)
+    given = fp4_tcgen05_experts.Arguments(a, a_scale, b.t(), b_scale, alpha, out)
+    max_steps = 1_000_000 if edit is None else 200_000  # a fault may have threads wait for ever
+    run_kernel(case.kernel, ARCHS[case.arch], *given, seed=seed, max_steps=max_steps, strict=True, edit=edit)
+    return out, expert_gemm(a, a_scale, b, b_scale, alpha, case.out_dtype, fmt, layout, layout)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    more = metafunc.config.getoption("more_emulated")
+    if "one" in metafunc.fixturenames:
+        cases = COVERING + (MORE if more else [])
+        metafunc.parametrize("one", [pytest.param(case, id=case.id) for case in cases])
+    if "name" in metafunc.fixturenames:
+        metafunc.parametrize("name", FAULTY if more else ["routed"])
+
+
+def test_gemm(one: Gemm) -> None:
+    """Bit for bit where sums are exact, in two orders, though scales that do not count are NaN."""
+    for seed in (None, 1):
+        got, want = multiply(one, seed)
+        assert want.isfinite().all() and torch.equal(got, want)
+
+
+def test_nothing_is_routed() -> None:
+    """Neither to any expert of a tile, nor to any of one of the CTAs that share it."""
+    one = gemm(NVFP4, "128x4", 32, 2, True, FP32, 64, sizes=(3, 40, 6), share=0.0)
+    got, want = multiply(one, 0)
+    assert torch.equal(got, want) and not want[1:].any() and want[0].any()
+
+
+def test_factors_of_any_strides() -> None:
+    """And a NaN among them makes its token's row NaN."""
+    m, n, experts, width = 4, 40, 3, 64
+    case = Tcgen05ExpertsCase(NVFP4, "128x4", 32, 1, True, FP32, width)
+    (a, a_scale), (b, b_scale) = (random_matrix(rows, experts * width, NVFP4, "128x4", CPU) for rows in (m, n))
+    alpha = torch.zeros(2 * experts, 3 * m)
+    alpha[::2, ::3] = torch.rand(experts, m)
+    alpha = alpha[::2, ::3].t()
+    alpha[2, 1] = torch.nan
+    out = poisoned(m, n, dtype=FP32)
+    run_kernel(case.kernel, ARCHS["sm_100a"], a, a_scale, b.t(), b_scale, alpha, out, strict=True)
+    layout = SCALE_LAYOUTS["128x4"]
+    want = expert_gemm(a, a_scale, b, b_scale, alpha, FP32, NVFP4, layout, layout)
+    assert out[2].isnan().all() and want[2].isnan().all()
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-4, equal_nan=True)
+
+
+# Faults. Each case has more chunks than stages, and three experts a CTA.
+
+FAULTY = {
+    "dense": gemm(NVFP4, "128x4", 64, 1, False, FP32, 320, sizes=(40, 72, 4)),
+    "routed": gemm(MXFP4, "128x4", 32, 2, True, BF16, 320, sizes=(40, 40, 10), share=0.03),
+    "linear": gemm(NVFP4, "linear", 32, 1, False, FP32, 320, sizes=(40, 40, 4)),
+}
+AT_ONCE = Unfound(1, "loads have their values at once, and the wait for the next ones is for them too", dead=False)
+UNFOUND: dict[str, dict[str, Unfound]] = {
+    "dense": {"wait for loads left out": AT_ONCE, "barrier of the warp left out": CONVERGED},
+    "routed": {"barrier of the warp left out": CONVERGED._replace(count=3)},
+    "linear": {
+        "wait for the other phase": Unfound(1, "a warp that only keeps count may be a phase behind"),
+        "barrier of the warp left out": CONVERGED,
+    },
+}
+
+
+def test_faults_are_found(name: str, request: pytest.FixtureRequest) -> None:
+    """What is left out, or altered, of waits, arrivals, commits, fences, descriptors and copies."""
+    one = FAULTY[name]
+    ptx = compile_ptx(one.case.kernel, ARCHS[one.case.arch]).ptx
+    all_tried = request.config.getoption("more_emulated")
+    check_faults(lambda seed, edit: multiply(one, seed, edit), ptx, UNFOUND[name], all_tried=all_tried)

@@ -1,0 +1,50 @@
+"""``tools/calibrate_ptx.py`` with our own kernels, which it takes where there is no checkout of CUTLASS."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torch_cute_ops.gemm.backend import Target
+from torch_cute_ops.gemm.select import BACKENDS
+from torch_cute_ops.runtime.arch import ARCHS
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
+    import calibrate_ptx
+
+    return calibrate_ptx
+
+
+def run(tool: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["calibrate_ptx.py", *arguments])
+    tool.main()
+
+
+def test_one_case(tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the emulator, against the reference; and a result that differs is reported."""
+    run(tool, monkeypatch, "--only", "FP8 by FP8, 32")
+    (row, last) = capsys.readouterr().out.splitlines()
+    assert row.split()[0] == "sm_90a" and row.endswith("s  exact") and last == "1 problems, all right"
+    monkeypatch.setattr(tool, "by_emulator", lambda case, seed: torch.zeros(case.m, case.problem.n))
+    with pytest.raises(SystemExit, match="1 of 1 problems are not right"):
+        run(tool, monkeypatch, "--only", "FP8 by FP8, 32")
+    with pytest.raises(SystemExit, match="no such case"):
+        run(tool, monkeypatch, "--only", "nothing")
+
+
+def test_cases_are_tactics(tool: Any) -> None:
+    """Every family of kernels by warpgroup MMA is there, with a tactic that its backend may take."""
+    for case in tool.OWN_CASES:
+        (backend,) = (one for one in BACKENDS if one.name == case.backend and one.handles(case.problem))
+        target = Target(torch.device("cuda"), ARCHS[tool.ARCH], 132)
+        assert backend.reason_unsupported(case.problem, target) is None
+        assert case.tactic in backend.tactics(case.problem, case.m, target), case.name
+    kinds = {(case.backend, case.problem.a.is_fp8, case.problem.b.is_fp4) for case in tool.OWN_CASES}
+    assert kinds == {("wgmma", False, True), ("wgmma", True, False), ("wgmma", True, True), ("routed", False, True)}
