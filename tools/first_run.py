@@ -27,7 +27,7 @@ def steps(folder: Path) -> dict[str, list[str]]:
     return {
         "machine": ["nvidia-smi", "-q"],
         "info": [PYTHON, "-m", "torch_cute_ops", "info"],
-        "suite": [PYTHON, "-m", "pytest", *each, "--tb=short", "--gpu-record", str(folder / "gpu_record.json")],
+        "suite": [PYTHON, "-m", "pytest", *each, "--tb=short", f"--gpu-record={folder / 'gpu_record.json'}"],
         "sanitizer": [PYTHON, "tools/sanitize.py", "--logs", str(folder / "sanitizer")],
         "benchmarks": [PYTHON, "-m", "benchmarks", "all", "--sizes", "marks", "--no-plot", "--output", results],
     }
