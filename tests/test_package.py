@@ -26,11 +26,15 @@ by_op = pytest.mark.parametrize("op", op_cases())
 
 @pytest.mark.timing
 def test_import_is_quick():
-    """Less than 60 ms on top of torch, in the best of several runs.
+    """Less than 6 % of what importing torch takes (60 to 70 ms where that takes 1.2 s), in the best of several runs.
 
-    Of the processor: other tests may keep it busy.
+    Of the processor, and not in milliseconds: other tests keep it busy, and machines differ by a factor of two.
     """
-    code = "import time, torch; t = time.process_time(); import torch_cute_ops; print(time.process_time() - t)"
+    code = (
+        "import time; start = time.process_time()\n"
+        "import torch; middle = time.process_time()\n"
+        "import torch_cute_ops; print((time.process_time() - middle) / (middle - start))"
+    )
     # Installed packages have bytecode; here the first import writes it.
     written = {"PYTHONDONTWRITEBYTECODE": ""}
     python(code, **written)
@@ -39,7 +43,7 @@ def test_import_is_quick():
         best = min(best, float(python(code, **written).stdout))
         if best < 0.06:
             return
-    raise AssertionError(f"import torch_cute_ops takes {best * 1000:.0f} ms over torch")
+    raise AssertionError(f"import torch_cute_ops takes {best:.1%} of importing torch")
 
 
 def test_import_is_light():
