@@ -36,8 +36,9 @@ def test_two_ranks_under_torchrun() -> None:
         str(free_port()),
     )
     run = (*command, str(EXAMPLES / "tensor_parallel.py"), *SMALL)
-    done = subprocess.run(run, capture_output=True, text=True, env=variables_of(CUDA_VISIBLE_DEVICES=""), timeout=120)
-    assert done.returncode == 0, done.stderr
+    env = variables_of(CUDA_VISIBLE_DEVICES="", PYTHONFAULTHANDLER="1")
+    done = subprocess.run(run, capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert_said(done.stdout, 2)
 
 
