@@ -59,6 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
     device, backend = place()
     dist.init_process_group(backend, timeout=timedelta(minutes=MINUTES), **by_device(device))
     try:
+        for name in ("tokens", "experts"):
+            if getattr(options, name) % dist.get_world_size():
+                sys.exit(f"--{name} {getattr(options, name)} is no multiple of the {dist.get_world_size()} ranks")
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         with cute_distributed.watched_ranks(timeout_s=MINUTES * 60 / 2):
             return run(options, mesh, device, backend)

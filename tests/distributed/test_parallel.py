@@ -342,6 +342,18 @@ def test_one_graph(mesh):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("style", [ColumnParallel, RowParallel])
+def test_what_collectives_would_get_wrong(mesh, style):
+    """A gradient, which would be lost, and a row without a dimension for rows, whose columns would be divided."""
+    linear = parallelize_module(nn.Linear(8, 8), mesh, style(sequence=True))
+    for x in (torch.randn(2, linear.in_features), torch.randn(2, linear.in_features, requires_grad=True)):
+        with pytest.raises(ValueError, match="no gradient"):
+            linear(x)
+        assert linear.requires_grad_(False) is linear
+    with pytest.raises(ValueError, match=r"\(\d+,\); expected this rank's rows"):
+        linear(torch.randn(linear.in_features))
+
+
 @torch.no_grad()
 def test_warmup_calls_as_many_rows_as_are_served(mesh, monkeypatch):
     """Of all ranks together, where each has a share of the tokens."""

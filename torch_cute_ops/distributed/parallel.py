@@ -39,7 +39,7 @@ class Cut:
     unit: int = 1
 
     def bounds(self, size: int, name: str = "weight") -> tuple[int, int]:
-        """First and last but one of the rows or columns of a weight that has ``size``.
+        """The first, and one past the last, of the rows or columns of a weight that has ``size``.
 
         Where there are fewer units than ranks, as key and value heads may be, several ranks have the same one.
 
@@ -75,7 +75,7 @@ class Cut:
 def cut_of(
     cut: Cut, suffix: str, shape: Sequence[int], weight: Sequence[int], name: str
 ) -> tuple[int, int, int] | None:
-    """Dimension, first and last but one of a rank's part of a layer's tensor; ``None``: every rank has all of it.
+    """Dimension, first, and one past the last, of a rank's part of a layer's tensor; ``None``: it has all of it.
 
     Args:
         cut: of the weight.
@@ -165,6 +165,7 @@ class _Column:
 
     def forward(self, x: Any) -> Tensor:
         base: Any = self.base
+        _refuse_unfit(self, x, self.style.sequence)
         if self.style.sequence:
             if isinstance(self, QuantLinear):
                 x = gather_rows(self, x if isinstance(x, QuantizedRows) else self.quantize(x), self.group)
@@ -189,6 +190,7 @@ class _Row:
 
     def forward(self, x: Any) -> Tensor:
         base: Any = self.base
+        _refuse_unfit(self, x, self.style.sequence)
         if isinstance(self, QuantLinear):
             rows = x if isinstance(x, QuantizedRows) else self._own_rows(x)
             dtype = rows.dtype
@@ -210,6 +212,24 @@ class _Row:
         if isinstance(self, FP8TensorLinear | FP8ChannelLinear) and not self.has_input_scale:
             return _by_shared_scale(x, self.group)
         return self.quantize(x)
+
+
+def _refuse_unfit(layer: Any, x: Any, sequence: bool) -> None:
+    """Refuse what the collectives would take and get wrong.
+
+    Raises:
+        ValueError: for a gradient, which they do not have; for an input of one row without a dimension for it, under
+            ``sequence``.
+    """
+    if isinstance(x, QuantizedRows):
+        return
+    if sequence and x.dim() < 2:
+        raise ValueError(f"the input has shape {tuple(x.shape)}; expected this rank's rows of it, (..., K)")
+    if torch.is_grad_enabled() and (x.requires_grad or any(each.requires_grad for each in layer.parameters())):
+        raise ValueError(
+            "layers that ranks divide have no gradient, and the input or a parameter requires grad; call them under "
+            "torch.no_grad() or torch.inference_mode()"
+        )
 
 
 def _by_shared_scale(x: Tensor, group: Any) -> QuantizedRows:
@@ -286,7 +306,8 @@ class ColumnParallel(_Style):
             and value heads of grouped attention may be, is repeated.
         sequence: whether each rank has its share of the tokens as input: it quantises them as the layer's GEMM takes
             them, and codes and scales are gathered along the first dimension. 16-bit activations travel as they are.
-        gather_output: whether the columns of all ranks are gathered.
+        gather_output: whether the columns of all ranks are gathered, one rank's behind the other's: those of a merged
+            layer are not in the order of its parts then.
     """
 
     dim = 0

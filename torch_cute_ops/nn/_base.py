@@ -259,7 +259,7 @@ class QuantLinear(nn.Module):
         return QuantizedRows(self._quantized(rows), (*x.shape[:-1],), x.dtype)
 
     def rows_for(self, rows: int) -> int:
-        """Rows of an input of which the GEMM multiplies ``rows``, or a few more: where ranks have a share each, one."""
+        """Rows of an input whose GEMM multiplies ``rows``: fewer, rounded up, where ranks gather theirs."""
         return rows
 
     def _quantized(self, rows: Tensor) -> tuple[Tensor, ...]:
