@@ -151,6 +151,15 @@ def test_parts_of_weights(fmt):
     np.testing.assert_array_equal(decoded(down.of_columns(1, 2)), decoded(down)[:, :, 128:])
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_dtype_casts_nothing(fmt):
+    layer = ExpertParallel(weights_of(fmt, 2 * WIDTH, H), weights_of(fmt, H, WIDTH))
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    for name, buffer in layer.bfloat16().named_buffers():
+        assert buffer.dtype == before[name].dtype
+        assert torch.equal(buffer.view(torch.uint8), before[name].view(torch.uint8))
+
+
 def test_errors():
     up, down = weights_of("fp8", 2 * WIDTH, H), weights_of("fp8", H, WIDTH)
     with pytest.raises(ValueError, match=r"up is \(4, 256, 256\) and down \(4, 256, 256\); expected \(E, 2I, H\)"):

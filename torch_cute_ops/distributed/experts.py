@@ -1,13 +1,17 @@
 """Experts divided among ranks: tokens go to their experts in FP8 or FP4, and results come back."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from torch_cute_ops.distributed.collectives import Group, as_bytes
 from torch_cute_ops.formats import FP8_BLOCK128, convert_scales
+from torch_cute_ops.nn._base import moved
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
@@ -197,6 +201,10 @@ class ExpertParallel(nn.Module):
             self._forms[name] = {"block_size": weights.block_size, "scale_layout": weights.scale_layout}
             for field in ("codes", "scale", "alpha", "bias"):
                 self.register_buffer(f"{name}_{field}", getattr(weights, field))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move, and never cast: codes and scales are what the checkpoint has."""
+        return super()._apply(partial(moved, fn), recurse)
 
     def _weights(self, name: str) -> ExpertWeights:
         tensors = {field: getattr(self, f"{name}_{field}") for field in ("codes", "scale", "alpha", "bias")}

@@ -194,7 +194,7 @@ class QuantLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         def move(tensor: Tensor) -> Tensor:
-            return fn(tensor) if tensor is self.bias else _moved(fn, tensor)
+            return fn(tensor) if tensor is self.bias else moved(fn, tensor)
 
         super()._apply(move, recurse)
         self._complete()
@@ -361,7 +361,7 @@ def _rows(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(torch.float8_e4m3fn)
 
 
-def _moved(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+def moved(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     """What ``fn`` makes of the tensor's bytes: ``.to(dtype)`` casts only what is floating-point."""
     moved = fn(tensor.view(torch.uint8))
     if moved.dtype != torch.uint8:  # Module.type casts everything
