@@ -145,6 +145,23 @@ def test_formats(scheme, style, tmp_path, device):
     assert lost < 1e-4 + 2 * (1 - cosine(logits(twin), want))
 
 
+def whole_graphs() -> tuple[CompileConfig, list[torch.fx.GraphModule]]:
+    """How ``generate`` compiles the decode step to whole graphs, and where these are kept."""
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    whole = CompileConfig(fullgraph=True, backend=keep, mode=None)
+    whole._compile_all_devices = True
+    return whole, graphs
+
+
+def called_in(graph: torch.fx.GraphModule) -> list[str]:
+    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+
+
 @by_config
 def test_merged_or_apart(config, tmp_path):
     """Bit for bit by the references. With a static cache the decode step compiles whole, and tokens stay the same."""
@@ -156,16 +173,9 @@ def test_merged_or_apart(config, tmp_path):
     assert torch.equal(tokens(merged), tokens(apart))
     torch._dynamo.reset()
     want = tokens(apart, cache_implementation="static", disable_compile=True)
-    graphs = []
-
-    def keep(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    whole = CompileConfig(fullgraph=True, backend=keep, mode=None)
-    whole._compile_all_devices = True
+    whole, graphs = whole_graphs()
     assert torch.equal(tokens(merged, cache_implementation="static", compile_config=whole), want)
-    called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    called = called_in(graphs[0])
     # transformers' cache for a sliding window has a number that Dynamo first takes for a constant.
     assert len(graphs) == (2 if config.model_type == "mistral" else 1)
     assert sum("mm_fp4_weight_only" in name for name in called) == 2 * 4
@@ -341,16 +351,9 @@ def generates_whole(model: nn.Module, op: str, count: int) -> None:
     torch._dynamo.reset()
     given = {"cache_implementation": "static", "do_sample": False, "max_new_tokens": 4}
     want = model.generate(IDS, disable_compile=True, **given)
-    graphs = []
-
-    def keep(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    whole = CompileConfig(fullgraph=True, backend=keep, mode=None)
-    whole._compile_all_devices = True
+    whole, graphs = whole_graphs()
     assert torch.equal(model.generate(IDS, compile_config=whole, **given), want)
-    called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    called = called_in(graphs[0])
     assert sum(op in name for name in called) == count
     assert not any("item" in name.split(".")[-2:] or "nonzero" in name for name in called)
 

@@ -18,6 +18,7 @@ from support.emulated import (
     WEIGHT,
     changed,
     equal,
+    is_static,
     poisoned,
     written_late,
 )
@@ -383,10 +384,6 @@ def test_whether_a_weight_is_read_before_the_wait() -> None:
     for name in WEIGHT:
         got, want = multiply_by_warpgroups(is_static(one), late=(name,))
         assert not torch.equal(got, want), name
-
-
-def is_static(one: Wgmma) -> Wgmma:
-    return one._replace(case=replace(one.case, static_weight=True))
 
 
 def test_a_static_weight_is_one_more_kernel_only_where_it_is_read_ahead() -> None:

@@ -1,13 +1,12 @@
 """The kernel of FP8 activations and an FP4 weight, executed thread for thread by the PTX emulator."""
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from ptx import EmulationError, run_kernel
 from ptx.memory import Deadlock
-from support.emulated import CPU, INPUTS, PASSED, WAIT, WEIGHT, changed, equal, written_late
+from support.emulated import CPU, INPUTS, PASSED, WAIT, WEIGHT, changed, equal, is_static, written_late
 from support.epilogues import finished, operands
 from support.kernel_grid import BF16, FP16, FP32, FP8FP4GemmCase
 
@@ -131,10 +130,6 @@ def test_whether_a_weight_is_read_before_the_wait() -> None:
     assert torch.equal(got, want)
     got, want = execute(is_static(STATIC[1]), late=("b",))
     assert not torch.equal(got, want)
-
-
-def is_static(run: Run) -> Run:
-    return run._replace(case=replace(run.case, static_weight=True))
 
 
 FAR = {NVFP4: [(1, 0x80), (0x81, 0xFF)], MXFP4: [(100, 140)]}

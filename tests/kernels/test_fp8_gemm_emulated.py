@@ -8,7 +8,7 @@ import pytest
 import torch
 from ptx import EmulationError, run_kernel
 from ptx.memory import Deadlock
-from support.emulated import CPU, INPUTS, PASSED, WAIT, WEIGHT, changed, written_late
+from support.emulated import CPU, INPUTS, PASSED, WAIT, WEIGHT, changed, is_static, written_late
 from support.epilogues import finished, operands
 from support.kernel_grid import BF16, FP8_LAYOUTS, FP16, FP32, FP8GemmCase
 
@@ -175,10 +175,6 @@ def test_whether_a_weight_is_read_before_the_wait() -> None:
     assert torch.equal(got, want)
     got, want = execute(is_static(STATIC[1]), late=("b",))
     assert not torch.equal(got, want)
-
-
-def is_static(run: Run) -> Run:
-    return run._replace(case=dataclasses.replace(run.case, static_weight=True))
 
 
 def test_a_static_weight_is_one_more_kernel_only_where_it_is_read_ahead() -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,11 @@ INPUTS = ("a", "a_scale", "alpha", "bias")
 def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """What no kernel writes."""
     return torch.full((*shape, dtype.itemsize), POISON, dtype=torch.uint8).view(dtype).squeeze(-1)
+
+
+def is_static(run: Any) -> Any:
+    """A run of a case, a named tuple of which it is a field, with a static weight."""
+    return run._replace(case=replace(run.case, static_weight=True))
 
 
 def written_late(given: Any, names: Sequence[str]) -> tuple[Any, dict[int, torch.Tensor]]:

@@ -363,7 +363,7 @@ def _rows(tensors: Sequence[Tensor]) -> Tensor:
 
 def moved(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     """What ``fn`` makes of the tensor's bytes: ``.to(dtype)`` casts only what is floating-point."""
-    moved = fn(tensor.view(torch.uint8))
-    if moved.dtype != torch.uint8:  # Module.type casts everything
-        return tensor.to(moved.device)
-    return moved.view(tensor.dtype)
+    as_bytes = fn(tensor.view(torch.uint8))
+    if as_bytes.dtype != torch.uint8:  # Module.type casts everything
+        return tensor.to(as_bytes.device)
+    return as_bytes.view(tensor.dtype)
