@@ -18,9 +18,9 @@ class LayerScheme:
     Attributes:
         format: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"``, ``"fp8_tensor"`` or ``"fp8_channel"``.
         style: whose names the tensors have: ``"modelopt"``, ``"compressed-tensors"``, ``"deepseek"`` or ``"torchao"``.
-        activations: what the checkpoint was made for: ``"16bit"``, ``"fp4"``, ``"fp8"``, or ``"fp8_static"``, FP8 under
-            an input scale from calibration. In NVFP4, ``"fp4"`` means that there are input scales. What is computed is
-            chosen at load, but for static FP8.
+        activations: what the checkpoint was made for: ``"16bit"``, ``"fp4"``, ``"fp8"`` (with computed scales), or
+            ``"fp8_static"``, FP8 under an input scale from calibration. In NVFP4, ``"fp4"`` means that there are input
+            scales. What is computed is chosen at load, but for static FP8.
     """
 
     format: str
@@ -202,6 +202,12 @@ def _compressed_scheme(path: Path, where: str, group: Mapping[str, Any], overall
     if inputs is None:
         return LayerScheme(fmt, "compressed-tensors", "fp8" if bits == 8 else "16bit")
     where = f"{where}input_activations: "
+    if fmt == "mxfp4" and inputs.get("num_bits") == 8:
+        _expect(
+            path, where, inputs, type=("float",), symmetric=(True, None), dynamic=(True,), strategy=("group",),
+            group_size=(128,),
+        )  # fmt: skip
+        return LayerScheme(fmt, "compressed-tensors", "fp8")
     dynamic = {"nvfp4": ("local",), "fp8_tensor": (True, False), "fp8_channel": (True, False)}.get(fmt, (True,))
     _expect(path, where, inputs, num_bits=(bits,), type=("float",), symmetric=(True, None), dynamic=dynamic)
     if False not in dynamic:
