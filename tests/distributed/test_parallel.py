@@ -51,6 +51,7 @@ KINDS = [
     (NVFP4Linear, "16bit", False),
     (NVFP4Linear, "fp4", True),
     (MXFP4Linear, "fp4", False),
+    (MXFP4Linear, "fp8", False),
     (FP8BlockLinear, "fp8", False),
     (FP8TensorLinear, "fp8", False),
     (FP8TensorLinear, "fp8", True),
