@@ -12,11 +12,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch_cute_ops.checkpoint._files import Files
 from torch_cute_ops.checkpoint.load import Loader, Progress
 from torch_cute_ops.checkpoint.spec import read_spec
-from torch_cute_ops.distributed.parallel import Cut, LinearStyle, Style, check_mesh, cut_of
+from torch_cute_ops.distributed.parallel import ColumnParallel, Cut, LinearStyle, RowParallel, check_mesh, cut_of
 from torch_cute_ops.nn import QuantLinear, _names
 from torch_cute_ops.nn._base import Activations
 
-Plan = Mapping[str, Style]
+Plan = Mapping[str, ColumnParallel | RowParallel]
 
 
 @torch.no_grad()

@@ -326,7 +326,7 @@ class Style(ParallelStyle):
         options: theirs, by name, which ranks compare.
     """
 
-    kind: ClassVar[type[Divided]]
+    _kind: ClassVar[type[Divided]]
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ class Style(ParallelStyle):
     def bind(self, module: nn.Module, mesh: DeviceMesh) -> Any:
         """Have a module that has its part compute with the other ranks, in place; the module."""
         base: Any = type(module)
-        kind: Any = self.kind
+        kind: Any = self._kind
         module.__class__ = divided_class(kind, f"{type(self).__name__}{base.__name__}", base)
         bound: Any = module
         bound.style, bound.group = self, mesh.get_group()
@@ -398,14 +398,14 @@ class LinearStyle(Style):
             raise TypeError(f"{type(self).__name__} is for linear layers; got {type(module).__name__}")
 
     def divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """As :meth:`Style.divide`."""
+        """Leave a whole layer this rank's part, and have it compute with the other ranks."""
         layer: Any = module
         whole = layer.parts if isinstance(layer, QuantLinear) else (layer.out_features,)
         shard_(layer, self.cut(mesh))
         self.bind_layer(layer, mesh, whole)
 
     def bind_layer(self, layer: nn.Linear | QuantLinear, mesh: DeviceMesh, whole: Sequence[int]) -> None:
-        """As :meth:`Style.bind`; ``whole`` are the rows of each part of the whole layer."""
+        """Have a layer that has its part compute with the other ranks; ``whole``: rows of each part of the whole."""
         self.bind(layer, mesh)
 
 
@@ -425,14 +425,14 @@ class ColumnParallel(LinearStyle):
     """
 
     dim = 0
-    kind = _Column
+    _kind = _Column
 
     def __init__(self, *, unit: int = 1, sequence: bool = False, gather_output: bool = False) -> None:
         super().__init__(unit=unit, sequence=sequence, gather_output=gather_output)
         self.unit, self.sequence, self.gather_output = unit, sequence, gather_output
 
     def bind_layer(self, layer: nn.Linear | QuantLinear, mesh: DeviceMesh, whole: Sequence[int]) -> None:
-        """As :meth:`Style.bind`; ``whole`` are the rows of each part of the whole layer."""
+        """Have a layer that has its part compute with the other ranks; ``whole``: rows of each part of the whole."""
         self.bind(layer, mesh).whole_parts = tuple(whole)
 
 
@@ -452,14 +452,14 @@ class RowParallel(LinearStyle):
     """
 
     dim = 1
-    kind = _Row
+    _kind = _Row
 
     def __init__(self, *, sequence: bool = False, sums: torch.dtype | None = None) -> None:
         super().__init__(sequence=sequence, sums=None if sums is None else str(sums))
         self.sequence, self.sums = sequence, sums
 
     def bind_layer(self, layer: nn.Linear | QuantLinear, mesh: DeviceMesh, whole: Sequence[int]) -> None:
-        """As :meth:`Style.bind`."""
+        """Have a layer that has its part compute with the other ranks; ``whole``: rows of each part of the whole."""
         if layer.bias is not None:
             # Added once, by the first rank, in a dtype that the GEMM takes beside its result.
             bias = layer.bias.detach()
@@ -477,7 +477,7 @@ def decoder_plan(
     sequence: bool = False,
     sums: torch.dtype | None = None,
     prefix: str = "model.layers.*",
-) -> dict[str, Style]:
+) -> dict[str, ColumnParallel | RowParallel]:
     """The plan of a decoder with the layers of Llama's, Mistral's and Qwen's.
 
     Args:
@@ -492,7 +492,7 @@ def decoder_plan(
         ColumnParallel(sequence=sequence),
         RowParallel(sequence=sequence, sums=sums),
     )
-    plan: dict[str, Style] = {
+    plan: dict[str, ColumnParallel | RowParallel] = {
         f"{prefix}.self_attn.{'qkv_proj' if merged else '[qkv]_proj'}": heads,
         f"{prefix}.self_attn.o_proj": row,
         f"{prefix}.mlp.down_proj": row,
