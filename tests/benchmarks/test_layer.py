@@ -89,12 +89,17 @@ def test_results(made_up, capsys):
 
 
 def test_marks_and_comparison(made_up):
-    """64 rows have a target, in µs and over FP8; bf16 is what else changed."""
+    """One row and 64 have targets, in µs, and W4A8 one over FP8; bf16 is what else changed."""
     ((name, notes, gpu, marks),) = performance.measured(made_up)
     assert (name, notes, gpu) == ("layer", layer.NOTES, "made up")
     assert [(mark.name, mark.value, mark.passed) for mark in marks] == [
+        ("8B, M=1, W4A4", pytest.approx(5), True),
+        ("8B, M=1, FP8", pytest.approx(2), True),
+        ("8B, M=64, W4A4", pytest.approx(5), True),
         ("8B, M=64, W4A8", pytest.approx(3), True),
         ("8B, M=64, W4A8 over FP8", pytest.approx(1.5), False),
+        ("70B, M=1, W4A4", pytest.approx(5), True),
+        ("70B, M=64, W4A4", pytest.approx(5), True),
         ("70B, M=64, W4A8", pytest.approx(3), True),
         ("70B, M=64, W4A8 over FP8", pytest.approx(1.5), False),
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.layers import assert_product
+from support.layers import assert_product, assert_same_layer
 from support.ranks import run_ranks
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from torch_cute_ops import checkpoint, fp8_quantize, rmsnorm_fp4quant
-from torch_cute_ops.checkpoint._files import Files
 from torch_cute_ops.distributed import (
     ColumnParallel,
     RowParallel,
@@ -44,6 +43,7 @@ from torch_cute_ops.nn import (
 )
 
 pytest.importorskip("safetensors")
+from support.checkpoints import note_reads
 
 WORLD = 2
 K = 256
@@ -233,23 +233,6 @@ def from_a_checkpoint(rank: int, folder: Path) -> None:
             assert (f"{prefix}.v_proj.{weight}", 0, 0, 128) in read
             assert (f"{prefix}.o_proj.{weight}", 1, rank * half, rank * half + half) in read
             assert f"{prefix}.q_proj.{weight}" not in read
-
-
-def note_reads(read: list[object]) -> None:
-    """Have ``read`` list what this process reads of checkpoints."""
-    whole, part = Files.read, Files.read_part
-    Files.read = lambda files, name: read.append(name) or whole(files, name)
-    Files.read_part = lambda files, *which: read.append(which) or part(files, *which)
-
-
-def assert_same_layer(actual: QuantLinear, expected: QuantLinear) -> None:
-    assert actual.scheme == expected.scheme
-    got, want = actual.tensors(), expected.tensors()
-    assert got.keys() == want.keys()
-    for name, tensor in want.items():
-        assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), name
-    assert (actual.bias is None) == (expected.bias is None)
-    assert actual.bias is None or torch.equal(actual.bias, expected.bias)
 
 
 @torch.no_grad()

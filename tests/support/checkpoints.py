@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from support import weights
+from torch_cute_ops.checkpoint._files import Files
 
 Tensors = dict[str, torch.Tensor]
 
@@ -159,3 +160,10 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], quantization: Any, 
         save_file(mine, folder / file)
         where |= dict.fromkeys(mine, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+def note_reads(read: list[object]) -> None:
+    """Have ``read`` list what this process reads of checkpoints."""
+    whole, part = Files.read, Files.read_part
+    Files.read = lambda files, name: read.append(name) or whole(files, name)
+    Files.read_part = lambda files, *which: read.append(which) or part(files, *which)

@@ -77,3 +77,13 @@ def assert_compiles_once(layer: QuantLinear) -> None:
         assert torch.equal(compiled(x), layer(x))
     assert counter.frame_count == 1
     torch._dynamo.reset()
+
+
+def assert_same_layer(actual: QuantLinear, expected: QuantLinear) -> None:
+    assert actual.scheme == expected.scheme
+    got, want = actual.tensors(), expected.tensors()
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    assert (actual.bias is None) == (expected.bias is None)
+    assert actual.bias is None or torch.equal(actual.bias, expected.bias)

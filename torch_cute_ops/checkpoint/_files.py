@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -71,10 +72,8 @@ class Files:
         except BaseException:
             self._stack.close()
             raise
-        self._suffixes: defaultdict[str, set[str]] = defaultdict(set)
-        for name in self.file_of:
-            prefix, _, suffix = name.rpartition(".")
-            self._suffixes[prefix].add(suffix)
+        self._in_file = {name: name for name in self.file_of}
+        self._suffixes = self._suffixes_of_modules()
 
     def _read_headers(self) -> None:
         index = self.path / INDEX
@@ -96,6 +95,21 @@ class Files:
         if not single.is_file():
             raise FileNotFoundError(f"{self.path} has neither {SINGLE} nor {INDEX}")
         self._open_file(single)
+
+    def _suffixes_of_modules(self) -> dict[str, set[str]]:
+        found: defaultdict[str, set[str]] = defaultdict(set)
+        for name in self.file_of:
+            prefix, _, suffix = name.rpartition(".")
+            found[prefix].add(suffix)
+        return found
+
+    def rename(self, new_name: Callable[[str], str | None]) -> None:
+        """Call tensors by other names from here on; one whose new name is ``None`` is not seen any more."""
+        renamed = {new_name(name): name for name in self.file_of}
+        seen = {new: old for new, old in renamed.items() if new is not None}
+        self.file_of = {new: self.file_of[old] for new, old in seen.items()}
+        self._in_file = {new: self._in_file[old] for new, old in seen.items()}
+        self._suffixes = self._suffixes_of_modules()
 
     def _open_file(self, path: Path) -> None:
         try:
@@ -125,15 +139,19 @@ class Files:
 
     def describe(self, name: str) -> str:
         """The tensor and its file, for messages."""
-        return f"{name} in {self.file_of.get(name, self.path)}"
+        return f"{self._in_file.get(name, name)} in {self.file_of.get(name, self.path)}"
+
+    def _slice(self, name: str) -> Any:
+        """A tensor of which nothing is read yet."""
+        return self._open[self.file_of[name]].get_slice(self._in_file[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor; nothing but the header is read."""
-        return tuple(self._open[self.file_of[name]].get_slice(name).get_shape())
+        return tuple(self._slice(name).get_shape())
 
     def is_floating(self, name: str) -> bool:
         """Whether a tensor holds numbers of 16 bits or more, and so is not quantised."""
-        return self._open[self.file_of[name]].get_slice(name).get_dtype() in ("F16", "BF16", "F32", "F64")
+        return self._slice(name).get_dtype() in ("F16", "BF16", "F32", "F64")
 
     def read(self, name: str) -> Tensor:
         """A tensor on the CPU, which may lie in the file itself: copy what is kept.
@@ -143,15 +161,14 @@ class Files:
         """
         if name not in self:
             raise ValueError(f"{self.path} has no tensor {name}")
-        tensor: Tensor = self._open[self.file_of[name]].get_tensor(name)
+        tensor: Tensor = self._open[self.file_of[name]].get_tensor(self._in_file[name])
         return tensor
 
     def is_packed(self, name: str) -> bool:
         """Whether a tensor holds bytes: of a weight, two FP4 codes each."""
-        return bool(self._open[self.file_of[name]].get_slice(name).get_dtype() == "U8")
+        return bool(self._slice(name).get_dtype() == "U8")
 
     def read_part(self, name: str, dim: int, begin: int, end: int) -> Tensor:
-        """What a tensor has from ``begin`` to ``end`` of dimension 0 or 1; the rest of it is not read."""
-        part = self._open[self.file_of[name]].get_slice(name)
-        tensor: Tensor = part[begin:end] if dim == 0 else part[:, begin:end]
+        """What a tensor has from ``begin`` to ``end`` of a dimension; the rest of it is not read."""
+        tensor: Tensor = self._slice(name)[(*[slice(None)] * dim, slice(begin, end))]
         return tensor

@@ -145,7 +145,7 @@ class Loader:
             if type(module) is nn.Linear:
                 is_quantised = any(self._is_quantised(source) for source in self.sources(name))
             elif experts is not None:
-                prefix = f"{self._stored(name)}."
+                prefix = f"{self.stored(name)}."
                 is_quantised = any(
                     tensor.startswith(prefix) and not self.files.is_floating(tensor) for tensor in self.files.file_of
                 )
@@ -200,7 +200,7 @@ class Loader:
             )
         _names.replace(self.model, module, layer)
 
-    def _stored(self, name: str) -> str:
+    def stored(self, name: str) -> str:
         """What the checkpoint calls what the model calls ``name``."""
         for ours, theirs in self.renamed:
             name = f".{name}.".replace(ours, theirs)[1:-1]
@@ -208,7 +208,7 @@ class Loader:
 
     def sources(self, name: str) -> list[str]:
         """The layers of the checkpoint that a layer of the model is made of."""
-        name = self._stored(name)
+        name = self.stored(name)
         parent, _, last = name.rpartition(".")
         if not self.files.suffixes(name) and last in self.merged:
             parts = [f"{parent}.{part}".lstrip(".") for part in self.merged[last]]
@@ -233,18 +233,23 @@ class Loader:
 
     # Experts
 
-    def _load_experts(self, name: str, given: FloatExperts) -> None:
-        stored = self._stored(name)
+    def expert_layers(self, name: str, experts: int) -> list[list[str]] | None:
+        """Gate, up and down in the checkpoint, of each of the experts ``name``; ``None``: it has no such layers."""
+        stored = self.stored(name)
         parts = next((each for each in EXPERT_NAMES if self.files.suffixes(f"{stored}.0.{each[0]}")), None)
+        return parts and [[f"{stored}.{expert}.{part}" for part in parts] for expert in range(experts)]
+
+    def _load_experts(self, name: str, given: FloatExperts) -> None:
+        stored = self.stored(name)
+        layers = self.expert_layers(name, given.experts)
         if f"{stored}.gate_up_proj_blocks" in self.files:
             new = self._gpt_oss_experts(stored, given)
         elif f"{stored}._gate_up_proj_qdata" in self.files:
             new = self._torchao_experts(stored, given)
-        elif parts is None:
+        elif layers is None:
             self._load_own(name, given.module)
             return
         else:
-            layers = [[f"{stored}.{expert}.{part}" for part in parts] for expert in range(given.experts)]
             every = [layer for each in layers for layer in each]
             quantised = [layer for layer in every if self._is_quantised(layer)]
             if not quantised:
@@ -365,7 +370,7 @@ class Loader:
     def _load_own(self, name: str, module: nn.Module, sources: Sequence[str] = ()) -> None:
         """Load the module's own parameters, and the buffers that belong into a state dict."""
         for key, old in _names.own_tensors(module).items():
-            names = [f"{source}.{key}".lstrip(".") for source in sources or (self._stored(name),)]
+            names = [f"{source}.{key}".lstrip(".") for source in sources or (self.stored(name),)]
             identity = _names.identity(old)
             absent = [each for each in names if each not in self.files]
             if absent:

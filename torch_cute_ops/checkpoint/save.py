@@ -64,8 +64,8 @@ def save(
 
     Raises:
         FileExistsError: where a file is already.
-        ValueError: for a model without quantised layers, a format that the style does not have, and a merged layer
-            whose parts have no names in ``merged``.
+        ValueError: for a model without quantised layers or with one that ranks divide, a format that the style does not
+            have, and a merged layer whose parts have no names in ``merged``.
     """
     if style not in ("modelopt", "compressed-tensors"):
         raise ValueError(f"save: style is {style!r}; expected 'modelopt' or 'compressed-tensors'")
@@ -75,6 +75,8 @@ def save(
     is_mixtral = document.get("model_type") == "mixtral"
     within: set[nn.Module] = set()
     for own_name, module in model.named_modules():
+        if hasattr(module, "divided"):
+            raise ValueError(f"save: ranks divide {own_name or 'the model'}; save the model before, as a whole")
         name = f".{own_name}.".replace(*RENAMED[0])[1:-1] if is_mixtral else own_name
         if isinstance(module, QuantExperts):
             within.update(module.children())

@@ -8,15 +8,18 @@ Importing this registers the rules of every op with DTensor.
 import torch.distributed.nn.functional  # noqa: F401
 
 from torch_cute_ops.distributed.collectives import Sent, all_gather, count_traffic, gather_rows, reduce_scatter
+from torch_cute_ops.distributed.divided_experts import DividedExperts
 from torch_cute_ops.distributed.experts import ExpertParallel, ExpertWeights
 from torch_cute_ops.distributed.loading import load_
 from torch_cute_ops.distributed.norm import normed_rows
-from torch_cute_ops.distributed.parallel import ColumnParallel, RowParallel, decoder_plan
+from torch_cute_ops.distributed.parallel import ColumnParallel, RowParallel
+from torch_cute_ops.distributed.plans import decoder_plan
 from torch_cute_ops.distributed.sharding import full_tensor, reason_unsharded, redistribute, register
 from torch_cute_ops.distributed.start import check_ranks, watched_ranks
 
 __all__ = [
     "ColumnParallel",
+    "DividedExperts",
     "ExpertParallel",
     "ExpertWeights",
     "RowParallel",

@@ -1,4 +1,4 @@
-"""Plans for ``parallelize_module``: how linear layers are divided among the ranks of a mesh dimension."""
+"""Styles for ``parallelize_module``: how linear layers are divided among the ranks of a mesh dimension."""
 
 import functools
 from collections.abc import Sequence
@@ -137,6 +137,12 @@ def _sharded(layer: QuantLinear, cut: Cut) -> QuantLinear:
     return layers[0] if len(layers) == 1 else merge(layers)
 
 
+def keep_parts_(layer: QuantLinear, begin: int, end: int) -> None:
+    """Leave a merged layer some of its parts, in place."""
+    layers = layer.split()[begin:end]
+    _adopt(layer, merge(layers) if len(layers) > 1 else _sharded(layers[0], Cut(0, 0, 1)))
+
+
 def _made(layer: QuantLinear, in_features: int, tensors: dict[str, Tensor], bias: Tensor | None) -> QuantLinear:
     activations: Any = layer.activations
     return type(layer)._of(in_features, tensors, bias, None, activations)
@@ -189,7 +195,7 @@ class Divided:
         return part.split()
 
 
-OWN: Final = ("style", "group", "whole_parts")
+OWN: Final = ("style", "group", "whole_parts", "first")
 """Attributes that divided modules alone have."""
 
 
@@ -468,35 +474,3 @@ class RowParallel(LinearStyle):
                 bias = bias.to(self.sums if is_torchs else torch.float32)
             layer.bias = nn.Parameter(bias if mesh.get_local_rank() == 0 else torch.zeros_like(bias), False)
         self.bind(layer, mesh)
-
-
-def decoder_plan(
-    head_dim: int,
-    *,
-    merged: bool = True,
-    sequence: bool = False,
-    sums: torch.dtype | None = None,
-    prefix: str = "model.layers.*",
-) -> dict[str, ColumnParallel | RowParallel]:
-    """The plan of a decoder with the layers of Llama's, Mistral's and Qwen's.
-
-    Args:
-        head_dim: rows of a head.
-        merged: whether q, k and v are one layer, ``qkv_proj``, and gate and up another, ``gate_up_proj``.
-        sequence: as of the styles: the model gives each rank its share of the tokens between the layers.
-        sums: as of :class:`RowParallel`.
-        prefix: of the decoder layers.
-    """
-    heads, column, row = (
-        ColumnParallel(unit=head_dim, sequence=sequence),
-        ColumnParallel(sequence=sequence),
-        RowParallel(sequence=sequence, sums=sums),
-    )
-    plan: dict[str, ColumnParallel | RowParallel] = {
-        f"{prefix}.self_attn.{'qkv_proj' if merged else '[qkv]_proj'}": heads,
-        f"{prefix}.self_attn.o_proj": row,
-        f"{prefix}.mlp.down_proj": row,
-    }
-    for name in ("gate_up_proj",) if merged else ("gate_proj", "up_proj"):
-        plan[f"{prefix}.mlp.{name}"] = column
-    return plan

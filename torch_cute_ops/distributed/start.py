@@ -46,11 +46,12 @@ def check_ranks(
     Raises:
         RuntimeError: on every rank: naming a rank that differs, and in what, or a rank that did not come in time.
     """
-    facts = {**_versions(), **facts, **({} if model is None else facts_of(model))}
+    facts = {**versions(), **facts, **({} if model is None else facts_of(model))}
     compare("check_ranks", facts, group, timeout_s)
 
 
-def _versions() -> dict[str, Any]:
+def versions() -> dict[str, Any]:
+    """What ranks have in common whatever they hold."""
     return {
         "torch_cute_ops": __version__,
         "sources": source_digest(),

@@ -130,7 +130,7 @@ class CuteQuantizer(HfQuantizer):
             loader = self._loader(model, files)
             for name, module in loader.quantised_modules().items():
                 self.pending[name] = _Pending(module)
-                for each in {name, loader._stored(name)}:
+                for each in {name, loader.stored(name)}:
                     model._keys_to_ignore_on_load_unexpected.add(rf"^{re.escape(each)}\.")
         for pending in self.pending.values():
             _names.replace(model, pending.module, pending)

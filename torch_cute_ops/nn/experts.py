@@ -102,12 +102,16 @@ class QuantExperts(nn.Module):
             ValueError, TypeError: as the ops, for a wrong shape, dtype or device, or an input that requires grad while
                 gradients are on.
         """
+        return self.summed(hidden_states, top_k_index, top_k_weights, hidden_states.dtype)
+
+    def summed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, sums: torch.dtype) -> Tensor:
+        """The same in the dtype ``sums``, to which each expert's result is rounded, and the sum of a token's."""
         dtype = hidden_states.dtype
         expanded, permuted, offsets, _ = moe_route_ids(top_k_index.to(torch.int32), self.experts, alignment=1)
         a, a_scale = moe_permute_fp8quant(hidden_states, permuted, top_k_index.shape[-1], expanded)
         h = self._multiply(self.gate_up_proj, a, a_scale, offsets, dtype)
         a, a_scale = moe_swiglu_fp8quant(h, offsets, None, *self.swiglu)
-        h = self._multiply(self.down_proj, a, a_scale, offsets, dtype)
+        h = self._multiply(self.down_proj, a, a_scale, offsets, sums)
         return moe_finalize(h, expanded, top_k_weights.to(torch.float32))
 
     def _multiply(self, layer: Any, a: Tensor, a_scale: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
