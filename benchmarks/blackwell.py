@@ -134,7 +134,7 @@ def line(
 def cells(one: Line) -> list[str]:
     """A row of the table."""
     config, published = one.config, PUBLISHED.get(((one.n, one.k), one.m))
-    columns = config.columns if one.mode is None else config.tensor_columns
+    columns = config.tensor_columns
     return [
         f"{one.n:,} × {one.k:,}",
         one.mode or "one",

@@ -8,13 +8,8 @@ import torch
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
-from torch_cute_ops.kernels.common.block_scaled_stage import (
-    COLUMNS,
-    ROWS,
-    SCALE_BUFFERS,
-    STEP,
-    BlockScaledStage,
-)
+from torch_cute_ops.kernels.common.block_scaled_config import BlockScaledConfig, with_most_stages
+from torch_cute_ops.kernels.common.block_scaled_stage import ROWS, STEP, BlockScaledStage
 from torch_cute_ops.kernels.common.sum_tile import SumTile
 from torch_cute_ops.runtime.arch import Arch
 
@@ -29,7 +24,6 @@ LOADED: Final = 32
 MOST_ARRANGED: Final = 64
 """Most rows of the weight of a tile with linear scales: beside the warps that arrange these, a thread that stores has
 no registers for totals of more (they spilled)."""
-BARRIER_BYTES: Final = 512
 LIST_BYTES: Final = 4 * MAX_EXPERTS + MAX_EXPERTS // 8
 """The list of experts that are touched, and a bit for each expert."""
 
@@ -57,7 +51,7 @@ class Arguments(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(BlockScaledConfig):
     """Everything static about a kernel. M, N and the number of experts are not.
 
     Attributes:
@@ -93,15 +87,8 @@ class Config:
         return -(-self.width // CHUNK)
 
     @property
-    def threads(self) -> int:
-        """Threads of a CTA."""
-        return self.stage.threads
-
-    @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA."""
-        listed = LIST_BYTES if self.routed else 0
-        return self.stages * self.stage.size_bytes + BARRIER_BYTES + listed
+        return super().smem_bytes + (LIST_BYTES if self.routed else 0)
 
     @property
     def sum_tile(self) -> SumTile:
@@ -109,39 +96,27 @@ class Config:
         return SumTile(ROWS, self.columns)
 
     @property
-    def sum_columns(self) -> int:
-        """Columns of tensor memory of all accumulators."""
-        return ACCUMULATORS * self.columns
+    def accumulators(self) -> int:
+        return ACCUMULATORS
 
     @property
-    def tensor_columns(self) -> int:
-        """Columns of tensor memory that are allocated: a power of two."""
-        used = self.sum_columns + SCALE_BUFFERS * self.stage.scale_columns
-        return max(32, 1 << (used - 1).bit_length())
+    def frees(self) -> int:
+        return ACCUMULATORS
 
-    def reason_unsupported(self, arch: Arch) -> str | None:
-        """Why this cannot run on ``arch``; ``None`` if it can."""
-        if not arch.has_tcgen05:
-            return f"{arch.name} has no tcgen05 instructions"
-        reason = self.stage.reason_unsupported()
-        if reason is not None:
-            return reason
+    @property
+    def sum_columns(self) -> int:
+        return ACCUMULATORS * self.columns
+
+    def reason_unfit(self) -> str | None:
         if self.width % STEP:
             return f"an expert's width is {self.width}; it has to be a multiple of {STEP}"
         if self.columns not in TILES or self.splits not in SPLITS:
             return f"tiles have {TILES} rows of the weight, for {SPLITS} CTAs; not {self.columns} for {self.splits}"
         if self.stage.arranges and self.columns > MOST_ARRANGED:
             return f"with linear scales, tiles have at most {MOST_ARRANGED} rows of the weight, not {self.columns}"
-        if self.tensor_columns > COLUMNS:
-            return f"needs {self.tensor_columns} columns of tensor memory; there are {COLUMNS}"
-        if self.sum_tile.size_bytes > self.stages * self.stage.size_bytes:
+        if self.sum_tile.size_bytes > self.stage_bytes:
             return f"{self.sum_tile.size_bytes} bytes of sums do not fit in place of {self.stages} stages"
-        if self.smem_bytes > arch.smem_per_cta:
-            return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
         return None
-
-
-MOST_STAGES: Final = 9
 
 
 def plan(
@@ -157,8 +132,7 @@ def plan(
     pdl: bool,
 ) -> Config | None:
     """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if none does."""
-    for stages in range(MOST_STAGES, 1, -1):
-        config = Config(fmt, layout, out_dtype, width, columns, splits, routed, stages, pdl)
-        if config.reason_unsupported(arch) is None:
-            return config
-    return None
+    return with_most_stages(
+        lambda stages: Config(fmt, layout, out_dtype, width, columns, splits, routed, stages, pdl),
+        arch,
+    )

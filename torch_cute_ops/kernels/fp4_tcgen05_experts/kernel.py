@@ -4,22 +4,13 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
-from cutlass.memory import SmemAllocator
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common import ptx, tcgen05
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
-from torch_cute_ops.kernels.common.block_scaled_mma import STEPS, BlockScaledMma
-from torch_cute_ops.kernels.common.block_scaled_stage import (
-    ALIGNMENT,
-    ARRANGING_WARPS,
-    LINE,
-    ROWS,
-    SCALE_BUFFERS,
-    SCALE_TILE,
-    STEP,
-    STORING_WARPS,
-)
+from torch_cute_ops.kernels.common.block_scaled_kernel import WARP, BlockScaledKernel, ScaleTiles, as_bytes
+from torch_cute_ops.kernels.common.block_scaled_mma import STEPS
+from torch_cute_ops.kernels.common.block_scaled_stage import LINE, ROWS, SCALE_TILE, STEP, STORING_WARPS
 from torch_cute_ops.kernels.common.cluster_sums import write_sums
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, store_words
 from torch_cute_ops.kernels.common.expert_factors import factor_counts, factors_argument
@@ -28,6 +19,7 @@ from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
 from torch_cute_ops.kernels.common.weight_ring import next_stage
 from torch_cute_ops.kernels.fp4_tcgen05_experts.config import (
     ACCUMULATORS,
+    LIST_BYTES,
     LOADED,
     MAX_EXPERTS,
     Arguments,
@@ -35,8 +27,6 @@ from torch_cute_ops.kernels.fp4_tcgen05_experts.config import (
 )
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
-COPIER, MULTIPLIER = STORING_WARPS, STORING_WARPS + 1
-WARP = 32
 SCANNED = 32  # factors that a thread loads at once, to find out which experts are touched
 
 
@@ -50,6 +40,8 @@ class Part(NamedTuple):
         token_tile, row_tile: which tile of the result.
         rank: the CTA in its cluster.
         count: experts that it has; routed, those that are touched.
+        touched, listed: in shared memory, a bit for each of the CTA's experts, and the numbers of those whose bit is
+            set; ``None``: all are computed.
         a_scale, b_scale: as bytes.
         alpha: factors (M, E).
         out: the result.
@@ -63,35 +55,19 @@ class Part(NamedTuple):
     row_tile: Int32
     rank: Int32
     count: Int32
+    touched: cute.Tensor | None
+    listed: cute.Tensor | None
     a_scale: cute.Tensor
     b_scale: cute.Tensor
     alpha: cute.Tensor
     out: cute.Tensor
 
 
-class Smem(NamedTuple):
-    """Shared memory: the stages, and barriers. A stage is full, or free; columns of scales are free; sums are complete,
-    or their columns free. ``columns`` is where those of tensor memory begin. ``touched`` has a bit for each of the
-    CTA's experts, ``listed`` the numbers of those whose bit is set; ``None``: all are computed."""
-
-    stages: cute.Pointer
-    full: cute.Pointer
-    free: cute.Pointer
-    scales_free: cute.Pointer
-    sums_full: cute.Pointer
-    sums_free: cute.Pointer
-    columns: cute.Pointer
-    touched: cute.Tensor | None
-    listed: cute.Tensor | None
-
-
-class FP4Tcgen05ExpertsKernel:
+class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
     """The kernel of one ``Config``."""
 
     def __init__(self, config: Config):
-        self.config = config
-        self.stage = config.stage
-        self.mma = BlockScaledMma(self.stage)
+        super().__init__(config)
         self.out_dtype = DSL_DTYPES[config.out_dtype]
 
     def arguments(self) -> Arguments:
@@ -105,12 +81,11 @@ class FP4Tcgen05ExpertsKernel:
         ctas = cute.ceil_div(out.shape[0], ROWS) * cute.ceil_div(out.shape[1], c.columns) * c.splits
         ctas = ctas_unless_overlapping(ctas, (out,), (a, a_scale, b, b_scale, alpha))
         b_rows, b_bytes = rows_of_bytes(b, b_scale)
-        a_bytes = cute.make_tensor(cute.recast_ptr(a_scale.iterator, dtype=Uint8), a_scale.layout)
         maps = (
             self.mma.map(self._by_expert(a, alpha.shape[1]), ROWS),
             self.mma.map(self._by_expert(b_rows, alpha.shape[1]), c.columns),
         )
-        self.kernel(*maps, a_bytes, b_bytes, alpha, out).launch(
+        self.kernel(*maps, as_bytes(a_scale), b_bytes, alpha, out).launch(
             grid=[ctas, 1, 1],
             block=[c.threads, 1, 1],
             cluster=[c.splits, 1, 1] if const_expr(c.splits > 1) else None,
@@ -130,7 +105,6 @@ class FP4Tcgen05ExpertsKernel:
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(tid // WARP)
         rank, tile = cta % c.splits, cta // c.splits
         m, n = out.shape
         token_tiles = cute.ceil_div(m, ROWS)
@@ -145,38 +119,24 @@ class FP4Tcgen05ExpertsKernel:
             row_tile=tile // token_tiles,
             rank=rank,
             count=(experts - rank + c.splits - 1) // c.splits,
+            touched=None,
+            listed=None,
             a_scale=a_scale,
             b_scale=b_scale,
             alpha=alpha,
             out=out,
         )
-        smem = self._allocate()
-        if warp == MULTIPLIER:
-            tcgen05.allocate(smem.columns, c.tensor_columns, 1)
-        if tid == 0:
-            self._initialise(smem)
-        cute.arch.mbarrier_init_fence()
+        smem = self._set_up(tid)
         if const_expr(c.routed):
             if const_expr(c.pdl):
                 cute.arch.griddepcontrol_wait()
-            part = part._replace(count=self._list(tid, part, smem))
+            part = self._list(tid, part, smem)
         cute.arch.sync_threads()
-        columns = Uint32(cute.make_tensor(smem.columns, cute.make_layout(1))[0])
-        if warp == COPIER:
-            self._copy(a_map, b_map, part, smem)
-        elif warp == MULTIPLIER:
-            if tid % WARP == 0:
-                self._multiply(columns, part, smem)
-        elif warp < STORING_WARPS:
-            self._sum(columns, tid, part, smem)
-        elif const_expr(self.stage.arranges):
-            self._arrange(tid - WARP * (MULTIPLIER + 1), part, smem)
-        cute.arch.sync_warp()
+        columns = self._work(tid, (a_map, b_map), part, smem)
         # All totals are in shared memory, and all loads of tensor memory done.
         self._meet()
-        if warp == MULTIPLIER:
-            tcgen05.free(columns, c.tensor_columns, 1)
-        if warp < STORING_WARPS:
+        self._free(tid, columns)
+        if tid < WARP * STORING_WARPS:
             at = part.token_tile * ROWS, part.row_tile * c.columns
             threads = WARP * STORING_WARPS
             write_sums(c.sum_tile, c.splits, threads, _as_it_is, out, smem.stages, rank, tid, *at)
@@ -194,39 +154,17 @@ class FP4Tcgen05ExpertsKernel:
         else:
             cute.arch.sync_threads()
 
-    def _allocate(self) -> Smem:
-        c = self.config
-        base = SmemAllocator().allocate(c.smem_bytes, ALIGNMENT)
-        after = base + c.stages * self.stage.size_bytes
-        touched = listed = None
-        if c.routed:
-            listed = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout(MAX_EXPERTS))
-            bits = cute.recast_ptr(after + 4 * MAX_EXPERTS, dtype=Uint32)
-            touched = cute.make_tensor(bits, cute.make_layout(MAX_EXPERTS // WARP))
-            after = after + (4 * MAX_EXPERTS + MAX_EXPERTS // 8)
-        barriers = cute.recast_ptr(after, dtype=Int64)
-        ends = [0]
-        for count in (c.stages, c.stages, SCALE_BUFFERS, ACCUMULATORS, ACCUMULATORS):
-            ends.append(ends[-1] + count)
-        places = (barriers + end for end in ends[:-1])
-        return Smem(base, *places, cute.recast_ptr(barriers + ends[-1], dtype=Uint32), touched, listed)
-
-    def _initialise(self, smem: Smem) -> None:
-        for i in range(self.config.stages):
-            cute.arch.mbarrier_init(smem.full + i, 1 + self.stage.arranges)
-            cute.arch.mbarrier_init(smem.free + i, 1)
-        for i in range(SCALE_BUFFERS):
-            cute.arch.mbarrier_init(smem.scales_free + i, 1)
-        for i in range(ACCUMULATORS):
-            cute.arch.mbarrier_init(smem.sums_full + i, 1)
-            cute.arch.mbarrier_init(smem.sums_free + i, STORING_WARPS)
-
     # Experts
 
     @cute.jit
-    def _list(self, tid, part, smem) -> Int32:
-        """List the CTA's experts that a token of the tile is routed to, in their order; their number."""
+    def _list(self, tid, part, smem) -> Part:
+        """List the CTA's experts that a token of the tile is routed to, in their order."""
         c = self.config
+        lists = smem.stages + (c.smem_bytes - LIST_BYTES)
+        listed = cute.make_tensor(cute.recast_ptr(lists, dtype=Int32), cute.make_layout(MAX_EXPERTS))
+        touched = cute.recast_ptr(lists + 4 * MAX_EXPERTS, dtype=Uint32)
+        touched = cute.make_tensor(touched, cute.make_layout(MAX_EXPERTS // WARP))
+        part = part._replace(listed=listed, touched=touched)
         lane, threads = tid % WARP, c.threads
         first = part.token_tile * ROWS
         last = cutlass.min(part.m, first + ROWS)
@@ -238,28 +176,28 @@ class FP4Tcgen05ExpertsKernel:
                 for i in range_constexpr(SCANNED):
                     exists = (place < part.count) & (token + i < last)
                     found = found | self._factor_bits(token + i, place * c.splits + part.rank, exists, part)
-            touched = cute.arch.vote_ballot_sync(factor_counts(ptx.float_of(found)))
+            word = cute.arch.vote_ballot_sync(factor_counts(ptx.float_of(found)))
             if lane == 0:
-                smem.touched[group] = Uint32(touched)
+                part.touched[group] = Uint32(word)
         cute.arch.sync_threads()
         total = Int32(0)
         for group in range(groups):
-            bits = smem.touched[group]
+            bits = part.touched[group]
             place = group * WARP + lane
             if (tid < WARP) & ((bits >> Uint32(lane)) & 1 != 0):
                 before = Int32(cute.arch.popc(bits & ((Uint32(1) << Uint32(lane)) - 1)))
-                smem.listed[total + before] = place * c.splits + part.rank
+                part.listed[total + before] = place * c.splits + part.rank
             total = total + Int32(cute.arch.popc(bits))
-        return total
+        return part._replace(count=total)
 
     def _factor_bits(self, token, expert, exists, part) -> Uint32:
         """The factor of a token for an expert, as bits; zero, unless it ``exists``."""
         offset = Int64(token) * part.alpha.stride[0] + Int64(expert) * part.alpha.stride[1]
         return ptx.load_if(part.alpha.iterator + offset, exists, 1)[0]
 
-    def _expert(self, i, part, smem) -> Int32:
+    def _expert(self, i, part) -> Int32:
         """The ``i``-th of the experts that the CTA computes."""
-        return smem.listed[i] if self.config.routed else i * self.config.splits + part.rank
+        return part.listed[i] if self.config.routed else i * self.config.splits + part.rank
 
     def _first_tile(self, expert, chunk):
         """The tile of scales that a chunk begins in."""
@@ -277,11 +215,11 @@ class FP4Tcgen05ExpertsKernel:
         # With parity 1, a stage that was never used counts as free.
         stage, parity = Int32(0), Int32(1)
         for i in cutlass.range(part.count, unroll=1):
-            expert = self._expert(i, part, smem)
+            expert = self._expert(i, part)
             for chunk in cutlass.range(c.chunks, unroll=1):
                 ptx.wait(smem.free + stage, parity)
-                base = smem.stages + cute.assume(stage * self.stage.size_bytes, divby=ALIGNMENT)
-                self._copy_scales(expert, chunk, base, smem.full + stage, part)
+                base = self._stage_at(stage, smem)
+                self._copy_scales_of(expert, chunk, base, smem.full + stage, part)
                 place = part.row_tile, chunk, expert
                 to = base + ROWS * LINE
                 self.mma.copy_box(b_map, rows, c.columns, to, place, smem.full + stage, ptx.EVICT_FIRST)
@@ -292,27 +230,19 @@ class FP4Tcgen05ExpertsKernel:
             cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def _copy_scales(self, expert, chunk, base, barrier, part):
-        """Start the copies of a stage's scales, if they are in tiles; the stage's barrier expects all of its bytes."""
+    def _copy_scales_of(self, expert, chunk, base, barrier, part):
+        """Start the copies of a stage's scales, if they are in tiles."""
         c, stage = self.config, self.stage
-        if const_expr(stage.arranges):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, stage.code_bytes)
-        else:
-            first = self._first_tile(expert, chunk)
-            end = expert * c.width + cutlass.min(chunk * CHUNK + CHUNK, Int32(c.width))
-            size = (cute.ceil_div(end, stage.tile_elements) - first) * SCALE_TILE
-            band = part.row_tile * c.columns // ROWS
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, stage.code_bytes + size * 2)
-                at = base + stage.code_bytes
-                self.mma.copy_scale_tiles(part.b_scale, band, 1, 1, first, size, at, barrier, ptx.EVICT_FIRST)
-                at = at + stage.column_scale_bytes
-                self.mma.copy_scale_tiles(part.a_scale, part.token_tile, 1, 1, first, size, at, barrier, None)
+        first = self._first_tile(expert, chunk)
+        end = expert * c.width + cutlass.min(chunk * CHUNK + CHUNK, Int32(c.width))
+        size = (cute.ceil_div(end, stage.tile_elements) - first) * SCALE_TILE
+        rows = ScaleTiles(part.b_scale, part.row_tile * c.columns // ROWS, 1, ptx.EVICT_FIRST)
+        tokens = ScaleTiles(part.a_scale, part.token_tile, 1, None)
+        self._copy_scales(tokens, rows, first, size, base, barrier)
 
     @cute.jit
     def _arrange(self, thread, part, smem):
-        """An arranging warp: write linear scales to every fourth stage in the order of tiles."""
+        """An arranging warp: write linear scales to every fourth stage."""
         c = self.config
         if const_expr(c.pdl and not c.routed):
             cute.arch.griddepcontrol_wait()
@@ -321,18 +251,12 @@ class FP4Tcgen05ExpertsKernel:
         rows = part.b_scale, part.row_tile * c.columns + lane, part.n
         stage, parity = Int32(0), Int32(1)
         for i in cutlass.range(part.count, unroll=1):
-            expert = self._expert(i, part, smem)
+            expert = self._expert(i, part)
             for chunk in cutlass.range(c.chunks, unroll=1):
-                if turn == 0:
-                    first = self._first_tile(expert, chunk) * (self.stage.tile_elements // c.fmt.block_size)
-                    base = smem.stages + cute.assume(stage * self.stage.size_bytes, divby=ALIGNMENT)
-                    barriers = smem.free + stage, parity, smem.full + stage
-                    self.mma.arrange(tokens, rows, first, part.blocks, lane, base, *barriers)
-                else:
-                    # A warp that left out phases could take one for the next but one, which has the same parity.
-                    ptx.wait(smem.free + stage, parity)
-                turn = (turn + ARRANGING_WARPS - 1) % ARRANGING_WARPS
-                stage, parity = next_stage(stage, parity, c.stages)
+                first = self._first_tile(expert, chunk) * (self.stage.tile_elements // c.fmt.block_size)
+                turn, stage, parity = self._arrange_chunk(
+                    turn, lane, tokens, rows, first, part.blocks, stage, parity, smem
+                )
 
     # MMAs
 
@@ -340,36 +264,26 @@ class FP4Tcgen05ExpertsKernel:
     def _multiply(self, columns, part, smem):
         """The multiplying thread: issue the MMAs of all experts."""
         c = self.config
-        stage, parity = Int32(0), Int32(0)
-        buffer, buffer_parity = Int32(0), Int32(1)
+        place = self._first_chunk()
         accumulator, free_parity = Int32(0), Int32(1)
         first_column = part.row_tile * c.columns
         for i in cutlass.range(part.count, unroll=1):
             phase = None
             if const_expr(self.stage.spread):
                 # The width is an odd multiple of half a tile of scales.
-                phase = self._expert(i, part, smem) % 2
+                phase = self._expert(i, part) % 2
             ptx.wait(smem.sums_free + accumulator, free_parity)
             total = columns + Uint32(accumulator * c.columns)
             for chunk in cutlass.range(c.chunks, unroll=1):
-                ptx.wait(smem.scales_free + buffer, buffer_parity)
-                ptx.wait(smem.full + stage, parity)
-                tcgen05.fence_after()
-                scales = columns + Uint32(c.sum_columns + buffer * self.stage.scale_columns)
                 steps = cutlass.min(part.steps - chunk * STEPS, Int32(STEPS))
-                at = Uint32(smem.stages.toint()) + Uint32(stage * self.stage.size_bytes)
-                self.mma.multiply(total, at, scales, steps, first_column, chunk > 0, phase)
-                tcgen05.commit(smem.free + stage, 1, False)
-                tcgen05.commit(smem.scales_free + buffer, 1, False)
-                stage, parity = next_stage(stage, parity, c.stages)
-                buffer, buffer_parity = next_stage(buffer, buffer_parity, SCALE_BUFFERS)
+                place = self._multiply_chunk(place, columns, total, steps, first_column, chunk > 0, phase, smem)
             tcgen05.commit(smem.sums_full + accumulator, 1, False)
             accumulator, free_parity = next_stage(accumulator, free_parity, ACCUMULATORS)
 
     # Results
 
     @cute.jit
-    def _sum(self, columns, tid, part, smem):
+    def _store(self, columns, tid, part, smem):
         """A storing warp: add up the experts' sums, and leave the totals in shared memory."""
         c = self.config
         if const_expr(c.pdl and not c.routed):
@@ -379,7 +293,7 @@ class FP4Tcgen05ExpertsKernel:
         totals.fill(0.0)
         accumulator, parity = Int32(0), Int32(0)
         for i in cutlass.range(part.count, unroll=1):
-            expert = self._expert(i, part, smem)
+            expert = self._expert(i, part)
             factor = ptx.float_of(self._factor_bits(token, expert, token < part.m, part))
             ptx.wait(smem.sums_full + accumulator, parity)
             tcgen05.fence_after()
@@ -393,9 +307,7 @@ class FP4Tcgen05ExpertsKernel:
                         for j in range_constexpr(LOADED):
                             at = piece * LOADED + j
                             totals[at] = ptx.fma_rn(factor, ptx.float_of(sums[j]), totals[at])
-            tcgen05.fence_before()
-            cute.arch.sync_warp()
-            ptx.arrive_if(smem.sums_free + accumulator, Uint32(tid % WARP == 0))
+            self._leave_columns(smem.sums_free + accumulator, tid)
             accumulator, parity = next_stage(accumulator, parity, ACCUMULATORS)
         # The last sums are complete, so that no copy and no MMA needs the stages any more.
         row = smem.stages + cute.assume(tid * (c.sum_tile.pitch * 4), divby=16)
