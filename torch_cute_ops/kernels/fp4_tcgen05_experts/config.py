@@ -6,17 +6,15 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
-from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
 from torch_cute_ops.kernels.common.block_scaled_config import BlockScaledConfig, with_most_stages
 from torch_cute_ops.kernels.common.block_scaled_stage import ROWS, STEP, BlockScaledStage
-from torch_cute_ops.kernels.common.sum_tile import SumTile
 from torch_cute_ops.runtime.arch import Arch
 
 TILES: Final = (32, 64, 128)
 """Rows of the weight of a tile."""
-SPLITS: Final = (1, 2, 4, 8)
-"""CTAs of a cluster that share the experts of a tile."""
+PARTS: Final = (1, 2, 3, 5, 8)
+"""Parts of the experts by which work is divided: an expert's part is its number modulo this."""
 ACCUMULATORS: Final = 2
 """Experts whose sums are in tensor memory: one is added up while the next is computed."""
 LOADED: Final = 32
@@ -24,8 +22,10 @@ LOADED: Final = 32
 MOST_ARRANGED: Final = 64
 """Most rows of the weight of a tile with linear scales: beside the warps that arrange these, a thread that stores has
 no registers for totals of more (they spilled)."""
-LIST_BYTES: Final = 4 * MAX_EXPERTS + MAX_EXPERTS // 8
-"""The list of experts that are touched, and a bit for each expert."""
+GROUP: Final = 8
+"""Columns of the result that a thread stores at once."""
+WORD: Final = 32
+"""Experts of a part whose bits are in a word."""
 
 
 class Arguments(NamedTuple):
@@ -40,6 +40,8 @@ class Arguments(NamedTuple):
         b_scale: as ``a_scale``, of the weight's rows.
         alpha: (M, E) float32, any strides; where it is zero nothing is added.
         out: (M, N), written.
+        workspace: ``Config.workspace_bytes``, uint8, written; or ``None``, where these are none.
+        ctas: CTAs that share all units, a number: the SMs.
     """
 
     a: Any
@@ -48,6 +50,8 @@ class Arguments(NamedTuple):
     b_scale: Any
     alpha: Any
     out: Any
+    workspace: Any
+    ctas: Any
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Config(BlockScaledConfig):
         out_dtype: dtype of the result.
         width: elements of k of an expert.
         columns: rows of the weight of a tile.
-        splits: CTAs of a cluster that share the experts of a tile.
+        parts: parts of the experts by which work is divided.
         routed: whether experts are passed over that no token of the tile is routed to.
         stages: stages of the ring.
         pdl: whether launches are programmatic dependent launches.
@@ -70,7 +74,7 @@ class Config(BlockScaledConfig):
     out_dtype: torch.dtype
     width: int
     columns: int
-    splits: int
+    parts: int
     routed: bool
     stages: int
     pdl: bool
@@ -87,13 +91,22 @@ class Config(BlockScaledConfig):
         return -(-self.width // CHUNK)
 
     @property
-    def smem_bytes(self) -> int:
-        return super().smem_bytes + (LIST_BYTES if self.routed else 0)
+    def shares_tiles(self) -> bool:
+        """Whether a result is the sum of several units' totals, which another kernel adds up."""
+        return self.parts > 1
 
     @property
-    def sum_tile(self) -> SumTile:
-        """The totals of a CTA, in place of the stages."""
-        return SumTile(ROWS, self.columns)
+    def has_workspace(self) -> bool:
+        """Whether there is a workspace: for totals, or for bits of experts."""
+        return self.shares_tiles or self.routed
+
+    def workspace_bytes(self, m: int, n: int, experts: int) -> int:
+        """Bytes of workspace: totals of all units, of the tokens that a tile has; and, routed, the bits of experts of
+        each tile of tokens and part."""
+        token_tiles = -(-m // ROWS)
+        totals = 4 * token_tiles * min(m, ROWS) * -(-n // self.columns) * self.columns * self.parts
+        words = -(-experts // (self.parts * WORD))
+        return (totals if self.shares_tiles else 0) + (4 * token_tiles * self.parts * words if self.routed else 0)
 
     @property
     def accumulators(self) -> int:
@@ -110,12 +123,10 @@ class Config(BlockScaledConfig):
     def reason_unfit(self) -> str | None:
         if self.width % STEP:
             return f"an expert's width is {self.width}; it has to be a multiple of {STEP}"
-        if self.columns not in TILES or self.splits not in SPLITS:
-            return f"tiles have {TILES} rows of the weight, for {SPLITS} CTAs; not {self.columns} for {self.splits}"
+        if self.columns not in TILES or self.parts not in PARTS:
+            return f"tiles have {TILES} rows of the weight, in {PARTS} parts; not {self.columns} in {self.parts}"
         if self.stage.arranges and self.columns > MOST_ARRANGED:
             return f"with linear scales, tiles have at most {MOST_ARRANGED} rows of the weight, not {self.columns}"
-        if self.sum_tile.size_bytes > self.stage_bytes:
-            return f"{self.sum_tile.size_bytes} bytes of sums do not fit in place of {self.stages} stages"
         return None
 
 
@@ -126,13 +137,13 @@ def plan(
     out_dtype: torch.dtype,
     width: int,
     columns: int,
-    splits: int,
+    parts: int,
     routed: bool,
     arch: Arch,
     pdl: bool,
 ) -> Config | None:
     """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if none does."""
     return with_most_stages(
-        lambda stages: Config(fmt, layout, out_dtype, width, columns, splits, routed, stages, pdl),
+        lambda stages: Config(fmt, layout, out_dtype, width, columns, parts, routed, stages, pdl),
         arch,
     )
