@@ -50,10 +50,10 @@ A MODEL, NOT A MEASUREMENT: {arch} with {sms} SMs, {tbps:.1f} TB/s and {pflops:.
 {fmt}, 128x4 scales, bfloat16 results. "alpha" has one element; or one for each token and each of {experts} experts, all
 computed ("dense"), or those alone that some of 128 tokens are routed to, 8 each ("routed"). A tile is rows of the
 weight × rows of activations, by a pair of CTAs where it has 256 rows of the weight; "of k": CTAs that share a tile's
-sum. Clocks are an SM's for {chunk} elements of k of its tile: of its MMAs, and of its bytes at its share of the
-bandwidth, as if L2 held none of them. "floor": the longer of the bytes at full bandwidth and the MMAs at full rate.
-"TensorRT-LLM": published; by default it folds the factors of experts into the activations' scales, and has a plain
-GEMM."""
+sum, or parts of the experts, of which each is a unit of work. Clocks are an SM's for {chunk} elements of k of its tile:
+of its MMAs, and of its bytes at its share of the bandwidth, as if L2 held none of them. "floor": the longer of the
+bytes at full bandwidth and the MMAs at full rate. "TensorRT-LLM": published; by default it folds the factors of experts
+into the activations' scales, and has a plain GEMM."""
 
 HEADER = (
     *("N × K", "alpha", "M", "tile", "of k", "stages", "KB in flight", "shared KB", "TMEM columns", "registers"),
@@ -134,13 +134,13 @@ def line(
 def cells(one: Line) -> list[str]:
     """A row of the table."""
     config, published = one.config, PUBLISHED.get(((one.n, one.k), one.m))
-    columns = config.columns if one.mode is None else config.tensor_columns
+    columns = config.tensor_columns
     return [
         f"{one.n:,} × {one.k:,}",
         one.mode or "one",
         f"{one.m:,}",
         "{} × {}".format(*one.rows),
-        str(config.splits),
+        str(config.splits if one.mode is None else config.parts),
         str(config.stages),
         f"{config.stages * config.stage.size_bytes / 1024:.0f}",
         f"{config.smem_bytes / 1024:.0f}",

@@ -132,7 +132,7 @@ def test_columns_of_tensor_memory(fmt, tokens):
     for group in (1, 2) if tokens == 256 else (1,):
         config = dataclasses.replace(CONFIG, fmt=fmt, tokens=tokens, group=group)
         used = config.sum_columns + 2 * config.stage.scale_columns
-        assert used <= config.columns <= 512 and config.columns < 2 * used
+        assert used <= config.tensor_columns <= 512 and config.tensor_columns < 2 * used
         assert config.shared % config.loaded == config.pitch % config.loaded == 0
         assert (config.shared > 0) == (tokens == 256) == (2 * tokens + 2 * config.stage.scale_columns > 512)
         # 128 rows' scales of a chunk: a column is four of 32 rows in each quarter of the lanes.

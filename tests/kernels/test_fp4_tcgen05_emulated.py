@@ -124,6 +124,7 @@ UNFOUND: dict[str, dict[str, Unfound]] = {
             2, f"{NO_CHUNKS.reason}; a warp that only keeps count may be a phase behind"
         ),
         "other count of arrivals": Unfound(1, "of a stage's barrier in the second CTA of a pair, which there is not"),
+        "zero stored": Unfound(7, "of tokens that the test's shape does not have"),
         "barrier of the warp left out": CONVERGED,
     },
     "pair": {**LOOPS, "barrier of the warp left out": CONVERGED},

@@ -21,49 +21,57 @@ from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
 
 
 class Gemm(NamedTuple):
-    """A GEMM, for M, N, and a number of experts; a share of the pairs of a token and an expert counts."""
+    """A GEMM, for M, N, and a number of experts; a share of the pairs of a token and an expert counts; ``ctas`` share
+    all units."""
 
     case: Tcgen05ExpertsCase
     sizes: tuple[int, int, int]
     share: float = 0.5
+    ctas: int = 1
 
     @property
     def id(self) -> str:
-        return f"{self.case.id}-{'x'.join(map(str, self.sizes))}"
+        return f"{self.case.id}-{'x'.join(map(str, self.sizes))}-{self.ctas}"
 
 
-def gemm(*case: Any, sizes: tuple[int, int, int], share: float = 0.5, stages: int = 3) -> Gemm:
-    """``case``: format, layout, rows of the weight of a tile, CTAs that share it, routed, dtype, an expert's width."""
-    return Gemm(Tcgen05ExpertsCase(*case, stages=stages), sizes, share)
+def gemm(*case: Any, sizes: tuple[int, int, int], share: float = 0.5, ctas: int = 1, stages: int = 3) -> Gemm:
+    """``case``: format, layout, rows of the weight of a tile, parts of experts, routed, dtype, an expert's width."""
+    return Gemm(Tcgen05ExpertsCase(*case, stages=stages), sizes, share, ctas)
 
 
-# Rows, columns and k beyond which there is nothing; experts of one chunk and of several, the last not whole; more
-# chunks than stages; three experts or more a CTA.
+# Rows, columns and k beyond which there is nothing; experts of one chunk and of several, the last not whole; more of a
+# part than a word has bits; more chunks than stages; three units or more a CTA, some of no experts.
 COVERING = [
     gemm(NVFP4, "128x4", 128, 1, False, BF16, 320, sizes=(130, 136, 3)),
-    gemm(NVFP4, "128x4", 64, 2, True, FP16, 64, sizes=(5, 72, 40), share=0.1),
-    gemm(NVFP4, "linear", 32, 1, True, FP32, 576, sizes=(33, 40, 5), share=0.03),
-    gemm(MXFP4, "128x4", 32, 1, False, FP32, 192, sizes=(9, 104, 7)),
-    gemm(MXFP4, "128x4", 128, 2, True, BF16, 320, sizes=(70, 24, 9), share=0.02),
-    gemm(MXFP4, "linear", 64, 1, False, FP16, 448, sizes=(5, 8, 4)),
+    gemm(NVFP4, "128x4", 64, 2, True, FP16, 64, sizes=(5, 72, 70), share=0.02),
+    gemm(NVFP4, "linear", 32, 5, True, FP32, 576, sizes=(33, 40, 5), share=0.03, ctas=2),
+    gemm(MXFP4, "128x4", 32, 2, False, FP32, 192, sizes=(9, 104, 7), ctas=3),
+    gemm(MXFP4, "128x4", 128, 8, True, BF16, 320, sizes=(130, 24, 9), share=0.01, ctas=3),
+    gemm(MXFP4, "linear", 64, 1, True, FP16, 448, sizes=(5, 136, 4)),
 ]
 MORE = [
-    gemm(fmt, layout, columns, splits, routed, (BF16, FP16, FP32)[i % 3], width, sizes=sizes, share=share)
+    gemm(fmt, layout, columns, parts, routed, (BF16, FP16, FP32)[i % 3], width, sizes=sizes, share=share, ctas=ctas)
     for i, (fmt, layout, columns) in enumerate(
         (fmt, layout, columns)
         for fmt in (NVFP4, MXFP4)
         for layout in ("128x4", "linear")
         for columns in ((32, 64, 128) if layout == "128x4" else (32, 64))
     )
-    for splits, routed, width, sizes, share in (
-        (1, False, 512, (300, 200, 4), 0.5),
-        (1, True, 64, (140, 264, 70), 0.01),
-        (2, False, 320, (17, 264, 8), 1.0),
-        (4, True, 704, (130, 136, 14), 0.02),
-        (8, False, 192, (9, 72, 26), 0.3),
-        (8, True, 256, (1, 72, 6), 0.5),
+    for parts, routed, width, sizes, share, ctas in (
+        (1, False, 512, (300, 200, 4), 0.5, 2),
+        (1, True, 64, (140, 264, 70), 0.01, 3),
+        (2, False, 320, (17, 264, 8), 1.0, 1),
+        (5, True, 704, (130, 136, 14), 0.02, 5),
+        (8, False, 192, (9, 72, 26), 0.3, 4),
+        (8, True, 256, (1, 72, 6), 0.5, 100),
     )
 ]
+
+
+def workspace(case: Tcgen05ExpertsCase, m: int, n: int, experts: int) -> torch.Tensor | None:
+    """Bytes of NaN: what is not written may not count."""
+    size = case.kernel.config.workspace_bytes(m, n, experts)
+    return torch.full((size,), 0xFF, dtype=torch.uint8) if size else None
 
 
 def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +96,9 @@ def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[tor
     exists = from_linear(torch.ones_like(rows), layout) != 0
     a_scale = torch.where(exists, placed, nan).view(fmt.scale_dtype)
     out = poisoned(m, n, dtype=case.out_dtype)
-    given = fp4_tcgen05_experts.Arguments(a, a_scale, b.t(), b_scale, alpha, out)
+    given = fp4_tcgen05_experts.Arguments(
+        a, a_scale, b.t(), b_scale, alpha, out, workspace(case, m, n, experts), one.ctas
+    )
     max_steps = 1_000_000 if edit is None else 200_000  # a fault may have threads wait for ever
     run_kernel(case.kernel, ARCHS[case.arch], *given, seed=seed, max_steps=max_steps, strict=True, edit=edit)
     return out, expert_gemm(a, a_scale, b, b_scale, alpha, case.out_dtype, fmt, layout, layout)
@@ -111,8 +121,8 @@ def test_gemm(one: Gemm) -> None:
 
 
 def test_nothing_is_routed() -> None:
-    """Neither to any expert of a tile, nor to any of one of the CTAs that share it."""
-    one = gemm(NVFP4, "128x4", 32, 2, True, FP32, 64, sizes=(3, 40, 6), share=0.0)
+    """But to two experts by one token, so that most units have no expert."""
+    one = gemm(NVFP4, "128x4", 32, 3, True, FP32, 64, sizes=(3, 40, 7), share=0.0, ctas=3)
     got, want = multiply(one, 0)
     assert torch.equal(got, want) and not want[1:].any() and want[0].any()
 
@@ -127,24 +137,47 @@ def test_factors_of_any_strides() -> None:
     alpha = alpha[::2, ::3].t()
     alpha[2, 1] = torch.nan
     out = poisoned(m, n, dtype=FP32)
-    run_kernel(case.kernel, ARCHS["sm_100a"], a, a_scale, b.t(), b_scale, alpha, out, strict=True)
+    given = (a, a_scale, b.t(), b_scale, alpha, out, workspace(case, m, n, experts), 2)
+    run_kernel(case.kernel, ARCHS["sm_100a"], *given, strict=True)
     layout = SCALE_LAYOUTS["128x4"]
     want = expert_gemm(a, a_scale, b, b_scale, alpha, FP32, NVFP4, layout, layout)
     assert out[2].isnan().all() and want[2].isnan().all()
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-4, equal_nan=True)
 
 
-# Faults. Each case has more chunks than stages, and three experts a CTA.
+def test_sums_of_any_size_in_the_same_order() -> None:
+    """Bit for bit, whatever number of CTAs shares the units, and whatever other tokens there are."""
+    m, n, experts, width = 3, 40, 7, 64
+    case = Tcgen05ExpertsCase(NVFP4, "linear", 32, 3, True, FP32, width)
+    (a, a_scale), (b, b_scale) = (random_matrix(rows, experts * width, NVFP4, "linear", CPU) for rows in (m, n))
+    alpha = torch.randn(m, experts)
+    alpha[:, ::3] *= torch.eye(m)
+
+    def results(rows: slice, ctas: int) -> torch.Tensor:
+        out = poisoned(len(a[rows]), n, dtype=FP32)
+        given = (a[rows], a_scale[rows], b.t(), b_scale, alpha[rows], out, workspace(case, len(out), n, experts), ctas)
+        run_kernel(case.kernel, ARCHS[case.arch], *given, strict=True)
+        return out
+
+    every = results(slice(m), 1)
+    layout = SCALE_LAYOUTS["linear"]
+    want = expert_gemm(a, a_scale, b, b_scale, alpha, FP32, NVFP4, layout, layout)
+    torch.testing.assert_close(every, want, rtol=1e-5, atol=1e-4)
+    assert torch.equal(results(slice(m), 4), every)
+    assert torch.equal(results(slice(1, 2), 2), every[1:2])
+
+
+# Faults. Each case has more chunks than stages, and three experts and several units a CTA.
 
 FAULTY = {
-    "dense": gemm(NVFP4, "128x4", 64, 1, False, FP32, 320, sizes=(40, 72, 4)),
-    "routed": gemm(MXFP4, "128x4", 32, 2, True, BF16, 320, sizes=(40, 40, 10), share=0.03),
-    "linear": gemm(NVFP4, "linear", 32, 1, False, FP32, 320, sizes=(40, 40, 4)),
+    "dense": gemm(NVFP4, "128x4", 64, 1, False, FP32, 320, sizes=(40, 72, 3)),
+    "routed": gemm(MXFP4, "128x4", 32, 2, True, BF16, 320, sizes=(40, 40, 10), share=0.03, ctas=2),
+    "linear": gemm(NVFP4, "linear", 32, 1, False, FP32, 320, sizes=(40, 40, 3)),
 }
 AT_ONCE = Unfound(1, "loads have their values at once, and the wait for the next ones is for them too", dead=False)
 UNFOUND: dict[str, dict[str, Unfound]] = {
     "dense": {"wait for loads left out": AT_ONCE, "barrier of the warp left out": CONVERGED},
-    "routed": {"barrier of the warp left out": CONVERGED._replace(count=3)},
+    "routed": {"barrier of the warp left out": CONVERGED},
     "linear": {
         "wait for the other phase": Unfound(1, "a warp that only keeps count may be a phase behind"),
         "barrier of the warp left out": CONVERGED,

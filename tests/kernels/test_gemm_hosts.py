@@ -117,6 +117,29 @@ def test_ctas_by_tcgen05(tile: tuple[int, int, int], sms: int, ctas: int) -> Non
     assert grids(case.kernel, ARCHS[case.arch], *call._replace(ctas=sms)) == [(ctas, 1, 1)]
 
 
+@pytest.mark.parametrize(
+    ("parts", "routed", "sms", "launched"),
+    [
+        # 300 x 400 in tiles of 128 x 64, of 70 experts
+        (1, False, 7, [7]),
+        (1, True, 148, [(3, 3), 3 * 7]),
+        (5, False, 148, [3 * 7 * 5, 300 * 50 // 256 + 1]),
+        (5, True, 0, [(5, 3), 1, 300 * 50 // 256 + 1]),
+    ],
+)
+def test_ctas_by_tcgen05_with_experts(parts: int, routed: bool, sms: int, launched: list[Any]) -> None:
+    """At most one for each SM, that share the units; before them one for each 32 experts of a part and tile of tokens,
+    and after them as many as add up totals."""
+    case = Tcgen05ExpertsCase(NVFP4, "128x4", 64, parts, routed, BF16, 64)
+    specs = case.kernel.arguments()
+    dims = DIMS | {"n": 400, "m": 300, "a_rows": 384, "b_rows": 512, "experts": 70, "alpha_stride": 70}
+    call = type(specs)(
+        *(placed(s, i * APART**2, dims) if isinstance(s, TensorArg) else None for i, s in enumerate(specs))
+    )
+    every = [(*one, 1) if isinstance(one, tuple) else (one, 1, 1) for one in launched]
+    assert grids(case.kernel, ARCHS[case.arch], *call._replace(ctas=sms)) == every
+
+
 @pytest.mark.parametrize("max_ctas", [4, 132])
 @pytest.mark.parametrize("layout", ["plain", "offsets", "counted", "masked"])
 @pytest.mark.parametrize(

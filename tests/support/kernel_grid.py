@@ -357,13 +357,13 @@ def tcgen05_cases(every: bool) -> list[Tcgen05Case]:
 
 @dataclass(frozen=True)
 class Tcgen05ExpertsCase:
-    """A GEMM of two FP4 operands by tcgen05 that is added up over experts: rows of the weight of a tile, CTAs that
-    share its experts, whether those are passed over that nothing is routed to, and an expert's width."""
+    """A GEMM of two FP4 operands by tcgen05 that is added up over experts: rows of the weight of a tile, parts of
+    the experts, whether those are passed over that nothing is routed to, and an expert's width."""
 
     format: FP4Format
     layout: str
     columns: int
-    splits: int
+    parts: int
     routed: bool
     out_dtype: torch.dtype
     width: int
@@ -372,7 +372,7 @@ class Tcgen05ExpertsCase:
 
     @property
     def id(self) -> str:
-        tile = f"{self.columns}by{self.splits}{'routed' if self.routed else 'dense'}of{self.width}"
+        tile = f"{self.columns}by{self.parts}{'routed' if self.routed else 'dense'}of{self.width}"
         dtype = _short(self.out_dtype)[0]
         return "-".join(("tcgen05_experts", self.format.name, self.layout, tile, dtype, self.arch))
 
@@ -388,7 +388,7 @@ class Tcgen05ExpertsCase:
             out_dtype=self.out_dtype,
             width=self.width,
             columns=self.columns,
-            splits=self.splits,
+            parts=self.parts,
             routed=self.routed,
             arch=GPU_ARCHS[self.arch],
             pdl=True,
@@ -401,7 +401,7 @@ def tcgen05_experts_cases(every: bool) -> list[Tcgen05ExpertsCase]:
     """Kinds of operands with tiles: all of them, or a few; widths, dtypes and architectures in turn."""
     widths, archs = itertools.cycle((256, 320, 64, 2048, 768)), itertools.cycle(("sm_100a", "sm_103a"))
     outs = itertools.cycle((BF16, FP16, FP32))
-    tiles = [*itertools.product((128, 64, 32), (1, 2, 4, 8), (False, True))]
+    tiles = [*itertools.product((128, 64, 32), (1, 2, 3, 5, 8), (False, True))]
     return [
         Tcgen05ExpertsCase(*kind, *tile, next(outs), next(widths), arch=next(archs))
         for (i, kind), (j, tile) in itertools.product(enumerate(TCGEN05_KINDS), enumerate(tiles))

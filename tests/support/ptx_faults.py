@@ -108,6 +108,13 @@ TCGEN05: dict[str, tuple[str, str]] = {
         rf"{{{_more(2, 16)} \1[q\3]\4}}",
     ),
     "sums stored elsewhere": (r"(@p st\.shared\.b32 )\[(%r\d+)\]", r"\1[\2+4]"),
+    "totals or results stored elsewhere": (r"(@p st\.global\.v4\.b32 )\[(%rd\d+)\]", r"\1[\2+16]"),
+    "totals or results not stored": (r"@p st\.global\.v4\.b32 [^;]*;", ""),
+    "totals loaded from elsewhere": (
+        r"(@p ld\.global\.v4\.b32 \{[^}]*\}, )\[(%rd\d+)(\+\d+)\];",
+        rf"{{{Q64}\2, 16; \1[q\3];}}",
+    ),
+    "zero stored": (r"(st\.global\.b32 \t\[[^\]]*\], )%r\d+;", r"{.reg .b32 q; mov.b32 q, 0; \1q;}"),
 }
 COPY = r"(cp\.async\.c[ag]\S+ )\[(%r\d+)\], \[(%rd\d+)\],([^;]*);"
 SCALED_MMA = (

@@ -4,12 +4,8 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
-from torch_cute_ops.kernels.common.block_scaled_stage import (
-    COLUMNS,
-    ROWS,
-    SCALE_BUFFERS,
-    BlockScaledStage,
-)
+from torch_cute_ops.kernels.common.block_scaled_config import BlockScaledConfig, with_most_stages
+from torch_cute_ops.kernels.common.block_scaled_stage import COLUMNS, ROWS, SCALE_BUFFERS, BlockScaledStage
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.sum_tile import SumTile
 from torch_cute_ops.runtime.arch import Arch
@@ -18,7 +14,6 @@ TILES: Final = {1: (8, 16, 32, 64, 128, 256), 2: (256,)}
 """Rows of activations of a tile, by the CTAs of an MMA."""
 SPLITS: Final = (1, 2, 4, 8)
 """CTAs of a cluster that share the k of a tile."""
-BARRIER_BYTES: Final = 512
 
 
 class Arguments(NamedTuple):
@@ -47,7 +42,7 @@ class Arguments(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(BlockScaledConfig):
     """Everything static about a kernel. M, N and K are not.
 
     Attributes:
@@ -85,23 +80,12 @@ class Config:
         return BlockScaledStage(self.fmt, self.layout, self.tokens, self.group)
 
     @property
-    def threads(self) -> int:
-        """Threads of a CTA."""
-        return self.stage.threads
-
-    @property
-    def smem_bytes(self) -> int:
-        """Shared memory of a CTA."""
-        return self.stages * self.stage.size_bytes + BARRIER_BYTES
-
-    @property
     def sum_tile(self) -> SumTile:
         """The accumulators of a CTA of a cluster that splits k, in place of the stages."""
         return SumTile(self.tokens, ROWS)
 
     @property
     def accumulators(self) -> int:
-        """Tiles whose sums are in tensor memory: one is stored while the next is computed."""
         return 2 if self.splits == 1 else 1
 
     @property
@@ -122,43 +106,23 @@ class Config:
 
     @property
     def sum_columns(self) -> int:
-        """Columns of all accumulators."""
         return (self.accumulators - 1) * self.pitch + self.tokens
 
     @property
-    def columns(self) -> int:
-        """Columns of tensor memory that are allocated: a power of two."""
-        used = self.sum_columns + SCALE_BUFFERS * self.stage.scale_columns
-        return max(32, 1 << (used - 1).bit_length())
-
-    @property
     def frees(self) -> int:
-        """Barriers that say that an accumulator may be overwritten: of each, or, where they overlap, of either. With
-        ``splits`` there is one tile."""
+        """Of each accumulator, or, where they overlap, of either. With ``splits`` there is one tile."""
         if self.splits > 1:
             return 0
         return self.accumulators if self.shared == 0 else 1
 
-    def reason_unsupported(self, arch: Arch) -> str | None:
-        """Why this cannot run on ``arch``; ``None`` if it can."""
-        if not arch.has_tcgen05:
-            return f"{arch.name} has no tcgen05 instructions"
-        reason = self.stage.reason_unsupported()
-        if reason is not None:
-            return reason
+    def reason_unfit(self) -> str | None:
         if self.tokens not in TILES.get(self.group, ()):
             return f"{self.group} CTAs have tiles of {TILES.get(self.group)} rows of activations, not {self.tokens}"
         if self.splits not in (SPLITS if self.group == 1 else (1,)):
             return f"{self.splits} clusters of {self.group} CTAs do not share a tile"
-        if self.splits > 1 and self.sum_tile.size_bytes > self.stages * self.stage.size_bytes:
+        if self.splits > 1 and self.sum_tile.size_bytes > self.stage_bytes:
             return f"{self.sum_tile.size_bytes} bytes of sums do not fit in place of {self.stages} stages"
-        if self.smem_bytes > arch.smem_per_cta:
-            return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
         return self.epilogue.reason_unsupported()
-
-
-MOST_STAGES: Final = 9
-"""As many as cover the latency of memory with few tokens: 20 KB each at 54 bytes a nanosecond (by data sheet)."""
 
 
 def plan(
@@ -173,8 +137,7 @@ def plan(
     pdl: bool,
 ) -> Config | None:
     """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if none does."""
-    for stages in range(MOST_STAGES, 1, -1):
-        config = Config(fmt, layout, epilogue, tokens, group, splits, stages, pdl)
-        if config.reason_unsupported(arch) is None:
-            return config
-    return None
+    return with_most_stages(
+        lambda stages: Config(fmt, layout, epilogue, tokens, group, splits, stages, pdl),
+        arch,
+    )

@@ -4,23 +4,14 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
-from cutlass.memory import SmemAllocator
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common import ptx, tcgen05
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
-from torch_cute_ops.kernels.common.block_scaled_mma import STEPS, BlockScaledMma
-from torch_cute_ops.kernels.common.block_scaled_stage import (
-    ALIGNMENT,
-    ARRANGING_WARPS,
-    LINE,
-    ROWS,
-    SCALE_BUFFERS,
-    SCALE_TILE,
-    STEP,
-    STORING_WARPS,
-)
+from torch_cute_ops.kernels.common.block_scaled_kernel import LEADER, WARP, BlockScaledKernel, ScaleTiles, as_bytes
+from torch_cute_ops.kernels.common.block_scaled_mma import STEPS
+from torch_cute_ops.kernels.common.block_scaled_stage import LINE, ROWS, SCALE_TILE, STEP, STORING_WARPS
 from torch_cute_ops.kernels.common.cluster_sums import sum_columns, write_sums
 from torch_cute_ops.kernels.common.convert import pack
 from torch_cute_ops.kernels.common.epilogue_ops import EpilogueOps
@@ -30,9 +21,7 @@ from torch_cute_ops.kernels.common.weight_ring import next_stage
 from torch_cute_ops.kernels.fp4_tcgen05.config import Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
-COPIER, MULTIPLIER = STORING_WARPS, STORING_WARPS + 1
 BAND = 8  # tiles of tokens that run side by side
-LEADER = 0  # the CTA of a pair that issues MMAs
 
 
 class Part(NamedTuple):
@@ -68,29 +57,13 @@ class Part(NamedTuple):
     out: cute.Tensor
 
 
-class Smem(NamedTuple):
-    """Shared memory: the stages, and barriers. A stage is full, in this CTA or its pair's second, or free; columns of
-    scales are free; sums are complete, or their columns free. ``columns`` is where those of tensor memory begin."""
-
-    stages: cute.Pointer
-    full: cute.Pointer
-    peer_full: cute.Pointer
-    free: cute.Pointer
-    scales_free: cute.Pointer
-    sums_full: cute.Pointer
-    sums_free: cute.Pointer
-    columns: cute.Pointer
-
-
-class FP4Tcgen05Kernel:
+class FP4Tcgen05Kernel(BlockScaledKernel):
     """The kernel of one ``Config``."""
 
     def __init__(self, config: Config):
-        self.config = config
+        super().__init__(config)
         self.epilogue = EpilogueOps(config.epilogue)
         self.out_dtype = self.epilogue.out_dtype
-        self.stage = config.stage
-        self.mma = BlockScaledMma(self.stage)
 
     def arguments(self) -> Arguments:
         m, n = Dim("m"), Dim("n", divisibility=8)
@@ -107,9 +80,8 @@ class FP4Tcgen05Kernel:
             ctas = cutlass.min(tiles, cutlass.max(ctas // c.group, Int32(1))) * c.group
         ctas = ctas_unless_overlapping(ctas, (out,), (a, a_scale, b, b_scale, alpha, bias))
         b_rows, b_bytes = rows_of_bytes(b, b_scale)
-        a_bytes = cute.make_tensor(cute.recast_ptr(a_scale.iterator, dtype=Uint8), a_scale.layout)
         maps = self.mma.map(a, self.stage.own_columns), self.mma.map(b_rows, ROWS)
-        self.kernel(*maps, a_bytes, b_bytes, alpha, bias, out).launch(
+        self.kernel(*maps, as_bytes(a_scale), b_bytes, alpha, bias, out).launch(
             grid=[ctas, 1, 1],
             block=[c.threads, 1, 1],
             cluster=[c.cluster, 1, 1] if const_expr(c.cluster > 1) else None,
@@ -124,8 +96,6 @@ class FP4Tcgen05Kernel:
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        warp = cute.arch.make_warp_uniform(tid // 32)
-        lane = tid % 32
         n, half = b_map[1].shape
         chunks = cute.ceil_div(half, LINE)
         rank, team = cta % c.cluster, cta // c.cluster
@@ -150,68 +120,15 @@ class FP4Tcgen05Kernel:
             bias=bias,
             out=out,
         )
-        smem = self._allocate()
-        if warp == MULTIPLIER:
-            tcgen05.allocate(smem.columns, c.columns, c.group)
-        if tid == 0:
-            self._initialise(smem)
-        cute.arch.mbarrier_init_fence()
+        smem = self._set_up(tid)
         self._meet()
-        columns = Uint32(cute.make_tensor(smem.columns, cute.make_layout(1))[0])
-        if warp == COPIER:
-            self._copy(a_map, b_map, part, smem)
-        elif warp == MULTIPLIER:
-            if lane == 0:
-                if const_expr(c.group == 1):
-                    self._multiply(columns, part, smem)
-                elif rank == LEADER:
-                    self._multiply(columns, part, smem)
-                else:
-                    self._relay(part, smem)
-        elif warp < STORING_WARPS:
-            self._store(columns, tid, part, smem)
-        elif const_expr(self.stage.arranges):
-            self._arrange(tid - 32 * (MULTIPLIER + 1), part, smem)
-        cute.arch.sync_warp()
+        columns = self._work(tid, (a_map, b_map), part, smem)
         if const_expr(c.splits > 1):
             self._add_up(tid, part, smem)
         else:
             # All loads of tensor memory are done, and in a pair the MMAs that read the other's shared memory.
             self._meet()
-        if warp == MULTIPLIER:
-            tcgen05.free(columns, c.columns, c.group)
-
-    @cute.jit
-    def _meet(self):
-        """A barrier of the CTA, or of a pair."""
-        if const_expr(self.config.group > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-
-    def _allocate(self) -> Smem:
-        c = self.config
-        base = SmemAllocator().allocate(c.smem_bytes, ALIGNMENT)
-        barriers = cute.recast_ptr(base + c.stages * self.stage.size_bytes, dtype=Int64)
-        ends = [0]
-        for count in (c.stages, c.stages, c.stages, SCALE_BUFFERS, c.accumulators, c.frees):
-            ends.append(ends[-1] + count)
-        return Smem(base, *(barriers + end for end in ends[:-1]), cute.recast_ptr(barriers + ends[-1], dtype=Uint32))
-
-    def _initialise(self, smem: Smem) -> None:
-        c = self.config
-        for i in range(c.stages):
-            cute.arch.mbarrier_init(smem.full + i, 1 + self.stage.arranges)
-            if c.group == 2:
-                cute.arch.mbarrier_init(smem.peer_full + i, 1)
-            cute.arch.mbarrier_init(smem.free + i, 1)
-        for i in range(SCALE_BUFFERS):
-            cute.arch.mbarrier_init(smem.scales_free + i, 1)
-        for i in range(c.accumulators):
-            cute.arch.mbarrier_init(smem.sums_full + i, 1)
-        for i in range(c.frees):
-            cute.arch.mbarrier_init(smem.sums_free + i, STORING_WARPS * c.group)
+        self._free(tid, columns)
 
     def _tile(self, number, part):
         """The tile of rows and that of tokens. Tiles of tokens are taken in bands of ``BAND``: in a band, all of a tile
@@ -238,8 +155,8 @@ class FP4Tcgen05Kernel:
             half = part.rank if const_expr(c.group == 2) else Int32(0)
             for chunk in cutlass.range(part.begin, part.end, unroll=1):
                 ptx.wait(smem.free + stage, parity)
-                base = smem.stages + cute.assume(stage * self.stage.size_bytes, divby=ALIGNMENT)
-                self._copy_scales(row_tile * c.group + half, token_tile, chunk, base, smem.full + stage, part)
+                base = self._stage_at(stage, smem)
+                self._copy_scales_of(row_tile * c.group + half, token_tile, chunk, base, smem.full + stage, part)
                 place = row_tile * c.group + half, chunk
                 self.mma.copy_box(b_map, rows, ROWS, base, place, smem.full + stage, ptx.EVICT_FIRST)
                 place = token_tile * c.group + half, chunk
@@ -251,37 +168,25 @@ class FP4Tcgen05Kernel:
             cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def _copy_scales(self, row_band, token_tile, chunk, base, barrier, part):
-        """Start the copies of a stage's scales, if they are in tiles; the stage's barrier expects all of its bytes."""
+    def _copy_scales_of(self, row_band, token_tile, chunk, base, barrier, part):
+        """Start the copies of a stage's scales, if they are in tiles."""
         c, stage = self.config, self.stage
-        if const_expr(stage.arranges):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, stage.code_bytes)
-        else:
-            first = chunk * stage.scale_tiles
-            size = cutlass.min(part.b_scale.shape[1] // TILE_BLOCKS - first, Int32(stage.scale_tiles)) * SCALE_TILE
-            token_band = token_tile * c.tokens // ROWS
-            token_bands = cutlass.min(cute.ceil_div(part.m, ROWS) - token_band, Int32(stage.bands))
-            row_bands = cutlass.max(cutlass.min(cute.ceil_div(part.n, ROWS) - row_band, Int32(1)), Int32(0))
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, stage.code_bytes + size * (token_bands + row_bands))
-                at = base + stage.code_bytes
-                self.mma.copy_scale_tiles(
-                    part.a_scale, token_band, stage.bands, token_bands, first, size, at, barrier, None
-                )
-                at = at + stage.column_scale_bytes
-                self.mma.copy_scale_tiles(
-                    part.b_scale, row_band, 1, row_bands, first, size, at, barrier, ptx.EVICT_FIRST
-                )
+        first = chunk * stage.scale_tiles
+        size = cutlass.min(part.b_scale.shape[1] // TILE_BLOCKS - first, Int32(stage.scale_tiles)) * SCALE_TILE
+        token_band = token_tile * c.tokens // ROWS
+        token_bands = cutlass.min(cute.ceil_div(part.m, ROWS) - token_band, Int32(stage.bands))
+        row_bands = cutlass.max(cutlass.min(cute.ceil_div(part.n, ROWS) - row_band, Int32(1)), Int32(0))
+        rows = ScaleTiles(part.b_scale, row_band, row_bands, ptx.EVICT_FIRST)
+        tokens = ScaleTiles(part.a_scale, token_band, token_bands, None)
+        self._copy_scales(rows, tokens, first, size, base, barrier)
 
     @cute.jit
     def _arrange(self, thread, part, smem):
-        """An arranging warp: write linear scales to every fourth stage in the order of tiles. So the warps have several
-        chunks in flight."""
+        """An arranging warp: write linear scales to every fourth stage."""
         c = self.config
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
-        turn, lane = thread // 32, thread % 32
+        turn, lane = thread // WARP, thread % WARP
         stage, parity = Int32(0), Int32(1)
         tile = part.first
         while tile < part.row_tiles * part.token_tiles:
@@ -290,16 +195,10 @@ class FP4Tcgen05Kernel:
             rows = part.b_scale, (row_tile * c.group + half) * ROWS + lane, part.n
             tokens = part.a_scale, token_tile * c.tokens + lane, part.m
             for chunk in cutlass.range(part.begin, part.end, unroll=1):
-                if turn == 0:
-                    first = chunk * (CHUNK // c.fmt.block_size)
-                    base = smem.stages + cute.assume(stage * self.stage.size_bytes, divby=ALIGNMENT)
-                    barriers = smem.free + stage, parity, smem.full + stage
-                    self.mma.arrange(rows, tokens, first, part.blocks, lane, base, *barriers)
-                else:
-                    # A warp that left out phases could take one for the next but one, which has the same parity.
-                    ptx.wait(smem.free + stage, parity)
-                turn = (turn + ARRANGING_WARPS - 1) % ARRANGING_WARPS
-                stage, parity = next_stage(stage, parity, c.stages)
+                first = chunk * (CHUNK // c.fmt.block_size)
+                turn, stage, parity = self._arrange_chunk(
+                    turn, lane, rows, tokens, first, part.blocks, stage, parity, smem
+                )
             tile += part.pitch
 
     # MMAs
@@ -319,11 +218,19 @@ class FP4Tcgen05Kernel:
 
     @cute.jit
     def _multiply(self, columns, part, smem):
-        """The multiplying thread: issue the MMAs of all tiles."""
+        """The multiplying thread. In a pair, that of the first CTA issues all MMAs."""
+        if const_expr(self.config.group == 1):
+            self._issue(columns, part, smem)
+        elif part.rank == LEADER:
+            self._issue(columns, part, smem)
+        else:
+            self._relay(part, smem)
+
+    @cute.jit
+    def _issue(self, columns, part, smem):
+        """Issue the MMAs of all tiles."""
         c = self.config
-        pair = c.group == 2
-        stage, parity = Int32(0), Int32(0)
-        buffer, buffer_parity = Int32(0), Int32(1)
+        place = self._first_chunk()
         accumulator, sums_parity = Int32(0), Int32(0)
         free, free_parity = Int32(0), Int32(1)
         tile = part.first
@@ -336,20 +243,17 @@ class FP4Tcgen05Kernel:
                 free, free_parity = next_stage(free, free_parity, c.frees)
             total = columns + Uint32(accumulator * c.pitch)
             for chunk in cutlass.range(part.begin, part.end, unroll=1):
-                ptx.wait(smem.scales_free + buffer, buffer_parity)
-                ptx.wait(smem.full + stage, parity)
-                if const_expr(pair):
-                    ptx.wait(smem.peer_full + stage, parity)
-                tcgen05.fence_after()
-                scales = columns + Uint32(c.sum_columns + buffer * self.stage.scale_columns)
-                steps = cutlass.min(part.steps - chunk * STEPS, Int32(STEPS))
-                at = Uint32(smem.stages.toint()) + Uint32(stage * self.stage.size_bytes)
-                self.mma.multiply(total, at, scales, steps, token_tile * c.tokens, chunk > part.begin)
-                tcgen05.commit(smem.free + stage, c.group, pair)
-                tcgen05.commit(smem.scales_free + buffer, c.group, False)
-                stage, parity = next_stage(stage, parity, c.stages)
-                buffer, buffer_parity = next_stage(buffer, buffer_parity, SCALE_BUFFERS)
-            tcgen05.commit(smem.sums_full + accumulator, c.group, pair)
+                place = self._multiply_chunk(
+                    place,
+                    columns,
+                    total,
+                    cutlass.min(part.steps - chunk * STEPS, Int32(STEPS)),
+                    token_tile * c.tokens,
+                    chunk > part.begin,
+                    None,
+                    smem,
+                )
+            tcgen05.commit(smem.sums_full + accumulator, c.group, c.group == 2)
             accumulator, sums_parity = next_stage(accumulator, sums_parity, c.accumulators)
             tile += part.pitch
 
@@ -406,16 +310,6 @@ class FP4Tcgen05Kernel:
                 self._write(values, token + column, row, tid % 2, part)
             else:
                 self._leave(sums, column, tid, smem)
-
-    def _leave_columns(self, barrier, tid) -> None:
-        """The warp has loaded what others may overwrite now."""
-        tcgen05.fence_before()
-        cute.arch.sync_warp()
-        leads = Uint32(tid % 32 == 0)
-        if self.config.group == 2:
-            ptx.arrive_at_if(barrier, Uint32(LEADER), leads)
-        else:
-            ptx.arrive_if(barrier, leads)
 
     @cute.jit
     def _write(self, values: list, token, row, odd, part):

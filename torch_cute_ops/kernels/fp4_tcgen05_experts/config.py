@@ -6,22 +6,15 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
-from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
-from torch_cute_ops.kernels.common.block_scaled_stage import (
-    COLUMNS,
-    ROWS,
-    SCALE_BUFFERS,
-    STEP,
-    BlockScaledStage,
-)
-from torch_cute_ops.kernels.common.sum_tile import SumTile
+from torch_cute_ops.kernels.common.block_scaled_config import BlockScaledConfig, with_most_stages
+from torch_cute_ops.kernels.common.block_scaled_stage import ROWS, STEP, BlockScaledStage
 from torch_cute_ops.runtime.arch import Arch
 
 TILES: Final = (32, 64, 128)
 """Rows of the weight of a tile."""
-SPLITS: Final = (1, 2, 4, 8)
-"""CTAs of a cluster that share the experts of a tile."""
+PARTS: Final = (1, 2, 3, 5, 8)
+"""Parts of the experts by which work is divided: an expert's part is its number modulo this."""
 ACCUMULATORS: Final = 2
 """Experts whose sums are in tensor memory: one is added up while the next is computed."""
 LOADED: Final = 32
@@ -29,9 +22,10 @@ LOADED: Final = 32
 MOST_ARRANGED: Final = 64
 """Most rows of the weight of a tile with linear scales: beside the warps that arrange these, a thread that stores has
 no registers for totals of more (they spilled)."""
-BARRIER_BYTES: Final = 512
-LIST_BYTES: Final = 4 * MAX_EXPERTS + MAX_EXPERTS // 8
-"""The list of experts that are touched, and a bit for each expert."""
+GROUP: Final = 8
+"""Columns of the result that a thread stores at once."""
+WORD: Final = 32
+"""Experts of a part whose bits are in a word."""
 
 
 class Arguments(NamedTuple):
@@ -46,6 +40,8 @@ class Arguments(NamedTuple):
         b_scale: as ``a_scale``, of the weight's rows.
         alpha: (M, E) float32, any strides; where it is zero nothing is added.
         out: (M, N), written.
+        workspace: ``Config.workspace_bytes``, uint8, written; or ``None``, where these are none.
+        ctas: CTAs that share all units, a number: the SMs.
     """
 
     a: Any
@@ -54,10 +50,12 @@ class Arguments(NamedTuple):
     b_scale: Any
     alpha: Any
     out: Any
+    workspace: Any
+    ctas: Any
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(BlockScaledConfig):
     """Everything static about a kernel. M, N and the number of experts are not.
 
     Attributes:
@@ -65,7 +63,7 @@ class Config:
         out_dtype: dtype of the result.
         width: elements of k of an expert.
         columns: rows of the weight of a tile.
-        splits: CTAs of a cluster that share the experts of a tile.
+        parts: parts of the experts by which work is divided.
         routed: whether experts are passed over that no token of the tile is routed to.
         stages: stages of the ring.
         pdl: whether launches are programmatic dependent launches.
@@ -76,7 +74,7 @@ class Config:
     out_dtype: torch.dtype
     width: int
     columns: int
-    splits: int
+    parts: int
     routed: bool
     stages: int
     pdl: bool
@@ -93,55 +91,43 @@ class Config:
         return -(-self.width // CHUNK)
 
     @property
-    def threads(self) -> int:
-        """Threads of a CTA."""
-        return self.stage.threads
+    def shares_tiles(self) -> bool:
+        """Whether a result is the sum of several units' totals, which another kernel adds up."""
+        return self.parts > 1
 
     @property
-    def smem_bytes(self) -> int:
-        """Shared memory of a CTA."""
-        listed = LIST_BYTES if self.routed else 0
-        return self.stages * self.stage.size_bytes + BARRIER_BYTES + listed
+    def has_workspace(self) -> bool:
+        """Whether there is a workspace: for totals, or for bits of experts."""
+        return self.shares_tiles or self.routed
+
+    def workspace_bytes(self, m: int, n: int, experts: int) -> int:
+        """Bytes of workspace: totals of all units, of the tokens that a tile has; and, routed, the bits of experts of
+        each tile of tokens and part."""
+        token_tiles = -(-m // ROWS)
+        totals = 4 * token_tiles * min(m, ROWS) * -(-n // self.columns) * self.columns * self.parts
+        words = -(-experts // (self.parts * WORD))
+        return (totals if self.shares_tiles else 0) + (4 * token_tiles * self.parts * words if self.routed else 0)
 
     @property
-    def sum_tile(self) -> SumTile:
-        """The totals of a CTA, in place of the stages."""
-        return SumTile(ROWS, self.columns)
+    def accumulators(self) -> int:
+        return ACCUMULATORS
+
+    @property
+    def frees(self) -> int:
+        return ACCUMULATORS
 
     @property
     def sum_columns(self) -> int:
-        """Columns of tensor memory of all accumulators."""
         return ACCUMULATORS * self.columns
 
-    @property
-    def tensor_columns(self) -> int:
-        """Columns of tensor memory that are allocated: a power of two."""
-        used = self.sum_columns + SCALE_BUFFERS * self.stage.scale_columns
-        return max(32, 1 << (used - 1).bit_length())
-
-    def reason_unsupported(self, arch: Arch) -> str | None:
-        """Why this cannot run on ``arch``; ``None`` if it can."""
-        if not arch.has_tcgen05:
-            return f"{arch.name} has no tcgen05 instructions"
-        reason = self.stage.reason_unsupported()
-        if reason is not None:
-            return reason
+    def reason_unfit(self) -> str | None:
         if self.width % STEP:
             return f"an expert's width is {self.width}; it has to be a multiple of {STEP}"
-        if self.columns not in TILES or self.splits not in SPLITS:
-            return f"tiles have {TILES} rows of the weight, for {SPLITS} CTAs; not {self.columns} for {self.splits}"
+        if self.columns not in TILES or self.parts not in PARTS:
+            return f"tiles have {TILES} rows of the weight, in {PARTS} parts; not {self.columns} in {self.parts}"
         if self.stage.arranges and self.columns > MOST_ARRANGED:
             return f"with linear scales, tiles have at most {MOST_ARRANGED} rows of the weight, not {self.columns}"
-        if self.tensor_columns > COLUMNS:
-            return f"needs {self.tensor_columns} columns of tensor memory; there are {COLUMNS}"
-        if self.sum_tile.size_bytes > self.stages * self.stage.size_bytes:
-            return f"{self.sum_tile.size_bytes} bytes of sums do not fit in place of {self.stages} stages"
-        if self.smem_bytes > arch.smem_per_cta:
-            return f"needs {self.smem_bytes} bytes of shared memory; {arch.name} has {arch.smem_per_cta}"
         return None
-
-
-MOST_STAGES: Final = 9
 
 
 def plan(
@@ -151,14 +137,13 @@ def plan(
     out_dtype: torch.dtype,
     width: int,
     columns: int,
-    splits: int,
+    parts: int,
     routed: bool,
     arch: Arch,
     pdl: bool,
 ) -> Config | None:
     """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if none does."""
-    for stages in range(MOST_STAGES, 1, -1):
-        config = Config(fmt, layout, out_dtype, width, columns, splits, routed, stages, pdl)
-        if config.reason_unsupported(arch) is None:
-            return config
-    return None
+    return with_most_stages(
+        lambda stages: Config(fmt, layout, out_dtype, width, columns, parts, routed, stages, pdl),
+        arch,
+    )

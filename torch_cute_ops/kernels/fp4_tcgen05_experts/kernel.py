@@ -4,40 +4,23 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from torch_cute_ops.kernels.common import ptx, tcgen05
+from torch_cute_ops.kernels.common import pdl, ptx, tcgen05
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
-from torch_cute_ops.kernels.common.block_scaled_mma import STEPS, BlockScaledMma
-from torch_cute_ops.kernels.common.block_scaled_stage import (
-    ALIGNMENT,
-    ARRANGING_WARPS,
-    LINE,
-    ROWS,
-    SCALE_BUFFERS,
-    SCALE_TILE,
-    STEP,
-    STORING_WARPS,
-)
-from torch_cute_ops.kernels.common.cluster_sums import write_sums
-from torch_cute_ops.kernels.common.convert import DSL_DTYPES, store_words
+from torch_cute_ops.kernels.common.block_scaled_kernel import WARP, BlockScaledKernel, ScaleTiles, as_bytes
+from torch_cute_ops.kernels.common.block_scaled_mma import STEPS
+from torch_cute_ops.kernels.common.block_scaled_stage import LINE, ROWS, SCALE_TILE, STEP
+from torch_cute_ops.kernels.common.convert import DSL_DTYPES, pack
 from torch_cute_ops.kernels.common.expert_factors import factor_counts, factors_argument
 from torch_cute_ops.kernels.common.fp4_weights import rows_of_bytes
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
 from torch_cute_ops.kernels.common.weight_ring import next_stage
-from torch_cute_ops.kernels.fp4_tcgen05_experts.config import (
-    ACCUMULATORS,
-    LOADED,
-    MAX_EXPERTS,
-    Arguments,
-    Config,
-)
-from torch_cute_ops.runtime.argspec import Dim, TensorArg
+from torch_cute_ops.kernels.fp4_tcgen05_experts.config import ACCUMULATORS, GROUP, LOADED, WORD, Arguments, Config
+from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
-COPIER, MULTIPLIER = STORING_WARPS, STORING_WARPS + 1
-WARP = 32
-SCANNED = 32  # factors that a thread loads at once, to find out which experts are touched
+ADDERS = 256  # threads of a CTA that adds up totals
 
 
 class Part(NamedTuple):
@@ -46,78 +29,106 @@ class Part(NamedTuple):
     Attributes:
         m, n: sizes of the result.
         steps: MMAs of an expert. (As a constant, of which all chunks are whole, it made ptxas crash.)
-        blocks: blocks of a row, of all experts.
-        token_tile, row_tile: which tile of the result.
-        rank: the CTA in its cluster.
-        count: experts that it has; routed, those that are touched.
+        experts, words: experts, and words of bits of a part of them.
+        token_tiles, tiles: tiles of tokens, and of the result.
+        units: how many there are of all CTAs.
+        first, pitch: the first of the CTA's units, and how far it is to the next.
         a_scale, b_scale: as bytes.
         alpha: factors (M, E).
         out: the result.
+        touched: words of bits: which experts some token of a tile is routed to; ``None``: all are computed.
+        totals: of all units; ``None``: they are the result.
     """
 
     m: Int32
     n: Int32
     steps: Int32
-    blocks: Int32
-    token_tile: Int32
-    row_tile: Int32
-    rank: Int32
-    count: Int32
+    experts: Int32
+    words: Int32
+    token_tiles: Int32
+    tiles: Int32
+    units: Int32
+    first: Int32
+    pitch: Int32
     a_scale: cute.Tensor
     b_scale: cute.Tensor
     alpha: cute.Tensor
     out: cute.Tensor
-
-
-class Smem(NamedTuple):
-    """Shared memory: the stages, and barriers. A stage is full, or free; columns of scales are free; sums are complete,
-    or their columns free. ``columns`` is where those of tensor memory begin. ``touched`` has a bit for each of the
-    CTA's experts, ``listed`` the numbers of those whose bit is set; ``None``: all are computed."""
-
-    stages: cute.Pointer
-    full: cute.Pointer
-    free: cute.Pointer
-    scales_free: cute.Pointer
-    sums_full: cute.Pointer
-    sums_free: cute.Pointer
-    columns: cute.Pointer
     touched: cute.Tensor | None
-    listed: cute.Tensor | None
+    totals: cute.Tensor | None
 
 
-class FP4Tcgen05ExpertsKernel:
-    """The kernel of one ``Config``."""
+class Unit(NamedTuple):
+    """A unit of work: a tile of tokens, a tile of the weight's rows, a part of the experts."""
+
+    token_tile: Int32
+    row_tile: Int32
+    part: Int32
+
+
+class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
+    """The kernels of one ``Config``."""
 
     def __init__(self, config: Config):
-        self.config = config
-        self.stage = config.stage
-        self.mma = BlockScaledMma(self.stage)
+        super().__init__(config)
         self.out_dtype = DSL_DTYPES[config.out_dtype]
 
     def arguments(self) -> Arguments:
         m, n = Dim("m"), Dim("n", divisibility=8)
-        out = TensorArg(self.out_dtype.__name__, (m, n), (n, 1), align=16)
-        return Arguments(*self.mma.arguments(m, n), factors_argument(m), out)
+        workspace = TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16)
+        return Arguments(
+            *self.mma.arguments(m, n),
+            factors_argument(m),
+            out=TensorArg(self.out_dtype.__name__, (m, n), (n, 1), align=16),
+            workspace=workspace if self.config.has_workspace else None,
+            ctas=ScalarArg("Int32"),
+        )
 
     @cute.jit
-    def __call__(self, a, a_scale, b, b_scale, alpha, out, stream):
+    def __call__(self, a, a_scale, b, b_scale, alpha, out, workspace, ctas: Int32, stream):
         c = self.config
-        ctas = cute.ceil_div(out.shape[0], ROWS) * cute.ceil_div(out.shape[1], c.columns) * c.splits
-        ctas = ctas_unless_overlapping(ctas, (out,), (a, a_scale, b, b_scale, alpha))
+        m, n = out.shape
+        experts = alpha.shape[1]
+        token_tiles, row_tiles = cute.ceil_div(m, ROWS), cute.ceil_div(n, c.columns)
+        units = token_tiles * row_tiles * c.parts
+        words = cute.ceil_div(experts, c.parts * WORD)
+        # As in ``Config.workspace_bytes``
+        totals = touched = None
+        if const_expr(c.shares_tiles):
+            size = Int64(units) * cutlass.min(m, ROWS) * c.columns
+            totals = cute.make_tensor(cute.recast_ptr(workspace.iterator, dtype=Float32), cute.make_layout((size,)))
+        if const_expr(c.routed):
+            bits = workspace.iterator
+            if const_expr(c.shares_tiles):
+                bits = bits + cute.assume(cute.size(totals) * 4, divby=16)
+            touched = cute.make_tensor(
+                cute.recast_ptr(bits, dtype=Uint32), cute.make_layout((token_tiles * c.parts * words,))
+            )
+        written, read = (out, workspace), (a, a_scale, b, b_scale, alpha)
+        ctas = cutlass.min(units, cutlass.max(ctas, Int32(1)))
+        if const_expr(c.routed):
+            # The launch of no CTAs fails, and ends the call.
+            words_of_tile = ctas_unless_overlapping(words * c.parts, written, read)
+            self.touch_kernel(alpha, touched, m).launch(
+                grid=[words_of_tile, token_tiles, 1], block=[ROWS, 1, 1], stream=stream, use_pdl=c.pdl
+            )
+        else:
+            ctas = ctas_unless_overlapping(ctas, written, read)
         b_rows, b_bytes = rows_of_bytes(b, b_scale)
-        a_bytes = cute.make_tensor(cute.recast_ptr(a_scale.iterator, dtype=Uint8), a_scale.layout)
         maps = (
-            self.mma.map(self._by_expert(a, alpha.shape[1]), ROWS),
-            self.mma.map(self._by_expert(b_rows, alpha.shape[1]), c.columns),
+            self.mma.map(self._by_expert(a, experts), ROWS),
+            self.mma.map(self._by_expert(b_rows, experts), c.columns),
         )
-        self.kernel(*maps, a_bytes, b_bytes, alpha, out).launch(
-            grid=[ctas, 1, 1],
-            block=[c.threads, 1, 1],
-            cluster=[c.splits, 1, 1] if const_expr(c.splits > 1) else None,
-            min_blocks_per_mp=1,
-            stream=stream,
-            use_pdl=c.pdl,
+        self.kernel(*maps, as_bytes(a_scale), b_bytes, alpha, out, touched, totals).launch(
+            grid=[ctas, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
         )
+        if const_expr(c.shares_tiles):
+            self.add_kernel(out, totals).launch(
+                grid=[cute.ceil_div(m * (n // GROUP), ADDERS), 1, 1],
+                block=[ADDERS, 1, 1],
+                stream=stream,
+                use_pdl=c.pdl,
+            )
 
     def _by_expert(self, codes: cute.Tensor, experts) -> cute.Tensor:
         """Codes of rows as (rows, bytes of an expert, experts)."""
@@ -125,141 +136,95 @@ class FP4Tcgen05ExpertsKernel:
         layout = cute.make_layout((codes.shape[0], line, experts), stride=(codes.stride[0], 1, line))
         return cute.make_tensor(codes.iterator, layout)
 
+    # Experts
+
     @cute.kernel
-    def kernel(self, a_map, b_map, a_scale, b_scale, alpha, out):
+    def touch_kernel(self, alpha, touched, m):
+        """Set the bits of experts that some token of a tile is routed to. A CTA has a word of a tile: a lane an expert,
+        a warp 32 tokens."""
+        c = self.config
+        tid, _, _ = cute.arch.thread_idx()
+        word, token_tile, _ = cute.arch.block_idx()
+        words_of_tile, _, _ = cute.arch.grid_dim()
+        pdl.start(c.pdl)
+        warps = ROWS // WARP
+        found = cute.make_tensor(SmemAllocator().allocate_array(Uint32, warps), cute.make_layout(warps))
+        # Words of a part are neighbours.
+        words = words_of_tile // c.parts
+        expert = (word % words * WORD + tid % WARP) * c.parts + word // words
+        first = token_tile * ROWS + tid // WARP * WARP
+        factors = Uint32(0)
+        for i in range_constexpr(WARP):
+            exists = (expert < alpha.shape[1]) & (first + i < m)
+            factors = factors | self._factor_bits(first + i, expert, exists, alpha)
+        ballot = cute.arch.vote_ballot_sync(factor_counts(ptx.float_of(factors)))
+        if tid % WARP == 0:
+            found[tid // WARP] = Uint32(ballot)
+        cute.arch.sync_threads()
+        if tid == 0:
+            every = found[0]
+            for i in range_constexpr(1, warps):
+                every = every | found[i]
+            touched[token_tile * words_of_tile + word] = every
+
+    def _factor_bits(self, token, expert, exists, alpha) -> Uint32:
+        """The factor of a token for an expert, as bits; zero, unless it ``exists``."""
+        offset = Int64(token) * alpha.stride[0] + Int64(expert) * alpha.stride[1]
+        return ptx.load_if(alpha.iterator + offset, exists, 1)[0]
+
+    # GEMM
+
+    @cute.kernel
+    def kernel(self, a_map, b_map, a_scale, b_scale, alpha, out, touched, totals):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(tid // WARP)
-        rank, tile = cta % c.splits, cta // c.splits
+        ctas, _, _ = cute.arch.grid_dim()
         m, n = out.shape
-        token_tiles = cute.ceil_div(m, ROWS)
         experts = alpha.shape[1]
+        token_tiles = cute.ceil_div(m, ROWS)
+        tiles = token_tiles * cute.ceil_div(n, c.columns)
         part = Part(
             m=m,
             n=n,
             steps=a_map[1].shape[1] // (STEP // 2),
-            blocks=experts * (c.width // c.fmt.block_size),
-            # Tiles of tokens run side by side, and share the weight in L2.
-            token_tile=tile % token_tiles,
-            row_tile=tile // token_tiles,
-            rank=rank,
-            count=(experts - rank + c.splits - 1) // c.splits,
+            experts=experts,
+            words=cute.ceil_div(experts, c.parts * WORD),
+            token_tiles=token_tiles,
+            tiles=tiles,
+            units=tiles * c.parts,
+            first=cta,
+            pitch=ctas,
             a_scale=a_scale,
             b_scale=b_scale,
             alpha=alpha,
             out=out,
+            touched=touched,
+            totals=totals,
         )
-        smem = self._allocate()
-        if warp == MULTIPLIER:
-            tcgen05.allocate(smem.columns, c.tensor_columns, 1)
-        if tid == 0:
-            self._initialise(smem)
-        cute.arch.mbarrier_init_fence()
-        if const_expr(c.routed):
-            if const_expr(c.pdl):
-                cute.arch.griddepcontrol_wait()
-            part = part._replace(count=self._list(tid, part, smem))
-        cute.arch.sync_threads()
-        columns = Uint32(cute.make_tensor(smem.columns, cute.make_layout(1))[0])
-        if warp == COPIER:
-            self._copy(a_map, b_map, part, smem)
-        elif warp == MULTIPLIER:
-            if tid % WARP == 0:
-                self._multiply(columns, part, smem)
-        elif warp < STORING_WARPS:
-            self._sum(columns, tid, part, smem)
-        elif const_expr(self.stage.arranges):
-            self._arrange(tid - WARP * (MULTIPLIER + 1), part, smem)
-        cute.arch.sync_warp()
-        # All totals are in shared memory, and all loads of tensor memory done.
+        smem = self._set_up(tid)
         self._meet()
-        if warp == MULTIPLIER:
-            tcgen05.free(columns, c.tensor_columns, 1)
-        if warp < STORING_WARPS:
-            at = part.token_tile * ROWS, part.row_tile * c.columns
-            threads = WARP * STORING_WARPS
-            write_sums(c.sum_tile, c.splits, threads, _as_it_is, out, smem.stages, rank, tid, *at)
-        if const_expr(c.splits > 1):
-            # No CTA may end while another still reads its totals.
-            cute.arch.sync_warp()
-            self._meet()
+        columns = self._work(tid, (a_map, b_map), part, smem)
+        # All loads of tensor memory are done.
+        self._meet()
+        self._free(tid, columns)
 
-    @cute.jit
-    def _meet(self):
-        """A barrier of the CTA, or of the cluster."""
-        if const_expr(self.config.splits > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
+    def _unit(self, number, part) -> Unit:
+        """Tiles of tokens run side by side, and share the weight in L2. Parts come one after the other, so that a CTA
+        has units of several, which are not all of those that many tokens are routed to."""
+        tile = number % part.tiles
+        return Unit(tile % part.token_tiles, tile // part.token_tiles, number // part.tiles)
 
-    def _allocate(self) -> Smem:
-        c = self.config
-        base = SmemAllocator().allocate(c.smem_bytes, ALIGNMENT)
-        after = base + c.stages * self.stage.size_bytes
-        touched = listed = None
-        if c.routed:
-            listed = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout(MAX_EXPERTS))
-            bits = cute.recast_ptr(after + 4 * MAX_EXPERTS, dtype=Uint32)
-            touched = cute.make_tensor(bits, cute.make_layout(MAX_EXPERTS // WARP))
-            after = after + (4 * MAX_EXPERTS + MAX_EXPERTS // 8)
-        barriers = cute.recast_ptr(after, dtype=Int64)
-        ends = [0]
-        for count in (c.stages, c.stages, SCALE_BUFFERS, ACCUMULATORS, ACCUMULATORS):
-            ends.append(ends[-1] + count)
-        places = (barriers + end for end in ends[:-1])
-        return Smem(base, *places, cute.recast_ptr(barriers + ends[-1], dtype=Uint32), touched, listed)
+    def _bits(self, unit: Unit, word, part) -> Uint32:
+        """The experts of a unit that are computed, of those of a word: the lowest bit is the first."""
+        if self.config.routed:
+            return part.touched[(unit.token_tile * self.config.parts + unit.part) * part.words + word]
+        count = (part.experts - unit.part + self.config.parts - 1) // self.config.parts - word * WORD
+        return ptx.select(count >= WORD, Uint32(0xFFFFFFFF), (Uint32(1) << Uint32(count)) - 1)
 
-    def _initialise(self, smem: Smem) -> None:
-        for i in range(self.config.stages):
-            cute.arch.mbarrier_init(smem.full + i, 1 + self.stage.arranges)
-            cute.arch.mbarrier_init(smem.free + i, 1)
-        for i in range(SCALE_BUFFERS):
-            cute.arch.mbarrier_init(smem.scales_free + i, 1)
-        for i in range(ACCUMULATORS):
-            cute.arch.mbarrier_init(smem.sums_full + i, 1)
-            cute.arch.mbarrier_init(smem.sums_free + i, STORING_WARPS)
-
-    # Experts
-
-    @cute.jit
-    def _list(self, tid, part, smem) -> Int32:
-        """List the CTA's experts that a token of the tile is routed to, in their order; their number."""
-        c = self.config
-        lane, threads = tid % WARP, c.threads
-        first = part.token_tile * ROWS
-        last = cutlass.min(part.m, first + ROWS)
-        groups = cute.ceil_div(part.count, WARP)
-        for group in range(tid // WARP, groups, threads // WARP):
-            place = group * WARP + lane
-            found = Uint32(0)
-            for token in range(first, last, SCANNED):
-                for i in range_constexpr(SCANNED):
-                    exists = (place < part.count) & (token + i < last)
-                    found = found | self._factor_bits(token + i, place * c.splits + part.rank, exists, part)
-            touched = cute.arch.vote_ballot_sync(factor_counts(ptx.float_of(found)))
-            if lane == 0:
-                smem.touched[group] = Uint32(touched)
-        cute.arch.sync_threads()
-        total = Int32(0)
-        for group in range(groups):
-            bits = smem.touched[group]
-            place = group * WARP + lane
-            if (tid < WARP) & ((bits >> Uint32(lane)) & 1 != 0):
-                before = Int32(cute.arch.popc(bits & ((Uint32(1) << Uint32(lane)) - 1)))
-                smem.listed[total + before] = place * c.splits + part.rank
-            total = total + Int32(cute.arch.popc(bits))
-        return total
-
-    def _factor_bits(self, token, expert, exists, part) -> Uint32:
-        """The factor of a token for an expert, as bits; zero, unless it ``exists``."""
-        offset = Int64(token) * part.alpha.stride[0] + Int64(expert) * part.alpha.stride[1]
-        return ptx.load_if(part.alpha.iterator + offset, exists, 1)[0]
-
-    def _expert(self, i, part, smem) -> Int32:
-        """The ``i``-th of the experts that the CTA computes."""
-        return smem.listed[i] if self.config.routed else i * self.config.splits + part.rank
+    def _expert(self, bits, word, unit: Unit) -> Int32:
+        """The first expert of ``bits``."""
+        return (word * WORD + Int32(cute.arch.popc(~bits & (bits - 1)))) * self.config.parts + unit.part
 
     def _first_tile(self, expert, chunk):
         """The tile of scales that a chunk begins in."""
@@ -271,68 +236,68 @@ class FP4Tcgen05ExpertsKernel:
     def _copy(self, a_map, b_map, part, smem):
         """The copying warp: fill stages."""
         c = self.config
-        if const_expr(c.pdl and not c.routed):
+        if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
         tokens, rows = self.mma.boxes(a_map, ROWS), self.mma.boxes(b_map, c.columns)
         # With parity 1, a stage that was never used counts as free.
         stage, parity = Int32(0), Int32(1)
-        for i in cutlass.range(part.count, unroll=1):
-            expert = self._expert(i, part, smem)
-            for chunk in cutlass.range(c.chunks, unroll=1):
-                ptx.wait(smem.free + stage, parity)
-                base = smem.stages + cute.assume(stage * self.stage.size_bytes, divby=ALIGNMENT)
-                self._copy_scales(expert, chunk, base, smem.full + stage, part)
-                place = part.row_tile, chunk, expert
-                to = base + ROWS * LINE
-                self.mma.copy_box(b_map, rows, c.columns, to, place, smem.full + stage, ptx.EVICT_FIRST)
-                place = part.token_tile, chunk, expert
-                self.mma.copy_box(a_map, tokens, ROWS, base, place, smem.full + stage, None)
-                stage, parity = next_stage(stage, parity, c.stages)
+        number = part.first
+        while number < part.units:
+            unit = self._unit(number, part)
+            for word in cutlass.range(part.words, unroll=1):
+                bits = self._bits(unit, word, part)
+                while bits != 0:
+                    expert = self._expert(bits, word, unit)
+                    for chunk in cutlass.range(c.chunks, unroll=1):
+                        ptx.wait(smem.free + stage, parity)
+                        base, barrier = self._stage_at(stage, smem), smem.full + stage
+                        self._copy_scales_of(unit, expert, chunk, base, barrier, part)
+                        place = unit.row_tile, chunk, expert
+                        self.mma.copy_box(b_map, rows, c.columns, base + ROWS * LINE, place, barrier, ptx.EVICT_FIRST)
+                        place = unit.token_tile, chunk, expert
+                        self.mma.copy_box(a_map, tokens, ROWS, base, place, barrier, None)
+                        stage, parity = next_stage(stage, parity, c.stages)
+                    bits = bits & (bits - 1)
+            number += part.pitch
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def _copy_scales(self, expert, chunk, base, barrier, part):
-        """Start the copies of a stage's scales, if they are in tiles; the stage's barrier expects all of its bytes."""
+    def _copy_scales_of(self, unit, expert, chunk, base, barrier, part):
+        """Start the copies of a stage's scales, if they are in tiles."""
         c, stage = self.config, self.stage
-        if const_expr(stage.arranges):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, stage.code_bytes)
-        else:
-            first = self._first_tile(expert, chunk)
-            end = expert * c.width + cutlass.min(chunk * CHUNK + CHUNK, Int32(c.width))
-            size = (cute.ceil_div(end, stage.tile_elements) - first) * SCALE_TILE
-            band = part.row_tile * c.columns // ROWS
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, stage.code_bytes + size * 2)
-                at = base + stage.code_bytes
-                self.mma.copy_scale_tiles(part.b_scale, band, 1, 1, first, size, at, barrier, ptx.EVICT_FIRST)
-                at = at + stage.column_scale_bytes
-                self.mma.copy_scale_tiles(part.a_scale, part.token_tile, 1, 1, first, size, at, barrier, None)
+        first = self._first_tile(expert, chunk)
+        end = expert * c.width + cutlass.min(chunk * CHUNK + CHUNK, Int32(c.width))
+        size = (cute.ceil_div(end, stage.tile_elements) - first) * SCALE_TILE
+        rows = ScaleTiles(part.b_scale, unit.row_tile * c.columns // ROWS, 1, ptx.EVICT_FIRST)
+        tokens = ScaleTiles(part.a_scale, unit.token_tile, 1, None)
+        self._copy_scales(tokens, rows, first, size, base, barrier)
 
     @cute.jit
     def _arrange(self, thread, part, smem):
-        """An arranging warp: write linear scales to every fourth stage in the order of tiles."""
+        """An arranging warp: write linear scales to every fourth stage."""
         c = self.config
-        if const_expr(c.pdl and not c.routed):
+        if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
         turn, lane = thread // WARP, thread % WARP
-        tokens = part.a_scale, part.token_tile * ROWS + lane, part.m
-        rows = part.b_scale, part.row_tile * c.columns + lane, part.n
+        blocks = part.experts * (c.width // c.fmt.block_size)
         stage, parity = Int32(0), Int32(1)
-        for i in cutlass.range(part.count, unroll=1):
-            expert = self._expert(i, part, smem)
-            for chunk in cutlass.range(c.chunks, unroll=1):
-                if turn == 0:
-                    first = self._first_tile(expert, chunk) * (self.stage.tile_elements // c.fmt.block_size)
-                    base = smem.stages + cute.assume(stage * self.stage.size_bytes, divby=ALIGNMENT)
-                    barriers = smem.free + stage, parity, smem.full + stage
-                    self.mma.arrange(tokens, rows, first, part.blocks, lane, base, *barriers)
-                else:
-                    # A warp that left out phases could take one for the next but one, which has the same parity.
-                    ptx.wait(smem.free + stage, parity)
-                turn = (turn + ARRANGING_WARPS - 1) % ARRANGING_WARPS
-                stage, parity = next_stage(stage, parity, c.stages)
+        number = part.first
+        while number < part.units:
+            unit = self._unit(number, part)
+            tokens = part.a_scale, unit.token_tile * ROWS + lane, part.m
+            rows = part.b_scale, unit.row_tile * c.columns + lane, part.n
+            for word in cutlass.range(part.words, unroll=1):
+                bits = self._bits(unit, word, part)
+                while bits != 0:
+                    expert = self._expert(bits, word, unit)
+                    for chunk in cutlass.range(c.chunks, unroll=1):
+                        first = self._first_tile(expert, chunk) * (self.stage.tile_elements // c.fmt.block_size)
+                        turn, stage, parity = self._arrange_chunk(
+                            turn, lane, tokens, rows, first, blocks, stage, parity, smem
+                        )
+                    bits = bits & (bits - 1)
+            number += part.pitch
 
     # MMAs
 
@@ -340,70 +305,114 @@ class FP4Tcgen05ExpertsKernel:
     def _multiply(self, columns, part, smem):
         """The multiplying thread: issue the MMAs of all experts."""
         c = self.config
-        stage, parity = Int32(0), Int32(0)
-        buffer, buffer_parity = Int32(0), Int32(1)
+        if const_expr(c.pdl and c.routed):
+            cute.arch.griddepcontrol_wait()
+        place = self._first_chunk()
         accumulator, free_parity = Int32(0), Int32(1)
-        first_column = part.row_tile * c.columns
-        for i in cutlass.range(part.count, unroll=1):
-            phase = None
-            if const_expr(self.stage.spread):
-                # The width is an odd multiple of half a tile of scales.
-                phase = self._expert(i, part, smem) % 2
-            ptx.wait(smem.sums_free + accumulator, free_parity)
-            total = columns + Uint32(accumulator * c.columns)
-            for chunk in cutlass.range(c.chunks, unroll=1):
-                ptx.wait(smem.scales_free + buffer, buffer_parity)
-                ptx.wait(smem.full + stage, parity)
-                tcgen05.fence_after()
-                scales = columns + Uint32(c.sum_columns + buffer * self.stage.scale_columns)
-                steps = cutlass.min(part.steps - chunk * STEPS, Int32(STEPS))
-                at = Uint32(smem.stages.toint()) + Uint32(stage * self.stage.size_bytes)
-                self.mma.multiply(total, at, scales, steps, first_column, chunk > 0, phase)
-                tcgen05.commit(smem.free + stage, 1, False)
-                tcgen05.commit(smem.scales_free + buffer, 1, False)
-                stage, parity = next_stage(stage, parity, c.stages)
-                buffer, buffer_parity = next_stage(buffer, buffer_parity, SCALE_BUFFERS)
-            tcgen05.commit(smem.sums_full + accumulator, 1, False)
-            accumulator, free_parity = next_stage(accumulator, free_parity, ACCUMULATORS)
+        number = part.first
+        while number < part.units:
+            unit = self._unit(number, part)
+            first_column = unit.row_tile * c.columns
+            for word in cutlass.range(part.words, unroll=1):
+                bits = self._bits(unit, word, part)
+                while bits != 0:
+                    phase = None
+                    if const_expr(self.stage.spread):
+                        # The width is an odd multiple of half a tile of scales.
+                        phase = self._expert(bits, word, unit) % 2
+                    ptx.wait(smem.sums_free + accumulator, free_parity)
+                    total = columns + Uint32(accumulator * c.columns)
+                    for chunk in cutlass.range(c.chunks, unroll=1):
+                        steps = cutlass.min(part.steps - chunk * STEPS, Int32(STEPS))
+                        place = self._multiply_chunk(place, columns, total, steps, first_column, chunk > 0, phase, smem)
+                    tcgen05.commit(smem.sums_full + accumulator, 1, False)
+                    accumulator, free_parity = next_stage(accumulator, free_parity, ACCUMULATORS)
+                    bits = bits & (bits - 1)
+            number += part.pitch
 
     # Results
 
     @cute.jit
-    def _sum(self, columns, tid, part, smem):
-        """A storing warp: add up the experts' sums, and leave the totals in shared memory."""
+    def _store(self, columns, tid, part, smem):
+        """A storing warp: add up the sums of each unit's experts, and store the totals."""
         c = self.config
-        if const_expr(c.pdl and not c.routed):
+        if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
-        token = part.token_tile * ROWS + tid
         totals = cute.make_rmem_tensor(cute.make_layout(c.columns), Float32)
-        totals.fill(0.0)
         accumulator, parity = Int32(0), Int32(0)
-        for i in cutlass.range(part.count, unroll=1):
-            expert = self._expert(i, part, smem)
-            factor = ptx.float_of(self._factor_bits(token, expert, token < part.m, part))
-            ptx.wait(smem.sums_full + accumulator, parity)
-            tcgen05.fence_after()
-            counts = factor_counts(factor)
-            if cute.arch.vote_ballot_sync(counts) != 0:
-                start = columns + Uint32(accumulator * c.columns) + Uint32(tid // WARP * WARP << 16)
-                for piece in range_constexpr(c.columns // LOADED):
-                    sums = tcgen05.load(start + piece * LOADED, LOADED)
-                    tcgen05.wait_for_loads()
-                    if counts:
-                        for j in range_constexpr(LOADED):
-                            at = piece * LOADED + j
-                            totals[at] = ptx.fma_rn(factor, ptx.float_of(sums[j]), totals[at])
-            tcgen05.fence_before()
-            cute.arch.sync_warp()
-            ptx.arrive_if(smem.sums_free + accumulator, Uint32(tid % WARP == 0))
-            accumulator, parity = next_stage(accumulator, parity, ACCUMULATORS)
-        # The last sums are complete, so that no copy and no MMA needs the stages any more.
-        row = smem.stages + cute.assume(tid * (c.sum_tile.pitch * 4), divby=16)
-        for j in range_constexpr(0, c.columns, 4):
-            words = [ptx.bits_of(totals[j + k]) for k in range(4)]
-            store_words(words, cute.make_tensor(cute.recast_ptr(row + j * 4, dtype=Uint32), cute.make_layout(4)))
+        number = part.first
+        while number < part.units:
+            unit = self._unit(number, part)
+            token = unit.token_tile * ROWS + tid
+            totals.fill(0.0)
+            for word in cutlass.range(part.words, unroll=1):
+                bits = self._bits(unit, word, part)
+                while bits != 0:
+                    expert = self._expert(bits, word, unit)
+                    factor = ptx.float_of(self._factor_bits(token, expert, token < part.m, part.alpha))
+                    ptx.wait(smem.sums_full + accumulator, parity)
+                    tcgen05.fence_after()
+                    counts = factor_counts(factor)
+                    if cute.arch.vote_ballot_sync(counts) != 0:
+                        start = columns + Uint32(accumulator * c.columns) + Uint32(tid // WARP * WARP << 16)
+                        for piece in range_constexpr(c.columns // LOADED):
+                            sums = tcgen05.load(start + piece * LOADED, LOADED)
+                            tcgen05.wait_for_loads()
+                            if counts:
+                                for j in range_constexpr(LOADED):
+                                    at = piece * LOADED + j
+                                    totals[at] = ptx.fma_rn(factor, ptx.float_of(sums[j]), totals[at])
+                    self._leave_columns(smem.sums_free + accumulator, tid)
+                    accumulator, parity = next_stage(accumulator, parity, ACCUMULATORS)
+                    bits = bits & (bits - 1)
+            self._store_totals(totals, number, unit, tid, part)
+            number += part.pitch
 
+    @cute.jit
+    def _store_totals(self, totals, number, unit, tid, part):
+        """Store a token's totals of a unit: as the result, or for ``add_kernel``."""
+        c = self.config
+        token, row = unit.token_tile * ROWS + tid, unit.row_tile * c.columns
+        for group in range_constexpr(c.columns // GROUP):
+            exists = (token < part.m) & (row + group * GROUP < part.n)
+            values = [totals[group * GROUP + i] for i in range(GROUP)]
+            if const_expr(c.shares_tiles):
+                at = self._total_at(part.totals, number, tid, group, part.m)
+                words = pack(values, Float32)
+            else:
+                at = part.out.iterator + (Int64(token) * part.n + (row + group * GROUP))
+                words = pack(values, self.out_dtype)
+            for i in range_constexpr(0, len(words), 4):
+                ptx.store_if(at + i * len(values) // len(words), words[i : i + 4], exists)
 
-def _as_it_is(total: Float32, i: int) -> Float32:
-    """The epilogue, which is none."""
-    return total
+    def _total_at(self, totals, unit, row, group, m) -> cute.Pointer:
+        """Where a unit's totals of a token's ``GROUP`` columns are. Those of neighbouring tokens are neighbours, so
+        that the lanes of a warp store them together."""
+        tokens = cutlass.min(m, Int32(ROWS))
+        place = (Int64(unit) * (self.config.columns // GROUP) + group) * tokens + row
+        return totals.iterator + cute.assume(place * GROUP, divby=GROUP)
+
+    @cute.kernel
+    def add_kernel(self, out, totals):
+        """Add up the totals of all parts, in their order, and store the result. A thread has ``GROUP`` columns of a
+        token."""
+        c = self.config
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        pdl.start(c.pdl)
+        m, n = out.shape
+        place = cta * ADDERS + tid
+        token, column = place // (n // GROUP), place % (n // GROUP) * GROUP
+        token_tiles = cute.ceil_div(m, ROWS)
+        tile = column // c.columns * token_tiles + token // ROWS
+        tiles = token_tiles * cute.ceil_div(n, c.columns)
+        exists = token < m
+        values = [Float32(0.0)] * GROUP
+        for part in range_constexpr(c.parts):
+            at = self._total_at(totals, part * tiles + tile, token % ROWS, column % c.columns // GROUP, m)
+            words = [word for i in range(0, GROUP, 4) for word in ptx.load_if(at + i, exists, 4)]
+            values = [ptx.add_rn(x, ptx.float_of(word)) for x, word in zip(values, words, strict=True)]
+        words = pack(values, self.out_dtype)
+        to = out.iterator + (Int64(token) * n + column)
+        for i in range_constexpr(0, len(words), 4):
+            ptx.store_if(to + i * GROUP // len(words), words[i : i + 4], exists)
