@@ -479,7 +479,7 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
     else:
         workers = kernel.config.workers(one.n, one.workers)
         workspace = poisoned(kernel.config.workspace_bytes(one.m, one.experts, workers), dtype=torch.uint8)
-        given = fp4_experts.Arguments(a, a_scale, b.t(), scale, factors, out, workspace, workers)
+        given = fp4_experts.Arguments(a, a_scale, b.t(), scale, factors, None, out, workspace, workers)
     # Of units that warps multiply by themselves see docs/limits.md.
     strict = by_warpgroups or case.group > BY_WARP
     run_kernel(kernel, ARCHS[case.arch], *given, seed=one.seed, strict=strict, edit=edit)

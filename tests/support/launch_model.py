@@ -214,10 +214,11 @@ def compute_fp4_wgmma(config: Any, *args: Any) -> None:
 
 
 def compute_fp4_experts(config: Any, *args: Any) -> None:
-    a, a_scale, b, scale, alpha, out, workspace, workers = fp4_experts.Arguments(*args)
-    assert workspace.numel() == config.workspace_bytes(len(a), alpha.shape[1], workers)
+    call = fp4_experts.Arguments(*args)
+    assert call.workspace.numel() == config.workspace_bytes(len(call.a), call.alpha.shape[1], call.workers)
     formats = config.operands.fmt, config.operands.a_layout, config.operands.layout
-    write(out, expert_gemm(a, a_scale, b.t(), scale, alpha, config.out_dtype, *formats))
+    rest = config.out_dtype, *formats
+    write(call.out, expert_gemm(call.a, call.a_scale, call.b.t(), call.b_scale, call.alpha, *rest))
 
 
 def compute_fp8(config: Any, *args: Any) -> None:

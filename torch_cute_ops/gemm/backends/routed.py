@@ -5,6 +5,7 @@ import math
 
 import torch
 
+from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._fp4 import FP4KernelBackend
 from torch_cute_ops.gemm.cost import bytes_per_second, overlapped, smallest_tile, weight_seconds
@@ -38,8 +39,8 @@ class Routed(FP4KernelBackend):
     groupings = ("k",)
 
     def reason_unfit(self, problem: GemmProblem) -> str | None:
-        if problem.experts > fp4_experts.MAX_EXPERTS:
-            return f"there are {problem.experts} experts; routed takes at most {fp4_experts.MAX_EXPERTS}"
+        if problem.experts > MAX_EXPERTS:
+            return f"there are {problem.experts} experts; routed takes at most {MAX_EXPERTS}"
         width = problem.expert_k
         reason = reason_not_linear(problem, width, "an expert's width")
         if reason is not None:
@@ -100,6 +101,7 @@ class Routed(FP4KernelBackend):
             b,
             b_scale,
             alpha,
+            bias,
             out,
             allocator(device)((config.workspace_bytes(a.shape[0], experts, workers),), (1,), torch.uint8),
             workers,
@@ -133,6 +135,7 @@ def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_experts.Con
     return fp4_experts.plan(
         operands=fp4_operands(problem),
         out_dtype=problem.out_dtype,
+        bias_dtype=problem.epilogue.bias_dtype,
         width=problem.expert_k,
         group=group,
         tokens=tokens,

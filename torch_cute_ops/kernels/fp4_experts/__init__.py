@@ -43,7 +43,6 @@ from torch_cute_ops.kernels._lazy import on_demand
 from torch_cute_ops.kernels.fp4_experts.config import (
     CLASSES,
     GROUPS,
-    MAX_EXPERTS,
     ROWS,
     TILES,
     Arguments,
@@ -58,7 +57,6 @@ __all__ = [
     "CLASSES",
     "GROUPS",
     "KERNEL",
-    "MAX_EXPERTS",
     "ROWS",
     "TILES",
     "Arguments",
