@@ -257,14 +257,14 @@ def _operands(case: WgmmaCase | ExpertsCase) -> FP4Operands:
     return FP4Operands(_a_dtype(case), case.dtype, case.format, SCALE_LAYOUTS[case.layout], a_layout)
 
 
-def _planned(family: Any, case: WgmmaCase | ExpertsCase, **given: Any) -> Any:
+def _planned(family: Any, case: WgmmaCase | ExpertsCase | GatedExpertsCase, **given: Any) -> Any:
     """As the backend plans it; ``given``: what only this family's kernels have."""
     from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
     return family.plan(operands=_operands(case), tokens=case.tokens, arch=GPU_ARCHS[case.arch], pdl=True, **given)
 
 
-def _activations_id(case: WgmmaCase | ExpertsCase) -> str:
+def _activations_id(case: WgmmaCase | ExpertsCase | GatedExpertsCase) -> str:
     return case.a_layout or _short(_a_dtype(case))[0]
 
 
@@ -495,6 +495,41 @@ class ExpertsCase:
 
 
 @dataclass(frozen=True)
+class GatedExpertsCase:
+    """The kernels of a gated FP4 GEMM over experts; ``finish`` are the arguments of ``fp4_gated_experts.Finish``."""
+
+    dtype: torch.dtype
+    format: FP4Format
+    layout: str
+    a_layout: str | None
+    rows: int
+    group: int
+    tokens: int
+    finish: tuple[Any, ...]
+    arch: str = "sm_90a"
+    a_dtype: torch.dtype | None = None
+
+    @property
+    def id(self) -> str:
+        sizes = f"{self.rows}by{self.group}of{self.tokens}"
+        named = (getattr(each, "name", None) or str(each).removeprefix("torch.") for each in self.finish)
+        return _fp4_gemm_id("gated_experts", self, _activations_id(self), sizes, *named)
+
+    @property
+    def kernel(self) -> Any:
+        """For five chunks of k, of which the last is not whole; or, with linear scales, for four."""
+        return self.kernel_for(1024 if self.layout == "linear" else 1088)
+
+    def kernel_for(self, width: int) -> Any:
+        """As the backend builds it."""
+        from torch_cute_ops.kernels import fp4_gated_experts
+
+        sizes = {"width": width, "rows": self.rows, "group": self.group}
+        finish = fp4_gated_experts.Finish(*self.finish)
+        return fp4_gated_experts.FP4GatedExpertsKernel(_planned(fp4_gated_experts, self, finish=finish, **sizes))
+
+
+@dataclass(frozen=True)
 class MoeCase:
     """A kernel around the experts' GEMMs, by its family (``moe_swiglu``: experts' rows of ``row_quant``).
 
@@ -690,7 +725,16 @@ def fp8_fp4_gemm_cases() -> list[FP8FP4GemmCase]:
 
 
 AnyCase = (
-    Case | MmaCase | WgmmaCase | Tcgen05Case | Tcgen05ExpertsCase | ExpertsCase | MoeCase | FP8GemmCase | FP8FP4GemmCase
+    Case
+    | MmaCase
+    | WgmmaCase
+    | Tcgen05Case
+    | Tcgen05ExpertsCase
+    | ExpertsCase
+    | GatedExpertsCase
+    | MoeCase
+    | FP8GemmCase
+    | FP8FP4GemmCase
 )
 
 
