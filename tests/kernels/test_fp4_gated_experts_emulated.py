@@ -103,11 +103,12 @@ def results(one: Gated, given: Operands, edit: Any = None) -> tuple[torch.Tensor
     else:
         y = poisoned(one.m, width, dtype=finish.out)
     gate = one.gate if finish.swiglu else (None,) * 3
+    b_scale = given.b_scale.view(case.format.scale_dtype)
     arguments = fp4_gated_experts.Arguments(
         a=given.a,
         a_scale=None if given.a_scale is None else given.a_scale.view(case.format.scale_dtype),
-        b=given.b.t(),
-        b_scale=given.b_scale.view(case.format.scale_dtype),
+        b=given.b.view(one.experts, 2 * one.columns, -1),
+        b_scale=b_scale.view(one.experts, 2 * one.columns, -1) if case.layout == "linear" else b_scale,
         routing=given.routing.t().contiguous().t(),
         alpha=given.alpha,
         bias=given.bias,

@@ -31,8 +31,9 @@ class Arguments(NamedTuple):
     """The run-time arguments, in order. Sizes: M rows of activations, H elements of k, E experts with I columns each.
 
     Attributes:
-        a, a_scale, b, b_scale: as ``FP4Operands`` describes them, where N is E · 2 · I: for each expert the rows of the
-            gate, then those of up.
+        a, a_scale: as ``FP4Operands`` describes them.
+        b: (E, 2 · I, H / 2) codes, contiguous: of each expert the rows of the gate, then those of up.
+        b_scale: their scales: linear (E, 2 · I, H / B), or tiled over (E · 2 · I, H).
         routing: (M, E) float32, any strides; a pair where it is zero is not computed.
         alpha: float32 factors of the sums: (E,), or (E, 2) for gate and up; or ``None``.
         bias: (E, 2 · I) float32 or 16 bits, added to a sum behind its factor; or ``None``.

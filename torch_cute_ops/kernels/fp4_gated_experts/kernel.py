@@ -103,9 +103,14 @@ class FP4GatedExpertsKernel:
         self.epilogue = GatedEpilogue(config)
 
     def arguments(self) -> Arguments:
-        m, n, experts = Dim("m"), Dim("n", divisibility=128), Dim("experts")
+        m, experts, rows = Dim("m"), Dim("experts"), Dim("rows", divisibility=128)
         a, a_scale = self.activations.arguments()
-        b, b_scale = self.ring.arguments(n)
+        half, blocks = Dim("k_bytes", divisibility=16), Dim("blocks", divisibility=16)
+        b = TensorArg("Uint8", (experts, rows, half), (Dim("b_stride", 16, bits=64), half, 1), align=16)
+        _, b_scale = self.ring.arguments(rows)
+        if self.config.operands.layout.is_linear:
+            strides = Dim("b_scale_stride", 16, bits=64), blocks, 1
+            b_scale = TensorArg(b_scale.dtype, (experts, rows, blocks), strides, align=16)
         return Arguments(
             a=a,
             a_scale=a_scale,
@@ -114,7 +119,7 @@ class FP4GatedExpertsKernel:
             routing=factors_argument(m),
             workspace=TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16),
             workers=ScalarArg("Int32"),
-            **self.epilogue.arguments(m, experts, Dim("bias_columns", divisibility=128)),
+            **self.epilogue.arguments(m, experts, rows),
         )
 
     @cute.jit
@@ -151,9 +156,19 @@ class FP4GatedExpertsKernel:
         self.list_kernel(a, a_scale, routing, lists, outputs).launch(
             grid=[listed, tiles, c.list_parts], block=[c.lists.threads, 1, 1], stream=stream, use_pdl=c.pdl
         )
-        self.kernel(self.ring.maps(b, b_scale), routing, lists, outputs).launch(
+        self.kernel(self._weight_maps(b, b_scale), routing, lists, outputs).launch(
             grid=[workers, tiles, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
         )
+
+    def _weight_maps(self, b, b_scale) -> tuple:
+        """The tensor maps of the weight, whose experts' rows follow each other."""
+        experts, rows, half = b.shape
+        b = cute.make_tensor(b.iterator, cute.make_layout((half, experts * rows), stride=(1, half)))
+        if self.config.operands.layout.is_linear:
+            blocks = b_scale.shape[2]
+            matrix = cute.make_layout((experts * rows, blocks), stride=(blocks, 1))
+            b_scale = cute.make_tensor(b_scale.iterator, matrix)
+        return self.ring.maps(b, b_scale)
 
     # Lists
 
