@@ -9,12 +9,12 @@ PAIR_BYTES: Final = 8
 
 @dataclass(frozen=True)
 class TokenListLayout:
-    """Lists of a tile's tokens, one for each expert, with their activations.
+    """Lists of a tile's tokens, one for each expert.
 
     Attributes:
         tokens: tokens of a tile.
         group: tokens of a unit of work; a list has room for whole units.
-        chunks: chunks of k of a token.
+        chunks: chunks of k of a token, if its activations are in the list; else 0.
         token_bytes: bytes of a token in a chunk of rearranged activations.
     """
 

@@ -1,8 +1,9 @@
-"""Lists of the tokens of a tile that are routed to each expert, with their activations: how a CTA makes one.
+"""Lists of the tokens of a tile that are routed to each expert: how a CTA makes one.
 
-A list has the tokens in their order. The activations of its tokens are rearranged as ``kernels.common.activations``
-describes, chunk after chunk; in a chunk, groups of eight tokens follow each other, so that those of a unit of work are
-contiguous. Of each token it has a *pair* of words: a number, negative in what is left of the last unit, and a factor.
+A list has the tokens in their order, of each a *pair* of words: a number, negative in what is left of the last unit,
+and a factor. Where experts have activations of their own, these are in the list too, rearranged as ``kernels.common.
+activations`` describes, chunk after chunk; in a chunk, groups of eight tokens follow each other, so that those of a
+unit of work are contiguous.
 """
 
 from typing import NamedTuple

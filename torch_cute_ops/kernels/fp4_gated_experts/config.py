@@ -22,8 +22,10 @@ GROUPS: Final = (8, 16, 24, 32)
 """Tokens of a unit."""
 TILES: Final = (16, 32, 64, 128, 256, 512)
 """Tokens of a tile, of which there are lists."""
-LIST_PASSES: Final = 16
-"""Pieces of activations that a thread rearranges of an expert that all tokens of a tile are routed to."""
+ARRANGED: Final = 2
+"""Pieces of activations that a thread rearranges, about."""
+MAX_PARTS: Final = 64
+"""Most CTAs for each expert that rearrange activations."""
 BARRIER_BYTES: Final = 512
 
 
@@ -183,18 +185,13 @@ class Config:
     @property
     def lists(self) -> TokenListLayout:
         """The lists of tokens."""
-        return TokenListLayout(self.tokens, self.group, self.k_chunks, self.arranged.token_bytes)
+        return TokenListLayout(self.tokens, self.group, 0, self.arranged.token_bytes)
 
     @property
-    def list_chunks(self) -> int:
-        """Chunks that a CTA rearranges, of those of an expert's tokens."""
-        pieces = CHUNK // 32 * self.tokens
-        return max(1, LIST_PASSES * self.lists.threads // pieces)
-
-    @property
-    def list_parts(self) -> int:
-        """CTAs that share the activations of an expert's tokens."""
-        return -(-self.k_chunks // self.list_chunks)
+    def lag(self) -> int:
+        """Chunks that a producer warp starts before it waits for the activations of one. (It must not wait for a stage
+        that only the chunk that it has not handed over yet would free.)"""
+        return self.stages // self.slots - 2
 
     @property
     def chunks(self) -> WeightChunks:
@@ -227,9 +224,10 @@ class Config:
         return self.stages * self.stage_bytes + self.sum_bytes + self.value_bytes + LIST_BYTES + BARRIER_BYTES
 
     def workspace_bytes(self, m: int, experts: int) -> int:
-        """Bytes of workspace: for each tile and expert the list of its tokens. Its parts are each contiguous over all
-        tiles."""
-        return -(-m // self.tokens) * experts * self.lists.size_bytes
+        """Bytes of workspace: the rearranged activations, and for each tile and expert the list of its tokens. Its
+        parts are each contiguous over all tiles."""
+        arranged = m * self.k_chunks * self.arranged.token_bytes
+        return arranged + -(-m // self.tokens) * experts * self.lists.size_bytes
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""

@@ -82,13 +82,11 @@ class GatedEpilogue:
             "swiglu_limit": gate,
         }
 
-    def terms(self, pairs, at, expert, first_column, share, consumer) -> Terms:
-        """Load the terms of a lane's column of the slice that begins with ``first_column`` of the expert, and the
-        unit's tokens, from pair ``at`` on; in warps that finish tasks."""
+    def terms(self, token, expert, first_column, share, consumer) -> Terms:
+        """Load the terms of a lane's column of the slice that begins with ``first_column`` of the expert, in warps that
+        finish tasks. ``token``: as in ``Terms``."""
         f, outputs, is_last = self.finish, share.outputs, consumer.is_last
-        lane, column = consumer.lane, first_column + consumer.column
-        words = cute.recast_ptr(pairs.iterator, dtype=Uint32) + at * 2 + lane * 2
-        (token,) = ptx.load_if(words, is_last & (lane < self.config.group), 1)
+        column = first_column + consumer.column
         alpha = bias = scale = None
         if f.alpha is not None:
             each = 1 if f.alpha == "expert" else 2
@@ -102,7 +100,7 @@ class GatedEpilogue:
         if f.global_scale is not None:
             place = 0 if f.global_scale == "one" else Int64(expert)
             scale = ptx.float_of(ptx.load_if(outputs.global_scale.iterator + place, is_last, 1)[0])
-        return Terms(Int32(token), alpha, bias, scale)
+        return Terms(token, alpha, bias, scale)
 
     def gated(self, gate: Float32, up: Float32, terms: Terms, outputs: Outputs) -> Float32:
         """A result of two sums."""

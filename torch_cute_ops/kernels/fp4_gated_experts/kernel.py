@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common import pdl, ptx
+from torch_cute_ops.kernels.common.activation_layout import CHUNK
 from torch_cute_ops.kernels.common.activations import Activations
 from torch_cute_ops.kernels.common.convert import load_words, store_words
 from torch_cute_ops.kernels.common.expert_factors import factors_argument
@@ -21,7 +22,7 @@ from torch_cute_ops.kernels.common.unit_lists import LIST_BYTES
 from torch_cute_ops.kernels.common.unit_mma import UnitMma, free
 from torch_cute_ops.kernels.common.weight_chunks import TILE_ROWS
 from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
-from torch_cute_ops.kernels.fp4_gated_experts.config import WARPS, Arguments, Config
+from torch_cute_ops.kernels.fp4_gated_experts.config import ARRANGED, MAX_PARTS, WARPS, Arguments, Config
 from torch_cute_ops.kernels.fp4_gated_experts.epilogue import GatedEpilogue, Outputs
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
@@ -145,16 +146,23 @@ class FP4GatedExpertsKernel:
         c = self.config
         tiles = cute.ceil_div(a.shape[0], c.tokens)
         experts = routing.shape[1]
+        m = a.shape[0]
         # As in ``Config.workspace_bytes``
-        arranged, pairs, after = self.lister.parts(workspace.iterator, tiles, experts)
+        row_bytes = c.k_chunks * self.lister.token_bytes
+        arranged = cute.make_tensor(workspace.iterator, cute.make_layout((m, row_bytes), stride=(row_bytes, 1)))
+        after = workspace.iterator + cute.assume(Int64(m) * row_bytes, divby=row_bytes)
+        _, pairs, after = self.lister.parts(after, tiles, experts)
         counts = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((tiles * experts,)))
         lists = TokenLists(arranged, pairs, counts)
+        threads = Int64(experts) * tiles * (c.lists.threads * ARRANGED)
+        pieces = Int64(m) * (c.k_chunks * self.activations.pieces)
+        parts = Int32(cutlass.min((pieces + threads - 1) // threads, Int64(MAX_PARTS)))
         gate = (swiglu_alpha, swiglu_beta, swiglu_limit) if const_expr(c.finish.swiglu) else None
         outputs = Outputs(alpha, bias, global_scale, y, scale, gate)
         read = a, a_scale, b, b_scale, routing, alpha, bias, global_scale
         listed = ctas_unless_overlapping(experts, (y, scale, workspace), read)
         self.list_kernel(a, a_scale, routing, lists, outputs).launch(
-            grid=[listed, tiles, c.list_parts], block=[c.lists.threads, 1, 1], stream=stream, use_pdl=c.pdl
+            grid=[listed, tiles, parts], block=[c.lists.threads, 1, 1], stream=stream, use_pdl=c.pdl
         )
         self.kernel(self._weight_maps(b, b_scale), routing, lists, outputs).launch(
             grid=[workers, tiles, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
@@ -174,8 +182,8 @@ class FP4GatedExpertsKernel:
 
     @cute.kernel
     def list_kernel(self, a, a_scale, routing, lists, outputs):
-        """List the tokens of a tile that are routed to an expert, in their order, and rearrange some chunks of their
-        activations; zero the padding of the scales."""
+        """List the tokens of a tile that are routed to an expert, in their order; rearrange the activations, and zero
+        the padding of the scales."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         expert, tile, part = cute.arch.block_idx()
@@ -183,17 +191,24 @@ class FP4GatedExpertsKernel:
         m = a.shape[0]
         # The next kernel may start to read weights and the routing.
         pdl.start(c.pdl)
+        thread = ((part * tiles + tile) * experts + expert) * c.lists.threads + tid
+        threads = experts * tiles * parts * c.lists.threads
         if const_expr(self.epilogue.is_fp4 and not c.finish.out_layout.is_linear):
-            cta = (part * tiles + tile) * experts + expert
-            threads = c.lists.threads
-            self.epilogue.clear_padding(outputs, m, cta * threads + tid, experts * tiles * parts * threads)
+            self.epilogue.clear_padding(outputs, m, thread, threads)
+        pieces = self.activations.pieces
+        for i in range(thread, m * (c.k_chunks * pieces), threads):
+            piece, chunk, token = i % pieces, i // pieces % c.k_chunks, i // (pieces * c.k_chunks)
+            start = chunk * CHUNK
+            words = self.activations.read(a, a_scale, token, start, c.width - start, piece)
+            self.activations.store_row(words, piece, self._row_at(lists.tiles, token, chunk))
         first_token = tile * c.tokens
-        # Every part of an expert stores the same pairs.
-        members, total = self.lister.find(routing, lists, tile, expert, experts, m, lambda token: first_token + token)
-        entry = self.lister.entry(tile, expert, experts)
-        first = part * c.list_chunks
-        chunks = cutlass.min(Int32(c.k_chunks) - first, Int32(c.list_chunks))
-        self.lister.arrange(a, a_scale, members, total, lists.tiles, entry, first_token, 0, c.width, first, chunks)
+        # Every part of an expert stores the same.
+        self.lister.find(routing, lists, tile, expert, experts, m, lambda token: first_token + token)
+
+    def _row_at(self, arranged, token, chunk) -> cute.Pointer:
+        """Where the workspace has a chunk of a token."""
+        at = Int64(token) * self.config.k_chunks + chunk
+        return arranged.iterator + cute.assume(at * self.lister.token_bytes, divby=self.lister.token_bytes)
 
     # GEMM
 
@@ -281,8 +296,8 @@ class FP4GatedExpertsKernel:
 
     @cute.jit
     def _feed(self, slot, weight, share, smem):
-        """The producer warp of a slot: its chunks of the weight, and of the activations that the other kernel has
-        rearranged.
+        """The producer warp of a slot: its chunks of the weight, and of the rows of activations that the other kernel
+        has rearranged.
 
         Where this kernel has found the units itself, the first chunks of the weight are copied before the other one has
         ended. That is safe because it lets this kernel start only when it has waited for all kernels before it.
@@ -301,18 +316,48 @@ class FP4GatedExpertsKernel:
                         loaded += 1
                 ahead += share.workers
             cute.arch.griddepcontrol_wait()
+        lane = cute.arch.lane_idx()
         # With parity 1, a stage that was never used counts as free.
         stage, parity = Int32(0), Int32(1)
         done, index = Int32(0), Int32(0)
         for task in range(share.worker, share.tasks, share.workers):
-            index = self.units.index_of(task // share.slices, index, self._units(smem))
+            units = self._units(smem)
+            index = self.units.index_of(task // share.slices, index, units)
+            position = (task // share.slices - units.begins[index]) * c.group
+            tokens = cutlass.min(units.counts[index] - position, Int32(c.group))
+            token = self._token_of(share, units.experts[index], position, lane, lane < tokens)
             for chunk in range(slot, c.k_chunks, c.slots):
                 if done >= loaded:
                     ptx.wait(smem.free + (first + stage), parity)
                     self._load_weight(index, task, chunk, first + stage, weight, share, smem)
-                self._load_tokens(index, task, chunk, first + stage, share, smem)
+                target = smem.tokens + cute.assume((first + stage) * self.mma.stage_tokens, divby=self.mma.stage_tokens)
+                for i in range(tokens):
+                    row = self._row_at(share.lists.tiles, cute.arch.shuffle_sync(token, i), chunk)
+                    self.activations.copy_row(target, row, i, lane)
+                cute.arch.cp_async_commit_group()
+                if done >= c.lag:
+                    cute.arch.cp_async_wait_group(c.lag)
+                    self._hand_over(first + (stage + (depth - c.lag)) % depth, lane, smem)
                 done += 1
                 stage, parity = next_stage(stage, parity, depth)
+        cute.arch.cp_async_wait_group(0)
+        for i in range(cutlass.min(done, Int32(c.lag))):
+            left = cutlass.min(done, Int32(c.lag)) - i
+            self._hand_over(first + (stage + (depth - left)) % depth, lane, smem)
+
+    def _hand_over(self, stage, lane, smem) -> None:
+        """Say that the activations of a stage are there."""
+        # Each lane has waited for its own copies; wgmma reads what all have copied.
+        fence_async()
+        cute.arch.sync_warp()
+        ptx.arrive_if(smem.full + stage, Uint32(lane == 0))
+
+    def _token_of(self, share, expert, position, lane, exists) -> Int32:
+        """The row of a unit's ``lane``-th token, if there is such a token; the unit begins at ``position`` of the
+        list."""
+        place = self.lister.entry(share.tile, expert, share.experts) + position
+        words = cute.recast_ptr(share.lists.pairs.iterator, dtype=Uint32) + place * 2 + lane * 2
+        return Int32(ptx.load_if(words, exists, 1)[0])
 
     def _load_weight(self, index, task, chunk, stage, weight, share, smem) -> None:
         """Start the copies of a chunk of the weight."""
@@ -322,19 +367,6 @@ class FP4GatedExpertsKernel:
         for half in range(2):
             tile = (expert * 2 + half) * share.slices + slice_
             self.ring.load(tile, chunk, 0, 2 * stage + half, smem.full + stage, weight, share.n, blocks)
-
-    @cute.jit
-    def _load_tokens(self, index, task, chunk, stage, share, smem):
-        """Start the copies of a chunk of a unit's activations."""
-        c = self.config
-        units = self._units(smem)
-        position = (task // share.slices - units.begins[index]) * c.group
-        entry = self.lister.entry(share.tile, units.experts[index], share.experts)
-        tokens = cutlass.min(units.counts[index] - position, Int32(c.group))
-        target = smem.tokens + cute.assume(stage * self.mma.stage_tokens, divby=self.mma.stage_tokens)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(smem.full + stage, tokens * self.lister.token_bytes)
-            self.lister.copy_unit(share.lists.tiles, entry, chunk, position, tokens, target, smem.full + stage)
 
     @cute.jit
     def _multiply(self, warp, tid, share, smem):
@@ -363,8 +395,10 @@ class FP4GatedExpertsKernel:
             index = self.units.index_of(unit, index, units)
             expert = units.experts[index]
             first_column = slice_ * c.columns
-            place = self.lister.entry(share.tile, expert, share.experts) + (unit - units.begins[index]) * c.group
-            terms = self.epilogue.terms(share.lists.pairs, place, expert, first_column, share, consumer)
+            position = (unit - units.begins[index]) * c.group
+            exists = consumer.is_last & (lane < units.counts[index] - position)
+            token = self._token_of(share, expert, position, lane, exists)
+            terms = self.epilogue.terms(ptx.select(exists, token, Int32(-1)), expert, first_column, share, consumer)
             if const_expr(c.by_warp or c.k_chunks < c.slots):
                 sums.fill(0.0)
             last = stage
