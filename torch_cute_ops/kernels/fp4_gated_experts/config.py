@@ -175,7 +175,7 @@ class Config:
     @property
     def registers(self) -> tuple[int, int]:
         """Registers per thread of consumers, and of other warps."""
-        return (104, 56) if self.feeders == 4 else (96, 40)
+        return (104, 56) if self.feeders == 4 else (96, 48)
 
     @property
     def arranged(self) -> ActivationLayout:
