@@ -7,7 +7,7 @@ written of them. What it writes is what ``kernels.fp4_experts`` reads.
 A call launches two kernels:
 
 1. Lists. A CTA for each expert and tile of up to 512 tokens scans its column of ``routing`` for the tokens that are
-   routed to the expert, and lists them in their order. All CTAs together rearrange the activations of every token, once,
+   routed to the expert, and lists them in their order. All CTAs together rearrange the activations of each token once,
    as ``kernels.common.activations`` describes, decoded if they are in FP4; and zero the padding of the scales.
 2. GEMM. A unit of work is an expert and up to ``group`` of its tokens; a task is a unit and a slice of ``rows`` rows of
    its expert's weight, of which half are of the gate and half the same columns of up. A worker, a CTA, has every

@@ -40,10 +40,10 @@ class Arguments(NamedTuple):
         alpha: float32 factors of the sums: (E,), or (E, 2) for gate and up; or ``None``.
         bias: (E, 2 · I) float32 or 16 bits, added to a sum behind its factor; or ``None``.
         global_scale: float32, (1,) or (E,), the encode scale of the result; or ``None``.
+        swiglu_alpha, swiglu_beta, swiglu_limit: of the general gate, +inf for no limit; or ``None``.
         y: (M, E · I) in 16 bits, or (M, E · I / 2) codes, written where a token is routed.
         scale: block scales of the codes, written there too; padding is zero. ``None`` for 16 bits.
         workspace: ``Config.workspace_bytes``, uint8, written.
-        swiglu_alpha, swiglu_beta, swiglu_limit: of the general gate, +inf for no limit; or ``None``.
         workers: CTAs for each tile of tokens.
     """
 
@@ -55,12 +55,12 @@ class Arguments(NamedTuple):
     alpha: Any
     bias: Any
     global_scale: Any
-    y: Any
-    scale: Any
-    workspace: Any
     swiglu_alpha: Any
     swiglu_beta: Any
     swiglu_limit: Any
+    y: Any
+    scale: Any
+    workspace: Any
     workers: Any
 
 
