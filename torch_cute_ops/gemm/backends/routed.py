@@ -27,6 +27,7 @@ class Routed(RoutedBackend):
     """A tactic is (tokens of a unit, tokens of a tile, classes of experts by which work is divided)."""
 
     groupings = ("k",)
+    adds_expert_bias = True
 
     def reason_unfit(self, problem: GemmProblem) -> str | None:
         width = problem.expert_k
