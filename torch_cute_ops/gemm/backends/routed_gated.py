@@ -1,4 +1,4 @@
-"""The gated FP4 GEMM over experts that computes only routed pairs of token and expert: ``kernels/fp4_gated_experts``."""
+"""Gated FP4 GEMMs over experts that compute only routed pairs of token and expert: ``kernels/fp4_gated_experts``."""
 
 from typing import Any
 
