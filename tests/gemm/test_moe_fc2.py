@@ -130,7 +130,7 @@ def test_experts_are_added_in_ascending_order():
     w, scale = torch.full((8, 3 * 32), 0x22, dtype=torch.uint8), torch.full((8, 12), 0x38, dtype=torch.uint8)
     alpha = torch.tensor([[2.0**24, 1, -(2.0**24)], [2.0**24, -(2.0**24), 1]])
     layout = SCALE_LAYOUTS["linear"]
-    args = (a, None, w, scale.view(torch.float8_e4m3fn), alpha, torch.float32, NVFP4, None, layout)
+    args = (a, None, w, scale.view(torch.float8_e4m3fn), alpha, None, torch.float32, NVFP4, None, layout)
     assert torch.equal(expert_gemm(*args), torch.tensor([[0.0], [1.0]]).expand(2, 8))
 
 
