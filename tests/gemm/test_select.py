@@ -171,9 +171,9 @@ def test_an_op_without_backends():
         ),
         (
             "moe_fc1_fp4_weight_only",
-            {"n": 64, "k": 128, "experts": 1, "global_scale": "one"},
+            {"n": 64, "k": 128, "experts": 1, "global_scales": "one"},
             TypeError,
-            "has no property 'global_scale'",
+            "has no property 'global_scales'",
         ),
         ("mm_fp4", {"n": 64, "k": 128, "experts": 2}, TypeError, "has no property 'experts'"),
         ("mm_fp4", {"n": 64, "k": 128, "masked": True}, TypeError, "has no property 'masked'"),

@@ -226,7 +226,7 @@ def properties_for(op: OpSpec) -> dict[str, Any]:
         return {"hidden": 256, "dtype": dtype, "topk": 2} | ({"residual": True} if name == "moe_finalize" else {})
     if name.startswith("moe_fc1"):
         given = {"n": 256, "k": 512, "experts": 2, "alpha": "expert_half", "bias_dtype": torch.float32, "swiglu": True}
-        return given | ({} if name.endswith("weight_only") else {"global_scale": "expert"})
+        return given | ({} if name.endswith("weight_only") else {"global_scales": "expert"})
     if name.startswith("moe_fc2"):
         return {"n": 256, "k": 512, "experts": 2, "bias_dtype": torch.float32}
     if name.startswith("grouped_mm_fp8"):
@@ -483,6 +483,8 @@ def input_width(op: OpSpec, width: int) -> int:
     samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}")
     if hasattr(samples, "input_width"):
         return int(samples.input_width(width))
+    if op.name.startswith("moe_fc1_"):
+        return math.ceil(width / 64) * 64
     if is_for_experts(op):
         return max(5, math.ceil(width / 64)) * 64
     return 2 * width if op.name.startswith("silu_mul") else width

@@ -153,6 +153,7 @@ WRITTEN = {
     "MoeRouteKernel": ROUTE_OUTPUTS,
     "MoeRouteIdsKernel": ROUTE_OUTPUTS[2:],
     "MoePermuteKernel": ("y", "scale"),
+    "FP4GatedExpertsKernel": ("y", "scale"),
 }
 """Fields of ``Arguments`` that a kernel writes, where that is not ``out`` alone; a workspace is always new."""
 MAY_SHARE = {"RowQuantKernel": ("residual", "input"), "MoeFinalizeKernel": ("out", "residual")}

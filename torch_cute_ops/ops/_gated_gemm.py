@@ -194,14 +194,14 @@ class GatedGemm(BackendPath[GatedCall]):
         if self.a == "16-bit":
             shown["dtype"] = call.a.dtype
         else:
-            shown["global_scale"] = problem.global_scale
+            shown["global_scales"] = problem.global_scale
         shown |= {"alpha": problem.epilogue.alpha, "bias_dtype": problem.epilogue.bias_dtype}
         shown["swiglu"] = problem.gate == "swiglu"
         names = ("block_size", "scale_format", "scale_layout", "backend", "static_weight")
         return shown | {name: getattr(call, name) for name in names}
 
     def has_property(self, name: str) -> bool:
-        if name in ("dtype", "global_scale"):
+        if name in ("dtype", "global_scales"):
             return (name == "dtype") == (self.a == "16-bit")
         return True
 
@@ -215,7 +215,7 @@ class GatedGemm(BackendPath[GatedCall]):
         dtype: torch.dtype | None = None,
         alpha: GatedAlphaKind | None = None,
         bias_dtype: torch.dtype | None = None,
-        global_scale: Literal["one", "expert"] | None = None,
+        global_scales: Literal["one", "expert"] | None = None,
         swiglu: bool = False,
         block_size: int = 16,
         scale_format: str | None = None,
@@ -234,13 +234,13 @@ class GatedGemm(BackendPath[GatedCall]):
             alpha: what calls pass: one for each ``"expert"``, or two for its gate and up, ``"expert_half"``; ``None``:
                 none.
             bias_dtype: of the bias that calls pass; ``None``: none.
-            global_scale: what calls pass: ``"one"``, or one for each ``"expert"``; ``None``: none.
+            global_scales: what calls pass as ``global_scale``: ``"one"``, or one for each ``"expert"``; ``None``: none.
             swiglu: whether calls pass parameters of the gate that are not the defaults.
             block_size, scale_format, scale_layout, backend, static_weight: as in the calls.
             device: of the tensors; ``None`` means the current CUDA device.
 
         Raises:
-            ValueError: for ``n`` that is no multiple of ``experts``, or an unknown ``alpha`` or ``global_scale``.
+            ValueError: for ``n`` that is no multiple of ``experts``, or an unknown ``alpha`` or ``global_scales``.
         """
         if n % experts:
             raise ValueError(f"cute::{self.op}: n is {n}; expected as many columns for each of {experts} experts")
@@ -262,7 +262,7 @@ class GatedGemm(BackendPath[GatedCall]):
         if self.a == "fp4":
             given["a"], given["a_scale"] = fp4((m, k), layout)
             scales = {None: None, "one": (1,), "expert": (experts,)}
-            shape = self._chosen("global_scale", global_scale, scales)
+            shape = self._chosen("global_scales", global_scales, scales)
             given["global_scale"] = None if shape is None else zeros(*shape) + 1
         else:
             given["a"] = zeros(m, k, dtype=dtype or torch.bfloat16)
