@@ -221,7 +221,7 @@ def test_both_gemms_are_a_layer(activations, swiglu, device):
         got = torch_cute_ops.moe_fc2_fp4_weight_only(
             h, down_codes, down_scale, routing, second_bias, torch.float32, backend=backend
         )
-    cosine = torch.nn.functional.cosine_similarity(got.double().cpu(), want).min()
+    cosine = torch.nn.functional.cosine_similarity(got.double().cpu().flatten(), want.flatten(), 0)
     assert cosine >= (0.98 if activations == "fp4" else 0.9999)
 
 

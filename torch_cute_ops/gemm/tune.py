@@ -468,7 +468,7 @@ def _chunks(within: slice, k: int) -> Iterator[slice]:
 
 def _copy(values: Any) -> Any:
     """A tuple of the same kind with copies of the tensors."""
-    copies = (each.clone() if isinstance(each, Tensor) else each for each in values)
+    copies: Iterator[Any] = (each.clone() if isinstance(each, Tensor) else each for each in values)
     return type(values)(*copies) if isinstance(values, (Operands, GatedOperands)) else tuple(copies)
 
 

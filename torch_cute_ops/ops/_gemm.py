@@ -96,6 +96,10 @@ class BackendPath(CallPath[Call]):
         """A launcher for a problem, a choice, its kernels and a target."""
         raise NotImplementedError
 
+    def flops(self, a_shape: Any, b_shape: Any) -> int:
+        """Multiplications and additions of a call whose ``a`` and weight have these shapes."""
+        raise NotImplementedError
+
     def fp4_format(self, call: Any) -> tuple[FP4Format, ScaleLayout, ScaleLayout]:
         """The format, and the layouts of the activations' scales and of the weight's."""
         fmt, layout = _checks.check_fp4_format(self.op, call.block_size, call.scale_format, call.scale_layout)

@@ -99,7 +99,7 @@ def _gated(problem: GemmProblem) -> Launch:
         y: Tensor,
         scale: Tensor | None,
     ) -> None:
-        gate = (1.0, 0.0, None)
+        gate: tuple[float, float, float | None] = (1.0, 0.0, None)
         if swiglu_alpha is not None and swiglu_beta is not None:
             gate = (swiglu_alpha, swiglu_beta, swiglu_limit)
         formats = fmt, problem.a.scale_layout, layout

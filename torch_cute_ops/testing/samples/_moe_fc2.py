@@ -105,7 +105,7 @@ class ExpertGemmSamples(GemmSamples):
         (m, n, k), experts = self.sizes, self.sizes[2] // 64
         bias = torch.randn(experts, n, device=device) * 8
         special = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf, 3e38], device=device)
-        for name, given in {
+        forms: dict[str, dict[str, Any]] = {
             "float32": {"bias": bias},
             "bfloat16": {"bias": bias.bfloat16()},
             "of-result": {"bias": bias.half(), "out_dtype": torch.float16, "dtype": torch.float16},
@@ -115,7 +115,8 @@ class ExpertGemmSamples(GemmSamples):
             "strided": {"bias": torch.cat((bias, bias), 1)[:, ::2]},
             "unaligned": {"bias": torch.cat((bias, bias), 1)[:, 1 : n + 1]},
             "expanded": {"bias": bias[:1].expand(experts, -1)},
-        }.items():
+        }
+        for name, given in forms.items():
             yield self.sample(f"bias-{name}", m, n, k, NVFP4, "128x4", device, **given)
         yield self.poisoned("bias-poison", m, n, k, NVFP4, "linear", device, bias=bias)
         yield self.sample("bias-mxfp4", m, n, k, MXFP4, "128x4", device, bias=bias.bfloat16())
@@ -218,10 +219,10 @@ class ExpertGemmSamples(GemmSamples):
         for error in epilogue_errors(n, device, experts):
             if error.name.startswith("bias"):
                 yield replace(error, kwargs={"alpha": good, **error.kwargs})
-        for shape in ((n,), (experts + 1, n), (1, n), (n, experts)):
+        for bias in ((n,), (experts + 1, n), (1, n), (n, experts)):
             text = r"bias has shape .*, one element a column of the result"
-            given = {"alpha": good, "bias": torch.ones(shape, device=device)}
-            yield ErrorInput(f"bias-shape-{list(shape)}", (), given, ValueError, text)
+            given = {"alpha": good, "bias": torch.ones(bias, device=device)}
+            yield ErrorInput(f"bias-shape-{list(bias)}", (), given, ValueError, text)
 
 
 def with_nan_scales(scale: torch.Tensor, where: torch.Tensor, k: int, fmt: FP4Format, layout: str) -> torch.Tensor:
