@@ -44,7 +44,7 @@ operations."""
 
 DECODER = """\
 Llama 3 70B, tensor parallel, tokens divided between the layers: a layer gathers its tokens twice, in the format, and
-scatters sums twice, in float32 (RowParallel's default) or bf16 (sums=torch.bfloat16). MB that a GPU receives; µs of a
+scatters sums twice, in bf16 (RowParallel's default) or float32 (sums=torch.float32). MB that a GPU receives; µs of a
 layer."""
 
 EXPERTS = """\

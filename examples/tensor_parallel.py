@@ -19,6 +19,7 @@ The last line, rank 0's, starts with SUCCESS or FAILURE, and the exit status fol
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import sys
@@ -59,17 +60,20 @@ def main(arguments: list[str] | None = None) -> int:
     device, backend = place()
     dist.init_process_group(backend, timeout=timedelta(minutes=MINUTES), **by_device(device))
     try:
-        for name in ("tokens", "experts"):
-            if getattr(options, name) % dist.get_world_size():
-                sys.exit(f"--{name} {getattr(options, name)} is no multiple of the {dist.get_world_size()} ranks")
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         with cute_distributed.watched_ranks(timeout_s=MINUTES * 60 / 2):
-            return run(options, mesh, device, backend)
+            return run(options, device, backend)
     finally:
         dist.destroy_process_group()
+        # A group ends with the last reference to it, such as a layer's. Until then gloo's threads live; one of them
+        # that still has a tensor of the last collective, when the interpreter ends, aborts the process.
+        gc.collect()
 
 
-def run(options: argparse.Namespace, mesh: DeviceMesh, device: torch.device, backend: str) -> int:
+def run(options: argparse.Namespace, device: torch.device, backend: str) -> int:
+    for name in ("tokens", "experts"):
+        if getattr(options, name) % dist.get_world_size():
+            sys.exit(f"--{name} {getattr(options, name)} is no multiple of the {dist.get_world_size()} ranks")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         path = shared_folder(folder)
@@ -218,7 +222,7 @@ def decoder_problems(options: argparse.Namespace, mesh: DeviceMesh, device: torc
     given = {"activations": ACTIVATIONS[options.scheme], "device": device}
     with torch.device("meta"):
         model, whole = Decoder(options).bfloat16(), Decoder(options).bfloat16()
-    plan = cute_distributed.decoder_plan(options.hidden // options.heads, sequence=True)
+    plan = cute_distributed.decoder_plan(options.hidden // options.heads, sequence=True, sums=torch.float32)
     cute_distributed.load_(model, path, mesh, plan, **given)
     cute_distributed.check_ranks(model)
     checkpoint.load_(whole, path, **given)

@@ -26,7 +26,7 @@ from torch_cute_ops.runtime import settings, tuning
 from torch_cute_ops.runtime.arch import arch_named
 from torch_cute_ops.runtime.calls import configure_log, logged
 from torch_cute_ops.runtime.compiler import KernelSpec, keep
-from torch_cute_ops.runtime.dispatch import has_autograd_key
+from torch_cute_ops.runtime.dispatch import has_autograd_key, mark_written
 from torch_cute_ops.runtime.imports import when_imported
 
 
@@ -96,6 +96,13 @@ def _register(spec: OpSpec) -> None:
         device = given[spec.signature.tensors[0].name].device
         raise NotImplementedError(f"{spec.qualified_name} has no implementation for tensors on {device}")
 
+    def written(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        # For subclasses such as DTensor, whose own counters the kernel, which takes what is inside them, cannot move.
+        outputs = functional.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+        given = spec.path.arguments(spec.bind(*args, **kwargs))
+        mark_written([given[name] for name in spec.updated])
+        return outputs
+
     _library.define(spec.signature.schema)
     _library.define(spec.signature.out_schema)
     rest = {"CompositeExplicitAutograd": elsewhere}
@@ -108,6 +115,9 @@ def _register(spec: OpSpec) -> None:
                 continue
             logs = settings.LOG == "debug" and key in ("CPU", "CUDA")
             _library.impl(overload, logged(overload, implementation) if logs else implementation, key)
+    if spec.updated:
+        functional = getattr(torch.ops.cute, spec.name).default
+        _library.impl(spec.name, written, "ADInplaceOrView", with_keyset=True)
     torch.library.register_fake(f"{NAMESPACE}::{spec.name}", fake, lib=_library)
     torch.library.register_fake(f"{NAMESPACE}::{spec.name}.out", fake_out, lib=_library)
 

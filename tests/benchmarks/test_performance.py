@@ -45,7 +45,8 @@ def test_marks_have_the_values_that_were_written(path):
     written = {mark["name"]: mark["value"] for mark in read(path)["marks"]}
     anew = {mark.name: mark.value for mark in judged_anew(path)}
     same = written.keys() & anew.keys()
-    assert same and {name: anew[name] for name in same} == {name: written[name] for name in same}
+    assert same or not written, "no mark has the name that it had"
+    assert {name: anew[name] for name in same} == {name: written[name] for name in same}
 
 
 @by_result

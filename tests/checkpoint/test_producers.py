@@ -87,6 +87,7 @@ def compressor(fmt: str):
         ("nvfp4", "fp4"),
         ("mxfp4", "16bit"),
         ("mxfp4", "fp4"),
+        ("mxfp4", "fp8"),
         ("fp8_block", "fp8"),
         ("fp8_tensor", "fp8"),
         ("fp8_channel", "fp8"),

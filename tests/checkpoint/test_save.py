@@ -25,6 +25,7 @@ FORMATS = [
     ("compressed-tensors", "nvfp4", "fp4"),
     ("compressed-tensors", "mxfp4", "16bit"),
     ("compressed-tensors", "mxfp4", "fp4"),
+    ("compressed-tensors", "mxfp4", "fp8"),
     ("compressed-tensors", "fp8_block", "fp8"),
     ("modelopt", "fp8_channel", "fp8"),
     ("compressed-tensors", "fp8_tensor", "fp8"),

@@ -103,6 +103,7 @@ def changed(kind: str, path: str, value) -> dict:
     return quantization
 
 
+MXFP4 = "compressed-tensors MXFP4"
 NVFP4, FP8, DEEPSEEK = "compressed-tensors NVFP4", "compressed-tensors FP8", "DeepSeek FP8"
 FP8_TENSOR, FP8_CHANNEL = "compressed-tensors FP8 tensor", "compressed-tensors FP8 channel"
 GROUP = "config_groups/group_0"
@@ -132,6 +133,7 @@ GROUP = "config_groups/group_0"
         (NVFP4, f"{GROUP}/output_activations", {"num_bits": 8}, "output_activations is "),
         ("modelopt FP8 tensor", "group_size", 128, "group_size is 128; expected None"),
         (FP8, f"{GROUP}/weights/strategy", "group", "strategy is 'group'; expected 'block' or 'tensor' or 'channel'"),
+        (MXFP4, f"{GROUP}/input_activations", {**FP8_INPUT, "group_size": 32}, "group_size is 32; expected 128"),
         (FP8_TENSOR, f"{GROUP}/weights/num_bits", 4, "weights: num_bits is 4; expected 8"),
         (FP8_TENSOR, f"{GROUP}/weights/symmetric", False, "weights: symmetric is False; expected True"),
         (FP8_TENSOR, f"{GROUP}/weights/dynamic", True, "weights: dynamic is True; expected False"),

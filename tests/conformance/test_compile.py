@@ -10,7 +10,7 @@ from support.cases import (
     call_function,
     choices_of,
     defined,
-    form_cases,
+    form_groups,
     get_sample,
     make_call,
     named,
@@ -37,29 +37,31 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("op", "name"), form_cases())
-def test_compiled_is_eager(op, name, device):
-    """The op, its Python function, and the function with ``out=`` in one graph."""
-    sample = get_sample(op, name, device)
-    want = run(op, sample)
-    outputs = out_for(op, want)
+@pytest.mark.parametrize(("op", "names"), form_groups(8))
+def test_compiled_is_eager(op, names, device):
+    """The op, its Python function, and the function with ``out=``, with several samples in one graph."""
+    samples = [get_sample(op, name, device) for name in names]
+    wanted = [run(op, sample) for sample in samples]
+    outputs = [out_for(op, want) for want in wanted]
 
     def program(calls, outputs):
-        first, second, third = (Sample("", args, kwargs) for args, kwargs in calls)
-        as_op = call(op, first)
-        as_function = call_function(op, second)
-        call_function(op, third, outputs)
-        return as_op, as_function
+        results = []
+        for (first, second, third), out in zip(calls, outputs, strict=True):
+            results.append((call(op, Sample("", *first)), call_function(op, Sample("", *second))))
+            call_function(op, Sample("", *third), out)
+        return results
 
-    samples = [private(op, sample) for _ in range(3)]
+    private_samples = [[private(op, sample) for _ in range(3)] for sample in samples]
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(program, backend=counter, fullgraph=True)
-    as_op, as_function = compiled([(each.args, each.kwargs) for each in samples], outputs)
+    results = compiled([[(each.args, each.kwargs) for each in three] for three in private_samples], outputs)
     assert counter.frame_count == 1
-    for got, each in zip((as_op, as_function, outputs), samples, strict=True):
-        assert_same((*defined(op, each, got), *updated(op, each)), want)
-    facts = [(t.stride(), t.device) for t in outputs]
-    assert [(t.stride(), t.device) for t in as_op] == facts
+    for name, (as_op, as_function), out, three, want in zip(
+        names, results, outputs, private_samples, wanted, strict=True
+    ):
+        for got, each in zip((as_op, as_function, out), three, strict=True):
+            assert_same((*defined(op, each, got), *updated(op, each)), want)
+        assert [(t.stride(), t.device) for t in as_op] == [(t.stride(), t.device) for t in out], name
 
 
 INDUCTOR = ("plain", "nvfp4-128x4-bfloat16", "block128-column-bfloat16", "leading-transposed")

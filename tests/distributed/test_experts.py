@@ -104,6 +104,8 @@ def everything(rank: int) -> None:
             assert all(each.dtype != torch.bfloat16 for each in traffic.sent)
             error = (y.double() - one[mine].double()).norm() / (one[mine] - residual[mine]).double().norm()
             assert 0 < error < 0.04
+        with pytest.raises(RuntimeError, match="ExpertParallel: rank 1 differs: max_rows is 6, on rank 0 5"):
+            ExpertParallel(own_up, own_down, group, max_rows=TOKENS + rank)
         # A rank without tokens, and experts without rows.
         count = 0 if rank == 0 else TOKENS
         few = torch.zeros(count, TOPK, dtype=torch.int32)

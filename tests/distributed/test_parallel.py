@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from torch_cute_ops.distributed import (
     load_,
     normed_rows,
 )
+from torch_cute_ops.distributed.compare import agree_on_rows
 from torch_cute_ops.distributed.parallel import Cut, _by_shared_scale, cut_of
 from torch_cute_ops.nn import (
     FP8BlockLinear,
@@ -51,6 +53,7 @@ KINDS = [
     (NVFP4Linear, "16bit", False),
     (NVFP4Linear, "fp4", True),
     (MXFP4Linear, "fp4", False),
+    (MXFP4Linear, "fp8", False),
     (FP8BlockLinear, "fp8", False),
     (FP8TensorLinear, "fp8", False),
     (FP8TensorLinear, "fp8", True),
@@ -88,8 +91,11 @@ def columns_and_rows(rank: int) -> None:
             divided = parallelize_module(copied(layer), mesh, style)
             assert isinstance(divided, cls) and divided.parts == (128, 128, 128)
             y = divided(own(x, rank) if sequence else x)
-            parts = y.view(4, 2, -1, 384)[:, :, rank if gather else 0]
-            assert torch.equal(parts, mine), (cls, sequence, gather)
+            assert torch.equal(y, torch.cat(want, -1) if gather else mine), (cls, sequence, gather)
+            # Gathered columns lie as the whole layer's, though both ranks have v's head.
+            assert divided.whole_parts == PARTS and type(divided).__name__ == f"ColumnParallel{cls.__name__}"
+            assert [type(part) for part in divided.split()] == [cls] * 3
+            assert f"ColumnParallel(unit=128, sequence={sequence}" in repr(divided)
         down = made(cls, activations, is_static, 136)
         for sequence in (False, True):
             divided = parallelize_module(copied(down), mesh, RowParallel(sequence=sequence, sums=torch.float32))
@@ -258,7 +264,39 @@ def rows_under_one_scale(rank: int) -> None:
     assert torch.equal(scale.nan_to_num(7.0), scales.nan_to_num(7.0))
 
 
+@torch.no_grad()
+def unequal_rows(rank: int) -> None:
+    """An error before the collective, on every rank, that names what each has; equal ones go on."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    layer = parallelize_module(nn.Linear(8, 8), mesh, ColumnParallel(sequence=True))
+    for rows in (3, 3, 5):
+        assert layer(torch.ones(rows, 8)).shape == (WORLD * rows, 4)
+    with pytest.raises(RuntimeError, match="ColumnParallelLinear: rank 0 has 4 rows, rank 1 has 6 rows; expected eq"):
+        layer(torch.ones(4 + 2 * rank, 8))
+    layer = parallelize_module(nn.Linear(8, 8), mesh, RowParallel(sequence=True))
+    with pytest.raises(ValueError, match="7 rows; expected a multiple of the 2 ranks"):
+        layer(torch.ones(7, 4))
+
+
+def one_rank_keeps_its_rows(rank: int) -> None:
+    """The rank whose rows change names the one that does not come to compare, after the group's time-out."""
+    group = dist.group.WORLD
+    agree_on_rows("layer", (4,), group)
+    if rank:
+        with pytest.raises(
+            RuntimeError, match="rank 1 has 5 rows, had 4 rows before, and waits for rank 0, which did not come within"
+        ):
+            agree_on_rows("layer", (5,), group)
+    else:
+        time.sleep(2.5)  # longer than the other rank waits
+
+
+def test_rows_that_change_on_one_rank():
+    run_ranks(WORLD, one_rank_keeps_its_rows, timeout_s=2.0)
+
+
 def everything(rank: int, folder: Path) -> None:
+    unequal_rows(rank)
     rows_under_one_scale(rank)
     columns_and_rows(rank)
     what_travels(rank)
@@ -372,7 +410,7 @@ def test_warmup_calls_as_many_rows_as_are_served(mesh, monkeypatch):
 def test_errors(mesh, tmp_path):
     layer = made(NVFP4Linear, "16bit", False, 64)
     divided = parallelize_module(layer, mesh, ColumnParallel())
-    with pytest.raises(ValueError, match="ColumnParallel: the layer is parallel already"):
+    with pytest.raises(ValueError, match="ColumnParallel: the module is parallel already"):
         parallelize_module(divided, mesh, ColumnParallel())
     with pytest.raises(TypeError, match="RowParallel is for linear layers; got LayerNorm"):
         parallelize_module(nn.LayerNorm(8), mesh, RowParallel())

@@ -279,7 +279,9 @@ def test_a_residual_is_never_redistributed(mesh):
             assert torch.equal(joined(residual), before)
         # The input may move: to where the residual is.
         residual = distributed(x, Shard(0), mesh)
+        version = residual._version
         y, _ = torch.ops.cute.add_rmsnorm_fp8quant(whole, residual, weights)
+        assert residual._version > version
         assert y.placements == residual.placements == (Shard(0),)
     assert torch.equal(joined(residual), x + x)
 

@@ -19,7 +19,7 @@ from support.processes import wait_until
 from support.ranks import free_port
 from torch import nn
 
-from torch_cute_ops.distributed import check_ranks, start, watched_ranks
+from torch_cute_ops.distributed import check_ranks, compare, start, watched_ranks
 
 WORLD = 3
 LIMIT = 30.0
@@ -177,6 +177,6 @@ def test_a_store_that_is_gone_is_said(monkeypatch):
 
     watch = start._Watch(start.Ranks(Gone(), 1, 2), 2.0, "prefix")
     assert "the store of the process group is gone" in watch.gone_after(RuntimeError())
-    monkeypatch.setattr(start, "ranks", lambda: start.Ranks(Gone(), 1, 2))
+    monkeypatch.setattr(compare, "members", lambda group: compare.Members(start.Ranks(Gone(), 1, 2), [0, 1]))
     with pytest.raises(RuntimeError, match="check_ranks: rank 1 cannot reach the store: connection reset"):
         check_ranks()

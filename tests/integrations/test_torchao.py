@@ -1,18 +1,26 @@
-"""Weights that torchao quantised: ``accelerate_`` computes with what torchao decodes them to."""
+"""Weights that torchao quantised: ``accelerate_`` and ``load_`` compute with what torchao decodes them to."""
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from support import experts as support
+from support.experts import TOPK, Block, E, Experts, GptOssExperts, H, I
 from torch import nn
 
 pytest.importorskip("torchao")
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from torchao.quantization.quantize_.common import KernelPreference
 
+from torch_cute_ops import checkpoint
 from torch_cute_ops.integrations import torchao as integration
-from torch_cute_ops.nn import MXFP4Linear, NVFP4Linear, QuantLinear
+from torch_cute_ops.nn import MXFP4Linear, NVFP4Linear, QuantExperts, QuantLinear
 
 K, N = 192, 72  # rows and blocks that need padding in tiles
 FP4 = torch.float4_e2m1fn_x2
@@ -100,3 +108,88 @@ def test_what_stays_and_what_is_refused():
     odd[0].weight = nn.Parameter(nvfp4(torch.randn(N, 48)), requires_grad=False)
     with pytest.raises(ValueError, match="in_features is 48; expected a positive multiple of 32"):
         integration.accelerate_(odd)
+
+
+# Experts
+
+
+def nvfp4_experts(weight: torch.Tensor, **given: Any) -> NVFP4Tensor:
+    """As torchao's configuration for GPUs of compute capability 10.0 makes them."""
+    return nvfp4(weight, per_tensor_scale=(weight.abs().amax((1, 2)).float() / 2688).view(-1, 1, 1), **given)
+
+
+EXPERTS = {
+    "NVFP4": (nvfp4_experts, "nvfp4"),
+    "NVFP4 swizzled": (lambda weight: nvfp4_experts(weight, is_swizzled_scales=True), "nvfp4"),
+    "NVFP4 with one global scale": (nvfp4, "nvfp4"),
+    "MXFP4": (mx, "mxfp4"),
+    "MXFP4 swizzled": (lambda weight: mx(weight, is_swizzled=True), "mxfp4"),
+}
+
+
+def block_of(quantise, **given: Any) -> Block:
+    block = Block(Experts(**given)).bfloat16()
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(block.mlp.experts, name).detach()
+        setattr(block.mlp.experts, name, nn.Parameter(quantise(weight), requires_grad=False))
+    return block
+
+
+@pytest.mark.parametrize(("quantise", "scheme"), EXPERTS.values(), ids=EXPERTS)
+@torch.no_grad()
+def test_experts(quantise, scheme):
+    block = block_of(quantise)
+    given = block.mlp.experts
+    want = [each.dequantize(torch.float32).double().numpy() for each in (given.gate_up_proj, given.down_proj)]
+    experts = integration.accelerate_(block).mlp.experts
+    assert isinstance(experts, QuantExperts) and (experts.scheme, experts.topk) == (scheme, TOPK)
+    for got, decoded in zip(support.decoded(experts), want, strict=True):
+        assert np.allclose(got, decoded, rtol=1e-6, atol=0)
+    x, ids, factors = torch.randn(3, H).bfloat16(), torch.tensor([[0, 3], [2, 1], [3, 0]]), torch.rand(3, 2)
+    result = support.computed(x, ids, factors, *want)
+    bound = 0.07 if scheme == "nvfp4" else 0.015
+    assert np.linalg.norm(experts(x, ids, factors).double().numpy() - result) < bound * np.linalg.norm(result)
+
+
+def test_experts_that_are_refused():
+    given = GptOssExperts().bfloat16()
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(given, name, nn.Parameter(nvfp4_experts(getattr(given, name).detach()), requires_grad=False))
+    with pytest.raises(ValueError, match=r"mlp\.experts: experts are transposed"):
+        integration.accelerate_(Block(given))
+    block = block_of(nvfp4_experts, act_fn=nn.GELU())
+    with pytest.raises(ValueError, match="its gate is no SwiGLU"):
+        integration.accelerate_(block)
+    block = block_of(nvfp4_experts)
+    block.mlp.experts.down_proj = nn.Parameter(torch.randn(E, H, I).bfloat16(), requires_grad=False)
+    with pytest.raises(ValueError, match=r"mlp\.experts: down_proj is no tensor of torchao's"):
+        integration.accelerate_(block)
+
+
+# On disk
+
+
+@pytest.mark.parametrize("name", ["NVFP4", "NVFP4 swizzled", "MXFP4 swizzled"])
+def test_written_by_torchao(name, tmp_path):
+    """In safetensors, and pickled, which torch reads with ``weights_only``: the bits of ``accelerate_``."""
+    from safetensors.torch import save_file
+
+    model = block_of(EXPERTS[name][0])
+    model.o_proj.weight = nn.Parameter(KINDS[name][0](model.o_proj.weight.detach()), requires_grad=False)
+    tensors, metadata = flatten_tensor_state_dict(model.state_dict())
+    save_file(tensors, tmp_path / "model.safetensors", metadata=metadata)
+    quantization = {"quant_method": "torchao", "quant_type": {"default": {"_type": "NVFP4WeightOnlyConfig"}}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    torch.save(model.state_dict(), tmp_path / "pickled.pt")
+    want = integration.accelerate_(model).state_dict()
+
+    def on_meta() -> Block:
+        with torch.device("meta"):
+            return Block(Experts()).bfloat16()
+
+    pickled = on_meta()
+    pickled.load_state_dict(torch.load(tmp_path / "pickled.pt", weights_only=True), assign=True)
+    for got in (checkpoint.load_(on_meta(), tmp_path), integration.accelerate_(pickled)):
+        assert got.state_dict().keys() == want.keys()
+        for key, tensor in got.state_dict().items():
+            assert torch.equal(tensor.view(torch.uint8), want[key].view(torch.uint8)), key

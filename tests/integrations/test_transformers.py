@@ -28,7 +28,7 @@ from transformers import (
 
 from torch_cute_ops import checkpoint
 from torch_cute_ops.integrations import transformers as integration
-from torch_cute_ops.nn import QuantExperts, QuantLinear, quantize_, warmup
+from torch_cute_ops.nn import QuantExperts, QuantLinear, merge_, quantize_, warmup
 
 SIZES = {
     "hidden_size": 128,
@@ -467,3 +467,32 @@ def test_random_weights(name, scheme, device):
     got = logits(model)
     assert got.isfinite().all() and torch.equal(got, logits(same))
     assert cosine(got, logits(other)) < 0.5
+
+
+# Memory
+
+
+@pytest.mark.parametrize(
+    ("layers", "limit", "sizes"),
+    [
+        (32, 6.3e9, {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}),
+        (80, 43.5e9, {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}),
+    ],
+    ids=["8B", "70B"],
+)
+def test_memory_of_llama_3(layers, limit, sizes):
+    """In NVFP4, merged, with what layers derive from their scales; the layers of a model are alike."""
+
+    def held(count: int) -> int:
+        config = LlamaConfig(**sizes, num_key_value_heads=8, vocab_size=128256, num_hidden_layers=count)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        merge_(quantize_(model, "nvfp4"))
+        return sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
+
+    first, second = held(1), held(2)
+    hidden = sizes["hidden_size"]
+    weights = hidden * (2 * hidden + 2 * 8 * 128 + 3 * sizes["intermediate_size"])
+    # 4 bits and a scale of 8 for 16 elements; norms, and a factor for each column of merged layers.
+    assert 0 < second - first - weights * 0.5625 < 0.001 * weights
+    assert first + (layers - 1) * (second - first) < limit

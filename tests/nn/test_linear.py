@@ -76,7 +76,7 @@ def test_shapes_of_input(cls, activations):
 def test_the_weight_is_static(cls, activations, monkeypatch):
     """The GEMM is told so; and whatever writes the weight ends with a launch before the next forward."""
     given, written = [], []
-    for name in ("mm_fp4", "mm_fp4_weight_only", "mm_fp8_block"):
+    for name in ("mm_fp4", "mm_fp4_weight_only", "mm_fp8_block", "mm_fp8_fp4"):
         multiply = getattr(linear_module, name)
         spy = lambda *args, multiply=multiply, **kwargs: given.append(kwargs) or multiply(*args, **kwargs)  # noqa: E731
         monkeypatch.setattr(linear_module, name, spy)
@@ -279,7 +279,11 @@ def test_errors():
             cls(*sizes)
         with pytest.raises(ValueError, match=f"{cls.__name__}: {message}"):
             cls.from_float(nn.Linear(*sizes))
-    for cls, activations in ((NVFP4Linear, "fp8"), (MXFP4Linear, "fp8"), (FP8BlockLinear, "fp4")):
+    for cls in (NVFP4Linear, MXFP4Linear):  # which take these sizes with other activations
+        cls(96, 64)
+        with pytest.raises(ValueError, match="in_features is 96; expected a positive multiple of 64"):
+            cls(96, 64, activations="fp8")
+    for cls, activations in ((NVFP4Linear, "int8"), (FP8BlockLinear, "fp4")):
         with pytest.raises(ValueError, match=f"activations is '{activations}'; expected one of 'auto', "):
             cls(64, 64, activations=activations)
     with pytest.raises(ValueError, match="sum is out_features"):

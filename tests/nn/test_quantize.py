@@ -167,8 +167,8 @@ def test_errors():
         quantize_(model_of(), "int4")
     with pytest.raises(ValueError, match="calibrate is None"):
         quantize_(model_of(), activations="fp4")
-    with pytest.raises(ValueError, match="activations is 'fp8'"):
-        quantize_(model_of(), activations="fp8")
+    with pytest.raises(ValueError, match="activations is 'int8'"):
+        quantize_(model_of(), activations="int8")
     with pytest.raises(ValueError, match=r"use NVFP4Linear.from_float\(model\)"):
         quantize_(nn.Linear(H, H))
     model = model_of()

@@ -51,7 +51,7 @@ def blocks_of(program: Program, decoder: Decoder) -> list[Block]:
     return blocks
 
 
-def find_live_registers(blocks: list[Block], registers: int) -> None:
+def find_live_registers(blocks: list[Block]) -> None:
     """Which registers a block must take over, and which of those it writes somebody may read: sets as bits."""
     reads, writes = [], []
     for block in blocks:
@@ -84,8 +84,18 @@ def find_live_registers(blocks: list[Block], registers: int) -> None:
             changed |= new != live_in[i]
             live_in[i] = new
     for block, read, written, live in zip(blocks, reads, writes, after, strict=True):
-        block.live_in = [slot for slot in range(registers) if read >> slot & 1]
-        block.live_out = [slot for slot in range(registers) if (written & live) >> slot & 1]
+        block.live_in = _numbers(read)
+        block.live_out = _numbers(written & live)
+
+
+def _numbers(bits: int) -> list[int]:
+    """Of the bits that are set."""
+    numbers = []
+    while bits:
+        lowest = bits & -bits
+        numbers.append(lowest.bit_length() - 1)
+        bits ^= lowest
+    return numbers
 
 
 ACCESSING = ("ld", "ldu", "st", "atom", "red", "cp", "mbarrier", "wgmma", "tcgen05")
@@ -118,7 +128,7 @@ def find_loads(blocks: list[Block]) -> int:
                     origins[target.slot] |= needed
     for step in staying:
         needed = _union(origins, step.reads)
-        step.needs = [load for load in range(loads) if needed >> load & 1]
+        step.needs = _numbers(needed)
     return loads
 
 

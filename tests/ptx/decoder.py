@@ -38,7 +38,7 @@ class Target:
 
     def store(self, value: Array) -> Array:
         """The register's bits."""
-        if self.width == 1:
+        if value.dtype == UNSIGNED[self.width]:
             return value
         bits = 8 * value.dtype.itemsize
         if bits == self.width:
@@ -63,6 +63,7 @@ class Step:
     from memory that nobody wrote; ``load`` and ``store`` must know their address, and a store to global memory what it
     stores. ``orders``: of a ``warp`` step, whether lanes that met there know what the others did; see ``Machine``.
     ``load``: the number of a load that may be from shared memory; ``needs``: of those whose results the step needs.
+    ``simple``: the step has no guard, and nothing but registers matters to it.
     """
 
     instruction: Instruction
@@ -79,6 +80,7 @@ class Step:
     orders: bool = True
     load: int | None = None
     needs: list[int] = field(default_factory=list)
+    simple: bool = False
 
 
 Effect = Callable[["Decoder", Instruction, list[str]], Step]
@@ -94,18 +96,46 @@ def effect(names: str) -> Callable[[Effect], Effect]:
     return enter
 
 
+class Decoded:
+    """What decoders of a program share, and of others that differ from it in some instructions: numbers of registers,
+    and steps that do not depend on the launch. (To decode them anew for each took a tenth of the tests' time.)"""
+
+    def __init__(self) -> None:
+        self.slots: dict[tuple[str, int], int] = {}
+        self.widths: list[int] = []
+        self.steps: dict[tuple, Step] = {}
+
+
+def _is_register_or_constant(operand: Operand) -> bool:
+    if isinstance(operand, Vec):
+        return all(map(_is_register_or_constant, operand.items))
+    return isinstance(operand, (Reg, Imm)) or operand == Symbol("_")
+
+
 class Decoder:
     """Decodes for one machine: constants are in the steps."""
 
     def __init__(self, machine: Machine):
         self.machine = machine
-        self.slots: dict[str, int] = {}
-        self.widths: list[int] = []
+        if machine.program.decoded is None:
+            machine.program.decoded = Decoded()
+        self.decoded: Decoded = machine.program.decoded
+        self.widths = self.decoded.widths
         self.reads: list[int] = []
         self.shared_symbols: dict[int, Array] = {}
 
     def decode(self, instruction: Instruction) -> Step:
         """Raises NotImplementedError for what is unknown."""
+        name = instruction.opcode.split(".")[0]
+        if (name in PURE or name == "mov") and all(map(_is_register_or_constant, instruction.operands)):
+            key = (instruction.line, instruction.opcode, *instruction.operands, instruction.guard)
+            if key not in self.decoded.steps:
+                step = self.decoded.steps[key] = self._decode(instruction)
+                step.simple = step.guard is None
+            return self.decoded.steps[key]
+        return self._decode(instruction)
+
+    def _decode(self, instruction: Instruction) -> Step:
         self.reads = []
         parts = instruction.opcode.split(".")
         step = None
@@ -138,10 +168,12 @@ class Decoder:
         )
 
     def _slot(self, register: Reg) -> int:
-        if register.name not in self.slots:
-            self.slots[register.name] = len(self.widths)
+        key = register.name, register.width
+        slots = self.decoded.slots
+        if key not in slots:
+            slots[key] = len(self.widths)
             self.widths.append(register.width)
-        return self.slots[register.name]
+        return slots[key]
 
     def _pure(self, instruction: Instruction, name: str, parts: list[str]) -> Step:
         operation = PURE[name]

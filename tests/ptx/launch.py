@@ -86,7 +86,11 @@ def run_kernel(
         TypeError, ValueError: for arguments that are not as ``kernel.arguments()`` says, and for a launch of no CTAs.
     """
     compiled = compile_ptx(kernel, arch)
-    programs = programs_of(edit(compiled.ptx)) if edit else compiled.programs
+    programs = compiled.programs
+    if edit:
+        programs = programs_of(edit(compiled.ptx))
+        for name, program in programs.items():
+            program.decoded = compiled.programs[name].decoded
     memory = GlobalMemory()
     leaves, tensors = _flatten(kernel.arguments(), arguments, memory)
     machines: list[Machine] = []

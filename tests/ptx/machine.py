@@ -92,7 +92,7 @@ class Machine(Layout):
         decoder = Decoder(self)
         self.blocks = blocks_of(program, decoder)
         loads = find_loads(self.blocks)
-        find_live_registers(self.blocks, len(decoder.widths))
+        find_live_registers(self.blocks)
         self.registers = [np.zeros(self.threads, UNSIGNED[width]) for width in decoder.widths]
         for slot, address in decoder.shared_symbols.items():
             self.registers[slot][:] = address
@@ -191,6 +191,12 @@ class Machine(Layout):
             if step.needs:
                 self.races.need_loads(step.needs, threads)
             try:
+                if step.simple and not unknown:
+                    results = step.run(threads, *[value(values) for value in step.values])
+                    for target, result in zip(step.targets, results, strict=True):
+                        if target is not None:
+                            values[target.slot] = target.store(result)
+                    continue
                 done = self._execute(step, threads, values, unknown)
             except Fault as fault:
                 raise self.error(fault.kind, int(threads[fault.position]), fault.message) from None

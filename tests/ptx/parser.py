@@ -4,6 +4,7 @@ import bisect
 import re
 import struct
 from dataclasses import dataclass, field
+from typing import Any
 
 WIDTHS = {"pred": 1} | {
     f"{kind}{bits}": bits for kind in "bsuf" for bits in (8, 16, 32, 64) if (kind, bits) != ("f", 8)
@@ -88,6 +89,7 @@ class Program:
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     registers: dict[str, int] = field(default_factory=dict)
+    decoded: Any = None  # what decoders keep of it
 
 
 _VARIABLE = re.compile(
@@ -288,6 +290,8 @@ class _Body:
 
 def _split(text: str) -> list[str]:
     """At commas outside of brackets."""
+    if "{" not in text and "[" not in text:
+        return [part.strip() for part in text.split(",")]
     parts, depth = [""], 0
     for char in text:
         depth += (char in "{[") - (char in "}]")
@@ -299,6 +303,8 @@ def _split(text: str) -> list[str]:
 
 
 def _number(text: str) -> Imm | None:
+    if not text[:1].isdigit() and text[:1] != "-":
+        return None
     match = re.fullmatch(r"0([fFdD])([0-9a-fA-F]+)", text)
     if match:
         return Imm(int(match[2], 16), 32 if match[1] in "fF" else 64)

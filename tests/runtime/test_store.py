@@ -420,7 +420,7 @@ def save_for_ever(root):
 
 def test_killed_writers_leave_nothing_that_trips(tmp_path, caplog):
     """Many processes killed at random moments of writing, pruning and locking, some side by side."""
-    for _ in range(50):
+    for _ in range(25):
         kill_at_random(save_for_ever, tmp_path, processes=3, longest=0.02)
     store = Store(tmp_path, MEGABYTE)
     for name, _ in list(store.entries()):

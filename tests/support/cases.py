@@ -59,6 +59,19 @@ def form_cases() -> tuple[Any, ...]:
     return tuple(cases)
 
 
+def form_groups(most: int) -> list[Any]:
+    """Parameters (op, names of samples) of `form_cases`, at most so many samples in one."""
+    names: dict[str, list[str]] = {}
+    for case in form_cases():
+        op, name = case.values
+        names.setdefault(op.name, []).append(name)
+    return [
+        pytest.param(OPS[op], tuple(each[begin : begin + most]), id=f"{op}-forms-{begin}")
+        for op, each in names.items()
+        for begin in range(0, len(each), most)
+    ]
+
+
 def form_of(op: OpSpec, sample: Sample) -> set[Any]:
     """The features of the form of a call, each by itself."""
     given = arguments(op, sample)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from expected._fp8_fp4 import fp4_weight
 from expected._fp8_gemm import BLOCK, sum_of_block
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -18,8 +19,9 @@ def as_multiplied(x: torch.Tensor, layer: QuantLinear) -> np.ndarray:
         rows = x.flatten(0, -2).bfloat16().float().cpu().numpy() if layer.scheme == "mxfp4" else rows
         return rows.astype(np.float64)
     if layer.activations == "fp8":
-        granularity, scale = "block128" if layer.scheme == "fp8_block" else "token", None
-        if layer.has_input_scale:
+        has_rows = layer.scheme in ("fp8_tensor", "fp8_channel")
+        granularity, scale = "token" if has_rows else "block128", None
+        if has_rows and layer.has_input_scale:
             granularity, scale = "tensor", layer.input_scale.item()
         elements, scales = spec.quantise_fp8(rows, granularity, scale)
         numbers = spec.scale_value(elements, "e4m3").astype(np.float64)
@@ -38,12 +40,23 @@ def assert_computes(layer: QuantLinear, x: torch.Tensor) -> None:
     assert_product(layer(x), layer, x)
 
 
+def weight_multiplied(layer: QuantLinear) -> np.ndarray:
+    """The weight (N, K) in float64 that the GEMM takes: FP4 becomes FP8 beside FP8 activations."""
+    tensors = {name: each.cpu() for name, each in layer.state_dict().items()}
+    if layer.activations != "fp8" or layer.scheme not in ("nvfp4", "mxfp4"):
+        return weights.decoded(tensors, layer.parts)
+    elements, factors = fp4_weight(tensors["weight"], tensors["weight_scale"], "linear", layer.format.block_size)
+    whole = elements * factors.repeat(BLOCK, 1)[:, : layer.in_features]
+    if layer.scheme == "nvfp4":
+        whole *= tensors["weight_scale_2"].double().numpy().repeat(layer.parts)[:, None]
+    return whole
+
+
 def assert_product(got: torch.Tensor, layer: QuantLinear, x: torch.Tensor) -> None:
     """``got`` is what ``layer(x)`` has to be, whoever computed it."""
     assert got.shape == (*x.shape[:-1], layer.out_features) and got.dtype == x.dtype
     k = layer.in_features
-    tensors = {name: each.cpu() for name, each in layer.state_dict().items()}
-    a, b = as_multiplied(x, layer), weights.decoded(tensors, layer.parts)
+    a, b = as_multiplied(x, layer), weight_multiplied(layer)
     want = a @ b.T + (0 if layer.bias is None else layer.bias.double().cpu().numpy())
     bound = (np.abs(a) @ np.abs(b).T + np.abs(want)) * (k + 4) * 2.0**-24 + np.abs(want) * torch.finfo(x.dtype).eps
     if layer.activations == "fp8":

@@ -38,6 +38,36 @@ def test_expected_to_fail():
 """
 
 
+GROUPS = """
+import os
+import pytest
+
+samples = pytest.mark.parametrize("sample", [f"op-sample-{i}" for i in range(12)])
+
+@samples
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_one(sample, device):
+    with open("ran", "a") as file:
+        file.write(f"{os.getpid()} {sample}\\n")
+
+@samples
+def test_another(sample):
+    test_one(sample, None)
+"""
+
+DRAWS = """
+import random, torch
+
+def test_first():
+    print("drew", torch.rand(()).item(), random.random())
+    assert False
+
+def test_second():
+    print("drew", torch.rand(()).item(), random.random())
+    assert False
+"""
+
+
 @pytest.fixture
 def project(pytester, monkeypatch):
     """A project with our conftest, on a machine that seems to have a GPU."""
@@ -74,24 +104,37 @@ def skip_without_xdist(distribution):
         pytest.importorskip("xdist")
 
 
-@distributed
-def test_record(project, distribution):
-    skip_without_xdist(distribution)
-    result = run_pytest(project, "--gpu-record", "record.json", "--seed", "7", *distribution)
+COUNTS = {"passed": 1, "failed": 1, "skipped": 1, "xfailed": 1}
+
+
+def test_record(project):
+    result = run_pytest(project, "--gpu-record", "record.json", "--seed", "7")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     record = json.loads((project.path / "record.json").read_text())
-    assert {key: record[key] for key in ("passed", "failed", "skipped", "xfailed", "seed", "gpu")} == {
-        "passed": 1,
-        "failed": 1,
-        "skipped": 1,
-        "xfailed": 1,
-        "seed": 7,
-        "gpu": "GPU of test",
-    }
+    assert {key: record[key] for key in (*COUNTS, "seed", "gpu")} == {**COUNTS, "seed": 7, "gpu": "GPU of test"}
     assert record["skip_reasons"] == {"not today": 1}
     assert record["source_digest"] == source_digest()
     assert record["python"] == ".".join(map(str, sys.version_info[:3]))
     assert {"date", "driver", "cuda", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi"} <= set(record)
+
+
+def test_distributed(project):
+    """What workers ran is recorded, all tests of an op's sample on one worker, with the data that the seed gives."""
+    skip_without_xdist(DISTRIBUTED)
+    project.makepyfile(**{"tests/test_groups": GROUPS, "tests/test_draws": DRAWS})
+    conftest = project.path / "tests" / "conftest.py"
+    conftest.write_text(conftest.read_text().replace('if "device" in metafunc.fixturenames', "if False"))
+    result = run_pytest(project, "--gpu-record", "record.json", "--seed", "7", *DISTRIBUTED)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    record = json.loads((project.path / "record.json").read_text())
+    assert {key: record[key] for key in COUNTS} == {**COUNTS, "passed": 1 + 36, "failed": 1 + 2}
+    assert (record["seed"], record["skip_reasons"]) == (7, {"not today": 1})
+    ran = (project.path / "ran").read_text().splitlines()
+    assert len(ran) == 36
+    assert len(set(ran)) == 12
+    assert len({line.split()[0] for line in ran}) == 2
+    alone = run_pytest(project, "--seed", "7", "tests/test_draws.py")
+    assert len(drawn(alone)) == 2 and sorted(drawn(alone)) == sorted(drawn(result))
 
 
 def test_a_part_is_recorded_as_one(project):
@@ -100,7 +143,7 @@ def test_a_part_is_recorded_as_one(project):
     for part in ("1/2", "2/2"):
         record = project.path / f"{part[0]}.json"
         arguments = ("--gpu-record", record.name, "--part", part, "--seed", "7")
-        result = project.runpytest_subprocess(*arguments)
+        result = run_pytest(project, *arguments)
         if part == "1/2":
             assert json.loads(record.read_text())["missing_parts"] == [2]
         else:
@@ -180,37 +223,6 @@ def test_a_lost_worker_is_not_recorded(project):
     assert not (project.path / "record.json").exists()
 
 
-GROUPS = """
-import os
-import pytest
-
-samples = pytest.mark.parametrize("sample", [f"op-sample-{i}" for i in range(12)])
-
-@samples
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_one(sample, device):
-    with open("ran", "a") as file:
-        file.write(f"{os.getpid()} {sample}\\n")
-
-@samples
-def test_another(sample):
-    test_one(sample, None)
-"""
-
-
-def test_samples_stay_on_one_worker(project):
-    """All tests of an op's sample, on every device."""
-    skip_without_xdist(DISTRIBUTED)
-    project.makepyfile(**{"tests/test_it": GROUPS})
-    conftest = project.path / "tests" / "conftest.py"
-    conftest.write_text(conftest.read_text().replace('if "device" in metafunc.fixturenames', "if False"))
-    project.runpytest_subprocess(*DISTRIBUTED)
-    ran = (project.path / "ran").read_text().splitlines()
-    assert len(ran) == 36
-    assert len(set(ran)) == 12
-    assert len({line.split()[0] for line in ran}) == 2
-
-
 @pytest.mark.skipif(GPU_MISSING is None, reason="for machines without a GPU")
 def test_without_a_gpu_nothing_is_recorded(tmp_path):
     command = [sys.executable, "-m", "pytest", "-c", str(HERE.parent / "pyproject.toml"), "--rootdir", str(HERE.parent)]
@@ -226,34 +238,22 @@ def test_without_a_gpu_nothing_is_recorded(tmp_path):
 
 def test_seeds(project):
     """A test draws anew in each run, and the same with the seed that a failure prints, whatever runs before it."""
-    project.makepyfile(
-        **{
-            "tests/test_it": """
-            import random, torch
-
-            def test_first():
-                print("drew", torch.rand(()).item(), random.random())
-                assert False
-
-            def test_second():
-                print("drew", torch.rand(()).item(), random.random())
-                assert False
-            """
-        }
-    )
+    project.makepyfile(**{"tests/test_it": DRAWS})
 
     def run(*arguments):
-        out = run_pytest(project, *arguments).stdout.str()
-        return re.findall(r"^drew .*", out, re.M), set(re.findall(r"^--seed (\d+)$", out, re.M))
+        result = run_pytest(project, *arguments)
+        return drawn(result), set(re.findall(r"^--seed (\d+)$", result.stdout.str(), re.M))
 
-    drawn, (seed,) = run()
-    assert len(set(drawn)) == 2
+    first, (seed,) = run()
+    assert len(set(first)) == 2
     again, _ = run("--seed", seed)
-    assert again == drawn
-    if importlib.util.find_spec("xdist"):
-        elsewhere, _ = run("--seed", seed, *DISTRIBUTED)
-        assert sorted(elsewhere) == sorted(drawn)
+    assert again == first
     alone, _ = run("--seed", seed, "-k", "second")
-    assert alone == drawn[1:]
+    assert alone == first[1:]
     fresh, _ = run()
-    assert not set(fresh) & set(drawn)
+    assert not set(fresh) & set(first)
+
+
+def drawn(result):
+    """What the failing tests of DRAWS printed."""
+    return re.findall(r"^drew .*", result.stdout.str(), re.M)

@@ -53,6 +53,7 @@ class Files:
 
     Attributes:
         file_of: the file that each tensor is in.
+        metadata: what the headers say beside the tensors, of all files together.
 
     Raises:
         FileNotFoundError: without tensors, or without a shard that the index names.
@@ -64,6 +65,7 @@ class Files:
         self._stack = contextlib.ExitStack()
         self._open: dict[Path, Any] = {}
         self.file_of: dict[str, Path] = {}
+        self.metadata: dict[str, str] = {}
         try:
             self._read_headers()
         except BaseException:
@@ -104,6 +106,7 @@ class Files:
             raise ValueError(f"{path} is truncated, or no safetensors file: {error}") from error
         self._open[path] = handle
         self.file_of.update(dict.fromkeys(handle.keys(), path))
+        self.metadata.update(handle.metadata() or {})
 
     def __enter__(self) -> Self:
         return self

@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_cute_ops.checkpoint import torchao
 from torch_cute_ops.checkpoint._files import Files
 from torch_cute_ops.checkpoint.spec import LayerScheme
 from torch_cute_ops.nn import QuantLinear
@@ -125,7 +126,7 @@ def read_layer(
     try:
         layer: QuantLinear = cls.from_tensors(**tensors, bias=bias, activations=activations)  # type: ignore[attr-defined]
     except (TypeError, ValueError) as error:
-        weight = fields_of(scheme.style, scheme.format)[0].stored
+        weight = "_weight_qdata" if scheme.style == "torchao" else fields_of(scheme.style, scheme.format)[0].stored
         raise ValueError(f"{files.describe(f'{name}.{weight}')}: {error}") from error
     return layer
 
@@ -138,15 +139,14 @@ def read_tensors(files: Files, name: str, scheme: LayerScheme) -> Iterator[tuple
     Raises:
         ValueError: for a tensor that is missing, unknown, or of a wrong shape, dtype or value.
     """
+    if scheme.style == "torchao":
+        names = torchao.tensor_names(files, f"{name}.weight")
+        _refuse_unknown(files, name, scheme, {each.rpartition(".")[2] for each in names.values()})
+        yield from torchao.read_linear(files, f"{name}.weight").items()
+        return
     is_dynamic = scheme.activations == "fp8"
     fields = [field for field in FIELDS[scheme.style, scheme.format] if not (field.is_optional and is_dynamic)]
-    known = {field.stored for field in fields} | {"bias"} | KV_SCALES
-    unknown = sorted(files.suffixes(name) - known)
-    if unknown:
-        raise ValueError(
-            f"{files.describe(f'{name}.{unknown[0]}')} is unknown to {scheme.style} {scheme.format}; a layer has "
-            f"{', '.join(sorted(known - KV_SCALES))}"
-        )
+    _refuse_unknown(files, name, scheme, {field.stored for field in fields})
     weight = f"{name}.{fields[0].stored}"
     shape = files.shape(weight) if weight in files else (0, 0)
     n, k = (*shape[:1], shape[-1] * (1 if fields[0] is _ELEMENTS else 2)) if len(shape) == 2 else (0, 0)
@@ -156,6 +156,15 @@ def read_tensors(files: Files, name: str, scheme: LayerScheme) -> Iterator[tuple
             yield field.name, _checked(files, stored, field, n, k)
         elif not field.is_optional or scheme.activations in ("fp4", "fp8_static"):
             raise ValueError(f"{files.path} has no {stored}, which {scheme.style} {scheme.format} needs")
+
+
+def _refuse_unknown(files: Files, name: str, scheme: LayerScheme, known: set[str]) -> None:
+    unknown = sorted(files.suffixes(name) - known - {"bias"} - KV_SCALES)
+    if unknown:
+        raise ValueError(
+            f"{files.describe(f'{name}.{unknown[0]}')} is unknown to {scheme.style} {scheme.format}; a layer has "
+            f"{', '.join(sorted(known | {'bias'}))}"
+        )
 
 
 def _checked(files: Files, stored: str, field: Field, n: int, k: int) -> Tensor:

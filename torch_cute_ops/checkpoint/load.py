@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from torch_cute_ops.checkpoint import torchao
 from torch_cute_ops.checkpoint._files import Files
 from torch_cute_ops.checkpoint._layers import KV_SCALES, read_layer, read_tensors
 from torch_cute_ops.checkpoint.experts import EXPERT_NAMES, RENAMED, gpt_oss_names, mxfp4_experts
-from torch_cute_ops.checkpoint.spec import QuantSpec, read_spec
+from torch_cute_ops.checkpoint.spec import LayerScheme, QuantSpec, read_spec
 from torch_cute_ops.nn import MXFP4Linear, QuantExperts, QuantLinear, _names, merge
 from torch_cute_ops.nn._base import Activations
 from torch_cute_ops.nn.experts import FORMATS, FloatExperts, float_experts, stack, topk_of
@@ -183,7 +184,7 @@ class Loader:
         bias_dtype = None if module.bias is None else module.bias.dtype
         layers = []
         for source in sources:
-            scheme = self.spec.scheme_of_tensors(source)
+            scheme = self._scheme(source)
             if scheme is None:
                 raise ValueError(f"{self._describe(source)} is quantised, and {self.spec.path} does not say how")
             layers.append(read_layer(self.files, source, scheme, self.activations, device, bias_dtype))
@@ -220,6 +221,12 @@ class Loader:
         suffixes = self.files.suffixes(source) - {"bias"} - KV_SCALES
         return bool(suffixes) and not (suffixes == {"weight"} and self.files.is_floating(f"{source}.weight"))
 
+    def _scheme(self, source: str) -> LayerScheme | None:
+        """How a layer of the checkpoint is quantised that is."""
+        if self.spec.style == "torchao":
+            return torchao.scheme_of(self.files, source)
+        return self.spec.scheme_of_tensors(source)
+
     def _describe(self, source: str) -> str:
         suffixes = sorted(self.files.suffixes(source))
         return self.files.describe(f"{source}.{suffixes[0]}") if suffixes else source
@@ -231,6 +238,8 @@ class Loader:
         parts = next((each for each in EXPERT_NAMES if self.files.suffixes(f"{stored}.0.{each[0]}")), None)
         if f"{stored}.gate_up_proj_blocks" in self.files:
             new = self._gpt_oss_experts(stored, given)
+        elif f"{stored}._gate_up_proj_qdata" in self.files:
+            new = self._torchao_experts(stored, given)
         elif parts is None:
             self._load_own(name, given.module)
             return
@@ -256,7 +265,7 @@ class Loader:
 
     def _read_experts(self, given: FloatExperts, layers: Sequence[Sequence[str]]) -> tuple[QuantLinear, QuantLinear]:
         """The stacks of what is quantised, layer by layer."""
-        schemes = {self.spec.scheme_of_tensors(layer) for each in layers for layer in each}
+        schemes = {self._scheme(layer) for each in layers for layer in each}
         first = layers[0][0]
         scheme = schemes.pop()
         if scheme is None or schemes:
@@ -315,6 +324,21 @@ class Loader:
                 (*read[3:], given.hidden, given.experts),
             )
         )  # type: ignore[return-value]
+
+    def _torchao_experts(self, stored: str, given: FloatExperts) -> tuple[QuantLinear, QuantLinear]:
+        names = [f"{stored}.{part}" for part in ("gate_up_proj", "down_proj")]
+        device = self._device_of(given.module.down_proj)
+        for key in ("gate_up_proj_bias", "down_proj_bias") if given.has_bias else ():
+            bias = self.files.read(f"{stored}.{key}").to(device, getattr(given.module, key).dtype, copy=True)
+            given.module._parameters[key] = nn.Parameter(bias, requires_grad=False)
+            self.used.add(f"{stored}.{key}")
+        gate_up, down = (torchao.read_weight(self.files, name) for name in names)
+        for name in names:
+            self.used.update(torchao.tensor_names(self.files, name).values())
+        try:
+            return torchao.expert_stacks(gate_up, down, given, device)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self.files.describe(f'{stored}._gate_up_proj_qdata')}: {error}") from error
 
     def _load_float_experts(self, given: FloatExperts, layers: Sequence[Sequence[str]]) -> None:
         """Layers of experts that are not quantised, into the two parameters."""

@@ -240,7 +240,7 @@ def _compressed_config(schemes: Mapping[str, LayerScheme], plain: Sequence[str])
 def _compressed_inputs(scheme: LayerScheme) -> dict[str, Any] | None:
     if scheme.activations == "16bit":
         return None
-    if scheme.format == "fp8_block":
+    if scheme.format == "fp8_block" or (scheme.format, scheme.activations) == ("mxfp4", "fp8"):
         return {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "symmetric": True,
                 "dynamic": True}  # fmt: skip
     arguments = compressed_arguments(scheme.format)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch_cute_ops.checkpoint._files import read_json
 from torch_cute_ops.nn import _names
 
-Style = Literal["modelopt", "compressed-tensors", "deepseek", "gpt-oss"]
+Style = Literal["modelopt", "compressed-tensors", "deepseek", "gpt-oss", "torchao"]
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,10 @@ class LayerScheme:
 
     Attributes:
         format: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"``, ``"fp8_tensor"`` or ``"fp8_channel"``.
-        style: whose names the tensors have: ``"modelopt"``, ``"compressed-tensors"`` or ``"deepseek"``.
-        activations: what the checkpoint was made for: ``"16bit"``, ``"fp4"``, ``"fp8"``, or ``"fp8_static"``, FP8 under
-            an input scale from calibration. In NVFP4, ``"fp4"`` means that there are input scales. What is computed is
-            chosen at load, but for static FP8.
+        style: whose names the tensors have: ``"modelopt"``, ``"compressed-tensors"``, ``"deepseek"`` or ``"torchao"``.
+        activations: what the checkpoint was made for: ``"16bit"``, ``"fp4"``, ``"fp8"`` (with computed scales), or
+            ``"fp8_static"``, FP8 under an input scale from calibration. In NVFP4, ``"fp4"`` means that there are input
+            scales. What is computed is chosen at load, but for static FP8.
     """
 
     format: str
@@ -34,8 +34,8 @@ class QuantSpec:
 
     Attributes:
         path: of the file that says it.
-        style: who wrote it: ``"modelopt"``, ``"compressed-tensors"``, ``"deepseek"`` or ``"gpt-oss"``; ``None``: the
-            checkpoint is not quantised.
+        style: who wrote it: ``"modelopt"``, ``"compressed-tensors"``, ``"deepseek"``, ``"gpt-oss"`` or ``"torchao"``;
+            ``None``: the checkpoint is not quantised. How torchao quantised a layer, the metadata of its file says.
         groups: schemes, and the layers that each is for: ``"Linear"`` is every one, others are names, wildcards, or
             regular expressions behind ``re:``.
         ignore: layers that are not quantised, and those within them.
@@ -97,7 +97,8 @@ def spec_of(path: Path, quantization: Mapping[str, Any]) -> QuantSpec:
         ValueError: as :func:`read_spec`.
     """
     method = quantization.get("quant_method")
-    parse = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "fp8": _fp8, "mxfp4": _gpt_oss}
+    parse = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "fp8": _fp8, "mxfp4": _gpt_oss,
+             "torchao": _torchao}  # fmt: skip
     if method not in parse:
         expected = ", ".join(map(repr, parse))
         raise ValueError(f"{path}: quant_method is {method!r}; expected one of {expected}")
@@ -201,6 +202,12 @@ def _compressed_scheme(path: Path, where: str, group: Mapping[str, Any], overall
     if inputs is None:
         return LayerScheme(fmt, "compressed-tensors", "fp8" if bits == 8 else "16bit")
     where = f"{where}input_activations: "
+    if fmt == "mxfp4" and inputs.get("num_bits") == 8:
+        _expect(
+            path, where, inputs, type=("float",), symmetric=(True, None), dynamic=(True,), strategy=("group",),
+            group_size=(128,),
+        )  # fmt: skip
+        return LayerScheme(fmt, "compressed-tensors", "fp8")
     dynamic = {"nvfp4": ("local",), "fp8_tensor": (True, False), "fp8_channel": (True, False)}.get(fmt, (True,))
     _expect(path, where, inputs, num_bits=(bits,), type=("float",), symmetric=(True, None), dynamic=dynamic)
     if False not in dynamic:
@@ -226,3 +233,31 @@ def _fp8(path: Path, given: Mapping[str, Any]) -> QuantSpec:
 
 def _gpt_oss(path: Path, given: Mapping[str, Any]) -> QuantSpec:
     return QuantSpec(path, "gpt-oss", (), tuple(given.get("modules_to_not_convert") or ()))
+
+
+# torchao: each tensor says in the file's metadata what it is
+
+TORCHAO_CONFIGS = ("NVFP4WeightOnlyConfig", "NVFP4DynamicActivationNVFP4WeightConfig")
+"""Configurations whose weights are in NVFP4."""
+_TORCHAO_MX = "MXDynamicActivationMXWeightConfig"
+_TORCHAO_BY_NAME = ("FqnToConfig", "ModuleFqnToConfig")
+
+
+def _torchao(path: Path, given: Mapping[str, Any]) -> QuantSpec:
+    quantised = given.get("quant_type")
+    quantised = quantised.get("default") if isinstance(quantised, Mapping) else quantised
+    configs = [quantised]
+    if isinstance(quantised, Mapping) and quantised.get("_type") in _TORCHAO_BY_NAME:
+        configs = [each for value in (quantised.get("_data") or {}).values() if isinstance(value, Mapping)
+                   for each in value.values() if each is not None]  # fmt: skip
+    for config in configs:
+        kind = config.get("_type") if isinstance(config, Mapping) else config
+        if kind in TORCHAO_CONFIGS:
+            continue
+        data = (config.get("_data") or {}) if isinstance(config, Mapping) else {}
+        dtype = (data.get("weight_dtype") or {}).get("_data")
+        if kind != _TORCHAO_MX or dtype != "float4_e2m1fn_x2":
+            of = f" with weights in {dtype}" if kind == _TORCHAO_MX else ""
+            expected = ", ".join((*TORCHAO_CONFIGS, f"{_TORCHAO_MX} with weights in float4_e2m1fn_x2"))
+            raise ValueError(f"{path}: quant_type is {kind}{of}; expected one of {expected}")
+    return QuantSpec(path, "torchao", (), tuple(given.get("modules_to_not_convert") or ()))

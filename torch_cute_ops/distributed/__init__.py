@@ -3,6 +3,10 @@
 Importing this registers the rules of every op with DTensor.
 """
 
+# torch imports this one late, by a dispatch mode say. Defaults of its functions then hold the default group for ever,
+# and a thread of gloo's that outlives the interpreter aborts the process. Imported first, they hold none.
+import torch.distributed.nn.functional  # noqa: F401
+
 from torch_cute_ops.distributed.collectives import Sent, all_gather, count_traffic, gather_rows, reduce_scatter
 from torch_cute_ops.distributed.experts import ExpertParallel, ExpertWeights
 from torch_cute_ops.distributed.loading import load_

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_cute_ops.distributed.rules import is_byte_float
 from torch_cute_ops.formats import convert_scales
 from torch_cute_ops.nn import QuantizedRows, QuantLinear
-from torch_cute_ops.nn.linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear, MXFP4Linear, NVFP4Linear
+from torch_cute_ops.nn.linear import FP8ChannelLinear, FP8TensorLinear
 
 Group = dist.ProcessGroup
 # torch 2.13 renamed them, and warns of the old names.
@@ -96,17 +96,16 @@ def gather_rows(layer: QuantLinear, rows: QuantizedRows, group: Group) -> Quanti
 def _gather_scales(layer: QuantLinear, rows: QuantizedRows, group: Group) -> Tensor:
     elements, scale = rows.operands
     count = elements.shape[0]
-    if isinstance(layer, NVFP4Linear | MXFP4Linear):
+    if layer.activations == "fp4":
         if count % TILE_ROWS == 0:
             return all_gather(scale, group)
         k = layer.in_features
         linear = all_gather(convert_scales(scale, count, k, "128x4", "linear"), group)
         return convert_scales(linear, linear.shape[0], k, "linear", "128x4")
-    if isinstance(layer, FP8BlockLinear):
+    if not isinstance(layer, FP8TensorLinear | FP8ChannelLinear):  # of blocks of 128 elements
         return all_gather(scale, group, dim=1)
-    if isinstance(layer, FP8TensorLinear | FP8ChannelLinear) and layer.has_input_scale:
-        return scale  # the same on every rank
-    return all_gather(scale, group)
+    # A static scale is the same on every rank.
+    return scale if layer.has_input_scale else all_gather(scale, group)
 
 
 class Sent(NamedTuple):

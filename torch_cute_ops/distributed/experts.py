@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from torch_cute_ops.distributed.collectives import Group, as_bytes
+from torch_cute_ops.distributed.compare import agree_on_rows, compare
 from torch_cute_ops.formats import FP8_BLOCK128, convert_scales
 from torch_cute_ops.nn._base import moved
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
@@ -165,6 +166,7 @@ class ExpertParallel(nn.Module):
 
     Raises:
         ValueError: for weights that do not fit each other.
+        RuntimeError: for ranks of a group that differ in sizes, dtypes or settings: all make the layer, and compare.
     """
 
     def __init__(
@@ -202,6 +204,14 @@ class ExpertParallel(nn.Module):
             for field in ("codes", "scale", "alpha", "bias"):
                 self.register_buffer(f"{name}_{field}", getattr(weights, field))
 
+        facts: dict[str, Any] = {"wire": wire, "back": back, "max_rows": max_rows, "swiglu": self.gate}
+        for name, buffer in self.named_buffers():
+            if not name.endswith("bias"):  # of ranks that divide experts, the first alone has down's
+                facts[name] = f"{tuple(buffer.shape)} {buffer.dtype}"
+        for each in (group, tensor_group):
+            if each is not None:
+                compare("ExpertParallel", facts, each)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move, and never cast: codes and scales are what the checkpoint has."""
         return super()._apply(partial(moved, fn), recurse)
@@ -225,6 +235,8 @@ class ExpertParallel(nn.Module):
         Raises:
             ValueError, TypeError: as the ops, for a wrong shape or dtype.
         """
+        if self.tensor_group is not None:
+            agree_on_rows("ExpertParallel", (x.shape[0],), self.tensor_group)
         total, topk = self.experts * self.world, ids.shape[1]
         expanded, permuted, _, counts = moe_route_ids(ids, total, 1, self.max_rows)
         operands = self._rows(x, permuted, expanded, topk)

@@ -12,12 +12,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch_cute_ops.checkpoint._files import Files
 from torch_cute_ops.checkpoint.load import Loader, Progress
 from torch_cute_ops.checkpoint.spec import read_spec
-from torch_cute_ops.distributed.parallel import ColumnParallel, Cut, RowParallel, cut_of
+from torch_cute_ops.distributed.parallel import ColumnParallel, Cut, LinearStyle, RowParallel, check_mesh, cut_of
 from torch_cute_ops.nn import QuantLinear, _names
 from torch_cute_ops.nn._base import Activations
 
-Style = ColumnParallel | RowParallel
-Plan = Mapping[str, Style]
+Plan = Mapping[str, ColumnParallel | RowParallel]
 
 
 @torch.no_grad()
@@ -54,30 +53,33 @@ def load_(
             divide; for a plan that names no layer of the model.
         TypeError: for a style that is none of this package, or a layer that is not linear.
     """
-    if mesh.ndim != 1:
-        raise ValueError(f"load_: the mesh has {mesh.ndim} dimensions; expected 1, such as mesh['tp']")
+    check_mesh("load_", mesh)
     chosen = _resolve(model, plan)
     spec = read_spec(path)
     cuts: dict[str, Cut] = {}
+    whole: dict[str, list[int]] = {}
     with _Parts(path, cuts.get) as files:
         loader = Loader(model, files, spec, activations, device, merged)
         for name, style in chosen.items():
             cuts.update(dict.fromkeys(loader.sources(name), style.cut(mesh)))
         for name in chosen:
+            whole[name] = [files.size(source)[0] for source in loader.sources(name)]
             module = model.get_submodule(name)
             assert isinstance(module, nn.Linear)
             _names.replace(model, module, _resized(module, files, loader.sources(name)))
         Loader(model, files, spec, activations, device, merged).load(tuple(ignore), progress)
     for name, style in chosen.items():
-        style.bind(model.get_submodule(name), mesh)
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear | QuantLinear)
+        style.bind_layer(layer, mesh, whole[name])
     return model
 
 
-def _resolve(model: nn.Module, plan: Plan) -> dict[str, Style]:
+def _resolve(model: nn.Module, plan: Plan) -> dict[str, LinearStyle]:
     """The style of each layer that the plan names."""
-    chosen: dict[str, Style] = {}
+    chosen: dict[str, LinearStyle] = {}
     for pattern, style in plan.items():
-        if not isinstance(style, Style):
+        if not isinstance(style, LinearStyle):
             kind = "a style of torch's own" if isinstance(style, ParallelStyle) else f"a {type(style).__name__}"
             raise TypeError(f"load_: the plan has {kind} for {pattern}; expected ColumnParallel or RowParallel")
         for name, module in model.named_modules():

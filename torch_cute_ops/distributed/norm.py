@@ -36,7 +36,7 @@ def normed_rows(
     to_fp4, to_fp8 = ops
     if isinstance(layer, NVFP4Linear | MXFP4Linear) and layer.activations == "fp4":
         operands = to_fp4(rows, *sums, weight, layer._input_global_scale(), eps, layer.format.block_size)
-    elif isinstance(layer, FP8BlockLinear):
+    elif isinstance(layer, FP8BlockLinear | NVFP4Linear | MXFP4Linear) and layer.activations == "fp8":
         operands = to_fp8(rows, *sums, weight, None, eps, "block128", "column")
     elif isinstance(layer, FP8TensorLinear | FP8ChannelLinear):
         scale, granularity = (layer.input_scale, "tensor") if layer.has_input_scale else (None, "token")

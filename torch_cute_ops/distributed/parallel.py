@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from torch_cute_ops.distributed.collectives import all_gather, all_reduce, gather_rows, reduce_scatter
+from torch_cute_ops.distributed.compare import agree_on_rows
 from torch_cute_ops.formats.fp4 import E4M3_MAX, encode_e4m3
 from torch_cute_ops.nn import QuantizedRows, QuantLinear, merge
 from torch_cute_ops.nn._base import _SHARED
@@ -138,8 +139,7 @@ def _sharded(layer: QuantLinear, cut: Cut) -> QuantLinear:
 
 def _made(layer: QuantLinear, in_features: int, tensors: dict[str, Tensor], bias: Tensor | None) -> QuantLinear:
     activations: Any = layer.activations
-    made: QuantLinear = _base_of(layer)._of(in_features, tensors, bias, None, activations)
-    return made
+    return type(layer)._of(in_features, tensors, bias, None, activations)
 
 
 def _adopt(layer: QuantLinear, other: QuantLinear) -> None:
@@ -148,63 +148,113 @@ def _adopt(layer: QuantLinear, other: QuantLinear) -> None:
         setattr(layer, name, getattr(other, name))
 
 
-def _base_of(layer: nn.Module) -> Any:
-    """The class that a layer had before it was made parallel."""
-    return getattr(type(layer), "base", type(layer))
-
-
 # What the layers compute
 
 
-class _Column:
-    """A layer whose rows of the weight are divided: each rank computes columns of the result."""
+class Divided:
+    """What modules share whose ranks each have a part.
 
-    style: "ColumnParallel"
+    Attributes:
+        style: how they are divided.
+        group: the ranks.
+        base: the class of the whole module.
+    """
+
+    style: "Style"
     group: Any
     base: ClassVar[Any]
 
+    @property
+    def divided(self) -> str:
+        """How, in words: the same on all ranks."""
+        return f"{self.style!r} among {dist.get_world_size(self.group)}"
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows."""
+        return f"{self.base.extra_repr(self)}, {self.style!r}, rank {dist.get_rank(self.group)} of {self.world}"
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return dist.get_world_size(self.group)
+
+    @classmethod
+    def _of(cls, *_: Any) -> Any:
+        raise ValueError(f"{cls.__name__}: a layer is made and merged first, and then divided")
+
+    def split(self) -> Any:
+        """What the undivided class gives for this rank's part: layers that know nothing of ranks."""
+        part = object.__new__(self.base)
+        part.__dict__ = {name: each for name, each in self.__dict__.items() if name not in OWN}
+        return part.split()
+
+
+OWN: Final = ("style", "group", "whole_parts")
+"""Attributes that divided modules alone have."""
+
+
+class _Column(Divided):
+    """A layer whose rows of the weight are divided: each rank computes columns of the result.
+
+    Attributes:
+        whole_parts: rows of each part of the whole layer, whose columns ``gather_output`` gives.
+    """
+
+    style: "ColumnParallel"
+    whole_parts: tuple[int, ...]
+
     def forward(self, x: Any) -> Tensor:
-        base: Any = self.base
         _refuse_unfit(self, x, self.style.sequence)
+        if self.style.sequence or self.style.gather_output:
+            agree_on_rows(type(self).__name__, _lead(x), self.group)
         if self.style.sequence:
             if isinstance(self, QuantLinear):
                 x = gather_rows(self, x if isinstance(x, QuantizedRows) else self.quantize(x), self.group)
             else:
                 x = all_gather(x, self.group)
-        y: Tensor = base.forward(self, x)
-        if self.style.gather_output:
-            gathered = all_gather(y.flatten(0, -2) if y.dim() > 1 else y.unsqueeze(0), self.group, dim=1)
-            y = gathered.view(*y.shape[:-1], -1)
-        return y
+        y: Tensor = self.base.forward(self, x)
+        return self._gathered(y) if self.style.gather_output else y
+
+    def _gathered(self, y: Tensor) -> Tensor:
+        """All columns, in the order of the whole layer: of each part one rank's behind the other's."""
+        columns = all_gather(y.flatten(0, -2) if y.dim() > 1 else y.unsqueeze(0), self.group, dim=1)
+        of_ranks = columns.unflatten(1, (self.world, -1))
+        cut = Cut(0, 0, self.world, self.style.unit)
+        own = [end - begin for begin, end in (cut.bounds(rows) for rows in self.whole_parts)]
+        parts = [
+            # Of heads that several ranks have, the first one's.
+            part[:, :: rows * self.world // whole].flatten(1)
+            for part, rows, whole in zip(of_ranks.split(own, 2), own, self.whole_parts, strict=True)
+        ]
+        return torch.cat(parts, 1).view(*y.shape[:-1], -1)
 
     def rows_for(self, rows: int) -> int:
-        return -(-rows // dist.get_world_size(self.group)) if self.style.sequence else rows
+        return -(-rows // self.world) if self.style.sequence else rows
 
 
-class _Row:
+class _Row(Divided):
     """A layer whose columns of the weight are divided: each rank computes a part of every sum."""
 
     style: "RowParallel"
-    group: Any
-    base: ClassVar[Any]
 
     def forward(self, x: Any) -> Tensor:
-        base: Any = self.base
         _refuse_unfit(self, x, self.style.sequence)
+        first, *rest = _lead(x) or (1,)
+        if self.style.sequence and first % self.world:
+            raise ValueError(f"{type(self).__name__}: {first} rows; expected a multiple of the {self.world} ranks")
+        agree_on_rows(type(self).__name__, (first // self.world if self.style.sequence else first, *rest), self.group)
         if isinstance(self, QuantLinear):
             rows = x if isinstance(x, QuantizedRows) else self._own_rows(x)
             dtype = rows.dtype
-            # Beside torch's scaled GEMM, which has no float32 results.
-            sums = self.style.sums or (dtype if isinstance(self, FP8TensorLinear | FP8ChannelLinear) else torch.float32)
-            y: Tensor = base.forward(self, rows._replace(dtype=sums))
+            y: Tensor = self.base.forward(self, rows._replace(dtype=self.style.sums or dtype))
         else:
             dtype = x.dtype
-            y = base.forward(self, x)
+            y = self.base.forward(self, x).to(self.style.sums or dtype)
         y = reduce_scatter(y, self.group) if self.style.sequence else all_reduce(y, self.group)
         return y.to(dtype)
 
     def rows_for(self, rows: int) -> int:
-        world = dist.get_world_size(self.group) if self.style.sequence else 1
+        world = self.world if self.style.sequence else 1
         return -(-rows // world) * world
 
     def _own_rows(self, x: Tensor) -> QuantizedRows:
@@ -212,6 +262,23 @@ class _Row:
         if isinstance(self, FP8TensorLinear | FP8ChannelLinear) and not self.has_input_scale:
             return _by_shared_scale(x, self.group)
         return self.quantize(x)
+
+
+def _lead(x: Any) -> tuple[int, ...]:
+    return x.lead if isinstance(x, QuantizedRows) else (*x.shape[:-1],)
+
+
+def refuse_gradient(module: nn.Module, x: Tensor) -> None:
+    """Refuse what the collectives would lose.
+
+    Raises:
+        ValueError: for an input or a parameter that requires grad while gradients are on.
+    """
+    if torch.is_grad_enabled() and (x.requires_grad or any(each.requires_grad for each in module.parameters())):
+        raise ValueError(
+            "layers that ranks divide have no gradient, and the input or a parameter requires grad; call them under "
+            "torch.no_grad() or torch.inference_mode()"
+        )
 
 
 def _refuse_unfit(layer: Any, x: Any, sequence: bool) -> None:
@@ -225,11 +292,7 @@ def _refuse_unfit(layer: Any, x: Any, sequence: bool) -> None:
         return
     if sequence and x.dim() < 2:
         raise ValueError(f"the input has shape {tuple(x.shape)}; expected this rank's rows of it, (..., K)")
-    if torch.is_grad_enabled() and (x.requires_grad or any(each.requires_grad for each in layer.parameters())):
-        raise ValueError(
-            "layers that ranks divide have no gradient, and the input or a parameter requires grad; call them under "
-            "torch.no_grad() or torch.inference_mode()"
-        )
+    refuse_gradient(layer, x)
 
 
 def _by_shared_scale(x: Tensor, group: Any) -> QuantizedRows:
@@ -248,14 +311,76 @@ def _by_shared_scale(x: Tensor, group: Any) -> QuantizedRows:
 
 
 @functools.cache
-def _parallel(kind: type, base: Any) -> Any:
-    """A subclass of ``base`` with the ``forward`` of ``kind``."""
-    members = {"__module__": base.__module__, "__doc__": base.__doc__, "base": base}
-    return type(base.__name__, (kind, base), members)
+def divided_class(kind: Any, name: str, base: Any) -> Any:
+    """A subclass of ``base`` with the ``forward`` of ``kind``, which is called ``name``."""
+    return type(name, (kind, base), {"__module__": __name__, "__doc__": base.__doc__, "base": base})
 
 
-class _Style(ParallelStyle):
-    """What the styles here share."""
+# Styles
+
+
+class Style(ParallelStyle):
+    """What the styles of this package share.
+
+    Args:
+        options: theirs, by name, which ranks compare.
+    """
+
+    _kind: ClassVar[type[Divided]]
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
+
+    def check_module(self, module: nn.Module) -> None:
+        """Refuse what the style does not divide.
+
+        Raises:
+            TypeError: for a module of another kind.
+        """
+        raise NotImplementedError
+
+    def divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Leave a whole module this rank's part, and have it compute with the other ranks.
+
+        Raises:
+            ValueError: for sizes that the ranks cannot divide.
+        """
+        raise NotImplementedError
+
+    def bind(self, module: nn.Module, mesh: DeviceMesh) -> Any:
+        """Have a module that has its part compute with the other ranks, in place; the module."""
+        base: Any = type(module)
+        kind: Any = self._kind
+        module.__class__ = divided_class(kind, f"{type(self).__name__}{base.__name__}", base)
+        bound: Any = module
+        bound.style, bound.group = self, mesh.get_group()
+        return bound
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, Divided):
+            raise ValueError(f"{type(self).__name__}: the module is parallel already")
+        self.check_module(module)
+        check_mesh(type(self).__name__, device_mesh)
+        self.divide(module, device_mesh)
+        return module
+
+
+def check_mesh(name: str, mesh: DeviceMesh) -> None:
+    """Refuse a mesh of several dimensions.
+
+    Raises:
+        ValueError: saying how to take one.
+    """
+    if mesh.ndim != 1:
+        raise ValueError(f"{name}: the mesh has {mesh.ndim} dimensions; expected 1, such as mesh['tp']")
+
+
+class LinearStyle(Style):
+    """What the styles of linear layers share."""
 
     dim: ClassVar[int]
 
@@ -263,39 +388,28 @@ class _Style(ParallelStyle):
         """This rank's part of a weight."""
         return Cut(self.dim, mesh.get_local_rank(), mesh.size(), getattr(self, "unit", 1))
 
-    def bind(self, layer: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Have a layer that has its part of the weight compute with the other ranks, in place.
+    def check_module(self, module: nn.Module) -> None:
+        """Refuse what is no linear layer.
 
         Raises:
-            TypeError: for a module that is no linear layer.
-            ValueError: for one that is parallel already.
+            TypeError: naming the class.
         """
-        if not isinstance(layer, QuantLinear) and type(layer) is not nn.Linear:
-            raise TypeError(f"{type(self).__name__} is for linear layers; got {type(layer).__name__}")
-        if hasattr(type(layer), "base"):
-            raise ValueError(f"{type(self).__name__}: the layer is parallel already")
-        if self.dim == 1 and layer.bias is not None:
-            # Added once, by the first rank, and to float32 sums where the layer has these.
-            bias = layer.bias.detach().float() if isinstance(layer, QuantLinear) else layer.bias.detach()
-            layer.bias = nn.Parameter(bias if mesh.get_local_rank() == 0 else torch.zeros_like(bias), False)
-        layer.__class__ = _parallel((_Column, _Row)[self.dim], _base_of(layer))
-        layer.style, layer.group = self, mesh.get_group()  # type: ignore[assignment]
-        return layer
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, QuantLinear) and type(module) is not nn.Linear:
             raise TypeError(f"{type(self).__name__} is for linear layers; got {type(module).__name__}")
-        if hasattr(type(module), "base"):
-            raise ValueError(f"{type(self).__name__}: the layer is parallel already")
-        if device_mesh.ndim != 1:
-            raise ValueError(
-                f"{type(self).__name__}: the mesh has {device_mesh.ndim} dimensions; expected 1, such as mesh['tp']"
-            )
-        shard_(module, self.cut(device_mesh))
-        return self.bind(module, device_mesh)
+
+    def divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Leave a whole layer this rank's part, and have it compute with the other ranks."""
+        layer: Any = module
+        whole = layer.parts if isinstance(layer, QuantLinear) else (layer.out_features,)
+        shard_(layer, self.cut(mesh))
+        self.bind_layer(layer, mesh, whole)
+
+    def bind_layer(self, layer: nn.Linear | QuantLinear, mesh: DeviceMesh, whole: Sequence[int]) -> None:
+        """Have a layer that has its part compute with the other ranks; ``whole``: rows of each part of the whole."""
+        self.bind(layer, mesh)
 
 
-class ColumnParallel(_Style):
+class ColumnParallel(LinearStyle):
     """Each rank has some of the rows of the weight (N), and computes these columns of the result.
 
     For q, k and v, gate and up, merged or not: of a merged layer each rank has its share of every part. The result
@@ -306,18 +420,23 @@ class ColumnParallel(_Style):
             and value heads of grouped attention may be, is repeated.
         sequence: whether each rank has its share of the tokens as input: it quantises them as the layer's GEMM takes
             them, and codes and scales are gathered along the first dimension. 16-bit activations travel as they are.
-        gather_output: whether the columns of all ranks are gathered, one rank's behind the other's: those of a merged
-            layer are not in the order of its parts then.
+        gather_output: whether each rank gets the columns of all, in the order of the whole layer, whose parts are the
+            layer's ``whole_parts``.
     """
 
     dim = 0
+    _kind = _Column
 
     def __init__(self, *, unit: int = 1, sequence: bool = False, gather_output: bool = False) -> None:
-        super().__init__()
+        super().__init__(unit=unit, sequence=sequence, gather_output=gather_output)
         self.unit, self.sequence, self.gather_output = unit, sequence, gather_output
 
+    def bind_layer(self, layer: nn.Linear | QuantLinear, mesh: DeviceMesh, whole: Sequence[int]) -> None:
+        """Have a layer that has its part compute with the other ranks; ``whole``: rows of each part of the whole."""
+        self.bind(layer, mesh).whole_parts = tuple(whole)
 
-class RowParallel(_Style):
+
+class RowParallel(LinearStyle):
     """Each rank has some of the columns of the weight (K), takes these columns of the input, and computes a part of
     every sum; the parts are added up.
 
@@ -326,19 +445,38 @@ class RowParallel(_Style):
 
     Args:
         sequence: whether each rank gets the sums of its share of the tokens, the first dimension, in place of all.
-        sums: dtype in which the parts travel and are added; ``None``: float32, and for FP8 with a scale of the tensor
-            or of rows, whose GEMM has no such result on a GPU, that of the activations.
+        sums: dtype in which the parts travel and are added; ``None``: that of the activations, which is what other
+            tensor-parallel layers do. In it each part is rounded, and each sum. ``torch.float32`` rounds once, for
+            twice the bytes; in FP8 with a scale of the tensor or of rows, whose GEMM has no such result on a GPU, it
+            decodes the weight in each call.
     """
 
     dim = 1
+    _kind = _Row
 
     def __init__(self, *, sequence: bool = False, sums: torch.dtype | None = None) -> None:
-        super().__init__()
+        super().__init__(sequence=sequence, sums=None if sums is None else str(sums))
         self.sequence, self.sums = sequence, sums
+
+    def bind_layer(self, layer: nn.Linear | QuantLinear, mesh: DeviceMesh, whole: Sequence[int]) -> None:
+        """Have a layer that has its part compute with the other ranks; ``whole``: rows of each part of the whole."""
+        if layer.bias is not None:
+            # Added once, by the first rank, in a dtype that the GEMM takes beside its result.
+            bias = layer.bias.detach()
+            if self.sums is not None and isinstance(layer, QuantLinear):
+                is_torchs = isinstance(layer, FP8TensorLinear | FP8ChannelLinear)
+                bias = bias.to(self.sums if is_torchs else torch.float32)
+            layer.bias = nn.Parameter(bias if mesh.get_local_rank() == 0 else torch.zeros_like(bias), False)
+        self.bind(layer, mesh)
 
 
 def decoder_plan(
-    head_dim: int, *, merged: bool = True, sequence: bool = False, prefix: str = "model.layers.*"
+    head_dim: int,
+    *,
+    merged: bool = True,
+    sequence: bool = False,
+    sums: torch.dtype | None = None,
+    prefix: str = "model.layers.*",
 ) -> dict[str, ColumnParallel | RowParallel]:
     """The plan of a decoder with the layers of Llama's, Mistral's and Qwen's.
 
@@ -346,12 +484,13 @@ def decoder_plan(
         head_dim: rows of a head.
         merged: whether q, k and v are one layer, ``qkv_proj``, and gate and up another, ``gate_up_proj``.
         sequence: as of the styles: the model gives each rank its share of the tokens between the layers.
+        sums: as of :class:`RowParallel`.
         prefix: of the decoder layers.
     """
     heads, column, row = (
         ColumnParallel(unit=head_dim, sequence=sequence),
         ColumnParallel(sequence=sequence),
-        RowParallel(sequence=sequence),
+        RowParallel(sequence=sequence, sums=sums),
     )
     plan: dict[str, ColumnParallel | RowParallel] = {
         f"{prefix}.self_attn.{'qkv_proj' if merged else '[qkv]_proj'}": heads,

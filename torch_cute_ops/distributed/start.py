@@ -15,77 +15,63 @@ import torch
 from torch import nn
 
 from torch_cute_ops._version import __version__
-from torch_cute_ops.runtime.agreement import Ranks, posts, ranks
+from torch_cute_ops.distributed.compare import Group, compare
+from torch_cute_ops.runtime.agreement import Ranks, ranks
 from torch_cute_ops.runtime.provenance import source_digest
 
 log = logging.getLogger("torch_cute_ops")
 
-SHOWN: Final = 4
-"""Differences that a message lists."""
 LONGEST_WAIT: Final = 5.0
 """Seconds that the end of a block waits for a call to a store that may be gone."""
-_calls = _blocks = 0
-"""How often ranks were compared, and watched: all in the same order, so that the numbers name what they post."""
+_blocks = 0
+"""How often ranks were watched: all in the same order, so that the numbers name what they post."""
 
 
-def check_ranks(model: nn.Module | None = None, *, timeout_s: float = 60.0, **facts: Any) -> None:
-    """Compare the ranks of the default process group before their first collective.
+def check_ranks(
+    model: nn.Module | None = None, *, group: Group | None = None, timeout_s: float = 60.0, **facts: Any
+) -> None:
+    """Compare the ranks of a process group before their first collective.
 
-    Every rank calls it. Versions of torch, Python, CUDA and this package, digests of its sources, and names, classes,
-    shapes and dtypes of a model's tensors have to be the same on all; a collective of ranks that differ would hang, or
-    give wrong numbers. Without a process group, or alone in it, a rank has nothing to compare.
+    Every rank calls it. Versions of torch, Python, CUDA and this package, digests of its sources, names, classes,
+    shapes and dtypes of a model's tensors, and how its layers are divided have to be the same on all; a collective of
+    ranks that differ would hang, or give wrong numbers. Without a process group, or alone in it, a rank has nothing to
+    compare.
 
     Args:
         model: that all ranks hold with the same shapes: parts of layers that are divided are equal.
+        group: whose ranks are compared; ``None``: all of the default group.
         timeout_s: how long the others are waited for, seconds.
         facts: whatever else has to be the same, as ``batch=64``; what ``json`` can hold.
 
     Raises:
         RuntimeError: on every rank: naming a rank that differs, and in what, or a rank that did not come in time.
     """
-    global _calls
-    _calls += 1
-    everyone = ranks()
-    if everyone is None:
-        return
-    name = f"check_ranks/{_calls}"
-    try:
-        found = posts(everyone, name, json.dumps(_facts(model, facts)), timeout_s)
-    except RuntimeError as error:
-        raise RuntimeError(f"check_ranks: rank {everyone.rank} cannot reach the store: {error}") from error
-    missing = sorted(set(range(everyone.world)) - found.keys())
-    if missing:
-        raise RuntimeError(f"check_ranks: {_ranks(missing)} did not come within {timeout_s:g} s")
-    first = json.loads(found[0])
-    for rank in range(1, everyone.world):
-        other = json.loads(found[rank])
-        differing = [key for key in {**first, **other} if first.get(key) != other.get(key)]
-        if differing:
-            shown = "; ".join(f"{key} is {other.get(key)!r}, on rank 0 {first.get(key)!r}" for key in differing[:SHOWN])
-            more = f"; and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
-            raise RuntimeError(f"check_ranks: rank {rank} differs: {shown}{more}")
+    facts = {**_versions(), **facts, **({} if model is None else facts_of(model))}
+    compare("check_ranks", facts, group, timeout_s)
 
 
-def _facts(model: nn.Module | None, facts: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def _versions() -> dict[str, Any]:
+    return {
         "torch_cute_ops": __version__,
         "sources": source_digest(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        **{name: json.loads(json.dumps(value)) for name, value in facts.items()},
     }
-    for name, module in () if model is None else model.named_modules():
-        own = (*module._parameters.items(), *module._buffers.items())
-        for key, tensor in own:
+
+
+def facts_of(model: nn.Module) -> dict[str, Any]:
+    """What ranks that hold parts of one model have in common: of each tensor class, shape and dtype, by name; and how
+    modules are divided."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        divided = getattr(module, "divided", None)
+        if divided is not None:
+            found[name or "model"] = str(divided)
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                place = f"{name}.{key}".lstrip(".")
-                found[place] = f"{type(module).__name__} {tuple(tensor.shape)} {tensor.dtype}"
+                found[f"{name}.{key}".lstrip(".")] = f"{type(module).__name__} {tuple(tensor.shape)} {tensor.dtype}"
     return found
-
-
-def _ranks(numbers: list[int]) -> str:
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
 
 
 # Ranks that are gone

@@ -21,7 +21,7 @@ from torch_cute_ops.nn._base import Activations
 
 logger = logging.getLogger(__name__)
 
-METHODS: Final = ("modelopt", "compressed-tensors", "fp8", "mxfp4")
+METHODS: Final = ("modelopt", "compressed-tensors", "fp8", "mxfp4", "torchao")
 """``quant_method`` of the checkpoints that we read."""
 
 _replaced: dict[str, tuple[Any, Any]] = {}
@@ -37,7 +37,7 @@ def register(methods: Iterable[str] = METHODS, *, activations: Activations = "au
 
     Args:
         methods: ``quant_method`` of the checkpoints: ``"modelopt"``, ``"compressed-tensors"``, ``"fp8"`` (blocks, as
-            DeepSeek-V3's) and ``"mxfp4"`` (gpt-oss), all if nothing is said.
+            DeepSeek-V3's), ``"mxfp4"`` (gpt-oss) and ``"torchao"``, all if nothing is said.
         activations, merge: as for ``from_pretrained`` of this module, of models that are loaded from now on.
 
     Raises:

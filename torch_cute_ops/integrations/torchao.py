@@ -11,9 +11,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from torch_cute_ops.formats import convert_scales
-from torch_cute_ops.nn import MXFP4Linear, NVFP4Linear, QuantLinear, _names
+from torch_cute_ops.checkpoint.torchao import FP4, Weight, expert_stacks, linear_tensors, weight_of
+from torch_cute_ops.nn import QuantExperts, QuantLinear, _names
 from torch_cute_ops.nn._base import Activations
+from torch_cute_ops.nn.experts import FloatExperts, float_experts, topk_of
+from torch_cute_ops.nn.quantize import SCHEMES
 
 try:
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
@@ -26,23 +28,26 @@ except ModuleNotFoundError as missing:
 
 __all__ = ["accelerate_"]
 
-_FP4: Final = torch.float4_e2m1fn_x2
+_FP4: Final = getattr(torch, FP4)
 
 
 @torch.no_grad()
 def accelerate_(model: nn.Module, *, activations: Activations = "auto", ignore: Iterable[str] = ()) -> nn.Module:
-    """Put the linear layers of a model that torchao has quantised to NVFP4 or MXFP4 on our layers, in place.
+    """Put the layers and experts of a model that torchao has quantised to NVFP4 or MXFP4 on our modules, in place.
 
-    Codes are taken as they are, and scales rearranged; no weight is decoded. Layers whose weight is of another type of
-    torchao's, such as MXFP8, stay what they are, with one warning that names them.
+    Codes are taken as they are, and scales rearranged; no weight is decoded. Experts that the model has in two
+    parameters, ``gate_up_proj`` and ``down_proj`` of three dimensions, become :class:`torch_cute_ops.nn.QuantExperts`,
+    whose codes are copied. Layers whose weight is of another type of torchao's, such as MXFP8, stay what they are, with
+    one warning that names them.
 
     Args:
         model: after ``torchao.quantization.quantize_`` with ``NVFP4WeightOnlyConfig``,
             ``NVFP4DynamicActivationNVFP4WeightConfig`` or ``MXDynamicActivationMXWeightConfig`` in FP4, or with weights
             that were loaded so.
         activations: as of the layers: ``"16bit"``, which is ``"auto"``, or ``"fp4"``. NVFP4 activations need the
-            ``act_per_tensor_scale`` that torchao's calibration leaves.
-        ignore: layers to leave: names, last parts of names, wildcards, or regular expressions behind ``re:``.
+            ``act_per_tensor_scale`` that torchao's calibration leaves. Those of experts are FP8.
+        ignore: layers and experts to leave: names, last parts of names, wildcards, or regular expressions behind
+            ``re:``.
 
     Returns:
         ``model``.
@@ -54,19 +59,25 @@ def accelerate_(model: nn.Module, *, activations: Activations = "auto", ignore: 
     patterns, others = tuple(ignore), []
     owners = Counter(id(each) for module in model.modules() for each in module._parameters.values())
     for name, module in [*model.named_modules()]:
-        weight = module._parameters.get("weight")
-        if weight is None or not type(weight).__module__.startswith("torchao.") or _names.matches(name, patterns):
+        parameters = {key: each for key, each in module._parameters.items() if each is not None}
+        weights = {key: each for key, each in parameters.items() if type(each).__module__.startswith("torchao.")}
+        if not weights or _names.matches(name, patterns):
             continue
-        if not _is_fp4(weight):
-            others.append(f"{name} ({type(weight).__name__})")
+        if not all(map(_is_fp4, weights.values())):
+            kinds = ", ".join(sorted({type(each).__name__ for each in weights.values()}))
+            others.append(f"{name} ({kinds})")
             continue
-        if owners[id(weight)] > 1:
+        if any(owners[id(weight)] > 1 for weight in weights.values()):
             raise ValueError(f"accelerate_: {name} shares its weight with another module")
+        experts = float_experts(module)
         try:
-            layer = _layer_of(module, weight, activations)
+            if experts is not None:
+                new: nn.Module = _experts_of(experts, topk_of(model, name))
+            else:
+                new = _layer_of(module, activations)
         except (TypeError, ValueError) as error:
             raise ValueError(f"accelerate_: {name}: {error}") from error
-        _names.replace(model, module, layer)
+        _names.replace(model, module, new)
     if others:
         warnings.warn(f"not of a type that has a layer: {', '.join(others)}", stacklevel=3)
     return model
@@ -76,28 +87,32 @@ def _is_fp4(weight: Tensor) -> bool:
     return isinstance(weight, NVFP4Tensor) or (isinstance(weight, MXTensor) and weight.elem_dtype == _FP4)
 
 
-def _layer_of(module: Any, weight: Any, activations: Activations) -> QuantLinear:
+def _weight_of(module: Any, name: str) -> Weight:
+    parameter = getattr(module, name)
+    if not _is_fp4(parameter):
+        raise ValueError(f"{name} is no tensor of torchao's in FP4")
+    parts = ("qdata", "scale", "per_tensor_scale", "act_per_tensor_scale")
+    return weight_of(
+        type(parameter).__name__,
+        {part: getattr(parameter, part, None) for part in parts},
+        block_size=parameter.block_size,
+        is_swizzled=parameter.is_swizzled_scales,
+        elem_dtype=FP4,
+    )
+
+
+def _layer_of(module: Any, activations: Activations) -> QuantLinear:
     if not isinstance(module, nn.Linear):
         raise ValueError(f"it is a {type(module).__name__}; expected a linear layer")
-    codes = weight.qdata.view(torch.uint8)
-    if codes.dim() != 2 or codes.stride(-1) != 1:
-        raise ValueError(f"qdata has shape {tuple(codes.shape)} and strides {codes.stride()}; expected rows")
-    n, k = codes.shape[0], 2 * codes.shape[1]
-    block = 16 if isinstance(weight, NVFP4Tensor) else 32
-    if weight.block_size != block:
-        raise ValueError(f"block_size is {weight.block_size}; expected {block}")
-    scale = weight.scale
-    if weight.is_swizzled_scales:
-        tiled = (-(-n // 128) * 128, -(-(k // block) // 4) * 4)
-        scale = convert_scales(scale.contiguous().view(tiled), n, k, "128x4", "linear")
-    if block == 32:
-        return MXFP4Linear.from_tensors(codes, scale.view(torch.uint8), bias=module.bias, activations=activations)
-    whole, of_input = weight.per_tensor_scale, weight.act_per_tensor_scale
-    return NVFP4Linear.from_tensors(
-        codes,
-        scale,
-        torch.ones(1, device=codes.device) if whole is None else whole.float(),
-        input_scale=None if of_input is None else of_input.float(),
-        bias=module.bias,
-        activations=activations,
-    )
+    weight = _weight_of(module, "weight")
+    cls: Any = SCHEMES[weight.format]
+    layer: QuantLinear = cls.from_tensors(**linear_tensors(weight), bias=module.bias, activations=activations)
+    return layer
+
+
+def _experts_of(given: FloatExperts, topk: int | None) -> QuantExperts:
+    if given.swiglu is None:
+        raise ValueError("its gate is no SwiGLU")
+    gate_up, down = (_weight_of(given.module, name) for name in ("gate_up_proj", "down_proj"))
+    layers = expert_stacks(gate_up, down, given)
+    return QuantExperts(*layers, given.experts, swiglu=given.swiglu, topk=topk)

@@ -62,7 +62,7 @@ class QuantLinear(nn.Module):
     choices: ClassVar[tuple[str, ...]]
     """What ``activations`` may be."""
     multiples: ClassVar[tuple[int, int]]
-    """What N and K are multiples of."""
+    """What N and K are multiples of, whatever the activations are."""
 
     weight: Tensor
     bias: nn.Parameter | None
@@ -84,7 +84,7 @@ class QuantLinear(nn.Module):
         self.activations = self._chosen(activations)
         self.parts = (out_features,) if parts is None else tuple(parts)
         self.has_input_scale = has_input_scale or self._needs_input_scale()
-        reason = self.reason_unsupported(out_features, in_features) or self._reason_unfit_parts()
+        reason = self.reason_unsupported(out_features, in_features, activations) or self._reason_unfit_parts()
         if reason is not None:
             raise ValueError(f"{type(self).__name__}: {reason}")
         for name, (shape, kind) in self.layout().items():
@@ -96,12 +96,18 @@ class QuantLinear(nn.Module):
         self._derive()
 
     @classmethod
-    def reason_unsupported(cls, out_features: int, in_features: int) -> str | None:
-        """Why the ops take no weight (N, K) of this size; ``None``: they do."""
-        for name, size, multiple in zip(("out", "in"), (out_features, in_features), cls.multiples, strict=True):
+    def reason_unsupported(cls, out_features: int, in_features: int, activations: Activations = "auto") -> str | None:
+        """Why the ops take no weight (N, K) of this size with these activations; ``None``: they do."""
+        multiples = cls.multiples_for(activations)
+        for name, size, multiple in zip(("out", "in"), (out_features, in_features), multiples, strict=True):
             if size <= 0 or size % multiple:
                 return f"{name}_features is {size}; expected a positive multiple of {multiple}"
         return None
+
+    @classmethod
+    def multiples_for(cls, activations: Activations) -> tuple[int, int]:
+        """What N and K are multiples of, with these activations."""
+        return cls.multiples
 
     @classmethod
     def _chosen(cls, activations: str) -> str:

@@ -17,6 +17,7 @@ from torch_cute_ops.ops.fp8_quantize import fp8_quantize
 from torch_cute_ops.ops.mm_fp4 import mm_fp4
 from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
 from torch_cute_ops.ops.mm_fp8_block import mm_fp8_block
+from torch_cute_ops.ops.mm_fp8_fp4 import mm_fp8_fp4
 
 _BLOCK = FP8_BLOCK128.block_size
 
@@ -24,11 +25,16 @@ _BLOCK = FP8_BLOCK128.block_size
 class _FP4Linear(QuantLinear):
     """A weight in FP4: ``weight`` and ``weight_scale``, held in 128x4."""
 
-    choices = ("16bit", "fp4")
+    choices = ("16bit", "fp4", "fp8")
     multiples = (8, 32)
     format: ClassVar[FP4Format]
 
     weight_scale: Tensor
+
+    @classmethod
+    def multiples_for(cls, activations: Activations) -> tuple[int, int]:
+        """What N and K are multiples of, with these activations."""
+        return (8, 64) if activations == "fp8" else cls.multiples
 
     def layout(self) -> Layout:
         n, k = self.out_features, self.in_features
@@ -56,6 +62,8 @@ class _FP4Linear(QuantLinear):
     def _quantized(self, rows: Tensor) -> tuple[Tensor, ...]:
         if self.activations == "16bit":
             return (rows,)
+        if self.activations == "fp8":
+            return fp8_quantize(rows, granularity="block128", scale_layout="column")
         return fp4_quantize(rows, self._input_global_scale(), self.format.block_size)
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
@@ -67,7 +75,8 @@ class _FP4Linear(QuantLinear):
                 a, weight, self.weight_scale, alpha, self.bias, out_dtype, block_size=block, static_weight=True
             )
         a, a_scale = operands
-        return mm_fp4(a, weight, a_scale, self.weight_scale, alpha, self.bias, dtype, block, static_weight=True)
+        multiply = mm_fp8_fp4 if self.activations == "fp8" else mm_fp4
+        return multiply(a, weight, a_scale, self.weight_scale, alpha, self.bias, dtype, block, static_weight=True)
 
     def _decoded(self) -> Tensor:
         """Codes times block scales, float32."""
@@ -82,8 +91,9 @@ class _FP4Linear(QuantLinear):
 class NVFP4Linear(_FP4Linear):
     """A linear layer with its weight in NVFP4; arguments and errors are those of :class:`QuantLinear`.
 
-    Activations: ``"16bit"`` (``mm_fp4_weight_only``), which is ``"auto"``, or ``"fp4"`` (``fp4_quantize`` and
-    ``mm_fp4``), which takes an ``input_scale`` from calibration or the checkpoint.
+    Activations: ``"16bit"`` (``mm_fp4_weight_only``), which is ``"auto"``; ``"fp4"`` (``fp4_quantize`` and ``mm_fp4``),
+    which takes an ``input_scale`` from calibration or the checkpoint; or ``"fp8"`` (``fp8_quantize`` with a scale for
+    each 128 elements of a row, and ``mm_fp8_fp4``, which rounds the weight once more, to FP8; K is a multiple of 64).
 
     Buffers, as in a state dict: ``weight`` uint8 (N, K/2); ``weight_scale`` e4m3 (N, K/16); ``weight_scale_2`` float32,
     (number of parts,), and ``input_scale`` float32 (1,), which multiply decoded numbers, as ModelOpt's of these names.
@@ -184,7 +194,7 @@ class NVFP4Linear(_FP4Linear):
             ValueError: for sizes that the ops do not take, or without the ``input_amax`` that ``activations="fp4"``
                 needs.
         """
-        weight = _weight_of(cls, linear)
+        weight = _weight_of(cls, linear, activations)
         if cls._chosen(activations) == "fp4" and input_amax is None:
             raise ValueError(f"{cls.__name__}: activations='fp4' needs input_amax, from calibration")
         global_scale = nvfp4_global_scale(weight.abs().amax() if amax is None else _as_tensor(amax, weight))
@@ -205,8 +215,9 @@ class NVFP4Linear(_FP4Linear):
 class MXFP4Linear(_FP4Linear):
     """A linear layer with its weight in MXFP4; arguments and errors are those of :class:`QuantLinear`.
 
-    Activations: ``"16bit"`` (``mm_fp4_weight_only``), which is ``"auto"``, or ``"fp4"`` (``fp4_quantize`` and
-    ``mm_fp4``).
+    Activations: ``"16bit"`` (``mm_fp4_weight_only``), which is ``"auto"``; ``"fp4"`` (``fp4_quantize`` and ``mm_fp4``);
+    or ``"fp8"`` (``fp8_quantize`` with a scale for each 128 elements of a row, and ``mm_fp8_fp4``; K is a multiple of
+    64).
 
     Buffers, as in a state dict: ``weight`` uint8 (N, K/2); ``weight_scale`` ue8m0 bytes, uint8 (N, K/32).
     """
@@ -245,7 +256,9 @@ class MXFP4Linear(_FP4Linear):
         Raises:
             ValueError: for sizes or activations that the ops do not take.
         """
-        codes, scale = fp4_quantize(_weight_of(cls, linear), block_size=cls.format.block_size, scale_layout="linear")
+        codes, scale = fp4_quantize(
+            _weight_of(cls, linear, activations), block_size=cls.format.block_size, scale_layout="linear"
+        )
         return cls.from_tensors(codes, scale, bias=linear.bias, activations=activations)
 
 
@@ -518,8 +531,8 @@ def _scale_of(amax: Tensor) -> Tensor:
     return torch.where(scale == 0, 1.0, scale)
 
 
-def _weight_of(cls: type[QuantLinear], linear: nn.Linear) -> Tensor:
-    reason = cls.reason_unsupported(linear.out_features, linear.in_features)
+def _weight_of(cls: type[QuantLinear], linear: nn.Linear, activations: Activations = "auto") -> Tensor:
+    reason = cls.reason_unsupported(linear.out_features, linear.in_features, activations)
     if reason is not None:
         raise ValueError(f"{cls.__name__}: {reason}")
     return linear.weight.detach()

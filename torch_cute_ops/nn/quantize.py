@@ -43,8 +43,8 @@ def quantize_(
         model: on any device; its linear layers in bfloat16, float16 or float32.
         scheme: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"``, ``"fp8_tensor"`` or ``"fp8_channel"``. Activations of the
             last two get a scale for each row.
-        activations: as of the layers: ``"16bit"`` or ``"fp4"`` beside FP4 weights, ``"fp8"`` beside FP8 ones;
-            ``"auto"`` is the first that the scheme has.
+        activations: as of the layers: ``"16bit"``, ``"fp4"`` or ``"fp8"`` beside FP4 weights, ``"fp8"`` beside FP8
+            ones; ``"auto"`` is the first that the scheme has.
         ignore: layers to leave: names, last parts of names, wildcards (``"model.layers.0.*"``), or regular expressions
             behind ``re:``.
         calibrate: called with the model before it is changed, to run it on typical inputs: NVFP4 activations need the
@@ -74,12 +74,12 @@ def quantize_(
     for name, linear in _names.linears_of(model).items():
         if _names.matches(name, patterns) or _names.identity(linear.weight) in shared:
             continue
-        if cls.reason_unsupported(linear.out_features, linear.in_features) is None:
+        if cls.reason_unsupported(linear.out_features, linear.in_features, activations) is None:
             chosen[name] = linear
         else:
             unfit.append(f"{name} ({linear.out_features}, {linear.in_features})")
     if unfit:
-        n, k = cls.multiples
+        n, k = cls.multiples_for(activations)
         warnings.warn(
             f"not quantised, because N is no multiple of {n} or K none of {k}: {', '.join(unfit)}", stacklevel=3
         )

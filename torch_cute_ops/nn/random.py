@@ -73,7 +73,8 @@ def random_(
     cls, shared, patterns = SCHEMES[scheme], _names.shared_parameters(model), tuple(ignore)
     for i, (name, linear) in enumerate(_names.linears_of(model).items()):
         n, k = linear.out_features, linear.in_features
-        if _names.matches(name, patterns) or _names.identity(linear.weight) in shared or cls.reason_unsupported(n, k):
+        is_left = _names.matches(name, patterns) or _names.identity(linear.weight) in shared
+        if is_left or cls.reason_unsupported(n, k, activations):
             continue
         target = linear.weight.device if device is None else torch.device(device)
         generator = torch.Generator(target).manual_seed(seed + i)

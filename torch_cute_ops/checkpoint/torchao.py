@@ -1,0 +1,240 @@
+"""Weights that torchao quantised to FP4: what their tensors mean, in memory and on disk. Needs no torchao."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_cute_ops.checkpoint._files import Files
+from torch_cute_ops.checkpoint.spec import LayerScheme
+from torch_cute_ops.formats import convert_scales
+from torch_cute_ops.nn import QuantLinear
+from torch_cute_ops.nn.experts import FORMATS, FloatExperts, stack
+
+FP4: Final = "float4_e2m1fn_x2"
+"""torch's name of e2m1, two a byte: the ``elem_dtype`` of an ``MXTensor`` that is MXFP4."""
+
+_FORMATS: Final = {"NVFP4Tensor": ("nvfp4", 16, torch.float8_e4m3fn), "MXTensor": ("mxfp4", 32, torch.uint8)}
+"""By torchao's class: the format, its block size, and the dtype of scales."""
+
+
+class Weight(NamedTuple):
+    """A weight (N, K), or one for each of E experts, (E, N, K).
+
+    Attributes:
+        format: ``"nvfp4"`` or ``"mxfp4"``.
+        codes: (..., N, K/2) uint8, element 0 in the low nibble.
+        scale: (..., N, K / block size), or as many as 128x4 has, of any shape, if ``is_swizzled``; e4m3, or ue8m0 as
+            uint8.
+        is_swizzled: whether scales lie in 128x4.
+        factor: float32, one, or (E, 1, 1): what multiplies decoded numbers, as ``weight_scale_2`` of our layers;
+            ``None``: 1.
+        input_scale: float32, one element: the same of activations, from calibration.
+    """
+
+    format: str
+    codes: Tensor
+    scale: Tensor
+    is_swizzled: bool
+    factor: Tensor | None
+    input_scale: Tensor | None
+
+
+def weight_of(
+    kind: str,
+    tensors: Mapping[str, Tensor | None],
+    *,
+    block_size: int | None,
+    is_swizzled: bool | None,
+    elem_dtype: str | None,
+) -> Weight:
+    """The weight that a tensor of torchao's is.
+
+    Args:
+        kind: the name of its class.
+        tensors: its ``qdata``, ``scale``, ``per_tensor_scale`` and ``act_per_tensor_scale``; those that it has not are
+            missing or ``None``.
+        block_size, is_swizzled, elem_dtype: what it says of itself, or ``None``; of an ``NVFP4Tensor`` the last is
+            none. torch's name of a dtype, without ``torch.``
+
+    Raises:
+        ValueError: for another class, dtype, block size or shape, and where it does not say how scales lie.
+    """
+    of = f" of {elem_dtype}" if kind == "MXTensor" else ""
+    if kind not in _FORMATS or of not in ("", f" of {FP4}"):
+        raise ValueError(f"it is torchao's {kind}{of}; expected NVFP4Tensor, or MXTensor of {FP4}")
+    fmt, block, dtype = _FORMATS[kind]
+    if block_size != block:
+        raise ValueError(f"block_size is {block_size}; expected {block}")
+    if is_swizzled is None:
+        raise ValueError("is_swizzled_scales is missing, and scales can lie in either way")
+    codes, scale = tensors.get("qdata"), tensors.get("scale")
+    if codes is None or scale is None:
+        raise ValueError(f"there is no {'qdata' if codes is None else 'scale'}")
+    if codes.dim() not in (2, 3) or codes.stride(-1) != 1 or codes.itemsize != 1:
+        raise ValueError(f"qdata has shape {tuple(codes.shape)} and strides {codes.stride()}; expected rows of bytes")
+    codes, scale = codes.view(torch.uint8), scale.view(torch.uint8) if scale.itemsize == 1 else scale
+    if scale.dtype != torch.uint8:
+        raise ValueError(f"scale has dtype {scale.dtype}; expected {dtype}")
+    factors = {}
+    for name in ("per_tensor_scale", "act_per_tensor_scale"):
+        given = factors[name] = tensors.get(name)
+        if given is None:
+            continue
+        count = codes.shape[0] if codes.dim() == 3 and name == "per_tensor_scale" else 1
+        if given.numel() not in (1, count) or not given.is_floating_point():
+            raise ValueError(f"{name} has shape {tuple(given.shape)} and dtype {given.dtype}; expected {count} numbers")
+        factors[name] = given.float()
+    return Weight(fmt, codes, scale.view(dtype), is_swizzled, *factors.values())
+
+
+def linear_tensors(weight: Weight) -> dict[str, Tensor]:
+    """The tensors of a layer of this package that has the weight (N, K), by name; scales are linear.
+
+    Raises:
+        ValueError: for a weight of experts, and scales that do not fit.
+    """
+    codes, fmt = weight.codes, weight.format
+    if codes.dim() != 2:
+        raise ValueError(f"qdata has shape {tuple(codes.shape)}; expected (N, K/2)")
+    n, k = codes.shape[0], 2 * codes.shape[1]
+    tensors = {"weight": codes, "weight_scale": _linear_scales(weight, n, k)}
+    if fmt == "nvfp4":
+        one = torch.ones(1, device=codes.device) if weight.factor is None else weight.factor
+        tensors["weight_scale_2"] = one.reshape(-1)
+        if weight.input_scale is not None:
+            tensors["input_scale"] = weight.input_scale.reshape(-1)
+    return tensors
+
+
+def _linear_scales(weight: Weight, n: int, k: int) -> Tensor:
+    scale = weight.scale.contiguous()
+    return convert_scales(scale, n, k, "128x4" if weight.is_swizzled else "linear", "linear")
+
+
+def expert_stacks(
+    gate_up: Weight, down: Weight, given: FloatExperts, device: torch.device | None = None
+) -> tuple[QuantLinear, QuantLinear]:
+    """The two layers of experts, gate and up of each apart, with the biases that ``given`` has.
+
+    Args:
+        gate_up: (E, 2I, H).
+        down: (E, H, I), of the same format.
+        given: the experts that are replaced.
+        device: of the layers; ``None``: that of the weights.
+
+    Raises:
+        ValueError: for weights that do not fit, and parameters whose last dimension is not that of the sum: a scale is
+            of several rows there.
+    """
+    if given.is_transposed:
+        raise ValueError("experts are transposed: blocks of torchao's would run along their columns")
+    if gate_up.format != down.format:
+        raise ValueError(f"gate_up_proj is {gate_up.format}, and down_proj {down.format}; expected one format")
+    experts, width, hidden = given.experts, given.width, given.hidden
+    biases = given.biases()
+
+    def rows_of(weight: Weight, name: str, n: int, k: int) -> list[dict[str, Tensor]]:
+        if weight.codes.shape != (experts, n, k // 2):
+            raise ValueError(f"{name} has qdata of shape {tuple(weight.codes.shape)}; expected {(experts, n, k // 2)}")
+        if weight.is_swizzled and n % 128:
+            raise ValueError(f"{name} has tiled scales and {n} rows an expert; expected a multiple of 128")
+        # Tiles end with an expert's rows, so that the stack's are those of the experts.
+        scale = _linear_scales(weight, experts * n, k).unflatten(0, (experts, n))
+        factor = torch.ones(1, device=scale.device) if weight.factor is None else weight.factor
+        factors = factor.reshape(-1).expand(experts)
+        return [
+            {"weight": codes, "weight_scale": own, "weight_scale_2": one}
+            for codes, own, one in zip(weight.codes, scale, factors, strict=True)
+        ]
+
+    def of_gate_or_up(i: int) -> dict[str, Tensor]:
+        own = both[i // 2]
+        halves = {name: given.halves(own[name])[i % 2] for name in ("weight", "weight_scale")}
+        return {**own, **halves}
+
+    both, downs = rows_of(gate_up, "gate_up_proj", 2 * width, hidden), rows_of(down, "down_proj", hidden, width)
+    cls, target = FORMATS[gate_up.format], device or gate_up.codes.device
+    return (
+        stack(cls, hidden, [width] * (2 * experts), of_gate_or_up, device=target, bias=biases[0]),
+        stack(cls, width, [hidden] * experts, downs.__getitem__, device=target, bias=biases[1]),
+    )
+
+
+# On disk: the tensors of a.b.weight are a.b._weight_qdata and so on, and the files' metadata says what they are
+
+
+def is_torchao(files: Files) -> bool:
+    """Whether the files' metadata says that torchao wrote them."""
+    return any(_described(files, name) is not None for name in files.metadata)
+
+
+def scheme_of(files: Files, module: str) -> LayerScheme | None:
+    """That of the linear layer ``module``; ``None``: torchao did not quantise it."""
+    described = _described(files, f"{module}.weight")
+    if described is None:
+        return None
+    fmt = _FORMATS.get(described["_type"], (described["_type"],))[0]
+    has_input_scale = "act_per_tensor_scale" in described.get("_tensor_data_names", ())
+    return LayerScheme(fmt, "torchao", "fp4" if has_input_scale else "16bit")
+
+
+def tensor_names(files: Files, name: str) -> dict[str, str]:
+    """The stored tensors of the parameter ``name``, by torchao's names of them.
+
+    Raises:
+        ValueError: if the metadata does not say what they are.
+    """
+    described = _described(files, name)
+    if described is None:
+        raise ValueError(f"{files.path} does not say in its metadata what {name} of torchao is")
+    module, _, parameter = name.rpartition(".")
+    return {part: f"{module}._{parameter}_{part}".lstrip(".") for part in described.get("_tensor_data_names", ())}
+
+
+def read_weight(files: Files, name: str) -> Weight:
+    """The parameter ``name``, on the CPU; its tensors may lie in the files themselves.
+
+    Raises:
+        ValueError: for a tensor that is missing or of a wrong shape, dtype or value, and another kind of weight.
+    """
+    names, described = tensor_names(files, name), _described(files, name) or {}
+    about: Mapping[str, Any] = described.get("_data", {})
+    tensors = {part: files.read(stored) for part, stored in names.items()}
+    for part in ("per_tensor_scale", "act_per_tensor_scale"):
+        # The scale of a weight that is zero may be zero.
+        value = tensors.get(part, torch.ones(1))
+        bad = ~(value.isfinite() & ((value > 0) if part.startswith("act") else (value >= 0)))
+        if bad.any():
+            raise ValueError(f"{files.describe(names[part])} is {value[bad][0].item()}; expected a positive number")
+    try:
+        return weight_of(
+            described["_type"],
+            tensors,
+            block_size=about.get("block_size"),
+            is_swizzled=about.get("is_swizzled_scales"),
+            elem_dtype=(about.get("elem_dtype") or {}).get("_data"),
+        )
+    except ValueError as error:
+        raise ValueError(f"{files.describe(next(iter(names.values()), name))}: {error}") from error
+
+
+def read_linear(files: Files, name: str) -> dict[str, Tensor]:
+    """The tensors of a linear layer whose weight is ``name``, as :func:`linear_tensors`; errors name the file."""
+    weight = read_weight(files, name)
+    try:
+        return linear_tensors(weight)
+    except ValueError as error:
+        raise ValueError(f"{files.describe(tensor_names(files, name)['qdata'])}: {error}") from error
+
+
+def _described(files: Files, name: str) -> dict[str, Any] | None:
+    """What the metadata says of a parameter; ``None``: nothing, or that it is a plain tensor."""
+    try:
+        described = json.loads(files.metadata.get(name, "null"))
+    except ValueError:
+        return None
+    is_weight = isinstance(described, dict) and isinstance(described.get("_type"), str)
+    return described if is_weight and described["_type"] != "Tensor" else None
