@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from expected import _moe_fc1 as expected
+from expected import assert_same
 from hypothesis import given as given_by
 from hypothesis import strategies as st
 from support.cases import arguments, call_out, named, op_cases, poisoned, run
@@ -32,19 +33,27 @@ def by_backend(op, given, device):
     return {name: run(op, named(op, given | {"backend": name})) for name in names}
 
 
-def linear_call(op, half, fmt, layout, device):
-    """Arguments with which the gate is the identity, and what it gives in float64: the sums of ``half`` of a column, 32
-    times those of up. silu(g) is g for g from 32 on: so the other half's weight is zero, and its bias 1 or 32. Routed
-    are two experts of three, or one."""
-    m, experts, width, k = 19, 3, 64, 96 if fmt == MXFP4 else 80
+def linear_call(op, half, fmt, layout, device, sizes=None, route=top_alpha):
+    """Arguments with which the gate is the identity, and what it gives (M, E, I) in float64: the sums of ``half`` of a
+    column, 32 times those of up. silu(g) is g for g from 32 on: so the other half's weight is zero, and its bias 1 or
+    32. ``sizes`` are M, experts, their width, and K."""
+    m, experts, width, k = sizes or (19, 3, 64, 96 if fmt == MXFP4 else 80)
     samples, device = SAMPLES[op.name], torch.device(device)
-    sizes = m, experts * width, k, fmt, layout, device
     bias = torch.randint(-9, 10, (experts, 2 * width), device=device).float()
-    routing = top_alpha(m, experts, device)
-    routing[::4, 1] = 0
-    alpha = torch.tensor([[1.0, 0.5], [2.0, 4.0], [0.25, 1.0]], device=device)
-    given = arguments(op, samples.sample("", *sizes, scales=POWERS[fmt.scale_format], bias=bias, alpha=alpha))
-    given["routing"] = routing
+    routing = route(m, experts, device)
+    routing[::4, experts // 2] = 0
+    alpha = 2.0 ** torch.randint(-2, 3, (experts, 2), device=device)
+    given = arguments(
+        op,
+        samples.sample(
+            *("", m, experts * width, k, fmt, layout, device),
+            experts=experts,
+            scales=POWERS[fmt.scale_format],
+            bias=bias,
+            alpha=alpha,
+            routing=routing,
+        ),
+    )
     if not samples.has_a_scale:
         given["a"].copy_(torch.randint(-8, 9, (m, k)))
     first, second = slice(0, width), slice(width, None)
@@ -52,12 +61,27 @@ def linear_call(op, half, fmt, layout, device):
     given["w"][:, other] = 0
     bias[:, other] = 1 if half == "gate" else 32
     if half == "gate":
-        bias[:, own] += 8192
+        bias[:, own] += 32768
     a, w = expected.operands(given)
     factors = alpha[:, 0 if half == "gate" else 1].cpu().double().numpy()
     sums = np.einsum("mk,enk->men", a, w[:, own]) * factors[:, None] + bias[:, own].cpu().double().numpy()
     value = torch.from_numpy(sums if half == "gate" else 32 * sums)
-    return given, torch.where((routing != 0).cpu()[..., None], value, 0.0)
+    value = torch.where((routing != 0).cpu()[..., None], value, 0.0)
+    assert value.abs().max() > 100 or not routing.any()
+    assert torch.equal(value.float().double(), value)
+    return given, value
+
+
+def exact_results(given, value):
+    """What an op gives of values (M, E, I) that are exact, on the CPU; zero where it writes nothing."""
+    flat = value.flatten(1).float()
+    if "a_scale" not in given:
+        return (flat.to(torch.bfloat16),)
+    codes, scale = torch_cute_ops.fp4_quantize(flat, None, given["block_size"], scale_layout="linear")
+    if given["scale_layout"] == "linear":
+        return codes, scale
+    blocks = torch_cute_ops.convert_scales(scale, len(flat), flat.shape[1], "linear", given["scale_layout"])
+    return codes, blocks
 
 
 # Values
@@ -71,17 +95,9 @@ def test_exact_sums(op, fmt, layout, half, device):
     """Every column of gate and up, with its own factor and bias, in each format and layout: to the bit."""
     if layout not in SAMPLES[op.name].layouts:
         return
-    given, want = linear_call(op, half, fmt, layout, device)
-    want = want.flatten(1)
-    assert want.abs().max() > 100 and torch.equal(want.float().double(), want)
-    for name, results in by_backend(op, given, device).items():
-        if len(results) == 1:
-            assert torch.equal(results[0].cpu(), want.float().to(torch.bfloat16)), name
-            continue
-        codes, scale = torch_cute_ops.fp4_quantize(want.float(), None, fmt.block_size, scale_layout="linear")
-        linear = to_linear(results[1].cpu(), SCALE_LAYOUTS[layout], *scale.shape)
-        assert torch.equal(results[0].cpu(), codes), name
-        assert torch.equal(linear.view(torch.uint8), scale.view(torch.uint8)), name
+    given, value = linear_call(op, half, fmt, layout, device)
+    for results in by_backend(op, given, device).values():
+        assert_same(results, exact_results(given, value))
 
 
 @by_op
