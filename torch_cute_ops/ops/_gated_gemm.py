@@ -141,7 +141,7 @@ class GatedGemm(BackendPath[GatedCall]):
         ):
             if tensor is not None:
                 _checks.check_device(op, name, tensor, "a", device)
-        check_bias(op, call.bias, call.bias_dtype, (experts, rows), device)
+        check_bias(op, call.bias, call.bias_dtype, (experts, rows), device, "a row of w")
         _checks.check_swiglu(op, *call.gate)
         self.check_backend(call)
 

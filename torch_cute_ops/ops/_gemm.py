@@ -597,11 +597,18 @@ class GemmLauncher(Launcher[GemmCall]):
         self.compute(a, b, a_scale, b_scale, alpha, bias, offsets, counts, out)
 
 
-def check_bias(op: str, bias: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+def check_bias(
+    op: str,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    device: torch.device,
+    of: str = "a column of the result",
+) -> None:
     """``bias`` is absent, or has this shape, on ``device``, in float32 or ``dtype``."""
     if bias is not None:
         _checks.check_dtype(op, "bias", bias, tuple(dict.fromkeys((torch.float32, dtype))))
-        _checks.check_shape(op, "bias", bias, shape, "one element a column of the result")
+        _checks.check_shape(op, "bias", bias, shape, f"one element {of}")
         _checks.check_device(op, "bias", bias, "a", device)
 
 

@@ -321,7 +321,7 @@ class GatedSamples:
             ),
             "bias": (
                 (experts, 128),
-                r"bias has shape .*; expected \(2, 128\)",
+                r"bias has shape .*; expected \(2, 128\), one element a row of w",
                 [(), (128,), (experts, 64), (experts, 127), (1, experts, 128)],
             ),
         }
