@@ -23,7 +23,7 @@ demo-minilm:   ## The same on the weights of a real model
 demo-minilm-nvfp4:  ## That model's linear layers in NVFP4, its embeddings beside fp32's: examples/minilm_nvfp4.py
 	@$(dev) --extras dev,examples -- examples/minilm_nvfp4.py $(ARGS)
 
-demo-moe:      ## An expert layer in NVFP4 beside the same in bf16: examples/moe_layer.py
+demo-moe:      ## An expert layer in FP4 beside the same in bf16: examples/moe_layer.py
 	@$(dev) -- examples/moe_layer.py $(ARGS)
 
 demo-fp8-moe:  ## An expert layer in FP8 beside the same in bf16: examples/fp8_moe_layer.py

@@ -12,7 +12,7 @@ import torch
 
 import torch_cute_ops
 from torch_cute_ops.gemm.problem import GemmProblem
-from torch_cute_ops.ops._gemm import Gemm
+from torch_cute_ops.ops._gemm import BackendPath
 from torch_cute_ops.registry import OPS
 
 from .buffers import poisoned_outputs
@@ -26,9 +26,10 @@ DTYPE = torch.bfloat16
 def problem_of(op: str, **properties: Any) -> GemmProblem:
     """The problem that calls of an op with these static properties are."""
     spec = OPS[op]
-    assert isinstance(spec.path, Gemm)
+    assert isinstance(spec.path, BackendPath)
     args, kwargs = spec.path.example(**properties, device="meta")
-    return spec.path.problem(spec.bind(*args, **kwargs))
+    problem: GemmProblem = spec.path.problem(spec.bind(*args, **kwargs))
+    return problem
 
 
 class GemmBenchmark(Benchmark):
@@ -66,8 +67,14 @@ class GemmBenchmark(Benchmark):
         return tensors | poisoned_outputs(self.op, lambda fake: fake(**self.arguments(tensors)))
 
     def run(self, tensors: Tensors, backend: str = "auto") -> None:
-        """Our op on one buffer set, into its preallocated output."""
-        getattr(torch_cute_ops, self.op)(**self.arguments(tensors), backend=backend, out=tensors["out"])
+        """Our op on one buffer set, into its preallocated outputs."""
+        results = self.results(tensors)
+        out = results if len(results) > 1 else results[0]
+        getattr(torch_cute_ops, self.op)(**self.arguments(tensors), backend=backend, out=out)
+
+    def results(self, tensors: Tensors) -> tuple[torch.Tensor, ...]:
+        """The outputs in a buffer set."""
+        return tuple(tensors[name] for name in OPS[self.op].outputs)
 
     def ours(self, case: Case, sets: Sequence[Tensors]) -> Variant:
         return self.with_backend(case, sets, "auto")
@@ -77,6 +84,6 @@ class GemmBenchmark(Benchmark):
 
         def call(i: int) -> tuple[torch.Tensor, ...]:
             self.run(sets[i], backend)
-            return (sets[i]["out"],)
+            return self.results(sets[i])
 
         return Variant(call, self.bytes_moved(case))

@@ -39,6 +39,7 @@ GEMMS: dict[str, dict[str, Any]] = {
     "mm_fp4_weight_only": {"alpha": "one"},
     "mm_fp8_block": {},
     "grouped_mm_fp8": {"experts": EXPERTS, "counts": False},
+    "moe_fc1_fp4": {"experts": EXPERTS},
 }
 """GEMMs that are timed, with static properties of their calls."""
 OP = "op, functional"

@@ -37,6 +37,8 @@ EXPERTS_US = {
     "dense": {1: 69, 8: 69, 16: 69, 32: 76, 64: 98},
 }
 """Most time of the second GEMM of an expert layer, µs, by routing and tokens."""
+GATED_EXPERTS_US = {"top-8": {1: 9, 8: 38, 16: 62, 32: 95, 64: 128, 128: 148, 256: 172, 512: 235}}
+"""The same of the first GEMM, with NVFP4 activations and results."""
 
 # --- FP8 GEMMs ---
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -35,6 +34,7 @@ import torch.nn.functional as F
 import torch_cute_ops
 from moe_layer import (
     Sizes,
+    called_us,
     captured_us,
     chosen_sizes,
     compared,
@@ -274,18 +274,6 @@ def in_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         divided = blocks / scale[expert][:, None, :, None].clamp(min=torch.finfo(torch.float32).tiny)
         codes[expert] = divided.view(-1, k)[:n].to(torch.float8_e4m3fn)
     return codes, scale
-
-
-def called_us(layer: BF16Layer, x: torch.Tensor, calls: int = 5) -> float:
-    """The median time of a call."""
-    times = []
-    for _ in range(calls + 1):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        layer(x)
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e6)
-    return sorted(times[1:])[calls // 2]
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from torch_cute_ops.ops.mm_fp4 import mm_fp4
 from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
 from torch_cute_ops.ops.mm_fp8_block import mm_fp8_block
 from torch_cute_ops.ops.mm_fp8_fp4 import mm_fp8_fp4
+from torch_cute_ops.ops.moe_fc1_fp4 import moe_fc1_fp4
+from torch_cute_ops.ops.moe_fc1_fp4_weight_only import moe_fc1_fp4_weight_only
 from torch_cute_ops.ops.moe_fc2_fp4 import moe_fc2_fp4
 from torch_cute_ops.ops.moe_fc2_fp4_weight_only import moe_fc2_fp4_weight_only
 from torch_cute_ops.ops.moe_finalize import moe_finalize
@@ -54,6 +56,8 @@ __all__ = [
     "mm_fp4_weight_only",
     "mm_fp8_block",
     "mm_fp8_fp4",
+    "moe_fc1_fp4",
+    "moe_fc1_fp4_weight_only",
     "moe_fc2_fp4",
     "moe_fc2_fp4_weight_only",
     "moe_finalize",

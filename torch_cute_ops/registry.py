@@ -13,11 +13,12 @@ from typing import Any, Final
 import torch
 
 from torch_cute_ops import ops
+from torch_cute_ops.formats.experts import merged
 from torch_cute_ops.ops._call import Arguments
 from torch_cute_ops.ops._checks import check_dense
 from torch_cute_ops.ops._define import NAMESPACE, OpSpec, as_tuple, refuse_gradient
 from torch_cute_ops.ops._define import OPS as _DEFINED
-from torch_cute_ops.ops._gemm import Gemm
+from torch_cute_ops.ops._gemm import BackendPath
 from torch_cute_ops.ops._operands import cuda_device
 from torch_cute_ops.ops._properties import Property
 from torch_cute_ops.ops._properties import properties_of as _properties_of
@@ -70,7 +71,11 @@ def _register(spec: OpSpec) -> None:
     def cpu_out(*args: Any, **kwargs: Any) -> None:
         outputs = checked_outputs(args, kwargs)
         spec.check_values(*args, **kwargs)
-        for output, value in zip(outputs, as_tuple(spec.reference(*args, **kwargs)), strict=True):
+        values = as_tuple(spec.reference(*args, **kwargs))
+        if spec.written is not None:
+            masks = spec.written(tuple(outputs), *args, **kwargs)
+            values = tuple(merged(new, old, mask) for new, old, mask in zip(values, outputs, masks, strict=True))
+        for output, value in zip(outputs, values, strict=True):
             output.copy_(value)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
@@ -121,9 +126,9 @@ def _register_flops(flop_counter: ModuleType) -> None:
     """Tell ``FlopCounterMode`` what each GEMM takes."""
     for spec in OPS.values():
         path = spec.path
-        if isinstance(path, Gemm):
+        if isinstance(path, BackendPath):
 
-            def flops(a_shape: Any, b_shape: Any, *args: Any, path: Gemm = path, **kwargs: Any) -> int:
+            def flops(a_shape: Any, b_shape: Any, *args: Any, path: BackendPath[Any] = path, **kwargs: Any) -> int:
                 return path.flops(a_shape, b_shape)
 
             flop_counter.register_flop_formula(getattr(torch.ops.cute, spec.name))(flops)

@@ -17,6 +17,7 @@ from benchmarks.case import Case, mismatch
 from benchmarks.fp8_rows import Fp8Rows
 from benchmarks.measure import Ceilings, Settings
 from benchmarks.rows import RowBenchmark
+from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
 
 CPU = torch.device("cpu")
@@ -291,7 +292,7 @@ def test_host_calls_run():
     timed, absent = host.calls(CPU, with_peers=False)
     expected = {host.OP, host.OP_OUT, host.FUNCTION, host.FUNCTION_OUT, host.RMS_NORM}
     assert expected | {host.ADD_OP, host.ADD_FUNCTION_OUT, host.MM} <= set(timed)
-    gemms = ("mm_fp4", "mm_fp4_weight_only", "mm_fp8_block", "grouped_mm_fp8")
+    gemms = ("mm_fp4", "mm_fp4_weight_only", "mm_fp8_block", "grouped_mm_fp8", "moe_fc1_fp4")
     assert {f"{name} {way}" for name in gemms for way in ("op, functional", "function, out=")} <= set(timed)
     assert list(absent) == [host.RAW]
     for call in timed.values():
@@ -300,8 +301,9 @@ def test_host_calls_run():
 
 def test_host_calls_of_a_gemm_have_the_sizes_of_the_method():
     timed = host.gemm_calls(CPU)
-    shapes = {name: tuple(call().shape) for name, call in timed.items()}
-    assert shapes == dict.fromkeys(timed, (1, 256)) and "N = 256, K = 1,536" in host.__doc__
+    shapes = {name: tuple(as_tuple(call())[0].shape) for name, call in timed.items()}
+    codes = {name: (1, 128) for name in timed if name.startswith("moe_fc1")}
+    assert shapes == dict.fromkeys(timed, (1, 256)) | codes and "N = 256, K = 1,536" in host.__doc__
 
 
 # --- the command line -----------------------------------------------------------------------------

@@ -126,6 +126,8 @@ def compilations(op, device, sequence, choices, dynamic=None, lead=()):
     return graphs
 
 
+TAKING_TILES = ("fp4_dequantize", "mm_fp4", "moe_fc1_fp4", "moe_fc2_fp4")
+"""Ops that take scales of rows in tiles."""
 by_op_and_choices = pytest.mark.parametrize(
     ("op", "choices"),
     [
@@ -133,7 +135,7 @@ by_op_and_choices = pytest.mark.parametrize(
         for case in op_cases()
         for choices in choices_of(*case.values)
         # The caller passes the tiled scale matrix, whose extent PyTorch takes for fixed until it has seen a second one.
-        if not (case.id in ("fp4_dequantize", "mm_fp4", "moe_fc2_fp4") and choices["scale_layout"] == "128x4")
+        if not (case.id in TAKING_TILES and choices["scale_layout"] == "128x4")
     ],
 )
 

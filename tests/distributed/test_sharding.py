@@ -221,6 +221,8 @@ EXPECTED = {
     "mm_fp4_weight_only": {"rows", "columns", "k"},
     "mm_fp8_block": {"rows", "columns", "k"},
     "mm_fp8_fp4": {"rows", "columns", "k"},
+    "moe_fc1_fp4": {"rows", "experts"},
+    "moe_fc1_fp4_weight_only": {"rows", "experts"},
     "moe_fc2_fp4": {"rows", "columns", "experts"},
     "moe_fc2_fp4_weight_only": {"rows", "columns", "experts"},
     "moe_finalize": {"rows", "columns", "k"},

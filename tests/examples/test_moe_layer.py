@@ -1,4 +1,4 @@
-"""The expert layer in NVFP4."""
+"""The expert layer in FP4."""
 
 import importlib
 import re
@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 import torch
 from support import spec
-from support.example_scripts import EXAMPLES, mixed, printed, rows_of_layers, run_main
+from support.example_scripts import EXAMPLES, printed, rows_of_layers, run_main
+
+CPU = torch.device("cpu")
+MODELS = ("deepseek-v3", "gpt-oss")
+by_model = pytest.mark.parametrize("name", MODELS)
 
 
 @pytest.fixture
@@ -18,82 +22,115 @@ def moe_layer(quickstart: ModuleType) -> ModuleType:
     return importlib.import_module("moe_layer")
 
 
-def small_layer(moe_layer: ModuleType) -> tuple[ModuleType, torch.Tensor]:
-    """A layer of 8 experts of 64, 3 a token, in bf16, and 5 tokens."""
-    layer = moe_layer.BF16Layer(moe_layer.random_weights(96, 8, 64, torch.device("cpu")), 3)
-    return layer, torch.randn(5, 96).bfloat16()
+def small_layer(moe_layer: ModuleType, name: str, tokens: int = 5) -> tuple[tuple, tuple, torch.Tensor]:
+    """A model with 3 experts a token, weights of 8 experts of 64, and tokens."""
+    model = moe_layer.MODELS[name]._replace(top=3)
+    return model, moe_layer.random_weights(model, 128, 8, 64, CPU), torch.randn(tokens, 128).bfloat16()
 
 
-def expert_by_expert(weights: tuple[torch.Tensor, ...], x: torch.Tensor, top: int) -> torch.Tensor:
+def expert_by_expert(model: tuple, weights: tuple, x: torch.Tensor) -> torch.Tensor:
     """The layer in float64, a token and an expert at a time."""
-    router, both, down = (weight.double() for weight in weights)
-    gates, ups = both.view(2, len(router), -1, both.shape[1])
-    downs = down.unflatten(1, (len(router), -1))
+    router, up, down, up_bias, down_bias, shared_up, shared_down = (
+        None if weight is None else weight.double() for weight in weights
+    )
+    alpha, beta, limit = model.swiglu
+
+    def expert(token, of_both, of_down, bias=0.0, second_bias=0.0):
+        gate, value = (of_both @ token + bias).chunk(2)
+        if limit is not None:
+            gate, value = gate.clamp(max=limit), value.clamp(min=-limit, max=limit)
+        return of_down @ (gate / (1 + (-alpha * gate).exp()) * (value + beta)) + second_bias
+
     results = []
     for token in x.double():
-        scores = (router @ token).exp()
-        chosen = sorted(range(len(router)), key=lambda e: -scores[e])[:top]
-        results.append(mixed(token, scores, chosen, lambda e: (gates[e], ups[e], downs[:, e])))
+        logits = router @ token
+        chosen = sorted(range(len(router)), key=lambda e: -logits[e])[: model.top]
+        scores = 1 / (1 + (-logits).exp()) if "scoring" in model.scoring else logits.exp()
+        share = scores * model.scoring.get("scaling_factor", 1.0) / sum(scores[e] for e in chosen)
+        biases = [(0.0, 0.0) if up_bias is None else (up_bias[e], down_bias[e]) for e in range(len(router))]
+        result = sum(share[e] * expert(token, up[e], down[e], *biases[e]) for e in chosen)
+        results.append(result if shared_up is None else result + expert(token, shared_up, shared_down))
     return torch.stack(results)
 
 
-def in_nvfp4(weight: torch.Tensor) -> torch.Tensor:
-    """What the numbers of ``weight`` are in NVFP4. Many bf16 numbers are half-way between two of its numbers, so the
-    factor has to be right to the bit: rounded once."""
-    factor = (np.float32(2688) / weight.float().abs().max().numpy()).item()
-    quantised = spec.quantise(weight.float().numpy(), 16, factor)
-    return torch.from_numpy(spec.dequantise(quantised.codes, quantised.scales, factor))
+def quantised(model: tuple, weights: tuple) -> tuple:
+    """The weights with those of experts as their format has them. Many bf16 numbers are half-way between two of
+    NVFP4's, so its factor has to be right to the bit: rounded once."""
+
+    def in_fp4(weight):
+        if weight is None:
+            return None
+        rows = weight.float().flatten(0, -2).numpy()
+        factor = (np.float32(2688) / np.abs(rows).max()).item() if model.block_size == 16 else None
+        found = spec.quantise(rows, model.block_size, factor)
+        return torch.from_numpy(spec.dequantise(found.codes, found.scales, factor)).view(weight.shape)
+
+    names = ("up", "down", "shared_up", "shared_down")
+    return weights._replace(**{each: in_fp4(getattr(weights, each)) for each in names})
 
 
 @pytest.mark.parametrize("activations", ["fp4", "bf16"])
-def test_moe_layer(moe_layer: ModuleType, capsys: pytest.CaptureFixture, activations: str) -> None:
-    sizes = ["--experts", "10", "--intermediate", "64"]
-    columns = r"(0\.\d{4}) +(0\.\d{4}) +(0\.\d{5})"
-    out, rows = rows_of_layers(moe_layer, capsys, columns, "--activations", activations, *sizes)
-    before, after = 3 * 10 * 64 * 128 * 2, 3 * 10 * 64 * 128 * 9 // 16
-    assert f"{before:,} bytes in bf16, {after:,} as codes and scales: 3.56 times fewer" in out
-    for cosine, error, fc2_error in rows:
-        assert 0.9 < float(cosine) < 1 and 0.05 < float(error) < 0.42 and 0 < float(fc2_error) < 2**-8
+@by_model
+def test_moe_layer(moe_layer: ModuleType, capsys: pytest.CaptureFixture, name: str, activations: str) -> None:
+    sizes = ["--experts", "10", "--intermediate", "128"]
+    fmt, bits = {"deepseek-v3": ("nvfp4", 4.5), "gpt-oss": ("mxfp4", 4.25)}[name]
+    columns = rf"{activations if activations == 'bf16' else fmt} +(\d\.\d{{5}}) +(0\.\d{{5}})(?: +[\d.]+ +[\d.]+)?$"
+    out, rows = rows_of_layers(moe_layer, capsys, columns, "--model", name, "--activations", activations, *sizes)
+    elements = 3 * 10 * 128 * 128
+    assert f"{2 * elements:,} bytes in bf16, {int(elements * bits / 8):,} as codes and scales" in out
+    for cosine, error in rows:
+        assert (0.9998 if activations == "bf16" else 0.94) < float(cosine) <= 1
+        assert 0.0005 < float(error) < (0.014 if activations == "bf16" else 0.26)
 
 
-def test_the_layer_in_bf16(moe_layer: ModuleType) -> None:
-    layer, x = small_layer(moe_layer)
-    want = expert_by_expert(layer.weights, x, 3)
-    assert moe_layer.relative_error(layer(x).double(), want) < 0.02
-    routing = layer.route(x)
-    assert torch.equal(routing.count_nonzero(1), torch.full((5,), 3))
-    torch.testing.assert_close(routing.sum(1), torch.ones(5))
+@by_model
+def test_many_tokens(moe_layer: ModuleType, capsys: pytest.CaptureFixture, name: str) -> None:
+    """With 8 or 4 of 10 experts each, 10 or 20 tokens are few."""
+    few = {"deepseek-v3": 10, "gpt-oss": 20}[name]
+    sizes = ["--tokens", str(few), str(few + 1), "--hidden", "128", "--experts", "10", "--intermediate", "64"]
+    out, last = run_main(moe_layer, capsys, "--model", name, *sizes)
+    assert last == "SUCCESS: every check passed"
+    found = dict(re.findall(r"^ +(\d+) +(\w+) ", out, re.MULTILINE))
+    assert found == {str(few): {"deepseek-v3": "nvfp4", "gpt-oss": "mxfp4"}[name], str(few + 1): "fp8"}
 
 
-@pytest.mark.parametrize("activations", ["fp4", "bf16"])
-def test_the_layer_in_nvfp4(moe_layer: ModuleType, activations: str) -> None:
-    """The result is that of float64 on the same weights, rounded to NVFP4."""
-    layer, x = small_layer(moe_layer)
-    in_fp4 = moe_layer.NVFP4Layer(layer, torch.randn(64, 96).bfloat16(), activations)
-    router, *others = layer.weights
-    decoded = [in_nvfp4(weight) for weight in others]
-    error = moe_layer.relative_error(in_fp4(x).double(), expert_by_expert((router, *decoded), x, 3))
-    # Activations in NVFP4 cost as much again.
-    assert error < (0.02 if activations == "bf16" else 0.3)
-    assert moe_layer.relative_error(in_fp4(x).double(), expert_by_expert(layer.weights, x, 3)) > 0.1
+@by_model
+def test_the_layer_in_bf16(moe_layer: ModuleType, name: str) -> None:
+    model, weights, x = small_layer(moe_layer, name)
+    layer = moe_layer.BF16Layer(model, weights)
+    assert moe_layer.relative_error(layer(x).double(), expert_by_expert(model, weights, x)) < 0.02
+    assert torch.equal(layer.route(x).count_nonzero(1), torch.full((5,), 3))
 
 
-@pytest.mark.parametrize("activations", ["fp4", "bf16"])
-def test_a_wrong_second_gemm_fails(
-    moe_layer: ModuleType, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, activations: str
+@pytest.mark.parametrize(("activations", "tokens", "most"), [("bf16", 5, 0.014), ("fp4", 5, 0.26), ("bf16", 30, 0.06)])
+@by_model
+def test_the_layer_in_fp4(moe_layer: ModuleType, name: str, activations: str, tokens: int, most: float) -> None:
+    """The result is that of float64 on the same weights, rounded to the format, by either way; the twin in bf16 has
+    these weights."""
+    model, weights, x = small_layer(moe_layer, name, tokens)
+    layer = moe_layer.FP4Layer(model, weights, torch.randn(64, 128).bfloat16(), activations)
+    assert layer.are_few(tokens) == (tokens == 5)
+    want = expert_by_expert(model, quantised(model, weights), x)
+    assert moe_layer.relative_error(layer(x).double(), want) < most
+    assert moe_layer.relative_error(moe_layer.BF16Layer(model, layer.decoded)(x).double(), want) < 0.02
+    assert moe_layer.relative_error(want, expert_by_expert(model, weights, x)) > 0.05
+
+
+@pytest.mark.parametrize("op", ["moe_fc1_fp4", "moe_fc2_fp4"])
+def test_a_wrong_gemm_fails(
+    moe_layer: ModuleType, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
-    """A second GEMM whose factors belong to other experts."""
-    name = "moe_fc2_fp4" if activations == "fp4" else "moe_fc2_fp4_weight_only"
-    right = getattr(moe_layer.torch_cute_ops, name)
+    """One whose weights belong to other experts."""
+    right = getattr(moe_layer.torch_cute_ops, op)
 
-    def wrong(*args, **kwargs) -> torch.Tensor:
-        *others, alpha = args
-        return right(*others, alpha.roll(1, dims=1), **kwargs)
+    def wrong(a, w, *args, **kwargs) -> torch.Tensor:
+        rolled = w.roll(1, 0) if w.dim() == 3 else w.unflatten(1, (10, -1)).roll(1, 1).flatten(1)
+        return right(a, rolled, *args, **kwargs)
 
-    monkeypatch.setattr(moe_layer.torch_cute_ops, name, wrong)
+    monkeypatch.setattr(moe_layer.torch_cute_ops, op, wrong)
     sizes = ["--tokens", "6", "--hidden", "128", "--experts", "10", "--intermediate", "64"]
-    _, last = run_main(moe_layer, capsys, "--activations", activations, *sizes, status=1)
-    assert last.startswith("FAILURE: 6 tokens: ") and "from float64, more than 0.00390625" in last
+    _, last = run_main(moe_layer, capsys, *sizes, status=1)
+    assert last.startswith("FAILURE: 6 tokens: error ") and last.endswith("is above 0.2")
 
 
 @pytest.mark.slow

@@ -20,32 +20,37 @@ def operands(given) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def by_expert(given):
-    """Of each expert: the rows whose factor is not 0, these factors (rows, 1), and its parts of ``a`` and ``w``."""
+    """Of each expert: the rows whose factor is not 0, these factors (rows, 1), its parts of ``a`` and ``w``, and its
+    bias in float32, 0 where there is none."""
     a, w, alpha = operands(given)
-    for expert in range(alpha.shape[1]):
+    biases = np.zeros((alpha.shape[1], 1), np.float32)
+    if given["bias"] is not None:
+        biases = given["bias"].detach().cpu().float().numpy()
+    for expert, bias in enumerate(biases):
         rows = np.flatnonzero(alpha[:, expert] != 0)
-        yield rows, alpha[rows, expert, None], a[rows, expert], w[:, expert]
+        yield rows, alpha[rows, expert, None], a[rows, expert], w[:, expert], bias
 
 
 def results(given) -> Tensors:
-    """A float32 after each step: the sum of an expert, its product with the factor, the total."""
+    """A float32 after each step: the sum of an expert, that and its bias, the product with the factor, the total."""
     total = np.zeros((len(given["a"]), len(given["w"])), np.float32)
     with np.errstate(all="ignore"):
-        for rows, factor, a, w in by_expert(given):
-            total[rows] += factor * (a @ w.T).astype(np.float32)
+        for rows, factor, a, w, bias in by_expert(given):
+            total[rows] += factor * ((a @ w.T).astype(np.float32) + bias)
     return (torch.from_numpy(total).to(out_dtype(given)),)
 
 
 def lost(given) -> np.ndarray:
     """How far from the sums (M, N) fp32 arithmetic may be, in any order: one rounding for each term of an expert's sum,
-    one for the product with the factor, one for each expert that is added; each of the size of all terms together."""
+    its bias among them, one for the product with the factor, one for each expert that is added; each of the size of all
+    terms together."""
     shape = len(given["a"]), len(given["w"])
     sizes, roundings = np.zeros(shape), np.zeros((len(given["a"]), 1))
     with np.errstate(all="ignore"):
-        for rows, factor, a, w in by_expert(given):
-            sizes[rows] += np.abs(factor.astype(np.float64)) * (np.abs(a) @ np.abs(w).T)
+        for rows, factor, a, w, bias in by_expert(given):
+            sizes[rows] += np.abs(factor.astype(np.float64)) * (np.abs(a) @ np.abs(w).T + np.abs(bias))
             roundings[rows] += 1
-    return sizes * (roundings + given["w"].shape[1] * 2 // given["alpha"].shape[1] + 1) * EPS
+    return sizes * (roundings + given["w"].shape[1] * 2 // given["alpha"].shape[1] + 2) * EPS
 
 
 def assert_results(actual, expected, given) -> None:

@@ -113,7 +113,7 @@ def test_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "allocator", lambda device: lambda size, stride, dtype: poisoned(*size, dtype=dtype))
     BACKEND.launcher(problem, tactic, BLACKWELL)(*Operands(a, b.t(), a_scale, b_scale, alpha), out)
     layouts = SCALE_LAYOUTS[layout], SCALE_LAYOUTS[layout]
-    assert torch.equal(out, expert_gemm(a, a_scale, b, b_scale, alpha, FP32, fmt, *layouts))
+    assert torch.equal(out, expert_gemm(a, a_scale, b, b_scale, alpha, None, FP32, fmt, *layouts))
 
 
 CONFIG = fp4_tcgen05_experts.plan(

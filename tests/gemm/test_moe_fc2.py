@@ -16,9 +16,11 @@ from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.gemm import select
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends.reference import Reference
+from torch_cute_ops.gemm.cost import usual_targets
 from torch_cute_ops.ops._gemm import Gemm
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
 from torch_cute_ops.registry import OPS
+from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing import Sample
 from torch_cute_ops.testing.samples import moe_fc2_fp4, moe_fc2_fp4_weight_only
 from torch_cute_ops.testing.samples._fp4_gemm import POWERS
@@ -67,6 +69,33 @@ def test_exact_sums(op, fmt, layout, device):
     assert want.abs().max() > 100
     for name, got in by_backend(op, given, device).items():
         assert torch.equal(got.cpu(), want), name
+
+
+@by_op
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_sums_with_biases(op, dtype, device):
+    """A bias is multiplied by the factor, and one of an expert that a token does not have adds nothing, NaN neither."""
+    alpha = 2.0 ** torch.randint(-1, 2, (37, 3), device=device) * torch.randint(-1, 2, (37, 3), device=device)
+    alpha[:, 2] = 0
+    bias = torch.randint(-64, 65, (3, 56), device=device).to(dtype)
+    bias[2] = torch.nan
+    given = integer_call(op, 37, 56, 3, 192, NVFP4, "128x4", device, alpha=alpha, bias=bias)
+    given["out_dtype"] = torch.float32 if dtype == torch.float32 else torch.bfloat16
+    a, w, factor = operands(given)
+    sums = np.einsum("mei,nei->men", a, w)[:, :2] + bias[:2].cpu().double().numpy()
+    want = torch.from_numpy(np.einsum("men,me->mn", sums, factor[:, :2].astype(float))).to(given["out_dtype"])
+    for name, got in by_backend(op, given, device).items():
+        assert torch.equal(got.cpu(), want), name
+
+
+def test_who_adds_biases():
+    """Of a GPU's backends for experts over K, those that cannot say so."""
+    args, kwargs = OPS["moe_fc2_fp4"].path.example(n=256, k=1024, experts=4, bias_dtype=torch.float32, device="meta")
+    assert kwargs["bias"].shape == (4, 256)
+    problem = OPS["moe_fc2_fp4"].path.problem(OPS["moe_fc2_fp4"].bind(*args, **kwargs))
+    hopper, blackwell = (select.reasons(problem, usual_targets(ARCHS[name])[0]) for name in ("sm_90a", "sm_100a"))
+    assert hopper["routed"] is None
+    assert hopper["wgmma"] == blackwell["tcgen05"] == "its kernel adds no bias to the sums of experts"
 
 
 @by_op
@@ -130,7 +159,7 @@ def test_experts_are_added_in_ascending_order():
     w, scale = torch.full((8, 3 * 32), 0x22, dtype=torch.uint8), torch.full((8, 12), 0x38, dtype=torch.uint8)
     alpha = torch.tensor([[2.0**24, 1, -(2.0**24)], [2.0**24, -(2.0**24), 1]])
     layout = SCALE_LAYOUTS["linear"]
-    args = (a, None, w, scale.view(torch.float8_e4m3fn), alpha, torch.float32, NVFP4, None, layout)
+    args = (a, None, w, scale.view(torch.float8_e4m3fn), alpha, None, torch.float32, NVFP4, None, layout)
     assert torch.equal(expert_gemm(*args), torch.tensor([[0.0], [1.0]]).expand(2, 8))
 
 
@@ -179,7 +208,7 @@ def test_a_reference_that_computes_every_row_gives_the_same(op, monkeypatch):
     """As on a GPU, where it cannot ask which rows count: what is not a number there is left out."""
     given = arguments(op, SAMPLES[op.name].poisoned("", 9, 24, 512, NVFP4, "128x4", CPU))
     want = op.reference(**given)
-    monkeypatch.setattr("torch_cute_ops.reference.moe_fc2_fp4._rows_of", lambda counts: slice(None))
+    monkeypatch.setattr("torch_cute_ops.reference.moe_fc2_fp4.rows_of", lambda counts: slice(None))
     assert torch.equal(op.reference(**given), want) and want.abs().max() > 0
 
 

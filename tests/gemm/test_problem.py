@@ -5,7 +5,8 @@ import pickle
 from typing import get_args
 
 import pytest
-from support.gemm_problems import BF16, FP32, fp4_problem, fp8_problem, problems
+import torch
+from support.gemm_problems import BF16, FP32, fp4_problem, fp8_problem, gated_problem, gated_problems, problems
 
 from torch_cute_ops.kernels.common import epilogue
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
@@ -32,6 +33,18 @@ def test_fp4_with_experts_over_k():
     assert few.flops(10) == 2 * 10 * 24 * 320
 
 
+@pytest.mark.parametrize("a_dtype", [None, BF16])
+def test_fp4_with_a_gate(a_dtype):
+    """By hand: 16 experts of 64 columns, of 2 x 64 rows of the weight; each of 10 tokens has 8 of them."""
+    problem = gated_problem(16 * 64, 96, a_dtype=a_dtype, experts=16)
+    assert (problem.expert_n, problem.weight_rows, problem.expert_k) == (64, 2 * 16 * 64, 96)
+    weight = 16 * 128 * (48 + 6) * (1 - 0.5**10)
+    a, out = (10 * 54, 10 * 8 * (32 + 4)) if a_dtype is None else (10 * 192, 10 * 8 * 128)
+    assert problem.bytes_moved(10) == pytest.approx(weight + a + out + 10 * 16 * 4, abs=1)
+    assert problem.flops(10) == 2 * 10 * 8 * 128 * 96
+    assert problem.out_dtype == (torch.uint8 if a_dtype is None else BF16)
+
+
 def test_fp8():
     """By hand: 8-bit codes, fp32 scales for 128 elements of a row and for 128 x 128 of the weight; the last of the
     three blocks of k is half a block."""
@@ -53,7 +66,7 @@ def test_fp8_grouped_by_rows():
 
 def test_descriptions_differ():
     """As JSON; whatever two problems differ in shows."""
-    every = list(problems())
+    every = [*problems(), *gated_problems()]
     texts = [json.dumps(problem.described(), sort_keys=True) for problem in every]
     assert len(set(texts)) == len(set(every)) == len(every)
     assert json.loads(texts[0])["b"] == {"format": "nvfp4", "scale_layout": "128x4"}
@@ -62,4 +75,5 @@ def test_descriptions_differ():
 
 def test_kinds_of_alpha():
     """The ops name them without importing what kernels have."""
-    assert get_args(_signature.AlphaKind) == get_args(epilogue.AlphaKind)
+    kinds = dict.fromkeys((*get_args(_signature.AlphaKind), *get_args(_signature.GatedAlphaKind)))
+    assert tuple(kinds) == get_args(epilogue.AlphaKind)

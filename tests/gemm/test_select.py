@@ -35,6 +35,8 @@ GEMMS = {
     "grouped_mm_fp8": {"n": 64, "k": 256, "experts": 4},
     "mm_fp8_fp4": {"n": 64, "k": 256},
     "grouped_mm_fp8_fp4": {"n": 64, "k": 256, "experts": 4},
+    "moe_fc1_fp4": {"n": 256, "k": 256, "experts": 4},
+    "moe_fc1_fp4_weight_only": {"n": 256, "k": 256, "experts": 4},
     "moe_fc2_fp4": {"n": 64, "k": 256, "experts": 4},
     "moe_fc2_fp4_weight_only": {"n": 64, "k": 256, "experts": 4},
 }
@@ -138,6 +140,7 @@ def test_backends_on_a_cpu(op):
     names["grouped_mm_fp8"] = names["mm_fp8_block"]
     names["mm_fp8_fp4"] = names["grouped_mm_fp8_fp4"] = ("wgmma",)
     names["moe_fc2_fp4"] = names["moe_fc2_fp4_weight_only"] = ("wgmma", "tcgen05", "routed")
+    names["moe_fc1_fp4"] = names["moe_fc1_fp4_weight_only"] = ("routed",)
     no_gpu = "needs a CUDA device; the tensors are on cpu"
     found = torch_cute_ops.backends(op, device="cpu", **GEMMS[op])
     assert found == {**dict.fromkeys(names[op], no_gpu), "reference": None}
@@ -157,6 +160,21 @@ def test_an_op_without_backends():
         ("moe_fc2_fp4", {"n": 64, "k": 128, "experts": 2, "alpha": "one"}, TypeError, "has no property 'alpha'"),
         ("moe_fc2_fp4", {"n": 64, "k": 128, "experts": 3}, ValueError, "for 3 experts, and a row of w has 128"),
         ("moe_fc2_fp4_weight_only", {"n": 64, "k": 128, "experts": 4}, ValueError, "for 4 experts, and a row of w has"),
+        ("moe_fc1_fp4", {"n": 64, "k": 128}, TypeError, "needs the property experts"),
+        ("moe_fc1_fp4", {"n": 129, "k": 128, "experts": 2}, ValueError, "as many columns for each of 2 experts"),
+        ("moe_fc1_fp4", {"n": 96, "k": 128, "experts": 1}, ValueError, "I a positive multiple of 64"),
+        (
+            "moe_fc1_fp4",
+            {"n": 64, "k": 128, "experts": 1, "alpha": "column"},
+            ValueError,
+            "alpha is 'column'; expected one of 'expert', 'expert_half'",
+        ),
+        (
+            "moe_fc1_fp4_weight_only",
+            {"n": 64, "k": 128, "experts": 1, "global_scales": "one"},
+            TypeError,
+            "has no property 'global_scales'",
+        ),
         ("mm_fp4", {"n": 64, "k": 128, "experts": 2}, TypeError, "has no property 'experts'"),
         ("mm_fp4", {"n": 64, "k": 128, "masked": True}, TypeError, "has no property 'masked'"),
         ("mm_fp4", {"n": "64", "k": 128}, TypeError, "n is '64'; expected a positive integer"),

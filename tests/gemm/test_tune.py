@@ -9,9 +9,9 @@ import torch
 from expected._fp4_gemm import decoded
 from expected._fp8_fp4 import fp4_weight
 from expected._fp8_gemm import fp8_weight, numbers
-from support.cases import arguments, compiled_op_cases, expected_of, op_cases
+from support.cases import arguments, compiled_op_cases, defined, expected_of, op_cases
 from support.fake_device import FakeDevice
-from support.gemm_problems import CPU, fp4_problem, problem_id, problems
+from support.gemm_problems import CPU, fp4_problem, gated_problems, problem_id, problems
 from support.tuner_model import empty_file, warnings_in
 
 import torch_cute_ops
@@ -59,8 +59,13 @@ class Sized(Backend):
         def multiply(*operands):
             self.runs.append(tactic)
             reference(*operands)
-            if tactic == (32,):
-                operands[-1][..., -1, -1] *= self.factor
+            if tactic == (32,) and self.factor != 1:
+                if problem.gate is None:
+                    operands[-1][..., -1, -1] *= self.factor
+                elif problem.quantised is None:
+                    operands[-2][-1, -1] += operands[-2].abs().max()
+                else:
+                    operands[-2][-1, -1] ^= 0x44  # four steps
 
         return multiply
 
@@ -87,8 +92,8 @@ def made_up(monkeypatch):
     return backend
 
 
-def call_of(op, m=5, n=24, k=None, device="cpu", **kwargs):
-    where, k = torch.device(device), k or properties_of(op)["k"]
+def call_of(op, m=5, n=None, k=None, device="cpu", **kwargs):
+    where, n, k = torch.device(device), n or properties_of(op)["n"], k or properties_of(op)["k"]
     if op.name == "mm_fp8_block":
         return mm_fp8_block.sample("", m, n, k, where, **kwargs)
     counts = [m // 2, 0, m - m // 2, 0]
@@ -98,12 +103,16 @@ def call_of(op, m=5, n=24, k=None, device="cpu", **kwargs):
         return mm_fp8_fp4.sample("", m, n, k, NVFP4, "128x4", where, **kwargs)
     if op.name == "grouped_mm_fp8_fp4":
         return grouped_mm_fp8_fp4.contiguous("", NVFP4, "128x4", counts, n, k, where, alignment=1, **kwargs)
+    if op.name.startswith("moe_fc1"):
+        kwargs = {"alpha": None, **kwargs}
     samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}").SAMPLES
     return samples.sample("", m, n, k, NVFP4, "128x4", where, **kwargs)
 
 
 def properties_of(op):
-    """Of the calls of ``call_of``: experts over K have 64 elements each."""
+    """Of the calls of ``call_of``: experts have 64 elements of K, or columns, each."""
+    if op.name.startswith("moe_fc1"):
+        return {"n": 256, "k": 256, "experts": 4}
     experts = {"experts": 4} if op.name.startswith(("moe_fc2", "grouped")) else {}
     return {"n": 24, "k": 256, **experts}
 
@@ -117,7 +126,8 @@ def used(op, backend, sample):
 
 def assert_right(op, sample, got):
     given, expected = arguments(op, sample), expected_of(op)
-    expected.assert_results((got,), expected.results(given), given)
+    got = got if isinstance(got, tuple) else (got,)
+    expected.assert_results(defined(op, sample, got), expected.results(given), given)
 
 
 @by_op
@@ -140,7 +150,7 @@ def test_calls_in_a_block_are_tuned(op, made_up, file):
     else:
         assert static["a"] == ({"format": "bfloat16", "scale_layout": None} if "weight" in op.name else scaled)
     assert static["b"] == (scaled if "fp4" in op.name else {"format": "block128", "scale_layout": None})
-    assert (static["n"], static["k"]) == (24, 256)
+    assert (static["n"], static["k"]) == (properties_of(op)["n"], 256)
     assert static["epilogue"] == {"out_dtype": "bfloat16", "alpha": None, "bias_dtype": None}
     assert static["grouping"]["experts"] == properties_of(op).get("experts", 1)
     tuner.forget()
@@ -177,8 +187,13 @@ def test_a_wrong_backend_does_not_win(op, made_up, caplog):
     with torch_cute_ops.autotune():
         assert used(op, made_up, sample) == (16,)
     (warning,) = warnings_in(caplog)
-    assert warning.startswith(f"cute::{op.name}: backend 'sized', tactic [32] is not used: 1 of 192 sums are off")
-    assert "first at (7, 23)" in warning
+    what, where = "1 of 192 sums are off", "first at (7, 23)"
+    if op.name == "moe_fc1_fp4":
+        what, where = "2 codes are off by more than 1", "the worst by"
+    elif op.name == "moe_fc1_fp4_weight_only":
+        what, where = "1 of 2048 sums are off", "first at (7, 255)"
+    assert warning.startswith(f"cute::{op.name}: backend 'sized', tactic [32] is not used: {what}")
+    assert where in warning
 
 
 @by_op
@@ -214,14 +229,15 @@ def test_warmup_tunes(op, made_up, monkeypatch, file, capsys):
     torch_cute_ops.warmup(op.name, tune=True, m=5, device="cpu", **properties_of(op))
     assert used(op, made_up, call_of(op)) == (32,)
     monkeypatch.setattr(registry, "cuda_device", lambda device: torch.device("cpu"))
-    monkeypatch.setattr("torch_cute_ops.ops._gemm.cuda_device", lambda device: torch.device("cpu"))
+    for module in ("_gemm", "_gated_gemm"):
+        monkeypatch.setattr(f"torch_cute_ops.ops.{module}.cuda_device", lambda device: torch.device("cpu"))
     properties = [word for name, value in properties_of(op).items() for word in (f"--{name}", str(value))]
     assert main(["tune", op.name, *properties, "--m", "9", "17", "33"]) == 0
     shown = capsys.readouterr()
     assert f"3 calls are done, 0 failed; choices are kept in {file}" in shown.out and "3/3" in shown.err
     assert [key.bucket for key in TuningFile(file).read()] == [8, 16, 24, 40]
-    assert main(["tune", op.name, *properties, "--out-dtype", "int8"]) == 2
-    assert 'out_dtype = "int8": expected a dtype' in capsys.readouterr().err
+    assert main(["tune", op.name, *properties, "--bias-dtype", "int8"]) == 2
+    assert 'bias_dtype = "int8": expected a dtype' in capsys.readouterr().err
 
 
 def test_the_command_line_refuses(capsys, monkeypatch):
@@ -257,7 +273,7 @@ def test_checks(problem, made_up, monkeypatch):
     assert bench.check(Candidate("sized", (16,))) is None and bench.check(Candidate("reference", ())) is None
     want, allowed = bench._expected
     assert want.isfinite().all() and want.abs().max() > 1
-    (operands, out), roundings = bench._exact, 0 if problem.a.is_fp8 else problem.k
+    (operands, (out,)), roundings = bench._exact, 0 if problem.a.is_fp8 else problem.k
     if problem.grouping.over == "k":
         # Eight of twelve experts, and 64 sums, one multiplication and eight additions of each result.
         alpha = operands.alpha
@@ -288,6 +304,53 @@ def test_checks(problem, made_up, monkeypatch):
             assert f"1 of {one.numel()} sums are off, by up to inf times" in shown
 
 
+@pytest.mark.parametrize("problem", [*gated_problems()], ids=problem_id)
+def test_checks_of_gates(problem, made_up):
+    """What the reference gives passes; a result that lacks a term of its sums, that is not written, or of which one
+    element or one scale is wrong, does not."""
+    bench = tune.GatedBench(problem, 24, CPU)
+    assert bench.check(Candidate("reference", ())) is None
+    operands, results = bench._random
+    assert torch.equal((operands.routing != 0).sum(1), torch.full((24,), 8))
+    right = [None if result is None else result.clone() for result in results]
+    written = operands.routing.nonzero()[7].tolist()
+
+    def checked(change):
+        def launch(*given):
+            for result, value in zip(given[-2:], right, strict=True):
+                if result is not None:
+                    result.copy_(value)
+            change(*given)
+
+        bench._launchers[Candidate("changed", ())] = launch
+        return bench.check(Candidate("changed", ()))
+
+    def one_is_wrong(*given):
+        row, expert = written
+        y, scale = given[-2:]
+        place = (row, expert * y.shape[1] // 12)
+        if scale is None:
+            y[place] += 0.05 * y.abs().max()
+        else:
+            y[place] ^= 0x04
+
+    def lacking(*given):
+        a = given[0].clone()
+        a[:, :1] = 0
+        Reference().launcher(problem, (), CPU)(a, *given[1:])
+
+    assert checked(lambda *given: None) is None
+    assert checked(one_is_wrong) is not None
+    assert checked(lambda *given: given[-2].view(torch.uint8).fill_(0xFF)) is not None
+    assert checked(lacking) is not None
+    if problem.quantised is not None and problem.quantised.scale_layout.is_linear:
+        place = written[0], written[1] * results[1].shape[1] // 12
+        assert "1 scales are off" in checked(lambda *given: given[-1].view(torch.uint8)[place].sub_(2))
+    elif problem.quantised is not None and problem.quantised.scale_layout.name == "128x4":
+        # The last byte is padding: there are 24 rows.
+        assert "1 scales are off" in checked(lambda *given: given[-1].view(torch.uint8)[-1, -1].fill_(9))
+
+
 def by_hand(problem, operands, rows, expert, part):
     """Of an expert's rows, or all: ``a`` and ``b`` (N, K) in float64, what the sums are multiplied with, and added."""
     a, b, a_scale, b_scale, alpha, bias, *_ = operands
@@ -312,7 +375,8 @@ def by_hand(problem, operands, rows, expert, part):
         else:
             a = (a.bfloat16() if block == 32 else a).double()
     if problem.grouping.over == "k":
-        return a * alpha.double().repeat_interleave(problem.expert_k, 1), b, torch.ones(()), torch.zeros(())
+        added = torch.zeros(()) if bias is None else alpha.double() @ bias.double()
+        return a * alpha.double().repeat_interleave(problem.expert_k, 1), b, torch.ones(()), added
     of_expert = {"expert": lambda value: value[expert], "expert_column": lambda value: value[expert]}
     pick = of_expert.get(problem.epilogue.alpha, lambda value: value)
     factor = torch.ones(()) if alpha is None else pick(alpha).double()
@@ -324,7 +388,7 @@ def test_copies_exceed_the_cache(made_up, monkeypatch):
     """Three times the L2 cache between two uses of an operand, and every candidate sees all of them."""
     problem = next(problems())
     bench = tune.Bench(problem, 8, CPU)
-    operands, out = bench._random
+    operands, (out,) = bench._random
     size = sum(tensor.nbytes for tensor in (*operands, out) if tensor is not None)
     seen = []
     launcher = lambda problem, tactic, target: lambda *operands: seen.append(operands[1].data_ptr())  # noqa: E731

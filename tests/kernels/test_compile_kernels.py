@@ -14,6 +14,7 @@ from support.kernel_grid import (
     AnyCase,
     ExpertsCase,
     FP8FP4GemmCase,
+    GatedExpertsCase,
     MoeCase,
     Tcgen05ExpertsCase,
     WgmmaCase,
@@ -22,6 +23,7 @@ from support.kernel_grid import (
     experts_cases,
     fp8_fp4_gemm_cases,
     fp8_gemm_cases,
+    gated_experts_cases,
     kernel_of,
     mma_cases,
     moe_cases,
@@ -45,7 +47,7 @@ REGISTERS_PER_SM = 65_536
 
 def other_cases(every):
     gemms = (*mma_cases(every), *wgmma_cases(every), *tcgen05_cases(every))
-    experts = (*experts_cases(every), *tcgen05_experts_cases(every))
+    experts = (*experts_cases(every), *gated_experts_cases(every), *tcgen05_experts_cases(every))
     return *gemms, *experts, *moe_cases(), *fp8_gemm_cases(), *fp8_fp4_gemm_cases()
 
 
@@ -79,7 +81,7 @@ def test_compiles_without_spills(case: AnyCase, compiled):
     assert isinstance(kernels, list), kernels
     arch, config = ARCHS[case.arch], kernel_of(case).config
     # What puts activations in order for warpgroups is a kernel of its own, unless these do it; and what lists tokens.
-    apart = isinstance(case, ExpertsCase) or (isinstance(case, WgmmaCase) and not config.arranges)
+    apart = isinstance(case, ExpertsCase | GatedExpertsCase) or (isinstance(case, WgmmaCase) and not config.arranges)
     # Few tokens are routed, and permuted, by one kernel, more by two; of few, rows are read past L1.
     either = isinstance(case, MoeCase) and case.family in ("moe_route", "moe_route_ids", "moe_permute")
     apart |= isinstance(case, MoeCase) and case.family == "moe_finalize"
@@ -96,11 +98,12 @@ def test_compiles_without_spills(case: AnyCase, compiled):
         assert resources.smem_bytes == 0
         assert resources.registers * threads <= REGISTERS_PER_SM, "a CTA cannot be launched"
     if hasattr(config, "registers"):
-        # What consumers take, others have given away: the producer's warpgroup, and those that decode. The kernel that
+        # What consumers take, others have given away: the producers' warpgroups, and those that decode. The kernel that
         # multiplies comes first.
         own, given = kernels[0].registers, config.registers[1:]
         helpers = 32 * config.helpers * config.teams if isinstance(case, FP8FP4GemmCase) else 0
-        groups = (threads - WARPGROUP - helpers, WARPGROUP, helpers)
+        producers = 32 * config.feeders if isinstance(case, GatedExpertsCase) else WARPGROUP
+        groups = (threads - producers - helpers, producers, helpers)
         taken = sum(size * each for size, each in zip(groups, config.registers, strict=False))
         assert taken <= threads * own, "a warpgroup waits for registers for ever"
         if helpers:

@@ -447,6 +447,10 @@ EXPERTS = [
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 32, 64, FP32), 40, 72, 3, 320, "dense", 11),
     Experts(ExpertsCase(BF16, NVFP4, "linear", None, 32, 128, BF16, 8), 37, 72, 9, 512, "dense", 12, 5),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 16, 16, FP32, a_dtype=FP16), 9, 72, 3, 128, "few", 3),
+    # With biases: units of warps, warps that share the k of a unit, and workers that share a slice
+    Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 16, BF16, bias_dtype=FP32), 5, 72, 6, 64, "few", None),
+    Experts(ExpertsCase(FP16, NVFP4, "linear", "linear", 24, 512, FP32, bias_dtype=FP32), 30, 72, 2, 512, "dense", 2),
+    Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 32, BF16, 8, bias_dtype=BF16), 20, 72, 9, 64, "few", 8, 6),
     Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, Epilogue(FP32), width=256), 13, 392, 5, 256, "dense", 7, 3),
     Experts(WgmmaCase(BF16, NVFP4, "128x4", None, 32, Epilogue(BF16), width=512), 40, 136, 3, 512, "few", 1, 2),
     Experts(WgmmaCase(BF16, MXFP4, "128x4", "128x4", 64, Epilogue(FP32), width=256), 70, 40, 4, 256, "dense", 2, 1),
@@ -469,7 +473,7 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
     out_dtype = case.epilogue.out_dtype if by_warpgroups else case.out_dtype
     out = poisoned(one.m, one.n, dtype=out_dtype)
     shares = by_warpgroups and one.workers > -(-one.n // 256)
-    factors = alpha.t().contiguous().t()
+    factors, bias = alpha.t().contiguous().t(), None
     given: tuple[Any, ...]
     if by_warpgroups:
         size = -(-one.m // case.tokens) * kernel.config.workspace_bytes(k, one.workers, shares=shares)
@@ -477,15 +481,18 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
         shared = one.workers, int(shares)
         given = fp4_wgmma.Arguments(a, a_scale, b.t(), scale, factors, None, out, workspace, *shared)
     else:
+        bias_dtype = kernel.config.bias_dtype
+        if bias_dtype is not None:
+            bias = torch.randint(-50, 51, (one.experts, one.n)).to(bias_dtype)
         workers = kernel.config.workers(one.n, one.workers)
         workspace = poisoned(kernel.config.workspace_bytes(one.m, one.experts, workers), dtype=torch.uint8)
-        given = fp4_experts.Arguments(a, a_scale, b.t(), scale, factors, out, workspace, workers)
+        given = fp4_experts.Arguments(a, a_scale, b.t(), scale, factors, bias, out, workspace, workers)
     # Of units that warps multiply by themselves see docs/limits.md.
     strict = by_warpgroups or case.group > BY_WARP
     run_kernel(kernel, ARCHS[case.arch], *given, seed=one.seed, strict=strict, edit=edit)
     layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]
     numbers = a if a_scale is not None else a.to(case.dtype)
-    return out, expert_gemm(numbers, a_scale, b, scale, alpha, out_dtype, case.format, *layouts)
+    return out, expert_gemm(numbers, a_scale, b, scale, alpha, bias, out_dtype, case.format, *layouts)
 
 
 @pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in EXPERTS])

@@ -198,3 +198,118 @@ def test_random(scheme, device):
             support.computed(x, ids, factors, *support.decoded(experts), None, GPT_OSS),
             scheme,
         )
+
+
+# Few tokens
+
+FEW = 8 * E // TOPK
+"""The most tokens that are few, of this layer."""
+
+
+def routes(device: str) -> bool:
+    return device == "cpu" or torch.cuda.get_device_capability() == (9, 0)
+
+
+def ops_of(experts: QuantExperts, *given: torch.Tensor) -> set[str]:
+    """The package's ops that a call makes."""
+    called: set[str] = set()
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "cute":
+                called.add(func.__name__.removesuffix(".default"))
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        experts(*given)
+    return called
+
+
+ROUTED = {"moe_fc1_fp4_weight_only", "moe_fc2_fp4_weight_only"}
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("form", [Experts, GptOssExperts])
+@torch.no_grad()
+def test_few_tokens_are_routed(scheme, form, device):
+    """Two ops, closer to the decoded weights than FP8 activations are; ids that are no expert's add nothing. More
+    tokens take the way of all layers, to the bit."""
+    if not routes(device):
+        return
+    experts = block_of(form(), scheme, device).mlp.experts
+    x, ids, factors = routed(FEW + 1, device)
+    want = experts(x, ids, factors)
+    state = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
+    assert experts.route_few_() is experts and experts.route_few_() is experts
+    assert [*experts.state_dict()] == [*state]
+    assert torch.equal(experts(x, ids, factors), want)
+    few = x[1:], ids[1:], factors[1:]
+    assert ops_of(experts, *few) == ROUTED and not ops_of(experts, x, ids, factors) & ROUTED
+    if form is Experts:
+        assert not ops_of(experts, few[0].float(), *few[1:]) & ROUTED
+    biases, swiglu = None, (1.0, 0.0, None)
+    if form is GptOssExperts:
+        swiglu = GPT_OSS
+        layers = experts.gate_up_proj, experts.down_proj
+        biases = tuple(layer.bias.double().cpu().view(E, -1).numpy() for layer in layers)
+    elsewhere = few[1].clone()
+    elsewhere[0, 1], elsewhere[1, 0] = E, -1
+    for chosen in (few[1], elsewhere):
+        got = experts(few[0], chosen, few[2]).double().cpu().numpy()
+        gate_up_and_down = support.decoded(experts)
+        exact = support.computed(few[0], chosen, few[2], *gate_up_and_down, biases, swiglu, in_16_bits=True)
+        assert np.linalg.norm(got - exact) < 0.004 * np.linalg.norm(exact)
+    assert experts(few[0], few[1].int(), few[2].bfloat16()).dtype == torch.bfloat16
+    assert experts(x[:0], ids[:0], factors[:0]).shape == (0, H)
+
+
+@torch.no_grad()
+def test_what_few_tokens_need_follows_the_weights():
+    """A state dict that is loaded, in place; copies; and casts, which it does not take part in."""
+    experts = block_of(GptOssExperts(), "nvfp4").mlp.experts.route_few_()
+    torch.manual_seed(1)
+    other = block_of(GptOssExperts(), "nvfp4").mlp.experts.route_few_()
+    given = routed(3, "cpu")
+    want = other(*given)
+    assert not torch.equal(experts(*given), want)
+    copied = copy.deepcopy(experts)
+    before = copied.side_by_side.weight.data_ptr()
+    copied.load_state_dict(other.state_dict())
+    assert copied.side_by_side.weight.data_ptr() == before
+    assert torch.equal(copied(*given), want) and not torch.equal(experts(*given), want)
+    half = copied.half()
+    assert half.side_by_side.weight_scale.dtype == torch.float8_e4m3fn
+    assert half.side_by_side.alpha.dtype == half.side_by_side.bias.dtype == torch.float32
+    x, ids, factors = given
+    got = half(x.half(), ids, factors).double()
+    assert (got - want.double()).norm() < 0.01 * want.double().norm()
+
+
+@torch.no_grad()
+def test_few_tokens_compiled():
+    experts = block_of(Experts(), "mxfp4").mlp.experts.route_few_()
+    given = routed(5, "cpu")
+    torch._dynamo.reset()
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*given), experts(*given))
+
+
+def test_few_tokens_of_fp8_weights():
+    with pytest.raises(ValueError, match="route_few_: the weights are in FP8; the ops take FP4"):
+        block_of(Experts(), "fp8_block").mlp.experts.route_few_()
+
+
+@torch.no_grad()
+def test_warmup_of_few_tokens(monkeypatch):
+    """A call of each bucket of rows: of tokens where they are few, else of pairs."""
+    experts = block_of(Experts(), "nvfp4").mlp.experts
+    counts = []
+    real = QuantExperts.forward
+    monkeypatch.setattr(
+        QuantExperts, "forward", lambda self, x, *rest: (counts.append(len(x)), real(self, x, *rest))[1]
+    )
+    warmup(experts, (1, 4, 7, 8, 12, 17, 20))
+    assert counts == [4, 8, 12, 20]
+    counts.clear()
+    warmup(experts.route_few_(), (1, 4, 7, 8, 12, 17, 20))
+    assert counts == [8, 12, 20]

@@ -14,7 +14,10 @@ from ptx.values import TYPES
 
 @dataclass
 class Block:
-    """Steps that follow each other without a way in or out, and which registers they take over and leave."""
+    """Steps that follow each other without a way in or out, and which registers they take over and leave.
+
+    ``polls``: whether they look for what another thread stores (``ld.acquire``).
+    """
 
     steps: list[Step]
     first: int
@@ -22,6 +25,7 @@ class Block:
     live_out: list[int] = field(default_factory=list)
     next: int = 0
     target: int = 0
+    polls: bool = False
 
 
 def blocks_of(program: Program, decoder: Decoder) -> list[Block]:
@@ -40,6 +44,7 @@ def blocks_of(program: Program, decoder: Decoder) -> list[Block]:
         block = Block(steps[start:end], i, next=i + 1)
         if block.steps[-1].kind == "branch":
             block.target = number.get(block.steps[-1].target, len(leaders))
+        block.polls = any("ld.acquire" in str(step.instruction) for step in block.steps)
         blocks.append(block)
     # Falling off the end ends a thread.
     blocks.append(Block([decoder.end()], len(blocks)))

@@ -59,7 +59,8 @@ FAR = np.iinfo(np.int32).max
 class Machine(Layout):
     """One launch of ``program``. After ``run``, ``steps`` counts the instructions executed, each for many threads.
 
-    ``seed``: of the order in which warps and copies proceed; ``None``: all warps in step, copies as late as possible.
+    ``seed``: of the order in which warps and copies proceed; ``None``: all warps in step, copies as late as possible,
+    where threads that poll (``ld.acquire``) go on when no others can, and a copy, if there is one, has been executed.
     ``strict``: within a warp only ``bar.warp.sync`` orders memory, as PTX says; otherwise shuffles, votes and elections
     do too, for lanes that execute one instruction together have issued what came before it.
     ``lenient``: what PTX asks for and kernels of NVIDIA leave out is not asked for (see ``races``, ``tensor_memory``).
@@ -97,6 +98,7 @@ class Machine(Layout):
             self.registers[slot][:] = address
         self.block = np.zeros(self.threads, np.int32)
         self.state = np.full(self.threads, RUNNING, np.int8)
+        self.polled = np.zeros(self.threads, bool)  # since others went on; in step, without a seed
         self.reason = np.zeros(self.threads, np.int32)  # what a thread waits at or for, if that is not known elsewhere
         self.step: Step | None = None
         # Registers that hold what comes from memory that nobody wrote, and in which threads.
@@ -131,6 +133,11 @@ class Machine(Layout):
                     if not self.barriers.time_out():
                         raise self._deadlock()
                     continue
+                if self.random is None and not (running & ~self.polled).any():
+                    self.polled[:] = False
+                    if self.under_way.copies:
+                        self.under_way.execute_one()
+                        continue
                 self._run_some(running)
 
     def _run_some(self, running: Array) -> None:
@@ -146,14 +153,18 @@ class Machine(Layout):
             among = chosen[self.warp]
             blocks = int(self.random.integers(1, 60))
         else:
-            among = np.ones(self.threads, bool)
+            among = ~self.polled
         while blocks:
             blocks -= 1
             address = np.where(among & (self.state == RUNNING), self.block, FAR)
             lowest = int(address.min())
             if lowest == FAR:
                 return
-            self._run_block(self.blocks[lowest], np.flatnonzero(address == lowest))
+            threads = np.flatnonzero(address == lowest)
+            self._run_block(self.blocks[lowest], threads)
+            if self.random is None and self.blocks[lowest].polls:
+                among[threads] = False
+                self.polled[threads] = True
             if self.steps > self.max_steps:
                 raise EmulationError(f"more than {self.max_steps} steps: {self._where()}")
 

@@ -313,6 +313,26 @@ def test_an_endless_loop_ends() -> None:
         launch(entry("L: bra L;", params=0), max_steps=1000)
 
 
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_who_polls_does_not_keep_others_from_going_on(seed: int | None) -> None:
+    """The first warp polls, at a lower address than that of what the second has to do."""
+    body = """
+    setp.ge.u32 %p0, %r0, 32;
+    @%p0 bra STORE;
+POLL:
+    ld.acquire.gpu.global.u32 %r1, [%rd0];
+    setp.eq.u32 %p1, %r1, 0;
+    @%p1 bra POLL;
+    st.global.u32 [%rd0+4], %r1;
+    bra END;
+STORE:
+    st.release.gpu.global.u32 [%rd0], 7;
+END:
+    """
+    (out,) = launch(entry(body, params=1), zeros(2), block=64, seed=seed, max_steps=10_000)
+    assert out.tolist() == [7, 7]
+
+
 # The kernel before
 
 

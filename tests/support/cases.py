@@ -237,8 +237,11 @@ def properties_for(op: OpSpec) -> dict[str, Any]:
         return {"experts": 16, "dtype": dtype, "topk": 2, "bias": True, "scoring": "sigmoid", **factor}
     if name in ("moe_finalize", "moe_permute_fp8quant"):
         return {"hidden": 256, "dtype": dtype, "topk": 2} | ({"residual": True} if name == "moe_finalize" else {})
+    if name.startswith("moe_fc1"):
+        given = {"n": 256, "k": 512, "experts": 2, "alpha": "expert_half", "bias_dtype": torch.float32, "swiglu": True}
+        return given | ({} if name.endswith("weight_only") else {"global_scales": "expert"})
     if name.startswith("moe_fc2"):
-        return {"n": 256, "k": 512, "experts": 2}
+        return {"n": 256, "k": 512, "experts": 2, "bias_dtype": torch.float32}
     if name.startswith("grouped_mm_fp8"):
         return {"n": 256, "k": 512, "experts": 2, "alpha": "expert", "bias_dtype": torch.float32}
     if "mm_" in name:
@@ -465,13 +468,15 @@ def make_call(
 
 
 def make_product(op: OpSpec, *shape: int, device: str, scale_layout: str = "128x4") -> dict[str, Any]:
-    """Arguments by name of a GEMM with ``a`` (M, K), of ``shape`` flattened, and 136 columns: random data, NVFP4."""
+    """Arguments by name of a GEMM with ``a`` (M, K), of ``shape`` flattened, and 136 columns, or five experts of 64
+    with a gate: random data, NVFP4."""
     samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}").SAMPLES
     *lead, width = shape
     # An alpha of experts is made with the sample.
-    kwargs = {} if is_for_experts(op) else {"alpha": torch.rand(1, device=device)}
+    kwargs = {} if op.name.startswith("moe_") else {"alpha": torch.rand(1, device=device)}
     # Scales of so many columns have no number of rows that M has in some test: PyTorch takes equal for the same.
-    sizes = (math.prod(lead), 136, input_width(op, width))
+    columns = 5 * 64 if op.name.startswith("moe_fc1_") else 136
+    sizes = (math.prod(lead), columns, input_width(op, width))
     sample = samples.sample("", *sizes, NVFP4, scale_layout, torch.device(device), **kwargs)
     return arguments(op, computed(op, sample, torch.device(device)))
 
@@ -491,6 +496,8 @@ def input_width(op: OpSpec, width: int) -> int:
     samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}")
     if hasattr(samples, "input_width"):
         return int(samples.input_width(width))
+    if op.name.startswith("moe_fc1_"):
+        return math.ceil(width / 64) * 64
     if is_for_experts(op):
         return max(5, math.ceil(width / 64)) * 64
     return 2 * width if op.name.startswith("silu_mul") else width

@@ -79,23 +79,27 @@ def computed(
     down: np.ndarray,
     biases: tuple[np.ndarray, np.ndarray] | None = None,
     swiglu: tuple[float, float, float | None] = (1.0, 0.0, None),
+    *,
+    in_16_bits: bool = False,
 ) -> np.ndarray:
-    """The weighted sum of each token's experts (M, H), with activations in FP8, rounded where the ops round."""
+    """The weighted sum of each token's experts (M, H), with activations in FP8, or in 16 bits, rounded where the ops
+    round: in FP8 the sums of both GEMMs, in 16 bits what the second takes."""
     alpha, beta, limit = swiglu
-    rows = in_fp8(x.float().cpu().numpy())
+    rows = x.double().cpu().numpy() if in_16_bits else in_fp8(x.float().cpu().numpy())
     total = np.zeros((len(rows), down.shape[1]))
     for token, (own, own_factors) in enumerate(zip(ids.tolist(), factors.double().tolist(), strict=True)):
         for expert, factor in zip(own, own_factors, strict=True):
             if not 0 <= expert < len(down):
                 continue
             both = gate_up[expert] @ rows[token] + (0 if biases is None else biases[0][expert])
-            both = rounded(both, x.dtype)
+            both = both if in_16_bits else rounded(both, x.dtype)
             gate, up = np.split(both, 2)
             if limit is not None:
                 gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-            hidden = in_fp8((gate / (1 + np.exp(-alpha * gate)) * (up + beta)).astype(np.float32)[None])[0]
+            hidden = gate / (1 + np.exp(-alpha * gate)) * (up + beta)
+            hidden = rounded(hidden, x.dtype) if in_16_bits else in_fp8(hidden.astype(np.float32)[None])[0]
             result = down[expert] @ hidden + (0 if biases is None else biases[1][expert])
-            total[token] += factor * rounded(result, x.dtype)
+            total[token] += factor * (result if in_16_bits else rounded(result, x.dtype))
     return total
 
 

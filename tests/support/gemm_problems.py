@@ -32,6 +32,29 @@ def fp4_problem(
     return GemmProblem(a, Operand(fmt, b_layout), n, k, Epilogue(out_dtype, alpha, bias_dtype), grouping)
 
 
+def gated_problem(
+    n=12 * 64,
+    k=96,
+    fmt=NVFP4,
+    a_dtype=None,
+    layout="128x4",
+    experts=12,
+    alpha=None,
+    bias_dtype=None,
+    gate="silu",
+    global_scale=None,
+):
+    """A GEMM of experts over N with a gate; ``a_dtype``: activations, and a result, that are not in FP4."""
+    b_layout = SCALE_LAYOUTS["128x4" if layout == "8x4" else layout]
+    a = Operand(fmt, SCALE_LAYOUTS[layout]) if a_dtype is None else Operand(a_dtype)
+    return GemmProblem(
+        *(a, Operand(fmt, b_layout), n, k, Epilogue(a_dtype or BF16, alpha, bias_dtype), Grouping("n", experts)),
+        gate=gate,
+        quantised=a if a_dtype is None else None,
+        global_scale=global_scale,
+    )
+
+
 def fp8_problem(n=4096, k=7168, rows=ALL_ROWS, experts=1, out_dtype=BF16, alpha=None, bias_dtype=None):
     """A GEMM of FP8 matrices, or one for each expert."""
     grouping = Grouping() if rows.is_plain else Grouping("rows", experts, rows)
@@ -58,7 +81,7 @@ def problems():
             bias = {BF16: FP32, FP16: FP16, FP32: None}[out_dtype]
             for a_dtype, layout in ((None, "8x4"), (None, "linear"), (BF16, "128x4")):
                 yield fp4_problem(40, 96, fmt, a_dtype, layout, out_dtype, alpha=alpha, bias_dtype=bias)
-            yield fp4_problem(40, 12 * 64, fmt, a_dtype, layout, out_dtype, experts=12)
+            yield fp4_problem(40, 12 * 64, fmt, a_dtype, layout, out_dtype, experts=12, bias_dtype=bias)
     yield fp4_problem(40, 96, MXFP4, FP16, out_dtype=FP32)
     for rows in ROW_LAYOUTS:
         alphas = (None, "one", "column") if rows.is_plain else (None, "one", "expert", "expert_column")
@@ -67,6 +90,17 @@ def problems():
             yield fp8_problem(40, 192, **given)
             for fmt, layout in ((NVFP4, "128x4"), (MXFP4, "linear")) if alpha != "one" else ():
                 yield fp8_fp4_problem(fmt, layout, n=40, k=192, **given)
+
+
+def gated_problems():
+    """Small ones with a gate, of every kind."""
+    for fmt in (NVFP4, MXFP4):
+        for i, layout in enumerate(("linear", "128x4", "8x4")):
+            alpha, scale = (None, "expert", "expert_half")[i], (None, "one", "expert")[i] if fmt == NVFP4 else None
+            given = {"alpha": alpha, "bias_dtype": (FP32, None, BF16)[i], "gate": ("swiglu", "silu", "swiglu")[i]}
+            yield gated_problem(fmt=fmt, layout=layout, global_scale=scale, **given)
+            if layout != "8x4":
+                yield gated_problem(fmt=fmt, layout=layout, a_dtype=(BF16, FP16)[i], **given)
 
 
 def problem_id(problem):

@@ -257,14 +257,14 @@ def _operands(case: WgmmaCase | ExpertsCase) -> FP4Operands:
     return FP4Operands(_a_dtype(case), case.dtype, case.format, SCALE_LAYOUTS[case.layout], a_layout)
 
 
-def _planned(family: Any, case: WgmmaCase | ExpertsCase, **given: Any) -> Any:
+def _planned(family: Any, case: WgmmaCase | ExpertsCase | GatedExpertsCase, **given: Any) -> Any:
     """As the backend plans it; ``given``: what only this family's kernels have."""
     from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
     return family.plan(operands=_operands(case), tokens=case.tokens, arch=GPU_ARCHS[case.arch], pdl=True, **given)
 
 
-def _activations_id(case: WgmmaCase | ExpertsCase) -> str:
+def _activations_id(case: WgmmaCase | ExpertsCase | GatedExpertsCase) -> str:
     return case.a_layout or _short(_a_dtype(case))[0]
 
 
@@ -475,11 +475,13 @@ class ExpertsCase:
     classes: int = 1
     arch: str = "sm_90a"
     a_dtype: torch.dtype | None = None
+    bias_dtype: torch.dtype | None = None
 
     @property
     def id(self) -> str:
         sizes = f"{self.group}of{self.tokens}by{self.classes}"
-        return _fp4_gemm_id("experts", self, _activations_id(self), sizes, *_short(self.out_dtype))
+        bias = [] if self.bias_dtype is None else [f"bias_{_short(self.bias_dtype)[0]}"]
+        return _fp4_gemm_id("experts", self, _activations_id(self), sizes, *_short(self.out_dtype), *bias)
 
     @property
     def kernel(self) -> Any:
@@ -491,7 +493,44 @@ class ExpertsCase:
         from torch_cute_ops.kernels import fp4_experts
 
         sizes = {"width": width, "group": self.group, "classes": self.classes}
-        return fp4_experts.FP4ExpertsKernel(_planned(fp4_experts, self, out_dtype=self.out_dtype, **sizes))
+        given = {"out_dtype": self.out_dtype, "bias_dtype": self.bias_dtype, **sizes}
+        return fp4_experts.FP4ExpertsKernel(_planned(fp4_experts, self, **given))
+
+
+@dataclass(frozen=True)
+class GatedExpertsCase:
+    """The kernels of a gated FP4 GEMM over experts; ``finish`` are the arguments of ``fp4_gated_experts.Finish``."""
+
+    dtype: torch.dtype
+    format: FP4Format
+    layout: str
+    a_layout: str | None
+    rows: int
+    group: int
+    tokens: int
+    finish: tuple[Any, ...]
+    arch: str = "sm_90a"
+    a_dtype: torch.dtype | None = None
+
+    @property
+    def id(self) -> str:
+        sizes = f"{self.rows}by{self.group}of{self.tokens}"
+        named = (getattr(each, "name", None) or str(each).removeprefix("torch.") for each in self.finish)
+        return _fp4_gemm_id("gated_experts", self, _activations_id(self), sizes, *named)
+
+    @property
+    def kernel(self) -> Any:
+        """For five chunks of k, of which the last is not whole; or, with linear scales, for four."""
+        return self.kernel_for(1024 if self.layout == "linear" else 1088)
+
+    def kernel_for(self, width: int) -> Any:
+        """As the backend builds it; ``None`` if it is none."""
+        from torch_cute_ops.kernels import fp4_gated_experts
+
+        sizes = {"width": width, "rows": self.rows, "group": self.group}
+        finish = fp4_gated_experts.Finish(*self.finish)
+        config = _planned(fp4_gated_experts, self, finish=finish, **sizes)
+        return None if config is None else fp4_gated_experts.FP4GatedExpertsKernel(config)
 
 
 @dataclass(frozen=True)
@@ -690,7 +729,16 @@ def fp8_fp4_gemm_cases() -> list[FP8FP4GemmCase]:
 
 
 AnyCase = (
-    Case | MmaCase | WgmmaCase | Tcgen05Case | Tcgen05ExpertsCase | ExpertsCase | MoeCase | FP8GemmCase | FP8FP4GemmCase
+    Case
+    | MmaCase
+    | WgmmaCase
+    | Tcgen05Case
+    | Tcgen05ExpertsCase
+    | ExpertsCase
+    | GatedExpertsCase
+    | MoeCase
+    | FP8GemmCase
+    | FP8FP4GemmCase
 )
 
 
@@ -707,8 +755,41 @@ def experts_cases(every: bool) -> list[ExpertsCase]:
         ExpertsCase(*kind, group, next(turns[group]), *next(rest))
         for kind, group in _together(WARPGROUP_KINDS, tuple(turns), every)
     ]
+    # With a bias, in either dtype: every size of a unit
+    biased = {case.group: case for case in cases}
+    cases += [replace(case, bias_dtype=FP32 if i % 2 else case.out_dtype) for i, case in enumerate(biased.values())]
     # Activations that are rounded to bfloat16
     return [*cases, ExpertsCase(BF16, MXFP4, "128x4", None, 16, 64, FP16, a_dtype=FP16)]
+
+
+def gated_experts_cases(every: bool) -> list[GatedExpertsCase]:
+    """Rows of a slice with sizes of a unit, and all kinds of operands or one in turn; the rest in turn."""
+    from torch_cute_ops.kernels import fp4_gated_experts
+
+    tiles = itertools.cycle(fp4_gated_experts.TILES)
+    alphas, scales = itertools.cycle(("expert_half", "expert", None)), itertools.cycle(("expert", "one", None))
+    biases = itertools.cycle((FP32, "out", None, FP32))
+    kinds = (*WARPGROUP_KINDS, (BF16, MXFP4, "128x4", "8x4"))
+    cases = []
+    shapes = itertools.product(fp4_gated_experts.ROWS, fp4_gated_experts.GROUPS)
+    for i, shape in enumerate(shapes):
+        of_shape: list[GatedExpertsCase] = []
+        for dtype, fmt, layout, a_layout in (*kinds[i % len(kinds) :], *kinds[: i % len(kinds)]):
+            out = dtype if a_layout is None else fmt
+            bias, scale = next(biases), next(scales)
+            finish = (
+                out,
+                None if a_layout is None else SCALE_LAYOUTS[a_layout],
+                next(alphas),
+                dtype if bias == "out" else bias,
+                scale if out == NVFP4 else None,
+                len(cases) % 3 != 1,
+            )
+            case = GatedExpertsCase(dtype, fmt, layout, a_layout, *shape, next(tiles), finish)
+            if case.kernel is not None and (every or not of_shape):
+                of_shape.append(case)
+        cases += of_shape
+    return cases
 
 
 def mma_cases(every: bool) -> list[MmaCase]:

@@ -22,6 +22,7 @@ from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends import _fp4, _fp8, cublas
 from torch_cute_ops.kernels import (
     fp4_experts,
+    fp4_gated_experts,
     fp4_mma,
     fp8_wgmma,
     moe_finalize,
@@ -40,6 +41,7 @@ from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm, row_sums
 from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns
 from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight
+from torch_cute_ops.reference.moe_fc1_fp4 import gated_experts, quantize_experts, written_parts
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
 from torch_cute_ops.reference.moe_finalize import moe_finalize as finalize
 from torch_cute_ops.reference.moe_route import moe_route as route
@@ -151,6 +153,7 @@ WRITTEN = {
     "MoeRouteKernel": ROUTE_OUTPUTS,
     "MoeRouteIdsKernel": ROUTE_OUTPUTS[2:],
     "MoePermuteKernel": ("y", "scale"),
+    "FP4GatedExpertsKernel": ("y", "scale"),
 }
 """Fields of ``Arguments`` that a kernel writes, where that is not ``out`` alone; a workspace is always new."""
 MAY_SHARE = {"RowQuantKernel": ("residual", "input"), "MoeFinalizeKernel": ("out", "residual")}
@@ -210,14 +213,34 @@ def compute_fp4_wgmma(config: Any, *args: Any) -> None:
     if config.width is None:
         write(out, fp4_gemm(a, call.a_scale, b.t(), call.b_scale, call.alpha, call.bias, *rest))
     else:
-        write(out, expert_gemm(a, call.a_scale, b.t(), call.b_scale, call.alpha, *rest))
+        write(out, expert_gemm(a, call.a_scale, b.t(), call.b_scale, call.alpha, call.bias, *rest))
 
 
 def compute_fp4_experts(config: Any, *args: Any) -> None:
-    a, a_scale, b, scale, alpha, out, workspace, workers = fp4_experts.Arguments(*args)
-    assert workspace.numel() == config.workspace_bytes(len(a), alpha.shape[1], workers)
+    call = fp4_experts.Arguments(*args)
+    assert call.workspace.numel() == config.workspace_bytes(len(call.a), call.alpha.shape[1], call.workers)
     formats = config.operands.fmt, config.operands.a_layout, config.operands.layout
-    write(out, expert_gemm(a, a_scale, b.t(), scale, alpha, config.out_dtype, *formats))
+    rest = call.bias, config.out_dtype, *formats
+    write(call.out, expert_gemm(call.a, call.a_scale, call.b.t(), call.b_scale, call.alpha, *rest))
+
+
+def compute_gated_experts(config: Any, *args: Any) -> None:
+    call = fp4_gated_experts.Arguments(*args)
+    assert call.workspace.numel() == config.workspace_bytes(len(call.a), len(call.b)) and call.workers > 0
+    gate = call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit
+    fmt, *layouts = config.operands.fmt, config.operands.a_layout, config.operands.layout
+    given = call.a, call.a_scale, call.b, call.b_scale, call.routing, call.alpha, call.bias
+    value = gated_experts(*given, gate if config.finish.swiglu else (1.0, 0.0, None), fmt, *layouts)
+    routed = call.routing != 0
+    if call.scale is None:
+        written = routed.repeat_interleave(value.shape[1] // len(call.b), 1)
+        call.y.data[written] = value.to(call.y.dtype)[written]
+        return
+    layout = config.finish.out_layout
+    results = quantize_experts(value, len(call.b), call.global_scale, fmt, layout)
+    masks = written_parts((call.y, call.scale), call.routing, fmt, layout)
+    for output, result, mask in zip((call.y, call.scale), results, masks, strict=True):
+        output.data.view(torch.uint8)[mask] = result.view(torch.uint8)[mask]
 
 
 def compute_fp8(config: Any, *args: Any) -> None:
@@ -320,6 +343,7 @@ COMPUTE: dict[str, Callable[..., None]] = {
     "FP4MmaKernel": compute_fp4_mma,
     "FP4WgmmaKernel": compute_fp4_wgmma,
     "FP4ExpertsKernel": compute_fp4_experts,
+    "FP4GatedExpertsKernel": compute_gated_experts,
     "FP8WgmmaKernel": compute_fp8,
     "FP8FP4WgmmaKernel": compute_fp8,
     "FP8MmaKernel": compute_fp8,

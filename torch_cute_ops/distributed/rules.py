@@ -15,7 +15,7 @@ from torch_cute_ops.formats import FP8_BLOCK128, FP8_TENSOR, SCALE_LAYOUTS, reso
 from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.formats.scale_layout import ScaleLayout, weight_layout
 from torch_cute_ops.ops._define import OpSpec
-from torch_cute_ops.ops._gemm import EXPERT_MULTIPLE, Gemm
+from torch_cute_ops.ops._gemm import EXPERT_MULTIPLE, BackendPath
 from torch_cute_ops.ops._row_quant import RowQuant
 
 BLOCK: Final = FP8_BLOCK128.block_size
@@ -70,6 +70,7 @@ class Rule:
 Call = Mapping[str, Any]
 """The arguments of a call by name, defaults filled in; of a tensor something with ``shape`` and ``dtype``."""
 
+Path = BackendPath[Any]
 REPLICATED: Final = Rule("", {}, {})
 
 
@@ -77,7 +78,7 @@ def rules_of(spec: OpSpec, call: Call) -> list[Rule]:
     """The ways to shard a call; the first replicates everything."""
     if isinstance(spec.path, RowQuant):
         found = _row_quant(spec.path, spec.outputs, call)
-    elif isinstance(spec.path, Gemm):
+    elif isinstance(spec.path, BackendPath):
         found = _GEMMS[spec.path.over](spec.path, call) if spec.path.over in _GEMMS else iter(())
     else:
         found = _OTHERS.get(spec.name, _nothing)(call)
@@ -86,7 +87,7 @@ def rules_of(spec: OpSpec, call: Call) -> list[Rule]:
 
 def has_rules(spec: OpSpec) -> bool:
     """Whether calls of an op can be sharded at all."""
-    if isinstance(spec.path, Gemm):
+    if isinstance(spec.path, BackendPath):
         return spec.path.over in _GEMMS
     return isinstance(spec.path, RowQuant) or spec.name in _OTHERS
 
@@ -183,7 +184,7 @@ def _tiled_k(layout: ScaleLayout) -> str:
     )
 
 
-def _layouts(path: Gemm, call: Call) -> tuple[ScaleLayout | None, ScaleLayout | None, int]:
+def _layouts(path: Path, call: Call) -> tuple[ScaleLayout | None, ScaleLayout | None, int]:
     """Layouts of the scales of FP4 activations and of an FP4 weight, and what K is a multiple of."""
     if path.b == "fp8":
         return None, None, BLOCK
@@ -201,7 +202,7 @@ def _bias_refusal(call: Call, name: str = "bias") -> str | None:
     return f"{name} would be added by every rank; add it to the sum" if call.get(name) is not None else None
 
 
-def _gemm(path: Gemm, call: Call) -> Iterator[Rule]:
+def _gemm(path: Path, call: Call) -> Iterator[Rule]:
     (m, _), (held, n) = call["a"].shape, call["b"].shape
     a_layout, b_layout, block = _layouts(path, call)
     k = held * (2 if path.b == "fp4" else 1)
@@ -226,7 +227,7 @@ def _sum_refusal(call: Call, b_layout: ScaleLayout | None) -> str | None:
     return _bias_refusal(call)
 
 
-def _grouped_gemm(path: Gemm, call: Call) -> Iterator[Rule]:
+def _grouped_gemm(path: Path, call: Call) -> Iterator[Rule]:
     experts, n, held = call["b"].shape
     _, b_layout, block = _layouts(path, call)
     k = held * (2 if path.b == "fp4" else 1)
@@ -262,7 +263,7 @@ def _grouped_gemm(path: Gemm, call: Call) -> Iterator[Rule]:
     yield Rule("k", sums, {"out": Partial()}, [Multiple("K", k, block)], _sum_refusal(call, b_layout))
 
 
-def _expert_sum(path: Gemm, call: Call) -> Iterator[Rule]:
+def _expert_sum(path: Path, call: Call) -> Iterator[Rule]:
     """``moe_fc2_``: experts one after the other along K."""
     (m, _), (n, held), (_, experts) = call["a"].shape, call["w"].shape, call["alpha"].shape
     a_layout, w_layout, _ = _layouts(path, call)
@@ -275,6 +276,23 @@ def _expert_sum(path: Gemm, call: Call) -> Iterator[Rule]:
     own = _given(call, a=Shard(1), a_scale=Shard(1), w=Shard(1), w_scale=Shard(1), alpha=Shard(1), bias=Shard(0))
     multiples = [Multiple("E", experts, 1), Multiple("E · I", 2 * held, EXPERT_MULTIPLE)]
     yield Rule("experts", own, {"out": Partial()}, multiples, refusal)
+
+
+def _gated_experts(path: Path, call: Call) -> Iterator[Rule]:
+    """``moe_fc1_``: experts one after the other along N; an expert's rows of gate and up belong together."""
+    m, experts = call["routing"].shape
+    a_layout, w_layout, _ = _layouts(path, call)
+    assert w_layout is not None
+    results = ("out",) if a_layout is None else ("y", "scale")
+    rows = _given(call, a=Shard(0), a_scale=Shard(0), routing=Shard(0))
+    outputs: dict[str, Placement] = dict.fromkeys(results, Shard(0))
+    yield Rule("rows", rows, outputs, _tiles("M", m, a_layout) if a_layout is not None else ())
+    own = _given(call, w=Shard(0), w_scale=Shard(0), routing=Shard(1), alpha=Shard(0), bias=Shard(0))
+    global_scale = call.get("global_scale")
+    if global_scale is not None and global_scale.numel() > 1:
+        own["global_scale"] = Shard(0)
+    refusal = None if a_layout is None or a_layout.is_linear else _tiled_k(a_layout)
+    yield Rule("experts", own, dict.fromkeys(results, Shard(1)), [Multiple("E", experts, 1)], refusal)
 
 
 # The steps of an expert layer
@@ -303,10 +321,11 @@ def _finalize(call: Call) -> Iterator[Rule]:
     yield Rule("k", {"input": Partial()}, {"out": Partial()}, (), _bias_refusal(call, "residual"))
 
 
-_GEMMS: Final[dict[str, Callable[[Gemm, Call], Iterator[Rule]]]] = {
+_GEMMS: Final[dict[str, Callable[[Path, Call], Iterator[Rule]]]] = {
     "none": _gemm,
     "rows": _grouped_gemm,
     "k": _expert_sum,
+    "n": _gated_experts,
 }
 """By what experts divide."""
 

@@ -44,6 +44,13 @@ def used_rows(rows: int, offsets: torch.Tensor | None, counts: torch.Tensor | No
     return expert_of_rows(rows, offsets, counts) >= 0
 
 
+def merged(new: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """``new`` where ``mask`` is true, else ``old``, of any dtype."""
+    if new.dtype.itemsize > 1:
+        return torch.where(mask, new, old)
+    return torch.where(mask, new.view(torch.uint8), old.view(torch.uint8)).view(new.dtype)
+
+
 def zeroed_rows(tensor: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
     """The tensor with zeros for what is not ``used``, which fits its shape."""
     if tensor.dtype.itemsize > 1:

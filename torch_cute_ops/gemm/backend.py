@@ -12,8 +12,9 @@ from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
 Launch = Callable[..., Any]
-"""A function of the fields of ``Operands``, in order, and of the result, which it writes; queued on the current stream
-of a GPU. There is at least one row and one column."""
+"""A function of the fields of ``Operands``, in order, and of the result, which it writes; of a problem with a gate, of
+those of ``GatedOperands``, of ``y`` and of its scales. Queued on the current stream of a GPU. There is at least one row
+and one column."""
 
 
 @dataclass(frozen=True)

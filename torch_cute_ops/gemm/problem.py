@@ -74,15 +74,23 @@ class GemmProblem:
 
     The sum is in fp32. With experts over K, ``out[m, n] = Σ_e factor[m, e] · (Σ_{k of e} a[m, k] · b[k, n])``, each
     expert's sum rounded to fp32 and multiplied and added in fp32; where the factor is zero, of either sign, nothing is
-    computed: what operands hold there does not show in the result, NaN included.
+    computed: what operands hold there does not show in the result, NaN included. With experts over K a bias is one of
+    each expert's, ``factor[m, e] · (Σ … + bias[e, n])``, rounded to fp32 after each step.
+
+    With experts over N and a gate, ``out[m, e · I + i] = swiglu(alpha · Σ_k a[m, k] · b[e, i, k] + bias, the same of
+    b[e, I + i, k])`` in fp32 for I = n / E; where the routing of (m, e) is zero nothing is computed and nothing
+    written.
 
     Attributes:
         a, b: the activations and the weight.
         n, k: columns of the result, and elements of a sum, of all experts together where they divide it.
         grouping: what belongs to which expert.
         epilogue: what is done to a sum before it is stored.
-        gated: whether the result is SwiGLU of two halves of the columns.
-        out_format: FP4, if the result is quantised.
+        gate: ``"silu"`` or ``"swiglu"``, with parameters that calls pass, if the result is SwiGLU of an expert's first
+            and second half of rows of the weight, which has ``2 · n`` rows then; ``None``: there is no gate.
+        quantised: format and scale layout, if the result is quantised; the epilogue's dtype is then the one that
+            biases may have.
+        global_scale: encode scales of a quantised result: ``"one"``, or one for each ``"expert"``.
         static_weight: the promise that the weight and its scales were complete before the previous launch on the
             stream, and so may be read ahead of it.
     """
@@ -93,14 +101,15 @@ class GemmProblem:
     k: int
     epilogue: Epilogue
     grouping: Grouping = Grouping()
-    gated: bool = False
-    out_format: FP4Format | None = None
+    gate: Literal["silu", "swiglu"] | None = None
+    quantised: Operand | None = None
+    global_scale: Literal["one", "expert"] | None = None
     static_weight: bool = False
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """Dtype of the result."""
-        return self.epilogue.out_dtype
+        """Dtype of the result; uint8 for codes."""
+        return self.epilogue.out_dtype if self.quantised is None else torch.uint8
 
     @property
     def experts(self) -> int:
@@ -113,6 +122,16 @@ class GemmProblem:
         return self.k // self.experts if self.grouping.over == "k" else self.k
 
     @property
+    def expert_n(self) -> int:
+        """Columns of the result that are an expert's."""
+        return self.n // self.experts if self.grouping.over == "n" else self.n
+
+    @property
+    def weight_rows(self) -> int:
+        """Rows of the weight that the columns of the result come from."""
+        return self.n if self.gate is None else 2 * self.n
+
+    @property
     def topk(self) -> int:
         """Experts that a token is assumed to be routed to."""
         return min(self.experts, USUAL_TOPK)
@@ -123,15 +142,17 @@ class GemmProblem:
         return described
 
     def bytes_moved(self, m: int) -> int:
-        """Each operand read and the result written, once; with experts over K, of those that ``m`` tokens are routed
-        to, where each token draws ``topk`` of them; with experts over rows, of those that can have any."""
-        out = m * self.n * self.out_dtype.itemsize
-        a, b = m * self.a.row_bytes(self.k), self.n * self.b.row_bytes(self.k)
+        """Each operand read and the result written, once; with experts over K or N, of those that ``m`` tokens are
+        routed to, where each token draws ``topk`` of them; with experts over rows, of those that can have any."""
+        out = m * (self.n * self.out_dtype.itemsize if self.quantised is None else self.quantised.row_bytes(self.n))
+        a, b = m * self.a.row_bytes(self.k), self.weight_rows * self.b.row_bytes(self.k)
         if self.b.is_fp8:  # a scale for 128 rows of the weight
             b = self.n * self.k + 4 * -(-self.n // 128) * -(-self.k // 128)
-        if self.grouping.over == "k":
-            touched = 1 - (1 - self.topk / self.experts) ** m
-            return round(b * touched + a * self.topk / self.experts) + 4 * m * self.experts + out
+        if self.grouping.over in ("k", "n"):
+            share = self.topk / self.experts
+            touched = 1 - (1 - share) ** m
+            shared = a * share + out if self.grouping.over == "k" else a + out * share
+            return round(b * touched + shared) + 4 * m * self.experts
         if self.grouping.over == "rows":
             if self.grouping.rows.is_masked:
                 return (a + b + out) * self.experts
@@ -139,7 +160,9 @@ class GemmProblem:
         return a + b + out
 
     def flops(self, m: int) -> int:
-        """Multiplications and additions; with experts over K, of ``topk`` a token; masked, of all rows."""
+        """Multiplications and additions; with experts over K or N, of ``topk`` a token; masked, of all rows."""
+        if self.grouping.over == "n":
+            return 2 * m * self.weight_rows // self.experts * self.k * self.topk
         if self.grouping.over == "k":
             return 2 * m * self.n * self.expert_k * self.topk
         return 2 * m * self.n * self.k * (self.experts if self.grouping.rows.is_masked else 1)
@@ -162,7 +185,8 @@ class Operands(NamedTuple):
         a: (M, K/2) uint8 (FP4), (M, K) float8_e4m3fn or a 16-bit dtype. Masked: (E, rows of an expert, K).
         b: the transposed view of a weight's rows: (K/2, N) uint8, or (K, N) float8_e4m3fn. Grouped by rows: (E, N, K).
         a_scale, b_scale: in their formats' dtypes and layouts; ``None`` where there are none.
-        alpha, bias: as for ``Epilogue``; with experts over K ``alpha`` is (M, E) float32 with any strides.
+        alpha, bias: as for ``Epilogue``; with experts over K ``alpha`` is (M, E) float32 with any strides, and ``bias``
+            (E, N).
         offsets: (E + 1,) int32, grouped by rows; or ``None``.
         counts: (E,) int32, grouped by rows; or ``None``.
     """
@@ -175,3 +199,36 @@ class Operands(NamedTuple):
     bias: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
     counts: torch.Tensor | None = None
+
+
+class GatedOperands(NamedTuple):
+    """What backends take of a GEMM with experts over N and a gate, before the results: ``y``, (M, E·I) in 16 bits or
+    (M, E·I/2) codes, and its scales, ``None`` for 16 bits. Contiguous but for ``routing``, starting at multiples of 16
+    bytes.
+
+    A backend writes ``y`` and the scales of blocks where ``routing`` is not zero (NaN is not), and zero to all padding
+    of tiled scales; it leaves every other byte alone.
+
+    Attributes:
+        a: (M, H/2) uint8 (FP4), or (M, H) in 16 bits.
+        b: (E, 2·I, H/2) uint8, an expert's rows of the gate before those of up.
+        a_scale, b_scale: of ``a`` over (M, H), ``None`` in 16 bits; of ``b`` over (E·2·I, H), where linear ones are
+            (E, 2·I, H/block).
+        alpha: (E,) or (E, 2) float32, or ``None``.
+        bias: (E, 2·I) float32, or in 16 bits as ``GemmProblem.epilogue`` says, or ``None``.
+        routing: (M, E) float32 with any strides.
+        global_scale: (1,) or (E,) float32, or ``None``.
+        swiglu_alpha, swiglu_beta, swiglu_limit: of the gate ``"swiglu"``, without a limit +inf; ``None`` of ``"silu"``.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    a_scale: torch.Tensor | None
+    b_scale: torch.Tensor
+    alpha: torch.Tensor | None
+    bias: torch.Tensor | None
+    routing: torch.Tensor
+    global_scale: torch.Tensor | None
+    swiglu_alpha: float | None = None
+    swiglu_beta: float | None = None
+    swiglu_limit: float | None = None

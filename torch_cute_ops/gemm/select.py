@@ -17,6 +17,7 @@ from torch_cute_ops.gemm.backends.fp8_mma_sync import FP8MmaSync
 from torch_cute_ops.gemm.backends.fp8_wgmma import FP8Wgmma
 from torch_cute_ops.gemm.backends.reference import Reference
 from torch_cute_ops.gemm.backends.routed import Routed
+from torch_cute_ops.gemm.backends.routed_gated import RoutedGated
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.runtime import tuner
@@ -29,6 +30,7 @@ BACKENDS: Final[list[Backend]] = [
     FP4Tcgen05Experts(),
     FP4MmaSync(),
     Routed(),
+    RoutedGated(),
     FP8Wgmma(),
     FP8FP4Wgmma(),
     FP8MmaSync(),

@@ -5,21 +5,31 @@ from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
+from torch_cute_ops.formats import SCALE_LAYOUTS
 from torch_cute_ops.formats.experts import MAX_EXPERTS, MAX_TOPK
-from torch_cute_ops.nn._base import QuantLinear
+from torch_cute_ops.formats.scale_layout import from_linear
+from torch_cute_ops.nn._base import QuantLinear, moved
 from torch_cute_ops.nn.linear import FP8BlockLinear, MXFP4Linear, NVFP4Linear
 from torch_cute_ops.ops.grouped_mm_fp8 import grouped_mm_fp8
 from torch_cute_ops.ops.grouped_mm_fp8_fp4 import grouped_mm_fp8_fp4
+from torch_cute_ops.ops.moe_fc1_fp4_weight_only import moe_fc1_fp4_weight_only
+from torch_cute_ops.ops.moe_fc2_fp4_weight_only import moe_fc2_fp4_weight_only
 from torch_cute_ops.ops.moe_finalize import moe_finalize
 from torch_cute_ops.ops.moe_permute_fp8quant import moe_permute_fp8quant
 from torch_cute_ops.ops.moe_route_ids import moe_route_ids
 from torch_cute_ops.ops.moe_swiglu_fp8quant import moe_swiglu_fp8quant
+from torch_cute_ops.registry import backends
 
 FORMATS: Final[dict[str, type[QuantLinear]]] = {cls.scheme: cls for cls in (NVFP4Linear, MXFP4Linear, FP8BlockLinear)}
 """What experts can be in, by scheme."""
 MULTIPLE: Final = 64
 """What the widths of experts are multiples of; in FP8 blocks, of 128."""
+FEW_TOKENS: Final = 8
+"""Tokens of an expert, on average, up to which ``route_few_`` has the routed pairs computed alone. By the cost model of
+an H200 its two GEMMs take as long as those over permuted rows at 16 tokens (256 experts of 256), 12 (64 of 1,408 in
+MXFP4), 8 (128 of 768) and 6 (128 of 2,880), and have fewer launches beside them. Nothing of this is measured."""
 _PER_EXPERT: Final = {"gate_up_proj": 2, "down_proj": 1}
 """How many linear layers of an expert a stack has."""
 
@@ -39,7 +49,8 @@ class QuantExperts(nn.Module):
     ``moe_route_ids`` orders rows by expert, ``moe_permute_fp8quant`` quantises the tokens into that order,
     ``grouped_mm_fp8`` or ``grouped_mm_fp8_fp4`` multiplies by ``gate_up_proj``, ``moe_swiglu_fp8quant`` gates, the
     second GEMM multiplies by ``down_proj``, and ``moe_finalize`` adds up the experts of each token. Nothing waits for
-    the device and no shape depends on the routing, so calls can be captured.
+    the device and no shape depends on the routing, so calls can be captured. After :meth:`route_few_` calls with few
+    tokens take another way.
 
     Args:
         gate_up_proj: the experts' gates and ups, (E · 2I, H), one expert after the other, gate first: a merged layer,
@@ -80,6 +91,42 @@ class QuantExperts(nn.Module):
                 got = f"{len(layer.parts)} parts, the first with {layer.parts[0]} rows"
                 raise ValueError(f"QuantExperts: {name} has {got}; expected {len(parts)} with {width}")
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+        self.side_by_side: _SideBySide | None = None
+        self.register_load_state_dict_post_hook(_renew)
+
+    def route_few_(self) -> Self:
+        """Have calls with few tokens computed by ``moe_fc1_fp4_weight_only`` and ``moe_fc2_fp4_weight_only``: the
+        routed pairs alone, without permuted rows, and with activations in 16 bits, not in FP8.
+
+        Few are, on average, up to 8 tokens of an expert: 256 tokens with 8 of 256 experts each. Results of calls with
+        few and with more tokens then differ by what FP8 rounds. The experts' second layers are held twice, because
+        these ops want them side by side, (H, E · I/2): a third more bytes in all. The state dict stays what it is.
+
+        Returns:
+            The module itself.
+
+        Raises:
+            ValueError: for weights in FP8, or on a GPU that has no kernel for these sizes.
+        """
+        reason = self._reason_unrouted()
+        if reason is not None:
+            raise ValueError(f"QuantExperts.route_few_: {reason}")
+        if self.side_by_side is None:
+            self.side_by_side = _SideBySide(self)
+        return self
+
+    def _reason_unrouted(self) -> str | None:
+        if self.scheme == "fp8_block":
+            return "the weights are in FP8; the ops take FP4"
+        device, width = self.down_proj.weight.device, self.experts * self.intermediate_size
+        sizes = {"moe_fc1": (width, self.hidden_size), "moe_fc2": (self.hidden_size, width)}
+        layer: Any = self.gate_up_proj
+        for op, (n, k) in sizes.items() if device.type == "cuda" else ():
+            given = {"n": n, "k": k, "experts": self.experts, "block_size": layer.format.block_size}
+            reasons = backends(f"{op}_fp4_weight_only", device=device, **given)
+            if all(reason is not None for name, reason in reasons.items() if name != "reference"):
+                return "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason is not None)
+        return None
 
     @property
     def scheme(self) -> str:
@@ -107,12 +154,37 @@ class QuantExperts(nn.Module):
     def summed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, sums: torch.dtype) -> Tensor:
         """The same in the dtype ``sums``, to which each expert's result is rounded, and the sum of a token's."""
         dtype = hidden_states.dtype
+        if self.side_by_side is not None and dtype.itemsize == 2 and self.is_few(*top_k_index.shape):
+            return self._routed(self.side_by_side, hidden_states, top_k_index, top_k_weights)
         expanded, permuted, offsets, _ = moe_route_ids(top_k_index.to(torch.int32), self.experts, alignment=1)
         a, a_scale = moe_permute_fp8quant(hidden_states, permuted, top_k_index.shape[-1], expanded)
         h = self._multiply(self.gate_up_proj, a, a_scale, offsets, dtype)
         a, a_scale = moe_swiglu_fp8quant(h, offsets, None, *self.swiglu)
         h = self._multiply(self.down_proj, a, a_scale, offsets, sums)
         return moe_finalize(h, expanded, top_k_weights.to(torch.float32))
+
+    def is_few(self, tokens: int, topk: int) -> bool:
+        """Whether ``route_few_`` is for calls with so many tokens."""
+        return tokens * topk <= FEW_TOKENS * self.experts
+
+    def _routed(self, down: "_SideBySide", hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        every = torch.arange(self.experts, dtype=top_k_index.dtype, device=top_k_index.device)
+        own = top_k_index.unsqueeze(-1) == every
+        routing = torch.where(own, top_k_weights.to(torch.float32).unsqueeze(-1), 0.0).sum(1)
+        gate_up: Any = self.gate_up_proj
+        weight = gate_up.weight.unflatten(0, (self.experts, -1))
+        bias = None if gate_up.bias is None else gate_up.bias.unflatten(0, (self.experts, -1))
+        alpha, beta, limit = self.swiglu
+        how: dict[str, Any] = {"block_size": gate_up.format.block_size, "static_weight": True}
+        h = moe_fc1_fp4_weight_only(
+            *(hidden_states, weight, gate_up.weight_scale, routing, down.gate_up_alpha, bias),
+            swiglu_alpha=alpha,
+            swiglu_beta=beta,
+            swiglu_limit=limit,
+            **how,
+        )
+        factors = routing if down.alpha is None else routing * down.alpha
+        return moe_fc2_fp4_weight_only(h, down.weight, down.weight_scale, factors, down.bias, **how)
 
     def _multiply(self, layer: Any, a: Tensor, a_scale: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         weight = layer.weight.unflatten(0, (self.experts, -1))
@@ -142,6 +214,65 @@ class QuantExperts(nn.Module):
     def extra_repr(self) -> str:
         """What ``print`` shows."""
         return f"experts={self.experts}, {self.swiglu}"
+
+
+class _SideBySide(nn.Module):
+    """What ``moe_fc2_fp4_weight_only`` takes of experts' second layers, derived from a :class:`QuantExperts`.
+
+    Buffers, none of them in a state dict: ``weight`` uint8 (H, E · I/2) and ``weight_scale`` over (H, E · I), 128x4;
+    ``alpha`` (E,) and ``gate_up_alpha`` (E, 2) float32, the global scales of NVFP4, else ``None``; ``bias`` (E, H)
+    float32 over ``alpha``, which multiplies it, or ``None``.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    alpha: Tensor | None
+    gate_up_alpha: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, experts: QuantExperts) -> None:
+        super().__init__()
+        for name, value in self._derived(experts).items():
+            self.register_buffer(name, value, persistent=False)
+
+    @torch.no_grad()
+    def renew(self, experts: QuantExperts) -> None:
+        """Follow weights that have changed, in place, because CUDA graphs may read the buffers."""
+        for name, value in self._derived(experts).items():
+            if value is not None:
+                self.get_buffer(name).copy_(value)
+
+    @staticmethod
+    def _derived(given: QuantExperts) -> dict[str, Tensor | None]:
+        down: Any = given.down_proj
+        tensors, count = down.tensors(), given.experts
+        alpha = tensors.get("weight_scale_2")
+        gate_up_alpha = None if alpha is None else given.gate_up_proj.tensors()["weight_scale_2"].view(count, 2).clone()
+        bias = None if down.bias is None else down.bias.detach().float().view(count, -1)
+        if bias is not None:
+            bias = bias.clone() if alpha is None else bias / alpha.unsqueeze(1)
+
+        def beside(rows: Tensor) -> Tensor:
+            return rows.view(torch.uint8).unflatten(0, (count, -1)).transpose(0, 1).flatten(1)
+
+        scale = beside(tensors["weight_scale"]).view(down.format.scale_dtype)
+        return {
+            "weight": beside(tensors["weight"]),
+            "weight_scale": from_linear(scale, SCALE_LAYOUTS["128x4"]),
+            "alpha": None if alpha is None else alpha.clone(),
+            "gate_up_alpha": gate_up_alpha,
+            "bias": bias,
+        }
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(lambda tensor: moved(fn, tensor), recurse)
+        return self
+
+
+def _renew(experts: Any, incompatible_keys: Any) -> None:
+    """After a state dict has been loaded."""
+    if experts.side_by_side is not None:
+        experts.side_by_side.renew(experts)
 
 
 def reason_unsupported(scheme: str, experts: int, hidden: int, width: int) -> str | None:

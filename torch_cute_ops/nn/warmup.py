@@ -45,7 +45,8 @@ def warmup(
             within.update(module.children())
             bias = None if module.down_proj.bias is None else module.down_proj.bias.dtype
             width = (module.experts, module.topk, module.hidden_size, module.intermediate_size)
-            form = (module.scheme, width, module.swiglu, bias, module.down_proj.weight.device)
+            routed = module.side_by_side is not None
+            form = (module.scheme, width, module.swiglu, bias, routed, module.down_proj.weight.device)
             experts.setdefault(form, module)
         elif isinstance(module, QuantLinear) and module not in within:
             bias = None if module.bias is None else module.bias.dtype
@@ -55,10 +56,15 @@ def warmup(
             forms.setdefault(key, module)
     with tuning.autotune() if tune else contextlib.nullcontext():
         for module in experts.values():
-            # Of experts, GEMMs have a row for each pair of a token and an expert.
-            for count in {bucket(number * (module.topk or 1)): number for number in numbers}.values():
+            # Of experts, GEMMs have a row for each pair of a token and an expert; or, routed, for each token.
+            topk = module.topk or 1
+            served = {}
+            for number in numbers:
+                few = module.side_by_side is not None and module.is_few(number, topk)
+                served[few, bucket(number if few else number * topk)] = number
+            for count in served.values():
                 device = module.down_proj.weight.device
-                ids = torch.arange(count * (module.topk or 1), device=device).view(count, -1) % module.experts
+                ids = torch.arange(count * topk, device=device).view(count, -1) % module.experts
                 tokens = torch.zeros(count, module.hidden_size, dtype=dtype, device=device)
                 module(tokens, ids, torch.ones(ids.shape, device=device))
         for layer in forms.values():

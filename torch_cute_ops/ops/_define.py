@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar, cast
 
 import torch
 
+from torch_cute_ops.formats.experts import zeroed_rows
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._call import CallPath, Outputs
 from torch_cute_ops.ops._signature import Signature
@@ -101,7 +102,21 @@ class OpSpec:
 
         Takes a tuple of all outputs and the op's arguments; ``None``: it leaves nothing unspecified.
         """
-        return getattr(self._module("reference"), "defined", None)
+        given: Callable[..., Outputs] | None = getattr(self._module("reference"), "defined", None)
+        return given if given is not None or self.written is None else self._zeroed
+
+    @property
+    def written(self) -> Callable[..., tuple[torch.Tensor, ...]] | None:
+        """Which elements of its outputs the op writes, as masks; the others keep what they hold.
+
+        Takes a tuple of all outputs and the op's arguments; ``None``: it writes all.
+        """
+        return getattr(self._module("reference"), "written", None)
+
+    def _zeroed(self, outputs: Outputs, *args: Any, **kwargs: Any) -> Outputs:
+        assert self.written is not None
+        masks = self.written(outputs, *args, **kwargs)
+        return tuple(zeroed_rows(output, mask) for output, mask in zip(outputs, masks, strict=True))
 
     @property
     def has_backends(self) -> bool:

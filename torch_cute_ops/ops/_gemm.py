@@ -2,7 +2,7 @@
 
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -60,17 +60,107 @@ class GemmCall(NamedTuple):
         return self.out_dtype or (self.a.dtype if self.a.dtype in SIXTEEN_BIT else torch.bfloat16)
 
 
-class Gemm(CallPath[GemmCall]):
-    """A GEMM op.
+Call = TypeVar("Call", bound=tuple[Any, ...])
+
+
+class BackendPath(CallPath[Call]):
+    """An op that is a GEMM, which backends compute.
+
+    A ``Call`` has the fields ``a``, ``block_size``, ``scale_format``, ``scale_layout`` and ``backend``, among others.
 
     Args:
         a, b: formats of the activations and of the weight.
         over: what experts divide, as in ``gemm.problem.Grouping``.
     """
 
-    call_type = GemmCall
     renames: ClassVar = {"w": "b", "w_scale": "b_scale"}
     has_backends = True
+    takes_rows: bool
+    """Whether the op takes the weight by rows, (N, K) or (E, N, K), not its transposed view."""
+
+    def __init__(
+        self,
+        a: Literal["fp4", "fp8", "16-bit"],
+        b: Literal["fp4", "fp8"],
+        over: Literal["none", "k", "n", "rows"],
+    ) -> None:
+        super().__init__()
+        self.a, self.b, self.over = a, b, over
+        self.takes_rows = over != "none"
+
+    def problem(self, call: Any) -> "GemmProblem":
+        """The problem that a checked call is."""
+        raise NotImplementedError
+
+    def ready_launcher(self, *how: Any, **named: Any) -> Launcher[Call]:
+        """A launcher for a problem, a choice, its kernels and a target."""
+        raise NotImplementedError
+
+    def flops(self, a_shape: Any, b_shape: Any) -> int:
+        """Multiplications and additions of a call whose ``a`` and weight have these shapes."""
+        raise NotImplementedError
+
+    def fp4_format(self, call: Any) -> tuple[FP4Format, ScaleLayout, ScaleLayout]:
+        """The format, and the layouts of the activations' scales and of the weight's."""
+        fmt, layout = _checks.check_fp4_format(self.op, call.block_size, call.scale_format, call.scale_layout)
+        b_layout = weight_layout(layout)
+        if self.a != "fp4" and layout != b_layout:
+            raise ValueError(
+                f"cute::{self.op}: scale_layout={layout.name!r} is for activations; use '128x4' or 'linear'"
+            )
+        return fmt, layout, b_layout
+
+    def check_fp4_scale(
+        self, name: str, scale: Tensor, matrix: tuple[int, ...], fmt: FP4Format, layout: ScaleLayout
+    ) -> None:
+        """``scale`` is that of an FP4 matrix."""
+        _checks.check_dtype(self.op, name, scale, fmt.scale_dtypes)
+        shape = fp4_shapes(matrix, fmt, layout)[1]
+        _checks.check_shape(self.op, name, scale, shape, f"the {layout.name} scales of {name[0]}")
+
+    def check_backend(self, call: Any) -> None:
+        """The backend is one that there is, and that runs where the tensors are."""
+        names = tuple(gemm_package().select.candidates(self.problem(call))) if call.backend != AUTO else ()
+        if call.backend != AUTO and (call.backend not in names or call.a.device.type == "cpu"):
+            self._choose(self.problem(call), 1, gemm_package().select.target_of(torch.device("cpu")), call.backend)
+
+    def make_launcher(self, call: Any, device: int) -> Launcher[Call]:
+        select = gemm_package().select
+        problem, target = self.problem(call), select.target_of(torch.device("cuda", device))
+        m = bucket(call.a.shape[-2])
+        may_tune = tuning.is_on() and call.backend == AUTO
+        if may_tune and not torch.cuda.is_current_stream_capturing():
+            gemm_package().tune.tune(self.op, problem, m, target)
+            may_tune = False
+        choice = self._choose(problem, m, target, call.backend)
+        kernels = () if target.arch is None else choice.backend.kernels(problem, choice.tactic, target.arch)
+        self.require_loaded(kernels, call, device)
+        # In a capture nothing is tuned: a call after it may have to be.
+        return self.ready_launcher(problem, choice, kernels, target, is_kept=not may_tune)
+
+    def kernels(self, call: Any, arch: Arch) -> tuple[KernelSpec, ...]:
+        problem, m = self.problem(call), bucket(call.a.shape[-2])
+        choices = (self._choose(problem, m, target, call.backend) for target in gemm_package().cost.usual_targets(arch))
+        kernels = (kernel for one in choices for kernel in one.backend.kernels(problem, one.tactic, arch))
+        return tuple(dict.fromkeys(kernels))
+
+    def backends(self, call: Any, device: torch.device) -> dict[str, str | None]:
+        select = gemm_package().select
+        reasons: dict[str, str | None] = select.reasons(self.problem(call), select.target_of(device))
+        return reasons
+
+    def _choose(self, problem: "GemmProblem", m: int, target: "Target", backend: str) -> "Choice":
+        try:
+            choice: Choice = gemm_package().select.choose(problem, m, target, backend)
+            return choice
+        except ValueError as error:
+            raise ValueError(f"cute::{self.op}: {error}") from None
+
+
+class Gemm(BackendPath[GemmCall]):
+    """A GEMM op but those with a gate."""
+
+    call_type = GemmCall
 
     def __init__(
         self,
@@ -78,11 +168,8 @@ class Gemm(CallPath[GemmCall]):
         b: Literal["fp4", "fp8"],
         over: Literal["none", "k", "rows"] = "none",
     ) -> None:
-        super().__init__()
-        self.a, self.b, self.over = a, b, over
+        super().__init__(a, b, over)
         self.b_name = "w" if over == "k" else "b"
-        # Whether the op takes the weight by rows, (N, K) or (E, N, K), not its transposed view.
-        self.takes_rows = over != "none"
 
     def key(self, values: Values) -> tuple[Any, ...]:
         a, b, a_scale, b_scale, alpha, bias, offsets, counts = values[:8]
@@ -119,17 +206,16 @@ class Gemm(CallPath[GemmCall]):
             if tensor is not None:
                 _checks.check_device(op, name, tensor, "a", device)
         if self.over == "k":
-            self._check_expert_factors(call, k)
+            self._check_expert_factors(call, n, k)
         else:
             self._check_epilogue(call, n)
         _checks.check_out_dtype(op, call.out_dtype)
-        if call.backend != AUTO and (call.backend not in self._backend_names(call) or device.type == "cpu"):
-            self._choose(self.problem(call), 1, _gemm().select.target_of(torch.device("cpu")), call.backend)
+        self.check_backend(call)
 
     def _check_fp4(self, call: GemmCall) -> tuple[int, int]:
         """Check ``a``, the weight and their scales; N and K."""
         op, a, b = self.op, call.a, call.b
-        fmt, layout, b_layout = self._fp4_format(call)
+        fmt, layout, b_layout = self.fp4_format(call)
         _checks.check_matrix(op, self.b_name, b, "(N, E·I/2)" if self.takes_rows else "(K/2, N)")
         self._refuse_untransposed(call)
         weight = b if self.takes_rows else b.t()
@@ -145,26 +231,9 @@ class Gemm(CallPath[GemmCall]):
         else:
             _checks.check_packed(op, "a", a, fmt)
             _checks.check_shape(op, "a", a, (m, k // 2), f"the {k // 2} bytes that {line} has{self._hint(call)}")
-            self._check_fp4_scale("a_scale", call.a_scale, (m, k), fmt, layout)
-        self._check_fp4_scale(f"{self.b_name}_scale", call.b_scale, (n, k), fmt, b_layout)
+            self.check_fp4_scale("a_scale", call.a_scale, (m, k), fmt, layout)
+        self.check_fp4_scale(f"{self.b_name}_scale", call.b_scale, (n, k), fmt, b_layout)
         return n, k
-
-    def _fp4_format(self, call: GemmCall) -> tuple[FP4Format, ScaleLayout, ScaleLayout]:
-        """The format, and the layouts of the activations' scales and of the weight's."""
-        fmt, layout = _checks.check_fp4_format(self.op, call.block_size, call.scale_format, call.scale_layout)
-        b_layout = weight_layout(layout)
-        if self.a != "fp4" and layout != b_layout:
-            raise ValueError(
-                f"cute::{self.op}: scale_layout={layout.name!r} is for activations; use '128x4' or 'linear'"
-            )
-        return fmt, layout, b_layout
-
-    def _check_fp4_scale(
-        self, name: str, scale: Tensor, matrix: tuple[int, ...], fmt: FP4Format, layout: ScaleLayout
-    ) -> None:
-        _checks.check_dtype(self.op, name, scale, fmt.scale_dtypes)
-        shape = fp4_shapes(matrix, fmt, layout)[1]
-        _checks.check_shape(self.op, name, scale, shape, f"the {layout.name} scales of {name[0]}")
 
     def _check_fp8(self, call: GemmCall) -> tuple[int, int]:
         """Check the operands, their scales, offsets and counts; N and K."""
@@ -183,7 +252,7 @@ class Gemm(CallPath[GemmCall]):
             _checks.check_dtype(op, "b", b, (torch.float8_e4m3fn,))
             _checks.check_dtype(op, "b_scale", b_scale, (torch.float32,))
         else:
-            fmt, _, layout = self._fp4_format(call)
+            fmt, _, layout = self.fp4_format(call)
             _checks.check_dtype(op, "b", b, _checks.PACKED_DTYPES)
         columns = "K" if fmt is None else "K/2"
         if is_grouped:
@@ -216,7 +285,7 @@ class Gemm(CallPath[GemmCall]):
         _checks.check_shape(op, "a_scale", a_scale, (blocks, *a.shape[:-1]), "a scale for 128 elements of a row of a")
         lead = (experts,) if is_grouped else ()
         if fmt is not None and layout is not None:
-            self._check_fp4_scale("b_scale", b_scale, (*lead, n, k), fmt, layout)
+            self.check_fp4_scale("b_scale", b_scale, (*lead, n, k), fmt, layout)
         else:
             meaning = "a scale for 128 rows of the weight and 128 elements of k"
             _checks.check_shape(op, "b_scale", b_scale, (*lead, -(-n // FP8_BLOCK128.block_size), blocks), meaning)
@@ -257,14 +326,10 @@ class Gemm(CallPath[GemmCall]):
                     f"cute::{op}: alpha has shape {tuple(alpha.shape)}; expected one element, or {expected}"
                 )
             _checks.check_device(op, "alpha", alpha, "a", device)
-        if bias is not None:
-            _checks.check_dtype(op, "bias", bias, tuple(dict.fromkeys((torch.float32, call.result_dtype))))
-            shape = (experts, n) if is_grouped else (n,)
-            _checks.check_shape(op, "bias", bias, shape, "one element a column of the result")
-            _checks.check_device(op, "bias", bias, "a", device)
+        check_bias(op, bias, call.result_dtype, (experts, n) if is_grouped else (n,), device)
 
-    def _check_expert_factors(self, call: GemmCall, k: int) -> None:
-        """``alpha`` is (M, E) float32, for E experts that have equal parts of the ``k`` elements."""
+    def _check_expert_factors(self, call: GemmCall, n: int, k: int) -> None:
+        """``alpha`` is (M, E) float32, for E experts that have equal parts of ``k``; the bias is theirs."""
         op, alpha = self.op, call.alpha
         assert alpha is not None
         _checks.check_dtype(op, "alpha", alpha, (torch.float32,))
@@ -277,19 +342,20 @@ class Gemm(CallPath[GemmCall]):
                 f"elements; expected the same number for each expert, a multiple of {EXPERT_MULTIPLE}"
             )
         _checks.check_device(op, "alpha", alpha, "a", call.a.device)
+        check_bias(op, call.bias, call.result_dtype, (experts, n), call.a.device)
 
     # What is computed, and by which backend
 
     def problem(self, call: GemmCall) -> "GemmProblem":
         """The problem that a checked call is."""
-        p = _gemm().problem
+        p = gemm_package().problem
         weight = call.b if self.takes_rows else call.b.t()
         n, k = weight.shape[-2], weight.shape[-1]
         alpha = bias_dtype = None
         a = p.Operand(FP8_BLOCK128, COLUMN) if self.a == "fp8" else p.Operand(call.a.dtype)
         b = p.Operand(FP8_BLOCK128)
         if self.b == "fp4":
-            fmt, layout, b_layout = self._fp4_format(call)
+            fmt, layout, b_layout = self.fp4_format(call)
             b = p.Operand(fmt, b_layout)
             k *= 2
             if self.a == "fp4":
@@ -308,40 +374,8 @@ class Gemm(CallPath[GemmCall]):
         problem: GemmProblem = p.GemmProblem(a, b, n, k, epilogue, grouping, static_weight=call.static_weight)
         return problem
 
-    def make_launcher(self, call: GemmCall, device: int) -> "GemmLauncher":
-        select = _gemm().select
-        problem, target = self.problem(call), select.target_of(torch.device("cuda", device))
-        m = bucket(call.a.shape[-2])
-        may_tune = tuning.is_on() and call.backend == AUTO
-        if may_tune and not torch.cuda.is_current_stream_capturing():
-            _gemm().tune.tune(self.op, problem, m, target)
-            may_tune = False
-        choice = self._choose(problem, m, target, call.backend)
-        kernels = () if target.arch is None else choice.backend.kernels(problem, choice.tactic, target.arch)
-        self.require_loaded(kernels, call, device)
-        # In a capture nothing is tuned: a call after it may have to be.
-        return GemmLauncher(self, problem, choice, kernels, target, is_kept=not may_tune)
-
-    def kernels(self, call: GemmCall, arch: Arch) -> tuple[KernelSpec, ...]:
-        problem, m = self.problem(call), bucket(call.a.shape[-2])
-        choices = (self._choose(problem, m, target, call.backend) for target in _gemm().cost.usual_targets(arch))
-        kernels = (kernel for one in choices for kernel in one.backend.kernels(problem, one.tactic, arch))
-        return tuple(dict.fromkeys(kernels))
-
-    def backends(self, call: GemmCall, device: torch.device) -> dict[str, str | None]:
-        select = _gemm().select
-        reasons: dict[str, str | None] = select.reasons(self.problem(call), select.target_of(device))
-        return reasons
-
-    def _backend_names(self, call: GemmCall) -> tuple[str, ...]:
-        return tuple(_gemm().select.candidates(self.problem(call)))
-
-    def _choose(self, problem: "GemmProblem", m: int, target: "Target", backend: str) -> "Choice":
-        try:
-            choice: Choice = _gemm().select.choose(problem, m, target, backend)
-            return choice
-        except ValueError as error:
-            raise ValueError(f"cute::{self.op}: {error}") from None
+    def ready_launcher(self, *how: Any, **named: Any) -> "GemmLauncher":
+        return GemmLauncher(self, *how, **named)
 
     def properties(self, call: GemmCall) -> dict[str, Any]:
         problem = self.problem(call)
@@ -354,7 +388,8 @@ class Gemm(CallPath[GemmCall]):
         if self.a == "16-bit":
             shown["dtype"] = call.a.dtype
         if self.over != "k":
-            shown |= {"alpha": problem.epilogue.alpha, "bias_dtype": problem.epilogue.bias_dtype}
+            shown["alpha"] = problem.epilogue.alpha
+        shown["bias_dtype"] = problem.epilogue.bias_dtype
         shown["out_dtype"] = call.result_dtype
         if self.b == "fp4":
             shown |= {name: getattr(call, name) for name in ("block_size", "scale_format", "scale_layout")}
@@ -367,7 +402,7 @@ class Gemm(CallPath[GemmCall]):
             return self.over == "rows"
         if name == "dtype":
             return self.a == "16-bit"
-        if name in ("alpha", "bias_dtype"):
+        if name == "alpha":
             return self.over != "k"
         if name in ("block_size", "scale_format", "scale_layout"):
             return self.b == "fp4"
@@ -456,7 +491,7 @@ class Gemm(CallPath[GemmCall]):
                 raise ValueError(f"cute::{self.op}: alpha is {alpha!r}; expected one of {expected}")
             given["alpha"] = torch.ones(shapes[alpha], dtype=torch.float32, device=target)
         if bias_dtype is not None:
-            given["bias"] = zeros(*weights, dtype=bias_dtype)
+            given["bias"] = zeros(*((count, n) if self.over == "k" else weights), dtype=bias_dtype)
         names = {self.renames.get(name, name): name for name in self.signature.names}
         return (), {names[name]: value for name, value in given.items() if name in names}
 
@@ -548,11 +583,11 @@ class GemmLauncher(Launcher[GemmCall]):
             assert a_scale is not None
             a, a_scale = aligned(a), _side_by_side(a_scale)
         elif self.fmt is not None and a_scale is not None:
-            a, a_scale = aligned(_seen_as(a, torch.uint8)), aligned(_seen_as(a_scale, self.fmt.scale_dtype))
+            a, a_scale = aligned(seen_as(a, torch.uint8)), aligned(seen_as(a_scale, self.fmt.scale_dtype))
         else:
             a = aligned(a)
         if self.fmt is not None:
-            b, b_scale = _seen_as(b, torch.uint8), aligned(_seen_as(b_scale, self.fmt.scale_dtype))
+            b, b_scale = seen_as(b, torch.uint8), aligned(seen_as(b_scale, self.fmt.scale_dtype))
         else:
             b_scale = b_scale.contiguous()
         b = aligned(b) if self.is_grouped else aligned(b if self.takes_rows else b.t()).t()
@@ -560,6 +595,21 @@ class GemmLauncher(Launcher[GemmCall]):
             alpha = aligned(alpha.reshape(1) if alpha.numel() == 1 else alpha)
         bias, offsets, counts = (None if tensor is None else aligned(tensor) for tensor in (bias, offsets, counts))
         self.compute(a, b, a_scale, b_scale, alpha, bias, offsets, counts, out)
+
+
+def check_bias(
+    op: str,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    device: torch.device,
+    of: str = "a column of the result",
+) -> None:
+    """``bias`` is absent, or has this shape, on ``device``, in float32 or ``dtype``."""
+    if bias is not None:
+        _checks.check_dtype(op, "bias", bias, tuple(dict.fromkeys((torch.float32, dtype))))
+        _checks.check_shape(op, "bias", bias, shape, f"one element {of}")
+        _checks.check_device(op, "bias", bias, "a", device)
 
 
 def _alpha_kind(alpha: Tensor, is_grouped: bool) -> Any:
@@ -577,13 +627,13 @@ def _side_by_side(scale: Tensor) -> Tensor:
     return scale if lies and scale.stride(0) >= 0 else scale.contiguous()
 
 
-def _seen_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def seen_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor itself, or its bytes as ``dtype``."""
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
 @cache
-def _gemm() -> ModuleType:
+def gemm_package() -> ModuleType:
     """The package of backends, which a process without a GEMM does not import; it imports kernels' configurations."""
     import torch_cute_ops.gemm as gemm
     import torch_cute_ops.gemm.cost

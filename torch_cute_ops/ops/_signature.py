@@ -25,7 +25,9 @@ FP8Granularity = Literal["tensor", "token", "block128"]
 FP8ScaleLayout = Literal["row", "column"]
 Scoring = Literal["softmax", "sigmoid"]
 AlphaKind = Literal["one", "column", "expert", "expert_column"]
-"""What ``alpha`` is given for, as a static property: ``kernels.common.epilogue.AlphaKind``."""
+GatedAlphaKind = Literal["expert", "expert_half"]
+"""What ``alpha`` is given for, as a static property, of plain and grouped GEMMs and of those with a gate: together
+``kernels.common.epilogue.AlphaKind``."""
 
 _SCHEMA_TYPES: Final[dict[Any, str]] = {
     Tensor: "Tensor",

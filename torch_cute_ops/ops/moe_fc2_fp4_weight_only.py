@@ -15,6 +15,7 @@ def moe_fc2_fp4_weight_only(
     w: Tensor,
     w_scale: Tensor,
     alpha: Tensor,
+    bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     block_size: int = 16,
     scale_format: ScaleFormat | None = None,
@@ -24,14 +25,14 @@ def moe_fc2_fp4_weight_only(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``out[m, n] = Σ_e alpha[m, e] · (Σ_k a[m, k] · w[n, k])``, k over expert e, of 16-bit activations and an FP4
-    weight: the second GEMM of an expert layer, with the weighted sum over a token's experts.
+    """``out[m, n] = Σ_e alpha[m, e] · (Σ_k a[m, k] · w[n, k] + bias[e, n])``, k over expert e, of 16-bit activations
+    and an FP4 weight: the second GEMM of an expert layer, with the weighted sum over a token's experts.
 
     A row of ``a`` holds a token's activations for every expert, one expert after the other, and a row of ``w`` the
     experts' weights in the same order: ``E·I`` elements for ``E`` experts of ``I``, which both follow from the shapes.
-    An expert's sum is accumulated in fp32, multiplied by ``alpha`` and added to an fp32 accumulator; the total is
-    rounded once. The weight is decoded exactly and without its global scale. Float16 activations beside an MXFP4
-    weight, whose scales exceed float16's range, are rounded to bfloat16 first.
+    An expert's sum is accumulated in fp32, its bias added, multiplied by ``alpha`` and added to an fp32 accumulator;
+    the total is rounded once. The weight is decoded exactly and without its global scale. Float16 activations beside
+    an MXFP4 weight, whose scales exceed float16's range, are rounded to bfloat16 first.
 
     Args:
         a: (M, E·I), bfloat16 or float16. ``I`` is a multiple of 64.
@@ -42,6 +43,8 @@ def moe_fc2_fp4_weight_only(
         alpha: (M, E) float32 on the device, with any strides: an expert's weight for a token, times
             ``1 / (global scale of w)``, as :func:`moe_route_dense` writes it. Where it is 0 or -0 nothing is computed,
             whatever ``a``, ``w`` and its scales hold there: NaN, or uninitialised memory.
+        bias: (E, N), float32 or in the result's dtype: what each expert adds. It is multiplied by ``alpha`` too, so
+            callers divide it by what ``alpha`` holds of global scales. Where ``alpha`` is 0 it adds nothing.
         out_dtype: bfloat16, float16 or float32; ``None`` means the dtype of ``a``.
         block_size, scale_format: as for :func:`mm_fp4`.
         scale_layout: ``"linear"`` or ``"128x4"``; as for :func:`mm_fp4_weight_only`, another of the same shape is not

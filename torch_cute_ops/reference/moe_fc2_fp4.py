@@ -16,16 +16,16 @@ def moe_fc2_fp4(
     a_scale: torch.Tensor | None,
     w_scale: torch.Tensor,
     alpha: torch.Tensor,
+    bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     *rest: Any,
     **named: Any,
 ) -> torch.Tensor:
-    """The experts' GEMMs, weighted with ``alpha`` and added up, (M, N) in ``out_dtype``; see the op's docstring.
-
-    16-bit activations have no scales.
+    """The experts' GEMMs, plus ``bias``, weighted with ``alpha`` and added up, (M, N) in ``out_dtype``; see the op's
+    docstring. 16-bit activations have no scales.
     """
     dtype = out_dtype or default_dtype(a, a_scale)
-    return expert_gemm(a, a_scale, w, w_scale, alpha, dtype, *formats_of(*rest, **named))
+    return expert_gemm(a, a_scale, w, w_scale, alpha, bias, dtype, *formats_of(*rest, **named))
 
 
 def expert_gemm(
@@ -34,15 +34,18 @@ def expert_gemm(
     w: torch.Tensor,
     w_scale: torch.Tensor,
     alpha: torch.Tensor,
+    bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     fmt: FP4Format,
     a_layout: ScaleLayout | None,
     w_layout: ScaleLayout | None,
 ) -> torch.Tensor:
-    """``Σ_e alpha[:, e] · a_e @ w_e.T`` of codes (rows, E·I/2), or of numbers ``a`` (M, E·I) that have no scales.
+    """``Σ_e alpha[:, e] · (a_e @ w_e.T + bias[e])`` of codes (rows, E·I/2), or of numbers ``a`` (M, E·I) that have no
+    scales.
 
-    An expert's sum is taken in float64 and rounded to float32. In float32 it is then multiplied by ``alpha``, where
-    that is not zero, and added to those of the experts before it; the total is rounded to ``out_dtype``.
+    An expert's sum is taken in float64 and rounded to float32. In float32 its bias is then added, it is multiplied by
+    ``alpha``, where that is not zero, and added to those of the experts before it; the total is rounded to
+    ``out_dtype``.
     """
     assert w_layout is not None
     (m, experts), n, blocks = alpha.shape, len(w), 2 * w.shape[1] // fmt.block_size
@@ -50,18 +53,21 @@ def expert_gemm(
     left = activations(a, a_scale, fmt, a_layout)
     total = torch.zeros(m, n, dtype=torch.float32, device=a.device)
     ranges = (part.chunk(experts, dim=1) for part in (left, w, w_scale, alpha))
-    for numbers, codes, scales, factor in zip(*ranges, strict=True):
+    biases = [None] * experts if bias is None else list(bias.float())
+    for numbers, codes, scales, factor, added in zip(*ranges, biases, strict=True):
         counts = factor != 0
-        rows = _rows_of(counts)
+        rows = rows_of(counts)
         if isinstance(rows, torch.Tensor) and not len(rows):
             continue
         weight = decode_rows(codes, scales, fmt, SCALE_LAYOUTS["linear"]).double()
         sums = row_sums(numbers[rows], weight).float()
+        if added is not None:
+            sums = sums + added
         # Not a product with zero, which of NaN is NaN.
         total[rows] += torch.where(counts[rows], factor[rows] * sums, 0.0)
     return total.to(out_dtype)
 
 
-def _rows_of(counts: torch.Tensor) -> torch.Tensor | slice:
+def rows_of(counts: torch.Tensor) -> torch.Tensor | slice:
     """The rows to compute, of a mask (M, 1); on a GPU, which would have to be waited for, all."""
     return slice(None) if counts.is_cuda else counts[:, 0].nonzero()[:, 0]

@@ -31,10 +31,15 @@ class FP4KernelBackend(FP4Backend):
 
     has_wgmma: ClassVar[bool] = True
     """Whether that kernel needs warpgroup MMA."""
+    adds_expert_bias: ClassVar[bool] = False
+    """Whether it adds a bias to each expert's sum, where experts divide K."""
 
     def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
         reason = reason_no_wgmma(target) if self.has_wgmma else reason_no_kernel(target)
-        return reason or reason_misaligned(problem) or self.reason_unfit(problem)
+        reason = reason or reason_misaligned(problem)
+        if reason is None and problem.grouping.over == "k" and problem.epilogue.bias_dtype is not None:
+            reason = None if self.adds_expert_bias else "its kernel adds no bias to the sums of experts"
+        return reason or self.reason_unfit(problem)
 
     def reason_unfit(self, problem: GemmProblem) -> str | None:
         """Why the kernel cannot compute a problem whose operands are aligned; ``None`` if it can."""

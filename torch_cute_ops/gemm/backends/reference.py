@@ -3,12 +3,14 @@
 import torch
 
 from torch_cute_ops.formats import FP4Format
+from torch_cute_ops.formats.experts import merged
 from torch_cute_ops.gemm.backend import Backend, Launch, Target
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm
 from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns
 from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight
+from torch_cute_ops.reference.moe_fc1_fp4 import gated_experts, quantize_experts, written_parts
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
@@ -39,6 +41,8 @@ class Reference(Backend):
         return ()
 
     def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
+        if problem.gate is not None:
+            return _gated(problem)
         fmt, dtype, over = problem.b.format, problem.out_dtype, problem.grouping.over
         layouts = problem.a.scale_layout, problem.b.scale_layout
 
@@ -68,9 +72,46 @@ class Reference(Backend):
                 assert isinstance(fmt, FP4Format)
                 if over == "k":
                     assert alpha is not None
-                    result = expert_gemm(a, a_scale, b.t(), b_scale, alpha, dtype, fmt, *layouts)
+                    result = expert_gemm(a, a_scale, b.t(), b_scale, alpha, bias, dtype, fmt, *layouts)
                 else:
                     result = fp4_gemm(a, a_scale, b.t(), b_scale, alpha, bias, dtype, fmt, *layouts)
             out.copy_(result)
 
         return multiply
+
+
+def _gated(problem: GemmProblem) -> Launch:
+    fmt, layout, experts = problem.b.format, problem.b.scale_layout, problem.experts
+    assert isinstance(fmt, FP4Format) and layout is not None
+
+    def compute(
+        a: Tensor,
+        b: Tensor,
+        a_scale: Tensor | None,
+        b_scale: Tensor,
+        alpha: Tensor | None,
+        bias: Tensor | None,
+        routing: Tensor,
+        global_scale: Tensor | None,
+        swiglu_alpha: float | None,
+        swiglu_beta: float | None,
+        swiglu_limit: float | None,
+        y: Tensor,
+        scale: Tensor | None,
+    ) -> None:
+        gate: tuple[float, float, float | None] = (1.0, 0.0, None)
+        if swiglu_alpha is not None and swiglu_beta is not None:
+            gate = (swiglu_alpha, swiglu_beta, swiglu_limit)
+        formats = fmt, problem.a.scale_layout, layout
+        value = gated_experts(a, a_scale, b, b_scale, routing, alpha, bias, gate, *formats)
+        if problem.quantised is None or scale is None:
+            routed = (routing != 0).repeat_interleave(problem.expert_n, 1)
+            y.copy_(torch.where(routed, value.to(y.dtype), y))
+            return
+        assert problem.quantised.scale_layout is not None
+        new = quantize_experts(value, experts, global_scale, fmt, problem.quantised.scale_layout)
+        masks = written_parts((y, scale), routing, fmt, problem.quantised.scale_layout)
+        for output, values, mask in zip((y, scale), new, masks, strict=True):
+            output.copy_(merged(values, output, mask))
+
+    return compute

@@ -1,12 +1,9 @@
 """FP4 GEMMs with experts over K that compute only routed pairs of token and expert: ``kernels/fp4_experts``."""
 
-import functools
-import math
-
 import torch
 
 from torch_cute_ops.gemm.backend import Launch, Target
-from torch_cute_ops.gemm.backends._fp4 import FP4KernelBackend
+from torch_cute_ops.gemm.backends._routed import FIXED_SECONDS, RoutedBackend, mean_units, unit_clocks
 from torch_cute_ops.gemm.cost import bytes_per_second, overlapped, smallest_tile, weight_seconds
 from torch_cute_ops.gemm.decode import fp4_format, fp4_operands, reason_not_linear
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
@@ -17,31 +14,24 @@ from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
-DECODE_CLOCKS = 0.0275
-TOKEN_CLOCKS = 0.0006
-"""SM clocks to decode a weight, and for each token of a unit beyond eight (measured on an H200)."""
 HALVED = 1.2
 """Slowdown of chunks half as wide (measured on an H200)."""
 PARTED = 1.3
 """Slowdown where warps split the K of a unit (measured on an H200)."""
-FIXED_SECONDS = 6e-6
-"""Time of both kernels of a call with next to no work (measured on an H200)."""
 SHARED_SECONDS = 3e-6
 SHARED_PASSES = 4
 """Time to exchange partial sums through the workspace: fixed, and passes over them (measured on an H200)."""
 
 
-class Routed(FP4KernelBackend):
+class Routed(RoutedBackend):
     """A tactic is (tokens of a unit, tokens of a tile, classes of experts by which work is divided)."""
 
-    name = "routed"
     groupings = ("k",)
+    adds_expert_bias = True
 
     def reason_unfit(self, problem: GemmProblem) -> str | None:
-        if problem.experts > fp4_experts.MAX_EXPERTS:
-            return f"there are {problem.experts} experts; routed takes at most {fp4_experts.MAX_EXPERTS}"
         width = problem.expert_k
-        reason = reason_not_linear(problem, width, "an expert's width")
+        reason = super().reason_unfit(problem) or reason_not_linear(problem, width, "an expert's width")
         if reason is not None:
             return reason
         # Scales lie in tiles of four blocks.
@@ -74,13 +64,13 @@ class Routed(FP4KernelBackend):
         tiles = -(-m // tokens)
         tile_tokens = min(m, tokens)
         touched = problem.experts * (1 - (1 - share) ** tile_tokens)
-        units = problem.experts * _mean_units(tile_tokens, share, group)
+        units = problem.experts * mean_units(tile_tokens, share, group)
         # The largest share of a slice's classes that a worker has
         slices, workers = -(-problem.n // rows), config.workers(problem.n, target.sms)
         most = -(-slices * classes // workers) / classes
         waves = -(-workers * tiles // target.sms)
         weights = rows * width
-        computed = weight_seconds(int(weights * units), DECODE_CLOCKS + TOKEN_CLOCKS * (group - 8))
+        computed = weight_seconds(int(weights * units), unit_clocks(group))
         computed *= (HALVED if config.chunk < CHUNK else 1.0) * (PARTED if config.parts > 1 else 1.0)
         read = tiles * slices * touched * rows * problem.b.row_bytes(width) / bytes_per_second(target)
         seconds = FIXED_SECONDS + overlapped(waves * most * computed, read, order=8)
@@ -100,25 +90,11 @@ class Routed(FP4KernelBackend):
             b,
             b_scale,
             alpha,
+            bias,
             out,
             allocator(device)((config.workspace_bytes(a.shape[0], experts, workers),), (1,), torch.uint8),
             workers,
         )
-
-    def checks_operands(self, problem: GemmProblem) -> bool:
-        return True
-
-
-@functools.cache
-def _mean_units(tokens: int, share: float, group: int) -> float:
-    """The mean number of units of ``group`` tokens of an expert, if each of ``tokens`` is routed to it with probability
-    ``share``: the mean of ceil(X / group) for binomial X."""
-    if share >= 1:
-        return float(-(-tokens // group))
-    odds = math.log(share) - math.log1p(-share)
-    ways = [math.lgamma(tokens + 1) - math.lgamma(k + 1) - math.lgamma(tokens - k + 1) for k in range(tokens + 1)]
-    chances = [math.exp(way + k * odds + tokens * math.log1p(-share)) for k, way in enumerate(ways)]
-    return sum(chance * -(-k // group) for k, chance in enumerate(chances))
 
 
 def _classes(problem: GemmProblem, target: Target) -> tuple[int, ...]:
@@ -133,6 +109,7 @@ def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_experts.Con
     return fp4_experts.plan(
         operands=fp4_operands(problem),
         out_dtype=problem.out_dtype,
+        bias_dtype=problem.epilogue.bias_dtype,
         width=problem.expert_k,
         group=group,
         tokens=tokens,

@@ -115,6 +115,28 @@ class Activations:
                 to = cute.recast_ptr(start + cute.assume(place * 16, divby=16), dtype=Uint32)
                 store_words([quarter[2 * half + h] for quarter in words], cute.make_tensor(to, cute.make_layout(QUAD)))
 
+    def store_row(self, quarters: list, piece, base: cute.Pointer) -> None:
+        """The same, to a chunk of one token, contiguous from ``base`` on: as in the first row of a tile, or that of an
+        even token, one line after the other. ``copy_row`` puts it in its place."""
+        words = [self._converted(quarter) for quarter in quarters]
+        if not self.config.by_warp:
+            words = [[quarter[i] for quarter in words] for i in range(QUAD)]
+        for i, line in enumerate(words):
+            at = base + cute.assume(piece * STEPS_BYTES + i * 16, divby=16)
+            to = cute.recast_ptr(at, dtype=Uint32)
+            store_words(line, cute.make_tensor(to, cute.make_layout(QUAD)))
+
+    def copy_row(self, base: cute.Pointer, row: cute.Pointer, token, lane) -> None:
+        """A warp starts the copies (``cp.async``) of what ``store_row`` has stored at ``row`` to the place of ``token``
+        in a chunk of 256 elements at ``base`` in shared memory, where groups of eight tokens follow each other."""
+        if self.config.by_warp:
+            place = token * self.config.token_bytes + ((lane // QUAD) ^ (token % 2)) * STEPS_BYTES + lane % QUAD * 16
+        else:
+            pieces, line = TILE_LINE // 16, token % TILE_TOKENS
+            place = token // TILE_TOKENS * (TILE_TOKENS * self.config.token_bytes) + lane // pieces * TILE_BYTES
+            place = place + line * TILE_LINE + ((lane % pieces) ^ line) * 16
+        ptx.copy_async_16(base + cute.assume(place, divby=16), row + cute.assume(lane * 16, divby=16), True)
+
     def _converted(self, words: list) -> list:
         """Eight elements in the dtype of the MMAs, as ``decode`` pairs them."""
         c = self.config

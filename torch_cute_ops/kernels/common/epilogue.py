@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-AlphaKind = Literal["one", "column", "expert", "expert_column"]
+AlphaKind = Literal["one", "column", "expert", "expert_column", "expert_half"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Epilogue:
     Attributes:
         out_dtype: dtype of the result.
         alpha: fp32 factors: ``"one"`` (1,); ``"column"`` (N,), one for each column of the result; in grouped GEMMs
-            ``"expert"`` (E,) and ``"expert_column"`` (E, N). ``None``: there are none.
+            ``"expert"`` (E,) and ``"expert_column"`` (E, N); of experts' gate and up ``"expert_half"`` (E, 2), which
+            only kernels with a gate take. ``None``: there are none.
         bias_dtype: dtype of the bias, (N,), or (E, N) in grouped GEMMs: float32, or the dtype of the result. ``None``:
             there is none.
     """
@@ -36,6 +37,8 @@ class Epilogue:
         """Why a GEMM, or a grouped one, has no such epilogue; ``None`` if it has."""
         if self.bias_dtype not in (None, torch.float32, self.out_dtype):
             return f"bias has dtype {self.bias_dtype}; it has to be float32 or that of the result, {self.out_dtype}"
+        if self.alpha == "expert_half":
+            return "alpha is 'expert_half', but there is no gate"
         if self.is_by_expert and not is_grouped:
             return f"alpha is {self.alpha!r}, but the GEMM is not grouped"
         if self.alpha == "column" and is_grouped:

@@ -69,7 +69,7 @@ class EpilogueOps:
         if self.epilogue.alpha not in ("column", "expert_column"):
             alpha = None
         exists = column < n - after
-        return ColumnTerms(*(_load(vector, expert, column, after, count, exists) for vector in (alpha, bias)))
+        return ColumnTerms(*(load_terms(vector, expert, column, after, count, exists) for vector in (alpha, bias)))
 
     def finisher(self, factor: Float32 | None, terms: ColumnTerms, scale: float = 1.0) -> Finish:
         """The function that finishes sums in the columns of ``terms``: ``scale``, a power of two, first, then alpha and
@@ -93,7 +93,7 @@ class EpilogueOps:
         )
 
 
-def _load(vector: cute.Tensor | None, expert, column, after: int, count: int, exists) -> list | None:
+def load_terms(vector: cute.Tensor | None, expert, column, after: int, count: int, exists) -> list | None:
     """Neighbouring elements of a vector over the columns, or of an expert's, as fp32; zeros, unless they exist.
 
     Large tiles of FP8 GEMMs are stored while MMAs run. ptxas does not overlap these with branches, so loads are

@@ -23,6 +23,7 @@ with the definition over all bf16 and fp16 values and the fp32 neighbours of eac
 import cutlass
 from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 
+from torch_cute_ops.formats import NVFP4, FP4Format
 from torch_cute_ops.kernels.common import ptx
 
 # 0.35 ulp relative to the significand's 2^-23: below half an ulp at significand 1.25, above it at 1.5.
@@ -100,3 +101,25 @@ def mxfp4_scale(amax: Float32) -> tuple[Uint32, Float32]:
 def is_live_mxfp4(amax: Float32) -> Boolean:
     """Whether a block with this amax holds numbers only, and not only zeros."""
     return (ptx.bits_of(amax) - Uint32(1)) < Uint32(_INFINITY - 1)
+
+
+def fp4_block(
+    values, amax: Float32, global_scale: Float32 | None, fmt: FP4Format, has_e2m1_cvt: bool, after=None
+) -> tuple[list, Uint32]:
+    """The words of codes and the scale byte of a block.
+
+    ``after`` is a factor of the values that they, and ``amax``, do not have yet; ``None``: there is none.
+    """
+    if after is not None:
+        amax = ptx.mul_rn(amax, after)
+    if fmt == NVFP4:
+        byte, factor = nvfp4_scale(amax, global_scale)
+        live = is_live_nvfp4(byte)
+    else:
+        byte, factor = mxfp4_scale(amax)
+        live = is_live_mxfp4(amax)
+    if after is not None:
+        factor = ptx.mul_rn(factor, after)
+    scaled = [ptx.mul_rn(values[i], factor) for i in range(fmt.block_size)]
+    words = [encode_e2m1x8(scaled[i : i + 8], has_e2m1_cvt) for i in range(0, fmt.block_size, 8)]
+    return [ptx.select(live, word, Uint32(0)) for word in words], byte

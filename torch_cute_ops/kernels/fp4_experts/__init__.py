@@ -18,9 +18,10 @@ activations of the unit's tokens, and where their sums are, with their factors. 
 memory, as in a tile of 512 tokens, a chunk is 128 elements (a fifth slower where both fit); or there are two slots, and
 two warps, or warpgroups, share the k of the same rows (for linear scales, whose boxes have 16 bytes of a row).
 
-A warp keeps a unit's sums in registers. At its end it multiplies them by the factors, in fp32, and adds them to the
-sums of the tokens in shared memory, (tokens, 64). Warps that have the same rows do that in the order of the units, each
-after the one before: sums are added up in the order of the experts, whatever else is computed.
+A warp keeps a unit's sums in registers. At its end it adds the expert's bias, if there is one, multiplies by the
+factors, in fp32, and adds the products to the sums of the tokens in shared memory, (tokens, 64). Warps that have the
+same rows do that in the order of the units, each after the one before: sums are added up in the order of the experts,
+whatever else is computed.
 
 Workers. With one class of experts a worker has a slice. With ``classes`` of them, where an expert's class is its number
 modulo ``classes``, the pairs of a slice and a class are divided among as many workers as there are SMs, in equal
@@ -43,7 +44,6 @@ from torch_cute_ops.kernels._lazy import on_demand
 from torch_cute_ops.kernels.fp4_experts.config import (
     CLASSES,
     GROUPS,
-    MAX_EXPERTS,
     ROWS,
     TILES,
     Arguments,
@@ -58,7 +58,6 @@ __all__ = [
     "CLASSES",
     "GROUPS",
     "KERNEL",
-    "MAX_EXPERTS",
     "ROWS",
     "TILES",
     "Arguments",

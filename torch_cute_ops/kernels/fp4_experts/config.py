@@ -5,9 +5,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.kernels.common.activation_layout import CHUNK, ActivationLayout
 from torch_cute_ops.kernels.common.fp4_operands import FP4Operands
+from torch_cute_ops.kernels.common.token_list_layout import PAIR_BYTES, TokenListLayout
+from torch_cute_ops.kernels.common.unit_lists import LIST_BYTES, SCANNED
 from torch_cute_ops.kernels.common.warpgroup import BY_WARP, GROUP_ROWS
 from torch_cute_ops.kernels.common.weight_chunks import WeightChunks
 from torch_cute_ops.runtime.arch import Arch
@@ -27,13 +28,7 @@ WAYS: Final = ((CHUNK, 4, 1), (CHUNK // 2, 4, 1), (CHUNK, 2, 2))
 ``plan`` takes the first that fits."""
 CLASSES: Final = 8
 """Classes of experts, by their number modulo this, by which work is divided."""
-SCANNED: Final = 32
-"""Most tokens of a tile for which every CTA scans the factors itself."""
 BARRIER_BYTES: Final = 512
-LIST_BYTES: Final = 12 * (MAX_EXPERTS + 8)
-"""The touched experts, where their units begin, how many tokens each has; and the number of units."""
-PAIR_BYTES: Final = 8
-"""The offset of a token's sums, and its factor."""
 
 
 class Arguments(NamedTuple):
@@ -43,6 +38,7 @@ class Arguments(NamedTuple):
     Attributes:
         a, a_scale, b, b_scale: as ``FP4Operands`` describes them.
         alpha: (M, E) float32, any strides; a pair whose factor is zero is not computed.
+        bias: (E, N) float32 or the result's dtype, added to an expert's sum before the factor; or ``None``.
         out: (M, N), written.
         workspace: ``Config.workspace_bytes``, uint8, written.
         workers: CTAs for each tile of tokens, ``Config.workers``.
@@ -53,6 +49,7 @@ class Arguments(NamedTuple):
     b: Any
     b_scale: Any
     alpha: Any
+    bias: Any
     out: Any
     workspace: Any
     workers: Any
@@ -75,6 +72,7 @@ class Config:
         classes: number of classes of experts. A CTA has some classes of one slice of rows, or of two slices. 1: each
             CTA has a slice.
         pdl: whether launches are programmatic dependent launches.
+        bias_dtype: dtype of the experts' biases; ``None``: there are none.
     """
 
     operands: FP4Operands
@@ -88,6 +86,7 @@ class Config:
     stages: int
     classes: int
     pdl: bool
+    bias_dtype: torch.dtype | None = None
 
     @property
     def threads(self) -> int:
@@ -115,14 +114,9 @@ class Config:
         return -(-self.width // self.chunk)
 
     @property
-    def list_threads(self) -> int:
-        """Threads of a CTA that lists tokens: one for each token."""
-        return -(-max(self.capacity, 128) // 32) * 32
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that a list has room for, in whole units."""
-        return -(-self.tokens // self.group) * self.group
+    def lists(self) -> TokenListLayout:
+        """The lists of tokens."""
+        return TokenListLayout(self.tokens, self.group, self.expert_chunks, self.arranged.token_bytes)
 
     @property
     def scans(self) -> bool:
@@ -166,12 +160,10 @@ class Config:
         return slices if self.classes == 1 or slices > sms else min(sms, slices * self.classes)
 
     def workspace_bytes(self, m: int, experts: int, workers: int) -> int:
-        """Bytes of workspace: for each tile and expert the rearranged activations of its tokens, their pairs, and their
-        number; and, if CTAs share slices, for each tile and worker its partial sums, and a flag.
-        Each of these parts is contiguous over all tiles."""
-        entry = self.expert_chunks * self.arranged.token_bytes + PAIR_BYTES
+        """Bytes of workspace: for each tile and expert the list of its tokens; and, if CTAs share slices, for each tile
+        and worker its partial sums, and a flag. Each of these parts is contiguous over all tiles."""
         left = workers * (self.sum_bytes + 4) if self.classes > 1 else 0
-        return -(-m // self.tokens) * (experts * (self.capacity * entry + 4) + left)
+        return -(-m // self.tokens) * (experts * self.lists.size_bytes + left)
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
@@ -188,13 +180,14 @@ def plan(
     classes: int,
     arch: Arch,
     pdl: bool,
+    bias_dtype: torch.dtype | None = None,
 ) -> Config | None:
     """The configuration with the first of ``WAYS``, and then the most stages, that fits into an SM of ``arch``;
     ``None`` if none does with two stages a slot."""
     for chunk, slots, parts in WAYS:
         for stages in range(4 * slots, slots, -slots):
             sizes = (width, chunk, group, tokens, slots, parts, stages, classes)
-            config = Config(operands, out_dtype, *sizes, pdl)
+            config = Config(operands, out_dtype, *sizes, pdl, bias_dtype)
             if config.reason_unsupported(arch) is None:
                 return config
     return None

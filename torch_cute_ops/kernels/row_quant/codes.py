@@ -6,9 +6,8 @@ without a norm.
 
 from cutlass import Float32, Uint32
 
-from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.kernels.common import ptx
-from torch_cute_ops.kernels.common.fp4 import encode_e2m1x8, is_live_mxfp4, is_live_nvfp4, mxfp4_scale, nvfp4_scale
+from torch_cute_ops.kernels.common.fp4 import fp4_block
 from torch_cute_ops.kernels.common.fp8 import Divisor, divide_e4m3, dynamic_scale, scale_divisor
 from torch_cute_ops.kernels.common.fp8_units import SCALE_THREADS
 from torch_cute_ops.kernels.common.shared_blocks import SharedBlocks
@@ -33,19 +32,7 @@ class Encoder:
     def fp4_block(self, products, amax, rstd, g) -> tuple[list, Uint32]:
         """The words of codes and the scale byte of one block."""
         c = self.config
-        fmt = c.problem.fmt
-        largest = self._scaled(amax[0], rstd)
-        if fmt == NVFP4:
-            byte, encode_factor = nvfp4_scale(largest, g)
-            live = is_live_nvfp4(byte)
-        else:
-            byte, encode_factor = mxfp4_scale(largest)
-            live = is_live_mxfp4(largest)
-        if rstd is not None:
-            encode_factor = ptx.mul_rn(encode_factor, rstd)
-        scaled = [ptx.mul_rn(products[i], encode_factor) for i in range(fmt.block_size)]
-        words = [encode_e2m1x8(scaled[i : i + 8], c.has_e2m1_cvt) for i in range(0, fmt.block_size, 8)]
-        return [ptx.select(live, word, Uint32(0)) for word in words], byte
+        return fp4_block(products, amax[0], g, c.problem.fmt, c.has_e2m1_cvt, rstd)
 
     def fp8(self, blocks, rstd, amax, g) -> list:
         """The words of codes of each block, and the fp32 scale: the given ``g``, or the row's."""

@@ -9,6 +9,7 @@ import torch
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.scale_layout import from_linear, to_linear, weight_layout
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
+from torch_cute_ops.testing.samples._epilogue import epilogue_errors
 from torch_cute_ops.testing.samples._fp4 import FORMATS
 from torch_cute_ops.testing.samples._fp4_gemm import POWERS, GemmSamples
 from torch_cute_ops.testing.samples._rows import DTYPES, short
@@ -101,10 +102,28 @@ class ExpertGemmSamples(GemmSamples):
         )
 
     def _epilogues(self, device: torch.device) -> Iterator[Sample]:
-        return iter(())
+        (m, n, k), experts = self.sizes, self.sizes[2] // 64
+        bias = torch.randn(experts, n, device=device) * 8
+        special = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf, 3e38], device=device)
+        forms: dict[str, dict[str, Any]] = {
+            "float32": {"bias": bias},
+            "bfloat16": {"bias": bias.bfloat16()},
+            "of-result": {"bias": bias.half(), "out_dtype": torch.float16, "dtype": torch.float16},
+            "dense": {"bias": bias, "alpha": dense_alpha(m, experts, device), "out_dtype": torch.float32},
+            "no-experts": {"bias": bias, "alpha": torch.zeros(m, experts, device=device)},
+            "special": {"bias": special.repeat(n)[: experts * n].view(experts, n)},
+            "strided": {"bias": torch.cat((bias, bias), 1)[:, ::2]},
+            "unaligned": {"bias": torch.cat((bias, bias), 1)[:, 1 : n + 1]},
+            "expanded": {"bias": bias[:1].expand(experts, -1)},
+        }
+        for name, given in forms.items():
+            yield self.sample(f"bias-{name}", m, n, k, NVFP4, "128x4", device, **given)
+        yield self.poisoned("bias-poison", m, n, k, NVFP4, "linear", device, bias=bias)
+        yield self.sample("bias-mxfp4", m, n, k, MXFP4, "128x4", device, bias=bias.bfloat16())
 
     def _positional(self, sample: Sample, device: torch.device) -> tuple[torch.Tensor, ...]:
-        return (sample.kwargs["alpha"],)
+        alpha = sample.kwargs["alpha"]
+        return alpha, torch.randn(alpha.shape[1], self.sizes[1], device=device)
 
     def _untransposed_errors(self, device: torch.device) -> Iterator[ErrorInput]:
         return iter(())
@@ -197,6 +216,13 @@ class ExpertGemmSamples(GemmSamples):
         if device.type == "cuda":
             yield bad("cpu", ValueError, "alpha is on cpu", good.cpu())
         yield bad("requires-grad", ValueError, "no gradient", good.clone().requires_grad_())
+        for error in epilogue_errors(n, device, experts):
+            if error.name.startswith("bias"):
+                yield replace(error, kwargs={"alpha": good, **error.kwargs})
+        for bias in ((n,), (experts + 1, n), (1, n), (n, experts)):
+            text = r"bias has shape .*, one element a column of the result"
+            given = {"alpha": good, "bias": torch.ones(bias, device=device)}
+            yield ErrorInput(f"bias-shape-{list(bias)}", (), given, ValueError, text)
 
 
 def with_nan_scales(scale: torch.Tensor, where: torch.Tensor, k: int, fmt: FP4Format, layout: str) -> torch.Tensor:

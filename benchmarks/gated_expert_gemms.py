@@ -1,0 +1,189 @@
+"""What the benchmarks of the first GEMM of an expert layer share: sizes, bytes and operations of what is routed, and
+the check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from . import targets
+from .case import Case, Mark, Row, Tensors, Variant, at_most
+from .compositions import from_128x4, nvfp4_dequantize, nvfp4_quantize, silu_mul, to_128x4
+from .expert_gemms import EXPERTS, ROWS, TOP, routing
+from .fp4_gemms import FP4GemmBenchmark, random_nvfp4
+from .gemms import DTYPE
+
+INTERMEDIATE, HIDDEN = 256, 7168
+"""DeepSeek-V3's experts, with an eighth of each expert's 2,048 columns: 256 on one of eight GPUs."""
+SIZES: dict[str, dict[str, tuple[int, ...]]] = {
+    "marks": {"top-8": ROWS},
+    "quick": {"top-8": ROWS, "Zipf": ROWS},
+    "full": {"top-8": ROWS, "Zipf": ROWS, "dense": ROWS},
+}
+"""M of each routing, for each set of sizes."""
+ALPHA = 2.0**-9
+"""Makes gates a few units large."""
+
+ABOUT = """\
+A token has 8 experts, all equally likely ("top-8") or the r-th likeliest with a probability proportional to 1/r
+("Zipf"), or all experts ("dense"). Bytes and operations are those of the routed pairs: the weight of each expert that
+some token has, each token's activations once, the columns of each pair. Ours chooses its backend ("auto"); the columns
+named after a backend are ours with that one. cuBLAS computes a dense bfloat16 GEMM of all experts without the gate."""
+
+
+class GatedExpertBenchmark(FP4GemmBenchmark):
+    """`swiglu(alpha[e] · a @ w[e].T)` of the routed pairs, in bfloat16: subclasses say what `a` is."""
+
+    peers = ("cublas_bf16",)
+    family = "fp4_gated_experts"
+    about = ABOUT
+    goals: ClassVar[Mapping[str, Mapping[int, float]]] = {}
+    """Most time, µs, by routing and tokens."""
+    settings: ClassVar = {
+        "weight": "NVFP4",
+        "scale layout": "128x4",
+        "experts of a token": str(TOP),
+        "alpha": "for each expert",
+        "result": "bfloat16",
+    }
+
+    def properties(self, case: Case) -> dict[str, Any]:
+        n, experts = case["E"] * case["I"], case["E"]
+        return {"n": n, "k": case["H"], "m": case["M"], "experts": experts, "alpha": "expert"}
+
+    # --- cases ---
+
+    def case(
+        self, m: int, width: int = INTERMEDIATE, hidden: int = HIDDEN, experts: int = EXPERTS, name: str = "top-8"
+    ) -> Case:
+        """A case of this op."""
+        return Case({"M": m, "I": width, "H": hidden, "E": experts}, choices={"routing": name})
+
+    def cases(self, sizes: str) -> list[Case]:
+        return [self.case(m, name=name) for name, rows in SIZES[sizes].items() for m in rows]
+
+    def panel(self, case: Case) -> str:
+        return f"I = {case['I']:,}, H = {case['H']:,}, E = {case['E']}, {case.choices['routing']}"
+
+    # --- formulas: `GemmProblem` does not know the routing, and estimates ---
+
+    def bytes_moved(self, case: Case) -> int:
+        """The weight of the experts that some token has, the activations, both with their scales, and the routing
+        read, and the columns of the routed pairs written, with their scales; bytes."""
+        problem, m, routed = self.problem(case), case["M"], self.routing_of(case)
+        used, pairs = int(routed.any(0).sum()), int(routed.count_nonzero())
+        read = used * 2 * case["I"] * problem.b.row_bytes(problem.k) + m * problem.a.row_bytes(problem.k)
+        return read + routed.nbytes + 4 * case["E"] + pairs * self.column_bytes(case)
+
+    def column_bytes(self, case: Case) -> int:
+        """Of the result of a pair."""
+        return case["I"] * DTYPE.itemsize
+
+    def flops(self, case: Case) -> int:
+        """Multiplications and additions of the routed pairs."""
+        return 2 * int(self.routing_of(case).count_nonzero()) * 2 * case["I"] * case["H"]
+
+    def routing_of(self, case: Case) -> torch.Tensor:
+        """`routing`, on the CPU."""
+        return routing(case.choices["routing"], case["M"], case["E"])
+
+    # --- tensors ---
+
+    def operands(self, case: Case, device: torch.device) -> Tensors:
+        experts, lines, hidden = case["E"], 2 * case["I"], case["H"]
+        codes, scale = random_nvfp4(experts * lines, hidden, device)
+        made = {"w": codes.view(experts, lines, -1), "w_scale": scale, **self.make_a(case["M"], hidden, device)}
+        made["routing"] = self.routing_of(case).to(device, copy=True)
+        made["alpha"] = torch.full((experts,), ALPHA, device=device)
+        return made
+
+    def arguments(self, tensors: Tensors) -> Tensors:
+        names = ("a", "w", "a_scale", "w_scale", "routing", "alpha")
+        return {name: tensors[name] for name in names if name in tensors}
+
+    # --- peers ---
+
+    def _peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
+        weight = nvfp4_dequantize(sets[0]["w"].flatten(0, 1), self.weight_scales(sets[0]), DTYPE).t()
+        a = [self.decoded_a(tensors, DTYPE) for tensors in sets]
+        out = torch.empty(case["M"], weight.shape[1], dtype=DTYPE, device=weight.device)
+        moved = 2 * (a[0].numel() + weight.numel() + out.numel())
+        return Variant(lambda i: torch.mm(a[i], weight, out=out), moved, "all experts, no gate", checked=False)
+
+    def prepare(self, cases: Sequence[Case], device: torch.device) -> None:
+        """Nothing: cuBLAS has nothing to compile."""
+
+    # --- the check ---
+
+    def weight_scales(self, tensors: Tensors) -> torch.Tensor:
+        """Those of the weight's rows, row-major."""
+        experts, lines, held = tensors["w"].shape
+        return from_128x4(tensors["w_scale"], experts * lines, held // 8)
+
+    def gated(self, tensors: Tensors) -> torch.Tensor:
+        """Gated columns (M, E·I) in float32, zeros where they are not routed."""
+        w, a = tensors["w"], self.decoded_a(tensors, torch.float64)
+        scales = self.weight_scales(tensors).view(*w.shape[:2], -1)
+        value = torch.zeros(len(a), len(w), w.shape[1] // 2, dtype=torch.float32, device=w.device)
+        for expert, (codes, own, factor) in enumerate(zip(w, scales, tensors["alpha"].double(), strict=True)):
+            rows = tensors["routing"][:, expert].nonzero()[:, 0]
+            if len(rows):
+                value[rows, expert] = silu_mul((factor * (a[rows] @ nvfp4_dequantize(codes, own).t())).float())
+        return value.flatten(1)
+
+    def expected(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:
+        routed = (tensors["routing"] != 0).repeat_interleave(case["I"], 1)
+        return (torch.where(routed, self.gated(tensors).to(DTYPE), tensors["out"]),)
+
+    # --- marks ---
+
+    def marks(self, rows: Sequence[Row]) -> list[Mark]:
+        usual = (INTERMEDIATE, HIDDEN, EXPERTS)
+        times = {
+            (row["choices"]["routing"], row["sizes"]["M"]): row["variants"]["ours"]["us"]
+            for row in rows
+            if (row["sizes"]["I"], row["sizes"]["H"], row["sizes"]["E"]) == usual
+        }
+        return [
+            *(
+                at_most(f"{name}, M = {m}: time", times.get((name, m)), most, " µs")
+                for name, by_rows in self.goals.items()
+                for m, most in by_rows.items()
+            ),
+            *self.choice_marks(rows),
+        ]
+
+
+class QuantisedGates(GatedExpertBenchmark):
+    """The same with `a` and the result in NVFP4."""
+
+    goals = targets.GATED_EXPERTS_US
+    tolerance = 1e-3
+    settings: ClassVar = {"activations": "NVFP4", **GatedExpertBenchmark.settings, "result": "NVFP4"}
+
+    def make_a(self, m: int, k: int, device: torch.device) -> Tensors:
+        codes, scale = random_nvfp4(m, k, device)
+        return {"a": codes, "a_scale": scale}
+
+    def decoded_a(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        m, held = tensors["a"].shape
+        return nvfp4_dequantize(tensors["a"], from_128x4(tensors["a_scale"], m, held // 8), dtype)
+
+    def column_bytes(self, case: Case) -> int:
+        return case["I"] // 2 + case["I"] // 16
+
+    def expected(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:
+        codes, scale = nvfp4_quantize(self.gated(tensors))
+        routed = tensors["routing"] != 0
+        y = torch.where(routed.repeat_interleave(case["I"] // 2, 1), codes, tensors["y"])
+        # In the tiled layout: a 1 where a scale is not written.
+        skipped = (~routed).repeat_interleave(case["I"] // 16, 1).to(torch.uint8)
+        left = to_128x4(skipped.view(torch.float8_e4m3fn)).view(torch.uint8) != 0
+        new = to_128x4(scale).view(torch.uint8)
+        return y, torch.where(left, tensors["scale"].view(torch.uint8), new).view(torch.float8_e4m3fn)
+
+    def mismatch(self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+        """The largest fraction, over codes and scales, of what differs."""
+        return super(FP4GemmBenchmark, self).mismatch(got, expected)

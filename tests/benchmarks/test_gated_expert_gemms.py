@@ -1,0 +1,90 @@
+"""The benchmarks of the first GEMM of an expert layer without a GPU: bytes, sizes, checks, marks."""
+
+import pytest
+import torch
+from test_fp4_gemms import sets_of
+
+from benchmarks import expert_gemms, gated_expert_gemms, ops, runner, targets
+from benchmarks.buffers import BYTE
+from benchmarks.compositions import from_128x4
+
+OPS = ["moe_fc1_fp4", "moe_fc1_fp4_weight_only"]
+by_op = pytest.mark.parametrize("op", OPS)
+
+
+def test_bytes_by_hand():
+    """Two tokens of four experts of 64, with sums of 128: all have all four."""
+    fp4, weight_only = (ops.load(op) for op in OPS)
+    case = fp4.case(2, 64, 128, 4)
+    rest = 4 * 128 * (64 + 8) + 2 * 4 * 4 + 4 * 4
+    assert fp4.bytes_moved(case) == rest + 2 * (64 + 8) + 2 * 4 * (32 + 4)
+    assert weight_only.bytes_moved(case) == rest + 2 * 256 + 2 * 4 * 128
+    for benchmark in (fp4, weight_only):
+        assert benchmark.flops(case) == 2 * 2 * 4 * 128 * 128
+
+
+@by_op
+def test_the_package_s_estimate_is_near(op):
+    """It knows no routing, and counts the experts that are likely to be drawn."""
+    benchmark = ops.load(op)
+    for case in benchmark.cases("marks"):
+        m = case["M"]
+        assert benchmark.problem(case).bytes_moved(m) == pytest.approx(benchmark.bytes_moved(case), rel=0.05)
+        assert benchmark.problem(case).flops(m) == benchmark.flops(case)
+
+
+@by_op
+def test_sizes(op):
+    benchmark = ops.load(op)
+    cases = {sizes: [str(case) for case in benchmark.cases(sizes)] for sizes in gated_expert_gemms.SIZES}
+    assert set(cases["marks"]) < set(cases["quick"]) < set(cases["full"])
+    assert [len(set(cases[sizes])) for sizes in cases] == [8, 16, 24]
+    assert cases["marks"][0] == "M=1 I=256 H=7168 E=256 top-8"
+    assert benchmark.panel(benchmark.cases("marks")[0]) == "I = 256, H = 7,168, E = 256, top-8"
+
+
+@by_op
+@pytest.mark.parametrize("name", ["top-8", "dense"])
+def test_the_op_agrees_with_float64(op, name):
+    """What is not routed keeps its poison; padding of scales becomes zero."""
+    benchmark = ops.load(op)
+    case = benchmark.case(9, 64, 256, 16, name)
+    (tensors,) = sets_of(benchmark, case, 1)
+    expected = benchmark.expected(case, tensors)
+    routed = expert_gemms.routing(name, 9, 16) != 0
+    assert benchmark.mismatch(benchmark.results(tensors), expected) > 0.3  # poison
+    if len(expected) == 2:
+        kept = (expected[0].unflatten(1, (16, -1)) == BYTE).all(2)
+        assert torch.equal(kept, ~routed)
+        assert not from_128x4(expected[1], 128, 64)[9:].view(torch.uint8).any()
+    assert benchmark.mismatch(benchmark.ours(case, [tensors]).call(0), expected) <= benchmark.tolerance
+    wrong = tuple(each.clone() for each in expected)
+    wrong[0].view(torch.uint8)[4] ^= 0x11
+    assert benchmark.mismatch(wrong, expected) > benchmark.tolerance
+
+
+@by_op
+def test_the_dense_peer(op):
+    benchmark = ops.load(op)
+    case = benchmark.case(3, 64, 128, 4)
+    sets = sets_of(benchmark, case)
+    variants, absent = runner.collect_variants(benchmark, case, sets, with_peers=True)
+    assert list(variants) == ["ours", "cublas_bf16"] and list(absent) == ["routed"]
+    got = variants["cublas_bf16"].call(1).double().view(3, 4, 128)
+    assert not variants["cublas_bf16"].checked and variants["cublas_bf16"].bytes == 2 * (3 * 128 + 512 * 128 + 3 * 512)
+    both = gated_expert_gemms.silu_mul((got * gated_expert_gemms.ALPHA).float().flatten(0, 1))
+    want = benchmark.gated(sets[1] | {"w": sets[0]["w"], "w_scale": sets[0]["w_scale"]})
+    assert (both.view(3, -1) - want).norm() < 0.02 * want.norm()
+
+
+@by_op
+def test_marks(op):
+    variants = {"ours": {"us": 37.0}, "routed": {"us": 37.0}}
+    row = {"sizes": {"M": 8, "I": 256, "H": 7168, "E": 256}, "choices": {"routing": "top-8"}, "variants": variants}
+    marks = {mark.name: mark for mark in ops.load(op).marks([row])}
+    if op == "moe_fc1_fp4":
+        assert len(marks) == len(targets.GATED_EXPERTS_US["top-8"]) + 2
+        mark = marks["top-8, M = 8: time"]
+        assert (mark.goal, mark.value, mark.passed) == ("≤ 38 µs", 37.0, True)
+        assert marks["top-8, M = 16: time"].passed is None
+    assert marks["time of auto over the fastest of our backends: largest"].passed

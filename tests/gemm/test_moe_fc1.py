@@ -1,0 +1,257 @@
+"""The gated GEMMs of experts: exact sums, what is not computed and not written, rows on their own, the whole layer."""
+
+import numpy as np
+import pytest
+import torch
+from expected import _moe_fc1 as expected
+from expected import assert_same
+from hypothesis import given as given_by
+from hypothesis import strategies as st
+from support.cases import arguments, call_out, named, op_cases, poisoned, run
+from test_fp4_gemm import backends_of
+from test_moe_fc2 import ROUTINGS
+
+import torch_cute_ops
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.formats.scale_layout import to_linear
+from torch_cute_ops.testing.samples import moe_fc1_fp4, moe_fc1_fp4_weight_only
+from torch_cute_ops.testing.samples._fp4_gemm import POWERS
+from torch_cute_ops.testing.samples._moe_fc2 import top_alpha
+from torch_cute_ops.testing.samples._silu_mul import GPT_OSS
+
+SAMPLES = {"moe_fc1_fp4": moe_fc1_fp4.SAMPLES, "moe_fc1_fp4_weight_only": moe_fc1_fp4_weight_only.SAMPLES}
+by_op = pytest.mark.parametrize("op", [case for case in op_cases() if case.values[0].name in SAMPLES])
+by_format = pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
+by_half = pytest.mark.parametrize("half", ["gate", "up"])
+CPU = torch.device("cpu")
+
+
+def by_backend(op, given, device):
+    """The results of each backend that can compute a call, by its name."""
+    names = backends_of(op, named(op, given), device)
+    assert "reference" in names
+    return {name: run(op, named(op, given | {"backend": name})) for name in names}
+
+
+def linear_call(op, half, fmt, layout, device, sizes=None, route=top_alpha):
+    """Arguments with which the gate is the identity, and what it gives (M, E, I) in float64: the sums of ``half`` of a
+    column, 32 times those of up. silu(g) is g for g from 32 on: so the other half's weight is zero, and its bias 1 or
+    32. ``sizes`` are M, experts, their width, and K."""
+    m, experts, width, k = sizes or (19, 3, 64, 96 if fmt == MXFP4 else 80)
+    samples, device = SAMPLES[op.name], torch.device(device)
+    bias = torch.randint(-9, 10, (experts, 2 * width), device=device).float()
+    routing = route(m, experts, device)
+    routing[::4, experts // 2] = 0
+    alpha = 2.0 ** torch.randint(-2, 3, (experts, 2), device=device)
+    given = arguments(
+        op,
+        samples.sample(
+            *("", m, experts * width, k, fmt, layout, device),
+            experts=experts,
+            scales=POWERS[fmt.scale_format],
+            bias=bias,
+            alpha=alpha,
+            routing=routing,
+        ),
+    )
+    if not samples.has_a_scale:
+        given["a"].copy_(torch.randint(-8, 9, (m, k)))
+    first, second = slice(0, width), slice(width, None)
+    own, other = (first, second) if half == "gate" else (second, first)
+    given["w"][:, other] = 0
+    bias[:, other] = 1 if half == "gate" else 32
+    if half == "gate":
+        bias[:, own] += 32768
+    a, w = expected.operands(given)
+    factors = alpha[:, 0 if half == "gate" else 1].cpu().double().numpy()
+    sums = np.einsum("mk,enk->men", a, w[:, own]) * factors[:, None] + bias[:, own].cpu().double().numpy()
+    value = torch.from_numpy(sums if half == "gate" else 32 * sums)
+    value = torch.where((routing != 0).cpu()[..., None], value, 0.0)
+    assert value.abs().max() > 100 or not routing.any()
+    assert torch.equal(value.float().double(), value)
+    return given, value
+
+
+def exact_results(given, value):
+    """What an op gives of values (M, E, I) that are exact, on the CPU; zero where it writes nothing."""
+    flat = value.flatten(1).float()
+    if "a_scale" not in given:
+        return (flat.to(torch.bfloat16),)
+    codes, scale = torch_cute_ops.fp4_quantize(flat, None, given["block_size"], scale_layout="linear")
+    if given["scale_layout"] == "linear":
+        return codes, scale
+    blocks = torch_cute_ops.convert_scales(scale, len(flat), flat.shape[1], "linear", given["scale_layout"])
+    return codes, blocks
+
+
+# Values
+
+
+@by_op
+@by_half
+@pytest.mark.parametrize("layout", SCALE_LAYOUTS)
+@by_format
+def test_exact_sums(op, fmt, layout, half, device):
+    """Every column of gate and up, with its own factor and bias, in each format and layout: to the bit."""
+    if layout not in SAMPLES[op.name].layouts:
+        return
+    given, value = linear_call(op, half, fmt, layout, device)
+    for results in by_backend(op, given, device).values():
+        assert_same(results, exact_results(given, value))
+
+
+@by_op
+@given_by(data=st.data())
+def test_any_size_and_routing(op, data):
+    """Any M, H, E and I, format, layout, routing and gate."""
+    samples = SAMPLES[op.name]
+    fmt = data.draw(st.sampled_from([NVFP4, MXFP4]))
+    layout = data.draw(st.sampled_from(samples.layouts))
+    m, k = data.draw(st.integers(0, 12)), 32 * data.draw(st.integers(1, 4))
+    experts, width = data.draw(st.integers(1, 6)), 64 * data.draw(st.integers(1, 3))
+    routing = ROUTINGS[data.draw(st.sampled_from(sorted(ROUTINGS)))](m, experts, CPU)
+    more = GPT_OSS if data.draw(st.booleans()) else {}
+    if data.draw(st.booleans()):
+        more = more | {"bias": torch.randn(experts, 2 * width)}
+    sample = samples.sample("", m, experts * width, k, fmt, layout, CPU, experts=experts, routing=routing, **more)
+    given = arguments(op, sample)
+    results = run(op, named(op, given))
+    expected.assert_results(results, expected.results(given), given)
+
+
+# What is not computed
+
+
+@by_op
+@pytest.mark.parametrize("layout", SCALE_LAYOUTS)
+@by_format
+def test_what_is_not_routed_is_not_written(op, fmt, layout, device):
+    """Poison stays where routing is 0 or -0, whatever operands hold there; padding of scales becomes zero."""
+    samples = SAMPLES[op.name]
+    if layout not in samples.layouts:
+        return
+    sample = samples.poisoned("", 9, 3 * 64, 128, fmt, layout, torch.device(device))
+    given = arguments(op, sample)
+    routed = (given["routing"] != 0).cpu()
+    assert not routed.all(1).any() and not routed[4].any() and routed.any()
+    for name, results in by_backend(op, given, device).items():
+        want = expected.results(given)
+        expected.assert_results(results, want, given)
+        outputs = poisoned(results)
+        before = [output.clone() for output in outputs]
+        call_out(op, named(op, given | {"backend": name}), outputs)
+        y, poison = (each.view(torch.uint8).cpu().unflatten(1, (3, -1)) for each in (outputs[0], before[0]))
+        assert torch.equal(y[~routed], poison[~routed]), name
+        assert torch.equal(y[routed], results[0].view(torch.uint8).cpu().unflatten(1, (3, -1))[routed]), name
+        if len(outputs) == 2:
+            blocks = 3 * 64 // fmt.block_size
+            scale = outputs[1].cpu()
+            linear = to_linear(scale, SCALE_LAYOUTS[layout], 9, blocks).view(torch.uint8).unflatten(1, (3, -1))
+            assert (linear[~routed] == 0xAA).all() and (linear[routed] != 0xAA).any(), name
+            # What is left are the bytes of pairs that are not routed: padding is zero.
+            kept = int((scale.view(torch.uint8) == 0xAA).sum()) - int((linear[routed] == 0xAA).sum())
+            assert kept == int((~routed).sum()) * blocks // 3, name
+
+
+@by_op
+def test_a_reference_that_computes_every_row_gives_the_same(op, monkeypatch):
+    """As on a GPU, where it cannot ask which rows are routed: what is not a number there is left out."""
+    given = arguments(op, SAMPLES[op.name].poisoned("", 9, 192, 128, NVFP4, "128x4", CPU))
+    want = op.reference(**given)
+    monkeypatch.setattr("torch_cute_ops.reference.moe_fc1_fp4.rows_of", lambda routed: slice(None))
+    got = op.reference(**given)
+    for one, other in zip(*(each if isinstance(each, tuple) else (each,) for each in (got, want)), strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@by_op
+def test_a_nan_of_the_routing_is_routed(op, device):
+    """It is no zero; its value does not show in the result."""
+    given = arguments(op, SAMPLES[op.name].sample("", 5, 128, 64, NVFP4, "128x4", torch.device(device)))
+    given["routing"] = torch.ones(5, 2, device=device)
+    for name, want in by_backend(op, given, device).items():
+        nan = given | {"routing": torch.full((5, 2), torch.nan, device=device), "backend": name}
+        for got, one in zip(run(op, named(op, nan)), want, strict=True):
+            assert torch.equal(got.view(torch.uint8), one.view(torch.uint8)), name
+
+
+# The layer
+
+
+@pytest.mark.parametrize("swiglu", [{}, GPT_OSS], ids=["silu", "gpt-oss"])
+@pytest.mark.parametrize("activations", ["fp4", "16-bit"])
+def test_both_gemms_are_a_layer(activations, swiglu, device):
+    """Router, first and second GEMM, with biases and global scales of each expert, against the layer in float64 on the
+    decoded weights. What is not routed is never written, and never read."""
+    m, hidden, experts, width, topk = 12, 128, 6, 64, 2
+    x = torch.randn(m, hidden).bfloat16()
+    logits = torch.randn(m, experts)
+    up, down = torch.randn(experts, 2 * width, hidden) / hidden**0.5, torch.randn(hidden, experts, width) / width**0.5
+    biases = torch.randn(experts, 2 * width) / 4, torch.randn(experts, hidden) / 4
+    up_factor = torch_cute_ops.nvfp4_global_scale(up.abs().amax())
+    down_factor = torch_cute_ops.nvfp4_global_scale(down.abs().amax())
+    up_codes, up_scale = torch_cute_ops.fp4_quantize(up, up_factor)
+    down_codes, down_scale = torch_cute_ops.fp4_quantize(down.flatten(1), down_factor)
+    decoded = torch_cute_ops.fp4_dequantize(up_codes.flatten(0, 1), up_scale, up_factor, out_dtype=torch.float32)
+    w1 = decoded.view(experts, 2 * width, hidden).double()
+    decoded = torch_cute_ops.fp4_dequantize(down_codes, down_scale, down_factor, out_dtype=torch.float32)
+    w2 = decoded.view(hidden, experts, width).double()
+    weights = torch.zeros(m, experts, dtype=torch.float64)
+    best = logits.double().topk(topk, 1)
+    weights.scatter_(1, best.indices, best.values.softmax(1))
+    gate, value = (torch.einsum("mh,eih->mei", x.double(), w1) + biases[0].double()).chunk(2, 2)
+    alpha, beta, limit = swiglu.values() if swiglu else (1.0, 0.0, None)
+    if limit is not None:
+        gate, value = gate.clamp(max=limit), value.clamp(-limit, limit)
+    hiddens = gate * torch.sigmoid(alpha * gate) * (value + beta)
+    want = torch.einsum("mei,hei,me->mh", hiddens, w2, weights) + weights @ biases[1].double()
+
+    def on(*tensors):
+        return [tensor.to(device) for tensor in tensors]
+
+    h_factor = 2688 / hiddens.abs().amax((0, 2)).float()
+    if activations == "16-bit":
+        h_factor = torch.ones(experts)
+    factor = 1 / (h_factor * down_factor)
+    routing = torch_cute_ops.moe_route_dense(*on(logits), topk, expert_factor=factor.to(device))
+    second_bias = (biases[1] / factor[:, None]).to(device)
+    up_codes, up_scale, down_codes, down_scale, first_bias = on(up_codes, up_scale, down_codes, down_scale, biases[0])
+    backend = "auto" if device == "cuda" and torch.cuda.get_device_capability() == (9, 0) else "reference"
+    given = {**swiglu, "bias": first_bias, "backend": backend}
+    if activations == "fp4":
+        x_factor = torch_cute_ops.nvfp4_global_scale(x.abs().amax().float())
+        a, a_scale = torch_cute_ops.fp4_quantize(*on(x, x_factor))
+        given["alpha"] = (1 / (x_factor * up_factor)).expand(experts).contiguous().to(device)
+        outputs = poisoned(torch_cute_ops.moe_fc1_fp4(a, up_codes, a_scale, up_scale, routing, **given))
+        h, h_scale = torch_cute_ops.moe_fc1_fp4(
+            *(a, up_codes, a_scale, up_scale, routing), global_scale=h_factor.to(device), out=outputs, **given
+        )
+        got = torch_cute_ops.moe_fc2_fp4(
+            h, down_codes, h_scale, down_scale, routing, second_bias, torch.float32, backend=backend
+        )
+    else:
+        given["alpha"] = (1 / up_factor).expand(experts).contiguous().to(device)
+        (x,) = on(x)
+        (h,) = poisoned([torch_cute_ops.moe_fc1_fp4_weight_only(x, up_codes, up_scale, routing, **given)])
+        torch_cute_ops.moe_fc1_fp4_weight_only(x, up_codes, up_scale, routing, out=h, **given)
+        got = torch_cute_ops.moe_fc2_fp4_weight_only(
+            h, down_codes, down_scale, routing, second_bias, torch.float32, backend=backend
+        )
+    cosine = torch.nn.functional.cosine_similarity(got.double().cpu().flatten(), want.flatten(), 0)
+    assert cosine >= (0.98 if activations == "fp4" else 0.9999)
+
+
+# Calls
+
+
+@by_op
+def test_the_example_is_a_call(op):
+    """What ``warmup`` calls has the sizes of the properties."""
+    given = {"n": 192, "k": 96, "m": 3, "experts": 3, "block_size": 32, "alpha": "expert_half", "swiglu": True}
+    args, kwargs = op.path.example(**given, bias_dtype=torch.float32, device="cpu")
+    sample = op.bind(*args, **kwargs)
+    assert sample.routing.shape == (3, 3) and sample.alpha.shape == (3, 2) and sample.bias.shape == (3, 128)
+    assert op.path.properties(sample).items() >= given.items()
+    out = op.function(*args, **kwargs)
+    first = out[0] if isinstance(out, tuple) else out
+    assert first.shape[0] == 3 and first.numel() == 3 * 192 // (2 if isinstance(out, tuple) else 1)

@@ -1,0 +1,91 @@
+"""The gated GEMMs of experts on a GPU: every tactic, launches behind each other, captures with another routing."""
+
+import pytest
+import torch
+from expected import assert_same
+from support.cases import defined, named, poisoned, run
+from support.gemm_problems import backend_for
+from test_moe_fc1 import by_format, by_half, by_op, exact_results, linear_call
+
+from torch_cute_ops.formats import NVFP4
+from torch_cute_ops.gemm.buckets import bucket
+from torch_cute_ops.gemm.select import target_of
+from torch_cute_ops.testing.samples._moe_fc2 import dense_alpha, one_expert_alpha, top_alpha
+
+pytestmark = pytest.mark.gpu
+
+# M, experts, their width, K, and how tokens are routed: around every bucket's and tile's boundary, with tails of all
+CALLS = [
+    (1, 1, 64, 256, dense_alpha),
+    (8, 9, 256, 1024, top_alpha),
+    (9, 40, 64, 288, top_alpha),
+    (17, 512, 64, 512, top_alpha),
+    (33, 5, 320, 2048, one_expert_alpha),
+    (64, 6, 64, 320, dense_alpha),
+    (129, 16, 128, 256, top_alpha),
+    (513, 4, 192, 768, top_alpha),
+]
+
+
+def hopper():
+    """The GPU, if the kernel can compute there."""
+    target = target_of(torch.device("cuda", torch.cuda.current_device()))
+    if not target.arch.has_wgmma:
+        pytest.skip("needs Hopper's warpgroup MMA")
+    return target
+
+
+def operands_of(op, given):
+    """The problem that a call is, and its operands as backends take them."""
+    sample = named(op, given)
+    problem = op.path.problem(op.bind(*sample.args, **sample.kwargs))
+    dtype = problem.b.format.scale_dtype
+    a_scale = None if given.get("a_scale") is None else given["a_scale"].view(dtype)
+    operands = given["a"], given["w"], a_scale, given["w_scale"].view(dtype), given["alpha"], given["bias"]
+    return problem, (*operands, given["routing"], None, None, None, None)
+
+
+@pytest.mark.slow
+@by_op
+@by_half
+@by_format
+@pytest.mark.parametrize("sizes", CALLS, ids=lambda sizes: "-".join(map(str, sizes[:4])))
+def test_every_tactic(op, fmt, half, sizes):
+    """Each gives the results bit for bit, in outputs that were poisoned, launch after launch, on data in L2."""
+    target = hopper()
+    *shape, route = sizes
+    given, value = linear_call(op, half, fmt, "128x4", target.device, shape, route)
+    sample, want = named(op, given), exact_results(given, value)
+    problem, operands = operands_of(op, given)
+    backend = backend_for("routed", problem)
+    assert backend.reason_unsupported(problem, target) is None
+    tactics = backend.tactics(problem, bucket(shape[0]), target)
+    assert tactics
+    like = run(op, sample)
+    for tactic in tactics:
+        launch = backend.launcher(problem, tactic, target)
+        for _ in range(20):
+            outputs = poisoned(like)
+            launch(*operands, *(outputs if len(outputs) == 2 else (*outputs, None)))
+            assert_same(defined(op, sample, outputs), want)
+
+
+@by_op
+def test_a_captured_call_serves_other_routings(op):
+    """A graph gives what the routing and the operands hold when it is replayed."""
+    target, shape = hopper(), (40, 12, 128, 512)
+    mine, _ = linear_call(op, "up", NVFP4, "128x4", target.device, shape)
+    op.function(**mine)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = op.function(**mine)
+    out = out if isinstance(out, tuple) else (out,)
+    for route in (dense_alpha, one_expert_alpha, top_alpha, lambda m, e, d: torch.zeros(m, e, device=d)):
+        other, value = linear_call(op, "up", NVFP4, "128x4", target.device, shape, route)
+        for name, tensor in mine.items():
+            if isinstance(tensor, torch.Tensor):
+                tensor.copy_(other[name])
+        for tensor, poison in zip(out, poisoned(out), strict=True):
+            tensor.copy_(poison)
+        graph.replay()
+        assert_same(defined(op, named(op, mine), out), exact_results(mine, value))

@@ -1,0 +1,80 @@
+"""The backend ``routed`` of gated GEMMs over experts, on the host."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.gemm import select
+from torch_cute_ops.gemm.backend import Target
+from torch_cute_ops.gemm.backends import _fp4, routed_gated
+from torch_cute_ops.gemm.problem import GatedOperands, GemmProblem, Grouping, Operand
+from torch_cute_ops.kernels import fp4_gated_experts
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.runtime.arch import ARCHS
+
+TILED = SCALE_LAYOUTS["128x4"]
+TARGET = Target(torch.device("cuda", 0), ARCHS["sm_90a"], 132)
+BACKEND = routed_gated.RoutedGated()
+LAYER = GemmProblem(
+    Operand(NVFP4, TILED),
+    Operand(NVFP4, TILED),
+    256 * 256,
+    7168,
+    Epilogue(torch.bfloat16, "expert_half", torch.float32),
+    Grouping("n", 256),
+    gate="swiglu",
+    quantised=Operand(NVFP4, TILED),
+    global_scale="expert",
+)
+
+
+def test_a_launch_gives_each_operand_to_its_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def compile_kernel(spec: Any, arch: Any) -> Callable[..., None]:
+        return lambda *args: calls.append(fp4_gated_experts.Arguments(*args))
+
+    def allocator(device: torch.device) -> Callable[..., torch.Tensor]:
+        return lambda shape, stride, dtype: torch.empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(_fp4, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(routed_gated, "allocator", allocator)
+    tactic = (64, 8, 16)
+    names = (*GatedOperands._fields, "y", "scale")
+    given = {name: torch.full((5, 1), float(i)) for i, name in enumerate(names)}
+    BACKEND.launcher(LAYER, tactic, TARGET)(*given.values())
+    (call,) = calls
+    assert {name: getattr(call, name) for name in names} == given
+    assert call.workers == 132
+    # A row of 28 chunks in 16 bits for each token; for each expert 16 pairs, and how many there are
+    assert call.workspace.numel() == 5 * 28 * 512 + 256 * (16 * 8 + 4)
+
+
+@pytest.mark.parametrize(
+    ("m", "rows", "most"),
+    [(1, 32, 13), (8, 64, 40), (32, 128, 96), (64, 128, 128), (128, 128, 148), (256, 128, 172), (512, 128, 235)],
+)
+def test_what_a_layer_is_expected_to_take(m: int, rows: int, most: int) -> None:
+    """Slices are narrow for one token alone; µs by the cost model."""
+    choice = select.choose(LAYER, m, TARGET)
+    assert choice.backend.name == "routed" and choice.tactic[0] == rows
+    assert choice.backend.estimate(LAYER, m, choice.tactic, TARGET) * 1e6 < most
+
+
+def test_what_it_refuses() -> None:
+    def reason(**changes: Any) -> str | None:
+        return BACKEND.reason_unsupported(replace(LAYER, **changes), TARGET)
+
+    assert reason() is None
+    assert "gate" in str(reason(gate=None))
+    assert "multiple of 64" in str(reason(n=256 * 96))
+    assert "at most 512" in str(reason(n=513 * 64, grouping=Grouping("n", 513)))
+    # Blocks of 32 are no slices of 16 columns, but there are others.
+    both = Operand(MXFP4, TILED)
+    mxfp4 = replace(LAYER, a=both, b=both, quantised=both, global_scale=None)
+    assert BACKEND.reason_unsupported(mxfp4, TARGET) is None
+    assert {tactic[0] for tactic in BACKEND.tactics(mxfp4, 1, TARGET)} == {64, 128}

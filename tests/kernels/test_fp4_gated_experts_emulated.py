@@ -1,0 +1,287 @@
+"""The kernels of the gated FP4 GEMM over experts, executed thread for thread by the PTX emulator."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ptx import EmulationError, run_kernel
+from support.emulated import CPU, HOPPER, PASSED, POISON, WAIT, changed, poisoned
+from support.kernel_grid import BF16, FP16, FP32, GatedExpertsCase
+
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
+from torch_cute_ops.formats.scale_layout import from_linear, to_linear
+from torch_cute_ops.kernels import fp4_gated_experts
+from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize
+from torch_cute_ops.reference.fp4_quantize import quantize_rows
+from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
+
+LINEAR, TILED, SMALL = SCALE_LAYOUTS["linear"], SCALE_LAYOUTS["128x4"], SCALE_LAYOUTS["8x4"]
+HALF = (0.0, 0.75, 20.0)
+"""A gate whose sigmoid is 1/2, so that results are exact; its clamps are reached."""
+
+
+class Gated(NamedTuple):
+    """A launch of a case's kernels; ``columns`` are those of an expert."""
+
+    case: GatedExpertsCase
+    m: int
+    k: int
+    experts: int
+    columns: int
+    routing: str
+    workers: int
+    seed: int | None = 0
+    gate: tuple[float, float, float] = HALF
+
+    @property
+    def id(self) -> str:
+        return f"{self.case.id}-{self.m}x{self.k}-{self.experts}of{self.columns}-{self.routing}"
+
+
+def routed(routing: str, m: int, experts: int) -> torch.Tensor:
+    """Which pairs are computed, by any number but zero: NaN, and zero of either sign, are among them."""
+    if routing == "none":
+        return torch.zeros(m, experts)
+    weights = torch.randn(m, experts)
+    if routing == "one":
+        weights = weights * (torch.arange(experts) == 1)
+    if routing == "few":
+        chosen = torch.zeros(m, experts).scatter(1, torch.rand(m, experts).topk(min(2, experts)).indices, 1.0)
+        weights = weights * chosen
+        weights[0] = torch.where(chosen[0] > 0, torch.nan, -0.0)
+    return weights
+
+
+class Operands(NamedTuple):
+    """What a launch reads."""
+
+    routing: torch.Tensor
+    a: torch.Tensor
+    a_scale: torch.Tensor | None
+    b: torch.Tensor
+    b_scale: torch.Tensor
+    alpha: torch.Tensor | None
+    bias: torch.Tensor | None
+    global_scale: torch.Tensor | None
+
+
+def operands(one: Gated, is_exact: bool = True) -> Operands:
+    """Random ones; sums are exact, or any numbers."""
+    torch.manual_seed(one.k + one.m)
+    case, finish = one.case, fp4_gated_experts.Finish(*one.case.finish)
+    m, k, experts, columns = one.m, one.k, one.experts, one.columns
+    powers = POWERS[case.format.scale_format] if is_exact else None
+    routing = routed(one.routing, m, experts)
+    a_scale = None
+    if case.a_layout is None:
+        a = (torch.randint(-4, 5, (m, k)) if is_exact else torch.randn(m, k)).to(case.a_dtype or case.dtype)
+    else:
+        a, a_scale = random_matrix(m, k, case.format, case.a_layout, CPU, powers)
+    b, b_scale = random_matrix(experts * 2 * columns, k, case.format, case.layout, CPU, powers)
+    alpha = bias = scale = None
+    if finish.alpha is not None:
+        alpha = torch.randint(1, 8, (experts,) if finish.alpha == "expert" else (experts, 2)) / 64
+    if finish.bias_dtype is not None:
+        bias = (torch.randn(experts, 2 * columns) * 8).to(finish.bias_dtype)
+    if finish.global_scale is not None:
+        scale = torch.randint(1, 5, (experts,) if finish.global_scale == "expert" else (1,)) / 4
+    return Operands(routing, a, a_scale, b, b_scale, alpha, bias, scale)
+
+
+def results(one: Gated, given: Operands, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the kernels leave in their outputs, which were poison."""
+    case, finish = one.case, fp4_gated_experts.Finish(*one.case.finish)
+    kernel, width = case.kernel_for(one.k), one.experts * one.columns
+    y_scale = None
+    if isinstance(finish.out, FP4Format):
+        assert finish.out_layout is not None
+        y = poisoned(one.m, width // 2, dtype=torch.uint8)
+        padded = from_linear(torch.empty(one.m, width // finish.out.block_size, dtype=torch.uint8), finish.out_layout)
+        y_scale = torch.full_like(padded, POISON).view(finish.out.scale_dtype)
+    else:
+        y = poisoned(one.m, width, dtype=finish.out)
+    gate = one.gate if finish.swiglu else (None,) * 3
+    b_scale = given.b_scale.view(case.format.scale_dtype)
+    arguments = fp4_gated_experts.Arguments(
+        a=given.a,
+        a_scale=None if given.a_scale is None else given.a_scale.view(case.format.scale_dtype),
+        b=given.b.view(one.experts, 2 * one.columns, -1),
+        b_scale=b_scale.view(one.experts, 2 * one.columns, -1) if case.layout == "linear" else b_scale,
+        routing=given.routing.t().contiguous().t(),
+        alpha=given.alpha,
+        bias=given.bias,
+        global_scale=given.global_scale,
+        y=y,
+        scale=y_scale,
+        workspace=poisoned(kernel.config.workspace_bytes(one.m, one.experts), dtype=torch.uint8),
+        swiglu_alpha=gate[0],
+        swiglu_beta=gate[1],
+        swiglu_limit=gate[2],
+        workers=one.workers,
+    )
+    # Of units that warps multiply by themselves see docs/limits.md.
+    run_kernel(kernel, ARCHS[case.arch], *arguments, seed=one.seed, strict=not kernel.config.by_warp, edit=edit)
+    return y, y_scale
+
+
+def decoded(codes: torch.Tensor, scale: torch.Tensor, fmt: FP4Format, layout: str) -> torch.Tensor:
+    return fp4_dequantize(codes, scale, None, fmt.block_size, fmt.scale_format, layout, FP32).double()
+
+
+def expected(one: Gated, given: Operands) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The outputs: where no token is routed they are as they were, but padding of scales is zero."""
+    case, finish = one.case, fp4_gated_experts.Finish(*one.case.finish)
+    experts, columns = one.experts, one.columns
+    numbers = given.a.double()
+    if given.a_scale is not None:
+        assert case.a_layout is not None
+        numbers = decoded(given.a, given.a_scale, case.format, case.a_layout)
+    weight = decoded(given.b, given.b_scale, case.format, case.layout).view(experts, 2 * columns, one.k)
+    sums = torch.einsum("mk,enk->men", numbers, weight).float()
+    if given.alpha is not None:
+        sums = sums * given.alpha.view(experts, -1).expand(experts, 2).repeat_interleave(columns, 1)
+    if given.bias is not None:
+        sums = sums + given.bias.float()
+    value = silu_mul_rows(sums, *one.gate) if finish.swiglu else silu_mul_rows(sums)
+    is_routed = (given.routing != 0)[:, :, None]
+    if not isinstance(finish.out, FP4Format):
+        return torch.where(is_routed, value.to(finish.out), poisoned(1, dtype=finish.out)).flatten(1), None
+    scale = given.global_scale
+    if scale is not None:
+        scale = scale.expand(experts)
+    parts = [
+        quantize_rows(value[:, e], finish.out, None if scale is None else scale[e], "linear") for e in range(experts)
+    ]
+    codes, scales = (
+        torch.where(is_routed, torch.stack([part[i].view(torch.uint8) for part in parts], 1), POISON) for i in range(2)
+    )
+    assert finish.out_layout is not None
+    return codes.to(torch.uint8).flatten(1), from_linear(scales.to(torch.uint8).flatten(1), finish.out_layout)
+
+
+def check(one: Gated, edit: Any = None) -> None:
+    """Bit for bit."""
+    given = operands(one)
+    got, want = results(one, given, edit), expected(one, given)
+    for ours, theirs in zip(got, want, strict=True):
+        if theirs is not None:
+            assert ours is not None
+            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def gated(*case: Any, finish: tuple[Any, ...], a_dtype: Any = None) -> GatedExpertsCase:
+    return GatedExpertsCase(*case, finish, HOPPER, a_dtype)
+
+
+GATED = [
+    # More experts than a warp has lanes, and one whose columns end inside a tile of scales; chunks that are not whole
+    Gated(
+        gated(FP16, NVFP4, "128x4", "128x4", 64, 8, 16, finish=(NVFP4, TILED, "expert_half", FP32, "expert", True)),
+        *(5, 1120, 3, 64, "few", 3),
+    ),
+    Gated(
+        gated(FP16, NVFP4, "128x4", "8x4", 32, 8, 16, finish=(NVFP4, SMALL, "expert", None, None, True)),
+        *(1, 2080, 35, 64, "few", 5, 1),
+    ),
+    Gated(
+        gated(BF16, NVFP4, "128x4", None, 128, 16, 16, finish=(BF16, None, "expert", BF16, None, True)),
+        *(18, 800, 2, 128, "dense", 2, 2),
+    ),
+    Gated(
+        gated(BF16, MXFP4, "128x4", "128x4", 128, 24, 64, finish=(MXFP4, TILED, "expert_half", FP32, None, True)),
+        *(33, 576, 3, 64, "few", 2, 3),
+    ),
+    Gated(
+        gated(FP16, NVFP4, "linear", "linear", 64, 24, 32, finish=(NVFP4, LINEAR, None, FP32, "one", True)),
+        *(27, 1280, 2, 128, "one", 2, 4),
+    ),
+    Gated(
+        gated(BF16, MXFP4, "128x4", None, 64, 8, 128, finish=(BF16, None, None, None, None, True), a_dtype=FP16),
+        *(12, 256, 4, 64, "few", 4, None),
+    ),
+    Gated(
+        gated(FP16, NVFP4, "128x4", "128x4", 128, 32, 512, finish=(NVFP4, TILED, None, None, None, True)),
+        *(40, 288, 2, 64, "one", 1, 5),
+    ),
+    Gated(
+        gated(FP16, NVFP4, "128x4", "128x4", 64, 16, 16, finish=(NVFP4, TILED, None, None, None, True)),
+        *(3, 320, 2, 64, "none", 2, 6),
+    ),
+]
+
+
+@pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in GATED])
+def test_gated_gemm(one: Gated) -> None:
+    """Bit for bit where all before the rounding is exact, or rounded as the reference does."""
+    check(one)
+
+
+# Each of two slots has as many chunks of a task as stages, and hands over a chunk's activations when it has started the
+# next. Its waits: for a stage; for a chunk; for the sums of the slot before. A warp meets when it has found units, has
+# copied activations, at last too, has read a chunk, has read the last one (which the end of its MMAs orders too), and
+# has added its sums.
+ORDERED = Gated(
+    gated(FP16, NVFP4, "128x4", "128x4", 128, 16, 16, finish=(NVFP4, TILED, None, None, None, True)),
+    *(9, 1344, 2, 64, "dense", 1),
+)
+# With four slots and two stages for each
+SHORT = ORDERED._replace(case=replace(ORDERED.case, rows=64))
+
+
+@pytest.mark.parametrize(
+    ("one", "edit"),
+    [
+        pytest.param(ORDERED, changed(WAIT, 0, PASSED), id="stage free"),
+        pytest.param(ORDERED, changed(WAIT, 1, PASSED), id="chunk there"),
+        pytest.param(ORDERED, changed(WAIT, 2, PASSED), id="sums of the slot before there"),
+        pytest.param(ORDERED, changed(r"cp\.async\.wait_group", 0), id="activations there"),
+        pytest.param(ORDERED, changed(r"cp\.async\.wait_group", 1), id="last activations there"),
+        pytest.param(ORDERED, changed(r"fence\.proxy\.async", 1), id="activations fenced"),
+        pytest.param(ORDERED, changed(r"bar\.warp\.sync", 1), id="activations copied"),
+        pytest.param(ORDERED, changed(r"bar\.warp\.sync", 3), id="chunk read"),
+        pytest.param(ORDERED, changed(r"bar\.warp\.sync", 5), id="sums added"),
+        pytest.param(ORDERED, changed(r"wgmma\.wait_group\.sync\.aligned\s+1", None), id="MMAs of a chunk done"),
+        pytest.param(SHORT, changed(r"wgmma\.wait_group\.sync\.aligned\s+0"), id="MMAs of a task done"),
+        pytest.param(ORDERED, changed(r"bar\.sync\s+1", 0), id="results there"),
+        pytest.param(ORDERED, changed(r"bar\.sync\s+1", 1), id="results read"),
+    ],
+)
+def test_what_orders_a_gated_gemm_is_needed(one: Gated, edit: Any) -> None:
+    """Without it the emulator finds a race, or results are wrong; in some order, where others may come out right."""
+    with pytest.raises((EmulationError, AssertionError)):
+        for seed in range(6):
+            check(one._replace(seed=seed), edit)
+
+
+def test_what_orders_a_gated_gemm_is_enough() -> None:
+    for seed, one in enumerate((ORDERED, SHORT)):
+        check(one._replace(seed=seed))
+
+
+def test_silu_and_nan() -> None:
+    """The gate that is the default; NaN of a token's activations is found in its results, and not in others'."""
+    case = gated(BF16, NVFP4, "128x4", None, 64, 8, 16, finish=(NVFP4, TILED, "expert", None, None))
+    one = Gated(case, 4, 512, 2, 64, "dense", 2)
+    given = operands(one)
+    given.a[2, 7] = torch.nan
+    given.alpha.fill_(2.0**-10)
+    (codes, scales), (want, want_scales) = results(one, given), expected(one, given)
+    # The exponential is approximate; of 512 elements none is at a boundary.
+    assert torch.equal(codes, want) and torch.equal(scales.view(torch.uint8), want_scales)
+    assert (codes[2] == 0).all() and (to_linear(scales, TILED, 4, 8)[2].view(torch.uint8) == 0x7F).all()
+    assert len(want[:2].unique()) > 50
+
+
+def test_results_of_a_token_do_not_depend_on_others() -> None:
+    """Bit for bit, with numbers whose sums are rounded: alone, and in the second unit of experts that have others."""
+    case = gated(BF16, NVFP4, "128x4", None, 64, 8, 16, finish=(FP16, None, None, None, None))
+    some = Gated(case, 9, 576, 2, 64, "dense", 3)
+    given = operands(some, is_exact=False)
+    alone = given._replace(a=given.a[8:], routing=given.routing[8:])
+    among, _ = results(some, given)
+    single, _ = results(some._replace(m=1, workers=1, seed=1), alone)
+    assert torch.equal(among[8:], single)
+    assert torch.allclose(single.float(), expected(some, given)[0][8:].float(), rtol=2e-3, atol=1e-2)

@@ -1,0 +1,20 @@
+"""Outputs of ``moe_fc1_fp4``."""
+
+from typing import Any
+
+import torch
+
+from torch_cute_ops.fake.fp4_quantize import fp4_outputs
+from torch_cute_ops.formats.shapes import OutputShapes
+
+
+def moe_fc1_fp4(
+    a: torch.Tensor, w: torch.Tensor, block_size: int, scale_format: str | None, scale_layout: str, **_: Any
+) -> OutputShapes:
+    """Codes (M, E·I/2), and scales over (M, E·I)."""
+    return fp4_outputs((a.shape[0], gated_columns(w)), block_size, scale_format, scale_layout)
+
+
+def gated_columns(w: torch.Tensor) -> int:
+    """E·I of a weight (E, 2·I, H/2)."""
+    return w.shape[0] * (w.shape[1] // 2)

@@ -1,0 +1,117 @@
+"""Gated FP4 GEMMs over experts that compute only routed pairs of token and expert: ``kernels/fp4_gated_experts``."""
+
+from typing import Any
+
+import torch
+
+from torch_cute_ops.formats import FP4Format
+from torch_cute_ops.gemm.backend import Launch, Target
+from torch_cute_ops.gemm.backends._routed import FIXED_SECONDS, RoutedBackend, mean_units, unit_clocks
+from torch_cute_ops.gemm.cost import bytes_per_second, overlapped, smallest_tile, weight_seconds
+from torch_cute_ops.gemm.decode import fp4_format, fp4_operands, reason_not_linear
+from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.kernels import fp4_gated_experts
+from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime.allocate import allocator
+from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.compiler import KernelSpec
+
+Tensor = torch.Tensor
+
+L2_RATE = 1.3
+"""Rate of reads from L2, over that of memory (4.5 to 7 TB/s for activations of the second GEMM, on an H200)."""
+COLUMN_MULTIPLE = max(fp4_gated_experts.ROWS) // 2
+"""What an expert's columns are a multiple of: whole slices."""
+
+
+class RoutedGated(RoutedBackend):
+    """A tactic is (rows of the weight of a slice, tokens of a unit, tokens of a tile)."""
+
+    groupings = ("n",)
+
+    def reason_unfit(self, problem: GemmProblem) -> str | None:
+        if problem.gate is None:
+            return "it computes the experts' GEMM with a gate alone"
+        if problem.expert_n % COLUMN_MULTIPLE:
+            return f"an expert has {problem.expert_n} columns; they have to be a multiple of {COLUMN_MULTIPLE}"
+        return super().reason_unfit(problem) or reason_not_linear(problem, problem.k, "k")
+
+    def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
+        tokens = smallest_tile(fp4_gated_experts.TILES, m)
+        every = [
+            (rows, group, tokens)
+            for rows in fp4_gated_experts.ROWS
+            for group in fp4_gated_experts.GROUPS
+            if group <= max(m, 8)
+        ]
+        return tuple(
+            tactic for tactic in every if target.arch is None or _config(problem, tactic, target.arch) is not None
+        )
+
+    def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
+        assert target.arch is not None
+        rows, group, tokens = map(int, tactic)
+        config = _config(problem, tactic, target.arch)
+        assert config is not None
+        share = problem.topk / problem.experts
+        tiles, tile_tokens = -(-m // tokens), min(m, tokens)
+        touched = problem.experts * (1 - (1 - share) ** tile_tokens)
+        slices = 2 * problem.expert_n // rows
+        tasks = tiles * problem.experts * mean_units(tile_tokens, share, group) * slices
+        # Workers have whole tasks: at the end each is idle for half of one, on average.
+        most = max(1.0, tasks / target.sms + 0.5)
+        computed = most * weight_seconds(rows * problem.k, unit_clocks(group))
+        token = config.k_chunks * config.arranged.token_bytes
+        weights = tiles * touched * 2 * problem.expert_n * problem.b.row_bytes(problem.k)
+        memory = bytes_per_second(target)
+        # Scales in whole tiles; and activations of a pair, once for each slice
+        copied = tasks * config.k_chunks * 2 * config.chunks.size_bytes + slices * m * problem.topk * token
+        arranged = m * (token + problem.a.row_bytes(problem.k)) / memory
+        parts = computed, weights / memory, copied / (L2_RATE * memory)
+        return FIXED_SECONDS + arranged + overlapped(*parts, order=8)
+
+    def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
+        return (KernelSpec(fp4_gated_experts.KERNEL, _config(problem, tactic, arch)),)
+
+    def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
+        function, config = self.compiled(problem, tactic, target)
+        device, experts, workers = target.device, problem.experts, target.sms
+
+        def launch(
+            a: Tensor,
+            b: Tensor,
+            a_scale: Tensor | None,
+            b_scale: Tensor,
+            alpha: Tensor | None,
+            bias: Tensor | None,
+            routing: Tensor,
+            *rest: Any,
+        ) -> None:
+            workspace = allocator(device)((config.workspace_bytes(a.shape[0], experts),), (1,), torch.uint8)
+            function(a, a_scale, b, b_scale, routing, alpha, bias, *rest, workspace, workers)
+
+        return launch
+
+
+def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_gated_experts.Config | None:
+    """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
+    rows, group, tokens = map(int, tactic)
+    epilogue, quantised = problem.epilogue, problem.quantised
+    assert epilogue.alpha in (None, "expert", "expert_half")
+    out: torch.dtype | FP4Format = epilogue.out_dtype
+    layout = None
+    if quantised is not None:
+        out, layout = fp4_format(problem), quantised.scale_layout
+    finish = fp4_gated_experts.Finish(
+        out, layout, epilogue.alpha, epilogue.bias_dtype, problem.global_scale, problem.gate == "swiglu"
+    )
+    return fp4_gated_experts.plan(
+        operands=fp4_operands(problem),
+        finish=finish,
+        width=problem.k,
+        rows=rows,
+        group=group,
+        tokens=tokens,
+        arch=arch,
+        pdl=settings.PDL,
+    )

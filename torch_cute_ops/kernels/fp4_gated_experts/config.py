@@ -1,0 +1,260 @@
+"""Configuration of the gated FP4 GEMM over experts: no device code."""
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+
+from torch_cute_ops.formats import FP4Format, ScaleLayout
+from torch_cute_ops.kernels.common.activation_layout import CHUNK, ActivationLayout
+from torch_cute_ops.kernels.common.fp4_operands import FP4Operands
+from torch_cute_ops.kernels.common.token_list_layout import TokenListLayout
+from torch_cute_ops.kernels.common.unit_lists import LIST_BYTES, SCANNED
+from torch_cute_ops.kernels.common.warpgroup import BY_WARP, GROUP_ROWS
+from torch_cute_ops.kernels.common.weight_chunks import WeightChunks
+from torch_cute_ops.runtime.arch import Arch
+
+WARPS: Final = 16
+"""Consumer warps."""
+ROWS: Final = (32, 64, 128)
+"""Rows of the weight of a slice: half of them are of the gate, half of up."""
+GROUPS: Final = (8, 16, 24, 32)
+"""Tokens of a unit."""
+TILES: Final = (16, 32, 64, 128, 256, 512)
+"""Tokens of a tile, of which there are lists."""
+ARRANGED: Final = 2
+"""Pieces of activations that a thread rearranges, about."""
+MAX_PARTS: Final = 64
+"""Most CTAs for each expert that rearrange activations."""
+BARRIER_BYTES: Final = 512
+
+
+class Arguments(NamedTuple):
+    """The run-time arguments, in order. Sizes: M rows of activations, H elements of k, E experts with I columns each.
+
+    Attributes:
+        a, a_scale: as ``FP4Operands`` describes them.
+        b: (E, 2 · I, H / 2) codes, contiguous: of each expert the rows of the gate, then those of up.
+        b_scale: their scales: linear (E, 2 · I, H / B), or tiled over (E · 2 · I, H).
+        routing: (M, E) float32, any strides; a pair where it is zero is not computed.
+        alpha: float32 factors of the sums: (E,), or (E, 2) for gate and up; or ``None``.
+        bias: (E, 2 · I) float32 or 16 bits, added to a sum behind its factor; or ``None``.
+        global_scale: float32, (1,) or (E,), the encode scale of the result; or ``None``.
+        swiglu_alpha, swiglu_beta, swiglu_limit: of the general gate, +inf for no limit; or ``None``.
+        y: (M, E · I) in 16 bits, or (M, E · I / 2) codes, written where a token is routed.
+        scale: block scales of the codes, written there too; padding is zero. ``None`` for 16 bits.
+        workspace: ``Config.workspace_bytes``, uint8, written.
+        workers: CTAs for each tile of tokens.
+    """
+
+    a: Any
+    a_scale: Any
+    b: Any
+    b_scale: Any
+    routing: Any
+    alpha: Any
+    bias: Any
+    global_scale: Any
+    swiglu_alpha: Any
+    swiglu_beta: Any
+    swiglu_limit: Any
+    y: Any
+    scale: Any
+    workspace: Any
+    workers: Any
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What becomes of an expert's sums.
+
+    ``g = gate · alpha + bias``, ``u`` likewise, each operation rounded to fp32; then SwiGLU in fp32; and a rounding to
+    16 bits, or the quantisation of blocks.
+
+    Attributes:
+        out: dtype of the result, or the format of its codes.
+        out_layout: layout of the block scales; ``None`` for 16 bits.
+        alpha: factors: one for an expert, or one for its gate and one for up; ``None``: there are none.
+        bias_dtype: dtype of the biases; ``None``: there are none.
+        global_scale: of the result: one, or one for each expert; ``None``: there is none.
+        swiglu: whether the gate is the general one, with ``swiglu_alpha`` and the rest, and not ``silu``.
+    """
+
+    out: torch.dtype | FP4Format
+    out_layout: ScaleLayout | None = None
+    alpha: Literal["expert", "expert_half"] | None = None
+    bias_dtype: torch.dtype | None = None
+    global_scale: Literal["one", "expert"] | None = None
+    swiglu: bool = False
+
+    @property
+    def block(self) -> int:
+        """Columns that are stored together."""
+        return self.out.block_size if isinstance(self.out, FP4Format) else 8
+
+    def reason_unsupported(self) -> str | None:
+        """Why sums are not finished so; ``None`` if they are."""
+        is_fp4 = isinstance(self.out, FP4Format)
+        if is_fp4 == (self.out_layout is None):
+            return f"a result in {self.out} with scales in {self.out_layout}: codes have scales, others none"
+        if self.global_scale is not None and not (isinstance(self.out, FP4Format) and self.out.has_global_scale):
+            return f"a result in {self.out} has no global scale"
+        return None
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything static about a kernel. I, M and the number of experts are not.
+
+    Attributes:
+        operands: formats of the activations and of the weight.
+        finish: what becomes of the sums.
+        width: elements of k.
+        rows: rows of the weight of a slice.
+        group: tokens of a unit.
+        tokens: tokens of a tile.
+        stages: chunks in flight, of all slots.
+        pdl: whether launches are programmatic dependent launches.
+    """
+
+    operands: FP4Operands
+    finish: Finish
+    width: int
+    rows: int
+    group: int
+    tokens: int
+    stages: int
+    pdl: bool
+
+    @property
+    def columns(self) -> int:
+        """Columns of the result of a slice."""
+        return self.rows // 2
+
+    @property
+    def bands(self) -> int:
+        """Warps that share the rows of a slice: each has 8 of the gate, and 8 of up."""
+        return self.rows // 16
+
+    @property
+    def slots(self) -> int:
+        """Warps that share the k of the same rows, each with a ring and a producer warp of its own."""
+        return WARPS // self.bands
+
+    @property
+    def feeders(self) -> int:
+        """Producer warps, in whole warpgroups."""
+        return -(-self.slots // 4) * 4
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA of the GEMM."""
+        return 32 * (WARPS + self.feeders)
+
+    @property
+    def finishers(self) -> int:
+        """Threads that finish a unit."""
+        return 32 * self.bands
+
+    @property
+    def by_warp(self) -> bool:
+        """Whether the MMAs are those of warps (mma.sync), not those of warpgroups."""
+        return self.group <= BY_WARP
+
+    @property
+    def k_chunks(self) -> int:
+        """Chunks of k."""
+        return -(-self.width // CHUNK)
+
+    @property
+    def scans(self) -> bool:
+        """Whether the CTAs of the GEMM scan the routing themselves, and so start to read weights before the lists are
+        there."""
+        return self.tokens <= SCANNED
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers per thread of consumers, and of other warps."""
+        return (104, 56) if self.feeders == 4 else (96, 48)
+
+    @property
+    def arranged(self) -> ActivationLayout:
+        """How the activations are rearranged."""
+        return self.operands.arranged(by_warp=self.by_warp, chunk=CHUNK)
+
+    @property
+    def lists(self) -> TokenListLayout:
+        """The lists of tokens."""
+        return TokenListLayout(self.tokens, self.group, 0, self.arranged.token_bytes)
+
+    @property
+    def lag(self) -> int:
+        """Chunks that a producer warp starts before it waits for the activations of one. (It must not wait for a stage
+        that only the chunk that it has not handed over yet would free.)"""
+        return self.stages // self.slots - 2
+
+    @property
+    def chunks(self) -> WeightChunks:
+        """Chunks of the gate's rows, or of up's: two for each stage."""
+        return WeightChunks(self.operands.fmt, self.operands.layout, self.columns)
+
+    @property
+    def stage_bytes(self) -> int:
+        """A chunk of both operands."""
+        return 2 * self.chunks.size_bytes + self.group * self.arranged.token_bytes
+
+    @property
+    def sum_bytes(self) -> int:
+        """Sums of a unit."""
+        return self.group * self.rows * 4
+
+    @property
+    def value_pitch(self) -> int:
+        """Elements from a token's results to the next token's: four more than it has, to avoid bank conflicts."""
+        return self.columns + 4
+
+    @property
+    def value_bytes(self) -> int:
+        """Results of a unit."""
+        return self.group * self.value_pitch * 4
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA of the GEMM."""
+        return self.stages * self.stage_bytes + self.sum_bytes + self.value_bytes + LIST_BYTES + BARRIER_BYTES
+
+    def workspace_bytes(self, m: int, experts: int) -> int:
+        """Bytes of workspace: the rearranged activations, and for each tile and expert the list of its tokens. Its
+        parts are each contiguous over all tiles."""
+        arranged = m * self.k_chunks * self.arranged.token_bytes
+        return arranged + -(-m // self.tokens) * experts * self.lists.size_bytes
+
+    def reason_unsupported(self, arch: Arch) -> str | None:
+        """Why this cannot run on ``arch``; ``None`` if it can."""
+        if not self.by_warp and self.rows < GROUP_ROWS:
+            return f"{self.group} tokens are multiplied by warpgroups, which take {GROUP_ROWS} rows; not {self.rows}"
+        if self.columns % self.finish.block:
+            return f"a slice has {self.columns} columns, but blocks of the result have {self.finish.block}"
+        reason = self.finish.reason_unsupported()
+        return reason or self.operands.reason_unsupported(self.arranged, self.chunks, self.smem_bytes, arch)
+
+
+def plan(
+    *,
+    operands: FP4Operands,
+    finish: Finish,
+    width: int,
+    rows: int,
+    group: int,
+    tokens: int,
+    arch: Arch,
+    pdl: bool,
+) -> Config | None:
+    """The configuration with the most stages that fit into an SM of ``arch``, up to four for each slot; ``None`` if not
+    even two do."""
+    slots = WARPS * 16 // rows
+    for stages in range(4 * slots, slots, -slots):
+        config = Config(operands, finish, width, rows, group, tokens, stages, pdl)
+        if config.reason_unsupported(arch) is None:
+            return config
+    return None

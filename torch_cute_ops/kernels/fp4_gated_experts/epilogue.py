@@ -1,0 +1,201 @@
+"""From the sums of a unit to results: what the last of the warps that share its k do.
+
+A lane has the sums of one column, of the gate and of up, and of two tokens of each eight. Results go through shared
+memory, fp32 (tokens, columns) of the slice, to threads that each store one block: codes and scale, or 16 bytes.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, Uint64, const_expr, range_constexpr
+
+from torch_cute_ops.formats import FP4Format
+from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.activation import silu_mul, swiglu
+from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_byte, store_words
+from torch_cute_ops.kernels.common.epilogue_ops import load_terms
+from torch_cute_ops.kernels.common.fp4 import fp4_block
+from torch_cute_ops.kernels.common.fp4_weights import scale_argument, sum_scale
+from torch_cute_ops.kernels.fp4_gated_experts.config import Config
+from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
+
+WARP = 32
+
+
+class Outputs(NamedTuple):
+    """The tensors of ``Arguments`` that sums are finished with, and go to; ``gate`` are the parameters of the general
+    gate, or ``None``."""
+
+    alpha: cute.Tensor | None
+    bias: cute.Tensor | None
+    global_scale: cute.Tensor | None
+    y: cute.Tensor
+    scale: cute.Tensor | None
+    gate: tuple | None
+
+
+class Terms(NamedTuple):
+    """What is loaded for a unit before its sums are there.
+
+    Attributes:
+        token: row of the lane's token of the unit, the lane's number being the token's; negative where there is none.
+        alpha: factors of the sums of gate and up; ``None``: there are none.
+        bias: their addends; ``None``: there are none.
+        global_scale: encode scale; ``None``: there is none.
+    """
+
+    token: Int32
+    alpha: list | None
+    bias: list | None
+    global_scale: Float32 | None
+
+
+class GatedEpilogue:
+    """The finish of one ``Config``."""
+
+    def __init__(self, config: Config):
+        self.config, self.finish = config, config.finish
+        self.is_fp4 = isinstance(self.finish.out, FP4Format)
+
+    def arguments(self, m: Dim, experts: Dim, n: Dim) -> dict[str, Any]:
+        """The arguments that this reads or writes; the bias has ``n`` columns."""
+        f = self.finish
+        factors = {"expert": ((experts,), (1,)), "expert_half": ((experts, 2), (2, 1))}
+        scales = {"one": ((1,), (1,)), "expert": ((experts,), (1,))}
+        gate = ScalarArg("Float32") if f.swiglu else None
+        bias = None
+        if f.bias_dtype is not None:
+            bias = TensorArg(DSL_DTYPES[f.bias_dtype].__name__, (experts, n), (n, 1), align=16)
+        width = Dim("y_width", divisibility=32)
+        dtype = "Uint8" if self.is_fp4 else DSL_DTYPES[f.out].__name__
+        scale = None
+        if self.is_fp4:
+            scale = scale_argument(f.out, Dim("y_scale_rows"), Dim("y_blocks", divisibility=2))
+        return {
+            "alpha": None if f.alpha is None else TensorArg("Float32", *factors[f.alpha], align=4),
+            "bias": bias,
+            "global_scale": None if f.global_scale is None else TensorArg("Float32", *scales[f.global_scale], align=4),
+            "y": TensorArg(dtype, (m, width), (width, 1), align=16),
+            "scale": scale,
+            "swiglu_alpha": gate,
+            "swiglu_beta": gate,
+            "swiglu_limit": gate,
+        }
+
+    def terms(self, token, expert, first_column, share, consumer) -> Terms:
+        """Load the terms of a lane's column of the slice that begins with ``first_column`` of the expert, in warps that
+        finish tasks. ``token``: as in ``Terms``."""
+        f, outputs, is_last = self.finish, share.outputs, consumer.is_last
+        column = first_column + consumer.column
+        alpha = bias = scale = None
+        if f.alpha is not None:
+            each = 1 if f.alpha == "expert" else 2
+            start = outputs.alpha.iterator + Int64(expert) * each
+            alpha = [ptx.float_of(ptx.load_if(start, is_last, 1, 4 * i)[0]) for i in range(each)]
+            alpha = [alpha[0], alpha[-1]]
+        if f.bias_dtype is not None:
+            bias = [
+                load_terms(outputs.bias, expert, column + half * share.width, 0, 1, is_last)[0] for half in range(2)
+            ]
+        if f.global_scale is not None:
+            place = 0 if f.global_scale == "one" else Int64(expert)
+            scale = ptx.float_of(ptx.load_if(outputs.global_scale.iterator + place, is_last, 1)[0])
+        return Terms(token, alpha, bias, scale)
+
+    def gated(self, gate: Float32, up: Float32, terms: Terms, outputs: Outputs) -> Float32:
+        """A result of two sums."""
+        operands = self.config.operands
+        scale = sum_scale(operands.fmt, operands.a_layout)
+        values = []
+        for half, total in enumerate((gate, up)):
+            value = total if scale == 1.0 else ptx.mul_rn(total, Float32(scale))
+            if terms.alpha is not None:
+                value = ptx.mul_rn(value, terms.alpha[half])
+            if terms.bias is not None:
+                value = ptx.add_rn(value, terms.bias[half])
+            values.append(value)
+        return silu_mul(*values) if outputs.gate is None else swiglu(*values, *outputs.gate)
+
+    @cute.jit
+    def finish_unit(self, sums, terms, first_column, consumer, values, outputs):
+        """Store the results of a unit.
+
+        Args:
+            sums: of a lane, four for each eight tokens: two of the gate, two of up.
+            terms: what ``terms`` has loaded.
+            first_column: the slice's first column of the result, of all experts.
+            consumer: one of the ``Config.finishers`` threads that come here.
+            values: shared memory for ``Config.value_bytes``.
+            outputs: the tensors.
+        """
+        c = self.config
+        lane, tid = consumer.lane, consumer.band * WARP + consumer.lane
+        for group in range_constexpr(c.group // 8):
+            for e in range_constexpr(2):
+                value = self.gated(sums[4 * group + e], sums[4 * group + 2 + e], terms, outputs)
+                place = (8 * group + lane % 4 * 2 + e) * c.value_pitch + consumer.column
+                self._values_at(values, place, 1, 1)[0] = ptx.bits_of(value)
+        cute.arch.barrier(barrier_id=1, number_of_threads=c.finishers)
+        # Each thread has at most one block.
+        blocks = c.columns // self.finish.block
+        index, block = tid // blocks, tid % blocks
+        token = cute.arch.shuffle_sync(terms.token, index % WARP)
+        if (index < c.group) & (token >= 0):
+            place = index * c.value_pitch + block * self.finish.block
+            words = []
+            for i in range_constexpr(0, self.finish.block, 4):
+                words += load_words(self._values_at(values, place + i, 4, 4))
+            numbers = [ptx.float_of(word) for word in words]
+            at = first_column + block * self.finish.block
+            if const_expr(self.is_fp4):
+                self._store_codes(numbers, token, at, terms.global_scale, outputs)
+            else:
+                self._store(pack(numbers, DSL_DTYPES[self.finish.out]), token, at, outputs.y)
+        # Before the next unit's results replace these
+        cute.arch.barrier(barrier_id=1, number_of_threads=c.finishers)
+
+    def _values_at(self, values: cute.Pointer, place, divby: int, count: int) -> cute.Tensor:
+        at = cute.recast_ptr(values, dtype=Uint32) + cute.assume(place, divby=divby)
+        return cute.make_tensor(at, cute.make_layout(count))
+
+    def _store(self, words: list, token, column, y) -> None:
+        """Store words of 16-bit numbers, or of codes, whose first is at ``column`` in elements of ``y``."""
+        size = 4 * len(words) // (y.element_type.width // 8)
+        to = y.iterator + cute.assume(Int64(token) * y.shape[1] + column, divby=size)
+        store_words(words, cute.make_tensor(cute.recast_ptr(to, dtype=Uint32), cute.make_layout(len(words))))
+
+    def _store_codes(self, numbers: list, token, column, global_scale, outputs) -> None:
+        fmt = self.finish.out
+        amax = Float32(0.0)
+        for number in numbers:
+            amax = ptx.max_abs_nan(amax, number)
+        words, byte = fp4_block(numbers, amax, global_scale, fmt, has_e2m1_cvt=False)
+        self._store(words, token, column // 2, outputs.y)
+        at = self._scale_at(token, column // fmt.block_size, outputs)
+        store_byte(cute.make_tensor(at, cute.make_layout(1)), byte)
+
+    @cute.jit
+    def clear_padding(self, outputs, m, thread, threads):
+        """Zero the padding of the scales: of ``threads`` threads in all this is number ``thread``."""
+        layout = self.finish.out_layout
+        blocks = self._blocks(outputs)
+        words = layout.padded_blocks(blocks) // 4
+        rows = cute.ceil_div(m, layout.tile_rows) * layout.tile_rows - m
+        for i in range(thread, rows * words, threads):
+            at = self._scale_at(m + i // words, i % words * 4, outputs, divby=4)
+            store_words([Uint32(0)], cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(1)))
+        # An expert's columns are whole pairs of blocks.
+        if blocks % 4 != 0:
+            for row in range(thread, m, threads):
+                for i in range_constexpr(2):
+                    store_byte(cute.make_tensor(self._scale_at(row, blocks + i, outputs), cute.make_layout(1)), 0)
+
+    def _blocks(self, outputs):
+        """Blocks of a row of the result."""
+        return outputs.y.shape[1] * 2 // self.finish.block
+
+    def _scale_at(self, row, block, outputs, divby: int = 1) -> cute.Pointer:
+        """Where the scale of a block lies, as a byte."""
+        layout = self.finish.out_layout
+        place = layout.row_offset(Uint64(row), self._blocks(outputs)) + Uint64(layout.block_offset(Uint32(block)))
+        return cute.recast_ptr(outputs.scale.iterator, dtype=Uint8) + cute.assume(place, divby=divby)

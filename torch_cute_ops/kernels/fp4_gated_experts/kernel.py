@@ -1,0 +1,457 @@
+"""The device code; the package's docstring describes the roles and the data path."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.memory import SmemAllocator
+
+from torch_cute_ops.kernels.common import pdl, ptx
+from torch_cute_ops.kernels.common.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.activations import Activations
+from torch_cute_ops.kernels.common.convert import load_words, store_words
+from torch_cute_ops.kernels.common.expert_factors import factors_argument
+from torch_cute_ops.kernels.common.expert_units import ExpertUnits, UnitLists
+from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.proxy import fence_async
+from torch_cute_ops.kernels.common.shared_words import by_four
+from torch_cute_ops.kernels.common.token_lists import TokenLister, TokenLists
+from torch_cute_ops.kernels.common.unit_lists import LIST_BYTES
+from torch_cute_ops.kernels.common.unit_mma import UnitMma, free
+from torch_cute_ops.kernels.common.weight_chunks import TILE_ROWS
+from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
+from torch_cute_ops.kernels.fp4_gated_experts.config import ARRANGED, MAX_PARTS, WARPS, Arguments, Config
+from torch_cute_ops.kernels.fp4_gated_experts.epilogue import GatedEpilogue, Outputs
+from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
+
+WARP = 32
+
+
+class Share(NamedTuple):
+    """A worker's share of the GEMM, and the operands.
+
+    Attributes:
+        m, n: rows of the activations, and of the weight.
+        worker, workers: the CTA among those of its tile of tokens; their number.
+        tile: the tile of tokens.
+        experts, width: number of experts, and columns of the result of one.
+        lists: what the other kernel has listed.
+        outputs: what sums are finished with, and go to.
+        slices: slices of an expert.
+        tasks: slices of all units.
+    """
+
+    m: Int32
+    n: Int32
+    worker: Int32
+    workers: Int32
+    tile: Int32
+    experts: Int32
+    width: Int32
+    lists: TokenLists
+    outputs: Outputs
+    slices: Int32
+    tasks: Int32 | None = None
+
+
+class Smem(NamedTuple):
+    """Shared memory: the stages of codes and scales, of the gate and of up in turn, and of activations (``tokens``);
+    sums of a unit, and its results (``values``); the lists of units; and barriers, of which a stage's are full, or
+    free, and a warp's says that it may add its sums."""
+
+    codes: cute.Pointer
+    tokens: cute.Pointer
+    scales: cute.Pointer
+    sums: cute.Pointer
+    values: cute.Pointer
+    lists: cute.Pointer
+    full: cute.Pointer
+    free: cute.Pointer
+    turns: cute.Pointer
+
+
+class Consumer(NamedTuple):
+    """A thread of a consumer warp.
+
+    Attributes:
+        lane: index in the warp.
+        leads: whether it arrives at barriers for its warp, 1 or 0.
+        slot, band: which chunks, and which rows its warp has.
+        column: its column of the slice.
+        is_last: whether its warp is the last of those that have the same rows, which finishes tasks.
+    """
+
+    lane: Int32
+    leads: Uint32
+    slot: Int32
+    band: Int32
+    column: Int32
+    is_last: Boolean
+
+
+class FP4GatedExpertsKernel:
+    """The kernels of one ``Config``."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.ring = WeightRing(config.chunks, 2 * config.stages)
+        self.activations = Activations(config.arranged)
+        self.lister = TokenLister(config.lists, self.activations)
+        self.units = ExpertUnits(config.tokens, config.group)
+        self.mma = UnitMma(self.ring, config.arranged, config.group, config.stages, config.width)
+        self.epilogue = GatedEpilogue(config)
+
+    def arguments(self) -> Arguments:
+        m, experts, rows = Dim("m"), Dim("experts"), Dim("rows", divisibility=128)
+        a, a_scale = self.activations.arguments()
+        half, blocks = Dim("k_bytes", divisibility=16), Dim("blocks", divisibility=16)
+        b = TensorArg("Uint8", (experts, rows, half), (Dim("b_stride", 16, bits=64), half, 1), align=16)
+        _, b_scale = self.ring.arguments(rows)
+        if self.config.operands.layout.is_linear:
+            strides = Dim("b_scale_stride", 16, bits=64), blocks, 1
+            b_scale = TensorArg(b_scale.dtype, (experts, rows, blocks), strides, align=16)
+        return Arguments(
+            a=a,
+            a_scale=a_scale,
+            b=b,
+            b_scale=b_scale,
+            routing=factors_argument(m),
+            workspace=TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16),
+            workers=ScalarArg("Int32"),
+            **self.epilogue.arguments(m, experts, rows),
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        a,
+        a_scale,
+        b,
+        b_scale,
+        routing,
+        alpha,
+        bias,
+        global_scale,
+        swiglu_alpha,
+        swiglu_beta,
+        swiglu_limit,
+        y,
+        scale,
+        workspace,
+        workers: Int32,
+        stream,
+    ):
+        c = self.config
+        tiles = cute.ceil_div(a.shape[0], c.tokens)
+        experts = routing.shape[1]
+        m = a.shape[0]
+        # As in ``Config.workspace_bytes``
+        row_bytes = c.k_chunks * self.lister.token_bytes
+        arranged = cute.make_tensor(workspace.iterator, cute.make_layout((m, row_bytes), stride=(row_bytes, 1)))
+        after = workspace.iterator + cute.assume(Int64(m) * row_bytes, divby=row_bytes)
+        _, pairs, after = self.lister.parts(after, tiles, experts)
+        counts = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((tiles * experts,)))
+        lists = TokenLists(arranged, pairs, counts)
+        threads = Int64(experts) * tiles * (c.lists.threads * ARRANGED)
+        pieces = Int64(m) * (c.k_chunks * self.activations.pieces)
+        parts = Int32(cutlass.min((pieces + threads - 1) // threads, Int64(MAX_PARTS)))
+        gate = (swiglu_alpha, swiglu_beta, swiglu_limit) if const_expr(c.finish.swiglu) else None
+        outputs = Outputs(alpha, bias, global_scale, y, scale, gate)
+        read = a, a_scale, b, b_scale, routing, alpha, bias, global_scale
+        listed = ctas_unless_overlapping(experts, (y, scale, workspace), read)
+        self.list_kernel(a, a_scale, routing, lists, outputs).launch(
+            grid=[listed, tiles, parts], block=[c.lists.threads, 1, 1], stream=stream, use_pdl=c.pdl
+        )
+        self.kernel(self._weight_maps(b, b_scale), routing, lists, outputs).launch(
+            grid=[workers, tiles, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
+        )
+
+    def _weight_maps(self, b, b_scale) -> tuple:
+        """The tensor maps of the weight, whose experts' rows follow each other."""
+        experts, rows, half = b.shape
+        b = cute.make_tensor(b.iterator, cute.make_layout((half, experts * rows), stride=(1, half)))
+        if self.config.operands.layout.is_linear:
+            blocks = b_scale.shape[2]
+            matrix = cute.make_layout((experts * rows, blocks), stride=(blocks, 1))
+            b_scale = cute.make_tensor(b_scale.iterator, matrix)
+        return self.ring.maps(b, b_scale)
+
+    # Lists
+
+    @cute.kernel
+    def list_kernel(self, a, a_scale, routing, lists, outputs):
+        """List the tokens of a tile that are routed to an expert, in their order; rearrange the activations, and zero
+        the padding of the scales."""
+        c = self.config
+        tid, _, _ = cute.arch.thread_idx()
+        expert, tile, part = cute.arch.block_idx()
+        experts, tiles, parts = cute.arch.grid_dim()
+        m = a.shape[0]
+        # The next kernel may start to read weights and the routing.
+        pdl.start(c.pdl)
+        thread = ((part * tiles + tile) * experts + expert) * c.lists.threads + tid
+        threads = experts * tiles * parts * c.lists.threads
+        if const_expr(self.epilogue.is_fp4 and not c.finish.out_layout.is_linear):
+            self.epilogue.clear_padding(outputs, m, thread, threads)
+        pieces = self.activations.pieces
+        for i in range(thread, m * (c.k_chunks * pieces), threads):
+            piece, chunk, token = i % pieces, i // pieces % c.k_chunks, i // (pieces * c.k_chunks)
+            start = chunk * CHUNK
+            words = self.activations.read(a, a_scale, token, start, c.width - start, piece)
+            self.activations.store_row(words, piece, self._row_at(lists.tiles, token, chunk))
+        first_token = tile * c.tokens
+        # Every part of an expert stores the same.
+        self.lister.find(routing, lists, tile, expert, experts, m, lambda token: first_token + token)
+
+    def _row_at(self, arranged, token, chunk) -> cute.Pointer:
+        """Where the workspace has a chunk of a token."""
+        at = Int64(token) * self.config.k_chunks + chunk
+        return arranged.iterator + cute.assume(at * self.lister.token_bytes, divby=self.lister.token_bytes)
+
+    # GEMM
+
+    @cute.kernel
+    def kernel(self, weight, routing, lists, outputs):
+        c = self.config
+        tid, _, _ = cute.arch.thread_idx()
+        worker, tile, _ = cute.arch.block_idx()
+        workers, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(tid // WARP)
+        experts = routing.shape[1]
+        width = outputs.y.shape[1] * (2 if const_expr(self.epilogue.is_fp4) else 1) // experts
+        share = Share(
+            m=routing.shape[0],
+            n=experts * width * 2,
+            worker=worker,
+            workers=workers,
+            tile=tile,
+            experts=experts,
+            width=width,
+            lists=lists,
+            outputs=outputs,
+            slices=width // c.columns,
+        )
+        smem = self._allocate()
+        if tid == 0:
+            for i in range_constexpr(c.stages):
+                # One arrival for the gate's rows, one for up's, one for the activations
+                cute.arch.mbarrier_init(smem.full + i, 3)
+                cute.arch.mbarrier_init(smem.free + i, c.bands)
+            for i in range_constexpr(WARPS):
+                cute.arch.mbarrier_init(smem.turns + i, 1)
+        cute.arch.mbarrier_init_fence()
+        # Of the activations a unit that is not full overwrites only some.
+        cleared = by_four(smem.tokens, c.stages * self.mma.stage_tokens)
+        for i in range(tid, cute.size(cleared, mode=[0]), c.threads):
+            store_words([Uint32(0)] * 4, cleared[i, None])
+        fence_async()
+        if const_expr(c.pdl and not c.scans):
+            cute.arch.griddepcontrol_wait()
+        units = self._units(smem)
+        for expert in range(tid, experts, c.threads):
+            if const_expr(c.scans):
+                units.counts[expert] = self.units.count(routing, expert, tile * c.tokens, share.m)
+            else:
+                units.counts[expert] = lists.counts[tile * experts + expert]
+        cute.arch.sync_threads()
+        if warp == WARPS:
+            self.units.find(tid % WARP, experts, None, None, units)
+        cute.arch.sync_threads()
+        share = share._replace(tasks=units.total[0] * share.slices)
+        if warp >= WARPS:
+            cute.arch.setmaxregister_decrease(c.registers[1])
+            if warp < WARPS + c.slots:
+                self._feed(warp - WARPS, self.ring.open(weight, smem.codes, smem.scales), share, smem)
+        else:
+            cute.arch.setmaxregister_increase(c.registers[0])
+            self._multiply(warp, tid, share, smem)
+
+    def _allocate(self) -> Smem:
+        c = self.config
+        base = SmemAllocator().allocate(c.smem_bytes, 1024)
+        tokens = base + 2 * c.stages * self.ring.code_bytes
+        scales = tokens + c.stages * self.mma.stage_tokens
+        sums = scales + 2 * c.stages * self.ring.scale_bytes
+        values = sums + c.sum_bytes
+        lists = cute.recast_ptr(values + c.value_bytes, dtype=Int32)
+        barriers = cute.recast_ptr(lists + LIST_BYTES // 4, dtype=Int64)
+        return Smem(
+            codes=base,
+            tokens=tokens,
+            scales=scales,
+            sums=sums,
+            values=values,
+            lists=lists,
+            full=barriers,
+            free=barriers + c.stages,
+            turns=barriers + 2 * c.stages,
+        )
+
+    def _units(self, smem) -> UnitLists:
+        return self.units.lists(smem.lists)
+
+    # A task is a unit and a slice of its expert's rows. Slot s has chunks s, s + slots, ... of every task.
+
+    @cute.jit
+    def _feed(self, slot, weight, share, smem):
+        """The producer warp of a slot: its chunks of the weight, and of the rows of activations that the other kernel
+        has rearranged.
+
+        Where this kernel has found the units itself, the first chunks of the weight are copied before the other one has
+        ended. That is safe because it lets this kernel start only when it has waited for all kernels before it.
+        """
+        c = self.config
+        depth = c.stages // c.slots
+        first = slot * depth
+        loaded = Int32(0)
+        if const_expr(c.pdl and c.scans):
+            ahead, of = share.worker, Int32(0)
+            while (ahead < share.tasks) & (loaded < depth):
+                of = self.units.index_of(ahead // share.slices, of, self._units(smem))
+                for chunk in range(slot, c.k_chunks, c.slots):
+                    if loaded < depth:
+                        self._load_weight(of, ahead, chunk, first + loaded, weight, share, smem)
+                        loaded += 1
+                ahead += share.workers
+            cute.arch.griddepcontrol_wait()
+        lane = cute.arch.lane_idx()
+        # With parity 1, a stage that was never used counts as free.
+        stage, parity = Int32(0), Int32(1)
+        done, index = Int32(0), Int32(0)
+        for task in range(share.worker, share.tasks, share.workers):
+            units = self._units(smem)
+            index = self.units.index_of(task // share.slices, index, units)
+            position = (task // share.slices - units.begins[index]) * c.group
+            tokens = cutlass.min(units.counts[index] - position, Int32(c.group))
+            token = self._token_of(share, units.experts[index], position, lane, lane < tokens)
+            for chunk in range(slot, c.k_chunks, c.slots):
+                if done >= loaded:
+                    ptx.wait(smem.free + (first + stage), parity)
+                    self._load_weight(index, task, chunk, first + stage, weight, share, smem)
+                target = smem.tokens + cute.assume((first + stage) * self.mma.stage_tokens, divby=self.mma.stage_tokens)
+                for i in range(tokens):
+                    row = self._row_at(share.lists.tiles, cute.arch.shuffle_sync(token, i), chunk)
+                    self.activations.copy_row(target, row, i, lane)
+                cute.arch.cp_async_commit_group()
+                if done >= c.lag:
+                    cute.arch.cp_async_wait_group(c.lag)
+                    self._hand_over(first + (stage + (depth - c.lag)) % depth, lane, smem)
+                done += 1
+                stage, parity = next_stage(stage, parity, depth)
+        cute.arch.cp_async_wait_group(0)
+        for i in range(cutlass.min(done, Int32(c.lag))):
+            left = cutlass.min(done, Int32(c.lag)) - i
+            self._hand_over(first + (stage + (depth - left)) % depth, lane, smem)
+
+    def _hand_over(self, stage, lane, smem) -> None:
+        """Say that the activations of a stage are there."""
+        # Each lane has waited for its own copies; wgmma reads what all have copied.
+        fence_async()
+        cute.arch.sync_warp()
+        ptx.arrive_if(smem.full + stage, Uint32(lane == 0))
+
+    def _token_of(self, share, expert, position, lane, exists) -> Int32:
+        """The row of a unit's ``lane``-th token, if there is such a token; the unit begins at ``position`` of the
+        list."""
+        place = self.lister.entry(share.tile, expert, share.experts) + position
+        words = cute.recast_ptr(share.lists.pairs.iterator, dtype=Uint32) + place * 2 + lane * 2
+        return Int32(ptx.load_if(words, exists, 1)[0])
+
+    def _load_weight(self, index, task, chunk, stage, weight, share, smem) -> None:
+        """Start the copies of a chunk of the weight."""
+        c = self.config
+        expert, slice_ = self._units(smem).experts[index], task % share.slices
+        blocks = Int32(c.width // c.operands.fmt.block_size)
+        for half in range(2):
+            tile = (expert * 2 + half) * share.slices + slice_
+            self.ring.load(tile, chunk, 0, 2 * stage + half, smem.full + stage, weight, share.n, blocks)
+
+    @cute.jit
+    def _multiply(self, warp, tid, share, smem):
+        """A consumer warp: 8 rows of the gate and 8 of up of every task, and the chunks of a slot."""
+        c = self.config
+        if const_expr(c.pdl and c.scans):
+            cute.arch.griddepcontrol_wait()
+        slot, band, lane = warp // c.bands, warp % c.bands, tid % WARP
+        consumer = Consumer(
+            lane=lane,
+            leads=Uint32(lane == 0),
+            slot=slot,
+            band=band,
+            column=band * 8 + lane // 4,
+            is_last=slot == c.slots - 1,
+        )
+        chain = smem.turns + band * c.slots
+        depth = c.stages // c.slots
+        first = slot * depth
+        sums = cute.make_rmem_tensor((c.group // 2,), Float32)
+        start = self.mma.start_of(smem.tokens)
+        stage, parity, turn, index = Int32(0), Int32(0), Int32(slot == 0), Int32(0)
+        for task in range(share.worker, share.tasks, share.workers):
+            units = self._units(smem)
+            unit, slice_ = task // share.slices, task % share.slices
+            index = self.units.index_of(unit, index, units)
+            expert = units.experts[index]
+            first_column = slice_ * c.columns
+            position = (unit - units.begins[index]) * c.group
+            exists = consumer.is_last & (lane < units.counts[index] - position)
+            token = self._token_of(share, expert, position, lane, exists)
+            terms = self.epilogue.terms(ptx.select(exists, token, Int32(-1)), expert, first_column, share, consumer)
+            if const_expr(c.by_warp or c.k_chunks < c.slots):
+                sums.fill(0.0)
+            last = stage
+            for chunk in range(slot, c.k_chunks, c.slots):
+                ptx.wait(smem.full + (first + stage), parity)
+                at = first + stage, first + last
+                self._multiply_chunk(start, chunk, *at, expert, first_column, sums, consumer, share, smem)
+                last = stage
+                stage, parity = next_stage(stage, parity, depth)
+                if const_expr(c.by_warp):
+                    free(smem.free + (first + last), consumer.leads)
+            if const_expr(not c.by_warp):
+                warpgroup.wait_group(0)
+                free(smem.free + (first + last), consumer.leads, slot < c.k_chunks)
+            # After the warp with the same rows that has the chunks before, or the task before
+            if (task != share.worker) | (slot > 0):
+                ptx.wait(chain + slot, turn)
+            turn ^= 1
+            self._add_up(sums, consumer, smem)
+            cute.arch.sync_warp()
+            ptx.arrive_if(chain + (slot + 1) % c.slots, consumer.leads)
+            if consumer.is_last:
+                start_column = expert * share.width + first_column
+                self.epilogue.finish_unit(sums, terms, start_column, consumer, smem.values, share.outputs)
+        if const_expr(c.pdl):
+            cute.arch.griddepcontrol_launch_dependents()
+
+    def _multiply_chunk(self, start, chunk, stage, before, expert, first_column, sums, consumer, share, smem) -> None:
+        """Add a chunk to the sums; free the stage ``before``."""
+        c = self.config
+        is_linear, column = c.operands.layout.is_linear, consumer.column
+        rows = []
+        for half in range(2):
+            # A tile of scales has the rows of several slices.
+            inside = ((expert * 2 + half) * share.width + first_column) % TILE_ROWS
+            rows.append((2 * stage + half, column, column if is_linear else inside + column))
+
+        def free_before() -> None:
+            free(smem.free + before, consumer.leads, chunk > consumer.slot)
+
+        done = free_before if c.k_chunks > c.slots else None
+        self.mma.multiply(start, 0, 1, chunk, stage, chunk > consumer.slot, rows, consumer.lane, sums, smem, done)
+
+    @cute.jit
+    def _add_up(self, sums, consumer, smem):
+        """Add the sums of the slots before to this one's, and leave them for the next, unless this is the last."""
+        c = self.config
+        for group in range_constexpr(c.group // 8):
+            at = ((consumer.band * (c.group // 8) + group) * WARP + consumer.lane) * 16
+            words = cute.recast_ptr(smem.sums + cute.assume(at, divby=16), dtype=Uint32)
+            there = cute.make_tensor(words, cute.make_layout(4))
+            if consumer.slot > 0:
+                for i, word in enumerate(load_words(there)):
+                    sums[4 * group + i] = ptx.add_rn(ptx.float_of(word), sums[4 * group + i])
+            if ~consumer.is_last:
+                store_words([ptx.bits_of(sums[4 * group + i]) for i in range(4)], there)

@@ -1,0 +1,353 @@
+"""The ops that are GEMMs of experts with a gate behind them: the first half of an expert layer."""
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from torch_cute_ops.formats import FP4Format
+from torch_cute_ops.formats.experts import MAX_EXPERTS
+from torch_cute_ops.formats.shapes import fp4_shapes
+from torch_cute_ops.gemm.buckets import bucket
+from torch_cute_ops.ops import _checks
+from torch_cute_ops.ops._call import Arguments, Launcher, Values
+from torch_cute_ops.ops._gemm import (
+    AUTO,
+    EXPERT_MULTIPLE,
+    SIXTEEN_BIT,
+    BackendPath,
+    check_bias,
+    gemm_package,
+    seen_as,
+)
+from torch_cute_ops.ops._operands import aligned, cuda_device
+from torch_cute_ops.ops._row_quant import gate_arguments, gates_plainly
+from torch_cute_ops.ops._signature import GatedAlphaKind
+from torch_cute_ops.runtime import tuning
+from torch_cute_ops.runtime.allocate import allocator
+from torch_cute_ops.runtime.compiler import KernelSpec
+
+if TYPE_CHECKING:
+    from torch_cute_ops.gemm.backend import Target
+    from torch_cute_ops.gemm.problem import GemmProblem
+    from torch_cute_ops.gemm.select import Choice
+
+Tensor = torch.Tensor
+
+
+class GatedCall(NamedTuple):
+    """The arguments of such an op."""
+
+    a: Tensor
+    b: Tensor
+    a_scale: Tensor | None = None
+    b_scale: Tensor = None  # type: ignore[assignment]
+    routing: Tensor = None  # type: ignore[assignment]
+    alpha: Tensor | None = None
+    bias: Tensor | None = None
+    global_scale: Tensor | None = None
+    swiglu_alpha: float = 1.0
+    swiglu_beta: float = 0.0
+    swiglu_limit: float | None = None
+    block_size: int = 16
+    scale_format: str | None = None
+    scale_layout: str = "128x4"
+    backend: str = AUTO
+    static_weight: bool = False
+
+    @property
+    def gate(self) -> tuple[float, float, float | None]:
+        """The parameters of the gate."""
+        return self.swiglu_alpha, self.swiglu_beta, self.swiglu_limit
+
+    @property
+    def bias_dtype(self) -> torch.dtype:
+        """Of a bias that is not float32."""
+        return self.a.dtype if self.a.dtype in SIXTEEN_BIT else torch.bfloat16
+
+
+class GatedGemm(BackendPath[GatedCall]):
+    """A GEMM op with experts over N, whose two halves a gate multiplies.
+
+    Args:
+        a: format of the activations, and of the result.
+    """
+
+    call_type = GatedCall
+
+    def __init__(self, a: Literal["fp4", "16-bit"]) -> None:
+        super().__init__(a, "fp4", "n")
+
+    def key(self, values: Values) -> tuple[Any, ...]:
+        a, b, a_scale, b_scale, routing, alpha, bias, global_scale = values[:8]
+        return (
+            bucket(a.shape[0]),
+            a.shape[1],
+            a.dtype,
+            b.shape,
+            b.dtype,
+            b_scale.shape,
+            b_scale.dtype,
+            None if a_scale is None else a_scale.dtype,
+            routing.shape[1],
+            None if alpha is None else alpha.shape,
+            None if bias is None else bias.dtype,
+            None if global_scale is None else global_scale.numel(),
+            gates_plainly(*values[8:11]),
+            values[11:],
+            a.get_device(),
+            tuning.generation,
+            tuning.blocks and tuning.is_on(),
+        )
+
+    # Checks
+
+    def check(self, call: GatedCall) -> None:
+        op, a, b, device = self.op, call.a, call.b, call.a.device
+        fmt, layout, b_layout = self.fp4_format(call)
+        _checks.check_packed(op, "w", b, fmt)
+        if b.dim() != 3:
+            raise ValueError(f"cute::{op}: w has shape {tuple(b.shape)}; expected (E, 2·I, H/2)")
+        experts, rows, k = b.shape[0], b.shape[1], 2 * b.shape[2]
+        if not 1 <= experts <= MAX_EXPERTS:
+            raise ValueError(f"cute::{op}: w is of {experts} experts; expected 1 to {MAX_EXPERTS}")
+        if rows == 0 or rows % (2 * EXPERT_MULTIPLE):
+            raise ValueError(
+                f"cute::{op}: w has {rows} rows of an expert; expected 2·I, I a positive multiple of {EXPERT_MULTIPLE}"
+            )
+        _checks.check_matrix(op, "a", a, "(M, H/2)" if self.a == "fp4" else "(M, H)")
+        m = a.shape[0]
+        if call.a_scale is None:
+            _checks.check_dtype(op, "a", a, SIXTEEN_BIT)
+            _checks.check_shape(op, "a", a, (m, k), f"the {k} elements that a row of w has")
+        else:
+            _checks.check_packed(op, "a", a, fmt)
+            _checks.check_shape(op, "a", a, (m, k // 2), f"the {k // 2} bytes that a row of w has")
+            self.check_fp4_scale("a_scale", call.a_scale, (m, k), fmt, layout)
+        self.check_fp4_scale("w_scale", call.b_scale, (experts, rows, k), fmt, b_layout)
+        _checks.check_dtype(op, "routing", call.routing, (torch.float32,))
+        _checks.check_shape(op, "routing", call.routing, (m, experts), "a row for each of a, an element an expert of w")
+        if call.alpha is not None:
+            _checks.check_dtype(op, "alpha", call.alpha, (torch.float32,))
+            if call.alpha.shape not in ((experts,), (experts, 2)):
+                raise ValueError(
+                    f"cute::{op}: alpha has shape {tuple(call.alpha.shape)}; expected ({experts},), or "
+                    f"{(experts, 2)} for gate and up"
+                )
+        self._check_global_scale(call.global_scale, experts, fmt)
+        for name, tensor in zip(
+            ("w", "a_scale", "w_scale", "routing", "alpha", "global_scale"),
+            (b, *call[2:6], call.global_scale),
+            strict=True,
+        ):
+            if tensor is not None:
+                _checks.check_device(op, name, tensor, "a", device)
+        check_bias(op, call.bias, call.bias_dtype, (experts, rows), device, "a row of w")
+        _checks.check_swiglu(op, *call.gate)
+        self.check_backend(call)
+
+    def _check_global_scale(self, global_scale: Tensor | None, experts: int, fmt: FP4Format) -> None:
+        if global_scale is None:
+            return
+        if not fmt.has_global_scale:
+            raise ValueError(f"cute::{self.op}: global_scale is given; {fmt.name} takes none, so pass None")
+        _checks.check_dtype(self.op, "global_scale", global_scale, (torch.float32,))
+        if global_scale.numel() != 1 and global_scale.shape != (experts,):
+            raise ValueError(
+                f"cute::{self.op}: global_scale has shape {tuple(global_scale.shape)}; expected one element, or "
+                f"({experts},)"
+            )
+
+    # What is computed, and by which backend
+
+    def problem(self, call: GatedCall) -> "GemmProblem":
+        p = gemm_package().problem
+        fmt, layout, b_layout = self.fp4_format(call)
+        experts, rows, held = call.b.shape
+        is_fp4 = self.a == "fp4"
+        a = p.Operand(fmt, layout) if is_fp4 else p.Operand(call.a.dtype)
+        alpha = None if call.alpha is None else "expert" if call.alpha.dim() == 1 else "expert_half"
+        bias_dtype = None if call.bias is None else call.bias.dtype
+        global_scale = call.global_scale
+        problem: GemmProblem = p.GemmProblem(
+            a,
+            p.Operand(fmt, b_layout),
+            experts * (rows // 2),
+            2 * held,
+            p.Epilogue(call.bias_dtype, alpha, bias_dtype),
+            p.Grouping("n", experts),
+            gate="silu" if gates_plainly(*call.gate) else "swiglu",
+            quantised=p.Operand(fmt, layout) if is_fp4 else None,
+            global_scale=None if global_scale is None else "one" if global_scale.numel() == 1 else "expert",
+            static_weight=call.static_weight,
+        )
+        return problem
+
+    def ready_launcher(self, *how: Any, **named: Any) -> "GatedLauncher":
+        return GatedLauncher(*how, **named)
+
+    def fill_without_work(self, call: GatedCall, out: tuple[Tensor, ...]) -> bool:
+        return not call.a.shape[0]
+
+    def properties(self, call: GatedCall) -> dict[str, Any]:
+        problem = self.problem(call)
+        shown: dict[str, Any] = {"n": problem.n, "k": problem.k, "m": call.a.shape[0], "experts": problem.experts}
+        if self.a == "16-bit":
+            shown["dtype"] = call.a.dtype
+        else:
+            shown["global_scales"] = problem.global_scale
+        shown |= {"alpha": problem.epilogue.alpha, "bias_dtype": problem.epilogue.bias_dtype}
+        shown["swiglu"] = problem.gate == "swiglu"
+        names = ("block_size", "scale_format", "scale_layout", "backend", "static_weight")
+        return shown | {name: getattr(call, name) for name in names}
+
+    def has_property(self, name: str) -> bool:
+        if name in ("dtype", "global_scales"):
+            return (name == "dtype") == (self.a == "16-bit")
+        return True
+
+    def example(
+        self,
+        *,
+        n: int,
+        k: int,
+        experts: int,
+        m: int = 1,
+        dtype: torch.dtype | None = None,
+        alpha: GatedAlphaKind | None = None,
+        bias_dtype: torch.dtype | None = None,
+        global_scales: Literal["one", "expert"] | None = None,
+        swiglu: bool = False,
+        block_size: int = 16,
+        scale_format: str | None = None,
+        scale_layout: str = "128x4",
+        backend: str = AUTO,
+        static_weight: bool = False,
+        device: torch.device | int | str | None = None,
+    ) -> Arguments:
+        """A call with these static properties.
+
+        Args:
+            n, k: columns of the result, E·I of all experts, and elements of a sum.
+            experts: how many there are.
+            m: rows; calls in the same bucket are made ready too.
+            dtype: of ``a``, where that has 16 bits; ``None`` means bfloat16.
+            alpha: what calls pass: one for each ``"expert"``, or two for its gate and up, ``"expert_half"``; ``None``:
+                none.
+            bias_dtype: of the bias that calls pass; ``None``: none.
+            global_scales: what calls pass as ``global_scale``: ``"one"``, or one for each ``"expert"``; ``None``: none.
+            swiglu: whether calls pass parameters of the gate that are not the defaults.
+            block_size, scale_format, scale_layout, backend, static_weight: as in the calls.
+            device: of the tensors; ``None`` means the current CUDA device.
+
+        Raises:
+            ValueError: for ``n`` that is no multiple of ``experts``, or an unknown ``alpha`` or ``global_scales``.
+        """
+        if n % experts:
+            raise ValueError(f"cute::{self.op}: n is {n}; expected as many columns for each of {experts} experts")
+        target, rows = cuda_device(device), 2 * (n // experts)
+        fmt, layout, b_layout = self.fp4_format(
+            GatedCall(None, None, block_size=block_size, scale_format=scale_format, scale_layout=scale_layout)  # type: ignore[arg-type]
+        )
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=target)
+
+        def fp4(shape: tuple[int, ...], scales: Any) -> tuple[Tensor, Tensor]:
+            codes, scale = fp4_shapes(shape, fmt, scales)
+            return zeros(*codes, dtype=torch.uint8), zeros(*scale, dtype=torch.uint8).view(fmt.scale_dtype)
+
+        given: dict[str, Any] = {"backend": backend, "static_weight": static_weight, "swiglu_beta": float(swiglu)}
+        given |= {"block_size": block_size, "scale_format": scale_format, "scale_layout": scale_layout}
+        given["w"], given["w_scale"] = fp4((experts, rows, k), b_layout)
+        if self.a == "fp4":
+            given["a"], given["a_scale"] = fp4((m, k), layout)
+            scales = {None: None, "one": (1,), "expert": (experts,)}
+            shape = self._chosen("global_scales", global_scales, scales)
+            given["global_scale"] = None if shape is None else zeros(*shape) + 1
+        else:
+            given["a"] = zeros(m, k, dtype=dtype or torch.bfloat16)
+        given["routing"] = zeros(m, experts) + 1
+        shape = self._chosen("alpha", alpha, {None: None, "expert": (experts,), "expert_half": (experts, 2)})
+        given["alpha"] = None if shape is None else zeros(*shape) + 1
+        given["bias"] = None if bias_dtype is None else zeros(experts, rows, dtype=bias_dtype)
+        return (), given
+
+    def _chosen(self, name: str, value: str | None, choices: dict[str | None, Any]) -> Any:
+        if value not in choices:
+            expected = ", ".join(repr(choice) for choice in choices)
+            raise ValueError(f"cute::{self.op}: {name} is {value!r}; expected one of {expected}")
+        return choices[value]
+
+    def flops(self, a_shape: Any, b_shape: Any) -> int:
+        """Multiplications and additions of all pairs of a row and a column: what routing leaves out is not known."""
+        experts, rows, held = b_shape
+        return int(2 * a_shape[0] * experts * rows * held * 2)
+
+
+class GatedLauncher(Launcher[GatedCall]):
+    """A backend and a tactic, ready to compute.
+
+    Args:
+        problem, choice, target: what is computed, how and where.
+        kernels: what it launches.
+        is_kept: as of ``Launcher``.
+    """
+
+    def __init__(
+        self,
+        problem: "GemmProblem",
+        choice: "Choice",
+        kernels: tuple[KernelSpec, ...],
+        target: "Target",
+        *,
+        is_kept: bool,
+    ) -> None:
+        self.kernels, self.is_kept = kernels, is_kept
+        self.compute = choice.backend.launcher(problem, choice.tactic, target)
+        self.is_direct = choice.backend.checks_operands(problem)
+        self.device, self.n, self.experts = target.device, problem.n, problem.experts
+        assert isinstance(problem.b.format, FP4Format)
+        self.fmt = problem.b.format
+        self.layout = None if problem.quantised is None else problem.quantised.scale_layout
+        self.dtype = problem.epilogue.out_dtype if problem.quantised is None else torch.uint8
+        self.scale_columns = 0
+        if self.layout is not None:
+            self.scale_columns = self.layout.padded_blocks(problem.k // self.fmt.block_size)
+
+    def run(self, values: Values, out: Any) -> Any:
+        if not self.is_direct:
+            return None
+        a, b, a_scale, b_scale, routing, alpha, bias, global_scale = values[:8]
+        m = a.shape[0]
+        # The compiled function takes any number of scale rows.
+        if not m or (self.layout is not None and a_scale.shape != (self.layout.padded_rows(m), self.scale_columns)):
+            return None
+        if out is None:
+            new = allocator(self.device)
+            if self.layout is None:
+                out = new((m, self.n), (self.n, 1), self.dtype)
+            else:
+                rows = self.layout.padded_rows(m)
+                blocks = self.layout.padded_blocks(self.n // self.fmt.block_size)
+                codes = new((m, self.n // 2), (self.n // 2, 1), self.dtype)
+                out = codes, new((rows, blocks), (blocks, 1), self.fmt.scale_dtype)
+        results = (out, None) if self.layout is None else out
+        if global_scale is not None and global_scale.dim() != 1:
+            global_scale = global_scale.reshape(1)
+        gate = gate_arguments(*values[8:11])
+        self.compute(a, b, a_scale, b_scale, alpha, bias, routing, global_scale, *gate, *results)
+        return out
+
+    def launch(self, call: GatedCall, out: Any) -> None:
+        a, b, a_scale, b_scale, routing, alpha, bias, global_scale = call[:8]
+        if a_scale is not None:
+            a, a_scale = aligned(seen_as(a, torch.uint8)), aligned(seen_as(a_scale, self.fmt.scale_dtype))
+        else:
+            a = aligned(a)
+        b, b_scale = aligned(seen_as(b, torch.uint8)), aligned(seen_as(b_scale, self.fmt.scale_dtype))
+        alpha, bias = (None if tensor is None else aligned(tensor) for tensor in (alpha, bias))
+        if global_scale is not None:
+            global_scale = aligned(global_scale.reshape(-1))
+        results = (out, None) if self.layout is None else out
+        gate = gate_arguments(*call.gate)
+        self.compute(a, b, a_scale, b_scale, alpha, bias, routing, global_scale, *gate, *results)

@@ -1,0 +1,117 @@
+"""Reference of ``moe_fc1_fp4``."""
+
+from typing import Any
+
+import torch
+
+from torch_cute_ops.formats import SCALE_LAYOUTS, FP4Format, ScaleLayout
+from torch_cute_ops.formats.scale_layout import from_linear, to_linear
+from torch_cute_ops.reference.fp4_dequantize import decode_rows
+from torch_cute_ops.reference.fp4_quantize import quantize_rows
+from torch_cute_ops.reference.mm_fp4 import activations, finished, formats_of, row_sums
+from torch_cute_ops.reference.moe_fc2_fp4 import rows_of
+from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
+
+Tensor = torch.Tensor
+
+
+def moe_fc1_fp4(
+    a: Tensor,
+    w: Tensor,
+    a_scale: Tensor,
+    w_scale: Tensor,
+    routing: Tensor,
+    alpha: Tensor | None = None,
+    bias: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    block_size: int = 16,
+    scale_format: str | None = None,
+    scale_layout: str = "128x4",
+    swiglu_alpha: float = 1.0,
+    swiglu_beta: float = 0.0,
+    swiglu_limit: float | None = None,
+    *rest: Any,
+    **named: Any,
+) -> tuple[Tensor, Tensor]:
+    """Each expert's gated columns as FP4 blocks, zeros where a token is not routed; see the op's docstring."""
+    fmt, layout, w_layout = formats_of(block_size, scale_format, scale_layout)
+    gate = swiglu_alpha, swiglu_beta, swiglu_limit
+    value = gated_experts(a, a_scale, w, w_scale, routing, alpha, bias, gate, fmt, layout, w_layout)
+    return quantize_experts(value, len(w), global_scale, fmt, layout)
+
+
+def gated_experts(
+    a: Tensor,
+    a_scale: Tensor | None,
+    w: Tensor,
+    w_scale: Tensor,
+    routing: Tensor,
+    alpha: Tensor | None,
+    bias: Tensor | None,
+    gate: tuple[float, float, float | None],
+    fmt: FP4Format,
+    a_layout: ScaleLayout | None,
+    w_layout: ScaleLayout,
+) -> Tensor:
+    """SwiGLU of ``alpha · a @ w[e].T + bias[e]`` for each expert, (M, E·I) in float32; 0 where ``routing`` is 0.
+
+    A sum is taken in float64 and rounded to float32.
+    """
+    experts, lines, held = w.shape
+    scales = to_linear(w_scale.view(fmt.scale_dtype), w_layout, experts * lines, 2 * held // fmt.block_size)
+    left = activations(a, a_scale, fmt, a_layout)
+    value = torch.zeros(len(a), experts, lines // 2, dtype=torch.float32, device=a.device)
+    for expert, codes in enumerate(w.view(torch.uint8)):
+        routed = routing[:, expert, None] != 0
+        rows = rows_of(routed)
+        if isinstance(rows, Tensor) and not len(rows):
+            continue
+        own = scales.view(experts, lines, -1)[expert]
+        sums = row_sums(left[rows], decode_rows(codes, own, fmt, SCALE_LAYOUTS["linear"]).double()).float()
+        factor = None if alpha is None else alpha[expert].repeat_interleave(lines // alpha[expert].numel())
+        both = finished(sums, factor, None if bias is None else bias[expert], torch.float32)
+        value[rows, expert] = torch.where(routed[rows], silu_mul_rows(both, *gate), 0.0)
+    return value.flatten(1)
+
+
+def quantize_experts(
+    value: Tensor, experts: int, global_scale: Tensor | None, fmt: FP4Format, layout: ScaleLayout
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of ``value`` (M, E·I), with a global scale for all experts or for each."""
+    encode = [None] * experts if global_scale is None else list(global_scale.reshape(-1).expand(experts))
+    parts = value.chunk(experts, 1)
+    codes, scales = zip(
+        *(quantize_rows(part, fmt, one, "linear") for part, one in zip(parts, encode, strict=True)), strict=True
+    )
+    joined = torch.cat([scale.view(torch.uint8) for scale in scales], 1).view(scales[0].dtype)
+    return torch.cat(codes, 1), from_linear(joined, layout)
+
+
+def written_parts(
+    outputs: tuple[Tensor, ...], routing: Tensor, fmt: FP4Format, layout: ScaleLayout
+) -> tuple[Tensor, Tensor]:
+    """Where codes and scales are written, as masks: at routed pairs, and in all padding."""
+    skipped, width = routing == 0, outputs[0].shape[1] // routing.shape[1]
+    scales = from_linear(skipped.repeat_interleave(2 * width // fmt.block_size, 1).to(torch.uint8), layout)
+    return ~skipped.repeat_interleave(width, 1), scales == 0
+
+
+def written(
+    outputs: tuple[Tensor, ...],
+    a: Tensor,
+    w: Tensor,
+    a_scale: Tensor,
+    w_scale: Tensor,
+    routing: Tensor,
+    alpha: Tensor | None = None,
+    bias: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    block_size: int = 16,
+    scale_format: str | None = None,
+    scale_layout: str = "128x4",
+    *rest: Any,
+    **named: Any,
+) -> tuple[Tensor, ...]:
+    """Which elements of the outputs the op writes."""
+    fmt, layout, _ = formats_of(block_size, scale_format, scale_layout)
+    return written_parts(outputs, routing, fmt, layout)
