@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch_cute_ops import checkpoint
 from torch_cute_ops.distributed import DividedExperts, count_traffic, decoder_plan, load_
 from torch_cute_ops.nn import QuantExperts, quantize_
+from torch_cute_ops.nn.experts import FEW_TOKENS
 
 pytest.importorskip("safetensors")
 from support import checkpoints
@@ -76,6 +77,17 @@ def values(rank: int) -> None:
                 exact = reference.summed(x, ids, factors, torch.float32)
                 bound = 2.0**-8 * exact.abs() + 1e-4 if sums else 2.0**-6 * exact.abs().max()
                 assert ((y.float() - exact).abs() <= bound).all(), (scheme, form, by, sums)
+
+        if scheme != "fp8_block":
+            whole.route_few_()
+            exact = whole(x, ids, factors).float()
+            for by in WAYS:
+                few = divided(block, mesh, by)
+                assert few.side_by_side.weight.numel() == whole.side_by_side.weight.numel() // WORLD
+                y = few(x, ids, factors).float()
+                assert ((y - exact).abs() <= 2.0**-6 * exact.abs().max()).all(), (scheme, form, by)
+                line = FEW_TOKENS * E // TOPK
+                assert few.is_few(line, TOPK) and not few.is_few(line + 2, TOPK)
 
 
 def write_gpt_oss(folder: Path) -> None:
