@@ -33,7 +33,7 @@ BACKEND = backend_for("tcgen05", DEEPSEEK)
     ("reason", "problem"),
     [
         (None, fp4_problem(n=8, k=64, experts=1)),
-        (None, fp4_problem(n=40, k=3 * 64, experts=3, fmt=MXFP4)),
+        (None, fp4_problem(n=40, k=3 * 64, experts=3, fmt=MXFP4, bias_dtype=FP32)),
         (None, fp4_problem(n=40, k=4 * 320, experts=4, fmt=MXFP4, layout="linear")),
         (None, fp4_problem(n=40, k=1000 * 64, experts=1000)),
         ("both operands have to be in FP4; a is torch.bfloat16", fp4_problem(k=512, experts=2, a_dtype=BF16)),
@@ -102,18 +102,19 @@ def test_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     fmt, layout, tactic = MXFP4, "linear", (32, 2, "routed")
     m, n, experts, width = 5, 40, 10, 64
     k = experts * width
-    problem = fp4_problem(n, k, fmt, layout=layout, out_dtype=FP32, experts=experts)
+    problem = fp4_problem(n, k, fmt, layout=layout, out_dtype=FP32, experts=experts, bias_dtype=FP32)
     assert tactic in BACKEND.tactics(problem, m, BLACKWELL)
     monkeypatch.setattr(
         _fp4, "compile_kernel", lambda kernel, arch: lambda *call: run_kernel(kernel.make(), arch, *call, strict=True)
     )
     (a, a_scale), (b, b_scale) = (random_matrix(rows, k, fmt, layout, CPU, POWERS[fmt.scale_format]) for rows in (m, n))
     alpha, out = torch.randint(0, 3, (m, experts)) / 2, poisoned(m, n, dtype=FP32)
+    bias = torch.randint(-50, 51, (experts, n)).float()
     assert BACKEND.checks_operands(problem)
     monkeypatch.setattr(backend, "allocator", lambda device: lambda size, stride, dtype: poisoned(*size, dtype=dtype))
-    BACKEND.launcher(problem, tactic, BLACKWELL)(*Operands(a, b.t(), a_scale, b_scale, alpha), out)
+    BACKEND.launcher(problem, tactic, BLACKWELL)(*Operands(a, b.t(), a_scale, b_scale, alpha, bias), out)
     layouts = SCALE_LAYOUTS[layout], SCALE_LAYOUTS[layout]
-    assert torch.equal(out, expert_gemm(a, a_scale, b, b_scale, alpha, None, FP32, fmt, *layouts))
+    assert torch.equal(out, expert_gemm(a, a_scale, b, b_scale, alpha, bias, FP32, fmt, *layouts))
 
 
 CONFIG = fp4_tcgen05_experts.plan(
@@ -136,6 +137,10 @@ CONFIG = fp4_tcgen05_experts.plan(
         ({"width": 96}, "an expert's width is 96; it has to be a multiple of 64"),
         ({"columns": 96}, "tiles have (32, 64, 128) rows of the weight, in (1, 2, 3, 5, 8) parts; not 96 in 2"),
         ({"parts": 4}, "not 128 in 4"),
+        (
+            {"layout": SCALE_LAYOUTS["linear"], "columns": 64, "bias_dtype": FP32},
+            "with linear scales, tiles have at most 32 rows of the weight, not 64",
+        ),
         ({"layout": SCALE_LAYOUTS["linear"]}, "with linear scales, tiles have at most 64 rows of the weight, not 128"),
         ({"stages": 7}, "bytes of shared memory; sm_100a has 232448"),
     ],

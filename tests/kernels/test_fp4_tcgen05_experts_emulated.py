@@ -34,9 +34,9 @@ class Gemm(NamedTuple):
         return f"{self.case.id}-{'x'.join(map(str, self.sizes))}-{self.ctas}"
 
 
-def gemm(*case: Any, sizes: tuple[int, int, int], share: float = 0.5, ctas: int = 1, stages: int = 3) -> Gemm:
+def gemm(*case: Any, sizes: tuple[int, int, int], share: float = 0.5, ctas: int = 1, bias: Any = None) -> Gemm:
     """``case``: format, layout, rows of the weight of a tile, parts of experts, routed, dtype, an expert's width."""
-    return Gemm(Tcgen05ExpertsCase(*case, stages=stages), sizes, share, ctas)
+    return Gemm(Tcgen05ExpertsCase(*case, stages=3, bias_dtype=bias), sizes, share, ctas)
 
 
 # Rows, columns and k beyond which there is nothing; experts of one chunk and of several, the last not whole; more of a
@@ -44,9 +44,9 @@ def gemm(*case: Any, sizes: tuple[int, int, int], share: float = 0.5, ctas: int 
 COVERING = [
     gemm(NVFP4, "128x4", 128, 1, False, BF16, 320, sizes=(130, 136, 3)),
     gemm(NVFP4, "128x4", 64, 2, True, FP16, 64, sizes=(5, 72, 70), share=0.02),
-    gemm(NVFP4, "linear", 32, 5, True, FP32, 576, sizes=(33, 40, 5), share=0.03, ctas=2),
+    gemm(NVFP4, "linear", 32, 5, True, FP32, 576, sizes=(33, 40, 5), share=0.03, ctas=2, bias=FP32),
     gemm(MXFP4, "128x4", 32, 2, False, FP32, 192, sizes=(9, 104, 7), ctas=3),
-    gemm(MXFP4, "128x4", 128, 8, True, BF16, 320, sizes=(130, 24, 9), share=0.01, ctas=3),
+    gemm(MXFP4, "128x4", 128, 8, True, BF16, 320, sizes=(130, 24, 9), share=0.01, ctas=3, bias=BF16),
     gemm(MXFP4, "linear", 64, 1, True, FP16, 448, sizes=(5, 136, 4)),
 ]
 MORE = [
@@ -77,7 +77,8 @@ def workspace(case: Tcgen05ExpertsCase, m: int, n: int, experts: int) -> torch.T
 def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel leaves in its output, and the reference's result.
 
-    Scales of activations are NaN where the factor is zero, as is what no token has.
+    Scales of activations are NaN where the factor is zero, as is what no token has, and the bias of experts that no
+    token is routed to.
     """
     (m, n, experts), case = one.sizes, one.case
     fmt, layout = case.format, SCALE_LAYOUTS[case.layout]
@@ -89,6 +90,10 @@ def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[tor
     alpha = torch.randint(1, 9, (m, experts)) / 4 * (torch.rand(m, experts) < one.share)
     alpha[m // 2, 0] = 0.0
     alpha[0, -1], alpha[0, 0] = 1.5, -0.0
+    bias = None
+    if case.bias_dtype is not None:
+        bias = torch.randint(-50, 51, (experts, n)).to(case.bias_dtype)
+        bias[(alpha == 0).all(0)] = torch.nan
     nan = 0x7F if fmt == NVFP4 else 0xFF
     rows = to_linear(a_scale.view(torch.uint8), layout, m, k // fmt.block_size).clone()
     rows[(alpha == 0).repeat_interleave(case.width // fmt.block_size, 1)] = nan
@@ -97,11 +102,11 @@ def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[tor
     a_scale = torch.where(exists, placed, nan).view(fmt.scale_dtype)
     out = poisoned(m, n, dtype=case.out_dtype)
     given = fp4_tcgen05_experts.Arguments(
-        a, a_scale, b.t(), b_scale, alpha, out, workspace(case, m, n, experts), one.ctas
+        a, a_scale, b.t(), b_scale, alpha, bias, out, workspace(case, m, n, experts), one.ctas
     )
     max_steps = 1_000_000 if edit is None else 200_000  # a fault may have threads wait for ever
     run_kernel(case.kernel, ARCHS[case.arch], *given, seed=seed, max_steps=max_steps, strict=True, edit=edit)
-    return out, expert_gemm(a, a_scale, b, b_scale, alpha, case.out_dtype, fmt, layout, layout)
+    return out, expert_gemm(a, a_scale, b, b_scale, alpha, bias, case.out_dtype, fmt, layout, layout)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -137,10 +142,10 @@ def test_factors_of_any_strides() -> None:
     alpha = alpha[::2, ::3].t()
     alpha[2, 1] = torch.nan
     out = poisoned(m, n, dtype=FP32)
-    given = (a, a_scale, b.t(), b_scale, alpha, out, workspace(case, m, n, experts), 2)
+    given = (a, a_scale, b.t(), b_scale, alpha, None, out, workspace(case, m, n, experts), 2)
     run_kernel(case.kernel, ARCHS["sm_100a"], *given, strict=True)
     layout = SCALE_LAYOUTS["128x4"]
-    want = expert_gemm(a, a_scale, b, b_scale, alpha, FP32, NVFP4, layout, layout)
+    want = expert_gemm(a, a_scale, b, b_scale, alpha, None, FP32, NVFP4, layout, layout)
     assert out[2].isnan().all() and want[2].isnan().all()
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-4, equal_nan=True)
 
@@ -155,13 +160,14 @@ def test_sums_of_any_size_in_the_same_order() -> None:
 
     def results(rows: slice, ctas: int) -> torch.Tensor:
         out = poisoned(len(a[rows]), n, dtype=FP32)
-        given = (a[rows], a_scale[rows], b.t(), b_scale, alpha[rows], out, workspace(case, len(out), n, experts), ctas)
+        given = (a[rows], a_scale[rows], b.t(), b_scale, alpha[rows], None, out)
+        given = (*given, workspace(case, len(out), n, experts), ctas)
         run_kernel(case.kernel, ARCHS[case.arch], *given, strict=True)
         return out
 
     every = results(slice(m), 1)
     layout = SCALE_LAYOUTS["linear"]
-    want = expert_gemm(a, a_scale, b, b_scale, alpha, FP32, NVFP4, layout, layout)
+    want = expert_gemm(a, a_scale, b, b_scale, alpha, None, FP32, NVFP4, layout, layout)
     torch.testing.assert_close(every, want, rtol=1e-5, atol=1e-4)
     assert torch.equal(results(slice(m), 4), every)
     assert torch.equal(results(slice(1, 2), 2), every[1:2])
@@ -171,7 +177,7 @@ def test_sums_of_any_size_in_the_same_order() -> None:
 
 FAULTY = {
     "dense": gemm(NVFP4, "128x4", 64, 1, False, FP32, 320, sizes=(40, 72, 3)),
-    "routed": gemm(MXFP4, "128x4", 32, 2, True, BF16, 320, sizes=(40, 40, 10), share=0.03, ctas=2),
+    "routed": gemm(MXFP4, "128x4", 32, 2, True, BF16, 320, sizes=(40, 40, 10), share=0.03, ctas=2, bias=FP32),
     "linear": gemm(NVFP4, "linear", 32, 1, False, FP32, 320, sizes=(40, 40, 3)),
 }
 AT_ONCE = Unfound(1, "loads have their values at once, and the wait for the next ones is for them too", dead=False)

@@ -36,7 +36,7 @@ CASES = [
     ExpertsCase(FP16, NVFP4, "128x4", "128x4", 16, 16, FP32),
     Tcgen05Case(NVFP4, "128x4", 8, 1, 1, COLUMN),
     Tcgen05Case(MXFP4, "linear", 256, 2, 1, COLUMN),
-    Tcgen05ExpertsCase(MXFP4, "128x4", 64, 2, True, BF16, 256),
+    Tcgen05ExpertsCase(MXFP4, "128x4", 64, 2, True, BF16, 256, bias_dtype=FP32),
     FP8GemmCase("fp8_wgmma", "masked", (16, 128, 1), Epilogue(FP32, "expert_column", FP32)),
     FP8GemmCase("fp8_mma", "counted", (16,), Epilogue(BF16, "expert", BF16), "sm_120a"),
 ]

@@ -369,12 +369,14 @@ class Tcgen05ExpertsCase:
     width: int
     stages: int | None = None
     arch: str = "sm_100a"
+    bias_dtype: torch.dtype | None = None
 
     @property
     def id(self) -> str:
         tile = f"{self.columns}by{self.parts}{'routed' if self.routed else 'dense'}of{self.width}"
-        dtype = _short(self.out_dtype)[0]
-        return "-".join(("tcgen05_experts", self.format.name, self.layout, tile, dtype, self.arch))
+        bias = [] if self.bias_dtype is None else [f"bias_{_short(self.bias_dtype)[0]}"]
+        dtypes = _short(self.out_dtype)[0], *bias
+        return "-".join(("tcgen05_experts", self.format.name, self.layout, tile, *dtypes, self.arch))
 
     @property
     def kernel(self) -> Any:
@@ -392,6 +394,7 @@ class Tcgen05ExpertsCase:
             routed=self.routed,
             arch=GPU_ARCHS[self.arch],
             pdl=True,
+            bias_dtype=self.bias_dtype,
         )
         assert config is not None
         return fp4_tcgen05_experts.FP4Tcgen05ExpertsKernel(replace(config, stages=self.stages or config.stages))
@@ -402,10 +405,16 @@ def tcgen05_experts_cases(every: bool) -> list[Tcgen05ExpertsCase]:
     widths, archs = itertools.cycle((256, 320, 64, 2048, 768)), itertools.cycle(("sm_100a", "sm_103a"))
     outs = itertools.cycle((BF16, FP16, FP32))
     tiles = [*itertools.product((128, 64, 32), (1, 2, 3, 5, 8), (False, True))]
-    return [
+    biases = itertools.cycle((None, FP32, "out", None))
+    cases = [
         Tcgen05ExpertsCase(*kind, *tile, next(outs), next(widths), arch=next(archs))
         for (i, kind), (j, tile) in itertools.product(enumerate(TCGEN05_KINDS), enumerate(tiles))
         if (every or (5 * i + j) % 13 == 0) and not (kind[1] == "linear" and tile[0] == 128)
+    ]
+    return [
+        replace(case, bias_dtype=case.out_dtype if bias == "out" else bias)
+        for case, bias in zip(cases, biases, strict=False)
+        if bias is None or case.layout != "linear" or case.columns == 32
     ]
 
 

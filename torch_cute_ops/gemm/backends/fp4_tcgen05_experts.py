@@ -32,6 +32,7 @@ class FP4Tcgen05Experts(Tcgen05Backend):
     computed, or those alone that some token of the tile is routed to)."""
 
     groupings = ("k",)
+    adds_expert_bias = True
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
         every = [
@@ -79,7 +80,7 @@ class FP4Tcgen05Experts(Tcgen05Backend):
         device, n, experts, ctas = target.device, problem.n, problem.experts, target.sms
         if not config.has_workspace:
             return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
-                a, a_scale, b, b_scale, alpha, out, None, ctas
+                a, a_scale, b, b_scale, alpha, bias, out, None, ctas
             )
         return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
             a,
@@ -87,6 +88,7 @@ class FP4Tcgen05Experts(Tcgen05Backend):
             b,
             b_scale,
             alpha,
+            bias,
             out,
             allocator(device)((config.workspace_bytes(a.shape[0], n, experts),), (1,), torch.uint8),
             ctas,
@@ -111,4 +113,5 @@ def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_tcgen05_exp
         routed=mode == ROUTED,
         arch=arch,
         pdl=settings.PDL,
+        bias_dtype=problem.epilogue.bias_dtype,
     )

@@ -1,5 +1,6 @@
 """The second GEMM of a mixture of experts by block-scaled ``tcgen05.mma``:
-``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · w[n, k])``, of two FP4 operands. For data-center Blackwell.
+``out[m, n] = Σ_e alpha[m, e] · (Σ_{k of e} a[m, k] · w[n, k] + bias[e, n])``, of two FP4 operands. For data-center
+Blackwell.
 
 The activations are on the M side of the MMAs: a row of tensor memory is a token, so that its factor for an expert is
 one number for each thread that loads sums. The weight is on the N side, ``columns`` rows of it. With few tokens the
@@ -18,10 +19,11 @@ Roles.
    tiles.
 3. One thread of the multiplying warp copies a chunk's scales to tensor memory and issues its MMAs, as ``fp4_tcgen05``
    does. An expert's sums begin at zero in one of two accumulators; its last commit says that they are complete.
-4. Four storing warps take an expert's sums out while the next one's are computed. A thread multiplies them by its
-   token's factor, in fp32, and adds them to totals in registers. Where the factor is zero nothing is added, whatever
-   the sums are; a warp without a token that is routed to the expert loads none. At the end of a unit they store the
-   totals, while MMAs of the next one run: as the result, or with several parts in the workspace.
+4. Four storing warps take an expert's sums out while the next one's are computed. A thread adds the expert's bias,
+   multiplies by its token's factor, in fp32, and adds the products to totals in registers. Where the factor is zero
+   nothing is added, whatever the sums are; a warp without a token that is routed to the expert loads none. The warp has
+   loaded the bias meanwhile, and shares it through shared memory. At the end of a unit they store the totals, while
+   MMAs of the next one run: as the result, or with several parts in the workspace.
 
 Several parts. A second kernel adds up the totals of each part, in the order of the parts.
 

@@ -8,7 +8,7 @@ import torch
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
 from torch_cute_ops.kernels.common.block_scaled_config import BlockScaledConfig, with_most_stages
-from torch_cute_ops.kernels.common.block_scaled_stage import ROWS, STEP, BlockScaledStage
+from torch_cute_ops.kernels.common.block_scaled_stage import ROWS, STEP, STORING_WARPS, BlockScaledStage
 from torch_cute_ops.runtime.arch import Arch
 
 TILES: Final = (32, 64, 128)
@@ -19,9 +19,9 @@ ACCUMULATORS: Final = 2
 """Experts whose sums are in tensor memory: one is added up while the next is computed."""
 LOADED: Final = 32
 """Columns of tensor memory that a thread loads at once."""
-MOST_ARRANGED: Final = 64
-"""Most rows of the weight of a tile with linear scales: beside the warps that arrange these, a thread that stores has
-no registers for totals of more (they spilled)."""
+MOST_ARRANGED: Final = {False: 64, True: 32}
+"""Most rows of the weight of a tile with linear scales, without a bias or with one: beside the warps that arrange
+these, a thread that stores has no registers for totals of more (they spilled)."""
 GROUP: Final = 8
 """Columns of the result that a thread stores at once."""
 WORD: Final = 32
@@ -39,6 +39,7 @@ class Arguments(NamedTuple):
         b: (K/2, N) uint8 codes, the transposed view of a row-major (N, K/2) weight.
         b_scale: as ``a_scale``, of the weight's rows.
         alpha: (M, E) float32, any strides; where it is zero nothing is added.
+        bias: (E, N), added to an expert's sum before the factor; or ``None``.
         out: (M, N), written.
         workspace: ``Config.workspace_bytes``, uint8, written; or ``None``, where these are none.
         ctas: CTAs that share all units, a number: the SMs.
@@ -49,6 +50,7 @@ class Arguments(NamedTuple):
     b: Any
     b_scale: Any
     alpha: Any
+    bias: Any
     out: Any
     workspace: Any
     ctas: Any
@@ -67,6 +69,7 @@ class Config(BlockScaledConfig):
         routed: whether experts are passed over that no token of the tile is routed to.
         stages: stages of the ring.
         pdl: whether launches are programmatic dependent launches.
+        bias_dtype: dtype of the experts' biases; ``None``: there are none.
     """
 
     fmt: FP4Format
@@ -78,6 +81,7 @@ class Config(BlockScaledConfig):
     routed: bool
     stages: int
     pdl: bool
+    bias_dtype: torch.dtype | None = None
 
     @property
     def stage(self) -> BlockScaledStage:
@@ -89,6 +93,15 @@ class Config(BlockScaledConfig):
     def chunks(self) -> int:
         """Chunks of an expert."""
         return -(-self.width // CHUNK)
+
+    @property
+    def bias_bytes(self) -> int:
+        """Shared memory for an expert's bias, fp32, of each storing warp."""
+        return 0 if self.bias_dtype is None else 4 * self.columns * STORING_WARPS
+
+    @property
+    def smem_bytes(self) -> int:
+        return super().smem_bytes + self.bias_bytes
 
     @property
     def shares_tiles(self) -> bool:
@@ -125,8 +138,9 @@ class Config(BlockScaledConfig):
             return f"an expert's width is {self.width}; it has to be a multiple of {STEP}"
         if self.columns not in TILES or self.parts not in PARTS:
             return f"tiles have {TILES} rows of the weight, in {PARTS} parts; not {self.columns} in {self.parts}"
-        if self.stage.arranges and self.columns > MOST_ARRANGED:
-            return f"with linear scales, tiles have at most {MOST_ARRANGED} rows of the weight, not {self.columns}"
+        most = MOST_ARRANGED[self.bias_dtype is not None]
+        if self.stage.arranges and self.columns > most:
+            return f"with linear scales, tiles have at most {most} rows of the weight, not {self.columns}"
         return None
 
 
@@ -141,9 +155,10 @@ def plan(
     routed: bool,
     arch: Arch,
     pdl: bool,
+    bias_dtype: torch.dtype | None = None,
 ) -> Config | None:
     """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if none does."""
     return with_most_stages(
-        lambda stages: Config(fmt, layout, out_dtype, width, columns, parts, routed, stages, pdl),
+        lambda stages: Config(fmt, layout, out_dtype, width, columns, parts, routed, stages, pdl, bias_dtype),
         arch,
     )

@@ -12,7 +12,8 @@ from torch_cute_ops.kernels.common.activation_layout import CHUNK
 from torch_cute_ops.kernels.common.block_scaled_kernel import WARP, BlockScaledKernel, ScaleTiles, as_bytes
 from torch_cute_ops.kernels.common.block_scaled_mma import STEPS
 from torch_cute_ops.kernels.common.block_scaled_stage import LINE, ROWS, SCALE_TILE, STEP
-from torch_cute_ops.kernels.common.convert import DSL_DTYPES, pack
+from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
+from torch_cute_ops.kernels.common.epilogue_ops import load_terms
 from torch_cute_ops.kernels.common.expert_factors import factor_counts, factors_argument
 from torch_cute_ops.kernels.common.fp4_weights import rows_of_bytes
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
@@ -35,6 +36,7 @@ class Part(NamedTuple):
         first, pitch: the first of the CTA's units, and how far it is to the next.
         a_scale, b_scale: as bytes.
         alpha: factors (M, E).
+        bias: biases (E, N), or ``None``.
         out: the result.
         touched: words of bits: which experts some token of a tile is routed to; ``None``: all are computed.
         totals: of all units; ``None``: they are the result.
@@ -53,6 +55,7 @@ class Part(NamedTuple):
     a_scale: cute.Tensor
     b_scale: cute.Tensor
     alpha: cute.Tensor
+    bias: cute.Tensor | None
     out: cute.Tensor
     touched: cute.Tensor | None
     totals: cute.Tensor | None
@@ -75,17 +78,21 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     def arguments(self) -> Arguments:
         m, n = Dim("m"), Dim("n", divisibility=8)
+        bias = None
+        if self.config.bias_dtype is not None:
+            bias = TensorArg(DSL_DTYPES[self.config.bias_dtype].__name__, (Dim("experts"), n), (n, 1), align=16)
         workspace = TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16)
         return Arguments(
             *self.mma.arguments(m, n),
             factors_argument(m),
+            bias,
             out=TensorArg(self.out_dtype.__name__, (m, n), (n, 1), align=16),
             workspace=workspace if self.config.has_workspace else None,
             ctas=ScalarArg("Int32"),
         )
 
     @cute.jit
-    def __call__(self, a, a_scale, b, b_scale, alpha, out, workspace, ctas: Int32, stream):
+    def __call__(self, a, a_scale, b, b_scale, alpha, bias, out, workspace, ctas: Int32, stream):
         c = self.config
         m, n = out.shape
         experts = alpha.shape[1]
@@ -104,7 +111,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
             touched = cute.make_tensor(
                 cute.recast_ptr(bits, dtype=Uint32), cute.make_layout((token_tiles * c.parts * words,))
             )
-        written, read = (out, workspace), (a, a_scale, b, b_scale, alpha)
+        written, read = (out, workspace), (a, a_scale, b, b_scale, alpha, bias)
         ctas = cutlass.min(units, cutlass.max(ctas, Int32(1)))
         if const_expr(c.routed):
             # The launch of no CTAs fails, and ends the call.
@@ -119,7 +126,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
             self.mma.map(self._by_expert(a, experts), ROWS),
             self.mma.map(self._by_expert(b_rows, experts), c.columns),
         )
-        self.kernel(*maps, as_bytes(a_scale), b_bytes, alpha, out, touched, totals).launch(
+        self.kernel(*maps, as_bytes(a_scale), b_bytes, alpha, bias, out, touched, totals).launch(
             grid=[ctas, 1, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
         )
         if const_expr(c.shares_tiles):
@@ -175,7 +182,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
     # GEMM
 
     @cute.kernel
-    def kernel(self, a_map, b_map, a_scale, b_scale, alpha, out, touched, totals):
+    def kernel(self, a_map, b_map, a_scale, b_scale, alpha, bias, out, touched, totals):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -198,6 +205,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
             a_scale=a_scale,
             b_scale=b_scale,
             alpha=alpha,
+            bias=bias,
             out=out,
             touched=touched,
             totals=totals,
@@ -350,23 +358,58 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
                 while bits != 0:
                     expert = self._expert(bits, word, unit)
                     factor = ptx.float_of(self._factor_bits(token, expert, token < part.m, part.alpha))
+                    biases = None
+                    if const_expr(c.bias_dtype is not None):
+                        biases = self._load_bias(expert, unit, tid, part)
                     ptx.wait(smem.sums_full + accumulator, parity)
                     tcgen05.fence_after()
                     counts = factor_counts(factor)
                     if cute.arch.vote_ballot_sync(counts) != 0:
                         start = columns + Uint32(accumulator * c.columns) + Uint32(tid // WARP * WARP << 16)
+                        if const_expr(c.bias_dtype is not None):
+                            self._share_bias(biases, tid, smem)
                         for piece in range_constexpr(c.columns // LOADED):
                             sums = tcgen05.load(start + piece * LOADED, LOADED)
                             tcgen05.wait_for_loads()
                             if counts:
-                                for j in range_constexpr(LOADED):
+                                for j in range_constexpr(0, LOADED, 4):
                                     at = piece * LOADED + j
-                                    totals[at] = ptx.fma_rn(factor, ptx.float_of(sums[j]), totals[at])
+                                    own = [ptx.float_of(word) for word in sums[j : j + 4]]
+                                    if const_expr(c.bias_dtype is not None):
+                                        own = self._with_bias(own, at, tid, smem)
+                                    for k in range_constexpr(4):
+                                        totals[at + k] = ptx.fma_rn(factor, own[k], totals[at + k])
                     self._leave_columns(smem.sums_free + accumulator, tid)
                     accumulator, parity = next_stage(accumulator, parity, ACCUMULATORS)
                     bits = bits & (bits - 1)
             self._store_totals(totals, number, unit, tid, part)
             number += part.pitch
+
+    def _load_bias(self, expert, unit, tid, part) -> list:
+        """The bias of each ``WARP``-th column of a unit. It comes while the sums are computed."""
+        column = unit.row_tile * self.config.columns + tid % WARP
+        return [
+            load_terms(part.bias, expert, column, i, 1, column + i < part.n)[0]
+            for i in range(0, self.config.columns, WARP)
+        ]
+
+    def _share_bias(self, biases: list, tid, smem) -> None:
+        """Give all lanes of the warp all columns' bias. They have read the last expert's."""
+        for i, bias in enumerate(biases):
+            at = self._bias_at(i * WARP + tid % WARP, tid, smem, 4)
+            store_words([ptx.bits_of(bias)], cute.make_tensor(at, cute.make_layout(1)))
+        cute.arch.sync_warp()
+
+    def _with_bias(self, sums: list, column: int, tid, smem) -> list:
+        """Four columns' sums with their bias."""
+        words = load_words(cute.make_tensor(self._bias_at(column, tid, smem, 16), cute.make_layout(4)))
+        return [ptx.add_rn(x, ptx.float_of(word)) for x, word in zip(sums, words, strict=True)]
+
+    def _bias_at(self, column, tid, smem, align: int) -> cute.Pointer:
+        """Where the warp's bias of a column is in shared memory."""
+        after = (tid // WARP * self.config.columns + column) * 4
+        start = smem.stages + (self.config.smem_bytes - self.config.bias_bytes)
+        return cute.recast_ptr(start + cute.assume(after, divby=align), dtype=Uint32)
 
     @cute.jit
     def _store_totals(self, totals, number, unit, tid, part):
