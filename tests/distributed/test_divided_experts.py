@@ -157,6 +157,23 @@ def mesh():
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("by", ["expert", "tensor"])
+@torch.no_grad()
+def test_few_tokens_of_a_rank(by, mesh):
+    """They are routed where that is asked for behind the division, and give the rank's part in the dtype of sums."""
+    experts = quantize_(Block(Experts(experts=8, width=256)).bfloat16(), "mxfp4").mlp.experts
+    with pytest.raises(ValueError, match="route_few_ was called; divide the experts first"):
+        parallelize_module(copy.deepcopy(experts).route_few_(), mesh, DividedExperts(by))
+    part = parallelize_module(experts, mesh, DividedExperts(by, sums=torch.float32))
+    x, ids = torch.randn(4, H).bfloat16(), torch.tensor([[2, 3], [3, 0], [5, 2], [6, 7]])
+    given = x, ids - part.first, torch.rand(4, 2), torch.float32
+    want = part.summed(*given)
+    got = part.route_few_().summed(*given)
+    assert got.dtype == torch.float32 and not torch.equal(got, want)
+    assert (got - want).norm() < 0.06 * want.norm()
+    assert bool(got[3].any()) == (by == "tensor")
+
+
 def test_errors(mesh, tmp_path):
     six = quantize_(Block(Experts(experts=6)).bfloat16(), "mxfp4")
     with pytest.raises(ValueError, match="by is 'rows'; expected one of 'expert', 'tensor'"):

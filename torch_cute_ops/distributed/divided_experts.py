@@ -74,13 +74,18 @@ class DividedExperts(Style):
         return mesh.get_local_rank() * each, (mesh.get_local_rank() + 1) * each
 
     def check_module(self, module: nn.Module) -> None:
-        """Refuse what are no quantised experts.
+        """Refuse what are no quantised experts, and those that hold weights twice.
 
         Raises:
             TypeError: naming the class.
+            ValueError: after ``route_few_``, which is for the part that a rank has.
         """
         if not isinstance(module, QuantExperts):
             raise TypeError(f"DividedExperts is for QuantExperts; got {type(module).__name__}")
+        if module.side_by_side is not None:
+            raise ValueError(
+                "DividedExperts: route_few_ was called; divide the experts first, and call it on each rank"
+            )
 
     def divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Leave experts this rank's part, and have them compute with the other ranks."""

@@ -155,7 +155,7 @@ class QuantExperts(nn.Module):
         """The same in the dtype ``sums``, to which each expert's result is rounded, and the sum of a token's."""
         dtype = hidden_states.dtype
         if self.side_by_side is not None and dtype.itemsize == 2 and self.is_few(*top_k_index.shape):
-            return self._routed(self.side_by_side, hidden_states, top_k_index, top_k_weights)
+            return self._routed(self.side_by_side, hidden_states, top_k_index, top_k_weights, sums)
         expanded, permuted, offsets, _ = moe_route_ids(top_k_index.to(torch.int32), self.experts, alignment=1)
         a, a_scale = moe_permute_fp8quant(hidden_states, permuted, top_k_index.shape[-1], expanded)
         h = self._multiply(self.gate_up_proj, a, a_scale, offsets, dtype)
@@ -167,7 +167,14 @@ class QuantExperts(nn.Module):
         """Whether ``route_few_`` is for calls with so many tokens."""
         return tokens * topk <= FEW_TOKENS * self.experts
 
-    def _routed(self, down: "_SideBySide", hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def _routed(
+        self,
+        down: "_SideBySide",
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
         every = torch.arange(self.experts, dtype=top_k_index.dtype, device=top_k_index.device)
         own = top_k_index.unsqueeze(-1) == every
         routing = torch.where(own, top_k_weights.to(torch.float32).unsqueeze(-1), 0.0).sum(1)
@@ -184,7 +191,7 @@ class QuantExperts(nn.Module):
             **how,
         )
         factors = routing if down.alpha is None else routing * down.alpha
-        return moe_fc2_fp4_weight_only(h, down.weight, down.weight_scale, factors, down.bias, **how)
+        return moe_fc2_fp4_weight_only(h, down.weight, down.weight_scale, factors, down.bias, out_dtype, **how)
 
     def _multiply(self, layer: Any, a: Tensor, a_scale: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         weight = layer.weight.unflatten(0, (self.experts, -1))
