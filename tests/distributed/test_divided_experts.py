@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch_cute_ops import checkpoint
 from torch_cute_ops.distributed import DividedExperts, count_traffic, decoder_plan, load_
 from torch_cute_ops.nn import QuantExperts, quantize_
+from torch_cute_ops.nn.experts import FEW_TOKENS
 
 pytest.importorskip("safetensors")
 from support import checkpoints
@@ -76,6 +77,17 @@ def values(rank: int) -> None:
                 exact = reference.summed(x, ids, factors, torch.float32)
                 bound = 2.0**-8 * exact.abs() + 1e-4 if sums else 2.0**-6 * exact.abs().max()
                 assert ((y.float() - exact).abs() <= bound).all(), (scheme, form, by, sums)
+
+        if scheme != "fp8_block":
+            whole.route_few_()
+            exact = whole(x, ids, factors).float()
+            for by in WAYS:
+                few = divided(block, mesh, by)
+                assert few.side_by_side.weight.numel() == whole.side_by_side.weight.numel() // WORLD
+                y = few(x, ids, factors).float()
+                assert ((y - exact).abs() <= 2.0**-6 * exact.abs().max()).all(), (scheme, form, by)
+                line = FEW_TOKENS * E // TOPK
+                assert few.is_few(line, TOPK) and not few.is_few(line + 2, TOPK)
 
 
 def write_gpt_oss(folder: Path) -> None:
@@ -155,23 +167,6 @@ def mesh():
     dist.init_process_group("fake", rank=1, world_size=4)
     yield init_device_mesh("cpu", (4,))
     dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("by", ["expert", "tensor"])
-@torch.no_grad()
-def test_few_tokens_of_a_rank(by, mesh):
-    """They are routed where that is asked for behind the division, and give the rank's part in the dtype of sums."""
-    experts = quantize_(Block(Experts(experts=8, width=256)).bfloat16(), "mxfp4").mlp.experts
-    with pytest.raises(ValueError, match="route_few_ was called; divide the experts first"):
-        parallelize_module(copy.deepcopy(experts).route_few_(), mesh, DividedExperts(by))
-    part = parallelize_module(experts, mesh, DividedExperts(by, sums=torch.float32))
-    x, ids = torch.randn(4, H).bfloat16(), torch.tensor([[2, 3], [3, 0], [5, 2], [6, 7]])
-    given = x, ids - part.first, torch.rand(4, 2), torch.float32
-    want = part.summed(*given)
-    got = part.route_few_().summed(*given)
-    assert got.dtype == torch.float32 and not torch.equal(got, want)
-    assert (got - want).norm() < 0.06 * want.norm()
-    assert bool(got[3].any()) == (by == "tensor")
 
 
 def test_errors(mesh, tmp_path):

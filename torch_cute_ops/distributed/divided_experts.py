@@ -34,6 +34,11 @@ class _Experts(Divided):
         y: Tensor = module.summed(hidden_states, top_k_index - self.first, top_k_weights, self.style.sums or dtype)
         return all_reduce(y, self.group).to(dtype)
 
+    def is_few(self, tokens: int, topk: int) -> bool:
+        """As of whole experts, for which all ranks take the same way."""
+        parts = self.world if self.style.by == "expert" else 1
+        return bool(self.base.is_few(self, -(-tokens // parts), topk))
+
 
 class DividedExperts(Style):
     """Experts whose results all ranks add up: every rank has all tokens, as between tensor-parallel layers.
@@ -74,35 +79,34 @@ class DividedExperts(Style):
         return mesh.get_local_rank() * each, (mesh.get_local_rank() + 1) * each
 
     def check_module(self, module: nn.Module) -> None:
-        """Refuse what are no quantised experts, and those that hold weights twice.
+        """Refuse what are no quantised experts.
 
         Raises:
             TypeError: naming the class.
-            ValueError: after ``route_few_``, which is for the part that a rank has.
         """
         if not isinstance(module, QuantExperts):
             raise TypeError(f"DividedExperts is for QuantExperts; got {type(module).__name__}")
-        if module.side_by_side is not None:
-            raise ValueError(
-                "DividedExperts: route_few_ was called; divide the experts first, and call it on each rank"
-            )
 
     def divide(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Leave experts this rank's part, and have them compute with the other ranks."""
         assert isinstance(module, QuantExperts)
         begin, end = self.own(module.experts, module.intermediate_size, mesh)
-        if self.by == "expert":
-            keep_parts_(module.gate_up_proj, 2 * begin, 2 * end)
-            keep_parts_(module.down_proj, begin, end)
-            module.experts = end - begin
-        else:
+        if self.by == "tensor":
             reason = reason_unsupported(module.scheme, module.experts, module.hidden_size, end - begin)
             if reason is not None:
                 raise ValueError(f"DividedExperts: of {mesh.size()} ranks, {reason}")
+        few_are_routed, module.side_by_side = module.side_by_side is not None, None
+        if self.by == "tensor":
             for dim, layer in enumerate((module.gate_up_proj, module.down_proj)):
                 shard_(layer, Cut(dim, mesh.get_local_rank(), mesh.size()))
             module.intermediate_size = end - begin
+        else:
+            keep_parts_(module.gate_up_proj, 2 * begin, 2 * end)
+            keep_parts_(module.down_proj, begin, end)
+            module.experts = end - begin
         self.bind_experts(module, mesh)
+        if few_are_routed:
+            module.route_few_()
 
     def bind_experts(self, module: QuantExperts, mesh: DeviceMesh) -> None:
         """Have experts of which a rank has its part compute with the other ranks."""

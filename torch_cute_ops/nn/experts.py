@@ -173,7 +173,7 @@ class QuantExperts(nn.Module):
         hidden_states: Tensor,
         top_k_index: Tensor,
         top_k_weights: Tensor,
-        out_dtype: torch.dtype,
+        sums: torch.dtype,
     ) -> Tensor:
         every = torch.arange(self.experts, dtype=top_k_index.dtype, device=top_k_index.device)
         own = top_k_index.unsqueeze(-1) == every
@@ -191,7 +191,7 @@ class QuantExperts(nn.Module):
             **how,
         )
         factors = routing if down.alpha is None else routing * down.alpha
-        return moe_fc2_fp4_weight_only(h, down.weight, down.weight_scale, factors, down.bias, out_dtype, **how)
+        return moe_fc2_fp4_weight_only(h, down.weight, down.weight_scale, factors, down.bias, sums, **how)
 
     def _multiply(self, layer: Any, a: Tensor, a_scale: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         weight = layer.weight.unflatten(0, (self.experts, -1))
