@@ -260,6 +260,8 @@ def test_few_tokens_are_routed(scheme, form, device):
         exact = support.computed(few[0], chosen, few[2], *gate_up_and_down, biases, swiglu, in_16_bits=True)
         assert np.linalg.norm(got - exact) < 0.004 * np.linalg.norm(exact)
     assert experts(few[0], few[1].int(), few[2].bfloat16()).dtype == torch.bfloat16
+    sums = experts.summed(*few, torch.float32)
+    assert sums.dtype == torch.float32 and torch.equal(sums.bfloat16(), experts(*few))
     assert experts(x[:0], ids[:0], factors[:0]).shape == (0, H)
 
 
