@@ -7,6 +7,7 @@ import datetime
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import random
@@ -53,6 +54,10 @@ def part_of(text: str) -> tuple[int, int]:
 def pytest_configure(config: pytest.Config) -> None:
     # Tensors are small here; a second thread costs more than it brings, and much more on a busy machine.
     torch.set_num_threads(1)
+    # pytest gives each logger that does not propagate its handlers, for each phase of each test. torch has 48.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
     # A worker of pytest-xdist is told its controller's seed, and leaves the record to the controller.
     controller = getattr(config, "workerinput", None)
     seed = config.getoption("seed") if controller is None else controller["seed"]

@@ -200,32 +200,31 @@ def test_without_gradients(op, name):
             assert_same(run_entry(op, sample, out_for(op, want)), want)
 
 
-@pytest.mark.parametrize("warm", [False, True], ids=["first-call", "later-call"])
 @pytest.mark.parametrize(
     ("op", "name"), [case for case in error_cases("cpu") if not case.id.endswith("backend-on-cpu")]
 )
-def test_error(op, name, warm, launches):  # noqa: F811
-    """The same errors as on the CPU, and no launch, whether or not there is a launcher for such calls."""
+def test_error(op, name, launches):  # noqa: F811
+    """The same errors as on the CPU, and no launch: on a first call, and where there is a launcher for such calls."""
     error = get_error(op, name, "cpu")
     outputs = poisoned(enter(op, good_outputs_error(op, "cpu")))
-    if warm:
-        # For this very call, where one can be made.
-        with torch.no_grad(), contextlib.suppress(ValueError, TypeError):
-            enter(op, error)
-    launches.calls.clear()
+    outputs = outputs if error.out is None else error.out
     match = rf"(?s)cute::{op.name}\b.*{error.match}"
-    if error.out is None:
+    for is_first in (True, False):
+        if not is_first:
+            # For this very call, where one can be made.
+            with torch.no_grad(), contextlib.suppress(ValueError, TypeError):
+                enter(op, error)
+        launches.calls.clear()
+        kept = [tensor for tensor in (*outputs, *updated(op, error)) if tensor.device.type == "cpu"]
+        before = [raw(tensor) for tensor in kept]
+        if error.out is None:
+            with pytest.raises(error.error, match=match):
+                enter(op, error)
         with pytest.raises(error.error, match=match):
-            enter(op, error)
-    else:
-        outputs = error.out
-    kept = [tensor for tensor in (*outputs, *updated(op, error)) if tensor.device.type == "cpu"]
-    before = [raw(tensor) for tensor in kept]
-    with pytest.raises(error.error, match=match):
-        enter(op, error, outputs)
-    assert not launches.calls
-    for tensor, expected in zip(kept, before, strict=True):
-        assert torch.equal(raw(tensor), expected)
+            enter(op, error, outputs)
+        assert not launches.calls
+        for tensor, expected in zip(kept, before, strict=True):
+            assert torch.equal(raw(tensor), expected)
 
 
 IN_PLACE = ("row-strided", "row-strided-float32", "every-other-row", "offset-in-storage", "rows-expanded")
