@@ -250,14 +250,7 @@ def test_scales_of_the_kv_cache(tmp_path):
 
 def test_gpt_oss(tmp_path):
     experts, hidden, width = 3, 64, 96
-    tensors = {
-        "e.gate_up_proj_blocks": torch.randint(256, (experts, 2 * width, hidden // 32, 16), dtype=torch.uint8),
-        "e.gate_up_proj_scales": torch.randint(110, 130, (experts, 2 * width, hidden // 32), dtype=torch.uint8),
-        "e.gate_up_proj_bias": torch.randn(experts, 2 * width).bfloat16(),
-        "e.down_proj_blocks": torch.randint(256, (experts, hidden, width // 32, 16), dtype=torch.uint8),
-        "e.down_proj_scales": torch.randint(110, 130, (experts, hidden, width // 32), dtype=torch.uint8),
-        "e.down_proj_bias": torch.randn(experts, hidden).bfloat16(),
-    }
+    tensors = checkpoints.gpt_oss_experts(experts, hidden, width, name="e", scales=(110, 130))
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     checkpoints.write(tmp_path, tensors, quantization)
     got = checkpoint.read_experts(tmp_path, "e")

@@ -101,16 +101,7 @@ def test_saved_and_read_again(scheme, style, form, tmp_path):
 
 def test_gpt_oss(tmp_path):
     """Rows of gate and up take turns on disk."""
-    shape = (E, 2 * I, H // 32)
-    tensors = {
-        "mlp.experts.gate_up_proj_blocks": torch.randint(256, (*shape, 16), dtype=torch.uint8),
-        "mlp.experts.gate_up_proj_scales": torch.randint(118, 124, shape, dtype=torch.uint8),
-        "mlp.experts.gate_up_proj_bias": torch.randn(E, 2 * I).bfloat16(),
-        "mlp.experts.down_proj_blocks": torch.randint(256, (E, H, I // 32, 16), dtype=torch.uint8),
-        "mlp.experts.down_proj_scales": torch.randint(118, 124, (E, H, I // 32), dtype=torch.uint8),
-        "mlp.experts.down_proj_bias": torch.randn(E, H).bfloat16(),
-        "o_proj.weight": torch.randn(H, H).bfloat16(),
-    }
+    tensors = {**checkpoints.gpt_oss_experts(E, H, I), "o_proj.weight": torch.randn(H, H).bfloat16()}
     checkpoints.write(tmp_path, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["o_proj"]})
     experts = checkpoint.load_(on_meta(GptOssExperts), tmp_path).mlp.experts
     gate_up, down = support.decoded(experts)

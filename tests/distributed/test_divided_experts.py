@@ -91,17 +91,7 @@ def values(rank: int) -> None:
 
 
 def write_gpt_oss(folder: Path) -> None:
-    rows = (E, 2 * WIDTH, H // 32)
-    tensors = {
-        "gate_up_proj_blocks": torch.randint(256, (*rows, 16), dtype=torch.uint8),
-        "gate_up_proj_scales": torch.randint(118, 124, rows, dtype=torch.uint8),
-        "gate_up_proj_bias": torch.randn(E, 2 * WIDTH).bfloat16(),
-        "down_proj_blocks": torch.randint(256, (E, H, WIDTH // 32, 16), dtype=torch.uint8),
-        "down_proj_scales": torch.randint(118, 124, (E, H, WIDTH // 32), dtype=torch.uint8),
-        "down_proj_bias": torch.randn(E, H).bfloat16(),
-    }
-    tensors = {f"mlp.experts.{name}": tensor for name, tensor in tensors.items()}
-    tensors["o_proj.weight"] = torch.randn(H, H).bfloat16()
+    tensors = {**checkpoints.gpt_oss_experts(E, H, WIDTH), "o_proj.weight": torch.randn(H, H).bfloat16()}
     checkpoints.write(folder, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["o_proj"]})
 
 

@@ -162,6 +162,19 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], quantization: Any, 
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
 
 
+def gpt_oss_experts(
+    experts: int, hidden: int, width: int, *, name: str = "mlp.experts", scales: tuple[int, int] = (118, 124)
+) -> Tensors:
+    """Random experts ``name`` in gpt-oss's form, with scale bytes from ``scales``, the second excluded."""
+    tensors = {}
+    for part, n, k in (("gate_up_proj", 2 * width, hidden), ("down_proj", hidden, width)):
+        rows = experts, n, k // 32
+        tensors[f"{name}.{part}_blocks"] = torch.randint(256, (*rows, 16), dtype=torch.uint8)
+        tensors[f"{name}.{part}_scales"] = torch.randint(*scales, rows, dtype=torch.uint8)
+        tensors[f"{name}.{part}_bias"] = torch.randn(experts, n).bfloat16()
+    return tensors
+
+
 def note_reads(read: list[object]) -> None:
     """Have ``read`` list what this process reads of checkpoints."""
     whole, part = Files.read, Files.read_part
