@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_cute_ops.distributed.collectives import all_reduce
 from torch_cute_ops.distributed.compare import agree_on_rows
-from torch_cute_ops.distributed.parallel import Cut, Divided, Style, keep_parts_, refuse_gradient, shard_
+from torch_cute_ops.distributed.parallel import Cut, Divided, Style, fit_bias_, keep_parts_, refuse_gradient, shard_
 from torch_cute_ops.nn import QuantExperts
 from torch_cute_ops.nn.experts import reason_unsupported
 
@@ -110,11 +110,6 @@ class DividedExperts(Style):
 
     def bind_experts(self, module: QuantExperts, mesh: DeviceMesh) -> None:
         """Have experts of which a rank has its part compute with the other ranks."""
-        bias = module.down_proj.bias
-        if bias is not None:
-            # Where each rank has a part of every sum, the first one adds it; in a dtype that the GEMM takes beside its
-            # result.
-            given = bias.detach() if self.sums is None else bias.detach().float()
-            is_added = self.by == "expert" or mesh.get_local_rank() == 0
-            module.down_proj.bias = nn.Parameter(given if is_added else torch.zeros_like(given), requires_grad=False)
+        # Where each rank has a part of every sum, the first one adds the bias.
+        fit_bias_(module.down_proj, self.sums, is_added=self.by == "expert" or mesh.get_local_rank() == 0)
         self.bind(module, mesh).first = mesh.get_local_rank() * module.experts if self.by == "expert" else 0

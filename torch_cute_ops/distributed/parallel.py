@@ -143,6 +143,22 @@ def keep_parts_(layer: QuantLinear, begin: int, end: int) -> None:
     _adopt(layer, merge(layers) if len(layers) > 1 else _sharded(layers[0], Cut(0, 0, 1)))
 
 
+def fit_bias_(layer: nn.Linear | QuantLinear, sums: torch.dtype | None, *, is_added: bool) -> None:
+    """Give a layer whose results ranks add up a bias in a dtype that its GEMM takes beside results in ``sums``.
+
+    Args:
+        layer: with a bias or none; in place.
+        sums: ``None``: the dtype of the activations, beside which the bias stays as it is.
+        is_added: whether this rank adds it; else it becomes zero.
+    """
+    if layer.bias is None:
+        return
+    bias = layer.bias.detach()
+    if sums is not None and isinstance(layer, QuantLinear):
+        bias = bias.to(sums if isinstance(layer, FP8TensorLinear | FP8ChannelLinear) else torch.float32)
+    layer.bias = nn.Parameter(bias if is_added else torch.zeros_like(bias), requires_grad=False)
+
+
 def _made(layer: QuantLinear, in_features: int, tensors: dict[str, Tensor], bias: Tensor | None) -> QuantLinear:
     activations: Any = layer.activations
     return type(layer)._of(in_features, tensors, bias, None, activations)
@@ -466,11 +482,5 @@ class RowParallel(LinearStyle):
 
     def bind_layer(self, layer: nn.Linear | QuantLinear, mesh: DeviceMesh, whole: Sequence[int]) -> None:
         """Have a layer that has its part compute with the other ranks; ``whole``: rows of each part of the whole."""
-        if layer.bias is not None:
-            # Added once, by the first rank, in a dtype that the GEMM takes beside its result.
-            bias = layer.bias.detach()
-            if self.sums is not None and isinstance(layer, QuantLinear):
-                is_torchs = isinstance(layer, FP8TensorLinear | FP8ChannelLinear)
-                bias = bias.to(self.sums if is_torchs else torch.float32)
-            layer.bias = nn.Parameter(bias if mesh.get_local_rank() == 0 else torch.zeros_like(bias), False)
+        fit_bias_(layer, self.sums, is_added=mesh.get_local_rank() == 0)  # added once
         self.bind(layer, mesh)
