@@ -179,8 +179,7 @@ class QuantExperts(nn.Module):
         own = top_k_index.unsqueeze(-1) == every
         routing = torch.where(own, top_k_weights.to(torch.float32).unsqueeze(-1), 0.0).sum(1)
         gate_up: Any = self.gate_up_proj
-        weight = gate_up.weight.unflatten(0, (self.experts, -1))
-        bias = None if gate_up.bias is None else gate_up.bias.unflatten(0, (self.experts, -1))
+        weight, bias = self._by_expert(gate_up)
         alpha, beta, limit = self.swiglu
         how: dict[str, Any] = {"block_size": gate_up.format.block_size, "static_weight": True}
         h = moe_fc1_fp4_weight_only(
@@ -193,9 +192,13 @@ class QuantExperts(nn.Module):
         factors = routing if down.alpha is None else routing * down.alpha
         return moe_fc2_fp4_weight_only(h, down.weight, down.weight_scale, factors, down.bias, sums, **how)
 
-    def _multiply(self, layer: Any, a: Tensor, a_scale: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-        weight = layer.weight.unflatten(0, (self.experts, -1))
+    def _by_expert(self, layer: Any) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of a stack, with a dimension for the experts."""
         bias = None if layer.bias is None else layer.bias.unflatten(0, (self.experts, -1))
+        return layer.weight.unflatten(0, (self.experts, -1)), bias
+
+    def _multiply(self, layer: Any, a: Tensor, a_scale: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+        weight, bias = self._by_expert(layer)
         if self.scheme == "fp8_block":
             scale = layer.weight_scale_inv.unflatten(0, (self.experts, -1))
             return grouped_mm_fp8(a, weight, a_scale, scale, offsets, bias=bias, out_dtype=dtype, static_weight=True)
