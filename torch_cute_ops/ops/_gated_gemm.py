@@ -6,16 +6,17 @@ import torch
 
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.experts import MAX_EXPERTS
-from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._call import Arguments, Launcher, Values
+from torch_cute_ops.ops._call import Arguments, Values
 from torch_cute_ops.ops._gemm import (
     AUTO,
     EXPERT_MULTIPLE,
     SIXTEEN_BIT,
+    BackendLauncher,
     BackendPath,
     check_bias,
+    fp4_zeros,
     gemm_package,
     seen_as,
 )
@@ -24,12 +25,9 @@ from torch_cute_ops.ops._row_quant import gate_arguments, gates_plainly
 from torch_cute_ops.ops._signature import GatedAlphaKind
 from torch_cute_ops.runtime import tuning
 from torch_cute_ops.runtime.allocate import allocator
-from torch_cute_ops.runtime.compiler import KernelSpec
 
 if TYPE_CHECKING:
-    from torch_cute_ops.gemm.backend import Target
     from torch_cute_ops.gemm.problem import GemmProblem
-    from torch_cute_ops.gemm.select import Choice
 
 Tensor = torch.Tensor
 
@@ -252,31 +250,21 @@ class GatedGemm(BackendPath[GatedCall]):
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=target)
 
-        def fp4(shape: tuple[int, ...], scales: Any) -> tuple[Tensor, Tensor]:
-            codes, scale = fp4_shapes(shape, fmt, scales)
-            return zeros(*codes, dtype=torch.uint8), zeros(*scale, dtype=torch.uint8).view(fmt.scale_dtype)
-
         given: dict[str, Any] = {"backend": backend, "static_weight": static_weight, "swiglu_beta": float(swiglu)}
         given |= {"block_size": block_size, "scale_format": scale_format, "scale_layout": scale_layout}
-        given["w"], given["w_scale"] = fp4((experts, rows, k), b_layout)
+        given["w"], given["w_scale"] = fp4_zeros((experts, rows, k), fmt, b_layout, target)
         if self.a == "fp4":
-            given["a"], given["a_scale"] = fp4((m, k), layout)
+            given["a"], given["a_scale"] = fp4_zeros((m, k), fmt, layout, target)
             scales = {None: None, "one": (1,), "expert": (experts,)}
-            shape = self._chosen("global_scales", global_scales, scales)
+            shape = self.chosen("global_scales", global_scales, scales)
             given["global_scale"] = None if shape is None else zeros(*shape) + 1
         else:
             given["a"] = zeros(m, k, dtype=dtype or torch.bfloat16)
         given["routing"] = zeros(m, experts) + 1
-        shape = self._chosen("alpha", alpha, {None: None, "expert": (experts,), "expert_half": (experts, 2)})
+        shape = self.chosen("alpha", alpha, {None: None, "expert": (experts,), "expert_half": (experts, 2)})
         given["alpha"] = None if shape is None else zeros(*shape) + 1
         given["bias"] = None if bias_dtype is None else zeros(experts, rows, dtype=bias_dtype)
         return (), given
-
-    def _chosen(self, name: str, value: str | None, choices: dict[str | None, Any]) -> Any:
-        if value not in choices:
-            expected = ", ".join(repr(choice) for choice in choices)
-            raise ValueError(f"cute::{self.op}: {name} is {value!r}; expected one of {expected}")
-        return choices[value]
 
     def flops(self, a_shape: Any, b_shape: Any) -> int:
         """Multiplications and additions of all pairs of a row and a column: what routing leaves out is not known."""
@@ -284,32 +272,14 @@ class GatedGemm(BackendPath[GatedCall]):
         return int(2 * a_shape[0] * experts * rows * held * 2)
 
 
-class GatedLauncher(Launcher[GatedCall]):
-    """A backend and a tactic, ready to compute.
+class GatedLauncher(BackendLauncher[GatedCall]):
+    """The launcher of a GEMM with a gate."""
 
-    Args:
-        problem, choice, target: what is computed, how and where.
-        kernels: what it launches.
-        is_kept: as of ``Launcher``.
-    """
-
-    def __init__(
-        self,
-        problem: "GemmProblem",
-        choice: "Choice",
-        kernels: tuple[KernelSpec, ...],
-        target: "Target",
-        *,
-        is_kept: bool,
-    ) -> None:
-        self.kernels, self.is_kept = kernels, is_kept
-        self.compute = choice.backend.launcher(problem, choice.tactic, target)
-        self.is_direct = choice.backend.checks_operands(problem)
-        self.device, self.n, self.experts = target.device, problem.n, problem.experts
+    def __init__(self, problem: "GemmProblem", *how: Any, **named: Any) -> None:
+        super().__init__(problem, *how, **named)
         assert isinstance(problem.b.format, FP4Format)
         self.fmt = problem.b.format
         self.layout = None if problem.quantised is None else problem.quantised.scale_layout
-        self.dtype = problem.epilogue.out_dtype if problem.quantised is None else torch.uint8
         self.scale_columns = 0
         if self.layout is not None:
             self.scale_columns = self.layout.padded_blocks(problem.k // self.fmt.block_size)

@@ -1,5 +1,6 @@
 """The ops that are GEMMs: checks, the problem that a call is, and how it reaches a backend."""
 
+from collections.abc import Mapping
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, TypeVar
@@ -117,6 +118,17 @@ class BackendPath(CallPath[Call]):
         _checks.check_dtype(self.op, name, scale, fmt.scale_dtypes)
         shape = fp4_shapes(matrix, fmt, layout)[1]
         _checks.check_shape(self.op, name, scale, shape, f"the {layout.name} scales of {name[0]}")
+
+    def chosen(self, name: str, value: str | None, choices: Mapping[Any, Any]) -> Any:
+        """What a property's value stands for.
+
+        Raises:
+            ValueError: for a value that is none of the choices.
+        """
+        if value not in choices:
+            expected = ", ".join(map(repr, choices))
+            raise ValueError(f"cute::{self.op}: {name} is {value!r}; expected one of {expected}")
+        return choices[value]
 
     def check_backend(self, call: Any) -> None:
         """The backend is one that there is, and that runs where the tensors are."""
@@ -468,13 +480,9 @@ class Gemm(BackendPath[GemmCall]):
             given["b_scale"] = zeros(*weights[:-1], -(-n // FP8_BLOCK128.block_size), blocks)
         else:
             fmt, layout = _checks.check_fp4_format(self.op, block_size, scale_format, scale_layout)
-            codes, scale = fp4_shapes((*weights, k), fmt, weight_layout(layout))
-            given["b"] = zeros(*codes, dtype=torch.uint8)
-            given["b_scale"] = zeros(*scale, dtype=torch.uint8).view(fmt.scale_dtype)
+            given["b"], given["b_scale"] = fp4_zeros((*weights, k), fmt, weight_layout(layout), target)
             if self.a == "fp4":
-                codes, scale = fp4_shapes((m, k), fmt, layout)
-                given["a"] = zeros(*codes, dtype=torch.uint8)
-                given["a_scale"] = zeros(*scale, dtype=torch.uint8).view(fmt.scale_dtype)
+                given["a"], given["a_scale"] = fp4_zeros((m, k), fmt, layout, target)
             given |= {"block_size": block_size, "scale_format": scale_format, "scale_layout": scale_layout}
         if not self.takes_rows:
             given["b"] = given["b"].t()
@@ -486,10 +494,7 @@ class Gemm(BackendPath[GemmCall]):
         elif alpha is not None:
             of_experts = {"expert": (count,), "expert_column": (count, n)}
             shapes = {"one": (1,), **(of_experts if self.over == "rows" else {"column": (n,)})}
-            if alpha not in shapes:
-                expected = ", ".join(map(repr, shapes))
-                raise ValueError(f"cute::{self.op}: alpha is {alpha!r}; expected one of {expected}")
-            given["alpha"] = torch.ones(shapes[alpha], dtype=torch.float32, device=target)
+            given["alpha"] = torch.ones(self.chosen("alpha", alpha, shapes), dtype=torch.float32, device=target)
         if bias_dtype is not None:
             given["bias"] = zeros(*((count, n) if self.over == "k" else weights), dtype=bias_dtype)
         names = {self.renames.get(name, name): name for name in self.signature.names}
@@ -505,11 +510,10 @@ class Gemm(BackendPath[GemmCall]):
         return int(2 * rows * n * k * (2 if self.b == "fp4" else 1))
 
 
-class GemmLauncher(Launcher[GemmCall]):
+class BackendLauncher(Launcher[Call]):
     """A backend and a tactic, ready to compute.
 
     Args:
-        path: of the op.
         problem, choice, target: what is computed, how and where.
         kernels: what it launches.
         is_kept: as of ``Launcher``.
@@ -517,7 +521,6 @@ class GemmLauncher(Launcher[GemmCall]):
 
     def __init__(
         self,
-        path: Gemm,
         problem: "GemmProblem",
         choice: "Choice",
         kernels: tuple[KernelSpec, ...],
@@ -529,6 +532,13 @@ class GemmLauncher(Launcher[GemmCall]):
         self.compute = choice.backend.launcher(problem, choice.tactic, target)
         self.is_direct = choice.backend.checks_operands(problem)
         self.device, self.n, self.dtype = target.device, problem.n, problem.out_dtype
+
+
+class GemmLauncher(BackendLauncher[GemmCall]):
+    """The launcher of a GEMM without a gate; ``path``: of the op."""
+
+    def __init__(self, path: Gemm, problem: "GemmProblem", *how: Any, **named: Any) -> None:
+        super().__init__(problem, *how, **named)
         self.takes_rows = path.takes_rows and path.over != "rows"
         self.is_grouped, self.is_masked = path.over == "rows", problem.grouping.rows.is_masked
         self.fmt = problem.b.format if isinstance(problem.b.format, FP4Format) else None
@@ -595,6 +605,14 @@ class GemmLauncher(Launcher[GemmCall]):
             alpha = aligned(alpha.reshape(1) if alpha.numel() == 1 else alpha)
         bias, offsets, counts = (None if tensor is None else aligned(tensor) for tensor in (bias, offsets, counts))
         self.compute(a, b, a_scale, b_scale, alpha, bias, offsets, counts, out)
+
+
+def fp4_zeros(
+    shape: tuple[int, ...], fmt: FP4Format, layout: ScaleLayout, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales, zero bytes, of a matrix of this shape."""
+    codes, scale = (torch.zeros(each, dtype=torch.uint8, device=device) for each in fp4_shapes(shape, fmt, layout))
+    return codes, scale.view(fmt.scale_dtype)
 
 
 def check_bias(

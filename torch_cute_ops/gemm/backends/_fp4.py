@@ -1,5 +1,6 @@
 """What the backends of FP4 GEMMs share."""
 
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from torch_cute_ops.gemm.backend import Backend, Target
@@ -13,7 +14,18 @@ from torch_cute_ops.gemm.decode import (
 )
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels.common.block_scaled_stage import STEP
+from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import compile_kernel
+
+
+def buildable(
+    config_of: Callable[[GemmProblem, Tactic, Arch], Any],
+    problem: GemmProblem,
+    tactics: Iterable[Tactic],
+    target: Target,
+) -> tuple[Tactic, ...]:
+    """The tactics for which ``config_of`` has a kernel on the target; all of them, where it is no GPU."""
+    return tuple(one for one in tactics if target.arch is None or config_of(problem, one, target.arch) is not None)
 
 
 class FP4Backend(Backend):

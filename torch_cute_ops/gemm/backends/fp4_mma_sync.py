@@ -10,7 +10,7 @@ import torch
 
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Launch, Target
-from torch_cute_ops.gemm.backends._fp4 import FP4KernelBackend
+from torch_cute_ops.gemm.backends._fp4 import FP4KernelBackend, buildable
 from torch_cute_ops.gemm.decode import (
     decoder,
     decoding_kernel,
@@ -54,9 +54,7 @@ class FP4MmaSync(FP4KernelBackend):
         widest = cost.smallest_tile(fp4_mma.TOKEN_TILES, m)
         every = itertools.product(fp4_mma.TOKEN_TILES, SPLITS, CTAS_PER_SM)
         tactics = [tactic for tactic in every if tactic[0] <= widest and tactic[1] <= chunks]
-        return tuple(
-            tactic for tactic in tactics if target.arch is None or _config(problem, tactic, target.arch) is not None
-        )
+        return buildable(_config, problem, tactics, target)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         tokens, splits, ctas_per_sm = map(int, tactic)

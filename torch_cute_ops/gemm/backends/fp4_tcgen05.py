@@ -4,7 +4,7 @@ from typing import Final
 
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Launch, Target
-from torch_cute_ops.gemm.backends._fp4 import Tcgen05Backend
+from torch_cute_ops.gemm.backends._fp4 import Tcgen05Backend, buildable
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_tcgen05
@@ -33,7 +33,7 @@ class FP4Tcgen05(Tcgen05Backend):
             for splits in (fp4_tcgen05.SPLITS if group == 1 and tokens <= ROWS else (1,))
             if least <= tokens <= widest and splits <= chunks
         ]
-        return tuple(one for one in every if target.arch is None or _config(problem, one, target.arch) is not None)
+        return buildable(_config, problem, every, target)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         tokens, group, splits = map(int, tactic)

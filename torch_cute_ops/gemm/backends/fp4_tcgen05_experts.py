@@ -7,7 +7,7 @@ import torch
 
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Launch, Target
-from torch_cute_ops.gemm.backends._fp4 import Tcgen05Backend
+from torch_cute_ops.gemm.backends._fp4 import Tcgen05Backend, buildable
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_tcgen05_experts
@@ -43,7 +43,7 @@ class FP4Tcgen05Experts(Tcgen05Backend):
             if parts == 1
             or (parts <= problem.experts and _units(problem, m, columns, parts) <= MOST_UNITS * target.sms)
         ]
-        return tuple(one for one in every if target.arch is None or _config(problem, one, target.arch) is not None)
+        return buildable(_config, problem, every, target)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         columns, parts, mode = int(tactic[0]), int(tactic[1]), tactic[2]

@@ -3,6 +3,7 @@
 import torch
 
 from torch_cute_ops.gemm.backend import Launch, Target
+from torch_cute_ops.gemm.backends._fp4 import buildable
 from torch_cute_ops.gemm.backends._routed import FIXED_SECONDS, RoutedBackend, mean_units, unit_clocks
 from torch_cute_ops.gemm.cost import bytes_per_second, overlapped, smallest_tile, weight_seconds
 from torch_cute_ops.gemm.decode import fp4_format, fp4_operands, reason_not_linear
@@ -50,9 +51,7 @@ class Routed(RoutedBackend):
             for classes in _classes(problem, target)
             if group <= max(m, 8)
         ]
-        return tuple(
-            tactic for tactic in every if target.arch is None or _config(problem, tactic, target.arch) is not None
-        )
+        return buildable(_config, problem, every, target)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         assert target.arch is not None
