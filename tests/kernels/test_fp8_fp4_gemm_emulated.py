@@ -1,4 +1,4 @@
-"""The kernel of FP8 activations and an FP4 weight, executed thread for thread by the PTX emulator."""
+"""The kernels of FP8 activations and an FP4 weight, executed thread for thread by the PTX emulator."""
 
 from typing import Any, NamedTuple
 
@@ -6,13 +6,15 @@ import pytest
 import torch
 from ptx import EmulationError, run_kernel
 from ptx.memory import Deadlock
-from support.emulated import CPU, INPUTS, PASSED, WAIT, WEIGHT, changed, equal, is_static, written_late
+from support.emulated import CPU, INPUTS, PASSED, WAIT, WEIGHT, changed, equal, is_static, poisoned, written_late
 from support.epilogues import finished, operands
 from support.kernel_grid import BF16, FP16, FP32, FP8FP4GemmCase
 
 from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.formats.experts import expert_of_rows
+from torch_cute_ops.kernels import fp4_to_fp8
 from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.kernels.fp4_to_fp8 import exponent_words
 from torch_cute_ops.kernels.fp8_fp4_wgmma import Arguments
 from torch_cute_ops.reference.grouped_mm_fp8_fp4 import grouped_mm_fp8_fp4
 from torch_cute_ops.reference.mm_fp8_fp4 import mm_fp8_fp4
@@ -20,6 +22,7 @@ from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.samples.grouped_mm_fp8_fp4 import contiguous, masked
 from torch_cute_ops.testing.samples.mm_fp8_fp4 import sample
 
+RECODED = (128, 128)
 POISON = 777.0
 """What no kernel writes."""
 
@@ -75,6 +78,8 @@ def execute(
         want = want.view(*a.shape[:-1], run.n)
     out = torch.full_like(want, POISON)
     a, b, a_scale, b_scale, offsets, counts = args
+    if case.before is not None:
+        b, b_scale = recoded(case, b, b_scale, seed)
     given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, run.max_ctas)
     given, written = written_late(given, late or ())
     before = None if late is None else written
@@ -82,8 +87,20 @@ def execute(
     return out, want
 
 
+def recoded(case: FP8FP4GemmCase, b: torch.Tensor, b_scale: torch.Tensor, seed: int | None) -> tuple:
+    """The weight in FP8, and its exponents, as the kernel before the GEMM leaves them."""
+    is_plain = case.layout == "plain"
+    experts, n, k = (1, b.shape[1], 2 * b.shape[0]) if is_plain else (*b.shape[:2], 2 * b.shape[2])
+    weight = poisoned(experts, n, k, dtype=torch.float8_e4m3fn)
+    exponents = poisoned(exponent_words(n, k, experts), dtype=torch.int32)
+    given = fp4_to_fp8.Arguments(b, b_scale, weight, exponents)
+    run_kernel(case.before.kernel, ARCHS[case.arch], *given, seed=seed, strict=True)
+    return weight[0].t() if is_plain else weight, exponents
+
+
 def case(fmt, scale_layout: str, layout: str, tile: tuple[int, int], *epilogue: Any) -> FP8FP4GemmCase:
-    return FP8FP4GemmCase(fmt, scale_layout, layout, tile, Epilogue(*epilogue))
+    is_recoded = tile == RECODED
+    return FP8FP4GemmCase(fmt, scale_layout, layout, tile, Epilogue(*epilogue), is_recoded=is_recoded)
 
 
 # Ragged sizes, a last K block of 64 elements, experts without rows or that begin within a tile of scales.
@@ -100,6 +117,10 @@ RUNS = [
     Run(case(MXFP4, "linear", "counted", (256, 1), BF16), (3, 257, 0), 72, 192, 2),
     # CTAs of a cluster without a K block, and clusters without a tile
     Run(case(NVFP4, "linear", "counted", (64, 6), BF16), (0, 5), 72, 448, 12),
+    Run(case(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (130,), 136, 704, 2),
+    Run(case(MXFP4, "linear", "counted", RECODED, BF16, "expert", FP32), (3, 130, 0), 72, 192, 2),
+    Run(case(NVFP4, "linear", "masked", RECODED, FP16, "expert_column"), (3, 0, 70), 136, 320, 4, room=72),
+    Run(case(MXFP4, "128x4", "offsets", RECODED, BF16, "one"), (0, 32), 200, 64, 8),
 ]
 
 
@@ -139,8 +160,8 @@ FAR = {NVFP4: [(1, 0x80), (0x81, 0xFF)], MXFP4: [(100, 140)]}
 @pytest.mark.parametrize(
     ("fmt", "tile", "scales"),
     [
-        pytest.param(fmt, tile, scales, id=f"{fmt.name}-{tile[0]}-rows-{scales[0]}")
-        for fmt, tile in ((NVFP4, (128, 1)), (MXFP4, (16, 1)), (NVFP4, (256, 1)))
+        pytest.param(fmt, tile, scales, id=f"{fmt.name}-{'recoded' if tile == RECODED else tile[0]}-rows-{scales[0]}")
+        for fmt, tile in ((NVFP4, (128, 1)), (MXFP4, (16, 1)), (NVFP4, (256, 1)), (NVFP4, RECODED), (MXFP4, RECODED))
         for scales in FAR[fmt]
     ],
 )
@@ -157,7 +178,10 @@ UNITS = Run(case(NVFP4, "128x4", "counted", (128, 1), BF16), (130, 3), 120, 896,
 PAIR = Run(case(NVFP4, "128x4", "counted", (256, 1), BF16), (200, 3), 120, 896, 2)
 
 
-@pytest.mark.parametrize("run", [SWAPPED, UNITS, PAIR], ids=["swapped", "units", "pair"])
+WRITTEN = Run(case(NVFP4, "128x4", "counted", RECODED, BF16), (130, 3), 120, 896, 1)
+
+
+@pytest.mark.parametrize("run", [SWAPPED, UNITS, PAIR, WRITTEN], ids=["swapped", "units", "pair", "recoded"])
 @pytest.mark.parametrize("seed", [None, 1])
 def test_what_orders_it_is_enough(run: Run, seed: int | None) -> None:
     got, want = execute(run, seed=seed)

@@ -1,6 +1,7 @@
 """The CUDA entries on CPU tensors, with a model of the compiled kernels: the call path, without a GPU."""
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -157,6 +158,39 @@ def test_scales_may_reach_further_than_those_before(launches):  # noqa: F811
         with pytest.raises(ValueError, match="cute::mm_fp8_block: out shares memory with a_scale"):
             op.cuda_out(**given, a_scale=a_scale, out=out)
     assert len(launches.calls) == 1
+
+
+RECODED = [
+    case
+    for case in sample_cases()
+    if case.values[0].name in ("mm_fp8_fp4", "grouped_mm_fp8_fp4") and re.search("exact|scales|no-", case.values[1])
+]
+
+
+@pytest.mark.parametrize(("op", "name"), RECODED)
+def test_a_recoded_weight(op, name, launches):  # noqa: F811
+    """Two kernels, with a weight in FP8 between them."""
+    sample = get_sample(op, name, "cpu")
+    want = run(op, sample)
+    given = arguments(op, sample) | {"backend": "recode"}
+    assert_same(run_entry(op, named(op, given)), want)
+    kernels = [type(kernel).__name__ for kernel, _ in launches.calls]
+    assert kernels == (["FP4ToFP8Kernel", "FP8FP4RecodedKernel"] if has_work(op, sample, want) else [])
+
+
+def test_the_sums_by_a_recoded_weight_do_not_go_into_the_weight(launches):  # noqa: F811
+    """The GEMM does not see the FP4 weight, and its own check is not enough."""
+    op = OPS["mm_fp8_fp4"]
+    sample = get_sample(op, "nvfp4-128x4-to-bfloat16-exact", "cpu")
+    given = arguments(op, sample) | {"backend": "recode"}
+    b = given["b"]
+    held = torch.empty(len(given["a"]) * b.shape[1] + b.numel(), dtype=torch.bfloat16)
+    out = held[: len(given["a"]) * b.shape[1]].view(-1, b.shape[1])
+    given["b"] = held.view(torch.uint8)[: b.numel()].view(b.shape[1], -1).copy_(b.t()).t()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="out shares memory with b"):
+            op.cuda_out(**given, out=out)
+        assert not launches.calls
 
 
 def test_sums_do_not_go_where_rows_are_read(launches):  # noqa: F811

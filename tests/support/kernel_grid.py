@@ -657,7 +657,8 @@ class FP8GemmCase:
 
 @dataclass(frozen=True)
 class FP8FP4GemmCase:
-    """A GEMM of FP8 activations and an FP4 weight; ``tile`` as of ``fp8_fp4_wgmma.TILES``, the rest as elsewhere."""
+    """A GEMM of FP8 activations and an FP4 weight; ``tile`` as of ``fp8_fp4_wgmma.TILES``, the rest as elsewhere.
+    ``is_recoded``: by ``fp8_fp4_recoded``."""
 
     fmt: FP4Format
     scale_layout: str
@@ -666,33 +667,65 @@ class FP8FP4GemmCase:
     epilogue: Epilogue
     arch: str = "sm_90a"
     static_weight: bool = False
+    is_recoded: bool = False
 
     @property
     def id(self) -> str:
         tile = "x".join(map(str, self.tile))
         family = "fp8_fp4_wgmma-static" if self.static_weight else "fp8_fp4_wgmma"
+        family = "fp8_fp4_recoded" if self.is_recoded else family
         parts = (family, self.fmt.name, self.scale_layout, self.layout, tile, _epilogue_id(self.epilogue))
         return "-".join((*parts, self.arch))
 
     @property
     def kernel(self) -> Any:
         """As the op builds it."""
-        from torch_cute_ops.kernels import fp8_fp4_wgmma
+        from torch_cute_ops.kernels import fp8_fp4_recoded, fp8_fp4_wgmma
         from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
         from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
+        rows = ExpertLayout(*FP8_LAYOUTS[self.layout])
+        given: dict[str, Any] = {"rows": rows, "epilogue": self.epilogue, "arch": GPU_ARCHS[self.arch], "pdl": True}
+        if self.is_recoded:
+            return fp8_fp4_recoded.FP8FP4RecodedKernel(fp8_fp4_recoded.plan(**given))
         config = fp8_fp4_wgmma.plan(
             fmt=self.fmt,
             layout=SCALE_LAYOUTS[self.scale_layout],
-            rows=ExpertLayout(*FP8_LAYOUTS[self.layout]),
-            epilogue=self.epilogue,
             tokens=self.tile[0],
             splits=self.tile[1],
-            arch=GPU_ARCHS[self.arch],
-            pdl=True,
             static_weight=self.static_weight,
+            **given,
         )
         return fp8_fp4_wgmma.FP8FP4WgmmaKernel(config)
+
+    @property
+    def before(self) -> RecodeCase | None:
+        """What recodes the weight for it."""
+        return RecodeCase(self.fmt, self.scale_layout, self.layout == "plain") if self.is_recoded else None
+
+
+@dataclass(frozen=True)
+class RecodeCase:
+    """The kernel that writes an FP4 weight to memory in FP8."""
+
+    fmt: FP4Format
+    scale_layout: str
+    is_plain: bool
+    arch: str = "sm_90a"
+
+    @property
+    def id(self) -> str:
+        return "-".join(
+            ("fp4_to_fp8", self.fmt.name, self.scale_layout, "plain" if self.is_plain else "experts", self.arch)
+        )
+
+    @property
+    def kernel(self) -> Any:
+        """As the op builds it."""
+        from torch_cute_ops.kernels import fp4_to_fp8
+
+        layout = SCALE_LAYOUTS[self.scale_layout]
+        return fp4_to_fp8.FP4ToFP8Kernel(fp4_to_fp8.Config(self.fmt, layout, self.is_plain, pdl=True))
 
 
 FP8_LAYOUTS = {"plain": (False, False), "offsets": (True, False), "counted": (True, True), "masked": (False, True)}
@@ -722,8 +755,9 @@ def fp8_gemm_cases() -> list[FP8GemmCase]:
     return cases
 
 
-def fp8_fp4_gemm_cases() -> list[FP8FP4GemmCase]:
-    """Every tile of either format; scale layouts, layouts of rows and epilogues in turn."""
+def fp8_fp4_gemm_cases() -> list[FP8FP4GemmCase | RecodeCase]:
+    """Every tile of either format; scale layouts, layouts of rows and epilogues in turn. Every layout of rows of the
+    GEMM by a recoded weight, which does not know the weight's format."""
     from torch_cute_ops.kernels import fp8_fp4_wgmma
 
     layouts, scales = itertools.cycle(FP8_LAYOUTS), itertools.cycle(("128x4", "linear", "linear", "128x4"))
@@ -734,7 +768,12 @@ def fp8_fp4_gemm_cases() -> list[FP8FP4GemmCase]:
         layout = next(layouts)
         epilogue = next(by_column if layout == "plain" else by_expert)
         cases.append(FP8FP4GemmCase(fmt, next(scales), layout, tile, epilogue))
-    return cases
+    tile = (128, 128)
+    for layout in FP8_LAYOUTS:
+        epilogue = next(by_column if layout == "plain" else by_expert)
+        cases.append(FP8FP4GemmCase(NVFP4, "128x4", layout, tile, epilogue, is_recoded=True))
+    kinds = itertools.product((NVFP4, MXFP4), ("128x4", "linear"), (True, False))
+    return cases + [RecodeCase(*kind) for kind in kinds]
 
 
 AnyCase = (
@@ -748,6 +787,7 @@ AnyCase = (
     | MoeCase
     | FP8GemmCase
     | FP8FP4GemmCase
+    | RecodeCase
 )
 
 

@@ -20,10 +20,13 @@ from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.gemm import decode, select
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends import _fp4, _fp8, cublas
+from torch_cute_ops.gemm.backends import fp8_fp4_recoded as recoded
 from torch_cute_ops.kernels import (
     fp4_experts,
     fp4_gated_experts,
     fp4_mma,
+    fp4_to_fp8,
+    fp8_fp4_recoded,
     fp8_wgmma,
     moe_finalize,
     moe_permute,
@@ -65,7 +68,7 @@ DSL_NAMES = {
 }
 
 
-COMPILING = (_call, decode, _fp4, _fp8)
+COMPILING = (_call, decode, _fp4, _fp8, recoded)
 """The modules that compile kernels."""
 
 
@@ -154,6 +157,7 @@ WRITTEN = {
     "MoeRouteIdsKernel": ROUTE_OUTPUTS[2:],
     "MoePermuteKernel": ("y", "scale"),
     "FP4GatedExpertsKernel": ("y", "scale"),
+    "FP4ToFP8Kernel": ("weight", "exponents"),
 }
 """Fields of ``Arguments`` that a kernel writes, where that is not ``out`` alone; a workspace is always new."""
 MAY_SHARE = {"RowQuantKernel": ("residual", "input"), "MoeFinalizeKernel": ("out", "residual")}
@@ -249,7 +253,9 @@ def compute_fp8(config: Any, *args: Any) -> None:
     # The kernel goes on the assumption that experts' rows follow each other.
     a, out = as_if_contiguous(call.a), as_if_contiguous(call.out)
     weight = call.b.t() if config.rows.is_plain else call.b
-    if hasattr(config, "fmt"):
+    if isinstance(config, fp8_fp4_recoded.Config):
+        factors = exponents_of(call.b_scale, weight.shape).float().exp2()
+    elif hasattr(config, "fmt"):
         weight, factors = fp8_weight(weight, call.b_scale, config.fmt, config.layout)
     else:
         factors = factors_of_columns(call.b_scale, weight.shape[-2])
@@ -259,6 +265,29 @@ def compute_fp8(config: Any, *args: Any) -> None:
         return
     used = used_rows(out.shape[:-1].numel(), call.offsets, call.counts).view(out.shape[:-1])
     out.data[used] = grouped_gemm(*operands, call.offsets, call.counts, call.alpha, call.bias, out.dtype)[used]
+
+
+def compute_recoded_weight(config: Any, *args: Any) -> None:
+    call = fp4_to_fp8.Arguments(*args)
+    weight, factors = fp8_weight(call.b.t() if config.is_plain else call.b, call.b_scale, config.fmt, config.layout)
+    write(call.weight, weight.view(call.weight.shape))
+    held = held_exponents(call.exponents, *call.weight.shape)
+    exponents = torch.zeros(held.shape[0], held.shape[1] * held.shape[3], held.shape[2])
+    exponents[:, : call.weight.shape[1]] = factors.log2().view(len(call.weight), -1, factors.shape[-1])
+    held.copy_(exponents.view(held.shape[0], held.shape[1], held.shape[3], -1).transpose(2, 3))
+
+
+def exponents_of(words: Any, shape: torch.Size) -> torch.Tensor:
+    """Those of a weight (..., N, K): a column for each K block."""
+    *experts, n, k = shape
+    held = held_exponents(words, *experts or (1,), n, k)
+    return held.transpose(2, 3).flatten(1, 2)[:, :n].reshape(*experts, n, -1)
+
+
+def held_exponents(words: Any, experts: int, n: int, k: int) -> torch.Tensor:
+    """The exponents of K blocks as kernels hold them, int16 (E, tiles, blocks, rows of a tile)."""
+    tiles, blocks = -(-n // fp4_to_fp8.COLUMNS), -(-k // FP8_BLOCK128.block_size)
+    return words.data.view(torch.int16).view(experts, tiles, blocks + 1, fp4_to_fp8.COLUMNS)[:, :, 1:]
 
 
 def compute_finalize(config: Any, *args: Any) -> None:
@@ -346,6 +375,8 @@ COMPUTE: dict[str, Callable[..., None]] = {
     "FP4GatedExpertsKernel": compute_gated_experts,
     "FP8WgmmaKernel": compute_fp8,
     "FP8FP4WgmmaKernel": compute_fp8,
+    "FP4ToFP8Kernel": compute_recoded_weight,
+    "FP8FP4RecodedKernel": compute_fp8,
     "FP8MmaKernel": compute_fp8,
     "MoeFinalizeKernel": compute_finalize,
     "MoeRouteKernel": compute_route,

@@ -12,6 +12,7 @@ from torch_cute_ops.gemm.backends.fp4_mma_sync import FP4MmaSync
 from torch_cute_ops.gemm.backends.fp4_tcgen05 import FP4Tcgen05
 from torch_cute_ops.gemm.backends.fp4_tcgen05_experts import FP4Tcgen05Experts
 from torch_cute_ops.gemm.backends.fp4_wgmma import FP4Wgmma
+from torch_cute_ops.gemm.backends.fp8_fp4_recoded import FP8FP4Recoded
 from torch_cute_ops.gemm.backends.fp8_fp4_wgmma import FP8FP4Wgmma
 from torch_cute_ops.gemm.backends.fp8_mma_sync import FP8MmaSync
 from torch_cute_ops.gemm.backends.fp8_wgmma import FP8Wgmma
@@ -33,6 +34,7 @@ BACKENDS: Final[list[Backend]] = [
     RoutedGated(),
     FP8Wgmma(),
     FP8FP4Wgmma(),
+    FP8FP4Recoded(),
     FP8MmaSync(),
     Cublas(),
     Reference(),

@@ -3,7 +3,7 @@
 import abc
 
 from torch_cute_ops.gemm.backend import Backend, Launch, Target
-from torch_cute_ops.gemm.decode import reason_no_kernel
+from torch_cute_ops.gemm.decode import reason_no_kernel, reason_no_wgmma
 from torch_cute_ops.gemm.fp8_tiles import Tile
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.runtime.compiler import compile_kernel
@@ -33,3 +33,13 @@ class FP8Backend(Backend):
 
     def checks_operands(self, problem: GemmProblem) -> bool:
         return True
+
+
+class FP8FP4Backend(FP8Backend):
+    """A GEMM of FP8 activations and an FP4 weight on Hopper."""
+
+    def handles(self, problem: GemmProblem) -> bool:
+        return problem.a.is_fp8 and problem.b.is_fp4 and problem.grouping.over in ("none", "rows")
+
+    def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
+        return reason_no_wgmma(target)

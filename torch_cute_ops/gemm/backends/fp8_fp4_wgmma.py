@@ -1,8 +1,8 @@
 """FP8 activations and an FP4 weight by Hopper's warpgroup MMA, plain or grouped by rows: ``kernels/fp8_fp4_wgmma``."""
 
 from torch_cute_ops.gemm.backend import Target
-from torch_cute_ops.gemm.backends._fp8 import FP8Backend
-from torch_cute_ops.gemm.decode import fp4_format, reason_no_wgmma, weight_scales
+from torch_cute_ops.gemm.backends._fp8 import FP8FP4Backend
+from torch_cute_ops.gemm.decode import fp4_format, weight_scales
 from torch_cute_ops.gemm.fp8_tiles import BLOCK, Tile, rows_of_expert
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp8_fp4_wgmma
@@ -18,16 +18,10 @@ SHARE_CLOCKS = 1200.0
 """Clocks to add up the partial sums of a tile, per CTA that shares it but the first (measured on an H200)."""
 
 
-class FP8FP4Wgmma(FP8Backend):
+class FP8FP4Wgmma(FP8FP4Backend):
     """A tactic is (rows of ``a`` in a tile, CTAs that share it)."""
 
     name = "wgmma"
-
-    def handles(self, problem: GemmProblem) -> bool:
-        return problem.a.is_fp8 and problem.b.is_fp4 and problem.grouping.over in ("none", "rows")
-
-    def reason_unsupported(self, problem: GemmProblem, target: Target) -> str | None:
-        return reason_no_wgmma(target)
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
         rows = rows_of_expert(problem, m)

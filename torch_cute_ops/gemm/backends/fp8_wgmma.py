@@ -53,10 +53,7 @@ class FP8Wgmma(FP8Backend):
         if tile.tokens < MANY:
             clocks = FEW_BLOCK_CLOCKS + FEW_ROW_CLOCKS * tile.tokens
             return tile.seconds(problem, m, target, clocks, FEW_WAIT, share_clocks=SHARE_CLOCKS)
-        clocks = BLOCK_CLOCKS + tile.tokens * tile.columns * BLOCK / MACS_PER_CLOCK
-        if rows_of_expert(problem, m) <= MANY // 2:
-            clocks *= ONE_GROUP
-        return tile.seconds(problem, m, target, clocks, WAIT)
+        return many_rows_seconds(tile, problem, m, target)
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
         tile = self.tile(tactic)
@@ -75,3 +72,11 @@ class FP8Wgmma(FP8Backend):
     def tile(self, tactic: Tactic) -> Tile:
         tokens, columns, splits = map(int, tactic)
         return Tile(tokens, columns, splits)
+
+
+def many_rows_seconds(tile: Tile, problem: GemmProblem, m: int, target: Target) -> float:
+    """Time of a call in tiles of 128 rows of ``a``."""
+    clocks = BLOCK_CLOCKS + tile.tokens * tile.columns * BLOCK / MACS_PER_CLOCK
+    if rows_of_expert(problem, m) <= MANY // 2:
+        clocks *= ONE_GROUP
+    return tile.seconds(problem, m, target, clocks, WAIT)

@@ -96,7 +96,12 @@ class Config(fp8_wgmma.Config):
     def place_scales(self) -> int:
         """Those of the rows of ``a``; for each row of the weight two powers that change units, and if the CTA decodes
         it, four words that its tables follow from; and flags of each group of 32 rows."""
-        return self.tokens + 4 * self.copied_columns + 2 * self.columns + self.columns // 32
+        return self.units_at + 2 * self.columns + self.columns // 32
+
+    @property
+    def units_at(self) -> int:
+        """Where what changes units begins among the scales of a stage."""
+        return self.tokens + 4 * self.copied_columns
 
     @property
     def own_bytes(self) -> int:

@@ -119,6 +119,27 @@ def tables_of_own_unit(word: Uint32, exponent: Int32, fmt: FP4Format) -> list:
     return [_table_of(number) for number in numbers]
 
 
+def table_over_shared_unit(byte: Uint32, exponent: Int32, fmt: FP4Format) -> tuple:
+    """The two words of a block's table, from the byte of its scale, over ``2^exponent``; and whether it fits that unit
+    (``SharedUnit.fits``)."""
+    if fmt == MXFP4:
+        found = over_shared_unit([byte * Uint32(0x01010101)], exponent, fmt)
+        ones, one_and_halves, fits = found.ones[0], found.one_and_halves[0], found.fits
+    else:
+        product = ptx.mul_16x2(ptx.f16x2_of_e4m3x2(byte * Uint32(0x0101)), _inverse(exponent), "f16")
+        both = ptx.e4m3x4_of_f16x2(product, ptx.mul_16x2(product, Uint32(_ONE_AND_A_HALF), "f16"))
+        ones, one_and_halves = both & Uint32(0xFFFF), both >> 16
+        # As in ``over_shared_unit``
+        fits = (_signs(ones + Uint32(0x7070), ones | ones + Uint32(0x1616)) | Uint32(0x80800000)) == Uint32(_SIGNS)
+    low, high = tables_of_shared_unit(ones, one_and_halves, fmt)[0]
+    return low, high, fits
+
+
+def table_of_own_unit(byte: Uint32, exponent: Int32, fmt: FP4Format) -> list:
+    """The two words of a block's table, from the byte of its scale, over ``2^exponent``, which is ``2^t``."""
+    return tables_of_own_unit(byte * Uint32(0x0101), exponent, fmt)[0]
+
+
 def _table_of(number: Uint32) -> list:
     """The table of a block whose scale over the unit both halves of ``number`` hold, in float16."""
     products = [ptx.mul_16x2(number, Uint32(pair), "f16") for pair in _MAGNITUDES]

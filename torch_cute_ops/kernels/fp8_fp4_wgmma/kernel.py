@@ -1,7 +1,6 @@
 """The device code; the package's docstring describes the roles and the data path."""
 
 import functools
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -20,18 +19,15 @@ from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import (
     look_up,
     over_shared_unit,
     own_exponent,
-    power_of_two,
     shared_exponent,
     tables_of_own_unit,
     tables_of_shared_unit,
 )
+from torch_cute_ops.kernels.fp8_fp4_wgmma.units import IS_LAST, UnitsKernel
 from torch_cute_ops.kernels.fp8_fp4_wgmma.weights import FP4ExpertTiles
-from torch_cute_ops.kernels.fp8_wgmma.kernel import FP8WgmmaKernel
-
-IS_LAST = 0x10  # flag of the last K block of a tile
 
 
-class FP8FP4WgmmaKernel(FP8WgmmaKernel):
+class FP8FP4WgmmaKernel(UnitsKernel):
     """The kernel of one ``Config``."""
 
     config: Config
@@ -80,29 +76,11 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
             found = [ptx.load_if(at, 4 * i < left, 4, c.layout.block_offset(4 * i)) for i in range(words)]
             rows = [list(of_row) for of_row in zip(*found, strict=True)]
         else:
-            rows = [self._row_scales(tile, lane + 32 * i, first, left, share) for i in range(c.columns // 32)]
-        if c.fmt == MXFP4:
-            # Padding may be anything.
-            rows = [[ptx.select(left > 2, word, word & Uint32(0xFFFF)) for word in row] for row in rows]
-        return rows
-
-    def _row_scales(self, tile: Tile, row, first, left, share) -> list:
-        """The words of a row, from its scale ``first`` on."""
-        c, scale = self.config, share.b_scale
-        column = tile.column + row
-        exists = column < share.n
-        if c.layout.is_linear:
-            offset = Int64(tile.expert) * scale.stride[2] + Int64(column) * scale.stride[0]
-            at = scale.iterator + (offset + first)
-            if c.fmt == MXFP4:
-                # Rows of scales are multiples of two bytes.
-                halves = [ptx.load_narrow_if(at, exists & (2 * i < left), 2, 2 * i) for i in range(2)]
-                return [halves[0] | (halves[1] << 16)]
-            return [ptx.load_if(at, exists & (4 * i < left), 1, 4 * i)[0] for i in range(c.block_scales // 4)]
-        of_all = Int64(tile.expert) * share.n + column
-        at = scale.iterator + (c.layout.row_offset(of_all, Int64(scale.shape[1])) + c.layout.block_offset(first))
-        offsets = [c.layout.block_offset(4 * i) for i in range(c.block_scales // 4)]
-        return [ptx.load_if(at, exists & (4 * i < left), 1, offset)[0] for i, offset in enumerate(offsets)]
+            rows = []
+            for i in range(c.columns // 32):
+                column = tile.column + lane + 32 * i
+                rows.append(self.tiles.row_scales(scale, share.n, tile.expert, column, column < share.n, first, left))
+        return [self.tiles.without_padding(row, left) for row in rows]
 
     @cute.jit
     def _store_scales(self, loaded, begun, is_last, place, lane, share, smem):
@@ -151,25 +129,6 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
         """The words of a row's scales of the weight: two of each half of the K block."""
         at = self._scales(place, smem).iterator + cute.assume(self.config.tokens + row * 4, divby=4)
         return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4))
-
-    def _powers(self, place, smem, which: int) -> cute.Tensor:
-        """For each row of the weight, where units change, the factor of totals (0), or of the K block's sums (1)."""
-        c = self.config
-        first = c.tokens + 4 * c.copied_columns
-        at = self._scales(place, smem).iterator + (first + c.columns * which)
-        return cute.make_tensor(at, cute.make_layout(c.columns))
-
-    def _store_powers(self, of_totals, of_sums, place, row, smem) -> None:
-        for which, exponent in enumerate((of_totals, of_sums)):
-            self._powers(place, smem, which)[row] = power_of_two(exponent)
-
-    def _flags(self, place, smem) -> cute.Tensor:
-        """A word: bit i is set where the i-th 32 rows of the weight are decoded over units of their own; and
-        ``IS_LAST``."""
-        c = self.config
-        first = c.tokens + 4 * c.copied_columns + 2 * c.columns
-        at = self._scales(place, smem).iterator + first
-        return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(1))
 
     # Decoding
 
@@ -250,46 +209,3 @@ class FP8FP4WgmmaKernel(FP8WgmmaKernel):
     def _piece(self, base, offset) -> cute.Tensor:
         at = base + cute.assume(offset, divby=PIECE)
         return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4))
-
-    # Sums
-
-    def _factors(self, stage, consumer, smem) -> Any:
-        """The scales of a lane's rows of ``a``, which are columns of swapped tiles."""
-        c, scales = self.config, self._scales(stage, smem)
-        if c.is_swapped:
-            return [one for group in range(c.mma_columns // 8) for one in self._pair(scales, group, consumer)]
-        return [scales[consumer.row], scales[consumer.row + 8]]
-
-    def _pair(self, values: cute.Tensor, group: int, consumer) -> list:
-        """The values of a lane's columns in a group of eight."""
-        at = values.iterator + cute.assume(8 * group + consumer.quad * 2, divby=2)
-        words = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(2)))
-        return [ptx.float_of(word) for word in words]
-
-    def _read_flags(self, stage, consumer, smem) -> Uint32:
-        """Which groups of 32 rows of the weight change units, or bring their sums to these: those of the warp."""
-        (flags,) = load_words(self._flags(stage, smem))
-        if self.config.is_swapped:
-            return flags & (Uint32(1) << consumer.first // 32 | IS_LAST)
-        return flags
-
-    @cute.jit
-    def _prepare(self, sums, partial, flags, stage, consumer, smem):
-        """Change the units of totals, and bring the sums of a K block to these."""
-        if flags != Uint32(0):
-            if const_expr(self.config.is_swapped):
-                for values, which in ((sums, 0), (partial, 1)):
-                    powers = self._powers(stage, smem, which)
-                    of_rows = [powers[consumer.row], powers[consumer.row + 8]]
-                    for i in range_constexpr(self.config.mma_columns // 2):
-                        values[i] = ptx.mul_rn(values[i], of_rows[i // 2 % 2])
-            else:
-                for i in range_constexpr(self.config.columns // 32):
-                    if (flags & Uint32(1 << i | IS_LAST)) != Uint32(0):
-                        for group in range_constexpr(4 * i, 4 * i + 4):
-                            of_sums = self._pair(self._powers(stage, smem, 0), group, consumer)
-                            of_partial = self._pair(self._powers(stage, smem, 1), group, consumer)
-                            for j in range_constexpr(4):
-                                at = 4 * group + j
-                                sums[at] = ptx.mul_rn(sums[at], of_sums[j % 2])
-                                partial[at] = ptx.mul_rn(partial[at], of_partial[j % 2])

@@ -3,13 +3,15 @@
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Uint8
+from cutlass import Int64, Uint8, Uint32
 
-from torch_cute_ops.formats import FP4Format, ScaleLayout
+from torch_cute_ops.formats import MXFP4, FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
+from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES
 from torch_cute_ops.kernels.common.expert_tiles import ExpertTiles, by_expert
 from torch_cute_ops.kernels.common.fp4_weights import scale_argument
+from torch_cute_ops.kernels.common.fp8_stages import BLOCK
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
@@ -43,3 +45,35 @@ class FP4ExpertTiles(ExpertTiles):
         if self.layout.is_linear:
             scale = by_expert(scale, self.rows.is_plain)
         return by_expert(b, self.rows.is_plain, is_transposed=True), scale
+
+    def row_scales(self, scale: cute.Tensor, n, expert, column, exists, first, left) -> list:
+        """The words of a K block's scales of a row of the weight, four scales a word; zeros where there are none.
+
+        Args:
+            scale: as ``weight_views`` returns it.
+            n, expert, column, exists: rows of an expert's weight; which row, and whether there is one.
+            first, left: the K block's first scale, an Int64, and how many the row has from there on.
+        """
+        words = BLOCK // self.fmt.block_size // 4
+        at = scale.iterator + self.scale_offset(scale, n, expert, column, first)
+        if self.layout.is_linear:
+            if self.fmt == MXFP4:
+                # Rows of scales are multiples of two bytes.
+                halves = [ptx.load_narrow_if(at, exists & (2 * i < left), 2, 2 * i) for i in range(2)]
+                return [halves[0] | (halves[1] << 16)]
+            return [ptx.load_if(at, exists & (4 * i < left), 1, 4 * i)[0] for i in range(words)]
+        offsets = [self.layout.block_offset(4 * i) for i in range(words)]
+        return [ptx.load_if(at, exists & (4 * i < left), 1, offset)[0] for i, offset in enumerate(offsets)]
+
+    def scale_offset(self, scale: cute.Tensor, n, expert, column, place) -> Int64:
+        """Where a row's scale ``place``, an Int64, is in ``scale``; the rest as for ``row_scales``."""
+        if self.layout.is_linear:
+            return Int64(expert) * scale.stride[2] + Int64(column) * scale.stride[0] + place
+        row = self.layout.row_offset(Int64(expert) * n + column, Int64(scale.shape[1]))
+        return row + self.layout.block_offset(place)
+
+    def without_padding(self, words: list, left) -> list:
+        """The words of a row's scales in a K block, without what is behind the last: padding may be anything."""
+        if self.fmt == MXFP4:
+            return [ptx.select(left > 2, word, word & Uint32(0xFFFF)) for word in words]
+        return words

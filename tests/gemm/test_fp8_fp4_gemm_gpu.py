@@ -1,0 +1,93 @@
+"""GEMMs of FP8 activations and an FP4 weight on a GPU: every tactic of both backends."""
+
+import pytest
+import torch
+from support.gemm_problems import backend_for
+
+from torch_cute_ops.formats import MXFP4, NVFP4
+from torch_cute_ops.formats.experts import used_rows
+from torch_cute_ops.gemm.buckets import bucket
+from torch_cute_ops.gemm.select import target_of
+from torch_cute_ops.registry import OPS
+from torch_cute_ops.testing.samples._epilogue import exact_epilogue
+from torch_cute_ops.testing.samples._fp8_fp4 import scale_values
+from torch_cute_ops.testing.samples.grouped_mm_fp8_fp4 import contiguous, masked
+from torch_cute_ops.testing.samples.mm_fp8_fp4 import sample
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+N = 264
+by_format = pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
+by_layout = pytest.mark.parametrize("layout", ["128x4", "linear"])
+
+
+@pytest.fixture(scope="module")
+def target():
+    """The GPU, if the kernels run there."""
+    found = target_of(torch.device("cuda", torch.cuda.current_device()))
+    if not found.arch.has_wgmma:
+        pytest.skip("needs Hopper's warpgroup MMA")
+    return found
+
+
+def results(op, name, one, given, target):
+    """What each tactic of a backend leaves in an output that was poisoned."""
+    call = op.bind(*one.args, **one.kwargs, **given)
+    problem = op.path.problem(call)
+    backend = backend_for(name, problem)
+    shape = *call.a.shape[:-1], problem.n
+    for tactic in backend.tactics(problem, bucket(call.a.shape[-2]), target):
+        out = torch.full(shape, torch.nan, dtype=problem.out_dtype, device=call.a.device)
+        backend.launcher(problem, tactic, target)(*call[:8], out)
+        yield tactic, out
+
+
+@by_format
+@by_layout
+@pytest.mark.parametrize("name", ["wgmma", "recode"])
+@pytest.mark.parametrize(("m", "k"), [(1, 128), (60, 2880), (300, 576)])
+@pytest.mark.parametrize("epilogue", [False, True], ids=["sums", "alpha-and-bias"])
+def test_every_tactic(name, fmt, layout, m, k, epilogue, target):
+    """Each gives the sums bit for bit, where they are exact: plain, and of experts in each layout of rows."""
+    device, counts = target.device, [m, 0, m // 2 + 1]
+    calls = {
+        "mm_fp8_fp4": [sample("", m, N, k, fmt, layout, device, exact=True)],
+        "grouped_mm_fp8_fp4": [
+            contiguous("", fmt, layout, counts, N, k, device, exact=True),
+            contiguous("", fmt, layout, counts, N, k, device, exact=True, counted=False),
+            masked("", fmt, layout, counts, m + 3, N, k, device, exact=True),
+        ],
+    }
+    for op, samples in calls.items():
+        given = exact_epilogue(N, device, None if op == "mm_fp8_fp4" else 3) if epilogue else {}
+        given = {**given, "out_dtype": torch.float32}
+        for one in samples:
+            want = OPS[op].reference(*one.args, **one.kwargs, **given)
+            used = torch.ones(want.shape[:-1], dtype=torch.bool, device=device)
+            if op != "mm_fp8_fp4":
+                call = OPS[op].bind(*one.args, **one.kwargs, **given)
+                used = used_rows(used.numel(), call.offsets, call.counts).view(used.shape)
+            for tactic, out in results(OPS[op], name, one, given, target):
+                assert torch.equal(out[used], want[used]) and out[~used].isnan().all(), tactic
+
+
+def hard(device):
+    """Samples with scales that are hard to re-encode, of many rows."""
+
+    def make(name, fmt, layout, **weight):
+        return sample(name, 140, 136, 1216, fmt, layout, device, weight=weight)
+
+    return scale_values(make)
+
+
+@pytest.mark.parametrize("name", [one.name for one in hard(torch.device("cpu"))])
+def test_where_the_weight_is_recoded_changes_nothing(name, target):
+    """In memory or in the GEMM, for any numbers: the same bits."""
+    one = next(one for one in hard(target.device) if one.name == name)
+    op, given = OPS["mm_fp8_fp4"], {"out_dtype": torch.float32}
+    found = dict(results(op, "wgmma", one, given, target))
+    ((_, recoded),) = results(op, "recode", one, given, target)
+    for tactic, out in found.items():
+        if tactic[1] == 1:  # a sum is in another order where CTAs share it
+            assert torch.equal(out.nan_to_num(7.5), recoded.nan_to_num(7.5)), tactic
+            assert torch.equal(out.isnan(), recoded.isnan()), tactic

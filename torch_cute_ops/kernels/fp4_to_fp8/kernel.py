@@ -1,0 +1,135 @@
+"""The device code; the package's docstring describes the data path."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int16, Int32, Int64, Uint32, range_constexpr
+
+from torch_cute_ops.kernels.common import pdl, ptx
+from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
+from torch_cute_ops.kernels.common.fp8_stages import BLOCK
+from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.fp4_to_fp8.config import COLUMNS, WORDS, Arguments, Config
+from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import (
+    look_up,
+    own_exponent,
+    shared_exponent,
+    table_of_own_unit,
+    table_over_shared_unit,
+)
+from torch_cute_ops.kernels.fp8_fp4_wgmma.weights import FP4ExpertTiles
+from torch_cute_ops.runtime.argspec import Dim, TensorArg
+
+THREADS = 256
+PARTS = 8
+"""Threads that share a row."""
+PART = BLOCK // PARTS
+"""Elements of a K block that a thread has."""
+ROWS = THREADS // PARTS
+"""Rows of a CTA."""
+CTA_BLOCKS = 16
+"""K blocks of a CTA."""
+AHEAD = 4
+"""K blocks whose loads a thread has in flight."""
+ALL_LANES = 0xFFFFFFFF
+
+
+class FP4ToFP8Kernel:
+    """The kernel of one ``Config``."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        rows = ExpertLayout() if config.is_plain else ExpertLayout(has_counts=True)
+        self.tiles = FP4ExpertTiles(config.fmt, config.layout, rows, COLUMNS, COLUMNS)
+
+    def arguments(self) -> Arguments:
+        n, k = Dim("n", divisibility=8), Dim("k", divisibility=64)
+        experts = Dim("experts")
+        of_row, of_expert = Dim("weight_row", bits=64, divisibility=64), Dim("weight_expert", bits=64, divisibility=64)
+        b, b_scale = self.tiles.weight_arguments(n, k, Dim("blocks"), None if self.config.is_plain else experts)
+        return Arguments(
+            b=b,
+            b_scale=b_scale,
+            weight=TensorArg(
+                "Float8E4M3FN", (1 if self.config.is_plain else experts, n, k), (of_expert, of_row, 1), align=16
+            ),
+            exponents=TensorArg("Int32", (Dim("exponent_words", bits=64),), (1,), align=16),
+        )
+
+    @cute.jit
+    def __call__(self, b, b_scale, weight, exponents, stream):
+        codes, scale = self.tiles.weight_views(b, b_scale)
+        n, half, experts = codes.shape
+        ctas = ctas_unless_overlapping(experts * cute.ceil_div(n, ROWS), written=(weight, exponents), read=(b, b_scale))
+        self.kernel(codes, scale, weight, exponents).launch(
+            grid=[ctas, cute.ceil_div(cute.ceil_div(2 * half, BLOCK), CTA_BLOCKS), 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            use_pdl=self.config.pdl,
+        )
+
+    @cute.kernel
+    def kernel(self, codes, scale, weight, exponents):
+        c = self.config
+        tid, _, _ = cute.arch.thread_idx()
+        cta, range_, _ = cute.arch.block_idx()
+        n, half, _ = codes.shape
+        lane, part = tid % 32, tid % PARTS
+        of_expert = cute.ceil_div(n, ROWS)
+        expert, row = cta // of_expert, cta % of_expert * ROWS + tid // PARTS
+        exists = row < n
+        pdl.start(c.pdl)
+        # A thread's parts of the K blocks, and their scales
+        codes_at = codes.iterator + (
+            Int64(expert) * codes.stride[2] + Int64(row) * codes.stride[0] + part * (PART // 2)
+        )
+        weight_at = weight.iterator + (Int64(expert) * weight.stride[0] + Int64(row) * weight.stride[1] + part * PART)
+        blocks = cute.ceil_div(2 * half, BLOCK)
+        line = Int64(expert * cute.ceil_div(n, COLUMNS) + row // COLUMNS) * (blocks + 1)
+        shorts = cute.recast_ptr(exponents.iterator, dtype=Int16) + (line * (2 * WORDS) + row % COLUMNS)
+        unit = shared_exponent(self._row_scales(scale, n, half, expert, row, exists, Int32(0)), c.fmt)
+        notes = exists & (part == 0)
+        if notes & (range_ == 0):
+            self._note(shorts, Int32(0), unit)
+        begin = range_ * CTA_BLOCKS
+        end = cutlass.min(begin + CTA_BLOCKS, blocks)
+        for first in cutlass.range(begin, end, AHEAD, unroll=1):
+            loaded = []
+            for i in range_constexpr(AHEAD):
+                block = first + i
+                there = exists & (block < end) & (block * (BLOCK // 2) + part * (PART // 2) < half)
+                words = ptx.load_if(codes_at + block * (BLOCK // 2), there, 2, past_l1=True)
+                byte = ptx.load_narrow_if(self._scale_at(scale, n, expert, row, block, part), there, 1)
+                loaded.append((there, words, byte))
+            for i in range_constexpr(AHEAD):
+                there, words, byte = loaded[i]
+                low, high, fits = table_over_shared_unit(byte, unit, c.fmt)
+                votes = Uint32(cute.arch.vote_ballot_sync(fits | (there == Boolean(False))))
+                exponent = unit
+                if votes != Uint32(ALL_LANES):
+                    row_fits = (votes >> Uint32(lane // PARTS * PARTS) & Uint32(0xFF)) == Uint32(0xFF)
+                    own = own_exponent(self._row_scales(scale, n, half, expert, row, there, first + i), c.fmt)
+                    own_low, own_high = table_of_own_unit(byte, own, c.fmt)
+                    low, high = ptx.select(row_fits, low, own_low), ptx.select(row_fits, high, own_high)
+                    exponent = ptx.select(row_fits, unit, own)
+                numbers = [number for word in words for number in look_up([low, high], word)]
+                ptx.store_if(weight_at + (first + i) * BLOCK, numbers, there)
+                if notes & (first + i < end):
+                    self._note(shorts, first + i + 1, exponent)
+
+    def _note(self, shorts: cute.Pointer, place, exponent) -> None:
+        """Store an exponent of a row."""
+        at = shorts + Int64(place) * (2 * WORDS)
+        cute.make_tensor(at, cute.make_layout(1))[0] = Int16(exponent)
+
+    def _row_scales(self, scale, n, half, expert, row, exists, block) -> list:
+        """The words of a row's scales in a K block."""
+        c = self.config
+        left = half * 2 // c.fmt.block_size - block * c.block_scales
+        words = self.tiles.row_scales(scale, n, expert, row, exists, Int64(block) * c.block_scales, left)
+        return self.tiles.without_padding(words, left)
+
+    def _scale_at(self, scale, n, expert, row, block, part) -> cute.Pointer:
+        """Where the scale of a part of a row's K block is."""
+        c = self.config
+        place = Int64(block * c.block_scales + part * c.block_scales // PARTS)
+        return scale.iterator + self.tiles.scale_offset(scale, n, expert, row, place)

@@ -1,0 +1,23 @@
+"""GEMMs of FP8 activations with block scales and an FP4 weight that ``fp4_to_fp8`` has written to memory in FP8, plain
+or grouped by expert, by wgmma. For Hopper and many rows: there ``fp8_fp4_wgmma``, which decodes the weight for each
+tile of rows, takes longer than to write it once.
+
+Roles, tiles, ring and consumers are those of ``fp8_wgmma``. The scale warps load the exponents of a tile's rows of the
+weight, in place of its scales. Where a K block's differ from those of the rows' units, consumers bring its sums to the
+units, and behind the last K block of a tile all totals to the unit 1 (``fp8_fp4_wgmma.units``).
+
+Bytes moved: as ``fp8_wgmma``, and two for 128 elements of the weight.
+"""
+
+from typing import TYPE_CHECKING
+
+from torch_cute_ops.kernels._lazy import on_demand
+from torch_cute_ops.kernels.fp8_fp4_recoded.config import Arguments, Config, plan
+
+if TYPE_CHECKING:
+    from torch_cute_ops.kernels.fp8_fp4_recoded.kernel import FP8FP4RecodedKernel
+
+__all__ = ["KERNEL", "Arguments", "Config", "FP8FP4RecodedKernel", "plan"]
+
+KERNEL = f"{__name__}.kernel.FP8FP4RecodedKernel"
+__getattr__ = on_demand(__name__, "FP8FP4RecodedKernel")

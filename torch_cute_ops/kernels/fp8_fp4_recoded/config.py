@@ -1,0 +1,38 @@
+"""Configuration of the GEMM by a recoded weight: no device code."""
+
+from dataclasses import dataclass
+
+from torch_cute_ops.kernels import fp8_wgmma
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
+from torch_cute_ops.kernels.common.fp8_arguments import Arguments
+from torch_cute_ops.kernels.fp4_to_fp8.config import COLUMNS
+from torch_cute_ops.runtime.arch import Arch
+
+__all__ = ["Arguments", "Config", "plan"]
+
+
+@dataclass(frozen=True)
+class Config(fp8_wgmma.Config):
+    """Everything static about a kernel, as of ``fp8_wgmma``. Of the ``Arguments``, ``b`` is what ``fp4_to_fp8`` has
+    written, and ``b_scale`` its exponents."""
+
+    @property
+    def units_at(self) -> int:
+        """Where what changes units begins among the scales of a stage."""
+        return self.tokens
+
+    @property
+    def place_scales(self) -> int:
+        """Those of the rows of ``a``; for each row of the weight two powers that change units; and flags of each group
+        of 32 rows."""
+        return self.units_at + 2 * self.columns + self.columns // 32
+
+
+def plan(*, rows: ExpertLayout, epilogue: Epilogue, arch: Arch, pdl: bool) -> Config | None:
+    """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this."""
+    for stages in range(fp8_wgmma.MOST_STAGES, 1, -1):
+        config = Config(rows, epilogue, fp8_wgmma.MANY, COLUMNS, 1, stages, pdl, static_weight=False)
+        if config.reason_unsupported(arch) is None:
+            return config
+    return None
