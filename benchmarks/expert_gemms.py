@@ -43,6 +43,12 @@ backend are ours with that one. The peers compute dense GEMMs: the weights of al
 multiplied by alpha outside of the timing."""
 
 
+def keys(ranks: torch.Tensor, m: int, generator: torch.Generator) -> torch.Tensor:
+    """(M, E): a token's experts are those with its largest keys, drawn without replacement with probabilities in
+    proportion to 1 / `ranks` (E,). They are log-probabilities with Gumbel noise added."""
+    return -ranks.log() - torch.empty(m, len(ranks)).exponential_(generator=generator).log()
+
+
 @cache
 def routing(name: str, m: int, experts: int) -> torch.Tensor:
     """`alpha` (M, E), float32 on the CPU, the same in each call; `name` is a key of `SIZES[…]`. Factors are powers of
@@ -52,9 +58,7 @@ def routing(name: str, m: int, experts: int) -> torch.Tensor:
     if name == "dense":
         return factors
     ranks = torch.ones(experts) if name == "top-8" else torch.randperm(experts, generator=generator) + 1.0
-    # The largest log-probabilities with Gumbel noise added are a draw without replacement.
-    keys = -ranks.log() - torch.empty(m, experts).exponential_(generator=generator).log()
-    chosen = keys.topk(min(TOP, experts), dim=1).indices
+    chosen = keys(ranks, m, generator).topk(min(TOP, experts), dim=1).indices
     return torch.zeros(m, experts).scatter_(1, chosen, factors.gather(1, chosen))
 
 

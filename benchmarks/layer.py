@@ -8,10 +8,8 @@ of what qkv wrote. What users feel of the ops is this, and not the sum of what e
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +19,12 @@ from torch import Tensor, nn
 import torch_cute_ops as ops
 from torch_cute_ops.nn import random_
 
-from . import environment, report
+from . import environment, layers, report
 from .case import Mark, at_most
-from .measure import Backend, CudaGraphs, Settings, ceilings, measure_what_captures, plan
+from .measure import Backend, Settings, ceilings, measure_what_captures, plan
 from .runner import ASSUMED_TFLOPS
 
 DTYPE, EPS = torch.bfloat16, 1e-6
-RESULTS = Path(__file__).with_name("results")
 NOTES = "fp4_wgmma"
 """The notes on what limits few rows; those on W4A8 are in `fp8_fp4_wgmma`."""
 
@@ -216,8 +213,7 @@ LAYERS: dict[str, type[Layer]] = {cls.label: cls for cls in (Layer, W4A16, W4A4,
 def cosine(layer: Layer, m: int, device: torch.device) -> float:
     """Of a layer's result to that of the same weights in bf16."""
     x, residual = (torch.randn(m, layer.widths.hidden, dtype=DTYPE, device=device) for _ in range(2))
-    got, want = layer(x, residual.clone()), layer.decoded()(x, residual.clone())
-    return F.cosine_similarity(got.double().flatten(), want.double().flatten(), 0).item()
+    return layers.cosine(layer(x, residual.clone()), layer.decoded()(x, residual.clone()))
 
 
 def run(
@@ -236,10 +232,10 @@ def run(
     calls, cosines, absent = {}, {}, {}
     residual = torch.randn(m, widths.hidden, dtype=DTYPE, device=device)
     for label in labels:
-        layers = [LAYERS[label](widths, device, seed, device.type == "cuda") for seed in range(how.n_sets)]
+        chain = [LAYERS[label](widths, device, seed, device.type == "cuda") for seed in range(how.n_sets)]
         if label != "bf16":
-            cosines[label] = cosine(layers[0], m, device)
-        calls[label] = _chain(layers, torch.randn_like(residual), residual)
+            cosines[label] = cosine(chain[0], m, device)
+        calls[label] = _chain(chain, torch.randn_like(residual), residual)
     timings = measure_what_captures(
         calls, how.n_sets, how.calls, how.rounds, backend, lambda name, error: absent.update({name: str(error)})
     )
@@ -251,12 +247,12 @@ def run(
     return {"rows": m, "layers": how.n_sets, "variants": variants, "cosine": cosines, "absent": absent}
 
 
-def _chain(layers: Sequence[Layer], x: Tensor, residual: Tensor) -> Callable[[int], Tensor]:
+def _chain(each: Sequence[Layer], x: Tensor, residual: Tensor) -> Callable[[int], Tensor]:
     """Layer `i`, of what the layer called before returned."""
     held = [x]
 
     def call(i: int) -> Tensor:
-        held[0] = layers[i](held[0], residual)
+        held[0] = each[i](held[0], residual)
         return held[0]
 
     return call
@@ -317,45 +313,11 @@ def markdown(result: Mapping[str, Any]) -> str:
     return "\n\n".join([*parts, *sorted(absent)])
 
 
-def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Time over rows for each model and precision, with the floor of each."""
-    from matplotlib import pyplot
-
-    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
-    figure, axes = pyplot.subplots(1, len(models), figsize=(5 * len(models), 4), squeeze=False, layout="constrained")
-    for axis, model in zip(axes[0], models, strict=True):
-        rows = [row for row in result["rows"] if row["model"] == model]
-        for i, label in enumerate(LAYERS):
-            points = [(row["rows"], row["variants"][label]) for row in rows if label in row["variants"]]
-            if points:
-                x = [m for m, _ in points]
-                axis.plot(x, [each["us"] for _, each in points], marker="o", markersize=4, color=f"C{i}", label=label)
-                if points[0][1]["floor"] is not None:
-                    axis.axhline(points[0][1]["floor"], color=f"C{i}", linewidth=1, linestyle=(0, (2, 2)))
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_title(model, fontsize=10, loc="left")
-        axis.set_xlabel("rows")
-        axis.grid(alpha=0.25)
-    axes[0][0].set_ylabel("µs a layer; dashed: floor")
-    axes[0][0].legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks layer", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL")
+    parser = layers.parser("layer", __doc__, list(MODELS))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), metavar="M")
     parser.add_argument("--precisions", nargs="+", choices=LAYERS, default=list(LAYERS), metavar="PRECISION")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the files written")
-    parser.add_argument("--no-plot", action="store_true", help="write no PNG")
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("python -m benchmarks layer needs a CUDA GPU, and torch sees none here.", file=sys.stderr)
-        return 2
-    device, backend = torch.device("cuda", torch.cuda.current_device()), CudaGraphs()
-    return measure_models(options, device, backend, torch.cuda.get_device_properties(device).L2_cache_size)
+    return layers.on_gpu("layer", measure_models, parser.parse_args(arguments))
 
 
 @torch.no_grad()
@@ -369,16 +331,13 @@ def measure_models(options: argparse.Namespace, device: torch.device, backend: B
         "peak_read_tbps": peaks.read_tbps,
         "rows": [],
     }
+    panels: dict[str, list[dict[str, Any]]] = {}
     for model in options.models:
         for m in options.rows:
             row = run(MODELS[model], m, options.precisions, device, backend, l2_bytes, settings, peaks.read_tbps)
             result["rows"].append({"model": model, **row})
-            times = ", ".join(f"{label} {report.number(each['us'])}" for label, each in row["variants"].items())
-            print(f"  {model}, M={m}: {times} µs a layer", flush=True)
+            panels.setdefault(model, []).append(row)
+            print(layers.progress(f"{model}, M={m}", row["variants"]), flush=True)
             report.write_json(result, marks(result["rows"]), options.output / "layer.json")
-    text = markdown(result)
-    (options.output / "layer.md").write_text(text + "\n", encoding="utf-8")
-    print(f"\n{text}", flush=True)
-    if not options.no_plot:
-        plot(result, options.output / "layer.png")
+    layers.finish(options, "layer", markdown(result), panels, list(LAYERS))
     return 0

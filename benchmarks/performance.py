@@ -6,8 +6,9 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from . import host, layer, ops, report
+from . import expert_layer, host, layer, ops, report
 from .case import Mark
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,6 +16,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENT = ROOT / "docs" / "performance.md"
 HOST_NOTES = "call_path"
 """The notes on what a call costs on the host."""
+LAYERS: dict[str, Any] = {"expert_layer": expert_layer, "layer": layer}
+"""The benchmarks of whole layers, by result file."""
 
 TEXT = """\
 # Performance against targets
@@ -36,8 +39,8 @@ def measured(results: Path) -> list[tuple[str, str, str, list[Mark]]]:
         if path.stem == "host":
             times = {name: host.HostTime(**time) for name, time in result["times"].items()}
             notes, marks = HOST_NOTES, host.marks(times, result["first_calls"])
-        elif path.stem == "layer":
-            notes, marks = layer.NOTES, layer.marks(result["rows"])
+        elif path.stem in LAYERS:
+            notes, marks = LAYERS[path.stem].NOTES, LAYERS[path.stem].marks(result["rows"])
         else:
             benchmark = ops.load(path.stem)
             notes, marks = benchmark.family, benchmark.marks(result["rows"])

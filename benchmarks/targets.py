@@ -40,6 +40,25 @@ EXPERTS_US = {
 GATED_EXPERTS_US = {"top-8": {1: 9, 8: 38, 16: 62, 32: 95, 64: 128, 128: 148, 256: 172, 512: 235}}
 """The same of the first GEMM, with NVFP4 activations and results."""
 
+# --- expert layers ---
+
+EXPERT_LAYER_US = {1: 21, 8: 66, 16: 102, 32: 155, 64: 205, 128: 235, 256: 275, 512: 380}
+"""Most time of DeepSeek-V3's layer with NVFP4 weights on one of eight GPUs, µs, by tokens: the routing and both GEMMs,
+with activations in FP4 or FP8, whichever is the faster."""
+SKEWED_OVER_UNIFORM = 1.3
+"""Most time of a layer with skewed routing over that of the same bytes with uniform routing."""
+W4A8_LAYER_DECODE, W4A8_LAYER_LARGE = 0.68, 1.06
+"""Most time of a layer with NVFP4 weights and FP8 activations over that with FP8 weights: with up to 64 tokens, and
+with 4,096."""
+EXPERT_LAYER_COSINE = {
+    ("few", "nvfp4"): 0.98,
+    ("few-bf16", "nvfp4"): 0.9999,
+    ("few-bf16", "mxfp4"): 0.9999,
+    ("many", "nvfp4"): 0.998,
+    ("many", "mxfp4"): 0.9985,
+}
+"""Least cosine of a layer's results to those with its decoded weights, by way and format."""
+
 # --- FP8 GEMMs ---
 
 FP8_TFLOPS = 1150.0

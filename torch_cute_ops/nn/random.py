@@ -90,8 +90,8 @@ def random_(
         generator = torch.Generator(target).manual_seed(seed + 10_000 + i)
         biases = given.biases()
         new = QuantExperts(
-            _random_stack(scheme, given.hidden, [given.width] * (2 * given.experts), biases[0], generator),
-            _random_stack(scheme, given.width, [given.hidden] * given.experts, biases[1], generator),
+            random_stack(scheme, given.hidden, [given.width] * (2 * given.experts), biases[0], generator),
+            random_stack(scheme, given.width, [given.hidden] * given.experts, biases[1], generator),
             given.experts,
             swiglu=given.swiglu,
             topk=topk_of(model, name),
@@ -100,9 +100,18 @@ def random_(
     return model
 
 
-def _random_stack(
+def random_stack(
     scheme: str, in_features: int, parts: list[int], bias: Tensor | None, generator: torch.Generator
 ) -> QuantLinear:
+    """Many layers with random codes, one below the other, such as those of all experts.
+
+    Args:
+        scheme: a key of ``FORMATS``.
+        in_features: K, of all of them.
+        parts: rows of each.
+        bias: a tensor of the dtype that the biases, which are 0, get; ``None``: there are none.
+        generator: of the device of the result.
+    """
     cls = FORMATS[scheme]
     layout = cls(in_features, sum(parts), parts=parts, device="meta").layout()
     tensors = {key: _random(scheme, key, *each, generator) for key, each in layout.items()}

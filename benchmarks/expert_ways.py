@@ -1,0 +1,291 @@
+"""What `python -m benchmarks expert_layer` measures: models, random weights and tokens, ways to compute a layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import torch_cute_ops as ops
+from torch_cute_ops.nn.experts import FORMATS, QuantExperts, SwiGLU
+from torch_cute_ops.nn.random import INPUT_AMAX, random_stack
+
+from .expert_gemms import keys
+
+DTYPE = torch.bfloat16
+FEW_ROWS = 1024
+"""Most tokens that are measured in other ways than `many` and `many-fp8`, or with skewed routing."""
+HIDDEN_AMAX = 64.0
+"""The largest gated activation that global scales of NVFP4 are for."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """An expert layer.
+
+    Attributes:
+        experts, hidden, intermediate, topk: E, H, I, and experts of a token.
+        scheme: of the weights, as `torch_cute_ops.nn` calls it.
+        scoring: arguments of `moe_route` and `moe_route_dense`.
+        swiglu: the gate's parameters.
+        has_bias: whether the experts' layers have biases.
+        has_fp8: whether it is measured with weights in FP8 too.
+    """
+
+    experts: int
+    hidden: int
+    intermediate: int
+    topk: int
+    scheme: str
+    scoring: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    swiglu: SwiGLU = SwiGLU()  # noqa: RUF009  an immutable tuple
+    has_bias: bool = False
+    has_fp8: bool = False
+
+    @property
+    def width(self) -> int:
+        """I as it is stored: kernels of `moe_fc2_` take experts of a multiple of 4 blocks. What the padding holds does
+        not matter to the time; here it is random too, and so an expert is as wide as that."""
+        fmt: Any = FORMATS[self.scheme]
+        return self.intermediate + -self.intermediate % (4 * fmt.format.block_size)
+
+
+DEEPSEEK, GPT_OSS = "DeepSeek-V3", "gpt-oss-120b"
+MODELS = {
+    DEEPSEEK: Model(256, 7168, 256, 8, "nvfp4", {"scoring": "sigmoid", "scaling_factor": 2.5}, has_fp8=True),
+    GPT_OSS: Model(128, 2880, 2880, 4, "mxfp4", swiglu=SwiGLU(1.702, 1.0, 7.0), has_bias=True),
+}
+"""Of DeepSeek-V3's experts an eighth of the columns, as on one of eight GPUs."""
+ROUTINGS = ("uniform", "zipf", "hot")
+
+
+# --- weights ---
+
+
+@torch.no_grad()
+def random_experts(model: Model, scheme: str, device: torch.device, seed: int) -> QuantExperts:
+    """Experts with random codes, and biases of some tenths."""
+    generator = torch.Generator(device).manual_seed(seed)
+    experts, hidden, width = model.experts, model.hidden, model.width
+    bias = torch.empty(0, dtype=DTYPE) if model.has_bias else None
+    made = QuantExperts(
+        random_stack(scheme, hidden, [width] * (2 * experts), bias, generator),
+        random_stack(scheme, width, [hidden] * experts, bias, generator),
+        experts,
+        swiglu=model.swiglu,
+        topk=model.topk,
+    )
+    for linear in (made.gate_up_proj, made.down_proj):
+        if linear.bias is not None:
+            linear.bias.normal_(std=0.3, generator=generator)
+    return made
+
+
+@cache
+def expert_bytes(model: Model, scheme: str) -> int:
+    """Of one expert's weights with their scales, padding included."""
+    cls: Any = FORMATS[scheme]
+    layouts = (
+        cls(k, n, device="meta").layout() for n, k in ((2 * model.width, model.hidden), (model.hidden, model.width))
+    )
+    return sum(
+        math.prod(shape) * dtype.itemsize
+        for layout in layouts
+        for name, (shape, dtype) in layout.items()
+        if name in ("weight", "weight_scale", "weight_scale_inv")
+    )
+
+
+# --- tokens ---
+
+
+class Inputs(NamedTuple):
+    """Of one call.
+
+    Attributes:
+        x: tokens (M, H), bfloat16.
+        logits: the router's, (M, E), float32.
+        used: how many experts the tokens have.
+    """
+
+    x: Tensor
+    logits: Tensor
+    used: int
+
+
+def draw(model: Model, routing: str, m: int, seed: int, device: torch.device) -> Inputs:
+    """Random tokens, the same in each call with the same arguments; the experts are drawn on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(model.experts, generator=generator)
+    logits = keys(order + 1.0 if routing == "zipf" else torch.ones(model.experts), m, generator)
+    if routing == "hot":
+        logits[:, order[0]] = logits.amax(1) + 1
+    used = logits.topk(model.topk).indices.unique().numel()
+    x = torch.randn(m, model.hidden, dtype=DTYPE, device=device, generator=torch.Generator(device).manual_seed(seed))
+    return Inputs(x, logits.to(device), used)
+
+
+# --- ways to compute a layer ---
+
+
+class Way:
+    """A way to compute the layer of some experts; what does not depend on the tokens is made beforehand."""
+
+    is_few = False
+    """Whether it computes routed pairs alone."""
+
+    def __init__(self, model: Model, experts: QuantExperts) -> None:
+        self.model, self.experts = model, experts
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """The layer's result (M, H) for tokens (M, H) with logits (M, E)."""
+        raise NotImplementedError
+
+    @classmethod
+    def scheme(cls, model: Model) -> str:
+        """Of the experts that it takes."""
+        return model.scheme
+
+
+class FewBf16(Way):
+    """Routed pairs alone, with activations in bf16, as `QuantExperts` after `route_few_`."""
+
+    is_few = True
+
+    def __init__(self, model: Model, experts: QuantExperts) -> None:
+        super().__init__(model, experts)
+        gate_up: Any = experts.gate_up_proj
+        down: Any = experts.route_few_().side_by_side
+        self.up, self.up_bias = experts._by_expert(gate_up)
+        self.up_scale, self.up_alpha = gate_up.weight_scale, down.gate_up_alpha
+        self.down, self.down_scale = down.weight, down.weight_scale
+        self.factor, self.down_bias = down.alpha, down.bias
+        self.how: dict[str, Any] = {"block_size": gate_up.format.block_size, "static_weight": True}
+        names = ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
+        self.gate: dict[str, Any] = dict(zip(names, model.swiglu, strict=True))
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        routing = self.routing(logits)
+        h = ops.moe_fc1_fp4_weight_only(
+            *(x, self.up, self.up_scale, routing, self.up_alpha, self.up_bias), **self.gate, **self.how
+        )
+        return ops.moe_fc2_fp4_weight_only(h, self.down, self.down_scale, routing, self.down_bias, **self.how)
+
+    def routing(self, logits: Tensor) -> Tensor:
+        """The weights of the experts (M, E), times what global scales take out."""
+        return ops.moe_route_dense(logits, self.model.topk, expert_factor=self.factor, **self.model.scoring)
+
+
+class Few(FewBf16):
+    """The same with activations in the format of the weights."""
+
+    def __init__(self, model: Model, experts: QuantExperts) -> None:
+        super().__init__(model, experts)
+        self.x_scale = self.h_scale = None
+        if model.scheme == "nvfp4":
+            amax = torch.tensor([INPUT_AMAX, HIDDEN_AMAX], device=self.up.device)
+            self.x_scale, h_scale = (ops.nvfp4_global_scale(each) for each in amax)
+            self.h_scale = h_scale.expand(model.experts).contiguous()
+            self.up_alpha, self.factor = self.up_alpha / self.x_scale, self.factor / self.h_scale
+            if self.down_bias is not None:  # which the factor multiplies too
+                self.down_bias = self.down_bias * self.h_scale.unsqueeze(1)
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        routing = self.routing(logits)
+        a, a_scale = ops.fp4_quantize(x, self.x_scale, self.how["block_size"])
+        h, h_scale = ops.moe_fc1_fp4(
+            *(a, self.up, a_scale, self.up_scale, routing, self.up_alpha, self.up_bias, self.h_scale),
+            **self.gate,
+            **self.how,
+        )
+        return ops.moe_fc2_fp4(h, self.down, h_scale, self.down_scale, routing, self.down_bias, **self.how)
+
+
+class Many(Way):
+    """A row for each routed pair, in the experts' order, with activations in FP8."""
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        model, experts = self.model, self.experts
+        weights, _, expanded, permuted, offsets, _ = ops.moe_route(logits, model.topk, alignment=1, **model.scoring)
+        a, a_scale = ops.moe_permute_fp8quant(x, permuted, model.topk, expanded)
+        h = experts._multiply(experts.gate_up_proj, a, a_scale, offsets, DTYPE)
+        a, a_scale = ops.moe_swiglu_fp8quant(h, offsets, None, *model.swiglu)
+        h = experts._multiply(experts.down_proj, a, a_scale, offsets, DTYPE)
+        return ops.moe_finalize(h, expanded, weights)
+
+
+class ManyFP8(Many):
+    """The same with weights in FP8."""
+
+    @classmethod
+    def scheme(cls, model: Model) -> str:
+        return "fp8_block"
+
+
+WAYS: dict[str, type[Way]] = {"few": Few, "few-bf16": FewBf16, "many": Many, "many-fp8": ManyFP8}
+
+
+def ways_of(model: Model, routing: str, m: int, asked: Sequence[str]) -> list[str]:
+    """Those of the ways asked for that are measured with so many tokens: beyond `FEW_ROWS` the two to compare with each
+    other."""
+    names = [name for name in asked if name != "many-fp8" or model.has_fp8]
+    if m <= FEW_ROWS:
+        return names
+    return [name for name in names if not WAYS[name].is_few] if model.has_fp8 and routing == "uniform" else []
+
+
+class Decoded:
+    """The layer with the numbers that weights stand for, in bf16, multiplied in fp32 expert by expert."""
+
+    def __init__(self, model: Model, experts: QuantExperts) -> None:
+        self.model = model
+        self.gate_up, self.down = experts.dequantize(DTYPE)
+        stacks = (experts.gate_up_proj, experts.down_proj)
+        self.biases = [
+            None if each.bias is None else each.bias.unflatten(0, (model.experts, -1)).float() for each in stacks
+        ]
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        """(M, H), float32."""
+        best = logits.topk(self.model.topk)
+        weights = best.values.softmax(-1)
+        if self.model.scoring.get("scoring") == "sigmoid":
+            scores = best.values.sigmoid()
+            weights = scores / scores.sum(-1, keepdim=True) * self.model.scoring["scaling_factor"]
+        alpha, beta, limit = self.model.swiglu
+        up_bias, down_bias = self.biases
+        total = torch.zeros(x.shape, device=x.device)
+        for e in best.indices.unique().tolist():
+            token, place = (best.indices == e).nonzero(as_tuple=True)
+            both = F.linear(x[token].float(), self.gate_up[e].float(), None if up_bias is None else up_bias[e])
+            gate, up = both.chunk(2, -1)
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            h = gate * torch.sigmoid(alpha * gate) * (up + beta)
+            result = F.linear(h, self.down[e].float(), None if down_bias is None else down_bias[e])
+            total.index_add_(0, token, weights[token, place, None] * result)
+        return total
+
+
+class Prepared:
+    """What the rows of a model have in common, made when it is first used."""
+
+    def __init__(self, model: Model, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self._experts: dict[tuple[str, int], QuantExperts] = {}
+        self._ways: dict[tuple[str, int], Way] = {}
+
+    def way(self, name: str, which: int) -> Way:
+        """A way to compute the layer of a set of weights; ways of one format share the weights."""
+        if (name, which) not in self._ways:
+            scheme = WAYS[name].scheme(self.model)
+            if (scheme, which) not in self._experts:
+                self._experts[scheme, which] = random_experts(self.model, scheme, self.device, which)
+            self._ways[name, which] = WAYS[name](self.model, self._experts[scheme, which])
+        return self._ways[name, which]

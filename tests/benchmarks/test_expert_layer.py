@@ -1,0 +1,307 @@
+"""`python -m benchmarks expert_layer`: each way computes what the weights say, and the tables what was measured."""
+
+import argparse
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torch_cute_ops
+from benchmarks import __main__ as cli
+from benchmarks import compare, expert_layer, expert_ways, layers, performance, report
+from benchmarks import measure as measurements
+from benchmarks.expert_ways import DEEPSEEK, GPT_OSS
+from torch_cute_ops.nn.experts import SwiGLU
+
+CPU = torch.device("cpu")
+SMALL = {
+    DEEPSEEK: expert_ways.Model(8, 128, 128, 2, "nvfp4", {"scoring": "sigmoid", "scaling_factor": 2.5}, has_fp8=True),
+    GPT_OSS: expert_ways.Model(8, 192, 96, 2, "mxfp4", swiglu=SwiGLU(1.702, 1.0, 0.5), has_bias=True),
+}
+BIASED = "NVFP4 with biases"
+LAYERS = {**SMALL, BIASED: replace(SMALL[DEEPSEEK], has_bias=True, has_fp8=False)}
+WAYS = [
+    (name, way) for name, model in LAYERS.items() for way in expert_ways.ways_of(model, "uniform", 1, expert_ways.WAYS)
+]
+LEAST = {"few": {"nvfp4": 0.98, "mxfp4": 0.96}, "few-bf16": 0.9999, "many": 0.998, "many-fp8": 0.998}
+
+
+def pairs(model, row):
+    """The experts of a token with these logits, and their weights, in float64."""
+    best = sorted(range(len(row)), key=lambda e: -row[e])[: model.topk]
+    if model.scoring:
+        scores = [1 / (1 + math.exp(-row[e])) for e in best]
+        return [(e, 2.5 * score / sum(scores)) for e, score in zip(best, scores, strict=True)]
+    powers = [math.exp(row[e]) for e in best]
+    return [(e, power / sum(powers)) for e, power in zip(best, powers, strict=True)]
+
+
+def by_pairs(model, experts, x, logits):
+    """The layer in float64, pair by pair, of the numbers that the codes stand for."""
+    gate_up, down = (weight.double() for weight in experts.dequantize())
+    width = down.shape[-1]
+    biases = [
+        torch.zeros(()).expand(8, n) if linear.bias is None else linear.bias.view(8, n)
+        for linear, n in ((experts.gate_up_proj, 2 * width), (experts.down_proj, model.hidden))
+    ]
+    alpha, beta, limit = model.swiglu
+    limit = math.inf if limit is None else limit
+    total = torch.zeros(x.shape, dtype=torch.float64)
+    for m, (token, row) in enumerate(zip(x.double(), logits.tolist(), strict=True)):
+        for e, weight in pairs(model, row):
+            both = gate_up[e] @ token + biases[0][e].double()
+            gate, up = both[:width].clamp(max=limit), both[width:].clamp(-limit, limit)
+            total[m] += weight * (down[e] @ (gate * torch.sigmoid(alpha * gate) * (up + beta)) + biases[1][e].double())
+    return total
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_a_way(name, way):
+    model = LAYERS[name]
+    one = expert_ways.Prepared(model, CPU).way(way, 1)
+    x, logits, _ = expert_ways.draw(model, "uniform", 9, 4, CPU)
+    want = by_pairs(model, one.experts, x, logits)
+    least = LEAST[way][model.scheme] if way == "few" else LEAST[way]
+    got = one(x, logits)
+    assert got.dtype == torch.bfloat16 and F.cosine_similarity(got.double().flatten(), want.flatten(), 0) > least
+    assert (got - want).norm() < 0.3 * want.norm()
+    torch.testing.assert_close(
+        expert_ways.Decoded(model, one.experts)(x, logits).double(), want, rtol=0, atol=want.abs().max() * 0.02
+    )
+
+
+def test_what_ways_share():
+    """Those of one format the experts of a set; the other set has other codes."""
+    prepared = expert_ways.Prepared(SMALL[DEEPSEEK], CPU)
+    ways = {(name, i): prepared.way(name, i) for name in expert_ways.WAYS for i in range(2)}
+    assert ways["few", 0] is prepared.way("few", 0)
+    assert ways["few", 0].experts is ways["few-bf16", 0].experts is ways["many", 0].experts
+    assert ways["many-fp8", 0].experts.scheme == "fp8_block"
+    for name in ("many", "many-fp8"):
+        codes = [ways[name, i].experts.down_proj.weight.view(torch.uint8) for i in range(2)]
+        assert (codes[0] != codes[1]).float().mean() > 0.5
+
+
+def test_models():
+    """Sizes as they are published, the padding of kernels, and bytes: 4 bits and a scale for 16 or 32 of them."""
+    deepseek, gpt_oss = (expert_ways.MODELS[name] for name in (DEEPSEEK, GPT_OSS))
+    assert (deepseek.width, gpt_oss.width) == (256, 2944)
+    assert expert_ways.expert_bytes(deepseek, "nvfp4") == 3 * 256 * 7168 * 9 // 16
+    assert expert_ways.expert_bytes(deepseek, "fp8_block") == 3 * 256 * 7168 + 3 * 2 * 56 * 4
+    assert expert_ways.expert_bytes(gpt_oss, "mxfp4") == 3 * 2944 * 2880 * 17 // 32
+    held = expert_ways.random_experts(SMALL[DEEPSEEK], "nvfp4", CPU, 0)
+    stored = sum(each.weight.nbytes + each.weight_scale.nbytes for each in (held.gate_up_proj, held.down_proj))
+    assert stored == 8 * expert_ways.expert_bytes(SMALL[DEEPSEEK], "nvfp4")
+
+
+@pytest.mark.parametrize("routing", expert_ways.ROUTINGS)
+def test_routing(routing):
+    """The experts that the op chooses by the logits: how often, how many, and others in each draw."""
+    model = expert_ways.Model(64, 64, 64, 8, "nvfp4")
+    draws = [expert_ways.draw(model, routing, 200, seed, CPU) for seed in range(3)]
+    most = []
+    for _, logits, used in draws:
+        chosen = (torch_cute_ops.moe_route_dense(logits, 8) != 0).nonzero()[:, 1].tolist()
+        counts = Counter(chosen)
+        assert sum(counts.values()) == 1600 and len(counts) == used
+        (expert, count), (_, second) = counts.most_common(2)
+        most.append(expert)
+        # Each has 25 of 200 tokens on average; of a Zipf distribution the first has nearly all.
+        assert {"uniform": count < 60, "zipf": 120 < count < 200, "hot": count == 200}[routing]
+        assert second < 60 or routing == "zipf"
+    assert len(set(most)) > 1
+    again = expert_ways.draw(model, routing, 200, 2, CPU)
+    assert torch.equal(again.x, draws[2].x) and not torch.equal(draws[0].x, draws[1].x)
+
+
+def test_which_ways_are_measured():
+    every = list(expert_ways.WAYS)
+    ways = expert_ways.ways_of
+    deepseek, gpt_oss = SMALL.values()
+    assert ways(deepseek, "hot", 1024, every) == every and ways(gpt_oss, "hot", 1, every) == every[:3]
+    assert ways(deepseek, "uniform", 4096, every) == ["many", "many-fp8"]
+    assert ways(deepseek, "zipf", 4096, every) == ways(gpt_oss, "uniform", 4096, every) == []
+    assert ways(deepseek, "uniform", 4096, ["few", "many-fp8"]) == ["many-fp8"]
+
+
+def options(tmp_path, **changed):
+    given = {"models": [DEEPSEEK], "tokens": [1, 64], "routing": ["uniform"], "ways": list(expert_ways.WAYS)}
+    return argparse.Namespace(**given | changed, output=tmp_path, no_plot=True)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Small models and short measurements."""
+    monkeypatch.setattr(expert_layer, "MODELS", SMALL)
+    monkeypatch.setattr(expert_layer, "ceilings", lambda *_: measurements.Ceilings(2.0))
+    monkeypatch.setattr(expert_layer.environment, "collect", lambda device: {"gpu": "made up"})
+    monkeypatch.setattr(expert_layer.environment, "headline", lambda found: found["gpu"])
+    monkeypatch.setattr(expert_layer, "Settings", lambda budget_ms: measurements.Settings(graph_ms=0.01, budget_ms=0.1))
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_results(small, fake_backend, tmp_path, capsys):
+    """Of one token `few` takes 4 µs and `many` 8, of 64 (16 of an expert) 32 and 16: they cross half way."""
+    backend = fake_backend([4.0, 6.0, 8.0, 10.0, 32.0, 30.0, 16.0, 20.0])
+    assert expert_layer.measure_models(options(tmp_path), CPU, backend, l2_bytes=100_000) == 0
+    result = json.loads((tmp_path / "expert_layer.json").read_text())
+    one, many = result["rows"]
+    assert {name: each["us"] for name, each in many["variants"].items()} == pytest.approx(
+        {"few": 32, "few-bf16": 30, "many": 16, "many-fp8": 20}
+    )
+    own = 3 * 128 * 128 * 9 // 16
+    assert (one["experts"], one["bytes"], one["rows_of_expert"]) == (2, 2 * own, 0.25)
+    assert one["variants"]["few"]["floor"] == pytest.approx(2 * own / 2e6)
+    assert many["variants"]["many-fp8"]["floor"] == pytest.approx(8 * 3 * (128 * 128 + 4) / 2e6)
+    assert not one["cosine"] and not one["absent"]
+    assert many["cosine"].keys() == set(expert_ways.WAYS) and all(0.97 < each < 1 for each in many["cosine"].values())
+
+    text = (tmp_path / "expert_layer.md").read_text()
+    table = [cells(line) for line in text.splitlines() if line[:1] == "|"]
+    assert table[0] == ["tokens", "experts", "floor", "few", "few-bf16", "many", "many-fp8"]
+    floor = report.number(2 * own / 2e6)
+    assert table[2] == ["1", "2.0", floor, "4.00", "6.00", "8.00", "10.0"] and table[4][:3] == ["cosine", "", ""]
+    assert f"## {DEEPSEEK}, nvfp4, uniform" in text
+    assert "`few` and `many` cross at 2 tokens of an expert; `few-bf16`" in text and "FEW_TOKENS` is 8." in text
+    printed = capsys.readouterr().out
+    assert f"{DEEPSEEK}, uniform, M = 64: few 32.0, few-bf16 30.0, many 16.0, many-fp8 20.0 µs" in printed
+    assert text in printed and "| MISSED" not in printed.split("M = 1: time")[1].splitlines()[0]
+
+    ((name, notes, gpu, marks),) = performance.measured(tmp_path)
+    assert (name, notes, gpu) == ("expert_layer", "fp4_gated_experts", "made up")
+    reached = {mark.name: (mark.value, mark.passed) for mark in marks}
+    assert reached[f"{DEEPSEEK}, M = 64: time"] == (pytest.approx(16), True)
+    assert reached[f"{DEEPSEEK}, M = 8: time"] == (None, None)
+    assert reached[f"{DEEPSEEK}, M ≤ 64: many over many-fp8"] == (pytest.approx(0.8), False)
+
+    slower = json.loads((tmp_path / "expert_layer.json").read_text())
+    slower["rows"][1]["variants"]["many"]["us"] *= 1.5
+    text, count = compare.compared("expert_layer", result, slower, 0.02)
+    assert count == 1 and "8 cases" in text
+    (line,) = (line for line in text.splitlines() if "SLOWER" in line)
+    assert cells(line) == [f"many, {DEEPSEEK}, uniform, M=64", "16.0", "24.0", "1.500", "–", "SLOWER"]
+
+
+def test_what_fails_is_reported(small, monkeypatch, fake_backend, tmp_path, capsys):
+    """A way that cannot be made, one that cannot be called, and a row that cannot be timed; the run goes on."""
+    monkeypatch.setattr(expert_ways.Few, "routing", lambda *_: 1 / 0)
+
+    def no_kernel(experts):
+        raise ValueError("no kernel\nfor this")
+
+    backend = fake_backend([3.0])
+    backend.elapsed_us = lambda start, end: 1 / 0 if backend.captured > 2 else end - start
+    given = options(tmp_path, models=[GPT_OSS], routing=["zipf", "hot"], tokens=[2], ways=["few", "many"])
+    assert expert_layer.measure_models(given, CPU, backend, l2_bytes=1000) == 1
+    first, second = json.loads((tmp_path / "expert_layer.json").read_text())["rows"]
+    assert first["absent"] == {"few": "ZeroDivisionError: division by zero"} and first["variants"].keys() == {"many"}
+    assert second["absent"].keys() == {"few", "many"} and not second["variants"]
+    text = (tmp_path / "expert_layer.md").read_text()
+    assert f"- many, {GPT_OSS}, hot, M = 2: ZeroDivisionError: division by zero" in text
+    printed = capsys.readouterr().out
+    assert f"{GPT_OSS}, hot, M = 2: no time\n    few: ZeroDivisionError" in printed
+
+    monkeypatch.setattr(expert_ways.QuantExperts, "route_few_", no_kernel)
+    row = expert_layer.blank(SMALL[GPT_OSS], "zipf", 2)
+    with torch.no_grad():
+        expert_layer.run(
+            expert_ways.Prepared(SMALL[GPT_OSS], CPU),
+            *(row, ["few-bf16", "many"], fake_backend([3.0]), 1000, expert_layer.Settings(1.0), 2.0),
+        )
+    assert row["absent"] == {"few-bf16": "ValueError: no kernel"} and row["variants"].keys() == {"many"}
+
+
+def row(m, experts, times, routing="uniform", model=DEEPSEEK, cosine=()):
+    """A row of a result file; an expert has a MB."""
+    variants = {name: {"us": us} for name, us in times.items()}
+    own = {"rows": m, "experts": experts, "bytes": experts * 1e6, "rows_of_expert": m * 8 / 256}
+    return {"model": model, "routing": routing, **own, "variants": variants, "cosine": dict(cosine), "absent": {}}
+
+
+def test_the_time_of_the_same_bytes():
+    uniform = {1: (8e6, 20.0), 8: (56e6, 68.0), 512: (256e6, 300.0), 1024: (256e6, 500.0)}
+    assert expert_layer.same_bytes_us(uniform, 8, 32e6) == pytest.approx(44)  # between 1 token and 8
+    assert expert_layer.same_bytes_us(uniform, 8, 8e6) == pytest.approx(20)
+    assert expert_layer.same_bytes_us(uniform, 8, 56e6) == pytest.approx(68)
+    assert expert_layer.same_bytes_us(uniform, 1, 8e6) == pytest.approx(20)
+    # 1,024 tokens take longer than the few whose experts have 128 MB, which would take 151.
+    assert expert_layer.same_bytes_us(uniform, 1024, 128e6) == pytest.approx(250)
+    assert expert_layer.same_bytes_us(uniform, 512, 128e6) == pytest.approx(68 + 232 * 72 / 200)
+
+
+@pytest.mark.parametrize("factor", [0.99, 1.01])
+def test_marks(factor):
+    """Just reached, and just missed."""
+    rows = [
+        row(8, 56, {"few": 66 * factor, "many": 99, "many-fp8": 99 / 0.68 / factor}),
+        row(512, 256, {"few": 400, "many": 380 * factor}, cosine={"many": 0.998 / factor, "few": 0.98 / factor}),
+        row(4096, 256, {"many": 1060 * factor, "many-fp8": 1000}),
+        row(512, 250, {"many": 1.2 * 380 * factor}, "hot"),
+        row(8, 56, {"few": 1.3 * 66 * factor**2}, "hot"),
+        row(8, 50, {"few": 10.0}, "zipf", GPT_OSS),  # without a time to compare with
+        row(8, 50, {"few-bf16": 10.0}, "uniform", GPT_OSS, {"few-bf16": 0.9999 / factor}),
+    ]
+    found = {mark.name: mark for mark in expert_layer.marks(rows)}
+    judged = {name: mark.passed for name, mark in found.items() if mark.passed is not None}
+    assert judged == dict.fromkeys(
+        (
+            f"{DEEPSEEK}, M = 8: time",
+            f"{DEEPSEEK}, M = 512: time",
+            f"{DEEPSEEK}, hot: most time over that of the same bytes",
+            f"{DEEPSEEK}, M ≤ 64: many over many-fp8",
+            f"{DEEPSEEK}, M = 4,096: many over many-fp8",
+            f"{DEEPSEEK}, few: cosine",
+            f"{DEEPSEEK}, many: cosine",
+            f"{GPT_OSS}, few-bf16: cosine",
+        ),
+        factor < 1,
+    )
+    assert found[f"{DEEPSEEK}, hot: most time over that of the same bytes"].value == pytest.approx(1.3 * factor)
+    assert found[f"{DEEPSEEK}, M = 512: time"].value == pytest.approx(380 * factor)
+    assert len(found) == 8 + 4 + 2 + 5
+
+
+def test_where_few_and_many_cross():
+    def crossing(*times):
+        return expert_layer.crossing([row(m, 1, {"few": few, "many": many}) for m, few, many in times], "few")
+
+    where, line = crossing((256, 80, 20), (32, 1, 2), (64, 10, 20), (128, 20, 20))
+    assert where == pytest.approx(4) and line == "`few` and `many` cross at 4 tokens of an expert"
+    assert crossing((64, 10, 20), (256, 20, 10))[0] == pytest.approx(4)
+    # What is slower once between others does not count.
+    assert crossing((1, 9, 8), (64, 10, 20), (256, 40, 10))[0] == pytest.approx(2 * 4 ** (1 / 3))
+    assert crossing((64, 1, 2), (256, 2, 3)) == (None, "`few` is not slower than `many` up to 8 tokens of an expert")
+    assert crossing((64, 3, 2), (256, 4, 3)) == (None, "`few` is slower than `many` from 2 tokens of an expert on")
+    assert expert_layer.crossing([row(1, 1, {"few": 1})], "few") == (None, "`few` and `many` were not both measured")
+
+
+def test_command(monkeypatch, tmp_path, capsys):
+    """Its options reach the measurement; without a GPU it says so."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["expert_layer"]) == 2
+    assert "benchmarks expert_layer needs a CUDA GPU" in capsys.readouterr().err
+    seen = []
+    monkeypatch.setattr(layers, "on_gpu", lambda command, measure, given: seen.append((command, measure, given)) or 0)
+    expert_layer.main(["--models", GPT_OSS, "--tokens", "1", "8", "--ways", "few", "many", "--output", str(tmp_path)])
+    ((command, measure, given),) = seen
+    assert (command, measure) == ("expert_layer", expert_layer.measure_models)
+    assert (given.models, given.tokens, given.ways) == ([GPT_OSS], [1, 8], ["few", "many"])
+    assert given.routing == ["uniform", "zipf", "hot"] and given.output == tmp_path and not given.no_plot
+
+
+def test_plot(tmp_path):
+    """A panel for each routing of a model; a row, and a way, without a time are left out."""
+    pytest.importorskip("matplotlib", reason="matplotlib comes with the bench extra")
+    timed = {"us": 2.0, "floor": 1.0}
+    rows = [{"rows": m, "variants": {"few": timed, "many": timed}} for m in (1, 8)]
+    panels = {f"panel {i}": rows for i in range(3)} | {"last": [{"rows": 1, "variants": {}}]}
+    layers.plot(panels, list(expert_ways.WAYS), "tokens", tmp_path / "layers.png")
+    assert (tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
