@@ -1,5 +1,5 @@
 """`python -m benchmarks <op> … | host | all`: measure on the GPU, print a table, write JSON, Markdown and a plot.
-`layer` measures the ops of a decoder layer as one chain.
+`layer` measures the ops of a decoder layer as one chain, `model` whole models as they are served.
 
 Four commands need no GPU: `compare OLD NEW` (two folders of results), `performance` (docs/performance.md),
 `blackwell` (what the FP4 GEMM by tcgen05 would do on a B200, by a model) and `distributed` (bytes on the wire and time
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from . import blackwell, compare, distributed, environment, host, layer, ops, performance, report
+from . import blackwell, compare, distributed, environment, host, layer, model, ops, performance, report
 from .case import Benchmark, Case, Row
 from .measure import Ceilings, CudaGraphs, Settings, ceilings
 from .runner import run, warm_up
@@ -34,6 +34,7 @@ COMMANDS = {
     "compare": compare.main,
     "distributed": distributed.main,
     "layer": layer.main,
+    "model": model.main,
     "performance": performance.main,
 }
 

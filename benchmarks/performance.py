@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import host, layer, ops, report
+from . import host, layer, model, ops, report
 from .case import Mark
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,6 +38,8 @@ def measured(results: Path) -> list[tuple[str, str, str, list[Mark]]]:
             notes, marks = HOST_NOTES, host.marks(times, result["first_calls"])
         elif path.stem == "layer":
             notes, marks = layer.NOTES, layer.marks(result["rows"])
+        elif path.stem == "model":
+            notes, marks = model.NOTES, model.marks(result)
         else:
             benchmark = ops.load(path.stem)
             notes, marks = benchmark.family, benchmark.marks(result["rows"])
