@@ -98,7 +98,7 @@ def register_unmasked() -> None:
     """Have transformers know `UNMASKED`: its attention by `scaled_dot_product_attention`, without a mask.
 
     Right where a prompt fills an empty cache, and where a token takes the last place of one. With a mask transformers
-    copies keys and values for each head of queries, eight times the cache of a 70B, in every step.
+    5.17 copies keys and values for each head of queries, eight times the cache of a 70B, in every step.
     """
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -224,11 +224,12 @@ class Bench:
 
     Attributes:
         name: of the size, in the tables.
+        size: the widths and the number of layers.
         parts: some of `PARTS`, which are methods here.
         labels: the precisions of ours, as "scheme/activations".
         batches, context, tokens: sequences of decode steps, the place of their token, tokens of a prefill.
         attention: transformers' name for that of decode and prefill.
-        save: called after each finding.
+        save: called after each finding, so that a run cut short leaves what it found.
         compile_config: for `generate()`; `None`: transformers' default.
     """
 
@@ -590,7 +591,7 @@ default (`torch.compile`, mode "reduce-overhead", attention with a mask). {atten
 of the same weights in bf16, the worst token."""
 ATTENTION = {
     UNMASKED: "Attention is transformers' `sdpa` without a mask, which a full cache does not need.",
-    "sdpa": "Attention is transformers' `sdpa`, with its mask, for which it copies keys and values for each head.",
+    "sdpa": "Attention is transformers' `sdpa`, with its mask: 5.17 copies keys and values for it, for each head.",
 }
 
 
@@ -653,6 +654,7 @@ def measure_models(options: argparse.Namespace, device: torch.device, backend: B
 
     def save() -> None:
         report.write_json(result, marks(result), options.output / "model.json")
+        (options.output / "model.md").write_text(markdown(result) + "\n", encoding="utf-8")
 
     for name in options.models:
         size = MODELS[name]
@@ -673,7 +675,5 @@ def measure_models(options: argparse.Namespace, device: torch.device, backend: B
             result,
             save,
         ).run()
-    text = markdown(result)
-    (options.output / "model.md").write_text(text + "\n", encoding="utf-8")
-    print(f"\n{text}", flush=True)
+    print(f"\n{markdown(result)}", flush=True)
     return 1 if failures(result) else 0
