@@ -1,5 +1,6 @@
 """`python -m benchmarks <op> … | host | all`: measure on the GPU, print a table, write JSON, Markdown and a plot.
-`layer` measures the ops of a decoder layer as one chain, `expert_layer` routed expert layers.
+`layer` measures the ops of a decoder layer as one chain, `expert_layer` routed expert layers, and `model` whole models
+as they are served.
 
 Four commands need no GPU: `compare OLD NEW` (two folders of results), `performance` (docs/performance.md),
 `blackwell` (what the FP4 GEMM by tcgen05 would do on a B200, by a model) and `distributed` (bytes on the wire and time
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from . import blackwell, compare, distributed, environment, expert_layer, host, layer, ops, performance, report
+from . import blackwell, compare, distributed, environment, expert_layer, host, layer, model, ops, performance, report
 from .case import Benchmark, Case, Row
 from .measure import Ceilings, CudaGraphs, Settings, ceilings
 from .runner import run, warm_up
@@ -35,6 +36,7 @@ COMMANDS = {
     "distributed": distributed.main,
     "expert_layer": expert_layer.main,
     "layer": layer.main,
+    "model": model.main,
     "performance": performance.main,
 }
 

@@ -64,15 +64,20 @@ def cases_of(result: Mapping[str, Any]) -> dict[str, Times]:
         times = {name: time["us"] for name, time in result["times"].items()}
         others = {name: us for name, us in times.items() if name in host.NOT_OURS}
         return {name: Times(us, others) for name, us in times.items() if name not in host.NOT_OURS}
-    if "op" not in result:  # layer.json, expert_layer.json
-        return layer_cases(result["rows"])
+    if "op" not in result:  # layer.json, expert_layer.json, model.json
+        return chain_cases(result["rows"])
     return {report.case_name(row): times_of(row, ops.load(result["op"]).ways) for row in result["rows"]}
 
 
-def layer_cases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Times]:
+def chain_cases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Times]:
     """A case for each precision or way but bf16, which is not ours."""
+
+    def name(label: str, row: Mapping[str, Any]) -> str:
+        size = row["case"] if "case" in row else f"M={row['rows']}"
+        return ", ".join((label, row["model"], *filter(None, (row.get("routing"),)), size))
+
     return {
-        f"{', '.join((label, row['model'], *filter(None, (row.get('routing'),))))}, M={row['rows']}": Times(
+        name(label, row): Times(
             each["us"], {name: other["us"] for name, other in row["variants"].items() if name == layer.Layer.label}
         )
         for row in rows

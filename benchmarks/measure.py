@@ -23,6 +23,7 @@ from torch_cute_ops.runtime.timing import (
 )
 
 __all__ = [
+    "AsTheyAre",
     "Backend",
     "Call",
     "Ceilings",
@@ -57,8 +58,8 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class _Captured:
-    """A backend whose calls are replays that `backend` captured before."""
+class AsTheyAre:
+    """A backend that runs calls as they are, without arguments: replays captured before, or eager code."""
 
     backend: Backend
 
@@ -90,7 +91,7 @@ def measure_what_captures(
             replays[name] = backend.capture(call, n_sets, calls)
         except Exception as error:
             lost(name, error)
-    return measure(replays, n_sets, calls, rounds, _Captured(backend))
+    return measure(replays, n_sets, calls, rounds, AsTheyAre(backend))
 
 
 def copy_sets(bytes_moved: int, n_sets: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import expert_layer, host, layer, ops, report
+from . import expert_layer, host, layer, model, ops, report
 from .case import Mark
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,6 +41,8 @@ def measured(results: Path) -> list[tuple[str, str, str, list[Mark]]]:
             notes, marks = HOST_NOTES, host.marks(times, result["first_calls"])
         elif path.stem in LAYERS:
             notes, marks = LAYERS[path.stem].NOTES, LAYERS[path.stem].marks(result["rows"])
+        elif path.stem == "model":
+            notes, marks = model.NOTES, model.marks(result)
         else:
             benchmark = ops.load(path.stem)
             notes, marks = benchmark.family, benchmark.marks(result["rows"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as cli
-from benchmarks import compare, host, ops, performance, report, targets
+from benchmarks import compare, host, model, ops, performance, report, targets
 
 RESULTS = sorted(performance.RESULTS.glob("*.json"))
 by_result = pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
@@ -34,6 +34,8 @@ def test_a_result_file_shows_the_same_numbers_as_when_it_was_written(path):
         table = host.markdown(result, host.marks(times, result["first_calls"])).split("\n\n")[3]
     elif path.stem in performance.LAYERS:
         table = performance.LAYERS[path.stem].markdown(result)
+    elif path.stem == "model":
+        table = model.markdown(result)
     else:
         table = report.results_table(result["rows"])
         assert report.markdown(result, judged_anew(path)).count(table) == 1
@@ -55,7 +57,7 @@ def test_a_result_is_as_fast_as_itself(path):
     result = read(path)
     if path.stem == "host":
         count = len(set(result["times"]) - set(host.NOT_OURS))
-    elif path.stem in performance.LAYERS:
+    elif path.stem in (*performance.LAYERS, "model"):
         count = sum(len(set(row["variants"]) - {"bf16"}) for row in result["rows"])
     else:
         count = len(result["rows"])

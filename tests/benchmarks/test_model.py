@@ -1,0 +1,324 @@
+"""`python -m benchmarks model`: steps compute what the model does, and the tables say what was measured."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.fake_device import FakeDevice
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("transformers")
+from transformers import AutoModelForCausalLM, CompileConfig
+
+from benchmarks import compare, layer, model, performance
+from torch_cute_ops.nn import QuantLinear
+from torch_cute_ops.runtime import compiler
+
+CPU = torch.device("cpu")
+WIDTHS = layer.Widths(hidden=256, qkv=512, attention=256, intermediate=320)  # two heads of queries, one of keys
+SMALL = model.Size(WIDTHS, 2, 64, model.PARTS)
+W4A16 = "nvfp4/16bit"
+
+
+def cells(text):
+    """Of each line of the tables."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+
+
+def bench(result=None, **given):
+    result = result or {"rows": [], "memory": [], "logits": [], "kernels_after_warmup": {}, "seconds": {}, "failed": {}}
+    labels, rest = [W4A16], {"attention": "sdpa", "device": CPU, "backend": FakeDevice([1.0]), **given}
+    one = model.Bench("8B", SMALL, model.PARTS, labels, [1], 9, 12, result=result, **rest)
+    result["failed"].setdefault(one.name, {})
+    return one
+
+
+# What is timed
+
+
+class Called(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("attention", "label"), [(model.UNMASKED, W4A16), ("sdpa", "bf16")])
+def test_a_decode_step(attention, label, monkeypatch):
+    """The logits of a forward pass over everything, however often it is called; nothing waits for the device."""
+    model.register_unmasked()
+    served = model.build(label, SMALL.config(attention=attention), CPU)
+    ids = torch.randint(64, (3, 9), generator=torch.Generator().manual_seed(1))
+    context = model.Context(served.config, 3, 9, CPU)
+    assert all(0.8 < each.keys.float().std() < 1.2 for each in context.cache.layers)
+    context.taken.zero_()
+    model.forward(served, ids[:, :-1], context.cache)
+    step = model.DecodeStep(served, context, 3)
+    masks = []
+    attend = F.scaled_dot_product_attention
+
+    def noted(*args, attn_mask=None, **given):
+        masks.append(attn_mask)
+        return attend(*args, attn_mask=attn_mask, **given)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    for _ in range(3):
+        step.ids.copy_(ids[:, -1:])
+        with Called() as called:
+            got = step()
+        assert step.ids.tolist() == got[:, -1].argmax(-1, keepdim=True).tolist()
+    assert not called.names & {"_local_scalar_dense", "is_nonzero", "nonzero", "lift_fresh"}
+    assert all((mask is None) == (attention == model.UNMASKED) for mask in masks) and len(masks) == 3 * 2
+    whole = served(ids, use_cache=True)
+    want = whole.logits[:, -1:]
+    # The first layer's keys depend on the token and its place alone.
+    new, old = (one.layers[0].keys[:, :, -1] for one in (context.cache, getattr(whole, "cache", whole.past_key_values)))
+    torch.testing.assert_close(new, old, rtol=2**-6, atol=2**-8)
+    assert got.shape == want.shape == (3, 1, 64)
+    assert model.cosines(got, want).min() > 0.9995
+    assert model.cosines(got, want.roll(1, 0)).max() < 0.9
+
+
+@torch.no_grad()
+def test_the_model_in_bf16():
+    """transformers' own layers, as many as asked for, and random weights."""
+    plain = model.build("bf16", SMALL.config(3), CPU)
+    expected = AutoModelForCausalLM.from_config(SMALL.config(3), dtype=torch.bfloat16)
+    assert not any(isinstance(module, QuantLinear) for module in plain.modules())
+    shapes = [{name: each.shape for name, each in one.state_dict().items()} for one in (plain, expected)]
+    assert shapes[0] == shapes[1] and "model.layers.2.self_attn.q_proj.weight" in shapes[0]
+    assert all(0.015 < each.float().std() < 0.025 for each in plain.parameters() if each.dim() == 2)
+
+
+def test_sizes():
+    """Those of Llama 3.1, as its configurations have them."""
+    for name, heads, layers, wide in (("8B", 32, 32, 14336), ("70B", 64, 80, 28672)):
+        config = model.MODELS[name].config()
+        assert (config.hidden_size, config.intermediate_size) == (heads * 128, wide)
+        assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (heads, 8, 128)
+        assert (config.num_hidden_layers, config.vocab_size) == (layers, 128256)
+
+
+@torch.no_grad()
+def test_logits():
+    """The worst token's cosine, against weights put into transformers' model, and a formula of its own."""
+    found = bench()
+    torch.manual_seed(7)
+    found.logits()
+    torch.manual_seed(7)
+    ids = torch.randint(64, (1, model.LOGIT_TOKENS))
+    merged = model.build(W4A16, SMALL.config(), CPU)
+    apart = model.build(W4A16, SMALL.config(), CPU, merge=False)
+    twin = AutoModelForCausalLM.from_config(SMALL.config(), dtype=torch.bfloat16)
+    for name, parameter in twin.named_parameters():
+        owner = apart.get_submodule(name.rpartition(".")[0])
+        parameter.copy_(owner.dequantize(torch.bfloat16) if isinstance(owner, QuantLinear) else owner.weight)
+    got, want = (each(ids, use_cache=False).logits[0].double() for each in (merged, twin))
+    each = (got * want).sum(-1) / (got.square().sum(-1) * want.square().sum(-1)).sqrt()
+    (row,) = found.result["logits"]
+    assert (row["model"], row["label"]) == ("8B", W4A16)
+    assert row["cosine"] == pytest.approx(each.min().item(), abs=1e-7) and 0.999 < row["cosine"] < 1
+    assert not found.result["failed"]["8B"]
+
+
+@torch.no_grad()
+def test_generate(monkeypatch):
+    """Greedy, with a static cache; the graphs that torch compiles are counted, and the time is that of a token."""
+    monkeypatch.setattr(model, "LONGEST", 5)
+    monkeypatch.setattr(model, "NEW", 4)
+    whole = CompileConfig(backend="eager", mode=None)
+    whole._compile_all_devices = True
+    one = bench(compile_config=whole)
+    served, prompt = one.made(W4A16), torch.randint(64, (1, 6), generator=torch.Generator().manual_seed(2))
+    ids = prompt
+    for _ in range(4):
+        ids = torch.cat([ids, served(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    assert model.generated(served, prompt, 4).tolist() == ids.tolist()
+    monkeypatch.setitem(torch._dynamo.utils.counters["stats"], "unique_graphs", 5)  # of others
+    clock = iter(range(0, 100, 2))  # each generation takes two seconds
+    monkeypatch.setattr(model.time, "perf_counter", lambda: next(clock))
+    found = one.generation(served, prompt)
+    assert found == {"us": pytest.approx(2e6 / 4), "tokens_per_s": pytest.approx(4 / 2), "graphs": 1}
+
+
+def test_extrapolation():
+    """2 ms of each layer and 6 of the rest."""
+    assert model.extrapolated({2: 10.0, 6: 18.0}, 80) == pytest.approx(166.0)
+    assert model.extrapolated({6: 18.0, 2: 10.0}, 2) == pytest.approx(10.0)
+
+
+def test_precisions():
+    assert model.precisions(["nvfp4", "fp8_block"], ["16bit", "fp8"]) == [W4A16, "nvfp4/fp8", "fp8_block/fp8"]
+
+
+def test_without_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert model.main(["--parts", "decode"]) == 2
+    assert "needs a CUDA GPU" in capsys.readouterr().err
+
+
+# A run
+
+
+class Clock(FakeDevice):
+    """Whatever runs eagerly takes 1 ms, and a replay that and its costs."""
+
+    def mark(self):
+        self.now += 1000.0
+        return self.now
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Measures made-up sizes; returns the exit status and the result."""
+    monkeypatch.setattr(model.environment, "collect", lambda device: {"gpu": "made up"})
+    monkeypatch.setattr(model.environment, "headline", lambda found: found["gpu"])
+    monkeypatch.setattr(model, "LONGEST", 4)
+    monkeypatch.setattr(model, "NEW", 3)
+    monkeypatch.setattr(model, "CONTEXT", 9)
+    monkeypatch.setattr(model, "TOKENS", 12)
+    few = dataclasses.replace(SMALL, layers=4, bf16_layers=(1, 2), parts=("memory", "decode"))
+    monkeypatch.setattr(model, "MODELS", {"8B": SMALL, "70B": few})
+
+    def measured(costs, *arguments):
+        options = model.parse([*arguments, "--output", str(tmp_path), "--batch", "1"])
+        status = model.measure_models(options, CPU, Clock(costs))
+        return status, json.loads((tmp_path / "model.json").read_text()), (tmp_path / "model.md").read_text()
+
+    return measured
+
+
+def test_a_run(run, tmp_path, capsys):
+    """3 ms and 5 of the step; of the 70B 3, and in bf16 5 and 9 with one and two layers, so 17 with four."""
+    status, result, text = run([2000.0, 4000.0, 2000.0, 4000.0, 8000.0])
+    assert status == 0 and "8B, decode, batch 1, context 9: nvfp4/16bit 3.00, bf16 5.00 ms" in capsys.readouterr().out
+    rows = {(row["model"], row["part"]): row["variants"] for row in result["rows"]}
+    times = {key: {label: each["us"] for label, each in found.items()} for key, found in rows.items()}
+    assert times["8B", "decode"] == pytest.approx({W4A16: 3000, "bf16": 5000})
+    assert times["8B", "prefill"] == pytest.approx({W4A16: 1000, "mxfp4/fp8": 1000, "bf16": 1000})
+    assert times["70B", "decode"] == pytest.approx({W4A16: 3000, "bf16": 17000})
+    assert rows["70B", "decode"]["bf16"]["by_layers"] == {"1": 5000.0, "2": 9000.0}
+    body = cells(text)
+    assert body[0] == [
+        *("model", "what", "bf16 ms", "nvfp4/16bit ms", "mxfp4/fp8 ms", "bf16 / nvfp4/16bit", "bf16 / mxfp4/fp8")
+    ]
+    assert body[2] == ["8B", "decode, batch 1, context 9", "5.00", "3.00", "–", "1.67", "–"]
+    assert body[3] == ["8B", "prefill, 12 tokens", "1.00", "1.00", "1.00", "1.00", "1.00"]
+    assert body[5] == ["70B", "decode, batch 1, context 9", "17.0*", "3.00", "–", "5.67", "–"]
+    assert [row[:2] for row in body if row[-1] == "eager"] == [["8B", W4A16], ["8B", "bf16"]]
+    # Weights of 4.5 bits, embeddings and lm_head in bf16; norms, and factors of merged layers, are the rest.
+    held = {(each["model"], each["label"]): each["bytes"] for each in result["memory"]}
+    weights = 2 * (512 * 256 + 256 * 256 + 3 * 320 * 256) * 0.5625 + 2 * 64 * 256 * 2
+    assert 0 < held["8B", W4A16] - weights < 0.03 * weights
+    assert result["memory"][0]["peak_above"] is None
+    # Marks, and what other commands make of the file.
+    ((name, notes, gpu, marks),) = performance.measured(tmp_path)
+    assert (name, notes, gpu) == ("model", layer.NOTES, "made up")
+    verdicts = {mark.name: mark.passed for mark in marks}
+    assert verdicts["8B, decode, batch 1, context 9, nvfp4/16bit: bf16 / ours"] is False
+    assert verdicts["70B, decode, batch 1, context 9, nvfp4/16bit: bf16 / ours"] is True
+    assert verdicts["8B, prefill, 12 tokens, nvfp4/16bit: bf16 / ours"] is True
+    assert verdicts["8B, prefill, 12 tokens, mxfp4/fp8: bf16 / ours"] is False
+    assert verdicts["8B, nvfp4/16bit: graphs recompiled by torch, 4 tokens"] is None
+    new = copy.deepcopy(result)
+    new["rows"][0]["variants"][W4A16]["us"] *= 1.5
+    found, slower = compare.compared("model", result, new, 0.02)
+    assert slower == 1 and "5 cases" in found and "SLOWER" in found.split("nvfp4/16bit, 8B, decode")[1].splitlines()[0]
+
+
+def test_what_fails_does_not_end_the_run(run, monkeypatch):
+    """A model that cannot be built, a step that cannot be captured, a part; and a kernel that comes too late."""
+    build, step, ready = model.build, model.DecodeStep.__call__, {}
+    monkeypatch.setattr(compiler, "_compiled", ready)
+
+    def without_w4a8(label, *given, **more):
+        if label == "mxfp4/fp8":
+            raise torch.OutOfMemoryError("no memory\nfor it")
+        return build(label, *given, **more)
+
+    def uncaptured(self, i=0):
+        if any(isinstance(module, QuantLinear) for module in self.model.modules()):
+            ready[len(ready)] = None
+            raise RuntimeError("a kernel was not ready")
+        return step(self, i)
+
+    monkeypatch.setattr(model, "build", without_w4a8)
+    monkeypatch.setattr(model.DecodeStep, "__call__", uncaptured)
+    monkeypatch.setattr(model, "cosines", lambda *_: 1 / 0)
+    chosen = ["--models", "8B", "--parts", "logits", "prefill", "decode", "--layers", "1"]
+    status, result, text = run([4000.0], *chosen)
+    assert status == 1 and [row["part"] for row in result["rows"]] == ["decode", "prefill"]
+    assert [set(row["variants"]) for row in result["rows"]] == [{"bf16"}, {W4A16, "bf16"}]
+    name = "8B with 1 layers"
+    assert result["kernels_after_warmup"] == {f"{name}, decode": 1, f"{name}, prefill": 0}
+    for line in (
+        f"- {name}, logits, nvfp4/16bit: ZeroDivisionError: division by zero",
+        f"- {name}, decode, batch 1, context 9, nvfp4/16bit: RuntimeError: a kernel was not ready",
+        f"- {name}, prefill, 12 tokens, mxfp4/fp8: OutOfMemoryError: no memory",
+    ):
+        assert line in text.splitlines()
+    # No target holds for a model that was cut.
+    assert {mark.name: mark.passed for mark in model.marks(result)} == {
+        f"{name}, decode: kernels compiled after the warm-up": False,
+        f"{name}, prefill: kernels compiled after the warm-up": True,
+    }
+
+
+# Marks
+
+
+def timed(part, name, bf16, label, us, **more):
+    variants = {"bf16": {"us": bf16}, label: {"us": us, **more.pop("of_ours", {})}}
+    return {"model": name, "part": part, "case": part, "variants": variants, **more}
+
+
+@pytest.mark.parametrize("slack", [0.99, 1.01])
+def test_marks_both_ways(slack):
+    """A little better than asked for, or a little worse."""
+    at = {"context": 1024}
+    rows = [
+        *(
+            timed("decode", "8B", 2.0 * slack, W4A16, 1.0, batch=1, **at),
+            timed("decode", "8B", 1.6 * slack, W4A16, 1.0, batch=16, **at),
+        ),
+        *(
+            timed("decode", "8B", 1.3 * slack, W4A16, 1.0, batch=64, **at),
+            timed("decode", "70B", 2.4 * slack, W4A16, 1.0, batch=1, **at),
+        ),
+        *(
+            timed("decode", "70B", 1.7 * slack, W4A16, 1.0, batch=64, **at),
+            timed("prefill", "8B", 0.95 * slack, W4A16, 1.0, tokens=2048),
+        ),
+        timed("prefill", "8B", 1.4 * slack, "mxfp4/fp8", 1.0, tokens=2048),
+        timed("generate", "8B", 1.6 * slack, W4A16, 1.0, of_ours={"graphs": 1 if slack > 1 else 3}),
+        # Without a target: another batch, context and precision.
+        timed("decode", "70B", 9.0, W4A16, 1.0, batch=16, **at),
+        timed("decode", "8B", 9.0, W4A16, 1.0, batch=1, context=4096),
+        timed("decode", "8B", 9.0, "fp8_block/fp8", 1.0, batch=1, **at),
+    ]
+    result = {
+        "rows": rows,
+        "memory": [
+            {"model": "8B", "label": W4A16, "bytes": 6.3e9 / slack, "peak_above": 2e9 / slack},
+            {"model": "70B", "label": W4A16, "bytes": 43.5e9 / slack, "peak_above": None},
+            {"model": "8B", "label": "fp8_block/fp8", "bytes": 9e9, "peak_above": 0},
+        ],
+        "logits": [{"model": "8B", "label": W4A16, "cosine": 1 - 1e-4 / slack}],
+        "kernels_after_warmup": {"8B, decode": 0 if slack > 1 else 1},
+    }
+    found = model.marks(result)
+    assert [mark.goal for mark in found] == [
+        *("≥ 2", "≥ 1.6", "≥ 1.3", "≥ 2.4", "≥ 1.7", "≥ 0.95", "≥ 1.4", "≥ 1.6"),
+        *("≤ 6.3 GB", "≤ 2 GB", "≤ 43.5 GB", "≤ 0.0001", "≤ 0", "≤ 0"),
+    ]
+    assert [mark.passed for mark in found] == [slack > 1] * len(found)
+    assert found[0].value == pytest.approx(2.0 * slack) and found[-1].value == (0 if slack > 1 else 2)
