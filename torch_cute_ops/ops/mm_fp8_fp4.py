@@ -28,12 +28,13 @@ def mm_fp8_fp4(
     """``out[m, n] = alpha · Σ_j a_scale[j, m] · 2^t[n, j] · (Σ_k a[m, k] · w8[n, k]) + bias[n]`` of FP8 activations and
     an FP4 weight on FP8 tensor cores, with k in the j-th block of 128.
 
-    The weight stays in 4 bits in memory. While it is multiplied, each row's block of 128 elements is re-encoded as
-    ``w8[n, k] = e4m3(e2m1 · block scale · 2^-t[n, j])``, rounded to nearest even, with the least integer t for which
-    the block's largest number fits e4m3. For MXFP4 that is exact unless scales within 128 elements are more than 2^14
-    apart. For NVFP4 the codes 0.5, 1, 2 and 4 stay exact, and 1.5, 3 and 6 are rounded by at most 4.8 %, since a block
-    scale has 4 significant bits and 1.5 times it up to 6: a Gaussian weight is 9.69 % (rms) off in all, where NVFP4
-    alone is 9.51 % off. :func:`mm_fp4` and :func:`mm_fp4_weight_only` never do this.
+    The weight stays in 4 bits in memory; with many rows, a call makes a copy in FP8 for as long as it takes (backend
+    ``recode``, which ``"auto"`` takes where it is faster). Before it is multiplied, each row's block of 128 elements is
+    re-encoded as ``w8[n, k] = e4m3(e2m1 · block scale · 2^-t[n, j])``, rounded to nearest even, with the least integer
+    t for which the block's largest number fits e4m3. For MXFP4 that is exact unless scales within 128 elements are more
+    than 2^14 apart. For NVFP4 the codes 0.5, 1, 2 and 4 stay exact, and 1.5, 3 and 6 are rounded by at most 4.8 %,
+    since a block scale has 4 significant bits and 1.5 times it up to 6: a Gaussian weight is 9.69 % (rms) off in all,
+    where NVFP4 alone is 9.51 % off. :func:`mm_fp4` and :func:`mm_fp4_weight_only` never do this.
 
     The activations are as the quantising ops write them (``granularity="block128"``, ``scale_layout="column"``). Sums
     are as for :func:`mm_fp8_block`: of each block by the tensor cores, over the blocks in fp32.
