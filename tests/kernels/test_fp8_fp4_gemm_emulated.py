@@ -14,7 +14,7 @@ from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.formats.experts import expert_of_rows
 from torch_cute_ops.kernels import fp4_to_fp8
 from torch_cute_ops.kernels.common.epilogue import Epilogue
-from torch_cute_ops.kernels.fp4_to_fp8 import exponent_words
+from torch_cute_ops.kernels.fp4_to_fp8 import note_words
 from torch_cute_ops.kernels.fp8_fp4_wgmma import Arguments
 from torch_cute_ops.reference.grouped_mm_fp8_fp4 import grouped_mm_fp8_fp4
 from torch_cute_ops.reference.mm_fp8_fp4 import mm_fp8_fp4
@@ -88,14 +88,14 @@ def execute(
 
 
 def recoded(case: FP8FP4GemmCase, b: torch.Tensor, b_scale: torch.Tensor, seed: int | None) -> tuple:
-    """The weight in FP8, and its exponents, as the kernel before the GEMM leaves them."""
+    """The weight in FP8, and its notes, as the kernel before the GEMM leaves them."""
     is_plain = case.layout == "plain"
     experts, n, k = (1, b.shape[1], 2 * b.shape[0]) if is_plain else (*b.shape[:2], 2 * b.shape[2])
     weight = poisoned(experts, n, k, dtype=torch.float8_e4m3fn)
-    exponents = poisoned(exponent_words(n, k, experts), dtype=torch.int32)
-    given = fp4_to_fp8.Arguments(b, b_scale, weight, exponents)
+    notes = poisoned(note_words(n, k, experts), dtype=torch.int32)
+    given = fp4_to_fp8.Arguments(b, b_scale, weight, notes)
     run_kernel(case.before.kernel, ARCHS[case.arch], *given, seed=seed, strict=True)
-    return weight[0].t() if is_plain else weight, exponents
+    return weight[0].t() if is_plain else weight, notes
 
 
 def case(fmt, scale_layout: str, layout: str, tile: tuple[int, int], *epilogue: Any) -> FP8FP4GemmCase:

@@ -157,7 +157,7 @@ WRITTEN = {
     "MoeRouteIdsKernel": ROUTE_OUTPUTS[2:],
     "MoePermuteKernel": ("y", "scale"),
     "FP4GatedExpertsKernel": ("y", "scale"),
-    "FP4ToFP8Kernel": ("weight", "exponents"),
+    "FP4ToFP8Kernel": ("weight", "notes"),
 }
 """Fields of ``Arguments`` that a kernel writes, where that is not ``out`` alone; a workspace is always new."""
 MAY_SHARE = {"RowQuantKernel": ("residual", "input"), "MoeFinalizeKernel": ("out", "residual")}
@@ -271,7 +271,7 @@ def compute_recoded_weight(config: Any, *args: Any) -> None:
     call = fp4_to_fp8.Arguments(*args)
     weight, factors = fp8_weight(call.b.t() if config.is_plain else call.b, call.b_scale, config.fmt, config.layout)
     write(call.weight, weight.view(call.weight.shape))
-    held = held_exponents(call.exponents, *call.weight.shape)
+    held = held_exponents(call.notes, *call.weight.shape)
     exponents = torch.zeros(held.shape[0], held.shape[1] * held.shape[3], held.shape[2])
     exponents[:, : call.weight.shape[1]] = factors.log2().view(len(call.weight), -1, factors.shape[-1])
     held.copy_(exponents.view(held.shape[0], held.shape[1], held.shape[3], -1).transpose(2, 3))
@@ -287,7 +287,8 @@ def exponents_of(words: Any, shape: torch.Size) -> torch.Tensor:
 def held_exponents(words: Any, experts: int, n: int, k: int) -> torch.Tensor:
     """The exponents of K blocks as kernels hold them, int16 (E, tiles, blocks, rows of a tile)."""
     tiles, blocks = -(-n // fp4_to_fp8.COLUMNS), -(-k // FP8_BLOCK128.block_size)
-    return words.data.view(torch.int16).view(experts, tiles, blocks + 1, fp4_to_fp8.COLUMNS)[:, :, 1:]
+    notes = words.data.view(experts, tiles, -1)[..., fp4_to_fp8.Notes.exponents(blocks, 1) :]
+    return notes.view(torch.int16).unflatten(-1, (blocks, fp4_to_fp8.COLUMNS))
 
 
 def compute_finalize(config: Any, *args: Any) -> None:

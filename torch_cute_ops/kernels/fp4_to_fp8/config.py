@@ -7,14 +7,45 @@ from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK
 
 COLUMNS: Final = 128
-"""Rows of the weight whose exponents lie together."""
-WORDS: Final = COLUMNS // 2
-"""Words of their exponents in a K block, of 16 bits each."""
+"""Rows of the weight whose notes lie together."""
+GROUP: Final = 4
+"""Rows of a warp."""
+RANGE: Final = 16
+"""K blocks of a CTA."""
 
 
-def exponent_words(n: int, k: int, experts: int) -> int:
-    """Words of the exponents of a weight: for each ``COLUMNS`` rows those of the units, then those of each K block."""
-    return experts * -(-n // COLUMNS) * (-(-k // BLOCK) + 1) * WORDS
+class Notes:
+    """Where what is noted of ``COLUMNS`` rows lies, in words from the first of these: the units as fp32; bytes for
+    each ``RANGE`` of K blocks and ``GROUP`` of rows, not 0 where a row has a power of its own in one of them; and
+    exponents of 16 bits, of the units and then of each K block.
+
+    Numbers are integers, or the device's.
+    """
+
+    @staticmethod
+    def ranges(blocks: Any) -> Any:
+        """Ranges of so many K blocks."""
+        return (blocks + (RANGE - 1)) // RANGE
+
+    @staticmethod
+    def owns(range_: Any) -> Any:
+        """The bytes of a range."""
+        return COLUMNS + range_ * (COLUMNS // GROUP // 4)
+
+    @classmethod
+    def exponents(cls, blocks: Any, place: Any) -> Any:
+        """The exponents of the units, at ``place`` 0, or of K blocks, behind them."""
+        return cls.owns(cls.ranges(blocks)) + place * (COLUMNS // 2)
+
+    @classmethod
+    def words(cls, blocks: Any) -> Any:
+        """How many there are."""
+        return cls.exponents(blocks, blocks + 1)
+
+
+def note_words(n: int, k: int, experts: int) -> int:
+    """Words of the notes of a weight."""
+    return experts * -(-n // COLUMNS) * int(Notes.words(-(-k // BLOCK)))
 
 
 class Arguments(NamedTuple):
@@ -25,13 +56,13 @@ class Arguments(NamedTuple):
         b: (K / 2, N) codes, the transposed view of a row-major (N, K / 2); with experts (E, N, K / 2).
         b_scale: their scales, linear (N, K / B) or (E, N, K / B), or tiled ones of all rows together.
         weight: (E, N, K) e4m3, contiguous, written; E is 1 without experts.
-        exponents: (``exponent_words``,) int32, written where there are rows.
+        notes: (``note_words``,) int32, written where there are rows: ``Notes`` of each expert's ``COLUMNS`` rows.
     """
 
     b: Any
     b_scale: Any
     weight: Any
-    exponents: Any
+    notes: Any
 
 
 @dataclass(frozen=True)

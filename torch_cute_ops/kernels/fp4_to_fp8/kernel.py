@@ -2,16 +2,17 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int16, Int32, Int64, Uint32, range_constexpr
+from cutlass import Boolean, Float32, Int16, Int32, Int64, Uint8, Uint32, range_constexpr
 
 from torch_cute_ops.kernels.common import pdl, ptx
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.fp4_to_fp8.config import COLUMNS, WORDS, Arguments, Config
+from torch_cute_ops.kernels.fp4_to_fp8.config import COLUMNS, GROUP, RANGE, Arguments, Config, Notes
 from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import (
     look_up,
     own_exponent,
+    power_of_two,
     shared_exponent,
     table_of_own_unit,
     table_over_shared_unit,
@@ -26,8 +27,6 @@ PART = BLOCK // PARTS
 """Elements of a K block that a thread has."""
 ROWS = THREADS // PARTS
 """Rows of a CTA."""
-CTA_BLOCKS = 16
-"""K blocks of a CTA."""
 AHEAD = 4
 """K blocks whose loads a thread has in flight."""
 ALL_LANES = 0xFFFFFFFF
@@ -52,23 +51,23 @@ class FP4ToFP8Kernel:
             weight=TensorArg(
                 "Float8E4M3FN", (1 if self.config.is_plain else experts, n, k), (of_expert, of_row, 1), align=16
             ),
-            exponents=TensorArg("Int32", (Dim("exponent_words", bits=64),), (1,), align=16),
+            notes=TensorArg("Int32", (Dim("note_words", bits=64),), (1,), align=16),
         )
 
     @cute.jit
-    def __call__(self, b, b_scale, weight, exponents, stream):
+    def __call__(self, b, b_scale, weight, notes, stream):
         codes, scale = self.tiles.weight_views(b, b_scale)
         n, half, experts = codes.shape
-        ctas = ctas_unless_overlapping(experts * cute.ceil_div(n, ROWS), written=(weight, exponents), read=(b, b_scale))
-        self.kernel(codes, scale, weight, exponents).launch(
-            grid=[ctas, cute.ceil_div(cute.ceil_div(2 * half, BLOCK), CTA_BLOCKS), 1],
+        ctas = ctas_unless_overlapping(experts * cute.ceil_div(n, ROWS), written=(weight, notes), read=(b, b_scale))
+        self.kernel(codes, scale, weight, notes).launch(
+            grid=[ctas, Notes.ranges(cute.ceil_div(2 * half, BLOCK)), 1],
             block=[THREADS, 1, 1],
             stream=stream,
             use_pdl=self.config.pdl,
         )
 
     @cute.kernel
-    def kernel(self, codes, scale, weight, exponents):
+    def kernel(self, codes, scale, weight, notes):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, range_, _ = cute.arch.block_idx()
@@ -84,14 +83,17 @@ class FP4ToFP8Kernel:
         )
         weight_at = weight.iterator + (Int64(expert) * weight.stride[0] + Int64(row) * weight.stride[1] + part * PART)
         blocks = cute.ceil_div(2 * half, BLOCK)
-        line = Int64(expert * cute.ceil_div(n, COLUMNS) + row // COLUMNS) * (blocks + 1)
-        shorts = cute.recast_ptr(exponents.iterator, dtype=Int16) + (line * (2 * WORDS) + row % COLUMNS)
+        tile = expert * cute.ceil_div(n, COLUMNS) + row // COLUMNS
+        notes_at = notes.iterator + Int64(tile) * Notes.words(blocks)
         unit = shared_exponent(self._row_scales(scale, n, half, expert, row, exists, Int32(0)), c.fmt)
-        notes = exists & (part == 0)
-        if notes & (range_ == 0):
-            self._note(shorts, Int32(0), unit)
-        begin = range_ * CTA_BLOCKS
-        end = cutlass.min(begin + CTA_BLOCKS, blocks)
+        leads = exists & (part == 0)
+        if leads & (range_ == 0):
+            of_row = cute.recast_ptr(notes_at, dtype=Float32) + row % COLUMNS
+            cute.make_tensor(of_row, cute.make_layout(1))[0] = power_of_two(unit)
+            self._note(notes_at, blocks, Int32(0), row, unit)
+        begin = range_ * RANGE
+        end = cutlass.min(begin + RANGE, blocks)
+        has_own = Uint32(0)
         for first in cutlass.range(begin, end, AHEAD, unroll=1):
             loaded = []
             for i in range_constexpr(AHEAD):
@@ -106,6 +108,7 @@ class FP4ToFP8Kernel:
                 votes = Uint32(cute.arch.vote_ballot_sync(fits | (there == Boolean(False))))
                 exponent = unit
                 if votes != Uint32(ALL_LANES):
+                    has_own = Uint32(1)
                     row_fits = (votes >> Uint32(lane // PARTS * PARTS) & Uint32(0xFF)) == Uint32(0xFF)
                     own = own_exponent(self._row_scales(scale, n, half, expert, row, there, first + i), c.fmt)
                     own_low, own_high = table_of_own_unit(byte, own, c.fmt)
@@ -113,12 +116,15 @@ class FP4ToFP8Kernel:
                     exponent = ptx.select(row_fits, unit, own)
                 numbers = [number for word in words for number in look_up([low, high], word)]
                 ptx.store_if(weight_at + (first + i) * BLOCK, numbers, there)
-                if notes & (first + i < end):
-                    self._note(shorts, first + i + 1, exponent)
+                if leads & (first + i < end):
+                    self._note(notes_at, blocks, first + i + 1, row, exponent)
+        if lane == 0:
+            of_group = cute.recast_ptr(notes_at + Notes.owns(range_), dtype=Uint8) + row % COLUMNS // GROUP
+            cute.make_tensor(of_group, cute.make_layout(1))[0] = Uint8(has_own)
 
-    def _note(self, shorts: cute.Pointer, place, exponent) -> None:
+    def _note(self, notes_at: cute.Pointer, blocks, place, row, exponent) -> None:
         """Store an exponent of a row."""
-        at = shorts + Int64(place) * (2 * WORDS)
+        at = cute.recast_ptr(notes_at + Notes.exponents(blocks, place), dtype=Int16) + row % COLUMNS
         cute.make_tensor(at, cute.make_layout(1))[0] = Int16(exponent)
 
     def _row_scales(self, scale, n, half, expert, row, exists, block) -> list:

@@ -2,11 +2,12 @@
 or grouped by expert, by wgmma. For Hopper and many rows: there ``fp8_fp4_wgmma``, which decodes the weight for each
 tile of rows, takes longer than to write it once.
 
-Roles, tiles, ring and consumers are those of ``fp8_wgmma``. The scale warps load the exponents of a tile's rows of the
-weight, in place of its scales. Where a K block's differ from those of the rows' units, consumers bring its sums to the
-units, and behind the last K block of a tile all totals to the unit 1 (``fp8_fp4_wgmma.units``).
+Roles, tiles, ring and consumers are those of ``fp8_wgmma``, whose loop a tile takes if all its rows of the weight are
+over their units: the epilogue multiplies totals by these. A tile in which some row has a power of its own in some K
+block takes another loop, where scale warps load exponents and consumers bring a K block's sums to the units
+(``fp8_fp4_wgmma.units``).
 
-Bytes moved: as ``fp8_wgmma``, and two for 128 elements of the weight.
+Bytes moved: as ``fp8_wgmma``, and four for each row of the weight and tile of rows.
 """
 
 from typing import TYPE_CHECKING

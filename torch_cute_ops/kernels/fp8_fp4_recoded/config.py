@@ -15,12 +15,17 @@ __all__ = ["Arguments", "Config", "plan"]
 @dataclass(frozen=True)
 class Config(fp8_wgmma.Config):
     """Everything static about a kernel, as of ``fp8_wgmma``. Of the ``Arguments``, ``b`` is what ``fp4_to_fp8`` has
-    written, and ``b_scale`` its exponents."""
+    written, and ``b_scale`` its notes."""
 
     @property
     def units_at(self) -> int:
         """Where what changes units begins among the scales of a stage."""
         return self.tokens
+
+    @property
+    def tells_expert(self) -> bool:
+        """Whether consumers need the expert of a tile: for its rows' units."""
+        return not self.rows.is_plain
 
     @property
     def place_scales(self) -> int:

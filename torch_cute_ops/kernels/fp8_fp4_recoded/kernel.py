@@ -1,24 +1,28 @@
 """The device code; the package's docstring describes the data path."""
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common import ptx
-from torch_cute_ops.kernels.common.convert import store_words
+from torch_cute_ops.kernels.common.convert import load_words, store_words
+from torch_cute_ops.kernels.common.epilogue_ops import Finish, TileEpilogue
 from torch_cute_ops.kernels.common.expert_tiles import ExpertTiles, by_expert
 from torch_cute_ops.kernels.common.fp8_tiles_kernel import Tile
-from torch_cute_ops.kernels.fp4_to_fp8.config import COLUMNS, WORDS
+from torch_cute_ops.kernels.fp4_to_fp8.config import COLUMNS, GROUP, Notes
 from torch_cute_ops.kernels.fp8_fp4_recoded.config import Config
-from torch_cute_ops.kernels.fp8_fp4_wgmma.units import IS_LAST, UnitsKernel
+from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import power_of_two
+from torch_cute_ops.kernels.fp8_fp4_wgmma.units import HAS_OWN, UnitsKernel
+from torch_cute_ops.kernels.fp8_wgmma.kernel import FP8WgmmaKernel
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
 class RecodedTiles(ExpertTiles):
-    """``ExpertTiles`` of a recoded weight, whose scales are exponents."""
+    """``ExpertTiles`` of a recoded weight, with its notes in place of scales."""
 
     def weight_arguments(self, n: Dim, k: Dim, blocks: Dim, experts: Dim | None) -> tuple[TensorArg, TensorArg]:
         b, _ = super().weight_arguments(n, k, blocks, experts)
-        return b, TensorArg("Int32", (Dim("exponent_words", bits=64),), (1,), align=16)
+        return b, TensorArg("Int32", (Dim("note_words", bits=64),), (1,), align=16)
 
     def weight_views(self, b, b_scale) -> tuple[cute.Tensor, cute.Tensor]:
         return by_expert(b, self.rows.is_plain, is_transposed=True), b_scale
@@ -32,41 +36,90 @@ class FP8FP4RecodedKernel(UnitsKernel):
     def __init__(self, config: Config):
         super().__init__(config, RecodedTiles)
 
+    # Scales
+
+    @cute.jit
     def _begin_scales(self, tile: Tile, lane, share) -> tuple:
-        """The exponents of the units of a lane's rows of the weight, four that follow each other; and whether the rows
-        exist."""
-        exists = tile.column + 4 * lane < share.n
-        return self._exponents(tile, Int32(0), lane, exists, share), exists
+        """Where the notes of the tile's rows of the weight begin; whether a lane's rows exist, four that follow each
+        other; and whether any of the tile has a power of its own in some K block."""
+        exists = tile.column + GROUP * lane < share.n
+        notes = self._notes(tile.expert, tile.column, share)
+        found = Uint32(0)
+        for range_ in cutlass.range(Notes.ranges(share.blocks), unroll=4):
+            at = share.b_scale.iterator + (notes + Notes.owns(range_))
+            found |= ptx.load_narrow_if(cute.recast_ptr(at, dtype=cutlass.Uint8) + lane, exists, 1)
+        return notes, exists, cute.arch.vote_any_sync(found != Uint32(0))
+
+    def _notes(self, expert, column, share) -> Int64:
+        """The first word of the notes of a tile."""
+        tile = expert * cute.ceil_div(share.n, COLUMNS) + column // COLUMNS
+        return Int64(tile) * Notes.words(share.blocks)
 
     def _load_scales(self, block, tile: Tile, lane, share) -> tuple:
-        """Those of the rows of ``a``, 32 at a time; and the exponents of a lane's rows of the weight in the K block."""
-        exists = tile.column + 4 * lane < share.n
-        return self._token_scales(block, tile, lane, share), self._exponents(tile, block + 1, lane, exists, share)
-
-    def _exponents(self, tile: Tile, place, lane, exists, share) -> list:
-        """Two words of exponents: those of the units at ``place`` 0, those of the K blocks behind them."""
-        of_expert = tile.expert * cute.ceil_div(share.n, COLUMNS)
-        line = Int64(of_expert + tile.column // COLUMNS) * (share.blocks + 1) + place
-        return ptx.load_if(share.b_scale.iterator + (line * WORDS + 2 * lane), exists, 2)
+        """Those of the rows of ``a``, 32 at a time; and the K block."""
+        return self._token_scales(block, tile, lane, share), block
 
     @cute.jit
     def _store_scales(self, loaded, begun, is_last, place, lane, share, smem):
-        self._store_token_scales(self._scales(place, smem), loaded[0], lane)
-        units, exists = begun
-        exponents = loaded[1]
-        changes = exists & ((units[0] != exponents[0]) | (units[1] != exponents[1]))
-        votes = Uint32(cute.arch.vote_ballot_sync(changes))
-        flags = ptx.select(is_last, Uint32(IS_LAST), Uint32(0))
+        of_rows, block = loaded
+        self._store_token_scales(self._scales(place, smem), of_rows, lane)
+        notes, exists, has_own = begun
+        flags = Uint32(0)
+        if has_own:
+            flags = self._store_own_units(notes, exists, block, place, lane, share, smem)
+        if lane == 0:
+            store_words([flags], self._flags(place, smem))
+
+    @cute.jit
+    def _store_own_units(self, notes, exists, block, place, lane, share, smem) -> Uint32:
+        """Leave the powers that bring a K block's sums to the units of their rows. Returns the flags."""
+        at, blocks = share.b_scale.iterator + notes, share.blocks
+        units = ptx.load_if(at + (Notes.exponents(blocks, 0) + 2 * lane), exists, 2)
+        own = ptx.load_if(at + (Notes.exponents(blocks, block + 1) + 2 * lane), exists, 2)
+        votes = Uint32(cute.arch.vote_ballot_sync(exists & ((units[0] != own[0]) | (units[1] != own[1]))))
+        flags = Uint32(HAS_OWN)
         for group in range_constexpr(COLUMNS // 32):
             # Eight lanes have the rows of a group.
             changed = (votes & Uint32(0xFF << 8 * group)) != Uint32(0)
             flags |= ptx.select(changed, Uint32(1 << group), Uint32(0))
+        for i in range_constexpr(GROUP):
+            shift = const_expr(16 - 16 * (i % 2))
+            unit, of_sums = (Int32(words[i // 2] << shift) >> 16 for words in (units, own))
+            row = GROUP * lane + i
+            self._powers(place, smem, 0)[row] = Float32(1.0)  # Totals are in their units already.
+            self._powers(place, smem, 1)[row] = power_of_two(of_sums - unit)
+        return flags
+
+    # Sums
+
+    @cute.jit
+    def _multiply_tile(
+        self, multiply, sums, partials: list, kept, stage, parity, consumer, share, smem, prepares: bool = True
+    ):
+        """As in ``fp8_wgmma``, unless rows have powers of their own."""
+        (flags,) = load_words(self._flags(stage, smem))
         if flags != Uint32(0):
-            for i in range_constexpr(4):
-                shift = const_expr(16 - 16 * (i % 2))
-                unit = Int32(units[i // 2] << shift) >> 16
-                after = ptx.select(is_last, Int32(0), unit)
-                of_sums = Int32(exponents[i // 2] << shift) >> 16
-                self._store_powers(unit - after, of_sums - after, place, 4 * lane + i, smem)
-        if lane == 0:
-            store_words([flags], self._flags(place, smem))
+            self._store_kept(sums, kept, consumer, share)
+            count = share.end - share.begin
+            stage, parity = self._add_some(multiply, sums, partials, count, 0, stage, parity, consumer, smem)
+        else:
+            stage, parity = FP8WgmmaKernel._multiply_tile(
+                self, multiply, sums, partials, kept, stage, parity, consumer, share, smem, prepares=False
+            )
+        return stage, parity
+
+    def _epilogue(self, expert, share) -> TileEpilogue:
+        """Totals are over the units of their rows of the weight."""
+        of_tile = super()._epilogue(expert, share)
+
+        def of_columns(column, count: int, after: int = 0) -> Finish:
+            finish = of_tile(column, count, after)
+            at = self._notes(expert, column, share) + column % COLUMNS
+            at = share.b_scale.iterator + cute.assume(at, divby=count)
+            # Of four columns two loads, as in ``load_terms``
+            starts = range(0, count, 2)
+            words = [word for i in starts for word in ptx.load_if(at, column < share.n - after, 2, 4 * (after + i))]
+            units = [ptx.float_of(word) for word in words]
+            return lambda total, i: finish(ptx.mul_rn(total, units[i]), i)
+
+        return of_columns

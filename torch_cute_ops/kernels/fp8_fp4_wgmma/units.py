@@ -10,7 +10,7 @@ from torch_cute_ops.kernels.common.convert import load_words
 from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import power_of_two
 from torch_cute_ops.kernels.fp8_wgmma.kernel import FP8WgmmaKernel
 
-IS_LAST = 0x10  # flag of the last K block of a tile
+IS_LAST, HAS_OWN = 0x10, 0x20  # flags: of the last K block of a tile, and of any of a tile with units of its own
 
 
 class UnitsKernel(FP8WgmmaKernel):

@@ -121,10 +121,13 @@ class FP8WgmmaKernel(FP8TilesKernel):
             cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def _multiply_tile(self, multiply, sums, partials: list, kept, stage, parity, consumer, share, smem):
+    def _multiply_tile(
+        self, multiply, sums, partials: list, kept, stage, parity, consumer, share, smem, prepares: bool = True
+    ):
         """Sum the CTA's K blocks of a tile, of which the first has arrived.
 
         With rows of ``a`` on the M side, ``sums`` still hold those of the tile ``kept``, which are stored meanwhile.
+        ``prepares``: whether ``_prepare`` has something to do.
 
         Returns the next stage, and its parity.
         """
@@ -136,31 +139,41 @@ class FP8WgmmaKernel(FP8TilesKernel):
             if count >= c.together:
                 count = count - c.together
                 store = functools.partial(self._store_kept, sums, kept, consumer, share)
-                stage, parity = self._add_blocks(multiply, sums, partials, count, stage, parity, consumer, smem, store)
+                stage, parity = self._add_blocks(
+                    multiply, sums, partials, count, stage, parity, consumer, smem, store, prepares
+                )
             else:
                 self._store_kept(sums, kept, consumer, share)
         if const_expr(c.unrolls):
             # The rest of a round of the ring that the tile before has begun, whole rounds, and what is left
             begun = cutlass.min((c.stages - stage) % c.stages, count)
             stage, parity = self._add_some(
-                multiply, sums, partials, begun, count - begun, stage, parity, consumer, smem
+                multiply, sums, partials, begun, count - begun, stage, parity, consumer, smem, prepares
             )
             for rest in cutlass.range(count - begun - c.stages, -1, -c.stages, unroll=1):
                 for place in range_constexpr(0, c.stages, c.together):
                     follow = rest + (c.stages - c.together - place)
-                    _, parity = self._add_blocks(multiply, sums, partials, follow, place, parity, consumer, smem)
+                    _, parity = self._add_blocks(
+                        multiply, sums, partials, follow, place, parity, consumer, smem, prepares=prepares
+                    )
             count = (count - begun) % c.stages
-        return self._add_some(multiply, sums, partials, count, 0, stage, parity, consumer, smem)
+        return self._add_some(multiply, sums, partials, count, 0, stage, parity, consumer, smem, prepares)
 
     @cute.jit
-    def _add_some(self, multiply, sums, partials: list, count, follow, stage, parity, consumer, smem):
+    def _add_some(
+        self, multiply, sums, partials: list, count, follow, stage, parity, consumer, smem, prepares: bool = True
+    ):
         """Add ``count`` blocks of a tile, after which ``follow`` blocks of it are left. Returns the next stage, and its
         parity."""
         together = self.config.together
         for rest in cutlass.range(count - together, -1, -together, unroll=1):
-            stage, parity = self._add_blocks(multiply, sums, partials, rest + follow, stage, parity, consumer, smem)
+            stage, parity = self._add_blocks(
+                multiply, sums, partials, rest + follow, stage, parity, consumer, smem, prepares=prepares
+            )
         for _ in cutlass.range(count % together, unroll=1):
-            stage, parity = self._add_blocks(multiply, sums, partials[:1], follow, stage, parity, consumer, smem)
+            stage, parity = self._add_blocks(
+                multiply, sums, partials[:1], follow, stage, parity, consumer, smem, prepares=prepares
+            )
         return stage, parity
 
     def _store_kept(self, sums, kept, consumer, share) -> None:
@@ -178,7 +191,17 @@ class FP8WgmmaKernel(FP8TilesKernel):
         sums.fill(0.0)
 
     def _add_blocks(
-        self, multiply, sums, partials: list, follow, stage, parity, consumer, smem, meanwhile=None
+        self,
+        multiply,
+        sums,
+        partials: list,
+        follow,
+        stage,
+        parity,
+        consumer,
+        smem,
+        meanwhile=None,
+        prepares: bool = True,
     ) -> tuple:
         """Multiply as many blocks as there are ``partials``, of which the first has arrived, and add their sums to the
         totals: the first block's while the MMAs of the others run. ``meanwhile``, if given, is called when all of them
@@ -200,11 +223,12 @@ class FP8WgmmaKernel(FP8TilesKernel):
         for i, partial in enumerate(partials):
             later = len(partials) - 1 - i
             factors = self._factors(reads[i], consumer, smem)
-            flags = self._read_flags(reads[i], consumer, smem)
+            flags = self._read_flags(reads[i], consumer, smem) if prepares else None
             if later == 0:
                 self._wait_if(follow > 0, smem.full + stage, parity)
             warpgroup.wait_group(later)
-            self._prepare(sums, partial, flags, reads[i], consumer, smem)
+            if prepares:
+                self._prepare(sums, partial, flags, reads[i], consumer, smem)
             self._free(reads[i], consumer.lane, smem)
             self._promote(sums, partial, factors)
         return stage, parity
