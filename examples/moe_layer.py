@@ -12,9 +12,9 @@ weighted by the router, and that of a shared expert, which DeepSeek-V3 has.
 Few tokens take three ops, without permuted rows: `moe_route_dense` writes the routing weights of all experts, 0 for
 those that a token does not have; `moe_fc1_fp4` computes gate, up and SwiGLU of the routed pairs and quantises them; and
 `moe_fc2_fp4` multiplies these alone, and adds them up, weighted. Many tokens are put into the experts' order, with
-activations in FP8: `moe_route`, `moe_permute_fp8quant`, `grouped_mm_fp8_fp4`, `moe_swiglu_fp8quant`, and so on. By the
-cost model few are up to 8 tokens of an expert, on average (`torch_cute_ops.nn.experts.FEW_TOKENS`). In either no shape
-depends on the routing, and the layer can be captured in a CUDA graph. Both need their own order of the second weight.
+activations in FP8: `moe_route`, `moe_permute_fp8quant`, `grouped_mm_fp8_fp4`, `moe_swiglu_fp8quant`, and so on. Few
+are up to 16 tokens of an expert, on average (`torch_cute_ops.nn.experts.FEW_TOKENS`). In either no shape depends on the
+routing, and the layer can be captured in a CUDA graph. Both need their own order of the second weight.
 
 Weights are random. Without a GPU the ops run their references in plain torch, and no time is measured; nor is it where
 no kernel can compute both GEMMs. The layer in bf16 loops over the experts and waits for the device, so its time is that
@@ -69,7 +69,7 @@ MODELS = {
     "gpt-oss": Model((2880, 128, 2880, TOKENS), 4, 32, {}, (1.702, 1.0, 7.0), has_bias=True),
 }
 SMALL: Sizes = (256, 16, 64, (1, 8, 33))
-"""On a CPU; with 8 of 16 experts, 17 tokens are many."""
+"""On a CPU; with 8 of 16 experts, 33 tokens are many."""
 
 LARGEST_ERROR = {"bf16": 0.014, "nvfp4": 0.2, "mxfp4": 0.26, "fp8": 0.06}
 """The largest relative error that a run may have, by what activations are in: 0.014 and 0.2 are cosines of 0.9999 and

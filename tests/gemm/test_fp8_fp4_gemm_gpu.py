@@ -17,8 +17,6 @@ from torch_cute_ops.testing.samples.mm_fp8_fp4 import sample
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 N = 264
-by_format = pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=lambda fmt: fmt.name)
-by_layout = pytest.mark.parametrize("layout", ["128x4", "linear"])
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +40,18 @@ def results(op, name, one, given, target):
         yield tactic, out
 
 
-@by_format
-@by_layout
-@pytest.mark.parametrize("name", ["wgmma", "recode"])
-@pytest.mark.parametrize(("m", "k"), [(1, 128), (60, 2880), (300, 576)])
-@pytest.mark.parametrize("epilogue", [False, True], ids=["sums", "alpha-and-bias"])
+@pytest.mark.parametrize(
+    ("name", "fmt", "layout", "m", "k", "epilogue"),
+    [
+        ("wgmma", NVFP4, "128x4", 300, 576, True),
+        ("wgmma", MXFP4, "linear", 60, 2880, False),
+        ("recode", NVFP4, "128x4", 300, 2880, True),
+        ("recode", NVFP4, "linear", 60, 576, False),
+        ("recode", MXFP4, "128x4", 1, 128, False),
+        ("recode", MXFP4, "linear", 300, 576, True),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_every_tactic(name, fmt, layout, m, k, epilogue, target):
     """Each gives the sums bit for bit, where they are exact: plain, and of experts in each layout of rows."""
     device, counts = target.device, [m, 0, m // 2 + 1]

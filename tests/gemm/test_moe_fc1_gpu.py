@@ -1,13 +1,15 @@
 """The gated GEMMs of experts on a GPU: every tactic, launches behind each other, captures with another routing."""
 
+import itertools
+
 import pytest
 import torch
 from expected import assert_same
 from support.cases import defined, named, poisoned, run
 from support.gemm_problems import backend_for
-from test_moe_fc1 import by_format, by_half, by_op, exact_results, linear_call
+from test_moe_fc1 import by_op, exact_results, linear_call
 
-from torch_cute_ops.formats import NVFP4
+from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.select import target_of
 from torch_cute_ops.testing.samples._moe_fc2 import dense_alpha, one_expert_alpha, top_alpha
@@ -25,6 +27,8 @@ CALLS = [
     (129, 16, 128, 256, top_alpha),
     (513, 4, 192, 768, top_alpha),
 ]
+KINDS = list(itertools.product((NVFP4, MXFP4), ("gate", "up"))) * 2
+"""Of the calls: the weight's format, and which half of it the results depend on."""
 
 
 def hopper():
@@ -47,9 +51,11 @@ def operands_of(op, given):
 
 @pytest.mark.slow
 @by_op
-@by_half
-@by_format
-@pytest.mark.parametrize("sizes", CALLS, ids=lambda sizes: "-".join(map(str, sizes[:4])))
+@pytest.mark.parametrize(
+    ("fmt", "half", "sizes"),
+    [(*kind, sizes) for kind, sizes in zip(KINDS, CALLS, strict=True)],
+    ids=lambda value: getattr(value, "name", value) if not isinstance(value, tuple) else "-".join(map(str, value[:4])),
+)
 def test_every_tactic(op, fmt, half, sizes):
     """Each gives the results bit for bit, in outputs that were poisoned, launch after launch, on data in L2."""
     target = hopper()

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_cute_ops.nn import NVFP4Linear, QuantExperts, QuantLinear, SwiGLU, quantize_, random_, warmup
+from torch_cute_ops.nn.experts import FEW_TOKENS
 
 SCHEMES = ("nvfp4", "mxfp4", "fp8_block")
 by_scheme = pytest.mark.parametrize("scheme", SCHEMES)
@@ -202,7 +203,7 @@ def test_random(scheme, device):
 
 # Few tokens
 
-FEW = 8 * E // TOPK
+FEW = FEW_TOKENS * E // TOPK
 """The most tokens that are few, of this layer."""
 
 
