@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from torch_cute_ops.nn import QuantLinear, merge_, quantize_
+from torch_cute_ops.nn import QuantLinear, merge_, merging, quantize_
 
 H = 128
 
@@ -51,6 +52,23 @@ def linears(model: nn.Module) -> set[str]:
 
 
 X = torch.randn(5, H).bfloat16()
+
+
+def test_layers_are_freed_as_they_are_merged(monkeypatch):
+    """So that a model needs no second copy of its weights."""
+    model = nn.Sequential(*(MLP() for _ in range(3))).bfloat16().requires_grad_(False)
+    quantize_(model)
+    old = [weakref.ref(mlp.gate_proj.weight) for mlp in model]
+    alive, whole = [], merging.merge
+
+    def counted(layers):
+        alive.append(sum(ref() is not None for ref in old))
+        return whole(layers)
+
+    monkeypatch.setattr(merging, "merge", counted)
+    merge_(model)
+    assert alive == [3, 2, 1]
+    assert all(ref() is None for ref in old)
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4", "fp8_tensor", "fp8_channel"])

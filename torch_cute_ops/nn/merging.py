@@ -28,7 +28,8 @@ def merge_(model: nn.Module, merged: Mapping[str, Sequence[str]] = _names.PARTS)
         ``model``. A call in which such layers are given different inputs, as in cross-attention, raises a
         ``RuntimeError``.
     """
-    for module in [*model.modules()]:
+    # Without the layers themselves: a list would keep them all until the last is merged.
+    for module in [each for each in model.modules() if not isinstance(each, QuantLinear)]:
         groups = {}
         for name, parts in merged.items():
             layers = [module._modules.get(part) for part in parts]
