@@ -198,7 +198,8 @@ def forward(model: Any, ids: Tensor, cache: Any = None, **given: Any) -> Tensor:
     """The logits of the last token after `ids`, with a new cache or the given one."""
     if cache is not None:
         # transformers 5.17 calls it `past_key_values`.
-        given["cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"] = cache
+        parameters = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters
+        given["cache" if "cache" in parameters else "past_key_values"] = cache
     return model(input_ids=ids, use_cache=True, logits_to_keep=1, **given).logits
 
 
@@ -232,6 +233,7 @@ class Bench:
         attention: transformers' name for that of decode and prefill.
         save: called after each finding, so that a run cut short leaves what it found.
         compile_config: for `generate()`; `None`: transformers' default.
+        is_compiled: whether decode steps and prefill are those of models that `torch.compile` has compiled.
     """
 
     name: str
@@ -247,6 +249,7 @@ class Bench:
     result: dict[str, Any]
     save: Callable[[], None] = lambda: None
     compile_config: Any = None
+    is_compiled: bool = False
     models: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -262,6 +265,10 @@ class Bench:
             self.save()
         self.models.clear()
         self.collect()
+
+    def as_called(self, model: Any) -> Any:
+        """The model, or that compiled."""
+        return torch.compile(model, dynamic=False) if self.is_compiled else model
 
     def rows_of(self, label: str) -> list[int]:
         """Numbers of rows to warm a model up for; what was not asked for is there for prefill alone."""
@@ -361,7 +368,7 @@ class Bench:
                     layers = model.config.num_hidden_layers
                     if layers not in contexts:  # models of as many layers share one
                         contexts[layers] = Context(model.config, batch, self.context, self.device)
-                    steps[key] = DecodeStep(model, contexts[layers], batch)
+                    steps[key] = DecodeStep(self.as_called(model), contexts[layers], batch)
             with self.counting("decode"):
                 timings = measure_what_captures(
                     steps, 1, 1, ROUNDS, self.backend, functools.partial(self.lose, failed=failed)
@@ -372,7 +379,7 @@ class Bench:
             self.collect()
 
     def prefill(self) -> None:
-        """A prompt into a new cache, in eager code."""
+        """A prompt into a new cache."""
         failed: dict[str, str] = {}
         labels = list(dict.fromkeys([*self.labels, W4A8]))
         models, calls = self.all_made(labels, failed), {}
@@ -380,8 +387,9 @@ class Bench:
         with self.counting("prefill"):
             for key, model in models.items():
                 with self.noting(key[0], failed):
-                    forward(model, ids)
-                    calls[key] = lambda model=model: forward(model, ids)
+                    called = self.as_called(model)
+                    forward(called, ids)
+                    calls[key] = lambda called=called: forward(called, ids)
             timings = measure(calls, 1, 1, ROUNDS, AsTheyAre(self.backend))
         self.add("prefill", f"prefill, {self.tokens:,} tokens", timings, failed, tokens=self.tokens)
 
@@ -531,7 +539,13 @@ def markdown(result: Mapping[str, Any]) -> str:
         "# A served model",
         f"{environment.headline(result['environment'])} · transformers {result['environment']['transformers']}",
         textwrap.fill(
-            TEXT.format(rounds=ROUNDS, attention=ATTENTION[result["attention"]]), 120, break_on_hyphens=False
+            TEXT.format(
+                rounds=ROUNDS,
+                attention=ATTENTION[result["attention"]],
+                compiled=COMPILED if result["is_compiled"] else "Both run eagerly.",
+            ),
+            120,
+            break_on_hyphens=False,
         ),
     ]
     body = []
@@ -586,10 +600,11 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 TEXT = """\
 Llamas with random weights; medians of {rounds}, models in turn; ours as scheme of the weights / activations, merged;
-bf16 as transformers has it. A decode step is captured in a graph, with its cache full; prefill is
-eager code, and fills a new cache; `generate()` has a static cache, and its decode step is compiled by transformers'
+bf16 as transformers has it. {compiled} A decode step is captured in a graph, with its cache full; prefill is
+not, and fills a new cache; `generate()` has a static cache, and its decode step is compiled by transformers'
 default (`torch.compile`, mode "reduce-overhead", attention with a mask). {attention} Logits: of four layers, to those
 of the same weights in bf16, the worst token."""
+COMPILED = "Both are compiled by `torch.compile` for each batch."
 ATTENTION = {
     UNMASKED: "Attention is transformers' `sdpa` without a mask, which a full cache does not need.",
     "sdpa": "Attention is transformers' `sdpa`, with its mask: 5.17 copies keys and values for it, for each head.",
@@ -624,6 +639,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--attention", choices=tuple(ATTENTION), default=UNMASKED, help="of decode and prefill (default: %(default)s)"
     )
+    parser.add_argument("--compiled", action="store_true", help="decode and prefill by models that torch has compiled")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the files written")
     return parser.parse_args(arguments)
 
@@ -642,6 +658,7 @@ def measure_models(options: argparse.Namespace, device: torch.device, backend: B
     result: dict[str, Any] = {
         "environment": {**environment.collect(device), "transformers": metadata.version("transformers")},
         "attention": options.attention,
+        "is_compiled": options.compiled,
         "rows": [],
         "memory": [],
         "logits": [],
@@ -672,6 +689,7 @@ def measure_models(options: argparse.Namespace, device: torch.device, backend: B
             backend,
             result,
             save,
+            is_compiled=options.compiled,
         ).run()
     print(f"\n{markdown(result)}", flush=True)
     return 1 if failures(result) else 0

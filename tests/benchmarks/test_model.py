@@ -2,12 +2,14 @@
 
 import copy
 import dataclasses
+import functools
 import json
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.fake_device import FakeDevice
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
@@ -86,6 +88,22 @@ def test_a_decode_step(attention, label, monkeypatch):
     assert got.shape == want.shape == (3, 1, 64)
     assert model.cosines(got, want).min() > 0.9995
     assert model.cosines(got, want.roll(1, 0)).max() < 0.9
+
+
+@torch.no_grad()
+def test_a_compiled_decode_step(monkeypatch):
+    """One graph, which serves all steps, and gives what eager code gives."""
+    model.register_unmasked()
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    one = bench(is_compiled=True)
+    served = model.build(W4A16, SMALL.config(attention=model.UNMASKED), CPU)
+    context = model.Context(served.config, 3, 9, CPU)
+    steps = [model.DecodeStep(made, context, 3) for made in (served, one.as_called(served))]
+    want, got = steps[0](), steps[1]()
+    assert torch.equal(steps[1](), steps[0]())  # of the next tokens
+    assert torch.equal(got, want) and counter.frame_count == 1
+    assert bench().as_called(served) is served
 
 
 @torch.no_grad()
