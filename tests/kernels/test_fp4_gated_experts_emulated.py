@@ -210,6 +210,15 @@ GATED = [
         gated(FP16, NVFP4, "128x4", "128x4", 64, 16, 16, finish=(NVFP4, TILED, None, None, None, True)),
         *(3, 320, 2, 64, "none", 2, 6),
     ),
+    # All warps have the same chunks
+    Gated(
+        gated(FP16, NVFP4, "128x4", "128x4", 256, 8, 64, finish=(NVFP4, TILED, "expert", None, "one", True)),
+        *(10, 1568, 3, 128, "few", 2, 7),
+    ),
+    Gated(
+        gated(BF16, MXFP4, "128x4", None, 256, 24, 32, finish=(BF16, None, None, FP32, None, True)),
+        *(26, 1312, 2, 256, "one", 1, 8),
+    ),
 ]
 
 
@@ -220,8 +229,8 @@ def test_gated_gemm(one: Gated) -> None:
 
 
 # Each of two slots has as many chunks of a task as stages, and hands over a chunk's activations when it has started the
-# next. Its waits: for a stage; for a chunk; for the sums of the slot before. A warp meets when it has found units, has
-# copied activations, at last too, has read a chunk, has read the last one (which the end of its MMAs orders too), and
+# next, or has no stage for it. Its waits: for a stage, of which the first only asks; for a chunk; for the sums of the
+# slot before. A warp meets when it has found units, has copied activations, at three places, has read a chunk, has read the last one (which the end of its MMAs orders too), and
 # has added its sums.
 ORDERED = Gated(
     gated(FP16, NVFP4, "128x4", "128x4", 128, 16, 16, finish=(NVFP4, TILED, None, None, None, True)),
@@ -234,15 +243,16 @@ SHORT = ORDERED._replace(case=replace(ORDERED.case, rows=64))
 @pytest.mark.parametrize(
     ("one", "edit"),
     [
-        pytest.param(ORDERED, changed(WAIT, 0, PASSED), id="stage free"),
-        pytest.param(ORDERED, changed(WAIT, 1, PASSED), id="chunk there"),
-        pytest.param(ORDERED, changed(WAIT, 2, PASSED), id="sums of the slot before there"),
-        pytest.param(ORDERED, changed(r"cp\.async\.wait_group", 0), id="activations there"),
-        pytest.param(ORDERED, changed(r"cp\.async\.wait_group", 1), id="last activations there"),
+        pytest.param(ORDERED, changed(WAIT, 1, PASSED), id="stage free"),
+        pytest.param(ORDERED, changed(WAIT, 2, PASSED), id="chunk there"),
+        pytest.param(ORDERED, changed(WAIT, 3, PASSED), id="sums of the slot before there"),
+        pytest.param(ORDERED, changed(r"cp\.async\.wait_group", 0), id="activations there before a wait"),
+        pytest.param(ORDERED, changed(r"cp\.async\.wait_group", 1), id="activations there"),
+        pytest.param(ORDERED, changed(r"cp\.async\.wait_group", 2), id="last activations there"),
         pytest.param(ORDERED, changed(r"fence\.proxy\.async", 1), id="activations fenced"),
         pytest.param(ORDERED, changed(r"bar\.warp\.sync", 1), id="activations copied"),
-        pytest.param(ORDERED, changed(r"bar\.warp\.sync", 3), id="chunk read"),
-        pytest.param(ORDERED, changed(r"bar\.warp\.sync", 5), id="sums added"),
+        pytest.param(ORDERED, changed(r"bar\.warp\.sync", 4), id="chunk read"),
+        pytest.param(ORDERED, changed(r"bar\.warp\.sync", 6), id="sums added"),
         pytest.param(ORDERED, changed(r"wgmma\.wait_group\.sync\.aligned\s+1", None), id="MMAs of a chunk done"),
         pytest.param(SHORT, changed(r"wgmma\.wait_group\.sync\.aligned\s+0"), id="MMAs of a task done"),
         pytest.param(ORDERED, changed(r"bar\.sync\s+1", 0), id="results there"),

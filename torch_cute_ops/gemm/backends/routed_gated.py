@@ -21,8 +21,8 @@ Tensor = torch.Tensor
 
 L2_RATE = 1.3
 """Rate of reads from L2, over that of memory (4.5 to 7 TB/s for activations of the second GEMM, on an H200)."""
-COLUMN_MULTIPLE = max(fp4_gated_experts.ROWS) // 2
-"""What an expert's columns are a multiple of: whole slices."""
+COLUMN_MULTIPLE = 64
+"""What an expert's columns are a multiple of: whole slices of up to 128 rows."""
 
 
 class RoutedGated(RoutedBackend):
@@ -97,6 +97,8 @@ def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_gated_exper
     rows, group, tokens = map(int, tactic)
     epilogue, quantised = problem.epilogue, problem.quantised
     assert epilogue.alpha in (None, "expert", "expert_half")
+    if problem.expert_n % (rows // 2):
+        return None
     out: torch.dtype | FP4Format = epilogue.out_dtype
     layout = None
     if quantised is not None:

@@ -16,7 +16,7 @@ from torch_cute_ops.runtime.arch import Arch
 
 WARPS: Final = 16
 """Consumer warps."""
-ROWS: Final = (32, 64, 128)
+ROWS: Final = (32, 64, 128, 256)
 """Rows of the weight of a slice: half of them are of the gate, half of up."""
 GROUPS: Final = (8, 16, 24, 32)
 """Tokens of a unit."""
@@ -27,6 +27,8 @@ ARRANGED: Final = 2
 MAX_PARTS: Final = 64
 """Most CTAs for each expert that rearrange activations."""
 BARRIER_BYTES: Final = 512
+GAP: Final = 64
+"""Bytes between the tokens of a stage where warps multiply by themselves, against bank conflicts."""
 
 
 class Arguments(NamedTuple):
@@ -188,9 +190,14 @@ class Config:
         return TokenListLayout(self.tokens, self.group, 0, self.arranged.token_bytes)
 
     @property
+    def token_pitch(self) -> int:
+        """Bytes from a token of a stage to the next."""
+        return self.arranged.token_bytes + (GAP if self.by_warp else 0)
+
+    @property
     def lag(self) -> int:
-        """Chunks that a producer warp starts before it waits for the activations of one. (It must not wait for a stage
-        that only the chunk that it has not handed over yet would free.)"""
+        """Chunks that a producer warp starts before it waits for the activations of one, for warpgroups. (It must not
+        wait for a stage that only the chunk that it has not handed over yet would free.)"""
         return self.stages // self.slots - 2
 
     @property
@@ -201,12 +208,12 @@ class Config:
     @property
     def stage_bytes(self) -> int:
         """A chunk of both operands."""
-        return 2 * self.chunks.size_bytes + self.group * self.arranged.token_bytes
+        return 2 * self.chunks.size_bytes + self.group * self.token_pitch
 
     @property
     def sum_bytes(self) -> int:
-        """Sums of a unit."""
-        return self.group * self.rows * 4
+        """Sums of a unit that warps leave for others with the same rows."""
+        return self.group * self.rows * 4 if self.slots > 1 else 0
 
     @property
     def value_pitch(self) -> int:
@@ -250,10 +257,10 @@ def plan(
     arch: Arch,
     pdl: bool,
 ) -> Config | None:
-    """The configuration with the most stages that fit into an SM of ``arch``, up to four for each slot; ``None`` if not
+    """The configuration with the most stages that fit into an SM of ``arch``, up to six for each slot; ``None`` if not
     even two do."""
     slots = WARPS * 16 // rows
-    for stages in range(4 * slots, slots, -slots):
+    for stages in range(6 * slots, slots, -slots):
         config = Config(operands, finish, width, rows, group, tokens, stages, pdl)
         if config.reason_unsupported(arch) is None:
             return config

@@ -179,11 +179,16 @@ class GatedEpilogue:
         """Zero the padding of the scales: of ``threads`` threads in all this is number ``thread``."""
         layout = self.finish.out_layout
         blocks = self._blocks(outputs)
-        words = layout.padded_blocks(blocks) // 4
-        rows = cute.ceil_div(m, layout.tile_rows) * layout.tile_rows - m
-        for i in range(thread, rows * words, threads):
-            at = self._scale_at(m + i // words, i % words * 4, outputs, divby=4)
-            store_words([Uint32(0)], cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(1)))
+        # Of the last tiles' words, in the order of memory, those of rows that do not exist
+        rows = layout.tile_rows
+        existing = m % rows
+        words = ptx.select(existing == 0, Int32(0), layout.padded_blocks(blocks) // 4 * rows)
+        for i in range(thread, words, threads):
+            line = i % rows
+            row = line // 4 + line % 4 * 32 if const_expr(rows == 128) else line
+            if row >= existing:
+                at = self._scale_at(m - existing + row, i // rows * 4, outputs, divby=4)
+                store_words([Uint32(0)], cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(1)))
         # An expert's columns are whole pairs of blocks.
         if blocks % 4 != 0:
             for row in range(thread, m, threads):

@@ -22,7 +22,7 @@ from torch_cute_ops.kernels.common.unit_lists import LIST_BYTES
 from torch_cute_ops.kernels.common.unit_mma import UnitMma, free
 from torch_cute_ops.kernels.common.weight_chunks import TILE_ROWS
 from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
-from torch_cute_ops.kernels.fp4_gated_experts.config import ARRANGED, MAX_PARTS, WARPS, Arguments, Config
+from torch_cute_ops.kernels.fp4_gated_experts.config import ARRANGED, GAP, MAX_PARTS, WARPS, Arguments, Config
 from torch_cute_ops.kernels.fp4_gated_experts.epilogue import GatedEpilogue, Outputs
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
@@ -100,7 +100,7 @@ class FP4GatedExpertsKernel:
         self.activations = Activations(config.arranged)
         self.lister = TokenLister(config.lists, self.activations)
         self.units = ExpertUnits(config.tokens, config.group)
-        self.mma = UnitMma(self.ring, config.arranged, config.group, config.stages, config.width)
+        self.mma = UnitMma(self.ring, config.arranged, config.group, config.stages, config.width, config.token_pitch)
         self.epilogue = GatedEpilogue(config)
 
     def arguments(self) -> Arguments:
@@ -319,7 +319,7 @@ class FP4GatedExpertsKernel:
         lane = cute.arch.lane_idx()
         # With parity 1, a stage that was never used counts as free.
         stage, parity = Int32(0), Int32(1)
-        done, index = Int32(0), Int32(0)
+        done, handed, index = Int32(0), Int32(0), Int32(0)
         for task in range(share.worker, share.tasks, share.workers):
             units = self._units(smem)
             index = self.units.index_of(task // share.slices, index, units)
@@ -328,29 +328,51 @@ class FP4GatedExpertsKernel:
             token = self._token_of(share, units.experts[index], position, lane, lane < tokens)
             for chunk in range(slot, c.k_chunks, c.slots):
                 if done >= loaded:
-                    ptx.wait(smem.free + (first + stage), parity)
+                    free = smem.free + (first + stage)
+                    if const_expr(not c.by_warp):
+                        # No stage to fill: time to hand over what has been copied.
+                        if (done > handed) & ~ptx.has_passed(free, parity):
+                            self._hand_over(first, done - handed, 0, stage, lane, smem)
+                            handed = done
+                    ptx.wait(free, parity)
                     self._load_weight(index, task, chunk, first + stage, weight, share, smem)
-                target = smem.tokens + cute.assume((first + stage) * self.mma.stage_tokens, divby=self.mma.stage_tokens)
-                for i in range(tokens):
-                    row = self._row_at(share.lists.tiles, cute.arch.shuffle_sync(token, i), chunk)
-                    self.activations.copy_row(target, row, i, lane)
-                cute.arch.cp_async_commit_group()
-                if done >= c.lag:
-                    cute.arch.cp_async_wait_group(c.lag)
-                    self._hand_over(first + (stage + (depth - c.lag)) % depth, lane, smem)
+                at = (first + stage) * self.mma.stage_tokens
+                target = smem.tokens + cute.assume(at, divby=self.mma.stage_tokens)
+                if const_expr(c.by_warp):
+                    full = smem.full + (first + stage)
+                    if lane == 0:
+                        cute.arch.mbarrier_arrive_and_expect_tx(full, tokens * self.lister.token_bytes)
+                    if lane < tokens:
+                        to = target + cute.assume(lane * self.mma.pitch, divby=GAP)
+                        row = self._row_at(share.lists.tiles, token, chunk)
+                        ptx.copy_bulk(to, row, self.lister.token_bytes, full)
+                    cute.arch.sync_warp()
+                else:
+                    for i in range(tokens):
+                        row = self._row_at(share.lists.tiles, cute.arch.shuffle_sync(token, i), chunk)
+                        self.activations.copy_row(target, row, i, lane)
+                    cute.arch.cp_async_commit_group()
                 done += 1
                 stage, parity = next_stage(stage, parity, depth)
-        cute.arch.cp_async_wait_group(0)
-        for i in range(cutlass.min(done, Int32(c.lag))):
-            left = cutlass.min(done, Int32(c.lag)) - i
-            self._hand_over(first + (stage + (depth - left)) % depth, lane, smem)
+                if const_expr(not c.by_warp):
+                    if done - handed > c.lag:
+                        self._hand_over(first, done - handed, c.lag, stage, lane, smem)
+                        handed = done - c.lag
+        if const_expr(not c.by_warp):
+            self._hand_over(first, done - handed, 0, stage, lane, smem)
 
-    def _hand_over(self, stage, lane, smem) -> None:
-        """Say that the activations of a stage are there."""
+    @cute.jit
+    def _hand_over(self, first, started, keep: cutlass.Constexpr[int], stage, lane, smem):
+        """Wait for the activations of the chunks that were ``started``, but for the last ``keep`` of them, and say that
+        they are there. ``stage`` is the one behind the last, in the ring from ``first`` on."""
+        c = self.config
+        depth = c.stages // c.slots
+        cute.arch.cp_async_wait_group(keep)
         # Each lane has waited for its own copies; wgmma reads what all have copied.
         fence_async()
         cute.arch.sync_warp()
-        ptx.arrive_if(smem.full + stage, Uint32(lane == 0))
+        for i in range(started - keep, unroll=1):
+            ptx.arrive_if(smem.full + (first + (stage + depth - started + i) % depth), Uint32(lane == 0))
 
     def _token_of(self, share, expert, position, lane, exists) -> Int32:
         """The row of a unit's ``lane``-th token, if there is such a token; the unit begins at ``position`` of the
@@ -413,13 +435,14 @@ class FP4GatedExpertsKernel:
             if const_expr(not c.by_warp):
                 warpgroup.wait_group(0)
                 free(smem.free + (first + last), consumer.leads, slot < c.k_chunks)
-            # After the warp with the same rows that has the chunks before, or the task before
-            if (task != share.worker) | (slot > 0):
-                ptx.wait(chain + slot, turn)
-            turn ^= 1
-            self._add_up(sums, consumer, smem)
-            cute.arch.sync_warp()
-            ptx.arrive_if(chain + (slot + 1) % c.slots, consumer.leads)
+            if const_expr(c.slots > 1):
+                # After the warp with the same rows that has the chunks before, or the task before
+                if (task != share.worker) | (slot > 0):
+                    ptx.wait(chain + slot, turn)
+                turn ^= 1
+                self._add_up(sums, consumer, smem)
+                cute.arch.sync_warp()
+                ptx.arrive_if(chain + (slot + 1) % c.slots, consumer.leads)
             if consumer.is_last:
                 start_column = expert * share.width + first_column
                 self.epilogue.finish_unit(sums, terms, start_column, consumer, smem.values, share.outputs)
