@@ -26,7 +26,7 @@ COLUMN_MULTIPLE = 64
 
 
 class RoutedGated(RoutedBackend):
-    """A tactic is (rows of the weight of a slice, tokens of a unit, tokens of a tile)."""
+    """A tactic is (rows of the weight of a slice, tokens of a unit, parts of k, tokens of a tile)."""
 
     groupings = ("n",)
 
@@ -40,16 +40,17 @@ class RoutedGated(RoutedBackend):
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
         tokens = smallest_tile(fp4_gated_experts.TILES, m)
         every = [
-            (rows, group, tokens)
+            (rows, group, parts, tokens)
             for rows in fp4_gated_experts.ROWS
             for group in fp4_gated_experts.GROUPS
+            for parts in fp4_gated_experts.PARTS[rows]
             if group <= max(m, 8)
         ]
         return buildable(_config, problem, every, target)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         assert target.arch is not None
-        rows, group, tokens = map(int, tactic)
+        rows, group, parts, tokens = map(int, tactic)
         config = _config(problem, tactic, target.arch)
         assert config is not None
         share = problem.topk / problem.experts
@@ -57,8 +58,8 @@ class RoutedGated(RoutedBackend):
         touched = problem.experts * (1 - (1 - share) ** tile_tokens)
         slices = 2 * problem.expert_n // rows
         tasks = tiles * problem.experts * mean_units(tile_tokens, share, group) * slices
-        # Workers have whole tasks: at the end each is idle for half of one, on average.
-        most = max(1.0, tasks / target.sms + 0.5)
+        # Workers have whole parts of tasks: at the end each is idle for half of one, on average.
+        most = max(1.0, tasks * parts / target.sms + 0.5) / parts
         computed = most * weight_seconds(rows * problem.k, unit_clocks(group))
         token = config.k_chunks * config.arranged.token_bytes
         weights = tiles * touched * 2 * problem.expert_n * problem.b.row_bytes(problem.k)
@@ -66,8 +67,8 @@ class RoutedGated(RoutedBackend):
         # Scales in whole tiles; and activations of a pair, once for each slice
         copied = tasks * config.k_chunks * 2 * config.chunks.size_bytes + slices * m * problem.topk * token
         arranged = m * (token + problem.a.row_bytes(problem.k)) / memory
-        parts = computed, weights / memory, copied / (L2_RATE * memory)
-        return FIXED_SECONDS + arranged + overlapped(*parts, order=8)
+        seconds = computed, weights / memory, copied / (L2_RATE * memory)
+        return FIXED_SECONDS + arranged + overlapped(*seconds, order=8)
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
         return (KernelSpec(fp4_gated_experts.KERNEL, _config(problem, tactic, arch)),)
@@ -86,7 +87,7 @@ class RoutedGated(RoutedBackend):
             routing: Tensor,
             *rest: Any,
         ) -> None:
-            workspace = allocator(device)((config.workspace_bytes(a.shape[0], experts),), (1,), torch.uint8)
+            workspace = allocator(device)((config.workspace_bytes(a.shape[0], experts, workers),), (1,), torch.uint8)
             function(a, a_scale, b, b_scale, routing, alpha, bias, *rest, workspace, workers)
 
         return launch
@@ -94,7 +95,7 @@ class RoutedGated(RoutedBackend):
 
 def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_gated_experts.Config | None:
     """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
-    rows, group, tokens = map(int, tactic)
+    rows, group, parts, tokens = map(int, tactic)
     epilogue, quantised = problem.epilogue, problem.quantised
     assert epilogue.alpha in (None, "expert", "expert_half")
     if problem.expert_n % (rows // 2):
@@ -112,6 +113,7 @@ def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_gated_exper
         width=problem.k,
         rows=rows,
         group=group,
+        parts=parts,
         tokens=tokens,
         arch=arch,
         pdl=settings.PDL,

@@ -10,9 +10,11 @@ A call launches two kernels:
    routed to the expert, and lists them in their order. All CTAs together rearrange the activations of each token once,
    as ``kernels.common.activations`` describes, decoded if they are in FP4; and zero the padding of the scales.
 2. GEMM. A unit of work is an expert and up to ``group`` of its tokens; a task is a unit and a slice of ``rows`` rows of
-   its expert's weight, of which half are of the gate and half the same columns of up. A worker, a CTA, has every
-   ``workers``-th task: tasks differ only in their number of tokens, and slices of one unit, which share activations and
-   tiles of scales, are computed at the same time.
+   its expert's weight, of which half are of the gate and half the same columns of up. Workers, CTAs, have equal shares
+   of all tasks, one after the other: tasks differ only in their number of tokens. Slices that share tiles of scales are
+   computed at the same time, by neighbours. In ``Config.parts`` of k, shares are those of parts: of a task that two
+   workers share, one has the first parts, with which it begins, and leaves their sums in the workspace for the other
+   one, which ends with the last parts.
 
 Roles in a CTA of the second kernel. 16 warps multiply. Each has 16 rows, 8 of the gate and 8 of up, so that a lane has
 both sums of a column; and every ``slots``-th chunk of 256 elements of k: the whole CTA works on one task. With up to
@@ -36,12 +38,12 @@ after the first.
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.fp4_gated_experts.config import GROUPS, ROWS, TILES, Arguments, Config, Finish, plan
+from torch_cute_ops.kernels.fp4_gated_experts.config import GROUPS, PARTS, ROWS, TILES, Arguments, Config, Finish, plan
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_gated_experts.kernel import FP4GatedExpertsKernel
 
-__all__ = ["GROUPS", "KERNEL", "ROWS", "TILES", "Arguments", "Config", "FP4GatedExpertsKernel", "Finish", "plan"]
+__all__ = ["GROUPS", "KERNEL", "PARTS", "ROWS", "TILES", "Arguments", "Config", "FP4GatedExpertsKernel", "Finish", "plan"]
 
 KERNEL = f"{__name__}.kernel.FP4GatedExpertsKernel"
 __getattr__ = on_demand(__name__, "FP4GatedExpertsKernel")

@@ -18,6 +18,8 @@ WARPS: Final = 16
 """Consumer warps."""
 ROWS: Final = (32, 64, 128, 256)
 """Rows of the weight of a slice: half of them are of the gate, half of up."""
+PARTS: Final = {32: (1,), 64: (1, 2), 128: (1, 4), 256: (1, 4)}
+"""Parts of k that a worker may have of a task, by rows."""
 GROUPS: Final = (8, 16, 24, 32)
 """Tokens of a unit."""
 TILES: Final = (16, 32, 64, 128, 256, 512)
@@ -114,6 +116,8 @@ class Config:
         width: elements of k.
         rows: rows of the weight of a slice.
         group: tokens of a unit.
+        parts: parts of k; a task is divided between workers, if at all, between two of them. Sums are added up part by
+            part, whoever has them.
         tokens: tokens of a tile.
         stages: chunks in flight, of all slots.
         pdl: whether launches are programmatic dependent launches.
@@ -124,6 +128,7 @@ class Config:
     width: int
     rows: int
     group: int
+    parts: int
     tokens: int
     stages: int
     pdl: bool
@@ -212,8 +217,8 @@ class Config:
 
     @property
     def sum_bytes(self) -> int:
-        """Sums of a unit that warps leave for others with the same rows."""
-        return self.group * self.rows * 4 if self.slots > 1 else 0
+        """Sums of a unit that warps leave for others with the same rows, or for the next part of k."""
+        return self.group * self.rows * 4 if self.slots > 1 or self.parts > 1 else 0
 
     @property
     def value_pitch(self) -> int:
@@ -230,11 +235,16 @@ class Config:
         """Shared memory of a CTA of the GEMM."""
         return self.stages * self.stage_bytes + self.sum_bytes + self.value_bytes + LIST_BYTES + BARRIER_BYTES
 
-    def workspace_bytes(self, m: int, experts: int) -> int:
-        """Bytes of workspace: the rearranged activations, and for each tile and expert the list of its tokens. Its
-        parts are each contiguous over all tiles."""
+    @property
+    def left_bytes(self) -> int:
+        """What a worker leaves for another one: a unit's sums, and a flag for each warp that has some of them."""
+        return self.sum_bytes + 4 * self.bands if self.parts > 1 else 0
+
+    def workspace_bytes(self, m: int, experts: int, workers: int) -> int:
+        """Bytes of workspace: the rearranged activations; for each tile and expert the list of its tokens; and for each
+        tile what ``workers`` leave. Its parts are each contiguous over all tiles."""
         arranged = m * self.k_chunks * self.arranged.token_bytes
-        return arranged + -(-m // self.tokens) * experts * self.lists.size_bytes
+        return arranged + -(-m // self.tokens) * (experts * self.lists.size_bytes + workers * self.left_bytes)
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
@@ -253,6 +263,7 @@ def plan(
     width: int,
     rows: int,
     group: int,
+    parts: int,
     tokens: int,
     arch: Arch,
     pdl: bool,
@@ -261,7 +272,7 @@ def plan(
     even two do."""
     slots = WARPS * 16 // rows
     for stages in range(6 * slots, slots, -slots):
-        config = Config(operands, finish, width, rows, group, tokens, stages, pdl)
+        config = Config(operands, finish, width, rows, group, parts, tokens, stages, pdl)
         if config.reason_unsupported(arch) is None:
             return config
     return None

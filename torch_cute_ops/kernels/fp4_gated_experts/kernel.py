@@ -35,12 +35,14 @@ class Share(NamedTuple):
     Attributes:
         m, n: rows of the activations, and of the weight.
         worker, workers: the CTA among those of its tile of tokens; their number.
+        siblings: neighbours that have the slices of the same tiles of scales.
         tile: the tile of tokens.
         experts, width: number of experts, and columns of the result of one.
         lists: what the other kernel has listed.
         outputs: what sums are finished with, and go to.
         slices: slices of an expert.
-        tasks: slices of all units.
+        left: what workers leave for others: sums, and flags; ``None`` with one part of k.
+        begin, end: its share of the parts of all its siblings' tasks.
     """
 
     m: Int32
@@ -53,7 +55,10 @@ class Share(NamedTuple):
     lists: TokenLists
     outputs: Outputs
     slices: Int32
-    tasks: Int32 | None = None
+    siblings: Int32
+    left: tuple | None
+    begin: Int32 | None = None
+    end: Int32 | None = None
 
 
 class Smem(NamedTuple):
@@ -70,6 +75,16 @@ class Smem(NamedTuple):
     full: cute.Pointer
     free: cute.Pointer
     turns: cute.Pointer
+
+
+class Task(NamedTuple):
+    """A task of a worker: its unit and its slice; the first of its parts of k that the worker has, and the one behind
+    the last."""
+
+    unit: Int32
+    slice_: Int32
+    first: Int32
+    last: Int32
 
 
 class Consumer(NamedTuple):
@@ -152,7 +167,15 @@ class FP4GatedExpertsKernel:
         arranged = cute.make_tensor(workspace.iterator, cute.make_layout((m, row_bytes), stride=(row_bytes, 1)))
         after = workspace.iterator + cute.assume(Int64(m) * row_bytes, divby=row_bytes)
         _, pairs, after = self.lister.parts(after, tiles, experts)
+        left = None
+        if const_expr(c.parts > 1):
+            size = Int64(tiles * workers) * c.sum_bytes
+            left = cute.make_tensor(after, cute.make_layout((size,)))
+            after = after + cute.assume(size, divby=16)
         counts = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((tiles * experts,)))
+        if const_expr(c.parts > 1):
+            flags = cute.make_layout((tiles * workers * c.bands,))
+            left = left, cute.make_tensor(counts.iterator + tiles * experts, flags)
         lists = TokenLists(arranged, pairs, counts)
         threads = Int64(experts) * tiles * (c.lists.threads * ARRANGED)
         pieces = Int64(m) * (c.k_chunks * self.activations.pieces)
@@ -161,10 +184,10 @@ class FP4GatedExpertsKernel:
         outputs = Outputs(alpha, bias, global_scale, y, scale, gate)
         read = a, a_scale, b, b_scale, routing, alpha, bias, global_scale
         listed = ctas_unless_overlapping(experts, (y, scale, workspace), read)
-        self.list_kernel(a, a_scale, routing, lists, outputs).launch(
+        self.list_kernel(a, a_scale, routing, lists, left, outputs).launch(
             grid=[listed, tiles, parts], block=[c.lists.threads, 1, 1], stream=stream, use_pdl=c.pdl
         )
-        self.kernel(self._weight_maps(b, b_scale), routing, lists, outputs).launch(
+        self.kernel(self._weight_maps(b, b_scale), routing, lists, left, outputs).launch(
             grid=[workers, tiles, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
         )
 
@@ -181,9 +204,9 @@ class FP4GatedExpertsKernel:
     # Lists
 
     @cute.kernel
-    def list_kernel(self, a, a_scale, routing, lists, outputs):
+    def list_kernel(self, a, a_scale, routing, lists, left, outputs):
         """List the tokens of a tile that are routed to an expert, in their order; rearrange the activations, and zero
-        the padding of the scales."""
+        the padding of the scales, and the flags of what workers leave."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         expert, tile, part = cute.arch.block_idx()
@@ -195,6 +218,10 @@ class FP4GatedExpertsKernel:
         threads = experts * tiles * parts * c.lists.threads
         if const_expr(self.epilogue.is_fp4 and not c.finish.out_layout.is_linear):
             self.epilogue.clear_padding(outputs, m, thread, threads)
+        if const_expr(left is not None):
+            flags = left[1]
+            for i in range(thread, flags.shape[0], threads):
+                flags[i] = Int32(0)
         pieces = self.activations.pieces
         for i in range(thread, m * (c.k_chunks * pieces), threads):
             piece, chunk, token = i % pieces, i // pieces % c.k_chunks, i // (pieces * c.k_chunks)
@@ -213,7 +240,7 @@ class FP4GatedExpertsKernel:
     # GEMM
 
     @cute.kernel
-    def kernel(self, weight, routing, lists, outputs):
+    def kernel(self, weight, routing, lists, left, outputs):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         worker, tile, _ = cute.arch.block_idx()
@@ -221,6 +248,9 @@ class FP4GatedExpertsKernel:
         warp = cute.arch.make_warp_uniform(tid // WARP)
         experts = routing.shape[1]
         width = outputs.y.shape[1] * (2 if const_expr(self.epilogue.is_fp4) else 1) // experts
+        slices = width // c.columns
+        siblings = Int32(max(1, TILE_ROWS // c.columns))
+        siblings = ptx.select((slices % siblings == 0) & (workers % siblings == 0), siblings, Int32(1))
         share = Share(
             m=routing.shape[0],
             n=experts * width * 2,
@@ -231,7 +261,9 @@ class FP4GatedExpertsKernel:
             width=width,
             lists=lists,
             outputs=outputs,
-            slices=width // c.columns,
+            slices=slices,
+            siblings=siblings,
+            left=left,
         )
         smem = self._allocate()
         if tid == 0:
@@ -259,7 +291,12 @@ class FP4GatedExpertsKernel:
         if warp == WARPS:
             self.units.find(tid % WARP, experts, None, None, units)
         cute.arch.sync_threads()
-        share = share._replace(tasks=units.total[0] * share.slices)
+        # Lower workers have later shares: what a worker waits for, one before it has.
+        parts = units.total[0] * (slices // siblings) * c.parts
+        shares = workers // siblings
+        number, each, more = shares - 1 - worker // siblings, parts // shares, parts % shares
+        begin = number * each + cutlass.min(number, more)
+        share = share._replace(begin=begin, end=begin + each + Int32(number < more))
         if warp >= WARPS:
             cute.arch.setmaxregister_decrease(c.registers[1])
             if warp < WARPS + c.slots:
@@ -294,6 +331,28 @@ class FP4GatedExpertsKernel:
 
     # A task is a unit and a slice of its expert's rows. Slot s has chunks s, s + slots, ... of every task.
 
+    def _tasks(self, share) -> tuple:
+        """The first task of a worker and the one behind its last, for ``_task``."""
+        parts = self.config.parts
+        return share.begin // parts, ptx.select(share.begin < share.end, (share.end + parts - 1) // parts, Int32(0))
+
+    def _task(self, number, share) -> Task:
+        """A task of all siblings' ones that a worker has. The earlier parts of the shares are the later parts of k."""
+        parts = self.config.parts
+        groups = share.slices // share.siblings
+        unit, slice_ = number // groups, number % groups * share.siblings + share.worker % share.siblings
+        if parts == 1:
+            return Task(unit, slice_, Int32(0), Int32(1))
+        first = parts - cutlass.min(share.end - number * parts, Int32(parts))
+        last = parts - cutlass.max(share.begin - number * parts, Int32(0))
+        return Task(unit, slice_, first, last)
+
+    def _chunks(self, first, last, slot) -> tuple:
+        """A slot's first chunk of the parts from ``first`` to ``last``, and where they end."""
+        c = self.config
+        begin, end = (part * c.k_chunks // c.parts for part in (first, last))
+        return begin + (slot + c.k_chunks * c.slots - begin) % c.slots, end
+
     @cute.jit
     def _feed(self, slot, weight, share, smem):
         """The producer warp of a slot: its chunks of the weight, and of the rows of activations that the other kernel
@@ -307,26 +366,31 @@ class FP4GatedExpertsKernel:
         first = slot * depth
         loaded = Int32(0)
         if const_expr(c.pdl and c.scans):
-            ahead, of = share.worker, Int32(0)
-            while (ahead < share.tasks) & (loaded < depth):
-                of = self.units.index_of(ahead // share.slices, of, self._units(smem))
-                for chunk in range(slot, c.k_chunks, c.slots):
+            ahead, end = self._tasks(share)
+            of = Int32(0)
+            while (ahead < end) & (loaded < depth):
+                task = self._task(ahead, share)
+                of = self.units.index_of(task.unit, of, self._units(smem))
+                begin, behind = self._chunks(task.first, task.last, slot)
+                for chunk in range(begin, behind, c.slots):
                     if loaded < depth:
-                        self._load_weight(of, ahead, chunk, first + loaded, weight, share, smem)
+                        self._load_weight(of, task, chunk, first + loaded, weight, share, smem)
                         loaded += 1
-                ahead += share.workers
+                ahead += 1
             cute.arch.griddepcontrol_wait()
         lane = cute.arch.lane_idx()
         # With parity 1, a stage that was never used counts as free.
         stage, parity = Int32(0), Int32(1)
         done, handed, index = Int32(0), Int32(0), Int32(0)
-        for task in range(share.worker, share.tasks, share.workers):
-            units = self._units(smem)
-            index = self.units.index_of(task // share.slices, index, units)
-            position = (task // share.slices - units.begins[index]) * c.group
+        first_task, tasks_end = self._tasks(share)
+        for number in range(first_task, tasks_end):
+            task, units = self._task(number, share), self._units(smem)
+            index = self.units.index_of(task.unit, index, units)
+            position = (task.unit - units.begins[index]) * c.group
             tokens = cutlass.min(units.counts[index] - position, Int32(c.group))
             token = self._token_of(share, units.experts[index], position, lane, lane < tokens)
-            for chunk in range(slot, c.k_chunks, c.slots):
+            begin, behind = self._chunks(task.first, task.last, slot)
+            for chunk in range(begin, behind, c.slots):
                 if done >= loaded:
                     free = smem.free + (first + stage)
                     if const_expr(not c.by_warp):
@@ -384,10 +448,10 @@ class FP4GatedExpertsKernel:
     def _load_weight(self, index, task, chunk, stage, weight, share, smem) -> None:
         """Start the copies of a chunk of the weight."""
         c = self.config
-        expert, slice_ = self._units(smem).experts[index], task % share.slices
+        expert = self._units(smem).experts[index]
         blocks = Int32(c.width // c.operands.fmt.block_size)
         for half in range(2):
-            tile = (expert * 2 + half) * share.slices + slice_
+            tile = (expert * 2 + half) * share.slices + task.slice_
             self.ring.load(tile, chunk, 0, 2 * stage + half, smem.full + stage, weight, share.n, blocks)
 
     @cute.jit
@@ -411,46 +475,55 @@ class FP4GatedExpertsKernel:
         sums = cute.make_rmem_tensor((c.group // 2,), Float32)
         start = self.mma.start_of(smem.tokens)
         stage, parity, turn, index = Int32(0), Int32(0), Int32(slot == 0), Int32(0)
-        for task in range(share.worker, share.tasks, share.workers):
-            units = self._units(smem)
-            unit, slice_ = task // share.slices, task % share.slices
-            index = self.units.index_of(unit, index, units)
+        waits = Int32(slot > 0)
+        first_task, tasks_end = self._tasks(share)
+        for number in range(first_task, tasks_end):
+            task, units = self._task(number, share), self._units(smem)
+            index = self.units.index_of(task.unit, index, units)
             expert = units.experts[index]
-            first_column = slice_ * c.columns
-            position = (unit - units.begins[index]) * c.group
+            first_column = task.slice_ * c.columns
+            position = (task.unit - units.begins[index]) * c.group
             exists = consumer.is_last & (lane < units.counts[index] - position)
             token = self._token_of(share, expert, position, lane, exists)
             terms = self.epilogue.terms(ptx.select(exists, token, Int32(-1)), expert, first_column, share, consumer)
-            if const_expr(c.by_warp or c.k_chunks < c.slots):
-                sums.fill(0.0)
-            last = stage
-            for chunk in range(slot, c.k_chunks, c.slots):
-                ptx.wait(smem.full + (first + stage), parity)
-                at = first + stage, first + last
-                self._multiply_chunk(start, chunk, *at, expert, first_column, sums, consumer, share, smem)
+            for part in range(task.first, task.last):
+                if const_expr(c.by_warp or c.k_chunks // c.parts < c.slots):
+                    sums.fill(0.0)
+                begin, behind = self._chunks(part, part + 1, slot)
                 last = stage
-                stage, parity = next_stage(stage, parity, depth)
-                if const_expr(c.by_warp):
-                    free(smem.free + (first + last), consumer.leads)
-            if const_expr(not c.by_warp):
-                warpgroup.wait_group(0)
-                free(smem.free + (first + last), consumer.leads, slot < c.k_chunks)
-            if const_expr(c.slots > 1):
-                # After the warp with the same rows that has the chunks before, or the task before
-                if (task != share.worker) | (slot > 0):
-                    ptx.wait(chain + slot, turn)
-                turn ^= 1
-                self._add_up(sums, consumer, smem)
-                cute.arch.sync_warp()
-                ptx.arrive_if(chain + (slot + 1) % c.slots, consumer.leads)
-            if consumer.is_last:
+                for chunk in range(begin, behind, c.slots):
+                    ptx.wait(smem.full + (first + stage), parity)
+                    at = first + stage, first + last
+                    adds = chunk > begin
+                    self._multiply_chunk(start, chunk, *at, adds, expert, first_column, sums, consumer, share, smem)
+                    last = stage
+                    stage, parity = next_stage(stage, parity, depth)
+                    if const_expr(c.by_warp):
+                        free(smem.free + (first + last), consumer.leads)
+                if const_expr(not c.by_warp):
+                    warpgroup.wait_group(0)
+                    free(smem.free + (first + last), consumer.leads, begin < behind)
+                if const_expr(c.slots > 1):
+                    # After the warp with the same rows that has the chunks, the part or the task before
+                    if waits > 0:
+                        ptx.wait(chain + slot, turn)
+                    turn ^= 1
+                    waits = Int32(1)
+                self._add_up(sums, part, task, consumer, share, smem)
+                if const_expr(c.slots > 1):
+                    cute.arch.sync_warp()
+                    ptx.arrive_if(chain + (slot + 1) % c.slots, consumer.leads)
+            if consumer.is_last & (task.last == c.parts):
                 start_column = expert * share.width + first_column
                 self.epilogue.finish_unit(sums, terms, start_column, consumer, smem.values, share.outputs)
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
 
-    def _multiply_chunk(self, start, chunk, stage, before, expert, first_column, sums, consumer, share, smem) -> None:
-        """Add a chunk to the sums; free the stage ``before``."""
+    def _multiply_chunk(
+        self, start, chunk, stage, before, adds, expert, first_column, sums, consumer, share, smem
+    ) -> None:
+        """Add a chunk to the sums, or with the first of a part replace them; free the stage ``before``, of the chunk
+        before."""
         c = self.config
         is_linear, column = c.operands.layout.is_linear, consumer.column
         rows = []
@@ -460,21 +533,58 @@ class FP4GatedExpertsKernel:
             rows.append((2 * stage + half, column, column if is_linear else inside + column))
 
         def free_before() -> None:
-            free(smem.free + before, consumer.leads, chunk > consumer.slot)
+            free(smem.free + before, consumer.leads, adds)
 
         done = free_before if c.k_chunks > c.slots else None
-        self.mma.multiply(start, 0, 1, chunk, stage, chunk > consumer.slot, rows, consumer.lane, sums, smem, done)
+        self.mma.multiply(start, 0, 1, chunk, stage, adds, rows, consumer.lane, sums, smem, done)
 
     @cute.jit
-    def _add_up(self, sums, consumer, smem):
-        """Add the sums of the slots before to this one's, and leave them for the next, unless this is the last."""
+    def _add_up(self, sums, part, task, consumer, share, smem):
+        """Add the sums of the slots and of the parts of k before to these ones, and leave them for the next, unless
+        these are the last."""
         c = self.config
-        for group in range_constexpr(c.group // 8):
-            at = ((consumer.band * (c.group // 8) + group) * WARP + consumer.lane) * 16
-            words = cute.recast_ptr(smem.sums + cute.assume(at, divby=16), dtype=Uint32)
-            there = cute.make_tensor(words, cute.make_layout(4))
-            if consumer.slot > 0:
-                for i, word in enumerate(load_words(there)):
-                    sums[4 * group + i] = ptx.add_rn(ptx.float_of(word), sums[4 * group + i])
-            if ~consumer.is_last:
-                store_words([ptx.bits_of(sums[4 * group + i]) for i in range(4)], there)
+        begins = consumer.slot == 0
+        if const_expr(c.parts > 1):
+            if begins & (part == task.first) & (part > 0):
+                there, flag = self._left(share.worker - share.siblings, consumer, share)
+                ready = ptx.load_acquire(flag)
+                while ready == Uint32(0):
+                    ready = ptx.load_acquire(flag)
+                self._add(sums, there, consumer)
+        if const_expr(c.slots > 1 or c.parts > 1):
+            if ~begins | (part > task.first):
+                self._add(sums, smem.sums, consumer)
+            if ~consumer.is_last | (part + 1 < task.last):
+                self._leave(sums, smem.sums, consumer)
+        if const_expr(c.parts > 1):
+            if consumer.is_last & (part + 1 == task.last) & (task.last < c.parts):
+                there, flag = self._left(share.worker, consumer, share)
+                self._leave(sums, there, consumer)
+                cute.arch.sync_warp()
+                if consumer.lane == 0:
+                    ptx.store_release(flag, Uint32(1))
+
+    def _left(self, worker, consumer, share) -> tuple[cute.Pointer, cute.Pointer]:
+        """Where a worker leaves sums for another one, and the flag that says so of those of a consumer's rows."""
+        sums, flags = share.left
+        slot = share.tile * share.workers + worker
+        at = sums.iterator + cute.assume(Int64(slot) * self.config.sum_bytes, divby=16)
+        return at, flags.iterator + (slot * self.config.bands + consumer.band)
+
+    def _four(self, sums_at, group: int, consumer) -> cute.Tensor:
+        """Where a lane's sums of eight tokens lie, of all that are at ``sums_at``."""
+        at = ((consumer.band * (self.config.group // 8) + group) * WARP + consumer.lane) * 16
+        words = cute.recast_ptr(sums_at + cute.assume(at, divby=16), dtype=Uint32)
+        return cute.make_tensor(words, cute.make_layout(4))
+
+    def _add(self, sums, sums_at, consumer) -> None:
+        """Add a lane's sums to those at ``sums_at``."""
+        for group in range(self.config.group // 8):
+            for i, word in enumerate(load_words(self._four(sums_at, group, consumer))):
+                sums[4 * group + i] = ptx.add_rn(ptx.float_of(word), sums[4 * group + i])
+
+    def _leave(self, sums, sums_at, consumer) -> None:
+        """Store a lane's sums to ``sums_at``."""
+        for group in range(self.config.group // 8):
+            words = [ptx.bits_of(sums[4 * group + i]) for i in range(4)]
+            store_words(words, self._four(sums_at, group, consumer))
