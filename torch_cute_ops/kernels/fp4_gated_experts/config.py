@@ -26,6 +26,9 @@ TILES: Final = (16, 32, 64, 128, 256, 512)
 """Tokens of a tile, of which there are lists."""
 ARRANGED: Final = 2
 """Pieces of activations that a thread rearranges, about."""
+ARRANGERS: Final = 32
+"""Fewest CTAs that rearrange activations where they do nothing else: more than a token's activations take, because they
+clear padding too."""
 MAX_PARTS: Final = 64
 """Most CTAs for each expert that rearrange activations."""
 BARRIER_BYTES: Final = 512
@@ -175,8 +178,8 @@ class Config:
 
     @property
     def scans(self) -> bool:
-        """Whether the CTAs of the GEMM scan the routing themselves, and so start to read weights before the lists are
-        there."""
+        """Whether the CTAs of the GEMM scan the routing themselves: then there are no lists, and they start to read
+        weights while the activations are rearranged."""
         return self.tokens <= SCANNED
 
     @property
@@ -191,7 +194,7 @@ class Config:
 
     @property
     def lists(self) -> TokenListLayout:
-        """The lists of tokens."""
+        """The lists of tokens, if there are any."""
         return TokenListLayout(self.tokens, self.group, 0, self.arranged.token_bytes)
 
     @property
@@ -201,9 +204,9 @@ class Config:
 
     @property
     def lag(self) -> int:
-        """Chunks that a producer warp starts before it waits for the activations of one, for warpgroups. (It must not
-        wait for a stage that only the chunk that it has not handed over yet would free.)"""
-        return self.stages // self.slots - 2
+        """Chunks that a producer warp starts before it waits for the activations of one, for warpgroups. (Before it
+        waits for a stage it hands over all of them.)"""
+        return max(1, self.stages // self.slots - 2)
 
     @property
     def chunks(self) -> WeightChunks:
@@ -241,10 +244,11 @@ class Config:
         return self.sum_bytes + 4 * self.bands if self.parts > 1 else 0
 
     def workspace_bytes(self, m: int, experts: int, workers: int) -> int:
-        """Bytes of workspace: the rearranged activations; for each tile and expert the list of its tokens; and for each
-        tile what ``workers`` leave. Its parts are each contiguous over all tiles."""
+        """Bytes of workspace: the rearranged activations; for each tile and expert the list of its tokens, if there are
+        lists; and for each tile what ``workers`` leave. Its parts are each contiguous over all tiles."""
         arranged = m * self.k_chunks * self.arranged.token_bytes
-        return arranged + -(-m // self.tokens) * (experts * self.lists.size_bytes + workers * self.left_bytes)
+        lists = 0 if self.scans else experts * self.lists.size_bytes
+        return arranged + -(-m // self.tokens) * (lists + workers * self.left_bytes)
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""

@@ -12,7 +12,7 @@ from torch_cute_ops.kernels.common import pdl, ptx
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
 from torch_cute_ops.kernels.common.activations import Activations
 from torch_cute_ops.kernels.common.convert import load_words, store_words
-from torch_cute_ops.kernels.common.expert_factors import factors_argument
+from torch_cute_ops.kernels.common.expert_factors import factor_counts, factors_argument
 from torch_cute_ops.kernels.common.expert_units import ExpertUnits, UnitLists
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
 from torch_cute_ops.kernels.common.proxy import fence_async
@@ -22,7 +22,7 @@ from torch_cute_ops.kernels.common.unit_lists import LIST_BYTES
 from torch_cute_ops.kernels.common.unit_mma import UnitMma, free
 from torch_cute_ops.kernels.common.weight_chunks import TILE_ROWS
 from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
-from torch_cute_ops.kernels.fp4_gated_experts.config import ARRANGED, GAP, MAX_PARTS, WARPS, Arguments, Config
+from torch_cute_ops.kernels.fp4_gated_experts.config import ARRANGED, ARRANGERS, GAP, MAX_PARTS, WARPS, Arguments, Config
 from torch_cute_ops.kernels.fp4_gated_experts.epilogue import GatedEpilogue, Outputs
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
@@ -38,6 +38,7 @@ class Share(NamedTuple):
         siblings: neighbours that have the slices of the same tiles of scales.
         tile: the tile of tokens.
         experts, width: number of experts, and columns of the result of one.
+        routing: which pairs are computed.
         lists: what the other kernel has listed.
         outputs: what sums are finished with, and go to.
         slices: slices of an expert.
@@ -52,6 +53,7 @@ class Share(NamedTuple):
     tile: Int32
     experts: Int32
     width: Int32
+    routing: cute.Tensor
     lists: TokenLists
     outputs: Outputs
     slices: Int32
@@ -166,26 +168,33 @@ class FP4GatedExpertsKernel:
         row_bytes = c.k_chunks * self.lister.token_bytes
         arranged = cute.make_tensor(workspace.iterator, cute.make_layout((m, row_bytes), stride=(row_bytes, 1)))
         after = workspace.iterator + cute.assume(Int64(m) * row_bytes, divby=row_bytes)
-        _, pairs, after = self.lister.parts(after, tiles, experts)
-        left = None
+        pairs = counts = left = None
+        if const_expr(not c.scans):
+            _, pairs, after = self.lister.parts(after, tiles, experts)
         if const_expr(c.parts > 1):
             size = Int64(tiles * workers) * c.sum_bytes
             left = cute.make_tensor(after, cute.make_layout((size,)))
             after = after + cute.assume(size, divby=16)
-        counts = cute.make_tensor(cute.recast_ptr(after, dtype=Int32), cute.make_layout((tiles * experts,)))
+        words = cute.recast_ptr(after, dtype=Int32)
+        if const_expr(not c.scans):
+            counts = cute.make_tensor(words, cute.make_layout((tiles * experts,)))
+            words = words + tiles * experts
         if const_expr(c.parts > 1):
-            flags = cute.make_layout((tiles * workers * c.bands,))
-            left = left, cute.make_tensor(counts.iterator + tiles * experts, flags)
+            left = left, cute.make_tensor(words, cute.make_layout((tiles * workers * c.bands,)))
         lists = TokenLists(arranged, pairs, counts)
-        threads = Int64(experts) * tiles * (c.lists.threads * ARRANGED)
         pieces = Int64(m) * (c.k_chunks * self.activations.pieces)
-        parts = Int32(cutlass.min((pieces + threads - 1) // threads, Int64(MAX_PARTS)))
+        if const_expr(c.scans):
+            grid = cutlass.max(cute.ceil_div(Int32(pieces), c.lists.threads), Int32(ARRANGERS)), Int32(1), Int32(1)
+        else:
+            threads = Int64(experts) * tiles * (c.lists.threads * ARRANGED)
+            parts = Int32(cutlass.min((pieces + threads - 1) // threads, Int64(MAX_PARTS)))
+            grid = experts, tiles, parts
         gate = (swiglu_alpha, swiglu_beta, swiglu_limit) if const_expr(c.finish.swiglu) else None
         outputs = Outputs(alpha, bias, global_scale, y, scale, gate)
         read = a, a_scale, b, b_scale, routing, alpha, bias, global_scale
-        listed = ctas_unless_overlapping(experts, (y, scale, workspace), read)
+        listed = ctas_unless_overlapping(grid[0], (y, scale, workspace), read)
         self.list_kernel(a, a_scale, routing, lists, left, outputs).launch(
-            grid=[listed, tiles, parts], block=[c.lists.threads, 1, 1], stream=stream, use_pdl=c.pdl
+            grid=[listed, *grid[1:]], block=[c.lists.threads, 1, 1], stream=stream, use_pdl=c.pdl
         )
         self.kernel(self._weight_maps(b, b_scale), routing, lists, left, outputs).launch(
             grid=[workers, tiles, 1], block=[c.threads, 1, 1], min_blocks_per_mp=1, stream=stream, use_pdl=c.pdl
@@ -228,9 +237,10 @@ class FP4GatedExpertsKernel:
             start = chunk * CHUNK
             words = self.activations.read(a, a_scale, token, start, c.width - start, piece)
             self.activations.store_row(words, piece, self._row_at(lists.tiles, token, chunk))
-        first_token = tile * c.tokens
-        # Every part of an expert stores the same.
-        self.lister.find(routing, lists, tile, expert, experts, m, lambda token: first_token + token)
+        if const_expr(not c.scans):
+            first_token = tile * c.tokens
+            # Every part of an expert stores the same.
+            self.lister.find(routing, lists, tile, expert, experts, m, lambda token: first_token + token)
 
     def _row_at(self, arranged, token, chunk) -> cute.Pointer:
         """Where the workspace has a chunk of a token."""
@@ -259,6 +269,7 @@ class FP4GatedExpertsKernel:
             tile=tile,
             experts=experts,
             width=width,
+            routing=routing,
             lists=lists,
             outputs=outputs,
             slices=slices,
@@ -388,7 +399,8 @@ class FP4GatedExpertsKernel:
             index = self.units.index_of(task.unit, index, units)
             position = (task.unit - units.begins[index]) * c.group
             tokens = cutlass.min(units.counts[index] - position, Int32(c.group))
-            token = self._token_of(share, units.experts[index], position, lane, lane < tokens)
+            said = self._said_of(share, units.experts[index], position, lane, lane < tokens)
+            token = self._token_of(said, share, position, lane)
             begin, behind = self._chunks(task.first, task.last, slot)
             for chunk in range(begin, behind, c.slots):
                 if done >= loaded:
@@ -438,12 +450,31 @@ class FP4GatedExpertsKernel:
         for i in range(started - keep, unroll=1):
             ptx.arrive_if(smem.full + (first + (stage + depth - started + i) % depth), Uint32(lane == 0))
 
-    def _token_of(self, share, expert, position, lane, exists) -> Int32:
-        """The row of a unit's ``lane``-th token, if there is such a token; the unit begins at ``position`` of the
-        list."""
+    def _said_of(self, share, expert, position, lane, exists) -> Uint32:
+        """Load what says which row a unit's ``lane``-th token is, if there is such a token, for ``_token_of``. The unit
+        begins at ``position`` of the expert's tokens."""
+        if self.config.scans:
+            row = share.tile * self.config.tokens + lane
+            there = (lane < self.config.tokens) & (row < share.m)
+            at = share.routing.iterator + share.routing.layout((row, expert))
+            return ptx.load_if(at, there, 1)[0]
         place = self.lister.entry(share.tile, expert, share.experts) + position
         words = cute.recast_ptr(share.lists.pairs.iterator, dtype=Uint32) + place * 2 + lane * 2
-        return Int32(ptx.load_if(words, exists, 1)[0])
+        return ptx.load_if(words, exists, 1)[0]
+
+    def _token_of(self, said, share, position, lane) -> Int32:
+        """The row of a unit's ``lane``-th token, by what its warp's lanes have loaded; anything, if there is none."""
+        if not self.config.scans:
+            return Int32(said)
+        # Lane i knows whether the tile's i-th token is one of the expert's: the one with ``left`` of these before it
+        routed = Uint32(cute.arch.vote_ballot_sync(factor_counts(ptx.float_of(said))))
+        left, token = position + lane, Int32(0)
+        for step in (16, 8, 4, 2, 1):
+            before = Int32(cute.arch.popc((routed >> Uint32(token)) & Uint32((1 << step) - 1)))
+            is_behind = left >= before
+            left = ptx.select(is_behind, left - before, left)
+            token = ptx.select(is_behind, token + step, token)
+        return share.tile * self.config.tokens + token
 
     def _load_weight(self, index, task, chunk, stage, weight, share, smem) -> None:
         """Start the copies of a chunk of the weight."""
@@ -484,8 +515,8 @@ class FP4GatedExpertsKernel:
             first_column = task.slice_ * c.columns
             position = (task.unit - units.begins[index]) * c.group
             exists = consumer.is_last & (lane < units.counts[index] - position)
-            token = self._token_of(share, expert, position, lane, exists)
-            terms = self.epilogue.terms(ptx.select(exists, token, Int32(-1)), expert, first_column, share, consumer)
+            said = self._said_of(share, expert, position, lane, exists)
+            terms = self.epilogue.terms(expert, first_column, share, consumer)
             for part in range(task.first, task.last):
                 if const_expr(c.by_warp or c.k_chunks // c.parts < c.slots):
                     sums.fill(0.0)
@@ -515,7 +546,8 @@ class FP4GatedExpertsKernel:
                     ptx.arrive_if(chain + (slot + 1) % c.slots, consumer.leads)
             if consumer.is_last & (task.last == c.parts):
                 start_column = expert * share.width + first_column
-                self.epilogue.finish_unit(sums, terms, start_column, consumer, smem.values, share.outputs)
+                token = ptx.select(exists, self._token_of(said, share, position, lane), Int32(-1))
+                self.epilogue.finish_unit(sums, token, terms, start_column, consumer, smem.values, share.outputs)
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_launch_dependents()
 
