@@ -247,8 +247,8 @@ def test_gated_gemm(one: Gated) -> None:
 
 # Each of two slots has as many chunks of a task as stages, and hands over a chunk's activations when it has started the
 # next, or has no stage for it. Its waits: for a stage, of which the first only asks; for a chunk; for the sums of the
-# slot before. A warp meets when it has found units, has copied activations, at three places, has read a chunk, has read the last one (which the end of its MMAs orders too), and
-# has added its sums.
+# slot before. A warp meets when it has found units, has copied activations, at three places, has read a chunk, has read
+# the last one (which the end of its MMAs orders too), and has added its sums.
 ORDERED = Gated(
     gated(FP16, NVFP4, "128x4", "128x4", 128, 16, 16, finish=(NVFP4, TILED, None, None, None, True)),
     *(9, 1344, 2, 64, "dense", 1),

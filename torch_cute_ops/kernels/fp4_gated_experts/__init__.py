@@ -43,7 +43,18 @@ from torch_cute_ops.kernels.fp4_gated_experts.config import GROUPS, PARTS, ROWS,
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_gated_experts.kernel import FP4GatedExpertsKernel
 
-__all__ = ["GROUPS", "KERNEL", "PARTS", "ROWS", "TILES", "Arguments", "Config", "FP4GatedExpertsKernel", "Finish", "plan"]
+__all__ = [
+    "GROUPS",
+    "KERNEL",
+    "PARTS",
+    "ROWS",
+    "TILES",
+    "Arguments",
+    "Config",
+    "FP4GatedExpertsKernel",
+    "Finish",
+    "plan",
+]
 
 KERNEL = f"{__name__}.kernel.FP4GatedExpertsKernel"
 __getattr__ = on_demand(__name__, "FP4GatedExpertsKernel")

@@ -22,7 +22,7 @@ PARTS: Final = {32: (1,), 64: (1, 2), 128: (1, 4), 256: (1, 4)}
 """Parts of k that a worker may have of a task, by rows."""
 GROUPS: Final = (8, 16, 24, 32)
 """Tokens of a unit."""
-TILES: Final = (16, 32, 64, 128, 256, 512)
+TILES: Final = (32, 64, 128, 256, 512)
 """Tokens of a tile, of which there are lists."""
 ARRANGED: Final = 2
 """Pieces of activations that a thread rearranges, about."""

@@ -22,7 +22,15 @@ from torch_cute_ops.kernels.common.unit_lists import LIST_BYTES
 from torch_cute_ops.kernels.common.unit_mma import UnitMma, free
 from torch_cute_ops.kernels.common.weight_chunks import TILE_ROWS
 from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
-from torch_cute_ops.kernels.fp4_gated_experts.config import ARRANGED, ARRANGERS, GAP, MAX_PARTS, WARPS, Arguments, Config
+from torch_cute_ops.kernels.fp4_gated_experts.config import (
+    ARRANGED,
+    ARRANGERS,
+    GAP,
+    MAX_PARTS,
+    WARPS,
+    Arguments,
+    Config,
+)
 from torch_cute_ops.kernels.fp4_gated_experts.epilogue import GatedEpilogue, Outputs
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
@@ -284,6 +292,9 @@ class FP4GatedExpertsKernel:
                 cute.arch.mbarrier_init(smem.free + i, c.bands)
             for i in range_constexpr(WARPS):
                 cute.arch.mbarrier_init(smem.turns + i, 1)
+                if const_expr(c.slots > 1 and i % c.slots == 0):
+                    # Before the first sums there are none.
+                    cute.arch.mbarrier_arrive(smem.turns + i)
         cute.arch.mbarrier_init_fence()
         # Of the activations a unit that is not full overwrites only some.
         cleared = by_four(smem.tokens, c.stages * self.mma.stage_tokens)
@@ -505,8 +516,7 @@ class FP4GatedExpertsKernel:
         first = slot * depth
         sums = cute.make_rmem_tensor((c.group // 2,), Float32)
         start = self.mma.start_of(smem.tokens)
-        stage, parity, turn, index = Int32(0), Int32(0), Int32(slot == 0), Int32(0)
-        waits = Int32(slot > 0)
+        stage, parity, turn, index = Int32(0), Int32(0), Int32(0), Int32(0)
         first_task, tasks_end = self._tasks(share)
         for number in range(first_task, tasks_end):
             task, units = self._task(number, share), self._units(smem)
@@ -536,10 +546,8 @@ class FP4GatedExpertsKernel:
                     free(smem.free + (first + last), consumer.leads, begin < behind)
                 if const_expr(c.slots > 1):
                     # After the warp with the same rows that has the chunks, the part or the task before
-                    if waits > 0:
-                        ptx.wait(chain + slot, turn)
+                    ptx.wait(chain + slot, turn)
                     turn ^= 1
-                    waits = Int32(1)
                 self._add_up(sums, part, task, consumer, share, smem)
                 if const_expr(c.slots > 1):
                     cute.arch.sync_warp()
