@@ -118,7 +118,7 @@ class Activations:
 
     def store_row(self, quarters: list, piece, base: cute.Pointer) -> None:
         """The same, to a chunk of one token, contiguous from ``base`` on: as in the first row of a tile, one line after
-        the other, for ``copy_row``; or for mma.sync piece after piece, for a pitch of an odd number of pieces."""
+        the other, for ``copy_rows``; or for mma.sync piece after piece, for a pitch of an odd number of pieces."""
         words = [self._converted(quarter) for quarter in quarters]
         if not self.config.by_warp:
             words = [[quarter[i] for quarter in words] for i in range(QUAD)]
@@ -127,14 +127,17 @@ class Activations:
             to = cute.recast_ptr(at, dtype=Uint32)
             store_words(line, cute.make_tensor(to, cute.make_layout(QUAD)))
 
-    def copy_row(self, base: cute.Pointer, row: cute.Pointer, token, lane) -> None:
-        """A warp starts the copies (``cp.async``) of what ``store_row`` has stored for wgmma at ``row`` to the place of
-        ``token`` in a chunk of 256 elements at ``base`` in shared memory, where groups of eight tokens follow each
-        other."""
-        pieces, line = TILE_LINE // 16, token % TILE_TOKENS
-        place = token // TILE_TOKENS * (TILE_TOKENS * self.config.token_bytes) + lane // pieces * TILE_BYTES
-        place = place + line * TILE_LINE + ((lane % pieces) ^ line) * 16
-        ptx.copy_async_16(base + cute.assume(place, divby=16), row + cute.assume(lane * 16, divby=16), True)
+    def copy_rows(self, base: cute.Pointer, row: cute.Pointer, exists, lane) -> None:
+        """A warp starts the copies (``cp.async``) of a chunk of 256 elements of eight tokens to ``base`` in shared memory.
+
+        Four lanes have a token, number ``lane // 4``, if it ``exists``: ``row`` is where ``store_row`` has stored it.
+        """
+        line, quarter = lane // QUAD, lane % QUAD
+        pieces = TILE_LINE // 16
+        for first in range(0, self.config.token_bytes // 16, QUAD):
+            place = first // pieces * TILE_BYTES + line * TILE_LINE + ((first % pieces + quarter) ^ line) * 16
+            source = row + cute.assume((first + quarter) * 16, divby=16)
+            ptx.copy_async_16(base + cute.assume(place, divby=16), source, exists)
 
     def _converted(self, words: list) -> list:
         """Eight elements in the dtype of the MMAs, as ``decode`` pairs them."""

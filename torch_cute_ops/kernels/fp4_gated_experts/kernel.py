@@ -9,8 +9,8 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common import pdl, ptx
-from torch_cute_ops.kernels.common.activation_layout import CHUNK
-from torch_cute_ops.kernels.common.activations import Activations
+from torch_cute_ops.kernels.common.activation_layout import CHUNK, TILE_TOKENS
+from torch_cute_ops.kernels.common.activations import QUAD, Activations
 from torch_cute_ops.kernels.common.convert import load_words, store_words
 from torch_cute_ops.kernels.common.expert_factors import factor_counts, factors_argument
 from torch_cute_ops.kernels.common.expert_units import ExpertUnits, UnitLists
@@ -412,6 +412,13 @@ class FP4GatedExpertsKernel:
             tokens = cutlass.min(units.counts[index] - position, Int32(c.group))
             said = self._said_of(share, units.experts[index], position, lane, lane < tokens)
             token = self._token_of(said, share, position, lane)
+            own = None
+            if const_expr(not c.by_warp):
+                # Of each eight tokens that of four lanes; one that exists
+                own = [
+                    cute.arch.shuffle_sync(token, cutlass.min(i * TILE_TOKENS + lane // QUAD, tokens - 1))
+                    for i in range(c.group // TILE_TOKENS)
+                ]
             begin, behind = self._chunks(task.first, task.last, slot)
             for chunk in range(begin, behind, c.slots):
                 if done >= loaded:
@@ -435,9 +442,12 @@ class FP4GatedExpertsKernel:
                         ptx.copy_bulk(to, row, self.lister.token_bytes, full)
                     cute.arch.sync_warp()
                 else:
-                    for i in range(tokens):
-                        row = self._row_at(share.lists.tiles, cute.arch.shuffle_sync(token, i), chunk)
-                        self.activations.copy_row(target, row, i, lane)
+                    for i in range_constexpr(c.group // TILE_TOKENS):
+                        if i * TILE_TOKENS < tokens:
+                            row = self._row_at(share.lists.tiles, own[i], chunk)
+                            exists = i * TILE_TOKENS + lane // QUAD < tokens
+                            to = target + i * (TILE_TOKENS * self.lister.token_bytes)
+                            self.activations.copy_rows(to, row, exists, lane)
                     cute.arch.cp_async_commit_group()
                 done += 1
                 stage, parity = next_stage(stage, parity, depth)
