@@ -8,7 +8,8 @@ A call launches two kernels:
 
 1. Lists. A CTA for each expert and tile of up to 512 tokens scans its column of ``routing`` for the tokens that are
    routed to the expert, and lists them in their order. All CTAs together rearrange the activations of each token once,
-   as ``kernels.common.activations`` describes, decoded if they are in FP4; and zero the padding of the scales.
+   as ``kernels.common.activations`` describes, decoded if they are in FP4; and zero the padding of the scales. For few
+   tokens there are no lists, and so few CTAs that those of the second kernel run beside them.
 2. GEMM. A unit of work is an expert and up to ``group`` of its tokens; a task is a unit and a slice of ``rows`` rows of
    its expert's weight, of which half are of the gate and half the same columns of up. Workers, CTAs, have equal shares
    of all tasks, one after the other: tasks differ only in their number of tokens. Slices that share tiles of scales are
@@ -20,10 +21,11 @@ Roles in a CTA of the second kernel. 16 warps multiply. Each has 16 rows, 8 of t
 both sums of a column; and every ``slots``-th chunk of 256 elements of k: the whole CTA works on one task. With up to
 eight tokens each warp multiplies by itself (mma.sync), else as one of a warpgroup (wgmma). Each slot has a ring of
 stages, and a warp that fills it, which goes on with the next task: with codes and scales by TMA and bulk copies, and
-with the rows of the unit's tokens by ``cp.async``, each to its place in the swizzled operand. It waits for these
-copies, of a chunk or two before, fences them, and hands them over.
+with the rows of the unit's tokens, for warps in bulk, for warpgroups by ``cp.async``, each to its place in the swizzled
+operand. It waits for the latter, of a chunk or two before, fences them, and hands them over; of all chunks, if there is
+no stage to fill.
 
-A warp keeps a task's sums in registers. At its end the warps with the same rows add them up, in the order of their
+A warp keeps the sums of a part of k in registers. At its end the warps with the same rows add them up, in the order of their
 slots: each leaves the total for the one after it, and goes on. The last one multiplies by ``alpha``, adds the bias, and
 applies SwiGLU; its threads exchange the results through shared memory, quantise whole blocks, and store them.
 

@@ -219,9 +219,14 @@ class Config:
         return 2 * self.chunks.size_bytes + self.group * self.token_pitch
 
     @property
+    def unit_bytes(self) -> int:
+        """Sums of a unit."""
+        return self.group * self.rows * 4
+
+    @property
     def sum_bytes(self) -> int:
-        """Sums of a unit that warps leave for others with the same rows, or for the next part of k."""
-        return self.group * self.rows * 4 if self.slots > 1 or self.parts > 1 else 0
+        """Sums of a unit that warps leave for others with the same rows."""
+        return self.unit_bytes if self.slots > 1 else 0
 
     @property
     def value_pitch(self) -> int:
@@ -241,7 +246,7 @@ class Config:
     @property
     def left_bytes(self) -> int:
         """What a worker leaves for another one: a unit's sums, and a flag for each warp that has some of them."""
-        return self.sum_bytes + 4 * self.bands if self.parts > 1 else 0
+        return self.unit_bytes + 4 * self.bands if self.parts > 1 else 0
 
     def workspace_bytes(self, m: int, experts: int, workers: int) -> int:
         """Bytes of workspace: the rearranged activations; for each tile and expert the list of its tokens, if there are

@@ -180,7 +180,7 @@ class FP4GatedExpertsKernel:
         if const_expr(not c.scans):
             _, pairs, after = self.lister.parts(after, tiles, experts)
         if const_expr(c.parts > 1):
-            size = Int64(tiles * workers) * c.sum_bytes
+            size = Int64(tiles * workers) * c.unit_bytes
             left = cute.make_tensor(after, cute.make_layout((size,)))
             after = after + cute.assume(size, divby=16)
         words = cute.recast_ptr(after, dtype=Int32)
@@ -524,7 +524,7 @@ class FP4GatedExpertsKernel:
         chain = smem.turns + band * c.slots
         depth = c.stages // c.slots
         first = slot * depth
-        sums = cute.make_rmem_tensor((c.group // 2,), Float32)
+        sums, before = (cute.make_rmem_tensor((c.group // 2,), Float32) for _ in range(2))
         start = self.mma.start_of(smem.tokens)
         stage, parity, turn, index = Int32(0), Int32(0), Int32(0), Int32(0)
         first_task, tasks_end = self._tasks(share)
@@ -558,7 +558,7 @@ class FP4GatedExpertsKernel:
                     # After the warp with the same rows that has the chunks, the part or the task before
                     ptx.wait(chain + slot, turn)
                     turn ^= 1
-                self._add_up(sums, part, task, consumer, share, smem)
+                self._add_up(sums, before, part, task, consumer, share, smem)
                 if const_expr(c.slots > 1):
                     cute.arch.sync_warp()
                     ptx.arrive_if(chain + (slot + 1) % c.slots, consumer.leads)
@@ -589,9 +589,9 @@ class FP4GatedExpertsKernel:
         self.mma.multiply(start, 0, 1, chunk, stage, adds, rows, consumer.lane, sums, smem, done)
 
     @cute.jit
-    def _add_up(self, sums, part, task, consumer, share, smem):
+    def _add_up(self, sums, before, part, task, consumer, share, smem):
         """Add the sums of the slots and of the parts of k before to these ones, and leave them for the next, unless
-        these are the last."""
+        these are the last: in shared memory, or if there is one slot, in ``before``."""
         c = self.config
         begins = consumer.slot == 0
         if const_expr(c.parts > 1):
@@ -601,7 +601,13 @@ class FP4GatedExpertsKernel:
                 while ready == Uint32(0):
                     ready = ptx.load_acquire(flag)
                 self._add(sums, there, consumer)
-        if const_expr(c.slots > 1 or c.parts > 1):
+        if const_expr(c.slots == 1 and c.parts > 1):
+            if part > task.first:
+                for i in range_constexpr(c.group // 2):
+                    sums[i] = ptx.add_rn(before[i], sums[i])
+            for i in range_constexpr(c.group // 2):
+                before[i] = sums[i]
+        if const_expr(c.slots > 1):
             if ~begins | (part > task.first):
                 self._add(sums, smem.sums, consumer)
             if ~consumer.is_last | (part + 1 < task.last):
@@ -618,7 +624,7 @@ class FP4GatedExpertsKernel:
         """Where a worker leaves sums for another one, and the flag that says so of those of a consumer's rows."""
         sums, flags = share.left
         slot = share.tile * share.workers + worker
-        at = sums.iterator + cute.assume(Int64(slot) * self.config.sum_bytes, divby=16)
+        at = sums.iterator + cute.assume(Int64(slot) * self.config.unit_bytes, divby=16)
         return at, flags.iterator + (slot * self.config.bands + consumer.band)
 
     def _four(self, sums_at, group: int, consumer) -> cute.Tensor:
