@@ -276,7 +276,7 @@ SHORT = ORDERED._replace(case=replace(ORDERED.case, rows=64))
         pytest.param(ORDERED, changed(r"bar\.warp\.sync", 4), id="chunk read"),
         pytest.param(ORDERED, changed(r"bar\.warp\.sync", 6), id="sums added"),
         pytest.param(ORDERED, changed(r"wgmma\.wait_group\.sync\.aligned\s+1", None), id="MMAs of a chunk done"),
-        pytest.param(SHORT, changed(r"wgmma\.wait_group\.sync\.aligned\s+0"), id="MMAs of a task done"),
+        pytest.param(ORDERED, changed(r"wgmma\.wait_group\.sync\.aligned\s+0"), id="MMAs of a task done"),
         pytest.param(
             SHARED,
             changed(r"ld\.acquire\.gpu\.global\.u32\s+(%r\d+),", None, r"mov.b32 \1, 1;"),
