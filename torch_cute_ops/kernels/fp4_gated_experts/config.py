@@ -32,6 +32,8 @@ clear padding too."""
 MAX_PARTS: Final = 64
 """Most CTAs for each expert that rearrange activations."""
 BARRIER_BYTES: Final = 512
+MAX_TWICE: Final = 24
+"""Most tokens of a unit whose sums fit into registers twice."""
 GAP: Final = 64
 """Bytes between the tokens of a stage where warps multiply by themselves, against bank conflicts."""
 
@@ -259,6 +261,8 @@ class Config:
         """Why this cannot run on ``arch``; ``None`` if it can."""
         if not self.by_warp and self.rows < GROUP_ROWS:
             return f"{self.group} tokens are multiplied by warpgroups, which take {GROUP_ROWS} rows; not {self.rows}"
+        if self.slots == 1 and self.parts > 1 and self.group > MAX_TWICE:
+            return f"warps have no registers for the sums of two parts of {self.group} tokens"
         if self.columns % self.finish.block:
             return f"a slice has {self.columns} columns, but blocks of the result have {self.finish.block}"
         reason = self.finish.reason_unsupported()
