@@ -222,11 +222,11 @@ GATED = [
     # Parts of k: more workers than parts; tasks that two workers share, some with neighbours for their tiles of scales
     Gated(
         gated(FP16, NVFP4, "128x4", "128x4", 64, 8, 16, finish=(NVFP4, TILED, "expert", None, None, True), parts=2),
-        *(2, 1568, 5, 64, "few", 12, 9),
+        *(2, 1056, 2, 64, "one", 6, 9),
     ),
     Gated(
         gated(BF16, NVFP4, "128x4", None, 128, 16, 16, finish=(BF16, None, None, FP32, None, True), parts=4),
-        *(20, 1568, 3, 128, "few", 6, 10),
+        *(17, 1056, 2, 128, "few", 4, 10),
     ),
     Gated(
         gated(FP16, NVFP4, "128x4", "128x4", 128, 8, 32, finish=(NVFP4, TILED, None, None, None, True), parts=4),
