@@ -128,7 +128,8 @@ class Activations:
             store_words(line, cute.make_tensor(to, cute.make_layout(QUAD)))
 
     def copy_rows(self, base: cute.Pointer, row: cute.Pointer, exists, lane) -> None:
-        """A warp starts the copies (``cp.async``) of a chunk of 256 elements of eight tokens to ``base`` in shared memory.
+        """A warp starts the copies (``cp.async``) of eight tokens of a chunk of 256 elements to ``base`` in shared
+        memory, for wgmma.
 
         Four lanes have a token, number ``lane // 4``, if it ``exists``: ``row`` is where ``store_row`` has stored it.
         """

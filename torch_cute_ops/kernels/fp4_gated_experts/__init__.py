@@ -25,9 +25,10 @@ with the rows of the unit's tokens, for warps in bulk, for warpgroups by ``cp.as
 operand. It waits for the latter, of a chunk or two before, fences them, and hands them over; of all chunks, if there is
 no stage to fill.
 
-A warp keeps the sums of a part of k in registers. At its end the warps with the same rows add them up, in the order of their
-slots: each leaves the total for the one after it, and goes on. The last one multiplies by ``alpha``, adds the bias, and
-applies SwiGLU; its threads exchange the results through shared memory, quantise whole blocks, and store them.
+A warp keeps the sums of a part of k in registers. At its end the warps with the same rows add them up, in the order of
+their slots, to those of the parts before: each leaves the total for the one after it, and goes on. The last one
+multiplies by ``alpha``, adds the bias, and applies SwiGLU; its threads exchange the results through shared memory,
+quantise whole blocks, and store them.
 
 So a token's result depends on nothing but the tactic and its own row of ``a``, bit for bit.
 
