@@ -127,7 +127,8 @@ class FP4GemmBenchmark(GemmBenchmark):
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
         if name in fp4_peers.PEERS:
             return self._peer(name, case, sets)
-        reason = torch_cute_ops.backends(self.op, **self.properties(case), device=sets[0]["b"].device)[name]
+        device = next(iter(sets[0].values())).device
+        reason = torch_cute_ops.backends(self.op, **self.properties(case), device=device)[name]
         return self.with_backend(case, sets, name) if reason is None else reason
 
     def _peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:

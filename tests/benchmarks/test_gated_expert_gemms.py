@@ -44,6 +44,18 @@ def test_sizes(op):
 
 
 @by_op
+def test_columns_of_backends(op):
+    """One that computes the case has a column; of others there is the reason."""
+    benchmark = ops.load(op)
+    case = benchmark.case(3, 64, 256, 16)
+    sets = sets_of(benchmark, case, 1)
+    assert benchmark.ways == ("routed",)
+    assert "needs a CUDA device" in benchmark.peer("routed", case, sets)
+    variant = benchmark.peer("reference", case, sets)
+    assert benchmark.mismatch(variant.call(0), benchmark.expected(case, sets[0])) <= benchmark.tolerance
+
+
+@by_op
 @pytest.mark.parametrize("name", ["top-8", "dense"])
 def test_the_op_agrees_with_float64(op, name):
     """What is not routed keeps its poison; padding of scales becomes zero."""

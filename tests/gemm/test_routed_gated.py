@@ -43,20 +43,20 @@ def test_a_launch_gives_each_operand_to_its_argument(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(_fp4, "compile_kernel", compile_kernel)
     monkeypatch.setattr(routed_gated, "allocator", allocator)
-    tactic = (64, 8, 16)
+    tactic = (64, 8, 2, 32)
     names = (*GatedOperands._fields, "y", "scale")
     given = {name: torch.full((5, 1), float(i)) for i, name in enumerate(names)}
     BACKEND.launcher(LAYER, tactic, TARGET)(*given.values())
     (call,) = calls
     assert {name: getattr(call, name) for name in names} == given
     assert call.workers == 132
-    # A row of 28 chunks in 16 bits for each token; for each expert 16 pairs, and how many there are
-    assert call.workspace.numel() == 5 * 28 * 512 + 256 * (16 * 8 + 4)
+    # A row of 28 chunks in 16 bits for each token; of each worker the sums of a unit, and four flags
+    assert call.workspace.numel() == 5 * 28 * 512 + 132 * (64 * 8 * 4 + 4 * 4)
 
 
 @pytest.mark.parametrize(
     ("m", "rows", "most"),
-    [(1, 32, 13), (8, 64, 40), (32, 128, 96), (64, 128, 128), (128, 128, 148), (256, 128, 172), (512, 128, 235)],
+    [(1, 32, 13), (8, 128, 38), (32, 256, 95), (64, 256, 128), (128, 256, 148), (256, 256, 172), (512, 256, 235)],
 )
 def test_what_a_layer_is_expected_to_take(m: int, rows: int, most: int) -> None:
     """Slices are narrow for one token alone; µs by the cost model."""
@@ -77,4 +77,6 @@ def test_what_it_refuses() -> None:
     both = Operand(MXFP4, TILED)
     mxfp4 = replace(LAYER, a=both, b=both, quantised=both, global_scale=None)
     assert BACKEND.reason_unsupported(mxfp4, TARGET) is None
-    assert {tactic[0] for tactic in BACKEND.tactics(mxfp4, 1, TARGET)} == {64, 128}
+    assert {tactic[0] for tactic in BACKEND.tactics(mxfp4, 1, TARGET)} == {64, 128, 256}
+    narrow = replace(LAYER, n=256 * 64)
+    assert {tactic[0] for tactic in BACKEND.tactics(narrow, 1, TARGET)} == {32, 64, 128}

@@ -116,7 +116,7 @@ def results(one: Gated, given: Operands, edit: Any = None) -> tuple[torch.Tensor
         global_scale=given.global_scale,
         y=y,
         scale=y_scale,
-        workspace=poisoned(kernel.config.workspace_bytes(one.m, one.experts), dtype=torch.uint8),
+        workspace=poisoned(kernel.config.workspace_bytes(one.m, one.experts, one.workers), dtype=torch.uint8),
         swiglu_alpha=gate[0],
         swiglu_beta=gate[1],
         swiglu_limit=gate[2],
@@ -172,8 +172,8 @@ def check(one: Gated, edit: Any = None) -> None:
             assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
-def gated(*case: Any, finish: tuple[Any, ...], a_dtype: Any = None) -> GatedExpertsCase:
-    return GatedExpertsCase(*case, finish, HOPPER, a_dtype)
+def gated(*case: Any, finish: tuple[Any, ...], a_dtype: Any = None, parts: int = 1) -> GatedExpertsCase:
+    return GatedExpertsCase(*case, finish, HOPPER, a_dtype, parts)
 
 
 GATED = [
@@ -210,6 +210,32 @@ GATED = [
         gated(FP16, NVFP4, "128x4", "128x4", 64, 16, 16, finish=(NVFP4, TILED, None, None, None, True)),
         *(3, 320, 2, 64, "none", 2, 6),
     ),
+    # All warps have the same chunks
+    Gated(
+        gated(FP16, NVFP4, "128x4", "128x4", 256, 8, 64, finish=(NVFP4, TILED, "expert", None, "one", True)),
+        *(10, 1568, 3, 128, "few", 2, 7),
+    ),
+    Gated(
+        gated(BF16, MXFP4, "128x4", None, 256, 24, 32, finish=(BF16, None, None, FP32, None, True)),
+        *(26, 1312, 2, 256, "one", 1, 8),
+    ),
+    # Parts of k: more workers than parts; tasks that two workers share, some with neighbours for their tiles of scales
+    Gated(
+        gated(FP16, NVFP4, "128x4", "128x4", 64, 8, 16, finish=(NVFP4, TILED, "expert", None, None, True), parts=2),
+        *(2, 1056, 2, 64, "one", 6, 9),
+    ),
+    Gated(
+        gated(BF16, NVFP4, "128x4", None, 128, 16, 16, finish=(BF16, None, None, FP32, None, True), parts=4),
+        *(17, 1056, 2, 128, "few", 4, 10),
+    ),
+    Gated(
+        gated(FP16, NVFP4, "128x4", "128x4", 128, 8, 32, finish=(NVFP4, TILED, None, None, None, True), parts=4),
+        *(12, 1056, 3, 64, "dense", 5, 11),
+    ),
+    Gated(
+        gated(FP16, NVFP4, "linear", None, 256, 8, 64, finish=(FP16, None, None, None, None, True), parts=4),
+        *(9, 1024, 3, 128, "dense", 3, 12),
+    ),
 ]
 
 
@@ -220,12 +246,17 @@ def test_gated_gemm(one: Gated) -> None:
 
 
 # Each of two slots has as many chunks of a task as stages, and hands over a chunk's activations when it has started the
-# next. Its waits: for a stage; for a chunk; for the sums of the slot before. A warp meets when it has found units, has
-# copied activations, at last too, has read a chunk, has read the last one (which the end of its MMAs orders too), and
-# has added its sums.
+# next, or has no stage for it. Its waits: for a stage, of which the first only asks; for a chunk; for the sums of the
+# slot before. A warp meets when it has found units, has copied activations, at three places, has read a chunk, has read
+# the last one (which the end of its MMAs orders too), and has added its sums.
 ORDERED = Gated(
     gated(FP16, NVFP4, "128x4", "128x4", 128, 16, 16, finish=(NVFP4, TILED, None, None, None, True)),
     *(9, 1344, 2, 64, "dense", 1),
+)
+# Two workers share a task.
+SHARED = Gated(
+    gated(FP16, NVFP4, "128x4", "128x4", 128, 16, 16, finish=(NVFP4, TILED, None, None, None, True), parts=4),
+    *(3, 1056, 1, 64, "dense", 2),
 )
 # With four slots and two stages for each
 SHORT = ORDERED._replace(case=replace(ORDERED.case, rows=64))
@@ -234,17 +265,23 @@ SHORT = ORDERED._replace(case=replace(ORDERED.case, rows=64))
 @pytest.mark.parametrize(
     ("one", "edit"),
     [
-        pytest.param(ORDERED, changed(WAIT, 0, PASSED), id="stage free"),
-        pytest.param(ORDERED, changed(WAIT, 1, PASSED), id="chunk there"),
-        pytest.param(ORDERED, changed(WAIT, 2, PASSED), id="sums of the slot before there"),
-        pytest.param(ORDERED, changed(r"cp\.async\.wait_group", 0), id="activations there"),
-        pytest.param(ORDERED, changed(r"cp\.async\.wait_group", 1), id="last activations there"),
+        pytest.param(ORDERED, changed(WAIT, 1, PASSED), id="stage free"),
+        pytest.param(ORDERED, changed(WAIT, 2, PASSED), id="chunk there"),
+        pytest.param(ORDERED, changed(WAIT, 3, PASSED), id="sums of the slot before there"),
+        pytest.param(ORDERED, changed(r"cp\.async\.wait_group", 0), id="activations there before a wait"),
+        pytest.param(ORDERED, changed(r"cp\.async\.wait_group", 1), id="activations there"),
+        pytest.param(ORDERED, changed(r"cp\.async\.wait_group", 2), id="last activations there"),
         pytest.param(ORDERED, changed(r"fence\.proxy\.async", 1), id="activations fenced"),
         pytest.param(ORDERED, changed(r"bar\.warp\.sync", 1), id="activations copied"),
-        pytest.param(ORDERED, changed(r"bar\.warp\.sync", 3), id="chunk read"),
-        pytest.param(ORDERED, changed(r"bar\.warp\.sync", 5), id="sums added"),
+        pytest.param(ORDERED, changed(r"bar\.warp\.sync", 4), id="chunk read"),
+        pytest.param(ORDERED, changed(r"bar\.warp\.sync", 6), id="sums added"),
         pytest.param(ORDERED, changed(r"wgmma\.wait_group\.sync\.aligned\s+1", None), id="MMAs of a chunk done"),
-        pytest.param(SHORT, changed(r"wgmma\.wait_group\.sync\.aligned\s+0"), id="MMAs of a task done"),
+        pytest.param(ORDERED, changed(r"wgmma\.wait_group\.sync\.aligned\s+0"), id="MMAs of a task done"),
+        pytest.param(
+            SHARED,
+            changed(r"ld\.acquire\.gpu\.global\.u32\s+(%r\d+),", None, r"mov.b32 \1, 1;"),
+            id="sums of the other worker there",
+        ),
         pytest.param(ORDERED, changed(r"bar\.sync\s+1", 0), id="results there"),
         pytest.param(ORDERED, changed(r"bar\.sync\s+1", 1), id="results read"),
     ],
@@ -257,7 +294,7 @@ def test_what_orders_a_gated_gemm_is_needed(one: Gated, edit: Any) -> None:
 
 
 def test_what_orders_a_gated_gemm_is_enough() -> None:
-    for seed, one in enumerate((ORDERED, SHORT)):
+    for seed, one in enumerate((ORDERED, SHORT, SHARED)):
         check(one._replace(seed=seed))
 
 
@@ -275,10 +312,13 @@ def test_silu_and_nan() -> None:
     assert len(want[:2].unique()) > 50
 
 
-def test_results_of_a_token_do_not_depend_on_others() -> None:
-    """Bit for bit, with numbers whose sums are rounded: alone, and in the second unit of experts that have others."""
-    case = gated(BF16, NVFP4, "128x4", None, 64, 8, 16, finish=(FP16, None, None, None, None))
-    some = Gated(case, 9, 576, 2, 64, "dense", 3)
+@pytest.mark.parametrize("parts", [1, 4])
+def test_results_of_a_token_do_not_depend_on_others(parts: int) -> None:
+    """Bit for bit, with numbers whose sums are rounded: alone, and in the second unit of experts that have others; and
+    however workers share k."""
+    rows = 64 if parts == 1 else 128
+    case = gated(BF16, NVFP4, "128x4", None, rows, 8, 16, finish=(FP16, None, None, None, None), parts=parts)
+    some = Gated(case, 9, 576 if parts == 1 else 1312, 2, 64, "dense", 3)
     given = operands(some, is_exact=False)
     alone = given._replace(a=given.a[8:], routing=given.routing[8:])
     among, _ = results(some, given)

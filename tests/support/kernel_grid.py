@@ -520,10 +520,11 @@ class GatedExpertsCase:
     finish: tuple[Any, ...]
     arch: str = "sm_90a"
     a_dtype: torch.dtype | None = None
+    parts: int = 1
 
     @property
     def id(self) -> str:
-        sizes = f"{self.rows}by{self.group}of{self.tokens}"
+        sizes = f"{self.rows}by{self.group}in{self.parts}of{self.tokens}"
         named = (getattr(each, "name", None) or str(each).removeprefix("torch.") for each in self.finish)
         return _fp4_gemm_id("gated_experts", self, _activations_id(self), sizes, *named)
 
@@ -536,7 +537,7 @@ class GatedExpertsCase:
         """As the backend builds it; ``None`` if it is none."""
         from torch_cute_ops.kernels import fp4_gated_experts
 
-        sizes = {"width": width, "rows": self.rows, "group": self.group}
+        sizes = {"width": width, "rows": self.rows, "group": self.group, "parts": self.parts}
         finish = fp4_gated_experts.Finish(*self.finish)
         config = _planned(fp4_gated_experts, self, finish=finish, **sizes)
         return None if config is None else fp4_gated_experts.FP4GatedExpertsKernel(config)
@@ -822,6 +823,7 @@ def gated_experts_cases(every: bool) -> list[GatedExpertsCase]:
     cases = []
     shapes = itertools.product(fp4_gated_experts.ROWS, fp4_gated_experts.GROUPS)
     for i, shape in enumerate(shapes):
+        parts = fp4_gated_experts.PARTS[shape[0]]
         of_shape: list[GatedExpertsCase] = []
         for dtype, fmt, layout, a_layout in (*kinds[i % len(kinds) :], *kinds[: i % len(kinds)]):
             out = dtype if a_layout is None else fmt
@@ -834,7 +836,10 @@ def gated_experts_cases(every: bool) -> list[GatedExpertsCase]:
                 scale if out == NVFP4 else None,
                 len(cases) % 3 != 1,
             )
-            case = GatedExpertsCase(dtype, fmt, layout, a_layout, *shape, next(tiles), finish)
+            sizes = *shape, next(tiles)
+            case = GatedExpertsCase(
+                dtype, fmt, layout, a_layout, *sizes, finish, parts=parts[(i + len(of_shape)) % len(parts)]
+            )
             if case.kernel is not None and (every or not of_shape):
                 of_shape.append(case)
         cases += of_shape

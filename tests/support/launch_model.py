@@ -230,7 +230,7 @@ def compute_fp4_experts(config: Any, *args: Any) -> None:
 
 def compute_gated_experts(config: Any, *args: Any) -> None:
     call = fp4_gated_experts.Arguments(*args)
-    assert call.workspace.numel() == config.workspace_bytes(len(call.a), len(call.b)) and call.workers > 0
+    assert call.workspace.numel() == config.workspace_bytes(len(call.a), len(call.b), call.workers) and call.workers > 0
     gate = call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit
     fmt, *layouts = config.operands.fmt, config.operands.a_layout, config.operands.layout
     given = call.a, call.a_scale, call.b, call.b_scale, call.routing, call.alpha, call.bias

@@ -1,5 +1,7 @@
 """Gated FP4 GEMMs over experts that compute only routed pairs of token and expert: ``kernels/fp4_gated_experts``."""
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,7 +9,13 @@ import torch
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._fp4 import buildable
-from torch_cute_ops.gemm.backends._routed import FIXED_SECONDS, RoutedBackend, mean_units, unit_clocks
+from torch_cute_ops.gemm.backends._routed import (
+    DECODE_CLOCKS,
+    FIXED_SECONDS,
+    TOKEN_CLOCKS,
+    RoutedBackend,
+    mean_units,
+)
 from torch_cute_ops.gemm.cost import bytes_per_second, overlapped, smallest_tile, weight_seconds
 from torch_cute_ops.gemm.decode import fp4_format, fp4_operands, reason_not_linear
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
@@ -19,14 +27,37 @@ from torch_cute_ops.runtime.compiler import KernelSpec
 
 Tensor = torch.Tensor
 
-L2_RATE = 1.3
-"""Rate of reads from L2, over that of memory (4.5 to 7 TB/s for activations of the second GEMM, on an H200)."""
-COLUMN_MULTIPLE = max(fp4_gated_experts.ROWS) // 2
-"""What an expert's columns are a multiple of: whole slices."""
+
+@dataclass(frozen=True)
+class Model:
+    """What the estimates are made of.
+
+    Attributes:
+        fixed_seconds: time of both kernels of a call with next to no work.
+        decode_clocks: SM clocks to decode a weight.
+        token_clocks: the same for each token of a unit beyond eight.
+        left_seconds: from the end of one worker's parts of a task to the other worker's having their sums.
+        l2_rate: rate of reads from L2, over that of memory.
+        order: of the norm that decoding, memory and L2 overlap by.
+    """
+
+    fixed_seconds: float = FIXED_SECONDS
+    decode_clocks: float = DECODE_CLOCKS
+    token_clocks: float = TOKEN_CLOCKS
+    left_seconds: float = 1.5e-6
+    l2_rate: float = 1.3
+    order: float = 8.0
+
+
+MODEL = Model()
+"""Clocks and seconds as with the second GEMM, whose activations come from L2 at 4.5 to 7 TB/s (measured on an H200);
+``left_seconds`` is a guess."""
+COLUMN_MULTIPLE = 64
+"""What an expert's columns are a multiple of: whole slices of up to 128 rows."""
 
 
 class RoutedGated(RoutedBackend):
-    """A tactic is (rows of the weight of a slice, tokens of a unit, tokens of a tile)."""
+    """A tactic is (rows of the weight of a slice, tokens of a unit, parts of k, tokens of a tile)."""
 
     groupings = ("n",)
 
@@ -40,16 +71,17 @@ class RoutedGated(RoutedBackend):
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
         tokens = smallest_tile(fp4_gated_experts.TILES, m)
         every = [
-            (rows, group, tokens)
+            (rows, group, parts, tokens)
             for rows in fp4_gated_experts.ROWS
             for group in fp4_gated_experts.GROUPS
+            for parts in fp4_gated_experts.PARTS[rows]
             if group <= max(m, 8)
         ]
         return buildable(_config, problem, every, target)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         assert target.arch is not None
-        rows, group, tokens = map(int, tactic)
+        rows, group, parts, tokens = map(int, tactic)
         config = _config(problem, tactic, target.arch)
         assert config is not None
         share = problem.topk / problem.experts
@@ -57,17 +89,20 @@ class RoutedGated(RoutedBackend):
         touched = problem.experts * (1 - (1 - share) ** tile_tokens)
         slices = 2 * problem.expert_n // rows
         tasks = tiles * problem.experts * mean_units(tile_tokens, share, group) * slices
-        # Workers have whole tasks: at the end each is idle for half of one, on average.
-        most = max(1.0, tasks / target.sms + 0.5)
-        computed = most * weight_seconds(rows * problem.k, unit_clocks(group))
+        # Workers have whole parts of tasks: at the end each is idle for half of one, on average.
+        most = max(1.0, tasks * parts / target.sms + 0.5) / parts
+        clocks = MODEL.decode_clocks + MODEL.token_clocks * (group - 8)
+        computed = most * weight_seconds(rows * problem.k, clocks)
+        # Of a task that several workers share, each waits for the one before it.
+        left = (math.ceil(min(1.0 / most, parts)) - 1) * MODEL.left_seconds
         token = config.k_chunks * config.arranged.token_bytes
         weights = tiles * touched * 2 * problem.expert_n * problem.b.row_bytes(problem.k)
         memory = bytes_per_second(target)
         # Scales in whole tiles; and activations of a pair, once for each slice
         copied = tasks * config.k_chunks * 2 * config.chunks.size_bytes + slices * m * problem.topk * token
         arranged = m * (token + problem.a.row_bytes(problem.k)) / memory
-        parts = computed, weights / memory, copied / (L2_RATE * memory)
-        return FIXED_SECONDS + arranged + overlapped(*parts, order=8)
+        seconds = computed, weights / memory, copied / (MODEL.l2_rate * memory)
+        return MODEL.fixed_seconds + arranged + left + overlapped(*seconds, order=MODEL.order)
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
         return (KernelSpec(fp4_gated_experts.KERNEL, _config(problem, tactic, arch)),)
@@ -86,7 +121,7 @@ class RoutedGated(RoutedBackend):
             routing: Tensor,
             *rest: Any,
         ) -> None:
-            workspace = allocator(device)((config.workspace_bytes(a.shape[0], experts),), (1,), torch.uint8)
+            workspace = allocator(device)((config.workspace_bytes(a.shape[0], experts, workers),), (1,), torch.uint8)
             function(a, a_scale, b, b_scale, routing, alpha, bias, *rest, workspace, workers)
 
         return launch
@@ -94,9 +129,11 @@ class RoutedGated(RoutedBackend):
 
 def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_gated_experts.Config | None:
     """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
-    rows, group, tokens = map(int, tactic)
+    rows, group, parts, tokens = map(int, tactic)
     epilogue, quantised = problem.epilogue, problem.quantised
     assert epilogue.alpha in (None, "expert", "expert_half")
+    if problem.expert_n % (rows // 2):
+        return None
     out: torch.dtype | FP4Format = epilogue.out_dtype
     layout = None
     if quantised is not None:
@@ -110,6 +147,7 @@ def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_gated_exper
         width=problem.k,
         rows=rows,
         group=group,
+        parts=parts,
         tokens=tokens,
         arch=arch,
         pdl=settings.PDL,

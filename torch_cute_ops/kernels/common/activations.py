@@ -17,7 +17,8 @@ of eight tokens.)
 
 For mma.sync a token has 512 bytes (or 256) of a chunk, and the next token follows. Its piece ``p`` is 64 bytes, at
 place ``p xor n % 2`` of token ``n``: for each quarter the 16 bytes that a lane needs in two steps. So eight lanes
-that read two neighbouring tokens have no bank conflicts.
+that read two neighbouring tokens have no bank conflicts. Where tokens are copied one by one, piece ``p`` is at
+place ``p``, and the next token follows after an odd number of pieces.
 """
 
 from typing import Final
@@ -116,8 +117,8 @@ class Activations:
                 store_words([quarter[2 * half + h] for quarter in words], cute.make_tensor(to, cute.make_layout(QUAD)))
 
     def store_row(self, quarters: list, piece, base: cute.Pointer) -> None:
-        """The same, to a chunk of one token, contiguous from ``base`` on: as in the first row of a tile, or that of an
-        even token, one line after the other. ``copy_row`` puts it in its place."""
+        """The same, to a chunk of one token, contiguous from ``base`` on: as in the first row of a tile, one line after
+        the other, for ``copy_rows``; or for mma.sync piece after piece, for a pitch of an odd number of pieces."""
         words = [self._converted(quarter) for quarter in quarters]
         if not self.config.by_warp:
             words = [[quarter[i] for quarter in words] for i in range(QUAD)]
@@ -126,16 +127,18 @@ class Activations:
             to = cute.recast_ptr(at, dtype=Uint32)
             store_words(line, cute.make_tensor(to, cute.make_layout(QUAD)))
 
-    def copy_row(self, base: cute.Pointer, row: cute.Pointer, token, lane) -> None:
-        """A warp starts the copies (``cp.async``) of what ``store_row`` has stored at ``row`` to the place of ``token``
-        in a chunk of 256 elements at ``base`` in shared memory, where groups of eight tokens follow each other."""
-        if self.config.by_warp:
-            place = token * self.config.token_bytes + ((lane // QUAD) ^ (token % 2)) * STEPS_BYTES + lane % QUAD * 16
-        else:
-            pieces, line = TILE_LINE // 16, token % TILE_TOKENS
-            place = token // TILE_TOKENS * (TILE_TOKENS * self.config.token_bytes) + lane // pieces * TILE_BYTES
-            place = place + line * TILE_LINE + ((lane % pieces) ^ line) * 16
-        ptx.copy_async_16(base + cute.assume(place, divby=16), row + cute.assume(lane * 16, divby=16), True)
+    def copy_rows(self, base: cute.Pointer, row: cute.Pointer, exists, lane) -> None:
+        """A warp starts the copies (``cp.async``) of eight tokens of a chunk of 256 elements to ``base`` in shared
+        memory, for wgmma.
+
+        Four lanes have a token, number ``lane // 4``, if it ``exists``: ``row`` is where ``store_row`` has stored it.
+        """
+        line, quarter = lane // QUAD, lane % QUAD
+        pieces = TILE_LINE // 16
+        for first in range(0, self.config.token_bytes // 16, QUAD):
+            place = first // pieces * TILE_BYTES + line * TILE_LINE + ((first % pieces + quarter) ^ line) * 16
+            source = row + cute.assume((first + quarter) * 16, divby=16)
+            ptx.copy_async_16(base + cute.assume(place, divby=16), source, exists)
 
     def _converted(self, words: list) -> list:
         """Eight elements in the dtype of the MMAs, as ``decode`` pairs them."""

@@ -359,6 +359,14 @@ def wait(barrier, parity, sleep: int = 0, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def has_passed(barrier, parity, *, loc=None, ip=None) -> Boolean:
+    """Whether the phase of an mbarrier that has this parity is over; what was done before its end is seen then."""
+    operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(parity, loc, ip)]
+    text = "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2, 0; selp.u32 $0, 1, 0, p;}"
+    return Boolean(Uint32(_asm(T.i32(), operands, text, "=r,r,r", loc, ip, pure=False)) != 0)
+
+
+@dsl_user_op
 def arrive_if(barrier, condition, *, loc=None, ip=None) -> None:
     """Arrive on an mbarrier of this CTA, without a branch: with one, ptxas would not overlap the wgmma around it."""
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(condition, loc, ip)]

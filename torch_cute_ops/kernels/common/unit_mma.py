@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.activation_layout import ActivationLayout
+from torch_cute_ops.kernels.common.activations import STEPS_BYTES
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.common.warp_mma import multiply_word
@@ -23,19 +24,28 @@ class UnitMma:
     """The MMAs of units of ``group`` tokens.
 
     Attributes:
+        pitch: bytes from a token of a stage to the next: those of a token, unless ``__init__`` is told.
         last_blocks: blocks of a row where those of its last chunk are fewer than a chunk has; else ``None``.
     """
 
-    def __init__(self, ring: WeightRing, arranged: ActivationLayout, group: int, stages: int, width: int):
+    def __init__(
+        self,
+        ring: WeightRing,
+        arranged: ActivationLayout,
+        group: int,
+        stages: int,
+        width: int,
+        pitch: int | None = None,
+    ):
         self.ring, self.group, self.stages, self.chunk = ring, group, stages, arranged.chunk
         self.dtype, self.by_warp = DSL_DTYPES[arranged.dtype], arranged.by_warp
-        self.token_bytes = arranged.token_bytes
+        self.pitch = pitch or arranged.token_bytes
         self.last_blocks = width // ring.fmt.block_size if width % arranged.chunk else None
 
     @property
     def stage_tokens(self) -> int:
         """Activations of a stage, bytes."""
-        return self.group * self.token_bytes
+        return self.group * self.pitch
 
     def start_of(self, tokens: cute.Pointer) -> Callable | None:
         """What starts the MMAs of warpgroups with the stages of activations at ``tokens``; ``None`` for those of
@@ -72,8 +82,8 @@ class UnitMma:
             word = part * count + i
             pairs = self.ring.pairs(codes, scales, word, self.dtype)
             if start is None:
-                at = smem.tokens + cute.assume(stage * self.stage_tokens, divby=self.token_bytes)
-                multiply_word(pairs, word, self.group, at, self.token_bytes, lane, sums, self.dtype)
+                at = smem.tokens + cute.assume(stage * self.stage_tokens, divby=STEPS_BYTES)
+                multiply_word(pairs, word, self.group, at, self.pitch, lane, sums, self.dtype)
                 continue
             start(pairs, word, stage, adds if i == 0 else True, sums)
             # The MMAs of the word before are done, and its registers free.

@@ -10,7 +10,7 @@ from torch_cute_ops.kernels.common.convert import load_words
 
 
 def multiply_word(
-    pairs: list, word: int, tokens: int, chunk_at: cute.Pointer, token_bytes: int, lane, sums: cute.Tensor, dtype
+    pairs: list, word: int, tokens: int, chunk_at: cute.Pointer, pitch: int, lane, sums: cute.Tensor, dtype
 ) -> None:
     """Add two k16 steps to the sums of 16 rows of the weight and ``tokens`` tokens.
 
@@ -20,17 +20,19 @@ def multiply_word(
         tokens: a multiple of 8.
         chunk_at: the chunk of activations in shared memory, in the layout for mma.sync
             (``kernels.common.activations``).
-        token_bytes: bytes of a token in the chunk.
+        pitch: bytes from a token to the next. Where it is an odd number of pieces, no piece is moved.
         lane: index in the warp.
         sums: accumulators, four for each eight tokens.
         dtype: dtype of the operands.
     """
     name = "bf16" if dtype is BFloat16 else "f16"
     token, quarter = lane // 4, lane % 4
-    # Piece ``word`` is at place ``word xor token % 2``.
-    place = token * token_bytes + quarter * 16 + word * STEPS_BYTES + (1 - word % 2 * 2) * (token % 2) * STEPS_BYTES
+    place = token * pitch + quarter * 16 + word * STEPS_BYTES
+    if pitch // STEPS_BYTES % 2 == 0:
+        # Piece ``word`` is at place ``word xor token % 2``.
+        place = place + (1 - word % 2 * 2) * (token % 2) * STEPS_BYTES
     for group in range(tokens // TILE_TOKENS):
-        at = chunk_at + cute.assume(place + group * (TILE_TOKENS * token_bytes), divby=16)
+        at = chunk_at + cute.assume(place + group * (TILE_TOKENS * pitch), divby=16)
         activations = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
         total = [sums[4 * group + i] for i in range(4)]
         for step in range(2):

@@ -8,22 +8,27 @@ A call launches two kernels:
 
 1. Lists. A CTA for each expert and tile of up to 512 tokens scans its column of ``routing`` for the tokens that are
    routed to the expert, and lists them in their order. All CTAs together rearrange the activations of each token once,
-   as ``kernels.common.activations`` describes, decoded if they are in FP4; and zero the padding of the scales.
+   as ``kernels.common.activations`` describes, decoded if they are in FP4; and zero the padding of the scales. For few
+   tokens there are no lists, and so few CTAs that those of the second kernel run beside them.
 2. GEMM. A unit of work is an expert and up to ``group`` of its tokens; a task is a unit and a slice of ``rows`` rows of
-   its expert's weight, of which half are of the gate and half the same columns of up. A worker, a CTA, has every
-   ``workers``-th task: tasks differ only in their number of tokens, and slices of one unit, which share activations and
-   tiles of scales, are computed at the same time.
+   its expert's weight, of which half are of the gate and half the same columns of up. Workers, CTAs, have equal shares
+   of all tasks, one after the other: tasks differ only in their number of tokens. Slices that share tiles of scales are
+   computed at the same time, by neighbours. In ``Config.parts`` of k, shares are those of parts: of a task that two
+   workers share, one has the first parts, with which it begins, and leaves their sums in the workspace for the other
+   one, which ends with the last parts.
 
 Roles in a CTA of the second kernel. 16 warps multiply. Each has 16 rows, 8 of the gate and 8 of up, so that a lane has
 both sums of a column; and every ``slots``-th chunk of 256 elements of k: the whole CTA works on one task. With up to
 eight tokens each warp multiplies by itself (mma.sync), else as one of a warpgroup (wgmma). Each slot has a ring of
 stages, and a warp that fills it, which goes on with the next task: with codes and scales by TMA and bulk copies, and
-with the rows of the unit's tokens by ``cp.async``, each to its place in the swizzled operand. It waits for these
-copies, of a chunk or two before, fences them, and hands them over.
+with the rows of the unit's tokens, for warps in bulk, for warpgroups by ``cp.async``, each to its place in the swizzled
+operand. It waits for the latter, of a chunk or two before, fences them, and hands them over; of all chunks, if there is
+no stage to fill.
 
-A warp keeps a task's sums in registers. At its end the warps with the same rows add them up, in the order of their
-slots: each leaves the total for the one after it, and goes on. The last one multiplies by ``alpha``, adds the bias, and
-applies SwiGLU; its threads exchange the results through shared memory, quantise whole blocks, and store them.
+A warp keeps the sums of a part of k in registers. At its end the warps with the same rows add them up, in the order of
+their slots, to those of the parts before: each leaves the total for the one after it, and goes on. The last one
+multiplies by ``alpha``, adds the bias, and applies SwiGLU; its threads exchange the results through shared memory,
+quantise whole blocks, and store them.
 
 So a token's result depends on nothing but the tactic and its own row of ``a``, bit for bit.
 
@@ -36,12 +41,23 @@ after the first.
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.fp4_gated_experts.config import GROUPS, ROWS, TILES, Arguments, Config, Finish, plan
+from torch_cute_ops.kernels.fp4_gated_experts.config import GROUPS, PARTS, ROWS, TILES, Arguments, Config, Finish, plan
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_gated_experts.kernel import FP4GatedExpertsKernel
 
-__all__ = ["GROUPS", "KERNEL", "ROWS", "TILES", "Arguments", "Config", "FP4GatedExpertsKernel", "Finish", "plan"]
+__all__ = [
+    "GROUPS",
+    "KERNEL",
+    "PARTS",
+    "ROWS",
+    "TILES",
+    "Arguments",
+    "Config",
+    "FP4GatedExpertsKernel",
+    "Finish",
+    "plan",
+]
 
 KERNEL = f"{__name__}.kernel.FP4GatedExpertsKernel"
 __getattr__ = on_demand(__name__, "FP4GatedExpertsKernel")

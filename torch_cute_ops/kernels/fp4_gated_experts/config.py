@@ -16,17 +16,26 @@ from torch_cute_ops.runtime.arch import Arch
 
 WARPS: Final = 16
 """Consumer warps."""
-ROWS: Final = (32, 64, 128)
+ROWS: Final = (32, 64, 128, 256)
 """Rows of the weight of a slice: half of them are of the gate, half of up."""
+PARTS: Final = {32: (1,), 64: (1, 2), 128: (1, 4), 256: (1, 4)}
+"""Parts of k that a worker may have of a task, by rows."""
 GROUPS: Final = (8, 16, 24, 32)
 """Tokens of a unit."""
-TILES: Final = (16, 32, 64, 128, 256, 512)
+TILES: Final = (32, 64, 128, 256, 512)
 """Tokens of a tile, of which there are lists."""
 ARRANGED: Final = 2
 """Pieces of activations that a thread rearranges, about."""
+ARRANGERS: Final = 32
+"""Fewest CTAs that rearrange activations where they do nothing else: more than a token's activations take, because they
+clear padding too."""
 MAX_PARTS: Final = 64
 """Most CTAs for each expert that rearrange activations."""
 BARRIER_BYTES: Final = 512
+MAX_TWICE: Final = 24
+"""Most tokens of a unit whose sums fit into registers twice."""
+GAP: Final = 64
+"""Bytes between the tokens of a stage where warps multiply by themselves, against bank conflicts."""
 
 
 class Arguments(NamedTuple):
@@ -112,6 +121,8 @@ class Config:
         width: elements of k.
         rows: rows of the weight of a slice.
         group: tokens of a unit.
+        parts: parts of k; a task is divided between workers, if at all, between two of them. Sums are added up part by
+            part, whoever has them.
         tokens: tokens of a tile.
         stages: chunks in flight, of all slots.
         pdl: whether launches are programmatic dependent launches.
@@ -122,6 +133,7 @@ class Config:
     width: int
     rows: int
     group: int
+    parts: int
     tokens: int
     stages: int
     pdl: bool
@@ -168,8 +180,8 @@ class Config:
 
     @property
     def scans(self) -> bool:
-        """Whether the CTAs of the GEMM scan the routing themselves, and so start to read weights before the lists are
-        there."""
+        """Whether the CTAs of the GEMM scan the routing themselves: then there are no lists, and they start to read
+        weights while the activations are rearranged."""
         return self.tokens <= SCANNED
 
     @property
@@ -184,14 +196,19 @@ class Config:
 
     @property
     def lists(self) -> TokenListLayout:
-        """The lists of tokens."""
+        """The lists of tokens, if there are any."""
         return TokenListLayout(self.tokens, self.group, 0, self.arranged.token_bytes)
 
     @property
+    def token_pitch(self) -> int:
+        """Bytes from a token of a stage to the next."""
+        return self.arranged.token_bytes + (GAP if self.by_warp else 0)
+
+    @property
     def lag(self) -> int:
-        """Chunks that a producer warp starts before it waits for the activations of one. (It must not wait for a stage
-        that only the chunk that it has not handed over yet would free.)"""
-        return self.stages // self.slots - 2
+        """Chunks that a producer warp starts before it waits for the activations of one, for warpgroups. (Before it
+        waits for a stage it hands over all of them.)"""
+        return max(1, self.stages // self.slots - 2)
 
     @property
     def chunks(self) -> WeightChunks:
@@ -201,12 +218,17 @@ class Config:
     @property
     def stage_bytes(self) -> int:
         """A chunk of both operands."""
-        return 2 * self.chunks.size_bytes + self.group * self.arranged.token_bytes
+        return 2 * self.chunks.size_bytes + self.group * self.token_pitch
+
+    @property
+    def unit_bytes(self) -> int:
+        """Sums of a unit."""
+        return self.group * self.rows * 4
 
     @property
     def sum_bytes(self) -> int:
-        """Sums of a unit."""
-        return self.group * self.rows * 4
+        """Sums of a unit that warps leave for others with the same rows."""
+        return self.unit_bytes if self.slots > 1 else 0
 
     @property
     def value_pitch(self) -> int:
@@ -223,16 +245,24 @@ class Config:
         """Shared memory of a CTA of the GEMM."""
         return self.stages * self.stage_bytes + self.sum_bytes + self.value_bytes + LIST_BYTES + BARRIER_BYTES
 
-    def workspace_bytes(self, m: int, experts: int) -> int:
-        """Bytes of workspace: the rearranged activations, and for each tile and expert the list of its tokens. Its
-        parts are each contiguous over all tiles."""
+    @property
+    def left_bytes(self) -> int:
+        """What a worker leaves for another one: a unit's sums, and a flag for each warp that has some of them."""
+        return self.unit_bytes + 4 * self.bands if self.parts > 1 else 0
+
+    def workspace_bytes(self, m: int, experts: int, workers: int) -> int:
+        """Bytes of workspace: the rearranged activations; for each tile and expert the list of its tokens, if there are
+        lists; and for each tile what ``workers`` leave. Its parts are each contiguous over all tiles."""
         arranged = m * self.k_chunks * self.arranged.token_bytes
-        return arranged + -(-m // self.tokens) * experts * self.lists.size_bytes
+        lists = 0 if self.scans else experts * self.lists.size_bytes
+        return arranged + -(-m // self.tokens) * (lists + workers * self.left_bytes)
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
         if not self.by_warp and self.rows < GROUP_ROWS:
             return f"{self.group} tokens are multiplied by warpgroups, which take {GROUP_ROWS} rows; not {self.rows}"
+        if self.slots == 1 and self.parts > 1 and self.group > MAX_TWICE:
+            return f"warps have no registers for the sums of two parts of {self.group} tokens"
         if self.columns % self.finish.block:
             return f"a slice has {self.columns} columns, but blocks of the result have {self.finish.block}"
         reason = self.finish.reason_unsupported()
@@ -246,15 +276,16 @@ def plan(
     width: int,
     rows: int,
     group: int,
+    parts: int,
     tokens: int,
     arch: Arch,
     pdl: bool,
 ) -> Config | None:
-    """The configuration with the most stages that fit into an SM of ``arch``, up to four for each slot; ``None`` if not
+    """The configuration with the most stages that fit into an SM of ``arch``, up to six for each slot; ``None`` if not
     even two do."""
     slots = WARPS * 16 // rows
-    for stages in range(4 * slots, slots, -slots):
-        config = Config(operands, finish, width, rows, group, tokens, stages, pdl)
+    for stages in range(6 * slots, slots, -slots):
+        config = Config(operands, finish, width, rows, group, parts, tokens, stages, pdl)
         if config.reason_unsupported(arch) is None:
             return config
     return None

@@ -38,13 +38,11 @@ class Terms(NamedTuple):
     """What is loaded for a unit before its sums are there.
 
     Attributes:
-        token: row of the lane's token of the unit, the lane's number being the token's; negative where there is none.
         alpha: factors of the sums of gate and up; ``None``: there are none.
         bias: their addends; ``None``: there are none.
         global_scale: encode scale; ``None``: there is none.
     """
 
-    token: Int32
     alpha: list | None
     bias: list | None
     global_scale: Float32 | None
@@ -82,9 +80,9 @@ class GatedEpilogue:
             "swiglu_limit": gate,
         }
 
-    def terms(self, token, expert, first_column, share, consumer) -> Terms:
+    def terms(self, expert, first_column, share, consumer) -> Terms:
         """Load the terms of a lane's column of the slice that begins with ``first_column`` of the expert, in warps that
-        finish tasks. ``token``: as in ``Terms``."""
+        finish tasks."""
         f, outputs, is_last = self.finish, share.outputs, consumer.is_last
         column = first_column + consumer.column
         alpha = bias = scale = None
@@ -100,7 +98,7 @@ class GatedEpilogue:
         if f.global_scale is not None:
             place = 0 if f.global_scale == "one" else Int64(expert)
             scale = ptx.float_of(ptx.load_if(outputs.global_scale.iterator + place, is_last, 1)[0])
-        return Terms(token, alpha, bias, scale)
+        return Terms(alpha, bias, scale)
 
     def gated(self, gate: Float32, up: Float32, terms: Terms, outputs: Outputs) -> Float32:
         """A result of two sums."""
@@ -117,11 +115,13 @@ class GatedEpilogue:
         return silu_mul(*values) if outputs.gate is None else swiglu(*values, *outputs.gate)
 
     @cute.jit
-    def finish_unit(self, sums, terms, first_column, consumer, values, outputs):
+    def finish_unit(self, sums, own_token, terms, first_column, consumer, values, outputs):
         """Store the results of a unit.
 
         Args:
             sums: of a lane, four for each eight tokens: two of the gate, two of up.
+            own_token: row of the lane's token of the unit, the lane's number being the token's; negative where there is
+                none.
             terms: what ``terms`` has loaded.
             first_column: the slice's first column of the result, of all experts.
             consumer: one of the ``Config.finishers`` threads that come here.
@@ -139,7 +139,7 @@ class GatedEpilogue:
         # Each thread has at most one block.
         blocks = c.columns // self.finish.block
         index, block = tid // blocks, tid % blocks
-        token = cute.arch.shuffle_sync(terms.token, index % WARP)
+        token = cute.arch.shuffle_sync(own_token, index % WARP)
         if (index < c.group) & (token >= 0):
             place = index * c.value_pitch + block * self.finish.block
             words = []
@@ -179,11 +179,16 @@ class GatedEpilogue:
         """Zero the padding of the scales: of ``threads`` threads in all this is number ``thread``."""
         layout = self.finish.out_layout
         blocks = self._blocks(outputs)
-        words = layout.padded_blocks(blocks) // 4
-        rows = cute.ceil_div(m, layout.tile_rows) * layout.tile_rows - m
-        for i in range(thread, rows * words, threads):
-            at = self._scale_at(m + i // words, i % words * 4, outputs, divby=4)
-            store_words([Uint32(0)], cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(1)))
+        # Of the last tiles' words, in the order of memory, those of rows that do not exist
+        rows = layout.tile_rows
+        existing = m % rows
+        words = ptx.select(existing == 0, Int32(0), layout.padded_blocks(blocks) // 4 * rows)
+        for i in range(thread, words, threads):
+            line = i % rows
+            row = line // 4 + line % 4 * 32 if const_expr(rows == 128) else line
+            if row >= existing:
+                at = self._scale_at(m - existing + row, i // rows * 4, outputs, divby=4)
+                store_words([Uint32(0)], cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(1)))
         # An expert's columns are whole pairs of blocks.
         if blocks % 4 != 0:
             for row in range(thread, m, threads):
