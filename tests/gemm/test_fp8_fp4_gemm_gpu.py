@@ -80,7 +80,7 @@ def hard(device):
     """Samples with scales that are hard to re-encode, of many rows."""
 
     def make(name, fmt, layout, **weight):
-        return sample(name, 140, 136, 1216, fmt, layout, device, weight=weight)
+        return sample(name, 140, 136, 2624, fmt, layout, device, weight=weight)
 
     return scale_values(make)
 

@@ -439,11 +439,12 @@ def load_if(pointer, condition, words: int, offset: int = 0, past_l1: bool = Fal
 
 
 @dsl_user_op
-def store_if(pointer, words: list, condition, *, loc=None, ip=None) -> None:
-    """Store four words in global memory, if ``condition``: without a branch, which other stores would not pass."""
+def store_if(pointer, words: list, condition, offset: int = 0, *, loc=None, ip=None) -> None:
+    """Store four words in global memory, ``offset`` bytes after ``pointer``, if ``condition``: without a branch, which
+    other stores would not pass."""
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(Uint32(condition), loc, ip)]
     operands += [_u32(word, loc, ip) for word in words]
-    text = "{.reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v4.b32 [$0], {$2, $3, $4, $5};}"
+    text = f"{{.reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v4.b32 [$0+{offset}], {{$2, $3, $4, $5}};}}"
     _asm(None, operands, text, "l,r,r,r,r,r", loc, ip, pure=False)
 
 

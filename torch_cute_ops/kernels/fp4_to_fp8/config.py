@@ -15,9 +15,9 @@ RANGE: Final = 16
 
 
 class Notes:
-    """Where what is noted of ``COLUMNS`` rows lies, in words from the first of these: the units as fp32; bytes for
-    each ``RANGE`` of K blocks and ``GROUP`` of rows, not 0 where a row has a power of its own in one of them; and
-    exponents of 16 bits, of the units and then of each K block.
+    """Where what is noted of ``COLUMNS`` rows lies, in words from the first of these: the units as fp32; a word for
+    each ``RANGE`` of K blocks and ``GROUP`` of rows, whose bits are those K blocks in which a row has a power of its
+    own; and exponents of 16 bits, of the units and then of each K block, of a group's rows where its bit is set.
 
     Numbers are integers, or the device's.
     """
@@ -29,8 +29,8 @@ class Notes:
 
     @staticmethod
     def owns(range_: Any) -> Any:
-        """The bytes of a range."""
-        return COLUMNS + range_ * (COLUMNS // GROUP // 4)
+        """The words of a range."""
+        return COLUMNS + range_ * (COLUMNS // GROUP)
 
     @classmethod
     def exponents(cls, blocks: Any, place: Any) -> Any:

@@ -1,8 +1,7 @@
 """The device code; the package's docstring describes the data path."""
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int16, Int32, Int64, Uint8, Uint32, range_constexpr
+from cutlass import Boolean, Float32, Int16, Int32, Int64, Uint32, range_constexpr
 
 from torch_cute_ops.kernels.common import pdl, ptx
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
@@ -27,8 +26,8 @@ PART = BLOCK // PARTS
 """Elements of a K block that a thread has."""
 ROWS = THREADS // PARTS
 """Rows of a CTA."""
-AHEAD = 4
-"""K blocks whose loads a thread has in flight."""
+AT_ONCE = 4
+"""K blocks that are recoded without a branch."""
 ALL_LANES = 0xFFFFFFFF
 
 
@@ -77,11 +76,18 @@ class FP4ToFP8Kernel:
         expert, row = cta // of_expert, cta % of_expert * ROWS + tid // PARTS
         exists = row < n
         pdl.start(c.pdl)
-        # A thread's parts of the K blocks, and their scales
-        codes_at = codes.iterator + (
-            Int64(expert) * codes.stride[2] + Int64(row) * codes.stride[0] + part * (PART // 2)
-        )
-        weight_at = weight.iterator + (Int64(expert) * weight.stride[0] + Int64(row) * weight.stride[1] + part * PART)
+        begin = range_ * RANGE
+        # A thread's parts of the range's K blocks, and their scales, are at constant distances.
+        codes_at = Int64(expert) * codes.stride[2] + Int64(row) * codes.stride[0]
+        codes_at = codes.iterator + (codes_at + begin * (BLOCK // 2) + part * (PART // 2))
+        weight_at = Int64(expert) * weight.stride[0] + Int64(row) * weight.stride[1]
+        weight_at = weight.iterator + (weight_at + begin * BLOCK + part * PART)
+        place = Int64(begin * c.block_scales + part * c.block_scales // PARTS)
+        scale_at = scale.iterator + self.tiles.scale_offset(scale, n, expert, row, place)
+        pitch = c.layout.block_offset(c.block_scales)
+        count = half - begin * (BLOCK // 2) - part * (PART // 2)  # bytes of codes from there on
+        count = ptx.select(exists, count, Int32(0))
+        loaded = self._load_some(codes_at, scale_at, pitch, count, 0)
         blocks = cute.ceil_div(2 * half, BLOCK)
         tile = expert * cute.ceil_div(n, COLUMNS) + row // COLUMNS
         notes_at = notes.iterator + Int64(tile) * Notes.words(blocks)
@@ -91,36 +97,36 @@ class FP4ToFP8Kernel:
             of_row = cute.recast_ptr(notes_at, dtype=Float32) + row % COLUMNS
             cute.make_tensor(of_row, cute.make_layout(1))[0] = power_of_two(unit)
             self._note(notes_at, blocks, Int32(0), row, unit)
-        begin = range_ * RANGE
-        end = cutlass.min(begin + RANGE, blocks)
-        has_own = Uint32(0)
-        for first in cutlass.range(begin, end, AHEAD, unroll=1):
-            loaded = []
-            for i in range_constexpr(AHEAD):
-                block = first + i
-                there = exists & (block < end) & (block * (BLOCK // 2) + part * (PART // 2) < half)
-                words = ptx.load_if(codes_at + block * (BLOCK // 2), there, 2, past_l1=True)
-                byte = ptx.load_narrow_if(self._scale_at(scale, n, expert, row, block, part), there, 1)
-                loaded.append((there, words, byte))
-            for i in range_constexpr(AHEAD):
-                there, words, byte = loaded[i]
-                low, high, fits = table_over_shared_unit(byte, unit, c.fmt)
-                votes = Uint32(cute.arch.vote_ballot_sync(fits | (there == Boolean(False))))
-                exponent = unit
-                if votes != Uint32(ALL_LANES):
-                    has_own = Uint32(1)
-                    row_fits = (votes >> Uint32(lane // PARTS * PARTS) & Uint32(0xFF)) == Uint32(0xFF)
-                    own = own_exponent(self._row_scales(scale, n, half, expert, row, there, first + i), c.fmt)
-                    own_low, own_high = table_of_own_unit(byte, own, c.fmt)
-                    low, high = ptx.select(row_fits, low, own_low), ptx.select(row_fits, high, own_high)
-                    exponent = ptx.select(row_fits, unit, own)
-                numbers = [number for word in words for number in look_up([low, high], word)]
-                ptx.store_if(weight_at + (first + i) * BLOCK, numbers, there)
-                if leads & (first + i < end):
-                    self._note(notes_at, blocks, first + i + 1, row, exponent)
-        if lane == 0:
-            of_group = cute.recast_ptr(notes_at + Notes.owns(range_), dtype=Uint8) + row % COLUMNS // GROUP
-            cute.make_tensor(of_group, cute.make_layout(1))[0] = Uint8(has_own)
+        owns = Uint32(0)
+        for first in range_constexpr(0, RANGE, AT_ONCE):
+            loaded += self._load_some(codes_at, scale_at, pitch, count, first + AT_ONCE)
+            if begin + first < blocks:
+                for i in range_constexpr(first, first + AT_ONCE):
+                    there, words, byte = loaded[i]
+                    low, high, fits = table_over_shared_unit(byte, unit, c.fmt)
+                    votes = Uint32(cute.arch.vote_ballot_sync(fits | (there == Boolean(False))))
+                    if votes != Uint32(ALL_LANES):
+                        row_fits = (votes >> Uint32(lane // PARTS * PARTS) & Uint32(0xFF)) == Uint32(0xFF)
+                        own = own_exponent(self._row_scales(scale, n, half, expert, row, there, begin + i), c.fmt)
+                        own_low, own_high = table_of_own_unit(byte, own, c.fmt)
+                        low, high = ptx.select(row_fits, low, own_low), ptx.select(row_fits, high, own_high)
+                        owns |= Uint32(1 << i)
+                        if leads:
+                            self._note(notes_at, blocks, begin + i + 1, row, ptx.select(row_fits, unit, own))
+                    numbers = [number for word in words for number in look_up([low, high], word)]
+                    ptx.store_if(weight_at, numbers, there, i * BLOCK)
+        if leads & (row % GROUP == 0):
+            of_group = cute.recast_ptr(notes_at + Notes.owns(range_), dtype=Uint32) + row % COLUMNS // GROUP
+            cute.make_tensor(of_group, cute.make_layout(1))[0] = owns
+
+    def _load_some(self, codes_at, scale_at, pitch: int, count, first: int) -> list:
+        """Load a thread's parts of the K blocks from ``first`` on: whether they are there, codes, and scales."""
+        loaded = []
+        for i in range(first, min(first + AT_ONCE, RANGE)):
+            there = count > i * (BLOCK // 2)
+            words = ptx.load_if(codes_at, there, 2, i * (BLOCK // 2), past_l1=True)
+            loaded.append((there, words, ptx.load_narrow_if(scale_at, there, 1, i * pitch)))
+        return loaded
 
     def _note(self, notes_at: cute.Pointer, blocks, place, row, exponent) -> None:
         """Store an exponent of a row."""
@@ -133,9 +139,3 @@ class FP4ToFP8Kernel:
         left = half * 2 // c.fmt.block_size - block * c.block_scales
         words = self.tiles.row_scales(scale, n, expert, row, exists, Int64(block) * c.block_scales, left)
         return self.tiles.without_padding(words, left)
-
-    def _scale_at(self, scale, n, expert, row, block, part) -> cute.Pointer:
-        """Where the scale of a part of a row's K block is."""
-        c = self.config
-        place = Int64(block * c.block_scales + part * c.block_scales // PARTS)
-        return scale.iterator + self.tiles.scale_offset(scale, n, expert, row, place)

@@ -9,7 +9,7 @@ from torch_cute_ops.kernels.common.convert import load_words, store_words
 from torch_cute_ops.kernels.common.epilogue_ops import Finish, TileEpilogue
 from torch_cute_ops.kernels.common.expert_tiles import ExpertTiles, by_expert
 from torch_cute_ops.kernels.common.fp8_tiles_kernel import Tile
-from torch_cute_ops.kernels.fp4_to_fp8.config import COLUMNS, GROUP, Notes
+from torch_cute_ops.kernels.fp4_to_fp8.config import COLUMNS, GROUP, RANGE, Notes
 from torch_cute_ops.kernels.fp8_fp4_recoded.config import Config
 from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import power_of_two
 from torch_cute_ops.kernels.fp8_fp4_wgmma.units import HAS_OWN, UnitsKernel
@@ -46,8 +46,7 @@ class FP8FP4RecodedKernel(UnitsKernel):
         notes = self._notes(tile.expert, tile.column, share)
         found = Uint32(0)
         for range_ in cutlass.range(Notes.ranges(share.blocks), unroll=4):
-            at = share.b_scale.iterator + (notes + Notes.owns(range_))
-            found |= ptx.load_narrow_if(cute.recast_ptr(at, dtype=cutlass.Uint8) + lane, exists, 1)
+            found |= ptx.load_if(share.b_scale.iterator + (notes + Notes.owns(range_) + lane), exists, 1)[0]
         return notes, exists, cute.arch.vote_any_sync(found != Uint32(0))
 
     def _notes(self, expert, column, share) -> Int64:
@@ -74,9 +73,12 @@ class FP8FP4RecodedKernel(UnitsKernel):
     def _store_own_units(self, notes, exists, block, place, lane, share, smem) -> Uint32:
         """Leave the powers that bring a K block's sums to the units of their rows. Returns the flags."""
         at, blocks = share.b_scale.iterator + notes, share.blocks
+        (owns,) = ptx.load_if(at + (Notes.owns(block // RANGE) + lane), exists, 1)
+        has_own = (owns >> Uint32(block % RANGE) & Uint32(1)) != Uint32(0)
         units = ptx.load_if(at + (Notes.exponents(blocks, 0) + 2 * lane), exists, 2)
-        own = ptx.load_if(at + (Notes.exponents(blocks, block + 1) + 2 * lane), exists, 2)
-        votes = Uint32(cute.arch.vote_ballot_sync(exists & ((units[0] != own[0]) | (units[1] != own[1]))))
+        own = ptx.load_if(at + (Notes.exponents(blocks, block + 1) + 2 * lane), has_own, 2)
+        own = [ptx.select(has_own, word, unit) for word, unit in zip(own, units, strict=True)]
+        votes = Uint32(cute.arch.vote_ballot_sync(has_own))
         flags = Uint32(HAS_OWN)
         for group in range_constexpr(COLUMNS // 32):
             # Eight lanes have the rows of a group.
