@@ -72,8 +72,8 @@ def prepared(op, given):
 @by_op
 @pytest.mark.parametrize(("name", "sizes"), TACTICS, ids=str)
 def test_every_tactic(op, name, sizes):
-    """Each tactic gives the sums bit for bit, where they are exact, in an output that was poisoned: of one format in one
-    run, and of the other in the next, by chance."""
+    """Each tactic gives the sums bit for bit, where they are exact, in an output that was poisoned: of one format in
+    one run, and of the other in the next, by chance."""
     fmt = random.choice([NVFP4, MXFP4])
     m, n, k, out_dtype, alpha, bias_dtype, a_dtype = sizes
     target = gpu_target(name, SAMPLES[op.name].has_a_scale)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from support import spec, weights
+from support import layers, spec, weights
 from torch_cute_ops.nn import QuantExperts
 
 E, H, I, TOPK = 4, 256, 128, 2  # noqa: E741
@@ -69,6 +69,18 @@ def decoded(experts: QuantExperts) -> tuple[np.ndarray, np.ndarray]:
         weights.decoded({name: each.cpu() for name, each in tensors.items()}, parts) for tensors, parts in stacks
     )
     return gate_up.reshape(count, -1, gate_up.shape[1]), down.reshape(count, -1, down.shape[1])
+
+
+def multiplied(experts: QuantExperts) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers by which activations in FP8 are multiplied, (E, 2I, H) and (E, H, I): in FP4 not those of
+    ``decoded``, but these rounded to FP8."""
+    if experts.scheme == "fp8_block":
+        return decoded(experts)
+    gate_up, down = (
+        layers.recoded({name: each.cpu() for name, each in layer.tensors().items()}, layer)
+        for layer in (experts.gate_up_proj, experts.down_proj)
+    )
+    return gate_up.reshape(experts.experts, -1, gate_up.shape[1]), down.reshape(experts.experts, -1, down.shape[1])
 
 
 def computed(

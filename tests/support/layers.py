@@ -45,6 +45,11 @@ def weight_multiplied(layer: QuantLinear) -> np.ndarray:
     tensors = {name: each.cpu() for name, each in layer.state_dict().items()}
     if layer.activations != "fp8" or layer.scheme not in ("nvfp4", "mxfp4"):
         return weights.decoded(tensors, layer.parts)
+    return recoded(tensors, layer)
+
+
+def recoded(tensors: dict[str, torch.Tensor], layer: QuantLinear) -> np.ndarray:
+    """The numbers by which FP8 activations are multiplied of a layer in FP4, with its tensors by name."""
     elements, factors = fp4_weight(tensors["weight"], tensors["weight_scale"], "linear", layer.format.block_size)
     whole = elements * factors.repeat(BLOCK, 1)[:, : layer.in_features]
     if layer.scheme == "nvfp4":
