@@ -70,7 +70,7 @@ def run(pytester, monkeypatch):
 
 
 def drawn(result):
-    return {name: number for name, number in re.findall(r"^drew (op \d) (\S+)$", result.stdout.str(), re.M)}
+    return dict(re.findall(r"^drew (op \d) (\S+)$", result.stdout.str(), re.M))
 
 
 def test_all_cases_run_and_failures_are_named(run):
