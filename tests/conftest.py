@@ -68,8 +68,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if controller is None and not GPU_MISSING:
         every = ",".join(map(str, range(torch.cuda.device_count())))
         os.environ["TEST_GPUS"] = os.environ.get("CUDA_VISIBLE_DEVICES", every)  # for workers, in devices.py
-    # Collecting garbage after each compilation takes a third of it.
-    os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
     if controller is not None:
         # Workers are as many as processors already, and Inductor in each would start as many processes.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

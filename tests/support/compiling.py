@@ -13,7 +13,7 @@ import torch._dynamo.guards
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Dynamo as if it had compiled nothing, before a test and after it.
 
-    And without what takes 27 ms of each compilation here: for its log it flushes the processor's caches, and measures
+    And without what takes 20 ms of each compilation: for its log it flushes the processor's caches, and measures
     how long guards take then.
     """
     monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", lambda *args: 0.0)
