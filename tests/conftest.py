@@ -16,6 +16,7 @@ import secrets
 import subprocess
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ hypothesis.settings.load_profile("torch_cute_ops")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("torch_cute_ops")
+    group.addoption("--sample", metavar="NAME", help="run tests of samples for those alone of this name, or pattern")
     group.addoption("--seed", type=int, help="base seed of the random data; without it, a fresh one")
     group.addoption("--every-kernel", action="store_true", help="compile all kernels of the grid, not a covering part")
     group.addoption(
@@ -134,7 +136,9 @@ def digest_of(text: str) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    part = config.getoption("part")
+    sample, part = config.getoption("sample"), config.getoption("part")
+    if sample is not None:
+        keep_cases(config, items, sample)
     if part is not None:
         # The tests of a sample share its kernels, and so a part.
         items[:] = [one for one in items if digest_of(group_of(one.nodeid)) % part[1] == part[0] - 1]
@@ -143,6 +147,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if GPU_MISSING and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=GPU_MISSING))
+
+
+def keep_cases(config: pytest.Config, items: list[pytest.Item], pattern: str) -> None:
+    """Deselect what has no case that ``--sample`` asks for."""
+    chunks = [item.callspec.params.get("chunk") if hasattr(item, "callspec") else None for item in items]
+    kept = [chunk is not None and bool(chunk.selected(pattern)) for chunk in chunks]
+    config.hook.pytest_deselected(items=[item for item, keeps in zip(items, kept, strict=True) if not keeps])
+    items[:] = [item for item, keeps in zip(items, kept, strict=True) if keeps]
 
 
 # The device
@@ -162,7 +174,19 @@ BASE_SEED = pytest.StashKey[int]()
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Each test has its own seed, made from the base seed and the test's name, whatever runs before it."""
-    digest = hashlib.sha256(f"{item.config.stash[BASE_SEED]} {item.nodeid}".encode()).digest()
+    seed_for(item.config, item.nodeid)
+
+
+@pytest.fixture
+def seed_case(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """A function that gives a case of a chunk its own seed, as if it were a test."""
+    chunk = request.node.callspec.params["chunk"].id
+    return lambda case: seed_for(request.config, request.node.nodeid.replace(chunk, case))
+
+
+def seed_for(config: pytest.Config, name: str) -> None:
+    """Seed all random data from the base seed and a name."""
+    digest = hashlib.sha256(f"{config.stash[BASE_SEED]} {name}".encode()).digest()
     seed = int.from_bytes(digest[:4], "little")
     random.seed(seed)
     # Not torch.manual_seed: without a GPU it keeps a stack trace for each kind of GPU, 0.1 ms a test.
@@ -186,7 +210,8 @@ def refuse_record(config: pytest.Config) -> None:
     """Refuse to record a run that is not the whole suite on a GPU."""
     if GPU_MISSING:
         raise pytest.UsageError(f"--gpu-record: {GPU_MISSING}")
-    options = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise", "collectonly", "maxfail")
+    parts = ("sample", "keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf")
+    options = (*parts, "stepwise", "collectonly", "maxfail")
     given = [option for option in options if config.getoption(option, None)]
     if config.args_source is pytest.Config.ArgsSource.ARGS:
         given.append(f"paths {' '.join(config.args)}")

@@ -10,6 +10,7 @@ from expected import assert_same, raw
 from support.cases import (
     arguments,
     computed,
+    each_of_op,
     get_error,
     make_call,
     named,
@@ -70,6 +71,12 @@ class Place:
     fakes: FakeTensorMode | None = None
     launches: Launches = field(default_factory=Launches)
 
+    def anew(self):
+        """As the fixture made it: before each case of a chunk."""
+        self.launches.anew()
+        if self.fakes is not None:
+            self.fakes = FakeTensorMode()
+
     def call(self, form, op, given, outputs=None):
         if self.fakes is None:
             return form(op, given, outputs)
@@ -118,9 +125,9 @@ def missing_in(op):
     return dict.fromkeys((*((name,) for name in required), required))
 
 
-@pytest.mark.parametrize(
-    ("op", "missing"),
-    [
+@each_of_op(
+    *("op", "missing"),
+    cases=[
         pytest.param(op, missing, id=f"{op.name}-{'-'.join(missing)}")
         for op in OPS.values()
         for missing in missing_in(op)
@@ -165,9 +172,11 @@ WRONG = {
 """Values that functions refuse by their type, as torch's binding does or would; its own answer to 1000 is a crash."""
 
 
-@pytest.mark.parametrize(
-    ("op", "parameter"),
-    [pytest.param(op, each, id=f"{op.name}-{each.name}") for op in OPS.values() for each in op.signature.parameters],
+@each_of_op(
+    *("op", "parameter"),
+    cases=[
+        pytest.param(op, each, id=f"{op.name}-{each.name}") for op in OPS.values() for each in op.signature.parameters
+    ],
 )
 def test_wrong_python_types(op, parameter, place):
     """For functions, on the first call and on later ones."""
@@ -222,7 +231,7 @@ OVERLAPS = [
 ]
 
 
-@pytest.mark.parametrize(("op", "written"), OVERLAPS)
+@each_of_op("op", "written", cases=OVERLAPS)
 def test_no_output_overlaps_another_tensor(op, written, place):
     """Nor does an argument that is updated: on the first call and on later ones. Only the same view is allowed where
     the op says so. Nothing is written."""

@@ -22,6 +22,7 @@ from support.cases import (
     sample_cases,
     updated,
 )
+from support.compiling import fresh_compiler  # noqa: F401  (a fixture)
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._triton import has_triton
@@ -29,12 +30,7 @@ from torch.utils._triton import has_triton
 from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.testing import Sample
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.mark.parametrize(("op", "names"), form_groups(8))

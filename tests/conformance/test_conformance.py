@@ -16,6 +16,7 @@ from support.cases import (
     call_function,
     call_out,
     defined,
+    each_sample,
     expected_of,
     faked,
     form_cases,
@@ -42,8 +43,8 @@ from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.testing import error_inputs, sample_inputs
 
-by_sample = pytest.mark.parametrize(("op", "name"), sample_cases())
-by_form = pytest.mark.parametrize(("op", "name"), form_cases())
+by_sample = each_sample(sample_cases())
+by_form = each_sample(form_cases())
 by_op = pytest.mark.parametrize("op", op_cases())
 
 

@@ -16,6 +16,7 @@ from support.cases import (
     call_out,
     choices_of,
     defined,
+    each_sample,
     expected_of,
     forget,
     form_cases,
@@ -41,7 +42,7 @@ from torch_cute_ops.registry import OPS
 
 pytestmark = pytest.mark.gpu
 
-by_form = pytest.mark.parametrize(("op", "name"), form_cases())
+by_form = each_sample(form_cases())
 by_op = pytest.mark.parametrize("op", op_cases())
 QUANTISING = [case for case in op_cases() if quantises_rows(*case.values)]
 LAID_OUT = [

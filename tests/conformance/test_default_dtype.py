@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 from expected import assert_same
-from support.cases import form_cases, get_sample, op_cases, properties_for, run
+from support.cases import each_sample, form_cases, get_sample, op_cases, properties_for, run
 from support.gemm_problems import CPU, problem_id, problems
 
 from torch_cute_ops import registry
@@ -24,7 +24,7 @@ def bfloat16_by_default():
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize(("op", "name"), form_cases())
+@each_sample(form_cases())
 def test_same_bits(op, name, device):
     sample = get_sample(op, name, device)
     want = run(op, sample)

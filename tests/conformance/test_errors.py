@@ -8,6 +8,7 @@ from support.cases import (
     call,
     call_function,
     call_out,
+    each_error,
     error_cases,
     faked,
     get_error,
@@ -24,14 +25,6 @@ from torch._subclasses import FakeTensorMode
 from torch_cute_ops.testing import error_inputs, sample_inputs
 
 
-def by_error(**which):
-    # CUDA has bad inputs that the CPU has not, such as tensors on the CPU.
-    cases = [(case, on) for on in DEVICES for case in error_cases(on, **which)]
-    return pytest.mark.parametrize(
-        ("op", "name", "on"), [pytest.param(*case.values, on, id=f"{on}-{case.id}") for case, on in cases]
-    )
-
-
 def raises(op, error):
     return pytest.raises(error.error, match=rf"(?s)cute::{op.name}\b.*{error.match}")
 
@@ -41,7 +34,7 @@ def good_outputs(op, device):
     return call(op, good_outputs_error(op, device))
 
 
-@by_error()
+@each_error(error_cases(*DEVICES))
 def test_error(op, name, on):
     error = get_error(op, name, on)
     outputs = poisoned(good_outputs(op, on)) if error.out is None else error.out
@@ -63,7 +56,7 @@ def test_error(op, name, on):
         assert torch.equal(raw(tensor), expected), "something was written"
 
 
-@by_error(addresses=False)
+@each_error(error_cases(*DEVICES, addresses=False))
 def test_error_under_fake_tensors(op, name, on):
     error = get_error(op, name, on)
     mode = FakeTensorMode()

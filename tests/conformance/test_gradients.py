@@ -10,6 +10,7 @@ from support.cases import (
     call_function,
     call_out,
     defined,
+    each_of_op,
     named,
     op_cases,
     out_for,
@@ -72,6 +73,9 @@ FLOATING = [
     if each.name in arguments(op, sample := sample_with(op, "cpu", each.name))
     and arguments(op, sample)[each.name].dtype.is_floating_point
 ]
+DERIVATIVES = [
+    pytest.param(*case.values, attempt, id=f"{case.id}-{attempt}") for case in FLOATING for attempt in ATTEMPTS
+]
 
 
 def forms_of(op, outputs):
@@ -95,8 +99,7 @@ def forms_of(op, outputs):
     }
 
 
-@pytest.mark.parametrize("attempt", ATTEMPTS)
-@pytest.mark.parametrize(("op", "name"), FLOATING)
+@each_of_op("op", "name", "attempt", cases=DERIVATIVES)
 def test_derivatives_are_refused(op, name, attempt, place):
     """Nothing is computed as if the op were a constant."""
     given = arguments(op, sample_with(op, place, name))
@@ -145,7 +148,7 @@ def wrapped(op, sample, requiring=()):
     return named(op, {k: Wrapper(v, k in requiring) if isinstance(v, torch.Tensor) else v for k, v in given.items()})
 
 
-@pytest.mark.parametrize(("op", "name"), FLOATING)
+@each_of_op("op", "name", cases=FLOATING)
 def test_a_subclass_that_requires_grad(op, name, place):
     """Is refused while gradients are on."""
     sample = wrapped(op, sample_with(op, place, name), [name])

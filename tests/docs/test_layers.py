@@ -15,12 +15,12 @@ LAYERS = [re.sub(r"(/<\w+>)?(\.py|/)$", "", path) for path in re.findall(r"^\| `
 """From the highest to the lowest: folders and modules, relative to the package."""
 
 
-def cases() -> Iterator[object]:
-    """Every module of the layers."""
+def modules() -> Iterator[tuple[Path, int]]:
+    """Every module of the layers, and the number of its layer."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(PACKAGE).as_posix()
-        if layer_of(name.removesuffix(".py").replace("/", ".")) is not None:
-            yield pytest.param(path, id=name)
+        layer = layer_of(path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."))
+        if layer is not None:
+            yield path, layer
 
 
 def layer_of(module: str) -> int | None:
@@ -54,12 +54,10 @@ def test_the_table_has_every_folder() -> None:
     assert folders <= {layer.split("/")[0] for layer in LAYERS}
 
 
-@pytest.mark.parametrize("path", [*cases()])
-def test_imports_go_down(path: Path) -> None:
-    layer = layer_of(path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."))
-    assert layer is not None
+def test_imports_go_down() -> None:
     upwards = [
-        f"line {line}: {name}"
+        f"{path}:{line}: {name}"
+        for path, layer in modules()
         for line, name in imported(path)
         if (other := layer_of(name)) is not None and other < layer
     ]

@@ -7,6 +7,7 @@ from support.cases import (
     call,
     call_function,
     call_out,
+    each_sample,
     form_cases,
     get_sample,
     op_cases,
@@ -22,7 +23,7 @@ def counted(function, *args):
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize(("op", "name"), [case for case in form_cases() if case.values[0].has_backends])
+@each_sample(case for case in form_cases() if case.values[0].has_backends)
 def test_a_gemm_is_two_operations_a_product(op, name, device):
     """2·M·N·K: of all rows that experts have room for, and of all experts that a row may have."""
     sample = get_sample(op, name, device)

@@ -11,6 +11,8 @@ from support.cases import (
     compiled_op_cases,
     computed,
     defined,
+    each_error,
+    each_sample,
     error_cases,
     form_cases,
     get_error,
@@ -39,8 +41,8 @@ from torch_cute_ops.testing import Sample, sample_inputs
 
 pytestmark = pytest.mark.usefixtures("launches")
 
-by_sample = pytest.mark.parametrize(("op", "name"), sample_cases())
-by_form = pytest.mark.parametrize(("op", "name"), form_cases())
+by_sample = each_sample(sample_cases())
+by_form = each_sample(form_cases())
 
 
 def enter(op, sample, outputs=None):
@@ -91,8 +93,8 @@ STRIDED = [
 ]
 
 
-@pytest.mark.parametrize(("op", "name"), STRIDED)
-def test_result_after_contiguous(op, name):
+@each_sample(STRIDED)
+def test_result_after_contiguous(op, name, launches):  # noqa: F811
     """What a call of the same shapes left behind does not mislead one whose tensors lie otherwise."""
     sample = get_sample(op, name, "cpu")
     want = run(op, sample)
@@ -167,7 +169,7 @@ RECODED = [
 ]
 
 
-@pytest.mark.parametrize(("op", "name"), RECODED)
+@each_sample(RECODED)
 def test_a_recoded_weight(op, name, launches):  # noqa: F811
     """Two kernels, with a weight in FP8 between them."""
     sample = get_sample(op, name, "cpu")
@@ -224,7 +226,7 @@ def has_work(op, sample, want) -> bool:
 
 
 @by_form
-def test_without_gradients(op, name):
+def test_without_gradients(op, name, launches):  # noqa: F811
     sample = get_sample(op, name, "cpu")
     want = run(op, sample)
     require_grad(sample)
@@ -234,12 +236,10 @@ def test_without_gradients(op, name):
             assert_same(run_entry(op, sample, out_for(op, want)), want)
 
 
-@pytest.mark.parametrize(
-    ("op", "name"), [case for case in error_cases("cpu") if not case.id.endswith("backend-on-cpu")]
-)
-def test_error(op, name, launches):  # noqa: F811
+@each_error(case for case in error_cases("cpu") if not case.id.endswith("backend-on-cpu"))
+def test_error(op, name, on, launches):  # noqa: F811
     """The same errors as on the CPU, and no launch: on a first call, and where there is a launcher for such calls."""
-    error = get_error(op, name, "cpu")
+    error = get_error(op, name, on)
     outputs = poisoned(enter(op, good_outputs_error(op, "cpu")))
     outputs = outputs if error.out is None else error.out
     match = rf"(?s)cute::{op.name}\b.*{error.match}"
@@ -270,7 +270,7 @@ COPYING = ("fp4_dequantize", "moe_route_ids")
 QUANTISING = [case for case in sample_cases(*IN_PLACE, *COPIED) if case.values[0].name not in COPYING]
 
 
-@pytest.mark.parametrize(("op", "name"), QUANTISING)
+@each_sample(QUANTISING)
 def test_copies(op, name, launches):  # noqa: F811
     """Strided rows are read where they are, and copied only where the kernel cannot read them; so are residuals."""
     sample = private(op, get_sample(op, name, "cpu"))
@@ -281,9 +281,7 @@ def test_copies(op, name, launches):  # noqa: F811
         assert (args[1].data_ptr() == target.data_ptr()) == (name in IN_PLACE)
 
 
-@pytest.mark.parametrize(
-    ("op", "name"), sample_cases(*(f"residual-{name}" for name in (*IN_PLACE, *COPIED, "beside-input", "in-a-stack")))
-)
+@each_sample(sample_cases(*(f"residual-{name}" for name in (*IN_PLACE, *COPIED, "beside-input", "in-a-stack"))))
 def test_copies_of_residuals(op, name, launches):  # noqa: F811
     """A residual is updated where it is, if the kernel can."""
     sample = private(op, get_sample(op, name, "cpu"))

@@ -13,6 +13,7 @@ from support.cases import (
     call,
     call_function,
     call_out,
+    each_sample,
     form_cases,
     get_sample,
     make_call,
@@ -24,6 +25,7 @@ from support.cases import (
     sample_cases,
     updated,
 )
+from support.compiling import fresh_compiler  # noqa: F401  (a fixture)
 from support.strategies import KINDS, PLACES, generators, leads, placed, values
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
@@ -37,12 +39,7 @@ by_op = pytest.mark.parametrize("op", ADDING)
 ADDING_SAMPLES = [case for case in sample_cases() if case.values[0].updated]
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 # Against the parts
 
@@ -62,7 +59,7 @@ def separately(op, given):
     return *overload(OPS[op.name.removeprefix("add_")])(total, **others), total
 
 
-@pytest.mark.parametrize(("op", "name"), ADDING_SAMPLES)
+@each_sample(ADDING_SAMPLES)
 def test_sample_is_its_parts(op, name, device):
     sample = get_sample(op, name, device)
     assert_same(run(op, sample), separately(op, arguments(op, sample)))
@@ -134,7 +131,7 @@ def on_device(drawn, device):
     return moved
 
 
-@pytest.mark.parametrize(("op", "name"), [case for case in form_cases() if case.id.startswith("add_rmsnorm_fp4quant-")])
+@each_sample(case for case in form_cases() if case.id.startswith("add_rmsnorm_fp4quant-"))
 def test_more_outputs_are_only_more(op, name, device):
     """The codes and scales are the same beside the norm, and in both layouts."""
     sample = get_sample(op, name, device)

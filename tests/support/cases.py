@@ -20,6 +20,7 @@ import torch
 from expected import Tensors, raw
 from torch._subclasses import FakeTensorMode
 
+from support.chunks import Check, each_case
 from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.ops import _call
 from torch_cute_ops.ops._define import OpSpec, as_tuple
@@ -99,10 +100,46 @@ def _placement(tensor: torch.Tensor) -> tuple[Any, ...]:
     return *strides, all(step * tensor.itemsize % 16 == 0 for step in steps)
 
 
-def error_cases(device: str, addresses: bool = True) -> list[Any]:
-    """Parameters (op, name of an error input), with bad addresses or without."""
-    errors = [(op, error) for op in OPS.values() for error in _errors(op.name, device).values()]
-    return [_case(op, error) for op, error in errors if addresses or not error.is_address]
+def error_cases(*devices: str, addresses: bool = True) -> list[Any]:
+    """Parameters (op, name of an error input, device), with bad addresses or without. CUDA has bad inputs that the CPU
+    has not, such as tensors on the CPU."""
+    return [
+        pytest.param(op, error.name, device, id=f"{device}-{op.name}-{error.name}")
+        for device in devices
+        for op in OPS.values()
+        for error in _errors(op.name, device).values()
+        if addresses or not error.is_address
+    ]
+
+
+CHUNK = 16
+"""Consecutive samples of an op that an item checks: so few that it takes seconds, and workers have even shares."""
+
+
+def each_sample(cases: Iterable[Any]) -> Callable[[Check], Check]:
+    """A decorator for checks of (op, name of a sample): the samples among these cases, in chunks.
+
+    A sample is in the chunk of the same id in every test, so that one worker compiles its kernel.
+    """
+    return each_case(
+        ("op", "name"), cases, lambda op, name: f"{op.name}-samples-{_chunk(_samples(op.name, 'cpu'), name)}"
+    )
+
+
+def each_error(cases: Iterable[Any]) -> Callable[[Check], Check]:
+    """The same of (op, name of an error input, device)."""
+    chunk_of = lambda op, name, on: f"{on}-{op.name}-errors-{_chunk(_errors(op.name, on), name)}"  # noqa: E731
+    return each_case(("op", "name", "on"), cases, chunk_of)
+
+
+def each_of_op(*names: str, cases: Iterable[Any]) -> Callable[[Check], Check]:
+    """The same of other cases, whose first value is an op: all cases of an op are a chunk."""
+    return each_case(names, cases, lambda op, *_: op.name)
+
+
+def _chunk(entries: dict[str, Any], name: str) -> int:
+    """The position of the first entry of the chunk that this one is in."""
+    return [*entries].index(name) // CHUNK * CHUNK
 
 
 def op_cases() -> list[Any]:

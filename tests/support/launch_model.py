@@ -86,6 +86,11 @@ class Launches:
         self.calls.clear()
         self._functions.clear()
 
+    def anew(self) -> None:
+        """The same, and no op remembers a call: before each case of a chunk."""
+        self.forget()
+        forget_all()
+
     def compile_kernel(self, spec: KernelSpec, arch: Any) -> Any:
         found = self._functions.get((spec, arch))
         if found is not None:
