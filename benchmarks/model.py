@@ -542,7 +542,7 @@ def markdown(result: Mapping[str, Any]) -> str:
             TEXT.format(
                 rounds=ROUNDS,
                 attention=ATTENTION[result["attention"]],
-                compiled=COMPILED if result["is_compiled"] else "Both run eagerly.",
+                compiled=COMPILED if result.get("is_compiled") else "Both run eagerly.",
             ),
             120,
             break_on_hyphens=False,
