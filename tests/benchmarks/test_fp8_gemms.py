@@ -47,7 +47,7 @@ def test_ours_passes_the_check_and_others_do_not(op, case):
     expected = benchmark.expected(case, sets[0])
     assert benchmark.mismatch(got, expected) == 0.0
     wrong = got[0].clone()
-    wrong.view(-1)[7] *= 1.5
+    wrong.view(-1)[7] += wrong.abs().max()  # half as much again of a small number is within the noise
     assert 0 < benchmark.mismatch((wrong,), expected) < 0.01
     assert benchmark.mismatch((got[0].fill_(torch.nan),), expected) == 1.0
 
