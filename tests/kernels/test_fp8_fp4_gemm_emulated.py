@@ -153,6 +153,17 @@ def test_whether_a_weight_is_read_before_the_wait() -> None:
     assert not torch.equal(got, want)
 
 
+def test_a_recoded_weight_is_waited_for() -> None:
+    """The kernel before, which writes it, may still be under way."""
+    run = Run(case(MXFP4, "linear", "counted", RECODED, BF16), (3, 0), 72, 64, 1)
+    got, want = execute(run, late=(*WEIGHT, *INPUTS))
+    assert torch.equal(got, want)
+    unwaited = changed(r"griddepcontrol\.wait", None)
+    with pytest.raises((EmulationError, Deadlock, AssertionError)):
+        got, want = execute(run, unwaited, late=(*WEIGHT, *INPUTS))
+        assert torch.equal(got, want)
+
+
 FAR = {NVFP4: [(1, 0x80), (0x81, 0xFF)], MXFP4: [(100, 140)]}
 """Scale bytes: all of NVFP4, with NaN, as far apart as can be, and the negative ones; and 2^40 apart."""
 
