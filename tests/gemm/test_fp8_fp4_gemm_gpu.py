@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from support.gemm_problems import backend_for
+from support.tactics import check_every_tactic, results
 
 from torch_cute_ops.formats import MXFP4, NVFP4
-from torch_cute_ops.formats.experts import used_rows
-from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.select import target_of
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.testing.samples._epilogue import exact_epilogue
@@ -26,18 +24,6 @@ def target():
     if not found.arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
     return found
-
-
-def results(op, name, one, given, target):
-    """What each tactic of a backend leaves in an output that was poisoned."""
-    call = op.bind(*one.args, **one.kwargs, **given)
-    problem = op.path.problem(call)
-    backend = backend_for(name, problem)
-    shape = *call.a.shape[:-1], problem.n
-    for tactic in backend.tactics(problem, bucket(call.a.shape[-2]), target):
-        out = torch.full(shape, torch.nan, dtype=problem.out_dtype, device=call.a.device)
-        backend.launcher(problem, tactic, target)(*call[:8], out)
-        yield tactic, out
 
 
 @pytest.mark.parametrize(
@@ -67,13 +53,7 @@ def test_every_tactic(name, fmt, layout, m, k, epilogue, target):
         given = exact_epilogue(N, device, None if op == "mm_fp8_fp4" else 3) if epilogue else {}
         given = {**given, "out_dtype": torch.float32}
         for one in samples:
-            want = OPS[op].reference(*one.args, **one.kwargs, **given)
-            used = torch.ones(want.shape[:-1], dtype=torch.bool, device=device)
-            if op != "mm_fp8_fp4":
-                call = OPS[op].bind(*one.args, **one.kwargs, **given)
-                used = used_rows(used.numel(), call.offsets, call.counts).view(used.shape)
-            for tactic, out in results(OPS[op], name, one, given, target):
-                assert torch.equal(out[used], want[used]) and out[~used].isnan().all(), tactic
+            check_every_tactic(OPS[op], name, one, given, target)
 
 
 def hard(device):

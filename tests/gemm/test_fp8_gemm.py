@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from support.gemm_problems import backend_for
+from support.tactics import check_every_tactic
 
 import torch_cute_ops
 from torch_cute_ops.formats.experts import used_rows
-from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.select import target_of
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.testing.samples._epilogue import exact_epilogue
@@ -127,20 +126,6 @@ def test_every_tactic(name, m, k, epilogue):
             given["alpha"] = given["alpha"][:, 0].contiguous()
         for one in samples:
             check_every_tactic(OPS[op], name, one, {**given, "out_dtype": torch.float32}, target)
-
-
-def check_every_tactic(op, name, one, given, target):
-    call = op.bind(*one.args, **one.kwargs, **given)
-    problem = op.path.problem(call)
-    backend = backend_for(name, problem)
-    want = op.reference(*one.args, **one.kwargs, **given)
-    used = torch.ones(want.shape[:-1], dtype=torch.bool, device=want.device)
-    if op.name == "grouped_mm_fp8":
-        used = used_rows(used.numel(), call.offsets, call.counts).view(used.shape)
-    for tactic in backend.tactics(problem, bucket(call.a.shape[-2]), target):
-        out = torch.full_like(want, torch.nan)
-        backend.launcher(problem, tactic, target)(*call[:8], out)
-        assert torch.equal(out[used], want[used]) and out[~used].isnan().all(), tactic
 
 
 @pytest.mark.gpu

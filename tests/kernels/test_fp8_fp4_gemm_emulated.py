@@ -8,7 +8,7 @@ from ptx import EmulationError, run_kernel
 from ptx.memory import Deadlock
 from support.emulated import CPU, INPUTS, PASSED, WAIT, WEIGHT, changed, equal, is_static, poisoned, written_late
 from support.epilogues import finished, operands
-from support.kernel_grid import BF16, FP16, FP32, FP8FP4GemmCase
+from support.kernel_grid import BF16, FP16, FP32, RECODED, FP8FP4GemmCase
 
 from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.formats.experts import expert_of_rows
@@ -22,7 +22,6 @@ from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.samples.grouped_mm_fp8_fp4 import contiguous, masked
 from torch_cute_ops.testing.samples.mm_fp8_fp4 import sample
 
-RECODED = (128, 128)
 POISON = 777.0
 """What no kernel writes."""
 
@@ -99,8 +98,7 @@ def recoded(case: FP8FP4GemmCase, b: torch.Tensor, b_scale: torch.Tensor, seed: 
 
 
 def case(fmt, scale_layout: str, layout: str, tile: tuple[int, int], *epilogue: Any) -> FP8FP4GemmCase:
-    is_recoded = tile == RECODED
-    return FP8FP4GemmCase(fmt, scale_layout, layout, tile, Epilogue(*epilogue), is_recoded=is_recoded)
+    return FP8FP4GemmCase(fmt, scale_layout, layout, tile, Epilogue(*epilogue))
 
 
 # Ragged sizes, a last K block of 64 elements, experts without rows or that begin within a tile of scales.
@@ -187,8 +185,6 @@ def test_scales_that_are_hard_to_encode(fmt: Any, tile: tuple[int, int], scales:
 SWAPPED = Run(case(NVFP4, "128x4", "masked", (16, 1), BF16), (3, 5), 136, 1792, 1, room=8)
 UNITS = Run(case(NVFP4, "128x4", "counted", (128, 1), BF16), (130, 3), 120, 896, 1)
 PAIR = Run(case(NVFP4, "128x4", "counted", (256, 1), BF16), (200, 3), 120, 896, 2)
-
-
 WRITTEN = Run(case(NVFP4, "128x4", "counted", RECODED, BF16), (130, 3), 120, 896, 1)
 
 

@@ -656,10 +656,14 @@ class FP8GemmCase:
         return fp8_wgmma.FP8WgmmaKernel(fp8_wgmma.plan(**dict(zip(names, self.tile, strict=True)), **given))
 
 
+RECODED = (128, 128)
+"""Rows of ``a`` and of the weight of a tile of ``fp8_fp4_recoded``."""
+
+
 @dataclass(frozen=True)
 class FP8FP4GemmCase:
-    """A GEMM of FP8 activations and an FP4 weight; ``tile`` as of ``fp8_fp4_wgmma.TILES``, the rest as elsewhere.
-    ``is_recoded``: by ``fp8_fp4_recoded``."""
+    """A GEMM of FP8 activations and an FP4 weight; ``tile`` as of ``fp8_fp4_wgmma.TILES``, or ``RECODED``, the rest as
+    elsewhere."""
 
     fmt: FP4Format
     scale_layout: str
@@ -668,13 +672,17 @@ class FP8FP4GemmCase:
     epilogue: Epilogue
     arch: str = "sm_90a"
     static_weight: bool = False
-    is_recoded: bool = False
+
+    @property
+    def is_recoded(self) -> bool:
+        """Whether the weight is multiplied as ``before`` has written it."""
+        return self.tile == RECODED
 
     @property
     def id(self) -> str:
         tile = "x".join(map(str, self.tile))
-        family = "fp8_fp4_wgmma-static" if self.static_weight else "fp8_fp4_wgmma"
-        family = "fp8_fp4_recoded" if self.is_recoded else family
+        family = "fp8_fp4_recoded" if self.is_recoded else "fp8_fp4_wgmma"
+        family += "-static" if self.static_weight else ""
         parts = (family, self.fmt.name, self.scale_layout, self.layout, tile, _epilogue_id(self.epilogue))
         return "-".join((*parts, self.arch))
 
@@ -769,10 +777,9 @@ def fp8_fp4_gemm_cases() -> list[FP8FP4GemmCase | RecodeCase]:
         layout = next(layouts)
         epilogue = next(by_column if layout == "plain" else by_expert)
         cases.append(FP8FP4GemmCase(fmt, next(scales), layout, tile, epilogue))
-    tile = (128, 128)
     for layout in FP8_LAYOUTS:
         epilogue = next(by_column if layout == "plain" else by_expert)
-        cases.append(FP8FP4GemmCase(NVFP4, "128x4", layout, tile, epilogue, is_recoded=True))
+        cases.append(FP8FP4GemmCase(NVFP4, "128x4", layout, RECODED, epilogue))
     kinds = itertools.product((NVFP4, MXFP4), ("128x4", "linear"), (True, False))
     return cases + [RecodeCase(*kind) for kind in kinds]
 

@@ -1,0 +1,42 @@
+"""Every tactic of a backend of FP8 GEMMs, on the operands of one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from support.gemm_problems import backend_for
+from torch_cute_ops.formats.experts import used_rows
+from torch_cute_ops.gemm.backend import Target
+from torch_cute_ops.gemm.buckets import bucket
+from torch_cute_ops.gemm.problem import Tactic
+from torch_cute_ops.ops._define import OpSpec
+from torch_cute_ops.testing import Sample
+
+
+def results(
+    op: OpSpec, name: str, one: Sample, given: Mapping[str, Any], target: Target
+) -> Iterator[tuple[Tactic, torch.Tensor]]:
+    """Each tactic of the backend of this name, and what it leaves in an output that was poisoned with NaN; ``given``
+    are arguments besides the sample's."""
+    call = op.bind(*one.args, **one.kwargs, **given)
+    problem = op.path.problem(call)
+    backend = backend_for(name, problem)
+    shape = *call.a.shape[:-1], problem.n
+    for tactic in backend.tactics(problem, bucket(call.a.shape[-2]), target):
+        out = torch.full(shape, torch.nan, dtype=problem.out_dtype, device=call.a.device)
+        backend.launcher(problem, tactic, target)(*call[:8], out)
+        yield tactic, out
+
+
+def check_every_tactic(op: OpSpec, name: str, one: Sample, given: Mapping[str, Any], target: Target) -> None:
+    """Each gives the reference's sums bit for bit, and writes nothing in rows that no expert has."""
+    want = op.reference(*one.args, **one.kwargs, **given)
+    call = op.bind(*one.args, **one.kwargs, **given)
+    used = torch.ones(want.shape[:-1], dtype=torch.bool, device=want.device)
+    if call.offsets is not None or call.counts is not None:
+        used = used_rows(used.numel(), call.offsets, call.counts).view(used.shape)
+    for tactic, out in results(op, name, one, given, target):
+        assert torch.equal(out[used], want[used]) and out[~used].isnan().all(), tactic
