@@ -52,6 +52,8 @@ def lost(spec: OpSpec, sample: Sample) -> torch.Tensor | None:
     given = arguments(spec, sample)
     if "a" not in given or given["a"].dtype != torch.float8_e4m3fn:
         return None
+    if given["b"].dtype == torch.uint8:  # packed FP4 codes, as those of this dtype
+        given["b"] = given["b"].view(torch.float4_e2m1fn_x2)
     given = {name: magnitude(argument) for name, argument in given.items()}
     (size,) = as_tuple(spec.reference(**{**given, "out_dtype": torch.float32}))
     return size.double() * (4 * 33 * 2.0**-13)
