@@ -26,9 +26,6 @@ TILES: Final = (32, 64, 128, 256, 512)
 """Tokens of a tile, of which there are lists."""
 ARRANGED: Final = 2
 """Pieces of activations that a thread rearranges, about."""
-ARRANGERS: Final = 32
-"""Fewest CTAs that rearrange activations where they do nothing else: more than a token's activations take, because they
-clear padding too."""
 MAX_PARTS: Final = 64
 """Most CTAs for each expert that rearrange activations."""
 BARRIER_BYTES: Final = 512

@@ -24,7 +24,6 @@ from torch_cute_ops.kernels.common.weight_chunks import TILE_ROWS
 from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
 from torch_cute_ops.kernels.fp4_gated_experts.config import (
     ARRANGED,
-    ARRANGERS,
     GAP,
     MAX_PARTS,
     WARPS,
@@ -192,7 +191,7 @@ class FP4GatedExpertsKernel:
         lists = TokenLists(arranged, pairs, counts)
         pieces = Int64(m) * (c.k_chunks * self.activations.pieces)
         if const_expr(c.scans):
-            grid = cutlass.max(cute.ceil_div(Int32(pieces), c.lists.threads), Int32(ARRANGERS)), Int32(1), Int32(1)
+            grid = cute.ceil_div(Int32(pieces), c.lists.threads), Int32(1), Int32(1)
         else:
             threads = Int64(experts) * tiles * (c.lists.threads * ARRANGED)
             parts = Int32(cutlass.min((pieces + threads - 1) // threads, Int64(MAX_PARTS)))
@@ -201,7 +200,7 @@ class FP4GatedExpertsKernel:
         outputs = Outputs(alpha, bias, global_scale, y, scale, gate)
         read = a, a_scale, b, b_scale, routing, alpha, bias, global_scale
         listed = ctas_unless_overlapping(grid[0], (y, scale, workspace), read)
-        self.list_kernel(a, a_scale, routing, lists, left, outputs).launch(
+        self.list_kernel(a, a_scale, routing, lists, left).launch(
             grid=[listed, *grid[1:]], block=[c.lists.threads, 1, 1], stream=stream, use_pdl=c.pdl
         )
         self.kernel(self._weight_maps(b, b_scale), routing, lists, left, outputs).launch(
@@ -221,9 +220,9 @@ class FP4GatedExpertsKernel:
     # Lists
 
     @cute.kernel
-    def list_kernel(self, a, a_scale, routing, lists, left, outputs):
+    def list_kernel(self, a, a_scale, routing, lists, left):
         """List the tokens of a tile that are routed to an expert, in their order; rearrange the activations, and zero
-        the padding of the scales, and the flags of what workers leave."""
+        the flags of what workers leave."""
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         expert, tile, part = cute.arch.block_idx()
@@ -233,8 +232,6 @@ class FP4GatedExpertsKernel:
         pdl.start(c.pdl)
         thread = ((part * tiles + tile) * experts + expert) * c.lists.threads + tid
         threads = experts * tiles * parts * c.lists.threads
-        if const_expr(self.epilogue.is_fp4 and not c.finish.out_layout.is_linear):
-            self.epilogue.clear_padding(outputs, m, thread, threads)
         if const_expr(left is not None):
             flags = left[1]
             for i in range(thread, flags.shape[0], threads):
@@ -325,6 +322,11 @@ class FP4GatedExpertsKernel:
                 self._feed(warp - WARPS, self.ring.open(weight, smem.codes, smem.scales), share, smem)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
+            if const_expr(self.epilogue.is_fp4 and not c.finish.out_layout.is_linear):
+                # While the first chunks are on their way. The kernels before the other one have ended.
+                _, tiles, _ = cute.arch.grid_dim()
+                threads, cta = Int32(WARPS * WARP), tile * workers + worker
+                self.epilogue.clear_padding(outputs, share.m, cta * threads + tid, tiles * workers * threads)
             self._multiply(warp, tid, share, smem)
 
     def _allocate(self) -> Smem:
