@@ -7,6 +7,8 @@ VENV ?= .venv
 ARGS ?=
 
 dev = $(PYTHON) tools/setup_env.py --venv $(VENV)
+# A worker that dies ends the run: pytest-xdist can wait for its successor for ever.
+workers = -n logical --maxprocesses 32 --dist loadgroup --max-worker-restart 0
 
 .PHONY: help demo demo-minilm demo-minilm-nvfp4 demo-moe demo-fp8-moe demo-save demo-serve demo-tensor-parallel demo-experts test lint format typecheck docs bench venv clean
 .DEFAULT_GOAL := help
@@ -41,8 +43,8 @@ demo-tensor-parallel:  ## A decoder and experts on two ranks: examples/tensor_pa
 demo-experts:  ## A model with experts in DeepSeek-V3's shape, or gpt-oss's: examples/expert_models.py
 	@$(dev) -- examples/expert_models.py $(ARGS)
 
-test:          ## Run the tests; kernels too where there is a GPU
-	@$(dev) -- -m pytest $(ARGS)
+test:          ## Run the tests on every processor; kernels too where there is a GPU
+	@$(dev) -- -m pytest $(workers) $(ARGS)
 
 lint:          ## Check style and formatting
 	@$(dev) -- -m ruff check
