@@ -16,11 +16,13 @@ from torch_cute_ops.kernels import fp4_to_fp8
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.fp4_to_fp8 import note_words
 from torch_cute_ops.kernels.fp8_fp4_wgmma import Arguments
-from torch_cute_ops.reference.grouped_mm_fp8_fp4 import grouped_mm_fp8_fp4
-from torch_cute_ops.reference.mm_fp8_fp4 import mm_fp8_fp4
+from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.samples.grouped_mm_fp8_fp4 import contiguous, masked
 from torch_cute_ops.testing.samples.mm_fp8_fp4 import sample
+
+grouped_mm_fp8_fp4 = OPS["grouped_mm_fp8_fp4"].reference
+mm_fp8_fp4 = OPS["mm_fp8_fp4"].reference
 
 POISON = 777.0
 """What no kernel writes."""

@@ -15,12 +15,14 @@ from support.kernel_grid import BF16, FP8_LAYOUTS, FP16, FP32, FP8GemmCase
 from torch_cute_ops.formats.experts import expert_of_rows
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.fp8_wgmma import Arguments
-from torch_cute_ops.reference.grouped_mm_fp8 import grouped_mm_fp8
-from torch_cute_ops.reference.mm_fp8_block import mm_fp8_block
+from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.samples._fp8_gemm import NAN
 from torch_cute_ops.testing.samples.grouped_mm_fp8 import contiguous, masked
 from torch_cute_ops.testing.samples.mm_fp8_block import sample
+
+grouped_mm_fp8 = OPS["grouped_mm_fp8"].reference
+mm_fp8_block = OPS["mm_fp8_block"].reference
 
 POISON = 777.0
 """What no kernel writes."""
