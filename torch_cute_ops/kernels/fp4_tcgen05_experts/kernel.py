@@ -210,9 +210,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
             touched=touched,
             totals=totals,
         )
-        smem = self._set_up(tid)
-        self._meet()
-        columns = self._work(tid, (a_map, b_map), part, smem)
+        _, columns = self._work(tid, (a_map, b_map), part)
         # All loads of tensor memory are done.
         self._meet()
         self._free(tid, columns)
