@@ -11,9 +11,9 @@ from cutlass.memory import SmemAllocator
 from torch_cute_ops.kernels.common import pdl, ptx
 from torch_cute_ops.kernels.common.activation_layout import TILE_TOKENS
 from torch_cute_ops.kernels.common.activations import Activations
-from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words
+from torch_cute_ops.kernels.common.convert import load_words
 from torch_cute_ops.kernels.common.epilogue_ops import load_terms
-from torch_cute_ops.kernels.common.expert_factors import factors_argument
+from torch_cute_ops.kernels.common.expert_factors import biases_argument, factors_argument
 from torch_cute_ops.kernels.common.expert_units import ExpertUnits
 from torch_cute_ops.kernels.common.fp4_weights import sum_scale
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
@@ -67,16 +67,13 @@ class FP4ExpertsKernel:
         m, n = Dim("m"), Dim("n", divisibility=8)
         a, a_scale = self.activations.arguments()
         b, b_scale = self.ring.arguments(n)
-        bias = None
-        if self.config.bias_dtype is not None:
-            bias = TensorArg(DSL_DTYPES[self.config.bias_dtype].__name__, (Dim("experts"), n), (n, 1), align=16)
         return Arguments(
             a=a,
             a_scale=a_scale,
             b=b,
             b_scale=b_scale,
             alpha=factors_argument(m),
-            bias=bias,
+            bias=biases_argument(self.config.bias_dtype, n),
             out=TensorArg(self.totals.out_dtype.__name__, (m, n), (n, 1), align=16),
             workspace=TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16),
             workers=ScalarArg("Int32"),
@@ -218,11 +215,8 @@ class FP4ExpertsKernel:
 
     @cute.jit
     def _feed(self, slot, weight, share, smem):
-        """The producer warp of a slot: the weight's chunks, and with each what the other kernel has listed.
-
-        Where this kernel has found the units itself, the first chunks of the weight are copied before the other one has
-        ended. That is safe because it lets this kernel start only when it has waited for all kernels before it.
-        """
+        """The producer warp of a slot: the weight's chunks, and with each what the other kernel has listed; the first
+        ones before that, where it may (``unit_lists.SCANNED``)."""
         c = self.config
         depth = c.stages // c.slots
         first = slot * depth

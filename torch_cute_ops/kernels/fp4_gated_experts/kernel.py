@@ -362,11 +362,7 @@ class FP4GatedExpertsKernel:
     @cute.jit
     def _feed(self, slot, weight, share, smem):
         """The producer warp of a slot: its chunks of the weight, and of the rows of activations that the other kernel
-        has rearranged.
-
-        Where this kernel has found the units itself, the first chunks of the weight are copied before the other one has
-        ended. That is safe because it lets this kernel start only when it has waited for all kernels before it.
-        """
+        has rearranged; the first chunks of the weight before that, where it may (``unit_lists.SCANNED``)."""
         c = self.config
         depth = c.stages // c.slots
         first = slot * depth
