@@ -98,14 +98,14 @@ class FP4Samples:
         for dtype in (torch.int8, torch.float32, torch.float64):
             yield bad(f"a-{short(dtype)}", TypeError, f"a has dtype {short(dtype)}; expected", a=a.to(dtype))
         for dtype in (torch.int8, torch.bfloat16):
-            text = f"{self.weight}.* has dtype {short(dtype)}; expected uint8"
+            text = rf"{self.weight}(\.t\(\))? has dtype {short(dtype)}; expected uint8"
             yield bad(f"{self.weight}-{short(dtype)}", TypeError, text, **{self.weight: weight.to(dtype)})
         for name in self.names[2:]:
             scale = tensors[name]
             for wrong in (scale.view(torch.uint8), scale.float(), scale.view(torch.float8_e5m2)):
                 text = f"{name} has dtype {short(wrong.dtype)}; expected float8_e4m3fn"
                 yield bad(f"{name}-{short(wrong.dtype)}", TypeError, text, **{name: wrong})
-            yield bad(f"{name}-rows", ValueError, f"{name} has shape .*, the linear scales", **{name: scale[:1]})
+            yield bad(f"{name}-rows", ValueError, f"{name} has shape .*, the linear scales", **{name: scale[:-1]})
             yield bad(f"{name}-flat", ValueError, f"{name} has shape", **{name: scale.reshape(-1)})
             yield bad(f"{name}-device", ValueError, f"{name} is on meta, a on", **{name: scale.to("meta")})
         yield bad("scales-not-tiled", ValueError, "has shape .*, the 128x4 scales", {"scale_layout": "128x4"})
