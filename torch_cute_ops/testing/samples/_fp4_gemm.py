@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import from_linear, weight_layout
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
 from torch_cute_ops.testing.samples._epilogue import (
@@ -50,7 +50,6 @@ class FP4Samples:
 
     Attributes:
         has_a_scale: whether ``a`` is in FP4.
-        sample: makes a call; of a name, M, N, K, the weight's format, a scale layout and the device.
     """
 
     has_a_scale: bool
@@ -60,7 +59,41 @@ class FP4Samples:
     """One that no CPU has."""
     weight: ClassVar[str] = "w"
     """Name of the weight."""
-    sample: ClassVar[Callable[..., Sample]]
+
+    def sample(
+        self,
+        name: str,
+        m: int,
+        n: int,
+        k: int,
+        fmt: FP4Format,
+        layout: str,
+        device: torch.device,
+        *,
+        experts: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        scales: tuple[int, ...] | None = None,
+        **kwargs: Any,
+    ) -> Sample:
+        """A call; ``dtype`` is that of an ``a`` that is not in FP4. Experts, where the weight has them, have 64 columns
+        each if it is not said how many there are."""
+        experts = experts or n // 64
+        b, b_scale = self.matrix(n, experts, k, fmt, weight_layout(SCALE_LAYOUTS[layout]), device, scales)
+        kwargs = {**self.defaults(m, k, experts, fmt, device), **named(fmt, layout), **kwargs}
+        if not self.has_a_scale:
+            return Sample(name, (torch.randn(m, k, device=device).to(dtype), b, b_scale), kwargs)
+        a, a_scale = random_matrix(m, k, fmt, layout, device, scales)
+        return Sample(name, (a, b, a_scale, b_scale), kwargs)
+
+    def matrix(
+        self, n: int, experts: int, k: int, fmt: FP4Format, layout: ScaleLayout, device: torch.device, scales: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weight for ``n`` columns of the result, and its scales."""
+        raise NotImplementedError
+
+    def defaults(self, m: int, k: int, experts: int, fmt: FP4Format, device: torch.device) -> dict[str, Any]:
+        """Arguments of a sample that names none."""
+        return {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -133,31 +166,11 @@ class GemmSamples(FP4Samples):
     extreme_scales: ClassVar[tuple[int, int]] = (60, 190)
     """A range of scale bytes of MXFP4 with which sums stay finite."""
 
-    def sample(
-        self,
-        name: str,
-        m: int,
-        n: int,
-        k: int,
-        fmt: FP4Format,
-        layout: str,
-        device: torch.device,
-        *,
-        dtype: torch.dtype = torch.bfloat16,
-        scales: tuple[int, ...] | None = None,
-        **kwargs: Any,
-    ) -> Sample:
-        """A call; ``dtype`` is that of an ``a`` that is not in FP4."""
-        b, b_scale = random_matrix(n, k, fmt, weight_layout(SCALE_LAYOUTS[layout]).name, device, scales)
-        kwargs = {**self.defaults(m, k, device), **named(fmt, layout), **kwargs}
-        if not self.has_a_scale:
-            return Sample(name, (torch.randn(m, k, device=device).to(dtype), self.rows(b), b_scale), kwargs)
-        a, a_scale = random_matrix(m, k, fmt, layout, device, scales)
-        return Sample(name, (a, self.rows(b), a_scale, b_scale), kwargs)
-
-    def defaults(self, m: int, k: int, device: torch.device) -> dict[str, Any]:
-        """Arguments of a sample that names none."""
-        return {}
+    def matrix(
+        self, n: int, experts: int, k: int, fmt: FP4Format, layout: ScaleLayout, device: torch.device, scales: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scale = random_matrix(n, k, fmt, layout.name, device, scales)
+        return self.rows(codes), scale
 
     def rows(self, b: torch.Tensor) -> torch.Tensor:
         """The op's ``b`` for rows of a weight (N, K/2); and those rows for the op's ``b``."""

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
-from torch_cute_ops.testing.samples._fp4 import FORMATS, named
+from torch_cute_ops.testing.samples._fp4 import FORMATS
 from torch_cute_ops.testing.samples._fp4_gemm import FP4Samples, random_matrix
 from torch_cute_ops.testing.samples._moe_fc2 import dense_alpha, one_expert_alpha, top_alpha, with_nan_scales
 from torch_cute_ops.testing.samples._row_errors import error_maker, out_errors
@@ -28,35 +28,18 @@ class GatedSamples(FP4Samples):
     sizes = (9, 3 * 64, 128)
     """M, E·I, H of samples that are about values; three experts."""
 
-    def sample(
-        self,
-        name: str,
-        m: int,
-        n: int,
-        k: int,
-        fmt: FP4Format,
-        layout: str,
-        device: torch.device,
-        *,
-        experts: int | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-        scales: tuple[int, ...] | None = None,
-        **kwargs: Any,
-    ) -> Sample:
-        """A call with ``n`` columns of experts of 64 where it is not said how many there are, two for each token.
+    def matrix(
+        self, n: int, experts: int, k: int, fmt: FP4Format, layout: ScaleLayout, device: torch.device, scales: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = 2 * (n // experts)
+        codes, scale = random_matrix(experts * rows, k, fmt, layout.name, device, scales)
+        return codes.view(experts, rows, -1), scale.view(fp4_shapes((experts, rows, k), fmt, layout)[1])
 
-        ``dtype`` is that of an ``a`` that is not in FP4.
-        """
-        experts = experts or n // 64
-        rows, w_layout = 2 * (n // experts), weight_layout(SCALE_LAYOUTS[layout])
-        w, w_scale = random_matrix(experts * rows, k, fmt, w_layout.name, device, scales)
-        w, w_scale = w.view(experts, rows, -1), w_scale.view(fp4_shapes((experts, rows, k), fmt, w_layout)[1])
-        alpha = (torch.rand(experts, device=device) + 0.5) * (ALPHA[fmt.scale_format] if self.has_a_scale else 2.0**-4)
-        kwargs = {"routing": top_alpha(m, experts, device), "alpha": alpha, **named(fmt, layout), **kwargs}
-        if not self.has_a_scale:
-            return Sample(name, (torch.randn(m, k, device=device).to(dtype), w, w_scale), kwargs)
-        a, a_scale = random_matrix(m, k, fmt, layout, device, scales)
-        return Sample(name, (a, w, a_scale, w_scale), kwargs)
+    def defaults(self, m: int, k: int, experts: int, fmt: FP4Format, device: torch.device) -> dict[str, Any]:
+        """``routing`` to two experts of each token, and an ``alpha`` for each expert."""
+        usual = ALPHA[fmt.scale_format] if self.has_a_scale else 2.0**-4
+        alpha = (torch.rand(experts, device=device) + 0.5) * usual
+        return {"routing": top_alpha(m, experts, device), "alpha": alpha}
 
     def samples(self, device: torch.device) -> Iterator[Sample]:
         """Arguments that the op takes."""

@@ -43,7 +43,7 @@ class ExpertGemmSamples(GemmSamples):
     smallest_k = 128
     extreme_scales = (80, 170)  # beside factors from 2^-47 to 2^42
 
-    def defaults(self, m: int, k: int, device: torch.device) -> dict[str, Any]:
+    def defaults(self, m: int, k: int, experts: int, fmt: FP4Format, device: torch.device) -> dict[str, Any]:
         """``alpha`` for experts of 64 elements, two for each token."""
         return {"alpha": top_alpha(m, k // 64, device)}
 
