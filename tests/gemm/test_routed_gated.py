@@ -38,11 +38,8 @@ def test_a_launch_gives_each_operand_to_its_argument(monkeypatch: pytest.MonkeyP
     def compile_kernel(spec: Any, arch: Any) -> Callable[..., None]:
         return lambda *args: calls.append(fp4_gated_experts.Arguments(*args))
 
-    def allocator(device: torch.device) -> Callable[..., torch.Tensor]:
-        return lambda shape, stride, dtype: torch.empty(shape, dtype=dtype)
-
     monkeypatch.setattr(_fp4, "compile_kernel", compile_kernel)
-    monkeypatch.setattr(routed_gated, "allocator", allocator)
+    monkeypatch.setattr(routed_gated, "new_bytes", lambda device, size: torch.empty(size, dtype=torch.uint8))
     tactic = (64, 8, 2, 32)
     names = (*GatedOperands._fields, "y", "scale")
     given = {name: torch.full((5, 1), float(i)) for i, name in enumerate(names)}

@@ -12,11 +12,13 @@ from support.kernel_grid import BF16, FP16, FP32, GatedExpertsCase
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.scale_layout import from_linear, to_linear
 from torch_cute_ops.kernels import fp4_gated_experts
-from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
+from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
+
+fp4_dequantize = OPS["fp4_dequantize"].reference
 
 LINEAR, TILED, SMALL = SCALE_LAYOUTS["linear"], SCALE_LAYOUTS["128x4"], SCALE_LAYOUTS["8x4"]
 HALF = (0.0, 0.75, 20.0)

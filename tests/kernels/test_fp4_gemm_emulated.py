@@ -31,11 +31,13 @@ from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.kernels import activation_tiles, fp4_experts, fp4_mma, fp4_wgmma
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.warpgroup import BY_WARP
-from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
+from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
+
+fp4_dequantize = OPS["fp4_dequantize"].reference
 
 
 class Mma(NamedTuple):

@@ -6,21 +6,34 @@ import pytest
 import torch
 from ptx import EmulationError, run_kernel
 from ptx.memory import Deadlock
-from support.emulated import CPU, INPUTS, PASSED, WAIT, WEIGHT, changed, equal, is_static, poisoned, written_late
-from support.epilogues import finished, operands
+from support.emulated import (
+    CPU,
+    INPUTS,
+    PASSED,
+    WAIT,
+    WEIGHT,
+    changed,
+    check_read_ahead,
+    check_static_weight,
+    equal,
+    poisoned,
+    written_late,
+)
+from support.epilogues import finished, finished_by_expert, operands
 from support.kernel_grid import BF16, FP16, FP32, RECODED, FP8FP4GemmCase
 
 from torch_cute_ops.formats import MXFP4, NVFP4
-from torch_cute_ops.formats.experts import expert_of_rows
 from torch_cute_ops.kernels import fp4_to_fp8
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.fp4_to_fp8 import note_words
 from torch_cute_ops.kernels.fp8_fp4_wgmma import Arguments
-from torch_cute_ops.reference.grouped_mm_fp8_fp4 import grouped_mm_fp8_fp4
-from torch_cute_ops.reference.mm_fp8_fp4 import mm_fp8_fp4
+from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.samples.grouped_mm_fp8_fp4 import contiguous, masked
 from torch_cute_ops.testing.samples.mm_fp8_fp4 import sample
+
+grouped_mm_fp8_fp4 = OPS["grouped_mm_fp8_fp4"].reference
+mm_fp8_fp4 = OPS["mm_fp8_fp4"].reference
 
 POISON = 777.0
 """What no kernel writes."""
@@ -68,13 +81,8 @@ def execute(
             args += [None, one.kwargs["counts"]]
         a, b, a_scale, b_scale, offsets, counts = args
         alpha, bias = operands(case.epilogue, run.n, len(b))
-        sums = grouped_mm_fp8_fp4(a, b, a_scale, b_scale, offsets, counts, out_dtype=FP32, **named).view(-1, run.n)
-        want = torch.full(sums.shape, POISON, dtype=case.epilogue.out_dtype)
-        owner = expert_of_rows(len(sums), offsets, counts)
-        for expert in range(len(b)):
-            rows = owner == expert
-            want[rows] = finished(sums[rows], case.epilogue, alpha, bias, expert)
-        want = want.view(*a.shape[:-1], run.n)
+        sums = grouped_mm_fp8_fp4(a, b, a_scale, b_scale, offsets, counts, out_dtype=FP32, **named)
+        want = finished_by_expert(sums, offsets, counts, case.epilogue, alpha, bias, POISON)
     out = torch.full_like(want, POISON)
     a, b, a_scale, b_scale, offsets, counts = args
     if case.before is not None:
@@ -138,17 +146,11 @@ STATIC = [
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in STATIC])
 def test_a_static_weight(run: Run) -> None:
-    """Nothing but the weight is read before the wait, its scales behind it: the kernel before may still write them."""
-    got, want = execute(is_static(run), late=("b_scale", *INPUTS))
-    assert torch.equal(got, want)
+    check_static_weight(execute, run)
 
 
 def test_whether_a_weight_is_read_before_the_wait() -> None:
-    """Only one that is static."""
-    got, want = execute(STATIC[1], late=(*WEIGHT, *INPUTS))
-    assert torch.equal(got, want)
-    got, want = execute(is_static(STATIC[1]), late=("b",))
-    assert not torch.equal(got, want)
+    check_read_ahead(execute, STATIC[1])
 
 
 def test_a_recoded_weight_is_waited_for() -> None:

@@ -8,19 +8,28 @@ import pytest
 import torch
 from ptx import EmulationError, run_kernel
 from ptx.memory import Deadlock
-from support.emulated import CPU, INPUTS, PASSED, WAIT, WEIGHT, changed, is_static, written_late
-from support.epilogues import finished, operands
+from support.emulated import (
+    CPU,
+    PASSED,
+    WAIT,
+    changed,
+    check_read_ahead,
+    check_static_weight,
+    written_late,
+)
+from support.epilogues import finished, finished_by_expert, operands
 from support.kernel_grid import BF16, FP8_LAYOUTS, FP16, FP32, FP8GemmCase
 
-from torch_cute_ops.formats.experts import expert_of_rows
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.fp8_wgmma import Arguments
-from torch_cute_ops.reference.grouped_mm_fp8 import grouped_mm_fp8
-from torch_cute_ops.reference.mm_fp8_block import mm_fp8_block
+from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.samples._fp8_gemm import NAN
 from torch_cute_ops.testing.samples.grouped_mm_fp8 import contiguous, masked
 from torch_cute_ops.testing.samples.mm_fp8_block import sample
+
+grouped_mm_fp8 = OPS["grouped_mm_fp8"].reference
+mm_fp8_block = OPS["mm_fp8_block"].reference
 
 POISON = 777.0
 """What no kernel writes."""
@@ -66,13 +75,8 @@ def execute(
         want = finished(mm_fp8_block(a, b, a_scale, b_scale, out_dtype=FP32), epilogue, alpha, bias)
     else:
         alpha, bias = operands(epilogue, run.n, len(b))
-        sums = grouped_mm_fp8(a, b, a_scale, b_scale, offsets, counts, out_dtype=FP32).view(-1, run.n)
-        want = torch.full(sums.shape, POISON, dtype=epilogue.out_dtype)
-        owner = expert_of_rows(len(sums), offsets, counts)
-        for expert in range(len(b)):
-            rows = owner == expert
-            want[rows] = finished(sums[rows], epilogue, alpha, bias, expert)
-        want = want.view(*a.shape[:-1], run.n)
+        sums = grouped_mm_fp8(a, b, a_scale, b_scale, offsets, counts, out_dtype=FP32)
+        want = finished_by_expert(sums, offsets, counts, epilogue, alpha, bias, POISON)
     out = torch.full_like(want, POISON)
     kernel, arch = case.kernel, ARCHS[case.arch]
     if changes:
@@ -164,17 +168,11 @@ STATIC = [
 
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in STATIC])
 def test_a_static_weight(run: Run) -> None:
-    """Nothing but the weight is read before the wait, its scales behind it: the kernel before may still write them."""
-    got, want = execute(is_static(run), late=("b_scale", *INPUTS))
-    assert torch.equal(got, want)
+    check_static_weight(execute, run)
 
 
 def test_whether_a_weight_is_read_before_the_wait() -> None:
-    """Only one that is static."""
-    got, want = execute(STATIC[1], late=(*WEIGHT, *INPUTS))
-    assert torch.equal(got, want)
-    got, want = execute(is_static(STATIC[1]), late=("b",))
-    assert not torch.equal(got, want)
+    check_read_ahead(execute, STATIC[1])
 
 
 def test_a_static_weight_is_one_more_kernel_only_where_it_is_read_ahead() -> None:

@@ -19,15 +19,16 @@ from torch_cute_ops.fake.moe_route_ids import moe_route_ids as route_shapes
 from torch_cute_ops.formats import FP8_BLOCK128
 from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.kernels import moe_finalize, moe_permute, moe_route, moe_route_dense, moe_route_ids, row_quant
-from torch_cute_ops.reference.moe_finalize import moe_finalize as finalized
-from torch_cute_ops.reference.moe_permute_fp8quant import moe_permute_fp8quant
-from torch_cute_ops.reference.moe_swiglu_fp8quant import moe_swiglu_fp8quant
-from torch_cute_ops.reference.silu_mul_fp8quant import silu_mul_fp8quant
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing import Sample, assert_fp8_close
 from torch_cute_ops.testing.samples._moe import poisoned_rows, random_routing
 from torch_cute_ops.testing.samples._rows import random_rows
+
+finalized = OPS["moe_finalize"].reference
+moe_permute_fp8quant = OPS["moe_permute_fp8quant"].reference
+moe_swiglu_fp8quant = OPS["moe_swiglu_fp8quant"].reference
+silu_mul_fp8quant = OPS["silu_mul_fp8quant"].reference
 
 
 class Finalize(NamedTuple):

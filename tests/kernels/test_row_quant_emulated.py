@@ -16,14 +16,16 @@ from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, FP8_TOKEN, ROW
 from torch_cute_ops.formats.scale_layout import from_linear
 from torch_cute_ops.kernels import fp4_dequant, row_quant
 from torch_cute_ops.reference.add_rmsnorm_fp4quant import add_rows
-from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
 from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
+from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing import assert_fp4_close, assert_fp8_close
 from torch_cute_ops.testing.samples._rows import special_rows
+
+fp4_dequantize = OPS["fp4_dequantize"].reference
 
 EPS = 1e-5
 GATE = (1.702, 1.0, 3.0)

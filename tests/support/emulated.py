@@ -1,7 +1,7 @@
 """What tests of emulated kernels share: poison, comparison by bits, and edits of PTX."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,21 @@ def written_late(given: Any, names: Sequence[str]) -> tuple[Any, dict[int, torch
         stale[name] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         stale[name].untyped_storage().fill_(POISON)
     return given._replace(**stale), {given._fields.index(name): tensor for name, tensor in written.items()}
+
+
+def check_static_weight(execute: Callable[..., Any], run: Any) -> None:
+    """Nothing but a static weight is read before the wait, its scales behind it: the kernel before may still write
+    them. ``execute`` runs a kernel, with arguments that are written ``late``: the result, and what it should be."""
+    got, want = execute(is_static(run), late=("b_scale", *INPUTS))
+    assert torch.equal(got, want)
+
+
+def check_read_ahead(execute: Callable[..., Any], run: Any) -> None:
+    """A weight is read before the wait only if it is static."""
+    got, want = execute(run, late=(*WEIGHT, *INPUTS))
+    assert torch.equal(got, want)
+    got, want = execute(is_static(run), late=("b",))
+    assert not torch.equal(got, want)
 
 
 def equal(name: str, got: torch.Tensor | None, want: torch.Tensor | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from torch_cute_ops.formats.experts import expert_of_rows
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 
 Tensor = torch.Tensor
@@ -46,3 +47,22 @@ def finished(
         total = total + (addend if expert is None else addend[expert])
     assert total.dtype == np.float32
     return torch.from_numpy(np.asarray(total)).to(epilogue.out_dtype)
+
+
+def finished_by_expert(
+    sums: Tensor,
+    offsets: Tensor | None,
+    counts: Tensor | None,
+    epilogue: Epilogue,
+    alpha: Tensor | None,
+    bias: Tensor | None,
+    untouched: float,
+) -> Tensor:
+    """``finished`` of each expert's rows of a grouped GEMM's ``sums`` (..., N); the others are ``untouched``."""
+    rows = sums.view(-1, sums.shape[-1])
+    want = torch.full(rows.shape, untouched, dtype=epilogue.out_dtype)
+    owner = expert_of_rows(len(rows), offsets, counts)
+    for expert in owner[owner >= 0].unique().tolist():
+        own = owner == expert
+        want[own] = finished(rows[own], epilogue, alpha, bias, expert)
+    return want.view(sums.shape)

@@ -37,7 +37,6 @@ from torch_cute_ops.kernels import (
 )
 from torch_cute_ops.kernels import fp4_wgmma as fp4_wgmma_kernel
 from torch_cute_ops.ops import _call, _checks
-from torch_cute_ops.reference.fp4_dequantize import fp4_dequantize as dequantize
 from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
 from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm
@@ -46,10 +45,6 @@ from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_
 from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight
 from torch_cute_ops.reference.moe_fc1_fp4 import gated_experts, quantize_experts, written_parts
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
-from torch_cute_ops.reference.moe_finalize import moe_finalize as finalize
-from torch_cute_ops.reference.moe_route import moe_route as route
-from torch_cute_ops.reference.moe_route_dense import moe_route_dense as route_dense
-from torch_cute_ops.reference.moe_route_ids import moe_route_ids as route_ids
 from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 from torch_cute_ops.registry import OPS
@@ -57,6 +52,12 @@ from torch_cute_ops.runtime import allocate
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.runtime.argspec import Argument, Dim, ScalarArg, TensorArg
 from torch_cute_ops.runtime.compiler import KernelSpec
+
+dequantize = OPS["fp4_dequantize"].reference
+finalize = OPS["moe_finalize"].reference
+route = OPS["moe_route"].reference
+route_dense = OPS["moe_route_dense"].reference
+route_ids = OPS["moe_route_ids"].reference
 
 DSL_NAMES = {
     torch.bfloat16: "BFloat16",

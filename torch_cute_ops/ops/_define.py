@@ -85,10 +85,9 @@ class OpSpec:
         """Names of the arguments that the op updates in place."""
         return self.signature.updated
 
-    @property
-    def reference(self) -> Callable[..., Any]:
-        """The executable specification in plain torch: ``reference/<name>.py``. Takes the op's arguments."""
-        return getattr(self._module("reference"), self.name)
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs by the executable specification in plain torch, ``reference/<name>.py``."""
+        return getattr(self._reference, self.name)(**self._by_name(*args, **kwargs))
 
     def fake(self, *args: Any, **kwargs: Any) -> Any:
         """Outputs with the right shapes and dtypes and no values, where the first argument is; of a checked call."""
@@ -102,7 +101,7 @@ class OpSpec:
 
         Takes a tuple of all outputs and the op's arguments; ``None``: it leaves nothing unspecified.
         """
-        given: Callable[..., Outputs] | None = getattr(self._module("reference"), "defined", None)
+        given = self._of_outputs("defined")
         return given if given is not None or self.written is None else self._zeroed
 
     @property
@@ -111,7 +110,7 @@ class OpSpec:
 
         Takes a tuple of all outputs and the op's arguments; ``None``: it writes all.
         """
-        return getattr(self._module("reference"), "written", None)
+        return self._of_outputs("written")
 
     def _zeroed(self, outputs: Outputs, *args: Any, **kwargs: Any) -> Outputs:
         assert self.written is not None
@@ -170,8 +169,20 @@ class OpSpec:
             _checks.check_output(self.name, name, output, shape, dtype, call[0].device)
         self.path.check_memory(call, tuple(outputs))
 
-    def _module(self, layer: str) -> Any:
-        return importlib.import_module(f"torch_cute_ops.{layer}.{self.name}")
+    @property
+    def _reference(self) -> Any:
+        return importlib.import_module(f"torch_cute_ops.reference.{self.name}")
+
+    def _of_outputs(self, name: str) -> Callable[..., Outputs] | None:
+        """A function of the reference's module that takes all outputs, and the op's arguments by name."""
+        function = getattr(self._reference, name, None)
+        if function is None:
+            return None
+        return lambda outputs, *args, **kwargs: function(outputs, **self._by_name(*args, **kwargs))
+
+    def _by_name(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The arguments of a call by name, defaults included."""
+        return self.path.arguments(self.bind(*args, **kwargs))
 
 
 def as_tuple(value: Any) -> Outputs:

@@ -1,7 +1,7 @@
 """What the routing ops share: the choice of each token's experts, and the order of the rows of the chosen pairs."""
 
 import math
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -24,28 +24,23 @@ MAX_ROWS: Final = 2**31 - 2**20
 difference."""
 
 
-class Choice(Protocol):
-    """The arguments that decide which experts a token has, and their weights."""
+class ChoiceCall(NamedTuple):
+    """Arguments of an op that chooses experts by logits; one that an op lacks has its default."""
 
-    @property
-    def logits(self) -> Tensor: ...
-    @property
-    def topk(self) -> int: ...
-    @property
-    def bias(self) -> Tensor | None: ...
-    @property
-    def scoring(self) -> str: ...
-    @property
-    def num_groups(self) -> int: ...
-    @property
-    def topk_groups(self) -> int: ...
-    @property
-    def renormalize(self) -> bool: ...
-    @property
-    def scaling_factor(self) -> float: ...
+    logits: Tensor
+    topk: int
+    bias: Tensor | None
+    scoring: str
+    num_groups: int
+    topk_groups: int
+    renormalize: bool
+    scaling_factor: float
+    alignment: int = 1
+    max_rows: int | None = None
+    expert_factor: Tensor | None = None
 
 
-def check_choice(op: str, call: Choice) -> None:
+def check_choice(op: str, call: ChoiceCall) -> None:
     """The logits are a matrix, and its experts can be chosen from as the other arguments say."""
     logits, topk, bias, num_groups = call.logits, call.topk, call.bias, call.num_groups
 
@@ -81,7 +76,7 @@ def check_per_expert(op: str, name: str, values: Tensor | None, logits: Tensor) 
         _checks.check_device(op, name, values, "logits", logits.device)
 
 
-def expert_choice(call: Choice) -> "ExpertChoice":
+def expert_choice(call: ChoiceCall) -> "ExpertChoice":
     """The choice as kernels are planned for it."""
     from torch_cute_ops.kernels.common.expert_choice import ExpertChoice
 
@@ -92,18 +87,17 @@ def expert_choice(call: Choice) -> "ExpertChoice":
     )
 
 
-def choice_properties(call: Choice) -> dict[str, Any]:
+def choice_properties(call: ChoiceCall) -> dict[str, Any]:
     """The static properties of a choice."""
     shown = {"experts": call.logits.shape[1], "dtype": call.logits.dtype, "topk": call.topk}
     shown["bias"] = call.bias is not None
     return shown | {name: getattr(call, name) for name in ("scoring", "num_groups", "topk_groups", "renormalize")}
 
 
-Call = TypeVar("Call", bound=tuple[Any, ...])
-
-
-class ChoicePath(KernelPath[Call]):
+class ChoicePath(KernelPath[ChoiceCall]):
     """The CUDA calls of an op that chooses experts by logits."""
+
+    call_type = ChoiceCall
 
     def has_property(self, name: str) -> bool:
         if name == "masked":

@@ -1,6 +1,6 @@
 """``moe_route``: the experts of each token, and the order of their rows."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch_cute_ops.ops._call import KernelLauncher, Outputs, Values
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._operands import aligned, are_int32
 from torch_cute_ops.ops._routing import (
+    ChoiceCall,
     ChoicePath,
     check_choice,
     check_order,
@@ -27,22 +28,9 @@ from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
 
-class _Call(NamedTuple):
-    logits: Tensor
-    topk: int
-    bias: Tensor | None
-    scoring: str
-    num_groups: int
-    topk_groups: int
-    renormalize: bool
-    scaling_factor: float
-    alignment: int
-    max_rows: int | None
-
-
-class _Launcher(KernelLauncher[_Call]):
+class _Launcher(KernelLauncher[ChoiceCall]):
     def run(self, values: Values, out: Any) -> Any:
-        logits, topk, bias, _, _, _, _, scaling_factor, alignment, max_rows = values
+        logits, topk, bias, _, _, _, _, scaling_factor, alignment, max_rows, _ = values
         shape = logits.shape
         if len(shape) != 2 or not shape[0] or not is_number(scaling_factor):
             return None
@@ -60,7 +48,7 @@ class _Launcher(KernelLauncher[_Call]):
         self._call(logits, bias, out, rows, scaling_factor, max_rows or alignment)
         return out
 
-    def launch(self, call: _Call, out: Outputs) -> None:
+    def launch(self, call: ChoiceCall, out: Outputs) -> None:
         logits = readable_logits(call.logits)
         bias = None if call.bias is None else aligned(call.bias)
         self._call(logits, bias, out, len(out[3]), call.scaling_factor, call.max_rows or call.alignment)
@@ -72,8 +60,7 @@ class _Launcher(KernelLauncher[_Call]):
         self.function(logits, bias, *out, workspace, scaling_factor, unit, self.sms)
 
 
-class _Route(ChoicePath[_Call]):
-    call_type = _Call
+class _Route(ChoicePath):
     launcher_type = _Launcher
     any_address = frozenset(("weights", "ids", "expanded_to_permuted", "permuted_to_expanded", "offsets", "counts"))
 
@@ -89,18 +76,18 @@ class _Route(ChoicePath[_Call]):
             logits.get_device(),
         )
 
-    def check(self, call: _Call) -> None:
+    def check(self, call: ChoiceCall) -> None:
         check_choice(self.op, call)
         tokens, experts = call.logits.shape
         check_order(self.op, tokens, call.topk, experts, call.alignment, call.max_rows)
 
-    def kernel(self, call: _Call, arch: Arch) -> KernelSpec:
+    def kernel(self, call: ChoiceCall, arch: Arch) -> KernelSpec:
         from torch_cute_ops.kernels import moe_route as family
 
         config = family.plan(expert_choice(call), call.max_rows is not None, settings.PDL)
         return KernelSpec(family.KERNEL, config)
 
-    def properties(self, call: _Call) -> dict[str, Any]:
+    def properties(self, call: ChoiceCall) -> dict[str, Any]:
         return choice_properties(call) | {"masked": call.max_rows is not None}
 
 

@@ -1,6 +1,6 @@
 """``moe_route_dense``: the routing weights of each token as a matrix over all experts."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch_cute_ops.ops._call import KernelLauncher, Values
 from torch_cute_ops.ops._define import define
 from torch_cute_ops.ops._operands import aligned
 from torch_cute_ops.ops._routing import (
+    ChoiceCall,
     ChoicePath,
     check_choice,
     check_per_expert,
@@ -24,21 +25,9 @@ from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
 
-class _Call(NamedTuple):
-    logits: Tensor
-    topk: int
-    bias: Tensor | None
-    scoring: str
-    num_groups: int
-    topk_groups: int
-    renormalize: bool
-    scaling_factor: float
-    expert_factor: Tensor | None
-
-
-class _Launcher(KernelLauncher[_Call]):
+class _Launcher(KernelLauncher[ChoiceCall]):
     def run(self, values: Values, out: Any) -> Any:
-        logits, _, bias, _, _, _, _, scaling_factor, expert_factor = values
+        logits, _, bias, _, _, _, _, scaling_factor, _, _, expert_factor = values
         shape = logits.shape
         if len(shape) != 2 or not shape[0] or not is_number(scaling_factor):
             return None
@@ -47,33 +36,32 @@ class _Launcher(KernelLauncher[_Call]):
         self.function(logits, bias, expert_factor, out, scaling_factor)
         return out
 
-    def launch(self, call: _Call, out: Tensor) -> None:
+    def launch(self, call: ChoiceCall, out: Tensor) -> None:
         bias = None if call.bias is None else aligned(call.bias)
         factor = None if call.expert_factor is None else aligned(call.expert_factor)
         self.function(readable_logits(call.logits), bias, factor, out, call.scaling_factor)
 
 
-class _RouteDense(ChoicePath[_Call]):
-    call_type = _Call
+class _RouteDense(ChoicePath):
     launcher_type = _Launcher
     any_address = frozenset(("out",))
 
     def key(self, values: Values) -> tuple[Any, ...]:
-        logits, topk, bias, factor = values[0], values[1], values[2], values[8]
+        logits, topk, bias, factor = values[0], values[1], values[2], values[10]
         given = bias is not None, factor is not None
         return (logits.shape[-1], logits.dtype, topk, *given, values[3:7], logits.get_device())
 
-    def check(self, call: _Call) -> None:
+    def check(self, call: ChoiceCall) -> None:
         check_choice(self.op, call)
         check_per_expert(self.op, "expert_factor", call.expert_factor, call.logits)
 
-    def kernel(self, call: _Call, arch: Arch) -> KernelSpec:
+    def kernel(self, call: ChoiceCall, arch: Arch) -> KernelSpec:
         from torch_cute_ops.kernels import moe_route_dense as family
 
         config = family.plan(expert_choice(call), call.expert_factor is not None, settings.PDL)
         return KernelSpec(family.KERNEL, config)
 
-    def properties(self, call: _Call) -> dict[str, Any]:
+    def properties(self, call: ChoiceCall) -> dict[str, Any]:
         return choice_properties(call) | {"expert_factor": call.expert_factor is not None}
 
 

@@ -13,7 +13,7 @@ def add_rows(input: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
 
 
 def add_rmsnorm_fp4quant(
-    input: torch.Tensor, residual: torch.Tensor, *rest: Any, **named: Any
+    input: torch.Tensor, residual: torch.Tensor, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``rmsnorm_fp4quant`` of the updated residual, with the other arguments; see the op's docstring."""
-    return rmsnorm_fp4quant(add_rows(input, residual), *rest, **named)
+    return rmsnorm_fp4quant(input=add_rows(input, residual), **named)

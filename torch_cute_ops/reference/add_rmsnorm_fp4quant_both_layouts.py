@@ -9,16 +9,12 @@ from torch_cute_ops.formats.scale_layout import from_linear
 from torch_cute_ops.reference.add_rmsnorm_fp4quant_with_norm import add_rmsnorm_fp4quant_with_norm
 
 
-def both_layouts(
-    input: torch.Tensor, residual: torch.Tensor, *rest: Any, **named: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def both_layouts(**named: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``y``, its scales in the 128x4 and in the linear layout, and ``norm`` of ``add_rmsnorm_fp4quant_with_norm``."""
-    y, linear, norm = add_rmsnorm_fp4quant_with_norm(input, residual, *rest, **named, scale_layout="linear")
+    y, linear, norm = add_rmsnorm_fp4quant_with_norm(**named, scale_layout="linear")
     return y, from_linear(linear.reshape(-1, linear.shape[-1]), resolve_scale_layout("128x4")), linear, norm
 
 
-def add_rmsnorm_fp4quant_both_layouts(
-    input: torch.Tensor, residual: torch.Tensor, *rest: Any, **named: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def add_rmsnorm_fp4quant_both_layouts(**named: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``add_rmsnorm_fp4quant`` with the scales in both layouts; see the op's docstring."""
-    return both_layouts(input, residual, *rest, **named)[:3]
+    return both_layouts(**named)[:3]

@@ -8,7 +8,7 @@ from torch_cute_ops.reference.add_rmsnorm_fp4quant_both_layouts import both_layo
 
 
 def add_rmsnorm_fp4quant_with_norm_both_layouts(
-    input: torch.Tensor, residual: torch.Tensor, *rest: Any, **named: Any
+    **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``add_rmsnorm_fp4quant_with_norm`` with the scales in both layouts; see the op's docstring."""
-    return both_layouts(input, residual, *rest, **named)
+    return both_layouts(**named)

@@ -9,7 +9,7 @@ from torch_cute_ops.reference.rmsnorm_fp8quant import rmsnorm_fp8quant
 
 
 def add_rmsnorm_fp8quant(
-    input: torch.Tensor, residual: torch.Tensor, *rest: Any, **named: Any
+    input: torch.Tensor, residual: torch.Tensor, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``rmsnorm_fp8quant`` of the updated residual, with the other arguments; see the op's docstring."""
-    return rmsnorm_fp8quant(add_rows(input, residual), *rest, **named)
+    return rmsnorm_fp8quant(input=add_rows(input, residual), **named)

@@ -10,11 +10,11 @@ from torch_cute_ops.formats.scale_layout import to_linear
 def fp4_dequantize(
     y: torch.Tensor,
     scale: torch.Tensor,
-    global_scale: torch.Tensor | None = None,
-    block_size: int = 16,
-    scale_format: str | None = None,
-    scale_layout: str = "128x4",
-    out_dtype: torch.dtype | None = None,
+    global_scale: torch.Tensor | None,
+    block_size: int,
+    scale_format: str | None,
+    scale_layout: str,
+    out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     """The values (..., K) of packed codes ``y`` (..., K/2); see the op's docstring."""
     fmt = resolve_fp4_format(block_size, scale_format)

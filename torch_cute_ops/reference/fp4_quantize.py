@@ -52,10 +52,10 @@ def _block_scale(
 
 def fp4_quantize(
     input: torch.Tensor,
-    global_scale: torch.Tensor | None = None,
-    block_size: int = 16,
-    scale_format: str | None = None,
-    scale_layout: str = "128x4",
+    global_scale: torch.Tensor | None,
+    block_size: int,
+    scale_format: str | None,
+    scale_layout: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``input`` (..., K) as FP4 blocks; see the op's docstring."""
     return quantize_rows(input.float(), resolve_fp4_format(block_size, scale_format), global_scale, scale_layout)

@@ -35,9 +35,7 @@ def _packed(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def fp8_quantize(
-    input: Tensor, scale: Tensor | None = None, granularity: str = "token", scale_layout: str = "row"
-) -> tuple[Tensor, Tensor]:
+def fp8_quantize(input: Tensor, scale: Tensor | None, granularity: str, scale_layout: str) -> tuple[Tensor, Tensor]:
     """``input`` (..., K) in FP8; see the op's docstring."""
     fmt, layout = resolve_fp8_format(granularity, scale_layout)
     return quantize_fp8_rows(input.float(), fmt, scale, layout)

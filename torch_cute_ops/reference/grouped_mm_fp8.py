@@ -1,6 +1,5 @@
 """Reference of ``grouped_mm_fp8``."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -9,23 +8,9 @@ from torch_cute_ops.formats.experts import expert_of_rows, used_rows, zeroed_row
 from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns
 
 
-def grouped_mm_fp8(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    offsets: torch.Tensor | None = None,
-    counts: torch.Tensor | None = None,
-    alpha: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    backend: str = "auto",
-    static_weight: bool = False,
-) -> torch.Tensor:
-    """``mm_fp8_block`` of each expert's rows, with its ``alpha`` and bias; zero in other rows; see
-    the op's docstring."""
-    factors = factors_of_columns(b_scale, b.shape[1])
-    return grouped_gemm(a, b, a_scale, factors, offsets, counts, alpha, bias, out_dtype or torch.bfloat16)
+def grouped_mm_fp8(b: torch.Tensor, b_scale: torch.Tensor, **named: Any) -> torch.Tensor:
+    """``mm_fp8_block`` of each expert's rows, with its ``alpha`` and bias; 0 in other rows; see the op's docstring."""
+    return grouped_gemm(weights=b, factors=factors_of_columns(b_scale, b.shape[1]), **named)
 
 
 def grouped_gemm(
@@ -37,13 +22,14 @@ def grouped_gemm(
     counts: torch.Tensor | None,
     alpha: torch.Tensor | None,
     bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype | None,
+    **_: Any,
 ) -> torch.Tensor:
     """``block_scaled_gemm`` of each expert's rows, weight (N, K) and ``factors`` (N, ⌈K/128⌉); zero in other rows."""
     experts, n, k = weights.shape
     rows = a.reshape(-1, k)
     scales = a_scale.reshape(a_scale.shape[0], -1)
-    out = rows.new_zeros((len(rows), n), dtype=out_dtype)
+    out = rows.new_zeros((len(rows), n), dtype=out_dtype or torch.bfloat16)
     owner = expert_of_rows(len(rows), offsets, counts)
     for expert in range(experts):
         is_own = owner == expert
@@ -57,18 +43,10 @@ def grouped_gemm(
     return out.view(*a.shape[:-1], n)
 
 
-def defined(outputs: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    """The result with zeros in rows that no expert has."""
-    return defined_rows(outputs, **inspect.signature(grouped_mm_fp8).bind(*args, **kwargs).arguments)
-
-
-def defined_rows(
-    outputs: tuple[torch.Tensor, ...],
-    offsets: torch.Tensor | None = None,
-    counts: torch.Tensor | None = None,
-    **_: Any,
+def defined(
+    outputs: tuple[torch.Tensor, ...], offsets: torch.Tensor | None, counts: torch.Tensor | None, **_: Any
 ) -> tuple[torch.Tensor, ...]:
-    """The result with zeros in rows that no expert has, for arguments by name."""
+    """The result with zeros in rows that no expert has."""
     (out,) = outputs
     used = used_rows(out.shape[:-1].numel(), offsets, counts).view(out.shape[:-1])
     return (zeroed_rows(out, used[..., None]),)

@@ -12,27 +12,22 @@ from torch_cute_ops.reference.fp4_dequantize import decode_rows
 def mm_fp4(
     a: torch.Tensor,
     b: torch.Tensor,
-    a_scale: torch.Tensor | None,
     b_scale: torch.Tensor,
-    alpha: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    *rest: Any,
-    **named: Any,
+    alpha: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    a_scale: torch.Tensor | None = None,
+    **formats: Any,
 ) -> torch.Tensor:
     """``alpha · a @ b + bias``, (M, N) in ``out_dtype``; see the op's docstring. 16-bit activations have no scales."""
     dtype = out_dtype or default_dtype(a, a_scale)
-    return fp4_gemm(a, a_scale, b.t(), b_scale, alpha, bias, dtype, *formats_of(*rest, **named))
+    return fp4_gemm(a, a_scale, b.t(), b_scale, alpha, bias, dtype, *formats_of(**formats))
 
 
 def formats_of(
-    block_size: int = 16,
-    scale_format: str | None = None,
-    scale_layout: str = "128x4",
-    backend: str = "auto",
-    static_weight: bool = False,
+    block_size: int, scale_format: str | None, scale_layout: str, **_: Any
 ) -> tuple[FP4Format, ScaleLayout, ScaleLayout]:
-    """The format of both operands, and the scale layouts of the activations and of the weight."""
+    """Of an op's arguments: the format of both operands, and the scale layouts of the activations and of the weight."""
     layout = resolve_scale_layout(scale_layout)
     return resolve_fp4_format(block_size, scale_format), layout, weight_layout(layout)
 

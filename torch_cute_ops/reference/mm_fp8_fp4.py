@@ -11,21 +11,11 @@ from torch_cute_ops.reference.mm_fp4 import formats_of
 from torch_cute_ops.reference.mm_fp8_block import BLOCK, block_scaled_gemm
 
 
-def mm_fp8_fp4(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    alpha: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    *rest: Any,
-    **named: Any,
-) -> torch.Tensor:
+def mm_fp8_fp4(b: torch.Tensor, b_scale: torch.Tensor, **named: Any) -> torch.Tensor:
     """``alpha · a @ b + bias``, (M, N) in ``out_dtype``; see the op's docstring."""
-    fmt, _, layout = formats_of(*rest, **named)
+    fmt, _, layout = formats_of(**named)
     weight, factors = fp8_weight(b.t(), b_scale, fmt, layout)
-    return block_scaled_gemm(a, weight, a_scale, factors, alpha, bias, out_dtype or torch.bfloat16)
+    return block_scaled_gemm(weight=weight, factors=factors, **named)
 
 
 def fp8_weight(

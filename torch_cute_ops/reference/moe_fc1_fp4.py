@@ -15,29 +15,28 @@ from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 Tensor = torch.Tensor
 
 
-def moe_fc1_fp4(
+def moe_fc1_fp4(w: Tensor, global_scale: Tensor | None, **named: Any) -> tuple[Tensor, Tensor]:
+    """Each expert's gated columns as FP4 blocks, zeros where a token is not routed; see the op's docstring."""
+    fmt, layout, _ = formats_of(**named)
+    return quantize_experts(gated_columns(w=w, **named), len(w), global_scale, fmt, layout)
+
+
+def gated_columns(
     a: Tensor,
     w: Tensor,
-    a_scale: Tensor,
     w_scale: Tensor,
     routing: Tensor,
-    alpha: Tensor | None = None,
-    bias: Tensor | None = None,
-    global_scale: Tensor | None = None,
-    block_size: int = 16,
-    scale_format: str | None = None,
-    scale_layout: str = "128x4",
-    swiglu_alpha: float = 1.0,
-    swiglu_beta: float = 0.0,
-    swiglu_limit: float | None = None,
-    *rest: Any,
-    **named: Any,
-) -> tuple[Tensor, Tensor]:
-    """Each expert's gated columns as FP4 blocks, zeros where a token is not routed; see the op's docstring."""
-    fmt, layout, w_layout = formats_of(block_size, scale_format, scale_layout)
+    alpha: Tensor | None,
+    bias: Tensor | None,
+    swiglu_alpha: float,
+    swiglu_beta: float,
+    swiglu_limit: float | None,
+    a_scale: Tensor | None = None,
+    **formats: Any,
+) -> Tensor:
+    """``gated_experts`` of an op's arguments; 16-bit activations have no scales."""
     gate = swiglu_alpha, swiglu_beta, swiglu_limit
-    value = gated_experts(a, a_scale, w, w_scale, routing, alpha, bias, gate, fmt, layout, w_layout)
-    return quantize_experts(value, len(w), global_scale, fmt, layout)
+    return gated_experts(a, a_scale, w, w_scale, routing, alpha, bias, gate, *formats_of(**formats))
 
 
 def gated_experts(
@@ -96,22 +95,7 @@ def written_parts(
     return ~skipped.repeat_interleave(width, 1), scales == 0
 
 
-def written(
-    outputs: tuple[Tensor, ...],
-    a: Tensor,
-    w: Tensor,
-    a_scale: Tensor,
-    w_scale: Tensor,
-    routing: Tensor,
-    alpha: Tensor | None = None,
-    bias: Tensor | None = None,
-    global_scale: Tensor | None = None,
-    block_size: int = 16,
-    scale_format: str | None = None,
-    scale_layout: str = "128x4",
-    *rest: Any,
-    **named: Any,
-) -> tuple[Tensor, ...]:
+def written(outputs: tuple[Tensor, ...], routing: Tensor, **named: Any) -> tuple[Tensor, ...]:
     """Which elements of the outputs the op writes."""
-    fmt, layout, _ = formats_of(block_size, scale_format, scale_layout)
+    fmt, layout, _ = formats_of(**named)
     return written_parts(outputs, routing, fmt, layout)

@@ -13,19 +13,18 @@ from torch_cute_ops.reference.mm_fp4 import activations, default_dtype, formats_
 def moe_fc2_fp4(
     a: torch.Tensor,
     w: torch.Tensor,
-    a_scale: torch.Tensor | None,
     w_scale: torch.Tensor,
     alpha: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    *rest: Any,
-    **named: Any,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    a_scale: torch.Tensor | None = None,
+    **formats: Any,
 ) -> torch.Tensor:
     """The experts' GEMMs, plus ``bias``, weighted with ``alpha`` and added up, (M, N) in ``out_dtype``; see the op's
     docstring. 16-bit activations have no scales.
     """
     dtype = out_dtype or default_dtype(a, a_scale)
-    return expert_gemm(a, a_scale, w, w_scale, alpha, bias, dtype, *formats_of(*rest, **named))
+    return expert_gemm(a, a_scale, w, w_scale, alpha, bias, dtype, *formats_of(**formats))
 
 
 def expert_gemm(

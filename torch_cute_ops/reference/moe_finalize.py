@@ -7,7 +7,7 @@ def moe_finalize(
     input: torch.Tensor,
     expanded_to_permuted: torch.Tensor,
     weights: torch.Tensor,
-    residual: torch.Tensor | None = None,
+    residual: torch.Tensor | None,
 ) -> torch.Tensor:
     """Each token's rows of ``input`` (R, H), weighted and added up in fp32; see the op's docstring."""
     tokens, topk = expanded_to_permuted.shape

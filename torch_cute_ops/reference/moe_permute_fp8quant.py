@@ -1,5 +1,7 @@
 """Reference of ``moe_permute_fp8quant``."""
 
+from typing import Any
+
 import torch
 
 from torch_cute_ops.formats import FP8_BLOCK128
@@ -9,10 +11,7 @@ from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
 
 
 def moe_permute_fp8quant(
-    input: torch.Tensor,
-    permuted_to_expanded: torch.Tensor,
-    topk: int,
-    expanded_to_permuted: torch.Tensor | None = None,
+    input: torch.Tensor, permuted_to_expanded: torch.Tensor, topk: int, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of ``input`` (M, H) in the experts' order and FP8, zeros for rows of padding; see the op's docstring."""
     used = permuted_to_expanded >= 0
@@ -23,11 +22,7 @@ def moe_permute_fp8quant(
 
 
 def defined(
-    outputs: tuple[torch.Tensor, ...],
-    input: torch.Tensor,
-    permuted_to_expanded: torch.Tensor,
-    topk: int,
-    expanded_to_permuted: torch.Tensor | None = None,
+    outputs: tuple[torch.Tensor, ...], permuted_to_expanded: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, ...]:
     """The outputs with zeros for rows of padding."""
     used = permuted_to_expanded >= 0

@@ -1,5 +1,7 @@
 """Reference of ``moe_route``, and its two halves: the choice of experts, and the order of rows."""
 
+from typing import Any
+
 import torch
 
 from torch_cute_ops.formats.experts import rows_bound
@@ -7,21 +9,9 @@ from torch_cute_ops.formats.experts import rows_bound
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def moe_route(
-    logits: torch.Tensor,
-    topk: int,
-    bias: torch.Tensor | None = None,
-    scoring: str = "softmax",
-    num_groups: int = 1,
-    topk_groups: int = 1,
-    renormalize: bool = True,
-    scaling_factor: float = 1.0,
-    alignment: int = 128,
-    max_rows: int | None = None,
-) -> Outputs:
+def moe_route(logits: torch.Tensor, topk: int, alignment: int, max_rows: int | None, **scoring: Any) -> Outputs:
     """Experts, weights and places of the tokens with these ``logits`` (M, E); see the op's docstring."""
-    scoring_arguments = (bias, scoring, num_groups, topk_groups, renormalize, scaling_factor)
-    weights, chosen = choose_experts(logits, topk, *scoring_arguments)
+    weights, chosen = choose_experts(logits, topk, **scoring)
     places = places_of(chosen, logits.shape[1], alignment, max_rows)
     return weights, chosen.to(torch.int32, memory_format=torch.contiguous_format), *places
 

@@ -6,7 +6,7 @@ from torch_cute_ops.reference.moe_route import places_of
 
 
 def moe_route_ids(
-    ids: torch.Tensor, experts: int, alignment: int = 128, max_rows: int | None = None
+    ids: torch.Tensor, experts: int, alignment: int, max_rows: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Places of pairs whose experts ``ids`` (M, topk) were chosen elsewhere; see the op's docstring."""
     return places_of(ids, experts, alignment, max_rows)

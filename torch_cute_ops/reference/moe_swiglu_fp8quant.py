@@ -12,16 +12,12 @@ from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 
 
 def moe_swiglu_fp8quant(
-    input: torch.Tensor,
-    offsets: torch.Tensor | None = None,
-    counts: torch.Tensor | None = None,
-    *gate: Any,
-    **named: Any,
+    input: torch.Tensor, offsets: torch.Tensor | None, counts: torch.Tensor | None, **gate: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``silu_mul_rows`` of ``input`` (..., 2I), with the other arguments, in FP8, with zeros for rows of padding; see
     the op's docstring."""
     lead = input.shape[:-1]
-    value = silu_mul_rows(input, *gate, **named)
+    value = silu_mul_rows(input, **gate)
     y, scale = quantize_fp8_rows(value.flatten(0, -2), FP8_BLOCK128, None, COLUMN)
     used = used_rows(lead.numel(), offsets, counts)
     y, scale = zeroed_rows(y, used[:, None]), zeroed_rows(scale, used)
@@ -31,10 +27,9 @@ def moe_swiglu_fp8quant(
 def defined(
     outputs: tuple[torch.Tensor, ...],
     input: torch.Tensor,
-    offsets: torch.Tensor | None = None,
-    counts: torch.Tensor | None = None,
-    *rest: Any,
-    **named: Any,
+    offsets: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    **_: Any,
 ) -> tuple[torch.Tensor, ...]:
     """The outputs with zeros for rows of padding."""
     lead = input.shape[:-1]

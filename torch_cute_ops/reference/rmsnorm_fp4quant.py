@@ -19,8 +19,6 @@ def rmsnorm_rows(input: Tensor, weight: Tensor, eps: float) -> Tensor:
     return value * rstd * weight.float()
 
 
-def rmsnorm_fp4quant(
-    input: Tensor, weight: Tensor, global_scale: Tensor | None = None, eps: float = 1e-6, *rest: Any, **named: Any
-) -> tuple[Tensor, Tensor]:
+def rmsnorm_fp4quant(input: Tensor, weight: Tensor, eps: float, **named: Any) -> tuple[Tensor, Tensor]:
     """RMSNorm of ``input`` (..., H), and ``fp4_quantize`` of it with the other arguments; see the op's docstring."""
-    return fp4_quantize(rmsnorm_rows(input, weight, eps), global_scale, *rest, **named)
+    return fp4_quantize(rmsnorm_rows(input, weight, eps), **named)

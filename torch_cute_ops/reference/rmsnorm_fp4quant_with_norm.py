@@ -9,13 +9,8 @@ from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
 
 
 def rmsnorm_fp4quant_with_norm(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    global_scale: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    *rest: Any,
-    **named: Any,
+    input: torch.Tensor, weight: torch.Tensor, eps: float, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``rmsnorm_fp4quant``, and the normalised rows in the input dtype besides; see the op's docstring."""
     norm = rmsnorm_rows(input, weight, eps)
-    return *fp4_quantize(norm, global_scale, *rest, **named), norm.to(input.dtype).contiguous()
+    return *fp4_quantize(norm, **named), norm.to(input.dtype).contiguous()

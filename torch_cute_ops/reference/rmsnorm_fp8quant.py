@@ -8,8 +8,6 @@ from torch_cute_ops.reference.fp8_quantize import fp8_quantize
 from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
 
 
-def rmsnorm_fp8quant(
-    input: Tensor, weight: Tensor, scale: Tensor | None = None, eps: float = 1e-6, *rest: Any, **named: Any
-) -> tuple[Tensor, Tensor]:
+def rmsnorm_fp8quant(input: Tensor, weight: Tensor, eps: float, **named: Any) -> tuple[Tensor, Tensor]:
     """RMSNorm of ``input`` (..., H), and ``fp8_quantize`` of it with the other arguments; see the op's docstring."""
-    return fp8_quantize(rmsnorm_rows(input, weight, eps), scale, *rest, **named)
+    return fp8_quantize(rmsnorm_rows(input, weight, eps), **named)

@@ -34,14 +34,7 @@ def silu_mul_rows(
 
 
 def silu_mul_fp4quant(
-    input: torch.Tensor,
-    global_scale: torch.Tensor | None = None,
-    block_size: int = 16,
-    scale_format: str | None = None,
-    scale_layout: str = "128x4",
-    *gate: Any,
-    **named: Any,
+    input: torch.Tensor, swiglu_alpha: float, swiglu_beta: float, swiglu_limit: float | None, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``silu_mul_rows`` of ``input`` (..., 2I), with the other arguments, as FP4 blocks; see the op's docstring."""
-    rows = silu_mul_rows(input, *gate, **named)
-    return fp4_quantize(rows, global_scale, block_size, scale_format, scale_layout)
+    """``fp4_quantize`` of the gated ``input`` (..., 2I), with the other arguments; see the op's docstring."""
+    return fp4_quantize(silu_mul_rows(input, swiglu_alpha, swiglu_beta, swiglu_limit), **named)

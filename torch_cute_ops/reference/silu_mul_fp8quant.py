@@ -9,12 +9,7 @@ from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 
 
 def silu_mul_fp8quant(
-    input: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    granularity: str = "token",
-    scale_layout: str = "row",
-    *gate: Any,
-    **named: Any,
+    input: torch.Tensor, swiglu_alpha: float, swiglu_beta: float, swiglu_limit: float | None, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``silu_mul_rows`` of ``input`` (..., 2I), with the other arguments, in FP8; see the op's docstring."""
-    return fp8_quantize(silu_mul_rows(input, *gate, **named), scale, granularity, scale_layout)
+    """``fp8_quantize`` of the gated ``input`` (..., 2I), with the other arguments; see the op's docstring."""
+    return fp8_quantize(silu_mul_rows(input, swiglu_alpha, swiglu_beta, swiglu_limit), **named)

@@ -87,23 +87,14 @@ class Cublas(FP4Backend):
             return _block_scaled_launcher(problem)
         dtype, layout = _dtype(problem), problem.a.scale_layout
         decode_b = decoder(problem, weight_scales(problem), dtype, target)
-        decode_a = None if layout is None else decoder(problem, layout, dtype, target)
-
-        def multiply(
-            a: Tensor,
-            b: Tensor,
-            a_scale: Tensor | None,
-            b_scale: Tensor,
-            alpha: Tensor | None,
-            bias: Tensor | None,
-            offsets: None,
-            counts: None,
-            out: Tensor,
-        ) -> None:
-            left = a.to(dtype) if decode_a is None or a_scale is None else decode_a(a, a_scale)
-            _finish(_sums(left, decode_b(b.t(), b_scale)), alpha, bias, out)
-
-        return multiply
+        if layout is None:
+            return lambda a, b, _, b_scale, alpha, bias, offsets, counts, out: _finish(
+                _sums(a.to(dtype), decode_b(b.t(), b_scale)), alpha, bias, out
+            )
+        decode_a = decoder(problem, layout, dtype, target)
+        return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: _finish(
+            _sums(decode_a(a, a_scale), decode_b(b.t(), b_scale)), alpha, bias, out
+        )
 
 
 def _dtype(problem: GemmProblem) -> torch.dtype:
@@ -181,17 +172,8 @@ def _block_scaled_launcher(problem: GemmProblem) -> Launch:
     multiply_codes = _multiplier(torch.float32 if not one_call else problem.out_dtype)
     in_place = problem.out_dtype == torch.float32
 
-    def multiply(
-        a: Tensor,
-        b: Tensor,
-        a_scale: Tensor,
-        b_scale: Tensor,
-        alpha: Tensor | None,
-        bias: Tensor | None,
-        offsets: None,
-        counts: None,
-        out: Tensor,
-    ) -> None:
+    def multiply(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, *rest: Any) -> None:
+        alpha, bias, _, _, out = rest
         a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
         if one_call:
             multiply_codes(a, b, a_scale, b_scale, alpha if needs_alpha else None, out)

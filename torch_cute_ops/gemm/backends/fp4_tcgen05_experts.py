@@ -3,8 +3,6 @@
 
 from typing import Final
 
-import torch
-
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._fp4 import Tcgen05Backend, buildable
@@ -13,7 +11,7 @@ from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_tcgen05_experts
 from torch_cute_ops.kernels.common.block_scaled_stage import ROWS
 from torch_cute_ops.runtime import settings
-from torch_cute_ops.runtime.allocate import allocator
+from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import CLOCK_HZ, Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
@@ -78,20 +76,13 @@ class FP4Tcgen05Experts(Tcgen05Backend):
     def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
         function, config = self.compiled(problem, tactic, target)
         device, n, experts, ctas = target.device, problem.n, problem.experts, target.sms
+        size = config.workspace_bytes
         if not config.has_workspace:
             return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
                 a, a_scale, b, b_scale, alpha, bias, out, None, ctas
             )
         return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
-            a,
-            a_scale,
-            b,
-            b_scale,
-            alpha,
-            bias,
-            out,
-            allocator(device)((config.workspace_bytes(a.shape[0], n, experts),), (1,), torch.uint8),
-            ctas,
+            a, a_scale, b, b_scale, alpha, bias, out, new_bytes(device, size(a.shape[0], n, experts)), ctas
         )
 
 

@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-import torch
-
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._fp4 import FP4KernelBackend
@@ -12,7 +10,7 @@ from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_wgmma
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
 from torch_cute_ops.runtime import settings
-from torch_cute_ops.runtime.allocate import allocator
+from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
@@ -99,19 +97,10 @@ class FP4Wgmma(FP4KernelBackend):
                 a, a_scale, b, b_scale, alpha, bias, out, None, 0, 0
             )
         parts = _parts(problem, tactic, target)
-        device, tokens, workers, shares = target.device, config.tokens, parts.workers, int(parts.shares)
-        tile_bytes = config.workspace_bytes(problem.k, workers, shares=parts.shares)
+        device, rows, workers, shares = target.device, config.tokens, parts.workers, int(parts.shares)
+        size = config.workspace_bytes(problem.k, workers, shares=parts.shares)
         return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
-            a,
-            a_scale,
-            b,
-            b_scale,
-            alpha,
-            bias,
-            out,
-            allocator(device)((-(-a.shape[0] // tokens) * tile_bytes,), (1,), torch.uint8),
-            workers,
-            shares,
+            a, a_scale, b, b_scale, alpha, bias, out, new_bytes(device, -(-a.shape[0] // rows) * size), workers, shares
         )
 
     def checks_operands(self, problem: GemmProblem) -> bool:

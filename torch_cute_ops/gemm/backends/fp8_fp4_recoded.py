@@ -1,6 +1,8 @@
 """FP8 activations and an FP4 weight on Hopper, for many rows: ``kernels/fp4_to_fp8`` writes the weight to memory in
 FP8, and ``kernels/fp8_fp4_recoded`` multiplies as with an FP8 weight."""
 
+from typing import Any
+
 import torch
 
 from torch_cute_ops.gemm.backend import Launch, Target
@@ -52,17 +54,8 @@ class FP8FP4Recoded(FP8FP4Backend):
         shape, strides = (experts, n, k), (n * k, k, 1)
         words = fp4_to_fp8.note_words(n, k, experts)
 
-        def launch(
-            a: torch.Tensor,
-            b: torch.Tensor,
-            a_scale: torch.Tensor,
-            b_scale: torch.Tensor,
-            alpha: torch.Tensor | None,
-            bias: torch.Tensor | None,
-            offsets: torch.Tensor | None,
-            counts: torch.Tensor | None,
-            out: torch.Tensor,
-        ) -> None:
+        def launch(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, *rest: Any) -> None:
+            alpha, bias, offsets, counts, out = rest
             new = allocator(device)
             weight = new(shape, strides, torch.float8_e4m3fn)
             notes = new((words,), (1,), torch.int32)

@@ -1,5 +1,7 @@
 """The executable specification as a backend: right on every device, and slow."""
 
+from typing import Any
+
 import torch
 
 from torch_cute_ops.formats import FP4Format
@@ -46,17 +48,8 @@ class Reference(Backend):
         fmt, dtype, over = problem.b.format, problem.out_dtype, problem.grouping.over
         layouts = problem.a.scale_layout, problem.b.scale_layout
 
-        def multiply(
-            a: Tensor,
-            b: Tensor,
-            a_scale: Tensor,
-            b_scale: Tensor,
-            alpha: Tensor | None,
-            bias: Tensor | None,
-            offsets: Tensor | None,
-            counts: Tensor | None,
-            out: Tensor,
-        ) -> None:
+        def multiply(*fields: Any) -> None:
+            a, b, a_scale, b_scale, alpha, bias, offsets, counts, out = fields
             if problem.a.is_fp8:
                 weight = b if over == "rows" else b.t()
                 if isinstance(fmt, FP4Format):
@@ -84,24 +77,9 @@ def _gated(problem: GemmProblem) -> Launch:
     fmt, layout, experts = problem.b.format, problem.b.scale_layout, problem.experts
     assert isinstance(fmt, FP4Format) and layout is not None
 
-    def compute(
-        a: Tensor,
-        b: Tensor,
-        a_scale: Tensor | None,
-        b_scale: Tensor,
-        alpha: Tensor | None,
-        bias: Tensor | None,
-        routing: Tensor,
-        global_scale: Tensor | None,
-        swiglu_alpha: float | None,
-        swiglu_beta: float | None,
-        swiglu_limit: float | None,
-        y: Tensor,
-        scale: Tensor | None,
-    ) -> None:
-        gate: tuple[float, float, float | None] = (1.0, 0.0, None)
-        if swiglu_alpha is not None and swiglu_beta is not None:
-            gate = (swiglu_alpha, swiglu_beta, swiglu_limit)
+    def compute(*fields: Any) -> None:
+        a, b, a_scale, b_scale, alpha, bias, routing, global_scale, *given, y, scale = fields
+        gate = (1.0, 0.0, None) if given[0] is None else tuple(given)
         formats = fmt, problem.a.scale_layout, layout
         value = gated_experts(a, a_scale, b, b_scale, routing, alpha, bias, gate, *formats)
         if problem.quantised is None or scale is None:

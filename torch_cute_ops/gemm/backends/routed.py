@@ -1,7 +1,5 @@
 """FP4 GEMMs with experts over K that compute only routed pairs of token and expert: ``kernels/fp4_experts``."""
 
-import torch
-
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._fp4 import buildable
 from torch_cute_ops.gemm.backends._routed import FIXED_SECONDS, RoutedBackend, mean_units, unit_clocks
@@ -11,7 +9,7 @@ from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_experts
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
 from torch_cute_ops.runtime import settings
-from torch_cute_ops.runtime.allocate import allocator
+from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
@@ -83,16 +81,9 @@ class Routed(RoutedBackend):
     def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
         function, config = self.compiled(problem, tactic, target)
         device, experts, workers = target.device, problem.experts, config.workers(problem.n, target.sms)
+        size = config.workspace_bytes
         return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
-            a,
-            a_scale,
-            b,
-            b_scale,
-            alpha,
-            bias,
-            out,
-            allocator(device)((config.workspace_bytes(a.shape[0], experts, workers),), (1,), torch.uint8),
-            workers,
+            a, a_scale, b, b_scale, alpha, bias, out, new_bytes(device, size(a.shape[0], experts, workers)), workers
         )
 
 

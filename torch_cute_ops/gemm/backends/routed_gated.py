@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from torch_cute_ops.gemm.decode import fp4_format, fp4_operands, reason_not_line
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_gated_experts
 from torch_cute_ops.runtime import settings
-from torch_cute_ops.runtime.allocate import allocator
+from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
@@ -111,20 +110,19 @@ class RoutedGated(RoutedBackend):
         function, config = self.compiled(problem, tactic, target)
         device, experts, workers = target.device, problem.experts, target.sms
 
-        def launch(
-            a: Tensor,
-            b: Tensor,
-            a_scale: Tensor | None,
-            b_scale: Tensor,
-            alpha: Tensor | None,
-            bias: Tensor | None,
-            routing: Tensor,
-            *rest: Any,
-        ) -> None:
-            workspace = allocator(device)((config.workspace_bytes(a.shape[0], experts, workers),), (1,), torch.uint8)
-            function(a, a_scale, b, b_scale, routing, alpha, bias, *rest, workspace, workers)
-
-        return launch
+        size = config.workspace_bytes
+        return lambda a, b, a_scale, b_scale, alpha, bias, routing, *rest: function(
+            a,
+            a_scale,
+            b,
+            b_scale,
+            routing,
+            alpha,
+            bias,
+            *rest,
+            new_bytes(device, size(a.shape[0], experts, workers)),
+            workers,
+        )
 
 
 def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_gated_experts.Config | None:

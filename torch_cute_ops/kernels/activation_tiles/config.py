@@ -1,14 +1,15 @@
 """Configuration of the kernel that rearranges activations: no device code."""
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 from torch_cute_ops.kernels.common.activation_layout import ActivationLayout
 
 THREADS: Final = 128
 
 
-class Arguments(NamedTuple):
+class Arguments(namedtuple("Arguments", "a scale tiles flags alpha factors")):
     """The run-time arguments, in order, for M tokens of K elements.
 
     Attributes:
@@ -21,13 +22,6 @@ class Arguments(NamedTuple):
         alpha: (M, experts) float32, any strides, or ``None``.
         factors: (tokens of a tile, experts, tiles) float32, where ``alpha`` is copied to, or ``None``.
     """
-
-    a: Any
-    scale: Any
-    tiles: Any
-    flags: Any
-    alpha: Any
-    factors: Any
 
 
 @dataclass(frozen=True)

@@ -117,8 +117,10 @@ class BlockScaledKernel:
             cute.arch.sync_threads()
 
     @cute.jit
-    def _work(self, tid, maps, part, smem) -> Uint32:
-        """What the thread's warp does, once the CTA has met; where the columns of tensor memory begin."""
+    def _work(self, tid, maps, part) -> tuple[Smem, Uint32]:
+        """Set the CTA up, and do what the thread's warp does. Returns where the columns of tensor memory begin, too."""
+        smem = self._set_up(tid)
+        self._meet()
         warp = cute.arch.make_warp_uniform(tid // WARP)
         columns = Uint32(cute.make_tensor(smem.columns, cute.make_layout(1))[0])
         if warp == COPIER:
@@ -131,7 +133,7 @@ class BlockScaledKernel:
         elif const_expr(self.stage.arranges):
             self._arrange(tid - WARP * (MULTIPLIER + 1), part, smem)
         cute.arch.sync_warp()
-        return columns
+        return smem, columns
 
     @cute.jit
     def _free(self, tid, columns):

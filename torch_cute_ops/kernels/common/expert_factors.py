@@ -1,8 +1,10 @@
-"""A factor for each token and expert: the kernel argument, and which factors count."""
+"""A factor for each token and expert, and a bias for each expert: the kernel arguments, and which factors count."""
 
+import torch
 from cutlass import Uint32
 
 from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.convert import DSL_DTYPES
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
@@ -10,6 +12,11 @@ def factors_argument(m: Dim) -> TensorArg:
     """The factors (M, experts), fp32, of any strides."""
     strides = (Dim("alpha_stride", bits=64), Dim("alpha_column_stride", bits=64))
     return TensorArg("Float32", (m, Dim("experts")), strides, align=4)
+
+
+def biases_argument(dtype: torch.dtype | None, n: Dim) -> TensorArg | None:
+    """The biases (experts, N); ``None``: there are none."""
+    return None if dtype is None else TensorArg(DSL_DTYPES[dtype].__name__, (Dim("experts"), n), (n, 1), align=16)
 
 
 def factor_counts(factor):

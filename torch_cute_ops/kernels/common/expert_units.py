@@ -8,11 +8,12 @@ import itertools
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Constexpr, Float32, Int32, const_expr, range_constexpr
 
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.kernels.common.expert_factors import factor_counts
 from torch_cute_ops.kernels.common.scan import running_sum
+from torch_cute_ops.kernels.common.unit_lists import LIST_BYTES, SCANNED
 
 WARP = 32
 
@@ -35,12 +36,37 @@ class ExpertUnits:
     def __init__(self, tokens: int, group: int, classes: int = 1):
         self.tokens, self.group, self.classes = tokens, group, classes
 
-    def lists(self, at: cute.Pointer) -> UnitLists:
-        """The lists from ``at`` on in shared memory: ``unit_lists.LIST_BYTES``."""
+    def lists(self, at: cute.Pointer) -> tuple[UnitLists, cute.Pointer]:
+        """The lists from ``at`` on in shared memory, and where they end: after ``unit_lists.LIST_BYTES``."""
+        at = cute.recast_ptr(at, dtype=Int32)
         sizes = UnitLists(experts=MAX_EXPERTS, begins=MAX_EXPERTS + 4, counts=MAX_EXPERTS, total=1, first=1)
         starts = (0, *itertools.accumulate(sizes[:-1]))
         places = zip(starts, sizes, strict=True)
-        return UnitLists(*(cute.make_tensor(at + start, cute.make_layout(size)) for start, size in places))
+        lists = UnitLists(*(cute.make_tensor(at + start, cute.make_layout(size)) for start, size in places))
+        return lists, at + LIST_BYTES // 4
+
+    @cute.jit
+    def gather(
+        self, factors, counts, tile, m, tid, warp, finder: Constexpr[int], threads: Constexpr[int], parts, lists
+    ):
+        """The threads of a CTA make the lists of their tile.
+
+        Args:
+            factors: of tokens and experts: what is routed.
+            counts, tile, m: how many tokens of each tile each expert has, where the CTA does not scan the
+                factors itself; the tile; and tokens in all.
+            warp, finder: the thread's warp, and the one that calls ``find``, with ``parts``: begins and ends.
+        """
+        experts = factors.shape[1]
+        for expert in range(tid, experts, threads):
+            if const_expr(self.tokens <= SCANNED):
+                lists.counts[expert] = self.count(factors, expert, tile * self.tokens, m)
+            else:
+                lists.counts[expert] = counts[tile * experts + expert]
+        cute.arch.sync_threads()
+        if warp == finder:
+            self.find(tid % WARP, experts, *parts, lists)
+        cute.arch.sync_threads()
 
     @cute.jit
     def count(self, factors, expert, first_token, m):

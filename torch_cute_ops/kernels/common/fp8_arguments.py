@@ -1,9 +1,9 @@
 """Run-time arguments of the FP8 GEMM kernels: no device code."""
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 
-class Arguments(NamedTuple):
+class Arguments(namedtuple("Arguments", "a b a_scale b_scale offsets counts alpha bias out max_ctas")):
     """The run-time arguments of an FP8 GEMM, in order.
 
     Sizes: R rows of activations, of all experts; E experts; N rows of an expert's weight, a multiple of 8; K elements
@@ -22,14 +22,3 @@ class Arguments(NamedTuple):
         out: (R, N), written in rows that an expert has; masked (E, R / E, N).
         max_ctas: how many CTAs may run at once, a number: of a GPU, not of a call; a multiple of ``Config.splits``.
     """
-
-    a: Any
-    b: Any
-    a_scale: Any
-    b_scale: Any
-    offsets: Any
-    counts: Any
-    alpha: Any
-    bias: Any
-    out: Any
-    max_ctas: Any

@@ -1,6 +1,7 @@
 """Sizes of kernels by wgmma with FP8 activations (``kernels.common.fp8_tiles_kernel``): no device code."""
 
-from typing import Final
+from dataclasses import dataclass
+from typing import ClassVar, Final
 
 from torch_cute_ops.formats.fp8 import FP8_BLOCK128
 from torch_cute_ops.kernels.common.epilogue import Epilogue
@@ -23,8 +24,9 @@ epilogue does not depend on it."""
 RECORD_BYTES: Final = RECORD_WORDS * 4
 
 
+@dataclass(frozen=True)
 class FP8TilesConfig:
-    """What the configurations of these kernels share.
+    """Everything static about such a kernel. N, K, R and the number of experts are not.
 
     Attributes:
         rows: how rows of ``a`` belong to experts.
@@ -51,14 +53,14 @@ class FP8TilesConfig:
     columns: int
     splits: int
     stages: int
-    line: int
-    scales_ahead: int
-    own_bytes: int
-    helpers: int
     pdl: bool
     static_weight: bool
-    row_ctas: int = 1
-    teams: int = 1
+    line: ClassVar[int]
+    scales_ahead: ClassVar[int]
+    own_bytes: ClassVar[int]
+    helpers: ClassVar[int]
+    row_ctas = 1
+    teams = 1
 
     @staticmethod
     def reads_ahead(rows: ExpertLayout, tokens: int, pdl: bool) -> bool:

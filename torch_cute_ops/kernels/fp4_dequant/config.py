@@ -1,7 +1,7 @@
 """Configuration of a dequantising kernel: no device code."""
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 
@@ -43,7 +43,7 @@ class Config:
         return THREADS // self.threads_per_row
 
 
-class Arguments(NamedTuple):
+class Arguments(namedtuple("Arguments", "y scale global_scale out max_ctas")):
     """The run-time arguments, in order, all contiguous; R rows of W elements (``Config.width``).
 
     Attributes:
@@ -53,12 +53,6 @@ class Arguments(NamedTuple):
         out: (R, W) of ``Config.out_dtype``.
         max_ctas: int32, the CTAs that fill the device.
     """
-
-    y: Any
-    scale: Any
-    global_scale: Any
-    out: Any
-    max_ctas: Any
 
 
 def plan(out_dtype: torch.dtype, width: int, fmt: FP4Format, layout: ScaleLayout, global_scale: bool) -> Config:

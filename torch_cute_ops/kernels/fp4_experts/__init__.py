@@ -41,30 +41,12 @@ partial sum in the workspace.
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.fp4_experts.config import (
-    CLASSES,
-    GROUPS,
-    ROWS,
-    TILES,
-    Arguments,
-    Config,
-    plan,
-)
+from torch_cute_ops.kernels.fp4_experts.config import CLASSES, GROUPS, ROWS, TILES, Arguments, Config, plan
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_experts.kernel import FP4ExpertsKernel
 
-__all__ = [
-    "CLASSES",
-    "GROUPS",
-    "KERNEL",
-    "ROWS",
-    "TILES",
-    "Arguments",
-    "Config",
-    "FP4ExpertsKernel",
-    "plan",
-]
+__all__ = ["CLASSES", "GROUPS", "KERNEL", "ROWS", "TILES", "Arguments", "Config", "FP4ExpertsKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.FP4ExpertsKernel"
 __getattr__ = on_demand(__name__, "FP4ExpertsKernel")

@@ -1,7 +1,8 @@
 """Configuration of the FP4 GEMM over experts that skips pairs: no device code."""
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import torch
 
@@ -31,7 +32,7 @@ CLASSES: Final = 8
 BARRIER_BYTES: Final = 512
 
 
-class Arguments(NamedTuple):
+class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out workspace workers")):
     """The run-time arguments, in order. Sizes: M rows of activations, N rows of the weight, E experts with
     ``Config.width`` elements of k each, K elements in all; N is a multiple of 8.
 
@@ -43,16 +44,6 @@ class Arguments(NamedTuple):
         workspace: ``Config.workspace_bytes``, uint8, written.
         workers: CTAs for each tile of tokens, ``Config.workers``.
     """
-
-    a: Any
-    a_scale: Any
-    b: Any
-    b_scale: Any
-    alpha: Any
-    bias: Any
-    out: Any
-    workspace: Any
-    workers: Any
 
 
 @dataclass(frozen=True)

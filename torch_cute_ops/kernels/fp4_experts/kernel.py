@@ -11,17 +11,15 @@ from cutlass.memory import SmemAllocator
 from torch_cute_ops.kernels.common import pdl, ptx
 from torch_cute_ops.kernels.common.activation_layout import TILE_TOKENS
 from torch_cute_ops.kernels.common.activations import Activations
-from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, store_words
+from torch_cute_ops.kernels.common.convert import load_words
 from torch_cute_ops.kernels.common.epilogue_ops import load_terms
-from torch_cute_ops.kernels.common.expert_factors import factors_argument
-from torch_cute_ops.kernels.common.expert_units import ExpertUnits, UnitLists
+from torch_cute_ops.kernels.common.expert_factors import biases_argument, factors_argument
+from torch_cute_ops.kernels.common.expert_units import ExpertUnits
 from torch_cute_ops.kernels.common.fp4_weights import sum_scale
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.proxy import fence_async
-from torch_cute_ops.kernels.common.shared_words import by_four
+from torch_cute_ops.kernels.common.shared_words import clear
 from torch_cute_ops.kernels.common.token_list_layout import PAIR_BYTES
 from torch_cute_ops.kernels.common.token_lists import TokenLister, TokenLists
-from torch_cute_ops.kernels.common.unit_lists import LIST_BYTES
 from torch_cute_ops.kernels.common.unit_mma import UnitMma, free
 from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
 from torch_cute_ops.kernels.fp4_experts.config import BANDS, ROWS, Arguments, Config
@@ -69,16 +67,13 @@ class FP4ExpertsKernel:
         m, n = Dim("m"), Dim("n", divisibility=8)
         a, a_scale = self.activations.arguments()
         b, b_scale = self.ring.arguments(n)
-        bias = None
-        if self.config.bias_dtype is not None:
-            bias = TensorArg(DSL_DTYPES[self.config.bias_dtype].__name__, (Dim("experts"), n), (n, 1), align=16)
         return Arguments(
             a=a,
             a_scale=a_scale,
             b=b,
             b_scale=b_scale,
             alpha=factors_argument(m),
-            bias=bias,
+            bias=biases_argument(self.config.bias_dtype, n),
             out=TensorArg(self.totals.out_dtype.__name__, (m, n), (n, 1), align=16),
             workspace=TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16),
             workers=ScalarArg("Int32"),
@@ -169,24 +164,11 @@ class FP4ExpertsKernel:
                 cute.arch.mbarrier_init(smem.turns + i, 1)
         cute.arch.mbarrier_init_fence()
         # The sums; and the activations, of which a unit that is not full overwrites only some
-        cleared = by_four(smem.sums, c.sum_bytes + c.stages * self.mma.stage_tokens)
-        for i in range(tid, cute.size(cleared, mode=[0]), c.threads):
-            store_words([Uint32(0)] * 4, cleared[i, None])
-        fence_async()
+        clear(smem.sums, c.sum_bytes + c.stages * self.mma.stage_tokens, tid, c.threads)
         if const_expr(c.pdl and not c.scans):
             cute.arch.griddepcontrol_wait()
-        units = self._units(smem)
-        every = units.counts
-        for expert in range(tid, share.experts, c.threads):
-            if const_expr(c.scans):
-                every[expert] = self.units.count(alpha, expert, share.first_token, share.m)
-            else:
-                every[expert] = lists.counts[tile * share.experts + expert]
-        cute.arch.sync_threads()
-        if warp == c.warps:
-            self.units.find(tid % WARP, share.experts, share.begins, share.ends, units)
-        cute.arch.sync_threads()
-        share = share._replace(units=units.total[0], first_units=units.first[0])
+        self.units.gather(alpha, lists.counts, tile, share.m, tid, warp, c.warps, c.threads, (begins, ends), smem.units)
+        share = share._replace(units=smem.units.total[0], first_units=smem.units.first[0])
         if warp >= c.warps:
             cute.arch.setmaxregister_decrease(c.registers[1])
             if warp < c.warps + c.slots:
@@ -202,22 +184,19 @@ class FP4ExpertsKernel:
         sums = scales + c.stages * self.ring.scale_bytes
         tokens = sums + c.sum_bytes
         pairs = tokens + c.stages * self.mma.stage_tokens
-        lists = cute.recast_ptr(pairs + c.stages * c.group * PAIR_BYTES, dtype=Int32)
-        barriers = cute.recast_ptr(lists + LIST_BYTES // 4, dtype=Int64)
+        units, end = self.units.lists(pairs + c.stages * c.group * PAIR_BYTES)
+        barriers = cute.recast_ptr(end, dtype=Int64)
         return Smem(
             codes=base,
             scales=scales,
             sums=sums,
             tokens=tokens,
             pairs=pairs,
-            lists=lists,
+            units=units,
             full=barriers,
             free=barriers + c.stages,
             turns=barriers + 2 * c.stages,
         )
-
-    def _units(self, smem) -> UnitLists:
-        return self.units.lists(smem.lists)
 
     def _classes_of(self, worker, workers, n) -> tuple[tuple, tuple, tuple]:
         """The slices, begins and ends of a worker's ``Share``."""
@@ -236,11 +215,8 @@ class FP4ExpertsKernel:
 
     @cute.jit
     def _feed(self, slot, weight, share, smem):
-        """The producer warp of a slot: the weight's chunks, and with each what the other kernel has listed.
-
-        Where this kernel has found the units itself, the first chunks of the weight are copied before the other one has
-        ended. That is safe because it lets this kernel start only when it has waited for all kernels before it.
-        """
+        """The producer warp of a slot: the weight's chunks, and with each what the other kernel has listed; the first
+        ones before that, where it may (``unit_lists.SCANNED``)."""
         c = self.config
         depth = c.stages // c.slots
         first = slot * depth
@@ -248,7 +224,7 @@ class FP4ExpertsKernel:
         if const_expr(c.pdl and c.scans):
             ahead, of = slot, Int32(0)
             while (ahead < share.units) & (loaded < depth):
-                of = self.units.index_of(ahead, of, self._units(smem))
+                of = self.units.index_of(ahead, of, smem.units)
                 for i in range(cutlass.min(c.expert_chunks, depth - loaded)):
                     self._load_weight(of, ahead, i, first + loaded, weight, share, smem)
                     loaded += 1
@@ -258,7 +234,7 @@ class FP4ExpertsKernel:
         stage, parity = Int32(0), Int32(1)
         done, index = Int32(0), Int32(0)
         for unit in range(slot, share.units, c.slots):
-            index = self.units.index_of(unit, index, self._units(smem))
+            index = self.units.index_of(unit, index, smem.units)
             for chunk in range(c.expert_chunks):
                 if done >= loaded:
                     ptx.wait(smem.free + (first + stage), parity)
@@ -273,7 +249,7 @@ class FP4ExpertsKernel:
 
     def _load_weight(self, index, unit, chunk, stage, weight, share, smem) -> None:
         """Start the copies of a chunk of the weight."""
-        expert = self._units(smem).experts[index]
+        expert = smem.units.experts[index]
         blocks = self.config.width // self.config.operands.fmt.block_size
         self.ring.load(
             self._slice_of(unit, share), chunk, expert, stage, smem.full + stage, weight, share.n, Int32(blocks)
@@ -283,7 +259,7 @@ class FP4ExpertsKernel:
     def _load_tokens(self, index, unit, chunk, stage, share, smem):
         """Start the copies of a chunk of a unit's activations, and of the unit's pairs."""
         c = self.config
-        units = self._units(smem)
+        units = smem.units
         position = (unit - units.begins[index]) * c.group
         entry = self.lister.entry(share.tile, units.experts[index], share.experts)
         tokens = cutlass.min(units.counts[index] - position, Int32(c.group))
@@ -342,8 +318,8 @@ class FP4ExpertsKernel:
         for unit in range(begin, end, c.slots):
             bias = None
             if const_expr(c.bias_dtype is not None):
-                index = self.units.index_of(unit, index, self._units(smem))
-                bias = self._bias(self._units(smem).experts[index], slice_, consumer, share)
+                index = self.units.index_of(unit, index, smem.units)
+                bias = self._bias(smem.units.experts[index], slice_, consumer, share)
             if const_expr(c.by_warp):
                 sums.fill(0.0)
             last = stage

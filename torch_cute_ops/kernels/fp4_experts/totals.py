@@ -12,6 +12,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.activation_layout import TILE_TOKENS
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
+from torch_cute_ops.kernels.common.expert_units import UnitLists
 from torch_cute_ops.kernels.common.shared_words import by_four
 from torch_cute_ops.kernels.common.token_lists import TokenLists
 from torch_cute_ops.kernels.fp4_experts.config import ROWS, Config
@@ -56,15 +57,15 @@ class Share(NamedTuple):
 
 
 class Smem(NamedTuple):
-    """Shared memory: the stages of codes, scales, activations (``tokens``) and pairs; the sums of the tile; ``lists``
-    of units; and barriers, of which a stage's are full, or free, and a warp's says that it may add its sums."""
+    """Shared memory: the stages of codes, scales, activations (``tokens``) and pairs; the sums of the tile; lists
+    of ``units``; and barriers, of which a stage's are full, or free, and a warp's says that it may add its sums."""
 
     codes: cute.Pointer
     scales: cute.Pointer
     sums: cute.Pointer
     tokens: cute.Pointer
     pairs: cute.Pointer
-    lists: cute.Pointer
+    units: UnitLists
     full: cute.Pointer
     free: cute.Pointer
     turns: cute.Pointer

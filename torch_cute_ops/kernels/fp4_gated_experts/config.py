@@ -1,7 +1,8 @@
 """Configuration of the gated FP4 GEMM over experts: no device code."""
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import torch
 
@@ -35,7 +36,13 @@ GAP: Final = 64
 """Bytes between the tokens of a stage where warps multiply by themselves, against bank conflicts."""
 
 
-class Arguments(NamedTuple):
+class Arguments(
+    namedtuple(
+        "Arguments",
+        "a a_scale b b_scale routing alpha bias global_scale "
+        "swiglu_alpha swiglu_beta swiglu_limit y scale workspace workers",
+    )
+):
     """The run-time arguments, in order. Sizes: M rows of activations, H elements of k, E experts with I columns each.
 
     Attributes:
@@ -52,22 +59,6 @@ class Arguments(NamedTuple):
         workspace: ``Config.workspace_bytes``, uint8, written.
         workers: CTAs for each tile of tokens.
     """
-
-    a: Any
-    a_scale: Any
-    b: Any
-    b_scale: Any
-    routing: Any
-    alpha: Any
-    bias: Any
-    global_scale: Any
-    swiglu_alpha: Any
-    swiglu_beta: Any
-    swiglu_limit: Any
-    y: Any
-    scale: Any
-    workspace: Any
-    workers: Any
 
 
 @dataclass(frozen=True)

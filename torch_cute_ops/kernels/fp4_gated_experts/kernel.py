@@ -16,9 +16,8 @@ from torch_cute_ops.kernels.common.expert_factors import factor_counts, factors_
 from torch_cute_ops.kernels.common.expert_units import ExpertUnits, UnitLists
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
 from torch_cute_ops.kernels.common.proxy import fence_async
-from torch_cute_ops.kernels.common.shared_words import by_four
+from torch_cute_ops.kernels.common.shared_words import clear
 from torch_cute_ops.kernels.common.token_lists import TokenLister, TokenLists
-from torch_cute_ops.kernels.common.unit_lists import LIST_BYTES
 from torch_cute_ops.kernels.common.unit_mma import UnitMma, free
 from torch_cute_ops.kernels.common.weight_chunks import TILE_ROWS
 from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
@@ -72,7 +71,7 @@ class Share(NamedTuple):
 
 class Smem(NamedTuple):
     """Shared memory: the stages of codes and scales, of the gate and of up in turn, and of activations (``tokens``);
-    sums of a unit, and its results (``values``); the lists of units; and barriers, of which a stage's are full, or
+    sums of a unit, and its results (``values``); the lists of ``units``; and barriers, of which a stage's are full, or
     free, and a warp's says that it may add its sums."""
 
     codes: cute.Pointer
@@ -80,7 +79,7 @@ class Smem(NamedTuple):
     scales: cute.Pointer
     sums: cute.Pointer
     values: cute.Pointer
-    lists: cute.Pointer
+    units: UnitLists
     full: cute.Pointer
     free: cute.Pointer
     turns: cute.Pointer
@@ -294,24 +293,12 @@ class FP4GatedExpertsKernel:
                     cute.arch.mbarrier_arrive(smem.turns + i)
         cute.arch.mbarrier_init_fence()
         # Of the activations a unit that is not full overwrites only some.
-        cleared = by_four(smem.tokens, c.stages * self.mma.stage_tokens)
-        for i in range(tid, cute.size(cleared, mode=[0]), c.threads):
-            store_words([Uint32(0)] * 4, cleared[i, None])
-        fence_async()
+        clear(smem.tokens, c.stages * self.mma.stage_tokens, tid, c.threads)
         if const_expr(c.pdl and not c.scans):
             cute.arch.griddepcontrol_wait()
-        units = self._units(smem)
-        for expert in range(tid, experts, c.threads):
-            if const_expr(c.scans):
-                units.counts[expert] = self.units.count(routing, expert, tile * c.tokens, share.m)
-            else:
-                units.counts[expert] = lists.counts[tile * experts + expert]
-        cute.arch.sync_threads()
-        if warp == WARPS:
-            self.units.find(tid % WARP, experts, None, None, units)
-        cute.arch.sync_threads()
+        self.units.gather(routing, lists.counts, tile, share.m, tid, warp, WARPS, c.threads, (None, None), smem.units)
         # Lower workers have later shares: what a worker waits for, one before it has.
-        parts = units.total[0] * (slices // siblings) * c.parts
+        parts = smem.units.total[0] * (slices // siblings) * c.parts
         shares = workers // siblings
         number, each, more = shares - 1 - worker // siblings, parts // shares, parts % shares
         begin = number * each + cutlass.min(number, more)
@@ -336,22 +323,19 @@ class FP4GatedExpertsKernel:
         scales = tokens + c.stages * self.mma.stage_tokens
         sums = scales + 2 * c.stages * self.ring.scale_bytes
         values = sums + c.sum_bytes
-        lists = cute.recast_ptr(values + c.value_bytes, dtype=Int32)
-        barriers = cute.recast_ptr(lists + LIST_BYTES // 4, dtype=Int64)
+        units, end = self.units.lists(values + c.value_bytes)
+        barriers = cute.recast_ptr(end, dtype=Int64)
         return Smem(
             codes=base,
             tokens=tokens,
             scales=scales,
             sums=sums,
             values=values,
-            lists=lists,
+            units=units,
             full=barriers,
             free=barriers + c.stages,
             turns=barriers + 2 * c.stages,
         )
-
-    def _units(self, smem) -> UnitLists:
-        return self.units.lists(smem.lists)
 
     # A task is a unit and a slice of its expert's rows. Slot s has chunks s, s + slots, ... of every task.
 
@@ -380,11 +364,7 @@ class FP4GatedExpertsKernel:
     @cute.jit
     def _feed(self, slot, weight, share, smem):
         """The producer warp of a slot: its chunks of the weight, and of the rows of activations that the other kernel
-        has rearranged.
-
-        Where this kernel has found the units itself, the first chunks of the weight are copied before the other one has
-        ended. That is safe because it lets this kernel start only when it has waited for all kernels before it.
-        """
+        has rearranged; the first chunks of the weight before that, where it may (``unit_lists.SCANNED``)."""
         c = self.config
         depth = c.stages // c.slots
         first = slot * depth
@@ -394,7 +374,7 @@ class FP4GatedExpertsKernel:
             of = Int32(0)
             while (ahead < end) & (loaded < depth):
                 task = self._task(ahead, share)
-                of = self.units.index_of(task.unit, of, self._units(smem))
+                of = self.units.index_of(task.unit, of, smem.units)
                 begin, behind = self._chunks(task.first, task.last, slot)
                 for chunk in range(begin, behind, c.slots):
                     if loaded < depth:
@@ -408,7 +388,7 @@ class FP4GatedExpertsKernel:
         done, handed, index = Int32(0), Int32(0), Int32(0)
         first_task, tasks_end = self._tasks(share)
         for number in range(first_task, tasks_end):
-            task, units = self._task(number, share), self._units(smem)
+            task, units = self._task(number, share), smem.units
             index = self.units.index_of(task.unit, index, units)
             position = (task.unit - units.begins[index]) * c.group
             tokens = cutlass.min(units.counts[index] - position, Int32(c.group))
@@ -502,7 +482,7 @@ class FP4GatedExpertsKernel:
     def _load_weight(self, index, task, chunk, stage, weight, share, smem) -> None:
         """Start the copies of a chunk of the weight."""
         c = self.config
-        expert = self._units(smem).experts[index]
+        expert = smem.units.experts[index]
         blocks = Int32(c.width // c.operands.fmt.block_size)
         for half in range(2):
             tile = (expert * 2 + half) * share.slices + task.slice_
@@ -531,7 +511,7 @@ class FP4GatedExpertsKernel:
         stage, parity, turn, index = Int32(0), Int32(0), Int32(0), Int32(0)
         first_task, tasks_end = self._tasks(share)
         for number in range(first_task, tasks_end):
-            task, units = self._task(number, share), self._units(smem)
+            task, units = self._task(number, share), smem.units
             index = self.units.index_of(task.unit, index, units)
             expert = units.experts[index]
             first_column = task.slice_ * c.columns

@@ -1,7 +1,7 @@
 """Configuration of the FP4 GEMM by mma.sync: no device code."""
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ THREADS = 32 * WARPS
 STAGES = range(6, 2, -1)
 
 
-class Arguments(NamedTuple):
+class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out")):
     """The run-time arguments, in order. Sizes: M rows of activations, N rows of the weight, K elements of a sum, a
     multiple of 32; N is a multiple of 8.
 
@@ -37,14 +37,6 @@ class Arguments(NamedTuple):
         bias: (N,), or ``None``.
         out: (M, N), written.
     """
-
-    a: Any
-    a_scale: Any
-    b: Any
-    b_scale: Any
-    alpha: Any
-    bias: Any
-    out: Any
 
 
 @dataclass(frozen=True)

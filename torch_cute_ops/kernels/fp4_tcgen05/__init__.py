@@ -36,26 +36,12 @@ each tile of rows, from L2.
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.fp4_tcgen05.config import (
-    SPLITS,
-    TILES,
-    Arguments,
-    Config,
-    plan,
-)
+from torch_cute_ops.kernels.fp4_tcgen05.config import SPLITS, TILES, Arguments, Config, plan
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_tcgen05.kernel import FP4Tcgen05Kernel
 
-__all__ = [
-    "KERNEL",
-    "SPLITS",
-    "TILES",
-    "Arguments",
-    "Config",
-    "FP4Tcgen05Kernel",
-    "plan",
-]
+__all__ = ["KERNEL", "SPLITS", "TILES", "Arguments", "Config", "FP4Tcgen05Kernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.FP4Tcgen05Kernel"
 __getattr__ = on_demand(__name__, "FP4Tcgen05Kernel")

@@ -1,7 +1,8 @@
 """Configuration of the FP4 GEMM by tcgen05: no device code."""
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.kernels.common.block_scaled_config import BlockScaledConfig, with_most_stages
@@ -16,7 +17,7 @@ SPLITS: Final = (1, 2, 4, 8)
 """CTAs of a cluster that share the k of a tile."""
 
 
-class Arguments(NamedTuple):
+class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out ctas")):
     """The run-time arguments, in order. Sizes: M rows of activations, N rows of the weight, K elements of a sum, in
     blocks of B; N is a multiple of 8, K of 64 (with linear scales of 4 B).
 
@@ -30,15 +31,6 @@ class Arguments(NamedTuple):
         out: (M, N), written.
         ctas: CTAs that share all tiles, a number: the SMs. Unused with ``splits``, where each tile has its cluster.
     """
-
-    a: Any
-    a_scale: Any
-    b: Any
-    b_scale: Any
-    alpha: Any
-    bias: Any
-    out: Any
-    ctas: Any
 
 
 @dataclass(frozen=True)

@@ -120,9 +120,7 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
             bias=bias,
             out=out,
         )
-        smem = self._set_up(tid)
-        self._meet()
-        columns = self._work(tid, (a_map, b_map), part, smem)
+        smem, columns = self._work(tid, (a_map, b_map), part)
         if const_expr(c.splits > 1):
             self._add_up(tid, part, smem)
         else:

@@ -43,26 +43,12 @@ several parts, four bytes of each are written and read for each element of the r
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.fp4_tcgen05_experts.config import (
-    PARTS,
-    TILES,
-    Arguments,
-    Config,
-    plan,
-)
+from torch_cute_ops.kernels.fp4_tcgen05_experts.config import PARTS, TILES, Arguments, Config, plan
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_tcgen05_experts.kernel import FP4Tcgen05ExpertsKernel
 
-__all__ = [
-    "KERNEL",
-    "PARTS",
-    "TILES",
-    "Arguments",
-    "Config",
-    "FP4Tcgen05ExpertsKernel",
-    "plan",
-]
+__all__ = ["KERNEL", "PARTS", "TILES", "Arguments", "Config", "FP4Tcgen05ExpertsKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.FP4Tcgen05ExpertsKernel"
 __getattr__ = on_demand(__name__, "FP4Tcgen05ExpertsKernel")

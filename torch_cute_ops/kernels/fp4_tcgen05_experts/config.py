@@ -1,7 +1,8 @@
 """Configuration of the FP4 GEMM over experts by tcgen05: no device code."""
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import torch
 
@@ -28,7 +29,7 @@ WORD: Final = 32
 """Experts of a part whose bits are in a word."""
 
 
-class Arguments(NamedTuple):
+class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out workspace ctas")):
     """The run-time arguments, in order. Sizes: M rows of activations, N rows of the weight, E experts with
     ``Config.width`` elements of k each, K elements in all, in blocks of B; N is a multiple of 8, with linear scales K
     of 4 B.
@@ -44,16 +45,6 @@ class Arguments(NamedTuple):
         workspace: ``Config.workspace_bytes``, uint8, written; or ``None``, where these are none.
         ctas: CTAs that share all units, a number: the SMs.
     """
-
-    a: Any
-    a_scale: Any
-    b: Any
-    b_scale: Any
-    alpha: Any
-    bias: Any
-    out: Any
-    workspace: Any
-    ctas: Any
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch_cute_ops.kernels.common.block_scaled_mma import STEPS
 from torch_cute_ops.kernels.common.block_scaled_stage import LINE, ROWS, SCALE_TILE, STEP
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
 from torch_cute_ops.kernels.common.epilogue_ops import load_terms
-from torch_cute_ops.kernels.common.expert_factors import factor_counts, factors_argument
+from torch_cute_ops.kernels.common.expert_factors import biases_argument, factor_counts, factors_argument
 from torch_cute_ops.kernels.common.fp4_weights import rows_of_bytes
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
 from torch_cute_ops.kernels.common.weight_ring import next_stage
@@ -78,14 +78,11 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
 
     def arguments(self) -> Arguments:
         m, n = Dim("m"), Dim("n", divisibility=8)
-        bias = None
-        if self.config.bias_dtype is not None:
-            bias = TensorArg(DSL_DTYPES[self.config.bias_dtype].__name__, (Dim("experts"), n), (n, 1), align=16)
         workspace = TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16)
         return Arguments(
             *self.mma.arguments(m, n),
             factors_argument(m),
-            bias,
+            biases_argument(self.config.bias_dtype, n),
             out=TensorArg(self.out_dtype.__name__, (m, n), (n, 1), align=16),
             workspace=workspace if self.config.has_workspace else None,
             ctas=ScalarArg("Int32"),
@@ -210,9 +207,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
             touched=touched,
             totals=totals,
         )
-        smem = self._set_up(tid)
-        self._meet()
-        columns = self._work(tid, (a_map, b_map), part, smem)
+        _, columns = self._work(tid, (a_map, b_map), part)
         # All loads of tensor memory are done.
         self._meet()
         self._free(tid, columns)

@@ -1,7 +1,8 @@
 """Configuration of the kernel that recodes an FP4 weight: no device code."""
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK
@@ -48,7 +49,7 @@ def note_words(n: int, k: int, experts: int) -> int:
     return experts * -(-n // COLUMNS) * int(Notes.words(-(-k // BLOCK)))
 
 
-class Arguments(NamedTuple):
+class Arguments(namedtuple("Arguments", "b b_scale weight notes")):
     """The run-time arguments, in order. Sizes: E experts; N rows of an expert's weight, a multiple of 8; K elements of
     a row, a multiple of 64; B elements of a scale.
 
@@ -58,11 +59,6 @@ class Arguments(NamedTuple):
         weight: (E, N, K) e4m3, contiguous, written; E is 1 without experts.
         notes: (``note_words``,) int32, written where there are rows: ``Notes`` of each expert's ``COLUMNS`` rows.
     """
-
-    b: Any
-    b_scale: Any
-    weight: Any
-    notes: Any
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Configuration of the FP4 GEMM by wgmma: no device code."""
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 from torch_cute_ops.kernels.common.activation_layout import CHUNK, TILE_LINE, ActivationLayout
 from torch_cute_ops.kernels.common.epilogue import Epilogue
@@ -44,7 +45,7 @@ def span_of(tokens: int, width: int | None) -> int:
     return 2 if tokens == 64 and width is None else 1
 
 
-class Arguments(NamedTuple):
+class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out workspace workers shares")):
     """The run-time arguments, in order. Sizes: M rows of activations, N rows of the weight, K elements of a sum, E
     experts with K / E elements each, if there are any; N is a multiple of 8, K of 32.
 
@@ -58,17 +59,6 @@ class Arguments(NamedTuple):
         workers: CTAs that share the sums of a tile of tokens, a number; unused with clusters.
         shares: whether they exchange partial sums, 0 or 1.
     """
-
-    a: Any
-    a_scale: Any
-    b: Any
-    b_scale: Any
-    alpha: Any
-    bias: Any
-    out: Any
-    workspace: Any
-    workers: Any
-    shares: Any
 
 
 @dataclass(frozen=True)

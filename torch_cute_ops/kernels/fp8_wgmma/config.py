@@ -25,32 +25,12 @@ TOGETHER: Final = 2
 
 @dataclass(frozen=True)
 class Config(FP8TilesConfig):
-    """Everything static about a kernel. N, K, R and the number of experts are not.
+    """Everything static about a kernel; ``tokens``, ``columns`` and ``splits`` are one of ``TILES``."""
 
-    Attributes:
-        rows: how rows of ``a`` belong to experts.
-        epilogue: what is done to the sums.
-        tokens, columns, splits: one of ``TILES``: rows of ``a`` and of ``b`` of a tile, and CTAs of a cluster, which
-            share the k of a tile.
-        stages: K blocks in flight.
-        pdl, static_weight: as for ``FP8TilesConfig``.
-    """
-
-    rows: ExpertLayout
-    epilogue: Epilogue
-    tokens: int
-    columns: int
-    splits: int
-    stages: int
-    pdl: bool
-    static_weight: bool
     line: ClassVar[int] = BLOCK
     scales_ahead: ClassVar[int] = 4
+    own_bytes: ClassVar[int] = 0
     helpers: ClassVar[int] = 0
-
-    @property
-    def own_bytes(self) -> int:
-        return 0
 
     @property
     def is_swapped(self) -> bool:

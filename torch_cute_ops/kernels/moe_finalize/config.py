@@ -1,7 +1,7 @@
 """Configuration of a finalising kernel: no device code."""
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 
@@ -55,7 +55,7 @@ class Config:
         return -(-self.vectors // threads)
 
 
-class Arguments(NamedTuple):
+class Arguments(namedtuple("Arguments", "input expanded_to_permuted weights residual out sms")):
     """The run-time arguments, in order; M tokens of W elements (``Config.width``), of R rows in the experts' order.
 
     Attributes:
@@ -66,13 +66,6 @@ class Arguments(NamedTuple):
         out: (M, W) like the input, contiguous; it may be the residual itself.
         sms: int32, multiprocessors of the device.
     """
-
-    input: Any
-    expanded_to_permuted: Any
-    weights: Any
-    residual: Any
-    out: Any
-    sms: Any
 
 
 def plan(dtype: torch.dtype, width: int, topk: int, has_residual: bool, pdl: bool = True) -> Config:

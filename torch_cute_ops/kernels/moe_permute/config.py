@@ -1,7 +1,7 @@
 """Configuration of a permuting kernel: no device code."""
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 
@@ -61,7 +61,7 @@ class Config:
         return (tokens, self.scales) if tokens > self.few else None
 
 
-class Arguments(NamedTuple):
+class Arguments(namedtuple("Arguments", "input y scale expanded_to_permuted permuted_to_expanded workspace")):
     """The run-time arguments, in order; M tokens of W elements (``Config.width``), R rows in the experts' order.
 
     Attributes:
@@ -72,13 +72,6 @@ class Arguments(NamedTuple):
         permuted_to_expanded: (R,) int32: the pair of each row, negative for padding.
         workspace: ``Config.workspace_shape(M)`` fp32, contiguous; where that is ``None``, any fp32 matrix, unused.
     """
-
-    input: Any
-    y: Any
-    scale: Any
-    expanded_to_permuted: Any
-    permuted_to_expanded: Any
-    workspace: Any
 
 
 def plan(dtype: torch.dtype, width: int, topk: int, pdl: bool = True) -> Config:

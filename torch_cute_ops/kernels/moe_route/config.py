@@ -1,7 +1,7 @@
 """Configuration of a routing kernel: no device code."""
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from torch_cute_ops.kernels.common.expert_choice import ExpertChoice
 from torch_cute_ops.kernels.common.expert_placement import ExpertPlacement, PlacementConfig
@@ -33,7 +33,13 @@ class Config(ExpertChoice, PlacementConfig):
         return ExpertPlacement(self.experts, self.topk, CHUNK, ALONE, RUN, self.is_masked)
 
 
-class Arguments(NamedTuple):
+class Arguments(
+    namedtuple(
+        "Arguments",
+        "logits bias weights ids expanded_to_permuted permuted_to_expanded "
+        "offsets counts workspace scaling_factor unit sms",
+    )
+):
     """The run-time arguments, in order; M tokens, E experts, R rows in the experts' order; contiguous but for logits.
 
     Attributes:
@@ -50,19 +56,6 @@ class Arguments(NamedTuple):
         unit: int32, the rows of each expert where ``Config.is_masked``; else what its first row is a multiple of.
         sms: int32, multiprocessors of the device.
     """
-
-    logits: Any
-    bias: Any
-    weights: Any
-    ids: Any
-    expanded_to_permuted: Any
-    permuted_to_expanded: Any
-    offsets: Any
-    counts: Any
-    workspace: Any
-    scaling_factor: Any
-    unit: Any
-    sms: Any
 
 
 def plan(choice: ExpertChoice, is_masked: bool, pdl: bool = True) -> Config:

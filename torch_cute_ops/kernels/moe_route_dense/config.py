@@ -1,7 +1,7 @@
 """Configuration of the kernel that writes a matrix of weights: no device code."""
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from torch_cute_ops.kernels.common.expert_choice import ExpertChoice
 
@@ -28,7 +28,7 @@ class Config(ExpertChoice):
         return 32 * WARPS
 
 
-class Arguments(NamedTuple):
+class Arguments(namedtuple("Arguments", "logits bias expert_factor out scaling_factor")):
     """The run-time arguments, in order; M tokens, E experts; contiguous but for logits.
 
     Attributes:
@@ -38,12 +38,6 @@ class Arguments(NamedTuple):
         out: (M, E) fp32.
         scaling_factor: fp32, multiplies the weights.
     """
-
-    logits: Any
-    bias: Any
-    expert_factor: Any
-    out: Any
-    scaling_factor: Any
 
 
 def plan(choice: ExpertChoice, has_expert_factor: bool, pdl: bool = True) -> Config:

@@ -1,7 +1,7 @@
 """Configuration of the kernel that places pairs: no device code."""
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from torch_cute_ops.kernels.common.expert_placement import ExpertPlacement, PlacementConfig
 
@@ -31,7 +31,9 @@ class Config(PlacementConfig):
         return ExpertPlacement(self.experts, 1, CHUNK, CHUNK, RUN, self.is_masked)
 
 
-class Arguments(NamedTuple):
+class Arguments(
+    namedtuple("Arguments", "ids expanded_to_permuted permuted_to_expanded offsets counts workspace unit sms")
+):
     """The run-time arguments, in order, all contiguous; M tokens, E experts, R rows in the experts' order.
 
     Attributes:
@@ -40,15 +42,6 @@ class Arguments(NamedTuple):
         permuted_to_expanded, offsets, counts, workspace, unit, sms: as for ``moe_route``; but the workspace has
             ``Config.workspace_words(M * topk, R, sms)`` words.
     """
-
-    ids: Any
-    expanded_to_permuted: Any
-    permuted_to_expanded: Any
-    offsets: Any
-    counts: Any
-    workspace: Any
-    unit: Any
-    sms: Any
 
 
 def plan(experts: int, is_masked: bool, pdl: bool = True) -> Config:

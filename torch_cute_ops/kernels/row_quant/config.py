@@ -2,8 +2,9 @@
 
 import itertools
 import math
+from collections import namedtuple
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -360,7 +361,13 @@ class Config:
         return None
 
 
-class Arguments(NamedTuple):
+class Arguments(
+    namedtuple(
+        "Arguments",
+        "input residual weight factor y scale scale_linear norm "
+        "offsets counts eps swiglu_alpha swiglu_beta swiglu_limit max_ctas",
+    )
+):
     """The run-time arguments, in order. R rows of W elements (``Problem.width``) in B blocks; E experts.
 
     Attributes:
@@ -382,22 +389,6 @@ class Arguments(NamedTuple):
 
     A field is ``None`` where the ``Problem`` has no use for it.
     """
-
-    input: Any
-    residual: Any
-    weight: Any
-    factor: Any
-    y: Any
-    scale: Any
-    scale_linear: Any
-    norm: Any
-    offsets: Any
-    counts: Any
-    eps: Any
-    swiglu_alpha: Any
-    swiglu_beta: Any
-    swiglu_limit: Any
-    max_ctas: Any
 
 
 class SmemOffsets(NamedTuple):

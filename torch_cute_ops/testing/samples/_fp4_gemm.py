@@ -1,12 +1,12 @@
 """Samples and bad inputs of the FP4 GEMMs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
-from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import from_linear, weight_layout
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
 from torch_cute_ops.testing.samples._epilogue import (
@@ -17,7 +17,7 @@ from torch_cute_ops.testing.samples._epilogue import (
     special_epilogues,
 )
 from torch_cute_ops.testing.samples._fp4 import FORMATS, named
-from torch_cute_ops.testing.samples._row_errors import out_errors
+from torch_cute_ops.testing.samples._row_errors import error_maker, out_errors
 from torch_cute_ops.testing.samples._rows import DTYPES, short
 
 SCALE_BYTES = {"e4m3": (0x20, 0x50), "ue8m0": (120, 132)}
@@ -45,20 +45,20 @@ def random_matrix(
 
 
 @dataclass(frozen=True)
-class GemmSamples:
-    """Samples of one op.
+class FP4Samples:
+    """What samples of the ops that multiply an FP4 weight share.
 
     Attributes:
         has_a_scale: whether ``a`` is in FP4.
     """
 
     has_a_scale: bool
-    sizes: ClassVar[tuple[int, int, int]] = (9, 24, 128)
+    sizes: ClassVar[tuple[int, int, int]]
     """M, N, K of samples that are about values."""
-    gpu_backend: ClassVar[str] = "cublas"
+    gpu_backend: ClassVar[str] = "routed"
     """One that no CPU has."""
-    smallest_k: ClassVar[int] = 64
-    """K of samples that are about something else."""
+    weight: ClassVar[str] = "w"
+    """Name of the weight."""
 
     def sample(
         self,
@@ -70,44 +70,121 @@ class GemmSamples:
         layout: str,
         device: torch.device,
         *,
+        experts: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         scales: tuple[int, ...] | None = None,
         **kwargs: Any,
     ) -> Sample:
-        """A call; ``dtype`` is that of an ``a`` that is not in FP4."""
-        b, b_scale = random_matrix(n, k, fmt, weight_layout(SCALE_LAYOUTS[layout]).name, device, scales)
-        kwargs = {**self.defaults(m, k, device), **named(fmt, layout), **kwargs}
+        """A call; ``dtype`` is that of an ``a`` that is not in FP4. Experts, where the weight has them, have 64 columns
+        each if it is not said how many there are."""
+        experts = experts or n // 64
+        b, b_scale = self.matrix(n, experts, k, fmt, weight_layout(SCALE_LAYOUTS[layout]), device, scales)
+        kwargs = {**self.defaults(m, k, experts, fmt, device), **named(fmt, layout), **kwargs}
         if not self.has_a_scale:
-            return Sample(name, (torch.randn(m, k, device=device).to(dtype), self.rows(b), b_scale), kwargs)
+            return Sample(name, (torch.randn(m, k, device=device).to(dtype), b, b_scale), kwargs)
         a, a_scale = random_matrix(m, k, fmt, layout, device, scales)
-        return Sample(name, (a, self.rows(b), a_scale, b_scale), kwargs)
+        return Sample(name, (a, b, a_scale, b_scale), kwargs)
 
-    def defaults(self, m: int, k: int, device: torch.device) -> dict[str, Any]:
+    def matrix(
+        self, n: int, experts: int, k: int, fmt: FP4Format, layout: ScaleLayout, device: torch.device, scales: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weight for ``n`` columns of the result, and its scales."""
+        raise NotImplementedError
+
+    def defaults(self, m: int, k: int, experts: int, fmt: FP4Format, device: torch.device) -> dict[str, Any]:
         """Arguments of a sample that names none."""
         return {}
 
     @property
     def names(self) -> tuple[str, ...]:
         """The arguments that ``sample`` gives by position."""
-        return ("a", "b", "a_scale", "b_scale") if self.has_a_scale else ("a", "b", "b_scale")
-
-    def rows(self, b: torch.Tensor) -> torch.Tensor:
-        """The op's ``b`` for rows of a weight (N, K/2); and those rows for the op's ``b``."""
-        return b.t()
+        scales = ("a_scale",) if self.has_a_scale else ()
+        return "a", self.weight, *scales, f"{self.weight}_scale"
 
     @property
     def layouts(self) -> tuple[str, ...]:
         """Scale layouts that the op takes."""
         return tuple(SCALE_LAYOUTS) if self.has_a_scale else ("linear", "128x4")
 
+    def common_values(self, device: torch.device) -> Iterator[Sample]:
+        """Scales with exact sums, and with NaN; formats and backends by name; a static weight."""
+        for fmt in FORMATS:
+            values = (*self.sizes, fmt, "linear", device)
+            yield self.sample(f"{fmt.name}-exact", *values, scales=POWERS[fmt.scale_format])
+            sample = self.sample(f"{fmt.name}-nan-scales", *values)
+            for scale in sample.args[2:]:
+                scale.view(torch.uint8)[..., 1::7, -1] = 0x7F if fmt == NVFP4 else 0xFF
+            yield sample
+            name = fmt.scale_format
+            yield self.sample(f"format-named-{name}", *self.sizes, fmt, "128x4", device, scale_format=name)
+        values = (*self.sizes, NVFP4, "128x4", device)
+        for backend in ("auto", "reference"):
+            yield self.sample(f"backend-{backend}", *values, backend=backend)
+        yield self.sample("static-weight", *values, static_weight=True)
+
+    def common_errors(
+        self, tensors: dict[str, torch.Tensor], bad: Callable[..., ErrorInput], device: torch.device
+    ) -> Iterator[ErrorInput]:
+        """Bad dtypes of the operands; bad scales, layouts, formats and backends, beside good ``tensors`` in NVFP4 with
+        linear scales; ``bad`` as ``error_maker`` makes it."""
+        a, weight = tensors["a"], tensors[self.weight]
+        for dtype in (torch.int8, torch.float32, torch.float64):
+            yield bad(f"a-{short(dtype)}", TypeError, f"a has dtype {short(dtype)}; expected", a=a.to(dtype))
+        for dtype in (torch.int8, torch.bfloat16):
+            text = rf"{self.weight}(\.t\(\))? has dtype {short(dtype)}; expected uint8"
+            yield bad(f"{self.weight}-{short(dtype)}", TypeError, text, **{self.weight: weight.to(dtype)})
+        for name in self.names[2:]:
+            scale = tensors[name]
+            for wrong in (scale.view(torch.uint8), scale.float(), scale.view(torch.float8_e5m2)):
+                text = f"{name} has dtype {short(wrong.dtype)}; expected float8_e4m3fn"
+                yield bad(f"{name}-{short(wrong.dtype)}", TypeError, text, **{name: wrong})
+            yield bad(f"{name}-rows", ValueError, f"{name} has shape .*, the linear scales", **{name: scale[:-1]})
+            yield bad(f"{name}-flat", ValueError, f"{name} has shape", **{name: scale.reshape(-1)})
+            yield bad(f"{name}-device", ValueError, f"{name} is on meta, a on", **{name: scale.to("meta")})
+        yield bad("scales-not-tiled", ValueError, "has shape .*, the 128x4 scales", {"scale_layout": "128x4"})
+        for value in ("tiled", ""):
+            yield bad(f"layout-{value}", ValueError, f"scale_layout='{value}' is unknown", {"scale_layout": value})
+        yield bad("block-size", ValueError, "block_size", {"block_size": 8})
+        yield bad("scale-format", ValueError, "scale_format", {"scale_format": "ue8m0"})
+        if not self.has_a_scale:
+            yield bad("layout-8x4", ValueError, "scale_layout='8x4' is for activations", {"scale_layout": "8x4"})
+        yield bad("backend-unknown", ValueError, "backend='marlin' is unknown; use 'auto', ", {"backend": "marlin"})
+        if device.type == "cpu":
+            text = f"backend '{self.gpu_backend}': needs a CUDA device"
+            yield bad("backend-on-cpu", ValueError, text, {"backend": self.gpu_backend})
+
+
+@dataclass(frozen=True)
+class GemmSamples(FP4Samples):
+    """Samples of one op."""
+
+    sizes = (9, 24, 128)
+    gpu_backend = "cublas"
+    weight = "b"
+    smallest_k: ClassVar[int] = 64
+    """K of samples that are about something else."""
+    extreme_scales: ClassVar[tuple[int, int]] = (60, 190)
+    """A range of scale bytes of MXFP4 with which sums stay finite."""
+
+    def matrix(
+        self, n: int, experts: int, k: int, fmt: FP4Format, layout: ScaleLayout, device: torch.device, scales: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scale = random_matrix(n, k, fmt, layout.name, device, scales)
+        return self.rows(codes), scale
+
+    def rows(self, b: torch.Tensor) -> torch.Tensor:
+        """The op's ``b`` for rows of a weight (N, K/2); and those rows for the op's ``b``."""
+        return b.t()
+
     def samples(self, device: torch.device) -> Iterator[Sample]:
         """Arguments that the op takes."""
         yield from self._grid(device)
         yield from self._shapes(device)
+        yield from self.common_values(device)
         yield from self._scale_values(device)
         yield from self._alpha_values(device)
         yield from self._epilogues(device)
-        yield from self._choices(device)
+        yield from self._all_by_position(device)
         yield from self._views(device)
 
     def _grid(self, device: torch.device) -> Iterator[Sample]:
@@ -144,17 +221,9 @@ class GemmSamples:
 
     def _scale_values(self, device: torch.device) -> Iterator[Sample]:
         sizes = self.sizes
-        for fmt in FORMATS:
-            yield self.sample(f"{fmt.name}-exact", *sizes, fmt, "linear", device, scales=POWERS[fmt.scale_format])
         yield self.sample("nvfp4-small-scales", *sizes, NVFP4, "linear", device, scales=(0, 8), out_dtype=torch.float32)
-        yield self.sample(
-            "mxfp4-extreme-scales", *sizes, MXFP4, "linear", device, scales=(60, 190), out_dtype=torch.float32
-        )
-        for fmt in FORMATS:
-            sample = self.sample(f"{fmt.name}-nan-scales", *sizes, fmt, "linear", device)
-            for scale in sample.args[2:]:
-                scale.view(torch.uint8)[1::7, -1] = 0x7F if fmt == NVFP4 else 0xFF
-            yield sample
+        extreme: dict[str, Any] = {"scales": self.extreme_scales, "out_dtype": torch.float32}
+        yield self.sample("mxfp4-extreme-scales", *sizes, MXFP4, "linear", device, **extreme)
 
     def _alpha_values(self, device: torch.device) -> Iterator[Sample]:
         for name, value in (("zero", 0.0), ("negative", -3.0), ("nan", torch.nan), ("inf", torch.inf)):
@@ -180,14 +249,8 @@ class GemmSamples:
             one: Epilogue = dict(zip(("alpha", "bias"), torch.randn(2, columns, device=device), strict=True))
             yield self.sample(f"epilogue-{columns}-columns", 5, columns, 64, NVFP4, "128x4", device, **one)
 
-    def _choices(self, device: torch.device) -> Iterator[Sample]:
-        sizes = self.sizes
-        yield self.sample("format-named-e4m3", *sizes, NVFP4, "128x4", device, scale_format="e4m3")
-        yield self.sample("format-named-ue8m0", *sizes, MXFP4, "128x4", device, scale_format="ue8m0")
-        for backend in ("auto", "reference"):
-            yield self.sample(f"backend-{backend}", *sizes, NVFP4, "128x4", device, backend=backend)
-        yield self.sample("static-weight", *sizes, NVFP4, "128x4", device, static_weight=True)
-        sample = self.sample("positional", *sizes, NVFP4, "128x4", device)
+    def _all_by_position(self, device: torch.device) -> Iterator[Sample]:
+        sample = self.sample("positional", *self.sizes, NVFP4, "128x4", device)
         rest = (torch.float16, 16, "e4m3", "128x4", "auto", True)
         yield replace(sample, args=(*sample.args, *self._positional(sample, device), *rest), kwargs={})
 
@@ -240,22 +303,10 @@ class GemmSamples:
         """Arguments that the op refuses."""
         m, n, k = 4, 24, self.smallest_k
         good = self.sample("good", m, n, k, NVFP4, "linear", device)
-        names = self.names
-        tensors = dict(zip(names, good.args, strict=True))
-        kwargs = good.kwargs
-
-        def bad(
-            name: str, error: type[Exception], match: str, with_: dict[str, Any] | None = None, **given: Any
-        ) -> ErrorInput:
-            return ErrorInput(name, tuple((tensors | given).values()), kwargs | (with_ or {}), error, match)
-
-        b_name = names[1]
-        a, b = tensors["a"], tensors[b_name]
-        for dtype in (torch.int8, torch.float32, torch.float64):
-            yield bad(f"a-{short(dtype)}", TypeError, f"a has dtype {short(dtype)}; expected", a=a.to(dtype))
-        for dtype in (torch.int8, torch.bfloat16):
-            text = f"{b_name}.* has dtype {short(dtype)}; expected uint8"
-            yield bad(f"{b_name}-{short(dtype)}", TypeError, text, **{b_name: b.to(dtype)})
+        kwargs, b_name = good.kwargs, self.weight
+        tensors = dict(zip(self.names, good.args, strict=True))
+        bad, a, b = error_maker(tensors, kwargs), tensors["a"], tensors[b_name]
+        yield from self.common_errors(tensors, bad, device)
         for name, tensor in (("a", a), (b_name, b)):
             yield bad(f"{name}-1d", ValueError, rf"{name} has shape \(\d+,\); expected", **{name: tensor[0]})
             yield bad(f"{name}-3d", ValueError, rf"{name} has shape .*; expected", **{name: tensor[None]})
@@ -264,30 +315,10 @@ class GemmSamples:
         for name, held, text in (("k-no-blocks", 40, "; expected a positive multiple"), ("k-zero", 0, "")):
             narrow: dict[str, Any] = {b_name: self.rows(self.rows(b)[:, : held // 2])}
             yield bad(name, ValueError, f"holds {held} elements a row{text}", **narrow)
-        for name in names[2:]:
-            scale = tensors[name]
-            for wrong in (scale.view(torch.uint8), scale.float(), scale.view(torch.float8_e5m2)):
-                text = f"{name} has dtype {short(wrong.dtype)}; expected float8_e4m3fn"
-                yield bad(f"{name}-{short(wrong.dtype)}", TypeError, text, **{name: wrong})
-            yield bad(f"{name}-rows", ValueError, f"{name} has shape .*, the linear scales", **{name: scale[:3]})
-            yield bad(f"{name}-flat", ValueError, f"{name} has shape", **{name: scale.reshape(-1)})
-            yield bad(f"{name}-device", ValueError, f"{name} is on meta, a on", **{name: scale.to("meta")})
-        text = "has shape .*, the 128x4 scales"
-        yield bad("scales-not-tiled", ValueError, text, {"scale_layout": "128x4"})
         for error in self._epilogue_errors(m, n, device):
             yield replace(error, args=good.args, kwargs=kwargs | error.kwargs)
-        for value, match in (("tiled", "scale_layout='tiled' is unknown"), ("", "scale_layout='' is unknown")):
-            yield bad(f"layout-{value}", ValueError, match, {"scale_layout": value})
-        yield bad("block-size", ValueError, "block_size", {"block_size": 8})
-        yield bad("scale-format", ValueError, "scale_format", {"scale_format": "ue8m0"})
-        if not self.has_a_scale:
-            yield bad("layout-8x4", ValueError, "scale_layout='8x4' is for activations", {"scale_layout": "8x4"})
         for dtype in (torch.float64, torch.uint8, torch.float8_e4m3fn):
             yield bad(f"out-dtype-{dtype}", TypeError, f"out_dtype is {dtype}; expected", {"out_dtype": dtype})
-        yield bad("backend-unknown", ValueError, "backend='marlin' is unknown; use 'auto', ", {"backend": "marlin"})
-        if device.type == "cpu":
-            text = f"backend '{self.gpu_backend}': needs a CUDA device"
-            yield bad("backend-on-cpu", ValueError, text, {"backend": self.gpu_backend})
         out = {"out": torch.zeros(m, n, dtype=torch.bfloat16, device=device)}
         yield from out_errors(good.args, kwargs, out, device)
         yield from self._untransposed_errors(device)

@@ -2,18 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
-from torch_cute_ops.testing.samples._fp4 import FORMATS, named
-from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
+from torch_cute_ops.testing.samples._fp4 import FORMATS
+from torch_cute_ops.testing.samples._fp4_gemm import FP4Samples, random_matrix
 from torch_cute_ops.testing.samples._moe_fc2 import dense_alpha, one_expert_alpha, top_alpha, with_nan_scales
-from torch_cute_ops.testing.samples._row_errors import out_errors
+from torch_cute_ops.testing.samples._row_errors import error_maker, out_errors
 from torch_cute_ops.testing.samples._rows import short
 from torch_cute_ops.testing.samples._silu_mul import GPT_OSS, swiglu_errors
 
@@ -22,56 +22,24 @@ ALPHA = {"e4m3": 2.0**-7, "ue8m0": 2.0**-4}
 
 
 @dataclass(frozen=True)
-class GatedSamples:
-    """Samples of one op.
+class GatedSamples(FP4Samples):
+    """Samples of one op. Where ``a`` is in FP4, so is the result."""
 
-    Attributes:
-        has_a_scale: whether ``a`` is in FP4, and so the result.
-    """
-
-    has_a_scale: bool
-    sizes: ClassVar[tuple[int, int, int]] = (9, 3 * 64, 128)
+    sizes = (9, 3 * 64, 128)
     """M, E·I, H of samples that are about values; three experts."""
 
-    def sample(
-        self,
-        name: str,
-        m: int,
-        n: int,
-        k: int,
-        fmt: FP4Format,
-        layout: str,
-        device: torch.device,
-        *,
-        experts: int | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-        scales: tuple[int, ...] | None = None,
-        **kwargs: Any,
-    ) -> Sample:
-        """A call with ``n`` columns of experts of 64 where it is not said how many there are, two for each token.
+    def matrix(
+        self, n: int, experts: int, k: int, fmt: FP4Format, layout: ScaleLayout, device: torch.device, scales: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = 2 * (n // experts)
+        codes, scale = random_matrix(experts * rows, k, fmt, layout.name, device, scales)
+        return codes.view(experts, rows, -1), scale.view(fp4_shapes((experts, rows, k), fmt, layout)[1])
 
-        ``dtype`` is that of an ``a`` that is not in FP4.
-        """
-        experts = experts or n // 64
-        rows, w_layout = 2 * (n // experts), weight_layout(SCALE_LAYOUTS[layout])
-        w, w_scale = random_matrix(experts * rows, k, fmt, w_layout.name, device, scales)
-        w, w_scale = w.view(experts, rows, -1), w_scale.view(fp4_shapes((experts, rows, k), fmt, w_layout)[1])
-        alpha = (torch.rand(experts, device=device) + 0.5) * (ALPHA[fmt.scale_format] if self.has_a_scale else 2.0**-4)
-        kwargs = {"routing": top_alpha(m, experts, device), "alpha": alpha, **named(fmt, layout), **kwargs}
-        if not self.has_a_scale:
-            return Sample(name, (torch.randn(m, k, device=device).to(dtype), w, w_scale), kwargs)
-        a, a_scale = random_matrix(m, k, fmt, layout, device, scales)
-        return Sample(name, (a, w, a_scale, w_scale), kwargs)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The arguments that ``sample`` gives by position."""
-        return ("a", "w", "a_scale", "w_scale") if self.has_a_scale else ("a", "w", "w_scale")
-
-    @property
-    def layouts(self) -> tuple[str, ...]:
-        """Scale layouts that the op takes."""
-        return tuple(SCALE_LAYOUTS) if self.has_a_scale else ("linear", "128x4")
+    def defaults(self, m: int, k: int, experts: int, fmt: FP4Format, device: torch.device) -> dict[str, Any]:
+        """``routing`` to two experts of each token, and an ``alpha`` for each expert."""
+        usual = ALPHA[fmt.scale_format] if self.has_a_scale else 2.0**-4
+        alpha = (torch.rand(experts, device=device) + 0.5) * usual
+        return {"routing": top_alpha(m, experts, device), "alpha": alpha}
 
     def samples(self, device: torch.device) -> Iterator[Sample]:
         """Arguments that the op takes."""
@@ -81,9 +49,10 @@ class GatedSamples:
                 yield self.sample(f"{fmt.name}-{layout}", 19, 3 * 64, 5 * fmt.block_size, fmt, layout, device)
                 yield self.poisoned(f"{fmt.name}-{layout}-poison", *self.sizes, fmt, layout, device)
         yield from self._shapes(device)
+        yield from self.common_values(device)
         yield from self._values(device)
         yield from self._epilogues(device)
-        yield from self._choices(device)
+        yield from self._all_by_position(device)
         yield from self._views(device)
 
     def _shapes(self, device: torch.device) -> Iterator[Sample]:
@@ -119,12 +88,6 @@ class GatedSamples:
             ("nan", with_nan),
         ):
             yield self.sample(f"routing-{name}", *sizes, NVFP4, "128x4", device, routing=routing)
-        for fmt in FORMATS:
-            yield self.sample(f"{fmt.name}-exact", *sizes, fmt, "linear", device, scales=POWERS[fmt.scale_format])
-            sample = self.sample(f"{fmt.name}-nan-scales", *sizes, fmt, "linear", device)
-            for scale in sample.args[2:]:
-                scale.view(torch.uint8)[..., 1::7, -1] = 0x7F if fmt == NVFP4 else 0xFF
-            yield sample
 
     def _epilogues(self, device: torch.device) -> Iterator[Sample]:
         sizes, experts = self.sizes, self.sizes[1] // 64
@@ -170,15 +133,9 @@ class GatedSamples:
         if not self.has_a_scale:
             yield self.sample("mxfp4-of-float16", *sizes, MXFP4, "128x4", device, dtype=torch.float16)
 
-    def _choices(self, device: torch.device) -> Iterator[Sample]:
-        sizes, experts = self.sizes, self.sizes[1] // 64
-        yield self.sample("format-named-e4m3", *sizes, NVFP4, "128x4", device, scale_format="e4m3")
-        yield self.sample("format-named-ue8m0", *sizes, MXFP4, "128x4", device, scale_format="ue8m0")
-        for backend in ("auto", "reference"):
-            yield self.sample(f"backend-{backend}", *sizes, NVFP4, "128x4", device, backend=backend)
-        yield self.sample("static-weight", *sizes, NVFP4, "128x4", device, static_weight=True)
-        sample = self.sample("positional", *sizes, NVFP4, "128x4", device)
-        bias = torch.randn(experts, 128, device=device)
+    def _all_by_position(self, device: torch.device) -> Iterator[Sample]:
+        sample = self.sample("positional", *self.sizes, NVFP4, "128x4", device)
+        bias = torch.randn(self.sizes[1] // 64, 128, device=device)
         rest = [sample.kwargs["routing"], sample.kwargs["alpha"], bias]
         if self.has_a_scale:
             rest.append(torch.full((1,), 8.0, device=device))
@@ -246,19 +203,9 @@ class GatedSamples:
         """Arguments that the op refuses."""
         m, experts, k = 4, 2, 64
         good = self.sample("good", m, experts * 64, k, NVFP4, "linear", device)
-        names = self.names
-        tensors, kwargs = dict(zip(names, good.args, strict=True)), good.kwargs
-
-        def bad(
-            name: str, error: type[Exception], match: str, with_: dict[str, Any] | None = None, **given: Any
-        ) -> ErrorInput:
-            return ErrorInput(name, tuple((tensors | given).values()), kwargs | (with_ or {}), error, match)
-
-        a, w = tensors["a"], tensors["w"]
-        for dtype in (torch.int8, torch.float32, torch.float64):
-            yield bad(f"a-{short(dtype)}", TypeError, f"a has dtype {short(dtype)}; expected", a=a.to(dtype))
-        for dtype in (torch.int8, torch.bfloat16):
-            yield bad(f"w-{short(dtype)}", TypeError, f"w has dtype {short(dtype)}; expected uint8", w=w.to(dtype))
+        tensors, kwargs = dict(zip(self.names, good.args, strict=True)), good.kwargs
+        bad, a, w = error_maker(tensors, kwargs), tensors["a"], tensors["w"]
+        yield from self.common_errors(tensors, bad, device)
         for what, value in (("1d", a[0]), ("3d", a[None]), ("narrow", a[:, : a.shape[1] // 2])):
             yield bad(f"a-{what}", ValueError, r"a has shape \(.*\); expected", a=value)
         for what, value in (("2d", w[0]), ("4d", w[None])):
@@ -273,25 +220,7 @@ class GatedSamples:
         for count in (0, 513):
             text = f"w is of {count} experts; expected 1 to 512"
             yield bad(f"experts-{count}", ValueError, text, w=w.new_zeros(1, 1, 1).expand(count, 128, k // 2))
-        for name in names[2:]:
-            scale = tensors[name]
-            for wrong in (scale.view(torch.uint8), scale.float(), scale.view(torch.float8_e5m2)):
-                text = f"{name} has dtype {short(wrong.dtype)}; expected float8_e4m3fn"
-                yield bad(f"{name}-{short(wrong.dtype)}", TypeError, text, **{name: wrong})
-            yield bad(f"{name}-rows", ValueError, f"{name} has shape .*, the linear scales", **{name: scale[:1]})
-            yield bad(f"{name}-flat", ValueError, f"{name} has shape", **{name: scale.reshape(-1)})
-            yield bad(f"{name}-device", ValueError, f"{name} is on meta, a on", **{name: scale.to("meta")})
-        yield bad("scales-not-tiled", ValueError, "has shape .*, the 128x4 scales", {"scale_layout": "128x4"})
         yield from self._epilogue_errors(good, m, experts, device)
-        for value in ("tiled", ""):
-            yield bad(f"layout-{value}", ValueError, f"scale_layout='{value}' is unknown", {"scale_layout": value})
-        yield bad("block-size", ValueError, "block_size", {"block_size": 8})
-        yield bad("scale-format", ValueError, "scale_format", {"scale_format": "ue8m0"})
-        if not self.has_a_scale:
-            yield bad("layout-8x4", ValueError, "scale_layout='8x4' is for activations", {"scale_layout": "8x4"})
-        yield bad("backend-unknown", ValueError, "backend='marlin' is unknown; use 'auto', ", {"backend": "marlin"})
-        if device.type == "cpu":
-            yield bad("backend-on-cpu", ValueError, "backend 'routed': needs a CUDA device", {"backend": "routed"})
         for error in swiglu_errors(good.args):
             yield replace(error, kwargs=kwargs | error.kwargs)
         yield from out_errors(good.args, kwargs, self._outputs(m, experts * 64, device), device)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -11,7 +11,7 @@ from torch_cute_ops.formats.scale_layout import from_linear, to_linear, weight_l
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
 from torch_cute_ops.testing.samples._epilogue import epilogue_errors
 from torch_cute_ops.testing.samples._fp4 import FORMATS
-from torch_cute_ops.testing.samples._fp4_gemm import POWERS, GemmSamples
+from torch_cute_ops.testing.samples._fp4_gemm import GemmSamples
 from torch_cute_ops.testing.samples._rows import DTYPES, short
 
 
@@ -37,17 +37,15 @@ def one_expert_alpha(m: int, experts: int, device: torch.device) -> torch.Tensor
 class ExpertGemmSamples(GemmSamples):
     """Samples of one op."""
 
-    sizes: ClassVar[tuple[int, int, int]] = (9, 24, 256)
-    gpu_backend: ClassVar[str] = "routed"
-    smallest_k: ClassVar[int] = 128
+    sizes = (9, 24, 256)
+    gpu_backend = "routed"
+    weight = "w"
+    smallest_k = 128
+    extreme_scales = (80, 170)  # beside factors from 2^-47 to 2^42
 
-    def defaults(self, m: int, k: int, device: torch.device) -> dict[str, Any]:
+    def defaults(self, m: int, k: int, experts: int, fmt: FP4Format, device: torch.device) -> dict[str, Any]:
         """``alpha`` for experts of 64 elements, two for each token."""
         return {"alpha": top_alpha(m, k // 64, device)}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("a", "w", "a_scale", "w_scale") if self.has_a_scale else ("a", "w", "w_scale")
 
     def rows(self, b: torch.Tensor) -> torch.Tensor:
         return b
@@ -85,21 +83,6 @@ class ExpertGemmSamples(GemmSamples):
             alpha = top_alpha(m, experts, device, 8)
             yield self.sample(name, m, n, experts * width, fmt, "128x4", device, alpha=alpha)
         yield self.sample("no-rows-linear", 0, 24, 128, NVFP4, "linear", device)
-
-    def _scale_values(self, device: torch.device) -> Iterator[Sample]:
-        sizes = self.sizes
-        for fmt in FORMATS:
-            powers = POWERS[fmt.scale_format]
-            yield self.sample(f"{fmt.name}-exact", *sizes, fmt, "linear", device, scales=powers)
-            sample = self.sample(f"{fmt.name}-nan-scales", *sizes, fmt, "linear", device)
-            for scale in sample.args[2:]:
-                scale.view(torch.uint8)[1::7, -1] = 0x7F if fmt == NVFP4 else 0xFF
-            yield sample
-        yield self.sample("nvfp4-small-scales", *sizes, NVFP4, "linear", device, scales=(0, 8), out_dtype=torch.float32)
-        # Factors from 2^-47 to 2^42: sums stay finite.
-        yield self.sample(
-            "mxfp4-extreme-scales", *sizes, MXFP4, "linear", device, scales=(80, 170), out_dtype=torch.float32
-        )
 
     def _epilogues(self, device: torch.device) -> Iterator[Sample]:
         (m, n, k), experts = self.sizes, self.sizes[2] // 64

@@ -1,6 +1,6 @@
 """Bad rows, scalars and outputs: what the bad inputs of most ops share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +8,18 @@ import torch
 
 from torch_cute_ops.testing._inputs import ErrorInput
 from torch_cute_ops.testing.samples._rows import Family, random_rows, short
+
+
+def error_maker(tensors: dict[str, Any], kwargs: dict[str, Any]) -> Callable[..., ErrorInput]:
+    """What makes bad inputs of a good call: a function of name, error, text, keyword arguments that replace or join
+    ``kwargs``, and by name what is passed in place of ``tensors``."""
+
+    def bad(
+        name: str, error: type[Exception], match: str, with_: dict[str, Any] | None = None, **given: Any
+    ) -> ErrorInput:
+        return ErrorInput(name, tuple((tensors | given).values()), kwargs | (with_ or {}), error, match)
+
+    return bad
 
 
 def input_errors(good: torch.Tensor) -> Iterator[ErrorInput]:

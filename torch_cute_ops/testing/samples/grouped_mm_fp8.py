@@ -10,7 +10,7 @@ import torch
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
 from torch_cute_ops.testing.samples._epilogue import epilogue_errors, epilogues, exact_epilogue, special_epilogues
 from torch_cute_ops.testing.samples._fp8_gemm import FP8, NAN, backend_errors, matrix, tensor_errors, weight
-from torch_cute_ops.testing.samples._row_errors import out_errors
+from torch_cute_ops.testing.samples._row_errors import error_maker, out_errors
 from torch_cute_ops.testing.samples._rows import DTYPES, short
 
 ROW_DIMENSIONS = {"a": 0, "a_scale": 1}
@@ -191,11 +191,7 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     names = ("a", "b", "a_scale", "b_scale", "offsets", "counts")
     tensors = dict(zip(names, good.args, strict=True))
     in_parts = dict(zip(names, (*of_masked.args, None, of_masked.kwargs["counts"]), strict=True))
-
-    def bad(
-        name: str, error: type[Exception], match: str, with_: dict[str, Any] | None = None, **given: Any
-    ) -> ErrorInput:
-        return ErrorInput(name, tuple((tensors | given).values()), with_ or {}, error, match)
+    bad = error_maker(tensors, {})
 
     def bad_masked(name: str, error: type[Exception], match: str, **given: Any) -> ErrorInput:
         return ErrorInput(f"masked-{name}", tuple((in_parts | given).values()), {}, error, match)

@@ -9,7 +9,7 @@ import torch
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
 from torch_cute_ops.testing.samples._epilogue import epilogue_errors, epilogues, exact_epilogue, special_epilogues
 from torch_cute_ops.testing.samples._fp8_gemm import FP8, NAN, backend_errors, integers, matrix, tensor_errors, weight
-from torch_cute_ops.testing.samples._row_errors import out_errors
+from torch_cute_ops.testing.samples._row_errors import error_maker, out_errors
 from torch_cute_ops.testing.samples._rows import DTYPES, short
 
 SIZES = {
@@ -151,11 +151,7 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     m, n, k = 4, 136, 256
     good = sample("good", m, n, k, device)
     tensors = dict(zip(("a", "b", "a_scale", "b_scale"), good.args, strict=True))
-
-    def bad(
-        name: str, error: type[Exception], match: str, with_: dict[str, Any] | None = None, **given: Any
-    ) -> ErrorInput:
-        return ErrorInput(name, tuple((tensors | given).values()), with_ or {}, error, match)
+    bad = error_maker(tensors, {})
 
     yield from tensor_errors(tensors, bad, device)
     a, b = tensors["a"], tensors["b"]

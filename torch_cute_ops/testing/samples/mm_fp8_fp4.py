@@ -13,7 +13,7 @@ from torch_cute_ops.testing.samples._epilogue import epilogue_errors, epilogues,
 from torch_cute_ops.testing.samples._fp4 import FORMATS
 from torch_cute_ops.testing.samples._fp8_fp4 import formats_and_layouts, scale_values, weight_errors, with_fp4_weight
 from torch_cute_ops.testing.samples._fp8_gemm import FP8, NAN, backend_errors, tensor_errors
-from torch_cute_ops.testing.samples._row_errors import out_errors
+from torch_cute_ops.testing.samples._row_errors import error_maker, out_errors
 from torch_cute_ops.testing.samples._rows import DTYPES, short
 
 ROW_DIMENSIONS = mm_fp8_block.ROW_DIMENSIONS
@@ -111,11 +111,7 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     m, n, k = 4, 136, 256
     good = sample("good", m, n, k, NVFP4, "128x4", device)
     tensors = dict(zip(NAMES, good.args, strict=True))
-
-    def bad(
-        name: str, error: type[Exception], match: str, with_: dict[str, Any] | None = None, **given: Any
-    ) -> ErrorInput:
-        return ErrorInput(name, tuple((tensors | given).values()), good.kwargs | (with_ or {}), error, match)
+    bad = error_maker(tensors, good.kwargs)
 
     yield from tensor_errors({name: tensors[name] for name in ("a", "a_scale")}, bad, device)
     yield from weight_errors(good, bad, NAMES)
