@@ -60,9 +60,7 @@ def one_of(kernels: Sequence[Kernel], repeats: int) -> list[Kernel]:
         raise ValueError(f"{len(kernels)} kernels are not those of {repeats} equal layers")
     first = repeats // 2 * each
     zero = kernels[first].start
-    return [
-        Kernel(kernel.name, kernel.start - zero, kernel.end - zero) for kernel in kernels[first - 1 : first + each]
-    ]
+    return [Kernel(kernel.name, kernel.start - zero, kernel.end - zero) for kernel in kernels[first - 1 : first + each]]
 
 
 def table(kernels: Sequence[Kernel]) -> str:
