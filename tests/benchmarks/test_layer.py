@@ -126,9 +126,8 @@ def test_a_timeline():
             timeline.one_of(recorded(lambda: None)[:count], layers)
 
 
+@pytest.mark.gpu
 def test_the_profiler_sees_what_a_replay_runs():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     x = torch.ones(1 << 20, device="cuda")
     replay = measurements.CudaGraphs().capture(lambda i: x.mul_(1.0).add_(float(i)), 2, 4)
     ran = timeline.one_of(timeline.recorded(replay), 4)
