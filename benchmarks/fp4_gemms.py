@@ -19,16 +19,19 @@ from .fp4_peers import FP4_PEERS, Operands, Size
 from .gemms import DTYPE, GemmBenchmark
 
 SQUARE = (4096, 8192, 16384)
+LLAMA_8B = ((6144, 4096), (28672, 4096), (4096, 14336))
 LLAMA_70B = ((8192, 28672), (28672, 8192), (10240, 8192))
-SHAPES = (*((size, size) for size in SQUARE), *LLAMA_70B)
-"""(N, K) of the weights: square ones, and those of a Llama 70B."""
+SHAPES = (*((size, size) for size in SQUARE), *LLAMA_8B, *LLAMA_70B)
+"""(N, K) of the weights: square ones, and those of a Llama 8B, whose other is 4,096 × 4,096, and a 70B."""
 LARGEST = (16384, 16384)
 
 MARK_SIZES = frozenset(
     [
         *((m, *LARGEST) for m in (1, 16, 64, 256, 1024, 2048)),
-        *((m, 4096, 4096) for m in (16, 256)),
+        *((m, 4096, 4096) for m in (1, 16, 64, 256)),
         *((m, 8192, 28672) for m in (16, 64)),
+        *((1, n, k) for n, k in LLAMA_8B),
+        (64, 4096, 14336),
     ]
 )
 QUICK_SIZES = MARK_SIZES | {(m, n, k) for m in (1, 16, 64, 256, 1024, 4096) for n, k in SHAPES}

@@ -11,8 +11,9 @@ import contextlib
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -52,31 +53,55 @@ def _missing(name: str, error: Exception) -> str:
 
 def humming(sets: Sequence[Operands]) -> Callable[[int], Any] | str:
     """humming's layer, which reads NVFP4 weights as ModelOpt's checkpoints hold them and repacks them; alpha is the
-    weight's second scale. It has a kernel for each N, K and range of M: the one that its heuristic takes for M."""
+    weight's second scale."""
+    m, n, k = sets[0].size
+    weights = [
+        {"weight": operands.codes, "weight_scale": operands.scale, "weight_scale_2": operands.alpha}
+        for operands in sets
+    ]
+    made = humming_layers(m, n, k, {"quant_method": "modelopt", "quant_algo": "nvfp4"}, weights)
+    if isinstance(made, str):
+        return made
+    layers, tuning = made
+    return lambda i: layers[i](sets[i].a, outputs=sets[i].out, tuning_config=tuning)
+
+
+def humming_layers(
+    m: int,
+    n: int,
+    k: int,
+    weight_config: Mapping[str, Any],
+    weights: Sequence[Mapping[str, torch.Tensor]],
+    grouping: Mapping[str, Any] = MappingProxyType({}),
+    **more: Any,
+) -> tuple[list[Any], Any] | str:
+    """A layer of humming's for each of these weights, as a checkpoint holds them, repacked; and its tuning for M.
+
+    It has a kernel for each N, K and range of M: the one that its heuristic takes for M.
+
+    Args:
+        m, n, k: of the GEMM; with experts, M are the rows of all.
+        weight_config: what humming takes the weights for.
+        weights: by humming's names.
+        grouping: of the experts' rows, as humming's heuristic takes it.
+        more: arguments of the layers.
+    """
     try:
         from humming.layer import HummingLayer
         from humming.tune import get_heuristics_config
     except Exception as error:
         return _missing("humming", error)
-    m, n, k = sets[0].size
-    device, layers = sets[0].a.device, []
-    for operands in sets:
+    device, layers = weights[0]["weight"].device, []
+    for tensors in weights:
         # Each has its own layer: layers hold counters that overlapping calls must not share.
         with device:
-            layer = HummingLayer(
-                shape_n=n,
-                shape_k=k,
-                weight_config={"quant_method": "modelopt", "quant_algo": "nvfp4"},
-                torch_dtype=DTYPE,
-            )
+            layer = HummingLayer(shape_n=n, shape_k=k, weight_config=dict(weight_config), torch_dtype=DTYPE, **more)
         layer.to(device)
-        weight = {"weight": operands.codes, "weight_scale": operands.scale, "weight_scale_2": operands.alpha}
-        layer.load_from_tensors(weight)
+        layer.load_from_tensors(dict(tensors))
         layer.transform()
         layers.append(layer)
     # Without it, the first call compiles the kernels of every M there is: 33.
-    tuning = get_heuristics_config(layers[0].humming_config, shape_m=m, device=device)
-    return lambda i: layers[i](sets[i].a, outputs=sets[i].out, tuning_config=tuning)
+    return layers, get_heuristics_config(layers[0].humming_config, shape_m=m, device=device, **grouping)
 
 
 def prepare_humming(sizes: Sequence[Size], device: torch.device) -> None:

@@ -1,18 +1,23 @@
-"""What the benchmarks of GEMMs of FP8 activations and FP4 weights share: weights, and our FP8 GEMMs beside them."""
+"""What the benchmarks of GEMMs of FP8 activations and FP4 weights share: weights, and the peers: our FP8 GEMMs,
+DeepGEMM's, and humming's with MXFP4 weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.shapes import fp4_shapes
+from torch_cute_ops.gemm.problem import GemmProblem, Operand
 from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight
 
-from .case import Case, Mark, Row, Tensors, at_least, at_most
-from .fp8_gemms import BLOCK, DTYPE
+from .case import Case, Mark, Row, Tensors, Variant, at_least, at_most
+from .compositions import from_128x4
+from .fp4_peers import humming_layers
+from .fp8_gemms import BLOCK, DEEP_GEMM, DTYPE
 
 FORMATS = {fmt.name: fmt for fmt in (MXFP4, NVFP4)}
 FP8_WEIGHT = "fp8_weight"
@@ -21,8 +26,17 @@ SCALE_BYTES = {"e4m3": (0x30, 0x41), "ue8m0": (126, 129)}
 """Ranges of random scales: 1/2 to 2."""
 LAYOUT = SCALE_LAYOUTS["128x4"]
 ABOUT = """\
-The weight is re-encoded to FP8 while it is multiplied. "fp8_weight" is our GEMM with an FP8 weight of the same shape:
-its weight takes twice the bytes, its numbers are others, and its results are not compared."""
+The weight is re-encoded to FP8 while it is multiplied. "fp8_weight" is our GEMM with an FP8 weight of the same shape,
+DeepGEMM's has such a weight too: it takes twice the bytes, its numbers are others, and results are not compared.
+humming's layers have the same MXFP4 weight: "humming W4A8" takes the same activations, "humming W4A16" takes these in
+bfloat16, which rounds them, so that its results are not compared."""
+
+HUMMING: dict[str, dict[str, Any]] = {
+    "humming_w4a8": {"input_config": {"quant_method": "humming", "dtype": "float8e4m3", "group_size": BLOCK}},
+    "humming_w4a16": {},
+}
+"""What its layers are told of the activations."""
+PEERS = (FP8_WEIGHT, DEEP_GEMM, *HUMMING)
 
 
 def format_of(tensors: Tensors) -> FP4Format:
@@ -49,6 +63,65 @@ def decoded_weight(tensors: Tensors) -> torch.Tensor:
 def gemm(a: torch.Tensor, a_scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``a @ weight.T`` of e4m3 rows and decoded numbers, in float64, rounded to the result's dtype."""
     return ((a.double() * a_scale.t().double().repeat_interleave(BLOCK, 1)[:, : a.shape[1]]) @ weight.t()).to(DTYPE)
+
+
+def humming(
+    name: str,
+    problem: GemmProblem,
+    rows: int,
+    sets: Sequence[Tensors],
+    experts: Mapping[str, Any] | None = None,
+) -> Variant | str:
+    """One of `HUMMING`, with the weights of these buffer sets.
+
+    Args:
+        name: which one.
+        problem: of our op.
+        rows: M of its formulas.
+        sets: the operands; all rows of activations in one matrix, scales (K/128, M).
+        experts: what a call takes of the experts' rows besides, by buffer sets' names; `None`: there are no experts.
+    """
+    if format_of(sets[0]) is not MXFP4:
+        return "is measured with MXFP4 weights: those with scales for 16 elements are no W4A8 of humming's"
+    weights = []
+    for tensors in sets:
+        b = tensors["b"]
+        scale = from_128x4(tensors["b_scale"], b[..., 0].numel(), 2 * b.shape[-1] // MXFP4.block_size)
+        weights.append({"weight": b, "weight_scale": scale.view(torch.uint8).view(*b.shape[:-1], -1)})
+    has_fp8, total = "input_config" in HUMMING[name], sets[0]["a"].shape[:-1].numel()
+    given: dict[str, Any] = {key: dict(value) for key, value in HUMMING[name].items()}
+    if experts is not None:
+        given |= {"num_experts": len(sets[0]["b"]), "grouping": {"gemm_type": experts["gemm_type"]}}
+    made = humming_layers(total, problem.n, problem.k, {"quant_method": "mxfp4"}, weights, **given)
+    if isinstance(made, str):
+        return made
+    layers, tuning = made
+    calls = []
+    for tensors in sets:
+        a, a_scale = tensors["a"].flatten(0, -2), tensors["a_scale"].flatten(1).t().contiguous()
+        call: dict[str, Any] = {"inputs": a, "input_scale": a_scale} if has_fp8 else {"inputs": in_bf16(a, a_scale)}
+        if experts is not None:
+            call["expert_layout"] = tensors[experts["layout"]]
+            call["compute_config"] = {"gemm_type": experts["gemm_type"]}
+        calls.append({**call, "outputs": tensors["out"].flatten(0, -2), "tuning_config": tuning})
+
+    def run(i: int) -> tuple[torch.Tensor, ...]:
+        layers[i](**calls[i])
+        return (sets[i]["out"],)
+
+    a = problem.a if has_fp8 else Operand(DTYPE)
+    note = "" if has_fp8 else "bfloat16 activations"
+    return Variant(run, replace(problem, a=a).bytes_moved(rows), note, checked=has_fp8)
+
+
+def in_bf16(a: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Rows (M, K) of e4m3 times their scales (M, K/128), rounded to bfloat16."""
+    return (a.float() * scales.repeat_interleave(BLOCK, 1)[:, : a.shape[1]]).to(DTYPE)
+
+
+def with_fp8_weight(variant: Variant | str) -> Variant | str:
+    """A peer that has an FP8 weight of other numbers: its results are not those of the op."""
+    return variant if isinstance(variant, str) else replace(variant, note="an FP8 weight", checked=False)
 
 
 def times_over_fp8(rows: Sequence[Row], keep: Callable[[Row], bool]) -> list[float]:

@@ -3,6 +3,8 @@
 add + norm → qkv → (attention) → o → add + norm → gate and up → SiLU · mul → down: several layers of distinct weights,
 one behind the other in a captured graph, with their true dependencies. Attention is left out: o reads as many elements
 of what qkv wrote. What users feel of the ops is this, and not the sum of what each takes alone.
+
+`--timeline` prints when each kernel of a layer starts and ends, and how long nothing runs before it.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from torch import Tensor, nn
 import torch_cute_ops as ops
 from torch_cute_ops.nn import random_
 
-from . import environment, layers, report
+from . import environment, layers, report, timeline
 from .case import Mark, at_most
-from .measure import Backend, Settings, ceilings, measure_what_captures, plan
+from .measure import Backend, Replay, Settings, ceilings, measure_what_captures, plan
 from .runner import ASSUMED_TFLOPS
 
 DTYPE, EPS = torch.bfloat16, 1e-6
@@ -225,8 +227,10 @@ def run(
     l2_bytes: int,
     settings: Settings,
     read_tbps: float | None,
+    record: Callable[[Replay], Sequence[timeline.Kernel]] | None = None,
 ) -> dict[str, Any]:
-    """Times of a layer with `m` rows in each precision, µs, and the floor: its weights' bytes at the rate of reads."""
+    """Times of a layer with `m` rows in each precision, µs, and the floor: its weights' bytes at the rate of reads;
+    with `record`, which says what ran in a replay, the timeline of a layer in each precision too."""
     smallest = round(widths.weights * min(LAYERS[label].element_bytes for label in labels))
     how = plan(smallest, len(labels), l2_bytes, settings, call_ms=2 * m * widths.weights / ASSUMED_TFLOPS * 1e-9)
     calls, cosines, absent = {}, {}, {}
@@ -244,7 +248,16 @@ def run(
         for label in labels
     }
     variants = {label: {**timing.as_dict(), "floor": floors[label]} for label, timing in timings.items()}
-    return {"rows": m, "layers": how.n_sets, "variants": variants, "cosine": cosines, "absent": absent}
+    row = {"rows": m, "layers": how.n_sets, "variants": variants, "cosine": cosines, "absent": absent}
+    if record is not None:
+        row["timelines"] = lines = {}
+        for label in variants:
+            try:
+                ran = record(backend.capture(calls[label], how.n_sets, how.n_sets))
+                lines[label] = timeline.one_of(ran, how.n_sets)
+            except Exception as error:  # no profiler here, say
+                absent[f"timeline of {label}"] = str(error)
+    return row
 
 
 def _chain(each: Sequence[Layer], x: Tensor, residual: Tensor) -> Callable[[int], Tensor]:
@@ -268,12 +281,13 @@ MARKS: dict[str, dict[str, dict[int, float]]] = {
         "W4A4": {1: 142.0, 16: 152.0, 32: 170.0, 64: 215.0},
         "W4A8": {64: 190.0, 128: 245.0, 256: 425.0},
     },
-    "Qwen3-32B": {"W4A4": {1: 88.0, 16: 98.0, 32: 112.0}},
+    "32B": {"W4A4": {1: 88.0, 16: 98.0, 32: 112.0}},
 }
 """The longest a layer may take, µs, by model, precision and rows."""
 
 W4A8_OVER_FP8 = {"8B": 1.03, "70B": 1.05}
-"""How much longer W4A8 may take than FP8 in the same run, where it has a time of its own to reach."""
+W4A8_ROWS = (64, 128, 256, 1024)
+"""How much longer W4A8 may take than FP8 in the same run, by model, and with how many rows."""
 
 
 def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
@@ -284,10 +298,10 @@ def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
         times = {label: each["us"] for label, each in row["variants"].items()}
         for label, longest in MARKS.get(model, {}).items():
             if label in times and m in longest:
-                name = f"{model}, M={m}, {label}"
-                found.append(at_most(name, times[label], longest[m], " µs"))
-                if label == "W4A8" and "FP8" in times:
-                    found.append(at_most(f"{name} over FP8", times["W4A8"] / times["FP8"], W4A8_OVER_FP8[model]))
+                found.append(at_most(f"{model}, M={m}, {label}", times[label], longest[m], " µs"))
+        if model in W4A8_OVER_FP8 and m in W4A8_ROWS and {"W4A8", "FP8"} <= times.keys():
+            over = times["W4A8"] / times["FP8"]
+            found.append(at_most(f"{model}, M={m}, W4A8 over FP8", over, W4A8_OVER_FP8[model], " ×"))
     return found
 
 
@@ -317,6 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = layers.parser("layer", __doc__, list(MODELS))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), metavar="M")
     parser.add_argument("--precisions", nargs="+", choices=LAYERS, default=list(LAYERS), metavar="PRECISION")
+    parser.add_argument("--timeline", action="store_true", help="print when each kernel of a layer starts and ends")
     return layers.on_gpu("layer", measure_models, parser.parse_args(arguments))
 
 
@@ -332,12 +347,16 @@ def measure_models(options: argparse.Namespace, device: torch.device, backend: B
         "rows": [],
     }
     panels: dict[str, list[dict[str, Any]]] = {}
+    record = timeline.recorded if options.timeline else None
+    given = (options.precisions, device, backend, l2_bytes, settings, peaks.read_tbps, record)
     for model in options.models:
         for m in options.rows:
-            row = run(MODELS[model], m, options.precisions, device, backend, l2_bytes, settings, peaks.read_tbps)
+            row = run(MODELS[model], m, *given)
             result["rows"].append({"model": model, **row})
             panels.setdefault(model, []).append(row)
             print(layers.progress(f"{model}, M={m}", row["variants"]), flush=True)
+            for label, kernels in row.get("timelines", {}).items():
+                print(f"\n{model}, M={m}, {label}\n\n{timeline.table(kernels)}\n", flush=True)
             report.write_json(result, marks(result["rows"]), options.output / "layer.json")
     layers.finish(options, "layer", markdown(result), panels, list(LAYERS))
     return 0

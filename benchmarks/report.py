@@ -21,6 +21,8 @@ LABELS = {
     "mma_sync": "mma_sync",
     "cublas": "cublas",
     "humming": "humming",
+    "humming_w4a8": "humming W4A8",
+    "humming_w4a16": "humming W4A16",
     "marlin": "Marlin",
     "quack": "QuACK",
     "inductor": "Inductor",

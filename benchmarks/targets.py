@@ -25,6 +25,10 @@ MOE_DECODE_US = 4.0
 
 FP4_DECODE_US = 42.0
 """Most time with up to 16 rows and a weight of 16,384 × 16,384."""
+FP4_ABOVE_FLOOR_US = 3.5
+"""Most time of one row above that of its bytes at the rate of reads, with the weights of a Llama 8B."""
+FP4_FEW_ROWS_US = {(1, 4096, 14336): 11.2, (16, 4096, 4096): 7.0, (64, 4096, 4096): 9.5, (64, 4096, 14336): 21.0}
+"""Most time, µs, by M, N, K."""
 FEW_ROWS_OVER_FP4_PEER = 1.15
 OVER_FP4_PEER = 1.0
 """How many times as fast as the fastest FP4 peer: with up to 64 rows, and with more."""

@@ -11,15 +11,15 @@ import torch_cute_ops
 
 from .. import fp8_fp4_gemms, targets
 from ..case import Case, Mark, Row, Tensors, Variant
-from ..fp8_fp4_gemms import FORMATS, FP8_WEIGHT
-from ..fp8_gemms import experts_of
+from ..fp8_fp4_gemms import FORMATS, HUMMING
+from ..fp8_gemms import DEEP_GEMM, experts_of
 from .grouped_mm_fp8 import BENCHMARK as FP8
 from .grouped_mm_fp8 import GroupedMmFp8, counts_of
 
 
 class GroupedMmFp8Fp4(GroupedMmFp8):
     op = "grouped_mm_fp8_fp4"
-    peers = (FP8_WEIGHT,)
+    peers = fp8_fp4_gemms.PEERS
     family = "fp8_fp4_wgmma"
     about = fp8_fp4_gemms.ABOUT
     settings: ClassVar = {"activations": "e4m3, 1 x 128 scales", "scale layout": "128x4", "result": "bfloat16"}
@@ -49,8 +49,18 @@ class GroupedMmFp8Fp4(GroupedMmFp8):
         return (torch.cat(list(parts)).view_as(tensors["out"]),)
 
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
-        """Our GEMM with FP8 weights."""
+        """Our GEMM with FP8 weights, DeepGEMM's, or humming's with the FP4 weights."""
+        if name in HUMMING:
+            is_masked = case.choices["layout"] == "masked"
+            experts = {
+                "gemm_type": "grouped_masked" if is_masked else "grouped_contiguous",
+                "layout": "counts" if is_masked else "offsets",
+            }
+            return fp8_fp4_gemms.humming(name, self.problem(case), self.rows_of_problem(case), sets, experts)
         weights = [FP8.weight(case, tensors["a"].device) for tensors in sets]
+        if name == DEEP_GEMM:
+            with_weights = [{**tensors, **weight} for tensors, weight in zip(sets, weights, strict=True)]
+            return fp8_fp4_gemms.with_fp8_weight(FP8.peer(name, self._of_fp8(case), with_weights))
 
         def call(i: int) -> tuple[torch.Tensor, ...]:
             given = FP8.arguments({**sets[i], **weights[i]})

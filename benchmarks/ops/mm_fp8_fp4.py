@@ -11,9 +11,10 @@ import torch_cute_ops
 
 from .. import fp8_fp4_gemms, targets
 from ..case import Case, Mark, Row, Tensors, Variant
-from ..fp8_fp4_gemms import FORMATS, FP8_WEIGHT
-from ..fp8_gemms import FP8GemmBenchmark
+from ..fp8_fp4_gemms import FORMATS, HUMMING
+from ..fp8_gemms import DEEP_GEMM, FP8GemmBenchmark
 from ..gemms import problem_of
+from .mm_fp8_block import BENCHMARK as FP8
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (57344, 8192))
 """(N, K) of a Llama 8B, and the largest of a 70B."""
@@ -26,7 +27,7 @@ ROWS = {
 
 class MmFp8Fp4(FP8GemmBenchmark):
     op = "mm_fp8_fp4"
-    peers = (FP8_WEIGHT,)
+    peers = fp8_fp4_gemms.PEERS
     family = "fp8_fp4_wgmma"
     about = fp8_fp4_gemms.ABOUT
     settings: ClassVar = {"activations": "e4m3, 1 x 128 scales", "scale layout": "128x4", "result": "bfloat16"}
@@ -53,8 +54,13 @@ class MmFp8Fp4(FP8GemmBenchmark):
         return {"b": tensors["b"].t(), **given, "block_size": fp8_fp4_gemms.format_of(tensors).block_size}  # type: ignore[dict-item]
 
     def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
-        """Our GEMM with an FP8 weight."""
+        """Our GEMM with an FP8 weight, DeepGEMM's, or humming's with the FP4 weight."""
+        if name in HUMMING:
+            return fp8_fp4_gemms.humming(name, self.problem(case), case["M"], sets)
         weights = [{name: one[0] for name, one in self.weight(case, tensors["a"].device).items()} for tensors in sets]
+        if name == DEEP_GEMM:
+            with_weights = [{**tensors, **weight} for tensors, weight in zip(sets, weights, strict=True)]
+            return fp8_fp4_gemms.with_fp8_weight(FP8.peer(name, case, with_weights))
 
         def call(i: int) -> tuple[torch.Tensor, ...]:
             one, weight = sets[i], weights[i]

@@ -1,11 +1,12 @@
 """The benchmarks of FP8 GEMMs without a GPU: bytes, sizes, checks, marks."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-import torch_cute_ops  # noqa: F401  registers the ops
+import torch_cute_ops
 from benchmarks import fp8_gemms, ops
 from benchmarks.case import Case
 
@@ -63,6 +64,71 @@ def test_fp8_weights_beside_fp4_ones(op, case):
     n, k, experts = case["N"], case["K"], benchmark.problem(case).experts
     more = n * k // 2 - n * k // benchmark.problem(case).b.format.block_size + 4 * -(-n // 128) * (k // 128)
     assert other.bytes - benchmark.bytes_moved(case) == experts * more
+
+
+class Humming(torch.nn.Module):
+    """humming's layer of an MXFP4 weight, as far as the benchmark uses it, on a CPU."""
+
+    def __init__(self, shape_n, shape_k, weight_config, torch_dtype, input_config=None, num_experts=None):
+        super().__init__()
+        assert weight_config == {"quant_method": "mxfp4"} and torch_dtype == torch.bfloat16
+        assert input_config in (None, {"quant_method": "humming", "dtype": "float8e4m3", "group_size": 128})
+        experts = () if num_experts is None else (num_experts,)
+        self.shapes = {"weight": (*experts, shape_n, shape_k // 2), "weight_scale": (*experts, shape_n, shape_k // 32)}
+        self.has_fp8, self.humming_config = input_config is not None, None
+
+    def load_from_tensors(self, tensors):
+        assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == self.shapes
+        assert all(tensor.dtype == torch.uint8 for tensor in tensors.values())
+        self.tensors = tensors
+
+    def transform(self):
+        weight, scale = self.tensors["weight"], self.tensors["weight_scale"]
+        given = {"block_size": 32, "scale_layout": "linear", "out_dtype": torch.float32}
+        self.weight, self.humming_config = torch_cute_ops.fp4_dequantize(weight, scale, **given).double(), self
+
+    def forward(self, inputs, outputs, tuning_config, input_scale=None, expert_layout=None, compute_config=None):
+        gemm_type = "dense" if compute_config is None else compute_config["gemm_type"]
+        assert tuning_config == (len(inputs), gemm_type) and inputs.is_contiguous()
+        assert (input_scale is not None) is self.has_fp8 is (inputs.dtype == torch.float8_e4m3fn)
+        a = inputs.double()
+        if self.has_fp8:
+            assert input_scale.shape == (len(a), a.shape[1] // 128) and input_scale.is_contiguous()
+            a = a * input_scale.double().repeat_interleave(128, 1)
+        if gemm_type == "dense":
+            outputs.copy_(a @ self.weight.t())
+            return
+        room = len(a) // len(self.weight)
+        for expert, weight in enumerate(self.weight):
+            if gemm_type == "grouped_masked":
+                rows = slice(expert * room, expert * room + int(expert_layout[expert]))
+            else:
+                rows = slice(*expert_layout[expert : expert + 2].tolist())
+            outputs[rows] = (a[rows] @ weight.t()).to(outputs.dtype)
+
+
+@pytest.mark.parametrize(("op", "case"), WITH_FP4)
+def test_humming_takes_the_same_weights(op, case, monkeypatch):
+    """MXFP4 ones; with FP8 activations it computes the same, with those in bfloat16 nearly so."""
+    tuning = SimpleNamespace(
+        get_heuristics_config=lambda layer, shape_m, device, gemm_type="dense": (shape_m, gemm_type)
+    )
+    for name, made in {"": {}, ".layer": {"HummingLayer": Humming}, ".tune": vars(tuning)}.items():
+        monkeypatch.setitem(sys.modules, f"humming{name}", SimpleNamespace(**made))
+    benchmark = ops.load(op)
+    nvfp4, case = case, Case(case.sizes, choices={**case.choices, "weight": "mxfp4"})
+    sets = [benchmark.make_set(case, CPU) for _ in range(2)]
+    expected = benchmark.expected(case, sets[1])
+    w4a8, w4a16 = (benchmark.peer(name, case, sets) for name in ("humming_w4a8", "humming_w4a16"))
+    assert w4a8.checked and benchmark.mismatch(w4a8.call(1), expected) == 0.0
+    assert not w4a16.checked and w4a16.note
+    (got,), (want,) = w4a16.call(1), expected
+    assert torch.nn.functional.cosine_similarity(got.double().flatten(), want.double().flatten(), 0) > 0.9999
+    rows = sets[0]["a"].shape[:-1].numel()
+    assert w4a8.bytes == benchmark.bytes_moved(case)
+    assert w4a16.bytes - w4a8.bytes == rows * (case["K"] - 4 * case["K"] // 128)
+    if nvfp4.choices["weight"] == "nvfp4":
+        assert "MXFP4" in benchmark.peer("humming_w4a8", nvfp4, [benchmark.make_set(nvfp4, CPU)])
 
 
 def test_marks_of_fp4_weights():
@@ -140,6 +206,13 @@ def test_deep_gemm_computes_the_same(monkeypatch):
         expected = benchmark.expected(case, sets[0])
         variant = benchmark.peer("deep_gemm", case, sets)
         assert variant.checked and benchmark.mismatch(variant.call(0), expected) == 0.0
+    for op, case in (("mm_fp8_fp4", plain[1]), ("grouped_mm_fp8_fp4", full)):
+        benchmark, case = ops.load(op), Case(case.sizes, choices={**case.choices, "weight": "mxfp4"})
+        sets = [benchmark.make_set(case, CPU)]
+        variant = benchmark.peer("deep_gemm", case, sets)  # with an FP8 weight of other numbers
+        expected = benchmark.expected(case, sets[0])
+        assert not variant.checked and variant.bytes == benchmark.peer("fp8_weight", case, sets).bytes
+        assert 0.5 < benchmark.mismatch(variant.call(0), expected) < 1
     benchmark, case = ops.load("grouped_mm_fp8"), SMALL[1][1]
     reason = "ValueError: the number of an expert's rows is no multiple of 128"
     assert benchmark.peer("deep_gemm", case, [benchmark.make_set(case, CPU)]) == reason

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import compare, layer, performance, report
+from benchmarks import compare, layer, performance, report, timeline
 from benchmarks import measure as measurements
 
 CPU = torch.device("cpu")
@@ -58,16 +58,29 @@ def test_bytes():
         assert held == pytest.approx(wide.weights * cls.element_bytes, rel=1e-6), label
 
 
+def recorded(replay):
+    """Kernels that last 8 µs, with 2 µs between, and a long one that the next two overlap."""
+    replay()
+    kernels = [timeline.Kernel(f"kernel {i % 3}", 10.0 * i, 10.0 * i + 8) for i in range(24)]
+    return [kernel._replace(end=kernel.end + 20) if i == 12 else kernel for i, kernel in enumerate(kernels)]
+
+
 @pytest.fixture
 def made_up(monkeypatch, fake_backend, tmp_path):
     """Measures two models on a device whose calls last 10, 4, 5, 3 and 2 µs."""
     monkeypatch.setattr(layer, "MODELS", {"8B": SMALL, "70B": SMALL})
+    monkeypatch.setattr(timeline, "recorded", recorded)
     monkeypatch.setattr(layer, "ceilings", lambda *_: measurements.Ceilings(1.0, read_tbps=2.0))
     monkeypatch.setattr(layer.environment, "collect", lambda device: {"gpu": "made up"})
     monkeypatch.setattr(layer.environment, "headline", lambda found: found["gpu"])
     monkeypatch.setattr(layer, "Settings", lambda: measurements.Settings(graph_ms=0.01, budget_ms=0.1))
     options = argparse.Namespace(
-        models=["8B", "70B"], rows=[1, 64], precisions=list(layer.LAYERS), output=tmp_path, no_plot=True
+        models=["8B", "70B"],
+        rows=[1, 64],
+        precisions=list(layer.LAYERS),
+        output=tmp_path,
+        no_plot=True,
+        timeline=True,
     )
     assert layer.measure_models(options, CPU, fake_backend([10.0, 4.0, 5.0, 3.0, 2.0]), l2_bytes=100_000) == 0
     return tmp_path
@@ -86,6 +99,39 @@ def test_results(made_up, capsys):
     assert rows[0] == ["rows", "bf16", "W4A16", "W4A4", "W4A8", "FP8"]
     assert rows[3] == ["1", "10.0", "4.00", "5.00", "3.00", "2.00"] and rows[2][3] == report.number(floor)
     assert rows[5][:2] == ["cosine", "–"] and all(0.9 < float(cell) <= 1 for cell in rows[5][2:])
+
+
+def test_timelines(made_up, capsys):
+    """Of the middle one of four layers with six kernels each, from its start."""
+    row = json.loads((made_up / "layer.json").read_text())["rows"][0]
+    assert row["layers"] == 4 and set(row["timelines"]) == set(layer.LAYERS)
+    ran = row["timelines"]["W4A8"]
+    assert ran[0] == ["kernel 2", -10, -2] and ran[1] == ["kernel 0", 0, 28] and ran[-1] == ["kernel 2", 50, 58]
+
+
+def test_a_timeline():
+    """Times of one repetition in the middle, and the gaps before its kernels; names as short as they can be."""
+    ours = "kernel_cutlass_kernel_torch_cute_opskernelsfp4_wgmmakernelFP4WgmmaKernel_object_at__tensorptri8_0"
+    assert timeline.short(ours) == "fp4_wgmma"
+    assert timeline.short("void at::native::vectorized<4, at::add<float> >(int, float)") == "at::native::vectorized"
+    ran = timeline.one_of(recorded(lambda: None), 4)
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in timeline.table(ran).splitlines()]
+    assert lines[0] == ["kernel", "start µs", "end µs", "gap µs"]
+    starts, ends, gaps = zip(*(line[1:] for line in lines[2:]), strict=True)
+    assert starts == ("0.00", "10.00", "20.00", "30.00", "40.00", "50.00")
+    assert ends == ("28.00", "18.00", "28.00", "38.00", "48.00", "58.00")
+    assert gaps == ("2.00", "-18.00", "-8.00", "2.00", "2.00", "2.00")
+    for count, layers in ((24, 5), (0, 2), (24, 1)):
+        with pytest.raises(ValueError, match=f"^{count} kernels are not those of {layers} equal layers$"):
+            timeline.one_of(recorded(lambda: None)[:count], layers)
+
+
+@pytest.mark.gpu
+def test_the_profiler_sees_what_a_replay_runs():
+    x = torch.ones(1 << 20, device="cuda")
+    replay = measurements.CudaGraphs().capture(lambda i: x.mul_(1.0).add_(float(i)), 2, 4)
+    ran = timeline.one_of(timeline.recorded(replay), 4)
+    assert len(ran) == 3 and all(kernel.start < kernel.end for kernel in ran) and ran[1].start == 0 < ran[2].start
 
 
 def test_marks_and_comparison(made_up):
@@ -111,6 +157,16 @@ def test_marks_and_comparison(made_up):
     assert slower == 1 and "16 cases" in text
     (line,) = (line for line in text.splitlines() if line.startswith("| W4A4, 8B, M=1 "))
     assert [cell.strip() for cell in line.strip("|").split("|")][3:5] == ["1.500", "1.250"]
+
+
+def test_every_model_has_its_marks():
+    """W4A8 over FP8 also where it has no time of its own to reach."""
+    variants = {label: {"us": 100.0} for label in layer.LAYERS}
+    rows = [{"model": model, "rows": m, "variants": variants} for model in layer.MODELS for m in layer.ROWS]
+    names = {mark.name for mark in layer.marks(rows)}
+    over = {f"{model}, M={m}, W4A8 over FP8" for model in ("8B", "70B") for m in (64, 128, 256, 1024)}
+    assert {f"32B, M={m}, W4A4" for m in (1, 16, 32)} | over <= names
+    assert len(names) == 5 + 3 + 1 + 4 + 3 + 3 + 8
 
 
 def test_a_precision_that_fails_does_not_end_the_run(monkeypatch, fake_backend):
