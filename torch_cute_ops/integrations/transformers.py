@@ -32,6 +32,10 @@ __all__ = ["from_config", "from_pretrained", "register", "unregister"]
 
 FILES = ("*.json", "*.safetensors")
 """What is fetched of a checkpoint on the Hub."""
+OTHER_FILES = ("*/*", "consolidated*")
+"""What is not: the same weights in another form, as gpt-oss and Mistral's models have them beside."""
+HUB = ("revision", "token", "cache_dir", "local_files_only")
+"""Settings of the Hub."""
 
 
 def from_pretrained(
@@ -63,19 +67,25 @@ def from_pretrained(
         merge: whether q, k and v, and gate and up, are merged: :func:`torch_cute_ops.nn.merge_`.
         ignore: tensors of the checkpoint that the model need not have, as for ``load_``.
         progress: whether to show a progress bar.
-        config: more for ``AutoConfig.from_pretrained``, such as ``attn_implementation``.
+        config: settings of the model's configuration in place of the checkpoint's, such as ``attn_implementation``; and
+            for the Hub ``revision``, ``token``, ``cache_dir`` and ``local_files_only``.
 
     Returns:
         The model, in evaluation mode, without gradients.
 
     Raises:
         FileNotFoundError, ValueError: as :func:`torch_cute_ops.checkpoint.load_`.
+        TypeError: for an argument that is neither one of these nor a setting of the configuration.
     """
-    folder = Path(path)
+    folder, hub = Path(path), {key: config.pop(key) for key in HUB if key in config}
     if not folder.is_dir():
-        folder = Path(huggingface_hub.snapshot_download(str(path), allow_patterns=[*FILES]))
+        files = {"allow_patterns": [*FILES], "ignore_patterns": [*OTHER_FILES]}
+        folder = Path(huggingface_hub.snapshot_download(str(path), **files, **hub))
     read_spec(folder)  # before anything is built
-    settings = AutoConfig.from_pretrained(folder, **config)
+    settings, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **config)
+    if unknown:
+        hint = "; use device" if "device_map" in unknown else ""
+        raise TypeError(f"from_pretrained: {type(settings).__name__} has no {', '.join(unknown)}{hint}")
     # transformers has quantisers of its own for some of these formats.
     if hasattr(settings, "quantization_config"):
         del settings.quantization_config
