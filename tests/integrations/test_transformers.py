@@ -197,8 +197,10 @@ def test_saved_again(tmp_path):
     model = integration.from_pretrained(tmp_path / "x", device="cpu", progress=False)
     assert model.config.architectures == ["Qwen2ForCausalLM"]
     model.generation_config.update(eos_token_id=[3, 5], top_k=7, do_sample=True)
+    with pytest.raises(ValueError, match=r"use torch_cute_ops.checkpoint.save"):
+        model.save_pretrained(tmp_path / "y")
     checkpoint.save(model, tmp_path / "y", "modelopt")
-    again = integration.from_pretrained(tmp_path / "y", device="cpu", progress=False)
+    again = integration.from_pretrained(tmp_path / "y", device="cpu", progress=False, dtype="auto")
     for (name, tensor), other in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
         assert torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)), name
     assert (again.generation_config.eos_token_id, again.generation_config.top_k) == ([3, 5], 7)
