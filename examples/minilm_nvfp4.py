@@ -4,9 +4,9 @@
     python examples/minilm_nvfp4.py                    # weights in NVFP4, activations in bf16: mm_fp4_weight_only
     python examples/minilm_nvfp4.py --activations fp4  # activations in NVFP4 too: mm_fp4
 
-The model is all-MiniLM-L6-v2, from the extra `examples`; `torch_cute_ops.nn.quantize_` quantises it. The same model in bf16 is compared too, to show how little of
-the difference comes from bf16. Without a GPU the ops run their references in plain torch. The last line starts with
-SUCCESS or FAILURE, and the exit status follows it.
+The model is all-MiniLM-L6-v2, from the extra `examples`; `torch_cute_ops.nn.quantize_` quantises it. The same model in
+bf16 is compared too, to show how little of the difference comes from bf16. Without a GPU the ops run their references
+in plain torch. The last line starts with SUCCESS or FAILURE, and the exit status follows it.
 """
 
 from __future__ import annotations
