@@ -4,9 +4,9 @@
     python examples/minilm_nvfp4.py                    # weights in NVFP4, activations in bf16: mm_fp4_weight_only
     python examples/minilm_nvfp4.py --activations fp4  # activations in NVFP4 too: mm_fp4
 
-The model is all-MiniLM-L6-v2, from the extra `examples`. The same model in bf16 is compared too, to show how little of
-the difference comes from bf16. Without a GPU the ops run their references in plain torch. The last line starts with
-SUCCESS or FAILURE, and the exit status follows it.
+The model is all-MiniLM-L6-v2, from the extra `examples`; `torch_cute_ops.nn.quantize_` quantises it. The same model in
+bf16 is compared too, to show how little of the difference comes from bf16. Without a GPU the ops run their references
+in plain torch. The last line starts with SUCCESS or FAILURE, and the exit status follows it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import torch_cute_ops
+import torch_cute_ops.nn
 from hidden_states import TEXT, minilm_model
 from quickstart import conclude, pick_device
+from torch_cute_ops.nn import NVFP4Linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,7 +66,7 @@ class Minimums(NamedTuple):
 # about the bank has two within 0.01. The error of 36 layers hides a fault in one of them, even scales in a wrong order,
 # so each layer is compared by itself too.
 MINIMUMS = {
-    "bf16": Minimums(mean_cosine=0.97, worst_cosine=0.95, mean_tau=0.82, nearest=14),
+    "16bit": Minimums(mean_cosine=0.97, worst_cosine=0.95, mean_tau=0.82, nearest=14),
     "fp4": Minimums(mean_cosine=0.955, worst_cosine=0.915, mean_tau=0.77, nearest=14),
 }
 # A layer rounds once, to bf16: by 2^-8 at most, and some 0.0016 in the root mean square.
@@ -83,14 +84,14 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"device     {torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}: {backend}")
 
     model = MiniLM(tensors).to(device)
-    input_amax = None
-    if options.activations == "fp4":
-        input_amax = calibrate(model, *encode(tokenizer, TEXT.split("\n\n"), device))
-    in_bf16, in_fp4 = copy.deepcopy(model).bfloat16(), quantized(model, input_amax)
+    # One by one, since padding is no input to calibrate with.
+    texts = [encode(tokenizer, [text], device) for text in TEXT.split("\n\n")]
+    in_fp4 = quantized(model, options.activations, lambda model: [model(*text) for text in texts])
+    in_bf16 = copy.deepcopy(model).bfloat16()
     linears, layers = modules(in_bf16, nn.Linear).values(), modules(in_fp4, NVFP4Linear).values()
     before = sum(linear.weight.nbytes for linear in linears)
-    after = sum(layer.codes.nbytes + layer.scale.nbytes for layer in layers)
-    activations = "bf16" if input_amax is None else "NVFP4, with global scales from another text"
+    after = sum(layer.weight.nbytes + layer.weight_scale.nbytes for layer in layers)
+    activations = "bf16" if options.activations == "16bit" else "NVFP4, with global scales from another text"
     print(f"model      all-MiniLM-L6-v2, {len(layers)} linear layers in NVFP4; activations in {activations}")
     print(f"weights    {before:,} bytes in bf16, {after:,} as codes and scales: {before / after:.2f} times fewer")
 
@@ -109,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--activations", choices=tuple(MINIMUMS), default="bf16", help="what the GEMMs take")
+    parser.add_argument("--activations", choices=tuple(MINIMUMS), default="16bit", help="what the GEMMs take")
     return parser.parse_args(arguments)
 
 
@@ -189,78 +190,27 @@ def layer_norm(hidden: int) -> nn.LayerNorm:
 # Quantisation
 
 
-class NVFP4Linear(nn.Module):
-    """A linear layer with its weight in NVFP4. Input and result are bf16; the GEMM adds the bias in fp32.
-
-    Args:
-        linear: the layer to quantise, in the file's precision.
-        input_amax: the largest magnitude of the layer's input, from calibration, to quantise that to NVFP4 too (larger
-            values saturate). ``None`` leaves it in bf16.
-    """
-
-    # Tensors are plain attributes: `.bfloat16()` and the like would convert the scales if they were buffers.
-
-    def __init__(self, linear: nn.Linear, input_amax: torch.Tensor | None = None) -> None:
-        super().__init__()
-        weight = linear.weight.detach()
-        self.weight_scale = torch_cute_ops.nvfp4_global_scale(weight.abs().amax())
-        self.input_scale = None if input_amax is None else torch_cute_ops.nvfp4_global_scale(input_amax)
-        self.alpha = 1 / (self.weight_scale if self.input_scale is None else self.weight_scale * self.input_scale)
-        self.codes, self.scale = torch_cute_ops.fp4_quantize(weight, self.weight_scale)
-        self.bias = linear.bias.detach().float()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, weight = x.flatten(0, -2), self.codes.t()
-        if self.input_scale is None:
-            y = torch_cute_ops.mm_fp4_weight_only(rows, weight, self.scale, self.alpha, self.bias)
-        else:
-            a, a_scale = torch_cute_ops.fp4_quantize(rows, self.input_scale)
-            y = torch_cute_ops.mm_fp4(a, weight, a_scale, self.scale, self.alpha, self.bias)
-        return y.unflatten(0, x.shape[:-1])
-
-    def decoded(self, x: torch.Tensor) -> torch.Tensor:
-        """What ``forward`` computes, from the same FP4 numbers decoded and multiplied in fp32."""
-        rows = x.flatten(0, -2)
-        if self.input_scale is None:
-            a = rows.float()
-        else:
-            quantized = torch_cute_ops.fp4_quantize(rows, self.input_scale)
-            a = decode(*quantized, self.input_scale)
-        y = F.linear(a, decode(self.codes, self.scale, self.weight_scale), self.bias)
-        return y.unflatten(0, x.shape[:-1])
+def quantized(
+    model: MiniLM, activations: str = "16bit", calibrate: Callable[[nn.Module], object] | None = None
+) -> MiniLM:
+    """The model in bf16, with its linear layers in NVFP4, quantised from the weights that ``model`` has."""
+    result = torch_cute_ops.nn.quantize_(
+        copy.deepcopy(model), "nvfp4", activations=activations, ignore=(), calibrate=calibrate
+    )
+    return result.bfloat16()
 
 
-def decode(codes: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    return torch_cute_ops.fp4_dequantize(codes, scale, factor, out_dtype=torch.float32)
+def decoded(layer: NVFP4Linear, x: torch.Tensor) -> torch.Tensor:
+    """What the layer computes, from the same FP4 numbers decoded and multiplied in fp32."""
+    rows = x.flatten(0, -2).float()
+    if layer.activations == "fp4":
+        codes, scale = layer.quantize(x).operands
+        rows = torch_cute_ops.fp4_dequantize(codes, scale, 1 / layer.input_scale, out_dtype=torch.float32)
+    return F.linear(rows, layer.dequantize(), layer.bias.float()).unflatten(0, x.shape[:-1])
 
 
 def modules(model: nn.Module, kind: type[nn.Module]) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
-
-
-def quantized(model: MiniLM, input_amax: dict[str, torch.Tensor] | None = None) -> MiniLM:
-    """The model in bf16, with its linear layers in NVFP4, quantised from the weights that ``model`` has."""
-    result = copy.deepcopy(model).bfloat16()
-    for name, linear in modules(model, nn.Linear).items():
-        result.set_submodule(name, NVFP4Linear(linear, None if input_amax is None else input_amax[name]))
-    return result
-
-
-def calibrate(model: MiniLM, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The largest magnitude in the input of each linear layer, without padding."""
-    amax = {}
-
-    def watch(name: str) -> Callable[..., None]:
-        def hook(linear: nn.Module, inputs: tuple[torch.Tensor]) -> None:
-            amax[name] = inputs[0][mask].abs().amax()
-
-        return hook
-
-    handles = [linear.register_forward_pre_hook(watch(name)) for name, linear in modules(model, nn.Linear).items()]
-    model(ids, mask)
-    for handle in handles:
-        handle.remove()
-    return amax
 
 
 # Comparison
@@ -272,7 +222,7 @@ def run_checked(model: MiniLM, ids: torch.Tensor, mask: torch.Tensor) -> tuple[t
 
     def watch(name: str) -> Callable[..., None]:
         def hook(layer: NVFP4Linear, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
-            want = layer.decoded(inputs[0])
+            want = decoded(layer, inputs[0])
             errors[name] = ((output.float() - want).norm() / want.norm()).item()
 
         return hook

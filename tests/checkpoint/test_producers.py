@@ -33,7 +33,11 @@ def quantised(scheme: str, activations: str) -> Model:
     def calibrate(model: Model) -> None:
         model.up(torch.randn(4, K).bfloat16())
 
-    return quantize_(Model().bfloat16(), scheme, activations=activations, calibrate=calibrate)
+    is_calibrated = activations in ("fp4", "fp8_static")
+    activations = activations.removesuffix("_static")
+    return quantize_(
+        Model().bfloat16(), scheme, activations=activations, calibrate=calibrate if is_calibrated else None
+    )
 
 
 def of_up(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -90,6 +94,7 @@ def compressor(fmt: str):
         ("mxfp4", "fp8"),
         ("fp8_block", "fp8"),
         ("fp8_tensor", "fp8"),
+        ("fp8_tensor", "fp8_static"),
         ("fp8_channel", "fp8"),
     ],
 )

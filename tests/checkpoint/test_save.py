@@ -27,9 +27,11 @@ FORMATS = [
     ("compressed-tensors", "mxfp4", "fp4"),
     ("compressed-tensors", "mxfp4", "fp8"),
     ("compressed-tensors", "fp8_block", "fp8"),
+    ("modelopt", "fp8_tensor", "fp8_static"),
     ("modelopt", "fp8_channel", "fp8"),
     ("compressed-tensors", "fp8_tensor", "fp8"),
     ("compressed-tensors", "fp8_channel", "fp8"),
+    ("compressed-tensors", "fp8_channel", "fp8_static"),
 ]
 by_format = pytest.mark.parametrize(("style", "scheme", "activations"), FORMATS)
 
@@ -52,7 +54,13 @@ def quantised(scheme: str, activations: str, **given) -> Model:
         model.k_proj(torch.randn(4, H).bfloat16())
         model.mlp(torch.randn(4, 256).bfloat16())
 
-    return quantize_(Model(**given).bfloat16(), scheme, activations=activations, calibrate=calibrate)
+    is_calibrated = activations in ("fp4", "fp8_static")
+    model = Model(**given).bfloat16()
+    return quantize_(model, scheme, activations=of_layers(activations), calibrate=calibrate if is_calibrated else None)
+
+
+def of_layers(activations: str) -> str:
+    return activations.removesuffix("_static")
 
 
 def assert_same(got: nn.Module, want: nn.Module) -> None:
@@ -67,7 +75,8 @@ def assert_same(got: nn.Module, want: nn.Module) -> None:
 def test_read_back(style, scheme, activations, is_tied, tmp_path):
     model = quantised(scheme, activations, is_tied=is_tied)
     checkpoint.save(model, tmp_path / "new" / "folder", style, config={"model_type": "llama"})
-    read = checkpoint.load_(Model(is_tied=is_tied).bfloat16(), tmp_path / "new" / "folder", activations=activations)
+    given = {"activations": of_layers(activations)}
+    read = checkpoint.load_(Model(is_tied=is_tied).bfloat16(), tmp_path / "new" / "folder", **given)
     assert_same(read, model)
     assert json.loads((tmp_path / "new" / "folder" / "config.json").read_text())["model_type"] == "llama"
     assert ("lm_head.weight" in load_file(tmp_path / "new" / "folder" / "model.safetensors")) is not is_tied
@@ -84,9 +93,10 @@ def test_tensors_mean_what_others_read(style, scheme, activations, tmp_path):
         assert own.keys() == {"weight", "weight_scale"}
         got = weights.fp8_blocks(own["weight"], own["weight_scale"])
     elif scheme.startswith("fp8"):
-        assert own.keys() == {"weight", "weight_scale"}
-        channels = (192, 1) if style == "compressed-tensors" else (192,)
-        assert own["weight_scale"].shape == ((1,) if scheme == "fp8_tensor" else channels)
+        inputs = {"input_scale"} if activations == "fp8_static" else set()
+        assert own.keys() == {"weight", "weight_scale"} | inputs
+        shape = (1,) if scheme == "fp8_tensor" else (192, 1)
+        assert own["weight_scale"].shape == (shape if style == "compressed-tensors" else shape[:-1])
         got = weights.fp8_rows(own["weight"], own["weight_scale"])
     elif scheme == "mxfp4":
         assert own.keys() == {"weight_packed", "weight_scale"}
@@ -122,6 +132,26 @@ def test_static_fp8(style, cls, tmp_path):
     if style == "modelopt":
         own = json.loads((tmp_path / "hf_quant_config.json").read_text())["quantization"]
         assert own == {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, H).bfloat16())
+
+
+class OwnLinear(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize("style", ["modelopt", "compressed-tensors"])
+def test_what_is_not_quantised_is_named(style, tmp_path):
+    """Whatever others may have as a linear layer, so that they look for no scales there."""
+    model = quantised("nvfp4", "16bit")
+    model.gate, model.own = Router(), OwnLinear(H, 8).bfloat16()
+    checkpoint.save(model, tmp_path, style)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["lm_head", "gate", "own"]
 
 
 def test_modelopt_configuration(tmp_path):

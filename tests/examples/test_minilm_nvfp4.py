@@ -12,6 +12,8 @@ import pytest
 import torch
 from support.example_scripts import rounded, run_main
 
+import torch_cute_ops.nn
+
 
 @pytest.fixture
 def minilm_nvfp4(quickstart: ModuleType) -> ModuleType:
@@ -89,17 +91,19 @@ def test_minilm_in_fp32(minilm_nvfp4: ModuleType, bert: dict[str, torch.Tensor])
     np.testing.assert_allclose(got.numpy(), want, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("activations", ["bf16", "fp4"])
-def test_nvfp4_linear(minilm_nvfp4: ModuleType, device: torch.device, activations: str) -> None:
+@pytest.mark.parametrize("activations", ["16bit", "fp4"])
+def test_decoded_layer(minilm_nvfp4: ModuleType, device: torch.device, activations: str) -> None:
     torch.manual_seed(0)
     linear = torch.nn.Linear(96, 40).to(device)
     x = torch.randn(2, 3, 96, device=device).bfloat16()
-    layer = minilm_nvfp4.NVFP4Linear(linear, x.abs().max().float() if activations == "fp4" else None)
+    amax = x.abs().max().float() if activations == "fp4" else None
+    layer = minilm_nvfp4.NVFP4Linear.from_float(linear, activations=activations, input_amax=amax)
     rows = x.double().cpu().reshape(6, 96).numpy()
     weight, bias = (tensor.detach().double().cpu().numpy() for tensor in (linear.weight, linear.bias))
     want = (rounded(rows) if activations == "fp4" else rows) @ rounded(weight).T + bias
 
-    got, decoded = layer(x), layer.decoded(x)
+    with torch.no_grad():
+        got, decoded = layer(x), minilm_nvfp4.decoded(layer, x)
     assert (got.dtype, got.shape) == (torch.bfloat16, (2, 3, 40))
     for result, limit in ((got, 2.0**-8), (decoded, 2.0**-20)):  # one rounding to bf16, and none
         error = result.double().cpu().reshape(6, 40).numpy() - want
@@ -108,43 +112,28 @@ def test_nvfp4_linear(minilm_nvfp4: ModuleType, device: torch.device, activation
     assert np.sqrt(((want - exact) ** 2).sum() / (exact**2).sum()) > 0.05  # NVFP4 rounds much more
 
 
-def test_minilm_is_calibrated_without_padding(minilm_nvfp4: ModuleType, bert: dict[str, torch.Tensor]) -> None:
-    bert["embeddings.word_embeddings.weight"][0, 0] = 1e4  # the padding's
-    model = minilm_nvfp4.MiniLM(bert)
-    with torch.no_grad():
-        got = minilm_nvfp4.calibrate(model, *padded(SHORT_TEXTS))
-        each = [minilm_nvfp4.calibrate(model, *padded((text,))) for text in SHORT_TEXTS]
-        model(*padded(SHORT_TEXTS))
-    assert len(got) == 12
-    for name, amax in got.items():
-        torch.testing.assert_close(amax, max(one[name] for one in each))
-    assert sum(map(len, (module._forward_pre_hooks for module in model.modules()))) == 0
-
-
-@pytest.mark.parametrize("activations", ["bf16", "fp4"])
+@pytest.mark.parametrize("activations", ["16bit", "fp4"])
 def test_minilm_layers_are_checked(
     minilm_nvfp4: ModuleType, bert: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, activations: str
 ) -> None:
     ids, mask = padded(SHORT_TEXTS)
     with torch.no_grad():
         model = minilm_nvfp4.MiniLM(bert)
-        in_fp4 = minilm_nvfp4.quantized(
-            model, minilm_nvfp4.calibrate(model, ids, mask) if activations == "fp4" else None
-        )
+        in_fp4 = minilm_nvfp4.quantized(model, activations, lambda model: model(ids, mask))
         embeddings, errors = minilm_nvfp4.run_checked(in_fp4, ids, mask)
         assert embeddings.shape == (3, 64)
         assert len(errors) == 12
         assert max(errors.values()) < minilm_nvfp4.MAX_LAYER_ERROR
 
         op = "mm_fp4" if activations == "fp4" else "mm_fp4_weight_only"
-        right = getattr(minilm_nvfp4.torch_cute_ops, op)
+        right = getattr(torch_cute_ops.nn.linear, op)
 
         def wrong(a: torch.Tensor, b: torch.Tensor, *args, **kwargs) -> torch.Tensor:
             y = right(a, b, *args, **kwargs)
             y[:, 0] *= 1 if len(b) == 32 else 2  # of the layers that take the wide input
             return y
 
-        monkeypatch.setattr(minilm_nvfp4.torch_cute_ops, op, wrong)
+        monkeypatch.setattr(torch_cute_ops.nn.linear, op, wrong)
         errors = minilm_nvfp4.run_checked(in_fp4, ids, mask)[1]
     noticed = [name for name, error in errors.items() if error > minilm_nvfp4.MAX_LAYER_ERROR]
     assert noticed == ["encoder.layer.0.output.dense", "encoder.layer.1.output.dense"]
@@ -165,7 +154,7 @@ def test_minilm_comparison(minilm_nvfp4: ModuleType) -> None:
 
 def test_minilm_minimums(minilm_nvfp4: ModuleType, capsys: pytest.CaptureFixture) -> None:
     cosine, tau, nearest = torch.full((16,), 0.98), torch.full((16,), 0.9), torch.ones(16, dtype=torch.bool)
-    minimums = minilm_nvfp4.MINIMUMS["bf16"]
+    minimums = minilm_nvfp4.MINIMUMS["16bit"]
     good = minilm_nvfp4.Comparison(cosine, tau, nearest)
     assert minilm_nvfp4.report(good, good, minimums) == []
 
@@ -185,7 +174,7 @@ def test_missing_model_is_reported(minilm_nvfp4: ModuleType, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("minilm_modules")
-@pytest.mark.parametrize("activations", ["bf16", "fp4"])
+@pytest.mark.parametrize("activations", ["16bit", "fp4"])
 def test_minilm_nvfp4(minilm_nvfp4: ModuleType, capsys: pytest.CaptureFixture, activations: str) -> None:
     out, last = run_main(minilm_nvfp4, capsys, "--activations", activations)
     assert last == "SUCCESS: every check passed"

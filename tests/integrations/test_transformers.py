@@ -12,6 +12,7 @@ from support.layers import as_multiplied
 from torch import nn
 
 pytest.importorskip("transformers")
+from huggingface_hub.utils import filter_repo_objects
 from transformers import (
     AutoModelForCausalLM,
     CompileConfig,
@@ -191,13 +192,19 @@ def test_frequencies_are_those_of_the_plain_model(config, tmp_path):
 
 
 def test_saved_again(tmp_path):
-    """What was merged is written apart, to the same bits."""
+    """What was merged is written apart, to the same bits, and beside it how the model generates."""
     saved(CONFIGS["qwen2"], tmp_path / "x")
     model = integration.from_pretrained(tmp_path / "x", device="cpu", progress=False)
+    assert model.config.architectures == ["Qwen2ForCausalLM"]
+    model.generation_config.update(eos_token_id=[3, 5], top_k=7, do_sample=True)
+    with pytest.raises(ValueError, match=r"use torch_cute_ops.checkpoint.save"):
+        model.save_pretrained(tmp_path / "y")
     checkpoint.save(model, tmp_path / "y", "modelopt")
-    again = integration.from_pretrained(tmp_path / "y", device="cpu", progress=False)
+    again = integration.from_pretrained(tmp_path / "y", device="cpu", progress=False, dtype="auto")
     for (name, tensor), other in zip(model.state_dict().items(), again.state_dict().values(), strict=True):
         assert torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)), name
+    assert (again.generation_config.eos_token_id, again.generation_config.top_k) == ([3, 5], 7)
+    assert again.config.architectures == ["Qwen2ForCausalLM"]
 
 
 def test_settings(tmp_path, capsys):
@@ -212,19 +219,24 @@ def test_settings(tmp_path, capsys):
     assert "Loading: 100%" in capsys.readouterr().err
     warmup(model, rows=(1, 11), dtype=torch.float16)
     assert logits(model).isfinite().all()
+    with pytest.raises(TypeError, match=r"LlamaConfig has no device_map, layers; use device$"):
+        integration.from_pretrained(tmp_path / "x", device_map="cpu", layers=3)
 
 
 def test_a_name_is_fetched(tmp_path, monkeypatch):
     saved(CONFIGS["llama"], tmp_path / "x")
     fetched = []
 
-    def fetch(name, allow_patterns):
-        fetched.append((name, allow_patterns))
+    def fetch(name, **given):
+        fetched.append((name, given))
         return str(tmp_path / "x")
 
     monkeypatch.setattr(integration.huggingface_hub, "snapshot_download", fetch)
-    model = integration.from_pretrained("somebody/a-model", device="cpu", progress=False)
-    assert fetched == [("somebody/a-model", ["*.json", "*.safetensors"])]
+    model = integration.from_pretrained("somebody/a-model", device="cpu", progress=False, revision="v2")
+    assert [name for name, _ in fetched] == ["somebody/a-model"] and fetched[0][1].pop("revision") == "v2"
+    published = ["config.json", "model-00001-of-00002.safetensors", "consolidated.safetensors", "README.md",
+                 "original/model.safetensors"]  # fmt: skip
+    assert [*filter_repo_objects(published, **fetched[0][1])] == published[:2]
     assert cosine(logits(model), logits(integration.from_pretrained(tmp_path / "x", device="cpu"))) > 0.9999
 
 

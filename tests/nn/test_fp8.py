@@ -158,6 +158,17 @@ def test_quantize():
     assert [type(layer) for layer in model] == [FP8ChannelLinear] * 2 and not model[0].has_input_scale
 
 
+@by_class
+@torch.no_grad()
+def test_quantize_with_calibration(cls):
+    """Activations are static then, under the largest magnitude that each layer's input had."""
+    model, x = nn.Sequential(nn.Linear(K, N), nn.Linear(N, 5)).bfloat16(), torch.randn(9, K).bfloat16()
+    want = [x.abs().max().item() / 448, model[0](x).abs().max().item() / 448]
+    quantize_(model, cls.scheme, calibrate=lambda model: model(x))
+    assert [layer.input_scale.item() for layer in model] == pytest.approx(want, rel=1e-6)
+    assert_computes(model[0], x)
+
+
 # torch's own GEMM
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 
@@ -93,6 +94,16 @@ def test_a_second_time_is_nothing_more():
     found = [type(module) for module in model]
     assert torch.equal(merge_(model)(X), want)
     assert [type(module) for module in model] == found
+
+
+def test_pickled_and_copied(tmp_path):
+    model = merge_(model_of())
+    torch.save(model, tmp_path / "model.pt")
+    for other in (torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(model)):
+        assert linears(other) == linears(model) and [*map(type, other)] == [*map(type, model)]
+        assert torch.equal(other(X), model(X))
+        other[0].qkv_proj.weight.zero_()
+        assert model[0].qkv_proj.weight.any()
 
 
 def test_what_does_not_fit_together_stays_apart():

@@ -53,7 +53,8 @@ def save(
     Args:
         model: with layers of :mod:`torch_cute_ops.nn`. Other modules' parameters and buffers are written as they are,
             tied ones once.
-        path: a folder, made if need be, in which none of the files is that are written.
+        path: a folder, made if need be, in which none of the files is that are written. Of a model of Hugging Face
+            ``generation_config.json`` is one of them; the tokenizer's are not.
         style: ``"modelopt"``, for NVFP4, FP8 of the tensor with static activations, and FP8 of channels with dynamic
             ones; or ``"compressed-tensors"``, for every format.
         config: what ``config.json`` has beside its ``quantization_config``; ``None``: the model's ``config``, if it has
@@ -71,7 +72,7 @@ def save(
         raise ValueError(f"save: style is {style!r}; expected 'modelopt' or 'compressed-tensors'")
     schemes: dict[str, LayerScheme] = {}
     entries, plain, seen = [], [], set()
-    document = _config_of(model, config)
+    document = _config_of(model) if config is None else dict(config)
     is_mixtral = document.get("model_type") == "mixtral"
     within: set[nn.Module] = set()
     for own_name, module in model.named_modules():
@@ -91,7 +92,7 @@ def save(
             schemes |= dict.fromkeys(parts, _scheme_of(module, style))
             entries.append(_Entry(_bytes(module.buffers()), _layer(module, parts, style)))
             continue
-        if type(module) is nn.Linear:
+        if _is_matrix(module):
             plain.append(name)
         for key, tensor in _names.own_tensors(module).items():
             if _names.identity(tensor) not in seen:
@@ -105,6 +106,9 @@ def save(
     documents = {"config.json": {**document, "quantization_config": quantization}}
     if style == "modelopt":
         documents["hf_quant_config.json"] = _hf_quant_config(quantization)
+    generation = _document(getattr(model, "generation_config", None))
+    if generation:
+        documents["generation_config.json"] = generation
     _write(folder, _shards(entries, shard_bytes), documents)
 
 
@@ -188,11 +192,23 @@ def _write(folder: Path, shards: Sequence[Sequence[_Entry]], documents: dict[str
 # Configuration
 
 
-def _config_of(model: nn.Module, config: Mapping[str, Any] | None) -> dict[str, Any]:
-    if config is not None:
-        return dict(config)
-    own: Any = getattr(model, "config", None)
-    return json.loads(own.to_json_string()) if hasattr(own, "to_json_string") else {}
+def _is_matrix(module: nn.Module) -> bool:
+    """Whether others may take a module that is not quantised for a linear layer, such as the router of experts."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding)
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    document = _document(getattr(model, "config", None))
+    # Missing where the model was made and not loaded; serving engines look for it.
+    if document and not document.get("architectures"):
+        document["architectures"] = [type(model).__name__]
+    return document
+
+
+def _document(config: Any) -> dict[str, Any]:
+    """What a configuration of Hugging Face's says; of anything else, nothing."""
+    return json.loads(config.to_json_string()) if hasattr(config, "to_json_string") else {}
 
 
 def _scheme_of(layer: QuantLinear, style: str) -> LayerScheme:

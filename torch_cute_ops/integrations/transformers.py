@@ -5,7 +5,7 @@ Needs transformers 5.17 or later: the extra ``transformers``.
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -32,6 +32,10 @@ __all__ = ["from_config", "from_pretrained", "register", "unregister"]
 
 FILES = ("*.json", "*.safetensors")
 """What is fetched of a checkpoint on the Hub."""
+OTHER_FILES = ("*/*", "consolidated*")
+"""What is not: the same weights in another form, as gpt-oss and Mistral's models have them beside."""
+HUB = ("revision", "token", "cache_dir", "local_files_only")
+"""Settings of the Hub."""
 
 
 def from_pretrained(
@@ -39,7 +43,7 @@ def from_pretrained(
     *,
     activations: Activations = "auto",
     device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Literal["auto"] | None = None,
     merge: bool = True,
     ignore: Iterable[str] = (),
     progress: bool = True,
@@ -59,27 +63,34 @@ def from_pretrained(
         path: the checkpoint's folder, or the name of a repository on the Hugging Face Hub.
         activations: as for :func:`torch_cute_ops.checkpoint.load_`.
         device: of all tensors; ``None``: the current CUDA device, or the CPU where there is none.
-        dtype: of activations and of what is not quantised; ``None``: what the checkpoint's configuration says.
+        dtype: of activations and of what is not quantised; ``None`` or ``"auto"``: what the checkpoint's configuration
+            says.
         merge: whether q, k and v, and gate and up, are merged: :func:`torch_cute_ops.nn.merge_`.
         ignore: tensors of the checkpoint that the model need not have, as for ``load_``.
         progress: whether to show a progress bar.
-        config: more for ``AutoConfig.from_pretrained``, such as ``attn_implementation``.
+        config: settings of the model's configuration in place of the checkpoint's, such as ``attn_implementation``; and
+            for the Hub ``revision``, ``token``, ``cache_dir`` and ``local_files_only``.
 
     Returns:
         The model, in evaluation mode, without gradients.
 
     Raises:
         FileNotFoundError, ValueError: as :func:`torch_cute_ops.checkpoint.load_`.
+        TypeError: for an argument that is neither one of these nor a setting of the configuration.
     """
-    folder = Path(path)
+    folder, hub = Path(path), {key: config.pop(key) for key in HUB if key in config}
     if not folder.is_dir():
-        folder = Path(huggingface_hub.snapshot_download(str(path), allow_patterns=[*FILES]))
+        files = {"allow_patterns": [*FILES], "ignore_patterns": [*OTHER_FILES]}
+        folder = Path(huggingface_hub.snapshot_download(str(path), **files, **hub))
     read_spec(folder)  # before anything is built
-    settings = AutoConfig.from_pretrained(folder, **config)
+    settings, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **config)
+    if unknown:
+        hint = "; use device" if "device_map" in unknown else ""
+        raise TypeError(f"from_pretrained: {type(settings).__name__} has no {', '.join(unknown)}{hint}")
     # transformers has quantisers of its own for some of these formats.
     if hasattr(settings, "quantization_config"):
         del settings.quantization_config
-    model = _on_meta(settings, dtype)
+    model = _on_meta(settings, None if dtype == "auto" else dtype)
     _fill_buffers(model)
     target = _device(device)
     model = checkpoint.load_(
@@ -193,4 +204,11 @@ def _bar(modules: Sequence[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Mod
 def _ready(model: Any, device: torch.device, merge: bool) -> Any:
     if merge:
         merge_(model)
+    if any(isinstance(module, QuantLinear) for module in model.modules()):
+        model.save_pretrained = _refuse_to_save
     return model.to(device).requires_grad_(False).eval()
+
+
+def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+    """In place of ``save_pretrained``, which would write tensors without saying how they are quantised."""
+    raise ValueError("save_pretrained: use torch_cute_ops.checkpoint.save(model, path, style)")

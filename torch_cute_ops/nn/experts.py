@@ -99,7 +99,7 @@ class QuantExperts(nn.Module):
         """Have calls with few tokens computed by ``moe_fc1_fp4_weight_only`` and ``moe_fc2_fp4_weight_only``: the
         routed pairs alone, without permuted rows, and with activations in 16 bits, not in FP8.
 
-        Few are, on average, up to 8 tokens of an expert: 256 tokens with 8 of 256 experts each. Results of calls with
+        Few are, on average, up to 16 tokens of an expert: 512 tokens with 8 of 256 experts each. Results of calls with
         few and with more tokens then differ by what FP8 rounds. The experts' second layers are held twice, because
         these ops want them side by side, (H, E · I/2): a third more bytes in all. The state dict stays what it is.
 

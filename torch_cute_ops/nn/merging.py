@@ -61,13 +61,25 @@ def _merging(base: Any, groups: Groups) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return base.forward(_WithParts(self, groups), *args, **kwargs)
 
-    # Named as the class that it stands for, which is looked up by name, by Hugging Face's hooks for one.
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        _, _, *state = object.__reduce_ex__(self, protocol)
+        return (_blank, (base, groups), *state)
+
+    # Named as the class that it stands for, which is looked up by name, by Hugging Face's hooks for one. By its name
+    # pickle would find that class.
     members = {
         "__module__": base.__module__,
         "__doc__": base.__doc__,
+        "__reduce_ex__": reduce,
         "forward": functools.wraps(base.forward)(forward),
     }
     return type(base.__name__, (base,), members)
+
+
+def _blank(base: Any, groups: Groups) -> Any:
+    """A module of ``_merging`` that unpickling fills."""
+    cls = _merging(base, groups)
+    return cls.__new__(cls)
 
 
 class _WithParts:

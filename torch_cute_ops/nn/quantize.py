@@ -42,13 +42,13 @@ def quantize_(
     Args:
         model: on any device; its linear layers in bfloat16, float16 or float32.
         scheme: ``"nvfp4"``, ``"mxfp4"``, ``"fp8_block"``, ``"fp8_tensor"`` or ``"fp8_channel"``. Activations of the
-            last two get a scale for each row.
+            last two get a scale for each row, or with ``calibrate`` one for all rows (static).
         activations: as of the layers: ``"16bit"``, ``"fp4"`` or ``"fp8"`` beside FP4 weights, ``"fp8"`` beside FP8
             ones; ``"auto"`` is the first that the scheme has.
         ignore: layers to leave: names, last parts of names, wildcards (``"model.layers.0.*"``), or regular expressions
             behind ``re:``.
-        calibrate: called with the model before it is changed, to run it on typical inputs: NVFP4 activations need the
-            largest magnitude that each layer's input has.
+        calibrate: called with the model before it is changed, to run it on typical inputs: NVFP4 activations and
+            static FP8 ones need the largest magnitude that each layer's input has. Not called for other activations.
 
     Returns:
         ``model``.
@@ -64,6 +64,7 @@ def quantize_(
     if type(model) is nn.Linear:
         raise ValueError(f"quantize_: the model is itself a linear layer; use {cls.__name__}.from_float(model)")
     needs_input = cls is NVFP4Linear and cls._chosen(activations) == "fp4"
+    takes_input = needs_input or cls in (FP8TensorLinear, FP8ChannelLinear)
     cls._chosen(activations)
     if needs_input and calibrate is None:
         raise ValueError(
@@ -83,7 +84,7 @@ def quantize_(
         warnings.warn(
             f"not quantised, because N is no multiple of {n} or K none of {k}: {', '.join(unfit)}", stacklevel=3
         )
-    amax = _input_amax(model, chosen, calibrate) if needs_input and calibrate is not None else {}
+    amax = _input_amax(model, chosen, calibrate) if takes_input and calibrate is not None else {}
     of_weights = _shared_amax(chosen) if cls is NVFP4Linear else {}
     for name, linear in chosen.items():
         own: dict[str, Any] = {}
