@@ -37,7 +37,9 @@ from torch_cute_ops.ops._define import OpSpec, as_tuple
 from torch_cute_ops.ops._row_quant import RowQuant
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.testing.samples import grouped_mm_fp8, grouped_mm_fp8_fp4
+from torch_cute_ops.testing.samples._epilogue import exact_epilogue
 from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
+from torch_cute_ops.testing.samples._moe_fc1 import GatedSamples
 
 local_tensor = pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensorMode")
 
@@ -140,45 +142,54 @@ def distributed(tensor: torch.Tensor, placement: Placement, mesh: Any) -> DTenso
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
-MOST = 2
-"""Samples of an op that each of its rules is tried on."""
-
-
 @functools.cache
 def cases_of(op: OpSpec) -> list[tuple[dict[str, Any], Rule]]:
-    """Calls out of the samples, each with a rule that it can be sharded by; and calls that fill tiles of scales."""
-    found: dict[str, list[tuple[dict[str, Any], Rule]]] = {}
+    """Calls out of the samples, and large ones: for all that rules can cut a call to, one that is cut so."""
+    found: dict[str, tuple[dict[str, Any], Rule]] = {}
     samples = [get_sample(op, case.values[1], "cpu") for case in sample_cases() if case.values[0] is op]
     # Sums are compared where they are exact.
     samples.sort(key=lambda sample: not sample.name.endswith("exact"))
-    large = [large_call(op)] if op.name in LARGE else []
-    calls = large + [arguments(op, sample) for sample in samples]
+    calls = [*large_calls(op), *(arguments(op, sample) for sample in samples)]
     for given in calls:
         if any(0 in tensor.shape for tensor in tensors_of(op, given).values()):
             continue
         for rule in fitting(op, given):
-            some = found.setdefault(rule.over, [])
-            if len(some) < MOST:
-                # Each part of a sum is rounded, which results in float32 do not show.
-                is_rounded = "out_dtype" in given and Partial() in rule.outputs.values()
-                some.append((given | {"out_dtype": torch.float32} if is_rounded else given, rule))
-    return [case for some in found.values() for case in some]
+            # Each part of a sum is rounded, which results in float32 do not show.
+            is_rounded = "out_dtype" in given and Partial() in rule.outputs.values()
+            call = given | {"out_dtype": torch.float32} if is_rounded else given
+            found.setdefault(f"{rule.over} {rule.inputs} {rule.outputs}", (call, rule))
+    return [*found.values()]
 
 
 ROWS = 256
 """Two shards of whole tiles."""
 LARGE = {"fp4_dequantize", "mm_fp4", "mm_fp4_weight_only", "mm_fp8_fp4", "moe_fc2_fp4", "moe_fc2_fp4_weight_only"}
-LARGE |= {"grouped_mm_fp8", "grouped_mm_fp8_fp4"} | {
-    name for name in OPS if name.endswith(("fp4quant", "with_norm", "both_layouts")) or name == "fp4_quantize"
-}
+LARGE |= {name for name in OPS if name.endswith(("fp4quant", "with_norm", "both_layouts")) or name == "fp4_quantize"}
+
+
+def large_calls(op: OpSpec) -> Iterator[dict[str, Any]]:
+    """Calls with as many rows, columns and scales as two shards need; of experts, with factors and biases too."""
+    if op.name in ("grouped_mm_fp8", "grouped_mm_fp8_fp4"):
+        inputs: Any = grouped_mm_fp8
+        form: tuple[Any, ...] = ()
+        if op.name == "grouped_mm_fp8_fp4":
+            inputs, form = grouped_mm_fp8_fp4, (NVFP4, "linear")
+        for epilogue in (exact_epilogue(ROWS, CPU, 2), {}):
+            yield arguments(op, inputs.contiguous("", *form, [3, 5], ROWS, 128, CPU, exact=True, **epilogue))
+            yield arguments(op, inputs.masked("", *form, [3, 5], 6, ROWS, 128, CPU, exact=True, **epilogue))
+    elif op.name.startswith("moe_fc1"):
+        gated = GatedSamples(has_a_scale=op.name == "moe_fc1_fp4")
+        own = {"alpha": torch.rand(2, 2) / 64, "bias": torch.randn(2, 128)}
+        if gated.has_a_scale:
+            own["global_scale"] = torch.rand(2) * 40 + 1
+        yield arguments(op, gated.sample("", 6, 128, 64, NVFP4, "linear", CPU, **own))
+        yield arguments(op, gated.sample("", ROWS, 128, 64, NVFP4, "128x4", CPU))
+    elif op.name in LARGE:
+        yield large_call(op)
 
 
 def large_call(op: OpSpec) -> dict[str, Any]:
     """A call with scales in 128x4 of as many rows, and columns, as two shards need."""
-    if op.name == "grouped_mm_fp8":
-        return arguments(op, grouped_mm_fp8.contiguous("", [3, 5], ROWS, 128, CPU, exact=True))
-    if op.name == "grouped_mm_fp8_fp4":
-        return arguments(op, grouped_mm_fp8_fp4.contiguous("", NVFP4, "linear", [3, 5], 48, 128, CPU, exact=True))
     codes, scale = random_matrix(ROWS, 128, NVFP4, "128x4", CPU, POWERS["e4m3"])
     given: dict[str, Any] = {
         "input": torch.randn(ROWS, 64),
@@ -409,23 +420,33 @@ def test_by_torchs_own_check(mesh):
 
     for op in OPS.values():
         for given, rule in cases_of(op):
+            if Partial() in rule.inputs.values():
+                continue  # it wants sums of parts that are rounded to 16 bits to be equal to 1e-5
             tensors = tensors_of(op, given)
+            # It makes shards contiguous, which a weight's transposed view is not: it is given what that is a view of.
+            place = next((i for i, name in enumerate(given) if name == "b" and given["b"].dim() == 2), None)
 
-            def outputs_of(*args: Any, op: OpSpec = op) -> tuple[torch.Tensor, ...]:
-                outputs = as_tuple(overload(op)(*args))
-                return tuple(map(comparable, outputs if op.defined is None else op.defined(outputs, *args)))
+            def outputs_of(*args: Any, op: OpSpec = op, place: int | None = place) -> tuple[torch.Tensor, ...]:
+                call = transposed(args, place)
+                outputs = as_tuple(overload(op)(*call))
+                return tuple(map(comparable, outputs if op.defined is None else op.defined(outputs, *call)))
 
-            truth = [*outputs_of(*private_of(op, given).values())]
-            inputs = tuple(rule.inputs.get(name, Replicate()) for name in tensors)
+            truth, arguments = (transposed(tuple(private_of(op, given).values()), place) for _ in range(2))
+            inputs = {name: rule.inputs.get(name, Replicate()) for name in tensors}
+            if place is not None and isinstance(inputs["b"], Shard):
+                inputs["b"] = Shard(1 - inputs["b"].dim)
             outputs = tuple(rule.outputs.get(name, Replicate()) for name in op.outputs)
-            if any(isinstance(each, Partial) for each in (*inputs, *outputs)):
-                continue  # it wants sums of random numbers to be equal to 1e-5
-            if "b" in given and rule.inputs.get("b") is not None and given["b"].dim() == 2:
-                continue  # it makes shards contiguous, which a weight's transposed view is not
-            arguments = tuple(private_of(op, given).values())
+            combination = tuple(inputs.values()), outputs
             with ranks():
-                fits, why = validate_aten_combination(outputs_of, arguments, {}, truth, (inputs, outputs), WORLD, mesh)
+                fits, why = validate_aten_combination(
+                    outputs_of, arguments, {}, [*outputs_of(*truth)], combination, WORLD, mesh
+                )
             assert fits, f"{op.name} over {rule.over}: {why}"
+
+
+def transposed(args: tuple[Any, ...], place: int | None) -> tuple[Any, ...]:
+    """A call with the transposed view of one argument."""
+    return args if place is None else (*args[:place], args[place].t(), *args[place + 1 :])
 
 
 def comparable(tensor: torch.Tensor) -> torch.Tensor:
