@@ -70,7 +70,7 @@ def cases_of(result: Mapping[str, Any]) -> dict[str, Times]:
 
 
 def chain_cases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Times]:
-    """A case for each precision or way but bf16, which is not ours."""
+    """A case for each precision or way but those that are not ours, such as bf16."""
 
     def name(label: str, row: Mapping[str, Any]) -> str:
         size = row["case"] if "case" in row else f"M={row['rows']}"
@@ -78,11 +78,11 @@ def chain_cases(rows: Sequence[Mapping[str, Any]]) -> dict[str, Times]:
 
     return {
         name(label, row): Times(
-            each["us"], {name: other["us"] for name, other in row["variants"].items() if name == layer.Layer.label}
+            each["us"], {name: other["us"] for name, other in row["variants"].items() if name in layer.NOT_OURS}
         )
         for row in rows
         for label, each in row["variants"].items()
-        if label != layer.Layer.label
+        if label not in layer.NOT_OURS
     }
 
 

@@ -51,6 +51,10 @@ def _missing(name: str, error: Exception) -> str:
     return f"{name} cannot be imported ({type(error).__name__}: {error})"
 
 
+HUMMING_NVFP4 = {"quant_method": "modelopt", "quant_algo": "nvfp4"}
+"""What humming takes such weights for."""
+
+
 def humming(sets: Sequence[Operands]) -> Callable[[int], Any] | str:
     """humming's layer, which reads NVFP4 weights as ModelOpt's checkpoints hold them and repacks them; alpha is the
     weight's second scale."""
@@ -59,7 +63,7 @@ def humming(sets: Sequence[Operands]) -> Callable[[int], Any] | str:
         {"weight": operands.codes, "weight_scale": operands.scale, "weight_scale_2": operands.alpha}
         for operands in sets
     ]
-    made = humming_layers(m, n, k, {"quant_method": "modelopt", "quant_algo": "nvfp4"}, weights)
+    made = humming_layers(m, n, k, HUMMING_NVFP4, weights)
     if isinstance(made, str):
         return made
     layers, tuning = made

@@ -4,6 +4,9 @@ add + norm → qkv → (attention) → o → add + norm → gate and up → SiLU
 one behind the other in a captured graph, with their true dependencies. Attention is left out: o reads as many elements
 of what qkv wrote. What users feel of the ops is this, and not the sum of what each takes alone.
 
+humming, a peer, has the weights of W4A16 and bf16's other kernels. (QuACK, which changes the DSL that our kernels are
+compiled by, is beside `mm_fp4` and `mm_fp4_weight_only` alone.)
+
 `--timeline` prints when each kernel of a layer starts and ends, and how long nothing runs before it.
 """
 
@@ -21,10 +24,11 @@ from torch import Tensor, nn
 import torch_cute_ops as ops
 from torch_cute_ops.nn import random_
 
-from . import environment, layers, report, timeline
+from . import environment, fp4_peers, layers, report, timeline
 from .case import Mark, at_most
+from .compositions import from_128x4
 from .measure import Backend, Replay, Settings, ceilings, measure_what_captures, plan
-from .runner import ASSUMED_TFLOPS
+from .runner import ASSUMED_TFLOPS, describe
 
 DTYPE, EPS = torch.bfloat16, 1e-6
 NOTES = "fp4_wgmma"
@@ -209,7 +213,37 @@ class W4A8(FP8):
         )
 
 
-LAYERS: dict[str, type[Layer]] = {cls.label: cls for cls in (Layer, W4A16, W4A4, W4A8, FP8)}
+class Humming(W4A16):
+    """The same weights and activations by humming's layers."""
+
+    label = "humming"
+
+    def __init__(self, widths: Widths, device: torch.device, seed: int, inductor: bool) -> None:
+        super().__init__(widths, device, seed, inductor)
+        self.made: dict[str, tuple[Any, Any]] = {}
+
+    def multiply(self, name: str, rows: Any) -> Tensor:
+        if name not in self.made:
+            self.made[name] = self._repacked(name, len(rows))
+        layer, tuning = self.made[name]
+        out = rows.new_empty(len(rows), self.widths.shapes[name][0])
+        return layer(rows, outputs=out, tuning_config=tuning)
+
+    def _repacked(self, name: str, m: int) -> tuple[Any, Any]:
+        """humming's layer, and its tuning for M."""
+        each: Any = self.linears[name]
+        n, k = self.widths.shapes[name]
+        scale = from_128x4(each.weight_scale, n, k // each.format.block_size)
+        weight = {"weight": each.weight, "weight_scale": scale, "weight_scale_2": each.weight_scale_2.view(1)}
+        made = fp4_peers.humming_layers(m, n, k, fp4_peers.HUMMING_NVFP4, [weight])
+        if isinstance(made, str):
+            raise RuntimeError(made)
+        return made[0][0], made[1]
+
+
+PRECISIONS: dict[str, type[Layer]] = {cls.label: cls for cls in (Layer, W4A16, W4A4, W4A8, FP8)}
+LAYERS: dict[str, type[Layer]] = {**PRECISIONS, Humming.label: Humming}
+NOT_OURS = (Layer.label, Humming.label)
 
 
 def cosine(layer: Layer, m: int, device: torch.device) -> float:
@@ -236,9 +270,13 @@ def run(
     calls, cosines, absent = {}, {}, {}
     residual = torch.randn(m, widths.hidden, dtype=DTYPE, device=device)
     for label in labels:
-        chain = [LAYERS[label](widths, device, seed, device.type == "cuda") for seed in range(how.n_sets)]
-        if label != "bf16":
-            cosines[label] = cosine(chain[0], m, device)
+        try:
+            chain = [LAYERS[label](widths, device, seed, device.type == "cuda") for seed in range(how.n_sets)]
+            if label != "bf16":
+                cosines[label] = cosine(chain[0], m, device)
+        except Exception as error:  # a peer that is not installed, say
+            absent[label] = describe(error)
+            continue
         calls[label] = _chain(chain, torch.randn_like(residual), residual)
     timings = measure_what_captures(
         calls, how.n_sets, how.calls, how.rounds, backend, lambda name, error: absent.update({name: str(error)})

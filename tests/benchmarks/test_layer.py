@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import compare, layer, performance, report, timeline
+from benchmarks import compare, compositions, fp4_peers, layer, performance, report, timeline
 from benchmarks import measure as measurements
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ def norm(x, weight):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("label", layer.LAYERS)
+@pytest.mark.parametrize("label", layer.PRECISIONS)
 def test_a_layer(label):
     """Against the chain in float64, of the numbers that the codes stand for; the residual is updated twice."""
     one = layer.LAYERS[label](SMALL, CPU, 3, inductor=False)
@@ -44,11 +44,36 @@ def test_a_layer(label):
         assert layer.cosine(one, 5, CPU) > limit
 
 
+@torch.no_grad()
+def test_humming_has_the_same_weights(monkeypatch, fake_backend):
+    """Those of the checkpoint; where it is not installed, the others are measured."""
+    wide, made = layer.Widths(256, 512, 256, 256), []
+
+    def layers(m, n, k, config, weights):
+        (given,) = weights
+        assert config == {"quant_method": "modelopt", "quant_algo": "nvfp4"}
+        weight = (
+            compositions.nvfp4_dequantize(given["weight"], given["weight_scale"]) * given["weight_scale_2"].double()
+        )
+        assert weight.shape == (n, k)
+        made.append(m)
+        return [lambda rows, outputs, tuning_config: outputs.copy_(rows.double() @ weight.t())], "tuning"
+
+    monkeypatch.setattr(fp4_peers, "humming_layers", layers)
+    one = layer.Humming(wide, CPU, 3, inductor=False)
+    assert layer.cosine(one, 5, CPU) > 0.9999 and made == [5] * 4
+    monkeypatch.setattr(fp4_peers, "humming_layers", lambda *_: "humming cannot be imported (here)")
+    settings = measurements.Settings(graph_ms=0.01, budget_ms=0.1)
+    row = layer.run(wide, 2, ["W4A16", "humming"], CPU, fake_backend([2.0]), 1000, settings, None)
+    assert set(row["variants"]) == {"W4A16"}
+    assert row["absent"] == {"humming": "RuntimeError: humming cannot be imported (here)"}
+
+
 def test_bytes():
     """Of the weights and their scales, as they lie in memory."""
     assert SMALL.weights == 320 * 128 + 128 * 256 + 384 * 128 + 128 * 192
     wide = layer.Widths(256, 512, 256, 256)
-    for label, cls in layer.LAYERS.items():
+    for label, cls in layer.PRECISIONS.items():
         held = sum(
             tensor.nbytes
             for linear in cls(wide, CPU, 0, inductor=False).linears.values()
@@ -77,7 +102,7 @@ def made_up(monkeypatch, fake_backend, tmp_path):
     options = argparse.Namespace(
         models=["8B", "70B"],
         rows=[1, 64],
-        precisions=list(layer.LAYERS),
+        precisions=list(layer.PRECISIONS),
         output=tmp_path,
         no_plot=True,
         timeline=True,
@@ -104,7 +129,7 @@ def test_results(made_up, capsys):
 def test_timelines(made_up, capsys):
     """Of the middle one of four layers with six kernels each, from its start."""
     row = json.loads((made_up / "layer.json").read_text())["rows"][0]
-    assert row["layers"] == 4 and set(row["timelines"]) == set(layer.LAYERS)
+    assert row["layers"] == 4 and set(row["timelines"]) == set(layer.PRECISIONS)
     ran = row["timelines"]["W4A8"]
     assert ran[0] == ["kernel 2", -10, -2] and ran[1] == ["kernel 0", 0, 28] and ran[-1] == ["kernel 2", 50, 58]
 
@@ -153,6 +178,8 @@ def test_marks_and_comparison(made_up):
     new = json.loads((made_up / "layer.json").read_text())
     new["rows"][0]["variants"]["W4A4"]["us"] *= 1.5
     new["rows"][0]["variants"]["bf16"]["us"] *= 1.25
+    for result, us in ((old, 9.0), (new, 9.0 * 1.25)):
+        result["rows"][0]["variants"]["humming"] = {"us": us, "floor": None}  # a peer: no case, but one of the others
     text, slower = compare.compared("layer", old, new, 0.02)
     assert slower == 1 and "16 cases" in text
     (line,) = (line for line in text.splitlines() if line.startswith("| W4A4, 8B, M=1 "))

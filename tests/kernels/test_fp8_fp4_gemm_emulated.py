@@ -95,13 +95,13 @@ def execute(
 
 
 def recoded(case: FP8FP4GemmCase, b: torch.Tensor, b_scale: torch.Tensor, seed: int | None) -> tuple:
-    """The weight in FP8, and its notes, as the kernel before the GEMM leaves them."""
+    """The weight in FP8, and its notes, as the kernel before the GEMM leaves them; another one writes the codes."""
     is_plain = case.layout == "plain"
     experts, n, k = (1, b.shape[1], 2 * b.shape[0]) if is_plain else (*b.shape[:2], 2 * b.shape[2])
     weight = poisoned(experts, n, k, dtype=torch.float8_e4m3fn)
     notes = poisoned(note_words(n, k, experts), dtype=torch.int32)
-    given = fp4_to_fp8.Arguments(b, b_scale, weight, notes)
-    run_kernel(case.before.kernel, ARCHS[case.arch], *given, seed=seed, strict=True)
+    given, written = written_late(fp4_to_fp8.Arguments(b, b_scale, weight, notes), WEIGHT)
+    run_kernel(case.before.kernel, ARCHS[case.arch], *given, seed=seed, strict=True, written_before=written)
     return weight[0].t() if is_plain else weight, notes
 
 
