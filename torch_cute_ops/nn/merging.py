@@ -62,8 +62,8 @@ def _merging(base: Any, groups: Groups) -> type[nn.Module]:
         return base.forward(_WithParts(self, groups), *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        state: Any = object.__reduce_ex__(self, protocol)
-        return (_blank, (base, groups), *state[2:])
+        made: Any = object.__reduce_ex__(self, protocol)
+        return (_blank, (base, groups), *made[2:])
 
     # Named as the class that it stands for, which is looked up by name, by Hugging Face's hooks for one. By its name
     # pickle would find that class.
