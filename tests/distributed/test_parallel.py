@@ -271,7 +271,9 @@ def warmed_up(rank: int) -> None:
     with count_traffic() as traffic:
         warmup(layer, rows=(3, 64), tune=True)
     assert [each.nbytes for each in traffic.sent] == [2 * K * 2, 32 * K * 2]
-    with pytest.raises(RuntimeError, match="ColumnParallelNVFP4Linear: rank 0 has 4 rows, rank 1 has 16 rows; expected"):
+    with pytest.raises(
+        RuntimeError, match="ColumnParallelNVFP4Linear: rank 0 has 4 rows, rank 1 has 16 rows; expected"
+    ):
         warmup(layer, rows=(8 + 24 * rank,))
 
 
