@@ -110,10 +110,13 @@ def everything(rank: int) -> None:
         count = 0 if rank == 0 else TOKENS
         few = torch.zeros(count, TOPK, dtype=torch.int32)
         few[:, 1] = -1
-        y = ExpertParallel(own_up, own_down, group)(x[:count], few, factors[:count])
-        assert y.shape == (count, H)
-        if count:
-            assert torch.equal(y, ExpertParallel(up, down)(x[:count], few, factors[:count]))
+        for wire in ("fp8", "fp4"):
+            for max_rows in (None, TOKENS):
+                layer = ExpertParallel(own_up, own_down, group, wire=wire, max_rows=max_rows)
+                y = layer(x[:count], few, factors[:count])
+                assert y.shape == (count, H)
+                if count:
+                    assert torch.equal(y, ExpertParallel(up, down, wire=wire)(x[:count], few, factors[:count]))
         # Pairs for which there is no room are dropped: of each rank's five tokens, two find room.
         y = ExpertParallel(own_up, own_down, group, max_rows=2)(x[mine], few_of(mine), factors[mine])
         want = ExpertParallel(up, down)(x[mine], few_of(mine), factors[mine])

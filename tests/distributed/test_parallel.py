@@ -256,9 +256,25 @@ def unequal_rows(rank: int) -> None:
         assert layer(torch.ones(rows, 8)).shape == (WORLD * rows, 4)
     with pytest.raises(RuntimeError, match="ColumnParallelLinear: rank 0 has 4 rows, rank 1 has 6 rows; expected eq"):
         layer(torch.ones(4 + 2 * rank, 8))
+    time.sleep(0.3 * rank)  # rank 0 does not take what rank 1 said then for what it says now
+    assert layer(torch.ones(7, 8)).shape == (WORLD * 7, 4)
     layer = parallelize_module(nn.Linear(8, 8), mesh, RowParallel(sequence=True))
     with pytest.raises(ValueError, match="7 rows; expected a multiple of the 2 ranks"):
         layer(torch.ones(7, 4))
+
+
+@torch.no_grad()
+def warmed_up(rank: int) -> None:
+    """The ranks call the same collectives; ranks that warm up other rows say so."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    layer = parallelize_module(made(NVFP4Linear, "16bit", False, 64), mesh, ColumnParallel(sequence=True))
+    with count_traffic() as traffic:
+        warmup(layer, rows=(3, 64), tune=True)
+    assert [each.nbytes for each in traffic.sent] == [2 * K * 2, 32 * K * 2]
+    with pytest.raises(
+        RuntimeError, match="ColumnParallelNVFP4Linear: rank 0 has 4 rows, rank 1 has 16 rows; expected"
+    ):
+        warmup(layer, rows=(8 + 24 * rank,))
 
 
 def one_rank_keeps_its_rows(rank: int) -> None:
@@ -280,6 +296,7 @@ def test_rows_that_change_on_one_rank():
 
 def everything(rank: int, folder: Path) -> None:
     unequal_rows(rank)
+    warmed_up(rank)
     rows_under_one_scale(rank)
     columns_and_rows(rank)
     what_travels(rank)

@@ -117,10 +117,10 @@ def compare(name: str, facts: Mapping[str, Any], group: Group | None = None, tim
 
 @dataclass
 class _Rows:
-    """What the ranks of a group last had: the leading dimensions, and how often these had changed."""
+    """What the ranks of a group last had: the leading dimensions, and how often all have compared theirs."""
 
     lead: tuple[int, ...] = ()
-    changes: int = 0
+    comparisons: int = 0
 
 
 _rows: dict[str, _Rows] = {}
@@ -152,11 +152,11 @@ def agree_on_rows(name: str, lead: tuple[int, ...], group: Group) -> None:
     who = members(group)
     if who is not None:
         _compare_rows(name, lead, state, who)
-    state.lead, state.changes = lead, state.changes + 1
+    state.lead = lead
 
 
 def _compare_rows(name: str, lead: tuple[int, ...], state: _Rows, who: Members) -> None:
-    topic, text, limit = f"{name}/rows/{state.changes}", json.dumps(lead), who.timeout_s
+    topic, text, limit = f"{name}/rows/{state.comparisons}", json.dumps(lead), who.timeout_s
     before = f", had {_counted(state.lead)} before," if state.lead else ""
     waits = f"rank {who.numbers[who.ranks.rank]} has {_counted(lead)}{before} and waits for "
     found = who.post(topic, text, min(PATIENCE_S, limit))
@@ -168,6 +168,7 @@ def _compare_rows(name: str, lead: tuple[int, ...], state: _Rows, who: Members) 
             f"{name}: {waits}{who.missing(found)}, which did not come within {limit:g} s, or have as many rows as "
             "before; expected equally many on all ranks"
         )
+    state.comparisons += 1  # of rows that differ too, or the next call would read what was said here
     counts = {who.numbers[rank]: tuple(json.loads(each)) for rank, each in found.items()}
     if len(set(counts.values())) > 1:
         shown = ", ".join(f"rank {number} has {_counted(each)}" for number, each in sorted(counts.items()))
