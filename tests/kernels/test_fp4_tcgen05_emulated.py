@@ -3,6 +3,7 @@ these instructions was at hand: this is what the kernel is known to compute."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from ptx import compile_ptx, run_kernel
 from support.emulated import CPU, INPUTS, WEIGHT, poisoned, written_late
 from support.epilogues import finished, operands
-from support.kernel_grid import BF16, FP16, FP32, Tcgen05Case
+from support.kernel_grid import BF16, FP16, FP32, MmaCase, Tcgen05Case, Tcgen05ExpertsCase
 from support.ptx_faults import CONVERGED, Edit, Unfound, check_faults
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
@@ -50,7 +51,7 @@ COVERING = [
     gemm(NVFP4, "128x4", 256, 1, 1, epilogue=(BF16, "one"), sizes=(300, 136, 1088)),
     gemm(NVFP4, "128x4", 8, 1, 4, epilogue=(BF16, "column", BF16), sizes=(5, 136, 3648)),
     gemm(MXFP4, "128x4", 64, 1, 2, epilogue=(FP32, "one", FP32), sizes=(70, 136, 2112)),
-    gemm(NVFP4, "linear", 128, 1, 2, epilogue=(FP16, "one"), sizes=(130, 72, 1088)),
+    gemm(NVFP4, "linear", 128, 1, 2, epilogue=(FP16, "one"), sizes=(130, 72, 2112)),
     gemm(NVFP4, "128x4", 256, 2, 1, epilogue=(BF16, "one", BF16), sizes=(300, 264, 1088), ctas=2),
     gemm(MXFP4, "linear", 256, 2, 1, epilogue=(FP32, "column"), sizes=(700, 136, 640), ctas=2, stages=2),
 ]
@@ -106,6 +107,23 @@ def test_gemm(one: Gemm) -> None:
     for seed in (None, 1):
         got, want = multiply(one, seed)
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("case", "other"),
+    [
+        (Tcgen05Case(NVFP4, "128x4", 256, 2, 1, Epilogue(BF16)), "sm_103a"),
+        (Tcgen05ExpertsCase(MXFP4, "128x4", 32, 2, True, BF16, 320), "sm_103a"),
+        (MmaCase(torch.uint8, NVFP4, "128x4", 16, 2, Epilogue(FP32), "sm_120a", a_layout="128x4"), "sm_121a"),
+    ],
+    ids=["tcgen05", "experts", "mma"],
+)
+def test_other_gpus_have_the_same_ptx(case: Any, other: str) -> None:
+    """So that what the emulator says is said of them, too."""
+    own, its = (
+        compile_ptx(replace(case, arch=arch).kernel, ARCHS[arch]).ptx.replace(arch, "") for arch in (case.arch, other)
+    )
+    assert own == its
 
 
 # Faults. Each case has more chunks than stages, and three tiles a CTA, but for that which splits k.
