@@ -23,7 +23,7 @@ from torch_cute_ops.ops._operands import cuda_device
 from torch_cute_ops.ops._properties import Property
 from torch_cute_ops.ops._properties import properties_of as _properties_of
 from torch_cute_ops.runtime import settings, tuning
-from torch_cute_ops.runtime.arch import arch_named
+from torch_cute_ops.runtime.arch import Arch, arch_named
 from torch_cute_ops.runtime.calls import configure_log, logged
 from torch_cute_ops.runtime.compiler import KernelSpec, keep
 from torch_cute_ops.runtime.dispatch import has_autograd_key, mark_written
@@ -218,18 +218,23 @@ def kernels_of(op: str, arch: str, **properties: Any) -> tuple[KernelSpec, ...]:
     return spec.kernels(target, *args, **kwargs)
 
 
-def backends(op: str, **properties: Any) -> dict[str, str | None]:
+def backends(op: str, arch: str | None = None, **properties: Any) -> dict[str, str | None]:
     """Each backend of a GEMM and why it cannot compute calls with these static properties; ``None``: it can.
 
+    That is what its kernels are written for. They have run on GPUs of compute capability 9.0; those of others have run
+    in an emulator of PTX alone, and ``"auto"`` chooses among them by data sheets.
+
     Example:
-        ``backends("mm_fp4", n=4096, k=7168, m=16)``
+        ``backends("mm_fp4", n=4096, k=7168, m=16)``, ``backends("mm_fp4", "sm_100a", n=4096, k=7168, m=16)``
 
     Args:
         op: the op's name.
+        arch: of a GPU that need not be here, such as ``"sm_100a"``; default: that of ``device``.
         properties: as for :func:`warmup`; ``device`` may be a CPU, and is one by default where there is no GPU.
 
     Raises:
-        ValueError: for an unknown op, one that has no backends, or a property whose value the op refuses.
+        ValueError: for an unknown op or architecture, an op that has no backends, or a property whose value the op
+            refuses.
         TypeError: for a property that the op does not have, lacks, or that is of the wrong type.
     """
     spec = _spec_of(op)
@@ -237,9 +242,14 @@ def backends(op: str, **properties: Any) -> dict[str, str | None]:
         having = ", ".join(name for name, each in OPS.items() if each.has_backends)
         raise ValueError(f"{op!r} has one implementation a device; those with backends are {having}")
     named = properties.pop("device", None)
-    device = cuda_device(named if named is not None or torch.cuda.is_available() else "cpu")
+    if arch is None:
+        where: torch.device | Arch = cuda_device(named if named is not None or torch.cuda.is_available() else "cpu")
+    elif named is not None:
+        raise TypeError(f"cute::{op}: backends of a device, or of an architecture; got {named!r} and {arch!r}")
+    else:
+        where = arch_named(arch)
     args, kwargs = _example(spec, {**properties, "device": "meta"})
-    return spec.backends(device, *args, **kwargs)
+    return spec.backends(where, *args, **kwargs)
 
 
 def properties_of(op: str) -> dict[str, Property]:

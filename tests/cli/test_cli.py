@@ -55,6 +55,27 @@ def test_info(capsys, cache):
     assert set(report["ops"]) == set(OPS)
     assert report["ops"]["fp4_quantize"] == {"cpu": "reference", **dict.fromkeys(ARCHS, "kernel")}
     assert len(report["devices"]) == torch.cuda.device_count()
+    answers = [line for line in text.splitlines() if "reference: cpu" in line]
+    assert [line.split()[0] for line in answers] == list(OPS)  # with a blank behind, however long it is
+
+
+@pytest.mark.parametrize(
+    ("arch", "answer"),
+    [
+        ("sm_80a", "kernels support sm_90a, sm_100a, sm_103a, sm_120a, sm_121a"),
+        ("sm_90a", "supported"),
+        ("sm_100a", "supported; its kernels have run in an emulator alone"),
+        ("sm_121a", "supported; its kernels have run in an emulator alone"),
+    ],
+)
+def test_info_says_where_kernels_have_run(arch, answer, monkeypatch):
+    for name, value in {"is_available": True, "device_count": 1, "get_device_name": "a GPU"}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(info, "arch_name", lambda index: arch)
+    found = info.devices()
+    monkeypatch.undo()
+    monkeypatch.setattr(info, "availability", lambda spec: {})
+    assert f"  0  a GPU  {arch}  {answer}" in info.text({**info.collect(), "devices": found}).splitlines()
 
 
 def test_info_says_what_is_missing(monkeypatch):

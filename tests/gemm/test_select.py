@@ -159,6 +159,22 @@ def test_backends_on_a_cpu(op):
     assert found == {**dict.fromkeys(names[op], no_gpu), "reference": None}
 
 
+def test_backends_of_a_gpu_that_is_not_here():
+    given = GEMMS["mm_fp4"]
+    found = {arch: torch_cute_ops.backends("mm_fp4", arch, **given) for arch in ("sm_103a", "sm_120a")}
+    assert [name for name, reason in found["sm_103a"].items() if reason is None] == [
+        "tcgen05",
+        "mma_sync",
+        "cublas",
+        "reference",
+    ]
+    assert found["sm_120a"]["tcgen05"] == "needs data-center Blackwell's tcgen05; this is sm_120a"
+    with pytest.raises(ValueError, match="'sm_80a' is no architecture"):
+        torch_cute_ops.backends("mm_fp4", "sm_80a", **given)
+    with pytest.raises(TypeError, match="backends of a device, or of an architecture"):
+        torch_cute_ops.backends("mm_fp4", "sm_90a", device="cpu", **given)
+
+
 def test_an_op_without_backends():
     with pytest.raises(
         ValueError, match=r"'fp4_quantize' has one implementation .* grouped_mm_fp8_fp4, mm_fp4, mm_fp4_w"

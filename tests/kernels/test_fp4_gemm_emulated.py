@@ -99,7 +99,8 @@ NATIVE_MMAS = [
 
 
 def multiply(one: Mma, edit: Any = None, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel leaves in its output, and what the epilogue makes of the reference's sums."""
+    """What the kernel leaves in its output, and what the epilogue makes of the reference's sums. With a seed, the
+    kernel before writes the operands at the last moment."""
     m, n, k = one.sizes
     torch.manual_seed(k)
     case, arch = one.case, ARCHS[one.case.arch]
@@ -116,7 +117,9 @@ def multiply(one: Mma, edit: Any = None, exact: bool = False) -> tuple[torch.Ten
     alpha, bias = operands(case.epilogue, n)
     out = poisoned(m, n, dtype=case.epilogue.out_dtype)
     given = fp4_mma.Arguments(a, a_scale, b.t(), scale, alpha, bias, out)
-    run_kernel(case.kernel, arch, *given, seed=one.seed, strict=case.a_layout is not None, edit=edit)
+    given, before = written_late(given, (*WEIGHT, *INPUTS)) if one.seed is not None else (given, None)
+    strict = case.a_layout is not None
+    run_kernel(case.kernel, arch, *given, seed=one.seed, strict=strict, edit=edit, written_before=before)
     sums = fp4_gemm(a, a_scale, b, scale, None, None, FP32, case.format, a_layout, SCALE_LAYOUTS[case.layout])
     return out, finished(sums, case.epilogue, alpha, bias)
 

@@ -3,14 +3,15 @@ these instructions was at hand: this is what the kernel is known to compute."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from ptx import compile_ptx, run_kernel
-from support.emulated import CPU, poisoned
+from support.emulated import CPU, INPUTS, WEIGHT, poisoned, written_late
 from support.epilogues import finished, operands
-from support.kernel_grid import BF16, FP16, FP32, Tcgen05Case
+from support.kernel_grid import BF16, FP16, FP32, MmaCase, Tcgen05Case, Tcgen05ExpertsCase
 from support.ptx_faults import CONVERGED, Edit, Unfound, check_faults
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
@@ -50,7 +51,7 @@ COVERING = [
     gemm(NVFP4, "128x4", 256, 1, 1, epilogue=(BF16, "one"), sizes=(300, 136, 1088)),
     gemm(NVFP4, "128x4", 8, 1, 4, epilogue=(BF16, "column", BF16), sizes=(5, 136, 3648)),
     gemm(MXFP4, "128x4", 64, 1, 2, epilogue=(FP32, "one", FP32), sizes=(70, 136, 2112)),
-    gemm(NVFP4, "linear", 128, 1, 2, epilogue=(FP16, "one"), sizes=(130, 72, 1088)),
+    gemm(NVFP4, "linear", 128, 1, 2, epilogue=(FP16, "one"), sizes=(130, 72, 2112)),
     gemm(NVFP4, "128x4", 256, 2, 1, epilogue=(BF16, "one", BF16), sizes=(300, 264, 1088), ctas=2),
     gemm(MXFP4, "linear", 256, 2, 1, epilogue=(FP32, "column"), sizes=(700, 136, 640), ctas=2, stages=2),
 ]
@@ -75,7 +76,8 @@ MORE = [
 
 
 def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel leaves in its output, and what the epilogue makes of the reference's sums."""
+    """What the kernel leaves in its output, and what the epilogue makes of the reference's sums. With a seed, the
+    kernel before writes the operands at the last moment."""
     m, n, k = one.sizes
     torch.manual_seed(k)
     case = one.case
@@ -86,7 +88,9 @@ def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[tor
     alpha, bias = operands(case.epilogue, n)
     out = poisoned(m, n, dtype=case.epilogue.out_dtype)
     given = fp4_tcgen05.Arguments(a, a_scale, b.t(), b_scale, alpha, bias, out, one.ctas)
-    run_kernel(case.kernel, ARCHS[case.arch], *given, seed=seed, max_steps=200_000, strict=True, edit=edit)
+    given, before = written_late(given, (*WEIGHT, *INPUTS)) if seed is not None else (given, None)
+    how = {"seed": seed, "max_steps": 200_000, "strict": True, "edit": edit, "written_before": before}
+    run_kernel(case.kernel, ARCHS[case.arch], *given, **how)
     sums = fp4_gemm(a, a_scale, b, b_scale, None, None, FP32, fmt, layout, layout)
     return out, finished(sums, case.epilogue, alpha, bias)
 
@@ -105,6 +109,23 @@ def test_gemm(one: Gemm) -> None:
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize(
+    ("case", "other"),
+    [
+        (Tcgen05Case(NVFP4, "128x4", 256, 2, 1, Epilogue(BF16)), "sm_103a"),
+        (Tcgen05ExpertsCase(MXFP4, "128x4", 32, 2, True, BF16, 320), "sm_103a"),
+        (MmaCase(torch.uint8, NVFP4, "128x4", 16, 2, Epilogue(FP32), "sm_120a", a_layout="128x4"), "sm_121a"),
+    ],
+    ids=["tcgen05", "experts", "mma"],
+)
+def test_other_gpus_have_the_same_ptx(case: Any, other: str) -> None:
+    """So that what the emulator says is said of them, too."""
+    own, its = (
+        compile_ptx(replace(case, arch=arch).kernel, ARCHS[arch]).ptx.replace(arch, "") for arch in (case.arch, other)
+    )
+    assert own == its
+
+
 # Faults. Each case has more chunks than stages, and three tiles a CTA, but for that which splits k.
 
 FAULTY = {
@@ -115,6 +136,7 @@ FAULTY = {
 }
 
 NO_CHUNKS = Unfound(1, "in what LLVM makes of the loop over chunks for a k of 0")
+NOTHING_READ = Unfound(1, "warps that store read neither alpha nor bias, and have sums of what others waited for")
 LOOPS = {"wait left out": NO_CHUNKS, "wait for the other phase": NO_CHUNKS, "commit left out": NO_CHUNKS}
 UNFOUND: dict[str, dict[str, Unfound]] = {
     "one": {**LOOPS, "barrier of the warp left out": CONVERGED},
@@ -124,11 +146,13 @@ UNFOUND: dict[str, dict[str, Unfound]] = {
             2, f"{NO_CHUNKS.reason}; a warp that only keeps count may be a phase behind"
         ),
         "other count of arrivals": Unfound(1, "of a stage's barrier in the second CTA of a pair, which there is not"),
+        "kernel before not waited for": NOTHING_READ,
         "zero stored": Unfound(7, "of tokens that the test's shape does not have"),
         "barrier of the warp left out": CONVERGED,
     },
     "pair": {**LOOPS, "barrier of the warp left out": CONVERGED},
     "split": {
+        "kernel before not waited for": NOTHING_READ,
         "other stride of the activations": Unfound(4, "eight rows are one atom of the swizzle"),
         "other stride of scales": Unfound(4, "of the activations', eight rows are one matrix"),
         "barrier of the warp left out": CONVERGED,

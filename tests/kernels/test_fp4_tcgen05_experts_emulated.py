@@ -3,12 +3,13 @@ GPU that has these instructions was at hand: this is what the kernel is known to
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ptx import compile_ptx, run_kernel
-from support.emulated import CPU, poisoned
+from ptx import EmulationError, compile_ptx, run_kernel
+from support.emulated import CPU, INPUTS, WEIGHT, changed, poisoned, written_late
 from support.kernel_grid import BF16, FP16, FP32, Tcgen05ExpertsCase
 from support.ptx_faults import CONVERGED, Edit, Unfound, check_faults
 
@@ -78,7 +79,8 @@ def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[tor
     """What the kernel leaves in its output, and the reference's result.
 
     Scales of activations are NaN where the factor is zero, as is what no token has, and the bias of experts that no
-    token is routed to.
+    token is routed to. With a seed, the kernel before writes the operands at the last moment, and so does each of the
+    kernel's own launches for the next.
     """
     (m, n, experts), case = one.sizes, one.case
     fmt, layout = case.format, SCALE_LAYOUTS[case.layout]
@@ -104,8 +106,10 @@ def multiply(one: Gemm, seed: int | None, edit: Edit | None = None) -> tuple[tor
     given = fp4_tcgen05_experts.Arguments(
         a, a_scale, b.t(), b_scale, alpha, bias, out, workspace(case, m, n, experts), one.ctas
     )
+    given, before = written_late(given, (*WEIGHT, *INPUTS)) if seed is not None else (given, None)
     max_steps = 1_000_000 if edit is None else 200_000  # a fault may have threads wait for ever
-    run_kernel(case.kernel, ARCHS[case.arch], *given, seed=seed, max_steps=max_steps, strict=True, edit=edit)
+    how = {"seed": seed, "max_steps": max_steps, "strict": True, "edit": edit, "written_before": before}
+    run_kernel(case.kernel, ARCHS[case.arch], *given, **how)
     return out, expert_gemm(a, a_scale, b, b_scale, alpha, bias, case.out_dtype, fmt, layout, layout)
 
 
@@ -130,6 +134,18 @@ def test_nothing_is_routed() -> None:
     one = gemm(NVFP4, "128x4", 32, 3, True, FP32, 64, sizes=(3, 40, 7), share=0.0, ctas=3)
     got, want = multiply(one, 0)
     assert torch.equal(got, want) and not want[1:].any() and want[0].any()
+
+
+def test_every_launch_waits_for_the_one_before() -> None:
+    """Of three: what finds experts, what multiplies, and what adds up the totals."""
+    one = gemm(NVFP4, "128x4", 32, 3, True, FP32, 64, sizes=(3, 40, 7), share=0.5, ctas=3)
+    wait = r"griddepcontrol\.wait"
+    waits = re.findall(wait, compile_ptx(one.case.kernel, ARCHS[one.case.arch]).ptx)
+    assert len(waits) == 5
+    for number in range(len(waits)):
+        with pytest.raises((EmulationError, AssertionError)):
+            got, want = multiply(one, 0, changed(wait, number))
+            assert torch.equal(got, want)
 
 
 def test_factors_of_any_strides() -> None:

@@ -76,7 +76,8 @@ def run_kernel(
         lenient: for others' kernels; see ``Machine``.
         edit: changes the PTX first, for tests of tests.
         written_before: what the kernel before writes, as late as it can (see ``Machine``), to some arguments, by their
-            numbers: tensors like these.
+            numbers: tensors like these. What launches of the kernel's own write is then as late for those behind them.
+            ``None``: each starts when the one before has ended.
 
     Returns:
         The machine of each launch.
@@ -95,23 +96,24 @@ def run_kernel(
     leaves, tensors = _flatten(kernel.arguments(), arguments, memory)
     machines: list[Machine] = []
 
-    def before() -> None:
-        for number, tensor in (written_before or {}).items():
-            address, given = tensors[number]
-            if (tensor.shape, tensor.stride(), tensor.dtype) != (given.shape, given.stride(), given.dtype):
-                raise TypeError(f"argument {number}: written as {tensor.dtype}{tuple(tensor.shape)}")
-            contents, _ = _bytes_of(tensor)
-            memory.contents(address, len(contents))[:] = contents
-
+    started = memory.copies()
+    for number, tensor in (written_before or {}).items():
+        address, given = tensors[number]
+        if (tensor.shape, tensor.stride(), tensor.dtype) != (given.shape, given.stride(), given.dtype):
+            raise TypeError(f"argument {number}: written as {tensor.dtype}{tuple(tensor.shape)}")
+        contents, _ = _bytes_of(tensor)
+        memory.contents(address, len(contents))[:] = contents
     sizes = {name: [param.size for param in program.params] for name, program in programs.items()}
     for name, launch in host_launches(compiled.module, leaves, sizes):
         if 0 in launch.grid:
             raise ValueError(f"{name}: a launch of no CTAs, {launch.grid}, which CUDA refuses")
-        # A second launch of the kernel's own waits for the first, which is over.
-        late = before if written_before is not None and not machines else None
+        # The one before has released its dependents behind its own wait: what was before that is complete.
+        complete = memory.copies()
+        late = memory.take_back(started) if launch.overlaps and written_before is not None else None
         machine = Machine(programs[name], launch, memory, seed, max_steps, strict, lenient, late)
         machines.append(machine)
         machine.run()
+        started = complete
     for address, tensor in tensors.values():
         _copy_back(memory, address, tensor)
     return machines
@@ -269,6 +271,7 @@ _COMPARE: list[Callable[[int, int], bool]] = [
     lambda a, b: a >= b,
 ]
 _CLUSTER_ATTRIBUTE = 4  # cudaLaunchAttributeClusterDimension
+_OVERLAP_ATTRIBUTE = 6  # cudaLaunchAttributeProgrammaticStreamSerialization
 _INVALID_CONFIGURATION = 9  # cudaErrorInvalidConfiguration
 _BINARY: dict[str, Callable[[int, int], int]] = {
     "add": lambda a, b: a + b,
@@ -505,12 +508,14 @@ class _Host:
         sizes = self.sizes[kernel]
         words = struct.unpack("<6IQ", self._read(config, 32))
         attributes, count = struct.unpack("<QI", self._read(config + 40, 12))
-        cluster = (1, 1, 1)
+        cluster, overlaps = (1, 1, 1), False
         for i in range(count):
             (number,) = struct.unpack("<I", self._read(attributes + 72 * i, 4))
             if number == _CLUSTER_ATTRIBUTE:
                 cluster = struct.unpack("<3I", self._read(attributes + 72 * i + 8, 12))
+            elif number == _OVERLAP_ATTRIBUTE:
+                overlaps = struct.unpack("<i", self._read(attributes + 72 * i + 8, 4)) != (0,)
         pointers = struct.unpack(f"<{len(sizes)}Q", self._read(arguments, 8 * len(sizes)))
         params = [self._read(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)]
-        self.launches.append((kernel, Launch(words[:3], words[3:6], params, cluster, words[6])))
+        self.launches.append((kernel, Launch(words[:3], words[3:6], params, cluster, words[6], overlaps)))
         return _INVALID_CONFIGURATION if 0 in words[:3] else 0

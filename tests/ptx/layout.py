@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,13 +16,15 @@ WARP = 32
 
 @dataclass
 class Launch:
-    """What a launch is given. ``params`` are the bytes of each kernel parameter."""
+    """What a launch is given. ``params`` are the bytes of each kernel parameter; ``overlaps``: whether it may start
+    before the one before it has ended (programmatic dependent launch)."""
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     params: list[bytes]
     cluster: tuple[int, int, int] = (1, 1, 1)
     dynamic_shared: int = 0
+    overlaps: bool = False
 
 
 class GlobalMemory:
@@ -48,6 +51,22 @@ class GlobalMemory:
     def contents(self, address: int, size: int) -> Array:
         start = address & ((1 << REGION_SHIFT) - 1)
         return self.regions[(address >> REGION_SHIFT) - 1].data[start : start + size]
+
+    def copies(self) -> list[Array]:
+        """What every allocation holds."""
+        return [region.data.copy() for region in self.regions]
+
+    def take_back(self, copies: list[Array]) -> Callable[[], None]:
+        """Let allocations hold what they held before; a function that has them hold again what they do now. Those that
+        were made since, of launches' parameters, stay as they are."""
+        now = self.copies()
+
+        def put(contents: list[Array]) -> None:
+            for region, data in zip(self.regions, contents, strict=False):
+                region.data[:] = data
+
+        put(copies)
+        return lambda: put(now)
 
 
 class Layout:

@@ -339,6 +339,7 @@ class Tcgen05Case:
         return fp4_tcgen05.FP4Tcgen05Kernel(replace(config, stages=self.stages or config.stages))
 
 
+TCGEN05_ARCHS = ("sm_100a", "sm_103a")
 TCGEN05_KINDS = tuple(itertools.product((NVFP4, MXFP4), ("128x4", "linear")))
 TCGEN05_TILES = tuple(
     [(tokens, 1, splits) for tokens in (8, 16, 32, 64, 128) for splits in (1, 2, 4, 8)] + [(256, 1, 1), (256, 2, 1)]
@@ -346,12 +347,14 @@ TCGEN05_TILES = tuple(
 
 
 def tcgen05_cases(every: bool) -> list[Tcgen05Case]:
-    """Kinds of operands with tiles: all of them, or a fourth; epilogues and architectures in turn."""
-    finish, archs = itertools.cycle(epilogues((None, "one", "column"))), itertools.cycle(("sm_100a", "sm_103a"))
+    """Kinds of operands with tiles: all of them, for each architecture, or a fourth, for these in turn; epilogues in
+    turn."""
+    finish, archs = itertools.cycle(epilogues((None, "one", "column"))), itertools.cycle(TCGEN05_ARCHS)
     return [
-        Tcgen05Case(*kind, *tile, next(finish), arch=next(archs))
+        Tcgen05Case(*kind, *tile, next(finish), arch=arch)
         for (i, kind), (j, tile) in itertools.product(enumerate(TCGEN05_KINDS), enumerate(TCGEN05_TILES))
         if every or (i + j) % 4 == 0
+        for arch in (TCGEN05_ARCHS if every else [next(archs)])
     ]
 
 
@@ -401,8 +404,9 @@ class Tcgen05ExpertsCase:
 
 
 def tcgen05_experts_cases(every: bool) -> list[Tcgen05ExpertsCase]:
-    """Kinds of operands with tiles: all of them, or a few; widths, dtypes and architectures in turn."""
-    widths, archs = itertools.cycle((256, 320, 64, 2048, 768)), itertools.cycle(("sm_100a", "sm_103a"))
+    """Kinds of operands with tiles: all of them, for each architecture, or a few, for these in turn; widths and dtypes
+    in turn."""
+    widths, archs = itertools.cycle((256, 320, 64, 2048, 768)), itertools.cycle(TCGEN05_ARCHS)
     outs = itertools.cycle((BF16, FP16, FP32))
     tiles = [*itertools.product((128, 64, 32), (1, 2, 3, 5, 8), (False, True))]
     biases = itertools.cycle((None, FP32, "out", None))
@@ -412,9 +416,10 @@ def tcgen05_experts_cases(every: bool) -> list[Tcgen05ExpertsCase]:
         if (every or (5 * i + j) % 13 == 0) and not (kind[1] == "linear" and tile[0] == 128)
     ]
     return [
-        replace(case, bias_dtype=case.out_dtype if bias == "out" else bias)
+        replace(case, bias_dtype=case.out_dtype if bias == "out" else bias, arch=arch)
         for case, bias in zip(cases, biases, strict=False)
         if bias is None or case.layout != "linear" or case.columns == 32
+        for arch in (TCGEN05_ARCHS if every else [case.arch])
     ]
 
 

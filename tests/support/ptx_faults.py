@@ -49,6 +49,7 @@ BARRIERS: dict[str, tuple[str, str]] = {
     "barrier of the warp left out": (r"bar\.warp\.sync[^;]*;", ""),
     "cluster does not arrive": (r"barrier\.cluster\.arrive[^;]*;", ""),
     "cluster does not wait": (r"barrier\.cluster\.wait[^;]*;", ""),
+    "kernel before not waited for": (r"griddepcontrol\.wait;", ""),
 }
 """By name: what matches, and what comes in its place."""
 TCGEN05: dict[str, tuple[str, str]] = {

@@ -55,12 +55,14 @@ def _driver() -> str | None:
 
 
 def devices() -> list[dict[str, Any]]:
-    """Name and architecture of each CUDA device, and why no kernel runs on it, if so."""
+    """Name and architecture of each CUDA device, why no kernel runs on it, if so, and whether kernels ever have."""
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         arch = arch_name(index)
         reason = None if arch in ARCHS else f"kernels support {', '.join(ARCHS)}"
-        found.append({"index": index, "name": torch.cuda.get_device_name(index), "arch": arch, "unsupported": reason})
+        has_run = reason is None and ARCHS[arch].has_run
+        device = {"index": index, "name": torch.cuda.get_device_name(index), "arch": arch}
+        found.append({**device, "unsupported": reason, "has_run": has_run})
     return found
 
 
@@ -131,15 +133,18 @@ def text(report: dict[str, Any]) -> str:
     lines += [f"  {name:<32}{version or 'not installed'}" for name, version in report["versions"].items()]
     lines.append("Devices")
     for device in report["devices"]:
-        lines.append(f"  {device['index']}  {device['name']}  {device['arch']}  {device['unsupported'] or 'supported'}")
+        supported = "supported" if device["has_run"] else "supported; its kernels have run in an emulator alone"
+        lines.append(f"  {device['index']}  {device['name']}  {device['arch']}  {device['unsupported'] or supported}")
     if not report["devices"]:
         lines.append("  no CUDA device: ops run their reference, on the CPU")
     lines.append("Ops")
+    width = max(map(len, report["ops"])) + 1
     for name, where in report["ops"].items():
         by_answer: dict[str, list[str]] = {}
         for arch, answer in where.items():
             by_answer.setdefault(answer, []).append(arch)
-        lines.append(f"  {name:<36}{'; '.join(f'{answer}: {chr(32).join(on)}' for answer, on in by_answer.items())}")
+        answers = "; ".join(f"{answer}: {' '.join(on)}" for answer, on in by_answer.items())
+        lines.append(f"  {name:<{width}}{answers}")
     kept = report["cache"]
     lines.append("Kernel cache")
     if kept["folder"] is None:

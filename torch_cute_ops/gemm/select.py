@@ -20,9 +20,10 @@ from torch_cute_ops.gemm.backends.reference import Reference
 from torch_cute_ops.gemm.backends.routed import Routed
 from torch_cute_ops.gemm.backends.routed_gated import RoutedGated
 from torch_cute_ops.gemm.buckets import bucket
+from torch_cute_ops.gemm.cost import usual_targets
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.runtime import tuner
-from torch_cute_ops.runtime.arch import ARCHS, arch_name, sm_count
+from torch_cute_ops.runtime.arch import ARCHS, Arch, arch_name, sm_count
 
 AUTO: Final = "auto"
 BACKENDS: Final[list[Backend]] = [
@@ -49,8 +50,10 @@ class Choice(NamedTuple):
     tactic: Tactic
 
 
-def target_of(device: torch.device) -> Target:
-    """What backends know of a device."""
+def target_of(device: torch.device | Arch) -> Target:
+    """What backends know of a device, or of the largest GPU of an architecture."""
+    if isinstance(device, Arch):
+        return usual_targets(device)[0]
     if device.type != "cuda":
         return Target(device, None, 1)
     return _gpu(torch.cuda.current_device() if device.index is None else device.index)

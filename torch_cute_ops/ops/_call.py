@@ -136,8 +136,8 @@ class CallPath(abc.ABC, Generic[Call]):
         """Whether the op's calls have this one of the properties that ``example`` takes."""
         return True
 
-    def backends(self, call: Call, device: torch.device) -> dict[str, str | None]:
-        """Why each backend cannot compute a call on a device; ``None``: it can."""
+    def backends(self, call: Call, where: torch.device | Arch) -> dict[str, str | None]:
+        """Why each backend cannot compute a call on a device, or GPUs of an architecture; ``None``: it can."""
         raise NotImplementedError
 
     def output_shapes(self, call: Call) -> OutputShapes:

@@ -133,11 +133,12 @@ class OpSpec:
         self.path.check_call(call)
         return self.path.kernels(call, arch)
 
-    def backends(self, device: torch.device, *args: Any, **kwargs: Any) -> dict[str, str | None]:
-        """Each backend and why it cannot compute a call on a device, whatever backend that names; ``None``: it can."""
+    def backends(self, where: torch.device | Arch, *args: Any, **kwargs: Any) -> dict[str, str | None]:
+        """Each backend and why it cannot compute a call on a device, or GPUs of an architecture, whatever backend that
+        names; ``None``: it can."""
         call = self.bind(*args, **kwargs)._replace(backend="auto")
         self.path.check_call(call)
-        return self.path.backends(call, device)
+        return self.path.backends(call, where)
 
     def check(self, *args: Any, **kwargs: Any) -> None:
         """Refuse arguments that the op does not take.

@@ -156,9 +156,9 @@ class BackendPath(CallPath[Call]):
         kernels = (kernel for one in choices for kernel in one.backend.kernels(problem, one.tactic, arch))
         return tuple(dict.fromkeys(kernels))
 
-    def backends(self, call: Any, device: torch.device) -> dict[str, str | None]:
+    def backends(self, call: Any, where: torch.device | Arch) -> dict[str, str | None]:
         select = gemm_package().select
-        reasons: dict[str, str | None] = select.reasons(self.problem(call), select.target_of(device))
+        reasons: dict[str, str | None] = select.reasons(self.problem(call), select.target_of(where))
         return reasons
 
     def _choose(self, problem: "GemmProblem", m: int, target: "Target", backend: str) -> "Choice":

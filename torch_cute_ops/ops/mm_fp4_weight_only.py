@@ -28,7 +28,8 @@ def mm_fp4_weight_only(
     fp32 and rounded once.
 
     The weight is as checkpoints hold it; nothing is repacked. It is decoded exactly and without its global scale: that
-    belongs into ``alpha``, as ``1 / global scale``. Float16 activations beside an MXFP4 weight, whose scales exceed
+    belongs into ``alpha``, as ``1 / global scale``. So it is on Blackwell, too: tensor cores that take FP4 want both
+    operands in it, as :func:`mm_fp4` has them. Float16 activations beside an MXFP4 weight, whose scales exceed
     float16's range, are rounded to bfloat16 first.
 
     Args:

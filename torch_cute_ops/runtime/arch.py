@@ -25,6 +25,8 @@ class Arch(NamedTuple):
         memory_bytes_per_clock: DRAM bandwidth for each SM and clock of ``CLOCK_HZ``, bytes read and written.
         flops_per_clock: dense rate of the tensor cores with 16-bit operands, for each SM and clock, by data sheet.
         fp4_flops_per_clock: the same with FP4 operands; 0 where tensor cores do not take them.
+        has_run: whether kernels have run, and been timed, on such a GPU; elsewhere in an emulator of PTX alone, and
+            what they cost is by data sheet.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Arch(NamedTuple):
     memory_bytes_per_clock: float
     flops_per_clock: float
     fp4_flops_per_clock: float
+    has_run: bool = False
 
 
 CLOCK_HZ: Final = 1.7e9
@@ -85,7 +88,12 @@ ARCHS: Final = {
     for arch in (
         # 4.26 TB/s of copy on an H200 with 132 SMs (measured); the other bandwidths are by data sheet.
         _data_center(
-            "sm_90a", has_wgmma=True, sm_counts=(132, 114, 78), memory_bytes_per_clock=19.0, flops_per_clock=4096.0
+            "sm_90a",
+            has_wgmma=True,
+            sm_counts=(132, 114, 78),
+            memory_bytes_per_clock=19.0,
+            flops_per_clock=4096.0,
+            has_run=True,
         ),
         _data_center("sm_100a", has_wgmma=False, sm_counts=(148,), memory_bytes_per_clock=30.0, flops_per_clock=8192.0),
         _data_center("sm_103a", has_wgmma=False, sm_counts=(148,), memory_bytes_per_clock=30.0, flops_per_clock=8192.0),
