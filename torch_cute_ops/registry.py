@@ -26,7 +26,7 @@ from torch_cute_ops.runtime import settings, tuning
 from torch_cute_ops.runtime.arch import arch_named
 from torch_cute_ops.runtime.calls import configure_log, logged
 from torch_cute_ops.runtime.compiler import KernelSpec, keep
-from torch_cute_ops.runtime.dispatch import has_autograd_key, mark_written
+from torch_cute_ops.runtime.dispatch import below_inplace, has_autograd_key, mark_written
 from torch_cute_ops.runtime.imports import when_imported
 
 
@@ -98,7 +98,7 @@ def _register(spec: OpSpec) -> None:
 
     def written(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         # For subclasses such as DTensor, whose own counters the kernel, which takes what is inside them, cannot move.
-        outputs = functional.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+        outputs = functional.redispatch(keyset & below_inplace, *args, **kwargs)
         given = spec.path.arguments(spec.bind(*args, **kwargs))
         mark_written([given[name] for name in spec.updated])
         return outputs
@@ -115,7 +115,7 @@ def _register(spec: OpSpec) -> None:
                 continue
             logs = settings.LOG == "debug" and key in ("CPU", "CUDA")
             _library.impl(overload, logged(overload, implementation) if logs else implementation, key)
-    if spec.updated:
+    if spec.updated and below_inplace is not None:
         functional = getattr(torch.ops.cute, spec.name).default
         _library.impl(spec.name, written, "ADInplaceOrView", with_keyset=True)
     torch.library.register_fake(f"{NAMESPACE}::{spec.name}", fake, lib=_library)
