@@ -173,12 +173,13 @@ def warmup(op: str, *, tune: bool = False, **properties: Any) -> None:
         RuntimeError: without a CUDA device, or on one that no kernel supports.
     """
     spec = _spec_of(op)
+    _check_properties(spec, properties)
     if not torch.cuda.is_available():
         raise RuntimeError(
             f"warmup({op!r}) needs a CUDA device: on a CPU the ops run their reference and compile nothing"
         )
     with torch.no_grad(), tuning.autotune() if tune else contextlib.nullcontext():
-        args, kwargs = _example(spec, properties)
+        args, kwargs = spec.path.example(**properties)
         call = spec.bind(*args, **kwargs)
         spec.path.run(None, *call)
         torch.cuda.synchronize(call[0].device)
@@ -256,8 +257,19 @@ def _example(spec: OpSpec, properties: dict[str, Any]) -> Arguments:
     """A call with these properties.
 
     Raises:
+        TypeError, ValueError: as ``_check_properties``, and for what the op refuses.
+    """
+    _check_properties(spec, properties)
+    arguments: Arguments = spec.path.example(**properties)
+    return arguments
+
+
+def _check_properties(spec: OpSpec, properties: dict[str, Any]) -> None:
+    """Refuse properties that no call of the op has.
+
+    Raises:
         TypeError: for a property that the op does not have, lacks, or that is of the wrong type.
-        ValueError: for a number that is not positive, and for what the op refuses.
+        ValueError: for a number that is no size, and for a name that is no choice.
     """
     known = properties_of(spec.name)
     for name, value in properties.items():
@@ -273,8 +285,6 @@ def _example(spec: OpSpec, properties: dict[str, Any]) -> Arguments:
     if missing:
         what = "property" if len(missing) == 1 else "properties"
         raise TypeError(f"cute::{spec.name} needs the {what} {', '.join(missing)}")
-    arguments: Arguments = spec.path.example(**properties)
-    return arguments
 
 
 def _spec_of(op: str) -> OpSpec:

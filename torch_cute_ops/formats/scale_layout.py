@@ -124,8 +124,13 @@ def convert_scales(scale: torch.Tensor, rows: int, k: int, source: str, target: 
 
     Raises:
         ValueError: for an unknown layout, a ``k`` that is not whole blocks, or another number of elements.
-        TypeError: for another dtype.
+        TypeError: for another dtype, or another type of argument.
     """
+    if not isinstance(scale, torch.Tensor):
+        raise TypeError(f"scale is {scale!r}, a {type(scale).__name__}; expected a tensor")
+    for name, value in (("rows", rows), ("k", k)):
+        if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected an int")
     blocks = {torch.float8_e4m3fn: 16, torch.uint8: 32, torch.float8_e8m0fnu: 32}
     block_size = blocks.get(scale.dtype)
     if block_size is None:
