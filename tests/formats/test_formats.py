@@ -3,6 +3,7 @@
 import itertools
 import math
 from fractions import Fraction
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -218,6 +219,11 @@ def test_convert_scales(layouts, rows, blocks, dtype, seed):
     # Of a stack of matrices, as checkpoints hold the weights of experts; and flat, as cuBLAS takes tiled ones.
     again = convert_scales(got.view(torch.uint8).view(1, -1).view(dtype), rows, k, *reversed(layouts))
     assert torch.equal(again.view(torch.uint8), torch.from_numpy(spec.arrange(linear.numpy(), layouts[0])))
+
+
+def test_layouts_that_a_type_checker_knows():
+    hints = get_type_hints(convert_scales)
+    assert [get_args(hints[name]) for name in ("source", "target")] == 2 * [tuple(SCALE_LAYOUTS)]
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ layout"); ``8x4`` is its small-row sibling. Padding bytes are zero.
 """
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
 TILE_BLOCKS: Final = 4
+FP4ScaleLayout = Literal["linear", "128x4", "8x4"]
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,9 @@ def to_linear(scale: torch.Tensor, layout: ScaleLayout, rows: int, blocks: int) 
     return raw[_offsets(layout, rows, blocks, raw.device)].view(scale.dtype)
 
 
-def convert_scales(scale: torch.Tensor, rows: int, k: int, source: str, target: str) -> torch.Tensor:
+def convert_scales(
+    scale: torch.Tensor, rows: int, k: int, source: FP4ScaleLayout, target: FP4ScaleLayout
+) -> torch.Tensor:
     """Block scales of an FP4 matrix, moved from one layout to another.
 
     Checkpoints hold linear scales, as a rule; the ops expect 128x4 by default.
