@@ -26,7 +26,7 @@ import torch
 
 from torch_cute_ops import registry
 from torch_cute_ops.ops._define import OpSpec
-from torch_cute_ops.ops._properties import Property
+from torch_cute_ops.ops._properties import Property, size_in_words
 from torch_cute_ops.runtime import files
 from torch_cute_ops.runtime.arch import ARCHS, arch_of_device
 from torch_cute_ops.runtime.compiler import is_kept, store
@@ -72,13 +72,15 @@ class Outcome:
     error: str
 
 
-def expected(known: Property) -> str:
-    """What a value of a property has to be, as a file states it."""
+def expected(known: Property, value: Any = None) -> str:
+    """What a property has to be in place of a value, as a file states it."""
     if known.choices:
         return f"one of {', '.join(map(_shown, known.choices))}"
     if known.kind is torch.dtype:
         return f"a dtype: one of {', '.join(DTYPES)}"
-    return {int: "a positive integer", bool: "true or false", str: "a string"}[known.kind]
+    if known.kind is int:
+        return size_in_words(value)
+    return {bool: "true or false", str: "a string"}[known.kind]
 
 
 def jobs_of(op: str, **properties: Any) -> list[Job]:
@@ -149,7 +151,7 @@ def _values(name: str, stated: Any, known: Property) -> list[Any]:
         if known.kind is torch.dtype and isinstance(value, str):
             value = DTYPES.get(value, value)
         if known.reason_unfit(value) is not None:
-            raise ValueError(f"{name} = {_shown(value)}: expected {expected(known)}")
+            raise ValueError(f"{name} = {_shown(value)}: expected {expected(known, value)}")
         found.append(value)
     return found
 

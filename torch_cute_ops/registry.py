@@ -26,7 +26,7 @@ from torch_cute_ops.runtime import settings, tuning
 from torch_cute_ops.runtime.arch import Arch, arch_named
 from torch_cute_ops.runtime.calls import configure_log, logged
 from torch_cute_ops.runtime.compiler import KernelSpec, keep
-from torch_cute_ops.runtime.dispatch import has_autograd_key, mark_written
+from torch_cute_ops.runtime.dispatch import below_inplace, has_autograd_key, mark_written
 from torch_cute_ops.runtime.imports import when_imported
 
 
@@ -98,7 +98,7 @@ def _register(spec: OpSpec) -> None:
 
     def written(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         # For subclasses such as DTensor, whose own counters the kernel, which takes what is inside them, cannot move.
-        outputs = functional.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+        outputs = functional.redispatch(keyset & below_inplace, *args, **kwargs)
         given = spec.path.arguments(spec.bind(*args, **kwargs))
         mark_written([given[name] for name in spec.updated])
         return outputs
@@ -115,7 +115,7 @@ def _register(spec: OpSpec) -> None:
                 continue
             logs = settings.LOG == "debug" and key in ("CPU", "CUDA")
             _library.impl(overload, logged(overload, implementation) if logs else implementation, key)
-    if spec.updated:
+    if spec.updated and below_inplace is not None:
         functional = getattr(torch.ops.cute, spec.name).default
         _library.impl(spec.name, written, "ADInplaceOrView", with_keyset=True)
     torch.library.register_fake(f"{NAMESPACE}::{spec.name}", fake, lib=_library)
@@ -173,12 +173,13 @@ def warmup(op: str, *, tune: bool = False, **properties: Any) -> None:
         RuntimeError: without a CUDA device, or on one that no kernel supports.
     """
     spec = _spec_of(op)
+    _check_properties(spec, properties)
     if not torch.cuda.is_available():
         raise RuntimeError(
             f"warmup({op!r}) needs a CUDA device: on a CPU the ops run their reference and compile nothing"
         )
     with torch.no_grad(), tuning.autotune() if tune else contextlib.nullcontext():
-        args, kwargs = _example(spec, properties)
+        args, kwargs = spec.path.example(**properties)
         call = spec.bind(*args, **kwargs)
         spec.path.run(None, *call)
         torch.cuda.synchronize(call[0].device)
@@ -266,8 +267,19 @@ def _example(spec: OpSpec, properties: dict[str, Any]) -> Arguments:
     """A call with these properties.
 
     Raises:
+        TypeError, ValueError: as ``_check_properties``, and for what the op refuses.
+    """
+    _check_properties(spec, properties)
+    arguments: Arguments = spec.path.example(**properties)
+    return arguments
+
+
+def _check_properties(spec: OpSpec, properties: dict[str, Any]) -> None:
+    """Refuse properties that no call of the op has.
+
+    Raises:
         TypeError: for a property that the op does not have, lacks, or that is of the wrong type.
-        ValueError: for a number that is not positive, and for what the op refuses.
+        ValueError: for a number that is no size, and for a name that is no choice.
     """
     known = properties_of(spec.name)
     for name, value in properties.items():
@@ -283,8 +295,6 @@ def _example(spec: OpSpec, properties: dict[str, Any]) -> Arguments:
     if missing:
         what = "property" if len(missing) == 1 else "properties"
         raise TypeError(f"cute::{spec.name} needs the {what} {', '.join(missing)}")
-    arguments: Arguments = spec.path.example(**properties)
-    return arguments
 
 
 def _spec_of(op: str) -> OpSpec:

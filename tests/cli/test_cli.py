@@ -300,6 +300,7 @@ WRONG = {
         ["warmup", "fp4_quantize", "--hidden=-8", "--dtype", "bf16"],
         "hidden = -8: expected a positive",
     ),
+    "more than 64 bits": ([*QUANTIZE, "--hidden", f"{2**63}"], f"hidden = {2**63}: expected an integer of at most"),
     "another op's property": ([*QUANTIZE, "--topk", "2"], "topk: fp4_quantize has no such property"),
     "a refused layout": ([*QUANTIZE, "--scale-layout", "tiled"], 'scale_layout = "tiled": expected one of'),
     "a refused size": ([*QUANTIZE, "--hidden", "64", "65"], "cute::fp4_quantize"),
@@ -324,7 +325,8 @@ def test_wrong_arguments(name, capsys):
 def test_wrong_number_of_workers(count, capsys):
     with pytest.raises(SystemExit) as raised:
         main([*QUANTIZE, "--workers", count])
-    assert raised.value.code == 2 and "--workers" in capsys.readouterr().err
+    text = f"argument --workers: '{count}': expected a whole number, 1 or more"
+    assert raised.value.code == 2 and text in capsys.readouterr().err
 
 
 def test_wrong_number_of_processes():
@@ -572,6 +574,7 @@ BAD_FILES = {
     KERNEL + "m = [[8]]": "[[kernel]] 1 (mm_fp4): m = [8]: expected a positive integer",
     KERNEL + "m = 2020-01-01": "[[kernel]] 1 (mm_fp4): m = datetime.date(2020, 1, 1): expected a positive integer",
     KERNEL + "m = []": "[[kernel]] 1 (mm_fp4): m = []: an empty list stands for no call at all",
+    KERNEL + f"m = {2**63}": f"[[kernel]] 1 (mm_fp4): m = {2**63}: expected an integer of at most {2**63 - 1}",
     KERNEL + f"m = {10**18}\n": "[[kernel]] 1 (mm_fp4): mm_fp4 n=64 k=128 m=1000000000000000000: Storage size",
     KERNEL + 'alpha = "no"': '[[kernel]] 1 (mm_fp4): alpha = "no": expected one of "one", "column", "expert"',
     KERNEL + 'alpha = "expert"': "[[kernel]] 1 (mm_fp4): cute::mm_fp4: alpha is 'expert'; expected one of 'one', 'col",

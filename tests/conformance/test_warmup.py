@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from support.cases import forget, get_sample, op_cases, plain_sample, sample_cases
+from support.cases import forget, get_sample, op_cases, plain_sample, properties_for, sample_cases
 from support.launch_model import launches  # noqa: F401  (a fixture)
 
 import torch_cute_ops
@@ -28,7 +28,7 @@ def test_warmup_of_an_unknown_op():
 def test_warmup_without_a_gpu(op, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match=rf"warmup\('{op.name}'\) needs a CUDA device"):
-        torch_cute_ops.warmup(op.name, hidden=64)
+        torch_cute_ops.warmup(op.name, **properties_for(op))
 
 
 def properties_of_call(op, sample) -> dict:
@@ -208,8 +208,7 @@ def test_precompile_for_an_unknown_architecture():
 
 
 @PLAIN
-def test_warmup_takes_no_unknown_property(op, name, monkeypatch):
-    """The number of rows is none."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_warmup_takes_no_unknown_property(op, name):
+    """The number of rows is none. It is named also where there is no GPU to warm up."""
     with pytest.raises(TypeError, match="rows"):
         torch_cute_ops.warmup(op.name, **properties_of_call(op, get_sample(op, name, "cpu")), rows=5)

@@ -3,6 +3,7 @@
 import itertools
 import math
 from fractions import Fraction
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -220,6 +221,11 @@ def test_convert_scales(layouts, rows, blocks, dtype, seed):
     assert torch.equal(again.view(torch.uint8), torch.from_numpy(spec.arrange(linear.numpy(), layouts[0])))
 
 
+def test_layouts_that_a_type_checker_knows():
+    hints = get_type_hints(convert_scales)
+    assert [get_args(hints[name]) for name in ("source", "target")] == 2 * [tuple(SCALE_LAYOUTS)]
+
+
 @pytest.mark.parametrize(
     ("given_scale", "rows", "k", "names", "error", "text"),
     [
@@ -236,6 +242,9 @@ def test_convert_scales(layouts, rows, blocks, dtype, seed):
         ),
         (torch.zeros(4, 2, dtype=torch.uint8), 4, 64, ("128x4", "8x4"), ValueError, "expected 512 elements: 128x4 sc"),
         (torch.zeros(4, 2, dtype=torch.uint8), 4, 64, ("linear", "tiled"), ValueError, "scale_layout='tiled' is unkn"),
+        (None, 4, 64, ("linear", "128x4"), TypeError, "scale is None, a NoneType; expected a tensor"),
+        (torch.zeros(4, 2, dtype=torch.uint8), "4", 64, ("linear", "128x4"), TypeError, "rows is '4', a str; expected"),
+        (torch.zeros(4, 2, dtype=torch.uint8), 4, 64.0, ("linear", "128x4"), TypeError, "k is 64.0, a float; expected"),
     ],
 )
 def test_scales_that_are_not_converted(given_scale, rows, k, names, error, text):
@@ -254,6 +263,20 @@ def test_global_scale(dtype, shape):
         assert got.item() == np.float32(2688) / np.float32(given_amax.item())
     assert [nvfp4_global_scale(torch.tensor(amax)).item() for amax in (0.0, math.inf, math.nan, -1.0)] == [1.0] * 4
     assert nvfp4_global_scale(torch.tensor(1e-44)).item() == torch.finfo(torch.float32).max
+
+
+@pytest.mark.parametrize(
+    ("amax", "error", "text"),
+    [
+        (0.5, TypeError, "amax is 0.5, a float; expected a tensor"),
+        (None, TypeError, "amax is None"),
+        (torch.ones(3), ValueError, r"amax has shape \(3,\); expected one element"),
+        (torch.ones(0), ValueError, r"amax has shape \(0,\); expected one element"),
+    ],
+)
+def test_what_has_no_global_scale(amax, error, text):
+    with pytest.raises(error, match=text):
+        nvfp4_global_scale(amax)
 
 
 def test_padding_is_not_read():

@@ -1,6 +1,7 @@
 """The CUDA entries on CPU tensors, with a model of the compiled kernels: the call path, without a GPU."""
 
 import contextlib
+import math
 import re
 
 import pytest
@@ -309,6 +310,25 @@ def test_a_residual_that_is_the_input_elsewhere(op, rows, columns, launches):  #
             with pytest.raises(ValueError, match=rf"cute::{op.name}: residual .* shares memory with input"):
                 enter(op, sample)
         assert not launches.calls
+
+
+@pytest.mark.parametrize("op", [case for case in op_cases() if case.values[0].updated])
+@pytest.mark.parametrize(("columns", "is_good"), [(64, True), (8, False), (160, False)])
+@pytest.mark.parametrize("shape", [(2, 5), (2, 1, 5), (2, 3, 5)], ids=str)
+def test_residuals_side_by_side_in_many_dimensions(op, shape, columns, is_good, launches):  # noqa: F811
+    """As in two: of rows that follow each other, and with other rows in between."""
+    given = make_call(op, 5, 64, device="cpu")
+    for spare in (0, 2):
+        rows = (*shape[:-1], shape[-1] + spare)
+        strides = torch.empty(*rows, 192, device="meta").stride()
+        buffer = torch.randn(math.prod(rows) + 1, 192, dtype=torch.bfloat16)
+        given["input"] = buffer.as_strided((*shape, 64), strides)
+        given["residual"] = buffer.as_strided((*shape, 64), strides, columns)  # from 160 on, into the next row
+        if is_good:
+            assert_same(run_entry(op, named(op, given)), run(op, named(op, given)))
+            continue
+        with pytest.raises(ValueError, match=rf"cute::{op.name}: residual .* shares memory with input"):
+            enter(op, named(op, given))
 
 
 @pytest.mark.parametrize("op", compiled_op_cases())

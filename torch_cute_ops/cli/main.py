@@ -144,8 +144,8 @@ def _add_warmup(commands: Any) -> None:
 
 
 def _count(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number}: expected 1 or more")
+    if not text.isdecimal() or (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 1 or more")
     return number
 
 

@@ -86,7 +86,15 @@ def nvfp4_global_scale(amax: torch.Tensor) -> torch.Tensor:
 
     Returns:
         (1,) float32; 1 where ``amax`` is zero or not finite, and finite in any case.
+
+    Raises:
+        TypeError: for what is no tensor.
+        ValueError: for more or less than one element.
     """
+    if not isinstance(amax, torch.Tensor):
+        raise TypeError(f"amax is {amax!r}, a {type(amax).__name__}; expected a tensor, such as x.abs().amax()")
+    if amax.numel() != 1:
+        raise ValueError(f"amax has shape {tuple(amax.shape)}; expected one element, such as x.abs().amax()")
     amax = amax.detach().float().reshape(1)
     # A number divided by a tensor would be rounded twice: torch multiplies with the reciprocal.
     scale = (torch.full_like(amax, E4M3_MAX * E2M1_MAX) / amax).clamp(max=torch.finfo(torch.float32).max)

@@ -6,11 +6,12 @@ layout"); ``8x4`` is its small-row sibling. Padding bytes are zero.
 """
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
 TILE_BLOCKS: Final = 4
+FP4ScaleLayout = Literal["linear", "128x4", "8x4"]
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,9 @@ def to_linear(scale: torch.Tensor, layout: ScaleLayout, rows: int, blocks: int) 
     return raw[_offsets(layout, rows, blocks, raw.device)].view(scale.dtype)
 
 
-def convert_scales(scale: torch.Tensor, rows: int, k: int, source: str, target: str) -> torch.Tensor:
+def convert_scales(
+    scale: torch.Tensor, rows: int, k: int, source: FP4ScaleLayout, target: FP4ScaleLayout
+) -> torch.Tensor:
     """Block scales of an FP4 matrix, moved from one layout to another.
 
     Checkpoints hold linear scales, as a rule; the ops expect 128x4 by default.
@@ -124,8 +127,13 @@ def convert_scales(scale: torch.Tensor, rows: int, k: int, source: str, target: 
 
     Raises:
         ValueError: for an unknown layout, a ``k`` that is not whole blocks, or another number of elements.
-        TypeError: for another dtype.
+        TypeError: for another dtype, or another type of argument.
     """
+    if not isinstance(scale, torch.Tensor):
+        raise TypeError(f"scale is {scale!r}, a {type(scale).__name__}; expected a tensor")
+    for name, value in (("rows", rows), ("k", k)):
+        if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; expected an int")
     blocks = {torch.float8_e4m3fn: 16, torch.uint8: 32, torch.float8_e8m0fnu: 32}
     block_size = blocks.get(scale.dtype)
     if block_size is None:

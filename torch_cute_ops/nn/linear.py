@@ -9,6 +9,7 @@ from typing_extensions import Self
 
 from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, NVFP4, FP4Format, convert_scales, nvfp4_global_scale
 from torch_cute_ops.formats.fp4 import E4M3_MAX, encode_e4m3
+from torch_cute_ops.formats.scale_layout import FP4ScaleLayout
 from torch_cute_ops.nn._base import Activations, Layout, QuantLinear
 from torch_cute_ops.nn._scaled_mm import scaled_mm
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
@@ -49,7 +50,7 @@ class _FP4Linear(QuantLinear):
     def _stored(self, name: str, tensor: Tensor) -> Tensor:
         return self._converted(tensor, "128x4", "linear") if name == "weight_scale" else tensor
 
-    def _converted(self, scale: Tensor, source: str, target: str) -> Tensor:
+    def _converted(self, scale: Tensor, source: FP4ScaleLayout, target: FP4ScaleLayout) -> Tensor:
         return convert_scales(scale, self.out_features, self.in_features, source, target)
 
     def _alpha(self) -> Tensor | None:

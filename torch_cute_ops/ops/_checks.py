@@ -221,12 +221,16 @@ def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _are_columns_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are different columns of one matrix."""
-    if one.dim() != 2 or one.stride() != other.stride() or one.stride(1) != 1:
+    """Whether two tensors of one shape, which overlap, are different columns of the rows of one buffer."""
+    if one.dim() < 2 or one.stride() != other.stride() or one.stride(-1) != 1:
+        return False
+    steps = [stride for stride, extent in zip(one.stride()[:-1], one.shape[:-1], strict=True) if extent > 1]
+    # Where each step is whole rows, an element's column is its address modulo a row.
+    if not steps or min(steps) == 0 or any(step % min(steps) for step in steps):
         return False
     mine, others = _place(one), _place(other)
     assert mine is not None and others is not None
-    pitch, width = (extent * one.element_size() for extent in (one.stride(0), one.shape[1]))
+    pitch, width = (extent * one.element_size() for extent in (min(steps), one.shape[-1]))
     return width <= (others[1] - mine[1]) % pitch <= pitch - width
 
 

@@ -11,7 +11,14 @@ import torch
 
 from torch_cute_ops.ops._call import CallPath
 
-_IN_WORDS: Final = {int: "a positive integer", bool: "True or False", str: "a string", torch.dtype: "a torch.dtype"}
+LARGEST: Final = 2**63 - 1
+"""The largest size that torch takes."""
+_IN_WORDS: Final = {bool: "True or False", str: "a string", torch.dtype: "a torch.dtype"}
+
+
+def size_in_words(value: Any) -> str:
+    """What is expected in place of a value that is no size."""
+    return f"an integer of at most {LARGEST}" if type(value) is int and value > LARGEST else "a positive integer"
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,9 @@ class Property:
         if value is None and self.is_optional:
             return None
         # By type: a bool is an instance of int, and no size.
-        if type(value) is not self.kind or (isinstance(value, int) and self.kind is int and value < 1):
+        if self.kind is int:
+            return None if type(value) is int and 1 <= value <= LARGEST else size_in_words(value)
+        if type(value) is not self.kind:
             return _IN_WORDS[self.kind]
         if self.choices and value not in self.choices:
             return f"one of {', '.join(map(repr, self.choices))}"

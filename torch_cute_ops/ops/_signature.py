@@ -13,13 +13,14 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Union, get_args, 
 
 import torch
 
+from torch_cute_ops.formats.scale_layout import FP4ScaleLayout as FP4ScaleLayout
+
 Tensor = torch.Tensor
 UpdatedTensor = Annotated[Tensor, "updated in place"]
 SymInt = Annotated[int, "symbolic"]
 """An integer that follows from shapes: an ``int`` would recompile a graph for each value."""
 
 ScaleFormat = Literal["e4m3", "ue8m0"]
-FP4ScaleLayout = Literal["linear", "128x4", "8x4"]
 WeightScaleLayout = Literal["linear", "128x4"]
 FP8Granularity = Literal["tensor", "token", "block128"]
 FP8ScaleLayout = Literal["row", "column"]

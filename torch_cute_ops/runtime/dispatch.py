@@ -89,3 +89,7 @@ def below_autograd() -> AbstractContextManager[Any]:
 
 has_autograd_key: Final = hasattr(torch._C, "_AutoDispatchBelowAutograd")
 """Whether an implementation at the Autograd key can go on below it."""
+
+below_inplace: Final = getattr(torch._C, "_after_ADInplaceOrView_keyset", None)
+"""The dispatch keys below ADInplaceOrView, where the counters of mutated subclasses are moved; ``None``: this torch
+does not say, and only those of plain tensors are."""
