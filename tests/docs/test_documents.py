@@ -111,6 +111,11 @@ def test_gpus() -> None:
     readme, troubleshooting = (" ".join(text_of(name).split()) for name in ("README.md", "docs/troubleshooting.md"))
     assert CAPABILITIES in readme
     assert CAPABILITIES.replace(" and", " or") in troubleshooting
+    evidence = {
+        f"sm_{row['compute capability'].replace('.', '')}a": row["run on a GPU, and measured"] != "no"
+        for row in table_after(text_of("docs/limits.md"), "On what evidence")
+    }
+    assert evidence == {name: arch.has_run for name, arch in ARCHS.items()}
 
 
 # Tables and messages
