@@ -116,15 +116,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 BY_INDUCTOR = ("test_inductor", "test_inductor_updates_the_residual_in_place", "test_residual_inside_the_program")
 WORKERS_OF_INDUCTOR = 8
+KEEPS_KERNELS = re.compile(r"/kernels/test_(\w+_emulated|gemm_hosts|overlap)\.py$")
 
 
 def group_of(nodeid: str, workers: int = 1) -> str:
     """A test's parameters but for the device: op and sample. A test without parameters is on its own.
 
     What Inductor compiles for the CPU is a group for every 8 workers: each worker precompiles PyTorch's headers first,
-    for a minute, and one alone would be at it after all others have finished.
+    for a minute, and one alone would be at it after all others have finished. A file whose tests compile the same
+    kernels, and keep them, is a group.
     """
     name, _, parameters = nodeid.partition("[")
+    file = name.partition("::")[0]
+    if KEEPS_KERNELS.search(file):
+        return file
     if parameters.startswith("cpu-") and name.rpartition("::")[2] in BY_INDUCTOR:
         return f"inductor-cpu-{digest_of(parameters) % -(-workers // WORKERS_OF_INDUCTOR)}"
     return re.sub("^(cpu|cuda)-", "", parameters) or nodeid

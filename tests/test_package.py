@@ -12,7 +12,7 @@ import tarfile
 import pytest
 import torch
 from support.cases import op_cases
-from support.interpreters import PACKAGE, python
+from support.interpreters import PACKAGE, python, python_in_each
 
 import torch_cute_ops
 from torch_cute_ops.registry import OPS
@@ -212,11 +212,10 @@ def test_flags(monkeypatch):
 
 def test_pdl_setting():
     code = "from torch_cute_ops.runtime import settings; print(settings.PDL)"
-    outputs = [
-        python(code, **env).stdout.strip() for env in ({}, {"TORCH_CUTE_OPS_PDL": "0"}, {"TORCH_CUTE_OPS_PDL": "1"})
-    ]
-    assert outputs == ["True", "False", "True"]
-    assert "TORCH_CUTE_OPS_PDL='no'; use 0 or 1" in python(code, TORCH_CUTE_OPS_PDL="no").stderr
+    name = "TORCH_CUTE_OPS_PDL"
+    *read, refused = python_in_each(code, {}, *({name: text} for text in ("0", "1", "no")))
+    assert [done.stdout.strip() for done in read] == ["True", "False", "True"]
+    assert f"{name}='no'; use 0 or 1" in refused.stderr
 
 
 def test_source_digest(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from typing import Literal
 import pytest
 import torch
 from support.cases import op_cases, properties_for
-from support.interpreters import PACKAGE, python, variables_of
+from support.interpreters import PACKAGE, python_in_each, variables_of
 from support.processes import is_alive, wait_until, workers_of
 
 import torch_cute_ops
@@ -121,11 +121,11 @@ def test_info_compares_the_record(tmp_path, monkeypatch):
 
 def test_settings_tell_their_source():
     code = "from torch_cute_ops.runtime import settings; print(settings.described())"
-    described = python(code, TORCH_CUTE_OPS_CACHE_MB="5").stdout
-    assert "{'variable': 'TORCH_CUTE_OPS_CACHE_MB', 'value': '5', 'source': 'environment'}" in described
-    assert "{'variable': 'TORCH_CUTE_OPS_PDL', 'value': 'True', 'source': 'default'}" in described
-    done = python("import torch_cute_ops", TORCH_CUTE_OPS_CACHE_MB="-5")
-    assert done.returncode == 1 and "ValueError: TORCH_CUTE_OPS_CACHE_MB='-5'; use a whole number" in done.stderr
+    read, refused = python_in_each(code, {"TORCH_CUTE_OPS_CACHE_MB": "5"}, {"TORCH_CUTE_OPS_CACHE_MB": "-5"})
+    assert "{'variable': 'TORCH_CUTE_OPS_CACHE_MB', 'value': '5', 'source': 'environment'}" in read.stdout
+    assert "{'variable': 'TORCH_CUTE_OPS_PDL', 'value': 'True', 'source': 'default'}" in read.stdout
+    assert refused.returncode == 1
+    assert "ValueError: TORCH_CUTE_OPS_CACHE_MB='-5'; use a whole number" in refused.stderr
 
 
 def test_as_a_module():

@@ -1,7 +1,8 @@
 """Kernels compile for every supported architecture, without spilled registers; no GPU is needed.
 
 A part of the grid is compiled, in which every two choices meet, and half of the GEMM kernels; ``--every-kernel``
-compiles all of it, in half an hour.
+compiles all of it, in half an hour. A GEMM kernel of a part that has the role of one that the emulator's tests compile
+is left to these, which check the same.
 """
 
 import multiprocessing
@@ -10,14 +11,9 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 from support import kernel_grid
+from support.kernel_fit import ALLOWED_SPILLS, check_fit
 from support.kernel_grid import (
     AnyCase,
-    ExpertsCase,
-    FP8FP4GemmCase,
-    GatedExpertsCase,
-    MoeCase,
-    Tcgen05ExpertsCase,
-    WgmmaCase,
     covering_cases,
     every_case,
     experts_cases,
@@ -27,32 +23,27 @@ from support.kernel_grid import (
     kernel_of,
     mma_cases,
     moe_cases,
+    role_of,
     tcgen05_cases,
     tcgen05_experts_cases,
     wgmma_cases,
 )
+from test_fp4_gated_experts_emulated import GATED
+from test_fp8_fp4_gemm_emulated import RUNS as FP8_FP4_RUNS
+from test_fp8_gemm_emulated import RUNS as FP8_RUNS
 
-from torch_cute_ops.kernels.common.warpgroup import WARPGROUP
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.resources import Resources, compile_for, parse
 
-ALLOWED_SPILLS: dict[str, str] = {
-    "moe_route-float16-510-16-True-True-17-4-True-False-sm_120a": "a group is whole lanes, so with 17 "
-    "groups a lane has 30 experts; no model that is known has groups whose number is no power of two",
-    "experts-bfloat16-mxfp4-128x4-bfloat16-24of128by8-float16-bias_float32-sm_90a": "with CUDA 13's ptxas, 104 "
-    "bytes of 96 registers a thread; with CUDA 12's none",
-    "gated_experts-bfloat16-mxfp4-128x4-128x4-64by16in2of32-mxfp4-128x4-None-float32-None-True-sm_90a": "with CUDA "
-    "13's ptxas, 132 bytes of 96 registers a thread; with CUDA 12's none",
-}
-"""Cases (by id) that may spill, each with the reason."""
-
-REGISTERS_PER_SM = 65_536
+EMULATED = {role_of(one.case) for one in (*FP8_RUNS, *FP8_FP4_RUNS, *GATED)}
+"""Roles of kernels that their emulator tests check as well."""
 
 
 def other_cases(every):
     gemms = (*mma_cases(every), *wgmma_cases(every), *tcgen05_cases(every))
     experts = (*experts_cases(every), *gated_experts_cases(every), *tcgen05_experts_cases(every))
-    return *gemms, *experts, *moe_cases(), *fp8_gemm_cases(), *fp8_fp4_gemm_cases()
+    cases = *gemms, *experts, *moe_cases(), *fp8_gemm_cases(), *fp8_fp4_gemm_cases()
+    return cases if every else tuple(case for case in cases if role_of(case) not in EMULATED)
 
 
 def pytest_generate_tests(metafunc):
@@ -83,35 +74,7 @@ def compiled(request):
 def test_compiles_without_spills(case: AnyCase, compiled):
     kernels = compiled(case)
     assert isinstance(kernels, list), kernels
-    arch, config = ARCHS[case.arch], kernel_of(case).config
-    # What puts activations in order for warpgroups is a kernel of its own, unless these do it; and what lists tokens.
-    apart = isinstance(case, ExpertsCase | GatedExpertsCase) or (isinstance(case, WgmmaCase) and not config.arranges)
-    # Few tokens are routed, and permuted, by one kernel, more by two; of few, rows are read past L1.
-    either = isinstance(case, MoeCase) and case.family in ("moe_route", "moe_route_ids", "moe_permute")
-    apart |= isinstance(case, MoeCase) and case.family == "moe_finalize"
-    count = 3 if either else 2 if apart else 1
-    if isinstance(case, Tcgen05ExpertsCase):
-        # One finds the experts that are touched, another adds up the totals of parts.
-        count += config.routed + config.shares_tiles
-    assert len(kernels) == count
-    assert getattr(config, "smem_bytes", 0) <= arch.smem_per_cta
-    threads = max(getattr(config, "threads", 256), getattr(config, "more_threads", 0))
-    for resources in kernels:
-        assert case.id in ALLOWED_SPILLS or (resources.spill_bytes == 0 and resources.stack_bytes == 0), resources
-        # Static shared memory is not used: CUDA 12 allows only 48 KB of it.
-        assert resources.smem_bytes == 0
-        assert resources.registers * threads <= REGISTERS_PER_SM, "a CTA cannot be launched"
-    if hasattr(config, "registers"):
-        # What consumers take, others have given away: the producers' warpgroups, and those that decode. The kernel that
-        # multiplies comes first.
-        own, given = kernels[0].registers, config.registers[1:]
-        helpers = 32 * config.helpers * config.teams if isinstance(case, FP8FP4GemmCase) else 0
-        producers = 32 * config.feeders if isinstance(case, GatedExpertsCase) else WARPGROUP
-        groups = (threads - producers - helpers, producers, helpers)
-        taken = sum(size * each for size, each in zip(groups, config.registers, strict=False))
-        assert taken <= threads * own, "a warpgroup waits for registers for ever"
-        if helpers:
-            assert max(given) <= own <= config.registers[0], "setmaxnreg is not what it says: an illegal instruction"
+    check_fit(case, kernel_of(case), kernels)
 
 
 def test_covering_cases_cover():

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ptx import EmulationError, run_kernel
+from ptx import EmulationError, compile_ptx, run_kernel
 from ptx.memory import Deadlock
 from support.emulated import (
     CPU,
@@ -20,6 +20,7 @@ from support.emulated import (
     written_late,
 )
 from support.epilogues import finished, finished_by_expert, operands
+from support.kernel_fit import check_fit
 from support.kernel_grid import BF16, FP16, FP32, RECODED, FP8FP4GemmCase
 
 from torch_cute_ops.formats import MXFP4, NVFP4
@@ -118,15 +119,15 @@ RUNS = [
     Run(case(NVFP4, "128x4", "offsets", (32, 4), BF16, "one"), (0, 32), 200, 640, 8),
     Run(case(MXFP4, "128x4", "plain", (128, 1), FP32, "column", FP32), (130,), 136, 192, 2),
     Run(case(NVFP4, "linear", "counted", (128, 1), BF16), (3, 70, 0), 72, 640, 1),
-    Run(case(NVFP4, "128x4", "masked", (128, 1), FP32), (3, 0, 70), 136, 64, 1, room=72),
+    Run(case(NVFP4, "128x4", "masked", (128, 1), FP32, "expert_column", FP32), (3, 0, 70), 136, 64, 1, room=72),
     Run(case(NVFP4, "128x4", "plain", (256, 1), FP32, "column", FP32), (200,), 136, 704, 2),
-    Run(case(MXFP4, "linear", "counted", (256, 1), BF16), (3, 257, 0), 72, 192, 2),
+    Run(case(MXFP4, "linear", "counted", (256, 1), BF16, "expert", BF16), (3, 257, 0), 72, 192, 2),
     # CTAs of a cluster without a K block, and clusters without a tile
     Run(case(NVFP4, "linear", "counted", (64, 6), BF16), (0, 5), 72, 448, 12),
     Run(case(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (130,), 136, 704, 2),
-    Run(case(MXFP4, "linear", "counted", RECODED, BF16, "expert", FP32), (3, 130, 0), 72, 192, 2),
-    Run(case(NVFP4, "linear", "masked", RECODED, FP16, "expert_column"), (3, 0, 70), 136, 320, 4, room=72),
-    Run(case(MXFP4, "128x4", "offsets", RECODED, BF16, "one"), (0, 32), 200, 64, 8),
+    Run(case(MXFP4, "linear", "counted", RECODED, BF16, "expert_column", BF16), (3, 130, 0), 72, 192, 2),
+    Run(case(NVFP4, "linear", "masked", RECODED, BF16, "expert_column", FP32), (3, 0, 70), 136, 320, 4, room=72),
+    Run(case(MXFP4, "128x4", "offsets", RECODED, FP32, "expert_column", FP32), (0, 32), 200, 64, 8),
 ]
 
 
@@ -135,6 +136,13 @@ def test_gemm(run: Run) -> None:
     """Bit for bit; nothing is written in rows of padding."""
     got, want = execute(run)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
+def test_compiles_without_spills(run: Run) -> None:
+    """As ``test_compile_kernels`` checks, which leaves kernels with these roles to this test."""
+    kernel = run.case.kernel
+    check_fit(run.case, kernel, compile_ptx(kernel, ARCHS[run.case.arch]).resources)
 
 
 # More blocks than stages; and a cluster, of which one CTA has no block

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ptx import EmulationError, run_kernel
+from ptx import EmulationError, compile_ptx, run_kernel
 from ptx.memory import Deadlock
 from support.emulated import (
     CPU,
@@ -18,6 +18,7 @@ from support.emulated import (
     written_late,
 )
 from support.epilogues import finished, finished_by_expert, operands
+from support.kernel_fit import check_fit
 from support.kernel_grid import BF16, FP8_LAYOUTS, FP16, FP32, FP8GemmCase
 
 from torch_cute_ops.kernels.common.epilogue import Epilogue
@@ -157,6 +158,13 @@ def test_gemm(run: Run) -> None:
     the columns, and behind alpha and bias, is not read: it is others', or nobody's."""
     got, want = execute(run)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
+def test_compiles_without_spills(run: Run) -> None:
+    """As ``test_compile_kernels`` checks, which leaves kernels with these roles to this test."""
+    kernel = run.case.kernel
+    check_fit(run.case, kernel, compile_ptx(kernel, ARCHS[run.case.arch]).resources)
 
 
 # More blocks than stages, and several tiles of a CTA; and clusters, of which one CTA has no block, and one no tile

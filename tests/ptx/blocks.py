@@ -51,6 +51,33 @@ def blocks_of(program: Program, decoder: Decoder) -> list[Block]:
     return blocks
 
 
+@dataclass
+class Flow:
+    """What ``find_loads`` and ``find_live_registers`` find, of each step and of each block."""
+
+    loads: int
+    of_steps: list[tuple[int | None, list[int]]]
+    of_blocks: list[tuple[list[int], list[int]]]
+
+
+def find_flow(program: Program, blocks: list[Block], in_clusters: bool) -> int:
+    """How many loads may be from shared memory; steps and blocks get what is known of them. It is found once for a
+    program, because that takes longer than to decode it. In clusters, addresses of shared memory are registers."""
+    flow = program.flows.get(in_clusters)
+    steps = [step for block in blocks for step in block.steps]
+    if flow is None:
+        loads = find_loads(blocks)
+        find_live_registers(blocks)
+        of_steps = [(step.load, step.needs) for step in steps]
+        program.flows[in_clusters] = Flow(loads, of_steps, [(block.live_in, block.live_out) for block in blocks])
+        return loads
+    for step, (load, needs) in zip(steps, flow.of_steps, strict=True):
+        step.load, step.needs = load, needs
+    for block, (live_in, live_out) in zip(blocks, flow.of_blocks, strict=True):
+        block.live_in, block.live_out = live_in, live_out
+    return flow.loads
+
+
 def find_live_registers(blocks: list[Block]) -> None:
     """Which registers a block must take over, and which of those it writes somebody may read: sets as bits."""
     reads, writes = [], []

@@ -6,11 +6,14 @@ CUDA runtime. It is evaluated from its MLIR (LLVM dialect), in a memory of its o
 
 from __future__ import annotations
 
+import functools
+import os
 import struct
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -22,33 +25,46 @@ from ptx.values import Array
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 from torch_cute_ops.runtime.compiler import key_of, trace_and_compile
+from torch_cute_ops.testing import resources
+from torch_cute_ops.testing.resources import Resources
 
 
 @dataclass
 class Compiled:
-    """A kernel's device programs, by name, and the module with its host function."""
+    """A kernel's device programs, by name, the module with its host function, and what ptxas says about the programs;
+    nothing where lines are asked for."""
 
     programs: dict[str, Program]
     ptx: str
     module: Any
+    resources: list[Resources]
 
 
 _compiled: dict[Any, Compiled] = {}
 
 
 def compile_ptx(kernel: Any, arch: Arch) -> Compiled:
-    """Compile once and keep. The machine code that is made of the PTX besides is not used, so it is not optimised."""
+    """Compile once and keep."""
     key = key_of(kernel, arch)
     if key not in _compiled:
         with tempfile.TemporaryDirectory() as folder:
-            options = f"--keep-ptx --dump-dir={folder} --ptxas-options=-O0"
-            compiled = trace_and_compile(kernel, arch, options)
+
+            def keep_ptx(kernel: Any, arch: Arch, options: str = "") -> Any:
+                return trace_and_compile(kernel, arch, f"{options} --keep-ptx --dump-dir={folder}")
+
+            if os.environ.get("CUTE_DSL_LINEINFO"):  # which compile_for leaves out
+                compiled, found = keep_ptx(kernel, arch), []
+            else:
+                with mock.patch.object(resources, "trace_and_compile", keep_ptx):
+                    compiled, found = resources.compile_for(kernel, arch)
             ptx = compiled.artifacts.PTX
-        _compiled[key] = Compiled(programs_of(ptx), ptx, compiled.ir_module)
+        _compiled[key] = Compiled(programs_of(ptx), ptx, compiled.ir_module, found)
     return _compiled[key]
 
 
+@functools.lru_cache(maxsize=2)
 def programs_of(ptx: str) -> dict[str, Program]:
+    """The programs, by name. Tests run one edit of PTX after the other, each in several orders of events."""
     return {program.name: program for program in parse_all(ptx)}
 
 

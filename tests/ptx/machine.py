@@ -30,7 +30,7 @@ import numpy as np
 
 import ptx.instructions  # noqa: F401  (makes the instructions known)
 from ptx.barriers import AT_WARP, FOR_KERNEL, Barriers
-from ptx.blocks import Block, blocks_of, find_live_registers, find_loads, granule
+from ptx.blocks import Block, blocks_of, find_flow, granule
 from ptx.decoder import Decoder, Step
 from ptx.layout import GlobalMemory, Launch, Layout
 from ptx.memory import (
@@ -91,8 +91,7 @@ class Machine(Layout):
         self.barriers, self.under_way = Barriers(self), UnderWay(self)
         decoder = Decoder(self)
         self.blocks = blocks_of(program, decoder)
-        loads = find_loads(self.blocks)
-        find_live_registers(self.blocks)
+        loads = find_flow(program, self.blocks, self.cluster_ctas > 1)
         self.registers = [np.zeros(self.threads, UNSIGNED[width]) for width in decoder.widths]
         for slot, address in decoder.shared_symbols.items():
             self.registers[slot][:] = address

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from support.cases import compiled_op_cases, plain_sample
-from support.interpreters import python
+from support.interpreters import python, python_in_each
 from support.launch_model import COMPILING, Launches, launches  # noqa: F401  (a fixture)
 from torch._subclasses import FakeTensorMode
 
@@ -22,18 +22,19 @@ PROGRAM = (
 
 def test_calls_are_logged_before_they_run():
     """At debug, of the op and of the Python function, with all that a tensor is; without it, nothing is."""
-    lines = python(PROGRAM, TORCH_CUTE_OPS_LOG="debug").stderr.splitlines()
+    warns = PROGRAM + "import logging; logging.getLogger('torch_cute_ops').warning('seen')\n"
+    levels = ({"TORCH_CUTE_OPS_LOG": level} for level in ("debug", "info", "loud"))
+    debug, info, loud, unset = python_in_each(warns, *levels, {})
+    lines = debug.stderr.splitlines()
     logged = [line.split(" DEBUG ")[1] for line in lines if " DEBUG " in line]
     assert logged == [
         "cute::fp4_quantize(float32[4, 32] strides (64, 1) on cpu)",
         "cute::fp4_quantize(bfloat16[4, 32] on cpu, None, 32)",
     ]
     assert all(f" {name} " in lines[0] for name in ("torch_cute_ops", "DEBUG"))
-    warns = PROGRAM + "import logging; logging.getLogger('torch_cute_ops').warning('seen')\n"
-    for quiet in ({}, {"TORCH_CUTE_OPS_LOG": "info"}):
-        told = python(warns, **quiet).stderr
-        assert told.count("seen") == 1 and "cute::" not in told
-    assert "TORCH_CUTE_OPS_LOG='loud'; use info or debug" in python(PROGRAM, TORCH_CUTE_OPS_LOG="loud").stderr
+    for quiet in (unset, info):
+        assert quiet.stderr.count("seen") == 1 and "cute::" not in quiet.stderr
+    assert "TORCH_CUTE_OPS_LOG='loud'; use info or debug" in loud.stderr
 
 
 def test_a_crash_leaves_its_trace():

@@ -1,9 +1,10 @@
 """Fresh interpreters that find this package."""
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch_cute_ops
@@ -22,3 +23,43 @@ def python(code: str, *, arguments: Sequence[str] = (), **environment: str) -> s
     """Run code in a fresh interpreter that finds this package."""
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=variables_of(**environment), timeout=120)
+
+
+FORKS = """
+import json, os, sys, tempfile, traceback
+import torch
+
+code, environments = json.loads(sys.argv[1])
+done = []
+for environment in environments:
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = os.fork()
+        if child == 0:
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            os.environ.update(environment)
+            status = 1
+            try:
+                exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read())
+        done.append((status, *texts))
+print(json.dumps(done))
+"""
+
+
+def python_in_each(code: str, *environments: Mapping[str, str]) -> list[subprocess.CompletedProcess[str]]:
+    """Run code in forks of a fresh interpreter that has imported torch, which takes longest; one in each environment,
+    which has these variables besides."""
+    done = python(FORKS, arguments=[json.dumps([code, environments])])
+    assert done.returncode == 0, done.stderr
+    return [subprocess.CompletedProcess(code, *each) for each in json.loads(done.stdout)]

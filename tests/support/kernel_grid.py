@@ -746,6 +746,13 @@ FP8_LAYOUTS = {"plain": (False, False), "offsets": (True, False), "counted": (Tr
 """Whether there are offsets, and counts."""
 
 
+HAVE_SPILLED = (
+    FP8GemmCase("fp8_wgmma", "plain", (128, 128, 1), Epilogue(FP32, "column", FP32)),
+    FP8GemmCase("fp8_wgmma", "masked", (128, 128, 1), Epilogue(FP32, "expert_column", FP32)),
+)
+"""Each with another way to finish sums."""
+
+
 def fp8_gemm_cases() -> list[FP8GemmCase]:
     """Every tile without and with alpha and bias of each column; layouts and other epilogues in turn."""
     from torch_cute_ops.kernels import fp8_mma, fp8_wgmma
@@ -757,11 +764,7 @@ def fp8_gemm_cases() -> list[FP8GemmCase]:
     by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])
     by_column = itertools.cycle(PER_COLUMN)
     cases = [FP8GemmCase(family, next(layouts), tile, next(light), arch) for family, tile, arch in kinds]
-    # They have spilled, each with another way to finish sums.
-    cases += [
-        FP8GemmCase("fp8_wgmma", "plain", (128, 128, 1), Epilogue(FP32, "column", FP32)),
-        FP8GemmCase("fp8_wgmma", "masked", (128, 128, 1), Epilogue(FP32, "expert_column", FP32)),
-    ]
+    cases += HAVE_SPILLED
     cases.append(FP8GemmCase("fp8_wgmma", "plain", (64, 128, 2), PER_COLUMN[0], static_weight=True))
     for family, tile, arch in kinds:
         layout = next(layouts)
@@ -802,6 +805,19 @@ AnyCase = (
     | FP8FP4GemmCase
     | RecodeCase
 )
+
+
+def role_of(case: AnyCase) -> Any:
+    """What a case stands for in a part of its list, whatever the choices are that are made in turn: FP8 GEMMs and those
+    with an FP4 weight, gated GEMMs over experts. Any other stands for itself."""
+    if isinstance(case, GatedExpertsCase):
+        return type(case), case.rows, case.group
+    if not isinstance(case, FP8GemmCase | FP8FP4GemmCase) or case.static_weight or case in HAVE_SPILLED:
+        return case
+    has_factors = case.epilogue.alpha not in (None, "one")  # of columns or experts
+    if isinstance(case, FP8GemmCase):
+        return case.family, case.tile, case.arch, has_factors
+    return type(case), case.layout if case.is_recoded else case.fmt, case.tile, has_factors
 
 
 def experts_cases(every: bool) -> list[ExpertsCase]:
