@@ -62,6 +62,12 @@ def compile_ptx(kernel: Any, arch: Arch) -> Compiled:
     return _compiled[key]
 
 
+def forget() -> None:
+    """Drop all that was compiled."""
+    _compiled.clear()
+    programs_of.cache_clear()
+
+
 @functools.lru_cache(maxsize=2)
 def programs_of(ptx: str) -> dict[str, Program]:
     """The programs, by name. Tests run one edit of PTX after the other, each in several orders of events."""
