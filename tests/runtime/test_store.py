@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.fake_kernel import PROBLEM, SM90, FakeKernel
-from support.interpreters import variables_of
+from support.interpreters import python_in_each, variables_of
 from support.processes import kill_at_random
 
 from torch_cute_ops.kernels import row_quant
@@ -418,6 +418,7 @@ def save_for_ever(root):
                 store.save(str(key), write(key))
 
 
+@pytest.mark.slow  # early: a fork of a process that has compiled kernels takes ten times as long
 def test_killed_writers_leave_nothing_that_trips(tmp_path, caplog):
     """Many processes killed at random moments of writing, pruning and locking, some side by side."""
     for _ in range(25):
@@ -473,27 +474,30 @@ except Exception as error:
 """
 
 
-def program(folder, **environment):
-    variables = variables_of(TORCH_CUTE_OPS_CACHE_DIR=str(folder), **environment)
+def program(folder):
+    variables = variables_of(TORCH_CUTE_OPS_CACHE_DIR=str(folder))
     return subprocess.Popen([sys.executable, "-c", PROGRAM], env=variables, text=True, stdout=subprocess.PIPE)
 
 
 @pytest.mark.slow
 def test_processes_share_real_kernels(tmp_path):
     """Started cold at once, one compiles and the others load; later ones load; damage is compiled over."""
-    outputs = [process.communicate()[0] for process in [program(tmp_path) for _ in range(3)]]
+    kept, in_the_way = tmp_path / "kept", tmp_path / "file"
+    outputs = [process.communicate()[0] for process in [program(kept) for _ in range(3)]]
     assert sorted(output.split()[1] for output in outputs) == ["compiled", "loaded", "loaded"], outputs
-    later = program(tmp_path).communicate()[0]
+    later = program(kept).communicate()[0]
     # Loaded functions check their arguments before they launch; a CPU tensor is not theirs.
     assert later.split()[1] == "loaded" and "refused ValueError" in later
-    (entry,) = Store(tmp_path, MEGABYTE).entries()
+    (entry,) = Store(kept, MEGABYTE).entries()
     truncate(entry[1])
-    damaged = program(tmp_path).communicate()[0].splitlines()
-    assert [line.split()[:2] for line in damaged[:2]] == [["WARNING", "kernel"], ["INFO", "compiled"]], damaged
-    assert program(tmp_path, TORCH_CUTE_OPS_CACHE="0").communicate()[0].split()[1] == "compiled"
-    shutil.rmtree(tmp_path)
-    tmp_path.write_text("in the way")
-    assert "compiled" in program(tmp_path).communicate()[0]
+    in_the_way.touch()
+    folder, other = ({"TORCH_CUTE_OPS_CACHE_DIR": str(path)} for path in (kept, in_the_way))
+    ran = python_in_each(PROGRAM, folder, {**folder, "TORCH_CUTE_OPS_CACHE": "0"}, other)
+    damaged, off, without = (done.stdout for done in ran)
+    lines = [line.split()[:2] for line in damaged.splitlines()[:2]]
+    assert lines == [["WARNING", "kernel"], ["INFO", "compiled"]], damaged
+    assert off.split()[1] == "compiled"
+    assert "compiled" in without, without
 
 
 def test_settings_of_the_store(monkeypatch, tmp_path):
