@@ -62,14 +62,17 @@ class Flow:
 
 def find_flow(program: Program, blocks: list[Block], in_clusters: bool) -> int:
     """How many loads may be from shared memory; steps and blocks get what is known of them. It is found once for a
-    program, because that takes longer than to decode it. In clusters, addresses of shared memory are registers."""
-    flow = program.flows.get(in_clusters)
+    program, because that takes longer than to decode it; but the launch decides whether addresses of shared memory are
+    registers, as they are in clusters, and where blocks end (at ``griddepcontrol.wait``, if there is what to wait
+    for)."""
+    key = in_clusters, *(len(block.steps) for block in blocks)
+    flow = program.flows.get(key)
     steps = [step for block in blocks for step in block.steps]
     if flow is None:
         loads = find_loads(blocks)
         find_live_registers(blocks)
         of_steps = [(step.load, step.needs) for step in steps]
-        program.flows[in_clusters] = Flow(loads, of_steps, [(block.live_in, block.live_out) for block in blocks])
+        program.flows[key] = Flow(loads, of_steps, [(block.live_in, block.live_out) for block in blocks])
         return loads
     for step, (load, needs) in zip(steps, flow.of_steps, strict=True):
         step.load, step.needs = load, needs

@@ -90,7 +90,7 @@ class Program:
     labels: dict[str, int] = field(default_factory=dict)
     registers: dict[str, int] = field(default_factory=dict)
     decoded: Any = None  # what decoders keep of it
-    flows: dict[bool, Any] = field(default_factory=dict)  # what ``blocks.find_flow`` keeps of it
+    flows: dict[tuple, Any] = field(default_factory=dict)  # what ``blocks.find_flow`` keeps of it
 
 
 _VARIABLE = re.compile(
