@@ -12,7 +12,6 @@ from support.cases import PLAIN, arguments, op_cases, plain_sample, poisoned
 from support.launch_model import launches  # noqa: F401  (a fixture)
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, resolve_fp8_format
-from torch_cute_ops.reference.fp4_quantize import fp4_quantize
 from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.testing import assert_fp4_close, assert_fp8_close, raw_call, sample_inputs
@@ -22,7 +21,7 @@ TILED = SCALE_LAYOUTS["128x4"]
 
 def blocks(fmt, rows=100, width=320, layout="128x4"):
     """``(y, scale)`` of random rows, with mutable copies."""
-    y, scale = fp4_quantize(torch.randn(rows, width), block_size=fmt.block_size, scale_layout=layout)
+    y, scale = OPS["fp4_quantize"].reference(torch.randn(rows, width), block_size=fmt.block_size, scale_layout=layout)
     return y.clone(), scale.clone()
 
 
