@@ -14,8 +14,9 @@ from torch_cute_ops.nn import MXFP4Linear
 pytestmark = pytest.mark.gpu
 
 N, K = 1024, 2048
-COUNT, ROUNDS = 500, 200
-"""Chains of a graph, or an eager round, and how often those are run: 100,000 captured and as many eager."""
+COUNT, ROUNDS, FEW = 500, 200, 20
+"""Chains of a graph, or an eager round, and how often those are run: 100,000 captured, and of one row as many eager. The
+host takes 50 s for these where 30 processes share a GPU, so of more rows there are 10,000."""
 E2M1 = (0, 1, 2, 3, 4, 6)
 
 Round = Callable[[int, torch.Tensor], None]
@@ -53,8 +54,8 @@ def check(one: Round, want: torch.Tensor) -> None:
     with torch.cuda.graph(graph):
         run()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for launch in (graph.replay, run):
-        for _ in range(ROUNDS):
+    for launch, rounds in ((graph.replay, ROUNDS), (run, ROUNDS if want.shape[1] == 1 else FEW)):
+        for _ in range(rounds):
             outs.fill_(torch.nan)
             launch()
             wrong += (outs != every).any((1, 2)).sum()
