@@ -15,8 +15,8 @@ pytestmark = pytest.mark.gpu
 
 N, K = 1024, 2048
 COUNT, ROUNDS, FEW = 500, 200, 20
-"""Chains of a graph, or an eager round, and how often those are run: 100,000 captured, and of one row as many eager. The
-host takes 50 s for these where 30 processes share a GPU, so of more rows there are 10,000."""
+"""Chains of a graph, or an eager round, and how often those are run: 100,000 captured, and of one row as many eager.
+The host takes 50 s for these where 30 processes share a GPU, so of more rows there are 10,000."""
 E2M1 = (0, 1, 2, 3, 4, 6)
 
 Round = Callable[[int, torch.Tensor], None]
