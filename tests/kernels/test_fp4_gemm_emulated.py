@@ -126,8 +126,9 @@ def multiply(one: Mma, edit: Any = None, exact: bool = False) -> tuple[torch.Ten
 
 @pytest.mark.parametrize("one", [*MMAS, *NATIVE_MMAS])
 def test_gemm(one: Mma) -> None:
-    """Bit for bit where sums are exact; scales beside the matrix are NaN, and alpha and bias end with the columns. Codes
-    are multiplied, which no GPU has run, in two orders of threads."""
+    """Bit for bit where sums are exact; scales beside the matrix are NaN, and alpha and bias end with the columns.
+
+    Codes are multiplied, which no GPU has run, in two orders of threads."""
     for seed in (one.seed,) if one.case.a_layout is None else (one.seed, 5):
         got, want = multiply(one._replace(seed=seed), exact=True)
         assert torch.equal(got, want), seed
