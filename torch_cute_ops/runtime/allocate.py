@@ -19,17 +19,14 @@ except ImportError:
     _empty_strided_cuda = None
 
 
-def new_bytes(device: torch.device, size: int) -> torch.Tensor:
-    """An uninitialised workspace of so many bytes on a CUDA device."""
-    if _current_device() == device.index:
-        new: torch.Tensor = _empty_strided_cuda((size,), (1,), torch.uint8)
-        return new
-    return torch.empty(size, dtype=torch.uint8, device=device)
-
-
 def allocator(device: torch.device) -> New:
     """A function of (size, strides, dtype) that makes an uninitialised tensor on a CUDA device."""
     if _current_device() == device.index:
         new: New = _empty_strided_cuda
         return new
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def new_bytes(device: torch.device, size: int) -> torch.Tensor:
+    """An uninitialised workspace of so many bytes on a CUDA device."""
+    return allocator(device)((size,), (1,), torch.uint8)
