@@ -212,7 +212,8 @@ def test_deep_gemm_computes_the_same(monkeypatch):
         variant = benchmark.peer("deep_gemm", case, sets)  # with an FP8 weight of other numbers
         expected = benchmark.expected(case, sets[0])
         assert not variant.checked and variant.bytes == benchmark.peer("fp8_weight", case, sets).bytes
-        assert 0.5 < benchmark.mismatch(variant.call(0), expected) < 1
+        (result,) = variant.call(0)
+        assert result.isfinite().all() and benchmark.mismatch((result,), expected) > 0.5
     benchmark, case = ops.load("grouped_mm_fp8"), SMALL[1][1]
     reason = "ValueError: the number of an expert's rows is no multiple of 128"
     assert benchmark.peer("deep_gemm", case, [benchmark.make_set(case, CPU)]) == reason
