@@ -163,7 +163,7 @@ def test_whether_a_weight_is_read_before_the_wait() -> None:
 
 def test_a_recoded_weight_is_waited_for() -> None:
     """The kernel before, which writes it, may still be under way."""
-    run = Run(case(MXFP4, "linear", "counted", RECODED, BF16), (3, 0), 72, 64, 1)
+    run = Run(WRITTEN.case, (3, 0), 72, 64, 1)
     got, want = execute(run, late=(*WEIGHT, *INPUTS))
     assert torch.equal(got, want)
     unwaited = changed(r"griddepcontrol\.wait", None)
@@ -192,10 +192,11 @@ def test_scales_that_are_hard_to_encode(fmt: Any, tile: tuple[int, int], scales:
     equal("NaN", got.isnan(), want.isnan())
 
 
+# A kernel of many rows takes 2 to 5 s to compile; these are some of ``RUNS``.
 SWAPPED = Run(case(NVFP4, "128x4", "masked", (16, 1), BF16), (3, 5), 136, 1792, 1, room=8)
-UNITS = Run(case(NVFP4, "128x4", "counted", (128, 1), BF16), (130, 3), 120, 896, 1)
-PAIR = Run(case(NVFP4, "128x4", "counted", (256, 1), BF16), (200, 3), 120, 896, 2)
-WRITTEN = Run(case(NVFP4, "128x4", "counted", RECODED, BF16), (130, 3), 120, 896, 1)
+UNITS = Run(case(NVFP4, "linear", "counted", (128, 1), BF16), (130, 3), 120, 896, 1)
+PAIR = Run(case(MXFP4, "linear", "counted", (256, 1), BF16, "expert", BF16), (200, 3), 120, 896, 2)
+WRITTEN = Run(case(MXFP4, "linear", "counted", RECODED, BF16, "expert_column", BF16), (130, 3), 120, 896, 1)
 
 
 @pytest.mark.parametrize("run", [SWAPPED, UNITS, PAIR, WRITTEN], ids=["swapped", "units", "pair", "recoded"])
