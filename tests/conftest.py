@@ -116,7 +116,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 BY_INDUCTOR = ("test_inductor", "test_inductor_updates_the_residual_in_place", "test_residual_inside_the_program")
 WORKERS_OF_INDUCTOR = 8
-KEEPS_KERNELS = re.compile(r"/kernels/test_(\w+_emulated|gemm_hosts|overlap)\.py$")
+KEEPS_KERNELS = re.compile(r"/kernels/test_(\w+_emulated|overlap)\.py$")
 
 
 def group_of(nodeid: str, workers: int = 1) -> str:

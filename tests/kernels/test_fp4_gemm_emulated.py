@@ -23,6 +23,7 @@ from support.emulated import (
     written_late,
 )
 from support.epilogues import finished, operands
+from support.host_grids import check_nothing_is_launched_on_overlap
 from support.kernel_grid import BF16, FP16, FP32, ExpertsCase, MmaCase, WgmmaCase
 from support.ptx_faults import BLOCK_SCALED_MMA, Unfound, check_faults
 
@@ -508,6 +509,14 @@ def test_gemm_over_experts(one: Experts) -> None:
     """Bit for bit where sums are exact; what a factor of zero leaves out is not read, or counts for nothing."""
     got, want = multiply_experts(one)
     assert torch.equal(got, want)
+
+
+OVERLAPPING = [MMAS[3].values[0].case, *(WGMMAS[i].values[0].case for i in (4, 7)), EXPERTS[1].case, EXPERTS[-2].case]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in OVERLAPPING])
+def test_nothing_is_launched_on_overlap(case: MmaCase | WgmmaCase | ExpertsCase) -> None:
+    check_nothing_is_launched_on_overlap(case.kernel, ARCHS[case.arch])
 
 
 def freed_early(ptx: str) -> str:

@@ -11,6 +11,7 @@ import torch
 from ptx import compile_ptx, run_kernel
 from support.emulated import CPU, INPUTS, WEIGHT, poisoned, written_late
 from support.epilogues import finished, operands
+from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
 from support.kernel_grid import BF16, FP16, FP32, MmaCase, Tcgen05Case, Tcgen05ExpertsCase
 from support.ptx_faults import CONVERGED, Edit, Unfound, check_faults
 
@@ -107,6 +108,33 @@ def test_gemm(one: Gemm) -> None:
     for seed in (None, 1):
         got, want = multiply(one, seed)
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("covering", [7, 11])
+def test_nothing_is_launched_on_overlap(covering: int) -> None:
+    case = COVERING[covering].case
+    check_nothing_is_launched_on_overlap(case.kernel, ARCHS[case.arch])
+
+
+@pytest.mark.parametrize(
+    ("covering", "sms", "ctas"),
+    [
+        # 300 x 400: tiles of the weight's rows, times those of 300 rows, and CTAs that split k
+        (0, 148, 148),
+        (3, 148, 4 * 5),
+        (3, 7, 7),
+        (8, 7, 4 * 5 * 2),
+        (6, 148, 4 * 2),
+        (10, 148, 2 * 2 * 2),
+        (10, 7, 6),
+        (10, 1, 2),
+    ],
+)
+def test_ctas(covering: int, sms: int, ctas: int) -> None:
+    """At most one for each SM, in whole pairs; but a cluster for each tile where its CTAs split k."""
+    case = COVERING[covering].case
+    call = gemm_call(case.kernel, n=400, m=300, a_rows=384, b_rows=512, ctas=sms)
+    assert grids(case.kernel, ARCHS[case.arch], *call) == [(ctas, 1, 1)]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from ptx import EmulationError, compile_ptx, run_kernel
 from support.emulated import CPU, INPUTS, WEIGHT, changed, poisoned, written_late
+from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
 from support.kernel_grid import BF16, FP16, FP32, Tcgen05ExpertsCase
 from support.ptx_faults import CONVERGED, Edit, Unfound, check_faults
 
@@ -146,6 +147,32 @@ def test_every_launch_waits_for_the_one_before() -> None:
         with pytest.raises((EmulationError, AssertionError)):
             got, want = multiply(one, 0, changed(wait, number))
             assert torch.equal(got, want)
+
+
+def test_nothing_is_launched_on_overlap() -> None:
+    case = COVERING[4].case
+    check_nothing_is_launched_on_overlap(case.kernel, ARCHS[case.arch])
+
+
+@pytest.mark.parametrize(
+    ("covering", "sms", "launched"),
+    [
+        # 300 x 400, of 70 experts in 1, 2, 2, 8 and 1 parts: tiles of 128 tokens, and of 128, 64 or 32 columns
+        (0, 7, [7]),
+        (1, 148, [(4, 3), 3 * 7 * 2, 300 * 50 // 256 + 1]),
+        (3, 148, [3 * 13 * 2, 300 * 50 // 256 + 1]),
+        (4, 0, [(8, 3), 1, 300 * 50 // 256 + 1]),
+        (5, 148, [(3, 3), 3 * 7]),
+    ],
+)
+def test_ctas(covering: int, sms: int, launched: list[Any]) -> None:
+    """At most one for each SM, that share the units; before them one for each 32 experts of a part and tile of tokens,
+    and after them as many as add up totals."""
+    case = COVERING[covering].case
+    dims = {"n": 400, "m": 300, "a_rows": 384, "b_rows": 512, "experts": 70, "alpha_stride": 70}
+    call = gemm_call(case.kernel, **dims, ctas=sms)
+    every = [(*one, 1) if isinstance(one, tuple) else (one, 1, 1) for one in launched]
+    assert grids(case.kernel, ARCHS[case.arch], *call) == every
 
 
 def test_factors_of_any_strides() -> None:

@@ -20,6 +20,7 @@ from support.emulated import (
     written_late,
 )
 from support.epilogues import finished, finished_by_expert, operands
+from support.host_grids import check_nothing_is_launched_on_overlap
 from support.kernel_fit import check_fit
 from support.kernel_grid import BF16, FP16, FP32, RECODED, FP8FP4GemmCase
 
@@ -143,6 +144,13 @@ def test_compiles_without_spills(run: Run) -> None:
     """As ``test_compile_kernels`` checks, which leaves kernels with these roles to this test."""
     kernel = run.case.kernel
     check_fit(run.case, kernel, compile_ptx(kernel, ARCHS[run.case.arch]).resources)
+
+
+@pytest.mark.parametrize("recodes", [False, True], ids=["decoded", "recoded"])
+@pytest.mark.parametrize("layout", ["plain", "masked"])
+def test_nothing_is_launched_on_overlap(layout: str, recodes: bool) -> None:
+    case = next(run.case for run in RUNS if (run.case.layout, run.case.is_recoded) == (layout, recodes))
+    check_nothing_is_launched_on_overlap(case.kernel, ARCHS[case.arch])
 
 
 # More blocks than stages; and a cluster, of which one CTA has no block

@@ -1,6 +1,7 @@
 """The kernels of FP8 GEMMs, executed thread for thread by the PTX emulator, against sums that are exact."""
 
 import dataclasses
+import random
 import re
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from support.emulated import (
     written_late,
 )
 from support.epilogues import finished, finished_by_expert, operands
+from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
 from support.kernel_fit import check_fit
 from support.kernel_grid import BF16, FP8_LAYOUTS, FP16, FP32, FP8GemmCase
 
@@ -166,6 +168,45 @@ def test_compiles_without_spills(run: Run) -> None:
     """As ``test_compile_kernels`` checks, which leaves kernels with these roles to this test."""
     kernel = run.case.kernel
     check_fit(run.case, kernel, compile_ptx(kernel, ARCHS[run.case.arch]).resources)
+
+
+@pytest.mark.parametrize("family", ["fp8_wgmma", "fp8_mma"])
+def test_nothing_is_launched_on_overlap(family: str) -> None:
+    """Of experts whose rows are scaled and biased: all tensors that there are."""
+    case = next(run.case for run in RUNS if (run.case.family, run.case.epilogue.alpha) == (family, "expert_column"))
+    check_nothing_is_launched_on_overlap(case.kernel, ARCHS[case.arch])
+
+
+def kind_of(case: FP8GemmCase) -> str:
+    """How a kernel divides a GEMM among CTAs."""
+    if case.family == "fp8_mma":
+        return "warps"
+    tokens, _, splits = case.tile
+    return "split k" if splits > 1 else "many rows" if tokens == 128 else "few rows"
+
+
+GRIDS = {f"{run.case.layout} {kind_of(run.case)}": run.case for run in RUNS}
+
+
+@pytest.mark.parametrize("max_ctas", [4, 132])
+@pytest.mark.parametrize("name", GRIDS)
+def test_as_many_ctas_as_tiles(name: str, max_ctas: int) -> None:
+    """As many as may run, in whole clusters; or, whatever rows experts have, at least one for each tile."""
+    case = GRIDS[name]
+    kernel, layout = case.kernel, case.layout
+    tokens, columns, splits = (*case.tile, 128, 1) if case.family == "fp8_mma" else case.tile
+    for _ in range(10):
+        experts = 1 if layout == "plain" else random.randint(1, 20)
+        n, room = random.randint(1, 80) * 8, random.randint(1, 300)
+        counts = [random.randint(0, room) for _ in range(experts)]
+        counts[0] = max(counts[0], 1)
+        rows = room if layout == "masked" else sum(counts)
+        call = gemm_call(kernel, n=n, rows=rows, experts=experts, b_scale_rows=-(-n // 128), max_ctas=max_ctas)
+        ((ctas, *rest),) = grids(kernel, ARCHS[case.arch], *call)
+        tiles = sum(-(-count // tokens) for count in counts) * -(-n // columns)
+        assert rest == [1, 1] and ctas % splits == 0 and 0 < ctas <= max_ctas
+        assert ctas == max_ctas or ctas // splits >= tiles
+        assert layout != "plain" or ctas == min(max_ctas // splits, tiles) * splits
 
 
 # More blocks than stages, and several tiles of a CTA; and clusters, of which one CTA has no block, and one no tile

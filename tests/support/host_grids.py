@@ -1,4 +1,4 @@
-"""The grids that a kernel's host function launches for tensors at given addresses, without memory and without a GPU."""
+"""What a kernel's host function launches for tensors at given addresses, without memory and without a GPU."""
 
 from __future__ import annotations
 
@@ -55,3 +55,55 @@ def grids(kernel: Any, arch: Arch, *arguments: Placed | float | None) -> list[tu
             leaves.append([value])
     sizes = {name: [param.size for param in program.params] for name, program in compiled.programs.items()}
     return [launch.grid for _, launch in host_launches(compiled.module, leaves, sizes)]
+
+
+# GEMM kernels
+
+APART = 1 << 48
+"""Bytes between tensors that do not overlap."""
+DIMS = {
+    **{"m": 24, "n": 136, "k": 512, "k_bytes": 256, "blocks": 32, "scale_rows": 256},
+    **{"a_rows": 128, "b_rows": 256, "a_bytes": 256, "a_scale_rows": 128, "a_blocks": 32, "workspace_bytes": 4096},
+    **{"experts": 2, "alpha_stride": 2, "alpha_column_stride": 1},
+    **{"rows": 12, "offsets": 3, "rows_of_expert": 6144, "out_of_expert": 1632, "a_scale_pitch": 24},
+    **{"b_of_expert": 136 * 512, "b_scale_rows": 2, "b_scale_of_expert": 64},
+    **{"b_blocks": 32, "note_words": 64},
+}
+"""Extents and strides of a small GEMM, dense or of two experts, by the names that kernels give them."""
+NUMBERS = {"workers": 3, "shares": 1, "max_ctas": 8, "ctas": 4}
+
+
+def gemm_call(kernel: Any, **changes: int) -> Any:
+    """Arguments of a GEMM kernel, of which none overlaps another; with other extents, strides and numbers."""
+    specs, dims, numbers = kernel.arguments(), DIMS | changes, NUMBERS | changes
+    given = {}
+    for i, (name, spec) in enumerate(zip(specs._fields, specs, strict=True)):
+        is_tensor = isinstance(spec, TensorArg)
+        given[name] = placed(spec, (i + 1) * APART, dims) if is_tensor else None if spec is None else numbers[name]
+    return type(specs)(**given)
+
+
+def check_nothing_is_launched_on_overlap(kernel: Any, arch: Arch, **changes: int) -> None:
+    """Where the result overlaps another tensor by a byte, at either end; tensors that touch do not overlap. Nor where
+    the workspace, if there is one, begins with another."""
+    call = gemm_call(kernel, **changes)
+    usual = grids(kernel, arch, *call)
+    assert all(0 not in grid for grid in usual)
+    others = {name: other for name, other in call._asdict().items() if isinstance(other, Placed)}
+    out = others.pop("out")
+    for name, other in others.items():
+        for address, overlaps in (
+            (other.end - 1, True),
+            (other.end, False),
+            (other.address - out.nbytes + 1, True),
+            (other.address - out.nbytes, False),
+        ):
+            launched = grids(kernel, arch, *call._replace(out=out._replace(address=address)))
+            assert (0 in launched[0]) is overlaps, (name, address - other.address)
+            # The launch of no CTAs fails, and ends the call.
+            assert launched == (launched[:1] if overlaps else usual)
+    workspace = others.pop("workspace", None)
+    if workspace is not None:
+        for name, other in [*others.items(), ("out", out)]:
+            moved = call._replace(workspace=workspace._replace(address=other.address))
+            assert 0 in grids(kernel, arch, *moved)[0], name
