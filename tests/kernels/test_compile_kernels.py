@@ -1,6 +1,6 @@
 """Kernels compile for every supported architecture, without spilled registers; no GPU is needed.
 
-A part of the grid is compiled, in which every two choices meet, and half of the GEMM kernels; ``--every-kernel``
+A part of the grid is compiled, in which every two choices meet, and a part of the GEMM kernels; ``--every-kernel``
 compiles all of it, in half an hour. A GEMM kernel of a part that has the role of one that the emulator's tests compile
 is left to these, which check the same.
 """
@@ -29,13 +29,17 @@ from support.kernel_grid import (
     wgmma_cases,
 )
 from test_fp4_gated_experts_emulated import GATED
+from test_fp4_gemm_emulated import EXPERTS, MMAS, NATIVE_MMAS, WGMMAS
+from test_fp4_tcgen05_emulated import COVERING as TCGEN05
+from test_fp4_tcgen05_experts_emulated import COVERING as TCGEN05_EXPERTS
 from test_fp8_fp4_gemm_emulated import RUNS as FP8_FP4_RUNS
 from test_fp8_gemm_emulated import RUNS as FP8_RUNS
 
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.resources import Resources, compile_for, parse
 
-EMULATED = {role_of(one.case) for one in (*FP8_RUNS, *FP8_FP4_RUNS, *GATED)}
+FP4 = (*EXPERTS, *TCGEN05, *TCGEN05_EXPERTS, *(one.values[0] for one in (*MMAS, *NATIVE_MMAS, *WGMMAS)))
+EMULATED = {role_of(one.case) for one in (*FP4, *GATED, *FP8_RUNS, *FP8_FP4_RUNS)}
 """Roles of kernels that their emulator tests check as well."""
 
 

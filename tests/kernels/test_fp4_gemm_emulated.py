@@ -24,6 +24,7 @@ from support.emulated import (
 )
 from support.epilogues import finished, operands
 from support.host_grids import check_nothing_is_launched_on_overlap
+from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, ExpertsCase, MmaCase, WgmmaCase
 from support.ptx_faults import BLOCK_SCALED_MMA, Unfound, check_faults
 
@@ -467,12 +468,17 @@ EXPERTS = [
 ]
 
 
+def kernel_for(one: Mma | Wgmma | Experts) -> Any:
+    """What is launched."""
+    return one.case.kernel_for(one.width) if isinstance(one.case, ExpertsCase) else one.case.kernel
+
+
 def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernels leave in their output, and the reference's sums."""
     torch.manual_seed(one.n)
     case, k = one.case, one.experts * one.width
     by_warpgroups = isinstance(case, WgmmaCase)
-    kernel = case.kernel if by_warpgroups else case.kernel_for(one.width)
+    kernel = kernel_for(one)
     alpha = routed(one.routing, one.m, one.experts)
     a, a_scale = activations(case, one.m, k)
     if case.a_layout is None:
@@ -509,6 +515,12 @@ def test_gemm_over_experts(one: Experts) -> None:
     """Bit for bit where sums are exact; what a factor of zero leaves out is not read, or counts for nothing."""
     got, want = multiply_experts(one)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("one", [*MMAS, *NATIVE_MMAS, *WGMMAS, *(pytest.param(one, id=one.id) for one in EXPERTS)])
+def test_compiles_without_spills(one: Mma | Wgmma | Experts) -> None:
+    """As ``test_compile_kernels`` checks, which leaves kernels with these roles to this test."""
+    check_emulated(one.case, kernel_for(one))
 
 
 OVERLAPPING = [MMAS[3].values[0].case, *(WGMMAS[i].values[0].case for i in (4, 7)), EXPERTS[1].case, EXPERTS[-2].case]

@@ -12,6 +12,7 @@ from ptx import compile_ptx, run_kernel
 from support.emulated import CPU, INPUTS, WEIGHT, poisoned, written_late
 from support.epilogues import finished, operands
 from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
+from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, MmaCase, Tcgen05Case, Tcgen05ExpertsCase
 from support.ptx_faults import CONVERGED, Edit, Unfound, check_faults
 
@@ -108,6 +109,11 @@ def test_gemm(one: Gemm) -> None:
     for seed in (None, 1):
         got, want = multiply(one, seed)
         assert torch.equal(got, want)
+
+
+def test_compiles_without_spills(one: Gemm) -> None:
+    """As ``test_compile_kernels`` checks, which leaves kernels with these roles to this test."""
+    check_emulated(one.case, one.case.kernel)
 
 
 @pytest.mark.parametrize("covering", [7, 11])

@@ -11,6 +11,7 @@ import torch
 from ptx import EmulationError, compile_ptx, run_kernel
 from support.emulated import CPU, INPUTS, WEIGHT, changed, poisoned, written_late
 from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
+from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, Tcgen05ExpertsCase
 from support.ptx_faults import CONVERGED, Edit, Unfound, check_faults
 
@@ -147,6 +148,11 @@ def test_every_launch_waits_for_the_one_before() -> None:
         with pytest.raises((EmulationError, AssertionError)):
             got, want = multiply(one, 0, changed(wait, number))
             assert torch.equal(got, want)
+
+
+def test_compiles_without_spills(one: Gemm) -> None:
+    """As ``test_compile_kernels`` checks, which leaves kernels with these roles to this test."""
+    check_emulated(one.case, one.case.kernel)
 
 
 def test_nothing_is_launched_on_overlap() -> None:

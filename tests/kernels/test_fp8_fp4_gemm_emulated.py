@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ptx import EmulationError, compile_ptx, run_kernel
+from ptx import EmulationError, run_kernel
 from ptx.memory import Deadlock
 from support.emulated import (
     CPU,
@@ -21,7 +21,7 @@ from support.emulated import (
 )
 from support.epilogues import finished, finished_by_expert, operands
 from support.host_grids import check_nothing_is_launched_on_overlap
-from support.kernel_fit import check_fit
+from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, RECODED, FP8FP4GemmCase
 
 from torch_cute_ops.formats import MXFP4, NVFP4
@@ -142,8 +142,7 @@ def test_gemm(run: Run) -> None:
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_compiles_without_spills(run: Run) -> None:
     """As ``test_compile_kernels`` checks, which leaves kernels with these roles to this test."""
-    kernel = run.case.kernel
-    check_fit(run.case, kernel, compile_ptx(kernel, ARCHS[run.case.arch]).resources)
+    check_emulated(run.case, run.case.kernel)
 
 
 @pytest.mark.parametrize("recodes", [False, True], ids=["decoded", "recoded"])

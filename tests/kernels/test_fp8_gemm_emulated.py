@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ptx import EmulationError, compile_ptx, run_kernel
+from ptx import EmulationError, run_kernel
 from ptx.memory import Deadlock
 from support.emulated import (
     CPU,
@@ -20,7 +20,7 @@ from support.emulated import (
 )
 from support.epilogues import finished, finished_by_expert, operands
 from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
-from support.kernel_fit import check_fit
+from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP8_LAYOUTS, FP16, FP32, FP8GemmCase
 
 from torch_cute_ops.kernels.common.epilogue import Epilogue
@@ -166,8 +166,7 @@ def test_gemm(run: Run) -> None:
 @pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in RUNS])
 def test_compiles_without_spills(run: Run) -> None:
     """As ``test_compile_kernels`` checks, which leaves kernels with these roles to this test."""
-    kernel = run.case.kernel
-    check_fit(run.case, kernel, compile_ptx(kernel, ARCHS[run.case.arch]).resources)
+    check_emulated(run.case, run.case.kernel)
 
 
 @pytest.mark.parametrize("family", ["fp8_wgmma", "fp8_mma"])

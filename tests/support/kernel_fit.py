@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ptx import compile_ptx
+
 from support.kernel_grid import (
     AnyCase,
     ExpertsCase,
@@ -29,6 +31,11 @@ ALLOWED_SPILLS: dict[str, str] = {
 """Cases (by id) that may spill, each with the reason."""
 
 REGISTERS_PER_SM = 65_536
+
+
+def check_emulated(case: AnyCase, kernel: Any) -> None:
+    """The same of a case's kernel that the emulator runs, and which is compiled already."""
+    check_fit(case, kernel, compile_ptx(kernel, ARCHS[case.arch]).resources)
 
 
 def check_fit(case: AnyCase, kernel: Any, kernels: Sequence[Resources]) -> None:

@@ -30,8 +30,8 @@ from torch_cute_ops.kernels.common.fp4_operands import FP4Operands
 SPANS = ((16, 32, 48, 128), (1152, 2048, 2880, 4096), (7168, 8192), (16_384, 32_768, 65_536))
 """Widths of rows that share a warp, that have one, that have several, and that are split."""
 WIDTHS = tuple(itertools.chain(*SPANS))
-WIDE = (4096, 7168, 8192, 65_536)
-"""Widths at which threads hold the most values."""
+WIDE = (7168, 65_536)
+"""Widths at which threads hold the most values: of those that one CTA has, and of those that several share."""
 ARCHS = ("sm_90a", "sm_100a", "sm_120a")
 DESKTOP = ("sm_120a", "sm_121a")
 FP4_TARGETS = tuple(itertools.product(("nvfp4", "nvfp4-g", "mxfp4"), SCALE_LAYOUTS))
@@ -437,12 +437,12 @@ PER_COLUMN = tuple(Epilogue(dtype, "column", bias) for dtype, bias in ((BF16, FP
 
 
 def wgmma_cases(every: bool) -> list[WgmmaCase]:
-    """Kinds of operands with tiles: all of them, or half; epilogues in turn, ``PER_COLUMN`` with each tile."""
+    """Kinds of operands with tiles: all of them, or a third; epilogues in turn, ``PER_COLUMN`` with each tile."""
     light, heavy = itertools.cycle(epilogues((None, "one", "column"))), itertools.cycle(PER_COLUMN)
     tiles = [(tokens, 0) for tokens in (8, 16, 32, 64, 128, 256)]
     tiles += [(8, 1), (16, 8), (32, 3), (64, 3), (128, 8)]
     plain = [
-        WgmmaCase(*kind, tokens, next(heavy if kind in WARPGROUP_KINDS[2:4] else light), splits)
+        WgmmaCase(*kind, tokens, next(heavy if kind in WARPGROUP_KINDS[:3] else light), splits)
         for kind, (tokens, splits) in _together(WARPGROUP_KINDS, tiles, every)
     ]
     # Activations that are rounded to bfloat16, by a kernel of their own and by the CTAs themselves.
@@ -469,9 +469,9 @@ def wgmma_cases(every: bool) -> list[WgmmaCase]:
 
 
 def _together(some: Sequence[Any], others: Sequence[Any], every: bool) -> Iterator[tuple[Any, Any]]:
-    """Each of ``some`` with every one of ``others``, or with every second."""
+    """Each of ``some`` with every one of ``others``, or with every third."""
     for (i, one), (j, other) in itertools.product(enumerate(some), enumerate(others)):
-        if every or (i + j) % 2 == 0:
+        if every or (i + j) % 3 == 0:
             yield one, other
 
 
@@ -808,10 +808,22 @@ AnyCase = (
 
 
 def role_of(case: AnyCase) -> Any:
-    """What a case stands for in a part of its list, whatever the choices are that are made in turn: FP8 GEMMs and those
-    with an FP4 weight, gated GEMMs over experts. Any other stands for itself."""
-    if isinstance(case, GatedExpertsCase):
-        return type(case), case.rows, case.group
+    """What a GEMM's case stands for in a part of its list, whatever the choices are that are made in turn. Those that
+    need the most registers stand for themselves, and so do kernels that are no GEMM."""
+    match case:
+        case MmaCase():
+            return type(case), case.tokens, case.ctas_per_sm, case.arch, case.a_layout is None
+        case GatedExpertsCase():
+            return type(case), case.rows, case.group
+        case ExpertsCase():
+            return type(case), case.group, case.tokens, case.bias_dtype is None, case.a_dtype
+        case Tcgen05Case():
+            return type(case), case.tokens, case.group, case.splits
+        case Tcgen05ExpertsCase():
+            return type(case), case.columns, case.parts > 1, case.routed
+        case WgmmaCase() if not case.static_weight and case.epilogue not in PER_COLUMN:
+            kind = case.dtype, case.format, case.layout, case.a_layout, case.a_dtype
+            return type(case), kind, case.tokens, case.splits > 0, case.width is None
     if not isinstance(case, FP8GemmCase | FP8FP4GemmCase) or case.static_weight or case in HAVE_SPILLED:
         return case
     has_factors = case.epilogue.alpha not in (None, "one")  # of columns or experts
@@ -821,7 +833,7 @@ def role_of(case: AnyCase) -> Any:
 
 
 def experts_cases(every: bool) -> list[ExpertsCase]:
-    """Kinds of operands with sizes of a unit, all of them or half, and every size of a tile; the rest in turn."""
+    """Kinds of operands with sizes of a unit, all of them or a third; sizes of a tile, and the rest, in turn."""
     from torch_cute_ops.kernels import fp4_experts
 
     tiles = {8: (256, 16, 512), 16: (64, 512), 24: (512, 32, 128), 32: (256, 64, 128)}
@@ -836,6 +848,8 @@ def experts_cases(every: bool) -> list[ExpertsCase]:
     # With a bias, in either dtype: every size of a unit
     biased = {case.group: case for case in cases}
     cases += [replace(case, bias_dtype=FP32 if i % 2 else case.out_dtype) for i, case in enumerate(biased.values())]
+    # What has spilled
+    cases.append(ExpertsCase(BF16, MXFP4, "128x4", None, 24, 128, FP16, 8, bias_dtype=FP32))
     # Activations that are rounded to bfloat16
     return [*cases, ExpertsCase(BF16, MXFP4, "128x4", None, 16, 64, FP16, a_dtype=FP16)]
 
