@@ -463,11 +463,11 @@ EXPERTS = [
     Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 32, BF16, 8, bias_dtype=BF16), 20, 72, 9, 64, "few", 8, 6),
     # Every second expert begins in the middle of a tile of scales: units of warps and of warpgroups, chunks of 256 and of
     # 128 elements, one or more of an expert, whose last one is short
-    Experts(ExpertsCase(BF16, MXFP4, "128x4", "8x4", 8, 16, FP32), 9, 72, 4, 64, "odd", 2),
-    Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 8, 16, BF16, 8, bias_dtype=BF16), 9, 72, 12, 192, "few", 7, 4),
-    Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 16, 64, FP16), 9, 136, 5, 320, "odd", 1),
-    Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 24, 512, FP32, bias_dtype=FP32), 9, 72, 3, 192, "even", 3),
-    Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 16, 512, BF16), 5, 72, 4, 64, "odd", None),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", "8x4", 8, 16, FP32), 9, 8, 4, 192, "odd", 2),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 8, 16, BF16, 8, bias_dtype=BF16), 3, 8, 10, 192, "few", 7, 3),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 16, 64, FP16), 9, 72, 5, 320, "odd", 1),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 24, 512, FP32, bias_dtype=FP32), 9, 8, 3, 192, "even", 3),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 16, 512, BF16), 5, 8, 4, 192, "odd", None),
     Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, Epilogue(FP32), width=256), 13, 392, 5, 256, "dense", 7, 3),
     Experts(WgmmaCase(BF16, NVFP4, "128x4", None, 32, Epilogue(BF16), width=512), 40, 136, 3, 512, "few", 1, 2),
     Experts(WgmmaCase(BF16, MXFP4, "128x4", "128x4", 64, Epilogue(FP32), width=256), 70, 40, 4, 256, "dense", 2, 1),
