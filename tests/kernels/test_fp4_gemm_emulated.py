@@ -461,8 +461,8 @@ EXPERTS = [
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 16, BF16, bias_dtype=FP32), 5, 72, 6, 64, "few", None),
     Experts(ExpertsCase(FP16, NVFP4, "linear", "linear", 24, 512, FP32, bias_dtype=FP32), 30, 72, 2, 512, "dense", 2),
     Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 32, BF16, 8, bias_dtype=BF16), 20, 72, 9, 64, "few", 8, 6),
-    # Every second expert begins in the middle of a tile of scales: units of warps and of warpgroups, chunks of 256 and of
-    # 128 elements, one or more of an expert, whose last one is short
+    # Every second expert begins in the middle of a tile of scales: units of warps and of warpgroups, chunks of 256
+    # elements and of 128, the last one of an expert short
     Experts(ExpertsCase(BF16, MXFP4, "128x4", "8x4", 8, 16, FP32), 9, 8, 4, 192, "odd", 2),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 8, 16, BF16, 8, bias_dtype=BF16), 3, 8, 10, 192, "few", 7, 3),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 16, 64, FP16), 9, 72, 5, 320, "odd", 1),
