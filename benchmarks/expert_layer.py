@@ -89,7 +89,7 @@ def run(
     the rate of a copy; why a way has no time."""
     model, device, m, routing = prepared.model, prepared.device, row["rows"], row["routing"]
     absent, size = row["absent"], {name: expert_bytes(model, WAYS[name].scheme(model)) for name in names}
-    flops = 6 * m * model.topk * model.width * model.hidden
+    flops = 6 * m * model.topk * model.intermediate * model.hidden
     first = draw(model, routing, m, 0, device)
     how = plan(first.used * min(size.values()), len(names), l2_bytes, settings, call_ms=flops / ASSUMED_TFLOPS * 1e-9)
     inputs = [first, *(draw(model, routing, m, i, device) for i in range(1, how.n_sets))]

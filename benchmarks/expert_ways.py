@@ -48,13 +48,6 @@ class Model:
     has_bias: bool = False
     has_fp8: bool = False
 
-    @property
-    def width(self) -> int:
-        """I as it is stored: kernels of `moe_fc2_` take experts of a multiple of 4 blocks. What the padding holds does
-        not matter to the time; here it is random too, and so an expert is as wide as that."""
-        fmt: Any = FORMATS[self.scheme]
-        return self.intermediate + -self.intermediate % (4 * fmt.format.block_size)
-
 
 DEEPSEEK, GPT_OSS = "DeepSeek-V3", "gpt-oss-120b"
 MODELS = {
@@ -72,7 +65,7 @@ ROUTINGS = ("uniform", "zipf", "hot")
 def random_experts(model: Model, scheme: str, device: torch.device, seed: int) -> QuantExperts:
     """Experts with random codes, and biases of some tenths."""
     generator = torch.Generator(device).manual_seed(seed)
-    experts, hidden, width = model.experts, model.hidden, model.width
+    experts, hidden, width = model.experts, model.hidden, model.intermediate
     bias = torch.empty(0, dtype=DTYPE) if model.has_bias else None
     made = QuantExperts(
         random_stack(scheme, hidden, [width] * (2 * experts), bias, generator),
@@ -89,11 +82,10 @@ def random_experts(model: Model, scheme: str, device: torch.device, seed: int) -
 
 @cache
 def expert_bytes(model: Model, scheme: str) -> int:
-    """Of one expert's weights with their scales, padding included."""
+    """Of one expert's weights with their scales."""
     cls: Any = FORMATS[scheme]
-    layouts = (
-        cls(k, n, device="meta").layout() for n, k in ((2 * model.width, model.hidden), (model.hidden, model.width))
-    )
+    sizes = (2 * model.intermediate, model.hidden), (model.hidden, model.intermediate)
+    layouts = (cls(k, n, device="meta").layout() for n, k in sizes)
     return sum(
         math.prod(shape) * dtype.itemsize
         for layout in layouts

@@ -268,25 +268,19 @@ class FP4Layer:
         self.format = {"block_size": model.block_size, "static_weight": True}
         self.gate = dict(zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), model.swiglu, strict=True))
         experts, hidden, width = weights.down.shape
-        padding = -width % (4 * model.block_size)  # zeros: kernels of moe_fc2_ take experts of a multiple of 4 blocks
-        up = F.pad(weights.up.unflatten(1, (2, -1)), (0, 0, 0, padding)).flatten(1, 2)
-        down = F.pad(weights.down, (0, padding))
-        self.up_bias = self.down_bias = None
-        if weights.up_bias is not None and weights.down_bias is not None:
-            self.up_bias = F.pad(weights.up_bias.unflatten(1, (2, -1)), (0, padding)).flatten(1)
-            self.down_bias = weights.down_bias
-        up_scale, down_scale = (self.global_scale(weight) for weight in (up, down))
-        self.up = self.quantised(up, up_scale)
-        by_expert = self.quantised(down, down_scale)
-        self.down = self.quantised(down.transpose(0, 1).flatten(1), down_scale)  # side by side, for few tokens
+        self.up_bias, self.down_bias = weights.up_bias, weights.down_bias
+        up_scale, down_scale = (self.global_scale(weight) for weight in (weights.up, weights.down))
+        self.up = self.quantised(weights.up, up_scale)
+        by_expert = self.quantised(weights.down, down_scale)
+        beside = weights.down.transpose(0, 1).flatten(1)
+        self.down = self.quantised(beside, down_scale)  # side by side, for few tokens
         self.down_by_expert = by_expert  # one below the other, for many
         self.shared = None
         if weights.shared_up is not None and weights.shared_down is not None:
             self.shared = [(w, self.global_scale(w)) for w in (weights.shared_up, weights.shared_down)]
             self.shared = [(*self.quantised(w, scale), self.inverse(scale)) for w, scale in self.shared]
-        decoded = [self.decoded_weight(*self.up, up_scale), self.decoded_weight(*by_expert, down_scale)]
         self.decoded = weights._replace(
-            up=decoded[0].unflatten(1, (2, -1))[:, :, :width].flatten(1, 2), down=decoded[1][..., :width]
+            up=self.decoded_weight(*self.up, up_scale), down=self.decoded_weight(*by_expert, down_scale)
         )
         if self.shared is not None:
             pair = (torch_cute_ops.fp4_dequantize(codes, s, None, model.block_size) * a for codes, s, a in self.shared)
@@ -307,7 +301,7 @@ class FP4Layer:
         self.second_bias = None
         if self.down_bias is not None:  # which the factor multiplies too
             self.second_bias = self.down_bias.float() / (1 if self.factor is None else self.factor[:, None])
-        self.backend = self.usable_backend(experts, hidden, width + padding, weights.up.device)
+        self.backend = self.usable_backend(experts, hidden, width, weights.up.device)
 
     def usable_backend(self, experts: int, hidden: int, width: int, device: torch.device) -> str:
         """On a GPU "auto" never takes the reference."""

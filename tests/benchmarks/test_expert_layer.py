@@ -20,7 +20,7 @@ from torch_cute_ops.nn.experts import SwiGLU
 CPU = torch.device("cpu")
 SMALL = {
     DEEPSEEK: expert_ways.Model(8, 128, 128, 2, "nvfp4", {"scoring": "sigmoid", "scaling_factor": 2.5}, has_fp8=True),
-    GPT_OSS: expert_ways.Model(8, 192, 96, 2, "mxfp4", swiglu=SwiGLU(1.702, 1.0, 0.5), has_bias=True),
+    GPT_OSS: expert_ways.Model(8, 192, 192, 2, "mxfp4", swiglu=SwiGLU(1.702, 1.0, 0.5), has_bias=True),
 }
 BIASED = "NVFP4 with biases"
 LAYERS = {**SMALL, BIASED: replace(SMALL[DEEPSEEK], has_bias=True, has_fp8=False)}
@@ -88,12 +88,12 @@ def test_what_ways_share():
 
 
 def test_models():
-    """Sizes as they are published, the padding of kernels, and bytes: 4 bits and a scale for 16 or 32 of them."""
+    """Sizes as they are published, and bytes: 4 bits and a scale for 16 or 32 of them."""
     deepseek, gpt_oss = (expert_ways.MODELS[name] for name in (DEEPSEEK, GPT_OSS))
-    assert (deepseek.width, gpt_oss.width) == (256, 2944)
+    assert (deepseek.intermediate, gpt_oss.intermediate) == (256, 2880)
     assert expert_ways.expert_bytes(deepseek, "nvfp4") == 3 * 256 * 7168 * 9 // 16
     assert expert_ways.expert_bytes(deepseek, "fp8_block") == 3 * 256 * 7168 + 3 * 2 * 56 * 4
-    assert expert_ways.expert_bytes(gpt_oss, "mxfp4") == 3 * 2944 * 2880 * 17 // 32
+    assert expert_ways.expert_bytes(gpt_oss, "mxfp4") == 3 * 2880 * 2880 * 17 // 32
     held = expert_ways.random_experts(SMALL[DEEPSEEK], "nvfp4", CPU, 0)
     stored = sum(each.weight.nbytes + each.weight_scale.nbytes for each in (held.gate_up_proj, held.down_proj))
     assert stored == 8 * expert_ways.expert_bytes(SMALL[DEEPSEEK], "nvfp4")

@@ -20,6 +20,7 @@ from torch_cute_ops.nn import QuantExperts, quantize_
 
 QWEN, MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 SIZES = ((I, H), (I, H), (H, I))
+NAMES = ("gate_up_proj", "down_proj")
 BY_EXPERTS = [name for name in KINDS if KINDS[name].scheme in ("nvfp4", "mxfp4", "fp8_block")]
 
 
@@ -123,6 +124,28 @@ def test_gpt_oss(tmp_path):
     checkpoints.write(tmp_path / "y", tensors, KINDS["modelopt W4A16"].quantization)
     with pytest.raises(ValueError, match=r"gate_up_proj_blocks in .* is of gpt-oss"):
         checkpoint.load_(on_meta(GptOssExperts), tmp_path / "y")
+
+
+@torch.no_grad()
+def test_few_tokens_of_gpt_oss(tmp_path):
+    """Experts as wide as its own, whose scales side by side begin with tiles and in the middle of tiles by turns."""
+    experts, hidden, width, prefix = 3, 64, 2880, "mlp.experts."
+    tensors = checkpoints.gpt_oss_experts(experts, hidden, width)
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["o_proj"]}
+    checkpoints.write(tmp_path, {**tensors, "o_proj.weight": torch.randn(H, H).bfloat16()}, quantization)
+    layer = checkpoint.load_(on_meta(lambda: GptOssExperts(experts, hidden, width)), tmp_path).mlp.experts.route_few_()
+    up, down = (
+        np.stack([weights.fp4(codes.flatten(1), scales) for codes, scales in zip(*stacks, strict=True)])
+        for stacks in ([tensors[f"{prefix}{name}_{part}"] for part in ("blocks", "scales")] for name in NAMES)
+    )
+    biases = [tensors[f"{prefix}{name}_bias"].double().numpy() for name in NAMES]
+    up, biases[0] = (np.concatenate((each[:, 0::2], each[:, 1::2]), 1) for each in (up, biases[0]))
+    x, ids = torch.randn(3, hidden).bfloat16(), torch.tensor([[0, 1], [2, 1], [1, 3]])
+    factors = torch.rand(3, 2)
+    got, called = layer(x, ids, factors), support.ops_of(layer, x, ids, factors)
+    assert called == {"moe_fc1_fp4_weight_only", "moe_fc2_fp4_weight_only"}
+    want = support.computed(x, ids, factors, up, down, tuple(biases), support.GPT_OSS, in_16_bits=True)
+    assert np.linalg.norm(got.double().numpy() - want) < 0.004 * np.linalg.norm(want)
 
 
 def test_experts_that_are_not_quantised(tmp_path):

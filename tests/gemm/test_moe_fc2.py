@@ -9,6 +9,7 @@ from expected._moe_fc2 import assert_results, operands, results
 from hypothesis import given as given_by
 from hypothesis import strategies as st
 from support.cases import arguments, is_for_experts, named, op_cases, run
+from support.gemm_problems import HOPPER, fp4_problem
 from test_fp4_gemm import backends_of, drawn_choices
 
 import torch_cute_ops
@@ -17,9 +18,10 @@ from torch_cute_ops.gemm import select
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends.reference import Reference
 from torch_cute_ops.gemm.cost import usual_targets
+from torch_cute_ops.kernels import fp4_experts
 from torch_cute_ops.ops._gemm import Gemm
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
-from torch_cute_ops.registry import OPS
+from torch_cute_ops.registry import OPS, kernels_of
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing import Sample
 from torch_cute_ops.testing.samples import moe_fc2_fp4, moe_fc2_fp4_weight_only
@@ -96,6 +98,23 @@ def test_who_adds_biases():
     hopper, blackwell = (select.reasons(problem, usual_targets(ARCHS[name])[0]) for name in ("sm_90a", "sm_100a"))
     assert hopper["routed"] is blackwell["tcgen05"] is None
     assert hopper["wgmma"] == "its kernel adds no bias to the sums of experts"
+
+
+@by_op
+def test_experts_as_wide_as_those_of_gpt_oss(op):
+    """2,880 columns: 22.5 tiles of four of MXFP4's scales. Chosen, and warmed up, for Hopper are the kernels that
+    compute routed pairs; other backends say why not."""
+    given = {"n": 2880, "k": 128 * 2880, "experts": 128, "block_size": 32, "bias_dtype": torch.float32}
+    reasons = torch_cute_ops.backends(op.name, "sm_90a", **given)
+    assert reasons.pop("routed") is reasons.pop("reference") is None and all(reasons.values())
+    for m in (1, 64, 512):
+        (kernel,) = kernels_of(op.name, "sm_90a", m=m, **given)
+        assert kernel.kernel == fp4_experts.KERNEL and kernel.config.width == 2880
+        assert kernel.config.bias_dtype == torch.float32
+    linear = torch_cute_ops.backends(op.name, "sm_90a", **given | {"scale_layout": "linear"})
+    assert linear["routed"] == "in the linear layout an expert's width has to be a multiple of 256"
+    problem = fp4_problem(k=8 * 96, experts=8)
+    assert select.reasons(problem, HOPPER)["routed"] == "an expert's width is 96; it has to be a multiple of 64"
 
 
 @by_op

@@ -29,7 +29,7 @@ from support.kernel_grid import BF16, FP16, FP32, ExpertsCase, MmaCase, WgmmaCas
 from support.ptx_faults import BLOCK_SCALED_MMA, Unfound, check_faults
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
-from torch_cute_ops.formats.scale_layout import weight_layout
+from torch_cute_ops.formats.scale_layout import from_linear, weight_layout
 from torch_cute_ops.kernels import activation_tiles, fp4_experts, fp4_mma, fp4_wgmma
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.warpgroup import BY_WARP
@@ -433,6 +433,8 @@ def routed(routing: str, m: int, experts: int) -> torch.Tensor:
         return alpha
     if routing == "one":
         return alpha * (torch.arange(experts) == experts - 1)
+    if routing in ("even", "odd"):
+        return alpha * (torch.arange(experts) % 2 == ("even", "odd").index(routing))
     chosen = torch.zeros(m, experts).scatter(1, torch.rand(m, experts).topk(min(2, experts)).indices, 1.0)
     chosen[m // 2] = 0.0
     return alpha * chosen
@@ -461,6 +463,13 @@ EXPERTS = [
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 16, BF16, bias_dtype=FP32), 5, 72, 6, 64, "few", None),
     Experts(ExpertsCase(FP16, NVFP4, "linear", "linear", 24, 512, FP32, bias_dtype=FP32), 30, 72, 2, 512, "dense", 2),
     Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 32, BF16, 8, bias_dtype=BF16), 20, 72, 9, 64, "few", 8, 6),
+    # Every second expert begins in the middle of a tile of scales: units of warps and of warpgroups, chunks of 256
+    # elements and of 128, the last one of an expert short
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", "8x4", 8, 16, FP32), 9, 8, 4, 192, "odd", 2),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 8, 16, BF16, 8, bias_dtype=BF16), 3, 8, 10, 192, "few", 7, 3),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 16, 64, FP16), 9, 72, 5, 320, "odd", 1),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 24, 512, FP32, bias_dtype=FP32), 9, 8, 3, 192, "even", 3),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 16, 512, BF16), 5, 8, 4, 192, "odd", None),
     Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, Epilogue(FP32), width=256), 13, 392, 5, 256, "dense", 7, 3),
     Experts(WgmmaCase(BF16, NVFP4, "128x4", None, 32, Epilogue(BF16), width=512), 40, 136, 3, 512, "few", 1, 2),
     Experts(WgmmaCase(BF16, MXFP4, "128x4", "128x4", 64, Epilogue(FP32), width=256), 70, 40, 4, 256, "dense", 2, 1),
@@ -473,8 +482,15 @@ def kernel_for(one: Mma | Wgmma | Experts) -> Any:
     return one.case.kernel_for(one.width) if isinstance(one.case, ExpertsCase) else one.case.kernel
 
 
+def poison_scales(scale: torch.Tensor, fmt: FP4Format, layout: str, counts: torch.Tensor, width: int) -> None:
+    """Make the scales of an operand NaN where a row's expert does not count; ``counts``: (rows, experts)."""
+    blocks = (~counts).repeat_interleave(width // fmt.block_size, 1).to(torch.uint8)
+    scale.view(torch.uint8)[from_linear(blocks, SCALE_LAYOUTS[layout]).bool()] = 0xFF if fmt == MXFP4 else 0x7F
+
+
 def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernels leave in their output, and the reference's sums."""
+    """What the kernels leave in their output, and the reference's sums. What a factor of zero leaves out is NaN: of
+    activations, and of the weights of experts that no token has."""
     torch.manual_seed(one.n)
     case, k = one.case, one.experts * one.width
     by_warpgroups = isinstance(case, WgmmaCase)
@@ -485,6 +501,10 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
         a.view(one.m, one.experts, -1)[alpha == 0] = torch.nan
     b, scale = random_matrix(one.n, k, case.format, case.layout, CPU, POWERS[case.format.scale_format])
     scale = scale.view(case.format.scale_dtype)
+    if not by_warpgroups:
+        if a_scale is not None:
+            poison_scales(a_scale, case.format, case.a_layout, alpha != 0, one.width)
+        poison_scales(scale, case.format, case.layout, (alpha != 0).any(0).expand(one.n, -1), one.width)
     out_dtype = case.epilogue.out_dtype if by_warpgroups else case.out_dtype
     out = poisoned(one.m, one.n, dtype=out_dtype)
     shares = by_warpgroups and one.workers > -(-one.n // 256)

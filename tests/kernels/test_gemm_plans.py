@@ -85,6 +85,12 @@ def test_dtypes_of_activations(config):
     assert "torch.float16 with scales" in reason_of_operands(config, a_layout=tiled)
 
 
+def test_width_of_an_expert():
+    """Half a tile of MXFP4's scales, or a whole one of NVFP4's."""
+    assert reason(EXPERTS, width=192) is None
+    assert reason(EXPERTS, width=96) == "an expert's width is 96; it has to be a multiple of 64"
+
+
 def test_decoded_weights_exceed_float16():
     assert reason(MMA, fmt=MXFP4) == "decoded mxfp4 weights exceed float16"
     assert reason_of_operands(WGMMA, fmt=MXFP4, a_dtype=torch.uint8, a_layout=SCALE_LAYOUTS["128x4"]) == (

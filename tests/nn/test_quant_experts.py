@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_cute_ops.nn import NVFP4Linear, QuantExperts, QuantLinear, SwiGLU, quantize_, random_, warmup
-from torch_cute_ops.nn.experts import FEW_TOKENS
+from torch_cute_ops.nn.experts import FEW_TOKENS, reason_unrouted
 
 SCHEMES = ("nvfp4", "mxfp4", "fp8_block")
 by_scheme = pytest.mark.parametrize("scheme", SCHEMES)
@@ -207,21 +207,6 @@ def routes(device: str) -> bool:
     return device == "cpu" or torch.cuda.get_device_capability() == (9, 0)
 
 
-def ops_of(experts: QuantExperts, *given: torch.Tensor) -> set[str]:
-    """The package's ops that a call makes."""
-    called: set[str] = set()
-
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.namespace == "cute":
-                called.add(func.__name__.removesuffix(".default"))
-            return func(*args, **(kwargs or {}))
-
-    with Seen():
-        experts(*given)
-    return called
-
-
 ROUTED = {"moe_fc1_fp4_weight_only", "moe_fc2_fp4_weight_only"}
 
 
@@ -241,9 +226,9 @@ def test_few_tokens_are_routed(scheme, form, device):
     assert [*experts.state_dict()] == [*state]
     assert torch.equal(experts(x, ids, factors), want)
     few = x[1:], ids[1:], factors[1:]
-    assert ops_of(experts, *few) == ROUTED and not ops_of(experts, x, ids, factors) & ROUTED
+    assert support.ops_of(experts, *few) == ROUTED and not support.ops_of(experts, x, ids, factors) & ROUTED
     if form is Experts:
-        assert not ops_of(experts, few[0].float(), *few[1:]) & ROUTED
+        assert not support.ops_of(experts, few[0].float(), *few[1:]) & ROUTED
     biases, swiglu = None, (1.0, 0.0, None)
     if form is GptOssExperts:
         swiglu = GPT_OSS
@@ -296,6 +281,13 @@ def test_few_tokens_compiled():
 def test_few_tokens_of_fp8_weights():
     with pytest.raises(ValueError, match="route_few_: the weights are in FP8; the ops take FP4"):
         block_of(Experts(), "fp8_block").mlp.experts.route_few_()
+
+
+def test_few_tokens_of_gpt_oss_are_routed_on_hopper():
+    """A GPU's answer, without one: the sizes of gpt-oss-120b."""
+    assert reason_unrouted("mxfp4", 128, 2880, 2880, "sm_90a") is None
+    assert reason_unrouted("nvfp4", 256, 7168, 256, "sm_90a") is None
+    assert "needs Hopper's warpgroup MMA" in reason_unrouted("mxfp4", 128, 2880, 2880, "sm_100a")
 
 
 @torch.no_grad()

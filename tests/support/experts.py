@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from support import layers, spec, weights
 from torch_cute_ops.nn import QuantExperts
@@ -59,6 +60,21 @@ class SimpleNamespaceModule(nn.Module):
         super().__init__()
         for name, value in attributes.items():
             setattr(self, name, value)
+
+
+def ops_of(experts: QuantExperts, *given: torch.Tensor) -> set[str]:
+    """The package's ops that a call makes."""
+    called: set[str] = set()
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "cute":
+                called.add(func.__name__.removesuffix(".default"))
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        experts(*given)
+    return called
 
 
 def decoded(experts: QuantExperts) -> tuple[np.ndarray, np.ndarray]:

@@ -499,8 +499,9 @@ class ExpertsCase:
 
     @property
     def kernel(self) -> Any:
-        """For experts of two chunks, of which the second is not whole."""
-        return self.kernel_for(320)
+        """For experts of two chunks, of which the second is not whole. Of MXFP4 without a bias they begin with tiles of
+        scales, with one every second in the middle of a tile."""
+        return self.kernel_for(384 if self.format == MXFP4 and self.bias_dtype is None else 320)
 
     def kernel_for(self, width: int) -> Any:
         """As the backend builds it."""

@@ -109,25 +109,14 @@ class QuantExperts(nn.Module):
         Raises:
             ValueError: for weights in FP8, or on a GPU that has no kernel for these sizes.
         """
-        reason = self._reason_unrouted()
+        device = self.down_proj.weight.device
+        sizes = self.scheme, self.experts, self.hidden_size, self.intermediate_size
+        reason = reason_unrouted(*sizes, device if device.type == "cuda" else None)
         if reason is not None:
             raise ValueError(f"QuantExperts.route_few_: {reason}")
         if self.side_by_side is None:
             self.side_by_side = _SideBySide(self)
         return self
-
-    def _reason_unrouted(self) -> str | None:
-        if self.scheme == "fp8_block":
-            return "the weights are in FP8; the ops take FP4"
-        device, width = self.down_proj.weight.device, self.experts * self.intermediate_size
-        sizes = {"moe_fc1": (width, self.hidden_size), "moe_fc2": (self.hidden_size, width)}
-        layer: Any = self.gate_up_proj
-        for op, (n, k) in sizes.items() if device.type == "cuda" else ():
-            given = {"n": n, "k": k, "experts": self.experts, "block_size": layer.format.block_size}
-            reasons = backends(f"{op}_fp4_weight_only", device=device, **given)
-            if all(reason is not None for name, reason in reasons.items() if name != "reference"):
-                return "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason is not None)
-        return None
 
     @property
     def scheme(self) -> str:
@@ -295,6 +284,30 @@ def reason_unsupported(scheme: str, experts: int, hidden: int, width: int) -> st
     multiple = 128 if scheme == "fp8_block" else MULTIPLE
     if hidden % multiple or width % multiple:
         return f"experts are {hidden} and {width} wide; expected multiples of {multiple}"
+    return None
+
+
+def reason_unrouted(
+    scheme: str, experts: int, hidden: int, width: int, target: torch.device | str | None
+) -> str | None:
+    """Why few tokens cannot be routed to experts of these sizes (:meth:`QuantExperts.route_few_`); ``None``: they can.
+
+    Args:
+        scheme, experts, hidden, width: of experts that ``reason_unsupported`` says nothing about.
+        target: a GPU, or an architecture by its name; ``None``: none, and references take all sizes.
+    """
+    if scheme == "fp8_block":
+        return "the weights are in FP8; the ops take FP4"
+    if target is None:
+        return None
+    fmt: Any = FORMATS[scheme]
+    given = {"experts": experts, "block_size": fmt.format.block_size}
+    where: dict[str, Any] = {"arch" if isinstance(target, str) else "device": target}
+    sizes = {"moe_fc1": (experts * width, hidden), "moe_fc2": (hidden, experts * width)}
+    for op, (n, k) in sizes.items():
+        reasons = backends(f"{op}_fp4_weight_only", n=n, k=k, **given, **where)
+        if all(reason is not None for name, reason in reasons.items() if name != "reference"):
+            return "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason is not None)
     return None
 
 

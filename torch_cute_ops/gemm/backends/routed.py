@@ -4,7 +4,7 @@ from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._fp4 import buildable
 from torch_cute_ops.gemm.backends._routed import FIXED_SECONDS, RoutedBackend, mean_units, unit_clocks
 from torch_cute_ops.gemm.cost import bytes_per_second, overlapped, smallest_tile, weight_seconds
-from torch_cute_ops.gemm.decode import fp4_format, fp4_operands, reason_not_linear
+from torch_cute_ops.gemm.decode import fp4_operands, reason_not_linear
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_experts
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
@@ -31,12 +31,7 @@ class Routed(RoutedBackend):
     def reason_unfit(self, problem: GemmProblem) -> str | None:
         width = problem.expert_k
         reason = super().reason_unfit(problem) or reason_not_linear(problem, width, "an expert's width")
-        if reason is not None:
-            return reason
-        # Scales lie in tiles of four blocks.
-        if width % (4 * fp4_format(problem).block_size):
-            return f"an expert's width is {width}; it has to be a multiple of {4 * fp4_format(problem).block_size}"
-        return None
+        return reason or fp4_experts.reason_of_width(width)
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
         widest = smallest_tile(fp4_experts.TILES, m)

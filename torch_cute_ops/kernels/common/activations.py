@@ -41,10 +41,11 @@ class Activations:
 
     Attributes:
         pieces: pieces of a chunk.
+        spread: whether chunks may begin in the middle of a tile of scales.
     """
 
-    def __init__(self, config: ActivationLayout):
-        self.config = config
+    def __init__(self, config: ActivationLayout, spread: bool = False):
+        self.config, self.spread = config, spread
         self.pieces = config.chunk // QUAD // 8
         self.a_dtype, self.dtype = DSL_DTYPES[config.a_dtype], DSL_DTYPES[config.dtype]
 
@@ -82,14 +83,18 @@ class Activations:
             return [ptx.load_if(at, there, 4, begin * c.a_dtype.itemsize) for begin, there in pairs]
         at = a.iterator + cute.assume(offset // 2, divby=4)
         size = c.fmt.block_size
-        place = c.layout.row_offset(Int64(token), k // size) + c.layout.block_offset(start // size)
-        byte_at = cute.recast_ptr(scale.iterator, dtype=Uint8) + place + piece * 8 // size
+        row, block = c.layout.row_offset(Int64(token), k // size), start // size
+        bytes_at = cute.recast_ptr(scale.iterator, dtype=Uint8)
+        after = [begin // size for begin in begins]
+        if self.spread:
+            # In which tile a quarter's blocks are depends on where the chunk begins.
+            places = [(bytes_at + row + c.layout.block_offset(block + each) + piece * 8 // size, 0) for each in after]
+        else:
+            byte_at = bytes_at + (row + c.layout.block_offset(block)) + piece * 8 // size
+            places = [(byte_at, c.layout.block_offset(each)) for each in after]
         return [
-            [
-                *ptx.load_if(at, there, 1, begin // 2),
-                ptx.load_narrow_if(byte_at, there, 1, c.layout.block_offset(begin // size)),
-            ]
-            for begin, there in zip(begins, exists, strict=True)
+            [*ptx.load_if(at, there, 1, begin // 2), ptx.load_narrow_if(byte_at, there, 1, constant)]
+            for begin, there, (byte_at, constant) in zip(begins, exists, places, strict=True)
         ]
 
     def store(self, quarters: list, groups, piece, token, base: cute.Pointer) -> None:

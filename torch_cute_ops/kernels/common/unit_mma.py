@@ -55,7 +55,9 @@ class UnitMma:
         # All elements of a group of eight tokens, then those of the next
         return warpgroup_mma(self.dtype, self.group, self.chunk, self.stages, (1, 0, 2), tokens)
 
-    def multiply(self, start, part: int, parts: int, chunk, stage, adds, rows, lane, sums, smem, free_before) -> None:
+    def multiply(
+        self, start, part: int, parts: int, chunk, stage, adds, rows, lane, sums, smem, free_before, phase=None
+    ) -> None:
         """Add a chunk to the sums, with a part of each lane's codes.
 
         The MMAs of a warpgroup may still run at the end, but those of the chunk before are done: then ``free_before``
@@ -72,11 +74,12 @@ class UnitMma:
             sums: accumulators, four for each eight tokens.
             smem: has the pointers ``codes``, ``scales`` and ``tokens``.
             free_before: frees the stage of the chunk before.
+            phase: of the expert, as ``WeightRing.factors`` takes it.
         """
         left = None if self.last_blocks is None else self.last_blocks - chunk * self.ring.blocks
         quad = lane % 4
         codes = [self.ring.codes(smem.codes, at, row, quad) for at, row, _ in rows]
-        scales = [self.ring.factors(smem.scales, at, row, quad, left, self.dtype) for at, _, row in rows]
+        scales = [self.ring.factors(smem.scales, at, row, quad, left, self.dtype, phase) for at, _, row in rows]
         count = self.ring.words // parts
         for i in range(count):
             word = part * count + i

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from torch_cute_ops.formats import SCALE_LAYOUTS, FP4Format, ScaleLayout
+from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
 
 TILE_ROWS: Final = SCALE_LAYOUTS["128x4"].tile_rows
@@ -14,12 +15,14 @@ BOX_BYTES: Final = 16
 
 @dataclass(frozen=True)
 class WeightChunks:
-    """Chunks of ``elements`` of k, 256 or 128, of ``rows`` rows: 64, or a multiple of 128."""
+    """Chunks of ``elements`` of k, 256 or 128, of ``rows`` rows: 64, or a multiple of 128. ``spread``: whether they may
+    begin in the middle of a tile of scales."""
 
     fmt: FP4Format
     layout: ScaleLayout
     rows: int
     elements: int = CHUNK
+    spread: bool = False
 
     @property
     def line(self) -> int:
@@ -30,6 +33,11 @@ class WeightChunks:
     def blocks(self) -> int:
         """Blocks of a row in a chunk."""
         return self.elements // self.fmt.block_size
+
+    @property
+    def scale_columns(self) -> int:
+        """Scales of a row in a stage: those of a chunk; spread, of whole tiles around it."""
+        return self.blocks + TILE_BLOCKS * self.spread
 
     @property
     def code_bytes(self) -> int:
@@ -44,7 +52,7 @@ class WeightChunks:
     @property
     def scale_bytes(self) -> int:
         """Scales of a chunk."""
-        return (self.bands * TILE_ROWS or self.rows) * self.blocks
+        return (self.bands * TILE_ROWS or self.rows) * self.scale_columns
 
     @property
     def reason_not_copied(self) -> str | None:

@@ -3,7 +3,9 @@
 A chunk is 256 elements of k of some rows. Its codes are 128 bytes a row, a whole cache line, and one box of a tensor
 map with the 128-byte swizzle (a chunk of 128 elements is half a line, with the 64-byte swizzle). Its scales are whole
 tiles of 128 rows x 4 blocks, which bulk copies bring, or in the linear layout a box of rows. Where the k of a weight is
-that of several experts, one after the other, a chunk ends where its expert does.
+that of several experts, one after the other, a chunk ends where its expert does. Experts of an odd number of half tiles
+(``WeightChunks.spread``) begin by turns with the first half of a tile and with the second, their *phase*, 0 or 1; a
+chunk then has up to one tile more.
 """
 
 from typing import Any, Final, NamedTuple
@@ -58,6 +60,7 @@ class WeightRing:
     def __init__(self, chunks: WeightChunks, stages: int):
         self.fmt, self.layout, self.rows, self.stages = chunks.fmt, chunks.layout, chunks.rows, stages
         self.blocks, self.bands = chunks.blocks, chunks.bands
+        self.spread, self.scale_columns = chunks.spread, chunks.scale_columns
         self.code_bytes, self.scale_bytes = chunks.code_bytes, chunks.scale_bytes
         self.line, self.words = chunks.line, chunks.line // QUAD // 4
 
@@ -134,10 +137,17 @@ class WeightRing:
             source = weight.scales_from[None, tile, chunk, expert]
             self._copy(weight.scale_copy, source, weight.scales_to[None, stage], barrier)
         else:
-            # A row of tiles is contiguous. An expert's blocks are whole tiles, unless it is the only one.
-            columns = cute.ceil_div(blocks, TILE_BLOCKS)
+            # A row of tiles is contiguous.
             column = chunk * (self.blocks // TILE_BLOCKS)
-            size = cutlass.min(columns - column, Int32(self.blocks // TILE_BLOCKS)) * SCALE_TILE
+            if const_expr(self.spread):
+                before = expert * blocks // TILE_BLOCKS
+                own = cutlass.min(blocks - chunk * self.blocks, Int32(self.blocks))
+                size = cute.ceil_div(expert * blocks % TILE_BLOCKS + own, TILE_BLOCKS) * SCALE_TILE
+            else:
+                # An expert's blocks are whole tiles, unless it is the only one.
+                columns = cute.ceil_div(blocks, TILE_BLOCKS)
+                before = expert * columns
+                size = cutlass.min(columns - column, Int32(self.blocks // TILE_BLOCKS)) * SCALE_TILE
             pitch = weight.scales.shape[1] // TILE_BLOCKS
             first = tile * self.rows // TILE_ROWS
             bands = cutlass.min(cute.ceil_div(n, TILE_ROWS) - first, Int32(self.bands))
@@ -145,8 +155,8 @@ class WeightRing:
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.code_bytes + size * bands)
                 for i in range_constexpr(self.bands):
                     if i < bands:
-                        source = (Int64(first + i) * pitch + expert * columns + column) * SCALE_TILE
-                        target = stage * self.scale_bytes + i * (TILE_ROWS * self.blocks)
+                        source = (Int64(first + i) * pitch + before + column) * SCALE_TILE
+                        target = stage * self.scale_bytes + i * (TILE_ROWS * self.scale_columns)
                         ptx.copy_bulk(
                             weight.scales_at + cute.assume(target, divby=SCALE_TILE),
                             weight.scales.iterator + cute.assume(source, divby=SCALE_TILE),
@@ -173,16 +183,18 @@ class WeightRing:
             words += load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
         return words
 
-    def factors(self, scales_at: cute.Pointer, stage, row, quad, left, dtype) -> list:
+    def factors(self, scales_at: cute.Pointer, stage, row, quad, left, dtype, phase=None) -> list:
         """The factors of a lane's blocks of a row.
 
         ``row`` counts from the first row of a tile of scales. ``left`` are the blocks of the chunk that exist, others
-        get zero; ``None``: all exist.
+        get zero; ``None``: all exist. ``phase``: that of the expert; ``None``: 0.
         """
         count = self.blocks // QUAD
         block = quad * count
         # In a stage the scales lie as those of a matrix of its size.
-        place = stage * self.scale_bytes + self.layout.row_offset(row, self.blocks) + self.layout.block_offset(block)
+        column = block if phase is None else block + phase * (TILE_BLOCKS // 2)
+        row_offset = self.layout.row_offset(row, self.scale_columns)
+        place = stage * self.scale_bytes + row_offset + self.layout.block_offset(column)
         dtype_of = {4: Uint32, 2: Uint16, 1: Uint8}
         at = cute.recast_ptr(scales_at + cute.assume(place, divby=count), dtype=dtype_of[count])
         bytes_ = Uint32(cute.make_tensor(at, cute.make_layout(1))[0])

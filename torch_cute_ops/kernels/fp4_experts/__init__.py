@@ -23,6 +23,10 @@ factors, in fp32, and adds the products to the sums of the tokens in shared memo
 same rows do that in the order of the units, each after the one before: sums are added up in the order of the experts,
 whatever else is computed.
 
+A tile of scales has four blocks. Where a block has 32 elements and an expert's width is an odd multiple of 64, every
+second expert begins in the middle of a tile. A chunk then has up to one tile more, and lanes begin with the second half
+of its first.
+
 Workers. With one class of experts a worker has a slice. With ``classes`` of them, where an expert's class is its number
 modulo ``classes``, the pairs of a slice and a class are divided among as many workers as there are SMs, in equal
 contiguous portions: some classes of one slice, or of two consecutive ones. A worker begins with the second of these and
@@ -41,12 +45,32 @@ partial sum in the workspace.
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.fp4_experts.config import CLASSES, GROUPS, ROWS, TILES, Arguments, Config, plan
+from torch_cute_ops.kernels.fp4_experts.config import (
+    CLASSES,
+    GROUPS,
+    ROWS,
+    TILES,
+    Arguments,
+    Config,
+    plan,
+    reason_of_width,
+)
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp4_experts.kernel import FP4ExpertsKernel
 
-__all__ = ["CLASSES", "GROUPS", "KERNEL", "ROWS", "TILES", "Arguments", "Config", "FP4ExpertsKernel", "plan"]
+__all__ = [
+    "CLASSES",
+    "GROUPS",
+    "KERNEL",
+    "ROWS",
+    "TILES",
+    "Arguments",
+    "Config",
+    "FP4ExpertsKernel",
+    "plan",
+    "reason_of_width",
+]
 
 KERNEL = f"{__name__}.kernel.FP4ExpertsKernel"
 __getattr__ = on_demand(__name__, "FP4ExpertsKernel")

@@ -6,6 +6,7 @@ from typing import Final
 
 import torch
 
+from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.activation_layout import CHUNK, ActivationLayout
 from torch_cute_ops.kernels.common.fp4_operands import FP4Operands
 from torch_cute_ops.kernels.common.token_list_layout import PAIR_BYTES, TokenListLayout
@@ -18,6 +19,8 @@ ROWS: Final = GROUP_ROWS
 """Rows of the weight of a CTA: those of a warpgroup."""
 BANDS: Final = ROWS // 16
 """Warps that share the rows of a unit, 16 rows each."""
+WIDTH_MULTIPLE: Final = 64
+"""What an expert's width is a multiple of: half a tile of MXFP4's scales, a whole one of NVFP4's."""
 FEEDERS: Final = 4
 """Producer warps: one for each slot."""
 GROUPS: Final = (8, 16, 24, 32)
@@ -105,6 +108,11 @@ class Config:
         return -(-self.width // self.chunk)
 
     @property
+    def spread(self) -> bool:
+        """Whether every second expert begins in the middle of a tile of scales."""
+        return self.width % (TILE_BLOCKS * self.operands.fmt.block_size) != 0
+
+    @property
     def lists(self) -> TokenListLayout:
         """The lists of tokens."""
         return TokenListLayout(self.tokens, self.group, self.expert_chunks, self.arranged.token_bytes)
@@ -128,7 +136,7 @@ class Config:
     @property
     def chunks(self) -> WeightChunks:
         """Chunks of the weight, one a stage."""
-        return WeightChunks(self.operands.fmt, self.operands.layout, ROWS, self.chunk)
+        return WeightChunks(self.operands.fmt, self.operands.layout, ROWS, self.chunk, self.spread)
 
     @property
     def stage_bytes(self) -> int:
@@ -158,7 +166,15 @@ class Config:
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
-        return self.operands.reason_unsupported(self.arranged, self.chunks, self.smem_bytes, arch)
+        reason = self.operands.reason_unsupported(self.arranged, self.chunks, self.smem_bytes, arch)
+        return reason_of_width(self.width) or reason
+
+
+def reason_of_width(width: int) -> str | None:
+    """Why there is no kernel for experts of this width; ``None`` if there is."""
+    if width % WIDTH_MULTIPLE:
+        return f"an expert's width is {width}; it has to be a multiple of {WIDTH_MULTIPLE}"
+    return None
 
 
 def plan(

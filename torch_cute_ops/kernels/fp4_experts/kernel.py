@@ -58,7 +58,7 @@ class FP4ExpertsKernel:
         self.config = config
         self.totals = Totals(config)
         self.ring = WeightRing(config.chunks, config.stages)
-        self.activations = Activations(config.arranged)
+        self.activations = Activations(config.arranged, config.spread)
         self.lister = TokenLister(config.lists, self.activations)
         self.units = ExpertUnits(config.tokens, config.group, config.classes)
         self.mma = UnitMma(self.ring, config.arranged, config.group, config.stages, config.width)
@@ -316,22 +316,28 @@ class FP4ExpertsKernel:
         index = Int32(0)
         stage, parity, turn = state
         for unit in range(begin, end, c.slots):
-            bias = None
-            if const_expr(c.bias_dtype is not None):
+            bias = phase = None
+            if const_expr(c.bias_dtype is not None or c.spread):
                 index = self.units.index_of(unit, index, smem.units)
-                bias = self._bias(smem.units.experts[index], slice_, consumer, share)
+                expert = smem.units.experts[index]
+                if const_expr(c.bias_dtype is not None):
+                    bias = self._bias(expert, slice_, consumer, share)
+                if const_expr(c.spread):
+                    phase = expert % 2
             if const_expr(c.by_warp):
                 sums.fill(0.0)
             last = stage
             for chunk in range(c.expert_chunks):
                 ptx.wait(smem.full + (first + stage), parity)
                 if const_expr(c.parts == 1):
-                    self._multiply_chunk(start, 0, chunk, first + stage, first + last, scale_row, sums, consumer, smem)
+                    self._multiply_chunk(
+                        start, 0, chunk, first + stage, first + last, scale_row, phase, sums, consumer, smem
+                    )
                 else:
                     for part in range_constexpr(c.parts):
                         if consumer.part == part:
                             self._multiply_chunk(
-                                start, part, chunk, first + stage, first + last, scale_row, sums, consumer, smem
+                                start, part, chunk, first + stage, first + last, scale_row, phase, sums, consumer, smem
                             )
                 last = stage
                 stage, parity = next_stage(stage, parity, depth)
@@ -351,7 +357,7 @@ class FP4ExpertsKernel:
             ptx.arrive_if(consumer.chain + (consumer.place + 1) % c.places, consumer.leads)
         return stage, parity, turn
 
-    def _multiply_chunk(self, start, part: int, chunk, stage, before, scale_row, sums, consumer, smem) -> None:
+    def _multiply_chunk(self, start, part: int, chunk, stage, before, scale_row, phase, sums, consumer, smem) -> None:
         """Add a chunk to the sums, with a part of each lane's codes; free the stage ``before``."""
         c = self.config
         rows = [(stage, consumer.row + 8 * r, scale_row + 8 * r) for r in range(2)]
@@ -360,7 +366,7 @@ class FP4ExpertsKernel:
             free(smem.free + before, consumer.leads, chunk > 0)
 
         done = free_before if c.expert_chunks > 1 else None
-        self.mma.multiply(start, part, c.parts, chunk, stage, chunk > 0, rows, consumer.lane, sums, smem, done)
+        self.mma.multiply(start, part, c.parts, chunk, stage, chunk > 0, rows, consumer.lane, sums, smem, done, phase)
 
     # Sums
 
