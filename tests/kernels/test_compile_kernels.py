@@ -13,17 +13,15 @@ import pytest
 from support import kernel_grid
 from support.kernel_fit import ALLOWED_SPILLS, check_fit
 from support.kernel_grid import (
-    AnyCase,
+    KernelCase,
     covering_cases,
     every_case,
     experts_cases,
     fp8_fp4_gemm_cases,
     fp8_gemm_cases,
     gated_experts_cases,
-    kernel_of,
     mma_cases,
     moe_cases,
-    role_of,
     tcgen05_cases,
     tcgen05_experts_cases,
     wgmma_cases,
@@ -39,7 +37,7 @@ from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.resources import Resources, compile_for, parse
 
 FP4 = (*EXPERTS, *TCGEN05, *TCGEN05_EXPERTS, *(one.values[0] for one in (*MMAS, *NATIVE_MMAS, *WGMMAS)))
-EMULATED = {role_of(one.case) for one in (*FP4, *GATED, *FP8_RUNS, *FP8_FP4_RUNS)}
+EMULATED = {one.case.role for one in (*FP4, *GATED, *FP8_RUNS, *FP8_FP4_RUNS)}
 """Roles of kernels that their emulator tests check as well."""
 
 
@@ -47,7 +45,7 @@ def other_cases(every):
     gemms = (*mma_cases(every), *wgmma_cases(every), *tcgen05_cases(every))
     experts = (*experts_cases(every), *gated_experts_cases(every), *tcgen05_experts_cases(every))
     cases = *gemms, *experts, *moe_cases(), *fp8_gemm_cases(), *fp8_fp4_gemm_cases()
-    return cases if every else tuple(case for case in cases if role_of(case) not in EMULATED)
+    return cases if every else tuple(case for case in cases if case.role not in EMULATED)
 
 
 def pytest_generate_tests(metafunc):
@@ -75,10 +73,10 @@ def compiled(request):
         pool.shutdown(cancel_futures=True)
 
 
-def test_compiles_without_spills(case: AnyCase, compiled):
+def test_compiles_without_spills(case: KernelCase, compiled):
     kernels = compiled(case)
     assert isinstance(kernels, list), kernels
-    check_fit(case, kernel_of(case), kernels)
+    check_fit(case, case.kernel, kernels)
 
 
 def test_covering_cases_cover():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ptx import run_kernel
 from support.emulated import POISON, poisoned
 from support.host_grids import Placed, grids, placed
-from support.kernel_grid import BF16, FP8_TARGETS, WHAT, Case, MoeCase, kernel_of
+from support.kernel_grid import BF16, FP8_TARGETS, WHAT, Case, MoeCase
 
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
 from torch_cute_ops.runtime.arch import ARCHS
@@ -180,14 +180,14 @@ class Call(NamedTuple):
 
 
 def rows_call(what: str, target: tuple[str, str], *written: str) -> Call:
-    kernel = kernel_of(Case(WHAT[what], (BF16, BF16), 128, target, "sm_90a"))
+    kernel = Case(WHAT[what], (BF16, BF16), 128, target, "sm_90a").kernel
     dims = {"rows": 3, "scale_rows": 128, "row_stride": 256, "residual_stride": 256}
     alias = ("residual", "input") if what.startswith("add") else None
     return Call(kernel, dims, {"eps": 0.0, "max_ctas": 4}, ("y", "scale", *written), alias)
 
 
 def dequantize_call() -> Call:
-    kernel = kernel_of(Case(WHAT["dequantize"], (BF16, BF16), 128, ("nvfp4-g", "128x4"), "sm_90a"))
+    kernel = Case(WHAT["dequantize"], (BF16, BF16), 128, ("nvfp4-g", "128x4"), "sm_90a").kernel
     return Call(kernel, {"rows": 3, "scale_rows": 128}, {"max_ctas": 4}, ("out",))
 
 

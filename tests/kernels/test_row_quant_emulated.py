@@ -9,7 +9,7 @@ import pytest
 import torch
 from ptx import EmulationError, Race, run_kernel
 from support.emulated import BLACKWELL, CPU, HOPPER, PASSED, WAIT, changed, equal, poisoned
-from support.kernel_grid import BF16, FP8_TARGETS, FP16, FP32, WHAT, Case, kernel_of
+from support.kernel_grid import BF16, FP8_TARGETS, FP16, FP32, WHAT, Case
 
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, FP8_TOKEN, ROW
@@ -186,7 +186,7 @@ class Run(NamedTuple):
 
     @property
     def config(self) -> Any:
-        config = dataclasses.replace(kernel_of(self.case).config, **self.changes)
+        config = dataclasses.replace(self.case.kernel.config, **self.changes)
         assert config.reason_unsupported(ARCHS[self.arch]) is None
         return config
 
@@ -412,7 +412,7 @@ def test_dequantize(dtype: torch.dtype, width: int, target: tuple[str, str], arc
     """Of every byte of codes and scales."""
     torch.manual_seed(0)
     case = Case(WHAT["dequantize"], (dtype, dtype), width, target, arch)
-    kernel = kernel_of(case)
+    kernel = case.kernel
     c, rows = kernel.config, 131
     codes = torch.arange(rows * width // 2).to(torch.uint8).reshape(rows, -1)
     tile = c.layout.tile_rows or 1

@@ -8,10 +8,10 @@ from typing import Any
 from ptx import compile_ptx
 
 from support.kernel_grid import (
-    AnyCase,
     ExpertsCase,
     FP8FP4GemmCase,
     GatedExpertsCase,
+    KernelCase,
     MoeCase,
     Tcgen05ExpertsCase,
     WgmmaCase,
@@ -33,12 +33,12 @@ ALLOWED_SPILLS: dict[str, str] = {
 REGISTERS_PER_SM = 65_536
 
 
-def check_emulated(case: AnyCase, kernel: Any) -> None:
+def check_emulated(case: KernelCase, kernel: Any) -> None:
     """The same of a case's kernel that the emulator runs, and which is compiled already."""
     check_fit(case, kernel, compile_ptx(kernel, ARCHS[case.arch]).resources)
 
 
-def check_fit(case: AnyCase, kernel: Any, kernels: Sequence[Resources]) -> None:
+def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> None:
     """What is launched, and what ptxas says about each of it, the one that multiplies first."""
     arch, config = ARCHS[case.arch], kernel.config
     # What puts activations in order for warpgroups is a kernel of its own, unless these do it; and what lists tokens.

@@ -1,0 +1,81 @@
+"""The kernel configurations that compile in tests, by the kernels' families; of each list all, or a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from support.kernel_grid.common import ARCHS, BF16, FP16, FP32, KernelCase
+from support.kernel_grid.fp4_gemms import (
+    ExpertsCase,
+    GatedExpertsCase,
+    MmaCase,
+    WgmmaCase,
+    experts_cases,
+    gated_experts_cases,
+    mma_cases,
+    wgmma_cases,
+)
+from support.kernel_grid.fp8_gemms import (
+    FP8_LAYOUTS,
+    RECODED,
+    FP8FP4GemmCase,
+    FP8GemmCase,
+    RecodeCase,
+    fp8_fp4_gemm_cases,
+    fp8_gemm_cases,
+)
+from support.kernel_grid.moe import MoeCase, moe_cases
+from support.kernel_grid.rows import FP8_TARGETS, WHAT, Case, covering_cases, every_case
+from support.kernel_grid.tcgen05 import Tcgen05Case, Tcgen05ExpertsCase, tcgen05_cases, tcgen05_experts_cases
+from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
+from torch_cute_ops.testing.resources import compile_for
+
+__all__ = [
+    "ARCHS",
+    "BF16",
+    "FP8_LAYOUTS",
+    "FP8_TARGETS",
+    "FP16",
+    "FP32",
+    "RECODED",
+    "WHAT",
+    "Case",
+    "ExpertsCase",
+    "FP8FP4GemmCase",
+    "FP8GemmCase",
+    "GatedExpertsCase",
+    "KernelCase",
+    "MmaCase",
+    "MoeCase",
+    "RecodeCase",
+    "Tcgen05Case",
+    "Tcgen05ExpertsCase",
+    "WgmmaCase",
+    "covering_cases",
+    "every_case",
+    "experts_cases",
+    "fp8_fp4_gemm_cases",
+    "fp8_gemm_cases",
+    "gated_experts_cases",
+    "in_process",
+    "mma_cases",
+    "moe_cases",
+    "resources_of",
+    "tcgen05_cases",
+    "tcgen05_experts_cases",
+    "wgmma_cases",
+]
+
+
+def in_process(work: Callable[[Any], Any], case: Any) -> Any:
+    """``work(case)``, or the text of its exception: exceptions of the DSL cannot all travel between processes."""
+    try:
+        return work(case)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def resources_of(case: KernelCase) -> Any:
+    """Compile the case's kernel: the ``Resources`` of what it launches."""
+    return compile_for(case.kernel, GPU_ARCHS[case.arch])[1]

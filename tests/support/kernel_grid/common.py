@@ -1,0 +1,50 @@
+"""What the cases of kernels share: dtypes, architectures, names."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+ARCHS = ("sm_90a", "sm_100a", "sm_120a")
+
+PER_COLUMN = tuple(Epilogue(dtype, "column", bias) for dtype, bias in ((BF16, FP32), (FP16, FP16), (FP32, FP32)))
+"""The epilogues that need the most registers."""
+
+
+class KernelCase:
+    """A kernel's configuration, and the architecture to compile it for. Each has an ``id``, ``arch``, and ``kernel``:
+    as the backend or op builds it."""
+
+    @property
+    def role(self) -> Any:
+        """What the case stands for in a part of its list, whatever the choices are that are made in turn: itself, if
+        nothing else."""
+        return self
+
+
+def short(*dtypes: torch.dtype) -> list[str]:
+    return [str(dtype).removeprefix("torch.") for dtype in dtypes]
+
+
+def epilogue_id(epilogue: Epilogue) -> str:
+    alpha = [] if epilogue.alpha is None else [f"alpha_{epilogue.alpha}"]
+    bias = [] if epilogue.bias_dtype is None else [f"bias_{short(epilogue.bias_dtype)[0]}"]
+    return "-".join((*short(epilogue.out_dtype), *alpha, *bias))
+
+
+def fp4_gemm_id(kind: str, case: Any, *rest: str) -> str:
+    return "-".join((kind, *short(case.dtype), case.format.name, case.layout, *rest, case.arch))
+
+
+def together(some: Sequence[Any], others: Sequence[Any], every: bool) -> Iterator[tuple[Any, Any]]:
+    """Each of ``some`` with every one of ``others``, or with every third."""
+    for (i, one), (j, other) in itertools.product(enumerate(some), enumerate(others)):
+        if every or (i + j) % 3 == 0:
+            yield one, other

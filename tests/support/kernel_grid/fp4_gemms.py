@@ -1,0 +1,325 @@
+"""FP4 GEMMs by mma.sync and by wgmma, dense and over experts."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from support.epilogues import epilogues
+from support.kernel_grid.common import (
+    ARCHS,
+    BF16,
+    FP16,
+    FP32,
+    PER_COLUMN,
+    KernelCase,
+    epilogue_id,
+    fp4_gemm_id,
+    short,
+    together,
+)
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
+from torch_cute_ops.formats.scale_layout import weight_layout
+from torch_cute_ops.kernels import fp4_experts, fp4_gated_experts, fp4_mma, fp4_wgmma
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.kernels.common.fp4_operands import FP4Operands
+from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
+
+DESKTOP = ("sm_120a", "sm_121a")
+
+WARPGROUP_KINDS: tuple[tuple[Any, ...], ...] = (
+    (FP16, NVFP4, "linear", None),
+    (BF16, NVFP4, "128x4", None),
+    (FP16, NVFP4, "128x4", "8x4"),
+    (FP16, NVFP4, "linear", "linear"),
+    (BF16, MXFP4, "128x4", None),
+    (BF16, MXFP4, "128x4", "128x4"),
+)
+"""What a weight and activations may be beside each other on sm_90a: dtype of the MMAs, format, layouts of scales."""
+
+
+@dataclass(frozen=True)
+class MmaCase(KernelCase):
+    """An FP4 GEMM by mma.sync and the architecture to compile it for."""
+
+    dtype: torch.dtype
+    format: FP4Format
+    layout: str
+    tokens: int
+    splits: int
+    epilogue: Epilogue
+    arch: str
+    ctas_per_sm: int = 1
+    a_layout: str | None = None
+
+    @property
+    def id(self) -> str:
+        tile = f"{self.tokens}x{self.splits}x{self.ctas_per_sm}"
+        return fp4_gemm_id("mma", self, *filter(None, (self.a_layout,)), tile, epilogue_id(self.epilogue))
+
+    @property
+    def role(self) -> Any:
+        return type(self), self.tokens, self.ctas_per_sm, self.arch, self.a_layout is None
+
+    @property
+    def kernel(self) -> Any:
+        """As the backend builds it; ``None`` if the architecture has no room for it."""
+        config = fp4_mma.plan(
+            dtype=self.dtype,
+            fmt=self.format,
+            layout=SCALE_LAYOUTS[self.layout],
+            epilogue=self.epilogue,
+            tokens=self.tokens,
+            splits=self.splits,
+            ctas_per_sm=self.ctas_per_sm,
+            arch=GPU_ARCHS[self.arch],
+            pdl=True,
+            a_layout=SCALE_LAYOUTS[self.a_layout] if self.a_layout else None,
+        )
+        return None if config is None else fp4_mma.FP4MmaKernel(config)
+
+
+def _a_dtype(case: WgmmaCase | ExpertsCase) -> torch.dtype:
+    return torch.uint8 if case.a_layout is not None else case.a_dtype or case.dtype
+
+
+def _operands(case: WgmmaCase | ExpertsCase) -> FP4Operands:
+    a_layout = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout]
+    return FP4Operands(_a_dtype(case), case.dtype, case.format, SCALE_LAYOUTS[case.layout], a_layout)
+
+
+def planned(family: Any, case: WgmmaCase | ExpertsCase | GatedExpertsCase, **given: Any) -> Any:
+    """As the backend plans it; ``given``: what only this family's kernels have."""
+    return family.plan(operands=_operands(case), tokens=case.tokens, arch=GPU_ARCHS[case.arch], pdl=True, **given)
+
+
+def activations_id(case: WgmmaCase | ExpertsCase | GatedExpertsCase) -> str:
+    return case.a_layout or short(_a_dtype(case))[0]
+
+
+@dataclass(frozen=True)
+class WgmmaCase(KernelCase):
+    """An FP4 GEMM by wgmma, with the kernel that puts its activations in order. ``a_dtype`` is that of activations with
+    16 bits, if not ``dtype``."""
+
+    dtype: torch.dtype
+    format: FP4Format
+    layout: str
+    a_layout: str | None
+    tokens: int
+    epilogue: Epilogue
+    splits: int = 0
+    width: int | None = None
+    arch: str = "sm_90a"
+    a_dtype: torch.dtype | None = None
+    static_weight: bool = False
+
+    @property
+    def id(self) -> str:
+        sums = f"{self.tokens}by{self.splits}" if self.width is None else f"{self.tokens}of{self.width}"
+        kind = "wgmma-static" if self.static_weight else "wgmma"
+        return fp4_gemm_id(kind, self, activations_id(self), sums, epilogue_id(self.epilogue))
+
+    @property
+    def role(self) -> Any:
+        if self.static_weight or self.epilogue in PER_COLUMN:
+            return self
+        kind = self.dtype, self.format, self.layout, self.a_layout, self.a_dtype
+        return type(self), kind, self.tokens, self.splits > 0, self.width is None
+
+    @property
+    def kernel(self) -> Any:
+        """As the backend builds it."""
+        given = {"epilogue": self.epilogue, "width": self.width, "splits": self.splits}
+        config = planned(fp4_wgmma, self, **given, static_weight=self.static_weight)
+        return fp4_wgmma.FP4WgmmaKernel(config)
+
+
+@dataclass(frozen=True)
+class ExpertsCase(KernelCase):
+    """The kernels of an FP4 GEMM that is added up over experts."""
+
+    dtype: torch.dtype
+    format: FP4Format
+    layout: str
+    a_layout: str | None
+    group: int
+    tokens: int
+    out_dtype: torch.dtype
+    classes: int = 1
+    arch: str = "sm_90a"
+    a_dtype: torch.dtype | None = None
+    bias_dtype: torch.dtype | None = None
+
+    @property
+    def id(self) -> str:
+        sizes = f"{self.group}of{self.tokens}by{self.classes}"
+        bias = [] if self.bias_dtype is None else [f"bias_{short(self.bias_dtype)[0]}"]
+        return fp4_gemm_id("experts", self, activations_id(self), sizes, *short(self.out_dtype), *bias)
+
+    @property
+    def role(self) -> Any:
+        return type(self), self.group, self.tokens, self.bias_dtype is None, self.a_dtype
+
+    @property
+    def kernel(self) -> Any:
+        """For experts of two chunks, of which the second is not whole. Of MXFP4 without a bias they begin with tiles of
+        scales, with one every second in the middle of a tile."""
+        return self.kernel_for(384 if self.format == MXFP4 and self.bias_dtype is None else 320)
+
+    def kernel_for(self, width: int) -> Any:
+        """As the backend builds it."""
+        sizes = {"width": width, "group": self.group, "classes": self.classes}
+        given = {"out_dtype": self.out_dtype, "bias_dtype": self.bias_dtype, **sizes}
+        return fp4_experts.FP4ExpertsKernel(planned(fp4_experts, self, **given))
+
+
+@dataclass(frozen=True)
+class GatedExpertsCase(KernelCase):
+    """The kernels of a gated FP4 GEMM over experts; ``finish`` are the arguments of ``fp4_gated_experts.Finish``."""
+
+    dtype: torch.dtype
+    format: FP4Format
+    layout: str
+    a_layout: str | None
+    rows: int
+    group: int
+    tokens: int
+    finish: tuple[Any, ...]
+    arch: str = "sm_90a"
+    a_dtype: torch.dtype | None = None
+    parts: int = 1
+
+    @property
+    def id(self) -> str:
+        sizes = f"{self.rows}by{self.group}in{self.parts}of{self.tokens}"
+        named = (getattr(each, "name", None) or str(each).removeprefix("torch.") for each in self.finish)
+        return fp4_gemm_id("gated_experts", self, activations_id(self), sizes, *named)
+
+    @property
+    def role(self) -> Any:
+        return type(self), self.rows, self.group
+
+    @property
+    def kernel(self) -> Any:
+        """For five chunks of k, of which the last is not whole; or, with linear scales, for four."""
+        return self.kernel_for(1024 if self.layout == "linear" else 1088)
+
+    def kernel_for(self, width: int) -> Any:
+        """As the backend builds it; ``None`` if it is none."""
+        sizes = {"width": width, "rows": self.rows, "group": self.group, "parts": self.parts}
+        finish = fp4_gated_experts.Finish(*self.finish)
+        config = planned(fp4_gated_experts, self, finish=finish, **sizes)
+        return None if config is None else fp4_gated_experts.FP4GatedExpertsKernel(config)
+
+
+def mma_cases(every: bool) -> list[MmaCase]:
+    """Every tile and number of CTAs for every architecture, with all operand dtypes or one in turn; and so the rest."""
+    kinds = ((FP16, NVFP4), (BF16, NVFP4), (BF16, MXFP4))
+    splits, finish = itertools.cycle((1, 2, 3, 4, 6, 8)), itertools.cycle(epilogues((None, "one", "column")))
+    layouts = itertools.cycle(("linear", "128x4"))
+    tiles = tuple(itertools.product((8, 16, 32, 64), (1, 2)))
+    cases = []
+    for (i, (tokens, ctas_per_sm)), (j, arch), (k, kind) in itertools.product(*map(enumerate, (tiles, ARCHS, kinds))):
+        if not every and k != (i + j) % len(kinds):
+            continue
+        case = MmaCase(*kind, next(layouts), tokens, next(splits), next(finish), arch, ctas_per_sm)
+        if case.kernel is not None:
+            cases.append(case)
+    # FP4 activations, whose codes are multiplied
+    kinds = ((NVFP4, "128x4"), (MXFP4, "linear"), (NVFP4, "linear"), (MXFP4, "8x4"))
+    for i, (tokens, ctas_per_sm) in enumerate(tiles):
+        every_kind = tuple(itertools.product(DESKTOP, kinds))
+        for arch, (fmt, a_layout) in every_kind if every else [every_kind[3 * i % len(every_kind)]]:
+            layout = weight_layout(SCALE_LAYOUTS[a_layout]).name
+            case = MmaCase(torch.uint8, fmt, layout, tokens, next(splits), next(finish), arch, ctas_per_sm, a_layout)
+            if case.kernel is not None:
+                cases.append(case)
+    return cases
+
+
+def wgmma_cases(every: bool) -> list[WgmmaCase]:
+    """Kinds of operands with tiles: all of them, or a third; epilogues in turn, ``PER_COLUMN`` with each tile."""
+    light, heavy = itertools.cycle(epilogues((None, "one", "column"))), itertools.cycle(PER_COLUMN)
+    tiles = [(tokens, 0) for tokens in (8, 16, 32, 64, 128, 256)]
+    tiles += [(8, 1), (16, 8), (32, 3), (64, 3), (128, 8)]
+    plain = [
+        WgmmaCase(*kind, tokens, next(heavy if kind in WARPGROUP_KINDS[:3] else light), splits)
+        for kind, (tokens, splits) in together(WARPGROUP_KINDS, tiles, every)
+    ]
+    # Activations that are rounded to bfloat16, by a kernel of their own and by the CTAs themselves.
+    rounded = [
+        WgmmaCase(BF16, MXFP4, "128x4", None, tokens, Epilogue(FP16), splits, a_dtype=FP16)
+        for tokens, splits in ((64, 0), (8, 2), (32, 1))
+    ]
+    static = [
+        WgmmaCase(*kind, tokens, epilogue, splits, static_weight=True)
+        for kind, (tokens, splits), epilogue in zip(
+            (WARPGROUP_KINDS[1], WARPGROUP_KINDS[5]), ((8, 2), (32, 3)), PER_COLUMN[:2], strict=True
+        )
+    ]
+    outs, widths = itertools.cycle((BF16, FP16, FP32)), itertools.cycle((256, 1024, 512))
+    return (
+        plain
+        + rounded
+        + static
+        + [
+            WgmmaCase(*kind, tokens, Epilogue(next(outs)), width=next(widths))
+            for kind, tokens in together(WARPGROUP_KINDS, (16, 32, 64, 128), every)
+        ]
+    )
+
+
+def experts_cases(every: bool) -> list[ExpertsCase]:
+    """Kinds of operands with sizes of a unit, all of them or a third; sizes of a tile, and the rest, in turn."""
+    tiles = {8: (256, 16, 512), 16: (64, 512), 24: (512, 32, 128), 32: (256, 64, 128)}
+    assert tuple(tiles) == fp4_experts.GROUPS
+    assert {size for sizes in tiles.values() for size in sizes} == set(fp4_experts.TILES)
+    turns = {group: itertools.cycle(sizes) for group, sizes in tiles.items()}
+    rest = itertools.cycle(((BF16, 1), (FP16, 8), (FP32, 1), (BF16, 8)))
+    cases = [
+        ExpertsCase(*kind, group, next(turns[group]), *next(rest))
+        for kind, group in together(WARPGROUP_KINDS, tuple(turns), every)
+    ]
+    # With a bias, in either dtype: every size of a unit
+    biased = {case.group: case for case in cases}
+    cases += [replace(case, bias_dtype=FP32 if i % 2 else case.out_dtype) for i, case in enumerate(biased.values())]
+    # What has spilled
+    cases.append(ExpertsCase(BF16, MXFP4, "128x4", None, 24, 128, FP16, 8, bias_dtype=FP32))
+    # Activations that are rounded to bfloat16
+    return [*cases, ExpertsCase(BF16, MXFP4, "128x4", None, 16, 64, FP16, a_dtype=FP16)]
+
+
+def gated_experts_cases(every: bool) -> list[GatedExpertsCase]:
+    """Rows of a slice with sizes of a unit, and all kinds of operands or one in turn; the rest in turn."""
+    tiles = itertools.cycle(fp4_gated_experts.TILES)
+    alphas, scales = itertools.cycle(("expert_half", "expert", None)), itertools.cycle(("expert", "one", None))
+    biases = itertools.cycle((FP32, "out", None, FP32))
+    kinds = (*WARPGROUP_KINDS, (BF16, MXFP4, "128x4", "8x4"))
+    cases = []
+    shapes = itertools.product(fp4_gated_experts.ROWS, fp4_gated_experts.GROUPS)
+    for i, shape in enumerate(shapes):
+        parts = fp4_gated_experts.PARTS[shape[0]]
+        of_shape: list[GatedExpertsCase] = []
+        for dtype, fmt, layout, a_layout in (*kinds[i % len(kinds) :], *kinds[: i % len(kinds)]):
+            out = dtype if a_layout is None else fmt
+            bias, scale = next(biases), next(scales)
+            finish = (
+                out,
+                None if a_layout is None else SCALE_LAYOUTS[a_layout],
+                next(alphas),
+                dtype if bias == "out" else bias,
+                scale if out == NVFP4 else None,
+                len(cases) % 3 != 1,
+            )
+            sizes = *shape, next(tiles)
+            case = GatedExpertsCase(
+                dtype, fmt, layout, a_layout, *sizes, finish, parts=parts[(i + len(of_shape)) % len(parts)]
+            )
+            if case.kernel is not None and (every or not of_shape):
+                of_shape.append(case)
+        cases += of_shape
+    return cases

@@ -1,0 +1,180 @@
+"""FP8 GEMMs, and those of FP8 activations and an FP4 weight."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from support.epilogues import epilogues
+from support.kernel_grid.common import ARCHS, BF16, FP32, PER_COLUMN, KernelCase, epilogue_id
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
+from torch_cute_ops.kernels import fp4_to_fp8, fp8_fp4_recoded, fp8_fp4_wgmma, fp8_mma, fp8_wgmma
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
+from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
+
+FP8_LAYOUTS = {"plain": (False, False), "offsets": (True, False), "counted": (True, True), "masked": (False, True)}
+"""Whether there are offsets, and counts."""
+
+RECODED = (128, 128)
+"""Rows of ``a`` and of the weight of a tile of ``fp8_fp4_recoded``."""
+
+
+def has_factors(epilogue: Epilogue) -> bool:
+    """Of columns or experts."""
+    return epilogue.alpha not in (None, "one")
+
+
+@dataclass(frozen=True)
+class FP8GemmCase(KernelCase):
+    """An FP8 GEMM: ``layout`` as ``FP8_LAYOUTS`` names it, ``tile`` as of the family's ``TILES``."""
+
+    family: str
+    layout: str
+    tile: tuple[int, ...]
+    epilogue: Epilogue
+    arch: str = "sm_90a"
+    static_weight: bool = False
+
+    @property
+    def id(self) -> str:
+        tile = "x".join(map(str, self.tile))
+        static = ["static"] if self.static_weight else []
+        return "-".join((self.family, *static, self.layout, tile, epilogue_id(self.epilogue), self.arch))
+
+    @property
+    def role(self) -> Any:
+        if self.static_weight or self in HAVE_SPILLED:
+            return self
+        return self.family, self.tile, self.arch, has_factors(self.epilogue)
+
+    @property
+    def kernel(self) -> Any:
+        """As the op builds it."""
+        rows = ExpertLayout(*FP8_LAYOUTS[self.layout])
+        given: dict[str, Any] = {"rows": rows, "epilogue": self.epilogue, "arch": GPU_ARCHS[self.arch], "pdl": True}
+        if self.family == "fp8_mma":
+            return fp8_mma.FP8MmaKernel(fp8_mma.plan(tokens=self.tile[0], **given))
+        names = ("tokens", "columns", "splits")
+        given["static_weight"] = self.static_weight
+        return fp8_wgmma.FP8WgmmaKernel(fp8_wgmma.plan(**dict(zip(names, self.tile, strict=True)), **given))
+
+
+@dataclass(frozen=True)
+class FP8FP4GemmCase(KernelCase):
+    """A GEMM of FP8 activations and an FP4 weight; ``tile`` as of ``fp8_fp4_wgmma.TILES``, or ``RECODED``, the rest as
+    elsewhere."""
+
+    fmt: FP4Format
+    scale_layout: str
+    layout: str
+    tile: tuple[int, int]
+    epilogue: Epilogue
+    arch: str = "sm_90a"
+    static_weight: bool = False
+
+    @property
+    def is_recoded(self) -> bool:
+        """Whether the weight is multiplied as ``before`` has written it."""
+        return self.tile == RECODED
+
+    @property
+    def id(self) -> str:
+        tile = "x".join(map(str, self.tile))
+        family = "fp8_fp4_recoded" if self.is_recoded else "fp8_fp4_wgmma"
+        family += "-static" if self.static_weight else ""
+        parts = (family, self.fmt.name, self.scale_layout, self.layout, tile, epilogue_id(self.epilogue))
+        return "-".join((*parts, self.arch))
+
+    @property
+    def role(self) -> Any:
+        if self.static_weight:
+            return self
+        return type(self), self.layout if self.is_recoded else self.fmt, self.tile, has_factors(self.epilogue)
+
+    @property
+    def kernel(self) -> Any:
+        """As the op builds it."""
+        rows = ExpertLayout(*FP8_LAYOUTS[self.layout])
+        given: dict[str, Any] = {"rows": rows, "epilogue": self.epilogue, "arch": GPU_ARCHS[self.arch], "pdl": True}
+        if self.is_recoded:
+            return fp8_fp4_recoded.FP8FP4RecodedKernel(fp8_fp4_recoded.plan(**given))
+        config = fp8_fp4_wgmma.plan(
+            fmt=self.fmt,
+            layout=SCALE_LAYOUTS[self.scale_layout],
+            tokens=self.tile[0],
+            splits=self.tile[1],
+            static_weight=self.static_weight,
+            **given,
+        )
+        return fp8_fp4_wgmma.FP8FP4WgmmaKernel(config)
+
+    @property
+    def before(self) -> RecodeCase | None:
+        """What recodes the weight for it."""
+        return RecodeCase(self.fmt, self.scale_layout, self.layout == "plain") if self.is_recoded else None
+
+
+@dataclass(frozen=True)
+class RecodeCase(KernelCase):
+    """The kernel that writes an FP4 weight to memory in FP8."""
+
+    fmt: FP4Format
+    scale_layout: str
+    is_plain: bool
+    arch: str = "sm_90a"
+
+    @property
+    def id(self) -> str:
+        return "-".join(
+            ("fp4_to_fp8", self.fmt.name, self.scale_layout, "plain" if self.is_plain else "experts", self.arch)
+        )
+
+    @property
+    def kernel(self) -> Any:
+        """As the op builds it."""
+        layout = SCALE_LAYOUTS[self.scale_layout]
+        return fp4_to_fp8.FP4ToFP8Kernel(fp4_to_fp8.Config(self.fmt, layout, self.is_plain, pdl=True))
+
+
+HAVE_SPILLED = (
+    FP8GemmCase("fp8_wgmma", "plain", (128, 128, 1), Epilogue(FP32, "column", FP32)),
+    FP8GemmCase("fp8_wgmma", "masked", (128, 128, 1), Epilogue(FP32, "expert_column", FP32)),
+)
+"""Each with another way to finish sums."""
+
+
+def fp8_gemm_cases() -> list[FP8GemmCase]:
+    """Every tile without and with alpha and bias of each column; layouts and other epilogues in turn."""
+    kinds = [("fp8_wgmma", tile, "sm_90a") for tile in fp8_wgmma.TILES]
+    kinds += [("fp8_mma", (tokens,), arch) for tokens in fp8_mma.TILES for arch in ARCHS]
+    layouts = itertools.cycle(FP8_LAYOUTS)
+    light = itertools.cycle(epilogues((None, "one"))[::2])
+    by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])
+    by_column = itertools.cycle(PER_COLUMN)
+    cases = [FP8GemmCase(family, next(layouts), tile, next(light), arch) for family, tile, arch in kinds]
+    cases += HAVE_SPILLED
+    cases.append(FP8GemmCase("fp8_wgmma", "plain", (64, 128, 2), PER_COLUMN[0], static_weight=True))
+    for family, tile, arch in kinds:
+        layout = next(layouts)
+        cases.append(FP8GemmCase(family, layout, tile, next(by_column if layout == "plain" else by_expert), arch))
+    return cases
+
+
+def fp8_fp4_gemm_cases() -> list[FP8FP4GemmCase | RecodeCase]:
+    """Every tile of either format; scale layouts, layouts of rows and epilogues in turn. Every layout of rows of the
+    GEMM by a recoded weight, which does not know the weight's format."""
+    layouts, scales = itertools.cycle(FP8_LAYOUTS), itertools.cycle(("128x4", "linear", "linear", "128x4"))
+    by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])
+    by_column = itertools.cycle(PER_COLUMN)
+    cases = [FP8FP4GemmCase(NVFP4, "128x4", "plain", (64, 2), PER_COLUMN[0], static_weight=True)]
+    for fmt, tile in itertools.product((NVFP4, MXFP4), fp8_fp4_wgmma.TILES):
+        layout = next(layouts)
+        epilogue = next(by_column if layout == "plain" else by_expert)
+        cases.append(FP8FP4GemmCase(fmt, next(scales), layout, tile, epilogue))
+    for layout in FP8_LAYOUTS:
+        epilogue = next(by_column if layout == "plain" else by_expert)
+        cases.append(FP8FP4GemmCase(NVFP4, "128x4", layout, RECODED, epilogue))
+    kinds = itertools.product((NVFP4, MXFP4), ("128x4", "linear"), (True, False))
+    return cases + [RecodeCase(*kind) for kind in kinds]

@@ -1,0 +1,93 @@
+"""Kernels around the experts' GEMMs: routing, permutation, gate, and the weighted sum."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from support.kernel_grid.common import ARCHS, BF16, FP16, FP32, KernelCase
+from torch_cute_ops.kernels import row_quant
+from torch_cute_ops.kernels.common.expert_choice import ExpertChoice
+from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
+
+
+@dataclass(frozen=True)
+class MoeCase(KernelCase):
+    """A kernel around the experts' GEMMs, by its family (``moe_swiglu``: experts' rows of ``row_quant``).
+
+    ``plan_arguments`` are those of the family's ``plan``; of ``moe_swiglu`` the width of a row, its dtype, whether
+    there are offsets, and counts, and whether the gate is the general one.
+    """
+
+    family: str
+    plan_arguments: tuple[Any, ...]
+    arch: str = "sm_90a"
+
+    @property
+    def id(self) -> str:
+        return "-".join((self.family, *(str(each).removeprefix("torch.") for each in self.plan_arguments), self.arch))
+
+    @property
+    def kernel(self) -> Any:
+        """The kernel that ``plan`` chooses."""
+        if self.family == "moe_swiglu":
+            return _experts_rows_kernel(*self.plan_arguments, self.arch)
+        family = importlib.import_module(f"torch_cute_ops.kernels.{self.family}")
+        kernel = getattr(family, family.KERNEL.rpartition(".")[2])
+        given = self.plan_arguments
+        if self.family in ("moe_route", "moe_route_dense"):
+            given = ExpertChoice(*given[:8]), *given[8:]
+        return kernel(family.plan(*given))
+
+
+def _experts_rows_kernel(width: int, dtype: torch.dtype, offsets: bool, counts: bool, swiglu: bool, arch: str) -> Any:
+
+    problem = row_quant.Problem.of_gated_experts(dtype, width, offsets, counts, swiglu)
+    return row_quant.RowQuantKernel(row_quant.plan(problem, GPU_ARCHS[arch]))
+
+
+def moe_cases() -> list[MoeCase]:
+    """The most experts of a token and others, narrow rows and wide ones; dtypes in turn."""
+    archs = itertools.cycle(ARCHS)
+    dtypes = itertools.cycle((BF16, FP16, FP32))
+    finalize = [
+        (next(dtypes), width, topk, residual)
+        for width, topk, residual in ((7168, 8, True), (16_384, 16, True), (8, 1, False), (2880, 16, False))
+    ]
+    permute = [
+        (next(dtypes), width, topk)
+        for width, topk in ((7168, 8), (16_384, 16), (128, 1), (2880, 4), (2048, 16), (64, 3), (65_536, 4))
+    ]
+    given = ((True, True, False), (False, True, True), (True, False, False), (True, True, True))
+    swiglu = [
+        (width, dtype, *which)
+        for dtype, widths in ((BF16, (128, 2048, 7168, 2880)), (FP16, (1152, 4096, 65_536)), (FP32, (2048, 18_432)))
+        for width, which in zip(widths, given, strict=False)
+    ]
+    route = [
+        (next(dtypes), experts, topk, *scoring, renormalize, masked)
+        for (experts, topk, *scoring), renormalize, masked in (
+            ((256, 8, True, True, 8, 4), True, False),
+            ((512, 16, False, False, 1, 1), False, True),
+            ((512, 16, True, True, 32, 4), True, True),
+            ((5, 1, False, False, 1, 1), True, False),
+            ((60, 4, True, False, 3, 2), False, False),
+            ((510, 16, True, True, 17, 4), True, False),
+        )
+    ]
+    ids = [(512, False), (512, True), (7, True)]
+    # The choice of moe_route, with and without factors in place of the layout of rows.
+    dense = [(*plan_arguments[:-1], i % 2 == 0) for i, plan_arguments in enumerate(route)]
+    cases = {
+        "moe_route": route,
+        "moe_route_ids": ids,
+        "moe_route_dense": dense,
+        "moe_finalize": finalize,
+        "moe_permute": permute,
+        "moe_swiglu": swiglu,
+    }
+    return [MoeCase(family, plan_arguments, next(archs)) for family, some in cases.items() for plan_arguments in some]
