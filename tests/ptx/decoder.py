@@ -36,9 +36,12 @@ class Target:
     width: int
     signed: bool
 
+    def __post_init__(self) -> None:
+        self.dtype: np.dtype = UNSIGNED[self.width]
+
     def store(self, value: Array) -> Array:
         """The register's bits."""
-        if value.dtype == UNSIGNED[self.width]:
+        if value.dtype == self.dtype:
             return value
         bits = 8 * value.dtype.itemsize
         if bits == self.width:
@@ -81,6 +84,13 @@ class Step:
     load: int | None = None
     needs: list[int] = field(default_factory=list)
     simple: bool = False
+
+    def compute(self, threads: Array, values: dict[int, Array]) -> None:
+        """What a simple step does to the registers."""
+        results = self.run(threads, *[value(values) for value in self.values])
+        for target, result in zip(self.targets, results, strict=True):
+            if target is not None:
+                values[target.slot] = result if result.dtype is target.dtype else target.store(result)
 
 
 Effect = Callable[["Decoder", Instruction, list[str]], Step]

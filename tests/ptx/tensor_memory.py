@@ -32,7 +32,7 @@ import numpy as np
 
 from ptx.memory import EmulationError, Fault, OutOfBounds, Race
 from ptx.races import PIPES
-from ptx.values import Array
+from ptx.values import Array, positions
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
@@ -148,7 +148,7 @@ class TensorMemory:
         cta, first = int(self.machine.cta[thread]), address
         number = self.allocation[cta, first] if first < COLUMNS else 0
         if not number or not np.array_equal(
-            np.flatnonzero(self.allocation[cta] == number), np.arange(first, first + columns)
+            positions(self.allocation[cta] == number), np.arange(first, first + columns)
         ):
             raise Fault(EmulationError, 0, f"{columns} columns at {address:#x} are no allocation")
         part = Part(cta, slice(0, 4), slice(first, first + columns))
@@ -203,7 +203,7 @@ class TensorMemory:
             return
         quarter, column = np.argwhere(~ordered)[0]
         who = int(records.column[part][quarter, column])
-        name = self.machine.races.name(int(np.flatnonzero(self.machine.cta == part.cta)[0]), who)
+        name = self.machine.races.name(int(positions(self.machine.cta == part.cta)[0]), who)
         where = f"lanes {32 * (part.quarters.start + quarter)}..., column {part.columns.start + column}"
         why = "unordered"
         if records.clock[part][quarter, column] == NOT_YET:
