@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ptx.memory import ALLOCATED, BARRIER, RANK_SHIFT, WRITTEN, EmulationError, Fault, OutOfBounds
-from ptx.values import Array, of_each, positions
+from ptx.values import Array, distinct, of_each, positions
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
@@ -54,9 +54,9 @@ class Barriers:
         if waits:
             self.machine.wait(threads)
         key = self.machine.cta[threads] * 16 + number
-        for one in np.unique(key):
+        for one in distinct(key):
             at = positions(key == one)
-            name = (int(one) // 16, int(one) % 16)
+            name = divmod(one, 16)
             wanted = int(expected[at[0]])
             before, groups = self.arrived.get(name, (wanted, []))
             if before != wanted or (expected[at] != wanted).any():
@@ -83,7 +83,7 @@ class Barriers:
         if len(again):
             raise Fault(EmulationError, again[0], "barrier.cluster.arrive twice without wait")
         self.cluster_arrived[threads] = True
-        for cluster in np.unique(self.machine.cluster[threads]):
+        for cluster in distinct(self.machine.cluster[threads]):
             self.machine.races.arrive(("cluster", int(cluster)), threads[self.machine.cluster[threads] == cluster])
             self.check_cluster(cluster)
 
@@ -101,7 +101,7 @@ class Barriers:
         if len(early):
             raise Fault(EmulationError, early[0], "barrier.cluster.wait without arrive")
         self.cluster_phase[threads[done]] += 1
-        for cluster in np.unique(self.machine.cluster[threads[done]]):
+        for cluster in distinct(self.machine.cluster[threads[done]]):
             at = threads[done & (self.machine.cluster[threads] == cluster)]
             self.machine.races.leave(("cluster", int(cluster)), at)
         self.machine.wait(threads[~done], AT_CLUSTER)
@@ -186,7 +186,7 @@ class Barriers:
         wanted = of_each(wanted, threads)
         key = ctas * (1 << RANK_SHIFT) + offsets
         done, complete = np.zeros(len(threads), bool), np.zeros(len(threads), bool)
-        for one in np.unique(key):
+        for one in distinct(key):
             at = positions(key == one)
             cta, offset = int(ctas[at[0]]), int(offsets[at[0]])
             barrier = self._found(at[0], cta, offset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -43,9 +44,9 @@ class Target:
         """The register's bits."""
         if value.dtype == self.dtype:
             return value
-        bits = 8 * value.dtype.itemsize
+        bits = 8 * value.itemsize
         if bits == self.width:
-            return value.view(UNSIGNED[bits])
+            return value.view(self.dtype)
         if self.signed:
             return value.view(f"i{bits // 8}").astype(f"i{self.width // 8}").view(UNSIGNED[self.width])
         return value.view(UNSIGNED[bits]).astype(UNSIGNED[self.width])
@@ -122,6 +123,17 @@ def _is_register_or_constant(operand: Operand) -> bool:
     return isinstance(operand, (Reg, Imm)) or operand == Symbol("_")
 
 
+@functools.cache
+def _op(opcode: str, name: str, parts: tuple[str, ...]) -> Op | None:
+    """What an opcode asks of ``PURE[name]``; ``None`` if that does not know it."""
+    operation = PURE[name]
+    types = tuple(TYPES[part] for part in parts if part in TYPES)
+    mods = frozenset(part for part in parts if part not in TYPES)
+    # Most functions know a single type.
+    mixed = len(types) > 1 and "d" not in (operation.out, *operation.ins)
+    return None if mods - operation.mods or not types or mixed else Op(opcode, mods, types)
+
+
 class Decoder:
     """Decodes for one machine: constants are in the steps."""
 
@@ -186,14 +198,10 @@ class Decoder:
         return slots[key]
 
     def _pure(self, instruction: Instruction, name: str, parts: list[str]) -> Step:
-        operation = PURE[name]
-        types = tuple(TYPES[part] for part in parts if part in TYPES)
-        mods = frozenset(part for part in parts if part not in TYPES)
-        # Most functions know a single type.
-        mixed = len(types) > 1 and "d" not in (operation.out, *operation.ins)
-        if mods - operation.mods or not types or mixed:
+        op = _op(instruction.opcode, name, tuple(parts))
+        if op is None:
             raise unknown(instruction)
-        op = Op(instruction.opcode, mods, types)
+        operation = PURE[name]
         first, *rest = instruction.operands
         result = type_of(op, operation.out)
         pair = isinstance(first, Vec)

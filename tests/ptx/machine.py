@@ -50,7 +50,7 @@ from ptx.races import Races
 from ptx.tensor_cores import TensorCores
 from ptx.tensor_memory import TensorMemory
 from ptx.under_way import UnderWay
-from ptx.values import F32_NAN, UNSIGNED, Array, any_true, of_each, positions
+from ptx.values import F32_NAN, UNSIGNED, Array, any_true, distinct, of_each, positions
 
 RUNNING, WAITING, ENDED = 0, 1, 2
 FAR = np.iinfo(np.int32).max
@@ -353,11 +353,11 @@ class Machine(Layout):
     def _end(self, threads: Array) -> None:
         self.under_way.check_end(threads)
         self.state[threads] = ENDED
-        for cta in np.unique(self.cta[threads]).tolist():
+        for cta in distinct(self.cta[threads]):
             if not len(self.living(self.cta == cta)):
                 self._end_cta(cta)
         # Threads that ended no longer count in the barrier of their cluster.
-        for cluster in np.unique(self.cluster[threads]):
+        for cluster in distinct(self.cluster[threads]):
             self.barriers.check_cluster(cluster)
 
     def _end_cta(self, cta: int) -> None:
@@ -390,7 +390,7 @@ class Machine(Layout):
     def resume(self, threads: Array) -> None:
         """Let waiting threads go on after their instruction."""
         self.state[threads] = RUNNING
-        for block in np.unique(self.block[threads]):
+        for block in distinct(self.block[threads]):
             at = threads[self.block[threads] == block]
             self.block[at] = self.blocks[block].next
 
@@ -429,7 +429,7 @@ class Machine(Layout):
     def _masks(self, block: Block, threads: Array) -> Array:
         """What each waiting lane's mask is."""
         masks = np.zeros(len(threads), np.int64)
-        for number in np.unique(self.block[threads]):
+        for number in distinct(self.block[threads]):
             at = self.block[threads] == number
             other = self.blocks[number]
             mask = other.steps[0].mask({slot: self.registers[slot][threads[at]] for slot in other.live_in})
@@ -470,7 +470,7 @@ class Machine(Layout):
         first = int(number[0])
         every = not any_true(number != first)
         found = []
-        for region in [first] if every else np.unique(number):
+        for region in [first] if every else distinct(number):
             subset: Any = slice(None) if every else positions(number == region)
             offset = address[subset] & ((1 << REGION_SHIFT) - 1)
             chosen = threads[subset]
@@ -499,7 +499,7 @@ class Machine(Layout):
         if space != "shared::cluster" and (cta != own).any():
             bad = positions(cta != own)[0]
             raise Fault(OutOfBounds, bad, f"address {address[bad]:#x} is of another CTA: not shared::cta")
-        remote = np.unique(cta[cta != own])
+        remote = distinct(cta[cta != own])
         for other in remote:
             if (self.state[self.cta == other] == ENDED).all():
                 bad = positions(cta == other)[0]

@@ -70,6 +70,11 @@ def any_true(mask: Array) -> bool:
     return np.count_nonzero(mask) > 0
 
 
+def distinct(values: Array) -> list[Any]:
+    """The different values, in order. (``np.unique`` takes three times as long for a hundred.)"""
+    return sorted(set(values.tolist()))
+
+
 # Parts of floating point
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from ptx.decoder import Decoder, Source, Step, effect, modifiers, nothing
 from ptx.memory import EmulationError, Fault
 from ptx.parser import Instruction, Operand, Symbol, Vec
-from ptx.values import TYPES, UNSIGNED, Array, of_each, positions
+from ptx.values import TYPES, UNSIGNED, Array, distinct, of_each, positions
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
@@ -65,7 +65,7 @@ def _shfl(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 def _per_warp(machine: Machine, threads: Array, function: Callable[[Array], Any], dtype: Any) -> Array:
     """``function`` of the positions of each warp's threads."""
     result = np.zeros(len(threads), dtype)
-    for warp in np.unique(machine.warp[threads]):
+    for warp in distinct(machine.warp[threads]):
         at = positions(machine.warp[threads] == warp)
         result[at] = function(at)
     return result
