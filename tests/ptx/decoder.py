@@ -42,7 +42,7 @@ class Target:
 
     def store(self, value: Array) -> Array:
         """The register's bits."""
-        if value.dtype == self.dtype:
+        if value.dtype is self.dtype or value.dtype == self.dtype:
             return value
         bits = 8 * value.itemsize
         if bits == self.width:
@@ -91,7 +91,7 @@ class Step:
         results = self.run(threads, *[value(values) for value in self.values])
         for target, result in zip(self.targets, results, strict=True):
             if target is not None:
-                values[target.slot] = result if result.dtype is target.dtype else target.store(result)
+                values[target.slot] = target.store(result)
 
 
 Effect = Callable[["Decoder", Instruction, list[str]], Step]

@@ -205,6 +205,11 @@ class Races:
         first = bank * self.per_cta + offset // self.granule
         return first[:, None] + np.arange(count)
 
+    def _rows(self, cta: int, offset: int, size: int) -> slice:
+        """The records of bytes that a copy accesses."""
+        first = cta * self.per_cta + offset // self.granule
+        return slice(first, first + -(-size // self.granule))
+
     def read(self, threads: Array, bank: Array, offset: Array, size: int, load: int | None = None) -> None:
         """``load``: the number of the load that reads."""
         records = self._records(bank, offset, size)
@@ -301,25 +306,23 @@ class Races:
         return agent
 
     def copy_writes(self, agent: Agent, cta: int, offset: int, size: int) -> None:
-        thread = np.array([agent.thread])
-        at = np.array([offset])
-        records = self._records(np.array([cta]), at, size)
-        self._check_write(thread, agent.knows[None], records, at)
-        reader, was_read = self.reader[records][..., :-1], self.was_read[records][..., :-1]
-        late = self.was_load[records] & (was_read > agent.knows[self.performed + reader])
+        rows = self._rows(cta, offset, size)
+        records = np.arange(rows.start, rows.stop)[None]
+        self._check_write(np.array([agent.thread]), agent.knows[None], records, np.array([offset]))
+        reader, was_read = self.reader[rows, :-1], self.was_read[rows, :-1]
+        late = self.was_load[rows] & (was_read > agent.knows[self.performed + reader])
         if any_true(late) and not self.machine.lenient:
-            _, j, k = np.argwhere(late)[0]
-            who = self.name(agent.thread, reader[0, j, k])
+            j, k = np.argwhere(late)[0]
+            who = self.name(agent.thread, reader[j, k])
             place = offset + j * self.granule
             raise Fault(Race, 0, f"copy to shared memory offset {place:#x}, which {who} may not have loaded yet")
-        self.writer[records] = self.agent
-        self.written[records] = agent.clock
-        self.was_read[records] = 0
+        self.writer[rows] = self.agent
+        self.written[rows] = agent.clock
+        self.was_read[rows] = 0
 
     def copy_reads(self, agent: Agent, cta: int, offset: int, size: int) -> slice:
         """A bulk copy starts to read: the records that it reads."""
-        (records,) = self._records(np.array([cta]), np.array([offset]), size)
-        rows = slice(records[0], records[-1] + 1)
+        rows = self._rows(cta, offset, size)
         self._check_read(agent, rows, lambda i: offset + i * self.granule)
         self.reader[rows, -1] = self.column[agent.thread]
         self.was_read[rows, -1] = READING

@@ -197,10 +197,13 @@ class Tiny:
 
     def decode(self, codes: Array) -> Array:
         """As fp16, which holds all."""
+        return self._halves[codes & (2 * self.sign - 1)]
+
+    @cached_property
+    def _halves(self) -> Array:
+        """The fp16 number of each code."""
         magnitude = np.concatenate([self.values, np.full(self.sign - len(self.values), np.nan)])
-        value = magnitude[codes & (self.sign - 1)]
-        value = np.where(codes & self.sign, -value, value)
-        return value.astype(np.float16)
+        return np.concatenate([magnitude, -magnitude]).astype(np.float16)
 
 
 TINY = {
