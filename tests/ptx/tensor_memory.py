@@ -195,8 +195,9 @@ class TensorMemory:
         """Which accesses the threads know to be complete."""
         known = self._known(threads)
         complete = records.clock[part] <= known[records.column[part]]
-        own = np.isin(records.column[part], self.machine.races.column[threads])
-        return complete & (records.fenced[part] | own)
+        own = np.zeros(len(known), bool)
+        own[self.machine.races.column[threads]] = True
+        return complete & (records.fenced[part] | own[records.column[part]])
 
     def _demand(self, records: Records, part: Part, ordered: Array, what: str, did: str) -> None:
         if ordered.all():
