@@ -7,6 +7,7 @@ defines the rounding, results are exact; instructions that are only approximate 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from ptx.values import (
     TYPES,
     Array,
     Type,
+    any_true,
     canonical,
     flush,
     fma_f32,
@@ -38,7 +40,7 @@ class Op:
     mods: frozenset[str]
     types: tuple[Type, ...]
 
-    @property
+    @cached_property
     def type(self) -> Type:
         return self.types[-1]
 
@@ -186,7 +188,7 @@ def _fma(op, a, b, c):
         return finish(op, fma_f32(a, b, c))
     if op.type.name == "f64":
         raise NotImplementedError(op.opcode)
-    result = on_floats(op, lambda x, y, z: round_to_odd_sum(*np.broadcast_arrays(x * y, z)), a, b, c)
+    result = on_floats(op, lambda x, y, z: round_to_odd_sum(x * y, z), a, b, c)
     if "relu" in op.mods:
         result = on_floats(op, lambda x: np.where(np.signbit(x), 0.0, x), result)
     return result
@@ -249,6 +251,8 @@ def _extreme(op, largest: bool, a, b):
             result = np.fmax(x, y) if largest else np.fmin(x, y)
         # Minus zero is below plus zero.
         zeros = (x == 0) & (y == 0)
+        if not any_true(zeros):
+            return result
         negative = (np.signbit(x) & np.signbit(y)) if largest else (np.signbit(x) | np.signbit(y))
         return np.where(zeros, np.where(negative, -0.0, 0.0).astype(result.dtype), result)
 
@@ -319,6 +323,8 @@ def _not(op, a):
 def _shift(op, function, a, amount):
     # PTX clamps the amount to the width; NumPy leaves that undefined.
     bits = op.type.bits
+    if not any_true(amount >= bits):
+        return function(a, amount.astype(op.type.dtype))
     shifted = function(a, np.minimum(amount, bits - 1).astype(op.type.dtype))
     if op.type.is_signed:
         return shifted
@@ -393,17 +399,22 @@ def _lop3(op, a, b, c, table):
     return result
 
 
+_NIBBLES = np.array([0, 4, 8, 12], np.uint32)
+
+
 @pure("prmt", "t t u32")
 def _prmt(op, a, b, selector):
-    source = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
-    result = np.uint32(0)
-    for i in range(4):
-        nibble = (selector >> np.uint32(4 * i)) & np.uint32(0xF)
-        byte = (source >> ((nibble & np.uint32(7)) * np.uint32(8)).astype(np.uint64)).astype(np.uint32)
-        byte &= np.uint32(0xFF)
-        signs = np.where(byte & np.uint32(0x80), np.uint32(0xFF), np.uint32(0))
-        result = result | (np.where(nibble & np.uint32(8), signs, byte) << np.uint32(8 * i))
-    return result
+    count = max(len(a), len(b), len(selector))
+    words = np.empty((count, 2), np.uint32)
+    words[:, 0], words[:, 1] = a, b
+    source = words.view(np.uint8)
+    nibbles = selector[:, None] >> _NIBBLES & np.uint32(0xF)
+    chosen = nibbles & np.uint32(7)
+    same = len(selector) == 1
+    result = source.take(chosen[0], axis=1) if same else source[np.arange(count)[:, None], chosen]
+    if any_true(nibbles > 7):
+        result = np.where(nibbles > 7, np.where(result > 0x7F, np.uint8(0xFF), np.uint8(0)), result)
+    return result.view(np.uint32)[:, 0]
 
 
 # Comparison and selection

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ptx.memory import ALLOCATED, BARRIER, RANK_SHIFT, WRITTEN, EmulationError, Fault, OutOfBounds
-from ptx.values import Array, of_each
+from ptx.values import Array, distinct, of_each, positions
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
@@ -54,9 +54,9 @@ class Barriers:
         if waits:
             self.machine.wait(threads)
         key = self.machine.cta[threads] * 16 + number
-        for one in np.unique(key):
-            at = np.flatnonzero(key == one)
-            name = (int(one) // 16, int(one) % 16)
+        for one in distinct(key):
+            at = positions(key == one)
+            name = divmod(one, 16)
             wanted = int(expected[at[0]])
             before, groups = self.arrived.get(name, (wanted, []))
             if before != wanted or (expected[at] != wanted).any():
@@ -79,11 +79,11 @@ class Barriers:
     # Cluster barriers
 
     def arrive_at_cluster(self, threads: Array) -> None:
-        again = np.flatnonzero(self.cluster_arrived[threads])
+        again = positions(self.cluster_arrived[threads])
         if len(again):
             raise Fault(EmulationError, again[0], "barrier.cluster.arrive twice without wait")
         self.cluster_arrived[threads] = True
-        for cluster in np.unique(self.machine.cluster[threads]):
+        for cluster in distinct(self.machine.cluster[threads]):
             self.machine.races.arrive(("cluster", int(cluster)), threads[self.machine.cluster[threads] == cluster])
             self.check_cluster(cluster)
 
@@ -97,11 +97,11 @@ class Barriers:
 
     def wait_for_cluster(self, threads: Array) -> Array:
         done = self.cluster_phases[self.machine.cluster[threads]] > self.cluster_phase[threads]
-        early = np.flatnonzero(~done & ~self.cluster_arrived[threads])
+        early = positions(~done & ~self.cluster_arrived[threads])
         if len(early):
             raise Fault(EmulationError, early[0], "barrier.cluster.wait without arrive")
         self.cluster_phase[threads[done]] += 1
-        for cluster in np.unique(self.machine.cluster[threads[done]]):
+        for cluster in distinct(self.machine.cluster[threads[done]]):
             at = threads[done & (self.machine.cluster[threads] == cluster)]
             self.machine.races.leave(("cluster", int(cluster)), at)
         self.machine.wait(threads[~done], AT_CLUSTER)
@@ -186,8 +186,8 @@ class Barriers:
         wanted = of_each(wanted, threads)
         key = ctas * (1 << RANK_SHIFT) + offsets
         done, complete = np.zeros(len(threads), bool), np.zeros(len(threads), bool)
-        for one in np.unique(key):
-            at = np.flatnonzero(key == one)
+        for one in distinct(key):
+            at = positions(key == one)
             cta, offset = int(ctas[at[0]]), int(offsets[at[0]])
             barrier = self._found(at[0], cta, offset)
             self.machine.races.read(threads[at], ctas[at], offsets[at], 8)
@@ -209,7 +209,7 @@ class Barriers:
         goes_on = self.times_out[threads]
         if self.random is not None and self.random.random() < 0.1:
             goes_on = np.ones(len(threads), bool)
-        for i in np.flatnonzero(goes_on):
+        for i in positions(goes_on):
             name = (int(threads[i]), cta, offset, phase)
             goes_on[i] = name not in self.timed_out
             self.timed_out.add(name)

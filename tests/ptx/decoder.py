@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,13 +37,16 @@ class Target:
     width: int
     signed: bool
 
+    def __post_init__(self) -> None:
+        self.dtype: np.dtype = UNSIGNED[self.width]
+
     def store(self, value: Array) -> Array:
         """The register's bits."""
-        if value.dtype == UNSIGNED[self.width]:
+        if value.dtype is self.dtype or value.dtype == self.dtype:
             return value
-        bits = 8 * value.dtype.itemsize
+        bits = 8 * value.itemsize
         if bits == self.width:
-            return value.view(UNSIGNED[bits])
+            return value.view(self.dtype)
         if self.signed:
             return value.view(f"i{bits // 8}").astype(f"i{self.width // 8}").view(UNSIGNED[self.width])
         return value.view(UNSIGNED[bits]).astype(UNSIGNED[self.width])
@@ -82,6 +86,13 @@ class Step:
     needs: list[int] = field(default_factory=list)
     simple: bool = False
 
+    def compute(self, threads: Array, values: dict[int, Array]) -> None:
+        """What a simple step does to the registers."""
+        results = self.run(threads, *[value(values) for value in self.values])
+        for target, result in zip(self.targets, results, strict=True):
+            if target is not None:
+                values[target.slot] = target.store(result)
+
 
 Effect = Callable[["Decoder", Instruction, list[str]], Step]
 EFFECTS: dict[str, Effect] = {}
@@ -110,6 +121,17 @@ def _is_register_or_constant(operand: Operand) -> bool:
     if isinstance(operand, Vec):
         return all(map(_is_register_or_constant, operand.items))
     return isinstance(operand, (Reg, Imm)) or operand == Symbol("_")
+
+
+@functools.cache
+def _op(opcode: str, name: str, parts: tuple[str, ...]) -> Op | None:
+    """What an opcode asks of ``PURE[name]``; ``None`` if that does not know it."""
+    operation = PURE[name]
+    types = tuple(TYPES[part] for part in parts if part in TYPES)
+    mods = frozenset(part for part in parts if part not in TYPES)
+    # Most functions know a single type.
+    mixed = len(types) > 1 and "d" not in (operation.out, *operation.ins)
+    return None if mods - operation.mods or not types or mixed else Op(opcode, mods, types)
 
 
 class Decoder:
@@ -176,14 +198,10 @@ class Decoder:
         return slots[key]
 
     def _pure(self, instruction: Instruction, name: str, parts: list[str]) -> Step:
-        operation = PURE[name]
-        types = tuple(TYPES[part] for part in parts if part in TYPES)
-        mods = frozenset(part for part in parts if part not in TYPES)
-        # Most functions know a single type.
-        mixed = len(types) > 1 and "d" not in (operation.out, *operation.ins)
-        if mods - operation.mods or not types or mixed:
+        op = _op(instruction.opcode, name, tuple(parts))
+        if op is None:
             raise unknown(instruction)
-        op = Op(instruction.opcode, mods, types)
+        operation = PURE[name]
         first, *rest = instruction.operands
         result = type_of(op, operation.out)
         pair = isinstance(first, Vec)

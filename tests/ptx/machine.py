@@ -31,6 +31,7 @@ import numpy as np
 import ptx.instructions  # noqa: F401  (makes the instructions known)
 from ptx.barriers import AT_WARP, FOR_KERNEL, Barriers
 from ptx.blocks import Block, blocks_of, find_flow, granule
+from ptx.collection import collection_paused
 from ptx.decoder import Decoder, Step
 from ptx.layout import GlobalMemory, Launch, Layout
 from ptx.memory import (
@@ -50,10 +51,16 @@ from ptx.races import Races
 from ptx.tensor_cores import TensorCores
 from ptx.tensor_memory import TensorMemory
 from ptx.under_way import UnderWay
-from ptx.values import F32_NAN, UNSIGNED, Array, of_each
+from ptx.values import F32_NAN, UNSIGNED, Array, any_true, distinct, of_each, positions
 
 RUNNING, WAITING, ENDED = 0, 1, 2
 FAR = np.iinfo(np.int32).max
+
+
+def _slice_of(threads: Array) -> Any:
+    """``threads``, which are sorted, as a slice if they follow each other: NumPy is quicker with that."""
+    first, last = int(threads[0]), int(threads[-1])
+    return slice(first, last + 1) if last - first < len(threads) else threads
 
 
 class Machine(Layout):
@@ -90,8 +97,9 @@ class Machine(Layout):
         self.steps = 0
         self.barriers, self.under_way = Barriers(self), UnderWay(self)
         decoder = Decoder(self)
-        self.blocks = blocks_of(program, decoder)
-        loads = find_flow(program, self.blocks, self.cluster_ctas > 1)
+        with collection_paused():
+            self.blocks = blocks_of(program, decoder)
+            loads = find_flow(program, self.blocks, self.cluster_ctas > 1)
         self.registers = [np.zeros(self.threads, UNSIGNED[width]) for width in decoder.widths]
         for slot, address in decoder.shared_symbols.items():
             self.registers[slot][:] = address
@@ -120,7 +128,7 @@ class Machine(Layout):
         with np.errstate(all="ignore"):
             while True:
                 running = self.state == RUNNING
-                if not running.any():
+                if not any_true(running):
                     if self.under_way.copies:
                         self.under_way.execute_one()
                         continue
@@ -132,7 +140,7 @@ class Machine(Layout):
                     if not self.barriers.time_out():
                         raise self._deadlock()
                     continue
-                if self.random is None and not (running & ~self.polled).any():
+                if self.random is None and not any_true(running & ~self.polled):
                     self.polled[:] = False
                     if self.under_way.copies:
                         self.under_way.execute_one()
@@ -159,7 +167,7 @@ class Machine(Layout):
             lowest = int(address.min())
             if lowest == FAR:
                 return
-            threads = np.flatnonzero(address == lowest)
+            threads = positions(address == lowest)
             self._run_block(self.blocks[lowest], threads)
             if self.random is None and self.blocks[lowest].polls:
                 among[threads] = False
@@ -175,15 +183,15 @@ class Machine(Layout):
             threads = self._meet(block, threads)
             if not len(threads):
                 return
-        where: Any = threads
-        if len(threads) == self.threads:
-            where = slice(None)
+        where = _slice_of(threads)
         registers = self.registers
-        values = {slot: registers[slot][where] for slot in block.live_in}
-        unknown = {slot: self.undefined[slot][where] for slot in block.live_in if slot in self.undefined}
-        if where is not threads:
-            values = {slot: value.copy() for slot, value in values.items()}
-            unknown = {slot: value.copy() for slot, value in unknown.items()}
+        if where is threads:
+            values = {slot: registers[slot].take(where) for slot in block.live_in}
+        else:
+            values = {slot: registers[slot][where].copy() for slot in block.live_in}
+        unknown = {}
+        if self.undefined:
+            unknown = {slot: self.undefined[slot][where].copy() for slot in block.live_in if slot in self.undefined}
         following: Any = block.next
         for step in steps:
             self.step = step
@@ -191,10 +199,7 @@ class Machine(Layout):
                 self.races.need_loads(step.needs, threads)
             try:
                 if step.simple and not unknown:
-                    results = step.run(threads, *[value(values) for value in step.values])
-                    for target, result in zip(step.targets, results, strict=True):
-                        if target is not None:
-                            values[target.slot] = target.store(result)
+                    step.compute(threads, values)
                     continue
                 done = self._execute(step, threads, values, unknown)
             except Fault as fault:
@@ -217,7 +222,7 @@ class Machine(Layout):
         if slot not in self.undefined:
             self.undefined[slot] = np.zeros(self.threads, bool)
         self.undefined[slot][where] = False if unknown is None else unknown
-        if not self.undefined[slot].any():
+        if not any_true(self.undefined[slot]):
             del self.undefined[slot]
 
     def _execute(self, step: Step, threads: Array, values: dict[int, Array], unknown: dict[int, Array]) -> Any:
@@ -247,7 +252,7 @@ class Machine(Layout):
                     else:
                         unknown.pop(target.slot, None)
             return None
-        subset = np.flatnonzero(taken)
+        subset = positions(taken)
         part = {slot: which[subset] for slot, which in unknown.items()}
         arguments = [a if len(a) == 1 else a[subset] for a in arguments]
         if step.kind == "block":
@@ -283,12 +288,12 @@ class Machine(Layout):
         if not unknown:
             return step.run(threads, *arguments), self.unwritten
         strange = [unknown.get(source.slot) for source in step.sources]
-        strange = [which if which is not None and which.any() else None for which in strange]
+        strange = [which if which is not None and any_true(which) else None for which in strange]
         known = all(which is None for which in strange)
         if not known and step.undefined in ("load", "store", "error"):
             for which in strange[: None if step.undefined == "error" else 1]:
                 if which is not None:
-                    raise Fault(Uninitialised, np.flatnonzero(which)[0], "depends on memory that nobody wrote")
+                    raise Fault(Uninitialised, positions(which)[0], "depends on memory that nobody wrote")
         if step.undefined == "store" and not known:
             self.undefined_values = strange[1:]
         results, unwritten = step.run(threads, *arguments), self.unwritten
@@ -334,7 +339,7 @@ class Machine(Layout):
         return np.ones(len(threads), bool)
 
     def release_dependents(self, threads: Array) -> None:
-        early = np.flatnonzero(~self.has_waited[threads])
+        early = positions(~self.has_waited[threads])
         if len(early) and not self.lenient:
             raise Fault(EmulationError, early[0], "releases dependents before it has waited for the kernel before")
 
@@ -345,16 +350,16 @@ class Machine(Layout):
         before, self.before = self.before, None
         assert before is not None
         before()
-        self.retry(np.flatnonzero((self.state == WAITING) & (self.reason == FOR_KERNEL)))
+        self.retry(positions((self.state == WAITING) & (self.reason == FOR_KERNEL)))
 
     def _end(self, threads: Array) -> None:
         self.under_way.check_end(threads)
         self.state[threads] = ENDED
-        for cta in np.unique(self.cta[threads]).tolist():
+        for cta in distinct(self.cta[threads]):
             if not len(self.living(self.cta == cta)):
                 self._end_cta(cta)
         # Threads that ended no longer count in the barrier of their cluster.
-        for cluster in np.unique(self.cluster[threads]):
+        for cluster in distinct(self.cluster[threads]):
             self.barriers.check_cluster(cluster)
 
     def _end_cta(self, cta: int) -> None:
@@ -362,12 +367,12 @@ class Machine(Layout):
             self.races.end(cta)
             self.tensor.check_end(cta)
         except Fault as fault:
-            thread = int(np.flatnonzero(self.cta == cta)[fault.position])
+            thread = int(positions(self.cta == cta)[fault.position])
             raise self.error(fault.kind, thread, fault.message) from None
 
     def living(self, among: Array) -> Array:
         """Those of some threads, of which ``among`` is a mask, that have not ended."""
-        return np.flatnonzero(among & (self.state != ENDED))
+        return positions(among & (self.state != ENDED))
 
     def wait(self, threads: Array, reason: int = 0) -> None:
         """Let threads wait, until someone lets them go on; with a ``reason``, who may know them by that alone."""
@@ -387,7 +392,7 @@ class Machine(Layout):
     def resume(self, threads: Array) -> None:
         """Let waiting threads go on after their instruction."""
         self.state[threads] = RUNNING
-        for block in np.unique(self.block[threads]):
+        for block in distinct(self.block[threads]):
             at = threads[self.block[threads] == block]
             self.block[at] = self.blocks[block].next
 
@@ -399,7 +404,7 @@ class Machine(Layout):
             raise NotImplementedError(f"guard: {step.instruction}")
         mask = step.mask({slot: self.registers[slot][threads] for slot in block.live_in}).astype(np.int64)
         needed = of_each(mask, threads) & self.warp_mask[threads]
-        absent = np.flatnonzero(needed >> self.lane[threads] & 1 == 0)
+        absent = positions(needed >> self.lane[threads] & 1 == 0)
         if len(absent):
             raise self.error(EmulationError, threads[absent[0]], f"lane not in mask {needed[absent[0]]:#x}")
         # bar.warp.sync meets any bar.warp.sync; other instructions only meet themselves.
@@ -407,7 +412,7 @@ class Machine(Layout):
         self.wait(threads, reason)
         concerned = np.zeros(self.warps, bool)
         concerned[self.warp[threads]] = True
-        candidates = np.flatnonzero((self.state == WAITING) & (self.reason == reason) & concerned[self.warp])
+        candidates = positions((self.state == WAITING) & (self.reason == reason) & concerned[self.warp])
         arrived = np.bincount(self.warp[candidates], 2.0 ** self.lane[candidates], self.warps).astype(np.int64)
         wanted = needed if len(candidates) == len(threads) else self._masks(block, candidates)
         ready = candidates[(arrived[self.warp[candidates]] & wanted) == wanted]
@@ -426,7 +431,7 @@ class Machine(Layout):
     def _masks(self, block: Block, threads: Array) -> Array:
         """What each waiting lane's mask is."""
         masks = np.zeros(len(threads), np.int64)
-        for number in np.unique(self.block[threads]):
+        for number in distinct(self.block[threads]):
             at = self.block[threads] == number
             other = self.blocks[number]
             mask = other.steps[0].mask({slot: self.registers[slot][threads[at]] for slot in other.live_in})
@@ -440,7 +445,7 @@ class Machine(Layout):
         return kind(f"{message}; CTA {cta}, thread {tid}; {self.step.instruction if self.step else ''}")
 
     def _where(self) -> str:
-        alive = np.flatnonzero(self.state != ENDED)
+        alive = positions(self.state != ENDED)
         at = Counter(int(block) for block in self.block[alive])
         lines = []
         for block, count in sorted(at.items()):
@@ -465,10 +470,10 @@ class Machine(Layout):
             return [(slice(None), self.local, threads, address)]
         number = address >> REGION_SHIFT
         first = int(number[0])
-        every = bool((number == first).all())
+        every = not any_true(number != first)
         found = []
-        for region in [first] if every else np.unique(number):
-            subset: Any = slice(None) if every else np.flatnonzero(number == region)
+        for region in [first] if every else distinct(number):
+            subset: Any = slice(None) if every else positions(number == region)
             offset = address[subset] & ((1 << REGION_SHIFT) - 1)
             chosen = threads[subset]
             if 1 <= region <= len(self.global_memory.regions):
@@ -487,19 +492,19 @@ class Machine(Layout):
         address = of_each(address, threads).astype(np.int64)
         rank = address >> RANK_SHIFT
         own = self.cta[threads]
-        bad = np.flatnonzero((rank < 0) | (rank >= self.cluster_ctas))
+        bad = positions((rank < 0) | (rank >= self.cluster_ctas))
         if len(bad):
             raise Fault(OutOfBounds, bad[0], f"shared address {address[bad[0]]:#x}")
         if self.cluster_ctas == 1:
             return own, address
         cta = self.cta_of_rank[self.cluster[threads], rank]
         if space != "shared::cluster" and (cta != own).any():
-            bad = np.flatnonzero(cta != own)[0]
+            bad = positions(cta != own)[0]
             raise Fault(OutOfBounds, bad, f"address {address[bad]:#x} is of another CTA: not shared::cta")
-        remote = np.unique(cta[cta != own])
+        remote = distinct(cta[cta != own])
         for other in remote:
             if (self.state[self.cta == other] == ENDED).all():
-                bad = np.flatnonzero(cta == other)[0]
+                bad = positions(cta == other)[0]
                 raise Fault(OutOfBounds, bad, f"address {address[bad]:#x} is of CTA {other}, which has ended")
         return cta, address & ((1 << RANK_SHIFT) - 1)
 
@@ -526,7 +531,7 @@ class Machine(Layout):
                 results[i][subset] = found[i]
                 if missing is not None:
                     unwritten[i][subset] = missing[i]
-        self.unwritten = unwritten if any(one.any() for one in unwritten) else None
+        self.unwritten = unwritten if any(any_true(one) for one in unwritten) else None
         return results
 
     def store(self, space: str, threads: Array, address: Array, width: int, values: list[Array]) -> None:
@@ -538,7 +543,7 @@ class Machine(Layout):
                 self.races.write(threads[subset], bank, offset, width * len(values))
             for i, which in enumerate(undefined or ()):
                 if which is not None and which[subset].any():
-                    at = np.flatnonzero(which[subset])
+                    at = positions(which[subset])
                     if memory is not self.shared and memory is not self.local:
                         position = at[0] if isinstance(subset, slice) else subset[at[0]]
                         raise Fault(Uninitialised, position, "stores what comes from memory that nobody wrote")

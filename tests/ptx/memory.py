@@ -1,10 +1,11 @@
 """Byte-addressed memory whose every access is checked, and the errors of a launch."""
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 
-from ptx.values import UNSIGNED, Array
+from ptx.values import UNSIGNED, Array, any_true, positions
 
 ALLOCATED, WRITTEN, BARRIER = 1, 2, 4
 """Flags of a byte: it may be accessed; it has a value; it is part of an mbarrier object."""
@@ -66,10 +67,10 @@ class Memory:
     def locate(self, bank: Array, offset: Array, width: int, count: int) -> Array:
         """Index of the first of ``count`` elements of ``width`` bytes."""
         size = width * count
-        bad = np.flatnonzero(offset % size)
+        bad = positions(offset % size)
         if len(bad):
             raise Fault(Misaligned, bad[0], f"{self.name} offset {offset[bad[0]]:#x}, access of {size} bytes")
-        bad = np.flatnonzero((offset < 0) | (offset + size > self.size))
+        bad = positions((offset < 0) | (offset + size > self.size))
         if len(bad):
             raise Fault(OutOfBounds, bad[0], f"{self.name} offset {offset[bad[0]]:#x} of {self.size:#x} bytes")
         return (bank * self.stride + offset) // width
@@ -81,7 +82,7 @@ class Memory:
         whole = _repeat(ALLOCATED | WRITTEN, width)
         found = [flags[index + i] for i in range(count)]
         values = [data[index + i] for i in range(count)]
-        if all((one == whole).all() for one in found):
+        if not any(any_true(one != whole) for one in found):
             return values, None
         allocated, barrier = _repeat(ALLOCATED, width), _repeat(BARRIER, width)
         for i, one in enumerate(found):
@@ -89,8 +90,8 @@ class Memory:
         return values, [one != whole for one in found]
 
     def _check(self, found: Array, wrong: Array, offset: Array, width: int) -> None:
-        if wrong.any():
-            bad = np.flatnonzero(wrong)[0]
+        if any_true(wrong):
+            bad = positions(wrong)[0]
             raise self._fault(int(found[bad]), bad, offset[bad], width)
 
     def store(self, bank: Array, offset: Array, width: int, values: list[Array]) -> None:
@@ -129,11 +130,12 @@ class Memory:
         wrong = (found & (ALLOCATED | BARRIER)) != ALLOCATED
         if reads:
             wrong |= (found & WRITTEN) == 0
-        if wrong.any():
-            first = int(np.flatnonzero(wrong)[0])
+        if any_true(wrong):
+            first = int(positions(wrong)[0])
             raise self._fault(int(found[first]), 0, offset + first, 1)
         return where
 
 
+@functools.cache
 def _repeat(flag: int, width: int):
     return UNSIGNED[8 * width].type(int.from_bytes(bytes([flag]) * width, "little"))

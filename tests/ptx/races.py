@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ptx.memory import Fault, Race
-from ptx.values import Array
+from ptx.values import Array, any_true, positions
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
@@ -115,7 +115,7 @@ class Races:
     def arrive(self, key: Key, threads: Array) -> None:
         """What ``threads`` did so far is before what follows the barrier."""
         if self.machine.lenient:
-            threads = np.flatnonzero(np.isin(self.machine.warp, self.machine.warp[threads]))
+            threads = positions(np.isin(self.machine.warp, self.machine.warp[threads]))
         self._settle(threads)
         self._gather(key, self.clocks[threads].max(axis=0))
         self._tick(threads)
@@ -164,8 +164,9 @@ class Races:
 
     def _tick(self, threads: Array) -> None:
         columns = self.column[threads]
-        self.clocks[threads, columns] += 1
-        if (self.clocks[threads, columns] == 0xFFFF).any():
+        clocks = self.clocks[threads, columns] + np.uint16(1)
+        self.clocks[threads, columns] = clocks
+        if any_true(clocks == 0xFFFF):
             raise NotImplementedError("a launch with so many barriers")
 
     # Loads
@@ -178,7 +179,7 @@ class Races:
 
     def need_loads(self, loads: list[int], threads: Array) -> None:
         """``threads`` need what these loads loaded: they, and those before, have been performed."""
-        if self.has_copies and self.under_way[threads].any():
+        if self.has_copies and any_true(self.under_way[threads]):
             for load in loads:
                 some = threads[self.started[load, threads] != PERFORMED]
                 if len(some):
@@ -191,7 +192,7 @@ class Races:
         """Until when all loads of ``threads`` have been performed."""
         if self.has_copies:
             until = self.clocks[threads, self.column[threads]]
-            late = np.flatnonzero(self.under_way[threads])
+            late = positions(self.under_way[threads])
             if len(late):
                 until[late] = self.started[:, threads[late]].min(axis=0) - 1
             self.clocks[threads, self.performed + self.column[threads]] = until
@@ -204,14 +205,18 @@ class Races:
         first = bank * self.per_cta + offset // self.granule
         return first[:, None] + np.arange(count)
 
+    def _rows(self, cta: int, offset: int, size: int) -> slice:
+        """The records of bytes that a copy accesses."""
+        first = cta * self.per_cta + offset // self.granule
+        return slice(first, first + -(-size // self.granule))
+
     def read(self, threads: Array, bank: Array, offset: Array, size: int, load: int | None = None) -> None:
         """``load``: the number of the load that reads."""
         records = self._records(bank, offset, size)
         writer, written = self.writer[records], self.written[records]
-        known = self.clocks[threads[:, None], writer]
-        bad = np.argwhere(written > known)
-        if len(bad):
-            i, j = bad[0]
+        late = written > self.clocks[threads[:, None], writer]
+        if any_true(late):
+            i, j = np.argwhere(late)[0]
             raise self._race(i, offset[i] + j * self.granule, "read", self.name(threads[i], writer[i, j]), "wrote")
         columns = self.column[threads]
         warps = self.warp[threads][:, None]
@@ -237,9 +242,9 @@ class Races:
         self.written[records] = clocks[:, None]
         self.was_read[records] = 0
         # Two threads of one instruction that write the same byte.
-        twice = np.argwhere(self.writer[records] != columns[:, None])
-        if len(twice):
-            i, j = twice[0]
+        twice = self.writer[records] != columns[:, None]
+        if any_true(twice):
+            i, j = np.argwhere(twice)[0]
             raise self._race(
                 i, offset[i] + j * self.granule, "write", self.name(threads[i], self.writer[records[i, j]]), "wrote"
             )
@@ -248,29 +253,29 @@ class Races:
     def _visit(self, threads: Array, bank: Array) -> None:
         """``threads`` access the shared memory of these CTAs."""
         if self.machine.cluster_ctas > 1:
-            away = np.flatnonzero(bank != self.machine.cta[threads])
+            away = positions(bank != self.machine.cta[threads])
             columns = self.column[threads[away]]
             self.visited[bank[away], columns] = self.clocks[threads[away], columns]
 
     def end(self, cta: int) -> None:
         """All threads of a CTA have ended, and its shared memory with them."""
         known = self.clocks[self.machine.cta == cta].max(axis=0)
-        bad = np.flatnonzero(self.visited[cta] > known[: self.agent])
+        bad = positions(self.visited[cta] > known[: self.agent])
         if len(bad):
-            who = self.name(np.flatnonzero(self.machine.cta == cta)[0], bad[0])
+            who = self.name(positions(self.machine.cta == cta)[0], bad[0])
             raise Fault(Race, 0, f"CTA {cta} may end before {who} has accessed its shared memory")
 
     def _check_write(self, threads: Array, clocks: Array, records: Array, offset: Array) -> None:
         rows = np.arange(len(threads))[:, None]
         writer, written = self.writer[records], self.written[records]
-        bad = np.argwhere(written > clocks[rows, writer])
-        if len(bad):
-            i, j = bad[0]
+        late = written > clocks[rows, writer]
+        if any_true(late):
+            i, j = np.argwhere(late)[0]
             raise self._race(i, offset[i] + j * self.granule, "write", self.name(threads[i], writer[i, j]), "wrote")
         reader, was_read = self.reader[records], self.was_read[records]
-        bad = np.argwhere(was_read > clocks[rows[:, :, None], reader])
-        if len(bad):
-            i, j, k = bad[0]
+        late = was_read > clocks[rows[:, :, None], reader]
+        if any_true(late):
+            i, j, k = np.argwhere(late)[0]
             who = self.name(threads[i], reader[i, j, k])
             if k == self.cluster_warps and reader[i, j, k] < self.pipes:
                 who = f"a bulk copy of {who}"
@@ -301,25 +306,23 @@ class Races:
         return agent
 
     def copy_writes(self, agent: Agent, cta: int, offset: int, size: int) -> None:
-        thread = np.array([agent.thread])
-        at = np.array([offset])
-        records = self._records(np.array([cta]), at, size)
-        self._check_write(thread, agent.knows[None], records, at)
-        reader, was_read = self.reader[records][..., :-1], self.was_read[records][..., :-1]
-        bad = np.argwhere(self.was_load[records] & (was_read > agent.knows[self.performed + reader]))
-        if len(bad) and not self.machine.lenient:
-            _, j, k = bad[0]
-            who = self.name(agent.thread, reader[0, j, k])
+        rows = self._rows(cta, offset, size)
+        records = np.arange(rows.start, rows.stop)[None]
+        self._check_write(np.array([agent.thread]), agent.knows[None], records, np.array([offset]))
+        reader, was_read = self.reader[rows, :-1], self.was_read[rows, :-1]
+        late = self.was_load[rows] & (was_read > agent.knows[self.performed + reader])
+        if any_true(late) and not self.machine.lenient:
+            j, k = np.argwhere(late)[0]
+            who = self.name(agent.thread, reader[j, k])
             place = offset + j * self.granule
             raise Fault(Race, 0, f"copy to shared memory offset {place:#x}, which {who} may not have loaded yet")
-        self.writer[records] = self.agent
-        self.written[records] = agent.clock
-        self.was_read[records] = 0
+        self.writer[rows] = self.agent
+        self.written[rows] = agent.clock
+        self.was_read[rows] = 0
 
     def copy_reads(self, agent: Agent, cta: int, offset: int, size: int) -> slice:
         """A bulk copy starts to read: the records that it reads."""
-        (records,) = self._records(np.array([cta]), np.array([offset]), size)
-        rows = slice(records[0], records[-1] + 1)
+        rows = self._rows(cta, offset, size)
         self._check_read(agent, rows, lambda i: offset + i * self.granule)
         self.reader[rows, -1] = self.column[agent.thread]
         self.was_read[rows, -1] = READING
@@ -334,11 +337,11 @@ class Races:
     def _check_read(self, agent: Agent, rows: Any, offset_of: Callable[[int], int]) -> None:
         """Something asynchronous reads these records."""
         writer, written = self.writer[rows], self.written[rows]
-        bad = np.flatnonzero(written > agent.knows[writer])
+        bad = positions(written > agent.knows[writer])
         if len(bad):
             at, who = offset_of(bad[0]), self.name(agent.thread, writer[bad[0]])
             raise self._race(0, at, "copy", who, "wrote")
-        bad = np.flatnonzero((written > agent.knows[self.fenced + writer]) & (writer != self.agent))
+        bad = positions((written > agent.knows[self.fenced + writer]) & (writer != self.agent))
         if len(bad):
             at, who = offset_of(bad[0]), self.name(agent.thread, writer[bad[0]])
             raise Fault(Race, 0, f"copy of shared memory offset {at:#x}: no fence.proxy.async since {who} wrote it")

@@ -32,7 +32,7 @@ import numpy as np
 
 from ptx.memory import EmulationError, Fault, OutOfBounds, Race
 from ptx.races import PIPES
-from ptx.values import Array
+from ptx.values import Array, positions
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
@@ -148,7 +148,7 @@ class TensorMemory:
         cta, first = int(self.machine.cta[thread]), address
         number = self.allocation[cta, first] if first < COLUMNS else 0
         if not number or not np.array_equal(
-            np.flatnonzero(self.allocation[cta] == number), np.arange(first, first + columns)
+            positions(self.allocation[cta] == number), np.arange(first, first + columns)
         ):
             raise Fault(EmulationError, 0, f"{columns} columns at {address:#x} are no allocation")
         part = Part(cta, slice(0, 4), slice(first, first + columns))
@@ -195,15 +195,16 @@ class TensorMemory:
         """Which accesses the threads know to be complete."""
         known = self._known(threads)
         complete = records.clock[part] <= known[records.column[part]]
-        own = np.isin(records.column[part], self.machine.races.column[threads])
-        return complete & (records.fenced[part] | own)
+        own = np.zeros(len(known), bool)
+        own[self.machine.races.column[threads]] = True
+        return complete & (records.fenced[part] | own[records.column[part]])
 
     def _demand(self, records: Records, part: Part, ordered: Array, what: str, did: str) -> None:
         if ordered.all():
             return
         quarter, column = np.argwhere(~ordered)[0]
         who = int(records.column[part][quarter, column])
-        name = self.machine.races.name(int(np.flatnonzero(self.machine.cta == part.cta)[0]), who)
+        name = self.machine.races.name(int(positions(self.machine.cta == part.cta)[0]), who)
         where = f"lanes {32 * (part.quarters.start + quarter)}..., column {part.columns.start + column}"
         why = "unordered"
         if records.clock[part][quarter, column] == NOT_YET:

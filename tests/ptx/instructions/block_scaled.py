@@ -10,7 +10,7 @@ from ptx.decoder import Decoder, Step, effect, unknown
 from ptx.instructions.products import accumulators, matrix_step, of_accumulators, whole_warps
 from ptx.memory import EmulationError, Fault
 from ptx.parser import Instruction, Operand, Vec
-from ptx.values import E2M1, SCALES, TYPES, Array, of_each
+from ptx.values import E2M1, SCALES, TYPES, Array, of_each, positions
 
 _FORM = re.compile(
     r"mma\.sync\.aligned\.kind::(mxf4|mxf4nvf4)\.block_scale\.scale_vec::([24])X"
@@ -29,7 +29,7 @@ def _numbers(words: Array) -> Array:
 def _selectors(values: tuple[Array, ...]) -> list[int]:
     """Selectors of bytes and of threads, which are the same in all lanes."""
     for value in values:
-        different = np.flatnonzero(value != value.flat[0])
+        different = positions(value != value.flat[0])
         if len(different):
             raise Fault(EmulationError, different[0], "a selector that differs between lanes")
     return [int(value.flat[0]) for value in values]

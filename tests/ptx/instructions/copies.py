@@ -11,7 +11,7 @@ from ptx.decoder import Decoder, Step, acts, effect, modifiers, unknown
 from ptx.instructions.accesses import SPACES
 from ptx.memory import WRITTEN, EmulationError, Fault, Misaligned
 from ptx.parser import Instruction, Reg, Vec
-from ptx.values import TYPES, UNSIGNED, Array, of_each
+from ptx.values import TYPES, UNSIGNED, Array, of_each, positions
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
@@ -44,7 +44,7 @@ def _some_cp_async(
     m: Machine, threads: Array, target: Array, source: Array, size: int, counts: Array
 ) -> Callable[[], None]:
     """Check everything now; copy later, and zeros in place of what is not read."""
-    bad = np.flatnonzero((counts > size) | (source % size != 0))
+    bad = positions((counts > size) | (source % size != 0))
     if len(bad):
         kind = EmulationError if counts[bad[0]] > size else Misaligned
         raise Fault(kind, bad[0], f"{counts[bad[0]]} of {size} bytes at {source[bad[0]]:#x}")

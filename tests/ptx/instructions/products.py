@@ -14,7 +14,7 @@ from ptx.instructions.accesses import split_space
 from ptx.instructions.warps import warp_step
 from ptx.memory import RANK_SHIFT, EmulationError, Fault
 from ptx.parser import Imm, Instruction, Vec
-from ptx.values import TINY, TYPES, Array, canonical, from_bf16, of_each
+from ptx.values import TINY, TYPES, Array, canonical, from_bf16, of_each, positions
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def whole_warps(machine: Machine, threads: Array) -> int:
     """How many warps; each must have all lanes."""
-    partial = np.flatnonzero(machine.warp_mask[threads] != 0xFFFFFFFF)
+    partial = positions(machine.warp_mask[threads] != 0xFFFFFFFF)
     if len(partial):
         raise Fault(EmulationError, partial[0], "a warp of fewer than 32 threads")
     return len(threads) // 32
@@ -59,7 +59,7 @@ def _ldmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
             return [rows[:, i].reshape(-1) for i in range(count)]
 
         # Lane 8 i + j has the address of row j of matrix i.
-        at = np.flatnonzero(machine.lane[threads] < 8 * count)
+        at = positions(machine.lane[threads] < 8 * count)
         address = of_each(address, threads)[at]
         words = machine.checked(at, machine.load, space, threads[at], address, 4, 4)
         if machine.unwritten is not None:
@@ -89,7 +89,7 @@ def _stmatrix(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         if "trans" in mods:
             rows = np.ascontiguousarray(rows.view(np.uint16).swapaxes(2, 3)).view(np.uint32)
         rows = rows.swapaxes(0, 1).reshape(-1, 4)
-        at = np.flatnonzero(machine.lane[threads] < 8 * count)
+        at = positions(machine.lane[threads] < 8 * count)
         address = of_each(address, threads)[at]
         machine.checked(at, machine.store, space, threads[at], address, 4, list(np.ascontiguousarray(rows.T)))
         return ()

@@ -12,7 +12,7 @@ from ptx.instructions.warps import warp_step
 from ptx.memory import EmulationError, Fault
 from ptx.parser import Imm, Instruction, Vec
 from ptx.tensor_memory import Part
-from ptx.values import TYPES, Array, of_each
+from ptx.values import TYPES, Array, distinct, of_each, positions
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
@@ -27,12 +27,12 @@ def _cta_group(ins: Instruction) -> int:
 def _of_warps(m: Machine, threads: Array, act: Callable[..., None], *values: Array) -> None:
     """``act(positions, threads, *values)`` for each warp; values are the same in all of its lanes."""
     values = tuple(of_each(value, threads) for value in values)
-    for warp in np.unique(m.warp[threads]):
-        at = np.flatnonzero(m.warp[threads] == warp)
+    for warp in distinct(m.warp[threads]):
+        at = positions(m.warp[threads] == warp)
         if len(at) < 32:
             raise Fault(EmulationError, at[0], "a warp of fewer than 32 threads")
         for value in values:
-            different = np.flatnonzero(value[at] != value[at[0]])
+            different = positions(value[at] != value[at[0]])
             if len(different):
                 raise Fault(EmulationError, at[different[0]], "an operand that differs between lanes of a warp")
         try:

@@ -10,7 +10,7 @@ import numpy as np
 from ptx.decoder import Decoder, Source, Step, effect, modifiers, nothing
 from ptx.memory import EmulationError, Fault
 from ptx.parser import Instruction, Operand, Symbol, Vec
-from ptx.values import TYPES, UNSIGNED, Array, of_each
+from ptx.values import TYPES, UNSIGNED, Array, distinct, of_each, positions
 
 if TYPE_CHECKING:
     from ptx.machine import Machine
@@ -51,7 +51,7 @@ def _shfl(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         other = machine.warp_first[threads] + source
         there = np.zeros(machine.threads + 32, bool)
         there[threads] = True
-        absent = np.flatnonzero(~there[other])
+        absent = positions(~there[other])
         if len(absent):
             raise Fault(EmulationError, absent[0], f"reads lane {source[absent[0]]}, which takes no part")
         return a[machine.position[other]].astype(np.uint32), inside
@@ -65,8 +65,8 @@ def _shfl(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 def _per_warp(machine: Machine, threads: Array, function: Callable[[Array], Any], dtype: Any) -> Array:
     """``function`` of the positions of each warp's threads."""
     result = np.zeros(len(threads), dtype)
-    for warp in np.unique(machine.warp[threads]):
-        at = np.flatnonzero(machine.warp[threads] == warp)
+    for warp in distinct(machine.warp[threads]):
+        at = positions(machine.warp[threads] == warp)
         result[at] = function(at)
     return result
 
