@@ -6,8 +6,6 @@ import pytest
 import torch
 from expected import assert_same
 from support.cases import (
-    call,
-    call_function,
     choices_of,
     defined,
     form_groups,
@@ -28,7 +26,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._triton import has_triton
 
 from torch_cute_ops.ops._define import as_tuple
-from torch_cute_ops.testing import Sample
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -40,11 +37,14 @@ def test_compiled_is_eager(op, names, device):
     wanted = [run(op, sample) for sample in samples]
     outputs = [out_for(op, want) for want in wanted]
 
+    # Without the helpers of ``cases.py``, which Dynamo would trace for every call.
+    as_op, as_function, returns_one = overload(op), op.function, len(op.outputs) == 1
+
     def program(calls, outputs):
         results = []
-        for (first, second, third), out in zip(calls, outputs, strict=True):
-            results.append((call(op, Sample("", *first)), call_function(op, Sample("", *second))))
-            call_function(op, Sample("", *third), out)
+        for ((args, kwargs), (own, more), (others, rest)), out in zip(calls, outputs, strict=True):
+            results.append((as_op(*args, **kwargs), as_function(*own, **more)))
+            as_function(*others, **rest, out=out[0] if returns_one else out)
         return results
 
     private_samples = [[private(op, sample) for _ in range(3)] for sample in samples]
@@ -52,12 +52,11 @@ def test_compiled_is_eager(op, names, device):
     compiled = torch.compile(program, backend=counter, fullgraph=True)
     results = compiled([[(each.args, each.kwargs) for each in three] for three in private_samples], outputs)
     assert counter.frame_count == 1
-    for name, (as_op, as_function), out, three, want in zip(
-        names, results, outputs, private_samples, wanted, strict=True
-    ):
-        for got, each in zip((as_op, as_function, out), three, strict=True):
-            assert_same((*defined(op, each, got), *updated(op, each)), want)
-        assert [(t.stride(), t.device) for t in as_op] == [(t.stride(), t.device) for t in out], name
+    for name, returned, out, three, want in zip(names, results, outputs, private_samples, wanted, strict=True):
+        got = (*map(as_tuple, returned), out)
+        for tensors, each in zip(got, three, strict=True):
+            assert_same((*defined(op, each, tensors), *updated(op, each)), want)
+        assert [(t.stride(), t.device) for t in got[0]] == [(t.stride(), t.device) for t in out], name
 
 
 INDUCTOR = ("plain", "nvfp4-128x4-bfloat16", "block128-column-bfloat16", "leading-transposed")

@@ -44,13 +44,15 @@ def fp8_weight(codes: torch.Tensor, scale: torch.Tensor) -> Weight:
 
 def sum_of_block(left: np.ndarray, right: np.ndarray, device: str) -> Bounded:
     """``left @ right.T`` of the elements that share a scale, and what tensor cores may lose of it."""
-    total, lost = (np.zeros((len(left), len(right))) for _ in range(2))
+    total, lost, before = (np.zeros((len(left), len(right))) for _ in range(3))
     for begin in range(0, left.shape[1], STEP):
         x, y = (operand[:, begin : begin + STEP] for operand in (left, right))
         largest = np.abs(x).max(1, initial=0)[:, None] * np.abs(y).max(1, initial=0)
-        before, total = total, total + x @ y.T
-        lost += (STEP + 1) * np.maximum(largest, np.maximum(np.abs(before), np.abs(total)))
-    return Bounded(total, lost * LOST[device])
+        total += x @ y.T
+        after = np.abs(total)
+        lost += np.maximum(largest, np.maximum(before, after, out=before), out=largest)
+        before = after
+    return Bounded(total, lost * ((STEP + 1) * LOST[device]))
 
 
 def gemm(

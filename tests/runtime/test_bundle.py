@@ -379,4 +379,5 @@ def test_info_tells_the_bundle(made, monkeypatch):
     monkeypatch.setattr(settings, "BUNDLE", made)
     state = info.bundle_state()
     assert state["kernels"] == {"sm_90a": 3, "sm_100a": 3} and state["error"] is None
+    monkeypatch.setattr(info, "availability", lambda spec: {})
     assert "3 for sm_90a, 3 for sm_100a" in info.text(info.collect())

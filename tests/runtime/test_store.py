@@ -10,15 +10,13 @@ import os
 import random
 import shutil
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from support.fake_kernel import PROBLEM, SM90, FakeKernel
-from support.interpreters import python_in_each, variables_of
+from support.interpreters import python_in_each, python_in_groups
 from support.processes import kill_at_random
 
 from torch_cute_ops.kernels import row_quant
@@ -474,24 +472,19 @@ except Exception as error:
 """
 
 
-def program(folder):
-    variables = variables_of(TORCH_CUTE_OPS_CACHE_DIR=str(folder))
-    return subprocess.Popen([sys.executable, "-c", PROGRAM], env=variables, text=True, stdout=subprocess.PIPE)
-
-
 @pytest.mark.slow
 def test_processes_share_real_kernels(tmp_path):
     """Started cold at once, one compiles and the others load; later ones load; damage is compiled over."""
     kept, in_the_way = tmp_path / "kept", tmp_path / "file"
-    outputs = [process.communicate()[0] for process in [program(kept) for _ in range(3)]]
+    in_the_way.touch()
+    folder, other = ({"TORCH_CUTE_OPS_CACHE_DIR": str(path)} for path in (kept, in_the_way))
+    # All have torch from one interpreter; each imports the package, and what compiles or loads, by itself.
+    *outputs, later = (done.stdout for done in python_in_groups(PROGRAM, [folder] * 3, [folder]))
     assert sorted(output.split()[1] for output in outputs) == ["compiled", "loaded", "loaded"], outputs
-    later = program(kept).communicate()[0]
     # Loaded functions check their arguments before they launch; a CPU tensor is not theirs.
     assert later.split()[1] == "loaded" and "refused ValueError" in later
     (entry,) = Store(kept, MEGABYTE).entries()
     truncate(entry[1])
-    in_the_way.touch()
-    folder, other = ({"TORCH_CUTE_OPS_CACHE_DIR": str(path)} for path in (kept, in_the_way))
     ran = python_in_each(PROGRAM, folder, {**folder, "TORCH_CUTE_OPS_CACHE": "0"}, other)
     damaged, off, without = (done.stdout for done in ran)
     lines = [line.split()[:2] for line in damaged.splitlines()[:2]]

@@ -160,6 +160,11 @@ def plain_sample(op: OpSpec, device: str) -> Sample:
     return computed(op, sample, torch.device(device))
 
 
+@cache
+def _plain_on_meta(name: str) -> Sample:
+    return plain_sample(OPS[name], "meta")
+
+
 def sample_with(op: OpSpec, device: str, *names: str) -> Sample:
     """A copy of a sample that passes these arguments, tensors with elements; the plain one, if that does."""
     return copied(_sample_with(op.name, device, names))
@@ -390,6 +395,24 @@ def faked(sample: Input, mode: FakeTensorMode) -> Input:
     return _mapped(lambda value: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value, sample)
 
 
+def on_meta(sample: Input) -> Input:
+    """The sample on the meta device: views and overlaps are as they were."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    made: dict[int, torch.Tensor] = {}
+
+    def change(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in made:
+            key, size = _storage(value), value.untyped_storage().nbytes()
+            if key not in storages:
+                storages[key] = torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
+            made[id(value)] = view_of(storages[key], value)
+        return made[id(value)]
+
+    return _mapped(change, sample)
+
+
 def _mapped(change: Callable[[Any], Any], sample: Input) -> Input:
     """The sample with what ``change`` makes of each argument."""
     kwargs = {name: change(value) for name, value in sample.kwargs.items()}
@@ -398,7 +421,7 @@ def _mapped(change: Callable[[Any], Any], sample: Input) -> Input:
 
 def view_of(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     """A tensor that lies in ``storage`` as ``like`` does in its own."""
-    empty = torch.empty(0, dtype=like.dtype, device=like.device)
+    empty = torch.empty(0, dtype=like.dtype, device=storage.device)
     return empty.set_(storage, like.storage_offset(), like.shape, like.stride())
 
 
@@ -478,9 +501,9 @@ def make_call(
     samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}")
     if hasattr(samples, "call"):
         return arguments(op, samples.call(*shape, device=torch.device(device)))
-    given = arguments(op, plain_sample(op, "meta"))
     if op.has_backends:
         return make_product(op, *shape, device=device, **choices)
+    given = arguments(op, _plain_on_meta(op.name))
     layout = {name: choices[name] for name in ("granularity", "scale_layout") if name in choices}
     if "granularity" in given:
         layout = {"granularity": "token", "scale_layout": "row", **layout}

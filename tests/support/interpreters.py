@@ -29,10 +29,12 @@ FORKS = """
 import json, os, sys, tempfile, traceback
 import torch
 
-code, environments = json.loads(sys.argv[1])
+code, groups = json.loads(sys.argv[1])
 done = []
-for environment in environments:
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+for group in groups:
+    children = []
+    for environment in group:
+        out, err = (tempfile.TemporaryFile("w+") for _ in range(2))
         child = os.fork()
         if child == 0:
             os.dup2(out.fileno(), 1)
@@ -47,11 +49,14 @@ for environment in environments:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
+        children.append((child, out, err))
+    for child, *files in children:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         texts = []
-        for file in (out, err):
+        for file in files:
             file.seek(0)
             texts.append(file.read())
+            file.close()
         done.append((status, *texts))
 print(json.dumps(done))
 """
@@ -60,6 +65,11 @@ print(json.dumps(done))
 def python_in_each(code: str, *environments: Mapping[str, str]) -> list[subprocess.CompletedProcess[str]]:
     """Run code in forks of a fresh interpreter that has imported torch, which takes longest; one in each environment,
     which has these variables besides."""
-    done = python(FORKS, arguments=[json.dumps([code, environments])])
+    return python_in_groups(code, *([each] for each in environments))
+
+
+def python_in_groups(code: str, *groups: Sequence[Mapping[str, str]]) -> list[subprocess.CompletedProcess[str]]:
+    """The same in groups of environments: the forks of a group run at once, and the next group after them."""
+    done = python(FORKS, arguments=[json.dumps([code, groups])])
     assert done.returncode == 0, done.stderr
     return [subprocess.CompletedProcess(code, *each) for each in json.loads(done.stdout)]

@@ -95,9 +95,8 @@ distributed = pytest.mark.parametrize("distribution", [[], ONE_WORKER], ids=["on
 
 
 def run_pytest(project, *arguments):
-    """In this process if it is not distributed, which takes seconds less."""
-    run = project.runpytest_subprocess if "-n" in arguments else project.runpytest_inprocess
-    return run(*arguments)
+    """In this process, with workers of its own if it is distributed: an interpreter less that imports torch."""
+    return project.runpytest_inprocess(*arguments)
 
 
 def skip_without_xdist(distribution):
@@ -218,7 +217,7 @@ def test_a_broken_collection_is_not_recorded(project, distribution):
 def test_a_lost_worker_is_not_recorded(project):
     skip_without_xdist(ONE_WORKER)
     project.makepyfile(**{"tests/test_fatal": "import os\n\ndef test_fatal():\n    os._exit(1)\n"})
-    result = project.runpytest_subprocess("--gpu-record", "record.json", *ONE_WORKER, timeout=60)
+    result = run_pytest(project, "--gpu-record", "record.json", *ONE_WORKER)
     assert result.ret != 0
     result.stdout.fnmatch_lines(["*--gpu-record wrote nothing: * tests did not run*"])
     assert not (project.path / "record.json").exists()
