@@ -150,11 +150,17 @@ def assert_agrees(benchmark, case):
     got = benchmark.ours(case, sets).call(0)
     assert len(got) == len(expected) == len(outputs) + benchmark.adds
     for a, b in zip(got, expected, strict=True):
-        assert mismatch([a], [b]) <= benchmark.tolerance
+        assert mismatch([a], [b]) <= may_differ(benchmark, a)
     written = {tensor.data_ptr() for tensor in got}
     assert all(t.data_ptr() in written or equal_bytes(t, made[name]) for name, t in sets[0].items())
     if benchmark.adds:
         assert torch.equal(sets[0]["residual"], (made["residual"].float() + made["input"].float()).bfloat16())
+
+
+def may_differ(benchmark, output):
+    """The fraction of an output's elements that may differ: one, where that is more than the tolerance, which is for
+    outputs of thousands. A row's sum in another order moves one in some 500,000 over a boundary between roundings."""
+    return max(benchmark.tolerance, 1 / output.numel()) if benchmark.tolerance else 0.0
 
 
 def equal_bytes(a, b):
@@ -183,7 +189,7 @@ def test_a_residual_that_calls_repeat_on_stays_ordinary():
     stagnant = tensors["residual"].clone()
     got, expected = benchmark.ours(case, [tensors]).call(0), benchmark.expected(case, {**tensors, "residual": stagnant})
     assert torch.equal(tensors["residual"], stagnant)
-    assert mismatch(got, expected) <= benchmark.tolerance
+    assert all(mismatch([a], [b]) <= may_differ(benchmark, a) for a, b in zip(got, expected, strict=True))
     ratio = (stagnant.float() / tensors["input"].float()).abs()
     assert ratio.median() >= 128 and (stagnant.float().abs() <= 520 * tensors["input"].float().abs() + 8).all()
     assert len(got[0].unique()) > 100  # codes are as various as ever
