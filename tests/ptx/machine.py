@@ -31,7 +31,6 @@ import numpy as np
 import ptx.instructions  # noqa: F401  (makes the instructions known)
 from ptx.barriers import AT_WARP, FOR_KERNEL, Barriers
 from ptx.blocks import Block, blocks_of, find_flow, granule
-from ptx.collection import collection_paused
 from ptx.decoder import Decoder, Step
 from ptx.layout import GlobalMemory, Launch, Layout
 from ptx.memory import (
@@ -97,9 +96,8 @@ class Machine(Layout):
         self.steps = 0
         self.barriers, self.under_way = Barriers(self), UnderWay(self)
         decoder = Decoder(self)
-        with collection_paused():
-            self.blocks = blocks_of(program, decoder)
-            loads = find_flow(program, self.blocks, self.cluster_ctas > 1)
+        self.blocks = blocks_of(program, decoder)
+        loads = find_flow(program, self.blocks, self.cluster_ctas > 1)
         self.registers = [np.zeros(self.threads, UNSIGNED[width]) for width in decoder.widths]
         for slot, address in decoder.shared_symbols.items():
             self.registers[slot][:] = address

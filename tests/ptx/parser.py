@@ -6,8 +6,6 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any
 
-from ptx.collection import collection_paused
-
 WIDTHS = {"pred": 1} | {
     f"{kind}{bits}": bits for kind in "bsuf" for bits in (8, 16, 32, 64) if (kind, bits) != ("f", 8)
 }
@@ -140,8 +138,7 @@ def parse_all(text: str) -> list[Program]:
         # Debug sections come last and hold no variables.
         for match in _VARIABLE.finditer(re.split(r"\.section\b", outside)[0]):
             program.variables.setdefault(match["space"], []).append(_variable(match))
-        with collection_paused():
-            _Body(program, files).parse(text, start, end)
+        _Body(program, files).parse(text, start, end)
         programs.append(program)
     return programs
 
