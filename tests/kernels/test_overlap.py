@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from ptx import run_kernel
 from support.emulated import POISON, poisoned
-from support.host_grids import Placed, grids, placed
+from support.host_grids import Placed, call_apart, grids
 from support.kernel_grid import BF16, FP8_TARGETS, WHAT, Case, MoeCase
 
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
@@ -167,10 +167,7 @@ class Call(NamedTuple):
 
     def arguments(self) -> dict[str, Placed | float | None]:
         """Tensors far apart, and the numbers."""
-        given: dict[str, Placed | float | None] = {}
-        for i, (name, spec) in enumerate(self.kernel.arguments()._asdict().items()):
-            is_tensor = isinstance(spec, TensorArg)
-            given[name] = placed(spec, (i + 1) << 30, self.dims) if is_tensor else self.numbers.get(name)
+        given: dict[str, Placed | float | None] = call_apart(self.kernel, self.dims, self.numbers)._asdict()
         return given
 
     def may_launch(self, given: dict[str, Placed | float | None]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ptx.launch import compile_ptx, host_launches
@@ -42,6 +43,20 @@ def placed(spec: TensorArg, address: int, dims: dict[str, int]) -> Placed:
     return Placed(address, itemsize, tuple(map(known, spec.shape)), tuple(map(known, spec.stride)))
 
 
+APART = 1 << 48
+"""Bytes between tensors that do not overlap."""
+
+
+def call_apart(kernel: Any, dims: dict[str, int], numbers: Mapping[str, float]) -> Any:
+    """Arguments of a kernel, of which none overlaps another."""
+    specs = kernel.arguments()
+    given: dict[str, Placed | float | None] = {}
+    for i, (name, spec) in enumerate(zip(specs._fields, specs, strict=True)):
+        is_tensor = isinstance(spec, TensorArg)
+        given[name] = placed(spec, (i + 1) * APART, dims) if is_tensor else None if spec is None else numbers[name]
+    return type(specs)(**given)
+
+
 def grids(kernel: Any, arch: Arch, *arguments: Placed | float | None) -> list[tuple[int, int, int]]:
     """The grid of each launch of a call with these arguments, in the order of ``kernel.arguments()``."""
     compiled = compile_ptx(kernel, arch)
@@ -59,8 +74,6 @@ def grids(kernel: Any, arch: Arch, *arguments: Placed | float | None) -> list[tu
 
 # GEMM kernels
 
-APART = 1 << 48
-"""Bytes between tensors that do not overlap."""
 DIMS = {
     **{"m": 24, "n": 136, "k": 512, "k_bytes": 256, "blocks": 32, "scale_rows": 256},
     **{"a_rows": 128, "b_rows": 256, "a_bytes": 256, "a_scale_rows": 128, "a_blocks": 32, "workspace_bytes": 4096},
@@ -75,12 +88,7 @@ NUMBERS = {"workers": 3, "shares": 1, "max_ctas": 8, "ctas": 4}
 
 def gemm_call(kernel: Any, **changes: int) -> Any:
     """Arguments of a GEMM kernel, of which none overlaps another; with other extents, strides and numbers."""
-    specs, dims, numbers = kernel.arguments(), DIMS | changes, NUMBERS | changes
-    given = {}
-    for i, (name, spec) in enumerate(zip(specs._fields, specs, strict=True)):
-        is_tensor = isinstance(spec, TensorArg)
-        given[name] = placed(spec, (i + 1) * APART, dims) if is_tensor else None if spec is None else numbers[name]
-    return type(specs)(**given)
+    return call_apart(kernel, DIMS | changes, NUMBERS | changes)
 
 
 def check_nothing_is_launched_on_overlap(kernel: Any, arch: Arch, **changes: int) -> None:
