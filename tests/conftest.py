@@ -298,6 +298,9 @@ class GpuRecord:
         if number == 1:
             return record
         before = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
+        if not before:
+            self.incomplete.append(f"there is no {self.path} to add to; part 1 begins it")
+            return record
         differing = [key for key in SAME_IN_PARTS if before.get(key) != record[key]]
         if differing or number not in before.get("missing_parts", ()):
             what = ", ".join(differing) if differing else "parts"

@@ -25,8 +25,8 @@ ALLOWED_SPILLS: dict[str, str] = {
     "groups a lane has 30 experts; no model that is known has groups whose number is no power of two",
     "experts-bfloat16-mxfp4-128x4-bfloat16-24of128by8-float16-bias_float32-sm_90a": "with CUDA 13's ptxas, 104 "
     "bytes of 96 registers a thread; with CUDA 12's none",
-    "experts-float16-nvfp4-linear-linear-32of64by8-float16-bias_float32-sm_90a": "with CUDA 13's ptxas, 148 bytes of 96 "
-    "registers a thread; with CUDA 12's none",
+    "experts-float16-nvfp4-linear-linear-32of64by8-float16-bias_float32-sm_90a": "with CUDA 13's ptxas, 148 "
+    "bytes of 96 registers a thread; with CUDA 12's none",
     "gated_experts-bfloat16-mxfp4-128x4-128x4-64by16in2of32-mxfp4-128x4-None-float32-None-True-sm_90a": "with CUDA "
     "13's ptxas, 132 bytes of 96 registers a thread; with CUDA 12's none",
 }

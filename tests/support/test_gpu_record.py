@@ -148,7 +148,7 @@ def test_a_part_is_recorded_as_one(project):
             assert json.loads(record.read_text())["missing_parts"] == [2]
         else:
             assert not record.exists()
-            result.stdout.fnmatch_lines(["*--gpu-record wrote nothing: *2.json is of a run with other *"])
+            result.stdout.fnmatch_lines(["*--gpu-record wrote nothing: there is no *2.json to add to*"])
         ran.append(sum(result.parseoutcomes().get(kind, 0) for kind in ("passed", "failed", "skipped", "xfailed")))
     assert sum(ran) == 4
 
@@ -170,7 +170,7 @@ def test_parts_add_up(tmp_path, monkeypatch):
             path.write_text(json.dumps(record))
         return record, part.incomplete
 
-    assert add(2)[1] == [f"{path} is of a run with other {', '.join(conftest.SAME_IN_PARTS)}"]
+    assert add(2)[1] == [f"there is no {path} to add to; part 1 begins it"]
     assert add(1)[0]["missing_parts"] == [2, 3]
     assert add(3, passed=10)[0]["missing_parts"] == [2]
     assert add(3)[1] == [f"{path} is of a run with other parts"]
