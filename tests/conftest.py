@@ -297,10 +297,10 @@ class GpuRecord:
         record["missing_parts"] = [part for part in range(1, count + 1) if part != number]
         if number == 1:
             return record
-        before = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
-        if not before:
+        if not self.path.exists():
             self.incomplete.append(f"there is no {self.path} to add to; part 1 begins it")
             return record
+        before = json.loads(self.path.read_text(encoding="utf-8"))
         differing = [key for key in SAME_IN_PARTS if before.get(key) != record[key]]
         if differing or number not in before.get("missing_parts", ()):
             what = ", ".join(differing) if differing else "parts"
