@@ -181,7 +181,7 @@ def warmup(op: str, *, tune: bool = False, **properties: Any) -> None:
     with torch.no_grad(), tuning.autotune() if tune else contextlib.nullcontext():
         args, kwargs = spec.path.example(**properties)
         call = spec.bind(*args, **kwargs)
-        spec.path.run(None, *call)
+        spec.path.run(None, None, *call)
         torch.cuda.synchronize(call[0].device)
 
 

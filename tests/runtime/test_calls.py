@@ -86,7 +86,7 @@ def test_errors_of_launches_name_the_call(op, launches: Launches, monkeypatch): 
 
 def test_only_plain_tensors_pass_the_dispatcher_by(monkeypatch, launches):  # noqa: F811
     """The addresses of others are 0, where a kernel would write; and what traces would not see the op."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 0)
     rows, index, weights = torch.randn(4, 8), torch.arange(2, dtype=torch.int32).view(2, 1), torch.ones(2, 1)
     with FakeTensorMode():
         fake = torch.zeros(2, 8)

@@ -22,12 +22,13 @@ from torch_cute_ops.ops._signature import Signature
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 from torch_cute_ops.runtime.dispatch import (
+    CHECKS,
+    NEEDS_DISPATCHER,
+    NEEDS_REDISPATCH,
     PLAIN,
     below_autograd,
     has_tangent,
     in_dual_level,
-    needs_dispatcher,
-    needs_redispatch,
 )
 
 NAMESPACE: Final = "cute"
@@ -219,40 +220,40 @@ def bind({parameters}):
     return Call(({values},))
 
 def cuda({parameters}):
-    return run(None, {values})
+    return run(None, None, {values})
 
 def cuda_out({parameters}, *, {outs}):
-    run({outs_checked}, {values})
+    run({outs_checked}, None, {values})
 
 def autograd({parameters}):
-    if not needs_redispatch() and {plain} and not (is_grad_enabled() and ({grads})):
-        return run(None, {values})
+    if not ({needs_redispatch}) and {plain} and not (is_grad_enabled() and ({grads})):
+        return run(None, device, {values})
     refuse_gradient(({tensors},))
     with below_autograd():
         return ops.{name}.default({arguments})
 
 def autograd_out({parameters}, *, {outs}):
     if (
-        not needs_redispatch()
+        not ({needs_redispatch})
         and {plain}
         and {plain_outs}
         and not (is_grad_enabled() and ({grads} or {grads_of_outs}))
     ):
-        run({outs_given}, {values})
+        run({outs_given}, device, {values})
         return
     refuse_gradient(({tensors},), {outs_tuple})
     with below_autograd():
         ops.{name}.out({arguments}, {outs_by_name})
 
 def function({parameters}, *, out=None):
-    if not needs_dispatcher() and {plain}:
+    if not ({needs_dispatcher}) and {plain}:
         if out is None:
             if not (is_grad_enabled() and ({grads})):
-                return run(None, {values})
+                return run(None, device, {values})
         elif {out_is_plain}:
             {outs_target} = out
             if {plain_outs} and not (is_grad_enabled() and ({grads} or {grads_of_outs})):
-                return run(out, {values})
+                return run(out, device, {values})
     if not is_dynamo_compiling():
         check_kinds(({arguments},))
     if out is None:
@@ -305,9 +306,10 @@ def _generate(signature: Signature, path: CallPath[Any]) -> dict[str, Any]:
             else f"{each.name}.requires_grad"
             for each in signature.tensors
         ),
-        grads_of_outs=" or ".join(f"{name}.requires_grad" for name in outs),
+        grads_of_outs=" or ".join(f"{name}.requires_grad" for name in outs if name not in path.integer_outputs)
+        or "False",
         tensors=", ".join(tensors),
-        plain=f"{' and '.join(plain)} and {tensors[0]}.is_cuda",
+        plain=f"{' and '.join(plain)} and (device := {tensors[0]}.get_device()) >= 0",
         outs=", ".join(outs),
         outs_tuple=f"({', '.join(outs)},)",
         outs_given=outs[0] if is_single else f"({', '.join(outs)})",
@@ -316,13 +318,15 @@ def _generate(signature: Signature, path: CallPath[Any]) -> dict[str, Any]:
         outs_target=outs[0] if is_single else ", ".join(outs),
         outs_by_name=", ".join(f"{name}={name}" for name in outs),
         plain_outs=" and ".join(f"type({name}) in PLAIN" for name in outs),
+        needs_dispatcher=NEEDS_DISPATCHER,
+        needs_redispatch=NEEDS_REDISPATCH,
         out_is_plain="type(out) in PLAIN" if is_single else f"type(out) is tuple and len(out) == {len(outs)}",
     )
 
     def given_outputs(out: Any) -> Any:
         return _checks.check_given_outputs(signature.name, out, outs)
 
-    values |= {
+    values |= CHECKS | {
         "Call": path.call_type._make,
         "run": path.run,
         "ops": torch.ops.cute,
@@ -330,8 +334,6 @@ def _generate(signature: Signature, path: CallPath[Any]) -> dict[str, Any]:
         "below_autograd": below_autograd,
         "is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
         "is_grad_enabled": torch.is_grad_enabled,
-        "needs_dispatcher": needs_dispatcher,
-        "needs_redispatch": needs_redispatch,
         "refuse_gradient": partial(refuse_gradient, signature),
         "check_kinds": signature.check_kinds,
         "given_outputs": given_outputs,

@@ -75,7 +75,7 @@ class GatedGemm(BackendPath[GatedCall]):
     def __init__(self, a: Literal["fp4", "16-bit"]) -> None:
         super().__init__(a, "fp4", "n")
 
-    def key(self, values: Values) -> tuple[Any, ...]:
+    def key(self, values: Values, device: int) -> tuple[Any, ...]:
         a, b, a_scale, b_scale, routing, alpha, bias, global_scale = values[:8]
         return (
             bucket(a.shape[0]),
@@ -92,7 +92,7 @@ class GatedGemm(BackendPath[GatedCall]):
             None if global_scale is None else global_scale.numel(),
             gates_plainly(*values[8:11]),
             values[11:],
-            a.get_device(),
+            device,
             tuning.generation,
             tuning.blocks and tuning.is_on(),
         )

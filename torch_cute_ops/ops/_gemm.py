@@ -183,7 +183,7 @@ class Gemm(BackendPath[GemmCall]):
         super().__init__(a, b, over)
         self.b_name = "w" if over == "k" else "b"
 
-    def key(self, values: Values) -> tuple[Any, ...]:
+    def key(self, values: Values, device: int) -> tuple[Any, ...]:
         a, b, a_scale, b_scale, alpha, bias, offsets, counts = values[:8]
         shape = a.shape
         m = shape[-2]
@@ -201,7 +201,7 @@ class Gemm(BackendPath[GemmCall]):
             offsets is not None,
             counts is not None,
             values[8:],
-            a.get_device(),
+            device,
             tuning.generation,
             tuning.blocks and tuning.is_on(),
         )

@@ -1,7 +1,7 @@
 """The ops that quantise rows: sources, checks, and how their calls reach the row-quantising kernel."""
 
 import math
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import torch
 
@@ -10,6 +10,7 @@ from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._call import Arguments, KernelLauncher, KernelPath, Outputs, Values
 from torch_cute_ops.ops._operands import cuda_device
+from torch_cute_ops.ops._signature import Signature
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch
@@ -17,6 +18,10 @@ from torch_cute_ops.runtime.compiler import KernelSpec
 from torch_cute_ops.runtime.dispatch import mark_written
 
 Tensor = torch.Tensor
+
+# Names of this module are found sooner than attributes of another.
+_INFINITY: Final = math.inf
+_BYTE: Final = torch.uint8
 
 
 class RowCall(NamedTuple):
@@ -62,7 +67,7 @@ class RowLauncher(KernelLauncher[RowCall]):
         self.has_scale_rows = not self.is_column and fmt != FP8_TENSOR
         self.has_two_outputs = not (self.also_linear or self.writes_norm)
         self.y_strides, self.scale_strides = (self.y_width, 1), (self.scale_width, 1)
-        self.stores_bytes = self.y_dtype is torch.uint8
+        self.stores_bytes, self.stores_byte_scales = self.y_dtype is torch.uint8, self.scale_dtype is torch.uint8
 
     def new_outputs(self, rows: int, dtype: torch.dtype) -> Outputs:
         """For a call without ``out``, with an input of ``dtype``."""
@@ -144,15 +149,21 @@ class RowQuant(KernelPath[RowCall]):
         super().__init__(**fixed)
         self.source, self.normalises = source, normalises
 
-    def key(self, values: Values) -> tuple[Any, ...]:
+    def bind(self, signature: Signature) -> None:
+        super().bind(signature)
+        if "granularity" not in signature.names:
+            self.integer_outputs = frozenset(("y",))
+
+    def key(self, values: Values, device: int) -> tuple[Any, ...]:
         input, _, weight, factor, _, alpha, beta, limit, *named = values
         is_plain = gates_plainly(alpha, beta, limit)
         weight_dtype = weight.dtype if self.normalises else None
-        return input.shape[-1], input.dtype, weight_dtype, factor is not None, is_plain, *named, input.get_device()
+        return input.shape[-1], input.dtype, weight_dtype, factor is not None, is_plain, *named, device
 
     def run(
         self,
         out: Any,
+        device: int | None,
         input: Tensor,
         residual: Tensor | None,
         weight: Tensor | None,
@@ -170,17 +181,19 @@ class RowQuant(KernelPath[RowCall]):
         (``benchmarks host``, on an H200's machine)."""
         result = None
         try:
+            if device is None:
+                device = input.get_device()
             rows, width = input.shape  # what has more dimensions goes the other way
             is_plain = limit is None and alpha == 1.0 and beta == 0.0
             dtype, weight_dtype = input.dtype, None if weight is None else weight.dtype
-            has_factor, device = factor is not None, input.get_device()
+            has_factor = factor is not None
             # fmt: off
             launcher: Any = self.launchers.get((
                 width, dtype, weight_dtype, has_factor, is_plain,
                 block_size, scale_format, granularity, layout, device,
             ))
             # fmt: on
-            if launcher is not None and rows and 0.0 <= eps < math.inf and not launcher.is_padded:
+            if launcher is not None and rows and 0.0 <= eps < _INFINITY and not launcher.is_padded:
                 outputs = launcher.new_outputs(rows, dtype) if out is None else out
                 linear = norm = None
                 if launcher.has_two_outputs:
@@ -200,10 +213,10 @@ class RowQuant(KernelPath[RowCall]):
                     out is None
                     or not launcher.stores_bytes
                     or (
-                        y.dtype is launcher.y_dtype
+                        y.dtype is _BYTE
                         and (
-                            launcher.scale_dtype is not torch.uint8
-                            or (scale.dtype is torch.uint8 and (linear is None or linear.dtype is torch.uint8))
+                            not launcher.stores_byte_scales
+                            or (scale.dtype is _BYTE and (linear is None or linear.dtype is _BYTE))
                         )
                     )
                 ):

@@ -44,9 +44,9 @@ class _Dequantize(KernelPath[_Call]):
     call_type = _Call
     launcher_type = _Launcher
 
-    def key(self, values: Values) -> tuple[Any, ...]:
+    def key(self, values: Values, device: int) -> tuple[Any, ...]:
         y, _, factor, *named = values
-        return y.shape[-1], factor is not None, *named, y.get_device()
+        return y.shape[-1], factor is not None, *named, device
 
     def _formats(self, call: _Call) -> tuple[FP4Format, ScaleLayout]:
         return _checks.check_fp4_format(self.op, call.block_size, call.scale_format, call.scale_layout)

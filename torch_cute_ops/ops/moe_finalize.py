@@ -47,9 +47,9 @@ class _Finalize(KernelPath[_Call]):
     launcher_type = _Launcher
     may_share = ("out", "residual")
 
-    def key(self, values: Values) -> tuple[Any, ...]:
+    def key(self, values: Values, device: int) -> tuple[Any, ...]:
         input, index, _, residual = values
-        return input.shape[-1], input.dtype, index.shape[-1], residual is not None, input.get_device()
+        return input.shape[-1], input.dtype, index.shape[-1], residual is not None, device
 
     def check(self, call: _Call) -> None:
         op, (input, index, weights, residual) = self.op, call

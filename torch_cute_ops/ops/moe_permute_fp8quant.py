@@ -62,9 +62,9 @@ class _Permute(KernelPath[_Call]):
     # Scales by columns are stored one by one.
     any_address = frozenset(("scale",))
 
-    def key(self, values: Values) -> tuple[Any, ...]:
+    def key(self, values: Values, device: int) -> tuple[Any, ...]:
         input, _, topk, _ = values
-        return input.shape[-1], input.dtype, topk, input.get_device()
+        return input.shape[-1], input.dtype, topk, device
 
     def check(self, call: _Call) -> None:
         op, (input, pairs, topk, places) = self.op, call

@@ -64,7 +64,7 @@ class _Route(ChoicePath):
     launcher_type = _Launcher
     any_address = frozenset(("weights", "ids", "expanded_to_permuted", "permuted_to_expanded", "offsets", "counts"))
 
-    def key(self, values: Values) -> tuple[Any, ...]:
+    def key(self, values: Values, device: int) -> tuple[Any, ...]:
         logits, topk, bias, max_rows = values[0], values[1], values[2], values[9]
         return (
             logits.shape[-1],
@@ -73,7 +73,7 @@ class _Route(ChoicePath):
             bias is not None,
             values[3:7],
             max_rows is None,
-            logits.get_device(),
+            device,
         )
 
     def check(self, call: ChoiceCall) -> None:

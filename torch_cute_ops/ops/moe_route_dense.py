@@ -46,10 +46,10 @@ class _RouteDense(ChoicePath):
     launcher_type = _Launcher
     any_address = frozenset(("out",))
 
-    def key(self, values: Values) -> tuple[Any, ...]:
+    def key(self, values: Values, device: int) -> tuple[Any, ...]:
         logits, topk, bias, factor = values[0], values[1], values[2], values[10]
         given = bias is not None, factor is not None
-        return (logits.shape[-1], logits.dtype, topk, *given, values[3:7], logits.get_device())
+        return (logits.shape[-1], logits.dtype, topk, *given, values[3:7], device)
 
     def check(self, call: ChoiceCall) -> None:
         check_choice(self.op, call)

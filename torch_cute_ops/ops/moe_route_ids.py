@@ -55,9 +55,9 @@ class _RouteIds(KernelPath[_Call]):
     launcher_type = _Launcher
     any_address = frozenset(("expanded_to_permuted", "permuted_to_expanded", "offsets", "counts"))
 
-    def key(self, values: Values) -> tuple[Any, ...]:
+    def key(self, values: Values, device: int) -> tuple[Any, ...]:
         ids, experts, _, max_rows = values
-        return experts, max_rows is None, ids.dtype, ids.get_device()
+        return experts, max_rows is None, ids.dtype, device
 
     def check(self, call: _Call) -> None:
         op, ids, experts = self.op, call.ids, call.experts

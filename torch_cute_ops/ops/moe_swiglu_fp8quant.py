@@ -80,10 +80,10 @@ class _Gate(KernelPath[_Call]):
     # Scales by columns are stored one by one.
     any_address = frozenset(("scale",))
 
-    def key(self, values: Values) -> tuple[Any, ...]:
+    def key(self, values: Values, device: int) -> tuple[Any, ...]:
         input, offsets, counts, *gate = values
         is_plain = gates_plainly(*gate)
-        return input.shape[-1], input.dtype, offsets is not None, counts is not None, is_plain, input.get_device()
+        return input.shape[-1], input.dtype, offsets is not None, counts is not None, is_plain, device
 
     def check(self, call: _Call) -> None:
         _checks.check_rows(self.op, "input", call.input, FP8_BLOCK128, _checks.INPUT_DTYPES, halves=True)

@@ -19,13 +19,13 @@ def raw_call(op: str, *args: Any, out: tuple[torch.Tensor, ...]) -> Callable[[],
     spec = OPS[op]
     values = tuple(spec.bind(*args))
     given = out[0] if spec.path.is_single else out
-    spec.path.run(given, *values)
-    launcher = spec.path.launchers[spec.path.key(values)]
+    spec.path.run(given, None, *values)
+    launcher = spec.path.launchers[spec.path.key(values, values[0].get_device())]
     passed: list[Any] = []
     compiled = launcher.function  # type: ignore[attr-defined]
     launcher.function = lambda *arguments: passed.extend(arguments)  # type: ignore[attr-defined]
     try:
-        spec.path.run(given, *values)
+        spec.path.run(given, None, *values)
     finally:
         launcher.function = compiled  # type: ignore[attr-defined]
     return lambda: compiled(*passed)
