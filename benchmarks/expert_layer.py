@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_cute_ops.nn.experts import FEW_TOKENS
+from torch_cute_ops.nn.experts import few_tokens
 
 from . import environment, layers, report, targets
 from .case import Mark, at_least, at_most
@@ -241,7 +241,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         if any(row["routing"] == "uniform" for row in of_model):
             rows = [row for row in of_model if row["routing"] == "uniform"]
             lines = "; ".join(crossing(rows, few)[1] for few in WAYS if WAYS[few].is_few)
-            parts.append(f"Uniform routing: {lines}; `nn.experts.FEW_TOKENS` is {FEW_TOKENS}.")
+            parts.append(f"Uniform routing: {lines}; `nn.experts.few_tokens` says {few_tokens(given.intermediate)}.")
     failed = [
         f"- {name}, {row['model']}, {row['routing']}, M = {row['rows']}: {why}"
         for row in result["rows"]

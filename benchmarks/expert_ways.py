@@ -49,10 +49,11 @@ class Model:
     has_fp8: bool = False
 
 
-DEEPSEEK, GPT_OSS = "DeepSeek-V3", "gpt-oss-120b"
+DEEPSEEK, GPT_OSS, QWEN3 = "DeepSeek-V3", "gpt-oss-120b", "Qwen3-30B-A3B"
 MODELS = {
     DEEPSEEK: Model(256, 7168, 256, 8, "nvfp4", {"scoring": "sigmoid", "scaling_factor": 2.5}, has_fp8=True),
     GPT_OSS: Model(128, 2880, 2880, 4, "mxfp4", swiglu=SwiGLU(1.702, 1.0, 7.0), has_bias=True),
+    QWEN3: Model(128, 2048, 768, 8, "nvfp4"),
 }
 """Of DeepSeek-V3's experts an eighth of the columns, as on one of eight GPUs."""
 ROUTINGS = ("uniform", "zipf", "hot")

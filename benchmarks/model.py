@@ -433,16 +433,21 @@ class Bench:
         return {"us": median / NEW * 1e6, "tokens_per_s": NEW / median, "graphs": graphs}
 
     def logits(self) -> None:
-        """Of a model with few layers, to those of its weights in bf16."""
+        """Of a model with few layers, to those of its weights in bf16; and both to those in fp32."""
         config = self.size.config(min(LOGIT_LAYERS, self.size.layers))
         ids = torch.randint(self.size.vocabulary, (1, LOGIT_TOKENS), device=self.device)
         for label in self.labels:
             with self.noting(f"logits, {label}", self.result["failed"][self.name]):
                 model = build(label, config, self.device, merge=False)
-                want = decoded(model)(ids, use_cache=False).logits
+                twin = decoded(model)
+                want = twin(ids, use_cache=False).logits
+                exact = twin.float()(ids, use_cache=False).logits
                 got = torch_cute_ops.nn.merge_(model)(ids, use_cache=False).logits
-                least = cosines(got, want).min().item()
-                self.result["logits"].append({"model": self.name, "label": label, "cosine": least})
+                least, of_bf16, of_ours = (
+                    cosines(*pair).min().item() for pair in ((got, want), (want, exact), (got, exact))
+                )
+                found = {"cosine": least, "bf16_to_fp32": of_bf16, "to_fp32": of_ours}
+                self.result["logits"].append({"model": self.name, "label": label, **found})
                 print(f"  {self.name}, logits, {label}: cosine {least:.6f}", flush=True)
 
     def lose(self, key: tuple[str, int | None], error: Exception, failed: dict[str, str]) -> None:
@@ -584,9 +589,13 @@ def markdown(result: Mapping[str, Any]) -> str:
     ]
     if held:
         parts.append(report.table(["model", "precision", "GB", "peak above it, GB"], held))
-    close = [[each["model"], each["label"], f"{each['cosine']:.6f}"] for each in result["logits"]]
+    close = [
+        [each["model"], each["label"], *(f"{each[key]:.6f}" for key in ("cosine", "to_fp32", "bf16_to_fp32"))]
+        for each in result["logits"]
+    ]
     if close:
-        parts.append(report.table(["model", "precision", "logits: least cosine"], close))
+        header = ["model", "precision", "logits: least cosine to bf16", "to fp32", "of bf16 to fp32"]
+        parts.append(report.table(header, close))
     failed = [f"- {what}: {why}" for what, why in failures(result).items()]
     if failed:
         parts.append("\n".join(failed))
@@ -603,7 +612,7 @@ Llamas with random weights; medians of {rounds}, models in turn; ours as scheme 
 bf16 as transformers has it. {compiled} A decode step is captured in a graph, with its cache full; prefill is
 not, and fills a new cache; `generate()` has a static cache, and its decode step is compiled by transformers'
 default (`torch.compile`, mode "reduce-overhead", attention with a mask). {attention} Logits: of four layers, to those
-of the same weights in bf16, the worst token."""
+of the same weights in bf16, the worst token; and both to those in fp32."""
 COMPILED = "Both are compiled by `torch.compile` for each batch."
 ATTENTION = {
     UNMASKED: "Attention is transformers' `sdpa` without a mask, which a full cache does not need.",

@@ -13,8 +13,9 @@ Few tokens take three ops, without permuted rows: `moe_route_dense` writes the r
 those that a token does not have; `moe_fc1_fp4` computes gate, up and SwiGLU of the routed pairs and quantises them; and
 `moe_fc2_fp4` multiplies these alone, and adds them up, weighted. Many tokens are put into the experts' order, with
 activations in FP8: `moe_route`, `moe_permute_fp8quant`, `grouped_mm_fp8_fp4`, `moe_swiglu_fp8quant`, and so on. Few
-are up to 16 tokens of an expert, on average (`torch_cute_ops.nn.experts.FEW_TOKENS`). In either no shape depends on the
-routing, and the layer can be captured in a CUDA graph. Both need their own order of the second weight.
+are up to 16 tokens of an expert, on average, or 2 of a wide one (`torch_cute_ops.nn.experts.few_tokens`). In either no
+shape depends on the routing, and the layer can be captured in a CUDA graph. Both need their own order of the second
+weight.
 
 Weights are random. Without a GPU the ops run their references in plain torch, and no time is measured; nor is it where
 no kernel can compute both GEMMs. The layer in bf16 loops over the experts and waits for the device, so its time is that
@@ -34,7 +35,7 @@ import torch.nn.functional as F
 
 import torch_cute_ops
 from quickstart import conclude, pick_device
-from torch_cute_ops.nn.experts import FEW_TOKENS
+from torch_cute_ops.nn.experts import few_tokens
 
 Sizes = tuple[int, int, int, Sequence[int]]
 """Hidden, experts, intermediate, and numbers of tokens."""
@@ -302,6 +303,7 @@ class FP4Layer:
         if self.down_bias is not None:  # which the factor multiplies too
             self.second_bias = self.down_bias.float() / (1 if self.factor is None else self.factor[:, None])
         self.backend = self.usable_backend(experts, hidden, width, weights.up.device)
+        self.few_of_expert = few_tokens(width)
 
     def usable_backend(self, experts: int, hidden: int, width: int, device: torch.device) -> str:
         """On a GPU "auto" never takes the reference."""
@@ -336,7 +338,7 @@ class FP4Layer:
 
     def are_few(self, tokens: int) -> bool:
         """Whether so many tokens are computed by the routed pairs."""
-        return tokens * self.model.top <= FEW_TOKENS * len(self.router)
+        return tokens * self.model.top <= self.few_of_expert * len(self.router)
 
     def activations(self, tokens: int) -> str:
         """What those of so many tokens are in."""

@@ -170,7 +170,7 @@ def test_results(small, fake_backend, tmp_path, capsys):
     floor = report.number(2 * own / 2e6)
     assert table[2] == ["1", "2.0", floor, "4.00", "6.00", "8.00", "10.0"] and table[4][:3] == ["cosine", "", ""]
     assert f"## {DEEPSEEK}, nvfp4, uniform" in text
-    assert "`few` and `many` cross at 2 tokens of an expert; `few-bf16`" in text and "FEW_TOKENS` is 16." in text
+    assert "`few` and `many` cross at 2 tokens of an expert; `few-bf16`" in text and "few_tokens` says 16." in text
     printed = capsys.readouterr().out
     assert f"{DEEPSEEK}, uniform, M = 64: few 32.0, few-bf16 30.0, many 16.0, many-fp8 20.0 µs" in printed
     assert text in printed and "| MISSED" not in printed.split("M = 1: time")[1].splitlines()[0]
@@ -266,7 +266,7 @@ def test_marks(factor):
     )
     assert found[f"{DEEPSEEK}, hot: most time over that of the same bytes"].value == pytest.approx(1.3 * factor)
     assert found[f"{DEEPSEEK}, M = 512: time"].value == pytest.approx(380 * factor)
-    assert len(found) == 8 + 4 + 2 + 5
+    assert len(found) == 8 + 3 * 2 + 2 + 8
 
 
 def test_where_few_and_many_cross():

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch_cute_ops import checkpoint
 from torch_cute_ops.distributed import DividedExperts, count_traffic, decoder_plan, load_
 from torch_cute_ops.nn import QuantExperts, quantize_
-from torch_cute_ops.nn.experts import FEW_TOKENS
+from torch_cute_ops.nn.experts import few_tokens
 
 pytest.importorskip("safetensors")
 from support import checkpoints
@@ -86,7 +86,7 @@ def values(rank: int) -> None:
                 assert few.side_by_side.weight.numel() == whole.side_by_side.weight.numel() // WORLD
                 y = few(x, ids, factors).float()
                 assert ((y - exact).abs() <= 2.0**-6 * exact.abs().max()).all(), (scheme, form, by)
-                line = FEW_TOKENS * E // TOPK
+                line = few_tokens(few.intermediate_size) * E // TOPK
                 assert few.is_few(line, TOPK) and not few.is_few(line + 2, TOPK)
 
 

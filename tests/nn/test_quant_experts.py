@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_cute_ops.nn import NVFP4Linear, QuantExperts, QuantLinear, SwiGLU, quantize_, random_, warmup
-from torch_cute_ops.nn.experts import FEW_TOKENS, reason_unrouted
+from torch_cute_ops.nn.experts import few_tokens, reason_unrouted
 
 SCHEMES = ("nvfp4", "mxfp4", "fp8_block")
 by_scheme = pytest.mark.parametrize("scheme", SCHEMES)
@@ -199,7 +199,7 @@ def test_random(scheme, device):
 
 # Few tokens
 
-FEW = FEW_TOKENS * E // TOPK
+FEW = few_tokens(I) * E // TOPK
 """The most tokens that are few, of this layer."""
 
 

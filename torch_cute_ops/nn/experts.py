@@ -26,13 +26,18 @@ FORMATS: Final[dict[str, type[QuantLinear]]] = {cls.scheme: cls for cls in (NVFP
 """What experts can be in, by scheme."""
 MULTIPLE: Final = 64
 """What the widths of experts are multiples of; in FP8 blocks, of 128."""
-FEW_TOKENS: Final = 16
-"""Tokens of an expert, on average, up to which ``route_few_`` has the routed pairs computed alone. On an H200, with 256
-experts of 256 columns and 8 for each token, that takes as long as permuted rows at 30 tokens of an expert (345 and 558
-µs at 16, 671 and 639 at 32). Behind the first 512 tokens, 16 of an expert there and in gpt-oss, weights are read once
-more."""
 _PER_EXPERT: Final = {"gate_up_proj": 2, "down_proj": 1}
 """How many linear layers of an expert a stack has."""
+
+
+def few_tokens(width: int) -> int:
+    """Tokens of an expert, on average, up to which ``route_few_`` has the routed pairs computed alone; ``width``: I.
+
+    On an H200 that is faster than permuted rows up to 27 tokens of an expert or more with 256 and with 768 columns. With
+    2,880 it is at most 8 % slower up to 2 tokens of an expert, and a quarter slower from 4 on. Behind the first 512 tokens
+    of a call the weights are read once more.
+    """
+    return 16 if width <= 1024 else 2
 
 
 class SwiGLU(NamedTuple):
@@ -99,8 +104,8 @@ class QuantExperts(nn.Module):
         """Have calls with few tokens computed by ``moe_fc1_fp4_weight_only`` and ``moe_fc2_fp4_weight_only``: the
         routed pairs alone, without permuted rows, and with activations in 16 bits, not in FP8.
 
-        Few are, on average, up to 16 tokens of an expert: 512 tokens with 8 of 256 experts each. Results of calls with
-        few and with more tokens then differ by what FP8 rounds. The experts' second layers are held twice, because
+        Few are, on average, up to :func:`few_tokens` for each expert: with 8 of 256 experts a token, 512 tokens where
+        experts have 256 columns. Results of calls with few and with more tokens then differ by what FP8 rounds. The experts' second layers are held twice, because
         these ops want them side by side, (H, E · I/2): a third more bytes in all. The state dict stays what it is.
 
         Returns:
@@ -155,7 +160,7 @@ class QuantExperts(nn.Module):
 
     def is_few(self, tokens: int, topk: int) -> bool:
         """Whether ``route_few_`` is for calls with so many tokens."""
-        return tokens * topk <= FEW_TOKENS * self.experts
+        return tokens * topk <= few_tokens(self.intermediate_size) * self.experts
 
     def _routed(
         self,
