@@ -292,9 +292,11 @@ def wgmma(
     shares: bool = False,
     seed: Any = 0,
     a_dtype: Any = None,
+    rows: int | None = None,
 ) -> Any:
-    """``operands``: dtype, format, layouts of the weight and the activations, and tokens; ``sizes``: M, N, K."""
-    case = WgmmaCase(*operands, Epilogue(*epilogue), splits, a_dtype=a_dtype)
+    """``operands``: dtype, format, layouts of the weight and the activations, and tokens; ``sizes``: M, N, K; ``rows``:
+    of the weight's tile, ``None`` for the most."""
+    case = WgmmaCase(*operands, Epilogue(*epilogue), splits, a_dtype=a_dtype, rows=rows)
     one = Wgmma(case, sizes, workers, shares, seed)
     return pytest.param(one, id=one.id)
 
@@ -322,6 +324,11 @@ WGMMAS = [
     wgmma(BF16, MXFP4, "128x4", "128x4", 16, epilogue=(FP16, None, FP16), sizes=(9, 296, 1088), splits=5, seed=2),
     wgmma(BF16, NVFP4, "linear", None, 64, epilogue=(BF16,), sizes=(70, 264, 768), splits=3, seed=3),
     wgmma(BF16, MXFP4, "128x4", "128x4", 128, epilogue=(FP16, "column"), sizes=(30, 136, 800), splits=3, seed=5),
+    # Tiles that begin in the middle of a tile of scales, the last one short; idle warps
+    wgmma(FP16, NVFP4, "128x4", "8x4", 8, epilogue=(FP32, "column"), sizes=(3, 520, 800), splits=2, rows=224),
+    wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(BF16, None, BF16), sizes=(9, 328, 1056), splits=1, rows=160, seed=1),
+    wgmma(FP16, NVFP4, "linear", None, 8, epilogue=(FP16, "one"), sizes=(5, 200, 512), splits=1, rows=192, seed=2),
+    wgmma(BF16, NVFP4, "128x4", "128x4", 16, epilogue=(FP32,), sizes=(9, 400, 544), splits=3, rows=192, seed=3),
     # Activations in float16 that are rounded to bfloat16: by a kernel of their own, and by the CTAs
     wgmma(BF16, MXFP4, "128x4", None, 16, epilogue=(FP32,), sizes=(5, 40, 288), workers=1, a_dtype=FP16),
     wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(FP16, "one"), sizes=(3, 136, 544), splits=2, a_dtype=FP16),

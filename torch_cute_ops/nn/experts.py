@@ -33,9 +33,9 @@ _PER_EXPERT: Final = {"gate_up_proj": 2, "down_proj": 1}
 def few_tokens(width: int) -> int:
     """Tokens of an expert, on average, up to which ``route_few_`` has the routed pairs computed alone; ``width``: I.
 
-    On an H200 that is faster than permuted rows up to 27 tokens of an expert or more with 256 and with 768 columns. With
-    2,880 it is at most 8 % slower up to 2 tokens of an expert, and a quarter slower from 4 on. Behind the first 512 tokens
-    of a call the weights are read once more.
+    On an H200 that is faster than permuted rows up to 27 tokens of an expert or more with 256 and with 768 columns.
+    With 2,880 it is at most 8 % slower up to 2 tokens of an expert, and a quarter slower from 4 on. Behind the first
+    512 tokens of a call the weights are read once more.
     """
     return 16 if width <= 1024 else 2
 
@@ -105,8 +105,9 @@ class QuantExperts(nn.Module):
         routed pairs alone, without permuted rows, and with activations in 16 bits, not in FP8.
 
         Few are, on average, up to :func:`few_tokens` for each expert: with 8 of 256 experts a token, 512 tokens where
-        experts have 256 columns. Results of calls with few and with more tokens then differ by what FP8 rounds. The experts' second layers are held twice, because
-        these ops want them side by side, (H, E · I/2): a third more bytes in all. The state dict stays what it is.
+        experts have 256 columns. Results of calls with few and with more tokens then differ by what FP8 rounds. The
+        experts' second layers are held twice, because these ops want them side by side, (H, E · I/2): a third more
+        bytes in all. The state dict stays what it is.
 
         Returns:
             The module itself.

@@ -116,10 +116,12 @@ class WgmmaCase(KernelCase):
     arch: str = "sm_90a"
     a_dtype: torch.dtype | None = None
     static_weight: bool = False
+    rows: int | None = None
 
     @property
     def id(self) -> str:
         sums = f"{self.tokens}by{self.splits}" if self.width is None else f"{self.tokens}of{self.width}"
+        sums += "" if self.rows is None else f"x{self.rows}"
         kind = "wgmma-static" if self.static_weight else "wgmma"
         return fp4_gemm_id(kind, self, activations_id(self), sums, epilogue_id(self.epilogue))
 
@@ -128,12 +130,12 @@ class WgmmaCase(KernelCase):
         if self.static_weight or self.epilogue in PER_COLUMN:
             return self
         kind = self.dtype, self.format, self.layout, self.a_layout, self.a_dtype
-        return type(self), kind, self.tokens, self.splits > 0, self.width is None
+        return type(self), kind, self.tokens, self.splits > 0, self.width is None, self.rows
 
     @property
     def kernel(self) -> Any:
         """As the backend builds it."""
-        given = {"epilogue": self.epilogue, "width": self.width, "splits": self.splits}
+        given = {"epilogue": self.epilogue, "width": self.width, "splits": self.splits, "rows": self.rows}
         config = planned(fp4_wgmma, self, **given, static_weight=self.static_weight)
         return fp4_wgmma.FP4WgmmaKernel(config)
 
@@ -261,9 +263,15 @@ def wgmma_cases(every: bool) -> list[WgmmaCase]:
             (WARPGROUP_KINDS[1], WARPGROUP_KINDS[5]), ((8, 2), (32, 3)), PER_COLUMN[:2], strict=True
         )
     ]
+    tiles = [(tokens, rows) for tokens, every_rows in fp4_wgmma.ROWS.items() for rows in every_rows[1:]]
+    fewer_rows = [
+        WgmmaCase(*kind, tokens, next(heavy if rows == 224 else light), 1 + rows % 3, rows=rows)
+        for kind, (tokens, rows) in together(WARPGROUP_KINDS, tiles, every)
+    ]
     outs, widths = itertools.cycle((BF16, FP16, FP32)), itertools.cycle((256, 1024, 512))
     return (
         plain
+        + fewer_rows
         + rounded
         + static
         + [

@@ -9,6 +9,7 @@ from torch_cute_ops.gemm.decode import fp4_format, fp4_operands, reason_not_line
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_wgmma
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import Arch
@@ -37,8 +38,8 @@ COLLECT_BYTES_PER_SECOND = 4e10
 
 
 class FP4Wgmma(FP4KernelBackend):
-    """A tactic is (rows of ``a`` in a tile, CTAs per row tile of ``b``). Those CTAs are a cluster, except in GEMMs with
-    experts; with few rows they rearrange the activations themselves."""
+    """A tactic is (rows of ``a`` in a tile, rows of ``b`` in a tile, CTAs per row tile of ``b``). Those CTAs are a
+    cluster, except in GEMMs with experts; with few rows of ``a`` they rearrange these themselves."""
 
     name = "wgmma"
     groupings = ("none", "k")
@@ -52,19 +53,25 @@ class FP4Wgmma(FP4KernelBackend):
         sizes = fp4_wgmma.EXPERT_TILES if problem.grouping.over == "k" else tuple(fp4_wgmma.TILES)
         widest = cost.smallest_tile(sizes, m)
         tiles = [tokens for tokens in sizes if tokens <= widest]
-        every = [(tokens, split) for tokens in tiles for split in _splits(problem, tokens)]
+        every = [
+            (tokens, rows, split)
+            for tokens in tiles
+            for split in _splits(problem, tokens)
+            for rows in _rows(problem, tokens, split)
+        ]
         return tuple(tactic for tactic in every if _is_useful(problem, m, tactic, target))
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
-        tokens, split = map(int, tactic)
+        tokens, _, split = map(int, tactic)
         parts = _parts(problem, tactic, target)
         tiles = -(-m // tokens)
         waves = -(-parts.workers * tiles // cost.places(target.sms, split if parts.clusters else 1))
         chunks = -(-parts.row_tiles * parts.chunks // parts.workers)
         weights = parts.rows * CHUNK
-        # Per chunk. Decoding and MMAs alternate in a warpgroup, and the other one fills half of the gaps.
+        # Per chunk. Schedulers have a warp of each warpgroup, some an idle one of the last. Decoding and MMAs
+        # alternate in a warpgroup, and the other one fills half of the gaps.
         computed = cost.overlapped(
-            cost.weight_seconds(weights, DECODE_CLOCKS),
+            cost.weight_seconds(-(-parts.rows // GROUP_ROWS) * GROUP_ROWS * CHUNK, DECODE_CLOCKS),
             cost.tensor_core_seconds(2 * weights * tokens, target, sms=1),
             order=2,
         )
@@ -131,8 +138,8 @@ class _Parts(NamedTuple):
 
 
 def _parts(problem: GemmProblem, tactic: Tactic, target: Target) -> _Parts:
-    tokens, split = map(int, tactic)
-    rows, chunks = fp4_wgmma.rows_of(tokens), -(-problem.k // CHUNK)
+    tokens, rows, split = map(int, tactic)
+    chunks = -(-problem.k // CHUNK)
     arranges, clusters = _arranges(problem, tactic), _clusters(problem, tactic)
     row_tiles = -(-problem.n // rows)
     # At least a chunk each, because the kernel waits for the partial sums of every worker.
@@ -148,13 +155,13 @@ def _width(problem: GemmProblem) -> int | None:
 
 def _arranges(problem: GemmProblem, tactic: Tactic) -> bool:
     """Whether the CTAs of the GEMM rearrange the activations themselves."""
-    tokens, split = map(int, tactic)
+    tokens, _, split = map(int, tactic)
     return problem.grouping.over == "none" and fp4_wgmma.arranges(tokens, split)
 
 
 def _clusters(problem: GemmProblem, tactic: Tactic) -> bool:
     """Whether the CTAs of a row tile are a cluster; of one CTA, if that rearranges the activations."""
-    return _arranges(problem, tactic) or (problem.grouping.over == "none" and int(tactic[1]) > 1)
+    return _arranges(problem, tactic) or (problem.grouping.over == "none" and int(tactic[2]) > 1)
 
 
 def _splits(problem: GemmProblem, tokens: int) -> tuple[int, ...]:
@@ -163,9 +170,15 @@ def _splits(problem: GemmProblem, tokens: int) -> tuple[int, ...]:
     return (BALANCED, *fp4_wgmma.SPLITS) if tokens <= fp4_wgmma.CLUSTER_TOKENS else (BALANCED, 1)
 
 
+def _rows(problem: GemmProblem, tokens: int, split: int) -> tuple[int, ...]:
+    """Fewer rows than most where a cluster has a tile, and its CTAs arrange the activations."""
+    rows = fp4_wgmma.rows_of(tokens)
+    return rows if problem.grouping.over == "none" and fp4_wgmma.arranges(tokens, split) else rows[:1]
+
+
 def _is_useful(problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> bool:
     """Whether every worker has something to do, and the workspace for partial sums stays small."""
-    tokens, split = map(int, tactic)
+    tokens, _, split = map(int, tactic)
     parts = _parts(problem, tactic, target)
     left_bytes = -(-m // tokens) * parts.workers * parts.sum_bytes if parts.shares else 0
     return split <= parts.chunks and left_bytes <= MOST_LEFT
@@ -173,12 +186,13 @@ def _is_useful(problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> 
 
 def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_wgmma.Config | None:
     """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
-    tokens, split = map(int, tactic)
+    tokens, rows, split = map(int, tactic)
     return fp4_wgmma.plan(
         operands=fp4_operands(problem),
         epilogue=problem.epilogue,
         width=_width(problem),
         tokens=tokens,
+        rows=rows,
         splits=split if _clusters(problem, tactic) else 0,
         arch=arch,
         pdl=settings.PDL,

@@ -1,5 +1,6 @@
 """Sizes of the chunks of an FP4 weight in shared memory: no device code."""
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,8 +16,8 @@ BOX_BYTES: Final = 16
 
 @dataclass(frozen=True)
 class WeightChunks:
-    """Chunks of ``elements`` of k, 256 or 128, of ``rows`` rows: 64, or a multiple of 128. ``spread``: whether they may
-    begin in the middle of a tile of scales."""
+    """Chunks of ``elements`` of k, 256 or 128, of ``rows`` rows, a multiple of 8. ``spread``: whether their k may begin
+    in the middle of a tile of scales; rows may anyway."""
 
     fmt: FP4Format
     layout: ScaleLayout
@@ -46,8 +47,9 @@ class WeightChunks:
 
     @property
     def bands(self) -> int:
-        """Tiles of scales that a chunk spans along the rows; 0 in the linear layout."""
-        return 0 if self.layout.is_linear else max(1, self.rows // TILE_ROWS)
+        """Most tiles of scales that a chunk spans along the rows; 0 in the linear layout."""
+        last_start = TILE_ROWS - math.gcd(self.rows, TILE_ROWS)
+        return 0 if self.layout.is_linear else -(-(last_start + self.rows) // TILE_ROWS)
 
     @property
     def scale_bytes(self) -> int:

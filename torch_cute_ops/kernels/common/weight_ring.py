@@ -150,7 +150,7 @@ class WeightRing:
                 size = cutlass.min(columns - column, Int32(self.blocks // TILE_BLOCKS)) * SCALE_TILE
             pitch = weight.scales.shape[1] // TILE_BLOCKS
             first = tile * self.rows // TILE_ROWS
-            bands = cutlass.min(cute.ceil_div(n, TILE_ROWS) - first, Int32(self.bands))
+            bands = cutlass.min(cute.ceil_div(n, TILE_ROWS) - first, self._bands(tile))
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.code_bytes + size * bands)
                 for i in range_constexpr(self.bands):
@@ -166,6 +166,16 @@ class WeightRing:
                         )
         codes = weight.codes_from[None, tile, chunk, expert]
         self._copy(weight.codes_copy, codes, weight.codes_to[None, stage], barrier)
+
+    def first_scale_row(self, tile) -> Any:
+        """Where the rows of a tile of the weight begin in the first tile of scales of a stage."""
+        return 0 if self.layout.is_linear or self.rows % TILE_ROWS == 0 else tile * self.rows % TILE_ROWS
+
+    def _bands(self, tile) -> Int32:
+        """Tiles of scales that a tile of the weight spans along the rows."""
+        if self.rows % TILE_ROWS == 0 or TILE_ROWS % self.rows == 0:
+            return Int32(self.bands)
+        return Int32(cute.ceil_div(self.first_scale_row(tile) + self.rows, TILE_ROWS))
 
     def _copy(self, copy, source, target, barrier) -> None:
         """Start a copy by TMA of what is read once."""

@@ -5,9 +5,10 @@ The weight is on the M side of the MMAs, decoded into registers (64 rows of ``b`
 the N side, in shared memory. Nothing is repacked in advance. The activations are rearranged first: by
 ``kernels.activation_tiles``, or, where a tile has few of them, by the CTAs of the GEMM.
 
-Roles. A CTA has a producer warp, in a warpgroup of its own, and two or four consumer warpgroups. Its tile is 64 rows of
+Roles. A CTA has a producer warp, in a warpgroup of its own, and two to four consumer warpgroups. Its tile is 64 rows of
 ``b`` for each of these, by ``tokens`` rows of ``a``; k is processed in chunks of 256 (128 bytes of codes a row, a whole
-cache line).
+cache line). With few tokens a tile may have fewer rows of ``b``, so that the number of tiles suits that of the SMs;
+with ``mma.sync`` they are 16 for each consumer warp, and other warps of the last warpgroup are idle.
 
 1. The producer keeps two rings filled; each stage has a barrier that counts bytes. One ring holds chunks of the weight:
    codes (one TMA box with the 128-byte swizzle) and scales. The other holds activations: a chunk, a half or a quarter
@@ -43,6 +44,7 @@ from torch_cute_ops.kernels._lazy import on_demand
 from torch_cute_ops.kernels.fp4_wgmma.config import (
     CLUSTER_TOKENS,
     EXPERT_TILES,
+    ROWS,
     SPLITS,
     TILES,
     Arguments,
@@ -59,6 +61,7 @@ __all__ = [
     "CLUSTER_TOKENS",
     "EXPERT_TILES",
     "KERNEL",
+    "ROWS",
     "SPLITS",
     "TILES",
     "Arguments",

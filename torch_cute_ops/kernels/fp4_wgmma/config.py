@@ -16,6 +16,11 @@ QUARTERS: Final = 4
 """Quarters of a chunk: 64 elements of k, 128 bytes of activations a token."""
 TILES: Final = {8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}
 """Tokens of a tile, and its consumer warpgroups: as many as leave registers for the accumulators."""
+ROWS: Final = {8: (256, 224, 192, 160), 16: (256, 192), 32: (256, 192)}
+"""Rows of the weight of a tile, by tokens, where there is a choice: whole warps by ``mma.sync``, whole warpgroups by
+wgmma."""
+WARP_ROWS: Final = 16
+"""Rows of the M side of an ``mma.sync``."""
 BARRIER_BYTES: Final = 512
 ARRANGED_TOKENS: Final = 32
 """Most tokens of a tile that a CTA rearranges itself."""
@@ -27,9 +32,10 @@ EXPERT_TILES: Final = (16, 32, 64, 128)
 """Tokens of a tile over experts, where a thread has two sets of accumulators."""
 
 
-def rows_of(tokens: int) -> int:
-    """Rows of the weight of a tile with this many tokens."""
-    return TILES[tokens] * GROUP_ROWS
+def rows_of(tokens: int) -> tuple[int, ...]:
+    """Rows of the weight of a tile with this many tokens: what consumer warpgroups have, and fewer for clusters that
+    then use more SMs."""
+    return ROWS.get(tokens, (TILES[tokens] * GROUP_ROWS,))
 
 
 def arranges(tokens: int, splits: int) -> bool:
@@ -70,6 +76,7 @@ class Config:
         epilogue: what is done to the sums. Over experts, whose factors are not a part of it, only its dtype.
         width: elements of k of an expert, for which each token has a factor. ``None``: there are no experts.
         tokens: rows of activations of a tile.
+        rows: rows of the weight of a tile.
         splits: CTAs of a cluster, which share the k of a tile. 0: workers share all tiles.
         stages: stages of the weight's ring.
         token_stages: stages of the activations' ring.
@@ -82,6 +89,7 @@ class Config:
     epilogue: Epilogue
     width: int | None
     tokens: int
+    rows: int
     splits: int
     stages: int
     token_stages: int
@@ -89,14 +97,14 @@ class Config:
     static_weight: bool
 
     @property
-    def groups(self) -> int:
-        """Consumer warpgroups."""
-        return TILES[self.tokens]
+    def warps(self) -> int:
+        """Consumer warps."""
+        return self.rows // WARP_ROWS
 
     @property
-    def rows(self) -> int:
-        """Rows of the weight of a tile."""
-        return rows_of(self.tokens)
+    def groups(self) -> int:
+        """Consumer warpgroups; the last one may have idle warps."""
+        return -(-self.rows // GROUP_ROWS)
 
     @property
     def threads(self) -> int:
@@ -171,6 +179,8 @@ class Config:
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
+        if self.rows not in rows_of(self.tokens) or (not self.splits and self.rows != rows_of(self.tokens)[0]):
+            return f"tiles of {self.tokens} tokens have {rows_of(self.tokens)} rows, the first without clusters"
         if self.splits and self.tokens > CLUSTER_TOKENS:
             return f"clusters have tiles of at most {CLUSTER_TOKENS} tokens"
         if self.splits > 1 and self.sum_tile.size_bytes > self.stages * self.chunks.code_bytes:
@@ -189,17 +199,20 @@ def plan(
     epilogue: Epilogue,
     width: int | None = None,
     tokens: int,
+    rows: int | None = None,
     splits: int = 0,
     arch: Arch,
     pdl: bool,
     static_weight: bool = False,
 ) -> Config | None:
-    """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if none does."""
+    """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if none does. ``rows``:
+    ``None`` for the most."""
+    rows = rows or rows_of(tokens)[0]
     ahead = static_weight and pdl and arranges(tokens, splits)
     for stages in range(6, 2, -1):
         # As many chunks in flight as in the ring of the weight, in wide tiles fewer.
         wanted = stages if tokens <= 32 else {64: 8, 128: 7, 256: 5}[tokens] // span_of(tokens, width)
-        config = Config(operands, epilogue, width, tokens, splits, stages, wanted, pdl, ahead)
+        config = Config(operands, epilogue, width, tokens, rows, splits, stages, wanted, pdl, ahead)
         if config.reason_unsupported(arch) is None:
             return config
     return None

@@ -106,6 +106,7 @@ class Consumer(NamedTuple):
         group, thread: the warpgroup, and the thread in it.
         lane, quad: index in the warp, and among the four lanes that share a row.
         row: the first of its two rows of the weight in the tile; the other is ``row + 8``.
+        scale_row: the same, counted from the first row of the tile's first tile of scales.
         leads: whether it arrives at barriers for its warp, 1 or 0.
     """
 
@@ -114,6 +115,7 @@ class Consumer(NamedTuple):
     thread: Int32
     quad: Int32
     row: Int32
+    scale_row: Int32
     leads: Uint32
 
 
@@ -241,10 +243,10 @@ class FP4WgmmaKernel:
         if tid == 0:
             for i in range_constexpr(c.stages):
                 cute.arch.mbarrier_init(smem.full + i, 1)
-                cute.arch.mbarrier_init(smem.free + i, 4 * c.groups)
+                cute.arch.mbarrier_init(smem.free + i, c.warps)
             for i in range_constexpr(c.token_stages):
                 cute.arch.mbarrier_init(smem.tokens_full + i, 1)
-                cute.arch.mbarrier_init(smem.tokens_free + i, 4 * c.groups)
+                cute.arch.mbarrier_init(smem.tokens_free + i, c.warps)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp >= 4 * c.groups:
@@ -255,12 +257,20 @@ class FP4WgmmaKernel:
                 self._arrange(warp - 4 * c.groups - 1, tid % 32, part, smem)
         else:
             self._take_registers(c.registers[0])
-            if const_expr(c.pdl):
-                cute.arch.griddepcontrol_wait()
-                if const_expr(c.static_weight):
-                    # The kernel before this one has ended, so those before it have, and the next may start.
-                    cute.arch.griddepcontrol_launch_dependents()
-            self._consume(self.epilogue.factor(alpha), tid, part, smem)
+            if const_expr(c.warps == 4 * c.groups):
+                self._start_to_consume(alpha, tid, part, smem)
+            elif warp < c.warps:
+                self._start_to_consume(alpha, tid, part, smem)
+
+    def _start_to_consume(self, alpha, tid, part, smem) -> None:
+        """A consumer warp, behind the kernel before this one."""
+        c = self.config
+        if const_expr(c.pdl):
+            cute.arch.griddepcontrol_wait()
+            if const_expr(c.static_weight):
+                # The kernel before this one has ended, so those before it have, and the next may start.
+                cute.arch.griddepcontrol_launch_dependents()
+        self._consume(self.epilogue.factor(alpha), tid, part, smem)
 
     def _take_registers(self, count: int) -> None:
         """Set the registers of each thread of the warpgroup."""
@@ -407,12 +417,14 @@ class FP4WgmmaKernel:
         c = self.config
         group = tid // WARPGROUP
         lane = tid % 32
+        row = group * GROUP_ROWS + tid % WARPGROUP // 32 * 16 + lane // 4
         consumer = Consumer(
             group=group,
             lane=lane,
             thread=tid % WARPGROUP,
             quad=lane % 4,
-            row=group * GROUP_ROWS + tid % WARPGROUP // 32 * 16 + lane // 4,
+            row=row,
+            scale_row=row,
             leads=Uint32(lane == 0),
         )
         multiply = None
@@ -428,9 +440,10 @@ class FP4WgmmaKernel:
             tile, first, count = self._segment(unit, part)
             # (Over experts the first MMAs replace them; but without this ptxas spills.)
             sums.fill(0.0)
+            own = consumer._replace(scale_row=consumer.row + self.ring.first_scale_row(tile))
             if const_expr(c.width is None):
                 for i in range(count):
-                    state = self._multiply_chunk(multiply, True, sums, first, i, state, consumer, part, smem)
+                    state = self._multiply_chunk(multiply, True, sums, first, i, state, own, part, smem)
             else:
                 totals.fill(0.0)
                 width, i = c.width // CHUNK, Int32(0)
@@ -438,7 +451,7 @@ class FP4WgmmaKernel:
                     begin = i
                     end = cutlass.min(((first + i) // width + 1) * width - first, count)
                     while i < end:
-                        state = self._multiply_chunk(multiply, i > begin, sums, first, i, state, consumer, part, smem)
+                        state = self._multiply_chunk(multiply, i > begin, sums, first, i, state, own, part, smem)
                         i += 1
                     warpgroup.wait_group(0)
                     self._add_expert(sums, totals, state[4], consumer, smem)
@@ -473,7 +486,8 @@ class FP4WgmmaKernel:
         left = part.blocks - (first + i) * self.ring.blocks
         rows = (consumer.row, consumer.row + 8)
         codes = [self.ring.codes(smem.codes, stage, row, consumer.quad) for row in rows]
-        factors = [self.ring.factors(smem.scales, stage, row, consumer.quad, left, self.dtype) for row in rows]
+        scale_rows = (consumer.scale_row, consumer.scale_row + 8)
+        factors = [self.ring.factors(smem.scales, stage, row, consumer.quad, left, self.dtype) for row in scale_rows]
         for word in range_constexpr(self.ring.words):
             pairs = self.ring.pairs(codes, factors, word, self.dtype)
             if const_expr(word % (2 * c.span) == 0):
@@ -590,7 +604,7 @@ class FP4WgmmaKernel:
     def _add_up(self, sums, tile, factor, tid, consumer, part, smem):
         """Add up the sums of the cluster's CTAs, finish and store them."""
         c = self.config
-        threads = c.groups * WARPGROUP
+        threads = c.warps * 32
         columns = sum_columns(c.sum_tile, threads, tid, tile * c.rows)
         terms = self.epilogue.terms(part.alpha, part.bias, *columns, part.n)
         finish = self.epilogue.finisher(factor, terms, sum_scale(c.operands.fmt, c.operands.a_layout))
