@@ -112,18 +112,11 @@ class GatedGemm(BackendPath[GatedCall]):
             raise ValueError(
                 f"cute::{op}: w has {rows} rows of an expert; expected 2·I, I a positive multiple of {EXPERT_MULTIPLE}"
             )
-        _checks.check_matrix(op, "a", a, "(M, H/2)" if self.a == "fp4" else "(M, H)")
-        m = a.shape[0]
-        if call.a_scale is None:
-            _checks.check_dtype(op, "a", a, SIXTEEN_BIT)
-            _checks.check_shape(op, "a", a, (m, k), f"the {k} elements that a row of w has")
-        else:
-            _checks.check_packed(op, "a", a, fmt)
-            _checks.check_shape(op, "a", a, (m, k // 2), f"the {k // 2} bytes that a row of w has")
-            self.check_fp4_scale("a_scale", call.a_scale, (m, k), fmt, layout)
+        self.check_activations(call, k, fmt, layout)
         self.check_fp4_scale("w_scale", call.b_scale, (experts, rows, k), fmt, b_layout)
         _checks.check_dtype(op, "routing", call.routing, (torch.float32,))
-        _checks.check_shape(op, "routing", call.routing, (m, experts), "a row for each of a, an element an expert of w")
+        matrix = a.shape[0], experts
+        _checks.check_shape(op, "routing", call.routing, matrix, "a row for each of a, an element an expert of w")
         if call.alpha is not None:
             _checks.check_dtype(op, "alpha", call.alpha, (torch.float32,))
             if call.alpha.shape not in ((experts,), (experts, 2)):
@@ -265,11 +258,6 @@ class GatedGemm(BackendPath[GatedCall]):
         given["alpha"] = None if shape is None else zeros(*shape) + 1
         given["bias"] = None if bias_dtype is None else zeros(experts, rows, dtype=bias_dtype)
         return (), given
-
-    def flops(self, a_shape: Any, b_shape: Any) -> int:
-        """Multiplications and additions of all pairs of a row and a column: what routing leaves out is not known."""
-        experts, rows, held = b_shape
-        return int(2 * a_shape[0] * experts * rows * held * 2)
 
 
 class GatedLauncher(BackendLauncher[GatedCall]):

@@ -98,8 +98,13 @@ class BackendPath(CallPath[Call]):
         raise NotImplementedError
 
     def flops(self, a_shape: Any, b_shape: Any) -> int:
-        """Multiplications and additions of a call whose ``a`` and weight have these shapes."""
-        raise NotImplementedError
+        """Multiplications and additions of all pairs of a row and a column: what routing leaves out is not known."""
+        *lead, _ = a_shape
+        n, k = (b_shape[-2], b_shape[-1]) if self.takes_rows else (b_shape[1], b_shape[0])
+        rows = b_shape[0] if self.over == "n" else 1
+        for extent in lead:
+            rows *= extent
+        return int(2 * rows * n * k * (2 if self.b == "fp4" else 1))
 
     def fp4_format(self, call: Any) -> tuple[FP4Format, ScaleLayout, ScaleLayout]:
         """The format, and the layouts of the activations' scales and of the weight's."""
@@ -118,6 +123,26 @@ class BackendPath(CallPath[Call]):
         _checks.check_dtype(self.op, name, scale, fmt.scale_dtypes)
         shape = fp4_shapes(matrix, fmt, layout)[1]
         _checks.check_shape(self.op, name, scale, shape, f"the {layout.name} scales of {name[0]}")
+
+    def check_activations(self, call: Any, k: int, fmt: FP4Format, layout: ScaleLayout) -> None:
+        """``a`` has rows of ``k`` elements: of 16 bits, or in FP4 with their scales."""
+        op, a, columns = self.op, call.a, {"k": "E·I", "n": "H"}.get(self.over, "K")
+        line = "a row of w" if self.takes_rows else "a column of b"
+        _checks.check_matrix(op, "a", a, f"(M, {columns}/2)" if self.a == "fp4" else f"(M, {columns})")
+        m = a.shape[0]
+        if call.a_scale is None:
+            _checks.check_dtype(op, "a", a, SIXTEEN_BIT)
+            _checks.check_shape(op, "a", a, (m, k), f"the {k} elements that {line} has{self.hint(call)}")
+        else:
+            _checks.check_packed(op, "a", a, fmt)
+            _checks.check_shape(op, "a", a, (m, k // 2), f"the {k // 2} bytes that {line} has{self.hint(call)}")
+            self.check_fp4_scale("a_scale", call.a_scale, (m, k), fmt, layout)
+
+    def hint(self, call: Any) -> str:
+        """What to do, if ``a`` would fit the transposed ``b``."""
+        packed = self.b == "fp4" and self.a != "fp4"
+        fits = not self.takes_rows and call.b.shape[1] * (2 if packed else 1) == call.a.shape[-1]
+        return "; pass b as weight.t()" if fits else ""
 
     def chosen(self, name: str, value: str | None, choices: Mapping[Any, Any]) -> Any:
         """What a property's value stands for.
@@ -226,24 +251,14 @@ class Gemm(BackendPath[GemmCall]):
 
     def _check_fp4(self, call: GemmCall) -> tuple[int, int]:
         """Check ``a``, the weight and their scales; N and K."""
-        op, a, b = self.op, call.a, call.b
+        op, b = self.op, call.b
         fmt, layout, b_layout = self.fp4_format(call)
         _checks.check_matrix(op, self.b_name, b, "(N, E·I/2)" if self.takes_rows else "(K/2, N)")
         self._refuse_untransposed(call)
         weight = b if self.takes_rows else b.t()
         _checks.check_packed(op, self.b_name if self.takes_rows else "b.t()", weight, fmt)
         n, k = weight.shape[0], weight.shape[1] * 2
-        line = "a row of w" if self.takes_rows else "a column of b"
-        columns = "E·I" if self.over == "k" else "K"
-        _checks.check_matrix(op, "a", a, f"(M, {columns}/2)" if self.a == "fp4" else f"(M, {columns})")
-        m = a.shape[0]
-        if call.a_scale is None:
-            _checks.check_dtype(op, "a", a, SIXTEEN_BIT)
-            _checks.check_shape(op, "a", a, (m, k), f"the {k} elements that {line} has{self._hint(call)}")
-        else:
-            _checks.check_packed(op, "a", a, fmt)
-            _checks.check_shape(op, "a", a, (m, k // 2), f"the {k // 2} bytes that {line} has{self._hint(call)}")
-            self.check_fp4_scale("a_scale", call.a_scale, (m, k), fmt, layout)
+        self.check_activations(call, k, fmt, layout)
         self.check_fp4_scale(f"{self.b_name}_scale", call.b_scale, (n, k), fmt, b_layout)
         return n, k
 
@@ -292,7 +307,7 @@ class Gemm(BackendPath[GemmCall]):
             _checks.check_shape(op, "a", a, (experts, a.shape[1], k), "the E and K of b")
         else:
             _checks.check_matrix(op, "a", a, "(R, K)" if is_grouped else "(M, K)")
-            _checks.check_shape(op, "a", a, (a.shape[0], k), f"the K of b{self._hint(call)}")
+            _checks.check_shape(op, "a", a, (a.shape[0], k), f"the K of b{self.hint(call)}")
         blocks = FP8_BLOCK128.scales_per_row(k)
         _checks.check_shape(op, "a_scale", a_scale, (blocks, *a.shape[:-1]), "a scale for 128 elements of a row of a")
         lead = (experts,) if is_grouped else ()
@@ -319,12 +334,6 @@ class Gemm(BackendPath[GemmCall]):
                 f"cute::{self.op}: b has shape {tuple(b.shape)} and strides {b.stride()}, as a weight by rows has; "
                 "expected its transposed view: pass weight.t()"
             )
-
-    def _hint(self, call: GemmCall) -> str:
-        """What to do, if ``a`` would fit the transposed ``b``."""
-        packed = self.b == "fp4" and self.a != "fp4"
-        fits = not self.takes_rows and call.b.shape[1] * (2 if packed else 1) == call.a.shape[-1]
-        return "; pass b as weight.t()" if fits else ""
 
     def _check_epilogue(self, call: GemmCall, n: int) -> None:
         op, alpha, bias, device = self.op, call.alpha, call.bias, call.a.device
@@ -499,15 +508,6 @@ class Gemm(BackendPath[GemmCall]):
             given["bias"] = zeros(*((count, n) if self.over == "k" else weights), dtype=bias_dtype)
         names = {self.renames.get(name, name): name for name in self.signature.names}
         return (), {names[name]: value for name, value in given.items() if name in names}
-
-    def flops(self, a_shape: Any, b_shape: Any) -> int:
-        """Multiplications and additions of all pairs of a row and a column: what routing leaves out is not known."""
-        *lead, _ = a_shape
-        n, k = (b_shape[-2], b_shape[-1]) if self.takes_rows else (b_shape[1], b_shape[0])
-        rows = 1
-        for extent in lead:
-            rows *= extent
-        return int(2 * rows * n * k * (2 if self.b == "fp4" else 1))
 
 
 class BackendLauncher(Launcher[Call]):

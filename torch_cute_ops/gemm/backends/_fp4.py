@@ -1,6 +1,6 @@
 """What the backends of FP4 GEMMs share."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from torch_cute_ops.gemm.backend import Backend, Target
@@ -15,17 +15,7 @@ from torch_cute_ops.gemm.decode import (
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels.common.block_scaled_stage import STEP
 from torch_cute_ops.runtime.arch import Arch
-from torch_cute_ops.runtime.compiler import compile_kernel
-
-
-def buildable(
-    config_of: Callable[[GemmProblem, Tactic, Arch], Any],
-    problem: GemmProblem,
-    tactics: Iterable[Tactic],
-    target: Target,
-) -> tuple[Tactic, ...]:
-    """The tactics for which ``config_of`` has a kernel on the target; all of them, where it is no GPU."""
-    return tuple(one for one in tactics if target.arch is None or config_of(problem, one, target.arch) is not None)
+from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel
 
 
 class FP4Backend(Backend):
@@ -41,6 +31,8 @@ class FP4Backend(Backend):
 class FP4KernelBackend(FP4Backend):
     """One by a kernel that reads the weight's codes."""
 
+    kernel: ClassVar[str]
+    """Module and name of the kernel's class."""
     has_wgmma: ClassVar[bool] = True
     """Whether that kernel needs warpgroup MMA."""
     adds_expert_bias: ClassVar[bool] = False
@@ -56,6 +48,18 @@ class FP4KernelBackend(FP4Backend):
     def reason_unfit(self, problem: GemmProblem) -> str | None:
         """Why the kernel cannot compute a problem whose operands are aligned; ``None`` if it can."""
         raise NotImplementedError
+
+    def config(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> Any:
+        """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
+        raise NotImplementedError
+
+    def buildable(self, problem: GemmProblem, tactics: Iterable[Tactic], target: Target) -> tuple[Tactic, ...]:
+        """The tactics for which the kernel can be built for the target; all of them, where it is no GPU."""
+        arch = target.arch
+        return tuple(one for one in tactics if arch is None or self.config(problem, one, arch) is not None)
+
+    def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
+        return (KernelSpec(self.kernel, self.config(problem, tactic, arch)),)
 
     def compiled(self, problem: GemmProblem, tactic: Tactic, target: Target) -> tuple[Any, Any]:
         """The function of the first kernel that a tactic launches, and its configuration."""

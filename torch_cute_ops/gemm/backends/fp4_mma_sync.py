@@ -10,7 +10,7 @@ import torch
 
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Launch, Target
-from torch_cute_ops.gemm.backends._fp4 import FP4KernelBackend, buildable
+from torch_cute_ops.gemm.backends._fp4 import FP4KernelBackend
 from torch_cute_ops.gemm.decode import (
     decoder,
     decoding_kernel,
@@ -44,6 +44,7 @@ class FP4MmaSync(FP4KernelBackend):
     """A tactic is (rows of ``a`` per CTA, CTAs that split K, CTAs per SM)."""
 
     name = "mma_sync"
+    kernel = fp4_mma.KERNEL
     has_wgmma = False
 
     def reason_unfit(self, problem: GemmProblem) -> str | None:
@@ -54,7 +55,7 @@ class FP4MmaSync(FP4KernelBackend):
         widest = cost.smallest_tile(fp4_mma.TOKEN_TILES, m)
         every = itertools.product(fp4_mma.TOKEN_TILES, SPLITS, CTAS_PER_SM)
         tactics = [tactic for tactic in every if tactic[0] <= widest and tactic[1] <= chunks]
-        return buildable(_config, problem, tactics, target)
+        return self.buildable(problem, tactics, target)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         tokens, splits, ctas_per_sm = map(int, tactic)
@@ -74,12 +75,27 @@ class FP4MmaSync(FP4KernelBackend):
         busy = cost.overlapped(computed, read / (cost.bytes_per_second(target) / slots), order=4)
         return cost.LAUNCH_SECONDS + waves * (busy + WAVE_SECONDS) + DECODE_SECONDS * (problem.a.is_fp4 and not native)
 
+    def config(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_mma.Config | None:
+        tokens, splits, ctas_per_sm = map(int, tactic)
+        native = _multiplies_codes(problem, arch)
+        return fp4_mma.plan(
+            dtype=torch.uint8 if native else sixteen_bit_dtype(problem),
+            fmt=fp4_format(problem),
+            layout=weight_scales(problem),
+            epilogue=problem.epilogue,
+            tokens=tokens,
+            splits=splits,
+            ctas_per_sm=ctas_per_sm,
+            arch=arch,
+            pdl=settings.PDL,
+            a_layout=problem.a.scale_layout if native else None,
+        )
+
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
-        kernel = KernelSpec(fp4_mma.KERNEL, _config(problem, tactic, arch))
-        layout = problem.a.scale_layout
+        kernels, layout = super().kernels(problem, tactic, arch), problem.a.scale_layout
         if layout is None or _multiplies_codes(problem, arch):
-            return (kernel,)
-        return kernel, decoding_kernel(problem, layout, sixteen_bit_dtype(problem))
+            return kernels
+        return *kernels, decoding_kernel(problem, layout, sixteen_bit_dtype(problem))
 
     def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
         function, config = self.compiled(problem, tactic, target)
@@ -107,21 +123,3 @@ class FP4MmaSync(FP4KernelBackend):
 
 def _multiplies_codes(problem: GemmProblem, arch: Arch) -> bool:
     return problem.a.is_fp4 and arch.has_block_scaled_mma
-
-
-def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_mma.Config | None:
-    """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
-    tokens, splits, ctas_per_sm = map(int, tactic)
-    native = _multiplies_codes(problem, arch)
-    return fp4_mma.plan(
-        dtype=torch.uint8 if native else sixteen_bit_dtype(problem),
-        fmt=fp4_format(problem),
-        layout=weight_scales(problem),
-        epilogue=problem.epilogue,
-        tokens=tokens,
-        splits=splits,
-        ctas_per_sm=ctas_per_sm,
-        arch=arch,
-        pdl=settings.PDL,
-        a_layout=problem.a.scale_layout if native else None,
-    )

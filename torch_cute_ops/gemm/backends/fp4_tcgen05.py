@@ -4,7 +4,7 @@ from typing import Final
 
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Launch, Target
-from torch_cute_ops.gemm.backends._fp4 import Tcgen05Backend, buildable
+from torch_cute_ops.gemm.backends._fp4 import Tcgen05Backend
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_tcgen05
@@ -12,7 +12,6 @@ from torch_cute_ops.kernels.common.activation_layout import CHUNK
 from torch_cute_ops.kernels.common.block_scaled_stage import ROWS
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import CLOCK_HZ, Arch
-from torch_cute_ops.runtime.compiler import KernelSpec
 
 STORE_BYTES_PER_CLOCK: Final = 32
 """Rate at which a CTA stores results, where no MMAs run meanwhile."""
@@ -20,6 +19,8 @@ STORE_BYTES_PER_CLOCK: Final = 32
 
 class FP4Tcgen05(Tcgen05Backend):
     """A tactic is (rows of ``a`` in a tile, CTAs of an MMA, CTAs that split K)."""
+
+    kernel = fp4_tcgen05.KERNEL
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
         chunks = -(-problem.k // CHUNK)
@@ -33,7 +34,7 @@ class FP4Tcgen05(Tcgen05Backend):
             for splits in (fp4_tcgen05.SPLITS if group == 1 and tokens <= ROWS else (1,))
             if least <= tokens <= widest and splits <= chunks
         ]
-        return buildable(_config, problem, every, target)
+        return self.buildable(problem, every, target)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         tokens, group, splits = map(int, tactic)
@@ -56,8 +57,18 @@ class FP4Tcgen05(Tcgen05Backend):
             seconds += waves * 2 * 4 * ROWS * tokens / self.cluster_bytes_per_second
         return cost.LAUNCH_SECONDS + self.ramp_seconds * (waves if splits > 1 else 1) + seconds
 
-    def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
-        return (KernelSpec(fp4_tcgen05.KERNEL, _config(problem, tactic, arch)),)
+    def config(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_tcgen05.Config | None:
+        tokens, group, splits = map(int, tactic)
+        return fp4_tcgen05.plan(
+            fmt=fp4_format(problem),
+            layout=weight_scales(problem),
+            epilogue=problem.epilogue,
+            tokens=tokens,
+            group=group,
+            splits=splits,
+            arch=arch,
+            pdl=settings.PDL,
+        )
 
     def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
         function, _ = self.compiled(problem, tactic, target)
@@ -65,18 +76,3 @@ class FP4Tcgen05(Tcgen05Backend):
         return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
             a, a_scale, b, b_scale, alpha, bias, out, ctas
         )
-
-
-def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_tcgen05.Config | None:
-    """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
-    tokens, group, splits = map(int, tactic)
-    return fp4_tcgen05.plan(
-        fmt=fp4_format(problem),
-        layout=weight_scales(problem),
-        epilogue=problem.epilogue,
-        tokens=tokens,
-        group=group,
-        splits=splits,
-        arch=arch,
-        pdl=settings.PDL,
-    )

@@ -5,7 +5,7 @@ from typing import Final
 
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Launch, Target
-from torch_cute_ops.gemm.backends._fp4 import Tcgen05Backend, buildable
+from torch_cute_ops.gemm.backends._fp4 import Tcgen05Backend
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_tcgen05_experts
@@ -13,7 +13,6 @@ from torch_cute_ops.kernels.common.block_scaled_stage import ROWS
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import CLOCK_HZ, Arch
-from torch_cute_ops.runtime.compiler import KernelSpec
 
 DENSE: Final = "dense"
 ROUTED: Final = "routed"
@@ -29,6 +28,7 @@ class FP4Tcgen05Experts(Tcgen05Backend):
     """A tactic is (rows of the weight in a tile, parts of the experts, ``DENSE`` or ``ROUTED``: whether all experts are
     computed, or those alone that some token of the tile is routed to)."""
 
+    kernel = fp4_tcgen05_experts.KERNEL
     groupings = ("k",)
     adds_expert_bias = True
 
@@ -41,7 +41,7 @@ class FP4Tcgen05Experts(Tcgen05Backend):
             if parts == 1
             or (parts <= problem.experts and _units(problem, m, columns, parts) <= MOST_UNITS * target.sms)
         ]
-        return buildable(_config, problem, every, target)
+        return self.buildable(problem, every, target)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         columns, parts, mode = int(tactic[0]), int(tactic[1]), tactic[2]
@@ -70,8 +70,20 @@ class FP4Tcgen05Experts(Tcgen05Backend):
             seconds += STEP_SECONDS + size / (self.l2_shares * cost.bytes_per_second(target))
         return cost.LAUNCH_SECONDS + self.ramp_seconds + seconds
 
-    def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
-        return (KernelSpec(fp4_tcgen05_experts.KERNEL, _config(problem, tactic, arch)),)
+    def config(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_tcgen05_experts.Config | None:
+        columns, parts, mode = int(tactic[0]), int(tactic[1]), tactic[2]
+        return fp4_tcgen05_experts.plan(
+            fmt=fp4_format(problem),
+            layout=weight_scales(problem),
+            out_dtype=problem.out_dtype,
+            width=problem.expert_k,
+            columns=columns,
+            parts=parts,
+            routed=mode == ROUTED,
+            arch=arch,
+            pdl=settings.PDL,
+            bias_dtype=problem.epilogue.bias_dtype,
+        )
 
     def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
         function, config = self.compiled(problem, tactic, target)
@@ -89,20 +101,3 @@ class FP4Tcgen05Experts(Tcgen05Backend):
 def _units(problem: GemmProblem, m: int, columns: int, parts: int) -> int:
     """Units of work of all CTAs."""
     return -(-m // ROWS) * -(-problem.n // columns) * parts
-
-
-def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_tcgen05_experts.Config | None:
-    """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
-    columns, parts, mode = int(tactic[0]), int(tactic[1]), tactic[2]
-    return fp4_tcgen05_experts.plan(
-        fmt=fp4_format(problem),
-        layout=weight_scales(problem),
-        out_dtype=problem.out_dtype,
-        width=problem.expert_k,
-        columns=columns,
-        parts=parts,
-        routed=mode == ROUTED,
-        arch=arch,
-        pdl=settings.PDL,
-        bias_dtype=problem.epilogue.bias_dtype,
-    )

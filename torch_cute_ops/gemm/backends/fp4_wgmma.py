@@ -13,7 +13,6 @@ from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import Arch
-from torch_cute_ops.runtime.compiler import KernelSpec
 
 BALANCED = 0
 """A ``split`` that means: one CTA per SM, all with equal work (stream-K)."""
@@ -42,6 +41,7 @@ class FP4Wgmma(FP4KernelBackend):
     cluster, except in GEMMs with experts; with few rows of ``a`` they rearrange these themselves."""
 
     name = "wgmma"
+    kernel = fp4_wgmma.KERNEL
     groupings = ("none", "k")
 
     def reason_unfit(self, problem: GemmProblem) -> str | None:
@@ -94,8 +94,19 @@ class FP4Wgmma(FP4KernelBackend):
             seconds += cost.LAUNCH_SECONDS + waves * others * parts.sum_bytes / COLLECT_BYTES_PER_SECOND
         return seconds
 
-    def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
-        return (KernelSpec(fp4_wgmma.KERNEL, _config(problem, tactic, arch)),)
+    def config(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_wgmma.Config | None:
+        tokens, rows, split = map(int, tactic)
+        return fp4_wgmma.plan(
+            operands=fp4_operands(problem),
+            epilogue=problem.epilogue,
+            width=_width(problem),
+            tokens=tokens,
+            rows=rows,
+            splits=split if _clusters(problem, tactic) else 0,
+            arch=arch,
+            pdl=settings.PDL,
+            static_weight=problem.static_weight,
+        )
 
     def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
         function, config = self.compiled(problem, tactic, target)
@@ -182,19 +193,3 @@ def _is_useful(problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> 
     parts = _parts(problem, tactic, target)
     left_bytes = -(-m // tokens) * parts.workers * parts.sum_bytes if parts.shares else 0
     return split <= parts.chunks and left_bytes <= MOST_LEFT
-
-
-def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_wgmma.Config | None:
-    """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
-    tokens, rows, split = map(int, tactic)
-    return fp4_wgmma.plan(
-        operands=fp4_operands(problem),
-        epilogue=problem.epilogue,
-        width=_width(problem),
-        tokens=tokens,
-        rows=rows,
-        splits=split if _clusters(problem, tactic) else 0,
-        arch=arch,
-        pdl=settings.PDL,
-        static_weight=problem.static_weight,
-    )

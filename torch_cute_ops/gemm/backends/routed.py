@@ -1,7 +1,6 @@
 """FP4 GEMMs with experts over K that compute only routed pairs of token and expert: ``kernels/fp4_experts``."""
 
 from torch_cute_ops.gemm.backend import Launch, Target
-from torch_cute_ops.gemm.backends._fp4 import buildable
 from torch_cute_ops.gemm.backends._routed import FIXED_SECONDS, RoutedBackend, mean_units, unit_clocks
 from torch_cute_ops.gemm.cost import bytes_per_second, overlapped, smallest_tile, weight_seconds
 from torch_cute_ops.gemm.decode import fp4_operands, reason_not_linear
@@ -11,7 +10,6 @@ from torch_cute_ops.kernels.common.activation_layout import CHUNK
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import Arch
-from torch_cute_ops.runtime.compiler import KernelSpec
 
 HALVED = 1.2
 """Slowdown of chunks half as wide (measured on an H200)."""
@@ -25,6 +23,7 @@ SHARED_PASSES = 4
 class Routed(RoutedBackend):
     """A tactic is (tokens of a unit, tokens of a tile, classes of experts by which work is divided)."""
 
+    kernel = fp4_experts.KERNEL
     groupings = ("k",)
     adds_expert_bias = True
 
@@ -44,12 +43,12 @@ class Routed(RoutedBackend):
             for classes in _classes(problem, target)
             if group <= max(m, 8)
         ]
-        return buildable(_config, problem, every, target)
+        return self.buildable(problem, every, target)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         assert target.arch is not None
         group, tokens, classes = map(int, tactic)
-        config = _config(problem, tactic, target.arch)
+        config = self.config(problem, tactic, target.arch)
         assert config is not None
         width, rows = problem.expert_k, fp4_experts.ROWS
         share = problem.topk / problem.experts
@@ -70,8 +69,19 @@ class Routed(RoutedBackend):
             seconds += SHARED_SECONDS + SHARED_PASSES * tiles * workers * rows * tokens * 4 / bytes_per_second(target)
         return seconds
 
-    def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
-        return (KernelSpec(fp4_experts.KERNEL, _config(problem, tactic, arch)),)
+    def config(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_experts.Config | None:
+        group, tokens, classes = map(int, tactic)
+        return fp4_experts.plan(
+            operands=fp4_operands(problem),
+            out_dtype=problem.out_dtype,
+            bias_dtype=problem.epilogue.bias_dtype,
+            width=problem.expert_k,
+            group=group,
+            tokens=tokens,
+            classes=classes,
+            arch=arch,
+            pdl=settings.PDL,
+        )
 
     def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
         function, config = self.compiled(problem, tactic, target)
@@ -86,19 +96,3 @@ def _classes(problem: GemmProblem, target: Target) -> tuple[int, ...]:
     """Numbers of classes to try: several where that gives more SMs work."""
     divides = problem.experts >= fp4_experts.CLASSES and -(-problem.n // fp4_experts.ROWS) < target.sms
     return (1, fp4_experts.CLASSES) if divides else (1,)
-
-
-def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_experts.Config | None:
-    """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
-    group, tokens, classes = map(int, tactic)
-    return fp4_experts.plan(
-        operands=fp4_operands(problem),
-        out_dtype=problem.out_dtype,
-        bias_dtype=problem.epilogue.bias_dtype,
-        width=problem.expert_k,
-        group=group,
-        tokens=tokens,
-        classes=classes,
-        arch=arch,
-        pdl=settings.PDL,
-    )

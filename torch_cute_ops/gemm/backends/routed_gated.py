@@ -7,7 +7,6 @@ import torch
 
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.gemm.backend import Launch, Target
-from torch_cute_ops.gemm.backends._fp4 import buildable
 from torch_cute_ops.gemm.backends._routed import (
     DECODE_CLOCKS,
     FIXED_SECONDS,
@@ -22,7 +21,6 @@ from torch_cute_ops.kernels import fp4_gated_experts
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import Arch
-from torch_cute_ops.runtime.compiler import KernelSpec
 
 Tensor = torch.Tensor
 
@@ -58,6 +56,7 @@ COLUMN_MULTIPLE = 64
 class RoutedGated(RoutedBackend):
     """A tactic is (rows of the weight of a slice, tokens of a unit, parts of k, tokens of a tile)."""
 
+    kernel = fp4_gated_experts.KERNEL
     groupings = ("n",)
 
     def reason_unfit(self, problem: GemmProblem) -> str | None:
@@ -76,12 +75,12 @@ class RoutedGated(RoutedBackend):
             for parts in fp4_gated_experts.PARTS[rows]
             if group <= max(m, 8)
         ]
-        return buildable(_config, problem, every, target)
+        return self.buildable(problem, every, target)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         assert target.arch is not None
         rows, group, parts, tokens = map(int, tactic)
-        config = _config(problem, tactic, target.arch)
+        config = self.config(problem, tactic, target.arch)
         assert config is not None
         share = problem.topk / problem.experts
         tiles, tile_tokens = -(-m // tokens), min(m, tokens)
@@ -103,8 +102,30 @@ class RoutedGated(RoutedBackend):
         seconds = computed, weights / memory, copied / (MODEL.l2_rate * memory)
         return MODEL.fixed_seconds + arranged + left + overlapped(*seconds, order=MODEL.order)
 
-    def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
-        return (KernelSpec(fp4_gated_experts.KERNEL, _config(problem, tactic, arch)),)
+    def config(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_gated_experts.Config | None:
+        rows, group, parts, tokens = map(int, tactic)
+        epilogue, quantised = problem.epilogue, problem.quantised
+        assert epilogue.alpha in (None, "expert", "expert_half")
+        if problem.expert_n % (rows // 2):
+            return None
+        out: torch.dtype | FP4Format = epilogue.out_dtype
+        layout = None
+        if quantised is not None:
+            out, layout = fp4_format(problem), quantised.scale_layout
+        finish = fp4_gated_experts.Finish(
+            out, layout, epilogue.alpha, epilogue.bias_dtype, problem.global_scale, problem.gate == "swiglu"
+        )
+        return fp4_gated_experts.plan(
+            operands=fp4_operands(problem),
+            finish=finish,
+            width=problem.k,
+            rows=rows,
+            group=group,
+            parts=parts,
+            tokens=tokens,
+            arch=arch,
+            pdl=settings.PDL,
+        )
 
     def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
         function, config = self.compiled(problem, tactic, target)
@@ -123,30 +144,3 @@ class RoutedGated(RoutedBackend):
             new_bytes(device, size(a.shape[0], experts, workers)),
             workers,
         )
-
-
-def _config(problem: GemmProblem, tactic: Tactic, arch: Arch) -> fp4_gated_experts.Config | None:
-    """How the kernel is built; ``None`` if it cannot be, on ``arch``."""
-    rows, group, parts, tokens = map(int, tactic)
-    epilogue, quantised = problem.epilogue, problem.quantised
-    assert epilogue.alpha in (None, "expert", "expert_half")
-    if problem.expert_n % (rows // 2):
-        return None
-    out: torch.dtype | FP4Format = epilogue.out_dtype
-    layout = None
-    if quantised is not None:
-        out, layout = fp4_format(problem), quantised.scale_layout
-    finish = fp4_gated_experts.Finish(
-        out, layout, epilogue.alpha, epilogue.bias_dtype, problem.global_scale, problem.gate == "swiglu"
-    )
-    return fp4_gated_experts.plan(
-        operands=fp4_operands(problem),
-        finish=finish,
-        width=problem.k,
-        rows=rows,
-        group=group,
-        parts=parts,
-        tokens=tokens,
-        arch=arch,
-        pdl=settings.PDL,
-    )

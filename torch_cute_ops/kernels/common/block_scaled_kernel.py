@@ -118,20 +118,31 @@ class BlockScaledKernel:
 
     @cute.jit
     def _work(self, tid, maps, part) -> tuple[Smem, Uint32]:
-        """Set the CTA up, and do what the thread's warp does. Returns where the columns of tensor memory begin, too."""
+        """Set the CTA up, and do what the thread's warp does. All warps but the multiplying one wait for the kernels
+        before this one first. Returns where the columns of tensor memory begin, too."""
+        c = self.config
         smem = self._set_up(tid)
         self._meet()
         warp = cute.arch.make_warp_uniform(tid // WARP)
         columns = Uint32(cute.make_tensor(smem.columns, cute.make_layout(1))[0])
         if warp == COPIER:
+            if const_expr(c.pdl):
+                cute.arch.griddepcontrol_wait()
             self._copy(*maps, part, smem)
+            if const_expr(c.pdl):
+                cute.arch.griddepcontrol_launch_dependents()
         elif warp == MULTIPLIER:
             if tid % WARP == 0:
                 self._multiply(columns, part, smem)
         elif warp < STORING_WARPS:
+            if const_expr(c.pdl):
+                cute.arch.griddepcontrol_wait()
             self._store(columns, tid, part, smem)
         elif const_expr(self.stage.arranges):
-            self._arrange(tid - WARP * (MULTIPLIER + 1), part, smem)
+            arranger = tid - WARP * (MULTIPLIER + 1)
+            if const_expr(c.pdl):
+                cute.arch.griddepcontrol_wait()
+            self._arrange(arranger, part, smem)
         cute.arch.sync_warp()
         return smem, columns
 

@@ -13,7 +13,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 EVICT_FIRST = 0x12F0000000000000
 
 
-def _asm(result: ir.Type, operands: list, text: str, constraints: str, loc, ip, pure: bool = True) -> ir.Value:
+def _asm(result: ir.Type, operands: list, text: str, constraints: str, loc, ip, pure: bool = False) -> ir.Value:
     return llvm.inline_asm(result, operands, text, constraints, has_side_effects=not pure, loc=loc, ip=ip)
 
 
@@ -25,38 +25,42 @@ def _u32(value, loc, ip) -> ir.Value:
     return Uint32(value).ir_value(loc=loc, ip=ip)
 
 
+def _pure(result: type, text: str, given: type, *values, loc, ip):
+    """What a pure instruction makes of ``values`` of the type ``given``. Types are ``Uint32`` and ``Float32``."""
+    letters = {Uint32: "r", Float32: "f"}
+    operands = [given(value).ir_value(loc=loc, ip=ip) for value in values]
+    constraints = f"={letters[result]}" + f",{letters[given]}" * len(values)
+    return result(_asm(result.mlir_type, operands, text, constraints, loc, ip, pure=True))
+
+
 @dsl_user_op
 def prmt(a, b, selector: int, *, loc=None, ip=None) -> Uint32:
     """Four bytes picked from ``a`` (bytes 0..3) and ``b`` (4..7) by the nibbles of ``selector``."""
-    operands = [_u32(a, loc, ip), _u32(b, loc, ip)]
-    return Uint32(_asm(T.i32(), operands, f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r", loc, ip))
+    return _pure(Uint32, f"prmt.b32 $0, $1, $2, {selector:#x};", Uint32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def prmt_by(a, b, selectors, *, loc=None, ip=None) -> Uint32:
     """The same, by the four low nibbles of a word that is not known before."""
-    operands = [_u32(a, loc, ip), _u32(b, loc, ip), _u32(selectors, loc, ip)]
-    return Uint32(_asm(T.i32(), operands, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", loc, ip))
+    return _pure(Uint32, "prmt.b32 $0, $1, $2, $3;", Uint32, a, b, selectors, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def xor_masked(a, b, mask: int, *, loc=None, ip=None) -> Uint32:
     """``a ^ (b & mask)``."""
-    operands = [_u32(a, loc, ip), _u32(b, loc, ip)]
-    return Uint32(_asm(T.i32(), operands, f"lop3.b32 $0, $1, $2, {mask:#x}, 0x78;", "=r,r,r", loc, ip))
+    return _pure(Uint32, f"lop3.b32 $0, $1, $2, {mask:#x}, 0x78;", Uint32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def select_bits(mask, a, b, *, loc=None, ip=None) -> Uint32:
     """Bits of ``a`` where ``mask`` is set, of ``b`` elsewhere."""
-    operands = [_u32(mask, loc, ip), _u32(a, loc, ip), _u32(b, loc, ip)]
-    return Uint32(_asm(T.i32(), operands, "lop3.b32 $0, $1, $2, $3, 0xca;", "=r,r,r,r", loc, ip))
+    return _pure(Uint32, "lop3.b32 $0, $1, $2, $3, 0xca;", Uint32, mask, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def shift_left(a, count: int, *, loc=None, ip=None) -> Uint32:
     """``a << count``, where LLVM shall not move the shift before a mask."""
-    return Uint32(_asm(T.i32(), [_u32(a, loc, ip)], f"shl.b32 $0, $1, {count};", "=r,r", loc, ip))
+    return _pure(Uint32, f"shl.b32 $0, $1, {count};", Uint32, a, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -81,42 +85,38 @@ def float_of(bits, *, loc=None, ip=None) -> Float32:
 @dsl_user_op
 def max_abs_nan(a, b, *, loc=None, ip=None) -> Float32:
     """``max(a, |b|)``, NaN if either is."""
-    operands = [_f32(a, loc, ip), _f32(b, loc, ip)]
     text = "{.reg .f32 t; abs.f32 t, $2; max.NaN.f32 $0, $1, t;}"
-    return Float32(_asm(T.f32(), operands, text, "=f,f,f", loc, ip))
+    return _pure(Float32, text, Float32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def min_nan(a, b, *, loc=None, ip=None) -> Float32:
     """``min(a, b)``, NaN if either is; PTX's ``min`` alone would give the other one."""
-    return Float32(_asm(T.f32(), [_f32(a, loc, ip), _f32(b, loc, ip)], "min.NaN.f32 $0, $1, $2;", "=f,f,f", loc, ip))
+    return _pure(Float32, "min.NaN.f32 $0, $1, $2;", Float32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def max_nan(a, b, *, loc=None, ip=None) -> Float32:
     """``max(a, b)``, NaN if either is."""
-    return Float32(_asm(T.f32(), [_f32(a, loc, ip), _f32(b, loc, ip)], "max.NaN.f32 $0, $1, $2;", "=f,f,f", loc, ip))
+    return _pure(Float32, "max.NaN.f32 $0, $1, $2;", Float32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def mul_rn(a, b, *, loc=None, ip=None) -> Float32:
     """``a * b``, IEEE round to nearest even, never contracted into an fma."""
-    operands = [_f32(a, loc, ip), _f32(b, loc, ip)]
-    return Float32(_asm(T.f32(), operands, "mul.rn.f32 $0, $1, $2;", "=f,f,f", loc, ip))
+    return _pure(Float32, "mul.rn.f32 $0, $1, $2;", Float32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def add_rn(a, b, *, loc=None, ip=None) -> Float32:
     """``a + b``, IEEE round to nearest even, never contracted into an fma."""
-    operands = [_f32(a, loc, ip), _f32(b, loc, ip)]
-    return Float32(_asm(T.f32(), operands, "add.rn.f32 $0, $1, $2;", "=f,f,f", loc, ip))
+    return _pure(Float32, "add.rn.f32 $0, $1, $2;", Float32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def fma_rn(a, b, c, *, loc=None, ip=None) -> Float32:
     """``a * b + c`` with one IEEE rounding."""
-    operands = [_f32(a, loc, ip), _f32(b, loc, ip), _f32(c, loc, ip)]
-    return Float32(_asm(T.f32(), operands, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", loc, ip))
+    return _pure(Float32, "fma.rn.f32 $0, $1, $2, $3;", Float32, a, b, c, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -124,75 +124,71 @@ def fma_if(condition, a, b, c, *, loc=None, ip=None) -> Float32:
     """``a * b + c`` with one IEEE rounding if ``condition``, else ``c``."""
     operands = [_u32(Uint32(condition), loc, ip)] + [_f32(value, loc, ip) for value in (a, b, c)]
     text = "{.reg .pred p; setp.ne.u32 p, $1, 0; mov.b32 $0, $4; @p fma.rn.f32 $0, $2, $3, $0;}"
-    return Float32(_asm(T.f32(), operands, text, "=&f,r,f,f,f", loc, ip))
+    return Float32(_asm(T.f32(), operands, text, "=&f,r,f,f,f", loc, ip, pure=True))
 
 
 @dsl_user_op
 def div_rn(a, b, *, loc=None, ip=None) -> Float32:
     """``a / b``, IEEE round to nearest even."""
-    operands = [_f32(a, loc, ip), _f32(b, loc, ip)]
-    return Float32(_asm(T.f32(), operands, "div.rn.f32 $0, $1, $2;", "=f,f,f", loc, ip))
+    return _pure(Float32, "div.rn.f32 $0, $1, $2;", Float32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def rcp_approx(a, *, loc=None, ip=None) -> Float32:
     """``1 / a`` to one ulp."""
-    return Float32(_asm(T.f32(), [_f32(a, loc, ip)], "rcp.approx.f32 $0, $1;", "=f,f", loc, ip))
+    return _pure(Float32, "rcp.approx.f32 $0, $1;", Float32, a, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def rsqrt_approx(a, *, loc=None, ip=None) -> Float32:
     """``1 / sqrt(a)`` to two ulp; exact for powers of four."""
-    return Float32(_asm(T.f32(), [_f32(a, loc, ip)], "rsqrt.approx.f32 $0, $1;", "=f,f", loc, ip))
+    return _pure(Float32, "rsqrt.approx.f32 $0, $1;", Float32, a, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def ex2_approx(a, *, loc=None, ip=None) -> Float32:
     """``2^a`` to two ulp."""
-    return Float32(_asm(T.f32(), [_f32(a, loc, ip)], "ex2.approx.f32 $0, $1;", "=f,f", loc, ip))
+    return _pure(Float32, "ex2.approx.f32 $0, $1;", Float32, a, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def f16x2_toward_zero(low, high, *, loc=None, ip=None) -> Uint32:
     """Two fp32 values truncated to fp16, packed."""
-    operands = [_f32(high, loc, ip), _f32(low, loc, ip)]
-    return Uint32(_asm(T.i32(), operands, "cvt.rz.f16x2.f32 $0, $1, $2;", "=r,f,f", loc, ip))
+    return _pure(Uint32, "cvt.rz.f16x2.f32 $0, $1, $2;", Float32, high, low, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def min_abs_f16x2(a, limit: int, *, loc=None, ip=None) -> Uint32:
     """``min(|a|, limit)`` of both halves; ``limit`` is a packed constant."""
     text = f"{{.reg .b32 t, l; abs.f16x2 t, $1; mov.b32 l, {limit:#x}; min.f16x2 $0, t, l;}}"
-    return Uint32(_asm(T.i32(), [_u32(a, loc, ip)], text, "=r,r", loc, ip))
+    return _pure(Uint32, text, Uint32, a, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def max_abs_f16x2(a, b, *, loc=None, ip=None) -> Uint32:
     """``max(|a|, |b|)`` of both halves; of NaN and a number, the number."""
     text = "{.reg .b32 s, t; abs.f16x2 s, $1; abs.f16x2 t, $2; max.f16x2 $0, s, t;}"
-    return Uint32(_asm(T.i32(), [_u32(a, loc, ip), _u32(b, loc, ip)], text, "=r,r,r", loc, ip))
+    return _pure(Uint32, text, Uint32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def min_abs_of_f16x2(a, b, *, loc=None, ip=None) -> Uint32:
     """``min(|a|, |b|)`` of both halves; of NaN and a number, the number."""
     text = "{.reg .b32 s, t; abs.f16x2 s, $1; abs.f16x2 t, $2; min.f16x2 $0, s, t;}"
-    return Uint32(_asm(T.i32(), [_u32(a, loc, ip), _u32(b, loc, ip)], text, "=r,r,r", loc, ip))
+    return _pure(Uint32, text, Uint32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def add_16x2(a, b, dtype: str, *, loc=None, ip=None) -> Uint32:
     """The sums of two pairs of ``dtype`` ("bf16" or "f16"), rounded to nearest even: as those of fp32 sums are, which
     have more than twice the bits, and two."""
-    operands = [_u32(a, loc, ip), _u32(b, loc, ip)]
-    return Uint32(_asm(T.i32(), operands, f"add.rn.{dtype}x2 $0, $1, $2;", "=r,r,r", loc, ip))
+    return _pure(Uint32, f"add.rn.{dtype}x2 $0, $1, $2;", Uint32, a, b, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def mul_16x2(a, b, dtype: str, *, loc=None, ip=None) -> Uint32:
     """The products of two pairs of ``dtype`` ("bf16" or "f16"), rounded to nearest even, subnormals kept."""
-    operands = [_u32(a, loc, ip), _u32(b, loc, ip)]
-    return Uint32(_asm(T.i32(), operands, f"mul.rn.{dtype}x2 $0, $1, $2;", "=r,r,r", loc, ip))
+    return _pure(Uint32, f"mul.rn.{dtype}x2 $0, $1, $2;", Uint32, a, b, loc=loc, ip=ip)
 
 
 def _mma(shape: str, a: list, b: list, c: list, dtype: str, loc, ip) -> list:
@@ -203,7 +199,7 @@ def _mma(shape: str, a: list, b: list, c: list, dtype: str, loc, ip) -> list:
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
     # All lanes take part: it must not move to where some do not come.
-    values = _asm(result, operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", loc, ip, pure=False)
+    values = _asm(result, operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", loc, ip)
     return [Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(4)]
 
 
@@ -236,7 +232,7 @@ def mma_16x8x64(a: list, b: list, c: list, a_scales, b_scales, nvfp4: bool, *, l
         f".m16n8k64.row.col.f32.e2m1.e2m1.f32.{kind[2]} "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13}, {$14}, {0, 0}, {$15}, {0, 0};"
     )
-    values = _asm(result, operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f,r,r", loc, ip, pure=False)
+    values = _asm(result, operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f,r,r", loc, ip)
     return [Float32(llvm.extractvalue(T.f32(), values, [i], loc=loc, ip=ip)) for i in range(4)]
 
 
@@ -260,15 +256,14 @@ def copy_bulk(target, source, size, barrier, policy: int | None = None) -> None:
 @dsl_user_op
 def pack_16x2(low, high, dtype: str, *, loc=None, ip=None) -> Uint32:
     """Two fp32 values rounded to nearest even to ``dtype`` ("bf16" or "f16"), packed."""
-    operands = [_f32(high, loc, ip), _f32(low, loc, ip)]
-    return Uint32(_asm(T.i32(), operands, f"cvt.rn.{dtype}x2.f32 $0, $1, $2;", "=r,f,f", loc, ip))
+    return _pure(Uint32, f"cvt.rn.{dtype}x2.f32 $0, $1, $2;", Float32, high, low, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def both_halves(word, half: int, *, loc=None, ip=None) -> Uint32:
     """A half of a word, twice: ptxas lets 16-bit arithmetic take it from there, without an instruction."""
     text = f"{{.reg .b16 low, high; mov.b32 {{low, high}}, $1; mov.b32 $0, {{{('low, low', 'high, high')[half]}}};}}"
-    return Uint32(_asm(T.i32(), [_u32(word, loc, ip)], text, "=r,r", loc, ip))
+    return _pure(Uint32, text, Uint32, word, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -276,14 +271,14 @@ def unpack_f16(word, half: int, *, loc=None, ip=None) -> Float32:
     """The fp32 value of one fp16 half of a word."""
     source = ("h", "x") if half else ("x", "h")
     text = f"{{.reg .b16 h, x; mov.b32 {{{source[1]}, {source[0]}}}, $1; cvt.f32.f16 $0, h;}}"
-    return Float32(_asm(T.f32(), [_u32(word, loc, ip)], text, "=f,r", loc, ip))
+    return _pure(Float32, text, Uint32, word, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def e4m3_of(value, *, loc=None, ip=None) -> Uint32:
     """The e4m3 byte of a ``Float32``: round to nearest even, saturating; NaN becomes 0x7F."""
     text = "{.reg .b16 t, z; cvt.rn.satfinite.e4m3x2.f32 t, 0f00000000, $1; mov.b16 z, 0; mov.b32 $0, {t, z};}"
-    return Uint32(_asm(T.i32(), [_f32(value, loc, ip)], text, "=r,f", loc, ip))
+    return _pure(Uint32, text, Float32, value, loc=loc, ip=ip)
 
 
 def _packed(values: tuple, kind: str, bits: int, loc, ip) -> Uint32:
@@ -292,8 +287,7 @@ def _packed(values: tuple, kind: str, bits: int, loc, ip) -> Uint32:
     registers = ", ".join(f"h{i}" for i in pairs)
     converts = " ".join(f"cvt.rn.satfinite.{kind}x2.f32 h{i}, ${2 * i + 2}, ${2 * i + 1};" for i in pairs)
     text = f"{{.reg .b{bits} {registers}; {converts} mov.b32 $0, {{{registers}}};}}"
-    operands = [_f32(value, loc, ip) for value in values]
-    return Uint32(_asm(T.i32(), operands, text, "=r" + ",f" * len(values), loc, ip))
+    return _pure(Uint32, text, Float32, *values, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -309,7 +303,7 @@ def e4m3x4_of_f16x2(low, high, *, loc=None, ip=None) -> Uint32:
         "{.reg .b16 s, t; cvt.rn.satfinite.e4m3x2.f16x2 s, $1; cvt.rn.satfinite.e4m3x2.f16x2 t, $2; "
         "mov.b32 $0, {s, t};}"
     )
-    return Uint32(_asm(T.i32(), [_u32(low, loc, ip), _u32(high, loc, ip)], text, "=r,r,r", loc, ip))
+    return _pure(Uint32, text, Uint32, low, high, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -325,21 +319,21 @@ def float_of_e4m3(byte, *, loc=None, ip=None) -> Float32:
         "{.reg .b16 t, lo, hi; .reg .b32 p; cvt.u16.u32 t, $1; cvt.rn.f16x2.e4m3x2 p, t; "
         "mov.b32 {lo, hi}, p; cvt.f32.f16 $0, lo;}"
     )
-    return Float32(_asm(T.f32(), [_u32(byte, loc, ip)], text, "=f,r", loc, ip))
+    return _pure(Float32, text, Uint32, byte, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def f16x2_of_e4m3x2(pair, *, loc=None, ip=None) -> Uint32:
     """Two fp16 values, packed, of two e4m3 bytes in the low half of a word; exact."""
     text = "{.reg .b16 t; cvt.u16.u32 t, $1; cvt.rn.f16x2.e4m3x2 $0, t;}"
-    return Uint32(_asm(T.i32(), [_u32(pair, loc, ip)], text, "=r,r", loc, ip))
+    return _pure(Uint32, text, Uint32, pair, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def transpose_8x8(word, *, loc=None, ip=None) -> Uint32:
     """Transpose a warp's 8 x 8 matrix of 16-bit elements, of which each lane holds two of a row."""
     text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
-    return Uint32(_asm(T.i32(), [_u32(word, loc, ip)], text, "=r,r", loc, ip, pure=False))
+    return Uint32(_asm(T.i32(), [_u32(word, loc, ip)], text, "=r,r", loc, ip))
 
 
 @dsl_user_op
@@ -355,7 +349,7 @@ def wait(barrier, parity, sleep: int = 0, *, loc=None, ip=None) -> None:
         "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
         f"@p bra.uni DONE; {pause}bra.uni AGAIN; DONE: }}"
     )
-    _asm(None, operands, text, "r,r", loc, ip, pure=False)
+    _asm(None, operands, text, "r,r", loc, ip)
 
 
 @dsl_user_op
@@ -363,7 +357,7 @@ def has_passed(barrier, parity, *, loc=None, ip=None) -> Boolean:
     """Whether the phase of an mbarrier that has this parity is over; what was done before its end is seen then."""
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(parity, loc, ip)]
     text = "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2, 0; selp.u32 $0, 1, 0, p;}"
-    return Boolean(Uint32(_asm(T.i32(), operands, text, "=r,r,r", loc, ip, pure=False)) != 0)
+    return Boolean(Uint32(_asm(T.i32(), operands, text, "=r,r,r", loc, ip)) != 0)
 
 
 @dsl_user_op
@@ -371,7 +365,7 @@ def arrive_if(barrier, condition, *, loc=None, ip=None) -> None:
     """Arrive on an mbarrier of this CTA, without a branch: with one, ptxas would not overlap the wgmma around it."""
     operands = [_u32(barrier.toint(loc=loc, ip=ip), loc, ip), _u32(condition, loc, ip)]
     text = "{.reg .pred p; setp.ne.u32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0];}"
-    _asm(None, operands, text, "r,r", loc, ip, pure=False)
+    _asm(None, operands, text, "r,r", loc, ip)
 
 
 @dsl_user_op
@@ -385,7 +379,7 @@ def arrive_at_if(barrier, rank, condition, tells: bool = True, *, loc=None, ip=N
         "{.reg .pred p; .reg .b32 there; setp.ne.u32 p, $2, 0; mapa.shared::cluster.u32 there, $0, $1; "
         f"@p mbarrier.arrive{order}.shared::cluster.b64 _, [there];}}"
     )
-    _asm(None, operands, text, "r,r,r", loc, ip, pure=False)
+    _asm(None, operands, text, "r,r,r", loc, ip)
 
 
 @dsl_user_op
@@ -400,21 +394,21 @@ def expect_and_send(own, barrier, size: int, rank, *, loc=None, ip=None) -> None
         "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
         f"[to], [$0], {size}, [there];}}"
     )
-    _asm(None, operands, text, "r,r,r", loc, ip, pure=False)
+    _asm(None, operands, text, "r,r,r", loc, ip)
 
 
 @dsl_user_op
 def store_release(pointer, value, *, loc=None, ip=None) -> None:
     """Store a word in global memory, visible to the GPU after all that this thread knows of."""
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(value, loc, ip)]
-    _asm(None, operands, "st.release.gpu.global.u32 [$0], $1;", "l,r", loc, ip, pure=False)
+    _asm(None, operands, "st.release.gpu.global.u32 [$0], $1;", "l,r", loc, ip)
 
 
 @dsl_user_op
 def load_acquire(pointer, *, loc=None, ip=None) -> Uint32:
     """Load a word of global memory; what was known to the thread that stored it, this one knows then."""
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)]
-    return Uint32(_asm(T.i32(), operands, "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", loc, ip, pure=False))
+    return Uint32(_asm(T.i32(), operands, "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", loc, ip))
 
 
 @dsl_user_op
@@ -432,7 +426,7 @@ def load_if(pointer, condition, words: int, offset: int = 0, past_l1: bool = Fal
     # An output that is written before the last input is read must not share its register.
     constraints = ",".join(["=&r"] * words + ["l", "r"])
     result = llvm.StructType.get_literal([T.i32()] * words) if words > 1 else T.i32()
-    values = _asm(result, operands, text, constraints, loc, ip, pure=False)
+    values = _asm(result, operands, text, constraints, loc, ip)
     if words == 1:
         return [Uint32(values)]
     return [Uint32(llvm.extractvalue(T.i32(), values, [i], loc=loc, ip=ip)) for i in range(words)]
@@ -445,7 +439,7 @@ def store_if(pointer, words: list, condition, offset: int = 0, *, loc=None, ip=N
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(Uint32(condition), loc, ip)]
     operands += [_u32(word, loc, ip) for word in words]
     text = f"{{.reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v4.b32 [$0+{offset}], {{$2, $3, $4, $5}};}}"
-    _asm(None, operands, text, "l,r,r,r,r,r", loc, ip, pure=False)
+    _asm(None, operands, text, "l,r,r,r,r,r", loc, ip)
 
 
 @dsl_user_op
@@ -453,7 +447,7 @@ def load_shared_if(pointer, condition, *, loc=None, ip=None) -> Uint32:
     """A word of shared memory; zero, unless ``condition``."""
     operands = [_u32(pointer.toint(loc=loc, ip=ip), loc, ip), _u32(Uint32(condition), loc, ip)]
     text = "{.reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.shared.b32 $0, [$1];}"
-    return Uint32(_asm(T.i32(), operands, text, "=&r,r,r", loc, ip, pure=False))
+    return Uint32(_asm(T.i32(), operands, text, "=&r,r,r", loc, ip))
 
 
 @dsl_user_op
@@ -461,7 +455,7 @@ def store_shared_if(pointer, word, condition, *, loc=None, ip=None) -> None:
     """Store a word in shared memory, if ``condition``."""
     operands = [_u32(value, loc, ip) for value in (pointer.toint(loc=loc, ip=ip), word, Uint32(condition))]
     text = "{.reg .pred p; setp.ne.u32 p, $2, 0; @p st.shared.b32 [$0], $1;}"
-    _asm(None, operands, text, "r,r,r", loc, ip, pure=False)
+    _asm(None, operands, text, "r,r,r", loc, ip)
 
 
 @dsl_user_op
@@ -470,4 +464,4 @@ def load_narrow_if(pointer, condition, bytes_: int, offset: int = 0, *, loc=None
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(Uint32(condition), loc, ip)]
     load = f"ld.global.u{8 * bytes_} $0, [$1+{offset}]"
     text = f"{{.reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p {load};}}"
-    return Uint32(_asm(T.i32(), operands, text, "=&r,l,r", loc, ip, pure=False))
+    return Uint32(_asm(T.i32(), operands, text, "=&r,l,r", loc, ip))

@@ -142,8 +142,6 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
     def _copy(self, a_map, b_map, part, smem):
         """The copying warp: fill stages."""
         c = self.config
-        if const_expr(c.pdl):
-            cute.arch.griddepcontrol_wait()
         tokens, rows = self.mma.boxes(a_map, self.stage.own_columns), self.mma.boxes(b_map, ROWS)
         # With parity 1, a stage that was never used counts as free.
         stage, parity = Int32(0), Int32(1)
@@ -162,8 +160,6 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
                 self.mma.copy_box(a_map, tokens, self.stage.own_columns, to, place, smem.full + stage, None)
                 stage, parity = next_stage(stage, parity, c.stages)
             tile += part.pitch
-        if const_expr(c.pdl):
-            cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def _copy_scales_of(self, row_band, token_tile, chunk, base, barrier, part):
@@ -182,8 +178,6 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
     def _arrange(self, thread, part, smem):
         """An arranging warp: write linear scales to every fourth stage."""
         c = self.config
-        if const_expr(c.pdl):
-            cute.arch.griddepcontrol_wait()
         turn, lane = thread // WARP, thread % WARP
         stage, parity = Int32(0), Int32(1)
         tile = part.first
@@ -266,8 +260,6 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
     def _store(self, columns, tid, part, smem):
         """A storing warp: finish and store the sums of all tiles; with ``splits`` leave them to ``_add_up``."""
         c = self.config
-        if const_expr(c.pdl):
-            cute.arch.griddepcontrol_wait()
         factor = self.epilogue.factor(part.alpha)
         accumulator, parity = Int32(0), Int32(0)
         tile = part.first

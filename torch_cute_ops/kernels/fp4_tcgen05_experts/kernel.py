@@ -239,8 +239,6 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
     def _copy(self, a_map, b_map, part, smem):
         """The copying warp: fill stages."""
         c = self.config
-        if const_expr(c.pdl):
-            cute.arch.griddepcontrol_wait()
         tokens, rows = self.mma.boxes(a_map, ROWS), self.mma.boxes(b_map, c.columns)
         # With parity 1, a stage that was never used counts as free.
         stage, parity = Int32(0), Int32(1)
@@ -262,8 +260,6 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
                         stage, parity = next_stage(stage, parity, c.stages)
                     bits = bits & (bits - 1)
             number += part.pitch
-        if const_expr(c.pdl):
-            cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def _copy_scales_of(self, unit, expert, chunk, base, barrier, part):
@@ -280,8 +276,6 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
     def _arrange(self, thread, part, smem):
         """An arranging warp: write linear scales to every fourth stage."""
         c = self.config
-        if const_expr(c.pdl):
-            cute.arch.griddepcontrol_wait()
         turn, lane = thread // WARP, thread % WARP
         blocks = part.experts * (c.width // c.fmt.block_size)
         stage, parity = Int32(0), Int32(1)
@@ -339,8 +333,6 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
     def _store(self, columns, tid, part, smem):
         """A storing warp: add up the sums of each unit's experts, and store the totals."""
         c = self.config
-        if const_expr(c.pdl):
-            cute.arch.griddepcontrol_wait()
         totals = cute.make_rmem_tensor(cute.make_layout(c.columns), Float32)
         accumulator, parity = Int32(0), Int32(0)
         number = part.first

@@ -101,6 +101,14 @@ class FP4Samples:
         scales = ("a_scale",) if self.has_a_scale else ()
         return "a", self.weight, *scales, f"{self.weight}_scale"
 
+    def by_name(self, sample: Sample) -> dict[str, Any]:
+        """The arguments of ``sample`` that ``names`` names."""
+        return dict(zip(self.names, sample.args, strict=True))
+
+    def changed(self, sample: Sample, name: str | None = None, /, **given: Any) -> Sample:
+        """``sample`` with other operands, and, if one is given, another name."""
+        return replace(sample, name=name or sample.name, args=tuple((self.by_name(sample) | given).values()))
+
     @property
     def layouts(self) -> tuple[str, ...]:
         """Scale layouts that the op takes."""
@@ -265,17 +273,13 @@ class GemmSamples(FP4Samples):
             sample = self.sample(name, 6, 24, self.smallest_k, fmt, layout, device)
             return sample, sample.args[0], sample.args[1], sample.args[-1]
 
-        def call(sample: Sample, **given: Any) -> Sample:
-            by_name = dict(zip(self.names, sample.args, strict=True)) | given
-            return replace(sample, args=tuple(by_name.values()))
-
         b_name = self.names[1]
         b_scale_name = self.names[-1]
         sample, a, given_b, scale = plain(f"{b_name}-float4")
         b = self.rows(given_b)
-        yield call(sample, **{b_name: given_b.view(fp4)})
+        yield self.changed(sample, **{b_name: given_b.view(fp4)})
         if self.has_a_scale:
-            yield call(replace(sample, name="a-float4"), a=a.view(fp4))
+            yield self.changed(sample, "a-float4", a=a.view(fp4))
         for name, rows, scales in (
             ("columns-first", b.t().contiguous().t(), scale),
             ("every-other-row", b[::2], scale[::2]),
@@ -283,14 +287,14 @@ class GemmSamples(FP4Samples):
             ("scale-columns-first", b, scale.t().contiguous().t()),
         ):
             given = {b_name: self.rows(rows), b_scale_name: scales}
-            yield call(replace(sample, name=f"{b_name}-{name}"), **given)
-        yield call(replace(sample, name="a-columns-first"), a=a.t().contiguous().t())
+            yield self.changed(sample, f"{b_name}-{name}", **given)
+        yield self.changed(sample, "a-columns-first", a=a.t().contiguous().t())
         wide_a = torch.cat((a, a, a), 1)
-        yield call(replace(sample, name="a-row-strided"), a=wide_a[:, : a.shape[1]])
-        yield call(replace(sample, name="a-offset"), a=wide_a[:, 1 : 1 + a.shape[1]])
-        yield call(replace(sample, name="a-rows-expanded"), a=a[:1].expand(6, -1))
+        yield self.changed(sample, "a-row-strided", a=wide_a[:, : a.shape[1]])
+        yield self.changed(sample, "a-offset", a=wide_a[:, 1 : 1 + a.shape[1]])
+        yield self.changed(sample, "a-rows-expanded", a=a[:1].expand(6, -1))
         sample, *_, scale = plain(f"{b_name}-scale-e8m0", MXFP4, "128x4")
-        yield call(sample, **{b_scale_name: scale.view(e8m0)})
+        yield self.changed(sample, **{b_scale_name: scale.view(e8m0)})
         sample, *_ = plain("", NVFP4, "128x4")
         for name, alpha in self._alpha_views(6, device):
             yield replace(sample, name=f"alpha-{name}", kwargs={**sample.kwargs, "alpha": alpha})
@@ -304,7 +308,7 @@ class GemmSamples(FP4Samples):
         m, n, k = 4, 24, self.smallest_k
         good = self.sample("good", m, n, k, NVFP4, "linear", device)
         kwargs, b_name = good.kwargs, self.weight
-        tensors = dict(zip(self.names, good.args, strict=True))
+        tensors = self.by_name(good)
         bad, a, b = error_maker(tensors, kwargs), tensors["a"], tensors[b_name]
         yield from self.common_errors(tensors, bad, device)
         for name, tensor in (("a", a), (b_name, b)):
@@ -330,6 +334,5 @@ class GemmSamples(FP4Samples):
     def _untransposed_errors(self, device: torch.device) -> Iterator[ErrorInput]:
         """A weight (N, K/2) with N = K/2, by rows."""
         square = self.sample("b-untransposed", 4, 64, 128, NVFP4, "128x4", device)
-        by_name = dict(zip(self.names, square.args, strict=True))
-        by_name["b"] = by_name["b"].t()
-        yield ErrorInput("b-untransposed", tuple(by_name.values()), square.kwargs, ValueError, "pass weight.t()")
+        by_rows = self.changed(square, b=square.args[1].t())
+        yield ErrorInput("b-untransposed", by_rows.args, by_rows.kwargs, ValueError, "pass weight.t()")

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from torch_cute_ops.testing._inputs import ErrorInput
+from torch_cute_ops.testing.samples._epilogue import epilogue_errors
 from torch_cute_ops.testing.samples._rows import short
 
 BLOCK = 128
@@ -51,11 +52,21 @@ def weight(
     return numbers(*lead, n, k, device=device), factors(*lead, -(-n // BLOCK), -(-k // BLOCK), device=device)
 
 
-def backend_errors(
-    bad: Callable[..., ErrorInput], device: torch.device, gpu_backend: str = "mma_sync"
+def option_errors(
+    bad: Callable[..., ErrorInput],
+    n: int,
+    device: torch.device,
+    gpu_backend: str = "mma_sync",
+    experts: int | None = None,
 ) -> Iterator[ErrorInput]:
-    """Backends that there are not, on a CPU ``gpu_backend``; ``bad`` as of ``tensor_errors``, with further arguments
+    """Bad dtypes of a result of ``n`` columns; bad values of ``alpha`` and ``bias``, of experts if there are any; and
+    backends that there are not, on a CPU ``gpu_backend``. ``bad`` is as of ``tensor_errors``, with further arguments
     fourth."""
+    for dtype in (torch.float64, torch.uint8, FP8):
+        yield bad(f"out-dtype-{dtype}", TypeError, f"out_dtype is {dtype}; expected", {"out_dtype": dtype})
+    for error in epilogue_errors(n, device, experts):
+        if error.name != f"alpha-shape-[{experts}]":  # which is right: one for each expert
+            yield bad(error.name, error.error, error.match, error.kwargs)
     text = "backend='deepgemm' is unknown; use 'auto', "
     yield bad("backend-unknown", ValueError, text, {"backend": "deepgemm"})
     if device.type == "cpu":

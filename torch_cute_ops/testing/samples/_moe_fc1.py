@@ -146,26 +146,23 @@ class GatedSamples(FP4Samples):
         fp4, e8m0 = torch.float4_e2m1fn_x2, torch.float8_e8m0fnu
         m, experts = 6, 2
         sample = self.sample("", m, experts * 64, 64, NVFP4, "linear", device)
-        given = dict(zip(self.names, sample.args, strict=True))
+        given = self.by_name(sample)
         a, w, w_scale = given["a"], given["w"], given["w_scale"]
 
-        def call(name: str, sample: Sample = sample, **changed: Any) -> Sample:
-            by_name = dict(zip(self.names, sample.args, strict=True)) | changed
-            return replace(sample, name=name, args=tuple(by_name.values()))
-
-        yield call("w-float4", w=w.view(fp4))
+        yield self.changed(sample, "w-float4", w=w.view(fp4))
         if self.has_a_scale:
-            yield call("a-float4", a=a.view(fp4))
-        yield call("w-columns-first", w=w.transpose(1, 2).contiguous().transpose(1, 2))
-        yield call("w-offset", w=torch.cat((w, w, w), 2)[..., 1 : 1 + w.shape[2]])
-        yield call("w-experts-expanded", w=w[:1].expand(experts, -1, -1))
-        yield call("w-scale-columns-first", w_scale=w_scale.transpose(1, 2).contiguous().transpose(1, 2))
+            yield self.changed(sample, "a-float4", a=a.view(fp4))
+        yield self.changed(sample, "w-columns-first", w=w.transpose(1, 2).contiguous().transpose(1, 2))
+        yield self.changed(sample, "w-offset", w=torch.cat((w, w, w), 2)[..., 1 : 1 + w.shape[2]])
+        yield self.changed(sample, "w-experts-expanded", w=w[:1].expand(experts, -1, -1))
+        by_columns = w_scale.transpose(1, 2).contiguous().transpose(1, 2)
+        yield self.changed(sample, "w-scale-columns-first", w_scale=by_columns)
         wide = torch.cat((a, a, a), 1)
-        yield call("a-columns-first", a=a.t().contiguous().t())
-        yield call("a-row-strided", a=wide[:, : a.shape[1]])
-        yield call("a-offset", a=wide[:, 1 : 1 + a.shape[1]])
+        yield self.changed(sample, "a-columns-first", a=a.t().contiguous().t())
+        yield self.changed(sample, "a-row-strided", a=wide[:, : a.shape[1]])
+        yield self.changed(sample, "a-offset", a=wide[:, 1 : 1 + a.shape[1]])
         tiled = self.sample("w-scale-e8m0", m, experts * 64, 64, MXFP4, "128x4", device)
-        yield call("w-scale-e8m0", tiled, w_scale=tiled.args[-1].view(e8m0))
+        yield self.changed(tiled, w_scale=tiled.args[-1].view(e8m0))
         for name, routing in (
             ("transposed", torch.rand(experts, m, device=device).t()),
             ("row-strided", torch.rand(m, experts + 3, device=device)[:, :experts]),
@@ -185,7 +182,7 @@ class GatedSamples(FP4Samples):
         routing[m // 2] = 0
         routing = torch.where((routing == 0) & (torch.rand_like(routing) < 0.5), -0.0, routing)
         sample = self.sample(name, m, n, k, fmt, layout, device, routing=routing, **kwargs)
-        given = dict(zip(self.names, sample.args, strict=True))
+        given = self.by_name(sample)
         w_scale, w_layout = given["w_scale"], weight_layout(SCALE_LAYOUTS[layout])
         unused = torch.arange(experts * 128, device=device)[:, None] < 128
         nan = with_nan_scales(w_scale.view(-1, w_scale.shape[-1]), unused, k, fmt, w_layout.name)
@@ -195,7 +192,7 @@ class GatedSamples(FP4Samples):
             given["a_scale"] = with_nan_scales(given["a_scale"], idle, k, fmt, layout)
         else:
             given["a"] = torch.where(idle, torch.nan, given["a"]).to(given["a"].dtype)
-        return replace(sample, args=tuple(given.values()))
+        return self.changed(sample, **given)
 
     # Bad inputs
 
@@ -203,7 +200,7 @@ class GatedSamples(FP4Samples):
         """Arguments that the op refuses."""
         m, experts, k = 4, 2, 64
         good = self.sample("good", m, experts * 64, k, NVFP4, "linear", device)
-        tensors, kwargs = dict(zip(self.names, good.args, strict=True)), good.kwargs
+        tensors, kwargs = self.by_name(good), good.kwargs
         bad, a, w = error_maker(tensors, kwargs), tensors["a"], tensors["w"]
         yield from self.common_errors(tensors, bad, device)
         for what, value in (("1d", a[0]), ("3d", a[None]), ("narrow", a[:, : a.shape[1] // 2])):

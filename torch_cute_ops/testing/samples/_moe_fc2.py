@@ -160,8 +160,7 @@ class ExpertGemmSamples(GemmSamples):
             scales["a_scale"] = with_nan_scales(sample.args[2], alpha == 0, k, fmt, layout)
         else:
             a = torch.where((alpha == 0).repeat_interleave(64, 1), torch.nan, a).to(a.dtype)
-        by_name = dict(zip(self.names, sample.args, strict=True)) | {"a": a} | scales
-        return replace(sample, args=tuple(by_name.values()))
+        return self.changed(sample, a=a, **scales)
 
     def _alpha_views(self, m: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         experts = self.smallest_k // 64

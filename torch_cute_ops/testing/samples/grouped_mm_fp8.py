@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
-from torch_cute_ops.testing.samples._epilogue import epilogue_errors, epilogues, exact_epilogue, special_epilogues
-from torch_cute_ops.testing.samples._fp8_gemm import FP8, NAN, backend_errors, matrix, tensor_errors, weight
+from torch_cute_ops.testing.samples._epilogue import epilogues, exact_epilogue, special_epilogues
+from torch_cute_ops.testing.samples._fp8_gemm import FP8, NAN, matrix, option_errors, tensor_errors, weight
 from torch_cute_ops.testing.samples._row_errors import error_maker, out_errors
 from torch_cute_ops.testing.samples._rows import DTYPES, short
 
@@ -210,12 +210,7 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     yield bad("a-of-other-k", ValueError, r"a has shape .*; expected .*, the K of b", a=a[:, :128])
     yield bad("offsets-few", ValueError, r"offsets has shape \(2,\); expected \(3,\)", offsets=tensors["offsets"][1:])
     yield bad("counts-few", ValueError, r"counts has shape \(1,\); expected \(2,\)", counts=tensors["counts"][1:])
-    for dtype in (torch.float64, torch.uint8, FP8):
-        yield bad(f"out-dtype-{dtype}", TypeError, f"out_dtype is {dtype}; expected", {"out_dtype": dtype})
-    for error in epilogue_errors(n, device, experts=2):
-        if error.name != "alpha-shape-[2]":  # one for each expert
-            yield bad(error.name, error.error, error.match, error.kwargs)
-    yield from backend_errors(bad, device)
+    yield from option_errors(bad, n, device, experts=2)
     out = {"out": torch.zeros(len(a), n, dtype=torch.bfloat16, device=device)}
     yield from out_errors(good.args, {}, out, device)
     apart = torch.zeros(2, 16, n, dtype=torch.bfloat16, device=device)[:, :8]

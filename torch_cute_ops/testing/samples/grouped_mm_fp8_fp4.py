@@ -9,10 +9,10 @@ import torch
 from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
 from torch_cute_ops.testing.samples import grouped_mm_fp8
-from torch_cute_ops.testing.samples._epilogue import epilogue_errors, epilogues, exact_epilogue, special_epilogues
+from torch_cute_ops.testing.samples._epilogue import epilogues, exact_epilogue, special_epilogues
 from torch_cute_ops.testing.samples._fp4 import FORMATS
 from torch_cute_ops.testing.samples._fp8_fp4 import formats_and_layouts, scale_values, weight_errors, with_fp4_weight
-from torch_cute_ops.testing.samples._fp8_gemm import backend_errors, tensor_errors
+from torch_cute_ops.testing.samples._fp8_gemm import option_errors, tensor_errors
 from torch_cute_ops.testing.samples._row_errors import error_maker, out_errors
 from torch_cute_ops.testing.samples._rows import DTYPES, short
 
@@ -134,11 +134,6 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     yield bad("b-no-experts", ValueError, "b is of 0 experts; expected 1 to 512", b=b[:0])
     yield bad("b-513-experts", ValueError, "b is of 513 experts", b=b[:1].expand(513, -1, -1))
     yield bad("a-of-other-k", ValueError, r"a has shape .*; expected .*, the K of b", a=a[:, :128])
-    for dtype in (torch.float64, torch.uint8):
-        yield bad(f"out-dtype-{dtype}", TypeError, f"out_dtype is {dtype}; expected", {"out_dtype": dtype})
-    for error in epilogue_errors(n, device, experts=2):
-        if error.name != "alpha-shape-[2]":  # one for each expert
-            yield bad(error.name, error.error, error.match, error.kwargs)
-    yield from backend_errors(bad, device, "wgmma")
+    yield from option_errors(bad, n, device, "wgmma", experts=2)
     out = {"out": torch.zeros(len(a), n, dtype=torch.bfloat16, device=device)}
     yield from out_errors(good.args, good.kwargs, out, device)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
-from torch_cute_ops.testing.samples._epilogue import epilogue_errors, epilogues, exact_epilogue, special_epilogues
-from torch_cute_ops.testing.samples._fp8_gemm import FP8, NAN, backend_errors, integers, matrix, tensor_errors, weight
+from torch_cute_ops.testing.samples._epilogue import epilogues, exact_epilogue, special_epilogues
+from torch_cute_ops.testing.samples._fp8_gemm import FP8, NAN, integers, matrix, option_errors, tensor_errors, weight
 from torch_cute_ops.testing.samples._row_errors import error_maker, out_errors
 from torch_cute_ops.testing.samples._rows import DTYPES, short
 
@@ -160,11 +160,7 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     yield bad("b-narrow", ValueError, "b has N = 132; expected a multiple of 8", b=b[:, :132])
     yield bad("b-half", ValueError, "b_scale has shape", b=b[:, :128])
     yield bad("a-of-other-k", ValueError, r"a has shape \(4, 128\); expected \(4, 256\)", a=a[:, :128])
-    for dtype in (torch.float64, torch.uint8, FP8):
-        yield bad(f"out-dtype-{dtype}", TypeError, f"out_dtype is {dtype}; expected", {"out_dtype": dtype})
-    for error in epilogue_errors(n, device):
-        yield bad(error.name, error.error, error.match, error.kwargs)
-    yield from backend_errors(bad, device)
+    yield from option_errors(bad, n, device)
     square = sample("", m, k, k, device).args
     yield ErrorInput("b-untransposed", (square[0], square[1].t(), *square[2:]), {}, ValueError, "pass weight.t()")
     out = {"out": torch.zeros(m, n, dtype=torch.bfloat16, device=device)}

@@ -9,10 +9,10 @@ import torch
 from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
 from torch_cute_ops.testing.samples import mm_fp8_block
-from torch_cute_ops.testing.samples._epilogue import epilogue_errors, epilogues, exact_epilogue, special_epilogues
+from torch_cute_ops.testing.samples._epilogue import epilogues, exact_epilogue, special_epilogues
 from torch_cute_ops.testing.samples._fp4 import FORMATS
 from torch_cute_ops.testing.samples._fp8_fp4 import formats_and_layouts, scale_values, weight_errors, with_fp4_weight
-from torch_cute_ops.testing.samples._fp8_gemm import FP8, NAN, backend_errors, tensor_errors
+from torch_cute_ops.testing.samples._fp8_gemm import FP8, NAN, option_errors, tensor_errors
 from torch_cute_ops.testing.samples._row_errors import error_maker, out_errors
 from torch_cute_ops.testing.samples._rows import DTYPES, short
 
@@ -120,11 +120,7 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     yield bad("b-no-k", ValueError, "b has K = 0; expected a positive multiple of 64", b=b[:0])
     yield bad("b-narrow", ValueError, "b has N = 132; expected a multiple of 8", b=b[:, :132])
     yield bad("a-of-other-k", ValueError, r"a has shape \(4, 128\); expected \(4, 256\)", a=a[:, :128])
-    for dtype in (torch.float64, torch.uint8, FP8):
-        yield bad(f"out-dtype-{dtype}", TypeError, f"out_dtype is {dtype}; expected", {"out_dtype": dtype})
-    for error in epilogue_errors(n, device):
-        yield bad(error.name, error.error, error.match, error.kwargs)
-    yield from backend_errors(bad, device, "wgmma")
+    yield from option_errors(bad, n, device, "wgmma")
     square = sample("", m, k // 2, k, NVFP4, "128x4", device)
     untransposed = (square.args[0], square.args[1].t(), *square.args[2:])
     yield ErrorInput("b-untransposed", untransposed, square.kwargs, ValueError, "pass weight.t()")

@@ -16,7 +16,7 @@ from torch_cute_ops.testing.samples._moe import (
     random_routing,
     unaligned,
 )
-from torch_cute_ops.testing.samples._row_errors import out_errors
+from torch_cute_ops.testing.samples._row_errors import error_maker, out_errors
 from torch_cute_ops.testing.samples._rows import DTYPES, random_rows, short, special_rows, views
 
 
@@ -101,10 +101,8 @@ def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
     rows, residual = random_rows(6, 64, device=device), random_rows(4, 64, device=device)
     index, weights = torch.zeros(4, 2, dtype=torch.int32, device=device), torch.rand(4, 2, device=device)
     good = (rows, index, weights, residual)
-
-    def bad(name: str, error: type[Exception], match: str, **changed: Any) -> ErrorInput:
-        named = dict(zip(("input", "expanded_to_permuted", "weights", "residual"), good, strict=True)) | changed
-        return ErrorInput(name, tuple(named.values()), {}, error, match)
+    names = ("input", "expanded_to_permuted", "weights", "residual")
+    bad = error_maker(dict(zip(names, good, strict=True)), {})
 
     for dtype in (torch.float64, torch.int32, torch.float8_e4m3fn, torch.uint8):
         text = f"input has dtype {short(dtype)}; expected bfloat16"
