@@ -324,9 +324,11 @@ WGMMAS = [
     wgmma(BF16, MXFP4, "128x4", "128x4", 16, epilogue=(FP16, None, FP16), sizes=(9, 296, 1088), splits=5, seed=2),
     wgmma(BF16, NVFP4, "linear", None, 64, epilogue=(BF16,), sizes=(70, 264, 768), splits=3, seed=3),
     wgmma(BF16, MXFP4, "128x4", "128x4", 128, epilogue=(FP16, "column"), sizes=(30, 136, 800), splits=3, seed=5),
-    # Tiles that begin in the middle of a tile of scales, the last one short; idle warps
+    # Tiles that begin in the middle of a tile of scales, the last one short; warps that take chunks in turn, and more
+    # chunks than stages
     wgmma(FP16, NVFP4, "128x4", "8x4", 8, epilogue=(FP32, "column"), sizes=(3, 520, 800), splits=2, rows=224),
-    wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(BF16, None, BF16), sizes=(9, 328, 1056), splits=1, rows=160, seed=1),
+    wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(BF16, None, BF16), sizes=(9, 328, 2080), splits=1, rows=160, seed=1),
+    wgmma(FP16, NVFP4, "128x4", None, 8, epilogue=(BF16, "one"), sizes=(8, 424, 2336), splits=1, rows=208, seed=None),
     wgmma(FP16, NVFP4, "linear", None, 8, epilogue=(FP16, "one"), sizes=(5, 200, 512), splits=1, rows=192, seed=2),
     wgmma(BF16, NVFP4, "128x4", "128x4", 16, epilogue=(FP32,), sizes=(9, 400, 544), splits=3, rows=192, seed=3),
     # Activations in float16 that are rounded to bfloat16: by a kernel of their own, and by the CTAs

@@ -9,7 +9,7 @@ from torch_cute_ops.runtime.arch import ARCHS, CLOCK_HZ, Arch
 
 TENSOR_CORE_EFFICIENCY = 0.8
 """Share of the peak rate that a good large GEMM reaches: 700 to 830 TFLOP/s of 919, random data (measured on H200s)."""
-CLUSTER_PLACES = 0.88
+CLUSTER_PLACES = 0.85
 """Share of the CTA slots that clusters of more than two CTAs can use, because GPCs are no multiples of them (measured
 on an H200)."""
 LAUNCH_SECONDS = 2e-6

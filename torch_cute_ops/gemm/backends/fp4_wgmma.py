@@ -9,7 +9,6 @@ from torch_cute_ops.gemm.decode import fp4_format, fp4_operands, reason_not_line
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_wgmma
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
-from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import Arch
@@ -26,8 +25,9 @@ RAMP_SECONDS = 1.2e-6
 """Pipeline fill and drain of a CTA (measured on an H200)."""
 ARRANGE_SECONDS = 2.7e-6
 """Time of the kernel that rearranges the activations (measured on an H200)."""
-ARRANGE_FP4_SECONDS, ARRANGE_16_BIT_SECONDS = 5e-8, 9e-8
-"""Time for a CTA to rearrange one chunk of a token itself, in FP4 or of 16 bits (measured on an H200)."""
+ARRANGE_FP4_SECONDS, ARRANGE_16_BIT_SECONDS = (2e-7, 4e-8), (5e-7, 3e-8)
+"""Time for a CTA to rearrange a chunk of activations itself, in FP4 or of 16 bits: fixed, and for each token of the tile
+(fitted to a sweep on an H200)."""
 EXPERT_CLOCKS = 0.03
 """SM clocks to add one element of an expert's sums to the totals (measured on an H200)."""
 CLUSTER_BYTES_PER_SECOND = 1.5e11
@@ -68,16 +68,15 @@ class FP4Wgmma(FP4KernelBackend):
         waves = -(-parts.workers * tiles // cost.places(target.sms, split if parts.clusters else 1))
         chunks = -(-parts.row_tiles * parts.chunks // parts.workers)
         weights = parts.rows * CHUNK
-        # Per chunk. Schedulers have a warp of each warpgroup, some an idle one of the last. Decoding and MMAs
-        # alternate in a warpgroup, and the other one fills half of the gaps.
+        # Per chunk. Decoding and MMAs alternate in a warpgroup, and the other one fills half of the gaps.
         computed = cost.overlapped(
-            cost.weight_seconds(-(-parts.rows // GROUP_ROWS) * GROUP_ROWS * CHUNK, DECODE_CLOCKS),
+            cost.weight_seconds(weights, DECODE_CLOCKS),
             cost.tensor_core_seconds(2 * weights * tokens, target, sms=1),
             order=2,
         )
         if parts.arranges:
-            arranged = ARRANGE_FP4_SECONDS if problem.a.is_fp4 else ARRANGE_16_BIT_SECONDS
-            computed = cost.overlapped(computed, arranged * tokens, order=8)
+            fixed, each = ARRANGE_FP4_SECONDS if problem.a.is_fp4 else ARRANGE_16_BIT_SECONDS
+            computed = cost.overlapped(computed, fixed + each * tokens, order=4)
         width = _width(problem)
         if width is not None:
             computed += cost.weight_seconds(parts.rows * tokens, EXPERT_CLOCKS) * CHUNK / width

@@ -1,5 +1,5 @@
-"""Partial sums of a tile, which the CTAs of a cluster exchange through shared memory: added up in the order of the
-CTAs, finished and stored.
+"""Partial sums of a tile, which the CTAs of a cluster exchange through shared memory, and for some rows the warps of a
+CTA: added up in the order of the CTAs, and in a CTA in that of the warps, finished and stored.
 
 The sums are accumulators of MMAs with the weight on the M side. For each 8 tokens a lane has four: of the weight's rows
 ``row`` and ``row + 8``, and of two tokens each.
@@ -19,7 +19,7 @@ COLUMNS = 4  # of the result, that a thread adds up at once
 
 def leave_sums(tile: SumTile, sums: cute.Tensor, base: cute.Pointer, row, quad) -> None:
     """Store a lane's sums in this CTA's shared memory."""
-    layout = cute.make_layout((tile.tokens, tile.rows), stride=(tile.pitch, 1))
+    layout = cute.make_layout((tile.tokens, tile.pitch), stride=(tile.pitch, 1))
     to = cute.make_tensor(cute.recast_ptr(base, dtype=Float32), layout)
     for group in range(tile.tokens // TILE):
         for i in range(4):
@@ -39,7 +39,7 @@ def sum_columns(tile: SumTile, threads: int, tid, first_row) -> tuple:
 
 @cute.jit
 def write_sums(tile: SumTile, splits: int, threads: int, finish: Finish, out, base, rank, tid, first_token, first_row):
-    """Add up the partial sums of the ``splits`` CTAs of the cluster, finish and store them.
+    """Add up the partial sums of the ``splits`` CTAs of the cluster, finish and store them; 1: there is no cluster.
 
     Each CTA has every ``splits``-th token, and its ``threads`` threads share them: each has the columns of
     ``sum_columns``. The caller ensures that all CTAs have written their partial sums, and that these stay until all
@@ -56,12 +56,21 @@ def write_sums(tile: SumTile, splits: int, threads: int, finish: Finish, out, ba
             part = base
             if const_expr(splits > 1):
                 part = cute.arch.map_dsmem_ptr(base, peer)
-            at = cute.assume((token * tile.pitch + column) * 4, divby=16)
-            words = load_words(cute.make_tensor(cute.recast_ptr(part + at, dtype=Uint32), cute.make_layout(4)))
-            total = [x + ptx.float_of(word) for x, word in zip(total, words, strict=True)]
+            for turn in range_constexpr(tile.turns):
+                if const_expr(turn == 0):
+                    total = _added(total, part, token * tile.pitch + column)
+                elif column >= tile.rows - tile.shared:
+                    total = _added(total, part, token * tile.pitch + column + turn * tile.shared)
         values = [finish(x, i) for i, x in enumerate(total)]
         to_token, to_row = first_token + token, first_row + column
         if (to_token < m) & (to_row < n):
             row = out.iterator + cute.assume(Int64(to_token) * n + to_row, divby=4)
             packed = pack(values, out.element_type)
             store_words(packed, cute.make_tensor(cute.recast_ptr(row, dtype=Uint32), cute.make_layout(len(packed))))
+
+
+def _added(total: list, sums: cute.Pointer, place) -> list:
+    """Four totals, each with one of the sums from ``place`` on."""
+    at = sums + cute.assume(place * 4, divby=16)
+    words = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
+    return [x + ptx.float_of(word) for x, word in zip(total, words, strict=True)]

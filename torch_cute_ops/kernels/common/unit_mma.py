@@ -76,10 +76,12 @@ class UnitMma:
             free_before: frees the stage of the chunk before.
             phase: of the expert, as ``WeightRing.factors`` takes it.
         """
-        left = None if self.last_blocks is None else self.last_blocks - chunk * self.ring.blocks
         quad = lane % 4
+        existing = None
+        if self.last_blocks is not None:
+            existing = self.ring.existing(self.last_blocks - chunk * self.ring.blocks, quad)
         codes = [self.ring.codes(smem.codes, at, row, quad) for at, row, _ in rows]
-        scales = [self.ring.factors(smem.scales, at, row, quad, left, self.dtype, phase) for at, _, row in rows]
+        scales = [self.ring.factors(smem.scales, at, row, quad, existing, self.dtype, phase) for at, _, row in rows]
         count = self.ring.words // parts
         for i in range(count):
             word = part * count + i

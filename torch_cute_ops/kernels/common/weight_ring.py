@@ -28,12 +28,17 @@ PIECE: Final = 16  # bytes that the swizzle moves together
 SCALE_TILE: Final = TILE_ROWS * TILE_BLOCKS
 
 
-def next_stage(stage, parity, stages: int) -> tuple:
-    """The next stage of a ring and the parity of its barriers' next phase; for a constant stage, a constant."""
+def next_stage(stage, parity, stages: int, step=1) -> tuple:
+    """The next stage of a ring, or the ``step``-th, of at most all, and the parity of its barriers' next phase; for a
+    constant stage, a constant."""
     if isinstance(stage, int):
         return (stage + 1, parity) if stage + 1 < stages else (0, parity ^ 1)
-    wraps = stage + 1 == stages
-    return ptx.select(wraps, Int32(0), stage + 1), ptx.select(wraps, parity ^ 1, parity)
+    if isinstance(step, int):
+        wraps = stage + 1 == stages
+        return ptx.select(wraps, Int32(0), stage + 1), ptx.select(wraps, parity ^ 1, parity)
+    after = stage + step
+    wraps = after >= stages
+    return ptx.select(wraps, after - stages, after), ptx.select(wraps, parity ^ 1, parity)
 
 
 class OpenRing(NamedTuple):
@@ -193,11 +198,17 @@ class WeightRing:
             words += load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
         return words
 
-    def factors(self, scales_at: cute.Pointer, stage, row, quad, left, dtype, phase=None) -> list:
+    def existing(self, left, quad) -> Uint32:
+        """The mask of a lane's scales of a chunk of which ``left`` blocks exist, for ``factors``."""
+        count = self.blocks // QUAD
+        exist = cutlass.min(cutlass.max(left - quad * count, Int32(0)), Int32(count))
+        return ptx.select(exist == count, Uint32(0xFFFFFFFF), (Uint32(1) << Uint32(exist * 8)) - 1)
+
+    def factors(self, scales_at: cute.Pointer, stage, row, quad, existing, dtype, phase=None) -> list:
         """The factors of a lane's blocks of a row.
 
-        ``row`` counts from the first row of a tile of scales. ``left`` are the blocks of the chunk that exist, others
-        get zero; ``None``: all exist. ``phase``: that of the expert; ``None``: 0.
+        ``row`` counts from the first row of a tile of scales. ``existing`` masks the scales of blocks that exist,
+        others get zero; ``None``: all exist. ``phase``: that of the expert; ``None``: 0.
         """
         count = self.blocks // QUAD
         block = quad * count
@@ -208,11 +219,9 @@ class WeightRing:
         dtype_of = {4: Uint32, 2: Uint16, 1: Uint8}
         at = cute.recast_ptr(scales_at + cute.assume(place, divby=count), dtype=dtype_of[count])
         bytes_ = Uint32(cute.make_tensor(at, cute.make_layout(1))[0])
-        if left is not None:
+        if existing is not None:
             # Scales of blocks that do not exist may be anything, and 0 times NaN is not 0.
-            exist = cutlass.min(cutlass.max(left - block, Int32(0)), Int32(count))
-            keep = ptx.select(exist == count, Uint32(0xFFFFFFFF), (Uint32(1) << Uint32(exist * 8)) - 1)
-            bytes_ = bytes_ & keep
+            bytes_ = bytes_ & existing
         together = 1 if self.fmt == MXFP4 else 2
         shifts = range(0, 8 * count, 8 * together)
         parts = [bytes_ >> shift if shift else bytes_ for shift in shifts]

@@ -16,11 +16,13 @@ QUARTERS: Final = 4
 """Quarters of a chunk: 64 elements of k, 128 bytes of activations a token."""
 TILES: Final = {8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}
 """Tokens of a tile, and its consumer warpgroups: as many as leave registers for the accumulators."""
-ROWS: Final = {8: (256, 224, 192, 160), 16: (256, 192), 32: (256, 192)}
-"""Rows of the weight of a tile, by tokens, where there is a choice: whole warps by ``mma.sync``, whole warpgroups by
+ROWS: Final = {8: (256, 224, 208, 192, 160), 16: (256, 192), 32: (256, 192)}
+"""Rows of the weight of a tile, by tokens, where there is a choice: whole bands by ``mma.sync``, whole warpgroups by
 wgmma."""
-WARP_ROWS: Final = 16
-"""Rows of the M side of an ``mma.sync``."""
+BAND_ROWS: Final = 16
+"""Rows of a band: the M side of an ``mma.sync``, or what a warp has of a wgmma."""
+SCHEDULERS: Final = 4
+"""Of an SM; warps are theirs in turn."""
 BARRIER_BYTES: Final = 512
 ARRANGED_TOKENS: Final = 32
 """Most tokens of a tile that a CTA rearranges itself."""
@@ -97,14 +99,29 @@ class Config:
     static_weight: bool
 
     @property
+    def bands(self) -> int:
+        """Bands of a tile."""
+        return self.rows // BAND_ROWS
+
+    @property
+    def shared_bands(self) -> int:
+        """The last bands, of which each has warps on several schedulers, so that all schedulers have equal work."""
+        return self.bands % SCHEDULERS
+
+    @property
+    def turns(self) -> int:
+        """Warps of a shared band, which take its chunks in turn."""
+        return SCHEDULERS // self.shared_bands if self.shared_bands else 1
+
+    @property
     def warps(self) -> int:
         """Consumer warps."""
-        return self.rows // WARP_ROWS
+        return self.bands + (self.turns - 1) * self.shared_bands
 
     @property
     def groups(self) -> int:
-        """Consumer warpgroups; the last one may have idle warps."""
-        return -(-self.rows // GROUP_ROWS)
+        """Consumer warpgroups."""
+        return self.warps // 4
 
     @property
     def threads(self) -> int:
@@ -131,7 +148,7 @@ class Config:
     @property
     def sum_tile(self) -> SumTile:
         """The accumulators of a CTA of a cluster, in place of the codes."""
-        return SumTile(self.tokens, self.rows)
+        return SumTile(self.tokens, self.rows, self.shared_bands * BAND_ROWS, self.turns)
 
     @property
     def arranged(self) -> ActivationLayout:

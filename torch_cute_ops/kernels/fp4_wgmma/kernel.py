@@ -21,10 +21,10 @@ from torch_cute_ops.kernels.common.fp4_weights import sum_scale
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.common.warp_mma import multiply_word
-from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS, WARPGROUP
+from torch_cute_ops.kernels.common.warpgroup import WARPGROUP
 from torch_cute_ops.kernels.common.warpgroup_mma import warpgroup_mma
 from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
-from torch_cute_ops.kernels.fp4_wgmma.config import QUARTERS, Arguments, Config
+from torch_cute_ops.kernels.fp4_wgmma.config import BAND_ROWS, QUARTERS, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 COLLECTED = 8  # groups of eight tokens whose sums are added up at once
@@ -107,6 +107,8 @@ class Consumer(NamedTuple):
         lane, quad: index in the warp, and among the four lanes that share a row.
         row: the first of its two rows of the weight in the tile; the other is ``row + 8``.
         scale_row: the same, counted from the first row of the tile's first tile of scales.
+        turn, turns: which chunks of a segment its warp has: from ``turn`` on, each ``turns``-th.
+        existing: the mask of its scales of the last chunk of a row of the weight.
         leads: whether it arrives at barriers for its warp, 1 or 0.
     """
 
@@ -116,6 +118,9 @@ class Consumer(NamedTuple):
     quad: Int32
     row: Int32
     scale_row: Int32
+    turn: Int32 | int
+    turns: Int32 | int
+    existing: Uint32
     leads: Uint32
 
 
@@ -243,10 +248,10 @@ class FP4WgmmaKernel:
         if tid == 0:
             for i in range_constexpr(c.stages):
                 cute.arch.mbarrier_init(smem.full + i, 1)
-                cute.arch.mbarrier_init(smem.free + i, c.warps)
+                cute.arch.mbarrier_init(smem.free + i, c.bands)
             for i in range_constexpr(c.token_stages):
                 cute.arch.mbarrier_init(smem.tokens_full + i, 1)
-                cute.arch.mbarrier_init(smem.tokens_free + i, c.warps)
+                cute.arch.mbarrier_init(smem.tokens_free + i, c.bands)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp >= 4 * c.groups:
@@ -257,20 +262,12 @@ class FP4WgmmaKernel:
                 self._arrange(warp - 4 * c.groups - 1, tid % 32, part, smem)
         else:
             self._take_registers(c.registers[0])
-            if const_expr(c.warps == 4 * c.groups):
-                self._start_to_consume(alpha, tid, part, smem)
-            elif warp < c.warps:
-                self._start_to_consume(alpha, tid, part, smem)
-
-    def _start_to_consume(self, alpha, tid, part, smem) -> None:
-        """A consumer warp, behind the kernel before this one."""
-        c = self.config
-        if const_expr(c.pdl):
-            cute.arch.griddepcontrol_wait()
-            if const_expr(c.static_weight):
-                # The kernel before this one has ended, so those before it have, and the next may start.
-                cute.arch.griddepcontrol_launch_dependents()
-        self._consume(self.epilogue.factor(alpha), tid, part, smem)
+            if const_expr(c.pdl):
+                cute.arch.griddepcontrol_wait()
+                if const_expr(c.static_weight):
+                    # The kernel before this one has ended, so those before it have, and the next may start.
+                    cute.arch.griddepcontrol_launch_dependents()
+            self._consume(self.epilogue.factor(alpha), tid, part, smem)
 
     def _take_registers(self, count: int) -> None:
         """Set the registers of each thread of the warpgroup."""
@@ -417,7 +414,8 @@ class FP4WgmmaKernel:
         c = self.config
         group = tid // WARPGROUP
         lane = tid % 32
-        row = group * GROUP_ROWS + tid % WARPGROUP // 32 * 16 + lane // 4
+        band, turn, turns = self._band_of(tid // 32)
+        row = band * BAND_ROWS + lane // 4
         consumer = Consumer(
             group=group,
             lane=lane,
@@ -425,6 +423,9 @@ class FP4WgmmaKernel:
             quad=lane % 4,
             row=row,
             scale_row=row,
+            turn=turn,
+            turns=turns,
+            existing=self.ring.existing(part.blocks - (part.chunks - 1) * self.ring.blocks, lane % 4),
             leads=Uint32(lane == 0),
         )
         multiply = None
@@ -434,7 +435,7 @@ class FP4WgmmaKernel:
         sums = cute.make_rmem_tensor((c.tokens // 2,), Float32)
         # Over experts the sums, each multiplied by its factor
         totals = cute.make_rmem_tensor((c.tokens // 2,), Float32) if c.width is not None else sums
-        state = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        state = Int32(turn), Int32(0), Int32(turn), Int32(0), Int32(0)
         unit = part.end
         while unit > part.begin:
             tile, first, count = self._segment(unit, part)
@@ -442,7 +443,7 @@ class FP4WgmmaKernel:
             sums.fill(0.0)
             own = consumer._replace(scale_row=consumer.row + self.ring.first_scale_row(tile))
             if const_expr(c.width is None):
-                for i in range(count):
+                for i in range(turn, count, turns):
                     state = self._multiply_chunk(multiply, True, sums, first, i, state, own, part, smem)
             else:
                 totals.fill(0.0)
@@ -462,7 +463,7 @@ class FP4WgmmaKernel:
             if const_expr(c.pdl and not c.static_weight):
                 if unit <= part.begin:
                     cute.arch.griddepcontrol_launch_dependents()
-            if const_expr(c.splits > 1):
+            if const_expr(c.splits > 1 or c.turns > 1):
                 self._add_up(totals, tile, factor, tid, consumer, part, smem)
             elif const_expr(c.splits == 1):
                 self._write(totals, tile, factor, consumer, part)
@@ -472,6 +473,18 @@ class FP4WgmmaKernel:
                 if first > 0:
                     self._collect(totals, tile, consumer, part)
                 self._write(totals, tile, factor, consumer, part)
+
+    def _band_of(self, warp) -> tuple:
+        """A consumer warp's band; which chunks of a segment it has: the first, and how many others it leaves to other
+        warps of the band."""
+        c = self.config
+        if c.turns == 1:
+            return warp, 0, 1
+        whole = c.bands - c.shared_bands
+        is_shared, place = warp >= whole, warp - whole
+        band = ptx.select(is_shared, whole + place % c.shared_bands, warp)
+        turn = ptx.select(is_shared, place // c.shared_bands, Int32(0))
+        return band, turn, ptx.select(is_shared, Int32(c.turns), Int32(1))
 
     @cute.jit
     def _multiply_chunk(self, multiply, adds, sums, first, i, state, consumer, part, smem):
@@ -483,11 +496,13 @@ class FP4WgmmaKernel:
         c = self.config
         stage, parity, token_stage, token_parity, last = state
         ptx.wait(smem.full + stage, parity)
-        left = part.blocks - (first + i) * self.ring.blocks
+        existing = ptx.select(first + i == part.chunks - 1, consumer.existing, Uint32(0xFFFFFFFF))
         rows = (consumer.row, consumer.row + 8)
         codes = [self.ring.codes(smem.codes, stage, row, consumer.quad) for row in rows]
-        scale_rows = (consumer.scale_row, consumer.scale_row + 8)
-        factors = [self.ring.factors(smem.scales, stage, row, consumer.quad, left, self.dtype) for row in scale_rows]
+        factors = [
+            self.ring.factors(smem.scales, stage, row, consumer.quad, existing, self.dtype)
+            for row in (consumer.scale_row, consumer.scale_row + 8)
+        ]
         for word in range_constexpr(self.ring.words):
             pairs = self.ring.pairs(codes, factors, word, self.dtype)
             if const_expr(word % (2 * c.span) == 0):
@@ -505,7 +520,7 @@ class FP4WgmmaKernel:
                     fence_async()
                 cute.arch.sync_warp()
                 ptx.arrive_if(smem.free + stage, consumer.leads)
-                stage, parity = next_stage(stage, parity, c.stages)
+                stage, parity = next_stage(stage, parity, c.stages, consumer.turns)
             if const_expr(not c.by_warp):
                 # The MMAs of the word before are done, and its registers free.
                 warpgroup.wait_group(1)
@@ -521,7 +536,7 @@ class FP4WgmmaKernel:
                     cute.arch.sync_warp()
                     ptx.arrive_if(smem.tokens_free + token_stage, consumer.leads)
                 last = token_stage
-                token_stage, token_parity = next_stage(token_stage, token_parity, c.token_stages)
+                token_stage, token_parity = next_stage(token_stage, token_parity, c.token_stages, consumer.turns)
         return stage, parity, token_stage, token_parity, last
 
     # Results
@@ -602,22 +617,35 @@ class FP4WgmmaKernel:
 
     @cute.jit
     def _add_up(self, sums, tile, factor, tid, consumer, part, smem):
-        """Add up the sums of the cluster's CTAs, finish and store them."""
+        """Add up the sums of the cluster's CTAs, and those of the warps of shared bands; finish and store them."""
         c = self.config
-        threads = c.warps * 32
-        columns = sum_columns(c.sum_tile, threads, tid, tile * c.rows)
+        threads, finishers = c.warps * 32, c.bands * 32
+        columns = sum_columns(c.sum_tile, finishers, tid, tile * c.rows)
         terms = self.epilogue.terms(part.alpha, part.bias, *columns, part.n)
         finish = self.epilogue.finisher(factor, terms, sum_scale(c.operands.fmt, c.operands.a_layout))
         # All warps have read the codes, which the sums replace.
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
-        leave_sums(c.sum_tile, sums, smem.codes, consumer.row, consumer.quad)
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        at = part.token_tile * c.tokens, tile * c.rows
-        write_sums(c.sum_tile, c.splits, threads, finish, part.out, smem.codes, part.worker % c.splits, tid, *at)
-        # No CTA may end while another still reads its sums.
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
+        row = consumer.row
+        if const_expr(c.turns > 1):
+            row += consumer.turn * c.sum_tile.shared
+        leave_sums(c.sum_tile, sums, smem.codes, row, consumer.quad)
+        self._meet_cluster(threads)
+        at = part.worker % c.splits, tid, part.token_tile * c.tokens, tile * c.rows
+        if const_expr(finishers == threads):
+            write_sums(c.sum_tile, c.splits, finishers, finish, part.out, smem.codes, *at)
+        elif tid < finishers:
+            write_sums(c.sum_tile, c.splits, finishers, finish, part.out, smem.codes, *at)
+        if const_expr(c.splits > 1):
+            # No CTA may end while another still reads its sums.
+            self._meet_cluster(threads)
+
+    def _meet_cluster(self, threads: int) -> None:
+        """A barrier of the consumers of all CTAs that have a tile."""
+        if self.config.splits > 1:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.barrier(barrier_id=1, number_of_threads=threads)
 
     @cute.jit
     def _write(self, sums, tile, factor, consumer, part):
