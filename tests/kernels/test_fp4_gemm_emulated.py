@@ -584,8 +584,9 @@ def multiply_in_order(one: Wgmma | Experts, seed: int, edit: Any = None) -> tupl
 MMAS_UNAWAITED = changed(r"wgmma\.wait_group\.sync\.aligned\s+1", None)
 STAGES_AGAIN = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, Epilogue(FP32)), (64, 128, 1024), 1, False, None)
 SHARED_SUMS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32)), (8, 256, 1024), 3, True, None)
-# A CTA has one chunk more than stages. Its waits, from the end: for activations, for codes, for a stage to put
-# activations in; its warps meet when they have put them in order, have read codes, and have read activations.
+# A CTA has one chunk more than stages. Its waits, from the end: for the peers' sums, for activations, for codes, for a
+# stage to put activations in; its warps meet when they have put them in order, have read codes, and have read
+# activations; its consumers when they have put the first activations in order, have read all codes, and have left sums.
 WARPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2), (8, 136, 3072), 0, False, None)
 PORTIONS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32)), (8, 136, 2560), 1, False, None)
 WARPGROUPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 32, Epilogue(FP32), 2), (32, 136, 2560), 0, False, None)
@@ -604,27 +605,32 @@ FACTORS = Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, Epilogue(FP32), wid
         pytest.param(
             SHARED_SUMS,
             changed(r"ld\.acquire\.gpu\.global\.u32\s+(%r\d+),", None, r"mov.b32 \1, 1;"),
-            id="sums left",
+            id="sums of workers left",
         ),
-        pytest.param(WARPS, changed(WAIT, -3, PASSED), id="stage free for activations"),
+        pytest.param(WARPS, changed(WAIT, -4, PASSED), id="stage free for activations"),
+        pytest.param(WARPS, changed(r"bar\.sync\s+1", 0), id="first activations in order"),
         pytest.param(WARPS, changed(r"bar\.warp\.sync", 0), id="activations in order"),
-        pytest.param(WARPS, changed(WAIT, -1, PASSED), id="activations there"),
+        pytest.param(WARPS, changed(WAIT, -2, PASSED), id="activations there"),
         pytest.param(WARPS, changed(r"bar\.warp\.sync", 1), id="codes read"),
         pytest.param(WARPS, changed(r"fence\.proxy\.async", 0), id="codes loaded"),
         pytest.param(PORTIONS, changed(r"fence\.proxy\.async", 0), id="codes loaded, of portions"),
         pytest.param(PORTIONS, changed(r"fence\.proxy\.async", 1), id="activations loaded, of portions"),
         pytest.param(WARPS, changed(r"bar\.warp\.sync", 2), id="activations read"),
-        pytest.param(WARPS, changed(r"bar\.sync\s+1"), id="codes free for sums"),
-        pytest.param(WARPS, unmet(0), id="sums left by peers"),
-        pytest.param(WARPS, unmet(1), id="sums read by peers"),
+        pytest.param(WARPS, changed(r"bar\.sync\s+1", 1), id="codes free for sums"),
+        pytest.param(WARPS, changed(r"bar\.sync\s+1", 2), id="sums left"),
+        pytest.param(WARPS, unmet(0), id="barriers of peers initialised"),
+        pytest.param(WARPS, changed(WAIT, -1, PASSED), id="sums of peers there"),
         pytest.param(WARPGROUPS, changed(WAIT, -3, PASSED), id="stage free for activations of warpgroups"),
-        pytest.param(WARPGROUPS, changed(r"fence\.proxy\.async"), id="activations fenced"),
+        pytest.param(WARPGROUPS, changed(r"fence\.proxy\.async", 0), id="activations fenced"),
+        pytest.param(WARPGROUPS, changed(r"fence\.proxy\.async", 1), id="first activations fenced"),
+        pytest.param(WARPGROUPS, changed(r"bar\.sync\s+1", 0), id="first activations of warpgroups in order"),
         pytest.param(WARPGROUPS, changed(r"bar\.warp\.sync", 0), id="activations of warpgroups in order"),
         pytest.param(WARPGROUPS, changed(WAIT, -1, PASSED), id="activations of warpgroups there"),
         pytest.param(WARPGROUPS, changed(r"bar\.warp\.sync", 1), id="codes read beside warpgroups"),
         pytest.param(WARPGROUPS, freed_early, id="codes loaded beside warpgroups"),
         pytest.param(WARPGROUPS, MMAS_UNAWAITED, id="MMAs of a cluster done"),
         pytest.param(WARPGROUPS, unmet(0), id="sums of warpgroups left by peers"),
+        pytest.param(WARPGROUPS, unmet(1), id="sums of warpgroups read by peers"),
         pytest.param(UNITS, changed(WAIT, 0, PASSED), id="stage free for a unit"),
         pytest.param(UNITS, changed(WAIT, 2, PASSED), id="a unit there"),
         pytest.param(UNITS, changed(WAIT, 3, PASSED), id="sums of the unit before there"),

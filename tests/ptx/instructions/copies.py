@@ -265,6 +265,8 @@ def _st_async(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         ctas, offsets = m.shared_place("shared::cluster", threads, address)
         barrier_ctas, barriers = m.shared_place("shared::cluster", threads, barrier)
         m.shared.locate(ctas, offsets, width, len(values))
+        # Whoever sends has to know that the barrier is initialised.
+        m.races.read(threads, barrier_ctas, barriers, 8)
         for i, thread in enumerate(threads.tolist()):
             if barrier_ctas[i] != ctas[i]:
                 raise Fault(EmulationError, i, "the mbarrier is in another CTA than the target")

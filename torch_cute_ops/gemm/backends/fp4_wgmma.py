@@ -26,8 +26,8 @@ RAMP_SECONDS = 1.2e-6
 ARRANGE_SECONDS = 2.7e-6
 """Time of the kernel that rearranges the activations (measured on an H200)."""
 ARRANGE_FP4_SECONDS, ARRANGE_16_BIT_SECONDS = (2e-7, 4e-8), (5e-7, 3e-8)
-"""Time for a CTA to rearrange a chunk of activations itself, in FP4 or of 16 bits: fixed, and for each token of the tile
-(fitted to a sweep on an H200)."""
+"""Time for a CTA to rearrange a chunk of activations itself, in FP4 or of 16 bits: fixed, and for each token of the
+tile (fitted to a sweep on an H200)."""
 EXPERT_CLOCKS = 0.03
 """SM clocks to add one element of an expert's sums to the totals (measured on an H200)."""
 CLUSTER_BYTES_PER_SECOND = 1.5e11

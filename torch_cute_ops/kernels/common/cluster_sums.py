@@ -1,5 +1,7 @@
 """Partial sums of a tile, which the CTAs of a cluster exchange through shared memory, and for some rows the warps of a
-CTA: added up in the order of the CTAs, and in a CTA in that of the warps, finished and stored.
+CTA: added up in the order of the CTAs, and in a CTA in that of the warps, finished and stored. Either a CTA reads the
+others' sums, between two barriers of the cluster (``write_sums``), or they send these, which needs room beside what is
+still in use (``send_sums``, ``write_received``).
 
 The sums are accumulators of MMAs with the weight on the M side. For each 8 tokens a lane has four: of the weight's rows
 ``row`` and ``row + 8``, and of two tokens each.
@@ -37,6 +39,40 @@ def sum_columns(tile: SumTile, threads: int, tid, first_row) -> tuple:
     return first_row + tid % width * COLUMNS, COLUMNS
 
 
+def tokens_of(tile: SumTile, splits: int, rank, existing=None):
+    """How many of a tile's tokens, or of its ``existing`` ones, a CTA adds up: every ``splits``-th."""
+    if existing is None and tile.tokens % splits == 0:
+        return Int32(tile.tokens // splits)
+    return ((tile.tokens if existing is None else existing) - rank + splits - 1) // splits
+
+
+@cute.jit
+def send_sums(tile: SumTile, splits: int, threads: int, base, received, barrier, rank, tid, tokens, rows):
+    """Send this CTA's sums of the first ``tokens`` and ``rows``, those that exist, to the CTAs that add them up: from
+    ``base``, where ``leave_sums`` has stored them, to ``received``, which has ``SumTile.received_bytes``. ``barrier``
+    counts the bytes."""
+    width = tile.rows // COLUMNS
+    for piece in range(tid, tokens * width, threads):
+        token, column = piece // width, piece % width * COLUMNS
+        if column < rows:
+            words = tuple(Int32(ptx.bits_of(x)) for x in _own_sums(tile, base, token, column))
+            at = ((token // splits * splits + rank) * tile.rows + column) * 4
+            target = cute.recast_ptr(received + cute.assume(at, divby=16), dtype=Int32)
+            cute.arch.store_async_dsmem(target, words, barrier, token % splits)
+
+
+@cute.jit
+def write_received(tile: SumTile, splits: int, threads: int, finish: Finish, out, received, rank, tid, tokens, *at):
+    """Add up what CTAs have sent of this CTA's ``tokens``, finish and store it; ``at``: as of ``write_sums``."""
+    width = tile.rows // COLUMNS
+    for piece in range(tid, tokens * width, threads):
+        place, column = piece // width, piece % width * COLUMNS
+        total = [Float32(0.0)] * 4
+        for peer in range_constexpr(splits):
+            total = _added(total, received, (place * splits + peer) * tile.rows + column)
+        _finish(total, finish, out, place * splits + rank, column, *at)
+
+
 @cute.jit
 def write_sums(tile: SumTile, splits: int, threads: int, finish: Finish, out, base, rank, tid, first_token, first_row):
     """Add up the partial sums of the ``splits`` CTAs of the cluster, finish and store them; 1: there is no cluster.
@@ -45,10 +81,8 @@ def write_sums(tile: SumTile, splits: int, threads: int, finish: Finish, out, ba
     ``sum_columns``. The caller ensures that all CTAs have written their partial sums, and that these stay until all
     CTAs have read them.
     """
-    m, n = out.shape
     width = tile.rows // COLUMNS
-    mine = Int32(tile.tokens // splits) if tile.tokens % splits == 0 else (tile.tokens - rank + splits - 1) // splits
-    for piece in range(tid, mine * width, threads):
+    for piece in range(tid, tokens_of(tile, splits, rank) * width, threads):
         token = piece // width * splits + rank
         column = piece % width * COLUMNS
         total = [Float32(0.0)] * 4
@@ -56,21 +90,41 @@ def write_sums(tile: SumTile, splits: int, threads: int, finish: Finish, out, ba
             part = base
             if const_expr(splits > 1):
                 part = cute.arch.map_dsmem_ptr(base, peer)
-            for turn in range_constexpr(tile.turns):
-                if const_expr(turn == 0):
-                    total = _added(total, part, token * tile.pitch + column)
-                elif column >= tile.rows - tile.shared:
-                    total = _added(total, part, token * tile.pitch + column + turn * tile.shared)
-        values = [finish(x, i) for i, x in enumerate(total)]
-        to_token, to_row = first_token + token, first_row + column
-        if (to_token < m) & (to_row < n):
-            row = out.iterator + cute.assume(Int64(to_token) * n + to_row, divby=4)
-            packed = pack(values, out.element_type)
-            store_words(packed, cute.make_tensor(cute.recast_ptr(row, dtype=Uint32), cute.make_layout(len(packed))))
+            total = [x + y for x, y in zip(total, _own_sums(tile, part, token, column), strict=True)]
+        _finish(total, finish, out, token, column, first_token, first_row)
+
+
+@cute.jit
+def _own_sums(tile: SumTile, base, token, column) -> list:
+    """A CTA's sums of four columns: those of warps that share them added up in the order of the warps."""
+    place = token * tile.pitch + column
+    total = _loaded(base, place)
+    if const_expr(tile.turns > 1):
+        if column >= tile.rows - tile.shared:
+            for turn in range_constexpr(1, tile.turns):
+                total = _added(total, base, place + turn * tile.shared)
+    return total
+
+
+@cute.jit
+def _finish(total: list, finish: Finish, out, token, column, first_token, first_row):
+    """Finish and store the sums of four columns of a token."""
+    m, n = out.shape
+    values = [finish(x, i) for i, x in enumerate(total)]
+    to_token, to_row = first_token + token, first_row + column
+    if (to_token < m) & (to_row < n):
+        row = out.iterator + cute.assume(Int64(to_token) * n + to_row, divby=4)
+        packed = pack(values, out.element_type)
+        store_words(packed, cute.make_tensor(cute.recast_ptr(row, dtype=Uint32), cute.make_layout(len(packed))))
+
+
+def _loaded(sums: cute.Pointer, place) -> list:
+    """Four sums from ``place`` on."""
+    at = sums + cute.assume(place * 4, divby=16)
+    words = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
+    return [ptx.float_of(word) for word in words]
 
 
 def _added(total: list, sums: cute.Pointer, place) -> list:
     """Four totals, each with one of the sums from ``place`` on."""
-    at = sums + cute.assume(place * 4, divby=16)
-    words = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
-    return [x + ptx.float_of(word) for x, word in zip(total, words, strict=True)]
+    return [x + y for x, y in zip(total, _loaded(sums, place), strict=True)]

@@ -23,3 +23,7 @@ class SumTile:
     @property
     def size_bytes(self) -> int:
         return self.tokens * self.pitch * 4
+
+    def received_bytes(self, splits: int) -> int:
+        """What the CTAs of a cluster send to one that adds up its tokens: every ``splits``-th."""
+        return -(-self.tokens // splits) * splits * self.rows * 4

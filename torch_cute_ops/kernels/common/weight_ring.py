@@ -123,6 +123,13 @@ class WeightRing:
             scales_at=scales_at,
         )
 
+    def prefetch(self, maps: tuple) -> None:
+        """Have the tensor maps read before they are used."""
+        codes_copy, _, scale_copy, _ = maps
+        cpasync.prefetch_descriptor(codes_copy)
+        if scale_copy is not None:
+            cpasync.prefetch_descriptor(scale_copy)
+
     def _boxes(self, copy, matrix, width: int, stages) -> tuple:
         """The boxes in shared memory, by stage, and in memory, by tile of rows, chunk and expert."""
         tiled = cute.local_tile(matrix, (self.rows, width, 1), (None, None, None))

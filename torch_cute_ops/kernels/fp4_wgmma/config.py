@@ -155,6 +155,12 @@ class Config:
         """How the activations are rearranged."""
         return self.operands.arranged(by_warp=self.by_warp, chunk=CHUNK)
 
+    @property
+    def sends(self) -> bool:
+        """Whether the CTAs of a cluster send their sums, into room of their own, and do not read those of others. There
+        is room with few tokens."""
+        return self.splits > 1 and self.by_warp
+
     def workspace_bytes(self, k: int, workers: int, *, shares: bool) -> int:
         """Bytes of workspace for each tile of tokens: the rearranged activations, over experts the factors, and, if
         ``workers`` leave partial sums for each other, these and their flags. Each of these parts is contiguous over all
@@ -192,7 +198,7 @@ class Config:
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
         stages = self.stages * self.chunks.size_bytes + self.token_stages * (self.token_bytes + self.factor_bytes)
-        return stages + BARRIER_BYTES
+        return stages + (self.sum_tile.received_bytes(self.splits) if self.sends else 0) + BARRIER_BYTES
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""

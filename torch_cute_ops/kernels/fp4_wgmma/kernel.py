@@ -13,7 +13,14 @@ from torch_cute_ops.kernels.activation_tiles.kernel import ActivationTilesKernel
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.activation_layout import CHUNK, TILE_BYTES, TILE_TOKENS
 from torch_cute_ops.kernels.common.activations import Activations
-from torch_cute_ops.kernels.common.cluster_sums import leave_sums, sum_columns, write_sums
+from torch_cute_ops.kernels.common.cluster_sums import (
+    leave_sums,
+    send_sums,
+    sum_columns,
+    tokens_of,
+    write_received,
+    write_sums,
+)
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
 from torch_cute_ops.kernels.common.epilogue_ops import EpilogueOps
 from torch_cute_ops.kernels.common.expert_factors import factor_counts, factors_argument
@@ -24,7 +31,7 @@ from torch_cute_ops.kernels.common.warp_mma import multiply_word
 from torch_cute_ops.kernels.common.warpgroup import WARPGROUP
 from torch_cute_ops.kernels.common.warpgroup_mma import warpgroup_mma
 from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
-from torch_cute_ops.kernels.fp4_wgmma.config import BAND_ROWS, QUARTERS, Arguments, Config
+from torch_cute_ops.kernels.fp4_wgmma.config import BAND_ROWS, BARRIER_BYTES, QUARTERS, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 COLLECTED = 8  # groups of eight tokens whose sums are added up at once
@@ -86,17 +93,19 @@ class Part(NamedTuple):
 
 
 class Smem(NamedTuple):
-    """Shared memory: the stages of codes, scales, activations (``tokens``) and factors; and the barriers of both rings,
-    of which a stage's are full, or free."""
+    """Shared memory: the stages of codes, scales, activations (``tokens``) and factors; sums that the CTAs of the
+    cluster have sent; the barriers of both rings, of which a stage's are full, or free, and the one of the sums."""
 
     codes: cute.Pointer
     tokens: cute.Pointer
     scales: cute.Pointer
     factors: cute.Pointer
+    received: cute.Pointer
     full: cute.Pointer
     free: cute.Pointer
     tokens_full: cute.Pointer
     tokens_free: cute.Pointer
+    sums_full: cute.Pointer
 
 
 class Consumer(NamedTuple):
@@ -246,13 +255,22 @@ class FP4WgmmaKernel:
         )
         smem = self._allocate()
         if tid == 0:
+            self.ring.prefetch(weight)
             for i in range_constexpr(c.stages):
                 cute.arch.mbarrier_init(smem.full + i, 1)
                 cute.arch.mbarrier_init(smem.free + i, c.bands)
             for i in range_constexpr(c.token_stages):
                 cute.arch.mbarrier_init(smem.tokens_full + i, 1)
                 cute.arch.mbarrier_init(smem.tokens_free + i, c.bands)
+            if const_expr(c.sends):
+                cute.arch.mbarrier_init(smem.sums_full, 1)
+                tokens, rows = self._existing(part)
+                own = tokens_of(c.sum_tile, c.splits, part.worker % c.splits, tokens)
+                cute.arch.mbarrier_arrive_and_expect_tx(smem.sums_full, own * rows * (c.splits * 4))
         cute.arch.mbarrier_init_fence()
+        if const_expr(c.sends):
+            # Waited for before sums are sent
+            cute.arch.cluster_arrive_relaxed()
         cute.arch.sync_threads()
         if warp >= 4 * c.groups:
             self._take_registers(c.registers[1])
@@ -267,7 +285,16 @@ class FP4WgmmaKernel:
                 if const_expr(c.static_weight):
                     # The kernel before this one has ended, so those before it have, and the next may start.
                     cute.arch.griddepcontrol_launch_dependents()
+            if const_expr(c.arranges):
+                self._arrange_first(tid, part, smem)
             self._consume(self.epilogue.factor(alpha), tid, part, smem)
+
+    def _existing(self, part) -> tuple[Int32, Int32]:
+        """Tokens and rows of the tile of a cluster that exist."""
+        c = self.config
+        first_row = part.begin // part.chunks * c.rows
+        tokens = cutlass.min(part.m - part.token_tile * c.tokens, Int32(c.tokens))
+        return tokens, cutlass.min(part.n - first_row, Int32(c.rows))
 
     def _take_registers(self, count: int) -> None:
         """Set the registers of each thread of the warpgroup."""
@@ -282,16 +309,19 @@ class FP4WgmmaKernel:
         tokens = base + c.stages * self.ring.code_bytes
         scales = tokens + c.token_stages * c.token_bytes
         factors = scales + c.stages * self.ring.scale_bytes
-        barriers = cute.recast_ptr(factors + c.token_stages * c.factor_bytes, dtype=Int64)
+        received = factors + c.token_stages * c.factor_bytes
+        barriers = cute.recast_ptr(base + (c.smem_bytes - BARRIER_BYTES), dtype=Int64)
         return Smem(
             codes=base,
             tokens=tokens,
             scales=scales,
             factors=factors,
+            received=received,
             full=barriers,
             free=barriers + c.stages,
             tokens_full=barriers + 2 * c.stages,
             tokens_free=barriers + 2 * c.stages + c.token_stages,
+            sums_full=barriers + 2 * (c.stages + c.token_stages),
         )
 
     def _segment(self, unit, part):
@@ -346,12 +376,33 @@ class FP4WgmmaKernel:
             unit -= count
 
     @cute.jit
+    def _arrange_first(self, tid, part, smem):
+        """The consumers rearrange the activations of the first chunks, as many as there are stages: at once, while they
+        would wait for the weight."""
+        c = self.config
+        chunks = cutlass.min(part.end - part.begin, Int32(c.token_stages))
+        pieces, groups, threads = self.activations.pieces, c.tokens // TILE_TOKENS, c.warps * 32
+        for item in cutlass.range(tid, chunks * (pieces * c.tokens), threads, unroll=1):
+            place, piece, chunk = item % c.tokens, item // c.tokens % pieces, item // (c.tokens * pieces)
+            start = (part.begin % part.chunks + chunk) * CHUNK
+            token = cutlass.min(part.token_tile * c.tokens + place, part.m - 1)
+            left = part.blocks * c.operands.fmt.block_size - start
+            words = self.activations.read(part.a, part.a_scale, token, start, left, piece)
+            base = smem.tokens + cute.assume(chunk * c.token_bytes, divby=TILE_BYTES)
+            self.activations.store(words, groups, piece, place, base)
+        if const_expr(not c.by_warp):
+            # wgmma reads shared memory through the async proxy.
+            fence_async()
+        cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+        ptx.arrive_if(smem.tokens_full + cutlass.min(tid, chunks - 1), Uint32(tid < chunks))
+
+    @cute.jit
     def _arrange(self, helper, lane, part, smem):
-        """A warp that rearranges activations: every third chunk, from memory to its stage."""
+        """A warp that rearranges activations: every third chunk behind the first ones, from memory to its stage."""
         c = self.config
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
-        for use in range(helper, part.end - part.begin, HELPERS):
+        for use in range(c.token_stages + helper, part.end - part.begin, HELPERS):
             start = (part.begin % part.chunks + use) * CHUNK
             stage = use % c.token_stages
             base = smem.tokens + cute.assume(stage * c.token_bytes, divby=TILE_BYTES)
@@ -629,15 +680,29 @@ class FP4WgmmaKernel:
         if const_expr(c.turns > 1):
             row += consumer.turn * c.sum_tile.shared
         leave_sums(c.sum_tile, sums, smem.codes, row, consumer.quad)
-        self._meet_cluster(threads)
-        at = part.worker % c.splits, tid, part.token_tile * c.tokens, tile * c.rows
-        if const_expr(finishers == threads):
-            write_sums(c.sum_tile, c.splits, finishers, finish, part.out, smem.codes, *at)
-        elif tid < finishers:
-            write_sums(c.sum_tile, c.splits, finishers, finish, part.out, smem.codes, *at)
-        if const_expr(c.splits > 1):
-            # No CTA may end while another still reads its sums.
+        rank = part.worker % c.splits
+        at = part.token_tile * c.tokens, tile * c.rows
+        if const_expr(c.sends):
+            cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+            # The CTAs' barriers are there, and know how many bytes to expect.
+            cute.arch.cluster_wait()
+            existing = self._existing(part)
+            own = tokens_of(c.sum_tile, c.splits, rank, existing[0])
+            if tid < finishers:
+                sent = smem.codes, smem.received, smem.sums_full
+                send_sums(c.sum_tile, c.splits, finishers, *sent, rank, tid, *existing)
+                ptx.wait(smem.sums_full, 0)
+                write_received(c.sum_tile, c.splits, finishers, finish, part.out, smem.received, rank, tid, own, *at)
+        else:
             self._meet_cluster(threads)
+            if const_expr(finishers == threads):
+                write_sums(c.sum_tile, c.splits, finishers, finish, part.out, smem.codes, rank, tid, *at)
+            elif tid < finishers:
+                write_sums(c.sum_tile, c.splits, finishers, finish, part.out, smem.codes, rank, tid, *at)
+            if const_expr(c.splits > 1):
+                # No CTA may end while another still reads its sums.
+                cute.arch.cluster_arrive_relaxed()
+                cute.arch.cluster_wait()
 
     def _meet_cluster(self, threads: int) -> None:
         """A barrier of the consumers of all CTAs that have a tile."""
