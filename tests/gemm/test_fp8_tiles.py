@@ -70,7 +70,7 @@ def test_clusters_that_run_at_once():
     """As many as SMs have room for; of more than two CTAs, fewer."""
     assert Tile(16, 128).clusters(132) == 132
     assert Tile(16, 128, 2).clusters(132) == 66
-    assert [Tile(16, 128, splits).clusters(132) for splits in (3, 4, 6)] == [38, 29, 19]
+    assert [Tile(16, 128, splits).clusters(132) for splits in (3, 4, 5, 6, 8)] == [37, 28, 22, 18, 14]
     assert Tile(256, 128, row_ctas=2).clusters(132) == 66
     assert Tile(16, 128, ctas_per_sm=2).clusters(114) == 228
 
@@ -122,10 +122,12 @@ FASTEST = [
     (fp8_fp4_problem(n=4096, k=4096), {1: (16, 3), 64: (64, 3)}),
     (fp8_fp4_problem(n=6144, k=4096), {1: (16, 2)}),
     (fp8_fp4_problem(n=28672, k=4096), {16: (16, 1), 64: (64, 1), 128: (128, 1), 256: (256, 1)}),
-    (fp4_problem(4096, 14336), {1: (8, 6), 16: (16, 6), 64: (64, 6)}),
-    (fp4_problem(4096, 4096), {1: (8, 6), 16: (16, 6), 64: (64, 6)}),
-    (fp4_problem(6144, 4096), {1: (8, 4), 16: (16, 4), 64: (64, 4)}),
-    (fp4_problem(8192, 28672), {1: (8, 0)}),
+    (fp4_problem(4096, 14336), {1: (8, 160, 4), 16: (16, 192, 5), 64: (64, 256, 6)}),
+    (fp4_problem(4096, 4096), {1: (8, 160, 4), 16: (16, 192, 4), 64: (64, 256, 6)}),
+    (fp4_problem(6144, 4096), {1: (8, 224, 4), 16: (16, 256, 4), 64: (64, 256, 4)}),
+    (fp4_problem(28672, 4096), {1: (8, 224, 1), 16: (16, 256, 1)}),
+    (fp4_problem(10240, 5120), {1: (8, 160, 2), 16: (16, 192, 2)}),
+    (fp4_problem(8192, 28672), {1: (8, 256, 0)}),
 ]
 """Problems, and for each M the tile that was fastest on an H200, or nearly."""
 

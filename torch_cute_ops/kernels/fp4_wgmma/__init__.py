@@ -52,6 +52,7 @@ from torch_cute_ops.kernels.fp4_wgmma.config import (
     arranges,
     plan,
     rows_of,
+    sends,
 )
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ __all__ = [
     "arranges",
     "plan",
     "rows_of",
+    "sends",
 ]
 
 KERNEL = f"{__name__}.kernel.FP4WgmmaKernel"

@@ -31,13 +31,12 @@ from torch_cute_ops.kernels.common.warp_mma import multiply_word
 from torch_cute_ops.kernels.common.warpgroup import WARPGROUP
 from torch_cute_ops.kernels.common.warpgroup_mma import warpgroup_mma
 from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
-from torch_cute_ops.kernels.fp4_wgmma.config import BAND_ROWS, BARRIER_BYTES, QUARTERS, Arguments, Config
+from torch_cute_ops.kernels.fp4_wgmma.config import BAND_ROWS, BARRIER_BYTES, HELPERS, QUARTERS, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 COLLECTED = 8  # groups of eight tokens whose sums are added up at once
 REGISTERS = 2**16  # of an SM
 BAND = 8  # tiles of tokens that run side by side
-HELPERS = 3  # warps that rearrange activations: the producer's warpgroup but for the producer
 TOGETHER = 2  # groups of eight tokens that such a warp loads before it stores
 
 
@@ -285,7 +284,7 @@ class FP4WgmmaKernel:
                 if const_expr(c.static_weight):
                     # The kernel before this one has ended, so those before it have, and the next may start.
                     cute.arch.griddepcontrol_launch_dependents()
-            if const_expr(c.arranges):
+            if const_expr(c.first_chunks > 0):
                 self._arrange_first(tid, part, smem)
             self._consume(self.epilogue.factor(alpha), tid, part, smem)
 
@@ -377,10 +376,9 @@ class FP4WgmmaKernel:
 
     @cute.jit
     def _arrange_first(self, tid, part, smem):
-        """The consumers rearrange the activations of the first chunks, as many as there are stages: at once, while they
-        would wait for the weight."""
+        """The consumers rearrange the activations of the first chunks together, and do not wait for the weight idly."""
         c = self.config
-        chunks = cutlass.min(part.end - part.begin, Int32(c.token_stages))
+        chunks = cutlass.min(part.end - part.begin, Int32(c.first_chunks))
         pieces, groups, threads = self.activations.pieces, c.tokens // TILE_TOKENS, c.warps * 32
         for item in cutlass.range(tid, chunks * (pieces * c.tokens), threads, unroll=1):
             place, piece, chunk = item % c.tokens, item // c.tokens % pieces, item // (c.tokens * pieces)
@@ -390,19 +388,17 @@ class FP4WgmmaKernel:
             words = self.activations.read(part.a, part.a_scale, token, start, left, piece)
             base = smem.tokens + cute.assume(chunk * c.token_bytes, divby=TILE_BYTES)
             self.activations.store(words, groups, piece, place, base)
-        if const_expr(not c.by_warp):
-            # wgmma reads shared memory through the async proxy.
-            fence_async()
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         ptx.arrive_if(smem.tokens_full + cutlass.min(tid, chunks - 1), Uint32(tid < chunks))
 
     @cute.jit
     def _arrange(self, helper, lane, part, smem):
-        """A warp that rearranges activations: every third chunk behind the first ones, from memory to its stage."""
+        """A warp that rearranges activations: every third chunk, but for the first ones where the consumers do that,
+        from memory to its stage."""
         c = self.config
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
-        for use in range(c.token_stages + helper, part.end - part.begin, HELPERS):
+        for use in range(c.first_chunks + helper, part.end - part.begin, HELPERS):
             start = (part.begin % part.chunks + use) * CHUNK
             stage = use % c.token_stages
             base = smem.tokens + cute.assume(stage * c.token_bytes, divby=TILE_BYTES)
