@@ -7,8 +7,9 @@ the N side, in shared memory. Nothing is repacked in advance. The activations ar
 
 Roles. A CTA has a producer warp, in a warpgroup of its own, and two to four consumer warpgroups. Its tile is 64 rows of
 ``b`` for each of these, by ``tokens`` rows of ``a``; k is processed in chunks of 256 (128 bytes of codes a row, a whole
-cache line). With few tokens a tile may have fewer rows of ``b``, so that the number of tiles suits that of the SMs;
-with ``mma.sync`` they are 16 for each consumer warp, and other warps of the last warpgroup are idle.
+cache line). With few tokens a tile may have fewer rows of ``b``, so that the number of tiles suits that of the SMs.
+With ``mma.sync`` each warp multiplies 16 rows by itself, a *band*; if that leaves schedulers with unequal numbers of
+warps, each of the last bands has two or four warps, on different schedulers, which take its chunks in turn.
 
 1. The producer keeps two rings filled; each stage has a barrier that counts bytes. One ring holds chunks of the weight:
    codes (one TMA box with the 128-byte swizzle) and scales. The other holds activations: a chunk, a half or a quarter
@@ -24,10 +25,13 @@ with ``mma.sync`` they are 16 for each consumer warp, and other warps of the las
    that has the tile's last chunk adds them up in the order of k. A worker starts with the partial sums that others
    need, so that these hardly ever wait; and it waits only for workers of lower numbers, whose CTAs have been started
    before. Every worker must have a chunk, since the others wait for its sums. Or a cluster of ``splits`` CTAs has one
-   tile, each an equal part of its chunks, and adds up the sums through shared memory. With up to 32 tokens, the three
-   warps beside the producer then read the activations, decode them if they are in FP4, and rearrange them into their
-   stages: one launch, and no workspace. A row of the result depends on the tactic (``tokens``, and ``workers`` or
-   ``splits``) alone, not on M or on what else is computed.
+   tile, each an equal part of its chunks, and adds up the sums through shared memory: a CTA those of every
+   ``splits``-th token, which the others send to it (``st.async``), or, where there are more sums than there is room
+   for, which it reads, between two barriers of the cluster. With up to 32 tokens, the three warps beside the producer
+   then read the activations, decode them if they are in FP4, and rearrange them into their stages: one launch, and no
+   workspace. The first chunks of 16-bit activations of up to eight tokens the consumers rearrange together. A row of
+   the result depends on the tactic (``tokens``, ``rows``, and ``workers`` or ``splits``) alone, not on M or on what
+   else is computed.
 4. Over experts, which have equal ranges of k, a thread has two sets of sums. Where an expert's range or the portion
    ends, its sums are multiplied by the tokens' factors for the expert, in fp32, and added to the totals, in the order
    of the experts. The factors are copied with the last activations of a chunk; those of zero add nothing. All pairs of
