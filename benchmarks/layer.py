@@ -268,6 +268,7 @@ def run(
     smallest = round(widths.weights * min(LAYERS[label].element_bytes for label in labels))
     how = plan(smallest, len(labels), l2_bytes, settings, call_ms=2 * m * widths.weights / ASSUMED_TFLOPS * 1e-9)
     calls, cosines, absent = {}, {}, {}
+    torch._dynamo.reset()  # or it stops to compile, since each number of rows has code of its own
     residual = torch.randn(m, widths.hidden, dtype=DTYPE, device=device)
     for label in labels:
         try:
@@ -299,11 +300,11 @@ def run(
 
 
 def _chain(each: Sequence[Layer], x: Tensor, residual: Tensor) -> Callable[[int], Tensor]:
-    """Layer `i`, of what the layer called before returned."""
+    """Layer `i`, of what the layer called before returned; the first, of `x`, which lives as long as a graph of it."""
     held = [x]
 
     def call(i: int) -> Tensor:
-        held[0] = each[i](held[0], residual)
+        held[0] = each[i](held[0] if i else x, residual)
         return held[0]
 
     return call

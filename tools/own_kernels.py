@@ -64,9 +64,9 @@ def fp8_gemm(n: int, k: int, b: FP4Format | None = None) -> GemmProblem:
 
 F16, BF16 = torch.float16, torch.bfloat16
 OWN_CASES = (
-    OwnCase("NVFP4 by NVFP4, 64 rows, stream-K", "wgmma", fp4_gemm(NVFP4, NVFP4, 512, 1088), 50, (64, 0)),
-    OwnCase("NVFP4 by NVFP4, 32 rows, cluster of 2", "wgmma", fp4_gemm(NVFP4, NVFP4, 264, 1088), 30, (32, 2)),
-    OwnCase("NVFP4 by float16, 128 rows", "wgmma", fp4_gemm(F16, NVFP4, 136, 800), 130, (128, 1)),
+    OwnCase("NVFP4 by NVFP4, 64 rows, stream-K", "wgmma", fp4_gemm(NVFP4, NVFP4, 512, 1088), 50, (64, 256, 0)),
+    OwnCase("NVFP4 by NVFP4, 32 rows, cluster of 2", "wgmma", fp4_gemm(NVFP4, NVFP4, 264, 1088), 30, (32, 256, 2)),
+    OwnCase("NVFP4 by float16, 128 rows", "wgmma", fp4_gemm(F16, NVFP4, 136, 800), 130, (128, 128, 1)),
     OwnCase("MXFP4 by bfloat16, 256 rows", "wgmma", fp4_gemm(BF16, MXFP4, 136, 544), 260, (256, 0)),
     OwnCase("experts over k, dense", "wgmma", fp4_gemm(NVFP4, NVFP4, 256, 6 * 256, 6), 40, (64, 0)),
     OwnCase("experts over k, routed", "routed", fp4_gemm(NVFP4, NVFP4, 136, 6 * 320, 6), 40, (16, 64, 1)),

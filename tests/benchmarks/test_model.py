@@ -141,10 +141,17 @@ def test_logits():
         owner = apart.get_submodule(name.rpartition(".")[0])
         parameter.copy_(owner.dequantize(torch.bfloat16) if isinstance(owner, QuantLinear) else owner.weight)
     got, want = (each(ids, use_cache=False).logits[0].double() for each in (merged, twin))
-    each = (got * want).sum(-1) / (got.square().sum(-1) * want.square().sum(-1)).sqrt()
+    exact = twin.float()(ids, use_cache=False).logits[0].double()
+
+    def least(one, other):
+        each = (one * other).sum(-1) / (one.square().sum(-1) * other.square().sum(-1)).sqrt()
+        return pytest.approx(each.min().item(), abs=1e-7)
+
     (row,) = found.result["logits"]
     assert (row["model"], row["label"]) == ("8B", W4A16)
-    assert row["cosine"] == pytest.approx(each.min().item(), abs=1e-7) and 0.999 < row["cosine"] < 1
+    assert row["cosine"] == least(got, want) and 0.999 < row["cosine"] < 1
+    assert row["to_fp32"] == least(got, exact) and row["bf16_to_fp32"] == least(want, exact)
+    assert row["bf16_to_fp32"] > 0.9999 > 0.999 < row["to_fp32"]
     assert not found.result["failed"]["8B"]
 
 

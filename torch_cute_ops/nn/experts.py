@@ -104,9 +104,9 @@ class QuantExperts(nn.Module):
         """Have calls with few tokens computed by ``moe_fc1_fp4_weight_only`` and ``moe_fc2_fp4_weight_only``: the
         routed pairs alone, without permuted rows, and with activations in 16 bits, not in FP8.
 
-        Few are, on average, up to :func:`few_tokens` for each expert: with 8 of 256 experts a token, 512 tokens where
-        experts have 256 columns. Results of calls with few and with more tokens then differ by what FP8 rounds. The
-        experts' second layers are held twice, because these ops want them side by side, (H, E · I/2): a third more
+        Few are, on average, up to ``nn.experts.few_tokens`` for each expert: with 8 of 256 experts a token, 512 tokens
+        where experts have 256 columns. Results of calls with few and with more tokens then differ by what FP8 rounds.
+        The experts' second layers are held twice, because these ops want them side by side, (H, E · I/2): a third more
         bytes in all. The state dict stays what it is.
 
         Returns:
