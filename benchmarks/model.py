@@ -590,7 +590,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     if held:
         parts.append(report.table(["model", "precision", "GB", "peak above it, GB"], held))
     close = [
-        [each["model"], each["label"], *(f"{each[key]:.6f}" for key in ("cosine", "to_fp32", "bf16_to_fp32"))]
+        [each["model"], each["label"], *(f"{each[key]:.6f}" if key in each else "–" for key in COSINES)]
         for each in result["logits"]
     ]
     if close:
@@ -613,6 +613,7 @@ bf16 as transformers has it. {compiled} A decode step is captured in a graph, wi
 not, and fills a new cache; `generate()` has a static cache, and its decode step is compiled by transformers'
 default (`torch.compile`, mode "reduce-overhead", attention with a mask). {attention} Logits: of four layers, to those
 of the same weights in bf16, the worst token; and both to those in fp32."""
+COSINES = ("cosine", "to_fp32", "bf16_to_fp32")
 COMPILED = "Both are compiled by `torch.compile` for each batch."
 ATTENTION = {
     UNMASKED: "Attention is transformers' `sdpa` without a mask, which a full cache does not need.",

@@ -14,6 +14,7 @@ from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.gemm.backends.cublas import BLOCK_SCALED
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.select import target_of
+from torch_cute_ops.kernels.fp4_wgmma import ROWS
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.testing.samples._epilogue import exact_epilogue
 from torch_cute_ops.testing.samples._fp4_gemm import POWERS
@@ -94,6 +95,22 @@ def test_every_tactic(op, name, sizes):
         out = torch.full((m, n), torch.nan, dtype=out_dtype, device=target.device)
         backend.launcher(problem, tactic, target)(*operands, out)
         assert torch.equal(out.cpu(), want), tactic
+
+
+@by_op
+@pytest.mark.parametrize(("tokens", "rows"), [(tokens, rows) for tokens in ROWS for rows in ROWS[tokens][1:]])
+def test_tiles_with_fewer_rows_of_the_weight(op, tokens, rows):
+    """Bit for bit, where sums are exact, also for sizes for which the backend would take other rows; the last tile is
+    short, and begins in the middle of a tile of scales."""
+    target = gpu_target("wgmma")
+    fmt, layout = random.choice([(NVFP4, "128x4"), (NVFP4, "linear"), (MXFP4, "128x4")])
+    given = exact_call(op, target, tokens + 1, 1000, 2336, fmt, layout, torch.float32)
+    want = results(given)[0]
+    problem, operands = prepared(op, given)
+    for split in (1, 4):
+        out = torch.full(want.shape, torch.nan, device=target.device)
+        backend_for("wgmma", problem).launcher(problem, (tokens, rows, split), target)(*operands, out)
+        assert torch.equal(out.cpu(), want), split
 
 
 def check_first_rows(launch, columns, device, tactic):

@@ -59,7 +59,7 @@ class FP4Wgmma(FP4KernelBackend):
             (tokens, rows, split)
             for tokens in tiles
             for split in _splits(problem, tokens)
-            for rows in _rows(problem, tokens, split)
+            for rows in _rows(problem, m, tokens, split, target)
         ]
         return tuple(tactic for tactic in every if _is_useful(problem, m, tactic, target))
 
@@ -183,10 +183,18 @@ def _splits(problem: GemmProblem, tokens: int) -> tuple[int, ...]:
     return (BALANCED, *fp4_wgmma.SPLITS) if tokens <= fp4_wgmma.CLUSTER_TOKENS else (BALANCED, 1)
 
 
-def _rows(problem: GemmProblem, tokens: int, split: int) -> tuple[int, ...]:
-    """Fewer rows than most where a cluster has a tile, and its CTAs arrange the activations."""
-    rows = fp4_wgmma.rows_of(tokens)
-    return rows if problem.grouping.over == "none" and fp4_wgmma.arranges(tokens, split) else rows[:1]
+def _rows(problem: GemmProblem, m: int, tokens: int, split: int, target: Target) -> tuple[int, ...]:
+    """The most rows of a tile, and those with which an SM has the least work, where a choice is possible: where a
+    cluster has a tile, and its CTAs arrange the activations."""
+    every = fp4_wgmma.rows_of(tokens)
+    if problem.grouping.over != "none" or not fp4_wgmma.arranges(tokens, split):
+        return every[:1]
+    ctas = cost.places(target.sms, split)
+
+    def work(rows: int) -> int:
+        return -(-(-(-problem.n // rows) * split * -(-m // tokens)) // ctas) * rows
+
+    return tuple(dict.fromkeys((every[0], min(every, key=work))))
 
 
 def _is_useful(problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> bool:
