@@ -268,7 +268,7 @@ def run(
     smallest = round(widths.weights * min(LAYERS[label].element_bytes for label in labels))
     how = plan(smallest, len(labels), l2_bytes, settings, call_ms=2 * m * widths.weights / ASSUMED_TFLOPS * 1e-9)
     calls, cosines, absent = {}, {}, {}
-    torch._dynamo.reset()  # or it stops to compile, since each number of rows has code of its own
+    torch._dynamo.reset()  # or it stops compiling, since each number of rows has code of its own
     residual = torch.randn(m, widths.hidden, dtype=DTYPE, device=device)
     for label in labels:
         try:

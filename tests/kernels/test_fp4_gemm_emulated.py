@@ -330,6 +330,12 @@ WGMMAS = [
     wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(BF16, None, BF16), sizes=(9, 328, 2080), splits=1, rows=160, seed=1),
     wgmma(FP16, NVFP4, "128x4", None, 8, epilogue=(BF16, "one"), sizes=(8, 424, 2336), splits=1, rows=208, seed=None),
     wgmma(FP16, NVFP4, "linear", None, 8, epilogue=(FP16, "one"), sizes=(5, 200, 512), splits=1, rows=192, seed=2),
+    # Chunks that arrive out of order, three times as many as stages, of which a warp has every second or fourth
+    *(
+        wgmma(FP16, NVFP4, "128x4", "128x4", 8, epilogue=(FP32,), sizes=(2, rows, k), splits=1, rows=rows, seed=seed)
+        for rows, k in ((224, 3840), (208, 4608))
+        for seed in (4, 5)
+    ),
     wgmma(BF16, NVFP4, "128x4", "128x4", 16, epilogue=(FP32,), sizes=(9, 400, 544), splits=3, rows=192, seed=3),
     # Activations in float16 that are rounded to bfloat16: by a kernel of their own, and by the CTAs
     wgmma(BF16, MXFP4, "128x4", None, 16, epilogue=(FP32,), sizes=(5, 40, 288), workers=1, a_dtype=FP16),

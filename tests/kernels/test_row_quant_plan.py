@@ -47,7 +47,9 @@ def test_every_width_has_a_plan(fmt, kind, arch):
     first = random.randrange(1, 17)
     # Two fp32 rows and an fp32 weight: the one thing that does not fit 8 CTAs of 99 KB.
     widest = 60_928 if (kind, arch) == ("add-norm-fp32", "sm_120a") else 65_536
-    for width in (step, *range(first * step, widest, 17 * step), widest):
+    # 80,000 columns: of twelve slices in MXFP4 the last one is too short for the threads that the others want.
+    beyond = [80_000] if widest == 65_536 and "norm" not in kind and fmt != "token" and step <= 32 else []
+    for width in (step, *range(first * step, widest, 17 * step), widest, *beyond):
         config = plan(problem_of(kind, fmt, width), ARCHS[arch])
         assert config.reason_unsupported(ARCHS[arch]) is None
         assert config.splits * config.slice_width >= width > (config.splits - 1) * config.slice_width

@@ -28,17 +28,12 @@ PIECE: Final = 16  # bytes that the swizzle moves together
 SCALE_TILE: Final = TILE_ROWS * TILE_BLOCKS
 
 
-def next_stage(stage, parity, stages: int, step=1) -> tuple:
-    """The next stage of a ring, or the ``step``-th, of at most all, and the parity of its barriers' next phase; for a
-    constant stage, a constant."""
+def next_stage(stage, parity, stages: int) -> tuple:
+    """The next stage of a ring and the parity of its barriers' next phase; for a constant stage, a constant."""
     if isinstance(stage, int):
         return (stage + 1, parity) if stage + 1 < stages else (0, parity ^ 1)
-    if isinstance(step, int):
-        wraps = stage + 1 == stages
-        return ptx.select(wraps, Int32(0), stage + 1), ptx.select(wraps, parity ^ 1, parity)
-    after = stage + step
-    wraps = after >= stages
-    return ptx.select(wraps, after - stages, after), ptx.select(wraps, parity ^ 1, parity)
+    wraps = stage + 1 == stages
+    return ptx.select(wraps, Int32(0), stage + 1), ptx.select(wraps, parity ^ 1, parity)
 
 
 class OpenRing(NamedTuple):

@@ -9,7 +9,8 @@ Roles. A CTA has a producer warp, in a warpgroup of its own, and two to four con
 ``b`` for each of these, by ``tokens`` rows of ``a``; k is processed in chunks of 256 (128 bytes of codes a row, a whole
 cache line). With few tokens a tile may have fewer rows of ``b``, so that the number of tiles suits that of the SMs.
 With ``mma.sync`` each warp multiplies 16 rows by itself, a *band*; if that leaves schedulers with unequal numbers of
-warps, each of the last bands has two or four warps, on different schedulers, which take its chunks in turn.
+warps, each of the last bands has two or four warps, on different schedulers, which take its chunks in turn. Each waits
+for all chunks, and frees those of the others at once.
 
 1. The producer keeps two rings filled; each stage has a barrier that counts bytes. One ring holds chunks of the weight:
    codes (one TMA box with the 128-byte swizzle) and scales. The other holds activations: a chunk, a half or a quarter

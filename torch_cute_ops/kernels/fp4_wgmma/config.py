@@ -15,14 +15,14 @@ from torch_cute_ops.runtime.arch import Arch
 QUARTERS: Final = 4
 """Quarters of a chunk: 64 elements of k, 128 bytes of activations a token."""
 TILES: Final = {8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}
-"""Tokens of a tile, and its consumer warpgroups: as many as leave registers for the accumulators."""
+"""Tokens of a tile, and its consumer warpgroups at most: as many as leave registers for the accumulators."""
 ROWS: Final = {8: (256, 224, 208, 192, 160), 16: (256, 192), 32: (256, 192)}
 """Rows of the weight of a tile, by tokens, where there is a choice: whole bands by ``mma.sync``, whole warpgroups by
 wgmma."""
 BAND_ROWS: Final = 16
 """Rows of a band: the M side of an ``mma.sync``, or what a warp has of a wgmma."""
 SCHEDULERS: Final = 4
-"""Of an SM; warps are theirs in turn."""
+"""Warp schedulers of an SM: warp w belongs to scheduler w % 4."""
 SENT_SUMS: Final = 16 * 192
 """Most sums of a CTA of a cluster that are sent: with more a stage less would fit."""
 HELPERS: Final = 3
@@ -221,7 +221,7 @@ class Config:
             return f"tiles of {self.tokens} tokens have {rows_of(self.tokens)} rows, the first without clusters"
         if self.splits and self.tokens > CLUSTER_TOKENS:
             return f"clusters have tiles of at most {CLUSTER_TOKENS} tokens"
-        if self.splits > 1 and self.sum_tile.size_bytes > self.stages * self.chunks.code_bytes:
+        if (self.splits > 1 or self.turns > 1) and self.sum_tile.size_bytes > self.stages * self.chunks.code_bytes:
             return f"{self.sum_tile.size_bytes} bytes of sums do not fit in place of {self.stages} stages of codes"
         if self.width is not None and (self.width % CHUNK or self.tokens not in EXPERT_TILES or self.splits):
             return f"over experts, widths are multiples of {CHUNK}, tiles have {EXPERT_TILES} tokens, without clusters"

@@ -257,10 +257,10 @@ class FP4WgmmaKernel:
             self.ring.prefetch(weight)
             for i in range_constexpr(c.stages):
                 cute.arch.mbarrier_init(smem.full + i, 1)
-                cute.arch.mbarrier_init(smem.free + i, c.bands)
+                cute.arch.mbarrier_init(smem.free + i, c.warps)
             for i in range_constexpr(c.token_stages):
                 cute.arch.mbarrier_init(smem.tokens_full + i, 1)
-                cute.arch.mbarrier_init(smem.tokens_free + i, c.bands)
+                cute.arch.mbarrier_init(smem.tokens_free + i, c.warps)
             if const_expr(c.sends):
                 cute.arch.mbarrier_init(smem.sums_full, 1)
                 tokens, rows = self._existing(part)
@@ -376,7 +376,7 @@ class FP4WgmmaKernel:
 
     @cute.jit
     def _arrange_first(self, tid, part, smem):
-        """The consumers rearrange the activations of the first chunks together, and do not wait for the weight idly."""
+        """The consumers rearrange the activations of the first chunks together, while the weight is on its way."""
         c = self.config
         chunks = cutlass.min(part.end - part.begin, Int32(c.first_chunks))
         pieces, groups, threads = self.activations.pieces, c.tokens // TILE_TOKENS, c.warps * 32
@@ -457,7 +457,7 @@ class FP4WgmmaKernel:
 
     @cute.jit
     def _consume(self, factor, tid, part, smem):
-        """A consumer warpgroup: its 64 rows of each of the worker's tiles."""
+        """A consumer warp: its 16 rows of each of the worker's tiles, in a warpgroup where this multiplies."""
         c = self.config
         group = tid // WARPGROUP
         lane = tid % 32
@@ -482,7 +482,7 @@ class FP4WgmmaKernel:
         sums = cute.make_rmem_tensor((c.tokens // 2,), Float32)
         # Over experts the sums, each multiplied by its factor
         totals = cute.make_rmem_tensor((c.tokens // 2,), Float32) if c.width is not None else sums
-        state = Int32(turn), Int32(0), Int32(turn), Int32(0), Int32(0)
+        state = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         unit = part.end
         while unit > part.begin:
             tile, first, count = self._segment(unit, part)
@@ -490,8 +490,13 @@ class FP4WgmmaKernel:
             sums.fill(0.0)
             own = consumer._replace(scale_row=consumer.row + self.ring.first_scale_row(tile))
             if const_expr(c.width is None):
-                for i in range(turn, count, turns):
-                    state = self._multiply_chunk(multiply, True, sums, first, i, state, own, part, smem)
+                for i in range(count):
+                    if const_expr(c.turns == 1):
+                        state = self._multiply_chunk(multiply, True, sums, first, i, state, own, part, smem)
+                    elif i & (turns - 1) == turn:
+                        state = self._multiply_chunk(multiply, True, sums, first, i, state, own, part, smem)
+                    else:
+                        state = self._pass_chunk(state, consumer, smem)
             else:
                 totals.fill(0.0)
                 width, i = c.width // CHUNK, Int32(0)
@@ -522,8 +527,8 @@ class FP4WgmmaKernel:
                 self._write(totals, tile, factor, consumer, part)
 
     def _band_of(self, warp) -> tuple:
-        """A consumer warp's band; which chunks of a segment it has: the first, and how many others it leaves to other
-        warps of the band."""
+        """A consumer warp's band; which chunks of a segment it has: the first, and the step to the next, a power of
+        two."""
         c = self.config
         if c.turns == 1:
             return warp, 0, 1
@@ -567,7 +572,7 @@ class FP4WgmmaKernel:
                     fence_async()
                 cute.arch.sync_warp()
                 ptx.arrive_if(smem.free + stage, consumer.leads)
-                stage, parity = next_stage(stage, parity, c.stages, consumer.turns)
+                stage, parity = next_stage(stage, parity, c.stages)
             if const_expr(not c.by_warp):
                 # The MMAs of the word before are done, and its registers free.
                 warpgroup.wait_group(1)
@@ -583,7 +588,22 @@ class FP4WgmmaKernel:
                     cute.arch.sync_warp()
                     ptx.arrive_if(smem.tokens_free + token_stage, consumer.leads)
                 last = token_stage
-                token_stage, token_parity = next_stage(token_stage, token_parity, c.token_stages, consumer.turns)
+                token_stage, token_parity = next_stage(token_stage, token_parity, c.token_stages)
+        return stage, parity, token_stage, token_parity, last
+
+    @cute.jit
+    def _pass_chunk(self, state, consumer, smem):
+        """Leave a chunk to another warp of the band. The warp waits for it and frees it all the same: a wait by parity
+        takes whoever has seen every phase of the barrier."""
+        c = self.config
+        stage, parity, token_stage, token_parity, _ = state
+        ptx.wait(smem.full + stage, parity)
+        ptx.arrive_if(smem.free + stage, consumer.leads)
+        ptx.wait(smem.tokens_full + token_stage, token_parity)
+        ptx.arrive_if(smem.tokens_free + token_stage, consumer.leads)
+        last = token_stage
+        stage, parity = next_stage(stage, parity, c.stages)
+        token_stage, token_parity = next_stage(token_stage, token_parity, c.token_stages)
         return stage, parity, token_stage, token_parity, last
 
     # Results
@@ -680,7 +700,7 @@ class FP4WgmmaKernel:
         at = part.token_tile * c.tokens, tile * c.rows
         if const_expr(c.sends):
             cute.arch.barrier(barrier_id=1, number_of_threads=threads)
-            # The CTAs' barriers are there, and know how many bytes to expect.
+            # The peers' barriers are initialised.
             cute.arch.cluster_wait()
             existing = self._existing(part)
             own = tokens_of(c.sum_tile, c.splits, rank, existing[0])
@@ -697,8 +717,7 @@ class FP4WgmmaKernel:
                 write_sums(c.sum_tile, c.splits, finishers, finish, part.out, smem.codes, rank, tid, *at)
             if const_expr(c.splits > 1):
                 # No CTA may end while another still reads its sums.
-                cute.arch.cluster_arrive_relaxed()
-                cute.arch.cluster_wait()
+                self._meet_cluster(threads)
 
     def _meet_cluster(self, threads: int) -> None:
         """A barrier of the consumers of all CTAs that have a tile."""

@@ -438,8 +438,11 @@ def plan(problem: Problem, arch: Arch, pdl: bool = True) -> Config:
     rejected = None
     # Rows that need nothing of other slices are cut: few of them take less time then, and many no more.
     is_cut = not problem.reductions and problem.rows != "experts"
-    splits = ceil_div(problem.width, MOST_OF_CUT_ROWS) if is_cut else 1
-    while splits <= MAX_CLUSTER or not problem.reductions:
+    preferred = [ceil_div(problem.width, MOST_OF_CUT_ROWS)] if is_cut else []
+    doubled = (2**i for i in itertools.count())
+    for splits in itertools.chain(preferred, doubled):
+        if splits > MAX_CLUSTER and problem.reductions:
+            break
         slice_width = ceil_div(problem.width, splits)
         elements = 64 if slice_width > 4096 else 48
         if problem.rows == "experts":
@@ -447,6 +450,8 @@ def plan(problem: Problem, arch: Arch, pdl: bool = True) -> Config:
         threads = 2 ** math.ceil(math.log2(max(1.0, slice_width / elements)))
         _, last = problem.slices(splits)
         if last < 1:
+            if splits in preferred:
+                continue
             break
         threads = 2 ** math.floor(math.log2(min(threads, last)))
         if problem.fmt == FP8_BLOCK128:
@@ -468,5 +473,4 @@ def plan(problem: Problem, arch: Arch, pdl: bool = True) -> Config:
                     rejected = reason
             if best is not None:
                 return best
-        splits *= 2
     raise ValueError(rejected)
