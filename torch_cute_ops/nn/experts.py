@@ -34,8 +34,8 @@ def few_tokens(width: int) -> int:
     """Tokens of an expert, on average, up to which ``route_few_`` has the routed pairs computed alone; ``width``: I.
 
     On an H200 that is faster than permuted rows up to 27 tokens of an expert or more with 256 and with 768 columns.
-    With 2,880 it is at most 8 % slower up to 2 tokens of an expert, and more than a quarter slower from 4 on. Behind the first
-    512 tokens of a call the weights are read once more.
+    With 2,880 it is at most 8 % slower up to 2 tokens of an expert, and a quarter or more from 4 on. Behind the
+    first 512 tokens of a call the weights are read once more.
     """
     return 16 if width <= 1024 else 2
 
