@@ -443,12 +443,10 @@ class Bench:
                 want = twin(ids, use_cache=False).logits
                 exact = twin.float()(ids, use_cache=False).logits
                 got = torch_cute_ops.nn.merge_(model)(ids, use_cache=False).logits
-                least, of_bf16, of_ours = (
-                    cosines(*pair).min().item() for pair in ((got, want), (want, exact), (got, exact))
-                )
-                found = {"cosine": least, "bf16_to_fp32": of_bf16, "to_fp32": of_ours}
+                least = [cosines(*pair).min().item() for pair in ((got, want), (got, exact), (want, exact))]
+                found = dict(zip(COSINES, least, strict=True))
                 self.result["logits"].append({"model": self.name, "label": label, **found})
-                print(f"  {self.name}, logits, {label}: cosine {least:.6f}", flush=True)
+                print(f"  {self.name}, logits, {label}: cosine {least[0]:.6f}", flush=True)
 
     def lose(self, key: tuple[str, int | None], error: Exception, failed: dict[str, str]) -> None:
         """Note that a step could not be captured."""
@@ -614,6 +612,7 @@ not, and fills a new cache; `generate()` has a static cache, and its decode step
 default (`torch.compile`, mode "reduce-overhead", attention with a mask). {attention} Logits: of four layers, to those
 of the same weights in bf16, the worst token; and both to those in fp32."""
 COSINES = ("cosine", "to_fp32", "bf16_to_fp32")
+"""Of ours to bf16, of ours to fp32, and of bf16 to fp32: what a result file calls them."""
 COMPILED = "Both are compiled by `torch.compile` for each batch."
 ATTENTION = {
     UNMASKED: "Attention is transformers' `sdpa` without a mask, which a full cache does not need.",

@@ -5,6 +5,8 @@ from typing import Final
 
 WARPGROUP: Final = 128
 """Threads."""
+SCHEDULERS: Final = 4
+"""Warp schedulers of an SM: warp w belongs to scheduler w % 4."""
 GROUP_ROWS: Final = 64
 """Rows of the M side of a wgmma."""
 BY_WARP: Final = 8

@@ -8,7 +8,7 @@ from torch_cute_ops.kernels.common.activation_layout import CHUNK, TILE_LINE, Ac
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.fp4_operands import FP4Operands
 from torch_cute_ops.kernels.common.sum_tile import SumTile
-from torch_cute_ops.kernels.common.warpgroup import BY_WARP, GROUP_ROWS, WARPGROUP
+from torch_cute_ops.kernels.common.warpgroup import BY_WARP, GROUP_ROWS, SCHEDULERS, WARPGROUP
 from torch_cute_ops.kernels.common.weight_chunks import WeightChunks
 from torch_cute_ops.runtime.arch import Arch
 
@@ -21,8 +21,6 @@ ROWS: Final = {8: (256, 224, 208, 192, 160), 16: (256, 192), 32: (256, 192)}
 wgmma."""
 BAND_ROWS: Final = 16
 """Rows of a band: the M side of an ``mma.sync``, or what a warp has of a wgmma."""
-SCHEDULERS: Final = 4
-"""Warp schedulers of an SM: warp w belongs to scheduler w % 4."""
 SENT_SUMS: Final = 16 * 192
 """Most sums of a CTA of a cluster that are sent: with more a stage less would fit."""
 HELPERS: Final = 3

@@ -115,7 +115,7 @@ class Consumer(NamedTuple):
         lane, quad: index in the warp, and among the four lanes that share a row.
         row: the first of its two rows of the weight in the tile; the other is ``row + 8``.
         scale_row: the same, counted from the first row of the tile's first tile of scales.
-        turn, turns: which chunks of a segment its warp has: from ``turn`` on, each ``turns``-th.
+        turn: which of the warps of its band its warp is: the number of its first chunk of a segment.
         existing: the mask of its scales of the last chunk of a row of the weight.
         leads: whether it arrives at barriers for its warp, 1 or 0.
     """
@@ -127,7 +127,6 @@ class Consumer(NamedTuple):
     row: Int32
     scale_row: Int32
     turn: Int32 | int
-    turns: Int32 | int
     existing: Uint32
     leads: Uint32
 
@@ -471,7 +470,6 @@ class FP4WgmmaKernel:
             row=row,
             scale_row=row,
             turn=turn,
-            turns=turns,
             existing=self.ring.existing(part.blocks - (part.chunks - 1) * self.ring.blocks, lane % 4),
             leads=Uint32(lane == 0),
         )
@@ -711,9 +709,7 @@ class FP4WgmmaKernel:
                 write_received(c.sum_tile, c.splits, finishers, finish, part.out, smem.received, rank, tid, own, *at)
         else:
             self._meet_cluster(threads)
-            if const_expr(finishers == threads):
-                write_sums(c.sum_tile, c.splits, finishers, finish, part.out, smem.codes, rank, tid, *at)
-            elif tid < finishers:
+            if tid < finishers:
                 write_sums(c.sum_tile, c.splits, finishers, finish, part.out, smem.codes, rank, tid, *at)
             if const_expr(c.splits > 1):
                 # No CTA may end while another still reads its sums.

@@ -12,11 +12,10 @@ from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format, ScaleLayout
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TOKEN, FP8Format
 from torch_cute_ops.kernels.common.expert_table import TABLE_BYTES
 from torch_cute_ops.kernels.common.fp8_units import FP8_UNIT, SCALE_THREADS
+from torch_cute_ops.kernels.common.warpgroup import SCHEDULERS
 from torch_cute_ops.runtime.arch import Arch
 
 WARP = 32
-SCHEDULERS = 4
-"""Warp schedulers of an SM: warp w belongs to scheduler w % 4."""
 QUAD = 4
 """Rows whose scales share 16 bytes of a tiled layout."""
 MAX_CLUSTER = 8
