@@ -65,10 +65,20 @@ def nvfp4_dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtyp
     return blocks.mul_(scale.float().to(dtype).unsqueeze(-1)).flatten(-2)
 
 
-def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rmsnorm_fp32(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """The normalised rows in fp32."""
     v = x.to(torch.float32)
     return v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps) * weight.to(torch.float32)
+
+
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The normalised rows in the input dtype."""
+    return rmsnorm_fp32(x, weight, eps).to(x.dtype)
+
+
+def add_rmsnorm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rmsnorm` of the residual after `x` is added to it in place."""
+    return rmsnorm(residual.add_(x), weight, eps)
 
 
 def fp4_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,7 +94,7 @@ def fp4_dequantize(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def rmsnorm_fp4quant(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm, then NVFP4, 128x4 scales."""
-    y, scale = nvfp4_quantize(rmsnorm(x, weight, eps))
+    y, scale = nvfp4_quantize(rmsnorm_fp32(x, weight, eps))
     return y, to_128x4(scale)
 
 
@@ -92,7 +102,7 @@ def rmsnorm_fp4quant_with_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """RMSNorm, then NVFP4, 128x4 scales, and the normalised rows in the input dtype."""
-    norm = rmsnorm(x, weight, eps)
+    norm = rmsnorm_fp32(x, weight, eps)
     y, scale = nvfp4_quantize(norm)
     return y, to_128x4(scale), norm.to(x.dtype)
 
@@ -115,7 +125,7 @@ def add_rmsnorm_fp4quant_both_layouts(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `add_rmsnorm_fp4quant`, and the scales in the linear layout too."""
-    y, scale = nvfp4_quantize(rmsnorm(residual.add_(x), weight, eps))
+    y, scale = nvfp4_quantize(rmsnorm_fp32(residual.add_(x), weight, eps))
     return y, to_128x4(scale), scale
 
 
@@ -123,20 +133,25 @@ def add_rmsnorm_fp4quant_with_norm_both_layouts(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `add_rmsnorm_fp4quant_with_norm`, and the scales in the linear layout too."""
-    norm = rmsnorm(residual.add_(x), weight, eps)
+    norm = rmsnorm_fp32(residual.add_(x), weight, eps)
     y, scale = nvfp4_quantize(norm)
     return y, to_128x4(scale), scale, norm.to(x.dtype)
 
 
-def silu_mul(x: torch.Tensor) -> torch.Tensor:
+def silu_mul_fp32(x: torch.Tensor) -> torch.Tensor:
     """`silu` of each row's first half times its second half, in fp32."""
     gate, up = x.to(torch.float32).chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
 
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """`silu_mul_fp32` in the input dtype."""
+    return silu_mul_fp32(x).to(x.dtype)
+
+
 def silu_mul_fp4quant(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`silu_mul`, then NVFP4, 128x4 scales."""
-    y, scale = nvfp4_quantize(silu_mul(x))
+    """`silu_mul_fp32`, then NVFP4, 128x4 scales."""
+    y, scale = nvfp4_quantize(silu_mul_fp32(x))
     return y, to_128x4(scale)
 
 
@@ -172,7 +187,7 @@ def rmsnorm_fp8quant(
     scale_layout: str = "row",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm, then FP8."""
-    return e4m3_quantize(rmsnorm(x, weight, eps), scale, granularity, scale_layout)
+    return e4m3_quantize(rmsnorm_fp32(x, weight, eps), scale, granularity, scale_layout)
 
 
 def add_rmsnorm_fp8quant(
@@ -185,8 +200,8 @@ def add_rmsnorm_fp8quant(
 def silu_mul_fp8quant(
     x: torch.Tensor, scale: torch.Tensor | None = None, granularity: str = "token", scale_layout: str = "row"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`silu_mul`, then FP8."""
-    return e4m3_quantize(silu_mul(x), scale, granularity, scale_layout)
+    """`silu_mul_fp32`, then FP8."""
+    return e4m3_quantize(silu_mul_fp32(x), scale, granularity, scale_layout)
 
 
 # --- routing: DeepSeek-V3's choice by grouped sigmoids, and the order of the experts' rows ---

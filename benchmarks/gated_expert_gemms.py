@@ -10,7 +10,7 @@ import torch
 
 from . import targets
 from .case import Case, Mark, Row, Tensors, Variant, at_most
-from .compositions import from_128x4, nvfp4_dequantize, nvfp4_quantize, silu_mul, to_128x4
+from .compositions import from_128x4, nvfp4_dequantize, nvfp4_quantize, silu_mul_fp32, to_128x4
 from .expert_gemms import EXPERTS, ROWS, TOP, routing
 from .fp4_gemms import FP4GemmBenchmark, random_nvfp4
 from .gemms import DTYPE
@@ -130,7 +130,7 @@ class GatedExpertBenchmark(FP4GemmBenchmark):
         for expert, (codes, own, factor) in enumerate(zip(w, scales, tensors["alpha"].double(), strict=True)):
             rows = tensors["routing"][:, expert].nonzero()[:, 0]
             if len(rows):
-                value[rows, expert] = silu_mul((factor * (a[rows] @ nvfp4_dequantize(codes, own).t())).float())
+                value[rows, expert] = silu_mul_fp32((factor * (a[rows] @ nvfp4_dequantize(codes, own).t())).float())
         return value.flatten(1)
 
     def expected(self, case: Case, tensors: Tensors) -> tuple[torch.Tensor, ...]:

@@ -4,8 +4,8 @@ add + norm → qkv → (attention) → o → add + norm → gate and up → SiLU
 one behind the other in a captured graph, with their true dependencies. Attention is left out: o reads as many elements
 of what qkv wrote. What users feel of the ops is this, and not the sum of what each takes alone.
 
-humming, a peer, has the weights of W4A16 and bf16's other kernels. (QuACK, which changes the DSL that our kernels are
-compiled by, is beside `mm_fp4` and `mm_fp4_weight_only` alone.)
+humming, a peer, has the weights of W4A16, and norms and gates as Inductor makes them, like bf16. (QuACK, which changes
+the DSL that our kernels are compiled by, is beside `mm_fp4` and `mm_fp4_weight_only` alone.)
 
 `--timeline` prints when each kernel of a layer starts and ends, and how long nothing runs before it.
 """
@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -69,6 +70,10 @@ MODELS = {
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
 
 
+INDUCTOR = {"triton.enable_pdl": True} if hasattr(inductor_config.triton, "enable_pdl") else {}
+"""Options of `torch.compile`: Inductor's own kernels overlap with those before and behind them too."""
+
+
 # Norm and gate as Inductor makes them, where there is no fused op
 
 
@@ -109,7 +114,9 @@ class Layer:
         else:
             random_(linears, self.scheme, device=device, seed=seed)
         self.linears = linears.requires_grad_(False)
-        compiled: Callable[[Any], Any] = torch.compile(dynamic=False) if inductor else lambda function: function
+        compiled: Callable[[Any], Any] = (
+            torch.compile(dynamic=False, options=INDUCTOR) if inductor else lambda function: function
+        )
         self.add_norm, self.gate = compiled(add_norm), compiled(gate)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -148,9 +155,12 @@ class Layer:
 
 
 class W4A16(Layer):
-    """NVFP4 weights, activations in bf16."""
+    """NVFP4 weights, activations in bf16; a gate as Inductor makes it."""
 
     label, scheme, element_bytes = "W4A16", "nvfp4", 0.5625
+
+    def normed(self, x: Tensor, residual: Tensor, which: int) -> Any:
+        return ops.add_rmsnorm(x, residual, self.norms[which], eps=EPS)
 
 
 class W4A4(Layer):
@@ -213,10 +223,10 @@ class W4A8(FP8):
         )
 
 
-class Humming(W4A16):
-    """The same weights and activations by humming's layers."""
+class Humming(Layer):
+    """The weights and activations of W4A16 by humming's layers."""
 
-    label = "humming"
+    label, scheme, element_bytes = "humming", W4A16.scheme, W4A16.element_bytes
 
     def __init__(self, widths: Widths, device: torch.device, seed: int, inductor: bool) -> None:
         super().__init__(widths, device, seed, inductor)

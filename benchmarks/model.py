@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_cute_ops.nn
+from torch_cute_ops.integrations.inductor import FuseQuantization
 from torch_cute_ops.nn import QuantLinear
 from torch_cute_ops.runtime import compiler
 
@@ -613,7 +615,10 @@ default (`torch.compile`, mode "reduce-overhead", attention with a mask). {atten
 of the same weights in bf16, the worst token; and both to those in fp32."""
 COSINES = ("cosine", "to_fp32", "bf16_to_fp32")
 """Of ours to bf16, of ours to fp32, and of bf16 to fp32: what a result file calls them."""
-COMPILED = "Both are compiled by `torch.compile` for each batch."
+COMPILED = (
+    "Both are compiled by `torch.compile` for each batch, with `triton.enable_pdl` and the pass of "
+    "`torch_cute_ops.integrations.inductor`, which leaves bf16 as it is."
+)
 ATTENTION = {
     UNMASKED: "Attention is transformers' `sdpa` without a mask, which a full cache does not need.",
     "sdpa": "Attention is transformers' `sdpa`, with its mask: 5.17 copies keys and values for it, for each head.",
@@ -680,12 +685,13 @@ def measure_models(options: argparse.Namespace, device: torch.device, backend: B
         report.write_json(result, marks(result), options.output / "model.json")
         (options.output / "model.md").write_text(markdown(result) + "\n", encoding="utf-8")
 
+    compiling = {**layer.INDUCTOR, "post_grad_custom_pre_pass": FuseQuantization()} if options.compiled else {}
     for name in options.models:
         size = MODELS[name]
         parts = options.parts or size.parts
         if options.layers is not None:
             name, size = f"{name} with {options.layers} layers", replace(size, layers=options.layers, bf16_layers=())
-        Bench(
+        bench = Bench(
             name,
             size,
             parts,
@@ -699,6 +705,8 @@ def measure_models(options: argparse.Namespace, device: torch.device, backend: B
             result,
             save,
             is_compiled=options.compiled,
-        ).run()
+        )
+        with inductor_config.patch(compiling):
+            bench.run()
     print(f"\n{markdown(result)}", flush=True)
     return 1 if failures(result) else 0

@@ -5,6 +5,7 @@ Importing registers the ops as ``torch.ops.cute.*``. It initialises no CUDA and 
 
 from torch_cute_ops._version import __version__
 from torch_cute_ops.formats import convert_scales, nvfp4_global_scale
+from torch_cute_ops.ops.add_rmsnorm import add_rmsnorm
 from torch_cute_ops.ops.add_rmsnorm_fp4quant import add_rmsnorm_fp4quant
 from torch_cute_ops.ops.add_rmsnorm_fp4quant_both_layouts import add_rmsnorm_fp4quant_both_layouts
 from torch_cute_ops.ops.add_rmsnorm_fp4quant_with_norm import add_rmsnorm_fp4quant_with_norm
@@ -29,9 +30,11 @@ from torch_cute_ops.ops.moe_route import moe_route
 from torch_cute_ops.ops.moe_route_dense import moe_route_dense
 from torch_cute_ops.ops.moe_route_ids import moe_route_ids
 from torch_cute_ops.ops.moe_swiglu_fp8quant import moe_swiglu_fp8quant
+from torch_cute_ops.ops.rmsnorm import rmsnorm
 from torch_cute_ops.ops.rmsnorm_fp4quant import rmsnorm_fp4quant
 from torch_cute_ops.ops.rmsnorm_fp4quant_with_norm import rmsnorm_fp4quant_with_norm
 from torch_cute_ops.ops.rmsnorm_fp8quant import rmsnorm_fp8quant
+from torch_cute_ops.ops.silu_mul import silu_mul
 from torch_cute_ops.ops.silu_mul_fp4quant import silu_mul_fp4quant
 from torch_cute_ops.ops.silu_mul_fp8quant import silu_mul_fp8quant
 from torch_cute_ops.registry import backends, precompile, properties_of, warmup
@@ -39,6 +42,7 @@ from torch_cute_ops.runtime.tuning import autotune
 
 __all__ = [
     "__version__",
+    "add_rmsnorm",
     "add_rmsnorm_fp4quant",
     "add_rmsnorm_fp4quant_both_layouts",
     "add_rmsnorm_fp4quant_with_norm",
@@ -69,9 +73,11 @@ __all__ = [
     "nvfp4_global_scale",
     "precompile",
     "properties_of",
+    "rmsnorm",
     "rmsnorm_fp4quant",
     "rmsnorm_fp4quant_with_norm",
     "rmsnorm_fp8quant",
+    "silu_mul",
     "silu_mul_fp4quant",
     "silu_mul_fp8quant",
     "warmup",

@@ -103,7 +103,7 @@ def _register(spec: OpSpec) -> None:
         mark_written([given[name] for name in spec.updated])
         return outputs
 
-    _library.define(spec.signature.schema)
+    _library.define(spec.signature.schema, tags=spec.signature.tags)
     _library.define(spec.signature.out_schema)
     rest = {"CompositeExplicitAutograd": elsewhere}
     for overload, implementations in {

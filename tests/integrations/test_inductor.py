@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import detect_fake_mode
 from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import run_and_get_code
 from torch._inductor.virtualized import V
 
 import torch_cute_ops as tco
@@ -54,8 +55,13 @@ class Compiler:
         return [str(node.target).removesuffix(".default") for node in nodes if node.op == "call_function"]
 
     def quantising(self, index: int = -1) -> dict[str, int]:
-        calls = [name.removeprefix("cute.") for name in self.calls(index) if "quant" in name]
-        return dict(collections.Counter(calls))
+        """How often each of our ops is called that quantises."""
+        return {name: count for name, count in self.ours(index).items() if "quant" in name}
+
+    def ours(self, index: int = -1) -> dict[str, int]:
+        """How often each of our ops is called."""
+        names = [name for name in self.calls(index) if name.startswith("cute.")]
+        return dict(collections.Counter(name.removeprefix("cute.") for name in names))
 
 
 def compiled(function, *inputs):
@@ -215,6 +221,58 @@ def test_equal_quantisations():
     assert compiler.quantising() == {"fp4_quantize": 4, "fp8_quantize": 1, "rmsnorm_fp8quant": 2}
 
 
+@by_norm
+def test_norm_before_a_gemm(norm, device):
+    """Of rows under other leading dimensions, with a router that reads the norm too."""
+    x, weight, w = numbers(2, 3, H, device=device), numbers(H, device=device), tco.fp4_quantize(numbers(32, H))
+    codes, scale = (each.to(device) for each in w)
+
+    def layer(x, weight, codes, scale):
+        y = norm(x, weight)
+        return tco.mm_fp4_weight_only(y.flatten(0, 1), codes.t(), scale), y.sum(-1)
+
+    got, compiler = compiled(layer, x, weight, codes, scale)
+    y = tco.rmsnorm(x, weight, EPS)
+    assert_equal(got, (tco.mm_fp4_weight_only(y.flatten(0, 1), codes.t(), scale), y.sum(-1)))
+    assert compiler.ours() == {"rmsnorm": 1, "mm_fp4_weight_only": 1} and "aten.rsqrt" not in compiler.calls()
+
+
+def test_sum_before_gemms(device):
+    """Three GEMMs of one norm, whose sum is read later; then that of a gate, which stays."""
+    x, weight, w = numbers(5, H, device=device), numbers(H, device=device), tco.fp4_quantize(numbers(2 * H, H))
+    codes, scale = (each.to(device) for each in w)
+
+    def layer(x, weight, codes, scale):
+        total = x * 2 + x
+        y = llama_norm(total, weight)
+        q, k, both = (tco.mm_fp4_weight_only(y, codes.t(), scale, alpha) for alpha in (None, None, None))
+        gate, up = both.chunk(2, -1)
+        return q, k, total, tco.mm_fp4_weight_only(F.silu(gate) * up, codes.t(), scale)
+
+    got, compiler = compiled(layer, x, weight, codes, scale)
+    total = x * 2 + x
+    both = tco.mm_fp4_weight_only(tco.rmsnorm(total, weight, EPS), codes.t(), scale)
+    assert_equal(got[:3], (both, both, total))
+    want = tco.mm_fp4_weight_only(tco.silu_mul(both), codes.t(), scale)
+    assert F.cosine_similarity(got[3].double().flatten(), want.double().flatten(), 0) > 0.9999
+    ours = compiler.ours()
+    assert ours.pop("mm_fp4_weight_only") in (2, 4)  # with equal GEMMs merged, or not
+    assert ours == {"add_rmsnorm": 1}
+    assert not any("clone" in name or "copy" in name for name in compiler.calls())
+
+
+def test_norm_in_another_dtype_before_a_gemm():
+    """Of float32 rows: the op would write float32."""
+    x, weight, (codes, scale) = numbers(4, H, dtype=torch.float32), numbers(H), tco.fp4_quantize(numbers(32, H))
+
+    def layer(x, weight, codes, scale):
+        return (tco.mm_fp4_weight_only(llama_norm(x, weight).bfloat16(), codes.t(), scale),)
+
+    got, compiler = compiled(layer, x, weight, codes, scale)
+    assert_equal(got, layer(x, weight, codes, scale))
+    assert compiler.ours() == {"mm_fp4_weight_only": 1}
+
+
 def test_symbolic_sizes():
     def layer(x, weight):
         total = x * 2 + x
@@ -372,6 +430,67 @@ def test_compiled_by_inductor(device):
     assert_equal(got, tco.rmsnorm_fp8quant(x * -2, weight, eps=EPS))
 
 
+@pytest.mark.slow
+def test_a_residual_that_is_read_before(device):
+    """A dimension of one element, to which Inductor has given some stride when the first op updates the residual."""
+    weight, (codes, scale) = numbers(H, device=device), tco.fp4_quantize(numbers(H, H) / H**0.5)
+    codes, scale = codes.to(device), scale.to(device)
+
+    def layers(table, ids):
+        residual = F.embedding(ids, table)
+        y = torch.tanh(F.layer_norm(residual, (H,)))
+        for _ in range(3):
+            residual = residual + y
+            norm = llama_norm(residual, weight).flatten(0, 1)
+            y = tco.mm_fp4_weight_only(norm, codes.t(), scale).view(residual.shape)
+        return residual + y
+
+    given = numbers(8, H, device=device), torch.tensor([[3], [1], [4]], device=device)
+    options = {"post_grad_custom_pre_pass": inductor.FuseQuantization()}
+    with torch.no_grad():
+        got, (code,) = run_and_get_code(torch.compile(layers, fullgraph=True, dynamic=False, options=options), *given)
+    assert code.count("cute.add_rmsnorm.default(") == 3
+    assert F.cosine_similarity(got.double().flatten(), layers(*given).double().flatten(), 0) > 0.999
+
+
+@pytest.mark.gpu
+def test_inductors_kernels_overlap_with_ours():
+    """With ``triton.enable_pdl`` kernels of both start before those before them have ended: the same bits, captured
+    and replayed, as without; weights are static, so that GEMMs read ahead."""
+    width, layers, rows = 1024, 12, 3
+    weights = [tco.fp4_quantize(numbers(width, width, device="cuda") / width**0.5) for _ in range(layers)]
+
+    def chain(x, bias):
+        total = x
+        for codes, scale in weights:
+            y = F.rms_norm(total * 0.5 + bias, (width,))  # no weight: it stays with Inductor
+            y = tco.mm_fp4_weight_only(y, codes.t(), scale, static_weight=True)
+            total = total + torch.sin(y.roll(1, -1))
+        return total
+
+    def captured(options):
+        torch._dynamo.reset()
+        run = torch.compile(chain, fullgraph=True, dynamic=False, options=options)
+        x, bias = numbers(rows, width, device="cuda"), numbers(width, device="cuda")
+        for _ in range(2):
+            run(x, bias)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = run(x, bias)
+        return graph, x, bias, result
+
+    with torch.no_grad():
+        plain, overlapping = captured({}), captured({"triton.enable_pdl": True})
+        for _ in range(200):
+            given = numbers(rows, width, device="cuda"), numbers(width, device="cuda")
+            for graph, x, bias, _ in (plain, overlapping):
+                x.copy_(given[0])
+                bias.copy_(given[1])
+                graph.replay()
+            assert torch.equal(plain[3], overlapping[3]) and plain[3].isfinite().all()
+
+
 def test_enable():
     ours, marks = inductor.FuseQuantization, Marks()
 
@@ -401,16 +520,20 @@ def test_enable():
 # Hugging Face's Llama
 
 
-@pytest.fixture(scope="module")
-def llama():
-    """With FP4 activations; q, k and v, and gate and up, are merged."""
+def small_llama(dtype):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=96, max_position_embeddings=64, pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """With FP4 activations; q, k and v, and gate and up, are merged."""
+    model = small_llama(torch.float32)
     ids = torch.randint(1, 96, (2, 7))
     tco.nn.quantize_(model, "nvfp4", activations="fp4", calibrate=lambda model: model(ids))
     return tco.nn.merge_(model), ids
@@ -444,6 +567,34 @@ def test_llama_generates_the_same_tokens(llama):
     assert torch.equal(got, want)
     assert compiler.quantising() == LLAMA_NODES and len(compiler.graphs) == 1
     assert_one_residual(compiler.graphs[0])
+
+
+def test_llama_with_16_bit_activations():
+    """Norms of a model that is quantised for its weights alone."""
+    model = small_llama(torch.bfloat16)
+    tco.nn.merge_(tco.nn.quantize_(model, "nvfp4", activations="16bit"))
+    ids = torch.randint(1, 96, (2, 7))
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        got, compiler = compiled(lambda ids: model(ids, use_cache=False).logits, ids)
+    # The last norm is lm_head's, which is not quantised.
+    assert compiler.ours() == {"rmsnorm": 1, "add_rmsnorm": 3, "mm_fp4_weight_only": 8}
+    assert_one_residual(compiler.graphs[0])
+    assert F.cosine_similarity(got.double().flatten(), want.double().flatten(), 0) > 0.999
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "activations"), [("nvfp4", "16bit"), ("fp8_block", "auto")])
+def test_llama_decodes_by_inductor(scheme, activations, device):
+    """The whole compiler: one token each of several sequences, so that a dimension of the residual has one element."""
+    model = small_llama(torch.bfloat16)
+    tco.nn.merge_(tco.nn.quantize_(model, scheme, activations=activations))
+    model, ids = model.to(device), torch.randint(1, 96, (3, 1), device=device)
+    options = {"post_grad_custom_pre_pass": inductor.FuseQuantization()}
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        got = torch.compile(model, dynamic=False, options=options)(ids, use_cache=False).logits
+    assert F.cosine_similarity(got.double().flatten(), want.double().flatten(), 0) > 0.99
 
 
 def test_llama_in_bfloat16(llama):

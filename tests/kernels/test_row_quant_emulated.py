@@ -9,7 +9,7 @@ import pytest
 import torch
 from ptx import EmulationError, Race, run_kernel
 from support.emulated import BLACKWELL, CPU, HOPPER, PASSED, WAIT, changed, equal, poisoned
-from support.kernel_grid import BF16, FP8_TARGETS, FP16, FP32, WHAT, Case
+from support.kernel_grid import BF16, FP8_TARGETS, FP16, FP32, ROUNDED, WHAT, Case
 
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, FP8_TOKEN, ROW
@@ -22,7 +22,7 @@ from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing import assert_fp4_close, assert_fp8_close
+from torch_cute_ops.testing import GATE_ERROR, assert_fp4_close, assert_fp8_close
 from torch_cute_ops.testing.samples._rows import special_rows
 
 fp4_dequantize = OPS["fp4_dequantize"].reference
@@ -33,10 +33,10 @@ GATE = (1.702, 1.0, 3.0)
 
 
 class Outcome(NamedTuple):
-    """What a kernel should leave in its arguments, and what it left. ``residual`` and so on are ``None`` if unused."""
+    """What a kernel should leave in its arguments, and what it left. Outputs are ``None`` if unused."""
 
-    y: torch.Tensor
-    scale: torch.Tensor
+    y: torch.Tensor | None
+    scale: torch.Tensor | None
     linear: torch.Tensor | None
     norm: torch.Tensor | None
     residual: torch.Tensor | None
@@ -50,14 +50,15 @@ def expected(problem: Any, x: torch.Tensor, residual: Any, weight: Any, factor: 
         value = updated.float()
     elif problem.source == "silu_mul":
         value = silu_mul_rows(x, *GATE) if problem.swiglu else silu_mul_rows(x)
-    norm = None
     if problem.normalises:
         value = rmsnorm_rows(value, weight, EPS)
-        norm = value.to(problem.dtype) if problem.writes_norm else None
+    norm = value.to(problem.dtype) if problem.writes_norm else None
     if isinstance(problem.fmt, FP4Format):
         y, linear = quantize_rows(value, problem.fmt, factor, "linear")
         scale = linear if problem.layout.is_linear else from_linear(linear, problem.layout)
         return Outcome(y, scale, linear if problem.also_linear else None, norm, updated)
+    if problem.fmt is None:
+        return Outcome(None, None, None, norm, updated)
     y, scale = quantize_fp8_rows(value, problem.fmt, factor, problem.layout)
     return Outcome(y, scale, None, norm, updated)
 
@@ -81,6 +82,8 @@ def execute(
         tile = p.layout.tile_rows or 1
         padded = -(-rows // tile) * tile
         scale = poisoned(padded, p.layout.padded_blocks(config.blocks), dtype=p.fmt.scale_dtype)
+    elif p.fmt is None:
+        y = scale = None
     else:
         y = poisoned(rows, p.width, dtype=torch.float8_e4m3fn)
         scales = p.fmt.scales_per_row(p.width)
@@ -129,15 +132,20 @@ def check(problem: Any, got: Outcome, want: Outcome) -> None:
         assert_fp4_close((got.y, got.scale), (want.y, want_scale), problem.fmt, problem.layout)
         if want.linear is not None:
             equal("linear", from_linear(got.linear, problem.layout), got.scale)
-    else:
+    elif problem.fmt is not None:
         assert_fp8_close((got.y, got.scale), (want.y, want.scale), problem.fmt)
     equal("residual", got.residual, want.residual)
     if want.norm is not None:
-        # A step of the dtype, or a few of fp32 for the sum, the root and the products; also of subnormals.
-        info = torch.finfo(problem.dtype)
-        steps = 3 if problem.dtype == FP32 else 1
-        limit, subnormals = max(info.eps, 1e-6), steps * info.smallest_normal * info.eps
-        torch.testing.assert_close(got.norm, want.norm, rtol=limit, atol=subnormals, equal_nan=True)
+        check_rounded(problem, got.norm, want.norm)
+
+
+def check_rounded(problem: Any, got: torch.Tensor, want: torch.Tensor) -> None:
+    """To a step of the dtype, or in fp32 what a sum, a root and products, or an exponential, are off by; also of
+    subnormals."""
+    info = torch.finfo(problem.dtype)
+    steps = 3 if problem.dtype == FP32 else 1
+    limit = max(info.eps, 1e-6 if problem.normalises else GATE_ERROR)
+    torch.testing.assert_close(got, want, rtol=limit, atol=steps * info.smallest_normal * info.eps, equal_nan=True)
 
 
 def inputs(config: Any, rows: int) -> tuple[Any, Any, Any, Any]:
@@ -260,6 +268,14 @@ RUNS = [
     run("swiglu", HF, 2304, TOKEN, HOPPER, 9, 4, 0, **CLUSTER),
     # The row's amax is all that the CTAs tell each other.
     run("quantize", BF, 1152, TOKEN, HOPPER, 9, 4, 1, **CLUSTER),
+    # Nothing is quantised.
+    run("norm", BF, 128, ROUNDED, HOPPER, 19, 1, 0, groups=2),
+    run("norm", F, 528, ROUNDED, BLACKWELL, 9, 1, 1, **WARP_GROUPS),
+    run("norm", HF, 1152, ROUNDED, HOPPER, 9, 4, 1, **CLUSTER),
+    run("add", BFF, 1056, ROUNDED, HOPPER, 9, 1, 2, **WIDE_GROUPS),
+    run("add", HF, 2304, ROUNDED, BLACKWELL, 9, 4, 0, **CLUSTER | WIDE_GROUPS),
+    run("silu", BF, 14_336, ROUNDED, HOPPER, 2, 4, 0),
+    run("swiglu", F, 1296, ROUNDED, HOPPER, 9, 1, 1, **FOUR_GROUPS),
 ]
 
 
@@ -380,6 +396,8 @@ SPECIAL = [
     run("quantize", BF, 192, TOKEN, HOPPER, 14, 2, 0),
     run("quantize", F, 192, TENSOR, BLACKWELL, 14, 2, 0),
     run("quantize", HF, 192, COLUMNS, HOPPER, 14, 2, 0),
+    run("norm", BF, 192, ROUNDED, HOPPER, 14, 2, 0),
+    run("add", F, 192, ROUNDED, BLACKWELL, 14, 2, 0),
 ]
 
 

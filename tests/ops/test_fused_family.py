@@ -32,6 +32,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._triton import has_triton
 
 import torch_cute_ops
+from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
 
 ADDING = [case for case in op_cases() if case.values[0].updated]
@@ -56,7 +57,7 @@ def separately(op, given):
         assert_same([again], [y])
         norm = torch.ops.cute.rmsnorm_fp4quant_with_norm(total, **others)[2:] if "with_norm" in op.name else ()
         return y, tiled, linear, *norm, total
-    return *overload(OPS[op.name.removeprefix("add_")])(total, **others), total
+    return *as_tuple(overload(OPS[op.name.removeprefix("add_")])(total, **others)), total
 
 
 @each_sample(ADDING_SAMPLES)
@@ -79,13 +80,18 @@ COMBINATIONS = {
         (torch.float16, torch.float16, 256, {"granularity": "block128", "scale_layout": "column"}, False),
         (torch.float32, torch.float32, 48, {"granularity": "tensor"}, True),
     ),
+    "rounded": (
+        (torch.bfloat16, torch.bfloat16, 96, {}, False),
+        (torch.float16, torch.float32, 100, {}, False),
+        (torch.float32, torch.float32, 48, {}, False),
+    ),
 }
 
 
 @st.composite
 def calls(draw, op):
     """Arguments by name, on the CPU: any leading dimensions, values, and places in memory."""
-    family = "fp8" if "fp8" in op.name else "fp4"
+    family = next((each for each in COMBINATIONS if each in op.name), "rounded")
     dtype, weight_dtype, width, choices, has_factor = draw(st.sampled_from(COMBINATIONS[family]))
     if op.name.endswith("_both_layouts"):
         choices = {name: value for name, value in choices.items() if name != "scale_layout"}
@@ -194,9 +200,11 @@ def layers(op, x, residual, weights):
     """Layers that carry the residual on, as in a transformer; between them something for the compiler to fuse."""
     results = []
     for weight in weights:
-        y, *scales = op.function(x, residual, weight)
+        y, *scales = as_tuple(op.function(x, residual, weight))
         results.append((y, *scales))
-        if y.dtype == torch.uint8:
+        if not scales:
+            x = y * 0.5
+        elif y.dtype == torch.uint8:
             x = torch_cute_ops.fp4_dequantize(y, scales[0]) * 0.5
         else:
             x = (y.float() * scales[0] * 0.5).to(x.dtype)

@@ -292,7 +292,8 @@ def properties_for(op: OpSpec) -> dict[str, Any]:
         return {"hidden": 256, "global_scale": True}
     if name == "moe_swiglu_fp8quant":
         return {"hidden": 512, "dtype": dtype}
-    return {"hidden": 512, "dtype": dtype} | ({"granularity": "tensor"} if "fp8" in name else {"global_scale": True})
+    factor = {"fp8": {"granularity": "tensor"}, "fp4": {"global_scale": True}}
+    return {"hidden": 512, "dtype": dtype} | next((given for fmt, given in factor.items() if fmt in name), {})
 
 
 def overload(op: OpSpec, name: str = "default") -> Any:
@@ -522,7 +523,7 @@ def make_call(
         given["weight"] = torch.randn(shape[-1], device=device)
     if "global_scale" in given:
         given["global_scale"] = torch.rand(1, device=device) * 400 + 10
-    elif given["granularity"] == "tensor":
+    elif given.get("granularity") == "tensor":
         given["scale"] = torch.rand(1, device=device) + 0.01
     return given
 

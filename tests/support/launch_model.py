@@ -366,9 +366,11 @@ def compute_rows(config: Any, *args: Any) -> None:
         results = quantize_rows(value, problem.fmt, call.factor, problem.layout.name)
         if call.scale_linear is not None:
             write(call.scale_linear, quantize_rows(value, problem.fmt, call.factor, "linear")[1])
+    elif problem.fmt is None:
+        results = ()
     else:
         results = quantize_fp8_rows(value, problem.fmt, call.factor, problem.layout)
-    for output, result in zip((call.y, call.scale), results, strict=True):
+    for output, result in zip((call.y, call.scale), results, strict=False):
         write(output, result)
     if call.norm is not None:
         write(call.norm, value)

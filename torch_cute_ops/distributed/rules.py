@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from torch_cute_ops.formats import FP8_BLOCK128, FP8_TENSOR, SCALE_LAYOUTS, resolve_fp4_format, resolve_fp8_format
-from torch_cute_ops.formats.fp8 import COLUMN
+from torch_cute_ops.formats.fp8 import COLUMN, ROW
 from torch_cute_ops.formats.scale_layout import ScaleLayout, weight_layout
 from torch_cute_ops.ops._define import OpSpec
 from torch_cute_ops.ops._gemm import EXPERT_MULTIPLE, BackendPath
@@ -125,13 +125,15 @@ def _row_quant(path: RowQuant, names: Sequence[str], call: Call) -> Iterator[Rul
         layout = SCALE_LAYOUTS["128x4" if both else call["scale_layout"]]
         block = resolve_fp4_format(call["block_size"], call["scale_format"]).block_size
         fmt = None
-    else:
+    elif path.quantises:
         fmt, layout = resolve_fp8_format(call["granularity"], call["scale_layout"])
         block = fmt.block_size
+    else:
+        fmt, layout, block = None, ROW, 1
     for dim in range(last):
         sharded = Shard(dim)
         inputs = {name: sharded for name in ("input", "residual") if call.get(name) is not None}
-        outputs: dict[str, Placement] = {"y": sharded, "norm": sharded, "scale_linear": sharded, "scale": sharded}
+        outputs: dict[str, Placement] = dict.fromkeys(("y", "out", "norm", "scale_linear", "scale"), sharded)
         multiples: list[Multiple] = []
         refusal = None
         by_rows = layout.is_linear and layout != COLUMN

@@ -1,4 +1,5 @@
-"""A pass for Inductor that fuses norms and gates with the quantisation behind them, in models that know nothing of it.
+"""A pass for Inductor that fuses norms and gates with the quantisation behind them, and has our ops compute the norms
+before GEMMs with 16-bit activations, in models that know nothing of it.
 
 :func:`enable` turns it on for the process; ``options={"post_grad_custom_pre_pass": FuseQuantization()}`` of
 ``torch.compile`` for one model.
@@ -14,6 +15,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 import torch_cute_ops  # noqa: F401  registers the ops
+from torch_cute_ops.ops._define import as_tuple
 
 __all__ = ["FuseQuantization", "disable", "enable"]
 
@@ -31,6 +33,8 @@ _FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 _QUANTISE: Final = {cute.fp4_quantize.default: "fp4quant", cute.fp8_quantize.default: "fp8quant"}
 """What is fused with what comes before, and how the fused ops end."""
+_MULTIPLY: Final = (cute.mm_fp4_weight_only.default,)
+"""GEMMs that take 16-bit activations ``a``."""
 _PURE: Final = frozenset(
     {
         *_QUANTISE,
@@ -46,14 +50,15 @@ _PURE: Final = frozenset(
 
 class FuseQuantization(CustomGraphPass):
     """Turns RMSNorm, residual addition and RMSNorm, or SiLU·mul, followed by ``fp4_quantize`` or ``fp8_quantize``, into
-    the fused op, and merges equal quantisations of one tensor.
+    the fused op, and merges equal quantisations of one tensor. Norms before ``mm_fp4_weight_only`` become ``rmsnorm``
+    or ``add_rmsnorm``, behind which it starts early. (Gates before it stay: Inductor's kernel of one is as good.)
 
     A pass for ``torch._inductor.config.post_grad_custom_pre_pass``. What is recognised:
 
     - RMSNorm of the last dimension with a weight (H,), as ``torch.nn.functional.rms_norm`` and the decoders of Hugging
       Face compute it, whatever they round in between. The fused ops round only once, so that results differ in the
-      last bits of the norm. Where something else reads the norm too, FP4 has ops that write it
-      (``…_with_norm``), and with FP8 the norm stays.
+      last bits of the norm. Where something else reads the norm too, it reads what the op wrote; of those that
+      quantise, FP4 has ops that write it (``…_with_norm``), and with FP8 the norm stays.
     - Before the norm, a sum of two tensors of one shape and dtype, one of which nothing reads any more: it becomes the
       sum, in place. An input of the graph is never overwritten.
     - ``silu(gate) * up`` of the two halves of one tensor, as a merged ``gate_up_proj`` makes it
@@ -74,6 +79,7 @@ class FuseQuantization(CustomGraphPass):
             each(graph)
         merged = _merge_equal(graph)
         fused = [_fuse(node) for node in [*graph.nodes] if node.target in _QUANTISE]
+        fused += [_fuse_input(node) for node in [*graph.nodes] if node.target in _MULTIPLY]
         if merged or any(fused):
             graph.eliminate_dead_code()
             graph.lint()
@@ -186,6 +192,21 @@ def _fuse(node: Node) -> bool:
     return True
 
 
+def _fuse_input(node: Node) -> bool:
+    """Have one op make the activations of a GEMM, where they are a norm; whether they are."""
+    value, _ = _without_reshape(_named_arguments(node)["a"])
+    norm = _match_rms_norm(value)
+    if norm is None or _value(norm.input).dtype != _value(value).dtype or not _value(value).is_contiguous():
+        return False
+    named = {"weight": norm.weight, "eps": norm.eps}
+    results = _add_norm(norm, "add_rmsnorm", named, 1)
+    if results is None:
+        with node.graph.inserting_before(value):
+            results = [_call(node.graph, "rmsnorm", input=norm.input, **named)]
+    value.replace_all_uses_with(results[0])
+    return True
+
+
 def _add_norm(norm: _Norm, name: str, named: dict[str, Any], count: int) -> list[Node] | None:
     """The results of the op that also adds, in place of the addition before the norm; ``None``: there is none, or no
     operand to overwrite."""
@@ -213,7 +234,7 @@ def _add_norm(norm: _Norm, name: str, named: dict[str, Any], count: int) -> list
     with total.graph.inserting_before(total):
         # Inductor's reinplacing makes it a call that overwrites the operand.
         new = total.graph.call_function(torch.ops.higher_order.auto_functionalized, (op,), every)
-    new.meta["val"] = (*_fake_results(op, every), _value(total))
+    new.meta["val"] = (*as_tuple(_fake_results(op, every)), _value(total))
     results = [_item(new, i) for i in range(count + 1)]
     total.replace_all_uses_with(results[count])
     total.graph.erase_node(total)
@@ -458,13 +479,13 @@ def _call(graph: fx.Graph, name: str, **named: Any) -> Node:
     return node
 
 
-def _fake_results(op: Any, named: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+def _fake_results(op: Any, named: dict[str, Any]) -> Any:
+    """Of a call: a fake tensor, or several."""
     values: dict[str, Any] = {key: _value(each) if isinstance(each, fx.Node) else each for key, each in named.items()}
     with values["input"].fake_mode:
         if "residual" in values:
             values["residual"] = torch.empty_like(values["residual"])  # no write to the fake of another node
-        results: tuple[torch.Tensor, ...] = op(**values)
-    return results
+        return op(**values)
 
 
 def _item(node: Node, index: int) -> Node:

@@ -115,17 +115,18 @@ def check_rows(
     op: str,
     name: str,
     tensor: torch.Tensor,
-    fmt: FP4Format | FP8Format,
+    fmt: FP4Format | FP8Format | None,
     dtypes: tuple[torch.dtype, ...],
     halves: bool = False,
 ) -> None:
     """``tensor`` is (..., K), or (..., 2K) with ``halves``, with K whole blocks and a dtype in ``dtypes``."""
+    multiple = 1 if fmt is None else fmt.width_multiple
     check_dtype(op, name, tensor, dtypes)
     if tensor.dim() == 0:
         raise ValueError(f"cute::{op}: {name} has no dimension; expected (..., {'2K' if halves else 'K'})")
-    width, multiple = tensor.shape[-1], fmt.width_multiple
+    width = tensor.shape[-1]
     if width == 0 or width % (2 * multiple if halves else multiple) != 0:
-        expected = f"multiple of {multiple}" if fmt.block_size else "number of elements"
+        expected = "number of elements" if fmt is None or not fmt.block_size else f"multiple of {multiple}"
         raise ValueError(
             f"cute::{op}: {name} has a last dimension of {width}; "
             f"expected {'two halves, each ' if halves else ''}a positive {expected}"

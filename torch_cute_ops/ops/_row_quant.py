@@ -1,4 +1,4 @@
-"""The ops that quantise rows: sources, checks, and how their calls reach the row-quantising kernel."""
+"""The ops that quantise rows, or round them: sources, checks, and how their calls reach the row-quantising kernel."""
 
 import math
 from typing import Any, ClassVar, Final, Literal, NamedTuple
@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple
 import torch
 
 from torch_cute_ops.formats import FP4Format, FP8Format, ScaleLayout
-from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR
+from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, ROW
 from torch_cute_ops.ops import _checks
 from torch_cute_ops.ops._call import Arguments, KernelLauncher, KernelPath, Outputs, Values
 from torch_cute_ops.ops._operands import cuda_device
@@ -25,7 +25,7 @@ _BYTE: Final = torch.uint8
 
 
 class RowCall(NamedTuple):
-    """The arguments of any op that quantises rows; ``factor`` is FP4's global scale, or FP8's given scale."""
+    """The arguments of any op that quantises or rounds rows; ``factor`` is FP4's global scale, or FP8's given scale."""
 
     input: Tensor
     residual: Tensor | None = None
@@ -58,6 +58,9 @@ class RowLauncher(KernelLauncher[RowCall]):
             self.blocks = self.width // fmt.block_size
             self.scale_width = self.layout.padded_blocks(self.blocks)
             self.scale_dtype = fmt.scale_dtype
+        elif fmt is None:
+            self.y_width, self.y_dtype, self.blocks, self.scale_width = self.width, problem.dtype, 0, 0
+            self.scale_dtype = problem.dtype
         else:
             self.y_width, self.y_dtype = self.width, torch.float8_e4m3fn
             self.blocks = self.scale_width = fmt.scales_per_row(self.width)
@@ -65,14 +68,17 @@ class RowLauncher(KernelLauncher[RowCall]):
         # Scales are a matrix of whole rows, of columns, or one element.
         self.is_column = self.layout == COLUMN
         self.has_scale_rows = not self.is_column and fmt != FP8_TENSOR
-        self.has_two_outputs = not (self.also_linear or self.writes_norm)
+        self.has_scale = fmt is not None
+        self.has_two_outputs = self.has_scale and not (self.also_linear or self.writes_norm)
         self.y_strides, self.scale_strides = (self.y_width, 1), (self.scale_width, 1)
         self.stores_bytes, self.stores_byte_scales = self.y_dtype is torch.uint8, self.scale_dtype is torch.uint8
 
-    def new_outputs(self, rows: int, dtype: torch.dtype) -> Outputs:
-        """For a call without ``out``, with an input of ``dtype``."""
+    def new_outputs(self, rows: int, dtype: torch.dtype) -> Any:
+        """For a call without ``out``, with an input of ``dtype``: one tensor, or a tuple of several."""
         new = allocator(self.device)
         y = new((rows, self.y_width), self.y_strides, self.y_dtype)
+        if not self.has_scale:
+            return y
         if self.has_scale_rows:
             tile = self.tile_rows
             scale_rows = (rows + tile - 1) // tile * tile
@@ -90,25 +96,36 @@ class RowLauncher(KernelLauncher[RowCall]):
             more.append(new((rows, self.width), (self.width, 1), dtype))
         return y, scale, *more
 
-    def launch(self, call: RowCall, out: Outputs) -> None:
+    def launch(self, call: RowCall, out: Any) -> None:
         input, residual, weight, factor = call[:4]
         hidden = input.shape[-1]
         rows = input.reshape(-1, hidden)
         sums = None if residual is None else residual.reshape(-1, hidden)
         count = rows.shape[0]
-        y, linear, norm = out[0].view(count, -1), None, None
-        scale = out[1].view(count, -1) if self.has_scale_rows and self.layout.is_linear else out[1]
-        if self.also_linear:
-            linear = out[2].view(count, -1)
-        if self.writes_norm:
-            norm = out[-1].view(count, -1)
-        codes = y
+        scale = linear = norm = None
+        y = None
+        if self.has_scale:
+            y = out[0].view(count, -1)
+            scale = out[1].view(count, -1) if self.has_scale_rows and self.layout.is_linear else out[1]
+            if self.also_linear:
+                linear = out[2].view(count, -1)
+            if self.writes_norm:
+                norm = out[-1].view(count, -1)
+        else:
+            norm = out.view(count, -1)
+        codes, values = y, norm
+        unpadded: list[tuple[Tensor, Tensor]] = []
         if self.is_padded:
             rows = _padded(rows, 2 if self.source == "silu_mul" else 1, self.width)
             sums = None if sums is None else _padded(sums, 1, self.width)
             weight = None if weight is None else _padded(weight.unsqueeze(0), 1, self.width)[0]
-            codes = y.new_empty(count, self.width)
-        outputs = (codes, scale, linear, norm, None, None)
+            if y is not None:
+                codes = y.new_empty(count, self.width)
+                unpadded.append((y, codes))
+            if norm is not None:
+                values = norm.new_empty(count, self.width)
+                unpadded.append((norm, values))
+        outputs = (codes, scale, linear, values, None, None)
         rest = (None if factor is None else factor.reshape(1), *outputs)
         scalars = (call.eps, *gate_arguments(*call[5:8]), self.max_ctas)
         try:
@@ -121,14 +138,15 @@ class RowLauncher(KernelLauncher[RowCall]):
             ]
             self.function(*copies, *rest, *scalars)
             sums = copies[1]
-        if codes is not y:
-            y.copy_(codes[:, : y.shape[1]])
+        for output, padded in unpadded:
+            output.copy_(padded[:, : output.shape[1]])
         if residual is not None and sums is not None and sums.data_ptr() != residual.data_ptr():
             residual.copy_(sums[:, :hidden].view(residual.shape))
 
 
 class RowQuant(KernelPath[RowCall]):
-    """An op that quantises rows: ``input`` (..., H), or (..., 2H) for a gate, becomes codes, scales, and more.
+    """An op that quantises rows: ``input`` (..., H), or (..., 2H) for a gate, becomes codes, scales, and more. With one
+    output, it rounds them to the input dtype.
 
     Args:
         source: what a row of values is: a row of the input; its sum with the residual's, which the sum replaces; or the
@@ -151,7 +169,8 @@ class RowQuant(KernelPath[RowCall]):
 
     def bind(self, signature: Signature) -> None:
         super().bind(signature)
-        if "granularity" not in signature.names:
+        self.quantises = len(signature.outputs) > 1
+        if self.quantises and "granularity" not in signature.names:
             self.integer_outputs = frozenset(("y",))
 
     def key(self, values: Values, device: int) -> tuple[Any, ...]:
@@ -198,6 +217,9 @@ class RowQuant(KernelPath[RowCall]):
                 linear = norm = None
                 if launcher.has_two_outputs:
                     y, scale = outputs
+                elif not launcher.has_scale:
+                    y = scale = None
+                    norm = outputs
                 else:
                     y, scale = outputs[0], outputs[1]
                     linear = outputs[2] if launcher.also_linear else None
@@ -234,13 +256,15 @@ class RowQuant(KernelPath[RowCall]):
             given = input, residual, weight, factor, eps, *gate, block_size, scale_format, granularity, layout
             result = self.run_checked(RowCall._make(given), out)
         if out is not None:
-            mark_written(out)
+            mark_written((out,) if self.is_single else out)
         if residual is not None:
             mark_written((residual,))
         return result
 
-    def formats(self, call: RowCall) -> tuple[FP4Format | FP8Format, ScaleLayout]:
-        """The format, and the layout of its scales."""
+    def formats(self, call: RowCall) -> tuple[FP4Format | FP8Format | None, ScaleLayout]:
+        """The format, if there is one, and the layout of its scales."""
+        if not self.quantises:
+            return None, ROW
         if call.granularity is None:
             return _checks.check_fp4_format(self.op, call.block_size, call.scale_format, call.scale_layout)
         return _checks.check_fp8_format(self.op, call.granularity, call.scale_layout)
@@ -258,7 +282,7 @@ class RowQuant(KernelPath[RowCall]):
             _checks.check_finite(op, "eps", call.eps, " of at least 0", call.eps >= 0)
         if isinstance(fmt, FP4Format):
             _checks.check_global_scale(op, call.factor, fmt, "input", device)
-        else:
+        elif fmt is not None:
             _checks.check_fp8_scale(op, call.factor, fmt, "input", device)
         _checks.check_swiglu(op, call.swiglu_alpha, call.swiglu_beta, call.swiglu_limit)
 
@@ -287,7 +311,7 @@ class RowQuant(KernelPath[RowCall]):
             layout=layout,
             also_linear="scale_linear" in self.signature.outputs,
             has_factor=call.factor is not None,
-            writes_norm="norm" in self.signature.outputs,
+            writes_norm=not self.quantises or "norm" in self.signature.outputs,
             swiglu=not gates_plainly(*call[5:8]),
         )
 

@@ -160,6 +160,13 @@ class Signature:
         outputs = ", ".join(f"Tensor({next(letters)}!) {name}" for name in self.out_names)
         return f"{self.name}.out({self._parameters()}, *, {outputs}) -> ()"
 
+    @property
+    def tags(self) -> tuple[torch.Tag, ...]:
+        """Of the functional op. For what is updated in place, Inductor keeps the order of strides, and not all of them:
+        where a dimension has one element it would copy the tensor to give that dimension another stride, and with torch
+        2.11 to 2.13 fails at it (``KeyError`` in ``compute_ancestors``)."""
+        return (torch.Tag.needs_fixed_stride_order,) if self.updated else ()
+
     def _parameters(self) -> str:
         letters = iter("abcdefgh")
         return ", ".join(each.schema(next(letters) if each.is_updated else "") for each in self.parameters)

@@ -26,7 +26,7 @@ from support.kernel_grid.fp8_gemms import (
     fp8_gemm_cases,
 )
 from support.kernel_grid.moe import MoeCase, moe_cases
-from support.kernel_grid.rows import FP8_TARGETS, WHAT, Case, covering_cases, every_case
+from support.kernel_grid.rows import FP8_TARGETS, ROUNDED, WHAT, Case, covering_cases, every_case
 from support.kernel_grid.tcgen05 import Tcgen05Case, Tcgen05ExpertsCase, tcgen05_cases, tcgen05_experts_cases
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 from torch_cute_ops.testing.resources import compile_for
@@ -39,6 +39,7 @@ __all__ = [
     "FP16",
     "FP32",
     "RECODED",
+    "ROUNDED",
     "WHAT",
     "Case",
     "ExpertsCase",

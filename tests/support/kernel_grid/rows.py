@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from support.kernel_grid.common import ARCHS, BF16, FP16, FP32, KernelCase
-from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format, FP8Format, resolve_fp8_format
+from torch_cute_ops.formats import (
+    FP8_SCALE_LAYOUTS,
+    MXFP4,
+    NVFP4,
+    SCALE_LAYOUTS,
+    FP4Format,
+    FP8Format,
+    resolve_fp8_format,
+)
 from torch_cute_ops.kernels import fp4_dequant, row_quant
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
@@ -29,6 +37,11 @@ FP4_TARGETS = tuple(itertools.product(("nvfp4", "nvfp4-g", "mxfp4"), SCALE_LAYOU
 
 FP8_TARGETS = (("tensor", "row"), ("token", "row"), ("block128", "row"), ("block128", "column"))
 """Format (``-g``: with a global scale) and scale layout."""
+
+ROUNDED = ("rounded", "row")
+"""No format: values in the input dtype."""
+
+TARGETS = (*FP4_TARGETS, *FP8_TARGETS, ROUNDED)
 
 DTYPES = ((BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32))
 """Of the input (or of what is written), and of the weight."""
@@ -49,7 +62,9 @@ class What:
         """Formats and layouts that some op has."""
         if "linear" in self.also:
             return [target for target in FP4_TARGETS if target[1] == "128x4"]
-        return (*FP4_TARGETS, *FP8_TARGETS) if self.source and not self.also else FP4_TARGETS
+        if not self.source or self.also:
+            return FP4_TARGETS
+        return TARGETS if self.name != "quantize" else (*FP4_TARGETS, *FP8_TARGETS)
 
 
 WHATS = (
@@ -90,14 +105,16 @@ class Case(KernelCase):
             self.target in self.what.targets
             and (self.what.normalises or self.dtypes[0] == self.dtypes[1])
             # Without blocks, whole units of threads.
-            and self.width % max(16, self.format.width_multiple) == 0
+            and self.width % max(16, 1 if self.format is None else self.format.width_multiple) == 0
             # Two fp32 rows and an fp32 weight do not fit into 8 CTAs of 99 KB.
             and (self.what.source, self.dtypes[0], self.width, self.arch) != ("add", FP32, 65_536, "sm_120a")
         )
 
     @property
-    def format(self) -> FP4Format | FP8Format:
+    def format(self) -> FP4Format | FP8Format | None:
         name, layout = self.target
+        if self.target == ROUNDED:
+            return None
         if self.target in FP8_TARGETS:
             return resolve_fp8_format(name, layout)[0]
         return MXFP4 if name == "mxfp4" else NVFP4
@@ -121,10 +138,10 @@ class Case(KernelCase):
             width=self.width,
             norm_width=self.width,
             fmt=self.format,
-            layout=resolve_fp8_format(name, layout)[1] if self.target in FP8_TARGETS else SCALE_LAYOUTS[layout],
+            layout={**SCALE_LAYOUTS, **FP8_SCALE_LAYOUTS}[layout],
             also_linear="linear" in self.what.also,
             has_factor=name in ("nvfp4-g", "tensor"),
-            writes_norm="norm" in self.what.also,
+            writes_norm="norm" in self.what.also or self.target == ROUNDED,
             swiglu=self.what.swiglu,
         )
         return row_quant.RowQuantKernel(row_quant.plan(problem, GPU_ARCHS[self.arch]))
@@ -154,7 +171,7 @@ TIGHT = (Case(WHAT["norm"], (BF16, BF16), 7168, ("nvfp4", "linear"), "sm_120a"),
 
 def every_case() -> Iterator[Case]:
     """The whole grid."""
-    choices = itertools.product(WHATS, DTYPES, WIDTHS, (*FP4_TARGETS, *FP8_TARGETS), ARCHS)
+    choices = itertools.product(WHATS, DTYPES, WIDTHS, TARGETS, ARCHS)
     return (case for case in itertools.starmap(Case, choices) if case.is_valid)
 
 

@@ -1,4 +1,4 @@
-"""From values in a thread's registers to codes and scales, a block at a time.
+"""From values in a thread's registers to codes and scales, or to rounded values, a block at a time.
 
 ``rstd`` is the norm's row factor where the values have not been multiplied by it yet; 1 where they have, and ``None``
 without a norm.
@@ -7,6 +7,7 @@ without a norm.
 from cutlass import Float32, Uint32
 
 from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.convert import DSL_DTYPES, pack
 from torch_cute_ops.kernels.common.fp4 import fp4_block
 from torch_cute_ops.kernels.common.fp8 import Divisor, divide_e4m3, dynamic_scale, scale_divisor
 from torch_cute_ops.kernels.common.fp8_units import SCALE_THREADS
@@ -28,6 +29,13 @@ class Encoder:
     def _scaled(self, amax: Float32, rstd: Float32 | None) -> Float32:
         """``amax`` of values that still lack the row factor, times that factor."""
         return amax if rstd is None else ptx.mul_rn(amax, rstd)
+
+    def rounded(self, products, rstd) -> list:
+        """The words of a block's values in the input dtype, unquantised."""
+        values = [products[i] for i in range(self.config.problem.unit)]
+        if rstd is not None:
+            values = [ptx.mul_rn(value, rstd) for value in values]
+        return pack(values, DSL_DTYPES[self.config.problem.dtype])
 
     def fp4_block(self, products, amax, rstd, g) -> tuple[list, Uint32]:
         """The words of codes and the scale byte of one block."""

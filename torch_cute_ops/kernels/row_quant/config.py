@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format, ScaleLayout
-from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TOKEN, FP8Format
+from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TOKEN, ROW, FP8Format
 from torch_cute_ops.kernels.common.expert_table import TABLE_BYTES
 from torch_cute_ops.kernels.common.fp8_units import FP8_UNIT, SCALE_THREADS
 from torch_cute_ops.kernels.common.warpgroup import SCHEDULERS
@@ -23,6 +23,9 @@ MAX_REGISTERS = 255
 MOST_OF_CUT_ROWS = 7168
 """Most columns of a slice of rows without reductions. On an H200 ``silu_mul_fp4quant`` of 14,336 columns takes 2.75 µs
 for a row, and 79 for 4,680, by halves; 3.92 and 81 by whole rows; 2.3 and 93 by quarters."""
+MOST_OF_CUT_UNQUANTISED_ROWS = 1792
+"""The same of rows that are not quantised. ``silu_mul`` of 14,336 columns takes 1.2 µs for a row, and 96 for 4,680; 1.9
+and 105 by halves (H200)."""
 ENOUGH_BYTES = 48 * 1024
 """Bytes of row buffers from which on another group does not make a CTA that adds faster."""
 ENOUGH_THREADS = 256
@@ -46,10 +49,10 @@ class Problem:
         weight_dtype: of the norm's weight; ``None``: no norm.
         width: elements of a row of values.
         norm_width: elements that the mean square is over; the rest of a row is zero padding.
-        fmt, layout: format and scale layout.
+        fmt, layout: format and scale layout. ``None``: nothing is quantised, and ``writes_norm`` says what is written.
         also_linear: whether the scales are written a second time, in the linear layout.
         has_factor: whether there is a global scale (FP4) or a given scale (FP8).
-        writes_norm: whether the normalised rows are an output too.
+        writes_norm: whether the values before quantisation, such as normalised rows, are an output in ``dtype``.
         rows: ``"all"`` rows of the input, or those of ``"experts"`` in a buffer whose padding is neither read nor
             written.
         has_offsets, has_counts: for experts' rows, whether the kernel is given where each expert's rows begin, and how
@@ -63,8 +66,8 @@ class Problem:
     weight_dtype: torch.dtype | None
     width: int
     norm_width: int
-    fmt: FP4Format | FP8Format
-    layout: ScaleLayout
+    fmt: FP4Format | FP8Format | None
+    layout: ScaleLayout = ROW
     also_linear: bool = False
     has_factor: bool = False
     writes_norm: bool = False
@@ -150,7 +153,8 @@ class Config:
         threads_per_row: threads of a CTA that share a row: a power of two below a warp, or whole warps.
         groups: groups of a CTA.
         stages: row buffers of a group.
-        bulk_norm: whether normalised rows are stored by bulk copies from shared memory, not from registers.
+        bulk_norm: whether these values are stored by bulk copies from shared memory, where a group has several rows,
+            and not from registers.
         pdl: whether launches are programmatic dependent launches.
     """
 
@@ -378,7 +382,7 @@ class Arguments(
             input itself, or other columns of the same matrix.
         weight: (W,) of ``Problem.weight_dtype``; for a norm.
         factor: (1,) fp32, the global scale (FP4) or the given scale (FP8); with ``Problem.has_factor``.
-        y: (R, W/2) uint8 (FP4), or (R, W) float8_e4m3fn; contiguous, as all that follow.
+        y: (R, W/2) uint8 (FP4), or (R, W) float8_e4m3fn; contiguous, as all that follow. With a format, as the scales.
         scale: FP4: e4m3 or uint8, the padded matrix of ``Problem.layout``. FP8: fp32, (1,), (R, scales of a row), or
             (scales of a row, R) by columns.
         scale_linear: (R, B) like the FP4 scales; with ``Problem.also_linear``.
@@ -437,7 +441,8 @@ def plan(problem: Problem, arch: Arch, pdl: bool = True) -> Config:
     rejected = None
     # Rows that need nothing of other slices are cut: few of them take less time then, and many no more.
     is_cut = not problem.reductions and problem.rows != "experts"
-    preferred = [ceil_div(problem.width, MOST_OF_CUT_ROWS)] if is_cut else []
+    most = MOST_OF_CUT_UNQUANTISED_ROWS if problem.fmt is None else MOST_OF_CUT_ROWS
+    preferred = [ceil_div(problem.width, most)] if is_cut else []
     doubled = (2**i for i in itertools.count())
     for splits in itertools.chain(preferred, doubled):
         if splits > MAX_CLUSTER and problem.reductions:

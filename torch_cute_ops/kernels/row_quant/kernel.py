@@ -52,7 +52,7 @@ class RowQuantKernel:
         def matrix(dtype: str, rows, columns, align: int = 16) -> TensorArg:
             return TensorArg(dtype, (rows, columns), (columns, 1), align)
 
-        linear = scale = None
+        y = scale = linear = None
         if isinstance(p.fmt, FP4Format):
             y = matrix("Uint8", rows, p.width // 2)
             scale_dtype = DSL_DTYPES[p.fmt.scale_dtype].__name__
@@ -60,7 +60,7 @@ class RowQuantKernel:
             scale = matrix(scale_dtype, scale_rows, p.layout.padded_blocks(self.config.blocks))
             if p.also_linear:
                 linear = matrix(scale_dtype, rows, self.config.blocks, align=1)
-        else:
+        elif p.fmt is not None:
             y = matrix("Float8E4M3FN", rows, p.width)
             scales = p.fmt.scales_per_row(p.width)
             if p.fmt == FP8_TENSOR:
@@ -293,9 +293,9 @@ class RowQuantKernel:
         if const_expr(c.quads):
             self.scales.write_quad(t.its - 1, t, s)
         if const_expr(c.bulk_norm):
-            self.stores.start_norm(t.its - 1, t, s)
-        if const_expr(c.bulk_norm):
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            if t.its > 1:
+                self.stores.start_norm(t.its - 1, t, s)
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
         if const_expr(c.is_cluster):
             # No CTA may exit while another can still write into its shared memory.
             cute.arch.cluster_arrive()

@@ -136,8 +136,8 @@ def _errors(good: torch.Tensor, halves: bool = False) -> Iterator[ErrorInput]:
     yield from scalar_errors("global_scale", good)
 
 
-def _positional(device: torch.device) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    return torch.full((1,), 100.0, device=device), (16, "e4m3", "128x4")
+def _positional(device: torch.device) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
+    return (torch.full((1,), 100.0, device=device),), (16, "e4m3", "128x4")
 
 
 def _outputs(device: torch.device) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

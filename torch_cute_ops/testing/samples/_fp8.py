@@ -135,8 +135,8 @@ def _errors(good: torch.Tensor, halves: bool = False) -> Iterator[ErrorInput]:
     yield from scalar_errors("scale", good, {"granularity": FP8_TENSOR.granularity})
 
 
-def _positional(device: torch.device) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    return torch.full((1,), 0.01, device=device), ("tensor", "row")
+def _positional(device: torch.device) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
+    return (torch.full((1,), 0.01, device=device),), ("tensor", "row")
 
 
 def _outputs(device: torch.device) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

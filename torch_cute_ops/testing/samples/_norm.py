@@ -50,7 +50,7 @@ def norm_samples(family: Family, device: torch.device) -> Iterator[Sample]:
     yield sample("parameter", torch.nn.Parameter(random_weight(96, torch.bfloat16, device), requires_grad=False))
     factor, choices = family.positional(device)
     positional = (random_rows(4, 64, device=device), random_weight(64, torch.bfloat16, device))
-    yield Sample("positional", (*positional, factor, 1e-5, *choices))
+    yield Sample("positional", (*positional, *factor, 1e-5, *choices))
 
 
 def norm_errors(family: Family, device: torch.device) -> Iterator[ErrorInput]:

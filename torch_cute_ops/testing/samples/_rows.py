@@ -40,15 +40,16 @@ class Family:
         errors: bad rows, formats, layouts and factors.
         plain: arguments for samples that are about something else; for rows of 96 elements too.
         small: the same, for the format whose scales reach down furthest.
-        positional: a factor (global or static scale), and the arguments that choose a format and layout for it.
-        outputs: arguments that ask for 2-D outputs, and ``(y, scale)`` as they then are for (4, 512) values.
+        positional: a factor (global or static scale) where ops take one, and the arguments that choose a format and
+            layout for it.
+        outputs: arguments that ask for 2-D outputs, and these by name as they then are for (4, 512) values.
     """
 
     rows: RowsOf
     errors: ErrorsOf
     plain: dict[str, Any]
     small: dict[str, Any]
-    positional: Callable[[torch.device], tuple[torch.Tensor, tuple[Any, ...]]]
+    positional: Callable[[torch.device], tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]]
     outputs: Callable[[torch.device], tuple[dict[str, Any], dict[str, torch.Tensor]]]
 
 
@@ -122,4 +123,4 @@ def rows_samples(family: Family, device: torch.device) -> Iterator[Sample]:
     for name, rows, kwargs in family.rows(device):
         yield Sample(name, (rows,), kwargs)
     factor, choices = family.positional(device)
-    yield Sample("positional", (random_rows(4, 64, device=device), factor, *choices))
+    yield Sample("positional", (random_rows(4, 64, device=device), *factor, *choices))

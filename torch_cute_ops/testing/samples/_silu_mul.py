@@ -41,7 +41,7 @@ def silu_mul_samples(family: Family, device: torch.device) -> Iterator[Sample]:
     for name, rows, kwargs in family.rows(device, halves=True):
         yield Sample(name, (rows,), kwargs)
     factor, choices = family.positional(device)
-    yield Sample("positional", (random_rows(4, 128, device=device), factor, *choices, 1.5, 0.5, 2.0))
+    yield Sample("positional", (random_rows(4, 128, device=device), *factor, *choices, 1.5, 0.5, 2.0))
     for i, (name, gate) in enumerate(GATES):
         rows = torch.randn(19, 5 * 256, device=device).mul_(4).to(DTYPES[i % 3])
         yield Sample(f"swiglu-{name}", (rows,), {**family.plain, **gate})

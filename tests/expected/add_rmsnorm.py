@@ -1,0 +1,9 @@
+"""``add_rmsnorm``: the residual bit for bit, and of it what ``rmsnorm`` makes."""
+
+from expected import after_addition, rmsnorm
+
+_ARGUMENTS = "Tensor input, Tensor(a!) residual, Tensor weight, float eps=1e-6"
+SCHEMA = f"cute::add_rmsnorm({_ARGUMENTS}) -> Tensor"
+OUT_SCHEMA = f"cute::add_rmsnorm.out({_ARGUMENTS}, *, Tensor(b!) out) -> ()"
+
+results, assert_results = after_addition(rmsnorm)

@@ -1,0 +1,19 @@
+"""``rmsnorm``: to half an ulp and an fp32 computation's error."""
+
+import torch
+
+from expected import Tensors, rmsnorm_fp4quant, rmsnorm_fp4quant_with_norm
+
+_ARGUMENTS = "Tensor input, Tensor weight, float eps=1e-6"
+SCHEMA = f"cute::rmsnorm({_ARGUMENTS}) -> Tensor"
+OUT_SCHEMA = f"cute::rmsnorm.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
+
+
+def results(given) -> Tensors:
+    """In float64."""
+    return (torch.from_numpy(rmsnorm_fp4quant.exact_norm(given)).reshape(given["input"].shape),)
+
+
+def assert_results(actual, expected, given) -> None:
+    assert actual[0].dtype == given["input"].dtype
+    rmsnorm_fp4quant_with_norm.assert_norm_close(actual[0].to(expected[0].device), expected[0])

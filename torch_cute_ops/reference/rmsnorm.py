@@ -1,0 +1,12 @@
+"""Reference of ``rmsnorm``."""
+
+from typing import Any
+
+from torch import Tensor
+
+from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
+
+
+def rmsnorm(input: Tensor, **named: Any) -> Tensor:
+    """RMSNorm of ``input`` (..., H), rounded to its dtype; see the op's docstring."""
+    return rmsnorm_rows(input, **named).to(input.dtype).contiguous()
