@@ -59,6 +59,9 @@ BYTES = {
     "add_rmsnorm_fp8quant": 9363 * (7168 * 7 + 4) + 14336,
     "silu_mul_fp8quant": 9363 * (7168 * 5 + 4),
     "add_rmsnorm_fp4quant_with_norm_both_layouts": 9363 * (7168 * 8 + 3584 + 448 + 448) + 14336,
+    "rmsnorm": 9363 * 7168 * 4 + 14336,
+    "add_rmsnorm": 9363 * 7168 * 8 + 14336,
+    "silu_mul": 9363 * 7168 * 6,
     "fp8_quantize": 9363 * (7168 * 3 + 4),
     "fp4_dequantize": 9363 * (7168 * 2 + 3584 + 448),
 }

@@ -569,7 +569,7 @@ BAD_FILES = {
     "kernel = [3]": "[[kernel]] 1: 3: expected a table",
     "other = 3\n" + FILE: "expected one or more tables [[kernel]], and nothing else",
     FILE + "[[kernel]]\nhidden = 64": "[[kernel]] 3: op: missing",
-    "[[kernel]]\nop = 3": "[[kernel]] 1: 3 is no op; the ops are add_rmsnorm_fp4quant",
+    "[[kernel]]\nop = 3": "[[kernel]] 1: 3 is no op; the ops are add_rmsnorm, add_rmsnorm_fp4quant",
     "[[kernel]]\nop = []": "[[kernel]] 1: [] is no op",
     '[[kernel]]\nop = "mm_fp5"': '[[kernel]] 1 (mm_fp5): "mm_fp5" is no op; did you mean mm_fp4?',
     '[[kernel]]\nop = "mm_fp4"\nn = 64': "[[kernel]] 1 (mm_fp4): k: missing; mm_fp4 needs it",

@@ -165,7 +165,10 @@ class Case(KernelCase):
         return [*itertools.combinations((what, dtypes, target, arch), 2), *by_width, *by_span, *wide]
 
 
-TIGHT = (Case(WHAT["norm"], (BF16, BF16), 7168, ("nvfp4", "linear"), "sm_120a"),)
+TIGHT = (
+    Case(WHAT["norm"], (BF16, BF16), 7168, ("nvfp4", "linear"), "sm_120a"),
+    Case(WHAT["norm-norm"], (BF16, FP32), 7168, ("nvfp4", "linear"), "sm_100a"),
+)
 """Cases that have spilled, between those in which pairs of choices meet."""
 
 

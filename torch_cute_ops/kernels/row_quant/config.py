@@ -353,7 +353,10 @@ class Config:
             return "rows that share a warp are not split: each warp has one place for its partial results"
         # Registers for products and weight, and some for addresses and intermediate values: the fewest with which ptxas
         # does not spill (tests/kernels/test_compile_kernels.py).
-        others = 56 if self.problem.fmt != NVFP4 else 48 if arch.name == "sm_120a" else 40
+        others = 56
+        if self.problem.fmt == NVFP4:
+            more = self.problem.writes_norm and self.problem.layout.is_linear
+            others = 48 if more or arch.name == "sm_120a" else 40
         wanted = 2 * self.thread_blocks * self.problem.unit + others
         warps = ceil_div(self.threads, 4 * WARP)
         registers = min(MAX_REGISTERS, REGISTERS_PER_LANE // warps // 8 * 8) if warps <= 16 else 0
