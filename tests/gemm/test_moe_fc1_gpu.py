@@ -14,7 +14,7 @@ from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.select import target_of
 from torch_cute_ops.testing.samples._moe_fc2 import dense_alpha, one_expert_alpha, top_alpha
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 # M, experts, their width, K, and how tokens are routed: around every bucket's and tile's boundary, with tails of all
 CALLS = [

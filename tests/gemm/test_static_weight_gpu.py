@@ -11,7 +11,7 @@ import torch
 import torch_cute_ops
 from torch_cute_ops.nn import MXFP4Linear
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 N, K = 1024, 2048
 COUNT, ROUNDS, FEW = 500, 200, 20
