@@ -69,3 +69,28 @@ def test_workers_end_with_their_parent(tmp_path):
         assert worker in children_of(parent.pid)
         parent.kill()
         assert wait_until(lambda: not is_alive(worker), 2.0)
+
+
+def blocked(_):
+    """The signals to which this thread is deaf."""
+    return {int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, [])}
+
+
+DEAF = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_workers import Workers, blocked
+if __name__ == "__main__":
+    with Workers(blocked, 1) as workers:
+        print(*(sorted(mask) for _, mask in workers.map([0])))
+"""
+
+
+def test_the_first_process_does_not_hear_ctrl_c(tmp_path):
+    """Nor any: in a fresh interpreter, in which multiprocessing starts what it needs with the first."""
+    program = tmp_path / "program.py"
+    program.write_text(DEAF)
+    command = [sys.executable, str(program), os.path.dirname(__file__)]
+    variables = variables_of(PYTHONPATH=os.pathsep.join(sys.path))
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    assert done.stdout == f"[{int(signal.SIGINT)}]\n", done.stderr

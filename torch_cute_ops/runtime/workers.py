@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -93,6 +93,8 @@ class Workers(Generic[Task, Result]):
         context = multiprocessing.get_context("spawn")
         pipe, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs, self._function, once.given()), daemon=True)
+        # Else started with the first process, and it would leave this thread, and so that process, hearing interrupts.
+        resource_tracker.ensure_running()
         with _interrupts_held(), theirs:
             process.start()
             self._busy.append(_Worker(process, pipe, task))

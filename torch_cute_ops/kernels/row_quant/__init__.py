@@ -6,8 +6,9 @@
   gated by its first (``silu(gate) * up``, or the general SwiGLU);
 - RMSNorm, or none;
 - format: FP4 blocks; FP8 with a given scale, a scale for each row, or one for each 128 elements (the last block of a
-  row may have 64);
-- scale layout; linear scales as a second copy; the normalised rows as an output;
+  row may have 64); or none;
+- scale layout; linear scales as a second copy; the values before quantisation as an output, the only one without a
+  format;
 - which rows: all of the input, or those that the experts have in a buffer with padding. Padding is neither read nor
   written: a table in shared memory maps the experts' rows to one dense range (``common.expert_rows``). If there are no
   counts there is no padding between experts, and the rows are the range from the first offset to the last.
