@@ -128,8 +128,8 @@ def group_of(nodeid: str, workers: int = 1) -> str:
     """A test's parameters but for the device: op and sample. A test without parameters is on its own.
 
     What Inductor compiles for the CPU is a group for every 8 workers: each worker precompiles PyTorch's headers first,
-    for a minute, and one alone would be at it after all others have finished. The same holds for a file whose tests
-    compile the same kernels, and keep them: on one of 26 workers the longest took half of the suite's time.
+    for a minute, and one alone would be at it after all others have finished. So is a file whose tests compile the same
+    kernels, and keep them: the longest takes two minutes by itself.
     """
     name, _, parameters = nodeid.partition("[")
     file = name.partition("::")[0]

@@ -224,8 +224,8 @@ def test_equal_quantisations():
 @by_norm
 def test_norm_before_a_gemm(norm, device):
     """Of rows under other leading dimensions, with a router that reads the norm too."""
-    x, weight, w = numbers(2, 3, H, device=device), numbers(H, device=device), tco.fp4_quantize(numbers(32, H))
-    codes, scale = (each.to(device) for each in w)
+    x, weight = numbers(2, 3, H, device=device), numbers(H, device=device)
+    codes, scale = tco.fp4_quantize(numbers(32, H, device=device))
 
     def layer(x, weight, codes, scale):
         y = norm(x, weight)
@@ -239,13 +239,13 @@ def test_norm_before_a_gemm(norm, device):
 
 def test_sum_before_gemms(device):
     """Three GEMMs of one norm, whose sum is read later; then that of a gate, which stays."""
-    x, weight, w = numbers(5, H, device=device), numbers(H, device=device), tco.fp4_quantize(numbers(2 * H, H))
-    codes, scale = (each.to(device) for each in w)
+    x, weight = numbers(5, H, device=device), numbers(H, device=device)
+    codes, scale = tco.fp4_quantize(numbers(2 * H, H, device=device))
 
     def layer(x, weight, codes, scale):
         total = x * 2 + x
         y = llama_norm(total, weight)
-        q, k, both = (tco.mm_fp4_weight_only(y, codes.t(), scale, alpha) for alpha in (None, None, None))
+        q, k, both = (tco.mm_fp4_weight_only(y, codes.t(), scale) for _ in range(3))
         gate, up = both.chunk(2, -1)
         return q, k, total, tco.mm_fp4_weight_only(F.silu(gate) * up, codes.t(), scale)
 
@@ -433,8 +433,7 @@ def test_compiled_by_inductor(device):
 @pytest.mark.slow
 def test_a_residual_that_is_read_before(device):
     """A dimension of one element, to which Inductor has given some stride when the first op updates the residual."""
-    weight, (codes, scale) = numbers(H, device=device), tco.fp4_quantize(numbers(H, H) / H**0.5)
-    codes, scale = codes.to(device), scale.to(device)
+    weight, (codes, scale) = numbers(H, device=device), tco.fp4_quantize(numbers(H, H, device=device) / H**0.5)
 
     def layers(table, ids):
         residual = F.embedding(ids, table)

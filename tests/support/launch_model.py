@@ -366,12 +366,11 @@ def compute_rows(config: Any, *args: Any) -> None:
         results = quantize_rows(value, problem.fmt, call.factor, problem.layout.name)
         if call.scale_linear is not None:
             write(call.scale_linear, quantize_rows(value, problem.fmt, call.factor, "linear")[1])
-    elif problem.fmt is None:
-        results = ()
-    else:
+    elif problem.fmt is not None:
         results = quantize_fp8_rows(value, problem.fmt, call.factor, problem.layout)
-    for output, result in zip((call.y, call.scale), results, strict=False):
-        write(output, result)
+    if problem.fmt is not None:
+        for output, result in zip((call.y, call.scale), results, strict=True):
+            write(output, result)
     if call.norm is not None:
         write(call.norm, value)
 

@@ -174,18 +174,11 @@ def _fuse(node: Node) -> bool:
     norm = _match_rms_norm(value)
     if norm is None or not (is_alone or suffix == "fp4quant"):
         return False
-    named |= {"weight": norm.weight, "eps": norm.eps}
-    ending = suffix if is_alone else f"{suffix}_with_norm"
-    count = 2 if is_alone else 3
-    results = _add_norm(norm, f"add_rmsnorm_{ending}", named, count)
+    # Other readers of the norm may come before this one.
+    ending, count, anchor = (suffix, 2, node) if is_alone else (f"{suffix}_with_norm", 3, value.next)
+    results = _normalised(norm, f"rmsnorm_{ending}", named, count, anchor)
     if results is None:
-        # Other readers of the norm may come before this one.
-        anchor = node if is_alone else value.next
-        if not _are_before(anchor, named.values()):
-            return False
-        with node.graph.inserting_before(anchor):
-            new = _call(node.graph, f"rmsnorm_{ending}", input=norm.input, **named)
-        results = [_item(new, i) for i in range(count)]
+        return False
     _take_over(node, results[:2])
     if not is_alone:
         value.replace_all_uses_with(results[2])
@@ -198,13 +191,23 @@ def _fuse_input(node: Node) -> bool:
     norm = _match_rms_norm(value)
     if norm is None or _value(norm.input).dtype != _value(value).dtype or not _value(value).is_contiguous():
         return False
-    named = {"weight": norm.weight, "eps": norm.eps}
-    results = _add_norm(norm, "add_rmsnorm", named, 1)
+    results = _normalised(norm, "rmsnorm", {}, 1, value)
     if results is None:
-        with node.graph.inserting_before(value):
-            results = [_call(node.graph, "rmsnorm", input=norm.input, **named)]
+        return False
     value.replace_all_uses_with(results[0])
     return True
+
+
+def _normalised(norm: _Norm, name: str, named: dict[str, Any], count: int, anchor: Node) -> list[Node] | None:
+    """The results of an op that normalises: the one that also adds, where it can; else the one called so, before
+    ``anchor``. ``None``: an argument comes later than that."""
+    named = {**named, "weight": norm.weight, "eps": norm.eps}
+    results = _add_norm(norm, f"add_{name}", named, count)
+    if results is not None or not _are_before(anchor, named.values()):
+        return results
+    with anchor.graph.inserting_before(anchor):
+        new = _call(anchor.graph, name, input=norm.input, **named)
+    return [new] if count == 1 else [_item(new, i) for i in range(count)]
 
 
 def _add_norm(norm: _Norm, name: str, named: dict[str, Any], count: int) -> list[Node] | None:

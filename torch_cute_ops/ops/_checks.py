@@ -126,7 +126,7 @@ def check_rows(
         raise ValueError(f"cute::{op}: {name} has no dimension; expected (..., {'2K' if halves else 'K'})")
     width = tensor.shape[-1]
     if width == 0 or width % (2 * multiple if halves else multiple) != 0:
-        expected = "number of elements" if fmt is None or not fmt.block_size else f"multiple of {multiple}"
+        expected = "number of elements" if multiple == 1 else f"multiple of {multiple}"
         raise ValueError(
             f"cute::{op}: {name} has a last dimension of {width}; "
             f"expected {'two halves, each ' if halves else ''}a positive {expected}"

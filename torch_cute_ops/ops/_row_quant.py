@@ -102,30 +102,23 @@ class RowLauncher(KernelLauncher[RowCall]):
         rows = input.reshape(-1, hidden)
         sums = None if residual is None else residual.reshape(-1, hidden)
         count = rows.shape[0]
-        scale = linear = norm = None
-        y = None
+        y = scale = linear = norm = None
         if self.has_scale:
-            y = out[0].view(count, -1)
+            y = output = out[0].view(count, -1)
             scale = out[1].view(count, -1) if self.has_scale_rows and self.layout.is_linear else out[1]
             if self.also_linear:
                 linear = out[2].view(count, -1)
             if self.writes_norm:
                 norm = out[-1].view(count, -1)
         else:
-            norm = out.view(count, -1)
-        codes, values = y, norm
-        unpadded: list[tuple[Tensor, Tensor]] = []
+            norm = output = out.view(count, -1)
         if self.is_padded:
             rows = _padded(rows, 2 if self.source == "silu_mul" else 1, self.width)
             sums = None if sums is None else _padded(sums, 1, self.width)
             weight = None if weight is None else _padded(weight.unsqueeze(0), 1, self.width)[0]
-            if y is not None:
-                codes = y.new_empty(count, self.width)
-                unpadded.append((y, codes))
-            if norm is not None:
-                values = norm.new_empty(count, self.width)
-                unpadded.append((norm, values))
-        outputs = (codes, scale, linear, values, None, None)
+            padded = output.new_empty(count, self.width)
+            y, norm = (None, padded) if y is None else (padded, norm)
+        outputs = (y, scale, linear, norm, None, None)
         rest = (None if factor is None else factor.reshape(1), *outputs)
         scalars = (call.eps, *gate_arguments(*call[5:8]), self.max_ctas)
         try:
@@ -138,7 +131,7 @@ class RowLauncher(KernelLauncher[RowCall]):
             ]
             self.function(*copies, *rest, *scalars)
             sums = copies[1]
-        for output, padded in unpadded:
+        if self.is_padded:
             output.copy_(padded[:, : output.shape[1]])
         if residual is not None and sums is not None and sums.data_ptr() != residual.data_ptr():
             residual.copy_(sums[:, :hidden].view(residual.shape))
@@ -169,7 +162,7 @@ class RowQuant(KernelPath[RowCall]):
 
     def bind(self, signature: Signature) -> None:
         super().bind(signature)
-        self.quantises = len(signature.outputs) > 1
+        self.quantises = not self.is_single
         if self.quantises and "granularity" not in signature.names:
             self.integer_outputs = frozenset(("y",))
 

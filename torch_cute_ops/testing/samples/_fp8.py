@@ -8,7 +8,17 @@ import torch
 from torch_cute_ops.formats import FP8_BLOCK128, FP8_FORMATS, FP8_SCALE_LAYOUTS, FP8_TENSOR, FP8Format
 from torch_cute_ops.testing._inputs import ErrorInput
 from torch_cute_ops.testing.samples._row_errors import input_errors, scalar_errors
-from torch_cute_ops.testing.samples._rows import DTYPES, Family, Rows, random_rows, short, special_rows, views
+from torch_cute_ops.testing.samples._rows import (
+    DTYPES,
+    ODD_WIDTHS,
+    Family,
+    Rows,
+    odd_views,
+    random_rows,
+    short,
+    special_rows,
+    views,
+)
 
 CHOICES = tuple(
     (fmt, layout)
@@ -60,8 +70,7 @@ def _shapes(parts: int, device: torch.device) -> Iterator[Rows]:
         yield sample(f"{prefix}-many-rows", fmt, layout, 2501, 128)
         yield sample(f"{prefix}-empty", fmt, layout, 0, 256)
         yield sample(f"{prefix}-empty-3d", fmt, layout, 2, 0, 256)
-        # Not a multiple of 16, nor of what a thread or a warp takes.
-        for width in (64, 128, 192, 1152, 2880) if fmt.block_size else (1, 2, 7, 17, 100, 1152, 2880, 4616):
+        for width in (64, 128, 192, 1152, 2880) if fmt.block_size else ODD_WIDTHS:
             yield sample(f"{prefix}-width-{width}", fmt, layout, 3, width)
         if not fmt.block_size:
             yield sample(f"{prefix}-width-100-3d", fmt, layout, 2, 3, 100)
@@ -75,9 +84,8 @@ def _shapes(parts: int, device: torch.device) -> Iterator[Rows]:
     yield sample("4d-column", FP8_BLOCK128, "column", 2, 2, 67, 256)
     yield sample("widest", FP8_BLOCK128, "row", 1, 65536)
     yield Rows("defaults", random_rows(2, 96 * parts, device=device), {})
-    for name, columns in (("row-strided", slice(0, 100 * parts)), ("column-offset", slice(1, 1 + 100 * parts))):
-        rows = random_rows(5, 128 * parts, device=device)[:, columns]
-        yield Rows(f"width-100-{name}", rows, {"granularity": "token"})
+    for name, rows in odd_views(parts, device):
+        yield Rows(name, rows, {"granularity": "token"})
 
 
 def _values(parts: int, device: torch.device) -> Iterator[Rows]:

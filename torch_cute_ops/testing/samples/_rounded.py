@@ -7,7 +7,17 @@ import torch
 
 from torch_cute_ops.testing._inputs import ErrorInput
 from torch_cute_ops.testing.samples._row_errors import input_errors
-from torch_cute_ops.testing.samples._rows import DTYPES, Family, Rows, random_rows, short, special_rows, views
+from torch_cute_ops.testing.samples._rows import (
+    DTYPES,
+    ODD_WIDTHS,
+    Family,
+    Rows,
+    odd_views,
+    random_rows,
+    short,
+    special_rows,
+    views,
+)
 
 
 def _rows(device: torch.device, halves: bool = False) -> Iterator[Rows]:
@@ -29,14 +39,11 @@ def _rows(device: torch.device, halves: bool = False) -> Iterator[Rows]:
     yield sample("many-rows", 2501, 128)
     yield sample("empty", 0, 256)
     yield sample("empty-3d", 2, 0, 256)
-    # Not a multiple of 16, nor of what a thread or a warp takes.
-    for width in (1, 2, 7, 17, 64, 100, 1152, 2880, 4616):
+    for width in (64, *ODD_WIDTHS):
         yield sample(f"width-{width}", 3, width)
     yield sample("width-100-3d", 2, 3, 100)
     yield sample("width-25000", 2, 25000)
-    for name, columns in (("row-strided", slice(0, 100 * parts)), ("column-offset", slice(1, 1 + 100 * parts))):
-        yield Rows(f"width-100-{name}", random_rows(5, 128 * parts, device=device)[:, columns], {})
-    for name, rows in views(128 * parts, device):
+    for name, rows in (*odd_views(parts, device), *views(128 * parts, device)):
         yield Rows(name, rows, {})
     yield Rows("zeros", torch.zeros(3, 256 * parts, dtype=torch.bfloat16, device=device), {})
     for size in (2.0**-100, 2.0**60):

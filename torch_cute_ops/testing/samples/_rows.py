@@ -118,6 +118,16 @@ def views(unit: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]
     yield "offset-in-storage", base(4, two)[2:]
 
 
+ODD_WIDTHS = (1, 2, 7, 17, 100, 1152, 2880, 4616)
+"""Not a multiple of 16, nor of what a thread or a warp takes."""
+
+
+def odd_views(parts: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Rows of ``parts`` times 100 elements, of which a kernel takes a padded copy, inside longer ones."""
+    for name, start in (("row-strided", 0), ("column-offset", 1)):
+        yield f"width-100-{name}", random_rows(5, 128 * parts, device=device)[:, start : start + 100 * parts]
+
+
 def rows_samples(family: Family, device: torch.device) -> Iterator[Sample]:
     """Samples of an op that quantises rows as they are."""
     for name, rows, kwargs in family.rows(device):
