@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, CompileConfig
 
-from benchmarks import compare, layer, model, performance
+from benchmarks import compare, layer, llama, model, performance
 from torch_cute_ops.nn import QuantLinear
 from torch_cute_ops.runtime import compiler
 
 CPU = torch.device("cpu")
 WIDTHS = layer.Widths(hidden=256, qkv=512, attention=256, intermediate=320)  # two heads of queries, one of keys
-SMALL = model.Size(WIDTHS, 2, 64, model.PARTS)
+SMALL = llama.Size(WIDTHS, 2, 64, llama.PARTS)
 W4A16 = "nvfp4/16bit"
 
 
@@ -33,7 +33,7 @@ def cells(text):
 def bench(result=None, **given):
     result = result or {"rows": [], "memory": [], "logits": [], "kernels_after_warmup": {}, "seconds": {}, "failed": {}}
     labels, rest = [W4A16], {"attention": "sdpa", "device": CPU, "backend": FakeDevice([1.0]), **given}
-    one = model.Bench("8B", SMALL, model.PARTS, labels, [1], 9, 12, result=result, **rest)
+    one = model.Bench("8B", SMALL, llama.PARTS, labels, [1], 9, 12, result=result, **rest)
     result["failed"].setdefault(one.name, {})
     return one
 
@@ -54,17 +54,17 @@ class Called(TorchDispatchMode):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("attention", "label"), [(model.UNMASKED, W4A16), ("sdpa", "bf16")])
+@pytest.mark.parametrize(("attention", "label"), [(llama.UNMASKED, W4A16), ("sdpa", "bf16")])
 def test_a_decode_step(attention, label, monkeypatch):
     """The logits of a forward pass over everything, however often it is called; nothing waits for the device."""
-    model.register_unmasked()
-    served = model.build(label, SMALL.config(attention=attention), CPU)
+    llama.register_unmasked()
+    served = llama.build(label, SMALL.config(attention=attention), CPU)
     ids = torch.randint(64, (3, 9), generator=torch.Generator().manual_seed(1))
-    context = model.Context(served.config, 3, 9, CPU)
+    context = llama.Context(served.config, 3, 9, CPU)
     assert all(0.8 < each.keys.float().std() < 1.2 for each in context.cache.layers)
     context.taken.zero_()
-    model.forward(served, ids[:, :-1], context.cache)
-    step = model.DecodeStep(served, context, 3)
+    llama.forward(served, ids[:, :-1], context.cache)
+    step = llama.DecodeStep(served, context, 3)
     masks = []
     attend = F.scaled_dot_product_attention
 
@@ -79,7 +79,7 @@ def test_a_decode_step(attention, label, monkeypatch):
             got = step()
         assert step.ids.tolist() == got[:, -1].argmax(-1, keepdim=True).tolist()
     assert not called.names & {"_local_scalar_dense", "is_nonzero", "nonzero", "lift_fresh"}
-    assert all((mask is None) == (attention == model.UNMASKED) for mask in masks) and len(masks) == 3 * 2
+    assert all((mask is None) == (attention == llama.UNMASKED) for mask in masks) and len(masks) == 3 * 2
     whole = served(ids, use_cache=True)
     want = whole.logits[:, -1:]
     # The first layer's keys depend on the token and its place alone.
@@ -93,13 +93,13 @@ def test_a_decode_step(attention, label, monkeypatch):
 @torch.no_grad()
 def test_a_compiled_decode_step(monkeypatch):
     """One graph, which serves all steps, and gives what eager code gives."""
-    model.register_unmasked()
+    llama.register_unmasked()
     counter = CompileCounterWithBackend("eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     one = bench(is_compiled=True)
-    served = model.build(W4A16, SMALL.config(attention=model.UNMASKED), CPU)
-    context = model.Context(served.config, 3, 9, CPU)
-    steps = [model.DecodeStep(made, context, 3) for made in (served, one.as_called(served))]
+    served = llama.build(W4A16, SMALL.config(attention=llama.UNMASKED), CPU)
+    context = llama.Context(served.config, 3, 9, CPU)
+    steps = [llama.DecodeStep(made, context, 3) for made in (served, one.as_called(served))]
     want, got = steps[0](), steps[1]()
     assert torch.equal(steps[1](), steps[0]())  # of the next tokens
     assert torch.equal(got, want) and counter.frame_count == 1
@@ -109,7 +109,7 @@ def test_a_compiled_decode_step(monkeypatch):
 @torch.no_grad()
 def test_the_model_in_bf16():
     """transformers' own layers, as many as asked for, and random weights."""
-    plain = model.build("bf16", SMALL.config(3), CPU)
+    plain = llama.build("bf16", SMALL.config(3), CPU)
     expected = AutoModelForCausalLM.from_config(SMALL.config(3), dtype=torch.bfloat16)
     assert not any(isinstance(module, QuantLinear) for module in plain.modules())
     shapes = [{name: each.shape for name, each in one.state_dict().items()} for one in (plain, expected)]
@@ -120,7 +120,7 @@ def test_the_model_in_bf16():
 def test_sizes():
     """Those of Llama 3.1, as its configurations have them."""
     for name, heads, layers, wide in (("8B", 32, 32, 14336), ("70B", 64, 80, 28672)):
-        config = model.MODELS[name].config()
+        config = llama.MODELS[name].config()
         assert (config.hidden_size, config.intermediate_size) == (heads * 128, wide)
         assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (heads, 8, 128)
         assert (config.num_hidden_layers, config.vocab_size) == (layers, 128256)
@@ -134,8 +134,8 @@ def test_logits():
     found.logits()
     torch.manual_seed(7)
     ids = torch.randint(64, (1, model.LOGIT_TOKENS))
-    merged = model.build(W4A16, SMALL.config(), CPU)
-    apart = model.build(W4A16, SMALL.config(), CPU, merge=False)
+    merged = llama.build(W4A16, SMALL.config(), CPU)
+    apart = llama.build(W4A16, SMALL.config(), CPU, merge=False)
     twin = AutoModelForCausalLM.from_config(SMALL.config(), dtype=torch.bfloat16)
     for name, parameter in twin.named_parameters():
         owner = apart.get_submodule(name.rpartition(".")[0])
@@ -158,8 +158,8 @@ def test_logits():
 @torch.no_grad()
 def test_generate(monkeypatch):
     """Greedy, with a static cache; the graphs that torch compiles are counted, and the time is that of a token."""
-    monkeypatch.setattr(model, "LONGEST", 5)
-    monkeypatch.setattr(model, "NEW", 4)
+    monkeypatch.setattr(llama, "LONGEST", 5)
+    monkeypatch.setattr(llama, "NEW", 4)
     whole = CompileConfig(backend="eager", mode=None)
     whole._compile_all_devices = True
     one = bench(compile_config=whole)
@@ -167,7 +167,7 @@ def test_generate(monkeypatch):
     ids = prompt
     for _ in range(4):
         ids = torch.cat([ids, served(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-    assert model.generated(served, prompt, 4).tolist() == ids.tolist()
+    assert llama.generated(served, prompt, 4).tolist() == ids.tolist()
     monkeypatch.setitem(torch._dynamo.utils.counters["stats"], "unique_graphs", 5)  # of others
     clock = iter(range(0, 100, 2))  # each generation takes two seconds
     monkeypatch.setattr(model.time, "perf_counter", lambda: next(clock))
@@ -207,12 +207,12 @@ def run(monkeypatch, tmp_path):
     """Measures made-up sizes; returns the exit status and the result."""
     monkeypatch.setattr(model.environment, "collect", lambda device: {"gpu": "made up"})
     monkeypatch.setattr(model.environment, "headline", lambda found: found["gpu"])
-    monkeypatch.setattr(model, "LONGEST", 4)
-    monkeypatch.setattr(model, "NEW", 3)
-    monkeypatch.setattr(model, "CONTEXT", 9)
-    monkeypatch.setattr(model, "TOKENS", 12)
+    monkeypatch.setattr(llama, "LONGEST", 4)
+    monkeypatch.setattr(llama, "NEW", 3)
+    monkeypatch.setattr(llama, "CONTEXT", 9)
+    monkeypatch.setattr(llama, "TOKENS", 12)
     few = dataclasses.replace(SMALL, layers=4, bf16_layers=(1, 2), parts=("memory", "decode"))
-    monkeypatch.setattr(model, "MODELS", {"8B": SMALL, "70B": few})
+    monkeypatch.setattr(llama, "MODELS", {"8B": SMALL, "70B": few})
 
     def measured(costs, *arguments):
         options = model.parse([*arguments, "--output", str(tmp_path), "--batch", "1"])
@@ -262,7 +262,7 @@ def test_a_run(run, tmp_path, capsys):
 
 def test_what_fails_does_not_end_the_run(run, monkeypatch):
     """A model that cannot be built, a step that cannot be captured, a part; and a kernel that comes too late."""
-    build, step, ready = model.build, model.DecodeStep.__call__, {}
+    build, step, ready = llama.build, llama.DecodeStep.__call__, {}
     monkeypatch.setattr(compiler, "_compiled", ready)
 
     def without_w4a8(label, *given, **more):
@@ -276,8 +276,8 @@ def test_what_fails_does_not_end_the_run(run, monkeypatch):
             raise RuntimeError("a kernel was not ready")
         return step(self, i)
 
-    monkeypatch.setattr(model, "build", without_w4a8)
-    monkeypatch.setattr(model.DecodeStep, "__call__", uncaptured)
+    monkeypatch.setattr(llama, "build", without_w4a8)
+    monkeypatch.setattr(llama.DecodeStep, "__call__", uncaptured)
     monkeypatch.setattr(model, "cosines", lambda *_: 1 / 0)
     chosen = ["--models", "8B", "--parts", "logits", "prefill", "decode", "--layers", "1"]
     status, result, text = run([4000.0], *chosen)
