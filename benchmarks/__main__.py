@@ -2,9 +2,9 @@
 `layer` measures the ops of a decoder layer as one chain, `expert_layer` routed expert layers, and `model` whole models
 as they are served.
 
-Four commands need no GPU: `compare OLD NEW` (two folders of results), `performance` (docs/performance.md),
-`blackwell` (what the FP4 GEMM by tcgen05 would do on a B200, by a model) and `distributed` (bytes on the wire and time
-of a layer on eight H200s, by a model).
+Five commands need no GPU: `compare OLD NEW` (two folders of results), `performance` (docs/performance.md), `plots` (the
+pictures of result files), `blackwell` (what the FP4 GEMM by tcgen05 would do on a B200, by a model) and `distributed`
+(bytes on the wire and time of a layer on eight H200s, by a model).
 """
 
 from __future__ import annotations
@@ -24,7 +24,20 @@ from typing import Any
 
 import torch
 
-from . import blackwell, compare, distributed, environment, expert_layer, host, layer, model, ops, performance, report
+from . import (
+    blackwell,
+    compare,
+    distributed,
+    environment,
+    expert_layer,
+    host,
+    layer,
+    model,
+    ops,
+    performance,
+    plots,
+    report,
+)
 from .case import Benchmark, Case, Row
 from .measure import Ceilings, CudaGraphs, Settings, ceilings
 from .runner import run, warm_up
@@ -38,6 +51,7 @@ COMMANDS = {
     "layer": layer.main,
     "model": model.main,
     "performance": performance.main,
+    "plots": plots.main,
 }
 
 

@@ -250,6 +250,11 @@ def markdown(result: Mapping[str, Any]) -> str:
     return "\n\n".join([*parts, *(["\n".join(failed)] if failed else [])])
 
 
+def panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """The rows of each panel of the picture, by its title."""
+    return layers.by_title(rows, lambda row: f"{row['model']}, {row['routing']}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = layers.parser("expert_layer", __doc__, list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(ROWS), metavar="M")
@@ -269,7 +274,6 @@ def measure_models(options: argparse.Namespace, device: torch.device, backend: B
         "peak_copy_tbps": peaks.copy_tbps,
         "rows": [],
     }
-    panels: dict[str, list[dict[str, Any]]] = {}
     for model in options.models:
         prepared = Prepared(MODELS[model], device)
         for routing in (routing for routing in ROUTINGS if routing in options.routing):
@@ -283,10 +287,9 @@ def measure_models(options: argparse.Namespace, device: torch.device, backend: B
                 except Exception as error:  # such as one that only the end of the replays shows
                     row["absent"] |= {name: describe(error) for name in names if name not in row["absent"]}
                 result["rows"].append({"model": model, **row})
-                panels.setdefault(f"{model}, {routing}", []).append(row)
                 failed = "".join(f"\n    {name}: {why}" for name, why in row["absent"].items())
                 print(layers.progress(where, row["variants"]) + failed, flush=True)
                 report.write_json(result, marks(result["rows"]), options.output / "expert_layer.json")
     print(f"\n{report.marks_table(marks(result['rows']))}", flush=True)
-    layers.finish(options, "expert_layer", markdown(result), panels, list(WAYS), "tokens")
+    layers.finish(options, "expert_layer", markdown(result), panels(result["rows"]), list(WAYS), "tokens")
     return 1 if any(row["absent"] for row in result["rows"]) else 0

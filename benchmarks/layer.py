@@ -376,6 +376,11 @@ def markdown(result: Mapping[str, Any]) -> str:
     return "\n\n".join([*parts, *sorted(absent)])
 
 
+def panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """The rows of each panel of the picture, by its title."""
+    return layers.by_title(rows, lambda row: row["model"])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = layers.parser("layer", __doc__, list(MODELS))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), metavar="M")
@@ -395,17 +400,15 @@ def measure_models(options: argparse.Namespace, device: torch.device, backend: B
         "peak_read_tbps": peaks.read_tbps,
         "rows": [],
     }
-    panels: dict[str, list[dict[str, Any]]] = {}
     record = timeline.recorded if options.timeline else None
     given = (options.precisions, device, backend, l2_bytes, settings, peaks.read_tbps, record)
     for model in options.models:
         for m in options.rows:
             row = run(MODELS[model], m, *given)
             result["rows"].append({"model": model, **row})
-            panels.setdefault(model, []).append(row)
             print(layers.progress(f"{model}, M={m}", row["variants"]), flush=True)
             for label, kernels in row.get("timelines", {}).items():
                 print(f"\n{model}, M={m}, {label}\n\n{timeline.table(kernels)}\n", flush=True)
             report.write_json(result, marks(result["rows"]), options.output / "layer.json")
-    layers.finish(options, "layer", markdown(result), panels, list(LAYERS))
+    layers.finish(options, "layer", markdown(result), panels(result["rows"]), list(LAYERS))
     return 0

@@ -53,6 +53,16 @@ def progress(where: str, variants: Mapping[str, Mapping[str, float]]) -> str:
     return f"  {where}: {f'{times} µs a layer' if times else 'no time'}"
 
 
+def by_title(
+    rows: Sequence[Mapping[str, Any]], title: Callable[[Mapping[str, Any]], str]
+) -> dict[str, list[Mapping[str, Any]]]:
+    """Rows by their title, in order."""
+    panels: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        panels.setdefault(title(row), []).append(row)
+    return panels
+
+
 def finish(
     options: argparse.Namespace,
     name: str,

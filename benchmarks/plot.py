@@ -132,7 +132,9 @@ def _speedups(axis: Any, panels: dict[str, list[Row]], peers: Sequence[str]) -> 
             )
     axis.axhline(1, color="#444444", linewidth=1)
     _log2_axis(axis, [row["sizes"][size] if is_gemm else row["bytes"] for row in every], 10)
-    axis.set_yscale("log", base=2)
+    low, high = axis.get_ylim()
+    if high > 4 * low:
+        axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
     axis.set_xlabel(f"{size} (rows)" if is_gemm else "bytes moved by formula")
     axis.set_ylabel("time over ours")

@@ -1,0 +1,42 @@
+"""`python -m benchmarks plots`: the pictures of result files again, for a GPU machine that has no matplotlib."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import expert_layer, layer, layers, ops
+from .performance import RESULTS
+
+WITHOUT = ("host", "model")
+"""Results that have no picture."""
+
+
+def draw(path: Path) -> Path:
+    """Draw what a result file holds, beside it."""
+    from .plot import plot
+
+    result, picture = json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".png")
+    if path.stem == "layer":
+        layers.plot(layer.panels(result["rows"]), list(layer.LAYERS), "rows", picture)
+    elif path.stem == "expert_layer":
+        layers.plot(expert_layer.panels(result["rows"]), list(expert_layer.WAYS), "tokens", picture)
+    else:
+        plot(result, picture, ops.load(path.stem).of_copy)
+    return picture
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks plots", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of result files (default: all that have a picture)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="their folder")
+    options = parser.parse_args(arguments)
+    every = sorted(path.stem for path in options.results.glob("*.json") if path.stem not in WITHOUT)
+    unknown = [name for name in options.names if name not in every]
+    if unknown:
+        parser.error(f"no pictures of {', '.join(unknown)} in {options.results}; there are those of {', '.join(every)}")
+    for name in options.names or every:
+        print(draw(options.results / f"{name}.json"))
+    return 0
