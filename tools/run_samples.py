@@ -1,5 +1,6 @@
 """Run every op on its sample inputs on the GPU, with each of its backends, and compare with the reference: the program
-that ``tools/sanitize.py`` sanitises. ``--device cpu`` runs the references alone.
+that ``tools/sanitize.py`` sanitises. ``--device cpu`` runs the references alone; ``--part 2/4``, the second of every
+four samples.
 """
 
 import argparse
@@ -17,13 +18,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--without", default=[], nargs="+", metavar="BACKEND", help="not with these backends")
+    parser.add_argument("--part", type=part_of, default=(1, 1), metavar="I/N", help="every Nth sample from the Ith on")
     parser.add_argument("ops", nargs="*", metavar="OP", help="of these ops alone")
     given = parser.parse_args()
-    device = torch.device(given.device)
+    device, (first, step) = torch.device(given.device), given.part
     calls = 0
     for spec in [OPS[name] for name in given.ops or OPS]:
         # Twice the same, because some ops update an argument.
-        for sample, same in zip(samples(spec, device), samples(spec, device), strict=True):
+        pairs = list(zip(samples(spec, device), samples(spec, device), strict=True))
+        for sample, same in pairs[first - 1 :: step]:
             results = as_tuple(spec.reference(*same.args, **same.kwargs))
             expected = (*defined(spec, same, results), *updated(spec, same))
             more = lost(spec, same)
@@ -36,6 +39,14 @@ def main() -> None:
                         raise SystemExit(f"{spec.name} {sample.name} {choice}: {share:.1%} of {name} differs")
                 calls += 1
     print(f"{calls} calls")
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """Number and count of parts from ``I/N``."""
+    number, _, count = text.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part; expected I/N, such as 1/2")
+    return int(number), int(count)
 
 
 def relative(spec: OpSpec) -> float:

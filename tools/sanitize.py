@@ -1,13 +1,14 @@
-"""Run the samples of every op under compute-sanitizer, a process for each op and tool, and report what each found.
+"""Run the samples of every op under compute-sanitizer, in processes of some samples each, and report what each found.
 
     python tools/sanitize.py                                  # all ops, all tools
     python tools/sanitize.py mm_fp4 --tools racecheck         # part of it
 
-First each op runs without a tool, which fills the kernel cache: compiling under a tool takes long. Exits with 1 if
-any run failed or found something.
+First each runs without a tool, which fills the kernel cache: compiling under a tool takes long. Exits with 1 if any run
+failed or found something.
 """
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -40,30 +41,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--parts", type=int, default=4, help="processes that share the samples of an op (default: 4)")
     parser.add_argument("--logs", type=Path, default=Path("sanitizer-logs"), help="directory of the whole output")
     parser.add_argument("ops", nargs="*", metavar="OP", help="these ops alone")
     given = parser.parse_args()
     given.logs.mkdir(parents=True, exist_ok=True)
+    runs = [(op, f"{part}/{given.parts}") for op in given.ops or OPS for part in range(1, given.parts + 1)]
     failed = 0
     for tool in (None, *given.tools):
         with ThreadPoolExecutor(given.jobs) as pool:
-            for line, is_good in pool.map(lambda op, tool=tool: sanitize(op, tool, given.logs), given.ops or list(OPS)):
+            done = pool.map(sanitize, *zip(*runs, strict=True), itertools.repeat(tool), itertools.repeat(given.logs))
+            for line, is_good in done:
                 print(line, flush=True)
                 failed += not is_good
     sys.exit(f"{failed} runs failed" if failed else 0)
 
 
-def sanitize(op: str, tool: str | None, logs: Path) -> tuple[str, bool]:
-    """Run an op's samples under a tool, or alone; what came of it in a line, and whether that is good."""
-    command = [sys.executable, str(SAMPLES), op]
+def sanitize(op: str, part: str, tool: str | None, logs: Path) -> tuple[str, bool]:
+    """Run a part of an op's samples under a tool, or alone; what came of it in a line, and whether that is good."""
+    command = [sys.executable, str(SAMPLES), op, "--part", part]
     if tool is not None:
         own, program = TOOLS[tool]
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *own, *command, *program]
     start = time.monotonic()
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    (logs / f"{op}.{tool or 'alone'}.log").write_text(done.stdout)
+    (logs / f"{op}.{part.replace('/', '-of-')}.{tool or 'alone'}.log").write_text(done.stdout)
     last = (done.stdout.strip().splitlines() or [""])[-1].strip("= ")
-    line = f"{op:36} {tool or 'alone':10} {time.monotonic() - start:5.0f} s  {last}"
+    line = f"{op:36} {part:5} {tool or 'alone':10} {time.monotonic() - start:5.0f} s  {last}"
     return line, done.returncode == 0
 
 

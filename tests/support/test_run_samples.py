@@ -21,8 +21,8 @@ def program():
     return module
 
 
-def run(program, monkeypatch, op):
-    monkeypatch.setattr(sys, "argv", ["run_samples.py", "--device", "cpu", op])
+def run(program, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["run_samples.py", "--device", "cpu", *arguments])
     program.main()
 
 
@@ -32,6 +32,30 @@ def test_samples_pass(program, monkeypatch, capsys, op):
     run(program, monkeypatch, op)
     calls = int(capsys.readouterr().out.split()[0])
     assert calls == sum(case.values[0].name == op for case in sample_cases())
+
+
+def test_parts_share_the_samples(program, monkeypatch, capsys):
+    """Each sample is in one of them."""
+    called, right = [], program.called
+    monkeypatch.setattr(
+        program, "called", lambda spec, sample, *rest: called.append(sample.name) or right(spec, sample, *rest)
+    )
+    run(program, monkeypatch, "moe_finalize")
+    every = called.copy()
+    called.clear()
+    for part in ("1/3", "2/3", "3/3"):
+        run(program, monkeypatch, "moe_finalize", "--part", part)
+        assert called[-1] in every[int(part[0]) - 1 :: 3]
+    assert len(every) > 3 and sorted(called) == sorted(every)
+    counts = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()]
+    assert sum(counts[1:]) == counts[0] and max(counts[1:]) - min(counts[1:]) <= 1
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b"])
+def test_no_part(program, monkeypatch, capsys, part):
+    with pytest.raises(SystemExit):
+        run(program, monkeypatch, "moe_finalize", "--part", part)
+    assert f"{part!r} is no part; expected I/N" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("op", OPS)
