@@ -27,7 +27,8 @@ by_op = pytest.mark.parametrize("op", op_cases())
 
 @pytest.mark.timing
 def test_import_is_quick():
-    """Less than 6 % of what importing torch takes (60 to 70 ms where that takes 1.2 s), in the best of several runs.
+    """Less than 0.22 % for each op of what importing torch takes (2.6 ms where that takes 1.2 s), in the best of some
+    runs: half of the time is the compilation of what each op's signature generates.
 
     Of the processor, and not in milliseconds: other tests keep it busy, and machines differ by a factor of two.
     """
@@ -39,12 +40,12 @@ def test_import_is_quick():
     # Installed packages have bytecode; here the first import writes it. And torch starts the threads that users have.
     written = {"PYTHONDONTWRITEBYTECODE": "", "OMP_NUM_THREADS": str(os.cpu_count())}
     python(code, **written)
-    best = 1.0
+    best, limit = 1.0, 0.0022 * len(OPS)
     for _ in range(6):
         best = min(best, float(python(code, **written).stdout))
-        if best < 0.06:
+        if best < limit:
             return
-    raise AssertionError(f"import torch_cute_ops takes {best:.1%} of importing torch")
+    raise AssertionError(f"import torch_cute_ops takes {best:.1%} of importing torch; {limit:.1%} at most")
 
 
 def test_import_is_light():
