@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -250,9 +251,9 @@ def markdown(result: Mapping[str, Any]) -> str:
     return "\n\n".join([*parts, *(["\n".join(failed)] if failed else [])])
 
 
-def panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """The rows of each panel of the picture, by its title."""
-    return layers.by_title(rows, lambda row: f"{row['model']}, {row['routing']}")
+def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """The picture: a panel for each routing of a model."""
+    layers.plot(report.grouped(rows, lambda row: f"{row['model']}, {row['routing']}"), list(WAYS), "tokens", path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -291,5 +292,5 @@ def measure_models(options: argparse.Namespace, device: torch.device, backend: B
                 print(layers.progress(where, row["variants"]) + failed, flush=True)
                 report.write_json(result, marks(result["rows"]), options.output / "expert_layer.json")
     print(f"\n{report.marks_table(marks(result['rows']))}", flush=True)
-    layers.finish(options, "expert_layer", markdown(result), panels(result["rows"]), list(WAYS), "tokens")
+    layers.finish(options, "expert_layer", markdown(result), result["rows"], picture)
     return 1 if any(row["absent"] for row in result["rows"]) else 0

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -376,9 +377,9 @@ def markdown(result: Mapping[str, Any]) -> str:
     return "\n\n".join([*parts, *sorted(absent)])
 
 
-def panels(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """The rows of each panel of the picture, by its title."""
-    return layers.by_title(rows, lambda row: row["model"])
+def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """The picture: a panel for each model."""
+    layers.plot(report.grouped(rows, lambda row: row["model"]), list(LAYERS), "rows", path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -410,5 +411,5 @@ def measure_models(options: argparse.Namespace, device: torch.device, backend: B
             for label, kernels in row.get("timelines", {}).items():
                 print(f"\n{model}, M={m}, {label}\n\n{timeline.table(kernels)}\n", flush=True)
             report.write_json(result, marks(result["rows"]), options.output / "layer.json")
-    layers.finish(options, "layer", markdown(result), panels(result["rows"]), list(LAYERS))
+    layers.finish(options, "layer", markdown(result), result["rows"], picture)
     return 0

@@ -53,29 +53,18 @@ def progress(where: str, variants: Mapping[str, Mapping[str, float]]) -> str:
     return f"  {where}: {f'{times} µs a layer' if times else 'no time'}"
 
 
-def by_title(
-    rows: Sequence[Mapping[str, Any]], title: Callable[[Mapping[str, Any]], str]
-) -> dict[str, list[Mapping[str, Any]]]:
-    """Rows by their title, in order."""
-    panels: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        panels.setdefault(title(row), []).append(row)
-    return panels
-
-
 def finish(
     options: argparse.Namespace,
     name: str,
     text: str,
-    panels: Mapping[str, Sequence[Mapping[str, Any]]],
-    labels: Sequence[str],
-    size: str = "rows",
+    rows: Sequence[Mapping[str, Any]],
+    draw: Callable[[Sequence[Mapping[str, Any]], Path], None],
 ) -> None:
-    """Write and print the tables, and draw the picture, where it is wanted and something was measured."""
+    """Write and print the tables, and draw the rows, where it is wanted and something was measured."""
     (options.output / f"{name}.md").write_text(text + "\n", encoding="utf-8")
     print(f"\n{text}", flush=True)
-    if panels and not options.no_plot:
-        plot(panels, labels, size, options.output / f"{name}.png")
+    if rows and not options.no_plot:
+        draw(rows, options.output / f"{name}.png")
 
 
 def plot(panels: Mapping[str, Sequence[Mapping[str, Any]]], labels: Sequence[str], size: str, path: Path) -> None:

@@ -133,7 +133,7 @@ def _speedups(axis: Any, panels: dict[str, list[Row]], peers: Sequence[str]) -> 
     axis.axhline(1, color="#444444", linewidth=1)
     _log2_axis(axis, [row["sizes"][size] if is_gemm else row["bytes"] for row in every], 10)
     low, high = axis.get_ylim()
-    if high > 4 * low:
+    if high > 4 * low:  # else 1 would be the only power of two, and so the only label
         axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
     axis.set_xlabel(f"{size} (rows)" if is_gemm else "bytes moved by formula")
@@ -154,9 +154,7 @@ def plot(result: dict[str, Any], path: Path, of_copy: float | None = None) -> No
     import matplotlib.pyplot as plt
 
     rows = report.ordered(result["rows"])
-    panels: dict[str, list[Row]] = {}
-    for row in rows:
-        panels.setdefault(row["panel"], []).append(row)
+    panels = report.grouped(rows, lambda row: row["panel"])
     names = sorted(report.variant_names(rows), key=lambda name: name != "copy")
     columns = min(4, len(panels))
     lines = math.ceil(len(panels) / columns)

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import expert_layer, layer, layers, ops
-from .performance import RESULTS
+from . import ops
+from .performance import LAYERS, RESULTS
 
 WITHOUT = ("host", "model")
 """Results that have no picture."""
@@ -19,10 +19,8 @@ def draw(path: Path) -> Path:
     from .plot import plot
 
     result, picture = json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".png")
-    if path.stem == "layer":
-        layers.plot(layer.panels(result["rows"]), list(layer.LAYERS), "rows", picture)
-    elif path.stem == "expert_layer":
-        layers.plot(expert_layer.panels(result["rows"]), list(expert_layer.WAYS), "tokens", picture)
+    if path.stem in LAYERS:
+        LAYERS[path.stem].picture(result["rows"], picture)
     else:
         plot(result, picture, ops.load(path.stem).of_copy)
     return picture

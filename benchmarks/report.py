@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,16 @@ def fraction(value: float | None) -> str:
 def ordered(rows: Sequence[Row]) -> list[Row]:
     """Rows by the last sizes, then by M, those of one size as they were measured."""
     return sorted(rows, key=lambda row: tuple(reversed(list(row["sizes"].values()))))
+
+
+def grouped(
+    rows: Sequence[Mapping[str, Any]], title: Callable[[Mapping[str, Any]], str]
+) -> dict[str, list[Mapping[str, Any]]]:
+    """Rows by their title, in order: the panels of a picture."""
+    panels: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        panels.setdefault(title(row), []).append(row)
+    return panels
 
 
 def variant_names(rows: Sequence[Row]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import gc
 import hashlib
@@ -29,6 +28,7 @@ import hypothesis
 import pytest
 import torch
 from support.devices import DEVICES, GPU_MISSING
+from support.parts import part_of
 
 # How long an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("torch_cute_ops", deadline=None)
@@ -48,14 +48,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--gpu-record", type=Path, metavar="FILE", help="write a record of this run on a GPU, as JSON")
     group.addoption("--part", type=part_of, metavar="I/N", help="run one of N parts; parts add up in the record")
-
-
-def part_of(text: str) -> tuple[int, int]:
-    """Number and count of parts from ``I/N``."""
-    number, _, count = text.partition("/")
-    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part; expected I/N, such as 1/2")
-    return int(number), int(count)
 
 
 def pytest_configure(config: pytest.Config) -> None:

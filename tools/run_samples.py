@@ -4,6 +4,8 @@ four samples.
 """
 
 import argparse
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,10 @@ import torch
 from torch_cute_ops.ops._define import OpSpec, as_tuple
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.testing import Sample, sample_inputs
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from support.parts import part_of
 
 
 def main() -> None:
@@ -39,14 +45,6 @@ def main() -> None:
                         raise SystemExit(f"{spec.name} {sample.name} {choice}: {share:.1%} of {name} differs")
                 calls += 1
     print(f"{calls} calls")
-
-
-def part_of(text: str) -> tuple[int, int]:
-    """Number and count of parts from ``I/N``."""
-    number, _, count = text.partition("/")
-    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part; expected I/N, such as 1/2")
-    return int(number), int(count)
 
 
 def relative(spec: OpSpec) -> float:

@@ -8,7 +8,6 @@ failed or found something.
 """
 
 import argparse
-import itertools
 import os
 import subprocess
 import sys
@@ -45,13 +44,14 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=Path("sanitizer-logs"), help="directory of the whole output")
     parser.add_argument("ops", nargs="*", metavar="OP", help="these ops alone")
     given = parser.parse_args()
+    if given.parts < 1:
+        parser.error(f"--parts is {given.parts}; expected a positive number")
     given.logs.mkdir(parents=True, exist_ok=True)
     runs = [(op, f"{part}/{given.parts}") for op in given.ops or OPS for part in range(1, given.parts + 1)]
     failed = 0
     for tool in (None, *given.tools):
         with ThreadPoolExecutor(given.jobs) as pool:
-            done = pool.map(sanitize, *zip(*runs, strict=True), itertools.repeat(tool), itertools.repeat(given.logs))
-            for line, is_good in done:
+            for line, is_good in pool.map(lambda run, tool=tool: sanitize(run[0], run[1], tool, given.logs), runs):
                 print(line, flush=True)
                 failed += not is_good
     sys.exit(f"{failed} runs failed" if failed else 0)
