@@ -192,6 +192,38 @@ def test_a_damaged_kernel_is_put_aside(store, damage, caplog):
     assert store.load(name, read) == (content_of(1), symbol_of(name))
 
 
+def test_a_kernel_that_appears_while_it_is_looked_for_stays(store, monkeypatch):
+    name, real = digest(1), Path.stat
+
+    def stat(path, **options):
+        try:
+            return real(path, **options)
+        finally:
+            if path == store.root / name:
+                monkeypatch.setattr(Path, "stat", real)
+                store.save("1", write(1))
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert store.load(name, read) is None
+    assert store.load(name, read) == (content_of(1), symbol_of(name))
+
+
+def test_a_kernel_that_is_replaced_while_it_is_read_stays(store, monkeypatch):
+    name, real = digest(1), files.read
+    store.save("1", write(1))
+
+    def read_description(path, limit):
+        content = real(path, limit)
+        monkeypatch.setattr(files, "read", real)
+        path.parent.rename(store.root / "deleted")
+        store.save("1", write(1, b" anew"))
+        return content
+
+    monkeypatch.setattr(files, "read", read_description)
+    assert store.load(name, read) is None
+    assert store.load(name, read) == (content_of(1) + b" anew", symbol_of(name))
+
+
 TRANSIENT = [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES]
 
 

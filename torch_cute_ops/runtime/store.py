@@ -141,7 +141,20 @@ class Store:
         """
         folder = self.root / digest
         try:
-            if not stat.S_ISDIR(folder.stat().st_mode):
+            status = folder.stat()
+        except NotADirectoryError:  # above the folder
+            raise FileNotFoundError(folder) from None
+        try:
+            return self._checked(digest, folder, status)
+        except Damaged:
+            # Of two entries, one deleted and one stored meanwhile, a reader may have seen a part each.
+            if not _is_still(folder, status):
+                raise FileNotFoundError(folder) from None
+            raise
+
+    def _checked(self, digest: str, folder: Path, status: os.stat_result) -> Entry:
+        try:
+            if not stat.S_ISDIR(status.st_mode):
                 raise Damaged(f"{folder.name} is not a folder")
             entry = _entry(files.read(folder / DESCRIPTION, DESCRIPTION_BYTES))
             if text_digest(entry.key) != digest or entry.symbol != symbol_of(digest):
@@ -149,12 +162,8 @@ class Store:
             content = files.read(folder / OBJECT, OBJECT_BYTES)
         except ValueError as error:
             raise Damaged(str(error)) from None
-        except NotADirectoryError:  # above the folder
-            raise FileNotFoundError(folder) from None
-        except FileNotFoundError as error:
-            if folder.exists():
-                raise Damaged(f"{Path(error.filename).name} is missing") from None
-            raise
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise Damaged(f"{Path(error.filename).name} is missing") from None
         if len(content) != entry.size or hashlib.sha256(content).hexdigest() != entry.sha256:
             raise Damaged(f"{OBJECT} does not match {DESCRIPTION}")
         if entry.symbol.encode() not in content:
@@ -325,6 +334,14 @@ def _entry(content: bytes) -> Entry:
     if not all(isinstance(text, str) for text in texts) or not is_number:
         raise Damaged(f"{DESCRIPTION} has values of wrong types")
     return entry
+
+
+def _is_still(folder: Path, status: os.stat_result) -> bool:
+    """Whether a folder is there, and the one of which this was the status."""
+    try:
+        return os.path.samestat(folder.stat(), status)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _writer(process: int) -> str:
