@@ -214,6 +214,71 @@ def test_warmup_calls_each_form_once():
         warmup(model, rows=(4, 0))
 
 
+class Ops(TorchDispatchMode):
+    """Name, and shape and dtype of the tensors, of each call of an op of ours that is no GEMM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "cute" and "mm_" not in func._opname:
+            tensors = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, torch.Tensor)]
+            self.calls.append((func._opname, *((tuple(each.shape), each.dtype) for each in tensors)))
+        return func(*args, **(kwargs or {}))
+
+
+class FusedBlock(nn.Module):
+    """What the pass of ``integrations.inductor`` fuses; nothing of it runs here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.other_norm = nn.RMSNorm(H), nn.LayerNorm(2 * H)
+        self.gate_up_proj, self.down_proj = nn.Linear(H, 4 * H), nn.Linear(2 * H, H)
+
+
+BF16_ROW = ((1, H), torch.bfloat16)
+NORM = ((H,), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("activations", "expected"),
+    [
+        ("16bit", [("rmsnorm", BF16_ROW, NORM), ("add_rmsnorm", BF16_ROW, BF16_ROW, NORM)]),
+        (
+            "fp8",
+            [
+                ("rmsnorm_fp8quant", BF16_ROW, NORM),
+                ("add_rmsnorm_fp8quant", BF16_ROW, BF16_ROW, NORM),
+                ("silu_mul_fp8quant", ((1, 4 * H), torch.bfloat16)),
+            ],
+        ),
+        (
+            "fp4",
+            [
+                ("rmsnorm_fp4quant", BF16_ROW, NORM, ((1,), torch.float32)),
+                ("add_rmsnorm_fp4quant", BF16_ROW, BF16_ROW, NORM, ((1,), torch.float32)),
+                ("silu_mul_fp4quant", ((1, 4 * H), torch.bfloat16), ((1,), torch.float32)),
+            ],
+        ),
+    ],
+)
+def test_warmup_calls_fused_ops(activations, expected):
+    block = FusedBlock().bfloat16()
+    samples = torch.randn(4, H, dtype=torch.bfloat16)
+    quantize_(
+        block,
+        activations=activations,
+        calibrate=None if activations != "fp4" else lambda _: block.down_proj(block.gate_up_proj(samples)[:, : 2 * H]),
+    )
+    with Ops() as ops:
+        warmup(block, rows=(1, 40))
+    assert [call for call in ops.calls if "_quantize" not in call[0]] == expected
+    with Ops() as ops:
+        warmup(block, rows=(1, 40), fused=False)
+    assert all("_quantize" in name for name, *_ in ops.calls)
+
+
 def test_warmup_leaves_layers_as_they_are():
     model = quantize_(model_of(), ignore=("lm_head", "router"))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

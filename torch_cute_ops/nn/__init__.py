@@ -1,6 +1,6 @@
 """Modules over the ops: linear layers and experts with quantised weights, and how a model gets them."""
 
-from torch_cute_ops.nn._base import QuantizedRows, QuantLinear, merge
+from torch_cute_ops.nn._base import Quantization, QuantizedRows, QuantLinear, merge
 from torch_cute_ops.nn.experts import QuantExperts, SwiGLU
 from torch_cute_ops.nn.linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear, MXFP4Linear, NVFP4Linear
 from torch_cute_ops.nn.merging import merge_
@@ -16,6 +16,7 @@ __all__ = [
     "NVFP4Linear",
     "QuantExperts",
     "QuantLinear",
+    "Quantization",
     "QuantizedRows",
     "SwiGLU",
     "merge",

@@ -7,12 +7,28 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from torch_cute_ops.ops.fp4_quantize import fp4_quantize
+from torch_cute_ops.ops.fp8_quantize import fp8_quantize
+
 Activations = Literal["auto", "16bit", "fp4", "fp8"]
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of tensors by name."""
 
 _SHARED: Final = "input_scale"
 """The tensor that the parts of a merged layer share: they have one input."""
+_QUANTISE: Final[Mapping[str, Callable[..., tuple[Tensor, Tensor]]]] = {"fp4": fp4_quantize, "fp8": fp8_quantize}
+
+
+class Quantization(NamedTuple):
+    """How a layer quantises its input.
+
+    Attributes:
+        to: by ``fp4_quantize`` or ``fp8_quantize``.
+        arguments: what the op, and those that are fused with it, take beside the input, by name.
+    """
+
+    to: Literal["fp4", "fp8"]
+    arguments: Mapping[str, Any]
 
 
 class QuantizedRows(NamedTuple):
@@ -268,9 +284,14 @@ class QuantLinear(nn.Module):
         """Rows of an input whose GEMM multiplies ``rows``: fewer, rounded up, where ranks gather theirs."""
         return rows
 
+    def quantization(self) -> Quantization | None:
+        """How the input is quantised; ``None``: the GEMM takes it in 16 bits."""
+        raise NotImplementedError
+
     def _quantized(self, rows: Tensor) -> tuple[Tensor, ...]:
         """``operands`` of rows (M, K)."""
-        raise NotImplementedError
+        how = self.quantization()
+        return (rows,) if how is None else _QUANTISE[how.to](rows, **how.arguments)
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """The result (M, N) in ``dtype``."""

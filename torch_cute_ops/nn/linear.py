@@ -10,17 +10,18 @@ from typing_extensions import Self
 from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, NVFP4, FP4Format, convert_scales, nvfp4_global_scale
 from torch_cute_ops.formats.fp4 import E4M3_MAX, encode_e4m3
 from torch_cute_ops.formats.scale_layout import FP4ScaleLayout
-from torch_cute_ops.nn._base import Activations, Layout, QuantLinear
+from torch_cute_ops.nn._base import Activations, Layout, Quantization, QuantLinear
 from torch_cute_ops.nn._scaled_mm import scaled_mm
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
-from torch_cute_ops.ops.fp8_quantize import fp8_quantize
 from torch_cute_ops.ops.mm_fp4 import mm_fp4
 from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
 from torch_cute_ops.ops.mm_fp8_block import mm_fp8_block
 from torch_cute_ops.ops.mm_fp8_fp4 import mm_fp8_fp4
 
 _BLOCK = FP8_BLOCK128.block_size
+_FP8_BLOCKS = Quantization("fp8", {"granularity": "block128", "scale_layout": "column"})
+"""A scale for each 128 elements of a row."""
 
 
 class _FP4Linear(QuantLinear):
@@ -60,12 +61,13 @@ class _FP4Linear(QuantLinear):
     def _input_global_scale(self) -> Tensor | None:
         return None
 
-    def _quantized(self, rows: Tensor) -> tuple[Tensor, ...]:
+    def quantization(self) -> Quantization | None:
+        """How the input is quantised; ``None``: the GEMM takes it in 16 bits."""
         if self.activations == "16bit":
-            return (rows,)
+            return None
         if self.activations == "fp8":
-            return fp8_quantize(rows, granularity="block128", scale_layout="column")
-        return fp4_quantize(rows, self._input_global_scale(), self.format.block_size)
+            return _FP8_BLOCKS
+        return Quantization("fp4", {"global_scale": self._input_global_scale(), "block_size": self.format.block_size})
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         weight, block, alpha = self.weight.t(), self.format.block_size, self._alpha()
@@ -293,8 +295,9 @@ class FP8BlockLinear(QuantLinear):
             return f"parts is {self.parts}; expected multiples of {_BLOCK} but for the last: parts share no block"
         return super()._reason_unfit_parts()
 
-    def _quantized(self, rows: Tensor) -> tuple[Tensor, ...]:
-        return fp8_quantize(rows, granularity="block128", scale_layout="column")
+    def quantization(self) -> Quantization:
+        """How the input is quantised."""
+        return _FP8_BLOCKS
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         a, a_scale = operands
@@ -382,12 +385,14 @@ class _FP8Linear(QuantLinear):
         """What multiplies the result, (1,), or each of its columns, (1, N)."""
         return self._row_scale().t()
 
+    def quantization(self) -> Quantization:
+        """How the input is quantised."""
+        return Quantization("fp8", {"scale": self.input_scale, "granularity": "tensor"} if self.has_input_scale else {})
+
     def _quantized(self, rows: Tensor) -> tuple[Tensor, ...]:
         if rows.shape[1] != self.in_features:
             raise ValueError(f"{type(self).__name__}: x has rows of {rows.shape[1]}; expected {self.in_features}")
-        if self.has_input_scale:
-            return fp8_quantize(rows, self.input_scale, "tensor")
-        return fp8_quantize(rows)
+        return super()._quantized(rows)
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         a, a_scale = operands

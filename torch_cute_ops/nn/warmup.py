@@ -1,10 +1,10 @@
 """Making ready what a model's quantised layers need."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.nn._base import QuantLinear
@@ -14,13 +14,18 @@ from torch_cute_ops.runtime import tuning
 
 @torch.no_grad()
 def warmup(
-    model: nn.Module, rows: Iterable[int] = (1,), *, dtype: torch.dtype = torch.bfloat16, tune: bool = False
+    model: nn.Module,
+    rows: Iterable[int] = (1,),
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    tune: bool = False,
+    fused: bool = True,
 ) -> None:
     """Compile and load the kernels of a model's quantised layers and experts, by calling one of each form on zeros.
 
-    After it, calls with as many rows compile nothing, and may be captured in a CUDA graph. Norms, gates and attention
-    are not called: the model's own first call has to be made before a capture too. Where ranks divide the layers, all
-    ranks call it.
+    After it, calls with as many rows compile nothing, and may be captured in a CUDA graph. The model's own norms, gates
+    and attention are not called: its own first call has to be made before a capture too. Where ranks divide the layers,
+    all ranks call it.
 
     Args:
         model: with layers of this package anywhere in it, on the device that serves.
@@ -28,6 +33,9 @@ def warmup(
             together. One of each bucket that GEMMs are planned for is called.
         dtype: of the activations.
         tune: whether to choose among backends by timing them, as in an :func:`torch_cute_ops.autotune` block.
+        fused: whether also to call the ops that the pass of ``integrations.inductor`` may put before the layers:
+            RMSNorm and SiLU·mul, with the quantisation of their results. Norms are the modules that have a ``weight``
+            (K,) and no other parameter; a gate is where another layer has 2 · K columns.
 
     Raises:
         ValueError: for a number of rows that is not positive; for experts whose ``topk`` is not known.
@@ -70,3 +78,31 @@ def warmup(
         for layer in forms.values():
             for count in {bucket(number): number for number in numbers}.values():
                 layer(torch.zeros(layer.rows_for(count), layer.in_features, dtype=dtype, device=layer.weight.device))
+    if fused:
+        _call_fused(model, forms.values(), dtype)
+
+
+def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.dtype) -> None:
+    """Call what the pass of ``integrations.inductor`` may put before layers: one of each form, on one row, since their
+    kernels take any number of rows."""
+    norms: dict[int, set[torch.dtype]] = {}
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        if [*own] == ["weight"] and own["weight"].dim() == 1:
+            norms.setdefault(own["weight"].shape[0], set()).add(own["weight"].dtype)
+    gated = {layer.out_features // 2 for layer in layers if layer.out_features % 2 == 0}
+    done = set()
+    for layer in layers:
+        width, device, how = layer.in_features, layer.weight.device, layer.quantization()
+        ending, arguments = ("", {}) if how is None else (f"_{how.to}quant", how.arguments)
+        form = (width, device, ending, *((k, None if isinstance(v, Tensor) else v) for k, v in arguments.items()))
+        if form in done:
+            continue
+        done.add(form)
+        x = torch.zeros(1, width, dtype=dtype, device=device)
+        for weight_dtype in norms.get(width, ()):
+            weight = torch.ones(width, dtype=weight_dtype, device=device)
+            getattr(torch.ops.cute, f"rmsnorm{ending}")(x, weight, **arguments)
+            getattr(torch.ops.cute, f"add_rmsnorm{ending}")(x, torch.zeros_like(x), weight, **arguments)
+        if how is not None and width in gated:
+            getattr(torch.ops.cute, f"silu_mul{ending}")(torch.cat([x, x], 1), **arguments)
