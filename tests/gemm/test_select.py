@@ -46,9 +46,10 @@ GEMMS = {
 
 
 def test_bucket():
-    """Step 8 to 128, 16 to 256, 32 to 512, and a sixteenth of the next power of two above; never fewer rows than M."""
+    """One row alone; step 8 to 128, 16 to 256, 32 to 512, and a sixteenth of the next power of two above; never fewer
+    rows than M."""
     assert [bucket(m) for m in (0, 1, 8, 9, 127, 128, 129, 256, 257, 512, 513, 1025, 16_384)] == [
-        *(8, 8, 8, 16, 128, 128, 144, 256, 288, 512, 576, 1152, 16_384)
+        *(8, 1, 8, 16, 128, 128, 144, 256, 288, 512, 576, 1152, 16_384)
     ]
     for m in range(1, 5000):
         planned = bucket(m)

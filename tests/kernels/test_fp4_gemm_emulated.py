@@ -337,6 +337,13 @@ WGMMAS = [
         for seed in (4, 5)
     ),
     wgmma(BF16, NVFP4, "128x4", "128x4", 16, epilogue=(FP32,), sizes=(9, 400, 544), splits=3, rows=192, seed=3),
+    # Tiles of one row: of three kinds of activations; warps that take chunks in turn; more chunks than stages; clusters
+    wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(BF16, "one"), sizes=(1, 264, 2080), splits=1),
+    wgmma(FP16, NVFP4, "linear", None, 1, epilogue=(FP32, "column", FP32), sizes=(2, 200, 768), splits=3, seed=None),
+    wgmma(FP16, NVFP4, "128x4", "8x4", 1, epilogue=(BF16, "one", BF16), sizes=(3, 520, 1568), splits=2, seed=1),
+    wgmma(FP16, NVFP4, "128x4", "128x4", 1, epilogue=(FP32,), sizes=(1, 224, 3840), splits=1, rows=224, seed=4),
+    wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(FP32,), sizes=(1, 208, 4608), splits=1, rows=208, seed=5),
+    wgmma(BF16, NVFP4, "linear", None, 1, epilogue=(FP16,), sizes=(1, 328, 512), splits=2, rows=160, seed=2),
     # Activations in float16 that are rounded to bfloat16: by a kernel of their own, and by the CTAs
     wgmma(BF16, MXFP4, "128x4", None, 16, epilogue=(FP32,), sizes=(5, 40, 288), workers=1, a_dtype=FP16),
     wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(FP16, "one"), sizes=(3, 136, 544), splits=2, a_dtype=FP16),
@@ -391,6 +398,7 @@ def test_gemm_by_warpgroups(one: Wgmma) -> None:
 STATIC = [
     wgmma(FP16, NVFP4, "128x4", "8x4", 8, epilogue=(BF16, "one", BF16), sizes=(3, 136, 1824), splits=1),
     wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(FP16, "one"), sizes=(9, 136, 544), splits=2, a_dtype=FP16),
+    wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(FP16, "one"), sizes=(2, 136, 2080), splits=1),
 ]
 
 

@@ -5,7 +5,9 @@ import functools
 
 @functools.lru_cache(4096)  # every call of a GEMM asks
 def bucket(m: int) -> int:
-    """The number of rows that ``m`` rows are planned as: ``m`` rounded up to a multiple of 8, or of a sixteenth of the
-    next power of two."""
+    """The number of rows that ``m`` rows are planned as: one, or ``m`` rounded up to a multiple of 8, or of a sixteenth
+    of the next power of two."""
+    if m == 1:
+        return 1
     step = max(8, (1 << max(m - 1, 0).bit_length()) // 16)
     return max(1, -(-m // step)) * step

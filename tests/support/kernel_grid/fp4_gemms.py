@@ -263,7 +263,12 @@ def wgmma_cases(every: bool) -> list[WgmmaCase]:
             (WARPGROUP_KINDS[1], WARPGROUP_KINDS[5]), ((8, 2), (32, 3)), PER_COLUMN[:2], strict=True
         )
     ]
-    tiles = [(tokens, rows) for tokens, every_rows in fp4_wgmma.ROWS.items() for rows in every_rows[1:]]
+    row_kinds = [kind for kind in WARPGROUP_KINDS if kind[1] is NVFP4]
+    static += [
+        WgmmaCase(*kind, 1, next(heavy if rows == 224 else light), 1 + rows % 3, static_weight=rows == 208, rows=rows)
+        for kind, rows in together(row_kinds, fp4_wgmma.ROWS[1], every)
+    ]
+    tiles = [(tokens, rows) for tokens, every_rows in fp4_wgmma.ROWS.items() for rows in every_rows[1:] if tokens > 1]
     fewer_rows = [
         WgmmaCase(*kind, tokens, next(heavy if rows == 224 else light), 1 + rows % 3, rows=rows)
         for kind, (tokens, rows) in together(WARPGROUP_KINDS, tiles, every)

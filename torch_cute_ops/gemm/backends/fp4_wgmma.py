@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends._fp4 import FP4KernelBackend
@@ -19,6 +20,8 @@ EXPERT_SPLITS = (1, 2, 3, 4)
 """CTAs per row tile of the weight, with experts over K."""
 DECODE_CLOCKS = 0.0258
 """SM clocks to decode a weight (measured on an H200, with the tensor cores an eighth busy or less)."""
+ROW_DECODE_CLOCKS = 0.021
+"""The same in tiles of one row."""
 MOST_LEFT = 2**28
 """Limit on the workspace for partial sums of a call, bytes."""
 RAMP_SECONDS = 1.2e-6
@@ -53,8 +56,8 @@ class FP4Wgmma(FP4KernelBackend):
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
         sizes = fp4_wgmma.EXPERT_TILES if problem.grouping.over == "k" else tuple(fp4_wgmma.TILES)
-        widest = cost.smallest_tile(sizes, m)
-        tiles = [tokens for tokens in sizes if tokens <= widest]
+        widest = max(8, cost.smallest_tile(sizes, m))
+        tiles = [tokens for tokens in sizes if tokens <= widest and (tokens > 1 or _is_row(problem, m))]
         every = [
             (tokens, rows, split)
             for tokens in tiles
@@ -72,8 +75,8 @@ class FP4Wgmma(FP4KernelBackend):
         weights = parts.rows * CHUNK
         # Per chunk. Decoding and MMAs alternate in a warpgroup, and the other one fills half of the gaps.
         computed = cost.overlapped(
-            cost.weight_seconds(weights, DECODE_CLOCKS),
-            cost.tensor_core_seconds(2 * weights * tokens, target, sms=1),
+            cost.weight_seconds(weights, ROW_DECODE_CLOCKS if tokens == 1 else DECODE_CLOCKS),
+            cost.tensor_core_seconds(2 * weights * max(tokens, 8), target, sms=1),
             order=2,
         )
         if parts.arranges:
@@ -177,9 +180,16 @@ def _clusters(problem: GemmProblem, tactic: Tactic) -> bool:
     return _arranges(problem, tactic) or (problem.grouping.over == "none" and int(tactic[2]) > 1)
 
 
+def _is_row(problem: GemmProblem, m: int) -> bool:
+    """Whether tiles of one row are for this: others read the weight once for several."""
+    return m == 1 and fp4_format(problem) == NVFP4
+
+
 def _splits(problem: GemmProblem, tokens: int) -> tuple[int, ...]:
     if problem.grouping.over == "k":
         return (BALANCED, *EXPERT_SPLITS)
+    if tokens == 1:
+        return fp4_wgmma.SPLITS
     return (BALANCED, *fp4_wgmma.SPLITS) if tokens <= fp4_wgmma.CLUSTER_TOKENS else (BALANCED, 1)
 
 

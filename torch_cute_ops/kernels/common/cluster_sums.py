@@ -19,10 +19,15 @@ TILE = 8  # tokens
 COLUMNS = 4  # of the result, that a thread adds up at once
 
 
+@cute.jit
 def leave_sums(tile: SumTile, sums: cute.Tensor, base: cute.Pointer, row, quad) -> None:
-    """Store a lane's sums in this CTA's shared memory."""
+    """Store a lane's sums in this CTA's shared memory. With one token all lanes of a quad have the same two, in
+    ``sums[0]`` and ``sums[2]``."""
     layout = cute.make_layout((tile.tokens, tile.pitch), stride=(tile.pitch, 1))
     to = cute.make_tensor(cute.recast_ptr(base, dtype=Float32), layout)
+    if const_expr(tile.tokens == 1):
+        if quad < 2:
+            to[0, row + quad * 8] = ptx.select(quad == 0, sums[0], sums[2])
     for group in range(tile.tokens // TILE):
         for i in range(4):
             to[group * TILE + quad * 2 + i % 2, row + i // 2 * 8] = sums[group * 4 + i]

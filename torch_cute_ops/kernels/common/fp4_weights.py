@@ -49,7 +49,7 @@ def decode(words: list, scales: list, dtype, fmt: FP4Format) -> list:
     per_scale = len(words) // len(scales)
     decoded = []
     for i, word in enumerate(words):
-        pairs = _bfloat16_pairs(word) if dtype is BFloat16 else _float16_pairs(word)
+        pairs = _bfloat16_pairs(word) if dtype is BFloat16 else float16_pairs(word)
         if fmt == MXFP4:
             pairs = [ptx.mul_16x2(pair, Uint32(0x7E807E80), "bf16") for pair in pairs]
         name = "bf16" if dtype is BFloat16 else "f16"
@@ -81,7 +81,7 @@ def scale_factors(scales, dtype, fmt: FP4Format) -> list:
     return [ptx.both_halves(both, half) for half in range(2)]
 
 
-def _float16_pairs(word) -> list:
+def float16_pairs(word) -> list:
     """Codes (0, 2), (1, 3), (4, 6), (5, 7) as e2m1 · 2^-14."""
     signs = word & Uint32(0x88888888)
     even = ptx.select_bits(Uint32(0x0E0E0E0E), word << 1, ptx.shift_left(signs, 4))

@@ -212,6 +212,15 @@ class WeightRing:
         ``row`` counts from the first row of a tile of scales. ``existing`` masks the scales of blocks that exist,
         others get zero; ``None``: all exist. ``phase``: that of the expert; ``None``: 0.
         """
+        bytes_ = self.scales(scales_at, stage, row, quad, existing, phase)
+        together = 1 if self.fmt == MXFP4 else 2
+        shifts = range(0, 8 * (self.blocks // QUAD), 8 * together)
+        parts = [bytes_ >> shift if shift else bytes_ for shift in shifts]
+        parts[:-1] = [part & Uint32((1 << 8 * together) - 1) for part in parts[:-1]]
+        return [factor for part in parts for factor in scale_factors(part, dtype, self.fmt)]
+
+    def scales(self, scales_at: cute.Pointer, stage, row, quad, existing, phase=None) -> Uint32:
+        """The bytes of a lane's scales of a row, the first in the lowest; arguments as of ``factors``."""
         count = self.blocks // QUAD
         block = quad * count
         # In a stage the scales lie as those of a matrix of its size.
@@ -224,11 +233,7 @@ class WeightRing:
         if existing is not None:
             # Scales of blocks that do not exist may be anything, and 0 times NaN is not 0.
             bytes_ = bytes_ & existing
-        together = 1 if self.fmt == MXFP4 else 2
-        shifts = range(0, 8 * count, 8 * together)
-        parts = [bytes_ >> shift if shift else bytes_ for shift in shifts]
-        parts[:-1] = [part & Uint32((1 << 8 * together) - 1) for part in parts[:-1]]
-        return [factor for part in parts for factor in scale_factors(part, dtype, self.fmt)]
+        return bytes_
 
     def pairs(self, codes: list, factors: list, word: int, dtype) -> list:
         """What ``decode`` makes of the ``word``-th word of each row."""

@@ -4,19 +4,22 @@ from collections import namedtuple
 from dataclasses import dataclass
 from typing import Final
 
-from torch_cute_ops.kernels.common.activation_layout import CHUNK, TILE_LINE, ActivationLayout
+from torch_cute_ops.formats import NVFP4
+from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
+from torch_cute_ops.kernels.common.activation_layout import CHUNK, TILE_LINE, TILE_TOKENS, ActivationLayout
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.fp4_operands import FP4Operands
 from torch_cute_ops.kernels.common.sum_tile import SumTile
 from torch_cute_ops.kernels.common.warpgroup import BY_WARP, GROUP_ROWS, SCHEDULERS, WARPGROUP
-from torch_cute_ops.kernels.common.weight_chunks import WeightChunks
+from torch_cute_ops.kernels.common.weight_chunks import TILE_ROWS, WeightChunks
 from torch_cute_ops.runtime.arch import Arch
 
 QUARTERS: Final = 4
 """Quarters of a chunk: 64 elements of k, 128 bytes of activations a token."""
-TILES: Final = {8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}
+TILES: Final = {1: 4, 8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}
 """Tokens of a tile, and its consumer warpgroups at most: as many as leave registers for the accumulators."""
-ROWS: Final = {8: (256, 224, 208, 192, 160), 16: (256, 192), 32: (256, 192)}
+_MANY: Final = (256, 224, 208, 192, 160)
+ROWS: Final = {1: _MANY, 8: _MANY, 16: (256, 192), 32: (256, 192)}
 """Rows of the weight of a tile, by tokens, where there is a choice: whole bands by ``mma.sync``, whole warpgroups by
 wgmma."""
 BAND_ROWS: Final = 16
@@ -26,6 +29,17 @@ SENT_SUMS: Final = 16 * 192
 HELPERS: Final = 3
 """Warps that rearrange activations: the producer's warpgroup but for the producer."""
 BARRIER_BYTES: Final = 512
+SCALE_TILE: Final = TILE_ROWS * TILE_BLOCKS
+CHUNK_BLOCKS: Final = CHUNK // 16
+"""Blocks of NVFP4 of a chunk."""
+ROW_BYTES: Final = CHUNK * 2
+"""A chunk of one row of activations, float16."""
+ROW_STAGE_BYTES: Final = 640
+"""A stage of one row: a chunk, and an fp32 factor for each block. Whole lines, for ``ZEROS_AT``."""
+ZEROS_AT: Final = -192
+"""Where 128 bytes of zeros lie, from the stages of one row on: in the other half of a line, against bank conflicts."""
+ZEROS_BYTES: Final = 256
+"""What lies before these stages."""
 ARRANGED_TOKENS: Final = 32
 """Most tokens of a tile that a CTA rearranges itself."""
 CLUSTER_TOKENS: Final = 128
@@ -85,7 +99,7 @@ class Config:
         operands: formats of the activations and of the weight.
         epilogue: what is done to the sums. Over experts, whose factors are not a part of it, only its dtype.
         width: elements of k of an expert, for which each token has a factor. ``None``: there are no experts.
-        tokens: rows of activations of a tile.
+        tokens: rows of activations of a tile. 1: one row, by the MMAs of ``row``.
         rows: rows of the weight of a tile.
         splits: CTAs of a cluster, which share the k of a tile. 0: workers share all tiles.
         stages: stages of the weight's ring.
@@ -159,6 +173,16 @@ class Config:
         return SumTile(self.tokens, self.rows, self.shared_bands * BAND_ROWS, self.turns)
 
     @property
+    def sums(self) -> int:
+        """Accumulators of a thread."""
+        return max(self.tokens, TILE_TOKENS) // 2
+
+    @property
+    def groups_of_tokens(self) -> int:
+        """Groups of tokens that are rearranged together."""
+        return max(1, self.tokens // TILE_TOKENS)
+
+    @property
     def arranged(self) -> ActivationLayout:
         """How the activations are rearranged."""
         return self.operands.arranged(by_warp=self.by_warp, chunk=CHUNK)
@@ -200,7 +224,13 @@ class Config:
     @property
     def token_bytes(self) -> int:
         """Activations of a stage."""
-        return self.span * self.quarter_bytes
+        return ROW_STAGE_BYTES if self.tokens == 1 else self.span * self.quarter_bytes
+
+    @property
+    def token_ring_bytes(self) -> int:
+        """The stages of activations, and zeros before those of one row: whole tiles of scales, which follow."""
+        size = self.token_stages * self.token_bytes + (ZEROS_BYTES if self.tokens == 1 else 0)
+        return -(-size // SCALE_TILE) * SCALE_TILE
 
     @property
     def factor_bytes(self) -> int:
@@ -210,13 +240,15 @@ class Config:
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
-        stages = self.stages * self.chunks.size_bytes + self.token_stages * (self.token_bytes + self.factor_bytes)
+        stages = self.stages * self.chunks.size_bytes + self.token_ring_bytes + self.token_stages * self.factor_bytes
         return stages + (self.sum_tile.received_bytes(self.splits) if self.sends else 0) + BARRIER_BYTES
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
         if self.rows not in rows_of(self.tokens) or (not self.splits and self.rows != rows_of(self.tokens)[0]):
             return f"tiles of {self.tokens} tokens have {rows_of(self.tokens)} rows, the first without clusters"
+        if self.tokens == 1 and (self.operands.fmt != NVFP4 or not self.splits):
+            return "tiles of one row have a weight in NVFP4, and clusters or CTAs of their own"
         if self.splits and self.tokens > CLUSTER_TOKENS:
             return f"clusters have tiles of at most {CLUSTER_TOKENS} tokens"
         if (self.splits > 1 or self.turns > 1) and self.sum_tile.size_bytes > self.stages * self.chunks.code_bytes:

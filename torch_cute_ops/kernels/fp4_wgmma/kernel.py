@@ -1,5 +1,6 @@
 """The device code; the package's docstring describes the roles and the data path."""
 
+import math
 from typing import NamedTuple
 
 import cutlass
@@ -27,11 +28,22 @@ from torch_cute_ops.kernels.common.expert_factors import factor_counts, factors_
 from torch_cute_ops.kernels.common.fp4_weights import sum_scale
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
 from torch_cute_ops.kernels.common.proxy import fence_async
+from torch_cute_ops.kernels.common.shared_words import clear
+from torch_cute_ops.kernels.common.unit_mma import free
 from torch_cute_ops.kernels.common.warp_mma import multiply_word
 from torch_cute_ops.kernels.common.warpgroup import WARPGROUP
 from torch_cute_ops.kernels.common.warpgroup_mma import warpgroup_mma
 from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
-from torch_cute_ops.kernels.fp4_wgmma.config import BAND_ROWS, BARRIER_BYTES, HELPERS, QUARTERS, Arguments, Config
+from torch_cute_ops.kernels.fp4_wgmma.config import (
+    BAND_ROWS,
+    BARRIER_BYTES,
+    HELPERS,
+    QUARTERS,
+    ZEROS_BYTES,
+    Arguments,
+    Config,
+)
+from torch_cute_ops.kernels.fp4_wgmma.row import RowActivations, RowMma
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 COLLECTED = 8  # groups of eight tokens whose sums are added up at once
@@ -140,7 +152,12 @@ class FP4WgmmaKernel:
         self.epilogue = EpilogueOps(config.epilogue)
         self.out_dtype = self.epilogue.out_dtype
         self.ring = WeightRing(config.chunks, config.stages)
-        self.activations = Activations(config.arranged)
+        self.row = None
+        if config.tokens == 1:
+            self.activations = RowActivations(config.arranged)
+            self.row = RowMma(self.ring, self.activations)
+        else:
+            self.activations = Activations(config.arranged)
         self.arrange = ActivationTilesKernel(activation_tiles.Config(**vars(config.arranged), pdl=config.pdl))
 
     def arguments(self) -> Arguments:
@@ -266,6 +283,8 @@ class FP4WgmmaKernel:
                 own = tokens_of(c.sum_tile, c.splits, part.worker % c.splits, tokens)
                 cute.arch.mbarrier_arrive_and_expect_tx(smem.sums_full, own * rows * (c.splits * 4))
         cute.arch.mbarrier_init_fence()
+        if const_expr(c.tokens == 1):
+            clear(smem.tokens - ZEROS_BYTES, ZEROS_BYTES, tid, c.threads)
         if const_expr(c.sends):
             # Waited for before sums are sent
             cute.arch.cluster_arrive_relaxed()
@@ -305,7 +324,9 @@ class FP4WgmmaKernel:
         c = self.config
         base = SmemAllocator().allocate(c.smem_bytes, 1024)
         tokens = base + c.stages * self.ring.code_bytes
-        scales = tokens + c.token_stages * c.token_bytes
+        scales = tokens + c.token_ring_bytes
+        if c.tokens == 1:
+            tokens = tokens + ZEROS_BYTES
         factors = scales + c.stages * self.ring.scale_bytes
         received = factors + c.token_stages * c.factor_bytes
         barriers = cute.recast_ptr(base + (c.smem_bytes - BARRIER_BYTES), dtype=Int64)
@@ -378,17 +399,21 @@ class FP4WgmmaKernel:
         """The consumers rearrange the activations of the first chunks together, while the weight is on its way."""
         c = self.config
         chunks = cutlass.min(part.end - part.begin, Int32(c.first_chunks))
-        pieces, groups, threads = self.activations.pieces, c.tokens // TILE_TOKENS, c.warps * 32
+        pieces, threads = self.activations.pieces, c.warps * 32
         for item in cutlass.range(tid, chunks * (pieces * c.tokens), threads, unroll=1):
             place, piece, chunk = item % c.tokens, item // c.tokens % pieces, item // (c.tokens * pieces)
             start = (part.begin % part.chunks + chunk) * CHUNK
             token = cutlass.min(part.token_tile * c.tokens + place, part.m - 1)
             left = part.blocks * c.operands.fmt.block_size - start
             words = self.activations.read(part.a, part.a_scale, token, start, left, piece)
-            base = smem.tokens + cute.assume(chunk * c.token_bytes, divby=TILE_BYTES)
-            self.activations.store(words, groups, piece, place, base)
+            self.activations.store(words, c.groups_of_tokens, piece, place, self._tokens_at(chunk, smem))
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         ptx.arrive_if(smem.tokens_full + cutlass.min(tid, chunks - 1), Uint32(tid < chunks))
+
+    def _tokens_at(self, stage, smem) -> cute.Pointer:
+        """Where a stage of activations begins."""
+        size = self.config.token_bytes
+        return smem.tokens + cute.assume(stage * size, divby=math.gcd(size, TILE_BYTES))
 
     @cute.jit
     def _arrange(self, helper, lane, part, smem):
@@ -400,14 +425,15 @@ class FP4WgmmaKernel:
         for use in range(c.first_chunks + helper, part.end - part.begin, HELPERS):
             start = (part.begin % part.chunks + use) * CHUNK
             stage = use % c.token_stages
-            base = smem.tokens + cute.assume(stage * c.token_bytes, divby=TILE_BYTES)
-            groups = c.tokens // TILE_TOKENS
-            together = min(groups, TOGETHER)
+            base = self._tokens_at(stage, smem)
+            groups = c.groups_of_tokens
+            together, tokens = min(groups, TOGETHER), min(c.tokens, TILE_TOKENS)
             # Not unrolled, for lack of registers
             for step in cutlass.range(groups // together, unroll=1):
-                places = [(step * together + i) * TILE_TOKENS + lane % TILE_TOKENS for i in range(together)]
-                piece, pieces = lane // TILE_TOKENS, self.activations.pieces
-                items = [(place, after) for place in places for after in range(0, pieces, 32 // TILE_TOKENS)]
+                places = [(step * together + i) * TILE_TOKENS + lane % tokens for i in range(together)]
+                pieces = self.activations.pieces
+                piece = lane // tokens % pieces
+                items = [(place, after) for place in places for after in range(0, pieces, 32 // tokens)]
                 read = []
                 for place, after in items:
                     # For tokens that do not exist the last one again, whose results are not stored
@@ -477,9 +503,9 @@ class FP4WgmmaKernel:
         if const_expr(not c.by_warp):
             sizes = c.tokens, c.span * CHUNK // QUARTERS, c.token_stages
             multiply = warpgroup_mma(self.dtype, *sizes, (0, 1, 2), smem.tokens)
-        sums = cute.make_rmem_tensor((c.tokens // 2,), Float32)
+        sums = cute.make_rmem_tensor((c.sums,), Float32)
         # Over experts the sums, each multiplied by its factor
-        totals = cute.make_rmem_tensor((c.tokens // 2,), Float32) if c.width is not None else sums
+        totals = cute.make_rmem_tensor((c.sums,), Float32) if c.width is not None else sums
         state = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         unit = part.end
         while unit > part.begin:
@@ -513,7 +539,9 @@ class FP4WgmmaKernel:
             if const_expr(c.pdl and not c.static_weight):
                 if unit <= part.begin:
                     cute.arch.griddepcontrol_launch_dependents()
-            if const_expr(c.splits > 1 or c.turns > 1):
+            if const_expr(c.tokens == 1):
+                self.row.add_up(sums)
+            if const_expr(c.splits > 1 or c.turns > 1 or c.tokens == 1):
                 self._add_up(totals, tile, factor, tid, consumer, part, smem)
             elif const_expr(c.splits == 1):
                 self._write(totals, tile, factor, consumer, part)
@@ -544,6 +572,8 @@ class FP4WgmmaKernel:
         that was multiplied. Returns the next.
         """
         c = self.config
+        if const_expr(c.tokens == 1):
+            return self._multiply_row(sums, first, i, state, consumer, part, smem)
         stage, parity, token_stage, token_parity, last = state
         ptx.wait(smem.full + stage, parity)
         existing = ptx.select(first + i == part.chunks - 1, consumer.existing, Uint32(0xFFFFFFFF))
@@ -558,7 +588,7 @@ class FP4WgmmaKernel:
             if const_expr(word % (2 * c.span) == 0):
                 ptx.wait(smem.tokens_full + token_stage, token_parity)
             if const_expr(c.by_warp):
-                at = smem.tokens + cute.assume(token_stage * c.token_bytes, divby=TILE_BYTES)
+                at = self._tokens_at(token_stage, smem)
                 multiply_word(pairs, word, c.tokens, at, c.arranged.token_bytes, consumer.lane, sums, self.dtype)
             else:
                 multiply(pairs, word % (2 * c.span), token_stage, adds if word == 0 else True, sums)
@@ -588,6 +618,28 @@ class FP4WgmmaKernel:
                 last = token_stage
                 token_stage, token_parity = next_stage(token_stage, token_parity, c.token_stages)
         return stage, parity, token_stage, token_parity, last
+
+    @cute.jit
+    def _multiply_row(self, sums, first, i, state, consumer, part, smem):
+        """The same with one row of activations."""
+        c = self.config
+        stage, parity, token_stage, token_parity, _ = state
+        ptx.wait(smem.full + stage, parity)
+        ptx.wait(smem.tokens_full + token_stage, token_parity)
+        existing = ptx.select(first + i == part.chunks - 1, consumer.existing, Uint32(0xFFFFFFFF))
+        rows, scale_rows = ((row, row + 8) for row in (consumer.row, consumer.scale_row))
+
+        def free_weight() -> None:
+            free(smem.free + stage, consumer.leads)
+
+        self.row.multiply(stage, token_stage, rows, scale_rows, consumer.lane, existing, sums, smem, free=free_weight)
+        cute.arch.sync_warp()
+        ptx.arrive_if(smem.tokens_free + token_stage, consumer.leads)
+        return (
+            *next_stage(stage, parity, c.stages),
+            *next_stage(token_stage, token_parity, c.token_stages),
+            token_stage,
+        )
 
     @cute.jit
     def _pass_chunk(self, state, consumer, smem):
@@ -687,7 +739,8 @@ class FP4WgmmaKernel:
         threads, finishers = c.warps * 32, c.bands * 32
         columns = sum_columns(c.sum_tile, finishers, tid, tile * c.rows)
         terms = self.epilogue.terms(part.alpha, part.bias, *columns, part.n)
-        finish = self.epilogue.finisher(factor, terms, sum_scale(c.operands.fmt, c.operands.a_layout))
+        scale = sum_scale(c.operands.fmt, c.operands.a_layout) if self.row is None else self.row.sum_scale
+        finish = self.epilogue.finisher(factor, terms, scale)
         # All warps have read the codes, which the sums replace.
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         row = consumer.row
