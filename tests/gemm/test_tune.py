@@ -141,7 +141,7 @@ def test_calls_in_a_block_are_tuned(op, made_up, file):
         runs = len(made_up.runs)
         assert used(op, made_up, sample) == (32,)
         assert len(made_up.runs) == runs + 1
-    for m, tactic in ((2, (32,)), (8, (32,)), (9, (16,))):
+    for m, tactic in ((1, (16,)), (2, (32,)), (8, (32,)), (9, (16,))):
         assert used(op, made_up, call_of(op, m)) == tactic
     (record,) = json.loads(file.read_text())["choices"]
     assert record["bucket"] == 8 and record["device"] == "GPU of test" and record["seconds"] == pytest.approx(3e-6)

@@ -189,16 +189,28 @@ def test_errors():
 
 
 class Calls(TorchDispatchMode):
-    """Rows and columns of each GEMM."""
+    """Of each call of an op of ours its name, and shape and dtype of its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes: list[tuple[int, int]] = []
+        self.every: list[tuple] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "mm_" in str(func):
-            self.sizes.append((args[0].shape[0], args[1].shape[1]))
+        if func.namespace == "cute":
+            tensors = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, torch.Tensor)]
+            self.every.append((func._opname, *((tuple(each.shape), each.dtype) for each in tensors)))
         return func(*args, **(kwargs or {}))
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Rows and columns of each GEMM."""
+        gemms = [call for call in self.every if "mm_" in call[0]]
+        return [(a[0], b[1]) for _, (a, _), (b, _), *_ in gemms]
+
+    @property
+    def fused(self) -> list[tuple]:
+        """Calls of what neither multiplies nor only quantises."""
+        return [call for call in self.every if "mm_" not in call[0] and "_quantize" not in call[0]]
 
 
 def test_warmup_calls_each_form_once():
@@ -212,20 +224,6 @@ def test_warmup_calls_each_form_once():
     assert not calls.sizes
     with pytest.raises(ValueError, match="rows has 0"):
         warmup(model, rows=(4, 0))
-
-
-class Ops(TorchDispatchMode):
-    """Name, and shape and dtype of the tensors, of each call of an op of ours that is no GEMM."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "cute" and "mm_" not in func._opname:
-            tensors = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, torch.Tensor)]
-            self.calls.append((func._opname, *((tuple(each.shape), each.dtype) for each in tensors)))
-        return func(*args, **(kwargs or {}))
 
 
 class FusedBlock(nn.Module):
@@ -271,12 +269,12 @@ def test_warmup_calls_fused_ops(activations, expected):
         activations=activations,
         calibrate=None if activations != "fp4" else lambda _: block.down_proj(block.gate_up_proj(samples)[:, : 2 * H]),
     )
-    with Ops() as ops:
+    with Calls() as calls:
         warmup(block, rows=(1, 40))
-    assert [call for call in ops.calls if "_quantize" not in call[0]] == expected
-    with Ops() as ops:
+    assert calls.fused == expected
+    with Calls() as calls:
         warmup(block, rows=(1, 40), fused=False)
-    assert all("_quantize" in name for name, *_ in ops.calls)
+    assert calls.sizes and not calls.fused
 
 
 def test_warmup_leaves_layers_as_they_are():
