@@ -1,5 +1,6 @@
 """The kernels of FP8 activations and an FP4 weight, executed thread for thread by the PTX emulator."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -111,6 +112,11 @@ def case(fmt, scale_layout: str, layout: str, tile: tuple[int, int], *epilogue: 
     return FP8FP4GemmCase(fmt, scale_layout, layout, tile, Epilogue(*epilogue))
 
 
+def by_blocks(*given: Any) -> FP8FP4GemmCase:
+    """A case of ``fp8_mxfp4_wgmma``."""
+    return replace(case(MXFP4, *given), by_blocks=True)
+
+
 # Ragged sizes, a last K block of 64 elements, experts without rows or that begin within a tile of scales.
 RUNS = [
     Run(case(NVFP4, "128x4", "plain", (16, 1), FP32), (5,), 136, 1344, 1),
@@ -118,6 +124,11 @@ RUNS = [
     Run(case(NVFP4, "linear", "counted", (32, 1), BF16, "expert", FP32), (0, 33, 1), 72, 192, 2),
     Run(case(MXFP4, "128x4", "masked", (64, 2), FP16, "expert_column"), (3, 0, 70), 136, 320, 4, room=72),
     Run(case(NVFP4, "128x4", "offsets", (32, 4), BF16, "one"), (0, 32), 200, 640, 8),
+    Run(by_blocks("128x4", "plain", (16, 1), FP32), (5,), 136, 1344, 1),
+    Run(by_blocks("linear", "plain", (16, 4), BF16, "column", BF16), (9,), 72, 64, 4),
+    Run(by_blocks("linear", "counted", (32, 1), BF16, "expert", FP32), (0, 33, 1), 72, 192, 2),
+    Run(by_blocks("128x4", "masked", (16, 1), FP16, "expert_column"), (3, 0, 20), 136, 1152, 2, room=24),
+    Run(by_blocks("128x4", "offsets", (16, 3), BF16, "one"), (0, 32), 200, 640, 6),
     Run(case(MXFP4, "128x4", "plain", (128, 1), FP32, "column", FP32), (130,), 136, 192, 2),
     Run(case(NVFP4, "linear", "counted", (128, 1), BF16), (3, 70, 0), 72, 640, 1),
     Run(case(NVFP4, "128x4", "masked", (128, 1), FP32, "expert_column", FP32), (3, 0, 70), 136, 64, 1, room=72),
@@ -193,8 +204,20 @@ FAR = {NVFP4: [(1, 0x80), (0x81, 0xFF)], MXFP4: [(100, 140)]}
 )
 def test_scales_that_are_hard_to_encode(fmt: Any, tile: tuple[int, int], scales: tuple[int, int]) -> None:
     """One K block: fp32 adds nothing up. Numbers are subnormal in e4m3, or zero, or NaN; totals change their units."""
-    got, want = execute(Run(case(fmt, "128x4", "plain", tile, FP32), (9,), 136, 128, 2, scales=scales))
-    near = torch.isclose(got, want, rtol=1e-5, atol=0, equal_nan=True)
+    check_hard_scales(case(fmt, "128x4", "plain", tile, FP32), scales)
+
+
+@pytest.mark.parametrize("layout", ["128x4", "linear"])
+@pytest.mark.parametrize("scales", [(118, 140), (0, 19), (230, 256)], ids=["far", "least", "greatest and NaN"])
+def test_scales_of_blocks_that_are_hard(layout: str, scales: tuple[int, int]) -> None:
+    """Codes are rounded to those of a larger scale, where they are 15 powers of two and more below the largest."""
+    check_hard_scales(by_blocks(layout, "plain", (16, 1), FP32), scales)
+
+
+def check_hard_scales(of: FP8FP4GemmCase, scales: tuple[int, int]) -> None:
+    got, want = execute(Run(of, (9,), 136, 128, 2, scales=scales))
+    # Sums of the least scales are subnormal in fp32, before the scales of rows.
+    near = torch.isclose(got, want, rtol=1e-5, atol=2.0**-136, equal_nan=True)
     assert near.float().mean() > 0.99  # the emulator's sum of random products is rounded in another order
     equal("NaN", got.isnan(), want.isnan())
 
@@ -204,9 +227,11 @@ SWAPPED = Run(case(NVFP4, "128x4", "masked", (16, 1), BF16), (3, 5), 136, 1792, 
 UNITS = Run(case(NVFP4, "linear", "counted", (128, 1), BF16), (130, 3), 120, 896, 1)
 PAIR = Run(case(MXFP4, "linear", "counted", (256, 1), BF16, "expert", BF16), (200, 3), 120, 896, 2)
 WRITTEN = Run(case(MXFP4, "linear", "counted", RECODED, BF16, "expert_column", BF16), (130, 3), 120, 896, 1)
+BY_BLOCKS = Run(by_blocks("128x4", "masked", (16, 1), BF16), (3, 5), 136, 2304, 1, room=8)
+ORDERED = {"swapped": SWAPPED, "units": UNITS, "pair": PAIR, "recoded": WRITTEN, "blocks": BY_BLOCKS}
 
 
-@pytest.mark.parametrize("run", [SWAPPED, UNITS, PAIR, WRITTEN], ids=["swapped", "units", "pair", "recoded"])
+@pytest.mark.parametrize("run", ORDERED.values(), ids=ORDERED)
 @pytest.mark.parametrize("seed", [None, 1])
 def test_what_orders_it_is_enough(run: Run, seed: int | None) -> None:
     got, want = execute(run, seed=seed)
@@ -216,7 +241,7 @@ def test_what_orders_it_is_enough(run: Run, seed: int | None) -> None:
 SKIPS = {"swapped": (3, 4, 6), "pair": (2,)}
 """Waits of decoding warps for K blocks of other teams, without which a team might be a round behind. No seed that was
 tried (``None``, 0, 1) lets one be, so none of these shows that it is needed."""
-WAITS = {"swapped": (SWAPPED, 11), "pair": (PAIR, 9)}
+WAITS = {"swapped": (SWAPPED, 11), "pair": (PAIR, 9), "blocks": (BY_BLOCKS, 5)}
 FAULTS = {
     "every wait": changed(WAIT, None, PASSED),
     "stage free": changed(WAIT, 0, PASSED),
@@ -229,7 +254,7 @@ FAULTS = {
     ("run", "edit"),
     [
         pytest.param(run, FAULTS[what], id=f"{name}-{what}")
-        for name, run in (("swapped", SWAPPED), ("units", UNITS), ("pair", PAIR), ("recoded", WRITTEN))
+        for name, run in ORDERED.items()
         for what in FAULTS
         # A recoded weight is not decoded, and of the other two each wait is looked at below.
         if (name, what) != ("recoded", "decoded before the MMAs")
@@ -250,7 +275,7 @@ def test_what_orders_it_is_needed(run: Run, edit: Any) -> None:
         pytest.param(run, wait, id=f"{name}-{wait}")
         for name, (run, count) in WAITS.items()
         for wait in range(count)
-        if wait not in SKIPS[name]
+        if wait not in SKIPS.get(name, ())
     ],
 )
 def test_every_wait_is_needed(run: Run, wait: int) -> None:

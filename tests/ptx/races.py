@@ -187,6 +187,8 @@ class Races:
                     self.started[:, some] = np.where(until_here, PERFORMED, self.started[:, some])
                     self.under_way[some] = (self.started[:, some] != PERFORMED).sum(axis=0)
                     self.dirty[self.machine.warp[some]] = True
+                    # Later loads are told from these, although no barrier is between them.
+                    self._tick(some)
 
     def _settle(self, threads: Array) -> None:
         """Until when all loads of ``threads`` have been performed."""

@@ -9,7 +9,7 @@ from typing import Any
 from support.epilogues import epilogues
 from support.kernel_grid.common import ARCHS, BF16, FP32, PER_COLUMN, KernelCase, epilogue_id
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
-from torch_cute_ops.kernels import fp4_to_fp8, fp8_fp4_recoded, fp8_fp4_wgmma, fp8_mma, fp8_wgmma
+from torch_cute_ops.kernels import fp4_to_fp8, fp8_fp4_recoded, fp8_fp4_wgmma, fp8_mma, fp8_mxfp4_wgmma, fp8_wgmma
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
@@ -63,8 +63,8 @@ class FP8GemmCase(KernelCase):
 
 @dataclass(frozen=True)
 class FP8FP4GemmCase(KernelCase):
-    """A GEMM of FP8 activations and an FP4 weight; ``tile`` as of ``fp8_fp4_wgmma.TILES``, or ``RECODED``, the rest as
-    elsewhere."""
+    """A GEMM of FP8 activations and an FP4 weight; ``tile`` as of ``fp8_fp4_wgmma.TILES``, or ``RECODED``, or
+    ``by_blocks`` as of ``fp8_mxfp4_wgmma.TILES``, the rest as elsewhere."""
 
     fmt: FP4Format
     scale_layout: str
@@ -73,6 +73,7 @@ class FP8FP4GemmCase(KernelCase):
     epilogue: Epilogue
     arch: str = "sm_90a"
     static_weight: bool = False
+    by_blocks: bool = False
 
     @property
     def is_recoded(self) -> bool:
@@ -82,7 +83,7 @@ class FP8FP4GemmCase(KernelCase):
     @property
     def id(self) -> str:
         tile = "x".join(map(str, self.tile))
-        family = "fp8_fp4_recoded" if self.is_recoded else "fp8_fp4_wgmma"
+        family = "fp8_fp4_recoded" if self.is_recoded else "fp8_mxfp4_wgmma" if self.by_blocks else "fp8_fp4_wgmma"
         family += "-static" if self.static_weight else ""
         parts = (family, self.fmt.name, self.scale_layout, self.layout, tile, epilogue_id(self.epilogue))
         return "-".join((*parts, self.arch))
@@ -91,7 +92,8 @@ class FP8FP4GemmCase(KernelCase):
     def role(self) -> Any:
         if self.static_weight:
             return self
-        return type(self), self.layout if self.is_recoded else self.fmt, self.tile, has_factors(self.epilogue)
+        kind = self.layout if self.is_recoded else (self.fmt, self.by_blocks)
+        return type(self), kind, self.tile, has_factors(self.epilogue)
 
     @property
     def kernel(self) -> Any:
@@ -100,15 +102,11 @@ class FP8FP4GemmCase(KernelCase):
         given: dict[str, Any] = {"rows": rows, "epilogue": self.epilogue, "arch": GPU_ARCHS[self.arch], "pdl": True}
         if self.is_recoded:
             return fp8_fp4_recoded.FP8FP4RecodedKernel(fp8_fp4_recoded.plan(**given))
-        config = fp8_fp4_wgmma.plan(
-            fmt=self.fmt,
-            layout=SCALE_LAYOUTS[self.scale_layout],
-            tokens=self.tile[0],
-            splits=self.tile[1],
-            static_weight=self.static_weight,
-            **given,
-        )
-        return fp8_fp4_wgmma.FP8FP4WgmmaKernel(config)
+        given |= {"layout": SCALE_LAYOUTS[self.scale_layout], "static_weight": self.static_weight}
+        given |= dict(zip(("tokens", "splits"), self.tile, strict=True))
+        if self.by_blocks:
+            return fp8_mxfp4_wgmma.FP8MXFP4WgmmaKernel(fp8_mxfp4_wgmma.plan(**given))
+        return fp8_fp4_wgmma.FP8FP4WgmmaKernel(fp8_fp4_wgmma.plan(fmt=self.fmt, **given))
 
     @property
     def before(self) -> RecodeCase | None:
@@ -173,6 +171,10 @@ def fp8_fp4_gemm_cases() -> list[FP8FP4GemmCase | RecodeCase]:
         layout = next(layouts)
         epilogue = next(by_column if layout == "plain" else by_expert)
         cases.append(FP8FP4GemmCase(fmt, next(scales), layout, tile, epilogue))
+    for tile in fp8_mxfp4_wgmma.TILES:
+        layout = next(layouts)
+        epilogue = next(by_column if layout == "plain" else by_expert)
+        cases.append(FP8FP4GemmCase(MXFP4, next(scales), layout, tile, epilogue, by_blocks=True))
     for layout in FP8_LAYOUTS:
         epilogue = next(by_column if layout == "plain" else by_expert)
         cases.append(FP8FP4GemmCase(NVFP4, "128x4", layout, RECODED, epilogue))

@@ -1,5 +1,7 @@
 """FP8 activations and an FP4 weight by Hopper's warpgroup MMA, plain or grouped by rows: ``kernels/fp8_fp4_wgmma``."""
 
+from typing import Any, ClassVar
+
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends._fp8 import FP8FP4Backend
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
@@ -22,27 +24,32 @@ class FP8FP4Wgmma(FP8FP4Backend):
     """A tactic is (rows of ``a`` in a tile, CTAs that share it)."""
 
     name = "wgmma"
+    tiles: ClassVar = fp8_fp4_wgmma.TILES
+    block_clocks: ClassVar = BLOCK_CLOCKS
+    kernel: ClassVar = fp8_fp4_wgmma.KERNEL
+
+    def plan(self, problem: GemmProblem, **given: Any) -> Any:
+        """The configuration of the kernel."""
+        return fp8_fp4_wgmma.plan(fmt=fp4_format(problem), **given)
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
         rows = rows_of_expert(problem, m)
-        sizes = sorted({tokens for tokens, _ in fp8_fp4_wgmma.TILES})
+        sizes = sorted({tokens for tokens, _ in self.tiles})
         widest = next((tokens for tokens in sizes if tokens >= rows), sizes[-1])
         # CTAs that share a tile beside others of the same columns read the weight more than once.
         return tuple(
-            (tokens, splits)
-            for tokens, splits in fp8_fp4_wgmma.TILES
-            if tokens <= widest and (splits == 1 or rows <= tokens)
+            (tokens, splits) for tokens, splits in self.tiles if tokens <= widest and (splits == 1 or rows <= tokens)
         )
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         tile = self.tile(tactic)
         row_bytes = problem.b.row_bytes(BLOCK)
-        return tile.seconds(problem, m, target, BLOCK_CLOCKS[tile.tokens], 0.0, row_bytes, SHARE_CLOCKS)
+        return tile.seconds(problem, m, target, self.block_clocks[tile.tokens], 0.0, row_bytes, SHARE_CLOCKS)
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
         tile = self.tile(tactic)
-        config = fp8_fp4_wgmma.plan(
-            fmt=fp4_format(problem),
+        config = self.plan(
+            problem,
             layout=weight_scales(problem),
             rows=problem.grouping.rows,
             epilogue=problem.epilogue,
@@ -52,7 +59,7 @@ class FP8FP4Wgmma(FP8FP4Backend):
             pdl=settings.PDL,
             static_weight=problem.static_weight,
         )
-        return (KernelSpec(fp8_fp4_wgmma.KERNEL, config),)
+        return (KernelSpec(self.kernel, config),)
 
     def tile(self, tactic: Tactic) -> Tile:
         tokens, splits = map(int, tactic)

@@ -34,8 +34,9 @@ class FP8TilesConfig:
         tokens, columns, splits: rows of ``a`` and of ``b`` of a tile, and CTAs of a cluster, which share its k.
         stages: stages of the ring.
         line: bytes of a row of the weight in a stage.
+        span: K blocks of a stage.
         place_scales: fp32 scales of a K block in the ring; whole pieces of 16 bytes.
-        scales_ahead: K blocks whose scales a warp loads together.
+        scales_ahead: stages whose scales a warp loads together.
         own_bytes: shared memory that the kernel has besides.
         helpers, teams: warps that complete a stage which has arrived, if there are any; and how many times so many
             there are, which take the stages in turns.
@@ -61,6 +62,7 @@ class FP8TilesConfig:
     helpers: ClassVar[int]
     row_ctas = 1
     teams = 1
+    span = 1
 
     @staticmethod
     def reads_ahead(rows: ExpertLayout, tokens: int, pdl: bool) -> bool:
@@ -68,9 +70,14 @@ class FP8TilesConfig:
         return pdl and rows.is_plain and tokens <= GROUP_ROWS
 
     @property
+    def teams_meet(self) -> bool:
+        """Whether a stage is one team's in a round of the ring and another's in the next."""
+        return self.stages % self.teams > 0
+
+    @property
     def full_arrivals(self) -> int:
         """Arrivals of helpers that make a stage full."""
-        return self.helpers
+        return self.helpers * (self.teams if self.teams_meet else 1)
 
     @property
     def cluster(self) -> int:
@@ -93,7 +100,7 @@ class FP8TilesConfig:
     @property
     def threads(self) -> int:
         """Threads of a CTA."""
-        return THREADS
+        return THREADS + 32 * self.teams * self.helpers
 
     @property
     def tells_expert(self) -> bool:
@@ -122,8 +129,9 @@ class FP8TilesConfig:
 
     @property
     def stage_bytes(self) -> int:
-        """A K block of both operands, its scales, and a record."""
-        return self.tokens * BLOCK + self.copied_columns * self.line + self.place_scales * 4 + RECORD_BYTES
+        """The K blocks of both operands, their scales, and a record."""
+        of_blocks = self.span * (self.tokens * BLOCK + self.place_scales * 4)
+        return of_blocks + self.copied_columns * self.line + RECORD_BYTES
 
     @property
     def smem_bytes(self) -> int:

@@ -22,6 +22,7 @@ from torch_cute_ops.kernels.common.epilogue_ops import TileEpilogue
 from torch_cute_ops.kernels.common.expert_tiles import ExpertTilesKernel
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS, RECORD_BYTES, RECORD_WORDS, SCALE_WARPS
+from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.common.warpgroup import WARPGROUP
 from torch_cute_ops.kernels.common.weight_ring import next_stage
 
@@ -33,9 +34,9 @@ class Share(NamedTuple):
 
     Attributes:
         m, n: sizes of the result, of all experts.
-        blocks: K blocks; the last may be half of one.
+        blocks: what is a stage's, ``Config.span`` K blocks each; the last may be half of one, or one of several.
         width: bytes of a row of the weight.
-        begin, end: the CTA's range of K blocks: all, or its part in a cluster.
+        begin, end: the CTA's range of these: all, or its part in a cluster.
         first, workers, count: the first of its tiles; the number of CTAs or clusters, and so the step to the next tile;
             the number of all tiles.
         rank: rank of the CTA in its cluster.
@@ -151,10 +152,10 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
     def _allocate(self) -> Smem:
         c = self.config
         base = SmemAllocator().allocate(c.smem_bytes, 1024)
-        columns = base + c.stages * c.tokens * BLOCK
+        columns = base + c.stages * c.span * c.tokens * BLOCK
         own = columns + c.stages * c.copied_columns * c.line
         scales = own + c.own_bytes
-        records = scales + c.stages * c.place_scales * 4
+        records = scales + c.stages * c.span * c.place_scales * 4
         stores = records + c.stages * RECORD_BYTES
         table = stores + c.store_bytes
         barriers = cute.recast_ptr(table + c.rows.table_bytes, dtype=Int64)
@@ -200,7 +201,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
             cute.arch.cluster_wait()
         m, n = out.shape
         self.tiles.prepare(*given, b_map[1].shape[2], space, smem.table, tid, c.threads)
-        blocks = scales[0].shape[0]
+        blocks = cute.ceil_div(scales[0].shape[0], c.span)
         share = Share(
             m=m,
             n=n,
@@ -267,20 +268,62 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         before = share.part * self.config.tokens
         return expert, row + before, rows - before, column
 
-    def _help(self, team, warp, lane, share, smem) -> None:
+    # Helpers
+
+    @cute.jit
+    def _help(self, team, warp, lane, share, smem):
         """A helper, one of its team's warps: it completes the stages that have arrived, one of each of the teams."""
+        c = self.config
+        begun = self._begin_help(warp, lane, share)
+        count = cute.ceil_div(share.count - share.first, share.workers) * (share.end - share.begin)
+        stage, parity = Int32(0), Int32(0)
+        for i in range_constexpr(c.teams - 1):
+            if team > i:
+                stage, parity = self._skip(Int32(i), count, stage, parity, lane, smem)
+        for turn in cutlass.range(team, count, c.teams, unroll=1):
+            ptx.wait(smem.arrived + stage, parity)
+            self._complete(begun, stage, lane, share, smem)
+            # The MMAs and copies read it through the async proxy, and copies replace what was read.
+            fence_async()
+            cute.arch.sync_warp()
+            self._tell_complete(begun, stage, lane, share, smem)
+            stage, parity = next_stage(stage, parity, c.stages)
+            for i in range_constexpr(1, c.teams):
+                stage, parity = self._skip(turn + i, count, stage, parity, lane, smem)
+
+    def _begin_help(self, warp, lane, share) -> Any:
+        """What a helper, one of its team's warps, knows of all stages."""
+
+    def _complete(self, begun: Any, stage, lane, share, smem) -> None:
+        """Complete a helper's part of a stage, which has arrived. ``begun`` is what ``_begin_help`` returned."""
+
+    def _tell_complete(self, begun: Any, stage, lane, share, smem) -> None:
+        """That part is complete."""
+        ptx.arrive_if(smem.full + stage, Uint32(lane == 0))
+
+    @cute.jit
+    def _skip(self, turn, count, stage, parity, lane, smem):
+        """Skip a K block of another team. Where the teams exchange stages from round to round, see it arrive: who does
+        not may take a phase for that of two rounds before. The stage is full only when all teams have seen that, so
+        that none is left behind."""
+        c = self.config
+        if const_expr(c.teams_meet):
+            self._wait_if(turn < count, smem.arrived + stage, parity)
+            cute.arch.sync_warp()
+            ptx.arrive_if(smem.full + stage, Uint32((lane == 0) & (turn < count)))
+        return next_stage(stage, parity, c.stages)
 
     # Copies
 
     @cute.jit
     def _produce(self, a_map, b_map, lane, share, smem):
-        """The producer warp: copy every K block of the CTA's tiles, in order.
+        """The producer warp: copy every stage of the CTA's tiles, in order.
 
         Of a static weight, the first tile's blocks that the ring has room for are copied before the kernel before this
         one has ended (``kernels.common.pdl``). Their barriers expect the activations too, which are copied after that.
         """
         c = self.config
-        tokens = self._activations(smem.tokens, c.box_rows, c.stages * c.boxes)
+        tokens = self._activations(smem.tokens, c.box_rows, c.stages * c.span * c.boxes)
         tokens = cute.group_modes(tokens, 0, 2)
         columns = cute.group_modes(self._weight_stages(smem), 0, 2)
         one = cute.make_layout(1)
@@ -297,7 +340,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
             tiled = cute.local_tile(b_map[1], (c.copied_columns, c.line, 1), (place, None, expert))
             columns_to, columns_from = cpasync.tma_partition(b_map[0], 0, one, columns, cute.group_modes(tiled, 0, 3))
             boxes = cutlass.max(cutlass.min(cute.ceil_div(rows, c.box_rows), Int32(c.boxes)), Int32(0))
-            size = c.copied_columns * c.line + boxes * (c.box_rows * BLOCK)
+            size = c.copied_columns * c.line + boxes * (c.span * c.box_rows * BLOCK)
             record = row, rows, column, expert if const_expr(c.tells_expert) else 0
             if const_expr(c.static_weight):
                 if number == share.first:
@@ -320,10 +363,11 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
                     ptx.wait(smem.free + stage, parity)
                     self._expect(record, size, stage, smem)
                 barrier = smem.arrived + stage
-                for box in range_constexpr(c.boxes):
-                    if box < boxes:
-                        to = tokens_to[None, stage * c.boxes + box]
-                        cute.copy(a_map[0], tokens_from[None, box, block], to, tma_bar_ptr=barrier)
+                for i in range_constexpr(c.span):
+                    for box in range_constexpr(c.boxes):
+                        if box < boxes:
+                            to = tokens_to[None, (stage * c.span + i) * c.boxes + box]
+                            cute.copy(a_map[0], tokens_from[None, box, block * c.span + i], to, tma_bar_ptr=barrier)
                 if const_expr(not c.static_weight):
                     source, to = columns_from[None, block], columns_to[None, stage]
                     cute.copy(b_map[0], source, to, tma_bar_ptr=barrier, **policy)
@@ -382,7 +426,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
                 scales[lane + 32 * i] = of_rows[i]
 
     def _scales(self, place, smem) -> cute.Tensor:
-        """The fp32 scales of a stage: those of the rows, and what the kernel adds."""
+        """The fp32 scales of a K block in the ring: those of the rows, and what the kernel adds."""
         start = cute.assume(Int32(place) * self.config.place_scales, divby=4)
         return cute.make_tensor(smem.scales + start, cute.make_layout(self.config.place_scales))
 

@@ -8,7 +8,7 @@ from torch_cute_ops.kernels import fp8_wgmma
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
-from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS, THREADS
+from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS
 from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
 from torch_cute_ops.runtime.arch import Arch
 
@@ -55,19 +55,6 @@ class Config(fp8_wgmma.Config):
         return self.lanes_per_row * self.copied_columns // 32
 
     @property
-    def teams_meet(self) -> bool:
-        """Whether a stage is one team's in a round of the ring and another's in the next."""
-        return self.stages % self.teams > 0
-
-    @property
-    def full_arrivals(self) -> int:
-        return self.helpers * (self.teams if self.teams_meet else 1)
-
-    @property
-    def threads(self) -> int:
-        return THREADS + 32 * self.teams * self.helpers
-
-    @property
     def registers(self) -> tuple[int, int, int]:
         # All but the consumers give some up: theirs are at most what the launch gives each thread.
         if not self.is_swapped:
@@ -86,11 +73,6 @@ class Config(fp8_wgmma.Config):
     @property
     def scales_ahead(self) -> int:
         return 2 if self.tokens < GROUP_ROWS else 1
-
-    @property
-    def block_scales(self) -> int:
-        """Scales of a row of the weight in a K block, a byte each."""
-        return BLOCK // self.fmt.block_size
 
     @property
     def place_scales(self) -> int:

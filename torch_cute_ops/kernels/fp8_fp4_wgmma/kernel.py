@@ -1,19 +1,14 @@
 """The device code; the package's docstring describes the roles and the data path."""
 
-import functools
-
-import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import warpgroup
+from cutlass import Boolean, Int32, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.formats import MXFP4
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import load_words, store_words
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK
 from torch_cute_ops.kernels.common.fp8_tiles_kernel import Smem, Tile
-from torch_cute_ops.kernels.common.proxy import fence_async
-from torch_cute_ops.kernels.common.weight_ring import PIECE, next_stage
+from torch_cute_ops.kernels.common.weight_ring import PIECE
 from torch_cute_ops.kernels.fp8_fp4_wgmma.config import Config
 from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import (
     look_up,
@@ -24,25 +19,13 @@ from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import (
     tables_of_shared_unit,
 )
 from torch_cute_ops.kernels.fp8_fp4_wgmma.units import IS_LAST, UnitsKernel
-from torch_cute_ops.kernels.fp8_fp4_wgmma.weights import FP4ExpertTiles
+from torch_cute_ops.kernels.fp8_fp4_wgmma.weights import FP4WeightStages
 
 
-class FP8FP4WgmmaKernel(UnitsKernel):
+class FP8FP4WgmmaKernel(FP4WeightStages, UnitsKernel):
     """The kernel of one ``Config``."""
 
     config: Config
-
-    def __init__(self, config: Config):
-        super().__init__(config, functools.partial(FP4ExpertTiles, config.fmt, config.layout))
-
-    def _weight_layout(self, stages: int):
-        c = self.config
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW64, Uint8)
-        return cute.tile_to_shape(atom, (c.copied_columns, c.line, stages), order=(0, 1, 2))
-
-    def _weight_stages(self, smem: Smem) -> cute.Tensor:
-        layout = self._weight_layout(self.config.stages)
-        return cute.make_tensor(cute.recast_ptr(smem.columns, layout.inner, dtype=Uint8), layout.outer)
 
     def _weight_at(self, smem: Smem) -> cute.Pointer:
         return smem.own
@@ -57,30 +40,6 @@ class FP8FP4WgmmaKernel(UnitsKernel):
         for i, one in enumerate(words):
             exponents |= Uint32(shared_exponent(one, self.config.fmt) & 0xFF) << 8 * i
         return exponents, share.n - tile.column - lane
-
-    def _load_scales(self, block, tile: Tile, lane, share) -> tuple:
-        """Those of the rows of ``a``, 32 at a time; then the words of a lane's four rows of the weight."""
-        return self._token_scales(block, tile, lane, share), self._weight_scales(tile, lane, block, share)
-
-    def _weight_scales(self, tile: Tile, lane, block, share) -> list:
-        """The scales of a lane's rows of the weight in a K block, every 32nd from ``lane`` on: of each its words, four
-        scales a word; anything where there are none."""
-        c, scale = self.config, share.b_scale
-        words = c.block_scales // 4
-        left = share.width * 2 // c.fmt.block_size - block * c.block_scales
-        first = Int64(block) * c.block_scales
-        if c.rows.is_plain and not c.layout.is_linear:
-            # Tiles are those of the layout, in which these rows follow each other.
-            row = c.layout.row_offset(Int64(tile.column) + lane, Int64(scale.shape[1]))
-            at = scale.iterator + (row + c.layout.block_offset(first))
-            found = [ptx.load_if(at, 4 * i < left, 4, c.layout.block_offset(4 * i)) for i in range(words)]
-            rows = [list(of_row) for of_row in zip(*found, strict=True)]
-        else:
-            rows = []
-            for i in range(c.columns // 32):
-                column = tile.column + lane + 32 * i
-                rows.append(self.tiles.row_scales(scale, share.n, tile.expert, column, column < share.n, first, left))
-        return [self.tiles.without_padding(row, left) for row in rows]
 
     @cute.jit
     def _store_scales(self, loaded, begun, is_last, place, lane, share, smem):
@@ -132,47 +91,26 @@ class FP8FP4WgmmaKernel(UnitsKernel):
 
     # Decoding
 
-    @cute.jit
-    def _help(self, team, warp, lane, share, smem):
-        """A decoding warp: 32 rows of each of its team's K blocks, or halves of 16."""
+    def _begin_help(self, warp, lane, share) -> tuple:
+        """A decoding warp has 32 of the CTA's rows, or halves of 16: the lane's row among these and in the tile, its
+        halves, and the warp's first row in the tile."""
         c = self.config
         each = 32 // c.lanes_per_row
         row, halves = warp * each + lane % each, [0, 1] if c.lanes_per_row == 1 else [lane // each]
-        # Of the warp's first row, and of the lane's, in the tile
         before = share.part * c.copied_columns
-        first, place = before + warp * each, before + row
-        count = cute.ceil_div(share.count - share.first, share.workers) * (share.end - share.begin)
-        stage, parity = Int32(0), Int32(0)
-        for i in range_constexpr(c.teams - 1):
-            if team > i:
-                stage, parity = self._skip(Int32(i), count, stage, parity, lane, smem)
-        for turn in cutlass.range(team, count, c.teams, unroll=1):
-            ptx.wait(smem.arrived + stage, parity)
-            (flags,) = load_words(self._flags(stage, smem))
-            for half in halves:
-                self._decode_half(flags >> first // 32 & Uint32(1), stage, row, place, half, smem)
-            # The MMAs and the copy read it through the async proxy, and copies replace the codes.
-            fence_async()
-            cute.arch.sync_warp()
-            if const_expr(c.row_ctas == 1):
-                ptx.arrive_if(smem.full + stage, Uint32(lane == 0))
-            else:
-                self._share_rows(stage, first, each, share, smem)
-            stage, parity = next_stage(stage, parity, c.stages)
-            for i in range_constexpr(1, c.teams):
-                stage, parity = self._skip(turn + i, count, stage, parity, lane, smem)
+        return row, before + row, halves, before + warp * each
 
-    @cute.jit
-    def _skip(self, turn, count, stage, parity, lane, smem):
-        """Skip a K block of another team. Where the teams exchange stages from round to round, see it arrive: who does
-        not may take a phase for that of two rounds before. The stage is full only when all teams have seen that, so
-        that none is left behind."""
-        c = self.config
-        if const_expr(c.teams_meet):
-            self._wait_if(turn < count, smem.arrived + stage, parity)
-            cute.arch.sync_warp()
-            ptx.arrive_if(smem.full + stage, Uint32((lane == 0) & (turn < count)))
-        return next_stage(stage, parity, c.stages)
+    def _complete(self, begun, stage, lane, share, smem) -> None:
+        row, place, halves, first = begun
+        (flags,) = load_words(self._flags(stage, smem))
+        for half in halves:
+            self._decode_half(flags >> first // 32 & Uint32(1), stage, row, place, half, smem)
+
+    def _tell_complete(self, begun, stage, lane, share, smem) -> None:
+        if self.config.row_ctas == 1:
+            super()._tell_complete(begun, stage, lane, share, smem)
+        else:
+            self._share_rows(stage, begun[3], 32 // self.config.lanes_per_row, share, smem)
 
     @cute.jit
     def _share_rows(self, stage, first, rows: int, share, smem):

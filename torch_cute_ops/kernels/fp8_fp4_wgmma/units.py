@@ -39,14 +39,8 @@ class UnitsKernel(FP8WgmmaKernel):
         """The scales of a lane's rows of ``a``, which are columns of swapped tiles."""
         c, scales = self.config, self._scales(stage, smem)
         if c.is_swapped:
-            return [one for group in range(c.mma_columns // 8) for one in self._pair(scales, group, consumer)]
+            return self._pairs(scales, consumer)
         return [scales[consumer.row], scales[consumer.row + 8]]
-
-    def _pair(self, values: cute.Tensor, group: int, consumer) -> list:
-        """The values of a lane's columns in a group of eight."""
-        at = values.iterator + cute.assume(8 * group + consumer.quad * 2, divby=2)
-        words = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(2)))
-        return [ptx.float_of(word) for word in words]
 
     def _read_flags(self, stage, consumer, smem) -> Uint32:
         """Which groups of 32 rows of the weight change units, or bring their sums to these: those of the warp."""

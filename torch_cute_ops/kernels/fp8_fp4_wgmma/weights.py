@@ -1,9 +1,11 @@
-"""Tiles of an FP4 weight, whose rows may belong to experts."""
+"""Tiles of an FP4 weight, whose rows may belong to experts; its codes in shared memory, and its scales in registers."""
 
+import functools
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int64, Uint8, Uint32
+from cutlass import Int64, Uint8
+from cutlass.cute.nvgpu import warpgroup
 
 from torch_cute_ops.formats import MXFP4, FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
@@ -12,6 +14,8 @@ from torch_cute_ops.kernels.common.convert import DSL_DTYPES
 from torch_cute_ops.kernels.common.expert_tiles import ExpertTiles, by_expert
 from torch_cute_ops.kernels.common.fp4_weights import scale_argument
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK
+from torch_cute_ops.kernels.common.fp8_tiles_kernel import Smem, Tile
+from torch_cute_ops.kernels.fp8_wgmma.kernel import FP8WgmmaKernel
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
@@ -73,7 +77,50 @@ class FP4ExpertTiles(ExpertTiles):
         return row + self.layout.block_offset(place)
 
     def without_padding(self, words: list, left) -> list:
-        """The words of a row's scales in a K block, without what is behind the last: padding may be anything."""
+        """The words of a row's scales in a K block of which ``left`` exist, half or all: what is behind the last may be
+        anything. In its place are those of the first half again, which fit where these do."""
         if self.fmt == MXFP4:
-            return [ptx.select(left > 2, word, word & Uint32(0xFFFF)) for word in words]
-        return words
+            return [ptx.select(left > 2, word, ptx.prmt(word, word, 0x1010)) for word in words]
+        return [words[0], ptx.select(left > 4, words[1], words[0])]
+
+
+class FP4WeightStages(FP8WgmmaKernel):
+    """``FP8WgmmaKernel`` with such a weight, whose codes are copied to the stages as they are. A ``Config`` has its
+    ``fmt`` and ``layout``."""
+
+    def __init__(self, config: Any):
+        super().__init__(config, functools.partial(FP4ExpertTiles, config.fmt, config.layout))
+        self.block_scales = BLOCK // config.fmt.block_size
+
+    def _weight_layout(self, stages: int):
+        c = self.config
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW64, Uint8)
+        return cute.tile_to_shape(atom, (c.copied_columns, c.line, stages), order=(0, 1, 2))
+
+    def _weight_stages(self, smem: Smem) -> cute.Tensor:
+        layout = self._weight_layout(self.config.stages)
+        return cute.make_tensor(cute.recast_ptr(smem.columns, layout.inner, dtype=Uint8), layout.outer)
+
+    def _load_scales(self, block, tile: Tile, lane, share) -> tuple:
+        """Those of the rows of ``a``, 32 at a time; then the words of a lane's four rows of the weight."""
+        return self._token_scales(block, tile, lane, share), self._weight_scales(tile, lane, block, share)
+
+    def _weight_scales(self, tile: Tile, lane, block, share) -> list:
+        """The scales of a lane's rows of the weight in a K block, every 32nd from ``lane`` on: of each its words, four
+        scales a word; anything where there is no row."""
+        c, scale = self.config, share.b_scale
+        words = self.block_scales // 4
+        left = share.width * 2 // c.fmt.block_size - block * self.block_scales
+        first = Int64(block) * self.block_scales
+        if c.rows.is_plain and not c.layout.is_linear:
+            # Tiles are those of the layout, in which these rows follow each other.
+            row = c.layout.row_offset(Int64(tile.column) + lane, Int64(scale.shape[1]))
+            at = scale.iterator + (row + c.layout.block_offset(first))
+            found = [ptx.load_if(at, 4 * i < left, 4, c.layout.block_offset(4 * i)) for i in range(words)]
+            rows = [list(of_row) for of_row in zip(*found, strict=True)]
+        else:
+            rows = []
+            for i in range(c.columns // 32):
+                column = tile.column + lane + 32 * i
+                rows.append(self.tiles.row_scales(scale, share.n, tile.expert, column, column < share.n, first, left))
+        return [self.tiles.without_padding(row, left) for row in rows]

@@ -2,14 +2,15 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, const_expr, range_constexpr
+from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from torch_cute_ops.kernels.common import ptx, row_tile
+from torch_cute_ops.kernels.common.convert import load_words
 from torch_cute_ops.kernels.common.expert_tiles import ExpertTiles
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS
 from torch_cute_ops.kernels.common.fp8_tiles_kernel import FP8TilesKernel, Smem, Tile
@@ -52,6 +53,9 @@ class Kept(NamedTuple):
 class FP8WgmmaKernel(FP8TilesKernel):
     """The kernel of one ``Config``."""
 
+    parts: ClassVar = 1
+    """Parts of a K block that have accumulators of their own."""
+
     def __init__(self, config: Config, tiles: Callable[..., ExpertTiles] = ExpertTiles):
         super().__init__(config, config.tokens * config.row_ctas, config.columns, tiles)
 
@@ -89,7 +93,7 @@ class FP8WgmmaKernel(FP8TilesKernel):
         multiply = self._mma(group, smem)
         size = c.mma_columns // 2
         sums = cute.make_rmem_tensor((size,), Float32)
-        partials = [cute.make_rmem_tensor((size,), Float32) for _ in range(c.together)]
+        partials = [cute.make_rmem_tensor((size * self.parts,), Float32) for _ in range(c.together)]
         stage, parity, turn = Int32(0), Int32(0), Int32(0)
         # There is none at first.
         kept = Kept(Int32(0), Int32(0), Int32(0), Int32(0))
@@ -280,6 +284,16 @@ class FP8WgmmaKernel(FP8TilesKernel):
             places = [consumer.row, consumer.row + 8]
         of_columns = scales[c.tokens]
         return [ptx.mul_rn(scales[place], of_columns) for place in places]
+
+    def _pair(self, values: cute.Tensor, group: int, consumer) -> list:
+        """The values of a lane's columns in a group of eight."""
+        at = values.iterator + cute.assume(8 * group + consumer.quad * 2, divby=2)
+        words = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(2)))
+        return [ptx.float_of(word) for word in words]
+
+    def _pairs(self, values: cute.Tensor, consumer) -> list:
+        """Those of all groups of a swapped tile."""
+        return [one for group in range(self.config.tokens // 8) for one in self._pair(values, group, consumer)]
 
     def _read_flags(self, stage, consumer, smem) -> Any:
         """What tells ``_prepare`` what to do; read while the MMAs run."""

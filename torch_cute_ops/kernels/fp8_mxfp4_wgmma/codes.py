@@ -1,0 +1,83 @@
+"""Codes of MXFP4 as e4m3 numbers without their scale, and scales as factors of fp32.
+
+By definition the numbers of a K block are rounded to e4m3 over the unit ``2^t``, where its largest scale has the
+exponent ``t + 6``. In units of ``2^(t - 9)``, of which e4m3's subnormal numbers are multiples, a block whose scale is
+``2^d`` below the largest has the numbers ``code · 2^(15 - d)``: integers up to ``d = 14``. With ``d = 15`` and more
+they are rounded to one of 0, 1, 2, 3, 4 and 6: codes of the scale ``2^(t - 9)``.
+"""
+
+import functools
+from typing import Final
+
+import cutlass
+from cutlass import Boolean, Int32, Uint32
+
+from torch_cute_ops.kernels.common import ptx
+
+CODE_SCALE: Final = 2.0**6
+"""Decoded codes are to be multiplied by it: a field of e2m1's exponent is one of e4m3's, whose bias is greater by 6."""
+ONES: Final = 0x7F7F7F7F
+"""Four scales of 1."""
+_ONE: Final = 1 << 23
+"""The least exponent of fp32, as bits."""
+_NAN_FIELD: Final = 0xFF << 23
+"""The exponent field of the scale that stands for NaN."""
+_NAN: Final = 0x7FC00000
+_LEAST: Final = 0x00400000
+"""2^-127, of the scale 0."""
+_EXACT: Final = 14
+"""Powers of two below the largest scale up to which codes are exact."""
+_ROUNDED: Final = ((0x04020000, 0x07060504), (0x02000000, 0x05040402), (0, 0x04020200), (0, 0x02000000))
+"""What the eight magnitudes become, 15 to 18 powers of two below the largest scale: codes, a byte each."""
+
+
+def decode(codes: Uint32) -> tuple[Uint32, Uint32]:
+    """Codes 0, 2, 4 and 6 of a word as e4m3 over ``CODE_SCALE``, and codes 1, 3, 5 and 7: sign, and the three bits of
+    exponent and mantissa."""
+    even = (codes << 4) & Uint32(0x80808080) | (codes << 2) & Uint32(0x1C1C1C1C)
+    odd = codes & Uint32(0x80808080) | (codes >> 2) & Uint32(0x1C1C1C1C)
+    return even, odd
+
+
+def block_factors(scales: Uint32) -> list:
+    """The scales of a row's four blocks as bits of fp32, unless they are 0 or NaN, which have the field alone."""
+    shifted = (scales << 23, scales << 15, scales << 7, scales >> 1)
+    return [word & Uint32(_NAN_FIELD) for word in shifted]
+
+
+def is_easy(factors: list) -> Boolean:
+    """Whether these are the factors, and no code is rounded."""
+    fields = [Int32(factor) for factor in factors]
+    most, least = functools.reduce(cutlass.max, fields), functools.reduce(cutlass.min, fields)
+    return (least > 0) & (most < Int32(_NAN_FIELD)) & (most - least <= _EXACT * _ONE)
+
+
+def hard_factors(factors: list) -> tuple[list, Uint32]:
+    """The factors of a row's blocks where ``is_easy`` does not hold; and by how much their codes are rounded
+    (``rounded``), a byte each."""
+    fields = [Int32(factor) for factor in factors]
+    is_nan = [field == Int32(_NAN_FIELD) for field in fields]
+    alive = [ptx.select(nan, Int32(0), field) for nan, field in zip(is_nan, fields, strict=True)]
+    most = functools.reduce(cutlass.max, alive)
+    found, amounts = [], Uint32(0)
+    for i, (nan, field) in enumerate(zip(is_nan, fields, strict=True)):
+        factor = cutlass.max(field, most - (_EXACT + 1) * _ONE)
+        factor = ptx.select(factor == 0, Uint32(_LEAST), Uint32(factor))
+        found.append(ptx.select(nan, Uint32(_NAN), factor))
+        amount = cutlass.min(cutlass.max((most - field >> 23) - _EXACT, Int32(0)), Int32(len(_ROUNDED) + 1))
+        amounts |= ptx.select(nan, Uint32(0), Uint32(amount)) << 8 * i
+    return found, amounts
+
+
+def rounded(codes: Uint32, amount: Uint32) -> Uint32:
+    """Eight codes of a block whose scale is ``14 + amount`` powers of two below the largest; 0: not rounded."""
+    low, high = Uint32(0), Uint32(0)
+    for i, table in enumerate(((0x03020100, 0x07060504), *_ROUNDED)):
+        low, high = (
+            ptx.select(amount == Uint32(i), Uint32(new), old) for new, old in zip(table, (low, high), strict=True)
+        )
+    magnitudes = codes & Uint32(0x77777777)
+    halves = [ptx.prmt_by(low, high, magnitudes >> 16 * i) for i in range(2)]
+    # A byte each: neighbours go together.
+    pairs = [half | half >> 4 for half in halves]
+    return ptx.prmt(pairs[0], pairs[1], 0x6420) | codes & Uint32(0x88888888)
