@@ -168,8 +168,13 @@ class Config:
         return {2: (232, 40) if self.width is not None else (240, 24), 4: (112, 32)}[self.groups]
 
     @property
+    def adds_up(self) -> bool:
+        """Whether sums go through shared memory: those of clusters, of warps that share bands, and of one row."""
+        return self.splits > 1 or self.turns > 1 or self.tokens == 1
+
+    @property
     def sum_tile(self) -> SumTile:
-        """The accumulators of a CTA of a cluster, in place of the codes."""
+        """The accumulators of a CTA, in place of the codes, where they go through shared memory."""
         return SumTile(self.tokens, self.rows, self.shared_bands * BAND_ROWS, self.turns)
 
     @property
@@ -227,9 +232,14 @@ class Config:
         return ROW_STAGE_BYTES if self.tokens == 1 else self.span * self.quarter_bytes
 
     @property
+    def zeros_bytes(self) -> int:
+        """Zeros before the stages of activations, which MMAs with one row read."""
+        return ZEROS_BYTES if self.tokens == 1 else 0
+
+    @property
     def token_ring_bytes(self) -> int:
-        """The stages of activations, and zeros before those of one row: whole tiles of scales, which follow."""
-        size = self.token_stages * self.token_bytes + (ZEROS_BYTES if self.tokens == 1 else 0)
+        """The stages of activations, and the zeros before them: whole tiles of scales, which follow."""
+        size = self.zeros_bytes + self.token_stages * self.token_bytes
         return -(-size // SCALE_TILE) * SCALE_TILE
 
     @property
@@ -251,7 +261,7 @@ class Config:
             return "tiles of one row have a weight in NVFP4, and clusters or CTAs of their own"
         if self.splits and self.tokens > CLUSTER_TOKENS:
             return f"clusters have tiles of at most {CLUSTER_TOKENS} tokens"
-        if (self.splits > 1 or self.turns > 1) and self.sum_tile.size_bytes > self.stages * self.chunks.code_bytes:
+        if self.adds_up and self.sum_tile.size_bytes > self.stages * self.chunks.code_bytes:
             return f"{self.sum_tile.size_bytes} bytes of sums do not fit in place of {self.stages} stages of codes"
         if self.width is not None and (self.width % CHUNK or self.tokens not in EXPERT_TILES or self.splits):
             return f"over experts, widths are multiples of {CHUNK}, tiles have {EXPERT_TILES} tokens, without clusters"
