@@ -5,21 +5,20 @@ from dataclasses import dataclass
 from typing import Final
 
 from torch_cute_ops.formats import NVFP4
-from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.activation_layout import CHUNK, TILE_LINE, TILE_TOKENS, ActivationLayout
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.fp4_operands import FP4Operands
 from torch_cute_ops.kernels.common.sum_tile import SumTile
 from torch_cute_ops.kernels.common.warpgroup import BY_WARP, GROUP_ROWS, SCHEDULERS, WARPGROUP
-from torch_cute_ops.kernels.common.weight_chunks import TILE_ROWS, WeightChunks
+from torch_cute_ops.kernels.common.weight_chunks import SCALE_TILE, WeightChunks
 from torch_cute_ops.runtime.arch import Arch
 
 QUARTERS: Final = 4
 """Quarters of a chunk: 64 elements of k, 128 bytes of activations a token."""
 TILES: Final = {1: 4, 8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}
 """Tokens of a tile, and its consumer warpgroups at most: as many as leave registers for the accumulators."""
-_MANY: Final = (256, 224, 208, 192, 160)
-ROWS: Final = {1: _MANY, 8: _MANY, 16: (256, 192), 32: (256, 192)}
+_ROWS_BY_WARP: Final = (256, 224, 208, 192, 160)
+ROWS: Final = {1: _ROWS_BY_WARP, 8: _ROWS_BY_WARP, 16: (256, 192), 32: (256, 192)}
 """Rows of the weight of a tile, by tokens, where there is a choice: whole bands by ``mma.sync``, whole warpgroups by
 wgmma."""
 BAND_ROWS: Final = 16
@@ -29,7 +28,6 @@ SENT_SUMS: Final = 16 * 192
 HELPERS: Final = 3
 """Warps that rearrange activations: the producer's warpgroup but for the producer."""
 BARRIER_BYTES: Final = 512
-SCALE_TILE: Final = TILE_ROWS * TILE_BLOCKS
 CHUNK_BLOCKS: Final = CHUNK // 16
 """Blocks of NVFP4 of a chunk."""
 ROW_BYTES: Final = CHUNK * 2

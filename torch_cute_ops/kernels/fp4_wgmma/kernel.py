@@ -1,6 +1,5 @@
 """The device code; the package's docstring describes the roles and the data path."""
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
@@ -14,6 +13,7 @@ from torch_cute_ops.kernels.common.epilogue_ops import EpilogueOps
 from torch_cute_ops.kernels.common.expert_factors import factors_argument
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
 from torch_cute_ops.kernels.common.shared_words import clear
+from torch_cute_ops.kernels.common.tile_order import tile_of
 from torch_cute_ops.kernels.common.weight_ring import WeightRing
 from torch_cute_ops.kernels.fp4_wgmma.config import BARRIER_BYTES, QUARTERS, Arguments, Config
 from torch_cute_ops.kernels.fp4_wgmma.copies import Copies
@@ -25,7 +25,6 @@ from torch_cute_ops.kernels.fp4_wgmma.row import RowActivations, RowMma
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 REGISTERS = 2**16  # of an SM
-BAND = 8  # tiles of tokens that run side by side
 
 
 class FP4WgmmaKernel:
@@ -160,14 +159,9 @@ class FP4WgmmaKernel:
         chunks = cute.ceil_div(half, self.ring.line)
         row_tiles = cute.ceil_div(n, c.rows)
         token_tiles = cute.ceil_div(out.shape[0], c.tokens)
-        # Tiles of tokens are taken in bands of ``BAND``: in a band, all tiles for a worker, or cluster, then for the
-        # next.
+        # A worker, or a cluster of them, takes the place of a tile of rows.
         together = max(c.splits, 1)
-        team, team_workers = cta // together, workers // together
-        band = team // (team_workers * BAND)
-        width = cutlass.min(token_tiles - band * BAND, Int32(BAND))
-        place = team - band * (team_workers * BAND)
-        worker, token_tile = place // width, band * BAND + place % width
+        worker, token_tile = tile_of(cta // together, workers // together, token_tiles)
         units = Int64(row_tiles) * chunks
         if c.splits == 0:
             begin, end = Int32(worker * units // workers), Int32((worker + 1) * units // workers)
