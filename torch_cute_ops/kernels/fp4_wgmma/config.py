@@ -54,6 +54,11 @@ def rows_of(tokens: int) -> tuple[int, ...]:
     return ROWS.get(tokens, (TILES[tokens] * GROUP_ROWS,))
 
 
+def mma_tokens(tokens: int) -> int:
+    """Columns of the MMAs of a tile with this many tokens: one for each, and at least those of one MMA."""
+    return max(tokens, TILE_TOKENS)
+
+
 def arranges(tokens: int, splits: int) -> bool:
     """Whether the CTAs of a cluster rearrange the activations themselves."""
     return splits > 0 and tokens <= ARRANGED_TOKENS
@@ -178,12 +183,12 @@ class Config:
     @property
     def sums(self) -> int:
         """Accumulators of a thread."""
-        return max(self.tokens, TILE_TOKENS) // 2
+        return mma_tokens(self.tokens) // 2
 
     @property
     def groups_of_tokens(self) -> int:
         """Groups of tokens that are rearranged together."""
-        return max(1, self.tokens // TILE_TOKENS)
+        return mma_tokens(self.tokens) // TILE_TOKENS
 
     @property
     def arranged(self) -> ActivationLayout:
