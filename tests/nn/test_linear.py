@@ -200,6 +200,27 @@ def test_a_state_dict_that_does_not_fit(change):
         NVFP4Linear(K, N, bias=True).load_state_dict(state)
 
 
+@pytest.mark.parametrize(
+    ("cls", "name", "argument"),
+    [
+        (NVFP4Linear, "input_global_scale", "global_scale"),
+        (FP8TensorLinear, "input_scale", "scale"),
+        (FP8ChannelLinear, "input_scale", "scale"),
+    ],
+    ids=["nvfp4", "fp8_tensor", "fp8_channel"],
+)
+def test_the_input_is_quantised_with_the_buffer(cls, name, argument):
+    """Wherever that has moved, and whatever has replaced it."""
+    activations = "fp4" if cls is NVFP4Linear else "fp8"
+    layer = quantised(cls, activations, input_amax=INPUT_AMAX)
+    x = torch.randn(3, K).bfloat16()
+    rows = layer.quantize(x).operands[0].view(torch.uint8)
+    for each in (layer, copy.deepcopy(layer), copy.deepcopy(layer).to("meta"), copy.deepcopy(layer).half()):
+        assert each.quantization().arguments[argument] is each.get_buffer(name)
+    layer._buffers[name] = layer._buffers[name] * 4
+    assert not torch.equal(layer.quantize(x).operands[0].view(torch.uint8), rows)
+
+
 def test_loading_reaches_captured_graphs():
     """What follows from the tensors is written in place, like these."""
     layer, other = (merge([quantised(NVFP4Linear, "fp4", factor=f) for f in (1, f)]) for f in (3, 5))

@@ -35,7 +35,7 @@ def normed_rows(
     ops: Any = (add_rmsnorm_fp4quant, add_rmsnorm_fp8quant) if sums else (rmsnorm_fp4quant, rmsnorm_fp8quant)
     to_fp4, to_fp8 = ops
     if isinstance(layer, NVFP4Linear | MXFP4Linear) and layer.activations == "fp4":
-        operands = to_fp4(rows, *sums, weight, layer._input_global_scale(), eps, layer.format.block_size)
+        operands = to_fp4(rows, *sums, weight, layer._activation_scale(), eps, layer.format.block_size)
     elif isinstance(layer, FP8BlockLinear | NVFP4Linear | MXFP4Linear) and layer.activations == "fp8":
         operands = to_fp8(rows, *sums, weight, None, eps, "block128", "column")
     elif isinstance(layer, FP8TensorLinear | FP8ChannelLinear):

@@ -7,12 +7,11 @@ from typing import Final, NamedTuple
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.problem import GemmProblem
+from torch_cute_ops.kernels.common.raster import RASTER_WIDTH
 from torch_cute_ops.runtime.arch import CLOCK_HZ
 
 BLOCK: Final = 128
 """Elements of k that share a scale."""
-BAND: Final = 8
-"""Row tiles that run side by side, and share the columns of the weight in L2."""
 
 
 class Tile(NamedTuple):
@@ -73,7 +72,7 @@ class Tile(NamedTuple):
         # The weight is read from memory at least once. Row tiles that run side by side share it, and the SMs that read
         # share the bandwidth.
         tiles = self.tiles_of(problem, m)
-        beside = min(-(-rows_of_expert(problem, m) // self.tokens), BAND)
+        beside = min(-(-rows_of_expert(problem, m) // self.tokens), RASTER_WIDTH)
         readers = min(1.0, tiles * self.cluster / target.sms)
         from_memory = readers * self.columns / self.row_ctas * row_bytes / beside / target.arch.memory_bytes_per_clock
         waves = math.ceil(tiles / self.clusters(target.sms))

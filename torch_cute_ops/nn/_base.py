@@ -17,6 +17,8 @@ Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _SHARED: Final = "input_scale"
 """The tensor that the parts of a merged layer share: they have one input."""
 _QUANTISE: Final[Mapping[str, Callable[..., tuple[Tensor, Tensor]]]] = {"fp4": fp4_quantize, "fp8": fp8_quantize}
+_SCALE_ARGUMENT: Final = {"fp4": "global_scale", "fp8": "scale"}
+"""Their second argument."""
 
 
 class Quantization(NamedTuple):
@@ -109,6 +111,8 @@ class QuantLinear(nn.Module):
             self.register_buffer(name, self._held(name, undefined.view(kind)))
         values = torch.full((out_features,), torch.nan, dtype=dtype, device=device) if bias else None
         self.register_parameter("bias", None if values is None else nn.Parameter(values, requires_grad=False))
+        # Without the scale, which is a buffer: that may move, or be replaced.
+        self._how = self._quantization()
         self._derive()
 
     @classmethod
@@ -286,12 +290,23 @@ class QuantLinear(nn.Module):
 
     def quantization(self) -> Quantization | None:
         """How the input is quantised; ``None``: the GEMM takes it in 16 bits."""
+        how, scale = self._how, self._activation_scale()
+        if how is None or scale is None:
+            return how
+        return Quantization(how.to, {_SCALE_ARGUMENT[how.to]: scale, **how.arguments})
+
+    def _quantization(self) -> Quantization | None:
+        """The same, with those arguments alone that are no tensors."""
         raise NotImplementedError
+
+    def _activation_scale(self) -> Tensor | None:
+        """The scale that the input is quantised with, or its global scale; ``None``: each row or block gets its own."""
+        return None
 
     def _quantized(self, rows: Tensor) -> tuple[Tensor, ...]:
         """``operands`` of rows (M, K)."""
-        how = self.quantization()
-        return (rows,) if how is None else _QUANTISE[how.to](rows, **how.arguments)
+        how = self._how
+        return (rows,) if how is None else _QUANTISE[how.to](rows, self._activation_scale(), **how.arguments)
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """The result (M, N) in ``dtype``."""

@@ -58,16 +58,12 @@ class _FP4Linear(QuantLinear):
         """The factor of the result, or of each of its columns."""
         return None
 
-    def _input_global_scale(self) -> Tensor | None:
-        return None
-
-    def quantization(self) -> Quantization | None:
-        """How the input is quantised; ``None``: the GEMM takes it in 16 bits."""
+    def _quantization(self) -> Quantization | None:
         if self.activations == "16bit":
             return None
         if self.activations == "fp8":
             return _FP8_BLOCKS
-        return Quantization("fp4", {"global_scale": self._input_global_scale(), "block_size": self.format.block_size})
+        return Quantization("fp4", {"block_size": self.format.block_size})
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         weight, block, alpha = self.weight.t(), self.format.block_size, self._alpha()
@@ -135,8 +131,8 @@ class NVFP4Linear(_FP4Linear):
     def _alpha(self) -> Tensor:
         return self.alpha if "alpha" in self._buffers else self.weight_scale_2
 
-    def _input_global_scale(self) -> Tensor:
-        return self.input_global_scale
+    def _activation_scale(self) -> Tensor | None:
+        return self.input_global_scale if self.activations == "fp4" else None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (N, K) that the codes and scales stand for: computed in fp32, rounded once to ``dtype``."""
@@ -295,8 +291,7 @@ class FP8BlockLinear(QuantLinear):
             return f"parts is {self.parts}; expected multiples of {_BLOCK} but for the last: parts share no block"
         return super()._reason_unfit_parts()
 
-    def quantization(self) -> Quantization:
-        """How the input is quantised."""
+    def _quantization(self) -> Quantization:
         return _FP8_BLOCKS
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
@@ -385,9 +380,11 @@ class _FP8Linear(QuantLinear):
         """What multiplies the result, (1,), or each of its columns, (1, N)."""
         return self._row_scale().t()
 
-    def quantization(self) -> Quantization:
-        """How the input is quantised."""
-        return Quantization("fp8", {"scale": self.input_scale, "granularity": "tensor"} if self.has_input_scale else {})
+    def _quantization(self) -> Quantization:
+        return Quantization("fp8", {"granularity": "tensor"} if self.has_input_scale else {})
+
+    def _activation_scale(self) -> Tensor | None:
+        return self.input_scale if self.has_input_scale else None
 
     def _quantized(self, rows: Tensor) -> tuple[Tensor, ...]:
         if rows.shape[1] != self.in_features:

@@ -56,7 +56,7 @@ class FP4Wgmma(FP4KernelBackend):
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
         sizes = fp4_wgmma.EXPERT_TILES if problem.grouping.over == "k" else tuple(fp4_wgmma.TILES)
-        widest = max(8, cost.smallest_tile(sizes, m))
+        widest = fp4_wgmma.mma_tokens(cost.smallest_tile(sizes, m))
         tiles = [tokens for tokens in sizes if tokens <= widest and (tokens > 1 or _is_row(problem, m))]
         every = [
             (tokens, rows, split)
@@ -76,7 +76,7 @@ class FP4Wgmma(FP4KernelBackend):
         # Per chunk. Decoding and MMAs alternate in a warpgroup, and the other one fills half of the gaps.
         computed = cost.overlapped(
             cost.weight_seconds(weights, ROW_DECODE_CLOCKS if tokens == 1 else DECODE_CLOCKS),
-            cost.tensor_core_seconds(2 * weights * max(tokens, 8), target, sms=1),
+            cost.tensor_core_seconds(2 * weights * fp4_wgmma.mma_tokens(tokens), target, sms=1),
             order=2,
         )
         if parts.arranges:

@@ -12,10 +12,11 @@ from torch_cute_ops.formats import MXFP4
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common import ptx, tcgen05
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
-from torch_cute_ops.kernels.common.block_scaled_stage import LINE, ROWS, SCALE_TILE, STEP, BlockScaledStage
+from torch_cute_ops.kernels.common.block_scaled_stage import LINE, ROWS, STEP, BlockScaledStage
 from torch_cute_ops.kernels.common.convert import store_words
 from torch_cute_ops.kernels.common.fp4_weights import scale_argument
 from torch_cute_ops.kernels.common.proxy import fence_async
+from torch_cute_ops.kernels.common.weight_chunks import SCALE_TILE
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 STEPS = CHUNK // STEP

@@ -6,6 +6,7 @@ from typing import Final
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.weight_chunks import SCALE_TILE
 
 ROWS: Final = 128
 """Rows of the operand on the M side that a CTA has: the lanes of tensor memory."""
@@ -19,8 +20,6 @@ STORING_WARPS: Final = ROWS // 32
 """Warps that load sums: each can load those of 32 lanes."""
 ARRANGING_WARPS: Final = 4
 """Warps that put linear scales into tiles."""
-SCALE_TILE: Final = ROWS * TILE_BLOCKS
-"""Bytes of 128 rows' scales of four blocks, in shared memory; they take four columns of tensor memory."""
 SCALE_BUFFERS: Final = 2
 """Chunks whose scales are in tensor memory."""
 ALIGNMENT: Final = 1024
@@ -88,7 +87,7 @@ class BlockScaledStage:
 
     @property
     def scale_columns(self) -> int:
-        """Columns of tensor memory with the scales of a chunk, those of the M side first."""
+        """Columns of tensor memory with the scales of a chunk, those of the M side first: four for each tile."""
         return (1 + self.bands) * self.scale_tiles * TILE_BLOCKS
 
     @property

@@ -3,14 +3,14 @@ counts.
 
 A tile is ``tokens`` rows of one expert by ``columns`` rows of its weight. Tiles are numbered expert by expert; an
 expert without rows has none. CTA ``i`` of ``n`` takes the tiles ``i``, ``i + n``, ``i + 2n``, and so on. Within an
-expert ``BAND`` tiles of rows run side by side over all columns before the next band, so that CTAs that run at the same
-time share rows and columns in L2.
+expert ``RASTER_WIDTH`` tiles of rows, a strip, run side by side over all columns before the next strip, so that CTAs
+that run at the same time share rows and columns in L2.
 
 A table in shared memory holds what each expert begins with; a warp finds the expert of a tile in it by two votes.
 """
 
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -22,10 +22,9 @@ from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
 from torch_cute_ops.kernels.common.expert_search import expert_by_votes
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.raster import RASTER_WIDTH
 from torch_cute_ops.kernels.common.scan import WARP, running_sum_of_cta
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
-
-BAND: Final = 8
 
 
 class Views(NamedTuple):
@@ -213,10 +212,10 @@ class ExpertTiles:
             expert = expert_by_votes(table.firsts, row_tile, lane)
             begin, count, first = table.begins[expert], table.counts[expert], table.firsts[expert]
         place = number - first * columns
-        band = place // (columns * BAND)
-        width = cutlass.min(cute.ceil_div(count, self.tokens) - band * BAND, Int32(BAND))
-        place = place - band * (columns * BAND)
-        skipped = (band * BAND + place % width) * self.tokens
+        strip = place // (columns * RASTER_WIDTH)
+        width = cutlass.min(cute.ceil_div(count, self.tokens) - strip * RASTER_WIDTH, Int32(RASTER_WIDTH))
+        place = place - strip * (columns * RASTER_WIDTH)
+        skipped = (strip * RASTER_WIDTH + place % width) * self.tokens
         return expert, begin + skipped, count - skipped, place // width * self.columns
 
 

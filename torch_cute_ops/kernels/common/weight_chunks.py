@@ -10,6 +10,8 @@ from torch_cute_ops.kernels.common.activation_layout import CHUNK
 
 TILE_ROWS: Final = SCALE_LAYOUTS["128x4"].tile_rows
 """Rows of a tile of scales; tiles are copied whole."""
+SCALE_TILE: Final = TILE_ROWS * TILE_BLOCKS
+"""Bytes of a tile of scales, 128 rows x 4 blocks."""
 BOX_BYTES: Final = 16
 """The least bytes of a row in a box of a tensor map."""
 
@@ -46,7 +48,7 @@ class WeightChunks:
         return self.rows * self.line
 
     @property
-    def bands(self) -> int:
+    def scale_row_tiles(self) -> int:
         """Most tiles of scales that a chunk spans along the rows; 0 in the linear layout."""
         last_start = TILE_ROWS - math.gcd(self.rows, TILE_ROWS)
         return 0 if self.layout.is_linear else -(-(last_start + self.rows) // TILE_ROWS)
@@ -54,7 +56,7 @@ class WeightChunks:
     @property
     def scale_bytes(self) -> int:
         """Scales of a chunk."""
-        return (self.bands * TILE_ROWS or self.rows) * self.scale_columns
+        return (self.scale_row_tiles * TILE_ROWS or self.rows) * self.scale_columns
 
     @property
     def reason_not_copied(self) -> str | None:

@@ -21,11 +21,10 @@ from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.activations import QUAD
 from torch_cute_ops.kernels.common.convert import load_words
 from torch_cute_ops.kernels.common.fp4_weights import decode, rows_of_bytes, scale_argument, scale_factors
-from torch_cute_ops.kernels.common.weight_chunks import TILE_ROWS, WeightChunks
+from torch_cute_ops.kernels.common.weight_chunks import SCALE_TILE, TILE_ROWS, WeightChunks
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 PIECE: Final = 16  # bytes that the swizzle moves together
-SCALE_TILE: Final = TILE_ROWS * TILE_BLOCKS
 
 
 def next_stage(stage, parity, stages: int) -> tuple:
@@ -59,7 +58,7 @@ class WeightRing:
 
     def __init__(self, chunks: WeightChunks, stages: int):
         self.fmt, self.layout, self.rows, self.stages = chunks.fmt, chunks.layout, chunks.rows, stages
-        self.blocks, self.bands = chunks.blocks, chunks.bands
+        self.blocks, self.scale_row_tiles = chunks.blocks, chunks.scale_row_tiles
         self.spread, self.scale_columns = chunks.spread, chunks.scale_columns
         self.code_bytes, self.scale_bytes = chunks.code_bytes, chunks.scale_bytes
         self.line, self.words = chunks.line, chunks.line // QUAD // 4
@@ -157,11 +156,11 @@ class WeightRing:
                 size = cutlass.min(columns - column, Int32(self.blocks // TILE_BLOCKS)) * SCALE_TILE
             pitch = weight.scales.shape[1] // TILE_BLOCKS
             first = tile * self.rows // TILE_ROWS
-            bands = cutlass.min(cute.ceil_div(n, TILE_ROWS) - first, self._bands(tile))
+            row_tiles = cutlass.min(cute.ceil_div(n, TILE_ROWS) - first, self._scale_row_tiles(tile))
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.code_bytes + size * bands)
-                for i in range_constexpr(self.bands):
-                    if i < bands:
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.code_bytes + size * row_tiles)
+                for i in range_constexpr(self.scale_row_tiles):
+                    if i < row_tiles:
                         source = (Int64(first + i) * pitch + before + column) * SCALE_TILE
                         target = stage * self.scale_bytes + i * (TILE_ROWS * self.scale_columns)
                         ptx.copy_bulk(
@@ -178,10 +177,10 @@ class WeightRing:
         """Where the rows of a tile of the weight begin in the first tile of scales of a stage."""
         return 0 if self.layout.is_linear or self.rows % TILE_ROWS == 0 else tile * self.rows % TILE_ROWS
 
-    def _bands(self, tile) -> Int32:
+    def _scale_row_tiles(self, tile) -> Int32:
         """Tiles of scales that a tile of the weight spans along the rows."""
         if self.rows % TILE_ROWS == 0 or TILE_ROWS % self.rows == 0:
-            return Int32(self.bands)
+            return Int32(self.scale_row_tiles)
         return Int32(cute.ceil_div(self.first_scale_row(tile) + self.rows, TILE_ROWS))
 
     def _copy(self, copy, source, target, barrier) -> None:

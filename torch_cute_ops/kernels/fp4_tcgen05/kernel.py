@@ -11,17 +11,17 @@ from torch_cute_ops.kernels.common import ptx, tcgen05
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
 from torch_cute_ops.kernels.common.block_scaled_kernel import LEADER, WARP, BlockScaledKernel, ScaleTiles, as_bytes
 from torch_cute_ops.kernels.common.block_scaled_mma import STEPS
-from torch_cute_ops.kernels.common.block_scaled_stage import LINE, ROWS, SCALE_TILE, STEP, STORING_WARPS
+from torch_cute_ops.kernels.common.block_scaled_stage import LINE, ROWS, STEP, STORING_WARPS
 from torch_cute_ops.kernels.common.cluster_sums import sum_columns, write_sums
 from torch_cute_ops.kernels.common.convert import pack
 from torch_cute_ops.kernels.common.epilogue_ops import EpilogueOps
 from torch_cute_ops.kernels.common.fp4_weights import rows_of_bytes
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.tile_order import tile_of
+from torch_cute_ops.kernels.common.weight_chunks import SCALE_TILE
 from torch_cute_ops.kernels.common.weight_ring import next_stage
 from torch_cute_ops.kernels.fp4_tcgen05.config import Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
-
-BAND = 8  # tiles of tokens that run side by side
 
 
 class Part(NamedTuple):
@@ -129,12 +129,8 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
         self._free(tid, columns)
 
     def _tile(self, number, part):
-        """The tile of rows and that of tokens. Tiles of tokens are taken in bands of ``BAND``: in a band, all of a tile
-        of rows, then those of the next."""
-        band = number // (part.row_tiles * BAND)
-        width = cutlass.min(part.token_tiles - band * BAND, Int32(BAND))
-        place = number - band * (part.row_tiles * BAND)
-        return place // width, band * BAND + place % width
+        """The tile of rows and that of tokens."""
+        return tile_of(number, part.row_tiles, part.token_tiles)
 
     # Copies
 

@@ -40,6 +40,9 @@ for all chunks, and frees those of the others at once.
    a token and an expert are multiplied: ``kernels.fp4_experts`` is for routings in which few pairs count.
 5. The epilogue finishes the sums. They are transposed in registers, so that a store has 16 contiguous bytes.
 
+``kernel`` launches and has the roles; ``part`` is what they share, ``copies`` fills the rings, ``multiply`` has
+the consumers, ``mma`` and ``row`` their MMAs, ``results`` what becomes of sums.
+
 Bytes moved: ``b`` and its scales once for each tile of tokens (tiles that run together read it from L2); ``a`` once for
 each tile of rows, from L2; 8 bytes for each partial sum in memory.
 """
@@ -56,6 +59,7 @@ from torch_cute_ops.kernels.fp4_wgmma.config import (
     Arguments,
     Config,
     arranges,
+    mma_tokens,
     plan,
     rows_of,
     sends,
@@ -75,6 +79,7 @@ __all__ = [
     "Config",
     "FP4WgmmaKernel",
     "arranges",
+    "mma_tokens",
     "plan",
     "rows_of",
     "sends",

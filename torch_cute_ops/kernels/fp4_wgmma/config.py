@@ -5,21 +5,20 @@ from dataclasses import dataclass
 from typing import Final
 
 from torch_cute_ops.formats import NVFP4
-from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.activation_layout import CHUNK, TILE_LINE, TILE_TOKENS, ActivationLayout
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.fp4_operands import FP4Operands
 from torch_cute_ops.kernels.common.sum_tile import SumTile
 from torch_cute_ops.kernels.common.warpgroup import BY_WARP, GROUP_ROWS, SCHEDULERS, WARPGROUP
-from torch_cute_ops.kernels.common.weight_chunks import TILE_ROWS, WeightChunks
+from torch_cute_ops.kernels.common.weight_chunks import SCALE_TILE, WeightChunks
 from torch_cute_ops.runtime.arch import Arch
 
 QUARTERS: Final = 4
 """Quarters of a chunk: 64 elements of k, 128 bytes of activations a token."""
 TILES: Final = {1: 4, 8: 4, 16: 4, 32: 4, 64: 4, 128: 2, 256: 2}
 """Tokens of a tile, and its consumer warpgroups at most: as many as leave registers for the accumulators."""
-_MANY: Final = (256, 224, 208, 192, 160)
-ROWS: Final = {1: _MANY, 8: _MANY, 16: (256, 192), 32: (256, 192)}
+_ROWS_BY_WARP: Final = (256, 224, 208, 192, 160)
+ROWS: Final = {1: _ROWS_BY_WARP, 8: _ROWS_BY_WARP, 16: (256, 192), 32: (256, 192)}
 """Rows of the weight of a tile, by tokens, where there is a choice: whole bands by ``mma.sync``, whole warpgroups by
 wgmma."""
 BAND_ROWS: Final = 16
@@ -29,7 +28,6 @@ SENT_SUMS: Final = 16 * 192
 HELPERS: Final = 3
 """Warps that rearrange activations: the producer's warpgroup but for the producer."""
 BARRIER_BYTES: Final = 512
-SCALE_TILE: Final = TILE_ROWS * TILE_BLOCKS
 CHUNK_BLOCKS: Final = CHUNK // 16
 """Blocks of NVFP4 of a chunk."""
 ROW_BYTES: Final = CHUNK * 2
@@ -54,6 +52,11 @@ def rows_of(tokens: int) -> tuple[int, ...]:
     """Rows of the weight of a tile with this many tokens: what consumer warpgroups have, and fewer for clusters that
     then use more SMs."""
     return ROWS.get(tokens, (TILES[tokens] * GROUP_ROWS,))
+
+
+def mma_tokens(tokens: int) -> int:
+    """Columns of the MMAs of a tile with this many tokens: one for each, and at least those of one MMA."""
+    return max(tokens, TILE_TOKENS)
 
 
 def arranges(tokens: int, splits: int) -> bool:
@@ -168,19 +171,24 @@ class Config:
         return {2: (232, 40) if self.width is not None else (240, 24), 4: (112, 32)}[self.groups]
 
     @property
+    def adds_up(self) -> bool:
+        """Whether sums go through shared memory: those of clusters, of warps that share bands, and of one row."""
+        return self.splits > 1 or self.turns > 1 or self.tokens == 1
+
+    @property
     def sum_tile(self) -> SumTile:
-        """The accumulators of a CTA of a cluster, in place of the codes."""
+        """The accumulators of a CTA, in place of the codes, where they go through shared memory."""
         return SumTile(self.tokens, self.rows, self.shared_bands * BAND_ROWS, self.turns)
 
     @property
     def sums(self) -> int:
         """Accumulators of a thread."""
-        return max(self.tokens, TILE_TOKENS) // 2
+        return mma_tokens(self.tokens) // 2
 
     @property
     def groups_of_tokens(self) -> int:
         """Groups of tokens that are rearranged together."""
-        return max(1, self.tokens // TILE_TOKENS)
+        return mma_tokens(self.tokens) // TILE_TOKENS
 
     @property
     def arranged(self) -> ActivationLayout:
@@ -227,9 +235,14 @@ class Config:
         return ROW_STAGE_BYTES if self.tokens == 1 else self.span * self.quarter_bytes
 
     @property
+    def zeros_bytes(self) -> int:
+        """Zeros before the stages of activations, which MMAs with one row read."""
+        return ZEROS_BYTES if self.tokens == 1 else 0
+
+    @property
     def token_ring_bytes(self) -> int:
-        """The stages of activations, and zeros before those of one row: whole tiles of scales, which follow."""
-        size = self.token_stages * self.token_bytes + (ZEROS_BYTES if self.tokens == 1 else 0)
+        """The stages of activations, and the zeros before them: whole tiles of scales, which follow."""
+        size = self.zeros_bytes + self.token_stages * self.token_bytes
         return -(-size // SCALE_TILE) * SCALE_TILE
 
     @property
@@ -251,7 +264,7 @@ class Config:
             return "tiles of one row have a weight in NVFP4, and clusters or CTAs of their own"
         if self.splits and self.tokens > CLUSTER_TOKENS:
             return f"clusters have tiles of at most {CLUSTER_TOKENS} tokens"
-        if (self.splits > 1 or self.turns > 1) and self.sum_tile.size_bytes > self.stages * self.chunks.code_bytes:
+        if self.adds_up and self.sum_tile.size_bytes > self.stages * self.chunks.code_bytes:
             return f"{self.sum_tile.size_bytes} bytes of sums do not fit in place of {self.stages} stages of codes"
         if self.width is not None and (self.width % CHUNK or self.tokens not in EXPERT_TILES or self.splits):
             return f"over experts, widths are multiples of {CHUNK}, tiles have {EXPERT_TILES} tokens, without clusters"

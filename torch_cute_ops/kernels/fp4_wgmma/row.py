@@ -11,8 +11,6 @@ Activations are multiplied as float16. A block of bfloat16 is brought to float16
 FP4 keeps its scale: factors of their own in fp32, which the scales of the weight are multiplied by.
 """
 
-from collections.abc import Callable
-
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, Uint32
 
@@ -21,8 +19,10 @@ from torch_cute_ops.kernels.common.activation_layout import ActivationLayout
 from torch_cute_ops.kernels.common.activations import QUAD, Activations
 from torch_cute_ops.kernels.common.convert import load_words, pack, store_words, unpack
 from torch_cute_ops.kernels.common.fp4_weights import float16_pairs, pair_activations
+from torch_cute_ops.kernels.common.unit_mma import free
 from torch_cute_ops.kernels.common.weight_ring import WeightRing
-from torch_cute_ops.kernels.fp4_wgmma.config import CHUNK_BLOCKS, ROW_BYTES, ROW_STAGE_BYTES, ZEROS_AT
+from torch_cute_ops.kernels.fp4_wgmma.config import CHUNK_BLOCKS, ROW_BYTES, ROW_STAGE_BYTES, ZEROS_AT, Config
+from torch_cute_ops.kernels.fp4_wgmma.mma import Consumer, Mma, Stages
 
 LARGEST = 15
 """Exponent that the largest element of a block of bfloat16 gets: the largest of float16, whose mantissa is longer."""
@@ -94,28 +94,22 @@ class RowActivations(Activations):
         return pack(values, Float16), factor
 
 
-class RowMma:
-    """The MMAs of a warp with a band of the weight and one row of activations."""
+class RowMma(Mma):
+    """The MMAs of a warp with its band of the weight and one row of activations. A lane has four sums: of the weight's
+    rows ``row`` and ``row + 8``, and of two columns."""
 
-    def __init__(self, ring: WeightRing, activations: RowActivations):
-        self.ring, self.has_factors = ring, activations.has_factors
+    def __init__(self, config: Config, ring: WeightRing, activations: RowActivations):
+        self.has_factors = activations.has_factors
         # Of bfloat16 the factors have the codes' power of two, and FP4 has codes on both sides.
         exponent = {BFloat16: 0, Float16: CODE_EXPONENT}.get(activations.a_dtype, 2 * CODE_EXPONENT)
-        self.sum_scale = 2.0**exponent
+        super().__init__(config, ring, 2.0**exponent)
 
-    def multiply(self, stage, token_stage, rows, scale_rows, lane, existing, sums, smem, free: Callable) -> None:
-        """Add a chunk to the sums, four of a lane: of the weight's rows ``row`` and ``row + 8``, and of two columns.
-
-        Args:
-            stage, token_stage: the stages of the weight and of the activations, which are there.
-            rows, scale_rows: the lane's two rows in the stage, and in its scales.
-            lane: index in the warp.
-            existing: as ``WeightRing.factors`` takes it.
-            sums: the accumulators.
-            smem: has the pointers ``codes``, ``scales`` and ``tokens``.
-            free: frees the stage of the weight, when it has been read.
-        """
-        quad = lane % QUAD
+    def multiply(self, start, adds, first, i, stages: Stages, sums, consumer: Consumer, part, smem) -> Stages:
+        stage, parity, token_stage, token_parity, _ = stages
+        ptx.wait(smem.full + stage, parity)
+        ptx.wait(smem.tokens_full + token_stage, token_parity)
+        existing, quad = self._existing(first + i, consumer, part), consumer.quad
+        rows, scale_rows = ((row, row + 8) for row in (consumer.row, consumer.scale_row))
         codes = [self.ring.codes(smem.codes, stage, row, quad) for row in rows]
         scales = [self._scales(smem.scales, stage, row, quad, existing) for row in scale_rows]
         at = token_stage * ROW_STAGE_BYTES
@@ -123,21 +117,24 @@ class RowMma:
             factors = self._factors(smem.tokens + cute.assume(at + ROW_BYTES + quad * 16, divby=16))
             scales = [[ptx.mul_rn(s, f) for s, f in zip(row, factors, strict=True)] for row in scales]
         # The lane's elements of the other operand are those of the column's block, or zero.
-        column, quarter = lane // QUAD, at + quad * (ROW_BYTES // QUAD)
+        column, quarter = consumer.lane // QUAD, at + quad * (ROW_BYTES // QUAD)
         places = [ptx.select(column == 2 * quad + h, quarter, Int32(ZEROS_AT)) for h in range(2)]
-        for part in range(2):
+        for half in range(2):
             total = [Float32(0.0)] * 4
-            for word in range(part * 4, part * 4 + 4):
+            for word in range(half * 4, half * 4 + 4):
                 place = smem.tokens + cute.assume(places[word // 2 % 2] + word * 16, divby=16)
                 row = load_words(cute.make_tensor(cute.recast_ptr(place, dtype=Uint32), cute.make_layout(4)))
                 pairs = [float16_pairs(words[word]) for words in codes]
                 for step in range(2):
                     weights = [pairs[r][2 * step + high] for high in range(2) for r in range(2)]
                     total = ptx.mma_16x8x16(weights, row[2 * step : 2 * step + 2], total, "f16")
-            for i in range(4):
-                sums[i] = ptx.fma_rn(total[i], scales[i // 2][2 * part + i % 2], sums[i])
-            if part == 0:
-                free()
+            for e in range(4):
+                sums[e] = ptx.fma_rn(total[e], scales[e // 2][2 * half + e % 2], sums[e])
+            if half == 0:
+                free(smem.free + stage, consumer.leads)
+        cute.arch.sync_warp()
+        ptx.arrive_if(smem.tokens_free + token_stage, consumer.leads)
+        return self._after(stages)
 
     def _scales(self, scales_at: cute.Pointer, stage, row, quad, existing) -> list:
         """The scales of a lane's four blocks of a row, in fp32."""

@@ -1,0 +1,145 @@
+"""How the stages are filled: the producer warp copies the weight, and the activations where these have been rearranged;
+elsewhere the warps beside it rearrange them, the first ones the consumers."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
+
+from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.activation_layout import CHUNK, TILE_BYTES, TILE_TOKENS
+from torch_cute_ops.kernels.common.activations import Activations
+from torch_cute_ops.kernels.common.proxy import fence_async
+from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
+from torch_cute_ops.kernels.fp4_wgmma.config import HELPERS, QUARTERS, Config
+from torch_cute_ops.kernels.fp4_wgmma.part import segment_before, tokens_at
+
+TOGETHER = 2  # groups of eight tokens that a helper loads before it stores
+
+
+class Copies:
+    """What fills the stages of one ``Config``."""
+
+    def __init__(self, config: Config, ring: WeightRing, activations: Activations):
+        self.config, self.ring, self.activations = config, ring, activations
+
+    @cute.jit
+    def produce(self, weight, part, smem):
+        """The producer warp: copy everything that the worker multiplies, in that order.
+
+        Where another kernel rearranges the activations, the first stages of the weight are filled before it has ended.
+        That is safe because it lets this kernel start only when it has waited for all kernels before it. A static
+        weight needs no wait here either (``kernels.common.pdl``), and this warp reads nothing else.
+        """
+        c = self.config
+        loaded = Int32(0)
+        if const_expr(c.pdl and c.arranges):
+            if const_expr(not c.static_weight):
+                cute.arch.griddepcontrol_wait()
+        elif const_expr(c.pdl):
+            unit = part.end
+            ahead = cutlass.min(part.end - part.begin, Int32(c.stages))
+            while loaded < ahead:
+                tile, first, count = segment_before(unit, part)
+                for i in range(cutlass.min(count, ahead - loaded)):
+                    self.ring.load(tile, first + i, 0, loaded, smem.full + loaded, weight, part.n, part.blocks)
+                    loaded += 1
+                unit -= count
+            cute.arch.griddepcontrol_wait()
+        # With parity 1, a stage that was never used counts as free.
+        stage, parity = Int32(0), Int32(1)
+        token_stage, token_parity = Int32(0), Int32(1)
+        unit = part.end
+        done = Int32(0)
+        while unit > part.begin:
+            tile, first, count = segment_before(unit, part)
+            for i in range(count):
+                if done >= loaded:
+                    ptx.wait(smem.free + stage, parity)
+                    self.ring.load(tile, first + i, 0, stage, smem.full + stage, weight, part.n, part.blocks)
+                done += 1
+                stage, parity = next_stage(stage, parity, c.stages)
+                if const_expr(not c.arranges):
+                    for quarter in range_constexpr(0, QUARTERS, c.span):
+                        ptx.wait(smem.tokens_free + token_stage, token_parity)
+                        self._load_tokens(first + i, quarter, token_stage, part, smem)
+                        token_stage, token_parity = next_stage(token_stage, token_parity, c.token_stages)
+            unit -= count
+
+    @cute.jit
+    def arrange_first(self, tid, part, smem):
+        """The consumers rearrange the activations of the first chunks together, while the weight is on its way."""
+        c = self.config
+        chunks = cutlass.min(part.end - part.begin, Int32(c.first_chunks))
+        pieces, threads = self.activations.pieces, c.warps * 32
+        for item in cutlass.range(tid, chunks * (pieces * c.tokens), threads, unroll=1):
+            place, piece, chunk = item % c.tokens, item // c.tokens % pieces, item // (c.tokens * pieces)
+            start = (part.begin % part.chunks + chunk) * CHUNK
+            token = cutlass.min(part.token_tile * c.tokens + place, part.m - 1)
+            left = part.blocks * c.operands.fmt.block_size - start
+            words = self.activations.read(part.a, part.a_scale, token, start, left, piece)
+            self.activations.store(words, c.groups_of_tokens, piece, place, tokens_at(c, chunk, smem))
+        cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+        ptx.arrive_if(smem.tokens_full + cutlass.min(tid, chunks - 1), Uint32(tid < chunks))
+
+    @cute.jit
+    def arrange(self, helper, lane, part, smem):
+        """A warp that rearranges activations: every third chunk, but for the first ones where the consumers do that,
+        from memory to its stage."""
+        c = self.config
+        if const_expr(c.pdl):
+            cute.arch.griddepcontrol_wait()
+        for use in range(c.first_chunks + helper, part.end - part.begin, HELPERS):
+            start = (part.begin % part.chunks + use) * CHUNK
+            stage = use % c.token_stages
+            base = tokens_at(c, stage, smem)
+            groups = c.groups_of_tokens
+            together, tokens = min(groups, TOGETHER), min(c.tokens, TILE_TOKENS)
+            # Not unrolled, for lack of registers
+            for step in cutlass.range(groups // together, unroll=1):
+                places = [(step * together + i) * TILE_TOKENS + lane % tokens for i in range(together)]
+                pieces = self.activations.pieces
+                piece = lane // tokens % pieces
+                items = [(place, after) for place in places for after in range(0, pieces, 32 // tokens)]
+                read = []
+                for place, after in items:
+                    # For tokens that do not exist the last one again, whose results are not stored
+                    token = cutlass.min(part.token_tile * c.tokens + place, part.m - 1)
+                    left = part.blocks * c.operands.fmt.block_size - start
+                    read.append(self.activations.read(part.a, part.a_scale, token, start, left, piece, after))
+                if step == 0:
+                    ptx.wait(smem.tokens_free + stage, (use // c.token_stages + 1) % 2)
+                for (place, after), words in zip(items, read, strict=True):
+                    self.activations.store(words, groups, piece + after, place, base)
+            if const_expr(not c.by_warp):
+                # wgmma reads shared memory through the async proxy.
+                fence_async()
+            cute.arch.sync_warp()
+            ptx.arrive_if(smem.tokens_full + stage, Uint32(lane == 0))
+
+    @cute.jit
+    def _load_tokens(self, chunk, quarter: int, stage, part, smem):
+        """Start the copies of a stage of activations, from ``quarter`` of a chunk on; with the last quarter also those
+        of the expert's factors."""
+        c = self.config
+        barrier = smem.tokens_full + stage
+        has_factors = c.width is not None and quarter + c.span == QUARTERS
+        with cute.arch.elect_one():
+            size = c.token_bytes + (c.factor_bytes if has_factors else 0)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+            # Contiguous in memory: a chunk in the layout for mma.sync, a quarter in that for wgmma.
+            pieces = 1 if c.by_warp else c.span
+            size = c.token_bytes // pieces
+            for i in range_constexpr(pieces):
+                at = (chunk * QUARTERS + quarter) // c.span * pieces + i
+                source = (Int64(at) * part.token_tiles + part.token_tile) * size
+                target = stage * c.token_bytes + i * size
+                ptx.copy_bulk(
+                    smem.tokens + cute.assume(target, divby=TILE_BYTES),
+                    part.workspace.tiles.iterator + cute.assume(source, divby=TILE_BYTES),
+                    size,
+                    barrier,
+                )
+            if const_expr(has_factors):
+                source = part.workspace.factors[None, chunk // (c.width // CHUNK), part.token_tile].iterator
+                target = cute.assume(stage * c.factor_bytes, divby=4 * TILE_TOKENS)
+                ptx.copy_bulk(smem.factors + target, cute.recast_ptr(source, dtype=Uint8), c.factor_bytes, barrier)
