@@ -23,6 +23,8 @@ HEAD = 128
 """Elements of a head of attention."""
 BATCHES, CONTEXT, TOKENS = (1, 16, 64), 1024, 2048
 """Sequences of a decode step, tokens in its cache, tokens of a prefill."""
+MANY = 64
+"""Sequences from which on FP8 activations are measured beside those that were asked for."""
 ROUNDS = 11
 """Of a decode step, a prefill, or a generation each model is timed so many times, in turn."""
 PROMPT, NEW, LONGEST, GENERATIONS = 16, 128, 256, 3

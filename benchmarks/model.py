@@ -35,7 +35,8 @@ from .model_report import ATTENTION, COSINES, failures, markdown, marks
 NOTES = layer.NOTES
 LOGIT_LAYERS, LOGIT_TOKENS = 4, 64
 W4A8 = "mxfp4/fp8"
-"""What prefill is measured with beside the precisions that were asked for."""
+"""What prefill, and a step of `llama.MANY` sequences or more, are measured with beside the precisions that were asked
+for."""
 
 
 def cosines(got: Tensor, want: Tensor) -> Tensor:
@@ -100,10 +101,15 @@ class Bench:
         return torch.compile(model, dynamic=False) if self.is_compiled else model
 
     def rows_of(self, label: str) -> list[int]:
-        """Numbers of rows to warm a model up for; what was not asked for is there for prefill alone."""
-        parts = self.parts if label in self.labels else ("prefill",)
-        rows = {"decode": self.batches, "prefill": [self.tokens], "generate": [1, llama.PROMPT]}
-        return sorted({each for part in parts for each in rows.get(part, ())})
+        """Numbers of rows to warm a model up for."""
+        rows = {"decode": self.batches_of(label), "prefill": [self.tokens]}
+        if label in self.labels:
+            rows["generate"] = [1, llama.PROMPT]
+        return sorted({each for part in self.parts for each in rows.get(part, ())})
+
+    def batches_of(self, label: str) -> list[int]:
+        """The batches whose decode steps are measured in a precision: large ones in `W4A8`, if it was not asked for."""
+        return [each for each in self.batches if label in (*self.labels, BF16) or each >= llama.MANY]
 
     @contextmanager
     def noting(self, what: str, failed: dict[str, str]) -> Iterator[None]:
@@ -189,10 +195,13 @@ class Bench:
     def decode(self) -> None:
         """A step in a graph, at the last place of a full cache; all models in turn."""
         unmade: dict[str, str] = {}
-        models = self.all_made(self.labels, unmade)
+        labels = [label for label in dict.fromkeys([*self.labels, W4A8]) if self.batches_of(label)]
+        models = self.all_made(labels, unmade)
         for batch in self.batches:
             failed, contexts, steps = dict(unmade), {}, {}
             for key, model in models.items():
+                if batch not in self.batches_of(key[0]):
+                    continue
                 with self.noting(key[0], failed):
                     layers = model.config.num_hidden_layers
                     if layers not in contexts:  # models of as many layers share one

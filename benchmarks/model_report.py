@@ -35,11 +35,10 @@ def goal_of(row: Mapping[str, Any], label: str) -> float | None:
             return None
         found = [goal for activations, goal in PREFILL.items() if is_four_bit(label, activations)]
         return found[0] if row["model"] in llama.MODELS and found else None
-    if not is_four_bit(label, "16bit"):
-        return None
     if row["part"] == "decode":
-        return DECODE.get(row["model"], {}).get(row["batch"]) if row["context"] == llama.CONTEXT else None
-    return GENERATE.get(row["model"])
+        shown = is_four_bit(label, "16bit") or (is_four_bit(label, "fp8") and row["batch"] >= llama.MANY)
+        return DECODE.get(row["model"], {}).get(row["batch"]) if shown and row["context"] == llama.CONTEXT else None
+    return GENERATE.get(row["model"]) if is_four_bit(label, "16bit") else None
 
 
 def marks(result: Mapping[str, Any]) -> list[Mark]:

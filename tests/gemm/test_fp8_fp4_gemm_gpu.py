@@ -1,4 +1,4 @@
-"""GEMMs of FP8 activations and an FP4 weight on a GPU: every tactic of both backends."""
+"""GEMMs of FP8 activations and an FP4 weight on a GPU: every tactic of each backend."""
 
 import pytest
 import torch
@@ -31,6 +31,8 @@ def target():
     [
         ("wgmma", NVFP4, "128x4", 300, 576, True),
         ("wgmma", MXFP4, "linear", 60, 2880, False),
+        ("blocks", MXFP4, "128x4", 60, 2880, True),
+        ("blocks", MXFP4, "linear", 14, 576, False),
         ("recode", NVFP4, "128x4", 300, 2880, True),
         ("recode", NVFP4, "linear", 60, 576, False),
         ("recode", MXFP4, "128x4", 1, 128, False),

@@ -19,7 +19,7 @@ from support.gemm_problems import (
 )
 
 import torch_cute_ops
-from torch_cute_ops.formats import MXFP4
+from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.gemm import select
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends._fp8 import FP8Backend
@@ -105,11 +105,19 @@ def test_auto_takes_no_reference_on_a_gpu():
 def test_many_rows_recode_an_fp4_weight(n, k):
     """Beside FP8 activations, where an H200 was measured to be faster so. With FP4 or 16-bit ones a weight never
     becomes FP8, which rounds NVFP4's numbers."""
-    names = [select.choose(fp8_fp4_problem(MXFP4, n=n, k=k), m, HOPPER).backend.name for m in (64, 512, 1024, 4096)]
-    assert names == ["wgmma", "wgmma", "recode", "recode"]
+    names = [select.choose(fp8_fp4_problem(NVFP4, n=n, k=k), m, HOPPER).backend.name for m in (1, 64, 512, 1024, 4096)]
+    assert names == ["wgmma", "wgmma", "wgmma", "recode", "recode"]
     for dtype in (None, BF16):
         problem = fp4_problem(n=n, k=k, a_dtype=dtype)
         assert not any(isinstance(backend, FP8Backend) for backend in select.candidates(problem).values())
+
+
+@pytest.mark.parametrize(("n", "k"), [(28672, 4096), (4096, 14336), (57344, 8192)])
+def test_few_rows_scale_sums_of_an_mxfp4_weight(n, k):
+    """Where an H200 was measured to be faster so."""
+    problem = fp8_fp4_problem(MXFP4, n=n, k=k)
+    assert [select.choose(problem, m, HOPPER).backend.name for m in (1, 16, 64, 512)] == ["blocks"] * 2 + ["wgmma"] * 2
+    assert "blocks" not in select.candidates(fp8_fp4_problem(NVFP4, n=n, k=k))
 
 
 def test_every_reason_is_given(monkeypatch):
@@ -152,7 +160,7 @@ def test_backends_on_a_cpu(op):
     names = {"mm_fp4": ("wgmma", "tcgen05", "mma_sync", "cublas"), "mm_fp8_block": ("wgmma", "mma_sync")}
     names["mm_fp4_weight_only"] = names["mm_fp4"]
     names["grouped_mm_fp8"] = names["mm_fp8_block"]
-    names["mm_fp8_fp4"] = names["grouped_mm_fp8_fp4"] = ("wgmma", "recode")
+    names["mm_fp8_fp4"] = names["grouped_mm_fp8_fp4"] = ("wgmma", "recode")  # of NVFP4
     names["moe_fc2_fp4"] = names["moe_fc2_fp4_weight_only"] = ("wgmma", "tcgen05", "routed")
     names["moe_fc1_fp4"] = names["moe_fc1_fp4_weight_only"] = ("routed",)
     no_gpu = "needs a CUDA device; the tensors are on cpu"

@@ -18,6 +18,7 @@ COUNT, ROUNDS, FEW = 500, 200, 20
 """Chains of a graph, or an eager round, and how often those are run: 100,000 captured, and of one row as many eager.
 The host takes 50 s for these where 30 processes share a GPU, so of more rows there are 10,000."""
 E2M1 = (0, 1, 2, 3, 4, 6)
+MXFP4_BLOCK = 32
 
 Round = Callable[[int, torch.Tensor], None]
 """Computes the ``i``-th result of a chain."""
@@ -96,7 +97,10 @@ def fp8_chain(m: int, name: str, is_fp4: bool, static: bool) -> tuple[Round, tor
     quantise_weight = partial(torch_cute_ops.fp8_quantize, scale=one_scale, granularity="tensor")
     b, written = quantise_weight(weights[0])
     if is_fp4:
-        quantise_weight, multiply = torch_cute_ops.fp4_quantize, torch_cute_ops.mm_fp8_fp4
+        # One of the backends multiplies MXFP4 alone.
+        block_size = MXFP4_BLOCK if name == "blocks" else 16
+        quantise_weight = partial(torch_cute_ops.fp4_quantize, block_size=block_size)
+        multiply = partial(torch_cute_ops.mm_fp8_fp4, block_size=block_size)
         b, written = quantise_weight(weights[0])
         b_scale = written
     else:
@@ -124,12 +128,18 @@ CHAINS = {
 }
 by_chain = pytest.mark.parametrize(
     ("op", "name", "m"),
-    [(op, name, m) for op in CHAINS for name in ("wgmma", "recode", "tcgen05", "mma_sync") for m in (1, 24, 100)],
+    [
+        (op, name, m)
+        for op in CHAINS
+        for name in ("wgmma", "blocks", "recode", "tcgen05", "mma_sync")
+        for m in (1, 24, 100)
+    ],
 )
 
 
 def chain_of(op: str, name: str, m: int, static: bool) -> tuple[Round, torch.Tensor]:
-    reason = torch_cute_ops.backends(op, n=N, k=K, m=m).get(name, "is none of its backends")
+    given = {"block_size": MXFP4_BLOCK} if name == "blocks" else {}
+    reason = torch_cute_ops.backends(op, n=N, k=K, m=m, **given).get(name, "is none of its backends")
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
     return CHAINS[op](m, name, static=static)
