@@ -20,11 +20,7 @@ SPAN: Final = 2
 """K blocks of a stage: 128 bytes of codes of a row, which is what L2 reads at once."""
 BLOCKS: Final = BLOCK // MXFP4.block_size
 """Blocks of a K block."""
-FEW: Final = 16
-TILES: Final = (
-    *((tokens, splits) for tokens, columns, splits in fp8_wgmma.TILES if tokens == FEW and columns == COLUMNS),
-    (2 * FEW, 1),
-)
+TILES: Final = (*((tokens, splits) for tokens in (8, 16) for splits in (1, 2, 3, 4, 6)), (32, 1))
 """Rows of ``a`` of a tile, and CTAs that share its k. The sums of blocks leave registers for no more."""
 
 
@@ -37,6 +33,7 @@ class Config(fp8_wgmma.Config):
     """
 
     layout: ScaleLayout
+    tiles: ClassVar[tuple] = tuple((tokens, COLUMNS, splits) for tokens, splits in TILES)
     fmt: ClassVar[FP4Format] = MXFP4
     span: ClassVar[int] = SPAN
     line: ClassVar[int] = SPAN * BLOCK // 2
@@ -70,8 +67,6 @@ class Config(fp8_wgmma.Config):
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
-        if (self.tokens, self.splits) not in TILES or self.columns != COLUMNS:
-            return f"no tile has {self.tokens} rows of a and {self.columns} of b, shared by {self.splits} CTAs"
         if self.layout.tile_rows not in (0, 128):
             return f"a weight has no scales in the layout {self.layout.name}"
         return super().reason_unsupported(arch)

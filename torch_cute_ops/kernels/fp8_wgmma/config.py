@@ -27,6 +27,7 @@ TOGETHER: Final = 2
 class Config(FP8TilesConfig):
     """Everything static about a kernel; ``tokens``, ``columns`` and ``splits`` are one of ``TILES``."""
 
+    tiles: ClassVar[tuple] = TILES
     line: ClassVar[int] = BLOCK
     scales_ahead: ClassVar[int] = 4
     own_bytes: ClassVar[int] = 0
@@ -74,7 +75,7 @@ class Config(FP8TilesConfig):
         """Why this cannot run on ``arch``; ``None`` if it can."""
         if not arch.has_wgmma:
             return f"{arch.name} has no wgmma instructions"
-        if (self.tokens, self.columns, self.splits) not in TILES:
+        if (self.tokens, self.columns, self.splits) not in self.tiles:
             return f"no tile has {self.tokens} rows of a and {self.columns} of b, shared by {self.splits} CTAs"
         if self.stages < SCALE_WARPS:
             return f"{SCALE_WARPS} warps that load scales in turn need as many stages; there are {self.stages}"
