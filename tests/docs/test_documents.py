@@ -131,9 +131,10 @@ def test_backends_of_gpus(row: dict[str, str]) -> None:
     listed = [(name, capability) for name in row for capability in re.findall(r"\d+\.\d", name)]
     columns = {f"sm_{capability.replace('.', '')}a": name for name, capability in listed}
     assert set(columns) == set(ARCHS)
-    for op in re.findall(r"\w+", row["GEMM"]):
+    given = {"block_size": 32} if "MXFP4" in row["GEMM"] else {}
+    for op in re.findall(r"`(\w+)`", row["GEMM"]):
         spec = OPS[op]
-        args, kwargs = spec.path.example(n=4096, k=4096, device="meta", **kind_of_gemm(op))
+        args, kwargs = spec.path.example(n=4096, k=4096, device="meta", **kind_of_gemm(op), **given)
         problem = spec.path.problem(spec.bind(*args, **kwargs))
         for arch, column in columns.items():
             reasons = select.reasons(problem, cost.usual_targets(ARCHS[arch])[0])
@@ -160,6 +161,8 @@ def test_backends_by_the_model(arch: Arch, size: int) -> None:
     for op in ("mm_fp4_weight_only",) if arch.has_tcgen05 else ("mm_fp4", "mm_fp4_weight_only"):
         assert {chosen(op, m) for m in many} == {"wgmma" if arch.has_wgmma else "cublas"}
         assert {chosen(op, m) for m in few} <= ({"wgmma", "mma_sync"} if arch.has_wgmma else {"mma_sync"})
+    if arch.has_wgmma:
+        assert {chosen("mm_fp8_fp4", m, block_size=32) for m in few} == {"blocks"}
     for m in (*few, *many):
         assert chosen("mm_fp8_block", m) == ("wgmma" if arch.has_wgmma else "mma_sync")
         if arch.has_wgmma:
