@@ -198,7 +198,8 @@ class Bench:
         labels = [label for label in dict.fromkeys([*self.labels, W4A8]) if self.batches_of(label)]
         models = self.all_made(labels, unmade)
         for batch in self.batches:
-            failed, contexts, steps = dict(unmade), {}, {}
+            failed = {label: why for label, why in unmade.items() if batch in self.batches_of(label)}
+            contexts, steps = {}, {}
             for key, model in models.items():
                 if batch not in self.batches_of(key[0]):
                     continue

@@ -215,6 +215,14 @@ def test_scales_of_blocks_that_are_hard(layout: str, scales: tuple[int, int]) ->
     check_hard_scales(by_blocks(layout, "plain", (16, 1), FP32), scales)
 
 
+@pytest.mark.parametrize(("tile", "k"), [((8, 1), 1088), ((16, 2), 448)], ids=["rounds of the ring", "cluster"])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_codes_are_rounded_in_every_stage(tile: tuple[int, int], k: int, seed: int | None) -> None:
+    """In both K blocks of a stage, and half a K block; whenever the helpers do it."""
+    got, want = execute(Run(by_blocks("128x4", "plain", tile, FP32), (7,), 72, k, 2, scales=(118, 140)), seed=seed)
+    assert (got - want).abs().max() < 1e-5 * want.abs().mean()
+
+
 def check_hard_scales(of: FP8FP4GemmCase, scales: tuple[int, int]) -> None:
     got, want = execute(Run(of, (9,), 136, 128, 2, scales=scales))
     # Sums of the least scales are subnormal in fp32, before the scales of rows.
@@ -257,7 +265,7 @@ FAULTS = {
         pytest.param(run, FAULTS[what], id=f"{name}-{what}")
         for name, run in ORDERED.items()
         for what in FAULTS
-        # A recoded weight is not decoded, and of the other two each wait is looked at below.
+        # A recoded weight is not decoded, and of those in ``WAITS`` each wait is looked at below.
         if (name, what) != ("recoded", "decoded before the MMAs")
         and (name not in WAITS or what not in ("every wait", "stage free"))
     ],
@@ -280,7 +288,7 @@ def test_what_orders_it_is_needed(run: Run, edit: Any) -> None:
     ],
 )
 def test_every_wait_is_needed(run: Run, wait: int) -> None:
-    """Of the copying warp, the scale warps, those that decode, and those that multiply."""
+    """Of the copying warp, the scale warps, helpers, and those that multiply."""
     with pytest.raises((EmulationError, Deadlock, AssertionError)):
         for seed in (None, 0):
             got, want = execute(run, changed(WAIT, wait, PASSED), seed)

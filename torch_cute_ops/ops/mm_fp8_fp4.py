@@ -29,7 +29,7 @@ def mm_fp8_fp4(
     an FP4 weight on FP8 tensor cores, with k in the j-th block of 128.
 
     The weight stays in 4 bits in memory; with many rows, a call makes a copy in FP8 for as long as it takes (backend
-    ``recode``, which ``"auto"`` takes where it is faster). Before it is multiplied, each row's block of 128 elements is
+    ``recode``, which ``"auto"`` takes where it is faster). The result is as if each row's block of 128 elements was
     re-encoded as ``w8[n, k] = e4m3(e2m1 · block scale · 2^-t[n, j])``, rounded to nearest even, with the least integer
     t for which the block's largest number fits e4m3. For MXFP4 that is exact unless scales within 128 elements are more
     than 2^14 apart. For NVFP4 the codes 0.5, 1, 2 and 4 stay exact, and 1.5, 3 and 6 are rounded by at most 4.8 %,

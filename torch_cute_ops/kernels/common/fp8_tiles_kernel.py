@@ -2,8 +2,8 @@
 barriers, copies, and the exchange of partial sums in a cluster.
 
 A CTA has two consumer warpgroups, and a third one of a producer warp and three scale warps. A stage of the ring has
-a K block of activations and weight, with their scales and a record of the tile that they belong to. A
-kernel says how it copies the weight, which scales a warp loads for a K block, and how consumers multiply.
+``Config.span`` K blocks of activations and weight, with their scales and a record of the tile that they belong to. A
+kernel says how it copies the weight, which scales a warp loads for a stage, and how consumers multiply.
 """
 
 import abc
@@ -34,9 +34,10 @@ class Share(NamedTuple):
 
     Attributes:
         m, n: sizes of the result, of all experts.
-        blocks: what is a stage's, ``Config.span`` K blocks each; the last may be half of one, or one of several.
+        blocks: stages of k, ``Config.span`` K blocks each. The last may have fewer, of which the last may be half of
+            one.
         width: bytes of a row of the weight.
-        begin, end: the CTA's range of these: all, or its part in a cluster.
+        begin, end: the CTA's range of these stages: all, or its part in a cluster.
         first, workers, count: the first of its tiles; the number of CTAs or clusters, and so the step to the next tile;
             the number of all tiles.
         rank: rank of the CTA in its cluster.
@@ -105,13 +106,13 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         """The same, of all stages."""
 
     @abc.abstractmethod
-    def _load_scales(self, block, tile: Tile, lane, share) -> Any:
-        """Load the scales of a K block, which may not exist, for ``_store_scales``."""
+    def _load_scales(self, number, tile: Tile, lane, share) -> Any:
+        """Load the scales of a stage of k for ``_store_scales``; ``number`` is its number in the tile."""
 
     @abc.abstractmethod
-    def _store_scales(self, loaded: Any, begun: Any, is_last, place, lane, share, smem) -> None:
+    def _store_scales(self, loaded: Any, begun: Any, is_last, stage, lane, share, smem) -> None:
         """Store them at a stage, which is free. ``begun`` is what ``_begin_scales`` returned, and ``is_last`` whether
-        the K block is the CTA's last of its tile."""
+        it is the CTA's last of its tile."""
 
     def _begin_scales(self, tile: Tile, lane, share) -> Any:
         """What a scale warp has to know of a tile, besides its scales."""
@@ -303,7 +304,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
 
     @cute.jit
     def _skip(self, turn, count, stage, parity, lane, smem):
-        """Skip a K block of another team. Where the teams exchange stages from round to round, see it arrive: who does
+        """Skip a stage of another team. Where the teams exchange stages from round to round, see it arrive: who does
         not may take a phase for that of two rounds before. The stage is full only when all teams have seen that, so
         that none is left behind."""
         c = self.config
@@ -382,15 +383,15 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
 
     @cute.jit
     def _produce_scales(self, own, lane, share, smem):
-        """A scale warp, number ``own`` of ``SCALE_WARPS``: load the scales of every ``SCALE_WARPS``-th K block, and
-        store them in the blocks' stages.
+        """A scale warp, number ``own`` of ``SCALE_WARPS``: load the scales of every ``SCALE_WARPS``-th stage of
+        k, and store them in the ring.
 
-        A load takes as long as the MMAs of several blocks, so each warp has the loads of several of its blocks in
-        flight. There are at least as many stages as scale warps. So a warp's last block was at most one round of the
-        ring ago, and a stage that it waits for cannot seem free because it is two rounds behind.
+        A load takes as long as the MMAs of several stages, so each warp may have the loads of several of its stages in
+        flight. There are at least as many stages in the ring as scale warps. So a warp's last one was at most one round
+        of the ring ago, and a stage that it waits for cannot seem free because it is two rounds behind.
         """
         c = self.config
-        before = Int32(0)  # blocks of the tiles before
+        before = Int32(0)  # stages of k of the tiles before
         for number in range(share.first, share.count, share.workers):
             tile = Tile(*self._find(number, lane, share, smem))
             begun = self._begin_scales(tile, lane, share)
@@ -429,6 +430,11 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         """The fp32 scales of a K block in the ring: those of the rows, and what the kernel adds."""
         start = cute.assume(Int32(place) * self.config.place_scales, divby=4)
         return cute.make_tensor(smem.scales + start, cute.make_layout(self.config.place_scales))
+
+    def _words(self, place, at, count: int, smem) -> cute.Tensor:
+        """Words among the scales of a K block in the ring."""
+        start = self._scales(place, smem).iterator + cute.assume(at, divby=count)
+        return cute.make_tensor(cute.recast_ptr(start, dtype=Uint32), cute.make_layout(count))
 
     def _record(self, stage, smem) -> cute.Tensor:
         """The record of a stage's tile (``RECORD_WORDS``)."""

@@ -86,8 +86,7 @@ class FP8FP4WgmmaKernel(FP4WeightStages, UnitsKernel):
 
     def _record_words(self, place, row, smem) -> cute.Tensor:
         """The words of a row's scales of the weight: two of each half of the K block."""
-        at = self._scales(place, smem).iterator + cute.assume(self.config.tokens + row * 4, divby=4)
-        return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4))
+        return self._words(place, self.config.tokens + row * 4, 4, smem)
 
     # Decoding
 
@@ -143,7 +142,3 @@ class FP8FP4WgmmaKernel(FP4WeightStages, UnitsKernel):
             table = tables[piece * len(tables) // 4]
             words = [word for one in codes[2 * piece : 2 * piece + 2] for word in look_up(table, one)]
             store_words(words, self._piece(smem.own, to ^ piece * PIECE))
-
-    def _piece(self, base, offset) -> cute.Tensor:
-        at = base + cute.assume(offset, divby=PIECE)
-        return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4))

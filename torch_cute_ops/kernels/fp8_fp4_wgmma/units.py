@@ -3,7 +3,7 @@
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Uint32, const_expr, range_constexpr
+from cutlass import Int32, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import load_words
@@ -31,9 +31,7 @@ class UnitsKernel(FP8WgmmaKernel):
     def _flags(self, place, smem) -> cute.Tensor:
         """A word: bit i is set where the i-th 32 rows of the weight are not all over their units; and
         ``IS_LAST``."""
-        c = self.config
-        at = self._scales(place, smem).iterator + (c.units_at + 2 * c.columns)
-        return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(1))
+        return self._words(place, Int32(self.config.units_at + 2 * self.config.columns), 1, smem)
 
     def _factors(self, stage, consumer, smem) -> Any:
         """The scales of a lane's rows of ``a``, which are columns of swapped tiles."""

@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Int64, Uint8
+from cutlass import Int64, Uint8, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
 from torch_cute_ops.formats import MXFP4, FP4Format, ScaleLayout
@@ -15,6 +15,7 @@ from torch_cute_ops.kernels.common.expert_tiles import ExpertTiles, by_expert
 from torch_cute_ops.kernels.common.fp4_weights import scale_argument
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK
 from torch_cute_ops.kernels.common.fp8_tiles_kernel import Smem, Tile
+from torch_cute_ops.kernels.common.weight_ring import PIECE
 from torch_cute_ops.kernels.fp8_wgmma.kernel import FP8WgmmaKernel
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
@@ -96,6 +97,11 @@ class FP4WeightStages(FP8WgmmaKernel):
         c = self.config
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW64, Uint8)
         return cute.tile_to_shape(atom, (c.copied_columns, c.line, stages), order=(0, 1, 2))
+
+    def _piece(self, base: cute.Pointer, offset) -> cute.Tensor:
+        """16 bytes of shared memory."""
+        at = base + cute.assume(offset, divby=PIECE)
+        return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4))
 
     def _weight_stages(self, smem: Smem) -> cute.Tensor:
         layout = self._weight_layout(self.config.stages)

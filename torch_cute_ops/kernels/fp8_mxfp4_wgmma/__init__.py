@@ -8,8 +8,8 @@ weight:
 
 1. The producer copies its codes, 64 bytes a row and K block. The scale warps load its block scales and leave them as
    fp32 factors.
-2. A warp of helpers for each K block in turn moves the even elements of each 32 of the activations before the odd ones:
-   the codes of a word are decoded in that order.
+2. Two teams of helpers take stages in turn. Each of a team's two warps has a K block, in which it moves the even
+   elements of each 32 of the activations before the odd ones: the codes of a word are decoded in that order.
 3. Consumers take codes to e4m3 by shifts and masks, without their scale: e2m1 is e4m3 with other fields of exponent and
    mantissa, in units of 2^-6. They are the A operand, in registers. The k of an MMA is a block, whose sums are
    accumulators of their own, and are added up with the factors.

@@ -19,7 +19,7 @@ CODE_SCALE: Final = 2.0**6
 ONES: Final = 0x7F7F7F7F
 """Four scales of 1."""
 _ONE: Final = 1 << 23
-"""The least exponent of fp32, as bits."""
+"""One step of fp32's exponent field."""
 _NAN_FIELD: Final = 0xFF << 23
 """The exponent field of the scale that stands for NaN."""
 _NAN: Final = 0x7FC00000
@@ -40,13 +40,14 @@ def decode(codes: Uint32) -> tuple[Uint32, Uint32]:
 
 
 def block_factors(scales: Uint32) -> list:
-    """The scales of a row's four blocks as bits of fp32, unless they are 0 or NaN, which have the field alone."""
+    """The scales of a row's four blocks as bits of fp32; of a scale of 0 or NaN the exponent field alone, for
+    ``hard_factors``."""
     shifted = (scales << 23, scales << 15, scales << 7, scales >> 1)
     return [word & Uint32(_NAN_FIELD) for word in shifted]
 
 
 def is_easy(factors: list) -> Boolean:
-    """Whether these are the factors, and no code is rounded."""
+    """Whether all four are factors as they are, none of them of a scale of 0 or NaN, and no code is rounded."""
     fields = [Int32(factor) for factor in factors]
     most, least = functools.reduce(cutlass.max, fields), functools.reduce(cutlass.min, fields)
     return (least > 0) & (most < Int32(_NAN_FIELD)) & (most - least <= _EXACT * _ONE)

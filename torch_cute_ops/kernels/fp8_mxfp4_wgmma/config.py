@@ -62,7 +62,7 @@ class Config(fp8_wgmma.Config):
 
     @property
     def flags_at(self) -> int:
-        """Where the flags are."""
+        """Where the word of flags is."""
         return self.amounts_at + self.columns
 
     def reason_unsupported(self, arch: Arch) -> str | None:
@@ -73,7 +73,7 @@ class Config(fp8_wgmma.Config):
 
 
 STAGES: Final = (8, 6, 4)
-"""Multiples of the teams, so that each has stages of its own."""
+"""Multiples of the teams, so that a stage is the same team's in every round of the ring."""
 
 
 def plan(

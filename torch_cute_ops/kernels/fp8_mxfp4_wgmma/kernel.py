@@ -98,11 +98,6 @@ class FP8MXFP4WgmmaKernel(FP4WeightStages):
         """A word: bit i is set where codes of the i-th 32 rows of the weight are to be rounded."""
         return self._words(place, Int32(self.config.flags_at), 1, smem)
 
-    def _words(self, place, at, count: int, smem) -> cute.Tensor:
-        """Words among the scales of a K block."""
-        start = self._scales(place, smem).iterator + cute.assume(at, divby=count)
-        return cute.make_tensor(cute.recast_ptr(start, dtype=Uint32), cute.make_layout(count))
-
     # Helpers
 
     def _begin_help(self, warp, lane, share) -> Int32:
@@ -143,10 +138,6 @@ class FP8MXFP4WgmmaKernel(FP4WeightStages):
         c = self.config
         of_row = (place // SPAN * c.columns + row) * c.line
         return of_row + (place % SPAN * BLOCKS + block ^ row % 8) * PIECE
-
-    def _piece(self, base, offset) -> cute.Tensor:
-        at = base + cute.assume(offset, divby=PIECE)
-        return cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4))
 
     # MMAs
 
