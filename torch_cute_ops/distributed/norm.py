@@ -5,11 +5,18 @@ from typing import Any
 from torch import Tensor
 
 from torch_cute_ops.nn import QuantizedRows, QuantLinear
-from torch_cute_ops.nn.linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear, MXFP4Linear, NVFP4Linear
 from torch_cute_ops.ops.add_rmsnorm_fp4quant import add_rmsnorm_fp4quant
 from torch_cute_ops.ops.add_rmsnorm_fp8quant import add_rmsnorm_fp8quant
 from torch_cute_ops.ops.rmsnorm_fp4quant import rmsnorm_fp4quant
 from torch_cute_ops.ops.rmsnorm_fp8quant import rmsnorm_fp8quant
+
+_NORMS = {
+    ("fp4", False): rmsnorm_fp4quant,
+    ("fp4", True): add_rmsnorm_fp4quant,
+    ("fp8", False): rmsnorm_fp8quant,
+    ("fp8", True): add_rmsnorm_fp8quant,
+}
+"""By what rows are quantised to, and whether there is a residual."""
 
 
 def normed_rows(
@@ -30,17 +37,11 @@ def normed_rows(
     Raises:
         ValueError, TypeError: as the ops, for a wrong shape, dtype or device; for 16-bit activations.
     """
+    how = layer.quantization()
+    if how is None:
+        raise ValueError(f"normed_rows: the layer has activations={layer.activations!r}; expected 'fp4' or 'fp8'")
     lead, rows = (*x.shape[:-1],), x.view(-1, x.shape[-1])
     sums = () if residual is None else (residual.view(-1, x.shape[-1]),)
-    ops: Any = (add_rmsnorm_fp4quant, add_rmsnorm_fp8quant) if sums else (rmsnorm_fp4quant, rmsnorm_fp8quant)
-    to_fp4, to_fp8 = ops
-    if isinstance(layer, NVFP4Linear | MXFP4Linear) and layer.activations == "fp4":
-        operands = to_fp4(rows, *sums, weight, layer._activation_scale(), eps, layer.format.block_size)
-    elif isinstance(layer, FP8BlockLinear | NVFP4Linear | MXFP4Linear) and layer.activations == "fp8":
-        operands = to_fp8(rows, *sums, weight, None, eps, "block128", "column")
-    elif isinstance(layer, FP8TensorLinear | FP8ChannelLinear):
-        scale, granularity = (layer.input_scale, "tensor") if layer.has_input_scale else (None, "token")
-        operands = to_fp8(rows, *sums, weight, scale, eps, granularity)
-    else:
-        raise ValueError(f"normed_rows: the layer has activations={layer.activations!r}; expected 'fp4' or 'fp8'")
+    norm: Any = _NORMS[how.to, bool(sums)]
+    operands = norm(rows, *sums, weight, eps=eps, **how.arguments)
     return QuantizedRows(operands, lead, x.dtype)

@@ -43,11 +43,11 @@ class Smem(NamedTuple):
 
 
 class ScaleTiles(NamedTuple):
-    """Tiles of an operand's scales that a stage needs: of 128 rows each from ``band`` on, of which so many ``exist``;
-    and the cache policy of their copies."""
+    """Tiles of an operand's scales that a stage needs: of 128 rows each, from ``row_tile`` on, of which so many
+    ``exist``; and the cache policy of their copies."""
 
     scales: cute.Tensor
-    band: Any
+    row_tile: Any
     exist: Any
     policy: int | None
 
@@ -170,9 +170,9 @@ class BlockScaledKernel:
                 expected = stage.code_bytes + size * (columns.exist + lanes.exist)
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, expected)
                 at = base + stage.code_bytes
-                for tiles, bands in ((columns, stage.bands), (lanes, 1)):
+                for tiles, count in ((columns, stage.scale_row_tiles), (lanes, 1)):
                     self.mma.copy_scale_tiles(
-                        tiles.scales, tiles.band, bands, tiles.exist, first, size, at, barrier, tiles.policy
+                        tiles.scales, tiles.row_tile, count, tiles.exist, first, size, at, barrier, tiles.policy
                     )
                     at = at + stage.column_scale_bytes
 

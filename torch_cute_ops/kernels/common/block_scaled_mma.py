@@ -75,13 +75,13 @@ class BlockScaledMma:
     # Scales
 
     @cute.jit
-    def copy_scale_tiles(self, scales, band, bands: int, exist, first, size, to, barrier, policy):
-        """Start the copies of ``size`` bytes of tiles from tile ``first`` on, for 128 rows each of ``bands`` from
-        ``band`` on, of which so many exist. One thread calls it."""
+    def copy_scale_tiles(self, scales, row_tile, count: int, exist, first, size, to, barrier, policy):
+        """Start the copies of ``size`` bytes of tiles from tile ``first`` on, for ``count`` times 128 rows from
+        ``row_tile`` on, of which so many exist. One thread calls it."""
         pitch = scales.shape[1] // TILE_BLOCKS
-        for i in range_constexpr(bands):
+        for i in range_constexpr(count):
             if i < exist:
-                source = (Int64(band + i) * pitch + first) * SCALE_TILE
+                source = (Int64(row_tile + i) * pitch + first) * SCALE_TILE
                 ptx.copy_bulk(
                     to + i * self.stage.scale_tiles * SCALE_TILE,
                     scales.iterator + cute.assume(source, divby=SCALE_TILE),
@@ -102,11 +102,12 @@ class BlockScaledMma:
         # They are loaded while the stage is still in use.
         scales, row, rows = columns
         used = min(stage.columns, ROWS)
-        bands = [self._load_scales(scales, row + i * ROWS, rows, used, first, blocks) for i in range(stage.bands)]
-        bands.append(self._load_scales(*lanes, ROWS, first, blocks))
+        row_tiles = range(stage.scale_row_tiles)
+        loaded = [self._load_scales(scales, row + i * ROWS, rows, used, first, blocks) for i in row_tiles]
+        loaded.append(self._load_scales(*lanes, ROWS, first, blocks))
         ptx.wait(free, free_parity)
         at = base + cute.assume(stage.code_bytes + lane * 16, divby=16)
-        for i, words_of_rows in enumerate(bands):
+        for i, words_of_rows in enumerate(loaded):
             for j, words in enumerate(zip(*words_of_rows, strict=True)):
                 to = cute.recast_ptr(at + (i * stage.scale_tiles + j) * SCALE_TILE, dtype=Uint32)
                 store_words(list(words), cute.make_tensor(to, cute.make_layout(len(words))))
@@ -155,9 +156,9 @@ class BlockScaledMma:
             if i * self.steps_per_tile < steps + before:
                 source = tcgen05.scale_descriptor(lane_scales + i * SCALE_TILE)
                 tcgen05.copy_scales(scales + i * TILE_BLOCKS, source, c.group)
-                for band in range_constexpr(c.bands):
-                    source = column_scales + (band * c.scale_tiles + i) * SCALE_TILE + lane * 16
-                    to = to_columns + (i * c.bands + band) * TILE_BLOCKS
+                for j in range_constexpr(c.scale_row_tiles):
+                    source = column_scales + (j * c.scale_tiles + i) * SCALE_TILE + lane * 16
+                    to = to_columns + (i * c.scale_row_tiles + j) * TILE_BLOCKS
                     tcgen05.copy_scales(to, tcgen05.scale_descriptor(source), c.group)
         for step in range_constexpr(STEPS):
             if step < steps:
@@ -169,7 +170,7 @@ class BlockScaledMma:
                     tcgen05.operand_descriptor(at + ROWS * LINE + step * (STEP // 2)),
                     tcgen05.instruction_descriptor(ROWS * c.group, c.columns, c.fmt == MXFP4, scale_id),
                     scales + tile * TILE_BLOCKS,
-                    to_columns + tile * c.bands * TILE_BLOCKS + column,
+                    to_columns + tile * c.scale_row_tiles * TILE_BLOCKS + column,
                     adds if step == 0 else True,
                     c.fmt.block_size,
                     c.group,

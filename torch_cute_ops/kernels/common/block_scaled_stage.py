@@ -65,7 +65,7 @@ class BlockScaledStage:
         return CHUNK // self.tile_elements + self.spread
 
     @property
-    def bands(self) -> int:
+    def scale_row_tiles(self) -> int:
         """Times 128 rows that the operand on the N side has."""
         return -(-self.columns // ROWS)
 
@@ -77,7 +77,7 @@ class BlockScaledStage:
     @property
     def column_scale_bytes(self) -> int:
         """Scales of the N side."""
-        return self.bands * self.scale_tiles * SCALE_TILE
+        return self.scale_row_tiles * self.scale_tiles * SCALE_TILE
 
     @property
     def size_bytes(self) -> int:
@@ -88,7 +88,7 @@ class BlockScaledStage:
     @property
     def scale_columns(self) -> int:
         """Columns of tensor memory with the scales of a chunk, those of the M side first: four for each tile."""
-        return (1 + self.bands) * self.scale_tiles * TILE_BLOCKS
+        return (1 + self.scale_row_tiles) * self.scale_tiles * TILE_BLOCKS
 
     @property
     def threads(self) -> int:

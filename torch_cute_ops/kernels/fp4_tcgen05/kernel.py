@@ -158,16 +158,16 @@ class FP4Tcgen05Kernel(BlockScaledKernel):
             tile += part.pitch
 
     @cute.jit
-    def _copy_scales_of(self, row_band, token_tile, chunk, base, barrier, part):
+    def _copy_scales_of(self, row_tile, token_tile, chunk, base, barrier, part):
         """Start the copies of a stage's scales, if they are in tiles."""
         c, stage = self.config, self.stage
         first = chunk * stage.scale_tiles
         size = cutlass.min(part.b_scale.shape[1] // TILE_BLOCKS - first, Int32(stage.scale_tiles)) * SCALE_TILE
-        token_band = token_tile * c.tokens // ROWS
-        token_bands = cutlass.min(cute.ceil_div(part.m, ROWS) - token_band, Int32(stage.bands))
-        row_bands = cutlass.max(cutlass.min(cute.ceil_div(part.n, ROWS) - row_band, Int32(1)), Int32(0))
-        rows = ScaleTiles(part.b_scale, row_band, row_bands, ptx.EVICT_FIRST)
-        tokens = ScaleTiles(part.a_scale, token_band, token_bands, None)
+        token_row_tile = token_tile * c.tokens // ROWS
+        token_tiles = cutlass.min(cute.ceil_div(part.m, ROWS) - token_row_tile, Int32(stage.scale_row_tiles))
+        row_tiles = cutlass.max(cutlass.min(cute.ceil_div(part.n, ROWS) - row_tile, Int32(1)), Int32(0))
+        rows = ScaleTiles(part.b_scale, row_tile, row_tiles, ptx.EVICT_FIRST)
+        tokens = ScaleTiles(part.a_scale, token_row_tile, token_tiles, None)
         self._copy_scales(rows, tokens, first, size, base, barrier)
 
     @cute.jit
