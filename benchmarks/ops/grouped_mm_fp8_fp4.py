@@ -73,14 +73,23 @@ class GroupedMmFp8Fp4(GroupedMmFp8):
         return Case(case.sizes, choices={"layout": case.choices["layout"]})
 
     def marks(self, rows: Sequence[Row]) -> list[Mark]:
-        few = fp8_fp4_gemms.times_over_fp8(
-            rows, lambda row: row["choices"]["layout"] == "masked" and row["sizes"]["M"] <= 16
-        )
+        few = {
+            name: fp8_fp4_gemms.times_over_fp8(
+                rows,
+                lambda row, name=name: (
+                    (row["choices"]["layout"], row["choices"]["weight"]) == ("masked", name) and row["sizes"]["M"] <= 16
+                ),
+            )
+            for name in FORMATS
+        }
         many = fp8_fp4_gemms.times_over_fp8(
             rows, lambda row: row["choices"]["layout"] == "contiguous" and row["sizes"]["M"] >= 1024
         )
         return [
-            fp8_fp4_gemms.few_rows_mark("masked, 1 to 16 rows", few, targets.GROUPED_FP8_FP4_DECODE),
+            *(
+                fp8_fp4_gemms.few_rows_mark(f"{name}, masked, 1 to 16 rows", ratios, targets.GROUPED_FP8_FP4_DECODE)
+                for name, ratios in few.items()
+            ),
             fp8_fp4_gemms.many_rows_mark("contiguous, ≥ 1,024 rows", many, targets.GROUPED_FP8_FP4_OVER_FP8),
         ]
 

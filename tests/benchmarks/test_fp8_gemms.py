@@ -140,9 +140,15 @@ def test_marks_of_fp4_weights():
 
     (mark,) = ops.load("mm_fp8_fp4").marks([row(2048, 10, 10), row(4096, 20, 18), row(64, 9, 1)])
     assert mark.value == pytest.approx(0.9) and not mark.passed
-    rows = [row(16, 5, 10, layout="masked"), row(1, 7, 10, layout="masked"), row(1024, 10, 9.5, layout="contiguous")]
-    few, many = ops.load("grouped_mm_fp8_fp4").marks(rows)
-    assert few.value == pytest.approx(0.7) and not few.passed
+    rows = [
+        row(16, 5, 10, layout="masked", weight="mxfp4"),
+        row(1, 7, 10, layout="masked", weight="mxfp4"),
+        row(1, 6, 10, layout="masked", weight="nvfp4"),
+        row(1024, 10, 9.5, layout="contiguous", weight="nvfp4"),
+    ]
+    mxfp4, nvfp4, many = ops.load("grouped_mm_fp8_fp4").marks(rows)
+    assert mxfp4.value == pytest.approx(0.7) and not mxfp4.passed
+    assert nvfp4.value == pytest.approx(0.6) and nvfp4.passed
     assert many.value == pytest.approx(0.95) and many.passed
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.gemm_problems import BF16, FP16, FP32, HOPPER, ROW_LAYOUTS, fp4_problem, fp8_fp4_problem, fp8_problem
 
+from torch_cute_ops.formats import MXFP4
 from torch_cute_ops.gemm.backends import fp8_mma_sync, fp8_wgmma
 from torch_cute_ops.gemm.cost import usual_targets
 from torch_cute_ops.gemm.fp8_tiles import Tile, expected_tiles
@@ -92,6 +93,14 @@ def test_random_routing_takes_larger_tiles():
     assert choose(packed, 32 * 4, HOPPER).tactic == (16, 128, 1)
     for problem in (contiguous(32, 4096, 7168), masked(32, 4096, 7168)):
         assert choose(problem, 32 * 16 if not problem.grouping.rows.is_masked else 16, HOPPER).tactic == (16, 128, 1)
+
+
+def test_random_routing_takes_larger_tiles_of_an_fp4_weight():
+    given = {"rows": ExpertLayout(True, False), "experts": 32}
+    choices = {m: choose(fp8_fp4_problem(MXFP4, **given), 32 * m, HOPPER) for m in (4, 8, 16)}
+    found = {m: (choice.backend.name, choice.tactic) for m, choice in choices.items()}
+    assert found == {4: ("blocks", (8, 1)), 8: ("blocks", (16, 1)), 16: ("blocks", (32, 1))}
+    assert choose(fp8_fp4_problem(**given), 32 * 64, HOPPER).tactic == (128, 1)
 
 
 FASTEST = [

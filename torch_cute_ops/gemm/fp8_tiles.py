@@ -42,8 +42,7 @@ class Tile(NamedTuple):
     def tiles_of(self, problem: GemmProblem, m: int) -> float:
         """Tiles of a call. Where nothing is known of the rows of each expert but their sum, the expectation under
         random routing; elsewhere as many as equally many rows for each expert take."""
-        layout = problem.grouping.rows
-        if layout.has_offsets and not layout.has_counts:
+        if has_random_rows(problem):
             of_expert = expected_tiles(m / problem.experts, self.tokens)
         else:
             of_expert = -(-rows_of_expert(problem, m) // self.tokens)
@@ -84,6 +83,12 @@ class Tile(NamedTuple):
 def rows_of_expert(problem: GemmProblem, m: int) -> int:
     """Rows that an expert is assumed to have: all that it has room for, or an equal share."""
     return m if problem.grouping.rows.is_masked else -(-m // problem.experts)
+
+
+def has_random_rows(problem: GemmProblem) -> bool:
+    """Whether nothing is known of the rows of each expert but their sum, so that random routing is assumed."""
+    layout = problem.grouping.rows
+    return layout.has_offsets and not layout.has_counts
 
 
 @cache

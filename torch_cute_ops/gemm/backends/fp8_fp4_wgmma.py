@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends._fp8 import FP8FP4Backend
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
-from torch_cute_ops.gemm.fp8_tiles import BLOCK, Tile, rows_of_expert
+from torch_cute_ops.gemm.fp8_tiles import BLOCK, Tile, has_random_rows, rows_of_expert
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp8_fp4_wgmma
 from torch_cute_ops.kernels.fp8_fp4_wgmma import COLUMNS
@@ -35,7 +35,9 @@ class FP8FP4Wgmma(FP8FP4Backend):
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
         rows = rows_of_expert(problem, m)
         sizes = sorted({tokens for tokens, _ in self.tiles})
-        widest = next((tokens for tokens in sizes if tokens >= rows), sizes[-1])
+        # By random routing most experts have less than twice as many rows as on average.
+        most = 2 * rows if has_random_rows(problem) else rows
+        widest = next((tokens for tokens in sizes if tokens >= most), sizes[-1])
         # CTAs that share a tile beside others of the same columns read the weight more than once.
         return tuple(
             (tokens, splits) for tokens, splits in self.tiles if tokens <= widest and (splits == 1 or rows <= tokens)
