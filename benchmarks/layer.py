@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import torch_cute_ops as ops
 from torch_cute_ops.nn import random_
 
-from . import environment, fp4_peers, layers, report, timeline
+from . import environment, fp4_peers, layers, report, targets, timeline
 from .case import Mark, at_most
 from .compositions import from_128x4
 from .measure import Backend, Replay, Settings, ceilings, measure_what_captures, plan
@@ -321,37 +321,18 @@ def _chain(each: Sequence[Layer], x: Tensor, residual: Tensor) -> Callable[[int]
     return call
 
 
-MARKS: dict[str, dict[str, dict[int, float]]] = {
-    "8B": {
-        "W4A4": {1: 48.0, 8: 50.0, 16: 55.0, 32: 64.0, 64: 84.0},
-        "W4A8": {64: 76.0, 128: 90.0, 256: 132.0},
-        "FP8": {1: 66.0},
-    },
-    "70B": {
-        "W4A4": {1: 142.0, 16: 152.0, 32: 170.0, 64: 215.0},
-        "W4A8": {64: 190.0, 128: 245.0, 256: 425.0},
-    },
-    "32B": {"W4A4": {1: 88.0, 16: 98.0, 32: 112.0}},
-}
-"""The longest a layer may take, µs, by model, precision and rows."""
-
-W4A8_OVER_FP8 = {"8B": 1.03, "70B": 1.05}
-W4A8_ROWS = (64, 128, 256, 1024)
-"""How much longer W4A8 may take than FP8 in the same run, by model, and with how many rows."""
-
-
 def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
     """What was measured, against the times that a layer has to reach."""
     found = []
     for row in rows:
         model, m = row["model"], row["rows"]
         times = {label: each["us"] for label, each in row["variants"].items()}
-        for label, longest in MARKS.get(model, {}).items():
+        for label, longest in targets.LAYER_US.get(model, {}).items():
             if label in times and m in longest:
                 found.append(at_most(f"{model}, M={m}, {label}", times[label], longest[m], " µs"))
-        if model in W4A8_OVER_FP8 and m in W4A8_ROWS and {"W4A8", "FP8"} <= times.keys():
+        if model in targets.W4A8_OVER_FP8 and m in targets.W4A8_ROWS and {"W4A8", "FP8"} <= times.keys():
             over = times["W4A8"] / times["FP8"]
-            found.append(at_most(f"{model}, M={m}, W4A8 over FP8", over, W4A8_OVER_FP8[model], " ×"))
+            found.append(at_most(f"{model}, M={m}, W4A8 over FP8", over, targets.W4A8_OVER_FP8[model], " ×"))
     return found
 
 

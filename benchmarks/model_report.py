@@ -6,21 +6,9 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from . import environment, llama, report
+from . import environment, llama, report, targets
 from .case import Mark, at_least, at_most
 from .llama import BF16, UNMASKED
-
-# Targets
-
-DECODE = {"8B": {1: 2.0, 16: 1.6, 64: 1.3}, "70B": {1: 2.4, 64: 1.7}}
-GENERATE = {"8B": 1.6}
-PREFILL = {"16bit": 0.95, "fp8": 1.4}
-"""How many times as fast as bf16 ours has to be: a decode step by batch, `generate()`, and prefill by activations."""
-DISTANCE = 1e-4
-"""1 − cosine of the logits, at most."""
-GIGABYTES = {"8B": 6.3, "70B": 43.5}
-PEAK_GIGABYTES = 2.0
-"""Above the model, while it is built."""
 
 
 def is_four_bit(label: str, activations: str) -> bool:
@@ -33,12 +21,16 @@ def goal_of(row: Mapping[str, Any], label: str) -> float | None:
     if row["part"] == "prefill":
         if row["tokens"] != llama.TOKENS:
             return None
-        found = [goal for activations, goal in PREFILL.items() if is_four_bit(label, activations)]
+        found = [goal for activations, goal in targets.MODEL_PREFILL.items() if is_four_bit(label, activations)]
         return found[0] if row["model"] in llama.MODELS and found else None
     if row["part"] == "decode":
         shown = is_four_bit(label, "16bit") or (is_four_bit(label, "fp8") and row["batch"] >= llama.MANY)
-        return DECODE.get(row["model"], {}).get(row["batch"]) if shown and row["context"] == llama.CONTEXT else None
-    return GENERATE.get(row["model"]) if is_four_bit(label, "16bit") else None
+        return (
+            targets.MODEL_DECODE.get(row["model"], {}).get(row["batch"])
+            if shown and row["context"] == llama.CONTEXT
+            else None
+        )
+    return targets.MODEL_GENERATE.get(row["model"]) if is_four_bit(label, "16bit") else None
 
 
 def marks(result: Mapping[str, Any]) -> list[Mark]:
@@ -50,15 +42,17 @@ def marks(result: Mapping[str, Any]) -> list[Mark]:
             if goal is not None:
                 found.append(at_least(f"{row['model']}, {row['case']}, {label}: bf16 / ours", ratio, goal))
     for each in result["memory"]:
-        name, least = f"{each['model']}, {each['label']}", GIGABYTES.get(each["model"])
+        name, least = f"{each['model']}, {each['label']}", targets.MODEL_GIGABYTES.get(each["model"])
         if least is not None and is_four_bit(each["label"], "16bit"):
             found.append(at_most(f"{name}: memory", each["bytes"] / 1e9, least, " GB"))
             if each["peak_above"] is not None:
-                found.append(at_most(f"{name}: peak above", each["peak_above"] / 1e9, PEAK_GIGABYTES, " GB"))
+                found.append(
+                    at_most(f"{name}: peak above", each["peak_above"] / 1e9, targets.MODEL_PEAK_GIGABYTES, " GB")
+                )
     for each in result["logits"]:
         if is_four_bit(each["label"], "16bit"):
             name = f"{each['model']}, {each['label']}: 1 − cosine of logits"
-            found.append(at_most(name, 1 - each["cosine"], DISTANCE))
+            found.append(at_most(name, 1 - each["cosine"], targets.MODEL_LOGITS))
     for name, count in result["kernels_after_warmup"].items():
         found.append(at_most(f"{name}: kernels compiled after the warm-up", count, 0))
     for row in result["rows"]:

@@ -63,6 +63,37 @@ EXPERT_LAYER_COSINE = {
 }
 """Least cosine of a layer's results to those with its decoded weights, by way and format."""
 
+# --- decoder layers ---
+
+LAYER_US: dict[str, dict[str, dict[int, float]]] = {
+    "8B": {
+        "W4A4": {1: 48.0, 8: 50.0, 16: 55.0, 32: 64.0, 64: 84.0},
+        "W4A8": {64: 76.0, 128: 90.0, 256: 132.0},
+        "FP8": {1: 66.0},
+    },
+    "70B": {
+        "W4A4": {1: 142.0, 16: 152.0, 32: 170.0, 64: 215.0},
+        "W4A8": {64: 190.0, 128: 245.0, 256: 425.0},
+    },
+    "32B": {"W4A4": {1: 88.0, 16: 98.0, 32: 112.0}},
+}
+"""The longest a layer may take, µs, by model, precision and rows."""
+W4A8_OVER_FP8 = {"8B": 1.03, "70B": 1.05}
+W4A8_ROWS = (64, 128, 256, 1024)
+"""How much longer W4A8 may take than FP8 in the same run, by model, and with how many rows."""
+
+# --- served models ---
+
+MODEL_DECODE = {"8B": {1: 2.0, 16: 1.6, 64: 1.3}, "70B": {1: 2.4, 64: 1.7}}
+MODEL_GENERATE = {"8B": 1.6}
+MODEL_PREFILL = {"16bit": 0.95, "fp8": 1.4}
+"""How many times as fast as bf16 ours has to be: a decode step by batch, `generate()`, and prefill by activations."""
+MODEL_LOGITS = 1e-4
+"""1 − cosine of the logits, at most."""
+MODEL_GIGABYTES = {"8B": 6.3, "70B": 43.5}
+MODEL_PEAK_GIGABYTES = 2.0
+"""Above the model, while it is built."""
+
 # --- FP8 GEMMs ---
 
 FP8_TFLOPS = 1150.0
