@@ -107,6 +107,10 @@ class Bench:
             rows["generate"] = [1, llama.PROMPT]
         return sorted({each for part in self.parts for each in rows.get(part, ())})
 
+    def with_w4a8(self) -> list[str]:
+        """The precisions that were asked for, and `W4A8`."""
+        return list(dict.fromkeys([*self.labels, W4A8]))
+
     def batches_of(self, label: str) -> list[int]:
         """The batches whose decode steps are measured in a precision: large ones in `W4A8`, if it was not asked for."""
         return [each for each in self.batches if label in (*self.labels, BF16) or each >= llama.MANY]
@@ -195,7 +199,7 @@ class Bench:
     def decode(self) -> None:
         """A step in a graph, at the last place of a full cache; all models in turn."""
         unmade: dict[str, str] = {}
-        labels = [label for label in dict.fromkeys([*self.labels, W4A8]) if self.batches_of(label)]
+        labels = [label for label in self.with_w4a8() if self.batches_of(label)]
         models = self.all_made(labels, unmade)
         for batch in self.batches:
             failed = {label: why for label, why in unmade.items() if batch in self.batches_of(label)}
@@ -220,7 +224,7 @@ class Bench:
     def prefill(self) -> None:
         """A prompt into a new cache."""
         failed: dict[str, str] = {}
-        labels = list(dict.fromkeys([*self.labels, W4A8]))
+        labels = self.with_w4a8()
         models, calls = self.all_made(labels, failed), {}
         ids = torch.randint(self.size.vocabulary, (1, self.tokens), device=self.device)
         with self.counting("prefill"):

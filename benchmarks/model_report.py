@@ -24,12 +24,10 @@ def goal_of(row: Mapping[str, Any], label: str) -> float | None:
         found = [goal for activations, goal in targets.MODEL_PREFILL.items() if is_four_bit(label, activations)]
         return found[0] if row["model"] in llama.MODELS and found else None
     if row["part"] == "decode":
-        shown = is_four_bit(label, "16bit") or (is_four_bit(label, "fp8") and row["batch"] >= llama.MANY)
-        return (
-            targets.MODEL_DECODE.get(row["model"], {}).get(row["batch"])
-            if shown and row["context"] == llama.CONTEXT
-            else None
-        )
+        is_judged = is_four_bit(label, "16bit") or (is_four_bit(label, "fp8") and row["batch"] >= llama.MANY)
+        if not is_judged or row["context"] != llama.CONTEXT:
+            return None
+        return targets.MODEL_DECODE.get(row["model"], {}).get(row["batch"])
     return targets.MODEL_GENERATE.get(row["model"]) if is_four_bit(label, "16bit") else None
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from torch_cute_ops.kernels.common.block_scaled_stage import COLUMNS, SCALE_BUFFERS, BlockScaledStage
+from torch_cute_ops.kernels.common.fit import first_fit
 from torch_cute_ops.runtime.arch import Arch
 
 BARRIER_BYTES: Final = 512
@@ -82,5 +83,4 @@ Config = TypeVar("Config", bound=BlockScaledConfig)
 def with_most_stages(config: Callable[[int], Config], arch: Arch) -> Config | None:
     """The configuration, a function of the number of stages, with the most of them that fit into an SM of ``arch``;
     ``None`` if none does."""
-    every = map(config, range(MOST_STAGES, 1, -1))
-    return next((one for one in every if one.reason_unsupported(arch) is None), None)
+    return first_fit(map(config, range(MOST_STAGES, 1, -1)), arch)

@@ -8,6 +8,7 @@ import torch
 
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.activation_layout import CHUNK, ActivationLayout
+from torch_cute_ops.kernels.common.fit import first_fit
 from torch_cute_ops.kernels.common.fp4_operands import FP4Operands
 from torch_cute_ops.kernels.common.token_list_layout import PAIR_BYTES, TokenListLayout
 from torch_cute_ops.kernels.common.unit_lists import LIST_BYTES, SCANNED
@@ -191,10 +192,9 @@ def plan(
 ) -> Config | None:
     """The configuration with the first of ``WAYS``, and then the most stages, that fits into an SM of ``arch``;
     ``None`` if none does with two stages a slot."""
-    for chunk, slots, parts in WAYS:
-        for stages in range(4 * slots, slots, -slots):
-            sizes = (width, chunk, group, tokens, slots, parts, stages, classes)
-            config = Config(operands, out_dtype, *sizes, pdl, bias_dtype)
-            if config.reason_unsupported(arch) is None:
-                return config
-    return None
+    every = (
+        (width, chunk, group, tokens, slots, parts, stages, classes)
+        for chunk, slots, parts in WAYS
+        for stages in range(4 * slots, slots, -slots)
+    )
+    return first_fit((Config(operands, out_dtype, *sizes, pdl, bias_dtype) for sizes in every), arch)

@@ -8,6 +8,7 @@ import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.kernels.common.activation_layout import CHUNK, ActivationLayout
+from torch_cute_ops.kernels.common.fit import first_fit
 from torch_cute_ops.kernels.common.fp4_operands import FP4Operands
 from torch_cute_ops.kernels.common.token_list_layout import TokenListLayout
 from torch_cute_ops.kernels.common.unit_lists import LIST_BYTES, SCANNED
@@ -272,8 +273,5 @@ def plan(
     """The configuration with the most stages that fit into an SM of ``arch``, up to six for each slot; ``None`` if not
     even two do."""
     slots = WARPS * 16 // rows
-    for stages in range(6 * slots, slots, -slots):
-        config = Config(operands, finish, width, rows, group, parts, tokens, stages, pdl)
-        if config.reason_unsupported(arch) is None:
-            return config
-    return None
+    sizes, every = (width, rows, group, parts, tokens), range(6 * slots, slots, -slots)
+    return first_fit((Config(operands, finish, *sizes, stages, pdl) for stages in every), arch)

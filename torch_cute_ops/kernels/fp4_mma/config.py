@@ -7,6 +7,7 @@ import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.kernels.common.fit import first_fit
 from torch_cute_ops.kernels.common.limits import reason_beyond
 from torch_cute_ops.kernels.common.sum_tile import SumTile
 from torch_cute_ops.runtime.arch import Arch
@@ -141,8 +142,5 @@ def plan(
     a_layout: ScaleLayout | None = None,
 ) -> Config | None:
     """The configuration with the most stages that ``arch`` has room for; ``None`` if it has room for none."""
-    for stages in STAGES:
-        config = Config(dtype, fmt, layout, epilogue, tokens, splits, stages, ctas_per_sm, pdl, a_layout)
-        if config.reason_unsupported(arch) is None:
-            return config
-    return None
+    weight, rest = (dtype, fmt, layout), (ctas_per_sm, pdl, a_layout)
+    return first_fit((Config(*weight, epilogue, tokens, splits, stages, *rest) for stages in STAGES), arch)

@@ -7,6 +7,7 @@ from typing import Final
 from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.kernels.common.activation_layout import CHUNK, TILE_LINE, TILE_TOKENS, ActivationLayout
 from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.kernels.common.fit import first_fit
 from torch_cute_ops.kernels.common.fp4_operands import FP4Operands
 from torch_cute_ops.kernels.common.sum_tile import SumTile
 from torch_cute_ops.kernels.common.warpgroup import BY_WARP, GROUP_ROWS, SCHEDULERS, WARPGROUP
@@ -290,10 +291,7 @@ def plan(
     ``None`` for the most."""
     rows = rows or rows_of(tokens)[0]
     ahead = static_weight and pdl and arranges(tokens, splits)
-    for stages in range(6, 2, -1):
-        # As many chunks in flight as in the ring of the weight, in wide tiles fewer.
-        wanted = stages if tokens <= 32 else {64: 8, 128: 7, 256: 5}[tokens] // span_of(tokens, width)
-        config = Config(operands, epilogue, width, tokens, rows, splits, stages, wanted, pdl, ahead)
-        if config.reason_unsupported(arch) is None:
-            return config
-    return None
+    # As many chunks in flight as in the ring of the weight, in wide tiles fewer.
+    fixed = None if tokens <= 32 else {64: 8, 128: 7, 256: 5}[tokens] // span_of(tokens, width)
+    sizes, every = (width, tokens, rows, splits), range(6, 2, -1)
+    return first_fit((Config(operands, epilogue, *sizes, n, fixed or n, pdl, ahead) for n in every), arch)

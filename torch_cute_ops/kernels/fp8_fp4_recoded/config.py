@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch_cute_ops.kernels import fp8_wgmma
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
+from torch_cute_ops.kernels.common.fit import first_fit
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
 from torch_cute_ops.kernels.fp4_to_fp8.config import COLUMNS
 from torch_cute_ops.runtime.arch import Arch
@@ -36,8 +37,6 @@ class Config(fp8_wgmma.Config):
 
 def plan(*, rows: ExpertLayout, epilogue: Epilogue, arch: Arch, pdl: bool) -> Config | None:
     """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this."""
-    for stages in range(fp8_wgmma.MOST_STAGES, 1, -1):
-        config = Config(rows, epilogue, fp8_wgmma.MANY, COLUMNS, 1, stages, pdl, static_weight=False)
-        if config.reason_unsupported(arch) is None:
-            return config
-    return None
+    sizes = fp8_wgmma.MANY, COLUMNS, 1
+    every = range(fp8_wgmma.MOST_STAGES, 1, -1)
+    return first_fit((Config(rows, epilogue, *sizes, stages, pdl, static_weight=False) for stages in every), arch)

@@ -7,6 +7,7 @@ from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.kernels import fp8_wgmma
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
+from torch_cute_ops.kernels.common.fit import first_fit
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS
 from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
@@ -118,9 +119,6 @@ def plan(
     """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this."""
     row_ctas = 2 if tokens == PAIR else 1
     ahead = static_weight and Config.reads_ahead(rows, tokens, pdl)
-    for stages in range(MOST_STAGES, 1, -1):
-        sizes = tokens // row_ctas, COLUMNS, splits, stages
-        config = Config(rows, epilogue, *sizes, pdl, ahead, fmt, layout, row_ctas)
-        if config.reason_unsupported(arch) is None:
-            return config
-    return None
+    sizes, weight = (tokens // row_ctas, COLUMNS, splits), (fmt, layout, row_ctas)
+    every = range(MOST_STAGES, 1, -1)
+    return first_fit((Config(rows, epilogue, *sizes, stages, pdl, ahead, *weight) for stages in every), arch)

@@ -6,6 +6,7 @@ from typing import Final
 from torch_cute_ops.kernels.common import row_tile
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
+from torch_cute_ops.kernels.common.fit import first_fit
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
 from torch_cute_ops.runtime.arch import Arch
 
@@ -79,8 +80,4 @@ class Config:
 
 def plan(*, rows: ExpertLayout, epilogue: Epilogue, tokens: int, arch: Arch, pdl: bool) -> Config | None:
     """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this."""
-    for stages in range(4, 1, -1):
-        config = Config(rows, epilogue, tokens, stages, pdl)
-        if config.reason_unsupported(arch) is None:
-            return config
-    return None
+    return first_fit((Config(rows, epilogue, tokens, stages, pdl) for stages in range(4, 1, -1)), arch)

@@ -7,6 +7,7 @@ from torch_cute_ops.formats import MXFP4, FP4Format, ScaleLayout
 from torch_cute_ops.kernels import fp8_wgmma
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
+from torch_cute_ops.kernels.common.fit import first_fit
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS
 from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
@@ -89,8 +90,5 @@ def plan(
 ) -> Config | None:
     """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this."""
     ahead = static_weight and Config.reads_ahead(rows, tokens, pdl)
-    for stages in STAGES:
-        config = Config(rows, epilogue, tokens, COLUMNS, splits, stages, pdl, ahead, layout)
-        if config.reason_unsupported(arch) is None:
-            return config
-    return None
+    sizes = tokens, COLUMNS, splits
+    return first_fit((Config(rows, epilogue, *sizes, stages, pdl, ahead, layout) for stages in STAGES), arch)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Uint8, Uint32, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import load_words, store_words
@@ -24,7 +24,6 @@ from torch_cute_ops.kernels.fp8_mxfp4_wgmma.codes import (
     rounded,
 )
 from torch_cute_ops.kernels.fp8_mxfp4_wgmma.config import BLOCKS, SPAN, Config
-from torch_cute_ops.kernels.fp8_wgmma.kernel import STEP
 
 
 class FP8MXFP4WgmmaKernel(FP4WeightStages):
@@ -32,6 +31,7 @@ class FP8MXFP4WgmmaKernel(FP4WeightStages):
 
     config: Config
     parts = BLOCKS
+    m_source = warpgroup.OperandSource.RMEM
 
     def _weight_layout(self, stages: int):
         c = self.config
@@ -140,12 +140,6 @@ class FP8MXFP4WgmmaKernel(FP4WeightStages):
         return of_row + (place % SPAN * BLOCKS + block ^ row % 8) * PIECE
 
     # MMAs
-
-    def _tiled_mma(self) -> cute.TiledMma:
-        """The MMA of a block, whose codes are in registers."""
-        shape, mode = (GROUP_ROWS, self.config.mma_columns, STEP), OperandMajorMode.K
-        sources = warpgroup.OperandSource.RMEM, mode, mode
-        return cute.make_tiled_mma(warpgroup.MmaF8Op(Float8E4M3FN, Float8E4M3FN, Float32, shape, *sources))
 
     def _mma(self, group, smem) -> Callable:
         """The function that starts a consumer's MMAs of a K block, each with accumulators of its own."""

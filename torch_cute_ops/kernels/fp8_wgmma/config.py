@@ -6,6 +6,7 @@ from typing import ClassVar, Final
 from torch_cute_ops.kernels.common import row_tile
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
+from torch_cute_ops.kernels.common.fit import first_fit
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS, SCALE_WARPS, FP8TilesConfig
 from torch_cute_ops.runtime.arch import Arch
@@ -102,8 +103,5 @@ def plan(
 ) -> Config | None:
     """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this."""
     ahead = static_weight and Config.reads_ahead(rows, tokens, pdl)
-    for stages in range(MOST_STAGES, 1, -1):
-        config = Config(rows, epilogue, tokens, columns, splits, stages, pdl, ahead)
-        if config.reason_unsupported(arch) is None:
-            return config
-    return None
+    sizes, every = (tokens, columns, splits), range(MOST_STAGES, 1, -1)
+    return first_fit((Config(rows, epilogue, *sizes, stages, pdl, ahead) for stages in every), arch)

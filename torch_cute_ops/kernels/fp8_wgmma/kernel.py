@@ -55,6 +55,8 @@ class FP8WgmmaKernel(FP8TilesKernel):
 
     parts: ClassVar = 1
     """Parts of a K block that have accumulators of their own."""
+    m_source: ClassVar = warpgroup.OperandSource.SMEM
+    """Where the M side of the MMAs is."""
 
     def __init__(self, config: Config, tiles: Callable[..., ExpertTiles] = ExpertTiles):
         super().__init__(config, config.tokens * config.row_ctas, config.columns, tiles)
@@ -240,7 +242,7 @@ class FP8WgmmaKernel(FP8TilesKernel):
     def _tiled_mma(self) -> cute.TiledMma:
         """A k32 step of a consumer's MMAs."""
         shape = GROUP_ROWS, self.config.mma_columns, STEP
-        sources = warpgroup.OperandSource.SMEM, OperandMajorMode.K, OperandMajorMode.K
+        sources = self.m_source, OperandMajorMode.K, OperandMajorMode.K
         return cute.make_tiled_mma(warpgroup.MmaF8Op(Float8E4M3FN, Float8E4M3FN, Float32, shape, *sources))
 
     def _mma(self, group, smem):
