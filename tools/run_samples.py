@@ -24,6 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--without", default=[], nargs="+", metavar="BACKEND", help="not with these backends")
+    parser.add_argument("--only", default=[], nargs="+", metavar="BACKEND", help="with these backends alone")
     parser.add_argument("--part", type=part_of, default=(1, 1), metavar="I/N", help="every Nth sample from the Ith on")
     parser.add_argument("ops", nargs="*", metavar="OP", help="of these ops alone")
     given = parser.parse_args()
@@ -36,7 +37,7 @@ def main() -> None:
             results = as_tuple(spec.reference(*same.args, **same.kwargs))
             expected = (*defined(spec, same, results), *updated(spec, same))
             more = lost(spec, same)
-            for choice in backends(spec, sample, given.without):
+            for choice in backends(spec, sample, given.without, given.only):
                 outputs = (*defined(spec, sample, called(spec, sample, choice, results)), *updated(spec, sample))
                 for name, output, reference in zip((*spec.outputs, *spec.updated), outputs, expected, strict=True):
                     share = differing(output, reference, relative(spec), more)
@@ -85,9 +86,9 @@ def samples(spec: OpSpec, device: torch.device) -> list[Sample]:
     return list(sample_inputs(spec.name, device))
 
 
-def backends(spec: OpSpec, sample: Sample, without: list[str]) -> list[dict[str, Any]]:
+def backends(spec: OpSpec, sample: Sample, without: list[str], only: list[str]) -> list[dict[str, Any]]:
     """The argument that names a backend, for each that can compute the call; none to add where the call names one, or
-    the op has none. A call is left out where what it names cannot compute it."""
+    the op has none. A call is left out where what it names cannot compute it, or is not wanted."""
     if not spec.has_backends:
         return [{}]
     device = sample.args[0].device
@@ -95,7 +96,9 @@ def backends(spec: OpSpec, sample: Sample, without: list[str]) -> list[dict[str,
     able = [name for name, reason in reasons.items() if reason is None and name not in without]
     named = arguments(spec, sample).get("backend")
     if named is None:
-        return [{"backend": name} for name in able]
+        return [{"backend": name} for name in able if not only or name in only]
+    if only:
+        return [{}] if named in only and named in able else []
     if named == "auto" and device.type == "cuda":
         # It takes no reference on a GPU, and might take what shall be left out.
         return [{}] if able != ["reference"] and not without else []

@@ -2,6 +2,7 @@
 
     python tools/sanitize.py                                  # all ops, all tools
     python tools/sanitize.py mm_fp4 --tools racecheck         # part of it
+    python tools/sanitize.py mm_fp4 --only wgmma              # by one backend
 
 First each runs without a tool, which fills the kernel cache: compiling under a tool takes long. Exits with 1 if any run
 failed or found something.
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--parts", type=int, default=4, help="processes that share the samples of an op (default: 4)")
     parser.add_argument("--logs", type=Path, default=Path("sanitizer-logs"), help="directory of the whole output")
+    parser.add_argument("--only", default=[], nargs="+", metavar="BACKEND", help="with these backends alone")
     parser.add_argument("ops", nargs="*", metavar="OP", help="these ops alone")
     given = parser.parse_args()
     if given.parts < 1:
@@ -51,15 +53,16 @@ def main() -> None:
     failed = 0
     for tool in (None, *given.tools):
         with ThreadPoolExecutor(given.jobs) as pool:
-            for line, is_good in pool.map(lambda run, tool=tool: sanitize(run[0], run[1], tool, given.logs), runs):
+            for line, is_good in pool.map(lambda run, tool=tool: sanitize(run, tool, given.only, given.logs), runs):
                 print(line, flush=True)
                 failed += not is_good
     sys.exit(f"{failed} runs failed" if failed else 0)
 
 
-def sanitize(op: str, part: str, tool: str | None, logs: Path) -> tuple[str, bool]:
+def sanitize(run: tuple[str, str], tool: str | None, only: list[str], logs: Path) -> tuple[str, bool]:
     """Run a part of an op's samples under a tool, or alone; what came of it in a line, and whether that is good."""
-    command = [sys.executable, str(SAMPLES), op, "--part", part]
+    op, part = run
+    command = [sys.executable, str(SAMPLES), op, "--part", part, *(["--only", *only] if only else [])]
     if tool is not None:
         own, program = TOOLS[tool]
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *own, *command, *program]

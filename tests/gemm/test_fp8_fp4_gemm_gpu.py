@@ -31,6 +31,8 @@ def target():
     [
         ("wgmma", NVFP4, "128x4", 300, 576, True),
         ("wgmma", MXFP4, "linear", 60, 2880, False),
+        ("registers", NVFP4, "128x4", 60, 2880, True),
+        ("registers", NVFP4, "linear", 14, 576, False),
         ("blocks", MXFP4, "128x4", 60, 2880, True),
         ("blocks", MXFP4, "linear", 14, 576, False),
         ("recode", NVFP4, "128x4", 300, 2880, True),

@@ -106,7 +106,7 @@ def test_many_rows_recode_an_fp4_weight(n, k):
     """Beside FP8 activations, where an H200 was measured to be faster so. With FP4 or 16-bit ones a weight never
     becomes FP8, which rounds NVFP4's numbers."""
     names = [select.choose(fp8_fp4_problem(NVFP4, n=n, k=k), m, HOPPER).backend.name for m in (1, 64, 512, 1024, 4096)]
-    assert names == ["wgmma", "wgmma", "wgmma", "recode", "recode"]
+    assert names == ["registers", "wgmma", "wgmma", "recode", "recode"]
     for dtype in (None, BF16):
         problem = fp4_problem(n=n, k=k, a_dtype=dtype)
         assert not any(isinstance(backend, FP8Backend) for backend in select.candidates(problem).values())
@@ -117,6 +117,7 @@ def test_few_rows_scale_sums_of_an_mxfp4_weight(n, k):
     """Where an H200 was measured to be faster so."""
     problem = fp8_fp4_problem(MXFP4, n=n, k=k)
     assert [select.choose(problem, m, HOPPER).backend.name for m in (1, 16, 64, 512)] == ["blocks"] * 2 + ["wgmma"] * 2
+    assert "registers" not in select.candidates(problem)
     assert "blocks" not in select.candidates(fp8_fp4_problem(NVFP4, n=n, k=k))
 
 
@@ -160,7 +161,7 @@ def test_backends_on_a_cpu(op):
     names = {"mm_fp4": ("wgmma", "tcgen05", "mma_sync", "cublas"), "mm_fp8_block": ("wgmma", "mma_sync")}
     names["mm_fp4_weight_only"] = names["mm_fp4"]
     names["grouped_mm_fp8"] = names["mm_fp8_block"]
-    names["mm_fp8_fp4"] = names["grouped_mm_fp8_fp4"] = ("wgmma", "recode")  # of NVFP4
+    names["mm_fp8_fp4"] = names["grouped_mm_fp8_fp4"] = ("wgmma", "registers", "recode")  # of NVFP4
     names["moe_fc2_fp4"] = names["moe_fc2_fp4_weight_only"] = ("wgmma", "tcgen05", "routed")
     names["moe_fc1_fp4"] = names["moe_fc1_fp4_weight_only"] = ("routed",)
     no_gpu = "needs a CUDA device; the tensors are on cpu"

@@ -131,7 +131,7 @@ by_chain = pytest.mark.parametrize(
     [
         (op, name, m)
         for op in CHAINS
-        for name in ("wgmma", "blocks", "recode", "tcgen05", "mma_sync")
+        for name in ("wgmma", "blocks", "registers", "recode", "tcgen05", "mma_sync")
         for m in (1, 24, 100)
     ],
 )

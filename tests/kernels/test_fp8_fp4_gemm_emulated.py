@@ -109,12 +109,18 @@ def recoded(case: FP8FP4GemmCase, b: torch.Tensor, b_scale: torch.Tensor, seed: 
 
 
 def case(fmt, scale_layout: str, layout: str, tile: tuple[int, int], *epilogue: Any) -> FP8FP4GemmCase:
-    return FP8FP4GemmCase(fmt, scale_layout, layout, tile, Epilogue(*epilogue))
+    family = "fp8_fp4_recoded" if tile == RECODED else "fp8_fp4_wgmma"
+    return FP8FP4GemmCase(fmt, scale_layout, layout, tile, Epilogue(*epilogue), family=family)
 
 
 def by_blocks(*given: Any) -> FP8FP4GemmCase:
     """A case of ``fp8_mxfp4_wgmma``."""
-    return replace(case(MXFP4, *given), by_blocks=True)
+    return replace(case(MXFP4, *given), family="fp8_mxfp4_wgmma")
+
+
+def in_registers(*given: Any) -> FP8FP4GemmCase:
+    """A case of ``fp8_nvfp4_wgmma``."""
+    return replace(case(NVFP4, *given), family="fp8_nvfp4_wgmma")
 
 
 # Ragged sizes, a last K block of 64 elements, experts without rows or that begin within a tile of scales.
@@ -130,6 +136,11 @@ RUNS = [
     Run(by_blocks("linear", "counted", (32, 1), BF16, "expert", FP32), (0, 33, 1), 72, 192, 2),
     Run(by_blocks("128x4", "masked", (16, 1), FP16, "expert_column"), (3, 0, 20), 136, 1152, 2, room=24),
     Run(by_blocks("128x4", "offsets", (16, 3), BF16, "one"), (0, 32), 200, 640, 6),
+    Run(in_registers("128x4", "plain", (8, 1), FP32), (5,), 136, 1344, 1),
+    Run(in_registers("128x4", "counted", (8, 2), BF16, "expert_column", BF16), (3, 9, 0), 136, 1088, 2),
+    Run(in_registers("linear", "plain", (16, 4), BF16, "column", BF16), (9,), 72, 64, 4),
+    Run(in_registers("128x4", "masked", (16, 1), FP16, "expert_column"), (3, 0, 20), 136, 2176, 2, room=24),
+    Run(in_registers("linear", "offsets", (16, 3), BF16, "one"), (0, 32), 200, 640, 6),
     Run(case(MXFP4, "128x4", "plain", (128, 1), FP32, "column", FP32), (130,), 136, 192, 2),
     Run(case(NVFP4, "linear", "counted", (128, 1), BF16), (3, 70, 0), 72, 640, 1),
     Run(case(NVFP4, "128x4", "masked", (128, 1), FP32, "expert_column", FP32), (3, 0, 70), 136, 64, 1, room=72),
@@ -209,6 +220,14 @@ def test_scales_that_are_hard_to_encode(fmt: Any, tile: tuple[int, int], scales:
 
 
 @pytest.mark.parametrize("layout", ["128x4", "linear"])
+@pytest.mark.parametrize("scales", FAR[NVFP4], ids=str)
+def test_scales_that_are_hard_to_encode_in_registers(layout: str, scales: tuple[int, int]) -> None:
+    """Half a K block, one, and one of each pair of consumers."""
+    for k in (64, 128, 256):
+        check_hard_scales(in_registers(layout, "plain", (16, 1), FP32), scales, k)
+
+
+@pytest.mark.parametrize("layout", ["128x4", "linear"])
 @pytest.mark.parametrize("scales", [(118, 140), (0, 19), (230, 256)], ids=["far", "least", "greatest and NaN"])
 def test_scales_of_blocks_that_are_hard(layout: str, scales: tuple[int, int]) -> None:
     """Codes are rounded to those of a larger scale, where they are 15 powers of two and more below the largest."""
@@ -223,8 +242,8 @@ def test_codes_are_rounded_in_every_stage(tile: tuple[int, int], k: int, seed: i
     assert (got - want).abs().max() < 1e-5 * want.abs().mean()
 
 
-def check_hard_scales(of: FP8FP4GemmCase, scales: tuple[int, int]) -> None:
-    got, want = execute(Run(of, (9,), 136, 128, 2, scales=scales))
+def check_hard_scales(of: FP8FP4GemmCase, scales: tuple[int, int], k: int = 128) -> None:
+    got, want = execute(Run(of, (9,), 136, k, 2, scales=scales))
     # Sums of the least scales are subnormal in fp32, before the scales of rows.
     near = torch.isclose(got, want, rtol=1e-5, atol=2.0**-136, equal_nan=True)
     assert near.float().mean() > 0.99  # the emulator's sum of random products is rounded in another order
@@ -237,7 +256,16 @@ UNITS = Run(case(NVFP4, "linear", "counted", (128, 1), BF16), (130, 3), 120, 896
 PAIR = Run(case(MXFP4, "linear", "counted", (256, 1), BF16, "expert", BF16), (200, 3), 120, 896, 2)
 WRITTEN = Run(case(MXFP4, "linear", "counted", RECODED, BF16, "expert_column", BF16), (130, 3), 120, 896, 1)
 BY_BLOCKS = Run(by_blocks("128x4", "masked", (16, 1), BF16), (3, 5), 136, 2304, 1, room=8)
-ORDERED = {"swapped": SWAPPED, "units": UNITS, "pair": PAIR, "recoded": WRITTEN, "blocks": BY_BLOCKS}
+# Few K blocks, so that one pair of consumers may be a tile ahead of the other.
+IN_REGISTERS = Run(in_registers("128x4", "masked", (16, 1), BF16), (3, 5), 136, 768, 1, room=8)
+ORDERED = {
+    "registers": IN_REGISTERS,
+    "swapped": SWAPPED,
+    "units": UNITS,
+    "pair": PAIR,
+    "recoded": WRITTEN,
+    "blocks": BY_BLOCKS,
+}
 
 
 @pytest.mark.parametrize("run", ORDERED.values(), ids=ORDERED)
@@ -250,7 +278,7 @@ def test_what_orders_it_is_enough(run: Run, seed: int | None) -> None:
 SKIPS = {"swapped": (3, 4, 6), "pair": (2,)}
 """Waits of decoding warps for K blocks of other teams, without which a team might be a round behind. No seed that was
 tried (``None``, 0, 1) lets one be, so none of these shows that it is needed."""
-WAITS = {"swapped": (SWAPPED, 11), "pair": (PAIR, 9), "blocks": (BY_BLOCKS, 5)}
+WAITS = {"swapped": (SWAPPED, 11), "pair": (PAIR, 9), "blocks": (BY_BLOCKS, 5), "registers": (IN_REGISTERS, 7)}
 FAULTS = {
     "every wait": changed(WAIT, None, PASSED),
     "stage free": changed(WAIT, 0, PASSED),

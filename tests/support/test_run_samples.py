@@ -51,6 +51,17 @@ def test_parts_share_the_samples(program, monkeypatch, capsys):
     assert sum(counts[1:]) == counts[0] and max(counts[1:]) - min(counts[1:]) <= 1
 
 
+def test_one_backend_alone(program, monkeypatch):
+    """On a CPU only the reference can be called."""
+    called = []
+    monkeypatch.setattr(program, "called", lambda spec, sample, choice, results: called.append(choice) or results)
+    run(program, monkeypatch, "mm_fp4", "--only", "cublas")
+    assert not called
+    run(program, monkeypatch, "mm_fp4", "--only", "cublas", "reference")
+    assert {"backend": "reference"} in called
+    assert all(choice.get("backend", "reference") == "reference" for choice in called)
+
+
 @pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b"])
 def test_no_part(program, monkeypatch, capsys, part):
     with pytest.raises(SystemExit):

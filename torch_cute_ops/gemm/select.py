@@ -16,6 +16,7 @@ from torch_cute_ops.gemm.backends.fp8_fp4_recoded import FP8FP4Recoded
 from torch_cute_ops.gemm.backends.fp8_fp4_wgmma import FP8FP4Wgmma
 from torch_cute_ops.gemm.backends.fp8_mma_sync import FP8MmaSync
 from torch_cute_ops.gemm.backends.fp8_mxfp4_wgmma import FP8MXFP4Wgmma
+from torch_cute_ops.gemm.backends.fp8_nvfp4_wgmma import FP8NVFP4Wgmma
 from torch_cute_ops.gemm.backends.fp8_wgmma import FP8Wgmma
 from torch_cute_ops.gemm.backends.reference import Reference
 from torch_cute_ops.gemm.backends.routed import Routed
@@ -37,6 +38,7 @@ BACKENDS: Final[list[Backend]] = [
     FP8Wgmma(),
     FP8FP4Wgmma(),
     FP8MXFP4Wgmma(),
+    FP8NVFP4Wgmma(),
     FP8FP4Recoded(),
     FP8MmaSync(),
     Cublas(),

@@ -9,7 +9,15 @@ from typing import Any
 from support.epilogues import epilogues
 from support.kernel_grid.common import ARCHS, BF16, FP32, PER_COLUMN, KernelCase, epilogue_id
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
-from torch_cute_ops.kernels import fp4_to_fp8, fp8_fp4_recoded, fp8_fp4_wgmma, fp8_mma, fp8_mxfp4_wgmma, fp8_wgmma
+from torch_cute_ops.kernels import (
+    fp4_to_fp8,
+    fp8_fp4_recoded,
+    fp8_fp4_wgmma,
+    fp8_mma,
+    fp8_mxfp4_wgmma,
+    fp8_nvfp4_wgmma,
+    fp8_wgmma,
+)
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
@@ -63,8 +71,8 @@ class FP8GemmCase(KernelCase):
 
 @dataclass(frozen=True)
 class FP8FP4GemmCase(KernelCase):
-    """A GEMM of FP8 activations and an FP4 weight; ``tile`` as of ``fp8_fp4_wgmma.TILES``, or ``RECODED``, or
-    ``by_blocks`` as of ``fp8_mxfp4_wgmma.TILES``, the rest as elsewhere."""
+    """A GEMM of FP8 activations and an FP4 weight: ``family`` names the kernel's package, of whose ``TILES`` is
+    ``tile``; the rest as elsewhere."""
 
     fmt: FP4Format
     scale_layout: str
@@ -73,18 +81,17 @@ class FP8FP4GemmCase(KernelCase):
     epilogue: Epilogue
     arch: str = "sm_90a"
     static_weight: bool = False
-    by_blocks: bool = False
+    family: str = "fp8_fp4_wgmma"
 
     @property
     def is_recoded(self) -> bool:
         """Whether the weight is multiplied as ``before`` has written it."""
-        return self.tile == RECODED
+        return self.family == "fp8_fp4_recoded"
 
     @property
     def id(self) -> str:
         tile = "x".join(map(str, self.tile))
-        family = "fp8_fp4_recoded" if self.is_recoded else "fp8_mxfp4_wgmma" if self.by_blocks else "fp8_fp4_wgmma"
-        family += "-static" if self.static_weight else ""
+        family = self.family + ("-static" if self.static_weight else "")
         parts = (family, self.fmt.name, self.scale_layout, self.layout, tile, epilogue_id(self.epilogue))
         return "-".join((*parts, self.arch))
 
@@ -92,8 +99,8 @@ class FP8FP4GemmCase(KernelCase):
     def role(self) -> Any:
         if self.static_weight:
             return self
-        kind = self.layout if self.is_recoded else (self.fmt, self.by_blocks)
-        return type(self), kind, self.tile, has_factors(self.epilogue)
+        kind = self.layout if self.is_recoded else self.fmt
+        return self.family, kind, self.tile, has_factors(self.epilogue)
 
     @property
     def kernel(self) -> Any:
@@ -104,8 +111,10 @@ class FP8FP4GemmCase(KernelCase):
             return fp8_fp4_recoded.FP8FP4RecodedKernel(fp8_fp4_recoded.plan(**given))
         given |= {"layout": SCALE_LAYOUTS[self.scale_layout], "static_weight": self.static_weight}
         given |= dict(zip(("tokens", "splits"), self.tile, strict=True))
-        if self.by_blocks:
+        if self.family == "fp8_mxfp4_wgmma":
             return fp8_mxfp4_wgmma.FP8MXFP4WgmmaKernel(fp8_mxfp4_wgmma.plan(**given))
+        if self.family == "fp8_nvfp4_wgmma":
+            return fp8_nvfp4_wgmma.FP8NVFP4WgmmaKernel(fp8_nvfp4_wgmma.plan(**given))
         return fp8_fp4_wgmma.FP8FP4WgmmaKernel(fp8_fp4_wgmma.plan(fmt=self.fmt, **given))
 
     @property
@@ -171,12 +180,14 @@ def fp8_fp4_gemm_cases() -> list[FP8FP4GemmCase | RecodeCase]:
         layout = next(layouts)
         epilogue = next(by_column if layout == "plain" else by_expert)
         cases.append(FP8FP4GemmCase(fmt, next(scales), layout, tile, epilogue))
-    for tile in fp8_mxfp4_wgmma.TILES:
+    few = [(NVFP4, "fp8_nvfp4_wgmma", tile) for tile in fp8_nvfp4_wgmma.TILES]
+    few += [(MXFP4, "fp8_mxfp4_wgmma", tile) for tile in fp8_mxfp4_wgmma.TILES]
+    for fmt, family, tile in few:
         layout = next(layouts)
         epilogue = next(by_column if layout == "plain" else by_expert)
-        cases.append(FP8FP4GemmCase(MXFP4, next(scales), layout, tile, epilogue, by_blocks=True))
+        cases.append(FP8FP4GemmCase(fmt, next(scales), layout, tile, epilogue, family=family))
     for layout in FP8_LAYOUTS:
         epilogue = next(by_column if layout == "plain" else by_expert)
-        cases.append(FP8FP4GemmCase(NVFP4, "128x4", layout, RECODED, epilogue))
+        cases.append(FP8FP4GemmCase(NVFP4, "128x4", layout, RECODED, epilogue, family="fp8_fp4_recoded"))
     kinds = itertools.product((NVFP4, MXFP4), ("128x4", "linear"), (True, False))
     return cases + [RecodeCase(*kind) for kind in kinds]

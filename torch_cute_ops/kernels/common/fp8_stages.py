@@ -12,12 +12,11 @@ from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS, WARPGROUP
 BLOCK: Final = FP8_BLOCK128.block_size
 """Elements of k of a K block, which share a scale."""
 GROUPS: Final = 2
-"""Consumer warpgroups."""
-THREADS: Final = (GROUPS + 1) * WARPGROUP
+"""Consumer warpgroups that share the rows of a tile."""
 SCALE_WARPS: Final = WARPGROUP // 32 - 1
 """Warps that load scales: the producer's warpgroup but for the producer."""
-BARRIER_BYTES: Final = 256
-"""For three barriers of each of ten stages, and two of a cluster."""
+BARRIER_BYTES: Final = 272
+"""For three barriers of each of ten stages and two of a cluster, and two of groups that divide k."""
 RECORD_WORDS: Final = 4
 """Words of a stage's record of its tile: first row, rows from there on, first column, and expert, or 0 where the
 epilogue does not depend on it."""
@@ -35,6 +34,8 @@ class FP8TilesConfig:
         stages: stages of the ring.
         line: bytes of a row of the weight in a stage.
         span: K blocks of a stage.
+        k_groups: how many times there are such ``GROUPS``: each takes as many K blocks of a stage as the others, and
+            their sums are added up behind the last one.
         place_scales: fp32 scales of a K block in the ring; whole pieces of 16 bytes.
         scales_ahead: stages whose scales a warp loads together.
         own_bytes: shared memory that the kernel has besides.
@@ -63,6 +64,7 @@ class FP8TilesConfig:
     row_ctas = 1
     teams = 1
     span = 1
+    k_groups = 1
 
     @staticmethod
     def reads_ahead(rows: ExpertLayout, tokens: int, pdl: bool) -> bool:
@@ -100,7 +102,12 @@ class FP8TilesConfig:
     @property
     def threads(self) -> int:
         """Threads of a CTA."""
-        return THREADS + 32 * self.teams * self.helpers
+        return 32 * (self.consumer_warps + self.teams * self.helpers) + WARPGROUP
+
+    @property
+    def consumer_warps(self) -> int:
+        """Warps that multiply."""
+        return WARPGROUP // 32 * GROUPS * self.k_groups
 
     @property
     def tells_expert(self) -> bool:

@@ -1,9 +1,9 @@
 """What kernels by wgmma share whose activations are FP8 with block scales, and whose rows may belong to experts: roles,
 barriers, copies, and the exchange of partial sums in a cluster.
 
-A CTA has two consumer warpgroups, and a third one of a producer warp and three scale warps. A stage of the ring has
-``Config.span`` K blocks of activations and weight, with their scales and a record of the tile that they belong to. A
-kernel says how it copies the weight, which scales a warp loads for a stage, and how consumers multiply.
+A CTA has two consumer warpgroups, or twice as many, and another one of a producer warp and three scale warps. A stage
+of the ring has ``Config.span`` K blocks of activations and weight, with their scales and a record of the tile that they
+belong to. A kernel says how it copies the weight, which scales a warp loads for a stage, and how consumers multiply.
 """
 
 import abc
@@ -78,7 +78,8 @@ class Tile(NamedTuple):
 class Smem(NamedTuple):
     """Shared memory: the stages of ``a`` (``tokens``), ``b`` (``columns``), scales and records; what a kernel has
     besides (``own``); the place where lines of results are assembled, or partial sums exchanged; the table of experts;
-    and barriers: a stage's are full, or free, and those of a cluster are ``left`` and ``read``."""
+    and barriers: a stage's are full, or free, those of a cluster are ``left`` and ``read``, and those of groups that
+    divide k ``parted`` and ``joined``."""
 
     tokens: cute.Pointer
     columns: cute.Pointer
@@ -92,6 +93,8 @@ class Smem(NamedTuple):
     free: cute.Pointer
     left: cute.Pointer
     read: cute.Pointer
+    parted: cute.Pointer
+    joined: cute.Pointer
 
 
 class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
@@ -173,6 +176,8 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
             free=barriers + c.stages,
             left=barriers + 2 * c.stages,
             read=barriers + 2 * c.stages + 1,
+            parted=barriers + 3 * c.stages + 2,
+            joined=barriers + 3 * c.stages + 3,
         )
 
     @cute.kernel
@@ -189,10 +194,13 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
                 cute.arch.mbarrier_init(smem.arrived + i, 2)
                 if const_expr(c.helpers):
                     cute.arch.mbarrier_init(smem.full + i, c.full_arrivals)
-                cute.arch.mbarrier_init(smem.free + i, 4 * GROUPS * c.row_ctas)
+                cute.arch.mbarrier_init(smem.free + i, c.consumer_warps * c.row_ctas)
             if const_expr(c.splits > 1):
                 cute.arch.mbarrier_init(smem.left, 4 * GROUPS * c.splits)
                 cute.arch.mbarrier_init(smem.read, 4 * GROUPS * c.splits)
+            if const_expr(c.k_groups > 1):
+                cute.arch.mbarrier_init(smem.parted, 4 * GROUPS)
+                cute.arch.mbarrier_init(smem.joined, 4 * GROUPS)
         cute.arch.mbarrier_init_fence()
         if const_expr(c.pdl and not c.static_weight):
             cute.arch.griddepcontrol_wait()
@@ -221,17 +229,17 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
             bias=alpha_and_bias[1],
             out=out,
         )
-        if warp >= 4 * GROUPS:
-            if warp <= 4 * GROUPS + SCALE_WARPS:
+        if warp >= c.consumer_warps:
+            if warp <= c.consumer_warps + SCALE_WARPS:
                 cute.arch.setmaxregister_decrease(c.registers[1])
-                if warp == 4 * GROUPS:
+                if warp == c.consumer_warps:
                     self._produce(a_map, b_map, tid % 32, share, smem)
                 else:
                     self._wait_if_static()
-                    self._produce_scales(warp - (4 * GROUPS + 1), tid % 32, share, smem)
+                    self._produce_scales(warp - (c.consumer_warps + 1), tid % 32, share, smem)
             elif const_expr(c.helpers):
                 cute.arch.setmaxregister_decrease(c.registers[2])
-                helper = warp - (4 * GROUPS + 1 + SCALE_WARPS)
+                helper = warp - (c.consumer_warps + 1 + SCALE_WARPS)
                 self._help(helper // c.helpers, helper % c.helpers, tid % 32, share, smem)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])

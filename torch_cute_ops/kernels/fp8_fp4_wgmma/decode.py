@@ -95,13 +95,15 @@ def over_shared_unit(words: list, exponent: Int32, fmt: FP4Format) -> SharedUnit
 
 def tables_of_shared_unit(ones: Uint32, one_and_halves: Uint32, fmt: FP4Format) -> list:
     """The tables of half a K block that fits its row's unit: two words each, the lesser magnitudes first."""
-    tables = []
-    for i in range(64 // fmt.block_size):
-        # A byte's sign, repeated, is zero.
-        low = ptx.prmt(ones, one_and_halves, (4 + i) << 12 | i << 8 | i << 4 | 8 + i) - Uint32(0x00000800)
-        high = ptx.prmt(ones, one_and_halves, (4 + i) << 12 | i << 8 | (4 + i) << 4 | i) + Uint32(0x10100808)
-        tables.append([low, high])
-    return tables
+    return [table_of_bytes(ones, one_and_halves, i) for i in range(64 // fmt.block_size)]
+
+
+def table_of_bytes(ones: Uint32, one_and_halves: Uint32, i: int) -> list:
+    """The table of a block that fits its row's unit, from the ``i``-th bytes of two words of ``SharedUnit``."""
+    # A byte's sign, repeated, is zero.
+    low = ptx.prmt(ones, one_and_halves, (4 + i) << 12 | i << 8 | i << 4 | 8 + i) - Uint32(0x00000800)
+    high = ptx.prmt(ones, one_and_halves, (4 + i) << 12 | i << 8 | (4 + i) << 4 | i) + Uint32(0x10100808)
+    return [low, high]
 
 
 def tables_of_own_unit(word: Uint32, exponent: Int32, fmt: FP4Format) -> list:

@@ -25,12 +25,12 @@ Bytes moved: as ``fp8_wgmma``, with half of the weight, and its block scales.
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.fp8_mxfp4_wgmma.config import COLUMNS, TILES, Arguments, Config, plan
+from torch_cute_ops.kernels.fp8_mxfp4_wgmma.config import TILES, Arguments, Config, plan
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp8_mxfp4_wgmma.kernel import FP8MXFP4WgmmaKernel
 
-__all__ = ["COLUMNS", "KERNEL", "TILES", "Arguments", "Config", "FP8MXFP4WgmmaKernel", "plan"]
+__all__ = ["KERNEL", "TILES", "Arguments", "Config", "FP8MXFP4WgmmaKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.FP8MXFP4WgmmaKernel"
 __getattr__ = on_demand(__name__, "FP8MXFP4WgmmaKernel")

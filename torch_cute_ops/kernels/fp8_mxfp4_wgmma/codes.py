@@ -16,8 +16,6 @@ from torch_cute_ops.kernels.common import ptx
 
 CODE_SCALE: Final = 2.0**6
 """Decoded codes are to be multiplied by it: a field of e2m1's exponent is one of e4m3's, whose bias is greater by 6."""
-ONES: Final = 0x7F7F7F7F
-"""Four scales of 1."""
 _ONE: Final = 1 << 23
 """One step of fp32's exponent field."""
 _NAN_FIELD: Final = 0xFF << 23

@@ -1,24 +1,17 @@
 """Configuration of the GEMM of FP8 activations and an MXFP4 weight by wgmma: no device code."""
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from torch_cute_ops.formats import MXFP4, FP4Format, ScaleLayout
-from torch_cute_ops.kernels import fp8_wgmma
-from torch_cute_ops.kernels.common.epilogue import Epilogue
-from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
-from torch_cute_ops.kernels.common.fit import first_fit
+from torch_cute_ops.formats import MXFP4, FP4Format
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
-from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS
-from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
-from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.kernels.common.fp8_stages import BLOCK
+from torch_cute_ops.kernels.fp8_fp4_wgmma import lines_config
+from torch_cute_ops.kernels.fp8_fp4_wgmma.lines_config import COLUMNS, SPAN, LinesConfig
 
 __all__ = ["Arguments", "Config", "plan"]
 
-COLUMNS: Final = GROUPS * GROUP_ROWS
-"""Rows of the weight of a tile."""
-SPAN: Final = 2
-"""K blocks of a stage: 128 bytes of codes of a row, which is what L2 reads at once."""
 BLOCKS: Final = BLOCK // MXFP4.block_size
 """Blocks of a K block."""
 TILES: Final = (*((tokens, splits) for tokens in (8, 16) for splits in (1, 2, 3, 4, 6)), (32, 1))
@@ -26,21 +19,11 @@ TILES: Final = (*((tokens, splits) for tokens in (8, 16) for splits in (1, 2, 3,
 
 
 @dataclass(frozen=True)
-class Config(fp8_wgmma.Config):
-    """Everything static about a kernel. N, K, R and the number of experts are not.
+class Config(LinesConfig):
+    """Everything static about a kernel. N, K, R and the number of experts are not."""
 
-    Attributes:
-        layout: scale layout of the weight. The others are those of ``fp8_wgmma``.
-    """
-
-    layout: ScaleLayout
     tiles: ClassVar[tuple] = tuple((tokens, COLUMNS, splits) for tokens, splits in TILES)
     fmt: ClassVar[FP4Format] = MXFP4
-    span: ClassVar[int] = SPAN
-    line: ClassVar[int] = SPAN * BLOCK // 2
-    scales_ahead: ClassVar[int] = 1
-    helpers: ClassVar[int] = SPAN
-    teams: ClassVar[int] = 2
 
     @property
     def registers(self) -> tuple[int, int, int]:
@@ -66,29 +49,5 @@ class Config(fp8_wgmma.Config):
         """Where the word of flags is."""
         return self.amounts_at + self.columns
 
-    def reason_unsupported(self, arch: Arch) -> str | None:
-        """Why this cannot run on ``arch``; ``None`` if it can."""
-        if self.layout.tile_rows not in (0, 128):
-            return f"a weight has no scales in the layout {self.layout.name}"
-        return super().reason_unsupported(arch)
 
-
-STAGES: Final = (8, 6, 4)
-"""Multiples of the teams, so that a stage is the same team's in every round of the ring."""
-
-
-def plan(
-    *,
-    layout: ScaleLayout,
-    rows: ExpertLayout,
-    epilogue: Epilogue,
-    tokens: int,
-    splits: int = 1,
-    arch: Arch,
-    pdl: bool,
-    static_weight: bool = False,
-) -> Config | None:
-    """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this."""
-    ahead = static_weight and Config.reads_ahead(rows, tokens, pdl)
-    sizes = tokens, COLUMNS, splits
-    return first_fit((Config(rows, epilogue, *sizes, stages, pdl, ahead, layout) for stages in STAGES), arch)
+plan = functools.partial(lines_config.plan, Config)

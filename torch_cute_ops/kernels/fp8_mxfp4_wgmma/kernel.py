@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Uint8, Uint32, range_constexpr
+from cutlass import Boolean, Float32, Int32, Uint32, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from torch_cute_ops.kernels.common import ptx
@@ -13,30 +13,24 @@ from torch_cute_ops.kernels.common.fp8_stages import BLOCK
 from torch_cute_ops.kernels.common.fp8_tiles_kernel import Tile
 from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
 from torch_cute_ops.kernels.common.weight_ring import PIECE, next_stage
-from torch_cute_ops.kernels.fp8_fp4_wgmma.weights import FP4WeightStages
+from torch_cute_ops.kernels.fp8_fp4_wgmma.lines import LineStages
+from torch_cute_ops.kernels.fp8_fp4_wgmma.lines_config import SPAN
 from torch_cute_ops.kernels.fp8_mxfp4_wgmma.codes import (
     CODE_SCALE,
-    ONES,
     block_factors,
     decode,
     hard_factors,
     is_easy,
     rounded,
 )
-from torch_cute_ops.kernels.fp8_mxfp4_wgmma.config import BLOCKS, SPAN, Config
+from torch_cute_ops.kernels.fp8_mxfp4_wgmma.config import BLOCKS, Config
 
 
-class FP8MXFP4WgmmaKernel(FP4WeightStages):
-    """The kernel of one ``Config``. A place is that of a K block in the ring, of which a stage has ``SPAN``."""
+class FP8MXFP4WgmmaKernel(LineStages):
+    """The kernel of one ``Config``."""
 
     config: Config
     parts = BLOCKS
-    m_source = warpgroup.OperandSource.RMEM
-
-    def _weight_layout(self, stages: int):
-        c = self.config
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8)
-        return cute.tile_to_shape(atom, (c.columns, c.line, stages), order=(0, 1, 2))
 
     # Scales
 
@@ -44,25 +38,12 @@ class FP8MXFP4WgmmaKernel(FP4WeightStages):
         """How many rows of the weight there are from the first of a lane's on."""
         return share.n - tile.column - lane
 
-    def _load_scales(self, number, tile: Tile, lane, share) -> list:
-        """Those of the K blocks of a stage. One that does not exist has no rows of ``a``, and scales of 1."""
-        loaded = []
-        for i in range(SPAN):
-            block = number * SPAN + i
-            exists = block < share.a_scale.shape[0]
-            rows = tile._replace(rows=ptx.select(exists, tile.rows, Int32(0)))
-            of_weight = [
-                ptx.select(exists, words[0], Uint32(ONES)) for words in self._weight_scales(tile, lane, block, share)
-            ]
-            loaded.append((self._token_scales(block, rows, lane, share), of_weight))
-        return loaded
-
     def _store_scales(self, loaded, begun, is_last, stage, lane, share, smem) -> None:
         for i, (of_tokens, of_weight) in enumerate(loaded):
             place = stage * SPAN + i
             scaled = [ptx.mul_rn(scale, Float32(CODE_SCALE)) for scale in of_tokens]
             self._store_token_scales(self._scales(place, smem), scaled, lane)
-            self._store_weight_scales(of_weight, begun, place, lane, smem)
+            self._store_weight_scales([word for (word,) in of_weight], begun, place, lane, smem)
 
     @cute.jit
     def _store_weight_scales(self, scales: list, count, place, lane, smem):
@@ -100,10 +81,6 @@ class FP8MXFP4WgmmaKernel(FP4WeightStages):
 
     # Helpers
 
-    def _begin_help(self, warp, lane, share) -> Int32:
-        """Which K block of a stage is a helper's."""
-        return Int32(warp)
-
     @cute.jit
     def _complete(self, begun, stage, lane, share, smem):
         """Arrange the activations of a K block, and round codes of the weight where that is due."""
@@ -133,12 +110,6 @@ class FP8MXFP4WgmmaKernel(FP4WeightStages):
             amount = (amounts >> 8 * block) & Uint32(0xFF)
             store_words([rounded(word, amount) for word in load_words(piece)], piece)
 
-    def _code_place(self, place, row, block: int) -> Int32:
-        """Where the codes of a block of a row lie, swizzled as the activations."""
-        c = self.config
-        of_row = (place // SPAN * c.columns + row) * c.line
-        return of_row + (place % SPAN * BLOCKS + block ^ row % 8) * PIECE
-
     # MMAs
 
     def _mma(self, group, smem) -> Callable:
@@ -159,8 +130,7 @@ class FP8MXFP4WgmmaKernel(FP4WeightStages):
                     (codes,) = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(1)))
                     for half, numbers in enumerate(decode(codes)):
                         words[4 * block + 2 * half + r] = numbers
-            layout = cute.make_layout(((4, 2, 2), 1, BLOCKS), stride=((1, 4, 8), 0, 16))
-            codes = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=Float8E4M3FN), layout)
+            codes = self._register_operand(words, BLOCKS)
             # A new object each time: the DSL knows whether it accumulates only in the scope where that was set.
             mma = self._tiled_mma()
             mma.set(warpgroup.Field.ACCUMULATE, False)

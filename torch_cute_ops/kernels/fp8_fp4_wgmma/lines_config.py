@@ -1,0 +1,64 @@
+"""What configurations have in common whose stages have whole lines of codes: no device code."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Final, TypeVar
+
+from torch_cute_ops.formats import FP4Format, ScaleLayout
+from torch_cute_ops.kernels import fp8_wgmma
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
+from torch_cute_ops.kernels.common.fit import first_fit
+from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS
+from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
+from torch_cute_ops.runtime.arch import Arch
+
+COLUMNS: Final = GROUPS * GROUP_ROWS
+"""Rows of the weight of a tile."""
+SPAN: Final = 2
+"""K blocks of a stage: 128 bytes of codes of a row, which is what L2 reads at once."""
+STAGES: Final = (8, 6, 4)
+"""Multiples of the teams, so that a stage is the same team's in every round of the ring."""
+
+
+@dataclass(frozen=True)
+class LinesConfig(fp8_wgmma.Config):
+    """Everything static about such a kernel. N, K, R and the number of experts are not.
+
+    Attributes:
+        fmt, layout: format and scale layout of the weight. The others are those of ``fp8_wgmma``.
+    """
+
+    layout: ScaleLayout
+    fmt: ClassVar[FP4Format]
+    span: ClassVar[int] = SPAN
+    line: ClassVar[int] = SPAN * BLOCK // 2
+    scales_ahead: ClassVar[int] = 1
+    helpers: ClassVar[int] = SPAN
+    teams: ClassVar[int] = 2
+
+    def reason_unsupported(self, arch: Arch) -> str | None:
+        """Why this cannot run on ``arch``; ``None`` if it can."""
+        if self.layout.tile_rows not in (0, 128):
+            return f"a weight has no scales in the layout {self.layout.name}"
+        return super().reason_unsupported(arch)
+
+
+AnyConfig = TypeVar("AnyConfig", bound=LinesConfig)
+
+
+def plan(
+    kind: type[AnyConfig],
+    *,
+    layout: ScaleLayout,
+    rows: ExpertLayout,
+    epilogue: Epilogue,
+    tokens: int,
+    splits: int = 1,
+    arch: Arch,
+    pdl: bool,
+    static_weight: bool = False,
+) -> AnyConfig | None:
+    """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this."""
+    ahead = static_weight and kind.reads_ahead(rows, tokens, pdl)
+    sizes = tokens, COLUMNS, splits
+    return first_fit((kind(rows, epilogue, *sizes, stages, pdl, ahead, layout) for stages in STAGES), arch)

@@ -1,0 +1,47 @@
+"""Configuration of the GEMM of few rows of FP8 activations and an NVFP4 weight by wgmma: no device code."""
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+from torch_cute_ops.formats import NVFP4, FP4Format
+from torch_cute_ops.kernels.common.fp8_arguments import Arguments
+from torch_cute_ops.kernels.fp8_fp4_wgmma import lines_config
+from torch_cute_ops.kernels.fp8_fp4_wgmma.lines_config import COLUMNS, SPAN, LinesConfig
+
+__all__ = ["Arguments", "Config", "plan"]
+
+TILES: Final = tuple((tokens, splits) for tokens in (8, 16) for splits in (1, 2, 3, 4, 6))
+"""Rows of ``a`` of a tile, and CTAs that share its k."""
+
+
+@dataclass(frozen=True)
+class Config(LinesConfig):
+    """Everything static about a kernel. N, K, R and the number of experts are not."""
+
+    tiles: ClassVar[tuple] = tuple((tokens, COLUMNS, splits) for tokens, splits in TILES)
+    fmt: ClassVar[FP4Format] = NVFP4
+    k_groups: ClassVar[int] = SPAN
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        return 88, 80, 40
+
+    @property
+    def place_scales(self) -> int:
+        """Those of the rows of ``a``; for each row of the weight four words that its tables follow from, and two powers
+        that change units; and flags of each group of 32 rows."""
+        return self.units_at + 2 * self.columns + self.columns // 32
+
+    @property
+    def units_at(self) -> int:
+        """Where what changes units begins among the scales of a K block."""
+        return self.tokens + 4 * self.columns
+
+    @property
+    def own_bytes(self) -> int:
+        """The sums of the second pair of consumers."""
+        return self.columns * self.tokens * 4
+
+
+plan = functools.partial(lines_config.plan, Config)
