@@ -384,6 +384,7 @@ COMPUTE: dict[str, Callable[..., None]] = {
     "FP8WgmmaKernel": compute_fp8,
     "FP8FP4WgmmaKernel": compute_fp8,
     "FP8MXFP4WgmmaKernel": compute_fp8,
+    "FP8NVFP4WgmmaKernel": compute_fp8,
     "FP4ToFP8Kernel": compute_recoded_weight,
     "FP8FP4RecodedKernel": compute_fp8,
     "FP8MmaKernel": compute_fp8,
