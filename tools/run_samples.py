@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torch_cute_ops.gemm.select import BACKENDS
 from torch_cute_ops.ops._define import OpSpec, as_tuple
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.testing import Sample, sample_inputs
@@ -18,13 +19,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from support.parts import part_of
 
+NAMES = sorted({backend.name for backend in BACKENDS})
+"""Of the backends of all ops."""
+
 
 def main() -> None:
     """Run the samples; exit with a message at the first wrong output."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--without", default=[], nargs="+", metavar="BACKEND", help="not with these backends")
-    parser.add_argument("--only", default=[], nargs="+", metavar="BACKEND", help="with these backends alone")
+    parser.add_argument("--only", choices=NAMES, metavar="BACKEND", help="with this backend alone")
     parser.add_argument("--part", type=part_of, default=(1, 1), metavar="I/N", help="every Nth sample from the Ith on")
     parser.add_argument("ops", nargs="*", metavar="OP", help="of these ops alone")
     given = parser.parse_args()
@@ -86,19 +90,19 @@ def samples(spec: OpSpec, device: torch.device) -> list[Sample]:
     return list(sample_inputs(spec.name, device))
 
 
-def backends(spec: OpSpec, sample: Sample, without: list[str], only: list[str]) -> list[dict[str, Any]]:
+def backends(spec: OpSpec, sample: Sample, without: list[str], only: str | None) -> list[dict[str, Any]]:
     """The argument that names a backend, for each that can compute the call; none to add where the call names one, or
     the op has none. A call is left out where what it names cannot compute it, or is not wanted."""
     if not spec.has_backends:
-        return [{}]
+        return [] if only else [{}]
     device = sample.args[0].device
     reasons = spec.backends(device, *sample.args, **sample.kwargs)
     able = [name for name, reason in reasons.items() if reason is None and name not in without]
     named = arguments(spec, sample).get("backend")
     if named is None:
-        return [{"backend": name} for name in able if not only or name in only]
+        return [{"backend": name} for name in able if only in (None, name)]
     if only:
-        return [{}] if named in only and named in able else []
+        return [{}] if named == only and named in able else []
     if named == "auto" and device.type == "cuda":
         # It takes no reference on a GPU, and might take what shall be left out.
         return [{}] if able != ["reference"] and not without else []

@@ -16,6 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from torch_cute_ops.gemm.select import BACKENDS
 from torch_cute_ops.registry import OPS
 
 SAMPLES = Path(__file__).with_name("run_samples.py")
@@ -43,7 +44,12 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--parts", type=int, default=4, help="processes that share the samples of an op (default: 4)")
     parser.add_argument("--logs", type=Path, default=Path("sanitizer-logs"), help="directory of the whole output")
-    parser.add_argument("--only", default=[], nargs="+", metavar="BACKEND", help="with these backends alone")
+    parser.add_argument(
+        "--only",
+        choices=sorted({backend.name for backend in BACKENDS}),
+        metavar="BACKEND",
+        help="with this backend alone",
+    )
     parser.add_argument("ops", nargs="*", metavar="OP", help="these ops alone")
     given = parser.parse_args()
     if given.parts < 1:
@@ -59,16 +65,17 @@ def main() -> None:
     sys.exit(f"{failed} runs failed" if failed else 0)
 
 
-def sanitize(run: tuple[str, str], tool: str | None, only: list[str], logs: Path) -> tuple[str, bool]:
+def sanitize(run: tuple[str, str], tool: str | None, only: str | None, logs: Path) -> tuple[str, bool]:
     """Run a part of an op's samples under a tool, or alone; what came of it in a line, and whether that is good."""
     op, part = run
-    command = [sys.executable, str(SAMPLES), op, "--part", part, *(["--only", *only] if only else [])]
+    command = [sys.executable, str(SAMPLES), op, "--part", part, *(["--only", only] if only else [])]
     if tool is not None:
         own, program = TOOLS[tool]
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *own, *command, *program]
     start = time.monotonic()
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    (logs / f"{op}.{part.replace('/', '-of-')}.{tool or 'alone'}.log").write_text(done.stdout)
+    what = f"{op}.{only}" if only else op
+    (logs / f"{what}.{part.replace('/', '-of-')}.{tool or 'alone'}.log").write_text(done.stdout)
     last = (done.stdout.strip().splitlines() or [""])[-1].strip("= ")
     line = f"{op:36} {part:5} {tool or 'alone':10} {time.monotonic() - start:5.0f} s  {last}"
     return line, done.returncode == 0

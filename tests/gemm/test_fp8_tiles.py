@@ -100,7 +100,10 @@ def test_random_routing_takes_larger_tiles_of_an_fp4_weight():
     choices = {m: choose(fp8_fp4_problem(MXFP4, **given), 32 * m, HOPPER) for m in (4, 8, 16)}
     found = {m: (choice.backend.name, choice.tactic) for m, choice in choices.items()}
     assert found == {4: ("blocks", (8, 1)), 8: ("blocks", (16, 1)), 16: ("blocks", (32, 1))}
-    assert choose(fp8_fp4_problem(**given), 32 * 64, HOPPER).tactic == (128, 1)
+    of_nvfp4 = {m: choose(fp8_fp4_problem(**given), 32 * m, HOPPER) for m in (4, 8, 16, 64)}
+    found = {m: (choice.backend.name, choice.tactic) for m, choice in of_nvfp4.items()}
+    want = {4: ("registers", (8, 1)), 8: ("registers", (16, 1)), 16: ("wgmma", (32, 1)), 64: ("wgmma", (128, 1))}
+    assert found == want
 
 
 FASTEST = [

@@ -179,6 +179,9 @@ def test_nothing_is_launched_on_overlap(layout: str, recodes: bool) -> None:
 STATIC = [
     Run(case(NVFP4, "128x4", "plain", (16, 1), FP32), (5,), 72, 1344, 1),
     Run(case(MXFP4, "linear", "plain", (16, 2), BF16, "column", BF16), (9,), 72, 64, 2),
+    Run(in_registers("128x4", "plain", (8, 1), FP32), (5,), 72, 2368, 1),
+    Run(in_registers("linear", "plain", (16, 2), BF16, "column", BF16), (9,), 72, 64, 2),
+    Run(by_blocks("128x4", "plain", (8, 1), FP32), (5,), 72, 2368, 1),
 ]
 
 
@@ -187,8 +190,9 @@ def test_a_static_weight(run: Run) -> None:
     check_static_weight(execute, run)
 
 
-def test_whether_a_weight_is_read_before_the_wait() -> None:
-    check_read_ahead(execute, STATIC[1])
+@pytest.mark.parametrize("run", [pytest.param(run, id=run.id) for run in (STATIC[1], STATIC[3])])
+def test_whether_a_weight_is_read_before_the_wait(run: Run) -> None:
+    check_read_ahead(execute, run)
 
 
 def test_a_recoded_weight_is_waited_for() -> None:
@@ -239,6 +243,29 @@ def test_scales_of_blocks_that_are_hard(layout: str, scales: tuple[int, int]) ->
 def test_codes_are_rounded_in_every_stage(tile: tuple[int, int], k: int, seed: int | None) -> None:
     """In both K blocks of a stage, and half a K block; whenever the helpers do it."""
     got, want = execute(Run(by_blocks("128x4", "plain", tile, FP32), (7,), 72, k, 2, scales=(118, 140)), seed=seed)
+    assert (got - want).abs().max() < 1e-5 * want.abs().mean()
+
+
+CHANGES = [
+    ((8, 1), 392, 1088, 1),
+    ((16, 3), 264, 704, 3),
+    ((8, 6), 264, 320, 6),
+    ((32, 1), 264, 1088, 1),
+    ((64, 2), 264, 704, 2),
+    ((128, 1), 136, 704, 1),
+]
+"""Tile, N, K, CTAs: several rounds of the ring, several tiles of a CTA, clusters; half a K block at the end."""
+
+
+@pytest.mark.parametrize("run", CHANGES, ids=lambda run: f"{run[0]}-{run[1]}x{run[2]}")
+@pytest.mark.parametrize("seed", [None, 1])
+def test_units_change_in_every_k_block(run: tuple, seed: int | None) -> None:
+    """Totals and sums of K blocks whose scales do not fit the unit of their row, before the last one too."""
+    tile, n, k, ctas = run
+    layout = "linear" if k % 128 and seed is None else "128x4"
+    given = layout, "plain", tile, FP32
+    of = in_registers(*given) if tile[0] < 32 else case(NVFP4, *given)
+    got, want = execute(Run(of, (7,), n, k, ctas, scales=(0, 0x7F)), seed=seed)
     assert (got - want).abs().max() < 1e-5 * want.abs().mean()
 
 

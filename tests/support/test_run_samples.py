@@ -55,11 +55,13 @@ def test_one_backend_alone(program, monkeypatch):
     """On a CPU only the reference can be called."""
     called = []
     monkeypatch.setattr(program, "called", lambda spec, sample, choice, results: called.append(choice) or results)
-    run(program, monkeypatch, "mm_fp4", "--only", "cublas")
+    run(program, monkeypatch, "--only", "cublas", "mm_fp4", "rmsnorm")
     assert not called
-    run(program, monkeypatch, "mm_fp4", "--only", "cublas", "reference")
+    run(program, monkeypatch, "--only", "reference", "mm_fp4", "rmsnorm")
     assert {"backend": "reference"} in called
     assert all(choice.get("backend", "reference") == "reference" for choice in called)
+    with pytest.raises(SystemExit):
+        run(program, monkeypatch, "mm_fp4", "--only", "referense")
 
 
 @pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b"])

@@ -12,11 +12,10 @@ from torch_cute_ops.gemm.backends.fp4_mma_sync import FP4MmaSync
 from torch_cute_ops.gemm.backends.fp4_tcgen05 import FP4Tcgen05
 from torch_cute_ops.gemm.backends.fp4_tcgen05_experts import FP4Tcgen05Experts
 from torch_cute_ops.gemm.backends.fp4_wgmma import FP4Wgmma
+from torch_cute_ops.gemm.backends.fp8_fp4_few_rows import FP8MXFP4Wgmma, FP8NVFP4Wgmma
 from torch_cute_ops.gemm.backends.fp8_fp4_recoded import FP8FP4Recoded
 from torch_cute_ops.gemm.backends.fp8_fp4_wgmma import FP8FP4Wgmma
 from torch_cute_ops.gemm.backends.fp8_mma_sync import FP8MmaSync
-from torch_cute_ops.gemm.backends.fp8_mxfp4_wgmma import FP8MXFP4Wgmma
-from torch_cute_ops.gemm.backends.fp8_nvfp4_wgmma import FP8NVFP4Wgmma
 from torch_cute_ops.gemm.backends.fp8_wgmma import FP8Wgmma
 from torch_cute_ops.gemm.backends.reference import Reference
 from torch_cute_ops.gemm.backends.routed import Routed

@@ -71,8 +71,8 @@ class FP8GemmCase(KernelCase):
 
 @dataclass(frozen=True)
 class FP8FP4GemmCase(KernelCase):
-    """A GEMM of FP8 activations and an FP4 weight: ``family`` names the kernel's package, of whose ``TILES`` is
-    ``tile``; the rest as elsewhere."""
+    """A GEMM of FP8 activations and an FP4 weight: ``family`` is the kernel's package, and ``tile`` one of its
+    ``TILES``, or ``RECODED``; the rest as elsewhere."""
 
     fmt: FP4Format
     scale_layout: str
@@ -111,11 +111,11 @@ class FP8FP4GemmCase(KernelCase):
             return fp8_fp4_recoded.FP8FP4RecodedKernel(fp8_fp4_recoded.plan(**given))
         given |= {"layout": SCALE_LAYOUTS[self.scale_layout], "static_weight": self.static_weight}
         given |= dict(zip(("tokens", "splits"), self.tile, strict=True))
+        if self.family == "fp8_fp4_wgmma":
+            return fp8_fp4_wgmma.FP8FP4WgmmaKernel(fp8_fp4_wgmma.plan(fmt=self.fmt, **given))
         if self.family == "fp8_mxfp4_wgmma":
             return fp8_mxfp4_wgmma.FP8MXFP4WgmmaKernel(fp8_mxfp4_wgmma.plan(**given))
-        if self.family == "fp8_nvfp4_wgmma":
-            return fp8_nvfp4_wgmma.FP8NVFP4WgmmaKernel(fp8_nvfp4_wgmma.plan(**given))
-        return fp8_fp4_wgmma.FP8FP4WgmmaKernel(fp8_fp4_wgmma.plan(fmt=self.fmt, **given))
+        return fp8_nvfp4_wgmma.FP8NVFP4WgmmaKernel(fp8_nvfp4_wgmma.plan(**given))
 
     @property
     def before(self) -> RecodeCase | None:

@@ -16,7 +16,7 @@ GROUPS: Final = 2
 SCALE_WARPS: Final = WARPGROUP // 32 - 1
 """Warps that load scales: the producer's warpgroup but for the producer."""
 BARRIER_BYTES: Final = 272
-"""For three barriers of each of ten stages and two of a cluster, and two of groups that divide k."""
+"""For three barriers of each of ten stages, two of a cluster, and two of sets that divide k: the most that any has."""
 RECORD_WORDS: Final = 4
 """Words of a stage's record of its tile: first row, rows from there on, first column, and expert, or 0 where the
 epilogue does not depend on it."""
@@ -34,8 +34,8 @@ class FP8TilesConfig:
         stages: stages of the ring.
         line: bytes of a row of the weight in a stage.
         span: K blocks of a stage.
-        k_groups: how many times there are such ``GROUPS``: each takes as many K blocks of a stage as the others, and
-            their sums are added up behind the last one.
+        k_groups: sets of ``GROUPS`` consumer warpgroups: one, or as many as a stage has K blocks, two. Then set i takes
+            the i-th K block of every stage, and the sets' sums are added up behind a tile's last stage.
         place_scales: fp32 scales of a K block in the ring; whole pieces of 16 bytes.
         scales_ahead: stages whose scales a warp loads together.
         own_bytes: shared memory that the kernel has besides.

@@ -1,9 +1,9 @@
 """What kernels by wgmma share whose activations are FP8 with block scales, and whose rows may belong to experts: roles,
 barriers, copies, and the exchange of partial sums in a cluster.
 
-A CTA has two consumer warpgroups, or twice as many, and another one of a producer warp and three scale warps. A stage
-of the ring has ``Config.span`` K blocks of activations and weight, with their scales and a record of the tile that they
-belong to. A kernel says how it copies the weight, which scales a warp loads for a stage, and how consumers multiply.
+A CTA has two or four consumer warpgroups, and one of a producer warp and three scale warps. A stage of the ring has
+``Config.span`` K blocks of activations and weight, with their scales and a record of the tile that they belong to. A
+kernel says how it copies the weight, which scales a warp loads for a stage, and how consumers multiply.
 """
 
 import abc
@@ -258,17 +258,22 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
 
     def _free(self, stage, lane, smem) -> None:
         """Free a stage that the warp has read; all its lanes have read the scales."""
-        cute.arch.sync_warp()
         row_ctas = self.config.row_ctas
         if row_ctas > 1:
+            cute.arch.sync_warp()
             ptx.arrive_at_if(smem.free + stage, lane, Uint32(lane < row_ctas), tells=False)
         else:
-            ptx.arrive_if(smem.free + stage, Uint32(lane == 0))
+            self._arrive(smem.free + stage, lane)
 
     def _tell(self, barrier, lane) -> None:
         """The warp arrives at the barriers of all CTAs that share the tile, which know its stores and loads then."""
         cute.arch.sync_warp()
         ptx.arrive_at_if(barrier, lane, Uint32(lane < self.config.splits))
+
+    def _arrive(self, barrier, lane) -> None:
+        """The warp arrives at a barrier of its CTA, which knows all its lanes' stores and loads then."""
+        cute.arch.sync_warp()
+        ptx.arrive_if(barrier, Uint32(lane == 0))
 
     def _find(self, number, lane, share, smem) -> tuple:
         """The CTA's part of a tile: expert, first row, the rows that the expert has from there on, if any, and first
@@ -416,8 +421,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
                         ptx.wait(smem.free + stage, turn // c.stages % 2 ^ 1, SLEEP)
                         is_last = first + i * SCALE_WARPS + 1 == share.end
                         self._store_scales(loaded[i], begun, is_last, stage, lane, share, smem)
-                        cute.arch.sync_warp()
-                        ptx.arrive_if(smem.arrived + stage, Uint32(lane == 0))
+                        self._arrive(smem.arrived + stage, lane)
             before += share.end - share.begin
 
     def _token_scales(self, block, tile: Tile, lane, share) -> list:

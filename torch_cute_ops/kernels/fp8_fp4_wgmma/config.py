@@ -11,6 +11,7 @@ from torch_cute_ops.kernels.common.fit import first_fit
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS
 from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
+from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import UnitsConfig
 from torch_cute_ops.runtime.arch import Arch
 
 __all__ = ["Arguments", "Config", "plan"]
@@ -27,16 +28,15 @@ TILES: Final = (
 
 
 @dataclass(frozen=True)
-class Config(fp8_wgmma.Config):
+class Config(UnitsConfig):
     """Everything static about a kernel. N, K, R and the number of experts are not.
 
     Attributes:
-        fmt, layout: format and scale layout of the weight. The others are those of ``fp8_wgmma``.
+        fmt: format of the weight. The others are those of ``fp8_wgmma`` and ``FP4WeightConfig``.
         row_ctas: CTAs of a cluster that share the decoded weight, each for ``tokens`` rows of ``a``.
     """
 
     fmt: FP4Format
-    layout: ScaleLayout
     row_ctas: int = 1
     line: ClassVar[int] = BLOCK // 2
 
@@ -76,17 +76,6 @@ class Config(fp8_wgmma.Config):
         return 2 if self.tokens < GROUP_ROWS else 1
 
     @property
-    def place_scales(self) -> int:
-        """Those of the rows of ``a``; for each row of the weight two powers that change units, and if the CTA decodes
-        it, four words that its tables follow from; and flags of each group of 32 rows."""
-        return self.units_at + 2 * self.columns + self.columns // 32
-
-    @property
-    def units_at(self) -> int:
-        """Where what changes units begins among the scales of a stage."""
-        return self.tokens + 4 * self.copied_columns
-
-    @property
     def own_bytes(self) -> int:
         """The decoded weight."""
         return self.stages * self.columns * BLOCK
@@ -96,8 +85,6 @@ class Config(fp8_wgmma.Config):
         rows = self.tokens * self.row_ctas
         if (rows, self.splits) not in TILES or self.columns != COLUMNS:
             return f"no tile has {rows} rows of a and {self.columns} of b, shared by {self.splits} CTAs"
-        if self.layout.tile_rows not in (0, 128):
-            return f"a weight has no scales in the layout {self.layout.name}"
         return super().reason_unsupported(arch)
 
 
@@ -119,6 +106,6 @@ def plan(
     """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this."""
     row_ctas = 2 if tokens == PAIR else 1
     ahead = static_weight and Config.reads_ahead(rows, tokens, pdl)
-    sizes, weight = (tokens // row_ctas, COLUMNS, splits), (fmt, layout, row_ctas)
+    sizes, weight = (tokens // row_ctas, COLUMNS, splits), (layout, fmt, row_ctas)
     every = range(MOST_STAGES, 1, -1)
     return first_fit((Config(rows, epilogue, *sizes, stages, pdl, ahead, *weight) for stages in every), arch)

@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK
-from torch_cute_ops.kernels.common.fp8_tiles_kernel import Tile
+from torch_cute_ops.kernels.common.fp8_tiles_kernel import Smem, Tile
 from torch_cute_ops.kernels.common.weight_ring import PIECE
 from torch_cute_ops.kernels.fp8_fp4_wgmma.lines_config import SPAN, LinesConfig
 from torch_cute_ops.kernels.fp8_fp4_wgmma.weights import FP4WeightStages
@@ -49,6 +49,13 @@ class LineStages(FP4WeightStages):
         c = self.config
         of_row = (place // SPAN * c.columns + row) * c.line
         return of_row + (place % SPAN * PIECES + piece ^ row % 8) * PIECE
+
+    def _token_operand(self, smem: Smem) -> cute.Tensor:
+        """The activations of all K blocks in the ring as the B operand of MMAs."""
+        c = self.config
+        tokens = self._activations(smem.tokens, c.tokens, c.stages * SPAN)
+        mma = self._tiled_mma()
+        return mma.make_fragment_B(mma.get_slice(0).partition_B(tokens))
 
     def _register_operand(self, words, steps: int) -> cute.Tensor:
         """A lane's words of decoded codes, four of each k32 step, as the A operand of MMAs."""

@@ -1,15 +1,14 @@
 """What configurations have in common whose stages have whole lines of codes: no device code."""
 
-from dataclasses import dataclass
 from typing import ClassVar, Final, TypeVar
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
-from torch_cute_ops.kernels import fp8_wgmma
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
 from torch_cute_ops.kernels.common.fit import first_fit
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS
 from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
+from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import FP4WeightConfig
 from torch_cute_ops.runtime.arch import Arch
 
 COLUMNS: Final = GROUPS * GROUP_ROWS
@@ -20,27 +19,15 @@ STAGES: Final = (8, 6, 4)
 """Multiples of the teams, so that a stage is the same team's in every round of the ring."""
 
 
-@dataclass(frozen=True)
-class LinesConfig(fp8_wgmma.Config):
-    """Everything static about such a kernel. N, K, R and the number of experts are not.
+class LinesConfig(FP4WeightConfig):
+    """Everything static about a kernel whose stages have whole lines of codes."""
 
-    Attributes:
-        fmt, layout: format and scale layout of the weight. The others are those of ``fp8_wgmma``.
-    """
-
-    layout: ScaleLayout
     fmt: ClassVar[FP4Format]
-    span: ClassVar[int] = SPAN
-    line: ClassVar[int] = SPAN * BLOCK // 2
-    scales_ahead: ClassVar[int] = 1
-    helpers: ClassVar[int] = SPAN
-    teams: ClassVar[int] = 2
-
-    def reason_unsupported(self, arch: Arch) -> str | None:
-        """Why this cannot run on ``arch``; ``None`` if it can."""
-        if self.layout.tile_rows not in (0, 128):
-            return f"a weight has no scales in the layout {self.layout.name}"
-        return super().reason_unsupported(arch)
+    span = SPAN
+    line = SPAN * BLOCK // 2
+    scales_ahead = 1
+    helpers = SPAN
+    teams = 2
 
 
 AnyConfig = TypeVar("AnyConfig", bound=LinesConfig)

@@ -118,9 +118,7 @@ class FP8MXFP4WgmmaKernel(LineStages):
         size = c.mma_columns // 2
         tid, _, _ = cute.arch.thread_idx()
         row, quad = tid // 32 * 16 + tid % 32 // 4, tid % 4
-        tokens = self._activations(smem.tokens, c.tokens, c.stages * SPAN)
-        mma = self._tiled_mma()
-        operand = mma.make_fragment_B(mma.get_slice(0).partition_B(tokens))
+        operand = self._token_operand(smem)
 
         def multiply(place, partial) -> None:
             words = cute.make_rmem_tensor((4 * BLOCKS,), Uint32)
@@ -131,7 +129,6 @@ class FP8MXFP4WgmmaKernel(LineStages):
                     for half, numbers in enumerate(decode(codes)):
                         words[4 * block + 2 * half + r] = numbers
             codes = self._register_operand(words, BLOCKS)
-            # A new object each time: the DSL knows whether it accumulates only in the scope where that was set.
             mma = self._tiled_mma()
             mma.set(warpgroup.Field.ACCUMULATE, False)
             warpgroup.fence()

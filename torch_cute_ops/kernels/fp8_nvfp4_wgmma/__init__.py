@@ -7,8 +7,9 @@ decodes:
 1. A stage has two K blocks, so that copies of codes are whole lines. Consumers are two pairs of warpgroups, each with a
    K block of every stage; behind the last one the sums of the second pair are added to those of the first. So each
    scheduler has four warps that multiply, one of which can decode while another waits.
-2. Consumers look codes up, which are the A operand, in registers. The four lanes that share rows of an MMA each have a
-   quarter of a row's K block, 16 bytes of codes: two blocks. So a lane makes tables of its own blocks only.
+2. Consumers look the codes up and keep the results in registers, as the A operand. The four lanes that share rows of an
+   MMA each have a quarter of a row's K block, 16 bytes of codes: two blocks. So a lane makes tables of its own blocks
+   only.
 3. The k of an MMA is eight elements of each lane's quarter, then. Two teams of helpers take stages in turn, and arrange
    the activations alike, words of four elements. Each of a team's two warps has a K block.
 

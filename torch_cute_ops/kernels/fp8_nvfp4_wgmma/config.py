@@ -8,6 +8,7 @@ from torch_cute_ops.formats import NVFP4, FP4Format
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
 from torch_cute_ops.kernels.fp8_fp4_wgmma import lines_config
 from torch_cute_ops.kernels.fp8_fp4_wgmma.lines_config import COLUMNS, SPAN, LinesConfig
+from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import UnitsConfig
 
 __all__ = ["Arguments", "Config", "plan"]
 
@@ -16,7 +17,7 @@ TILES: Final = tuple((tokens, splits) for tokens in (8, 16) for splits in (1, 2,
 
 
 @dataclass(frozen=True)
-class Config(LinesConfig):
+class Config(LinesConfig, UnitsConfig):
     """Everything static about a kernel. N, K, R and the number of experts are not."""
 
     tiles: ClassVar[tuple] = tuple((tokens, COLUMNS, splits) for tokens, splits in TILES)
@@ -25,18 +26,8 @@ class Config(LinesConfig):
 
     @property
     def registers(self) -> tuple[int, int, int]:
+        # A launch gives each of the 768 threads 80. What helpers give up goes to the consumers.
         return 88, 80, 40
-
-    @property
-    def place_scales(self) -> int:
-        """Those of the rows of ``a``; for each row of the weight four words that its tables follow from, and two powers
-        that change units; and flags of each group of 32 rows."""
-        return self.units_at + 2 * self.columns + self.columns // 32
-
-    @property
-    def units_at(self) -> int:
-        """Where what changes units begins among the scales of a K block."""
-        return self.tokens + 4 * self.columns
 
     @property
     def own_bytes(self) -> int:

@@ -16,9 +16,9 @@ from torch_cute_ops.kernels.common.row_stores import store_columns
 from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS, WARPGROUP
 from torch_cute_ops.kernels.common.weight_ring import PIECE, next_stage
 from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import look_up, table_of_bytes, table_of_own_unit
-from torch_cute_ops.kernels.fp8_fp4_wgmma.kernel import FP8FP4WgmmaKernel
 from torch_cute_ops.kernels.fp8_fp4_wgmma.lines import LineStages
 from torch_cute_ops.kernels.fp8_fp4_wgmma.lines_config import SPAN
+from torch_cute_ops.kernels.fp8_fp4_wgmma.unit_scales import UnitScales
 from torch_cute_ops.kernels.fp8_fp4_wgmma.units import IS_LAST
 from torch_cute_ops.kernels.fp8_nvfp4_wgmma.config import Config
 from torch_cute_ops.kernels.fp8_wgmma.kernel import STEP, Consumer
@@ -35,15 +35,16 @@ ROWS: Final = 2
 
 
 class Loaded(NamedTuple):
-    """What a lane decodes of its quarters of a K block, a row after the other: words of codes; and a byte for each
-    block of e4m3 of its scale, and of 1.5 times that."""
+    """For each of a lane's two rows, what its quarter of a K block is decoded from: four words of codes, and for each
+    of its two blocks the e4m3 bytes of the scale and of 1.5 times it, over the row's unit. Of a row over another unit,
+    ``ones`` are the scales themselves."""
 
     codes: cute.Tensor
     ones: cute.Tensor
     one_and_halves: cute.Tensor
 
 
-class FP8NVFP4WgmmaKernel(LineStages, FP8FP4WgmmaKernel):
+class FP8NVFP4WgmmaKernel(LineStages, UnitScales):
     """The kernel of one ``Config``."""
 
     config: Config
@@ -79,9 +80,6 @@ class FP8NVFP4WgmmaKernel(LineStages, FP8FP4WgmmaKernel):
             for i in range_constexpr(LANES):
                 piece = LANES * odd + i ^ swizzle
                 store_words([words[i] for words in quarters], self._piece(base, of_row + piece * PIECE))
-
-    def _tell_complete(self, begun, stage, lane, share, smem) -> None:
-        ptx.arrive_if(smem.full + stage, Uint32(lane == 0))
 
     # Decoding
 
@@ -136,13 +134,10 @@ class FP8NVFP4WgmmaKernel(LineStages, FP8FP4WgmmaKernel):
     def _mma(self, group, smem) -> Callable:
         """The function that starts a consumer's MMAs of a K block."""
         c = self.config
-        tokens = self._activations(smem.tokens, c.tokens, c.stages * SPAN)
-        mma = self._tiled_mma()
-        operand = mma.make_fragment_B(mma.get_slice(0).partition_B(tokens))
+        operand = self._token_operand(smem)
 
         def multiply(place, words, partial) -> None:
             codes = self._register_operand(words, STEPS)
-            # A new object each time: the DSL knows whether it accumulates only in the scope where that was set.
             mma = self._tiled_mma()
             sums = cute.make_tensor(partial.iterator, mma.partition_shape_C((GROUP_ROWS, c.mma_columns)))
             warpgroup.fence()
@@ -194,13 +189,13 @@ class FP8NVFP4WgmmaKernel(LineStages, FP8FP4WgmmaKernel):
         following = Uint32(0)
         if share.end > share.begin:
             following = self._load(loaded, stage * SPAN + part, consumer, smem)
-        for left in cutlass.range(share.end - share.begin - 1, -1, -1, unroll=1):
+        for rest in cutlass.range(share.end - share.begin - 1, -1, -1, unroll=1):
             place, read, flags = stage * SPAN + part, stage, following
             self._decode(words, loaded, flags, place, consumer, smem)
             multiply(place, words, partial)
             factors = self._factors(place, consumer, smem)
             stage, parity = next_stage(stage, parity, self.config.stages)
-            if left > 0:
+            if rest > 0:
                 ptx.wait(smem.full + stage, parity)
                 following = self._load(loaded, stage * SPAN + part, consumer, smem)
             warpgroup.wait_group(0)
@@ -214,24 +209,19 @@ class FP8NVFP4WgmmaKernel(LineStages, FP8FP4WgmmaKernel):
         """Leave the sums of the second pair to the first, which has read those of the tile before."""
         ptx.wait(smem.joined, turn ^ 1)
         for i in range_constexpr(0, self.config.mma_columns // 2, 4):
-            store_words([ptx.bits_of(sums[i + j]) for j in range(4)], self._left(i, consumer, smem))
-        self._tell_pair(smem.parted, consumer.lane)
+            store_words([ptx.bits_of(sums[i + j]) for j in range(4)], self._parted_sums(i, consumer, smem))
+        self._arrive(smem.parted, consumer.lane)
 
     @cute.jit
     def _join(self, sums, turn, consumer, smem):
-        """Add them to those of the first pair."""
+        """Add the second pair's sums to the first's."""
         ptx.wait(smem.parted, turn)
         for i in range_constexpr(0, self.config.mma_columns // 2, 4):
-            words = load_words(self._left(i, consumer, smem))
+            words = load_words(self._parted_sums(i, consumer, smem))
             for j in range_constexpr(4):
                 sums[i + j] = ptx.add_rn(sums[i + j], ptx.float_of(words[j]))
-        self._tell_pair(smem.joined, consumer.lane)
+        self._arrive(smem.joined, consumer.lane)
 
-    def _left(self, i: int, consumer, smem) -> cute.Tensor:
+    def _parted_sums(self, i: int, consumer, smem) -> cute.Tensor:
         """Where four sums of a thread are left, from the ``i``-th on."""
         return self._piece(smem.own, (i // 4 * PAIR + consumer.tid) * PIECE)
-
-    def _tell_pair(self, barrier, lane) -> None:
-        """The warp arrives at a barrier of both pairs."""
-        cute.arch.sync_warp()
-        ptx.arrive_if(barrier, Uint32(lane == 0))

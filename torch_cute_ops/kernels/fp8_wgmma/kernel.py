@@ -240,7 +240,8 @@ class FP8WgmmaKernel(FP8TilesKernel):
         return stage, parity
 
     def _tiled_mma(self) -> cute.TiledMma:
-        """A k32 step of a consumer's MMAs."""
+        """A k32 step of a consumer's MMAs: a new object for each place that sets whether it accumulates, which the DSL
+        knows only in that scope."""
         shape = GROUP_ROWS, self.config.mma_columns, STEP
         sources = self.m_source, OperandMajorMode.K, OperandMajorMode.K
         return cute.make_tiled_mma(warpgroup.MmaF8Op(Float8E4M3FN, Float8E4M3FN, Float32, shape, *sources))
@@ -259,7 +260,6 @@ class FP8WgmmaKernel(FP8TilesKernel):
         n_operand = mma.make_fragment_B(thread.partition_B(n_side))
 
         def multiply(stage, partial) -> None:
-            # A new object each time: the DSL knows whether it accumulates only in the scope where that was set.
             mma = self._tiled_mma()
             shape = mma.partition_shape_C((GROUP_ROWS, c.mma_columns))
             accumulators = cute.make_tensor(partial.iterator, shape)

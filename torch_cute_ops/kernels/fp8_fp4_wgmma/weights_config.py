@@ -1,0 +1,39 @@
+"""What configurations with an FP4 weight have in common: no device code."""
+
+from dataclasses import dataclass
+
+from torch_cute_ops.formats import ScaleLayout
+from torch_cute_ops.kernels import fp8_wgmma
+from torch_cute_ops.runtime.arch import Arch
+
+
+@dataclass(frozen=True)
+class FP4WeightConfig(fp8_wgmma.Config):
+    """Everything static about a kernel with an FP4 weight.
+
+    Attributes:
+        layout: scale layout of the weight. The others are those of ``fp8_wgmma``.
+    """
+
+    layout: ScaleLayout
+
+    def reason_unsupported(self, arch: Arch) -> str | None:
+        """Why this cannot run on ``arch``; ``None`` if it can."""
+        if self.layout.tile_rows not in (0, 128):
+            return f"a weight has no scales in the layout {self.layout.name}"
+        return super().reason_unsupported(arch)
+
+
+class UnitsConfig(FP4WeightConfig):
+    """The same where rows of the weight have units of their own (``UnitsKernel``)."""
+
+    @property
+    def place_scales(self) -> int:
+        """Those of the rows of ``a``; for each row of the weight two powers that change units, and if the CTA decodes
+        it, four words that its tables follow from; and flags of each group of 32 rows."""
+        return self.units_at + 2 * self.columns + self.columns // 32
+
+    @property
+    def units_at(self) -> int:
+        """Where what changes units begins among the scales of a K block."""
+        return self.tokens + 4 * self.copied_columns
