@@ -9,15 +9,13 @@ from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
 from torch_cute_ops.kernels.common.fit import first_fit
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
-from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS
+from torch_cute_ops.kernels.common.fp8_stages import BLOCK
 from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
-from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import UnitsConfig
+from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import COLUMNS, UnitsConfig
 from torch_cute_ops.runtime.arch import Arch
 
 __all__ = ["Arguments", "Config", "plan"]
 
-COLUMNS: Final = GROUPS * GROUP_ROWS
-"""Rows of the weight of a tile."""
 PAIR: Final = 256
 """Rows of ``a`` of a tile of two CTAs, each of which decodes half of the weight for both."""
 TILES: Final = (

@@ -6,13 +6,10 @@ from torch_cute_ops.formats import FP4Format, ScaleLayout
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
 from torch_cute_ops.kernels.common.fit import first_fit
-from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS
-from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
-from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import FP4WeightConfig
+from torch_cute_ops.kernels.common.fp8_stages import BLOCK
+from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import COLUMNS, FP4WeightConfig
 from torch_cute_ops.runtime.arch import Arch
 
-COLUMNS: Final = GROUPS * GROUP_ROWS
-"""Rows of the weight of a tile."""
 SPAN: Final = 2
 """K blocks of a stage: 128 bytes of codes of a row, which is what L2 reads at once."""
 STAGES: Final = (8, 6, 4)

@@ -1,10 +1,16 @@
 """What configurations with an FP4 weight have in common: no device code."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from torch_cute_ops.formats import ScaleLayout
 from torch_cute_ops.kernels import fp8_wgmma
+from torch_cute_ops.kernels.common.fp8_stages import GROUPS
+from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
 from torch_cute_ops.runtime.arch import Arch
+
+COLUMNS: Final = GROUPS * GROUP_ROWS
+"""Rows of the weight of a tile."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from torch_cute_ops.formats import MXFP4, FP4Format
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK
 from torch_cute_ops.kernels.fp8_fp4_wgmma import lines_config
-from torch_cute_ops.kernels.fp8_fp4_wgmma.lines_config import COLUMNS, SPAN, LinesConfig
+from torch_cute_ops.kernels.fp8_fp4_wgmma.lines_config import SPAN, LinesConfig
+from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import COLUMNS
 
 __all__ = ["Arguments", "Config", "plan"]
 
