@@ -251,9 +251,11 @@ class FP8Layer:
             # The same rows, grouped by expert.
             a, a_scale = a.unflatten(0, (len(counts), -1)), a_scale.unflatten(1, (len(counts), -1))
             offsets = None
+        else:
+            # Without padding the offsets alone say where rows are, and GEMMs choose their tiles for packed rows.
+            counts = None
         both = self.up(a, a_scale, offsets, counts)
-        # Without padding the offsets alone say where rows are.
-        h, h_scale = torch_cute_ops.moe_swiglu_fp8quant(both, offsets, counts if self.is_masked else None)
+        h, h_scale = torch_cute_ops.moe_swiglu_fp8quant(both, offsets, counts)
         y = self.down(h, h_scale, offsets, counts)
         return torch_cute_ops.moe_finalize(y.flatten(0, -2), expanded, weights)
 

@@ -56,6 +56,28 @@ def test_fp4_weights(
         assert 0.997 < float(cosine) < 1 and 0.01 < float(error) < 0.08
 
 
+@pytest.mark.parametrize(("layout", "has_counts"), [("contiguous", False), ("masked", True)])
+def test_gemms_of_packed_rows_know_nothing_but_offsets(
+    fp8_moe_layer: ModuleType,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    has_counts: bool,
+) -> None:
+    """Then they choose tiles for random routing, which an expert's rows fill better."""
+    given = []
+
+    def multiplied(*args: object, **named: object) -> torch.Tensor:
+        given.append(args[5] if len(args) > 5 else named.get("counts"))
+        return multiply(*args, **named)
+
+    multiply = fp8_moe_layer.torch_cute_ops.grouped_mm_fp8
+    monkeypatch.setattr(fp8_moe_layer.torch_cute_ops, "grouped_mm_fp8", multiplied)
+    sizes = "--experts", "16", "--intermediate", "128"
+    rows_of_layers(fp8_moe_layer, capsys, r"(0\.\d{5}) ", "--layout", layout, *sizes)
+    assert given and {counts is not None for counts in given} == {has_counts}
+
+
 @pytest.mark.parametrize(("groups", "best"), [(1, 1), (4, 2)])
 def test_both_layers_are_what_they_say(fp8_moe_layer: ModuleType, groups: int, best: int) -> None:
     """That in bf16 is near float64, that in FP8 near that of what its weights are in FP8."""
