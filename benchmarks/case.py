@@ -50,23 +50,25 @@ class Variant:
 
 @dataclass(frozen=True)
 class Mark:
-    """A target and what was measured. `value` None: this run did not measure it."""
+    """A target and what was measured. `value` None: this run did not measure it. `notes`: the notes, by the name of
+    their file, where they are others than those of the benchmark."""
 
     name: str
     goal: str
     value: float | None
     passed: bool | None
     unit: str = ""
+    notes: str = ""
 
 
-def at_least(name: str, value: float | None, goal: float, unit: str = "") -> Mark:
+def at_least(name: str, value: float | None, goal: float, unit: str = "", notes: str = "") -> Mark:
     """A mark that holds where value >= goal."""
-    return Mark(name, f"≥ {goal:g}{unit}", value, None if value is None else value >= goal, unit)
+    return Mark(name, f"≥ {goal:g}{unit}", value, None if value is None else value >= goal, unit, notes)
 
 
-def at_most(name: str, value: float | None, goal: float, unit: str = "") -> Mark:
+def at_most(name: str, value: float | None, goal: float, unit: str = "", notes: str = "") -> Mark:
     """A mark that holds where value <= goal."""
-    return Mark(name, f"≤ {goal:g}{unit}", value, None if value is None else value <= goal, unit)
+    return Mark(name, f"≤ {goal:g}{unit}", value, None if value is None else value <= goal, unit, notes)
 
 
 class Benchmark(ABC):

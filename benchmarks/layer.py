@@ -34,7 +34,8 @@ from .runner import ASSUMED_TFLOPS, describe
 
 DTYPE, EPS = torch.bfloat16, 1e-6
 NOTES = "fp4_wgmma"
-"""The notes on what limits few rows; those on W4A8 are in `fp8_fp4_wgmma`."""
+NOTES_OF = {"W4A8": "fp8_fp4_wgmma", "FP8": "fp8_wgmma"}
+"""The notes on what limits a layer; those of precisions whose GEMMs are another family's."""
 
 
 @dataclass(frozen=True)
@@ -323,16 +324,19 @@ def _chain(each: Sequence[Layer], x: Tensor, residual: Tensor) -> Callable[[int]
 
 def marks(rows: Sequence[Mapping[str, Any]]) -> list[Mark]:
     """What was measured, against the times that a layer has to reach."""
+    times = {(row["model"], row["rows"], label): each["us"] for row in rows for label, each in row["variants"].items()}
     found = []
-    for row in rows:
-        model, m = row["model"], row["rows"]
-        times = {label: each["us"] for label, each in row["variants"].items()}
-        for label, longest in targets.LAYER_US.get(model, {}).items():
-            if label in times and m in longest:
-                found.append(at_most(f"{model}, M={m}, {label}", times[label], longest[m], " µs"))
-        if model in targets.W4A8_OVER_FP8 and m in targets.W4A8_ROWS and {"W4A8", "FP8"} <= times.keys():
-            over = times["W4A8"] / times["FP8"]
-            found.append(at_most(f"{model}, M={m}, W4A8 over FP8", over, targets.W4A8_OVER_FP8[model], " ×"))
+    for model, longest in targets.LAYER_US.items():
+        for m in ROWS:
+            for label, of_rows in longest.items():
+                if m in of_rows:
+                    us, notes = times.get((model, m, label)), NOTES_OF.get(label, "")
+                    found.append(at_most(f"{model}, M={m}, {label}", us, of_rows[m], " µs", notes))
+            if model in targets.W4A8_OVER_FP8 and m in targets.W4A8_ROWS:
+                w4a8, fp8 = (times.get((model, m, label)) for label in ("W4A8", "FP8"))
+                over = None if w4a8 is None or fp8 is None else w4a8 / fp8
+                most, notes = targets.W4A8_OVER_FP8[model], NOTES_OF["W4A8"]
+                found.append(at_most(f"{model}, M={m}, W4A8 over FP8", over, most, " ×", notes))
     return found
 
 

@@ -57,7 +57,8 @@ def document(results: Path = RESULTS) -> str:
     for name, notes, _, marks in files:
         for mark in marks:
             target, value, verdict = report.judged(mark)
-            why = f"[{notes}](notes/{notes}.md)" if mark.passed is False else ""
+            which = mark.notes or notes
+            why = f"[{which}](notes/{which}.md)" if mark.passed is False else ""
             body.append([name, mark.name, target, value, verdict, why])
     every = [mark.passed for *_, marks in files for mark in marks if mark.passed is not None]
     return TEXT.format(

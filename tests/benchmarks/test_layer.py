@@ -159,21 +159,29 @@ def test_the_profiler_sees_what_a_replay_runs():
     assert len(ran) == 3 and all(kernel.start < kernel.end for kernel in ran) and ran[1].start == 0 < ran[2].start
 
 
+MARKS = 5 + 3 + 1 + 4 + 3 + 3 + 8
+
+
 def test_marks_and_comparison(made_up):
     """One row and 64 have targets, in µs, and W4A8 one over FP8; bf16 is what else changed."""
     ((name, notes, gpu, marks),) = performance.measured(made_up)
     assert (name, notes, gpu) == ("layer", layer.NOTES, "made up")
-    assert [(mark.name, mark.value, mark.passed) for mark in marks] == [
-        ("8B, M=1, W4A4", pytest.approx(5), True),
-        ("8B, M=1, FP8", pytest.approx(2), True),
-        ("8B, M=64, W4A4", pytest.approx(5), True),
-        ("8B, M=64, W4A8", pytest.approx(3), True),
-        ("8B, M=64, W4A8 over FP8", pytest.approx(1.5), False),
-        ("70B, M=1, W4A4", pytest.approx(5), True),
-        ("70B, M=64, W4A4", pytest.approx(5), True),
-        ("70B, M=64, W4A8", pytest.approx(3), True),
-        ("70B, M=64, W4A8 over FP8", pytest.approx(1.5), False),
+    measured = [mark for mark in marks if mark.value is not None]
+    fp8_fp4, fp8 = "fp8_fp4_wgmma", "fp8_wgmma"
+    assert [(mark.name, mark.value, mark.passed, mark.notes) for mark in measured] == [
+        ("8B, M=1, W4A4", pytest.approx(5), True, ""),
+        ("8B, M=1, FP8", pytest.approx(2), True, fp8),
+        ("8B, M=64, W4A4", pytest.approx(5), True, ""),
+        ("8B, M=64, W4A8", pytest.approx(3), True, fp8_fp4),
+        ("8B, M=64, W4A8 over FP8", pytest.approx(1.5), False, fp8_fp4),
+        ("70B, M=1, W4A4", pytest.approx(5), True, ""),
+        ("70B, M=64, W4A4", pytest.approx(5), True, ""),
+        ("70B, M=64, W4A8", pytest.approx(3), True, fp8_fp4),
+        ("70B, M=64, W4A8 over FP8", pytest.approx(1.5), False, fp8_fp4),
     ]
+    # Of what was not measured the document says so.
+    assert {mark.name for mark in marks if mark.passed is None} > {"32B, M=1, W4A4", "8B, M=8, W4A4"}
+    assert len(marks) == MARKS
     old = json.loads((made_up / "layer.json").read_text())
     new = json.loads((made_up / "layer.json").read_text())
     new["rows"][0]["variants"]["W4A4"]["us"] *= 1.5
@@ -193,7 +201,8 @@ def test_every_model_has_its_marks():
     names = {mark.name for mark in layer.marks(rows)}
     over = {f"{model}, M={m}, W4A8 over FP8" for model in ("8B", "70B") for m in (64, 128, 256, 1024)}
     assert {f"32B, M={m}, W4A4" for m in (1, 16, 32)} | over <= names
-    assert len(names) == 5 + 3 + 1 + 4 + 3 + 3 + 8
+    assert len(names) == MARKS
+    assert names == {mark.name for mark in layer.marks([])}
 
 
 def test_a_precision_that_fails_does_not_end_the_run(monkeypatch, fake_backend):
