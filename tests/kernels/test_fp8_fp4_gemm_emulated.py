@@ -126,8 +126,8 @@ def in_registers(*given: Any) -> FP8FP4GemmCase:
 
 # Ragged sizes, a last K block of 64 elements, experts without rows or that begin within a tile of scales.
 RUNS = [
-    Run(case(NVFP4, "128x4", "plain", (16, 1), FP32), (5,), 136, 1344, 1),
-    Run(case(MXFP4, "linear", "plain", (16, 4), BF16, "column", BF16), (9,), 72, 64, 4),
+    Run(case(NVFP4, "128x4", "plain", (32, 1), FP32), (5,), 136, 1344, 1),
+    Run(case(MXFP4, "linear", "plain", (32, 4), BF16, "column", BF16), (9,), 72, 64, 4),
     Run(case(NVFP4, "linear", "counted", (32, 1), BF16, "expert", FP32), (0, 33, 1), 72, 192, 2),
     Run(case(MXFP4, "128x4", "masked", (64, 2), FP16, "expert_column"), (3, 0, 70), 136, 320, 4, room=72),
     Run(case(NVFP4, "128x4", "offsets", (32, 4), BF16, "one"), (0, 32), 200, 640, 8),
@@ -178,8 +178,8 @@ def test_nothing_is_launched_on_overlap(layout: str, recodes: bool) -> None:
 
 # More blocks than stages; and a cluster, of which one CTA has no block
 STATIC = [
-    Run(case(NVFP4, "128x4", "plain", (16, 1), FP32), (5,), 72, 1344, 1),
-    Run(case(MXFP4, "linear", "plain", (16, 2), BF16, "column", BF16), (9,), 72, 64, 2),
+    Run(case(NVFP4, "128x4", "plain", (32, 1), FP32), (5,), 72, 1344, 1),
+    Run(case(MXFP4, "linear", "plain", (32, 2), BF16, "column", BF16), (9,), 72, 64, 2),
     Run(in_registers("128x4", "plain", (8, 1), FP32), (5,), 72, 2368, 1),
     Run(in_registers("linear", "plain", (16, 2), BF16, "column", BF16), (9,), 72, 64, 2),
     Run(by_blocks("128x4", "plain", (8, 1), FP32), (5,), 72, 2368, 1),
@@ -215,7 +215,7 @@ FAR = {NVFP4: [(1, 0x80), (0x81, 0xFF)], MXFP4: [(100, 140)]}
     ("fmt", "tile"),
     [
         pytest.param(fmt, tile, id=f"{fmt.name}-{'recoded' if tile == RECODED else tile[0]}-rows")
-        for fmt, tile in ((NVFP4, (128, 1)), (MXFP4, (16, 1)), (NVFP4, (256, 1)), (NVFP4, RECODED), (MXFP4, RECODED))
+        for fmt, tile in ((NVFP4, (128, 1)), (MXFP4, (32, 1)), (NVFP4, (256, 1)), (NVFP4, RECODED), (MXFP4, RECODED))
     ],
 )
 def test_scales_that_are_hard_to_encode(fmt: Any, tile: tuple[int, int]) -> None:
@@ -270,7 +270,7 @@ def check_hard_scales(of: FP8FP4GemmCase, scales: tuple[int, int], k: int = 128)
 
 
 # A kernel of many rows takes 2 to 5 s to compile; these are some of ``RUNS``.
-SWAPPED = Run(case(NVFP4, "128x4", "masked", (16, 1), BF16), (3, 5), 136, 1792, 1, room=8)
+SWAPPED = Run(case(NVFP4, "128x4", "masked", (32, 1), BF16), (3, 5), 136, 1792, 1, room=8)
 UNITS = Run(case(NVFP4, "linear", "counted", (128, 1), BF16), (130, 3), 120, 896, 1)
 PAIR = Run(case(MXFP4, "linear", "counted", (256, 1), BF16, "expert", BF16), (200, 3), 120, 896, 2)
 WRITTEN = Run(case(MXFP4, "linear", "counted", RECODED, BF16, "expert_column", BF16), (130, 3), 120, 896, 1)

@@ -152,8 +152,9 @@ HAVE_SPILLED = (
 """Each with another way to finish sums."""
 
 
-def fp8_gemm_cases() -> list[FP8GemmCase]:
-    """Every tile without and with alpha and bias of each column; layouts and other epilogues in turn."""
+def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
+    """Every tile with alpha and bias of each column, or expert; those of many rows, or with ``every`` all, without
+    them too. Layouts and other epilogues in turn."""
     kinds = [("fp8_wgmma", tile, "sm_90a") for tile in fp8_wgmma.TILES]
     kinds += [("fp8_mma", (tokens,), arch) for tokens in fp8_mma.TILES for arch in ARCHS]
     layouts = itertools.cycle(FP8_LAYOUTS)
@@ -161,6 +162,8 @@ def fp8_gemm_cases() -> list[FP8GemmCase]:
     by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])
     by_column = itertools.cycle(PER_COLUMN)
     cases = [FP8GemmCase(family, next(layouts), tile, next(light), arch) for family, tile, arch in kinds]
+    if not every:  # With factors they need more registers.
+        cases = [case for case in cases if case.tile[0] >= fp8_wgmma.MANY]
     cases += HAVE_SPILLED
     cases.append(FP8GemmCase("fp8_wgmma", "plain", (64, 128, 2), PER_COLUMN[0], static_weight=True))
     for family, tile, arch in kinds:

@@ -13,7 +13,7 @@ from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
-BLOCK_CLOCKS = {16: 690.0, 32: 730.0, 64: 900.0, 128: 1200.0, 256: 1080.0}
+BLOCK_CLOCKS = {32: 730.0, 64: 900.0, 128: 1200.0, 256: 1080.0}
 """SM clocks per K block, by rows of ``a`` of a tile (measured on an H200): most of them to decode the weight, which
 hides transfers, and which the CTAs of a tile of 256 rows share."""
 SHARE_CLOCKS = 1200.0

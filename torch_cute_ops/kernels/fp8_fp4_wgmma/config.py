@@ -18,8 +18,10 @@ __all__ = ["Arguments", "Config", "plan"]
 
 PAIR: Final = 256
 """Rows of ``a`` of a tile of two CTAs, each of which decodes half of the weight for both."""
+LEAST: Final = 32
+"""Rows of ``a`` of the smallest tile: for fewer each format has a kernel of its own, which is faster."""
 TILES: Final = (
-    *((tokens, splits) for tokens, columns, splits in fp8_wgmma.TILES if columns == COLUMNS),
+    *((tokens, splits) for tokens, columns, splits in fp8_wgmma.TILES if columns == COLUMNS and tokens >= LEAST),
     (PAIR, 1),
 )
 """Rows of ``a`` of a tile, and CTAs that share its k."""
