@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +15,9 @@ from support.experts import GPT_OSS, TOPK, Block, E, Experts, GptOssExperts, H, 
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_cute_ops import moe_route_dense, moe_route_ids, nvfp4_global_scale
 from torch_cute_ops.nn import NVFP4Linear, QuantExperts, QuantLinear, SwiGLU, quantize_, random_, warmup
-from torch_cute_ops.nn.experts import few_tokens, reason_unrouted
+from torch_cute_ops.nn.experts import MOST_FEW, few_tokens, reason_unrouted
 
 SCHEMES = ("nvfp4", "mxfp4", "fp8_block")
 by_scheme = pytest.mark.parametrize("scheme", SCHEMES)
@@ -304,3 +308,197 @@ def test_warmup_of_few_tokens(monkeypatch):
     counts.clear()
     warmup(experts.route_few_(), (1, 4, 7, 8, 12, 17, 20))
     assert counts == [1, 8, 12, 20]
+
+
+def test_experts_that_are_wide_copy_nothing():
+    """No number of tokens is few for them, and a warning says so, once asked for; with a number of one's own they are
+    as others are, and without it again as before."""
+    experts = block_of(Experts(width=1088), "mxfp4").mlp.experts
+    with pytest.warns(UserWarning, match=r"copies nothing, since no number of tokens is few for experts with 1088"):
+        assert experts.route_few_() is experts
+    assert experts.side_by_side is None and not experts.are_routed(1, 1, torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        experts.route_few_(tokens_of_expert=2)
+    assert experts.is_few(2 * E, 1) and experts.is_few(E, 2) and not experts.is_few(2 * E + 1, 1)
+    with torch.no_grad():
+        assert support.ops_of(experts, *routed(3, "cpu")) == ROUTED
+    with pytest.warns(UserWarning, match="copies nothing"):
+        experts.route_few_()
+    assert experts.side_by_side is None
+
+
+def test_the_most_tokens_of_a_call():
+    """One tile of the kernel that lists tokens, which bounds the temporary tensor (M, E · I), too."""
+    from torch_cute_ops.kernels.fp4_gated_experts import TILES
+
+    assert max(TILES) == MOST_FEW
+    experts = block_of(Experts(), "mxfp4").mlp.experts.route_few_(tokens_of_expert=10_000)
+    assert experts.is_few(MOST_FEW, 1) and not experts.is_few(MOST_FEW + 1, 1)
+
+
+def few_times():
+    """Rows of the measurements with an H200, and whether their calls are few."""
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "expert_layer.json"
+    widths = {"DeepSeek-V3": 256, "gpt-oss-120b": 2880, "Qwen3-30B-A3B": 768}
+    for row in json.loads(path.read_text())["rows"]:
+        times = {name: each["us"] for name, each in row["variants"].items()}
+        if {"few", "few-bf16", "many"} <= times.keys():
+            is_few = row["rows"] <= MOST_FEW and row["rows_of_expert"] <= few_tokens(widths[row["model"]])
+            yield pytest.param(row["rows"], is_few, times, id=f"{row['model']}-{row['routing']}-{row['rows']}")
+
+
+@pytest.mark.parametrize(("tokens", "is_few", "times"), [*few_times()])
+def test_few_tokens_are_where_they_are_faster(tokens, is_few, times):
+    """With any routing the way that is taken is at most 5 % slower than the other one: by so much runs differ, and for
+    less (one token of gpt-oss's wide experts) nobody holds the second layers twice. Behind ``MOST_FEW`` memory decides,
+    and with one routing of three permuted rows cost up to 9 % there."""
+    slower = 1.05 if tokens <= MOST_FEW else 1.09
+    for way in ("few", "few-bf16"):
+        taken, other = (times[way], times["many"]) if is_few else (times["many"], times[way])
+        assert taken <= slower * other
+
+
+# Few tokens in FP4
+
+
+def scales_for(scheme: str, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """Global scales of activations, another for each expert, where the format has them."""
+    if scheme != "nvfp4":
+        return {}
+    amax = torch.linspace(60, 90, E, device=device)
+    hidden = torch.cat([nvfp4_global_scale(each) for each in amax])
+    return {"input_global_scale": nvfp4_global_scale(torch.tensor(5.0, device=device)), "hidden_global_scale": hidden}
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("form", [Experts, GptOssExperts])
+@torch.no_grad()
+def test_few_tokens_in_fp4(scheme, form, device):
+    """By the ops of FP4 on both sides, in any dtype, whose results are the decoded weights' but for what FP4 rounds."""
+    if not routes(device):
+        return
+    experts = block_of(form(), scheme, device).mlp.experts
+    assert experts.route_few_("fp4", **scales_for(scheme, device)) is experts
+    x, ids, factors = routed(FEW, device)
+    assert support.ops_of(experts, x, ids, factors) == {"fp4_quantize", "moe_fc1_fp4", "moe_fc2_fp4"}
+    biases, swiglu = None, (1.0, 0.0, None)
+    if form is GptOssExperts:
+        swiglu = GPT_OSS
+        layers = experts.gate_up_proj, experts.down_proj
+        biases = tuple(layer.bias.double().cpu().view(E, -1).numpy() for layer in layers)
+    exact = support.computed(x, ids, factors, *support.decoded(experts), biases, swiglu, in_16_bits=True)
+    got = experts(x, ids, factors)
+    assert np.linalg.norm(got.double().cpu().numpy() - exact) < 0.26 * np.linalg.norm(exact)
+    assert torch.equal(experts(x.float(), ids, factors).bfloat16(), got)
+    half = copy.deepcopy(experts).half()(x.half(), ids, factors).double()
+    assert (half - got.double()).norm() < 0.01 * got.double().norm()
+    # Other activations, and back.
+    assert support.ops_of(experts.route_few_(), x, ids, factors) == ROUTED
+    assert torch.equal(experts.route_few_("fp4", **scales_for(scheme, device))(x, ids, factors), got)
+
+
+def test_errors_of_few_tokens():
+    experts, wide = (block_of(Experts(), scheme).mlp.experts for scheme in ("nvfp4", "mxfp4"))
+    one = torch.ones(1)
+    with pytest.raises(ValueError, match="activations is 'fp8'; expected '16bit' or 'fp4'"):
+        experts.route_few_("fp8")
+    with pytest.raises(ValueError, match="activations in NVFP4 need input_global_scale, 1 float32, from a calibration"):
+        experts.route_few_("fp4")
+    with pytest.raises(ValueError, match="need hidden_global_scale, 1 or 4 float32"):
+        experts.route_few_("fp4", input_global_scale=one)
+    with pytest.raises(ValueError, match="hidden_global_scale has 3 elements; expected 1 or 4"):
+        experts.route_few_("fp4", input_global_scale=one, hidden_global_scale=torch.ones(3))
+    for each, activations in ((experts, "16bit"), (wide, "fp4")):
+        with pytest.raises(ValueError, match="have no global scales; got input_global_scale"):
+            each.route_few_(activations, input_global_scale=one)
+    assert "Hopper" in reason_unrouted("nvfp4", 256, 7168, 256, "sm_120a", "fp4")
+    assert reason_unrouted("nvfp4", 256, 7168, 256, "sm_90a", "fp4") is None
+    x = routed(2, "cpu")[0]
+    with pytest.raises(
+        RuntimeError, match=r"forward_dense: the second layers are not side by side; call route_few_\(\)"
+    ):
+        experts.forward_dense(x, torch.ones(2, E))
+
+
+@torch.no_grad()
+def test_new_global_scales_in_place():
+    """Another calibration, in the memory that CUDA graphs read."""
+    experts = block_of(GptOssExperts(), "nvfp4").mlp.experts.route_few_("fp4", **scales_for("nvfp4"))
+    given = routed(3, "cpu")
+    before, held = experts(*given), experts.side_by_side.alpha.data_ptr()
+    new = {name: scale / 8 for name, scale in scales_for("nvfp4").items()}
+    want = block_of(GptOssExperts(), "nvfp4").mlp.experts
+    want.load_state_dict(experts.state_dict())
+    want = want.route_few_("fp4", **new)(*given)
+    assert torch.equal(experts.route_few_("fp4", **new)(*given), want) and not torch.equal(want, before)
+    assert experts.side_by_side.alpha.data_ptr() == held
+
+
+# What routing ops give
+
+
+@pytest.mark.parametrize("activations", ["16bit", "fp4"])
+@torch.no_grad()
+def test_dense_routing(activations):
+    """With and without the factors, as by ids; a token without experts has 0; no tokens."""
+    experts = block_of(GptOssExperts(), "nvfp4").mlp.experts
+    experts.route_few_(activations, **(scales_for("nvfp4") if activations == "fp4" else {}))
+    x, logits = torch.randn(6, H).bfloat16(), torch.randn(6, E)
+    routing = moe_route_dense(logits, TOPK)
+    ids = routing.topk(TOPK).indices
+    want = experts(x, ids, routing.gather(1, ids))
+    assert torch.equal(experts.forward_dense(x, routing), want)
+    with_factors = moe_route_dense(logits, TOPK, expert_factor=experts.expert_factor)
+    assert torch.equal(experts.forward_dense(x, with_factors, has_factors=True), want)
+    assert experts.forward_dense(x, routing, out_dtype=torch.float32).bfloat16().equal(want)
+    routing[2] = 0
+    got = experts.forward_dense(x, routing)
+    assert not got[2].any() and torch.equal(got[3:], want[3:])
+    assert experts.forward_dense(x[:0], routing[:0]).shape == (0, H)
+
+
+@by_scheme
+@torch.no_grad()
+def test_permuted_rows(scheme):
+    """As by ids, and with what is added before the one rounding."""
+    experts = block_of(Experts(), scheme).mlp.experts
+    x, ids, factors = routed(6, "cpu")
+    expanded, permuted, offsets, _ = moe_route_ids(ids.int(), E, alignment=1)
+    rows = x, factors, expanded, permuted, offsets
+    assert torch.equal(experts.forward_permuted(*rows), experts(x, ids, factors))
+    shared = torch.randn(6, H)
+    exact = experts.forward_permuted(*rows, out_dtype=torch.float32)
+    got = experts.forward_permuted(*rows, shared, out_dtype=torch.float32)
+    torch.testing.assert_close(got, exact + shared, rtol=1e-6, atol=1e-5)
+
+
+# Global scales that are no usual numbers
+
+
+@pytest.mark.parametrize("activations", ["16bit", "fp4"])
+@pytest.mark.parametrize("form", [Experts, GptOssExperts])
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 0.0, 1e-40])
+@torch.no_grad()
+def test_global_scales_of_an_expert(scale, form, activations):
+    """Whatever that of one expert is, tokens that do not have it have their results, and those that do what permuted
+    rows give: with 0, its bias."""
+    experts = block_of(form(), "nvfp4").mlp.experts
+    experts.down_proj.weight_scale_2[1] = scale
+    experts.load_state_dict(experts.state_dict())  # renews what follows from it
+    x, _, factors = routed(4, "cpu")
+    ids = torch.tensor([[0, 2], [2, 3], [1, 3], [0, 1]])
+    factors[2, 1] = 0  # so that a token has this expert alone
+    want = experts(x, ids, factors).double()
+    experts.route_few_(activations, **(scales_for("nvfp4") if activations == "fp4" else {}))
+    with_it, without = [2, 3], [0, 1]
+    rounding = 0.08 if activations == "16bit" else 0.26
+    routing = torch.zeros(4, E).scatter_(1, ids, factors)
+    for got in (experts(x, ids, factors).double(), experts.forward_dense(x, routing).double()):
+        assert (got[without] - want[without]).norm() < rounding * want[without].norm()
+        if 0 <= scale < 1:
+            for row in with_it:
+                assert (got[row] - want[row]).norm() <= rounding * want[row].norm() + 1e-30, row
+        else:
+            assert not got[with_it].isfinite().any() and not want[with_it].isfinite().any()
+    assert want[2].any() == (form is GptOssExperts or scale != 0)

@@ -10,7 +10,7 @@ from torch_cute_ops.distributed.collectives import all_reduce
 from torch_cute_ops.distributed.compare import agree_on_rows
 from torch_cute_ops.distributed.parallel import Cut, Divided, Style, fit_bias_, keep_parts_, refuse_gradient, shard_
 from torch_cute_ops.nn import QuantExperts
-from torch_cute_ops.nn.experts import reason_unsupported
+from torch_cute_ops.nn.experts import MOST_FEW, reason_unsupported
 
 By = Literal["expert", "tensor"]
 WAYS: Final = get_args(By)
@@ -37,7 +37,17 @@ class _Experts(Divided):
     def is_few(self, tokens: int, topk: int) -> bool:
         """As of whole experts, for which all ranks take the same way."""
         parts = self.world if self.style.by == "expert" else 1
-        return bool(self.base.is_few(self, -(-tokens // parts), topk))
+        return tokens <= MOST_FEW and bool(self.base.is_few(self, -(-tokens // parts), topk))
+
+    def forward_dense(self, *_: Any, **__: Any) -> Tensor:
+        """Refuse: a call is of all ranks, by ids.
+
+        Raises:
+            RuntimeError: in any case.
+        """
+        raise RuntimeError("experts that ranks divide take the ids of each token's experts: call the module")
+
+    forward_permuted = forward_dense
 
 
 class DividedExperts(Style):
@@ -95,7 +105,7 @@ class DividedExperts(Style):
             reason = reason_unsupported(module.scheme, module.experts, module.hidden_size, end - begin)
             if reason is not None:
                 raise ValueError(f"DividedExperts: of {mesh.size()} ranks, {reason}")
-        few_are_routed, module.side_by_side = module.side_by_side is not None, None
+        few, module.side_by_side = module.side_by_side, None
         if self.by == "tensor":
             for dim, layer in enumerate((module.gate_up_proj, module.down_proj)):
                 shard_(layer, Cut(dim, mesh.get_local_rank(), mesh.size()))
@@ -105,8 +115,16 @@ class DividedExperts(Style):
             keep_parts_(module.down_proj, begin, end)
             module.experts = end - begin
         self.bind_experts(module, mesh)
-        if few_are_routed:
-            module.route_few_()
+        if few is not None:
+            hidden_scale = few.hidden_global_scale
+            if hidden_scale is not None and self.by == "expert":
+                hidden_scale = hidden_scale[begin:end]
+            module.route_few_(
+                few.activations,
+                input_global_scale=few.input_global_scale,
+                hidden_global_scale=hidden_scale,
+                tokens_of_expert=module.tokens_of_expert,
+            )
 
     def bind_experts(self, module: QuantExperts, mesh: DeviceMesh) -> None:
         """Have experts of which a rank has its part compute with the other ranks."""

@@ -1,6 +1,7 @@
 """Modules over the ops: linear layers and experts with quantised weights, and how a model gets them."""
 
 from torch_cute_ops.nn._base import Quantization, QuantizedRows, QuantLinear, merge
+from torch_cute_ops.nn.expert_layer import ExpertLayer, GatedMLP
 from torch_cute_ops.nn.experts import QuantExperts, SwiGLU
 from torch_cute_ops.nn.linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear, MXFP4Linear, NVFP4Linear
 from torch_cute_ops.nn.merging import merge_
@@ -9,9 +10,11 @@ from torch_cute_ops.nn.random import random_
 from torch_cute_ops.nn.warmup import warmup
 
 __all__ = [
+    "ExpertLayer",
     "FP8BlockLinear",
     "FP8ChannelLinear",
     "FP8TensorLinear",
+    "GatedMLP",
     "MXFP4Linear",
     "NVFP4Linear",
     "QuantExperts",

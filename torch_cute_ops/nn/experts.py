@@ -1,5 +1,6 @@
 """The experts of a layer, all in one module, and how they are found in models that keep them in two parameters."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
@@ -12,9 +13,12 @@ from torch_cute_ops.formats.experts import MAX_EXPERTS, MAX_TOPK
 from torch_cute_ops.formats.scale_layout import from_linear
 from torch_cute_ops.nn._base import QuantLinear, moved
 from torch_cute_ops.nn.linear import FP8BlockLinear, MXFP4Linear, NVFP4Linear
+from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.grouped_mm_fp8 import grouped_mm_fp8
 from torch_cute_ops.ops.grouped_mm_fp8_fp4 import grouped_mm_fp8_fp4
+from torch_cute_ops.ops.moe_fc1_fp4 import moe_fc1_fp4
 from torch_cute_ops.ops.moe_fc1_fp4_weight_only import moe_fc1_fp4_weight_only
+from torch_cute_ops.ops.moe_fc2_fp4 import moe_fc2_fp4
 from torch_cute_ops.ops.moe_fc2_fp4_weight_only import moe_fc2_fp4_weight_only
 from torch_cute_ops.ops.moe_finalize import moe_finalize
 from torch_cute_ops.ops.moe_permute_fp8quant import moe_permute_fp8quant
@@ -30,14 +34,24 @@ _PER_EXPERT: Final = {"gate_up_proj": 2, "down_proj": 1}
 """How many linear layers of an expert a stack has."""
 
 
+MOST_FEW: Final = 512
+"""Most tokens of a call whose routed pairs are computed alone: those of one tile of the kernel that lists the tokens of
+each expert. Behind it the weights are read once more."""
+FewActivations = Literal["16bit", "fp4"]
+"""In what ``route_few_`` has the activations of few tokens."""
+_SMALLEST_FACTOR: Final = 2.0**-100
+"""Of an expert with a bias, which is divided by it: with less, the quotient of a bias may be infinite."""
+
+
 def few_tokens(width: int) -> int:
     """Tokens of an expert, on average, up to which ``route_few_`` has the routed pairs computed alone; ``width``: I.
 
-    On an H200 that is faster than permuted rows up to 27 tokens of an expert or more with 256 and with 768 columns.
-    With 2,880 it is at most 8 % slower up to 2 tokens of an expert, and a quarter or more from 4 on. Behind the
-    first 512 tokens of a call the weights are read once more.
+    0: never. On an H200 the routed pairs are faster than permuted rows with 256 columns, in all of a call's first
+    ``MOST_FEW`` tokens, whatever the routing is; and with 768 up to 27 tokens of an expert. With 2,880 they are slower,
+    by up to a fifth with 2 tokens of an expert and by more behind, but for a call with one token, which takes 1 to 3 %
+    less.
     """
-    return 16 if width <= 1024 else 2
+    return 16 if width <= 1024 else 0
 
 
 class SwiGLU(NamedTuple):
@@ -56,7 +70,7 @@ class QuantExperts(nn.Module):
     ``grouped_mm_fp8`` or ``grouped_mm_fp8_fp4`` multiplies by ``gate_up_proj``, ``moe_swiglu_fp8quant`` gates, the
     second GEMM multiplies by ``down_proj``, and ``moe_finalize`` adds up the experts of each token. Nothing waits for
     the device and no shape depends on the routing, so calls can be captured. After :meth:`route_few_` calls with few
-    tokens take another way.
+    tokens take another way. :class:`ExpertLayer` is the layer, with the router.
 
     Args:
         gate_up_proj: the experts' gates and ups, (E · 2I, H), one expert after the other, gate first: a merged layer,
@@ -98,36 +112,106 @@ class QuantExperts(nn.Module):
                 raise ValueError(f"QuantExperts: {name} has {got}; expected {len(parts)} with {width}")
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
         self.side_by_side: _SideBySide | None = None
+        self.tokens_of_expert: int | None = None
         self.register_load_state_dict_post_hook(_renew)
 
-    def route_few_(self) -> Self:
-        """Have calls with few tokens computed by ``moe_fc1_fp4_weight_only`` and ``moe_fc2_fp4_weight_only``: the
-        routed pairs alone, without permuted rows, and with activations in 16 bits, not in FP8.
+    def route_few_(
+        self,
+        activations: FewActivations = "16bit",
+        *,
+        input_global_scale: Tensor | None = None,
+        hidden_global_scale: Tensor | None = None,
+        tokens_of_expert: int | None = None,
+    ) -> Self:
+        """Have the routed pairs of calls with few tokens computed alone, without permuted rows: with activations in 16
+        bits by ``moe_fc1_fp4_weight_only`` and ``moe_fc2_fp4_weight_only``, or in the weights' format by
+        ``fp4_quantize``, ``moe_fc1_fp4`` and ``moe_fc2_fp4``.
 
-        Few are, on average, up to ``nn.experts.few_tokens`` for each expert: with 8 of 256 experts a token, 512 tokens
-        where experts have 256 columns. Results of calls with few and with more tokens then differ by what FP8 rounds.
+        Few are, on average, up to ``tokens_of_expert`` for each expert, and never more than 512 in a call: with 8 of
+        256 experts a token, 512 tokens where experts have 256 columns. Where no number is few, as with gpt-oss's
+        experts of 2,880 columns, nothing changes, and a warning says so.
+
+        Which way a call takes follows from its number of tokens alone. Results of the two ways differ by what the
+        formats of activations round. In either, a token's result depends neither on the other tokens nor on their
+        experts, to the bit; on their number only by the way and, on a GPU, the tactics of the GEMMs.
+
         The experts' second layers are held twice, because these ops want them side by side, (H, E · I/2): a third more
-        bytes in all. The state dict stays what it is.
+        bytes in all. A call has a temporary tensor (M, E · I), of which it writes what is routed: 2 bytes an element in
+        16 bits, 9/16 in NVFP4, 17/32 in MXFP4; 64 MiB of 16 bits for 512 tokens of 256 experts with 256 columns. The
+        state dict stays what it is, so global scales are not in it. CUDA graphs that were captured with other
+        ``activations`` have to be captured again.
+
+        Args:
+            activations: ``"16bit"``, of bfloat16 or float16 calls; those in float32 take permuted rows. Or ``"fp4"``.
+            input_global_scale: encode scale of the tokens, float32, one element, as
+                :func:`torch_cute_ops.nvfp4_global_scale` of their largest magnitude in a calibration. For NVFP4 with
+                ``"fp4"``, and then needed. Larger values saturate.
+            hidden_global_scale: the same of each expert's activations between its two layers: (E,), or one element for
+                all.
+            tokens_of_expert: what is few; ``None``: what was measured, ``nn.experts.few_tokens``.
 
         Returns:
             The module itself.
 
         Raises:
-            ValueError: for weights in FP8, or on a GPU that has no kernel for these sizes.
+            ValueError: for weights in FP8, on a GPU that has no kernel for these sizes, for other activations, and for
+                global scales that are missing, have another shape, or that the format does not have.
         """
+        if activations not in ("16bit", "fp4"):
+            raise ValueError(f"QuantExperts.route_few_: activations is {activations!r}; expected '16bit' or 'fp4'")
         device = self.down_proj.weight.device
         sizes = self.scheme, self.experts, self.hidden_size, self.intermediate_size
-        reason = reason_unrouted(*sizes, device if device.type == "cuda" else None)
+        reason = reason_unrouted(*sizes, device if device.type == "cuda" else None, activations)
         if reason is not None:
             raise ValueError(f"QuantExperts.route_few_: {reason}")
-        if self.side_by_side is None:
-            self.side_by_side = _SideBySide(self)
+        scales = self._global_scales(activations, input_global_scale, hidden_global_scale)
+        self.tokens_of_expert = tokens_of_expert
+        if not self._most_of_expert():
+            self.side_by_side = None
+            warnings.warn(
+                "QuantExperts.route_few_: changes nothing and copies nothing, since no number of tokens is few for "
+                f"experts with {self.intermediate_size} columns; tokens_of_expert sets one",
+                stacklevel=2,
+            )
+        elif self.side_by_side is None or self.side_by_side.activations != activations:
+            self.side_by_side = _SideBySide(self, activations, *scales)
+        else:
+            self.side_by_side.renew(self, *scales)
         return self
+
+    def _global_scales(
+        self, activations: str, input_scale: Tensor | None, hidden_scale: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Those of the activations, (1,) and (E,), checked."""
+        given = {"input_global_scale": input_scale, "hidden_global_scale": hidden_scale}
+        if activations != "fp4" or self.scheme != "nvfp4":
+            for name, scale in given.items():
+                if scale is not None:
+                    how = f"activations={activations!r} beside weights in {self.scheme}"
+                    raise ValueError(f"QuantExperts.route_few_: {how} have no global scales; got {name}")
+            return None, None
+        device, found = self.down_proj.weight.device, []
+        for (name, scale), sizes in zip(given.items(), ((1,), (1, self.experts)), strict=True):
+            expected = " or ".join(map(str, sizes))
+            if scale is None:
+                raise ValueError(
+                    f"QuantExperts.route_few_: activations in NVFP4 need {name}, {expected} float32, from a calibration"
+                )
+            if scale.numel() not in sizes:
+                raise ValueError(f"QuantExperts.route_few_: {name} has {scale.numel()} elements; expected {expected}")
+            found.append(scale.detach().to(device, torch.float32, copy=True))
+        return found[0].reshape(1), found[1].reshape(-1).expand(self.experts).contiguous()
 
     @property
     def scheme(self) -> str:
         """The format of the weights: ``"nvfp4"``, ``"mxfp4"`` or ``"fp8_block"``."""
         return self.gate_up_proj.scheme
+
+    @property
+    def expert_factor(self) -> Tensor | None:
+        """(E,) float32, what :meth:`forward_dense` has each expert's routing weights multiplied with, to take out
+        global scales; ``None``: nothing. It is the ``expert_factor`` of ``moe_route_dense``."""
+        return None if self.side_by_side is None else self.side_by_side.alpha
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sum of each token's experts.
@@ -147,54 +231,131 @@ class QuantExperts(nn.Module):
         """
         return self.summed(hidden_states, top_k_index, top_k_weights, hidden_states.dtype)
 
+    def forward_dense(
+        self,
+        hidden_states: Tensor,
+        routing: Tensor,
+        *,
+        has_factors: bool = False,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """The weighted sum of each token's experts, of the routed pairs alone, however many tokens there are; only
+        after :meth:`route_few_`.
+
+        Args:
+            hidden_states: (M, H), bfloat16 or float16; float32 too where ``route_few_`` was called with ``"fp4"``.
+            routing: (M, E) float32, a token's weight of each expert, as ``moe_route_dense`` returns it. Where it is 0
+                nothing is computed, and no weight of an expert is read that all tokens have 0 of.
+            has_factors: whether the weights were multiplied with ``expert_factor`` already, as ``moe_route_dense`` does
+                that gets it.
+            out_dtype: of the result; ``None``: that of ``hidden_states``.
+
+        Returns:
+            (M, H) in ``out_dtype``; 0 for tokens that no expert has.
+
+        Raises:
+            RuntimeError: without :meth:`route_few_`.
+            ValueError, TypeError: as :meth:`forward`.
+        """
+        few = self.side_by_side
+        if few is None:
+            raise RuntimeError("QuantExperts.forward_dense: the second layers are not side by side; call route_few_()")
+        if few.alpha is not None and not has_factors:
+            routing = torch.where(routing == 0, 0.0, routing * few.alpha)
+        return self._few(few, hidden_states, routing, out_dtype or hidden_states.dtype)
+
+    def forward_permuted(
+        self,
+        hidden_states: Tensor,
+        weights: Tensor,
+        expanded_to_permuted: Tensor,
+        permuted_to_expanded: Tensor,
+        offsets: Tensor,
+        shared: Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """The weighted sum of each token's experts, by rows in the experts' order and with activations in FP8.
+
+        Args:
+            hidden_states: (M, H), bfloat16, float16 or float32.
+            weights: (M, topk) float32, those of each token's experts.
+            expanded_to_permuted, permuted_to_expanded, offsets: the order of the rows, as ``moe_route`` and
+                ``moe_route_ids`` return it with ``alignment=1``.
+            shared: (M, H) in ``out_dtype``, what is added to each token's sum before it is rounded, such as a shared
+                expert's result.
+            out_dtype: of the result, to which each expert's result is rounded, and the sum; ``None``: that of
+                ``hidden_states``.
+
+        Returns:
+            (M, H) in ``out_dtype``.
+
+        Raises:
+            ValueError, TypeError: as :meth:`forward`.
+        """
+        rows = expanded_to_permuted, permuted_to_expanded, offsets
+        return self._many(hidden_states, weights, *rows, shared, out_dtype or hidden_states.dtype)
+
     def summed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, sums: torch.dtype) -> Tensor:
-        """The same in the dtype ``sums``, to which each expert's result is rounded, and the sum of a token's."""
-        dtype = hidden_states.dtype
-        if self.side_by_side is not None and dtype.itemsize == 2 and self.is_few(*top_k_index.shape):
-            return self._routed(self.side_by_side, hidden_states, top_k_index, top_k_weights, sums)
+        """:meth:`forward` in the dtype ``sums``, to which each expert's result is rounded, and the sum of a token's."""
+        weights = top_k_weights.to(torch.float32)
+        few, (tokens, topk) = self.side_by_side, top_k_index.shape
+        if few is not None and self.are_routed(tokens, topk, hidden_states.dtype):
+            every = torch.arange(self.experts, dtype=top_k_index.dtype, device=top_k_index.device)
+            own = top_k_index.unsqueeze(-1) == every
+            factors = weights.unsqueeze(-1) if few.alpha is None else weights.unsqueeze(-1) * few.alpha
+            # The factor of an expert that a token does not have may be NaN.
+            return self._few(few, hidden_states, torch.where(own, factors, 0.0).sum(1), sums)
         expanded, permuted, offsets, _ = moe_route_ids(top_k_index.to(torch.int32), self.experts, alignment=1)
-        a, a_scale = moe_permute_fp8quant(hidden_states, permuted, top_k_index.shape[-1], expanded)
-        h = self._multiply(self.gate_up_proj, a, a_scale, offsets, dtype)
-        a, a_scale = moe_swiglu_fp8quant(h, offsets, None, *self.swiglu)
-        h = self._multiply(self.down_proj, a, a_scale, offsets, sums)
-        return moe_finalize(h, expanded, top_k_weights.to(torch.float32))
+        return self._many(hidden_states, weights, expanded, permuted, offsets, None, sums)
+
+    def are_routed(self, tokens: int, topk: int, dtype: torch.dtype) -> bool:
+        """Whether a call with so many tokens in this dtype has its routed pairs computed alone."""
+        few = self.side_by_side
+        if few is None or (few.activations == "16bit" and dtype.itemsize != 2):
+            return False
+        return self.is_few(tokens, topk)
 
     def is_few(self, tokens: int, topk: int) -> bool:
         """Whether ``route_few_`` is for calls with so many tokens."""
-        return tokens * topk <= few_tokens(self.intermediate_size) * self.experts
+        return tokens <= MOST_FEW and tokens * topk <= self._most_of_expert() * self.experts
 
-    def _routed(
-        self,
-        down: "_SideBySide",
-        hidden_states: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        sums: torch.dtype,
-    ) -> Tensor:
-        every = torch.arange(self.experts, dtype=top_k_index.dtype, device=top_k_index.device)
-        own = top_k_index.unsqueeze(-1) == every
-        routing = torch.where(own, top_k_weights.to(torch.float32).unsqueeze(-1), 0.0).sum(1)
+    def _most_of_expert(self) -> int:
+        return few_tokens(self.intermediate_size) if self.tokens_of_expert is None else self.tokens_of_expert
+
+    def _few(self, few: "_SideBySide", hidden_states: Tensor, routing: Tensor, out_dtype: torch.dtype) -> Tensor:
+        """Of a routing (M, E) that has the factors."""
         gate_up: Any = self.gate_up_proj
-        weight, bias = self._by_expert(gate_up)
-        alpha, beta, limit = self.swiglu
+        weight, w_scale = gate_up.weight.unflatten(0, (self.experts, -1)), gate_up.weight_scale
         how: dict[str, Any] = {"block_size": gate_up.format.block_size, "static_weight": True}
-        h = moe_fc1_fp4_weight_only(
-            *(hidden_states, weight, gate_up.weight_scale, routing, down.gate_up_alpha, bias),
-            swiglu_alpha=alpha,
-            swiglu_beta=beta,
-            swiglu_limit=limit,
-            **how,
-        )
-        factors = routing if down.alpha is None else routing * down.alpha
-        return moe_fc2_fp4_weight_only(h, down.weight, down.weight_scale, factors, down.bias, sums, **how)
+        gate = {f"swiglu_{name}": value for name, value in self.swiglu._asdict().items()}
+        first: dict[str, Any] = {"alpha": few.gate_up_alpha, "bias": few.gate_up_bias, **gate, **how}
+        if few.activations == "16bit":
+            h = moe_fc1_fp4_weight_only(hidden_states, weight, w_scale, routing, **first)
+            return moe_fc2_fp4_weight_only(h, few.weight, few.weight_scale, routing, few.bias, out_dtype, **how)
+        a, a_scale = fp4_quantize(hidden_states, few.input_global_scale, gate_up.format.block_size)
+        h, h_scale = moe_fc1_fp4(a, weight, a_scale, w_scale, routing, global_scale=few.hidden_global_scale, **first)
+        return moe_fc2_fp4(h, few.weight, h_scale, few.weight_scale, routing, few.bias, out_dtype, **how)
 
-    def _by_expert(self, layer: Any) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of a stack, with a dimension for the experts."""
-        bias = None if layer.bias is None else layer.bias.unflatten(0, (self.experts, -1))
-        return layer.weight.unflatten(0, (self.experts, -1)), bias
+    def _many(
+        self,
+        hidden_states: Tensor,
+        weights: Tensor,
+        expanded: Tensor,
+        permuted: Tensor,
+        offsets: Tensor,
+        shared: Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        a, a_scale = moe_permute_fp8quant(hidden_states, permuted, weights.shape[-1], expanded)
+        h = self._multiply(self.gate_up_proj, a, a_scale, offsets, hidden_states.dtype)
+        a, a_scale = moe_swiglu_fp8quant(h, offsets, None, *self.swiglu)
+        h = self._multiply(self.down_proj, a, a_scale, offsets, out_dtype)
+        return moe_finalize(h, expanded, weights, shared)
 
     def _multiply(self, layer: Any, a: Tensor, a_scale: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-        weight, bias = self._by_expert(layer)
+        bias = None if layer.bias is None else layer.bias.unflatten(0, (self.experts, -1))
+        weight = layer.weight.unflatten(0, (self.experts, -1))
         if self.scheme == "fp8_block":
             scale = layer.weight_scale_inv.unflatten(0, (self.experts, -1))
             return grouped_mm_fp8(a, weight, a_scale, scale, offsets, bias=bias, out_dtype=dtype, static_weight=True)
@@ -223,56 +384,89 @@ class QuantExperts(nn.Module):
 
 
 class _SideBySide(nn.Module):
-    """What ``moe_fc2_fp4_weight_only`` takes of experts' second layers, derived from a :class:`QuantExperts`.
+    """What the ops of few tokens take beside the weights of a :class:`QuantExperts`, from which it is derived: their
+    second layers side by side, biases, and factors.
 
     Buffers, none of them in a state dict: ``weight`` uint8 (H, E · I/2) and ``weight_scale`` over (H, E · I), 128x4;
-    ``alpha`` (E,) and ``gate_up_alpha`` (E, 2) float32, the global scales of NVFP4, else ``None``; ``bias`` (E, H)
-    float32 over ``alpha``, which multiplies it, or ``None``.
+    ``input_global_scale`` (1,) and ``hidden_global_scale`` (E,) float32, of activations in NVFP4, else ``None``;
+    ``alpha`` (E,) and ``gate_up_alpha`` (E, 2) float32, which take out global scales of weights and activations, or
+    ``None``; ``gate_up_bias`` (E, 2I) and ``bias`` (E, H) float32, the latter over ``alpha``, which multiplies it, or
+    ``None``.
     """
 
     weight: Tensor
     weight_scale: Tensor
+    input_global_scale: Tensor | None
+    hidden_global_scale: Tensor | None
     alpha: Tensor | None
     gate_up_alpha: Tensor | None
+    gate_up_bias: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, experts: QuantExperts) -> None:
+    def __init__(
+        self,
+        experts: QuantExperts,
+        activations: FewActivations,
+        input_scale: Tensor | None,
+        hidden_scale: Tensor | None,
+    ) -> None:
         super().__init__()
+        self.activations = activations
+        self.register_buffer("input_global_scale", input_scale, persistent=False)
+        self.register_buffer("hidden_global_scale", hidden_scale, persistent=False)
         for name, value in self._derived(experts).items():
             self.register_buffer(name, value, persistent=False)
 
     @torch.no_grad()
-    def renew(self, experts: QuantExperts) -> None:
-        """Follow weights that have changed, in place, because CUDA graphs may read the buffers."""
-        for name, value in self._derived(experts).items():
+    def renew(
+        self, experts: QuantExperts, input_scale: Tensor | None = None, hidden_scale: Tensor | None = None
+    ) -> None:
+        """Follow weights and global scales that have changed, in place, because CUDA graphs may read the buffers."""
+        self._write({"input_global_scale": input_scale, "hidden_global_scale": hidden_scale})
+        self._write(self._derived(experts))
+
+    def _write(self, values: Mapping[str, Tensor | None]) -> None:
+        for name, value in values.items():
             if value is not None:
                 self.get_buffer(name).copy_(value)
 
-    @staticmethod
-    def _derived(given: QuantExperts) -> dict[str, Tensor | None]:
+    def _derived(self, given: QuantExperts) -> dict[str, Tensor | None]:
         down: Any = given.down_proj
         tensors, count = down.tensors(), given.experts
-        alpha = tensors.get("weight_scale_2")
-        gate_up_alpha = None if alpha is None else given.gate_up_proj.tensors()["weight_scale_2"].view(count, 2).clone()
-        bias = None if down.bias is None else down.bias.detach().float().view(count, -1)
-        if bias is not None:
-            bias = bias.clone() if alpha is None else bias / alpha.unsqueeze(1)
-
-        def beside(rows: Tensor) -> Tensor:
-            return rows.view(torch.uint8).unflatten(0, (count, -1)).transpose(0, 1).flatten(1)
-
-        scale = beside(tensors["weight_scale"]).view(down.format.scale_dtype)
+        codes = tensors["weight"].unflatten(0, (count, -1))
+        gate_up_bias, bias = (
+            None if each.bias is None else each.bias.detach().float().view(count, -1).clone()
+            for each in (given.gate_up_proj, down)
+        )
+        alpha, gate_up_alpha = tensors.get("weight_scale_2"), None
+        if alpha is not None:
+            gate_up_alpha = given.gate_up_proj.tensors()["weight_scale_2"].view(count, 2).clone()
+            if self.input_global_scale is not None and self.hidden_global_scale is not None:
+                gate_up_alpha, alpha = gate_up_alpha / self.input_global_scale, alpha / self.hidden_global_scale
+            # An expert whose factor is 0, as of weights that are all 0, has zeros for codes and the factor 1: with 0 no
+            # pair would be routed to it, and its bias would be lost.
+            is_zero = alpha.abs() <= (0.0 if bias is None else _SMALLEST_FACTOR)
+            alpha = torch.where(is_zero, 1.0, alpha)
+            codes = codes.masked_fill(is_zero[:, None, None], 0)
+            bias = None if bias is None else bias / alpha.unsqueeze(1)
+        scale = _beside(tensors["weight_scale"].view(torch.uint8).unflatten(0, (count, -1)))
         return {
-            "weight": beside(tensors["weight"]),
-            "weight_scale": from_linear(scale, SCALE_LAYOUTS["128x4"]),
-            "alpha": None if alpha is None else alpha.clone(),
+            "weight": _beside(codes),
+            "weight_scale": from_linear(scale.view(down.format.scale_dtype), SCALE_LAYOUTS["128x4"]),
+            "alpha": alpha,
             "gate_up_alpha": gate_up_alpha,
+            "gate_up_bias": gate_up_bias,
             "bias": bias,
         }
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(lambda tensor: moved(fn, tensor), recurse)
         return self
+
+
+def _beside(rows: Tensor) -> Tensor:
+    """Of matrices (E, N, K), one below the other, those side by side, (N, E · K)."""
+    return rows.transpose(0, 1).flatten(1)
 
 
 def _renew(experts: Any, incompatible_keys: Any) -> None:
@@ -294,13 +488,19 @@ def reason_unsupported(scheme: str, experts: int, hidden: int, width: int) -> st
 
 
 def reason_unrouted(
-    scheme: str, experts: int, hidden: int, width: int, target: torch.device | str | None
+    scheme: str,
+    experts: int,
+    hidden: int,
+    width: int,
+    target: torch.device | str | None,
+    activations: FewActivations = "16bit",
 ) -> str | None:
     """Why few tokens cannot be routed to experts of these sizes (:meth:`QuantExperts.route_few_`); ``None``: they can.
 
     Args:
         scheme, experts, hidden, width: of experts that ``reason_unsupported`` says nothing about.
         target: a GPU, or an architecture by its name; ``None``: none, and references take all sizes.
+        activations: as of ``route_few_``.
     """
     if scheme == "fp8_block":
         return "the weights are in FP8; the ops take FP4"
@@ -309,9 +509,10 @@ def reason_unrouted(
     fmt: Any = FORMATS[scheme]
     given = {"experts": experts, "block_size": fmt.format.block_size}
     where: dict[str, Any] = {"arch" if isinstance(target, str) else "device": target}
-    sizes = {"moe_fc1": (experts * width, hidden), "moe_fc2": (hidden, experts * width)}
+    sizes = {"moe_fc1_fp4": (experts * width, hidden), "moe_fc2_fp4": (hidden, experts * width)}
     for op, (n, k) in sizes.items():
-        reasons = backends(f"{op}_fp4_weight_only", n=n, k=k, **given, **where)
+        name_of_op = op if activations == "fp4" else f"{op}_weight_only"
+        reasons = backends(name_of_op, n=n, k=k, **given, **where)
         if all(reason is not None for name, reason in reasons.items() if name != "reference"):
             return "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason is not None)
     return None

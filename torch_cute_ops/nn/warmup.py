@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.nn._base import QuantLinear
+from torch_cute_ops.nn.expert_layer import ExpertLayer
 from torch_cute_ops.nn.experts import QuantExperts
 from torch_cute_ops.runtime import tuning
 
@@ -44,19 +45,20 @@ def warmup(
     if numbers and numbers[0] < 1:
         raise ValueError(f"warmup: rows has {numbers[0]}; expected positive numbers")
     forms: dict[object, QuantLinear] = {}
-    experts: dict[object, QuantExperts] = {}
-    within: set[nn.Module] = set()  # the layers of experts, which are not called themselves
+    experts: dict[object, QuantExperts | ExpertLayer] = {}
+    within: set[nn.Module] = set()  # the layers of experts, and experts of layers, which are not called themselves
     for name, module in model.named_modules():
-        if isinstance(module, QuantExperts):
+        if module in within:
+            continue
+        if isinstance(module, ExpertLayer):
+            within.update((module.experts, *module.experts.children()))
+            experts.setdefault(_form(module), module)
+        elif isinstance(module, QuantExperts):
             if module.topk is None:
                 raise ValueError(f"warmup: {name}.topk is None; set it to how many experts a token has")
             within.update(module.children())
-            bias = None if module.down_proj.bias is None else module.down_proj.bias.dtype
-            width = (module.experts, module.topk, module.hidden_size, module.intermediate_size)
-            routed = module.side_by_side is not None
-            form = (module.scheme, width, module.swiglu, bias, routed, module.down_proj.weight.device)
-            experts.setdefault(form, module)
-        elif isinstance(module, QuantLinear) and module not in within:
+            experts.setdefault(_form(module), module)
+        elif isinstance(module, QuantLinear):
             bias = None if module.bias is None else module.bias.dtype
             merged, static = len(module.parts) > 1, module.has_input_scale
             size = (module.out_features, module.in_features)
@@ -64,22 +66,42 @@ def warmup(
             forms.setdefault(key, module)
     with tuning.autotune() if tune else contextlib.nullcontext():
         for module in experts.values():
-            # Of experts, GEMMs have a row for each pair of a token and an expert; or, routed, for each token.
-            topk = module.topk or 1
-            served = {}
-            for number in numbers:
-                few = module.side_by_side is not None and module.is_few(number, topk)
-                served[few, bucket(number if few else number * topk)] = number
-            for count in served.values():
-                device = module.down_proj.weight.device
-                ids = torch.arange(count * topk, device=device).view(count, -1) % module.experts
-                tokens = torch.zeros(count, module.hidden_size, dtype=dtype, device=device)
-                module(tokens, ids, torch.ones(ids.shape, device=device))
+            _call_experts(module, numbers, dtype)
         for layer in forms.values():
             for count in {bucket(number): number for number in numbers}.values():
                 layer(torch.zeros(layer.rows_for(count), layer.in_features, dtype=dtype, device=layer.weight.device))
     if fused:
         _call_fused(model, forms.values(), dtype)
+
+
+def _form(module: QuantExperts | ExpertLayer) -> object:
+    """What is the same of modules whose calls need the same kernels."""
+    if isinstance(module, ExpertLayer):
+        shared = None if module.shared is None else repr(module.shared)
+        router = module.router.dtype, module.router_bias is not None, module.bias is not None
+        return (_form(module.experts), module.topk, (*module.scoring.values(),), router, shared)
+    bias = None if module.down_proj.bias is None else module.down_proj.bias.dtype
+    width = (module.experts, module.topk, module.hidden_size, module.intermediate_size)
+    few = None if module.side_by_side is None else (module.side_by_side.activations, module.tokens_of_expert)
+    return (module.scheme, width, module.swiglu, bias, few, module.down_proj.weight.device)
+
+
+def _call_experts(module: QuantExperts | ExpertLayer, numbers: Iterable[int], dtype: torch.dtype) -> None:
+    """Call experts, or a layer of them, with zeros: once in each bucket and way of these numbers of tokens."""
+    experts = module.experts if isinstance(module, ExpertLayer) else module
+    topk, device = module.topk or 1, experts.down_proj.weight.device
+    served = {}
+    for number in numbers:
+        # Of experts, GEMMs have a row for each pair of a token and an expert; or, routed, for each token.
+        few = experts.are_routed(number, topk, dtype)
+        served[few, bucket(number if few else number * topk)] = number
+    for count in served.values():
+        tokens = torch.zeros(count, experts.hidden_size, dtype=dtype, device=device)
+        if isinstance(module, ExpertLayer):
+            module(tokens)
+        else:
+            ids = torch.arange(count * topk, device=device).view(count, -1) % experts.experts
+            module(tokens, ids, torch.ones(ids.shape, device=device))
 
 
 def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.dtype) -> None:
