@@ -9,17 +9,17 @@
 A router chooses some of the experts for each token; the result is the sum of their `down(swiglu(gate(x), up(x)))`,
 weighted by the router, and that of a shared expert, which DeepSeek-V3 has.
 
-Few tokens take three ops, without permuted rows: `moe_route_dense` writes the routing weights of all experts, 0 for
-those that a token does not have; `moe_fc1_fp4` computes gate, up and SwiGLU of the routed pairs and quantises them; and
-`moe_fc2_fp4` multiplies these alone, and adds them up, weighted. Many tokens are put into the experts' order, with
-activations in FP8: `moe_route`, `moe_permute_fp8quant`, `grouped_mm_fp8_fp4`, `moe_swiglu_fp8quant`, and so on. Few
-are up to 16 tokens of an expert, on average, or 2 of a wide one (`torch_cute_ops.nn.experts.few_tokens`). In either no
-shape depends on the routing, and the layer can be captured in a CUDA graph. Both need their own order of the second
-weight.
+`torch_cute_ops.nn.ExpertLayer` is such a layer. Few tokens take three ops, without permuted rows: `moe_route_dense`
+writes the routing weights of all experts, 0 for those that a token does not have; `moe_fc1_fp4` computes gate, up and
+SwiGLU of the routed pairs and quantises them; and `moe_fc2_fp4` multiplies these alone, and adds them up, weighted.
+Many tokens are put into the experts' order, with activations in FP8: `moe_route`, `moe_permute_fp8quant`,
+`grouped_mm_fp8_fp4`, `moe_swiglu_fp8quant`, and so on. Few are up to 16 tokens of an expert, on average, and 512 in
+all; with experts as wide as gpt-oss's none are (`torch_cute_ops.nn.experts.few_tokens`). In either no shape depends on
+the routing, and the layer can be captured in a CUDA graph. Both need their own order of the second weight.
 
-Weights are random. Without a GPU the ops run their references in plain torch, and no time is measured; nor is it where
-no kernel can compute both GEMMs. The layer in bf16 loops over the experts and waits for the device, so its time is that
-of calls, not of a graph. The last line starts with SUCCESS or FAILURE, and the exit status follows it.
+Weights are random. Without a GPU, or with one that has no kernels for both GEMMs, the ops run their references in plain
+torch on the CPU, and no time is measured. The layer in bf16 loops over the experts and waits for the device, so its
+time is that of calls, not of a graph. The last line starts with SUCCESS or FAILURE, and the exit status follows it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ import torch.nn.functional as F
 
 import torch_cute_ops
 from quickstart import conclude, pick_device
-from torch_cute_ops.nn.experts import few_tokens
+from torch_cute_ops.nn import ExpertLayer, GatedMLP, merge, quantize_
+from torch_cute_ops.nn.experts import few_tokens, reason_unrouted
 
 Sizes = tuple[int, int, int, Sequence[int]]
 """Hidden, experts, intermediate, and numbers of tokens."""
@@ -61,6 +62,11 @@ class Model(NamedTuple):
     swiglu: tuple[float, float, float | None] = (1.0, 0.0, None)
     has_bias: bool = False
     has_shared: bool = False
+
+    @property
+    def scheme(self) -> str:
+        """The format of the weights."""
+        return "nvfp4" if self.block_size == 16 else "mxfp4"
 
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 2048)
@@ -104,27 +110,34 @@ def main(arguments: list[str] | None = None) -> int:
     model = MODELS[options.model]
     defaults = model.sizes if device.type == "cuda" else SMALL
     hidden, experts, intermediate, tokens = chosen_sizes(options, defaults)
+    if device.type == "cuda":
+        in_few = "fp4" if options.activations == "fp4" else "16bit"
+        reason = reason_unrouted(model.scheme, experts, hidden, intermediate, device, in_few)
+        if reason is not None:
+            device, kernels = torch.device("cpu"), f"the ops' references in plain torch ({reason})"
+            hidden, experts, intermediate, tokens = chosen_sizes(options, SMALL)
     model = model._replace(top=min(options.top or model.top, experts))
     torch.manual_seed(options.seed)
     weights = random_weights(model, hidden, experts, intermediate, device)
-    layer = FP4Layer(model, weights, torch.randn(64, hidden, device=device).bfloat16(), options.activations)
-    in_bf16 = BF16Layer(model, layer.decoded)
+    layer = fp4_layer(model, weights, torch.randn(64, hidden, device=device).bfloat16(), options.activations)
+    in_bf16 = BF16Layer(model, decoded(layer, weights))
     print_device(device, kernels)
     print(f"layer      {experts} experts of {intermediate}, {model.top} a token, hidden {hidden}")
-    print(f"backend    of the GEMMs for few tokens: {layer.backend}")
-    print_weights((weights.up, weights.down), (*layer.up, *layer.down))
+    is_timed = device.type == "cuda"  # the time of references would say nothing
+    print(f"backend    of the GEMMs for few tokens: {'auto' if is_timed else 'reference'}")
+    stacks = (layer.experts.gate_up_proj, layer.experts.down_proj)
+    print_weights((weights.up, weights.down), (each for stack in stacks for each in (stack.weight, stack.weight_scale)))
 
     problems = []
     head = f"{'tokens':>9}  {'activations':>11}  {'cosine':>8}  {'relative error':>14}"
-    is_timed = device.type == "cuda" and layer.backend != "reference"  # whose time would say nothing
     print(f"\n{head}     FP4 µs    bf16 µs" if is_timed else f"\n{head}")
     for count, x in inputs(tokens, hidden, device):
         cosine, error = compared(layer(x), in_bf16(x))
-        line = f"{count:9}  {layer.activations(count):>11}  {cosine:8.5f}  {error:14.5f}"
+        line = f"{count:9}  {activations_of(layer, count):>11}  {cosine:8.5f}  {error:14.5f}"
         if is_timed:
             line += f"  {captured_us(layer, x):9.1f}  {called_us(in_bf16, x):9.1f}"
         print(line)
-        largest = LARGEST_ERROR[layer.activations(count)]
+        largest = LARGEST_ERROR[activations_of(layer, count)]
         if not error <= largest:
             problems.append(f"{count} tokens: error {error:.3g} is above {largest}")
     print()
@@ -170,7 +183,9 @@ def inputs(tokens: Iterable[int], hidden: int, device: torch.device) -> Iterator
 
 
 def compared(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
-    """The least cosine of a token's results, and the relative error of all."""
+    """The least cosine of a token's results, and the relative error of all; of no tokens 1 and 0."""
+    if not len(got):
+        return 1.0, 0.0
     got, want = got.double(), want.double()
     return F.cosine_similarity(got, want, dim=-1).min().item(), relative_error(got, want)
 
@@ -253,7 +268,23 @@ def gated(both: torch.Tensor, alpha: float, beta: float, limit: float | None) ->
     return (gate * torch.sigmoid(alpha * gate) * (up + beta)).to(both.dtype)
 
 
-class FP4Layer:
+class ModelExperts(torch.nn.Module):
+    """The experts' weights as models of Hugging Face hold them, which `quantize_` makes `QuantExperts` of."""
+
+    def __init__(self, model: Model, weights: Weights) -> None:
+        super().__init__()
+        tensors = {"gate_up_proj": weights.up, "down_proj": weights.down}
+        tensors |= {"gate_up_proj_bias": weights.up_bias, "down_proj_bias": weights.down_bias}
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+        self.swiglu, (self.alpha, _, self.limit) = model.swiglu, model.swiglu
+
+    def _apply_gate(self, both: torch.Tensor) -> torch.Tensor:
+        return gated(both, *self.swiglu)
+
+
+def fp4_layer(model: Model, weights: Weights, calibration: torch.Tensor, activations: str) -> ExpertLayer:
     """The layer with its weights in FP4, but for the router's.
 
     Args:
@@ -262,147 +293,61 @@ class FP4Layer:
         calibration: tokens (M, H), for the global scales of the activations.
         activations: their format where tokens are few, "fp4" or "bf16".
     """
-
-    def __init__(self, model: Model, weights: Weights, calibration: torch.Tensor, activations: str) -> None:
-        self.model, self.router = model, weights.router
-        self.in_fp4, self.in_nvfp4 = activations == "fp4", model.block_size == 16
-        self.format = {"block_size": model.block_size, "static_weight": True}
-        self.gate = dict(zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), model.swiglu, strict=True))
-        experts, hidden, width = weights.down.shape
-        self.up_bias, self.down_bias = weights.up_bias, weights.down_bias
-        up_scale, down_scale = (self.global_scale(weight) for weight in (weights.up, weights.down))
-        self.up = self.quantised(weights.up, up_scale)
-        by_expert = self.quantised(weights.down, down_scale)
-        beside = weights.down.transpose(0, 1).flatten(1)
-        self.down = self.quantised(beside, down_scale)  # side by side, for few tokens
-        self.down_by_expert = by_expert  # one below the other, for many
-        self.shared = None
-        if weights.shared_up is not None and weights.shared_down is not None:
-            self.shared = [(w, self.global_scale(w)) for w in (weights.shared_up, weights.shared_down)]
-            self.shared = [(*self.quantised(w, scale), self.inverse(scale)) for w, scale in self.shared]
-        self.decoded = weights._replace(
-            up=self.decoded_weight(*self.up, up_scale), down=self.decoded_weight(*by_expert, down_scale)
+    modules = torch.nn.ModuleDict({"experts": ModelExperts(model, weights)})
+    if weights.shared_up is not None and weights.shared_down is not None:
+        gate, up = weights.shared_up.chunk(2)
+        modules.update(
+            {name: linear(each) for name, each in (("gate", gate), ("up", up), ("down", weights.shared_down))}
         )
-        if self.shared is not None:
-            pair = (torch_cute_ops.fp4_dequantize(codes, s, None, model.block_size) * a for codes, s, a in self.shared)
-            shared_up, shared_down = (weight.to(torch.bfloat16) for weight in pair)
-            self.decoded = self.decoded._replace(shared_up=shared_up, shared_down=shared_down)
-        # GEMMs decode without global scales: factors take them out.
-        self.x_scale = self.h_scale = None
-        if self.in_fp4 and self.in_nvfp4:
-            twin = BF16Layer(model, weights)
-            amax = [twin.activations(calibration, e).abs().amax() for e in range(experts)]
-            self.x_scale = torch_cute_ops.nvfp4_global_scale(calibration.abs().amax())
-            self.h_scale = torch.stack([torch_cute_ops.nvfp4_global_scale(each) for each in amax]).view(experts)
-        self.up_alpha, self.down_alpha = self.inverse(up_scale), self.inverse(down_scale)
-        alpha = self.inverse(up_scale, self.x_scale)
-        self.first_alpha = None if alpha is None else alpha.expand(experts).contiguous()
-        factor = self.inverse(down_scale, self.h_scale)
-        self.factor = None if factor is None else factor.expand(experts).contiguous()
-        self.second_bias = None
-        if self.down_bias is not None:  # which the factor multiplies too
-            self.second_bias = self.down_bias.float() / (1 if self.factor is None else self.factor[:, None])
-        self.backend = self.usable_backend(experts, hidden, width, weights.up.device)
-        self.few_of_expert = few_tokens(width)
+    quantize_(modules, model.scheme)
+    shared = None
+    if model.has_shared:
+        shared = GatedMLP(merge([modules["gate"], modules["up"]]), modules["down"])
+    experts = modules["experts"]
+    if few_tokens(weights.down.shape[-1]):
+        if activations == "bf16":
+            experts.route_few_()
+        else:
+            experts.route_few_("fp4", **global_scales(model, weights, calibration))
+    return ExpertLayer(weights.router.float(), experts, model.top, shared=shared, **model.scoring)
 
-    def usable_backend(self, experts: int, hidden: int, width: int, device: torch.device) -> str:
-        """On a GPU "auto" never takes the reference."""
-        sizes = {"moe_fc1": (experts * width, hidden), "moe_fc2": (hidden, experts * width)}
-        for name, (n, k) in sizes.items():
-            op = f"{name}_fp4" if self.in_fp4 else f"{name}_fp4_weight_only"
-            given = {"n": n, "k": k, "experts": experts, "block_size": self.model.block_size}
-            reasons = torch_cute_ops.backends(op, **given, device=device)
-            if all(reason is not None for backend, reason in reasons.items() if backend != "reference"):
-                return "reference"
-        return "auto"
 
-    def global_scale(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """Of a weight in NVFP4; MXFP4 has none."""
-        return torch_cute_ops.nvfp4_global_scale(weight.abs().amax()) if self.in_nvfp4 else None
+def linear(weight: torch.Tensor) -> torch.nn.Linear:
+    """The linear layer that has this weight (N, K)."""
+    made = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    made.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return made
 
-    def inverse(self, *scales: torch.Tensor | None) -> torch.Tensor | None:
-        """One over the product of global scales; `None` where there are none."""
-        product = None
-        for scale in scales:
-            if scale is not None:
-                product = scale if product is None else product * scale
-        return None if product is None else 1 / product
 
-    def quantised(self, weight: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch_cute_ops.fp4_quantize(weight, scale, self.model.block_size)
+def global_scales(model: Model, weights: Weights, calibration: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Those of activations in NVFP4: of the tokens, and of each expert's activations; MXFP4 has none."""
+    if model.scheme != "nvfp4":
+        return {}
+    twin = BF16Layer(model, weights)
+    amax = [twin.activations(calibration, e).abs().amax() for e in range(len(weights.up))]
+    return {
+        "input_global_scale": torch_cute_ops.nvfp4_global_scale(calibration.abs().amax()),
+        "hidden_global_scale": torch.cat([torch_cute_ops.nvfp4_global_scale(each) for each in amax]),
+    }
 
-    def decoded_weight(self, codes: torch.Tensor, scales: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """What the codes (E, N, K/2) stand for, in bf16."""
-        flat = torch_cute_ops.fp4_dequantize(codes.flatten(0, 1), scales, scale, self.model.block_size)
-        return flat.unflatten(0, (len(codes), -1))
 
-    def are_few(self, tokens: int) -> bool:
-        """Whether so many tokens are computed by the routed pairs."""
-        return tokens * self.model.top <= self.few_of_expert * len(self.router)
+def decoded(layer: ExpertLayer, weights: Weights) -> Weights:
+    """What the layer's codes stand for, in bf16."""
+    up, down = layer.experts.dequantize(torch.bfloat16)
+    weights = weights._replace(up=up, down=down)
+    if layer.shared is None:
+        return weights
+    shared = layer.shared.gate_up_proj, layer.shared.down_proj
+    shared_up, shared_down = (each.dequantize(torch.bfloat16) for each in shared)
+    return weights._replace(shared_up=shared_up, shared_down=shared_down)
 
-    def activations(self, tokens: int) -> str:
-        """What those of so many tokens are in."""
-        if not self.are_few(tokens):
-            return "fp8"
-        return ("nvfp4" if self.in_nvfp4 else "mxfp4") if self.in_fp4 else "bf16"
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The layer's result (M, H) for tokens (M, H)."""
-        logits = F.linear(x.float(), self.router.float())
-        shared = None if self.shared is None else self.of_shared_expert(x)
-        if not self.are_few(len(x)):
-            return self.of_many(x, logits, shared)
-        y = self.of_few(x, logits)
-        return y if shared is None else y + shared
-
-    def of_few(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Three ops; a token's experts side by side in rows (M, E·I), of which the routed ranges are written."""
-        routing = torch_cute_ops.moe_route_dense(
-            logits, self.model.top, expert_factor=self.factor, **self.model.scoring
-        )
-        how = {**self.format, "backend": self.backend}
-        up, up_scale = self.up
-        down, down_scale = self.down
-        first = {"alpha": self.first_alpha, "bias": self.up_bias, **self.gate, **how}
-        if not self.in_fp4:
-            h = torch_cute_ops.moe_fc1_fp4_weight_only(x, up, up_scale, routing, **first)
-            return torch_cute_ops.moe_fc2_fp4_weight_only(h, down, down_scale, routing, self.second_bias, **how)
-        a, a_scale = torch_cute_ops.fp4_quantize(x, self.x_scale, self.model.block_size)
-        h, h_scale = torch_cute_ops.moe_fc1_fp4(a, up, a_scale, up_scale, routing, global_scale=self.h_scale, **first)
-        return torch_cute_ops.moe_fc2_fp4(h, down, h_scale, down_scale, routing, self.second_bias, **how)
-
-    def of_many(self, x: torch.Tensor, logits: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
-        """A row for each routed pair, in the experts' order, in FP8."""
-        weights, _, expanded, permuted, offsets, _ = torch_cute_ops.moe_route(
-            logits, self.model.top, alignment=1, **self.model.scoring
-        )
-        a, a_scale = torch_cute_ops.moe_permute_fp8quant(x, permuted, self.model.top, expanded)
-        h = self.multiplied(a, a_scale, self.up, offsets, self.up_alpha, self.up_bias)
-        a, a_scale = torch_cute_ops.moe_swiglu_fp8quant(h, offsets, None, *self.model.swiglu)
-        h = self.multiplied(a, a_scale, self.down_by_expert, offsets, self.down_alpha, self.down_bias)
-        return torch_cute_ops.moe_finalize(h, expanded, weights, shared)
-
-    def multiplied(
-        self,
-        a: torch.Tensor,
-        a_scale: torch.Tensor,
-        weight: tuple[torch.Tensor, torch.Tensor],
-        offsets: torch.Tensor,
-        alpha: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Each expert's rows times its weight."""
-        codes, scale = weight
-        return torch_cute_ops.grouped_mm_fp8_fp4(
-            a, codes, a_scale, scale, offsets, None, alpha, bias, torch.bfloat16, **self.format
-        )
-
-    def of_shared_expert(self, x: torch.Tensor) -> torch.Tensor:
-        """What every token has, (M, H)."""
-        (up, up_scale, up_alpha), (down, down_scale, down_alpha) = self.shared
-        both = torch_cute_ops.mm_fp4_weight_only(x, up.t(), up_scale, up_alpha, **self.format)
-        h = gated(both, *self.model.swiglu)
-        return torch_cute_ops.mm_fp4_weight_only(h, down.t(), down_scale, down_alpha, **self.format)
+def activations_of(layer: ExpertLayer, tokens: int) -> str:
+    """What those of so many tokens are in."""
+    experts = layer.experts
+    if not experts.are_routed(tokens, layer.topk, torch.bfloat16):
+        return "fp8"
+    return experts.scheme if experts.side_by_side.activations == "fp4" else "bf16"
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:

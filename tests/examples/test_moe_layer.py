@@ -12,6 +12,8 @@ import torch
 from support import spec
 from support.example_scripts import EXAMPLES, printed, rows_of_layers, run_main
 
+from torch_cute_ops.nn import experts as layers
+
 CPU = torch.device("cpu")
 MODELS = ("deepseek-v3", "gpt-oss")
 by_model = pytest.mark.parametrize("name", MODELS)
@@ -54,19 +56,23 @@ def expert_by_expert(model: tuple, weights: tuple, x: torch.Tensor) -> torch.Ten
 
 
 def quantised(model: tuple, weights: tuple) -> tuple:
-    """The weights with those of experts as their format has them. Many bf16 numbers are half-way between two of
-    NVFP4's, so its factor has to be right to the bit: rounded once."""
+    """The weights with those of experts as their format has them: in NVFP4 with a global scale for each expert, which
+    its gate and up share, and in a shared expert for each layer. Many bf16 numbers are half-way between two of NVFP4's,
+    so the scale has to be right to the bit: rounded once."""
 
-    def in_fp4(weight):
+    def in_fp4(weight, parts):
         if weight is None:
             return None
-        rows = weight.float().flatten(0, -2).numpy()
-        factor = (np.float32(2688) / np.abs(rows).max()).item() if model.block_size == 16 else None
-        found = spec.quantise(rows, model.block_size, factor)
-        return torch.from_numpy(spec.dequantise(found.codes, found.scales, factor)).view(weight.shape)
+        rows = weight.float().flatten(0, -2).numpy().reshape(parts, -1, weight.shape[-1])
+        results = []
+        for part in rows:
+            factor = (np.float32(2688) / np.abs(part).max()).item() if model.block_size == 16 else None
+            found = spec.quantise(part, model.block_size, factor)
+            results.append(spec.dequantise(found.codes, found.scales, factor))
+        return torch.from_numpy(np.stack(results)).view(weight.shape)
 
-    names = ("up", "down", "shared_up", "shared_down")
-    return weights._replace(**{each: in_fp4(getattr(weights, each)) for each in names})
+    parts = {"up": len(weights.up), "down": len(weights.down), "shared_up": 2, "shared_down": 1}
+    return weights._replace(**{name: in_fp4(getattr(weights, name), count) for name, count in parts.items()})
 
 
 @pytest.mark.parametrize("activations", ["fp4", "bf16"])
@@ -95,6 +101,21 @@ def test_many_tokens(moe_layer: ModuleType, capsys: pytest.CaptureFixture, name:
 
 
 @by_model
+def test_no_tokens(moe_layer: ModuleType, capsys: pytest.CaptureFixture, name: str) -> None:
+    sizes = ["--tokens", "0", "2", "--hidden", "128", "--experts", "10", "--intermediate", "64"]
+    out, last = run_main(moe_layer, capsys, "--model", name, *sizes)
+    assert last == "SUCCESS: every check passed"
+    assert re.search(r"^ +0 +\w+ +1\.00000 +0\.00000$", out, re.MULTILINE)
+
+
+@by_model
+def test_wide_experts_have_no_few_tokens(moe_layer: ModuleType, capsys: pytest.CaptureFixture, name: str) -> None:
+    sizes = ["--tokens", "1", "--hidden", "64", "--experts", "2", "--top", "1", "--intermediate", "1088"]
+    out, last = run_main(moe_layer, capsys, "--model", name, *sizes)
+    assert last == "SUCCESS: every check passed" and re.search(r"^ +1 +fp8 ", out, re.MULTILINE)
+
+
+@by_model
 def test_the_layer_in_bf16(moe_layer: ModuleType, name: str) -> None:
     model, weights, x = small_layer(moe_layer, name)
     layer = moe_layer.BF16Layer(model, weights)
@@ -108,11 +129,13 @@ def test_the_layer_in_fp4(moe_layer: ModuleType, name: str, activations: str, to
     """The result is that of float64 on the same weights, rounded to the format, by either way; the twin in bf16 has
     these weights."""
     model, weights, x = small_layer(moe_layer, name, tokens)
-    layer = moe_layer.FP4Layer(model, weights, torch.randn(64, 128).bfloat16(), activations)
-    assert layer.are_few(tokens) == (tokens == 5)
+    layer = moe_layer.fp4_layer(model, weights, torch.randn(64, 128).bfloat16(), activations)
+    assert (moe_layer.activations_of(layer, tokens) == "fp8") == (tokens == 60)
     want = expert_by_expert(model, quantised(model, weights), x)
     assert moe_layer.relative_error(layer(x).double(), want) < most
-    assert moe_layer.relative_error(moe_layer.BF16Layer(model, layer.decoded)(x).double(), want) < 0.02
+    assert (
+        moe_layer.relative_error(moe_layer.BF16Layer(model, moe_layer.decoded(layer, weights))(x).double(), want) < 0.02
+    )
     assert moe_layer.relative_error(want, expert_by_expert(model, weights, x)) > 0.05
 
 
@@ -121,13 +144,13 @@ def test_a_wrong_gemm_fails(
     moe_layer: ModuleType, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, op: str
 ) -> None:
     """One whose weights belong to other experts."""
-    right = getattr(moe_layer.torch_cute_ops, op)
+    right = getattr(layers, op)
 
     def wrong(a, w, *args, **kwargs) -> torch.Tensor:
         rolled = w.roll(1, 0) if w.dim() == 3 else w.unflatten(1, (10, -1)).roll(1, 1).flatten(1)
         return right(a, rolled, *args, **kwargs)
 
-    monkeypatch.setattr(moe_layer.torch_cute_ops, op, wrong)
+    monkeypatch.setattr(layers, op, wrong)
     sizes = ["--tokens", "6", "--hidden", "128", "--experts", "10", "--intermediate", "64"]
     _, last = run_main(moe_layer, capsys, *sizes, status=1)
     assert last.startswith("FAILURE: 6 tokens: error ") and last.endswith("is above 0.2")
