@@ -1,10 +1,11 @@
 """`python -m benchmarks expert_layer`: routed expert layers, from logits to the sums, by tokens and routing.
 
-few       `moe_route_dense`, `fp4_quantize`, `moe_fc1_fp4`, `moe_fc2_fp4`: activations in FP4
-few-bf16  `moe_route_dense`, `moe_fc1_fp4_weight_only`, `moe_fc2_fp4_weight_only`
-many      `moe_route`, `moe_permute_fp8quant`, `grouped_mm_fp8_fp4`, `moe_swiglu_fp8quant`, `grouped_mm_fp8_fp4`,
-          `moe_finalize`: activations in FP8
+few       `nn.ExpertLayer.forward_few`: `moe_route_dense`, `fp4_quantize`, `moe_fc1_fp4`, `moe_fc2_fp4`
+few-bf16  the same with activations in 16 bits: `moe_fc1_fp4_weight_only`, `moe_fc2_fp4_weight_only`
+many      `nn.ExpertLayer.forward_many`, with activations in FP8: `moe_route`, `moe_permute_fp8quant`,
+          `grouped_mm_fp8_fp4`, `moe_swiglu_fp8quant`, `grouped_mm_fp8_fp4`, `moe_finalize`
 many-fp8  the same with weights in FP8, by `grouped_mm_fp8`: a peer
+bf16      the decoded weights in bf16 by `torch._grouped_mm`, on rows in the experts' order: a peer
 
 Calls of a captured graph go through several sets of tokens, which take other experts each, and through two sets of
 weights, in turn: so L2 holds next to none of the weights that a call reads. The router's GEMM and shared experts, which
@@ -33,6 +34,7 @@ from torch_cute_ops.nn.experts import few_tokens
 
 from . import environment, layers, report, targets
 from .case import Mark, at_least, at_most
+from .expert_gemms import MARLIN_US
 from .expert_ways import (
     DEEPSEEK,
     FEW_ROWS,
@@ -58,6 +60,13 @@ WEIGHT_SETS = 2
 """Each is many times as large as L2."""
 COSINE_ROWS = (8, 64)
 """Tokens with which results are compared with those of the decoded weights."""
+MARLIN_NOTE = (
+    "Marlin's expert kernel, from notes and not from this run: the second GEMM alone of the sizes of DeepSeek-V3 above "
+    "(256 experts of 256, 7,168 columns, NVFP4, top-8, without adding up a token's experts), µs: "
+    + ", ".join(f"{us:g} (M = {m})" for m, us in MARLIN_US.items())
+    + "."
+)
+PEER = "bf16: the decoded weights in bf16, by `torch._grouped_mm`. "
 LARGE = 4096
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, FEW_ROWS, LARGE)
 
@@ -89,7 +98,7 @@ def run(
     """Fill a row: times of the layer in each way, µs; the floor of each: bytes of the weights of the experts in use at
     the rate of a copy; why a way has no time."""
     model, device, m, routing = prepared.model, prepared.device, row["rows"], row["routing"]
-    absent, size = row["absent"], {name: expert_bytes(model, WAYS[name].scheme(model)) for name in names}
+    absent, size = row["absent"], {name: WAYS[name].expert_bytes(model) for name in names}
     flops = 6 * m * model.topk * model.intermediate * model.hidden
     first = draw(model, routing, m, 0, device)
     how = plan(first.used * min(size.values()), len(names), l2_bytes, settings, call_ms=flops / ASSUMED_TFLOPS * 1e-9)
@@ -222,6 +231,7 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"# Routed expert layers\n\n{environment.headline(result['environment'])}",
         "µs a layer, medians: routing and both GEMMs; floor: bytes of the weights of the experts in use at "
         f"{report.number(result['peak_copy_tbps'])} TB/s, the rate of copies in this run. many-fp8: weights in FP8. "
+        f"{PEER if any('bf16' in row['variants'] for row in result['rows']) else ''}"
         "Cosine: the least, to the same weights in bf16.",
     ]
     for model, given in MODELS.items():
@@ -243,6 +253,8 @@ def markdown(result: Mapping[str, Any]) -> str:
             rows = [row for row in of_model if row["routing"] == "uniform"]
             lines = "; ".join(crossing(rows, few)[1] for few in WAYS if WAYS[few].is_few)
             parts.append(f"Uniform routing: {lines}; `nn.experts.few_tokens` says {few_tokens(given.intermediate)}.")
+        if model == DEEPSEEK and of_model:
+            parts.append(MARLIN_NOTE)
     failed = [
         f"- {name}, {row['model']}, {row['routing']}, M = {row['rows']}: {why}"
         for row in result["rows"]

@@ -13,14 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import torch_cute_ops as ops
-from torch_cute_ops.nn.experts import FORMATS, QuantExperts, SwiGLU
+from torch_cute_ops.nn import ExpertLayer
+from torch_cute_ops.nn.experts import FORMATS, FewActivations, QuantExperts, SwiGLU
 from torch_cute_ops.nn.random import INPUT_AMAX, random_stack
 
 from .expert_gemms import keys
 
 DTYPE = torch.bfloat16
 FEW_ROWS = 1024
-"""Most tokens that are measured in other ways than `many` and `many-fp8`, or with skewed routing."""
+"""Most tokens that are measured by routed pairs alone, or with skewed routing."""
 HIDDEN_AMAX = 64.0
 """The largest gated activation that global scales of NVFP4 are for."""
 
@@ -145,72 +146,52 @@ class Way:
         """Of the experts that it takes."""
         return model.scheme
 
+    @classmethod
+    def expert_bytes(cls, model: Model) -> int:
+        """Of the weights that it reads of one expert."""
+        return expert_bytes(model, cls.scheme(model))
 
-class FewBf16(Way):
-    """Routed pairs alone, with activations in bf16, as `QuantExperts` after `route_few_`."""
+
+class Few(Way):
+    """Routed pairs alone, with activations in the format of the weights."""
 
     is_few = True
+    activations: FewActivations = "fp4"
 
     def __init__(self, model: Model, experts: QuantExperts) -> None:
-        super().__init__(model, experts)
-        gate_up: Any = experts.gate_up_proj
-        down: Any = experts.route_few_().side_by_side
-        self.up, self.up_bias = experts._by_expert(gate_up)
-        self.up_scale, self.up_alpha = gate_up.weight_scale, down.gate_up_alpha
-        self.down, self.down_scale = down.weight, down.weight_scale
-        self.factor, self.down_bias = down.alpha, down.bias
-        self.how: dict[str, Any] = {"block_size": gate_up.format.block_size, "static_weight": True}
-        names = ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
-        self.gate: dict[str, Any] = dict(zip(names, model.swiglu, strict=True))
+        # The weights are those of the others, but for the second layers side by side.
+        own = QuantExperts(
+            *(experts.gate_up_proj, experts.down_proj, experts.experts), swiglu=experts.swiglu, topk=experts.topk
+        )
+        super().__init__(model, own)
+        self.layer = layer_of(model, own)
+        scales = {}
+        if self.activations == "fp4" and model.scheme == "nvfp4":
+            amax = torch.tensor([INPUT_AMAX, HIDDEN_AMAX], device=own.down_proj.weight.device)
+            names = ("input_global_scale", "hidden_global_scale")
+            scales = {name: ops.nvfp4_global_scale(each) for name, each in zip(names, amax, strict=True)}
+        # Whatever is few: this way is measured beside the other, also where that is faster.
+        own.route_few_(self.activations, tokens_of_expert=FEW_ROWS, **scales)
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
-        routing = self.routing(logits)
-        h = ops.moe_fc1_fp4_weight_only(
-            *(x, self.up, self.up_scale, routing, self.up_alpha, self.up_bias), **self.gate, **self.how
-        )
-        return ops.moe_fc2_fp4_weight_only(h, self.down, self.down_scale, routing, self.down_bias, **self.how)
-
-    def routing(self, logits: Tensor) -> Tensor:
-        """The weights of the experts (M, E), times what global scales take out."""
-        return ops.moe_route_dense(logits, self.model.topk, expert_factor=self.factor, **self.model.scoring)
+        return self.layer.forward_few(x, logits)
 
 
-class Few(FewBf16):
-    """The same with activations in the format of the weights."""
+class FewBf16(Few):
+    """The same with activations in bf16."""
 
-    def __init__(self, model: Model, experts: QuantExperts) -> None:
-        super().__init__(model, experts)
-        self.x_scale = self.h_scale = None
-        if model.scheme == "nvfp4":
-            amax = torch.tensor([INPUT_AMAX, HIDDEN_AMAX], device=self.up.device)
-            self.x_scale, h_scale = (ops.nvfp4_global_scale(each) for each in amax)
-            self.h_scale = h_scale.expand(model.experts).contiguous()
-            self.up_alpha, self.factor = self.up_alpha / self.x_scale, self.factor / self.h_scale
-            if self.down_bias is not None:  # which the factor multiplies too
-                self.down_bias = self.down_bias * self.h_scale.unsqueeze(1)
-
-    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
-        routing = self.routing(logits)
-        a, a_scale = ops.fp4_quantize(x, self.x_scale, self.how["block_size"])
-        h, h_scale = ops.moe_fc1_fp4(
-            *(a, self.up, a_scale, self.up_scale, routing, self.up_alpha, self.up_bias, self.h_scale),
-            **self.gate,
-            **self.how,
-        )
-        return ops.moe_fc2_fp4(h, self.down, h_scale, self.down_scale, routing, self.down_bias, **self.how)
+    activations: FewActivations = "16bit"
 
 
 class Many(Way):
     """A row for each routed pair, in the experts' order, with activations in FP8."""
 
+    def __init__(self, model: Model, experts: QuantExperts) -> None:
+        super().__init__(model, experts)
+        self.layer = layer_of(model, experts)
+
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
-        model, experts = self.model, self.experts
-        weights, _, expanded, permuted, offsets, _ = ops.moe_route(logits, model.topk, alignment=1, **model.scoring)
-        a, a_scale = ops.moe_permute_fp8quant(x, permuted, model.topk, expanded)
-        h = experts._multiply(experts.gate_up_proj, a, a_scale, offsets, DTYPE)
-        a, a_scale = ops.moe_swiglu_fp8quant(h, offsets, None, *model.swiglu)
-        h = experts._multiply(experts.down_proj, a, a_scale, offsets, DTYPE)
-        return ops.moe_finalize(h, expanded, weights)
+        return self.layer.forward_many(x, logits)
 
 
 class ManyFP8(Many):
@@ -221,12 +202,59 @@ class ManyFP8(Many):
         return "fp8_block"
 
 
-WAYS: dict[str, type[Way]] = {"few": Few, "few-bf16": FewBf16, "many": Many, "many-fp8": ManyFP8}
+class Bf16(Way):
+    """The decoded weights in bf16 by `torch._grouped_mm`, on rows in the experts' order, which our ops make and add up:
+    what PyTorch has beside."""
+
+    def __init__(self, model: Model, experts: QuantExperts) -> None:
+        super().__init__(model, experts)
+        self.gate_up, self.down = (weight.mT for weight in experts.dequantize(DTYPE))
+        self.biases = stacked_biases(model, experts)
+
+    def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
+        model = self.model
+        weights, ids, expanded, permuted, offsets, _ = ops.moe_route(logits, model.topk, alignment=1, **model.scoring)
+        ends, owners = offsets[1:], ids.flatten()[permuted] if model.has_bias else None
+        both = self._multiplied(x[permuted // model.topk], self.gate_up, ends, 0, owners)
+        h = self._multiplied(gated(both.float(), model.swiglu).to(DTYPE), self.down, ends, 1, owners)
+        return ops.moe_finalize(h, expanded, weights)
+
+    def _multiplied(self, rows: Tensor, weight: Tensor, ends: Tensor, layer: int, owners: Tensor | None) -> Tensor:
+        """Each expert's rows times its weight, plus its bias; `owners`: the experts of the rows."""
+        product, bias = torch._grouped_mm(rows, weight, offs=ends), self.biases[layer]
+        return product if bias is None or owners is None else product + bias[owners]
+
+    @classmethod
+    def expert_bytes(cls, model: Model) -> int:
+        return 3 * model.intermediate * model.hidden * DTYPE.itemsize
+
+
+WAYS: dict[str, type[Way]] = {"few": Few, "few-bf16": FewBf16, "many": Many, "many-fp8": ManyFP8, "bf16": Bf16}
+
+
+def layer_of(model: Model, experts: QuantExperts) -> ExpertLayer:
+    """The layer of the package; the router, whose GEMM is not measured, has no numbers."""
+    router = torch.empty(model.experts, model.hidden, dtype=DTYPE, device=experts.down_proj.weight.device)
+    return ExpertLayer(router, experts, model.topk, **model.scoring)
+
+
+def stacked_biases(model: Model, experts: QuantExperts) -> list[Tensor | None]:
+    """Those of both layers, (E, 2I) and (E, H), bf16."""
+    stacks = (experts.gate_up_proj, experts.down_proj)
+    return [None if each.bias is None else each.bias.unflatten(0, (model.experts, -1)) for each in stacks]
+
+
+def gated(both: Tensor, swiglu: SwiGLU) -> Tensor:
+    """SwiGLU of the halves of rows."""
+    gate, up = both.chunk(2, -1)
+    if swiglu.limit is not None:
+        gate, up = gate.clamp(max=swiglu.limit), up.clamp(-swiglu.limit, swiglu.limit)
+    return gate * torch.sigmoid(swiglu.alpha * gate) * (up + swiglu.beta)
 
 
 def ways_of(model: Model, routing: str, m: int, asked: Sequence[str]) -> list[str]:
-    """Those of the ways asked for that are measured with so many tokens: beyond `FEW_ROWS` the two to compare with each
-    other."""
+    """Those of the ways asked for that are measured with so many tokens: beyond `FEW_ROWS` those without routed pairs,
+    to compare with each other."""
     names = [name for name in asked if name != "many-fp8" or model.has_fp8]
     if m <= FEW_ROWS:
         return names
@@ -239,10 +267,7 @@ class Decoded:
     def __init__(self, model: Model, experts: QuantExperts) -> None:
         self.model = model
         self.gate_up, self.down = experts.dequantize(DTYPE)
-        stacks = (experts.gate_up_proj, experts.down_proj)
-        self.biases = [
-            None if each.bias is None else each.bias.unflatten(0, (model.experts, -1)).float() for each in stacks
-        ]
+        self.biases = [None if each is None else each.float() for each in stacked_biases(model, experts)]
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """(M, H), float32."""
@@ -251,16 +276,12 @@ class Decoded:
         if self.model.scoring.get("scoring") == "sigmoid":
             scores = best.values.sigmoid()
             weights = scores / scores.sum(-1, keepdim=True) * self.model.scoring["scaling_factor"]
-        alpha, beta, limit = self.model.swiglu
         up_bias, down_bias = self.biases
         total = torch.zeros(x.shape, device=x.device)
         for e in best.indices.unique().tolist():
             token, place = (best.indices == e).nonzero(as_tuple=True)
             both = F.linear(x[token].float(), self.gate_up[e].float(), None if up_bias is None else up_bias[e])
-            gate, up = both.chunk(2, -1)
-            if limit is not None:
-                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            h = gate * torch.sigmoid(alpha * gate) * (up + beta)
+            h = gated(both, self.model.swiglu)
             result = F.linear(h, self.down[e].float(), None if down_bias is None else down_bias[e])
             total.index_add_(0, token, weights[token, place, None] * result)
         return total

@@ -27,7 +27,7 @@ LAYERS = {**SMALL, BIASED: replace(SMALL[DEEPSEEK], has_bias=True, has_fp8=False
 WAYS = [
     (name, way) for name, model in LAYERS.items() for way in expert_ways.ways_of(model, "uniform", 1, expert_ways.WAYS)
 ]
-LEAST = {"few": {"nvfp4": 0.98, "mxfp4": 0.96}, "few-bf16": 0.9999, "many": 0.998, "many-fp8": 0.998}
+LEAST = {"few": {"nvfp4": 0.98, "mxfp4": 0.96}, "few-bf16": 0.9999, "many": 0.998, "many-fp8": 0.998, "bf16": 0.9999}
 
 
 def pairs(model, row):
@@ -80,7 +80,11 @@ def test_what_ways_share():
     prepared = expert_ways.Prepared(SMALL[DEEPSEEK], CPU)
     ways = {(name, i): prepared.way(name, i) for name in expert_ways.WAYS for i in range(2)}
     assert ways["few", 0] is prepared.way("few", 0)
-    assert ways["few", 0].experts is ways["few-bf16", 0].experts is ways["many", 0].experts
+    for part in ("gate_up_proj", "down_proj"):
+        one, *others = (getattr(ways[name, 0].experts, part) for name in ("many", "few", "few-bf16", "bf16"))
+        assert all(each is one for each in others)
+    activations = [ways[name, 0].experts.side_by_side.activations for name in ("few", "few-bf16")]
+    assert activations == ["fp4", "16bit"] and ways["many", 0].experts.side_by_side is None
     assert ways["many-fp8", 0].experts.scheme == "fp8_block"
     for name in ("many", "many-fp8"):
         codes = [ways[name, i].experts.down_proj.weight.view(torch.uint8) for i in range(2)]
@@ -94,6 +98,8 @@ def test_models():
     assert expert_ways.expert_bytes(deepseek, "nvfp4") == 3 * 256 * 7168 * 9 // 16
     assert expert_ways.expert_bytes(deepseek, "fp8_block") == 3 * 256 * 7168 + 3 * 2 * 56 * 4
     assert expert_ways.expert_bytes(gpt_oss, "mxfp4") == 3 * 2880 * 2880 * 17 // 32
+    assert expert_ways.WAYS["bf16"].expert_bytes(gpt_oss) == 3 * 2880 * 2880 * 2
+    assert expert_ways.WAYS["many-fp8"].expert_bytes(deepseek) == expert_ways.expert_bytes(deepseek, "fp8_block")
     held = expert_ways.random_experts(SMALL[DEEPSEEK], "nvfp4", CPU, 0)
     stored = sum(each.weight.nbytes + each.weight_scale.nbytes for each in (held.gate_up_proj, held.down_proj))
     assert stored == 8 * expert_ways.expert_bytes(SMALL[DEEPSEEK], "nvfp4")
@@ -123,8 +129,8 @@ def test_which_ways_are_measured():
     every = list(expert_ways.WAYS)
     ways = expert_ways.ways_of
     deepseek, gpt_oss = SMALL.values()
-    assert ways(deepseek, "hot", 1024, every) == every and ways(gpt_oss, "hot", 1, every) == every[:3]
-    assert ways(deepseek, "uniform", 4096, every) == ["many", "many-fp8"]
+    assert ways(deepseek, "hot", 1024, every) == every and ways(gpt_oss, "hot", 1, every) == [*every[:3], "bf16"]
+    assert ways(deepseek, "uniform", 4096, every) == ["many", "many-fp8", "bf16"]
     assert ways(deepseek, "zipf", 4096, every) == ways(gpt_oss, "uniform", 4096, every) == []
     assert ways(deepseek, "uniform", 4096, ["few", "many-fp8"]) == ["many-fp8"]
 
@@ -150,29 +156,34 @@ def cells(line):
 
 def test_results(small, fake_backend, tmp_path, capsys):
     """Of one token `few` takes 4 µs and `many` 8, of 64 (16 of an expert) 32 and 16: they cross half way."""
-    backend = fake_backend([4.0, 6.0, 8.0, 10.0, 32.0, 30.0, 16.0, 20.0])
+    backend = fake_backend([4.0, 6.0, 8.0, 10.0, 9.0, 32.0, 30.0, 16.0, 20.0, 50.0])
     assert expert_layer.measure_models(options(tmp_path), CPU, backend, l2_bytes=100_000) == 0
     result = json.loads((tmp_path / "expert_layer.json").read_text())
     one, many = result["rows"]
     assert {name: each["us"] for name, each in many["variants"].items()} == pytest.approx(
-        {"few": 32, "few-bf16": 30, "many": 16, "many-fp8": 20}
+        {"few": 32, "few-bf16": 30, "many": 16, "many-fp8": 20, "bf16": 50}
     )
     own = 3 * 128 * 128 * 9 // 16
     assert (one["experts"], one["bytes"], one["rows_of_expert"]) == (2, 2 * own, 0.25)
     assert one["variants"]["few"]["floor"] == pytest.approx(2 * own / 2e6)
+    assert many["variants"]["bf16"]["floor"] == pytest.approx(8 * 3 * 128 * 128 * 2 / 2e6)
     assert many["variants"]["many-fp8"]["floor"] == pytest.approx(8 * 3 * (128 * 128 + 4) / 2e6)
     assert not one["cosine"] and not one["absent"]
     assert many["cosine"].keys() == set(expert_ways.WAYS) and all(0.97 < each < 1 for each in many["cosine"].values())
 
     text = (tmp_path / "expert_layer.md").read_text()
     table = [cells(line) for line in text.splitlines() if line[:1] == "|"]
-    assert table[0] == ["tokens", "experts", "floor", "few", "few-bf16", "many", "many-fp8"]
+    assert table[0] == ["tokens", "experts", "floor", "few", "few-bf16", "many", "many-fp8", "bf16"]
     floor = report.number(2 * own / 2e6)
-    assert table[2] == ["1", "2.0", floor, "4.00", "6.00", "8.00", "10.0"] and table[4][:3] == ["cosine", "", ""]
+    assert table[2] == ["1", "2.0", floor, "4.00", "6.00", "8.00", "10.0", "9.00"] and table[4][:3] == [
+        "cosine",
+        "",
+        "",
+    ]
     assert f"## {DEEPSEEK}, nvfp4, uniform" in text
     assert "`few` and `many` cross at 2 tokens of an expert; `few-bf16`" in text and "few_tokens` says 16." in text
     printed = capsys.readouterr().out
-    assert f"{DEEPSEEK}, uniform, M = 64: few 32.0, few-bf16 30.0, many 16.0, many-fp8 20.0 µs" in printed
+    assert f"{DEEPSEEK}, uniform, M = 64: few 32.0, few-bf16 30.0, many 16.0, many-fp8 20.0, bf16 50.0 µs" in printed
     assert text in printed and "| MISSED" not in printed.split("M = 1: time")[1].splitlines()[0]
 
     ((name, notes, gpu, marks),) = performance.measured(tmp_path)
@@ -187,14 +198,14 @@ def test_results(small, fake_backend, tmp_path, capsys):
     text, count = compare.compared("expert_layer", result, slower, 0.02)
     assert count == 1 and "8 cases" in text
     (line,) = (line for line in text.splitlines() if "SLOWER" in line)
-    assert cells(line) == [f"many, {DEEPSEEK}, uniform, M=64", "16.0", "24.0", "1.500", "–", "SLOWER"]
+    assert cells(line) == [f"many, {DEEPSEEK}, uniform, M=64", "16.0", "24.0", "1.500", "1.000", "SLOWER"]
 
 
 def test_what_fails_is_reported(small, monkeypatch, fake_backend, tmp_path, capsys):
     """A way that cannot be made, one that cannot be called, and a row that cannot be timed; the run goes on."""
-    monkeypatch.setattr(expert_ways.Few, "routing", lambda *_: 1 / 0)
+    monkeypatch.setattr(expert_ways.Few, "__call__", lambda *_: 1 / 0)
 
-    def no_kernel(experts):
+    def no_kernel(experts, *_, **__):
         raise ValueError("no kernel\nfor this")
 
     backend = fake_backend([3.0])

@@ -19,7 +19,7 @@ class FakeDevice:
             call(k)
 
         def replay():
-            self.log.append("ABCDEFGH"[index])
+            self.log.append(chr(ord("A") + index))
             self.now += self.costs[index] * calls
 
         return replay
