@@ -275,3 +275,123 @@ def test_errors():
     ):
         layer.scoring["num_groups"] = 8
         layer(torch.zeros(1, H, dtype=torch.bfloat16))
+
+
+# On a GPU
+
+
+def captured(call, *given):
+    """A graph of a call, and its result, after a call that compiles."""
+    call(*given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call(*given)
+    return graph, result
+
+
+def hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("few tokens are routed by Hopper's kernels")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["16bit", "fp4", "many"])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@by_scheme
+@torch.no_grad()
+def test_a_captured_layer_follows_its_tokens(scheme, scoring, way):
+    """A replay has the result of a call, with other tokens, and so other experts, than at the capture; and of one
+    expert for all; values are those of the decoded weights."""
+    hopper()
+    layer = layer_of(scheme=scheme, scoring=scoring, device="cuda")
+    if way != "many":
+        route_few(layer, way)
+        for name in ("input_global_scale", "hidden_global_scale"):
+            scale = getattr(layer.experts.side_by_side, name)
+            assert scale is None or scale.is_cuda
+    x = torch.randn(17, H, device="cuda").bfloat16()
+    graph, result = captured(layer, x)
+    for step in range(4):
+        x.copy_(torch.randn(17, H) if step < 3 else torch.randn(1, H).expand(17, H))
+        graph.replay()
+        assert torch.equal(result, layer(x)), step
+        assert cosine(result, wanted(layer, x)) > LEAST[way if way == "16bit" else scheme if way == "fp4" else "fp8"]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@by_activations
+@torch.no_grad()
+def test_captured_experts_follow_their_routing(activations):
+    """Other pairs at each replay, none at one of them, whose result is 0; by routing and by ids."""
+    hopper()
+    experts = route_few(layer_of(GptOssExperts, device="cuda"), activations).experts
+    x = torch.randn(12, H, device="cuda").bfloat16()
+    routing = torch.rand(12, E, device="cuda")
+    ids, weights = torch.zeros(12, TOPK, dtype=torch.int32, device="cuda"), torch.rand(12, TOPK, device="cuda")
+    by_routing, by_ids = captured(experts.forward_dense, x, routing), captured(experts, x, ids, weights)
+    for share in (0.4, 0.0, 1.0, 0.1):
+        routing.copy_(torch.rand(12, E) * (torch.rand(12, E) < share))
+        ids.copy_(torch.where(torch.rand(12, TOPK) < share, torch.rand(12, E).argsort(1)[:, :TOPK], -1))
+        for (graph, result), call in (
+            (by_routing, lambda: experts.forward_dense(x, routing)),
+            (by_ids, lambda: experts(x, ids, weights)),
+        ):
+            result.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(result, call()), share
+            assert result.isfinite().all() and bool(result.any()) == (share > 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["16bit", "fp4", "many"])
+@torch.no_grad()
+def test_a_token_depends_on_no_other_on_a_gpu(way):
+    """Bit for bit, in as many tokens."""
+    hopper()
+    layer = layer_of(device="cuda")
+    if way != "many":
+        route_few(layer, way)
+    x = torch.randn(40 if way == "many" else FEW, H, device="cuda").bfloat16()
+    first = layer(x)
+    for _ in range(3):
+        x[1:] = torch.randn(len(x) - 1, H, device="cuda") * 3
+        assert torch.equal(layer(x)[0], first[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["16bit", "fp4"])
+@torch.no_grad()
+def test_warm_layers_are_captured_at_once(way):
+    """After `warmup` with such numbers of tokens nothing is compiled in a capture, of few tokens and of many."""
+    hopper()
+    layer = route_few(layer_of(device="cuda"), way)
+    warmup(layer, (4, FEW, FEW + 1))
+    for count in (4, FEW, FEW + 1):
+        x = torch.randn(count, H, device="cuda").bfloat16()
+        torch.nn.functional.linear(x.float(), layer.router)  # cuBLAS sets itself up
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = layer(x)
+        graph.replay()
+        assert torch.equal(result, layer(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["16bit", "fp4", "many"])
+@torch.no_grad()
+def test_compiled_on_a_gpu(way):
+    hopper()
+    layer = layer_of(device="cuda")
+    if way != "many":
+        route_few(layer, way)
+    x = torch.randn(6, H, device="cuda").bfloat16()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True)
+    torch.testing.assert_close(compiled(x), layer(x), rtol=2**-6, atol=2**-6)

@@ -45,7 +45,8 @@ def moe_fc1_fp4(
         w_scale: scales of ``w`` as :func:`fp4_quantize` of the 3-D weight gives them, in ``scale_layout``, or in 128x4
             where that is 8x4: linear (E, 2·I, H/block), tiled over the flattened E·2·I rows.
         routing: (M, E) float32 with any strides: a pair is computed where it is not 0; NaN is not. The ``alpha`` of
-            :func:`moe_fc2_fp4` serves. Where it is 0 or -0 nothing is read, computed or written.
+            :func:`moe_fc2_fp4` serves. Where it is 0 or -0 nothing is computed or written, and no weight is read of an
+            expert that no token is routed to.
         alpha: (E,) float32, an expert's ``1 / (global scale of a · global scale of w)``; or (E, 2), for gate and up.
         bias: (E, 2·I), float32 or bfloat16, added behind ``alpha``, before the gate.
         global_scale: encode scale of the result: one float32 element for all experts, or (E,); NVFP4 only. ``None``:

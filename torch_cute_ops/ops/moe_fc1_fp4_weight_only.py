@@ -42,7 +42,8 @@ def moe_fc1_fp4_weight_only(
             (E, 2·I, H/block), tiled over the flattened E·2·I rows; float8_e4m3fn (NVFP4), or uint8 or float8_e8m0fnu
             (MXFP4).
         routing: (M, E) float32 with any strides: a pair is computed where it is not 0; NaN is not. The ``alpha`` of
-            :func:`moe_fc2_fp4_weight_only` serves. Where it is 0 or -0 nothing is read, computed or written.
+            :func:`moe_fc2_fp4_weight_only` serves. Where it is 0 or -0 nothing is computed or written, and no weight is
+            read of an expert that no token is routed to.
         alpha: (E,) float32, an expert's ``1 / (global scale of w)``; or (E, 2), for gate and up.
         bias: (E, 2·I), float32 or in the dtype of ``a``, added behind ``alpha``, before the gate.
         block_size, scale_format: as for :func:`mm_fp4`.

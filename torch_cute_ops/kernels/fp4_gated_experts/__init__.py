@@ -13,9 +13,9 @@ A call launches two kernels:
 2. GEMM. A unit of work is an expert and up to ``group`` of its tokens; a task is a unit and a slice of ``rows`` rows of
    its expert's weight, of which half are of the gate and half the same columns of up. Workers, CTAs, have equal shares
    of all tasks, one after the other: tasks differ only in their number of tokens. Slices that share tiles of scales are
-   computed at the same time, by neighbours. In ``Config.parts`` of k, shares are those of parts: of a task that two
-   workers share, one has the first parts, with which it begins, and leaves their sums in the workspace for the other
-   one, which ends with the last parts.
+   computed at the same time, by neighbours. In ``Config.parts`` of k, shares are those of parts: of a task that workers
+   share, each has a run of its parts, and leaves the sums so far in the workspace for the one with the next run. A
+   worker begins with the first parts of a task, and ends with the last parts of another.
 
 Roles in a CTA of the second kernel. 16 warps multiply. Each has 16 rows, 8 of the gate and 8 of up, so that a lane has
 both sums of a column; and every ``slots``-th chunk of 256 elements of k: the whole CTA works on one task. With up to

@@ -110,8 +110,8 @@ class Config:
         width: elements of k.
         rows: rows of the weight of a slice.
         group: tokens of a unit.
-        parts: parts of k; a task is divided between workers, if at all, between two of them. Sums are added up part by
-            part, whoever has them.
+        parts: parts of k; a task is divided between workers, if at all, between as many as it has parts at the most.
+            Sums are added up part by part, whoever has them.
         tokens: tokens of a tile.
         stages: chunks in flight, of all slots.
         pdl: whether launches are programmatic dependent launches.
