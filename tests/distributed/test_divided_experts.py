@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from torch_cute_ops import checkpoint
+from torch_cute_ops import checkpoint, nvfp4_global_scale
 from torch_cute_ops.distributed import DividedExperts, count_traffic, decoder_plan, load_
 from torch_cute_ops.nn import QuantExperts, quantize_
 from torch_cute_ops.nn.experts import few_tokens
@@ -88,6 +88,20 @@ def values(rank: int) -> None:
                 assert ((y - exact).abs() <= 2.0**-6 * exact.abs().max()).all(), (scheme, form, by)
                 line = few_tokens(few.intermediate_size) * E // TOPK
                 assert few.is_few(line, TOPK) and not few.is_few(line + 2, TOPK)
+                assert not few.is_few(513, 1)
+            # Activations in FP4, with a global scale for each expert.
+            amax = torch.linspace(60, 90, E)
+            hidden = torch.cat([nvfp4_global_scale(each) for each in amax])
+            scales = {"input_global_scale": nvfp4_global_scale(x.abs().amax()), "hidden_global_scale": hidden}
+            whole.route_few_("fp4", **(scales if scheme == "nvfp4" else {}))
+            exact = whole(x, ids, factors).float()
+            for by in WAYS:
+                few = divided(block, mesh, by)
+                assert few.side_by_side.activations == "fp4"
+                y = few(x, ids, factors).float()
+                assert ((y - exact).abs() <= 2.0**-6 * exact.abs().max()).all(), (scheme, form, by)
+                with pytest.raises(RuntimeError, match="call the module"):
+                    few.forward_dense(x, torch.ones(M, E))
 
 
 def write_gpt_oss(folder: Path) -> None:
