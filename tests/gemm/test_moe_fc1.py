@@ -8,6 +8,7 @@ from expected import assert_same
 from hypothesis import given as given_by
 from hypothesis import strategies as st
 from support.cases import arguments, call_out, named, op_cases, poisoned, run
+from support.routings import SKEWED, every_alpha
 from test_fp4_gemm import backends_of
 from test_moe_fc2 import ROUTINGS
 
@@ -72,6 +73,11 @@ def linear_call(op, half, fmt, layout, device, sizes=None, route=top_alpha):
     return given, value
 
 
+def bits(results):
+    """As bytes, on the CPU."""
+    return [each.contiguous().view(torch.uint8).cpu() for each in results]
+
+
 def exact_results(given, value):
     """What an op gives of values (M, E, I) that are exact, on the CPU; zero where it writes nothing."""
     flat = value.flatten(1).float()
@@ -96,6 +102,28 @@ def test_exact_sums(op, fmt, layout, half, device):
     if layout not in SAMPLES[op.name].layouts:
         return
     given, value = linear_call(op, half, fmt, layout, device)
+    for results in by_backend(op, given, device).values():
+        assert_same(results, exact_results(given, value))
+
+
+@by_op
+@pytest.mark.parametrize(("m", "half"), [(24, "gate"), (45, "up")])
+def test_exact_results_of_skewed_routings(op, m, half, device):
+    """To the bit: experts with all tokens and with most of them, beside others with one and with none; of few tokens,
+    and of more than those among which workers look for an expert's own ones by themselves."""
+    for routing, route in SKEWED.items():
+        given, value = linear_call(op, half, NVFP4, "128x4", device, (m, 20, 64, 80), route)
+        want = exact_results(given, value)
+        for name, results in by_backend(op, given, device).items():
+            assert all(map(torch.equal, bits(results), bits(want))), (routing, name)
+
+
+@by_op
+def test_exact_results_of_512_experts_with_tokens(op, device):
+    """As many as there may be; each has tokens, and tokens have 16."""
+    given, value = linear_call(op, "up", NVFP4, "128x4", device, (41, 512, 64, 32), every_alpha)
+    routed = given["routing"] != 0
+    assert routed.any(0).all() and (routed.sum(1) == 16).any()
     for results in by_backend(op, given, device).values():
         assert_same(results, exact_results(given, value))
 

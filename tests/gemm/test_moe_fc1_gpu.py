@@ -7,6 +7,7 @@ import torch
 from expected import assert_same
 from support.cases import defined, named, poisoned, run
 from support.gemm_problems import backend_for
+from support.routings import SKEWED, hot_alpha, zipf_alpha
 from test_moe_fc1 import by_op, exact_results, linear_call
 
 from torch_cute_ops.formats import MXFP4, NVFP4
@@ -16,16 +17,17 @@ from torch_cute_ops.testing.samples._moe_fc2 import dense_alpha, one_expert_alph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
-# M, experts, their width, K, and how tokens are routed: around every bucket's and tile's boundary, with tails of all
+# M, experts, their width, K, and how tokens are routed, in one way or more: around every bucket's and tile's boundary,
+# with tails of all
 CALLS = [
     (1, 1, 64, 256, dense_alpha),
-    (8, 9, 256, 1024, top_alpha),
-    (9, 40, 64, 288, top_alpha),
+    (8, 9, 256, 1024, top_alpha, zipf_alpha),
+    (9, 40, 64, 288, top_alpha, SKEWED["zipf-of-16"]),
     (17, 512, 64, 512, top_alpha),
-    (33, 5, 320, 2048, one_expert_alpha),
+    (33, 5, 320, 2048, one_expert_alpha, hot_alpha),
     (64, 6, 64, 320, dense_alpha),
-    (129, 16, 128, 256, top_alpha),
-    (513, 4, 192, 768, top_alpha),
+    (129, 16, 128, 256, top_alpha, SKEWED["hot-of-16"], SKEWED["top-1"]),
+    (513, 4, 192, 768, top_alpha, zipf_alpha),
 ]
 KINDS = list(itertools.product((NVFP4, MXFP4), ("gate", "up"))) * 2
 """Of the calls: the weight's format, and which half of it the results depend on."""
@@ -59,21 +61,22 @@ def operands_of(op, given):
 def test_every_tactic(op, fmt, half, sizes):
     """Each gives the results bit for bit, in outputs that were poisoned, launch after launch, on data in L2."""
     target = hopper()
-    *shape, route = sizes
-    given, value = linear_call(op, half, fmt, "128x4", target.device, shape, route)
-    sample, want = named(op, given), exact_results(given, value)
-    problem, operands = operands_of(op, given)
-    backend = backend_for("routed", problem)
-    assert backend.reason_unsupported(problem, target) is None
-    tactics = backend.tactics(problem, bucket(shape[0]), target)
-    assert tactics
-    like = run(op, sample)
-    for tactic in tactics:
-        launch = backend.launcher(problem, tactic, target)
-        for _ in range(20):
-            outputs = poisoned(like)
-            launch(*operands, *(outputs if len(outputs) == 2 else (*outputs, None)))
-            assert_same(defined(op, sample, outputs), want)
+    shape, routes = sizes[:4], sizes[4:]
+    for route in routes:
+        given, value = linear_call(op, half, fmt, "128x4", target.device, shape, route)
+        sample, want = named(op, given), exact_results(given, value)
+        problem, operands = operands_of(op, given)
+        backend = backend_for("routed", problem)
+        assert backend.reason_unsupported(problem, target) is None
+        tactics = backend.tactics(problem, bucket(shape[0]), target)
+        assert tactics
+        like = run(op, sample)
+        for tactic in tactics:
+            launch = backend.launcher(problem, tactic, target)
+            for _ in range(20 // len(routes)):
+                outputs = poisoned(like)
+                launch(*operands, *(outputs if len(outputs) == 2 else (*outputs, None)))
+                assert_same(defined(op, sample, outputs), want)
 
 
 @by_op
@@ -86,7 +89,8 @@ def test_a_captured_call_serves_other_routings(op):
     with torch.cuda.graph(graph):
         out = op.function(**mine)
     out = out if isinstance(out, tuple) else (out,)
-    for route in (dense_alpha, one_expert_alpha, top_alpha, lambda m, e, d: torch.zeros(m, e, device=d)):
+    routes = dense_alpha, one_expert_alpha, top_alpha, zipf_alpha, hot_alpha
+    for route in (*routes, lambda m, e, d: torch.zeros(m, e, device=d)):
         other, value = linear_call(op, "up", NVFP4, "128x4", target.device, shape, route)
         for name, tensor in mine.items():
             if isinstance(tensor, torch.Tensor):

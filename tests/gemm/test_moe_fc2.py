@@ -10,6 +10,7 @@ from hypothesis import given as given_by
 from hypothesis import strategies as st
 from support.cases import arguments, is_for_experts, named, op_cases, run
 from support.gemm_problems import HOPPER, fp4_problem
+from support.routings import SKEWED, every_alpha, hot_alpha, powers, zipf_alpha
 from test_fp4_gemm import backends_of, drawn_choices
 
 import torch_cute_ops
@@ -149,6 +150,8 @@ ROUTINGS = {
     "top-2": top_alpha,
     "one-hot": lambda m, experts, device: top_alpha(m, experts, device, 1),
     "one-expert": one_expert_alpha,
+    "zipf": zipf_alpha,
+    "hot": hot_alpha,
     "none": lambda m, experts, device: torch.zeros(m, experts, device=device),
     "of-both-signs": lambda m, experts, device: torch.randn(m, experts, device=device),
     "powers": lambda m, experts, device: 2.0 ** torch.randint(-60, 60, (m, experts), device=device),
@@ -169,6 +172,33 @@ def test_any_size_and_routing(op, data):
     (got,) = run(op, named(op, given))
     assert got.shape == (m, n)
     assert_results((got,), results(given), given)
+
+
+@by_op
+@pytest.mark.parametrize("m", [24, 45])
+def test_exact_sums_of_skewed_routings(op, m, device):
+    """To the bit: experts with all tokens and with most of them, beside others with one and with none; of few tokens,
+    and of more than those among which workers look for an expert's own ones by themselves."""
+    for routing, route in SKEWED.items():
+        alpha = powers(route(m, 20, torch.device(device)))
+        given = integer_call(op, m, 24, 20, 64, NVFP4, "128x4", device, alpha=alpha)
+        (want,) = results(given)
+        a, w, factor = operands(given)
+        assert np.array_equal(want.double().numpy(), np.einsum("mei,nei,me->mn", a, w, factor.astype(float)))
+        for name, got in by_backend(op, given, device).items():
+            assert torch.equal(got.cpu(), want), (routing, name)
+
+
+@by_op
+def test_exact_sums_of_512_experts_with_tokens(op, device):
+    """As many as there may be; each has tokens, and each token has 16."""
+    alpha = powers(every_alpha(41, 512, torch.device(device)))
+    assert (alpha != 0).any(0).all() and ((alpha != 0).sum(1) == 16).all()
+    given = integer_call(op, 41, 8, 512, 64, NVFP4, "128x4", device, alpha=alpha)
+    (want,) = results(given)
+    assert want.any(1).all()
+    for name, got in by_backend(op, given, device).items():
+        assert torch.equal(got.cpu(), want), name
 
 
 def test_experts_are_added_in_ascending_order():

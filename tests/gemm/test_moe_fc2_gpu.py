@@ -5,6 +5,7 @@ import torch
 from expected._moe_fc2 import results
 from support.cases import arguments, named
 from support.gemm_problems import backend_for
+from support.routings import SKEWED, hot_alpha, powers, zipf_alpha
 from test_fp4_gemm_gpu import check_first_rows
 from test_moe_fc2 import SAMPLES, by_format, by_op, integer_call
 
@@ -16,25 +17,21 @@ from torch_cute_ops.testing.samples._moe_fc2 import dense_alpha, one_expert_alph
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 by_backend = pytest.mark.parametrize("name", ["routed", "wgmma", "tcgen05"])
 
-# M, N, experts, their width, and how tokens are routed: around every bucket's and tile's boundary, with tails of all
+# M, N, experts, their width, and how tokens are routed, in one way or more: around every bucket's and tile's boundary,
+# with tails of all
 CALLS = [
     (1, 8, 1, 128, dense_alpha),
-    (8, 200, 9, 256, top_alpha),
-    (9, 72, 40, 128, top_alpha),
+    (8, 200, 9, 256, top_alpha, zipf_alpha),
+    (9, 72, 40, 128, top_alpha, SKEWED["zipf-of-16"]),
     (15, 136, 3, 384, dense_alpha),
     (17, 64, 512, 128, top_alpha),
-    (33, 1160, 5, 512, one_expert_alpha),
+    (33, 1160, 5, 512, one_expert_alpha, hot_alpha),
     (64, 72, 6, 640, dense_alpha),
-    (129, 200, 16, 256, top_alpha),
-    (257, 136, 7, 256, top_alpha),
+    (129, 200, 16, 256, top_alpha, SKEWED["hot-of-16"], SKEWED["top-1"]),
+    (257, 136, 7, 256, top_alpha, zipf_alpha),
     (513, 64, 4, 768, dense_alpha),
     (513, 72, 5, 640, top_alpha),
 ]
-
-
-def powers(alpha):
-    """Factors that are powers of two, where they are not zero."""
-    return torch.where(alpha == 0, alpha, torch.exp2(torch.randint_like(alpha, -2, 3)))
 
 
 def prepared(op, name, m, n, experts, width, route, fmt, layout):
@@ -76,21 +73,22 @@ def gpu_target(op, name):
 @pytest.mark.parametrize("sizes", CALLS, ids=lambda sizes: "-".join(map(str, sizes[:4])))
 def test_every_tactic(op, fmt, name, sizes):
     """Each gives the sums bit for bit, in an output that was poisoned, launch after launch."""
-    width = sizes[3]
+    (m, _, _, width), routes = sizes[:4], sizes[4:]
     if name == "wgmma" and width % 256:
         return
     layout = "linear" if fmt == NVFP4 and width % 256 == 0 else "128x4"
-    operands, want, problem, device = prepared(op, name, *sizes, fmt, layout)
-    target, backend = gpu_target(op, name), backend_for(name, problem)
-    assert backend.reason_unsupported(problem, target) is None
-    tactics = backend.tactics(problem, bucket(sizes[0]), target)
-    assert tactics
-    for tactic in tactics:
-        launch = backend.launcher(problem, tactic, target)
-        for _ in range(5):
-            out = torch.full(want.shape, torch.nan, device=device)
-            launch(*operands, None, None, None, out)
-            assert torch.equal(out.cpu(), want), tactic
+    for route in routes:
+        operands, want, problem, device = prepared(op, name, *sizes[:4], route, fmt, layout)
+        target, backend = gpu_target(op, name), backend_for(name, problem)
+        assert backend.reason_unsupported(problem, target) is None
+        tactics = backend.tactics(problem, bucket(m), target)
+        assert tactics
+        for tactic in tactics:
+            launch = backend.launcher(problem, tactic, target)
+            for _ in range(5):
+                out = torch.full(want.shape, torch.nan, device=device)
+                launch(*operands, None, None, None, out)
+                assert torch.equal(out.cpu(), want), (route, tactic)
 
 
 @by_op
@@ -124,7 +122,8 @@ def test_a_captured_call_serves_other_routings(op, name):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = op.function(*args, **kwargs)
-    for route in (dense_alpha, one_expert_alpha, top_alpha, lambda m, e, d: torch.zeros(m, e, device=d)):
+    routes = dense_alpha, one_expert_alpha, top_alpha, zipf_alpha, hot_alpha
+    for route in (*routes, lambda m, e, d: torch.zeros(m, e, device=d)):
         others, want, *_ = prepared(op, name, 40, 136, 12, 256, route, NVFP4, "128x4")
         for mine, other in zip((a, w, a_scale, w_scale, alpha), others, strict=True):
             if mine is not None:

@@ -51,8 +51,11 @@ def routed(routing: str, m: int, experts: int) -> torch.Tensor:
     weights = torch.randn(m, experts)
     if routing == "one":
         weights = weights * (torch.arange(experts) == 1)
-    if routing == "few":
-        chosen = torch.zeros(m, experts).scatter(1, torch.rand(m, experts).topk(min(2, experts)).indices, 1.0)
+    if routing in ("few", "hot"):
+        keys = torch.rand(m, experts)
+        if routing == "hot":
+            keys[:, 1] = 2.0  # of each token
+        chosen = torch.zeros(m, experts).scatter(1, keys.topk(min(2, experts)).indices, 1.0)
         weights = weights * chosen
         weights[0] = torch.where(chosen[0] > 0, torch.nan, -0.0)
     return weights
@@ -195,7 +198,7 @@ GATED = [
     ),
     Gated(
         gated(BF16, MXFP4, "128x4", "128x4", 128, 24, 64, finish=(MXFP4, TILED, "expert_half", FP32, None, True)),
-        *(33, 576, 3, 64, "few", 2, 3),
+        *(33, 576, 3, 64, "hot", 2, 3),
     ),
     Gated(
         gated(FP16, NVFP4, "linear", "linear", 64, 24, 32, finish=(NVFP4, LINEAR, None, FP32, "one", True)),

@@ -458,7 +458,10 @@ def routed(routing: str, m: int, experts: int) -> torch.Tensor:
         return alpha * (torch.arange(experts) == experts - 1)
     if routing in ("even", "odd"):
         return alpha * (torch.arange(experts) % 2 == ("even", "odd").index(routing))
-    chosen = torch.zeros(m, experts).scatter(1, torch.rand(m, experts).topk(min(2, experts)).indices, 1.0)
+    keys = torch.rand(m, experts)
+    if routing == "hot":
+        keys[:, experts // 4] = 2.0  # of each token, but one
+    chosen = torch.zeros(m, experts).scatter(1, keys.topk(min(2, experts)).indices, 1.0)
     chosen[m // 2] = 0.0
     return alpha * chosen
 
@@ -467,7 +470,7 @@ EXPERTS = [
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 16, BF16), 5, 72, 6, 64, "few", None),
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "8x4", 8, 16, FP32), 20, 136, 5, 320, "few"),
     Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 64, FP32), 40, 200, 3, 512, "dense", 1),
-    Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 8, 64, FP16), 33, 72, 9, 128, "few", 2),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 8, 64, FP16), 33, 72, 9, 128, "hot", 2),
     Experts(ExpertsCase(FP16, NVFP4, "linear", "linear", 24, 32, FP32), 70, 64, 2, 256, "one", 3),
     Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 16, 64, BF16), 3, 8, 33, 128, "few", 4),
     Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 24, 512, FP32), 30, 72, 3, 768, "dense", 5),
