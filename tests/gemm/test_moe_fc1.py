@@ -7,14 +7,15 @@ from expected import _moe_fc1 as expected
 from expected import assert_same
 from hypothesis import given as given_by
 from hypothesis import strategies as st
+from support.cancelling import cancelling_matrix
 from support.cases import arguments, call_out, named, op_cases, poisoned, run
-from support.routings import SKEWED, every_alpha
+from support.routings import SKEWED, every_alpha, hot_alpha
 from test_fp4_gemm import backends_of
 from test_moe_fc2 import ROUTINGS
 
 import torch_cute_ops
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
-from torch_cute_ops.formats.scale_layout import to_linear
+from torch_cute_ops.formats.scale_layout import from_linear, to_linear, weight_layout
 from torch_cute_ops.testing.samples import moe_fc1_fp4, moe_fc1_fp4_weight_only
 from torch_cute_ops.testing.samples._fp4_gemm import POWERS
 from torch_cute_ops.testing.samples._moe_fc2 import top_alpha
@@ -71,6 +72,30 @@ def linear_call(op, half, fmt, layout, device, sizes=None, route=top_alpha):
     assert value.abs().max() > 100 or not routing.any()
     assert torch.equal(value.float().double(), value)
     return given, value
+
+
+def cancelling_call(op, device, m, experts, width, k, fmt, layout, route, power=5):
+    """Arguments with which the order of the sums over k shows in the results: see ``cancelling_matrix``."""
+    device, ways = torch.device(device), SCALE_LAYOUTS[layout]
+    a, a_scale = cancelling_matrix(m, k, fmt, power, takes_away=False, device=device)
+    w, w_scale = cancelling_matrix(experts * 2 * width, k, fmt, power, takes_away=True, device=device)
+    finish = {
+        # What is left of the products becomes some units large.
+        "alpha": torch.full((experts, 2), 2.0 ** (2 * power - 6), device=device),
+        "bias": torch.randn(experts, 2 * width, device=device),
+        "routing": route(m, experts, device),
+    }
+    sizes = (m, experts * width, k, fmt, layout, device)
+    given = arguments(op, SAMPLES[op.name].sample("", *sizes, experts=experts, **finish))
+    given["w"].copy_(w.view(given["w"].shape))
+    given["w_scale"].view(torch.uint8).copy_(from_linear(w_scale, weight_layout(ways)).view(given["w_scale"].shape))
+    if "a_scale" in given:
+        given["a"].copy_(a)
+        given["a_scale"].view(torch.uint8).copy_(from_linear(a_scale, ways))
+    else:
+        scales = a_scale.view(fmt.scale_dtype)
+        given["a"] = torch_cute_ops.fp4_dequantize(a, scales, block_size=fmt.block_size, scale_layout="linear")
+    return given
 
 
 def bits(results):
@@ -201,6 +226,26 @@ def test_a_nan_of_the_routing_is_routed(op, device):
         nan = given | {"routing": torch.full((5, 2), torch.nan, device=device), "backend": name}
         for got, one in zip(run(op, named(op, nan)), want, strict=True):
             assert torch.equal(got.view(torch.uint8), one.view(torch.uint8)), name
+
+
+# Rows
+
+
+@by_op
+@by_format
+def test_rows_do_not_see_each_other(op, fmt, device):
+    """A row has the same bits alone, and among rows of which more are routed to its experts, in several chunks of k:
+    experts have 9 tokens or more, and one has them all."""
+    power = 5 if fmt == NVFP4 else 13
+    given = cancelling_call(op, device, 64, 3, 64, 1024, fmt, "linear", hot_alpha, power)
+    tokens = (given["routing"] != 0).sum(0)
+    assert tokens.max() == 64 and tokens.min() > 8
+    for name, results in by_backend(op, given, device).items():
+        assert results[0].view(torch.uint8).unique().numel() > 50
+        for row in (0, 20, 63):
+            own = {key: given[key][row : row + 1] for key in ("a", "a_scale", "routing") if key in given}
+            alone = run(op, named(op, given | own | {"backend": name}))
+            assert all(map(torch.equal, bits(alone), bits(each[row : row + 1] for each in results))), (name, row)
 
 
 # The layer

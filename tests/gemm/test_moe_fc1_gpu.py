@@ -8,9 +8,10 @@ from expected import assert_same
 from support.cases import defined, named, poisoned, run
 from support.gemm_problems import backend_for
 from support.routings import SKEWED, hot_alpha, zipf_alpha
-from test_moe_fc1 import by_op, exact_results, linear_call
+from test_moe_fc1 import by_op, cancelling_call, exact_results, linear_call
 
-from torch_cute_ops.formats import MXFP4, NVFP4
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.formats.scale_layout import to_linear
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.select import target_of
 from torch_cute_ops.testing.samples._moe_fc2 import dense_alpha, one_expert_alpha, top_alpha
@@ -26,7 +27,7 @@ CALLS = [
     (17, 512, 64, 512, top_alpha),
     (33, 5, 320, 2048, one_expert_alpha, hot_alpha),
     (64, 6, 64, 320, dense_alpha),
-    (129, 16, 128, 256, top_alpha, SKEWED["hot-of-16"], SKEWED["top-1"]),
+    (129, 16, 128, 1280, top_alpha, SKEWED["hot-of-16"], SKEWED["top-1"]),
     (513, 4, 192, 768, top_alpha, zipf_alpha),
 ]
 KINDS = list(itertools.product((NVFP4, MXFP4), ("gate", "up"))) * 2
@@ -77,6 +78,35 @@ def test_every_tactic(op, fmt, half, sizes):
                 outputs = poisoned(like)
                 launch(*operands, *(outputs if len(outputs) == 2 else (*outputs, None)))
                 assert_same(defined(op, sample, outputs), want)
+
+
+@by_op
+def test_rows_do_not_depend_on_others(op):
+    """On one tactic, with sums that are rounded, and differ from those of tactics that add in another order; nor do
+    they change from call to call. Kernels are those of a call of ``test_every_tactic``."""
+    target = hopper()
+    m, experts, width, k = CALLS[6][:4]
+    given = cancelling_call(op, target.device, m, experts, width, k, MXFP4, "128x4", hot_alpha)
+    problem, (a, w, a_scale, w_scale, alpha, bias, routing, *rest) = operands_of(op, given)
+    backend = backend_for("routed", problem)
+    like, layout = run(op, named(op, given)), SCALE_LAYOUTS["128x4"]
+    sums = set()
+    for tactic in backend.tactics(problem, bucket(m), target):
+        launch = backend.launcher(problem, tactic, target)
+        every = []
+        for rows in (m, m, 33, 1):
+            # The scales of the first rows are the first tile, and come first in it.
+            lines = layout.padded_rows(rows)
+            outputs = poisoned([like[0][:rows], *(scale[:lines] for scale in like[1:])])
+            operands = a[:rows], w, None if a_scale is None else a_scale[:lines], w_scale, alpha, bias, routing[:rows]
+            launch(*operands, *rest, *(outputs if len(outputs) == 2 else (*outputs, None)))
+            y, *scales = (output.view(torch.uint8) for output in outputs)
+            every.append([y, *(to_linear(scale, layout, rows, experts * width // 32) for scale in scales)])
+        for whole, again, some, one in zip(*every, strict=True):
+            assert torch.equal(whole, again), tactic
+            assert torch.equal(whole[:33], some) and torch.equal(whole[:1], one), tactic
+        sums.add(b"".join(each.cpu().numpy().tobytes() for each in every[0]))
+    assert len(sums) > 1
 
 
 @by_op

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from ptx import EmulationError, run_kernel
+from support.cancelling import cancelling_matrix
 from support.emulated import CPU, HOPPER, PASSED, POISON, WAIT, changed, poisoned
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, GatedExpertsCase
@@ -322,6 +323,54 @@ def test_silu_and_nan() -> None:
     assert torch.equal(codes, want) and torch.equal(scales.view(torch.uint8), want_scales)
     assert (codes[2] == 0).all() and (to_linear(scales, TILED, 4, 8)[2].view(torch.uint8) == 0x7F).all()
     assert len(want[:2].unique()) > 50
+
+
+# Rows of a slice, tokens of a unit and parts of k, of warpgroups; and the result
+UNITS = [(128, 16, 4, (NVFP4, TILED)), (64, 24, 2, (BF16, None))]
+MORE_UNITS = [
+    (128, 24, 4, (NVFP4, TILED)),
+    (128, 32, 4, (BF16, None)),
+    (256, 16, 4, (BF16, None)),
+    (256, 24, 4, (NVFP4, TILED)),
+]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "units" in metafunc.fixturenames:
+        cases = UNITS + (MORE_UNITS if metafunc.config.getoption("more_emulated") else [])
+        metafunc.parametrize("units", cases, ids=lambda case: "-".join(map(str, case[:3])))
+
+
+def test_results_do_not_depend_on_other_tokens_of_a_unit(units: tuple[Any, ...]) -> None:
+    """Bit for bit, where the order of the sums shows: of a token of a full unit, and of one that the unit behind it has
+    to itself, each the same as beside the other alone. Chunks of k and its parts are several, and workers share a
+    task."""
+    rows, group, parts, out = units
+    m, k, columns = group + 1, 1280, max(64, rows // 2)
+    tile = 32 if m <= 32 else 64
+    case = gated(BF16, NVFP4, "128x4", None, rows, group, tile, finish=(*out, "expert", None, None), parts=parts)
+    some = Gated(case, m, k, 1, columns, "dense", 3)
+    given = cancelling(some)
+    chosen = [1, group]
+    alone = given._replace(a=given.a[chosen], routing=given.routing[chosen])
+    among, both = results(some, given), results(some._replace(m=2, workers=1, seed=1), alone)
+    assert torch.equal(among[0][chosen], both[0])
+    assert among[0][chosen].unique().numel() > 30
+    if among[1] is not None:
+        scales = [to_linear(scale, out[1], len(y), columns // 16) for y, scale in (among, both)]
+        assert torch.equal(scales[0][chosen].view(torch.uint8), scales[1].view(torch.uint8))
+
+
+def cancelling(one: Gated) -> Operands:
+    """Operands of which the order of the sums over k shows in the results; activations are not in FP4."""
+    torch.manual_seed(one.k + one.m)
+    fmt, layout = one.case.format, SCALE_LAYOUTS[one.case.layout]
+    codes, scale = cancelling_matrix(one.m, one.k, fmt, 5, takes_away=False)
+    a = decoded(codes, scale.view(fmt.scale_dtype), fmt, "linear").to(one.case.dtype)
+    b, b_scale = cancelling_matrix(one.experts * 2 * one.columns, one.k, fmt, 5, takes_away=True)
+    alpha = torch.full((one.experts,), 2.0**4)
+    routing = routed(one.routing, one.m, one.experts)
+    return Operands(routing, a, None, b, from_linear(b_scale, layout), alpha, None, None)
 
 
 @pytest.mark.parametrize("parts", [1, 4])
