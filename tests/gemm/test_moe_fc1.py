@@ -209,12 +209,67 @@ def test_what_is_not_routed_is_not_written(op, fmt, layout, device):
 @by_op
 def test_a_reference_that_computes_every_row_gives_the_same(op, monkeypatch):
     """As on a GPU, where it cannot ask which rows are routed: what is not a number there is left out."""
-    given = arguments(op, SAMPLES[op.name].poisoned("", 9, 192, 128, NVFP4, "128x4", CPU))
+    given, terms = call_with_terms(op, "half", CPU)
+    given |= {name: changed_at(term, 0, torch.nan) for name, term in terms.items() if name != "global_scale"}
     want = op.reference(**given)
     monkeypatch.setattr("torch_cute_ops.reference.moe_fc1_fp4.rows_of", lambda routed: slice(None))
     got = op.reference(**given)
     for one, other in zip(*(each if isinstance(each, tuple) else (each,) for each in (got, want)), strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@by_op
+@pytest.mark.parametrize("alpha", ["expert", "half"])
+def test_terms_of_an_expert_without_tokens_may_be_anything(op, alpha, device):
+    """NaN in its factor, bias and global scale, beside NaN in the scales of its weight: results are those of a call
+    with ones in their place."""
+    given, terms = call_with_terms(op, alpha, device)
+    poison, clean = ({name: changed_at(term, 0, value) for name, term in terms.items()} for value in (torch.nan, 1.0))
+    assert not given["routing"][:, 0].any() and all(term[0].isnan().all() for term in poison.values())
+    want = expected.results(given | clean)
+    of_clean = by_backend(op, given | clean, device)
+    for name, results in by_backend(op, given | poison, device).items():
+        expected.assert_results(results, want, given | clean)
+        assert all(map(torch.equal, bits(results), bits(of_clean[name]))), name
+
+
+@by_op
+@pytest.mark.parametrize("alpha", ["expert", "half"])
+def test_nan_terms_stay_with_their_expert(op, alpha, device):
+    """The same NaN of an expert with tokens is in their results of this expert, and nowhere else."""
+    given, terms = call_with_terms(op, alpha, device)
+    routed = (given["routing"] != 0).cpu()
+    for which in terms:
+        for name, results in by_backend(op, given | {which: changed_at(terms[which], 1, torch.nan)}, device).items():
+            if "a_scale" in given:
+                scale = to_linear(results[1].cpu(), SCALE_LAYOUTS[given["scale_layout"]], 9, 3 * 64 // 16)
+                nan = (scale.view(torch.uint8) == 0x7F).unflatten(1, (3, -1))
+            else:
+                nan = results[0].isnan().cpu().unflatten(1, (3, -1))
+            assert nan[routed[:, 1], 1].all() and not nan[~routed[:, 1], 1].any(), (which, name)
+            assert not nan[:, [0, 2]].any(), (which, name)
+
+
+def call_with_terms(op, alpha, device):
+    """A call whose first expert has no tokens, with the scales of its weight NaN; and what each expert's sums and
+    results are finished with, by name, which the call has."""
+    (m, n, k), device = (9, 3 * 64, 128), torch.device(device)
+    terms = {
+        "alpha": torch.rand((3,) if alpha == "expert" else (3, 2), device=device) / 64 + 2.0**-7,
+        "bias": torch.randn(3, 128, device=device),
+    }
+    if SAMPLES[op.name].has_a_scale:
+        terms["global_scale"] = torch.rand(3, device=device) * 40 + 1
+    given = arguments(op, SAMPLES[op.name].poisoned("", m, n, k, NVFP4, "128x4", device, **terms))
+    given["routing"][0, 1:] = 0.5  # both others have a token
+    return given, terms
+
+
+def changed_at(terms, expert, value):
+    """A copy with ``value`` for the expert."""
+    terms = terms.clone()
+    terms[expert] = value
+    return terms
 
 
 @by_op

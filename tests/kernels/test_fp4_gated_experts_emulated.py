@@ -76,7 +76,7 @@ class Operands(NamedTuple):
 
 
 def operands(one: Gated, is_exact: bool = True) -> Operands:
-    """Random ones; sums are exact, or any numbers."""
+    """Random ones; sums are exact, or any numbers. The terms of experts without tokens are NaN."""
     torch.manual_seed(one.k + one.m)
     case, finish = one.case, fp4_gated_experts.Finish(*one.case.finish)
     m, k, experts, columns = one.m, one.k, one.experts, one.columns
@@ -95,6 +95,9 @@ def operands(one: Gated, is_exact: bool = True) -> Operands:
         bias = (torch.randn(experts, 2 * columns) * 8).to(finish.bias_dtype)
     if finish.global_scale is not None:
         scale = torch.randint(1, 5, (experts,) if finish.global_scale == "expert" else (1,)) / 4
+    for terms in (alpha, bias, scale):
+        if terms is not None and len(terms) == experts:
+            terms[(routing == 0).all(0)] = torch.nan
     return Operands(routing, a, a_scale, b, b_scale, alpha, bias, scale)
 
 
@@ -190,7 +193,7 @@ GATED = [
         *(5, 1120, 3, 64, "few", 3),
     ),
     Gated(
-        gated(FP16, NVFP4, "128x4", "8x4", 32, 8, 16, finish=(NVFP4, SMALL, "expert", None, None, True)),
+        gated(FP16, NVFP4, "128x4", "8x4", 32, 8, 16, finish=(NVFP4, SMALL, "expert", None, "expert", True)),
         *(1, 2080, 35, 64, "few", 5, 1),
     ),
     Gated(

@@ -516,7 +516,7 @@ def poison_scales(scale: torch.Tensor, fmt: FP4Format, layout: str, counts: torc
 
 def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernels leave in their output, and the reference's sums. What a factor of zero leaves out is NaN: of
-    activations, and of the weights of experts that no token has."""
+    activations, and of the weights and biases of experts that no token has."""
     torch.manual_seed(one.n)
     case, k = one.case, one.experts * one.width
     by_warpgroups = isinstance(case, WgmmaCase)
@@ -545,6 +545,7 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
         bias_dtype = kernel.config.bias_dtype
         if bias_dtype is not None:
             bias = torch.randint(-50, 51, (one.experts, one.n)).to(bias_dtype)
+            bias[(alpha == 0).all(0)] = torch.nan
         workers = kernel.config.workers(one.n, one.workers)
         workspace = poisoned(kernel.config.workspace_bytes(one.m, one.experts, workers), dtype=torch.uint8)
         given = fp4_experts.Arguments(a, a_scale, b.t(), scale, factors, bias, out, workspace, workers)
