@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,9 @@ from transformers import (
 
 from torch_cute_ops import checkpoint
 from torch_cute_ops.integrations import transformers as integration
-from torch_cute_ops.nn import QuantExperts, QuantLinear, merge_, quantize_, warmup
+from torch_cute_ops.nn import NVFP4Linear, QuantExperts, QuantLinear, merge_, quantize_, warmup
 
+Tensors = dict[str, torch.Tensor]
 SIZES = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -84,6 +86,14 @@ def saved(config, path: Path, scheme: str = "nvfp4", style: str = "modelopt") ->
                 twin.layer = layer
                 parent.add_module(name, twin)
     return model
+
+
+def rewrite(path: Path, change: Callable[[Tensors], Tensors]) -> None:
+    """Change the tensors of a checkpoint."""
+    from safetensors.torch import load_file, save_file
+
+    file = path / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
 
 
 def round_activations(twin: nn.Module) -> None:
@@ -350,11 +360,8 @@ def test_models_with_experts(name, scheme, style, tmp_path, device):
 
 def with_a_layer_for_further_tokens(path: Path) -> None:
     """As DeepSeek-V3's checkpoints have it, and transformers' model does not."""
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(path / "model.safetensors")
-    tensors["model.layers.61.eh_proj.weight"] = torch.zeros(128, 256).bfloat16()
-    save_file(tensors, path / "model.safetensors")
+    more = {"model.layers.61.eh_proj.weight": torch.zeros(128, 256).bfloat16()}
+    rewrite(path, lambda tensors: tensors | more)
 
 
 def generates_whole(model: nn.Module, op: str, count: int) -> None:
@@ -450,15 +457,30 @@ def test_device_maps():
 
 
 def test_a_scale_that_is_missing(tmp_path, registered):
-    from safetensors.torch import load_file, save_file
-
     saved(CONFIGS["llama"], tmp_path / "x")
-    file = tmp_path / "x" / "model.safetensors"
-    tensors = load_file(file)
-    del tensors["model.layers.1.mlp.up_proj.weight_scale_2"]
-    save_file(tensors, file, metadata={"format": "pt"})
+    lost = "model.layers.1.mlp.up_proj.weight_scale_2"
+    rewrite(tmp_path / "x", lambda tensors: {key: each for key, each in tensors.items() if key != lost})
     with pytest.raises(ValueError, match=r"has no model\.layers\.1\.mlp\.up_proj\.weight_scale_2"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "x")
+
+
+def quantised_head(path: Path) -> None:
+    """Put the tensors of a quantised ``lm_head`` into a checkpoint."""
+    head = NVFP4Linear.from_float(nn.Linear(SIZES["hidden_size"], SIZES["vocab_size"], bias=False).bfloat16())
+    own = {f"lm_head.{key}": each for key, each in head.state_dict().items()}
+    rewrite(path, lambda tensors: tensors | own)
+
+
+def test_a_quantised_head_of_a_tied_model(tmp_path, registered):
+    """Refused, as by our own; read where the model does not tie it."""
+    for name in ("llama", "llama-tied"):
+        saved(CONFIGS[name], tmp_path / name)
+        rewrite(tmp_path / name, lambda tensors: {key: tensors[key] for key in tensors if key != "lm_head.weight"})
+        quantised_head(tmp_path / name)
+    for load in (AutoModelForCausalLM.from_pretrained, integration.from_pretrained):
+        with pytest.raises(ValueError, match=r"lm_head\.\w+ in .* is quantised, but lm_head shares its weight"):
+            load(tmp_path / "llama-tied")
+        assert isinstance(load(tmp_path / "llama").lm_head, NVFP4Linear)
 
 
 # Random weights

@@ -138,12 +138,19 @@ class Loader:
             raise ValueError(f"on the meta device, and in no checkpoint: {_listed(lost)}; make them on a real device")
 
     def quantised_modules(self) -> dict[str, nn.Module]:
-        """The linear layers and experts of the model, as it is now, that are quantised in the checkpoint."""
+        """The linear layers and experts of the model, as it is now, that are quantised in the checkpoint.
+
+        Raises:
+            ValueError: for one that shares its weight with another module.
+        """
         found: dict[str, nn.Module] = {}
         for name, module in self.model.named_modules():
             experts = float_experts(module)
             if type(module) is nn.Linear:
-                is_quantised = any(self._is_quantised(source) for source in self.sources(name))
+                sources = self.sources(name)
+                is_quantised = any(self._is_quantised(source) for source in sources)
+                if is_quantised:
+                    self._refuse_tied(name, module, sources)
             elif experts is not None:
                 prefix = f"{self.stored(name)}."
                 is_quantised = any(
@@ -176,10 +183,7 @@ class Loader:
         if len(quantised) < len(sources):
             others = sorted({*sources} - {*quantised})
             raise ValueError(f"{name} merges {', '.join(quantised)}, quantised, and {', '.join(others)}, not")
-        if module in self.tied:
-            raise ValueError(
-                f"{self._describe(sources[0])} is quantised, but {name} shares its weight with another module"
-            )
+        self._refuse_tied(name, module, sources)
         device = self._device_of(module.weight)
         bias_dtype = None if module.bias is None else module.bias.dtype
         layers = []
@@ -199,6 +203,13 @@ class Loader:
                 f"{self._describe(sources[0])} has N, K and whether there is a bias {got}; expected {want}, of {name}"
             )
         _names.replace(self.model, module, layer)
+
+    def _refuse_tied(self, name: str, module: nn.Module, sources: Sequence[str]) -> None:
+        if module in self.tied:
+            raise ValueError(
+                f"{self._describe(sources[0])} is quantised, but {name} shares its weight with another module; "
+                "expected a weight that is not quantised, or a model that does not tie it (tie_word_embeddings=False)"
+            )
 
     def stored(self, name: str) -> str:
         """What the checkpoint calls what the model calls ``name``."""

@@ -128,6 +128,8 @@ class CuteQuantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ())}
         with Files(self.folder) as files:
             loader = self._loader(model, files)
+            # Transformers ties weights after it has loaded them.
+            loader.tied |= {model.get_submodule(name.rpartition(".")[0]) for name in _tied_parameters(model)}
             for name, module in loader.quantised_modules().items():
                 self.pending[name] = _Pending(module)
                 for each in {name, loader.stored(name)}:
@@ -174,6 +176,12 @@ class _Pending(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.__dict__["module"] = module  # no submodule, so that its tensors are not looked for
+
+
+def _tied_parameters(model: Any) -> set[str]:
+    """The parameters that transformers will make one with others, and those others."""
+    pairs: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    return {*pairs, *pairs.values()}
 
 
 def _one_device(device_map: Any) -> torch.device:
