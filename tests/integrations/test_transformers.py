@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -481,6 +482,70 @@ def test_a_quantised_head_of_a_tied_model(tmp_path, registered):
         with pytest.raises(ValueError, match=r"lm_head\.\w+ in .* is quantised, but lm_head shares its weight"):
             load(tmp_path / "llama-tied")
         assert isinstance(load(tmp_path / "llama").lm_head, NVFP4Linear)
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+loaders = pytest.mark.parametrize("load", [AutoModelForCausalLM.from_pretrained, integration.from_pretrained])
+
+
+def refused(load, path: Path, change: Callable[[Tensors], Tensors], message: str) -> None:
+    kept = (path / "model.safetensors").read_bytes()
+    rewrite(path, change)
+    with pytest.raises(ValueError, match=message):
+        load(path)
+    (path / "model.safetensors").write_bytes(kept)
+
+
+def without(prefix: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: each for name, each in tensors.items() if not name.startswith(prefix)}
+
+
+@loaders
+def test_incomplete_checkpoints(load, tmp_path, registered):
+    """No weight is random."""
+    saved(CONFIGS["qwen2"], tmp_path / "x")
+    for lost in (f"{Q_PROJ}.", "lm_head.", f"{Q_PROJ}.weight"):  # of the last, the bias is left
+        refused(load, tmp_path / "x", without(lost), rf"has no .*{re.escape(lost.rpartition('.')[0])}")
+    moe_saved(MOE["mixtral"], tmp_path / "y", "nvfp4", "modelopt")
+    refused(load, tmp_path / "y", without("model.layers.1.block_sparse_moe.experts."), r"has no .*layers\.1\..*experts")
+    refused(load, tmp_path / "y", without("model.layers.1.block_sparse_moe.experts.2.w3."), r"experts\.2\.w3")
+
+
+@loaders
+def test_surplus_tensors(load, tmp_path, registered):
+    """Of a layer, and of experts that the configuration does not have."""
+    saved(CONFIGS["llama"], tmp_path / "x")
+    for name, message in (("pre_quant_scale", "is unknown to modelopt nvfp4"), ("lora.weight", "")):
+        more = {f"{Q_PROJ}.{name}": torch.ones(128)}
+        refused(load, tmp_path / "x", lambda tensors, more=more: tensors | more, rf"{re.escape(name)} in .*{message}")
+    moe_saved(MOE["mixtral"], tmp_path / "y", "nvfp4", "modelopt")
+
+    def with_a_fifth(tensors: Tensors) -> Tensors:
+        return tensors | {name.replace(".experts.3.", ".experts.4."): each.clone() for name, each in tensors.items()}
+
+    refused(load, tmp_path / "y", with_a_fifth, r"model has no place for \S+experts\.4\.\S+ in .*safetensors")
+
+
+@loaders
+def test_scales_of_the_kv_cache(load, tmp_path, registered, caplog):
+    saved(CONFIGS["llama"], tmp_path / "x")
+    want = logits(load(tmp_path / "x"))
+    names = ("model.layers.0.self_attn.k_proj.k_scale", "model.layers.1.self_attn.v_scale")
+    rewrite(tmp_path / "x", lambda tensors: tensors | {name: torch.ones(()) for name in names})
+    with pytest.warns(UserWarning, match=f"KV cache are not used: {', '.join(map(re.escape, names))}"):
+        assert torch.equal(logits(load(tmp_path / "x")), want)
+    assert not caplog.text
+
+
+def test_names_that_transformers_changes(tmp_path, registered):
+    """A layer that is not quantised, under another name in the checkpoint."""
+    saved(CONFIGS["llama"], tmp_path / "x")
+    want = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "x"))
+    rewrite(
+        tmp_path / "x",
+        lambda tensors: {name.replace("lm_head", "model.lm_head"): each for name, each in tensors.items()},
+    )
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "x")), want)
 
 
 # Random weights

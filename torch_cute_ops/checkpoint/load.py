@@ -117,17 +117,11 @@ class Loader:
                 self._load_own(name, module)
         missing = [name for key, name in self.missing if key not in self.filled]
         if missing:
-            raise ValueError(f"{self.files.path} has no {_listed(missing)}")
-        kv_scales = {name for name in self.files.file_of if name.rpartition(".")[2] in KV_SCALES}
-        if kv_scales:
-            warnings.warn(f"scales of the KV cache are not used: {_listed(sorted(kv_scales))}", stacklevel=4)
-        left = [
-            name
-            for name in self.files.file_of
-            if name not in self.used | kv_scales and not any(_names.fits(name, pattern) for pattern in ignore)
-        ]
-        if left:
-            raise ValueError(f"the model has no place for {_listed([self.files.describe(name) for name in left])}")
+            raise ValueError(f"{self.files.path} has no {listed(missing)}")
+        self.warn_of_kv_scales(stacklevel=5)
+        self.refuse_unused(
+            name for name in self.files.file_of if not any(_names.fits(name, pattern) for pattern in ignore)
+        )
         lost = [
             f"{name}.{key}".lstrip(".")
             for name, module in self.model.named_modules()
@@ -135,7 +129,33 @@ class Loader:
             if tensor is not None and tensor.is_meta
         ]
         if lost:
-            raise ValueError(f"on the meta device, and in no checkpoint: {_listed(lost)}; make them on a real device")
+            raise ValueError(f"on the meta device, and in no checkpoint: {listed(lost)}; make them on a real device")
+
+    def warn_of_kv_scales(self, stacklevel: int) -> None:
+        """Say which scales of the KV cache there are, if any."""
+        kv_scales = sorted(name for name in self.files.file_of if name.rpartition(".")[2] in KV_SCALES)
+        if kv_scales:
+            warnings.warn(f"scales of the KV cache are not used: {listed(kv_scales)}", stacklevel=stacklevel)
+
+    def refuse_unused(self, names: Iterable[str]) -> None:
+        """Raise a ``ValueError`` for tensors of the checkpoint among these that nothing has been loaded from, but for
+        scales of the KV cache."""
+        left = [name for name in names if name not in self.used and name.rpartition(".")[2] not in KV_SCALES]
+        if left:
+            raise ValueError(f"the model has no place for {listed([self.files.describe(name) for name in left])}")
+
+    def absent_modules(self) -> list[str]:
+        """The linear layers and experts of the model that the checkpoint has no weight of, but for layers that share
+        theirs with another module."""
+        modules = {parent for name in self.files.file_of for parent in _names.parents(name)}
+
+        def is_absent(name: str, module: nn.Module) -> bool:
+            if type(module) is nn.Linear:
+                found = set[str]().union(*map(self.files.suffixes, self.sources(name)))
+                return module not in self.tied and not found - {"bias"} - KV_SCALES
+            return float_experts(module) is not None and self.stored(name) not in modules
+
+        return [name for name, module in self.model.named_modules() if is_absent(name, module)]
 
     def quantised_modules(self) -> dict[str, nn.Module]:
         """The linear layers and experts of the model, as it is now, that are quantised in the checkpoint.
@@ -268,7 +288,7 @@ class Loader:
                 return
             if len(quantised) < len(every):
                 others = sorted({*every} - {*quantised})
-                raise ValueError(f"{self._describe(quantised[0])} is quantised, and {_listed(others)} not")
+                raise ValueError(f"{self._describe(quantised[0])} is quantised, and {listed(others)} not")
             new = self._read_experts(given, layers)
         gate_up, down = new
         if given.swiglu is None:
@@ -421,6 +441,7 @@ class Loader:
         return self.device or (torch.device("cpu") if tensor.is_meta else tensor.device)
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The names, or the first of them, for messages."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{', '.join(names[:SHOWN])}{more}"

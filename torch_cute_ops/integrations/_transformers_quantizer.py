@@ -2,19 +2,22 @@
 
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from torch_cute_ops.checkpoint._files import Files
-from torch_cute_ops.checkpoint.load import Loader
+from torch_cute_ops.checkpoint._layers import KV_SCALES
+from torch_cute_ops.checkpoint.load import Loader, listed
 from torch_cute_ops.checkpoint.spec import read_spec, spec_of
 from torch_cute_ops.nn import _names, merge_
 from torch_cute_ops.nn._base import Activations
@@ -113,6 +116,7 @@ class CuteQuantizer(HfQuantizer):
         self.pending: dict[str, _Pending] = {}
         self.device = torch.device("cpu")
         self.folder = Path()
+        self.unused: tuple[str, ...] = ()
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Refuse what cannot be."""
@@ -125,15 +129,17 @@ class CuteQuantizer(HfQuantizer):
         if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
             raise ValueError(f"CuteQuantizer: the checkpoint's files are {checkpoint_files}; expected safetensors")
         self.folder, self.device = Path(checkpoint_files[0]).parent, _one_device(device_map)
-        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ())}
+        self.unused = tuple(model._keys_to_ignore_on_load_unexpected or ())
+        ignored = {*self.unused, *(rf"\.{name}$" for name in KV_SCALES)}
         with Files(self.folder) as files:
             loader = self._loader(model, files)
             # Transformers ties weights after it has loaded them.
             loader.tied |= {model.get_submodule(name.rpartition(".")[0]) for name in _tied_parameters(model)}
             for name, module in loader.quantised_modules().items():
                 self.pending[name] = _Pending(module)
-                for each in {name, loader.stored(name)}:
-                    model._keys_to_ignore_on_load_unexpected.add(rf"^{re.escape(each)}\.")
+                ignored |= {rf"^{re.escape(each)}\." for each in (name, loader.stored(name))}
+            _refuse_absent(model, loader)
+        model._keys_to_ignore_on_load_unexpected = ignored
         for pending in self.pending.values():
             _names.replace(model, pending.module, pending)
 
@@ -144,10 +150,20 @@ class CuteQuantizer(HfQuantizer):
             loader = self._loader(model, files)
             for name, pending in tqdm([*self.pending.items()], desc="Loading quantised layers", unit="module"):
                 loader.load_module(name, pending.module)
+            loader.warn_of_kv_scales(stacklevel=6)
+            loader.refuse_unused(self._tensors_of_pending(loader))
         self.pending.clear()
         if self.merge:
             merge_(model)
         return model.requires_grad_(False)
+
+    def _tensors_of_pending(self, loader: Loader) -> Iterator[str]:
+        """The tensors that transformers has not looked at, but for those that the model says it has no use for."""
+        modules = {each for name in self.pending for each in (name, loader.stored(name))}
+        for name in loader.files.file_of:
+            is_unused = any(re.search(pattern, name) for pattern in self.unused)
+            if not is_unused and not modules.isdisjoint(_names.parents(name)):
+                yield name
 
     def _loader(self, model: Any, files: Files) -> Loader:
         return Loader(model, files, read_spec(self.folder), self.activations, self.device, {})
@@ -182,6 +198,33 @@ def _tied_parameters(model: Any) -> set[str]:
     """The parameters that transformers will make one with others, and those others."""
     pairs: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     return {*pairs, *pairs.values()}
+
+
+def _refuse_absent(model: Any, loader: Loader) -> None:
+    """Raise for layers that transformers would give random weights."""
+    patterns = model._keys_to_ignore_on_load_missing or ()
+    absent = [
+        name
+        for name in loader.absent_modules()
+        if not any(re.search(pattern, f"{name}.weight") for pattern in patterns)
+    ]
+    if absent:
+        renamed = _renamed(model, filter(loader.files.is_floating, loader.files.file_of))
+        absent = [name for name in absent if not renamed & {f"{name}.weight", f"{name}.gate_up_proj"}]
+    if absent:
+        raise ValueError(
+            f"{loader.files.path} has no weight of {listed(absent)}; expected one of each linear layer and of all "
+            f"experts of {type(model).__name__}"
+        )
+
+
+def _renamed(model: Any, names: Iterable[str]) -> set[str]:
+    """What transformers makes of the names of tensors."""
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    given = {"base_model_prefix": model.base_model_prefix, "meta_state_dict": model.state_dict()}
+    return {rename_source_key(name, renamings, converters, **given)[0] for name in names}
 
 
 def _one_device(device_map: Any) -> torch.device:

@@ -26,6 +26,12 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fits(name, pattern) or pattern == name.rpartition(".")[2] for pattern in patterns)
 
 
+def parents(name: str) -> list[str]:
+    """The names of the modules that ``name`` is in: ``a`` and ``a.b`` of ``a.b.c``."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
 def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
     """Each ``nn.Linear`` of the model by one of its names; subclasses, which may compute anything, are left out."""
     return {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
