@@ -273,6 +273,11 @@ def test_gpt_oss(tmp_path):
         ("e.down_proj_scales", lambda t: t[:, 1:], r"e\.down_proj_scales in .* has shape \(3, 63, 3\); expected"),
         ("e.gate_up_proj_blocks", lambda t: t.float(), r"has dtype torch\.float32; expected torch\.uint8"),
         ("e.down_proj_blocks", lambda t: t.flatten(2), r"expected \(E, N, K/32, 16\)"),
+        (
+            "e.down_proj_scales",
+            lambda t: t.index_fill(1, torch.tensor(5), 255),
+            r"_scales in .* byte 0xFF at \[0, 5, 0\]",
+        ),
     ):
         checkpoints.write(tmp_path, {**tensors, name: change(tensors[name])}, quantization)
         with pytest.raises(ValueError, match=message):
@@ -362,6 +367,35 @@ def test_values_of_global_scales(name, suffix, value, tmp_path):
         assert not checkpoint.load_(on_meta(), tmp_path).layers[0].o_proj.dequantize().any()
         return
     refused(tmp_path, content.tensors, rf"o_proj\.{suffix} in .* is .*; expected a positive number", kind)
+
+
+BYTES = {
+    "nvfp4": ("weight_scale", (0x7F, 0x80, 0x81, 0xB8, 0xFE, 0xFF), (0x00, 0x01, 0x7E)),
+    "mxfp4": ("weight_scale", (0xFF,), (0x00, 0x7F, 0x80, 0xFE)),
+    "fp8": ("weight", (0x7F, 0xFF), (0x00, 0x7E, 0x80, 0xFE)),
+}
+"""By format: a tensor of bytes, those that are no numbers of it, and the extremes of those that are."""
+
+
+@by_kind
+def test_values_of_bytes(kind, tmp_path):
+    """A block scale that is NaN or has a sign, and an element that is NaN, wherever it stands."""
+    content = Content(kind)
+    suffix, bad, good = BYTES["fp8" if kind.scheme.startswith("fp8") else kind.scheme]
+    tensor = content.tensors[f"layers.0.o_proj.{suffix}"]
+    codes = tensor.view(torch.uint8)
+    codes.view(-1)[: len(good)] = torch.tensor(good, dtype=torch.uint8)
+    checkpoints.write(tmp_path, content.tensors, kind.quantization)
+    checkpoint.load_(on_meta(), tmp_path)
+    for byte, place in zip(bad, ((0, 0), (-1, -1), (3, 5)) * 2, strict=False):
+        kept = codes[place].item()
+        codes[place] = byte
+        row, column = (i % size for i, size in zip(place, codes.shape, strict=True))
+        message = rf"o_proj\.{suffix} in .* has the byte 0x{byte:02X} at \[{row}, {column}\]; expected"
+        refused(tmp_path, content.tensors, message, kind)
+        codes[place] = kept
+    codes[1:3, 2] = bad[0]
+    refused(tmp_path, content.tensors, r"at \[1, 2\], and 1 more such bytes", kind)
 
 
 def test_model_and_checkpoint_differ(tmp_path):

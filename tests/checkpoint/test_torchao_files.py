@@ -121,6 +121,19 @@ def test_values(kind, is_tiled, factor, tmp_path):
     assert torch.equal(model.lm_head.weight, made.tensors["lm_head.weight"])
 
 
+@by_kind
+@by_layout
+def test_values_of_scales(kind, is_tiled, tmp_path):
+    made = stored(kind, is_tiled)
+    codes = made.tensors["k_proj._weight_scale"].view(torch.uint8)
+    codes[7, 3] = byte = 0x7F if kind == "NVFP4Tensor" else 0xFF
+    made.write(tmp_path)
+    with pytest.raises(
+        ValueError, match=rf"k_proj\._weight_scale in .* has the byte 0x{byte:02X} at \[7, 3\]; expected"
+    ):
+        checkpoint.load_(on_meta(), tmp_path)
+
+
 def test_input_scale(tmp_path):
     made = stored("NVFP4Tensor", True)
     for name in ("q_proj", "k_proj"):

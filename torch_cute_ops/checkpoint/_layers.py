@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_cute_ops.checkpoint import torchao
 from torch_cute_ops.checkpoint._files import Files
+from torch_cute_ops.checkpoint._values import check_elements, check_scales
 from torch_cute_ops.checkpoint.spec import LayerScheme
 from torch_cute_ops.nn import QuantLinear
 from torch_cute_ops.nn._base import Activations
@@ -186,6 +187,10 @@ def _checked(files: Files, stored: str, field: Field, n: int, k: int) -> Tensor:
         tensor = tensor.reciprocal()
     if tensor.dtype == torch.float8_e8m0fnu:
         tensor = tensor.view(torch.uint8)
+    if field in (_NVFP4_SCALE, _MXFP4_SCALE):
+        check_scales(files.describe(stored), tensor)
+    elif field is _ELEMENTS:
+        check_elements(files.describe(stored), tensor)
     return tensor.float() if field.dtypes == _FLOATS else tensor
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torch_cute_ops.checkpoint._files import Files
+from torch_cute_ops.checkpoint._values import check_scales
 from torch_cute_ops.checkpoint.spec import read_spec
 
 _BLOCK_BYTES = 16
@@ -55,7 +56,7 @@ def read_experts(
     Raises:
         FileNotFoundError: for a missing file.
         ValueError: for a checkpoint of another kind, a truncated file, experts that are not there, and a tensor that is
-            missing or of a wrong shape or dtype, by name and file.
+            missing or of a wrong shape, dtype or value, by name and file.
     """
     spec = read_spec(path)
     if spec.style != "gpt-oss":
@@ -102,6 +103,7 @@ def _projection(files: Files, name: str, experts: tuple[int, int] | None) -> tup
             raise ValueError(
                 f"{files.describe(f'{name}_{suffix}')} has shape {tuple(tensor.shape)}; expected {tuple(shape)}"
             )
+    check_scales(files.describe(f"{name}_scales"), scales)
     return blocks.flatten(-2), scales, bias
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_cute_ops.checkpoint._files import Files
+from torch_cute_ops.checkpoint._values import check_scales
 from torch_cute_ops.checkpoint.spec import LayerScheme
 from torch_cute_ops.formats import convert_scales
 from torch_cute_ops.nn import QuantLinear
@@ -210,7 +211,7 @@ def read_weight(files: Files, name: str) -> Weight:
         if bad.any():
             raise ValueError(f"{files.describe(names[part])} is {value[bad][0].item()}; expected a positive number")
     try:
-        return weight_of(
+        weight = weight_of(
             described["_type"],
             tensors,
             block_size=about.get("block_size"),
@@ -219,6 +220,8 @@ def read_weight(files: Files, name: str) -> Weight:
         )
     except ValueError as error:
         raise ValueError(f"{files.describe(next(iter(names.values()), name))}: {error}") from error
+    check_scales(files.describe(names["scale"]), weight.scale)
+    return weight
 
 
 def read_linear(files: Files, name: str) -> dict[str, Tensor]:
