@@ -234,6 +234,15 @@ def test_settings(tmp_path, capsys):
         integration.from_pretrained(tmp_path / "x", device_map="cpu", layers=3)
 
 
+def test_ignore(tmp_path):
+    """One pattern, of a model and of a checkpoint."""
+    model = integration.from_config(CONFIGS["llama"], device="cpu", ignore="up_proj")
+    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear and isinstance(model.lm_head, NVFP4Linear)
+    saved(CONFIGS["llama"], tmp_path / "x")
+    rewrite(tmp_path / "x", lambda tensors: tensors | {"mtp.weight": torch.ones(3)})
+    integration.from_pretrained(tmp_path / "x", device="cpu", progress=False, ignore="mtp.weight")
+
+
 def test_a_name_is_fetched(tmp_path, monkeypatch):
     saved(CONFIGS["llama"], tmp_path / "x")
     fetched = []
@@ -426,8 +435,9 @@ def test_what_register_refuses(tmp_path, registered, caplog):
     from transformers.quantizers.auto import AutoQuantizationConfig
 
     saved(CONFIGS["llama"], tmp_path / "x")
-    with pytest.raises(ValueError, match=r"methods has 'awq'; expected some of 'modelopt'"):
-        integration.register(["awq"])
+    for methods in (["awq"], "awq"):
+        with pytest.raises(ValueError, match=r"methods has 'awq'; expected some of 'modelopt'"):
+            integration.register(methods)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
     with pytest.raises(ValueError, match="not serializable"):
         model.save_pretrained(tmp_path / "y")

@@ -116,6 +116,10 @@ def test_ignore(ignore, left):
     assert names(model, nn.Linear) == left | {"router"}
 
 
+def test_one_pattern_to_ignore():
+    assert names(quantize_(model_of(), ignore="re:router|lm_head"), nn.Linear) == {"router", "lm_head"}
+
+
 def test_tied_embeddings_stay():
     model = model_of(is_tied=True)
     before = model.embed.weight.clone()

@@ -47,6 +47,12 @@ def test_seed(scheme):
     assert not torch.equal(first.view(torch.uint8), other.view(torch.uint8))
 
 
+def test_ignore():
+    """A ``str`` is one pattern, as elsewhere."""
+    model = random_(model_of(), device="cpu", ignore="up")
+    assert type(model["up"]) is nn.Linear and isinstance(model["lm_head"], QuantLinear)
+
+
 def test_bad_scheme():
     with pytest.raises(ValueError, match="random_: scheme is 'int4'; expected one of 'nvfp4', 'mxfp4', 'fp8_block'"):
         random_(model_of(), "int4")

@@ -31,7 +31,7 @@ def load_(
     activations: Activations = "auto",
     device: torch.device | str | None = None,
     merged: Mapping[str, Sequence[str]] = _names.PARTS,
-    ignore: Iterable[str] = (),
+    ignore: str | Iterable[str] = (),
     progress: Progress | None = None,
 ) -> nn.Module:
     """Fill a model from a checkpoint, in place: its linear layers become quantised ones where the checkpoint's are.
@@ -53,8 +53,8 @@ def load_(
         merged: layers of the model that are several of the checkpoint, side by side, by the last part of their names:
             ``qkv_proj`` of q, k and v, and ``gate_up_proj`` of gate and up, if nothing is said. Used where the
             checkpoint has no such layer itself.
-        ignore: tensors of the checkpoint that the model need not have: names, wildcards, or regular expressions behind
-            ``re:``.
+        ignore: tensors of the checkpoint that the model need not have, one pattern or several: names, wildcards, or
+            regular expressions behind ``re:``.
         progress: given the names and modules in the order in which they are filled, returns what iterates over them, as
             ``tqdm`` does.
 
@@ -69,7 +69,7 @@ def load_(
     """
     spec = read_spec(path)
     with Files(path) as files:
-        Loader(model, files, spec, activations, device, merged).load(tuple(ignore), progress)
+        Loader(model, files, spec, activations, device, merged).load(_names.as_patterns(ignore), progress)
     return model
 
 

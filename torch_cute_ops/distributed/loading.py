@@ -34,7 +34,7 @@ def load_(
     activations: Activations = "auto",
     device: torch.device | str | None = None,
     merged: Mapping[str, Sequence[str]] = _names.PARTS,
-    ignore: Iterable[str] = (),
+    ignore: str | Iterable[str] = (),
     progress: Progress | None = None,
 ) -> nn.Module:
     """Fill a model from a checkpoint, in place, each rank with its part of the layers that a plan divides.
@@ -81,7 +81,7 @@ def load_(
             files.cuts.update(dict.fromkeys(sources, style.cut(mesh)))
             assert isinstance(module, nn.Linear)
             _names.replace(model, module, _resized(module, files, sources))
-        Loader(model, files, spec, activations, device, merged).load(tuple(ignore), progress)
+        Loader(model, files, spec, activations, device, merged).load(_names.as_patterns(ignore), progress)
     for name, style in chosen.items():
         loaded = model.get_submodule(name)
         if isinstance(style, DividedExperts):

@@ -31,7 +31,7 @@ _replaced: dict[str, tuple[Any, Any]] = {}
 """What transformers had for each method: its configuration and its quantizer, or ``None``."""
 
 
-def register(methods: Iterable[str] = METHODS, *, activations: Activations = "auto", merge: bool = True) -> None:
+def register(methods: str | Iterable[str] = METHODS, *, activations: Activations = "auto", merge: bool = True) -> None:
     """Have ``AutoModelForCausalLM.from_pretrained`` of transformers put quantised checkpoints on our layers.
 
     It takes the place of what transformers has for these methods; checkpoints of them that we do not read are left to
@@ -46,7 +46,7 @@ def register(methods: Iterable[str] = METHODS, *, activations: Activations = "au
     Raises:
         ValueError: for an unknown method.
     """
-    chosen = tuple(methods)
+    chosen = _names.as_patterns(methods)
     unknown = [method for method in chosen if method not in METHODS]
     if unknown:
         expected = ", ".join(map(repr, METHODS))

@@ -32,7 +32,7 @@ _FP4: Final = getattr(torch, FP4)
 
 
 @torch.no_grad()
-def accelerate_(model: nn.Module, *, activations: Activations = "auto", ignore: Iterable[str] = ()) -> nn.Module:
+def accelerate_(model: nn.Module, *, activations: Activations = "auto", ignore: str | Iterable[str] = ()) -> nn.Module:
     """Put the layers and experts of a model that torchao has quantised to NVFP4 or MXFP4 on our modules, in place.
 
     Codes are taken as they are, and scales rearranged; no weight is decoded. Experts that the model has in two
@@ -56,7 +56,7 @@ def accelerate_(model: nn.Module, *, activations: Activations = "auto", ignore: 
         ValueError: for a weight that is transposed, is shared with another module, or has a size or scale that the ops
             do not take; without the scale that ``activations="fp4"`` needs. It names the layer.
     """
-    patterns, others = tuple(ignore), []
+    patterns, others = _names.as_patterns(ignore), []
     owners = Counter(id(each) for module in model.modules() for each in module._parameters.values())
     for name, module in [*model.named_modules()]:
         parameters = {key: each for key, each in module._parameters.items() if each is not None}

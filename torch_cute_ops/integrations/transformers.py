@@ -12,7 +12,7 @@ from torch import nn
 
 from torch_cute_ops import checkpoint
 from torch_cute_ops.checkpoint import read_spec
-from torch_cute_ops.nn import QuantLinear, merge_, random_
+from torch_cute_ops.nn import QuantLinear, _names, merge_, random_
 from torch_cute_ops.nn._base import Activations
 from torch_cute_ops.nn.quantize import Scheme
 
@@ -45,7 +45,7 @@ def from_pretrained(
     device: torch.device | str | None = None,
     dtype: torch.dtype | Literal["auto"] | None = None,
     merge: bool = True,
-    ignore: Iterable[str] = (),
+    ignore: str | Iterable[str] = (),
     progress: bool = True,
     **config: Any,
 ) -> Any:
@@ -98,7 +98,7 @@ def from_pretrained(
         folder,
         activations=activations,
         device=target,
-        ignore=(*ignore, *_unused(model)),
+        ignore=(*_names.as_patterns(ignore), *_unused(model)),
         progress=_bar if progress else None,
     )
     if (folder / "generation_config.json").is_file():
@@ -114,7 +114,7 @@ def from_config(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     merge: bool = True,
-    ignore: Iterable[str] = ("lm_head",),
+    ignore: str | Iterable[str] = ("lm_head",),
     seed: int = 0,
 ) -> Any:
     """A causal language model with random quantised weights: to measure and to try sizes without a checkpoint.

@@ -14,6 +14,11 @@ PARTS = {
 """Linear layers with the same input, by the name of the one that merges them."""
 
 
+def as_patterns(given: str | Iterable[str]) -> tuple[str, ...]:
+    """Patterns as a tuple; a ``str`` is one pattern, and not one for each letter."""
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
 def fits(name: str, pattern: str) -> bool:
     """Whether a pattern is the name, or fits as a wildcard, or behind ``re:`` as a regular expression."""
     if pattern.startswith("re:"):

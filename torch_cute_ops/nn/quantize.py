@@ -25,7 +25,7 @@ def quantize_(
     scheme: Scheme = "nvfp4",
     *,
     activations: Activations = "auto",
-    ignore: Iterable[str] = ("lm_head",),
+    ignore: str | Iterable[str] = ("lm_head",),
     calibrate: Callable[[nn.Module], object] | None = None,
 ) -> nn.Module:
     """Replace each ``nn.Linear`` of a model by a quantised layer, one after the other, in place.
@@ -45,8 +45,8 @@ def quantize_(
             last two get a scale for each row, or with ``calibrate`` one for all rows (static).
         activations: as of the layers: ``"16bit"``, ``"fp4"`` or ``"fp8"`` beside FP4 weights, ``"fp8"`` beside FP8
             ones; ``"auto"`` is the first that the scheme has.
-        ignore: layers to leave: names, last parts of names, wildcards (``"model.layers.0.*"``), or regular expressions
-            behind ``re:``.
+        ignore: layers to leave, one pattern or several: names, last parts of names, wildcards
+            (``"model.layers.0.*"``), or regular expressions behind ``re:``.
         calibrate: called with the model before it is changed, to run it on typical inputs: NVFP4 activations and
             static FP8 ones need the largest magnitude that each layer's input has. Not called for other activations.
 
@@ -70,7 +70,7 @@ def quantize_(
         raise ValueError(
             "quantize_: calibrate is None; NVFP4 activations need a function that runs the model on typical inputs"
         )
-    shared, patterns = _names.shared_parameters(model), tuple(ignore)
+    shared, patterns = _names.shared_parameters(model), _names.as_patterns(ignore)
     chosen, unfit = {}, []
     for name, linear in _names.linears_of(model).items():
         if _names.matches(name, patterns) or _names.identity(linear.weight) in shared:

@@ -46,7 +46,7 @@ def random_(
     scheme: Scheme = "nvfp4",
     *,
     activations: Activations = "auto",
-    ignore: Iterable[str] = ("lm_head",),
+    ignore: str | Iterable[str] = ("lm_head",),
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> nn.Module:
@@ -70,7 +70,7 @@ def random_(
     """
     if scheme not in SCHEMES:
         raise ValueError(f"random_: scheme is {scheme!r}; expected one of {', '.join(map(repr, SCHEMES))}")
-    cls, shared, patterns = SCHEMES[scheme], _names.shared_parameters(model), tuple(ignore)
+    cls, shared, patterns = SCHEMES[scheme], _names.shared_parameters(model), _names.as_patterns(ignore)
     for i, (name, linear) in enumerate(_names.linears_of(model).items()):
         n, k = linear.out_features, linear.in_features
         is_left = _names.matches(name, patterns) or _names.identity(linear.weight) in shared
