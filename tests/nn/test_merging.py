@@ -88,6 +88,30 @@ def test_same_bits_by_fewer_layers(scheme):
     assert counter.frame_count == 1
 
 
+class ByKeyword(Attention):
+    """Calls its layers by keyword, and looks at them."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.q_proj, self.k_proj, self.v_proj
+        assert [(each.in_features, each.out_features, len(each.weight)) for each in (q, k, v)] == [
+            (H, H, H), (H, 64, 64), (H, 64, 64)
+        ]  # fmt: skip
+        parts = [each(input=hidden_states.to(each.bias.dtype)) - each.bias for each in (q, k, v)]
+        return torch.cat(parts, -1)
+
+
+def test_parts_are_called_and_looked_at_as_linear_layers_are():
+    plain = ByKeyword().bfloat16().requires_grad_(False)
+    model = quantize_(nn.Sequential(plain), "mxfp4")
+    want = model(X)
+    weights = [model[0].get_submodule(f"{name}_proj").weight for name in "qkv"]
+    merge_(model)
+    assert linears(model) == {"0.qkv_proj"} and torch.equal(model(X), want)
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(X), want)
+    seen = merging._WithParts(model[0], (("qkv_proj", ("q_proj", "k_proj", "v_proj")),))
+    assert all(torch.equal(getattr(seen, f"{name}_proj").weight, w) for name, w in zip("qkv", weights, strict=True))
+
+
 def test_a_second_time_is_nothing_more():
     model = merge_(model_of())
     want = model(X)

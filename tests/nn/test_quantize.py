@@ -166,6 +166,27 @@ def test_calibration():
         assert model.get_submodule(name).input_scale.item() == pytest.approx(inputs[name] / 2688, rel=1e-6)
 
 
+class ByKeyword(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for linear in self:
+            x = linear(input=x)
+        return x
+
+
+@torch.no_grad()
+def test_calibration_of_layers_that_are_called_by_keyword():
+    model, x = ByKeyword(nn.Linear(H, H), nn.Linear(H, H)).bfloat16(), torch.randn(3, H).bfloat16()
+    quantize_(model, activations="fp4", calibrate=lambda given: given(x))
+    assert model[0].input_scale.item() == pytest.approx(x.abs().max().item() / 2688, rel=1e-6)
+    assert model(x).isfinite().all()
+    with pytest.raises(
+        TypeError, match=r"in the calibration 1 was called with 0 arguments and other; expected a tensor"
+    ):
+        quantize_(
+            nn.Sequential(nn.SiLU(), nn.Linear(H, H)), activations="fp4", calibrate=lambda given: given[1](other=x)
+        )
+
+
 def test_errors():
     with pytest.raises(ValueError, match="scheme is 'int4'; expected one of 'nvfp4', 'mxfp4', 'fp8_block'"):
         quantize_(model_of(), "int4")

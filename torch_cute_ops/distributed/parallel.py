@@ -225,7 +225,8 @@ class _Column(Divided):
     style: "ColumnParallel"
     whole_parts: tuple[int, ...]
 
-    def forward(self, x: Any) -> Tensor:
+    def forward(self, input: Any) -> Tensor:
+        x = input
         _refuse_unfit(self, x, self.style.sequence)
         if self.style.sequence or self.style.gather_output:
             agree_on_rows(type(self).__name__, _lead(x), self.group)
@@ -259,7 +260,8 @@ class _Row(Divided):
 
     style: "RowParallel"
 
-    def forward(self, x: Any) -> Tensor:
+    def forward(self, input: Any) -> Tensor:
+        x = input
         _refuse_unfit(self, x, self.style.sequence)
         first, *rest = _lead(x) or (1,)
         if self.style.sequence and first % self.world:

@@ -262,21 +262,21 @@ class QuantLinear(nn.Module):
         """The weight (N, K) that the codes and scales stand for: computed in fp32, rounded once to ``dtype``."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor | QuantizedRows) -> Tensor:
-        """``x · Wᵀ + bias``.
+    def forward(self, input: Tensor | QuantizedRows) -> Tensor:
+        """``input · Wᵀ + bias``.
 
         Args:
-            x: (..., K), bfloat16 or float16; float32 too where ``activations`` is not ``"16bit"``. Or what
+            input: (..., K), bfloat16 or float16; float32 too where ``activations`` is not ``"16bit"``. Or what
                 :meth:`quantize`, of this layer or one of the same form, made of it.
 
         Returns:
-            (..., N) in the dtype of ``x``.
+            (..., N) in the dtype of ``input``.
 
         Raises:
             ValueError, TypeError: as the op that multiplies, for a wrong shape, dtype or device, or an input that
                 requires grad while gradients are on.
         """
-        rows = x if isinstance(x, QuantizedRows) else self.quantize(x)
+        rows = input if isinstance(input, QuantizedRows) else self.quantize(input)
         return self._product(rows.operands, rows.dtype).view(*rows.lead, self.out_features)
 
     def quantize(self, x: Tensor) -> QuantizedRows:

@@ -118,10 +118,34 @@ class _Results:
 
 
 class _Part:
-    """One of the layers that were merged, as ``forward`` calls it."""
+    """One of the layers that were merged, as ``forward`` calls it and looks at it."""
 
     def __init__(self, results: _Results, index: int) -> None:
         self.results, self.index = results, index
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.results.of(x)[self.index]
+    def __call__(self, input: Tensor) -> Tensor:
+        return self.results.of(input)[self.index]
+
+    def _own(self, rows: Tensor) -> Tensor:
+        return rows.split([*self.results.layer.parts])[self.index]
+
+    @property
+    def weight(self) -> Tensor:
+        """The part's rows of the merged weight, codes as that has them."""
+        return self._own(self.results.layer.weight)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The part's own."""
+        bias = self.results.layer.bias
+        return None if bias is None else self._own(bias)
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.results.layer.in_features
+
+    @property
+    def out_features(self) -> int:
+        """The part's N."""
+        return self.results.layer.parts[self.index]

@@ -132,14 +132,20 @@ def _input_amax(
     amax: dict[str, Tensor] = {}
 
     def watch(name: str) -> Callable[..., None]:
-        def hook(linear: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            if inputs[0].numel():
-                found = inputs[0].detach().abs().amax().float()
+        def hook(linear: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = args[0] if args else kwargs.get("input")
+            if not isinstance(given, Tensor):
+                raise TypeError(
+                    f"quantize_: in the calibration {name} was called with {len(args)} arguments and "
+                    f"{', '.join(kwargs) or 'no keywords'}; expected a tensor, first or as input="
+                )
+            if given.numel():
+                found = given.detach().abs().amax().float()
                 amax[name] = torch.maximum(amax[name], found) if name in amax else found
 
         return hook
 
-    handles = [linear.register_forward_pre_hook(watch(name)) for name, linear in linears.items()]
+    handles = [linear.register_forward_pre_hook(watch(name), with_kwargs=True) for name, linear in linears.items()]
     try:
         calibrate(model)
     finally:
