@@ -218,6 +218,24 @@ def test_saved_again(tmp_path):
     assert again.config.architectures == ["Qwen2ForCausalLM"]
 
 
+def test_models_that_were_quantised_are_not_saved_by_transformers(tmp_path):
+    """Nor are those within them, or their copies; one of which no layer is quantised is."""
+    model = bf16_model(CONFIGS["llama"])
+    quantize_(model, ignore="*")
+    model.save_pretrained(tmp_path / "plain")
+    again = nn.ModuleDict({"decoder": quantize_(model)})
+    for each in (model, model.model, again["decoder"], copy.deepcopy(model)):
+        with pytest.raises(ValueError, match=r"save_pretrained: .* use torch_cute_ops.checkpoint.save\(model"):
+            each.save_pretrained(tmp_path / "y")
+    checkpoint.save(model, tmp_path / "y", "modelopt")
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.bfloat16)
+    integration._fill_buffers(empty)
+    loaded = checkpoint.load_(empty, tmp_path / "y")
+    with pytest.raises(ValueError, match=r"use torch_cute_ops.checkpoint.save"):
+        loaded.save_pretrained(tmp_path / "z")
+
+
 def test_settings(tmp_path, capsys):
     """The checkpoint's way to generate, a dtype and a configuration that are stated, and progress."""
     saved(CONFIGS["llama"], tmp_path / "x")

@@ -15,6 +15,7 @@ from torch_cute_ops.checkpoint.experts import EXPERT_NAMES, RENAMED, gpt_oss_nam
 from torch_cute_ops.checkpoint.spec import LayerScheme, QuantSpec, read_spec
 from torch_cute_ops.nn import MXFP4Linear, QuantExperts, QuantLinear, _names, merge
 from torch_cute_ops.nn._base import Activations
+from torch_cute_ops.nn._saving import guard_saving
 from torch_cute_ops.nn.experts import FORMATS, FloatExperts, float_experts, stack, topk_of
 
 Progress = Callable[[Sequence[tuple[str, nn.Module]]], Iterable[tuple[str, nn.Module]]]
@@ -130,6 +131,7 @@ class Loader:
         ]
         if lost:
             raise ValueError(f"on the meta device, and in no checkpoint: {listed(lost)}; make them on a real device")
+        guard_saving(self.model)
 
     def warn_of_kv_scales(self, stacklevel: int) -> None:
         """Say which scales of the KV cache there are, if any."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch_cute_ops.checkpoint.torchao import FP4, Weight, expert_stacks, linear_tensors, weight_of
 from torch_cute_ops.nn import QuantExperts, QuantLinear, _names
 from torch_cute_ops.nn._base import Activations
+from torch_cute_ops.nn._saving import guard_saving
 from torch_cute_ops.nn.experts import FloatExperts, float_experts, topk_of
 from torch_cute_ops.nn.quantize import SCHEMES
 
@@ -78,6 +79,7 @@ def accelerate_(model: nn.Module, *, activations: Activations = "auto", ignore: 
         except (TypeError, ValueError) as error:
             raise ValueError(f"accelerate_: {name}: {error}") from error
         _names.replace(model, module, new)
+    guard_saving(model)
     if others:
         warnings.warn(f"not of a type that has a layer: {', '.join(others)}", stacklevel=3)
     return model

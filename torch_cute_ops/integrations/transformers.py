@@ -204,11 +204,4 @@ def _bar(modules: Sequence[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Mod
 def _ready(model: Any, device: torch.device, merge: bool) -> Any:
     if merge:
         merge_(model)
-    if any(isinstance(module, QuantLinear) for module in model.modules()):
-        model.save_pretrained = _refuse_to_save
     return model.to(device).requires_grad_(False).eval()
-
-
-def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
-    """In place of ``save_pretrained``, which would write tensors without saying how they are quantised."""
-    raise ValueError("save_pretrained: use torch_cute_ops.checkpoint.save(model, path, style)")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torch_cute_ops.nn import _names
 from torch_cute_ops.nn._base import Activations, QuantLinear
+from torch_cute_ops.nn._saving import guard_saving
 from torch_cute_ops.nn.experts import float_experts, quantized_experts, topk_of
 from torch_cute_ops.nn.linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear, MXFP4Linear, NVFP4Linear
 
@@ -51,7 +52,8 @@ def quantize_(
             static FP8 ones need the largest magnitude that each layer's input has. Not called for other activations.
 
     Returns:
-        ``model``.
+        ``model``. Its ``save_pretrained``, if it has one, raises from here on: use
+        :func:`torch_cute_ops.checkpoint.save`.
 
     Raises:
         ValueError: for an unknown scheme; for activations that the scheme does not have; without ``calibrate`` where it
@@ -95,6 +97,7 @@ def quantize_(
         quantised: QuantLinear = cls.from_float(linear, activations=activations, **own)  # type: ignore[attr-defined]
         _names.replace(model, linear, quantised)
     _quantize_experts(model, scheme, patterns)
+    guard_saving(model)
     return model
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from torch_cute_ops.nn import _names
 from torch_cute_ops.nn._base import Activations, QuantLinear
+from torch_cute_ops.nn._saving import guard_saving
 from torch_cute_ops.nn.experts import FORMATS, QuantExperts, float_experts, topk_of
 from torch_cute_ops.nn.quantize import SCHEMES, Scheme
 
@@ -97,6 +98,7 @@ def random_(
             topk=topk_of(model, name),
         )
         _names.replace(model, module, new)
+    guard_saving(model)
     return model
 
 
