@@ -16,6 +16,7 @@ exit status follows it.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import sys
 import time
@@ -74,9 +75,14 @@ def main(arguments: list[str] | None = None) -> int:
     # No token ends a request: random weights would draw it anywhere.
     decoding = GenerationConfig(max_new_tokens=options.new, do_sample=False, eos_token_id=-1, pad_token_id=0)
     start = time.perf_counter()
-    served = model.generate_batch(
-        prompts, generation_config=decoding, continuous_batching_config=batching, progress_bar=sys.stderr.isatty()
-    )
+    try:
+        served = model.generate_batch(
+            prompts, generation_config=decoding, continuous_batching_config=batching, progress_bar=sys.stderr.isatty()
+        )
+    except MemoryError as error:
+        if is_cuda or importlib.util.find_spec("psutil"):
+            raise
+        sys.exit(f"serve.py needs psutil, by which transformers reads the CPU's memory: pip install psutil ({error})")
     seconds = time.perf_counter() - start
 
     outputs = [one.generated_tokens for one in served.values()]
