@@ -36,6 +36,19 @@ FORMATS = [
 by_format = pytest.mark.parametrize(("style", "scheme", "activations"), FORMATS)
 
 
+@pytest.mark.parametrize(("scheme", "activations"), [each[1:] for each in FORMATS if each[0] == "modelopt"])
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_file_of_modelopt_is_a_state_dict(scheme, activations, assign, tmp_path):
+    """Of a model whose layers are not merged."""
+    model, fresh = (quantised(scheme, activations) for _ in range(2))
+    checkpoint.save(model, tmp_path, "modelopt")
+    fresh.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=assign)
+    for (name, tensor), other in zip(model.state_dict().items(), fresh.state_dict().values(), strict=True):
+        assert torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)), name
+    x = torch.randn(3, H).bfloat16()
+    assert torch.equal(fresh.q_proj(x), model.q_proj(x))
+
+
 class Model(nn.Module):
     def __init__(self, is_tied: bool = False) -> None:
         super().__init__()

@@ -246,6 +246,9 @@ class QuantLinear(nn.Module):
             tensor = held.get(prefix + name)
             if tensor is None:
                 continue
+            # ModelOpt's scales of a tensor have no dimension, and those of channels one.
+            if [size for size in tensor.shape if size != 1] == [size for size in shape if size != 1]:
+                tensor = tensor.reshape(shape)
             # copy_ would cast.
             if tensor.dtype != dtype or tensor.shape != shape:
                 got = f"{tuple(tensor.shape)} {tensor.dtype}"
