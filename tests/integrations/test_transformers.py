@@ -278,6 +278,19 @@ def test_a_name_is_fetched(tmp_path, monkeypatch):
     assert cosine(logits(model), logits(integration.from_pretrained(tmp_path / "x", device="cpu"))) > 0.9999
 
 
+def test_paths_that_are_no_folders(tmp_path, monkeypatch):
+    """Nobody asks the Hub for these."""
+    monkeypatch.setattr(integration.huggingface_hub, "snapshot_download", None)
+    monkeypatch.chdir(tmp_path)
+    for path in ("./typo", "../typo", str(tmp_path / "typo"), tmp_path / "typo", Path("typo")):
+        with pytest.raises(FileNotFoundError, match=rf"there is no {re.escape(str(path))}; expected a"):
+            integration.from_pretrained(path)
+    (tmp_path / "model.safetensors").touch()
+    for path in ("model.safetensors", tmp_path / "model.safetensors"):
+        with pytest.raises(NotADirectoryError, match=r"model\.safetensors is a file; expected a checkpoint"):
+            integration.from_pretrained(path)
+
+
 def test_bad_checkpoints(tmp_path):
     saved(CONFIGS["llama"], tmp_path / "x")
     path = tmp_path / "x" / "config.json"

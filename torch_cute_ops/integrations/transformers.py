@@ -60,7 +60,7 @@ def from_pretrained(
     :func:`torch_cute_ops.nn.warmup` first, with the numbers of rows that will be served.
 
     Args:
-        path: the checkpoint's folder, or the name of a repository on the Hugging Face Hub.
+        path: the checkpoint's folder, or, as a string, the name of a repository on the Hugging Face Hub.
         activations: as for :func:`torch_cute_ops.checkpoint.load_`.
         device: of all tensors; ``None``: the current CUDA device, or the CPU where there is none.
         dtype: of activations and of what is not quantised; ``None`` or ``"auto"``: what the checkpoint's configuration
@@ -75,11 +75,13 @@ def from_pretrained(
         The model, in evaluation mode, without gradients.
 
     Raises:
-        FileNotFoundError, ValueError: as :func:`torch_cute_ops.checkpoint.load_`.
+        FileNotFoundError, ValueError: as :func:`torch_cute_ops.checkpoint.load_`; for a path that is not there.
+        NotADirectoryError: for the path of a file.
         TypeError: for an argument that is neither one of these nor a setting of the configuration.
     """
     folder, hub = Path(path), {key: config.pop(key) for key in HUB if key in config}
     if not folder.is_dir():
+        _refuse_unless_name(path)
         files = {"allow_patterns": [*FILES], "ignore_patterns": [*OTHER_FILES]}
         folder = Path(huggingface_hub.snapshot_download(str(path), **files, **hub))
     read_spec(folder)  # before anything is built
@@ -160,6 +162,16 @@ def from_config(
     if config.tie_word_embeddings:
         model.tie_weights()
     return _ready(model, target, merge)
+
+
+def _refuse_unless_name(path: str | Path) -> None:
+    """Raise for what is no folder, and cannot be a name on the Hub."""
+    if Path(path).exists():
+        raise NotADirectoryError(f"from_pretrained: {path} is a file; expected a checkpoint's folder")
+    if isinstance(path, Path) or path.startswith((".", "/")):
+        raise FileNotFoundError(
+            f"from_pretrained: there is no {path}; expected a checkpoint's folder, or a name on the Hub as a string"
+        )
 
 
 def _unused(model: Any) -> list[str]:
