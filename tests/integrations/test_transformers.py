@@ -261,6 +261,21 @@ def test_ignore(tmp_path):
     integration.from_pretrained(tmp_path / "x", device="cpu", progress=False, ignore="mtp.weight")
 
 
+def test_float32(tmp_path):
+    """Refused where layers take 16 bits, and computed where they do not, as experts do not."""
+    saved(CONFIGS["llama"], tmp_path / "x", "mxfp4", "compressed-tensors")
+    given = {"device": "cpu", "dtype": torch.float32}
+    for load in (
+        lambda **more: integration.from_pretrained(tmp_path / "x", progress=False, **given, **more),
+        lambda **more: integration.from_config(CONFIGS["llama"], "mxfp4", **given, **more),
+    ):
+        with pytest.raises(ValueError, match=r"dtype is torch\.float32, and \S+ has 16-bit .*dtype=torch\.bfloat16"):
+            load()
+        assert logits(load(activations="fp8")).isfinite().all()
+    experts = integration.from_config(MOE["mixtral"], "mxfp4", **given, ignore=("lm_head", "*.self_attn.*"))
+    assert experts.dtype == torch.float32 and logits(experts).isfinite().all()
+
+
 def test_a_name_is_fetched(tmp_path, monkeypatch):
     saved(CONFIGS["llama"], tmp_path / "x")
     fetched = []

@@ -12,7 +12,7 @@ from torch import nn
 
 from torch_cute_ops import checkpoint
 from torch_cute_ops.checkpoint import read_spec
-from torch_cute_ops.nn import QuantLinear, _names, merge_, random_
+from torch_cute_ops.nn import QuantExperts, QuantLinear, _names, merge_, random_
 from torch_cute_ops.nn._base import Activations
 from torch_cute_ops.nn.quantize import Scheme
 
@@ -76,6 +76,7 @@ def from_pretrained(
 
     Raises:
         FileNotFoundError, ValueError: as :func:`torch_cute_ops.checkpoint.load_`; for a path that is not there.
+            Also for ``dtype=torch.float32`` beside 16-bit activations.
         NotADirectoryError: for the path of a file.
         TypeError: for an argument that is neither one of these nor a setting of the configuration.
     """
@@ -213,7 +214,23 @@ def _bar(modules: Sequence[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Mod
     return tqdm(modules, desc="Loading", unit="module")
 
 
+def _refuse_dtype(model: Any) -> None:
+    """Raise where the model's dtype is not one that its layers take."""
+    of_experts = {each for module in model.modules() if isinstance(module, QuantExperts) for each in module.modules()}
+    refusing = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, QuantLinear) and module not in of_experts and module.activations == "16bit"
+    ]
+    if model.dtype == torch.float32 and refusing:
+        raise ValueError(
+            f"dtype is {model.dtype}, and {refusing[0]} has 16-bit activations; expected dtype=torch.bfloat16 or "
+            "torch.float16, or other activations"
+        )
+
+
 def _ready(model: Any, device: torch.device, merge: bool) -> Any:
+    _refuse_dtype(model)
     if merge:
         merge_(model)
     return model.to(device).requires_grad_(False).eval()
