@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Serve a quantised Llama: requests of different lengths that come and go, in batches that change with every step.
+"""Serve a quantised model: requests of different lengths that come and go, in batches that change with every step.
 
     python examples/serve.py                            # a tiny model with random weights, for a look
     python examples/serve.py --size 8b                  # the shapes of Llama 3 8B; 70b fits one H200
     python examples/serve.py --model path/or/hub-name   # an NVFP4, MXFP4 or FP8 checkpoint
+    python examples/serve.py --config config.json       # random weights of a model that transformers has
     python examples/serve.py --size 8b --scheme fp8_block --requests 256
 
 Random weights are drawn as codes, and never exist in bf16, so that a model needs no more memory than it is served with.
@@ -20,6 +21,7 @@ import importlib.util
 import logging
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"device     {torch.cuda.get_device_name(device) if is_cuda else 'CPU'}: {backend}")
     given = {"activations": options.activations, "device": device}
     model = from_pretrained(options.model, **given) if options.model else random_model(options, given)
-    print(f"model      {options.model or options.size}, {bytes_of(model):,} bytes")
+    print(f"model      {options.model or options.config or options.size}, {bytes_of(model):,} bytes")
 
     prompts = random_prompts(options, model.config.vocab_size)
     longest = options.prompt + options.new
@@ -101,8 +103,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder of a quantised checkpoint, or its name on the Hub; else random weights")
-    parser.add_argument("--size", choices=tuple(SIZES), default="tiny", help="of random weights (default: tiny)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", help="folder of a quantised checkpoint, or its name on the Hub; else random weights")
+    which.add_argument("--size", choices=tuple(SIZES), default="tiny", help="of random weights (default: tiny)")
+    which.add_argument("--config", type=existing_file, help="config.json of transformers, for random weights")
     parser.add_argument("--scheme", choices=("nvfp4", "mxfp4", "fp8_block"), default="nvfp4", help="of random weights")
     parser.add_argument("--activations", choices=("auto", "16bit", "fp4", "fp8"), default="auto")
     parser.add_argument("--requests", type=positive, default=8)
@@ -119,13 +123,27 @@ def positive(text: str) -> int:
     return number
 
 
+def existing_file(text: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return path
+
+
 def random_model(options: argparse.Namespace, given: dict[str, Any]) -> Any:
-    from transformers import LlamaConfig
+    from transformers import AutoConfig
 
     from torch_cute_ops.integrations.transformers import from_config
 
+    config = AutoConfig.from_pretrained(options.config) if options.config else llama_config(options)
+    return from_config(config, options.scheme, dtype=torch.bfloat16, **given)
+
+
+def llama_config(options: argparse.Namespace) -> Any:
+    from transformers import LlamaConfig
+
     hidden, intermediate, layers, heads, kv_heads, vocabulary = SIZES[options.size]
-    config = LlamaConfig(
+    return LlamaConfig(
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,
@@ -134,7 +152,6 @@ def random_model(options: argparse.Namespace, given: dict[str, Any]) -> Any:
         vocab_size=vocabulary,
         max_position_embeddings=max(2048, options.prompt + options.new),
     )
-    return from_config(config, options.scheme, dtype=torch.bfloat16, **given)
 
 
 def random_prompts(options: argparse.Namespace, vocabulary: int) -> list[list[int]]:

@@ -47,6 +47,22 @@ def test_a_checkpoint(script, capsys, tmp_path) -> None:
     assert f"{script.bytes_of(model):,} bytes" in out
 
 
+def test_random_weights_of_a_given_config(script, capsys, tmp_path) -> None:
+    config = transformers.Qwen3Config(
+        hidden_size=128, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, vocab_size=96, pad_token_id=0,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    out, last = served(script, capsys, "--config", str(tmp_path / "config.json"))
+    assert last == "SUCCESS: every check passed"
+    # Weights have 4.5 bits, the embedding and lm_head 16. Norms, and factors of merged layers, are the rest.
+    weights, embeddings = 128 * (4 + 2 + 2 + 4) * 32 + 3 * 128 * 192, 2 * 96 * 128
+    size = int(re.search(r"config\.json, ([\d,]+) bytes", out)[1].replace(",", ""))
+    assert 0 < size - (3 * weights * 0.5625 + 2 * embeddings) < 0.05 * size
+    model = script.random_model(script.parse(["--config", str(tmp_path / "config.json")]), {"device": "cpu"})
+    assert type(model).__name__ == "Qwen3ForCausalLM" and len(model.model.layers) == 3
+
+
 def test_a_wrong_token_is_found(script, capsys, monkeypatch) -> None:
     """The least likely tokens, in place of those that were served."""
     real = script.shortfall
@@ -80,7 +96,15 @@ def test_memory_that_transformers_does_not_know(has_psutil, script, capsys, monk
         script.main([*SMALL])
 
 
-def test_options_that_are_wrong(script, capsys) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--requests", "0"], "invalid positive value: '0'"),
+        (["--config", "typo.json"], "--config: there is no file typo.json"),
+        (["--config", __file__, "--size", "8b"], "not allowed with argument --config"),
+    ],
+)
+def test_options_that_are_wrong(options, message, script, capsys) -> None:
     with pytest.raises(SystemExit):
-        script.main(["--requests", "0"])
-    assert "invalid positive value: '0'" in capsys.readouterr().err
+        script.main(options)
+    assert message in capsys.readouterr().err
