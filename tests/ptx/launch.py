@@ -18,6 +18,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from ptx import parser
 from ptx.layout import GlobalMemory, Launch
 from ptx.machine import Machine
 from ptx.parser import Program, parse_all
@@ -66,6 +67,7 @@ def forget() -> None:
     """Drop all that was compiled."""
     _compiled.clear()
     programs_of.cache_clear()
+    parser.forget()
 
 
 @functools.lru_cache(maxsize=2)

@@ -166,6 +166,17 @@ def _variable(match: re.Match) -> Variable:
     return Variable(match["name"], size, int(match["align"] or element), initial)
 
 
+_Statement = tuple[str, list[Operand], Reg | None, str]
+_statements: dict[tuple, dict[str, _Statement]] = {}
+"""What statements say: opcode, operands, guard and text. Programs that differ in some statements share the others. The
+keys are all that operands depend on: the program's name, and the registers that each open scope declares."""
+
+
+def forget() -> None:
+    """Drop what is known of statements."""
+    _statements.clear()
+
+
 class _Body:
     """Parses a function's body; scopes nest, and each renames the registers and labels it declares."""
 
@@ -175,6 +186,8 @@ class _Body:
         self.scopes: list[dict[str, str]] = [{}]
         self.scope_ids = [0]
         self.scope_count = 0
+        self.declared: list[tuple] = [(program.name,)]  # in each open scope
+        self.known: dict[str, _Statement] = {}
         self.source = ""
         self.branches: list[tuple[Instruction, list[dict[str, str]]]] = []
 
@@ -198,9 +211,12 @@ class _Body:
                 self.scope_count += 1
                 self.scopes.append({})
                 self.scope_ids.append(self.scope_count)
+                self.declared.append(())
             elif match["brace"] == "}":
                 self.scopes.pop()
                 self.scope_ids.pop()
+                if self.declared.pop():
+                    self._look_up_known()
             elif match["label"]:
                 name = self._declare(match["label"])
                 self.program.labels[name] = len(self.program.instructions)
@@ -228,6 +244,8 @@ class _Body:
                 each = [f"{many[1]}{i}" for i in range(int(many[2]))] if many else [name.strip()]
                 for register in each:
                     self.program.registers[self._declare(register)] = WIDTHS[kind]
+            self.declared[-1] += (self.scope_ids[-1], text)
+            self._look_up_known()
         elif text.startswith("."):
             match = _VARIABLE.fullmatch(text)
             if match is not None:
@@ -237,15 +255,21 @@ class _Body:
         else:
             self._instruction(text, line)
 
+    def _look_up_known(self) -> None:
+        key = tuple(declared for declared in self.declared if declared)
+        self.known = _statements.setdefault(key, {})
+
     def _instruction(self, text: str, line: int) -> None:
-        match = re.fullmatch(r"(?:@(!?[\w$%]+)\s+)?([\w.:]+)\s*(.*)", text)
-        if match is None:
-            raise NotImplementedError(text)
-        guard, opcode, rest = match.groups()
-        operands = [self._operand(part) for part in _split(rest)] if rest else []
-        register = self._operand(guard) if guard else None
-        short = text.replace(f"{self.program.name}_param", "param")
-        instruction = Instruction(opcode, operands, register, short, line, self.source)
+        if text not in self.known:
+            match = re.fullmatch(r"(?:@(!?[\w$%]+)\s+)?([\w.:]+)\s*(.*)", text)
+            if match is None:
+                raise NotImplementedError(text)
+            guard, opcode, rest = match.groups()
+            operands = [self._operand(part) for part in _split(rest)] if rest else []
+            register = self._operand(guard) if guard else None
+            self.known[text] = opcode, operands, register, text.replace(f"{self.program.name}_param", "param")
+        opcode, operands, register, short = self.known[text]
+        instruction = Instruction(opcode, [*operands], register, short, line, self.source)
         self.program.instructions.append(instruction)
         if opcode.split(".")[0] == "bra":
             # A label may be declared later in an open scope.
