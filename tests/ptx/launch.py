@@ -100,8 +100,9 @@ def run_kernel(
         lenient: for others' kernels; see ``Machine``.
         edit: changes the PTX first, for tests of tests.
         written_before: what the kernel before writes, as late as it can (see ``Machine``), to some arguments, by their
-            numbers: tensors like these. What launches of the kernel's own write is then as late for those behind them.
-            ``None``: each starts when the one before has ended.
+            numbers: tensors like these. What launches of the kernel's own write is then as late for those behind them,
+            which may write at once what the one before does not access. ``None``: each starts when the one before has
+            ended.
 
     Returns:
         The machine of each launch.
@@ -119,6 +120,7 @@ def run_kernel(
     memory = GlobalMemory()
     leaves, tensors = _flatten(kernel.arguments(), arguments, memory)
     machines: list[Machine] = []
+    accessed = None
 
     started = memory.copies()
     for number, tensor in (written_before or {}).items():
@@ -134,10 +136,10 @@ def run_kernel(
         # The one before has released its dependents behind its own wait: what was before that is complete.
         complete = memory.copies()
         late = memory.take_back(started) if launch.overlaps and written_before is not None else None
-        machine = Machine(programs[name], launch, memory, seed, max_steps, strict, lenient, late)
+        machine = Machine(programs[name], launch, memory, seed, max_steps, strict, lenient, late, accessed)
         machines.append(machine)
         machine.run()
-        started = complete
+        started, accessed = complete, machine.accessed
     for address, tensor in tensors.values():
         _copy_back(memory, address, tensor)
     return machines

@@ -57,16 +57,21 @@ class GlobalMemory:
         return [region.data.copy() for region in self.regions]
 
     def take_back(self, copies: list[Array]) -> Callable[[], None]:
-        """Let allocations hold what they held before; a function that has them hold again what they do now. Those that
-        were made since, of launches' parameters, stay as they are."""
-        now = self.copies()
+        """Let allocations hold what they held before; a function that has those that differ hold again what they do
+        now. Those that were made since, of launches' parameters, stay as they are."""
+        changed = [
+            (region.data, then, region.data.copy())
+            for region, then in zip(self.regions, copies, strict=False)
+            if not np.array_equal(region.data, then)
+        ]
+        for data, then, _ in changed:
+            data[:] = then
 
-        def put(contents: list[Array]) -> None:
-            for region, data in zip(self.regions, contents, strict=False):
-                region.data[:] = data
+        def put_back() -> None:
+            for data, _, now in changed:
+                data[:] = now
 
-        put(copies)
-        return lambda: put(now)
+        return put_back
 
 
 class Layout:

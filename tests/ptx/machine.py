@@ -12,7 +12,8 @@ to global memory, and warpgroup MMAs, of what was stored without ``fence.proxy.a
 memory from which loads may still be under way (see ``races``); accesses to tensor memory that is not allocated, or out
 of order (see ``tensor_memory``); threads that end before their bulk copies have read, or their ``cp.async`` written;
 misuse of barriers; threads that wait for ever; dependents that a thread releases before it has waited for the kernel
-before (``griddepcontrol``), and stores to global memory before that has ended.
+before (``griddepcontrol``), launches of which no thread waits, and stores to global memory before that one has ended,
+but where it is known to access nothing.
 
 Not modelled: memory ordering beyond that (other fences do nothing, nor are there proxies elsewhere, nor order in global
 memory), registers of warpgroup MMAs and of ``tcgen05.ld`` before these are done, caches, and timing.
@@ -23,7 +24,7 @@ once before it does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,8 @@ def _slice_of(threads: Array) -> Any:
 
 
 class Machine(Layout):
-    """One launch of ``program``. After ``run``, ``steps`` counts the instructions executed, each for many threads.
+    """One launch of ``program``. After ``run``, ``steps`` counts the instructions executed, each for many threads, and
+    ``accessed`` has the numbers of the allocations that these read or wrote.
 
     ``seed``: of the order in which warps and copies proceed; ``None``: all warps in step, copies as late as possible,
     where threads that poll (``ld.acquire``) go on when no others can, and a copy, if there is one, has been executed.
@@ -73,6 +75,8 @@ class Machine(Layout):
     That is for calibration with others' kernels; those of this project run without it.
     ``before``: what the kernel before this one still writes. That ends as late as it can: when nothing can go on but
     behind ``griddepcontrol.wait``. ``None``: it has ended.
+    ``accessed_before``: the allocations that the kernel before accesses, by their numbers (see ``accessed``); to others
+    this one may store before that one has ended. ``None``: any may be.
     """
 
     def __init__(
@@ -85,10 +89,17 @@ class Machine(Layout):
         strict: bool = False,
         lenient: bool = False,
         before: Callable[[], None] | None = None,
+        accessed_before: Collection[int] | None = None,
     ):
         super().__init__(program, launch, memory)
-        self.before = before
-        self.contents = [] if before is None else [region.data.copy() for region in memory.regions]
+        self.before, self.overlaps = before, before is not None
+        # What may not change as long as the kernel before has not ended
+        self.contents: dict[int, Array] = {}
+        if before is not None:
+            for number, region in enumerate(memory.regions, 1):
+                if accessed_before is None or number in accessed_before:
+                    self.contents[number] = region.data.copy()
+        self.accessed: set[int] = set()
         self.has_waited = np.zeros(self.threads, bool)
         self.random = None if seed is None else np.random.default_rng(seed)
         self.max_steps = max_steps
@@ -134,6 +145,7 @@ class Machine(Layout):
                         self._end_kernel_before()
                         continue
                     if (self.state == ENDED).all():
+                        self._check_waits()
                         return
                     if not self.barriers.time_out():
                         raise self._deadlock()
@@ -341,8 +353,15 @@ class Machine(Layout):
         if len(early) and not self.lenient:
             raise Fault(EmulationError, early[0], "releases dependents before it has waited for the kernel before")
 
+    def _check_waits(self) -> None:
+        """Dependents start when every CTA has released them, or ended; so the kernel before has ended by then, if any
+        thread has waited for that."""
+        if self.overlaps and not any_true(self.has_waited):
+            raise EmulationError("ended, and no thread has waited for the kernel before")
+
     def _end_kernel_before(self) -> None:
-        for region, contents in zip(self.global_memory.regions, self.contents, strict=True):
+        for number, contents in self.contents.items():
+            region = self.global_memory.regions[number - 1]
             if not np.array_equal(region.data, contents):
                 raise EmulationError(f"{region.name} is written before the kernel before has ended")
         before, self.before = self.before, None
@@ -475,6 +494,7 @@ class Machine(Layout):
             offset = address[subset] & ((1 << REGION_SHIFT) - 1)
             chosen = threads[subset]
             if 1 <= region <= len(self.global_memory.regions):
+                self.accessed.add(int(region))
                 found.append((subset, self.global_memory.regions[region - 1], np.zeros(len(chosen), np.int64), offset))
             elif space == "" and region == SHARED_WINDOW >> REGION_SHIFT:
                 found.append((subset, self.shared, *self.shared_place("shared::cluster", chosen, offset)))

@@ -357,8 +357,29 @@ def test_what_the_kernel_before_writes_is_there_behind_the_wait(seed: int | None
         ("griddepcontrol.launch_dependents; griddepcontrol.wait;", "releases dependents before it has waited"),
         ("setp.eq.u32 %p0, %r0, 5; @!%p0 griddepcontrol.wait; griddepcontrol.launch_dependents;", "releases dep"),
         ("st.global.u32 [%rd9], %r0; griddepcontrol.wait;", "p0 is written before the kernel before has ended"),
+        ("ld.global.u32 %r1, [%rd9];", "no thread has waited"),
     ],
 )
 def test_misuse_of_griddepcontrol(body: str, message: str) -> None:
     with pytest.raises(EmulationError, match=message):
         launch(entry(f"{AT} {body}", params=1), zeros(32), before=lambda: None)
+
+
+STORE_AHEAD = f"{AT} add.s64 %rd9, %rd1, %rd8; st.global.u32 [%rd9], %r0; griddepcontrol.wait;"
+
+
+def test_what_the_kernel_before_does_not_access_may_be_written() -> None:
+    _, got = launch(entry(STORE_AHEAD), zeros(32), zeros(32), before=lambda: None, accessed_before={1})
+    assert got.tolist() == list(range(32))
+    with pytest.raises(EmulationError, match="p1 is written before the kernel before has ended"):
+        launch(entry(STORE_AHEAD), zeros(32), zeros(32), before=lambda: None, accessed_before={1, 2})
+
+
+@pytest.mark.parametrize("access", ["ld.global.u32 %r1, [%rd9];", "st.global.u32 [%rd9], %r0;"])
+def test_which_allocations_are_accessed(access: str) -> None:
+    memory = GlobalMemory()
+    params = [struct.pack("<Q", memory.allocate(f"p{i}", zeros(32).view(np.uint8))) for i in range(3)]
+    text = entry(f"{AT} add.s64 %rd9, %rd1, %rd8; {access}", params=3)
+    machine = Machine(parse(text), Launch((1, 1, 1), (32, 1, 1), params), memory)
+    machine.run()
+    assert machine.accessed == {2}

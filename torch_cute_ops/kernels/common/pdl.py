@@ -4,6 +4,9 @@ A kernel starts when every CTA of the one before it has released its dependents,
 release them only behind a wait of their own, which returns when the kernel before them has ended, with its stores
 visible. So while a kernel has not waited, at most the one before it is under way: what was complete before that one
 was launched can be read, and nothing else. Nothing is written before the wait, because the kernel before may read it.
+The exception is what only a second kernel of an op touches: the kernel before it is then known, the op's first, which
+touches no such memory, and waited itself, so that all kernels before that have ended. (``fp4_gated_experts`` zeroes the
+padding of scales ahead.)
 
 That is what ``static_weight`` of the GEMMs promises: the weight and its scales were complete before the previous
 launch. A weight that the previous launch writes is not. It is also why the second kernel of an op may read the op's
