@@ -1,13 +1,14 @@
 """The kernels of the gated FP4 GEMM over experts, executed thread for thread by the PTX emulator."""
 
+import re
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ptx import EmulationError, run_kernel
+from ptx import EmulationError, compile_ptx, run_kernel
 from support.cancelling import cancelling_matrix
-from support.emulated import CPU, HOPPER, PASSED, POISON, WAIT, changed, poisoned
+from support.emulated import CPU, HOPPER, KERNEL_WAIT, PASSED, POISON, WAIT, changed, poisoned, written_late
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, GatedExpertsCase
 
@@ -102,7 +103,8 @@ def operands(one: Gated, is_exact: bool = True) -> Operands:
 
 
 def results(one: Gated, given: Operands, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the kernels leave in their outputs, which were poison."""
+    """What the kernels leave in their outputs, which were poison. The kernel before writes the operands at the last
+    moment, and so does the first kernel what it leaves the second."""
     case, finish = one.case, fp4_gated_experts.Finish(*one.case.finish)
     kernel, width = case.kernel_for(one.k), one.experts * one.columns
     y_scale = None
@@ -132,8 +134,10 @@ def results(one: Gated, given: Operands, edit: Any = None) -> tuple[torch.Tensor
         swiglu_limit=gate[2],
         workers=one.workers,
     )
+    arguments, before = written_late(arguments, Operands._fields)
     # Of units that warps multiply by themselves see docs/limits.md.
-    run_kernel(kernel, ARCHS[case.arch], *arguments, seed=one.seed, strict=not kernel.config.by_warp, edit=edit)
+    strict = not kernel.config.by_warp
+    run_kernel(kernel, ARCHS[case.arch], *arguments, seed=one.seed, strict=strict, edit=edit, written_before=before)
     return y, y_scale
 
 
@@ -259,6 +263,27 @@ def test_gated_gemm(one: Gated) -> None:
 def test_compiles_without_spills(one: Gated) -> None:
     """As ``test_compile_kernels`` checks, which leaves kernels with these roles to this test."""
     check_emulated(one.case, one.case.kernel_for(one.k))
+
+
+# CTAs that read ahead of the lists, and others; then parts of k, and other sizes
+AWAITED = [GATED[0], GATED[3]]
+MORE_AWAITED = [GATED[i] for i in (1, 2, 4, 6, 10, 11)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "awaited" in metafunc.fixturenames:
+        some = AWAITED + (MORE_AWAITED if metafunc.config.getoption("more_emulated") else [])
+        metafunc.parametrize("awaited", [pytest.param(one, id=one.id) for one in some])
+
+
+def test_gated_kernels_wait_for_the_kernel_before(awaited: Gated) -> None:
+    """In the kernel that lists tokens, the producer warps, and those that multiply."""
+    kernel = awaited.case.kernel_for(awaited.k)
+    waits = re.findall(KERNEL_WAIT, compile_ptx(kernel, ARCHS[awaited.case.arch]).ptx)
+    assert len(waits) == (3 if kernel.config.scans else 2)
+    for number in range(len(waits)):
+        with pytest.raises((EmulationError, AssertionError)):
+            check(awaited, changed(KERNEL_WAIT, number))
 
 
 # Each of two slots has as many chunks of a task as stages, and hands over a chunk's activations when it has started the

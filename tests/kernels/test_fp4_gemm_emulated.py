@@ -13,6 +13,7 @@ from support.emulated import (
     CPU,
     HOPPER,
     INPUTS,
+    KERNEL_WAIT,
     PASSED,
     WAIT,
     WEIGHT,
@@ -516,7 +517,8 @@ def poison_scales(scale: torch.Tensor, fmt: FP4Format, layout: str, counts: torc
 
 def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernels leave in their output, and the reference's sums. What a factor of zero leaves out is NaN: of
-    activations, and of the weights and biases of experts that no token has."""
+    activations, and of the weights and biases of experts that no token has. The kernel before writes the operands at
+    the last moment, and so does the first kernel what it leaves the second."""
     torch.manual_seed(one.n)
     case, k = one.case, one.experts * one.width
     by_warpgroups = isinstance(case, WgmmaCase)
@@ -549,9 +551,10 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
         workers = kernel.config.workers(one.n, one.workers)
         workspace = poisoned(kernel.config.workspace_bytes(one.m, one.experts, workers), dtype=torch.uint8)
         given = fp4_experts.Arguments(a, a_scale, b.t(), scale, factors, bias, out, workspace, workers)
+    given, before = written_late(given, (*WEIGHT, *INPUTS))
     # Of units that warps multiply by themselves see docs/limits.md.
     strict = by_warpgroups or case.group > BY_WARP
-    run_kernel(kernel, ARCHS[case.arch], *given, seed=one.seed, strict=strict, edit=edit)
+    run_kernel(kernel, ARCHS[case.arch], *given, seed=one.seed, strict=strict, edit=edit, written_before=before)
     layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]
     numbers = a if a_scale is not None else a.to(case.dtype)
     return out, expert_gemm(numbers, a_scale, b, scale, alpha, bias, out_dtype, case.format, *layouts)
@@ -562,6 +565,31 @@ def test_gemm_over_experts(one: Experts) -> None:
     """Bit for bit where sums are exact; what a factor of zero leaves out is not read, or counts for nothing."""
     got, want = multiply_experts(one)
     assert torch.equal(got, want)
+
+
+# One whose CTAs read ahead of the lists, one whose do not, and what a GEMM by warpgroups reads ahead of its factors;
+# then slices that CTAs share, and other sizes.
+AWAITED = [EXPERTS[0], EXPERTS[7], EXPERTS[-4]]
+MORE_AWAITED = [EXPERTS[i] for i in (1, 3, 10, 19, 21, -3, -2)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "awaited" in metafunc.fixturenames:
+        some = AWAITED + (MORE_AWAITED if metafunc.config.getoption("more_emulated") else [])
+        metafunc.parametrize("awaited", [pytest.param(one, id=one.id) for one in some])
+
+
+def test_experts_wait_for_the_kernel_before(awaited: Experts) -> None:
+    """In the kernel that lists tokens, the producer warps, and those that multiply; but CTAs that share slices have
+    waited before they end the second one."""
+    kernel, arch = kernel_for(awaited), awaited.case.arch
+    waits = range(len(re.findall(KERNEL_WAIT, compile_ptx(kernel, ARCHS[arch]).ptx)))
+    twice = isinstance(awaited.case, ExpertsCase) and kernel.config.classes > 1 and kernel.config.scans
+    assert len(waits) >= 2 + twice
+    for number in waits[:-1] if twice else waits:
+        with pytest.raises((EmulationError, AssertionError)):
+            got, want = multiply_experts(awaited, changed(KERNEL_WAIT, number))
+            assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("one", [*MMAS, *NATIVE_MMAS, *WGMMAS, *(pytest.param(one, id=one.id) for one in EXPERTS)])

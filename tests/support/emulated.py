@@ -15,6 +15,7 @@ HOPPER, BLACKWELL, CONSUMER = "sm_90a", "sm_100a", "sm_120a"
 WAIT = r"mbarrier\.try_wait\S*\s+(\w+),"
 PASSED = r"setp.eq.u32 \1, 0, 0;"
 """In place of a wait: it is over."""
+KERNEL_WAIT = r"griddepcontrol\.wait"
 WEIGHT = ("b", "b_scale")
 INPUTS = ("a", "a_scale", "alpha", "bias")
 """Arguments of a GEMM, by what ``static_weight`` says about them."""
