@@ -61,10 +61,10 @@ class Run(NamedTuple):
 
 
 def execute(
-    run: Run, edit: Any = None, seed: int | None = 0, late: tuple[str, ...] | None = None
+    run: Run, edit: Any = None, seed: int | None = 0, late: tuple[str, ...] | None = None, held: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel leaves in its output, and what it should: poison in rows that no expert has. ``late``: arguments
-    that a kernel before it writes, which has not ended."""
+    that a kernel before it writes, which has not ended. ``held``: of ``run_kernel``."""
     torch.manual_seed(run.n)
     case, exact = run.case, run.scales is None
     formats = case.fmt, case.scale_layout
@@ -95,7 +95,8 @@ def execute(
     given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, run.max_ctas)
     given, written = written_late(given, late or ())
     before = None if late is None else written
-    run_kernel(case.kernel, ARCHS[case.arch], *given, seed=seed, strict=True, edit=edit, written_before=before)
+    how = {"seed": seed, "strict": True, "edit": edit, "written_before": before, "held": held}
+    run_kernel(case.kernel, ARCHS[case.arch], *given, **how)
     return out, want
 
 
@@ -292,9 +293,9 @@ ORDERED = {
 }
 
 
-def check(run: Run, edit: Any = None, seed: int | None = 0) -> None:
+def check(run: Run, edit: Any = None, seed: int | None = 0, held: tuple[int, ...] = ()) -> None:
     """Bit for bit, if sums are exact."""
-    got, want = execute(run, edit, seed)
+    got, want = execute(run, edit, seed, held=held)
     if run.scales is None:
         assert torch.equal(got, want)
     else:
@@ -307,9 +308,11 @@ def test_what_orders_it_is_enough(run: Run, seed: int | None) -> None:
     check(run, seed=seed)
 
 
-SKIPS = {"swapped": (3, 4), "pair": (2,)}
-"""Waits of decoding warps for K blocks of other teams, without which a team might be a round behind. No seed that was
-tried (``SEEDS``) lets one be, so none of these shows that it is needed."""
+ONE_BLOCK = SWAPPED._replace(n=520, k=128)
+LATE = {("swapped", 3): (SWAPPED, 0), ("swapped", 4): (ONE_BLOCK, 2), ("pair", 2): (PAIR, 0)}
+"""Waits of decoding warps for K blocks of other teams in the first round of the ring, a run that shows that each is
+needed, and the bulk copy that has to be late for that: of a K block that a team goes past, and finds in the next round.
+It comes to the one behind the first if consumers free the first before that has arrived, so at the end of a tile."""
 SEEDS = (None, 3, 2, 0, 1)
 WAITS = {
     "swapped": (SWAPPED, 11),
@@ -350,7 +353,7 @@ def test_what_orders_it_is_needed(run: Run, edit: Any) -> None:
         pytest.param(run, wait, id=f"{name}-{wait}")
         for name, (run, count) in WAITS.items()
         for wait in range(count)
-        if wait not in SKIPS.get(name, ()) and (not run.case.is_recoded or (wait in OF_OWN_UNITS) == (run is OWN_UNITS))
+        if (name, wait) not in LATE and (not run.case.is_recoded or (wait in OF_OWN_UNITS) == (run is OWN_UNITS))
     ],
 )
 def test_every_wait_is_needed(run: Run, wait: int) -> None:
@@ -358,6 +361,17 @@ def test_every_wait_is_needed(run: Run, wait: int) -> None:
     with pytest.raises((EmulationError, Deadlock, AssertionError)):
         for seed in SEEDS:
             check(run, changed(WAIT, wait, PASSED), seed)
+
+
+@pytest.mark.parametrize(
+    ("run", "wait", "copy"),
+    [pytest.param(run, wait, copy, id=f"{name}-{wait}") for (name, wait), (run, copy) in LATE.items()],
+)
+def test_every_wait_for_other_teams_is_needed(run: Run, wait: int, copy: int) -> None:
+    """And enough."""
+    check(run, seed=None, held=(copy,))
+    with pytest.raises((EmulationError, Deadlock, AssertionError)):
+        check(run, changed(WAIT, wait, PASSED), None, held=(copy,))
 
 
 @pytest.mark.parametrize(("run", "count"), WAITS.values(), ids=WAITS)

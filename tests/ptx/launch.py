@@ -10,7 +10,7 @@ import functools
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -86,6 +86,7 @@ def run_kernel(
     lenient: bool = False,
     edit: Callable[[str], str] | None = None,
     written_before: Mapping[int, torch.Tensor] | None = None,
+    held: Collection[int] = (),
 ) -> list[Machine]:
     """Execute a kernel's launches on CPU tensors, which get the results.
 
@@ -103,6 +104,7 @@ def run_kernel(
             numbers: tensors like these. What launches of the kernel's own write is then as late for those behind them,
             which may write at once what the one before does not access. ``None``: each starts when the one before has
             ended.
+        held: bulk copies of each launch that are as late as they can be; see ``Machine``.
 
     Returns:
         The machine of each launch.
@@ -136,7 +138,7 @@ def run_kernel(
         # The one before has released its dependents behind its own wait: what was before that is complete.
         complete = memory.copies()
         late = memory.take_back(started) if launch.overlaps and written_before is not None else None
-        machine = Machine(programs[name], launch, memory, seed, max_steps, strict, lenient, late, accessed)
+        machine = Machine(programs[name], launch, memory, seed, max_steps, strict, lenient, late, accessed, held)
         machines.append(machine)
         machine.run()
         started, accessed = complete, machine.accessed

@@ -77,6 +77,8 @@ class Machine(Layout):
     behind ``griddepcontrol.wait``. ``None``: it has ended.
     ``accessed_before``: the allocations that the kernel before accesses, by their numbers (see ``accessed``); to others
     this one may store before that one has ended. ``None``: any may be.
+    ``held``: bulk copies, by their numbers in the order in which they are started, that are executed when nothing else
+    can go on.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Machine(Layout):
         lenient: bool = False,
         before: Callable[[], None] | None = None,
         accessed_before: Collection[int] | None = None,
+        held: Collection[int] = (),
     ):
         super().__init__(program, launch, memory)
         self.before, self.overlaps = before, before is not None
@@ -103,7 +106,7 @@ class Machine(Layout):
         self.has_waited = np.zeros(self.threads, bool)
         self.random = None if seed is None else np.random.default_rng(seed)
         self.max_steps = max_steps
-        self.strict, self.lenient = strict, lenient
+        self.strict, self.lenient, self.held = strict, lenient, held
         self.steps = 0
         self.barriers, self.under_way = Barriers(self), UnderWay(self)
         decoder = Decoder(self)
@@ -140,6 +143,9 @@ class Machine(Layout):
                 if not any_true(running):
                     if self.under_way.copies:
                         self.under_way.execute_one()
+                        continue
+                    if self.under_way.held:
+                        self.under_way.release_held()
                         continue
                     if self.before is not None:
                         self._end_kernel_before()

@@ -542,3 +542,22 @@ def test_waits_time_out_at_random() -> None:
     found = [tuple(launch(entry(body, 32), zeros(2), zeros(4), seed=seed)[0].tolist()) for seed in range(40)]
     assert set(found) == {(1, 0), (0, 0)}
     assert launch(entry(body, 32), zeros(2), zeros(4), seed=None)[0].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_a_copy_that_is_held(seed: int | None) -> None:
+    """It is the last of two to the same place, and is waited for."""
+    start = "cp.async.bulk.global.shared::cta.bulk_group [%rd0],"
+    body = f"""
+    {SLOT} setp.ne.u32 %p0, %r0, 0; mov.u32 %r1, buf;
+    st.shared.u32 [%r9], %r0;
+    fence.proxy.async.shared::cta;
+    bar.sync 0;
+    @%p0 bra END;
+    {start} [%r1], 128; {start} [%r1+128], 128;
+    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
+END:
+    """
+    for held in (0, 1):
+        (out,) = launch(entry(body, 256, 1), zeros(32), block=64, seed=seed, held={held})
+        assert out.tolist() == list(range(32 * held, 32 * held + 32))

@@ -51,6 +51,8 @@ class UnderWay:
     def __init__(self, machine: Machine):
         self.machine = machine
         self.copies: list[Copy] = []
+        self.bulk_copies = 0
+        self.held: list[Copy] = []
         # Bulk groups of a thread that it has not waited for.
         self.open: dict[int, Group] = {}
         self.groups: dict[int, list[Group]] = {}
@@ -82,7 +84,13 @@ class UnderWay:
             group = self.open.setdefault(thread, Group())
             group.under_way += 1
             group.reads.append(reads)
-        self.copies.append(Copy(self.machine.step, np.array([thread]), execute, ctas, group))
+        copy = Copy(self.machine.step, np.array([thread]), execute, ctas, group)
+        (self.held if self.bulk_copies in self.machine.held else self.copies).append(copy)
+        self.bulk_copies += 1
+
+    def release_held(self) -> None:
+        """Nothing else can go on."""
+        self.copies, self.held = self.held, []
 
     def start_group(self, threads: Array, execute: Callable[[], None]) -> None:
         """Execute a ``cp.async`` of each thread later."""
