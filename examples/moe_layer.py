@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
     for count, x in inputs(tokens, hidden, device):
         cosine, error = compared(layer(x), in_bf16(x))
         line = f"{count:9}  {activations_of(layer, count):>11}  {cosine:8.5f}  {error:14.5f}"
-        if is_timed:
+        if is_timed and count > 0:
             line += f"  {captured_us(layer, x):9.1f}  {called_us(in_bf16, x):9.1f}"
         print(line)
         largest = LARGEST_ERROR[activations_of(layer, count)]

@@ -270,10 +270,24 @@ AWAITED = [GATED[0], GATED[3]]
 MORE_AWAITED = [GATED[i] for i in (1, 2, 4, 6, 10, 11)]
 
 
+# Rows of a slice, tokens of a unit and parts of k, of warpgroups; and the result
+UNITS = [(128, 16, 4, (NVFP4, TILED)), (64, 24, 2, (BF16, None))]
+MORE_UNITS = [
+    (128, 24, 4, (NVFP4, TILED)),
+    (128, 32, 4, (BF16, None)),
+    (256, 16, 4, (BF16, None)),
+    (256, 24, 4, (NVFP4, TILED)),
+]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    more = metafunc.config.getoption("more_emulated")
     if "awaited" in metafunc.fixturenames:
-        some = AWAITED + (MORE_AWAITED if metafunc.config.getoption("more_emulated") else [])
+        some = AWAITED + (MORE_AWAITED if more else [])
         metafunc.parametrize("awaited", [pytest.param(one, id=one.id) for one in some])
+    if "units" in metafunc.fixturenames:
+        cases = UNITS + (MORE_UNITS if more else [])
+        metafunc.parametrize("units", cases, ids=lambda case: "-".join(map(str, case[:3])))
 
 
 def test_gated_kernels_wait_for_the_kernel_before(awaited: Gated) -> None:
@@ -351,22 +365,6 @@ def test_silu_and_nan() -> None:
     assert torch.equal(codes, want) and torch.equal(scales.view(torch.uint8), want_scales)
     assert (codes[2] == 0).all() and (to_linear(scales, TILED, 4, 8)[2].view(torch.uint8) == 0x7F).all()
     assert len(want[:2].unique()) > 50
-
-
-# Rows of a slice, tokens of a unit and parts of k, of warpgroups; and the result
-UNITS = [(128, 16, 4, (NVFP4, TILED)), (64, 24, 2, (BF16, None))]
-MORE_UNITS = [
-    (128, 24, 4, (NVFP4, TILED)),
-    (128, 32, 4, (BF16, None)),
-    (256, 16, 4, (BF16, None)),
-    (256, 24, 4, (NVFP4, TILED)),
-]
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "units" in metafunc.fixturenames:
-        cases = UNITS + (MORE_UNITS if metafunc.config.getoption("more_emulated") else [])
-        metafunc.parametrize("units", cases, ids=lambda case: "-".join(map(str, case[:3])))
 
 
 def test_results_do_not_depend_on_other_tokens_of_a_unit(units: tuple[Any, ...]) -> None:
