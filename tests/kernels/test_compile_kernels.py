@@ -44,7 +44,7 @@ EMULATED = {one.case.role for one in (*FP4, *GATED, *FP8_RUNS, *FP8_FP4_RUNS)}
 def other_cases(every):
     gemms = (*mma_cases(every), *wgmma_cases(every), *tcgen05_cases(every))
     experts = (*experts_cases(every), *gated_experts_cases(every), *tcgen05_experts_cases(every))
-    cases = *gemms, *experts, *moe_cases(), *fp8_gemm_cases(every), *fp8_fp4_gemm_cases()
+    cases = *gemms, *experts, *moe_cases(), *fp8_gemm_cases(every), *fp8_fp4_gemm_cases(every)
     return cases if every else tuple(case for case in cases if case.role not in EMULATED)
 
 

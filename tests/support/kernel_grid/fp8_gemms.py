@@ -152,6 +152,13 @@ HAVE_SPILLED = (
 """Each with another way to finish sums."""
 
 
+def has_turn(fmt: FP4Format, tokens: int, splits: int) -> bool:
+    """Whether the compiled part has this format of a tile of ``fp8_fp4_wgmma``."""
+    sizes = sorted({rows for rows, _ in fp8_fp4_wgmma.TILES})
+    of_size = [count for rows, count in fp8_fp4_wgmma.TILES if rows == tokens]
+    return len(of_size) == 1 or (sizes.index(tokens) + of_size.index(splits) + (fmt == NVFP4)) % 2 == 0
+
+
 def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
     """Every tile with alpha and bias of each column, or expert; those of many rows, or with ``every`` all, without
     them too. Layouts and other epilogues in turn."""
@@ -172,9 +179,10 @@ def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
     return cases
 
 
-def fp8_fp4_gemm_cases() -> list[FP8FP4GemmCase | RecodeCase]:
-    """Every tile of either format; scale layouts, layouts of rows and epilogues in turn. Every layout of rows of the
-    GEMM by a recoded weight, which does not know the weight's format."""
+def fp8_fp4_gemm_cases(every: bool) -> list[FP8FP4GemmCase | RecodeCase]:
+    """Every tile, with ``every`` in either format; scale layouts, layouts of rows and epilogues in turn. Else tiles of
+    few rows of ``fp8_fp4_wgmma`` have one format, so that each two of format, rows and splits meet. Every layout of
+    rows of the GEMM by a recoded weight, which does not know the weight's format."""
     layouts, scales = itertools.cycle(FP8_LAYOUTS), itertools.cycle(("128x4", "linear", "linear", "128x4"))
     by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])
     by_column = itertools.cycle(PER_COLUMN)
@@ -183,6 +191,8 @@ def fp8_fp4_gemm_cases() -> list[FP8FP4GemmCase | RecodeCase]:
         layout = next(layouts)
         epilogue = next(by_column if layout == "plain" else by_expert)
         cases.append(FP8FP4GemmCase(fmt, next(scales), layout, tile, epilogue))
+    if not every:
+        cases = [case for case in cases if case.static_weight or has_turn(case.fmt, *case.tile)]
     few = [(NVFP4, "fp8_nvfp4_wgmma", tile) for tile in fp8_nvfp4_wgmma.TILES]
     few += [(MXFP4, "fp8_mxfp4_wgmma", tile) for tile in fp8_mxfp4_wgmma.TILES]
     for fmt, family, tile in few:
