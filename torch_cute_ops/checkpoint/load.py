@@ -16,7 +16,8 @@ from torch_cute_ops.checkpoint.spec import LayerScheme, QuantSpec, read_spec
 from torch_cute_ops.nn import MXFP4Linear, QuantExperts, QuantLinear, _names, merge
 from torch_cute_ops.nn._base import Activations
 from torch_cute_ops.nn._saving import guard_saving
-from torch_cute_ops.nn.experts import FORMATS, FloatExperts, float_experts, stack, topk_of
+from torch_cute_ops.nn.experts import FORMATS, stack
+from torch_cute_ops.nn.float_experts import FloatExperts, float_experts, topk_of
 
 Progress = Callable[[Sequence[tuple[str, nn.Module]]], Iterable[tuple[str, nn.Module]]]
 

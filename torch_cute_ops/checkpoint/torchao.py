@@ -12,7 +12,8 @@ from torch_cute_ops.checkpoint._values import check_scales
 from torch_cute_ops.checkpoint.spec import LayerScheme
 from torch_cute_ops.formats import convert_scales
 from torch_cute_ops.nn import QuantLinear
-from torch_cute_ops.nn.experts import FORMATS, FloatExperts, stack
+from torch_cute_ops.nn.experts import FORMATS, stack
+from torch_cute_ops.nn.float_experts import FloatExperts
 
 FP4: Final = "float4_e2m1fn_x2"
 """torch's name of e2m1, two a byte: the ``elem_dtype`` of an ``MXTensor`` that is MXFP4."""

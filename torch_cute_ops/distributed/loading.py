@@ -19,7 +19,7 @@ from torch_cute_ops.distributed.parallel import ColumnParallel, Cut, LinearStyle
 from torch_cute_ops.distributed.start import facts_of, versions
 from torch_cute_ops.nn import MXFP4Linear, QuantExperts, QuantLinear, _names
 from torch_cute_ops.nn._base import Activations
-from torch_cute_ops.nn.experts import FloatExperts, float_experts
+from torch_cute_ops.nn.float_experts import FloatExperts, float_experts
 
 Plan = Mapping[str, ColumnParallel | RowParallel | DividedExperts]
 

@@ -15,7 +15,7 @@ from torch_cute_ops.checkpoint.torchao import FP4, Weight, expert_stacks, linear
 from torch_cute_ops.nn import QuantExperts, QuantLinear, _names
 from torch_cute_ops.nn._base import Activations
 from torch_cute_ops.nn._saving import guard_saving
-from torch_cute_ops.nn.experts import FloatExperts, float_experts, topk_of
+from torch_cute_ops.nn.float_experts import FloatExperts, float_experts, topk_of
 from torch_cute_ops.nn.quantize import SCHEMES
 
 try:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
@@ -52,7 +51,7 @@ class GatedMLP(nn.Module):
         both = self.gate_up_proj(x)
         how = self.down_proj.quantization()
         if how is None:
-            return self.down_proj(_gated(both, self.swiglu))
+            return self.down_proj(self.swiglu.of(*both.float().chunk(2, -1)).to(both.dtype))  # rounded once
         quantise = silu_mul_fp4quant if how.to == "fp4" else silu_mul_fp8quant
         gate = {f"swiglu_{name}": value for name, value in self.swiglu._asdict().items()}
         operands = quantise(both.reshape(-1, both.shape[-1]), **how.arguments, **gate)
@@ -191,11 +190,3 @@ class ExpertLayer(nn.Module):
         own = self.bias
         super()._apply(lambda tensor: moved(fn, own) if own is not None and tensor is own else fn(tensor), recurse)
         return self
-
-
-def _gated(both: Tensor, swiglu: SwiGLU) -> Tensor:
-    """SwiGLU of the halves of rows, in fp32, rounded once to their dtype."""
-    gate, up = both.float().chunk(2, -1)
-    if swiglu.limit is not None:
-        gate, up = gate.clamp(max=swiglu.limit), up.clamp(-swiglu.limit, swiglu.limit)
-    return (gate * torch.sigmoid(swiglu.alpha * gate) * (up + swiglu.beta)).to(both.dtype)

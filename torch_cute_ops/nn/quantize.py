@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch_cute_ops.nn import _names
 from torch_cute_ops.nn._base import Activations, QuantLinear
 from torch_cute_ops.nn._saving import guard_saving
-from torch_cute_ops.nn.experts import float_experts, quantized_experts, topk_of
+from torch_cute_ops.nn.float_experts import float_experts, quantized_experts, topk_of
 from torch_cute_ops.nn.linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear, MXFP4Linear, NVFP4Linear
 
 Scheme = Literal["nvfp4", "mxfp4", "fp8_block", "fp8_tensor", "fp8_channel"]

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch_cute_ops.nn import _names
 from torch_cute_ops.nn._base import Activations, QuantLinear
 from torch_cute_ops.nn._saving import guard_saving
-from torch_cute_ops.nn.experts import FORMATS, QuantExperts, float_experts, topk_of
+from torch_cute_ops.nn.experts import FORMATS, QuantExperts
+from torch_cute_ops.nn.float_experts import float_experts, topk_of
 from torch_cute_ops.nn.quantize import SCHEMES, Scheme
 
 DEVIATION: Final = 0.02
