@@ -31,9 +31,8 @@ SIZES: dict[str, dict[str, tuple[int, ...]]] = {
 MARLIN_US = dict(zip(ROWS, (7.0, 35, 54, 86, 115, 130, 170, 290), strict=True))
 """Times of Marlin's expert kernel at these sizes, top-8: from an earlier measurement, not from a run of this
 benchmark."""
-MARLIN_NOTE = "Marlin's expert kernel, from notes and not from this run, top-8, µs: " + ", ".join(
-    f"{us:g} (M = {m})" for m, us in MARLIN_US.items()
-)
+MARLIN_FIGURES = ", ".join(f"{us:g} (M = {m})" for m, us in MARLIN_US.items())
+MARLIN_NOTE = f"Marlin's expert kernel, from notes and not from this run, top-8, µs: {MARLIN_FIGURES}"
 
 ABOUT = """\
 A token has 8 experts, all equally likely ("top-8") or the r-th likeliest with a probability proportional to 1/r

@@ -34,7 +34,7 @@ from torch_cute_ops.nn.experts import few_tokens
 
 from . import environment, layers, report, targets
 from .case import Mark, at_least, at_most
-from .expert_gemms import MARLIN_US
+from .expert_gemms import MARLIN_FIGURES
 from .expert_ways import (
     DEEPSEEK,
     FEW_ROWS,
@@ -62,9 +62,7 @@ COSINE_ROWS = (8, 64)
 """Tokens with which results are compared with those of the decoded weights."""
 MARLIN_NOTE = (
     "Marlin's expert kernel, from notes and not from this run: the second GEMM alone of the sizes of DeepSeek-V3 above "
-    "(256 experts of 256, 7,168 columns, NVFP4, top-8, without adding up a token's experts), µs: "
-    + ", ".join(f"{us:g} (M = {m})" for m, us in MARLIN_US.items())
-    + "."
+    f"(256 experts of 256, 7,168 columns, NVFP4, top-8, without adding up a token's experts), µs: {MARLIN_FIGURES}."
 )
 PEER = "bf16: the decoded weights in bf16, by `torch._grouped_mm`. "
 LARGE = 4096

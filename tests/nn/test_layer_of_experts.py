@@ -71,6 +71,9 @@ def layer_of(
 
 
 def route_few(layer: ExpertLayer, activations: str) -> ExpertLayer:
+    """The layer, after `route_few_` with these activations, unless they are "many": then as it is."""
+    if activations == "many":
+        return layer
     scales = {}
     if activations == "fp4" and layer.experts.scheme == "nvfp4":
         scale = nvfp4_global_scale(torch.tensor(5.0))
@@ -214,9 +217,7 @@ def test_state_dict(activations):
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @torch.no_grad()
 def test_compiled(way, scoring):
-    layer = layer_of(scoring=scoring)
-    if way != "many":
-        route_few(layer, way)
+    layer = route_few(layer_of(scoring=scoring), way)
     x = torch.randn(6, H).bfloat16()
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -354,9 +355,7 @@ def test_captured_experts_follow_their_routing(activations):
 def test_a_token_depends_on_no_other_on_a_gpu(way):
     """Bit for bit, in as many tokens."""
     hopper()
-    layer = layer_of(device="cuda")
-    if way != "many":
-        route_few(layer, way)
+    layer = route_few(layer_of(device="cuda"), way)
     x = torch.randn(40 if way == "many" else FEW, H, device="cuda").bfloat16()
     first = layer(x)
     for _ in range(3):
@@ -390,9 +389,7 @@ def test_warm_layers_are_captured_at_once(way):
 @torch.no_grad()
 def test_compiled_on_a_gpu(way):
     hopper()
-    layer = layer_of(device="cuda")
-    if way != "many":
-        route_few(layer, way)
+    layer = route_few(layer_of(device="cuda"), way)
     x = torch.randn(6, H, device="cuda").bfloat16()
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True)

@@ -261,19 +261,18 @@ class _Row(Divided):
     style: "RowParallel"
 
     def forward(self, input: Any) -> Tensor:
-        x = input
-        _refuse_unfit(self, x, self.style.sequence)
-        first, *rest = _lead(x) or (1,)
+        _refuse_unfit(self, input, self.style.sequence)
+        first, *rest = _lead(input) or (1,)
         if self.style.sequence and first % self.world:
             raise ValueError(f"{type(self).__name__}: {first} rows; expected a multiple of the {self.world} ranks")
         agree_on_rows(type(self).__name__, (first // self.world if self.style.sequence else first, *rest), self.group)
         if isinstance(self, QuantLinear):
-            rows = x if isinstance(x, QuantizedRows) else self._own_rows(x)
+            rows = input if isinstance(input, QuantizedRows) else self._own_rows(input)
             dtype = rows.dtype
             y: Tensor = self.base.forward(self, rows._replace(dtype=self.style.sums or dtype))
         else:
-            dtype = x.dtype
-            y = self.base.forward(self, x).to(self.style.sums or dtype)
+            dtype = input.dtype
+            y = self.base.forward(self, input).to(self.style.sums or dtype)
         y = reduce_scatter(y, self.group) if self.style.sequence else all_reduce(y, self.group)
         return y.to(dtype)
 
