@@ -120,14 +120,16 @@ def bundle_state() -> dict[str, Any]:
 
 
 def record() -> dict[str, Any]:
-    """Whether the sources are those that ran on a GPU, by the record in a source tree."""
+    """Whether the sources are those that ran on a GPU, by the record in a source tree, and which parts of the suite its
+    counts lack."""
     try:
         content = files.parse_json(files.read(RECORD, RECORD_BYTES))
     except (OSError, ValueError):
         return {"found": False}
     if not isinstance(content, dict):
         return {"found": False}
-    record = {name: content.get(name) for name in ("date", "gpu", "passed", "failed", "skipped")}
+    record = {name: content.get(name) for name in ("date", "gpu", "passed", "failed", "skipped", "parts")}
+    record["missing_parts"] = content.get("missing_parts", [])
     return {"found": True, "matches": content.get("source_digest") == source_digest(), **record}
 
 
@@ -169,5 +171,9 @@ def text(report: dict[str, Any]) -> str:
         lines.append("  none beside this package")
     else:
         same = "these sources" if found["matches"] else "OTHER sources than these"
-        lines.append(f"  {same}, {found['date']}, {found['gpu']}: {found['passed']} passed, {found['failed']} failed")
+        counts = f"{found['passed']} passed, {found['failed']} failed"
+        if missing := found["missing_parts"]:
+            named = f"part{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            counts += f"; INCOMPLETE: {named} of {found['parts']} missing"
+        lines.append(f"  {same}, {found['date']}, {found['gpu']}: {counts}")
     return "\n".join(lines)
