@@ -185,9 +185,9 @@ class Machine(Layout):
                 return
             threads = positions(address == lowest)
             self._run_block(self.blocks[lowest], threads)
-            if self.random is None and self.blocks[lowest].polls:
-                among[threads] = False
-                self.polled[threads] = True
+            if self.blocks[lowest].polls:
+                among[threads] = False  # or they, at a lower address, would poll until the others' turn has ended
+                self.polled[threads] = self.random is None
             if self.steps > self.max_steps:
                 raise EmulationError(f"more than {self.max_steps} steps: {self._where()}")
 
