@@ -46,7 +46,8 @@ MODES = (None, DENSE, ROUTED)
 """A plain GEMM; and with a factor for each token and expert: of all experts, of those that tokens are routed to."""
 
 ABOUT = """\
-A MODEL, NOT A MEASUREMENT: {arch} with {sms} SMs, {tbps:.1f} TB/s and {pflops:.1f} PFLOP/s in FP4, by data sheets.
+A MODEL, NOT A MEASUREMENT: {arch} with {sms} SMs and {pflops:.1f} PFLOP/s in FP4, by data sheets, and {tbps:.1f} TB/s,
+the share of the data sheets' that a copy reaches on an H200.
 {fmt}, 128x4 scales, bfloat16 results. "alpha" has one element; or one for each token and each of {experts} experts, all
 computed ("dense"), or those alone that some of 128 tokens are routed to, 8 each ("routed"). A tile is rows of the
 weight × rows of activations, by a pair of CTAs where it has 256 rows of the weight; "of k": CTAs that share a tile's

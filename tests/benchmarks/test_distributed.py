@@ -34,13 +34,13 @@ def test_gemms_of_a_rank():
     """Llama 3 70B's, an eighth of each weight; in bf16 the longer of bytes and operations."""
     assert distributed.LLAMA_70B.gemms(8) == ((1280, 8192), (8192, 1024), (7168, 8192), (8192, 3584))
     assert sum(n * k for n, k in distributed.LLAMA_70B.gemms(8)) * 8 == 8192 * (10240 + 8192 + 3 * 28672)
-    rate = 132 * 1.7e9
-    few = 2 * (7168 * 8192 + 7168 + 8192) / (19 * rate)
-    assert distributed.gemm_seconds("bf16", 7168, 8192, 1, H200) == pytest.approx(few)
+    rate, bandwidth = 132 * 1.7e9, 4.26e12
+    few = 2 * (7168 * 8192 + 7168 + 8192) / bandwidth
+    assert distributed.gemm_seconds("bf16", 7168, 8192, 1, H200) == pytest.approx(few, rel=1e-3)
     many = 2 * 16384 * 7168 * 8192 / (4096 * rate * 0.8)
     assert distributed.gemm_seconds("bf16", 7168, 8192, 16384, H200) == pytest.approx(many)
     for fmt, size in (("fp8", 1), ("nvfp4", 0.5625)):
-        least = 7168 * 8192 * size / (19 * rate)
+        least = 7168 * 8192 * size / bandwidth
         assert least < distributed.gemm_seconds(fmt, 7168, 8192, 1, H200) < 3 * least + 10e-6
 
 

@@ -226,7 +226,7 @@ def test_block_scaled_mma_takes_codes(launches, fmt, layout, monkeypatch):  # no
     sample = SAMPLES["mm_fp4"].sample("", 21, 136, 512, fmt, layout, torch.device("cpu"), out_dtype=torch.float32)
     (want,) = results(arguments(op, sample))
     for arch, names in (("sm_120a", ["FP4MmaKernel"]), ("sm_100a", ["FP4DequantKernel", "FP4MmaKernel"])):
-        target = Target(torch.device("cuda", 0), ARCHS[arch], ARCHS[arch].sm_counts[0])
+        target = Target(torch.device("cuda", 0), ARCHS[arch], ARCHS[arch].gpus[0].sms)
         monkeypatch.setattr(select, "target_of", lambda device, target=target: target)
         forget_all()
         launches.forget()

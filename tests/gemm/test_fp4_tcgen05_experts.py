@@ -83,15 +83,16 @@ def test_estimates_are_near_the_limits() -> None:
         return min(BACKEND.estimate(DEEPSEEK, m, tactic, BLACKWELL) for tactic in tactics)
 
     every = DEEPSEEK.n * DEEPSEEK.b.row_bytes(DEEPSEEK.k)
-    assert 1 < least(1, "dense") / (every / 7.5e12) < 2
-    assert 1 < least(8, "routed") / (DEEPSEEK.bytes_moved(8) / 7.5e12) < 2.5
+    assert 1 < least(1, "dense") / (every / 7.1e12) < 2
+    assert 1 < least(8, "routed") / (DEEPSEEK.bytes_moved(8) / 7.1e12) < 2.5
     assert 1 < least(4096, "dense") / (2 * 4096 * DEEPSEEK.n * DEEPSEEK.k / 8.2e15) < 3
     # All SMs have work: 56 tiles of 128 rows in five parts are 280 units for 148 SMs.
-    for m, us in ((32, 52), (64, 53)):
+    for m in (32, 64):
         tactic = min(
             BACKEND.tactics(DEEPSEEK, m, BLACKWELL), key=lambda each: BACKEND.estimate(DEEPSEEK, m, each, BLACKWELL)
         )
-        assert tactic == (128, 5, "routed") and BACKEND.estimate(DEEPSEEK, m, tactic, BLACKWELL) < us * 1e-6
+        assert tactic == (128, 5, "routed")
+        assert BACKEND.estimate(DEEPSEEK, m, tactic, BLACKWELL) < 1.65 * DEEPSEEK.bytes_moved(m) / 7.1e12
     assert all(least(m, "routed") < least(m, "dense") for m in (1, 8, 32, 64))
     # Of 128 tokens, some is routed to 98 % of the experts.
     assert 0.98 < least(512, "routed") / least(512, "dense") < 1

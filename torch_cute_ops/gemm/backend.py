@@ -26,12 +26,14 @@ class Target:
         arch: its architecture; ``None``: no kernel of ours supports it, as on a CPU.
         sms: its streaming multiprocessors.
         name: the GPU's; ``None``: there is none, and so nothing that was tuned on it.
+        bandwidth: peak of its DRAM, bytes a second; ``None``: by its architecture and SMs.
     """
 
     device: torch.device
     arch: Arch | None
     sms: int
     name: str | None = None
+    bandwidth: float | None = None
 
 
 class Backend(abc.ABC):

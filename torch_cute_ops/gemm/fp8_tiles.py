@@ -67,13 +67,13 @@ class Tile(NamedTuple):
             row_bytes: bytes of a row of the weight in a K block.
             share_clocks: to add up the partial sums of a tile, per CTA that shares it but the first.
         """
-        assert target.arch is not None
         # The weight is read from memory at least once. Row tiles that run side by side share it, and the SMs that read
         # share the bandwidth.
         tiles = self.tiles_of(problem, m)
         beside = min(-(-rows_of_expert(problem, m) // self.tokens), RASTER_WIDTH)
         readers = min(1.0, tiles * self.cluster / target.sms)
-        from_memory = readers * self.columns / self.row_ctas * row_bytes / beside / target.arch.memory_bytes_per_clock
+        bytes_per_clock = cost.bytes_per_second(target) / target.sms / CLOCK_HZ
+        from_memory = readers * self.columns / self.row_ctas * row_bytes / beside / bytes_per_clock
         waves = math.ceil(tiles / self.clusters(target.sms))
         block = max(from_memory, block_clocks + wait * from_memory)
         clocks = waves * problem.k / BLOCK / self.splits * block + waves * share_clocks * (self.splits - 1)

@@ -24,7 +24,7 @@ from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.cost import usual_targets
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.runtime import tuner
-from torch_cute_ops.runtime.arch import ARCHS, Arch, arch_name, sm_count
+from torch_cute_ops.runtime.arch import ARCHS, Arch, arch_name, reported_bandwidth, sm_count
 
 AUTO: Final = "auto"
 BACKENDS: Final[list[Backend]] = [
@@ -64,8 +64,10 @@ def target_of(device: torch.device | Arch) -> Target:
 
 @functools.cache
 def _gpu(index: int) -> Target:
-    device = torch.device("cuda", index)
-    return Target(device, ARCHS.get(arch_name(index)), sm_count(index), torch.cuda.get_device_name(index))
+    arch, sms, bandwidth = ARCHS.get(arch_name(index)), sm_count(index), reported_bandwidth(index)
+    if arch is not None:
+        bandwidth = arch.peak_bandwidth(sms, bandwidth)
+    return Target(torch.device("cuda", index), arch, sms, torch.cuda.get_device_name(index), bandwidth)
 
 
 def candidates(problem: GemmProblem) -> dict[str, Backend]:

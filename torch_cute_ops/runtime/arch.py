@@ -1,11 +1,25 @@
 """What plans need to know of GPU architectures."""
 
+import ctypes
 import functools
+import math
 from typing import Any, Final, NamedTuple
 
 import torch
 
 KIB: Final = 1024
+
+
+class Gpu(NamedTuple):
+    """A kind of GPU.
+
+    Attributes:
+        sms: streaming multiprocessors.
+        bandwidth: peak of its DRAM, bytes a second.
+    """
+
+    sms: int
+    bandwidth: float
 
 
 class Arch(NamedTuple):
@@ -21,8 +35,7 @@ class Arch(NamedTuple):
         has_tcgen05: whether there are data-center Blackwell's MMA instructions.
         has_block_scaled_mma: whether ``mma.sync`` takes block scales.
         has_e2m1_cvt: whether ``cvt.rn.satfinite.e2m1x2.f32`` exists.
-        sm_counts: SMs of its GPUs, the largest first, by data sheet.
-        memory_bytes_per_clock: DRAM bandwidth for each SM and clock of ``CLOCK_HZ``, bytes read and written.
+        gpus: its GPUs, by data sheet; the first stands for all where there is none to ask.
         flops_per_clock: dense rate of the tensor cores with 16-bit operands, for each SM and clock, by data sheet.
         fp4_flops_per_clock: the same with FP4 operands; 0 where tensor cores do not take them.
         has_run: whether kernels have run, and been timed, on such a GPU; elsewhere in an emulator of PTX alone, and
@@ -38,15 +51,28 @@ class Arch(NamedTuple):
     has_tcgen05: bool
     has_block_scaled_mma: bool
     has_e2m1_cvt: bool
-    sm_counts: tuple[int, ...]
-    memory_bytes_per_clock: float
+    gpus: tuple[Gpu, ...]
     flops_per_clock: float
     fp4_flops_per_clock: float
     has_run: bool = False
 
+    def peak_bandwidth(self, sms: int, reported: float | None = None) -> float:
+        """Peak of the DRAM of a GPU with ``sms`` SMs whose driver has ``reported`` so many bytes a second, or nothing.
+
+        That of the nearest of ``gpus`` with as many SMs, so that all of a kind are planned for alike, and as ahead of
+        time. If none has as many, as with a part of a GPU, what was reported, or else a share of the first one's.
+        """
+        listed = [gpu.bandwidth for gpu in self.gpus if gpu.sms == sms]
+        if reported is None:
+            return listed[0] if listed else self.gpus[0].bandwidth * sms / self.gpus[0].sms
+        return min(listed, key=lambda bandwidth: abs(math.log(bandwidth / reported)), default=reported)
+
 
 CLOCK_HZ: Final = 1.7e9
 """SM clock under load that rates refer to. (An H200 runs its tensor cores at 1.5 to 1.98 GHz.)"""
+MEMORY_CLOCK_RATE: Final = 36
+GLOBAL_MEMORY_BUS_WIDTH: Final = 37
+"""Attributes of a device, as the CUDA driver API numbers them."""
 
 
 def _data_center(name: str, **capabilities: Any) -> Arch:
@@ -86,19 +112,22 @@ def _desktop(name: str, **capabilities: Any) -> Arch:
 ARCHS: Final = {
     arch.name: arch
     for arch in (
-        # 4.26 TB/s of copy on an H200 with 132 SMs (measured); the other bandwidths are by data sheet.
         _data_center(
             "sm_90a",
             has_wgmma=True,
-            sm_counts=(132, 114, 78),
-            memory_bytes_per_clock=19.0,
+            # H200; H100 NVL and GH200; H100 SXM; H100 PCIe; H20
+            gpus=(Gpu(132, 4.8e12), Gpu(132, 4.0e12), Gpu(132, 3.35e12), Gpu(114, 2.04e12), Gpu(78, 4.0e12)),
             flops_per_clock=4096.0,
             has_run=True,
         ),
-        _data_center("sm_100a", has_wgmma=False, sm_counts=(148,), memory_bytes_per_clock=30.0, flops_per_clock=8192.0),
-        _data_center("sm_103a", has_wgmma=False, sm_counts=(148,), memory_bytes_per_clock=30.0, flops_per_clock=8192.0),
-        _desktop("sm_120a", sm_counts=(188, 170, 110, 84, 70), memory_bytes_per_clock=5.5),
-        _desktop("sm_121a", sm_counts=(48,), memory_bytes_per_clock=3.5),
+        _data_center("sm_100a", has_wgmma=False, gpus=(Gpu(148, 8.0e12),), flops_per_clock=8192.0),
+        _data_center("sm_103a", has_wgmma=False, gpus=(Gpu(148, 8.0e12),), flops_per_clock=8192.0),
+        # RTX PRO 6000; RTX 5090; RTX PRO 5000; RTX 5080; RTX 5070 Ti
+        _desktop(
+            "sm_120a",
+            gpus=(Gpu(188, 1.79e12), Gpu(170, 1.79e12), Gpu(110, 1.34e12), Gpu(84, 0.96e12), Gpu(70, 0.90e12)),
+        ),
+        _desktop("sm_121a", gpus=(Gpu(48, 0.273e12),)),
     )
 }
 
@@ -142,3 +171,18 @@ def arch_of_device(index: int) -> Arch:
 def sm_count(index: int) -> int:
     """Streaming multiprocessors of CUDA device ``index``."""
     return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def reported_bandwidth(index: int) -> float | None:
+    """Peak bandwidth of CUDA device ``index``, in bytes a second, by its driver; ``None`` if that does not say."""
+    torch.cuda.init()
+    driver, device = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    driver.cuDeviceGet(ctypes.byref(device), index)
+
+    def attribute(number: int) -> int:
+        value = ctypes.c_int()  # 0 where the driver does not know the attribute
+        driver.cuDeviceGetAttribute(ctypes.byref(value), number, device)
+        return value.value
+
+    # Bits move at both edges of the clock, which is in kHz.
+    return 2 * 1e3 * attribute(MEMORY_CLOCK_RATE) * attribute(GLOBAL_MEMORY_BUS_WIDTH) / 8 or None
