@@ -37,6 +37,7 @@ from torch_cute_ops.ops.rmsnorm_fp8quant import rmsnorm_fp8quant
 from torch_cute_ops.ops.silu_mul import silu_mul
 from torch_cute_ops.ops.silu_mul_fp4quant import silu_mul_fp4quant
 from torch_cute_ops.ops.silu_mul_fp8quant import silu_mul_fp8quant
+from torch_cute_ops.ops.silu_mul_mm_fp4_weight_only import silu_mul_mm_fp4_weight_only
 from torch_cute_ops.registry import backends, precompile, properties_of, warmup
 from torch_cute_ops.runtime.tuning import autotune
 
@@ -80,5 +81,6 @@ __all__ = [
     "silu_mul",
     "silu_mul_fp4quant",
     "silu_mul_fp8quant",
+    "silu_mul_mm_fp4_weight_only",
     "warmup",
 ]

@@ -360,7 +360,7 @@ class Strict(Reference):
     def __init__(self):
         self.given = []
 
-    def checks_operands(self, problem):
+    def checks_operands(self, problem, tactic):
         return True
 
     def launcher(self, problem, tactic, target):

@@ -19,7 +19,7 @@ from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.gemm import decode, select
 from torch_cute_ops.gemm.backend import Target
-from torch_cute_ops.gemm.backends import _fp4, _fp8, cublas
+from torch_cute_ops.gemm.backends import _fp4, _fp8, cublas, gate_first
 from torch_cute_ops.gemm.backends import fp8_fp4_recoded as recoded
 from torch_cute_ops.kernels import (
     fp4_experts,
@@ -69,7 +69,7 @@ DSL_NAMES = {
 }
 
 
-COMPILING = (_call, decode, _fp4, _fp8, recoded)
+COMPILING = (_call, decode, _fp4, _fp8, recoded, gate_first)
 """The modules that compile kernels."""
 
 
@@ -220,6 +220,8 @@ def compute_fp4_wgmma(config: Any, *args: Any) -> None:
         2 * len(b), call.workers, shares=bool(call.shares)
     )
     rest = out.dtype, config.operands.fmt, config.operands.a_layout, config.operands.layout
+    if config.operands.gated:
+        a = silu_mul_rows(a).to(a.dtype)
     if config.width is None:
         write(out, fp4_gemm(a, call.a_scale, b.t(), call.b_scale, call.alpha, call.bias, *rest))
     else:

@@ -39,9 +39,12 @@ class Target:
 class Backend(abc.ABC):
     """One way to compute some kinds of GEMMs, on the devices that it supports. Has no state."""
 
-    name: ClassVar[str]
-    by_name_only: ClassVar[bool] = False
+    name: str
+    by_name_only: bool = False
     """Whether ``"auto"`` takes it on a CPU alone."""
+    gates: ClassVar[bool] = False
+    """Whether it computes problems with a gate in front of the activations too (``GemmProblem.gates_input``), by those
+    of its tactics that it has then. To others ``backends.gate_first`` passes gated activations."""
 
     @abc.abstractmethod
     def handles(self, problem: GemmProblem) -> bool:
@@ -67,7 +70,7 @@ class Backend(abc.ABC):
     def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
         """The function that computes; its kernels are compiled."""
 
-    def checks_operands(self, problem: GemmProblem) -> bool:
-        """Whether all that it launches is one compiled function's, which refuses operands that do not lie as they must
-        before anything is launched."""
+    def checks_operands(self, problem: GemmProblem, tactic: Tactic) -> bool:
+        """Whether all that the tactic launches is one compiled function's, which refuses operands that do not lie as
+        they must before anything is launched."""
         return False

@@ -47,6 +47,7 @@ def fp4_operands(problem: GemmProblem) -> FP4Operands:
         fp4_format(problem),
         weight_scales(problem),
         problem.a.scale_layout,
+        problem.gates_input,
     )
 
 

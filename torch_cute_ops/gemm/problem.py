@@ -91,6 +91,8 @@ class GemmProblem:
         quantised: format and scale layout, if the result is quantised; the epilogue's dtype is then the one that
             biases may have.
         global_scale: encode scales of a quantised result: ``"one"``, or one for each ``"expert"``.
+        gates_input: whether calls pass gate and up, (M, 2K), as ``a``: the activations are then ``silu(gate) · up`` of
+            the first and second half of each row, rounded to their dtype, which has 16 bits.
         static_weight: the promise that the weight and its scales were complete before the previous launch on the
             stream, and so may be read ahead of it.
     """
@@ -104,6 +106,7 @@ class GemmProblem:
     gate: Literal["silu", "swiglu"] | None = None
     quantised: Operand | None = None
     global_scale: Literal["one", "expert"] | None = None
+    gates_input: bool = False
     static_weight: bool = False
 
     @property
@@ -127,6 +130,11 @@ class GemmProblem:
         return self.n // self.experts if self.grouping.over == "n" else self.n
 
     @property
+    def a_width(self) -> int:
+        """Elements of a row that calls pass as ``a``."""
+        return 2 * self.k if self.gates_input else self.k
+
+    @property
     def weight_rows(self) -> int:
         """Rows of the weight that the columns of the result come from."""
         return self.n if self.gate is None else 2 * self.n
@@ -145,7 +153,7 @@ class GemmProblem:
         """Each operand read and the result written, once; with experts over K or N, of those that ``m`` tokens are
         routed to, where each token draws ``topk`` of them; with experts over rows, of those that can have any."""
         out = m * (self.n * self.out_dtype.itemsize if self.quantised is None else self.quantised.row_bytes(self.n))
-        a, b = m * self.a.row_bytes(self.k), self.weight_rows * self.b.row_bytes(self.k)
+        a, b = m * self.a.row_bytes(self.a_width), self.weight_rows * self.b.row_bytes(self.k)
         if self.b.is_fp8:  # a scale for 128 rows of the weight
             b = self.n * self.k + 4 * -(-self.n // 128) * -(-self.k // 128)
         if self.grouping.over in ("k", "n"):
@@ -182,7 +190,8 @@ class Operands(NamedTuple):
     """The tensors of a GEMM as backends take them; contiguous, starting at multiples of 16 bytes.
 
     Attributes:
-        a: (M, K/2) uint8 (FP4), (M, K) float8_e4m3fn or a 16-bit dtype. Masked: (E, rows of an expert, K).
+        a: (M, K/2) uint8 (FP4), (M, K) float8_e4m3fn or a 16-bit dtype, with a gate in front (M, 2K). Masked: (E, rows
+            of an expert, K).
         b: the transposed view of a weight's rows: (K/2, N) uint8, or (K, N) float8_e4m3fn. Grouped by rows: (E, N, K).
         a_scale, b_scale: in their formats' dtypes and layouts; ``None`` where there are none.
         alpha, bias: as for ``Epilogue``; with experts over K ``alpha`` is (M, E) float32 with any strides, and ``bias``

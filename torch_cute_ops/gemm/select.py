@@ -17,6 +17,7 @@ from torch_cute_ops.gemm.backends.fp8_fp4_recoded import FP8FP4Recoded
 from torch_cute_ops.gemm.backends.fp8_fp4_wgmma import FP8FP4Wgmma
 from torch_cute_ops.gemm.backends.fp8_mma_sync import FP8MmaSync
 from torch_cute_ops.gemm.backends.fp8_wgmma import FP8Wgmma
+from torch_cute_ops.gemm.backends.gate_first import GateFirst
 from torch_cute_ops.gemm.backends.reference import Reference
 from torch_cute_ops.gemm.backends.routed import Routed
 from torch_cute_ops.gemm.backends.routed_gated import RoutedGated
@@ -72,7 +73,9 @@ def _gpu(index: int) -> Target:
 
 def candidates(problem: GemmProblem) -> dict[str, Backend]:
     """The backends for problems of this kind, by name."""
-    return {backend.name: backend for backend in BACKENDS if backend.handles(problem)}
+    multiplied = replace(problem, gates_input=False)
+    found = [backend for backend in BACKENDS if backend.handles(multiplied)]
+    return {backend.name: GateFirst(backend) if problem.gates_input else backend for backend in found}
 
 
 def reasons(problem: GemmProblem, target: Target) -> dict[str, str | None]:

@@ -72,6 +72,7 @@ class BackendPath(CallPath[Call]):
     Args:
         a, b: formats of the activations and of the weight.
         over: what experts divide, as in ``gemm.problem.Grouping``.
+        gates_input: whether a row of ``a`` is gate and up, of which SwiGLU makes activations, in 16 bits.
     """
 
     renames: ClassVar = {"w": "b", "w_scale": "b_scale"}
@@ -84,9 +85,10 @@ class BackendPath(CallPath[Call]):
         a: Literal["fp4", "fp8", "16-bit"],
         b: Literal["fp4", "fp8"],
         over: Literal["none", "k", "n", "rows"],
+        gates_input: bool = False,
     ) -> None:
         super().__init__()
-        self.a, self.b, self.over = a, b, over
+        self.a, self.b, self.over, self.gates_input = a, b, over, gates_input
         self.takes_rows = over != "none"
 
     def problem(self, call: Any) -> "GemmProblem":
@@ -126,22 +128,29 @@ class BackendPath(CallPath[Call]):
 
     def check_activations(self, call: Any, k: int, fmt: FP4Format, layout: ScaleLayout) -> None:
         """``a`` has rows of ``k`` elements: of 16 bits, or in FP4 with their scales."""
-        op, a, columns = self.op, call.a, {"k": "E·I", "n": "H"}.get(self.over, "K")
+        op, a, columns = self.op, call.a, {"k": "E·I", "n": "H"}.get(self.over, "2·K" if self.gates_input else "K")
         line = "a row of w" if self.takes_rows else "a column of b"
         _checks.check_matrix(op, "a", a, f"(M, {columns}/2)" if self.a == "fp4" else f"(M, {columns})")
         m = a.shape[0]
         if call.a_scale is None:
             _checks.check_dtype(op, "a", a, SIXTEEN_BIT)
-            _checks.check_shape(op, "a", a, (m, k), f"the {k} elements that {line} has{self.hint(call)}")
+            meaning = f"the {k} elements that {line} has"
+            if self.gates_input:
+                meaning = f"gate and up for each of {meaning}"
+            _checks.check_shape(op, "a", a, (m, self.a_width(k)), f"{meaning}{self.hint(call)}")
         else:
             _checks.check_packed(op, "a", a, fmt)
             _checks.check_shape(op, "a", a, (m, k // 2), f"the {k // 2} bytes that {line} has{self.hint(call)}")
             self.check_fp4_scale("a_scale", call.a_scale, (m, k), fmt, layout)
 
+    def a_width(self, k: int) -> int:
+        """Elements of a row of ``a``, for sums of ``k``."""
+        return 2 * k if self.gates_input else k
+
     def hint(self, call: Any) -> str:
         """What to do, if ``a`` would fit the transposed ``b``."""
         packed = self.b == "fp4" and self.a != "fp4"
-        fits = not self.takes_rows and call.b.shape[1] * (2 if packed else 1) == call.a.shape[-1]
+        fits = not self.takes_rows and self.a_width(call.b.shape[1] * (2 if packed else 1)) == call.a.shape[-1]
         return "; pass b as weight.t()" if fits else ""
 
     def chosen(self, name: str, value: str | None, choices: Mapping[Any, Any]) -> Any:
@@ -204,8 +213,9 @@ class Gemm(BackendPath[GemmCall]):
         a: Literal["fp4", "fp8", "16-bit"],
         b: Literal["fp4", "fp8"],
         over: Literal["none", "k", "rows"] = "none",
+        gates_input: bool = False,
     ) -> None:
-        super().__init__(a, b, over)
+        super().__init__(a, b, over, gates_input)
         self.b_name = "w" if over == "k" else "b"
 
     def key(self, values: Values, device: int) -> tuple[Any, ...]:
@@ -392,7 +402,8 @@ class Gemm(BackendPath[GemmCall]):
         if call.bias is not None:
             bias_dtype = call.bias.dtype
         epilogue = p.Epilogue(call.result_dtype, alpha, bias_dtype)
-        problem: GemmProblem = p.GemmProblem(a, b, n, k, epilogue, grouping, static_weight=call.static_weight)
+        given = {"gates_input": self.gates_input, "static_weight": call.static_weight}
+        problem: GemmProblem = p.GemmProblem(a, b, n, k, epilogue, grouping, **given)
         return problem
 
     def ready_launcher(self, *how: Any, **named: Any) -> "GemmLauncher":
@@ -483,7 +494,7 @@ class Gemm(BackendPath[GemmCall]):
             given["a"] = zeros(*lead, k, dtype=torch.uint8).view(torch.float8_e4m3fn)
             given["a_scale"] = zeros(blocks, *lead)
         elif self.a == "16-bit":
-            given["a"] = zeros(m, k, dtype=dtype or torch.bfloat16)
+            given["a"] = zeros(m, self.a_width(k), dtype=dtype or torch.bfloat16)
         if self.b == "fp8":
             given["b"] = zeros(*weights, k, dtype=torch.uint8).view(torch.float8_e4m3fn)
             given["b_scale"] = zeros(*weights[:-1], -(-n // FP8_BLOCK128.block_size), blocks)
@@ -530,7 +541,7 @@ class BackendLauncher(Launcher[Call]):
     ) -> None:
         self.kernels, self.is_kept = kernels, is_kept
         self.compute = choice.backend.launcher(problem, choice.tactic, target)
-        self.is_direct = choice.backend.checks_operands(problem)
+        self.is_direct = choice.backend.checks_operands(problem, choice.tactic)
         self.device, self.n, self.dtype = target.device, problem.n, problem.out_dtype
 
 

@@ -88,7 +88,8 @@ def _a_dtype(case: WgmmaCase | ExpertsCase) -> torch.dtype:
 
 def _operands(case: WgmmaCase | ExpertsCase) -> FP4Operands:
     a_layout = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout]
-    return FP4Operands(_a_dtype(case), case.dtype, case.format, SCALE_LAYOUTS[case.layout], a_layout)
+    gated = isinstance(case, WgmmaCase) and case.gated
+    return FP4Operands(_a_dtype(case), case.dtype, case.format, SCALE_LAYOUTS[case.layout], a_layout, gated)
 
 
 def planned(family: Any, case: WgmmaCase | ExpertsCase | GatedExpertsCase, **given: Any) -> Any:
@@ -103,7 +104,7 @@ def activations_id(case: WgmmaCase | ExpertsCase | GatedExpertsCase) -> str:
 @dataclass(frozen=True)
 class WgmmaCase(KernelCase):
     """An FP4 GEMM by wgmma, with the kernel that puts its activations in order. ``a_dtype`` is that of activations with
-    16 bits, if not ``dtype``."""
+    16 bits, if not ``dtype``; ``gated``: whether these are SwiGLU of what is given."""
 
     dtype: torch.dtype
     format: FP4Format
@@ -117,12 +118,13 @@ class WgmmaCase(KernelCase):
     a_dtype: torch.dtype | None = None
     static_weight: bool = False
     rows: int | None = None
+    gated: bool = False
 
     @property
     def id(self) -> str:
         sums = f"{self.tokens}by{self.splits}" if self.width is None else f"{self.tokens}of{self.width}"
         sums += "" if self.rows is None else f"x{self.rows}"
-        kind = "wgmma-static" if self.static_weight else "wgmma"
+        kind = "-".join(("wgmma", *["static"] * self.static_weight, *["gated"] * self.gated))
         return fp4_gemm_id(kind, self, activations_id(self), sums, epilogue_id(self.epilogue))
 
     @property
@@ -130,7 +132,7 @@ class WgmmaCase(KernelCase):
         if self.static_weight or self.epilogue in PER_COLUMN:
             return self
         kind = self.dtype, self.format, self.layout, self.a_layout, self.a_dtype
-        return type(self), kind, self.tokens, self.splits > 0, self.width is None, self.rows
+        return type(self), kind, self.tokens, self.splits > 0, self.width is None, self.rows, self.gated
 
     @property
     def kernel(self) -> Any:

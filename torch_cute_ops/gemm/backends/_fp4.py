@@ -101,5 +101,5 @@ class Tcgen05Backend(FP4KernelBackend):
             return f"{what}{width}: it has to be a multiple of {STEP}"
         return reason_not_words(problem)
 
-    def checks_operands(self, problem: GemmProblem) -> bool:
+    def checks_operands(self, problem: GemmProblem, tactic: Tactic) -> bool:
         return True

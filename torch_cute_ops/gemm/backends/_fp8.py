@@ -31,7 +31,7 @@ class FP8Backend(Backend):
             a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, max_ctas
         )
 
-    def checks_operands(self, problem: GemmProblem) -> bool:
+    def checks_operands(self, problem: GemmProblem, tactic: Tactic) -> bool:
         return True
 
 

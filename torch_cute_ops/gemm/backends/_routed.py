@@ -6,7 +6,7 @@ from typing import Any
 
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.gemm.backends._fp4 import FP4KernelBackend
-from torch_cute_ops.gemm.problem import GemmProblem
+from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 
 DECODE_CLOCKS = 0.0275
 TOKEN_CLOCKS = 0.0006
@@ -25,7 +25,7 @@ class RoutedBackend(FP4KernelBackend):
             return f"there are {problem.experts} experts; routed takes at most {MAX_EXPERTS}"
         return None
 
-    def checks_operands(self, problem: GemmProblem) -> bool:
+    def checks_operands(self, problem: GemmProblem, tactic: Tactic) -> bool:
         return True
 
 

@@ -117,7 +117,7 @@ class FP4MmaSync(FP4KernelBackend):
             a, None, b, b_scale, alpha, bias, out
         )
 
-    def checks_operands(self, problem: GemmProblem) -> bool:
+    def checks_operands(self, problem: GemmProblem, tactic: Tactic) -> bool:
         return problem.a.format == sixteen_bit_dtype(problem)
 
 

@@ -31,6 +31,8 @@ ARRANGE_SECONDS = 2.7e-6
 ARRANGE_FP4_SECONDS, ARRANGE_16_BIT_SECONDS = (2e-7, 4e-8), (5e-7, 3e-8)
 """Time for a CTA to rearrange a chunk of activations itself, in FP4 or of 16 bits: fixed, and for each token of the
 tile (fitted to a sweep on an H200)."""
+GATE_SECONDS = 3e-8
+"""Time for a CTA to gate a chunk of activations of a token, beside the time to rearrange it (a guess)."""
 EXPERT_CLOCKS = 0.03
 """SM clocks to add one element of an expert's sums to the totals (measured on an H200)."""
 SENT_SECONDS = 8e-7
@@ -46,6 +48,7 @@ class FP4Wgmma(FP4KernelBackend):
     cluster, except in GEMMs with experts; with few rows of ``a`` they rearrange these themselves."""
 
     name = "wgmma"
+    gates = True
     kernel = fp4_wgmma.KERNEL
     groupings = ("none", "k")
 
@@ -81,6 +84,7 @@ class FP4Wgmma(FP4KernelBackend):
         )
         if parts.arranges:
             fixed, each = ARRANGE_FP4_SECONDS if problem.a.is_fp4 else ARRANGE_16_BIT_SECONDS
+            each += GATE_SECONDS if problem.gates_input else 0.0
             computed = cost.overlapped(computed, fixed + each * tokens, order=4)
         width = _width(problem)
         if width is not None:
@@ -89,7 +93,8 @@ class FP4Wgmma(FP4KernelBackend):
         wave = RAMP_SECONDS + chunks * cost.overlapped(computed, read, order=8) + cost.LAUNCH_SECONDS / 2
         seconds = cost.LAUNCH_SECONDS + waves * wave
         if not parts.arranges:
-            seconds += ARRANGE_SECONDS
+            # Of gate and up twice as much is read.
+            seconds += ARRANGE_SECONDS + cost.memory_seconds(m * (problem.a_width - problem.k) * 2, 0, target)
         if parts.clusters:
             seconds += waves * 2 * parts.sum_bytes / CLUSTER_BYTES_PER_SECOND if split > 1 else 0.0
             seconds -= waves * SENT_SECONDS if fp4_wgmma.sends(tokens, parts.rows, split) else 0.0
@@ -126,7 +131,7 @@ class FP4Wgmma(FP4KernelBackend):
             a, a_scale, b, b_scale, alpha, bias, out, new_bytes(device, -(-a.shape[0] // rows) * size), workers, shares
         )
 
-    def checks_operands(self, problem: GemmProblem) -> bool:
+    def checks_operands(self, problem: GemmProblem, tactic: Tactic) -> bool:
         return True
 
 

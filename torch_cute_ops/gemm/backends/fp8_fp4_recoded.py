@@ -65,7 +65,7 @@ class FP8FP4Recoded(FP8FP4Backend):
 
         return launch
 
-    def checks_operands(self, problem: GemmProblem) -> bool:
+    def checks_operands(self, problem: GemmProblem, tactic: Tactic) -> bool:
         return False
 
     def tile(self, tactic: Tactic) -> Tile:

@@ -14,6 +14,7 @@ from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_
 from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight
 from torch_cute_ops.reference.moe_fc1_fp4 import gated_experts, quantize_experts, written_parts
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
+from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
@@ -25,6 +26,7 @@ class Reference(Backend):
 
     name = "reference"
     by_name_only = True
+    gates = True
 
     def handles(self, problem: GemmProblem) -> bool:
         return problem.b.is_fp4 or (problem.a.is_fp8 and problem.b.is_fp8)
@@ -63,6 +65,8 @@ class Reference(Backend):
                     result = block_scaled_gemm(a, weight, a_scale, factors, alpha, bias, dtype)
             else:
                 assert isinstance(fmt, FP4Format)
+                if problem.gates_input:
+                    a = silu_mul_rows(a).to(a.dtype)
                 if over == "k":
                     assert alpha is not None
                     result = expert_gemm(a, a_scale, b.t(), b_scale, alpha, bias, dtype, fmt, *layouts)

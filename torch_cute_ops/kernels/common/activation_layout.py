@@ -1,7 +1,7 @@
 """Sizes of activations that are rearranged for MMAs with an FP4 weight (``kernels.common.activations``): no device
 code."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -30,6 +30,8 @@ class ActivationLayout:
         layout: scale layout of activations in FP4; ``None`` for 16-bit ones.
         by_warp: whether the layout is that of warp-level MMAs (mma.sync), not that of wgmma.
         chunk: elements of k of a chunk.
+        gated: whether a row as given is 2K elements of 16 bits, gate and up, of which ``silu(gate) · up``, rounded to
+            their dtype, is a row of activations.
     """
 
     a_dtype: torch.dtype
@@ -38,6 +40,7 @@ class ActivationLayout:
     layout: ScaleLayout | None
     by_warp: bool
     chunk: int
+    gated: bool = field(default=False, kw_only=True)
 
     @property
     def token_bytes(self) -> int:
@@ -49,6 +52,8 @@ class ActivationLayout:
         if (self.a_dtype == torch.uint8) == (self.layout is None):
             scales = "no scales" if self.layout is None else "scales"
             return f"activations in {self.a_dtype} with {scales}: those in FP4 are uint8 and have scales, others none"
+        if self.gated and self.layout is not None:
+            return "activations in FP4 have no gate in front"
         if self.layout is None and self.dtype != self.fmt.operand_dtype(self.a_dtype):
             return f"activations in {self.a_dtype} are not multiplied as {self.dtype} beside {self.fmt.name} weights"
         return None

@@ -27,6 +27,7 @@ import cutlass.cute as cute
 from cutlass import Int64, Uint8, Uint32
 
 from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.activation import silu_mul
 from torch_cute_ops.kernels.common.activation_layout import TILE_BYTES, TILE_LINE, TILE_TOKENS, ActivationLayout
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, pack, store_words, unpack
 from torch_cute_ops.kernels.common.fp4_weights import decode, pair_activations, scale_argument, scale_factors
@@ -53,7 +54,7 @@ class Activations:
         """The matrix, and its scales if it is in FP4."""
         c, m = self.config, Dim("m")
         if c.layout is None:
-            k = Dim("k", divisibility=32)
+            k = Dim("k", divisibility=64 if c.gated else 32)
             return TensorArg(self.a_dtype.__name__, (m, k), (k, 1), align=16), None
         half = Dim("a_bytes", divisibility=16)
         a = TensorArg("Uint8", (m, half), (half, 1), align=16)
@@ -61,6 +62,8 @@ class Activations:
 
     def width(self, a):
         """Elements of k."""
+        if self.config.gated:
+            return a.shape[1] // 2
         return a.shape[1] if self.config.layout is None else a.shape[1] * 2
 
     def read(self, a, scale, token, start, left, piece, after: int = 0) -> list:
@@ -74,13 +77,13 @@ class Activations:
             piece, after: which piece: ``piece + after``, of which ``after`` is a constant.
         """
         c, k = self.config, self.width(a)
-        offset = Int64(token) * k + start + piece * 8
+        offset = self.offset(a, token, k) + start + piece * 8
         begins = [q * (c.chunk // QUAD) + after * 8 for q in range(QUAD)]
         exists = [piece * 8 + begin < left for begin in begins]
         if c.layout is None:
-            at = a.iterator + cute.assume(offset, divby=8)
+            places = self.places(a, offset, k)
             pairs = zip(begins, exists, strict=True)
-            return [ptx.load_if(at, there, 4, begin * c.a_dtype.itemsize) for begin, there in pairs]
+            return [self.words(places, there, begin * c.a_dtype.itemsize) for begin, there in pairs]
         at = a.iterator + cute.assume(offset // 2, divby=4)
         size = c.fmt.block_size
         row, block = c.layout.row_offset(Int64(token), k // size), start // size
@@ -96,6 +99,27 @@ class Activations:
             [*ptx.load_if(at, there, 1, begin // 2), ptx.load_narrow_if(byte_at, there, 1, constant)]
             for begin, there, (byte_at, constant) in zip(begins, exists, places, strict=True)
         ]
+
+    def offset(self, a, token, k):
+        """Elements before a row, of ``k`` elements or of gate and up."""
+        return Int64(token) * (a.shape[1] if self.config.gated else k)
+
+    def places(self, a, offset, k) -> list[cute.Pointer]:
+        """Where 16-bit elements so many behind the first lie: those that are given, or those of gate and of up."""
+        at = a.iterator + cute.assume(offset, divby=8)
+        return [at, at + cute.assume(k, divby=8)] if self.config.gated else [at]
+
+    def words(self, places: list[cute.Pointer], exists, offset: int = 0) -> list:
+        """Load eight elements so many bytes from each of the places on; zeros, unless they exist."""
+        return [word for at in places for word in ptx.load_if(at, exists, 4, offset)]
+
+    def gated(self, words: list) -> list:
+        """Eight elements of 16 bits of what ``words`` has loaded: behind the gate, if there is one, rounded as by
+        ``kernels.row_quant``."""
+        if not self.config.gated:
+            return words
+        gates, ups = (unpack(half, self.a_dtype) for half in (words[:4], words[4:]))
+        return pack([silu_mul(gate, up) for gate, up in zip(gates, ups, strict=True)], self.a_dtype)
 
     def store(self, quarters: list, groups, piece, token, base: cute.Pointer) -> None:
         """Convert what ``read`` has loaded, and store it to its place in a chunk that starts at ``base``.
@@ -149,6 +173,7 @@ class Activations:
         """Eight elements in the dtype of the MMAs, as ``decode`` pairs them."""
         c = self.config
         if c.layout is None:
+            words = self.gated(words)
             if c.a_dtype != c.dtype:
                 words = pack(unpack(words, self.a_dtype), self.dtype)
             return pair_activations(words, self.dtype)

@@ -18,12 +18,15 @@ class FP4Operands:
     The tensors, with M rows of activations, N rows of the weight and K elements of k: ``a`` is (M, K), or (M, K/2)
     codes, ``b`` (K/2, N) codes, the transposed view of a row-major (N, K/2) weight. Scales of codes are e4m3, or uint8
     for ue8m0: (M, K/B) and (N, K/B) or, tiled, (rows, blocks) padded to whole tiles; ``None`` for 16-bit activations.
+    With a gate in front of these ``a`` is (M, 2K).
 
     Attributes:
         a_dtype: dtype of the activations: uint8 for FP4 codes, else bfloat16 or float16.
         dtype: dtype of the MMAs' operands, the decoded weight and the activations: bfloat16, or float16 (NVFP4 only).
         fmt, layout: format and scale layout of the weight.
         a_layout: scale layout of activations in FP4; ``None`` for 16-bit ones.
+        gated: whether the activations are ``silu(gate) · up`` of the two halves of each row of ``a``, as of
+            ``ActivationLayout``.
     """
 
     a_dtype: torch.dtype
@@ -31,10 +34,12 @@ class FP4Operands:
     fmt: FP4Format
     layout: ScaleLayout
     a_layout: ScaleLayout | None
+    gated: bool = False
 
     def arranged(self, *, by_warp: bool, chunk: int) -> ActivationLayout:
         """How the activations are rearranged for MMAs of warps, or of warpgroups."""
-        return ActivationLayout(self.a_dtype, self.dtype, self.fmt, self.a_layout, by_warp, chunk)
+        kinds = self.a_dtype, self.dtype, self.fmt, self.a_layout
+        return ActivationLayout(*kinds, by_warp, chunk, gated=self.gated)
 
     def reason_unsupported(
         self, arranged: ActivationLayout, chunks: WeightChunks, smem_bytes: int, arch: Arch

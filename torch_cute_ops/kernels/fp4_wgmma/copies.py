@@ -13,7 +13,7 @@ from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
 from torch_cute_ops.kernels.fp4_wgmma.config import HELPERS, QUARTERS, Config
 from torch_cute_ops.kernels.fp4_wgmma.part import segment_before, tokens_at
 
-TOGETHER = 2  # groups of eight tokens that a helper loads before it stores
+TOGETHER = 2  # groups of eight tokens that a helper loads before it stores; half as many of gate and up
 
 
 class Copies:
@@ -93,7 +93,7 @@ class Copies:
             stage = use % c.token_stages
             base = tokens_at(c, stage, smem)
             groups = c.groups_of_tokens
-            together, tokens = min(groups, TOGETHER), min(c.tokens, TILE_TOKENS)
+            together, tokens = min(groups, TOGETHER // (1 + c.operands.gated)), min(c.tokens, TILE_TOKENS)
             # Not unrolled, for lack of registers
             for step in cutlass.range(groups // together, unroll=1):
                 places = [(step * together + i) * TILE_TOKENS + lane % tokens for i in range(together)]

@@ -47,9 +47,9 @@ class RowActivations(Activations):
         c, k = self.config, self.width(a)
         size = c.fmt.block_size
         exists = piece * 8 < left
-        offset = Int64(token) * k + start + piece * 8
+        offset = self.offset(a, token, k) + start + piece * 8
         if c.layout is None:
-            return ptx.load_if(a.iterator + cute.assume(offset, divby=8), exists, 4)
+            return self.words(self.places(a, offset, k), exists)
         codes = ptx.load_if(a.iterator + cute.assume(offset // 2, divby=4), exists, 1)
         place = c.layout.row_offset(Int64(token), k // size) + c.layout.block_offset(start // size + piece // 2)
         byte = ptx.load_narrow_if(cute.recast_ptr(scale.iterator, dtype=Uint8) + place, exists, 1)
@@ -64,6 +64,7 @@ class RowActivations(Activations):
             words = float16_pairs(codes)
             factor = ptx.unpack_f16(ptx.f16x2_of_e4m3x2(byte), 0)
         else:
+            words = self.gated(words)
             if self.has_factors:
                 words, factor = self._in_range(words)
             words = pair_activations(words, Float16)

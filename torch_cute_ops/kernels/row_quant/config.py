@@ -77,6 +77,11 @@ class Problem:
     swiglu: bool = False
 
     @classmethod
+    def of_gated_rows(cls, dtype: torch.dtype, width: int) -> "Problem":
+        """Rows of gate and up, (M, 2 · width), to ``silu(gate) * up`` in their dtype."""
+        return cls("silu_mul", dtype, None, width, width, None, writes_norm=True)
+
+    @classmethod
     def of_gated_experts(
         cls, dtype: torch.dtype, width: int, has_offsets: bool, has_counts: bool, swiglu: bool
     ) -> "Problem":

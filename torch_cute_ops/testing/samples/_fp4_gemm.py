@@ -81,7 +81,7 @@ class FP4Samples:
         b, b_scale = self.matrix(n, experts, k, fmt, weight_layout(SCALE_LAYOUTS[layout]), device, scales)
         kwargs = {**self.defaults(m, k, experts, fmt, device), **named(fmt, layout), **kwargs}
         if not self.has_a_scale:
-            return Sample(name, (torch.randn(m, k, device=device).to(dtype), b, b_scale), kwargs)
+            return Sample(name, (torch.randn(m, self.a_width(k), device=device).to(dtype), b, b_scale), kwargs)
         a, a_scale = random_matrix(m, k, fmt, layout, device, scales)
         return Sample(name, (a, b, a_scale, b_scale), kwargs)
 
@@ -90,6 +90,10 @@ class FP4Samples:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The weight for ``n`` columns of the result, and its scales."""
         raise NotImplementedError
+
+    def a_width(self, k: int) -> int:
+        """Elements of a row of an ``a`` that is not in FP4, for sums of ``k``."""
+        return k
 
     def defaults(self, m: int, k: int, experts: int, fmt: FP4Format, device: torch.device) -> dict[str, Any]:
         """Arguments of a sample that names none."""

@@ -1,0 +1,34 @@
+"""``silu_mul_mm_fp4_weight_only``: ``mm_fp4_weight_only`` of gated rows, each of which may be rounded either way where it
+is within the gate's error of both."""
+
+import numpy as np
+import torch
+
+from expected import Tensors, _fp4_gemm, gated, rows_of
+from torch_cute_ops.testing import GATE_ERROR
+
+_ARGUMENTS = (
+    "Tensor a, Tensor b, Tensor b_scale, Tensor? alpha=None, Tensor? bias=None, ScalarType? out_dtype=None, "
+    "int block_size=16, str? scale_format=None, str scale_layout='128x4', str backend='auto', bool static_weight=False"
+)
+SCHEMA = f"cute::silu_mul_mm_fp4_weight_only({_ARGUMENTS}) -> Tensor"
+OUT_SCHEMA = f"cute::silu_mul_mm_fp4_weight_only.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
+
+
+def activations(given, error: float = 0.0) -> torch.Tensor:
+    """The gated rows (M, K) in the dtype of ``a``; with an ``error``, of values that are so much larger."""
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(gated(rows_of(given["a"]), {}) * np.float64(1 + error)).to(given["a"].dtype)
+
+
+def results(given) -> Tensors:
+    return _fp4_gemm.results({**given, "a": activations(given)})
+
+
+def assert_results(actual, expected, given) -> None:
+    low, high = (_fp4_gemm.sixteen_bit(activations(given, error), given["block_size"]) for error in (-GATE_ERROR, GATE_ERROR))
+    with np.errstate(all="ignore"):
+        # Where exp(-gate) is about to overflow fp32, the sigmoid is 2^-128, or already 0.
+        overflow = np.abs(rows_of(given["a"])).astype(np.float64)
+        spread = np.abs(high - low) + np.prod(np.split(overflow, 2, -1), 0) * 2.0**-127
+    _fp4_gemm.assert_results(actual, expected, {**given, "a": activations(given)}, spread)

@@ -1,0 +1,13 @@
+"""Reference of ``silu_mul_mm_fp4_weight_only``."""
+
+from typing import Any
+
+from torch import Tensor
+
+from torch_cute_ops.reference.mm_fp4_weight_only import mm_fp4_weight_only
+from torch_cute_ops.reference.silu_mul import silu_mul
+
+
+def silu_mul_mm_fp4_weight_only(a: Tensor, **named: Any) -> Tensor:
+    """``mm_fp4_weight_only`` of ``silu_mul`` of ``a`` (M, 2K), with the other arguments; see the op's docstring."""
+    return mm_fp4_weight_only(a=silu_mul(a), **named)
