@@ -1,5 +1,5 @@
-"""``silu_mul_mm_fp4_weight_only``: ``mm_fp4_weight_only`` of gated rows, each of which may be rounded either way where it
-is within the gate's error of both."""
+"""``silu_mul_mm_fp4_weight_only``: ``mm_fp4_weight_only`` of gated rows, whose elements may be rounded either way where
+they are within the gate's error of both."""
 
 import numpy as np
 import torch
@@ -26,9 +26,10 @@ def results(given) -> Tensors:
 
 
 def assert_results(actual, expected, given) -> None:
-    low, high = (_fp4_gemm.sixteen_bit(activations(given, error), given["block_size"]) for error in (-GATE_ERROR, GATE_ERROR))
+    errors = -GATE_ERROR, GATE_ERROR
+    low, high = (_fp4_gemm.sixteen_bit(activations(given, error), given["block_size"]) for error in errors)
     with np.errstate(all="ignore"):
         # Where exp(-gate) is about to overflow fp32, the sigmoid is 2^-128, or already 0.
-        overflow = np.abs(rows_of(given["a"])).astype(np.float64)
-        spread = np.abs(high - low) + np.prod(np.split(overflow, 2, -1), 0) * 2.0**-127
+        gate, up = np.split(np.abs(rows_of(given["a"]).astype(np.float64)), 2, -1)
+        spread = np.abs(high - low) + gate * up * 2.0**-127
     _fp4_gemm.assert_results(actual, expected, {**given, "a": activations(given)}, spread)

@@ -10,6 +10,7 @@ from expected import assert_same
 from expected._fp4_gemm import decoded
 from expected._fp8_fp4 import fp4_weight
 from expected._fp8_gemm import fp8_weight, numbers
+from support import spec
 from support.cases import arguments, compiled_op_cases, defined, expected_of, op_cases
 from support.fake_device import FakeDevice
 from support.gemm_problems import CPU, fp4_problem, gated_problems, problem_id, problems
@@ -36,6 +37,7 @@ class Sized(Backend):
     """Right, with two tactics; the factor of its second is wrong where ``factor`` is not 1."""
 
     name = "sized"
+    gates = True
     factor = 1.0
     runs: list = []  # noqa: RUF012
 
@@ -293,6 +295,10 @@ def test_checks(problem, made_up, monkeypatch):
         assert (allowed[part] >= 0.999 * limit).all()
         size = exact.abs() + bias.abs() + ((a @ b.t()) * factor).abs()
         most = 1.01 * limit + size * (1.01 * torch.finfo(problem.out_dtype).eps + 2**-22) + 1e-4
+        if problem.gates_input:  # activations that are nearly halfway between two numbers
+            low, high = (gated_by_hand(problem, operands.a[part], error) for error in (-(2**-17), 2**-17))
+            assert (low != high).double().mean() < 0.1
+            most += (high - low).abs() @ b.abs().t()
         assert (allowed[part] <= most).all()
         got = exact.float().to(problem.out_dtype)
         assert tune.difference(got, want[part], allowed[part]) is None
@@ -352,6 +358,12 @@ def test_checks_of_gates(problem, made_up):
         assert "1 scales are off" in checked(lambda *given: given[-1].view(torch.uint8)[-1, -1].fill_(9))
 
 
+def gated_by_hand(problem, rows, error=0.0):
+    """Activations in float64, of gated values that are so much larger."""
+    a = torch.from_numpy(spec.silu_mul(rows.float().numpy()) * (1 + error)).to(rows.dtype)
+    return (a.bfloat16() if problem.b.format.block_size == 32 else a).double()
+
+
 def by_hand(problem, operands, rows, expert, part):
     """Of an expert's rows, or all: ``a`` and ``b`` (N, K) in float64, what the sums are multiplied with, and added."""
     a, b, a_scale, b_scale, alpha, bias, *_ = operands
@@ -373,6 +385,8 @@ def by_hand(problem, operands, rows, expert, part):
         b = torch.from_numpy(decoded(b.t(), b_scale, problem.b.scale_layout.name, block))
         if a_scale is not None:
             a = torch.from_numpy(decoded(a, a_scale, problem.a.scale_layout.name, block))
+        elif problem.gates_input:
+            a = gated_by_hand(problem, a)
         else:
             a = (a.bfloat16() if block == 32 else a).double()
     if problem.grouping.over == "k":

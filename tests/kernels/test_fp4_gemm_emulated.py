@@ -294,10 +294,11 @@ def wgmma(
     seed: Any = 0,
     a_dtype: Any = None,
     rows: int | None = None,
+    gated: bool = False,
 ) -> Any:
     """``operands``: dtype, format, layouts of the weight and the activations, and tokens; ``sizes``: M, N, K; ``rows``:
-    of the weight's tile, ``None`` for the most."""
-    case = WgmmaCase(*operands, Epilogue(*epilogue), splits, a_dtype=a_dtype, rows=rows)
+    of the weight's tile, ``None`` for the most; ``gated``: whether the activations are SwiGLU of what is given."""
+    case = WgmmaCase(*operands, Epilogue(*epilogue), splits, a_dtype=a_dtype, rows=rows, gated=gated)
     one = Wgmma(case, sizes, workers, shares, seed)
     return pytest.param(one, id=one.id)
 
@@ -348,6 +349,19 @@ WGMMAS = [
     # Activations in float16 that are rounded to bfloat16: by a kernel of their own, and by the CTAs
     wgmma(BF16, MXFP4, "128x4", None, 16, epilogue=(FP32,), sizes=(5, 40, 288), workers=1, a_dtype=FP16),
     wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(FP16, "one"), sizes=(3, 136, 544), splits=2, a_dtype=FP16),
+    # A gate in front: of one row, and of eight, by the CTAs, the last chunk short, and more chunks than stages; of more
+    # rows; and by a kernel of its own
+    wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(BF16, "one"), sizes=(1, 264, 2080), splits=1, gated=True),
+    wgmma(FP16, NVFP4, "linear", None, 1, epilogue=(FP32,), sizes=(2, 200, 768), splits=3, seed=None, gated=True),
+    wgmma(
+        BF16, NVFP4, "128x4", None, 1, epilogue=(FP16,), sizes=(1, 208, 4640), splits=2, rows=208, seed=5, gated=True
+    ),
+    wgmma(BF16, NVFP4, "128x4", None, 8, epilogue=(BF16, "one"), sizes=(9, 264, 2080), splits=1, seed=1, gated=True),
+    wgmma(FP16, NVFP4, "128x4", None, 8, epilogue=(FP32,), sizes=(8, 424, 2336), splits=2, rows=208, gated=True),
+    wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(FP32,), sizes=(3, 136, 544), splits=2, a_dtype=FP16, gated=True),
+    wgmma(BF16, MXFP4, "128x4", None, 16, epilogue=(BF16, "one"), sizes=(9, 296, 1088), splits=5, gated=True),
+    wgmma(BF16, NVFP4, "128x4", None, 32, epilogue=(FP32,), sizes=(40, 136, 800), splits=2, seed=1, gated=True),
+    wgmma(FP16, NVFP4, "128x4", None, 64, epilogue=(BF16,), sizes=(70, 136, 800), workers=2, shares=True, gated=True),
 ]
 
 
@@ -363,6 +377,12 @@ def activations(case: WgmmaCase | ExpertsCase, m: int, k: int) -> tuple[torch.Te
     return numbers.to(case.a_dtype), None
 
 
+def behind_a_gate(up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of gate and up, and what SwiGLU makes of them: of gates whose silu is themselves, or nothing, to the bit."""
+    gate = torch.tensor([0.0, 32.0, 64.0, -200.0])[torch.randint(4, up.shape)]
+    return torch.cat((gate.to(up.dtype), up), 1), (gate.clamp(min=0) * up.float()).to(up.dtype)
+
+
 def multiply_by_warpgroups(
     one: Wgmma, edit: Any = None, late: tuple[str, ...] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -372,6 +392,7 @@ def multiply_by_warpgroups(
     torch.manual_seed(k)
     case = one.case
     a, a_scale = activations(case, m, k)
+    passed, a = behind_a_gate(a) if case.gated else (a, a)
     b, scale = random_matrix(n, k, case.format, case.layout, CPU, POWERS[case.format.scale_format])
     scale = scale.view(case.format.scale_dtype)
     alpha, bias = operands(case.epilogue, n)
@@ -379,7 +400,8 @@ def multiply_by_warpgroups(
     config = case.kernel.config
     size = -(-m // case.tokens) * config.workspace_bytes(k, one.workers, shares=one.shares)
     workspace = None if config.arranges else poisoned(size, dtype=torch.uint8)
-    given = fp4_wgmma.Arguments(a, a_scale, b.t(), scale, alpha, bias, out, workspace, one.workers, int(one.shares))
+    shared = workspace, one.workers, int(one.shares)
+    given = fp4_wgmma.Arguments(passed, a_scale, b.t(), scale, alpha, bias, out, *shared)
     given, written = written_late(given, late or ())
     before = None if late is None else written
     run_kernel(case.kernel, ARCHS[case.arch], *given, seed=one.seed, strict=True, edit=edit, written_before=before)
@@ -400,6 +422,8 @@ STATIC = [
     wgmma(FP16, NVFP4, "128x4", "8x4", 8, epilogue=(BF16, "one", BF16), sizes=(3, 136, 1824), splits=1),
     wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(FP16, "one"), sizes=(9, 136, 544), splits=2, a_dtype=FP16),
     wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(FP16, "one"), sizes=(2, 136, 2080), splits=1),
+    wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(FP16, "one"), sizes=(1, 136, 2080), splits=1, gated=True),
+    wgmma(FP16, NVFP4, "128x4", None, 8, epilogue=(BF16, "one"), sizes=(3, 136, 2336), splits=2, gated=True),
 ]
 
 

@@ -83,6 +83,8 @@ def problems():
                 yield fp4_problem(40, 96, fmt, a_dtype, layout, out_dtype, alpha=alpha, bias_dtype=bias)
             yield fp4_problem(40, 12 * 64, fmt, a_dtype, layout, out_dtype, experts=12, bias_dtype=bias)
     yield fp4_problem(40, 96, MXFP4, FP16, out_dtype=FP32)
+    for fmt, a_dtype in ((NVFP4, BF16), (MXFP4, FP16)):
+        yield replace(fp4_problem(40, 96, fmt, a_dtype, out_dtype=FP32), gates_input=True)
     for rows in ROW_LAYOUTS:
         alphas = (None, "one", "column") if rows.is_plain else (None, "one", "expert", "expert_column")
         for alpha, bias in zip(alphas, (None, FP32, BF16, None), strict=False):

@@ -142,7 +142,7 @@ class Bench:
         over, layout = problem.grouping.over, problem.grouping.rows
         experts = problem.experts if over == "rows" else 1
         lead = (problem.experts, self.m) if layout.is_masked else (self.m,)
-        a, a_scale = _operand(problem.a, lead, problem.k, generator, exact)
+        a, a_scale = _operand(problem.a, lead, problem.a_width, generator, exact)
         weights = (experts, problem.n) if over == "rows" else (problem.n,)
         # Beside FP8, sums of an FP4 weight are exact only if its scales are powers of two, the same in each row.
         b, b_scale = _weight(problem.b, weights, problem.k, generator, exact and problem.a.is_fp8)
@@ -185,15 +185,17 @@ class Bench:
     def _expected(self) -> tuple[Tensor, Tensor]:
         """The result (rows, N) in fp32, and how far from it another may be: the rounding errors of a sum of K terms, or
         with experts over K those of an expert's sum, of its bias, its multiplication by the factor and each addition;
-        those of the epilogue; and that of the result's dtype."""
+        those of a gate in front and of the epilogue; and that of the result's dtype."""
         problem, (operands, (out,)) = self.problem, self._exact
         assert out is not None
         a, b, a_scale, b_scale, alpha, bias, *_ = operands
         n, k, over = problem.n, problem.k, problem.grouping.over
         rows = out.reshape(-1, n).shape[0]
         info = torch.finfo(problem.out_dtype)
+        off = None
         if isinstance(problem.a.format, torch.dtype) and isinstance(problem.b.format, FP4Format):
-            a = a.to(problem.b.format.operand_dtype(problem.a.format))
+            dtype = problem.b.format.operand_dtype(problem.a.format)
+            a, off = _gated(a, dtype) if problem.gates_input else (a.to(dtype), None)
         want, allowed = (torch.empty((rows, n), dtype=torch.float32, device=out.device) for _ in range(2))
         factors = _linear_scales(problem, b_scale)
         roundings = k if over != "k" else problem.expert_k + 1 + problem.topk
@@ -209,6 +211,8 @@ class Bench:
                     right = _decoded_weight(problem, weight, factors, expert, columns).t()
                     total = left @ right
                     lost = (left.abs() @ right.abs()) * (roundings * EPS)
+                    if off is not None:
+                        lost = lost + off[part] @ right.abs()
                     if over != "k" and alpha is not None:
                         factor = _of_columns(alpha, expert, columns, n, over == "rows").double()
                         total, lost = total * factor, (lost + total.abs() * EPS) * factor.abs()
@@ -380,6 +384,14 @@ def _operand(
         blocks = operand.format.scales_per_row(k)
         return codes, _fp8_scales((blocks, *lead), generator, exact)
     return torch.randn(*lead, k, dtype=operand.format, device=device, generator=generator), None
+
+
+def _gated(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The activations (M, K) of gate and up, in the dtype that they are multiplied in; and how far others may be off
+    that another exponential makes, in fp64."""
+    value = silu_mul_rows(rows)
+    low, gated, high = ((value * (1 + error)).to(rows.dtype).to(dtype) for error in (-GATE_EPS, 0.0, GATE_EPS))
+    return gated, (high.double() - low.double()).abs()
 
 
 def _weight(

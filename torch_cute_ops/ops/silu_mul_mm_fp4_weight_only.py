@@ -28,8 +28,8 @@ def silu_mul_mm_fp4_weight_only(
     projection of gate and up gives.
 
     ``out[m, n] = alpha · Σ_k h[m, k] · b[k, n] + bias[n]`` with ``h = silu(gate) · up``, rounded to the dtype of ``a``.
-    The results are those of the two ops by the same backend and tactic, to the bit. On Hopper it can be one launch, which
-    saves the other's few microseconds: with few rows, as in decoding. Elsewhere it is two.
+    The results are those of the two ops by the same backend and tactic, to the bit. On Hopper it can be one launch, in
+    which the CTAs gate the rows that they multiply: for few rows, as in decoding. Elsewhere it is two.
 
     Args:
         a: (M, 2K), bfloat16 or float16: ``gate`` is the first half of each row, ``up`` the second.

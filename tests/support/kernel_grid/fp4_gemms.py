@@ -275,12 +275,20 @@ def wgmma_cases(every: bool) -> list[WgmmaCase]:
         WgmmaCase(*kind, tokens, next(heavy if rows == 224 else light), 1 + rows % 3, rows=rows)
         for kind, (tokens, rows) in together(WARPGROUP_KINDS, tiles, every)
     ]
+    sixteen_bit = [kind for kind in WARPGROUP_KINDS if kind[3] is None]
+    tiles = [(1, 2, 208), (8, 2, 256), (8, 2, 224), (16, 2, 192), (32, 3, 256), (64, 0, None), (128, 0, None)]
+    gated = [
+        WgmmaCase(*kind, tokens, next(heavy if rows == 224 else light), splits, rows=rows, gated=True)
+        for kind, (tokens, splits, rows) in together(sixteen_bit, tiles, every)
+        if tokens > 1 or kind[1] is NVFP4
+    ]
     outs, widths = itertools.cycle((BF16, FP16, FP32)), itertools.cycle((256, 1024, 512))
     return (
         plain
         + fewer_rows
         + rounded
         + static
+        + gated
         + [
             WgmmaCase(*kind, tokens, Epilogue(next(outs)), width=next(widths))
             for kind, tokens in together(WARPGROUP_KINDS, (16, 32, 64, 128), every)

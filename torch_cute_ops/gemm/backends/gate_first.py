@@ -16,15 +16,15 @@ from torch_cute_ops.runtime.allocate import allocator
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel
 
-ALONE: Final = "alone"
-"""What a tactic begins with by which a backend gates the activations itself."""
+APART: Final = "apart"
+"""What a tactic begins with by which the gate is a launch of its own."""
 
 
 class GateFirst(Backend):
-    """Another backend, behind the kernel of ``silu_mul``; or without it, by tactics that gate the activations.
+    """Another backend, behind the kernel of ``silu_mul``; or without it, where that one gates the activations itself.
 
-    A tactic is one of the other backend's, as it is for a GEMM without a gate, or behind ``ALONE``. The results are the
-    same.
+    A tactic is one of the other backend's: that gates, or, behind ``APART``, that multiplies gated activations. Both
+    give the same results.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -38,9 +38,9 @@ class GateFirst(Backend):
         return reason or self.backend.reason_unsupported(_without_gate(problem), target)
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
+        gating = self.backend.tactics(problem, m, target) if self.backend.gates else ()
         apart = self.backend.tactics(_without_gate(problem), m, target) if reason_no_kernel(target) is None else ()
-        alone = self.backend.tactics(problem, m, target) if self.backend.gates else ()
-        return (*apart, *((ALONE, *tactic) for tactic in alone))
+        return (*gating, *((APART, *tactic) for tactic in apart))
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         multiplied, own = _multiplied(problem, tactic)
@@ -96,4 +96,4 @@ def _without_gate(problem: GemmProblem) -> GemmProblem:
 
 def _multiplied(problem: GemmProblem, tactic: Tactic) -> tuple[GemmProblem, Tactic]:
     """The problem and the tactic of the other backend; with the gate, if it gates the activations itself."""
-    return (problem, tactic[1:]) if tactic[:1] == (ALONE,) else (_without_gate(problem), tactic)
+    return (_without_gate(problem), tactic[1:]) if tactic[:1] == (APART,) else (problem, tactic)

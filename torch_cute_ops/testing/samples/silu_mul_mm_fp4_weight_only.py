@@ -14,9 +14,11 @@ class GateGemmSamples(GemmSamples):
     """Samples of a GEMM of gate and up."""
 
     def a_width(self, k: int) -> int:
+        """Gate and up."""
         return 2 * k
 
     def samples(self, device: torch.device) -> Iterator[Sample]:
+        """Those of every GEMM, and of gates with special values."""
         yield from super().samples(device)
         m, n, k = self.sizes
         for dtype in (torch.bfloat16, torch.float16):
