@@ -164,6 +164,7 @@ def cases_of(op: OpSpec) -> list[tuple[dict[str, Any], Rule]]:
 ROWS = 256
 """Two shards of whole tiles."""
 LARGE = {"fp4_dequantize", "mm_fp4", "mm_fp4_weight_only", "mm_fp8_fp4", "moe_fc2_fp4", "moe_fc2_fp4_weight_only"}
+LARGE |= {"silu_mul_mm_fp4_weight_only"}
 LARGE |= {name for name in OPS if name.endswith(("fp4quant", "with_norm", "both_layouts")) or name == "fp4_quantize"}
 
 
@@ -204,7 +205,7 @@ def large_call(op: OpSpec) -> dict[str, Any]:
             "a_scale": torch.ones(1, ROWS),
         }
     elif op.name.endswith("weight_only"):
-        given["a"] = torch.randint(-2, 3, (ROWS, 128)).bfloat16()
+        given["a"] = torch.randint(-2, 3, (ROWS, 256 if op.name.startswith("silu_mul") else 128)).bfloat16()
     if not op.name.startswith("moe"):
         given["alpha"] = torch.tensor([0.5])
     names = [each.name for each in op.signature.parameters]
@@ -240,6 +241,7 @@ EXPECTED = {
     "moe_permute_fp8quant": {"columns"},
     "moe_route_dense": {"rows"},
     "moe_swiglu_fp8quant": {"experts"},
+    "silu_mul_mm_fp4_weight_only": {"rows", "columns"},
 }
 """What can be cut, where it is not rows alone."""
 

@@ -17,7 +17,11 @@ from torch._inductor.virtualized import V
 
 import torch_cute_ops as tco
 import torch_cute_ops.nn
+from torch_cute_ops.gemm import select
+from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.integrations import inductor
+from torch_cute_ops.ops._gemm import gates_with_gemm
+from torch_cute_ops.runtime.arch import ARCHS
 
 H = 64
 EPS = 1e-5
@@ -238,8 +242,8 @@ def test_norm_before_a_gemm(norm, device):
 
 
 def test_sum_before_gemms(device):
-    """Three GEMMs of one norm, whose sum is read later; then that of a gate, which stays."""
-    x, weight = numbers(5, H, device=device), numbers(H, device=device)
+    """Three GEMMs of one norm, whose sum is read later; then that of a gate of many rows, which stays."""
+    x, weight = numbers(9, H, device=device), numbers(H, device=device)
     codes, scale = tco.fp4_quantize(numbers(2 * H, H, device=device))
 
     def layer(x, weight, codes, scale):
@@ -259,6 +263,60 @@ def test_sum_before_gemms(device):
     assert ours.pop("mm_fp4_weight_only") in (2, 4)  # with equal GEMMs merged, or not
     assert ours == {"add_rmsnorm": 1}
     assert not any("clone" in name or "copy" in name for name in compiler.calls())
+
+
+@pytest.mark.parametrize(("lead", "dtype"), [((1,), torch.bfloat16), ((2, 4), torch.float16)])
+def test_gate_before_a_gemm(lead, dtype, device):
+    """Of few rows: gate and GEMM are one op, whatever the GEMM's other arguments."""
+    both, codes, scale = gate_and_weight(*lead, dtype=dtype, device=device)
+    bias = torch.randn(24, device=device)
+
+    def layer(both, codes, scale, bias):
+        gate, up = both.chunk(2, -1)
+        rows = (F.silu(gate) * up).flatten(0, -2)
+        return tco.mm_fp4_weight_only(rows, codes.t(), scale, None, bias, torch.float32, static_weight=True).exp()
+
+    got, compiler = compiled(layer, both, codes, scale, bias)
+    want = tco.silu_mul_mm_fp4_weight_only(
+        both.flatten(0, -2), codes.t(), scale, None, bias, torch.float32, static_weight=True
+    )
+    assert_equal((got,), (want.exp(),))
+    assert compiler.ours() == {"silu_mul_mm_fp4_weight_only": 1} and "aten.mul.Tensor" not in compiler.calls()
+
+
+def gate_and_weight(*lead, dtype=torch.bfloat16, device="cpu"):
+    """Rows of gate and up, and a weight (24, H)."""
+    return numbers(*lead, 2 * H, dtype=dtype, device=device), *tco.fp4_quantize(numbers(24, H, device=device))
+
+
+@pytest.mark.parametrize("left", ["many rows", "read", "float32", "strided", "Blackwell"])
+def test_gates_that_stay_before_a_gemm(left, monkeypatch):
+    """Of many rows, on other GPUs, and where more than the GEMM reads the result, or it has another dtype."""
+    both, codes, scale = gate_and_weight(9 if left == "many rows" else 8, 3 if left == "strided" else 1)
+    both = both[:, 0] if left == "strided" else both.flatten(0, 1)
+    both = both.float() if left == "float32" else both
+    if left == "Blackwell":
+        monkeypatch.setattr(inductor, "gates_with_gemm", lambda rows, device: False)
+
+    def layer(both, codes, scale):
+        gate, up = both.chunk(2, -1)
+        rows = (F.silu(gate) * up).bfloat16()
+        return tco.mm_fp4_weight_only(rows, codes.t(), scale), rows.sum() if left == "read" else None
+
+    got, compiler = compiled(layer, both, codes, scale)
+    want = tco.silu_mul_mm_fp4_weight_only(both.bfloat16(), codes.t(), scale)
+    assert F.cosine_similarity(got[0].double().flatten(), want.double().flatten(), 0) > 0.999
+    assert compiler.ours() == {"mm_fp4_weight_only": 1}
+
+
+def test_where_gates_go_with_gemms(monkeypatch):
+    """On GPUs whose kernel gates rows, which Hopper's does."""
+    cuda = torch.device("cuda", 0)
+    for name, arch in ARCHS.items():
+        monkeypatch.setattr(select, "target_of", lambda device, arch=arch: Target(device, arch, 132))
+        assert [gates_with_gemm(rows, cuda) for rows in (1, 8, 9)] == [name == "sm_90a"] * 2 + [False]
+    assert [gates_with_gemm(rows, torch.device("cpu")) for rows in (1, 8, 9)] == [True, True, False]
+    assert not gates_with_gemm(1, torch.device("meta"))
 
 
 def test_norm_in_another_dtype_before_a_gemm():

@@ -1,5 +1,5 @@
-"""A pass for Inductor that fuses norms and gates with the quantisation behind them, and has our ops compute the norms
-before GEMMs with 16-bit activations, in models that know nothing of it.
+"""A pass for Inductor that fuses norms and gates with the quantisation behind them, and has our ops compute norms, and
+gates of few rows, before GEMMs with 16-bit activations, in models that know nothing of it.
 
 :func:`enable` turns it on for the process; ``options={"post_grad_custom_pre_pass": FuseQuantization()}`` of
 ``torch.compile`` for one model.
@@ -16,6 +16,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 import torch_cute_ops  # noqa: F401  registers the ops
 from torch_cute_ops.ops._define import as_tuple
+from torch_cute_ops.ops._gemm import gates_with_gemm
 
 __all__ = ["FuseQuantization", "disable", "enable"]
 
@@ -51,7 +52,8 @@ _PURE: Final = frozenset(
 class FuseQuantization(CustomGraphPass):
     """Turns RMSNorm, residual addition and RMSNorm, or SiLU·mul, followed by ``fp4_quantize`` or ``fp8_quantize``, into
     the fused op, and merges equal quantisations of one tensor. Norms before ``mm_fp4_weight_only`` become ``rmsnorm``
-    or ``add_rmsnorm``, behind which it starts early. (Gates before it stay: Inductor's kernel of one is as good.)
+    or ``add_rmsnorm``, behind which it starts early; SiLU·mul of up to eight rows before it, where their number is known
+    and the GPU is a Hopper, ``silu_mul_mm_fp4_weight_only``. (Of more rows it stays: Inductor's kernel is as good.)
 
     A pass for ``torch._inductor.config.post_grad_custom_pre_pass``. What is recognised:
 
@@ -186,8 +188,12 @@ def _fuse(node: Node) -> bool:
 
 
 def _fuse_input(node: Node) -> bool:
-    """Have one op make the activations of a GEMM, where they are a norm; whether they are."""
+    """Have one op make the activations of a GEMM, where they are a norm; or that and the GEMM's result, where they are
+    a gate of few rows; whether they are."""
     value, _ = _without_reshape(_named_arguments(node)["a"])
+    gated = _match_silu_mul(value)
+    if gated is not None:
+        return _multiply_gated(node, value, gated)
     norm = _match_rms_norm(value)
     if norm is None or _value(norm.input).dtype != _value(value).dtype or not _value(value).is_contiguous():
         return False
@@ -195,6 +201,26 @@ def _fuse_input(node: Node) -> bool:
     if results is None:
         return False
     value.replace_all_uses_with(results[0])
+    return True
+
+
+def _multiply_gated(node: Node, value: Node, gated: Node) -> bool:
+    """Replace a GEMM of a gate's ``value``, of gate and up in one tensor, if nothing else reads that; whether it was."""
+    named = _named_arguments(node)
+    rows = _value(named.pop("a")).shape[0]
+    is_alone = all(user is node for user in _readers(value))
+    is_same = _value(gated).dtype == _value(value).dtype and _value(gated).is_contiguous()
+    if not is_alone or not is_same or not isinstance(rows, int) or not gates_with_gemm(rows, _value(value).device):
+        return False
+    with node.graph.inserting_before(node):
+        if _value(gated).dim() != 2:
+            shape = [rows, _value(gated).shape[-1]]
+            source, gated = gated, node.graph.call_function(aten.reshape.default, (gated, shape))
+            with _value(source).fake_mode:
+                gated.meta["val"] = _value(source).reshape(shape)
+        new = _call(node.graph, "silu_mul_mm_fp4_weight_only", a=gated, **named)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
     return True
 
 
@@ -485,7 +511,7 @@ def _call(graph: fx.Graph, name: str, **named: Any) -> Node:
 def _fake_results(op: Any, named: dict[str, Any]) -> Any:
     """Of a call: a fake tensor, or several."""
     values: dict[str, Any] = {key: _value(each) if isinstance(each, fx.Node) else each for key, each in named.items()}
-    with values["input"].fake_mode:
+    with next(iter(values.values())).fake_mode:
         if "residual" in values:
             values["residual"] = torch.empty_like(values["residual"])  # no write to the fake of another node
         return op(**values)

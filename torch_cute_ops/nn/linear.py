@@ -1,6 +1,6 @@
 """Linear layers with weights in NVFP4, MXFP4, and FP8 with scales of blocks, rows or the tensor."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +24,7 @@ _FP8_BLOCKS = Quantization("fp8", {"granularity": "block128", "scale_layout": "c
 """A scale for each 128 elements of a row."""
 
 
-class _FP4Linear(QuantLinear):
+class FP4Linear(QuantLinear):
     """A weight in FP4: ``weight`` and ``weight_scale``, held in 128x4."""
 
     choices = ("16bit", "fp4", "fp8")
@@ -66,16 +66,18 @@ class _FP4Linear(QuantLinear):
         return Quantization("fp4", {"block_size": self.format.block_size})
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        weight, block, alpha = self.weight.t(), self.format.block_size, self._alpha()
         if self.activations == "16bit":
-            (a,) = operands
-            out_dtype = None if dtype == a.dtype else dtype
-            return mm_fp4_weight_only(
-                a, weight, self.weight_scale, alpha, self.bias, out_dtype, block_size=block, static_weight=True
-            )
+            return self.weight_only(mm_fp4_weight_only, *operands, dtype)
+        weight, block, alpha = self.weight.t(), self.format.block_size, self._alpha()
         a, a_scale = operands
         multiply = mm_fp8_fp4 if self.activations == "fp8" else mm_fp4
         return multiply(a, weight, a_scale, self.weight_scale, alpha, self.bias, dtype, block, static_weight=True)
+
+    def weight_only(self, multiply: Callable[..., Tensor], a: Tensor, dtype: torch.dtype) -> Tensor:
+        """What an op makes of activations in 16 bits and the weight, in ``dtype``."""
+        out_dtype, block = None if dtype == a.dtype else dtype, self.format.block_size
+        operands = a, self.weight.t(), self.weight_scale, self._alpha(), self.bias
+        return multiply(*operands, out_dtype, block_size=block, static_weight=True)
 
     def _decoded(self) -> Tensor:
         """Codes times block scales, float32."""
@@ -87,7 +89,7 @@ class _FP4Linear(QuantLinear):
         return self._decoded().to(dtype)
 
 
-class NVFP4Linear(_FP4Linear):
+class NVFP4Linear(FP4Linear):
     """A linear layer with its weight in NVFP4; arguments and errors are those of :class:`QuantLinear`.
 
     Activations: ``"16bit"`` (``mm_fp4_weight_only``), which is ``"auto"``; ``"fp4"`` (``fp4_quantize`` and ``mm_fp4``),
@@ -211,7 +213,7 @@ class NVFP4Linear(_FP4Linear):
         return [1] * len(self.parts) if name == "weight_scale_2" else super()._rows_of_parts(name)
 
 
-class MXFP4Linear(_FP4Linear):
+class MXFP4Linear(FP4Linear):
     """A linear layer with its weight in MXFP4; arguments and errors are those of :class:`QuantLinear`.
 
     Activations: ``"16bit"`` (``mm_fp4_weight_only``), which is ``"auto"``; ``"fp4"`` (``fp4_quantize`` and ``mm_fp4``);

@@ -10,6 +10,8 @@ from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.nn._base import QuantLinear
 from torch_cute_ops.nn.expert_layer import ExpertLayer
 from torch_cute_ops.nn.experts import QuantExperts
+from torch_cute_ops.nn.linear import FP4Linear
+from torch_cute_ops.ops._gemm import gates_with_gemm
 from torch_cute_ops.runtime import tuning
 
 
@@ -35,7 +37,7 @@ def warmup(
         dtype: of the activations.
         tune: whether to choose among backends by timing them, as in an :func:`torch_cute_ops.autotune` block.
         fused: whether also to call the ops that the pass of ``integrations.inductor`` may put before the layers:
-            RMSNorm and SiLU·mul, with the quantisation of their results. Norms are the modules that have a ``weight``
+            RMSNorm and SiLU·mul, with the quantisation of their results, or of few rows with the layer. Norms are the modules that have a ``weight``
             (K,) and no other parameter; a gate is where another layer has 2 · K columns.
 
     Raises:
@@ -70,6 +72,8 @@ def warmup(
         for layer in forms.values():
             for count in {bucket(number): number for number in numbers}.values():
                 layer(torch.zeros(layer.rows_for(count), layer.in_features, dtype=dtype, device=layer.weight.device))
+        if fused:
+            _call_gated(forms.values(), numbers, dtype)
     if fused:
         _call_fused(model, forms.values(), dtype)
 
@@ -104,6 +108,23 @@ def _call_experts(module: QuantExperts | ExpertLayer, numbers: Iterable[int], dt
             module(tokens, ids, torch.ones(ids.shape, device=device))
 
 
+def _call_gated(layers: Collection[QuantLinear], numbers: Iterable[int], dtype: torch.dtype) -> None:
+    """Call layers with 16-bit activations behind a gate, as the pass of ``integrations.inductor`` does it for few
+    rows."""
+    widths = _gated_widths(layers)
+    for layer in layers:
+        device = layer.weight.device
+        if isinstance(layer, FP4Linear) and layer.quantization() is None and layer.in_features in widths:
+            for count in {bucket(rows): rows for rows in numbers if gates_with_gemm(rows, device)}.values():
+                rows = torch.zeros(count, 2 * layer.in_features, dtype=dtype, device=device)
+                layer.weight_only(torch.ops.cute.silu_mul_mm_fp4_weight_only, rows, dtype)
+
+
+def _gated_widths(layers: Iterable[QuantLinear]) -> set[int]:
+    """Columns of gates: half of those that a layer has."""
+    return {layer.out_features // 2 for layer in layers if layer.out_features % 2 == 0}
+
+
 def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.dtype) -> None:
     """Call what the pass of ``integrations.inductor`` may put before layers: one of each form, on one row, since their
     kernels take any number of rows."""
@@ -112,7 +133,7 @@ def _call_fused(model: nn.Module, layers: Collection[QuantLinear], dtype: torch.
         own = dict(module.named_parameters(recurse=False))
         if [*own] == ["weight"] and own["weight"].dim() == 1:
             norms.setdefault(own["weight"].shape[0], set()).add(own["weight"].dtype)
-    gated = {layer.out_features // 2 for layer in layers if layer.out_features % 2 == 0}
+    gated = _gated_widths(layers)
     done = set()
     for layer in layers:
         width, device, how = layer.in_features, layer.weight.device, layer.quantization()

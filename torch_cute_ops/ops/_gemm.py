@@ -33,6 +33,8 @@ AUTO: Final = "auto"
 SIXTEEN_BIT: Final = (torch.bfloat16, torch.float16)
 EXPERT_MULTIPLE: Final = 64
 """Elements of a row of ``a`` that an expert over K has are a multiple of this: whole bytes and blocks."""
+FEW_GATED_ROWS: Final = 8
+"""Most rows for which ``gates_with_gemm`` holds."""
 FP8_K_MULTIPLE: Final = 64
 FP8_N_MULTIPLE: Final = 8
 
@@ -659,6 +661,15 @@ def _side_by_side(scale: Tensor) -> Tensor:
 def seen_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor itself, or its bytes as ``dtype``."""
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
+def gates_with_gemm(rows: int, device: torch.device) -> bool:
+    """Whether a compiled model has one op in place of a gate and the GEMM with 16-bit activations behind it: for few
+    rows, where it is one launch. (On a CPU there are none.)"""
+    if rows > FEW_GATED_ROWS or device.type not in ("cpu", "cuda"):
+        return False
+    arch = gemm_package().select.target_of(device).arch
+    return device.type == "cpu" or (arch is not None and arch.has_wgmma)
 
 
 @cache
