@@ -4,6 +4,7 @@ add + norm → qkv → (attention) → o → add + norm → gate and up → SiLU
 one behind the other in a captured graph, with their true dependencies. Attention is left out: o reads as many elements
 of what qkv wrote. What users feel of the ops is this, and not the sum of what each takes alone.
 
+"gate apart", measured where `--precisions` names it, is W4A16 with a kernel for the gate however few the rows are.
 humming, a peer, has the weights of W4A16, and norms and gates as Inductor makes them, like bf16. (QuACK, which changes
 the DSL that our kernels are compiled by, is beside `mm_fp4` and `mm_fp4_weight_only` alone.)
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 import torch_cute_ops as ops
 from torch_cute_ops.nn import random_
+from torch_cute_ops.ops._gemm import gates_with_gemm
 
 from . import environment, fp4_peers, layers, report, targets, timeline
 from .case import Mark, at_most
@@ -126,8 +128,7 @@ class Layer:
         rows = self.multiply("qkv", self.normed(x, residual, 0))
         rows = rows.view(-1)[: len(x) * self.widths.attention].view(len(x), -1)
         x = self.multiply("o", self.quantised(rows))
-        rows = self.multiply("gate_up", self.normed(x, residual, 1))
-        return self.multiply("down", self.gated(rows))
+        return self.down(self.multiply("gate_up", self.normed(x, residual, 1)))
 
     # What each precision does its own way: a step's rows are one tensor or several
 
@@ -138,6 +139,10 @@ class Layer:
     def gated(self, rows: Tensor) -> Any:
         """What a GEMM takes of the gate's rows."""
         return self.gate(rows)
+
+    def down(self, rows: Tensor) -> Tensor:
+        """The gate and the last GEMM, of gate and up."""
+        return self.multiply("down", self.gated(rows))
 
     def quantised(self, rows: Tensor) -> Any:
         """What a GEMM takes of rows."""
@@ -157,12 +162,28 @@ class Layer:
 
 
 class W4A16(Layer):
-    """NVFP4 weights, activations in bf16; a gate as Inductor makes it."""
+    """NVFP4 weights, activations in bf16; the gate of few rows is a part of the GEMM behind it, of more as Inductor
+    makes it."""
 
     label, scheme, element_bytes = "W4A16", "nvfp4", 0.5625
 
     def normed(self, x: Tensor, residual: Tensor, which: int) -> Any:
         return ops.add_rmsnorm(x, residual, self.norms[which], eps=EPS)
+
+    def down(self, rows: Tensor) -> Tensor:
+        if not gates_with_gemm(len(rows), rows.device):
+            return super().down(rows)
+        layer: Any = self.linears["down"]
+        return layer.weight_only(ops.silu_mul_mm_fp4_weight_only, rows, DTYPE)
+
+
+class GateApart(W4A16):
+    """The same with the gate as Inductor makes it, however few the rows."""
+
+    label = "gate apart"
+
+    def down(self, rows: Tensor) -> Tensor:
+        return Layer.down(self, rows)
 
 
 class W4A4(Layer):
@@ -254,7 +275,9 @@ class Humming(Layer):
 
 
 PRECISIONS: dict[str, type[Layer]] = {cls.label: cls for cls in (Layer, W4A16, W4A4, W4A8, FP8)}
-LAYERS: dict[str, type[Layer]] = {**PRECISIONS, Humming.label: Humming}
+USUAL = (*PRECISIONS, Humming.label)
+"""What is measured if it is not said what."""
+LAYERS: dict[str, type[Layer]] = {**PRECISIONS, GateApart.label: GateApart, Humming.label: Humming}
 NOT_OURS = (Layer.label, Humming.label)
 
 
@@ -370,7 +393,7 @@ def picture(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = layers.parser("layer", __doc__, list(MODELS))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), metavar="M")
-    parser.add_argument("--precisions", nargs="+", choices=LAYERS, default=list(LAYERS), metavar="PRECISION")
+    parser.add_argument("--precisions", nargs="+", choices=LAYERS, default=list(USUAL), metavar="PRECISION")
     parser.add_argument("--timeline", action="store_true", help="print when each kernel of a layer starts and ends")
     return layers.on_gpu("layer", measure_models, parser.parse_args(arguments))
 

@@ -96,6 +96,9 @@ def test_deterministic_and_pure(op, name, device):
     assert_same((*defined(op, sample, second), *updated(op, sample)), first)
 
 
+DENSE_FP4 = ("mm_fp4", "mm_fp4_weight_only", "silu_mul_mm_fp4_weight_only")
+
+
 def ours(op, sample, device) -> bool:
     """Whether a kernel of ours can compute a GEMM."""
     reasons = op.backends(torch.device(device), *sample.args, **sample.kwargs)
@@ -123,7 +126,7 @@ def test_row_alone(op, name, device):
             if is_for_experts(op):
                 alone["alpha"] = given["alpha"][m : m + 1]
             row = run(op, named(op, alone))
-            has_own_kernels = op.name in ("mm_fp4", "mm_fp4_weight_only") and len(given["a"]) > 1
+            has_own_kernels = op.name in DENSE_FP4 and len(given["a"]) > 1
             if device == "cpu" or (ours(op, sample, device) and not has_own_kernels):
                 assert_same(row, (outputs[0][m : m + 1],))
             else:

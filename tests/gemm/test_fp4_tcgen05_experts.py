@@ -111,7 +111,7 @@ def test_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     (a, a_scale), (b, b_scale) = (random_matrix(rows, k, fmt, layout, CPU, POWERS[fmt.scale_format]) for rows in (m, n))
     alpha, out = torch.randint(0, 3, (m, experts)) / 2, poisoned(m, n, dtype=FP32)
     bias = torch.randint(-50, 51, (experts, n)).float()
-    assert BACKEND.checks_operands(problem)
+    assert BACKEND.checks_operands(problem, tactic)
     monkeypatch.setattr(backend, "new_bytes", lambda device, size: poisoned(size, dtype=torch.uint8))
     BACKEND.launcher(problem, tactic, BLACKWELL)(*Operands(a, b.t(), a_scale, b_scale, alpha, bias), out)
     layouts = SCALE_LAYOUTS[layout], SCALE_LAYOUTS[layout]

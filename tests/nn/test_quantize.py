@@ -302,6 +302,19 @@ def test_warmup_calls_fused_ops(activations, expected):
     assert calls.sizes and not calls.fused
 
 
+def test_warmup_calls_gates_with_gemms():
+    """Of few rows, and activations in 16 bits."""
+    block = quantize_(FusedBlock().bfloat16())
+    with Calls() as calls:
+        warmup(block, rows=(1, 3, 8, 40))
+    gated = [call[1:3] for call in calls.every if call[0] == "silu_mul_mm_fp4_weight_only"]
+    assert gated == [(((rows, 4 * H), torch.bfloat16), ((H, H), torch.uint8)) for rows in (1, 8)]
+    with Calls() as calls:
+        warmup(block, rows=(1,), fused=False)
+        warmup(quantize_(FusedBlock().bfloat16(), activations="fp8"), rows=(1,))
+    assert not any(call[0].startswith("silu_mul_mm") for call in calls.every)
+
+
 def test_warmup_leaves_layers_as_they_are():
     model = quantize_(model_of(), ignore=("lm_head", "router"))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -52,8 +52,8 @@ _PURE: Final = frozenset(
 class FuseQuantization(CustomGraphPass):
     """Turns RMSNorm, residual addition and RMSNorm, or SiLU·mul, followed by ``fp4_quantize`` or ``fp8_quantize``, into
     the fused op, and merges equal quantisations of one tensor. Norms before ``mm_fp4_weight_only`` become ``rmsnorm``
-    or ``add_rmsnorm``, behind which it starts early; SiLU·mul of up to eight rows before it, where their number is known
-    and the GPU is a Hopper, ``silu_mul_mm_fp4_weight_only``. (Of more rows it stays: Inductor's kernel is as good.)
+    or ``add_rmsnorm``, behind which it starts early. Of up to eight rows, which the graph has to say, SiLU·mul before it
+    becomes a part of it, on Hopper. (Elsewhere the gate stays: Inductor's kernel of one is as good.)
 
     A pass for ``torch._inductor.config.post_grad_custom_pre_pass``. What is recognised:
 
@@ -205,7 +205,8 @@ def _fuse_input(node: Node) -> bool:
 
 
 def _multiply_gated(node: Node, value: Node, gated: Node) -> bool:
-    """Replace a GEMM of a gate's ``value``, of gate and up in one tensor, if nothing else reads that; whether it was."""
+    """Replace a GEMM of a gate's ``value``, of few rows of gate and up in one tensor, if nothing else reads that;
+    whether it was."""
     named = _named_arguments(node)
     rows = _value(named.pop("a")).shape[0]
     is_alone = all(user is node for user in _readers(value))
@@ -214,10 +215,9 @@ def _multiply_gated(node: Node, value: Node, gated: Node) -> bool:
         return False
     with node.graph.inserting_before(node):
         if _value(gated).dim() != 2:
-            shape = [rows, _value(gated).shape[-1]]
-            source, gated = gated, node.graph.call_function(aten.reshape.default, (gated, shape))
-            with _value(source).fake_mode:
-                gated.meta["val"] = _value(source).reshape(shape)
+            both, shape = _value(gated), [rows, _value(gated).shape[-1]]
+            gated = node.graph.call_function(aten.reshape.default, (gated, shape))
+            gated.meta["val"] = both.reshape(shape)
         new = _call(node.graph, "silu_mul_mm_fp4_weight_only", a=gated, **named)
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)

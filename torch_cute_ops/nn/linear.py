@@ -25,7 +25,7 @@ _FP8_BLOCKS = Quantization("fp8", {"granularity": "block128", "scale_layout": "c
 
 
 class FP4Linear(QuantLinear):
-    """A weight in FP4: ``weight`` and ``weight_scale``, held in 128x4."""
+    """A layer with its weight in FP4: ``weight`` and ``weight_scale``, held in 128x4."""
 
     choices = ("16bit", "fp4", "fp8")
     multiples = (8, 32)
@@ -39,6 +39,7 @@ class FP4Linear(QuantLinear):
         return (8, 64) if activations == "fp8" else cls.multiples
 
     def layout(self) -> Layout:
+        """Shape and dtype of each tensor of the weight, as checkpoints hold them and ``state_dict`` has them."""
         n, k = self.out_features, self.in_features
         return {
             "weight": ((n, k // 2), torch.uint8),
@@ -67,14 +68,14 @@ class FP4Linear(QuantLinear):
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         if self.activations == "16bit":
-            return self.weight_only(mm_fp4_weight_only, *operands, dtype)
+            return self.weight_only(mm_fp4_weight_only, operands[0], dtype)
         weight, block, alpha = self.weight.t(), self.format.block_size, self._alpha()
         a, a_scale = operands
         multiply = mm_fp8_fp4 if self.activations == "fp8" else mm_fp4
         return multiply(a, weight, a_scale, self.weight_scale, alpha, self.bias, dtype, block, static_weight=True)
 
     def weight_only(self, multiply: Callable[..., Tensor], a: Tensor, dtype: torch.dtype) -> Tensor:
-        """What an op makes of activations in 16 bits and the weight, in ``dtype``."""
+        """What ``mm_fp4_weight_only``, or an op with its arguments, makes of ``a`` in 16 bits, in ``dtype``."""
         out_dtype, block = None if dtype == a.dtype else dtype, self.format.block_size
         operands = a, self.weight.t(), self.weight_scale, self._alpha(), self.bias
         return multiply(*operands, out_dtype, block_size=block, static_weight=True)
@@ -86,6 +87,7 @@ class FP4Linear(QuantLinear):
         )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight (N, K) that the codes and scales stand for, rounded to ``dtype``."""
         return self._decoded().to(dtype)
 
 

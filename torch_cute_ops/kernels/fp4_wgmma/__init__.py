@@ -31,7 +31,8 @@ for all chunks, and frees those of the others at once.
    ``splits``-th token, which the others send to it (``st.async``), or, where there are more sums than there is room
    for, which it reads, between two barriers of the cluster. With up to 32 tokens, the three warps beside the producer
    then read the activations, decode them if they are in FP4, and rearrange them into their stages: one launch, and no
-   workspace. The first chunks of 16-bit activations of up to eight tokens the consumers rearrange together. A row of
+   workspace. The first chunks of 16-bit activations of up to eight tokens the consumers rearrange together. Whoever
+   rearranges 16-bit activations may also gate them: it reads gate and up, and rounds their product. A row of
    the result depends on the tactic (``tokens``, ``rows``, and ``workers`` or ``splits``) alone, not on M or on what
    else is computed.
 4. Over experts, which have equal ranges of k, a thread has two sets of sums. Where an expert's range or the portion
