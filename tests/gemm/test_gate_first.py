@@ -1,4 +1,4 @@
-"""A gate in front of a GEMM: one launch or two, which kernels these are, and calls of either on the model of kernels."""
+"""A gate in front of a GEMM: one launch or two, which kernels these are, and calls on the model of kernels."""
 
 from dataclasses import replace
 

@@ -333,10 +333,10 @@ def test_residuals_side_by_side_in_many_dimensions(op, shape, columns, is_good, 
 
 @pytest.mark.parametrize("op", compiled_op_cases())
 def test_one_kernel_serves_every_number_of_rows(op, launches):  # noqa: F811
-    """M is in no key: after the first call, nothing is compiled."""
+    """M is in no key: after the first call, nothing is compiled. (One row of a gate has a kernel of its own.)"""
     for rows in (5, 4, 3, 2, 1, 0):
         enter(op, named(op, make_call(op, rows, 80, device="cpu")))
-    assert len(launches.compiled) == 1
+    assert len(launches.compiled) == {"silu_mul_mm_fp4_weight_only": 2}.get(op.name, 1)
     # Of two FP4 operands both are decoded; offsets of no rows are an output too.
     assert len(launches.calls) == {"mm_fp4": 10, "moe_route": 6, "moe_route_ids": 6}.get(op.name, 5)
 
