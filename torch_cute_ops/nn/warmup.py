@@ -116,7 +116,7 @@ def _call_gated(layers: Collection[QuantLinear], numbers: Iterable[int], dtype: 
     for layer in layers:
         device = layer.weight.device
         if isinstance(layer, FP4Linear) and layer.quantization() is None and layer.in_features in widths:
-            for count in {bucket(rows): rows for rows in numbers if gates_with_gemm(rows, device)}.values():
+            for count in {bucket(number): number for number in numbers if gates_with_gemm(number, device)}.values():
                 rows = torch.zeros(count, 2 * layer.in_features, dtype=dtype, device=device)
                 layer.weight_only(torch.ops.cute.silu_mul_mm_fp4_weight_only, rows, dtype)
 

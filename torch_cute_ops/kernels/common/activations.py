@@ -19,6 +19,9 @@ For mma.sync a token has 512 bytes (or 256) of a chunk, and the next token follo
 place ``p xor n % 2`` of token ``n``: for each quarter the 16 bytes that a lane needs in two steps. So eight lanes
 that read two neighbouring tokens have no bank conflicts. Where tokens are copied one by one, piece ``p`` is at
 place ``p``, and the next token follows after an odd number of pieces.
+
+With a gate in front (``gated``) a row as given is gate and up, a lane reads both, and what it rearranges is
+``silu(gate) · up``, rounded to their dtype.
 """
 
 from typing import Final
@@ -101,21 +104,21 @@ class Activations:
         ]
 
     def offset(self, a, token, k):
-        """Elements before a row, of ``k`` elements or of gate and up."""
+        """Elements before a token's row, which has ``k``, or gate and up."""
         return Int64(token) * (a.shape[1] if self.config.gated else k)
 
     def places(self, a, offset, k) -> list[cute.Pointer]:
-        """Where 16-bit elements so many behind the first lie: those that are given, or those of gate and of up."""
+        """Where 16-bit elements lie, by their ``offset``: those of a row, or those of gate and of up."""
         at = a.iterator + cute.assume(offset, divby=8)
         return [at, at + cute.assume(k, divby=8)] if self.config.gated else [at]
 
     def words(self, places: list[cute.Pointer], exists, offset: int = 0) -> list:
-        """Load eight elements so many bytes from each of the places on; zeros, unless they exist."""
+        """Load eight elements, ``offset`` bytes behind each of the places; zeros, unless they exist."""
         return [word for at in places for word in ptx.load_if(at, exists, 4, offset)]
 
     def gated(self, words: list) -> list:
-        """Eight elements of 16 bits of what ``words`` has loaded: behind the gate, if there is one, rounded as by
-        ``kernels.row_quant``."""
+        """Eight elements of 16 bits, of what ``words`` has loaded: behind the gate, if there is one, as
+        ``kernels.row_quant`` computes and rounds it."""
         if not self.config.gated:
             return words
         gates, ups = (unpack(half, self.a_dtype) for half in (words[:4], words[4:]))
