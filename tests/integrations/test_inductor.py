@@ -289,22 +289,26 @@ def gate_and_weight(*lead, dtype=torch.bfloat16, device="cpu"):
     return numbers(*lead, 2 * H, dtype=dtype, device=device), *tco.fp4_quantize(numbers(24, H, device=device))
 
 
-@pytest.mark.parametrize("left", ["many rows", "read", "float32", "strided", "Blackwell"])
+@pytest.mark.parametrize("left", ["many rows", "symbolic", "read", "float32", "strided", "swapped", "Blackwell"])
 def test_gates_that_stay_before_a_gemm(left, monkeypatch):
-    """Of many rows, on other GPUs, and where more than the GEMM reads the result, or it has another dtype."""
+    """Of many rows or of a number that the graph does not say, on other GPUs, and where more than the GEMM reads the
+    result, it has another dtype, or up comes first."""
     both, codes, scale = gate_and_weight(9 if left == "many rows" else 8, 3 if left == "strided" else 1)
     both = both[:, 0] if left == "strided" else both.flatten(0, 1)
     both = both.float() if left == "float32" else both
+    if left == "symbolic":
+        torch._dynamo.mark_dynamic(both, 0)
     if left == "Blackwell":
         monkeypatch.setattr(inductor, "gates_with_gemm", lambda rows, device: False)
 
     def layer(both, codes, scale):
-        gate, up = both.chunk(2, -1)
+        gate, up = both.chunk(2, -1)[:: -1 if left == "swapped" else 1]
         rows = (F.silu(gate) * up).bfloat16()
         return tco.mm_fp4_weight_only(rows, codes.t(), scale), rows.sum() if left == "read" else None
 
     got, compiler = compiled(layer, both, codes, scale)
-    want = tco.silu_mul_mm_fp4_weight_only(both.bfloat16(), codes.t(), scale)
+    in_order = both.roll(H, 1) if left == "swapped" else both
+    want = tco.silu_mul_mm_fp4_weight_only(in_order.bfloat16(), codes.t(), scale)
     assert F.cosine_similarity(got[0].double().flatten(), want.double().flatten(), 0) > 0.999
     assert compiler.ours() == {"mm_fp4_weight_only": 1}
 

@@ -10,7 +10,7 @@ import torch
 from ptx import EmulationError, compile_ptx, run_kernel
 from support.emulated import CPU, KERNEL_WAIT, PASSED, WAIT, changed, is_static, poisoned
 from support.epilogues import operands
-from support.kernel_grid import FP16, FP32, WgmmaCase
+from support.kernel_grid import BF16, FP16, FP32, WgmmaCase
 from test_fp4_gemm_emulated import STATIC, WGMMAS, Wgmma, multiply_by_warpgroups, multiply_in_order
 
 from torch_cute_ops.formats import NVFP4
@@ -36,21 +36,18 @@ def test_gates_wait_for_the_kernel_before(one: Wgmma) -> None:
             assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("one", GATED)
-def test_a_gate_is_that_of_silu_mul(one: Wgmma) -> None:
-    """Results are to the bit those of its kernel, and of this one without the gate; with and without an overlap of
-    launches."""
+def gated(one: Wgmma, rows: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """What the kernel of ``silu_mul`` makes of rows; and the results of the GEMM of that, and of the one that gates,
+    with and without an overlap of launches."""
     (m, n, k), case = one.sizes, one.case
-    torch.manual_seed(n)
-    rows = (torch.randn(m, 2 * k) * 4).to(case.a_dtype or case.dtype)
     b, scale = random_matrix(n, k, case.format, case.layout, CPU)
     alpha, bias = operands(case.epilogue, n)
-    arch, gated = ARCHS[case.arch], poisoned(m, k, dtype=rows.dtype)
+    arch, behind = ARCHS[case.arch], poisoned(m, k, dtype=rows.dtype)
     gate = row_quant.RowQuantKernel(row_quant.plan(row_quant.Problem.of_gated_rows(rows.dtype, k), arch, pdl=True))
-    run_kernel(gate, arch, *row_quant.Arguments(rows, *[None] * 6, gated, None, None, 0.0, None, None, None, 132))
+    run_kernel(gate, arch, *row_quant.Arguments(rows, *[None] * 6, behind, None, None, 0.0, None, None, None, 132))
     results = []
     for a, config in (
-        (gated, replace(case, gated=False).kernel.config),
+        (behind, replace(case, gated=False).kernel.config),
         (rows, case.kernel.config),
         (rows, replace(case.kernel.config, pdl=False)),
     ):
@@ -61,8 +58,39 @@ def test_a_gate_is_that_of_silu_mul(one: Wgmma) -> None:
         given = fp4_wgmma.Arguments(a, None, b.t(), scale.view(case.format.scale_dtype), alpha, bias, out, *shared)
         run_kernel(fp4_wgmma.FP4WgmmaKernel(config), arch, *given, seed=one.seed, strict=True)
         results.append(out)
+    return behind, results
+
+
+@pytest.mark.parametrize("one", GATED)
+def test_a_gate_is_that_of_silu_mul(one: Wgmma) -> None:
+    """Results are to the bit those of its kernel, and of this one without the gate."""
+    (m, n, k), case = one.sizes, one.case
+    torch.manual_seed(n)
+    _, results = gated(one, (torch.randn(m, 2 * k) * 4).to(case.a_dtype or case.dtype))
     assert results[0].isfinite().all() and results[0].any()
     assert torch.equal(results[1], results[0]) and torch.equal(results[2], results[0])
+
+
+@pytest.mark.parametrize("value", ["overflow", "largest", "gate of -inf", "gate of NaN"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_a_gate_of_special_values(tokens: int, dtype: torch.dtype, value: str) -> None:
+    """Of one row, where products pass the largest number of the dtype, or nearly; and where silu is NaN: as silu_mul
+    has it, in the last block of k, behind which chunks have nothing."""
+    one = Wgmma(
+        WgmmaCase(dtype, NVFP4, "128x4", None, tokens, Epilogue(FP32), 1, gated=True), (1, 136, 288), 0, False, 0
+    )
+    (_, _, k), most = one.sizes, torch.finfo(dtype).max
+    torch.manual_seed(k)
+    rows = torch.randn(1, 2 * k).to(dtype)
+    special = {"overflow": (most, 2.0), "largest": (most / 4, 4.0), "gate of -inf": (-torch.inf, 1.0)}
+    rows[0, k - 2], rows[0, -2] = (torch.tensor(each) for each in special.get(value, (torch.nan, 1.0)))
+    behind, results = gated(one, rows)
+    want = {"overflow": torch.inf, "largest": most}.get(value, torch.nan)
+    torch.testing.assert_close(behind[0, k - 2].item(), want, rtol=0, atol=0, equal_nan=True)
+    assert results[0].isfinite().any() == (value == "largest")
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0, equal_nan=True)
 
 
 # A CTA has more chunks than stages. See ``test_fp4_gemm_emulated`` for its waits.

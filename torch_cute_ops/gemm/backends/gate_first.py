@@ -21,10 +21,10 @@ APART: Final = "apart"
 
 
 class GateFirst(Backend):
-    """Another backend, behind the kernel of ``silu_mul``; or without it, where that one gates the activations itself.
+    """Another backend, behind the kernel of ``silu_mul``, or alone where it gates the activations itself.
 
-    A tactic is one of the other backend's: that gates, or, behind ``APART``, that multiplies gated activations. Both
-    give the same results.
+    A tactic is one of the other backend's: as it is, one that gates; behind ``APART``, one that multiplies what
+    ``silu_mul`` wrote. Both give the same results.
     """
 
     def __init__(self, backend: Backend) -> None:
