@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_cute_ops as ops
-from torch_cute_ops.nn import random_
+from torch_cute_ops.nn import QuantizedRows, random_
 from torch_cute_ops.ops._gemm import gates_with_gemm
 
 from . import environment, fp4_peers, layers, report, targets, timeline
@@ -173,8 +173,7 @@ class W4A16(Layer):
     def down(self, rows: Tensor) -> Tensor:
         if not gates_with_gemm(len(rows), rows.device):
             return super().down(rows)
-        layer: Any = self.linears["down"]
-        return layer.weight_only(ops.silu_mul_mm_fp4_weight_only, rows, DTYPE)
+        return self.multiply("down", QuantizedRows((rows,), (len(rows),), DTYPE, is_gate_and_up=True))
 
 
 class GateApart(W4A16):

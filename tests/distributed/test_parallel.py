@@ -17,7 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from torch_cute_ops import checkpoint, fp8_quantize, rmsnorm_fp4quant
+from torch_cute_ops import checkpoint, fp8_quantize, rmsnorm_fp4quant, silu_mul
 from torch_cute_ops.distributed import (
     ColumnParallel,
     RowParallel,
@@ -36,6 +36,7 @@ from torch_cute_ops.nn import (
     FP8TensorLinear,
     MXFP4Linear,
     NVFP4Linear,
+    QuantizedRows,
     QuantLinear,
     merge,
     quantize_,
@@ -108,6 +109,11 @@ def columns_and_rows(rank: int) -> None:
         # Sums in bfloat16: each part is rounded, and the sum.
         y = parallelize_module(copied(down), mesh, RowParallel(sums=torch.bfloat16))(own(x, rank, -1))
         assert ((y - down(x)).abs() <= 2.0**-6 * down(x).abs().max()).all()
+    down, halves = made(NVFP4Linear, "16bit", False, 136), torch.randn(2, 4, 2, K).bfloat16()
+    both = torch.cat([own(half, rank, -1) for half in halves], -1).flatten(0, 1)
+    divided = parallelize_module(copied(down), mesh, RowParallel(sums=torch.float32))
+    y = divided(QuantizedRows((both,), (4, 2), x.dtype, is_gate_and_up=True))
+    assert_product(y, down, silu_mul(torch.cat([*halves], -1)))
     linear = nn.Linear(K, 64).bfloat16()
     dist.broadcast(linear.weight, 0)
     dist.broadcast(linear.bias, 0)
@@ -405,6 +411,20 @@ def test_warmup_calls_as_many_rows_as_are_served(mesh, monkeypatch):
         layer = parallelize_module(made(NVFP4Linear, "16bit", False, 64), mesh, style)
         warmup(layer, rows=(3, 64))
         assert multiplied == ([4, 64] if style.sequence else [3, 64])
+
+
+@torch.no_grad()
+def test_warmup_of_gates_gives_sums(mesh, monkeypatch):
+    """Layers whose sums ranks add up give them in the dtype that these have."""
+    dtypes = []
+    real = NVFP4Linear._gated_product
+    monkeypatch.setattr(
+        NVFP4Linear, "_gated_product", lambda layer, rows, dtype: dtypes.append(dtype) or real(layer, rows, dtype)
+    )
+    up = parallelize_module(made(NVFP4Linear, "16bit", False, 2 * K), mesh, ColumnParallel())
+    down = parallelize_module(made(NVFP4Linear, "16bit", False, 64), mesh, RowParallel(sums=torch.float32))
+    warmup(nn.ModuleList([up, down]), rows=(1, 8))
+    assert dtypes == [torch.float32] * 2
 
 
 def test_errors(mesh, tmp_path):

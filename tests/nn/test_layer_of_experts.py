@@ -12,8 +12,18 @@ from support import experts as support
 from support.experts import GPT_OSS, Block, Experts, GptOssExperts, H, I, ops_of
 from torch import nn
 
-from torch_cute_ops import nvfp4_global_scale
-from torch_cute_ops.nn import ExpertLayer, GatedMLP, NVFP4Linear, SwiGLU, merge, quantize_, warmup
+from torch_cute_ops import nvfp4_global_scale, silu_mul
+from torch_cute_ops.nn import (
+    ExpertLayer,
+    GatedMLP,
+    MXFP4Linear,
+    NVFP4Linear,
+    QuantizedRows,
+    SwiGLU,
+    merge,
+    quantize_,
+    warmup,
+)
 from torch_cute_ops.nn.experts import few_tokens
 
 E, TOPK = 8, 3
@@ -146,7 +156,7 @@ def test_values(scheme, activations, shared, scoring):
     assert cosine(many, want) > LEAST["fp8"]
     for got, part in ((few, want[1:]), (many, want)):
         assert np.linalg.norm(got.double().numpy() - part) < 0.3 * np.linalg.norm(part)
-    own = {"mm_fp4_weight_only"} if shared else set()
+    own = {"mm_fp4_weight_only", "silu_mul_mm_fp4_weight_only"} if shared else set()
     assert ops_of(layer, x[1:]) == FEW_OPS[activations] | own
     assert {"moe_route", "grouped_mm_fp8_fp4", "moe_finalize"} <= ops_of(layer, x)
     assert torch.equal(layer(x[1:].view(FEW, 1, H)), few.view(FEW, 1, H))
@@ -243,6 +253,43 @@ def test_gated_mlp(activations):
         want = h @ layers["down"].dequantize().double().T
         assert mlp(x).shape == x.shape
         assert cosine(mlp(x), want.numpy()) > {"16bit": 0.9999, "fp8": 0.995, "fp4": 0.97}[activations]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cls", [NVFP4Linear, MXFP4Linear])
+def test_gate_and_up_in_one_op(cls):
+    """Of any number of rows, by the layer's forward: results are those of the two ops."""
+    layers = [cls.from_float(nn.Linear(*size).bfloat16()) for size in ((H, 128), (H, 128), (128, H))]
+    mlp, calls = GatedMLP(merge(layers[:2]), layers[2]), []
+    mlp.down_proj.register_forward_pre_hook(lambda _, args: calls.append(args[0]))
+    for rows in (0, 1, 5, 40):
+        x = torch.randn(rows, 2, H).bfloat16()
+        got = mlp(x)
+        assert calls.pop().is_gate_and_up and not calls
+        want = layers[2](silu_mul(mlp.gate_up_proj(x)))
+        assert torch.equal(got, want) and got.shape == (rows, 2, H)
+        calls.clear()
+
+
+@torch.no_grad()
+def test_other_layers_refuse_gate_and_up():
+    layer = NVFP4Linear.from_float(nn.Linear(64, H).bfloat16(), activations="fp8")
+    rows = QuantizedRows((torch.zeros(3, 128).bfloat16(),), (3,), torch.bfloat16, is_gate_and_up=True)
+    with pytest.raises(
+        ValueError, match="NVFP4Linear: the rows are gate and up; a layer with activations='fp8' does not"
+    ):
+        layer(rows)
+    with pytest.raises(ValueError, match=r"silu_mul_mm_fp4_weight_only: a has shape \(3, 128\); expected \(3, 512\)"):
+        NVFP4Linear.from_float(nn.Linear(H, H).bfloat16())(rows)
+
+
+@torch.no_grad()
+def test_warmup_of_a_gated_mlp():
+    """In each bucket, whatever the GPU, since it calls the op whatever the number of rows."""
+    shared, counts = shared_expert("nvfp4"), []
+    shared.register_forward_pre_hook(lambda _, args: counts.append(len(args[0])))
+    warmup(nn.ModuleList([shared, shared_expert("nvfp4")]), (1, 5, 8, 40), fused=False)
+    assert counts == [1, 8, 40]
 
 
 def test_warmup():

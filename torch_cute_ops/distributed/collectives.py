@@ -89,8 +89,8 @@ def gather_rows(layer: QuantLinear, rows: QuantizedRows, group: Group) -> Quanti
     lead = (world * rows.lead[0], *rows.lead[1:])
     elements = all_gather(rows.operands[0], group)
     if len(rows.operands) == 1:
-        return QuantizedRows((elements,), lead, rows.dtype)
-    return QuantizedRows((elements, _gather_scales(layer, rows, group)), lead, rows.dtype)
+        return rows._replace(operands=(elements,), lead=lead)
+    return rows._replace(operands=(elements, _gather_scales(layer, rows, group)), lead=lead)
 
 
 def _gather_scales(layer: QuantLinear, rows: QuantizedRows, group: Group) -> Tensor:

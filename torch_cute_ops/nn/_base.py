@@ -40,11 +40,14 @@ class QuantizedRows(NamedTuple):
         operands: elements, (M, ...), and their scales where there are any.
         lead: the dimensions that the M rows had.
         dtype: of the result.
+        is_gate_and_up: whether the rows are gate and up, (M, 2K) in 16 bits, of which the layer multiplies
+            ``silu(gate) · up``; a layer that says so takes them (:meth:`QuantLinear.gates_input`).
     """
 
     operands: tuple[Tensor, ...]
     lead: tuple[int, ...]
     dtype: torch.dtype
+    is_gate_and_up: bool = False
 
 
 class QuantLinear(nn.Module):
@@ -280,7 +283,8 @@ class QuantLinear(nn.Module):
                 requires grad while gradients are on.
         """
         rows = input if isinstance(input, QuantizedRows) else self.quantize(input)
-        return self._product(rows.operands, rows.dtype).view(*rows.lead, self.out_features)
+        multiply = self._gated_product if rows.is_gate_and_up else self._product
+        return multiply(rows.operands, rows.dtype).view(*rows.lead, self.out_features)
 
     def quantize(self, x: Tensor) -> QuantizedRows:
         """The rows of ``x``, (..., K), as the GEMM takes them; errors are those of :meth:`forward`."""
@@ -290,6 +294,10 @@ class QuantLinear(nn.Module):
     def rows_for(self, rows: int) -> int:
         """Rows of an input whose GEMM multiplies ``rows``: fewer, rounded up, where ranks gather theirs."""
         return rows
+
+    def gates_input(self) -> bool:
+        """Whether it also takes rows of gate and up, as :class:`QuantizedRows`, and gates them itself."""
+        return False
 
     def quantization(self) -> Quantization | None:
         """How the input is quantised; ``None``: the GEMM takes it in 16 bits."""
@@ -314,6 +322,13 @@ class QuantLinear(nn.Module):
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         """The result (M, N) in ``dtype``."""
         raise NotImplementedError
+
+    def _gated_product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        """The same of gate and up (M, 2K)."""
+        raise ValueError(
+            f"{type(self).__name__}: the rows are gate and up; a layer with activations={self.activations!r} does not "
+            "gate them, pass silu(gate) · up"
+        )
 
     def extra_repr(self) -> str:
         """What ``print`` shows."""

@@ -19,7 +19,8 @@ from torch_cute_ops.ops.silu_mul_fp8quant import silu_mul_fp8quant
 class GatedMLP(nn.Module):
     """Two quantised linear layers with a SwiGLU between, such as a shared expert.
 
-    Where the second layer takes activations in FP4 or FP8, one op gates and quantises.
+    Where the second layer takes activations in FP4 or FP8, one op gates and quantises; where it multiplies 16-bit ones
+    by an FP4 weight, and the gate is ``silu(gate) · up``, one op gates and multiplies.
 
     Args:
         gate_up_proj: (2I, H), the rows of the gate before those of up, as :func:`torch_cute_ops.nn.merge` makes it.
@@ -49,13 +50,16 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``down_proj(swiglu(gate_up_proj(x)))``: (..., H) of (..., H); errors are those of :class:`QuantLinear`."""
         both = self.gate_up_proj(x)
-        how = self.down_proj.quantization()
+        lead, how = (*x.shape[:-1],), self.down_proj.quantization()
+        if self.down_proj.gates_input() and self.swiglu == SwiGLU():
+            rows = both.reshape(-1, both.shape[-1])
+            return self.down_proj(QuantizedRows((rows,), lead, x.dtype, is_gate_and_up=True))
         if how is None:
             return self.down_proj(self.swiglu.of(*both.float().chunk(2, -1)).to(both.dtype))  # rounded once
         quantise = silu_mul_fp4quant if how.to == "fp4" else silu_mul_fp8quant
         gate = {f"swiglu_{name}": value for name, value in self.swiglu._asdict().items()}
         operands = quantise(both.reshape(-1, both.shape[-1]), **how.arguments, **gate)
-        return self.down_proj(QuantizedRows(tuple(operands), (*x.shape[:-1],), x.dtype))
+        return self.down_proj(QuantizedRows(tuple(operands), lead, x.dtype))
 
     def extra_repr(self) -> str:
         """What ``print`` shows."""

@@ -18,6 +18,7 @@ from torch_cute_ops.ops.mm_fp4 import mm_fp4
 from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
 from torch_cute_ops.ops.mm_fp8_block import mm_fp8_block
 from torch_cute_ops.ops.mm_fp8_fp4 import mm_fp8_fp4
+from torch_cute_ops.ops.silu_mul_mm_fp4_weight_only import silu_mul_mm_fp4_weight_only
 
 _BLOCK = FP8_BLOCK128.block_size
 _FP8_BLOCKS = Quantization("fp8", {"granularity": "block128", "scale_layout": "column"})
@@ -68,13 +69,22 @@ class FP4Linear(QuantLinear):
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         if self.activations == "16bit":
-            return self.weight_only(mm_fp4_weight_only, operands[0], dtype)
+            return self._weight_only(mm_fp4_weight_only, operands[0], dtype)
         weight, block, alpha = self.weight.t(), self.format.block_size, self._alpha()
         a, a_scale = operands
         multiply = mm_fp8_fp4 if self.activations == "fp8" else mm_fp4
         return multiply(a, weight, a_scale, self.weight_scale, alpha, self.bias, dtype, block, static_weight=True)
 
-    def weight_only(self, multiply: Callable[..., Tensor], a: Tensor, dtype: torch.dtype) -> Tensor:
+    def gates_input(self) -> bool:
+        """Whether the activations have 16 bits: then it does."""
+        return self.activations == "16bit"
+
+    def _gated_product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+        if not self.gates_input():
+            return super()._gated_product(operands, dtype)
+        return self._weight_only(silu_mul_mm_fp4_weight_only, operands[0], dtype)
+
+    def _weight_only(self, multiply: Callable[..., Tensor], a: Tensor, dtype: torch.dtype) -> Tensor:
         """What ``mm_fp4_weight_only``, or an op with its arguments, makes of ``a`` in 16 bits, in ``dtype``."""
         out_dtype, block = None if dtype == a.dtype else dtype, self.format.block_size
         operands = a, self.weight.t(), self.weight_scale, self._alpha(), self.bias

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from torch_cute_ops.gemm.buckets import bucket
-from torch_cute_ops.nn._base import QuantLinear
-from torch_cute_ops.nn.expert_layer import ExpertLayer
+from torch_cute_ops.nn._base import QuantizedRows, QuantLinear
+from torch_cute_ops.nn.expert_layer import ExpertLayer, GatedMLP
 from torch_cute_ops.nn.experts import QuantExperts
-from torch_cute_ops.nn.linear import FP4Linear
 from torch_cute_ops.ops._gemm import gates_with_gemm
 from torch_cute_ops.runtime import tuning
 
@@ -24,7 +23,7 @@ def warmup(
     tune: bool = False,
     fused: bool = True,
 ) -> None:
-    """Compile and load the kernels of a model's quantised layers and experts, by calling one of each form on zeros.
+    """Compile and load the kernels of quantised layers, gated MLPs and experts, by calling one of each form on zeros.
 
     After it, calls with as many rows compile nothing, and may be captured in a CUDA graph. The model's own norms, gates
     and attention are not called: its own first call has to be made before a capture too. Where ranks divide the layers,
@@ -49,6 +48,7 @@ def warmup(
         raise ValueError(f"warmup: rows has {numbers[0]}; expected positive numbers")
     forms: dict[object, QuantLinear] = {}
     experts: dict[object, QuantExperts | ExpertLayer] = {}
+    gated: dict[object, GatedMLP] = {}
     within: set[nn.Module] = set()  # the layers of experts, and experts of layers, which are not called themselves
     for name, module in model.named_modules():
         if module in within:
@@ -61,26 +61,33 @@ def warmup(
                 raise ValueError(f"warmup: {name}.topk is None; set it to how many experts a token has")
             within.update(module.children())
             experts.setdefault(_form(module), module)
+        elif isinstance(module, GatedMLP):
+            gated.setdefault(_form(module), module)
         elif isinstance(module, QuantLinear):
-            bias = None if module.bias is None else module.bias.dtype
-            merged, static = len(module.parts) > 1, module.has_input_scale
-            size = (module.out_features, module.in_features)
-            key = (type(module), size, module.activations, static, bias, merged, module.weight.device)
-            forms.setdefault(key, module)
+            forms.setdefault(_form(module), module)
+    counts = {bucket(number): number for number in numbers}.values()
     with tuning.autotune() if tune else contextlib.nullcontext():
         for module in experts.values():
             _call_experts(module, numbers, dtype)
-        for layer in forms.values():
-            for count in {bucket(number): number for number in numbers}.values():
-                layer(torch.zeros(layer.rows_for(count), layer.in_features, dtype=dtype, device=layer.weight.device))
+        called = [(layer, layer) for layer in forms.values()] + [(mlp, mlp.gate_up_proj) for mlp in gated.values()]
+        for call, first in called:
+            for count in counts:
+                call(torch.zeros(first.rows_for(count), first.in_features, dtype=dtype, device=first.weight.device))
         if fused:
             _call_gated(forms.values(), numbers, dtype)
     if fused:
         _call_fused(model, forms.values(), dtype)
 
 
-def _form(module: QuantExperts | ExpertLayer) -> object:
+def _form(module: QuantExperts | ExpertLayer | GatedMLP | QuantLinear) -> object:
     """What is the same of modules whose calls need the same kernels."""
+    if isinstance(module, QuantLinear):
+        bias = None if module.bias is None else module.bias.dtype
+        merged, static = len(module.parts) > 1, module.has_input_scale
+        size = (module.out_features, module.in_features)
+        return (type(module), size, module.activations, static, bias, merged, module.weight.device)
+    if isinstance(module, GatedMLP):
+        return (_form(module.gate_up_proj), _form(module.down_proj), module.swiglu)
     if isinstance(module, ExpertLayer):
         shared = None if module.shared is None else repr(module.shared)
         router = module.router.dtype, module.router_bias is not None, module.bias is not None
@@ -110,15 +117,15 @@ def _call_experts(module: QuantExperts | ExpertLayer, numbers: Iterable[int], dt
 
 
 def _call_gated(layers: Collection[QuantLinear], numbers: Iterable[int], dtype: torch.dtype) -> None:
-    """Call layers with 16-bit activations behind a gate, as the pass of ``integrations.inductor`` does it for few
-    rows."""
+    """Call layers that gate their input, where they may be behind a gate, as the pass of ``integrations.inductor`` has
+    it for few rows."""
     widths = _gated_widths(layers)
     for layer in layers:
         device = layer.weight.device
-        if isinstance(layer, FP4Linear) and layer.quantization() is None and layer.in_features in widths:
+        if layer.gates_input() and layer.in_features in widths:
             for count in {bucket(number): number for number in numbers if gates_with_gemm(number, device)}.values():
-                rows = torch.zeros(count, 2 * layer.in_features, dtype=dtype, device=device)
-                layer.weight_only(torch.ops.cute.silu_mul_mm_fp4_weight_only, rows, dtype)
+                rows = torch.zeros(layer.rows_for(count), 2 * layer.in_features, dtype=dtype, device=device)
+                layer(QuantizedRows((rows,), (len(rows),), dtype, is_gate_and_up=True))
 
 
 def _gated_widths(layers: Iterable[QuantLinear]) -> set[int]:
