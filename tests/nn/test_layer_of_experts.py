@@ -269,6 +269,12 @@ def test_gate_and_up_in_one_op(cls):
         want = layers[2](silu_mul(mlp.gate_up_proj(x)))
         assert torch.equal(got, want) and got.shape == (rows, 2, H)
         calls.clear()
+    mlp.down_proj._forward_pre_hooks.clear()
+    torch._dynamo.reset()
+    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
+    for rows in (1, 5, 40):
+        x = torch.randn(rows, H).bfloat16()
+        assert torch.equal(compiled(x), mlp(x))
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ _FP8_BLOCKS = Quantization("fp8", {"granularity": "block128", "scale_layout": "c
 """A scale for each 128 elements of a row."""
 
 
-class FP4Linear(QuantLinear):
+class _FP4Linear(QuantLinear):
     """A layer with its weight in FP4: ``weight`` and ``weight_scale``, held in 128x4."""
 
     choices = ("16bit", "fp4", "fp8")
@@ -101,7 +101,7 @@ class FP4Linear(QuantLinear):
         return self._decoded().to(dtype)
 
 
-class NVFP4Linear(FP4Linear):
+class NVFP4Linear(_FP4Linear):
     """A linear layer with its weight in NVFP4; arguments and errors are those of :class:`QuantLinear`.
 
     Activations: ``"16bit"`` (``mm_fp4_weight_only``), which is ``"auto"``; ``"fp4"`` (``fp4_quantize`` and ``mm_fp4``),
@@ -225,7 +225,7 @@ class NVFP4Linear(FP4Linear):
         return [1] * len(self.parts) if name == "weight_scale_2" else super()._rows_of_parts(name)
 
 
-class MXFP4Linear(FP4Linear):
+class MXFP4Linear(_FP4Linear):
     """A linear layer with its weight in MXFP4; arguments and errors are those of :class:`QuantLinear`.
 
     Activations: ``"16bit"`` (``mm_fp4_weight_only``), which is ``"auto"``; ``"fp4"`` (``fp4_quantize`` and ``mm_fp4``);
