@@ -30,7 +30,7 @@ from support.kernel_grid import BF16, FP16, FP32, RECODED, FP8FP4GemmCase
 from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.kernels import fp4_to_fp8
 from torch_cute_ops.kernels.common.epilogue import Epilogue
-from torch_cute_ops.kernels.fp4_to_fp8 import note_words
+from torch_cute_ops.kernels.fp4_to_fp8 import COLUMNS, note_words
 from torch_cute_ops.kernels.fp8_fp4_wgmma import Arguments
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
@@ -90,7 +90,7 @@ def execute(
         want = finished_by_expert(sums, offsets, counts, case.epilogue, alpha, bias, POISON)
     out = torch.full_like(want, POISON)
     a, b, a_scale, b_scale, offsets, counts = args
-    if case.before is not None:
+    if case.before:
         b, b_scale = recoded(case, b, b_scale, seed)
     given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, run.max_ctas)
     given, written = written_late(given, late or ())
@@ -106,14 +106,23 @@ def recoded(case: FP8FP4GemmCase, b: torch.Tensor, b_scale: torch.Tensor, seed: 
     experts, n, k = (1, b.shape[1], 2 * b.shape[0]) if is_plain else (*b.shape[:2], 2 * b.shape[2])
     weight = poisoned(experts, n, k, dtype=torch.float8_e4m3fn)
     notes = poisoned(note_words(n, k, experts), dtype=torch.int32)
-    given, written = written_late(fp4_to_fp8.Arguments(b, b_scale, weight, notes), WEIGHT)
-    run_kernel(case.before.kernel, ARCHS[case.arch], *given, seed=seed, strict=True, written_before=written)
+    tiles = experts * -(-n // COLUMNS)
+    for before in case.before:
+        first = tiles // 2 if case.beside else tiles
+        given, written = written_late(fp4_to_fp8.Arguments(b, b_scale, weight, notes, first, 1), WEIGHT)
+        if not before.beside or first < tiles:
+            run_kernel(before.kernel, ARCHS[case.arch], *given, seed=seed, strict=True, written_before=written)
     return weight[0].t() if is_plain else weight, notes
 
 
 def case(fmt, scale_layout: str, layout: str, tile: tuple[int, int], *epilogue: Any) -> FP8FP4GemmCase:
     family = "fp8_fp4_recoded" if tile == RECODED else "fp8_fp4_wgmma"
     return FP8FP4GemmCase(fmt, scale_layout, layout, tile, Epilogue(*epilogue), family=family)
+
+
+def beside(*given: Any) -> FP8FP4GemmCase:
+    """A case of a weight that is recoded beside the GEMM."""
+    return replace(case(*given), beside=True)
 
 
 def by_blocks(*given: Any) -> FP8FP4GemmCase:
@@ -155,6 +164,8 @@ RUNS = [
     Run(case(MXFP4, "linear", "counted", RECODED, BF16, "expert_column", BF16), (3, 130, 0), 72, 192, 2),
     Run(case(NVFP4, "linear", "masked", RECODED, BF16, "expert_column", FP32), (3, 0, 70), 136, 320, 4, room=72),
     Run(case(MXFP4, "128x4", "offsets", RECODED, FP32, "expert_column", FP32), (0, 32), 200, 64, 8),
+    Run(beside(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (130,), 264, 704, 2),
+    Run(beside(MXFP4, "linear", "counted", RECODED, BF16, "expert_column", BF16), (3, 130, 0), 72, 2112, 2),
 ]
 
 

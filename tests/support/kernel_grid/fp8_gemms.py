@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from support.epilogues import epilogues
@@ -72,7 +72,7 @@ class FP8GemmCase(KernelCase):
 @dataclass(frozen=True)
 class FP8FP4GemmCase(KernelCase):
     """A GEMM of FP8 activations and an FP4 weight: ``family`` is the kernel's package, and ``tile`` one of its
-    ``TILES``, or ``RECODED``; the rest as elsewhere."""
+    ``TILES``, or ``RECODED``, of which the weight may be recoded ``beside`` it; the rest as elsewhere."""
 
     fmt: FP4Format
     scale_layout: str
@@ -82,6 +82,7 @@ class FP8FP4GemmCase(KernelCase):
     arch: str = "sm_90a"
     static_weight: bool = False
     family: str = "fp8_fp4_wgmma"
+    beside: bool = False
 
     @property
     def is_recoded(self) -> bool:
@@ -91,7 +92,7 @@ class FP8FP4GemmCase(KernelCase):
     @property
     def id(self) -> str:
         tile = "x".join(map(str, self.tile))
-        family = self.family + ("-static" if self.static_weight else "")
+        family = self.family + ("-static" if self.static_weight else "") + ("-beside" if self.beside else "")
         parts = (family, self.fmt.name, self.scale_layout, self.layout, tile, epilogue_id(self.epilogue))
         return "-".join((*parts, self.arch))
 
@@ -99,7 +100,7 @@ class FP8FP4GemmCase(KernelCase):
     def role(self) -> Any:
         if self.static_weight:
             return self
-        kind = self.layout if self.is_recoded else self.fmt
+        kind = (self.layout, self.beside) if self.is_recoded else self.fmt
         return self.family, kind, self.tile, has_factors(self.epilogue)
 
     @property
@@ -108,7 +109,7 @@ class FP8FP4GemmCase(KernelCase):
         rows = ExpertLayout(*FP8_LAYOUTS[self.layout])
         given: dict[str, Any] = {"rows": rows, "epilogue": self.epilogue, "arch": GPU_ARCHS[self.arch], "pdl": True}
         if self.is_recoded:
-            return fp8_fp4_recoded.FP8FP4RecodedKernel(fp8_fp4_recoded.plan(**given))
+            return fp8_fp4_recoded.FP8FP4RecodedKernel(fp8_fp4_recoded.plan(**given, beside=self.beside))
         given |= {"layout": SCALE_LAYOUTS[self.scale_layout], "static_weight": self.static_weight}
         given |= dict(zip(("tokens", "splits"), self.tile, strict=True))
         if self.family == "fp8_fp4_wgmma":
@@ -118,31 +119,32 @@ class FP8FP4GemmCase(KernelCase):
         return fp8_nvfp4_wgmma.FP8NVFP4WgmmaKernel(fp8_nvfp4_wgmma.plan(**given))
 
     @property
-    def before(self) -> RecodeCase | None:
+    def before(self) -> tuple[RecodeCase, ...]:
         """What recodes the weight for it."""
-        return RecodeCase(self.fmt, self.scale_layout, self.layout == "plain") if self.is_recoded else None
+        whole = RecodeCase(self.fmt, self.scale_layout, self.layout == "plain")
+        return () if not self.is_recoded else (whole, replace(whole, beside=True)) if self.beside else (whole,)
 
 
 @dataclass(frozen=True)
 class RecodeCase(KernelCase):
-    """The kernel that writes an FP4 weight to memory in FP8."""
+    """The kernel that writes an FP4 weight to memory in FP8, before the GEMM or ``beside`` it."""
 
     fmt: FP4Format
     scale_layout: str
     is_plain: bool
+    beside: bool = False
     arch: str = "sm_90a"
 
     @property
     def id(self) -> str:
-        return "-".join(
-            ("fp4_to_fp8", self.fmt.name, self.scale_layout, "plain" if self.is_plain else "experts", self.arch)
-        )
+        family = "fp4_to_fp8" + ("-beside" if self.beside else "")
+        return "-".join((family, self.fmt.name, self.scale_layout, "plain" if self.is_plain else "experts", self.arch))
 
     @property
     def kernel(self) -> Any:
         """As the op builds it."""
-        layout = SCALE_LAYOUTS[self.scale_layout]
-        return fp4_to_fp8.FP4ToFP8Kernel(fp4_to_fp8.Config(self.fmt, layout, self.is_plain, pdl=True))
+        given = self.fmt, SCALE_LAYOUTS[self.scale_layout], self.is_plain
+        return fp4_to_fp8.FP4ToFP8Kernel(fp4_to_fp8.Config(*given, pdl=True, beside=self.beside))
 
 
 HAVE_SPILLED = (
@@ -201,6 +203,7 @@ def fp8_fp4_gemm_cases(every: bool) -> list[FP8FP4GemmCase | RecodeCase]:
         cases.append(FP8FP4GemmCase(fmt, next(scales), layout, tile, epilogue, family=family))
     for layout in FP8_LAYOUTS:
         epilogue = next(by_column if layout == "plain" else by_expert)
-        cases.append(FP8FP4GemmCase(NVFP4, "128x4", layout, RECODED, epilogue, family="fp8_fp4_recoded"))
-    kinds = itertools.product((NVFP4, MXFP4), ("128x4", "linear"), (True, False))
+        one = FP8FP4GemmCase(NVFP4, "128x4", layout, RECODED, epilogue, family="fp8_fp4_recoded")
+        cases += [one, replace(one, beside=True)] if every or layout == "plain" else [one]
+    kinds = itertools.product((NVFP4, MXFP4), ("128x4", "linear"), (True, False), (False, True))
     return cases + [RecodeCase(*kind) for kind in kinds]

@@ -1,7 +1,12 @@
 """FP8 activations and an FP4 weight on Hopper, for many rows: ``kernels/fp4_to_fp8`` writes the weight to memory in
-FP8, and ``kernels/fp8_fp4_recoded`` multiplies as with an FP8 weight."""
+FP8, and ``kernels/fp8_fp4_recoded`` multiplies as with an FP8 weight.
 
-from typing import Any
+Either the first kernel has ended when the second one starts; or it writes what the GEMM's first tiles need, and another
+one of few CTAs, each with an SM of its own, writes the rest beside the GEMM, whose tiles wait for their rows.
+"""
+
+from dataclasses import replace
+from typing import Any, Final
 
 import torch
 
@@ -10,7 +15,7 @@ from torch_cute_ops.gemm.backends._fp8 import FP8FP4Backend
 from torch_cute_ops.gemm.backends.fp8_wgmma import many_rows_seconds
 from torch_cute_ops.gemm.cost import bytes_per_second
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
-from torch_cute_ops.gemm.fp8_tiles import Tile
+from torch_cute_ops.gemm.fp8_tiles import Tile, rows_of_expert
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_to_fp8, fp8_fp4_recoded
 from torch_cute_ops.kernels.fp8_wgmma import MANY
@@ -23,34 +28,49 @@ RECODE_SECONDS = 3e-6
 """Time of the first kernel with next to no work (measured on an H200)."""
 RECODE_RATE = 0.82
 """Rate at which it reads and writes, over that of a copy (measured on an H200)."""
+BESIDE: Final = (4, 6, 8, 12)
+"""SMs that write the weight beside the GEMM."""
+BESIDE_RATE = 120e9
+"""Bytes that such an SM reads and writes a second."""
+WAVES_FIRST = 2
+"""Waves of the GEMM's tiles whose rows are written before it starts."""
 
 
 class FP8FP4Recoded(FP8FP4Backend):
-    """A tactic is (rows of ``a`` in a tile, rows of the weight)."""
+    """A tactic is (rows of ``a`` in a tile, rows of the weight, SMs that write the weight beside the GEMM)."""
 
     name = "recode"
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
-        return ((MANY, fp4_to_fp8.COLUMNS),)
+        beside = (0, *BESIDE) if settings.PDL else (0,)
+        return tuple((MANY, fp4_to_fp8.COLUMNS, sms) for sms in beside)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
+        *_, beside = tactic
         weight = problem.experts * problem.n * (problem.b.row_bytes(problem.k) + problem.k)
-        recode = RECODE_SECONDS + weight / (RECODE_RATE * bytes_per_second(target))
-        return recode + many_rows_seconds(self.tile(tactic), problem, m, target)
+        rate = RECODE_RATE * bytes_per_second(target)
+        tiles = weight_tiles(problem)
+        first = first_tiles(problem, m, tactic, target)
+        multiply = many_rows_seconds(self.tile(tactic), problem, m, replace(target, sms=target.sms - beside))
+        if beside:
+            multiply = max(multiply, (1 - first / tiles) * weight / (BESIDE_RATE * beside))
+        return RECODE_SECONDS + weight * first / tiles / rate + multiply
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
-        rows, pdl = problem.grouping.rows, settings.PDL
+        rows, pdl, beside = problem.grouping.rows, settings.PDL, tactic[-1] != 0
         recode = fp4_to_fp8.Config(fp4_format(problem), weight_scales(problem), rows.is_plain, pdl)
-        multiply = fp8_fp4_recoded.plan(rows=rows, epilogue=problem.epilogue, arch=arch, pdl=pdl)
-        return KernelSpec(fp4_to_fp8.KERNEL, recode), KernelSpec(fp8_fp4_recoded.KERNEL, multiply)
+        multiply = fp8_fp4_recoded.plan(rows=rows, epilogue=problem.epilogue, arch=arch, pdl=pdl, beside=beside)
+        recoding = (recode, replace(recode, beside=True)) if beside else (recode,)
+        return *(KernelSpec(fp4_to_fp8.KERNEL, each) for each in recoding), KernelSpec(fp8_fp4_recoded.KERNEL, multiply)
 
     def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
         assert target.arch is not None
-        recode, multiply = (
+        *recoding, multiply = (
             compile_kernel(kernel, target.arch) for kernel in self.kernels(problem, tactic, target.arch)
         )
         device, experts, n, k = target.device, problem.experts, problem.n, problem.k
-        is_plain, max_ctas = problem.grouping.rows.is_plain, self.tile(tactic).clusters(target.sms)
+        beside = int(tactic[-1])
+        is_plain, max_ctas = problem.grouping.rows.is_plain, self.tile(tactic).clusters(target.sms - beside)
         shape, strides = (experts, n, k), (n * k, k, 1)
         words = fp4_to_fp8.note_words(n, k, experts)
 
@@ -59,7 +79,9 @@ class FP8FP4Recoded(FP8FP4Backend):
             new = allocator(device)
             weight = new(shape, strides, torch.float8_e4m3fn)
             notes = new((words,), (1,), torch.int32)
-            recode(b, b_scale, weight, notes)
+            first = first_tiles(problem, out.shape[0] if is_plain else 1, tactic, target)
+            for recode in recoding:
+                recode(b, b_scale, weight, notes, first, beside)
             recoded = weight[0].t() if is_plain else weight
             multiply(a, recoded, a_scale, notes, offsets, counts, alpha, bias, out, max_ctas)
 
@@ -69,5 +91,19 @@ class FP8FP4Recoded(FP8FP4Backend):
         return False
 
     def tile(self, tactic: Tactic) -> Tile:
-        tokens, columns = map(int, tactic)
+        tokens, columns, _ = map(int, tactic)
         return Tile(tokens, columns)
+
+
+def weight_tiles(problem: GemmProblem) -> int:
+    """Tiles of rows of the weight, of all experts."""
+    return problem.experts * -(-problem.n // fp4_to_fp8.COLUMNS)
+
+
+def first_tiles(problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> int:
+    """Tiles of rows of the weight that are written before the GEMM starts."""
+    tiles, *_, beside = weight_tiles(problem), *tactic
+    if beside == 0:
+        return tiles
+    rows = -(-rows_of_expert(problem, m) // MANY)
+    return min(tiles, WAVES_FIRST * -(-target.sms // min(rows, fp8_fp4_recoded.RASTER)))

@@ -10,7 +10,7 @@ A table in shared memory holds what each expert begins with; a warp finds the ex
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -59,6 +59,9 @@ class _Table(NamedTuple):
 
 class ExpertTiles:
     """Tiles of ``tokens`` rows and ``columns`` columns."""
+
+    raster: ClassVar = RASTER_WIDTH
+    """Tiles of rows that run side by side."""
 
     def __init__(self, rows: ExpertLayout, tokens: int, columns: int):
         self.rows, self.tokens, self.columns = rows, tokens, columns
@@ -212,10 +215,10 @@ class ExpertTiles:
             expert = expert_by_votes(table.firsts, row_tile, lane)
             begin, count, first = table.begins[expert], table.counts[expert], table.firsts[expert]
         place = number - first * columns
-        strip = place // (columns * RASTER_WIDTH)
-        width = cutlass.min(cute.ceil_div(count, self.tokens) - strip * RASTER_WIDTH, Int32(RASTER_WIDTH))
-        place = place - strip * (columns * RASTER_WIDTH)
-        skipped = (strip * RASTER_WIDTH + place % width) * self.tokens
+        strip = place // (columns * self.raster)
+        width = cutlass.min(cute.ceil_div(count, self.tokens) - strip * self.raster, Int32(self.raster))
+        place = place - strip * (columns * self.raster)
+        skipped = (strip * self.raster + place % width) * self.tokens
         return expert, begin + skipped, count - skipped, place // width * self.columns
 
 

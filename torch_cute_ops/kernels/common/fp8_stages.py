@@ -72,6 +72,11 @@ class FP8TilesConfig:
         return pdl and rows.is_plain and tokens <= GROUP_ROWS
 
     @property
+    def waits_first(self) -> bool:
+        """Whether all threads wait for the kernels before this one at once."""
+        return self.pdl and not self.static_weight
+
+    @property
     def teams_meet(self) -> bool:
         """Whether a stage is one team's in a round of the ring and another's in the next."""
         return self.stages % self.teams > 0

@@ -202,7 +202,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
                 cute.arch.mbarrier_init(smem.parted, 4 * GROUPS)
                 cute.arch.mbarrier_init(smem.joined, 4 * GROUPS)
         cute.arch.mbarrier_init_fence()
-        if const_expr(c.pdl and not c.static_weight):
+        if const_expr(c.waits_first):
             cute.arch.griddepcontrol_wait()
         if const_expr(c.cluster > 1):
             # The barriers of all CTAs are initialised before any is used.
@@ -329,6 +329,9 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
 
     # Copies
 
+    def _await_weight(self, expert, column, share) -> None:
+        """Wait until a tile's rows of the weight can be copied, and its scales read."""
+
     @cute.jit
     def _produce(self, a_map, b_map, lane, share, smem):
         """The producer warp: copy every stage of the CTA's tiles, in order.
@@ -347,6 +350,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         ahead = Int32(0)  # blocks whose weight is on its way
         for number in range(share.first, share.count, share.workers):
             expert, row, rows, column = self._find(number, lane, share, smem)
+            self._await_weight(expert, column, share)
             # Rows begin anywhere.
             tiled = cute.local_tile(cute.domain_offset((row, 0), a_map[1]), (c.box_rows, BLOCK), (None, None))
             tokens_to, tokens_from = cpasync.tma_partition(a_map[0], 0, one, tokens, cute.group_modes(tiled, 0, 2))
@@ -407,6 +411,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         before = Int32(0)  # stages of k of the tiles before
         for number in range(share.first, share.count, share.workers):
             tile = Tile(*self._find(number, lane, share, smem))
+            self._await_weight(tile.expert, tile.column, share)
             begun = self._begin_scales(tile, lane, share)
             start = share.begin + (own + SCALE_WARPS - before % SCALE_WARPS) % SCALE_WARPS
             for first in cutlass.range(start, share.end, SCALE_WARPS * c.scales_ahead, unroll=1):

@@ -11,3 +11,9 @@ def fence_async() -> None:
     in L2 overtook them. (PTX ISA, "Memory Consistency Model": generic and async proxy.)
     """
     cute.arch.fence_proxy("async.shared", space="cta")
+
+
+def fence_async_global() -> None:
+    """Order this thread's accesses to global memory before bulk copies that follow a synchronisation, or behind those
+    that are before one: both sides of one between threads have it."""
+    cute.arch.fence_proxy("async.global")

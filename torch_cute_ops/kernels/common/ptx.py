@@ -405,6 +405,15 @@ def store_release(pointer, value, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def add_release_if(pointer, value, condition, *, loc=None, ip=None) -> None:
+    """Add to a word of global memory, if ``condition``, visible to the GPU after all that this thread knows of."""
+    operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)]
+    operands += [_u32(value, loc, ip), _u32(Uint32(condition), loc, ip)]
+    text = "{.reg .pred p; setp.ne.u32 p, $2, 0; @p red.release.gpu.global.add.u32 [$0], $1;}"
+    _asm(None, operands, text, "l,r,r", loc, ip)
+
+
+@dsl_user_op
 def load_acquire(pointer, *, loc=None, ip=None) -> Uint32:
     """Load a word of global memory; what was known to the thread that stored it, this one knows then."""
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)]

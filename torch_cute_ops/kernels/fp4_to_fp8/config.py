@@ -12,13 +12,23 @@ COLUMNS: Final = 128
 GROUP: Final = 4
 """Rows of a warp."""
 RANGE: Final = 16
-"""K blocks of a CTA."""
+"""K blocks of a team."""
+TEAM: Final = 256
+"""Threads that recode ``TEAM_ROWS`` rows of a range."""
+PARTS: Final = 8
+"""Threads that share a row."""
+TEAM_ROWS: Final = TEAM // PARTS
+LINE_WORDS: Final = 32
+"""Words of a cache line."""
+BESIDE_TEAMS: Final = 4
+"""Teams of a CTA that runs beside the GEMM: as many as an SM has registers for, so that no other CTA is there."""
 
 
 class Notes:
     """Where what is noted of ``COLUMNS`` rows lies, in words from the first of these: the units as fp32; a word for
     each ``RANGE`` of K blocks and ``GROUP`` of rows, whose bits are those K blocks in which a row has a power of its
-    own; and exponents of 16 bits, of the units and then of each K block, of a group's rows where its bit is set.
+    own; exponents of 16 bits, of the units and then of each K block, of a group's rows where its bit is set; and in a
+    cache line of its own how many teams have recoded their part of the rows.
 
     Numbers are integers, or the device's.
     """
@@ -39,9 +49,19 @@ class Notes:
         return cls.owns(cls.ranges(blocks)) + place * (COLUMNS // 2)
 
     @classmethod
+    def done(cls, blocks: Any) -> Any:
+        """The word with the number of teams that are done."""
+        return cls.exponents(blocks, blocks + 1)
+
+    @classmethod
+    def teams(cls, blocks: Any) -> Any:
+        """How many teams recode the rows."""
+        return cls.ranges(blocks) * (COLUMNS // TEAM_ROWS)
+
+    @classmethod
     def words(cls, blocks: Any) -> Any:
         """How many there are."""
-        return cls.exponents(blocks, blocks + 1)
+        return cls.done(blocks) + LINE_WORDS
 
 
 def note_words(n: int, k: int, experts: int) -> int:
@@ -49,15 +69,18 @@ def note_words(n: int, k: int, experts: int) -> int:
     return experts * -(-n // COLUMNS) * int(Notes.words(-(-k // BLOCK)))
 
 
-class Arguments(namedtuple("Arguments", "b b_scale weight notes")):
+class Arguments(namedtuple("Arguments", "b b_scale weight notes first max_ctas")):
     """The run-time arguments, in order. Sizes: E experts; N rows of an expert's weight, a multiple of 8; K elements of
-    a row, a multiple of 64; B elements of a scale.
+    a row, a multiple of 64; B elements of a scale. A tile is ``COLUMNS`` rows of an expert, or what is left of it.
 
     Attributes:
         b: (K / 2, N) codes, the transposed view of a row-major (N, K / 2); with experts (E, N, K / 2).
         b_scale: their scales, linear (N, K / B) or (E, N, K / B), or tiled ones of all rows together.
         weight: (E, N, K) e4m3, contiguous, written; E is 1 without experts.
-        notes: (``note_words``,) int32, written where there are rows: ``Notes`` of each expert's ``COLUMNS`` rows.
+        notes: (``note_words``,) int32, written where there are rows: ``Notes`` of each tile.
+        first: tiles that are recoded before the GEMM starts, a number: by the kernel that is not ``beside``, which also
+            starts the count of teams that are done, of all tiles.
+        max_ctas: CTAs of the kernel ``beside``, which recodes all other tiles, in order; a number.
     """
 
 
@@ -69,12 +92,19 @@ class Config:
         fmt, layout: format and scale layout of the weight.
         is_plain: whether the weight is one matrix, and not one for each expert.
         pdl: whether launches are programmatic dependent launches.
+        beside: whether it runs beside the GEMM.
     """
 
     fmt: FP4Format
     layout: ScaleLayout
     is_plain: bool
     pdl: bool
+    beside: bool = False
+
+    @property
+    def teams(self) -> int:
+        """Teams of a CTA."""
+        return BESIDE_TEAMS if self.beside else 1
 
     @property
     def block_scales(self) -> int:

@@ -1,13 +1,25 @@
 """The device code; the package's docstring describes the data path."""
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int16, Int32, Int64, Uint32, range_constexpr
+from cutlass import Boolean, Float32, Int16, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common import pdl, ptx
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.fp4_to_fp8.config import COLUMNS, GROUP, RANGE, Arguments, Config, Notes
+from torch_cute_ops.kernels.common.proxy import fence_async_global
+from torch_cute_ops.kernels.fp4_to_fp8.config import (
+    COLUMNS,
+    GROUP,
+    PARTS,
+    RANGE,
+    TEAM,
+    TEAM_ROWS,
+    Arguments,
+    Config,
+    Notes,
+)
 from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import (
     look_up,
     own_exponent,
@@ -17,15 +29,12 @@ from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import (
     table_over_shared_unit,
 )
 from torch_cute_ops.kernels.fp8_fp4_wgmma.weights import FP4ExpertTiles
-from torch_cute_ops.runtime.argspec import Dim, TensorArg
+from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
-THREADS = 256
-PARTS = 8
-"""Threads that share a row."""
 PART = BLOCK // PARTS
 """Elements of a K block that a thread has."""
-ROWS = THREADS // PARTS
-"""Rows of a CTA."""
+TEAMS = COLUMNS // TEAM_ROWS
+"""Teams that recode a range of a tile."""
 AT_ONCE = 4
 """K blocks that are recoded without a branch."""
 ALL_LANES = 0xFFFFFFFF
@@ -51,31 +60,69 @@ class FP4ToFP8Kernel:
                 "Float8E4M3FN", (1 if self.config.is_plain else experts, n, k), (of_expert, of_row, 1), align=16
             ),
             notes=TensorArg("Int32", (Dim("note_words", bits=64),), (1,), align=16),
+            first=ScalarArg("Int32"),
+            max_ctas=ScalarArg("Int32"),
         )
 
     @cute.jit
-    def __call__(self, b, b_scale, weight, notes, stream):
+    def __call__(self, b, b_scale, weight, notes, first: Int32, max_ctas: Int32, stream):
+        c = self.config
         codes, scale = self.tiles.weight_views(b, b_scale)
         n, half, experts = codes.shape
-        ctas = ctas_unless_overlapping(experts * cute.ceil_div(n, ROWS), written=(weight, notes), read=(b, b_scale))
-        self.kernel(codes, scale, weight, notes).launch(
-            grid=[ctas, Notes.ranges(cute.ceil_div(2 * half, BLOCK)), 1],
-            block=[THREADS, 1, 1],
+        ranges = Notes.ranges(cute.ceil_div(2 * half, BLOCK))
+        if const_expr(c.beside):
+            left = experts * cute.ceil_div(n, COLUMNS) - first
+            ctas, beside = cutlass.min(max_ctas, cute.ceil_div(left * ranges * TEAMS, c.teams)), 1
+        else:
+            ctas, beside = first * TEAMS, ranges
+        ctas = ctas_unless_overlapping(ctas, written=(weight, notes), read=(b, b_scale))
+        self.kernel(codes, scale, weight, notes, first).launch(
+            grid=[ctas, beside, 1],
+            block=[TEAM * c.teams, 1, 1],
             stream=stream,
-            use_pdl=self.config.pdl,
+            use_pdl=c.pdl,
         )
 
     @cute.kernel
-    def kernel(self, codes, scale, weight, notes):
+    def kernel(self, codes, scale, weight, notes, first):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, range_, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        n, half, experts = codes.shape
+        blocks = cute.ceil_div(2 * half, BLOCK)
+        ranges, tiles = Notes.ranges(blocks), experts * cute.ceil_div(n, COLUMNS)
+        pdl.start(c.pdl)
+        if const_expr(c.beside):
+            team = cute.arch.make_warp_uniform(tid // TEAM)
+            begin, end = first * (ranges * TEAMS), tiles * (ranges * TEAMS)
+            for item in cutlass.range(begin + cta * c.teams + team, end, ctas * c.teams, unroll=1):
+                tile, place = item // (ranges * TEAMS), item % (ranges * TEAMS)
+                self._recode(codes, scale, weight, notes, tile, place % TEAMS, place // TEAMS, tid % TEAM)
+                self._tell_done(notes, tile, blocks, team, tid % TEAM)
+        else:
+            # Of the other tiles nothing is done yet.
+            for tile in cutlass.range((range_ * ctas + cta) * TEAM + tid, tiles, ctas * ranges * TEAM, unroll=1):
+                done = ptx.select(tile < first, Int32(Notes.teams(blocks)), Int32(0))
+                notes[Int64(tile) * Notes.words(blocks) + Notes.done(blocks)] = done
+            self._recode(codes, scale, weight, notes, cta // TEAMS, cta % TEAMS, range_, tid)
+
+    def _tell_done(self, notes, tile, blocks, team, tid) -> None:
+        """A team has recoded its part of a tile; the GEMM copies it through the async proxy."""
+        fence_async_global()
+        cute.arch.barrier(barrier_id=1 + team, number_of_threads=TEAM)
+        at = notes.iterator + (Int64(tile) * Notes.words(blocks) + Notes.done(blocks))
+        ptx.add_release_if(at, Int32(1), tid == 0)
+
+    @cute.jit
+    def _recode(self, codes, scale, weight, notes, tile, team, range_, tid):
+        """Recode a range of the rows of a tile that a team has; ``tid`` is the thread in its team."""
+        c = self.config
         n, half, _ = codes.shape
         lane, part = tid % 32, tid % PARTS
-        of_expert = cute.ceil_div(n, ROWS)
-        expert, row = cta // of_expert, cta % of_expert * ROWS + tid // PARTS
+        of_expert = cute.ceil_div(n, COLUMNS)
+        expert, row = tile // of_expert, tile % of_expert * COLUMNS + team * TEAM_ROWS + tid // PARTS
         exists = row < n
-        pdl.start(c.pdl)
         begin = range_ * RANGE
         # A thread's parts of the range's K blocks, and their scales, are at constant distances.
         codes_at = Int64(expert) * codes.stride[2] + Int64(row) * codes.stride[0]
@@ -89,7 +136,6 @@ class FP4ToFP8Kernel:
         count = ptx.select(exists, count, Int32(0))
         loaded = self._load_some(codes_at, scale_at, pitch, count, 0)
         blocks = cute.ceil_div(2 * half, BLOCK)
-        tile = expert * cute.ceil_div(n, COLUMNS) + row // COLUMNS
         notes_at = notes.iterator + Int64(tile) * Notes.words(blocks)
         unit = shared_exponent(self._row_scales(scale, n, half, expert, row, exists, Int32(0)), c.fmt)
         leads = exists & (part == 0)

@@ -13,12 +13,12 @@ Bytes moved: as ``fp8_wgmma``, and four for each row of the weight and tile of r
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.fp8_fp4_recoded.config import Arguments, Config, plan
+from torch_cute_ops.kernels.fp8_fp4_recoded.config import RASTER, Arguments, Config, plan
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp8_fp4_recoded.kernel import FP8FP4RecodedKernel
 
-__all__ = ["KERNEL", "Arguments", "Config", "FP8FP4RecodedKernel", "plan"]
+__all__ = ["KERNEL", "RASTER", "Arguments", "Config", "FP8FP4RecodedKernel", "plan"]
 
 KERNEL = f"{__name__}.kernel.FP8FP4RecodedKernel"
 __getattr__ = on_demand(__name__, "FP8FP4RecodedKernel")

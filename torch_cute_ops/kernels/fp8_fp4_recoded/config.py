@@ -1,6 +1,7 @@
 """Configuration of the GEMM by a recoded weight: no device code."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from torch_cute_ops.kernels import fp8_wgmma
 from torch_cute_ops.kernels.common.epilogue import Epilogue
@@ -12,11 +13,26 @@ from torch_cute_ops.runtime.arch import Arch
 
 __all__ = ["Arguments", "Config", "plan"]
 
+RASTER: Final = 16
+"""Tiles of rows of activations that run side by side: more than elsewhere, so that rows of the weight that are recoded
+beside the GEMM are needed later. As many tiles share as much in L2."""
+
 
 @dataclass(frozen=True)
 class Config(fp8_wgmma.Config):
     """Everything static about a kernel, as of ``fp8_wgmma``. Of the ``Arguments``, ``b`` is what ``fp4_to_fp8`` has
-    written, and ``b_scale`` its notes."""
+    written, and ``b_scale`` its notes.
+
+    Attributes:
+        beside: whether ``fp4_to_fp8`` runs beside this kernel.
+    """
+
+    beside: bool
+
+    @property
+    def waits_first(self) -> bool:
+        """As elsewhere, unless the kernel before this one runs beside it."""
+        return super().waits_first and not self.beside
 
     @property
     def units_at(self) -> int:
@@ -35,8 +51,8 @@ class Config(fp8_wgmma.Config):
         return self.units_at + 2 * self.columns + self.columns // 32
 
 
-def plan(*, rows: ExpertLayout, epilogue: Epilogue, arch: Arch, pdl: bool) -> Config | None:
+def plan(*, rows: ExpertLayout, epilogue: Epilogue, arch: Arch, pdl: bool, beside: bool) -> Config | None:
     """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this."""
     sizes = fp8_wgmma.MANY, COLUMNS, 1
     every = range(fp8_wgmma.MOST_STAGES, 1, -1)
-    return first_fit((Config(rows, epilogue, *sizes, stages, pdl, static_weight=False) for stages in every), arch)
+    return first_fit((Config(rows, epilogue, *sizes, stages, pdl, False, beside) for stages in every), arch)

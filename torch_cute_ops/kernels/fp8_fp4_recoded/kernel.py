@@ -9,8 +9,9 @@ from torch_cute_ops.kernels.common.convert import load_words, store_words
 from torch_cute_ops.kernels.common.epilogue_ops import Finish, TileEpilogue
 from torch_cute_ops.kernels.common.expert_tiles import ExpertTiles, by_expert
 from torch_cute_ops.kernels.common.fp8_tiles_kernel import Tile
+from torch_cute_ops.kernels.common.proxy import fence_async_global
 from torch_cute_ops.kernels.fp4_to_fp8.config import COLUMNS, GROUP, RANGE, Notes
-from torch_cute_ops.kernels.fp8_fp4_recoded.config import Config
+from torch_cute_ops.kernels.fp8_fp4_recoded.config import RASTER, Config
 from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import power_of_two
 from torch_cute_ops.kernels.fp8_fp4_wgmma.units import HAS_OWN, UnitsKernel
 from torch_cute_ops.kernels.fp8_wgmma.kernel import FP8WgmmaKernel
@@ -19,6 +20,8 @@ from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 class RecodedTiles(ExpertTiles):
     """``ExpertTiles`` of a recoded weight, with its notes in place of scales."""
+
+    raster = RASTER
 
     def weight_arguments(self, n: Dim, k: Dim, blocks: Dim, experts: Dim | None) -> tuple[TensorArg, TensorArg]:
         b, _ = super().weight_arguments(n, k, blocks, experts)
@@ -35,6 +38,16 @@ class FP8FP4RecodedKernel(UnitsKernel):
 
     def __init__(self, config: Config):
         super().__init__(config, RecodedTiles)
+
+    @cute.jit
+    def _await_weight(self, expert, column, share):
+        """Wait until ``fp4_to_fp8`` has recoded the tile's rows, if it runs beside this kernel."""
+        if const_expr(self.config.beside):
+            at = share.b_scale.iterator + (self._notes(expert, column, share) + Notes.done(share.blocks))
+            done = ptx.load_acquire(at)
+            while done < Uint32(Notes.teams(share.blocks)):
+                done = ptx.load_acquire(at)
+            fence_async_global()
 
     # Scales
 

@@ -124,6 +124,8 @@ class FP8WgmmaKernel(FP8TilesKernel):
         if const_expr(not c.is_swapped):
             self._store_kept(sums, kept, consumer, share)
         if const_expr(c.pdl):
+            if const_expr(not c.waits_first and not c.static_weight):
+                cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
