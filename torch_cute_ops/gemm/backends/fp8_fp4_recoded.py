@@ -72,6 +72,7 @@ class FP8FP4Recoded(FP8FP4Backend):
         beside = int(tactic[-1])
         is_plain, max_ctas = problem.grouping.rows.is_plain, self.tile(tactic).clusters(target.sms - beside)
         shape, strides = (experts, n, k), (n * k, k, 1)
+        rows_at = 1 if problem.grouping.rows.is_masked else 0
         words = fp4_to_fp8.note_words(n, k, experts)
 
         def launch(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, *rest: Any) -> None:
@@ -79,7 +80,7 @@ class FP8FP4Recoded(FP8FP4Backend):
             new = allocator(device)
             weight = new(shape, strides, torch.float8_e4m3fn)
             notes = new((words,), (1,), torch.int32)
-            first = first_tiles(problem, out.shape[0] if is_plain else 1, tactic, target)
+            first = first_tiles(problem, out.shape[rows_at], tactic, target)
             for recode in recoding:
                 recode(b, b_scale, weight, notes, first, beside)
             recoded = weight[0].t() if is_plain else weight

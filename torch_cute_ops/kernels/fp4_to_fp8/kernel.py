@@ -26,7 +26,7 @@ from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import (
     power_of_two,
     shared_exponent,
     table_of_own_unit,
-    table_over_shared_unit,
+    tables_over_shared_unit,
 )
 from torch_cute_ops.kernels.fp8_fp4_wgmma.weights import FP4ExpertTiles
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
@@ -72,7 +72,9 @@ class FP4ToFP8Kernel:
         ranges = Notes.ranges(cute.ceil_div(2 * half, BLOCK))
         if const_expr(c.beside):
             left = experts * cute.ceil_div(n, COLUMNS) - first
-            ctas, beside = cutlass.min(max_ctas, cute.ceil_div(left * ranges * TEAMS, c.teams)), 1
+            # At least one, since it is what the GEMM starts behind.
+            ctas = cutlass.max(cutlass.min(max_ctas, cute.ceil_div(left * ranges * TEAMS, c.teams)), Int32(1))
+            beside = 1
         else:
             ctas, beside = first * TEAMS, ranges
         ctas = ctas_unless_overlapping(ctas, written=(weight, notes), read=(b, b_scale))
@@ -147,20 +149,31 @@ class FP4ToFP8Kernel:
         for first in range_constexpr(0, RANGE, AT_ONCE):
             loaded += self._load_some(codes_at, scale_at, pitch, count, first + AT_ONCE)
             if begin + first < blocks:
-                for i in range_constexpr(first, first + AT_ONCE):
-                    there, words, byte = loaded[i]
-                    low, high, fits = table_over_shared_unit(byte, unit, c.fmt)
-                    votes = Uint32(cute.arch.vote_ballot_sync(fits | (there == Boolean(False))))
-                    if votes != Uint32(ALL_LANES):
-                        row_fits = (votes >> Uint32(lane // PARTS * PARTS) & Uint32(0xFF)) == Uint32(0xFF)
-                        own = own_exponent(self._row_scales(scale, n, half, expert, row, there, begin + i), c.fmt)
-                        own_low, own_high = table_of_own_unit(byte, own, c.fmt)
-                        low, high = ptx.select(row_fits, low, own_low), ptx.select(row_fits, high, own_high)
-                        owns |= Uint32(1 << i)
-                        if leads:
-                            self._note(notes_at, blocks, begin + i + 1, row, ptx.select(row_fits, unit, own))
-                    numbers = [number for word in words for number in look_up([low, high], word)]
-                    ptx.store_if(weight_at, numbers, there, i * BLOCK)
+                some = loaded[first : first + AT_ONCE]
+                tables, fitting = tables_over_shared_unit([byte for _, _, byte in some], unit, c.fmt)
+                fits = Boolean(True)
+                for i in range_constexpr(len(fitting)):
+                    # Of two K blocks the first is there if the second is.
+                    fits &= fitting[i] | (some[i * (AT_ONCE // len(fitting))][0] == Boolean(False))
+                if cute.arch.vote_all_sync(fits) == Boolean(False):
+                    for i in range_constexpr(AT_ONCE):
+                        there, _, byte = some[i]
+                        _, (fits, *_) = tables_over_shared_unit([byte, byte], unit, c.fmt)
+                        votes = Uint32(cute.arch.vote_ballot_sync(fits | (there == Boolean(False))))
+                        if votes != Uint32(ALL_LANES):
+                            row_fits = (votes >> Uint32(lane // PARTS * PARTS) & Uint32(0xFF)) == Uint32(0xFF)
+                            block = begin + (first + i)
+                            own = own_exponent(self._row_scales(scale, n, half, expert, row, there, block), c.fmt)
+                            of_own = table_of_own_unit(byte, own, c.fmt)
+                            for j in range_constexpr(2):
+                                tables[i][j] = ptx.select(row_fits, tables[i][j], of_own[j])
+                            owns |= Uint32(1 << (first + i))
+                            if leads:
+                                self._note(notes_at, blocks, block + 1, row, ptx.select(row_fits, unit, own))
+                for i in range_constexpr(AT_ONCE):
+                    there, words, _ = some[i]
+                    numbers = [number for word in words for number in look_up(tables[i], word)]
+                    ptx.store_if(weight_at, numbers, there, (first + i) * BLOCK)
         if leads & (row % GROUP == 0):
             of_group = cute.recast_ptr(notes_at + Notes.owns(range_), dtype=Uint32) + row % COLUMNS // GROUP
             cute.make_tensor(of_group, cute.make_layout(1))[0] = owns

@@ -121,20 +121,31 @@ def tables_of_own_unit(word: Uint32, exponent: Int32, fmt: FP4Format) -> list:
     return [_table_of(number) for number in numbers]
 
 
-def table_over_shared_unit(byte: Uint32, exponent: Int32, fmt: FP4Format) -> tuple:
-    """The two words of a block's table, from the byte of its scale, over ``2^exponent``; and whether it fits that unit
-    (``SharedUnit.fits``)."""
+def tables_over_shared_unit(bytes_: list, exponent: Int32, fmt: FP4Format) -> tuple[list, list]:
+    """The two words of each block's table, from the bytes of their scales, over ``2^exponent``; and whether they fit
+    that unit (``SharedUnit.fits``), for each block, or for two that follow each other."""
     if fmt == MXFP4:
-        found = over_shared_unit([byte * Uint32(0x01010101)], exponent, fmt)
-        ones, one_and_halves, fits = found.ones[0], found.one_and_halves[0], found.fits
-    else:
-        product = ptx.mul_16x2(ptx.f16x2_of_e4m3x2(byte * Uint32(0x0101)), _inverse(exponent), "f16")
-        both = ptx.e4m3x4_of_f16x2(product, ptx.mul_16x2(product, Uint32(_ONE_AND_A_HALF), "f16"))
-        ones, one_and_halves = both & Uint32(0xFFFF), both >> 16
+        # All magnitudes but zero are powers of two, and 1.5 times these.
+        fields = [Int32(byte) - (exponent + 120) for byte in bytes_]
+        tables = [
+            [
+                Uint32(field) * Uint32(0x08080800) + Uint32(0x03FFF800),
+                Uint32(field) * Uint32(0x08080808) + Uint32(0x14100C08),
+            ]
+            for field in fields
+        ]
         # As in ``over_shared_unit``
-        fits = (_signs(ones + Uint32(0x7070), ones | ones + Uint32(0x1616)) | Uint32(0x80800000)) == Uint32(_SIGNS)
-    low, high = tables_of_shared_unit(ones, one_and_halves, fmt)[0]
-    return low, high, fits
+        return tables, [Uint32(field - 2) <= Uint32(11) for field in fields]
+    tables, fitting = [], []
+    for first in range(0, len(bytes_), 2):
+        pair = bytes_[first] | bytes_[first + 1] << 8
+        product = ptx.mul_16x2(ptx.f16x2_of_e4m3x2(pair), _inverse(exponent), "f16")
+        both = ptx.e4m3x4_of_f16x2(product, ptx.mul_16x2(product, Uint32(_ONE_AND_A_HALF), "f16"))
+        tables += [table_of_bytes(both, both >> 16, i) for i in range(2)]
+        ones = both & Uint32(0xFFFF)
+        signs = _signs(ones + Uint32(0x7070), ones | ones + Uint32(0x1616))
+        fitting.append(signs == Uint32(_SIGNS & 0xFFFF))
+    return tables, fitting
 
 
 def table_of_own_unit(byte: Uint32, exponent: Int32, fmt: FP4Format) -> list:
