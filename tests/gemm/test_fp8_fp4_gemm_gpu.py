@@ -5,6 +5,7 @@ import torch
 from support.tactics import check_every_tactic, results
 
 from torch_cute_ops.formats import MXFP4, NVFP4
+from torch_cute_ops.gemm.backends.fp8_fp4_recoded import BESIDE
 from torch_cute_ops.gemm.select import target_of
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.testing.samples._epilogue import exact_epilogue
@@ -60,6 +61,22 @@ def test_every_tactic(name, fmt, layout, m, k, epilogue, target):
             check_every_tactic(OPS[op], name, one, given, target)
 
 
+@pytest.mark.parametrize(("fmt", "layout"), [(NVFP4, "128x4"), (MXFP4, "linear")], ids=["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("op", ["mm_fp8_fp4", "grouped_mm_fp8_fp4"])
+def test_recoding_beside_the_gemm(op, fmt, layout, target):
+    """So many rows of the weight that most of them are recoded while the GEMM runs. Weights are new in each round."""
+    n, k, given = 24_584, 2112, {"out_dtype": torch.bfloat16}
+    for _ in range(5):
+        if op == "mm_fp8_fp4":
+            one = sample("", 2100, n, k, fmt, layout, target.device, exact=True)
+        else:
+            one = contiguous("", fmt, layout, [1100, 0, 1000], n // 3 // 8 * 8, k, target.device, exact=True)
+        (want, *others) = (out for _, out in results(OPS[op], "recode", one, given, target))
+        assert len(others) == len(BESIDE)
+        for other in others:
+            assert torch.equal(other.view(torch.int16), want.view(torch.int16))
+
+
 def hard(device):
     """Samples with scales that are hard to re-encode, of many rows."""
 
@@ -75,7 +92,10 @@ def test_where_the_weight_is_recoded_changes_nothing(name, target):
     one = next(one for one in hard(target.device) if one.name == name)
     op, given = OPS["mm_fp8_fp4"], {"out_dtype": torch.float32}
     found = dict(results(op, "wgmma", one, given, target))
-    ((_, recoded),) = results(op, "recode", one, given, target)
+    (recoded, *others) = (out for _, out in results(op, "recode", one, given, target))
+    assert len(others) == len(BESIDE)
+    for other in others:
+        assert torch.equal(other.view(torch.int32), recoded.view(torch.int32))
     for tactic, out in found.items():
         if tactic[1] == 1:  # a sum is in another order where CTAs share it
             assert torch.equal(out.nan_to_num(7.5), recoded.nan_to_num(7.5)), tactic

@@ -30,7 +30,7 @@ from support.kernel_grid import BF16, FP16, FP32, RECODED, FP8FP4GemmCase
 from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.kernels import fp4_to_fp8
 from torch_cute_ops.kernels.common.epilogue import Epilogue
-from torch_cute_ops.kernels.fp4_to_fp8 import COLUMNS, note_words
+from torch_cute_ops.kernels.fp4_to_fp8 import COLUMNS, Notes, note_words
 from torch_cute_ops.kernels.fp8_fp4_wgmma import Arguments
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
@@ -218,6 +218,40 @@ def test_a_recoded_weight_is_waited_for() -> None:
     with pytest.raises((EmulationError, Deadlock, AssertionError)):
         got, want = execute(run, unwaited, late=(*WEIGHT, *INPUTS))
         assert torch.equal(got, want)
+
+
+# An odd number of K blocks, two ranges, three tiles of 128 rows, of which the last is not whole, and units of rows' own
+RECODED_BESIDE = Run(beside(NVFP4, "128x4", "plain", RECODED, FP32), (130,), 264, 2240, 2, scales=(0, 0x7F))
+
+
+def check_beside(edit: Any = None) -> None:
+    """Nothing of the recoded weight and its notes is there when the GEMM starts."""
+    for seed in (0, 1):
+        got, want = execute(RECODED_BESIDE, edit, seed, late=WEIGHT)
+        assert (got - want).abs().max() < 1e-5 * want.abs().mean()
+
+
+def test_rows_that_are_recoded_beside_the_gemm_are_waited_for() -> None:
+    check_beside()
+    # The first polls of the warp that copies and of those that load notes; behind each is the one of its loop.
+    poll = r"ld\.acquire\.gpu\.global\.u32 (%r\d+), "
+    passed = [changed(poll, number, r"mov.b32 \1, 1000;") for number in (0, 2)]
+    for edit in (changed(KERNEL_WAIT, None), *passed):
+        with pytest.raises((EmulationError, Deadlock, AssertionError)):
+            check_beside(edit)
+
+
+def test_parts_of_rows_that_are_done_are_counted() -> None:
+    """Before the GEMM those of its first tiles, of the others none, and beside it these."""
+    case, experts, n, k = RECODED_BESIDE.case, 1, RECODED_BESIDE.n, RECODED_BESIDE.k
+    b, b_scale = sample("", 1, n, k, case.fmt, case.scale_layout, CPU, exact=True).args[1:4:2]
+    weight = poisoned(experts, n, k, dtype=torch.float8_e4m3fn)
+    notes = poisoned(note_words(n, k, experts), dtype=torch.int32)
+    blocks = -(-k // 128)
+    done = notes.view(3, -1)[:, Notes.done(blocks)]
+    for before, want in zip(case.before, ([8, 0, 0], [8, 8, 8]), strict=True):
+        run_kernel(before.kernel, ARCHS[case.arch], b, b_scale, weight, notes, 1, 1, strict=True)
+        assert done.tolist() == want
 
 
 FAR = {NVFP4: [(1, 0x80), (0x81, 0xFF)], MXFP4: [(100, 140)]}

@@ -74,7 +74,7 @@ class Machine(Layout):
     ``lenient``: what PTX asks for and kernels of NVIDIA leave out is not asked for (see ``races``, ``tensor_memory``).
     That is for calibration with others' kernels; those of this project run without it.
     ``before``: what the kernel before this one still writes. That ends as late as it can: when nothing can go on but
-    behind ``griddepcontrol.wait``. ``None``: it has ended.
+    behind ``griddepcontrol.wait``, or all that can polls. ``None``: it has ended.
     ``accessed_before``: the allocations that the kernel before accesses, by their numbers (see ``accessed``); to others
     this one may store before that one has ended. ``None``: any may be.
     ``held``: bulk copies, by their numbers in the order in which they are started, that are executed when nothing else
@@ -117,7 +117,7 @@ class Machine(Layout):
             self.registers[slot][:] = address
         self.block = np.zeros(self.threads, np.int32)
         self.state = np.full(self.threads, RUNNING, np.int8)
-        self.polled = np.zeros(self.threads, bool)  # since others went on; in step, without a seed
+        self.polled = np.zeros(self.threads, bool)  # since others went on
         self.reason = np.zeros(self.threads, np.int32)  # what a thread waits at or for, if that is not known elsewhere
         self.step: Step | None = None
         # Registers that hold what comes from memory that nobody wrote, and in which threads.
@@ -156,11 +156,13 @@ class Machine(Layout):
                     if not self.barriers.time_out():
                         raise self._deadlock()
                     continue
-                if self.random is None and not any_true(running & ~self.polled):
+                if not any_true(running & ~self.polled):
                     self.polled[:] = False
                     if self.under_way.copies:
                         self.under_way.execute_one()
                         continue
+                    if self.before is not None:
+                        self._end_kernel_before()
                 self._run_some(running)
 
     def _run_some(self, running: Array) -> None:
@@ -187,7 +189,7 @@ class Machine(Layout):
             self._run_block(self.blocks[lowest], threads)
             if self.blocks[lowest].polls:
                 among[threads] = False  # or they, at a lower address, would poll until the others' turn has ended
-                self.polled[threads] = self.random is None
+                self.polled[threads] = True
             if self.steps > self.max_steps:
                 raise EmulationError(f"more than {self.max_steps} steps: {self._where()}")
 

@@ -28,10 +28,14 @@ RECODE_SECONDS = 3e-6
 """Time of the first kernel with next to no work (measured on an H200)."""
 RECODE_RATE = 0.82
 """Rate at which it reads and writes, over that of a copy (measured on an H200)."""
-BESIDE: Final = (4, 6, 8, 12)
+BESIDE: Final = (10, 14)
 """SMs that write the weight beside the GEMM."""
-BESIDE_RATE = 120e9
-"""Bytes that such an SM reads and writes a second."""
+MOST_BESIDE: Final = 4
+"""One of so many SMs at most."""
+BESIDE_RATE = 40e9
+"""Bytes that such an SM reads and writes a second, while the others multiply (measured on an H100)."""
+BESIDE_SLOWDOWN = 1.08
+"""Time of the GEMM with another kernel beside it, over its time on as many SMs without (measured on an H100)."""
 WAVES_FIRST = 2
 """Waves of the GEMM's tiles whose rows are written before it starts."""
 
@@ -42,22 +46,20 @@ class FP8FP4Recoded(FP8FP4Backend):
     name = "recode"
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
-        beside = (0, *BESIDE) if settings.PDL else (0,)
-        return tuple((MANY, fp4_to_fp8.COLUMNS, sms) for sms in beside)
+        beside = [sms for sms in BESIDE if settings.PDL and sms <= target.sms // MOST_BESIDE]
+        return tuple((MANY, fp4_to_fp8.COLUMNS, sms) for sms in (0, *beside))
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
-        *_, beside = tactic
+        beside = sms_beside(tactic)
         weight = problem.experts * problem.n * (problem.b.row_bytes(problem.k) + problem.k)
-        rate = RECODE_RATE * bytes_per_second(target)
-        tiles = weight_tiles(problem)
-        first = first_tiles(problem, m, tactic, target)
+        first = weight * first_tiles(problem, m, tactic, target) / max(weight_tiles(problem), 1)
         multiply = many_rows_seconds(self.tile(tactic), problem, m, replace(target, sms=target.sms - beside))
         if beside:
-            multiply = max(multiply, (1 - first / tiles) * weight / (BESIDE_RATE * beside))
-        return RECODE_SECONDS + weight * first / tiles / rate + multiply
+            multiply = max(BESIDE_SLOWDOWN * multiply, (weight - first) / (BESIDE_RATE * beside))
+        return RECODE_SECONDS + first / (RECODE_RATE * bytes_per_second(target)) + multiply
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
-        rows, pdl, beside = problem.grouping.rows, settings.PDL, tactic[-1] != 0
+        rows, pdl, beside = problem.grouping.rows, settings.PDL, sms_beside(tactic) > 0
         recode = fp4_to_fp8.Config(fp4_format(problem), weight_scales(problem), rows.is_plain, pdl)
         multiply = fp8_fp4_recoded.plan(rows=rows, epilogue=problem.epilogue, arch=arch, pdl=pdl, beside=beside)
         recoding = (recode, replace(recode, beside=True)) if beside else (recode,)
@@ -69,8 +71,8 @@ class FP8FP4Recoded(FP8FP4Backend):
             compile_kernel(kernel, target.arch) for kernel in self.kernels(problem, tactic, target.arch)
         )
         device, experts, n, k = target.device, problem.experts, problem.n, problem.k
-        beside = int(tactic[-1])
-        is_plain, max_ctas = problem.grouping.rows.is_plain, self.tile(tactic).clusters(target.sms - beside)
+        is_plain, beside = problem.grouping.rows.is_plain, sms_beside(tactic)
+        max_ctas = self.tile(tactic).clusters(target.sms - beside)
         shape, strides = (experts, n, k), (n * k, k, 1)
         rows_at = 1 if problem.grouping.rows.is_masked else 0
         words = fp4_to_fp8.note_words(n, k, experts)
@@ -96,6 +98,11 @@ class FP8FP4Recoded(FP8FP4Backend):
         return Tile(tokens, columns)
 
 
+def sms_beside(tactic: Tactic) -> int:
+    """SMs of a tactic that write the weight beside the GEMM."""
+    return int(tactic[-1])
+
+
 def weight_tiles(problem: GemmProblem) -> int:
     """Tiles of rows of the weight, of all experts."""
     return problem.experts * -(-problem.n // fp4_to_fp8.COLUMNS)
@@ -103,8 +110,8 @@ def weight_tiles(problem: GemmProblem) -> int:
 
 def first_tiles(problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> int:
     """Tiles of rows of the weight that are written before the GEMM starts."""
-    tiles, *_, beside = weight_tiles(problem), *tactic
-    if beside == 0:
+    tiles = weight_tiles(problem)
+    if sms_beside(tactic) == 0:
         return tiles
     rows = -(-rows_of_expert(problem, m) // MANY)
     return min(tiles, WAVES_FIRST * -(-target.sms // min(rows, fp8_fp4_recoded.RASTER)))

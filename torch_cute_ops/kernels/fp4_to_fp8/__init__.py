@@ -8,7 +8,13 @@ are e4m3 over that unit. Where those of a K block do not fit the unit, they are 
 
 Roles and data path. A thread recodes 16 elements of a K block at a time: it loads 8 bytes of codes and a scale, makes a
 table of eight bytes, looks up four codes by one PRMT, and stores 16 bytes. Eight neighbouring threads share a row; a
-CTA has 32 rows of 16 K blocks. No shared memory is used.
+*team* of 256 threads has 32 rows of 16 K blocks. No shared memory is used.
+
+Either CTAs of a team each recode all of the weight, and the GEMM waits for this kernel; or they recode what its first
+tiles need, and a second launch recodes the rest ``beside`` it. That one has a few CTAs, each on an SM of its own, whose
+teams take parts of the rows in the order in which the GEMM comes to them, and count those that are done: the GEMM's
+tiles wait for the counts of their rows (``Notes.done``), not for the kernel. All CTAs of this one run before the GEMM
+starts, since it releases its dependents only when each of them has begun.
 
 Bytes moved for each element: 1/2 + 1/block_size read, 1 + 1/64 written.
 """

@@ -35,8 +35,6 @@ PART = BLOCK // PARTS
 """Elements of a K block that a thread has."""
 TEAMS = COLUMNS // TEAM_ROWS
 """Teams that recode a range of a tile."""
-AT_ONCE = 4
-"""K blocks that are recoded without a branch."""
 ALL_LANES = 0xFFFFFFFF
 
 
@@ -80,7 +78,7 @@ class FP4ToFP8Kernel:
         ctas = ctas_unless_overlapping(ctas, written=(weight, notes), read=(b, b_scale))
         self.kernel(codes, scale, weight, notes, first).launch(
             grid=[ctas, beside, 1],
-            block=[TEAM * c.teams, 1, 1],
+            block=[c.threads, 1, 1],
             stream=stream,
             use_pdl=c.pdl,
         )
@@ -121,7 +119,7 @@ class FP4ToFP8Kernel:
         """Recode a range of the rows of a tile that a team has; ``tid`` is the thread in its team."""
         c = self.config
         n, half, _ = codes.shape
-        lane, part = tid % 32, tid % PARTS
+        part = tid % PARTS
         of_expert = cute.ceil_div(n, COLUMNS)
         expert, row = tile // of_expert, tile % of_expert * COLUMNS + team * TEAM_ROWS + tid // PARTS
         exists = row < n
@@ -146,31 +144,21 @@ class FP4ToFP8Kernel:
             cute.make_tensor(of_row, cute.make_layout(1))[0] = power_of_two(unit)
             self._note(notes_at, blocks, Int32(0), row, unit)
         owns = Uint32(0)
-        for first in range_constexpr(0, RANGE, AT_ONCE):
-            loaded += self._load_some(codes_at, scale_at, pitch, count, first + AT_ONCE)
+        for first in range_constexpr(0, RANGE, c.at_once):
+            loaded += self._load_some(codes_at, scale_at, pitch, count, first + c.at_once)
             if begin + first < blocks:
-                some = loaded[first : first + AT_ONCE]
+                some = loaded[first : first + c.at_once]
                 tables, fitting = tables_over_shared_unit([byte for _, _, byte in some], unit, c.fmt)
                 fits = Boolean(True)
                 for i in range_constexpr(len(fitting)):
                     # Of two K blocks the first is there if the second is.
-                    fits &= fitting[i] | (some[i * (AT_ONCE // len(fitting))][0] == Boolean(False))
+                    fits &= fitting[i] | (some[i * (c.at_once // len(fitting))][0] == Boolean(False))
                 if cute.arch.vote_all_sync(fits) == Boolean(False):
-                    for i in range_constexpr(AT_ONCE):
-                        there, _, byte = some[i]
-                        _, (fits, *_) = tables_over_shared_unit([byte, byte], unit, c.fmt)
-                        votes = Uint32(cute.arch.vote_ballot_sync(fits | (there == Boolean(False))))
-                        if votes != Uint32(ALL_LANES):
-                            row_fits = (votes >> Uint32(lane // PARTS * PARTS) & Uint32(0xFF)) == Uint32(0xFF)
-                            block = begin + (first + i)
-                            own = own_exponent(self._row_scales(scale, n, half, expert, row, there, block), c.fmt)
-                            of_own = table_of_own_unit(byte, own, c.fmt)
-                            for j in range_constexpr(2):
-                                tables[i][j] = ptx.select(row_fits, tables[i][j], of_own[j])
-                            owns |= Uint32(1 << (first + i))
-                            if leads:
-                                self._note(notes_at, blocks, block + 1, row, ptx.select(row_fits, unit, own))
-                for i in range_constexpr(AT_ONCE):
+                    of_row = scale, n, half, expert, row, notes_at
+                    for i in range_constexpr(c.at_once):
+                        low, high, own = self._own_table(some[i], tables[i], unit, begin, first + i, part, *of_row)
+                        tables[i], owns = [low, high], owns | own
+                for i in range_constexpr(c.at_once):
                     there, words, _ = some[i]
                     numbers = [number for word in words for number in look_up(tables[i], word)]
                     ptx.store_if(weight_at, numbers, there, (first + i) * BLOCK)
@@ -178,10 +166,33 @@ class FP4ToFP8Kernel:
             of_group = cute.recast_ptr(notes_at + Notes.owns(range_), dtype=Uint32) + row % COLUMNS // GROUP
             cute.make_tensor(of_group, cute.make_layout(1))[0] = owns
 
+    @cute.jit
+    def _own_table(
+        self, loaded: tuple, table: list, unit, begin, i: int, part, scale, n, half, expert, row, notes_at
+    ) -> tuple:
+        """A thread's table of the ``i``-th K block of a range. If its numbers do not fit the unit of their row, that is
+        noted. Returns its words, and the bit of a K block of which some row of the warp has a unit of its own."""
+        fmt, block = self.config.fmt, begin + i
+        there, _, byte = loaded
+        low, high, owns = *table, Uint32(0)
+        _, (fits, *_) = tables_over_shared_unit([byte, byte], unit, fmt)
+        votes = Uint32(cute.arch.vote_ballot_sync(fits | (there == Boolean(False))))
+        if votes != Uint32(ALL_LANES):
+            owns = Uint32(1 << i)
+            of_row = votes >> Uint32(cute.arch.lane_idx() // PARTS * PARTS) & Uint32((1 << PARTS) - 1)
+            row_fits = of_row == Uint32((1 << PARTS) - 1)
+            own = own_exponent(self._row_scales(scale, n, half, expert, row, there, block), fmt)
+            own_low, own_high = table_of_own_unit(byte, own, fmt)
+            low, high = ptx.select(row_fits, low, own_low), ptx.select(row_fits, high, own_high)
+            if (row < n) & (part == 0):
+                blocks = cute.ceil_div(2 * half, BLOCK)
+                self._note(notes_at, blocks, block + 1, row, ptx.select(row_fits, unit, own))
+        return low, high, owns
+
     def _load_some(self, codes_at, scale_at, pitch: int, count, first: int) -> list:
         """Load a thread's parts of the K blocks from ``first`` on: whether they are there, codes, and scales."""
-        loaded = []
-        for i in range(first, min(first + AT_ONCE, RANGE)):
+        c, loaded = self.config, []
+        for i in range(first, min(first + c.at_once, RANGE)):
             there = count > i * (BLOCK // 2)
             words = ptx.load_if(codes_at, there, 2, i * (BLOCK // 2), past_l1=True)
             loaded.append((there, words, ptx.load_narrow_if(scale_at, there, 1, i * pitch)))

@@ -7,6 +7,10 @@ over their units: the epilogue multiplies totals by these. A tile in which some 
 block takes another loop, where scale warps load exponents and consumers bring a K block's sums to the units
 (``fp8_fp4_wgmma.units``).
 
+If ``fp4_to_fp8`` runs ``beside`` this kernel, the warps that copy the weight and its notes wait for a tile's rows, and
+consumers for the end of that kernel before they release dependents. Strips are twice as wide as elsewhere, so that a
+row of the weight has work for longer.
+
 Bytes moved: as ``fp8_wgmma``, and four for each row of the weight and tile of rows.
 """
 
