@@ -28,16 +28,19 @@ RECODE_SECONDS = 3e-6
 """Time of the first kernel with next to no work (measured on an H200)."""
 RECODE_RATE = 0.82
 """Rate at which it reads and writes, over that of a copy (measured on an H200)."""
-BESIDE: Final = (10, 14)
+BESIDE: Final = (8, 12)
 """SMs that write the weight beside the GEMM."""
 MOST_BESIDE: Final = 4
 """One of so many SMs at most."""
 BESIDE_RATE = 40e9
 """Bytes that such an SM reads and writes a second, while the others multiply (measured on an H100)."""
-BESIDE_SLOWDOWN = 1.08
-"""Time of the GEMM with another kernel beside it, over its time on as many SMs without (measured on an H100)."""
+BEHIND_SLOWDOWN, BESIDE_SLOWDOWN = 1.08, 1.04
+"""Time of the GEMM behind the kernel that writes the weight, or beside it, over its time on as many SMs with an FP8
+weight (measured on an H200; on an H100 1.17 and 1.04)."""
 WAVES_FIRST = 2
 """Waves of the GEMM's tiles whose rows are written before it starts."""
+LEAST_BESIDE = 0.75
+"""Least share of the weight to be written beside the GEMM for which that is offered."""
 
 
 class FP8FP4Recoded(FP8FP4Backend):
@@ -46,17 +49,22 @@ class FP8FP4Recoded(FP8FP4Backend):
     name = "recode"
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
-        beside = [sms for sms in BESIDE if settings.PDL and sms <= target.sms // MOST_BESIDE]
-        return tuple((MANY, fp4_to_fp8.COLUMNS, sms) for sms in (0, *beside))
+        tiles = MANY, fp4_to_fp8.COLUMNS
+        if not settings.PDL or first_tiles(problem, m, target) > (1 - LEAST_BESIDE) * weight_tiles(problem):
+            return ((*tiles, 0),)
+        return tuple((*tiles, sms) for sms in (0, *BESIDE) if sms <= target.sms // MOST_BESIDE)
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         beside = sms_beside(tactic)
         weight = problem.experts * problem.n * (problem.b.row_bytes(problem.k) + problem.k)
-        first = weight * first_tiles(problem, m, tactic, target) / max(weight_tiles(problem), 1)
-        multiply = many_rows_seconds(self.tile(tactic), problem, m, replace(target, sms=target.sms - beside))
+        share, slowdown = 1.0, BEHIND_SLOWDOWN
         if beside:
-            multiply = max(BESIDE_SLOWDOWN * multiply, (weight - first) / (BESIDE_RATE * beside))
-        return RECODE_SECONDS + first / (RECODE_RATE * bytes_per_second(target)) + multiply
+            share, slowdown = first_tiles(problem, m, target) / max(weight_tiles(problem), 1), BESIDE_SLOWDOWN
+        sms = replace(target, sms=target.sms - beside)
+        multiply = slowdown * many_rows_seconds(self.tile(tactic), problem, m, sms)
+        if beside:
+            multiply = max(multiply, (1 - share) * weight / (BESIDE_RATE * beside))
+        return RECODE_SECONDS + share * weight / (RECODE_RATE * bytes_per_second(target)) + multiply
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
         rows, pdl, beside = problem.grouping.rows, settings.PDL, sms_beside(tactic) > 0
@@ -75,14 +83,14 @@ class FP8FP4Recoded(FP8FP4Backend):
         max_ctas = self.tile(tactic).clusters(target.sms - beside)
         shape, strides = (experts, n, k), (n * k, k, 1)
         rows_at = 1 if problem.grouping.rows.is_masked else 0
-        words = fp4_to_fp8.note_words(n, k, experts)
+        words, tiles = fp4_to_fp8.note_words(n, k, experts), weight_tiles(problem)
 
         def launch(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, *rest: Any) -> None:
             alpha, bias, offsets, counts, out = rest
             new = allocator(device)
             weight = new(shape, strides, torch.float8_e4m3fn)
             notes = new((words,), (1,), torch.int32)
-            first = first_tiles(problem, out.shape[rows_at], tactic, target)
+            first = first_tiles(problem, out.shape[rows_at], target) if beside else tiles
             for recode in recoding:
                 recode(b, b_scale, weight, notes, first, beside)
             recoded = weight[0].t() if is_plain else weight
@@ -108,10 +116,7 @@ def weight_tiles(problem: GemmProblem) -> int:
     return problem.experts * -(-problem.n // fp4_to_fp8.COLUMNS)
 
 
-def first_tiles(problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> int:
-    """Tiles of rows of the weight that are written before the GEMM starts."""
-    tiles = weight_tiles(problem)
-    if sms_beside(tactic) == 0:
-        return tiles
+def first_tiles(problem: GemmProblem, m: int, target: Target) -> int:
+    """Tiles of rows of the weight that are written before the GEMM starts, if others are beside it."""
     rows = -(-rows_of_expert(problem, m) // MANY)
-    return min(tiles, WAVES_FIRST * -(-target.sms // min(rows, fp8_fp4_recoded.RASTER)))
+    return min(weight_tiles(problem), WAVES_FIRST * -(-target.sms // max(1, min(rows, fp8_fp4_recoded.RASTER))))
