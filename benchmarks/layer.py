@@ -162,7 +162,7 @@ class Layer:
 
 
 class W4A16(Layer):
-    """NVFP4 weights, activations in bf16; the gate of few rows is a part of the GEMM behind it, of more as Inductor
+    """NVFP4 weights, activations in bf16; the gate of one row is a part of the GEMM behind it, of more as Inductor
     makes it."""
 
     label, scheme, element_bytes = "W4A16", "nvfp4", 0.5625

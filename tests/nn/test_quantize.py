@@ -303,12 +303,12 @@ def test_warmup_calls_fused_ops(activations, expected):
 
 
 def test_warmup_calls_gates_with_gemms():
-    """Of few rows, and activations in 16 bits."""
+    """Of one row, and activations in 16 bits."""
     block = quantize_(FusedBlock().bfloat16())
     with Calls() as calls:
         warmup(block, rows=(1, 3, 8, 40))
     gated = [call[1:3] for call in calls.every if call[0] == "silu_mul_mm_fp4_weight_only"]
-    assert gated == [(((rows, 4 * H), torch.bfloat16), ((H, H), torch.uint8)) for rows in (1, 8)]
+    assert gated == [(((rows, 4 * H), torch.bfloat16), ((H, H), torch.uint8)) for rows in (1,)]
     with Calls() as calls:
         warmup(block, rows=(1,), fused=False)
         warmup(quantize_(FusedBlock().bfloat16(), activations="fp8"), rows=(1,))

@@ -52,7 +52,7 @@ _PURE: Final = frozenset(
 class FuseQuantization(CustomGraphPass):
     """Turns RMSNorm, residual addition and RMSNorm, or SiLU·mul, followed by ``fp4_quantize`` or ``fp8_quantize``, into
     the fused op, and merges equal quantisations of one tensor. Norms before ``mm_fp4_weight_only`` become ``rmsnorm``
-    or ``add_rmsnorm``, behind which it starts early. SiLU·mul of up to eight rows, which the graph has to say, becomes
+    or ``add_rmsnorm``, behind which it starts early. SiLU·mul of one row, which the graph has to say, becomes
     a part of it, on Hopper. (Elsewhere a gate before it stays: Inductor's kernel of one is as good.)
 
     A pass for ``torch._inductor.config.post_grad_custom_pre_pass``. What is recognised:

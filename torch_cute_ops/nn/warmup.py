@@ -36,7 +36,7 @@ def warmup(
         dtype: of the activations.
         tune: whether to choose among backends by timing them, as in an :func:`torch_cute_ops.autotune` block.
         fused: whether also to call the ops that the pass of ``integrations.inductor`` may put before the layers:
-            RMSNorm and SiLU·mul, with the quantisation of their results, or SiLU·mul of few rows with the layer's GEMM.
+            RMSNorm and SiLU·mul, with the quantisation of their results, or SiLU·mul of one row with the layer's GEMM.
             Norms are the modules that have a ``weight`` (K,) and no other parameter; a gate is where another layer has
             2 · K columns.
 

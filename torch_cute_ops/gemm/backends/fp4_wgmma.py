@@ -31,11 +31,10 @@ ARRANGE_SECONDS = 2.7e-6
 ARRANGE_FP4_SECONDS, ARRANGE_16_BIT_SECONDS = (2e-7, 4e-8), (5e-7, 3e-8)
 """Time for a CTA to rearrange a chunk of activations itself, in FP4 or of 16 bits: fixed, and for each token of the
 tile (fitted to a sweep on an H200)."""
-GATE_SECONDS = 3e-8
-"""Time for a CTA to gate a chunk of activations of a token, beside the time to rearrange it. By count, not fitted: two
-operations of the special function units an element take 2.4e-8 in three warps, and other instructions come on top. That
-it adds the same in every tactic is assumed: of one launch it is only known that it is faster than two with 1, 4 and 8
-rows of 4,096 × 14,336 (on an H100)."""
+GATE_SECONDS = 6e-8
+"""Time for a CTA to gate a chunk of activations of a token, beside the time to rearrange it: so long that 8 rows of
+4,096 × 14,336 have one launch on an H100, where it is faster than two, and two on an H200, where it is slower (measured
+in a layer; two operations of the special function units an element alone take 2.4e-8 in three warps)."""
 EXPERT_CLOCKS = 0.03
 """SM clocks to add one element of an expert's sums to the totals (measured on an H200)."""
 SENT_SECONDS = 8e-7
