@@ -423,8 +423,8 @@ def test_warmup_of_gates_gives_sums(mesh, monkeypatch):
     )
     up = parallelize_module(made(NVFP4Linear, "16bit", False, 2 * K), mesh, ColumnParallel())
     down = parallelize_module(made(NVFP4Linear, "16bit", False, 64), mesh, RowParallel(sums=torch.float32))
-    warmup(nn.ModuleList([up, down]), rows=(1, 8))
-    assert dtypes == [torch.float32] * 2
+    warmup(nn.ModuleList([up, down]), rows=(1,))
+    assert dtypes == [torch.float32]
 
 
 def test_errors(mesh, tmp_path):

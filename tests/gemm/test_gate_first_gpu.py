@@ -93,17 +93,16 @@ def test_a_chain_gives_the_same_every_time(m, static, dtype):
     assert wrong.item() == 0
 
 
-def test_few_rows_are_one_launch():
+def test_one_row_is_one_launch():
     """Where the GPU has a kernel for it, and the model chooses."""
     if not select.target_of(device()).arch.has_wgmma:
         pytest.skip("needs Hopper's warpgroup MMA")
-    for m in (1, 8):
-        sample = call(m, 4096, 14336, NVFP4, torch.bfloat16)
-        got = OP.function(*sample.args, **sample.kwargs)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            OP.function(*sample.args, **sample.kwargs)
-            torch.cuda.synchronize()
-        names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        assert len([name for name in names if "cutlass" in name]) == 1, names
-        want = GEMM(torch_cute_ops.silu_mul(sample.args[0]), *sample.args[1:])
-        torch.testing.assert_close(got.float(), want.float(), rtol=2**-6, atol=want.float().abs().max().item() * 2**-7)
+    sample = call(1, 4096, 14336, NVFP4, torch.bfloat16)
+    got = OP.function(*sample.args, **sample.kwargs)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        OP.function(*sample.args, **sample.kwargs)
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len([name for name in names if "cutlass" in name]) == 1, names
+    want = GEMM(torch_cute_ops.silu_mul(sample.args[0]), *sample.args[1:])
+    torch.testing.assert_close(got.float(), want.float(), rtol=2**-6, atol=want.float().abs().max().item() * 2**-7)
