@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
 import gc
 import hashlib
-import importlib.metadata
-import json
 import logging
 import os
-import platform
 import random
 import re
 import secrets
-import subprocess
 import zlib
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +22,7 @@ import hypothesis
 import pytest
 import torch
 from support.devices import DEVICES, GPU_MISSING
-from support.parts import part_of
+from support.gpu_record import GpuRecord
 
 # How long an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("torch_cute_ops", deadline=None)
@@ -46,8 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--fuzz-examples", type=int, default=50, metavar="N", help="calls of each op that the fuzz test makes"
     )
-    group.addoption("--gpu-record", type=Path, metavar="FILE", help="write a record of this run on a GPU, as JSON")
-    group.addoption("--part", type=part_of, metavar="I/N", help="run one of N parts; parts add up in the record")
+    group.addoption(
+        "--gpu-record",
+        type=Path,
+        metavar="FILE",
+        help="write a record of this run on a GPU, as JSON, or go on with one",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,6 +58,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # A worker of pytest-xdist is told its controller's seed, and leaves the record to the controller.
     controller = getattr(config, "workerinput", None)
     seed = config.getoption("seed") if controller is None else controller["seed"]
+    if controller is None and config.getoption("gpu_record") is not None:
+        record = GpuRecord(config)
+        config.pluginmanager.register(record, "gpu-record")
+        seed, config.stash[DONE] = record.facts["seed"], record.done
     config.stash[BASE_SEED] = secrets.randbelow(2**31) if seed is None else seed
     os.environ["TEST_SEED"] = str(config.stash[BASE_SEED])  # for cases.py
     if controller is None and not GPU_MISSING:
@@ -68,9 +70,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if controller is not None:
         # Workers are as many as processors already, and Inductor in each would start as many processes.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    if controller is None and config.getoption("gpu_record") is not None:
-        refuse_record(config)
-        config.pluginmanager.register(GpuRecord(config), "gpu-record")
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -80,8 +79,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a worker of pytest-xdist the seed."""
+    """Tell a worker of pytest-xdist the seed, and which tests have run."""
     node.workerinput["seed"] = node.config.stash[BASE_SEED]
+    node.workerinput["done"] = sorted(node.config.stash.get(DONE, ()))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -139,12 +139,11 @@ def digest_of(text: str) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    sample, part = config.getoption("sample"), config.getoption("part")
+    sample = config.getoption("sample")
     if sample is not None:
         keep_cases(config, items, sample)
-    if part is not None:
-        # The tests of a sample share its kernels, and so a part.
-        items[:] = [one for one in items if digest_of(group_of(one.nodeid)) % part[1] == part[0] - 1]
+    done = config.stash.get(DONE, ()) if not hasattr(config, "workerinput") else set(config.workerinput["done"])
+    items[:] = [item for item in items if item.nodeid not in done]
     # What takes long begins first, so that no worker is left with it; what measures time comes when others are done.
     items.sort(key=lambda item: bool(item.get_closest_marker("timing")) - takes_long(item))
     for item in items:
@@ -186,6 +185,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 # Random data
 
 BASE_SEED = pytest.StashKey[int]()
+DONE = pytest.StashKey[frozenset[str]]()
+"""Tests that the run which ``--gpu-record`` goes on with has behind it."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -218,133 +219,3 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     if report.failed:
         report.sections.append(("random data", f"--seed {item.config.stash[BASE_SEED]}"))
     return report
-
-
-# The record of a GPU run
-
-
-def refuse_record(config: pytest.Config) -> None:
-    """Refuse to record a run that is not the whole suite on a GPU."""
-    if GPU_MISSING:
-        raise pytest.UsageError(f"--gpu-record: {GPU_MISSING}")
-    parts = ("sample", "keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf")
-    options = (*parts, "stepwise", "collectonly", "maxfail")
-    given = [option for option in options if config.getoption(option, None)]
-    if config.args_source is pytest.Config.ArgsSource.ARGS:
-        given.append(f"paths {' '.join(config.args)}")
-    if given:
-        raise pytest.UsageError(f"--gpu-record records the whole suite; drop {', '.join(given)}")
-
-
-SAME_IN_PARTS = (
-    *("gpu", "driver", "cuda", "python", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "source_digest"),
-    *("seed", "parts"),
-)
-"""What the parts of a recorded run have in common."""
-
-
-class GpuRecord:
-    """Counts outcomes and writes the record at the end; with pytest-xdist, those that the workers report."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self.path: Path = config.getoption("gpu_record")
-        self.part: tuple[int, int] | None = config.getoption("part")
-        self.outcome: dict[str, str] = {}
-        self.skips: Counter[str] = Counter()
-        self.incomplete: list[str] = []
-        self.collected: int | None = None
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        """Every worker collects all tests, and each test runs on one."""
-        self.collected = len(ids)
-
-    def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        if items:
-            self.incomplete.append(f"{len(items)} tests were deselected")
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self.incomplete.append(f"{report.nodeid} could not be collected")
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self.outcome[report.nodeid] = "failed"
-        elif report.skipped:
-            self.outcome[report.nodeid] = "xfailed" if hasattr(report, "wasxfail") else "skipped"
-            if isinstance(report.longrepr, tuple):
-                self.skips[report.longrepr[2].removeprefix("Skipped: ")] += 1
-        elif report.when == "call":
-            self.outcome.setdefault(report.nodeid, "passed")
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        collected = session.testscollected if self.collected is None else self.collected
-        if len(self.outcome) != collected:
-            self.incomplete.append(f"{collected - len(self.outcome)} tests did not run")
-        record = self.record(session.config)
-        if self.part is not None:
-            record = self.with_other_parts(record, *self.part)
-        if self.incomplete:
-            session.exitstatus = pytest.ExitCode.USAGE_ERROR
-            return
-        self.path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-
-    def with_other_parts(self, record: dict[str, Any], number: int, count: int) -> dict[str, Any]:
-        """The record of a part and of those in the file already. The first part begins anew."""
-        record["parts"] = count
-        record["missing_parts"] = [part for part in range(1, count + 1) if part != number]
-        if number == 1:
-            return record
-        if not self.path.exists():
-            self.incomplete.append(f"there is no {self.path} to add to; part 1 begins it")
-            return record
-        before = json.loads(self.path.read_text(encoding="utf-8"))
-        differing = [key for key in SAME_IN_PARTS if before.get(key) != record[key]]
-        if differing or number not in before.get("missing_parts", ()):
-            what = ", ".join(differing) if differing else "parts"
-            self.incomplete.append(f"{self.path} is of a run with other {what}")
-            return record
-        for key in ("passed", "failed", "skipped", "xfailed"):
-            record[key] += before[key]
-        record["skip_reasons"] = dict((Counter(before["skip_reasons"]) + self.skips).most_common())
-        record["missing_parts"] = [part for part in before["missing_parts"] if part != number]
-        if not record["missing_parts"]:
-            del record["parts"], record["missing_parts"]
-        return record
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self.incomplete:
-            terminalreporter.line(f"ERROR: --gpu-record wrote nothing: {'; '.join(self.incomplete)}", red=True)
-        else:
-            terminalreporter.line(f"--gpu-record wrote {self.path}")
-
-    def record(self, config: pytest.Config) -> dict[str, Any]:
-        """What ran, on what, and how it ended."""
-        from torch_cute_ops.runtime.provenance import source_digest
-
-        counts = Counter(self.outcome.values())
-        return {
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "gpu": torch.cuda.get_device_name(),
-            "driver": driver_version(),
-            "cuda": torch.version.cuda,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            **{name: importlib.metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")},
-            "source_digest": source_digest(),
-            "seed": config.stash[BASE_SEED],
-            "passed": counts["passed"],
-            "failed": counts["failed"],
-            "skipped": counts["skipped"],
-            "xfailed": counts["xfailed"],
-            "skip_reasons": dict(self.skips.most_common()),
-        }
-
-
-def driver_version() -> str:
-    """The NVIDIA driver's version."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return "unknown"

@@ -120,19 +120,11 @@ def test_info_compares_the_record(tmp_path, monkeypatch):
     path.write_text(json.dumps({**content, "source_digest": "other"}))
     assert info.record()["matches"] is False
     assert "OTHER sources" in info.text(info.collect())
-    assert info.record()["missing_parts"] == [] and "INCOMPLETE" not in info.text(info.collect())
-
-
-def test_info_says_which_parts_the_record_lacks(tmp_path, monkeypatch):
-    path = tmp_path / "gpu_record.json"
-    monkeypatch.setattr(info, "RECORD", path)
-    monkeypatch.setattr(info, "availability", lambda spec: {})
-    content = {"date": "2026", "gpu": "G", "passed": 3, "failed": 0, "skipped": 1, "parts": 4}
-    for missing, text in (([2, 4], "parts 2, 4 of 4 missing"), ([3], "part 3 of 4 missing")):
-        path.write_text(json.dumps({**content, "missing_parts": missing}))
-        report = info.collect()
-        assert (report["gpu_record"]["parts"], report["gpu_record"]["missing_parts"]) == (4, missing)
-        assert info.text(report).endswith(f"3 passed, 0 failed; INCOMPLETE: {text}")
+    assert info.record()["not_run"] == 0 and "INCOMPLETE" not in info.text(info.collect())
+    path.write_text(json.dumps({**content, "not_run": 5}))
+    report = info.collect()
+    assert report["gpu_record"]["not_run"] == 5
+    assert info.text(report).endswith("3 passed, 0 failed; INCOMPLETE: 5 did not run")
 
 
 def test_settings_tell_their_source():

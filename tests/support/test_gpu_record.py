@@ -1,18 +1,16 @@
 """``pytest --gpu-record``: what it writes, and when it refuses."""
 
-import argparse
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
+from support import gpu_record
 from support.devices import GPU_MISSING
 from torch_cute_ops.runtime.provenance import source_digest
 
@@ -74,17 +72,19 @@ def project(pytester, monkeypatch):
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     for name in ("TEST_SEED", "TEST_GPUS"):  # put back what a run in this process replaces
         monkeypatch.setenv(name, os.environ.get(name, ""))
-    monkeypatch.setattr(
-        torch.cuda, "get_device_name", torch.cuda.get_device_name
-    )  # put back what the pretence replaces
+    # Put back what the pretence replaces
+    monkeypatch.setattr(torch.cuda, "get_device_name", torch.cuda.get_device_name)
+    monkeypatch.setattr(gpu_record, "GPU_MISSING", None)
     conftest = (HERE / "conftest.py").read_text()
     real = "from support.devices import DEVICES, GPU_MISSING\n"
     pretend = "DEVICES, GPU_MISSING = ('cpu',), None\ntorch.cuda.get_device_name = lambda *args: 'GPU of test'\n"
+    pretend += "import support.gpu_record\nsupport.gpu_record.GPU_MISSING = None\n"
     assert real in conftest
     pytester.makepyfile(**{"tests/test_it": TESTS})
     (pytester.path / "tests" / "conftest.py").write_text(conftest.replace(real, pretend))
     pytester.makepyprojecttoml("[tool.pytest.ini_options]\ntestpaths = ['tests']\nmarkers = ['gpu']\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
+    paths = [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     return pytester
 
 
@@ -137,52 +137,62 @@ def test_distributed(project):
     assert len(drawn(alone)) == 2 and sorted(drawn(alone)) == sorted(drawn(result))
 
 
-def test_a_part_is_recorded_as_one(project):
-    """Each test is in one part."""
-    ran = []
-    for part in ("1/2", "2/2"):
-        record = project.path / f"{part[0]}.json"
-        arguments = ("--gpu-record", record.name, "--part", part, "--seed", "7")
-        result = run_pytest(project, *arguments)
-        if part == "1/2":
-            assert json.loads(record.read_text())["missing_parts"] == [2]
-        else:
-            assert not record.exists()
-            result.stdout.fnmatch_lines(["*--gpu-record wrote nothing: there is no *2.json to add to*"])
-        ran.append(sum(result.parseoutcomes().get(kind, 0) for kind in ("passed", "failed", "skipped", "xfailed")))
-    assert sum(ran) == 4
+STOPS = """
+import os, signal
+import pytest
+
+@pytest.mark.parametrize("i", range(6))
+def test_number(i):
+    with open("ran", "a") as file:
+        file.write(f"{i}\\n")
+    if i == 3 and not os.path.exists("again"):
+        controller = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+        os.kill(controller, signal.SIGTERM)
+        signal.pause()
+"""
 
 
-def test_parts_add_up(tmp_path, monkeypatch):
-    """To the record of the whole suite, if all are of one run, in any order behind the first."""
-    spec = importlib.util.spec_from_file_location("conftest_of_test", HERE / "conftest.py")
-    conftest = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(conftest)
-    path = tmp_path / "record.json"
-    run = dict.fromkeys(conftest.SAME_IN_PARTS, "one")
+@distributed
+def test_a_run_that_is_stopped_goes_on(project, distribution, monkeypatch):
+    """Each test that has ended is recorded, and runs once; those of one that is stopped are counted."""
+    skip_without_xdist(distribution)
+    project.makepyfile(**{"tests/test_it": TESTS, "tests/test_stops": STOPS})
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    arguments = ("--gpu-record=record.json", *distribution)
+    assert project.runpytest_subprocess(*arguments).ret == pytest.ExitCode.INTERRUPTED
+    stopped = json.loads((project.path / "record.json").read_text())
+    assert {key: stopped[key] for key in (*COUNTS, "not_run")} == {**COUNTS, "passed": 1 + 3, "not_run": 3}
+    (project.path / "again").touch()
+    result = run_pytest(project, *arguments)
+    assert result.ret == pytest.ExitCode.OK  # of the tests that it ran none failed
+    record = json.loads((project.path / "record.json").read_text())
+    assert {key: record[key] for key in COUNTS} == {**COUNTS, "passed": 1 + 6}
+    assert "not_run" not in record and record["seed"] == stopped["seed"]
+    assert (project.path / "ran").read_text().split() == ["0", "1", "2", "3", "3", "4", "5"]
+    assert not (project.path / "record.jsonl").exists()
 
-    def add(number, count=3, passed=1, **changes):
-        part = conftest.GpuRecord.__new__(conftest.GpuRecord)
-        part.path, part.skips, part.incomplete = path, Counter({"why": number}), []
-        ran = {"passed": passed, "failed": number, "skipped": number, "xfailed": 0, "skip_reasons": dict(part.skips)}
-        record = part.with_other_parts({**run, **ran, **changes}, number, count)
-        if not part.incomplete:
-            path.write_text(json.dumps(record))
-        return record, part.incomplete
 
-    assert add(2)[1] == [f"there is no {path} to add to; part 1 begins it"]
-    assert add(1)[0]["missing_parts"] == [2, 3]
-    assert add(3, passed=10)[0]["missing_parts"] == [2]
-    assert add(3)[1] == [f"{path} is of a run with other parts"]
-    assert add(2, count=4)[1] == [f"{path} is of a run with other parts"]
-    assert add(2, source_digest="another")[1] == [f"{path} is of a run with other source_digest"]
-    whole, _ = add(2, passed=100)
-    counts = {"passed": 111, "failed": 6, "skipped": 6, "xfailed": 0, "skip_reasons": {"why": 6}}
-    assert whole == {key: value for key, value in run.items() if key != "parts"} | counts
-    assert add(1)[0]["missing_parts"] == [2, 3]  # which begins anew
-    for text in ("3/2", "0/2", "1", "a/b", "-1/2"):
-        with pytest.raises(argparse.ArgumentTypeError, match=rf"'{text}' is no part; expected I/N"):
-            conftest.part_of(text)
+def test_only_the_same_run_goes_on(tmp_path):
+    """With the same sources, GPU and seed; a line that was not written to its end is no test's."""
+    path = tmp_path / "run.jsonl"
+    one = {"gpu": "one", "seed": None}
+    journal = gpu_record.Journal(path)
+    seed = journal.resume(one)["seed"]
+    journal.add("a", gpu_record.Outcome("passed"))
+    journal.add("b", gpu_record.Outcome("skipped", "why"))
+    journal.close(is_whole=False)
+    path.write_text(path.read_text() + '["c", "pas')
+    for facts, resumes in ((one, True), ({**one, "seed": seed}, True), ({**one, "seed": seed + 1}, False)):
+        journal = gpu_record.Journal(path)
+        content = path.read_text()
+        assert (journal.resume(facts)["seed"] == seed) == resumes
+        assert list(journal.outcomes.values()) == [("passed", None), ("skipped", "why")] * resumes
+        journal.close(is_whole=False)
+        path.write_text(content)
+    journal = gpu_record.Journal(path)
+    assert journal.resume({"gpu": "two", "seed": None})["gpu"] == "two" and not journal.outcomes
+    journal.close(is_whole=True)
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(
@@ -214,13 +224,15 @@ def test_a_broken_collection_is_not_recorded(project, distribution):
     assert not (project.path / "record.json").exists()
 
 
-def test_a_lost_worker_is_not_recorded(project):
+def test_a_lost_worker(project):
+    """Its test has failed, and those that it has not come to have not run."""
     skip_without_xdist(ONE_WORKER)
     project.makepyfile(**{"tests/test_fatal": "import os\n\ndef test_fatal():\n    os._exit(1)\n"})
     result = run_pytest(project, "--gpu-record", "record.json", *ONE_WORKER)
     assert result.ret != 0
-    result.stdout.fnmatch_lines(["*--gpu-record wrote nothing: * tests did not run*"])
-    assert not (project.path / "record.json").exists()
+    result.stdout.fnmatch_lines(["*--gpu-record wrote *; 4 tests have not run, *"])
+    record = json.loads((project.path / "record.json").read_text())
+    assert (record["failed"], record["passed"], record["not_run"]) == (1, 0, 4)
 
 
 @pytest.mark.skipif(GPU_MISSING is None, reason="for machines without a GPU")

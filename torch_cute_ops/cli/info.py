@@ -120,17 +120,16 @@ def bundle_state() -> dict[str, Any]:
 
 
 def record() -> dict[str, Any]:
-    """Whether the sources are those that ran on a GPU, by the record in a source tree, and which parts of the suite its
-    counts lack."""
+    """Whether the sources are those that ran on a GPU, by the record in a source tree, and how many tests it lacks."""
     try:
         content = files.parse_json(files.read(RECORD, RECORD_BYTES))
     except (OSError, ValueError):
         return {"found": False}
     if not isinstance(content, dict):
         return {"found": False}
-    record = {name: content.get(name) for name in ("date", "gpu", "passed", "failed", "skipped", "parts")}
-    record["missing_parts"] = content.get("missing_parts", [])
-    return {"found": True, "matches": content.get("source_digest") == source_digest(), **record}
+    record = {name: content.get(name) for name in ("date", "gpu", "passed", "failed", "skipped")}
+    matches, not_run = content.get("source_digest") == source_digest(), content.get("not_run", 0)
+    return {"found": True, "matches": matches, **record, "not_run": not_run}
 
 
 def text(report: dict[str, Any]) -> str:
@@ -172,8 +171,7 @@ def text(report: dict[str, Any]) -> str:
     else:
         same = "these sources" if found["matches"] else "OTHER sources than these"
         counts = f"{found['passed']} passed, {found['failed']} failed"
-        if missing := found["missing_parts"]:
-            named = f"part{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            counts += f"; INCOMPLETE: {named} of {found['parts']} missing"
+        if found["not_run"]:
+            counts += f"; INCOMPLETE: {found['not_run']} did not run"
         lines.append(f"  {same}, {found['date']}, {found['gpu']}: {counts}")
     return "\n".join(lines)

@@ -1,0 +1,203 @@
+"""The record of a run of the whole suite on a GPU, which may be made in several goes."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import secrets
+import signal
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import pytest
+import torch
+
+from support.devices import GPU_MISSING
+from torch_cute_ops.runtime.provenance import source_digest
+
+
+class Outcome(NamedTuple):
+    """How a test ended: ``"passed"``, ``"failed"``, ``"skipped"`` or ``"xfailed"``; and why it was skipped."""
+
+    kind: str
+    reason: str | None = None
+
+
+class Journal:
+    """How the tests of a run ended, a line each, behind one of what the run is of: its *facts*.
+
+    A run that is stopped leaves it beside the record, and the next one of the same facts goes on from there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.outcomes: dict[str, Outcome] = {}
+        self._file: TextIO | None = None
+
+    @classmethod
+    def beside(cls, record: Path) -> Journal:
+        """The journal of a record."""
+        return cls(record.with_suffix(".jsonl"))
+
+    def resume(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """Read what is there of a run with these facts, in which ``None`` stands for any, or begin anew. Returns the
+        run's facts, where a fresh number stands for a seed that is ``None``."""
+        try:
+            first, *lines = self.path.read_text(encoding="utf-8").splitlines()
+            found = json.loads(first)
+        except (OSError, ValueError):
+            found, lines = {}, []
+        if found.keys() == facts.keys() and all(value in (None, found[key]) for key, value in facts.items()):
+            facts = found
+            # What the run was killed while it wrote has no end.
+            for line in lines:
+                if line.endswith("]"):
+                    name, *outcome = json.loads(line)
+                    self.outcomes[name] = Outcome(*outcome)
+        elif facts["seed"] is None:
+            facts = {**facts, "seed": secrets.randbelow(2**31)}
+        self._file = self.path.open("w", encoding="utf-8")
+        self._write(facts)
+        for name, outcome in self.outcomes.items():
+            self._write([name, *outcome])
+        return facts
+
+    def add(self, name: str, outcome: Outcome) -> None:
+        """Note how a test ended."""
+        self.outcomes[name] = outcome
+        self._write([name, *outcome])
+
+    def close(self, *, is_whole: bool) -> None:
+        """Close the file; that of a whole run is not needed any more."""
+        assert self._file is not None
+        self._file.close()
+        if is_whole:
+            self.path.unlink()
+
+    def _write(self, line: Any) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+class GpuRecord:
+    """Journals outcomes and writes the record at the end; with pytest-xdist, those that the workers report.
+
+    Attributes:
+        facts: what the run is of: the GPU, versions, the package's sources, the seed.
+        done: the tests of runs before, which are not run again.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        refuse_what_is_not_whole(config)
+        self.path: Path = config.getoption("gpu_record")
+        self.journal = Journal.beside(self.path)
+        self.facts = self.journal.resume(facts(config.getoption("seed")))
+        self.done = frozenset(self.journal.outcomes)
+        self.ended: dict[str, Outcome] = {}
+        self.refused: list[str] = []
+        self.collected: int | None = None
+        # ``timeout`` and job schedulers stop a run so, which is to write what it has.
+        self.before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def pytest_unconfigure(self) -> None:
+        signal.signal(signal.SIGTERM, self.before)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        """Every worker collects all tests, and each test runs on one."""
+        self.collected = len(ids)
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        if items:
+            self.refused.append(f"{len(items)} tests were deselected")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.refused.append(f"{report.nodeid} could not be collected")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid
+        if report.failed:
+            self.ended[name] = Outcome("failed")
+        elif report.skipped and hasattr(report, "wasxfail"):
+            self.ended[name] = Outcome("xfailed")
+        elif report.skipped:
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+            self.ended[name] = Outcome("skipped", reason.removeprefix("Skipped: "))
+        elif report.when == "call":
+            self.ended.setdefault(name, Outcome("passed"))
+        if report.when == "teardown" and name in self.ended:
+            self.journal.add(name, self.ended.pop(name))
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        for name, outcome in self.ended.items():
+            if outcome.kind == "failed":  # and took its worker with it
+                self.journal.add(name, outcome)
+        collected = session.testscollected if self.collected is None else self.collected
+        not_run = collected + len(self.done) - len(self.journal.outcomes)
+        self.journal.close(is_whole=not not_run and not self.refused)
+        if self.refused:
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
+        else:
+            self.path.write_text(json.dumps(self.record(not_run), indent=2) + "\n", encoding="utf-8")
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.refused:
+            terminalreporter.line(f"ERROR: --gpu-record wrote nothing: {'; '.join(self.refused)}", red=True)
+        else:
+            not_run = json.loads(self.path.read_text(encoding="utf-8")).get("not_run")
+            rest = f"; {not_run} tests have not run, and do if it is called again" if not_run else ""
+            terminalreporter.line(f"--gpu-record wrote {self.path}{rest}", red=bool(not_run))
+
+    def record(self, not_run: int) -> dict[str, Any]:
+        """What ran, on what, and how it ended."""
+        counts = Counter(outcome.kind for outcome in self.journal.outcomes.values())
+        skips = Counter(outcome.reason for outcome in self.journal.outcomes.values() if outcome.kind == "skipped")
+        return {
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            **self.facts,
+            **{kind: counts[kind] for kind in ("passed", "failed", "skipped", "xfailed")},
+            **({"not_run": not_run} if not_run else {}),
+            "skip_reasons": dict(skips.most_common()),
+        }
+
+
+def refuse_what_is_not_whole(config: pytest.Config) -> None:
+    """Refuse to record a run that is not the whole suite on a GPU."""
+    if GPU_MISSING:
+        raise pytest.UsageError(f"--gpu-record: {GPU_MISSING}")
+    parts = ("sample", "keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf")
+    options = (*parts, "stepwise", "collectonly", "maxfail")
+    given = [option for option in options if config.getoption(option, None)]
+    if config.args_source is pytest.Config.ArgsSource.ARGS:
+        given.append(f"paths {' '.join(config.args)}")
+    if given:
+        raise pytest.UsageError(f"--gpu-record records the whole suite; drop {', '.join(given)}")
+
+
+def facts(seed: int | None) -> dict[str, Any]:
+    """What a run is of."""
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver_version(),
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{name: importlib.metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")},
+        "source_digest": source_digest(),
+        "seed": seed,
+    }
+
+
+def driver_version() -> str:
+    """The NVIDIA driver's version."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
