@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from support.tactics import check_every_tactic, results
+from support.tactics import backend_for, check_every_tactic, results
 
 from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.gemm.backends.fp8_fp4_recoded import BESIDE
+from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.select import target_of
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.testing.samples._epilogue import exact_epilogue
@@ -62,22 +63,44 @@ def test_every_tactic(name, fmt, layout, m, k, epilogue, target):
 
 
 @pytest.mark.parametrize(("fmt", "layout"), [(NVFP4, "128x4"), (MXFP4, "linear")], ids=["nvfp4", "mxfp4"])
-@pytest.mark.parametrize("kind", ["plain", "hard", "experts"])
-def test_recoding_beside_the_gemm(kind, fmt, layout, target):
-    """So many rows of the weight that most of them are recoded while the GEMM runs: as if they were before. Weights are
-    new in each round; ``hard`` ones have rows whose K blocks have units of their own."""
-    n, k, op, given = 24_584, 2112, OPS["mm_fp8_fp4"], {"out_dtype": torch.bfloat16}
-    for _ in range(5):
-        if kind == "experts":
-            op = OPS["grouped_mm_fp8_fp4"]
-            one = contiguous("", fmt, layout, [1100, 0, 1000], n // 3 // 8 * 8, k, target.device, exact=True)
-        else:
-            weight = {"scales": (0, 0x7F)} if kind == "hard" else None
-            one = sample("", 2100, n, k, fmt, layout, target.device, exact=kind == "plain", weight=weight)
-        (want, *others) = (out for _, out in results(op, "recode", one, given, target))
-        assert len(others) == len(BESIDE)
-        for other in others:
-            assert torch.equal(other.view(torch.int16), want.view(torch.int16))
+@pytest.mark.parametrize("is_hard", [False, True], ids=["exact", "hard"])
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_recoding_beside_the_gemm(is_hard, fmt, layout, captured, target):
+    """So many rows of the weight that most of them are recoded while the GEMM runs: as if they were before. In front of
+    each call is one of another weight, whose numbers would be found where rows are not waited for, and behind it one
+    whose kernels may start early. Hard weights have rows whose K blocks have units of their own."""
+    n, k, op = 24_584, 2112, OPS["mm_fp8_fp4"]
+    weight = {"scales": (0, 0x7F)} if is_hard else None
+    calls = []
+    for _ in range(3):
+        one = sample("", 2100, n, k, fmt, layout, target.device, exact=not is_hard, weight=weight)
+        calls.append(op.bind(*one.args, **one.kwargs, out_dtype=torch.bfloat16))
+    problem = op.path.problem(calls[0])
+    backend = backend_for("recode", problem)
+    tactics = backend.tactics(problem, bucket(2100), target)
+    assert [tactic[-1] for tactic in tactics] == [0, *BESIDE]
+    launchers = {tactic: backend.launcher(problem, tactic, target) for tactic in tactics}
+    outs = [torch.empty(2100, n, dtype=torch.bfloat16, device=target.device) for _ in calls]
+    wants = [out.clone() for out in outs]
+    for call, want in zip(calls, wants, strict=True):
+        launchers[tactics[0]](*call[:8], want)
+        torch.cuda.synchronize()
+    for tactic in tactics[1:]:
+
+        def run(tactic=tactic):
+            for call, out in zip(calls, outs, strict=True):
+                launchers[tactic](*call[:8], out)
+
+        graph = torch.cuda.CUDAGraph()
+        if captured:
+            with torch.cuda.graph(graph):
+                run()
+        for _ in range(10):
+            for out in outs:
+                out.fill_(torch.nan)
+            (graph.replay if captured else run)()
+            for out, want in zip(outs, wants, strict=True):
+                assert torch.equal(out.view(torch.int16), want.view(torch.int16))
 
 
 def hard(device):

@@ -61,10 +61,16 @@ class Run(NamedTuple):
 
 
 def execute(
-    run: Run, edit: Any = None, seed: int | None = 0, late: tuple[str, ...] | None = None, held: tuple[int, ...] = ()
+    run: Run,
+    edit: Any = None,
+    seed: int | None = 0,
+    late: tuple[str, ...] | None = None,
+    held: tuple[int, ...] = (),
+    lacks: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel leaves in its output, and what it should: poison in rows that no expert has. ``late``: arguments
-    that a kernel before it writes, which has not ended. ``held``: of ``run_kernel``."""
+    that a kernel before it writes, which has not ended. ``held``: of ``run_kernel``. ``lacks``: a tile of the weight
+    that a kernel beside it has not recoded whole."""
     torch.manual_seed(run.n)
     case, exact = run.case, run.scales is None
     formats = case.fmt, case.scale_layout
@@ -92,12 +98,20 @@ def execute(
     a, b, a_scale, b_scale, offsets, counts = args
     if case.before:
         b, b_scale = recoded(case, b, b_scale, seed)
+    if lacks is not None:
+        done_of(b_scale, run.n, run.k)[lacks] -= 1
     given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, run.max_ctas)
     given, written = written_late(given, late or ())
     before = None if late is None else written
     how = {"seed": seed, "strict": True, "edit": edit, "written_before": before, "held": held}
+    how |= {} if lacks is None else {"max_steps": 40_000}
     run_kernel(case.kernel, ARCHS[case.arch], *given, **how)
     return out, want
+
+
+def done_of(notes: torch.Tensor, n: int, k: int) -> torch.Tensor:
+    """How many parts of each tile of a recoded weight are done."""
+    return notes.view(-(-n // COLUMNS), -1)[:, Notes.done(-(-k // 128))]
 
 
 def recoded(case: FP8FP4GemmCase, b: torch.Tensor, b_scale: torch.Tensor, seed: int | None) -> tuple:
@@ -165,7 +179,7 @@ RUNS = [
     Run(case(NVFP4, "linear", "masked", RECODED, BF16, "expert_column", FP32), (3, 0, 70), 136, 320, 4, room=72),
     Run(case(MXFP4, "128x4", "offsets", RECODED, FP32, "expert_column", FP32), (0, 32), 200, 64, 8),
     Run(beside(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (130,), 264, 704, 2),
-    Run(beside(MXFP4, "linear", "counted", RECODED, BF16, "expert_column", BF16), (3, 130, 0), 72, 2112, 2),
+    Run(beside(MXFP4, "linear", "plain", RECODED, BF16, "column", BF16), (3,), 200, 2112, 2),
 ]
 
 
@@ -231,14 +245,23 @@ def check_beside(edit: Any = None) -> None:
         assert (got - want).abs().max() < 1e-5 * want.abs().mean()
 
 
+POLL = r"ld\.acquire\.gpu\.global\.u32 (%r\d+), "
+
+
 def test_rows_that_are_recoded_beside_the_gemm_are_waited_for() -> None:
     check_beside()
     # The first polls of the warp that copies and of those that load notes; behind each is the one of its loop.
-    poll = r"ld\.acquire\.gpu\.global\.u32 (%r\d+), "
-    passed = [changed(poll, number, r"mov.b32 \1, 1000;") for number in (0, 2)]
+    passed = [changed(POLL, number, r"mov.b32 \1, 1000;") for number in (0, 2)]
     for edit in (changed(KERNEL_WAIT, None), *passed):
         with pytest.raises((EmulationError, Deadlock, AssertionError)):
             check_beside(edit)
+
+
+@pytest.mark.parametrize("tile", [0, 1])
+def test_all_parts_of_a_tiles_own_rows_are_waited_for(tile: int) -> None:
+    """Where one is missing the GEMM waits for ever."""
+    with pytest.raises(EmulationError, match="more than 40000 steps"):
+        execute(RECODED_BESIDE, lacks=tile)
 
 
 def test_parts_of_rows_that_are_done_are_counted() -> None:
@@ -247,8 +270,7 @@ def test_parts_of_rows_that_are_done_are_counted() -> None:
     b, b_scale = sample("", 1, n, k, case.fmt, case.scale_layout, CPU, exact=True).args[1:4:2]
     weight = poisoned(experts, n, k, dtype=torch.float8_e4m3fn)
     notes = poisoned(note_words(n, k, experts), dtype=torch.int32)
-    blocks = -(-k // 128)
-    done = notes.view(2, -1)[:, Notes.done(blocks)]
+    done = done_of(notes, n, k)
     for before, want in zip(case.before, ([8, 0], [8, 8]), strict=True):
         run_kernel(before.kernel, ARCHS[case.arch], b, b_scale, weight, notes, 1, 1, strict=True)
         assert done.tolist() == want

@@ -117,7 +117,7 @@ class Machine(Layout):
             self.registers[slot][:] = address
         self.block = np.zeros(self.threads, np.int32)
         self.state = np.full(self.threads, RUNNING, np.int8)
-        self.polled = np.zeros(self.threads, bool)  # since others went on
+        self.polled = np.zeros(self.threads, bool)  # since others went on; in step, without a seed
         self.reason = np.zeros(self.threads, np.int32)  # what a thread waits at or for, if that is not known elsewhere
         self.step: Step | None = None
         # Registers that hold what comes from memory that nobody wrote, and in which threads.
@@ -156,14 +156,18 @@ class Machine(Layout):
                     if not self.barriers.time_out():
                         raise self._deadlock()
                     continue
-                if not any_true(running & ~self.polled):
+                if self.random is None and not any_true(running & ~self.polled):
                     self.polled[:] = False
                     if self.under_way.copies:
                         self.under_way.execute_one()
                         continue
-                    if self.before is not None:
-                        self._end_kernel_before()
+                if self.before is not None and not self.under_way.copies and self._all_poll(running):
+                    self._end_kernel_before()
                 self._run_some(running)
+
+    def _all_poll(self, running: Array) -> bool:
+        """Whether all threads that can go on are where they poll."""
+        return all(self.blocks[block].polls for block in distinct(self.block[running]))
 
     def _run_some(self, running: Array) -> None:
         """Choose warps, and run them for a while."""
@@ -189,7 +193,7 @@ class Machine(Layout):
             self._run_block(self.blocks[lowest], threads)
             if self.blocks[lowest].polls:
                 among[threads] = False  # or they, at a lower address, would poll until the others' turn has ended
-                self.polled[threads] = True
+                self.polled[threads] = self.random is None
             if self.steps > self.max_steps:
                 raise EmulationError(f"more than {self.max_steps} steps: {self._where()}")
 

@@ -351,6 +351,34 @@ def test_what_the_kernel_before_writes_is_there_behind_the_wait(seed: int | None
     assert (memory.contents(address, 256).view(np.uint32) == 3 * 16 + 5).all()
 
 
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+@pytest.mark.parametrize("polled", [3, 5])
+def test_the_kernel_before_ends_for_those_who_poll(polled: int, seed: int | None) -> None:
+    """When all poll for what it writes; not if they find what they poll for."""
+    memory = GlobalMemory()
+    address = memory.allocate("p0", np.full(65, 3, np.uint32).view(np.uint8))
+
+    def before() -> None:
+        memory.contents(address, 260).view(np.uint32)[:] = 5
+
+    text = entry(
+        f"""
+        {AT}
+    POLL:
+        ld.acquire.gpu.global.u32 %r1, [%rd0+256];
+        setp.ne.u32 %p0, %r1, {polled};
+        @%p0 bra POLL;
+        ld.global.u32 %r2, [%rd9];
+        griddepcontrol.wait;
+        st.global.u32 [%rd9], %r2;
+        """,
+        params=1,
+    )
+    place = Launch((1, 1, 1), (64, 1, 1), [struct.pack("<Q", address)], (1, 1, 1))
+    Machine(parse(text), place, memory, seed, before=before).run()
+    assert (memory.contents(address, 256).view(np.uint32) == polled).all()
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import platform
@@ -18,6 +20,8 @@ import torch
 
 from support.devices import GPU_MISSING
 from torch_cute_ops.runtime.provenance import source_digest
+
+TESTS = Path(__file__).parents[1]
 
 
 class Outcome(NamedTuple):
@@ -40,8 +44,8 @@ class Journal:
 
     @classmethod
     def beside(cls, record: Path) -> Journal:
-        """The journal of a record."""
-        return cls(record.with_suffix(".jsonl"))
+        """The journal of a record, ``record.jsonl`` of ``record.json``."""
+        return cls(record.with_name(f"{record.name}l"))
 
     def resume(self, facts: dict[str, Any]) -> dict[str, Any]:
         """Read what is there of a run with these facts, in which ``None`` stands for any, or begin anew. Returns the
@@ -53,23 +57,25 @@ class Journal:
             found, lines = {}, []
         if found.keys() == facts.keys() and all(value in (None, found[key]) for key, value in facts.items()):
             facts = found
-            # What the run was killed while it wrote has no end.
             for line in lines:
-                if line.endswith("]"):
+                with contextlib.suppress(ValueError):  # the run was killed while it wrote it
                     name, *outcome = json.loads(line)
                     self.outcomes[name] = Outcome(*outcome)
         elif facts["seed"] is None:
             facts = {**facts, "seed": secrets.randbelow(2**31)}
-        self._file = self.path.open("w", encoding="utf-8")
-        self._write(facts)
-        for name, outcome in self.outcomes.items():
-            self._write([name, *outcome])
+        lines = [facts, *([name, *outcome] for name, outcome in self.outcomes.items())]
+        fresh = self.path.with_name(f"{self.path.name}.new")
+        fresh.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        fresh.replace(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
         return facts
 
     def add(self, name: str, outcome: Outcome) -> None:
         """Note how a test ended."""
+        assert self._file is not None
         self.outcomes[name] = outcome
-        self._write([name, *outcome])
+        self._file.write(json.dumps([name, *outcome]) + "\n")
+        self._file.flush()
 
     def close(self, *, is_whole: bool) -> None:
         """Close the file; that of a whole run is not needed any more."""
@@ -77,11 +83,6 @@ class Journal:
         self._file.close()
         if is_whole:
             self.path.unlink()
-
-    def _write(self, line: Any) -> None:
-        assert self._file is not None
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
 
 
 class GpuRecord:
@@ -96,11 +97,11 @@ class GpuRecord:
         refuse_what_is_not_whole(config)
         self.path: Path = config.getoption("gpu_record")
         self.journal = Journal.beside(self.path)
-        self.facts = self.journal.resume(facts(config.getoption("seed")))
+        self.facts = self.journal.resume(facts(config))
         self.done = frozenset(self.journal.outcomes)
         self.ended: dict[str, Outcome] = {}
         self.refused: list[str] = []
-        self.collected: int | None = None
+        self.collected: int | None = None  # not known before all are
         # ``timeout`` and job schedulers stop a run so, which is to write what it has.
         self.before = signal.signal(signal.SIGTERM, signal.default_int_handler)
 
@@ -111,6 +112,11 @@ class GpuRecord:
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
         """Every worker collects all tests, and each test runs on one."""
         self.collected = len(ids)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Without workers. (The hook for the end of a collection is called when it is stopped, too.)"""
+        self.collected = len(items)
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         if items:
@@ -138,13 +144,17 @@ class GpuRecord:
         for name, outcome in self.ended.items():
             if outcome.kind == "failed":  # and took its worker with it
                 self.journal.add(name, outcome)
-        collected = session.testscollected if self.collected is None else self.collected
-        not_run = collected + len(self.done) - len(self.journal.outcomes)
+        if self.collected is None:
+            self.refused.append("it was stopped before all tests were collected")
+        not_run = (self.collected or 0) + len(self.done) - len(self.journal.outcomes)
         self.journal.close(is_whole=not not_run and not self.refused)
         if self.refused:
-            session.exitstatus = pytest.ExitCode.USAGE_ERROR
-        else:
-            self.path.write_text(json.dumps(self.record(not_run), indent=2) + "\n", encoding="utf-8")
+            session.exitstatus = session.exitstatus or pytest.ExitCode.USAGE_ERROR
+            return
+        record = self.record(not_run)
+        self.path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        if record["failed"] and session.exitstatus == pytest.ExitCode.OK:  # in a run before
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.refused:
@@ -180,8 +190,9 @@ def refuse_what_is_not_whole(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--gpu-record records the whole suite; drop {', '.join(given)}")
 
 
-def facts(seed: int | None) -> dict[str, Any]:
-    """What a run is of."""
+def facts(config: pytest.Config) -> dict[str, Any]:
+    """What a run is of: besides the package's sources those of the tests, with what decides which there are."""
+    options = ("every_kernel", "more_emulated", "fuzz_examples")
     return {
         "gpu": torch.cuda.get_device_name(),
         "driver": driver_version(),
@@ -190,8 +201,19 @@ def facts(seed: int | None) -> dict[str, Any]:
         "torch": torch.__version__,
         **{name: importlib.metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")},
         "source_digest": source_digest(),
-        "seed": seed,
+        "tests_digest": digest_of_tests(),
+        "gpus": torch.cuda.device_count(),
+        **{option: config.getoption(option) for option in options},
+        "seed": config.getoption("seed"),
     }
+
+
+def digest_of_tests() -> str:
+    """A digest of the sources of the tests."""
+    digest = hashlib.sha256()
+    for path in sorted(TESTS.rglob("*.py")):
+        digest.update(str(path.relative_to(TESTS)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def driver_version() -> str:

@@ -137,8 +137,18 @@ def test_distributed(project):
     assert len(drawn(alone)) == 2 and sorted(drawn(alone)) == sorted(drawn(result))
 
 
+STOP = """
+import os, signal, time
+
+def stop():
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(0.5)
+        os._exit(0)  # or the controller would wait for it
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+"""
 STOPS = """
-import os, signal
 import pytest
 
 @pytest.mark.parametrize("i", range(6))
@@ -146,9 +156,7 @@ def test_number(i):
     with open("ran", "a") as file:
         file.write(f"{i}\\n")
     if i == 3 and not os.path.exists("again"):
-        controller = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
-        os.kill(controller, signal.SIGTERM)
-        signal.pause()
+        stop()
 """
 
 
@@ -156,7 +164,7 @@ def test_number(i):
 def test_a_run_that_is_stopped_goes_on(project, distribution, monkeypatch):
     """Each test that has ended is recorded, and runs once; those of one that is stopped are counted."""
     skip_without_xdist(distribution)
-    project.makepyfile(**{"tests/test_it": TESTS, "tests/test_stops": STOPS})
+    project.makepyfile(**{"tests/test_it": TESTS, "tests/test_stops": STOP + STOPS})
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     arguments = ("--gpu-record=record.json", *distribution)
     assert project.runpytest_subprocess(*arguments).ret == pytest.ExitCode.INTERRUPTED
@@ -164,12 +172,35 @@ def test_a_run_that_is_stopped_goes_on(project, distribution, monkeypatch):
     assert {key: stopped[key] for key in (*COUNTS, "not_run")} == {**COUNTS, "passed": 1 + 3, "not_run": 3}
     (project.path / "again").touch()
     result = run_pytest(project, *arguments)
-    assert result.ret == pytest.ExitCode.OK  # of the tests that it ran none failed
+    assert result.ret == pytest.ExitCode.TESTS_FAILED  # one did in the first run
     record = json.loads((project.path / "record.json").read_text())
     assert {key: record[key] for key in COUNTS} == {**COUNTS, "passed": 1 + 6}
     assert "not_run" not in record and record["seed"] == stopped["seed"]
     assert (project.path / "ran").read_text().split() == ["0", "1", "2", "3", "3", "4", "5"]
     assert not (project.path / "record.jsonl").exists()
+
+
+@distributed
+def test_a_run_that_is_stopped_while_it_collects(project, distribution, monkeypatch):
+    """Leaves the record and the journal as they were."""
+    skip_without_xdist(distribution)
+    project.makepyfile(**{"tests/test_it": TESTS, "tests/test_stops": STOP + STOPS})
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    arguments = ("--gpu-record=record.json", *distribution)
+    project.runpytest_subprocess(*arguments)
+    record = (project.path / "record.json").read_text()
+    (project.path / "again").touch()
+    module = project.path / "tests" / "test_stops.py"
+    whole = module.read_text()
+    module.write_text(f"{STOP}\nstop()\n{STOPS}")
+    result = project.runpytest_subprocess(*arguments)
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(["*wrote nothing: it was stopped before all tests were collected*"])
+    assert (project.path / "record.json").read_text() == record
+    module.write_text(whole)
+    run_pytest(project, *arguments)
+    assert "not_run" not in json.loads((project.path / "record.json").read_text())
+    assert (project.path / "ran").read_text().split() == ["0", "1", "2", "3", "3", "4", "5"]
 
 
 def test_only_the_same_run_goes_on(tmp_path):
@@ -181,7 +212,7 @@ def test_only_the_same_run_goes_on(tmp_path):
     journal.add("a", gpu_record.Outcome("passed"))
     journal.add("b", gpu_record.Outcome("skipped", "why"))
     journal.close(is_whole=False)
-    path.write_text(path.read_text() + '["c", "pas')
+    path.write_text(path.read_text() + '["c[1]')
     for facts, resumes in ((one, True), ({**one, "seed": seed}, True), ({**one, "seed": seed + 1}, False)):
         journal = gpu_record.Journal(path)
         content = path.read_text()

@@ -204,6 +204,6 @@ def fp8_fp4_gemm_cases(every: bool) -> list[FP8FP4GemmCase | RecodeCase]:
     for layout in FP8_LAYOUTS:
         epilogue = next(by_column if layout == "plain" else by_expert)
         one = FP8FP4GemmCase(NVFP4, "128x4", layout, RECODED, epilogue, family="fp8_fp4_recoded")
-        cases += [one, replace(one, beside=True)] if every or layout == "plain" else [one]
-    kinds = itertools.product((NVFP4, MXFP4), ("128x4", "linear"), (True, False), (False, True))
-    return cases + [RecodeCase(*kind) for kind in kinds]
+        cases += [one, replace(one, beside=True)] if layout == "plain" else [one]
+    kinds = itertools.product((NVFP4, MXFP4), ("128x4", "linear"), ((True, False), (True, True), (False, False)))
+    return cases + [RecodeCase(fmt, scale_layout, *kind) for fmt, scale_layout, kind in kinds]

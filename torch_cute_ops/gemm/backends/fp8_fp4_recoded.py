@@ -15,7 +15,7 @@ from torch_cute_ops.gemm.backends._fp8 import FP8FP4Backend
 from torch_cute_ops.gemm.backends.fp8_wgmma import many_rows_seconds
 from torch_cute_ops.gemm.cost import bytes_per_second
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
-from torch_cute_ops.gemm.fp8_tiles import Tile, rows_of_expert
+from torch_cute_ops.gemm.fp8_tiles import Tile
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_to_fp8, fp8_fp4_recoded
 from torch_cute_ops.kernels.fp8_wgmma import MANY
@@ -31,10 +31,10 @@ RECODE_RATE = 0.82
 BESIDE: Final = (8, 12)
 """SMs that write the weight beside the GEMM."""
 MOST_BESIDE: Final = 4
-"""One of so many SMs at most."""
+"""At most one SM in so many."""
 BESIDE_RATE = 40e9
 """Bytes that such an SM reads and writes a second, while the others multiply (measured on an H100)."""
-BEHIND_SLOWDOWN, BESIDE_SLOWDOWN = 1.08, 1.04
+BEHIND_SLOWDOWN, BESIDE_SLOWDOWN = 1.07, 1.04
 """Time of the GEMM behind the kernel that writes the weight, or beside it, over its time on as many SMs with an FP8
 weight (measured on an H200; on an H100 1.17 and 1.04)."""
 WAVES_FIRST = 2
@@ -49,8 +49,11 @@ class FP8FP4Recoded(FP8FP4Backend):
     name = "recode"
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
+        """Beside the GEMM only without experts: the host does not know their rows, and with few of them all would wait
+        for few SMs."""
         tiles = MANY, fp4_to_fp8.COLUMNS
-        if not settings.PDL or first_tiles(problem, m, target) > (1 - LEAST_BESIDE) * weight_tiles(problem):
+        few = first_tiles(problem, m, target) > (1 - LEAST_BESIDE) * weight_tiles(problem)
+        if few or not settings.PDL or not problem.grouping.rows.is_plain:
             return ((*tiles, 0),)
         return tuple((*tiles, sms) for sms in (0, *BESIDE) if sms <= target.sms // MOST_BESIDE)
 
@@ -63,7 +66,10 @@ class FP8FP4Recoded(FP8FP4Backend):
         sms = replace(target, sms=target.sms - beside)
         multiply = slowdown * many_rows_seconds(self.tile(tactic), problem, m, sms)
         if beside:
-            multiply = max(multiply, (1 - share) * weight / (BESIDE_RATE * beside))
+            # The first strip of tiles of rows needs all of the weight.
+            strips = -(-m // (MANY * fp8_fp4_recoded.RASTER))
+            write = (1 - share) * weight / (BESIDE_RATE * beside)
+            multiply = max(multiply, write + multiply * (strips - 1) / strips)
         return RECODE_SECONDS + share * weight / (RECODE_RATE * bytes_per_second(target)) + multiply
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
@@ -82,7 +88,6 @@ class FP8FP4Recoded(FP8FP4Backend):
         is_plain, beside = problem.grouping.rows.is_plain, sms_beside(tactic)
         max_ctas = self.tile(tactic).clusters(target.sms - beside)
         shape, strides = (experts, n, k), (n * k, k, 1)
-        rows_at = 1 if problem.grouping.rows.is_masked else 0
         words, tiles = fp4_to_fp8.note_words(n, k, experts), weight_tiles(problem)
 
         def launch(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, *rest: Any) -> None:
@@ -90,7 +95,7 @@ class FP8FP4Recoded(FP8FP4Backend):
             new = allocator(device)
             weight = new(shape, strides, torch.float8_e4m3fn)
             notes = new((words,), (1,), torch.int32)
-            first = first_tiles(problem, out.shape[rows_at], target) if beside else tiles
+            first = first_tiles(problem, out.shape[0], target) if beside else tiles
             for recode in recoding:
                 recode(b, b_scale, weight, notes, first, beside)
             recoded = weight[0].t() if is_plain else weight
@@ -117,6 +122,6 @@ def weight_tiles(problem: GemmProblem) -> int:
 
 
 def first_tiles(problem: GemmProblem, m: int, target: Target) -> int:
-    """Tiles of rows of the weight that are written before the GEMM starts, if others are beside it."""
-    rows = -(-rows_of_expert(problem, m) // MANY)
-    return min(weight_tiles(problem), WAVES_FIRST * -(-target.sms // max(1, min(rows, fp8_fp4_recoded.RASTER))))
+    """Tiles of rows of the weight that are written before the GEMM of ``m`` rows starts, if others are beside it."""
+    rows = min(-(-m // MANY), fp8_fp4_recoded.RASTER)
+    return min(weight_tiles(problem), WAVES_FIRST * -(-target.sms // max(1, rows)))

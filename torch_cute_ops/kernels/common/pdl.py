@@ -6,8 +6,8 @@ visible. So while a kernel has not waited, at most the one before it is under wa
 was launched can be read, and nothing else. Nothing is written before the wait, because the kernel before may read it.
 The exception is what only a second kernel of an op touches: the kernel before it is then known, the op's first, which
 touches no such memory, and waited itself, so that all kernels before that have ended. (``fp4_gated_experts`` zeroes the
-padding of scales ahead. ``fp8_fp4_recoded`` multiplies while the kernel before it recodes the weight, and waits for its
-end before it releases dependents.)
+padding of scales ahead. ``fp8_fp4_recoded`` is an op's third kernel, which multiplies while the second one recodes the
+weight, and waits for its end before it releases dependents.)
 
 That is what ``static_weight`` of the GEMMs promises: the weight and its scales were complete before the previous
 launch. A weight that the previous launch writes is not. It is also why the second kernel of an op may read the op's

@@ -72,12 +72,12 @@ class FP4ToFP8Kernel:
             left = experts * cute.ceil_div(n, COLUMNS) - first
             # At least one, since it is what the GEMM starts behind.
             ctas = cutlass.max(cutlass.min(max_ctas, cute.ceil_div(left * ranges * TEAMS, c.teams)), Int32(1))
-            beside = 1
+            along_k = 1
         else:
-            ctas, beside = first * TEAMS, ranges
+            ctas, along_k = first * TEAMS, ranges
         ctas = ctas_unless_overlapping(ctas, written=(weight, notes), read=(b, b_scale))
         self.kernel(codes, scale, weight, notes, first).launch(
-            grid=[ctas, beside, 1],
+            grid=[ctas, along_k, 1],
             block=[c.threads, 1, 1],
             stream=stream,
             use_pdl=c.pdl,
