@@ -1,5 +1,5 @@
 """A pass for Inductor that fuses norms and gates with the quantisation behind them, and has our ops compute norms, and
-gates of few rows, before GEMMs with 16-bit activations, in models that know nothing of it.
+gates of one row, before GEMMs with 16-bit activations, in models that know nothing of it.
 
 :func:`enable` turns it on for the process; ``options={"post_grad_custom_pre_pass": FuseQuantization()}`` of
 ``torch.compile`` for one model.
@@ -189,7 +189,7 @@ def _fuse(node: Node) -> bool:
 
 def _fuse_input(node: Node) -> bool:
     """Have one op make the activations of a GEMM, where they are a norm; or that and the GEMM's result, where they are
-    a gate of few rows; whether they are."""
+    a gate of one row; whether they are."""
     value, _ = _without_reshape(_named_arguments(node)["a"])
     gated = _match_silu_mul(value)
     if gated is not None:
@@ -205,7 +205,7 @@ def _fuse_input(node: Node) -> bool:
 
 
 def _multiply_gated(node: Node, value: Node, gated: Node) -> bool:
-    """Replace a GEMM of a gate's ``value``, of few rows of gate and up in one tensor, if nothing else reads that;
+    """Replace a GEMM of a gate's ``value``, of one row of gate and up in one tensor, if nothing else reads that;
     whether it was."""
     named = _named_arguments(node)
     rows = _value(named.pop("a")).shape[0]
