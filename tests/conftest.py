@@ -121,11 +121,14 @@ def group_of(nodeid: str, workers: int = 1) -> str:
 
     What Inductor compiles for the CPU is a group for every 8 workers: each worker precompiles PyTorch's headers first,
     for a minute, and one alone would be at it after all others have finished. So is a file whose tests compile the same
-    kernels, and keep them: the longest takes two minutes by itself.
+    kernels, and keep them: the longest takes two minutes by itself. Tests for GPUs alone, of which some launch kernels
+    for a minute, are each on their own, or those of a backend would wait for each other.
     """
     name, _, parameters = nodeid.partition("[")
     file = name.partition("::")[0]
     some = digest_of(parameters) % -(-workers // WORKERS_OF_A_GROUP)
+    if file.endswith("_gpu.py"):
+        return nodeid
     if KEEPS_KERNELS.search(file):
         return f"{file}-{some}"
     if parameters.startswith("cpu-") and name.rpartition("::")[2] in BY_INDUCTOR:
