@@ -92,6 +92,7 @@ def test_recoding_beside_the_gemm(is_hard, fmt, layout, captured, target):
                 launchers[tactic](*call[:8], out)
 
         graph = torch.cuda.CUDAGraph()
+        run()
         if captured:
             with torch.cuda.graph(graph):
                 run()
