@@ -40,8 +40,8 @@ def sms_beside(of: GemmProblem, m: int, target: Target = HOPPER) -> list:
 
 
 def test_beside_large_weights_alone(monkeypatch):
-    """Of which most is not written first; without experts, whose rows the host does not know; by a few of many SMs; and
-    where launches overlap."""
+    """The GEMM's first tiles need a small part of them. There are no experts, whose rows the host does not know; few of
+    the SMs write; and launches overlap."""
     large = problem(28672, 4096)
     assert sms_beside(large, 2048) == sms_beside(large, 4096) == [0, *BESIDE]
     assert sms_beside(large, 64) == sms_beside(problem(4096, 14336), 4096) == [0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import hashlib
 import importlib.metadata
 import json
 import platform
@@ -201,19 +200,11 @@ def facts(config: pytest.Config) -> dict[str, Any]:
         "torch": torch.__version__,
         **{name: importlib.metadata.version(name) for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi")},
         "source_digest": source_digest(),
-        "tests_digest": digest_of_tests(),
+        "tests_digest": source_digest(TESTS),
         "gpus": torch.cuda.device_count(),
         **{option: config.getoption(option) for option in options},
         "seed": config.getoption("seed"),
     }
-
-
-def digest_of_tests() -> str:
-    """A digest of the sources of the tests."""
-    digest = hashlib.sha256()
-    for path in sorted(TESTS.rglob("*.py")):
-        digest.update(str(path.relative_to(TESTS)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 def driver_version() -> str:

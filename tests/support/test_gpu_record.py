@@ -91,7 +91,8 @@ def project(pytester, monkeypatch):
 # A worker that is restarted with --dist loadgroup waits for ever (pytest-xdist 3.8, issue 1323).
 DISTRIBUTED = ["-n", "2", "--dist", "loadgroup", "--max-worker-restart", "0"]
 ONE_WORKER = ["-n", "1", *DISTRIBUTED[2:]]
-distributed = pytest.mark.parametrize("distribution", [[], ONE_WORKER], ids=["one-process", "distributed"])
+DISTRIBUTIONS = {"one-process": [], "distributed": ONE_WORKER}
+distributed = pytest.mark.parametrize("distribution", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
 
 
 def run_pytest(project, *arguments):
@@ -160,36 +161,35 @@ def test_number(i):
 """
 
 
-@distributed
-def test_a_run_that_is_stopped_goes_on(project, distribution, monkeypatch):
-    """Each test that has ended is recorded, and runs once; those of one that is stopped are counted."""
-    skip_without_xdist(distribution)
+@pytest.fixture(params=DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
+def stopped(request, project, monkeypatch):
+    """A run that was stopped in the middle, and would not be a second time: its project, command line, and record."""
+    skip_without_xdist(request.param)
     project.makepyfile(**{"tests/test_it": TESTS, "tests/test_stops": STOP + STOPS})
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    arguments = ("--gpu-record=record.json", *distribution)
+    arguments = ("--gpu-record=record.json", *request.param)
     assert project.runpytest_subprocess(*arguments).ret == pytest.ExitCode.INTERRUPTED
-    stopped = json.loads((project.path / "record.json").read_text())
-    assert {key: stopped[key] for key in (*COUNTS, "not_run")} == {**COUNTS, "passed": 1 + 3, "not_run": 3}
     (project.path / "again").touch()
+    return project, arguments, (project.path / "record.json").read_text()
+
+
+def test_a_run_that_is_stopped_goes_on(stopped):
+    """Each test that has ended is recorded, and runs once; those of one that is stopped are counted."""
+    project, arguments, text = stopped
+    before = json.loads(text)
+    assert {key: before[key] for key in (*COUNTS, "not_run")} == {**COUNTS, "passed": 1 + 3, "not_run": 3}
     result = run_pytest(project, *arguments)
     assert result.ret == pytest.ExitCode.TESTS_FAILED  # one did in the first run
     record = json.loads((project.path / "record.json").read_text())
     assert {key: record[key] for key in COUNTS} == {**COUNTS, "passed": 1 + 6}
-    assert "not_run" not in record and record["seed"] == stopped["seed"]
+    assert "not_run" not in record and record["seed"] == before["seed"]
     assert (project.path / "ran").read_text().split() == ["0", "1", "2", "3", "3", "4", "5"]
     assert not (project.path / "record.jsonl").exists()
 
 
-@distributed
-def test_a_run_that_is_stopped_while_it_collects(project, distribution, monkeypatch):
+def test_a_run_that_is_stopped_while_it_collects(stopped):
     """Leaves the record and the journal as they were."""
-    skip_without_xdist(distribution)
-    project.makepyfile(**{"tests/test_it": TESTS, "tests/test_stops": STOP + STOPS})
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    arguments = ("--gpu-record=record.json", *distribution)
-    project.runpytest_subprocess(*arguments)
-    record = (project.path / "record.json").read_text()
-    (project.path / "again").touch()
+    project, arguments, record = stopped
     module = project.path / "tests" / "test_stops.py"
     whole = module.read_text()
     module.write_text(f"{STOP}\nstop()\n{STOPS}")

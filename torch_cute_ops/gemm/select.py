@@ -73,9 +73,8 @@ def _gpu(index: int) -> Target:
 
 def candidates(problem: GemmProblem) -> dict[str, Backend]:
     """The backends for problems of this kind, by name."""
-    multiplied = replace(problem, gates_input=False)
-    found = [backend for backend in BACKENDS if backend.handles(multiplied)]
-    return {backend.name: GateFirst(backend) if problem.gates_input else backend for backend in found}
+    backends = map(GateFirst, BACKENDS) if problem.gates_input else BACKENDS
+    return {backend.name: backend for backend in backends if backend.handles(problem)}
 
 
 def reasons(problem: GemmProblem, target: Target) -> dict[str, str | None]:

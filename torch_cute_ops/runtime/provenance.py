@@ -13,9 +13,10 @@ def text_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def source_digest() -> str:
-    """SHA-256 over the names and contents of the package's Python files, hexadecimal."""
-    return _digest(ROOT.rglob("*.py"))
+def source_digest(root: Path | None = None) -> str:
+    """SHA-256 over the names and contents of the Python files below ``root``, or the package's, hexadecimal."""
+    root = root or ROOT
+    return _digest(root.rglob("*.py"), root)
 
 
 @functools.cache
@@ -23,12 +24,12 @@ def kernel_digest() -> str:
     """The same over the files that a kernel is made from."""
     folders = ("formats", "kernels")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    return _digest([*files, *(ROOT / "runtime" / name for name in ("argspec.py", "compiler.py"))])
+    return _digest([*files, *(ROOT / "runtime" / name for name in ("argspec.py", "compiler.py"))], ROOT)
 
 
-def _digest(files: Iterable[Path]) -> str:
+def _digest(files: Iterable[Path], root: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(files):
-        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0")
         digest.update(path.read_bytes() + b"\0")
     return digest.hexdigest()

@@ -60,17 +60,17 @@ class FP8FP4Recoded(FP8FP4Backend):
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         beside = sms_beside(tactic)
         weight = problem.experts * problem.n * (problem.b.row_bytes(problem.k) + problem.k)
-        share, slowdown = 1.0, BEHIND_SLOWDOWN
-        if beside:
-            share, slowdown = first_tiles(problem, m, target) / max(weight_tiles(problem), 1), BESIDE_SLOWDOWN
-        sms = replace(target, sms=target.sms - beside)
-        multiply = slowdown * many_rows_seconds(self.tile(tactic), problem, m, sms)
-        if beside:
+        multiply = many_rows_seconds(self.tile(tactic), problem, m, replace(target, sms=target.sms - beside))
+        if beside == 0:
+            first, multiply = 1.0, BEHIND_SLOWDOWN * multiply
+        else:
+            first = first_tiles(problem, m, target) / max(weight_tiles(problem), 1)
+            write = (1 - first) * weight / (BESIDE_RATE * beside)
             # The first strip of tiles of rows needs all of the weight.
             strips = -(-m // (MANY * fp8_fp4_recoded.RASTER))
-            write = (1 - share) * weight / (BESIDE_RATE * beside)
+            multiply *= BESIDE_SLOWDOWN
             multiply = max(multiply, write + multiply * (strips - 1) / strips)
-        return RECODE_SECONDS + share * weight / (RECODE_RATE * bytes_per_second(target)) + multiply
+        return RECODE_SECONDS + first * weight / (RECODE_RATE * bytes_per_second(target)) + multiply
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
         rows, pdl, beside = problem.grouping.rows, settings.PDL, sms_beside(tactic) > 0

@@ -72,9 +72,15 @@ class FP8TilesConfig:
         return pdl and rows.is_plain and tokens <= GROUP_ROWS
 
     @property
+    def waits_last(self) -> bool:
+        """Whether consumers alone wait for the kernel before this one, which runs beside it, and behind their last
+        tile."""
+        return False
+
+    @property
     def waits_first(self) -> bool:
         """Whether all threads wait for the kernels before this one at once."""
-        return self.pdl and not self.static_weight
+        return self.pdl and not self.static_weight and not self.waits_last
 
     @property
     def teams_meet(self) -> bool:

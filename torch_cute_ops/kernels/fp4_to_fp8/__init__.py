@@ -12,8 +12,8 @@ table of eight bytes, looks up four codes by one PRMT, and stores 16 bytes. Eigh
 
 Either CTAs of a team each recode all of the weight, and the GEMM waits for this kernel; or they recode what its first
 tiles need, and a second launch recodes the rest ``beside`` it. That one has a few CTAs, each on an SM of its own, whose
-teams take parts of the rows in the order in which the GEMM comes to them, and count those that are done: the GEMM's
-tiles wait for the counts of their rows (``Notes.done``), not for the kernel. All CTAs of this one run before the GEMM
+teams take such pieces in the order in which the GEMM comes to them, and count those that are done: the GEMM's tiles
+wait for the counts of their rows (``Notes.done``), not for the kernel. All CTAs of this one run before the GEMM
 starts, since it releases its dependents only when each of them has begun.
 
 Bytes moved for each element: 1/2 + 1/block_size read, 1 + 1/64 written.

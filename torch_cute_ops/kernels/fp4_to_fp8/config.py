@@ -18,6 +18,8 @@ TEAM: Final = 256
 PARTS: Final = 8
 """Threads that share a row."""
 TEAM_ROWS: Final = TEAM // PARTS
+RANGE_PIECES: Final = COLUMNS // TEAM_ROWS
+"""Pieces of a range: what a team recodes, of all rows whose notes lie together."""
 LINE_WORDS: Final = 32
 """Words of a cache line."""
 BESIDE_TEAMS: Final = 3
@@ -29,7 +31,7 @@ class Notes:
     """Where what is noted of ``COLUMNS`` rows lies, in words from the first of these: the units as fp32; a word for
     each ``RANGE`` of K blocks and ``GROUP`` of rows, whose bits are those K blocks in which a row has a power of its
     own; exponents of 16 bits, of the units and then of each K block, of a group's rows where its bit is set; and in a
-    cache line of its own how many teams have recoded their part of the rows.
+    cache line of its own how many pieces of the rows have been recoded.
 
     Numbers are integers, or the device's.
     """
@@ -51,13 +53,13 @@ class Notes:
 
     @classmethod
     def done(cls, blocks: Any) -> Any:
-        """The word with the number of teams that are done."""
+        """The word with the number of pieces that are done."""
         return cls.exponents(blocks, blocks + 1)
 
     @classmethod
-    def teams(cls, blocks: Any) -> Any:
-        """How many teams recode the rows."""
-        return cls.ranges(blocks) * (COLUMNS // TEAM_ROWS)
+    def pieces(cls, blocks: Any) -> Any:
+        """Pieces of the rows."""
+        return cls.ranges(blocks) * RANGE_PIECES
 
     @classmethod
     def words(cls, blocks: Any) -> Any:
@@ -80,7 +82,7 @@ class Arguments(namedtuple("Arguments", "b b_scale weight notes first max_ctas")
         weight: (E, N, K) e4m3, contiguous, written; E is 1 without experts.
         notes: (``note_words``,) int32, written where there are rows: ``Notes`` of each tile.
         first: tiles that are recoded before the GEMM starts, a number: by the kernel that is not ``beside``, which also
-            starts the count of teams that are done, of all tiles.
+            starts the count of pieces that are done, of all tiles.
         max_ctas: CTAs of the kernel ``beside``, which recodes all other tiles, in order; a number.
     """
 

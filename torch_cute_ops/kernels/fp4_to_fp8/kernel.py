@@ -14,6 +14,7 @@ from torch_cute_ops.kernels.fp4_to_fp8.config import (
     GROUP,
     PARTS,
     RANGE,
+    RANGE_PIECES,
     TEAM,
     TEAM_ROWS,
     Arguments,
@@ -33,9 +34,9 @@ from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 PART = BLOCK // PARTS
 """Elements of a K block that a thread has."""
-TEAMS = COLUMNS // TEAM_ROWS
-"""Teams that recode a range of a tile."""
 ALL_LANES = 0xFFFFFFFF
+ROW_LANES = (1 << PARTS) - 1
+"""Those of a warp's first row."""
 
 
 class FP4ToFP8Kernel:
@@ -71,10 +72,10 @@ class FP4ToFP8Kernel:
         if const_expr(c.beside):
             left = experts * cute.ceil_div(n, COLUMNS) - first
             # At least one, since it is what the GEMM starts behind.
-            ctas = cutlass.max(cutlass.min(max_ctas, cute.ceil_div(left * ranges * TEAMS, c.teams)), Int32(1))
+            ctas = cutlass.max(cutlass.min(max_ctas, cute.ceil_div(left * ranges * RANGE_PIECES, c.teams)), Int32(1))
             along_k = 1
         else:
-            ctas, along_k = first * TEAMS, ranges
+            ctas, along_k = first * RANGE_PIECES, ranges
         ctas = ctas_unless_overlapping(ctas, written=(weight, notes), read=(b, b_scale))
         self.kernel(codes, scale, weight, notes, first).launch(
             grid=[ctas, along_k, 1],
@@ -95,33 +96,35 @@ class FP4ToFP8Kernel:
         pdl.start(c.pdl)
         if const_expr(c.beside):
             team = cute.arch.make_warp_uniform(tid // TEAM)
-            begin, end = first * (ranges * TEAMS), tiles * (ranges * TEAMS)
-            for item in cutlass.range(begin + cta * c.teams + team, end, ctas * c.teams, unroll=1):
-                tile, place = item // (ranges * TEAMS), item % (ranges * TEAMS)
-                self._recode(codes, scale, weight, notes, tile, place % TEAMS, place // TEAMS, tid % TEAM)
+            of_tile = ranges * RANGE_PIECES
+            begin, end = first * of_tile, tiles * of_tile
+            for number in cutlass.range(begin + cta * c.teams + team, end, ctas * c.teams, unroll=1):
+                tile, piece = number // of_tile, number % of_tile
+                of_range = piece % RANGE_PIECES, piece // RANGE_PIECES
+                self._recode(codes, scale, weight, notes, tile, *of_range, tid % TEAM)
                 self._tell_done(notes, tile, blocks, team, tid % TEAM)
         else:
             # Of the other tiles nothing is done yet.
             for tile in cutlass.range((range_ * ctas + cta) * TEAM + tid, tiles, ctas * ranges * TEAM, unroll=1):
-                done = ptx.select(tile < first, Int32(Notes.teams(blocks)), Int32(0))
+                done = ptx.select(tile < first, Int32(Notes.pieces(blocks)), Int32(0))
                 notes[Int64(tile) * Notes.words(blocks) + Notes.done(blocks)] = done
-            self._recode(codes, scale, weight, notes, cta // TEAMS, cta % TEAMS, range_, tid)
+            self._recode(codes, scale, weight, notes, cta // RANGE_PIECES, cta % RANGE_PIECES, range_, tid)
 
     def _tell_done(self, notes, tile, blocks, team, tid) -> None:
-        """A team has recoded its part of a tile; the GEMM copies it through the async proxy."""
+        """A team has recoded a piece of a tile; the GEMM copies it through the async proxy."""
         fence_async_global()
         cute.arch.barrier(barrier_id=1 + team, number_of_threads=TEAM)
         at = notes.iterator + (Int64(tile) * Notes.words(blocks) + Notes.done(blocks))
         ptx.add_release_if(at, Int32(1), tid == 0)
 
     @cute.jit
-    def _recode(self, codes, scale, weight, notes, tile, team, range_, tid):
-        """Recode a range of the rows of a tile that a team has; ``tid`` is the thread in its team."""
+    def _recode(self, codes, scale, weight, notes, tile, piece, range_, tid):
+        """Recode a piece of a range of a tile; ``tid`` is the thread in its team."""
         c = self.config
         n, half, _ = codes.shape
         part = tid % PARTS
         of_expert = cute.ceil_div(n, COLUMNS)
-        expert, row = tile // of_expert, tile % of_expert * COLUMNS + team * TEAM_ROWS + tid // PARTS
+        expert, row = tile // of_expert, tile % of_expert * COLUMNS + piece * TEAM_ROWS + tid // PARTS
         exists = row < n
         begin = range_ * RANGE
         # A thread's parts of the range's K blocks, and their scales, are at constant distances.
@@ -179,8 +182,8 @@ class FP4ToFP8Kernel:
         votes = Uint32(cute.arch.vote_ballot_sync(fits | (there == Boolean(False))))
         if votes != Uint32(ALL_LANES):
             owns = Uint32(1 << i)
-            of_row = votes >> Uint32(cute.arch.lane_idx() // PARTS * PARTS) & Uint32((1 << PARTS) - 1)
-            row_fits = of_row == Uint32((1 << PARTS) - 1)
+            of_row = votes >> Uint32(cute.arch.lane_idx() // PARTS * PARTS) & Uint32(ROW_LANES)
+            row_fits = of_row == Uint32(ROW_LANES)
             own = own_exponent(self._row_scales(scale, n, half, expert, row, there, block), fmt)
             own_low, own_high = table_of_own_unit(byte, own, fmt)
             low, high = ptx.select(row_fits, low, own_low), ptx.select(row_fits, high, own_high)

@@ -30,9 +30,8 @@ class Config(fp8_wgmma.Config):
     beside: bool
 
     @property
-    def waits_first(self) -> bool:
-        """As elsewhere, unless the kernel before this one runs beside it."""
-        return super().waits_first and not self.beside
+    def waits_last(self) -> bool:
+        return self.pdl and self.beside
 
     @property
     def units_at(self) -> int:
@@ -55,4 +54,6 @@ def plan(*, rows: ExpertLayout, epilogue: Epilogue, arch: Arch, pdl: bool, besid
     """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this."""
     sizes = fp8_wgmma.MANY, COLUMNS, 1
     every = range(fp8_wgmma.MOST_STAGES, 1, -1)
-    return first_fit((Config(rows, epilogue, *sizes, stages, pdl, False, beside) for stages in every), arch)
+    return first_fit(
+        (Config(rows, epilogue, *sizes, stages, pdl, static_weight=False, beside=beside) for stages in every), arch
+    )

@@ -45,7 +45,7 @@ class FP8FP4RecodedKernel(UnitsKernel):
         if const_expr(self.config.beside):
             at = share.b_scale.iterator + (self._notes(expert, column, share) + Notes.done(share.blocks))
             done = ptx.load_acquire(at)
-            while done < Uint32(Notes.teams(share.blocks)):
+            while done < Uint32(Notes.pieces(share.blocks)):
                 done = ptx.load_acquire(at)
             fence_async_global()
 

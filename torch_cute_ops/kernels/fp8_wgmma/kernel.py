@@ -124,7 +124,7 @@ class FP8WgmmaKernel(FP8TilesKernel):
         if const_expr(not c.is_swapped):
             self._store_kept(sums, kept, consumer, share)
         if const_expr(c.pdl):
-            if const_expr(not c.waits_first and not c.static_weight):
+            if const_expr(c.waits_last):
                 cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
 
