@@ -13,6 +13,7 @@ from torch_cute_ops.ops.add_rmsnorm_fp4quant_with_norm_both_layouts import add_r
 from torch_cute_ops.ops.add_rmsnorm_fp8quant import add_rmsnorm_fp8quant
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
+from torch_cute_ops.ops.fp4quant_mm_fp4 import fp4quant_mm_fp4
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
 from torch_cute_ops.ops.grouped_mm_fp8 import grouped_mm_fp8
 from torch_cute_ops.ops.grouped_mm_fp8_fp4 import grouped_mm_fp8_fp4
@@ -36,6 +37,7 @@ from torch_cute_ops.ops.rmsnorm_fp4quant_with_norm import rmsnorm_fp4quant_with_
 from torch_cute_ops.ops.rmsnorm_fp8quant import rmsnorm_fp8quant
 from torch_cute_ops.ops.silu_mul import silu_mul
 from torch_cute_ops.ops.silu_mul_fp4quant import silu_mul_fp4quant
+from torch_cute_ops.ops.silu_mul_fp4quant_mm_fp4 import silu_mul_fp4quant_mm_fp4
 from torch_cute_ops.ops.silu_mul_fp8quant import silu_mul_fp8quant
 from torch_cute_ops.ops.silu_mul_mm_fp4_weight_only import silu_mul_mm_fp4_weight_only
 from torch_cute_ops.registry import backends, precompile, properties_of, warmup
@@ -54,6 +56,7 @@ __all__ = [
     "convert_scales",
     "fp4_dequantize",
     "fp4_quantize",
+    "fp4quant_mm_fp4",
     "fp8_quantize",
     "grouped_mm_fp8",
     "grouped_mm_fp8_fp4",
@@ -80,6 +83,7 @@ __all__ = [
     "rmsnorm_fp8quant",
     "silu_mul",
     "silu_mul_fp4quant",
+    "silu_mul_fp4quant_mm_fp4",
     "silu_mul_fp8quant",
     "silu_mul_mm_fp4_weight_only",
     "warmup",

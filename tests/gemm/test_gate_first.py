@@ -11,7 +11,7 @@ from support.launch_model import Launches, launches  # noqa: F401  (a fixture)
 import torch_cute_ops
 from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.gemm import select
-from torch_cute_ops.gemm.backends.gate_first import APART, GateFirst
+from torch_cute_ops.gemm.backends.input_first import APART, InputFirst
 from torch_cute_ops.gemm.cost import usual_targets
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
@@ -33,7 +33,7 @@ def test_tactics(m):
     """All of a backend behind a launch for the gate, which takes its time by the model; of Hopper's also without it,
     as is chosen for one row."""
     plain, gated = (select.candidates(problem) for problem in (PLAIN, GATED))
-    assert [*plain] == [*gated] and all(isinstance(each, GateFirst) for each in gated.values())
+    assert [*plain] == [*gated] and all(isinstance(each, InputFirst) for each in gated.values())
     for name, backend in plain.items():
         if backend.reason_unsupported(PLAIN, HOPPER) is not None or name == "reference":
             continue

@@ -8,7 +8,7 @@ import torch
 import torch_cute_ops
 from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.gemm import select
-from torch_cute_ops.gemm.backends.gate_first import APART
+from torch_cute_ops.gemm.backends.input_first import APART
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.testing.samples import silu_mul_mm_fp4_weight_only

@@ -19,7 +19,7 @@ from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.gemm import decode, select
 from torch_cute_ops.gemm.backend import Target
-from torch_cute_ops.gemm.backends import _fp4, _fp8, cublas, gate_first
+from torch_cute_ops.gemm.backends import _fp4, _fp8, cublas, input_first
 from torch_cute_ops.gemm.backends import fp8_fp4_recoded as recoded
 from torch_cute_ops.kernels import (
     fp4_experts,
@@ -69,7 +69,7 @@ DSL_NAMES = {
 }
 
 
-COMPILING = (_call, decode, _fp4, _fp8, recoded, gate_first)
+COMPILING = (_call, decode, _fp4, _fp8, recoded, input_first)
 """The modules that compile kernels."""
 
 

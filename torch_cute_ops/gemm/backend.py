@@ -42,9 +42,9 @@ class Backend(abc.ABC):
     name: str
     by_name_only: bool = False
     """Whether ``"auto"`` takes it on a CPU alone."""
-    gates: ClassVar[bool] = False
-    """Whether it computes problems with a gate in front of the activations too (``GemmProblem.gates_input``), by those
-    of its tactics that it has then. To others ``backends.gate_first`` passes gated activations."""
+    makes_input: ClassVar[bool] = False
+    """Whether it computes problems of which ``GemmProblem.makes_input`` holds too, by those of its tactics that it has
+    then. To others ``backends.input_first`` passes activations that it has made."""
 
     @abc.abstractmethod
     def handles(self, problem: GemmProblem) -> bool:

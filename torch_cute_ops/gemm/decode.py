@@ -31,7 +31,8 @@ def weight_scales(problem: GemmProblem) -> ScaleLayout:
 def sixteen_bit_dtype(problem: GemmProblem) -> torch.dtype:
     """What operands are decoded to: the dtype of 16-bit activations, or float16, which holds NVFP4 exactly; for MXFP4,
     bfloat16."""
-    return fp4_format(problem).operand_dtype(torch.float16 if problem.a.is_fp4 else activation_dtype(problem))
+    is_fp4 = problem.a.is_fp4 or problem.quantises_input is not None
+    return fp4_format(problem).operand_dtype(torch.float16 if is_fp4 else activation_dtype(problem))
 
 
 def activation_dtype(problem: GemmProblem) -> torch.dtype:
@@ -48,6 +49,7 @@ def fp4_operands(problem: GemmProblem) -> FP4Operands:
         weight_scales(problem),
         problem.a.scale_layout,
         problem.gates_input,
+        problem.quantises_input,
     )
 
 

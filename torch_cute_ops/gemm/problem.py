@@ -1,11 +1,12 @@
 """What a GEMM computes: all about it that does not change from call to call."""
 
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
 from torch_cute_ops.formats import FP4Format, FP8Format, ScaleLayout
+from torch_cute_ops.kernels.common.activation_layout import Quantises
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
 
@@ -92,7 +93,10 @@ class GemmProblem:
             biases may have.
         global_scale: encode scales of a quantised result: ``"one"``, or one for each ``"expert"``.
         gates_input: whether calls pass gate and up, (M, 2K), as ``a``: the activations are then ``silu(gate) · up`` of
-            the first and second half of each row, rounded to their dtype, which has 16 bits.
+            the first and second half of each row, rounded to their dtype, which has 16 bits, unless they are quantised.
+        quantises_input: whether the activations, which calls pass in 16 bits, are quantised to the weight's format
+            before they are multiplied: ``"scaled"`` with a global scale, which calls pass as ``a_scale``, ``"plain"``
+            without one. Their scales are then in the layout of the weight's.
         static_weight: the promise that the weight and its scales were complete before the previous launch on the
             stream, and so may be read ahead of it.
     """
@@ -107,6 +111,7 @@ class GemmProblem:
     quantised: Operand | None = None
     global_scale: Literal["one", "expert"] | None = None
     gates_input: bool = False
+    quantises_input: Quantises | None = None
     static_weight: bool = False
 
     @property
@@ -128,6 +133,18 @@ class GemmProblem:
     def expert_n(self) -> int:
         """Columns of the result that are an expert's."""
         return self.n // self.experts if self.grouping.over == "n" else self.n
+
+    @property
+    def makes_input(self) -> bool:
+        """Whether the activations are made of what calls pass, by a gate or a quantisation, or both."""
+        return self.gates_input or self.quantises_input is not None
+
+    @property
+    def of_activations(self) -> "GemmProblem":
+        """The same from the activations on, where these are made."""
+        quantised = self.quantises_input is not None
+        a = Operand(self.b.format, self.b.scale_layout) if quantised else self.a
+        return replace(self, a=a, gates_input=False, quantises_input=None)
 
     @property
     def a_width(self) -> int:
@@ -193,7 +210,8 @@ class Operands(NamedTuple):
         a: (M, K/2) uint8 (FP4), (M, K) float8_e4m3fn or a 16-bit dtype, with a gate in front (M, 2K). Masked: (E, rows
             of an expert, K).
         b: the transposed view of a weight's rows: (K/2, N) uint8, or (K, N) float8_e4m3fn. Grouped by rows: (E, N, K).
-        a_scale, b_scale: in their formats' dtypes and layouts; ``None`` where there are none.
+        a_scale, b_scale: in their formats' dtypes and layouts; ``None`` where there are none. Of activations that are
+            quantised first ``a_scale`` is the global scale, (1,) float32, or ``None``.
         alpha, bias: as for ``Epilogue``; with experts over K ``alpha`` is (M, E) float32 with any strides, and ``bias``
             (E, N).
         offsets: (E + 1,) int32, grouped by rows; or ``None``.

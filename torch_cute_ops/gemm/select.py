@@ -17,7 +17,7 @@ from torch_cute_ops.gemm.backends.fp8_fp4_recoded import FP8FP4Recoded
 from torch_cute_ops.gemm.backends.fp8_fp4_wgmma import FP8FP4Wgmma
 from torch_cute_ops.gemm.backends.fp8_mma_sync import FP8MmaSync
 from torch_cute_ops.gemm.backends.fp8_wgmma import FP8Wgmma
-from torch_cute_ops.gemm.backends.gate_first import GateFirst
+from torch_cute_ops.gemm.backends.input_first import InputFirst
 from torch_cute_ops.gemm.backends.reference import Reference
 from torch_cute_ops.gemm.backends.routed import Routed
 from torch_cute_ops.gemm.backends.routed_gated import RoutedGated
@@ -73,7 +73,7 @@ def _gpu(index: int) -> Target:
 
 def candidates(problem: GemmProblem) -> dict[str, Backend]:
     """The backends for problems of this kind, by name."""
-    backends = map(GateFirst, BACKENDS) if problem.gates_input else BACKENDS
+    backends = map(InputFirst, BACKENDS) if problem.makes_input else BACKENDS
     return {backend.name: backend for backend in backends if backend.handles(problem)}
 
 

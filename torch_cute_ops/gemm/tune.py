@@ -16,6 +16,7 @@ from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.problem import GatedOperands, GemmProblem, Operand, Operands
 from torch_cute_ops.gemm.select import candidates, key_of, reasons
 from torch_cute_ops.reference.fp4_dequantize import decode_rows
+from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.mm_fp8_block import factors_of_columns
 from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight
 from torch_cute_ops.reference.moe_fc1_fp4 import quantize_experts, written_parts
@@ -143,6 +144,8 @@ class Bench:
         experts = problem.experts if over == "rows" else 1
         lead = (problem.experts, self.m) if layout.is_masked else (self.m,)
         a, a_scale = _operand(problem.a, lead, problem.a_width, generator, exact)
+        if problem.quantises_input == "scaled":
+            a_scale = torch.full((1,), 3.0, dtype=torch.float32, device=device)
         weights = (experts, problem.n) if over == "rows" else (problem.n,)
         # Beside FP8, sums of an FP4 weight are exact only if its scales are powers of two, the same in each row.
         b, b_scale = _weight(problem.b, weights, problem.k, generator, exact and problem.a.is_fp8)
@@ -192,10 +195,11 @@ class Bench:
         n, k, over = problem.n, problem.k, problem.grouping.over
         rows = out.reshape(-1, n).shape[0]
         info = torch.finfo(problem.out_dtype)
-        off = None
+        left_operand, off = problem.a, None
         if isinstance(problem.a.format, torch.dtype) and isinstance(problem.b.format, FP4Format):
-            dtype = problem.b.format.operand_dtype(problem.a.format)
-            a, off = _gated(a, dtype) if problem.gates_input else (a.to(dtype), None)
+            if problem.makes_input:
+                left_operand, a, a_scale, off = _made_input(problem, a, a_scale)
+            a = a if left_operand.is_fp4 else a.to(problem.b.format.operand_dtype(problem.a.format))
         want, allowed = (torch.empty((rows, n), dtype=torch.float32, device=out.device) for _ in range(2))
         factors = _linear_scales(problem, b_scale)
         roundings = k if over != "k" else problem.expert_k + 1 + problem.topk
@@ -204,7 +208,7 @@ class Bench:
         weight = b if over == "rows" else b.t()[None]
         for expert, of_expert in enumerate(self._rows_of_experts(rows)):
             for part in _chunks(of_expert, k):
-                left = _decoded(problem.a, a.reshape(rows, -1), a_scale, part, rows, k)
+                left = _decoded(left_operand, a.reshape(rows, -1), a_scale, part, rows, k)
                 if over == "k" and alpha is not None:
                     left = left * alpha[part].double().repeat_interleave(problem.expert_k, 1)
                 for columns in _chunks(slice(0, n), k):
@@ -386,12 +390,32 @@ def _operand(
     return torch.randn(*lead, k, dtype=operand.format, device=device, generator=generator), None
 
 
-def _gated(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The activations (M, K) of gate and up, in the dtype that they are multiplied in; and how far others may be off
-    that another exponential makes, in fp64."""
-    value = silu_mul_rows(rows)
-    low, gated, high = ((value * (1 + error)).to(rows.dtype).to(dtype) for error in (-GATE_EPS, 0.0, GATE_EPS))
-    return gated, (high.double() - low.double()).abs()
+def _made_input(
+    problem: GemmProblem, rows: Tensor, global_scale: Tensor | None
+) -> tuple[Operand, Tensor, Tensor | None, Tensor | None]:
+    """What is multiplied, where it is made of ``rows``: its format, the activations, their scales; and how far in fp64
+    others may be off that another exponential makes."""
+    operand = problem.of_activations.a
+    value = silu_mul_rows(rows) if problem.gates_input else rows.float()
+
+    def made(error: float) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Those of values that are so much larger; and the numbers that they are multiplied as."""
+        some = value * (1 + error)
+        if not isinstance(operand.format, FP4Format):
+            a = some.to(rows.dtype)
+            assert isinstance(problem.b.format, FP4Format)
+            return a, None, a.to(problem.b.format.operand_dtype(a.dtype)).double()
+        assert operand.scale_layout is not None
+        a, scale = quantize_rows(some, operand.format, global_scale, operand.scale_layout.name)
+        return a, scale, decode_rows(a, scale, operand.format, operand.scale_layout).double()
+
+    a, a_scale, numbers = made(0.0)
+    if not problem.gates_input:
+        return operand, a, a_scale, None
+    off = torch.zeros_like(numbers)
+    for error in (-GATE_EPS, GATE_EPS):
+        off = torch.maximum(off, (made(error)[2] - numbers).abs())
+    return operand, a, a_scale, off
 
 
 def _weight(

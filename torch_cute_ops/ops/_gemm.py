@@ -76,6 +76,8 @@ class BackendPath(CallPath[Call]):
         a, b: formats of the activations and of the weight.
         over: what experts divide, as in ``gemm.problem.Grouping``.
         gates_input: whether a row of ``a`` is gate and up, of which SwiGLU makes activations, in 16 bits.
+        quantises_input: whether activations, which calls pass in 16 bits, are quantised to FP4 first, by the call's
+            ``global_scale``: the ``a_scale`` of a ``GemmCall``.
     """
 
     renames: ClassVar = {"w": "b", "w_scale": "b_scale"}
@@ -89,9 +91,11 @@ class BackendPath(CallPath[Call]):
         b: Literal["fp4", "fp8"],
         over: Literal["none", "k", "n", "rows"],
         gates_input: bool = False,
+        quantises_input: bool = False,
     ) -> None:
         super().__init__()
-        self.a, self.b, self.over, self.gates_input = a, b, over, gates_input
+        self.a, self.b, self.over = a, b, over
+        self.gates_input, self.quantises_input = gates_input, quantises_input
         self.takes_rows = over != "none"
 
     def problem(self, call: Any) -> "GemmProblem":
@@ -135,12 +139,14 @@ class BackendPath(CallPath[Call]):
         line = "a row of w" if self.takes_rows else "a column of b"
         _checks.check_matrix(op, "a", a, f"(M, {columns}/2)" if self.a == "fp4" else f"(M, {columns})")
         m = a.shape[0]
-        if call.a_scale is None:
+        if self.a == "16-bit":
             _checks.check_dtype(op, "a", a, SIXTEEN_BIT)
             meaning = f"the {k} elements that {line} has"
             if self.gates_input:
                 meaning = f"gate and up for each of {meaning}"
             _checks.check_shape(op, "a", a, (m, self.a_width(k)), f"{meaning}{self.hint(call)}")
+            if self.quantises_input:
+                _checks.check_global_scale(op, call.a_scale, fmt, "a", a.device)
         else:
             _checks.check_packed(op, "a", a, fmt)
             _checks.check_shape(op, "a", a, (m, k // 2), f"the {k // 2} bytes that {line} has{self.hint(call)}")
@@ -210,6 +216,7 @@ class Gemm(BackendPath[GemmCall]):
     """A GEMM op but those with a gate."""
 
     call_type = GemmCall
+    renames: ClassVar = {**BackendPath.renames, "global_scale": "a_scale"}
 
     def __init__(
         self,
@@ -217,8 +224,9 @@ class Gemm(BackendPath[GemmCall]):
         b: Literal["fp4", "fp8"],
         over: Literal["none", "k", "rows"] = "none",
         gates_input: bool = False,
+        quantises_input: bool = False,
     ) -> None:
-        super().__init__(a, b, over, gates_input)
+        super().__init__(a, b, over, gates_input, quantises_input)
         self.b_name = "w" if over == "k" else "b"
 
     def key(self, values: Values, device: int) -> tuple[Any, ...]:
@@ -405,7 +413,10 @@ class Gemm(BackendPath[GemmCall]):
         if call.bias is not None:
             bias_dtype = call.bias.dtype
         epilogue = p.Epilogue(call.result_dtype, alpha, bias_dtype)
-        given = {"gates_input": self.gates_input, "static_weight": call.static_weight}
+        quantises = None
+        if self.quantises_input:
+            quantises = "plain" if call.a_scale is None else "scaled"
+        given = {"gates_input": self.gates_input, "quantises_input": quantises, "static_weight": call.static_weight}
         problem: GemmProblem = p.GemmProblem(a, b, n, k, epilogue, grouping, **given)
         return problem
 
@@ -422,6 +433,8 @@ class Gemm(BackendPath[GemmCall]):
             shown |= {"masked": True} if layout.is_masked else {"counts": layout.has_counts}
         if self.a == "16-bit":
             shown["dtype"] = call.a.dtype
+        if self.quantises_input:
+            shown["global_scale"] = call.a_scale is not None
         if self.over != "k":
             shown["alpha"] = problem.epilogue.alpha
         shown["bias_dtype"] = problem.epilogue.bias_dtype
@@ -437,6 +450,8 @@ class Gemm(BackendPath[GemmCall]):
             return self.over == "rows"
         if name == "dtype":
             return self.a == "16-bit"
+        if name == "global_scale":
+            return self.quantises_input
         if name == "alpha":
             return self.over != "k"
         if name in ("block_size", "scale_format", "scale_layout"):
@@ -453,6 +468,7 @@ class Gemm(BackendPath[GemmCall]):
         masked: bool = False,
         counts: bool = True,
         dtype: torch.dtype | None = None,
+        global_scale: bool = False,
         alpha: AlphaKind | None = None,
         bias_dtype: torch.dtype | None = None,
         out_dtype: torch.dtype | None = None,
@@ -472,6 +488,7 @@ class Gemm(BackendPath[GemmCall]):
             masked: whether calls are in the masked layout, of ``grouped_mm_fp8`` and ``grouped_mm_fp8_fp4``.
             counts: whether its calls in the contiguous layout pass counts.
             dtype: of ``a``, where that has 16 bits; ``None`` means bfloat16.
+            global_scale: whether calls pass a global scale, of an op that quantises its activations.
             alpha: what calls pass: ``"one"`` element, one for each ``"column"``, ``"expert"`` or ``"expert_column"``;
                 ``None``: none.
             bias_dtype: of the bias that calls pass; ``None``: none.
@@ -498,6 +515,7 @@ class Gemm(BackendPath[GemmCall]):
             given["a_scale"] = zeros(blocks, *lead)
         elif self.a == "16-bit":
             given["a"] = zeros(m, self.a_width(k), dtype=dtype or torch.bfloat16)
+            given["a_scale"] = torch.ones(1, dtype=torch.float32, device=target) if global_scale else None
         if self.b == "fp8":
             given["b"] = zeros(*weights, k, dtype=torch.uint8).view(torch.float8_e4m3fn)
             given["b_scale"] = zeros(*weights[:-1], -(-n // FP8_BLOCK128.block_size), blocks)
@@ -556,7 +574,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         self.takes_rows = path.takes_rows and path.over != "rows"
         self.is_grouped, self.is_masked = path.over == "rows", problem.grouping.rows.is_masked
         self.fmt = problem.b.format if isinstance(problem.b.format, FP4Format) else None
-        self.by_factors = path.over == "k"
+        self.by_factors, self.quantises_input = path.over == "k", path.quantises_input
         self.has_fp8_rows = problem.a.is_fp8
         # The compiled function compares the blocks of a_scale with those of an FP8 weight's scales, not with FP4's.
         has_fp4_weight = self.has_fp8_rows and self.fmt is not None
@@ -606,6 +624,8 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         if self.has_fp8_rows:
             assert a_scale is not None
             a, a_scale = aligned(a), _side_by_side(a_scale)
+        elif self.quantises_input:
+            a, a_scale = aligned(a), None if a_scale is None else a_scale.reshape(1)
         elif self.fmt is not None and a_scale is not None:
             a, a_scale = aligned(seen_as(a, torch.uint8)), aligned(seen_as(a_scale, self.fmt.scale_dtype))
         else:

@@ -24,6 +24,7 @@ from support.kernel_grid.common import (
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.kernels import fp4_experts, fp4_gated_experts, fp4_mma, fp4_wgmma
+from torch_cute_ops.kernels.common.activation_layout import Quantises
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.fp4_operands import FP4Operands
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
@@ -82,6 +83,9 @@ class MmaCase(KernelCase):
         return None if config is None else fp4_mma.FP4MmaKernel(config)
 
 
+QUANTISES: tuple[Quantises, ...] = ("scaled", "plain")
+
+
 def _a_dtype(case: WgmmaCase | ExpertsCase) -> torch.dtype:
     return torch.uint8 if case.a_layout is not None else case.a_dtype or case.dtype
 
@@ -89,7 +93,8 @@ def _a_dtype(case: WgmmaCase | ExpertsCase) -> torch.dtype:
 def _operands(case: WgmmaCase | ExpertsCase) -> FP4Operands:
     a_layout = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout]
     gated = isinstance(case, WgmmaCase) and case.gated
-    return FP4Operands(_a_dtype(case), case.dtype, case.format, SCALE_LAYOUTS[case.layout], a_layout, gated)
+    quantises = case.quantises if isinstance(case, WgmmaCase) else None
+    return FP4Operands(_a_dtype(case), case.dtype, case.format, SCALE_LAYOUTS[case.layout], a_layout, gated, quantises)
 
 
 def planned(family: Any, case: WgmmaCase | ExpertsCase | GatedExpertsCase, **given: Any) -> Any:
@@ -104,7 +109,8 @@ def activations_id(case: WgmmaCase | ExpertsCase | GatedExpertsCase) -> str:
 @dataclass(frozen=True)
 class WgmmaCase(KernelCase):
     """An FP4 GEMM by wgmma, with the kernel that puts its activations in order. ``a_dtype`` is that of activations with
-    16 bits, if not ``dtype``; ``gated``: whether these are SwiGLU of what is given."""
+    16 bits, if not ``dtype``; ``gated``: whether these are SwiGLU of what is given; ``quantises``: whether, and how,
+    they are quantised first."""
 
     dtype: torch.dtype
     format: FP4Format
@@ -119,12 +125,14 @@ class WgmmaCase(KernelCase):
     static_weight: bool = False
     rows: int | None = None
     gated: bool = False
+    quantises: Quantises | None = None
 
     @property
     def id(self) -> str:
         sums = f"{self.tokens}by{self.splits}" if self.width is None else f"{self.tokens}of{self.width}"
         sums += "" if self.rows is None else f"x{self.rows}"
-        kind = "-".join(("wgmma", *["static"] * self.static_weight, *["gated"] * self.gated))
+        made = (*["gated"] * self.gated, *[f"quantised-{self.quantises}"] * (self.quantises is not None))
+        kind = "-".join(("wgmma", *["static"] * self.static_weight, *made))
         return fp4_gemm_id(kind, self, activations_id(self), sums, epilogue_id(self.epilogue))
 
     @property
@@ -132,7 +140,7 @@ class WgmmaCase(KernelCase):
         if self.static_weight or self.epilogue in PER_COLUMN:
             return self
         kind = self.dtype, self.format, self.layout, self.a_layout, self.a_dtype
-        return type(self), kind, self.tokens, self.splits > 0, self.width is None, self.rows, self.gated
+        return type(self), kind, self.tokens, self.splits > 0, self.width is None, self.rows, self.gated, self.quantises
 
     @property
     def kernel(self) -> Any:
@@ -282,6 +290,19 @@ def wgmma_cases(every: bool) -> list[WgmmaCase]:
         for kind, (tokens, splits, rows) in together(sixteen_bit, tiles, every)
         if tokens > 1 or kind[1] is NVFP4
     ]
+    quantised = [
+        WgmmaCase(FP16, NVFP4, layout, None, 1, next(heavy if rows == 224 else light), splits, rows=rows, **given)
+        for given, (layout, splits, rows) in together(
+            [
+                {"a_dtype": dtype, "gated": gated, "quantises": quantises}
+                for dtype in (BF16, FP16)
+                for gated in (True, False)
+                for quantises in QUANTISES
+            ],
+            (("128x4", 2, 208), ("linear", 1, 224), ("128x4", 3, 256)),
+            every,
+        )
+    ]
     outs, widths = itertools.cycle((BF16, FP16, FP32)), itertools.cycle((256, 1024, 512))
     return (
         plain
@@ -289,6 +310,7 @@ def wgmma_cases(every: bool) -> list[WgmmaCase]:
         + rounded
         + static
         + gated
+        + quantised
         + [
             WgmmaCase(*kind, tokens, Epilogue(next(outs)), width=next(widths))
             for kind, tokens in together(WARPGROUP_KINDS, (16, 32, 64, 128), every)

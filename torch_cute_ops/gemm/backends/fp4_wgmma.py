@@ -50,7 +50,7 @@ class FP4Wgmma(FP4KernelBackend):
     cluster, except in GEMMs with experts; with few rows of ``a`` they rearrange these themselves."""
 
     name = "wgmma"
-    gates = True
+    makes_input = True
     kernel = fp4_wgmma.KERNEL
     groupings = ("none", "k")
 
@@ -62,6 +62,8 @@ class FP4Wgmma(FP4KernelBackend):
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
         sizes = fp4_wgmma.EXPERT_TILES if problem.grouping.over == "k" else tuple(fp4_wgmma.TILES)
         widest = fp4_wgmma.mma_tokens(cost.smallest_tile(sizes, m))
+        if problem.quantises_input is not None:
+            sizes = (1,)  # of more rows two neighbouring lanes do not have a block
         tiles = [tokens for tokens in sizes if tokens <= widest and (tokens > 1 or _is_row(problem, m))]
         every = [
             (tokens, rows, split)

@@ -8,6 +8,7 @@ from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.experts import merged
 from torch_cute_ops.gemm.backend import Backend, Launch, Target
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.grouped_mm_fp8 import grouped_gemm
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm
 from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_columns
@@ -26,7 +27,7 @@ class Reference(Backend):
 
     name = "reference"
     by_name_only = True
-    gates = True
+    makes_input = True
 
     def handles(self, problem: GemmProblem) -> bool:
         return problem.b.is_fp4 or (problem.a.is_fp8 and problem.b.is_fp8)
@@ -48,7 +49,7 @@ class Reference(Backend):
         if problem.gate is not None:
             return _gated(problem)
         fmt, dtype, over = problem.b.format, problem.out_dtype, problem.grouping.over
-        layouts = problem.a.scale_layout, problem.b.scale_layout
+        layouts = problem.of_activations.a.scale_layout, problem.b.scale_layout
 
         def multiply(*fields: Any) -> None:
             a, b, a_scale, b_scale, alpha, bias, offsets, counts, out = fields
@@ -65,8 +66,8 @@ class Reference(Backend):
                     result = block_scaled_gemm(a, weight, a_scale, factors, alpha, bias, dtype)
             else:
                 assert isinstance(fmt, FP4Format)
-                if problem.gates_input:
-                    a = silu_mul_rows(a).to(a.dtype)
+                if problem.makes_input:
+                    a, a_scale = _made(problem, a, a_scale)
                 if over == "k":
                     assert alpha is not None
                     result = expert_gemm(a, a_scale, b.t(), b_scale, alpha, bias, dtype, fmt, *layouts)
@@ -75,6 +76,16 @@ class Reference(Backend):
             out.copy_(result)
 
         return multiply
+
+
+def _made(problem: GemmProblem, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The activations, and their scales where they are quantised."""
+    value = silu_mul_rows(rows) if problem.gates_input else rows.float()
+    fmt, layout = problem.b.format, problem.b.scale_layout
+    if problem.quantises_input is None:
+        return value.to(rows.dtype), None
+    assert isinstance(fmt, FP4Format) and layout is not None
+    return quantize_rows(value, fmt, global_scale, layout.name)
 
 
 def _gated(problem: GemmProblem) -> Launch:

@@ -2,7 +2,7 @@
 code."""
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
@@ -15,6 +15,7 @@ TILE_LINE: Final = 128
 """Bytes of a token in a tile."""
 TILE_BYTES: Final = TILE_TOKENS * TILE_LINE
 """Bytes of a tile of 8 tokens x 64 positions of 16 bits."""
+Quantises = Literal["plain", "scaled"]
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,10 @@ class ActivationLayout:
         layout: scale layout of activations in FP4; ``None`` for 16-bit ones.
         by_warp: whether the layout is that of warp-level MMAs (mma.sync), not that of wgmma.
         chunk: elements of k of a chunk.
-        gated: whether a row as given is 2K elements of 16 bits, gate and up, of which ``silu(gate) · up``, rounded to
-            their dtype, is a row of activations.
+        gated: whether a row as given is 2K elements of 16 bits, gate and up, of which ``silu(gate) · up`` is a row of
+            activations, rounded to their dtype where it is not quantised.
+        quantises: whether what is given, in 16 bits, is quantised to FP4 first, as ``kernels.row_quant`` does it:
+            ``"scaled"`` with a global scale, ``"plain"`` without one.
     """
 
     a_dtype: torch.dtype
@@ -41,6 +44,7 @@ class ActivationLayout:
     by_warp: bool
     chunk: int
     gated: bool = field(default=False, kw_only=True)
+    quantises: Quantises | None = field(default=None, kw_only=True)
 
     @property
     def token_bytes(self) -> int:
@@ -52,8 +56,9 @@ class ActivationLayout:
         if (self.a_dtype == torch.uint8) == (self.layout is None):
             scales = "no scales" if self.layout is None else "scales"
             return f"activations in {self.a_dtype} with {scales}: those in FP4 are uint8 and have scales, others none"
-        if self.gated and self.layout is not None:
-            return "activations in FP4 have no gate in front"
-        if self.layout is None and self.dtype != self.fmt.operand_dtype(self.a_dtype):
+        if (self.gated or self.quantises) and self.layout is not None:
+            return "activations in FP4 have no gate in front, and are not quantised again"
+        held = torch.float16 if self.quantises else self.a_dtype
+        if self.layout is None and self.dtype != self.fmt.operand_dtype(held):
             return f"activations in {self.a_dtype} are not multiplied as {self.dtype} beside {self.fmt.name} weights"
         return None

@@ -21,13 +21,14 @@ that read two neighbouring tokens have no bank conflicts. Where tokens are copie
 place ``p``, and the next token follows after an odd number of pieces.
 
 With a gate in front (``gated``) a row as given is gate and up, a lane reads both, and what it rearranges is
-``silu(gate) · up``, rounded to their dtype.
+``silu(gate) · up``, rounded to their dtype. (Activations of 16 bits that are quantised first are those of one row:
+``kernels.fp4_wgmma.row``.)
 """
 
 from typing import Final
 
 import cutlass.cute as cute
-from cutlass import Int64, Uint8, Uint32
+from cutlass import Float32, Int64, Uint8, Uint32
 
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.activation import silu_mul
@@ -54,11 +55,12 @@ class Activations:
         self.a_dtype, self.dtype = DSL_DTYPES[config.a_dtype], DSL_DTYPES[config.dtype]
 
     def arguments(self) -> tuple[TensorArg, TensorArg | None]:
-        """The matrix, and its scales if it is in FP4."""
+        """The matrix, and its scales if it is in FP4; or the global scale by which it is quantised."""
         c, m = self.config, Dim("m")
         if c.layout is None:
             k = Dim("k", divisibility=64 if c.gated else 32)
-            return TensorArg(self.a_dtype.__name__, (m, k), (k, 1), align=16), None
+            scale = TensorArg("Float32", (1,), (1,), align=4) if c.quantises == "scaled" else None
+            return TensorArg(self.a_dtype.__name__, (m, k), (k, 1), align=16), scale
         half = Dim("a_bytes", divisibility=16)
         a = TensorArg("Uint8", (m, half), (half, 1), align=16)
         return a, scale_argument(c.fmt, Dim("a_scale_rows"), Dim("a_blocks"), align=1)
@@ -119,10 +121,14 @@ class Activations:
     def gated(self, words: list) -> list:
         """Eight elements of 16 bits, of what ``words`` has loaded: behind the gate, if there is one, as
         ``kernels.row_quant`` computes and rounds it."""
+        return pack(self.values(words), self.a_dtype) if self.config.gated else words
+
+    def values(self, words: list) -> list[Float32]:
+        """The same before they are rounded."""
         if not self.config.gated:
-            return words
+            return unpack(words, self.a_dtype)
         gates, ups = (unpack(half, self.a_dtype) for half in (words[:4], words[4:]))
-        return pack([silu_mul(gate, up) for gate, up in zip(gates, ups, strict=True)], self.a_dtype)
+        return [silu_mul(gate, up) for gate, up in zip(gates, ups, strict=True)]
 
     def store(self, quarters: list, groups, piece, token, base: cute.Pointer) -> None:
         """Convert what ``read`` has loaded, and store it to its place in a chunk that starts at ``base``.

@@ -104,11 +104,12 @@ def is_live_mxfp4(amax: Float32) -> Boolean:
 
 
 def fp4_block(
-    values, amax: Float32, global_scale: Float32 | None, fmt: FP4Format, has_e2m1_cvt: bool, after=None
+    values, amax: Float32, global_scale: Float32 | None, fmt: FP4Format, has_e2m1_cvt: bool, after=None, part=None
 ) -> tuple[list, Uint32]:
     """The words of codes and the scale byte of a block.
 
-    ``after`` is a factor of the values that they, and ``amax``, do not have yet; ``None``: there is none.
+    ``after`` is a factor of the values that they, and ``amax``, do not have yet; ``None``: there is none. ``part``: how
+    many of the block's values are given, a multiple of 8; ``None``: all.
     """
     if after is not None:
         amax = ptx.mul_rn(amax, after)
@@ -120,6 +121,6 @@ def fp4_block(
         live = is_live_mxfp4(amax)
     if after is not None:
         factor = ptx.mul_rn(factor, after)
-    scaled = [ptx.mul_rn(values[i], factor) for i in range(fmt.block_size)]
-    words = [encode_e2m1x8(scaled[i : i + 8], has_e2m1_cvt) for i in range(0, fmt.block_size, 8)]
+    scaled = [ptx.mul_rn(values[i], factor) for i in range(part or fmt.block_size)]
+    words = [encode_e2m1x8(scaled[i : i + 8], has_e2m1_cvt) for i in range(0, len(scaled), 8)]
     return [ptx.select(live, word, Uint32(0)) for word in words], byte

@@ -263,6 +263,8 @@ class Config:
             return f"tiles of {self.tokens} tokens have {rows_of(self.tokens)} rows, the first without clusters"
         if self.tokens == 1 and (self.operands.fmt != NVFP4 or not self.splits):
             return "tiles of one row have a weight in NVFP4, and clusters or CTAs of their own"
+        if self.operands.quantises is not None and self.tokens != 1:
+            return "tiles of one row alone quantise their activations"
         if self.splits and self.tokens > CLUSTER_TOKENS:
             return f"clusters have tiles of at most {CLUSTER_TOKENS} tokens"
         if self.adds_up and self.sum_tile.size_bytes > self.stages * self.chunks.code_bytes:

@@ -8,16 +8,19 @@ block, of codes without their scale; the lane that has it has also loaded the sc
 one fma for each 16 products, where two codes take a multiplication otherwise.
 
 Activations are multiplied as float16. A block of bfloat16 is brought to float16's range by a power of two, and one of
-FP4 keeps its scale: factors of their own in fp32, which the scales of the weight are multiplied by.
+FP4 keeps its scale: factors of their own in fp32, which the scales of the weight are multiplied by. 16-bit ones may be
+quantised to FP4 first (``ActivationLayout.quantises``), behind a gate or not: two neighbouring lanes have a block.
 """
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, Uint32
 
+from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.activation_layout import ActivationLayout
 from torch_cute_ops.kernels.common.activations import QUAD, Activations
 from torch_cute_ops.kernels.common.convert import load_words, pack, store_words, unpack
+from torch_cute_ops.kernels.common.fp4 import fp4_block
 from torch_cute_ops.kernels.common.fp4_weights import float16_pairs, pair_activations
 from torch_cute_ops.kernels.common.unit_mma import free
 from torch_cute_ops.kernels.common.weight_ring import WeightRing
@@ -40,7 +43,7 @@ class RowActivations(Activations):
     def __init__(self, config: ActivationLayout):
         super().__init__(config)
         self.pieces = 2 * CHUNK_BLOCKS
-        self.has_factors = self.a_dtype is not Float16
+        self.has_factors = self.a_dtype is not Float16 or config.quantises is not None
 
     def read(self, a, scale, token, start, left, piece, after: int = 0) -> list:
         """Load a piece for ``store``; arguments as of ``Activations.read``."""
@@ -49,7 +52,8 @@ class RowActivations(Activations):
         exists = piece * 8 < left
         offset = self.offset(a, token, k) + start + piece * 8
         if c.layout is None:
-            return self.words(self.places(a, offset, k), exists)
+            words = self.words(self.places(a, offset, k), exists)
+            return words if scale is None else [*words, scale[0]]
         codes = ptx.load_if(a.iterator + cute.assume(offset // 2, divby=4), exists, 1)
         place = c.layout.row_offset(Int64(token), k // size) + c.layout.block_offset(start // size + piece // 2)
         byte = ptx.load_narrow_if(cute.recast_ptr(scale.iterator, dtype=Uint8) + place, exists, 1)
@@ -58,9 +62,9 @@ class RowActivations(Activations):
     def store(self, words: list, groups, piece, token, base: cute.Pointer) -> None:
         """Convert what ``read`` has loaded, and store it to the stage that starts at ``base``. All lanes of a warp come
         here, with one piece after the other."""
-        factor = None
-        if self.config.layout is not None:
-            codes, byte = words
+        factor, c = None, self.config
+        if c.layout is not None or c.quantises is not None:
+            codes, byte = words if c.quantises is None else self._quantised(words)
             words = float16_pairs(codes)
             factor = ptx.unpack_f16(ptx.f16x2_of_e4m3x2(byte), 0)
         else:
@@ -73,6 +77,19 @@ class RowActivations(Activations):
         if factor is not None:
             at = base + cute.assume(ROW_BYTES + piece // 2 * 4, divby=4)
             ptx.store_shared_if(at, ptx.bits_of(factor), piece % 2 == 0)
+
+    def _quantised(self, words: list) -> tuple[Uint32, Uint32]:
+        """The codes of half a block, and the block's scale byte, of what ``read`` has loaded."""
+        global_scale = None
+        if self.config.quantises == "scaled":
+            *words, global_scale = words
+        values = self.values(words)
+        amax = Float32(0.0)
+        for value in values:
+            amax = ptx.max_abs_nan(amax, value)
+        amax = ptx.max_abs_nan(amax, cute.arch.shuffle_sync_bfly(amax, 1))
+        (codes,), byte = fp4_block(values, amax, global_scale, NVFP4, has_e2m1_cvt=False, part=len(values))
+        return codes, byte
 
     def _in_range(self, words: list) -> tuple[list, Float32]:
         """Half a block of bfloat16 as float16, and the block's factor, a power of two, with that of the codes.
@@ -102,7 +119,9 @@ class RowMma(Mma):
     def __init__(self, config: Config, ring: WeightRing, activations: RowActivations):
         self.has_factors = activations.has_factors
         # Of bfloat16 the factors have the codes' power of two, and FP4 has codes on both sides.
-        exponent = {BFloat16: 0, Float16: CODE_EXPONENT}.get(activations.a_dtype, 2 * CODE_EXPONENT)
+        exponent = {BFloat16: 0, Float16: CODE_EXPONENT}.get(activations.a_dtype)
+        if exponent is None or activations.config.quantises is not None:
+            exponent = 2 * CODE_EXPONENT
         super().__init__(config, ring, 2.0**exponent)
 
     def multiply(self, start, adds, first, i, stages: Stages, sums, consumer: Consumer, part, smem) -> Stages:

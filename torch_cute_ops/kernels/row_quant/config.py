@@ -82,6 +82,13 @@ class Problem:
         return cls("silu_mul", dtype, None, width, width, None, writes_norm=True)
 
     @classmethod
+    def of_fp4_rows(
+        cls, dtype: torch.dtype, width: int, gated: bool, fmt: FP4Format, layout: ScaleLayout, has_factor: bool
+    ) -> "Problem":
+        """Rows (M, width), or behind a gate those of gate and up, to FP4."""
+        return cls("silu_mul" if gated else "rows", dtype, None, width, width, fmt, layout, has_factor=has_factor)
+
+    @classmethod
     def of_gated_experts(
         cls, dtype: torch.dtype, width: int, has_offsets: bool, has_counts: bool, swiglu: bool
     ) -> "Problem":

@@ -1,0 +1,31 @@
+"""What the FP4 GEMMs must answer that quantise their activations first: the sums of the codes that ``spec`` has."""
+
+import numpy as np
+
+from expected import Tensors, _fp4_gemm, quantised
+
+_ARGUMENTS = (
+    "Tensor a, Tensor b, Tensor b_scale, Tensor? global_scale=None, Tensor? alpha=None, Tensor? bias=None, "
+    "ScalarType? out_dtype=None, int block_size=16, str? scale_format=None, str scale_layout='128x4', "
+    "str backend='auto', bool static_weight=False"
+)
+
+
+def schemas(op: str) -> tuple[str, str]:
+    """As users were promised them."""
+    return f"cute::{op}({_ARGUMENTS}) -> Tensor", f"cute::{op}.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"
+
+
+def multiplied(value: np.ndarray, given) -> dict:
+    """The arguments of ``mm_fp4`` for these fp32 rows (M, K)."""
+    codes, scale = quantised(value, value.shape[:1], given)
+    return {**given, "a": codes, "a_scale": scale, "out_dtype": _fp4_gemm.out_dtype(given)}
+
+
+def decoded(value: np.ndarray, given) -> np.ndarray:
+    """The numbers (M, K) that are multiplied, of these fp32 rows."""
+    return _fp4_gemm.operands(multiplied(value, given))[0]
+
+
+def results(value: np.ndarray, given) -> Tensors:
+    return _fp4_gemm.results(multiplied(value, given))

@@ -1,0 +1,28 @@
+"""``silu_mul_fp4quant_mm_fp4``: ``mm_fp4`` of the codes of gated rows, which may be either of two where the gate's
+error decides."""
+
+import numpy as np
+
+from expected import Tensors, _fp4_gemm, _quantised_gemm, gated, rows_of
+from torch_cute_ops.testing import GATE_ERROR
+
+SCHEMA, OUT_SCHEMA = _quantised_gemm.schemas("silu_mul_fp4quant_mm_fp4")
+
+
+def values(given, error: float = 0.0) -> np.ndarray:
+    """The gated rows in fp32; with an ``error``, so much larger."""
+    with np.errstate(all="ignore"):
+        return (gated(rows_of(given["a"]), {}) * np.float64(1 + error)).astype(np.float32)
+
+
+def results(given) -> Tensors:
+    return _quantised_gemm.results(values(given), given)
+
+
+def assert_results(actual, expected, given) -> None:
+    # A scale may be either of two too, under codes that do not change.
+    errors = (-GATE_ERROR, GATE_ERROR)
+    exact, *others = (_quantised_gemm.decoded(values(given, error), given) for error in (0.0, *errors))
+    with np.errstate(all="ignore"):
+        spread = np.maximum(*(np.abs(other - exact) for other in others))
+    _fp4_gemm.assert_results(actual, expected, _quantised_gemm.multiplied(values(given), given), spread)
