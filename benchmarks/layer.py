@@ -25,8 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_cute_ops as ops
+from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.nn import QuantizedRows, random_
-from torch_cute_ops.ops._gemm import gates_with_gemm
+from torch_cute_ops.ops._gemm import gates_with_gemm, quantises_with_gemm
 
 from . import environment, fp4_peers, layers, report, targets, timeline
 from .case import Mark, at_most
@@ -186,7 +187,8 @@ class GateApart(W4A16):
 
 
 class W4A4(Layer):
-    """NVFP4 weights and activations."""
+    """NVFP4 weights and activations; of one row, the gate and the quantisation that no norm is behind are a part of the
+    GEMM behind them."""
 
     label, scheme, element_bytes = "W4A4", "nvfp4", 0.5625
 
@@ -197,15 +199,35 @@ class W4A4(Layer):
         return ops.silu_mul_fp4quant(rows)
 
     def quantised(self, rows: Tensor) -> Any:
-        return ops.fp4_quantize(rows)
+        return rows if self.quantises_with_gemm(rows) else ops.fp4_quantize(rows)
+
+    def quantises_with_gemm(self, rows: Tensor) -> bool:
+        """Whether the GEMM quantises these rows."""
+        return quantises_with_gemm(len(rows), rows.device, NVFP4.block_size)
+
+    def down(self, rows: Tensor) -> Tensor:
+        if not self.quantises_with_gemm(rows):
+            return super().down(rows)
+        return self._product(ops.silu_mul_fp4quant_mm_fp4, "down", a=rows)
 
     def multiply(self, name: str, rows: Any) -> Tensor:
+        if isinstance(rows, Tensor):
+            return self._product(ops.fp4quant_mm_fp4, name, a=rows)
+        return self._product(ops.mm_fp4, name, a=rows[0], a_scale=rows[1])
+
+    def _product(self, multiply: Callable[..., Tensor], name: str, **activations: Tensor) -> Tensor:
         each: Any = self.linears[name]
-        return ops.mm_fp4(
-            *(rows[0], each.weight.t(), rows[1], each.weight_scale, each.weight_scale_2),
-            out_dtype=DTYPE,
-            static_weight=True,
-        )
+        weight = {"b": each.weight.t(), "b_scale": each.weight_scale, "alpha": each.weight_scale_2}
+        return multiply(**activations, **weight, out_dtype=DTYPE, static_weight=True)
+
+
+class QuantisedApart(W4A4):
+    """The same with a launch for each quantisation, however few the rows."""
+
+    label = "quantised apart"
+
+    def quantises_with_gemm(self, rows: Tensor) -> bool:
+        return False
 
 
 class FP8(Layer):
@@ -276,7 +298,7 @@ class Humming(Layer):
 PRECISIONS: dict[str, type[Layer]] = {cls.label: cls for cls in (Layer, W4A16, W4A4, W4A8, FP8)}
 USUAL = (*PRECISIONS, Humming.label)
 """What is measured if it is not said what."""
-LAYERS: dict[str, type[Layer]] = {**PRECISIONS, GateApart.label: GateApart, Humming.label: Humming}
+LAYERS: dict[str, type[Layer]] = {**PRECISIONS, **{one.label: one for one in (GateApart, QuantisedApart, Humming)}}
 NOT_OURS = (Layer.label, Humming.label)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, Typ
 
 import torch
 
-from torch_cute_ops.formats import FP8_BLOCK128, FP4Format, ScaleLayout
+from torch_cute_ops.formats import FP8_BLOCK128, NVFP4, FP4Format, ScaleLayout
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.formats.scale_layout import weight_layout
@@ -692,6 +692,12 @@ def gates_with_gemm(rows: int, device: torch.device) -> bool:
         return False
     arch = gemm_package().select.target_of(device).arch
     return device.type == "cpu" or (arch is not None and arch.has_wgmma)
+
+
+def quantises_with_gemm(rows: int, device: torch.device, block_size: int) -> bool:
+    """Whether one op is called in place of a quantisation to FP4, behind a gate or not, and the GEMM behind it: for one
+    row in NVFP4, where GPUs have one launch for it."""
+    return block_size == NVFP4.block_size and gates_with_gemm(rows, device)
 
 
 @cache
