@@ -20,7 +20,7 @@ import torch_cute_ops.nn
 from torch_cute_ops.gemm import select
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.integrations import inductor
-from torch_cute_ops.ops._gemm import gates_with_gemm
+from torch_cute_ops.ops._gemm import gates_with_gemm, quantises_with_gemm
 from torch_cute_ops.runtime.arch import ARCHS
 
 H = 64
@@ -313,12 +313,66 @@ def test_gates_that_stay_before_a_gemm(left, monkeypatch):
     assert compiler.ours() == {"mm_fp4_weight_only": 1}
 
 
+@pytest.mark.parametrize("global_scale", [None, 3.0])
+@pytest.mark.parametrize("gated", [False, True], ids=["quantised", "gated"])
+@pytest.mark.parametrize(("lead", "dtype"), [((1,), torch.bfloat16), ((1, 1), torch.float16)])
+def test_quantisation_before_a_gemm(lead, dtype, gated, global_scale, device):
+    """Of one row: gate, quantisation and GEMM are one op, whatever their other arguments, with the bits of two."""
+    both, codes, scale = gate_and_weight(*lead, dtype=dtype, device=device)
+    bias, alpha = torch.randn(24, device=device), torch.rand(24, device=device)
+    given = None if global_scale is None else torch.full((1,), global_scale, device=device)
+
+    def layer(both, codes, scale, bias, alpha, given):
+        gate, up = both.chunk(2, -1)
+        rows = (F.silu(gate) * up if gated else both[..., :H].contiguous()).flatten(0, -2)
+        a, a_scale = tco.fp4_quantize(rows, given, scale_layout="8x4")
+        return tco.mm_fp4(a, codes.t(), a_scale, scale, alpha, bias, scale_layout="8x4", static_weight=True).exp()
+
+    got, compiler = compiled(layer, both, codes, scale, bias, alpha, given)
+    rows = both.flatten(0, -2) if gated else both[..., :H].flatten(0, -2)
+    name = "silu_mul_fp4quant_mm_fp4" if gated else "fp4quant_mm_fp4"
+    want = getattr(tco, name)(rows, codes.t(), scale, given, alpha, bias, torch.bfloat16, static_weight=True)
+    quantise = tco.silu_mul_fp4quant if gated else tco.fp4_quantize
+    a, a_scale = quantise(rows, given)
+    assert got.dtype == torch.bfloat16
+    assert_equal((want,), (tco.mm_fp4(a, codes.t(), a_scale, scale, alpha, bias, static_weight=True),))
+    assert_equal((got,), (want.exp(),))
+    assert compiler.ours() == {name: 1} and "aten.mul.Tensor" not in compiler.calls()
+
+
+@pytest.mark.parametrize("left", ["many rows", "symbolic", "read", "two GEMMs", "float32", "MXFP4", "clamped"])
+def test_quantisations_that_stay_before_a_gemm(left):
+    """Of many rows or of a number that the graph does not say, where more than a GEMM reads the codes, in another dtype
+    or format, and behind a gate that is not SiLU's."""
+    both, *_ = gate_and_weight(2 if left in ("many rows", "symbolic") else 1)
+    block_size = 32 if left == "MXFP4" else 16
+    codes, scale = tco.fp4_quantize(numbers(24, H), block_size=block_size)
+    both = both.float() if left == "float32" else both
+    if left == "symbolic":
+        torch._dynamo.mark_dynamic(both, 0)
+
+    def layer(both, codes, scale):
+        limit = 7.0 if left == "clamped" else None
+        a, a_scale = tco.silu_mul_fp4quant(both, block_size=block_size, swiglu_limit=limit)
+        results = [tco.mm_fp4(a, codes.t(), a_scale, scale, block_size=block_size)]
+        if left == "two GEMMs":
+            results.append(tco.mm_fp4(a, codes.t(), a_scale, scale, block_size=block_size, out_dtype=torch.float32))
+        return [*results, a + 1] if left == "read" else results
+
+    got, compiler = compiled(layer, both, codes, scale)
+    assert_equal(got, layer(both, codes, scale))
+    assert compiler.ours() == {"silu_mul_fp4quant": 1, "mm_fp4": 2 if left == "two GEMMs" else 1}
+
+
 def test_where_gates_go_with_gemms(monkeypatch):
     """On GPUs whose kernel gates rows, which Hopper's does."""
     cuda = torch.device("cuda", 0)
     for name, arch in ARCHS.items():
         monkeypatch.setattr(select, "target_of", lambda device, arch=arch: Target(device, arch, 132))
         assert [gates_with_gemm(rows, cuda) for rows in (1, 2)] == [name == "sm_90a", False]
+        for size in (16, 32):
+            quantised = [quantises_with_gemm(rows, cuda, size) for rows in (1, 2)]
+            assert quantised == [name == "sm_90a" and size == 16, False]
     assert [gates_with_gemm(rows, torch.device("cpu")) for rows in (1, 2)] == [True, False]
     assert not gates_with_gemm(1, torch.device("meta"))
 

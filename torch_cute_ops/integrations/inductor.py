@@ -1,5 +1,6 @@
-"""A pass for Inductor that fuses norms and gates with the quantisation behind them, and has our ops compute norms, and
-gates of one row, before GEMMs with 16-bit activations, in models that know nothing of it.
+"""A pass for Inductor that fuses norms and gates with the quantisation behind them, has our ops compute norms before
+GEMMs with 16-bit activations, and makes gates and FP4 quantisations of one row a part of the GEMM, in models that know
+nothing of it.
 
 :func:`enable` turns it on for the process; ``options={"post_grad_custom_pre_pass": FuseQuantization()}`` of
 ``torch.compile`` for one model.
@@ -15,8 +16,9 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 import torch_cute_ops  # noqa: F401  registers the ops
+from torch_cute_ops.formats.scale_layout import SCALE_LAYOUTS, weight_layout
 from torch_cute_ops.ops._define import as_tuple
-from torch_cute_ops.ops._gemm import gates_with_gemm
+from torch_cute_ops.ops._gemm import SIXTEEN_BIT, gates_with_gemm, quantises_with_gemm
 
 __all__ = ["FuseQuantization", "disable", "enable"]
 
@@ -36,6 +38,14 @@ _QUANTISE: Final = {cute.fp4_quantize.default: "fp4quant", cute.fp8_quantize.def
 """What is fused with what comes before, and how the fused ops end."""
 _MULTIPLY: Final = (cute.mm_fp4_weight_only.default,)
 """GEMMs that take 16-bit activations ``a``."""
+_MULTIPLY_FP4: Final = (cute.mm_fp4.default,)
+"""Those that take FP4 ones."""
+_IN_ONE_LAUNCH: Final = {
+    cute.fp4_quantize.default: "fp4quant_mm_fp4",
+    cute.silu_mul_fp4quant.default: "silu_mul_fp4quant_mm_fp4",
+}
+"""What may be a part of a GEMM with FP4 activations, and the op that is both."""
+_PLAIN_GATE: Final = {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": None}
 _PURE: Final = frozenset(
     {
         *_QUANTISE,
@@ -53,7 +63,9 @@ class FuseQuantization(CustomGraphPass):
     """Turns RMSNorm, residual addition and RMSNorm, or SiLU·mul, followed by ``fp4_quantize`` or ``fp8_quantize``, into
     the fused op, and merges equal quantisations of one tensor. Norms before ``mm_fp4_weight_only`` become ``rmsnorm``
     or ``add_rmsnorm``, behind which it starts early. SiLU·mul of one row, which the graph has to say, becomes
-    a part of it, on Hopper. (Elsewhere a gate before it stays: Inductor's kernel of one is as good.)
+    a part of it, on Hopper; and so do ``fp4_quantize`` and ``silu_mul_fp4quant`` of one row in NVFP4 a part of the
+    ``mm_fp4`` that alone reads them, with the same bits. (Elsewhere a gate before it stays: Inductor's kernel of one is
+    as good.)
 
     A pass for ``torch._inductor.config.post_grad_custom_pre_pass``. What is recognised:
 
@@ -82,6 +94,7 @@ class FuseQuantization(CustomGraphPass):
         merged = _merge_equal(graph)
         fused = [_fuse(node) for node in [*graph.nodes] if node.target in _QUANTISE]
         fused += [_fuse_input(node) for node in [*graph.nodes] if node.target in _MULTIPLY]
+        fused += [_multiply_quantised(node) for node in [*graph.nodes] if node.target in _MULTIPLY_FP4]
         if merged or any(fused):
             graph.eliminate_dead_code()
             graph.lint()
@@ -213,15 +226,52 @@ def _multiply_gated(node: Node, value: Node, gated: Node) -> bool:
     is_same = _value(gated).dtype == _value(value).dtype and _value(gated).is_contiguous()
     if not is_alone or not is_same or not isinstance(rows, int) or not gates_with_gemm(rows, _value(value).device):
         return False
+    _multiply_made(node, "silu_mul_mm_fp4_weight_only", gated, named)
+    return True
+
+
+def _multiply_quantised(node: Node) -> bool:
+    """Replace a GEMM of one row in FP4 and the op that quantises it, if nothing else reads the codes; whether they
+    were."""
+    named = _named_arguments(node)
+    (codes, _), scale = _without_reshape(named.pop("a")), named.pop("a_scale")
+    if not all(_is_call(each, operator.getitem) for each in (codes, scale)):
+        return False
+    made: Node = codes.args[0]
+    if not _is_call(made, *_IN_ONE_LAUNCH) or codes.args != (made, 0) or scale.args != (made, 1):
+        return False
+    readers = [user for item in made.users for user in _readers(item)]
+    how = _named_arguments(made)
+    source, fmt = how["input"], ("block_size", "scale_format", "scale_layout")
+    rows, value = _value(node).shape[0], _value(source)
+    if (
+        any(user is not node for user in readers)
+        or any(how[name] != named[name] for name in fmt)
+        or any(how.get(name, default) != default for name, default in _PLAIN_GATE.items())
+        or value.dtype not in SIXTEEN_BIT
+        or not value.is_contiguous()
+        or not isinstance(rows, int)
+        or not quantises_with_gemm(rows, value.device, named["block_size"])
+    ):
+        return False
+    named["scale_layout"] = weight_layout(SCALE_LAYOUTS[named["scale_layout"]]).name
+    named |= {"global_scale": how["global_scale"], "out_dtype": named["out_dtype"] or torch.bfloat16}
+    _multiply_made(node, _IN_ONE_LAUNCH[made.target], source, named)
+    return True
+
+
+def _multiply_made(node: Node, name: str, source: Node, named: dict[str, Any]) -> None:
+    """Replace a GEMM by the op that also makes its activations of ``source``, the rows of which may have more leading
+    dimensions."""
+    value = _value(source)
     with node.graph.inserting_before(node):
-        if _value(gated).dim() != 2:
-            both, shape = _value(gated), [rows, _value(gated).shape[-1]]
-            gated = node.graph.call_function(aten.reshape.default, (gated, shape))
-            gated.meta["val"] = both.reshape(shape)
-        new = _call(node.graph, "silu_mul_mm_fp4_weight_only", a=gated, **named)
+        if value.dim() != 2:
+            shape = [_value(node).shape[0], value.shape[-1]]
+            source = node.graph.call_function(aten.reshape.default, (source, shape))
+            source.meta["val"] = value.reshape(shape)
+        new = _call(node.graph, name, a=source, **named)
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
-    return True
 
 
 def _normalised(norm: _Norm, name: str, named: dict[str, Any], count: int, anchor: Node) -> list[Node] | None:

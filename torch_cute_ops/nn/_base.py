@@ -282,21 +282,31 @@ class QuantLinear(nn.Module):
             ValueError, TypeError: as the op that multiplies, for a wrong shape, dtype or device, or an input that
                 requires grad while gradients are on.
         """
-        rows = input if isinstance(input, QuantizedRows) else self.quantize(input)
+        rows = input if isinstance(input, QuantizedRows) else self._taken(input)
         multiply = self._gated_product if rows.is_gate_and_up else self._product
         return multiply(rows.operands, rows.dtype).view(*rows.lead, self.out_features)
 
     def quantize(self, x: Tensor) -> QuantizedRows:
         """The rows of ``x``, (..., K), as the GEMM takes them; errors are those of :meth:`forward`."""
-        rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
-        return QuantizedRows(self._quantized(rows), (*x.shape[:-1],), x.dtype)
+        return QuantizedRows(self._quantized(_rows_of(x)), (*x.shape[:-1],), x.dtype)
+
+    def _taken(self, x: Tensor) -> QuantizedRows:
+        """The same as this layer's own GEMM takes it, which may quantise rows itself."""
+        rows = _rows_of(x)
+        if self.quantises_input(rows):
+            return QuantizedRows((rows,), (*x.shape[:-1],), x.dtype)
+        return self.quantize(x)
 
     def rows_for(self, rows: int) -> int:
         """Rows of an input whose GEMM multiplies ``rows``: fewer, rounded up, where ranks gather theirs."""
         return rows
 
-    def gates_input(self) -> bool:
-        """Whether it also takes rows of gate and up, as :class:`QuantizedRows`, and gates them itself."""
+    def quantises_input(self, rows: Tensor) -> bool:
+        """Whether its GEMM quantises these rows, (M, K), in the same launch."""
+        return False
+
+    def gates_input(self, rows: Tensor) -> bool:
+        """Whether it takes these rows of gate and up, (M, 2K), as :class:`QuantizedRows`, and gates them itself."""
         return False
 
     def quantization(self) -> Quantization | None:
@@ -412,6 +422,11 @@ def merge(layers: Sequence[QuantLinear]) -> QuantLinear:
     tensors = first._merged_tensors([layer.tensors() for layer in layers])
     activations: Any = first.activations
     return first._of(first.in_features, tensors, torch.cat(biases) if biases else None, parts, activations)
+
+
+def _rows_of(x: Tensor) -> Tensor:
+    """``x``, (..., K), as rows (M, K)."""
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
 def _rows(tensors: Sequence[Tensor]) -> Tensor:

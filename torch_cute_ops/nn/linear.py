@@ -12,12 +12,15 @@ from torch_cute_ops.formats.fp4 import E4M3_MAX, encode_e4m3
 from torch_cute_ops.formats.scale_layout import FP4ScaleLayout
 from torch_cute_ops.nn._base import Activations, Layout, Quantization, QuantLinear
 from torch_cute_ops.nn._scaled_mm import scaled_mm
+from torch_cute_ops.ops._gemm import SIXTEEN_BIT, quantises_with_gemm
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
+from torch_cute_ops.ops.fp4quant_mm_fp4 import fp4quant_mm_fp4
 from torch_cute_ops.ops.mm_fp4 import mm_fp4
 from torch_cute_ops.ops.mm_fp4_weight_only import mm_fp4_weight_only
 from torch_cute_ops.ops.mm_fp8_block import mm_fp8_block
 from torch_cute_ops.ops.mm_fp8_fp4 import mm_fp8_fp4
+from torch_cute_ops.ops.silu_mul_fp4quant_mm_fp4 import silu_mul_fp4quant_mm_fp4
 from torch_cute_ops.ops.silu_mul_mm_fp4_weight_only import silu_mul_mm_fp4_weight_only
 
 _BLOCK = FP8_BLOCK128.block_size
@@ -68,27 +71,40 @@ class _FP4Linear(QuantLinear):
         return Quantization("fp4", {"block_size": self.format.block_size})
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        if self.activations == "16bit":
-            return self._weight_only(mm_fp4_weight_only, operands[0], dtype)
+        if len(operands) == 1:
+            return self._of_16_bit(operands[0], dtype, mm_fp4_weight_only, fp4quant_mm_fp4)
         weight, block, alpha = self.weight.t(), self.format.block_size, self._alpha()
         a, a_scale = operands
         multiply = mm_fp8_fp4 if self.activations == "fp8" else mm_fp4
         return multiply(a, weight, a_scale, self.weight_scale, alpha, self.bias, dtype, block, static_weight=True)
 
-    def gates_input(self) -> bool:
-        """Whether the activations have 16 bits: then it does."""
-        return self.activations == "16bit"
+    def quantises_input(self, rows: Tensor) -> bool:
+        """Of one row in 16 bits, where the GPU has one launch for both. In compiled models the pass of
+        ``integrations.inductor`` sees to that, which knows what else reads the codes."""
+        if self.activations != "fp4" or rows.dtype not in SIXTEEN_BIT or torch.compiler.is_compiling():
+            return False
+        return quantises_with_gemm(len(rows), rows.device, self.format.block_size)
+
+    def gates_input(self, rows: Tensor) -> bool:
+        """Any in 16 bits where the activations have these; else what it quantises itself."""
+        return self.activations == "16bit" or self.quantises_input(rows)
 
     def _gated_product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        if not self.gates_input():
+        if self.activations == "fp8":
             return super()._gated_product(operands, dtype)
-        return self._weight_only(silu_mul_mm_fp4_weight_only, operands[0], dtype)
+        return self._of_16_bit(operands[0], dtype, silu_mul_mm_fp4_weight_only, silu_mul_fp4quant_mm_fp4)
 
-    def _weight_only(self, multiply: Callable[..., Tensor], a: Tensor, dtype: torch.dtype) -> Tensor:
-        """What ``mm_fp4_weight_only``, or an op with its arguments, makes of ``a`` in 16 bits, in ``dtype``."""
+    def _of_16_bit(
+        self, a: Tensor, dtype: torch.dtype, weight_only: Callable[..., Tensor], quantising: Callable[..., Tensor]
+    ) -> Tensor:
+        """What an op makes of ``a``, in 16 bits: the one that multiplies it as it is, or the one that quantises it."""
         out_dtype, block = None if dtype == a.dtype else dtype, self.format.block_size
-        operands = a, self.weight.t(), self.weight_scale, self._alpha(), self.bias
-        return multiply(*operands, out_dtype, block_size=block, static_weight=True)
+        operands = (a, self.weight.t(), self.weight_scale)
+        epilogue = {"alpha": self._alpha(), "bias": self.bias, "out_dtype": out_dtype}
+        how = {**epilogue, "block_size": block, "static_weight": True}
+        if self.activations == "16bit":
+            return weight_only(*operands, **how)
+        return quantising(*operands, self._activation_scale(), **how)
 
     def _decoded(self) -> Tensor:
         """Codes times block scales, float32."""

@@ -36,7 +36,8 @@ def warmup(
         dtype: of the activations.
         tune: whether to choose among backends by timing them, as in an :func:`torch_cute_ops.autotune` block.
         fused: whether also to call the ops that the pass of ``integrations.inductor`` may put before the layers:
-            RMSNorm and SiLU·mul, with the quantisation of their results, or SiLU·mul of one row with the layer's GEMM.
+            RMSNorm and SiLU·mul, with the quantisation of their results, or of one row SiLU·mul and the quantisation
+            with the layer's GEMM.
             Norms are the modules that have a ``weight`` (K,) and no other parameter; a gate is where another layer has
             2 · K columns.
 
@@ -72,7 +73,10 @@ def warmup(
         called = [(layer, layer) for layer in forms.values()] + [(mlp, mlp.gate_up_proj) for mlp in gated.values()]
         for call, first in called:
             for count in counts:
-                call(torch.zeros(first.rows_for(count), first.in_features, dtype=dtype, device=first.weight.device))
+                x = torch.zeros(first.rows_for(count), first.in_features, dtype=dtype, device=first.weight.device)
+                call(x)
+                if call is first and first.quantises_input(x):
+                    first(first.quantize(x))  # as where layers share codes, and in compiled models
         if fused:
             _call_gated(forms.values(), numbers, dtype)
     if fused:
@@ -118,14 +122,15 @@ def _call_experts(module: QuantExperts | ExpertLayer, numbers: Iterable[int], dt
 
 def _call_gated(layers: Collection[QuantLinear], numbers: Iterable[int], dtype: torch.dtype) -> None:
     """Call layers that gate their input, where they may be behind a gate, as the pass of ``integrations.inductor`` has
-    it for few rows."""
+    it for one row."""
     widths = _gated_widths(layers)
     for layer in layers:
         device = layer.weight.device
-        if layer.gates_input() and layer.in_features in widths:
+        if layer.in_features in widths:
             for count in {bucket(number): number for number in numbers if gates_with_gemm(number, device)}.values():
                 rows = torch.zeros(layer.rows_for(count), 2 * layer.in_features, dtype=dtype, device=device)
-                layer(QuantizedRows((rows,), (len(rows),), dtype, is_gate_and_up=True))
+                if layer.gates_input(rows):
+                    layer(QuantizedRows((rows,), (len(rows),), dtype, is_gate_and_up=True))
 
 
 def _gated_widths(layers: Iterable[QuantLinear]) -> set[int]:
