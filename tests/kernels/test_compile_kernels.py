@@ -26,8 +26,9 @@ from support.kernel_grid import (
     tcgen05_experts_cases,
     wgmma_cases,
 )
+from test_fp4_experts_emulated import EXPERTS
 from test_fp4_gated_experts_emulated import GATED
-from test_fp4_gemm_emulated import EXPERTS, MMAS, NATIVE_MMAS, WGMMAS
+from test_fp4_gemm_emulated import MMAS, NATIVE_MMAS, WGMMAS
 from test_fp4_tcgen05_emulated import COVERING as TCGEN05
 from test_fp4_tcgen05_experts_emulated import COVERING as TCGEN05_EXPERTS
 from test_fp8_fp4_gemm_emulated import RUNS as FP8_FP4_RUNS

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from ptx import EmulationError, compile_ptx, run_kernel
-from support.emulated import CPU, KERNEL_WAIT, PASSED, WAIT, changed, is_static, poisoned
+from support.emulated import CPU, KERNEL_WAIT, PASSED, WAIT, changed, check_in_orders, is_static, poisoned
 from support.epilogues import operands
 from support.kernel_grid import BF16, FP16, FP32, WgmmaCase
-from test_fp4_gemm_emulated import STATIC, WGMMAS, Wgmma, multiply_by_warpgroups, multiply_in_order
+from test_fp4_gemm_emulated import STATIC, WGMMAS, Wgmma, multiply_by_warpgroups
 
 from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.kernels import fp4_wgmma, row_quant
@@ -111,13 +111,9 @@ ROWS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2, gated=T
 def test_what_orders_gated_activations_is_needed(one: Wgmma, edit: Any) -> None:
     """Without it the emulator finds a race, or the sums are wrong; in some order, where others may come out right."""
     with pytest.raises((EmulationError, AssertionError)):
-        for seed in range(6):
-            got, want = multiply_in_order(one, seed, edit)
-            assert torch.equal(got, want)
+        check_in_orders(multiply_by_warpgroups, one, 6, edit)
 
 
 @pytest.mark.parametrize("one", [ROW, ROWS], ids=["row", "rows"])
 def test_what_orders_gated_activations_is_enough(one: Wgmma) -> None:
-    for seed in range(2):
-        got, want = multiply_in_order(one, seed)
-        assert torch.equal(got, want)
+    check_in_orders(multiply_by_warpgroups, one, 2)

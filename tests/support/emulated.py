@@ -1,4 +1,4 @@
-"""What tests of emulated kernels share: poison, comparison by bits, and edits of PTX."""
+"""What tests of emulated kernels share: poison, comparison by bits, orders of threads, and edits of PTX."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -54,6 +54,14 @@ def check_read_ahead(execute: Callable[..., Any], run: Any) -> None:
     assert torch.equal(got, want)
     got, want = execute(is_static(run), late=("b",))
     assert not torch.equal(got, want)
+
+
+def check_in_orders(execute: Callable[..., Any], run: Any, orders: int, edit: Any = None) -> None:
+    """A run gives what it should in each of some orders of its threads. ``execute`` runs a kernel, of which the PTX is
+    edited: the result, and what it should be."""
+    for seed in range(orders):
+        got, want = execute(run._replace(seed=seed), edit)
+        assert torch.equal(got, want)
 
 
 def equal(name: str, got: torch.Tensor | None, want: torch.Tensor | None) -> None:

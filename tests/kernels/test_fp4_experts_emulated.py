@@ -1,0 +1,238 @@
+"""The kernels of FP4 GEMMs over experts, executed thread for thread by the PTX emulator, against the CPU reference."""
+
+import re
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ptx import EmulationError, compile_ptx, run_kernel
+from support.emulated import (
+    CPU,
+    INPUTS,
+    KERNEL_WAIT,
+    PASSED,
+    WAIT,
+    WEIGHT,
+    changed,
+    check_in_orders,
+    poisoned,
+    written_late,
+)
+from support.fp4_activations import exact_activations
+from support.host_grids import check_nothing_is_launched_on_overlap
+from support.kernel_fit import check_emulated
+from support.kernel_grid import BF16, FP16, FP32, ExpertsCase, WgmmaCase
+
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
+from torch_cute_ops.formats.scale_layout import from_linear
+from torch_cute_ops.kernels import fp4_experts, fp4_wgmma
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.kernels.common.warpgroup import BY_WARP
+from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
+
+
+class Experts(NamedTuple):
+    """The kernels of an FP4 GEMM over experts, and a launch of them; ``workers`` share them; or SMs."""
+
+    case: ExpertsCase | WgmmaCase
+    m: int
+    n: int
+    experts: int
+    width: int
+    routing: str
+    seed: int | None = 0
+    workers: int = 0
+
+    @property
+    def id(self) -> str:
+        return f"{self.case.id}-{self.m}x{self.n}-{self.experts}of{self.width}-{self.routing}"
+
+
+def routed(routing: str, m: int, experts: int) -> torch.Tensor:
+    """Factors that are powers of two, or zero of either sign."""
+    alpha = torch.randint(-2, 3, (m, experts)).float().exp2() * torch.randint(0, 2, (m, experts)).sub(0.5).sign()
+    if routing == "dense":
+        return alpha
+    if routing == "one":
+        return alpha * (torch.arange(experts) == experts - 1)
+    if routing in ("even", "odd"):
+        return alpha * (torch.arange(experts) % 2 == ("even", "odd").index(routing))
+    keys = torch.rand(m, experts)
+    if routing == "hot":
+        keys[:, experts // 4] = 2.0  # of each token, but one
+    chosen = torch.zeros(m, experts).scatter(1, keys.topk(min(2, experts)).indices, 1.0)
+    chosen[m // 2] = 0.0
+    return alpha * chosen
+
+
+EXPERTS = [
+    Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 16, BF16), 5, 72, 6, 64, "few", None),
+    Experts(ExpertsCase(FP16, NVFP4, "128x4", "8x4", 8, 16, FP32), 20, 136, 5, 320, "few"),
+    Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 64, FP32), 40, 200, 3, 512, "dense", 1),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 8, 64, FP16), 33, 72, 9, 128, "hot", 2),
+    Experts(ExpertsCase(FP16, NVFP4, "linear", "linear", 24, 32, FP32), 70, 64, 2, 256, "one", 3),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 16, 64, BF16), 3, 8, 33, 128, "few", 4),
+    Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 24, 512, FP32), 30, 72, 3, 768, "dense", 5),
+    Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 8, 512, BF16), 20, 64, 7, 320, "few", 6),
+    Experts(ExpertsCase(FP16, NVFP4, "linear", "linear", 24, 512, FP32), 30, 72, 3, 512, "few", 2),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 16, 512, BF16), 20, 136, 5, 384, "few", 1),
+    Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 16, FP32, 8), 13, 136, 20, 256, "few", 7, 4),
+    Experts(ExpertsCase(BF16, NVFP4, "linear", None, 16, 16, FP32), 12, 72, 5, 512, "dense", 9),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", "8x4", 8, 16, FP32, 8), 20, 72, 30, 128, "one", 10, 5),
+    Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 32, FP32, 8), 40, 72, 9, 256, "dense", 8, 6),
+    Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 64, BF16, 8), 9, 64, 11, 320, "few", None, 5),
+    Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 32, 64, FP32), 40, 72, 3, 320, "dense", 11),
+    Experts(ExpertsCase(BF16, NVFP4, "linear", None, 32, 128, BF16, 8), 37, 72, 9, 512, "dense", 12, 5),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 16, 16, FP32, a_dtype=FP16), 9, 72, 3, 128, "few", 3),
+    # With biases: units of warps, warps that share the k of a unit, and workers that share a slice
+    Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 8, 16, BF16, bias_dtype=FP32), 5, 72, 6, 64, "few", None),
+    Experts(ExpertsCase(FP16, NVFP4, "linear", "linear", 24, 512, FP32, bias_dtype=FP32), 30, 72, 2, 512, "dense", 2),
+    Experts(ExpertsCase(BF16, NVFP4, "128x4", None, 16, 32, BF16, 8, bias_dtype=BF16), 20, 72, 9, 64, "few", 8, 6),
+    # Every second expert begins in the middle of a tile of scales: units of warps and of warpgroups, chunks of 256
+    # elements and of 128, the last one of an expert short
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", "8x4", 8, 16, FP32), 9, 8, 4, 192, "odd", 2),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 8, 16, BF16, 8, bias_dtype=BF16), 3, 8, 10, 192, "few", 7, 3),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 16, 64, FP16), 9, 72, 5, 320, "odd", 1),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", None, 24, 512, FP32, bias_dtype=FP32), 9, 8, 3, 192, "even", 3),
+    Experts(ExpertsCase(BF16, MXFP4, "128x4", "128x4", 16, 512, BF16), 5, 8, 4, 192, "odd", None),
+    Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, Epilogue(FP32), width=256), 13, 392, 5, 256, "dense", 7, 3),
+    Experts(WgmmaCase(BF16, NVFP4, "128x4", None, 32, Epilogue(BF16), width=512), 40, 136, 3, 512, "few", 1, 2),
+    Experts(WgmmaCase(BF16, MXFP4, "128x4", "128x4", 64, Epilogue(FP32), width=256), 70, 40, 4, 256, "dense", 2, 1),
+    Experts(WgmmaCase(FP16, NVFP4, "linear", "linear", 128, Epilogue(FP16), width=512), 20, 136, 2, 512, "one", 3, 4),
+]
+
+
+def kernel_for(one: Experts) -> Any:
+    """What is launched."""
+    return one.case.kernel_for(one.width) if isinstance(one.case, ExpertsCase) else one.case.kernel
+
+
+def poison_scales(scale: torch.Tensor, fmt: FP4Format, layout: str, counts: torch.Tensor, width: int) -> None:
+    """Make the scales of an operand NaN where a row's expert does not count; ``counts``: (rows, experts)."""
+    blocks = (~counts).repeat_interleave(width // fmt.block_size, 1).to(torch.uint8)
+    scale.view(torch.uint8)[from_linear(blocks, SCALE_LAYOUTS[layout]).bool()] = 0xFF if fmt == MXFP4 else 0x7F
+
+
+def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernels leave in their output, and the reference's sums. What a factor of zero leaves out is NaN: of
+    activations, and of the weights and biases of experts that no token has. The kernel before writes the operands at
+    the last moment, and so does the first kernel what it leaves the second."""
+    torch.manual_seed(one.n)
+    case, k = one.case, one.experts * one.width
+    by_warpgroups = isinstance(case, WgmmaCase)
+    kernel = kernel_for(one)
+    alpha = routed(one.routing, one.m, one.experts)
+    a, a_scale = exact_activations(case, one.m, k)
+    if case.a_layout is None:
+        a.view(one.m, one.experts, -1)[alpha == 0] = torch.nan
+    b, scale = random_matrix(one.n, k, case.format, case.layout, CPU, POWERS[case.format.scale_format])
+    scale = scale.view(case.format.scale_dtype)
+    if not by_warpgroups:
+        if a_scale is not None:
+            poison_scales(a_scale, case.format, case.a_layout, alpha != 0, one.width)
+        poison_scales(scale, case.format, case.layout, (alpha != 0).any(0).expand(one.n, -1), one.width)
+    out_dtype = case.epilogue.out_dtype if by_warpgroups else case.out_dtype
+    out = poisoned(one.m, one.n, dtype=out_dtype)
+    shares = by_warpgroups and one.workers > -(-one.n // 256)
+    factors, bias = alpha.t().contiguous().t(), None
+    given: tuple[Any, ...]
+    if by_warpgroups:
+        size = -(-one.m // case.tokens) * kernel.config.workspace_bytes(k, one.workers, shares=shares)
+        workspace = poisoned(size, dtype=torch.uint8)
+        shared = one.workers, int(shares)
+        given = fp4_wgmma.Arguments(a, a_scale, b.t(), scale, factors, None, out, workspace, *shared)
+    else:
+        bias_dtype = kernel.config.bias_dtype
+        if bias_dtype is not None:
+            bias = torch.randint(-50, 51, (one.experts, one.n)).to(bias_dtype)
+            bias[(alpha == 0).all(0)] = torch.nan
+        workers = kernel.config.workers(one.n, one.workers)
+        workspace = poisoned(kernel.config.workspace_bytes(one.m, one.experts, workers), dtype=torch.uint8)
+        given = fp4_experts.Arguments(a, a_scale, b.t(), scale, factors, bias, out, workspace, workers)
+    given, before = written_late(given, (*WEIGHT, *INPUTS))
+    # Of units that warps multiply by themselves see docs/limits.md.
+    strict = by_warpgroups or case.group > BY_WARP
+    run_kernel(kernel, ARCHS[case.arch], *given, seed=one.seed, strict=strict, edit=edit, written_before=before)
+    layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]
+    numbers = a if a_scale is not None else a.to(case.dtype)
+    return out, expert_gemm(numbers, a_scale, b, scale, alpha, bias, out_dtype, case.format, *layouts)
+
+
+@pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in EXPERTS])
+def test_gemm_over_experts(one: Experts) -> None:
+    """Bit for bit where sums are exact; what a factor of zero leaves out is not read, or counts for nothing."""
+    got, want = multiply_experts(one)
+    assert torch.equal(got, want)
+
+
+# One whose CTAs read ahead of the lists, one whose do not, and what a GEMM by warpgroups reads ahead of its factors;
+# then slices that CTAs share, and other sizes.
+AWAITED = [EXPERTS[0], EXPERTS[7], EXPERTS[-4]]
+MORE_AWAITED = [EXPERTS[i] for i in (1, 3, 10, 19, 21, -3, -2)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "awaited" in metafunc.fixturenames:
+        some = AWAITED + (MORE_AWAITED if metafunc.config.getoption("more_emulated") else [])
+        metafunc.parametrize("awaited", [pytest.param(one, id=one.id) for one in some])
+
+
+def test_experts_wait_for_the_kernel_before(awaited: Experts) -> None:
+    """In the kernel that lists tokens, the producer warps, and those that multiply; but CTAs that share slices have
+    waited before they end the second one."""
+    kernel, arch = kernel_for(awaited), awaited.case.arch
+    waits = range(len(re.findall(KERNEL_WAIT, compile_ptx(kernel, ARCHS[arch]).ptx)))
+    twice = isinstance(awaited.case, ExpertsCase) and kernel.config.classes > 1 and kernel.config.scans
+    assert len(waits) >= 2 + twice
+    for number in waits[:-1] if twice else waits:
+        with pytest.raises((EmulationError, AssertionError)):
+            got, want = multiply_experts(awaited, changed(KERNEL_WAIT, number))
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in EXPERTS])
+def test_compiles_without_spills(one: Experts) -> None:
+    """As ``test_compile_kernels`` checks, which leaves kernels with these roles to this test."""
+    check_emulated(one.case, kernel_for(one))
+
+
+@pytest.mark.parametrize("case", [pytest.param(one.case, id=one.case.id) for one in (EXPERTS[1], EXPERTS[-2])])
+def test_nothing_is_launched_on_overlap(case: ExpertsCase | WgmmaCase) -> None:
+    check_nothing_is_launched_on_overlap(case.kernel, ARCHS[case.arch])
+
+
+# Each of four slots has more chunks than stages. Its waits: for a stage, for either chunk of a unit; for a chunk; for
+# the sums of the unit before. A warp meets when it has found units, has read a chunk, has read a unit, and has added.
+UNITS = Experts(ExpertsCase(FP16, NVFP4, "128x4", "128x4", 16, 16, FP32), 13, 64, 10, 320, "dense")
+FACTORS = Experts(WgmmaCase(FP16, NVFP4, "128x4", "8x4", 16, Epilogue(FP32), width=256), 13, 136, 8, 256, "dense", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("one", "edit"),
+    [
+        pytest.param(UNITS, changed(WAIT, 0, PASSED), id="stage free for a unit"),
+        pytest.param(UNITS, changed(WAIT, 2, PASSED), id="a unit there"),
+        pytest.param(UNITS, changed(WAIT, 3, PASSED), id="sums of the unit before there"),
+        pytest.param(UNITS, changed(r"bar\.warp\.sync", 1), id="chunk of a unit read"),
+        pytest.param(UNITS, changed(r"bar\.warp\.sync", 2), id="unit read"),
+        pytest.param(UNITS, changed(r"bar\.warp\.sync", 3), id="sums of a unit added"),
+        pytest.param(UNITS, changed(r"fence\.proxy\.async", 2), id="tokens of a unit loaded"),
+        pytest.param(UNITS, changed(r"wgmma\.wait_group\.sync\.aligned\s+1", None), id="MMAs of a chunk done"),
+        pytest.param(UNITS, changed(r"wgmma\.wait_group\.sync\.aligned\s+0"), id="MMAs of a unit done"),
+        pytest.param(FACTORS, changed(WAIT, 3, PASSED), id="factors there"),
+        pytest.param(FACTORS, changed(r"bar\.warp\.sync", 0), id="codes read beside factors"),
+        pytest.param(FACTORS, changed(r"bar\.warp\.sync", 1), id="factors read"),
+        pytest.param(FACTORS, changed(r"fence\.proxy\.async"), id="factors loaded"),
+    ],
+)
+def test_what_orders_a_gemm_over_experts_is_needed(one: Experts, edit: Any) -> None:
+    """Without it the emulator finds a race, or the sums are wrong; in some order, where others may come out right."""
+    with pytest.raises((EmulationError, AssertionError)):
+        check_in_orders(multiply_experts, one, 6, edit)
+
+
+@pytest.mark.parametrize("one", [UNITS, FACTORS])
+def test_what_orders_a_gemm_over_experts_is_enough(one: Experts) -> None:
+    check_in_orders(multiply_experts, one, 2)

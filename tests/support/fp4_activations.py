@@ -1,0 +1,21 @@
+"""Activations for FP4 GEMMs in the emulator."""
+
+from __future__ import annotations
+
+import torch
+
+from support.emulated import CPU
+from support.kernel_grid import ExpertsCase, WgmmaCase
+from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
+
+
+def exact_activations(case: WgmmaCase | ExpertsCase, m: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Some whose sums are exact, with their scales; those that are rounded have one bit more than bfloat16, half of
+    them with ties."""
+    if case.a_layout is not None:
+        codes, scale = random_matrix(m, k, case.format, case.a_layout, CPU, POWERS[case.format.scale_format])
+        return codes, scale.view(case.format.scale_dtype)
+    if case.a_dtype is None:
+        return torch.randint(-8, 9, (m, k)).to(case.dtype), None
+    numbers = torch.randint(-(2**9), 2**9, (m, k)) * (torch.rand(m, k) < 0.05)
+    return numbers.to(case.a_dtype), None
