@@ -1,15 +1,12 @@
 """Configuration of the GEMM by a recoded weight: no device code."""
 
+import functools
 from dataclasses import dataclass
 from typing import Final
 
 from torch_cute_ops.kernels import fp8_wgmma
-from torch_cute_ops.kernels.common.epilogue import Epilogue
-from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
-from torch_cute_ops.kernels.common.fit import first_fit
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
 from torch_cute_ops.kernels.fp4_to_fp8.config import COLUMNS
-from torch_cute_ops.runtime.arch import Arch
 
 __all__ = ["Arguments", "Config", "plan"]
 
@@ -50,10 +47,4 @@ class Config(fp8_wgmma.Config):
         return self.units_at + 2 * self.columns + self.columns // 32
 
 
-def plan(*, rows: ExpertLayout, epilogue: Epilogue, arch: Arch, pdl: bool, beside: bool) -> Config | None:
-    """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this."""
-    sizes = fp8_wgmma.MANY, COLUMNS, 1
-    every = range(fp8_wgmma.MOST_STAGES, 1, -1)
-    return first_fit(
-        (Config(rows, epilogue, *sizes, stages, pdl, static_weight=False, beside=beside) for stages in every), arch
-    )
+plan = functools.partial(fp8_wgmma.with_most_stages, Config, tokens=fp8_wgmma.MANY, columns=COLUMNS)

@@ -1,13 +1,10 @@
 """Configuration of the GEMM of FP8 activations and an FP4 weight by wgmma: no device code."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
-from torch_cute_ops.formats import FP4Format, ScaleLayout
+from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.kernels import fp8_wgmma
-from torch_cute_ops.kernels.common.epilogue import Epilogue
-from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
-from torch_cute_ops.kernels.common.fit import first_fit
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK
 from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
@@ -38,6 +35,7 @@ class Config(UnitsConfig):
 
     fmt: FP4Format
     row_ctas: int = 1
+    stage_counts: ClassVar = range(10, 1, -1)
     line: ClassVar[int] = BLOCK // 2
 
     @property
@@ -88,24 +86,7 @@ class Config(UnitsConfig):
         return super().reason_unsupported(arch)
 
 
-MOST_STAGES: Final = 10
-
-
-def plan(
-    *,
-    fmt: FP4Format,
-    layout: ScaleLayout,
-    rows: ExpertLayout,
-    epilogue: Epilogue,
-    tokens: int,
-    splits: int = 1,
-    arch: Arch,
-    pdl: bool,
-    static_weight: bool = False,
-) -> Config | None:
-    """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this."""
+def plan(*, tokens: int, **given: Any) -> Config | None:
+    """As ``fp8_wgmma.with_most_stages`` does, for one of ``TILES``."""
     row_ctas = 2 if tokens == PAIR else 1
-    ahead = static_weight and Config.reads_ahead(rows, tokens, pdl)
-    sizes, weight = (tokens // row_ctas, COLUMNS, splits), (layout, fmt, row_ctas)
-    every = range(MOST_STAGES, 1, -1)
-    return first_fit((Config(rows, epilogue, *sizes, stages, pdl, ahead, *weight) for stages in every), arch)
+    return fp8_wgmma.with_most_stages(Config, tokens=tokens // row_ctas, columns=COLUMNS, row_ctas=row_ctas, **given)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from torch_cute_ops.formats import MXFP4, FP4Format
+from torch_cute_ops.kernels import fp8_wgmma
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK
-from torch_cute_ops.kernels.fp8_fp4_wgmma import lines_config
 from torch_cute_ops.kernels.fp8_fp4_wgmma.lines_config import SPAN, LinesConfig
 from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import COLUMNS
 
@@ -51,4 +51,4 @@ class Config(LinesConfig):
         return self.amounts_at + self.columns
 
 
-plan = functools.partial(lines_config.plan, Config)
+plan = functools.partial(fp8_wgmma.with_most_stages, Config, columns=COLUMNS)

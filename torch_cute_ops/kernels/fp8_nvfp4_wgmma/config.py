@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from torch_cute_ops.formats import NVFP4, FP4Format
+from torch_cute_ops.kernels import fp8_wgmma
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
-from torch_cute_ops.kernels.fp8_fp4_wgmma import lines_config
 from torch_cute_ops.kernels.fp8_fp4_wgmma.lines_config import SPAN, LinesConfig
 from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import COLUMNS, UnitsConfig
 
@@ -35,4 +35,4 @@ class Config(LinesConfig, UnitsConfig):
         return self.columns * self.tokens * 4
 
 
-plan = functools.partial(lines_config.plan, Config)
+plan = functools.partial(fp8_wgmma.with_most_stages, Config, columns=COLUMNS)

@@ -37,12 +37,12 @@ from L2; the result once.
 from typing import TYPE_CHECKING
 
 from torch_cute_ops.kernels._lazy import on_demand
-from torch_cute_ops.kernels.fp8_wgmma.config import MANY, MOST_STAGES, TILES, Arguments, Config, plan
+from torch_cute_ops.kernels.fp8_wgmma.config import MANY, TILES, Arguments, Config, plan, with_most_stages
 
 if TYPE_CHECKING:
     from torch_cute_ops.kernels.fp8_wgmma.kernel import FP8WgmmaKernel
 
-__all__ = ["KERNEL", "MANY", "MOST_STAGES", "TILES", "Arguments", "Config", "FP8WgmmaKernel", "plan"]
+__all__ = ["KERNEL", "MANY", "TILES", "Arguments", "Config", "FP8WgmmaKernel", "plan", "with_most_stages"]
 
 KERNEL = f"{__name__}.kernel.FP8WgmmaKernel"
 __getattr__ = on_demand(__name__, "FP8WgmmaKernel")

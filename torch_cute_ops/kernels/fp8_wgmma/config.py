@@ -1,7 +1,9 @@
 """Configuration of the FP8 GEMM by wgmma: no device code."""
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 from torch_cute_ops.kernels.common import row_tile
 from torch_cute_ops.kernels.common.epilogue import Epilogue
@@ -29,6 +31,8 @@ class Config(FP8TilesConfig):
     """Everything static about a kernel; ``tokens``, ``columns`` and ``splits`` are one of ``TILES``."""
 
     tiles: ClassVar[tuple] = TILES
+    stage_counts: ClassVar[Sequence[int]] = range(12, 1, -1)
+    """Numbers of stages to choose from, the most first."""
     line: ClassVar[int] = BLOCK
     scales_ahead: ClassVar[int] = 4
     own_bytes: ClassVar[int] = 0
@@ -87,10 +91,11 @@ class Config(FP8TilesConfig):
         return self.epilogue.reason_unsupported(is_grouped=not self.rows.is_plain)
 
 
-MOST_STAGES: Final = 12
+AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
-def plan(
+def with_most_stages(
+    kind: type[AnyConfig],
     *,
     rows: ExpertLayout,
     epilogue: Epilogue,
@@ -100,8 +105,13 @@ def plan(
     arch: Arch,
     pdl: bool,
     static_weight: bool = False,
-) -> Config | None:
-    """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this."""
-    ahead = static_weight and Config.reads_ahead(rows, tokens, pdl)
-    sizes, every = (tokens, columns, splits), range(MOST_STAGES, 1, -1)
-    return first_fit((Config(rows, epilogue, *sizes, stages, pdl, ahead) for stages in every), arch)
+    **own: Any,
+) -> AnyConfig | None:
+    """The configuration of a kind with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this.
+    ``own``: the fields that only this kind has."""
+    ahead = static_weight and kind.reads_ahead(rows, tokens, pdl)
+    sizes, every = (tokens, columns, splits), kind.stage_counts
+    return first_fit((kind(rows, epilogue, *sizes, stages, pdl, ahead, **own) for stages in every), arch)
+
+
+plan = functools.partial(with_most_stages, Config)
