@@ -2,9 +2,8 @@
 counts.
 
 A tile is ``tokens`` rows of one expert by ``columns`` rows of its weight. Tiles are numbered expert by expert; an
-expert without rows has none. CTA ``i`` of ``n`` takes the tiles ``i``, ``i + n``, ``i + 2n``, and so on. Within an
-expert ``RASTER_WIDTH`` tiles of rows, a strip, run side by side over all columns before the next strip, so that CTAs
-that run at the same time share rows and columns in L2.
+expert without rows has none. CTA ``i`` of ``n`` takes the tiles ``i``, ``i + n``, ``i + 2n``, and so on. Those of
+an expert are in the order of ``tile_order``.
 
 A table in shared memory holds what each expert begins with; a warp finds the expert of a tile in it by two votes.
 """
@@ -24,6 +23,7 @@ from torch_cute_ops.kernels.common.fp8_arguments import Arguments
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
 from torch_cute_ops.kernels.common.raster import RASTER_WIDTH
 from torch_cute_ops.kernels.common.scan import WARP, running_sum_of_cta
+from torch_cute_ops.kernels.common.tile_order import tile_of
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 
@@ -210,16 +210,13 @@ class ExpertTiles:
         expert, begin, count, first = Int32(0), Int32(0), m, Int32(0)
         if const_expr(not self.rows.is_plain):
             table = self._table(base)
-            row_tile = number // columns
             # Experts without rows start at the same tile as the one after them, and come before it.
-            expert = expert_by_votes(table.firsts, row_tile, lane)
+            expert = expert_by_votes(table.firsts, number // columns, lane)
             begin, count, first = table.begins[expert], table.counts[expert], table.firsts[expert]
-        place = number - first * columns
-        strip = place // (columns * self.raster)
-        width = cutlass.min(cute.ceil_div(count, self.tokens) - strip * self.raster, Int32(self.raster))
-        place = place - strip * (columns * self.raster)
-        skipped = (strip * self.raster + place % width) * self.tokens
-        return expert, begin + skipped, count - skipped, place // width * self.columns
+        token_tiles = cute.ceil_div(count, self.tokens)
+        column_tile, token_tile = tile_of(number - first * columns, columns, token_tiles, self.raster)
+        skipped = token_tile * self.tokens
+        return expert, begin + skipped, count - skipped, column_tile * self.columns
 
 
 def by_expert(matrix: cute.Tensor, is_plain: bool, is_transposed: bool = False) -> cute.Tensor:
