@@ -94,8 +94,9 @@ class Totals:
         c = self.config
         threads = c.warps * WARP
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
-        if const_expr(c.pdl and c.scans):
+        if const_expr(c.pdl and c.scans and part == 0):
             # The kernel that lists tokens clears the flags; and it has to have ended before the next one starts.
+            # One wait serves both slices.
             cute.arch.griddepcontrol_wait()
         if const_expr(c.pdl):
             if (part == 1) | (share.ends[1] == 0) | (c.classes == 1):
