@@ -88,7 +88,7 @@ def test_a_backend_is_a_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> N
             return None
 
         def launcher(self, problem: object, tactic: object, target: object) -> object:
-            return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: calls.append(out)
+            return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: calls.append(out)
 
     problem = fp4_problem()
     assert "mine" not in select.reasons(problem, HOPPER)

@@ -7,7 +7,7 @@ from expected import Tensors, _fp4_gemm, quantised
 _ARGUMENTS = (
     "Tensor a, Tensor b, Tensor b_scale, Tensor? global_scale=None, Tensor? alpha=None, Tensor? bias=None, "
     "ScalarType? out_dtype=None, int block_size=16, str? scale_format=None, str scale_layout='128x4', "
-    "str backend='auto', bool static_weight=False"
+    "str backend='auto', bool static_weight=False, Tensor? prefetch=None"
 )
 
 

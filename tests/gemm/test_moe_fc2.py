@@ -366,12 +366,12 @@ class Strict(Reference):
     def launcher(self, problem, tactic, target):
         launch = super().launcher(problem, tactic, target)
 
-        def multiply(a, b, a_scale, b_scale, alpha, bias, offsets, counts, out):
+        def multiply(a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out):
             if not (a.is_contiguous() and b.t().is_contiguous() and b_scale.is_contiguous()):
                 raise ValueError("strides")
             assert b.shape == (problem.k // 2, problem.n) and alpha.shape == (len(a), problem.experts)
             self.given.append((b, alpha))
-            launch(a, b, a_scale, b_scale, alpha, bias, offsets, counts, out)
+            launch(a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out)
 
         return multiply
 

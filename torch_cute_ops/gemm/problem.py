@@ -99,6 +99,7 @@ class GemmProblem:
             without one. Their scales are then in the layout of the weight's.
         static_weight: the promise that the weight and its scales were complete before the previous launch on the
             stream, and so may be read ahead of it.
+        prefetches: whether calls name something that a later launch reads, which may be brought into L2.
     """
 
     a: Operand
@@ -113,6 +114,7 @@ class GemmProblem:
     gates_input: bool = False
     quantises_input: Quantises | None = None
     static_weight: bool = False
+    prefetches: bool = False
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -216,6 +218,7 @@ class Operands(NamedTuple):
             (E, N).
         offsets: (E + 1,) int32, grouped by rows; or ``None``.
         counts: (E,) int32, grouped by rows; or ``None``.
+        prefetch: (rows, bytes) uint8, or ``None``. A backend that has no use for it leaves it alone.
     """
 
     a: torch.Tensor
@@ -226,6 +229,7 @@ class Operands(NamedTuple):
     bias: torch.Tensor | None = None
     offsets: torch.Tensor | None = None
     counts: torch.Tensor | None = None
+    prefetch: torch.Tensor | None = None
 
 
 class GatedOperands(NamedTuple):

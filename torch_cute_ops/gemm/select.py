@@ -83,11 +83,11 @@ def reasons(problem: GemmProblem, target: Target) -> dict[str, str | None]:
 
 
 def key_of(problem: GemmProblem, m: int, target: Target) -> tuner.Key | None:
-    """What a tuned choice for ``m`` rows is stored under, whether or not the weight is static; ``None``: nothing is
-    tuned for such a target."""
+    """What a tuned choice for ``m`` rows is stored under, whether or not the weight is static and something is
+    prefetched; ``None``: nothing is tuned for such a target."""
     if target.name is None:
         return None
-    described = replace(problem, static_weight=False).described()
+    described = replace(problem, static_weight=False, prefetches=False).described()
     return tuner.Key("gemm", tuner.canonical(described), bucket(m), target.name, tuner.versions())
 
 

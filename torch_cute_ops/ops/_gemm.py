@@ -36,6 +36,7 @@ EXPERT_MULTIPLE: Final = 64
 MOST_GATED_ROWS: Final = 1
 """Most rows for which ``gates_with_gemm`` holds: with 4 and 8, a layer of an 8B model is 2 µs faster with one launch on
 an H100, and 6 µs slower on an H200."""
+PREFETCH_MULTIPLE: Final = 16
 FP8_K_MULTIPLE: Final = 64
 FP8_N_MULTIPLE: Final = 8
 
@@ -51,6 +52,7 @@ class GemmCall(NamedTuple):
     bias: Tensor | None = None
     offsets: Tensor | None = None
     counts: Tensor | None = None
+    prefetch: Tensor | None = None
     out_dtype: torch.dtype | None = None
     block_size: int = 16
     scale_format: str | None = None
@@ -230,7 +232,7 @@ class Gemm(BackendPath[GemmCall]):
         self.b_name = "w" if over == "k" else "b"
 
     def key(self, values: Values, device: int) -> tuple[Any, ...]:
-        a, b, a_scale, b_scale, alpha, bias, offsets, counts = values[:8]
+        a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch = values[:9]
         shape = a.shape
         m = shape[-2]
         return (
@@ -246,7 +248,8 @@ class Gemm(BackendPath[GemmCall]):
             None if bias is None else bias.dtype,
             offsets is not None,
             counts is not None,
-            values[8:],
+            prefetch is not None,
+            values[9:],
             device,
             tuning.generation,
             tuning.blocks and tuning.is_on(),
@@ -268,7 +271,20 @@ class Gemm(BackendPath[GemmCall]):
         else:
             self._check_epilogue(call, n)
         _checks.check_out_dtype(op, call.out_dtype)
+        if call.prefetch is not None:
+            self._check_prefetch(call.prefetch, device)
         self.check_backend(call)
+
+    def _check_prefetch(self, prefetch: Tensor, device: torch.device) -> None:
+        op, width = self.op, prefetch.shape[-1] if prefetch.dim() else 0
+        if prefetch.dtype.itemsize != 1:
+            raise TypeError(f"cute::{op}: prefetch has dtype {prefetch.dtype}; expected one of a byte, such as uint8")
+        if prefetch.dim() != 2 or width % PREFETCH_MULTIPLE or not prefetch.is_contiguous():
+            raise ValueError(
+                f"cute::{op}: prefetch has shape {tuple(prefetch.shape)} and strides {prefetch.stride()}; expected a "
+                f"contiguous matrix, such as a weight by rows, whose rows are multiples of {PREFETCH_MULTIPLE} bytes"
+            )
+        _checks.check_device(op, "prefetch", prefetch, "a", device)
 
     def _check_fp4(self, call: GemmCall) -> tuple[int, int]:
         """Check ``a``, the weight and their scales; N and K."""
@@ -416,7 +432,8 @@ class Gemm(BackendPath[GemmCall]):
         quantises = None
         if self.quantises_input:
             quantises = "plain" if call.a_scale is None else "scaled"
-        given = {"gates_input": self.gates_input, "quantises_input": quantises, "static_weight": call.static_weight}
+        given = {"gates_input": self.gates_input, "quantises_input": quantises}
+        given |= {"static_weight": call.static_weight, "prefetches": call.prefetch is not None}
         problem: GemmProblem = p.GemmProblem(a, b, n, k, epilogue, grouping, **given)
         return problem
 
@@ -441,7 +458,8 @@ class Gemm(BackendPath[GemmCall]):
         shown["out_dtype"] = call.result_dtype
         if self.b == "fp4":
             shown |= {name: getattr(call, name) for name in ("block_size", "scale_format", "scale_layout")}
-        return {**shown, "backend": call.backend, "static_weight": call.static_weight}
+        shown |= {"backend": call.backend, "static_weight": call.static_weight}
+        return shown if "prefetch" not in self.signature.names else {**shown, "prefetch": call.prefetch is not None}
 
     def has_property(self, name: str) -> bool:
         if name == "experts":
@@ -452,6 +470,8 @@ class Gemm(BackendPath[GemmCall]):
             return self.a == "16-bit"
         if name == "global_scale":
             return self.quantises_input
+        if name == "prefetch":
+            return name in self.signature.names
         if name == "alpha":
             return self.over != "k"
         if name in ("block_size", "scale_format", "scale_layout"):
@@ -477,6 +497,7 @@ class Gemm(BackendPath[GemmCall]):
         scale_layout: str = "128x4",
         backend: str = AUTO,
         static_weight: bool = False,
+        prefetch: bool = False,
         device: torch.device | int | str | None = None,
     ) -> Arguments:
         """A call with these static properties.
@@ -493,6 +514,7 @@ class Gemm(BackendPath[GemmCall]):
                 ``None``: none.
             bias_dtype: of the bias that calls pass; ``None``: none.
             out_dtype, block_size, scale_format, scale_layout, backend, static_weight: as in the calls.
+            prefetch: whether calls name something that is brought into L2.
             device: of the tensors; ``None`` means the current CUDA device.
 
         Raises:
@@ -509,6 +531,7 @@ class Gemm(BackendPath[GemmCall]):
         lead = (count, m) if masked else (m,)
         weights = (count, n) if self.over == "rows" else (n,)
         given: dict[str, Any] = {"out_dtype": out_dtype, "backend": backend, "static_weight": static_weight}
+        given["prefetch"] = zeros(1, 16, dtype=torch.uint8) if prefetch else None
         blocks = FP8_BLOCK128.scales_per_row(k)
         if self.a == "fp8":
             given["a"] = zeros(*lead, k, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -588,7 +611,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
     def run(self, values: Values, out: Any) -> Any:
         if not self.is_direct:
             return None
-        a, b, a_scale, b_scale, alpha, bias, offsets, counts = values[:8]
+        a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch = values[:9]
         shape = a.shape
         m = shape[-2]
         if not m or not self.n:
@@ -616,11 +639,15 @@ class GemmLauncher(BackendLauncher[GemmCall]):
                 out = allocator(self.device)((shape[0], m, n), (m * n, n, 1), self.dtype)
             else:
                 out = allocator(self.device)((m, n), (n, 1), self.dtype)
-        self.compute(a, b.t() if self.takes_rows else b, a_scale, b_scale, alpha, bias, offsets, counts, out)
+        self.compute(a, b.t() if self.takes_rows else b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out)
         return out
 
     def launch(self, call: GemmCall, out: Tensor) -> None:
-        a, b, a_scale, b_scale, alpha, bias, offsets, counts = call[:8]
+        a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch = call[:9]
+        if prefetch is not None:
+            prefetch = seen_as(prefetch, torch.uint8)
+            if prefetch.data_ptr() % PREFETCH_MULTIPLE:
+                prefetch = torch.empty_like(prefetch[:0])  # it would be no help to copy it
         if self.has_fp8_rows:
             assert a_scale is not None
             a, a_scale = aligned(a), _side_by_side(a_scale)
@@ -638,7 +665,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         if alpha is not None and not self.by_factors:
             alpha = aligned(alpha.reshape(1) if alpha.numel() == 1 else alpha)
         bias, offsets, counts = (None if tensor is None else aligned(tensor) for tensor in (bias, offsets, counts))
-        self.compute(a, b, a_scale, b_scale, alpha, bias, offsets, counts, out)
+        self.compute(a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out)
 
 
 def fp4_zeros(

@@ -22,6 +22,7 @@ def fp4quant_mm_fp4(
     scale_layout: WeightScaleLayout = "128x4",
     backend: str = "auto",
     static_weight: bool = False,
+    prefetch: Tensor | None = None,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -35,7 +36,8 @@ def fp4quant_mm_fp4(
         a: (M, K), bfloat16 or float16.
         b: (K/2, N), uint8 or float4_e2m1fn_x2, two e2m1 codes a byte, element 0 in the low nibble: the transposed view,
             ``weight.t()``, of a row-major (N, K/2).
-        b_scale, bias, block_size, scale_format, scale_layout, backend, static_weight: as for :func:`mm_fp4`.
+        b_scale, bias, block_size, scale_format, scale_layout, backend, static_weight, prefetch: as for
+            :func:`mm_fp4`.
         global_scale: as for :func:`fp4_quantize`: one float32 element, NVFP4 only; ``None`` means 1.
         alpha: as for :func:`mm_fp4`: it has ``1 / (global_scale · global scale of b)``.
         out_dtype: bfloat16, float16 or float32; ``None`` means the dtype of ``a``.

@@ -22,6 +22,7 @@ def mm_fp4(
     scale_layout: FP4ScaleLayout = "128x4",
     backend: str = "auto",
     static_weight: bool = False,
+    prefetch: Tensor | None = None,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -48,6 +49,9 @@ def mm_fp4(
             or the name of one that :func:`backends` lists.
         static_weight: the promise that ``b`` and ``b_scale`` were complete before the previous launch on the stream, so
             that they may be read ahead of it.
+        prefetch: what a later launch reads, such as the weight of the next GEMM by rows: a contiguous matrix of bytes,
+            whose rows are multiples of 16 bytes. The first 12 MB may be brought into L2 when the kernel has nothing
+            else to load. It changes no result, and whoever writes it meanwhile may do so.
         out: tensor (M, N) to write into.
 
     Returns:

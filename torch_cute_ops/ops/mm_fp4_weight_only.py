@@ -21,6 +21,7 @@ def mm_fp4_weight_only(
     scale_layout: WeightScaleLayout = "128x4",
     backend: str = "auto",
     static_weight: bool = False,
+    prefetch: Tensor | None = None,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -43,7 +44,7 @@ def mm_fp4_weight_only(
         block_size, scale_format: as for :func:`mm_fp4`.
         scale_layout: ``"linear"`` or ``"128x4"``. Scales in the other layout cannot be detected where its shape is the
             same, and give wrong numbers.
-        backend, static_weight: as for :func:`mm_fp4`.
+        backend, static_weight, prefetch: as for :func:`mm_fp4`.
         out: tensor (M, N) to write into.
 
     Returns:

@@ -21,6 +21,7 @@ def silu_mul_mm_fp4_weight_only(
     scale_layout: WeightScaleLayout = "128x4",
     backend: str = "auto",
     static_weight: bool = False,
+    prefetch: Tensor | None = None,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -35,8 +36,8 @@ def silu_mul_mm_fp4_weight_only(
         a: (M, 2K), bfloat16 or float16: ``gate`` is the first half of each row, ``up`` the second.
         b: (K/2, N), uint8 or float4_e2m1fn_x2, two e2m1 codes a byte, element 0 in the low nibble: the transposed view,
             ``weight.t()``, of a row-major (N, K/2).
-        b_scale, alpha, bias, out_dtype, block_size, scale_format, scale_layout, backend, static_weight: as for
-            :func:`mm_fp4_weight_only`.
+        b_scale, alpha, bias, out_dtype, block_size, scale_format, scale_layout, backend, static_weight, prefetch: as
+            for :func:`mm_fp4_weight_only`.
         out: tensor (M, N) to write into.
 
     Returns:

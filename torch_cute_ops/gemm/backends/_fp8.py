@@ -27,7 +27,7 @@ class FP8Backend(Backend):
         (kernel,) = self.kernels(problem, tactic, target.arch)
         function, tile = compile_kernel(kernel, target.arch), self.tile(tactic)
         max_ctas = tile.clusters(target.sms) * tile.cluster
-        return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
+        return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
             a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, max_ctas
         )
 

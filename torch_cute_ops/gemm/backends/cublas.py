@@ -88,11 +88,11 @@ class Cublas(FP4Backend):
         dtype, layout = _dtype(problem), problem.a.scale_layout
         decode_b = decoder(problem, weight_scales(problem), dtype, target)
         if layout is None:
-            return lambda a, b, _, b_scale, alpha, bias, offsets, counts, out: _finish(
+            return lambda a, b, _, b_scale, alpha, bias, offsets, counts, prefetch, out: _finish(
                 _sums(a.to(dtype), decode_b(b.t(), b_scale)), alpha, bias, out
             )
         decode_a = decoder(problem, layout, dtype, target)
-        return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: _finish(
+        return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: _finish(
             _sums(decode_a(a, a_scale), decode_b(b.t(), b_scale)), alpha, bias, out
         )
 

@@ -100,20 +100,20 @@ class FP4MmaSync(FP4KernelBackend):
     def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
         function, config = self.compiled(problem, tactic, target)
         if config.a_layout is not None:
-            return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
+            return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
                 a, a_scale, b, b_scale, alpha, bias, out
             )
         dtype, layout = sixteen_bit_dtype(problem), problem.a.scale_layout
         if layout is not None:
             decode = decoder(problem, layout, dtype, target)
-            return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
+            return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
                 decode(a, a_scale), None, b, b_scale, alpha, bias, out
             )
         if problem.a.format != dtype:
-            return lambda a, b, _, b_scale, alpha, bias, offsets, counts, out: function(
+            return lambda a, b, _, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
                 a.to(dtype), None, b, b_scale, alpha, bias, out
             )
-        return lambda a, b, _, b_scale, alpha, bias, offsets, counts, out: function(
+        return lambda a, b, _, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
             a, None, b, b_scale, alpha, bias, out
         )
 

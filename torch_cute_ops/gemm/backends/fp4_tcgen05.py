@@ -73,6 +73,6 @@ class FP4Tcgen05(Tcgen05Backend):
     def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
         function, _ = self.compiled(problem, tactic, target)
         ctas = target.sms
-        return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
+        return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
             a, a_scale, b, b_scale, alpha, bias, out, ctas
         )

@@ -90,10 +90,10 @@ class FP4Tcgen05Experts(Tcgen05Backend):
         device, n, experts, ctas = target.device, problem.n, problem.experts, target.sms
         size = config.workspace_bytes
         if not config.has_workspace:
-            return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
+            return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
                 a, a_scale, b, b_scale, alpha, bias, out, None, ctas
             )
-        return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
+        return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
             a, a_scale, b, b_scale, alpha, bias, out, new_bytes(device, size(a.shape[0], n, experts)), ctas
         )
 

@@ -1,5 +1,6 @@
 """FP4 weights by Hopper's warpgroup MMA, decoded in registers, for any number of rows: ``kernels/fp4_wgmma``."""
 
+from functools import partial
 from typing import NamedTuple
 
 from torch_cute_ops.formats import NVFP4
@@ -120,19 +121,21 @@ class FP4Wgmma(FP4KernelBackend):
             arch=arch,
             pdl=settings.PDL,
             static_weight=problem.static_weight,
+            prefetches=problem.prefetches,
         )
 
     def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
         function, config = self.compiled(problem, tactic, target)
         if config.arranges:
-            return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
-                a, a_scale, b, b_scale, alpha, bias, out, None, 0, 0
+            return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
+                a, a_scale, b, b_scale, alpha, bias, out, None, prefetch, 0, 0
             )
         parts = _parts(problem, tactic, target)
         device, rows, workers, shares = target.device, config.tokens, parts.workers, int(parts.shares)
         size = config.workspace_bytes(problem.k, workers, shares=parts.shares)
-        return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
-            a, a_scale, b, b_scale, alpha, bias, out, new_bytes(device, -(-a.shape[0] // rows) * size), workers, shares
+        new = partial(new_bytes, device)
+        return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
+            a, a_scale, b, b_scale, alpha, bias, out, new(-(-a.shape[0] // rows) * size), None, workers, shares
         )
 
     def checks_operands(self, problem: GemmProblem, tactic: Tactic) -> bool:

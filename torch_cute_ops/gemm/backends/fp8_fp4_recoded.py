@@ -91,7 +91,7 @@ class FP8FP4Recoded(FP8FP4Backend):
         words, tiles = fp4_to_fp8.note_words(n, k, experts), weight_tiles(problem)
 
         def launch(a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, *rest: Any) -> None:
-            alpha, bias, offsets, counts, out = rest
+            alpha, bias, offsets, counts, _, out = rest
             new = allocator(device)
             weight = new(shape, strides, torch.float8_e4m3fn)
             notes = new((words,), (1,), torch.int32)

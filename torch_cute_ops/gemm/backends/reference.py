@@ -52,7 +52,7 @@ class Reference(Backend):
         layouts = problem.of_activations.a.scale_layout, problem.b.scale_layout
 
         def multiply(*fields: Any) -> None:
-            a, b, a_scale, b_scale, alpha, bias, offsets, counts, out = fields
+            a, b, a_scale, b_scale, alpha, bias, offsets, counts, _, out = fields
             if problem.a.is_fp8:
                 weight = b if over == "rows" else b.t()
                 if isinstance(fmt, FP4Format):

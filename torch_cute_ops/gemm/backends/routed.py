@@ -87,7 +87,7 @@ class Routed(RoutedBackend):
         function, config = self.compiled(problem, tactic, target)
         device, experts, workers = target.device, problem.experts, config.workers(problem.n, target.sms)
         size = config.workspace_bytes
-        return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, out: function(
+        return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
             a, a_scale, b, b_scale, alpha, bias, out, new_bytes(device, size(a.shape[0], experts, workers)), workers
         )
 

@@ -79,7 +79,7 @@ def span_of(tokens: int, width: int | None) -> int:
     return 2 if tokens == 64 and width is None else 1
 
 
-class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out workspace workers shares")):
+class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out workspace prefetch workers shares")):
     """The run-time arguments, in order. Sizes: M rows of activations, N rows of the weight, K elements of a sum, E
     experts with K / E elements each, if there are any; N is a multiple of 8, K of 32.
 
@@ -90,6 +90,7 @@ class Arguments(namedtuple("Arguments", "a a_scale b b_scale alpha bias out work
         out: (M, N), written.
         workspace: ``Config.workspace_bytes`` for each tile of tokens, uint8, written; ``None`` where the CTAs
             rearrange the activations themselves.
+        prefetch: (rows, bytes) uint8, contiguous, which ``Config.prefetches`` is about; or ``None``.
         workers: CTAs that share the sums of a tile of tokens, a number; unused with clusters.
         shares: whether they exchange partial sums, 0 or 1.
     """
@@ -111,6 +112,7 @@ class Config:
         pdl: whether launches are programmatic dependent launches.
         static_weight: whether the weight was complete before the previous launch, where that makes a difference: with
             ``pdl``, where no kernel of its own rearranges the activations.
+        prefetches: whether the producer, when it has started its last copy, has something brought into L2: there too.
     """
 
     operands: FP4Operands
@@ -123,6 +125,7 @@ class Config:
     token_stages: int
     pdl: bool
     static_weight: bool
+    prefetches: bool = False
 
     @property
     def bands(self) -> int:
@@ -288,12 +291,13 @@ def plan(
     arch: Arch,
     pdl: bool,
     static_weight: bool = False,
+    prefetches: bool = False,
 ) -> Config | None:
     """The configuration with the most stages that fit into an SM of ``arch``; ``None`` if none does. ``rows``:
     ``None`` for the most."""
     rows = rows or rows_of(tokens)[0]
-    ahead = static_weight and pdl and arranges(tokens, splits)
+    ahead, prefetches = (flag and arranges(tokens, splits) for flag in (static_weight and pdl, prefetches))
     # As many chunks in flight as in the ring of the weight, in wide tiles fewer.
     fixed = None if tokens <= 32 else {64: 8, 128: 7, 256: 5}[tokens] // span_of(tokens, width)
     sizes, every = (width, tokens, rows, splits), range(6, 2, -1)
-    return first_fit((Config(operands, epilogue, *sizes, n, fixed or n, pdl, ahead) for n in every), arch)
+    return first_fit((Config(operands, epilogue, *sizes, n, fixed or n, pdl, ahead, prefetches) for n in every), arch)

@@ -8,6 +8,7 @@ from cutlass import Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.activation_layout import CHUNK, TILE_BYTES, TILE_TOKENS
 from torch_cute_ops.kernels.common.activations import Activations
+from torch_cute_ops.kernels.common.l2_prefetch import prefetch
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
 from torch_cute_ops.kernels.fp4_wgmma.config import HELPERS, QUARTERS, Config
@@ -64,6 +65,8 @@ class Copies:
                         self._load_tokens(first + i, quarter, token_stage, part, smem)
                         token_stage, token_parity = next_stage(token_stage, token_parity, c.token_stages)
             unit -= count
+        if const_expr(c.prefetches):
+            prefetch(part.prefetch, part.token_tile * part.workers + part.worker, part.token_tiles * part.workers)
 
     @cute.jit
     def arrange_first(self, tid, part, smem):

@@ -11,6 +11,7 @@ from torch_cute_ops.kernels.common.activations import Activations
 from torch_cute_ops.kernels.common.cluster_sums import tokens_of
 from torch_cute_ops.kernels.common.epilogue_ops import EpilogueOps
 from torch_cute_ops.kernels.common.expert_factors import factors_argument
+from torch_cute_ops.kernels.common.l2_prefetch import prefetch_argument
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
 from torch_cute_ops.kernels.common.shared_words import clear
 from torch_cute_ops.kernels.common.tile_order import tile_of
@@ -59,12 +60,15 @@ class FP4WgmmaKernel:
             bias=bias,
             out=TensorArg(self.epilogue.out_dtype.__name__, (m, n), (n, 1), align=16),
             workspace=None if c.arranges else TensorArg("Uint8", (Dim("workspace_bytes", bits=64),), (1,), align=16),
+            prefetch=prefetch_argument() if c.prefetches else None,
             workers=ScalarArg("Int32"),
             shares=ScalarArg("Int32"),
         )
 
     @cute.jit
-    def __call__(self, a, a_scale, b, b_scale, alpha, bias, out, workspace, workers: Int32, shares: Int32, stream):
+    def __call__(
+        self, a, a_scale, b, b_scale, alpha, bias, out, workspace, prefetch, workers: Int32, shares: Int32, stream
+    ):
         c = self.config
         token_tiles = cute.ceil_div(out.shape[0], c.tokens)
         written, read = (out, workspace), (a, a_scale, b, b_scale, alpha, bias)
@@ -79,7 +83,7 @@ class FP4WgmmaKernel:
         ctas = workers * token_tiles
         if const_expr(c.arranges):
             ctas = ctas_unless_overlapping(ctas, written, read)
-        self.kernel(a, a_scale, shared, self.ring.maps(b, b_scale), alpha, bias, out, workers).launch(
+        self.kernel(a, a_scale, shared, self.ring.maps(b, b_scale), alpha, bias, out, prefetch, workers).launch(
             grid=[ctas, 1, 1],
             block=[c.threads, 1, 1],
             cluster=[c.splits, 1, 1] if const_expr(c.splits > 1) else None,
@@ -108,12 +112,12 @@ class FP4WgmmaKernel:
         return tiles, factors, partials, flags
 
     @cute.kernel
-    def kernel(self, a, a_scale, shared, weight, alpha, bias, out, workers):
+    def kernel(self, a, a_scale, shared, weight, alpha, bias, out, prefetch, workers):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(tid // 32)
-        part = self._part(cta, a, a_scale, shared, weight, alpha, bias, out, workers)
+        part = self._part(cta, a, a_scale, shared, weight, alpha, bias, out, prefetch, workers)
         smem = self._allocate()
         if tid == 0:
             self.ring.prefetch(weight)
@@ -152,7 +156,7 @@ class FP4WgmmaKernel:
                 self.copies.arrange_first(tid, part, smem)
             self.consumers.consume(self.epilogue.factor(alpha), tid, part, smem)
 
-    def _part(self, cta, a, a_scale, shared, weight, alpha, bias, out, workers) -> Part:
+    def _part(self, cta, a, a_scale, shared, weight, alpha, bias, out, prefetch, workers) -> Part:
         """The part of a CTA."""
         c = self.config
         n, half, _ = weight[1].shape
@@ -188,6 +192,7 @@ class FP4WgmmaKernel:
             bias=bias,
             out=out,
             workspace=None if c.arranges else Workspace(*shared),
+            prefetch=prefetch,
         )
 
     def _take_registers(self, count: int) -> None:

@@ -42,6 +42,7 @@ class Part(NamedTuple):
         alpha, bias: operands of the epilogue, if it has them.
         out: the result.
         workspace: ``None`` where the CTAs rearrange the activations.
+        prefetch: what is brought into L2, or ``None``.
     """
 
     n: Int32
@@ -61,6 +62,7 @@ class Part(NamedTuple):
     bias: cute.Tensor | None
     out: cute.Tensor
     workspace: Workspace | None
+    prefetch: cute.Tensor | None
 
 
 class Smem(NamedTuple):

@@ -40,6 +40,7 @@ class ExpertGemmSamples(GemmSamples):
     sizes = (9, 24, 256)
     gpu_backend = "routed"
     weight = "w"
+    prefetches = False
     smallest_k = 128
     extreme_scales = (80, 170)  # beside factors from 2^-47 to 2^42
 
