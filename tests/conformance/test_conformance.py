@@ -97,6 +97,7 @@ def test_deterministic_and_pure(op, name, device):
 
 
 DENSE_FP4 = ("mm_fp4", "mm_fp4_weight_only", "silu_mul_mm_fp4_weight_only")
+DENSE_FP4 += ("fp4quant_mm_fp4", "silu_mul_fp4quant_mm_fp4")
 
 
 def ours(op, sample, device) -> bool:

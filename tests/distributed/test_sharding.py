@@ -164,7 +164,7 @@ def cases_of(op: OpSpec) -> list[tuple[dict[str, Any], Rule]]:
 ROWS = 256
 """Two shards of whole tiles."""
 LARGE = {"fp4_dequantize", "mm_fp4", "mm_fp4_weight_only", "mm_fp8_fp4", "moe_fc2_fp4", "moe_fc2_fp4_weight_only"}
-LARGE |= {"silu_mul_mm_fp4_weight_only"}
+LARGE |= {"silu_mul_mm_fp4_weight_only", "fp4quant_mm_fp4", "silu_mul_fp4quant_mm_fp4"}
 LARGE |= {name for name in OPS if name.endswith(("fp4quant", "with_norm", "both_layouts")) or name == "fp4_quantize"}
 
 
@@ -204,8 +204,10 @@ def large_call(op: OpSpec) -> dict[str, Any]:
             "a": torch.randint(-2, 3, (ROWS, 128)).float().to(torch.float8_e4m3fn),
             "a_scale": torch.ones(1, ROWS),
         }
-    elif op.name.endswith("weight_only"):
-        given["a"] = torch.randint(-2, 3, (ROWS, 256 if op.name.startswith("silu_mul") else 128)).bfloat16()
+    elif op.has_backends and op.path.a == "16-bit":
+        given["a"] = torch.randint(-2, 3, (ROWS, op.path.a_width(128))).bfloat16()
+        if op.path.quantises_input:
+            given["global_scale"] = torch.tensor([3.0])
     if not op.name.startswith("moe"):
         given["alpha"] = torch.tensor([0.5])
     names = [each.name for each in op.signature.parameters]
@@ -226,6 +228,7 @@ def test_rules(op, mesh):
 EXPECTED = {
     "fp4_dequantize": {"rows", "columns"},
     "fp4_quantize": {"rows", "columns"},
+    "fp4quant_mm_fp4": {"rows", "columns", "k"},
     "fp8_quantize": {"rows", "columns"},
     "grouped_mm_fp8": {"columns", "experts", "k"},
     "grouped_mm_fp8_fp4": {"columns", "experts", "k"},
@@ -241,6 +244,7 @@ EXPECTED = {
     "moe_permute_fp8quant": {"columns"},
     "moe_route_dense": {"rows"},
     "moe_swiglu_fp8quant": {"experts"},
+    "silu_mul_fp4quant_mm_fp4": {"rows", "columns"},
     "silu_mul_mm_fp4_weight_only": {"rows", "columns"},
 }
 """What can be cut, where it is not rows alone."""

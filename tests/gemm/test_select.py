@@ -42,6 +42,8 @@ GEMMS = {
     "moe_fc2_fp4": {"n": 64, "k": 256, "experts": 4},
     "moe_fc2_fp4_weight_only": {"n": 64, "k": 256, "experts": 4},
     "silu_mul_mm_fp4_weight_only": {"n": 64, "k": 256},
+    "fp4quant_mm_fp4": {"n": 64, "k": 256},
+    "silu_mul_fp4quant_mm_fp4": {"n": 64, "k": 256},
 }
 """The GEMMs, with the static properties of some calls."""
 
@@ -64,8 +66,7 @@ def test_backends_answer(problem, arch):
     rows take no less time, and its kernels can be built."""
     (target,) = usual_targets(ARCHS[arch])[:1]
     handling = select.candidates(problem).values()
-    without_gate = dataclasses.replace(problem, gates_input=False)
-    assert len([one for one in select.BACKENDS if one.handles(without_gate)]) == len(handling) > 1
+    assert len([one for one in select.BACKENDS if one.handles(problem.of_activations)]) == len(handling) > 1
     assert all(backend.handles(problem) for backend in handling)
     able = [backend for backend in handling if backend.reason_unsupported(problem, target) is None]
     assert "reference" in [backend.name for backend in able]
@@ -162,7 +163,8 @@ def test_the_ops_with_backends_are_the_gemms():
 def test_backends_on_a_cpu(op):
     """Each kernel's has its reason; the reference runs."""
     names = {"mm_fp4": ("wgmma", "tcgen05", "mma_sync", "cublas"), "mm_fp8_block": ("wgmma", "mma_sync")}
-    names["mm_fp4_weight_only"] = names["silu_mul_mm_fp4_weight_only"] = names["mm_fp4"]
+    made_input = ("silu_mul_mm_fp4_weight_only", "fp4quant_mm_fp4", "silu_mul_fp4quant_mm_fp4")
+    names |= dict.fromkeys(("mm_fp4_weight_only", *made_input), names["mm_fp4"])
     names["grouped_mm_fp8"] = names["mm_fp8_block"]
     names["mm_fp8_fp4"] = names["grouped_mm_fp8_fp4"] = ("wgmma", "registers", "recode")  # of NVFP4
     names["moe_fc2_fp4"] = names["moe_fc2_fp4_weight_only"] = ("wgmma", "tcgen05", "routed")

@@ -4,6 +4,7 @@ import importlib
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from expected import assert_same
@@ -37,7 +38,7 @@ class Sized(Backend):
     """Right, with two tactics; the factor of its second is wrong where ``factor`` is not 1."""
 
     name = "sized"
-    gates = True
+    makes_input = True
     factor = 1.0
     runs: list = []  # noqa: RUF012
 
@@ -151,7 +152,8 @@ def test_calls_in_a_block_are_tuned(op, made_up, file):
     if "mm_fp8" in op.name:
         assert static["a"] == {"format": "block128", "scale_layout": "column"}
     else:
-        assert static["a"] == ({"format": "bfloat16", "scale_layout": None} if "weight" in op.name else scaled)
+        sixteen_bit = {"format": "bfloat16", "scale_layout": None}
+        assert static["a"] == (sixteen_bit if op.path.a == "16-bit" else scaled)
     assert static["b"] == (scaled if "fp4" in op.name else {"format": "block128", "scale_layout": None})
     assert (static["n"], static["k"]) == (properties_of(op)["n"], 256)
     assert static["epilogue"] == {"out_dtype": "bfloat16", "alpha": None, "bias_dtype": None}
@@ -249,7 +251,7 @@ def test_the_command_line_refuses(capsys, monkeypatch):
         (["tune"], "name an op and its properties, or a file"),
         (
             ["tune", "fp4_quantize", "--hidden", "64"],
-            "the ops with backends are grouped_mm_fp8, grouped_mm_fp8_fp4, mm_fp4, mm_fp4_weight_only",
+            "the ops with backends are fp4quant_mm_fp4, grouped_mm_fp8, grouped_mm_fp8_fp4, mm_fp4, mm_fp4_weight_only",
         ),
         (["tune", "mm_fp4", "--n", "64", "--k", "64"], "tuning needs a CUDA device"),
     ):
@@ -277,6 +279,9 @@ def test_checks(problem, made_up, monkeypatch):
     want, allowed = bench._expected
     assert want.isfinite().all() and want.abs().max() > 1
     (operands, (out,)), roundings = bench._exact, 0 if problem.a.is_fp8 else problem.k
+    if problem.quantises_input is not None:
+        scale = operands.a_scale
+        assert scale is None if problem.quantises_input == "plain" else scale.tolist() == [3.0]
     if problem.grouping.over == "k":
         # Eight of twelve experts, and 64 sums, one multiplication and eight additions of each result.
         alpha = operands.alpha
@@ -295,10 +300,11 @@ def test_checks(problem, made_up, monkeypatch):
         assert (allowed[part] >= 0.999 * limit).all()
         size = exact.abs() + bias.abs() + ((a @ b.t()) * factor).abs()
         most = 1.01 * limit + size * (1.01 * torch.finfo(problem.out_dtype).eps + 2**-22) + 1e-4
-        if problem.gates_input:  # activations that are nearly halfway between two numbers
-            low, high = (gated_by_hand(problem, operands.a[part], error) for error in (-(2**-17), 2**-17))
+        if problem.gates_input:  # activations, or amaxes, that are nearly halfway between two numbers
+            low, high = (made_by_hand(problem, operands, error)[part] for error in (-(2**-17), 2**-17))
             assert (low != high).double().mean() < 0.1
-            most += (high - low).abs() @ b.abs().t()
+            off = torch.maximum((low - a).abs(), (high - a).abs())
+            most += 1.01 * (off @ b.abs().t()) * factor.abs()
         assert (allowed[part] <= most).all()
         got = exact.float().to(problem.out_dtype)
         assert tune.difference(got, want[part], allowed[part]) is None
@@ -358,10 +364,16 @@ def test_checks_of_gates(problem, made_up):
         assert "1 scales are off" in checked(lambda *given: given[-1].view(torch.uint8)[-1, -1].fill_(9))
 
 
-def gated_by_hand(problem, rows, error=0.0):
-    """Activations in float64, of gated values that are so much larger."""
-    a = torch.from_numpy(spec.silu_mul(rows.float().numpy()) * (1 + error)).to(rows.dtype)
-    return (a.bfloat16() if problem.b.format.block_size == 32 else a).double()
+def made_by_hand(problem, operands, error=0.0):
+    """Activations in float64, of values that are so much larger, gated or not, quantised or rounded to 16 bits."""
+    value, block = operands.a.float().numpy(), problem.b.format.block_size
+    if problem.gates_input:
+        value = spec.silu_mul(value) * np.float32(1 + error)
+    if problem.quantises_input is not None:
+        blocks = spec.quantise(value, block, 3.0 if problem.quantises_input == "scaled" else None)
+        return torch.from_numpy(spec.dequantise(blocks.codes, blocks.scales)).double().reshape(value.shape)
+    a = torch.from_numpy(value).to(operands.a.dtype)
+    return (a.bfloat16() if block == 32 else a).double()
 
 
 def by_hand(problem, operands, rows, expert, part):
@@ -383,12 +395,10 @@ def by_hand(problem, operands, rows, expert, part):
     else:
         block = problem.b.format.block_size
         b = torch.from_numpy(decoded(b.t(), b_scale, problem.b.scale_layout.name, block))
-        if a_scale is not None:
+        if problem.a.is_fp4:
             a = torch.from_numpy(decoded(a, a_scale, problem.a.scale_layout.name, block))
-        elif problem.gates_input:
-            a = gated_by_hand(problem, a)
         else:
-            a = (a.bfloat16() if block == 32 else a).double()
+            a = made_by_hand(problem, operands)
     if problem.grouping.over == "k":
         added = torch.zeros(()) if bias is None else alpha.double() @ bias.double()
         return a * alpha.double().repeat_interleave(problem.expert_k, 1), b, torch.ones(()), added

@@ -219,13 +219,15 @@ def compute_fp4_wgmma(config: Any, *args: Any) -> None:
     assert config.arranges or call.workspace.numel() == tiles * config.workspace_bytes(
         2 * len(b), call.workers, shares=bool(call.shares)
     )
-    rest = out.dtype, config.operands.fmt, config.operands.a_layout, config.operands.layout
-    if config.operands.gated:
+    operands, a_scale, a_layout = config.operands, call.a_scale, config.operands.a_layout
+    if operands.quantises is not None:
+        value, a_layout = silu_mul_rows(a) if operands.gated else a.float(), operands.layout
+        a, a_scale = quantize_rows(value, operands.fmt, a_scale, a_layout.name)
+    elif operands.gated:
         a = silu_mul_rows(a).to(a.dtype)
-    if config.width is None:
-        write(out, fp4_gemm(a, call.a_scale, b.t(), call.b_scale, call.alpha, call.bias, *rest))
-    else:
-        write(out, expert_gemm(a, call.a_scale, b.t(), call.b_scale, call.alpha, call.bias, *rest))
+    gemm = fp4_gemm if config.width is None else expert_gemm
+    rest = call.alpha, call.bias, out.dtype, operands.fmt, a_layout, operands.layout
+    write(out, gemm(a, a_scale, b.t(), call.b_scale, *rest))
 
 
 def compute_fp4_experts(config: Any, *args: Any) -> None:
