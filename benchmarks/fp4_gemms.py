@@ -110,7 +110,7 @@ class FP4GemmBenchmark(GemmBenchmark):
         return {**self.make_a(m, k, device), "b": codes, "b_scale": scale, "alpha": self.make_alpha(case, device)}
 
     def arguments(self, tensors: Tensors) -> Tensors:
-        names = ("a", "a_scale", "b_scale", "alpha")
+        names = ("a", "a_scale", "global_scale", "b_scale", "alpha")
         return {"b": tensors["b"].t(), **{name: tensors[name] for name in names if name in tensors}}
 
     def make_alpha(self, case: Case, device: torch.device) -> torch.Tensor:

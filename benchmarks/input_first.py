@@ -1,0 +1,91 @@
+"""What the benchmarks of GEMMs share that gate or quantise their activations first. The column "apart" is two ops: the
+one that makes the activations, and the GEMM."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+import torch_cute_ops
+
+from .case import Case, Mark, Row, Tensors, Variant
+from .compositions import nvfp4_dequantize, nvfp4_quantize
+from .fp4_gemms import FP4GemmBenchmark
+
+OUT = ((4096, 4096), (8192, 8192))
+"""(N, K) of the projections behind attention of a Llama 8B and a 70B."""
+DOWN = ((4096, 14336), (8192, 28672))
+"""The same of the down projections."""
+ROWS: dict[str, tuple[int, ...]] = {
+    "marks": (1, 8),
+    "quick": (1, 8, 16, 64, 1024),
+    "full": tuple(2**i for i in range(14)),
+}
+"""M of each set of sizes."""
+APART = "apart"
+
+
+class InputFirst(FP4GemmBenchmark):
+    """Subclasses say how activations are made of what calls pass, and which two ops do the same."""
+
+    peers = ()
+    weights: ClassVar[tuple[tuple[int, int], ...]]
+    """(N, K)."""
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The op's backends; and two ops in its place."""
+        return (*super().ways, APART)
+
+    def cases(self, sizes: str) -> list[Case]:
+        return [self.case(m, n, k) for n, k in self.weights for m in ROWS[sizes]]
+
+    def make_a(self, m: int, k: int, device: torch.device) -> Tensors:
+        return super().make_a(m, self.problem(self.case(m, 8, k)).a_width, device)
+
+    @abstractmethod
+    def call_apart(self, given: Tensors, out: torch.Tensor) -> None:
+        """The two ops, by the op's arguments."""
+
+    def peer(self, name: str, case: Case, sets: Sequence[Tensors]) -> Variant | str:
+        if name != APART:
+            return super().peer(name, case, sets)
+
+        def call(i: int) -> tuple[Any, ...]:
+            self.call_apart(self.arguments(sets[i]), sets[i]["out"])
+            return self.results(sets[i])
+
+        activations = case["M"] * self.problem(case).of_activations.a.row_bytes(case["K"])
+        return Variant(call, self.bytes_moved(case) + 2 * activations)  # written and read again
+
+    def marks(self, rows: Sequence[Row]) -> list[Mark]:
+        return self.choice_marks(rows)
+
+
+class QuantisesFirst(InputFirst):
+    """Those that quantise, with a global scale of 1: the compositions that results are checked against have none."""
+
+    settings: ClassVar = {**InputFirst.settings, "global scale": "given"}
+    quantise: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    """The op that makes the activations."""
+
+    @abstractmethod
+    def value(self, a: torch.Tensor) -> torch.Tensor:
+        """What is quantised, in fp32."""
+
+    def properties(self, case: Case) -> dict[str, Any]:
+        return {**super().properties(case), "global_scale": True}
+
+    def make_a(self, m: int, k: int, device: torch.device) -> Tensors:
+        return {**super().make_a(m, k, device), "global_scale": torch.ones(1, device=device)}
+
+    def decoded_a(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        return nvfp4_dequantize(*nvfp4_quantize(self.value(tensors["a"])), dtype)
+
+    def call_apart(self, given: Tensors, out: torch.Tensor) -> None:
+        given = dict(given)
+        a, a_scale = self.quantise(given.pop("a"), given.pop("global_scale"))
+        torch_cute_ops.mm_fp4(**given, a=a, a_scale=a_scale, out=out)

@@ -1,0 +1,25 @@
+"""fp4quant_mm_fp4: the projection behind attention, of bfloat16 rows that are quantised and an NVFP4 weight. The column
+"apart" is fp4_quantize and mm_fp4."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+import torch_cute_ops
+
+from ..input_first import OUT, QuantisesFirst
+
+
+class Fp4quantMmFp4(QuantisesFirst):
+    op = "fp4quant_mm_fp4"
+    weights = OUT
+    settings: ClassVar = {"activations": "bfloat16", **QuantisesFirst.settings}
+    quantise = staticmethod(torch_cute_ops.fp4_quantize)
+
+    def value(self, a: torch.Tensor) -> torch.Tensor:
+        return a.float()
+
+
+BENCHMARK = Fp4quantMmFp4()

@@ -1,0 +1,26 @@
+"""silu_mul_fp4quant_mm_fp4: the down projection of a layer with SwiGLU, of bfloat16 gate and up, which is quantised,
+and an NVFP4 weight. The column "apart" is silu_mul_fp4quant and mm_fp4."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+import torch_cute_ops
+
+from ..compositions import silu_mul_fp32
+from ..input_first import DOWN, QuantisesFirst
+
+
+class SiluMulFp4quantMmFp4(QuantisesFirst):
+    op = "silu_mul_fp4quant_mm_fp4"
+    weights = DOWN
+    settings: ClassVar = {"gate and up": "bfloat16", **QuantisesFirst.settings}
+    quantise = staticmethod(torch_cute_ops.silu_mul_fp4quant)
+
+    def value(self, a: torch.Tensor) -> torch.Tensor:
+        return silu_mul_fp32(a)
+
+
+BENCHMARK = SiluMulFp4quantMmFp4()
