@@ -1,0 +1,186 @@
+"""GEMMs whose activations are gated or quantised first: one launch or two, which kernels these are, and calls on the
+model of kernels."""
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+from support.cases import arguments, expected_of, named
+from support.gemm_problems import BF16, FP16, HOPPER, fp4_problem
+from support.launch_model import Launches, launches  # noqa: F401  (a fixture)
+
+from torch_cute_ops.formats import MXFP4, NVFP4
+from torch_cute_ops.gemm import select
+from torch_cute_ops.gemm.backends.input_first import APART, InputFirst
+from torch_cute_ops.gemm.cost import usual_targets
+from torch_cute_ops.gemm.decode import fp4_operands
+from torch_cute_ops.registry import OPS
+from torch_cute_ops.runtime.arch import ARCHS
+
+GATE, QUANTISE, BOTH = "silu_mul_mm_fp4_weight_only", "fp4quant_mm_fp4", "silu_mul_fp4quant_mm_fp4"
+by_op = pytest.mark.parametrize("name", [GATE, QUANTISE, BOTH])
+
+
+def made(name, *sizes, quantises="scaled", **kwargs):
+    """The problem of calls of an op."""
+    problem = fp4_problem(*sizes, a_dtype=kwargs.pop("a_dtype", BF16), **kwargs)
+    quantises = None if name == GATE else quantises
+    return replace(problem, gates_input=name != QUANTISE, quantises_input=quantises)
+
+
+def behind(name, *sizes, **kwargs):
+    """The problem of the GEMM of the activations."""
+    a_dtype = kwargs.pop("a_dtype", BF16)
+    return fp4_problem(*sizes, a_dtype=a_dtype if name == GATE else None, **kwargs)
+
+
+@by_op
+def test_bytes(name):
+    """What calls pass is read: rows of 16 bits, those of gate and of up."""
+    problem, weight_only = made(name, 4096, 14336), fp4_problem(4096, 14336, a_dtype=BF16)
+    assert problem.bytes_moved(8) == weight_only.bytes_moved(8) + 8 * 14336 * 2 * (name != QUANTISE)
+    assert problem.flops(8) == weight_only.flops(8)
+    assert problem.makes_input and problem.of_activations == behind(name, 4096, 14336)
+    assert not problem.of_activations.makes_input
+
+
+@by_op
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("m", [1, 8, 64, 4096])
+def test_tactics(name, fmt, m):
+    """All of a backend behind a launch for the activations, which takes its time by the model. Of Hopper's also without
+    it: each where there is a gate alone, and those of one row where activations are quantised."""
+    kind = {"quantises": "plain"} if fmt == MXFP4 else {}
+    problem, alone = made(name, 4096, 14336, fmt=fmt, **kind), behind(name, 4096, 14336, fmt=fmt)
+    backends, own_backends = select.candidates(problem), select.candidates(alone)
+    assert [*backends] == [*own_backends] and all(isinstance(each, InputFirst) for each in backends.values())
+    for which, backend in own_backends.items():
+        if backend.reason_unsupported(alone, HOPPER) is not None or which == "reference":
+            continue
+        own = backend.tactics(alone, m, HOPPER)
+        apart = tuple((APART, *tactic) for tactic in own)
+        one = [tactic for tactic in own if name == GATE or tactic[0] == 1] if which == "wgmma" else []
+        assert backends[which].tactics(problem, m, HOPPER) == (*one, *apart)
+        assert which != "wgmma" or bool(one) == (name == GATE or (m == 1 and fmt == NVFP4))
+        for tactic in own:
+            two = backends[which].estimate(problem, m, (APART, *tactic), HOPPER)
+            assert two > backend.estimate(alone, m, tactic, HOPPER) + 1.9e-6
+    choice = select.choose(problem, m, HOPPER)
+    if m == 1 and fmt == NVFP4:
+        assert choice.backend.name == "wgmma" and APART not in choice.tactic
+    elif name != GATE:
+        assert choice.tactic == (APART, *select.choose(alone, m, HOPPER).tactic)
+    assert select.choose(alone, m, HOPPER).backend.name == choice.backend.name
+
+
+@by_op
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS.values() if not arch.has_wgmma], ids=lambda arch: arch.name)
+def test_other_gpus_have_two_launches(name, arch):
+    (target,) = usual_targets(arch)[:1]
+    problem = made(name, 4096, 14336)
+    for m in (1, 4096):
+        choice = select.choose(problem, m, target)
+        assert choice.tactic[0] == APART and not choice.backend.checks_operands(problem, choice.tactic)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "given"),
+    [
+        (GATE, BF16, {}),
+        (GATE, FP16, {"block_size": 32}),
+        (QUANTISE, BF16, {}),
+        (QUANTISE, FP16, {"global_scale": torch.ones(1, device="meta"), "scale_layout": "linear"}),
+        (QUANTISE, FP16, {"block_size": 32}),
+        (BOTH, BF16, {"global_scale": torch.ones(1, device="meta")}),
+        (BOTH, FP16, {"scale_layout": "linear"}),
+        (BOTH, BF16, {"block_size": 32}),
+    ],
+)
+def test_kernels(name, dtype, given):
+    """Of two launches the first is the kernel of the op that makes the activations, and the second that of the GEMM
+    alone; the kernel of one launch differs from it in its operands."""
+    arch, op, rows = HOPPER.arch, OPS[name], 8 if name == GATE else 1
+    args, kwargs = op.path.example(
+        n=4096, k=1024, m=rows, dtype=dtype, device="meta", global_scale="global_scale" in given, **without_scale(given)
+    )
+    problem = op.path.problem(op.bind(*args, **kwargs))
+    backend = select.candidates(problem)["wgmma"]
+    maker = OPS[{GATE: "silu_mul", QUANTISE: "fp4_quantize", BOTH: "silu_mul_fp4quant"}[name]]
+    a = torch.empty(rows, 1024 * (1 + (name != QUANTISE)), dtype=dtype, device="meta")
+    (making,) = maker.kernels(arch, a, **(given if name != GATE else {}))
+    tactic = (8, 256, 4) if name == GATE or "block_size" in given else (1, 208, 4)
+    first, second = backend.kernels(problem, (APART, *tactic), arch)
+    assert first == making
+    assert (second,) == select.candidates(problem.of_activations)["wgmma"].kernels(problem.of_activations, tactic, arch)
+    assert not backend.checks_operands(problem, (APART, *tactic))
+    if name != GATE and "block_size" in given:
+        return  # which has no tiles of one row
+    (one,) = backend.kernels(problem, tactic, arch)
+    operands = one.config.operands
+    assert (operands.gated, operands.quantises) == (problem.gates_input, problem.quantises_input)
+    assert (operands.a_dtype, operands.a_layout) == (dtype, None)
+    assert replace(one.config, operands=fp4_operands(problem.of_activations)) == second.config
+    assert backend.checks_operands(problem, tactic)
+
+
+def without_scale(given):
+    return {name: value for name, value in given.items() if name != "global_scale"}
+
+
+@by_op
+@pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("m", [1, 5])
+@pytest.mark.parametrize("backend", ["auto", "mma_sync", "cublas"])
+def test_calls(name, fmt, m, backend, launches: Launches):  # noqa: F811
+    """One launch or more, of strided rows too; none where the call is wrong."""
+    op = OPS[name]
+    decoding = ["FP4DequantKernel"] * (name != GATE)  # of activations in FP4
+    kernels = {
+        "auto": ["FP4WgmmaKernel"],
+        "mma_sync": [*decoding, "FP4MmaKernel"],
+        "cublas": [*decoding, "FP4DequantKernel"],
+    }[backend]
+    if backend != "auto" or (name != GATE and (fmt == MXFP4 or m > 1)):
+        kernels = ["RowQuantKernel", *kernels]
+    scales = [torch.full(shape, 3.0) for shape in ((1,), (), (1, 1))] if name != GATE and fmt == NVFP4 else []
+    for dtype in (BF16, FP16):
+        given = arguments(op, sample_of(name, m, 136, 512, fmt, dtype=dtype, backend=backend))
+        a = given["a"]
+        wide = torch.cat((a, a), 1)[:, : a.shape[1]]
+        some = [{"a": a}, {"a": a}, {"a": wide}, *({"global_scale": scale} for scale in scales)]
+        for changes in some:
+            launches.calls.clear()
+            call = {**given, **changes}
+            expected = expected_of(op).results(call)
+            expected_of(op).assert_results((op.cuda(**call),), expected, call)
+            assert [type(kernel).__name__ for kernel, _ in launches.calls] == kernels
+        launches.calls.clear()
+        text = rf"a has shape \({m}, 256\); expected \({m}, {a.shape[1]}\), "
+        with pytest.raises(ValueError, match=text + ("the 512" if name == QUANTISE else "gate and up for each of")):
+            op.cuda(**{**given, "a": a[:, :256]})
+        assert not launches.calls
+
+
+def sample_of(name, m, n, k, fmt, layout="128x4", device="cpu", **kwargs):
+    """A call of an op."""
+    samples = importlib.import_module(f"torch_cute_ops.testing.samples.{name}").SAMPLES
+    return samples.sample("", m, n, k, fmt, layout, torch.device(device), **kwargs)
+
+
+@by_op
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_example_is_a_call(name, scaled):
+    """What ``warmup`` calls has gate and up, and a global scale."""
+    if name == GATE and scaled:
+        pytest.skip("nothing is quantised")
+    op, own = OPS[name], {"global_scale": True} if scaled else {}
+    args, kwargs = op.path.example(n=48, k=192, m=3, dtype=FP16, device="cpu", **own)
+    given = arguments(op, named(op, kwargs))
+    assert not args and given["a"].shape == (3, 192 if name == QUANTISE else 384) and given["a"].dtype == FP16
+    assert (given.get("global_scale") is not None) == scaled
+    out = op.function(**given)
+    assert out.shape == (3, 48) and out.dtype == FP16
+    shown = op.path.properties(op.bind(**kwargs))
+    assert shown["k"] == 192 and shown.get("global_scale", False) == scaled
+    assert op.path.has_property("global_scale") == ("global_scale" in shown) == (name != GATE)
