@@ -14,6 +14,7 @@ the DSL that our kernels are compiled by, is beside `mm_fp4` and `mm_fp4_weight_
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 
 import torch_cute_ops as ops
 from torch_cute_ops.formats import NVFP4
-from torch_cute_ops.nn import QuantizedRows, random_
+from torch_cute_ops.nn import random_
 from torch_cute_ops.ops._gemm import gates_with_gemm, quantises_with_gemm
 
 from . import environment, fp4_peers, layers, report, targets, timeline
@@ -105,6 +106,8 @@ class Layer:
     label = "bf16"
     scheme: Any = None
     element_bytes = 2.0
+    following: Layer | None = None
+    """The layer behind it in a chain."""
 
     def __init__(self, widths: Widths, device: torch.device, seed: int, inductor: bool) -> None:
         self.widths = widths
@@ -153,6 +156,13 @@ class Layer:
         """One of the GEMMs."""
         return self.linears[name](rows)
 
+    def next_weight(self, name: str) -> Tensor | None:
+        """The weight of the GEMM behind this one."""
+        names = list(self.linears)
+        at = names.index(name) + 1
+        owner = self if at < len(names) else self.following
+        return None if owner is None else owner.linears[names[at % len(names)]].weight  # type: ignore[return-value]
+
     def decoded(self) -> Layer:
         """The layer in bf16 that has the numbers of this one's weights, run eagerly."""
         twin = Layer.__new__(Layer)
@@ -174,7 +184,15 @@ class W4A16(Layer):
     def down(self, rows: Tensor) -> Tensor:
         if not gates_with_gemm(len(rows), rows.device):
             return super().down(rows)
-        return self.multiply("down", QuantizedRows((rows,), (len(rows),), DTYPE, is_gate_and_up=True))
+        return self._product(ops.silu_mul_mm_fp4_weight_only, "down", rows)
+
+    def multiply(self, name: str, rows: Any) -> Tensor:
+        return self._product(ops.mm_fp4_weight_only, name, rows)
+
+    def _product(self, multiply: Callable[..., Tensor], name: str, rows: Tensor) -> Tensor:
+        each: Any = self.linears[name]
+        weight = each.weight.t(), each.weight_scale, each.weight_scale_2
+        return multiply(rows, *weight, static_weight=True, prefetch=self.next_weight(name))
 
 
 class GateApart(W4A16):
@@ -218,7 +236,8 @@ class W4A4(Layer):
     def _product(self, multiply: Callable[..., Tensor], name: str, **activations: Tensor) -> Tensor:
         each: Any = self.linears[name]
         weight = {"b": each.weight.t(), "b_scale": each.weight_scale, "alpha": each.weight_scale_2}
-        return multiply(**activations, **weight, out_dtype=DTYPE, static_weight=True)
+        how = {"out_dtype": DTYPE, "static_weight": True, "prefetch": self.next_weight(name)}
+        return multiply(**activations, **weight, **how)
 
 
 class QuantisedApart(W4A4):
@@ -329,6 +348,8 @@ def run(
     for label in labels:
         try:
             chain = [LAYERS[label](widths, device, seed, device.type == "cuda") for seed in range(how.n_sets)]
+            for one, other in itertools.pairwise(chain):
+                one.following = other
             if label != "bf16":
                 cosines[label] = cosine(chain[0], m, device)
         except Exception as error:  # a peer that is not installed, say

@@ -101,5 +101,5 @@ def test_a_backend_is_a_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> N
     weight, scale = torch_cute_ops.fp4_quantize(torch.randn(256, 256))
     torch_cute_ops.mm_fp4(weight[:8], weight.t(), scale[:128], scale, backend="mine")  # on a CPU the reference computes
     launcher = OPS["mm_fp4"].path._choose(problem, 8, HOPPER, "mine").backend.launcher(problem, (64,), HOPPER)
-    launcher(*[None] * 8, "out")
+    launcher(*[None] * 9, "out")
     assert calls == ["out"]

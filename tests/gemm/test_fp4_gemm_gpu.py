@@ -66,7 +66,7 @@ def prepared(op, given):
     dtype = problem.b.format.scale_dtype
     a_scale = None if given.get("a_scale") is None else given["a_scale"].view(dtype)
     scales = a_scale, given["b_scale"].view(dtype)
-    return problem, (given["a"], given["b"], *scales, given["alpha"], given["bias"], None, None)
+    return problem, (given["a"], given["b"], *scales, given["alpha"], given["bias"], None, None, None)
 
 
 @pytest.mark.slow

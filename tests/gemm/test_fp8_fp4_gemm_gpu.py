@@ -7,6 +7,7 @@ from support.tactics import backend_for, check_every_tactic, results
 from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.gemm.backends.fp8_fp4_recoded import BESIDE
 from torch_cute_ops.gemm.buckets import bucket
+from torch_cute_ops.gemm.problem import Operands
 from torch_cute_ops.gemm.select import target_of
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.testing.samples._epilogue import exact_epilogue
@@ -83,13 +84,13 @@ def test_recoding_beside_the_gemm(is_hard, fmt, layout, captured, target):
     outs = [torch.empty(2100, n, dtype=torch.bfloat16, device=target.device) for _ in calls]
     wants = [out.clone() for out in outs]
     for call, want in zip(calls, wants, strict=True):
-        launchers[tactics[0]](*call[:8], want)
+        launchers[tactics[0]](*call[: len(Operands._fields)], want)
         torch.cuda.synchronize()
     for tactic in tactics[1:]:
 
         def run(tactic=tactic):
             for call, out in zip(calls, outs, strict=True):
-                launchers[tactic](*call[:8], out)
+                launchers[tactic](*call[: len(Operands._fields)], out)
 
         graph = torch.cuda.CUDAGraph()
         run()

@@ -74,7 +74,7 @@ def test_every_tactic(fmt, dtype, name, m, n, k):
             g = torch.full((1,), 3.7, device=device())
         a, a_scale = activations(name, rows, fmt, layout, g)
         problem = op.path.problem(op.bind(*sample.args, *([] if g is None else [g]), **sample.kwargs))
-        problem, compared, nothing = replace(problem, static_weight=static), 0, (None,) * 4
+        problem, compared, nothing = replace(problem, static_weight=static), 0, (None,) * 5
         plain = problem.of_activations
         for which, backend in select.candidates(problem).items():
             if which == "reference" or backend.reason_unsupported(problem, target) is not None:

@@ -87,7 +87,7 @@ def test_every_tactic(op, fmt, name, sizes):
             launch = backend.launcher(problem, tactic, target)
             for _ in range(5):
                 out = torch.full(want.shape, torch.nan, device=device)
-                launch(*operands, None, None, None, out)
+                launch(*operands, None, None, None, None, out)
                 assert torch.equal(out.cpu(), want), (route, tactic)
 
 
@@ -106,7 +106,7 @@ def test_rows_do_not_depend_on_others(op, name):
 
         def of_rows(rows, out, launch=launch):
             # The scales of the first rows come first in each tile of 128.
-            launch(a[:rows], w, *scales, alpha[:rows], None, None, None, out)
+            launch(a[:rows], w, *scales, alpha[:rows], None, None, None, None, out)
 
         check_first_rows(of_rows, 200, device, tactic)
 

@@ -141,7 +141,7 @@ def multiply_experts(one: Experts, edit: Any = None) -> tuple[torch.Tensor, torc
     if by_warpgroups:
         size = -(-one.m // case.tokens) * kernel.config.workspace_bytes(k, one.workers, shares=shares)
         workspace = poisoned(size, dtype=torch.uint8)
-        shared = one.workers, int(shares)
+        shared = None, one.workers, int(shares)
         given = fp4_wgmma.Arguments(a, a_scale, b.t(), scale, factors, None, out, workspace, *shared)
     else:
         bias_dtype = kernel.config.bias_dtype

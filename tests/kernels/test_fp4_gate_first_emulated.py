@@ -54,7 +54,7 @@ def gated(one: Wgmma, rows: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tens
         out = poisoned(m, n, dtype=case.epilogue.out_dtype)
         size = -(-m // case.tokens) * config.workspace_bytes(k, one.workers, shares=one.shares)
         workspace = None if config.arranges else poisoned(size, dtype=torch.uint8)
-        shared = workspace, one.workers, int(one.shares)
+        shared = workspace, None, one.workers, int(one.shares)
         given = fp4_wgmma.Arguments(a, None, b.t(), scale.view(case.format.scale_dtype), alpha, bias, out, *shared)
         run_kernel(fp4_wgmma.FP4WgmmaKernel(config), arch, *given, seed=one.seed, strict=True)
         results.append(out)

@@ -295,10 +295,13 @@ def wgmma(
     a_dtype: Any = None,
     rows: int | None = None,
     gated: bool = False,
+    prefetches: bool = False,
 ) -> Any:
     """``operands``: dtype, format, layouts of the weight and the activations, and tokens; ``sizes``: M, N, K; ``rows``:
     of the weight's tile, ``None`` for the most; ``gated``: whether the activations are SwiGLU of what is given."""
-    case = WgmmaCase(*operands, Epilogue(*epilogue), splits, a_dtype=a_dtype, rows=rows, gated=gated)
+    case = WgmmaCase(
+        *operands, Epilogue(*epilogue), splits, a_dtype=a_dtype, rows=rows, gated=gated, prefetches=prefetches
+    )
     one = Wgmma(case, sizes, workers, shares, seed)
     return pytest.param(one, id=one.id)
 
@@ -351,6 +354,8 @@ WGMMAS = [
     wgmma(BF16, MXFP4, "128x4", None, 8, epilogue=(FP16, "one"), sizes=(3, 136, 544), splits=2, a_dtype=FP16),
     # A gate in front: of one row, and of eight, by the CTAs, the last chunk short, and more chunks than stages; of more
     # rows; and by a kernel of its own
+    wgmma(FP16, NVFP4, "128x4", "linear", 1, epilogue=(FP32,), sizes=(1, 264, 2080), splits=2, prefetches=True),
+    wgmma(BF16, NVFP4, "128x4", None, 8, epilogue=(FP32,), sizes=(9, 264, 2080), splits=1, seed=1, prefetches=True),
     wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(BF16, "one"), sizes=(1, 264, 2080), splits=1, gated=True),
     wgmma(FP16, NVFP4, "linear", None, 1, epilogue=(FP32,), sizes=(2, 200, 768), splits=3, seed=None, gated=True),
     wgmma(
@@ -388,7 +393,9 @@ def multiply_by_warpgroups(
     config = case.kernel.config
     size = -(-m // case.tokens) * config.workspace_bytes(k, one.workers, shares=one.shares)
     workspace = None if config.arranges else poisoned(size, dtype=torch.uint8)
-    shared = workspace, one.workers, int(one.shares)
+    # More than one request, of which the last is a part of one
+    prefetched = poisoned(5, 1040, dtype=torch.uint8) if case.prefetches else None
+    shared = workspace, prefetched, one.workers, int(one.shares)
     given = fp4_wgmma.Arguments(passed, a_scale, b.t(), scale, alpha, bias, out, *shared)
     given, written = written_late(given, late or ())
     before = None if late is None else written

@@ -11,7 +11,7 @@ from support.gemm_problems import backend_for
 from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.buckets import bucket
-from torch_cute_ops.gemm.problem import Tactic
+from torch_cute_ops.gemm.problem import Operands, Tactic
 from torch_cute_ops.ops._define import OpSpec
 from torch_cute_ops.testing import Sample
 
@@ -27,7 +27,7 @@ def results(
     shape = *call.a.shape[:-1], problem.n
     for tactic in backend.tactics(problem, bucket(call.a.shape[-2]), target):
         out = torch.full(shape, torch.nan, dtype=problem.out_dtype, device=call.a.device)
-        backend.launcher(problem, tactic, target)(*call[:8], out)
+        backend.launcher(problem, tactic, target)(*call[: len(Operands._fields)], out)
         yield tactic, out
 
 

@@ -6,6 +6,7 @@ nothing of it.
 ``torch.compile`` for one model.
 """
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -18,7 +19,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 import torch_cute_ops  # noqa: F401  registers the ops
 from torch_cute_ops.formats.scale_layout import SCALE_LAYOUTS, weight_layout
 from torch_cute_ops.ops._define import as_tuple
-from torch_cute_ops.ops._gemm import SIXTEEN_BIT, gates_with_gemm, quantises_with_gemm
+from torch_cute_ops.ops._gemm import (
+    PREFETCH_MULTIPLE,
+    SIXTEEN_BIT,
+    gates_with_gemm,
+    prefetches_with_gemm,
+    quantises_with_gemm,
+)
 
 __all__ = ["FuseQuantization", "disable", "enable"]
 
@@ -45,6 +52,12 @@ _IN_ONE_LAUNCH: Final = {
     cute.silu_mul_fp4quant.default: "silu_mul_fp4quant_mm_fp4",
 }
 """What may be a part of a GEMM with FP4 activations, and the op that is both."""
+_PREFETCH: Final = (
+    *_MULTIPLY,
+    *_MULTIPLY_FP4,
+    *(getattr(cute, name).default for name in (*_IN_ONE_LAUNCH.values(), "silu_mul_mm_fp4_weight_only")),
+)
+"""GEMMs that may bring the weight of the next one into L2."""
 _PLAIN_GATE: Final = {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": None}
 _PURE: Final = frozenset(
     {
@@ -65,7 +78,7 @@ class FuseQuantization(CustomGraphPass):
     or ``add_rmsnorm``, behind which it starts early. SiLU·mul of one row, which the graph has to say, becomes
     a part of it, on Hopper; and so do ``fp4_quantize`` and ``silu_mul_fp4quant`` of one row in NVFP4 a part of the
     ``mm_fp4`` that alone reads them, with the same bits. (Elsewhere a gate before it stays: Inductor's kernel of one is
-    as good.)
+    as good.) GEMMs of up to 32 rows with an FP4 weight bring the weight of the next one into L2, on Hopper.
 
     A pass for ``torch._inductor.config.post_grad_custom_pre_pass``. What is recognised:
 
@@ -97,6 +110,7 @@ class FuseQuantization(CustomGraphPass):
         fused += [_multiply_quantised(node) for node in [*graph.nodes] if node.target in _MULTIPLY_FP4]
         if merged or any(fused):
             graph.eliminate_dead_code()
+        if _prefetch(graph) or merged or any(fused):
             graph.lint()
 
     def uuid(self) -> Any | None:
@@ -340,6 +354,35 @@ def _has_row_scales(node: Node) -> bool:
     """Whether the scales have the leading dimensions of the input."""
     named = _named_arguments(node)
     return named["scale_layout"] in ("linear", "row") and named.get("granularity") != "tensor"
+
+
+# The next weight
+
+
+def _prefetch(graph: fx.Graph) -> bool:
+    """Have each GEMM of few rows bring the weight of the next one into L2, if that is an input of the graph; whether
+    one does."""
+    gemms = [node for node in graph.nodes if node.target in _PREFETCH]
+    found = False
+    for node, following in itertools.pairwise(gemms):
+        rows, weight = _value(node).shape[0], _weight_rows(_named_arguments(following)["b"])
+        named = _named_arguments(node)
+        if weight is None or named["prefetch"] is not None or not isinstance(rows, int):
+            continue
+        if prefetches_with_gemm(rows, _value(node).device):
+            node.args, node.kwargs = (), {**named, "prefetch": weight}
+            found = True
+    return found
+
+
+def _weight_rows(b: Node) -> Node | None:
+    """The input of the graph that a weight is the transposed view of, if it can be prefetched."""
+    if not _is_call(b, aten.permute.default, aten.t.default, aten.transpose.int):
+        return None
+    rows = b.args[0]
+    if rows.op not in ("placeholder", "get_attr") or _value(rows).dtype.itemsize != 1:
+        return None
+    return rows if _value(rows).is_contiguous() and _value(rows).shape[1] % PREFETCH_MULTIPLE == 0 else None
 
 
 # Patterns

@@ -37,6 +37,8 @@ MOST_GATED_ROWS: Final = 1
 """Most rows for which ``gates_with_gemm`` holds: with 4 and 8, a layer of an 8B model is 2 µs faster with one launch on
 an H100, and 6 µs slower on an H200."""
 PREFETCH_MULTIPLE: Final = 16
+MOST_PREFETCHING_ROWS: Final = 32
+"""Most rows for which ``prefetches_with_gemm`` holds: with more, tensor cores have as much to do as memory."""
 FP8_K_MULTIPLE: Final = 64
 FP8_N_MULTIPLE: Final = 8
 
@@ -715,7 +717,12 @@ def gates_with_gemm(rows: int, device: torch.device) -> bool:
     """Whether a compiled model has one op in place of a gate and the GEMM with 16-bit activations behind it: for
     one row, on GPUs that have one launch for it. (The op may still choose two, of weights with far more k than rows. On
     a CPU, where it changes no time, tests have it too.)"""
-    if rows > MOST_GATED_ROWS or device.type not in ("cpu", "cuda"):
+    return rows <= MOST_GATED_ROWS and _has_wgmma(device)
+
+
+def _has_wgmma(device: torch.device) -> bool:
+    """Whether it is a GPU with warpgroup MMA, or a CPU, where tests are to see what such a GPU does."""
+    if device.type not in ("cpu", "cuda"):
         return False
     arch = gemm_package().select.target_of(device).arch
     return device.type == "cpu" or (arch is not None and arch.has_wgmma)
@@ -725,6 +732,11 @@ def quantises_with_gemm(rows: int, device: torch.device, block_size: int) -> boo
     """Whether one op is called in place of a quantisation to FP4, behind a gate or not, and the GEMM behind it: for one
     row in NVFP4, where GPUs have one launch for it."""
     return block_size == NVFP4.block_size and gates_with_gemm(rows, device)
+
+
+def prefetches_with_gemm(rows: int, device: torch.device) -> bool:
+    """Whether a GEMM of so many rows may bring something into L2."""
+    return rows <= MOST_PREFETCHING_ROWS and _has_wgmma(device)
 
 
 @cache

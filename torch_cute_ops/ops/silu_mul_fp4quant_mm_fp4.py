@@ -38,8 +38,8 @@ def silu_mul_fp4quant_mm_fp4(
         a: (M, 2K), bfloat16 or float16: ``gate`` is the first half of each row, ``up`` the second.
         b: (K/2, N), uint8 or float4_e2m1fn_x2, two e2m1 codes a byte, element 0 in the low nibble: the transposed view,
             ``weight.t()``, of a row-major (N, K/2).
-        b_scale, global_scale, alpha, bias, out_dtype, block_size, scale_format, scale_layout, backend, static_weight,
-            prefetch: as for :func:`fp4quant_mm_fp4`.
+        b_scale, global_scale, alpha, bias, out_dtype: as for :func:`fp4quant_mm_fp4`.
+        block_size, scale_format, scale_layout, backend, static_weight, prefetch: the same.
         out: tensor (M, N) to write into.
 
     Returns:

@@ -110,7 +110,7 @@ def activations_id(case: WgmmaCase | ExpertsCase | GatedExpertsCase) -> str:
 class WgmmaCase(KernelCase):
     """An FP4 GEMM by wgmma, with the kernel that puts its activations in order. ``a_dtype`` is that of activations with
     16 bits, if not ``dtype``; ``gated``: whether these are SwiGLU of what is given; ``quantises``: whether, and how,
-    they are quantised first."""
+    they are quantised first; ``prefetches``: whether something is brought into L2."""
 
     dtype: torch.dtype
     format: FP4Format
@@ -126,13 +126,15 @@ class WgmmaCase(KernelCase):
     rows: int | None = None
     gated: bool = False
     quantises: Quantises | None = None
+    prefetches: bool = False
 
     @property
     def id(self) -> str:
         sums = f"{self.tokens}by{self.splits}" if self.width is None else f"{self.tokens}of{self.width}"
         sums += "" if self.rows is None else f"x{self.rows}"
         made = (*["gated"] * self.gated, *[f"quantised-{self.quantises}"] * (self.quantises is not None))
-        kind = "-".join(("wgmma", *["static"] * self.static_weight, *made))
+        hints = (*["static"] * self.static_weight, *["prefetching"] * self.prefetches)
+        kind = "-".join(("wgmma", *hints, *made))
         return fp4_gemm_id(kind, self, activations_id(self), sums, epilogue_id(self.epilogue))
 
     @property
@@ -140,13 +142,14 @@ class WgmmaCase(KernelCase):
         if self.static_weight or self.epilogue in PER_COLUMN:
             return self
         kind = self.dtype, self.format, self.layout, self.a_layout, self.a_dtype
-        return type(self), kind, self.tokens, self.splits > 0, self.width is None, self.rows, self.gated, self.quantises
+        made = self.gated, self.quantises, self.prefetches
+        return type(self), kind, self.tokens, self.splits > 0, self.width is None, self.rows, *made
 
     @property
     def kernel(self) -> Any:
         """As the backend builds it."""
         given = {"epilogue": self.epilogue, "width": self.width, "splits": self.splits, "rows": self.rows}
-        config = planned(fp4_wgmma, self, **given, static_weight=self.static_weight)
+        config = planned(fp4_wgmma, self, **given, static_weight=self.static_weight, prefetches=self.prefetches)
         return fp4_wgmma.FP4WgmmaKernel(config)
 
 
@@ -272,6 +275,11 @@ def wgmma_cases(every: bool) -> list[WgmmaCase]:
         for kind, (tokens, splits), epilogue in zip(
             (WARPGROUP_KINDS[1], WARPGROUP_KINDS[5]), ((8, 2), (32, 3)), PER_COLUMN[:2], strict=True
         )
+    ]
+    static += [
+        WgmmaCase(*kind, tokens, Epilogue(FP16), 2, prefetches=True, static_weight=tokens < 16)
+        for kind, tokens in zip(WARPGROUP_KINDS[1:4], (1, 8, 32), strict=True)
+        if tokens > 1 or kind[1] is NVFP4
     ]
     row_kinds = [kind for kind in WARPGROUP_KINDS if kind[1] is NVFP4]
     static += [

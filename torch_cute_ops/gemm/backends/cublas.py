@@ -173,7 +173,7 @@ def _block_scaled_launcher(problem: GemmProblem) -> Launch:
     in_place = problem.out_dtype == torch.float32
 
     def multiply(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, *rest: Any) -> None:
-        alpha, bias, _, _, out = rest
+        alpha, bias, _, _, _, out = rest
         a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
         if one_call:
             multiply_codes(a, b, a_scale, b_scale, alpha if needs_alpha else None, out)
