@@ -9,7 +9,7 @@ import torch
 
 import torch_cute_ops
 
-from ..input_first import OUT, QuantisesFirst
+from ..input_first_gemms import OUT, QuantisesFirst
 
 
 class Fp4quantMmFp4(QuantisesFirst):

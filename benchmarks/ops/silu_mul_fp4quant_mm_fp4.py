@@ -10,7 +10,7 @@ import torch
 import torch_cute_ops
 
 from ..compositions import silu_mul_fp32
-from ..input_first import DOWN, QuantisesFirst
+from ..input_first_gemms import DOWN, QuantisesFirst
 
 
 class SiluMulFp4quantMmFp4(QuantisesFirst):

@@ -11,7 +11,7 @@ import torch_cute_ops
 
 from ..case import Tensors
 from ..compositions import silu_mul
-from ..input_first import DOWN, InputFirst
+from ..input_first_gemms import DOWN, InputFirst
 
 
 class SiluMulMmFp4WeightOnly(InputFirst):

@@ -8,6 +8,7 @@ expecttest.
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -248,6 +249,21 @@ EXPECTED = {
     "silu_mul_mm_fp4_weight_only": {"rows", "columns"},
 }
 """What can be cut, where it is not rows alone."""
+
+
+@pytest.mark.parametrize("name", ["fp4quant_mm_fp4", "silu_mul_fp4quant_mm_fp4"])
+def test_a_global_scale_is_the_same_on_all_ranks(name, mesh):
+    """Whatever is cut: also K, where each rank quantises blocks of its own; but not the halves of gate and up."""
+    op = OPS[name]
+    samples = importlib.import_module(f"torch_cute_ops.testing.samples.{name}").SAMPLES
+    scale = torch.tensor([3.0])
+    sample = samples.sample("", 4, 32, 128, NVFP4, "linear", CPU, global_scale=scale, out_dtype=torch.float32)
+    given = arguments(op, sample)
+    rules = [rule for rule in fitting(op, given) if rule.over]
+    assert {rule.over for rule in rules} == EXPECTED[name]
+    for rule in rules:
+        assert "global_scale" not in rule.inputs
+        assert_rule_holds(op, given, rule, mesh)
 
 
 def test_reasons():

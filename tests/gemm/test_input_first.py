@@ -168,12 +168,11 @@ def sample_of(name, m, n, k, fmt, layout="128x4", device="cpu", **kwargs):
     return samples.sample("", m, n, k, fmt, layout, torch.device(device), **kwargs)
 
 
-@by_op
-@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("name", "scaled"), [(GATE, False), (QUANTISE, False), (QUANTISE, True), (BOTH, False), (BOTH, True)]
+)
 def test_an_example_is_a_call(name, scaled):
     """What ``warmup`` calls has gate and up, and a global scale."""
-    if name == GATE and scaled:
-        pytest.skip("nothing is quantised")
     op, own = OPS[name], {"global_scale": True} if scaled else {}
     args, kwargs = op.path.example(n=48, k=192, m=3, dtype=FP16, device="cpu", **own)
     given = arguments(op, named(op, kwargs))

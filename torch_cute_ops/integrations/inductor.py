@@ -78,7 +78,7 @@ class FuseQuantization(CustomGraphPass):
     or ``add_rmsnorm``, behind which it starts early. SiLU·mul of one row, which the graph has to say, becomes
     a part of it, on Hopper; and so do ``fp4_quantize`` and ``silu_mul_fp4quant`` of one row in NVFP4 a part of the
     ``mm_fp4`` that alone reads them, with the same bits. (Elsewhere a gate before it stays: Inductor's kernel of one is
-    as good.) GEMMs of up to 32 rows with an FP4 weight bring the weight of the next one into L2, on Hopper.
+    as good.) GEMMs of up to 16 rows with an FP4 weight bring the weight of the next one into L2, on Hopper.
 
     A pass for ``torch._inductor.config.post_grad_custom_pre_pass``. What is recognised:
 

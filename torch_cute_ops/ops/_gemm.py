@@ -37,8 +37,8 @@ MOST_GATED_ROWS: Final = 1
 """Most rows for which ``gates_with_gemm`` holds: with 4 and 8, a layer of an 8B model is 2 µs faster with one launch on
 an H100, and 6 µs slower on an H200."""
 PREFETCH_MULTIPLE: Final = 16
-MOST_PREFETCHING_ROWS: Final = 32
-"""Most rows for which ``prefetches_with_gemm`` holds: with more, tensor cores have as much to do as memory."""
+MOST_PREFETCHING_ROWS: Final = 16
+"""Most rows for which ``prefetches_with_gemm`` holds, as kernels have it."""
 FP8_K_MULTIPLE: Final = 64
 FP8_N_MULTIPLE: Final = 8
 

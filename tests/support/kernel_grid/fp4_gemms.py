@@ -278,7 +278,7 @@ def wgmma_cases(every: bool) -> list[WgmmaCase]:
     ]
     static += [
         WgmmaCase(*kind, tokens, Epilogue(FP16), 2, prefetches=True, static_weight=tokens < 16)
-        for kind, tokens in zip(WARPGROUP_KINDS[1:4], (1, 8, 32), strict=True)
+        for kind, tokens in zip(WARPGROUP_KINDS[1:4], (1, 8, 16), strict=True)
         if tokens > 1 or kind[1] is NVFP4
     ]
     row_kinds = [kind for kind in WARPGROUP_KINDS if kind[1] is NVFP4]

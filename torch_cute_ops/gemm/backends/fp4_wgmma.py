@@ -127,8 +127,9 @@ class FP4Wgmma(FP4KernelBackend):
     def launcher(self, problem: GemmProblem, tactic: Tactic, target: Target) -> Launch:
         function, config = self.compiled(problem, tactic, target)
         if config.arranges:
+            prefetches = config.prefetches
             return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
-                a, a_scale, b, b_scale, alpha, bias, out, None, prefetch, 0, 0
+                a, a_scale, b, b_scale, alpha, bias, out, None, prefetch if prefetches else None, 0, 0
             )
         parts = _parts(problem, tactic, target)
         device, rows, workers, shares = target.device, config.tokens, parts.workers, int(parts.shares)

@@ -1,0 +1,352 @@
+"""FP4 GEMMs whose kernel gates or quantises its activations, executed by the PTX emulator: what is particular to that.
+``test_fp4_gemm_emulated`` has the sums behind a gate alone."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from expected._fp4_gemm import decoded
+from ptx import EmulationError, compile_ptx, run_kernel
+from support import spec
+from support.emulated import (
+    CPU,
+    INPUTS,
+    KERNEL_WAIT,
+    PASSED,
+    WAIT,
+    changed,
+    check_in_orders,
+    equal,
+    is_static,
+    poisoned,
+    written_late,
+)
+from support.epilogues import finished, operands
+from support.kernel_grid import BF16, FP16, FP32, WgmmaCase
+from test_fp4_gemm_emulated import STATIC, WGMMAS, Wgmma, multiply_by_warpgroups
+
+from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.formats.shapes import fp4_shapes
+from torch_cute_ops.kernels import fp4_wgmma, row_quant
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
+
+GATED = [one for one in WGMMAS if one.values[0].case.gated]
+READ_AHEAD = [one for one in STATIC if one.values[0].case.gated]
+
+
+@pytest.mark.parametrize("one", READ_AHEAD)
+def test_gates_wait_for_the_kernel_before(one: Wgmma) -> None:
+    """The warps beside the producer, which gate activations, and the consumers, which gate the first."""
+    one = is_static(one)
+    kernel = one.case.kernel
+    waits = range(len(re.findall(KERNEL_WAIT, compile_ptx(kernel, ARCHS[one.case.arch]).ptx)))
+    assert len(waits) == 2
+    for number in waits:
+        with pytest.raises((EmulationError, AssertionError)):
+            got, want = multiply_by_warpgroups(one, changed(KERNEL_WAIT, number), late=("a",))
+            assert torch.equal(got, want)
+
+
+def gated(one: Wgmma, rows: torch.Tensor, *, overlap: bool = True) -> tuple[torch.Tensor, ...]:
+    """What the kernel of ``silu_mul`` makes of rows; and the results of the GEMM of that, and of the one that gates;
+    ``overlap``: of launches."""
+    (m, n, k), case = one.sizes, one.case
+    b, scale = random_matrix(n, k, case.format, case.layout, CPU)
+    alpha, bias = operands(case.epilogue, n)
+    arch, behind = ARCHS[case.arch], poisoned(m, k, dtype=rows.dtype)
+    gate = row_quant.RowQuantKernel(row_quant.plan(row_quant.Problem.of_gated_rows(rows.dtype, k), arch, pdl=True))
+    run_kernel(gate, arch, *row_quant.Arguments(rows, *[None] * 6, behind, None, None, 0.0, None, None, None, 132))
+    results = []
+    for a, config in (
+        (behind, replace(case, gated=False).kernel.config),
+        (rows, replace(case.kernel.config, pdl=overlap)),
+    ):
+        out = poisoned(m, n, dtype=case.epilogue.out_dtype)
+        size = -(-m // case.tokens) * config.workspace_bytes(k, one.workers, shares=one.shares)
+        workspace = None if config.arranges else poisoned(size, dtype=torch.uint8)
+        shared = workspace, None, one.workers, int(one.shares)
+        given = fp4_wgmma.Arguments(a, None, b.t(), scale.view(case.format.scale_dtype), alpha, bias, out, *shared)
+        run_kernel(fp4_wgmma.FP4WgmmaKernel(config), arch, *given, seed=one.seed, strict=True)
+        results.append(out)
+    return behind, *results
+
+
+@pytest.mark.parametrize("one", GATED)
+def test_a_gate_is_that_of_silu_mul(one: Wgmma) -> None:
+    """Results are to the bit those of its kernel, and of this one without the gate; every second time in launches that
+    do not overlap."""
+    (m, n, k), case = one.sizes, one.case
+    torch.manual_seed(n)
+    rows = (torch.randn(m, 2 * k) * 4).to(case.a_dtype or case.dtype)
+    _, want, got = gated(one, rows, overlap=[each.values[0] for each in GATED].index(one) % 2 == 0)
+    assert want.isfinite().all() and want.any()
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("value", ["overflow", "largest", "gate of -inf", "gate of NaN"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_a_gate_of_special_values(tokens: int, dtype: torch.dtype, value: str) -> None:
+    """Of one row, where products pass the largest number of the dtype, or nearly; and where silu is NaN: as silu_mul
+    has it, in the last block of k, behind which chunks have nothing."""
+    one = Wgmma(
+        WgmmaCase(dtype, NVFP4, "128x4", None, tokens, Epilogue(FP32), 1, gated=True), (1, 136, 288), 0, False, 0
+    )
+    (_, _, k), most = one.sizes, torch.finfo(dtype).max
+    torch.manual_seed(k)
+    rows = torch.randn(1, 2 * k).to(dtype)
+    special = {"overflow": (most, 2.0), "largest": (most / 4, 4.0), "gate of -inf": (-torch.inf, 1.0)}
+    rows[0, k - 2], rows[0, -2] = (torch.tensor(each) for each in special.get(value, (torch.nan, 1.0)))
+    behind, expected, got = gated(one, rows)
+    want = {"overflow": torch.inf, "largest": most}.get(value, torch.nan)
+    torch.testing.assert_close(behind[0, k - 2].item(), want, rtol=0, atol=0, equal_nan=True)
+    assert expected.isfinite().any() == (value == "largest")
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+# A CTA has more chunks than stages. See ``test_fp4_gemm_emulated`` for its waits.
+ROW = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 1, Epilogue(FP32), 2, gated=True), (1, 136, 7168), 0, False, None)
+ROWS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2, gated=True), (8, 136, 3072), 0, False, None)
+
+
+@pytest.mark.parametrize("one", [ROW, ROWS], ids=["row", "rows"])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        pytest.param(changed(WAIT, -4, PASSED), id="stage free for activations"),
+        pytest.param(changed(r"bar\.sync\s+1", 0), id="first activations in order"),
+        pytest.param(changed(r"bar\.warp\.sync", 0), id="activations in order"),
+        pytest.param(changed(WAIT, -2, PASSED), id="activations there"),
+    ],
+)
+def test_what_orders_gated_activations_is_needed(one: Wgmma, edit: Any) -> None:
+    """Without it the emulator finds a race, or the sums are wrong; in some order, where others may come out right."""
+    with pytest.raises((EmulationError, AssertionError)):
+        check_in_orders(multiply_by_warpgroups, one, 6, edit)
+
+
+@pytest.mark.parametrize("one", [ROW, ROWS], ids=["row", "rows"])
+def test_what_orders_gated_activations_is_enough(one: Wgmma) -> None:
+    check_in_orders(multiply_by_warpgroups, one, 2)
+
+
+# Rows that are quantised, and may be gated before
+
+
+def quantised(
+    a_dtype: torch.dtype,
+    layout: str,
+    splits: int,
+    quantises: Any,
+    *,
+    epilogue: tuple[Any, ...] = (FP32,),
+    gated: bool = False,
+    rows: int | None = None,
+    sizes: tuple[int, int, int],
+) -> Wgmma:
+    operands = FP16, NVFP4, layout, None, 1, Epilogue(*epilogue), splits
+    case = WgmmaCase(*operands, a_dtype=a_dtype, rows=rows, gated=gated, quantises=quantises)
+    return Wgmma(case, sizes, 0, False, None)
+
+
+# The last chunk short; several rows; warps that take chunks in turn; more chunks than stages; clusters
+QUANTISED = [
+    quantised(BF16, "128x4", 1, "scaled", gated=True, sizes=(1, 136, 544)),
+    quantised(FP16, "linear", 2, "plain", epilogue=(FP32, "column", FP32), sizes=(2, 200, 768)),
+    quantised(BF16, "128x4", 2, "scaled", epilogue=(FP32, "one"), rows=208, sizes=(1, 208, 4640)),
+    quantised(FP16, "128x4", 1, "plain", epilogue=(BF16,), gated=True, rows=224, sizes=(1, 224, 3872)),
+    quantised(FP16, "linear", 3, "scaled", gated=True, sizes=(2, 136, 768)),
+    quantised(BF16, "128x4", 1, "plain", epilogue=(FP16, "one"), rows=160, sizes=(1, 168, 1056)),
+]
+by_quantised = pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in QUANTISED])
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def global_scale_of(one: Wgmma, value: float) -> torch.Tensor | None:
+    return torch.tensor([value]) if one.case.quantises == "scaled" else None
+
+
+def e2m1_rows(one: Wgmma, global_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows whose blocks are e2m1 numbers times a power of two, 6 among them: quantisation changes nothing. Gates are
+    such whose silu is themselves, or nothing, to the bit. And the numbers that are multiplied."""
+    (m, _, k), case = one.sizes, one.case
+    numbers = E2M1[torch.randint(8, (m, k // 16, 16))]
+    largest = torch.randint(16, (m, k // 16, 1))
+    numbers.scatter_(2, largest, 6.0)
+    numbers *= torch.randint(0, 2, numbers.shape).sub(0.5).sign() * torch.randint(-2, 2, largest.shape).exp2()
+    value = numbers if global_scale is None else numbers / global_scale
+    if not case.gated:
+        return value.view(m, k).to(case.a_dtype), numbers.view(m, k)
+    gate = torch.tensor([32.0, 64.0])[torch.randint(2, largest.shape)].expand(numbers.shape).clone()
+    up = value / gate
+    nothing = (torch.rand(gate.shape) < 0.3).scatter(2, largest, False)
+    gate[nothing] = torch.tensor([0.0, -200.0])[torch.randint(2, (int(nothing.sum()),))]
+    rows = torch.cat((gate.view(m, k), up.view(m, k)), 1)
+    return rows.to(case.a_dtype), numbers.masked_fill(nothing, 0.0).view(m, k)
+
+
+def multiply_e2m1(
+    one: Wgmma, edit: Any = None, late: tuple[str, ...] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel leaves in its output, and what the epilogue makes of the sums, which are exact. ``late``:
+    arguments that a kernel before it writes, which has not ended."""
+    (m, n, k), case = one.sizes, one.case
+    torch.manual_seed(k)
+    global_scale = global_scale_of(one, 4.0)
+    rows, numbers = e2m1_rows(one, global_scale)
+    b, scale = random_matrix(n, k, case.format, case.layout, CPU, POWERS["e4m3"])
+    alpha, bias = operands(case.epilogue, n)
+    out = poisoned(m, n, dtype=case.epilogue.out_dtype)
+    given = fp4_wgmma.Arguments(rows, global_scale, b.t(), scale, alpha, bias, out, None, None, 0, 0)
+    given, written = written_late(given, late or ())
+    before = None if late is None else written
+    run_kernel(case.kernel, ARCHS[case.arch], *given, seed=one.seed, strict=True, edit=edit, written_before=before)
+    weight = torch.from_numpy(decoded(b, scale, case.layout, 16))
+    return out, finished((numbers.double() @ weight.t()).float(), case.epilogue, alpha, bias)
+
+
+@by_quantised
+def test_sums_of_quantised_rows(one: Wgmma) -> None:
+    """Bit for bit where sums are exact, in two orders of threads."""
+    for seed in (None, 0):
+        got, want = multiply_e2m1(one._replace(seed=seed))
+        assert torch.equal(got, want)
+
+
+def by_two_kernels(one: Wgmma, rows: torch.Tensor, global_scale: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """The codes and scales that the kernel of ``fp4_quantize`` or ``silu_mul_fp4quant`` makes of rows; the results of
+    the GEMM of these, and of the one that quantises."""
+    (m, n, k), case, layout = one.sizes, one.case, SCALE_LAYOUTS[one.case.layout]
+    arch = ARCHS[case.arch]
+    problem = row_quant.Problem.of_fp4_rows(rows.dtype, k, case.gated, NVFP4, layout, global_scale is not None)
+    codes, a_scale = (poisoned(*shape, dtype=torch.uint8) for shape in fp4_shapes((m, k), NVFP4, layout))
+    a_scale = a_scale.view(NVFP4.scale_dtype)
+    given = row_quant.Arguments(
+        *(rows, None, None, global_scale, codes, a_scale, *[None] * 4, 0.0, None, None, None, 132)
+    )
+    run_kernel(row_quant.RowQuantKernel(row_quant.plan(problem, arch, pdl=True)), arch, *given)
+    b, scale = random_matrix(n, k, case.format, case.layout, CPU)
+    alpha, bias = operands(case.epilogue, n)
+    behind = replace(case, gated=False, quantises=None, a_dtype=None, a_layout=case.layout)
+    results = []
+    for operand, its_scale, which in ((codes, a_scale, behind), (rows, global_scale, case)):
+        out = poisoned(m, n, dtype=case.epilogue.out_dtype)
+        shared = fp4_wgmma.Arguments(operand, its_scale, b.t(), scale, alpha, bias, out, None, None, 0, 0)
+        run_kernel(which.kernel, arch, *shared, seed=one.seed, strict=True)
+        results.append(out)
+    return codes, a_scale, *results
+
+
+@by_quantised
+def test_quantised_rows_are_those_of_two_kernels(one: Wgmma) -> None:
+    """Bit for bit, of blocks of any size, in two orders of threads."""
+    (m, _, k), case = one.sizes, one.case
+    for seed in (0, 1):
+        size = torch.randint(-6, 5, (m, k // 16)).exp2().repeat_interleave(16, 1)
+        rows = torch.randn(m, k) * size
+        if case.gated:
+            rows = torch.cat((torch.randn(m, k) * 4, rows), 1)
+        *_, want, got = by_two_kernels(one._replace(seed=seed), rows.to(case.a_dtype), global_scale_of(one, 3.7))
+        assert torch.equal(got, want)
+        assert want.isfinite().all() and want.any()
+
+
+def special_rows(m: int, k: int) -> torch.Tensor:
+    """In each row what is special in some block: NaN, and infinity, each in a block of its own; nothing but zeros of
+    either sign; an amax too small for a scale; one that saturates it; blocks of all sizes around the least scale."""
+    value = torch.randn(m, k)
+    value[0, k - 2], value[1, 17] = torch.nan, -torch.inf
+    value[2] = torch.tensor([0.0, -0.0]).repeat(k // 2)
+    value[3, 16:32] = 2.0**-15
+    value[4, 32:48] *= 2.0**13
+    value[5] *= (torch.arange(k // 16) % 18 - 13.0).exp2().repeat_interleave(16)
+    return value
+
+
+@pytest.mark.parametrize("one", [pytest.param(QUANTISED[i], id=QUANTISED[i].id) for i in (0, 1, 2, 4)])
+def test_special_values_are_quantised(one: Wgmma) -> None:
+    """As the specification says, and bit for bit as the two kernels have them."""
+    # No CTA of a cluster is without a chunk.
+    one = one._replace(sizes=(6, 136, 768 if one.case.layout == "linear" else 288), seed=0)
+    (m, n, k), case, global_scale = one.sizes, one.case, global_scale_of(one, 3.7)
+    torch.manual_seed(n)
+    value = special_rows(m, k)
+    if case.gated:
+        # Of 32 the gate makes the same 32; NaN is a gate too, and not one of up alone.
+        gate = torch.full((m, k), 32.0).masked_fill(value.isnan(), torch.nan)
+        rows = torch.cat((gate, value.nan_to_num(1.0, neginf=-torch.inf) / 32), 1).to(case.a_dtype)
+        value = gate * rows[:, k:].float()
+    else:
+        rows = value.to(case.a_dtype)
+        value = rows.float()
+    torch.manual_seed(k)
+    codes, a_scale, want, got = by_two_kernels(one, rows, global_scale)
+    equal("results", got, want)
+    blocks = spec.quantise(value.numpy(), 16, None if global_scale is None else global_scale.item())
+    assert torch.equal(codes, torch.from_numpy(blocks.packed))
+    scales = torch.from_numpy(blocks.scales)
+    assert torch.equal(a_scale.view(torch.uint8), torch.from_numpy(spec.arrange(blocks.scales, case.layout)))
+    assert scales[0, -1] == scales[1, 1] == 0x7F and not scales[2].any()
+    assert scales[3, 1] == 0 and scales[4, 2] == 0x7E and {0, 1} < set(scales[5].tolist())
+    torch.manual_seed(k)
+    b, scale = random_matrix(n, k, NVFP4, case.layout, CPU)
+    alpha, bias = operands(case.epilogue, n)
+    weight = torch.from_numpy(decoded(b, scale, case.layout, 16))
+    numbers = torch.from_numpy(spec.dequantise(blocks.codes, blocks.scales)).double()
+    exact = finished((numbers @ weight.t()).float(), case.epilogue, alpha, bias)
+    assert got[:2].isnan().all() and got[2:].isfinite().all()
+    factor = 1.0 if alpha is None else alpha.abs()
+    lost = (numbers.abs() @ weight.abs().t()) * (k * 2.0**-24) * factor + exact.abs() * 2.0**-22
+    assert ((got - exact).abs() <= lost)[2:].all()
+
+
+QUANTISED_AHEAD = [
+    quantised(BF16, "128x4", 1, "scaled", sizes=(1, 136, 2080)),
+    quantised(BF16, "128x4", 1, "scaled", gated=True, sizes=(1, 136, 2080)),
+]
+
+
+@pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in QUANTISED_AHEAD])
+def test_rows_and_a_global_scale_of_the_kernel_before(one: Wgmma) -> None:
+    """The warps beside the producer, and the consumers, which quantise the first chunks, wait before they read either.
+    With both waits, nothing that is not static is read before them."""
+    one = is_static(one)._replace(seed=0)
+    got, want = multiply_e2m1(one, late=INPUTS)
+    assert torch.equal(got, want)
+    waits = range(len(re.findall(KERNEL_WAIT, compile_ptx(one.case.kernel, ARCHS[one.case.arch]).ptx)))
+    assert len(waits) == 2
+    for number in waits:
+        for late in ("a", "a_scale"):
+            with pytest.raises((EmulationError, AssertionError)):
+                got, want = multiply_e2m1(one, changed(KERNEL_WAIT, number), late=(late,))
+                assert torch.equal(got, want)
+
+
+# As ``ROW``
+QUANTISED_ROW = quantised(FP16, "128x4", 2, "scaled", sizes=(1, 136, 7168))
+GATED_ROW = quantised(FP16, "128x4", 2, "plain", gated=True, sizes=(1, 136, 7168))
+
+
+@pytest.mark.parametrize("one", [QUANTISED_ROW, GATED_ROW], ids=["quantised", "gated"])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        pytest.param(changed(WAIT, -4, PASSED), id="stage free for activations"),
+        pytest.param(changed(r"bar\.sync\s+1", 0), id="first activations in order"),
+        pytest.param(changed(r"bar\.warp\.sync", 0), id="activations in order"),
+        pytest.param(changed(WAIT, -2, PASSED), id="activations there"),
+    ],
+)
+def test_what_orders_quantised_activations_is_needed(one: Wgmma, edit: Any) -> None:
+    """Without it the emulator finds a race, or the sums are wrong; in some order, where others may come out right."""
+    with pytest.raises((EmulationError, AssertionError)):
+        check_in_orders(multiply_e2m1, one, 6, edit)
+
+
+@pytest.mark.parametrize("one", [QUANTISED_ROW, GATED_ROW], ids=["quantised", "gated"])
+def test_what_orders_quantised_activations_is_enough(one: Wgmma) -> None:
+    check_in_orders(multiply_e2m1, one, 2)
