@@ -20,7 +20,7 @@ import torch_cute_ops.nn
 from torch_cute_ops.gemm import select
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.integrations import inductor
-from torch_cute_ops.ops._gemm import gates_with_gemm, quantises_with_gemm
+from torch_cute_ops.ops._gemm import gates_with_gemm, prefetches_with_gemm, quantises_with_gemm
 from torch_cute_ops.runtime.arch import ARCHS
 
 H = 64
@@ -364,12 +364,70 @@ def test_quantisations_that_stay_before_a_gemm(left):
     assert compiler.ours() == {"silu_mul_fp4quant": 1, "mm_fp4": 2 if left == "two GEMMs" else 1}
 
 
+def prefetched(compiler):
+    """Of each of our GEMMs in order: its op, its weight by rows, and what it brings into L2, nodes both."""
+    for node in compiler.graphs[-1].graph.nodes:
+        if str(node.target).startswith("cute.") and "mm_fp" in str(node.target):
+            named = inductor._named_arguments(node)
+            yield node.target._schema.name.removeprefix("cute::"), named["b"].args[0], named["prefetch"]
+
+
+def four_gemms(x, y, first, first_scale, second, second_scale, other):
+    """A projection and one with a gate, twice: the last weight is another tensor."""
+    for weight, scale in ((second, second_scale), (other, second_scale)):
+        x = tco.mm_fp4_weight_only(x, first.t(), first_scale)
+        a, a_scale = tco.silu_mul_fp4quant(x)
+        x = tco.mm_fp4(a, weight.t(), a_scale, scale) + y
+    return x
+
+
+def operands_of_four_gemms(rows):
+    x = numbers(rows, 64)
+    first, second = (tco.fp4_quantize(numbers(*shape)) for shape in ((256, 64), (64, 128)))
+    return x, x + 1, *first, *second, second[0].flip(0).contiguous()
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_gemm_prefetches_the_next_weight(rows):
+    """Each but the last, and nothing else changes."""
+    operands = operands_of_four_gemms(rows)
+    got, compiler = compiled(four_gemms, *operands)
+    names = ["mm_fp4_weight_only", "silu_mul_fp4quant_mm_fp4" if rows == 1 else "mm_fp4"] * 2
+    found, weights, next_weights = zip(*prefetched(compiler), strict=True)
+    assert [*found] == names and next_weights == (*weights[1:], None)
+    assert weights[0] is weights[2] and len({*weights}) == 3 and {node.op for node in weights} == {"placeholder"}
+    assert torch.equal(got, four_gemms(*operands))
+
+
+@pytest.mark.parametrize("left", ["many rows", "symbolic", "Blackwell", "computed", "given"])
+def test_what_is_not_prefetched(left, monkeypatch):
+    """Beside many rows or a number that the graph does not say, on other GPUs; a weight that the graph computes; and
+    nothing in place of what the call names."""
+    x, _, first, first_scale, second, second_scale, other = operands_of_four_gemms(17 if left == "many rows" else 2)
+    if left == "symbolic":
+        torch._dynamo.mark_dynamic(x, 0)
+    if left == "Blackwell":
+        monkeypatch.setattr(inductor, "prefetches_with_gemm", lambda rows, device: False)
+
+    def layer(x, first, second, other):
+        x = tco.mm_fp4_weight_only(x, first.t(), first_scale, prefetch=other if left == "given" else None)
+        weight = second ^ 0x88 if left == "computed" else second
+        return tco.mm_fp4_weight_only(x[:, :128].contiguous(), weight.t(), second_scale)
+
+    got, compiler = compiled(layer, x, first, second, other)
+    assert torch.equal(got, layer(x, first, second, other))
+    _, weights, (found, last) = zip(*prefetched(compiler), strict=True)
+    assert last is None and found not in weights
+    assert (found is not None and found.op == "placeholder") == (left == "given")
+
+
 def test_where_gates_go_with_gemms(monkeypatch):
     """On GPUs whose kernel gates rows, which Hopper's does."""
     cuda = torch.device("cuda", 0)
     for name, arch in ARCHS.items():
         monkeypatch.setattr(select, "target_of", lambda device, arch=arch: Target(device, arch, 132))
         assert [gates_with_gemm(rows, cuda) for rows in (1, 2)] == [name == "sm_90a", False]
+        assert [prefetches_with_gemm(rows, cuda) for rows in (1, 16, 17)] == [*[name == "sm_90a"] * 2, False]
         for size in (16, 32):
             quantised = [quantises_with_gemm(rows, cuda, size) for rows in (1, 2)]
             assert quantised == [name == "sm_90a" and size == 16, False]
