@@ -21,6 +21,7 @@ from torch_cute_ops.nn import (
     NVFP4Linear,
     QuantLinear,
     merge,
+    prefetch_,
 )
 
 CLASSES = (NVFP4Linear, MXFP4Linear, FP8BlockLinear, FP8TensorLinear, FP8ChannelLinear)
@@ -333,3 +334,49 @@ def test_what_requires_grad_is_refused():
     layer = quantised(NVFP4Linear, "16bit")
     with pytest.raises(ValueError, match="grad"):
         layer(torch.randn(2, K, dtype=torch.bfloat16, requires_grad=True))
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["no input scale", "input scale"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@torch.no_grad()
+def test_one_row_in_fp4_is_one_op(dtype, static, monkeypatch):
+    """That quantises and multiplies, with the bits of the two that others have."""
+    cls = NVFP4Linear if static else MXFP4Linear
+    layer, called = quantised(cls, "fp4", dtype=dtype), []
+    fused = linear_module.fp4quant_mm_fp4
+    spy = lambda *args, **named: called.append(1) or fused(*args, **named)  # noqa: E731
+    monkeypatch.setattr(linear_module, "fp4quant_mm_fp4", spy)
+    for rows in (1, 2):
+        x = torch.randn(rows, K, dtype=dtype)
+        codes = layer.quantize(x)
+        assert len(codes.operands) == 2 and torch.equal(layer(x), layer(codes))
+        assert called == [1] * (rows == 1 and cls is NVFP4Linear)
+        called.clear()
+    assert not layer.quantises_input(torch.randn(1, K))  # float32
+
+
+@pytest.mark.parametrize("activations", NVFP4Linear.choices)
+@torch.no_grad()
+def test_layers_prefetch_the_next_one(activations, monkeypatch):
+    """As they are called, wherever the next one has moved to; results stay."""
+    given, names = [], ("mm_fp4", "mm_fp4_weight_only", "fp4quant_mm_fp4")
+    for name in names:
+        op = getattr(linear_module, name)
+        spy = lambda *args, op=op, **named: given.append(named.get("prefetch")) or op(*args, **named)  # noqa: E731
+        monkeypatch.setattr(linear_module, name, spy)
+    layers = [quantised(NVFP4Linear, activations, n=K) for _ in range(3)]
+    x = torch.randn(2, K).bfloat16()
+    want = [layer(x) for layer in layers]
+    prefetch_(layers)
+    layers[1].weight = layers[1].weight.clone()
+    state = layers[0].state_dict()
+    for i, layer in enumerate(layers):
+        given.clear()
+        assert torch.equal(layer(x), want[i]) and torch.equal(layer(x[:1]), layer(x[:1]))
+        following = layers[i + 1].weight if i < 2 else None
+        assert all(each is following for each in given) and (given or activations == "fp8")
+    assert layers[0].state_dict().keys() == state.keys() and len([*layers[0].modules()]) == 1
+    prefetch_(layers[:1])
+    given.clear()
+    layers[0](x)
+    assert given in ([None], [])

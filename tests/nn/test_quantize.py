@@ -242,7 +242,10 @@ def test_warmup_calls_each_form_once():
     model = quantize_(model_of(), ignore=("lm_head", "router"))
     with Calls() as calls:
         warmup(model, rows=(1, 3, 40, 8))
-    # q, k (like v), and o, which has no bias; 3 and 8 rows are one bucket.
+    # q, k (like v), and o, which has no bias; 3 and 8 rows are one bucket. With few rows there are calls that prefetch.
+    assert set(calls.sizes) == {(m, n) for m in (1, 8, 40) for n in (64, 32)}
+    with Calls() as calls:
+        warmup(model, rows=(1, 3, 40, 8), fused=False)
     assert sorted(calls.sizes) == sorted((m, n) for m in (1, 8, 40) for n in (64, 32, 64))
     with Calls() as calls:
         warmup(nn.Linear(H, H))
@@ -308,11 +311,25 @@ def test_warmup_calls_gates_with_gemms():
     with Calls() as calls:
         warmup(block, rows=(1, 3, 8, 40))
     gated = [call[1:3] for call in calls.every if call[0] == "silu_mul_mm_fp4_weight_only"]
-    assert gated == [(((rows, 4 * H), torch.bfloat16), ((H, H), torch.uint8)) for rows in (1,)]
+    assert gated == [(((1, 4 * H), torch.bfloat16), ((H, H), torch.uint8))] * 2  # one prefetches
     with Calls() as calls:
         warmup(block, rows=(1,), fused=False)
         warmup(quantize_(FusedBlock().bfloat16(), activations="fp8"), rows=(1,))
     assert not any(call[0].startswith("silu_mul_mm") for call in calls.every)
+
+
+@pytest.mark.parametrize("activations", ["16bit", "fp4"])
+def test_warmup_prefetches_with_few_rows(activations):
+    """As compiled models do, and beside calls that do not; other layers are not named in doing so."""
+    block = quantize_(FusedBlock().bfloat16(), "nvfp4" if activations == "16bit" else "mxfp4", activations=activations)
+    for fused in (True, False):
+        with Calls() as calls:
+            warmup(block, rows=(1, 16, 40), fused=fused)
+        rows: dict[bool, set[int]] = {False: set(), True: set()}
+        for _, (a, _), (b, dtype), *others in (call for call in calls.every if "mm_fp4" in call[0]):
+            rows[others[-1] == (b[::-1], dtype)].add(a[0])
+        assert rows == {False: {1, 16, 40}, True: {1, 16} if fused else set()}
+    assert not any(each._following for each in block.modules() if isinstance(each, QuantLinear))
 
 
 def test_warmup_leaves_layers_as_they_are():

@@ -370,7 +370,10 @@ def _prefetch(graph: fx.Graph) -> bool:
         if weight is None or named["prefetch"] is not None or not isinstance(rows, int):
             continue
         if prefetches_with_gemm(rows, _value(node).device):
-            node.args, node.kwargs = (), {**named, "prefetch": weight}
+            with graph.inserting_before(node):
+                new = _call(graph, node.target._schema.name.removeprefix("cute::"), **{**named, "prefetch": weight})
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
             found = True
     return found
 

@@ -1,6 +1,6 @@
 """Modules over the ops: linear layers and experts with quantised weights, and how a model gets them."""
 
-from torch_cute_ops.nn._base import Quantization, QuantizedRows, QuantLinear, merge
+from torch_cute_ops.nn._base import Quantization, QuantizedRows, QuantLinear, merge, prefetch_
 from torch_cute_ops.nn.expert_layer import ExpertLayer, GatedMLP
 from torch_cute_ops.nn.experts import QuantExperts, SwiGLU
 from torch_cute_ops.nn.linear import FP8BlockLinear, FP8ChannelLinear, FP8TensorLinear, MXFP4Linear, NVFP4Linear
@@ -24,6 +24,7 @@ __all__ = [
     "SwiGLU",
     "merge",
     "merge_",
+    "prefetch_",
     "quantize_",
     "random_",
     "warmup",

@@ -1,12 +1,13 @@
 """What quantised linear layers share: buffers that move and never cast, state dicts as checkpoints hold them, parts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from torch_cute_ops.ops._gemm import PREFETCH_MULTIPLE
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
 
@@ -87,6 +88,8 @@ class QuantLinear(nn.Module):
 
     weight: Tensor
     bias: nn.Parameter | None
+    _following: tuple["QuantLinear", ...] = ()
+    """The layer that is called next, if that is known; in a tuple, since it is no submodule."""
 
     def __init__(
         self,
@@ -297,6 +300,12 @@ class QuantLinear(nn.Module):
             return QuantizedRows((rows,), (*x.shape[:-1],), x.dtype)
         return self.quantize(x)
 
+    def _prefetched(self) -> Tensor | None:
+        """What the GEMM brings into L2: the weight of the layer behind this one, where ``prefetch_`` has named it."""
+        weight = self._following[0].weight if self._following else None
+        is_fit = weight is not None and weight.shape[-1] % PREFETCH_MULTIPLE == 0 and weight.is_contiguous()
+        return weight if is_fit else None
+
     def rows_for(self, rows: int) -> int:
         """Rows of an input whose GEMM multiplies ``rows``: fewer, rounded up, where ranks gather theirs."""
         return rows
@@ -422,6 +431,20 @@ def merge(layers: Sequence[QuantLinear]) -> QuantLinear:
     tensors = first._merged_tensors([layer.tensors() for layer in layers])
     activations: Any = first.activations
     return first._of(first.in_features, tensors, torch.cat(biases) if biases else None, parts, activations)
+
+
+def prefetch_(layers: Iterable[QuantLinear]) -> None:
+    """Have the GEMM of each layer, with few rows, bring the weight of the next one into L2.
+
+    It changes no result, and what is said of one layer before is forgotten. In compiled models the pass of
+    ``integrations.inductor`` finds the order of calls itself.
+
+    Args:
+        layers: in the order in which a model calls them. The last one brings nothing.
+    """
+    every = [*layers]
+    for layer, following in zip(every, (*every[1:], None), strict=True):
+        layer._following = () if following is None else (following,)
 
 
 def _rows_of(x: Tensor) -> Tensor:

@@ -75,8 +75,11 @@ class _FP4Linear(QuantLinear):
             return self._of_16_bit(operands[0], dtype, mm_fp4_weight_only, fp4quant_mm_fp4)
         weight, block, alpha = self.weight.t(), self.format.block_size, self._alpha()
         a, a_scale = operands
+        how: dict[str, Any] = {"static_weight": True}
+        if self.activations == "fp4":
+            how["prefetch"] = self._prefetched()
         multiply = mm_fp8_fp4 if self.activations == "fp8" else mm_fp4
-        return multiply(a, weight, a_scale, self.weight_scale, alpha, self.bias, dtype, block, static_weight=True)
+        return multiply(a, weight, a_scale, self.weight_scale, alpha, self.bias, dtype, block, **how)
 
     def quantises_input(self, rows: Tensor) -> bool:
         """Of one row in 16 bits, where the GPU has one launch for both. In compiled models the pass of
@@ -101,7 +104,7 @@ class _FP4Linear(QuantLinear):
         out_dtype, block = None if dtype == a.dtype else dtype, self.format.block_size
         operands = (a, self.weight.t(), self.weight_scale)
         epilogue = {"alpha": self._alpha(), "bias": self.bias, "out_dtype": out_dtype}
-        how = {**epilogue, "block_size": block, "static_weight": True}
+        how = {**epilogue, "block_size": block, "static_weight": True, "prefetch": self._prefetched()}
         if self.activations == "16bit":
             return weight_only(*operands, **how)
         return quantising(*operands, self._activation_scale(), **how)

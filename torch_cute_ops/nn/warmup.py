@@ -1,7 +1,7 @@
 """Making ready what a model's quantised layers need."""
 
 import contextlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.nn._base import QuantizedRows, QuantLinear
 from torch_cute_ops.nn.expert_layer import ExpertLayer, GatedMLP
 from torch_cute_ops.nn.experts import QuantExperts
-from torch_cute_ops.ops._gemm import gates_with_gemm
+from torch_cute_ops.ops._gemm import gates_with_gemm, prefetches_with_gemm
 from torch_cute_ops.runtime import tuning
 
 
@@ -37,7 +37,7 @@ def warmup(
         tune: whether to choose among backends by timing them, as in an :func:`torch_cute_ops.autotune` block.
         fused: whether also to call the ops that the pass of ``integrations.inductor`` may put before the layers:
             RMSNorm and SiLU·mul, with the quantisation of their results, or of one row SiLU·mul and the quantisation
-            with the layer's GEMM.
+            with the layer's GEMM; and of few rows GEMMs that bring the weight of the next one into L2.
             Norms are the modules that have a ``weight`` (K,) and no other parameter; a gate is where another layer has
             2 · K columns.
 
@@ -77,6 +77,10 @@ def warmup(
                 call(x)
                 if call is first and first.quantises_input(x):
                     first(first.quantize(x))  # as where layers share codes, and in compiled models
+                if fused and call is first and prefetches_with_gemm(count, x.device):
+                    with _prefetching(first):
+                        first(first.quantize(x))
+                        first(x)
         if fused:
             _call_gated(forms.values(), numbers, dtype)
     if fused:
@@ -130,7 +134,19 @@ def _call_gated(layers: Collection[QuantLinear], numbers: Iterable[int], dtype: 
             for count in {bucket(number): number for number in numbers if gates_with_gemm(number, device)}.values():
                 rows = torch.zeros(layer.rows_for(count), 2 * layer.in_features, dtype=dtype, device=device)
                 if layer.gates_input(rows):
-                    layer(QuantizedRows((rows,), (len(rows),), dtype, is_gate_and_up=True))
+                    for context in (contextlib.nullcontext(), _prefetching(layer)):
+                        with context:
+                            layer(QuantizedRows((rows,), (len(rows),), dtype, is_gate_and_up=True))
+
+
+@contextlib.contextmanager
+def _prefetching(layer: QuantLinear) -> Iterator[None]:
+    """Calls within bring a weight into L2, as the pass of ``integrations.inductor`` has them do with few rows."""
+    before, layer._following = layer._following, (layer,)
+    try:
+        yield
+    finally:
+        layer._following = before
 
 
 def _gated_widths(layers: Iterable[QuantLinear]) -> set[int]:
