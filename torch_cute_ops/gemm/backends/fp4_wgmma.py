@@ -36,6 +36,8 @@ GATE_SECONDS = 6e-8
 """Time for a CTA to gate a chunk of activations of a token, beside the time to rearrange it: so long that 8 rows of
 4,096 × 14,336 have one launch on an H100, where it is faster than two, and two on an H200, where it is slower (measured
 in a layer; two operations of the special function units an element alone take 2.4e-8 in three warps)."""
+QUANTISE_SECONDS = 3e-8
+"""The same to quantise one (a guess by instructions)."""
 EXPERT_CLOCKS = 0.03
 """SM clocks to add one element of an expert's sums to the totals (measured on an H200)."""
 SENT_SECONDS = 8e-7
@@ -63,8 +65,6 @@ class FP4Wgmma(FP4KernelBackend):
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
         sizes = fp4_wgmma.EXPERT_TILES if problem.grouping.over == "k" else tuple(fp4_wgmma.TILES)
         widest = fp4_wgmma.mma_tokens(cost.smallest_tile(sizes, m))
-        if problem.quantises_input is not None:
-            sizes = (1,)  # of more rows two neighbouring lanes do not have a block
         tiles = [tokens for tokens in sizes if tokens <= widest and (tokens > 1 or _is_row(problem, m))]
         every = [
             (tokens, rows, split)
@@ -72,6 +72,9 @@ class FP4Wgmma(FP4KernelBackend):
             for split in _splits(problem, tokens)
             for rows in _rows(problem, m, tokens, split, target)
         ]
+        if problem.quantises_input is not None:
+            most = fp4_wgmma.QUANTISED_TOKENS
+            every = [tactic for tactic in every if m <= most and tactic[0] <= most and _arranges(problem, tactic)]
         return tuple(tactic for tactic in every if _is_useful(problem, m, tactic, target))
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
@@ -90,6 +93,7 @@ class FP4Wgmma(FP4KernelBackend):
         if parts.arranges:
             fixed, each = ARRANGE_FP4_SECONDS if problem.a.is_fp4 else ARRANGE_16_BIT_SECONDS
             each += GATE_SECONDS if problem.gates_input else 0.0
+            each += QUANTISE_SECONDS if problem.quantises_input is not None else 0.0
             computed = cost.overlapped(computed, fixed + each * tokens, order=4)
         width = _width(problem)
         if width is not None:

@@ -21,10 +21,11 @@ that read two neighbouring tokens have no bank conflicts. Where tokens are copie
 place ``p``, and the next token follows after an odd number of pieces.
 
 With a gate in front (``gated``) a row as given is gate and up, a lane reads both, and what it rearranges is
-``silu(gate) · up``, rounded to their dtype. (Activations of 16 bits that are quantised first are those of one row:
-``kernels.fp4_wgmma.row``.)
+``silu(gate) · up``, rounded to their dtype. Activations of 16 bits may be quantised to FP4 first (``quantises``): lanes
+that have the pieces of a block find its scale together, so all lanes of a warp come to ``store``, each with a piece.
 """
 
+from functools import reduce
 from typing import Final
 
 import cutlass.cute as cute
@@ -34,6 +35,7 @@ from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.activation import silu_mul
 from torch_cute_ops.kernels.common.activation_layout import TILE_BYTES, TILE_LINE, TILE_TOKENS, ActivationLayout
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES, pack, store_words, unpack
+from torch_cute_ops.kernels.common.fp4 import fp4_block
 from torch_cute_ops.kernels.common.fp4_weights import decode, pair_activations, scale_argument, scale_factors
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
@@ -47,10 +49,11 @@ class Activations:
     Attributes:
         pieces: pieces of a chunk.
         spread: whether chunks may begin in the middle of a tile of scales.
+        apart: how many lanes on the next piece of a token is, where activations are quantised.
     """
 
-    def __init__(self, config: ActivationLayout, spread: bool = False):
-        self.config, self.spread = config, spread
+    def __init__(self, config: ActivationLayout, spread: bool = False, apart: int = TILE_TOKENS):
+        self.config, self.spread, self.apart = config, spread, apart
         self.pieces = config.chunk // QUAD // 8
         self.a_dtype, self.dtype = DSL_DTYPES[config.a_dtype], DSL_DTYPES[config.dtype]
 
@@ -88,7 +91,8 @@ class Activations:
         if c.layout is None:
             places = self.places(a, offset, k)
             pairs = zip(begins, exists, strict=True)
-            return [self.words(places, there, begin * c.a_dtype.itemsize) for begin, there in pairs]
+            quarters = [self.words(places, there, begin * c.a_dtype.itemsize) for begin, there in pairs]
+            return quarters if scale is None else [[*words, scale[0]] for words in quarters]
         at = a.iterator + cute.assume(offset // 2, divby=4)
         size = c.fmt.block_size
         row, block = c.layout.row_offset(Int64(token), k // size), start // size
@@ -129,6 +133,18 @@ class Activations:
             return unpack(words, self.a_dtype)
         gates, ups = (unpack(half, self.a_dtype) for half in (words[:4], words[4:]))
         return [silu_mul(gate, up) for gate, up in zip(gates, ups, strict=True)]
+
+    def quantised(self, words: list) -> list:
+        """The codes of eight elements, of what ``read`` has loaded, and the scale byte of their block."""
+        c, global_scale = self.config, None
+        if c.quantises == "scaled":
+            *words, global_scale = words
+        values = self.values(words)
+        amax = reduce(ptx.max_abs_nan, values, Float32(0.0))
+        for pieces in range(c.fmt.block_size // 16):
+            amax = ptx.max_abs_nan(amax, cute.arch.shuffle_sync_bfly(amax, self.apart << pieces))
+        (codes,), byte = fp4_block(values, amax, global_scale, c.fmt, has_e2m1_cvt=False, part=len(values))
+        return [codes, byte]
 
     def store(self, quarters: list, groups, piece, token, base: cute.Pointer) -> None:
         """Convert what ``read`` has loaded, and store it to its place in a chunk that starts at ``base``.
@@ -181,7 +197,9 @@ class Activations:
     def _converted(self, words: list) -> list:
         """Eight elements in the dtype of the MMAs, as ``decode`` pairs them."""
         c = self.config
-        if c.layout is None:
+        if c.quantises is not None:
+            words = self.quantised(words)
+        elif c.layout is None:
             words = self.gated(words)
             if c.a_dtype != c.dtype:
                 words = pack(unpack(words, self.a_dtype), self.dtype)

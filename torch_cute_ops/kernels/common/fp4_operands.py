@@ -38,6 +38,11 @@ class FP4Operands:
     gated: bool = False
     quantises: Quantises | None = None
 
+    @property
+    def decodes_both(self) -> bool:
+        """Whether activations are multiplied as decoded FP4 numbers too."""
+        return self.a_layout is not None or self.quantises is not None
+
     def arranged(self, *, by_warp: bool, chunk: int) -> ActivationLayout:
         """How the activations are rearranged for MMAs of warps, or of warpgroups."""
         kinds = self.a_dtype, self.dtype, self.fmt, self.a_layout

@@ -16,7 +16,7 @@ are paired alike.
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Uint8, Uint32
 
-from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format, ScaleLayout
+from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
@@ -25,9 +25,9 @@ DECODED_SCALE = {NVFP4: 2.0**-8, MXFP4: 1.0}
 """A decoded number, and so a sum of them, over the true one."""
 
 
-def sum_scale(fmt: FP4Format, a_layout: ScaleLayout | None = None) -> float:
-    """The factor from sums of decoded numbers to true sums. ``a_layout`` is given where activations are decoded too."""
-    return 1.0 / DECODED_SCALE[fmt] ** (1 if a_layout is None else 2)
+def sum_scale(fmt: FP4Format, decodes_both: bool = False) -> float:
+    """The factor from sums of decoded numbers to true sums; ``decodes_both``: whether activations are decoded too."""
+    return 1.0 / DECODED_SCALE[fmt] ** (2 if decodes_both else 1)
 
 
 def scale_argument(fmt: FP4Format, rows: Dim, columns: Dim, align: int = 16) -> TensorArg:

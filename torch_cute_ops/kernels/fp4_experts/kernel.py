@@ -395,7 +395,7 @@ class FP4ExpertsKernel:
     def _add(self, sums, offsets, factors, bias, consumer, smem):
         """Add a unit's sums, with the bias of the two rows, times the factors, to those of the tile."""
         c = self.config
-        scale = Float32(sum_scale(c.operands.fmt, c.operands.a_layout))
+        scale = Float32(sum_scale(c.operands.fmt, c.operands.decodes_both))
         places = [(i, r) for i in range(c.group // 4) for r in range(2)]
         at = [smem.sums + self.totals.sum_offset(offsets[i], consumer.row + 8 * r) for i, r in places]
         # All are loaded before the first is stored.

@@ -103,7 +103,7 @@ class GatedEpilogue:
     def gated(self, gate: Float32, up: Float32, terms: Terms, outputs: Outputs) -> Float32:
         """A result of two sums."""
         operands = self.config.operands
-        scale = sum_scale(operands.fmt, operands.a_layout)
+        scale = sum_scale(operands.fmt, operands.decodes_both)
         values = []
         for half, total in enumerate((gate, up)):
             value = total if scale == 1.0 else ptx.mul_rn(total, Float32(scale))

@@ -54,6 +54,7 @@ from torch_cute_ops.kernels._lazy import on_demand
 from torch_cute_ops.kernels.fp4_wgmma.config import (
     CLUSTER_TOKENS,
     EXPERT_TILES,
+    QUANTISED_TOKENS,
     ROWS,
     SPLITS,
     TILES,
@@ -73,6 +74,7 @@ __all__ = [
     "CLUSTER_TOKENS",
     "EXPERT_TILES",
     "KERNEL",
+    "QUANTISED_TOKENS",
     "ROWS",
     "SPLITS",
     "TILES",

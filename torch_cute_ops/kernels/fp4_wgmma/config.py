@@ -44,6 +44,9 @@ ARRANGED_TOKENS: Final = 32
 PREFETCHING_TOKENS: Final = 16
 """Most tokens of a tile behind which something is brought into L2: a layer of an 8B model is 3.4, 2.6 and 2.4 µs faster
 with it on an H100, with 1, 8 and 16 rows, and with 32 0.8 slower."""
+QUANTISED_TOKENS: Final = 8
+"""Most tokens of a tile whose activations the CTAs quantise: lanes that have a block's pieces lie as far apart for the
+consumers, which rearrange the first chunks, as for the helpers."""
 CLUSTER_TOKENS: Final = 128
 """Most tokens of a tile whose accumulators fit in place of the codes, for a cluster to add up."""
 SPLITS: Final = (1, 2, 3, 4, 5, 6, 8)
@@ -270,8 +273,8 @@ class Config:
             return f"tiles of {self.tokens} tokens have {rows_of(self.tokens)} rows, the first without clusters"
         if self.tokens == 1 and (self.operands.fmt != NVFP4 or not self.splits):
             return "tiles of one row have a weight in NVFP4, and clusters or CTAs of their own"
-        if self.operands.quantises is not None and self.tokens != 1:
-            return "tiles of one row alone quantise their activations"
+        if self.operands.quantises is not None and (self.tokens > QUANTISED_TOKENS or not self.arranges):
+            return f"tiles quantise their activations with at most {QUANTISED_TOKENS} tokens, which they rearrange"
         if self.splits and self.tokens > CLUSTER_TOKENS:
             return f"clusters have tiles of at most {CLUSTER_TOKENS} tokens"
         if self.adds_up and self.sum_tile.size_bytes > self.stages * self.chunks.code_bytes:

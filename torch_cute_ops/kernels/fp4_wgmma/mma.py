@@ -128,7 +128,7 @@ class TileMma(Mma):
     """MMAs with several rows of activations: codes are decoded and multiplied by their scales before them."""
 
     def __init__(self, config: Config, ring: WeightRing):
-        super().__init__(config, ring, sum_scale(config.operands.fmt, config.operands.a_layout))
+        super().__init__(config, ring, sum_scale(config.operands.fmt, config.operands.decodes_both))
         self.dtype = DSL_DTYPES[config.operands.dtype]
 
     def _load(self, stage, existing, consumer: Consumer, smem) -> tuple[list, list]:

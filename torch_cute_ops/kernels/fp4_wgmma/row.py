@@ -15,12 +15,10 @@ quantised to FP4 first (``ActivationLayout.quantises``), behind a gate or not: t
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, Uint32
 
-from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.activation_layout import ActivationLayout
 from torch_cute_ops.kernels.common.activations import QUAD, Activations
 from torch_cute_ops.kernels.common.convert import load_words, pack, store_words, unpack
-from torch_cute_ops.kernels.common.fp4 import fp4_block
 from torch_cute_ops.kernels.common.fp4_weights import float16_pairs, pair_activations
 from torch_cute_ops.kernels.common.unit_mma import free
 from torch_cute_ops.kernels.common.weight_ring import WeightRing
@@ -41,7 +39,7 @@ class RowActivations(Activations):
     """
 
     def __init__(self, config: ActivationLayout):
-        super().__init__(config)
+        super().__init__(config, apart=1)
         self.pieces = 2 * CHUNK_BLOCKS
         self.has_factors = self.a_dtype is not Float16 or config.quantises is not None
 
@@ -64,7 +62,7 @@ class RowActivations(Activations):
         here, with one piece after the other."""
         factor, c = None, self.config
         if c.layout is not None or c.quantises is not None:
-            codes, byte = words if c.quantises is None else self._quantised(words)
+            codes, byte = words if c.quantises is None else self.quantised(words)
             words = float16_pairs(codes)
             factor = ptx.unpack_f16(ptx.f16x2_of_e4m3x2(byte), 0)
         else:
@@ -77,19 +75,6 @@ class RowActivations(Activations):
         if factor is not None:
             at = base + cute.assume(ROW_BYTES + piece // 2 * 4, divby=4)
             ptx.store_shared_if(at, ptx.bits_of(factor), piece % 2 == 0)
-
-    def _quantised(self, words: list) -> tuple[Uint32, Uint32]:
-        """The codes of half a block, and the block's scale byte, of what ``read`` has loaded."""
-        global_scale = None
-        if self.config.quantises == "scaled":
-            *words, global_scale = words
-        values = self.values(words)
-        amax = Float32(0.0)
-        for value in values:
-            amax = ptx.max_abs_nan(amax, value)
-        amax = ptx.max_abs_nan(amax, cute.arch.shuffle_sync_bfly(amax, 1))
-        (codes,), byte = fp4_block(values, amax, global_scale, NVFP4, has_e2m1_cvt=False, part=len(values))
-        return codes, byte
 
     def _in_range(self, words: list) -> tuple[list, Float32]:
         """Half a block of bfloat16 as float16, and the block's factor, a power of two, with that of the codes.
