@@ -205,8 +205,8 @@ class GateApart(W4A16):
 
 
 class W4A4(Layer):
-    """NVFP4 weights and activations; of one row, the gate and the quantisation that no norm is behind are a part of the
-    GEMM behind them."""
+    """NVFP4 weights and activations; of few rows the quantisation that no norm is in front of, and of one the gate too,
+    are a part of the GEMM behind them."""
 
     label, scheme, element_bytes = "W4A4", "nvfp4", 0.5625
 
@@ -219,12 +219,12 @@ class W4A4(Layer):
     def quantised(self, rows: Tensor) -> Any:
         return rows if self.quantises_with_gemm(rows) else ops.fp4_quantize(rows)
 
-    def quantises_with_gemm(self, rows: Tensor) -> bool:
+    def quantises_with_gemm(self, rows: Tensor, *, gated: bool = False) -> bool:
         """Whether the GEMM quantises these rows."""
-        return quantises_with_gemm(len(rows), rows.device, NVFP4.block_size)
+        return quantises_with_gemm(len(rows), rows.device, NVFP4.block_size, gated=gated)
 
     def down(self, rows: Tensor) -> Tensor:
-        if not self.quantises_with_gemm(rows):
+        if not self.quantises_with_gemm(rows, gated=True):
             return super().down(rows)
         return self._product(ops.silu_mul_fp4quant_mm_fp4, "down", a=rows)
 
@@ -245,7 +245,7 @@ class QuantisedApart(W4A4):
 
     label = "quantised apart"
 
-    def quantises_with_gemm(self, rows: Tensor) -> bool:
+    def quantises_with_gemm(self, rows: Tensor, *, gated: bool = False) -> bool:
         return False
 
 

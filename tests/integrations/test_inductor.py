@@ -315,9 +315,10 @@ def test_gates_that_stay_before_a_gemm(left, monkeypatch):
 
 @pytest.mark.parametrize("global_scale", [None, 3.0])
 @pytest.mark.parametrize("gated", [False, True], ids=["quantised", "gated"])
-@pytest.mark.parametrize(("lead", "dtype"), [((1,), torch.bfloat16), ((1, 1), torch.float16)])
+@pytest.mark.parametrize(("lead", "dtype"), [((1,), torch.bfloat16), ((1, 1), torch.float16), ((8,), torch.bfloat16)])
 def test_quantisation_before_a_gemm(lead, dtype, gated, global_scale, device):
-    """Of one row: gate, quantisation and GEMM are one op, whatever their other arguments, with the bits of two."""
+    """Of few rows: quantisation and GEMM are one op, and of one the gate too, whatever their other arguments, with the
+    bits of two."""
     both, codes, scale = gate_and_weight(*lead, dtype=dtype, device=device)
     bias, alpha = torch.randn(24, device=device), torch.rand(24, device=device)
     given = None if global_scale is None else torch.full((1,), global_scale, device=device)
@@ -337,7 +338,8 @@ def test_quantisation_before_a_gemm(lead, dtype, gated, global_scale, device):
     assert got.dtype == torch.bfloat16
     assert_equal((want,), (tco.mm_fp4(a, codes.t(), a_scale, scale, alpha, bias, static_weight=True),))
     assert_equal((got,), (want.exp(),))
-    assert compiler.ours() == {name: 1} and "aten.mul.Tensor" not in compiler.calls()
+    parts = {"silu_mul_fp4quant": 1, "mm_fp4": 1} if gated and lead == (8,) else {name: 1}
+    assert compiler.ours() == parts and "aten.mul.Tensor" not in compiler.calls()
 
 
 @pytest.mark.parametrize("left", ["many rows", "symbolic", "read", "two GEMMs", "float32", "MXFP4", "clamped"])
@@ -429,8 +431,10 @@ def test_where_gates_go_with_gemms(monkeypatch):
         assert [gates_with_gemm(rows, cuda) for rows in (1, 2)] == [name == "sm_90a", False]
         assert [prefetches_with_gemm(rows, cuda) for rows in (1, 16, 17)] == [*[name == "sm_90a"] * 2, False]
         for size in (16, 32):
-            quantised = [quantises_with_gemm(rows, cuda, size) for rows in (1, 2)]
-            assert quantised == [name == "sm_90a" and size == 16, False]
+            quantised = [quantises_with_gemm(rows, cuda, size) for rows in (1, 8, 9)]
+            assert quantised == [*[name == "sm_90a" and size == 16] * 2, False]
+            gated = [quantises_with_gemm(rows, cuda, size, gated=True) for rows in (1, 2)]
+            assert gated == [quantised[0], False]
     assert [gates_with_gemm(rows, torch.device("cpu")) for rows in (1, 2)] == [True, False]
     assert not gates_with_gemm(1, torch.device("meta"))
 

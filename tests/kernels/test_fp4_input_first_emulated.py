@@ -27,7 +27,7 @@ from support.epilogues import finished, operands
 from support.kernel_grid import BF16, FP16, FP32, WgmmaCase
 from test_fp4_gemm_emulated import STATIC, WGMMAS, Wgmma, multiply_by_warpgroups
 
-from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS
+from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.kernels import fp4_wgmma, row_quant
 from torch_cute_ops.kernels.common.epilogue import Epilogue
@@ -147,8 +147,10 @@ def quantised(
     gated: bool = False,
     rows: int | None = None,
     sizes: tuple[int, int, int],
+    tokens: int = 1,
+    fmt: FP4Format = NVFP4,
 ) -> Wgmma:
-    operands = FP16, NVFP4, layout, None, 1, Epilogue(*epilogue), splits
+    operands = fmt.operand_dtype(FP16), fmt, layout, None, tokens, Epilogue(*epilogue), splits
     case = WgmmaCase(*operands, a_dtype=a_dtype, rows=rows, gated=gated, quantises=quantises)
     return Wgmma(case, sizes, 0, False, None)
 
@@ -161,6 +163,13 @@ QUANTISED = [
     quantised(FP16, "128x4", 1, "plain", epilogue=(BF16,), gated=True, rows=224, sizes=(1, 224, 3872)),
     quantised(FP16, "linear", 3, "scaled", gated=True, sizes=(2, 136, 768)),
     quantised(BF16, "128x4", 1, "plain", epilogue=(FP16, "one"), rows=160, sizes=(1, 168, 1056)),
+    quantised(BF16, "128x4", 1, "scaled", sizes=(3, 136, 2080), tokens=8),
+    quantised(FP16, "linear", 3, "plain", epilogue=(BF16, "one"), gated=True, sizes=(9, 136, 768), tokens=8),
+]
+# A block is four pieces
+MXFP4_ROWS = [
+    quantised(FP16, "128x4", 2, "plain", sizes=(8, 136, 1120), tokens=8, fmt=MXFP4),
+    quantised(BF16, "128x4", 1, "plain", gated=True, sizes=(5, 264, 544), tokens=8, fmt=MXFP4),
 ]
 by_quantised = pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in QUANTISED])
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -222,9 +231,9 @@ def by_two_kernels(one: Wgmma, rows: torch.Tensor, global_scale: torch.Tensor | 
     the GEMM of these, and of the one that quantises."""
     (m, n, k), case, layout = one.sizes, one.case, SCALE_LAYOUTS[one.case.layout]
     arch = ARCHS[case.arch]
-    problem = row_quant.Problem.of_fp4_rows(rows.dtype, k, case.gated, NVFP4, layout, global_scale is not None)
-    codes, a_scale = (poisoned(*shape, dtype=torch.uint8) for shape in fp4_shapes((m, k), NVFP4, layout))
-    a_scale = a_scale.view(NVFP4.scale_dtype)
+    problem = row_quant.Problem.of_fp4_rows(rows.dtype, k, case.gated, case.format, layout, global_scale is not None)
+    codes, a_scale = (poisoned(*shape, dtype=torch.uint8) for shape in fp4_shapes((m, k), case.format, layout))
+    a_scale = a_scale.view(case.format.scale_dtype)
     given = row_quant.Arguments(
         *(rows, None, None, global_scale, codes, a_scale, *[None] * 4, 0.0, None, None, None, 132)
     )
@@ -241,7 +250,7 @@ def by_two_kernels(one: Wgmma, rows: torch.Tensor, global_scale: torch.Tensor | 
     return codes, a_scale, *results
 
 
-@by_quantised
+@pytest.mark.parametrize("one", [pytest.param(one, id=one.id) for one in (*QUANTISED, *MXFP4_ROWS)])
 def test_quantised_rows_are_those_of_two_kernels(one: Wgmma) -> None:
     """Bit for bit, of blocks of any size, in two orders of threads."""
     (m, _, k), case = one.sizes, one.case
@@ -267,7 +276,7 @@ def special_rows(m: int, k: int) -> torch.Tensor:
     return value
 
 
-@pytest.mark.parametrize("one", [pytest.param(QUANTISED[i], id=QUANTISED[i].id) for i in (0, 1, 2, 4)])
+@pytest.mark.parametrize("one", [pytest.param(QUANTISED[i], id=QUANTISED[i].id) for i in (0, 1, 2, 4, 6)])
 def test_special_values_are_quantised(one: Wgmma) -> None:
     """As the specification says, and bit for bit as the two kernels have them."""
     # No CTA of a cluster is without a chunk.
@@ -307,6 +316,7 @@ def test_special_values_are_quantised(one: Wgmma) -> None:
 QUANTISED_AHEAD = [
     quantised(BF16, "128x4", 1, "scaled", sizes=(1, 136, 2080)),
     quantised(BF16, "128x4", 1, "scaled", gated=True, sizes=(1, 136, 2080)),
+    quantised(BF16, "128x4", 1, "scaled", sizes=(4, 136, 2080), tokens=8),
 ]
 
 
@@ -329,9 +339,10 @@ def test_rows_and_a_global_scale_of_the_kernel_before(one: Wgmma) -> None:
 # As ``ROW``
 QUANTISED_ROW = quantised(FP16, "128x4", 2, "scaled", sizes=(1, 136, 7168))
 GATED_ROW = quantised(FP16, "128x4", 2, "plain", gated=True, sizes=(1, 136, 7168))
+QUANTISED_ROWS = quantised(FP16, "128x4", 2, "plain", sizes=(8, 136, 3072), tokens=8)
 
 
-@pytest.mark.parametrize("one", [QUANTISED_ROW, GATED_ROW], ids=["quantised", "gated"])
+@pytest.mark.parametrize("one", [QUANTISED_ROW, GATED_ROW, QUANTISED_ROWS], ids=["quantised", "gated", "rows"])
 @pytest.mark.parametrize(
     "edit",
     [
@@ -347,6 +358,6 @@ def test_what_orders_quantised_activations_is_needed(one: Wgmma, edit: Any) -> N
         check_in_orders(multiply_e2m1, one, 6, edit)
 
 
-@pytest.mark.parametrize("one", [QUANTISED_ROW, GATED_ROW], ids=["quantised", "gated"])
+@pytest.mark.parametrize("one", [QUANTISED_ROW, GATED_ROW, QUANTISED_ROWS], ids=["quantised", "gated", "rows"])
 def test_what_orders_quantised_activations_is_enough(one: Wgmma) -> None:
     check_in_orders(multiply_e2m1, one, 2)

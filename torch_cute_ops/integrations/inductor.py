@@ -1,6 +1,6 @@
 """A pass for Inductor that fuses norms and gates with the quantisation behind them, has our ops compute norms before
-GEMMs with 16-bit activations, and makes gates and FP4 quantisations of one row a part of the GEMM, in models that know
-nothing of it.
+GEMMs with 16-bit activations, makes gates of one row and FP4 quantisations of few a part of the GEMM, and has GEMMs of
+few rows prefetch, in models that know nothing of it.
 
 :func:`enable` turns it on for the process; ``options={"post_grad_custom_pre_pass": FuseQuantization()}`` of
 ``torch.compile`` for one model.
@@ -76,9 +76,10 @@ class FuseQuantization(CustomGraphPass):
     """Turns RMSNorm, residual addition and RMSNorm, or SiLU·mul, followed by ``fp4_quantize`` or ``fp8_quantize``, into
     the fused op, and merges equal quantisations of one tensor. Norms before ``mm_fp4_weight_only`` become ``rmsnorm``
     or ``add_rmsnorm``, behind which it starts early. SiLU·mul of one row, which the graph has to say, becomes
-    a part of it, on Hopper; and so do ``fp4_quantize`` and ``silu_mul_fp4quant`` of one row in NVFP4 a part of the
-    ``mm_fp4`` that alone reads them, with the same bits. (Elsewhere a gate before it stays: Inductor's kernel of one is
-    as good.) GEMMs of up to 16 rows with an FP4 weight bring the weight of the next one into L2, on Hopper.
+    a part of it, on Hopper; and in NVFP4 ``fp4_quantize`` of up to 8 rows and ``silu_mul_fp4quant`` of one become
+    parts of the ``mm_fp4`` that alone reads them, with the same bits. (Elsewhere a gate before it stays: Inductor's
+    kernel of one is as good.) GEMMs of up to 16 rows with an FP4 weight bring the weight of the next one into L2, on
+    Hopper.
 
     A pass for ``torch._inductor.config.post_grad_custom_pre_pass``. What is recognised:
 
@@ -245,7 +246,7 @@ def _multiply_gated(node: Node, value: Node, gated: Node) -> bool:
 
 
 def _multiply_quantised(node: Node) -> bool:
-    """Replace a GEMM of one row in FP4 and the op that quantises it, if nothing else reads the codes; whether they
+    """Replace a GEMM of few rows in FP4 and the op that quantises them, if nothing else reads the codes; whether they
     were."""
     named = _named_arguments(node)
     (codes, _), scale = _without_reshape(named.pop("a")), named.pop("a_scale")
@@ -265,7 +266,7 @@ def _multiply_quantised(node: Node) -> bool:
         or value.dtype not in SIXTEEN_BIT
         or not value.is_contiguous()
         or not isinstance(rows, int)
-        or not quantises_with_gemm(rows, value.device, named["block_size"])
+        or not quantises_with_gemm(rows, value.device, named["block_size"], gated="swiglu_alpha" in how)
     ):
         return False
     named["scale_layout"] = weight_layout(SCALE_LAYOUTS[named["scale_layout"]]).name

@@ -82,15 +82,18 @@ class _FP4Linear(QuantLinear):
         return multiply(a, weight, a_scale, self.weight_scale, alpha, self.bias, dtype, block, **how)
 
     def quantises_input(self, rows: Tensor) -> bool:
-        """Of one row in 16 bits, where the GPU has one launch for both. In compiled models the pass of
-        ``integrations.inductor`` sees to that, which knows what else reads the codes."""
-        if self.activations != "fp4" or rows.dtype not in SIXTEEN_BIT or torch.compiler.is_compiling():
-            return False
-        return quantises_with_gemm(len(rows), rows.device, self.format.block_size)
+        """Of few rows in 16 bits, where the GPU has one launch for both."""
+        return self._quantises(rows, gated=False)
 
     def gates_input(self, rows: Tensor) -> bool:
-        """Any in 16 bits where the activations have these; else what it quantises itself."""
-        return self.activations == "16bit" or self.quantises_input(rows)
+        """Any in 16 bits where the activations have these; else one row, as ``quantises_input``."""
+        return self.activations == "16bit" or self._quantises(rows, gated=True)
+
+    def _quantises(self, rows: Tensor, *, gated: bool) -> bool:
+        # In compiled models the pass of ``integrations.inductor`` sees to it, which knows what else reads the codes.
+        if self.activations != "fp4" or rows.dtype not in SIXTEEN_BIT or torch.compiler.is_compiling():
+            return False
+        return quantises_with_gemm(len(rows), rows.device, self.format.block_size, gated=gated)
 
     def _gated_product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         if self.activations == "fp8":

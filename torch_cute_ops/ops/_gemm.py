@@ -36,6 +36,9 @@ EXPERT_MULTIPLE: Final = 64
 MOST_GATED_ROWS: Final = 1
 """Most rows for which ``gates_with_gemm`` holds: with 4 and 8, a layer of an 8B model is 2 µs faster with one launch on
 an H100, and 6 µs slower on an H200."""
+MOST_QUANTISED_ROWS: Final = 8
+"""Most rows for which ``quantises_with_gemm`` holds without a gate: with 2 and 8, a layer of an 8B model in W4A4 is
+1 µs faster with one launch for o on an H100; with one for the gate and down it is as fast as with two."""
 PREFETCH_MULTIPLE: Final = 16
 MOST_PREFETCHING_ROWS: Final = 16
 """Most rows for which ``prefetches_with_gemm`` holds, as kernels have it."""
@@ -728,10 +731,11 @@ def _has_wgmma(device: torch.device) -> bool:
     return device.type == "cpu" or (arch is not None and arch.has_wgmma)
 
 
-def quantises_with_gemm(rows: int, device: torch.device, block_size: int) -> bool:
-    """Whether one op is called in place of a quantisation to FP4, behind a gate or not, and the GEMM behind it: for one
-    row in NVFP4, where GPUs have one launch for it."""
-    return block_size == NVFP4.block_size and gates_with_gemm(rows, device)
+def quantises_with_gemm(rows: int, device: torch.device, block_size: int, *, gated: bool = False) -> bool:
+    """Whether one op is called in place of a quantisation to FP4, ``gated`` or not, and the GEMM behind it: for few
+    rows in NVFP4, where GPUs have one launch for it."""
+    most = MOST_GATED_ROWS if gated else MOST_QUANTISED_ROWS
+    return block_size == NVFP4.block_size and rows <= most and _has_wgmma(device)
 
 
 def prefetches_with_gemm(rows: int, device: torch.device) -> bool:

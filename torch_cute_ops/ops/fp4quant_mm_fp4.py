@@ -29,8 +29,8 @@ def fp4quant_mm_fp4(
     """:func:`mm_fp4` of :func:`fp4_quantize`: a projection with FP4 activations, such as that behind attention.
 
     ``out[m, n] = alpha · Σ_k q[m, k] · b[k, n] + bias[n]`` with ``q`` the codes of ``a`` times their scales. The
-    results are those of the two ops by the same backend and tactic, to the bit. On Hopper one row of NVFP4 can be one
-    launch, in which the CTAs quantise what they multiply, as decoding with one sequence needs it. All else is two.
+    results are those of the two ops by the same backend and tactic, to the bit. On Hopper up to 8 rows can be
+    one launch, in which the CTAs quantise what they multiply, as decoding with few sequences needs it. All else is two.
 
     Args:
         a: (M, K), bfloat16 or float16.

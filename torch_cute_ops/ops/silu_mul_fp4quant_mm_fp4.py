@@ -31,8 +31,7 @@ def silu_mul_fp4quant_mm_fp4(
 
     ``out[m, n] = alpha · Σ_k q[m, k] · b[k, n] + bias[n]`` with ``q`` the codes of ``silu(gate) · up``, which is not
     rounded before, times their scales. The results are those of the two ops by the same backend and tactic, to the bit.
-    On Hopper one row of NVFP4 can be one launch, in which the CTAs gate and quantise what they multiply. All else is
-    two.
+    On Hopper up to 8 rows can be one launch, in which the CTAs gate and quantise what they multiply. All else is two.
 
     Args:
         a: (M, 2K), bfloat16 or float16: ``gate`` is the first half of each row, ``up`` the second.
