@@ -7,7 +7,7 @@ from expected._fp8_gemm import assert_close, fp8_weight, gemm
 
 _ARGUMENTS = (
     "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? alpha=None, Tensor? bias=None, "
-    "ScalarType? out_dtype=None, str backend='auto', bool static_weight=False"
+    "ScalarType? out_dtype=None, str backend='auto', bool static_weight=False, Tensor? prefetch=None"
 )
 SCHEMA = f"cute::mm_fp8_block({_ARGUMENTS}) -> Tensor"
 OUT_SCHEMA = f"cute::mm_fp8_block.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"

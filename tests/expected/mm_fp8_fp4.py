@@ -8,7 +8,7 @@ from expected.mm_fp8_block import assert_results, rows_alone
 _ARGUMENTS = (
     "Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? alpha=None, Tensor? bias=None, "
     "ScalarType? out_dtype=None, int block_size=16, str? scale_format=None, str scale_layout='128x4', "
-    "str backend='auto', bool static_weight=False"
+    "str backend='auto', bool static_weight=False, Tensor? prefetch=None"
 )
 SCHEMA = f"cute::mm_fp8_fp4({_ARGUMENTS}) -> Tensor"
 OUT_SCHEMA = f"cute::mm_fp8_fp4.out({_ARGUMENTS}, *, Tensor(a!) out) -> ()"

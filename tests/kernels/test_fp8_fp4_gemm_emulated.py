@@ -100,7 +100,9 @@ def execute(
         b, b_scale = recoded(case, b, b_scale, seed)
     if lacks is not None:
         done_of(b_scale, run.n, run.k)[lacks] -= 1
-    given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, run.max_ctas)
+    # More than one request, of which the last is a part of one
+    prefetched = poisoned(5, 1040, dtype=torch.uint8) if case.prefetches else None
+    given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetched, run.max_ctas)
     given, written = written_late(given, late or ())
     before = None if late is None else written
     how = {"seed": seed, "strict": True, "edit": edit, "written_before": before, "held": held}
@@ -149,6 +151,11 @@ def in_registers(*given: Any) -> FP8FP4GemmCase:
     return replace(case(NVFP4, *given), family="fp8_nvfp4_wgmma")
 
 
+def prefetching(of: FP8FP4GemmCase) -> FP8FP4GemmCase:
+    """A case that has something brought into L2."""
+    return replace(of, prefetches=True)
+
+
 # Ragged sizes, a last K block of 64 elements, experts without rows or that begin within a tile of scales.
 RUNS = [
     Run(case(NVFP4, "128x4", "plain", (32, 1), FP32), (5,), 136, 1344, 1),
@@ -180,6 +187,10 @@ RUNS = [
     Run(case(MXFP4, "128x4", "offsets", RECODED, FP32, "expert_column", FP32), (0, 32), 200, 64, 8),
     Run(beside(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (130,), 264, 704, 2),
     Run(beside(MXFP4, "linear", "plain", RECODED, BF16, "column", BF16), (3,), 200, 2112, 2),
+    # Several tiles of a CTA, and a cluster
+    Run(prefetching(case(NVFP4, "128x4", "plain", (64, 1), FP32)), (70,), 264, 704, 2),
+    Run(prefetching(by_blocks("128x4", "plain", (16, 1), FP32)), (5,), 392, 640, 2),
+    Run(prefetching(in_registers("linear", "plain", (8, 2), BF16)), (5,), 72, 1088, 2),
 ]
 
 

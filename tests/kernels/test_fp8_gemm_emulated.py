@@ -16,6 +16,7 @@ from support.emulated import (
     changed,
     check_read_ahead,
     check_static_weight,
+    poisoned,
     written_late,
 )
 from support.epilogues import finished, finished_by_expert, operands
@@ -85,7 +86,9 @@ def execute(
     if changes:
         kernel = type(kernel)(dataclasses.replace(kernel.config, **changes))
         assert kernel.config.reason_unsupported(arch) is None
-    given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, run.max_ctas)
+    # More than one request, of which the last is a part of one
+    prefetched = poisoned(5, 1040, dtype=torch.uint8) if case.prefetches else None
+    given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetched, run.max_ctas)
     given, written = written_late(given, late or ())
     before = None if late is None else written
     run_kernel(kernel, arch, *given, seed=run.seed, strict=True, edit=edit, written_before=before)
@@ -106,6 +109,11 @@ def operands_of(run: Run) -> list[torch.Tensor | None]:
 
 def wgmma(layout: str, tile: tuple[int, int, int], *epilogue: Any) -> FP8GemmCase:
     return FP8GemmCase("fp8_wgmma", layout, tile, Epilogue(*epilogue))
+
+
+def prefetching(*given: Any, **named: Any) -> FP8GemmCase:
+    """A case that has something brought into L2."""
+    return dataclasses.replace(wgmma(*given), prefetches=True, **named)
 
 
 def mma(layout: str, tokens: int, *epilogue: Any, arch: str) -> FP8GemmCase:
@@ -152,6 +160,9 @@ RUNS = [
     Run(wgmma("plain", (128, 64, 1), FP32), (130,), 72, 64, 2),
     Run(mma("masked", 64, FP32, arch="sm_120a"), (70, 1), 136, 320, 2, room=72),
     Run(mma("plain", 16, BF16, arch="sm_90a"), (19,), 72, 64, 1),
+    # Several tiles of a CTA, and clusters, of which one CTA has no block
+    Run(prefetching("plain", (16, 128, 1), FP32), (19,), 264, 640, 2, seed=1),
+    Run(prefetching("plain", (64, 128, 2), BF16, "column", BF16), (70,), 136, 128, 4),
 ]
 
 
@@ -212,6 +223,7 @@ def test_as_many_ctas_as_tiles(name: str, max_ctas: int) -> None:
 STATIC = [
     Run(wgmma("plain", (16, 128, 1), FP32), (3,), 136, 1664, 1, seed=None),
     Run(wgmma("plain", (16, 128, 2), BF16, "column", BF16), (5,), 136, 64, 6, seed=1),
+    Run(prefetching("plain", (32, 128, 1), FP32), (3,), 136, 1664, 1),
 ]
 
 
@@ -224,7 +236,8 @@ def test_whether_a_weight_is_read_before_the_wait() -> None:
     check_read_ahead(execute, STATIC[1])
 
 
-def test_a_static_weight_is_one_more_kernel_only_where_it_is_read_ahead() -> None:
+@pytest.mark.parametrize("hint", ["static_weight", "prefetches"])
+def test_a_hint_is_one_more_kernel_only_where_it_is_followed(hint: str) -> None:
     """Else the configurations are equal, and one kernel serves both."""
     for layout, tile, differs in (
         ("plain", (64, 128, 1), True),
@@ -232,7 +245,7 @@ def test_a_static_weight_is_one_more_kernel_only_where_it_is_read_ahead() -> Non
         ("counted", (16, 128, 1), False),
     ):
         case = wgmma(layout, tile, BF16)
-        assert (case.kernel.config != dataclasses.replace(case, static_weight=True).kernel.config) == differs
+        assert (case.kernel.config != dataclasses.replace(case, **{hint: True}).kernel.config) == differs
 
 
 @pytest.mark.parametrize("layout", [layout for layout in FP8_LAYOUTS if layout != "plain"])

@@ -638,6 +638,8 @@ class GemmLauncher(BackendLauncher[GemmCall]):
             return None
         if alpha is not None and alpha.dim() == 0:
             alpha = alpha.reshape(1)
+        if prefetch is not None and prefetch.dtype.itemsize == 1:
+            prefetch = seen_as(prefetch, torch.uint8)
         if out is None:
             n = self.n
             if self.is_masked:

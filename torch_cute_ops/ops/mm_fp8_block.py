@@ -18,6 +18,7 @@ def mm_fp8_block(
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
     static_weight: bool = False,
+    prefetch: Tensor | None = None,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -42,6 +43,7 @@ def mm_fp8_block(
             or the name of one that :func:`backends` lists.
         static_weight: the promise that ``b`` and ``b_scale`` were complete before the previous launch on the stream, so
             that they may be read ahead of it.
+        prefetch: as for :func:`mm_fp4`, with up to 64 rows.
         out: tensor (M, N) to write into.
 
     Returns:

@@ -22,6 +22,7 @@ def mm_fp8_fp4(
     scale_layout: WeightScaleLayout = "128x4",
     backend: str = "auto",
     static_weight: bool = False,
+    prefetch: Tensor | None = None,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -51,6 +52,7 @@ def mm_fp8_fp4(
         block_size, scale_format: as for :func:`mm_fp4`.
         scale_layout: of ``b_scale``, as for :func:`mm_fp4_weight_only`.
         backend, static_weight: as for :func:`mm_fp4`.
+        prefetch: as for :func:`mm_fp8_block`.
         out: tensor (M, N) to write into.
 
     Returns:

@@ -34,9 +34,15 @@ def has_factors(epilogue: Epilogue) -> bool:
     return epilogue.alpha not in (None, "one")
 
 
+def hints_of(case: FP8GemmCase | FP8FP4GemmCase) -> list[str]:
+    """How ids say that a weight is static, and that something is brought into L2."""
+    return ["static"] * case.static_weight + ["prefetching"] * case.prefetches
+
+
 @dataclass(frozen=True)
 class FP8GemmCase(KernelCase):
-    """An FP8 GEMM: ``layout`` as ``FP8_LAYOUTS`` names it, ``tile`` as of the family's ``TILES``."""
+    """An FP8 GEMM: ``layout`` as ``FP8_LAYOUTS`` names it, ``tile`` as of the family's ``TILES``;
+    ``prefetches``: whether something is brought into L2."""
 
     family: str
     layout: str
@@ -44,18 +50,18 @@ class FP8GemmCase(KernelCase):
     epilogue: Epilogue
     arch: str = "sm_90a"
     static_weight: bool = False
+    prefetches: bool = False
 
     @property
     def id(self) -> str:
         tile = "x".join(map(str, self.tile))
-        static = ["static"] if self.static_weight else []
-        return "-".join((self.family, *static, self.layout, tile, epilogue_id(self.epilogue), self.arch))
+        return "-".join((self.family, *hints_of(self), self.layout, tile, epilogue_id(self.epilogue), self.arch))
 
     @property
     def role(self) -> Any:
         if self.static_weight or self in HAVE_SPILLED:
             return self
-        return self.family, self.tile, self.arch, has_factors(self.epilogue)
+        return self.family, self.tile, self.arch, has_factors(self.epilogue), self.prefetches
 
     @property
     def kernel(self) -> Any:
@@ -65,7 +71,7 @@ class FP8GemmCase(KernelCase):
         if self.family == "fp8_mma":
             return fp8_mma.FP8MmaKernel(fp8_mma.plan(tokens=self.tile[0], **given))
         names = ("tokens", "columns", "splits")
-        given["static_weight"] = self.static_weight
+        given |= {"static_weight": self.static_weight, "prefetches": self.prefetches}
         return fp8_wgmma.FP8WgmmaKernel(fp8_wgmma.plan(**dict(zip(names, self.tile, strict=True)), **given))
 
 
@@ -83,6 +89,7 @@ class FP8FP4GemmCase(KernelCase):
     static_weight: bool = False
     family: str = "fp8_fp4_wgmma"
     beside: bool = False
+    prefetches: bool = False
 
     @property
     def is_recoded(self) -> bool:
@@ -92,8 +99,8 @@ class FP8FP4GemmCase(KernelCase):
     @property
     def id(self) -> str:
         tile = "x".join(map(str, self.tile))
-        family = self.family + ("-static" if self.static_weight else "") + ("-beside" if self.beside else "")
-        parts = (family, self.fmt.name, self.scale_layout, self.layout, tile, epilogue_id(self.epilogue))
+        family = (self.family, *hints_of(self), *["beside"] * self.beside)
+        parts = (*family, self.fmt.name, self.scale_layout, self.layout, tile, epilogue_id(self.epilogue))
         return "-".join((*parts, self.arch))
 
     @property
@@ -101,7 +108,7 @@ class FP8FP4GemmCase(KernelCase):
         if self.static_weight:
             return self
         kind = (self.layout, self.beside) if self.is_recoded else self.fmt
-        return self.family, kind, self.tile, has_factors(self.epilogue)
+        return self.family, kind, self.tile, has_factors(self.epilogue), self.prefetches
 
     @property
     def kernel(self) -> Any:
@@ -111,6 +118,7 @@ class FP8FP4GemmCase(KernelCase):
         if self.is_recoded:
             return fp8_fp4_recoded.FP8FP4RecodedKernel(fp8_fp4_recoded.plan(**given, beside=self.beside))
         given |= {"layout": SCALE_LAYOUTS[self.scale_layout], "static_weight": self.static_weight}
+        given["prefetches"] = self.prefetches
         given |= dict(zip(("tokens", "splits"), self.tile, strict=True))
         if self.family == "fp8_fp4_wgmma":
             return fp8_fp4_wgmma.FP8FP4WgmmaKernel(fp8_fp4_wgmma.plan(fmt=self.fmt, **given))
@@ -174,7 +182,8 @@ def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
     if not every:  # With factors they need more registers.
         cases = [case for case in cases if case.tile[0] >= fp8_wgmma.MANY]
     cases += HAVE_SPILLED
-    cases.append(FP8GemmCase("fp8_wgmma", "plain", (64, 128, 2), PER_COLUMN[0], static_weight=True))
+    hinted = FP8GemmCase("fp8_wgmma", "plain", (64, 128, 2), PER_COLUMN[0], static_weight=True)
+    cases += [hinted, replace(hinted, prefetches=True)]
     for family, tile, arch in kinds:
         layout = next(layouts)
         cases.append(FP8GemmCase(family, layout, tile, next(by_column if layout == "plain" else by_expert), arch))
@@ -189,6 +198,7 @@ def fp8_fp4_gemm_cases(every: bool) -> list[FP8FP4GemmCase | RecodeCase]:
     by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])
     by_column = itertools.cycle(PER_COLUMN)
     cases = [FP8FP4GemmCase(NVFP4, "128x4", "plain", (64, 2), PER_COLUMN[0], static_weight=True)]
+    cases.append(replace(cases[0], prefetches=True))
     for fmt, tile in itertools.product((NVFP4, MXFP4), fp8_fp4_wgmma.TILES):
         layout = next(layouts)
         epilogue = next(by_column if layout == "plain" else by_expert)

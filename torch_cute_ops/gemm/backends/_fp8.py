@@ -27,8 +27,9 @@ class FP8Backend(Backend):
         (kernel,) = self.kernels(problem, tactic, target.arch)
         function, tile = compile_kernel(kernel, target.arch), self.tile(tactic)
         max_ctas = tile.clusters(target.sms) * tile.cluster
+        prefetches = kernel.config.prefetches
         return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
-            a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, max_ctas
+            a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch if prefetches else None, max_ctas
         )
 
     def checks_operands(self, problem: GemmProblem, tactic: Tactic) -> bool:

@@ -99,7 +99,7 @@ class FP8FP4Recoded(FP8FP4Backend):
             for recode in recoding:
                 recode(b, b_scale, weight, notes, first, beside)
             recoded = weight[0].t() if is_plain else weight
-            multiply(a, recoded, a_scale, notes, offsets, counts, alpha, bias, out, max_ctas)
+            multiply(a, recoded, a_scale, notes, offsets, counts, alpha, bias, out, None, max_ctas)
 
         return launch
 

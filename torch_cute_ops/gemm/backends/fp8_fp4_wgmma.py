@@ -60,6 +60,7 @@ class FP8FP4Wgmma(FP8FP4Backend):
             arch=arch,
             pdl=settings.PDL,
             static_weight=problem.static_weight,
+            prefetches=problem.prefetches,
         )
         return (KernelSpec(self.kernel, config),)
 

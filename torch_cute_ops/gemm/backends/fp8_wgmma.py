@@ -66,6 +66,7 @@ class FP8Wgmma(FP8Backend):
             arch=arch,
             pdl=settings.PDL,
             static_weight=problem.static_weight,
+            prefetches=problem.prefetches,
         )
         return (KernelSpec(fp8_wgmma.KERNEL, config),)
 

@@ -94,6 +94,7 @@ class ExpertTiles:
             alpha=alpha,
             bias=bias,
             out=out,
+            prefetch=None,
             max_ctas=ScalarArg("Int32"),
         )
 

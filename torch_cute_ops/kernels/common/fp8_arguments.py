@@ -3,7 +3,7 @@
 from collections import namedtuple
 
 
-class Arguments(namedtuple("Arguments", "a b a_scale b_scale offsets counts alpha bias out max_ctas")):
+class Arguments(namedtuple("Arguments", "a b a_scale b_scale offsets counts alpha bias out prefetch max_ctas")):
     """The run-time arguments of an FP8 GEMM, in order.
 
     Sizes: R rows of activations, of all experts; E experts; N rows of an expert's weight, a multiple of 8; K elements
@@ -20,5 +20,6 @@ class Arguments(namedtuple("Arguments", "a b a_scale b_scale offsets counts alph
         alpha: (1,), (N,), (E,) or (E, N) float32, or ``None``: as ``Config.epilogue`` says.
         bias: (N,) or (E, N), or ``None``.
         out: (R, N), written in rows that an expert has; masked (E, R / E, N).
+        prefetch: (rows, bytes) uint8, contiguous, which ``FP8TilesConfig.prefetches`` is about; or ``None``.
         max_ctas: how many CTAs may run at once, a number: of a GPU, not of a call; a multiple of ``Config.splits``.
     """

@@ -15,6 +15,8 @@ GROUPS: Final = 2
 """Consumer warpgroups that share the rows of a tile."""
 SCALE_WARPS: Final = WARPGROUP // 32 - 1
 """Warps that load scales: the producer's warpgroup but for the producer."""
+PREFETCHING_TOKENS: Final = 64
+"""Most rows of ``a`` of a tile that has something prefetched."""
 BARRIER_BYTES: Final = 272
 """For three barriers of each of ten stages, two of a cluster, and two of sets that divide k: the most that any has."""
 RECORD_WORDS: Final = 4
@@ -46,6 +48,8 @@ class FP8TilesConfig:
         pdl: whether launches are programmatic dependent launches.
         static_weight: whether the weight was complete before the previous launch, where that makes a difference: with
             ``pdl``, in tiles of few rows without experts, whose rows are not known before the wait.
+        prefetches: whether the producer, when it has started its last copy, has something brought into L2: without
+            experts, in tiles of few rows.
         store_bytes: shared memory in which lines of the result are assembled, or partial sums exchanged.
     """
 
@@ -57,6 +61,7 @@ class FP8TilesConfig:
     stages: int
     pdl: bool
     static_weight: bool
+    prefetches: bool
     line: ClassVar[int]
     scales_ahead: ClassVar[int]
     own_bytes: ClassVar[int]
@@ -70,6 +75,11 @@ class FP8TilesConfig:
     def reads_ahead(rows: ExpertLayout, tokens: int, pdl: bool) -> bool:
         """Whether the producer of such a kernel reads a static weight before the wait."""
         return pdl and rows.is_plain and tokens <= GROUP_ROWS
+
+    @staticmethod
+    def may_prefetch(rows: ExpertLayout, tokens: int) -> bool:
+        """Whether the producer of such a kernel may have something brought into L2."""
+        return rows.is_plain and tokens <= PREFETCHING_TOKENS
 
     @property
     def waits_last(self) -> bool:

@@ -22,6 +22,7 @@ from torch_cute_ops.kernels.common.epilogue_ops import TileEpilogue
 from torch_cute_ops.kernels.common.expert_tiles import ExpertTilesKernel
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS, RECORD_BYTES, RECORD_WORDS, SCALE_WARPS
+from torch_cute_ops.kernels.common.l2_prefetch import prefetch, prefetch_argument
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.common.warpgroup import WARPGROUP
 from torch_cute_ops.kernels.common.weight_ring import next_stage
@@ -45,6 +46,7 @@ class Share(NamedTuple):
         a_scale, b_scale: scales of all experts.
         alpha, bias: operands of the epilogue, if it has them.
         out: the result.
+        prefetch: what is brought into L2, or ``None``.
     """
 
     m: Int32
@@ -63,6 +65,7 @@ class Share(NamedTuple):
     alpha: cute.Tensor | None
     bias: cute.Tensor | None
     out: cute.Tensor
+    prefetch: cute.Tensor | None
 
 
 class Tile(NamedTuple):
@@ -134,17 +137,21 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         layout = self._activations_layout(rows, stages)
         return cute.make_tensor(cute.recast_ptr(base, layout.inner, dtype=Float8E4M3FN), layout.outer)
 
+    def arguments(self) -> Arguments:
+        given = super().arguments()
+        return given._replace(prefetch=prefetch_argument()) if self.config.prefetches else given
+
     @cute.jit
-    def __call__(self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, max_ctas: Int32, stream):
+    def __call__(self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas: Int32, stream):
         c = self.config
-        given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, max_ctas)
+        given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas)
         view = self.tiles.views(a, b, a_scale, b_scale, out)
         load = cpasync.CopyBulkTensorTileG2SOp()
         layout = cute.select(self._activations_layout(c.box_rows, 1), [0, 1])
         a_map = cpasync.make_tiled_tma_atom(load, view.a, layout, (c.box_rows, BLOCK))
         b_map = cpasync.make_tiled_tma_atom(load, view.b, self._weight_layout(1), (c.copied_columns, c.line, 1))
         scales = view.a_scale, view.b_scale
-        self.kernel(a_map, b_map, scales, (offsets, counts), (alpha, bias), view.out, view.space).launch(
+        self.kernel(a_map, b_map, scales, (offsets, counts), (alpha, bias), view.out, prefetch, view.space).launch(
             grid=[self.tiles.ctas(given, c.cluster), 1, 1],
             block=[c.threads, 1, 1],
             cluster=[c.cluster, 1, 1] if const_expr(c.cluster > 1) else None,
@@ -181,7 +188,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         )
 
     @cute.kernel
-    def kernel(self, a_map, b_map, scales, given, alpha_and_bias, out, space):
+    def kernel(self, a_map, b_map, scales, given, alpha_and_bias, out, prefetch, space):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -228,6 +235,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
             alpha=alpha_and_bias[0],
             bias=alpha_and_bias[1],
             out=out,
+            prefetch=prefetch,
         )
         if warp >= c.consumer_warps:
             if warp <= c.consumer_warps + SCALE_WARPS:
@@ -338,6 +346,8 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
 
         Of a static weight, the first tile's blocks that the ring has room for are copied before the kernel before this
         one has ended (``kernels.common.pdl``). Their barriers expect the activations too, which are copied after that.
+
+        Behind the last copy it may have its share of what a later launch reads brought into L2.
         """
         c = self.config
         tokens = self._activations(smem.tokens, c.box_rows, c.stages * c.span * c.boxes)
@@ -390,6 +400,8 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
                     source, to = columns_from[None, block], columns_to[None, stage]
                     cute.copy(b_map[0], source, to, tma_bar_ptr=barrier, **policy)
                 stage, parity = next_stage(stage, parity, c.stages)
+        if const_expr(c.prefetches):
+            prefetch(share.prefetch, share.first * c.cluster + share.rank, share.workers * c.cluster)
 
     def _expect(self, record: tuple, size, stage, smem) -> None:
         """Store a stage's record, and have its barrier expect so many bytes."""

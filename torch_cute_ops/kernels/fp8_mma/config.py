@@ -1,7 +1,7 @@
 """Configuration of the FP8 GEMM by mma.sync: no device code."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from torch_cute_ops.kernels.common import row_tile
 from torch_cute_ops.kernels.common.epilogue import Epilogue
@@ -37,6 +37,8 @@ class Config:
     tokens: int
     stages: int
     pdl: bool
+    prefetches: ClassVar[bool] = False
+    """As of ``FP8TilesConfig``."""
 
     @property
     def warps(self) -> int:

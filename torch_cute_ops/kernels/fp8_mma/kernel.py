@@ -57,8 +57,8 @@ class FP8MmaKernel(ExpertTilesKernel):
         super().__init__(config, config.tokens, COLUMNS)
 
     @cute.jit
-    def __call__(self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, max_ctas: Int32, stream):
-        given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, max_ctas)
+    def __call__(self, a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas: Int32, stream):
+        given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetch, max_ctas)
         view = self.tiles.views(a, b, a_scale, b_scale, out)
         operands = view.a, view.b, view.a_scale, view.b_scale
         self.kernel(operands, (offsets, counts), (alpha, bias), view.out, view.space).launch(

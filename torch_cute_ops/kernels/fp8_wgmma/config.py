@@ -105,13 +105,15 @@ def with_most_stages(
     arch: Arch,
     pdl: bool,
     static_weight: bool = False,
+    prefetches: bool = False,
     **own: Any,
 ) -> AnyConfig | None:
     """The configuration of a kind with the most stages that fit into an SM of ``arch``; ``None`` if it cannot run this.
     ``own``: the fields that only this kind has."""
     ahead = static_weight and kind.reads_ahead(rows, tokens, pdl)
+    hints = ahead, prefetches and kind.may_prefetch(rows, tokens)
     sizes, every = (tokens, columns, splits), kind.stage_counts
-    return first_fit((kind(rows, epilogue, *sizes, stages, pdl, ahead, **own) for stages in every), arch)
+    return first_fit((kind(rows, epilogue, *sizes, stages, pdl, *hints, **own) for stages in every), arch)
 
 
 plan = functools.partial(with_most_stages, Config)

@@ -17,6 +17,7 @@ from torch_cute_ops.testing.samples._epilogue import (
     special_epilogues,
 )
 from torch_cute_ops.testing.samples._fp4 import FORMATS, named
+from torch_cute_ops.testing.samples._prefetch import prefetch_errors, prefetched, prefetches
 from torch_cute_ops.testing.samples._row_errors import error_maker, out_errors
 from torch_cute_ops.testing.samples._rows import DTYPES, short
 
@@ -267,26 +268,14 @@ class GemmSamples(FP4Samples):
 
     def _all_by_position(self, device: torch.device) -> Iterator[Sample]:
         sample = self.sample("positional", *self.sizes, NVFP4, "128x4", device)
-        rest = (torch.float16, 16, "e4m3", "128x4", "auto", True, *self._prefetched(device))
+        rest = (torch.float16, 16, "e4m3", "128x4", "auto", True, *([prefetched(device)] if self.prefetches else []))
         yield replace(sample, args=(*sample.args, *self._positional(sample, device), *rest), kwargs={})
 
-    def _prefetched(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """What calls have brought into L2: the rows of another weight; nothing, where the op takes none."""
-        return (torch.randint(0, 256, (40, 48), dtype=torch.uint8, device=device),) if self.prefetches else ()
-
     def _prefetches(self, device: torch.device) -> Iterator[Sample]:
-        """With one row and with several: bytes in any dtype, more than one request has, none, and misaligned ones."""
-        (rows,) = self._prefetched(device)
-        wide = torch.zeros(3, 4112, dtype=torch.uint8, device=device)
+        """With one row and with several."""
         for m in (1, *self.sizes[:1]):
-            for name, given in (
-                ("uint8", rows),
-                ("fp8", rows.view(torch.float8_e4m3fn)),
-                ("wide", wide),
-                ("empty", rows[:0]),
-                ("misaligned", wide.view(-1)[3 : 3 + 64].view(2, 32)),
-            ):
-                yield self.sample(f"prefetch-{name}-{m}", m, *self.sizes[1:], NVFP4, "128x4", device, prefetch=given)
+            for name, given in prefetches(device):
+                yield self.sample(f"{name}-{m}", m, *self.sizes[1:], NVFP4, "128x4", device, prefetch=given)
 
     def _positional(self, sample: Sample, device: torch.device) -> tuple[torch.Tensor, ...]:
         """The arguments between the operands and ``out_dtype``."""
@@ -353,15 +342,7 @@ class GemmSamples(FP4Samples):
         yield from out_errors(good.args, kwargs, out, device)
         yield from self._untransposed_errors(device)
         if self.prefetches:
-            (given,) = self._prefetched(device)
-            for name, kind, text, wrong in (
-                ("float32", TypeError, "prefetch has dtype torch.float32; expected one of a byte", given.float()),
-                ("1d", ValueError, "prefetch has shape .*; expected a contiguous matrix", given[0]),
-                ("columns", ValueError, "prefetch has shape .*; expected a contiguous matrix", given.t()),
-                ("narrow", ValueError, "whose rows are multiples of 16 bytes", given[:, :24].contiguous()),
-                ("device", ValueError, "prefetch is on meta, a on", given.to("meta")),
-            ):
-                yield bad(f"prefetch-{name}", kind, text, {"prefetch": wrong})
+            yield from prefetch_errors(bad, device)
 
     def _epilogue_errors(self, m: int, n: int, device: torch.device) -> Iterator[ErrorInput]:
         """Bad values of ``alpha`` and ``bias`` for ``m`` rows and ``n`` columns, beside no other arguments."""

@@ -9,6 +9,7 @@ import torch
 from torch_cute_ops.testing._inputs import ErrorInput, Sample
 from torch_cute_ops.testing.samples._epilogue import epilogues, exact_epilogue, special_epilogues
 from torch_cute_ops.testing.samples._fp8_gemm import FP8, NAN, integers, matrix, option_errors, tensor_errors, weight
+from torch_cute_ops.testing.samples._prefetch import prefetch_errors, prefetched, prefetches
 from torch_cute_ops.testing.samples._row_errors import error_maker, out_errors
 from torch_cute_ops.testing.samples._rows import DTYPES, short
 
@@ -71,6 +72,9 @@ def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
         yield sample(f"backend-{backend}", 9, 24, 256, device, backend=backend)
     for name, m in (("few", 5), ("many", 130)):
         yield sample(f"static-weight-for-{name}-rows", m, 136, 1344, device, static_weight=True)
+    for m in (1, 64):
+        for name, given in prefetches(device):
+            yield sample(f"{name}-{m}", m, 136, 256, device, prefetch=given)
     yield from _values(device)
     yield from _epilogues(device)
     yield from _views(device)
@@ -137,7 +141,7 @@ def _views(device: torch.device) -> Iterator[Sample]:
     ):
         yield Sample(name, args, {})
     alpha, bias = torch.rand(2, n, device=device)
-    yield Sample("positional", (*one.args, alpha, bias, torch.float16, "auto", True), {})
+    yield Sample("positional", (*one.args, alpha, bias, torch.float16, "auto", True, prefetched(device)), {})
     yield Sample("same-tensor", (square := integers(128, 128, device=device), square.t(), *_ones(device)), {})
 
 
@@ -161,6 +165,7 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     yield bad("b-half", ValueError, "b_scale has shape", b=b[:, :128])
     yield bad("a-of-other-k", ValueError, r"a has shape \(4, 128\); expected \(4, 256\)", a=a[:, :128])
     yield from option_errors(bad, n, device)
+    yield from prefetch_errors(bad, device)
     square = sample("", m, k, k, device).args
     yield ErrorInput("b-untransposed", (square[0], square[1].t(), *square[2:]), {}, ValueError, "pass weight.t()")
     out = {"out": torch.zeros(m, n, dtype=torch.bfloat16, device=device)}

@@ -13,6 +13,7 @@ from torch_cute_ops.testing.samples._epilogue import epilogues, exact_epilogue, 
 from torch_cute_ops.testing.samples._fp4 import FORMATS
 from torch_cute_ops.testing.samples._fp8_fp4 import formats_and_layouts, scale_values, weight_errors, with_fp4_weight
 from torch_cute_ops.testing.samples._fp8_gemm import FP8, NAN, option_errors, tensor_errors
+from torch_cute_ops.testing.samples._prefetch import prefetch_errors, prefetched, prefetches
 from torch_cute_ops.testing.samples._row_errors import error_maker, out_errors
 from torch_cute_ops.testing.samples._rows import DTYPES, short
 
@@ -57,6 +58,9 @@ def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
     for backend in ("auto", "reference"):
         yield sample(f"backend-{backend}", 9, 24, 256, NVFP4, "128x4", device, backend=backend)
     yield sample("static-weight", 5, 136, 1344, NVFP4, "128x4", device, static_weight=True)
+    for m, fmt in ((1, MXFP4), (9, NVFP4), (64, MXFP4)):
+        for name, given in prefetches(device):
+            yield sample(f"{name}-{m}", m, 136, 256, fmt, "128x4", device, prefetch=given)
     for m in (5, 130):
         yield from scale_values(
             lambda name, fmt, layout, m=m, **weight: sample(
@@ -102,7 +106,8 @@ def _views(device: torch.device) -> Iterator[Sample]:
     yield replace(one, args=(*one.args[:3], one.args[3].view(torch.float8_e8m0fnu)))
     one = sample("positional", m, n, k, NVFP4, "128x4", device)
     alpha, bias = torch.rand(2, n, device=device)
-    yield replace(one, args=(*one.args, alpha, bias, torch.float16, 16, "e4m3", "128x4", "auto", True), kwargs={})
+    rest = (torch.float16, 16, "e4m3", "128x4", "auto", True, prefetched(device))
+    yield replace(one, args=(*one.args, alpha, bias, *rest), kwargs={})
 
 
 def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
@@ -121,6 +126,7 @@ def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
     yield bad("b-narrow", ValueError, "b has N = 132; expected a multiple of 8", b=b[:, :132])
     yield bad("a-of-other-k", ValueError, r"a has shape \(4, 128\); expected \(4, 256\)", a=a[:, :128])
     yield from option_errors(bad, n, device, "wgmma")
+    yield from prefetch_errors(bad, device)
     square = sample("", m, k // 2, k, NVFP4, "128x4", device)
     untransposed = (square.args[0], square.args[1].t(), *square.args[2:])
     yield ErrorInput("b-untransposed", untransposed, square.kwargs, ValueError, "pass weight.t()")
