@@ -267,7 +267,10 @@ class FP8(Layer):
     def multiply(self, name: str, rows: Any) -> Tensor:
         each: Any = self.linears[name]
         return ops.mm_fp8_block(
-            rows[0], each.weight.t(), rows[1], each.weight_scale_inv, out_dtype=DTYPE, static_weight=True
+            *(rows[0], each.weight.t(), rows[1], each.weight_scale_inv),
+            out_dtype=DTYPE,
+            static_weight=True,
+            prefetch=self.next_weight(name),
         )
 
 
@@ -283,6 +286,7 @@ class W4A8(FP8):
             out_dtype=DTYPE,
             block_size=each.format.block_size,
             static_weight=True,
+            prefetch=self.next_weight(name),
         )
 
 

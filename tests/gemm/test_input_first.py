@@ -132,7 +132,7 @@ def without_scale(given):
 
 @by_op
 @pytest.mark.parametrize("fmt", [NVFP4, MXFP4], ids=["nvfp4", "mxfp4"])
-@pytest.mark.parametrize("m", [1, 5])
+@pytest.mark.parametrize("m", [1, 5, 12])
 @pytest.mark.parametrize("backend", ["auto", "mma_sync", "cublas"])
 def test_calls(name, fmt, m, backend, launches: Launches):  # noqa: F811
     """One launch or more, of strided rows too; none where the call is wrong."""
@@ -143,7 +143,7 @@ def test_calls(name, fmt, m, backend, launches: Launches):  # noqa: F811
         "mma_sync": [*decoding, "FP4MmaKernel"],
         "cublas": [*decoding, "FP4DequantKernel"],
     }[backend]
-    if backend != "auto" or (name != GATE and (fmt == MXFP4 or m > 1)):
+    if backend != "auto" or (name != GATE and m > 8):
         kernels = ["RowQuantKernel", *kernels]
     scales = [torch.full(shape, 3.0) for shape in ((1,), (), (1, 1))] if name != GATE and fmt == NVFP4 else []
     for dtype in (BF16, FP16):

@@ -55,6 +55,8 @@ _IN_ONE_LAUNCH: Final = {
 _PREFETCH: Final = (
     *_MULTIPLY,
     *_MULTIPLY_FP4,
+    cute.mm_fp8_block.default,
+    cute.mm_fp8_fp4.default,
     *(getattr(cute, name).default for name in (*_IN_ONE_LAUNCH.values(), "silu_mul_mm_fp4_weight_only")),
 )
 """GEMMs that may bring the weight of the next one into L2."""
@@ -77,9 +79,9 @@ class FuseQuantization(CustomGraphPass):
     the fused op, and merges equal quantisations of one tensor. Norms before ``mm_fp4_weight_only`` become ``rmsnorm``
     or ``add_rmsnorm``, behind which it starts early. SiLU·mul of one row, which the graph has to say, becomes
     a part of it, on Hopper; and in NVFP4 ``fp4_quantize`` of up to 8 rows and ``silu_mul_fp4quant`` of one become
-    parts of the ``mm_fp4`` that alone reads them, with the same bits. (Elsewhere a gate before it stays: Inductor's
-    kernel of one is as good.) GEMMs of up to 16 rows with an FP4 weight bring the weight of the next one into L2, on
-    Hopper.
+    parts of the ``mm_fp4`` that alone reads them: the same codes and scales, and sums that may be in another order.
+    (Elsewhere a gate before it stays: Inductor's kernel of one is as good.) GEMMs of up to 16 rows, or of 64 in FP8,
+    bring the weight of the next one into L2, on Hopper.
 
     A pass for ``torch._inductor.config.post_grad_custom_pre_pass``. What is recognised:
 
@@ -370,7 +372,7 @@ def _prefetch(graph: fx.Graph) -> bool:
         named = _named_arguments(node)
         if weight is None or named["prefetch"] is not None or not isinstance(rows, int):
             continue
-        if prefetches_with_gemm(rows, _value(node).device):
+        if prefetches_with_gemm(rows, _value(node).device, _value(named["a"]).dtype == torch.float8_e4m3fn):
             with graph.inserting_before(node):
                 new = _call(graph, node.target._schema.name.removeprefix("cute::"), **{**named, "prefetch": weight})
             node.replace_all_uses_with(new)

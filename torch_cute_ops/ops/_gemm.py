@@ -41,7 +41,8 @@ MOST_QUANTISED_ROWS: Final = 8
 1 µs faster with one launch for o on an H100; with one for the gate and down it is as fast as with two."""
 PREFETCH_MULTIPLE: Final = 16
 MOST_PREFETCHING_ROWS: Final = 16
-"""Most rows for which ``prefetches_with_gemm`` holds, as kernels have it."""
+MOST_PREFETCHING_FP8_ROWS: Final = 64
+"""Most rows for which ``prefetches_with_gemm`` holds, as kernels have it: of FP4 or 16-bit activations, and of FP8."""
 FP8_K_MULTIPLE: Final = 64
 FP8_N_MULTIPLE: Final = 8
 
@@ -740,9 +741,9 @@ def quantises_with_gemm(rows: int, device: torch.device, block_size: int, *, gat
     return block_size == NVFP4.block_size and rows <= most and _has_wgmma(device)
 
 
-def prefetches_with_gemm(rows: int, device: torch.device) -> bool:
-    """Whether a GEMM of so many rows may bring something into L2."""
-    return rows <= MOST_PREFETCHING_ROWS and _has_wgmma(device)
+def prefetches_with_gemm(rows: int, device: torch.device, has_fp8_rows: bool = False) -> bool:
+    """Whether a GEMM of so many rows, of FP8 activations or of others, may bring something into L2."""
+    return rows <= (MOST_PREFETCHING_FP8_ROWS if has_fp8_rows else MOST_PREFETCHING_ROWS) and _has_wgmma(device)
 
 
 @cache
