@@ -19,9 +19,11 @@ from support.emulated import (
     WEIGHT,
     changed,
     check_in_orders,
+    check_prefetched,
     equal,
     is_static,
     poisoned,
+    to_prefetch,
     written_late,
 )
 from support.epilogues import finished, operands
@@ -393,13 +395,13 @@ def multiply_by_warpgroups(
     config = case.kernel.config
     size = -(-m // case.tokens) * config.workspace_bytes(k, one.workers, shares=one.shares)
     workspace = None if config.arranges else poisoned(size, dtype=torch.uint8)
-    # More than one request, of which the last is a part of one
-    prefetched = poisoned(5, 1040, dtype=torch.uint8) if case.prefetches else None
+    prefetched = to_prefetch(case)
     shared = workspace, prefetched, one.workers, int(one.shares)
     given = fp4_wgmma.Arguments(passed, a_scale, b.t(), scale, alpha, bias, out, *shared)
     given, written = written_late(given, late or ())
     before = None if late is None else written
-    run_kernel(case.kernel, ARCHS[case.arch], *given, seed=one.seed, strict=True, edit=edit, written_before=before)
+    how = {"seed": one.seed, "strict": True, "edit": edit, "written_before": before}
+    check_prefetched(run_kernel(case.kernel, ARCHS[case.arch], *given, **how), prefetched)
     layouts = None if case.a_layout is None else SCALE_LAYOUTS[case.a_layout], SCALE_LAYOUTS[case.layout]
     sums = fp4_gemm(a, a_scale, b, scale, None, None, FP32, case.format, *layouts)
     return out, finished(sums, case.epilogue, alpha, bias)

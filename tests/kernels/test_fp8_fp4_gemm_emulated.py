@@ -16,10 +16,12 @@ from support.emulated import (
     WAIT,
     WEIGHT,
     changed,
+    check_prefetched,
     check_read_ahead,
     check_static_weight,
     equal,
     poisoned,
+    to_prefetch,
     written_late,
 )
 from support.epilogues import finished, finished_by_expert, operands
@@ -100,14 +102,14 @@ def execute(
         b, b_scale = recoded(case, b, b_scale, seed)
     if lacks is not None:
         done_of(b_scale, run.n, run.k)[lacks] -= 1
-    # More than one request, of which the last is a part of one
-    prefetched = poisoned(5, 1040, dtype=torch.uint8) if case.prefetches else None
+    prefetched = to_prefetch(case)
     given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetched, run.max_ctas)
     given, written = written_late(given, late or ())
     before = None if late is None else written
     how = {"seed": seed, "strict": True, "edit": edit, "written_before": before, "held": held}
     how |= {} if lacks is None else {"max_steps": 40_000}
-    run_kernel(case.kernel, ARCHS[case.arch], *given, **how)
+    machines = run_kernel(case.kernel, ARCHS[case.arch], *given, **how)
+    check_prefetched(machines, prefetched)
     return out, want
 
 

@@ -14,9 +14,10 @@ from support.emulated import (
     PASSED,
     WAIT,
     changed,
+    check_prefetched,
     check_read_ahead,
     check_static_weight,
-    poisoned,
+    to_prefetch,
     written_late,
 )
 from support.epilogues import finished, finished_by_expert, operands
@@ -86,12 +87,12 @@ def execute(
     if changes:
         kernel = type(kernel)(dataclasses.replace(kernel.config, **changes))
         assert kernel.config.reason_unsupported(arch) is None
-    # More than one request, of which the last is a part of one
-    prefetched = poisoned(5, 1040, dtype=torch.uint8) if case.prefetches else None
+    prefetched = to_prefetch(case)
     given = Arguments(a, b, a_scale, b_scale, offsets, counts, alpha, bias, out, prefetched, run.max_ctas)
     given, written = written_late(given, late or ())
     before = None if late is None else written
-    run_kernel(kernel, arch, *given, seed=run.seed, strict=True, edit=edit, written_before=before)
+    machines = run_kernel(kernel, arch, *given, seed=run.seed, strict=True, edit=edit, written_before=before)
+    check_prefetched(machines, prefetched)
     return out, want
 
 
@@ -111,9 +112,9 @@ def wgmma(layout: str, tile: tuple[int, int, int], *epilogue: Any) -> FP8GemmCas
     return FP8GemmCase("fp8_wgmma", layout, tile, Epilogue(*epilogue))
 
 
-def prefetching(*given: Any, **named: Any) -> FP8GemmCase:
+def prefetching(*given: Any) -> FP8GemmCase:
     """A case that has something brought into L2."""
-    return dataclasses.replace(wgmma(*given), prefetches=True, **named)
+    return dataclasses.replace(wgmma(*given), prefetches=True)
 
 
 def mma(layout: str, tokens: int, *epilogue: Any, arch: str) -> FP8GemmCase:

@@ -103,6 +103,7 @@ class Machine(Layout):
                 if accessed_before is None or number in accessed_before:
                     self.contents[number] = region.data.copy()
         self.accessed: set[int] = set()
+        self.prefetched: list[tuple[int, int]] = []  # addresses and sizes of bulk prefetches, in order
         self.has_waited = np.zeros(self.threads, bool)
         self.random = None if seed is None else np.random.default_rng(seed)
         self.max_steps = max_steps

@@ -88,6 +88,27 @@ def test_wrong_bulk_copies() -> None:
         launch(copy(WAIT).replace("[%r1], [%rd1]", "[%r1+16], [%rd1]"), zeros(64), data, block=64)
 
 
+def test_bulk_prefetches() -> None:
+    """Whole pieces of 16 bytes of one tensor, whether anyone has written them or not; nothing else."""
+
+    def prefetch(source: str, size: str) -> None:
+        body = "setp.ne.u32 %p0, %r0, 0; mov.u32 %r1, 256; mov.u32 %r2, 0; mov.u64 %rd2, 64;"
+        launch(entry(f"{body} @!%p0 cp.async.bulk.prefetch.L2.global {source}, {size};"), zeros(64), zeros(64))
+
+    prefetch("[%rd1]", "%r1")
+    prefetch("[%rd1+240]", "16")
+    for source, size, error, text in (
+        ("[%rd1+8]", "16", Misaligned, "in bulk"),
+        ("[%rd1]", "24", Misaligned, "in bulk"),
+        ("[%rd1]", "%r2", EmulationError, "no bytes"),
+        ("[%rd1+16]", "%r1", OutOfBounds, "256 bytes, of"),
+        ("[%rd1+256]", "16", OutOfBounds, "16 bytes, of"),
+        ("[%rd2]", "16", OutOfBounds, "0x40 is in no allocation"),
+    ):
+        with pytest.raises(error, match=text):
+            prefetch(source, size)
+
+
 FENCE = "fence.proxy.async.shared::cta;"
 READ = "cp.async.bulk.wait_group.read 0;"
 

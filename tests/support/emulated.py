@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from ptx import Machine
 
 from support.kernel_grid import BF16, FP16, FP32
 
@@ -62,6 +63,22 @@ def check_in_orders(execute: Callable[..., Any], run: Any, orders: int, edit: An
     for seed in range(orders):
         got, want = execute(run._replace(seed=seed), edit)
         assert torch.equal(got, want)
+
+
+def to_prefetch(case: Any) -> torch.Tensor | None:
+    """What a case brings into L2, if it does: more than one request, of which the last is a part of one."""
+    return poisoned(5, 1040, dtype=torch.uint8) if case.prefetches else None
+
+
+def check_prefetched(machines: Sequence[Machine], matrix: torch.Tensor | None) -> None:
+    """The CTAs of the last launch have asked for each byte of the matrix once, and for nothing else."""
+    pieces = sorted(machines[-1].prefetched)
+    ends = [address + size for address, size in pieces]
+    assert [address for address, _ in pieces[1:]] == ends[:-1]
+    assert sum(size for _, size in pieces) == (0 if matrix is None else matrix.numel())
+    if matrix is not None:
+        held = machines[-1].global_memory.contents(pieces[0][0], matrix.numel())
+        assert (held == matrix.flatten().numpy()).all()
 
 
 def equal(name: str, got: torch.Tensor | None, want: torch.Tensor | None) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ptx.decoder import Decoder, Step, acts, effect, modifiers, unknown
 from ptx.instructions.accesses import SPACES
-from ptx.memory import WRITTEN, EmulationError, Fault, Misaligned
+from ptx.memory import REGION_SHIFT, WRITTEN, EmulationError, Fault, Misaligned, OutOfBounds
 from ptx.parser import Instruction, Reg, Vec
 from ptx.values import TYPES, UNSIGNED, Array, of_each, positions
 
@@ -210,6 +210,28 @@ def one_to_shared(
     # Bytes under way are not there, whatever was there before.
     m.shared.flags[here] &= np.uint8(0xFF ^ WRITTEN)
     return execute
+
+
+@effect("cp.async.bulk.prefetch")
+def _bulk_prefetch(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
+    """Noted and checked, though nothing is read: whoever writes there meanwhile may do so."""
+    modifiers(ins, parts, "L2 global L2::cache_hint")
+    m = d.machine
+
+    def run(threads: Array, source: Array, size: Array) -> tuple:
+        source, size = (of_each(x, threads) for x in (source, size))
+        for i, (address, count) in enumerate(zip(source.tolist(), size.tolist(), strict=True)):
+            number, offset = address >> REGION_SHIFT, address & ((1 << REGION_SHIFT) - 1)
+            if not 1 <= number <= len(m.global_memory.regions):
+                raise Fault(OutOfBounds, i, f"address {address:#x} is in no allocation")
+            if not count:
+                raise Fault(EmulationError, i, "a prefetch of no bytes")
+            m.checked([i], m.global_memory.regions[number - 1].span, 0, offset, count, False)
+            m.prefetched.append((address, count))
+        return ()
+
+    source, size = ins.operands[:2]
+    return Step(ins, [d.address(source), d.source(size, TYPES["u32"])], [], run)
 
 
 def _bulk_to_global(d: Decoder, ins: Instruction) -> Step:

@@ -115,7 +115,7 @@ def _trap(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
 
 @effect(
     "fence membar prefetch prefetchu nanosleep setmaxnreg"
-    " cp.async.bulk.prefetch discard applypriority pragma wgmma.fence"
+    " cp.async.bulk.prefetch.tensor discard applypriority pragma wgmma.fence"
 )
 def _no_effect(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     return Step(ins, [], [], nothing)
