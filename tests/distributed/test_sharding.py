@@ -37,7 +37,7 @@ from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.ops._define import OpSpec, as_tuple
 from torch_cute_ops.ops._row_quant import RowQuant
 from torch_cute_ops.registry import OPS
-from torch_cute_ops.testing.samples import grouped_mm_fp8, grouped_mm_fp8_fp4
+from torch_cute_ops.testing.samples import grouped_mm_fp8, grouped_mm_fp8_fp4, mm_fp4_weight_only
 from torch_cute_ops.testing.samples._epilogue import exact_epilogue
 from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
 from torch_cute_ops.testing.samples._moe_fc1 import GatedSamples
@@ -298,6 +298,25 @@ def test_tiles_are_not_cut(mesh):
         )
         with pytest.raises(RuntimeError, match=r"cute::mm_fp4: 128x4 scales are tiles in memory, .* by convert_scales"):
             torch.ops.cute.mm_fp4(a, b, a_scale, b_scale)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn], ids=str)
+def test_what_is_prefetched_is_not_moved(dtype, placement, mesh):
+    """Each rank takes the part that it has, of FP8 too, and no result depends on it."""
+    sample = mm_fp4_weight_only.SAMPLES.sample("", 4, 32, 128, NVFP4, "linear", CPU, out_dtype=torch.float32)
+    given = arguments(OPS["mm_fp4_weight_only"], sample)
+    rows = torch.zeros(32, 64, dtype=torch.uint8).view(dtype)
+    with ranks():
+        tensors = {
+            name: distributed(value, Replicate(), mesh) for name, value in given.items() if torch.is_tensor(value)
+        }
+        others = {name: value for name, value in given.items() if not torch.is_tensor(value)}
+        want = joined(torch.ops.cute.mm_fp4_weight_only(**tensors, **others))
+        others["prefetch"] = distributed(rows, placement, mesh)
+        with CommDebugMode() as moved:
+            got = torch.ops.cute.mm_fp4_weight_only(**tensors, **others)
+        assert not moved.get_total_counts() and torch.equal(joined(got), want)
 
 
 def test_a_residual_is_never_redistributed(mesh):

@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
+from torch import fx
 from torch._dynamo.utils import detect_fake_mode
 from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import run_and_get_code
 from torch._inductor.virtualized import V
+from torch._subclasses import FakeTensorMode
 
 import torch_cute_ops as tco
 import torch_cute_ops.nn
@@ -421,6 +423,28 @@ def test_what_is_not_prefetched(left, monkeypatch):
     _, weights, (found, last) = zip(*prefetched(compiler), strict=True)
     assert last is None and found not in weights
     assert (found is not None and found.op == "placeholder") == (left == "given")
+
+
+def test_a_weight_on_another_device_is_not_prefetched(monkeypatch):
+    """Where a graph has several; here one that has no memory."""
+    x, _, first, first_scale, *_ = operands_of_four_gemms(2)
+    graph = fx.Graph()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        nodes = []
+        for name, value in (("x", x), ("b", first), ("scale", first_scale)):
+            for where in ("cpu", "meta"):
+                node = graph.placeholder(f"{name}_{where}")
+                node.meta["val"] = mode.from_tensor(value).to(where)
+                nodes.append(node)
+        results = []
+        for rows, weight, scale in (nodes[::2], nodes[1::2]):
+            b = graph.call_function(torch.ops.aten.permute.default, (weight, [1, 0]))
+            b.meta["val"] = weight.meta["val"].permute(1, 0)
+            results.append(inductor._call(graph, "mm_fp4_weight_only", a=rows, b=b, b_scale=scale))
+        graph.output(tuple(results))
+        inductor.FuseQuantization()(graph)
+    gemms = [node for node in graph.nodes if "mm_fp4" in str(node.target)]
+    assert len(gemms) == 2 and not any(inductor._named_arguments(node)["prefetch"] for node in gemms)
 
 
 def test_where_gates_go_with_gemms(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch_cute_ops.nn import (
     merge,
     prefetch_,
 )
+from torch_cute_ops.nn._base import following_of
 
 CLASSES = (NVFP4Linear, MXFP4Linear, FP8BlockLinear, FP8TensorLinear, FP8ChannelLinear)
 KINDS = [(cls, activations) for cls in CLASSES for activations in cls.choices]
@@ -77,7 +79,7 @@ def test_shapes_of_input(cls, activations):
 def test_the_weight_is_static(cls, activations, monkeypatch):
     """The GEMM is told so; and whatever writes the weight ends with a launch before the next forward."""
     given, written = [], []
-    for name in ("mm_fp4", "mm_fp4_weight_only", "mm_fp8_block", "mm_fp8_fp4"):
+    for name in ("mm_fp4", "mm_fp4_weight_only", "fp4quant_mm_fp4", "mm_fp8_block", "mm_fp8_fp4"):
         multiply = getattr(linear_module, name)
         spy = lambda *args, multiply=multiply, **kwargs: given.append(kwargs) or multiply(*args, **kwargs)  # noqa: E731
         monkeypatch.setattr(linear_module, name, spy)
@@ -380,3 +382,46 @@ def test_layers_prefetch_the_next_one(activations, monkeypatch):
     given.clear()
     layers[0](x)
     assert given in ([None], [])
+
+
+@torch.no_grad()
+def test_a_chain_of_layers_is_in_no_copy_and_no_file():
+    """Of a long one; nor does it keep layers that the model has no more."""
+    layers = nn.ModuleList([quantised(NVFP4Linear, "16bit", n=K) for _ in range(300)])
+    alone = io.BytesIO()
+    torch.save(layers[0], alone)
+    prefetch_(layers)
+    linked = io.BytesIO()
+    torch.save(layers[0], linked)
+    assert linked.tell() == alone.tell()
+    x = torch.randn(1, K).bfloat16()
+    assert torch.equal(copy.deepcopy(layers)[0](x), layers[0](x))
+    assert following_of(layers[0]) is layers[1]
+    layers[1] = layers[2]
+    gc.collect()
+    assert following_of(layers[0]) is None
+
+
+@torch.no_grad()
+def test_what_a_layer_cannot_prefetch():
+    """A weight on another device; and rows that are no multiples of 16 bytes."""
+    first, second = (quantised(NVFP4Linear, "16bit", n=K) for _ in range(2))
+    x = torch.randn(1, K).bfloat16()
+    want = first(x)
+    prefetch_([first, second.to("meta")])
+    assert torch.equal(first(x), want) and first._prefetched() is None
+    narrow = FP8TensorLinear.from_float(nn.Linear(40, 64).bfloat16())
+    prefetch_([first, narrow])
+    assert torch.equal(first(x), want) and (narrow.weight.shape[1] % 16 == 0) == (first._prefetched() is not None)
+
+
+def test_a_chain_is_no_part_of_a_program():
+    """That is exported or compiled: weights of other layers are none of its inputs, nor constants."""
+    layers = [quantised(NVFP4Linear, "16bit", n=K) for _ in range(2)]
+    prefetch_(layers)
+    x = torch.randn(2, K).bfloat16()
+    with torch.no_grad():
+        program = torch.export.export(layers[0], (x,))
+        assert torch.equal(program.module()(x), layers[0](x))
+    names = {*program.state_dict, *program.constants}
+    assert names == {*dict(layers[0].named_buffers()), *dict(layers[0].named_parameters())}

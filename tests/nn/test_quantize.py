@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_cute_ops.nn import FP8BlockLinear, MXFP4Linear, NVFP4Linear, QuantLinear, quantize_, warmup
+from torch_cute_ops.nn import FP8BlockLinear, MXFP4Linear, NVFP4Linear, QuantLinear, prefetch_, quantize_, warmup
+from torch_cute_ops.nn._base import following_of
 
 H = 64
 
@@ -329,7 +330,21 @@ def test_warmup_prefetches_with_few_rows(activations):
         for _, (a, _), (b, dtype), *others in (call for call in calls.every if "mm_fp4" in call[0]):
             rows[others[-1] == (b[::-1], dtype)].add(a[0])
         assert rows == {False: {1, 16, 40}, True: {1, 16} if fused else set()}
-    assert not any(each._following for each in block.modules() if isinstance(each, QuantLinear))
+    assert not any(following_of(each) for each in block.modules() if isinstance(each, QuantLinear))
+
+
+@pytest.mark.parametrize("activations", ["16bit", "fp8"])
+def test_warmup_of_layers_that_prefetch(activations):
+    """Of equal layers some may, and others not: for any number of rows both are made ready."""
+    layers = nn.ModuleList([nn.Linear(H, H).bfloat16() for _ in range(3)])
+    layers = quantize_(layers, "nvfp4", activations=activations)
+    prefetch_(layers)
+    with Calls() as calls:
+        warmup(layers, rows=(1, 40), fused=False)
+    gemms = [call[1:] for call in calls.every if "mm_" in call[0]]
+    warm = {(a[0], others[-1] == (b[::-1], dtype)) for (a, _), (b, dtype), *others in gemms}
+    assert warm == {(rows, prefetches) for rows in (1, 40) for prefetches in (False, True)}
+    assert [following_of(layer) for layer in layers] == [layers[1], layers[2], None]
 
 
 def test_warmup_leaves_layers_as_they_are():

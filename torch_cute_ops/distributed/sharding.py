@@ -69,12 +69,18 @@ def full_tensor(tensor: DTensor) -> torch.Tensor:
     return redistribute(tensor, [Replicate()] * tensor.device_mesh.ndim).to_local()
 
 
+HINT: Final = "prefetch"
+"""A tensor of which each rank takes what it has: no result depends on it."""
+
+
 class _Choice:
     """A rule for each dimension of a mesh, and what it costs to come there from the placements of a call."""
 
     def __init__(self, rules: Sequence[Rule], given: dict[str, DTensorSpec], sizes: Sequence[int]) -> None:
         self.rules, self.sizes = rules, sizes
         self.inputs = {name: tuple(rule.inputs.get(name, Replicate()) for rule in rules) for name in given}
+        if HINT in given:
+            self.inputs[HINT] = given[HINT].placements
         self.moved = [
             name
             for name, spec in given.items()

@@ -1,5 +1,6 @@
 """What quantised linear layers share: buffers that move and never cast, state dicts as checkpoints hold them, parts."""
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
@@ -88,8 +89,6 @@ class QuantLinear(nn.Module):
 
     weight: Tensor
     bias: nn.Parameter | None
-    _following: tuple["QuantLinear", ...] = ()
-    """The layer that is called next, if that is known; in a tuple, since it is no submodule."""
 
     def __init__(
         self,
@@ -301,10 +300,14 @@ class QuantLinear(nn.Module):
         return self.quantize(x)
 
     def _prefetched(self) -> Tensor | None:
-        """What the GEMM brings into L2: the weight of the layer behind this one, where ``prefetch_`` has named it."""
-        weight = self._following[0].weight if self._following else None
-        is_fit = weight is not None and weight.shape[-1] % PREFETCH_MULTIPLE == 0 and weight.is_contiguous()
-        return weight if is_fit else None
+        """What the GEMM brings into L2: the weight of the layer behind this one, where ``prefetch_`` has named it. In
+        compiled models the pass of ``integrations.inductor`` sees to it."""
+        following = None if torch.compiler.is_compiling() else following_of(self)
+        if following is None:
+            return None
+        weight = following.weight
+        is_fit = weight.shape[-1] % PREFETCH_MULTIPLE == 0 and weight.is_contiguous()
+        return weight if is_fit and weight.device == self.weight.device else None
 
     def rows_for(self, rows: int) -> int:
         """Rows of an input whose GEMM multiplies ``rows``: fewer, rounded up, where ranks gather theirs."""
@@ -436,15 +439,33 @@ def merge(layers: Sequence[QuantLinear]) -> QuantLinear:
 def prefetch_(layers: Iterable[QuantLinear]) -> None:
     """Have the GEMM of each layer, with few rows, bring the weight of the next one into L2.
 
-    It changes no result, and what is said of one layer before is forgotten. In compiled models the pass of
-    ``integrations.inductor`` finds the order of calls itself.
+    It changes no result, and what was said of a layer before is forgotten. A copy of a layer, or one that takes its
+    place, has to be named again. In compiled models the pass of ``integrations.inductor`` finds the order of calls
+    itself.
 
     Args:
         layers: in the order in which a model calls them. The last one brings nothing.
     """
     every = [*layers]
     for layer, following in zip(every, (*every[1:], None), strict=True):
-        layer._following = () if following is None else (following,)
+        link(layer, following)
+
+
+def following_of(layer: QuantLinear) -> QuantLinear | None:
+    """The layer that is called next, if that is known and still there."""
+    found = _FOLLOWING.get(layer)
+    return None if found is None else found()
+
+
+def link(layer: QuantLinear, following: QuantLinear | None) -> None:
+    """Name the layer that is called next, or none."""
+    _FOLLOWING.pop(layer, None)
+    if following is not None:
+        _FOLLOWING[layer] = weakref.ref(following)
+
+
+# Not in the modules, whose copies and files would follow the chain
+_FOLLOWING: weakref.WeakKeyDictionary[QuantLinear, weakref.ref[QuantLinear]] = weakref.WeakKeyDictionary()
 
 
 def _rows_of(x: Tensor) -> Tensor:

@@ -75,10 +75,8 @@ class _FP4Linear(QuantLinear):
             return self._of_16_bit(operands[0], dtype, mm_fp4_weight_only, fp4quant_mm_fp4)
         weight, block, alpha = self.weight.t(), self.format.block_size, self._alpha()
         a, a_scale = operands
-        how: dict[str, Any] = {"static_weight": True}
-        if self.activations == "fp4":
-            how["prefetch"] = self._prefetched()
         multiply = mm_fp8_fp4 if self.activations == "fp8" else mm_fp4
+        how: dict[str, Any] = {"static_weight": True, "prefetch": self._prefetched()}
         return multiply(a, weight, a_scale, self.weight_scale, alpha, self.bias, dtype, block, **how)
 
     def quantises_input(self, rows: Tensor) -> bool:
@@ -332,8 +330,8 @@ class FP8BlockLinear(QuantLinear):
 
     def _product(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         a, a_scale = operands
-        scale = self.weight_scale_inv
-        return mm_fp8_block(a, self.weight.t(), a_scale, scale, bias=self.bias, out_dtype=dtype, static_weight=True)
+        how: dict[str, Any] = {"out_dtype": dtype, "static_weight": True, "prefetch": self._prefetched()}
+        return mm_fp8_block(a, self.weight.t(), a_scale, self.weight_scale_inv, bias=self.bias, **how)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight (N, K) that elements and scales stand for: computed in fp32, rounded once to ``dtype``."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_cute_ops.gemm.buckets import bucket
-from torch_cute_ops.nn._base import QuantizedRows, QuantLinear
+from torch_cute_ops.nn._base import QuantizedRows, QuantLinear, following_of, link
 from torch_cute_ops.nn.expert_layer import ExpertLayer, GatedMLP
 from torch_cute_ops.nn.experts import QuantExperts
 from torch_cute_ops.ops._gemm import gates_with_gemm, prefetches_with_gemm
@@ -72,15 +72,15 @@ def warmup(
             _call_experts(module, numbers, dtype)
         called = [(layer, layer) for layer in forms.values()] + [(mlp, mlp.gate_up_proj) for mlp in gated.values()]
         for call, first in called:
+            has_fp8 = first.activations == "fp8"
             for count in counts:
                 x = torch.zeros(first.rows_for(count), first.in_features, dtype=dtype, device=first.weight.device)
-                call(x)
-                if call is first and first.quantises_input(x):
-                    first(first.quantize(x))  # as where layers share codes, and in compiled models
-                if fused and call is first and prefetches_with_gemm(count, x.device):
-                    with _prefetching(first):
-                        first(first.quantize(x))
-                        first(x)
+                if call is not first:
+                    call(x)
+                    continue
+                _call_layer(first, x, None)
+                if following_of(first) is not None or (fused and prefetches_with_gemm(count, x.device, has_fp8)):
+                    _call_layer(first, x, first)
         if fused:
             _call_gated(forms.values(), numbers, dtype)
     if fused:
@@ -93,7 +93,8 @@ def _form(module: QuantExperts | ExpertLayer | GatedMLP | QuantLinear) -> object
         bias = None if module.bias is None else module.bias.dtype
         merged, static = len(module.parts) > 1, module.has_input_scale
         size = (module.out_features, module.in_features)
-        return (type(module), size, module.activations, static, bias, merged, module.weight.device)
+        prefetches = following_of(module) is not None
+        return (type(module), size, module.activations, static, bias, merged, module.weight.device, prefetches)
     if isinstance(module, GatedMLP):
         return (_form(module.gate_up_proj), _form(module.down_proj), module.swiglu)
     if isinstance(module, ExpertLayer):
@@ -134,19 +135,30 @@ def _call_gated(layers: Collection[QuantLinear], numbers: Iterable[int], dtype: 
             for count in {bucket(number): number for number in numbers if gates_with_gemm(number, device)}.values():
                 rows = torch.zeros(layer.rows_for(count), 2 * layer.in_features, dtype=dtype, device=device)
                 if layer.gates_input(rows):
-                    for context in (contextlib.nullcontext(), _prefetching(layer)):
-                        with context:
+                    for following in (None, layer):
+                        with _linked(layer, following):
                             layer(QuantizedRows((rows,), (len(rows),), dtype, is_gate_and_up=True))
 
 
+def _call_layer(layer: QuantLinear, x: Tensor, following: QuantLinear | None) -> None:
+    """Call a layer as if ``following`` came next, and where its GEMM quantises rows also with codes, as layers that
+    share these and compiled models have it."""
+    with _linked(layer, following):
+        layer(x)
+        if layer.quantises_input(x):
+            layer(layer.quantize(x))
+
+
 @contextlib.contextmanager
-def _prefetching(layer: QuantLinear) -> Iterator[None]:
-    """Calls within bring a weight into L2, as the pass of ``integrations.inductor`` has them do with few rows."""
-    before, layer._following = layer._following, (layer,)
+def _linked(layer: QuantLinear, following: QuantLinear | None) -> Iterator[None]:
+    """Calls within bring the weight of ``following`` into L2, or none, as ``prefetch_`` or the pass of
+    ``integrations.inductor`` may have it."""
+    before = following_of(layer)
+    link(layer, following)
     try:
         yield
     finally:
-        layer._following = before
+        link(layer, before)
 
 
 def _gated_widths(layers: Iterable[QuantLinear]) -> set[int]:

@@ -73,6 +73,7 @@ class CallPath(abc.ABC, Generic[Call]):
         call_type: the ``NamedTuple`` of a call's arguments, the first one a tensor.
         renames: its fields by the names of the op's parameters, where these differ.
         may_share: an output and an argument that may be the same tensor.
+        hints: arguments whose contents no result depends on: outputs may share memory with these.
         any_address: outputs that need not start at a multiple of 16 bytes.
         integer_outputs: outputs of integers, which cannot require grad.
         has_backends: whether there are several ways to compute a call.
@@ -81,6 +82,7 @@ class CallPath(abc.ABC, Generic[Call]):
     call_type: ClassVar[Any]
     renames: ClassVar[dict[str, str]] = {}
     may_share: ClassVar[tuple[str, str] | None] = None
+    hints: ClassVar[frozenset[str]] = frozenset()
     any_address: ClassVar[frozenset[str]] = frozenset()
     integer_outputs: frozenset[str] = frozenset()
     has_backends: ClassVar[bool] = False
@@ -223,7 +225,8 @@ class CallPath(abc.ABC, Generic[Call]):
         Raises:
             ValueError: naming both.
         """
-        tensors = {name: value for name, value in self.arguments(call).items() if isinstance(value, torch.Tensor)}
+        arguments = {name: value for name, value in self.arguments(call).items() if name not in self.hints}
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
         given = dict(zip(self.signature.out_names, outputs, strict=False))
         _checks.check_no_sharing(self.op, given, tensors, self.signature.updated, self.may_share)
 

@@ -224,6 +224,7 @@ class Gemm(BackendPath[GemmCall]):
     """A GEMM op but those with a gate."""
 
     call_type = GemmCall
+    hints = frozenset(("prefetch",))
     renames: ClassVar = {**BackendPath.renames, "global_scale": "a_scale"}
 
     def __init__(
@@ -282,10 +283,10 @@ class Gemm(BackendPath[GemmCall]):
         self.check_backend(call)
 
     def _check_prefetch(self, prefetch: Tensor, device: torch.device) -> None:
-        op, width = self.op, prefetch.shape[-1] if prefetch.dim() else 0
+        op = self.op
         if prefetch.dtype.itemsize != 1:
             raise TypeError(f"cute::{op}: prefetch has dtype {prefetch.dtype}; expected one of a byte, such as uint8")
-        if prefetch.dim() != 2 or width % PREFETCH_MULTIPLE or not prefetch.is_contiguous():
+        if not _is_prefetched(prefetch):
             raise ValueError(
                 f"cute::{op}: prefetch has shape {tuple(prefetch.shape)} and strides {prefetch.stride()}; expected a "
                 f"contiguous matrix, such as a weight by rows, whose rows are multiples of {PREFETCH_MULTIPLE} bytes"
@@ -639,7 +640,10 @@ class GemmLauncher(BackendLauncher[GemmCall]):
             return None
         if alpha is not None and alpha.dim() == 0:
             alpha = alpha.reshape(1)
-        if prefetch is not None and prefetch.dtype.itemsize == 1:
+        if prefetch is not None:
+            # Not every compiled function looks at it.
+            if not _is_prefetched(prefetch) or prefetch.device != a.device or not prefetch.numel():
+                return None
             prefetch = seen_as(prefetch, torch.uint8)
         if out is None:
             n = self.n
@@ -654,8 +658,8 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch = call[:9]
         if prefetch is not None:
             prefetch = seen_as(prefetch, torch.uint8)
-            if prefetch.data_ptr() % PREFETCH_MULTIPLE:
-                prefetch = torch.empty_like(prefetch[:0])  # it would be no help to copy it
+            if not prefetch.numel() or prefetch.data_ptr() % PREFETCH_MULTIPLE:
+                prefetch = prefetch.new_empty(0, PREFETCH_MULTIPLE)  # it would be no help to copy it
         if self.has_fp8_rows:
             assert a_scale is not None
             a, a_scale = aligned(a), _side_by_side(a_scale)
@@ -717,6 +721,12 @@ def _side_by_side(scale: Tensor) -> Tensor:
 def seen_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor itself, or its bytes as ``dtype``."""
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
+def _is_prefetched(matrix: Tensor) -> bool:
+    """Whether kernels can bring it into L2."""
+    is_matrix = matrix.dim() == 2 and matrix.dtype.itemsize == 1 and matrix.is_contiguous()
+    return is_matrix and matrix.shape[1] % PREFETCH_MULTIPLE == 0
 
 
 def gates_with_gemm(rows: int, device: torch.device) -> bool:

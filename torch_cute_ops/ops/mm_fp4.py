@@ -50,8 +50,8 @@ def mm_fp4(
         static_weight: the promise that ``b`` and ``b_scale`` were complete before the previous launch on the stream, so
             that they may be read ahead of it.
         prefetch: what a later launch reads, such as the weight of the next GEMM by rows: a contiguous matrix of bytes,
-            whose rows are multiples of 16 bytes. The first 8 MB may be brought into L2 when the kernel has nothing
-            else to load, with up to 16 rows on Hopper. It changes no result, and whoever writes it meanwhile may do so.
+            whose rows are multiples of 16 bytes. On Hopper a tile of up to 16 rows has its first 8 MB brought into L2
+            when it has nothing else to load. It changes no result, and may be written at the same time.
         out: tensor (M, N) to write into.
 
     Returns:

@@ -24,7 +24,8 @@ def prefetch_argument() -> TensorArg:
 
 @cute.jit
 def prefetch(matrix: cute.Tensor, share, shares) -> None:
-    """Ask for this share of the matrix's first bytes, as a converged warp. Whoever writes it meanwhile may do so."""
+    """Ask for this share of the matrix's first bytes, as a converged warp. It may be written at the same
+    time."""
     rows, width = matrix.shape
     total = cutlass.min(Int64(rows) * width, Int64(MOST_BYTES)).to(Int32)
     with cute.arch.elect_one():

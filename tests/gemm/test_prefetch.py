@@ -1,0 +1,63 @@
+"""What GEMMs bring into L2: calls that are refused, whatever was called before, and how much of it there is."""
+
+import pytest
+import torch
+from ptx import run_kernel
+from support.cases import arguments, expected_of
+from support.emulated import CPU, check_prefetched, poisoned
+from support.kernel_grid import BF16, FP16, FP32, WgmmaCase
+from support.launch_model import Launches, launches  # noqa: F401  (a fixture)
+
+from torch_cute_ops.formats import NVFP4
+from torch_cute_ops.kernels import fp4_wgmma
+from torch_cute_ops.kernels.common import l2_prefetch
+from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.registry import OPS
+from torch_cute_ops.runtime.arch import ARCHS
+from torch_cute_ops.testing.samples import mm_fp4_weight_only
+from torch_cute_ops.testing.samples._fp4_gemm import random_matrix
+
+OP = OPS["mm_fp4_weight_only"]
+
+
+@pytest.mark.parametrize("backend", ["wgmma", "mma_sync"])
+def test_calls_after_a_good_one(backend, launches: Launches):  # noqa: F811
+    """What is refused before one is refused behind it, whether the kernel has a use for it or not; and what shares
+    memory with the result, or has no bytes, is taken."""
+    sample = mm_fp4_weight_only.SAMPLES.sample("", 4, 136, 512, NVFP4, "128x4", CPU, dtype=BF16, backend=backend)
+    given = arguments(OP, sample)
+    good = torch.zeros(40, 48, dtype=torch.uint8)
+    (want,) = expected_of(OP).results(given)
+    out = torch.empty_like(want)
+    bytes_of_out = out.view(torch.uint8)[:, :256].contiguous()
+    for taken in (good, good[:0], good[:, :0], good.view(torch.float8_e4m3fn), bytes_of_out, good):
+        result = OP.cuda(**{**given, "prefetch": taken})
+        expected_of(OP).assert_results((result,), (want,), given)
+    wide = torch.empty(4, 272, dtype=torch.uint8)
+    torch.ops.cute.mm_fp4_weight_only.out(**{**given, "prefetch": wide}, out=wide.view(BF16))
+    expected_of(OP).assert_results((wide.view(BF16),), (want,), given)
+    for wrong, error in (
+        (good.float(), TypeError),
+        (good[0], ValueError),
+        (good.t(), ValueError),
+        (good[:, :24].contiguous(), ValueError),
+        (good.to("meta"), ValueError),
+        (3, TypeError),
+    ):
+        for _ in range(2):
+            with pytest.raises(error, match="prefetch"):
+                OP.cuda(**{**given, "prefetch": wrong})
+
+
+def test_no_more_than_the_first_bytes(monkeypatch):
+    """Each once, of a limit that is more than one request."""
+    most = 4112
+    monkeypatch.setattr(l2_prefetch, "MOST_BYTES", most)
+    case = WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2, prefetches=True, rows=160)
+    b, scale = random_matrix(328, 512, NVFP4, "128x4", CPU)
+    matrix, out = poisoned(9, 1040, dtype=torch.uint8), poisoned(9, 328, dtype=FP32)
+    a = torch.randn(9, 512).half()
+    given = fp4_wgmma.Arguments(a, None, b.t(), scale, None, None, out, None, matrix, 0, 0)
+    # No other test has this configuration, by which kernels are kept.
+    machines = run_kernel(fp4_wgmma.FP4WgmmaKernel(case.kernel.config), ARCHS["sm_90a"], *given, strict=True)
+    check_prefetched(machines, matrix.view(-1)[:most])
