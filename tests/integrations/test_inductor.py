@@ -411,7 +411,7 @@ def test_what_is_not_prefetched(left, monkeypatch):
     if left == "symbolic":
         torch._dynamo.mark_dynamic(x, 0)
     if left == "Blackwell":
-        monkeypatch.setattr(inductor, "prefetches_with_gemm", lambda *_: False)
+        monkeypatch.setattr(inductor, "prefetches_with_gemm", lambda *_, **__: False)
 
     def layer(x, first, second, other):
         x = tco.mm_fp4_weight_only(x, first.t(), first_scale, prefetch=other if left == "given" else None)
@@ -454,7 +454,7 @@ def test_where_gates_go_with_gemms(monkeypatch):
         monkeypatch.setattr(select, "target_of", lambda device, arch=arch: Target(device, arch, 132))
         assert [gates_with_gemm(rows, cuda) for rows in (1, 2)] == [name == "sm_90a", False]
         assert [prefetches_with_gemm(rows, cuda) for rows in (1, 16, 17)] == [*[name == "sm_90a"] * 2, False]
-        of_fp8 = [prefetches_with_gemm(rows, cuda, has_fp8_rows=True) for rows in (17, 64, 65)]
+        of_fp8 = [prefetches_with_gemm(rows, cuda, has_fp8_weight=True) for rows in (17, 64, 65)]
         assert of_fp8 == [*[name == "sm_90a"] * 2, False]
         for size in (16, 32):
             quantised = [quantises_with_gemm(rows, cuda, size) for rows in (1, 8, 9)]
@@ -814,9 +814,9 @@ def test_llama_in_bfloat16(llama):
 # The next weight of FP8 GEMMs
 
 
-@pytest.mark.parametrize("rows", [1, 64, 65])
+@pytest.mark.parametrize("rows", [1, 16, 64, 65])
 def test_an_fp8_gemm_prefetches_the_next_weight(rows):
-    """Each but the last, of up to 64 rows."""
+    """Each but the last, of up to 64 rows beside an FP8 weight, and of 16 beside one in FP4."""
     x, (codes, scale) = numbers(rows, 128), tco.fp4_quantize(numbers(128, 128))
     first, second = torch.randn(2, 128, 128).to(torch.float8_e4m3fn)
     scales = torch.rand(2, 1, 1)
@@ -835,5 +835,5 @@ def test_an_fp8_gemm_prefetches_the_next_weight(rows):
     got, compiler = compiled(layer, *operands)
     names, weights, found = zip(*prefetched(compiler), strict=True)
     assert names == ("mm_fp8_block", "mm_fp8_fp4", "mm_fp8_block") and len({*weights}) == 3
-    assert found == ((*weights[1:], None) if rows <= 64 else (None,) * 3)
+    assert found == (weights[1] if rows <= 64 else None, weights[2] if rows <= 16 else None, None)
     assert torch.equal(got, layer(*operands))

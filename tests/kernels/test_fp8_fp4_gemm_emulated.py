@@ -190,7 +190,6 @@ RUNS = [
     Run(beside(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (130,), 264, 704, 2),
     Run(beside(MXFP4, "linear", "plain", RECODED, BF16, "column", BF16), (3,), 200, 2112, 2),
     # Several tiles of a CTA, and a cluster
-    Run(prefetching(case(NVFP4, "128x4", "plain", (64, 1), FP32)), (70,), 264, 704, 2),
     Run(prefetching(by_blocks("128x4", "plain", (16, 1), FP32)), (5,), 392, 640, 2),
     Run(prefetching(in_registers("linear", "plain", (8, 2), BF16)), (5,), 72, 1088, 2),
 ]

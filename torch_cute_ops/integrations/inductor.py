@@ -81,8 +81,8 @@ class FuseQuantization(CustomGraphPass):
     or ``add_rmsnorm``, behind which it starts early. SiLU·mul of one row, which the graph has to say, becomes
     a part of it, on Hopper; and in NVFP4 ``fp4_quantize`` of up to 8 rows and ``silu_mul_fp4quant`` of one become
     parts of the ``mm_fp4`` that alone reads them: the same codes and scales, and sums that may be in another order.
-    (Elsewhere a gate before it stays: Inductor's kernel of one is as good.) GEMMs of up to 16 rows, or of 64 in FP8,
-    bring the weight of the next one into L2, on Hopper.
+    (Elsewhere a gate before it stays: Inductor's kernel of one is as good.) GEMMs of up to 16 rows, or beside an FP8
+    weight of 64, bring the weight of the next one into L2, on Hopper.
 
     A pass for ``torch._inductor.config.post_grad_custom_pre_pass``. What is recognised:
 
@@ -374,8 +374,8 @@ def _prefetch(graph: fx.Graph) -> bool:
         rows, named = value.shape[0], _named_arguments(node)
         if weight is None or named["prefetch"] is not None or not isinstance(rows, int):
             continue
-        is_near, has_fp8_rows = _value(weight).device == value.device, _value(named["a"]).dtype == torch.float8_e4m3fn
-        if is_near and prefetches_with_gemm(rows, value.device, has_fp8_rows):
+        has_fp8_weight, is_near = _value(named["b"]).dtype == torch.float8_e4m3fn, _value(weight).device == value.device
+        if is_near and prefetches_with_gemm(rows, value.device, has_fp8_weight=has_fp8_weight):
             with graph.inserting_before(node):
                 new = _call(graph, node.target._schema.name.removeprefix("cute::"), **{**named, "prefetch": weight})
             node.replace_all_uses_with(new)

@@ -72,14 +72,16 @@ def warmup(
             _call_experts(module, numbers, dtype)
         called = [(layer, layer) for layer in forms.values()] + [(mlp, mlp.gate_up_proj) for mlp in gated.values()]
         for call, first in called:
-            has_fp8 = first.activations == "fp8"
+            has_fp8 = first.weight.dtype == torch.float8_e4m3fn
             for count in counts:
                 x = torch.zeros(first.rows_for(count), first.in_features, dtype=dtype, device=first.weight.device)
                 if call is not first:
                     call(x)
                     continue
                 _call_layer(first, x, None)
-                if following_of(first) is not None or (fused and prefetches_with_gemm(count, x.device, has_fp8)):
+                if following_of(first) is not None or (
+                    fused and prefetches_with_gemm(count, x.device, has_fp8_weight=has_fp8)
+                ):
                     _call_layer(first, x, first)
         if fused:
             _call_gated(forms.values(), numbers, dtype)

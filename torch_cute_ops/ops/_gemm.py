@@ -42,7 +42,7 @@ MOST_QUANTISED_ROWS: Final = 8
 PREFETCH_MULTIPLE: Final = 16
 MOST_PREFETCHING_ROWS: Final = 16
 MOST_PREFETCHING_FP8_ROWS: Final = 64
-"""Most rows for which ``prefetches_with_gemm`` holds, as kernels have it: of FP4 or 16-bit activations, and of FP8."""
+"""Most rows for which ``prefetches_with_gemm`` holds, as kernels have it: beside an FP4 weight, and an FP8 one."""
 FP8_K_MULTIPLE: Final = 64
 FP8_N_MULTIPLE: Final = 8
 
@@ -751,9 +751,9 @@ def quantises_with_gemm(rows: int, device: torch.device, block_size: int, *, gat
     return block_size == NVFP4.block_size and rows <= most and _has_wgmma(device)
 
 
-def prefetches_with_gemm(rows: int, device: torch.device, has_fp8_rows: bool = False) -> bool:
+def prefetches_with_gemm(rows: int, device: torch.device, *, has_fp8_weight: bool = False) -> bool:
     """Whether a GEMM of so many rows, of FP8 activations or of others, may bring something into L2."""
-    return rows <= (MOST_PREFETCHING_FP8_ROWS if has_fp8_rows else MOST_PREFETCHING_ROWS) and _has_wgmma(device)
+    return rows <= (MOST_PREFETCHING_FP8_ROWS if has_fp8_weight else MOST_PREFETCHING_ROWS) and _has_wgmma(device)
 
 
 @cache

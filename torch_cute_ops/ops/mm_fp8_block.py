@@ -43,7 +43,7 @@ def mm_fp8_block(
             or the name of one that :func:`backends` lists.
         static_weight: the promise that ``b`` and ``b_scale`` were complete before the previous launch on the stream, so
             that they may be read ahead of it.
-        prefetch: as for :func:`mm_fp4`, with up to 64 rows.
+        prefetch: as for :func:`mm_fp4`, of tiles of up to 64 rows.
         out: tensor (M, N) to write into.
 
     Returns:

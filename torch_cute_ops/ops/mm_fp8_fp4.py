@@ -51,8 +51,7 @@ def mm_fp8_fp4(
         out_dtype: bfloat16, float16 or float32; ``None`` means bfloat16.
         block_size, scale_format: as for :func:`mm_fp4`.
         scale_layout: of ``b_scale``, as for :func:`mm_fp4_weight_only`.
-        backend, static_weight: as for :func:`mm_fp4`.
-        prefetch: as for :func:`mm_fp8_block`.
+        backend, static_weight, prefetch: as for :func:`mm_fp4`.
         out: tensor (M, N) to write into.
 
     Returns:

@@ -15,8 +15,6 @@ GROUPS: Final = 2
 """Consumer warpgroups that share the rows of a tile."""
 SCALE_WARPS: Final = WARPGROUP // 32 - 1
 """Warps that load scales: the producer's warpgroup but for the producer."""
-PREFETCHING_TOKENS: Final = 64
-"""Most rows of ``a`` of a tile that has something prefetched."""
 BARRIER_BYTES: Final = 272
 """For three barriers of each of ten stages, two of a cluster, and two of sets that divide k: the most that any has."""
 RECORD_WORDS: Final = 4
@@ -40,6 +38,7 @@ class FP8TilesConfig:
             the i-th K block of every stage, and the sets' sums are added up behind a tile's last stage.
         place_scales: fp32 scales of a K block in the ring; whole pieces of 16 bytes.
         scales_ahead: stages whose scales a warp loads together.
+        prefetching_tokens: most rows of ``a`` of a tile behind which something is brought into L2.
         own_bytes: shared memory that the kernel has besides.
         helpers, teams: warps that complete a stage which has arrived, if there are any; and how many times so many
             there are, which take the stages in turns.
@@ -64,6 +63,7 @@ class FP8TilesConfig:
     prefetches: bool
     line: ClassVar[int]
     scales_ahead: ClassVar[int]
+    prefetching_tokens: ClassVar[int]
     own_bytes: ClassVar[int]
     helpers: ClassVar[int]
     row_ctas = 1
@@ -76,10 +76,10 @@ class FP8TilesConfig:
         """Whether the producer of such a kernel reads a static weight before the wait."""
         return pdl and rows.is_plain and tokens <= GROUP_ROWS
 
-    @staticmethod
-    def may_prefetch(rows: ExpertLayout, tokens: int) -> bool:
+    @classmethod
+    def may_prefetch(cls, rows: ExpertLayout, tokens: int) -> bool:
         """Whether the producer of such a kernel may have something brought into L2."""
-        return rows.is_plain and tokens <= PREFETCHING_TOKENS
+        return rows.is_plain and tokens <= cls.prefetching_tokens
 
     @property
     def waits_last(self) -> bool:

@@ -1,7 +1,7 @@
 """What configurations with an FP4 weight have in common: no device code."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from torch_cute_ops.formats import ScaleLayout
 from torch_cute_ops.kernels import fp8_wgmma
@@ -20,6 +20,9 @@ class FP4WeightConfig(fp8_wgmma.Config):
     Attributes:
         layout: scale layout of the weight. The others are those of ``fp8_wgmma``.
     """
+
+    prefetching_tokens: ClassVar[int] = 16
+    """With 1 and 16 rows as fast as without it, in such a layer of MXFP4 weights, and with 64 3.2 µs slower."""
 
     layout: ScaleLayout
 
