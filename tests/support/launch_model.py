@@ -173,7 +173,8 @@ def refuse_overlap(kernel: Any, args: tuple[Any, ...]) -> None:
     """Raise as a launch does that the host function's guard has left without CTAs."""
     name, fields = type(kernel).__name__, kernel.arguments()._fields
     tensors = {field: value for field, value in zip(fields, args, strict=True) if isinstance(value, torch.Tensor)}
-    tensors.pop("workspace", None)
+    for unread in ("workspace", "prefetch"):
+        tensors.pop(unread, None)
     written = [field for field in WRITTEN.get(name, ("out",)) if field in tensors]
     may_share = MAY_SHARE.get(name)
     if may_share is not None and may_share[0] in written and may_share[1] in tensors:
