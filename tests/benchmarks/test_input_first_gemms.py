@@ -70,7 +70,7 @@ def test_the_op_and_the_two_agree_with_float64(op, sizes):
     for tensors in sets:
         expected = benchmark.expected(case, tensors)
         assert benchmark.mismatch((tensors["out"],), expected) == 1.0  # poison
-        assert expected[0].abs().mean() > 0.1
+        assert expected[0].isfinite().all() and (expected[0] != 0).float().mean() > 0.99
     variants, absent = runner.collect_variants(benchmark, case, sets, with_peers=False)
     assert list(variants) == ["ours", "apart"] and {"wgmma", "mma_sync", "cublas"} <= set(absent)
     assert runner.check(benchmark, case, sets, variants) == dict.fromkeys(variants, 0.0)
