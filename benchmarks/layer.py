@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_cute_ops as ops
-from torch_cute_ops.formats import NVFP4
+from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.nn import random_
 from torch_cute_ops.ops._gemm import gates_with_gemm, quantises_with_gemm
 
@@ -106,6 +106,8 @@ class Layer:
     label = "bf16"
     scheme: Any = None
     element_bytes = 2.0
+    scales = "weight_scale"
+    """The attribute of a linear layer that has the scales of the weight."""
     following: Layer | None = None
     """The layer behind it in a chain."""
 
@@ -156,6 +158,12 @@ class Layer:
         """One of the GEMMs."""
         return self.linears[name](rows)
 
+    def product(self, op: Callable[..., Tensor], name: str, **given: Any) -> Tensor:
+        """One of the GEMMs by an op of ours, `given` what is particular to it."""
+        each: Any = self.linears[name]
+        weight = {"b": each.weight.t(), "b_scale": getattr(each, self.scales)}
+        return op(**weight, **given, out_dtype=DTYPE, static_weight=True, prefetch=self.next_weight(name))
+
     def next_weight(self, name: str) -> Tensor | None:
         """The weight of the GEMM behind this one."""
         names = list(self.linears)
@@ -172,11 +180,19 @@ class Layer:
         return twin
 
 
-class W4A16(Layer):
-    """NVFP4 weights, activations in bf16; the gate of one row is a part of the GEMM behind it, of more as Inductor
-    makes it."""
+class NVFP4Weights(Layer):
+    """NVFP4 weights, whose global scales the results are multiplied by."""
 
-    label, scheme, element_bytes = "W4A16", "nvfp4", 0.5625
+    scheme, element_bytes = "nvfp4", 0.5625
+
+    def product(self, op: Callable[..., Tensor], name: str, **given: Any) -> Tensor:
+        return super().product(op, name, alpha=self.linears[name].weight_scale_2, **given)
+
+
+class W4A16(NVFP4Weights):
+    """Activations in bf16; the gate of one row is a part of the GEMM behind it, of more as Inductor makes it."""
+
+    label = "W4A16"
 
     def normed(self, x: Tensor, residual: Tensor, which: int) -> Any:
         return ops.add_rmsnorm(x, residual, self.norms[which], eps=EPS)
@@ -184,15 +200,10 @@ class W4A16(Layer):
     def down(self, rows: Tensor) -> Tensor:
         if not gates_with_gemm(len(rows), rows.device):
             return super().down(rows)
-        return self._product(ops.silu_mul_mm_fp4_weight_only, "down", rows)
+        return self.product(ops.silu_mul_mm_fp4_weight_only, "down", a=rows)
 
     def multiply(self, name: str, rows: Any) -> Tensor:
-        return self._product(ops.mm_fp4_weight_only, name, rows)
-
-    def _product(self, multiply: Callable[..., Tensor], name: str, rows: Tensor) -> Tensor:
-        each: Any = self.linears[name]
-        weight = each.weight.t(), each.weight_scale, each.weight_scale_2
-        return multiply(rows, *weight, static_weight=True, prefetch=self.next_weight(name))
+        return self.product(ops.mm_fp4_weight_only, name, a=rows)
 
 
 class GateApart(W4A16):
@@ -204,11 +215,11 @@ class GateApart(W4A16):
         return Layer.down(self, rows)
 
 
-class W4A4(Layer):
-    """NVFP4 weights and activations; of few rows the quantisation that no norm is in front of, and of one the gate too,
-    are a part of the GEMM behind them."""
+class W4A4(NVFP4Weights):
+    """NVFP4 activations; of few rows the quantisation that no norm is in front of, and of one the gate too, are a part
+    of the GEMM behind them."""
 
-    label, scheme, element_bytes = "W4A4", "nvfp4", 0.5625
+    label = "W4A4"
 
     def normed(self, x: Tensor, residual: Tensor, which: int) -> Any:
         return ops.add_rmsnorm_fp4quant(x, residual, self.norms[which], eps=EPS)
@@ -226,18 +237,12 @@ class W4A4(Layer):
     def down(self, rows: Tensor) -> Tensor:
         if not self.quantises_with_gemm(rows, gated=True):
             return super().down(rows)
-        return self._product(ops.silu_mul_fp4quant_mm_fp4, "down", a=rows)
+        return self.product(ops.silu_mul_fp4quant_mm_fp4, "down", a=rows)
 
     def multiply(self, name: str, rows: Any) -> Tensor:
         if isinstance(rows, Tensor):
-            return self._product(ops.fp4quant_mm_fp4, name, a=rows)
-        return self._product(ops.mm_fp4, name, a=rows[0], a_scale=rows[1])
-
-    def _product(self, multiply: Callable[..., Tensor], name: str, **activations: Tensor) -> Tensor:
-        each: Any = self.linears[name]
-        weight = {"b": each.weight.t(), "b_scale": each.weight_scale, "alpha": each.weight_scale_2}
-        how = {"out_dtype": DTYPE, "static_weight": True, "prefetch": self.next_weight(name)}
-        return multiply(**activations, **weight, **how)
+            return self.product(ops.fp4quant_mm_fp4, name, a=rows)
+        return self.product(ops.mm_fp4, name, a=rows[0], a_scale=rows[1])
 
 
 class QuantisedApart(W4A4):
@@ -253,6 +258,7 @@ class FP8(Layer):
     """FP8 weights with a scale for 128 × 128 elements, FP8 activations with one for 1 × 128."""
 
     label, scheme, element_bytes = "FP8", "fp8_block", 1.0 + 4 / 128**2
+    scales = "weight_scale_inv"
     how: Mapping[str, Any] = {"granularity": "block128", "scale_layout": "column"}
 
     def normed(self, x: Tensor, residual: Tensor, which: int) -> Any:
@@ -265,29 +271,17 @@ class FP8(Layer):
         return ops.fp8_quantize(rows, **self.how)
 
     def multiply(self, name: str, rows: Any) -> Tensor:
-        each: Any = self.linears[name]
-        return ops.mm_fp8_block(
-            *(rows[0], each.weight.t(), rows[1], each.weight_scale_inv),
-            out_dtype=DTYPE,
-            static_weight=True,
-            prefetch=self.next_weight(name),
-        )
+        return self.product(ops.mm_fp8_block, name, a=rows[0], a_scale=rows[1])
 
 
 class W4A8(FP8):
     """MXFP4 weights, FP8 activations with a scale for 1 × 128 elements."""
 
     label, scheme, element_bytes = "W4A8", "mxfp4", 0.53125
+    scales = Layer.scales
 
     def multiply(self, name: str, rows: Any) -> Tensor:
-        each: Any = self.linears[name]
-        return ops.mm_fp8_fp4(
-            *(rows[0], each.weight.t(), rows[1], each.weight_scale),
-            out_dtype=DTYPE,
-            block_size=each.format.block_size,
-            static_weight=True,
-            prefetch=self.next_weight(name),
-        )
+        return self.product(ops.mm_fp8_fp4, name, a=rows[0], a_scale=rows[1], block_size=MXFP4.block_size)
 
 
 class Humming(Layer):
