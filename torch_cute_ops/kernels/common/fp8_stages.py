@@ -49,7 +49,7 @@ class FP8TilesConfig:
             ``pdl``, in tiles of few rows without experts, whose rows are not known before the wait.
         prefetches: whether the producer, when it has started its last copy, has something brought into L2: without
             experts, in tiles of few rows.
-        store_bytes: shared memory in which lines of the result are assembled, or partial sums exchanged.
+        store_bytes: shared memory in which lines of the result are assembled, or partial sums left.
     """
 
     rows: ExpertLayout
@@ -141,6 +141,11 @@ class FP8TilesConfig:
         return SumTile(self.tokens, self.columns)
 
     @property
+    def received_bytes(self) -> int:
+        """Shared memory for what the CTAs of a cluster send to one of them."""
+        return self.sum_tile.received_bytes(self.splits) if self.splits > 1 else 0
+
+    @property
     def box_rows(self) -> int:
         """Rows of ``a`` of a copy, so that rows that do not exist need not be copied."""
         return min(self.tokens, GROUP_ROWS)
@@ -165,5 +170,10 @@ class FP8TilesConfig:
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
         return (
-            self.stages * self.stage_bytes + self.own_bytes + self.store_bytes + self.rows.table_bytes + BARRIER_BYTES
+            self.stages * self.stage_bytes
+            + self.own_bytes
+            + self.store_bytes
+            + self.received_bytes
+            + self.rows.table_bytes
+            + BARRIER_BYTES
         )

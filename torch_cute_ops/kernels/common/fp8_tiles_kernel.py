@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common import ptx
-from torch_cute_ops.kernels.common.cluster_sums import leave_sums, sum_columns, write_sums
+from torch_cute_ops.kernels.common.cluster_sums import leave_sums, send_sums, sum_columns, tokens_of, write_received
 from torch_cute_ops.kernels.common.convert import load_words, store_words
 from torch_cute_ops.kernels.common.epilogue_ops import TileEpilogue
 from torch_cute_ops.kernels.common.expert_tiles import ExpertTilesKernel
@@ -80,9 +80,9 @@ class Tile(NamedTuple):
 
 class Smem(NamedTuple):
     """Shared memory: the stages of ``a`` (``tokens``), ``b`` (``columns``), scales and records; what a kernel has
-    besides (``own``); the place where lines of results are assembled, or partial sums exchanged; the table of experts;
-    and barriers: a stage's are full, or free, those of a cluster are ``left`` and ``read``, and those of groups that
-    divide k ``parted`` and ``joined``."""
+    besides (``own``); the place where lines of results are assembled, or partial sums left, and that of sums which the
+    CTAs of the cluster have sent; the table of experts; and barriers: a stage's are full, or free, those of a cluster
+    are ``sent`` and ``read``, and those of groups that divide k ``parted`` and ``joined``."""
 
     tokens: cute.Pointer
     columns: cute.Pointer
@@ -90,11 +90,12 @@ class Smem(NamedTuple):
     records: cute.Pointer
     own: cute.Pointer
     stores: cute.Pointer
+    received: cute.Pointer
     table: cute.Pointer
     full: cute.Pointer
     arrived: cute.Pointer
     free: cute.Pointer
-    left: cute.Pointer
+    sent: cute.Pointer
     read: cute.Pointer
     parted: cute.Pointer
     joined: cute.Pointer
@@ -168,7 +169,8 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         scales = own + c.own_bytes
         records = scales + c.stages * c.span * c.place_scales * 4
         stores = records + c.stages * RECORD_BYTES
-        table = stores + c.store_bytes
+        received = stores + c.store_bytes
+        table = received + c.received_bytes
         barriers = cute.recast_ptr(table + c.rows.table_bytes, dtype=Int64)
         return Smem(
             tokens=base,
@@ -177,11 +179,12 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
             records=cute.recast_ptr(records, dtype=Uint32),
             own=own,
             stores=stores,
+            received=received,
             table=table,
             full=barriers,
             arrived=barriers + (2 * c.stages + 2 if const_expr(c.helpers) else 0),
             free=barriers + c.stages,
-            left=barriers + 2 * c.stages,
+            sent=barriers + 2 * c.stages,
             read=barriers + 2 * c.stages + 1,
             parted=barriers + 3 * c.stages + 2,
             joined=barriers + 3 * c.stages + 3,
@@ -203,7 +206,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
                     cute.arch.mbarrier_init(smem.full + i, c.full_arrivals)
                 cute.arch.mbarrier_init(smem.free + i, c.consumer_warps * c.row_ctas)
             if const_expr(c.splits > 1):
-                cute.arch.mbarrier_init(smem.left, 4 * GROUPS * c.splits)
+                cute.arch.mbarrier_init(smem.sent, 1)
                 cute.arch.mbarrier_init(smem.read, 4 * GROUPS * c.splits)
             if const_expr(c.k_groups > 1):
                 cute.arch.mbarrier_init(smem.parted, 4 * GROUPS)
@@ -211,10 +214,13 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         cute.arch.mbarrier_init_fence()
         if const_expr(c.waits_first):
             cute.arch.griddepcontrol_wait()
-        if const_expr(c.cluster > 1):
+        if const_expr(c.row_ctas > 1):
             # The barriers of all CTAs are initialised before any is used.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+        elif const_expr(c.splits > 1):
+            # Waited for before sums are sent
+            cute.arch.cluster_arrive_relaxed()
         m, n = out.shape
         self.tiles.prepare(*given, b_map[1].shape[2], space, smem.table, tid, c.threads)
         blocks = cute.ceil_div(scales[0].shape[0], c.span)
@@ -253,7 +259,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
             cute.arch.setmaxregister_increase(c.registers[0])
             self._wait_if_static()
             self._consume(tid, share, smem)
-        if const_expr(c.cluster > 1):
+        if const_expr(c.row_ctas > 1):
             # No CTA may end while another still uses its shared memory.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -508,28 +514,36 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         if condition:
             ptx.wait(barrier, parity)
 
+    def _meet_cluster(self) -> None:
+        """A consumer waits until the barriers of all CTAs that share its tiles are initialised."""
+        if self.config.splits > 1:
+            cute.arch.cluster_wait()
+
     @cute.jit
-    def _add_up(self, sums, finish, row, rows, column, turn, consumer, share, smem):
+    def _add_up(self, sums, finish, row, rows, column, turn, is_last, consumer, share, smem):
         """Add up the sums of the CTAs that share a tile, in the order of k, finish and store them. ``turn`` is the
-        parity of the tile among the CTA's."""
-        c = self.config
+        parity of the tile among the CTA's, and ``is_last`` whether it has no other one.
+
+        The CTAs send each other the sums of tokens and columns that exist. A CTA may end as soon as it has what it
+        waits for: nobody sends to it, or tells it anything, after that.
+        """
+        c, threads = self.config, GROUPS * WARPGROUP
         # All CTAs have read the sums of the tile before. (Waiting for parity 1 passes a barrier that was never used.)
         ptx.wait(smem.read, turn ^ 1)
+        tokens, columns = cutlass.min(rows, Int32(c.tokens)), cutlass.min(share.n - column, Int32(c.columns))
+        own = tokens_of(c.sum_tile, c.splits, share.rank, tokens)
+        if consumer.tid == 0:
+            # What is sent may arrive before that.
+            cute.arch.mbarrier_arrive_and_expect_tx(smem.sent, own * columns * (c.splits * 4))
         leave_sums(c.sum_tile, sums, smem.stores, consumer.row, consumer.quad)
-        self._tell(smem.left, consumer.lane)
-        ptx.wait(smem.left, turn)
+        cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+        tile = c.sum_tile, c.splits, threads
+        send_sums(*tile, smem.stores, smem.received, smem.sent, share.rank, consumer.tid, tokens, columns)
+        ptx.wait(smem.sent, turn)
         first = share.out.iterator + cute.assume(Int64(row) * share.n, divby=8)
         out = cute.make_tensor(first, cute.make_layout((rows, share.n), stride=(share.n, 1)))
-        write_sums(
-            c.sum_tile,
-            c.splits,
-            GROUPS * WARPGROUP,
-            finish,
-            out,
-            smem.stores,
-            share.rank,
-            consumer.tid,
-            Int32(0),
-            column,
-        )
-        self._tell(smem.read, consumer.lane)
+        write_received(*tile, finish, out, smem.received, share.rank, consumer.tid, own, Int32(0), column)
+        if not is_last:
+            # What is sent next replaces what was read.
+            fence_async()
+            self._tell(smem.read, consumer.lane)

@@ -159,6 +159,7 @@ class FP8NVFP4WgmmaKernel(LineStages, UnitScales):
         multiply = self._mma(group, smem)
         sums = cute.make_rmem_tensor((c.mma_columns // 2,), Float32)
         stage, parity, turn = Int32(0), Int32(0), Int32(0)
+        self._meet_cluster()
         for number in range(share.first, share.count, share.workers):
             row, rows, column, expert = self._await_tile(number, stage, parity, lane, share, smem)
             # Alpha and bias are loaded before the MMAs, which hide the latency.
@@ -169,7 +170,8 @@ class FP8NVFP4WgmmaKernel(LineStages, UnitScales):
             else:
                 self._join(sums, turn, consumer, smem)
                 if const_expr(c.splits > 1):
-                    self._add_up(sums, finish, row, rows, column, turn, consumer, share, smem)
+                    is_last = number + share.workers >= share.count
+                    self._add_up(sums, finish, row, rows, column, turn, is_last, consumer, share, smem)
                 else:
                     store_columns(sums, share.out, row, rows, column + consumer.first, lane, finish)
             turn = turn ^ 1

@@ -99,6 +99,7 @@ class FP8WgmmaKernel(FP8TilesKernel):
         stage, parity, turn = Int32(0), Int32(0), Int32(0)
         # There is none at first.
         kept = Kept(Int32(0), Int32(0), Int32(0), Int32(0))
+        self._meet_cluster()
         for number in range(share.first, share.count, share.workers):
             row, rows, column, expert = self._await_tile(number, stage, parity, lane, share, smem)
             exists = True if const_expr(c.is_swapped) else rows > group * GROUP_ROWS
@@ -111,7 +112,8 @@ class FP8WgmmaKernel(FP8TilesKernel):
                 if const_expr(not c.is_swapped):
                     kept = Kept(row, rows, column, expert)
                 elif const_expr(c.splits > 1):
-                    self._add_up(sums, finish, row, rows, column, turn, consumer, share, smem)
+                    is_last = number + share.workers >= share.count
+                    self._add_up(sums, finish, row, rows, column, turn, is_last, consumer, share, smem)
                     turn = turn ^ 1
                 else:
                     store_columns(sums, share.out, row, rows, column + consumer.first, lane, finish)
