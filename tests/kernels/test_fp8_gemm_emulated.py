@@ -143,6 +143,11 @@ RUNS = [
     Run(wgmma("counted", (16, 128, 4), FP32, "expert_column", FP32), (3, 0, 30), 264, 640, 4, seed=1),
     Run(wgmma("masked", (64, 128, 2), FP16, "expert"), (3, 0, 70), 264, 128, 2, room=74),
     Run(wgmma("offsets", (32, 128, 4), BF16, "one", FP32), (0, 32), 392, 1920, 8),
+    # Each consumer warpgroup has half of the rows of a.
+    Run(wgmma("plain", (16, 64, 1), BF16, "column", FP32), (11,), 200, 640, 2),
+    Run(wgmma("plain", (16, 64, 2), FP32), (3,), 136, 896, 2, seed=2),
+    Run(wgmma("plain", (64, 64, 2), FP16, "one", FP16), (77,), 136, 384, 4, seed=None),
+    Run(wgmma("counted", (32, 64, 2), BF16, "expert_column"), (0, 35, 9), 72, 384, 2, seed=1),
     Run(mma("plain", 16, FP32, "one", FP32, arch="sm_120a"), (19,), 136, 768, 2),
     Run(mma("counted", 64, BF16, "expert_column", FP32, arch="sm_100a"), (65, 0, 9), 264, 128, 3, seed=None),
     Run(mma("masked", 64, FP16, arch="sm_120a"), (3, 0, 70), 136, 384, 2, seed=1, room=72),

@@ -51,7 +51,7 @@ class FP8Wgmma(FP8Backend):
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         tile = self.tile(tactic)
         if tile.tokens < MANY:
-            clocks = FEW_BLOCK_CLOCKS + FEW_ROW_CLOCKS * tile.tokens
+            clocks = FEW_BLOCK_CLOCKS + FEW_ROW_CLOCKS * tile.tokens * tile.columns / BLOCK
             return tile.seconds(problem, m, target, clocks, FEW_WAIT, share_clocks=SHARE_CLOCKS)
         return many_rows_seconds(tile, problem, m, target)
 

@@ -7,6 +7,7 @@ kernel says how it copies the weight, which scales a warp loads for a stage, and
 """
 
 import abc
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import cutlass
@@ -514,6 +515,13 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         if condition:
             ptx.wait(barrier, parity)
 
+    def _leave_sums(self, sums, consumer, smem) -> None:
+        """Store the sums of a consumer's rows of ``a`` in this CTA's shared memory."""
+        c = self.config
+        of_part = replace(c.sum_tile, tokens=c.mma_columns)
+        base = smem.stores + cute.assume(consumer.token * (4 * of_part.pitch), divby=16)
+        leave_sums(of_part, sums, base, consumer.row, consumer.quad)
+
     def _meet_cluster(self) -> None:
         """A consumer waits until the barriers of all CTAs that share its tiles are initialised."""
         if self.config.splits > 1:
@@ -535,7 +543,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         if consumer.tid == 0:
             # What is sent may arrive before that.
             cute.arch.mbarrier_arrive_and_expect_tx(smem.sent, own * columns * (c.splits * 4))
-        leave_sums(c.sum_tile, sums, smem.stores, consumer.row, consumer.quad)
+        self._leave_sums(sums, consumer, smem)
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         tile = c.sum_tile, c.splits, threads
         send_sums(*tile, smem.stores, smem.received, smem.sent, share.rank, consumer.tid, tokens, columns)

@@ -155,7 +155,7 @@ class FP8NVFP4WgmmaKernel(LineStages, UnitScales):
         group, lane = cute.arch.make_warp_uniform(tid // WARPGROUP), tid % 32
         part, in_pair = group // GROUPS, tid % PAIR
         first = in_pair // 32 * 16
-        consumer = Consumer(in_pair, lane, lane % 4, first, first + lane // 4, smem.stores)
+        consumer = Consumer(in_pair, lane, lane % 4, first, first + lane // 4, Int32(0), smem.stores)
         multiply = self._mma(group, smem)
         sums = cute.make_rmem_tensor((c.mma_columns // 2,), Float32)
         stage, parity, turn = Int32(0), Int32(0), Int32(0)

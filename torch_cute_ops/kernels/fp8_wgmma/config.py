@@ -11,6 +11,7 @@ from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
 from torch_cute_ops.kernels.common.fit import first_fit
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS, SCALE_WARPS, FP8TilesConfig
+from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
 from torch_cute_ops.runtime.arch import Arch
 
 __all__ = ["Arguments", "Config", "plan"]
@@ -19,6 +20,8 @@ MANY: Final = 128
 """Rows of ``a`` of a tile with ``a`` on the M side; a tile with fewer has ``b`` there."""
 TILES: Final = (
     *((tokens, 128, splits) for tokens in (16, 32, 64) for splits in (1, 2, 3, 4, 6)),
+    # More CTAs where there are few rows of b: of clusters of more than two not all that would fit run at once.
+    *((tokens, 64, splits) for tokens in (16, 32, 64) for splits in (1, 2)),
     *((MANY, columns, 1) for columns in (64, 128)),
 )
 """Rows of ``a`` and of ``b`` of a tile, and CTAs that share it."""
@@ -57,9 +60,15 @@ class Config(FP8TilesConfig):
         return TOGETHER
 
     @property
+    def token_parts(self) -> int:
+        """Parts of the rows of ``a`` of a swapped tile: where it has rows of ``b`` for one consumer warpgroup only, each
+        of the two takes half of the rows of ``a``."""
+        return GROUPS * GROUP_ROWS // self.columns if self.is_swapped else 1
+
+    @property
     def mma_columns(self) -> int:
         """N of an MMA."""
-        return self.tokens if self.is_swapped else self.columns
+        return self.tokens // self.token_parts if self.is_swapped else self.columns
 
     @property
     def unrolls(self) -> bool:

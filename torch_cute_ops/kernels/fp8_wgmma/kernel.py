@@ -30,6 +30,7 @@ class Consumer(NamedTuple):
         lane, quad: index in the warp, and among the four lanes that share a row.
         first: the first of the warp's 16 rows of the M side.
         row: the first of the thread's two rows; the other is ``row + 8``.
+        token: the first of its rows of ``a`` in a swapped tile.
         stores: the warp's part of shared memory for assembling lines.
     """
 
@@ -38,6 +39,7 @@ class Consumer(NamedTuple):
     quad: Int32
     first: Int32
     row: Int32
+    token: Int32
     stores: cute.Pointer
 
 
@@ -89,9 +91,11 @@ class FP8WgmmaKernel(FP8TilesKernel):
         """A consumer warpgroup: its 64 rows of the M side of each of the CTA's tiles."""
         c = self.config
         group, lane = cute.arch.make_warp_uniform(tid // WARPGROUP), tid % 32
-        first = tid // 32 * 16
+        first, token = tid // 32 * 16, Int32(0)
+        if const_expr(c.token_parts > 1):
+            first, token = tid % WARPGROUP // 32 * 16, group * c.mma_columns
         base = smem.stores + cute.assume(tid // 32 * row_tile.SIZE_BYTES, divby=16)
-        consumer = Consumer(tid=tid, lane=lane, quad=lane % 4, first=first, row=first + lane // 4, stores=base)
+        consumer = Consumer(tid, lane, lane % 4, first, first + lane // 4, token, base)
         multiply = self._mma(group, smem)
         size = c.mma_columns // 2
         sums = cute.make_rmem_tensor((size,), Float32)
@@ -116,7 +120,8 @@ class FP8WgmmaKernel(FP8TilesKernel):
                     self._add_up(sums, finish, row, rows, column, turn, is_last, consumer, share, smem)
                     turn = turn ^ 1
                 else:
-                    store_columns(sums, share.out, row, rows, column + consumer.first, lane, finish)
+                    before = consumer.token
+                    store_columns(sums, share.out, row + before, rows - before, column + consumer.first, lane, finish)
             else:
                 # None of its rows exists.
                 for _ in cutlass.range(share.blocks, unroll=1):
@@ -255,9 +260,10 @@ class FP8WgmmaKernel(FP8TilesKernel):
         c = self.config
         weight = self._weight_at(smem)
         rows, columns = (weight, smem.tokens) if c.is_swapped else (smem.tokens, weight)
-        # The rows of the second consumer follow those of the first.
-        m_side = self._activations(rows, GROUP_ROWS, c.stages * GROUPS)
-        n_side = self._activations(columns, c.mma_columns, c.stages)
+        # The rows of the second consumer follow those of the first; or both have the same, and parts of the other side.
+        parts = c.token_parts
+        m_side = self._activations(rows, GROUP_ROWS, c.stages * GROUPS // parts)
+        n_side = self._activations(columns, c.mma_columns, c.stages * parts)
         mma = self._tiled_mma()
         thread = mma.get_slice(0)
         m_operand = mma.make_fragment_A(thread.partition_A(m_side))
@@ -273,8 +279,8 @@ class FP8WgmmaKernel(FP8TilesKernel):
                 cute.gemm(
                     mma,
                     accumulators,
-                    m_operand[None, None, step, stage * GROUPS + group],
-                    n_operand[None, None, step, stage],
+                    m_operand[None, None, step, stage * (GROUPS // parts) + (group if parts == 1 else 0)],
+                    n_operand[None, None, step, stage * parts + (0 if parts == 1 else group)],
                     accumulators,
                 )
             warpgroup.commit_group()
@@ -285,7 +291,8 @@ class FP8WgmmaKernel(FP8TilesKernel):
         """The products of both scales for a lane's sums: of its rows, or in swapped tiles of its columns."""
         c, scales = self.config, self._scales(stage, smem)
         if c.is_swapped:
-            places = [8 * i + consumer.quad * 2 + e for i in range(c.tokens // 8) for e in range(2)]
+            first = consumer.token + consumer.quad * 2
+            places = [first + 8 * i + e for i in range(c.mma_columns // 8) for e in range(2)]
         else:
             places = [consumer.row, consumer.row + 8]
         of_columns = scales[c.tokens]
