@@ -21,9 +21,9 @@ from torch_cute_ops.formats.scale_layout import SCALE_LAYOUTS, weight_layout
 from torch_cute_ops.ops import _gemm
 from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.ops._gemm import (
-    PREFETCH_MULTIPLE,
     SIXTEEN_BIT,
     gates_with_gemm,
+    is_prefetchable,
     prefetches_with_gemm,
     quantises_with_gemm,
 )
@@ -389,9 +389,7 @@ def _weight_rows(b: Node) -> Node | None:
     if not _is_call(b, aten.permute.default, aten.t.default, aten.transpose.int):
         return None
     rows = b.args[0]
-    if rows.op not in ("placeholder", "get_attr") or _value(rows).dtype.itemsize != 1:
-        return None
-    return rows if _value(rows).is_contiguous() and _value(rows).shape[1] % PREFETCH_MULTIPLE == 0 else None
+    return rows if rows.op in ("placeholder", "get_attr") and is_prefetchable(_value(rows)) else None
 
 
 # Patterns

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torch_cute_ops.ops._gemm import PREFETCH_MULTIPLE
+from torch_cute_ops.ops._gemm import is_prefetchable
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
 
@@ -306,8 +306,7 @@ class QuantLinear(nn.Module):
         if following is None:
             return None
         weight = following.weight
-        is_fit = weight.shape[-1] % PREFETCH_MULTIPLE == 0 and weight.is_contiguous()
-        return weight if is_fit and weight.device == self.weight.device else None
+        return weight if is_prefetchable(weight) and weight.device == self.weight.device else None
 
     def rows_for(self, rows: int) -> int:
         """Rows of an input whose GEMM multiplies ``rows``: fewer, rounded up, where ranks gather theirs."""

@@ -286,7 +286,7 @@ class Gemm(BackendPath[GemmCall]):
         op = self.op
         if prefetch.dtype.itemsize != 1:
             raise TypeError(f"cute::{op}: prefetch has dtype {prefetch.dtype}; expected one of a byte, such as uint8")
-        if not _is_prefetched(prefetch):
+        if not is_prefetchable(prefetch):
             raise ValueError(
                 f"cute::{op}: prefetch has shape {tuple(prefetch.shape)} and strides {prefetch.stride()}; expected a "
                 f"contiguous matrix, such as a weight by rows, whose rows are multiples of {PREFETCH_MULTIPLE} bytes"
@@ -642,7 +642,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
             alpha = alpha.reshape(1)
         if prefetch is not None:
             # Not every compiled function looks at it.
-            if not _is_prefetched(prefetch) or prefetch.device != a.device or not prefetch.numel():
+            if not is_prefetchable(prefetch) or prefetch.device != a.device or not prefetch.numel():
                 return None
             prefetch = seen_as(prefetch, torch.uint8)
         if out is None:
@@ -723,8 +723,8 @@ def seen_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
-def _is_prefetched(matrix: Tensor) -> bool:
-    """Whether kernels can bring it into L2."""
+def is_prefetchable(matrix: Tensor) -> bool:
+    """Whether kernels can bring it into L2: a contiguous matrix of elements of a byte, in rows of a suitable width."""
     is_matrix = matrix.dim() == 2 and matrix.dtype.itemsize == 1 and matrix.is_contiguous()
     return is_matrix and matrix.shape[1] % PREFETCH_MULTIPLE == 0
 
