@@ -4,7 +4,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 import torch
@@ -69,18 +69,16 @@ def full_tensor(tensor: DTensor) -> torch.Tensor:
     return redistribute(tensor, [Replicate()] * tensor.device_mesh.ndim).to_local()
 
 
-HINT: Final = "prefetch"
-"""A tensor of which each rank takes what it has: no result depends on it."""
-
-
 class _Choice:
     """A rule for each dimension of a mesh, and what it costs to come there from the placements of a call."""
 
-    def __init__(self, rules: Sequence[Rule], given: dict[str, DTensorSpec], sizes: Sequence[int]) -> None:
+    def __init__(
+        self, rules: Sequence[Rule], given: dict[str, DTensorSpec], sizes: Sequence[int], hints: Collection[str]
+    ) -> None:
         self.rules, self.sizes = rules, sizes
         self.inputs = {name: tuple(rule.inputs.get(name, Replicate()) for rule in rules) for name in given}
-        if HINT in given:
-            self.inputs[HINT] = given[HINT].placements
+        # Of a hint each rank takes what it has: no result depends on it.
+        self.inputs |= {name: spec.placements for name, spec in given.items() if name in hints}
         self.moved = [
             name
             for name, spec in given.items()
@@ -174,7 +172,7 @@ def _strategy(spec: OpSpec, *given_by_torch: Any) -> OpStrategy:
                     f"cute::{spec.name}: {name} is {_shown(each.placements)}; expected Replicate(): "
                     f"{reason_without(spec.name)}"
                 )
-    choices = [_Choice(each, given, sizes) for each in itertools.product(rules, repeat=mesh.ndim)]
+    choices = [_Choice(each, given, sizes, spec.path.hints) for each in itertools.product(rules, repeat=mesh.ndim)]
     chosen = min(choices, key=lambda choice: choice.cost)
     reason = chosen.reason_unfit(spec, given)
     if reason is not None:
