@@ -18,7 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 import torch_cute_ops  # noqa: F401  registers the ops
 from torch_cute_ops.formats.scale_layout import SCALE_LAYOUTS, weight_layout
-from torch_cute_ops.ops import _gemm
+from torch_cute_ops.ops import _gemm, _row_quant
 from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.ops._gemm import (
     SIXTEEN_BIT,
@@ -27,6 +27,7 @@ from torch_cute_ops.ops._gemm import (
     prefetches_with_gemm,
     quantises_with_gemm,
 )
+from torch_cute_ops.ops._row_quant import gates_plainly
 
 __all__ = ["FuseQuantization", "disable", "enable"]
 
@@ -61,7 +62,8 @@ _PREFETCH: Final = (
     *(getattr(cute, name).default for name in (*_IN_ONE_LAUNCH.values(), "silu_mul_mm_fp4_weight_only")),
 )
 """GEMMs that may bring the weight of the next one into L2."""
-_PLAIN_GATE: Final = {"swiglu_alpha": 1.0, "swiglu_beta": 0.0, "swiglu_limit": None}
+_GATE: Final = ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
+"""The parameters of a gate."""
 _PURE: Final = frozenset(
     {
         *_QUANTISE,
@@ -121,8 +123,9 @@ class FuseQuantization(CustomGraphPass):
         """What Inductor's cache knows the pass by; ``None``, so that it caches nothing, where one of ``before`` has no
         uuid."""
         others = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.before]
-        # What is faster in one launch, and what prefetches, that file says.
-        return None if None in others else (get_hash_for_files((__file__, _gemm.__file__)), *others)
+        # What is faster in one launch, what prefetches, and which gates are plain, those files say.
+        ours = get_hash_for_files((__file__, _gemm.__file__, _row_quant.__file__))
+        return None if None in others else (ours, *others)
 
 
 def enable() -> None:
@@ -263,14 +266,15 @@ def _multiply_quantised(node: Node) -> bool:
     how = _named_arguments(made)
     source, fmt = how["input"], ("block_size", "scale_format", "scale_layout")
     rows, value = _value(node).shape[0], _value(source)
+    gate = [how[name] for name in _GATE if name in how]
     if (
         any(user is not node for user in readers)
         or any(how[name] != named[name] for name in fmt)
-        or any(how.get(name, default) != default for name, default in _PLAIN_GATE.items())
+        or (gate and not gates_plainly(*gate))
         or value.dtype not in SIXTEEN_BIT
         or not value.is_contiguous()
         or not isinstance(rows, int)
-        or not quantises_with_gemm(rows, value.device, named["block_size"], gated="swiglu_alpha" in how)
+        or not quantises_with_gemm(rows, value.device, named["block_size"], gated=bool(gate))
     ):
         return False
     named["scale_layout"] = weight_layout(SCALE_LAYOUTS[named["scale_layout"]]).name
