@@ -1,6 +1,5 @@
 """FP4 weights by Hopper's warpgroup MMA, decoded in registers, for any number of rows: ``kernels/fp4_wgmma``."""
 
-from functools import partial
 from typing import NamedTuple
 
 from torch_cute_ops.formats import NVFP4
@@ -138,10 +137,10 @@ class FP4Wgmma(FP4KernelBackend):
         parts = _parts(problem, tactic, target)
         device, rows, workers, shares = target.device, config.tokens, parts.workers, int(parts.shares)
         size = config.workspace_bytes(problem.k, workers, shares=parts.shares)
-        new = partial(new_bytes, device)
         return lambda a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out: function(
-            a, a_scale, b, b_scale, alpha, bias, out, new(-(-a.shape[0] // rows) * size), None, workers, shares
-        )
+            a, a_scale, b, b_scale, alpha, bias, out,
+            new_bytes(device, -(-a.shape[0] // rows) * size), None, workers, shares,
+        )  # fmt: skip
 
     def checks_operands(self, problem: GemmProblem, tactic: Tactic) -> bool:
         return True
