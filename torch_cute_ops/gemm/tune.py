@@ -12,11 +12,11 @@ from torch_cute_ops.formats import FP8_BLOCK128, SCALE_LAYOUTS, FP4Format, FP8Fo
 from torch_cute_ops.formats.scale_layout import from_linear, to_linear
 from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.gemm.backend import Launch, Target
+from torch_cute_ops.gemm.backends.reference import made_input
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.problem import GatedOperands, GemmProblem, Operand, Operands
 from torch_cute_ops.gemm.select import candidates, key_of, reasons
 from torch_cute_ops.reference.fp4_dequantize import decode_rows
-from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.mm_fp8_block import factors_of_columns
 from torch_cute_ops.reference.mm_fp8_fp4 import fp8_weight
 from torch_cute_ops.reference.moe_fc1_fp4 import quantize_experts, written_parts
@@ -198,7 +198,9 @@ class Bench:
         left_operand, off = problem.a, None
         if isinstance(problem.a.format, torch.dtype) and isinstance(problem.b.format, FP4Format):
             if problem.makes_input:
-                left_operand, a, a_scale, off = _made_input(problem, a, a_scale)
+                left_operand = problem.of_activations.a
+                off = _off_by_gate(problem, a, a_scale) if problem.gates_input else None
+                a, a_scale = made_input(problem, a, a_scale)
             a = a if left_operand.is_fp4 else a.to(problem.b.format.operand_dtype(problem.a.format))
         want, allowed = (torch.empty((rows, n), dtype=torch.float32, device=out.device) for _ in range(2))
         factors = _linear_scales(problem, b_scale)
@@ -390,32 +392,20 @@ def _operand(
     return torch.randn(*lead, k, dtype=operand.format, device=device, generator=generator), None
 
 
-def _made_input(
-    problem: GemmProblem, rows: Tensor, global_scale: Tensor | None
-) -> tuple[Operand, Tensor, Tensor | None, Tensor | None]:
-    """What is multiplied, where it is made of ``rows``: its format, the activations, their scales; and how far in fp64
-    others may be off that another exponential makes."""
-    operand = problem.of_activations.a
-    value = silu_mul_rows(rows) if problem.gates_input else rows.float()
+def _off_by_gate(problem: GemmProblem, rows: Tensor, global_scale: Tensor | None) -> Tensor:
+    """How far activations, as numbers in fp64, may be off that another exponential makes of ``rows``."""
+    operand, fmt = problem.of_activations.a, problem.b.format
+    assert isinstance(fmt, FP4Format)
 
-    def made(error: float) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Those of values that are so much larger; and the numbers that they are multiplied as."""
-        some = value * (1 + error)
-        if not isinstance(operand.format, FP4Format):
-            a = some.to(rows.dtype)
-            assert isinstance(problem.b.format, FP4Format)
-            return a, None, a.to(problem.b.format.operand_dtype(a.dtype)).double()
+    def numbers(error: float) -> Tensor:
+        a, scale = made_input(problem, rows, global_scale, error=error)
+        if scale is None:
+            return a.to(fmt.operand_dtype(a.dtype)).double()
         assert operand.scale_layout is not None
-        a, scale = quantize_rows(some, operand.format, global_scale, operand.scale_layout.name)
-        return a, scale, decode_rows(a, scale, operand.format, operand.scale_layout).double()
+        return decode_rows(a, scale, fmt, operand.scale_layout).double()
 
-    a, a_scale, numbers = made(0.0)
-    if not problem.gates_input:
-        return operand, a, a_scale, None
-    off = torch.zeros_like(numbers)
-    for error in (-GATE_EPS, GATE_EPS):
-        off = torch.maximum(off, (made(error)[2] - numbers).abs())
-    return operand, a, a_scale, off
+    low, exact, high = (numbers(error) for error in (-GATE_EPS, 0.0, GATE_EPS))
+    return torch.maximum((low - exact).abs(), (high - exact).abs())
 
 
 def _weight(

@@ -67,7 +67,7 @@ class Reference(Backend):
             else:
                 assert isinstance(fmt, FP4Format)
                 if problem.makes_input:
-                    a, a_scale = _made(problem, a, a_scale)
+                    a, a_scale = made_input(problem, a, a_scale)
                 if over == "k":
                     assert alpha is not None
                     result = expert_gemm(a, a_scale, b.t(), b_scale, alpha, bias, dtype, fmt, *layouts)
@@ -78,14 +78,19 @@ class Reference(Backend):
         return multiply
 
 
-def _made(problem: GemmProblem, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The activations, and their scales where they are quantised."""
-    value = silu_mul_rows(rows) if problem.gates_input else rows.float()
-    fmt, layout = problem.b.format, problem.b.scale_layout
-    if problem.quantises_input is None:
+def made_input(
+    problem: GemmProblem, rows: Tensor, global_scale: Tensor | None, *, error: float = 0.0
+) -> tuple[Tensor, Tensor | None]:
+    """The activations that a problem which ``makes_input`` makes of ``rows``, and their scales where it quantises them.
+
+    ``error``: what they are off by, relatively, before they are rounded.
+    """
+    operand = problem.of_activations.a
+    value = (silu_mul_rows(rows) if problem.gates_input else rows.float()) * (1 + error)
+    if not isinstance(operand.format, FP4Format):
         return value.to(rows.dtype), None
-    assert isinstance(fmt, FP4Format) and layout is not None
-    return quantize_rows(value, fmt, global_scale, layout.name)
+    assert operand.scale_layout is not None
+    return quantize_rows(value, operand.format, global_scale, operand.scale_layout.name)
 
 
 def _gated(problem: GemmProblem) -> Launch:
