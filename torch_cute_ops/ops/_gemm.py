@@ -752,7 +752,8 @@ def quantises_with_gemm(rows: int, device: torch.device, block_size: int, *, gat
 
 
 def prefetches_with_gemm(rows: int, device: torch.device, *, has_fp8_weight: bool = False) -> bool:
-    """Whether a GEMM of so many rows, of FP8 activations or of others, may bring something into L2."""
+    """Whether a GEMM of so many rows is to bring something into L2, on GPUs with kernels that do: one of few rows, and
+    of more where its own weight is in FP8."""
     return rows <= (MOST_PREFETCHING_FP8_ROWS if has_fp8_weight else MOST_PREFETCHING_ROWS) and _has_wgmma(device)
 
 
