@@ -12,7 +12,7 @@ import torch
 
 import torch_cute_ops
 from torch_cute_ops.gemm.problem import GemmProblem
-from torch_cute_ops.ops._gemm import BackendPath
+from torch_cute_ops.ops._backend_path import BackendPath
 from torch_cute_ops.registry import OPS
 
 from .buffers import poisoned_outputs

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import torch_cute_ops as ops
 from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.nn import random_
-from torch_cute_ops.ops._gemm import gates_with_gemm, quantises_with_gemm
+from torch_cute_ops.ops._with_gemm import gates_with_gemm, quantises_with_gemm
 
 from . import environment, fp4_peers, layers, report, targets, timeline
 from .case import Mark, at_most

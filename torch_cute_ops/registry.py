@@ -14,11 +14,11 @@ import torch
 
 from torch_cute_ops import ops
 from torch_cute_ops.formats.experts import merged
+from torch_cute_ops.ops._backend_path import BackendPath
 from torch_cute_ops.ops._call import Arguments
 from torch_cute_ops.ops._checks import check_dense
 from torch_cute_ops.ops._define import NAMESPACE, OpSpec, as_tuple, refuse_gradient
 from torch_cute_ops.ops._define import OPS as _DEFINED
-from torch_cute_ops.ops._gemm import BackendPath
 from torch_cute_ops.ops._operands import cuda_device
 from torch_cute_ops.ops._properties import Property
 from torch_cute_ops.ops._properties import properties_of as _properties_of

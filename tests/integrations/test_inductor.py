@@ -22,7 +22,7 @@ import torch_cute_ops.nn
 from torch_cute_ops.gemm import select
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.integrations import inductor
-from torch_cute_ops.ops._gemm import gates_with_gemm, prefetches_with_gemm, quantises_with_gemm
+from torch_cute_ops.ops._with_gemm import gates_with_gemm, prefetches_with_gemm, quantises_with_gemm
 from torch_cute_ops.runtime.arch import ARCHS
 
 H = 64

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch_cute_ops.formats import FP8_BLOCK128, FP8_TENSOR, SCALE_LAYOUTS, resolve_fp4_format, resolve_fp8_format
 from torch_cute_ops.formats.fp8 import COLUMN, ROW
 from torch_cute_ops.formats.scale_layout import ScaleLayout, weight_layout
+from torch_cute_ops.ops._backend_path import EXPERT_MULTIPLE, BackendPath
 from torch_cute_ops.ops._define import OpSpec
-from torch_cute_ops.ops._gemm import EXPERT_MULTIPLE, BackendPath
 from torch_cute_ops.ops._row_quant import RowQuant
 
 BLOCK: Final = FP8_BLOCK128.block_size

@@ -18,16 +18,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 import torch_cute_ops  # noqa: F401  registers the ops
 from torch_cute_ops.formats.scale_layout import SCALE_LAYOUTS, weight_layout
-from torch_cute_ops.ops import _gemm, _row_quant
+from torch_cute_ops.ops import _row_quant, _with_gemm
+from torch_cute_ops.ops._backend_path import SIXTEEN_BIT
 from torch_cute_ops.ops._define import as_tuple
-from torch_cute_ops.ops._gemm import (
-    SIXTEEN_BIT,
-    gates_with_gemm,
-    is_prefetchable,
-    prefetches_with_gemm,
-    quantises_with_gemm,
-)
 from torch_cute_ops.ops._row_quant import gates_plainly
+from torch_cute_ops.ops._with_gemm import gates_with_gemm, is_prefetchable, prefetches_with_gemm, quantises_with_gemm
 
 __all__ = ["FuseQuantization", "disable", "enable"]
 
@@ -123,8 +118,8 @@ class FuseQuantization(CustomGraphPass):
         """What Inductor's cache knows the pass by; ``None``, so that it caches nothing, where one of ``before`` has no
         uuid."""
         others = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self.before]
-        # What is faster in one launch, what prefetches, and which gates are plain, those files say.
-        ours = get_hash_for_files((__file__, _gemm.__file__, _row_quant.__file__))
+        # What goes with a GEMM, and which gates are plain, those files say.
+        ours = get_hash_for_files((__file__, _with_gemm.__file__, _row_quant.__file__))
         return None if None in others else (ours, *others)
 
 

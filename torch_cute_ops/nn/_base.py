@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from torch_cute_ops.ops._gemm import is_prefetchable
+from torch_cute_ops.ops._with_gemm import is_prefetchable
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.fp8_quantize import fp8_quantize
 

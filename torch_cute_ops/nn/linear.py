@@ -12,7 +12,8 @@ from torch_cute_ops.formats.fp4 import E4M3_MAX, encode_e4m3
 from torch_cute_ops.formats.scale_layout import FP4ScaleLayout
 from torch_cute_ops.nn._base import Activations, Layout, Quantization, QuantLinear
 from torch_cute_ops.nn._scaled_mm import scaled_mm
-from torch_cute_ops.ops._gemm import SIXTEEN_BIT, quantises_with_gemm
+from torch_cute_ops.ops._backend_path import SIXTEEN_BIT
+from torch_cute_ops.ops._with_gemm import quantises_with_gemm
 from torch_cute_ops.ops.fp4_dequantize import fp4_dequantize
 from torch_cute_ops.ops.fp4_quantize import fp4_quantize
 from torch_cute_ops.ops.fp4quant_mm_fp4 import fp4quant_mm_fp4

@@ -10,7 +10,7 @@ from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.nn._base import QuantizedRows, QuantLinear, following_of, link
 from torch_cute_ops.nn.expert_layer import ExpertLayer, GatedMLP
 from torch_cute_ops.nn.experts import QuantExperts
-from torch_cute_ops.ops._gemm import gates_with_gemm, prefetches_with_gemm
+from torch_cute_ops.ops._with_gemm import gates_with_gemm, prefetches_with_gemm
 from torch_cute_ops.runtime import tuning
 
 

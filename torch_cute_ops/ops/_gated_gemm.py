@@ -8,8 +8,7 @@ from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._call import Arguments, Values
-from torch_cute_ops.ops._gemm import (
+from torch_cute_ops.ops._backend_path import (
     AUTO,
     EXPERT_MULTIPLE,
     SIXTEEN_BIT,
@@ -20,6 +19,7 @@ from torch_cute_ops.ops._gemm import (
     gemm_package,
     seen_as,
 )
+from torch_cute_ops.ops._call import Arguments, Values
 from torch_cute_ops.ops._operands import aligned, cuda_device
 from torch_cute_ops.ops._row_quant import gate_arguments, gates_plainly
 from torch_cute_ops.ops._signature import GatedAlphaKind

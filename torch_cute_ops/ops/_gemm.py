@@ -1,48 +1,38 @@
 """The ops that are GEMMs: checks, the problem that a call is, and how it reaches a backend."""
 
-from collections.abc import Mapping
-from functools import cache
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
 import torch
 
-from torch_cute_ops.formats import FP8_BLOCK128, NVFP4, FP4Format, ScaleLayout
+from torch_cute_ops.formats import FP8_BLOCK128, FP4Format
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.formats.scale_layout import weight_layout
-from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.ops import _checks
-from torch_cute_ops.ops._call import Arguments, CallPath, Launcher, Values
+from torch_cute_ops.ops._backend_path import (
+    AUTO,
+    EXPERT_MULTIPLE,
+    SIXTEEN_BIT,
+    BackendLauncher,
+    BackendPath,
+    check_bias,
+    fp4_zeros,
+    gemm_package,
+    seen_as,
+)
+from torch_cute_ops.ops._call import Arguments, Values
 from torch_cute_ops.ops._operands import aligned, are_int32, cuda_device
 from torch_cute_ops.ops._signature import AlphaKind
+from torch_cute_ops.ops._with_gemm import PREFETCH_MULTIPLE, is_prefetchable
 from torch_cute_ops.runtime import tuning
 from torch_cute_ops.runtime.allocate import allocator
-from torch_cute_ops.runtime.arch import Arch
-from torch_cute_ops.runtime.compiler import KernelSpec
 
 if TYPE_CHECKING:
-    from torch_cute_ops.gemm.backend import Target
     from torch_cute_ops.gemm.problem import GemmProblem
-    from torch_cute_ops.gemm.select import Choice
 
 Tensor = torch.Tensor
 
-AUTO: Final = "auto"
-SIXTEEN_BIT: Final = (torch.bfloat16, torch.float16)
-EXPERT_MULTIPLE: Final = 64
-"""Elements of a row of ``a`` that an expert over K has are a multiple of this: whole bytes and blocks."""
-MOST_GATED_ROWS: Final = 1
-"""Most rows for which ``gates_with_gemm`` holds: with 4 and 8, a layer of an 8B model is 2 µs faster with one launch on
-an H100, and 6 µs slower on an H200."""
-MOST_QUANTISED_ROWS: Final = 8
-"""Most rows for which ``quantises_with_gemm`` holds without a gate: with 2 and 8, a layer of an 8B model in W4A4 is
-1 µs faster with one launch for o on an H100; with one for the gate and down it is as fast as with two."""
-PREFETCH_MULTIPLE: Final = 16
-MOST_PREFETCHING_ROWS: Final = 16
-MOST_PREFETCHING_FP8_ROWS: Final = 64
-"""Most rows for which ``prefetches_with_gemm`` holds, as kernels have it: beside an FP4 weight, and an FP8 one."""
 FP8_K_MULTIPLE: Final = 64
 FP8_N_MULTIPLE: Final = 8
 
@@ -70,154 +60,6 @@ class GemmCall(NamedTuple):
     def result_dtype(self) -> torch.dtype:
         """Of the result: the one that is named, or the activations' where these have 16 bits, or bfloat16."""
         return self.out_dtype or (self.a.dtype if self.a.dtype in SIXTEEN_BIT else torch.bfloat16)
-
-
-Call = TypeVar("Call", bound=tuple[Any, ...])
-
-
-class BackendPath(CallPath[Call]):
-    """An op that is a GEMM, which backends compute.
-
-    A ``Call`` has the fields ``a``, ``block_size``, ``scale_format``, ``scale_layout`` and ``backend``, among others.
-
-    Args:
-        a, b: formats of the activations and of the weight.
-        over: what experts divide, as in ``gemm.problem.Grouping``.
-        gates_input: whether a row of ``a`` is gate and up, of which SwiGLU makes activations, in 16 bits.
-        quantises_input: whether activations, which calls pass in 16 bits, are quantised to FP4 first, by the call's
-            ``global_scale``: the ``a_scale`` of a ``GemmCall``.
-    """
-
-    renames: ClassVar = {"w": "b", "w_scale": "b_scale"}
-    has_backends = True
-    takes_rows: bool
-    """Whether the op takes the weight by rows, (N, K) or (E, N, K), not its transposed view."""
-
-    def __init__(
-        self,
-        a: Literal["fp4", "fp8", "16-bit"],
-        b: Literal["fp4", "fp8"],
-        over: Literal["none", "k", "n", "rows"],
-        gates_input: bool = False,
-        quantises_input: bool = False,
-    ) -> None:
-        super().__init__()
-        self.a, self.b, self.over = a, b, over
-        self.gates_input, self.quantises_input = gates_input, quantises_input
-        self.takes_rows = over != "none"
-
-    def problem(self, call: Any) -> "GemmProblem":
-        """The problem that a checked call is."""
-        raise NotImplementedError
-
-    def ready_launcher(self, *how: Any, **named: Any) -> Launcher[Call]:
-        """A launcher for a problem, a choice, its kernels and a target."""
-        raise NotImplementedError
-
-    def flops(self, a_shape: Any, b_shape: Any) -> int:
-        """Multiplications and additions of all pairs of a row and a column: what routing leaves out is not known."""
-        *lead, _ = a_shape
-        n, k = (b_shape[-2], b_shape[-1]) if self.takes_rows else (b_shape[1], b_shape[0])
-        rows = b_shape[0] if self.over == "n" else 1
-        for extent in lead:
-            rows *= extent
-        return int(2 * rows * n * k * (2 if self.b == "fp4" else 1))
-
-    def fp4_format(self, call: Any) -> tuple[FP4Format, ScaleLayout, ScaleLayout]:
-        """The format, and the layouts of the activations' scales and of the weight's."""
-        fmt, layout = _checks.check_fp4_format(self.op, call.block_size, call.scale_format, call.scale_layout)
-        b_layout = weight_layout(layout)
-        if self.a != "fp4" and layout != b_layout:
-            raise ValueError(
-                f"cute::{self.op}: scale_layout={layout.name!r} is for activations; use '128x4' or 'linear'"
-            )
-        return fmt, layout, b_layout
-
-    def check_fp4_scale(
-        self, name: str, scale: Tensor, matrix: tuple[int, ...], fmt: FP4Format, layout: ScaleLayout
-    ) -> None:
-        """``scale`` is that of an FP4 matrix."""
-        _checks.check_dtype(self.op, name, scale, fmt.scale_dtypes)
-        shape = fp4_shapes(matrix, fmt, layout)[1]
-        _checks.check_shape(self.op, name, scale, shape, f"the {layout.name} scales of {name[0]}")
-
-    def check_activations(self, call: Any, k: int, fmt: FP4Format, layout: ScaleLayout) -> None:
-        """``a`` has rows of ``k`` elements: of 16 bits, or in FP4 with their scales."""
-        op, a, columns = self.op, call.a, {"k": "E·I", "n": "H"}.get(self.over, "2·K" if self.gates_input else "K")
-        line = "a row of w" if self.takes_rows else "a column of b"
-        _checks.check_matrix(op, "a", a, f"(M, {columns}/2)" if self.a == "fp4" else f"(M, {columns})")
-        m = a.shape[0]
-        if self.a == "16-bit":
-            _checks.check_dtype(op, "a", a, SIXTEEN_BIT)
-            meaning = f"the {k} elements that {line} has"
-            if self.gates_input:
-                meaning = f"gate and up for each of {meaning}"
-            _checks.check_shape(op, "a", a, (m, self.a_width(k)), f"{meaning}{self.hint(call)}")
-            if self.quantises_input:
-                _checks.check_global_scale(op, call.a_scale, fmt, "a", a.device)
-        else:
-            _checks.check_packed(op, "a", a, fmt)
-            _checks.check_shape(op, "a", a, (m, k // 2), f"the {k // 2} bytes that {line} has{self.hint(call)}")
-            self.check_fp4_scale("a_scale", call.a_scale, (m, k), fmt, layout)
-
-    def a_width(self, k: int) -> int:
-        """Elements of a row of ``a``, for sums of ``k``."""
-        return 2 * k if self.gates_input else k
-
-    def hint(self, call: Any) -> str:
-        """What to do, if ``a`` would fit the transposed ``b``."""
-        packed = self.b == "fp4" and self.a != "fp4"
-        fits = not self.takes_rows and self.a_width(call.b.shape[1] * (2 if packed else 1)) == call.a.shape[-1]
-        return "; pass b as weight.t()" if fits else ""
-
-    def chosen(self, name: str, value: str | None, choices: Mapping[Any, Any]) -> Any:
-        """What a property's value stands for.
-
-        Raises:
-            ValueError: for a value that is none of the choices.
-        """
-        if value not in choices:
-            expected = ", ".join(map(repr, choices))
-            raise ValueError(f"cute::{self.op}: {name} is {value!r}; expected one of {expected}")
-        return choices[value]
-
-    def check_backend(self, call: Any) -> None:
-        """The backend is one that there is, and that runs where the tensors are."""
-        names = tuple(gemm_package().select.candidates(self.problem(call))) if call.backend != AUTO else ()
-        if call.backend != AUTO and (call.backend not in names or call.a.device.type == "cpu"):
-            self._choose(self.problem(call), 1, gemm_package().select.target_of(torch.device("cpu")), call.backend)
-
-    def make_launcher(self, call: Any, device: int) -> Launcher[Call]:
-        select = gemm_package().select
-        problem, target = self.problem(call), select.target_of(torch.device("cuda", device))
-        m = bucket(call.a.shape[-2])
-        may_tune = tuning.is_on() and call.backend == AUTO
-        if may_tune and not torch.cuda.is_current_stream_capturing():
-            gemm_package().tune.tune(self.op, problem, m, target)
-            may_tune = False
-        choice = self._choose(problem, m, target, call.backend)
-        kernels = () if target.arch is None else choice.backend.kernels(problem, choice.tactic, target.arch)
-        self.require_loaded(kernels, call, device)
-        # In a capture nothing is tuned: a call after it may have to be.
-        return self.ready_launcher(problem, choice, kernels, target, is_kept=not may_tune)
-
-    def kernels(self, call: Any, arch: Arch) -> tuple[KernelSpec, ...]:
-        problem, m = self.problem(call), bucket(call.a.shape[-2])
-        choices = (self._choose(problem, m, target, call.backend) for target in gemm_package().cost.usual_targets(arch))
-        kernels = (kernel for one in choices for kernel in one.backend.kernels(problem, one.tactic, arch))
-        return tuple(dict.fromkeys(kernels))
-
-    def backends(self, call: Any, where: torch.device | Arch) -> dict[str, str | None]:
-        select = gemm_package().select
-        reasons: dict[str, str | None] = select.reasons(self.problem(call), select.target_of(where))
-        return reasons
-
-    def _choose(self, problem: "GemmProblem", m: int, target: "Target", backend: str) -> "Choice":
-        try:
-            choice: Choice = gemm_package().select.choose(problem, m, target, backend)
-            return choice
-        except ValueError as error:
-            raise ValueError(f"cute::{self.op}: {error}") from None
 
 
 class Gemm(BackendPath[GemmCall]):
@@ -572,30 +414,6 @@ class Gemm(BackendPath[GemmCall]):
         return (), {names[name]: value for name, value in given.items() if name in names}
 
 
-class BackendLauncher(Launcher[Call]):
-    """A backend and a tactic, ready to compute.
-
-    Args:
-        problem, choice, target: what is computed, how and where.
-        kernels: what it launches.
-        is_kept: as of ``Launcher``.
-    """
-
-    def __init__(
-        self,
-        problem: "GemmProblem",
-        choice: "Choice",
-        kernels: tuple[KernelSpec, ...],
-        target: "Target",
-        *,
-        is_kept: bool,
-    ) -> None:
-        self.kernels, self.is_kept = kernels, is_kept
-        self.compute = choice.backend.launcher(problem, choice.tactic, target)
-        self.is_direct = choice.backend.checks_operands(problem, choice.tactic)
-        self.device, self.n, self.dtype = target.device, problem.n, problem.out_dtype
-
-
 class GemmLauncher(BackendLauncher[GemmCall]):
     """The launcher of a GEMM without a gate; ``path``: of the op."""
 
@@ -680,29 +498,6 @@ class GemmLauncher(BackendLauncher[GemmCall]):
         self.compute(a, b, a_scale, b_scale, alpha, bias, offsets, counts, prefetch, out)
 
 
-def fp4_zeros(
-    shape: tuple[int, ...], fmt: FP4Format, layout: ScaleLayout, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Codes and scales, zero bytes, of a matrix of this shape."""
-    codes, scale = (torch.zeros(each, dtype=torch.uint8, device=device) for each in fp4_shapes(shape, fmt, layout))
-    return codes, scale.view(fmt.scale_dtype)
-
-
-def check_bias(
-    op: str,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    device: torch.device,
-    of: str = "a column of the result",
-) -> None:
-    """``bias`` is absent, or has this shape, on ``device``, in float32 or ``dtype``."""
-    if bias is not None:
-        _checks.check_dtype(op, "bias", bias, tuple(dict.fromkeys((torch.float32, dtype))))
-        _checks.check_shape(op, "bias", bias, shape, f"one element {of}")
-        _checks.check_device(op, "bias", bias, "a", device)
-
-
 def _alpha_kind(alpha: Tensor, is_grouped: bool) -> Any:
     """What ``alpha`` is given for, as ``kernels.common.epilogue.Epilogue`` names it."""
     if alpha.numel() == 1:
@@ -716,54 +511,3 @@ def _side_by_side(scale: Tensor) -> Tensor:
     """Scales by columns, or a copy where those of a block of k do not lie side by side."""
     lies = scale.stride(-1) == 1 and (scale.dim() == 2 or scale.stride(1) == scale.shape[2] or scale.shape[1] == 1)
     return scale if lies and scale.stride(0) >= 0 else scale.contiguous()
-
-
-def seen_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor itself, or its bytes as ``dtype``."""
-    return tensor if tensor.dtype == dtype else tensor.view(dtype)
-
-
-def is_prefetchable(matrix: Tensor) -> bool:
-    """Whether kernels can bring it into L2: a contiguous matrix of elements of a byte, in rows of a suitable width."""
-    is_matrix = matrix.dim() == 2 and matrix.dtype.itemsize == 1 and matrix.is_contiguous()
-    return is_matrix and matrix.shape[1] % PREFETCH_MULTIPLE == 0
-
-
-def gates_with_gemm(rows: int, device: torch.device) -> bool:
-    """Whether a compiled model has one op in place of a gate and the GEMM with 16-bit activations behind it: for
-    one row, on GPUs that have one launch for it. (The op may still choose two, of weights with far more k than rows. On
-    a CPU, where it changes no time, tests have it too.)"""
-    return rows <= MOST_GATED_ROWS and _has_wgmma(device)
-
-
-def _has_wgmma(device: torch.device) -> bool:
-    """Whether it is a GPU with warpgroup MMA, or a CPU, where tests are to see what such a GPU does."""
-    if device.type not in ("cpu", "cuda"):
-        return False
-    arch = gemm_package().select.target_of(device).arch
-    return device.type == "cpu" or (arch is not None and arch.has_wgmma)
-
-
-def quantises_with_gemm(rows: int, device: torch.device, block_size: int, *, gated: bool = False) -> bool:
-    """Whether one op is called in place of a quantisation to FP4, ``gated`` or not, and the GEMM behind it: for few
-    rows in NVFP4, where GPUs have one launch for it."""
-    most = MOST_GATED_ROWS if gated else MOST_QUANTISED_ROWS
-    return block_size == NVFP4.block_size and rows <= most and _has_wgmma(device)
-
-
-def prefetches_with_gemm(rows: int, device: torch.device, *, has_fp8_weight: bool = False) -> bool:
-    """Whether a GEMM of so many rows is to bring something into L2, on GPUs with kernels that do: one of few rows, and
-    of more where its own weight is in FP8."""
-    return rows <= (MOST_PREFETCHING_FP8_ROWS if has_fp8_weight else MOST_PREFETCHING_ROWS) and _has_wgmma(device)
-
-
-@cache
-def gemm_package() -> ModuleType:
-    """The package of backends, which a process without a GEMM does not import; it imports kernels' configurations."""
-    import torch_cute_ops.gemm as gemm
-    import torch_cute_ops.gemm.cost
-    import torch_cute_ops.gemm.problem
-    import torch_cute_ops.gemm.select
-    import torch_cute_ops.gemm.tune  # noqa: F401
-
-    return gemm

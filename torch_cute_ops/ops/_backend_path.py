@@ -1,0 +1,241 @@
+"""An op that backends compute: what the families of GEMMs share."""
+
+from collections.abc import Mapping
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeVar
+
+import torch
+
+from torch_cute_ops.formats import FP4Format, ScaleLayout
+from torch_cute_ops.formats.scale_layout import weight_layout
+from torch_cute_ops.formats.shapes import fp4_shapes
+from torch_cute_ops.gemm.buckets import bucket
+from torch_cute_ops.ops import _checks
+from torch_cute_ops.ops._call import CallPath, Launcher
+from torch_cute_ops.runtime import tuning
+from torch_cute_ops.runtime.arch import Arch
+from torch_cute_ops.runtime.compiler import KernelSpec
+
+if TYPE_CHECKING:
+    from torch_cute_ops.gemm.backend import Target
+    from torch_cute_ops.gemm.problem import GemmProblem
+    from torch_cute_ops.gemm.select import Choice
+
+Tensor = torch.Tensor
+
+AUTO: Final = "auto"
+SIXTEEN_BIT: Final = (torch.bfloat16, torch.float16)
+EXPERT_MULTIPLE: Final = 64
+"""Elements of a row of ``a`` that an expert over K has are a multiple of this: whole bytes and blocks."""
+
+Call = TypeVar("Call", bound=tuple[Any, ...])
+
+
+class BackendPath(CallPath[Call]):
+    """An op that is a GEMM, which backends compute.
+
+    A ``Call`` has the fields ``a``, ``block_size``, ``scale_format``, ``scale_layout`` and ``backend``, among others.
+
+    Args:
+        a, b: formats of the activations and of the weight.
+        over: what experts divide, as in ``gemm.problem.Grouping``.
+        gates_input: whether a row of ``a`` is gate and up, of which SwiGLU makes activations, in 16 bits.
+        quantises_input: whether activations, which calls pass in 16 bits, are quantised to FP4 first, by the call's
+            ``global_scale``: the ``a_scale`` of a ``GemmCall``.
+    """
+
+    renames: ClassVar = {"w": "b", "w_scale": "b_scale"}
+    has_backends = True
+    takes_rows: bool
+    """Whether the op takes the weight by rows, (N, K) or (E, N, K), not its transposed view."""
+
+    def __init__(
+        self,
+        a: Literal["fp4", "fp8", "16-bit"],
+        b: Literal["fp4", "fp8"],
+        over: Literal["none", "k", "n", "rows"],
+        gates_input: bool = False,
+        quantises_input: bool = False,
+    ) -> None:
+        super().__init__()
+        self.a, self.b, self.over = a, b, over
+        self.gates_input, self.quantises_input = gates_input, quantises_input
+        self.takes_rows = over != "none"
+
+    def problem(self, call: Any) -> "GemmProblem":
+        """The problem that a checked call is."""
+        raise NotImplementedError
+
+    def ready_launcher(self, *how: Any, **named: Any) -> Launcher[Call]:
+        """A launcher for a problem, a choice, its kernels and a target."""
+        raise NotImplementedError
+
+    def flops(self, a_shape: Any, b_shape: Any) -> int:
+        """Multiplications and additions of all pairs of a row and a column: what routing leaves out is not known."""
+        *lead, _ = a_shape
+        n, k = (b_shape[-2], b_shape[-1]) if self.takes_rows else (b_shape[1], b_shape[0])
+        rows = b_shape[0] if self.over == "n" else 1
+        for extent in lead:
+            rows *= extent
+        return int(2 * rows * n * k * (2 if self.b == "fp4" else 1))
+
+    def fp4_format(self, call: Any) -> tuple[FP4Format, ScaleLayout, ScaleLayout]:
+        """The format, and the layouts of the activations' scales and of the weight's."""
+        fmt, layout = _checks.check_fp4_format(self.op, call.block_size, call.scale_format, call.scale_layout)
+        b_layout = weight_layout(layout)
+        if self.a != "fp4" and layout != b_layout:
+            raise ValueError(
+                f"cute::{self.op}: scale_layout={layout.name!r} is for activations; use '128x4' or 'linear'"
+            )
+        return fmt, layout, b_layout
+
+    def check_fp4_scale(
+        self, name: str, scale: Tensor, matrix: tuple[int, ...], fmt: FP4Format, layout: ScaleLayout
+    ) -> None:
+        """``scale`` is that of an FP4 matrix."""
+        _checks.check_dtype(self.op, name, scale, fmt.scale_dtypes)
+        shape = fp4_shapes(matrix, fmt, layout)[1]
+        _checks.check_shape(self.op, name, scale, shape, f"the {layout.name} scales of {name[0]}")
+
+    def check_activations(self, call: Any, k: int, fmt: FP4Format, layout: ScaleLayout) -> None:
+        """``a`` has rows of ``k`` elements: of 16 bits, or in FP4 with their scales."""
+        op, a, columns = self.op, call.a, {"k": "E·I", "n": "H"}.get(self.over, "2·K" if self.gates_input else "K")
+        line = "a row of w" if self.takes_rows else "a column of b"
+        _checks.check_matrix(op, "a", a, f"(M, {columns}/2)" if self.a == "fp4" else f"(M, {columns})")
+        m = a.shape[0]
+        if self.a == "16-bit":
+            _checks.check_dtype(op, "a", a, SIXTEEN_BIT)
+            meaning = f"the {k} elements that {line} has"
+            if self.gates_input:
+                meaning = f"gate and up for each of {meaning}"
+            _checks.check_shape(op, "a", a, (m, self.a_width(k)), f"{meaning}{self.hint(call)}")
+            if self.quantises_input:
+                _checks.check_global_scale(op, call.a_scale, fmt, "a", a.device)
+        else:
+            _checks.check_packed(op, "a", a, fmt)
+            _checks.check_shape(op, "a", a, (m, k // 2), f"the {k // 2} bytes that {line} has{self.hint(call)}")
+            self.check_fp4_scale("a_scale", call.a_scale, (m, k), fmt, layout)
+
+    def a_width(self, k: int) -> int:
+        """Elements of a row of ``a``, for sums of ``k``."""
+        return 2 * k if self.gates_input else k
+
+    def hint(self, call: Any) -> str:
+        """What to do, if ``a`` would fit the transposed ``b``."""
+        packed = self.b == "fp4" and self.a != "fp4"
+        fits = not self.takes_rows and self.a_width(call.b.shape[1] * (2 if packed else 1)) == call.a.shape[-1]
+        return "; pass b as weight.t()" if fits else ""
+
+    def chosen(self, name: str, value: str | None, choices: Mapping[Any, Any]) -> Any:
+        """What a property's value stands for.
+
+        Raises:
+            ValueError: for a value that is none of the choices.
+        """
+        if value not in choices:
+            expected = ", ".join(map(repr, choices))
+            raise ValueError(f"cute::{self.op}: {name} is {value!r}; expected one of {expected}")
+        return choices[value]
+
+    def check_backend(self, call: Any) -> None:
+        """The backend is one that there is, and that runs where the tensors are."""
+        names = tuple(gemm_package().select.candidates(self.problem(call))) if call.backend != AUTO else ()
+        if call.backend != AUTO and (call.backend not in names or call.a.device.type == "cpu"):
+            self._choose(self.problem(call), 1, gemm_package().select.target_of(torch.device("cpu")), call.backend)
+
+    def make_launcher(self, call: Any, device: int) -> Launcher[Call]:
+        select = gemm_package().select
+        problem, target = self.problem(call), select.target_of(torch.device("cuda", device))
+        m = bucket(call.a.shape[-2])
+        may_tune = tuning.is_on() and call.backend == AUTO
+        if may_tune and not torch.cuda.is_current_stream_capturing():
+            gemm_package().tune.tune(self.op, problem, m, target)
+            may_tune = False
+        choice = self._choose(problem, m, target, call.backend)
+        kernels = () if target.arch is None else choice.backend.kernels(problem, choice.tactic, target.arch)
+        self.require_loaded(kernels, call, device)
+        # In a capture nothing is tuned: a call after it may have to be.
+        return self.ready_launcher(problem, choice, kernels, target, is_kept=not may_tune)
+
+    def kernels(self, call: Any, arch: Arch) -> tuple[KernelSpec, ...]:
+        problem, m = self.problem(call), bucket(call.a.shape[-2])
+        choices = (self._choose(problem, m, target, call.backend) for target in gemm_package().cost.usual_targets(arch))
+        kernels = (kernel for one in choices for kernel in one.backend.kernels(problem, one.tactic, arch))
+        return tuple(dict.fromkeys(kernels))
+
+    def backends(self, call: Any, where: torch.device | Arch) -> dict[str, str | None]:
+        select = gemm_package().select
+        reasons: dict[str, str | None] = select.reasons(self.problem(call), select.target_of(where))
+        return reasons
+
+    def _choose(self, problem: "GemmProblem", m: int, target: "Target", backend: str) -> "Choice":
+        try:
+            choice: Choice = gemm_package().select.choose(problem, m, target, backend)
+            return choice
+        except ValueError as error:
+            raise ValueError(f"cute::{self.op}: {error}") from None
+
+
+class BackendLauncher(Launcher[Call]):
+    """A backend and a tactic, ready to compute.
+
+    Args:
+        problem, choice, target: what is computed, how and where.
+        kernels: what it launches.
+        is_kept: as of ``Launcher``.
+    """
+
+    def __init__(
+        self,
+        problem: "GemmProblem",
+        choice: "Choice",
+        kernels: tuple[KernelSpec, ...],
+        target: "Target",
+        *,
+        is_kept: bool,
+    ) -> None:
+        self.kernels, self.is_kept = kernels, is_kept
+        self.compute = choice.backend.launcher(problem, choice.tactic, target)
+        self.is_direct = choice.backend.checks_operands(problem, choice.tactic)
+        self.device, self.n, self.dtype = target.device, problem.n, problem.out_dtype
+
+
+def fp4_zeros(
+    shape: tuple[int, ...], fmt: FP4Format, layout: ScaleLayout, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales, zero bytes, of a matrix of this shape."""
+    codes, scale = (torch.zeros(each, dtype=torch.uint8, device=device) for each in fp4_shapes(shape, fmt, layout))
+    return codes, scale.view(fmt.scale_dtype)
+
+
+def check_bias(
+    op: str,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    device: torch.device,
+    of: str = "a column of the result",
+) -> None:
+    """``bias`` is absent, or has this shape, on ``device``, in float32 or ``dtype``."""
+    if bias is not None:
+        _checks.check_dtype(op, "bias", bias, tuple(dict.fromkeys((torch.float32, dtype))))
+        _checks.check_shape(op, "bias", bias, shape, f"one element {of}")
+        _checks.check_device(op, "bias", bias, "a", device)
+
+
+def seen_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor itself, or its bytes as ``dtype``."""
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
+@cache
+def gemm_package() -> ModuleType:
+    """The package of backends, which a process without a GEMM does not import; it imports kernels' configurations."""
+    import torch_cute_ops.gemm as gemm
+    import torch_cute_ops.gemm.cost
+    import torch_cute_ops.gemm.problem
+    import torch_cute_ops.gemm.select
+    import torch_cute_ops.gemm.tune  # noqa: F401
+
+    return gemm
