@@ -22,6 +22,7 @@ import torch_cute_ops.nn
 from torch_cute_ops.gemm import select
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.integrations import inductor
+from torch_cute_ops.integrations._inductor_graph import call_op, named_arguments
 from torch_cute_ops.ops._with_gemm import gates_with_gemm, prefetches_with_gemm, quantises_with_gemm
 from torch_cute_ops.runtime.arch import ARCHS
 
@@ -372,7 +373,7 @@ def prefetched(compiler):
     """Of each of our GEMMs in order: its op, its weight by rows, and what it brings into L2, nodes both."""
     for node in compiler.graphs[-1].graph.nodes:
         if str(node.target).startswith("cute.") and "mm_fp" in str(node.target):
-            named = inductor._named_arguments(node)
+            named = named_arguments(node)
             yield node.target._schema.name.removeprefix("cute::"), named["b"].args[0], named["prefetch"]
 
 
@@ -440,11 +441,11 @@ def test_a_weight_on_another_device_is_not_prefetched(monkeypatch):
         for rows, weight, scale in (nodes[::2], nodes[1::2]):
             b = graph.call_function(torch.ops.aten.permute.default, (weight, [1, 0]))
             b.meta["val"] = weight.meta["val"].permute(1, 0)
-            results.append(inductor._call(graph, "mm_fp4_weight_only", a=rows, b=b, b_scale=scale))
+            results.append(call_op(graph, "mm_fp4_weight_only", a=rows, b=b, b_scale=scale))
         graph.output(tuple(results))
         inductor.FuseQuantization()(graph)
     gemms = [node for node in graph.nodes if "mm_fp4" in str(node.target)]
-    assert len(gemms) == 2 and not any(inductor._named_arguments(node)["prefetch"] for node in gemms)
+    assert len(gemms) == 2 and not any(named_arguments(node)["prefetch"] for node in gemms)
 
 
 def test_where_gates_go_with_gemms(monkeypatch):

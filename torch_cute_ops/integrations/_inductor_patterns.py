@@ -1,0 +1,149 @@
+"""What norms and gates look like in graphs of ATen ops, in the forms in which models are written."""
+
+import operator
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import fx
+
+from torch_cute_ops.integrations._inductor_graph import Node, aten, is_call, value_of
+
+_CONVERT: Final = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+_MUL: Final = (aten.mul.Tensor, aten.mul.Scalar)
+_ADD: Final = (aten.add.Tensor, aten.add.Scalar)
+_FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Norm(NamedTuple):
+    """An RMSNorm of the last dimension."""
+
+    input: Node
+    weight: Node
+    eps: float
+
+
+def match_rms_norm(node: Node) -> Norm | None:
+    """``x · rsqrt(mean(x²) + eps) · weight``, with conversions anywhere between."""
+    for weight, scaled in _factors(_unconverted(node)):
+        if not isinstance(weight, fx.Node) or value_of(weight).dim() != 1:
+            continue
+        for x, root in _factors(_unconverted(scaled)):
+            eps = _eps_of_root(root, x)
+            if eps is None:
+                continue
+            source, factor = _unwidened(x), _unwidened(weight)
+            dtype = value_of(source).dtype
+            if value_of(factor).dtype not in (dtype, torch.float32):
+                factor = weight
+            if (
+                dtype in _FLOATS
+                and value_of(factor).dtype in (dtype, torch.float32)
+                and value_of(factor).shape == value_of(source).shape[-1:]
+                and value_of(source).shape == value_of(node).shape
+            ):
+                return Norm(source, factor, eps)
+    return None
+
+
+def _eps_of_root(node: Any, x: Node) -> float | None:
+    """That of ``rsqrt(mean(x²) + eps)``; ``None``: the node is something else."""
+    if not is_call(node, aten.rsqrt.default) and not (is_call(node, aten.pow.Tensor_Scalar) and node.args[1] == -0.5):
+        return None
+    total = node.args[0]
+    if not is_call(total, *_ADD) or not isinstance(total.args[1], (int, float)) or total.kwargs:
+        return None
+    mean, eps = total.args
+    if not is_call(mean, aten.mean.dim) or mean.kwargs or len(mean.args) != 3 or not mean.args[2]:
+        return None
+    square, dims, _ = mean.args
+    if [dim % value_of(square).dim() for dim in dims] != [value_of(square).dim() - 1]:
+        return None
+    if is_call(square, aten.pow.Tensor_Scalar):
+        squared = square.args[0] if square.args[1] == 2 else None
+    else:
+        squared = next((a for a, b in _factors(square) if a is b), None)
+    is_same = squared is not None and _unwidened(squared) is _unwidened(x)
+    return float(eps) if is_same else None
+
+
+def match_silu_mul(node: Node) -> Node | None:
+    """The tensor of which the first half is the gate, and the second half up, of ``silu(gate) * up``."""
+    for activated, up in _factors(_unconverted(node)):
+        if not isinstance(activated, fx.Node) or not isinstance(up, fx.Node):
+            continue
+        gate = _input_of_silu(_unconverted(activated))
+        if gate is None:
+            continue
+        first, second = _half(_unwidened(gate)), _half(_unwidened(up))
+        if first is not None and second is not None and first[0] is second[0] and (first[1], second[1]) == (0, 1):
+            return first[0] if value_of(first[0]).dtype in _FLOATS else None
+    return None
+
+
+def _input_of_silu(node: Node) -> Node | None:
+    """x of ``silu(x)``, of ``x / (1 + exp(-x))``, and of ``x * sigmoid(x)``."""
+    if is_call(node, aten.silu.default):
+        return _as_node(node.args[0])
+    if is_call(node, aten.div.Tensor):
+        x, total = node.args
+        if (
+            is_call(total, *_ADD)
+            and total.args[1] == 1
+            and not total.kwargs
+            and is_call(total.args[0], aten.exp.default)
+        ):
+            inverse = total.args[0].args[0]
+            if is_call(inverse, aten.neg.default) and inverse.args[0] is x:
+                return _as_node(x)
+    for x, sigmoid in _factors(node):
+        if is_call(sigmoid, aten.sigmoid.default) and sigmoid.args[0] is x:
+            return _as_node(x)
+    return None
+
+
+def _half(node: Node) -> tuple[Node, int] | None:
+    """The tensor that a node is one half of along the last dimension, and which."""
+    if is_call(node, operator.getitem):
+        parts, index = node.args
+        if not is_call(parts, aten.split.Tensor, aten.split_with_sizes.default):
+            return None
+        whole, sizes, *dim = parts.args
+        last = value_of(whole).dim() - 1
+        width = value_of(whole).shape[-1]
+        halves = [sizes] * 2 if isinstance(sizes, int) else [*sizes]
+        if (dim[0] if dim else 0) not in (last, -1) or halves * 2 != [width // 2] * 4 or width % 2:
+            return None
+        return whole, index
+    if is_call(node, aten.slice.Tensor):
+        whole, dim, begin, end, *step = node.args
+        last, width = value_of(whole).dim() - 1, value_of(whole).shape[-1]
+        if dim not in (last, -1) or width % 2 or step not in ([], [1]) or not isinstance(end, int):
+            return None
+        return {(0, width // 2): (whole, 0), (width // 2, width): (whole, 1)}.get((begin, min(end, width)))
+    return None
+
+
+def _as_node(value: Any) -> Node | None:
+    return value if isinstance(value, fx.Node) else None
+
+
+def _factors(node: Any) -> Iterator[tuple[Any, Any]]:
+    """Both orders of a product's factors; nothing if it is no product."""
+    if is_call(node, *_MUL):
+        a, b = node.args
+        yield a, b
+        yield b, a
+
+
+def _unconverted(node: Node) -> Any:
+    """What a node was before conversions between floating-point dtypes of 16 and 32 bits."""
+    while is_call(node, *_CONVERT) and {value_of(node).dtype, value_of(node.args[0]).dtype} <= {*_FLOATS}:
+        node = node.args[0]
+    return node
+
+
+def _unwidened(node: Node) -> Node:
+    """What a node was before it became float32, which loses nothing."""
+    is_wider = is_call(node, *_CONVERT) and value_of(node).dtype == torch.float32
+    return node.args[0] if is_wider and value_of(node.args[0]).dtype in _FLOATS else node
