@@ -1,0 +1,270 @@
+"""The pass for Inductor: norms and gates that it fuses with quantisations, and those that it leaves."""
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn.functional as F
+from support.inductor_graphs import (
+    EPS,
+    Compiler,
+    H,
+    assert_equal,
+    by_norm,
+    compiled,
+    fresh,  # noqa: F401  (a fixture)
+    llama_norm,
+    numbers,
+    torch_norm,
+)
+
+import torch_cute_ops as tco
+from torch_cute_ops.integrations import inductor
+
+QUANTISE = {
+    "nvfp4": (lambda x, g: tco.fp4_quantize(x, g), "fp4quant", lambda g: {"global_scale": g}),
+    "mxfp4 linear": (
+        lambda x, g: tco.fp4_quantize(x, block_size=32, scale_layout="linear"),
+        "fp4quant",
+        lambda g: {"block_size": 32, "scale_layout": "linear"},
+    ),
+    "fp8 row": (lambda x, g: tco.fp8_quantize(x), "fp8quant", lambda g: {}),
+    "fp8 static": (
+        lambda x, g: tco.fp8_quantize(x, g, "tensor"),
+        "fp8quant",
+        lambda g: {"scale": g, "granularity": "tensor"},
+    ),
+    "fp8 block": (
+        lambda x, g: tco.fp8_quantize(x, granularity="block128", scale_layout="column"),
+        "fp8quant",
+        lambda g: {"granularity": "block128", "scale_layout": "column"},
+    ),
+}
+by_format = pytest.mark.parametrize("kind", QUANTISE.values(), ids=QUANTISE)
+
+
+# What is fused
+
+
+@by_norm
+def test_norm(norm, device):
+    """Of rows under other leading dimensions, as linear layers flatten them."""
+    x, weight, g = numbers(2, 3, H, device=device), numbers(H, device=device), torch.full((1,), 3.0, device=device)
+    got, compiler = compiled(lambda x, weight, g: tco.fp4_quantize(norm(x, weight).flatten(0, 1), g), x, weight, g)
+    assert_equal(got, tco.rmsnorm_fp4quant(x.flatten(0, 1), weight, g, EPS))
+    assert compiler.quantising() == {"rmsnorm_fp4quant": 1} and "aten.rsqrt" not in compiler.calls()
+
+
+@by_format
+def test_formats(kind, device):
+    """Addition, norm and quantisation; then the gate of a merged layer."""
+    quantise, suffix, arguments = kind
+    x, weight, g = numbers(2, 5, H, device=device), numbers(H, device=device), torch.full((1,), 0.5, device=device)
+
+    def layer(x, weight, g):
+        residual = x * 2
+        total = residual + x
+        both = torch.cat((total, -total), -1)
+        gate, up = both.split(H, -1)
+        return *quantise(llama_norm(total, weight).flatten(0, 1), g), *quantise(F.silu(gate) * up, g)
+
+    got, compiler = compiled(layer, x, weight, g)
+    total = x * 2 + x
+    both = torch.cat((total, -total), -1)
+    norm_op, gate_op = getattr(tco, f"rmsnorm_{suffix}"), getattr(tco, f"silu_mul_{suffix}")
+    want = (*norm_op(total.flatten(0, 1), weight, eps=EPS, **arguments(g)), *gate_op(both, **arguments(g)))
+    assert_equal(got, want)
+    assert compiler.quantising() == {f"add_rmsnorm_{suffix}": 1, f"silu_mul_{suffix}": 1}
+    assert not any("clone" in name or "copy" in name for name in compiler.calls())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_dtypes(dtype):
+    x, weight = numbers(4, 2 * H, dtype=dtype), numbers(2 * H, dtype=torch.float32)
+
+    def layer(x, weight):
+        gate, up = x[..., :H], x[..., H:]
+        return *tco.fp8_quantize(torch_norm(x, weight.to(x.dtype))), *tco.fp8_quantize(gate * torch.sigmoid(gate) * up)
+
+    got, compiler = compiled(layer, x, weight)
+    assert_equal(got, (*tco.rmsnorm_fp8quant(x, weight.to(dtype), eps=EPS), *tco.silu_mul_fp8quant(x)))
+    assert compiler.quantising() == {"rmsnorm_fp8quant": 1, "silu_mul_fp8quant": 1}
+
+
+def test_a_norm_that_is_read_elsewhere():
+    """As by a router. FP4 has an op that writes it too."""
+    x, weight = numbers(4, H), numbers(H)
+
+    def layer(x, weight):
+        residual = x * 2
+        total = residual + x
+        norm = llama_norm(total, weight)
+        return norm.sum(-1), *tco.fp4_quantize(norm), total
+
+    got, compiler = compiled(layer, x, weight)
+    total = x * 2 + x
+    codes, scale, norm = tco.rmsnorm_fp4quant_with_norm(total, weight, eps=EPS)
+    assert_equal(got, (norm.sum(-1), codes, scale, total))
+    assert compiler.quantising() == {"add_rmsnorm_fp4quant_with_norm": 1}
+
+
+def test_scales_of_one_norm_that_differ():
+    """As of q and k that are not merged: each reads the sum that the first has written."""
+    x, weight, g, other = numbers(4, H), numbers(H), torch.full((1,), 0.5), torch.full((1,), 2.0)
+
+    def layer(x, weight, g, other):
+        total = x * 2 + x
+        norm = llama_norm(total, weight)
+        return *tco.fp4_quantize(norm, g), *tco.fp4_quantize(norm, other), total
+
+    got, compiler = compiled(layer, x, weight, g, other)
+    total = x * 2 + x
+    want = [tco.rmsnorm_fp4quant(total, weight, each, EPS) for each in (g, other)]
+    assert_equal(got, (*want[0], *want[1], total))
+    assert compiler.quantising() == {"add_rmsnorm_fp4quant": 1, "rmsnorm_fp4quant": 1}
+
+
+def test_equal_quantisations():
+    """Of one tensor, whatever it is reshaped to; those under another scale or layout stay."""
+    x, g = numbers(2, 3, H), torch.full((1,), 0.5)
+
+    def layers(x, g):
+        y = x * 2
+        return (
+            *tco.fp4_quantize(y.flatten(0, 1), g), *tco.fp4_quantize(y.flatten(0, 1), g), *tco.fp4_quantize(y, g),
+            *tco.fp4_quantize(y, g, scale_layout="linear"), *tco.fp4_quantize(y), *tco.fp8_quantize(y),
+            *tco.fp8_quantize(y), *tco.rmsnorm_fp8quant(y, y[0, 0]), *tco.rmsnorm_fp8quant(y, y[0, 0]),
+        )  # fmt: skip
+
+    got, compiler = compiled(layers, x, g)
+    assert_equal(got, layers(x, g))
+    # A weight that is sliced twice is two tensors.
+    assert compiler.quantising() == {"fp4_quantize": 4, "fp8_quantize": 1, "rmsnorm_fp8quant": 2}
+
+
+def test_symbolic_sizes():
+    def layer(x, weight):
+        total = x * 2 + x
+        return tco.fp8_quantize(llama_norm(total, weight).flatten(0, 1))
+
+    weight, compiler = numbers(H), Compiler()
+    with inductor_config.patch(post_grad_custom_pre_pass=inductor.FuseQuantization()), torch.no_grad():
+        run = torch.compile(layer, backend=compiler, fullgraph=True)
+        for shape in ((2, 3, H), (5, 7, H)):
+            x = numbers(*shape)
+            torch._dynamo.mark_dynamic(x, 0)
+            torch._dynamo.mark_dynamic(x, 1)
+            assert_equal(run(x, weight), tco.rmsnorm_fp8quant((x * 2 + x).flatten(0, 1), weight, eps=EPS))
+    assert len(compiler.graphs) == 1 and compiler.quantising() == {"add_rmsnorm_fp8quant": 1}
+
+
+# What is left
+
+
+def total_of_inputs(x, weight):
+    return tco.fp8_quantize(llama_norm(x + weight.expand_as(x), weight))
+
+
+def residual_read_later(x, weight):
+    a, b = (x * 2), (x * -4)
+    y = tco.fp8_quantize(llama_norm(a + b, weight))
+    return *y, a * 2, b * 3
+
+
+def residual_viewed_later(x, weight):
+    both = x * 2
+    a, b = both[:2], both[2:]
+    y = tco.fp8_quantize(llama_norm(a + b, weight))
+    return *y, both.sum(-1)
+
+
+def broadcast_sum(x, weight):
+    return tco.fp8_quantize(llama_norm((x * 2) + (weight * 2), weight))
+
+
+def residual_of_other_strides(x, weight):
+    a, b = x * 2, (x * -4).t().contiguous().t()
+    y = tco.fp8_quantize(llama_norm(a + b, weight))
+    return *y, a * 3
+
+
+@pytest.mark.parametrize(
+    "layer", [total_of_inputs, residual_of_other_strides, residual_read_later, residual_viewed_later, broadcast_sum]
+)
+def test_sums_that_are_not_in_place(layer):
+    x, weight = numbers(4, H), numbers(H)
+    before = x.clone(), weight.clone()
+    got, compiler = compiled(layer, x, weight)
+    want = layer(x, weight)
+    assert compiler.quantising() == {"rmsnorm_fp8quant": 1}
+    assert_equal(got[2:], want[2:])
+    assert_equal((x, weight), before)
+    decoded, expected = (each[0].float() * each[1] for each in (got, want))
+    assert (decoded - expected).norm() < 0.05 * expected.norm()  # a rounding of the norm may change a code
+
+
+def norm_read_by_another(x, weight):
+    norm = llama_norm(x, weight)
+    return *tco.fp8_quantize(norm), norm.sum(-1)
+
+
+def scale_of_the_norm(x, weight):
+    norm = llama_norm(x, weight)
+    return tco.fp4_quantize(norm, 2688 / norm.abs().amax().float().view(1))
+
+
+def up_first(x, weight):
+    up, gate = x.chunk(2, -1)
+    return tco.fp8_quantize(F.silu(gate) * up)
+
+
+def unequal_parts(x, weight):
+    gate, up, _ = x.split([16, 16, 32], -1)
+    return tco.fp8_quantize(F.silu(gate) * up)
+
+
+def halves_of_two(x, weight):
+    return tco.fp8_quantize(F.silu(x[:, : H // 2]) * (x * 2)[:, H // 2 :])
+
+
+def halves_of_the_rows(x, weight):
+    return tco.fp8_quantize(F.silu(x[:2]) * x[2:])
+
+
+def gelu(x, weight):
+    gate, up = x.chunk(2, -1)
+    return tco.fp8_quantize(F.gelu(gate) * up)
+
+
+def layer_norm(x, weight):
+    return tco.fp8_quantize(F.layer_norm(x, (H,), weight))
+
+
+def norm_of_columns(x, weight):
+    wide = x.float()
+    return tco.fp8_quantize((weight * (wide * torch.rsqrt(wide.pow(2).mean(0, keepdim=True) + EPS))).bfloat16())
+
+
+def norm_by_another(x, weight):
+    """Divided by the norm of another tensor."""
+    wide = x.float()
+    return tco.fp8_quantize((weight * (wide * torch.rsqrt(wide.cos().pow(2).mean(-1, keepdim=True) + EPS))).bfloat16())
+
+
+def without_eps(x, weight):
+    wide = x.float()
+    return tco.fp8_quantize((weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True)))).bfloat16())
+
+
+LEFT = [
+    norm_read_by_another, scale_of_the_norm, up_first, unequal_parts, halves_of_two, halves_of_the_rows, gelu,
+    layer_norm, norm_of_columns, norm_by_another, without_eps,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layer", LEFT)
+def test_left(layer):
+    x, weight = numbers(4, H), numbers(H)
+    got, compiler = compiled(layer, x, weight)
+    assert sum(compiler.quantising().values()) == 1 and {*compiler.quantising()} <= {"fp4_quantize", "fp8_quantize"}
+    for a, b in zip(got, layer(x, weight), strict=True):
+        assert (a.float() - b.float()).norm() <= 0.02 * b.float().norm()  # Inductor's own decompositions

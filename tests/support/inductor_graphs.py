@@ -1,0 +1,96 @@
+"""What tests of the pass for Inductor share: graphs as Inductor has made them, which run as they are, and norms."""
+
+import collections
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch.nn.functional as F
+from torch._dynamo.utils import detect_fake_mode
+from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx
+from torch._inductor.virtualized import V
+
+from torch_cute_ops.integrations import inductor
+
+H = 64
+EPS = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Nothing is compiled yet, and random numbers are the same in each test."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+class Compiler:
+    """Inductor as far as the passes over the graph; then the graph is run as it is, which needs no C++ compiler."""
+
+    def __init__(self) -> None:
+        self.graphs: list[torch.fx.GraphModule] = []
+
+    def __call__(self, module, inputs):
+        return compile_fx(module, inputs, inner_compile=self.inner)
+
+    def inner(self, graph, inputs, **_):
+        with V.set_fake_mode(detect_fake_mode(inputs)):
+            _recursive_post_grad_passes(graph, is_inference=True)
+        self.graphs.append(graph)
+
+        def run(arguments):
+            return graph(*arguments)
+
+        run._boxed_call = True
+        return run
+
+    def calls(self, index: int = -1) -> list[str]:
+        """The calls of a graph by name, but for views and the like."""
+        nodes = self.graphs[index].graph.nodes
+        return [str(node.target).removesuffix(".default") for node in nodes if node.op == "call_function"]
+
+    def quantising(self, index: int = -1) -> dict[str, int]:
+        """How often each of our ops is called that quantises."""
+        return {name: count for name, count in self.ours(index).items() if "quant" in name}
+
+    def ours(self, index: int = -1) -> dict[str, int]:
+        """How often each of our ops is called."""
+        names = [name for name in self.calls(index) if name.startswith("cute.")]
+        return dict(collections.Counter(name.removeprefix("cute.") for name in names))
+
+
+def compiled(function, *inputs):
+    compiler = Compiler()
+    with inductor_config.patch(post_grad_custom_pre_pass=inductor.FuseQuantization()), torch.no_grad():
+        results = torch.compile(function, backend=compiler, fullgraph=True)(*inputs)
+    return results, compiler
+
+
+def assert_equal(got, want):
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def numbers(*shape, device="cpu", dtype=torch.bfloat16):
+    return torch.randn(shape, dtype=dtype, device=device)
+
+
+def llama_norm(x, weight):
+    """As in the models of Hugging Face."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    return weight * wide.to(x.dtype)
+
+
+def late_norm(x, weight):
+    """As in gpt-oss: rounded once."""
+    wide = x.to(torch.float32)
+    return (weight * (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + EPS))).to(x.dtype)
+
+
+def torch_norm(x, weight):
+    return F.rms_norm(x, (x.shape[-1],), weight, EPS)
+
+
+NORMS = {"llama": llama_norm, "gpt-oss": late_norm, "torch": torch_norm}
+by_norm = pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
