@@ -99,10 +99,15 @@ def test_random_routing_takes_larger_tiles_of_an_fp4_weight():
     given = {"rows": ExpertLayout(True, False), "experts": 32}
     choices = {m: choose(fp8_fp4_problem(MXFP4, **given), 32 * m, HOPPER) for m in (4, 8, 16)}
     found = {m: (choice.backend.name, choice.tactic) for m, choice in choices.items()}
-    assert found == {4: ("blocks", (8, 1)), 8: ("blocks", (16, 1)), 16: ("blocks", (32, 1))}
+    assert found == {4: ("blocks", (8, 128, 1)), 8: ("blocks", (16, 128, 1)), 16: ("blocks", (32, 128, 1))}
     of_nvfp4 = {m: choose(fp8_fp4_problem(**given), 32 * m, HOPPER) for m in (4, 8, 16, 64)}
     found = {m: (choice.backend.name, choice.tactic) for m, choice in of_nvfp4.items()}
-    want = {4: ("registers", (8, 1)), 8: ("registers", (16, 1)), 16: ("wgmma", (32, 1)), 64: ("wgmma", (128, 1))}
+    want = {
+        4: ("registers", (8, 128, 1)),
+        8: ("registers", (16, 128, 1)),
+        16: ("wgmma", (32, 128, 1)),
+        64: ("wgmma", (128, 128, 1)),
+    }
     assert found == want
 
 
@@ -130,13 +135,20 @@ FASTEST = [
         },
     ),
     (fp8_problem(7168, 2048), {8: (16, 128, 1), 64: (128, 64, 1), 256: (128, 128, 1), 8192: (128, 128, 1)}),
-    (fp8_fp4_problem(n=2048), {1: ("registers", 8, 6)}),
-    (fp8_fp4_problem(n=4096, k=4096), {1: ("registers", 8, 3), 16: ("registers", 16, 3), 64: (64, 3)}),
-    (fp8_fp4_problem(n=6144, k=4096), {1: ("registers", 8, 2)}),
-    (fp8_fp4_problem(n=4096, k=14336), {1: ("registers", 8, 3), 64: (64, 3)}),
+    (fp8_fp4_problem(n=2048), {1: ("registers", 8, 128, 6)}),
+    (fp8_fp4_problem(n=4096, k=4096), {1: ("registers", 8, 128, 3), 16: ("registers", 16, 128, 3), 64: (64, 128, 3)}),
+    (fp8_fp4_problem(n=6144, k=4096), {1: ("registers", 8, 128, 2)}),
+    (fp8_fp4_problem(n=4096, k=14336), {1: ("registers", 8, 128, 3), 64: (64, 128, 3)}),
     (
         fp8_fp4_problem(n=28672, k=4096),
-        {1: ("registers", 8, 1), 16: ("registers", 16, 1), 32: (32, 1), 64: (64, 1), 128: (128, 1), 256: (256, 1)},
+        {
+            1: ("registers", 8, 128, 1),
+            16: ("registers", 16, 128, 1),
+            32: (32, 128, 1),
+            64: (64, 128, 1),
+            128: (128, 128, 1),
+            256: (256, 128, 1),
+        },
     ),
     (fp4_problem(4096, 14336), {1: (1, 160, 4), 8: (8, 160, 4), 16: (16, 192, 5), 64: (64, 256, 6)}),
     (fp4_problem(4096, 4096), {1: (1, 160, 4), 8: (8, 160, 4), 16: (16, 192, 4), 64: (64, 256, 6)}),

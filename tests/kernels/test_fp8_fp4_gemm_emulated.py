@@ -133,7 +133,7 @@ def recoded(case: FP8FP4GemmCase, b: torch.Tensor, b_scale: torch.Tensor, seed: 
     return weight[0].t() if is_plain else weight, notes
 
 
-def case(fmt, scale_layout: str, layout: str, tile: tuple[int, int], *epilogue: Any) -> FP8FP4GemmCase:
+def case(fmt, scale_layout: str, layout: str, tile: tuple[int, ...], *epilogue: Any) -> FP8FP4GemmCase:
     family = "fp8_fp4_recoded" if tile == RECODED else "fp8_fp4_wgmma"
     return FP8FP4GemmCase(fmt, scale_layout, layout, tile, Epilogue(*epilogue), family=family)
 
@@ -160,29 +160,34 @@ def prefetching(of: FP8FP4GemmCase) -> FP8FP4GemmCase:
 
 # Ragged sizes, a last K block of 64 elements, experts without rows or that begin within a tile of scales.
 RUNS = [
-    Run(case(NVFP4, "128x4", "plain", (32, 1), FP32), (5,), 136, 1344, 1),
-    Run(case(MXFP4, "linear", "plain", (32, 4), BF16, "column", BF16), (9,), 72, 64, 4),
-    Run(case(NVFP4, "linear", "counted", (32, 1), BF16, "expert", FP32), (0, 33, 1), 72, 192, 2),
-    Run(case(MXFP4, "128x4", "masked", (64, 2), FP16, "expert_column"), (3, 0, 70), 136, 320, 4, room=72),
-    Run(case(NVFP4, "128x4", "offsets", (32, 4), BF16, "one"), (0, 32), 200, 640, 8),
-    Run(by_blocks("128x4", "plain", (8, 1), FP32), (5,), 136, 1344, 1),
-    Run(by_blocks("128x4", "counted", (8, 2), BF16, "expert_column", BF16), (3, 9, 0), 136, 1088, 2),
-    Run(by_blocks("linear", "plain", (16, 4), BF16, "column", BF16), (9,), 72, 64, 4),
-    Run(by_blocks("linear", "counted", (32, 1), BF16, "expert", FP32), (0, 33, 1), 72, 192, 2),
-    Run(by_blocks("128x4", "masked", (16, 1), FP16, "expert_column"), (3, 0, 20), 136, 1152, 2, room=24),
-    Run(by_blocks("128x4", "offsets", (16, 3), BF16, "one"), (0, 32), 200, 640, 6),
-    Run(in_registers("128x4", "plain", (8, 1), FP32), (5,), 136, 1344, 1),
-    Run(in_registers("128x4", "counted", (8, 2), BF16, "expert_column", BF16), (3, 9, 0), 136, 1088, 2),
-    Run(in_registers("linear", "plain", (16, 4), BF16, "column", BF16), (9,), 72, 64, 4),
-    Run(in_registers("128x4", "masked", (16, 1), FP16, "expert_column"), (3, 0, 20), 136, 2176, 2, room=24),
-    Run(in_registers("linear", "offsets", (16, 3), BF16, "one"), (0, 32), 200, 640, 6),
-    Run(case(MXFP4, "128x4", "plain", (128, 1), FP32, "column", FP32), (130,), 136, 192, 2),
-    Run(case(NVFP4, "linear", "counted", (128, 1), BF16), (3, 70, 0), 72, 640, 1),
-    Run(case(NVFP4, "128x4", "masked", (128, 1), FP32, "expert_column", FP32), (3, 0, 70), 136, 64, 1, room=72),
-    Run(case(NVFP4, "128x4", "plain", (256, 1), FP32, "column", FP32), (200,), 136, 704, 2),
-    Run(case(MXFP4, "linear", "counted", (256, 1), BF16, "expert", BF16), (3, 257, 0), 72, 192, 2),
+    Run(case(NVFP4, "128x4", "plain", (32, 128, 1), FP32), (5,), 136, 1344, 1),
+    Run(case(MXFP4, "linear", "plain", (32, 128, 4), BF16, "column", BF16), (9,), 72, 64, 4),
+    Run(case(NVFP4, "linear", "counted", (32, 128, 1), BF16, "expert", FP32), (0, 33, 1), 72, 192, 2),
+    Run(case(MXFP4, "128x4", "masked", (64, 128, 2), FP16, "expert_column"), (3, 0, 70), 136, 320, 4, room=72),
+    Run(case(NVFP4, "128x4", "offsets", (32, 128, 4), BF16, "one"), (0, 32), 200, 640, 8),
+    Run(by_blocks("128x4", "plain", (8, 128, 1), FP32), (5,), 136, 1344, 1),
+    Run(by_blocks("128x4", "counted", (8, 128, 2), BF16, "expert_column", BF16), (3, 9, 0), 136, 1088, 2),
+    Run(by_blocks("linear", "plain", (16, 128, 4), BF16, "column", BF16), (9,), 72, 64, 4),
+    Run(by_blocks("linear", "counted", (32, 128, 1), BF16, "expert", FP32), (0, 33, 1), 72, 192, 2),
+    Run(by_blocks("128x4", "masked", (16, 128, 1), FP16, "expert_column"), (3, 0, 20), 136, 1152, 2, room=24),
+    Run(by_blocks("128x4", "offsets", (16, 128, 3), BF16, "one"), (0, 32), 200, 640, 6),
+    Run(in_registers("128x4", "plain", (8, 128, 1), FP32), (5,), 136, 1344, 1),
+    Run(in_registers("128x4", "counted", (8, 128, 2), BF16, "expert_column", BF16), (3, 9, 0), 136, 1088, 2),
+    Run(in_registers("linear", "plain", (16, 128, 4), BF16, "column", BF16), (9,), 72, 64, 4),
+    Run(in_registers("128x4", "masked", (16, 128, 1), FP16, "expert_column"), (3, 0, 20), 136, 2176, 2, room=24),
+    Run(in_registers("linear", "offsets", (16, 128, 3), BF16, "one"), (0, 32), 200, 640, 6),
+    Run(case(MXFP4, "128x4", "plain", (128, 128, 1), FP32, "column", FP32), (130,), 136, 192, 2),
+    Run(case(NVFP4, "linear", "counted", (128, 128, 1), BF16), (3, 70, 0), 72, 640, 1),
+    Run(case(NVFP4, "128x4", "masked", (128, 128, 1), FP32, "expert_column", FP32), (3, 0, 70), 136, 64, 1, room=72),
+    Run(case(NVFP4, "128x4", "plain", (256, 128, 1), FP32, "column", FP32), (200,), 136, 704, 2),
+    Run(case(MXFP4, "linear", "counted", (256, 128, 1), BF16, "expert", BF16), (3, 257, 0), 72, 192, 2),
+    # Each consumer warpgroup has half of the rows of a.
+    Run(case(NVFP4, "128x4", "plain", (32, 64, 1), FP32, "column", FP32), (5,), 200, 1344, 2),
+    Run(case(MXFP4, "linear", "counted", (64, 64, 2), BF16, "expert"), (3, 70, 0), 72, 320, 4),
+    Run(case(MXFP4, "128x4", "plain", (64, 64, 2), FP16), (77,), 136, 448, 4),
+    Run(case(NVFP4, "128x4", "masked", (32, 64, 1), BF16, "expert_column"), (3, 0, 40), 72, 192, 1, room=40),
     # CTAs of a cluster without a K block, and clusters without a tile
-    Run(case(NVFP4, "linear", "counted", (64, 6), BF16), (0, 5), 72, 448, 12),
+    Run(case(NVFP4, "linear", "counted", (64, 128, 6), BF16), (0, 5), 72, 448, 12),
     Run(case(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (130,), 136, 704, 2),
     Run(case(MXFP4, "linear", "counted", RECODED, BF16, "expert_column", BF16), (3, 130, 0), 72, 192, 2),
     Run(case(NVFP4, "linear", "masked", RECODED, BF16, "expert_column", FP32), (3, 0, 70), 136, 320, 4, room=72),
@@ -190,8 +195,8 @@ RUNS = [
     Run(beside(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (130,), 264, 704, 2),
     Run(beside(MXFP4, "linear", "plain", RECODED, BF16, "column", BF16), (3,), 200, 2112, 2),
     # Several tiles of a CTA, and a cluster
-    Run(prefetching(by_blocks("128x4", "plain", (16, 1), FP32)), (5,), 392, 640, 2),
-    Run(prefetching(in_registers("linear", "plain", (8, 2), BF16)), (5,), 72, 1088, 2),
+    Run(prefetching(by_blocks("128x4", "plain", (16, 128, 1), FP32)), (5,), 392, 640, 2),
+    Run(prefetching(in_registers("linear", "plain", (8, 128, 2), BF16)), (5,), 72, 1088, 2),
 ]
 
 
@@ -217,11 +222,11 @@ def test_nothing_is_launched_on_overlap(layout: str, recodes: bool) -> None:
 
 # More blocks than stages; and a cluster, of which one CTA has no block
 STATIC = [
-    Run(case(NVFP4, "128x4", "plain", (32, 1), FP32), (5,), 72, 1344, 1),
-    Run(case(MXFP4, "linear", "plain", (32, 2), BF16, "column", BF16), (9,), 72, 64, 2),
-    Run(in_registers("128x4", "plain", (8, 1), FP32), (5,), 72, 2368, 1),
-    Run(in_registers("linear", "plain", (16, 2), BF16, "column", BF16), (9,), 72, 64, 2),
-    Run(by_blocks("128x4", "plain", (8, 1), FP32), (5,), 72, 2368, 1),
+    Run(case(NVFP4, "128x4", "plain", (32, 128, 1), FP32), (5,), 72, 1344, 1),
+    Run(case(MXFP4, "linear", "plain", (32, 128, 2), BF16, "column", BF16), (9,), 72, 64, 2),
+    Run(in_registers("128x4", "plain", (8, 128, 1), FP32), (5,), 72, 2368, 1),
+    Run(in_registers("linear", "plain", (16, 128, 2), BF16, "column", BF16), (9,), 72, 64, 2),
+    Run(by_blocks("128x4", "plain", (8, 128, 1), FP32), (5,), 72, 2368, 1),
 ]
 
 
@@ -296,10 +301,16 @@ FAR = {NVFP4: [(1, 0x80), (0x81, 0xFF)], MXFP4: [(100, 140)]}
     ("fmt", "tile"),
     [
         pytest.param(fmt, tile, id=f"{fmt.name}-{'recoded' if tile == RECODED else tile[0]}-rows")
-        for fmt, tile in ((NVFP4, (128, 1)), (MXFP4, (32, 1)), (NVFP4, (256, 1)), (NVFP4, RECODED), (MXFP4, RECODED))
+        for fmt, tile in (
+            (NVFP4, (128, 128, 1)),
+            (MXFP4, (32, 128, 1)),
+            (NVFP4, (256, 128, 1)),
+            (NVFP4, RECODED),
+            (MXFP4, RECODED),
+        )
     ],
 )
-def test_scales_that_are_hard_to_encode(fmt: Any, tile: tuple[int, int]) -> None:
+def test_scales_that_are_hard_to_encode(fmt: Any, tile: tuple[int, ...]) -> None:
     """One K block: fp32 adds nothing up. Numbers are subnormal in e4m3, or zero, or NaN; totals change their units."""
     for scales in FAR[fmt]:
         check_hard_scales(case(fmt, "128x4", "plain", tile, FP32), scales)
@@ -309,25 +320,33 @@ def test_scales_that_are_hard_to_encode(fmt: Any, tile: tuple[int, int]) -> None
 def test_scales_that_are_hard_to_encode_in_registers(layout: str) -> None:
     """Half a K block, one, and one of each pair of consumers."""
     for scales, k in itertools.product(FAR[NVFP4], (64, 128, 256)):
-        check_hard_scales(in_registers(layout, "plain", (16, 1), FP32), scales, k)
+        check_hard_scales(in_registers(layout, "plain", (16, 128, 1), FP32), scales, k)
 
 
 @pytest.mark.parametrize("layout", ["128x4", "linear"])
 @pytest.mark.parametrize("scales", [(118, 140), (0, 19), (230, 256)], ids=["far", "least", "greatest and NaN"])
 def test_scales_of_blocks_that_are_hard(layout: str, scales: tuple[int, int]) -> None:
     """Codes are rounded to those of a larger scale, where they are 15 powers of two and more below the largest."""
-    check_hard_scales(by_blocks(layout, "plain", (16, 1), FP32), scales)
+    check_hard_scales(by_blocks(layout, "plain", (16, 128, 1), FP32), scales)
 
 
-@pytest.mark.parametrize(("tile", "k"), [((8, 1), 1088), ((16, 2), 448)], ids=["rounds of the ring", "cluster"])
+@pytest.mark.parametrize(
+    ("tile", "k"), [((8, 128, 1), 1088), ((16, 128, 2), 448)], ids=["rounds of the ring", "cluster"]
+)
 @pytest.mark.parametrize("seed", [None, 1])
-def test_codes_are_rounded_in_every_stage(tile: tuple[int, int], k: int, seed: int | None) -> None:
+def test_codes_are_rounded_in_every_stage(tile: tuple[int, ...], k: int, seed: int | None) -> None:
     """In both K blocks of a stage, and half a K block; whenever the helpers do it."""
     got, want = execute(Run(by_blocks("128x4", "plain", tile, FP32), (7,), 72, k, 2, scales=(118, 140)), seed=seed)
     assert (got - want).abs().max() < 1e-5 * want.abs().mean()
 
 
-CHANGES = [((8, 1), 392, 1088, 1), ((16, 2), 264, 1216, 2), ((64, 2), 264, 704, 2), ((128, 1), 136, 704, 1)]
+CHANGES = [
+    ((8, 128, 1), 392, 1088, 1),
+    ((16, 128, 2), 264, 1216, 2),
+    ((64, 128, 2), 264, 704, 2),
+    ((64, 64, 1), 200, 704, 1),
+    ((128, 128, 1), 136, 704, 1),
+]
 """Tile, N, K, CTAs: several rounds of the ring, several tiles of a CTA, clusters; half a K block at the end."""
 
 
@@ -335,7 +354,7 @@ CHANGES = [((8, 1), 392, 1088, 1), ((16, 2), 264, 1216, 2), ((64, 2), 264, 704, 
 def test_units_change_in_every_k_block(run: tuple) -> None:
     """Totals and sums of K blocks whose scales do not fit the unit of their row, before the last one too."""
     tile, n, k, ctas = run
-    given = "linear" if tile[1] > 1 else "128x4", "plain", tile, FP32
+    given = "linear" if tile[-1] > 1 else "128x4", "plain", tile, FP32
     of = in_registers(*given) if tile[0] < 32 else case(NVFP4, *given)
     for seed in (None, 1):
         got, want = execute(Run(of, (7,), n, k, ctas, scales=(0, 0x7F)), seed=seed)
@@ -351,16 +370,16 @@ def check_hard_scales(of: FP8FP4GemmCase, scales: tuple[int, int], k: int = 128)
 
 
 # A kernel of many rows takes 2 to 5 s to compile; these are some of ``RUNS``.
-SWAPPED = Run(case(NVFP4, "128x4", "masked", (32, 1), BF16), (3, 5), 136, 1792, 1, room=8)
-UNITS = Run(case(NVFP4, "linear", "counted", (128, 1), BF16), (130, 3), 120, 896, 1)
-PAIR = Run(case(MXFP4, "linear", "counted", (256, 1), BF16, "expert", BF16), (200, 3), 120, 896, 2)
+SWAPPED = Run(case(NVFP4, "128x4", "masked", (32, 128, 1), BF16), (3, 5), 136, 1792, 1, room=8)
+UNITS = Run(case(NVFP4, "linear", "counted", (128, 128, 1), BF16), (130, 3), 120, 896, 1)
+PAIR = Run(case(MXFP4, "linear", "counted", (256, 128, 1), BF16, "expert", BF16), (200, 3), 120, 896, 2)
 # So many K blocks that every step of an unrolled round of the ring is executed; and rows with units of their own, for
 # which there is another loop.
 WRITTEN = Run(case(MXFP4, "linear", "counted", RECODED, BF16, "expert_column", BF16), (130, 3), 120, 1408, 1)
 OWN_UNITS = Run(case(NVFP4, "128x4", "plain", RECODED, FP32), (130,), 120, 640, 1, scales=(0, 0x7F))
-BY_BLOCKS = Run(by_blocks("128x4", "masked", (16, 1), BF16), (3, 5), 136, 2304, 1, room=8)
+BY_BLOCKS = Run(by_blocks("128x4", "masked", (16, 128, 1), BF16), (3, 5), 136, 2304, 1, room=8)
 # Few K blocks, so that one pair of consumers may be a tile ahead of the other.
-IN_REGISTERS = Run(in_registers("128x4", "masked", (16, 1), BF16), (3, 5), 136, 768, 1, room=8)
+IN_REGISTERS = Run(in_registers("128x4", "masked", (16, 128, 1), BF16), (3, 5), 136, 768, 1, room=8)
 ORDERED = {
     "registers": IN_REGISTERS,
     "swapped": SWAPPED,

@@ -83,7 +83,7 @@ class FP8FP4GemmCase(KernelCase):
     fmt: FP4Format
     scale_layout: str
     layout: str
-    tile: tuple[int, int]
+    tile: tuple[int, ...]
     epilogue: Epilogue
     arch: str = "sm_90a"
     static_weight: bool = False
@@ -119,7 +119,7 @@ class FP8FP4GemmCase(KernelCase):
             return fp8_fp4_recoded.FP8FP4RecodedKernel(fp8_fp4_recoded.plan(**given, beside=self.beside))
         given |= {"layout": SCALE_LAYOUTS[self.scale_layout], "static_weight": self.static_weight}
         given["prefetches"] = self.prefetches
-        given |= dict(zip(("tokens", "splits"), self.tile, strict=True))
+        given |= dict(zip(("tokens", "columns", "splits"), self.tile, strict=True))
         if self.family == "fp8_fp4_wgmma":
             return fp8_fp4_wgmma.FP8FP4WgmmaKernel(fp8_fp4_wgmma.plan(fmt=self.fmt, **given))
         if self.family == "fp8_mxfp4_wgmma":
@@ -162,11 +162,11 @@ HAVE_SPILLED = (
 """Each with another way to finish sums."""
 
 
-def has_turn(fmt: FP4Format, tokens: int, splits: int) -> bool:
+def has_turn(fmt: FP4Format, tokens: int, columns: int, splits: int) -> bool:
     """Whether the compiled part has this format of a tile of ``fp8_fp4_wgmma``."""
-    sizes = sorted({rows for rows, _ in fp8_fp4_wgmma.TILES})
-    of_size = [count for rows, count in fp8_fp4_wgmma.TILES if rows == tokens]
-    return len(of_size) == 1 or (sizes.index(tokens) + of_size.index(splits) + (fmt == NVFP4)) % 2 == 0
+    sizes = sorted({tile[:2] for tile in fp8_fp4_wgmma.TILES})
+    of_size = [tile[2] for tile in fp8_fp4_wgmma.TILES if tile[:2] == (tokens, columns)]
+    return len(of_size) == 1 or (sizes.index((tokens, columns)) + of_size.index(splits) + (fmt == NVFP4)) % 2 == 0
 
 
 def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
@@ -197,7 +197,7 @@ def fp8_fp4_gemm_cases(every: bool) -> list[FP8FP4GemmCase | RecodeCase]:
     layouts, scales = itertools.cycle(FP8_LAYOUTS), itertools.cycle(("128x4", "linear", "linear", "128x4"))
     by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])
     by_column = itertools.cycle(PER_COLUMN)
-    cases = [FP8FP4GemmCase(NVFP4, "128x4", "plain", (64, 2), PER_COLUMN[0], static_weight=True)]
+    cases = [FP8FP4GemmCase(NVFP4, "128x4", "plain", (64, 128, 2), PER_COLUMN[0], static_weight=True)]
     cases.append(replace(cases[0], prefetches=True))
     for fmt, tile in itertools.product((NVFP4, MXFP4), fp8_fp4_wgmma.TILES):
         layout = next(layouts)

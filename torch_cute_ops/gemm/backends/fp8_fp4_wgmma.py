@@ -16,12 +16,16 @@ from torch_cute_ops.runtime.compiler import KernelSpec
 BLOCK_CLOCKS = {32: 730.0, 64: 900.0, 128: 1200.0, 256: 1080.0}
 """SM clocks per K block, by rows of ``a`` of a tile (measured on an H200): most of them to decode the weight, which
 hides transfers, and which the CTAs of a tile of 256 rows share."""
-SHARE_CLOCKS = 1200.0
-"""Clocks to add up the partial sums of a tile, per CTA that shares it but the first (measured on an H200)."""
+NARROW = {32: 0.72, 64: 0.6}
+"""Share of these clocks that a tile of half of the rows of the weight takes (measured on an H100)."""
+SHARE_CLOCKS = 1500.0
+SHARE_ROW_CLOCKS = 35.0
+"""Clocks to add up the partial sums of a tile, per CTA that shares it but the first: fixed, and per row (measured on an
+H100)."""
 
 
 class FP8FP4Wgmma(FP8FP4Backend):
-    """A tactic is (rows of ``a`` in a tile, CTAs that share it)."""
+    """A tactic is (rows of ``a`` in a tile, rows of the weight, CTAs that share it)."""
 
     name = "wgmma"
     tiles: ClassVar = fp8_fp4_wgmma.TILES
@@ -34,19 +38,19 @@ class FP8FP4Wgmma(FP8FP4Backend):
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
         rows = rows_of_expert(problem, m)
-        sizes = sorted({tokens for tokens, _ in self.tiles})
+        sizes = sorted({tokens for tokens, _, _ in self.tiles})
         # By random routing most experts have less than twice as many rows as on average.
         most = 2 * rows if has_random_rows(problem) else rows
         widest = next((tokens for tokens in sizes if tokens >= most), sizes[-1])
         # CTAs that share a tile beside others of the same columns read the weight more than once.
-        return tuple(
-            (tokens, splits) for tokens, splits in self.tiles if tokens <= widest and (splits == 1 or rows <= tokens)
-        )
+        return tuple(tile for tile in self.tiles if tile[0] <= widest and (tile[2] == 1 or rows <= tile[0]))
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         tile = self.tile(tactic)
         row_bytes = problem.b.row_bytes(BLOCK)
-        return tile.seconds(problem, m, target, self.block_clocks[tile.tokens], 0.0, row_bytes, SHARE_CLOCKS)
+        clocks = self.block_clocks[tile.tokens] * (1.0 if tile.columns == COLUMNS else NARROW[tile.tokens])
+        share_clocks = SHARE_CLOCKS + SHARE_ROW_CLOCKS * tile.tokens
+        return tile.seconds(problem, m, target, clocks, 0.0, row_bytes, share_clocks)
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
         tile = self.tile(tactic)
@@ -56,6 +60,7 @@ class FP8FP4Wgmma(FP8FP4Backend):
             rows=problem.grouping.rows,
             epilogue=problem.epilogue,
             tokens=tile.tokens,
+            columns=tile.columns,
             splits=tile.splits,
             arch=arch,
             pdl=settings.PDL,
@@ -65,5 +70,5 @@ class FP8FP4Wgmma(FP8FP4Backend):
         return (KernelSpec(self.kernel, config),)
 
     def tile(self, tactic: Tactic) -> Tile:
-        tokens, splits = map(int, tactic)
-        return Tile(tokens, COLUMNS, splits, row_ctas=2 if tokens == fp8_fp4_wgmma.PAIR else 1)
+        tokens, columns, splits = map(int, tactic)
+        return Tile(tokens, columns, splits, row_ctas=2 if tokens == fp8_fp4_wgmma.PAIR else 1)

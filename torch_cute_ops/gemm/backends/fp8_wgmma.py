@@ -24,9 +24,8 @@ WAIT = 0.345
 FEW_WAIT = 0.5
 """Share of a K block's transfer time that the MMAs wait for it, for tiles of 128 rows and of fewer (measured on an
 H200)."""
-SHARE_CLOCKS = 6500.0
-"""Clocks to add up the partial sums of a tile, per CTA that shares it but the first, where all CTAs together wait for
-memory (measured on an H200)."""
+SHARE_CLOCKS = 1500.0
+"""Clocks to add up the partial sums of a tile, per CTA that shares it but the first (measured on an H100)."""
 
 
 class FP8Wgmma(FP8Backend):

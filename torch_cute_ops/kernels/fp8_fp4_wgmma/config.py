@@ -18,10 +18,10 @@ PAIR: Final = 256
 LEAST: Final = 32
 """Rows of ``a`` of the smallest tile: for fewer each format has a kernel of its own, which is faster."""
 TILES: Final = (
-    *((tokens, splits) for tokens, columns, splits in fp8_wgmma.TILES if columns == COLUMNS and tokens >= LEAST),
-    (PAIR, 1),
+    *(tile for tile in fp8_wgmma.TILES if LEAST <= tile[0] < fp8_wgmma.MANY),
+    *((tokens, COLUMNS, 1) for tokens in (fp8_wgmma.MANY, PAIR)),
 )
-"""Rows of ``a`` of a tile, and CTAs that share its k."""
+"""Rows of ``a`` and of the weight of a tile, and CTAs that share its k."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,10 @@ class Config(UnitsConfig):
 
     @property
     def teams(self) -> int:
-        # As many as leave registers for the consumers' sums
-        return 3 if self.is_swapped else 2
+        # As many as leave registers for the consumers' sums, in whole warpgroups
+        if not self.is_swapped:
+            return 2
+        return 3 if self.columns == COLUMNS else 4
 
     @property
     def helpers(self) -> int:
@@ -58,12 +60,12 @@ class Config(UnitsConfig):
         # All but the consumers give some up: theirs are at most what the launch gives each thread.
         if not self.is_swapped:
             return 168, 56, 40
-        return (144, 72, 40) if self.tokens == GROUP_ROWS else (136, 80, 40)
+        return (144, 72, 40) if self.mma_columns == GROUP_ROWS else (136, 80, 40)
 
     @property
     def together(self) -> int:
         # More sums would leave too few registers for the decoding warps.
-        return 2 if self.tokens < GROUP_ROWS else 1
+        return 2 if self.mma_columns < GROUP_ROWS else 1
 
     @property
     def unrolls(self) -> bool:
@@ -71,7 +73,7 @@ class Config(UnitsConfig):
 
     @property
     def scales_ahead(self) -> int:
-        return 2 if self.tokens < GROUP_ROWS else 1
+        return 2 if self.mma_columns < GROUP_ROWS else 1
 
     @property
     def own_bytes(self) -> int:
@@ -81,7 +83,7 @@ class Config(UnitsConfig):
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""
         rows = self.tokens * self.row_ctas
-        if (rows, self.splits) not in TILES or self.columns != COLUMNS:
+        if (rows, self.columns, self.splits) not in TILES:
             return f"no tile has {rows} rows of a and {self.columns} of b, shared by {self.splits} CTAs"
         return super().reason_unsupported(arch)
 
@@ -89,4 +91,4 @@ class Config(UnitsConfig):
 def plan(*, tokens: int, **given: Any) -> Config | None:
     """As ``fp8_wgmma.with_most_stages`` does, for one of ``TILES``."""
     row_ctas = 2 if tokens == PAIR else 1
-    return fp8_wgmma.with_most_stages(Config, tokens=tokens // row_ctas, columns=COLUMNS, row_ctas=row_ctas, **given)
+    return fp8_wgmma.with_most_stages(Config, tokens=tokens // row_ctas, row_ctas=row_ctas, **given)

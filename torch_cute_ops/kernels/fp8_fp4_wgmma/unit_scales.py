@@ -19,8 +19,8 @@ class UnitScales(FP4WeightStages, UnitsKernel):
     config: UnitsConfig
 
     def _begin_scales(self, tile: Tile, lane, share) -> tuple:
-        """Of a lane's rows of the weight, four of the tile, the exponents of their units, as bytes; and how many rows
-        there are from the first of them on."""
+        """Of a lane's rows of the weight, every 32nd of the tile, the exponents of their units, as bytes; and how many
+        rows there are from the first of them on."""
         words = self._weight_scales(tile, lane, share.begin, share)
         exponents = Uint32(0)
         for i, one in enumerate(words):

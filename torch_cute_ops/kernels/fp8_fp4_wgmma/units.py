@@ -37,7 +37,7 @@ class UnitsKernel(FP8WgmmaKernel):
         """The scales of a lane's rows of ``a``, which are columns of swapped tiles."""
         c, scales = self.config, self._scales(stage, smem)
         if c.is_swapped:
-            return self._pairs(scales, consumer)
+            return self._token_scales_of(scales, consumer)
         return [scales[consumer.row], scales[consumer.row + 8]]
 
     def _read_flags(self, stage, consumer, smem) -> Uint32:

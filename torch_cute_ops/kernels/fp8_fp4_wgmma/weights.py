@@ -108,7 +108,7 @@ class FP4WeightStages(FP8WgmmaKernel):
         return cute.make_tensor(cute.recast_ptr(smem.columns, layout.inner, dtype=Uint8), layout.outer)
 
     def _load_scales(self, block, tile: Tile, lane, share) -> tuple:
-        """Those of the rows of ``a``, 32 at a time; then the words of a lane's four rows of the weight."""
+        """Those of the rows of ``a``, 32 at a time; then the words of a lane's rows of the weight."""
         return self._token_scales(block, tile, lane, share), self._weight_scales(tile, lane, block, share)
 
     def _weight_scales(self, tile: Tile, lane, block, share) -> list:
@@ -119,10 +119,11 @@ class FP4WeightStages(FP8WgmmaKernel):
         left = share.width * 2 // c.fmt.block_size - block * self.block_scales
         first = Int64(block) * self.block_scales
         if c.rows.is_plain and not c.layout.is_linear:
-            # Tiles are those of the layout, in which these rows follow each other.
+            # Tiles are those of the layout, or halves of them, in which these rows follow each other.
             row = c.layout.row_offset(Int64(tile.column) + lane, Int64(scale.shape[1]))
             at = scale.iterator + (row + c.layout.block_offset(first))
-            found = [ptx.load_if(at, 4 * i < left, 4, c.layout.block_offset(4 * i)) for i in range(words)]
+            count = c.columns // 32
+            found = [ptx.load_if(at, 4 * i < left, count, c.layout.block_offset(4 * i)) for i in range(words)]
             rows = [list(of_row) for of_row in zip(*found, strict=True)]
         else:
             rows = []

@@ -10,7 +10,7 @@ from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
 from torch_cute_ops.runtime.arch import Arch
 
 COLUMNS: Final = GROUPS * GROUP_ROWS
-"""Rows of the weight of a tile."""
+"""Rows of the weight of a tile, where each consumer warpgroup has its own."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class UnitsConfig(FP4WeightConfig):
     @property
     def place_scales(self) -> int:
         """Those of the rows of ``a``; for each row of the weight two powers that change units, and if the CTA decodes
-        it, four words that its tables follow from; and flags of each group of 32 rows."""
-        return self.units_at + 2 * self.columns + self.columns // 32
+        it, four words that its tables follow from; and a word of flags, in a piece of 16 bytes."""
+        return self.units_at + 2 * self.columns + 4
 
     @property
     def units_at(self) -> int:

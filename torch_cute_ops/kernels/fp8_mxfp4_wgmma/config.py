@@ -15,15 +15,16 @@ __all__ = ["Arguments", "Config", "plan"]
 
 BLOCKS: Final = BLOCK // MXFP4.block_size
 """Blocks of a K block."""
-TILES: Final = (*((tokens, splits) for tokens in (8, 16) for splits in (1, 2, 3, 4, 6)), (32, 1))
-"""Rows of ``a`` of a tile, and CTAs that share its k. The sums of blocks leave registers for no more."""
+TILES: Final = (*((tokens, COLUMNS, splits) for tokens in (8, 16) for splits in (1, 2, 3, 4, 6)), (32, COLUMNS, 1))
+"""Rows of ``a`` and of the weight of a tile, and CTAs that share its k. The sums of blocks leave registers for no more
+rows of ``a``."""
 
 
 @dataclass(frozen=True)
 class Config(LinesConfig):
     """Everything static about a kernel. N, K, R and the number of experts are not."""
 
-    tiles: ClassVar[tuple] = tuple((tokens, COLUMNS, splits) for tokens, splits in TILES)
+    tiles: ClassVar[tuple] = TILES
     fmt: ClassVar[FP4Format] = MXFP4
 
     @property
@@ -51,4 +52,4 @@ class Config(LinesConfig):
         return self.amounts_at + self.columns
 
 
-plan = functools.partial(fp8_wgmma.with_most_stages, Config, columns=COLUMNS)
+plan = functools.partial(fp8_wgmma.with_most_stages, Config)

@@ -170,7 +170,7 @@ class FP8MXFP4WgmmaKernel(LineStages):
         """Those of the blocks of a lane's two rows of the weight, and of its rows of ``a``."""
         rows = [load_words(self._row_factors(place, consumer.row + 8 * r, smem)) for r in range(2)]
         of_blocks = [[ptx.float_of(word) for word in words] for words in rows]
-        return of_blocks, self._pairs(self._scales(place, smem), consumer)
+        return of_blocks, self._token_scales_of(self._scales(place, smem), consumer)
 
     def _promote(self, sums, partial, factors: tuple) -> None:
         """Add up the sums of blocks, times their factors, and add that, times those of ``a``, to the totals."""

@@ -12,15 +12,15 @@ from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import COLUMNS, UnitsCo
 
 __all__ = ["Arguments", "Config", "plan"]
 
-TILES: Final = tuple((tokens, splits) for tokens in (8, 16) for splits in (1, 2, 3, 4, 6))
-"""Rows of ``a`` of a tile, and CTAs that share its k."""
+TILES: Final = tuple((tokens, COLUMNS, splits) for tokens in (8, 16) for splits in (1, 2, 3, 4, 6))
+"""Rows of ``a`` and of the weight of a tile, and CTAs that share its k."""
 
 
 @dataclass(frozen=True)
 class Config(LinesConfig, UnitsConfig):
     """Everything static about a kernel. N, K, R and the number of experts are not."""
 
-    tiles: ClassVar[tuple] = tuple((tokens, COLUMNS, splits) for tokens, splits in TILES)
+    tiles: ClassVar[tuple] = TILES
     fmt: ClassVar[FP4Format] = NVFP4
     k_groups: ClassVar[int] = SPAN
 
@@ -35,4 +35,4 @@ class Config(LinesConfig, UnitsConfig):
         return self.columns * self.tokens * 4
 
 
-plan = functools.partial(fp8_wgmma.with_most_stages, Config, columns=COLUMNS)
+plan = functools.partial(fp8_wgmma.with_most_stages, Config)

@@ -61,8 +61,8 @@ class Config(FP8TilesConfig):
 
     @property
     def token_parts(self) -> int:
-        """Parts of the rows of ``a`` of a swapped tile: where it has rows of ``b`` for one consumer warpgroup only, each
-        of the two takes half of the rows of ``a``."""
+        """Parts of the rows of ``a`` of a swapped tile: where it has rows of ``b`` for one consumer warpgroup only,
+        each of the two takes half of the rows of ``a``."""
         return GROUPS * GROUP_ROWS // self.columns if self.is_swapped else 1
 
     @property

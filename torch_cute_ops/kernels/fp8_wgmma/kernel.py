@@ -304,9 +304,10 @@ class FP8WgmmaKernel(FP8TilesKernel):
         words = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(2)))
         return [ptx.float_of(word) for word in words]
 
-    def _pairs(self, values: cute.Tensor, consumer) -> list:
-        """Those of all groups of a swapped tile."""
-        return [one for group in range(self.config.tokens // 8) for one in self._pair(values, group, consumer)]
+    def _token_scales_of(self, values: cute.Tensor, consumer) -> list:
+        """The values of a lane's rows of ``a`` in a swapped tile."""
+        own = cute.make_tensor(values.iterator + cute.assume(consumer.token, divby=2), values.layout)
+        return [one for group in range(self.config.mma_columns // 8) for one in self._pair(own, group, consumer)]
 
     def _read_flags(self, stage, consumer, smem) -> Any:
         """What tells ``_prepare`` what to do; read while the MMAs run."""
