@@ -274,6 +274,7 @@ def test_the_fewest_stages(tile: tuple[int, int, int]) -> None:
 GROUPS = Run(wgmma("counted", (128, 128, 1), BF16), (130, 3), 120, 1408, 1)
 SWAPPED = Run(wgmma("masked", (16, 128, 1), BF16), (3, 5), 136, 1792, 1, room=8)
 SHARED = Run(wgmma("masked", (16, 128, 2), BF16), (3, 5), 264, 512, 2, room=8)
+SENT = Run(wgmma("counted", (16, 128, 4), FP32, "expert_column", FP32), (3, 0, 30), 264, 640, 4)
 WARPS = Run(mma("counted", 16, BF16, arch="sm_120a"), (19, 3), 136, 768, 1)
 
 
@@ -302,7 +303,9 @@ def place_told_late(ptx: str) -> str:
         pytest.param(GROUPS, changed(r"bar\.sync\s+0", 1), id="table there"),
         pytest.param(SWAPPED, changed(WAIT, 0, PASSED), id="stage free, swapped"),
         pytest.param(SWAPPED, changed(r"wgmma\.wait_group\.sync\.aligned", None), id="MMAs done, swapped"),
-        pytest.param(SHARED, changed(WAIT, -1, PASSED), id="sums left"),
+        pytest.param(SHARED, changed(r"bar\.sync\s+1", None), id="sums left"),
+        pytest.param(SHARED, changed(WAIT, -1, PASSED), id="sums there"),
+        pytest.param(SENT, changed(r"fence\.proxy\.async", None), id="sums loaded"),
         pytest.param(SHARED, changed(WAIT, -2, PASSED), id="sums read"),
         pytest.param(SHARED, told_twice, id="peer told of sums"),
         pytest.param(SHARED, changed(r"barrier\.cluster\.(?:arrive|wait)", None), id="cluster meets"),
