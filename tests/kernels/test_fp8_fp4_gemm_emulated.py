@@ -186,6 +186,15 @@ RUNS = [
     Run(case(MXFP4, "linear", "counted", (64, 64, 2), BF16, "expert"), (3, 70, 0), 72, 320, 4),
     Run(case(MXFP4, "128x4", "plain", (64, 64, 2), FP16), (77,), 136, 448, 4),
     Run(case(NVFP4, "128x4", "masked", (32, 64, 1), BF16, "expert_column"), (3, 0, 40), 72, 192, 1, room=40),
+    # Numbers of rows that are no powers of two: one and two tiles of an expert, and one and two copies of a tile's rows
+    Run(by_blocks("linear", "offsets", (24, 128, 1), BF16, "one"), (0, 25, 7), 72, 1152, 2),
+    Run(by_blocks("128x4", "plain", (24, 128, 3), FP32, "column", FP32), (21,), 136, 640, 3),
+    Run(in_registers("128x4", "offsets", (24, 128, 1), BF16, "one"), (0, 25, 7), 72, 1152, 2),
+    Run(in_registers("linear", "plain", (24, 128, 1), FP32, "column", FP32), (21,), 136, 704, 2),
+    Run(case(MXFP4, "128x4", "offsets", (48, 128, 1), BF16, "expert", FP32), (0, 49, 5), 72, 192, 2),
+    Run(case(NVFP4, "linear", "masked", (80, 128, 1), FP16, "expert_column"), (81, 0, 37), 72, 640, 2, room=83),
+    Run(case(NVFP4, "128x4", "offsets", (96, 128, 1), FP32, "expert_column", FP32), (0, 101, 5), 136, 448, 2),
+    Run(case(MXFP4, "linear", "plain", (96, 64, 2), BF16, "column", BF16), (75,), 72, 640, 3),
     # CTAs of a cluster without a K block, and clusters without a tile
     Run(case(NVFP4, "linear", "counted", (64, 128, 6), BF16), (0, 5), 72, 448, 12),
     Run(case(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (130,), 136, 704, 2),

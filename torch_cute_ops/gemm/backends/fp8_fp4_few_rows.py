@@ -31,7 +31,7 @@ class FP8MXFP4Wgmma(FewRows):
     fmt: ClassVar = MXFP4
     family: ClassVar = fp8_mxfp4_wgmma
     tiles: ClassVar = fp8_mxfp4_wgmma.TILES
-    block_clocks: ClassVar = {8: 513.0, 16: 578.0, 32: 650.0}
+    block_clocks: ClassVar = {8: 513.0, 16: 578.0, 24: 614.0, 32: 650.0}
     kernel: ClassVar = fp8_mxfp4_wgmma.KERNEL
 
 
@@ -42,5 +42,5 @@ class FP8NVFP4Wgmma(FewRows):
     fmt: ClassVar = NVFP4
     family: ClassVar = fp8_nvfp4_wgmma
     tiles: ClassVar = fp8_nvfp4_wgmma.TILES
-    block_clocks: ClassVar = {8: 611.0, 16: 649.0}
+    block_clocks: ClassVar = {8: 611.0, 16: 649.0, 24: 687.0}
     kernel: ClassVar = fp8_nvfp4_wgmma.KERNEL

@@ -13,10 +13,10 @@ from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
-BLOCK_CLOCKS = {32: 730.0, 64: 900.0, 128: 1200.0, 256: 1080.0}
+BLOCK_CLOCKS = {32: 730.0, 48: 815.0, 64: 900.0, 80: 975.0, 96: 1050.0, 128: 1200.0, 256: 1080.0}
 """SM clocks per K block, by rows of ``a`` of a tile (measured on an H200): most of them to decode the weight, which
 hides transfers, and which the CTAs of a tile of 256 rows share."""
-NARROW = {32: 0.72, 64: 0.6}
+NARROW = {32: 0.72, 48: 0.66, 64: 0.6, 80: 0.6, 96: 0.6}
 """Share of these clocks that a tile of half of the rows of the weight takes (measured on an H100)."""
 SHARE_CLOCKS = 1500.0
 SHARE_ROW_CLOCKS = 35.0

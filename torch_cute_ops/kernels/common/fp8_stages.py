@@ -13,6 +13,10 @@ BLOCK: Final = FP8_BLOCK128.block_size
 """Elements of k of a K block, which share a scale."""
 GROUPS: Final = 2
 """Consumer warpgroups that share the rows of a tile."""
+SPLITS: Final = (1, 2, 3, 4, 6)
+"""Numbers of CTAs that share the k of a tile of few rows."""
+NARROW_SPLITS: Final = (1, 2)
+"""The same where the tile has half of the rows of the weight: clusters of two fill a GPU."""
 SCALE_WARPS: Final = WARPGROUP // 32 - 1
 """Warps that load scales: the producer's warpgroup but for the producer."""
 BARRIER_BYTES: Final = 272
@@ -147,13 +151,13 @@ class FP8TilesConfig:
 
     @property
     def box_rows(self) -> int:
-        """Rows of ``a`` of a copy, so that rows that do not exist need not be copied."""
-        return min(self.tokens, GROUP_ROWS)
+        """Rows of ``a`` of a copy, an equal part of the tile's, so that rows that do not exist need not be copied."""
+        return self.tokens // self.boxes
 
     @property
     def boxes(self) -> int:
         """The most such copies of a K block."""
-        return self.tokens // self.box_rows
+        return -(-self.tokens // GROUP_ROWS)
 
     @property
     def streams_weight(self) -> bool:

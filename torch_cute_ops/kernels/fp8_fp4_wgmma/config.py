@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Final
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.kernels import fp8_wgmma
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
-from torch_cute_ops.kernels.common.fp8_stages import BLOCK
+from torch_cute_ops.kernels.common.fp8_stages import BLOCK, NARROW_SPLITS, SPLITS
 from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
 from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import COLUMNS, UnitsConfig
 from torch_cute_ops.runtime.arch import Arch
@@ -18,8 +18,10 @@ PAIR: Final = 256
 LEAST: Final = 32
 """Rows of ``a`` of the smallest tile: for fewer each format has a kernel of its own, which is faster."""
 TILES: Final = (
-    *(tile for tile in fp8_wgmma.TILES if LEAST <= tile[0] < fp8_wgmma.MANY),
-    *((tokens, COLUMNS, 1) for tokens in (fp8_wgmma.MANY, PAIR)),
+    *((tokens, COLUMNS, splits) for tokens in (LEAST, GROUP_ROWS) for splits in SPLITS),
+    # Under random routing most experts of a mean of 32 or 64 rows have no more than these.
+    *((tokens, COLUMNS, 1) for tokens in (48, 80, 96, fp8_wgmma.MANY, PAIR)),
+    *((tokens, GROUP_ROWS, splits) for tokens in (LEAST, 48, GROUP_ROWS, 80, 96) for splits in NARROW_SPLITS),
 )
 """Rows of ``a`` and of the weight of a tile, and CTAs that share its k."""
 
@@ -33,6 +35,7 @@ class Config(UnitsConfig):
         row_ctas: CTAs of a cluster that share the decoded weight, each for ``tokens`` rows of ``a``.
     """
 
+    tiles: ClassVar[tuple] = tuple(tile for tile in TILES if tile[0] < PAIR)
     fmt: FP4Format
     row_ctas: int = 1
     stage_counts: ClassVar = range(10, 1, -1)
@@ -60,7 +63,7 @@ class Config(UnitsConfig):
         # All but the consumers give some up: theirs are at most what the launch gives each thread.
         if not self.is_swapped:
             return 168, 56, 40
-        return (144, 72, 40) if self.mma_columns == GROUP_ROWS else (136, 80, 40)
+        return (144, 72, 40) if self.mma_columns > LEAST else (136, 80, 40)
 
     @property
     def together(self) -> int:

@@ -7,7 +7,7 @@ from typing import ClassVar, Final
 from torch_cute_ops.formats import MXFP4, FP4Format
 from torch_cute_ops.kernels import fp8_wgmma
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
-from torch_cute_ops.kernels.common.fp8_stages import BLOCK
+from torch_cute_ops.kernels.common.fp8_stages import BLOCK, SPLITS
 from torch_cute_ops.kernels.fp8_fp4_wgmma.lines_config import SPAN, LinesConfig
 from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import COLUMNS
 
@@ -15,7 +15,7 @@ __all__ = ["Arguments", "Config", "plan"]
 
 BLOCKS: Final = BLOCK // MXFP4.block_size
 """Blocks of a K block."""
-TILES: Final = (*((tokens, COLUMNS, splits) for tokens in (8, 16) for splits in (1, 2, 3, 4, 6)), (32, COLUMNS, 1))
+TILES: Final = (*((tokens, COLUMNS, splits) for tokens in (8, 16, 24) for splits in SPLITS), (32, COLUMNS, 1))
 """Rows of ``a`` and of the weight of a tile, and CTAs that share its k. The sums of blocks leave registers for no more
 rows of ``a``."""
 
@@ -29,7 +29,8 @@ class Config(LinesConfig):
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        return 208, 56, 40
+        # Helpers with 24 rows would spill 8 bytes of 40 registers, where CTAs share a tile.
+        return (200, 56, 56) if self.tokens == 24 else (208, 56, 40)
 
     @property
     def together(self) -> int:

@@ -7,13 +7,15 @@ from typing import ClassVar, Final
 from torch_cute_ops.formats import NVFP4, FP4Format
 from torch_cute_ops.kernels import fp8_wgmma
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
+from torch_cute_ops.kernels.common.fp8_stages import SPLITS
 from torch_cute_ops.kernels.fp8_fp4_wgmma.lines_config import SPAN, LinesConfig
 from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import COLUMNS, UnitsConfig
 
 __all__ = ["Arguments", "Config", "plan"]
 
-TILES: Final = tuple((tokens, COLUMNS, splits) for tokens in (8, 16) for splits in (1, 2, 3, 4, 6))
-"""Rows of ``a`` and of the weight of a tile, and CTAs that share its k."""
+TILES: Final = (*((tokens, COLUMNS, splits) for tokens in (8, 16) for splits in SPLITS), (24, COLUMNS, 1))
+"""Rows of ``a`` and of the weight of a tile, and CTAs that share its k. With 24 rows consumers that share it would
+spill."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,9 @@ class Config(LinesConfig, UnitsConfig):
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        # A launch gives each of the 768 threads 80. What helpers give up goes to the consumers.
-        return 88, 80, 40
+        # A launch gives each of the 768 threads 80. What the others give up goes to the consumers. Helpers with 24 rows
+        # would spill 8 bytes of 40 registers.
+        return (88, 72, 56) if self.tokens == 24 else (88, 80, 40)
 
     @property
     def own_bytes(self) -> int:

@@ -28,6 +28,8 @@ LANES: Final = 4
 STEPS: Final = BLOCK // STEP
 BLOCKS: Final = 2
 """Blocks of a quarter."""
+PASS: Final = 16
+"""Rows of activations that a helper arranges at once."""
 PAIR: Final = GROUPS * WARPGROUP
 """Threads of a pair of consumer warpgroups."""
 ROWS: Final = 2
@@ -67,8 +69,14 @@ class FP8NVFP4WgmmaKernel(LineStages, UnitScales):
         second of each, and so on."""
         c = self.config
         base = smem.tokens + cute.assume((stage * SPAN + begun) * (c.tokens * BLOCK), divby=c.tokens * BLOCK)
+        for first in range_constexpr(0, c.tokens, PASS):
+            self._arrange_rows(base, first, min(PASS, c.tokens - first), lane)
+
+    @cute.jit
+    def _arrange_rows(self, base, first: int, rows: int, lane):
+        """Arrange the activations of so many rows, half of a row each lane."""
         # A lane has every other piece of a row.
-        row, odd = lane % c.tokens, lane // c.tokens % 2
+        row, odd = first + lane % rows, lane // rows % 2
         # Swizzles permute the pieces of a row by its number.
         of_row, swizzle = row * BLOCK, row % 8
         quarters = []
@@ -76,7 +84,7 @@ class FP8NVFP4WgmmaKernel(LineStages, UnitScales):
             piece = 2 * quarter + odd ^ swizzle
             quarters.append(load_words(self._piece(base, of_row + piece * PIECE)))
         cute.arch.sync_warp()
-        if lane < 2 * c.tokens:
+        if lane < 2 * rows:
             for i in range_constexpr(LANES):
                 piece = LANES * odd + i ^ swizzle
                 store_words([words[i] for words in quarters], self._piece(base, of_row + piece * PIECE))

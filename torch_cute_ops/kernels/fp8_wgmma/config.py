@@ -10,7 +10,7 @@ from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
 from torch_cute_ops.kernels.common.fit import first_fit
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
-from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS, SCALE_WARPS, FP8TilesConfig
+from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS, NARROW_SPLITS, SCALE_WARPS, SPLITS, FP8TilesConfig
 from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
 from torch_cute_ops.runtime.arch import Arch
 
@@ -19,9 +19,9 @@ __all__ = ["Arguments", "Config", "plan"]
 MANY: Final = 128
 """Rows of ``a`` of a tile with ``a`` on the M side; a tile with fewer has ``b`` there."""
 TILES: Final = (
-    *((tokens, 128, splits) for tokens in (16, 32, 64) for splits in (1, 2, 3, 4, 6)),
+    *((tokens, 128, splits) for tokens in (16, 32, 64) for splits in SPLITS),
     # More CTAs where there are few rows of b: of clusters of more than two not all that would fit run at once.
-    *((tokens, 64, splits) for tokens in (16, 32, 64) for splits in (1, 2)),
+    *((tokens, 64, splits) for tokens in (16, 32, 64) for splits in NARROW_SPLITS),
     *((MANY, columns, 1) for columns in (64, 128)),
 )
 """Rows of ``a`` and of ``b`` of a tile, and CTAs that share it."""
