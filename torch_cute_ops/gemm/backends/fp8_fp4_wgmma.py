@@ -13,10 +13,11 @@ from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
-BLOCK_CLOCKS = {32: 730.0, 48: 815.0, 64: 900.0, 80: 975.0, 96: 1050.0, 128: 1200.0, 256: 1080.0}
-"""SM clocks per K block, by rows of ``a`` of a tile (measured on an H200): most of them to decode the weight, which
-hides transfers, and which the CTAs of a tile of 256 rows share."""
-NARROW = {32: 0.72, 48: 0.66, 64: 0.6, 80: 0.6, 96: 0.6}
+BLOCK_CLOCKS = {32: 730.0, 48: 815.0, 64: 900.0, 80: 1090.0, 96: 1150.0, 128: 1200.0, 256: 1080.0}
+"""SM clocks per K block, by rows of ``a`` of a tile (measured on an H200; those of 80 and 96 on an H100, and of 48
+between its neighbours): most of them to decode the weight, which hides transfers, and which the CTAs of a tile of 256
+rows share."""
+NARROW = {32: 0.72, 48: 0.66, 64: 0.6, 80: 0.55, 96: 0.55}
 """Share of these clocks that a tile of half of the rows of the weight takes (measured on an H100)."""
 SHARE_CLOCKS = 1500.0
 SHARE_ROW_CLOCKS = 35.0
@@ -42,8 +43,15 @@ class FP8FP4Wgmma(FP8FP4Backend):
         # By random routing most experts have less than twice as many rows as on average.
         most = 2 * rows if has_random_rows(problem) else rows
         widest = next((tokens for tokens in sizes if tokens >= most), sizes[-1])
-        # CTAs that share a tile beside others of the same columns read the weight more than once.
-        return tuple(tile for tile in self.tiles if tile[0] <= widest and (tile[2] == 1 or rows <= tile[0]))
+        # CTAs that share a tile beside others of the same columns read the weight more than once. Experts have tiles
+        # enough, and those with half of the rows of the weight are slower.
+        return tuple(
+            (tokens, columns, splits)
+            for tokens, columns, splits in self.tiles
+            if tokens <= widest
+            and (splits == 1 or most <= tokens)
+            and (columns == COLUMNS or problem.grouping.rows.is_plain)
+        )
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         tile = self.tile(tactic)

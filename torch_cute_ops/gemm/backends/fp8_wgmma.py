@@ -38,11 +38,13 @@ class FP8Wgmma(FP8Backend):
 
     def tactics(self, problem: GemmProblem, m: int, target: Target) -> tuple[Tactic, ...]:
         rows = rows_of_expert(problem, m)
-        # CTAs that share a tile beside others of the same columns read the weight more than once: 10 % slower.
+        # CTAs that share a tile beside others of the same columns read the weight more than once: 10 % slower. Experts
+        # have tiles enough, so that those with few rows of both gain nothing.
         useful = [
             (tokens, columns, splits)
             for tokens, columns, splits in fp8_wgmma.TILES
-            if (tokens < MANY or rows > MANY // 4) and (splits == 1 or rows <= tokens)
+            if (rows > MANY // 4 if tokens == MANY else columns == BLOCK or problem.grouping.rows.is_plain)
+            and (splits == 1 or rows <= tokens)
         ]
         # Among equal estimates the first is taken: the fewest rows, the widest tile, the fewest CTAs.
         return tuple(sorted(useful, key=lambda tile: (tile[0], -tile[1], tile[2])))

@@ -162,7 +162,7 @@ class FP8TilesConfig:
     @property
     def streams_weight(self) -> bool:
         """Whether the weight is read once, as a rule."""
-        return self.tokens <= GROUP_ROWS
+        return self.tokens < 2 * GROUP_ROWS
 
     @property
     def stage_bytes(self) -> int:

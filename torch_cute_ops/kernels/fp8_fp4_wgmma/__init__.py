@@ -14,7 +14,9 @@ All is as in ``kernels.fp8_wgmma``, whose consumers, tiles, ring and clusters th
 3. Teams of warps decode K blocks in turns. A thread has a row, or half of one: for each block scale it makes a table of
    eight bytes, looks up four codes by one PRMT, and stores the e4m3 numbers where the MMAs read them. So a stage is
    full when it has arrived and has been decoded. A thread's instructions depend on each other; teams hide that.
-4. A tile of 256 rows of ``a`` is that of two CTAs of a cluster with 128 each. Each copies and decodes half of the
+4. With 64 rows of the weight in a tile, in place of 128, a team has two warps, and each consumer half of the rows of
+   ``a``.
+5. A tile of 256 rows of ``a`` is that of two CTAs of a cluster with 128 each. Each copies and decodes half of the
    weight's rows, and sends them to the other by bulk copies between their shared memories.
 
 Bytes moved: as ``fp8_wgmma``, with half of the weight, and its block scales.

@@ -22,12 +22,14 @@ tile start while the one before is multiplied.
 4. The epilogue finishes the totals. They are stored in whole lines, only in rows that the expert has, and, with rows of
    ``a`` on the M side, while the first MMAs of the next tile run (0.7 % faster with sixteen K blocks,
    32,768 x 7,168 x 2,048 on an H200).
-5. Where tiles are few, the CTAs of a cluster share one, each with a part of k (``splits``). They leave their totals in
-   shared memory; one barrier of each CTA (``left``) signals the others, which add up and store a share each, in the
-   order of the CTAs; a second one (``read``) signals when shared memory may be overwritten.
+5. Where tiles are few, the CTAs of a cluster share one, each with a part of k (``splits``), and a share of its rows of
+   ``a``. They send each other their totals of these rows (``st.async``), which a barrier of each CTA (``sent``) counts,
+   add up and store what they have received, in the order of the CTAs, and arrive at a second barrier (``read``) before
+   the next tile's totals are sent there.
 
 In tiles of 128 rows of ``a`` these are the M side. In tiles of fewer, the swapped ones, rows of ``b`` are: a weight is
-then streamed once, and the MMAs have hardly any rows that do not exist. An element's sum is in the order of k in
+then streamed once, and the MMAs have hardly any rows that do not exist. With 64 rows of ``b`` in place of 128 each
+consumer has all of them, and half of the rows of ``a``. An element's sum is in the order of k in
 either, within a part of k; which rows are computed together changes nothing.
 
 Bytes moved: ``b`` of experts that have rows, once for each tile of rows; ``a`` once for each tile of columns, mostly
