@@ -1,5 +1,7 @@
 """``mm_fp8_block`` and ``grouped_mm_fp8``: exactness, padding, and who has which rows."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.tactics import check_every_tactic
@@ -126,6 +128,18 @@ def test_every_tactic(name, m, k, epilogue):
             given["alpha"] = given["alpha"][:, 0].contiguous()
         for one in samples:
             check_every_tactic(OPS[op], name, one, {**given, "out_dtype": torch.float32}, target)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [9, 40])
+def test_clusters_with_several_tiles(m):
+    """On few SMs: sums are sent where those of the tile before have been read."""
+    target = target_of(torch.device("cuda", torch.cuda.current_device()))
+    if not target.arch.has_wgmma:
+        pytest.skip("needs Hopper's warpgroup MMA")
+    one = sample("", m, 1032, 1408, target.device, exact=True)
+    for _ in range(10):
+        check_every_tactic(OPS["mm_fp8_block"], "wgmma", one, {"out_dtype": torch.float32}, replace(target, sms=6))
 
 
 @pytest.mark.gpu

@@ -389,6 +389,9 @@ OWN_UNITS = Run(case(NVFP4, "128x4", "plain", RECODED, FP32), (130,), 120, 640, 
 BY_BLOCKS = Run(by_blocks("128x4", "masked", (16, 128, 1), BF16), (3, 5), 136, 2304, 1, room=8)
 # Few K blocks, so that one pair of consumers may be a tile ahead of the other.
 IN_REGISTERS = Run(in_registers("128x4", "masked", (16, 128, 1), BF16), (3, 5), 136, 768, 1, room=8)
+# Several tiles of a cluster; four teams of decoding warps, and two pairs of consumers
+NARROW = Run(case(NVFP4, "128x4", "masked", (32, 64, 2), BF16), (3, 5), 136, 1792, 2, room=8)
+IN_REGISTERS_SHARED = Run(in_registers("linear", "masked", (8, 128, 2), BF16), (3, 5), 136, 1280, 2, room=8)
 ORDERED = {
     "registers": IN_REGISTERS,
     "swapped": SWAPPED,
@@ -397,6 +400,8 @@ ORDERED = {
     "recoded": WRITTEN,
     "own units": OWN_UNITS,
     "blocks": BY_BLOCKS,
+    "narrow": NARROW,
+    "registers, shared": IN_REGISTERS_SHARED,
 }
 
 
@@ -435,7 +440,11 @@ WAITS = {
     "own units": (OWN_UNITS, 22),
     "blocks": (BY_BLOCKS, 5),
     "registers": (IN_REGISTERS, 7),
+    "registers, shared": (IN_REGISTERS_SHARED, 9),
+    "narrow": (NARROW, 15),
 }
+BETWEEN_TEAMS = [("narrow", wait) for wait in (4, 5, 7, 8, 9)]
+"""Waits of the same code as those of ``LATE``, for more teams."""
 OF_OWN_UNITS = (6, 7)
 """Waits of the loop for a recoded weight whose rows have units of their own. ``WRITTEN`` comes to all others."""
 FAULTS = {
@@ -466,7 +475,8 @@ def test_what_orders_it_is_needed(run: Run, edit: Any) -> None:
         pytest.param(run, wait, id=f"{name}-{wait}")
         for name, (run, count) in WAITS.items()
         for wait in range(count)
-        if (name, wait) not in LATE and (not run.case.is_recoded or (wait in OF_OWN_UNITS) == (run is OWN_UNITS))
+        if (name, wait) not in (*LATE, *BETWEEN_TEAMS)
+        and (not run.case.is_recoded or (wait in OF_OWN_UNITS) == (run is OWN_UNITS))
     ],
 )
 def test_every_wait_is_needed(run: Run, wait: int) -> None:

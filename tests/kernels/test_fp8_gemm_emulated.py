@@ -340,7 +340,9 @@ def test_those_are_all_waits() -> None:
         execute(GROUPS, changed(WAIT, WAITS, PASSED))
 
 
-@pytest.mark.parametrize("run", [GROUPS, SWAPPED, SHARED, WARPS], ids=["groups", "swapped", "shared", "warps"])
+@pytest.mark.parametrize(
+    "run", [GROUPS, SWAPPED, SHARED, SENT, WARPS], ids=["groups", "swapped", "shared", "sent", "warps"]
+)
 @pytest.mark.parametrize("seed", [None, 0, 1])
 def test_what_orders_a_gemm_is_enough(run: Run, seed: int | None) -> None:
     got, want = execute(run._replace(seed=seed))

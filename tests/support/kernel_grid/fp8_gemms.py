@@ -192,7 +192,7 @@ def fp8_gemm_cases(every: bool) -> list[FP8GemmCase]:
 
 def fp8_fp4_gemm_cases(every: bool) -> list[FP8FP4GemmCase | RecodeCase]:
     """Every tile, with ``every`` in either format; scale layouts, layouts of rows and epilogues in turn. Else tiles of
-    few rows of ``fp8_fp4_wgmma`` have one format, so that each two of format, rows and splits meet. Every layout of
+    few rows of ``fp8_fp4_wgmma`` have one format, so that each two of format, size and splits meet. Every layout of
     rows of the GEMM by a recoded weight, which does not know the weight's format."""
     layouts, scales = itertools.cycle(FP8_LAYOUTS), itertools.cycle(("128x4", "linear", "linear", "128x4"))
     by_expert = itertools.cycle([*epilogues(("expert", "expert_column")), Epilogue(BF16, "expert_column", FP32)])

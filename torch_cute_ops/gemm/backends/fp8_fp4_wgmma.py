@@ -17,8 +17,9 @@ BLOCK_CLOCKS = {32: 730.0, 48: 815.0, 64: 900.0, 80: 1090.0, 96: 1150.0, 128: 12
 """SM clocks per K block, by rows of ``a`` of a tile (measured on an H200; those of 80 and 96 on an H100, and of 48
 between its neighbours): most of them to decode the weight, which hides transfers, and which the CTAs of a tile of 256
 rows share."""
-NARROW = {32: 0.72, 48: 0.66, 64: 0.6, 80: 0.55, 96: 0.55}
-"""Share of these clocks that a tile of half of the rows of the weight takes (measured on an H100)."""
+NARROW = {32: 0.73, 48: 0.66, 64: 0.6, 80: 0.55, 96: 0.55}
+"""Share of these clocks that a tile of half of the rows of the weight takes (measured on an H100; that of 48 lies
+between)."""
 SHARE_CLOCKS = 1500.0
 SHARE_ROW_CLOCKS = 35.0
 """Clocks to add up the partial sums of a tile, per CTA that shares it but the first: fixed, and per row (measured on an

@@ -12,7 +12,7 @@ from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS, WARPGROUP
 BLOCK: Final = FP8_BLOCK128.block_size
 """Elements of k of a K block, which share a scale."""
 GROUPS: Final = 2
-"""Consumer warpgroups that share the rows of a tile."""
+"""Consumer warpgroups that share the rows of the M side of a tile; or, where it has 64, those of the N side."""
 SPLITS: Final = (1, 2, 3, 4, 6)
 """Numbers of CTAs that share the k of a tile of few rows."""
 NARROW_SPLITS: Final = (1, 2)

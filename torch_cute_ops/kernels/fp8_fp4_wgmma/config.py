@@ -9,7 +9,6 @@ from torch_cute_ops.kernels.common.fp8_arguments import Arguments
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK, NARROW_SPLITS, SPLITS
 from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
 from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import COLUMNS, UnitsConfig
-from torch_cute_ops.runtime.arch import Arch
 
 __all__ = ["Arguments", "Config", "plan"]
 
@@ -35,7 +34,7 @@ class Config(UnitsConfig):
         row_ctas: CTAs of a cluster that share the decoded weight, each for ``tokens`` rows of ``a``.
     """
 
-    tiles: ClassVar[tuple] = tuple(tile for tile in TILES if tile[0] < PAIR)
+    tiles: ClassVar[tuple] = TILES
     fmt: FP4Format
     row_ctas: int = 1
     stage_counts: ClassVar = range(10, 1, -1)
@@ -43,8 +42,8 @@ class Config(UnitsConfig):
 
     @property
     def lanes_per_row(self) -> int:
-        """Threads that decode a row of the weight in a K block. A team has four warps: where a CTA has half of the
-        rows, each thread has half of a row."""
+        """Threads that decode a row of the weight in a K block: where two CTAs share the decoded weight, each has half
+        of the rows, and a thread half of a row."""
         return self.row_ctas
 
     @property
@@ -82,13 +81,6 @@ class Config(UnitsConfig):
     def own_bytes(self) -> int:
         """The decoded weight."""
         return self.stages * self.columns * BLOCK
-
-    def reason_unsupported(self, arch: Arch) -> str | None:
-        """Why this cannot run on ``arch``; ``None`` if it can."""
-        rows = self.tokens * self.row_ctas
-        if (rows, self.columns, self.splits) not in TILES:
-            return f"no tile has {rows} rows of a and {self.columns} of b, shared by {self.splits} CTAs"
-        return super().reason_unsupported(arch)
 
 
 def plan(*, tokens: int, **given: Any) -> Config | None:

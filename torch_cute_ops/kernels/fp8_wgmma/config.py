@@ -83,7 +83,7 @@ class Config(FP8TilesConfig):
 
     @property
     def store_bytes(self) -> int:
-        """Shared memory in which warps assemble lines of the result, or CTAs exchange partial sums."""
+        """Shared memory in which warps assemble lines of the result, or CTAs leave partial sums."""
         if self.is_swapped:
             return self.sum_tile.size_bytes if self.splits > 1 else 0
         return GROUPS * 4 * row_tile.SIZE_BYTES
@@ -92,8 +92,9 @@ class Config(FP8TilesConfig):
         """Why this cannot run on ``arch``; ``None`` if it can."""
         if not arch.has_wgmma:
             return f"{arch.name} has no wgmma instructions"
-        if (self.tokens, self.columns, self.splits) not in self.tiles:
-            return f"no tile has {self.tokens} rows of a and {self.columns} of b, shared by {self.splits} CTAs"
+        rows = self.tokens * self.row_ctas
+        if (rows, self.columns, self.splits) not in self.tiles:
+            return f"no tile has {rows} rows of a and {self.columns} of b, shared by {self.splits} CTAs"
         if self.stages < SCALE_WARPS:
             return f"{SCALE_WARPS} warps that load scales in turn need as many stages; there are {self.stages}"
         if self.unrolls and self.stages % self.together:

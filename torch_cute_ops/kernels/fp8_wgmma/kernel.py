@@ -88,7 +88,8 @@ class FP8WgmmaKernel(FP8TilesKernel):
 
     @cute.jit
     def _consume(self, tid, share, smem):
-        """A consumer warpgroup: its 64 rows of the M side of each of the CTA's tiles."""
+        """A consumer warpgroup: its 64 rows of the M side of each of the CTA's tiles, beside all of the N side or a
+        part."""
         c = self.config
         group, lane = cute.arch.make_warp_uniform(tid // WARPGROUP), tid % 32
         first, token = tid // 32 * 16, Int32(0)
