@@ -1,6 +1,6 @@
 """`python -m benchmarks <op> … | host | all`: measure on the GPU, print a table, write JSON, Markdown and a plot.
 `layer` measures the ops of a decoder layer as one chain, `expert_layer` routed expert layers, and `model` whole models
-as they are served.
+as they are served; `tactics` every tactic of a GEMM, beside what the model of costs thinks.
 
 Five commands need no GPU: `compare OLD NEW` (two folders of results), `performance` (docs/performance.md), `plots` (the
 pictures of result files), `blackwell` (what the FP4 GEMM by tcgen05 would do on a B200, by a model) and `distributed`
@@ -37,6 +37,7 @@ from . import (
     performance,
     plots,
     report,
+    tactics,
 )
 from .case import Benchmark, Case, Row
 from .measure import Ceilings, CudaGraphs, Settings, ceilings
@@ -52,6 +53,7 @@ COMMANDS = {
     "model": model.main,
     "performance": performance.main,
     "plots": plots.main,
+    "tactics": tactics.main,
 }
 
 

@@ -14,7 +14,7 @@ from expected._fp8_gemm import fp8_weight, numbers
 from support import spec
 from support.cases import arguments, compiled_op_cases, defined, expected_of, op_cases
 from support.fake_device import FakeDevice
-from support.gemm_problems import CPU, fp4_problem, gated_problems, problem_id, problems
+from support.gemm_problems import CPU, fp4_problem, fp8_problem, gated_problems, problem_id, problems
 from support.tuner_model import empty_file, warnings_in
 
 import torch_cute_ops
@@ -24,6 +24,7 @@ from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.gemm import select, tune
 from torch_cute_ops.gemm.backend import Backend
 from torch_cute_ops.gemm.backends.reference import Reference
+from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
 from torch_cute_ops.runtime import timing, tuner
 from torch_cute_ops.runtime.tuner import Candidate
 from torch_cute_ops.runtime.tuning_file import TuningFile
@@ -407,6 +408,16 @@ def by_hand(problem, operands, rows, expert, part):
     factor = torch.ones(()) if alpha is None else pick(alpha).double()
     added = torch.zeros(()) if bias is None else (bias[expert] if bias.dim() == 2 else bias).double()
     return a[part], b, factor, added
+
+
+def test_packed_rows_belong_to_random_experts():
+    """Where results are not checked, as ``"auto"`` assumes; where the rows of each are known, to all alike."""
+    for layout, is_random in ((ExpertLayout(True, False), True), (ExpertLayout(True, True), False)):
+        bench = tune.Bench(fp8_problem(64, 128, layout, 8), 80, CPU)
+        counts = bench._random[0].offsets.diff()
+        assert counts.sum() == 80 and counts.min() >= 0
+        assert (len(counts.unique()) > 1) == is_random
+        assert bench._exact[0].offsets.tolist() == list(range(0, 81, 10))
 
 
 def test_copies_exceed_the_cache(made_up, monkeypatch):

@@ -14,6 +14,7 @@ from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.gemm.backend import Launch, Target
 from torch_cute_ops.gemm.backends.reference import made_input
 from torch_cute_ops.gemm.buckets import bucket
+from torch_cute_ops.gemm.fp8_tiles import has_random_rows
 from torch_cute_ops.gemm.problem import GatedOperands, GemmProblem, Operand, Operands
 from torch_cute_ops.gemm.select import candidates, key_of, reasons
 from torch_cute_ops.reference.fp4_dequantize import decode_rows
@@ -46,7 +47,7 @@ def tune(op: str, problem: GemmProblem, m: int, target: Target) -> None:
     """Have the tuner settle the choice for ``m`` rows on ``target``, if it is on."""
     key = key_of(problem, m, target)
     if key is not None and tuning.is_on():
-        bench = (Bench if problem.gate is None else GatedBench)(problem, bucket(m), target)
+        bench = bench_of(problem, bucket(m), target)
         try:
             tuner.tune(Problem(op, key, estimates(problem, bucket(m), target), bench.check, bench.time))
         finally:
@@ -61,6 +62,11 @@ def estimates(problem: GemmProblem, m: int, target: Target) -> dict[Candidate, f
         if reasons(problem, target)[name] is None
         for tactic in backend.tactics(problem, m, target)
     }
+
+
+def bench_of(problem: GemmProblem, m: int, target: Target) -> "Bench":
+    """The bench for problems of this kind."""
+    return (Bench if problem.gate is None else GatedBench)(problem, m, target)
 
 
 class Bench:
@@ -127,7 +133,7 @@ class Bench:
 
     @cached_property
     def _random(self) -> Given:
-        """Random operands, and results."""
+        """Random operands, and results. Packed rows belong to random experts."""
         return self._made(exact=False)
 
     @cached_property
@@ -152,6 +158,10 @@ class Bench:
         offsets = counts = None
         if over == "rows":
             ends = torch.arange(experts + 1, dtype=torch.int64, device=device) * self.m // experts
+            if has_random_rows(problem) and not exact:
+                # Tiles that fit equally many rows of each expert are too small for many experts.
+                drawn = torch.randint(experts, (self.m,), device=device, generator=generator)
+                ends[1:] = torch.bincount(drawn, minlength=experts).cumsum(0)
             offsets = ends.to(torch.int32) if layout.has_offsets else None
             room = torch.full((experts,), self.m, device=device) if layout.is_masked else ends.diff()
             counts = room.to(torch.int32) if layout.has_counts else None

@@ -1,0 +1,128 @@
+"""`python -m benchmarks tactics OP NAME=VALUE …`: every tactic of a GEMM, how long it takes, and how long the model of
+costs thinks that it does.
+
+What the estimates of `torch_cute_ops.gemm.backends` are fitted to. Names are those of the op's static properties, as
+`torch_cute_ops.warmup` takes them; a value may be a list: `mm_fp8_block n=4096 k=14336 m=1,16,64`. Operands and timing
+are those of tuning: random, L2-cold, from a CUDA graph. Packed rows of experts belong to random ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_cute_ops import deployment
+from torch_cute_ops.gemm import tune
+from torch_cute_ops.gemm.backend import Target
+from torch_cute_ops.gemm.buckets import bucket
+from torch_cute_ops.gemm.problem import GemmProblem
+from torch_cute_ops.gemm.select import target_of
+from torch_cute_ops.registry import OPS
+from torch_cute_ops.runtime.tuner import Candidate
+
+from . import environment, layers, report
+from .gemms import problem_of
+from .measure import Backend
+
+WITHIN = 4.0
+"""Tactics are timed whose estimate is at most so many times the least."""
+
+
+class Timed(NamedTuple):
+    """A tactic: its estimate and what it takes, in seconds; or why it has no time."""
+
+    candidate: Candidate
+    estimate: float
+    seconds: float | None
+    wrong: str | None = None
+
+
+def timed(problem: GemmProblem, m: int, target: Target, within: float) -> list[Timed]:
+    """The tactics of a call with `m` rows, the fastest first, and then those whose results are wrong."""
+    estimates = tune.estimates(problem, bucket(m), target)
+    least = min(estimates.values())
+    promising = [candidate for candidate, seconds in estimates.items() if seconds <= within * least]
+    bench = tune.bench_of(problem, bucket(m), target)
+    try:
+        wrong = {candidate: bench.check(candidate) for candidate in promising}
+        right = [candidate for candidate in promising if wrong[candidate] is None]
+        seconds = bench.time(right) if right else {}
+    finally:
+        bench.free()
+    rows = [Timed(one, estimates[one], seconds.get(one), wrong[one]) for one in promising]
+    return sorted(rows, key=lambda row: math.inf if row.seconds is None else row.seconds)
+
+
+def markdown(rows: Sequence[Timed]) -> str:
+    """A table, with the tactic that the model takes in bold."""
+    least = min(row.estimate for row in rows)
+    fastest = min((row.seconds for row in rows if row.seconds is not None), default=None)
+    body = []
+    for row in rows:
+        name = f"{row.candidate.backend} {' × '.join(map(str, row.candidate.tactic))}".rstrip()
+        times = (
+            [row.wrong or "–", "–"]
+            if row.seconds is None or fastest is None
+            else [report.number(1e6 * row.seconds), report.fraction(row.seconds / fastest)]
+        )
+        taken = row.estimate == least
+        body.append([f"**{name}**" if taken else name, *times, report.number(1e6 * row.estimate)])
+    return report.table(["tactic", "µs", "of fastest", "estimate µs"], body)
+
+
+def properties(words: Sequence[str]) -> dict[str, Any]:
+    """What `NAME=VALUE` words say: numbers, truth values and lists as such.
+
+    Raises:
+        ValueError: for another kind of word.
+    """
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise ValueError(f"{word!r} is no NAME=VALUE")
+        parts = value.split(",")
+        values = [int(part) if part.isdigit() else {"true": True, "false": False}.get(part, part) for part in parts]
+        found[name] = values if len(values) > 1 else values[0]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks tactics", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    gemms = [name for name, op in OPS.items() if op.has_backends]
+    parser.add_argument("op", choices=gemms, metavar="OP", help=", ".join(gemms))
+    parser.add_argument("properties", nargs="+", metavar="NAME=VALUE", help="static properties of the calls")
+    parser.add_argument(
+        "--within", type=float, default=WITHIN, help="time tactics of at most so many times the least estimate"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="a file for the numbers")
+    options = parser.parse_args(arguments)
+    try:
+        options.jobs = deployment.jobs_of(options.op, **properties(options.properties))
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+    return layers.on_gpu("tactics", measure_tactics, options)
+
+
+def measure_tactics(options: argparse.Namespace, device: torch.device, backend: Backend, l2_bytes: int) -> int:
+    """Measure what was asked for; print a table for each call, and write the numbers."""
+    collected = environment.collect(device)
+    print(environment.headline(collected), flush=True)
+    result: dict[str, Any] = {"environment": collected, "calls": []}
+    for job in options.jobs:
+        given: Mapping[str, Any] = dict(job.properties)
+        rows = timed(problem_of(job.op, **given), given.get("m", 1), target_of(device), options.within)
+        print(f"\n{job}\n\n{markdown(rows)}", flush=True)
+        tactics = [{**row._asdict(), "candidate": list(row.candidate)} for row in rows]
+        result["calls"].append({"op": job.op, "properties": {k: str(v) for k, v in given.items()}, "tactics": tactics})
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0
