@@ -1,12 +1,30 @@
 """What the backends of FP8 GEMMs share."""
 
 import abc
+from typing import Any
 
 from torch_cute_ops.gemm.backend import Backend, Launch, Target
 from torch_cute_ops.gemm.decode import reason_no_kernel, reason_no_wgmma
 from torch_cute_ops.gemm.fp8_tiles import Tile
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
+from torch_cute_ops.runtime import settings
+from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import compile_kernel
+
+
+def plan_of_tile(problem: GemmProblem, tile: Tile, arch: Arch) -> dict[str, Any]:
+    """What every kernel by wgmma is planned by."""
+    return {
+        "rows": problem.grouping.rows,
+        "epilogue": problem.epilogue,
+        "tokens": tile.tokens,
+        "columns": tile.columns,
+        "splits": tile.splits,
+        "arch": arch,
+        "pdl": settings.PDL,
+        "static_weight": problem.static_weight,
+        "prefetches": problem.prefetches,
+    }
 
 
 class FP8Backend(Backend):

@@ -3,13 +3,12 @@
 from typing import Any, ClassVar
 
 from torch_cute_ops.gemm.backend import Target
-from torch_cute_ops.gemm.backends._fp8 import FP8FP4Backend
+from torch_cute_ops.gemm.backends._fp8 import FP8FP4Backend, plan_of_tile
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
 from torch_cute_ops.gemm.fp8_tiles import BLOCK, Tile, has_random_rows, rows_of_expert
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp8_fp4_wgmma
 from torch_cute_ops.kernels.fp8_fp4_wgmma import COLUMNS
-from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
@@ -62,21 +61,8 @@ class FP8FP4Wgmma(FP8FP4Backend):
         return tile.seconds(problem, m, target, clocks, 0.0, row_bytes, share_clocks)
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
-        tile = self.tile(tactic)
-        config = self.plan(
-            problem,
-            layout=weight_scales(problem),
-            rows=problem.grouping.rows,
-            epilogue=problem.epilogue,
-            tokens=tile.tokens,
-            columns=tile.columns,
-            splits=tile.splits,
-            arch=arch,
-            pdl=settings.PDL,
-            static_weight=problem.static_weight,
-            prefetches=problem.prefetches,
-        )
-        return (KernelSpec(self.kernel, config),)
+        given = plan_of_tile(problem, self.tile(tactic), arch)
+        return (KernelSpec(self.kernel, self.plan(problem, layout=weight_scales(problem), **given)),)
 
     def tile(self, tactic: Tactic) -> Tile:
         tokens, columns, splits = map(int, tactic)

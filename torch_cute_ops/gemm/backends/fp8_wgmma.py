@@ -1,13 +1,12 @@
 """FP8 GEMMs with block scales by Hopper's warpgroup MMA, plain or grouped by rows: ``kernels/fp8_wgmma``."""
 
 from torch_cute_ops.gemm.backend import Target
-from torch_cute_ops.gemm.backends._fp8 import FP8Backend
+from torch_cute_ops.gemm.backends._fp8 import FP8Backend, plan_of_tile
 from torch_cute_ops.gemm.decode import reason_no_wgmma
 from torch_cute_ops.gemm.fp8_tiles import BLOCK, Tile, rows_of_expert
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp8_wgmma
 from torch_cute_ops.kernels.fp8_wgmma import MANY
-from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
@@ -57,19 +56,7 @@ class FP8Wgmma(FP8Backend):
         return many_rows_seconds(tile, problem, m, target)
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:
-        tile = self.tile(tactic)
-        config = fp8_wgmma.plan(
-            rows=problem.grouping.rows,
-            epilogue=problem.epilogue,
-            tokens=tile.tokens,
-            columns=tile.columns,
-            splits=tile.splits,
-            arch=arch,
-            pdl=settings.PDL,
-            static_weight=problem.static_weight,
-            prefetches=problem.prefetches,
-        )
-        return (KernelSpec(fp8_wgmma.KERNEL, config),)
+        return (KernelSpec(fp8_wgmma.KERNEL, fp8_wgmma.plan(**plan_of_tile(problem, self.tile(tactic), arch))),)
 
     def tile(self, tactic: Tactic) -> Tile:
         tokens, columns, splits = map(int, tactic)
