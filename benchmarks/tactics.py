@@ -9,7 +9,6 @@ are those of tuning: random, L2-cold, from a CUDA graph. Packed rows of experts 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,14 +23,11 @@ from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.gemm.select import target_of
 from torch_cute_ops.registry import OPS
-from torch_cute_ops.runtime.tuner import Candidate
+from torch_cute_ops.runtime.tuner import HOPELESS, Candidate
 
 from . import environment, layers, report
 from .gemms import problem_of
 from .measure import Backend
-
-WITHIN = 4.0
-"""Tactics are timed whose estimate is at most so many times the least."""
 
 
 class Timed(NamedTuple):
@@ -45,10 +41,11 @@ class Timed(NamedTuple):
 
 def timed(problem: GemmProblem, m: int, target: Target, within: float) -> list[Timed]:
     """The tactics of a call with `m` rows, the fastest first, and then those whose results are wrong."""
-    estimates = tune.estimates(problem, bucket(m), target)
+    m = bucket(m)
+    estimates = tune.estimates(problem, m, target)
     least = min(estimates.values())
     promising = [candidate for candidate, seconds in estimates.items() if seconds <= within * least]
-    bench = tune.bench_of(problem, bucket(m), target)
+    bench = tune.bench_of(problem, m, target)
     try:
         wrong = {candidate: bench.check(candidate) for candidate in promising}
         right = [candidate for candidate in promising if wrong[candidate] is None]
@@ -66,13 +63,10 @@ def markdown(rows: Sequence[Timed]) -> str:
     body = []
     for row in rows:
         name = f"{row.candidate.backend} {' × '.join(map(str, row.candidate.tactic))}".rstrip()
-        times = (
-            [row.wrong or "–", "–"]
-            if row.seconds is None or fastest is None
-            else [report.number(1e6 * row.seconds), report.fraction(row.seconds / fastest)]
-        )
-        taken = row.estimate == least
-        body.append([f"**{name}**" if taken else name, *times, report.number(1e6 * row.estimate)])
+        times = [row.wrong or "–", "–"]
+        if row.seconds is not None and fastest is not None:
+            times = [report.number(1e6 * row.seconds), report.fraction(row.seconds / fastest)]
+        body.append([f"**{name}**" if row.estimate == least else name, *times, report.number(1e6 * row.estimate)])
     return report.table(["tactic", "µs", "of fastest", "estimate µs"], body)
 
 
@@ -101,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("op", choices=gemms, metavar="OP", help=", ".join(gemms))
     parser.add_argument("properties", nargs="+", metavar="NAME=VALUE", help="static properties of the calls")
     parser.add_argument(
-        "--within", type=float, default=WITHIN, help="time tactics of at most so many times the least estimate"
+        "--within", type=float, default=HOPELESS, help="time tactics of at most so many times the least estimate"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="a file for the numbers")
     options = parser.parse_args(arguments)
@@ -124,5 +118,5 @@ def measure_tactics(options: argparse.Namespace, device: torch.device, backend: 
         tactics = [{**row._asdict(), "candidate": list(row.candidate)} for row in rows]
         result["calls"].append({"op": job.op, "properties": {k: str(v) for k, v in given.items()}, "tactics": tactics})
     if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        report.write_json(result, [], options.json)
     return 0
