@@ -38,6 +38,7 @@ def target():
         ("wgmma", MXFP4, "linear", 60, 2880, False),
         ("wgmma", NVFP4, "linear", 76, 576, True),
         ("wgmma", MXFP4, "128x4", 92, 2880, False),
+        ("wgmma", MXFP4, "linear", 200, 2880, True),
         ("registers", NVFP4, "128x4", 60, 2880, True),
         ("registers", NVFP4, "linear", 14, 576, False),
         ("registers", NVFP4, "linear", 21, 2880, True),
@@ -71,7 +72,7 @@ def test_every_tactic(name, fmt, layout, m, k, epilogue, target):
 
 @pytest.mark.parametrize(
     ("name", "fmt", "m"),
-    [("wgmma", NVFP4, 40), ("wgmma", MXFP4, 20), ("registers", NVFP4, 9), ("blocks", MXFP4, 9)],
+    [("wgmma", NVFP4, 40), ("wgmma", MXFP4, 20), ("wgmma", NVFP4, 190), ("registers", NVFP4, 9), ("blocks", MXFP4, 9)],
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_clusters_with_several_tiles(name, fmt, m, target):

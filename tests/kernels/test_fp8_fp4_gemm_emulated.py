@@ -22,6 +22,7 @@ from support.emulated import (
     equal,
     poisoned,
     to_prefetch,
+    told_twice,
     written_late,
 )
 from support.epilogues import finished, finished_by_expert, operands
@@ -181,6 +182,9 @@ RUNS = [
     Run(case(NVFP4, "128x4", "masked", (128, 128, 1), FP32, "expert_column", FP32), (3, 0, 70), 136, 64, 1, room=72),
     Run(case(NVFP4, "128x4", "plain", (256, 128, 1), FP32, "column", FP32), (200,), 136, 704, 2),
     Run(case(MXFP4, "linear", "counted", (256, 128, 1), BF16, "expert", BF16), (3, 257, 0), 72, 192, 2),
+    # Two CTAs share a tile of many rows, and several tiles; one has no K block; the second warpgroup no rows.
+    Run(case(NVFP4, "128x4", "plain", (128, 128, 2), BF16, "column", FP32), (140,), 136, 1344, 2),
+    Run(case(MXFP4, "linear", "plain", (128, 64, 2), FP32), (200,), 72, 64, 4),
     # Each consumer warpgroup has half of the rows of a.
     Run(case(NVFP4, "128x4", "plain", (32, 64, 1), FP32, "column", FP32), (5,), 200, 1344, 2),
     Run(case(MXFP4, "linear", "counted", (64, 64, 2), BF16, "expert"), (3, 70, 0), 72, 320, 4),
@@ -392,6 +396,8 @@ IN_REGISTERS = Run(in_registers("128x4", "masked", (16, 128, 1), BF16), (3, 5), 
 # Several tiles of a cluster; four teams of decoding warps, and two pairs of consumers
 NARROW = Run(case(NVFP4, "128x4", "masked", (32, 64, 2), BF16), (3, 5), 136, 1792, 2, room=8)
 IN_REGISTERS_SHARED = Run(in_registers("linear", "masked", (8, 128, 2), BF16), (3, 5), 136, 1280, 2, room=8)
+# Between tiles with rows for both consumers, one with rows for the first alone
+EXCHANGED = Run(case(MXFP4, "linear", "counted", (128, 64, 2), BF16), (70, 3, 130), 72, 704, 2)
 ORDERED = {
     "registers": IN_REGISTERS,
     "swapped": SWAPPED,
@@ -402,6 +408,7 @@ ORDERED = {
     "blocks": BY_BLOCKS,
     "narrow": NARROW,
     "registers, shared": IN_REGISTERS_SHARED,
+    "exchanged": EXCHANGED,
 }
 
 
@@ -460,6 +467,12 @@ FAULTS = {
         for name, run in ORDERED.items()
         for what in FAULTS
         if not (run.case.is_recoded and what == "decoded before the MMAs")  # it is not decoded
+    ]
+    + [
+        pytest.param(EXCHANGED, changed(r"fence\.proxy\.async", -1), id="exchanged-sums loaded"),
+        pytest.param(EXCHANGED, changed(WAIT, -2, PASSED), id="exchanged-sums read"),
+        pytest.param(EXCHANGED, changed(WAIT, -1, PASSED), id="exchanged-sums there"),
+        pytest.param(EXCHANGED, told_twice, id="exchanged-peer told of sums"),
     ],
 )
 def test_what_orders_it_is_needed(run: Run, edit: Any) -> None:

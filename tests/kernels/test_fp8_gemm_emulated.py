@@ -18,6 +18,7 @@ from support.emulated import (
     check_read_ahead,
     check_static_weight,
     to_prefetch,
+    told_twice,
     written_late,
 )
 from support.epilogues import finished, finished_by_expert, operands
@@ -276,11 +277,6 @@ SWAPPED = Run(wgmma("masked", (16, 128, 1), BF16), (3, 5), 136, 1792, 1, room=8)
 SHARED = Run(wgmma("masked", (16, 128, 2), BF16), (3, 5), 264, 512, 2, room=8)
 SENT = Run(wgmma("counted", (16, 128, 4), FP32, "expert_column", FP32), (3, 0, 30), 264, 640, 4)
 WARPS = Run(mma("counted", 16, BF16, arch="sm_120a"), (19, 3), 136, 768, 1)
-
-
-def told_twice(ptx: str) -> str:
-    """An edit of PTX: both arrivals of a warp are at its own CTA's barrier."""
-    return re.sub(r"mapa\.shared::cluster\.u32 there, (%r\d+), %r\d+;", r"mov.b32 there, \1;", ptx)
 
 
 def place_told_late(ptx: str) -> str:

@@ -9,6 +9,7 @@ from torch_cute_ops.gemm.fp8_tiles import BLOCK, Tile, has_random_rows, rows_of_
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp8_fp4_wgmma
 from torch_cute_ops.kernels.fp8_fp4_wgmma import COLUMNS
+from torch_cute_ops.kernels.fp8_wgmma import MANY
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec
 
@@ -16,13 +17,16 @@ BLOCK_CLOCKS = {32: 730.0, 48: 815.0, 64: 900.0, 80: 1090.0, 96: 1150.0, 128: 12
 """SM clocks per K block, by rows of ``a`` of a tile (measured on an H200; those of 80 and 96 on an H100, and of 48
 between its neighbours): most of them to decode the weight, which hides transfers, and which the CTAs of a tile of 256
 rows share."""
-NARROW = {32: 0.73, 48: 0.66, 64: 0.6, 80: 0.55, 96: 0.55}
+NARROW = {32: 0.73, 48: 0.66, 64: 0.6, 80: 0.55, 96: 0.55, 128: 0.57}
 """Share of these clocks that a tile of half of the rows of the weight takes (measured on an H100; that of 48 lies
 between)."""
-SHARE_CLOCKS = 1500.0
+MANY_SHARED = 0.88
+"""Share of these clocks that tiles of 128 rows take where two CTAs share them, whose fixed time is counted apart
+(measured on an H100)."""
+SHARE_CLOCKS, MANY_SHARE_CLOCKS = 1500.0, 7400.0
 SHARE_ROW_CLOCKS = 35.0
-"""Clocks to add up the partial sums of a tile, per CTA that shares it but the first: fixed, and per row (measured on an
-H100)."""
+"""Clocks to add up the partial sums of a tile, per CTA that shares it but the first: fixed, of 128 rows too, and per
+row of fewer (measured on an H100)."""
 
 
 class FP8FP4Wgmma(FP8FP4Backend):
@@ -43,21 +47,30 @@ class FP8FP4Wgmma(FP8FP4Backend):
         # By random routing most experts have less than twice as many rows as on average.
         most = 2 * rows if has_random_rows(problem) else rows
         widest = next((tokens for tokens in sizes if tokens >= most), sizes[-1])
-        # CTAs that share a tile beside others of the same columns read the weight more than once. Experts have tiles
-        # enough, and those with half of the rows of the weight are slower.
+        # Experts have tiles enough, and those with half of the rows of the weight are slower.
         return tuple(
             (tokens, columns, splits)
             for tokens, columns, splits in self.tiles
             if tokens <= widest
-            and (splits == 1 or most <= tokens)
+            and (splits == 1 or self.may_share(problem, tokens, most))
             and (columns == COLUMNS or problem.grouping.rows.is_plain)
         )
+
+    def may_share(self, problem: GemmProblem, tokens: int, rows: int) -> bool:
+        """Whether CTAs may share tiles of so many rows, where there are ``rows``. Beside others of the same columns
+        they read the weight more than once, which pays only for two tiles of many rows, and not for experts, which have
+        tiles enough."""
+        if tokens < MANY:
+            return rows <= tokens
+        return rows <= 2 * tokens and problem.grouping.rows.is_plain
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         tile = self.tile(tactic)
         row_bytes = problem.b.row_bytes(BLOCK)
         clocks = self.block_clocks[tile.tokens] * (1.0 if tile.columns == COLUMNS else NARROW[tile.tokens])
         share_clocks = SHARE_CLOCKS + SHARE_ROW_CLOCKS * tile.tokens
+        if tile.tokens == MANY and tile.splits > 1:
+            clocks, share_clocks = MANY_SHARED * clocks, MANY_SHARE_CLOCKS
         return tile.seconds(problem, m, target, clocks, 0.0, row_bytes, share_clocks)
 
     def kernels(self, problem: GemmProblem, tactic: Tactic, arch: Arch) -> tuple[KernelSpec, ...]:

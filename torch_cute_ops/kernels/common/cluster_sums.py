@@ -3,8 +3,11 @@ CTA: added up in the order of the CTAs, and in a CTA in that of the warps, finis
 others' sums, between two barriers of the cluster (``write_sums``), or they send these, which needs room beside what is
 still in use (``send_sums``, ``write_received``).
 
-The sums are accumulators of MMAs with the weight on the M side. For each 8 tokens a lane has four: of the weight's rows
-``row`` and ``row + 8``, and of two tokens each.
+Those sums are accumulators of MMAs with the weight on the M side. For each 8 tokens a lane has four: of the weight's
+rows ``row`` and ``row + 8``, and of two tokens each.
+
+With activations there, a thread sends its accumulators as they are to the same thread of another CTA
+(``send_accumulators``, ``add_accumulators``).
 """
 
 import cutlass.cute as cute
@@ -14,6 +17,8 @@ from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import load_words, pack, store_words
 from torch_cute_ops.kernels.common.epilogue_ops import Finish
 from torch_cute_ops.kernels.common.sum_tile import SumTile
+from torch_cute_ops.kernels.common.warpgroup import WARPGROUP
+from torch_cute_ops.kernels.common.weight_ring import PIECE
 
 TILE = 8  # tokens
 COLUMNS = 4  # of the result, that a thread adds up at once
@@ -133,3 +138,27 @@ def _loaded(sums: cute.Pointer, place) -> list:
 def _added(total: list, sums: cute.Pointer, place) -> list:
     """Four totals, each with one of the sums from ``place`` on."""
     return [x + y for x, y in zip(total, _loaded(sums, place), strict=True)]
+
+
+@cute.jit
+def send_accumulators(sums: cute.Tensor, received, barrier, rank, tid) -> None:
+    """Send all accumulators of a warpgroup's thread ``tid`` to that thread of the other CTA, ``rank``, which finishes
+    them (``add_accumulators``). ``barrier`` counts the bytes."""
+    to, there = (ptx.address_at(place, rank) for place in (_accumulators(received, 0, tid), barrier))
+    for piece in range_constexpr(cute.size(sums) // 4):
+        words = [ptx.bits_of(sums[4 * piece + i]) for i in range(4)]
+        ptx.send(to, words, there, offset=piece * WARPGROUP * PIECE)
+
+
+@cute.jit
+def add_accumulators(sums: cute.Tensor, received, tid) -> None:
+    """Add what has been sent to a thread's accumulators."""
+    for piece in range_constexpr(cute.size(sums) // 4):
+        others = _loaded(_accumulators(received, piece, tid), 0)
+        for i in range_constexpr(4):
+            sums[4 * piece + i] = ptx.add_rn(sums[4 * piece + i], others[i])
+
+
+def _accumulators(received: cute.Pointer, piece: int, tid) -> cute.Pointer:
+    """Where four accumulators of a thread are received: neighbours side by side."""
+    return received + cute.assume((piece * WARPGROUP + tid) * PIECE, divby=PIECE)

@@ -17,7 +17,15 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common import ptx
-from torch_cute_ops.kernels.common.cluster_sums import leave_sums, send_sums, sum_columns, tokens_of, write_received
+from torch_cute_ops.kernels.common.cluster_sums import (
+    add_accumulators,
+    leave_sums,
+    send_accumulators,
+    send_sums,
+    sum_columns,
+    tokens_of,
+    write_received,
+)
 from torch_cute_ops.kernels.common.convert import load_words, store_words
 from torch_cute_ops.kernels.common.epilogue_ops import TileEpilogue
 from torch_cute_ops.kernels.common.expert_tiles import ExpertTilesKernel
@@ -208,7 +216,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
                 cute.arch.mbarrier_init(smem.free + i, c.consumer_warps * c.row_ctas)
             if const_expr(c.splits > 1):
                 cute.arch.mbarrier_init(smem.sent, 1)
-                cute.arch.mbarrier_init(smem.read, 4 * GROUPS * c.splits)
+                cute.arch.mbarrier_init(smem.read, c.readers)
             if const_expr(c.k_groups > 1):
                 cute.arch.mbarrier_init(smem.parted, 4 * GROUPS)
                 cute.arch.mbarrier_init(smem.joined, 4 * GROUPS)
@@ -555,3 +563,25 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
             # What is sent next replaces what was read.
             fence_async()
             self._tell(smem.read, consumer.lane)
+
+    @cute.jit
+    def _exchange(self, sums, exists, group, turn, is_last, consumer, share, smem):
+        """Of a tile with rows of ``a`` on the M side, which two CTAs share: the CTA of a consumer warpgroup's own
+        number adds up the sums of both for its 64 rows, if any ``exists``; the other sends it its own. ``turn`` and
+        ``is_last`` as for ``_add_up``."""
+        c, tid = self.config, consumer.tid % WARPGROUP
+        ptx.wait(smem.read, turn ^ 1)
+        if group == share.rank:
+            if tid == 0:
+                # What is sent may arrive before that.
+                size = ptx.select(exists, Int32(c.received_bytes), Int32(0))
+                cute.arch.mbarrier_arrive_and_expect_tx(smem.sent, size)
+            if exists:
+                ptx.wait(smem.sent, turn)
+                add_accumulators(sums, smem.received, tid)
+            if not is_last:
+                # What is sent next replaces what was read.
+                fence_async()
+                self._tell(smem.read, consumer.lane)
+        elif exists:
+            send_accumulators(sums, smem.received, smem.sent, share.rank ^ 1, tid)

@@ -398,6 +398,23 @@ def expect_and_send(own, barrier, size: int, rank, *, loc=None, ip=None) -> None
 
 
 @dsl_user_op
+def address_at(pointer, rank, *, loc=None, ip=None) -> Uint32:
+    """The address of the same place of shared memory in the cluster's CTA of that rank."""
+    text = "mapa.shared::cluster.u32 $0, $1, $2;"
+    return _pure(Uint32, text, Uint32, pointer.toint(loc=loc, ip=ip), rank, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def send(address, words: list, barrier, offset: int = 0, *, loc=None, ip=None) -> None:
+    """Store four words at an aligned ``address`` of another CTA of the cluster (``address_at``), ``offset`` bytes on;
+    the mbarrier there, whose address is ``barrier``, counts the bytes. (With the DSL's ``store_async_dsmem`` the
+    addresses of many such stores are found first, and held in registers.)"""
+    operands = [_u32(one, loc, ip) for one in (address, barrier, *words)]
+    text = f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0+{offset}], {{$2, $3, $4, $5}}, [$1];"
+    _asm(None, operands, text, "r,r,r,r,r,r", loc, ip)
+
+
+@dsl_user_op
 def store_release(pointer, value, *, loc=None, ip=None) -> None:
     """Store a word in global memory, visible to the GPU after all that this thread knows of."""
     operands = [pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), _u32(value, loc, ip)]

@@ -18,6 +18,9 @@ All is as in ``kernels.fp8_wgmma``, whose consumers, tiles, ring and clusters th
    ``a``.
 5. A tile of 256 rows of ``a`` is that of two CTAs of a cluster with 128 each. Each copies and decodes half of the
    weight's rows, and sends them to the other by bulk copies between their shared memories.
+6. Where tiles of 128 rows are few, two CTAs share one, each with half of k. A CTA finishes the rows of one consumer
+   warpgroup, whose threads add what the same threads of the other CTA send them of their accumulators; its other
+   warpgroup sends.
 
 Bytes moved: as ``fp8_wgmma``, with half of the weight, and its block scales.
 """

@@ -20,6 +20,8 @@ TILES: Final = (
     *((tokens, COLUMNS, splits) for tokens in (LEAST, GROUP_ROWS) for splits in SPLITS),
     # Under random routing most experts of a mean of 32 or 64 rows have no more than these.
     *((tokens, COLUMNS, 1) for tokens in (48, 80, 96, fp8_wgmma.MANY, PAIR)),
+    # Two CTAs share k, each of which finishes the rows of one consumer warpgroup.
+    *((fp8_wgmma.MANY, columns, 2) for columns in (GROUP_ROWS, COLUMNS)),
     *((tokens, GROUP_ROWS, splits) for tokens in (LEAST, 48, GROUP_ROWS, 80, 96) for splits in NARROW_SPLITS),
 )
 """Rows of ``a`` and of the weight of a tile, and CTAs that share its k."""
@@ -49,9 +51,9 @@ class Config(UnitsConfig):
     @property
     def teams(self) -> int:
         # As many as leave registers for the consumers' sums, in whole warpgroups
-        if not self.is_swapped:
-            return 2
-        return 3 if self.columns == COLUMNS else 4
+        if self.columns < COLUMNS:
+            return 4
+        return 3 if self.is_swapped else 2
 
     @property
     def helpers(self) -> int:

@@ -82,6 +82,19 @@ class Config(FP8TilesConfig):
         return self.tokens + 4
 
     @property
+    def received_bytes(self) -> int:
+        """Shared memory for what the CTAs of a cluster send to one of them: in tiles of many rows, of which each of two
+        CTAs finishes those of one consumer warpgroup, its sums of these."""
+        if self.is_swapped or self.splits == 1:
+            return super().received_bytes
+        return GROUP_ROWS * self.columns * 4
+
+    @property
+    def readers(self) -> int:
+        """Warps of a cluster that read what its CTAs have sent, and tell all of these."""
+        return super().readers if self.is_swapped else self.consumer_warps
+
+    @property
     def store_bytes(self) -> int:
         """Shared memory in which warps assemble lines of the result, or CTAs leave partial sums."""
         if self.is_swapped:

@@ -115,6 +115,9 @@ class FP8WgmmaKernel(FP8TilesKernel):
                     multiply, sums, partials, kept, stage, parity, consumer, share, smem
                 )
                 if const_expr(not c.is_swapped):
+                    if const_expr(c.splits > 1):
+                        # The other CTA stores the other warpgroup's.
+                        rows = ptx.select(share.rank == group, rows, Int32(0))
                     kept = Kept(row, rows, column, expert)
                 elif const_expr(c.splits > 1):
                     is_last = number + share.workers >= share.count
@@ -125,10 +128,14 @@ class FP8WgmmaKernel(FP8TilesKernel):
                     store_columns(sums, share.out, row + before, rows - before, column + consumer.first, lane, finish)
             else:
                 # None of its rows exists.
-                for _ in cutlass.range(share.blocks, unroll=1):
+                for _ in cutlass.range(share.end - share.begin, unroll=1):
                     ptx.wait(smem.full + stage, parity)
                     self._free(stage, lane, smem)
                     stage, parity = next_stage(stage, parity, c.stages)
+            if const_expr(c.splits > 1 and not c.is_swapped):
+                is_last = number + share.workers >= share.count
+                self._exchange(sums, exists, group, turn, is_last, consumer, share, smem)
+                turn = turn ^ 1
         if const_expr(not c.is_swapped):
             self._store_kept(sums, kept, consumer, share)
         if const_expr(c.pdl):
