@@ -105,7 +105,7 @@ class FP4Wgmma(FP4KernelBackend):
             seconds += ARRANGE_SECONDS + cost.memory_seconds(m * (problem.a_width - problem.k) * 2, 0, target)
         if parts.clusters:
             seconds += waves * 2 * parts.sum_bytes / CLUSTER_BYTES_PER_SECOND if split > 1 else 0.0
-            seconds -= waves * SENT_SECONDS if fp4_wgmma.sends(tokens, parts.rows, split) else 0.0
+            seconds -= waves * SENT_SECONDS if fp4_wgmma.sends(tokens, split) else 0.0
         elif parts.shares:
             # Partial sums of tiles that workers share are written, waited for and read again, one after the other.
             others = max(1.0, parts.workers / max(1, parts.row_tiles) - 1)

@@ -24,9 +24,6 @@ ROWS: Final = {1: _ROWS_BY_WARP, 8: _ROWS_BY_WARP, 16: (256, 192), 32: (256, 192
 wgmma."""
 BAND_ROWS: Final = 16
 """Rows of a band: the M side of an ``mma.sync``, or what a warp has of a wgmma."""
-SENT_SUMS: Final = 32 * 256
-"""Most sums of a CTA of a cluster that are sent, though a stage less may fit: a layer of an 8B model is 1 to 2 µs
-faster with it on an H100 with 16 rows, and 5 with 32."""
 HELPERS: Final = 3
 """Warps that rearrange activations: the producer's warpgroup but for the producer."""
 BARRIER_BYTES: Final = 512
@@ -72,10 +69,11 @@ def arranges(tokens: int, splits: int) -> bool:
     return splits > 0 and tokens <= ARRANGED_TOKENS
 
 
-def sends(tokens: int, rows: int, splits: int) -> bool:
+def sends(tokens: int, splits: int) -> bool:
     """Whether the CTAs of a cluster send their sums, into room of their own, and do not read those of others. There is
-    room for it with few tokens."""
-    return splits > 1 and tokens * rows <= SENT_SUMS
+    room for it with few tokens, though a stage less may fit: a layer of an 8B model is 1 to 2 µs faster with it on an
+    H100 with 16 rows, and 5 with 32."""
+    return splits > 1 and arranges(tokens, splits)
 
 
 def span_of(tokens: int, width: int | None) -> int:
@@ -216,7 +214,7 @@ class Config:
     @property
     def sends(self) -> bool:
         """Whether the CTAs of a cluster send their sums."""
-        return sends(self.tokens, self.rows, self.splits)
+        return sends(self.tokens, self.splits)
 
     def workspace_bytes(self, k: int, workers: int, *, shares: bool) -> int:
         """Bytes of workspace for each tile of tokens: the rearranged activations, over experts the factors, and, if
