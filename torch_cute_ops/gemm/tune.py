@@ -12,7 +12,7 @@ from torch_cute_ops.formats import FP8_BLOCK128, SCALE_LAYOUTS, FP4Format, FP8Fo
 from torch_cute_ops.formats.scale_layout import from_linear, to_linear
 from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.gemm.backend import Launch, Target
-from torch_cute_ops.gemm.backends.reference import made_input
+from torch_cute_ops.gemm.backends.reference import rounded_input, unrounded_input
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.fp8_tiles import has_random_rows
 from torch_cute_ops.gemm.problem import GatedOperands, GemmProblem, Operand, Operands
@@ -209,8 +209,9 @@ class Bench:
         if isinstance(problem.a.format, torch.dtype) and isinstance(problem.b.format, FP4Format):
             if problem.makes_input:
                 left_operand = problem.of_activations.a
-                off = _off_by_gate(problem, a, a_scale) if problem.gates_input else None
-                a, a_scale = made_input(problem, a, a_scale)
+                value, global_scale = unrounded_input(problem, a), a_scale
+                a, a_scale = rounded_input(problem, value, global_scale)
+                off = _off_by_gate(problem, value, global_scale, a, a_scale) if problem.gates_input else None
             a = a if left_operand.is_fp4 else a.to(problem.b.format.operand_dtype(problem.a.format))
         want, allowed = (torch.empty((rows, n), dtype=torch.float32, device=out.device) for _ in range(2))
         factors = _linear_scales(problem, b_scale)
@@ -402,20 +403,23 @@ def _operand(
     return torch.randn(*lead, k, dtype=operand.format, device=device, generator=generator), None
 
 
-def _off_by_gate(problem: GemmProblem, rows: Tensor, global_scale: Tensor | None) -> Tensor:
-    """How far activations, as numbers in fp64, may be off that another exponential makes of ``rows``."""
+def _off_by_gate(
+    problem: GemmProblem, value: Tensor, global_scale: Tensor | None, a: Tensor, a_scale: Tensor | None
+) -> Tensor:
+    """How far activations, as numbers in fp64, may be off that another exponential makes of the same rows: ``value``
+    before, ``a`` and ``a_scale`` after they are rounded."""
     operand, fmt = problem.of_activations.a, problem.b.format
     assert isinstance(fmt, FP4Format)
 
-    def numbers(error: float) -> Tensor:
-        a, scale = made_input(problem, rows, global_scale, error=error)
+    def numbers(a: Tensor, scale: Tensor | None) -> Tensor:
         if scale is None:
             return a.to(fmt.operand_dtype(a.dtype)).double()
         assert operand.scale_layout is not None
         return decode_rows(a, scale, fmt, operand.scale_layout).double()
 
-    low, exact, high = (numbers(error) for error in (-GATE_EPS, 0.0, GATE_EPS))
-    return torch.maximum((low - exact).abs(), (high - exact).abs())
+    exact = numbers(a, a_scale)
+    off = (numbers(*rounded_input(problem, value * (1 + error), global_scale)) for error in (-GATE_EPS, GATE_EPS))
+    return torch.maximum(*((each - exact).abs() for each in off))
 
 
 def _weight(

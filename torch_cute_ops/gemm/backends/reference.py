@@ -78,17 +78,23 @@ class Reference(Backend):
         return multiply
 
 
-def made_input(
-    problem: GemmProblem, rows: Tensor, global_scale: Tensor | None, *, error: float = 0.0
-) -> tuple[Tensor, Tensor | None]:
-    """The activations that a problem which ``makes_input`` makes of ``rows``, and their scales where it quantises them.
+def made_input(problem: GemmProblem, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The activations that a problem which ``makes_input`` makes of ``rows``, and their scales where it quantises
+    them."""
+    return rounded_input(problem, unrounded_input(problem, rows), global_scale)
 
-    ``error``: what they are off by, relatively, before they are rounded.
-    """
+
+def unrounded_input(problem: GemmProblem, rows: Tensor) -> Tensor:
+    """These activations in fp32, before they are rounded."""
+    return silu_mul_rows(rows) if problem.gates_input else rows.float()
+
+
+def rounded_input(problem: GemmProblem, value: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What is behind them, as ``made_input`` returns it."""
     operand = problem.of_activations.a
-    value = (silu_mul_rows(rows) if problem.gates_input else rows.float()) * (1 + error)
     if not isinstance(operand.format, FP4Format):
-        return value.to(rows.dtype), None
+        assert isinstance(operand.format, torch.dtype)
+        return value.to(operand.format), None
     assert operand.scale_layout is not None
     return quantize_rows(value, operand.format, global_scale, operand.scale_layout.name)
 
