@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_cute_ops.nn import FP8BlockLinear, MXFP4Linear, NVFP4Linear, QuantLinear, prefetch_, quantize_, warmup
+from torch_cute_ops.nn import linear as linear_module
 from torch_cute_ops.nn._base import following_of
 
 H = 64
@@ -345,6 +346,19 @@ def test_warmup_of_layers_that_prefetch(activations):
     warm = {(a[0], others[-1] == (b[::-1], dtype)) for (a, _), (b, dtype), *others in gemms}
     assert warm == {(rows, prefetches) for rows in (1, 40) for prefetches in (False, True)}
     assert [following_of(layer) for layer in layers] == [layers[1], layers[2], None]
+
+
+@pytest.mark.parametrize("scheme", ["fp8_tensor", "fp8_channel"])
+def test_warmup_calls_once_what_cannot_prefetch(scheme, monkeypatch):
+    """Torch's GEMM brings nothing into L2, whether or not there is a layer behind it."""
+    layers = quantize_(nn.ModuleList([nn.Linear(H, H).bfloat16() for _ in range(3)]), scheme)
+    prefetch_(layers)
+    rows = []
+    monkeypatch.setattr(linear_module, "scaled_mm", lambda a, *_: rows.append(len(a)) or torch.zeros(len(a), H))
+    for fused in (True, False):
+        warmup(layers, rows=(1, 40), fused=fused)
+        assert rows == [1, 40]
+        rows.clear()
 
 
 def test_warmup_leaves_layers_as_they_are():

@@ -86,6 +86,8 @@ class QuantLinear(nn.Module):
     """What ``activations`` may be."""
     multiples: ClassVar[tuple[int, int]]
     """What N and K are multiples of, whatever the activations are."""
+    can_prefetch: ClassVar[bool] = True
+    """Whether the GEMM can bring the weight of the next layer into L2."""
 
     weight: Tensor
     bias: nn.Parameter | None

@@ -388,6 +388,7 @@ class _FP8Linear(QuantLinear):
 
     choices = ("fp8",)
     multiples = (1, 1)
+    can_prefetch = False
     _flat: ClassVar[tuple[int, ...]]
     """What scales of any number are reshaped to."""
 

@@ -79,9 +79,8 @@ def warmup(
                     call(x)
                     continue
                 _call_layer(first, x, None)
-                if following_of(first) is not None or (
-                    fused and prefetches_with_gemm(count, x.device, has_fp8_weight=has_fp8)
-                ):
+                few = fused and prefetches_with_gemm(count, x.device, has_fp8_weight=has_fp8)
+                if first.can_prefetch and (few or following_of(first) is not None):
                     _call_layer(first, x, first)
         if fused:
             _call_gated(forms.values(), numbers, dtype)
@@ -95,7 +94,7 @@ def _form(module: QuantExperts | ExpertLayer | GatedMLP | QuantLinear) -> object
         bias = None if module.bias is None else module.bias.dtype
         merged, static = len(module.parts) > 1, module.has_input_scale
         size = (module.out_features, module.in_features)
-        prefetches = following_of(module) is not None
+        prefetches = module.can_prefetch and following_of(module) is not None
         return (type(module), size, module.activations, static, bias, merged, module.weight.device, prefetches)
     if isinstance(module, GatedMLP):
         return (_form(module.gate_up_proj), _form(module.down_proj), module.swiglu)
