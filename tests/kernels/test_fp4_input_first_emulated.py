@@ -111,10 +111,8 @@ def test_a_gate_of_special_values(tokens: int, dtype: torch.dtype, value: str) -
 # A CTA has more chunks than stages. See ``test_fp4_gemm_emulated`` for its waits.
 ROW = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 1, Epilogue(FP32), 2, gated=True), (1, 136, 7168), 0, False, None)
 ROWS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2, gated=True), (8, 136, 3072), 0, False, None)
-
-
-@pytest.mark.parametrize("one", [ROW, ROWS], ids=["row", "rows"])
-@pytest.mark.parametrize(
+# What orders activations, taken away
+by_edit = pytest.mark.parametrize(
     "edit",
     [
         pytest.param(changed(WAIT, -4, PASSED), id="stage free for activations"),
@@ -123,6 +121,10 @@ ROWS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2, gated=T
         pytest.param(changed(WAIT, -2, PASSED), id="activations there"),
     ],
 )
+
+
+@pytest.mark.parametrize("one", [ROW, ROWS], ids=["row", "rows"])
+@by_edit
 def test_what_orders_gated_activations_is_needed(one: Wgmma, edit: Any) -> None:
     """Without it the emulator finds a race, or the sums are wrong; in some order, where others may come out right."""
     with pytest.raises((EmulationError, AssertionError)):
@@ -343,15 +345,7 @@ QUANTISED_ROWS = quantised(FP16, "128x4", 2, "plain", sizes=(8, 136, 3072), toke
 
 
 @pytest.mark.parametrize("one", [QUANTISED_ROW, GATED_ROW, QUANTISED_ROWS], ids=["quantised", "gated", "rows"])
-@pytest.mark.parametrize(
-    "edit",
-    [
-        pytest.param(changed(WAIT, -4, PASSED), id="stage free for activations"),
-        pytest.param(changed(r"bar\.sync\s+1", 0), id="first activations in order"),
-        pytest.param(changed(r"bar\.warp\.sync", 0), id="activations in order"),
-        pytest.param(changed(WAIT, -2, PASSED), id="activations there"),
-    ],
-)
+@by_edit
 def test_what_orders_quantised_activations_is_needed(one: Wgmma, edit: Any) -> None:
     """Without it the emulator finds a race, or the sums are wrong; in some order, where others may come out right."""
     with pytest.raises((EmulationError, AssertionError)):
