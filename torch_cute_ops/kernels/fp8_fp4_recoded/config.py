@@ -7,6 +7,7 @@ from typing import Final
 from torch_cute_ops.kernels import fp8_wgmma
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
 from torch_cute_ops.kernels.fp4_to_fp8.config import COLUMNS
+from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import unit_words
 
 __all__ = ["Arguments", "Config", "plan"]
 
@@ -42,9 +43,8 @@ class Config(fp8_wgmma.Config):
 
     @property
     def place_scales(self) -> int:
-        """Those of the rows of ``a``; for each row of the weight two powers that change units; and flags of each group
-        of 32 rows."""
-        return self.units_at + 2 * self.columns + self.columns // 32
+        """Those of the rows of ``a``; and what changes units."""
+        return self.units_at + unit_words(self.columns)
 
 
 plan = functools.partial(fp8_wgmma.with_most_stages, Config, tokens=fp8_wgmma.MANY, columns=COLUMNS)

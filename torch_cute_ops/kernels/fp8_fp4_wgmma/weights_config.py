@@ -11,6 +11,14 @@ from torch_cute_ops.runtime.arch import Arch
 
 COLUMNS: Final = GROUPS * GROUP_ROWS
 """Rows of the weight of a tile, where each consumer warpgroup has its own."""
+FLAG_WORDS: Final = 4
+"""Words for the flags of a K block: one, in a piece of 16 bytes."""
+
+
+def unit_words(columns: int) -> int:
+    """Words from ``units_at`` on, among the scales of a K block: for each row of the weight two powers that change
+    units; and the flags."""
+    return 2 * columns + FLAG_WORDS
 
 
 @dataclass(frozen=True)
@@ -38,9 +46,9 @@ class UnitsConfig(FP4WeightConfig):
 
     @property
     def place_scales(self) -> int:
-        """Those of the rows of ``a``; for each row of the weight two powers that change units, and if the CTA decodes
-        it, four words that its tables follow from; and a word of flags, in a piece of 16 bytes."""
-        return self.units_at + 2 * self.columns + 4
+        """Those of the rows of ``a``; for each row of the weight that the CTA decodes four words that its tables follow
+        from; and what changes units."""
+        return self.units_at + unit_words(self.columns)
 
     @property
     def units_at(self) -> int:

@@ -9,7 +9,7 @@ from torch_cute_ops.kernels import fp8_wgmma
 from torch_cute_ops.kernels.common.fp8_arguments import Arguments
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK, SPLITS
 from torch_cute_ops.kernels.fp8_fp4_wgmma.lines_config import SPAN, LinesConfig
-from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import COLUMNS
+from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import COLUMNS, FLAG_WORDS
 
 __all__ = ["Arguments", "Config", "plan"]
 
@@ -39,8 +39,8 @@ class Config(LinesConfig):
     @property
     def place_scales(self) -> int:
         """Those of the rows of ``a``; for each row of the weight a factor of each block, and a word that says by how
-        much helpers round; and a word of flags, in a piece of 16 bytes."""
-        return self.flags_at + 4
+        much helpers round; and the flags."""
+        return self.flags_at + FLAG_WORDS
 
     @property
     def amounts_at(self) -> int:
