@@ -1,9 +1,9 @@
-"""`python -m benchmarks tactics OP NAME=VALUE …`: every tactic of a GEMM, how long it takes, and how long the model of
-costs thinks that it does.
+"""`python -m benchmarks tactics`: every tactic of a GEMM, how long it takes, and how long the model of costs thinks
+that it does.
 
-What the estimates of `torch_cute_ops.gemm.backends` are fitted to. Names are those of the op's static properties, as
-`torch_cute_ops.warmup` takes them; a value may be a list: `mm_fp8_block n=4096 k=14336 m=1,16,64`. Operands and timing
-are those of tuning: random, L2-cold, from a CUDA graph. Packed rows of experts belong to random ones.
+What the estimates of `torch_cute_ops.gemm.backends` are fitted to. Calls are named as for
+`python -m torch_cute_ops tune`: `mm_fp8_block --n 4096 --k 14336 --m 1 16 64`. Operands and timing are those of tuning:
+random, L2-cold, from a CUDA graph. Packed rows of experts belong to random ones.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_cute_ops import deployment
+from torch_cute_ops.cli.jobs import UsageError, add_jobs, read_gemm_jobs
 from torch_cute_ops.gemm import tune
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.problem import GemmProblem
 from torch_cute_ops.gemm.select import target_of
-from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.tuner import HOPELESS, Candidate
 
 from . import environment, layers, report
@@ -70,38 +69,19 @@ def markdown(rows: Sequence[Timed]) -> str:
     return report.table(["tactic", "µs", "of fastest", "estimate µs"], body)
 
 
-def properties(words: Sequence[str]) -> dict[str, Any]:
-    """What `NAME=VALUE` words say: numbers, truth values and lists as such.
-
-    Raises:
-        ValueError: for another kind of word.
-    """
-    found = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals:
-            raise ValueError(f"{word!r} is no NAME=VALUE")
-        parts = value.split(",")
-        values = [int(part) if part.isdigit() else {"true": True, "false": False}.get(part, part) for part in parts]
-        found[name] = values if len(values) > 1 else values[0]
-    return found
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks tactics", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    gemms = [name for name, op in OPS.items() if op.has_backends]
-    parser.add_argument("op", choices=gemms, metavar="OP", help=", ".join(gemms))
-    parser.add_argument("properties", nargs="+", metavar="NAME=VALUE", help="static properties of the calls")
+    add_jobs(parser)
     parser.add_argument(
         "--within", type=float, default=HOPELESS, help="time tactics of at most so many times the least estimate"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="a file for the numbers")
     options = parser.parse_args(arguments)
     try:
-        options.jobs = deployment.jobs_of(options.op, **properties(options.properties))
-    except (TypeError, ValueError) as error:
+        options.jobs = read_gemm_jobs(options)
+    except UsageError as error:
         parser.error(str(error))
     return layers.on_gpu("tactics", measure_tactics, options)
 

@@ -6,6 +6,7 @@ import pytest
 from support.gemm_problems import HOPPER, fp8_problem
 
 from benchmarks import tactics
+from torch_cute_ops import deployment
 from torch_cute_ops.gemm import tune
 from torch_cute_ops.runtime.tuner import Candidate
 
@@ -65,20 +66,28 @@ def test_the_table(bench):
     ]
 
 
-def test_properties_of_a_command_line():
-    words = ["n=4096", "m=1,16", "scale_layout=linear", "static_weight=true", "masked=false"]
-    want = {"n": 4096, "m": [1, 16], "scale_layout": "linear", "static_weight": True, "masked": False}
-    assert tactics.properties(words) == want
-    with pytest.raises(ValueError, match="'4096' is no NAME=VALUE"):
-        tactics.properties(["4096"])
+def test_calls_are_named_as_for_tuning(monkeypatch, tmp_path):
+    """As options, or by a file, of which GEMMs are taken."""
+    named = []
+    monkeypatch.setattr(tactics.layers, "on_gpu", lambda command, measure, options: named.append(options.jobs) or 0)
+    assert tactics.main(["mm_fp4", "--n", "4096", "--k", "512", "--m", "1", "16", "--static-weight"]) == 0
+    given = {"n": 4096, "k": 512, "static_weight": True}
+    want = deployment.jobs_of("mm_fp4", m=[1, 16], **given)
+    assert {frozenset(job.properties) for job in named[0]} == {frozenset(job.properties) for job in want}
+    path = tmp_path / "calls.toml"
+    kernels = ('op = "fp4_quantize"\nhidden = 64\ndtype = "bf16"', 'op = "mm_fp8_block"\nn = 256\nk = 256\nm = [1, 8]')
+    path.write_text("".join(f"[[kernel]]\n{kernel}\n" for kernel in kernels))
+    assert tactics.main(["--config", str(path)]) == 0
+    assert named[1] == deployment.jobs_of("mm_fp8_block", n=256, k=256, m=[1, 8])
 
 
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["mm_fp8_block", "n=4096", "k=4096", "colour=1"], "colour"),
-        (["mm_fp8_block", "n=4096"], "k"),
-        (["rmsnorm", "n=4096"], "invalid choice"),
+        (["mm_fp8_block", "--n", "4096", "--k", "4096", "--colour", "1"], "--colour"),
+        (["mm_fp8_block", "--n", "4096"], "k: missing"),
+        (["rmsnorm", "--hidden", "4096"], "the ops with backends are fp4quant_mm_fp4"),
+        ([], "name an op"),
     ],
 )
 def test_bad_command_lines(words, what, capsys):
@@ -89,7 +98,7 @@ def test_bad_command_lines(words, what, capsys):
 
 def test_a_gpu_is_needed(monkeypatch, capsys):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert tactics.main(["mm_fp8_block", "n=4096", "k=4096", "m=1"]) == 2
+    assert tactics.main(["mm_fp8_block", "--n", "4096", "--k", "4096", "--m", "1"]) == 2
     assert "python -m benchmarks tactics needs a CUDA GPU" in capsys.readouterr().err
 
 
@@ -97,7 +106,7 @@ def test_a_gpu_is_needed(monkeypatch, capsys):
 def test_on_a_gpu(tmp_path, capsys):
     """Every tactic of a small GEMM is right, and has a time."""
     path = tmp_path / "tactics.json"
-    assert tactics.main(["mm_fp8_block", "n=256", "k=256", "m=8", "--json", str(path)]) == 0
+    assert tactics.main([*["mm_fp8_block", "--n", "256", "--k", "256", "--m", "8", "--json"], str(path)]) == 0
     table = capsys.readouterr().out
     assert "mm_fp8_block n=256 k=256 m=8" in table and "**" in table
     (call,) = json.loads(path.read_text())["calls"]

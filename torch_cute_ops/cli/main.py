@@ -15,14 +15,11 @@ import torch
 
 from torch_cute_ops import deployment, registry
 from torch_cute_ops.cli import cache, info
+from torch_cute_ops.cli.jobs import UsageError, add_jobs, read_gemm_jobs, read_jobs
 from torch_cute_ops.runtime import tuner
 from torch_cute_ops.runtime.arch import ARCHS, arch_named
 from torch_cute_ops.runtime.compiler import store, why_no_store
 from torch_cute_ops.runtime.toolchain import compiler_flavour
-
-
-class UsageError(ValueError):
-    """Wrong arguments, or a wrong file of a deployment."""
 
 
 class Terminated(BaseException):
@@ -120,7 +117,7 @@ def _build(options: argparse.Namespace) -> int:
     from torch_cute_ops.runtime import bundle
 
     pairs = []
-    for job, arch in itertools.product(_jobs(options), _archs(options)):
+    for job, arch in itertools.product(read_jobs(options), _archs(options)):
         try:
             pairs += [(kernel, arch) for kernel in registry.kernels_of(job.op, arch, **dict(job.properties))]
         except (TypeError, ValueError) as error:
@@ -139,7 +136,7 @@ def _add_warmup(commands: Any) -> None:
     )
     parser.add_argument("--arch", action="append", metavar="ARCH", help=f"one or more of {', '.join(ARCHS)}")
     parser.add_argument("--workers", type=_count, metavar="N", help="processes (default: one for each processor)")
-    _add_jobs(parser)
+    add_jobs(parser)
     parser.set_defaults(run=_warmup)
 
 
@@ -157,65 +154,8 @@ def _add_tune(commands: Any) -> None:
         "GPU, and keep the fastest for each size in the file that TORCH_CUTE_OPS_TUNING names. Options that take "
         "several values stand for every combination. What is tuned already is not timed again.",
     )
-    _add_jobs(parser)
+    add_jobs(parser)
     parser.set_defaults(run=_tune)
-
-
-def _add_jobs(parser: argparse.ArgumentParser) -> None:
-    """What ``_jobs`` reads."""
-    parser.add_argument("op", nargs="?", help="the op's name; or --config")
-    parser.add_argument("--config", type=Path, metavar="FILE.toml", help="tables [[kernel]] with op and properties")
-    group = parser.add_argument_group("static properties of the calls, as torch_cute_ops.warmup takes them")
-    for name, ops in _properties().items():
-        properties = [registry.properties_of(op)[name] for op in ops]
-        option, one = f"--{name.replace('_', '-')}", properties[0]
-        expected = f"{deployment.expected(one)}; " if one.choices or one.kind is torch.dtype else ""
-        text = f"{expected}{_ops_in_words(ops)}"
-        if all(each.kind is bool for each in properties):
-            group.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=text)
-        else:
-            metavar = {int: "N", torch.dtype: "DTYPE"}.get(one.kind, "NAME")
-            group.add_argument(option, nargs="+", metavar=metavar, help=text)
-
-
-def _properties() -> dict[str, list[str]]:
-    """The properties of all ops, each with the ops that have it."""
-    found: dict[str, list[str]] = {}
-    for op in registry.OPS:
-        for name in registry.properties_of(op):
-            found.setdefault(name, []).append(op)
-    return found
-
-
-def _ops_in_words(ops: list[str]) -> str:
-    return ", ".join(ops) if len(ops) <= 4 else f"{', '.join(ops[:3])} and {len(ops) - 3} more ops"
-
-
-def _jobs(options: argparse.Namespace) -> list[deployment.Job]:
-    """The jobs that the arguments state.
-
-    Raises:
-        UsageError: if they are wrong, or the file is.
-    """
-    named = vars(options)
-    properties = {name: named[name] for name in _properties() if named.get(name) is not None}
-    op = named.get("op")
-    if (op is None) == (options.config is None) or (options.config and properties):
-        raise UsageError("name an op and its properties, or a file with --config")
-    try:
-        return deployment.read(options.config) if op is None else deployment.jobs_of(op, **_parsed(op, properties))
-    except (OSError, TypeError, ValueError) as error:
-        raise UsageError(error if op is None else f"{op}: {error}") from None
-
-
-def _parsed(op: str, properties: dict[str, Any]) -> dict[str, Any]:
-    """The properties of a command line with numbers in place of digits."""
-    known = registry.properties_of(op) if op in registry.OPS else {}
-    numbers = {name for name, each in known.items() if each.kind is int}
-    return {
-        name: [int(word) if word.lstrip("-").isdecimal() else word for word in words] if name in numbers else words
-        for name, words in properties.items()
-    }
 
 
 def _archs(options: argparse.Namespace) -> list[str]:
@@ -241,13 +181,7 @@ def _tell_flavour() -> None:
 def _tune(options: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    tunable = [name for name, op in registry.OPS.items() if op.has_backends]
-    if options.op in registry.OPS and options.op not in tunable:
-        jobs = []
-    else:
-        jobs = [job for job in _jobs(options) if job.op in tunable]
-    if not jobs:
-        raise UsageError(f"nothing to tune: the ops with backends are {', '.join(tunable)}")
+    jobs = read_gemm_jobs(options)
     if not torch.cuda.is_available():
         raise UsageError("tuning needs a CUDA device: it times kernels")
     failed = 0
@@ -268,7 +202,7 @@ def _warmup(options: argparse.Namespace) -> int:
     several values stand for every combination. No GPU is needed if --arch is given."""
     from tqdm import tqdm
 
-    jobs, archs = _jobs(options), _archs(options)
+    jobs, archs = read_jobs(options), _archs(options)
     if store() is None:
         raise UsageError(f"no kernels are kept on disk: {why_no_store()}")
     failed = 0
