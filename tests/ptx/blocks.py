@@ -44,7 +44,7 @@ def blocks_of(program: Program, decoder: Decoder) -> list[Block]:
         block = Block(steps[start:end], i, next=i + 1)
         if block.steps[-1].kind == "branch":
             block.target = number.get(block.steps[-1].target, len(leaders))
-        block.polls = any("ld.acquire" in str(step.instruction) for step in block.steps)
+        block.polls = any(step.instruction.opcode.startswith("ld.acquire") for step in block.steps)
         blocks.append(block)
     # Falling off the end ends a thread.
     blocks.append(Block([decoder.end()], len(blocks)))

@@ -114,7 +114,7 @@ class Decoded:
     def __init__(self) -> None:
         self.slots: dict[tuple[str, int], int] = {}
         self.widths: list[int] = []
-        self.steps: dict[tuple, Step] = {}
+        self.steps: dict[tuple[int, int], Step] = {}
 
 
 def _is_register_or_constant(operand: Operand) -> bool:
@@ -148,14 +148,15 @@ class Decoder:
 
     def decode(self, instruction: Instruction) -> Step:
         """Raises NotImplementedError for what is unknown."""
-        name = instruction.opcode.split(".")[0]
-        if (name in PURE or name == "mov") and all(map(_is_register_or_constant, instruction.operands)):
-            key = (instruction.line, instruction.opcode, *instruction.operands, instruction.guard)
-            if key not in self.decoded.steps:
-                step = self.decoded.steps[key] = self._decode(instruction)
+        key = instruction.line, id(instruction.statement)
+        step = self.decoded.steps.get(key)
+        if step is None:
+            step = self._decode(instruction)
+            name = instruction.opcode.split(".")[0]
+            if (name in PURE or name == "mov") and all(map(_is_register_or_constant, instruction.operands)):
                 step.simple = step.guard is None
-            return self.decoded.steps[key]
-        return self._decode(instruction)
+                self.decoded.steps[key] = step  # which keeps the statement, and so its identity
+        return step
 
     def _decode(self, instruction: Instruction) -> Step:
         self.reads = []

@@ -56,7 +56,8 @@ Operand = Reg | Imm | Symbol | Vec | Mem
 
 @dataclass
 class Instruction:
-    """One instruction. ``source`` is the kernel's source line, if the PTX has line information."""
+    """One instruction. ``source`` is the kernel's source line, if the PTX has line information; ``statement`` the same
+    for all instructions that say the same of the same registers, in programs of one kernel."""
 
     opcode: str
     operands: list[Operand]
@@ -64,6 +65,7 @@ class Instruction:
     text: str
     line: int
     source: str = ""
+    statement: Any = None
 
     def __str__(self) -> str:
         return f"line {self.line}: {self.text}" + (f" ({self.source})" if self.source else "")
@@ -268,8 +270,8 @@ class _Body:
             operands = [self._operand(part) for part in _split(rest)] if rest else []
             register = self._operand(guard) if guard else None
             self.known[text] = opcode, operands, register, text.replace(f"{self.program.name}_param", "param")
-        opcode, operands, register, short = self.known[text]
-        instruction = Instruction(opcode, [*operands], register, short, line, self.source)
+        statement = opcode, operands, register, short = self.known[text]
+        instruction = Instruction(opcode, [*operands], register, short, line, self.source, statement)
         self.program.instructions.append(instruction)
         if opcode.split(".")[0] == "bra":
             # A label may be declared later in an open scope.

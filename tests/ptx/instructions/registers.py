@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,6 +62,13 @@ def _pack(d: Decoder, ins: Instruction, type: Type, target: Operand, source: Vec
     return Step(ins, [d.source(item, part) for item in source.items], [d.target(target, type)], run, undefined="pass")
 
 
+LANE_MASKS = {
+    f"lanemask_{kind}": np.array([sum(1 << j for j in range(32) if compare(j, i)) for i in range(32)])
+    for kind, compare in (("eq", operator.eq), ("lt", operator.lt), ("le", operator.le), ("gt", operator.gt))
+}
+"""Of each lane."""
+
+
 def special_register(m: Machine, name: str) -> Array | None:
     """The value in each thread."""
     base, _, axis = name[1:].partition(".")
@@ -77,9 +85,8 @@ def special_register(m: Machine, name: str) -> Array | None:
             return per_thread[base][i]
         return np.full(m.threads, uniform[base][i]) if base in uniform else None
     values = {"laneid": m.lane, "warpid": m.tid // 32, "cluster_ctarank": m.rank}
-    for kind, compare in (("eq", np.equal), ("lt", np.less), ("le", np.less_equal), ("gt", np.greater)):
-        lanes = np.array([sum(1 << j for j in range(32) if compare(j, i)) for i in range(32)])
-        values[f"lanemask_{kind}"] = lanes[m.lane]
+    if base in LANE_MASKS:
+        return LANE_MASKS[base][m.lane]
     constants = {
         "nwarpid": -(-m.cta_threads // 32),
         "cluster_nctarank": m.cluster_ctas,
