@@ -66,6 +66,7 @@ def compile_ptx(kernel: Any, arch: Arch) -> Compiled:
 def forget() -> None:
     """Drop all that was compiled."""
     _compiled.clear()
+    _host_functions.clear()
     programs_of.cache_clear()
     parser.forget()
 
@@ -234,15 +235,69 @@ def host_launches(module: Any, leaves: list[list[Any]], sizes: dict[str, list[in
 
     ``leaves`` are the values of each argument but the stream; ``sizes`` are of the kernels' parameters.
     """
-    functions = {}
-    for op in module.body.operations:
-        if op.operation.name == "llvm.func" and len(op.operation.regions[0].blocks):
-            functions[op.operation.attributes["sym_name"].value] = op.operation
-    # The function that others wrap: _mlir_ciface_<name> calls it.
-    (name,) = [name for name in functions if f"_mlir_ciface_{name}" in functions]
     host = _Host(sizes)
-    host.run(functions[name], leaves)
+    host.run(_host_function(module), leaves)
     return host.launches
+
+
+@dataclass
+class _Operation:
+    """An operation of the host function, read from MLIR once, because that takes longer than to evaluate it. Values are
+    known by their hash, which is an address: the DSL overloads their comparison. ``types`` are the operands'."""
+
+    name: str
+    operands: list[int]
+    types: list[Any]
+    result: int | None
+    type: Any
+    attributes: Any
+    successors: list[int]
+
+
+@dataclass
+class _Block:
+    """Operations that follow each other; ``types`` are the arguments'."""
+
+    arguments: list[int]
+    types: list[Any]
+    operations: list[_Operation]
+
+
+_host_functions: dict[Any, list[_Block]] = {}
+
+
+def _host_function(module: Any) -> list[_Block]:
+    """The function that others wrap: _mlir_ciface_<name> calls it."""
+    if module not in _host_functions:
+        functions = {}
+        for op in module.body.operations:
+            if op.operation.name == "llvm.func" and len(op.operation.regions[0].blocks):
+                functions[op.operation.attributes["sym_name"].value] = op.operation
+        (name,) = [name for name in functions if f"_mlir_ciface_{name}" in functions]
+        blocks = list(functions[name].regions[0].blocks)
+        _host_functions[module] = [
+            _Block(
+                [hash(argument) for argument in block.arguments],
+                [argument.type for argument in block.arguments],
+                [_read_operation(op.operation, blocks) for op in block.operations],
+            )
+            for block in blocks
+        ]
+    return _host_functions[module]
+
+
+def _read_operation(op: Any, blocks: list[Any]) -> _Operation:
+    operands, results = list(op.operands), list(op.results)
+    has_result = len(results) == 1
+    return _Operation(
+        op.name.removeprefix("llvm."),
+        [hash(operand) for operand in operands],
+        [operand.type for operand in operands],
+        hash(results[0]) if has_result else None,
+        results[0].type if has_result else None,
+        op.attributes,
+        [blocks.index(block) for block in op.successors],
+    )
 
 
 def layout_of(type: Any) -> tuple[int, int]:
@@ -325,10 +380,7 @@ _UNSIGNED: dict[str, Callable[[int, int], int]] = {
 
 
 class _Host:
-    """Evaluates one function. Integers are signed; a struct is its bytes.
-
-    MLIR values are known by their hash, which is an address: the DSL overloads their comparison.
-    """
+    """Evaluates one function. Integers are signed; a struct is its bytes."""
 
     def __init__(self, sizes: dict[str, list[int]]) -> None:
         self.sizes = sizes
@@ -337,23 +389,21 @@ class _Host:
         self.kernels: dict[int, str] = {}
         self.launches: list[tuple[str, Launch]] = []
 
-    def run(self, function: Any, leaves: list[list[Any]]) -> None:
-        blocks = list(function.regions[0].blocks)
-        values: dict[Any, Any] = {}
-        *parameters, stream = blocks[0].arguments
+    def run(self, blocks: list[_Block], leaves: list[list[Any]]) -> None:
+        block = blocks[0]
+        *parameters, stream = block.arguments
         if len(parameters) != len(leaves):
             raise TypeError(f"the host function takes {len(parameters)} arguments, not {len(leaves)}")
-        for parameter, parts in zip(parameters, leaves, strict=True):
-            values[hash(parameter)] = self._argument(parameter.type, parts)
-        values[hash(stream)] = 0
-        block = blocks[0]
-        while block is not None:
+        values: dict[int, Any] = {stream: 0}
+        for parameter, type, parts in zip(parameters, block.types, leaves, strict=False):
+            values[parameter] = self._argument(type, parts)
+        while True:
             for op in block.operations:
-                following = self._evaluate(op.operation, values)
+                following = self._evaluate(op, values)
                 if following is not None:
-                    block, passed = following
-                    for argument, value in zip(block.arguments, passed, strict=True):
-                        values[hash(argument)] = value
+                    number, passed = following
+                    block = blocks[number]
+                    values.update(zip(block.arguments, passed, strict=True))
                     break
             else:
                 return
@@ -423,12 +473,10 @@ class _Host:
             raise IndexError(f"host address {address:#x}")
         return bytes(self.memory[address : address + size])
 
-    def _evaluate(self, op: Any, values: dict[Any, Any]) -> tuple[Any, list[Any]] | None:
-        """Evaluate one operation; the result of a branch is where to go, and with which values."""
-        name = op.name.removeprefix("llvm.")
-        operands = [values.get(hash(operand)) for operand in op.operands]
-        attributes = op.attributes
-        type = op.results[0].type if len(op.results) == 1 else None
+    def _evaluate(self, op: _Operation, values: dict[int, Any]) -> tuple[int, list[Any]] | None:
+        """Evaluate one operation; the result of a branch is the number of a block, and which values it is given."""
+        name, attributes, type = op.name, op.attributes, op.type
+        operands = [values.get(operand) for operand in op.operands]
         result: Any = None
         if name in _BINARY:
             result = self._wrap(type, _BINARY[name](*operands))
@@ -440,9 +488,9 @@ class _Host:
         elif name == "select":
             result = operands[1] if operands[0] else operands[2]
         elif name in ("zext", "ptrtoint", "inttoptr"):
-            result = self._wrap(type, operands[0] & ((1 << self._bits(op.operands[0].type)) - 1))
+            result = self._wrap(type, operands[0] & ((1 << self._bits(op.types[0])) - 1))
         elif name in ("sext", "trunc"):
-            sign = op.operands[0].type
+            sign = op.types[0]
             value = -operands[0] if self._bits(sign) == 1 and name == "sext" else operands[0]
             result = self._wrap(type, value)
         elif name == "mlir.constant":
@@ -466,13 +514,13 @@ class _Host:
         elif name == "load":
             result = self._decode(type, self._read(operands[0], layout_of(type)[0]))
         elif name == "store":
-            data = self._encode(op.operands[0].type, operands[0])
+            data = self._encode(op.types[0], operands[0])
             self._read(operands[1], len(data))
             self.memory[operands[1] : operands[1] + len(data)] = data
         elif name == "extractvalue":
-            result = self._extract(op.operands[0].type, operands[0], list(attributes["position"]))
+            result = self._extract(op.types[0], operands[0], list(attributes["position"]))
         elif name == "insertvalue":
-            result = self._insert(op.operands[0].type, *operands, list(attributes["position"]))
+            result = self._insert(op.types[0], *operands, list(attributes["position"]))
         elif name == "br":
             return op.successors[0], operands
         elif name == "cond_br":
@@ -482,14 +530,14 @@ class _Host:
         elif name == "call":
             result = self._call(attributes["callee"].value, operands)
         elif name != "return":
-            raise NotImplementedError(f"host operation {op.name}")
+            raise NotImplementedError(f"host operation llvm.{name}")
         if type is not None:
-            values[hash(op.results[0])] = result
+            values[op.result] = result
         return None
 
     def _compare(self, predicate: int, op: Any, a: int, b: int) -> bool:
         if predicate > 5:
-            mask = (1 << self._bits(op.operands[0].type)) - 1
+            mask = (1 << self._bits(op.types[0])) - 1
             return _COMPARE[predicate - 4](a & mask, b & mask)
         return _COMPARE[predicate](a, b)
 
