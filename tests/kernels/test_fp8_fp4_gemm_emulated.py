@@ -390,12 +390,14 @@ PAIR = Run(case(MXFP4, "linear", "counted", (256, 128, 1), BF16, "expert", BF16)
 # which there is another loop.
 WRITTEN = Run(case(MXFP4, "linear", "counted", RECODED, BF16, "expert_column", BF16), (130, 3), 120, 1408, 1)
 OWN_UNITS = Run(case(NVFP4, "128x4", "plain", RECODED, FP32), (130,), 120, 640, 1, scales=(0, 0x7F))
-BY_BLOCKS = Run(by_blocks("128x4", "masked", (16, 128, 1), BF16), (3, 5), 136, 2304, 1, room=8)
+BY_BLOCKS = Run(by_blocks("128x4", "masked", (16, 128, 1), FP16, "expert_column"), (3, 5), 136, 2304, 1, room=8)
 # Few K blocks, so that one pair of consumers may be a tile ahead of the other.
-IN_REGISTERS = Run(in_registers("128x4", "masked", (16, 128, 1), BF16), (3, 5), 136, 768, 1, room=8)
+IN_REGISTERS = Run(in_registers("128x4", "masked", (16, 128, 1), FP16, "expert_column"), (3, 5), 136, 768, 1, room=8)
 # Several tiles of a cluster; four teams of decoding warps, and two pairs of consumers
 NARROW = Run(case(NVFP4, "128x4", "masked", (32, 64, 2), BF16), (3, 5), 136, 1792, 2, room=8)
-IN_REGISTERS_SHARED = Run(in_registers("linear", "masked", (8, 128, 2), BF16), (3, 5), 136, 1280, 2, room=8)
+IN_REGISTERS_SHARED = Run(
+    in_registers("128x4", "counted", (8, 128, 2), BF16, "expert_column", BF16), (3, 5), 136, 1280, 2
+)
 # Between tiles with rows for both consumers, one with rows for the first alone
 EXCHANGED = Run(case(MXFP4, "linear", "counted", (128, 64, 2), BF16), (70, 3, 130), 72, 704, 2)
 ORDERED = {
