@@ -1,20 +1,26 @@
-"""Run the samples of every op under compute-sanitizer, in processes of some samples each, and report what each found.
+"""Run the samples of every op under compute-sanitizer, in processes of some samples each, or tests, a process each, and
+report what each found.
 
     python tools/sanitize.py                                  # all ops, all tools
     python tools/sanitize.py mm_fp4 --tools racecheck         # part of it
     python tools/sanitize.py mm_fp4 --only wgmma              # by one backend
+    python tools/sanitize.py --tests tests/gemm/test_fp8_fp4_gemm_gpu.py::test_every_tactic
 
 First each runs without a tool, which fills the kernel cache: compiling under a tool takes long. Exits with 1 if any run
 failed or found something.
 """
 
 import argparse
+import itertools
 import os
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from torch_cute_ops.gemm.select import BACKENDS
 from torch_cute_ops.registry import OPS
@@ -37,9 +43,18 @@ TOOLS = {
 """By tool: its own options, and those of the program."""
 
 
+class Run(NamedTuple):
+    """A program to sanitise: what it is called in the report and its log; whether it is ``run_samples.py``, and so has
+    options of its own; and the command."""
+
+    name: str
+    is_samples: bool
+    command: tuple[str, ...]
+
+
 def main() -> None:
     """Run what was asked for; print a line for each run and the end of the log of each that failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description=__doc__.split(".")[0] if __doc__ else None)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--parts", type=int, default=4, help="processes that share the samples of an op (default: 4)")
@@ -50,34 +65,54 @@ def main() -> None:
         metavar="BACKEND",
         help="with this backend alone",
     )
+    parser.add_argument("--tests", nargs="+", metavar="TEST", help="these tests, as pytest takes them, and no samples")
     parser.add_argument("ops", nargs="*", metavar="OP", help="these ops alone")
     given = parser.parse_args()
     if given.parts < 1:
         parser.error(f"--parts is {given.parts}; expected a positive number")
+    if given.tests and (given.ops or given.only):
+        parser.error("--tests goes with neither ops nor --only")
     given.logs.mkdir(parents=True, exist_ok=True)
-    runs = [(op, f"{part}/{given.parts}") for op in given.ops or OPS for part in range(1, given.parts + 1)]
+    runs = runs_of_tests(given.tests) if given.tests else runs_of_ops(given.ops or OPS, given.parts, given.only)
     failed = 0
     for tool in (None, *given.tools):
         with ThreadPoolExecutor(given.jobs) as pool:
-            for line, is_good in pool.map(lambda run, tool=tool: sanitize(run, tool, given.only, given.logs), runs):
+            for line, is_good in pool.map(lambda run, tool=tool: sanitize(run, tool, given.logs), runs):
                 print(line, flush=True)
                 failed += not is_good
     sys.exit(f"{failed} runs failed" if failed else 0)
 
 
-def sanitize(run: tuple[str, str], tool: str | None, only: str | None, logs: Path) -> tuple[str, bool]:
-    """Run a part of an op's samples under a tool, or alone; what came of it in a line, and whether that is good."""
-    op, part = run
-    command = [sys.executable, str(SAMPLES), op, "--part", part, *(["--only", only] if only else [])]
+def runs_of_ops(ops: Iterable[str], parts: int, only: str | None) -> list[Run]:
+    """The samples of ops, in so many parts each."""
+    runs = []
+    for op, part in itertools.product(ops, range(1, parts + 1)):
+        command = sys.executable, str(SAMPLES), op, "--part", f"{part}/{parts}", *(("--only", only) if only else ())
+        runs.append(Run(f"{f'{op}.{only}' if only else op} {part}/{parts}", True, command))
+    return runs
+
+
+def runs_of_tests(named: Sequence[str]) -> list[Run]:
+    """Each of the tests that pytest finds by these names."""
+    pytest = sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"
+    found = subprocess.run([*pytest, "--collect-only", *named], stdout=subprocess.PIPE, text=True, check=True).stdout
+    tests = [line for line in found.splitlines() if "::" in line]
+    return [Run(Path(test).name, False, (*pytest, "--color=no", test)) for test in tests]
+
+
+def sanitize(run: Run, tool: str | None, logs: Path) -> tuple[str, bool]:
+    """Run a program under a tool, or alone; what came of it in a line, and whether that is good."""
+    command = list(run.command)
     if tool is not None:
         own, program = TOOLS[tool]
-        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *own, *command, *program]
+        options = "compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *own
+        command = [*options, *command, *(program if run.is_samples else ())]
     start = time.monotonic()
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    what = f"{op}.{only}" if only else op
-    (logs / f"{what}.{part.replace('/', '-of-')}.{tool or 'alone'}.log").write_text(done.stdout)
+    file = re.sub(r"[^\w.-]+", "-", run.name).strip("-")
+    (logs / f"{file}.{tool or 'alone'}.log").write_text(done.stdout)
     last = (done.stdout.strip().splitlines() or [""])[-1].strip("= ")
-    line = f"{op:36} {part:5} {tool or 'alone':10} {time.monotonic() - start:5.0f} s  {last}"
+    line = f"{run.name:60} {tool or 'alone':10} {time.monotonic() - start:5.0f} s  {last}"
     return line, done.returncode == 0
 
 
