@@ -88,6 +88,7 @@ def run_kernel(
     edit: Callable[[str], str] | None = None,
     written_before: Mapping[int, torch.Tensor] | None = None,
     held: Collection[int] = (),
+    starved: Collection[int] = (),
 ) -> list[Machine]:
     """Execute a kernel's launches on CPU tensors, which get the results.
 
@@ -106,6 +107,7 @@ def run_kernel(
             which may write at once what the one before does not access. ``None``: each starts when the one before has
             ended.
         held: bulk copies of each launch that are as late as they can be; see ``Machine``.
+        starved: warps of each launch that are.
 
     Returns:
         The machine of each launch.
@@ -139,7 +141,9 @@ def run_kernel(
         # The one before has released its dependents behind its own wait: what was before that is complete.
         complete = memory.copies()
         late = memory.take_back(started) if launch.overlaps and written_before is not None else None
-        machine = Machine(programs[name], launch, memory, seed, max_steps, strict, lenient, late, accessed, held)
+        machine = Machine(
+            programs[name], launch, memory, seed, max_steps, strict, lenient, late, accessed, held, starved
+        )
         machines.append(machine)
         machine.run()
         started, accessed = complete, machine.accessed

@@ -79,6 +79,7 @@ class Machine(Layout):
     this one may store before that one has ended. ``None``: any may be.
     ``held``: bulk copies, by their numbers in the order in which they are started, that are executed when nothing else
     can go on.
+    ``starved``: warps, by their numbers in the launch, that go on only when nothing else can, a block at a time.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Machine(Layout):
         before: Callable[[], None] | None = None,
         accessed_before: Collection[int] | None = None,
         held: Collection[int] = (),
+        starved: Collection[int] = (),
     ):
         super().__init__(program, launch, memory)
         self.before, self.overlaps = before, before is not None
@@ -109,6 +111,7 @@ class Machine(Layout):
         self.max_steps = max_steps
         self.strict, self.lenient, self.held = strict, lenient, held
         self.steps = 0
+        self.starved = np.isin(self.warp, list(starved))
         self.barriers, self.under_way = Barriers(self), UnderWay(self)
         decoder = Decoder(self)
         self.blocks = blocks_of(program, decoder)
@@ -164,7 +167,13 @@ class Machine(Layout):
                         continue
                 if self.before is not None and not self.under_way.copies and self._all_poll(running):
                     self._end_kernel_before()
-                self._run_some(running)
+                if not any_true(running & ~self.starved):
+                    if self.under_way.copies:
+                        self.under_way.execute_one()
+                    else:
+                        self._run_blocks(running, 1)
+                    continue
+                self._run_some(running & ~self.starved)
 
     def _all_poll(self, running: Array) -> bool:
         """Whether all threads that can go on are where they poll."""
@@ -176,7 +185,7 @@ class Machine(Layout):
         if self.random is not None:
             if self.under_way.copies and self.random.random() < 0.3:
                 self.under_way.execute_one()
-                running = self.state == RUNNING
+                running = (self.state == RUNNING) & ~self.starved
             share = self.random.choice([0.2, 0.6, 1.0, 1.0])
             chosen = self.random.random(self.warps) < share
             chosen[self.random.choice(self.warp[running])] = True
@@ -184,6 +193,10 @@ class Machine(Layout):
             blocks = int(self.random.integers(1, 60))
         else:
             among = ~self.polled
+        self._run_blocks(among & ~self.starved, blocks)
+
+    def _run_blocks(self, among: Array, blocks: int) -> None:
+        """Run so many blocks of those ``among`` that can go on."""
         while blocks:
             blocks -= 1
             address = np.where(among & (self.state == RUNNING), self.block, FAR)

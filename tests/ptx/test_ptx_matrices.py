@@ -165,6 +165,26 @@ def test_warpgroup_products_of_what_nobody_wrote() -> None:
             assert launch(program, zeros(1), block=128)[0].view(np.float32).tolist() == [32.0]
 
 
+@pytest.mark.parametrize("row", [0, 17, 49])
+def test_a_warp_of_a_warpgroup_races(row: int) -> None:
+    """The one is named that multiplies a row which a thread of its own has stored, without a fence."""
+    sums, writer = registers(30, 34), row // 16 * 32 + 9
+    body = f"""
+    mov.u32 %r9, buf; mad.lo.u32 %r8, %r0, 80, %r9;
+    {"".join(f"st.shared.b32 [%r8+{4 * i}], 0;" for i in range(20))}
+    {"".join(f"mov.b32 %r{30 + i}, 0;" for i in range(4))}
+    fence.proxy.async.shared::cta; bar.sync 0;
+    setp.eq.u32 %p0, %r0, {writer}; @%p0 st.shared.b32 [%r9+{128 * row}], %r0;
+    shr.u32 %r8, %r9, 4; cvt.u64.u32 %rd9, %r8; or.b64 %rd9, %rd9, {1 << 62 | 64 << 32};
+    add.s64 %rd8, %rd9, {8192 >> 4}; setp.eq.u32 %p2, %r0, %r0;
+    wgmma.fence.sync.aligned;
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {sums}, %rd9, %rd8, %p2, 1, 1, 0, 0;
+    wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
+    """
+    with pytest.raises(Race, match=f"thread {writer} of CTA 0 wrote .*, thread {row // 16 * 32};"):
+        launch(entry(body, 10240, params=1), zeros(1), block=128)
+
+
 def matrix_loads(form: str, between: str = "bar.warp.sync -1;", after: str = "", offset: int = 0) -> str:
     """Each warp stores 32 rows of 16 bytes and loads matrices; lane ``i`` has the address of row ``5 i + 3``."""
     count = int(form[1])

@@ -212,15 +212,19 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
     a_words = len(a.items) if in_registers else 0
     machine = d.machine
 
-    def read(parts: list[tuple[int, int, Array]]) -> list[tuple[Array, Array]]:
-        """For each thread, which stands for its warp, descriptor and addresses: these rows of an operand in shared
-        memory, and which of them nobody wrote."""
+    def read(threads: Array, parts: list[tuple[int, int, Array]]) -> list[tuple[Array, Array]]:
+        """For each thread of ``threads``, which stands for its warp, descriptor and addresses: these rows of an operand
+        in shared memory, and which of them nobody wrote."""
         if not parts:
             return []
         readers = np.repeat([thread for thread, _, _ in parts], [address.size for _, _, address in parts])
         address = np.concatenate([address.reshape(-1) for _, _, address in parts])
         address = address + (machine.rank[readers].astype(np.int64) << RANK_SHIFT)  # descriptors lack it
-        words = np.stack(machine.load("shared", readers, address, 4, 4), -1).reshape(-1, 8)
+        try:
+            words = np.stack(machine.load("shared", readers, address, 4, 4), -1).reshape(-1, 8)
+        except Fault as fault:
+            place = int(np.searchsorted(threads, readers[fault.position]))
+            raise Fault(fault.kind, place, fault.message) from None
         missing = np.zeros(len(words), bool)
         if machine.unwritten is not None:
             missing = np.logical_or.reduce(machine.unwritten).reshape(-1, 2).any(1)
@@ -254,12 +258,13 @@ def _wgmma(d: Decoder, ins: Instruction, parts: list[str]) -> Step:
         else:
             quarters = [int(machine.tid[leaders[warp]]) // 32 % 4 * 16 for warp in multiplied]
             lefts = read(
+                threads,
                 [
                     (leaders[warp], starts[0][warp], _operand_rows(starts[0][warp], 64)[first : first + 16])
                     for warp, first in zip(multiplied, quarters, strict=True)
-                ]
+                ],
             )
-        rights = read([(leaders[w], starts[-1][w], _operand_rows(starts[-1][w], columns)) for w in multiplied])
+        rights = read(threads, [(leaders[w], starts[-1][w], _operand_rows(starts[-1][w], columns)) for w in multiplied])
         for warp, (left, missing_rows), (right, missing_columns) in zip(multiplied, lefts, rights, strict=True):
             products[warp] = left @ right.T
             missing[warp] = missing_rows[:, None] | missing_columns

@@ -154,9 +154,9 @@ def send_accumulators(sums: cute.Tensor, received, barrier, rank, tid) -> None:
 def add_accumulators(sums: cute.Tensor, received, tid) -> None:
     """Add what has been sent to a thread's accumulators."""
     for piece in range_constexpr(cute.size(sums) // 4):
-        others = _loaded(_accumulators(received, piece, tid), 0)
-        for i in range_constexpr(4):
-            sums[4 * piece + i] = ptx.add_rn(sums[4 * piece + i], others[i])
+        own = [sums[4 * piece + i] for i in range(4)]
+        for i, total in enumerate(_added(own, _accumulators(received, piece, tid), 0)):
+            sums[4 * piece + i] = total
 
 
 def _accumulators(received: cute.Pointer, piece: int, tid) -> cute.Pointer:

@@ -150,11 +150,6 @@ class FP8TilesConfig:
         return self.sum_tile.received_bytes(self.splits) if self.splits > 1 else 0
 
     @property
-    def readers(self) -> int:
-        """Warps of a cluster that read what its CTAs have sent, and tell all of these."""
-        return 4 * GROUPS * self.splits
-
-    @property
     def box_rows(self) -> int:
         """Rows of ``a`` of a copy, an equal part of the tile's, so that rows that do not exist need not be copied."""
         return self.tokens // self.boxes

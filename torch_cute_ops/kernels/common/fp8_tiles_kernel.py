@@ -216,7 +216,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
                 cute.arch.mbarrier_init(smem.free + i, c.consumer_warps * c.row_ctas)
             if const_expr(c.splits > 1):
                 cute.arch.mbarrier_init(smem.sent, 1)
-                cute.arch.mbarrier_init(smem.read, c.readers)
+                cute.arch.mbarrier_init(smem.read, 4 * GROUPS * c.splits)
             if const_expr(c.k_groups > 1):
                 cute.arch.mbarrier_init(smem.parted, 4 * GROUPS)
                 cute.arch.mbarrier_init(smem.joined, 4 * GROUPS)
@@ -559,6 +559,11 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         first = share.out.iterator + cute.assume(Int64(row) * share.n, divby=8)
         out = cute.make_tensor(first, cute.make_layout((rows, share.n), stride=(share.n, 1)))
         write_received(*tile, finish, out, smem.received, share.rank, consumer.tid, own, Int32(0), column)
+        self._tell_read(is_last, consumer, smem)
+
+    @cute.jit
+    def _tell_read(self, is_last, consumer, smem):
+        """Tell all CTAs that share tiles that a warp has read what they have sent, unless they send nothing more."""
         if not is_last:
             # What is sent next replaces what was read.
             fence_async()
@@ -568,7 +573,11 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
     def _exchange(self, sums, exists, group, turn, is_last, consumer, share, smem):
         """Of a tile with rows of ``a`` on the M side, which two CTAs share: the CTA of a consumer warpgroup's own
         number adds up the sums of both for its 64 rows, if any ``exists``; the other sends it its own. ``turn`` and
-        ``is_last`` as for ``_add_up``."""
+        ``is_last`` as for ``_add_up``.
+
+        All warps tell that they have come so far, also those that have read nothing. Else one that is late might find
+        the barrier two phases on, and wait for the next.
+        """
         c, tid = self.config, consumer.tid % WARPGROUP
         ptx.wait(smem.read, turn ^ 1)
         if group == share.rank:
@@ -579,9 +588,6 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
             if exists:
                 ptx.wait(smem.sent, turn)
                 add_accumulators(sums, smem.received, tid)
-            if not is_last:
-                # What is sent next replaces what was read.
-                fence_async()
-                self._tell(smem.read, consumer.lane)
         elif exists:
             send_accumulators(sums, smem.received, smem.sent, share.rank ^ 1, tid)
+        self._tell_read(is_last, consumer, smem)

@@ -25,7 +25,9 @@ tile start while the one before is multiplied.
 5. Where tiles are few, the CTAs of a cluster share one, each with a part of k (``splits``), and a share of its rows of
    ``a``. They send each other their totals of these rows (``st.async``), which a barrier of each CTA (``sent``) counts,
    add up and store what they have received, in the order of the CTAs, and arrive at a second barrier (``read``) before
-   the next tile's totals are sent there.
+   the next tile's totals are sent there. In swapped tiles a CTA has every ``splits``-th row. In those of 128 rows,
+   which only kernels with an FP4 weight share, each of two CTAs has the rows of one consumer; threads of the other
+   CTA send their accumulators to theirs.
 
 In tiles of 128 rows of ``a`` these are the M side. In tiles of fewer, the swapped ones, rows of ``b`` are: a weight is
 then streamed once, and the MMAs have hardly any rows that do not exist. With 64 rows of ``b`` in place of 128 each

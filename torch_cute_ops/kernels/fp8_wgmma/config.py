@@ -90,11 +90,6 @@ class Config(FP8TilesConfig):
         return GROUP_ROWS * self.columns * 4
 
     @property
-    def readers(self) -> int:
-        """Warps of a cluster that read what its CTAs have sent, and tell all of these."""
-        return super().readers if self.is_swapped else self.consumer_warps
-
-    @property
     def store_bytes(self) -> int:
         """Shared memory in which warps assemble lines of the result, or CTAs leave partial sums."""
         if self.is_swapped:

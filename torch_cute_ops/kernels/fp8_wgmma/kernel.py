@@ -108,6 +108,7 @@ class FP8WgmmaKernel(FP8TilesKernel):
         for number in range(share.first, share.count, share.workers):
             row, rows, column, expert = self._await_tile(number, stage, parity, lane, share, smem)
             exists = True if const_expr(c.is_swapped) else rows > group * GROUP_ROWS
+            is_last = number + share.workers >= share.count
             if exists:
                 # In swapped tiles, alpha and bias are loaded before the MMAs, which hide the latency.
                 finish = self._finish(column, expert, consumer, share) if const_expr(c.is_swapped) else None
@@ -120,9 +121,7 @@ class FP8WgmmaKernel(FP8TilesKernel):
                         rows = ptx.select(share.rank == group, rows, Int32(0))
                     kept = Kept(row, rows, column, expert)
                 elif const_expr(c.splits > 1):
-                    is_last = number + share.workers >= share.count
                     self._add_up(sums, finish, row, rows, column, turn, is_last, consumer, share, smem)
-                    turn = turn ^ 1
                 else:
                     before = consumer.token
                     store_columns(sums, share.out, row + before, rows - before, column + consumer.first, lane, finish)
@@ -132,9 +131,9 @@ class FP8WgmmaKernel(FP8TilesKernel):
                     ptx.wait(smem.full + stage, parity)
                     self._free(stage, lane, smem)
                     stage, parity = next_stage(stage, parity, c.stages)
-            if const_expr(c.splits > 1 and not c.is_swapped):
-                is_last = number + share.workers >= share.count
-                self._exchange(sums, exists, group, turn, is_last, consumer, share, smem)
+            if const_expr(c.splits > 1):
+                if const_expr(not c.is_swapped):
+                    self._exchange(sums, exists, group, turn, is_last, consumer, share, smem)
                 turn = turn ^ 1
         if const_expr(not c.is_swapped):
             self._store_kept(sums, kept, consumer, share)
