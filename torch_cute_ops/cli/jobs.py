@@ -48,7 +48,7 @@ def read_jobs(options: argparse.Namespace) -> list[deployment.Job]:
 
 
 def read_gemm_jobs(options: argparse.Namespace) -> list[deployment.Job]:
-    """The same of ops with backends alone: of a file, those that there are.
+    """Those of the jobs whose ops have backends; a file may list others, too.
 
     Raises:
         UsageError: if there are none, the arguments are wrong, or the file is.

@@ -21,12 +21,15 @@ NARROW = {32: 0.73, 48: 0.66, 64: 0.6, 80: 0.55, 96: 0.55, 128: 0.57}
 """Share of these clocks that a tile of half of the rows of the weight takes (measured on an H100; that of 48 lies
 between)."""
 MANY_SHARED = 0.88
-"""Share of these clocks that tiles of 128 rows take where two CTAs share them, whose fixed time is counted apart
-(measured on an H100)."""
-SHARE_CLOCKS, MANY_SHARE_CLOCKS = 1500.0, 7400.0
+"""Share of these clocks that tiles of 128 rows take where two CTAs share them: for these ``MANY_SHARE_CLOCKS`` are
+counted apart (measured on an H100)."""
+SHARE_CLOCKS = 1500.0
 SHARE_ROW_CLOCKS = 35.0
-"""Clocks to add up the partial sums of a tile, per CTA that shares it but the first: fixed, of 128 rows too, and per
-row of fewer (measured on an H100)."""
+"""Clocks to add up the partial sums of a tile, per CTA that shares it but the first: fixed, and per row (measured on an
+H100)."""
+MANY_SHARE_CLOCKS = 7400.0
+"""All that takes the same time whatever k is, of a tile of 128 rows that two CTAs share: until the first K block has
+arrived, to exchange sums and to store them (measured on an H100)."""
 
 
 class FP8FP4Wgmma(FP8FP4Backend):
@@ -57,9 +60,8 @@ class FP8FP4Wgmma(FP8FP4Backend):
         )
 
     def may_share(self, problem: GemmProblem, tokens: int, rows: int) -> bool:
-        """Whether CTAs may share tiles of so many rows, where there are ``rows``. Beside others of the same columns
-        they read the weight more than once, which pays only for two tiles of many rows, and not for experts, which have
-        tiles enough."""
+        """Whether CTAs may share tiles of so many rows of ``a``, where there are ``rows``. Each tile of rows reads the
+        weight again: shared tiles of 128 rows pay for two of them, smaller ones for one. Experts have tiles enough."""
         if tokens < MANY:
             return rows <= tokens
         return rows <= 2 * tokens and problem.grouping.rows.is_plain

@@ -90,7 +90,7 @@ def unrounded_input(problem: GemmProblem, rows: Tensor) -> Tensor:
 
 
 def rounded_input(problem: GemmProblem, value: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """What is behind them, as ``made_input`` returns it."""
+    """``value``, which ``unrounded_input`` has made, in the activations' dtype, or quantised, with its scales."""
     operand = problem.of_activations.a
     if not isinstance(operand.format, FP4Format):
         assert isinstance(operand.format, torch.dtype)
