@@ -209,7 +209,7 @@ RUNS = [
     Run(case(NVFP4, "linear", "masked", RECODED, BF16, "expert_column", FP32), (3, 0, 70), 136, 320, 4, room=72),
     Run(case(MXFP4, "128x4", "offsets", RECODED, FP32, "expert_column", FP32), (0, 32), 200, 64, 8),
     Run(beside(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (130,), 264, 704, 2),
-    Run(beside(MXFP4, "linear", "plain", RECODED, BF16, "column", BF16), (3,), 200, 2112, 2),
+    Run(beside(MXFP4, "linear", "plain", RECODED, FP32, "column", FP32), (3,), 200, 2112, 2),
     # Several tiles of a CTA, and a cluster
     Run(prefetching(by_blocks("128x4", "plain", (16, 128, 1), FP32)), (5,), 392, 640, 2),
     Run(prefetching(in_registers("linear", "plain", (8, 128, 2), BF16)), (5,), 72, 1088, 2),
@@ -268,7 +268,9 @@ def test_a_recoded_weight_is_waited_for() -> None:
 
 
 # An odd number of K blocks, two ranges, two tiles of 128 rows, of which the last is not whole, and units of rows' own
-RECODED_BESIDE = Run(beside(NVFP4, "128x4", "plain", RECODED, FP32), (5,), 136, 2112, 2, scales=(0, 0x7F))
+RECODED_BESIDE = Run(
+    beside(NVFP4, "128x4", "plain", RECODED, FP32, "column", FP32), (5,), 136, 2112, 2, scales=(0, 0x7F)
+)
 
 
 def check_beside(edit: Any = None) -> None:
@@ -457,7 +459,7 @@ WAITS = {
     "narrow": (NARROW, 15),
     "exchanged": (EXCHANGED, 15),
 }
-BETWEEN_TEAMS = [("narrow", wait) for wait in (4, 5, 7, 8, 9)] + [("exchanged", wait) for wait in (2, 3, 4, 6)]
+BETWEEN_TEAMS = [("narrow", wait) for wait in (4, 5, 7, 8, 9)] + [("exchanged", wait) for wait in (2, 3, 4, 6, 7, 8)]
 """Waits of the same code as those of ``LATE``, for more teams."""
 OF_OWN_UNITS = (6, 7)
 """Waits of the loop for a recoded weight whose rows have units of their own. ``WRITTEN`` comes to all others."""

@@ -174,22 +174,11 @@ def stopped(request, project, monkeypatch):
 
 
 def test_a_run_that_is_stopped_goes_on(stopped):
-    """Each test that has ended is recorded, and runs once; those of one that is stopped are counted."""
-    project, arguments, text = stopped
-    before = json.loads(text)
-    assert {key: before[key] for key in (*COUNTS, "not_run")} == {**COUNTS, "passed": 1 + 3, "not_run": 3}
-    result = run_pytest(project, *arguments)
-    assert result.ret == pytest.ExitCode.TESTS_FAILED  # one did in the first run
-    record = json.loads((project.path / "record.json").read_text())
-    assert {key: record[key] for key in COUNTS} == {**COUNTS, "passed": 1 + 6}
-    assert "not_run" not in record and record["seed"] == before["seed"]
-    assert (project.path / "ran").read_text().split() == ["0", "1", "2", "3", "3", "4", "5"]
-    assert not (project.path / "record.jsonl").exists()
-
-
-def test_a_run_that_is_stopped_while_it_collects(stopped):
-    """Leaves the record and the journal as they were."""
+    """Each test that has ended is recorded, and runs once; those of one that is stopped are counted. If it is stopped
+    while it collects, the record and the journal stay as they were."""
     project, arguments, record = stopped
+    before = json.loads(record)
+    assert {key: before[key] for key in (*COUNTS, "not_run")} == {**COUNTS, "passed": 1 + 3, "not_run": 3}
     module = project.path / "tests" / "test_stops.py"
     whole = module.read_text()
     module.write_text(f"{STOP}\nstop()\n{STOPS}")
@@ -198,9 +187,13 @@ def test_a_run_that_is_stopped_while_it_collects(stopped):
     result.stdout.fnmatch_lines(["*wrote nothing: it was stopped before all tests were collected*"])
     assert (project.path / "record.json").read_text() == record
     module.write_text(whole)
-    run_pytest(project, *arguments)
-    assert "not_run" not in json.loads((project.path / "record.json").read_text())
+    result = run_pytest(project, *arguments)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED  # one did in the first run
+    after = json.loads((project.path / "record.json").read_text())
+    assert {key: after[key] for key in COUNTS} == {**COUNTS, "passed": 1 + 6}
+    assert "not_run" not in after and after["seed"] == before["seed"]
     assert (project.path / "ran").read_text().split() == ["0", "1", "2", "3", "3", "4", "5"]
+    assert not (project.path / "record.jsonl").exists()
 
 
 def test_only_the_same_run_goes_on(tmp_path):
