@@ -98,14 +98,8 @@ def runs_of_tests(named: Sequence[str]) -> list[Run]:
     found = subprocess.run([*pytest, "--collect-only", *named], stdout=subprocess.PIPE, text=True, check=False)
     if found.returncode != 0:
         sys.exit(found.stdout)
-    tests = [line for line in found.stdout.splitlines() if "::" in line]
-    return [Run(f"{Path(file).name}::{test}", False, (*pytest, f"{file}::{test}")) for file, test in map(parted, tests)]
-
-
-def parted(test: str) -> tuple[str, str]:
-    """The file of a test, and its name there."""
-    file, _, name = test.partition("::")
-    return file, name
+    tests = [line.partition("::") for line in found.stdout.splitlines() if "::" in line]
+    return [Run(f"{Path(file).name}::{test}", False, (*pytest, f"{file}::{test}")) for file, _, test in tests]
 
 
 def sanitize(run: Run, tool: str | None, logs: Path) -> tuple[str, bool]:
