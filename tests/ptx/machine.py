@@ -111,7 +111,7 @@ class Machine(Layout):
         self.max_steps = max_steps
         self.strict, self.lenient, self.held = strict, lenient, held
         self.steps = 0
-        self.starved = np.isin(self.warp, list(starved))
+        self.fed = ~np.isin(self.warp, list(starved))
         self.barriers, self.under_way = Barriers(self), UnderWay(self)
         decoder = Decoder(self)
         self.blocks = blocks_of(program, decoder)
@@ -167,13 +167,13 @@ class Machine(Layout):
                         continue
                 if self.before is not None and not self.under_way.copies and self._all_poll(running):
                     self._end_kernel_before()
-                if not any_true(running & ~self.starved):
+                if not any_true(running & self.fed):
                     if self.under_way.copies:
                         self.under_way.execute_one()
                     else:
                         self._run_blocks(running, 1)
                     continue
-                self._run_some(running & ~self.starved)
+                self._run_some(running & self.fed)
 
     def _all_poll(self, running: Array) -> bool:
         """Whether all threads that can go on are where they poll."""
@@ -185,7 +185,7 @@ class Machine(Layout):
         if self.random is not None:
             if self.under_way.copies and self.random.random() < 0.3:
                 self.under_way.execute_one()
-                running = (self.state == RUNNING) & ~self.starved
+                running = (self.state == RUNNING) & self.fed
             share = self.random.choice([0.2, 0.6, 1.0, 1.0])
             chosen = self.random.random(self.warps) < share
             chosen[self.random.choice(self.warp[running])] = True
@@ -193,7 +193,7 @@ class Machine(Layout):
             blocks = int(self.random.integers(1, 60))
         else:
             among = ~self.polled
-        self._run_blocks(among & ~self.starved, blocks)
+        self._run_blocks(among & self.fed, blocks)
 
     def _run_blocks(self, among: Array, blocks: int) -> None:
         """Run so many blocks of those ``among`` that can go on."""

@@ -1,6 +1,5 @@
 """``tools/first_run.py``: every step runs though others fail, and the archive holds what they said."""
 
-import importlib.util
 import json
 import sys
 import tarfile
@@ -8,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
-PATH = Path(__file__).parents[2] / "tools" / "first_run.py"
+from support.programs import TOOLS, program_of
+
 SAY = [sys.executable, "-c"]
 
 
 @pytest.fixture
 def program(monkeypatch, tmp_path):
-    spec = importlib.util.spec_from_file_location("first_run", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = program_of("first_run")
     monkeypatch.setattr(
         module,
         "steps",
@@ -54,11 +52,8 @@ def test_one_step(program, monkeypatch, tmp_path):
 
 def test_commands_exist():
     """The real steps: scripts that are there, and options that their programs know."""
-    spec = importlib.util.spec_from_file_location("first_run", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    steps = module.steps(Path("x"))
-    root = PATH.parents[1]
+    steps = program_of("first_run").steps(Path("x"))
+    root = TOOLS.parent
     assert (root / steps["sanitizer"][1]).is_file() and "--logs" in (root / steps["sanitizer"][1]).read_text()
     from benchmarks.__main__ import parse
 

@@ -1,24 +1,18 @@
 """``tools/run_samples.py``, which compute-sanitizer runs, by the references on a CPU."""
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from support.cases import sample_cases
+from support.programs import program_of
 from torch_cute_ops.registry import OPS
-
-PATH = Path(__file__).parents[2] / "tools" / "run_samples.py"
 
 
 @pytest.fixture(scope="session")
 def program():
-    module_spec = importlib.util.spec_from_file_location("run_samples", PATH)
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    return module
+    return program_of("run_samples")
 
 
 def run(program, monkeypatch, *arguments):

@@ -1,13 +1,12 @@
 """``tools/sanitize.py``, with a program in place of compute-sanitizer."""
 
-import importlib.util
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
-PATH = Path(__file__).parents[2] / "tools" / "sanitize.py"
+from support.programs import program_of
+
 SANITIZER = """#!/bin/sh
 # Options have a value each. What follows them runs, and knows the tool.
 TOOL=$2
@@ -24,10 +23,7 @@ def test_right(): assert os.environ.get("TOOL") in (None, "racecheck")
 
 @pytest.fixture(scope="session")
 def program():
-    module_spec = importlib.util.spec_from_file_location("sanitize", PATH)
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    return module
+    return program_of("sanitize")
 
 
 def test_each_test_runs_under_a_tool(program, monkeypatch, tmp_path, capsys):

@@ -57,6 +57,7 @@ class Tile(NamedTuple):
         wait: float,
         row_bytes: float = BLOCK,
         share_clocks: float = 0.0,
+        read_again: float = 0.0,
     ) -> float:
         """Time of a call, by a model of operations, bytes and waves.
 
@@ -66,6 +67,7 @@ class Tile(NamedTuple):
             wait: share of a K block's transfer time that the MMAs wait for it.
             row_bytes: bytes of a row of the weight in a K block.
             share_clocks: to add up the partial sums of a tile, per CTA that shares it but the first.
+            read_again: share of the weight that is read from memory once more where row tiles run side by side.
         """
         # The weight is read from memory at least once. Row tiles that run side by side share it, and the SMs that read
         # share the bandwidth.
@@ -73,7 +75,8 @@ class Tile(NamedTuple):
         beside = min(-(-rows_of_expert(problem, m) // self.tokens), RASTER_WIDTH)
         readers = min(1.0, tiles * self.cluster / target.sms)
         bytes_per_clock = cost.bytes_per_second(target) / target.sms / CLOCK_HZ
-        from_memory = readers * self.columns / self.row_ctas * row_bytes / beside / bytes_per_clock
+        reads = 1.0 if beside == 1 else 1.0 + read_again
+        from_memory = readers * self.columns / self.row_ctas * row_bytes * reads / beside / bytes_per_clock
         waves = math.ceil(tiles / self.clusters(target.sms))
         block = max(from_memory, block_clocks + wait * from_memory)
         clocks = waves * problem.k / BLOCK / self.splits * block + waves * share_clocks * (self.splits - 1)

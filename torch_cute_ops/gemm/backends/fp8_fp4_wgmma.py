@@ -55,16 +55,9 @@ class FP8FP4Wgmma(FP8FP4Backend):
             (tokens, columns, splits)
             for tokens, columns, splits in self.tiles
             if tokens <= widest
-            and (splits == 1 or self.may_share(problem, tokens, most))
+            and (splits == 1 or _may_share(problem, tokens, most))
             and (columns == COLUMNS or problem.grouping.rows.is_plain)
         )
-
-    def may_share(self, problem: GemmProblem, tokens: int, rows: int) -> bool:
-        """Whether CTAs may share tiles of so many rows of ``a``, where there are ``rows``. Each tile of rows reads the
-        weight again: shared tiles of 128 rows pay for two of them, smaller ones for one. Experts have tiles enough."""
-        if tokens < MANY:
-            return rows <= tokens
-        return rows <= 2 * tokens and problem.grouping.rows.is_plain
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         tile = self.tile(tactic)
@@ -82,3 +75,11 @@ class FP8FP4Wgmma(FP8FP4Backend):
     def tile(self, tactic: Tactic) -> Tile:
         tokens, columns, splits = map(int, tactic)
         return Tile(tokens, columns, splits, row_ctas=2 if tokens == fp8_fp4_wgmma.PAIR else 1)
+
+
+def _may_share(problem: GemmProblem, tokens: int, rows: int) -> bool:
+    """Whether CTAs may share tiles of so many rows of ``a``, where there are ``rows``. Each tile of rows reads the
+    weight again: shared tiles of 128 rows pay for two of them, smaller ones for one. Experts have tiles enough."""
+    if tokens < MANY:
+        return rows <= tokens
+    return rows <= 2 * tokens and problem.grouping.rows.is_plain

@@ -585,8 +585,9 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
                 # What is sent may arrive before that.
                 size = ptx.select(exists, Int32(c.received_bytes), Int32(0))
                 cute.arch.mbarrier_arrive_and_expect_tx(smem.sent, size)
+            # Also for nothing: each phase of a barrier is waited for.
+            ptx.wait(smem.sent, turn)
             if exists:
-                ptx.wait(smem.sent, turn)
                 add_accumulators(sums, smem.received, tid)
         elif exists:
             send_accumulators(sums, smem.received, smem.sent, share.rank ^ 1, tid)
