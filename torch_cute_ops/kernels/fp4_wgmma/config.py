@@ -24,8 +24,11 @@ ROWS: Final = {1: _ROWS_BY_WARP, 8: _ROWS_BY_WARP, 16: (256, 192), 32: (256, 192
 wgmma."""
 BAND_ROWS: Final = 16
 """Rows of a band: the M side of an ``mma.sync``, or what a warp has of a wgmma."""
-HELPERS: Final = 3
-"""Warps that rearrange activations: the producer's warpgroup but for the producer."""
+TEAMS: Final = 3
+"""Teams of warps that rearrange activations, a chunk each at a time."""
+PAIRED_TOKENS: Final = (16, 32)
+"""Tokens of tiles whose teams are pairs of warps, each with every other group of eight tokens: three single warps take
+longer for a chunk of 32 tokens than the consumers do."""
 BARRIER_BYTES: Final = 512
 CHUNK_BLOCKS: Final = CHUNK // 16
 """Blocks of NVFP4 of a chunk."""
@@ -67,6 +70,11 @@ def mma_tokens(tokens: int) -> int:
 def arranges(tokens: int, splits: int) -> bool:
     """Whether the CTAs of a cluster rearrange the activations themselves."""
     return splits > 0 and tokens <= ARRANGED_TOKENS
+
+
+def members(tokens: int) -> int:
+    """Warps of a team that rearranges activations."""
+    return 2 if tokens in PAIRED_TOKENS else 1
 
 
 def sends(tokens: int, splits: int) -> bool:
@@ -160,8 +168,13 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA."""
-        return (self.groups + 1) * WARPGROUP
+        """Threads of a CTA: of consumers, and of the producer and the teams, whole warpgroups."""
+        return (self.groups + self.members) * WARPGROUP
+
+    @property
+    def members(self) -> int:
+        """Warps of a team that rearranges activations. All teams and the producer are as many warpgroups."""
+        return members(self.tokens) if self.arranges else 1
 
     @property
     def arranges(self) -> bool:
@@ -177,8 +190,13 @@ class Config:
     def registers(self) -> tuple[int, int]:
         """Registers per thread of consumers, and of other warps: together no more than at the launch."""
         if self.arranges:
-            return 88, 128
+            return (88, 128) if self.members == 1 else (80, 80) if self.groups == 4 else (88, 104)
         return {2: (232, 40) if self.width is not None else (240, 24), 4: (112, 32)}[self.groups]
+
+    @property
+    def pieces_together(self) -> int:
+        """Pieces of activations that a lane of a team loads before it stores: as many as there are registers for."""
+        return 4 // self.members // (1 + self.operands.gated)
 
     @property
     def adds_up(self) -> bool:
@@ -208,8 +226,8 @@ class Config:
     @property
     def first_chunks(self) -> int:
         """Chunks of activations that the consumers rearrange together, before they have any of the weight: of 16 bits,
-        one for each helper (a layer of an 8B model is 1 µs faster on an H200; with FP4 activations it is no faster)."""
-        return HELPERS if self.arranges and self.by_warp and self.operands.a_layout is None else 0
+        one for each team (a layer of an 8B model is 1 µs faster on an H200; with FP4 activations it is no faster)."""
+        return TEAMS if self.arranges and self.by_warp and self.operands.a_layout is None else 0
 
     @property
     def sends(self) -> bool:

@@ -11,10 +11,8 @@ from torch_cute_ops.kernels.common.activations import Activations
 from torch_cute_ops.kernels.common.l2_prefetch import prefetch
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
-from torch_cute_ops.kernels.fp4_wgmma.config import HELPERS, QUARTERS, Config
+from torch_cute_ops.kernels.fp4_wgmma.config import QUARTERS, TEAMS, Config
 from torch_cute_ops.kernels.fp4_wgmma.part import segment_before, tokens_at
-
-TOGETHER = 2  # groups of eight tokens that a helper loads before it stores; half as many of gate and up
 
 
 class Copies:
@@ -22,6 +20,10 @@ class Copies:
 
     def __init__(self, config: Config, ring: WeightRing, activations: Activations):
         self.config, self.ring, self.activations = config, ring, activations
+        # Pieces of a lane: of a group of eight tokens, in a step, and steps of a chunk
+        self.each = activations.pieces * min(config.tokens, TILE_TOKENS) // 32
+        self.together = min(config.pieces_together, self.each * config.groups_of_tokens // config.members)
+        self.steps = self.each * config.groups_of_tokens // config.members // self.together
 
     @cute.jit
     def produce(self, weight, part, smem):
@@ -86,38 +88,48 @@ class Copies:
 
     @cute.jit
     def arrange(self, helper, lane, part, smem):
-        """A warp that rearranges activations: every third chunk, but for the first ones where the consumers do that,
-        from memory to its stage."""
+        """A warp that rearranges activations, by its number: with its team every third chunk, but for the first ones
+        where the consumers do that, from memory to its stage. Each of a team has every other group of eight tokens."""
         c = self.config
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
-        for use in range(c.first_chunks + helper, part.end - part.begin, HELPERS):
+        team, member = helper // c.members, helper % c.members
+        tokens = min(c.tokens, TILE_TOKENS)
+        for use in range(c.first_chunks + team, part.end - part.begin, TEAMS):
             start = (part.begin % part.chunks + use) * CHUNK
             stage = use % c.token_stages
             base = tokens_at(c, stage, smem)
-            groups = c.groups_of_tokens
-            together, tokens = min(groups, TOGETHER // (1 + c.operands.gated)), min(c.tokens, TILE_TOKENS)
             # Not unrolled, for lack of registers
-            for step in cutlass.range(groups // together, unroll=1):
-                places = [(step * together + i) * TILE_TOKENS + lane % tokens for i in range(together)]
-                pieces = self.activations.pieces
-                piece = lane // tokens % pieces
-                items = [(place, after) for place in places for after in range(0, pieces, 32 // tokens)]
+            for step in cutlass.range(self.steps, unroll=1):
+                items = [
+                    ((group * c.members + member) * TILE_TOKENS + lane % tokens, lane // tokens + first, after)
+                    for group, first, after in self._pieces_of(step)
+                ]
                 read = []
-                for place, after in items:
+                for place, piece, after in items:
                     # For tokens that do not exist the last one again, whose results are not stored
                     token = cutlass.min(part.token_tile * c.tokens + place, part.m - 1)
                     left = part.blocks * c.operands.fmt.block_size - start
                     read.append(self.activations.read(part.a, part.a_scale, token, start, left, piece, after))
                 if step == 0:
                     ptx.wait(smem.tokens_free + stage, (use // c.token_stages + 1) % 2)
-                for (place, after), words in zip(items, read, strict=True):
-                    self.activations.store(words, groups, piece + after, place, base)
+                for (place, piece, after), words in zip(items, read, strict=True):
+                    self.activations.store(words, c.groups_of_tokens, piece + after, place, base)
             if const_expr(not c.by_warp):
                 # wgmma reads shared memory through the async proxy.
                 fence_async()
             cute.arch.sync_warp()
             ptx.arrive_if(smem.tokens_full + stage, Uint32(lane == 0))
+
+    def _pieces_of(self, step) -> list[tuple]:
+        """The pieces that a lane loads in a step: the group of tokens among those of its warp, and the number of the
+        first lane's piece, as a sum whose second part is constant."""
+        width = self.activations.pieces // self.each
+        if self.together < self.each:
+            at = [step * self.together + i for i in range(self.together)]
+            return [(i // self.each, i % self.each * width, 0) for i in at]
+        groups = self.together // self.each
+        return [(step * groups + i, 0, j * width) for i in range(groups) for j in range(self.each)]
 
     @cute.jit
     def _load_tokens(self, chunk, quarter: int, stage, part, smem):

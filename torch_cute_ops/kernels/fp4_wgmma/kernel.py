@@ -16,7 +16,7 @@ from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
 from torch_cute_ops.kernels.common.shared_words import clear
 from torch_cute_ops.kernels.common.tile_order import tile_of
 from torch_cute_ops.kernels.common.weight_ring import WeightRing
-from torch_cute_ops.kernels.fp4_wgmma.config import BARRIER_BYTES, QUARTERS, Arguments, Config
+from torch_cute_ops.kernels.fp4_wgmma.config import BARRIER_BYTES, QUARTERS, TEAMS, Arguments, Config
 from torch_cute_ops.kernels.fp4_wgmma.copies import Copies
 from torch_cute_ops.kernels.fp4_wgmma.mma import WarpgroupMma, WarpMma
 from torch_cute_ops.kernels.fp4_wgmma.multiply import Consumers
@@ -125,7 +125,7 @@ class FP4WgmmaKernel:
                 cute.arch.mbarrier_init(smem.full + i, 1)
                 cute.arch.mbarrier_init(smem.free + i, c.warps)
             for i in range_constexpr(c.token_stages):
-                cute.arch.mbarrier_init(smem.tokens_full + i, 1)
+                cute.arch.mbarrier_init(smem.tokens_full + i, c.members)
                 cute.arch.mbarrier_init(smem.tokens_free + i, c.warps)
             if const_expr(c.sends):
                 cute.arch.mbarrier_init(smem.sums_full, 1)
@@ -144,7 +144,9 @@ class FP4WgmmaKernel:
             if warp == 4 * c.groups:
                 self.copies.produce(self.ring.open(weight, smem.codes, smem.scales), part, smem)
             elif const_expr(c.arranges):
-                self.copies.arrange(warp - 4 * c.groups - 1, tid % 32, part, smem)
+                helper = warp - 4 * c.groups - 1
+                if helper < TEAMS * c.members:
+                    self.copies.arrange(helper, tid % 32, part, smem)
         else:
             self._take_registers(c.registers[0])
             if const_expr(c.pdl):
