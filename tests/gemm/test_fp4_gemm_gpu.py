@@ -115,6 +115,25 @@ def test_tiles_with_fewer_rows_of_the_weight(op, tokens, rows):
         assert torch.equal(out.cpu(), want), split
 
 
+@pytest.mark.parametrize("rows", ROWS[1])
+def test_one_row_of_the_largest_codes(rows):
+    """The sums of blocks that need the most bits, 15 products of 36 and one of a quarter, are exact."""
+    target = gpu_target("wgmma")
+    n, k, block = 520, 2048, NVFP4.block_size
+    given = exact_call(OPS["mm_fp4"], target, 1, n, k, NVFP4, "128x4", torch.float32, alpha=None)
+    codes = torch.full((k // block, block), 7, dtype=torch.uint8, device=target.device)  # 6
+    codes.scatter_(1, torch.randint(block, (k // block, 1), device=target.device), 1)  # a half
+    given["a"].copy_((codes[:, ::2] + codes[:, 1::2] * 16).view(1, -1))
+    given["b"].copy_(given["a"].view(-1, 1).expand(-1, n))
+    for scale in ("a_scale", "b_scale"):
+        given[scale].fill_(1.0)
+    problem, operands = prepared(OPS["mm_fp4"], given)
+    for split in (1, 4):
+        out = torch.full((1, n), torch.nan, device=target.device)
+        backend_for("wgmma", problem).launcher(problem, (1, rows, split), target)(*operands, out)
+        assert (out == k // block * 540.25).all(), split
+
+
 def check_first_rows(launch, columns, device, tactic):
     """The first of 100 rows are the same alone, and all of them when computed again."""
     every = []

@@ -349,6 +349,10 @@ WGMMAS = [
     wgmma(FP16, NVFP4, "linear", None, 1, epilogue=(FP32, "column", FP32), sizes=(2, 200, 768), splits=3, seed=None),
     wgmma(FP16, NVFP4, "128x4", "8x4", 1, epilogue=(BF16, "one", BF16), sizes=(3, 520, 1568), splits=2, seed=1),
     wgmma(FP16, NVFP4, "128x4", "128x4", 1, epilogue=(FP32,), sizes=(1, 224, 3840), splits=1, rows=224, seed=4),
+    wgmma(FP16, NVFP4, "128x4", "128x4", 1, epilogue=(FP32,), sizes=(1, 256, 3840), splits=1, seed=4),
+    wgmma(
+        BF16, NVFP4, "linear", "linear", 1, epilogue=(FP16, "one"), sizes=(2, 392, 1536), splits=3, rows=192, seed=None
+    ),
     wgmma(BF16, NVFP4, "128x4", None, 1, epilogue=(FP32,), sizes=(1, 208, 4608), splits=1, rows=208, seed=5),
     wgmma(BF16, NVFP4, "linear", None, 1, epilogue=(FP16,), sizes=(1, 328, 512), splits=2, rows=160, seed=2),
     # Activations in float16 that are rounded to bfloat16: by a kernel of their own, and by the CTAs

@@ -89,6 +89,13 @@ def float16_pairs(word) -> list:
     return [ptx.prmt(x, Uint32(0), selector) for selector in (0x1404, 0x3424) for x in (even, odd)]
 
 
+def e4m3_words(word) -> tuple:
+    """Codes (0, 2, 4, 6) and (1, 3, 5, 7) as e4m3, e2m1 · 2^-6: six instructions."""
+    signs = word & Uint32(0x88888888)
+    even = ptx.select_bits(Uint32(0x1C1C1C1C), word << 2, ptx.shift_left(signs, 4))
+    return even, ptx.select_bits(Uint32(0x1C1C1C1C), word >> 2, signs)
+
+
 def _bfloat16_pairs(word) -> list:
     """Codes (0, 4), (1, 5), (2, 6), (3, 7) as e2m1 · 2^-126.
 

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from torch_cute_ops.formats import NVFP4
-from torch_cute_ops.kernels.common.activation_layout import CHUNK, TILE_LINE, TILE_TOKENS, ActivationLayout
+from torch_cute_ops.kernels.common.activation_layout import (
+    CHUNK,
+    TILE_BYTES,
+    TILE_LINE,
+    TILE_TOKENS,
+    ActivationLayout,
+)
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.fit import first_fit
 from torch_cute_ops.kernels.common.fp4_operands import FP4Operands
@@ -36,6 +42,8 @@ ROW_BYTES: Final = CHUNK * 2
 """A chunk of one row of activations, float16."""
 ROW_STAGE_BYTES: Final = 640
 """A stage of one row: a chunk, and an fp32 factor for each block. Whole lines, for ``ZEROS_AT``."""
+CODE_TILES: Final = 3
+"""Tiles of a stage of one row of codes: the B operands of half a chunk each, and the factors."""
 ZEROS_AT: Final = -192
 """Where 128 bytes of zeros lie, from the stages of one row on: in the other half of a line, against bank conflicts."""
 ZEROS_BYTES: Final = 256
@@ -182,9 +190,14 @@ class Config:
         return arranges(self.tokens, self.splits)
 
     @property
+    def by_codes(self) -> bool:
+        """Whether one row is multiplied as codes, by FP8 MMAs of warpgroups: one in FP4, where these have all rows."""
+        return self.tokens == 1 and self.operands.decodes_both and self.rows % GROUP_ROWS == 0
+
+    @property
     def by_warp(self) -> bool:
         """Whether the MMAs are those of warps (mma.sync), not those of warpgroups."""
-        return self.tokens <= BY_WARP
+        return self.tokens <= BY_WARP and not self.by_codes
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -227,7 +240,7 @@ class Config:
     def first_chunks(self) -> int:
         """Chunks of activations that the consumers rearrange together, before they have any of the weight: of 16 bits,
         one for each team (a layer of an 8B model is 1 µs faster on an H200; with FP4 activations it is no faster)."""
-        return TEAMS if self.arranges and self.by_warp and self.operands.a_layout is None else 0
+        return TEAMS if self.arranges and self.tokens <= BY_WARP and self.operands.a_layout is None else 0
 
     @property
     def sends(self) -> bool:
@@ -260,12 +273,19 @@ class Config:
     @property
     def token_bytes(self) -> int:
         """Activations of a stage."""
+        if self.by_codes:
+            return CODE_TILES * TILE_BYTES
         return ROW_STAGE_BYTES if self.tokens == 1 else self.span * self.quarter_bytes
 
     @property
     def zeros_bytes(self) -> int:
-        """Zeros before the stages of activations, which MMAs with one row read."""
-        return ZEROS_BYTES if self.tokens == 1 else 0
+        """Zeros before the stages of activations, which ``mma.sync`` with one row reads."""
+        return ZEROS_BYTES if self.tokens == 1 and not self.by_codes else 0
+
+    @property
+    def cleared_bytes(self) -> int:
+        """What is zero at first, from there on: these, or all stages of codes, of which most bytes stay zero."""
+        return self.token_stages * self.token_bytes if self.by_codes else self.zeros_bytes
 
     @property
     def token_ring_bytes(self) -> int:

@@ -83,6 +83,8 @@ class Copies:
             left = part.blocks * c.operands.fmt.block_size - start
             words = self.activations.read(part.a, part.a_scale, token, start, left, piece)
             self.activations.store(words, c.groups_of_tokens, piece, place, tokens_at(c, chunk, smem))
+        if const_expr(not c.by_warp):
+            fence_async()
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         ptx.arrive_if(smem.tokens_full + cutlass.min(tid, chunks - 1), Uint32(tid < chunks))
 

@@ -16,6 +16,7 @@ from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
 from torch_cute_ops.kernels.common.shared_words import clear
 from torch_cute_ops.kernels.common.tile_order import tile_of
 from torch_cute_ops.kernels.common.weight_ring import WeightRing
+from torch_cute_ops.kernels.fp4_wgmma.codes import CodeActivations, CodeMma
 from torch_cute_ops.kernels.fp4_wgmma.config import BARRIER_BYTES, QUARTERS, TEAMS, Arguments, Config
 from torch_cute_ops.kernels.fp4_wgmma.copies import Copies
 from torch_cute_ops.kernels.fp4_wgmma.mma import WarpgroupMma, WarpMma
@@ -35,7 +36,10 @@ class FP4WgmmaKernel:
         self.config = config
         self.epilogue = EpilogueOps(config.epilogue)
         self.ring = WeightRing(config.chunks, config.stages)
-        if config.tokens == 1:
+        if config.by_codes:
+            self.activations = CodeActivations(config.arranged)
+            mma = CodeMma(config, self.ring, self.activations)
+        elif config.tokens == 1:
             self.activations = RowActivations(config.arranged)
             mma = RowMma(config, self.ring, self.activations)
         else:
@@ -133,8 +137,8 @@ class FP4WgmmaKernel:
                 own = tokens_of(c.sum_tile, c.splits, part.worker % c.splits, tokens)
                 cute.arch.mbarrier_arrive_and_expect_tx(smem.sums_full, own * rows * (c.splits * 4))
         cute.arch.mbarrier_init_fence()
-        if const_expr(c.zeros_bytes > 0):
-            clear(smem.tokens - c.zeros_bytes, c.zeros_bytes, tid, c.threads)
+        if const_expr(c.cleared_bytes > 0):
+            clear(smem.tokens - c.zeros_bytes, c.cleared_bytes, tid, c.threads)
         if const_expr(c.sends):
             # Waited for before sums are sent
             cute.arch.cluster_arrive_relaxed()

@@ -62,9 +62,8 @@ class RowActivations(Activations):
         here, with one piece after the other."""
         factor, c = None, self.config
         if c.layout is not None or c.quantises is not None:
-            codes, byte = words if c.quantises is None else self.quantised(words)
+            codes, factor = self._codes(words)
             words = float16_pairs(codes)
-            factor = ptx.unpack_f16(ptx.f16x2_of_e4m3x2(byte), 0)
         else:
             words = self.gated(words)
             if self.has_factors:
@@ -73,8 +72,16 @@ class RowActivations(Activations):
         to = cute.recast_ptr(base + cute.assume(piece * 16, divby=16), dtype=Uint32)
         store_words(words, cute.make_tensor(to, cute.make_layout(4)))
         if factor is not None:
-            at = base + cute.assume(ROW_BYTES + piece // 2 * 4, divby=4)
-            ptx.store_shared_if(at, ptx.bits_of(factor), piece % 2 == 0)
+            self._store_factor(factor, piece, base + ROW_BYTES)
+
+    def _store_factor(self, factor: Float32, piece, factors: cute.Pointer) -> None:
+        at = factors + cute.assume(piece // 2 * 4, divby=4)
+        ptx.store_shared_if(at, ptx.bits_of(factor), piece % 2 == 0)
+
+    def _codes(self, words: list) -> tuple:
+        """A word of codes, of FP4 activations or of what is quantised, and the factor of its block."""
+        codes, byte = words if self.config.quantises is None else self.quantised(words)
+        return codes, ptx.unpack_f16(ptx.f16x2_of_e4m3x2(byte), 0)
 
     def _in_range(self, words: list) -> tuple[list, Float32]:
         """Half a block of bfloat16 as float16, and the block's factor, a power of two, with that of the codes.
@@ -99,14 +106,20 @@ class RowActivations(Activations):
 
 class RowMma(Mma):
     """The MMAs of a warp with its band of the weight and one row of activations. A lane has four sums: of the weight's
-    rows ``row`` and ``row + 8``, and of two columns."""
+    rows ``row`` and ``row + 8``, and of two columns.
+
+    Attributes:
+        exponent: minus that of the power of two that products of codes have.
+    """
+
+    exponent = 2 * CODE_EXPONENT
 
     def __init__(self, config: Config, ring: WeightRing, activations: RowActivations):
         self.has_factors = activations.has_factors
         # Of bfloat16 the factors have the codes' power of two, and FP4 has codes on both sides.
         exponent = {BFloat16: 0, Float16: CODE_EXPONENT}.get(activations.a_dtype)
         if exponent is None or activations.config.quantises is not None:
-            exponent = 2 * CODE_EXPONENT
+            exponent = self.exponent
         super().__init__(config, ring, 2.0**exponent)
 
     def multiply(self, start, adds, first, i, stages: Stages, sums, consumer: Consumer, part, smem) -> Stages:
