@@ -22,7 +22,8 @@ for all chunks, and frees those of the others at once.
    their scales. It decodes eight codes of both rows (two k16 steps), starts their MMAs, and decodes the next eight
    meanwhile; then it waits for the MMAs before those. A warp frees a stage of activations when the MMAs that read it
    have ended, and a stage of codes when it has decoded a part of everything that it loaded.
-   A tile of one row has MMAs of its own (``row``): columns are blocks, and scales multiply sums in place of codes.
+   A tile of one row has MMAs of its own (``row``): columns are blocks, and scales multiply sums in place of codes. If
+   it is in FP4, and warpgroups have all rows of the weight, these are FP8 MMAs of a warpgroup (``codes``).
 3. Either ``workers`` CTAs share all work on one tile of tokens: the chunks of all tiles of rows of ``b``, in equal
    contiguous portions (stream-K). Where a portion ends inside a tile, its partial sums go to memory, and the worker
    that has the tile's last chunk adds them up in the order of k. A worker starts with the partial sums that others
@@ -43,7 +44,7 @@ for all chunks, and frees those of the others at once.
 5. The epilogue finishes the sums. They are transposed in registers, so that a store has 16 contiguous bytes.
 
 ``kernel`` launches and has the roles; ``part`` is what they share, ``copies`` fills the rings, ``multiply`` has
-the consumers, ``mma`` and ``row`` their MMAs, ``results`` what becomes of sums.
+the consumers, ``mma``, ``row`` and ``codes`` their MMAs, ``results`` what becomes of sums.
 
 Bytes moved: ``b`` and its scales once for each tile of tokens (tiles that run together read it from L2); ``a`` once for
 each tile of rows, from L2; 8 bytes for each partial sum in memory.
