@@ -134,6 +134,22 @@ def test_one_row_of_the_largest_codes(rows):
         assert (out == k // block * 540.25).all(), split
 
 
+@pytest.mark.parametrize("split", [1, 4])
+def test_a_row_of_codes_has_the_bits_of_one_of_numbers(split):
+    """Where sums are rounded: by warpgroups with all rows of the weight, and by warps with bands of it."""
+    target = gpu_target("wgmma")
+    samples = SAMPLES["mm_fp4"]
+    n = 160  # of one tile
+    sample = samples.sample("", 1, n, 7168, NVFP4, "128x4", target.device, out_dtype=torch.float32)
+    problem, operands = prepared(OPS["mm_fp4"], arguments(OPS["mm_fp4"], sample))
+    outs = torch.full((len(ROWS[1]), 1, n), torch.nan, device=target.device)
+    for rows, out in zip(ROWS[1], outs, strict=True):
+        backend_for("wgmma", problem).launcher(problem, (1, rows, split), target)(*operands, out)
+    for rows, out in zip(ROWS[1], outs, strict=True):
+        same = rows // 64 * 64  # Of the bands behind them, which several warps share, there are several sums.
+        assert torch.equal(out[:, :same], outs[0][:, :same]), rows
+
+
 def check_first_rows(launch, columns, device, tactic):
     """The first of 100 rows are the same alone, and all of them when computed again."""
     every = []

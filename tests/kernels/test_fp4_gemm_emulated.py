@@ -484,6 +484,14 @@ def unmet(number: int) -> Any:
     return lambda ptx: edits[1](edits[0](ptx))
 
 
+def half_a_team(ptx: str) -> str:
+    """An edit of PTX: a stage of activations is full when one warp of a pair has come."""
+    (two,) = re.findall(r"mov\.b32\s+(%r\d+), 2;", ptx)
+    ptx, count = re.subn(rf"(mbarrier\.init\S+\s+\[[^\]]+\]), {two};", r"\1, 1;", ptx)
+    assert count
+    return ptx
+
+
 MMAS_UNAWAITED = changed(r"wgmma\.wait_group\.sync\.aligned\s+1", None)
 STAGES_AGAIN = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, Epilogue(FP32)), (64, 128, 1024), 1, False, None)
 SHARED_SUMS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32)), (8, 256, 1024), 3, True, None)
@@ -493,6 +501,7 @@ SHARED_SUMS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32)), (8
 WARPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2), (8, 136, 3072), 0, False, None)
 PORTIONS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32)), (8, 136, 2560), 1, False, None)
 WARPGROUPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 32, Epilogue(FP32), 2), (32, 136, 2560), 0, False, None)
+CODES = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", "128x4", 1, Epilogue(FP32), 2), (1, 136, 3584), 0, False, None)
 # There is no room for sums that are sent.
 SUMS_READ = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, Epilogue(FP32), 2), (64, 136, 1024), 0, False, None)
 
@@ -529,6 +538,13 @@ SUMS_READ = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, Epilogue(FP32), 2), 
         pytest.param(WARPGROUPS, freed_early, id="codes loaded beside warpgroups"),
         pytest.param(WARPGROUPS, MMAS_UNAWAITED, id="MMAs of a cluster done"),
         pytest.param(WARPGROUPS, changed(WAIT, -1, PASSED), id="sums of peers of warpgroups there"),
+        pytest.param(WARPGROUPS, half_a_team, id="activations of both warps there"),
+        pytest.param(CODES, changed(WAIT, -4, PASSED), id="stage free for codes of activations"),
+        pytest.param(CODES, changed(r"fence\.proxy\.async", 1), id="codes of activations fenced"),
+        pytest.param(CODES, changed(r"bar\.warp\.sync", 0), id="codes of activations in order"),
+        pytest.param(CODES, changed(WAIT, -2, PASSED), id="codes of activations there"),
+        pytest.param(CODES, changed(r"bar\.warp\.sync", 1), id="codes read beside those of activations"),
+        pytest.param(CODES, changed(r"wgmma\.wait_group\.sync\.aligned", None), id="MMAs of codes done"),
         pytest.param(SUMS_READ, unmet(0), id="sums left by peers"),
         pytest.param(SUMS_READ, unmet(1), id="sums read by peers"),
     ],
@@ -539,6 +555,6 @@ def test_what_orders_a_gemm_by_warpgroups_is_needed(one: Wgmma, edit: Any) -> No
         check_in_orders(multiply_by_warpgroups, one, 6, edit)
 
 
-@pytest.mark.parametrize("one", [STAGES_AGAIN, SHARED_SUMS, WARPS, PORTIONS, WARPGROUPS, SUMS_READ])
+@pytest.mark.parametrize("one", [STAGES_AGAIN, SHARED_SUMS, WARPS, PORTIONS, WARPGROUPS, CODES, SUMS_READ])
 def test_what_orders_a_gemm_by_warpgroups_is_enough(one: Wgmma) -> None:
     check_in_orders(multiply_by_warpgroups, one, 2)

@@ -24,8 +24,9 @@ FEW_WAIT = 0.5
 """Share of a K block's transfer time that the MMAs wait for it, for tiles of 128 rows and of fewer (measured on an
 H200)."""
 READ_AGAIN = 0.2
-"""Share of the weight that is read once more by tiles of fewer rows side by side, in a layer, where CTAs do not start
-together (measured on an H100: gate and up of a 70B, 32 rows, take 200 µs by tiles of 16 rows and 169 by one of 64)."""
+"""Share of the weight that is read once more by tiles of fewer rows side by side, however many, in a layer, where CTAs
+do not start together (measured on an H100: gate and up of a 70B, 32 rows, take 200 µs by two tiles of 16 rows; of 64
+rows, by one tile, 169)."""
 SHARE_CLOCKS = 1500.0
 """Clocks to add up the partial sums of a tile, per CTA that shares it but the first (measured on an H100)."""
 

@@ -1,4 +1,5 @@
-"""FP4 codes as operands of 16-bit MMAs: 14 to 21 instructions for 8 codes, their scale included.
+"""FP4 codes as operands of 16-bit MMAs: 14 to 21 instructions for 8 codes, their scale included. (And, without one, of
+FP8 MMAs: ``e4m3_words``.)
 
 The bits of a code are moved to those of a 16-bit number, which is the code's value times a power of two. Multiplying by
 the block's scale, as a 16-bit number too, takes that power back but for ``DECODED_SCALE``, by which sums are divided in
@@ -13,6 +14,8 @@ Which of the eight codes of a word share a pair follows from what a shift and a 
 are paired alike.
 """
 
+from typing import Final
+
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Uint8, Uint32
 
@@ -21,6 +24,8 @@ from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import DSL_DTYPES
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
+E4M3_EXPONENT: Final = 6
+"""A field of e2m1's exponent is one of e4m3's, whose bias is greater by 6."""
 DECODED_SCALE = {NVFP4: 2.0**-8, MXFP4: 1.0}
 """A decoded number, and so a sum of them, over the true one."""
 
@@ -90,7 +95,7 @@ def float16_pairs(word) -> list:
 
 
 def e4m3_words(word) -> tuple:
-    """Codes (0, 2, 4, 6) and (1, 3, 5, 7) as e4m3, e2m1 · 2^-6: six instructions."""
+    """Codes (0, 2, 4, 6) and (1, 3, 5, 7) as e4m3, e2m1 · 2^-``E4M3_EXPONENT``: six instructions."""
     signs = word & Uint32(0x88888888)
     even = ptx.select_bits(Uint32(0x1C1C1C1C), word << 2, ptx.shift_left(signs, 4))
     return even, ptx.select_bits(Uint32(0x1C1C1C1C), word >> 2, signs)

@@ -4,9 +4,8 @@ without their scales, and eight codes of the weight take six instructions.
 As in ``row``, a column of the MMAs is a block: of half a chunk lane ``q`` of a quad has two blocks of each of its rows
 of the weight, and columns ``2 · q`` and ``2 · q + 1`` have the elements of these alone. Of a word of codes an MMA's
 lane takes the even codes as its first four elements of k, and the odd ones as its last four. The sum of a block has at
-most 12 bits: the tensor cores, which align products to the largest one and keep 13 bits behind its first, have it
-exactly, in any order. It is multiplied by both scales and added up as in ``row``, in the same order, so that the
-results have the same bits.
+most 12 bits, so the tensor cores have it exactly (``docs/numerics.md``), in any order. It is multiplied by both scales
+and added up as in ``row``, in the same order, so that the results have the same bits.
 """
 
 from collections.abc import Callable
@@ -18,16 +17,13 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.activation_layout import TILE_BYTES, TILE_LINE, TILE_TOKENS
-from torch_cute_ops.kernels.common.activations import QUAD
-from torch_cute_ops.kernels.common.fp4_weights import e4m3_words
+from torch_cute_ops.kernels.common.fp4_weights import E4M3_EXPONENT, e4m3_words
 from torch_cute_ops.kernels.common.unit_mma import free
 from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
 from torch_cute_ops.kernels.fp4_wgmma.config import CODE_TILES
 from torch_cute_ops.kernels.fp4_wgmma.mma import Consumer, Stages
 from torch_cute_ops.kernels.fp4_wgmma.row import RowActivations, RowMma
 
-CODE_EXPONENT: Final = 6
-"""``e4m3_words`` gives e2m1 · 2^-6."""
 HALVES: Final = 2
 STEPS: Final = 4
 """Words of a lane's codes in half a chunk, each for an MMA of 32 elements of k."""
@@ -56,7 +52,7 @@ class CodeMma(RowMma):
     """The MMAs of a warpgroup with its rows of the weight and one row of codes. A lane has the sums that it has in
     ``row``."""
 
-    exponent = 2 * CODE_EXPONENT
+    exponent = 2 * E4M3_EXPONENT
 
     def start_of(self, smem) -> Callable:
         """A function that starts the MMAs of half a chunk: of the lane's words of e4m3, the half's number and the stage
@@ -95,6 +91,7 @@ class CodeMma(RowMma):
         codes = [self.ring.codes(smem.codes, stage, row, quad) for row in (consumer.row, consumer.row + 8)]
         rows = (consumer.scale_row, consumer.scale_row + 8)
         scales = [self._scales(smem.scales, stage, row, quad, existing) for row in rows]
+        free(smem.free + stage, consumer.leads)
         totals = []
         for half in range(HALVES):
             words = cute.make_rmem_tensor((4 * STEPS,), Uint32)
@@ -104,15 +101,14 @@ class CodeMma(RowMma):
                         words[4 * step + 2 * j + r] = four
             if half == 0:
                 ptx.wait(smem.tokens_full + token_stage, token_parity)
-            total = cute.make_rmem_tensor((QUAD,), Float32)
+            total = cute.make_rmem_tensor((self.config.sums,), Float32)
             start(words, half, token_stage, total)
             totals.append(total)
-        free(smem.free + stage, consumer.leads)
         factors_at = token_stage * (CODE_TILES * TILE_BYTES) + FACTORS_AT + quad * 16
         factors = self._factors(smem.tokens + cute.assume(factors_at, divby=16))
         for half, total in enumerate(totals):
             warpgroup.wait_group(HALVES - 1 - half)
-            for e in range(QUAD):
+            for e in range(self.config.sums):
                 at = 2 * half + e % 2
                 scale = ptx.mul_rn(scales[e // 2][at], factors[at])
                 sums[e] = ptx.fma_rn(total[e], scale, sums[e])

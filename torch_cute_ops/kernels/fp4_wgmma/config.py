@@ -35,6 +35,9 @@ TEAMS: Final = 3
 PAIRED_TOKENS: Final = (16, 32)
 """Tokens of tiles whose teams are pairs of warps, each with every other group of eight tokens: three single warps take
 longer for a chunk of 32 tokens than the consumers do."""
+REGISTERS: Final = {(1, 3): (88, 128), (1, 4): (88, 128), (2, 3): (88, 104), (2, 4): (80, 80)}
+"""Registers per thread of consumers, and of other warps, by warps of a team and consumer warpgroups, where the CTAs
+rearrange the activations."""
 BARRIER_BYTES: Final = 512
 CHUNK_BLOCKS: Final = CHUNK // 16
 """Blocks of NVFP4 of a chunk."""
@@ -125,7 +128,7 @@ class Config:
         operands: formats of the activations and of the weight.
         epilogue: what is done to the sums. Over experts, whose factors are not a part of it, only its dtype.
         width: elements of k of an expert, for which each token has a factor. ``None``: there are no experts.
-        tokens: rows of activations of a tile. 1: one row, by the MMAs of ``row``.
+        tokens: rows of activations of a tile. 1: one row, by the MMAs of ``row`` or ``codes``.
         rows: rows of the weight of a tile.
         splits: CTAs of a cluster, which share the k of a tile. 0: workers share all tiles.
         stages: stages of the weight's ring.
@@ -203,12 +206,12 @@ class Config:
     def registers(self) -> tuple[int, int]:
         """Registers per thread of consumers, and of other warps: together no more than at the launch."""
         if self.arranges:
-            return (88, 128) if self.members == 1 else (80, 80) if self.groups == 4 else (88, 104)
+            return REGISTERS[self.members, self.groups]
         return {2: (232, 40) if self.width is not None else (240, 24), 4: (112, 32)}[self.groups]
 
     @property
     def pieces_together(self) -> int:
-        """Pieces of activations that a lane of a team loads before it stores: as many as there are registers for."""
+        """Most pieces of activations that a lane of a team loads before it stores, for lack of registers."""
         return 4 // self.members // (1 + self.operands.gated)
 
     @property
@@ -284,7 +287,7 @@ class Config:
 
     @property
     def cleared_bytes(self) -> int:
-        """What is zero at first, from there on: these, or all stages of codes, of which most bytes stay zero."""
+        """What is zero at first: the zeros before the stages, or all stages of codes, of which most bytes stay zero."""
         return self.token_stages * self.token_bytes if self.by_codes else self.zeros_bytes
 
     @property

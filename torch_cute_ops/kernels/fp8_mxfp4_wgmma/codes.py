@@ -13,9 +13,10 @@ import cutlass
 from cutlass import Boolean, Int32, Uint32
 
 from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.fp4_weights import E4M3_EXPONENT
 
-CODE_SCALE: Final = 2.0**6
-"""Decoded codes are to be multiplied by it: a field of e2m1's exponent is one of e4m3's, whose bias is greater by 6."""
+CODE_SCALE: Final = 2.0**E4M3_EXPONENT
+"""Codes as e4m3 (``e4m3_words``) are to be multiplied by it."""
 _ONE: Final = 1 << 23
 """One step of fp32's exponent field."""
 _NAN_FIELD: Final = 0xFF << 23
@@ -27,14 +28,6 @@ _EXACT: Final = 14
 """Powers of two below the largest scale up to which codes are exact."""
 _ROUNDED: Final = ((0x04020000, 0x07060504), (0x02000000, 0x05040402), (0, 0x04020200), (0, 0x02000000))
 """What the eight magnitudes become, 15 to 18 powers of two below the largest scale: codes, a byte each."""
-
-
-def decode(codes: Uint32) -> tuple[Uint32, Uint32]:
-    """Codes 0, 2, 4 and 6 of a word as e4m3 over ``CODE_SCALE``, and codes 1, 3, 5 and 7: sign, and the three bits of
-    exponent and mantissa."""
-    even = (codes << 4) & Uint32(0x80808080) | (codes << 2) & Uint32(0x1C1C1C1C)
-    odd = codes & Uint32(0x80808080) | (codes >> 2) & Uint32(0x1C1C1C1C)
-    return even, odd
 
 
 def block_factors(scales: Uint32) -> list:

@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from torch_cute_ops.kernels.common import ptx
 from torch_cute_ops.kernels.common.convert import load_words, store_words
+from torch_cute_ops.kernels.common.fp4_weights import e4m3_words
 from torch_cute_ops.kernels.common.fp8_stages import BLOCK
 from torch_cute_ops.kernels.common.fp8_tiles_kernel import Tile
 from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
@@ -18,7 +19,6 @@ from torch_cute_ops.kernels.fp8_fp4_wgmma.lines_config import SPAN
 from torch_cute_ops.kernels.fp8_mxfp4_wgmma.codes import (
     CODE_SCALE,
     block_factors,
-    decode,
     hard_factors,
     is_easy,
     rounded,
@@ -126,7 +126,7 @@ class FP8MXFP4WgmmaKernel(LineStages):
                 for r in range(2):
                     at = smem.columns + cute.assume(self._code_place(place, row + 8 * r, block) + quad * 4, divby=4)
                     (codes,) = load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(1)))
-                    for half, numbers in enumerate(decode(codes)):
+                    for half, numbers in enumerate(e4m3_words(codes)):
                         words[4 * block + 2 * half + r] = numbers
             codes = self._register_operand(words, BLOCKS)
             mma = self._tiled_mma()
