@@ -10,6 +10,7 @@ from torch_cute_ops.gemm.decode import fp4_format, fp4_operands, reason_not_line
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_wgmma
 from torch_cute_ops.kernels.common.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import Arch
@@ -211,7 +212,7 @@ def _splits(problem: GemmProblem, tokens: int) -> tuple[int, ...]:
 
 def _rows(problem: GemmProblem, m: int, tokens: int, split: int, target: Target) -> tuple[int, ...]:
     """The most rows of a tile, and those with which an SM has the least work, where a choice is possible: where a
-    cluster has a tile, and its CTAs arrange the activations."""
+    cluster has a tile, and its CTAs arrange the activations. Of one row of codes also the best for ``codes``."""
     every = fp4_wgmma.rows_of(tokens)
     if problem.grouping.over != "none" or not fp4_wgmma.arranges(tokens, split):
         return every[:1]
@@ -220,7 +221,10 @@ def _rows(problem: GemmProblem, m: int, tokens: int, split: int, target: Target)
     def work(rows: int) -> int:
         return -(-(-(-problem.n // rows) * split * -(-m // tokens)) // ctas) * rows
 
-    return tuple(dict.fromkeys((every[0], min(every, key=work))))
+    offered = [every[0], min(every, key=work)]
+    if tokens == 1 and fp4_operands(problem).decodes_both:
+        offered.append(min((rows for rows in every if rows % GROUP_ROWS == 0), key=work))
+    return tuple(dict.fromkeys(offered))
 
 
 def _is_useful(problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> bool:
