@@ -67,7 +67,7 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> No
         helpers = 32 * config.helpers * config.teams if isinstance(case, FP8FP4GemmCase) else 0
         producers = 32 * config.feeders if isinstance(case, GatedExpertsCase) else WARPGROUP
         if isinstance(case, WgmmaCase):
-            producers *= config.members
+            producers *= config.other_groups
         groups = (threads - producers - helpers, producers, helpers)
         taken = sum(size * each for size, each in zip(groups, config.registers, strict=False))
         assert taken <= threads * own, "a warpgroup waits for registers for ever"

@@ -30,14 +30,13 @@ ROWS: Final = {1: _ROWS_BY_WARP, 8: _ROWS_BY_WARP, 16: (256, 192), 32: (256, 192
 wgmma."""
 BAND_ROWS: Final = 16
 """Rows of a band: the M side of an ``mma.sync``, or what a warp has of a wgmma."""
-TEAMS: Final = 3
-"""Teams of warps that rearrange activations, a chunk each at a time."""
-PAIRED_TOKENS: Final = (16, 32)
-"""Tokens of tiles whose teams are pairs of warps, each with every other group of eight tokens: three single warps take
-longer for a chunk of 32 tokens than the consumers do."""
+TEAMS: Final = {16: (3, 2), 32: (3, 2)}
+"""Teams that rearrange activations, a chunk each at a time, and warps of a team, by tokens; else three single warps,
+which would take longer for a chunk of 32 tokens than the consumers do. Of a pair each has every other group of eight
+tokens."""
 REGISTERS: Final = {(1, 3): (88, 128), (1, 4): (88, 128), (2, 3): (88, 104), (2, 4): (80, 80)}
-"""Registers per thread of consumers, and of other warps, by warps of a team and consumer warpgroups, where the CTAs
-rearrange the activations."""
+"""Registers per thread of consumers, and of other warps, by warpgroups of these and of those, where the CTAs rearrange
+the activations."""
 BARRIER_BYTES: Final = 512
 CHUNK_BLOCKS: Final = CHUNK // 16
 """Blocks of NVFP4 of a chunk."""
@@ -83,9 +82,9 @@ def arranges(tokens: int, splits: int) -> bool:
     return splits > 0 and tokens <= ARRANGED_TOKENS
 
 
-def members(tokens: int) -> int:
-    """Warps of a team that rearranges activations."""
-    return 2 if tokens in PAIRED_TOKENS else 1
+def teams_of(tokens: int) -> tuple[int, int]:
+    """Teams that rearrange activations, and warps of a team."""
+    return TEAMS.get(tokens, (3, 1))
 
 
 def sends(tokens: int, splits: int) -> bool:
@@ -179,13 +178,23 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA: of consumers, and of the producer and the teams, whole warpgroups."""
-        return (self.groups + self.members) * WARPGROUP
+        """Threads of a CTA."""
+        return (self.groups + self.other_groups) * WARPGROUP
+
+    @property
+    def other_groups(self) -> int:
+        """Warpgroups of the producer and the teams."""
+        return -(-(1 + self.teams * self.members) // 4)
+
+    @property
+    def teams(self) -> int:
+        """Teams that rearrange activations."""
+        return teams_of(self.tokens)[0] if self.arranges else 0
 
     @property
     def members(self) -> int:
-        """Warps of a team that rearranges activations. All teams and the producer are as many warpgroups."""
-        return members(self.tokens) if self.arranges else 1
+        """Warps that make a stage of activations full: those of a team, or the producer."""
+        return teams_of(self.tokens)[1] if self.arranges else 1
 
     @property
     def arranges(self) -> bool:
@@ -206,13 +215,13 @@ class Config:
     def registers(self) -> tuple[int, int]:
         """Registers per thread of consumers, and of other warps: together no more than at the launch."""
         if self.arranges:
-            return REGISTERS[self.members, self.groups]
+            return REGISTERS[self.other_groups, self.groups]
         return {2: (232, 40) if self.width is not None else (240, 24), 4: (112, 32)}[self.groups]
 
     @property
     def pieces_together(self) -> int:
         """Most pieces of activations that a lane of a team loads before it stores, for lack of registers."""
-        return 4 // self.members // (1 + self.operands.gated)
+        return 4 // self.other_groups // (1 + self.operands.gated)
 
     @property
     def adds_up(self) -> bool:
@@ -243,7 +252,7 @@ class Config:
     def first_chunks(self) -> int:
         """Chunks of activations that the consumers rearrange together, before they have any of the weight: of 16 bits,
         one for each team (a layer of an 8B model is 1 µs faster on an H200; with FP4 activations it is no faster)."""
-        return TEAMS if self.arranges and self.tokens <= BY_WARP and self.operands.a_layout is None else 0
+        return self.teams if self.tokens <= BY_WARP and self.operands.a_layout is None else 0
 
     @property
     def sends(self) -> bool:

@@ -11,7 +11,7 @@ from torch_cute_ops.kernels.common.activations import Activations
 from torch_cute_ops.kernels.common.l2_prefetch import prefetch
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
-from torch_cute_ops.kernels.fp4_wgmma.config import QUARTERS, TEAMS, Config
+from torch_cute_ops.kernels.fp4_wgmma.config import QUARTERS, Config
 from torch_cute_ops.kernels.fp4_wgmma.part import segment_before, tokens_at
 
 
@@ -90,14 +90,15 @@ class Copies:
 
     @cute.jit
     def arrange(self, helper, lane, part, smem):
-        """A warp that rearranges activations, by its number: with its team every third chunk, but for the first ones
-        where the consumers do that, from memory to its stage. Each of a team has every other group of eight tokens."""
+        """A warp that rearranges activations, by its number: with its team, which takes turns with the others, chunks
+        from memory to their stages, but for the first ones where the consumers do that. Warps of a team take turns with
+        groups of eight tokens."""
         c = self.config
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
         team, member = helper // c.members, helper % c.members
         tokens = min(c.tokens, TILE_TOKENS)
-        for use in range(c.first_chunks + team, part.end - part.begin, TEAMS):
+        for use in range(c.first_chunks + team, part.end - part.begin, c.teams):
             start = (part.begin % part.chunks + use) * CHUNK
             stage = use % c.token_stages
             base = tokens_at(c, stage, smem)

@@ -17,7 +17,7 @@ from torch_cute_ops.kernels.common.shared_words import clear
 from torch_cute_ops.kernels.common.tile_order import tile_of
 from torch_cute_ops.kernels.common.weight_ring import WeightRing
 from torch_cute_ops.kernels.fp4_wgmma.codes import CodeActivations, CodeMma
-from torch_cute_ops.kernels.fp4_wgmma.config import BARRIER_BYTES, QUARTERS, TEAMS, Arguments, Config
+from torch_cute_ops.kernels.fp4_wgmma.config import BARRIER_BYTES, QUARTERS, Arguments, Config
 from torch_cute_ops.kernels.fp4_wgmma.copies import Copies
 from torch_cute_ops.kernels.fp4_wgmma.mma import WarpgroupMma, WarpMma
 from torch_cute_ops.kernels.fp4_wgmma.multiply import Consumers
@@ -149,7 +149,7 @@ class FP4WgmmaKernel:
                 self.copies.produce(self.ring.open(weight, smem.codes, smem.scales), part, smem)
             elif const_expr(c.arranges):
                 helper = warp - 4 * c.groups - 1
-                if helper < TEAMS * c.members:
+                if helper < c.teams * c.members:
                     self.copies.arrange(helper, tid % 32, part, smem)
         else:
             self._take_registers(c.registers[0])
