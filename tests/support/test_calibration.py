@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from support.programs import TOOLS
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.select import BACKENDS
 from torch_cute_ops.runtime.arch import ARCHS
@@ -16,7 +16,7 @@ from torch_cute_ops.runtime.arch import ARCHS
 
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
+    monkeypatch.syspath_prepend(TOOLS)
     import calibrate_ptx
 
     return calibrate_ptx

@@ -30,8 +30,9 @@ ROWS: Final = {1: _ROWS_BY_WARP, 8: _ROWS_BY_WARP, 16: (256, 192), 32: (256, 192
 wgmma."""
 BAND_ROWS: Final = 16
 """Rows of a band: the M side of an ``mma.sync``, or what a warp has of a wgmma."""
+SINGLE_WARPS: Final = (3, 1)
 TEAMS: Final = {16: (3, 2), 32: (3, 2)}
-"""Teams that rearrange activations, a chunk each at a time, and warps of a team, by tokens; else three single warps,
+"""Teams that rearrange activations, a chunk each at a time, and warps of a team, by tokens; else ``SINGLE_WARPS``,
 which would take longer for a chunk of 32 tokens than the consumers do. Of a pair each has every other group of eight
 tokens."""
 REGISTERS: Final = {(1, 3): (88, 128), (1, 4): (88, 128), (2, 3): (88, 104), (2, 4): (80, 80)}
@@ -80,11 +81,6 @@ def mma_tokens(tokens: int) -> int:
 def arranges(tokens: int, splits: int) -> bool:
     """Whether the CTAs of a cluster rearrange the activations themselves."""
     return splits > 0 and tokens <= ARRANGED_TOKENS
-
-
-def teams_of(tokens: int) -> tuple[int, int]:
-    """Teams that rearrange activations, and warps of a team."""
-    return TEAMS.get(tokens, (3, 1))
 
 
 def sends(tokens: int, splits: int) -> bool:
@@ -189,12 +185,12 @@ class Config:
     @property
     def teams(self) -> int:
         """Teams that rearrange activations."""
-        return teams_of(self.tokens)[0] if self.arranges else 0
+        return TEAMS.get(self.tokens, SINGLE_WARPS)[0] if self.arranges else 0
 
     @property
     def members(self) -> int:
         """Warps that make a stage of activations full: those of a team, or the producer."""
-        return teams_of(self.tokens)[1] if self.arranges else 1
+        return TEAMS.get(self.tokens, SINGLE_WARPS)[1] if self.arranges else 1
 
     @property
     def arranges(self) -> bool:

@@ -22,8 +22,9 @@ class Copies:
         self.config, self.ring, self.activations = config, ring, activations
         # Pieces of a lane: of a group of eight tokens, in a step, and steps of a chunk
         self.each = activations.pieces * min(config.tokens, TILE_TOKENS) // 32
-        self.together = min(config.pieces_together, self.each * config.groups_of_tokens // config.members)
-        self.steps = self.each * config.groups_of_tokens // config.members // self.together
+        pieces = self.each * config.groups_of_tokens // config.members
+        self.together = min(config.pieces_together, pieces)
+        self.steps = pieces // self.together
 
     @cute.jit
     def produce(self, weight, part, smem):
