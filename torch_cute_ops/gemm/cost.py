@@ -12,9 +12,11 @@ MEMORY_EFFICIENCY = 0.888
 (measured)."""
 TENSOR_CORE_EFFICIENCY = 0.8
 """Share of the peak rate that a good large GEMM reaches: 700 to 830 TFLOP/s of 919, random data (measured on H200s)."""
-CLUSTER_PLACES = 0.85
-"""Share of the CTA slots that clusters of more than two CTAs can use, because GPCs are no multiples of them (measured
-on an H200)."""
+CLUSTER_PLACES = {1: 1.0, 2: 1.0, 3: 0.89, 4: 0.91}
+"""Share of the CTA slots that clusters can use, by their CTAs, because GPCs are no multiples of them: on an H100 and an
+H200 39, 30, 22, 18 and 14 clusters of 3, 4, 5, 6 and 8 CTAs run at once (measured)."""
+LARGE_CLUSTER_PLACES = 0.85
+"""The same of larger clusters."""
 LAUNCH_SECONDS = 2e-6
 """Launch overhead of an empty kernel."""
 
@@ -32,7 +34,8 @@ def smallest_tile(tiles: Iterable[int], m: int) -> int:
 
 def places(slots: int, cluster: int) -> int:
     """CTAs in clusters of ``cluster`` that run at once, where ``slots`` would without clusters."""
-    return max(1, int((CLUSTER_PLACES if cluster > 2 else 1.0) * slots / cluster)) * cluster
+    share = CLUSTER_PLACES.get(cluster, LARGE_CLUSTER_PLACES)
+    return max(1, int(share * slots / cluster)) * cluster
 
 
 def memory_seconds(size: int, kernels: int, target: Target) -> float:

@@ -31,7 +31,7 @@ wgmma."""
 BAND_ROWS: Final = 16
 """Rows of a band: the M side of an ``mma.sync``, or what a warp has of a wgmma."""
 SINGLE_WARPS: Final = (3, 1)
-TEAMS: Final = {16: (3, 2), 32: (3, 2)}
+TEAMS: Final = {16: (3, 2), 32: (1, 4)}
 """Teams that rearrange activations, a chunk each at a time, and warps of a team, by tokens; else ``SINGLE_WARPS``,
 which would take longer for a chunk of 32 tokens than the consumers do. Of a pair each has every other group of eight
 tokens."""
@@ -81,6 +81,12 @@ def mma_tokens(tokens: int) -> int:
 def arranges(tokens: int, splits: int) -> bool:
     """Whether the CTAs of a cluster rearrange the activations themselves."""
     return splits > 0 and tokens <= ARRANGED_TOKENS
+
+
+def by_codes(operands: FP4Operands, tokens: int, rows: int) -> bool:
+    """Whether one row is multiplied as codes, by FP8 MMAs of warpgroups: one in FP4, where these have all rows of the
+    weight."""
+    return tokens == 1 and operands.decodes_both and rows % GROUP_ROWS == 0
 
 
 def sends(tokens: int, splits: int) -> bool:
@@ -199,8 +205,8 @@ class Config:
 
     @property
     def by_codes(self) -> bool:
-        """Whether one row is multiplied as codes, by FP8 MMAs of warpgroups: one in FP4, where these have all rows."""
-        return self.tokens == 1 and self.operands.decodes_both and self.rows % GROUP_ROWS == 0
+        """Whether one row is multiplied as codes."""
+        return by_codes(self.operands, self.tokens, self.rows)
 
     @property
     def by_warp(self) -> bool:
