@@ -18,17 +18,23 @@ BALANCED = 0
 """A ``split`` that means: one CTA per SM, all with equal work (stream-K)."""
 EXPERT_SPLITS = (1, 2, 3, 4)
 """CTAs per row tile of the weight, with experts over K."""
-DECODE_CLOCKS, ROW_CLOCKS, CODES_CLOCKS = 0.0267, 0.0245, 0.013
+DECODE_CLOCKS, ROW_CLOCKS, CODES_CLOCKS = 0.0265, 0.0245, 0.013
 """SM clocks to decode a weight, in general and in tiles of one row: of numbers, and of codes."""
+MMA_SHARE, EXPERTS_MMA_SHARE = 0.8, 1.0
+"""Time of the MMAs, which alternate with decoding, over that at a good GEMM's rate; and where experts divide k."""
+READ_ORDER, EXPERTS_READ_ORDER = 4.0, 8.0
+"""How well reading overlaps with computing (``cost.overlapped``)."""
+L2_SHARE = 0.45
+"""Time to read a byte of the weight from L2 once more, for another tile of tokens, over that to read it from memory."""
 MOST_LEFT = 2**28
 """Limit on the workspace for partial sums of a call, bytes."""
-RAMP_SECONDS = 1.3e-6
+RAMP_SECONDS = 8e-7
 """Pipeline fill and drain of a CTA."""
-ARRANGE_SECONDS = 1.7e-6
+ARRANGE_SECONDS = 1.9e-6
 """Time of the kernel that rearranges the activations."""
-ARRANGE_FP4_SECONDS = {1: 5e-8, 8: 5e-7, 16: 5.5e-7, 32: 6.8e-7}
+ARRANGE_FP4_SECONDS = {1: 2e-8, 8: 5e-7, 16: 4.5e-7, 32: 7e-7}
 """Time for a CTA to rearrange a chunk of FP4 activations itself, by tokens of the tile."""
-ARRANGE_16_BIT_SECONDS = {1: 2.5e-7, 8: 7.1e-7, 16: 6e-7, 32: 1e-6}
+ARRANGE_16_BIT_SECONDS = {1: 2.2e-7, 8: 7e-7, 16: 7.7e-7, 32: 1e-6}
 """The same of 16 bits."""
 GATE_SECONDS = 6e-8
 """Time for a CTA to gate a chunk of activations of a token, beside the time to rearrange it: so long that 8 rows of
@@ -38,13 +44,13 @@ QUANTISE_SECONDS = 3e-8
 """The same to quantise one (a guess by instructions)."""
 EXPERT_CLOCKS = 0.03
 """SM clocks to add one element of an expert's sums to the totals (measured on an H200)."""
-SENT_SECONDS = 2e-7
+SENT_SECONDS = 4e-7
 """How much sooner a cluster ends whose CTAs send their sums, and do not read each other's."""
-CLUSTER_BYTES_PER_SECOND = 8.5e10
+CLUSTER_BYTES_PER_SECOND = 4.1e10
 """Rate at which a CTA of a cluster exchanges and adds up partial sums."""
-CLUSTER_SECONDS = 1e-7
+CLUSTER_SECONDS = 9e-8
 """The time for it that does not depend on their size, per CTA of the cluster but one."""
-COLLECT_BYTES_PER_SECOND = 4.3e10
+COLLECT_BYTES_PER_SECOND = 3e10
 """Rate at which a CTA adds up partial sums from the workspace."""
 
 
@@ -87,10 +93,12 @@ class FP4Wgmma(FP4KernelBackend):
         waves = -(-ctas // cost.places(target.sms, split if parts.clusters else 1))
         chunks = -(-parts.row_tiles * parts.chunks // parts.workers)
         weights = parts.rows * CHUNK
+        width = _width(problem)
+        share, order = (MMA_SHARE, READ_ORDER) if width is None else (EXPERTS_MMA_SHARE, EXPERTS_READ_ORDER)
         # Per chunk. Decoding and MMAs alternate in a warpgroup, and the other one fills half of the gaps.
         computed = cost.overlapped(
             cost.weight_seconds(weights, _decode_clocks(problem, tokens, parts.rows)),
-            cost.tensor_core_seconds(2 * weights * fp4_wgmma.mma_tokens(tokens), target, sms=1),
+            share * cost.tensor_core_seconds(2 * weights * fp4_wgmma.mma_tokens(tokens), target, sms=1),
             order=2,
         )
         if parts.arranges:
@@ -98,13 +106,12 @@ class FP4Wgmma(FP4KernelBackend):
             arranged += GATE_SECONDS * tokens if problem.gates_input else 0.0
             arranged += QUANTISE_SECONDS * tokens if problem.quantises_input is not None else 0.0
             computed = cost.overlapped(computed, arranged, order=4)
-        width = _width(problem)
         if width is not None:
             computed += cost.weight_seconds(parts.rows * tokens, EXPERT_CLOCKS) * CHUNK / width
         # The CTAs of a wave share the bandwidth, however few they are, and those of one tile of the weight its bytes.
-        sharing = min(target.sms, ctas / waves) / tiles
+        sharing = min(target.sms, ctas / waves) * (1 + (tiles - 1) * L2_SHARE) / tiles
         read = sharing * weights * (0.5 + 1 / fp4_format(problem).block_size) / cost.bytes_per_second(target)
-        wave = RAMP_SECONDS + chunks * cost.overlapped(computed, read, order=4)
+        wave = RAMP_SECONDS + chunks * cost.overlapped(computed, read, order=order)
         seconds = cost.LAUNCH_SECONDS + waves * wave
         if not parts.arranges:
             # Of gate and up twice as much is read.
