@@ -501,6 +501,7 @@ SHARED_SUMS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32)), (8
 WARPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2), (8, 136, 3072), 0, False, None)
 PORTIONS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32)), (8, 136, 2560), 1, False, None)
 WARPGROUPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 32, Epilogue(FP32), 2), (32, 136, 2560), 0, False, None)
+PAIRS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 16, Epilogue(FP32), 2), (16, 136, 2560), 0, False, None)
 CODES = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", "128x4", 1, Epilogue(FP32), 2), (1, 136, 3584), 0, False, None)
 # There is no room for sums that are sent.
 SUMS_READ = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, Epilogue(FP32), 2), (64, 136, 1024), 0, False, None)
@@ -538,7 +539,7 @@ SUMS_READ = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, Epilogue(FP32), 2), 
         pytest.param(WARPGROUPS, freed_early, id="codes loaded beside warpgroups"),
         pytest.param(WARPGROUPS, MMAS_UNAWAITED, id="MMAs of a cluster done"),
         pytest.param(WARPGROUPS, changed(WAIT, -1, PASSED), id="sums of peers of warpgroups there"),
-        pytest.param(WARPGROUPS, half_a_team, id="activations of both warps there"),
+        pytest.param(PAIRS, half_a_team, id="activations of both warps there"),
         pytest.param(CODES, changed(WAIT, -4, PASSED), id="stage free for codes of activations"),
         pytest.param(CODES, changed(r"fence\.proxy\.async", 1), id="codes of activations fenced"),
         pytest.param(CODES, changed(r"bar\.warp\.sync", 0), id="codes of activations in order"),
@@ -555,6 +556,6 @@ def test_what_orders_a_gemm_by_warpgroups_is_needed(one: Wgmma, edit: Any) -> No
         check_in_orders(multiply_by_warpgroups, one, 6, edit)
 
 
-@pytest.mark.parametrize("one", [STAGES_AGAIN, SHARED_SUMS, WARPS, PORTIONS, WARPGROUPS, CODES, SUMS_READ])
+@pytest.mark.parametrize("one", [STAGES_AGAIN, SHARED_SUMS, WARPS, PORTIONS, WARPGROUPS, PAIRS, CODES, SUMS_READ])
 def test_what_orders_a_gemm_by_warpgroups_is_enough(one: Wgmma) -> None:
     check_in_orders(multiply_by_warpgroups, one, 2)

@@ -32,11 +32,11 @@ for all chunks, and frees those of the others at once.
    tile, each an equal part of its chunks, and adds up the sums through shared memory: a CTA those of every
    ``splits``-th token, which the others send to it (``st.async``), or, where there are more sums than there is room
    for, which it reads, between two barriers of the cluster. With up to 32 tokens, three warps beside the producer, of
-   16 and 32 tokens three pairs of warps, then read the activations, decode them if they are in FP4, and rearrange them
-   into their stages: one launch, and no workspace. The first chunks of 16-bit activations of up to eight tokens the
-   consumers rearrange together. Whoever rearranges 16-bit activations may also gate them: it reads gate and up, and
-   rounds their product. A row of the result depends on the tactic (``tokens``, ``rows``, and ``workers`` or ``splits``)
-   alone, not on M or on what else is computed.
+   16 tokens three pairs of warps, of 32 four warps together, then read the activations, decode them if they are in FP4,
+   and rearrange them into their stages: one launch, and no workspace. The first chunks of 16-bit activations of up to
+   eight tokens the consumers rearrange together. Whoever rearranges 16-bit activations may also gate them: it reads
+   gate and up, and rounds their product. A row of the result depends on the tactic (``tokens``, ``rows``, and
+   ``workers`` or ``splits``) alone, not on M or on what else is computed.
 4. Over experts, which have equal ranges of k, a thread has two sets of sums. Where an expert's range or the portion
    ends, its sums are multiplied by the tokens' factors for the expert, in fp32, and added to the totals, in the order
    of the experts. The factors are copied with the last activations of a chunk; those of zero add nothing. All pairs of

@@ -32,9 +32,8 @@ BAND_ROWS: Final = 16
 """Rows of a band: the M side of an ``mma.sync``, or what a warp has of a wgmma."""
 SINGLE_WARPS: Final = (3, 1)
 TEAMS: Final = {16: (3, 2), 32: (1, 4)}
-"""Teams that rearrange activations, a chunk each at a time, and warps of a team, by tokens; else ``SINGLE_WARPS``,
-which would take longer for a chunk of 32 tokens than the consumers do. Of a pair each has every other group of eight
-tokens."""
+"""Teams that rearrange activations, a chunk each at a time, and warps of a team, which take turns with its groups of
+eight tokens; else ``SINGLE_WARPS``, which would take longer for a chunk of 32 tokens than the consumers do."""
 REGISTERS: Final = {(1, 3): (88, 128), (1, 4): (88, 128), (2, 3): (88, 104), (2, 4): (80, 80)}
 """Registers per thread of consumers, and of other warps, by warpgroups of these and of those, where the CTAs rearrange
 the activations."""

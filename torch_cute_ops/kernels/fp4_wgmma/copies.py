@@ -129,7 +129,7 @@ class Copies:
         """The pieces that a lane loads in a step: the group of tokens among those of its warp, and the number of the
         first lane's piece, as a sum whose second part is constant."""
         width = self.activations.pieces // self.each
-        if self.together < self.each:  # gated ones of pairs
+        if self.together < self.each:  # gated ones of teams
             at = [step * self.together + i for i in range(self.together)]
             return [(i // self.each, i % self.each * width, 0) for i in at]
         groups = self.together // self.each
