@@ -25,7 +25,8 @@ TEXT = """\
 Measured on {gpus}: {reached} of {judged} targets are reached. What limits the others, and what was tried, is in
 the notes of the kernel. Times of all sizes, and how they are taken, are in `benchmarks/results/*.md`. Targets are those
 of an H200; `benchmarks/results/h100/*.md` are of an H100, whose memory has seven tenths of the bandwidth, and of later
-kernels.
+kernels. FP4 GEMMs of few rows, and layers with them, are faster by now than these tables say
+([notes](notes/fp4_wgmma.md)).
 
 This file is written by `python -m benchmarks performance` from `benchmarks/results/*.json` and `benchmarks/targets.py`.
 

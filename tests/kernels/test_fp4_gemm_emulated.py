@@ -495,7 +495,7 @@ def half_a_team(ptx: str) -> str:
 MMAS_UNAWAITED = changed(r"wgmma\.wait_group\.sync\.aligned\s+1", None)
 STAGES_AGAIN = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, Epilogue(FP32)), (64, 128, 1024), 1, False, None)
 SHARED_SUMS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32)), (8, 256, 1024), 3, True, None)
-# A CTA has one chunk more than stages. Its waits, from the end: for the peers' sums, for activations, for codes, for a
+# A CTA has more chunks than stages. Its waits, from the end: for the peers' sums, for activations, for codes, for a
 # stage to put activations in; its warps meet when they have put them in order, have read codes, and have read
 # activations; its consumers when they have put the first activations in order, have read all codes, and have left sums.
 WARPS = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2), (8, 136, 3072), 0, False, None)
@@ -544,7 +544,9 @@ SUMS_READ = Wgmma(WgmmaCase(FP16, NVFP4, "128x4", None, 64, Epilogue(FP32), 2), 
         pytest.param(CODES, changed(r"fence\.proxy\.async", 1), id="codes of activations fenced"),
         pytest.param(CODES, changed(r"bar\.warp\.sync", 0), id="codes of activations in order"),
         pytest.param(CODES, changed(WAIT, -2, PASSED), id="codes of activations there"),
-        pytest.param(CODES, changed(r"bar\.warp\.sync", 1), id="codes read beside those of activations"),
+        pytest.param(CODES, changed(r"fence\.proxy\.async", -1), id="codes loaded"),
+        pytest.param(CODES, changed(r"bar\.warp\.sync", -2), id="codes read beside those of activations"),
+        pytest.param(CODES, changed(r"bar\.warp\.sync", -1), id="factors read"),
         pytest.param(CODES, changed(r"wgmma\.wait_group\.sync\.aligned", None), id="MMAs of codes done"),
         pytest.param(SUMS_READ, unmet(0), id="sums left by peers"),
         pytest.param(SUMS_READ, unmet(1), id="sums read by peers"),
