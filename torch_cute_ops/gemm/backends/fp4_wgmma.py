@@ -49,7 +49,7 @@ SENT_SECONDS = 4e-7
 CLUSTER_BYTES_PER_SECOND = 4.1e10
 """Rate at which a CTA of a cluster exchanges and adds up partial sums."""
 CLUSTER_SECONDS = 9e-8
-"""The time for it that does not depend on their size, per CTA of the cluster but one."""
+"""The time for it that does not depend on their size, for each CTA of the cluster after the first."""
 COLLECT_BYTES_PER_SECOND = 3e10
 """Rate at which a CTA adds up partial sums from the workspace."""
 
@@ -85,8 +85,8 @@ class FP4Wgmma(FP4KernelBackend):
 
     def estimate(self, problem: GemmProblem, m: int, tactic: Tactic, target: Target) -> float:
         """The constants are fitted to all tactics of 18 layers' matrices, of 1 to 64 rows, on an H100 and an H200, and
-        of 12 of 96 to 1,024 rows on an H100: of these the chosen one takes 0.9 and 0.4 % longer than the fastest on
-        average, and 12 % at most. (Over experts, some are older.)"""
+        of 12 of 96 to 1,024 rows on an H100: of these the chosen one takes 1.0 and 0.4 % longer than the fastest on
+        average, and 12 % at most. Not in the fit: experts, and what is done to the activations in the same launch."""
         tokens, _, split = map(int, tactic)
         parts = _parts(problem, tactic, target)
         tiles = -(-m // tokens)
@@ -109,7 +109,7 @@ class FP4Wgmma(FP4KernelBackend):
             computed = cost.overlapped(computed, arranged, order=4)
         if width is not None:
             computed += cost.weight_seconds(parts.rows * tokens, EXPERT_CLOCKS) * CHUNK / width
-        # The CTAs of a wave share the bandwidth, however few they are, and those of one tile of the weight its bytes.
+        # The CTAs of a wave share the bandwidth, however few they are. A tile of the weight is read from memory once.
         sharing = min(target.sms, ctas / waves) * (1 + (tiles - 1) * L2_SHARE) / tiles
         read = sharing * weights * (0.5 + 1 / fp4_format(problem).block_size) / cost.bytes_per_second(target)
         wave = RAMP_SECONDS + chunks * cost.overlapped(computed, read, order=order)

@@ -11,4 +11,5 @@ GROUP_ROWS: Final = 64
 """Rows of the M side of a wgmma."""
 BY_WARP: Final = 8
 """Most tokens of a tile, or of a unit of work, that warps multiply with FP4 weights each by itself, by mma.sync: 7 %
-faster than wgmma for 8 tokens, no faster for 16, since every warp reads all activations (measured on an H200)."""
+faster than wgmma for 8 tokens, no faster for 16, since every warp reads all activations (measured on an H200).
+One row of codes is an exception (``kernels.fp4_wgmma.codes``)."""

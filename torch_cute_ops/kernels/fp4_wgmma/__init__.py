@@ -23,7 +23,7 @@ for all chunks, and frees those of the others at once.
    meanwhile; then it waits for the MMAs before those. A warp frees a stage of activations when the MMAs that read it
    have ended, and a stage of codes when it has decoded a part of everything that it loaded.
    A tile of one row has MMAs of its own (``row``): columns are blocks, and scales multiply sums in place of codes. If
-   it is in FP4, and warpgroups have all rows of the weight, these are FP8 MMAs of a warpgroup (``codes``).
+   it is in FP4, and the tile has whole warpgroups' rows of the weight, these are FP8 MMAs of a warpgroup (``codes``).
 3. Either ``workers`` CTAs share all work on one tile of tokens: the chunks of all tiles of rows of ``b``, in equal
    contiguous portions (stream-K). Where a portion ends inside a tile, its partial sums go to memory, and the worker
    that has the tile's last chunk adds them up in the order of k. A worker starts with the partial sums that others

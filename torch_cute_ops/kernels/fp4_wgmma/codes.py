@@ -5,7 +5,8 @@ As in ``row``, a column of the MMAs is a block: of half a chunk lane ``q`` of a 
 of the weight, and columns ``2 · q`` and ``2 · q + 1`` have the elements of these alone. Of a word of codes an MMA's
 lane takes the even codes as its first four elements of k, and the odd ones as its last four. The sum of a block has at
 most 12 bits, so the tensor cores have it exactly (``docs/numerics.md``), in any order. It is multiplied by both scales
-and added up as in ``row``, in the same order, so that the results have the same bits.
+and added up as in ``row``, in the same order, so that the results have the same bits, but for rows of the weight that
+several warps share there.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,8 @@ from torch_cute_ops.kernels.fp4_wgmma.row import RowActivations, RowMma
 HALVES: Final = 2
 STEPS: Final = 4
 """Words of a lane's codes in half a chunk, each for an MMA of 32 elements of k."""
-STEP: Final = 32
+MMA_K: Final = 32
+"""Elements of k of an MMA."""
 FACTORS_AT: Final = HALVES * TILE_BYTES
 """Where the factors of the blocks are in a stage, behind the B operands of both halves."""
 
@@ -59,7 +61,7 @@ class CodeMma(RowMma):
         of activations, to sums of their own, which they replace."""
 
         def tiled() -> cute.TiledMma:
-            shape, mode = (GROUP_ROWS, TILE_TOKENS, STEP), OperandMajorMode.K
+            shape, mode = (GROUP_ROWS, TILE_TOKENS, MMA_K), OperandMajorMode.K
             sources = warpgroup.OperandSource.RMEM, mode, mode
             return cute.make_tiled_mma(warpgroup.MmaF8Op(Float8E4M3FN, Float8E4M3FN, Float32, shape, *sources))
 

@@ -30,13 +30,12 @@ ROWS: Final = {1: _ROWS_BY_WARP, 8: _ROWS_BY_WARP, 16: (256, 192), 32: (256, 192
 wgmma."""
 BAND_ROWS: Final = 16
 """Rows of a band: the M side of an ``mma.sync``, or what a warp has of a wgmma."""
-SINGLE_WARPS: Final = (3, 1)
-TEAMS: Final = {16: (3, 2), 32: (1, 4)}
+TEAMS: Final = {1: (3, 1), 8: (3, 1), 16: (3, 2), 32: (1, 4)}
 """Teams that rearrange activations, a chunk each at a time, and warps of a team, which take turns with its groups of
-eight tokens; else ``SINGLE_WARPS``, which would take longer for a chunk of 32 tokens than the consumers do."""
-REGISTERS: Final = {(1, 3): (88, 128), (1, 4): (88, 128), (2, 3): (88, 104), (2, 4): (80, 80)}
-"""Registers per thread of consumers, and of other warps, by warpgroups of these and of those, where the CTAs rearrange
-the activations."""
+eight tokens, by tokens of a tile. Single warps would take longer for a chunk of 32 tokens than the consumers do."""
+REGISTERS: Final = {(3, 1): (88, 128), (4, 1): (88, 128), (3, 2): (88, 104), (4, 2): (80, 80)}
+"""Registers per thread of consumers and of other warps, by the warpgroups of both, where the CTAs rearrange the
+activations."""
 BARRIER_BYTES: Final = 512
 CHUNK_BLOCKS: Final = CHUNK // 16
 """Blocks of NVFP4 of a chunk."""
@@ -83,8 +82,8 @@ def arranges(tokens: int, splits: int) -> bool:
 
 
 def by_codes(operands: FP4Operands, tokens: int, rows: int) -> bool:
-    """Whether one row is multiplied as codes, by FP8 MMAs of warpgroups: one in FP4, where these have all rows of the
-    weight."""
+    """Whether a tile of one row is multiplied as codes, by FP8 MMAs of warpgroups: in FP4, beside whole warpgroups of
+    rows of the weight."""
     return tokens == 1 and operands.decodes_both and rows % GROUP_ROWS == 0
 
 
@@ -190,12 +189,12 @@ class Config:
     @property
     def teams(self) -> int:
         """Teams that rearrange activations."""
-        return TEAMS.get(self.tokens, SINGLE_WARPS)[0] if self.arranges else 0
+        return TEAMS[self.tokens][0] if self.arranges else 0
 
     @property
     def members(self) -> int:
         """Warps that make a stage of activations full: those of a team, or the producer."""
-        return TEAMS.get(self.tokens, SINGLE_WARPS)[1] if self.arranges else 1
+        return TEAMS[self.tokens][1] if self.arranges else 1
 
     @property
     def arranges(self) -> bool:
@@ -216,7 +215,7 @@ class Config:
     def registers(self) -> tuple[int, int]:
         """Registers per thread of consumers, and of other warps: together no more than at the launch."""
         if self.arranges:
-            return REGISTERS[self.other_groups, self.groups]
+            return REGISTERS[self.groups, self.other_groups]
         return {2: (232, 40) if self.width is not None else (240, 24), 4: (112, 32)}[self.groups]
 
     @property

@@ -85,15 +85,16 @@ class Copies:
             words = self.activations.read(part.a, part.a_scale, token, start, left, piece)
             self.activations.store(words, c.groups_of_tokens, piece, place, tokens_at(c, chunk, smem))
         if const_expr(not c.by_warp):
+            # (Before wgmma there is another fence, when a stage of codes is freed; this does not rely on it.)
             fence_async()
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         ptx.arrive_if(smem.tokens_full + cutlass.min(tid, chunks - 1), Uint32(tid < chunks))
 
     @cute.jit
     def arrange(self, helper, lane, part, smem):
-        """A warp that rearranges activations, by its number: with its team, which takes turns with the others, chunks
-        from memory to their stages, but for the first ones where the consumers do that. Warps of a team take turns with
-        groups of eight tokens."""
+        """A warp, by its number, rearranges activations from memory to their stages. Its team takes turns with the
+        others at chunks, after the first ones where the consumers rearrange these; and the warps of a team at groups of
+        eight tokens."""
         c = self.config
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
@@ -129,7 +130,7 @@ class Copies:
         """The pieces that a lane loads in a step: the group of tokens among those of its warp, and the number of the
         first lane's piece, as a sum whose second part is constant."""
         width = self.activations.pieces // self.each
-        if self.together < self.each:  # gated ones of teams
+        if self.together < self.each:  # gated ones, by teams of several warps
             at = [step * self.together + i for i in range(self.together)]
             return [(i // self.each, i % self.each * width, 0) for i in at]
         groups = self.together // self.each

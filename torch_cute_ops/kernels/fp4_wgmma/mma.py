@@ -1,5 +1,5 @@
 """The MMAs of a consumer warp, or of its warpgroup, with a chunk of its rows of the weight and the tokens of a tile: of
-several rows of activations here, of one in ``row``."""
+several rows of activations here, of one in ``row`` and ``codes``."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -109,7 +109,7 @@ class RowMma(Mma):
     rows ``row`` and ``row + 8``, and of two columns.
 
     Attributes:
-        exponent: minus that of the power of two that products of codes have.
+        exponent: sums of products of codes are true sums times 2 to the minus ``exponent``.
     """
 
     exponent = 2 * CODE_EXPONENT
