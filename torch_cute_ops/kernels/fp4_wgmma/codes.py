@@ -77,10 +77,10 @@ class CodeMma(RowMma):
             weights = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=Float8E4M3FN), layout)
             mma = tiled()
             accumulators = cute.make_tensor(sums.iterator, mma.partition_shape_C((GROUP_ROWS, TILE_TOKENS)))
+            tile = stage * CODE_TILES + half
             warpgroup.fence()
             for step in range(STEPS):
                 mma.set(warpgroup.Field.ACCUMULATE, step > 0)
-                tile = stage * CODE_TILES + half
                 cute.gemm(mma, accumulators, weights[None, None, step], operand[None, None, step, tile], accumulators)
             warpgroup.commit_group()
 

@@ -296,7 +296,8 @@ class Config:
 
     @property
     def cleared_bytes(self) -> int:
-        """What is zero at first: the zeros before the stages, or all stages of codes, of which most bytes stay zero."""
+        """Bytes of shared memory that a CTA clears when it starts: the zeros before the stages of activations; or, by
+        codes, all of these stages, to which codes and factors are then written."""
         return self.token_stages * self.token_bytes if self.by_codes else self.zeros_bytes
 
     @property
