@@ -455,6 +455,23 @@ def test_a_static_weight_is_one_more_kernel_only_where_it_is_read_ahead() -> Non
         assert fp4_wgmma.plan(**given, pdl=False, static_weight=True) == fp4_wgmma.plan(**given, pdl=False)
 
 
+@pytest.mark.parametrize(("tokens", "splits", "static", "ahead"), [
+    pytest.param(8, 2, False, 0, id="another may write it"),
+    pytest.param(1, 2, True, None, id="static, one row"),
+    pytest.param(8, 2, True, None, id="static"),
+    pytest.param(16, 2, True, 1, id="static, decoding is the limit"),
+    pytest.param(32, 1, True, 1, id="static, 32 rows"),
+    pytest.param(16, 0, False, "stages", id="behind a kernel of the op"),
+    pytest.param(64, 3, False, 1, id="behind one, decoding is the limit"),
+    pytest.param(256, 0, False, 1, id="behind one, 256 rows"),
+])  # fmt: skip
+def test_how_much_is_copied_before_the_wait(tokens: int, splits: int, static: bool, ahead: int | str | None) -> None:
+    """Nothing, a chunk, or as much as fits."""
+    case = WgmmaCase(BF16, NVFP4, "128x4", None, tokens, Epilogue(BF16), splits, static_weight=static)
+    config = case.kernel.config
+    assert config.ahead == (config.stages if ahead == "stages" else ahead)
+
+
 @pytest.mark.parametrize("one", [*MMAS, *NATIVE_MMAS, *WGMMAS])
 def test_compiles_without_spills(one: Mma | Wgmma) -> None:
     """As ``test_compile_kernels`` checks, which leaves kernels with these roles to this test."""

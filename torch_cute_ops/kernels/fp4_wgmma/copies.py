@@ -30,24 +30,22 @@ class Copies:
     def produce(self, weight, part, smem):
         """The producer warp: copy everything that the worker multiplies, in that order.
 
-        Where another kernel rearranges the activations, the first stages of the weight are filled before it has ended.
-        That is safe because it lets this kernel start only when it has waited for all kernels before it. A static
-        weight needs no wait here either (``kernels.common.pdl``), and this warp reads nothing else.
+        ``Config.ahead`` chunks of the weight are copied before the kernel before this one has ended. Where that
+        rearranges the activations it is safe because it lets this kernel start only when it has waited for all kernels
+        before it; a static weight needs no wait (``kernels.common.pdl``), and this warp reads nothing else.
         """
         c = self.config
         loaded = Int32(0)
-        if const_expr(c.pdl and c.arranges):
-            if const_expr(not c.static_weight):
-                cute.arch.griddepcontrol_wait()
-        elif const_expr(c.pdl):
-            unit = part.end
-            ahead = cutlass.min(part.end - part.begin, Int32(c.stages))
-            while loaded < ahead:
-                tile, first, count = segment_before(unit, part)
-                for i in range(cutlass.min(count, ahead - loaded)):
-                    self.ring.load(tile, first + i, 0, loaded, smem.full + loaded, weight, part.n, part.blocks)
-                    loaded += 1
-                unit -= count
+        if const_expr(c.pdl and c.ahead is not None):
+            if const_expr(c.ahead > 0):
+                unit = part.end
+                ahead = cutlass.min(part.end - part.begin, Int32(c.ahead))
+                while loaded < ahead:
+                    tile, first, count = segment_before(unit, part)
+                    for i in range(cutlass.min(count, ahead - loaded)):
+                        self.ring.load(tile, first + i, 0, loaded, smem.full + loaded, weight, part.n, part.blocks)
+                        loaded += 1
+                    unit -= count
             cute.arch.griddepcontrol_wait()
         # With parity 1, a stage that was never used counts as free.
         stage, parity = Int32(0), Int32(1)
