@@ -194,7 +194,7 @@ class Run(NamedTuple):
 
     @property
     def config(self) -> Any:
-        config = dataclasses.replace(self.case.kernel.config, **self.changes)
+        config = dataclasses.replace(self.case.kernel.config, of_few_rows=None, **self.changes)
         assert config.reason_unsupported(ARCHS[self.arch]) is None
         return config
 
@@ -284,6 +284,17 @@ def test_row_quant(one: Run) -> None:
     config = one.config
     given = inputs(config, one.rows)
     got = execute(config, one.arch, *given, one.max_ctas, one.seed)
+    check(config.problem, got, expected(config.problem, *given))
+
+
+@pytest.mark.parametrize("rows", [2, 129])
+@pytest.mark.parametrize(("what", "target"), [("quantize", NVG[1]), ("silu", NV[0])], ids=["rows", "gate"])
+def test_few_rows(what: str, target: tuple[str, str], rows: int) -> None:
+    """Two slices of a row, or with more than 128 rows the whole row; the second slice is shorter."""
+    config = Case(WHAT[what], BF, 2064, target, HOPPER).kernel.config
+    assert config.splits == 1 and config.of_few_rows.splits == 2
+    given = inputs(config, rows)
+    got = execute(config, HOPPER, *given, 4, 0)
     check(config.problem, got, expected(config.problem, *given))
 
 

@@ -16,7 +16,17 @@ from torch_cute_ops.runtime.argspec import TensorArg
 from torch_cute_ops.runtime.compiler import KernelSpec
 
 HOPPER = ARCHS["sm_90a"]
-APART = 1 << 24
+APART = 1 << 40
+SMS = 132
+
+
+def launched(kernel: Any, rows: int, scale_rows: int) -> list[tuple[int, int, int]]:
+    """The grids of a call that quantises so many rows."""
+    dims = {"rows": rows, "row_stride": kernel.config.problem.input_width, "scale_rows": scale_rows}
+    given: list[Any] = []
+    for i, spec in enumerate(kernel.arguments()):
+        given.append(placed(spec, (i + 1) * APART, dims) if isinstance(spec, TensorArg) else spec and SMS)
+    return grids(kernel, HOPPER, *given)
 
 
 @pytest.mark.parametrize(("layout", "tile"), [("128x4", 128), ("8x4", 8)])
@@ -33,16 +43,23 @@ def test_nothing_is_launched_for_another_number_of_scale_rows(layout: str, tile:
     )
     kernel = KernelSpec(row_quant.KERNEL, row_quant.plan(problem, HOPPER, pdl=True)).make()
 
-    def launched(rows: int, scale_rows: int) -> list[tuple[int, int, int]]:
-        dims = {"rows": rows, "row_stride": 512, "scale_rows": scale_rows}
-        given: list[Any] = []
-        for i, spec in enumerate(kernel.arguments()):
-            given.append(placed(spec, (i + 1) * APART, dims) if isinstance(spec, TensorArg) else spec and 4)
-        return grids(kernel, HOPPER, *given)
-
     for rows in (1, tile - 1, tile, tile + 1, 3 * tile):
         right = -(-rows // tile) * tile
-        assert all(0 not in grid for grid in launched(rows, right))
+        assert all(0 not in grid for grid in launched(kernel, rows, right))
         for wrong in (right - tile, right - 1, right + 1, right + tile, rows):
             if wrong != right:
-                assert 0 in launched(rows, wrong)[0], (rows, wrong)
+                assert 0 in launched(kernel, rows, wrong)[0], (rows, wrong)
+
+
+@pytest.mark.parametrize("layout", ["linear", "128x4"])
+@pytest.mark.parametrize("gated", [False, True], ids=["rows", "gate"])
+def test_few_rows_have_smaller_slices(layout: str, gated: bool) -> None:
+    """14,336 columns: two slices of 7,168; of up to 128 rows seven of 2,048. A CTA has a slice of a row, while there
+    are enough CTAs; tiles of scales, whose padding is zeroed, have 32 at least of each slice, or all."""
+    problem = Problem.of_fp4_rows(torch.bfloat16, 14_336, gated, NVFP4, SCALE_LAYOUTS[layout], has_factor=False)
+    kernel = KernelSpec(row_quant.KERNEL, row_quant.plan(problem, HOPPER, pdl=True)).make()
+    is_tiled = layout == "128x4"
+    for rows, slices in ((1, 7), (8, 7), (128, 7), (129, 2), (4096, 2)):
+        ctas = min(max(rows, 32) if is_tiled else rows, SMS // slices)
+        scale_rows = -(-rows // 128) * 128 if is_tiled else rows
+        assert launched(kernel, rows, scale_rows) == [(ctas * slices, 1, 1)], rows

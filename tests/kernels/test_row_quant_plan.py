@@ -65,6 +65,21 @@ def test_every_width_has_a_plan(fmt, kind, arch):
         assert not config.has_idle_threads or width == 64
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_rows_are_cut_smaller(fmt, kind):
+    """Where rows are cut anyway, of FP4, wider than a slice; by whole tiles of scales."""
+    is_cut = fmt in ("nvfp4", "mxfp4") and "norm" not in kind
+    for width in (1024, 2048, 2048 + 32, 7168, 14_336, 28_672):
+        config = plan(problem_of(kind, fmt, width), ARCHS["sm_90a"])
+        few = config.of_few_rows
+        assert (few is not None) == (is_cut and width > 2048), width
+        if few is not None:
+            assert few.of_few_rows is None and few.reason_unsupported(ARCHS["sm_90a"]) is None
+            assert few.splits == -(-width // 2048) and few.slice_width <= 2048 and few.slice_blocks % 8 == 0
+            assert few.splits * few.slice_width >= width > (few.splits - 1) * few.slice_width
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 def test_rows_of_experts_have_a_plan(dtype, arch):

@@ -52,9 +52,12 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> No
     if isinstance(case, Tcgen05ExpertsCase):
         # One finds the experts that are touched, another adds up the totals of parts.
         count += config.routed + config.shares_tiles
+    of_few_rows = getattr(config, "of_few_rows", None)
+    count += of_few_rows is not None
     assert len(kernels) == count
     assert getattr(config, "smem_bytes", 0) <= arch.smem_per_cta
-    threads = max(getattr(config, "threads", 256), getattr(config, "more_threads", 0))
+    others = getattr(config, "more_threads", 0), getattr(of_few_rows, "threads", 0)
+    threads = max(getattr(config, "threads", 256), *others)
     for resources in kernels:
         assert case.id in ALLOWED_SPILLS or (resources.spill_bytes == 0 and resources.stack_bytes == 0), resources
         # Static shared memory is not used: CUDA 12 allows only 48 KB of it.

@@ -15,7 +15,7 @@ from torch_cute_ops.kernels.common.expert_rows import fill_table, table_at
 from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
 from torch_cute_ops.kernels.common.proxy import fence_async
 from torch_cute_ops.kernels.row_quant.codes import Encoder
-from torch_cute_ops.kernels.row_quant.config import WARP, Arguments, Config
+from torch_cute_ops.kernels.row_quant.config import FEW_ROWS, WARP, Arguments, Config
 from torch_cute_ops.kernels.row_quant.rows import Rows, sync_group
 from torch_cute_ops.kernels.row_quant.scales import FP4Scales
 from torch_cute_ops.kernels.row_quant.stores import Stores
@@ -39,6 +39,7 @@ class RowQuantKernel:
         self.scales, self.encoder = FP4Scales(config), Encoder(config)
         self.rows = Rows(config, self.scales)
         self.stores = Stores(config, self.rows, self.scales, self.encoder)
+        self.of_few_rows = None if config.of_few_rows is None else RowQuantKernel(config.of_few_rows)
 
     def arguments(self) -> Arguments:
         p = self.config.problem
@@ -110,31 +111,43 @@ class RowQuantKernel:
         max_ctas: Int32,
         stream,
     ):
-        c = self.config
-        # A CTA gets a second row only when every CTA has one. Padding needs some CTAs even for a single row: one alone
-        # would take 14 µs to zero it (H200, width 7168).
-        wanted = cute.ceil_div(input.shape[0], c.group_rows)
-        if const_expr(not c.problem.layout.is_linear):
-            wanted = cutlass.max(wanted, WARP)
-        clusters = cutlass.max(max_ctas // c.splits, 1)
-        ctas = cutlass.min(wanted, clusters) * c.splits
-        threads = Int32(c.threads)
-        if const_expr(not c.problem.has_table):
-            # One group for each CTA while there are enough CTAs: smaller CTAs start sooner.
-            threads = ptx.select(input.shape[0] <= clusters * c.group_rows, Int32(c.group_threads), threads)
-        ctas = ctas_unless_overlapping(
-            ctas,
+        layout = self.config.problem.layout
+        allowed = ctas_unless_overlapping(
+            Int32(1),
             written=(y, scale, scale_linear, norm, residual),
             read=(input, weight, factor, offsets, counts),
             may_alias=() if residual is None else ((residual, input),),
         )
-        if const_expr(not c.problem.layout.is_linear):
+        if const_expr(not layout.is_linear):
             # The one extent that the declared arguments leave open. A launch of no CTAs fails, as where they overlap.
-            tile = c.problem.layout.tile_rows
-            ctas = ptx.select(scale.shape[0] == cute.ceil_div(input.shape[0], tile) * tile, ctas, Int32(0))
-        gate = (swiglu_alpha, swiglu_beta, swiglu_limit) if const_expr(c.problem.swiglu) else None
-        self.kernel(input, residual, weight, factor, y, scale, scale_linear, norm, offsets, counts, eps, gate).launch(
-            grid=[ctas, 1, 1],
+            tile = layout.tile_rows
+            allowed = ptx.select(scale.shape[0] == cute.ceil_div(input.shape[0], tile) * tile, allowed, Int32(0))
+        gate = (swiglu_alpha, swiglu_beta, swiglu_limit) if const_expr(self.config.problem.swiglu) else None
+        given = input, residual, weight, factor, y, scale, scale_linear, norm, offsets, counts, eps, gate
+        if const_expr(self.of_few_rows is None):
+            self._launch(allowed, given, max_ctas, stream)
+        elif input.shape[0] <= FEW_ROWS:
+            self.of_few_rows._launch(allowed, given, max_ctas, stream)
+        else:
+            self._launch(allowed, given, max_ctas, stream)
+
+    @cute.jit
+    def _launch(self, allowed: Int32, given: tuple, max_ctas: Int32, stream):
+        """Launch the kernel; no CTAs of it, unless ``allowed`` is 1."""
+        c = self.config
+        rows = given[0].shape[0]
+        # A CTA gets a second row only when every CTA has one. Padding needs some CTAs even for a single row: one alone
+        # would take 14 µs to zero it (H200, width 7168).
+        wanted = cute.ceil_div(rows, c.group_rows)
+        if const_expr(not c.problem.layout.is_linear):
+            wanted = cutlass.max(wanted, WARP)
+        clusters = cutlass.max(max_ctas // c.splits, 1)
+        threads = Int32(c.threads)
+        if const_expr(not c.problem.has_table):
+            # One group for each CTA while there are enough CTAs: smaller CTAs start sooner.
+            threads = ptx.select(rows <= clusters * c.group_rows, Int32(c.group_threads), threads)
+        self.kernel(*given).launch(
+            grid=[allowed * cutlass.min(wanted, clusters) * c.splits, 1, 1],
             block=[threads, 1, 1],
             max_number_threads=[c.threads, 1, 1],
             min_blocks_per_mp=1,
