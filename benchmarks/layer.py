@@ -8,6 +8,8 @@ of what qkv wrote. What users feel of the ops is this, and not the sum of what e
 humming, a peer, has the weights of W4A16, and norms and gates as Inductor makes them, like bf16. (QuACK, which changes
 the DSL that our kernels are compiled by, is beside `mm_fp4` and `mm_fp4_weight_only` alone.)
 
+`--join` makes one result of those of several models, which GPUs of one machine have measured at the same time.
+
 `--timeline` prints when each kernel of a layer starts and ends, and how long nothing runs before it.
 """
 
@@ -15,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -435,7 +439,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), metavar="M")
     parser.add_argument("--precisions", nargs="+", choices=LAYERS, default=list(USUAL), metavar="PRECISION")
     parser.add_argument("--timeline", action="store_true", help="print when each kernel of a layer starts and ends")
-    return layers.on_gpu("layer", measure_models, parser.parse_args(arguments))
+    parser.add_argument("--join", nargs="+", type=Path, metavar="RESULT", help="join these files, measure nothing")
+    options = parser.parse_args(arguments)
+    if options.join:
+        write(joined(options.join), options)
+        return 0
+    return layers.on_gpu("layer", measure_models, options)
+
+
+def joined(paths: Sequence[Path]) -> dict[str, Any]:
+    """One result of several files, each of other models; the rate of reads is the median.
+
+    Raises:
+        ValueError: if they were measured in different environments, or have a model twice.
+    """
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    first = results[0]
+    if any(each[name] != first[name] for each in results for name in ("environment", "method")):
+        raise ValueError("the files were measured in different environments")
+    of_model = [report.grouped(each["rows"], lambda row: row["model"]) for each in results]
+    if len({model for each in of_model for model in each}) < sum(map(len, of_model)):
+        raise ValueError("several files have the same model")
+    rows = sorted((row for each in results for row in each["rows"]), key=lambda row: list(MODELS).index(row["model"]))
+    return {
+        "environment": first["environment"],
+        "method": first["method"],
+        "peak_read_tbps": statistics.median(each["peak_read_tbps"] for each in results),
+        "rows": rows,
+    }
+
+
+def write(result: Mapping[str, Any], options: argparse.Namespace) -> None:
+    """Print and write `layer.json`, `layer.md` and `layer.png`."""
+    options.output.mkdir(parents=True, exist_ok=True)
+    report.write_json(result, marks(result["rows"]), options.output / "layer.json")
+    layers.finish(options, "layer", markdown(result), result["rows"], picture)
 
 
 @torch.no_grad()
@@ -459,5 +497,5 @@ def measure_models(options: argparse.Namespace, device: torch.device, backend: B
             for label, kernels in row.get("timelines", {}).items():
                 print(f"\n{model}, M={m}, {label}\n\n{timeline.table(kernels)}\n", flush=True)
             report.write_json(result, marks(result["rows"]), options.output / "layer.json")
-    layers.finish(options, "layer", markdown(result), result["rows"], picture)
+    write(result, options)
     return 0

@@ -141,6 +141,27 @@ def test_results(made_up, capsys):
     assert rows[5][:2] == ["cosine", "–"] and all(0.9 < float(cell) <= 1 for cell in rows[5][2:])
 
 
+def test_joined(made_up, tmp_path, capsys):
+    """Files of one model each, in any order, are what one file of both would be, but for the rate of reads."""
+    whole = json.loads((made_up / "layer.json").read_text())
+    text = (made_up / "layer.md").read_text()
+    files = []
+    for model, read in (("70B", 2.5), ("8B", 1.5)):
+        files.append(tmp_path / f"{model}.json")
+        rows = [row for row in whole["rows"] if row["model"] == model]
+        files[-1].write_text(json.dumps({**whole, "rows": rows, "peak_read_tbps": read}))
+    output = tmp_path / "joined"
+    given = ["--join", *map(str, files), "--output", str(output), "--no-plot"]
+    assert layer.main(given) == 0
+    assert json.loads((output / "layer.json").read_text()) == whole and (output / "layer.md").read_text() == text
+    files[0].write_text(json.dumps({**whole, "environment": {"gpu": "another"}}))
+    with pytest.raises(ValueError, match="different environments"):
+        layer.main(given)
+    files[0].write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match="same model"):
+        layer.main(given)
+
+
 def test_timelines(made_up, capsys):
     """Of the middle one of four layers with six kernels each, from its start."""
     row = json.loads((made_up / "layer.json").read_text())["rows"][0]
