@@ -16,7 +16,8 @@
 Roles and data path. A *group* of ``max(32, threads_per_row)`` threads works on one row at a time (on several, if a row
 needs less than a warp). A CTA has one or more groups, which share nothing but the weight. A row that is too wide for a
 CTA is cut into ``splits`` slices, one for each CTA of a cluster; a wide row without reductions is cut anyway, and its
-slices have nothing to do with each other. CTAs are persistent: each group walks over the rows with the grid's stride.
+slices have nothing to do with each other (up to ``FEW_ROWS`` rows in FP4 are cut into smaller ones, by a kernel of
+their own). CTAs are persistent: each group walks over the rows with the grid's stride.
 
 1. One thread of a group starts a bulk copy of a coming row (of both rows, where two make one) into one of ``stages``
    buffers in shared memory; copies run ahead of the arithmetic. The weight is copied once for each CTA and then kept
