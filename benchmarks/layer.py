@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -361,11 +360,9 @@ def run(
     timings = measure_what_captures(
         calls, how.n_sets, how.calls, how.rounds, backend, lambda name, error: absent.update({name: str(error)})
     )
-    floors = {
-        label: None if read_tbps is None else widths.weights * LAYERS[label].element_bytes / read_tbps * 1e-6
-        for label in labels
+    variants = {
+        label: {**timing.as_dict(), "floor": floor_us(widths, label, read_tbps)} for label, timing in timings.items()
     }
-    variants = {label: {**timing.as_dict(), "floor": floors[label]} for label, timing in timings.items()}
     row = {"rows": m, "layers": how.n_sets, "variants": variants, "cosine": cosines, "absent": absent}
     if record is not None:
         row["timelines"] = lines = {}
@@ -376,6 +373,11 @@ def run(
             except Exception as error:  # no profiler here, say
                 absent[f"timeline of {label}"] = str(error)
     return row
+
+
+def floor_us(widths: Widths, label: str, read_tbps: float | None) -> float | None:
+    """The time to read a layer's weights, if it is known how fast."""
+    return None if read_tbps is None else widths.weights * LAYERS[label].element_bytes / read_tbps * 1e-6
 
 
 def _chain(each: Sequence[Layer], x: Tensor, residual: Tensor) -> Callable[[int], Tensor]:
@@ -448,7 +450,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def joined(paths: Sequence[Path]) -> dict[str, Any]:
-    """One result of several files, each of other models; the rate of reads is the median.
+    """One result of several files, each of other models; the rate of reads, and floors with it, is that of the first.
 
     Raises:
         ValueError: if they were measured in different environments, or have a model twice.
@@ -461,12 +463,10 @@ def joined(paths: Sequence[Path]) -> dict[str, Any]:
     if len({model for each in of_model for model in each}) < sum(map(len, of_model)):
         raise ValueError("several files have the same model")
     rows = sorted((row for each in results for row in each["rows"]), key=lambda row: list(MODELS).index(row["model"]))
-    return {
-        "environment": first["environment"],
-        "method": first["method"],
-        "peak_read_tbps": statistics.median(each["peak_read_tbps"] for each in results),
-        "rows": rows,
-    }
+    for row in rows:
+        for label, each in row["variants"].items():
+            each["floor"] = floor_us(MODELS[row["model"]], label, first["peak_read_tbps"])
+    return {**{name: first[name] for name in ("environment", "method", "peak_read_tbps")}, "rows": rows}
 
 
 def write(result: Mapping[str, Any], options: argparse.Namespace) -> None:

@@ -142,13 +142,16 @@ def test_results(made_up, capsys):
 
 
 def test_joined(made_up, tmp_path, capsys):
-    """Files of one model each, in any order, are what one file of both would be, but for the rate of reads."""
+    """Files of one model each, in any order, are what one file of both would be, with the first one's rate of reads."""
     whole = json.loads((made_up / "layer.json").read_text())
     text = (made_up / "layer.md").read_text()
     files = []
-    for model, read in (("70B", 2.5), ("8B", 1.5)):
+    for model, read in (("70B", 2.0), ("8B", 1.0)):
         files.append(tmp_path / f"{model}.json")
-        rows = [row for row in whole["rows"] if row["model"] == model]
+        rows = json.loads(json.dumps([row for row in whole["rows"] if row["model"] == model]))
+        for row in rows:
+            for each in row["variants"].values():
+                each["floor"] *= 2.0 / read
         files[-1].write_text(json.dumps({**whole, "rows": rows, "peak_read_tbps": read}))
     output = tmp_path / "joined"
     given = ["--join", *map(str, files), "--output", str(output), "--no-plot"]

@@ -16,7 +16,8 @@ for all chunks, and frees those of the others at once.
    codes (one TMA box with the 128-byte swizzle) and scales. The other holds activations: a chunk, a half or a quarter
    of one in a stage. The producer starts to copy the weight before the activations are rearranged (programmatic
    dependent launch): ``activation_tiles`` has waited for all kernels before it, so the weight is complete. Where there
-   is no such kernel, the producer waits for the one before, unless the weight is static. When it has started its last
+   is no such kernel, the producer waits for the one before, unless the weight is static. How much is copied that early
+   is ``Config.ahead``: a chunk, where decoding is the limit. When it has started its last
    copy, it may have something brought into L2, such as the weight of the next GEMM (``kernels.common.l2_prefetch``).
 2. A lane has two rows of ``b``, and of each the 64 elements of its quarter of the chunk, which it loads at once with
    their scales. It decodes eight codes of both rows (two k16 steps), starts their MMAs, and decodes the next eight

@@ -58,10 +58,10 @@ QUANTISED_TOKENS: Final = 8
 """Most tokens of a tile whose activations the CTAs quantise: lanes that have a block's pieces lie as far apart for the
 consumers, which rearrange the first chunks, as for the helpers."""
 AHEAD_TOKENS: Final = {True: 16, False: 64}
-"""Tokens of a tile from which on one chunk of the weight is copied ahead, where the CTAs rearrange the activations, and
-where another kernel does. On an H200 a layer of an 8B model in W4A4 takes 3.6, 1.5, 4.6 and 3.4 µs less for it at 16,
-32, 64 and 128 rows, one in 16 bits up to 2.6. (With two chunks 2.6, 2, 2.6 and 3; one row takes 1.5 more.) With 16
-tokens and another kernel, as for a 70B and a 32B model, a layer takes 3 more: there memory is the limit."""
+"""Tokens of a tile from which on one chunk of the weight is copied ahead, not all that fit, where the CTAs rearrange
+the activations, and where another kernel does. On an H200 a layer of an 8B model in W4A4 takes 3.6, 1.3, 4.4 and 4 µs
+less for it at 16, 32, 64 and 128 rows, with 16-bit activations up to 2. (One row would take 1.5 more; and 16 rows of a
+32B or a 70B model, where another kernel rearranges them for some matrices, 3 more: there memory is the limit.)"""
 CLUSTER_TOKENS: Final = 128
 """Most tokens of a tile whose accumulators fit in place of the codes, for a cluster to add up."""
 SPLITS: Final = (1, 2, 3, 4, 5, 6, 8)
@@ -255,12 +255,12 @@ class Config:
 
     @property
     def ahead(self) -> int | None:
-        """Chunks of the weight that are copied before the kernel before this one has ended; ``None``: the producer does
-        not wait for it at all. As many as the ring holds, where memory is the limit. Where decoding is, one: more of
-        them are of no use sooner, and delay what that kernel reads and writes."""
+        """With ``pdl``, chunks of the weight that are copied before the kernel before this one has ended; ``None``: the
+        producer does not wait for it at all. As many as the ring holds, where memory is the limit. Where decoding is,
+        one: the others would not be used any sooner, and delay what that kernel reads and writes."""
         if self.arranges and not self.static_weight:
             return 0
-        if self.tokens >= AHEAD_TOKENS[self.arranges]:
+        if self.tokens >= AHEAD_TOKENS[self.arranges] and self.width is None:
             return 1
         return None if self.arranges else self.stages
 

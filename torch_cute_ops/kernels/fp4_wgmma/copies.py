@@ -30,9 +30,10 @@ class Copies:
     def produce(self, weight, part, smem):
         """The producer warp: copy everything that the worker multiplies, in that order.
 
-        ``Config.ahead`` chunks of the weight are copied before the kernel before this one has ended. Where that
-        rearranges the activations it is safe because it lets this kernel start only when it has waited for all kernels
-        before it; a static weight needs no wait (``kernels.common.pdl``), and this warp reads nothing else.
+        ``Config.ahead`` chunks of the weight are copied before the kernel before this one has ended. Where that is the
+        op's own, which rearranges the activations, this is safe because it lets this kernel start only after its own
+        wait for all kernels before. A static weight needs no wait (``kernels.common.pdl``), and this warp reads nothing
+        else.
         """
         c = self.config
         loaded = Int32(0)

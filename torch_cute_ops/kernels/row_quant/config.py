@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import namedtuple
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -24,9 +25,10 @@ MOST_OF_CUT_ROWS = 7168
 """Most columns of a slice of rows without reductions. On an H200 ``silu_mul_fp4quant`` of 14,336 columns takes 2.75 µs
 for a row, and 79 for 4,680, by halves; 3.92 and 81 by whole rows; 2.3 and 93 by quarters."""
 MOST_OF_FEW_CUT_ROWS = 2048
-"""The same of up to ``FEW_ROWS`` in FP4. On an H200 a layer of an 8B model in W4A4 takes with it, in place of 7,168, at
-16, 32, 64 and 128 rows, 1.8, 0.9, 1.8 and 2.4 µs less. (One in FP8, at 1 to 16 rows: -0.9 to +0.7.)"""
+"""The same of up to ``FEW_ROWS`` in FP4. With 8, 16, 32, 64 and 128 rows a layer of an 8B model in W4A4 takes 0.5,
+1.8, 0.9, 1.8 and 2.4 µs less than with 7,168. (Of FP8, a layer of one row 0.9 less, of 8 rows 0.8 more.)"""
 FEW_ROWS = 128
+"""Rows up to which such slices were measured in a layer."""
 MOST_OF_CUT_UNQUANTISED_ROWS = 1792
 """The same of rows that are not quantised. ``silu_mul`` of 14,336 columns takes 1.2 µs for a row, and 96 for 4,680; 1.9
 and 105 by halves (H200)."""
@@ -450,31 +452,44 @@ def ceil_div(a: int, b: int) -> int:
 def plan(problem: Problem, arch: Arch, pdl: bool = True) -> Config:
     """The configuration for ``problem`` on ``arch``.
 
-    The choices are the fastest at 2^26 elements on an H200 (bfloat16, NVFP4, 128x4; widths 1,536 to 32,768). Few
-    threads with many blocks each beat many threads with few, because the blocks of a thread are independent
-    instructions; and 50 to 100 KB in flight for each SM beat more, which only queue in the memory system. For experts'
-    rows, twice as many threads and as many groups as fit are better (131,072 rows of 2,048: 0.99 of a copy's bandwidth
-    instead of 0.91; another 4 % without the table).
+    The choices, but for those of few rows, are the fastest at 2^26 elements on an H200 (bfloat16, NVFP4, 128x4; widths
+    1,536 to 32,768). Few threads with many blocks each beat many threads with few, because the blocks of a thread are
+    independent instructions; and 50 to 100 KB in flight for each SM beat more, which only queue in the memory system.
+    For experts' rows, twice as many threads and as many groups as fit are better (131,072 rows of 2,048: 0.99 of a
+    copy's bandwidth instead of 0.91; another 4 % without the table).
 
     Raises:
         ValueError: if no configuration fits, saying why.
     """
-    # Rows that need nothing of other slices are cut: few of them take less time then, and many no more.
+    most_splits = MAX_CLUSTER if problem.reductions else problem.blocks
+    doubled = [2**i for i in range(most_splits.bit_length()) if 2**i <= most_splits]
     if problem.reductions or problem.rows == "experts":
-        return _fitting(problem, arch, pdl, None)
-    config = _fitting(problem, arch, pdl, MOST_OF_CUT_UNQUANTISED_ROWS if problem.fmt is None else MOST_OF_CUT_ROWS)
-    few = _fitting(problem, arch, pdl, MOST_OF_FEW_CUT_ROWS) if isinstance(problem.fmt, FP4Format) else config
-    return config if few == config else replace(config, of_few_rows=few)
+        return _fitting(problem, arch, pdl, doubled)
+    # Rows that need nothing of other slices are cut: few of them take less time then, and many no more.
+    most = MOST_OF_CUT_UNQUANTISED_ROWS if problem.fmt is None else MOST_OF_CUT_ROWS
+    config = _fitting(problem, arch, pdl, [ceil_div(problem.width, most), *doubled])
+    if isinstance(problem.fmt, FP4Format):
+        config = replace(config, of_few_rows=_of_few_rows(config, arch))
+    return config
 
 
-def _fitting(problem: Problem, arch: Arch, pdl: bool, most: int | None) -> Config:
-    """The configuration with the fewest slices that fits; ``most``: columns of a slice that are preferred."""
+def _of_few_rows(config: Config, arch: Arch) -> Config | None:
+    """The configuration for up to ``FEW_ROWS`` rows: of those with more slices the one with the fewest blocks for a
+    thread. ``None``: all have more than ``config``."""
+    found = [config]
+    for splits in range(config.splits + 1, ceil_div(config.problem.width, MOST_OF_FEW_CUT_ROWS) + 1):
+        try:
+            found.append(_fitting(config.problem, arch, config.pdl, [splits]))
+        except ValueError:
+            continue
+    best = min(found, key=lambda each: (each.thread_blocks, -each.splits))
+    return None if best is config else best
+
+
+def _fitting(problem: Problem, arch: Arch, pdl: bool, numbers: Iterable[int]) -> Config:
+    """The configuration with the first of these numbers of slices that fits."""
     rejected = None
-    preferred = [] if most is None else [ceil_div(problem.width, most)]
-    doubled = (2**i for i in itertools.count())
-    for splits in itertools.chain(preferred, doubled):
-        if splits > MAX_CLUSTER and problem.reductions:
-            break
+    for splits in numbers:
         slice_width = ceil_div(problem.width, splits)
         elements = 64 if slice_width > 4096 else 48
         if problem.rows == "experts":
@@ -482,9 +497,7 @@ def _fitting(problem: Problem, arch: Arch, pdl: bool, most: int | None) -> Confi
         threads = 2 ** math.ceil(math.log2(max(1.0, slice_width / elements)))
         _, last = problem.slices(splits)
         if last < 1:
-            if splits in preferred:
-                continue
-            break
+            continue
         threads = 2 ** math.floor(math.log2(min(threads, last)))
         if problem.fmt == FP8_BLOCK128:
             threads = max(threads, SCALE_THREADS)
