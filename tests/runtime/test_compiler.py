@@ -38,7 +38,7 @@ def other(value):
         return value + "x"
     if isinstance(value, tuple):
         return (*value, 1)
-    known = {torch.bfloat16: torch.float16, NVFP4: MXFP4, SCALE_LAYOUTS["128x4"]: SCALE_LAYOUTS["8x4"]}
+    known = {None: 1, torch.bfloat16: torch.float16, NVFP4: MXFP4, SCALE_LAYOUTS["128x4"]: SCALE_LAYOUTS["8x4"]}
     return known[value]
 
 

@@ -43,7 +43,7 @@ def check_emulated(case: KernelCase, kernel: Any) -> None:
 
 
 def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> None:
-    """What is launched, and what ptxas says about each of it, the one that multiplies first."""
+    """What is launched, and what ptxas says about each of it: first the one that multiplies, or is for many rows."""
     arch, config = ARCHS[case.arch], kernel.config
     # What puts activations in order for warpgroups is a kernel of its own, unless these do it; and what lists tokens.
     apart = isinstance(case, ExpertsCase | GatedExpertsCase) or (isinstance(case, WgmmaCase) and not config.arranges)
@@ -58,13 +58,13 @@ def check_fit(case: KernelCase, kernel: Any, kernels: Sequence[Resources]) -> No
     count += of_few_rows is not None
     assert len(kernels) == count
     assert getattr(config, "smem_bytes", 0) <= arch.smem_per_cta
-    others = getattr(config, "more_threads", 0), getattr(of_few_rows, "threads", 0)
-    threads = max(getattr(config, "threads", 256), *others)
-    for resources in kernels:
+    threads = max(getattr(config, "threads", 256), getattr(config, "more_threads", 0))
+    of_each = [threads] * count if of_few_rows is None else [threads, of_few_rows.threads]
+    for resources, launched in zip(kernels, of_each, strict=True):
         assert case.id in ALLOWED_SPILLS or (resources.spill_bytes == 0 and resources.stack_bytes == 0), resources
         # Static shared memory is not used: CUDA 12 allows only 48 KB of it.
         assert resources.smem_bytes == 0
-        assert resources.registers * threads <= REGISTERS_PER_SM, "a CTA cannot be launched"
+        assert resources.registers * launched <= REGISTERS_PER_SM, "a CTA cannot be launched"
     if hasattr(config, "registers"):
         # What consumers take, others have given away: the producers' warpgroups, and those that decode. The kernel that
         # multiplies comes first.

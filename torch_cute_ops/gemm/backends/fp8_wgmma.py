@@ -25,8 +25,8 @@ FEW_WAIT = 0.5
 H200)."""
 READ_AGAIN = 0.2
 """Share of the weight that is read once more by tiles of fewer rows side by side, however many, in a layer, where CTAs
-do not start together (measured on an H100: gate and up of a 70B, 32 rows, take 200 µs by two tiles of 16 rows; of 64
-rows, by one tile, 169)."""
+do not start together (measured on an H100: gate and up of a 70B take 200 µs for 32 rows by two tiles of 16, and 169 for
+64 rows by one tile of 64)."""
 SHARE_CLOCKS = 1500.0
 """Clocks to add up the partial sums of a tile, per CTA that shares it but the first (measured on an H100)."""
 
