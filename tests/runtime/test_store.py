@@ -451,7 +451,7 @@ def save_for_ever(root):
 @pytest.mark.slow  # early: a fork of a process that has compiled kernels takes ten times as long
 def test_killed_writers_leave_nothing_that_trips(tmp_path, caplog):
     """Many processes killed at random moments of writing, pruning and locking, some side by side."""
-    for _ in range(25):
+    for _ in range(15):
         kill_at_random(save_for_ever, tmp_path, processes=3, longest=0.02)
     store = Store(tmp_path, MEGABYTE)
     for name, _ in list(store.entries()):

@@ -246,7 +246,7 @@ def add_for_ever(path):
 @pytest.mark.slow  # early: a fork of a process that has compiled kernels takes ten times as long
 def test_killed_writers_leave_a_file_that_can_be_read(file, caplog):
     add_choices(file, 5000, 1)
-    for _ in range(25):
+    for _ in range(15):
         kill_at_random(add_for_ever, file, processes=2, longest=0.03)
         assert key_of(5000) in TuningFile(file).read()
     for left in file.parent.glob("*.tmp"):
