@@ -444,7 +444,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--join", nargs="+", type=Path, metavar="RESULT", help="join these files, measure nothing")
     options = parser.parse_args(arguments)
     if options.join:
-        write(joined(options.join), options)
+        result = joined(options.join)
+        save(result, options)
+        layers.finish(options, "layer", markdown(result), result["rows"], picture)
         return 0
     return layers.on_gpu("layer", measure_models, options)
 
@@ -469,17 +471,15 @@ def joined(paths: Sequence[Path]) -> dict[str, Any]:
     return {**{name: first[name] for name in ("environment", "method", "peak_read_tbps")}, "rows": rows}
 
 
-def write(result: Mapping[str, Any], options: argparse.Namespace) -> None:
-    """Print and write `layer.json`, `layer.md` and `layer.png`."""
+def save(result: dict[str, Any], options: argparse.Namespace) -> None:
+    """Write `layer.json`."""
     options.output.mkdir(parents=True, exist_ok=True)
     report.write_json(result, marks(result["rows"]), options.output / "layer.json")
-    layers.finish(options, "layer", markdown(result), result["rows"], picture)
 
 
 @torch.no_grad()
 def measure_models(options: argparse.Namespace, device: torch.device, backend: Backend, l2_bytes: int) -> int:
     """Measure what was asked for; print and write `layer.json`, `layer.md` and `layer.png`."""
-    options.output.mkdir(parents=True, exist_ok=True)
     peaks, settings = ceilings(backend, device), Settings()
     result: dict[str, Any] = {
         "environment": environment.collect(device),
@@ -496,6 +496,6 @@ def measure_models(options: argparse.Namespace, device: torch.device, backend: B
             print(layers.progress(f"{model}, M={m}", row["variants"]), flush=True)
             for label, kernels in row.get("timelines", {}).items():
                 print(f"\n{model}, M={m}, {label}\n\n{timeline.table(kernels)}\n", flush=True)
-            report.write_json(result, marks(result["rows"]), options.output / "layer.json")
-    write(result, options)
+            save(result, options)
+    layers.finish(options, "layer", markdown(result), result["rows"], picture)
     return 0

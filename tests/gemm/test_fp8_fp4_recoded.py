@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.gemm_problems import backend_for
+from support.gemm_problems import H100, backend_for
 
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends.fp8_fp4_recoded import BESIDE, first_tiles, weight_tiles
@@ -14,7 +14,7 @@ from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import ARCHS
 
 HOPPER = Target(torch.device("cuda"), ARCHS["sm_90a"], 132, bandwidth=4.8e12)
-GPUS = {"H200": HOPPER, "H100": replace(HOPPER, bandwidth=3.35e12)}
+GPUS = {"H200": HOPPER, "H100": H100}
 MEASURED = {
     ("H200", 1024, 28672, 4096): (236, 415, 301),
     ("H200", 2048, 28672, 4096): (447, 518, 440),

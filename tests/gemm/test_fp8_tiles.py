@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from support.gemm_problems import BF16, FP16, FP32, HOPPER, ROW_LAYOUTS, fp4_problem, fp8_fp4_problem, fp8_problem
+from support.gemm_problems import BF16, FP16, FP32, H100, HOPPER, ROW_LAYOUTS, fp4_problem, fp8_fp4_problem, fp8_problem
 
 from torch_cute_ops.formats import MXFP4
 from torch_cute_ops.gemm.backends import fp8_mma_sync, fp8_wgmma
@@ -111,7 +111,6 @@ def test_random_routing_takes_larger_tiles_of_an_fp4_weight():
     assert found == want
 
 
-H100 = dataclasses.replace(HOPPER, bandwidth=3.35e12)
 FASTEST = [
     (masked(32, 4096, 7168), {8: (16, 128, 1)}),
     (masked(32, 7168, 2048), {8: (16, 128, 1), 64: (128, 128, 1)}),

@@ -19,6 +19,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = Target(torch.device("cpu"), None, 1, "GPU of test")
 """A CPU that is taken for a GPU: what is tuned there is kept."""
 HOPPER = Target(torch.device("cuda"), ARCHS["sm_90a"], 132)
+H100 = replace(HOPPER, bandwidth=3.35e12)
 ROW_LAYOUTS = (ALL_ROWS, ExpertLayout(True), ExpertLayout(True, True), ExpertLayout(False, True))
 
 

@@ -462,7 +462,7 @@ def plan(problem: Problem, arch: Arch, pdl: bool = True) -> Config:
         ValueError: if no configuration fits, saying why.
     """
     most_splits = MAX_CLUSTER if problem.reductions else problem.blocks
-    doubled = [2**i for i in range(most_splits.bit_length()) if 2**i <= most_splits]
+    doubled = [2**i for i in range(most_splits.bit_length())]
     if problem.reductions or problem.rows == "experts":
         return _fitting(problem, arch, pdl, doubled)
     # Rows that need nothing of other slices are cut: few of them take less time then, and many no more.
