@@ -24,9 +24,7 @@ TEXT = """\
 
 Measured on {gpus}: {reached} of {judged} targets are reached. What limits the others, and what was tried, is in
 the notes of the kernel. Times of all sizes, and how they are taken, are in `benchmarks/results/*.md`. Targets are those
-of an H200; `benchmarks/results/h100/*.md` are of an H100, whose memory has seven tenths of the bandwidth. Layers on the
-H200 are measured with the latest kernels. The tables of single FP4 GEMMs, and those of the H100, are older: FP4 GEMMs
-of one row, and layers of 16 rows and more in W4A4, are faster by now ([notes](notes/fp4_wgmma.md)).
+of an H200; `benchmarks/results/h100/*.md` are of an H100, whose memory has seven tenths of the bandwidth.
 
 This file is written by `python -m benchmarks performance` from `benchmarks/results/*.json` and `benchmarks/targets.py`.
 
