@@ -84,12 +84,13 @@ class Memory:
         values = [data[index + i] for i in range(count)]
         if not any(any_true(one != whole) for one in found):
             return values, None
-        allocated, barrier = _repeat(ALLOCATED, width), _repeat(BARRIER, width)
         for i, one in enumerate(found):
-            self._check(one, ((one & allocated) != allocated) | ((one & barrier) != 0), offset + i * width, width)
+            self._check(one, offset + i * width, width)
         return values, [one != whole for one in found]
 
-    def _check(self, found: Array, wrong: Array, offset: Array, width: int) -> None:
+    def _check(self, found: Array, offset: Array, width: int) -> None:
+        """All that is accessed is allocated, and no part of an mbarrier."""
+        wrong = (found & _repeat(ALLOCATED | BARRIER, width)) != _repeat(ALLOCATED, width)
         if any_true(wrong):
             bad = positions(wrong)[0]
             raise self._fault(int(found[bad]), bad, offset[bad], width)
@@ -97,10 +98,8 @@ class Memory:
     def store(self, bank: Array, offset: Array, width: int, values: list[Array]) -> None:
         index = self.locate(bank, offset, width, len(values))
         data, flags = self._views[width]
-        allocated, barrier = _repeat(ALLOCATED, width), _repeat(BARRIER, width)
         for i, value in enumerate(values):
-            found = flags[index + i]
-            self._check(found, ((found & allocated) != allocated) | ((found & barrier) != 0), offset + i * width, width)
+            self._check(flags[index + i], offset + i * width, width)
             data[index + i] = value
             flags[index + i] = _repeat(ALLOCATED | WRITTEN, width)
 

@@ -215,7 +215,7 @@ class Races:
     def read(self, threads: Array, bank: Array, offset: Array, size: int, load: int | None = None) -> None:
         """``load``: the number of the load that reads."""
         records = self._records(bank, offset, size)
-        writer, written = self.writer[records], self.written[records]
+        writer, written = self.writer.take(records), self.written.take(records)
         late = written > self.clocks[threads[:, None], writer]
         if any_true(late):
             i, j = np.argwhere(late)[0]
@@ -234,7 +234,7 @@ class Races:
     def write(self, threads: Array, bank: Array, offset: Array, size: int, groups: Array | None = None) -> None:
         """``groups``: of ``cp.async``, the number of each thread's group."""
         records = self._records(bank, offset, size)
-        self._check_write(threads, self.clocks[threads], records, offset)
+        self._check_write(threads, self.clocks, threads, records, offset)
         self._visit(threads, bank)
         columns = self.column[threads]
         clocks = self.clocks[threads, columns]
@@ -267,15 +267,15 @@ class Races:
             who = self.name(positions(self.machine.cta == cta)[0], bad[0])
             raise Fault(Race, 0, f"CTA {cta} may end before {who} has accessed its shared memory")
 
-    def _check_write(self, threads: Array, clocks: Array, records: Array, offset: Array) -> None:
-        rows = np.arange(len(threads))[:, None]
-        writer, written = self.writer[records], self.written[records]
-        late = written > clocks[rows, writer]
+    def _check_write(self, threads: Array, clocks: Array, rows: Array, records: Array, offset: Array) -> None:
+        """``rows``: those of ``clocks`` that say what each of ``threads`` knows."""
+        writer, written = self.writer.take(records), self.written.take(records)
+        late = written > clocks[rows[:, None], writer]
         if any_true(late):
             i, j = np.argwhere(late)[0]
             raise self._race(i, offset[i] + j * self.granule, "write", self.name(threads[i], writer[i, j]), "wrote")
-        reader, was_read = self.reader[records], self.was_read[records]
-        late = was_read > clocks[rows[:, :, None], reader]
+        reader, was_read = self.reader.take(records, axis=0), self.was_read.take(records, axis=0)
+        late = was_read > clocks[rows[:, None, None], reader]
         if any_true(late):
             i, j, k = np.argwhere(late)[0]
             who = self.name(threads[i], reader[i, j, k])
@@ -310,7 +310,7 @@ class Races:
     def copy_writes(self, agent: Agent, cta: int, offset: int, size: int) -> None:
         rows = self._rows(cta, offset, size)
         records = np.arange(rows.start, rows.stop)[None]
-        self._check_write(np.array([agent.thread]), agent.knows[None], records, np.array([offset]))
+        self._check_write(np.array([agent.thread]), agent.knows[None], np.array([0]), records, np.array([offset]))
         reader, was_read = self.reader[rows, :-1], self.was_read[rows, :-1]
         late = self.was_load[rows] & (was_read > agent.knows[self.performed + reader])
         if any_true(late) and not self.machine.lenient:
