@@ -24,7 +24,8 @@ TEXT = """\
 
 Measured on {gpus}: {reached} of {judged} targets are reached. What limits the others, and what was tried, is in
 the notes of the kernel. Times of all sizes, and how they are taken, are in `benchmarks/results/*.md`. Targets are those
-of an H200; `benchmarks/results/h100/*.md` are of an H100, whose memory has seven tenths of the bandwidth.
+of an H200; `benchmarks/results/h100/*.md` are of an H100, whose memory has seven tenths of the bandwidth. Whole models
+(`model`) were measured before the last gains of FP4 layers.
 
 This file is written by `python -m benchmarks performance` from `benchmarks/results/*.json` and `benchmarks/targets.py`.
 
