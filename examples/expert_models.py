@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from transformers import DeepseekV3Config, GptOssConfig
 
 import torch_cute_ops.nn
-from quickstart import conclude, pick_device
+from quickstart import conclude, multiple_of, pick_device
 from torch_cute_ops.integrations import transformers as cute_transformers
 
 SCHEMES = {"deepseek-v3": "fp8_block", "gpt-oss": "mxfp4"}
@@ -83,8 +83,8 @@ def main(arguments: list[str] | None = None) -> int:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=tuple(SCHEMES), default="deepseek-v3")
-    parser.add_argument("--layers", type=int, help="of the model, at least 2")
-    parser.add_argument("--experts", type=int, help="of a layer, a multiple of 8")
+    parser.add_argument("--layers", type=multiple_of(1, least=2), help="of the model, at least 2")
+    parser.add_argument("--experts", type=multiple_of(8), help="of a layer, a multiple of 8")
     parser.add_argument("--tokens", type=int, default=16, help="new tokens of each sequence (default: 16)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="numbers of sequences (default: 1 8)")
     return parser.parse_args(arguments)

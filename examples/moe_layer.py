@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 
 import torch_cute_ops
-from quickstart import conclude, pick_device
+from quickstart import conclude, multiple_of, pick_device
 from torch_cute_ops.nn import ExpertLayer, GatedMLP, merge, quantize_
 from torch_cute_ops.nn.experts import few_tokens, reason_unrouted
 
@@ -157,10 +157,16 @@ def layer_parser(
     """A parser of the options that say how large a layer of experts is, and how many tokens it gets."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", help="numbers of tokens")
-    parser.add_argument("--hidden", type=int, help=f"elements of a token, a multiple of {hidden_step}")
-    parser.add_argument("--experts", type=int)
-    parser.add_argument("--intermediate", type=int, help=f"of an expert, a multiple of {intermediate_step}")
-    parser.add_argument("--top", type=int, default=top, help=f"experts of a token (default: {top or 'as the model'})")
+    parser.add_argument(
+        "--hidden", type=multiple_of(hidden_step), help=f"elements of a token, a multiple of {hidden_step}"
+    )
+    parser.add_argument("--experts", type=multiple_of(1))
+    parser.add_argument(
+        "--intermediate", type=multiple_of(intermediate_step), help=f"of an expert, a multiple of {intermediate_step}"
+    )
+    parser.add_argument(
+        "--top", type=multiple_of(1), default=top, help=f"experts of a token (default: {top or 'as the model'})"
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser
 

@@ -24,7 +24,7 @@ from torch import nn
 
 import torch_cute_ops.checkpoint
 import torch_cute_ops.nn
-from quickstart import conclude, pick_device
+from quickstart import conclude, multiple_of, pick_device
 
 HEAD = 64  # elements of an attention head
 VOCABULARY = 512
@@ -79,11 +79,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scheme", choices=tuple(STYLES), default="nvfp4", help="of the weights")
     parser.add_argument("--activations", choices=("auto", "16bit", "fp4", "fp8"), default="auto")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256, help="width of the model, a multiple of 256 (default: 256)")
-    parser.add_argument("--tokens", type=int, default=16, help="of a sequence (default: 16)")
+    parser.add_argument("--layers", type=multiple_of(1), default=4)
+    parser.add_argument(
+        "--hidden", type=multiple_of(256), default=256, help="width of the model, a multiple of 256 (default: 256)"
+    )
+    parser.add_argument("--tokens", type=multiple_of(1), default=16, help="of a sequence (default: 16)")
     parser.add_argument("--out", type=Path, help="folder for the checkpoints; without it they are deleted")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    refuse_activations(parser, options)
+    return options
+
+
+def refuse_activations(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with a message if the scheme's layers do not take their input in the format that is asked for."""
+    if options.scheme == "fp8_block" and options.activations not in ("auto", "fp8"):
+        parser.error(f"--activations {options.activations}: the scheme fp8_block takes auto or fp8")
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -98,6 +98,22 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def multiple_of(step: int, least: int = 1) -> Callable[[str], int]:
+    """The type of an option: a multiple of ``step``, at least ``least``."""
+
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = -1
+        if value < least or value % step:
+            what = "an integer" if step == 1 else f"a multiple of {step}"
+            raise argparse.ArgumentTypeError(f"{text!r}: expected {what}, {max(step, least)} or more")
+        return value
+
+    return number
+
+
 def pick_device() -> tuple[torch.device, str]:
     """The device, and what runs the op there, in words."""
     if not torch.cuda.is_available():

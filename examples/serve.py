@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 import torch_cute_ops.nn
-from quantize_and_save import bytes_of
-from quickstart import conclude, pick_device
+from quantize_and_save import bytes_of, refuse_activations
+from quickstart import conclude, multiple_of, pick_device
 
 # Llama's: hidden, intermediate, layers, heads, key and value heads, vocabulary
 SIZES = {
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         from torch_cute_ops.integrations.transformers import from_pretrained
     except ImportError as error:
-        sys.exit(f"serve.py needs transformers 5.17 or later: pip install 'torch-cute-ops[transformers]' ({error})")
+        sys.exit(f"serve.py needs transformers 5.17 or later: pip install -e '.[transformers]' ({error})")
     options = parse(arguments)
     device, backend = pick_device()
     is_cuda = device.type == "cuda"
@@ -109,18 +109,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     which.add_argument("--config", type=existing_file, help="config.json of transformers, for random weights")
     parser.add_argument("--scheme", choices=("nvfp4", "mxfp4", "fp8_block"), default="nvfp4", help="of random weights")
     parser.add_argument("--activations", choices=("auto", "16bit", "fp4", "fp8"), default="auto")
-    parser.add_argument("--requests", type=positive, default=8)
-    parser.add_argument("--batch", type=positive, default=64, help="most requests at once (default: 64)")
-    parser.add_argument("--prompt", type=positive, default=32, help="tokens of the longest prompt (default: 32)")
-    parser.add_argument("--new", type=positive, default=16, help="new tokens of each request (default: 16)")
-    return parser.parse_args(arguments)
-
-
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+    parser.add_argument("--requests", type=multiple_of(1), default=8)
+    parser.add_argument("--batch", type=multiple_of(1), default=64, help="most requests at once (default: 64)")
+    parser.add_argument("--prompt", type=multiple_of(1), default=32, help="tokens of the longest prompt (default: 32)")
+    parser.add_argument("--new", type=multiple_of(1), default=16, help="new tokens of each request (default: 16)")
+    options = parser.parse_args(arguments)
+    refuse_activations(parser, options)
+    return options
 
 
 def existing_file(text: str) -> Path:

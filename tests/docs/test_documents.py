@@ -5,6 +5,8 @@ import json
 import re
 import runpy
 import shutil
+import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
 
@@ -41,6 +43,26 @@ def table_after(text: str, heading: str) -> list[dict[str, str]]:
 
 
 # What is shown
+
+
+@pytest.fixture(scope="module")
+def loaded() -> set[str]:
+    """Parts of the package that `import torch_cute_ops` loads."""
+    program = "import sys, torch_cute_ops; print(*sys.modules)"
+    names = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    return {name.split(".")[1] for name in names if name.startswith("torch_cute_ops.")}
+
+
+@by_document
+def test_python_blocks_import_what_they_use(path: Path, loaded: set[str]) -> None:
+    """Where the blocks run below, tests before them have imported all parts of the package."""
+    text = path.read_text(encoding="utf-8")
+    blocks = "\n".join(re.findall(r"^```py(?:thon)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    parts = {path.name for path in (ROOT / "torch_cute_ops").iterdir() if (path / "__init__.py").exists()}
+    used = {name for name in re.findall(r"torch_cute_ops\.(\w+)\.", blocks) if name in parts}
+    imported = set(re.findall(r"^\s*(?:import|from) torch_cute_ops\.(\w+)", blocks, re.MULTILINE))
+    imported |= set(re.findall(r"^\s*from torch_cute_ops import (\w+)", blocks, re.MULTILINE))
+    assert used <= loaded | imported
 
 
 @by_document
@@ -217,13 +239,26 @@ def test_errors_of_formats() -> None:
     row, row_scale = torch_cute_ops.fp8_quantize(x, granularity="block128", scale_layout="column")
     got = (
         torch_cute_ops.mm_fp4_weight_only(x, codes.t(), scale),
-        torch_cute_ops.mm_fp4(a, codes.t(), a_scale, scale),
         torch_cute_ops.mm_fp4_weight_only(x, mx.t(), mx_scale, block_size=32),
+        x.float() @ (fp8.float().view(blocks.shape) * fp8_scale[:, None, :, None]).view(512, 1024).t(),
+        torch_cute_ops.mm_fp4(a, codes.t(), a_scale, scale),
         torch_cute_ops.mm_fp8_block(row, fp8.t(), row_scale, fp8_scale),
     )
     section = text_of("docs/troubleshooting.md").split("## Results are off")[1]
     shown = [float(number) for number in re.findall(r"([\d.]+) %", section)][: len(got)]
     assert [100 * relative_error(y, exact) for y in got] == pytest.approx(shown, rel=0.05)
+
+
+def test_error_of_fp8_scales_by_row() -> None:
+    """With M = K/128 nothing refuses them; troubleshooting says how wrong the result is."""
+    section = text_of("docs/troubleshooting.md").split("## Results are off")[1]
+    least, most = map(float, re.search(r"error of (\d+) to (\d+) %\sin an FP8 GEMM", section).groups())
+    weight = torch.randn(256, 1024).to(torch.float8_e4m3fn)
+    for magnitudes in (torch.ones(8, 1), 10.0 ** torch.randn(8, 1)):
+        x = (torch.randn(8, 1024) * magnitudes).bfloat16()
+        a, a_scale = torch_cute_ops.fp8_quantize(x, granularity="block128")
+        y = torch_cute_ops.mm_fp8_block(a, weight.t(), a_scale, torch.ones(2, 8))
+        assert 0.6 * least < 100 * relative_error(y, x.float() @ weight.float().t()) < 1.3 * most
 
 
 def strings_of_the_package() -> list[str]:

@@ -78,6 +78,12 @@ def test_gemms_of_packed_rows_know_nothing_but_offsets(
     assert given and {counts is not None for counts in given} == {has_counts}
 
 
+def test_fewer_experts_than_a_token_has_by_default(fp8_moe_layer: ModuleType, capsys: pytest.CaptureFixture) -> None:
+    sizes = ("--experts", "4", "--hidden", "128", "--intermediate", "128", "--tokens", "3")
+    out, last = run_main(fp8_moe_layer, capsys, *sizes)
+    assert last == "SUCCESS: every check passed" and "4 experts of 128, 4 a token" in out
+
+
 @pytest.mark.parametrize(("groups", "best"), [(1, 1), (4, 2)])
 def test_both_layers_are_what_they_say(fp8_moe_layer: ModuleType, groups: int, best: int) -> None:
     """That in bf16 is near float64, that in FP8 near that of what its weights are in FP8."""

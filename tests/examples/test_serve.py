@@ -99,7 +99,7 @@ def test_memory_that_transformers_does_not_know(has_psutil, script, capsys, monk
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--requests", "0"], "invalid positive value: '0'"),
+        (["--requests", "0"], "'0': expected an integer, 1 or more"),
         (["--config", "typo.json"], "--config: there is no file typo.json"),
         (["--config", __file__, "--size", "8b"], "not allowed with argument --config"),
     ],
