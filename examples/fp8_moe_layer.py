@@ -84,9 +84,8 @@ def main(arguments: list[str] | None = None) -> int:
     device, kernels = pick_device()
     hidden, experts, intermediate, tokens = chosen_sizes(options, SIZES[device.type])
     torch.manual_seed(options.seed)
-    routing = (
-        Routing(8, 4, min(options.top, experts // 2)) if experts % 16 == 0 else Routing(1, 1, min(options.top, experts))
-    )
+    groups, used = (8, 4) if experts % 16 == 0 else (1, 1)
+    routing = Routing(groups, used, min(options.top, experts * used // groups))
     weights = random_weights(hidden, experts, intermediate, device)
     up, down = (EXPERTS[options.weights](weight) for weight in (weights.up, weights.down))
     weights = weights._replace(up=up.represented, down=down.represented)

@@ -25,6 +25,7 @@ from torch import nn
 import torch_cute_ops.checkpoint
 import torch_cute_ops.nn
 from quickstart import conclude, multiple_of, pick_device
+from torch_cute_ops.nn.quantize import SCHEMES
 
 HEAD = 64  # elements of an attention head
 VOCABULARY = 512
@@ -92,8 +93,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def refuse_activations(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """End with a message if the scheme's layers do not take their input in the format that is asked for."""
-    if options.scheme == "fp8_block" and options.activations not in ("auto", "fp8"):
-        parser.error(f"--activations {options.activations}: the scheme fp8_block takes auto or fp8")
+    taken = ("auto", *SCHEMES[options.scheme].choices)
+    if options.activations not in taken:
+        parser.error(f"--activations {options.activations}: the scheme {options.scheme} takes {' or '.join(taken)}")
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -114,7 +114,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=multiple_of(1), default=32, help="tokens of the longest prompt (default: 32)")
     parser.add_argument("--new", type=multiple_of(1), default=16, help="new tokens of each request (default: 16)")
     options = parser.parse_args(arguments)
-    refuse_activations(parser, options)
+    if options.model is None:  # a checkpoint says its scheme itself
+        refuse_activations(parser, options)
     return options
 
 

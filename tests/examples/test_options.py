@@ -26,3 +26,12 @@ def test_options_that_are_wrong(quickstart, capsys, name, options, message) -> N
         importlib.import_module(name).parse(options)
     assert error.value.code == 2
     assert capsys.readouterr().err.strip().splitlines()[-1].endswith(message)
+
+
+def test_a_checkpoint_has_its_own_scheme(quickstart) -> None:
+    """What random weights could not be served with is no mistake beside a checkpoint."""
+    pytest.importorskip("transformers")
+    options = importlib.import_module("serve").parse(
+        ["--model", "folder", "--scheme", "fp8_block", "--activations", "fp4"]
+    )
+    assert (options.model, options.activations) == ("folder", "fp4")
