@@ -5,14 +5,13 @@ import json
 import re
 import runpy
 import shutil
-import subprocess
-import sys
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 from support.example_scripts import ROOT
+from support.interpreters import python
 
 import torch_cute_ops
 from torch_cute_ops import deployment
@@ -45,19 +44,23 @@ def table_after(text: str, heading: str) -> list[dict[str, str]]:
 # What is shown
 
 
+def blocks_of(text: str, tag: str) -> list[str]:
+    """The code blocks of a document whose tag matches this regular expression."""
+    return re.findall(rf"^```{tag}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
 @pytest.fixture(scope="module")
 def loaded() -> set[str]:
     """Parts of the package that `import torch_cute_ops` loads."""
-    program = "import sys, torch_cute_ops; print(*sys.modules)"
-    names = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    return {name.split(".")[1] for name in names if name.startswith("torch_cute_ops.")}
+    done = python("import sys, torch_cute_ops; print(*sys.modules)")
+    assert done.returncode == 0, done.stderr
+    return {name.split(".")[1] for name in done.stdout.split() if name.startswith("torch_cute_ops.")}
 
 
 @by_document
 def test_python_blocks_import_what_they_use(path: Path, loaded: set[str]) -> None:
     """Where the blocks run below, tests before them have imported all parts of the package."""
-    text = path.read_text(encoding="utf-8")
-    blocks = "\n".join(re.findall(r"^```py(?:thon)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    blocks = "\n".join(blocks_of(path.read_text(encoding="utf-8"), "py(?:thon)?"))
     parts = {path.name for path in (ROOT / "torch_cute_ops").iterdir() if (path / "__init__.py").exists()}
     used = {name for name in re.findall(r"torch_cute_ops\.(\w+)\.", blocks) if name in parts}
     imported = set(re.findall(r"^\s*(?:import|from) torch_cute_ops\.(\w+)", blocks, re.MULTILINE))
@@ -69,7 +72,7 @@ def test_python_blocks_import_what_they_use(path: Path, loaded: set[str]) -> Non
 def test_python_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, as somebody would paste them, beside the files that the document shows."""
     text = path.read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    blocks = blocks_of(text, "python")
     monkeypatch.chdir(tmp_path)
     for name, content in re.findall(r"^```toml\n# (\S+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         (tmp_path / name).write_text(content, encoding="utf-8")
