@@ -12,6 +12,8 @@ from unittest import mock
 
 import torch
 from ptx import run_kernel
+from samples._fp4_gemm import POWERS, random_matrix
+from samples.mm_fp8_block import sample
 
 from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.fp8 import COLUMN
@@ -23,8 +25,6 @@ from torch_cute_ops.gemm.problem import GemmProblem, Grouping, Operand, Operands
 from torch_cute_ops.gemm.select import BACKENDS
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
-from torch_cute_ops.testing.samples.mm_fp8_block import sample
 
 Tensor = torch.Tensor
 ARCH = "sm_90a"

@@ -13,10 +13,10 @@ import torch
 from torch_cute_ops.gemm.select import BACKENDS
 from torch_cute_ops.ops._define import OpSpec, as_tuple
 from torch_cute_ops.registry import OPS
-from torch_cute_ops.testing import Sample, sample_inputs
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+from samples import Sample, sample_inputs
 from support.parts import part_of
 
 NAMES = sorted({backend.name for backend in BACKENDS})

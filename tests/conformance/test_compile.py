@@ -172,7 +172,7 @@ def test_export(op, device):
     choices = choices_of(op)[0]
     tensors, fixed = split_call(op, 5, device=device, **choices)
     rows = torch.export.Dim("rows", max=512)
-    samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}")
+    samples = importlib.import_module(f"samples.{op.name}")
     where = {name: 0 for name, t in tensors.items() if t.dim() > 1 and name not in ("b", "b_scale", "w", "w_scale")}
     where = getattr(samples, "ROW_DIMENSIONS", where)
     shapes = {name: {where[name]: rows} if name in where else None for name in tensors}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from expected import assert_same, raw
+from samples import error_inputs, sample_inputs
 from support import spec
 from support.cases import (
     arguments,
@@ -42,7 +43,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.registry import OPS
-from torch_cute_ops.testing import error_inputs, sample_inputs
 
 by_sample = each_sample(sample_cases())
 by_form = each_sample(form_cases())

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from expected import raw
+from samples import error_inputs, sample_inputs
 from support.cases import (
     arguments,
     call,
@@ -21,8 +22,6 @@ from support.cases import (
 )
 from support.devices import DEVICES
 from torch._subclasses import FakeTensorMode
-
-from torch_cute_ops.testing import error_inputs, sample_inputs
 
 
 def raises(op, error):

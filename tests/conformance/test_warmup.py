@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from samples import sample_inputs
 from support.cases import forget, get_sample, op_cases, plain_sample, properties_for, sample_cases
 from support.launch_model import launches  # noqa: F401  (a fixture)
 
@@ -14,7 +15,6 @@ from torch_cute_ops import registry
 from torch_cute_ops.ops import _call
 from torch_cute_ops.runtime import compiler, settings
 from torch_cute_ops.runtime.capture import forbid_in_capture
-from torch_cute_ops.testing import sample_inputs
 
 by_op = pytest.mark.parametrize("op", op_cases())
 

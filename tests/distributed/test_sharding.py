@@ -17,6 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from expected import assert_same
+from samples import grouped_mm_fp8, grouped_mm_fp8_fp4, mm_fp4_weight_only
+from samples._epilogue import exact_epilogue
+from samples._fp4_gemm import POWERS, random_matrix
+from samples._moe_fc1 import GatedSamples
 from support.cases import (
     arguments,
     expected_of,
@@ -37,10 +41,6 @@ from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.ops._define import OpSpec, as_tuple
 from torch_cute_ops.ops._row_quant import RowQuant
 from torch_cute_ops.registry import OPS
-from torch_cute_ops.testing.samples import grouped_mm_fp8, grouped_mm_fp8_fp4, mm_fp4_weight_only
-from torch_cute_ops.testing.samples._epilogue import exact_epilogue
-from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
-from torch_cute_ops.testing.samples._moe_fc1 import GatedSamples
 
 local_tensor = pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensorMode")
 
@@ -255,7 +255,7 @@ EXPECTED = {
 def test_a_global_scale_is_the_same_on_all_ranks(name, mesh):
     """Whatever is cut: also K, where each rank quantises blocks of its own; but not the halves of gate and up."""
     op = OPS[name]
-    samples = importlib.import_module(f"torch_cute_ops.testing.samples.{name}").SAMPLES
+    samples = importlib.import_module(f"samples.{name}").SAMPLES
     scale = torch.tensor([3.0])
     sample = samples.sample("", 4, 32, 128, NVFP4, "linear", CPU, global_scale=scale, out_dtype=torch.float32)
     given = arguments(op, sample)

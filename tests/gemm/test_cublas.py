@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples._fp4_gemm import random_matrix
 from support.emulated import CPU, poisoned
 from support.epilogues import finished, operands
 from support.gemm_problems import BF16, FP16, FP32, HOPPER, backend_for, fp4_problem
@@ -21,7 +22,6 @@ from torch_cute_ops.gemm.problem import Operands
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing.samples._fp4_gemm import random_matrix
 
 BACKEND = backend_for("cublas", fp4_problem())
 (BLACKWELL,) = usual_targets(ARCHS["sm_100a"])

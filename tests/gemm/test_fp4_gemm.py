@@ -7,6 +7,8 @@ import torch
 from expected._fp4_gemm import results
 from hypothesis import given as given_by
 from hypothesis import strategies as st
+from samples import mm_fp4, mm_fp4_weight_only, sample_inputs
+from samples._fp4_gemm import POWERS
 from support.cases import arguments, op_cases, run
 from support.launch_model import forget_all, launches  # noqa: F401  (a fixture)
 
@@ -18,9 +20,6 @@ from torch_cute_ops.ops._gemm import Gemm
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing import sample_inputs
-from torch_cute_ops.testing.samples import mm_fp4, mm_fp4_weight_only
-from torch_cute_ops.testing.samples._fp4_gemm import POWERS
 
 SAMPLES = {"mm_fp4": mm_fp4.SAMPLES, "mm_fp4_weight_only": mm_fp4_weight_only.SAMPLES}
 by_op = pytest.mark.parametrize("op", [case for case in op_cases() if case.id in SAMPLES])

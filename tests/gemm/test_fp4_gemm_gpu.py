@@ -5,6 +5,8 @@ import random
 import pytest
 import torch
 from expected._fp4_gemm import results
+from samples._epilogue import exact_epilogue
+from samples._fp4_gemm import POWERS
 from support.cases import arguments, named
 from support.gemm_problems import backend_for
 from test_fp4_gemm import SAMPLES, by_op
@@ -16,8 +18,6 @@ from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.select import target_of
 from torch_cute_ops.kernels.fp4_wgmma import ROWS
 from torch_cute_ops.registry import OPS
-from torch_cute_ops.testing.samples._epilogue import exact_epilogue
-from torch_cute_ops.testing.samples._fp4_gemm import POWERS
 
 pytestmark = pytest.mark.gpu
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from ptx import run_kernel
+from samples._fp4_gemm import POWERS, random_matrix
 from support.emulated import CPU, poisoned
 from support.gemm_problems import BF16, FP32, HOPPER, backend_for, fp4_problem
 from support.gemm_problems import CPU as NO_GPU
@@ -16,7 +17,6 @@ from torch_cute_ops.gemm.problem import Operands
 from torch_cute_ops.kernels import fp4_tcgen05
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
 
 (BLACKWELL,) = usual_targets(ARCHS["sm_100a"])
 BACKEND = backend_for("tcgen05", fp4_problem())

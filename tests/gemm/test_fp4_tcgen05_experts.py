@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ptx import run_kernel
+from samples._fp4_gemm import POWERS, random_matrix
 from support.emulated import CPU, poisoned
 from support.gemm_problems import BF16, FP32, HOPPER, backend_for, fp4_problem
 from support.gemm_problems import CPU as NO_GPU
@@ -22,7 +23,6 @@ from torch_cute_ops.gemm.problem import Operands
 from torch_cute_ops.kernels import fp4_tcgen05_experts
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
 
 (BLACKWELL,) = usual_targets(ARCHS["sm_100a"])
 DEEPSEEK = fp4_problem(7168, 65_536, experts=256)

@@ -4,6 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from samples._epilogue import exact_epilogue
+from samples._fp8_fp4 import scale_values
+from samples.grouped_mm_fp8_fp4 import contiguous, masked
+from samples.mm_fp8_fp4 import sample
 from support.tactics import backend_for, check_every_tactic, results
 
 from torch_cute_ops.formats import MXFP4, NVFP4
@@ -12,10 +16,6 @@ from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.problem import Operands
 from torch_cute_ops.gemm.select import target_of
 from torch_cute_ops.registry import OPS
-from torch_cute_ops.testing.samples._epilogue import exact_epilogue
-from torch_cute_ops.testing.samples._fp8_fp4 import scale_values
-from torch_cute_ops.testing.samples.grouped_mm_fp8_fp4 import contiguous, masked
-from torch_cute_ops.testing.samples.mm_fp8_fp4 import sample
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

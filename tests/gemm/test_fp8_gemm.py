@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from samples._epilogue import exact_epilogue
+from samples._fp8_gemm import BLOCK, NAN, integers, powers
+from samples.grouped_mm_fp8 import contiguous, masked
+from samples.mm_fp8_block import sample
 from support.tactics import check_every_tactic
 
 import torch_cute_ops
 from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.gemm.select import target_of
 from torch_cute_ops.registry import OPS
-from torch_cute_ops.testing.samples._epilogue import exact_epilogue
-from torch_cute_ops.testing.samples._fp8_gemm import BLOCK, NAN, integers, powers
-from torch_cute_ops.testing.samples.grouped_mm_fp8 import contiguous, masked
-from torch_cute_ops.testing.samples.mm_fp8_block import sample
 
 N, K = 264, 512
 ROWS = (0, 1, 7, 8, 9, 16, 33, 64, 65, 128, 129, 300)

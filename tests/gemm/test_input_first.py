@@ -179,7 +179,7 @@ def test_calls(name, fmt, m, backend, launches: Launches):  # noqa: F811
 
 def sample_of(name, m, n, k, fmt, layout="128x4", device="cpu", **kwargs):
     """A call of an op."""
-    samples = importlib.import_module(f"torch_cute_ops.testing.samples.{name}").SAMPLES
+    samples = importlib.import_module(f"samples.{name}").SAMPLES
     return samples.sample("", m, n, k, fmt, layout, torch.device(device), **kwargs)
 
 

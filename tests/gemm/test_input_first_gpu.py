@@ -26,7 +26,7 @@ def device() -> torch.device:
 
 def call(name, m, n, k, fmt, dtype, layout="128x4", **kwargs):
     """Arguments of an op, by position."""
-    samples = importlib.import_module(f"torch_cute_ops.testing.samples.{name}").SAMPLES
+    samples = importlib.import_module(f"samples.{name}").SAMPLES
     return samples.sample("", m, n, k, fmt, layout, device(), dtype=dtype, **kwargs)
 
 

@@ -7,6 +7,10 @@ from expected import _moe_fc1 as expected
 from expected import assert_same
 from hypothesis import given as given_by
 from hypothesis import strategies as st
+from samples import moe_fc1_fp4, moe_fc1_fp4_weight_only
+from samples._fp4_gemm import POWERS
+from samples._moe_fc2 import top_alpha
+from samples._silu_mul import GPT_OSS
 from support.cancelling import cancelling_matrix
 from support.cases import arguments, call_out, named, op_cases, poisoned, run
 from support.routings import SKEWED, every_alpha, hot_alpha
@@ -16,10 +20,6 @@ from test_moe_fc2 import ROUTINGS
 import torch_cute_ops
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.formats.scale_layout import from_linear, to_linear, weight_layout
-from torch_cute_ops.testing.samples import moe_fc1_fp4, moe_fc1_fp4_weight_only
-from torch_cute_ops.testing.samples._fp4_gemm import POWERS
-from torch_cute_ops.testing.samples._moe_fc2 import top_alpha
-from torch_cute_ops.testing.samples._silu_mul import GPT_OSS
 
 SAMPLES = {"moe_fc1_fp4": moe_fc1_fp4.SAMPLES, "moe_fc1_fp4_weight_only": moe_fc1_fp4_weight_only.SAMPLES}
 by_op = pytest.mark.parametrize("op", [case for case in op_cases() if case.values[0].name in SAMPLES])

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from expected import assert_same
+from samples._moe_fc2 import dense_alpha, one_expert_alpha, top_alpha
 from support.cases import defined, named, poisoned, run
 from support.gemm_problems import backend_for
 from support.routings import SKEWED, hot_alpha, zipf_alpha
@@ -14,7 +15,6 @@ from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.formats.scale_layout import to_linear
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.select import target_of
-from torch_cute_ops.testing.samples._moe_fc2 import dense_alpha, one_expert_alpha, top_alpha
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

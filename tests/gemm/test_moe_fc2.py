@@ -8,6 +8,9 @@ import torch
 from expected._moe_fc2 import assert_results, operands, results
 from hypothesis import given as given_by
 from hypothesis import strategies as st
+from samples import Sample, moe_fc2_fp4, moe_fc2_fp4_weight_only
+from samples._fp4_gemm import POWERS
+from samples._moe_fc2 import dense_alpha, one_expert_alpha, top_alpha
 from support.cases import arguments, is_for_experts, named, op_cases, run
 from support.gemm_problems import HOPPER, fp4_problem
 from support.routings import SKEWED, every_alpha, hot_alpha, powers, zipf_alpha
@@ -24,10 +27,6 @@ from torch_cute_ops.ops._gemm import Gemm
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
 from torch_cute_ops.registry import OPS, kernels_of
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing import Sample
-from torch_cute_ops.testing.samples import moe_fc2_fp4, moe_fc2_fp4_weight_only
-from torch_cute_ops.testing.samples._fp4_gemm import POWERS
-from torch_cute_ops.testing.samples._moe_fc2 import dense_alpha, one_expert_alpha, top_alpha
 
 SAMPLES = {"moe_fc2_fp4": moe_fc2_fp4.SAMPLES, "moe_fc2_fp4_weight_only": moe_fc2_fp4_weight_only.SAMPLES}
 by_op = pytest.mark.parametrize("op", [case for case in op_cases() if is_for_experts(*case.values)])

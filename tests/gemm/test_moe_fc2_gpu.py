@@ -3,6 +3,7 @@
 import pytest
 import torch
 from expected._moe_fc2 import results
+from samples._moe_fc2 import dense_alpha, one_expert_alpha, top_alpha
 from support.cases import arguments, named
 from support.gemm_problems import backend_for
 from support.routings import SKEWED, hot_alpha, powers, zipf_alpha
@@ -12,7 +13,6 @@ from test_moe_fc2 import SAMPLES, by_format, by_op, integer_call
 from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.select import target_of
-from torch_cute_ops.testing.samples._moe_fc2 import dense_alpha, one_expert_alpha, top_alpha
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 by_backend = pytest.mark.parametrize("name", ["routed", "wgmma", "tcgen05"])

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from ptx import run_kernel
+from samples import mm_fp4_weight_only
+from samples._fp4_gemm import random_matrix
 from support.cases import arguments, expected_of
 from support.emulated import CPU, check_prefetched, poisoned
 from support.kernel_grid import BF16, FP16, FP32, WgmmaCase
@@ -14,8 +16,6 @@ from torch_cute_ops.kernels.common import l2_prefetch
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing.samples import mm_fp4_weight_only
-from torch_cute_ops.testing.samples._fp4_gemm import random_matrix
 
 OP = OPS["mm_fp4_weight_only"]
 

@@ -11,6 +11,7 @@ from expected import assert_same
 from expected._fp4_gemm import decoded
 from expected._fp8_fp4 import fp4_weight
 from expected._fp8_gemm import fp8_weight, numbers
+from samples import grouped_mm_fp8, grouped_mm_fp8_fp4, mm_fp8_block, mm_fp8_fp4
 from support import spec
 from support.cases import arguments, compiled_op_cases, defined, expected_of, op_cases
 from support.fake_device import FakeDevice
@@ -28,7 +29,6 @@ from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
 from torch_cute_ops.runtime import timing, tuner
 from torch_cute_ops.runtime.tuner import Candidate
 from torch_cute_ops.runtime.tuning_file import TuningFile
-from torch_cute_ops.testing.samples import grouped_mm_fp8, grouped_mm_fp8_fp4, mm_fp8_block, mm_fp8_fp4
 
 file = pytest.fixture(autouse=True)(empty_file)
 
@@ -110,7 +110,7 @@ def call_of(op, m=5, n=None, k=None, device="cpu", **kwargs):
         return grouped_mm_fp8_fp4.contiguous("", NVFP4, "128x4", counts, n, k, where, alignment=1, **kwargs)
     if op.name.startswith("moe_fc1"):
         kwargs = {"alpha": None, **kwargs}
-    samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}").SAMPLES
+    samples = importlib.import_module(f"samples.{op.name}").SAMPLES
     return samples.sample("", m, n, k, NVFP4, "128x4", where, **kwargs)
 
 

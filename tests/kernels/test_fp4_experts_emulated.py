@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from ptx import EmulationError, compile_ptx, run_kernel
+from samples._fp4_gemm import POWERS, random_matrix
 from support.emulated import (
     CPU,
     INPUTS,
@@ -30,7 +31,6 @@ from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.common.warpgroup import BY_WARP
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
 
 
 class Experts(NamedTuple):

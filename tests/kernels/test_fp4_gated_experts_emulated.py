@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from ptx import EmulationError, compile_ptx, run_kernel
+from samples._fp4_gemm import POWERS, random_matrix
 from support.cancelling import cancelling_matrix
 from support.emulated import CPU, HOPPER, KERNEL_WAIT, PASSED, POISON, WAIT, changed, poisoned, written_late
 from support.kernel_fit import check_emulated
@@ -19,7 +20,6 @@ from torch_cute_ops.reference.fp4_quantize import quantize_rows
 from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
 
 fp4_dequantize = OPS["fp4_dequantize"].reference
 

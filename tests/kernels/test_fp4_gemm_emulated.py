@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from ptx import EmulationError, compile_ptx, run_kernel
+from samples._fp4_gemm import POWERS, random_matrix
 from support.emulated import (
     BLACKWELL,
     CONSUMER,
@@ -40,7 +41,6 @@ from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
 
 fp4_dequantize = OPS["fp4_dequantize"].reference
 

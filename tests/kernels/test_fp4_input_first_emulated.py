@@ -9,6 +9,7 @@ import pytest
 import torch
 from expected._fp4_gemm import decoded
 from ptx import EmulationError, compile_ptx, run_kernel
+from samples._fp4_gemm import POWERS, random_matrix
 from support import spec
 from support.emulated import (
     CPU,
@@ -32,7 +33,6 @@ from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.kernels import fp4_wgmma, row_quant
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
 
 GATED = [one for one in WGMMAS if one.values[0].case.gated]
 READ_AHEAD = [one for one in STATIC if one.values[0].case.gated]

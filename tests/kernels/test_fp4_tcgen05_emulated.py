@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from ptx import compile_ptx, run_kernel
+from samples._fp4_gemm import POWERS, random_matrix
 from support.emulated import CPU, INPUTS, WEIGHT, poisoned, written_late
 from support.epilogues import finished, operands
 from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
@@ -21,7 +22,6 @@ from torch_cute_ops.kernels import fp4_tcgen05
 from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
 
 
 class Gemm(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from ptx import EmulationError, compile_ptx, run_kernel
+from samples._fp4_gemm import POWERS, random_matrix
 from support.emulated import CPU, INPUTS, WEIGHT, changed, poisoned, written_late
 from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
 from support.kernel_fit import check_emulated
@@ -20,7 +21,6 @@ from torch_cute_ops.formats.scale_layout import from_linear, to_linear
 from torch_cute_ops.kernels import fp4_tcgen05_experts
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
 
 
 class Gemm(NamedTuple):

@@ -9,6 +9,8 @@ import pytest
 import torch
 from ptx import EmulationError, run_kernel
 from ptx.memory import Deadlock
+from samples.grouped_mm_fp8_fp4 import contiguous, masked
+from samples.mm_fp8_fp4 import sample
 from support.emulated import (
     CPU,
     INPUTS,
@@ -38,8 +40,6 @@ from torch_cute_ops.kernels.fp4_to_fp8 import COLUMNS, Notes, note_words
 from torch_cute_ops.kernels.fp8_fp4_wgmma import Arguments
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing.samples.grouped_mm_fp8_fp4 import contiguous, masked
-from torch_cute_ops.testing.samples.mm_fp8_fp4 import sample
 
 grouped_mm_fp8_fp4 = OPS["grouped_mm_fp8_fp4"].reference
 mm_fp8_fp4 = OPS["mm_fp8_fp4"].reference

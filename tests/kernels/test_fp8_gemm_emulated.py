@@ -9,6 +9,9 @@ import pytest
 import torch
 from ptx import EmulationError, run_kernel
 from ptx.memory import Deadlock
+from samples._fp8_gemm import NAN
+from samples.grouped_mm_fp8 import contiguous, masked
+from samples.mm_fp8_block import sample
 from support.emulated import (
     CPU,
     PASSED,
@@ -30,9 +33,6 @@ from torch_cute_ops.kernels.common.epilogue import Epilogue
 from torch_cute_ops.kernels.fp8_wgmma import Arguments
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing.samples._fp8_gemm import NAN
-from torch_cute_ops.testing.samples.grouped_mm_fp8 import contiguous, masked
-from torch_cute_ops.testing.samples.mm_fp8_block import sample
 
 grouped_mm_fp8 = OPS["grouped_mm_fp8"].reference
 mm_fp8_block = OPS["mm_fp8_block"].reference

@@ -11,6 +11,9 @@ import expected.moe_route_ids
 import pytest
 import torch
 from ptx import EmulationError, run_kernel
+from samples import Sample
+from samples._moe import poisoned_rows, random_routing
+from samples._rows import random_rows
 from support.cases import arguments
 from support.emulated import CPU, POISON, changed, equal, poisoned
 from support.kernel_grid import BF16, FP16, FP32, MoeCase
@@ -21,9 +24,7 @@ from torch_cute_ops.formats.experts import used_rows
 from torch_cute_ops.kernels import moe_finalize, moe_permute, moe_route, moe_route_dense, moe_route_ids, row_quant
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing import Sample, assert_fp8_close
-from torch_cute_ops.testing.samples._moe import poisoned_rows, random_routing
-from torch_cute_ops.testing.samples._rows import random_rows
+from torch_cute_ops.testing import assert_fp8_close
 
 finalized = OPS["moe_finalize"].reference
 moe_permute_fp8quant = OPS["moe_permute_fp8quant"].reference

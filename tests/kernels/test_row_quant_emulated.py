@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from ptx import EmulationError, Race, run_kernel
+from samples._rows import special_rows
 from support.emulated import BLACKWELL, CPU, HOPPER, PASSED, WAIT, changed, equal, poisoned
 from support.kernel_grid import BF16, FP8_TARGETS, FP16, FP32, ROUNDED, WHAT, Case
 
@@ -23,7 +24,6 @@ from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing import GATE_ERROR, assert_fp4_close, assert_fp8_close
-from torch_cute_ops.testing.samples._rows import special_rows
 
 fp4_dequantize = OPS["fp4_dequantize"].reference
 

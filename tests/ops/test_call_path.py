@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from expected import assert_same, raw
+from samples import Sample, sample_inputs
 from support.cases import (
     arguments,
     compiled_op_cases,
@@ -38,7 +39,6 @@ from torch_cute_ops.ops import _call
 from torch_cute_ops.ops._define import as_tuple
 from torch_cute_ops.ops._row_quant import RowQuant
 from torch_cute_ops.registry import OPS
-from torch_cute_ops.testing import Sample, sample_inputs
 
 pytestmark = pytest.mark.usefixtures("launches")
 

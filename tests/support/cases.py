@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from expected import Tensors, raw
+from samples import ErrorInput, Sample, error_inputs, sample_inputs
 from torch._subclasses import FakeTensorMode
 
 from support.chunks import Check, each_case
@@ -26,7 +27,6 @@ from torch_cute_ops.ops import _call
 from torch_cute_ops.ops._define import OpSpec, as_tuple
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
-from torch_cute_ops.testing import ErrorInput, Sample, error_inputs, sample_inputs
 
 Input = TypeVar("Input", Sample, ErrorInput)
 
@@ -499,7 +499,7 @@ def make_call(
 ) -> dict[str, Any]:
     """Arguments by name of a call that quantises (or makes) a tensor of ``shape``: random data; NVFP4 128x4, or FP8 by
     rows, where the choices do not say otherwise. An op whose samples have a ``call`` of any size is called by that."""
-    samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}")
+    samples = importlib.import_module(f"samples.{op.name}")
     if hasattr(samples, "call"):
         return arguments(op, samples.call(*shape, device=torch.device(device)))
     if op.has_backends:
@@ -531,7 +531,7 @@ def make_call(
 def make_product(op: OpSpec, *shape: int, device: str, scale_layout: str = "128x4") -> dict[str, Any]:
     """Arguments by name of a GEMM with ``a`` (M, K), of ``shape`` flattened, and 136 columns, or five experts of 64
     with a gate: random data, NVFP4."""
-    samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}").SAMPLES
+    samples = importlib.import_module(f"samples.{op.name}").SAMPLES
     *lead, width = shape
     # An alpha of experts is made with the sample.
     kwargs = {} if op.name.startswith("moe_") else {"alpha": torch.rand(1, device=device)}
@@ -554,7 +554,7 @@ def is_for_experts(op: OpSpec) -> bool:
 def input_width(op: OpSpec, width: int) -> int:
     """Length of the input rows that become rows of ``width``; for experts, of five of them at least: no number of rows
     that M has in some test, since PyTorch takes equal for the same."""
-    samples = importlib.import_module(f"torch_cute_ops.testing.samples.{op.name}")
+    samples = importlib.import_module(f"samples.{op.name}")
     if hasattr(samples, "input_width"):
         return int(samples.input_width(width))
     if op.name.startswith("moe_fc1_"):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from samples._fp4_gemm import POWERS, random_matrix
 
 from support.emulated import CPU
 from support.kernel_grid import ExpertsCase, WgmmaCase
-from torch_cute_ops.testing.samples._fp4_gemm import POWERS, random_matrix
 
 
 def exact_activations(case: WgmmaCase | ExpertsCase, m: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:

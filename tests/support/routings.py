@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-
-from torch_cute_ops.testing.samples._moe_fc2 import top_alpha
+from samples._moe_fc2 import top_alpha
 
 
 def zipf_alpha(m: int, experts: int, device: torch.device, top: int = 2) -> torch.Tensor:

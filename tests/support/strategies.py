@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 from hypothesis import strategies as st
-
-from torch_cute_ops.testing.samples._moe import unaligned
+from samples._moe import unaligned
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KINDS = ("normal", "bits", "grid", "sparse", "tiny", "huge")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from samples import Sample
 
 from support.gemm_problems import backend_for
 from torch_cute_ops.formats.experts import used_rows
@@ -13,7 +14,6 @@ from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.buckets import bucket
 from torch_cute_ops.gemm.problem import Operands, Tactic
 from torch_cute_ops.ops._define import OpSpec
-from torch_cute_ops.testing import Sample
 
 
 def results(

@@ -8,13 +8,14 @@ import pytest
 import torch
 from expected import assert_same
 from expected.rmsnorm_fp4quant_with_norm import assert_norm_close
+from samples import sample_inputs
 from support.cases import PLAIN, arguments, op_cases, plain_sample, poisoned
 from support.launch_model import launches  # noqa: F401  (a fixture)
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, resolve_fp8_format
 from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
 from torch_cute_ops.registry import OPS
-from torch_cute_ops.testing import assert_fp4_close, assert_fp8_close, raw_call, sample_inputs
+from torch_cute_ops.testing import assert_fp4_close, assert_fp8_close, raw_call
 
 TILED = SCALE_LAYOUTS["128x4"]
 
@@ -206,15 +207,13 @@ def test_an_op_without_samples_is_noticed(monkeypatch):
     from torch_cute_ops.registry import OPS
 
     op = next(iter(OPS.values()))
-    monkeypatch.setitem(sys.modules, f"torch_cute_ops.testing.samples.{op.name}", None)
+    monkeypatch.setitem(sys.modules, f"samples.{op.name}", None)
     with pytest.raises(ImportError):
         sample_inputs(op.name, "cpu")
-    monkeypatch.setitem(
-        sys.modules, f"torch_cute_ops.testing.samples.{op.name}", SimpleNamespace(sample_inputs=lambda device: [device])
-    )
+    monkeypatch.setitem(sys.modules, f"samples.{op.name}", SimpleNamespace(sample_inputs=lambda device: [device]))
     assert sample_inputs(op.name, "meta") == [torch.device("meta")]
     with pytest.raises(ImportError):
-        importlib.import_module("torch_cute_ops.testing.samples.no_such_op")
+        importlib.import_module("samples.no_such_op")
 
 
 @pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in OPS.values() if "counts" in op.signature.names])

@@ -8,13 +8,12 @@ import torch
 
 import torch_cute_ops
 from torch_cute_ops.ops._define import OpSpec
-from torch_cute_ops.registry import OPS
+from torch_cute_ops.registry import OPS, properties_of
 from torch_cute_ops.runtime import files, settings
 from torch_cute_ops.runtime.arch import ARCHS, Arch, arch_name
 from torch_cute_ops.runtime.compiler import bundle, store, why_no_store
 from torch_cute_ops.runtime.provenance import ROOT, source_digest
 from torch_cute_ops.runtime.toolchain import installed_packages
-from torch_cute_ops.testing import Sample, sample_inputs
 
 RECORD = ROOT.parent / "tests" / "gpu_record.json"
 RECORD_BYTES = 2**20
@@ -82,20 +81,21 @@ def availability(spec: OpSpec) -> dict[str, str]:
 
 
 def archs_with_kernels(spec: OpSpec) -> list[str]:
-    """Architectures on which a backend that is not the reference can compute one of the op's samples."""
+    """Return the architectures on which some backend other than the reference can compute the op."""
+    known = properties_of(spec.name)
+    smallest = {int: 256, torch.dtype: torch.bfloat16}
+    given = {name: smallest[found.kind] for name, found in known.items() if found.is_required}
+    given |= {"experts": 2} if "experts" in known else {}
 
-    def has_kernels(arch: Arch, call: Sample) -> bool:
+    def has_kernels(arch: Arch, block_size: int) -> bool:
+        blocks = {"block_size": block_size} if "block_size" in known else {}
         try:
-            return bool(spec.kernels(arch, *call.args, **call.kwargs))
+            args, kwargs = spec.path.example(**given, **blocks, device="meta")
+            return bool(spec.kernels(arch, *args, **kwargs))
         except ValueError:  # no backend can
             return False
 
-    found: set[str] = set()
-    for call in sample_inputs(spec.name, "meta"):  # of which the first few answer for most ops
-        found |= {name for name in ARCHS.keys() - found if has_kernels(ARCHS[name], call)}
-        if len(found) == len(ARCHS):
-            break
-    return [name for name in ARCHS if name in found]
+    return [name for name, arch in ARCHS.items() if has_kernels(arch, 16) or has_kernels(arch, 32)]
 
 
 def cache() -> dict[str, Any]:

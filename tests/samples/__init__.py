@@ -1,0 +1,25 @@
+"""Sample inputs and error inputs of each op, one module an op, in the manner of PyTorch's ``OpInfo``.
+
+Each module defines ``sample_inputs(device)`` and ``error_inputs(device)``. Data comes from torch's default generators.
+"""
+
+import importlib
+from collections.abc import Iterator
+
+import torch
+
+from samples._inputs import ErrorInput, Sample
+
+__all__ = ["ErrorInput", "Sample", "error_inputs", "sample_inputs"]
+
+
+def sample_inputs(op: str, device: torch.device | str) -> Iterator[Sample]:
+    """Return arguments that the named op accepts, with fresh data."""
+    samples: Iterator[Sample] = importlib.import_module(f"samples.{op}").sample_inputs(torch.device(device))
+    return samples
+
+
+def error_inputs(op: str, device: torch.device | str) -> Iterator[ErrorInput]:
+    """Return arguments that the named op refuses, each with the expected error."""
+    errors: Iterator[ErrorInput] = importlib.import_module(f"samples.{op}").error_inputs(torch.device(device))
+    return errors

@@ -1,0 +1,122 @@
+"""What the ops that add rows to a residual first add to ``_norm``: residuals."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from samples._inputs import ErrorInput, Sample
+from samples._norm import norm_errors, norm_out_errors, norm_samples, random_weight
+from samples._rows import DTYPES, Family, random_rows, short, special_rows, views
+
+
+def residual_for(rows: torch.Tensor) -> torch.Tensor:
+    """Random rows that lie in memory as these do, but for places that rows share."""
+    data = random_rows(*rows.shape, dtype=rows.dtype, device=rows.device)
+    if 0 in rows.stride() or not rows.numel():
+        return data
+    reach = sum(stride * (extent - 1) for stride, extent in zip(rows.stride(), rows.shape, strict=True))
+    storage = random_rows(int(rows.storage_offset() + reach) + 1, dtype=rows.dtype, device=rows.device)
+    return storage.as_strided(rows.shape, rows.stride(), rows.storage_offset()).copy_(data)
+
+
+def add_norm_samples(family: Family, device: torch.device) -> Iterator[Sample]:
+    """``norm_samples`` with residuals, and what a residual may be."""
+    for name, (rows, *others), kwargs in map(_parts, norm_samples(family, device)):
+        yield Sample(name, (rows, residual_for(rows), *others), kwargs)
+
+    def sample(name: str, rows: torch.Tensor, residual: torch.Tensor, **kwargs: Any) -> Sample:
+        weight = random_weight(rows.shape[-1], torch.float32, device)
+        return Sample(f"residual-{name}", (rows, residual, weight), {**family.plain, **kwargs})
+
+    for name, residual in views(32, device):
+        if 0 not in residual.stride():
+            yield sample(name, random_rows(*residual.shape, dtype=residual.dtype, device=device), residual)
+    yield from (sample(*rows) for rows in _shared(device))
+    yield from (sample(*rows, **family.small) for rows in _values(device))
+
+
+def _parts(sample: Sample) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    return sample.name, sample.args, sample.kwargs
+
+
+def _shared(device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Rows and residuals in one storage, and rows that lie otherwise than the residual's."""
+    for name, rows in views(32, device):
+        if name in ("row-strided", "column-offset", "column-step", "columns-first", "leading-transposed"):
+            yield f"is-input-{name}", rows, rows
+    for dtype in DTYPES:
+        rows = random_rows(5, 96, dtype=dtype, device=device)
+        yield f"is-input-{short(dtype)}", rows, rows
+    rows = random_rows(96, device=device)
+    yield "is-input-1d", rows, rows
+    rows = random_rows(2, 4, 96, device=device)
+    yield "is-a-view-of-input", rows, rows.view(2, 4, 96)
+    layers = random_rows(3, 7, 96, device=device)
+    yield "in-a-stack", layers[0], layers[1]
+    sides = random_rows(7, 192, device=device)
+    yield "beside-input", sides[:, 96:], sides[:, :96]
+    yield "of-rows-expanded", random_rows(1, 96, device=device).expand(5, 96), random_rows(5, 96, device=device)
+    rows = random_rows(6, 2, 96, device=device)
+    yield "contiguous-of-transposed", rows.transpose(0, 1), random_rows(2, 6, 96, device=device)
+    yield "one-row-of-many", rows[:1, 0], random_rows(6, 96, device=device)[3:4]
+
+
+def _values(device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    for dtype in DTYPES:
+        special = special_rows(dtype, device)
+        plain = random_rows(*special.shape, dtype=dtype, device=device)
+        yield f"special-{short(dtype)}", plain, special.clone()
+        # Each kind of row with each: infinities that cancel, sums that overflow in the dtype, sums of subnormals.
+        pairs = torch.cartesian_prod(*2 * [torch.arange(len(special), device=device)])
+        yield f"special-sums-{short(dtype)}", special[pairs[:, 0]], special[pairs[:, 1]]
+        yield f"cancels-{short(dtype)}", plain, -plain
+        # Halfway between two numbers of the dtype, where the even one is the sum, and beside it.
+        eps = torch.finfo(dtype).eps
+        steps = torch.arange(1, 193, device=device).to(torch.float64) * eps / 2
+        near = torch.stack((steps, steps * (1 + eps), steps * (1 - eps / 2))).to(dtype)
+        yield f"ties-{short(dtype)}", torch.ones_like(near), near
+        yield f"small-beside-large-{short(dtype)}", plain, (plain * eps).to(dtype)
+
+
+def add_norm_errors(errors: Iterable[ErrorInput]) -> Iterator[ErrorInput]:
+    """These bad inputs of an op that normalises rows, with residuals that fit them."""
+    for error in errors:
+        rows, weight = error.args
+        residual = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)
+        yield replace(error, args=(rows, residual, weight))
+
+
+def add_norm_error_inputs(family: Family, device: torch.device, returns_norm: bool = False) -> Iterator[ErrorInput]:
+    """All bad inputs of an op that adds rows to a residual and normalises the sum."""
+    yield from add_norm_errors(norm_errors(family, device))
+    yield from residual_errors(device)
+    yield from add_norm_errors(norm_out_errors(family, device, returns_norm=returns_norm))
+
+
+def residual_errors(device: torch.device) -> Iterator[ErrorInput]:
+    """Bad residuals."""
+    rows, weight = random_rows(4, 128, device=device), random_weight(128, torch.bfloat16, device)
+
+    def bad(name: str, error: type[Exception], match: str, residual: torch.Tensor) -> ErrorInput:
+        return ErrorInput(f"residual-{name}", (rows, residual, weight), {}, error, match)
+
+    for dtype in (torch.float16, torch.float32, torch.float64, torch.int16):
+        text = f"residual has dtype {short(dtype)}; expected bfloat16"
+        yield bad(short(dtype), TypeError, text, torch.zeros(4, 128, dtype=dtype, device=device))
+    for shape in ((3, 128), (4, 64), (128,), (512,), (), (0, 128), (1, 4, 128), (4, 1), (1, 128)):
+        text = rf"residual has shape \({', '.join(map(str, shape))},?\); expected \(4, 128\), the shape of input"
+        yield bad(f"shape-{list(shape)}", ValueError, text, torch.zeros(shape, dtype=torch.bfloat16, device=device))
+    storage = random_rows(4 * 128, device=device)
+    for name, strides in {"rows": (0, 1), "columns": (1, 0), "everywhere": (0, 0), "windows": (1, 1)}.items():
+        text = rf"residual has shape \(4, 128\) and strides \({strides[0]}, {strides[1]}\), by which it overlaps itself"
+        yield bad(f"overlaps-{name}", ValueError, text, storage.as_strided((4, 128), strides))
+    yield bad("overlaps-half", ValueError, "overlaps itself", storage.as_strided((4, 128), (64, 1)))
+    overlapping = rows[:1].expand(4, 128)
+    yield ErrorInput("residual-is-input-expanded", (overlapping, overlapping, weight), {}, ValueError, "overlaps")
+    yield bad("device", ValueError, "residual is on meta, input on", torch.zeros_like(rows, device="meta"))
+    if device.type == "cuda":
+        yield bad("cpu", ValueError, "residual is on cpu, input on", rows.cpu())
+    yield bad("requires-grad", ValueError, "no gradient", rows.clone().requires_grad_())
+    yield bad("view-requires-grad", ValueError, "no gradient", (rows.clone().requires_grad_() * 1)[:])

@@ -1,0 +1,164 @@
+"""Samples and bad inputs of the ops that quantise rows to FP8."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from samples._inputs import ErrorInput
+from samples._row_errors import input_errors, scalar_errors
+from samples._rows import (
+    DTYPES,
+    ODD_WIDTHS,
+    Family,
+    Rows,
+    odd_views,
+    random_rows,
+    short,
+    special_rows,
+    views,
+)
+from torch_cute_ops.formats import FP8_BLOCK128, FP8_FORMATS, FP8_SCALE_LAYOUTS, FP8_TENSOR, FP8Format
+
+CHOICES = tuple(
+    (fmt, layout)
+    for fmt in FP8_FORMATS.values()
+    for layout in FP8_SCALE_LAYOUTS
+    if layout == "row" or fmt == FP8_BLOCK128
+)
+
+
+def random_scale(device: torch.device) -> torch.Tensor:
+    """One fp32 element, of an ordinary size, with a full significand."""
+    return torch.rand(1, device=device) * 0.05 + 0.001
+
+
+def named(fmt: FP8Format, layout: str, device: torch.device) -> dict[str, Any]:
+    """The arguments that choose ``fmt`` and ``layout``, with a static scale where it takes one."""
+    scale = {"scale": random_scale(device)} if fmt.is_static else {}
+    return {"granularity": fmt.granularity, "scale_layout": layout, **scale}
+
+
+def _rows(device: torch.device, halves: bool = False) -> Iterator[Rows]:
+    parts = 2 if halves else 1
+    yield from _grid(parts, device)
+    yield from _shapes(parts, device)
+    for i, (name, rows) in enumerate(views(128 * parts, device)):
+        yield Rows(name, rows, named(*CHOICES[i % len(CHOICES)], device))
+    yield from _values(parts, device)
+
+
+def _grid(parts: int, device: torch.device) -> Iterator[Rows]:
+    """Granularity × layout × dtype."""
+    for fmt, layout in CHOICES:
+        for dtype in DTYPES:
+            rows = random_rows(19, 5 * (fmt.block_size or 16) * parts, dtype=dtype, device=device)
+            yield Rows(f"{fmt.granularity}-{layout}-{short(dtype)}", rows, named(fmt, layout, device))
+
+
+def _shapes(parts: int, device: torch.device) -> Iterator[Rows]:
+    def sample(name: str, fmt: FP8Format, layout: str, *shape: int) -> Rows:
+        rows = random_rows(*shape[:-1], shape[-1] * parts, device=device)
+        return Rows(name, rows, named(fmt, layout, device))
+
+    for fmt, layout in CHOICES:
+        prefix = f"{fmt.granularity}-{layout}"
+        yield sample(f"{prefix}-1d", fmt, layout, 384)
+        yield sample(f"{prefix}-3d", fmt, layout, 2, 5, 256)
+        yield sample(f"{prefix}-decode", fmt, layout, 1, 7168)
+        yield sample(f"{prefix}-several-ctas-a-row", fmt, layout, 2, 193 * 128)
+        yield sample(f"{prefix}-many-rows", fmt, layout, 2501, 128)
+        yield sample(f"{prefix}-empty", fmt, layout, 0, 256)
+        yield sample(f"{prefix}-empty-3d", fmt, layout, 2, 0, 256)
+        for width in (64, 128, 192, 1152, 2880) if fmt.block_size else ODD_WIDTHS:
+            yield sample(f"{prefix}-width-{width}", fmt, layout, 3, width)
+        if not fmt.block_size:
+            yield sample(f"{prefix}-width-100-3d", fmt, layout, 2, 3, 100)
+            yield sample(f"{prefix}-width-25000", fmt, layout, 2, 25000)
+        if fmt.block_size:
+            # The last block of a row has 64 elements.
+            yield sample(f"{prefix}-half-a-block-3d", fmt, layout, 2, 5, 320)
+            yield sample(f"{prefix}-half-a-block-many-rows", fmt, layout, 2503, 192)
+            yield sample(f"{prefix}-half-a-block-several-ctas-a-row", fmt, layout, 2, 193 * 128 + 64)
+    yield sample("4d", FP8_BLOCK128, "row", 2, 1, 3, 256)
+    yield sample("4d-column", FP8_BLOCK128, "column", 2, 2, 67, 256)
+    yield sample("widest", FP8_BLOCK128, "row", 1, 65536)
+    yield Rows("defaults", random_rows(2, 96 * parts, device=device), {})
+    for name, rows in odd_views(parts, device):
+        yield Rows(name, rows, {"granularity": "token"})
+
+
+def _values(parts: int, device: torch.device) -> Iterator[Rows]:
+    for dtype in DTYPES:
+        for fmt, layout in CHOICES:
+            rows = special_rows(dtype, device, 128 * parts)
+            yield Rows(f"special-{fmt.granularity}-{layout}-{short(dtype)}", rows, named(fmt, layout, device))
+    for fmt, layout in CHOICES:
+        zeros = torch.zeros(3, 256 * parts, dtype=torch.bfloat16, device=device)
+        yield Rows(f"zeros-{fmt.granularity}-{layout}", zeros, named(fmt, layout, device))
+    for power in (-100, -60, 60, 100):
+        # Saturating, or zero; a norm is around 1 whatever the rows' size is.
+        scale = (torch.rand(1, device=device) + 1) * 2.0**power
+        rows = torch.randn(3, 100 * parts, device=device)
+        yield Rows(f"scale-2^{power}", rows, {"granularity": "tensor", "scale": scale})
+    for size in (2.0**-100, 2.0**60):
+        rows = torch.randn(3, 256 * parts, device=device) * size
+        for fmt, layout in CHOICES[1:]:
+            yield Rows(f"{fmt.granularity}-{layout}-times-{size:g}", rows, named(fmt, layout, device))
+    for shape in ((), (1, 1)):
+        scale = random_scale(device).reshape(shape)
+        rows = random_rows(3, 64 * parts, device=device)
+        yield Rows(f"scale-{len(shape)}d", rows, {"granularity": "tensor", "scale": scale})
+
+
+def _errors(good: torch.Tensor, halves: bool = False) -> Iterator[ErrorInput]:
+    def bad(name: str, error: type[Exception], match: str, value: torch.Tensor = good, **kwargs: Any) -> ErrorInput:
+        return ErrorInput(name, (value,), kwargs, error, match)
+
+    yield from input_errors(good)
+    what = "two halves, each " if halves else ""
+    for width in (64, 100, 120) if halves else (32, 127, 100):
+        text = rf"last dimension of {width}; expected {what}a positive multiple of 64"
+        yield bad(f"width-{width}-block128", ValueError, text, good[:, :width], granularity="block128")
+    if halves:
+        for granularity, scale in (("token", None), ("tensor", torch.ones(1, device=good.device))):
+            text = "last dimension of 33; expected two halves, each a positive number of elements"
+            yield bad(f"width-odd-{granularity}", ValueError, text, good[:, :33], granularity=granularity, scale=scale)
+    for granularity in ("row", "", "TOKEN", "block", "block64", "channel"):
+        text = f"granularity='{granularity}' is unknown; use one of 'tensor', 'token', 'block128'"
+        yield bad(f"granularity-{granularity}", ValueError, text, granularity=granularity)
+    for layout in ("linear", "", "ROW", "128x4"):
+        text = f"scale_layout='{layout}' is unknown; use one of 'row', 'column'"
+        yield bad(f"layout-{layout}", ValueError, text, scale_layout=layout)
+    one = torch.ones(1, device=good.device)
+    text = "scale_layout='column' with granularity="
+    yield bad("column-token", ValueError, f"{text}'token'", scale_layout="column")
+    yield bad("column-tensor", ValueError, f"{text}'tensor'", scale_layout="column", granularity="tensor", scale=one)
+    yield bad("scale-none", ValueError, "scale is None; granularity='tensor' takes", granularity="tensor")
+    for granularity in ("token", "block128"):
+        text = f"scale is given; granularity='{granularity}' computes its own"
+        # Rows that fit, so that nothing else is wrong.
+        rows = good.repeat(1, 4)
+        yield bad(f"scale-given-{granularity}", ValueError, text, rows, granularity=granularity, scale=one)
+    yield from scalar_errors("scale", good, {"granularity": FP8_TENSOR.granularity})
+
+
+def _positional(device: torch.device) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
+    return (torch.full((1,), 0.01, device=device),), ("tensor", "row")
+
+
+def _outputs(device: torch.device) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    return {"granularity": "block128"}, {
+        "y": torch.zeros(4, 512, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn),
+        "scale_out": torch.zeros(4, 4, device=device),
+    }
+
+
+FP8 = Family(
+    rows=_rows,
+    errors=_errors,
+    plain={"granularity": "token"},
+    small={"granularity": "token"},
+    positional=_positional,
+    outputs=_outputs,
+)

@@ -1,0 +1,103 @@
+"""What the samples of the GEMMs of FP8 matrices with block scales share."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from samples._epilogue import epilogue_errors
+from samples._inputs import ErrorInput
+from samples._rows import short
+
+BLOCK = 128
+FP8 = torch.float8_e4m3fn
+NAN = 0x7F
+"""The code of NaN."""
+
+
+def codes(*shape: int, device: torch.device) -> torch.Tensor:
+    """Codes of numbers of either sign, up to 15."""
+    magnitude = torch.randint(0, 0x58, shape, device=device)
+    return (magnitude + 128 * torch.randint(0, 2, shape, device=device)).to(torch.uint8).view(FP8)
+
+
+def integers(*shape: int, device: torch.device) -> torch.Tensor:
+    """Whole numbers from -3 to 3: sums of products are exact."""
+    return torch.randint(-3, 4, shape, device=device).float().to(FP8)
+
+
+def scales(*shape: int, device: torch.device) -> torch.Tensor:
+    """Scales of ordinary size."""
+    return torch.rand(shape, device=device) * 0.02 + 1e-3
+
+
+def powers(*shape: int, device: torch.device) -> torch.Tensor:
+    """Powers of two from 1/8 to 8."""
+    return torch.randint(-3, 4, shape, device=device).float().exp2()
+
+
+def matrix(rows: int, k: int, device: torch.device, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix (rows, K), and its scales (⌈K/128⌉, rows)."""
+    numbers, factors = (integers, powers) if exact else (codes, scales)
+    return numbers(rows, k, device=device), factors(-(-k // BLOCK), rows, device=device)
+
+
+def weight(
+    *shape: int, device: torch.device, exact: bool = False, experts: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight of ``shape`` (N, K), and its scales (⌈N/128⌉, ⌈K/128⌉); or those of experts."""
+    n, k = shape
+    lead = () if experts is None else (experts,)
+    numbers, factors = (integers, powers) if exact else (codes, scales)
+    return numbers(*lead, n, k, device=device), factors(*lead, -(-n // BLOCK), -(-k // BLOCK), device=device)
+
+
+def option_errors(
+    bad: Callable[..., ErrorInput],
+    n: int,
+    device: torch.device,
+    gpu_backend: str = "mma_sync",
+    experts: int | None = None,
+) -> Iterator[ErrorInput]:
+    """Bad dtypes of a result of ``n`` columns; bad values of ``alpha`` and ``bias``, of experts if there are any; and
+    backends that there are not, on a CPU ``gpu_backend``. ``bad`` is as of ``tensor_errors``, with further arguments
+    fourth."""
+    for dtype in (torch.float64, torch.uint8, FP8):
+        yield bad(f"out-dtype-{dtype}", TypeError, f"out_dtype is {dtype}; expected", {"out_dtype": dtype})
+    for error in epilogue_errors(n, device, experts):
+        if error.name != f"alpha-shape-[{experts}]":  # which is right: one for each expert
+            yield bad(error.name, error.error, error.match, error.kwargs)
+    text = "backend='deepgemm' is unknown; use 'auto', "
+    yield bad("backend-unknown", ValueError, text, {"backend": "deepgemm"})
+    if device.type == "cpu":
+        text = f"backend '{gpu_backend}': needs a CUDA device"
+        yield bad("backend-on-cpu", ValueError, text, {"backend": gpu_backend})
+
+
+def tensor_errors(
+    tensors: dict[str, torch.Tensor | None], bad: Callable[..., ErrorInput], device: torch.device
+) -> Iterator[ErrorInput]:
+    """Bad dtypes, devices, shapes and gradients of the tensors of a call; ``bad`` makes an entry of name, error, text
+    and what is passed instead."""
+    dtypes = {"a": FP8, "b": FP8, "offsets": torch.int32, "counts": torch.int32}
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        dtype = dtypes.get(name, torch.float32)
+        for wrong in (torch.bfloat16, torch.float8_e5m2 if dtype == FP8 else torch.int64):
+            text = f"{name} has dtype {short(wrong)}; expected {short(dtype)}"
+            yield bad(f"{name}-{short(wrong)}", TypeError, text, **{name: tensor.float().to(wrong)})
+        if dtype == torch.int32:
+            unsigned = tensor.view(torch.uint32)
+            yield bad(f"{name}-uint32", TypeError, f"{name} has dtype uint32; expected int32", **{name: unsigned})
+        yield bad(f"{name}-device", ValueError, f"{name} is on meta|a on meta", **{name: tensor.to("meta")})
+        yield bad(f"{name}-flat", ValueError, f"{name} has shape", **{name: tensor.reshape(-1)[1:]})
+        yield bad(f"{name}-dimension", ValueError, f"{name} has shape", **{name: tensor[None]})
+        if tensor.dim() > 1 and name != "b":
+            yield bad(f"{name}-short", ValueError, f"{name}(_scale)? has shape", **{name: tensor[:-1]})
+            yield bad(f"{name}-narrow", ValueError, f"{name} has shape", **{name: tensor[..., :-1]})
+    for name in ("a_scale", "b_scale"):
+        tensor = tensors.get(name)
+        if tensor is not None:
+            given: dict[str, Any] = {name: tensor.clone().requires_grad_()}
+            yield bad(f"{name}-requires-grad", ValueError, "no gradient", **given)

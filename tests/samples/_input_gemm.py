@@ -1,0 +1,94 @@
+"""Samples and bad inputs of the FP4 GEMMs that gate or quantise their activations first."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from samples._fp4 import FORMATS
+from samples._fp4_gemm import GemmSamples
+from samples._inputs import ErrorInput, Sample
+from samples._row_errors import error_maker
+from samples._rows import short
+from torch_cute_ops.formats import MXFP4, NVFP4
+
+
+@dataclass(frozen=True)
+class InputGemmSamples(GemmSamples):
+    """Samples of one op.
+
+    Attributes:
+        gates: whether its ``a`` is gate and up.
+        quantises: whether it quantises its activations.
+    """
+
+    gates: bool = False
+    quantises: bool = False
+
+    def a_width(self, k: int) -> int:
+        return 2 * k if self.gates else k
+
+    def samples(self, device: torch.device) -> Iterator[Sample]:
+        """Those of every GEMM; gates with special values; global scales, and values that no block holds."""
+        yield from super().samples(device)
+        if self.gates:
+            yield from self._gates(device)
+        if self.quantises:
+            yield from self._quantised(device)
+
+    def _gates(self, device: torch.device) -> Iterator[Sample]:
+        m, n, k = self.sizes
+        for dtype in (torch.bfloat16, torch.float16):
+            sample = self.sample("", m, n, k, NVFP4, "128x4", device, dtype=dtype, out_dtype=torch.float32)
+            up = sample.args[0].chunk(2, 1)[1]
+            # From where exp(-gate) overflows, over the least value of silu, to where it is the gate.
+            slope = torch.linspace(-110, 20, up.numel(), device=device).view_as(up)
+            special = torch.ones_like(up)
+            special[:3, 5] = torch.tensor([torch.inf, -torch.inf, torch.nan], device=device)
+            for name, gate in (("slope", slope), ("special", special)):
+                a = torch.cat((gate.to(dtype), up), 1)
+                yield self.changed(sample, f"gate-{name}-{short(dtype)}", a=a)
+
+    def _quantised(self, device: torch.device) -> Iterator[Sample]:
+        m, n, k = self.sizes
+        given: dict[str, Any] = {"out_dtype": torch.float32}
+        for rows in (1, m):
+            for dtype in (torch.bfloat16, torch.float16):
+                for value in (0.02, 300.0):
+                    scale = torch.full((1,), value, device=device)
+                    name = f"global-scale-{value}-{rows}-{short(dtype)}"
+                    sizes = rows, n, k + 16 * (rows > 1)
+                    yield self.sample(name, *sizes, NVFP4, "linear", device, dtype=dtype, global_scale=scale, **given)
+            # Infinity and NaN; blocks of zeros, and of numbers too small for a scale; one that saturates
+            for fmt in FORMATS:
+                sample = self.sample(f"{fmt.name}-unusual-{rows}", rows, n, k, fmt, "128x4", device, **given)
+                a = sample.args[0].clone()
+                a[:, :16], a[:, 32:48] = 0, 1e-30
+                a[0, 64:96] *= 2.0**60
+                if rows > 1:
+                    a[1, 3], a[2, k - 1] = torch.nan, torch.inf
+                yield self.changed(sample, a=a)
+        for name, shape in (("0d", ()), ("2d", (1, 1))):
+            scale = torch.full(shape, 2.5, device=device)
+            yield self.sample(f"global-scale-{name}", m, n, k, NVFP4, "128x4", device, global_scale=scale)
+
+    def _positional(self, sample: Sample, device: torch.device) -> tuple[torch.Tensor, ...]:
+        scale = (torch.rand(1, device=device) + 0.5,) if self.quantises else ()
+        return (*scale, *super()._positional(sample, device))
+
+    def errors(self, device: torch.device) -> Iterator[ErrorInput]:
+        yield from super().errors(device)
+        if not self.quantises:
+            return
+        good = self.sample("good", 4, 24, self.smallest_k, NVFP4, "linear", device)
+        bad, one = error_maker(self.by_name(good), good.kwargs), torch.ones(1, device=device)
+        for name, error, text, scale in (
+            ("float64", TypeError, "global_scale has dtype float64; expected", one.double()),
+            ("two", ValueError, "global_scale has", one.repeat(2)),
+            ("device", ValueError, "global_scale is on meta", one.to("meta")),
+        ):
+            yield bad(f"global-scale-{name}", error, text, {"global_scale": scale})
+        mxfp4 = self.sample("global-scale-mxfp4", 4, 24, self.smallest_k, MXFP4, "linear", device, global_scale=one)
+        text = "global_scale is given; mxfp4 takes none"
+        yield ErrorInput(mxfp4.name, mxfp4.args, mxfp4.kwargs, ValueError, text)

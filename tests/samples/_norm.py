@@ -1,0 +1,89 @@
+"""What the ops that normalise rows and quantise them add: weight and eps."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from samples._inputs import ErrorInput, Sample
+from samples._row_errors import out_errors
+from samples._rows import DTYPES, Family, random_rows, short
+
+
+def random_weight(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A norm's weight: around one, some negative, some zero."""
+    weight = torch.randn(width, device=device) * 0.5 + 1
+    weight[30::31] = 0
+    return weight.to(dtype)
+
+
+def norm_samples(family: Family, device: torch.device) -> Iterator[Sample]:
+    """The family's rows with weights, in the input dtype and float32 in turn, and what weight and eps may be."""
+    for i, (name, rows, kwargs) in enumerate(family.rows(device)):
+        dtype = torch.float32 if i % 2 else rows.dtype
+        yield Sample(name, (rows, random_weight(rows.shape[-1], dtype, device)), kwargs)
+
+    def sample(name: str, weight: torch.Tensor, rows: torch.Tensor | None = None, **kwargs: Any) -> Sample:
+        rows = random_rows(5, 96, device=device) if rows is None else rows
+        return Sample(name, (rows, weight), {**family.plain, **kwargs})
+
+    for dtype in DTYPES:
+        for weight_dtype in dict.fromkeys((dtype, torch.float32)):
+            rows = random_rows(5, 96, dtype=dtype, device=device)
+            yield sample(f"{short(dtype)}-weight-{short(weight_dtype)}", random_weight(96, weight_dtype, device), rows)
+    yield sample("weight-strided", random_weight(192, torch.bfloat16, device)[::2])
+    yield sample("weight-offset", random_weight(97, torch.float32, device)[1:])
+    # In float32, for equal weights let ratios of shorter numbers lie halfway between two codes, several at a time.
+    rows = random_rows(5, 96, dtype=torch.float32, device=device)
+    yield sample("weight-expanded", random_weight(2, torch.float32, device)[1:].expand(96), rows)
+    weight = random_weight(96, torch.float32, device)
+    weight[5] = torch.nan
+    weight[50] = torch.inf
+    yield sample("weight-not-finite", weight)
+    yield sample("weight-large", random_weight(96, torch.float32, device) * 2.0**50)
+    yield sample("weight-small", random_weight(96, torch.float32, device) * 2.0**-50, **family.small)
+    for eps in (0.0, 1e-5, 1.0):
+        yield sample(f"eps-{eps}", random_weight(96, torch.bfloat16, device), eps=eps)
+    zeros = torch.zeros(5, 96, dtype=torch.bfloat16, device=device)
+    yield sample("zeros-eps-0", random_weight(96, torch.bfloat16, device), zeros, eps=0.0)
+    yield sample("parameter", torch.nn.Parameter(random_weight(96, torch.bfloat16, device), requires_grad=False))
+    factor, choices = family.positional(device)
+    positional = (random_rows(4, 64, device=device), random_weight(64, torch.bfloat16, device))
+    yield Sample("positional", (*positional, *factor, 1e-5, *choices))
+
+
+def norm_errors(family: Family, device: torch.device) -> Iterator[ErrorInput]:
+    """Bad rows, weights, and what else the ops refuse, but for outputs."""
+    rows, weight = random_rows(4, 128, device=device), random_weight(128, torch.bfloat16, device)
+    for error in family.errors(rows):
+        (bad_rows,) = error.args
+        fitting = random_weight(bad_rows.shape[-1] if bad_rows.dim() else 128, torch.bfloat16, device)
+        yield replace(error, args=(bad_rows, fitting))
+
+    def bad(name: str, error: type[Exception], match: str, weight: torch.Tensor) -> ErrorInput:
+        return ErrorInput(f"weight-{name}", (rows, weight), {}, error, match)
+
+    for dtype in (torch.float16, torch.float64, torch.int32):
+        text = f"weight has dtype {short(dtype)}; expected bfloat16 or float32"
+        yield bad(short(dtype), TypeError, text, torch.ones(128, dtype=dtype, device=device))
+    for shape in ((64,), (129,), (1,), (0,), (), (1, 128), (128, 1)):
+        text = rf"weight has shape \({', '.join(map(str, shape))},?\); expected \(128,\)"
+        yield bad(f"shape-{list(shape)}", ValueError, text, torch.ones(shape, dtype=torch.bfloat16, device=device))
+    for eps in (-1e-6, float("nan"), float("inf")):
+        text = f"eps is {eps}; expected a finite number of at least 0"
+        yield ErrorInput(f"eps-{eps}", (rows, weight), {"eps": eps}, ValueError, text)
+    yield bad("device", ValueError, "weight is on meta", weight.to("meta"))
+    if device.type == "cuda":
+        yield bad("cpu", ValueError, "weight is on cpu", weight.cpu())
+    yield bad("requires-grad", ValueError, "no gradient", weight.clone().requires_grad_())
+    yield bad("parameter-requires-grad", ValueError, "no gradient", torch.nn.Parameter(weight.clone()))
+
+
+def norm_out_errors(family: Family, device: torch.device, returns_norm: bool = False) -> Iterator[ErrorInput]:
+    """Bad outputs."""
+    kwargs, good = family.outputs(device)
+    if returns_norm:
+        good["norm"] = torch.zeros(4, 512, dtype=torch.bfloat16, device=device)
+    rows, weight = random_rows(4, 512, device=device), random_weight(512, torch.bfloat16, device)
+    yield from out_errors((rows, weight), kwargs, good, device)

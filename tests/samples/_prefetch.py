@@ -1,0 +1,36 @@
+"""What samples of the GEMMs that may bring something into L2 share."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from samples._inputs import ErrorInput
+
+
+def prefetched(device: torch.device) -> torch.Tensor:
+    """What calls have brought into L2: the rows of another weight."""
+    return torch.randint(0, 256, (40, 48), dtype=torch.uint8, device=device)
+
+
+def prefetches(device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Bytes in any dtype, more than one request has, none, and misaligned ones; each with a name."""
+    rows = prefetched(device)
+    wide = torch.zeros(3, 4112, dtype=torch.uint8, device=device)
+    yield "prefetch-uint8", rows
+    yield "prefetch-fp8", rows.view(torch.float8_e4m3fn)
+    yield "prefetch-wide", wide
+    yield "prefetch-empty", rows[:0]
+    yield "prefetch-misaligned", wide.view(-1)[3 : 3 + 64].view(2, 32)
+
+
+def prefetch_errors(bad: Callable[..., ErrorInput], device: torch.device) -> Iterator[ErrorInput]:
+    """Bad dtypes, shapes, strides and devices; ``bad`` makes an entry of name, error, text and further arguments."""
+    given = prefetched(device)
+    for name, kind, text, wrong in (
+        ("float32", TypeError, "prefetch has dtype torch.float32; expected one of a byte", given.float()),
+        ("1d", ValueError, "prefetch has shape .*; expected a contiguous matrix", given[0]),
+        ("columns", ValueError, "prefetch has shape .*; expected a contiguous matrix", given.t()),
+        ("narrow", ValueError, "whose rows are multiples of 16 bytes", given[:, :24].contiguous()),
+        ("device", ValueError, "prefetch is on meta, a on", given.to("meta")),
+    ):
+        yield bad(f"prefetch-{name}", kind, text, {"prefetch": wrong})

@@ -1,0 +1,113 @@
+"""Bad rows, scalars and outputs: what the bad inputs of most ops share."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from samples._inputs import ErrorInput
+from samples._rows import Family, random_rows, short
+
+
+def error_maker(tensors: dict[str, Any], kwargs: dict[str, Any]) -> Callable[..., ErrorInput]:
+    """What makes bad inputs of a good call: a function of name, error, text, keyword arguments that replace or join
+    ``kwargs``, and by name what is passed in place of ``tensors``."""
+
+    def bad(
+        name: str, error: type[Exception], match: str, with_: dict[str, Any] | None = None, **given: Any
+    ) -> ErrorInput:
+        return ErrorInput(name, tuple((tensors | given).values()), kwargs | (with_ or {}), error, match)
+
+    return bad
+
+
+def input_errors(good: torch.Tensor) -> Iterator[ErrorInput]:
+    """Rows of a wrong dtype, without a dimension, of no length, and rows that require grad."""
+    for dtype in (torch.float64, torch.int32, torch.uint8, torch.float8_e4m3fn, torch.bool):
+        text = f"input has dtype {short(dtype)}; expected bfloat16"
+        yield ErrorInput(f"input-{short(dtype)}", (good.to(dtype),), {}, TypeError, text)
+    yield ErrorInput("input-0d", (good[0, 0],), {}, ValueError, "input has no dimension")
+    yield ErrorInput("width-zero", (good[:, :0],), {}, ValueError, "last dimension of 0; ")
+    grad = good.detach().clone().requires_grad_()
+    yield ErrorInput("input-requires-grad", (grad,), {}, ValueError, "no gradient")
+
+
+def scalar_errors(
+    name: str, good: torch.Tensor, kwargs: dict[str, Any] | None = None, args: tuple[Any, ...] = ()
+) -> Iterator[ErrorInput]:
+    """Bad values of the argument ``name``, which is one fp32 element, beside ``args`` and ``kwargs``."""
+    device = good.device
+    one = torch.ones(1, device=device)
+
+    def bad(what: str, error: type[Exception], match: str, value: torch.Tensor) -> ErrorInput:
+        return ErrorInput(f"{name.replace('_', '-')}-{what}", (good,), {**(kwargs or {}), name: value}, error, match)
+
+    for dtype in (torch.bfloat16, torch.float64, torch.int32):
+        text = f"{name} has dtype {short(dtype)}; expected float32"
+        yield bad(short(dtype), TypeError, text, one.to(dtype))
+    for shape in ((0,), (2,), (4, 1), (64,)):
+        text = rf"{name} has shape \({', '.join(map(str, shape))},?\); expected one element"
+        yield bad(f"shape-{list(shape)}", ValueError, text, torch.ones(shape, device=device))
+    yield bad("device", ValueError, f"{name} is on meta", one.to("meta"))
+    if device.type == "cuda":
+        yield bad("cpu", ValueError, f"{name} is on cpu", torch.ones(1))
+        yield bad("cpu-0d", ValueError, f"{name} is on cpu", torch.ones(()))
+    yield bad("requires-grad", ValueError, "no gradient", one.clone().requires_grad_())
+
+
+def out_errors(
+    args: tuple[Any, ...], kwargs: dict[str, Any], good: dict[str, torch.Tensor], device: torch.device
+) -> Iterator[ErrorInput]:
+    """Bad outputs of an op that gives these ``good`` 2-D ones, by name, for ``args`` and ``kwargs``."""
+
+    def blank(*shape: int, dtype: torch.dtype, device: torch.device = device) -> torch.Tensor:
+        storage = torch.uint8 if dtype.itemsize == 1 else dtype
+        return torch.zeros(shape, dtype=storage, device=device).view(dtype)
+
+    for name, tensor in good.items():
+
+        def bad(what: str, error: type[Exception], match: str, value: torch.Tensor, name: str = name) -> ErrorInput:
+            out = tuple({**good, name: value}.values())
+            return ErrorInput(f"out-{name}-{what}", args, kwargs, error, rf"{name} {match}", out)
+
+        dtype, (rows, columns) = tensor.dtype, tensor.shape
+        others = {
+            torch.uint8: (torch.int8, torch.float32),
+            torch.float8_e4m3fn: (torch.uint8, torch.float32),
+            torch.bfloat16: (torch.float16, torch.float32),
+            torch.float32: (torch.float16, torch.int32),
+        }
+        for wrong in others[dtype]:
+            text = f"has dtype {short(wrong)}; expected "
+            yield bad(short(wrong), TypeError, text, blank(rows, columns, dtype=wrong))
+        for shape in (
+            (rows + 1, columns),
+            (rows - 1, columns),
+            (rows, columns + 4),
+            (rows * columns,),
+            (),
+            (1, rows, columns),
+        ):
+            text = rf"has shape \({', '.join(map(str, shape))},?\); expected \({rows}, {columns}\)"
+            yield bad(f"shape-{'x'.join(map(str, shape))}", ValueError, text, blank(*shape, dtype=dtype))
+        text = "has strides .* contiguous"
+        yield bad("columns-first", ValueError, text, blank(columns, rows, dtype=dtype).t())
+        yield bad("row-strided", ValueError, text, blank(rows, columns + 16, dtype=dtype)[:, :columns])
+        yield bad("device", ValueError, "is on meta", blank(rows, columns, dtype=dtype, device=torch.device("meta")))
+        if dtype.is_floating_point:
+            leaf = blank(rows, columns, dtype=dtype).requires_grad_()
+            yield bad("requires-grad", ValueError, "requires grad", leaf)
+        if device.type == "cuda":
+            yield bad("cpu", ValueError, "is on cpu", blank(rows, columns, dtype=dtype, device=torch.device("cpu")))
+            if name not in ("scale_linear", "scale_out"):
+                offset = blank(rows * columns + 16, dtype=dtype)[1 : 1 + rows * columns].view(rows, columns)
+                unaligned = bad("unaligned", ValueError, ".* multiple of 16 bytes", offset)
+                yield replace(unaligned, is_address=True)
+
+
+def rows_errors(family: Family, device: torch.device) -> Iterator[ErrorInput]:
+    """Bad inputs of an op that quantises rows as they are."""
+    yield from family.errors(random_rows(4, 128, device=device))
+    kwargs, good = family.outputs(device)
+    yield from out_errors((random_rows(4, 512, device=device),), kwargs, good, device)

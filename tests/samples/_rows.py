@@ -1,0 +1,136 @@
+"""Rows to quantise: what the samples and bad inputs of all ops that quantise rows share, whatever the format."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from samples._inputs import ErrorInput, Sample
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Rows(NamedTuple):
+    """Rows and how to quantise them."""
+
+    name: str
+    input: torch.Tensor
+    kwargs: dict[str, Any]
+
+
+class RowsOf(Protocol):
+    """Rows on a device; with ``halves``, twice as long as what is quantised."""
+
+    def __call__(self, device: torch.device, halves: bool = False) -> Iterator[Rows]: ...
+
+
+class ErrorsOf(Protocol):
+    """Bad inputs of an op that takes rows first, made from good ones (4, 128); ``halves`` as in ``RowsOf``."""
+
+    def __call__(self, good: torch.Tensor, halves: bool = False) -> Iterator[ErrorInput]: ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the samples of ops that produce one family of formats share.
+
+    Attributes:
+        rows: rows and how to quantise them.
+        errors: bad rows, formats, layouts and factors.
+        plain: arguments for samples that are about something else; for rows of 96 elements too.
+        small: the same, for the format whose scales reach down furthest.
+        positional: a factor (global or static scale) where ops take one, and the arguments that choose a format and
+            layout for it.
+        outputs: arguments that ask for 2-D outputs, and these by name as they then are for (4, 512) values.
+    """
+
+    rows: RowsOf
+    errors: ErrorsOf
+    plain: dict[str, Any]
+    small: dict[str, Any]
+    positional: Callable[[torch.device], tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]]
+    outputs: Callable[[torch.device], tuple[dict[str, Any], dict[str, torch.Tensor]]]
+
+
+def short(dtype: torch.dtype) -> str:
+    """The dtype's name."""
+    return str(dtype).removeprefix("torch.")
+
+
+def random_rows(*shape: int, dtype: torch.dtype = torch.bfloat16, device: torch.device) -> torch.Tensor:
+    """Normal values with outlier channels; rows differ in size by powers of two."""
+    rows = torch.randn(shape, device=device)
+    rows[..., ::37] *= 16
+    return (rows * 2.0 ** torch.randint(-5, 6, (*shape[:-1], 1), device=device)).to(dtype)
+
+
+def special_rows(dtype: torch.dtype, device: torch.device, block: int = 32) -> torch.Tensor:
+    """Rows of 6 blocks with what arithmetic stumbles over."""
+    info = torch.finfo(dtype)
+    width = 6 * block
+    rows = torch.randn(14, width, device=device).to(dtype)
+    rows[0, 40] = torch.nan
+    rows[1, 40] = torch.inf
+    rows[2, -1] = -torch.inf
+    rows[3, :100] = 0.0
+    rows[3, 100:] = -0.0
+    subnormal = torch.arange(-width // 2, width // 2, device=device) * info.smallest_normal * info.eps
+    rows[4] = subnormal.to(dtype)
+    rows[5, 0::2] = info.max
+    rows[5, 1::2] = info.min
+    rows[6, block : 2 * block] = -0.0
+    # With amax 6 the scale is 1: every boundary of e2m1, where a tie goes to the even code, and both signs of zero.
+    ties = torch.tensor(
+        [6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, -0.0], device=device
+    )
+    rows[7] = ties.repeat(width // 16).to(dtype)
+    rows[8] = info.smallest_normal
+    rows[9, 5], rows[9, block + 8], rows[9, block + 9] = torch.nan, -torch.inf, torch.nan
+    rows[10] = 2.0**15
+    rows[11, 7] = info.max
+    # A block that is tiny beside its row: its products with a weight lose bits that a norm of the row would keep.
+    rows[12, block : 2 * block] *= info.smallest_normal
+    rows[13] *= info.smallest_normal**0.25
+    rows[13, -block:] *= info.smallest_normal**0.75 * info.eps**0.5
+    return rows
+
+
+def views(unit: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Rows of 2 or 3 ``unit`` elements in each of the ways that they can lie in memory."""
+
+    def base(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return random_rows(*shape, dtype=dtype, device=device)
+
+    two, three, five = 2 * unit, 3 * unit, 5 * unit
+    yield "row-strided", base(6, five)[:, :three]
+    yield "row-strided-float32", base(6, five, dtype=torch.float32)[:, unit : unit + three]
+    yield "every-other-row", base(12, two)[::2]
+    yield "row-stride-not-16-bytes", base(5, three + 1)[:, :three]
+    yield "column-offset", base(5, three + 8)[:, 1 : 1 + three]
+    yield "column-offset-one-row", base(1, three + 8)[:, 3 : 3 + three]
+    yield "column-offset-3d", base(2, 3, three + 8)[..., 1 : 1 + three]
+    yield "column-step", base(5, 2 * two)[:, ::2]
+    yield "columns-first", base(two, 7).t()
+    yield "leading-transposed", base(3, 4, two).transpose(0, 1)
+    yield "rows-expanded", base(two).expand(5, two)
+    yield "rows-expanded-3d", base(3, 1, two).expand(3, 4, two)
+    yield "offset-in-storage", base(4, two)[2:]
+
+
+ODD_WIDTHS = (1, 2, 7, 17, 100, 1152, 2880, 4616)
+"""Not a multiple of 16, nor of what a thread or a warp takes."""
+
+
+def odd_views(parts: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Rows of ``parts`` times 100 elements, of which a kernel takes a padded copy, inside longer ones."""
+    for name, start in (("row-strided", 0), ("column-offset", 1)):
+        yield f"width-100-{name}", random_rows(5, 128 * parts, device=device)[:, start : start + 100 * parts]
+
+
+def rows_samples(family: Family, device: torch.device) -> Iterator[Sample]:
+    """Samples of an op that quantises rows as they are."""
+    for name, rows, kwargs in family.rows(device):
+        yield Sample(name, (rows,), kwargs)
+    factor, choices = family.positional(device)
+    yield Sample("positional", (random_rows(4, 64, device=device), *factor, *choices))

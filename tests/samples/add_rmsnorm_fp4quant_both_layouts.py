@@ -1,0 +1,18 @@
+"""Inputs of ``add_rmsnorm_fp4quant_both_layouts``."""
+
+from collections.abc import Iterator
+
+import torch
+
+from samples._both_layouts import both_layouts_errors, both_layouts_samples
+from samples._inputs import ErrorInput, Sample
+
+
+def sample_inputs(device: torch.device) -> Iterator[Sample]:
+    """Arguments that the op takes."""
+    return both_layouts_samples(device)
+
+
+def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
+    """Arguments that the op refuses."""
+    return both_layouts_errors(device)

@@ -1,0 +1,19 @@
+"""Inputs of ``add_rmsnorm_fp4quant_with_norm``."""
+
+from collections.abc import Iterator
+
+import torch
+
+from samples._add import add_norm_error_inputs, add_norm_samples
+from samples._fp4 import FP4
+from samples._inputs import ErrorInput, Sample
+
+
+def sample_inputs(device: torch.device) -> Iterator[Sample]:
+    """Arguments that the op takes."""
+    return add_norm_samples(FP4, device)
+
+
+def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
+    """Arguments that the op refuses."""
+    return add_norm_error_inputs(FP4, device, returns_norm=True)

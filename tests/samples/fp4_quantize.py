@@ -1,0 +1,20 @@
+"""Inputs of ``fp4_quantize``."""
+
+from collections.abc import Iterator
+
+import torch
+
+from samples._fp4 import FP4
+from samples._inputs import ErrorInput, Sample
+from samples._row_errors import rows_errors
+from samples._rows import rows_samples
+
+
+def sample_inputs(device: torch.device) -> Iterator[Sample]:
+    """Arguments that the op takes."""
+    return rows_samples(FP4, device)
+
+
+def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
+    """Arguments that the op refuses."""
+    return rows_errors(FP4, device)

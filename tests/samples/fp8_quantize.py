@@ -1,0 +1,20 @@
+"""Inputs of ``fp8_quantize``."""
+
+from collections.abc import Iterator
+
+import torch
+
+from samples._fp8 import FP8
+from samples._inputs import ErrorInput, Sample
+from samples._row_errors import rows_errors
+from samples._rows import rows_samples
+
+
+def sample_inputs(device: torch.device) -> Iterator[Sample]:
+    """Arguments that the op takes."""
+    return rows_samples(FP8, device)
+
+
+def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
+    """Arguments that the op refuses."""
+    return rows_errors(FP8, device)

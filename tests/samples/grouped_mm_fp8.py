@@ -1,0 +1,218 @@
+"""Inputs of ``grouped_mm_fp8``, good and bad."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from samples._epilogue import epilogues, exact_epilogue, special_epilogues
+from samples._fp8_gemm import FP8, NAN, matrix, option_errors, tensor_errors, weight
+from samples._inputs import ErrorInput, Sample
+from samples._row_errors import error_maker, out_errors
+from samples._rows import DTYPES, short
+
+ROW_DIMENSIONS = {"a": 0, "a_scale": 1}
+"""Where the number of rows stands in the shapes of ``call``'s tensors."""
+
+
+def call(*shape: int, device: torch.device) -> Sample:
+    """A call of so many rows and columns: five experts, of which three have none of the rows; 512 elements of k, four
+    blocks. No test has as many rows as any of these: PyTorch takes equal sizes for the same."""
+    *lead, width = shape
+    rows = math.prod(lead)
+    return contiguous("", [rows // 2, 0, rows - rows // 2, 0, 0], width, 512, device, alignment=1)
+
+
+def contiguous(
+    name: str,
+    counts: Sequence[int],
+    n: int,
+    k: int,
+    device: torch.device,
+    *,
+    alignment: int = 16,
+    spare: int = 0,
+    counted: bool = True,
+    exact: bool = False,
+    **kwargs: Any,
+) -> Sample:
+    """A call in the contiguous layout; each expert begins at a multiple of ``alignment``, ``spare`` rows come after the
+    last one, and rows of padding are NaN. Without ``counted`` an expert has all rows up to the next."""
+    begins = [0]
+    for count in counts:
+        begins.append(-(-(begins[-1] + count) // alignment) * alignment)
+    rows = begins[-1] + spare
+    offsets = torch.tensor(begins, dtype=torch.int32, device=device)
+    lengths = counts if counted else [end - begin for begin, end in itertools.pairwise(begins)]
+    a, a_scale = matrix(rows, k, device, exact)
+    exists = torch.zeros(rows, dtype=torch.bool)
+    for begin, count in zip(begins, lengths, strict=False):
+        exists[begin : begin + count] = True
+    _poison(a, a_scale, exists.to(device))
+    b, b_scale = weight(n, k, device=device, exact=exact, experts=len(counts))
+    _poison_unused(b_scale, lengths)
+    given = torch.tensor(counts, dtype=torch.int32, device=device) if counted else None
+    return Sample(name, (a, b, a_scale, b_scale, offsets, given), kwargs)
+
+
+def masked(
+    name: str,
+    counts: Sequence[int],
+    rows: int,
+    n: int,
+    k: int,
+    device: torch.device,
+    *,
+    exact: bool = False,
+    **kwargs: Any,
+) -> Sample:
+    """A call in the masked layout, with room for ``rows`` rows of each expert; those that it does not have are NaN."""
+    experts = len(counts)
+    given = torch.tensor(counts, dtype=torch.int32, device=device)
+    a, a_scale = matrix(experts * rows, k, device, exact)
+    exists = (torch.arange(rows, device=device) < given[:, None]).reshape(-1)
+    _poison(a, a_scale, exists)
+    b, b_scale = weight(n, k, device=device, exact=exact, experts=experts)
+    _poison_unused(b_scale, counts)
+    args = (a.view(experts, rows, k), b, a_scale.view(len(a_scale), experts, rows), b_scale)
+    return Sample(name, args, {"counts": given, **kwargs})
+
+
+def _poison(a: torch.Tensor, a_scale: torch.Tensor, exists: torch.Tensor) -> None:
+    """NaN in rows that do not exist."""
+    a.view(torch.uint8).masked_fill_(~exists[:, None], NAN)
+    a_scale.masked_fill_(~exists, torch.nan)
+
+
+def _poison_unused(b_scale: torch.Tensor, counts: Sequence[int]) -> None:
+    """NaN in scales of experts without rows."""
+    for expert, count in enumerate(counts):
+        if count == 0:
+            b_scale[expert] = torch.nan
+
+
+def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
+    """Arguments that the op takes."""
+    device = torch.device(device)
+    for out_dtype in DTYPES:
+        dtype = short(out_dtype)
+        yield contiguous(
+            "plain" if out_dtype == torch.bfloat16 else f"to-{dtype}", [5, 0, 19], 136, 384, device, out_dtype=out_dtype
+        )
+        yield contiguous(f"exact-{dtype}", [3, 20], 264, 256, device, exact=True, out_dtype=out_dtype)
+        yield masked(f"masked-{dtype}", [5, 0, 8], 8, 136, 384, device, out_dtype=out_dtype)
+        yield masked(f"masked-exact-{dtype}", [1, 70], 72, 264, 256, device, exact=True, out_dtype=out_dtype)
+        one = contiguous(f"uncounted-{dtype}", [16, 0, 5], 72, 128, device, counted=False, out_dtype=out_dtype)
+        yield one
+    for name, counts, n, k in (
+        ("one-expert", [7], 136, 256),
+        ("one-row", [0, 0, 1, 0], 8, 128),
+        ("no-rows-of-any", [0, 0, 0], 24, 128),
+        ("all-on-the-last", [0, 0, 0, 70], 136, 128),
+        ("many-rows", [130, 3, 257], 264, 256),
+        ("many-experts", [i % 3 for i in range(512)], 8, 128),
+        ("odd-counts", [1, 2, 3, 5, 7, 11, 13], 24, 256),
+        ("long", [2, 3], 16, 4096),
+        ("no-columns", [3, 4], 0, 128),
+    ):
+        yield contiguous(name, counts, n, k, device)
+    for k in (64, 448, 2880):
+        yield contiguous(f"k-{k}", [5, 0, 19], 136, k, device)
+        yield masked(f"masked-k-{k}", [5, 0, 8], 8, 72, k, device)
+    yield from _epilogues(device)
+    for backend in ("auto", "reference"):
+        yield contiguous(f"backend-{backend}", [4, 3], 24, 256, device, backend=backend)
+    yield contiguous("static-weight", [4, 3], 24, 256, device, static_weight=True)
+    yield contiguous("aligned-to-128", [5, 0, 129], 136, 128, device, alignment=128)
+    yield contiguous("packed", [5, 0, 19, 64], 136, 128, device, alignment=1)
+    yield contiguous("spare-rows", [5, 9], 136, 128, device, spare=200)
+    yield contiguous("spare-rows-uncounted", [5, 9], 136, 128, device, spare=40, counted=False)
+    yield contiguous("no-rows", [0, 0], 24, 128, device)
+    for name, counts, rows, n, k in (
+        ("one-row", [1, 0, 1], 1, 136, 256),
+        ("sixteen", [16, 3, 0], 16, 136, 256),
+        ("thirty-two", [32, 17], 32, 72, 128),
+        ("sixty-four", [1, 64, 33], 64, 136, 256),
+        ("many", [130, 0, 200], 200, 264, 128),
+        ("room-for-more", [3, 65, 0, 1], 136, 136, 128),
+        ("all-empty", [0, 0], 8, 24, 128),
+        ("no-room", [0, 0], 0, 24, 128),
+    ):
+        yield masked(f"masked-{name}", counts, rows, n, k, device)
+    yield from _views(device)
+
+
+def _epilogues(device: torch.device) -> Iterator[Sample]:
+    for i, out_dtype in enumerate(DTYPES):
+        n, k = (40, 136, 264)[i], (256, 192, 128)[i]
+        for name, given in epilogues(n, out_dtype, device, experts=3):
+            named: dict[str, Any] = {"out_dtype": out_dtype, **given}
+            yield contiguous(f"{name}-to-{short(out_dtype)}", [5, 0, 19], n, k, device, **named)
+            yield masked(f"masked-{name}-to-{short(out_dtype)}", [5, 0, 8], (8, 40, 70)[i], n, k, device, **named)
+    exact = {**exact_epilogue(136, device, experts=3), "out_dtype": torch.float32}
+    yield contiguous("epilogue-exact", [5, 0, 19], 136, 320, device, exact=True, **exact)
+    for name, given in special_epilogues(136, device, experts=3):
+        yield contiguous(name, [5, 0, 19], 136, 256, device, **given)
+
+
+def _views(device: torch.device) -> Iterator[Sample]:
+    one = contiguous("", [5, 3], 24, 256, device)
+    a, b, a_scale, b_scale, offsets, counts = one.args
+    bytes_ = a.view(torch.uint8)
+    wide = torch.cat((bytes_,) * 2, 1).view(FP8)
+    twice = torch.stack((offsets, offsets), 1)
+    for name, args in (
+        ("a-columns-first", (bytes_.t().contiguous().view(FP8).t(), b, a_scale, b_scale, offsets, counts)),
+        ("a-row-strided", (wide[:, :256], b, a_scale, b_scale, offsets, counts)),
+        ("b-transposed", (a, b.view(torch.uint8).mT.contiguous().view(FP8).mT, a_scale, b_scale, offsets, counts)),
+        ("b-expanded", (a, b[:1].expand(2, -1, -1), a_scale, b_scale[1:].expand(2, -1, -1), offsets, counts)),
+        ("a-scale-pitched", (a, b, torch.cat((a_scale,) * 2, 1)[:, : len(a)], b_scale, offsets, counts)),
+        ("a-scale-row-major", (a, b, a_scale.t().contiguous().t(), b_scale, offsets, counts)),
+        ("offsets-strided", (a, b, a_scale, b_scale, twice[:, 0], counts)),
+    ):
+        yield Sample(name, args, {})
+    alpha, bias = torch.rand(2, 2, 24, device=device)
+    yield Sample("positional", (*one.args, alpha, bias, torch.float16, "auto"), {})
+    one = masked("", [5, 3], 8, 24, 256, device)
+    a, b, a_scale, b_scale = one.args
+    more = torch.cat((a.view(torch.uint8),) * 2, 1).view(FP8)
+    yield Sample("masked-a-part", (more[:, :8], b, a_scale, b_scale, None, one.kwargs["counts"]), {})
+    yield Sample("masked-a-scale-rows-first", (a, b, a_scale.mT.contiguous().mT, b_scale), dict(one.kwargs))
+
+
+def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
+    """Arguments that the op refuses."""
+    device = torch.device(device)
+    n, k = 136, 256
+    good = contiguous("good", [4, 3], n, k, device)
+    of_masked = masked("good", [4, 3], 8, n, k, device)
+    names = ("a", "b", "a_scale", "b_scale", "offsets", "counts")
+    tensors = dict(zip(names, good.args, strict=True))
+    in_parts = dict(zip(names, (*of_masked.args, None, of_masked.kwargs["counts"]), strict=True))
+    bad = error_maker(tensors, {})
+
+    def bad_masked(name: str, error: type[Exception], match: str, **given: Any) -> ErrorInput:
+        return ErrorInput(f"masked-{name}", tuple((in_parts | given).values()), {}, error, match)
+
+    yield from tensor_errors(tensors, bad, device)
+    yield from tensor_errors(in_parts, bad_masked, device)
+    a, b = tensors["a"], tensors["b"]
+    yield bad("no-layout", ValueError, "offsets and counts are None; expected offsets", offsets=None, counts=None)
+    yield bad("masked-a-2d", ValueError, r"expected \(E, rows of an expert, K\), since offsets is None", offsets=None)
+    yield bad("b-short", ValueError, "b has K = 160; expected a positive multiple of 64", b=b[..., :160])
+    yield bad("b-no-k", ValueError, "b has K = 0; expected a positive multiple of 64", b=b[..., :0])
+    yield bad("b-narrow", ValueError, "b has N = 132; expected a multiple of 8", b=b[:, :132])
+    yield bad("b-no-experts", ValueError, "b is of 0 experts; expected 1 to 512", b=b[:0])
+    yield bad("b-513-experts", ValueError, "b is of 513 experts", b=b[:1].expand(513, -1, -1))
+    yield bad("b-one-expert", ValueError, "b_scale has shape", b=b[:1])
+    yield bad("a-of-other-k", ValueError, r"a has shape .*; expected .*, the K of b", a=a[:, :128])
+    yield bad("offsets-few", ValueError, r"offsets has shape \(2,\); expected \(3,\)", offsets=tensors["offsets"][1:])
+    yield bad("counts-few", ValueError, r"counts has shape \(1,\); expected \(2,\)", counts=tensors["counts"][1:])
+    yield from option_errors(bad, n, device, experts=2)
+    out = {"out": torch.zeros(len(a), n, dtype=torch.bfloat16, device=device)}
+    yield from out_errors(good.args, {}, out, device)
+    apart = torch.zeros(2, 16, n, dtype=torch.bfloat16, device=device)[:, :8]
+    args, text = tuple(in_parts.values()), "out has strides .* contiguous"
+    yield ErrorInput("masked-out-apart", args, {}, ValueError, text, (apart,))

@@ -1,0 +1,172 @@
+"""Inputs of ``mm_fp8_block``, good and bad."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from samples._epilogue import epilogues, exact_epilogue, special_epilogues
+from samples._fp8_gemm import FP8, NAN, integers, matrix, option_errors, tensor_errors, weight
+from samples._inputs import ErrorInput, Sample
+from samples._prefetch import prefetch_errors, prefetched, prefetches
+from samples._row_errors import error_maker, out_errors
+from samples._rows import DTYPES, short
+
+SIZES = {
+    "one-row": (1, 8, 128),
+    "decode": (1, 256, 1024),
+    "eight-rows": (8, 128, 256),
+    "nine-rows": (9, 72, 256),
+    "sixteen-rows": (16, 136, 128),
+    "seventeen-rows": (17, 136, 128),
+    "thirty-three-rows": (33, 248, 256),
+    "sixty-four-rows": (64, 128, 256),
+    "sixty-five-rows": (65, 264, 128),
+    "a-tile": (128, 256, 256),
+    "several-tiles": (300, 520, 256),
+    "rows-of-one-more": (257, 8, 128),
+    "k-64": (3, 24, 64),
+    "k-ends-in-half-a-block": (9, 136, 448),
+    "decode-of-2880": (1, 256, 2880),
+    "many-rows-of-2880": (130, 264, 2880),
+    "long": (5, 24, 8192),
+    "no-rows": (0, 24, 128),
+    "no-columns": (5, 0, 128),
+}
+"""M, N and K of samples that are about nothing else."""
+ROW_DIMENSIONS = {"a": 0, "a_scale": 1}
+"""Where the number of rows stands in the shapes of ``call``'s tensors."""
+
+
+def call(*shape: int, device: torch.device) -> Sample:
+    """A call of so many rows and columns; 512 elements of k, four blocks. No test has as many rows as either: PyTorch
+    takes equal sizes for the same."""
+    *lead, width = shape
+    return sample("", math.prod(lead), width, 512, device)
+
+
+def sample(name: str, m: int, n: int, k: int, device: torch.device, *, exact: bool = False, **kwargs: Any) -> Sample:
+    """A call; with ``exact`` its sums are."""
+    a, a_scale = matrix(m, k, device, exact)
+    b, b_scale = weight(n, k, device=device, exact=exact)
+    return Sample(name, (a, b.t(), a_scale, b_scale), kwargs)
+
+
+def sample_inputs(device: torch.device | str) -> Iterator[Sample]:
+    """Arguments that the op takes."""
+    device = torch.device(device)
+    for out_dtype in DTYPES:
+        yield sample(
+            "plain" if out_dtype == torch.bfloat16 else f"to-{short(out_dtype)}",
+            19,
+            136,
+            384,
+            device,
+            out_dtype=out_dtype,
+        )
+        yield sample(f"exact-{short(out_dtype)}", 9, 264, 640, device, exact=True, out_dtype=out_dtype)
+    for name, sizes in SIZES.items():
+        yield sample(name, *sizes, device)
+    for backend in ("auto", "reference"):
+        yield sample(f"backend-{backend}", 9, 24, 256, device, backend=backend)
+    for name, m in (("few", 5), ("many", 130)):
+        yield sample(f"static-weight-for-{name}-rows", m, 136, 1344, device, static_weight=True)
+    for m in (1, 64):
+        for name, given in prefetches(device):
+            yield sample(f"{name}-{m}", m, 136, 256, device, prefetch=given)
+    yield from _values(device)
+    yield from _epilogues(device)
+    yield from _views(device)
+
+
+def _values(device: torch.device) -> Iterator[Sample]:
+    for name, m in (("few", 5), ("many", 130)):
+        one = sample(f"nan-of-{name}-rows", m, 136, 256, device)
+        one.args[0].view(torch.uint8)[1::3, 5] = NAN
+        one.args[2][1, 2::3] = torch.nan
+        yield one
+        one = sample(f"nan-of-columns-for-{name}-rows", m, 264, 256, device)
+        one.args[1].t().view(torch.uint8)[1::7, 5] = NAN
+        one.args[3][1, 0] = torch.nan
+        yield one
+        one = sample(f"zero-scales-of-{name}-rows", m, 136, 256, device, out_dtype=torch.float32)
+        one.args[2][:, ::2] = 0.0
+        one.args[3][-1] = 0.0
+        yield one
+        one = sample(f"large-{name}", m, 136, 256, device, out_dtype=torch.float32)
+        one.args[2].mul_(2.0**60)
+        yield one
+        one = sample(f"cancelling-{name}", m, 136, 256, device, out_dtype=torch.float32)
+        a, b, a_scale, b_scale = one.args
+        a[:, 128:] = a[:, :128]
+        b.t()[:, 128:] = b.t()[:, :128]
+        a_scale[1] = -a_scale[0]
+        b_scale[:, 1] = b_scale[:, 0]
+        yield one
+        largest = sample(f"largest-{name}", m, 136, 128, device, out_dtype=torch.float32)
+        for operand in (largest.args[0], largest.args[1].t()):
+            operand.copy_((operand.float().sign() * 448).to(FP8))
+        yield largest
+
+
+def _epilogues(device: torch.device) -> Iterator[Sample]:
+    for i, out_dtype in enumerate(DTYPES):
+        m, n, k = (1, 70, 17)[i], (40, 136, 264)[i], (256, 192, 128)[i]
+        for name, given in epilogues(n, out_dtype, device):
+            yield sample(f"{name}-to-{short(out_dtype)}", m, n, k, device, out_dtype=out_dtype, **given)
+    exact = exact_epilogue(136, device) | {"out_dtype": torch.float32}
+    yield sample("epilogue-exact", 9, 136, 320, device, exact=True, **exact)
+    for name, given in special_epilogues(136, device):
+        yield sample(name, 9, 136, 256, device, **given)
+
+
+def _views(device: torch.device) -> Iterator[Sample]:
+    m, n, k = 6, 24, 256
+    one = sample("", m, n, k, device)
+    a, b, a_scale, b_scale = one.args
+    wide = torch.cat((a.view(torch.uint8),) * 3, 1).view(FP8)
+    pitched = torch.cat((a_scale,) * 2, 1)
+    for name, args in (
+        ("a-columns-first", (a.view(torch.uint8).t().contiguous().view(FP8).t(), b, a_scale, b_scale)),
+        ("a-row-strided", (wide[:, :k], b, a_scale, b_scale)),
+        ("a-offset", (wide[:, 1 : 1 + k], b, a_scale, b_scale)),
+        ("a-rows-expanded", (a[:1].expand(m, -1), b, a_scale, b_scale)),
+        ("b-contiguous", (a, b.view(torch.uint8).contiguous().view(FP8), a_scale, b_scale)),
+        ("b-every-other-row", (a, b[:, ::3], a_scale, b_scale)),
+        ("a-scale-row-major", (a, b, a_scale.t().contiguous().t(), b_scale)),
+        ("a-scale-pitched", (a, b, pitched[:, 1 : 1 + m], b_scale)),
+        ("a-scale-expanded", (a, b, a_scale[:1].expand(2, -1), b_scale)),
+        ("b-scale-columns-first", (a, b, a_scale, b_scale.t().contiguous().t())),
+    ):
+        yield Sample(name, args, {})
+    alpha, bias = torch.rand(2, n, device=device)
+    yield Sample("positional", (*one.args, alpha, bias, torch.float16, "auto", True, prefetched(device)), {})
+    yield Sample("same-tensor", (square := integers(128, 128, device=device), square.t(), *_ones(device)), {})
+
+
+def _ones(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(1, 128, device=device), torch.ones(1, 1, device=device)
+
+
+def error_inputs(device: torch.device | str) -> Iterator[ErrorInput]:
+    """Arguments that the op refuses."""
+    device = torch.device(device)
+    m, n, k = 4, 136, 256
+    good = sample("good", m, n, k, device)
+    tensors = dict(zip(("a", "b", "a_scale", "b_scale"), good.args, strict=True))
+    bad = error_maker(tensors, {})
+
+    yield from tensor_errors(tensors, bad, device)
+    a, b = tensors["a"], tensors["b"]
+    yield bad("b-short", ValueError, "b has K = 160; expected a positive multiple of 64", b=b[:160])
+    yield bad("b-no-k", ValueError, "b has K = 0; expected a positive multiple of 64", b=b[:0])
+    yield bad("b-narrow", ValueError, "b has N = 132; expected a multiple of 8", b=b[:, :132])
+    yield bad("b-half", ValueError, "b_scale has shape", b=b[:, :128])
+    yield bad("a-of-other-k", ValueError, r"a has shape \(4, 128\); expected \(4, 256\)", a=a[:, :128])
+    yield from option_errors(bad, n, device)
+    yield from prefetch_errors(bad, device)
+    square = sample("", m, k, k, device).args
+    yield ErrorInput("b-untransposed", (square[0], square[1].t(), *square[2:]), {}, ValueError, "pass weight.t()")
+    out = {"out": torch.zeros(m, n, dtype=torch.bfloat16, device=device)}
+    yield from out_errors(good.args, {}, out, device)

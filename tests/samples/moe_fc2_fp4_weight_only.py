@@ -1,0 +1,7 @@
+"""Inputs of ``moe_fc2_fp4_weight_only``."""
+
+from samples._moe_fc2 import ExpertGemmSamples
+
+SAMPLES = ExpertGemmSamples(has_a_scale=False)
+sample_inputs = SAMPLES.samples
+error_inputs = SAMPLES.errors

@@ -1,0 +1,20 @@
+"""Inputs of ``rmsnorm_fp4quant_with_norm``."""
+
+from collections.abc import Iterator
+
+import torch
+
+from samples._fp4 import FP4
+from samples._inputs import ErrorInput, Sample
+from samples._norm import norm_errors, norm_out_errors, norm_samples
+
+
+def sample_inputs(device: torch.device) -> Iterator[Sample]:
+    """Arguments that the op takes."""
+    return norm_samples(FP4, device)
+
+
+def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
+    """Arguments that the op refuses."""
+    yield from norm_errors(FP4, device)
+    yield from norm_out_errors(FP4, device, returns_norm=True)

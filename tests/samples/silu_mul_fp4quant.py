@@ -1,0 +1,19 @@
+"""Inputs of ``silu_mul_fp4quant``."""
+
+from collections.abc import Iterator
+
+import torch
+
+from samples._fp4 import FP4
+from samples._inputs import ErrorInput, Sample
+from samples._silu_mul import silu_mul_errors, silu_mul_samples
+
+
+def sample_inputs(device: torch.device) -> Iterator[Sample]:
+    """Arguments that the op takes."""
+    return silu_mul_samples(FP4, device)
+
+
+def error_inputs(device: torch.device) -> Iterator[ErrorInput]:
+    """Arguments that the op refuses."""
+    return silu_mul_errors(FP4, device)

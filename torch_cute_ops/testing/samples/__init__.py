@@ -1,1 +1,0 @@
-"""Sample inputs and error inputs, one module an op: ``sample_inputs(device)`` and ``error_inputs(device)``."""

@@ -1,7 +1,0 @@
-"""Inputs of ``mm_fp4``."""
-
-from torch_cute_ops.testing.samples._fp4_gemm import GemmSamples
-
-SAMPLES = GemmSamples(has_a_scale=True)
-sample_inputs = SAMPLES.samples
-error_inputs = SAMPLES.errors

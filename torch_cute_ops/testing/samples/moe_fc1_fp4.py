@@ -1,7 +1,0 @@
-"""Inputs of ``moe_fc1_fp4``."""
-
-from torch_cute_ops.testing.samples._moe_fc1 import GatedSamples
-
-SAMPLES = GatedSamples(has_a_scale=True)
-sample_inputs = SAMPLES.samples
-error_inputs = SAMPLES.errors

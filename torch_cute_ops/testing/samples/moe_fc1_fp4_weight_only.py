@@ -1,7 +1,0 @@
-"""Inputs of ``moe_fc1_fp4_weight_only``."""
-
-from torch_cute_ops.testing.samples._moe_fc1 import GatedSamples
-
-SAMPLES = GatedSamples(has_a_scale=False)
-sample_inputs = SAMPLES.samples
-error_inputs = SAMPLES.errors

@@ -1,7 +1,0 @@
-"""Inputs of ``moe_fc2_fp4``."""
-
-from torch_cute_ops.testing.samples._moe_fc2 import ExpertGemmSamples
-
-SAMPLES = ExpertGemmSamples(has_a_scale=True)
-sample_inputs = SAMPLES.samples
-error_inputs = SAMPLES.errors
