@@ -12,8 +12,8 @@ from support.launch_model import Launches, launches  # noqa: F401  (a fixture)
 
 from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.kernels import fp4_wgmma
-from torch_cute_ops.kernels.common import l2_prefetch
-from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.kernels.common.core import l2_prefetch
+from torch_cute_ops.kernels.common.core.epilogue import Epilogue
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.gemm_problems import BF16, FP32, fp4_problem, fp8_problem, gated_problem, gated_problems, problems
 
-from torch_cute_ops.kernels.common import epilogue
-from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
+from torch_cute_ops.kernels.common.core import epilogue
+from torch_cute_ops.kernels.common.fp8.expert_layout import ExpertLayout
 from torch_cute_ops.ops import _signature
 
 

@@ -27,8 +27,8 @@ from support.kernel_grid import BF16, FP16, FP32, ExpertsCase, WgmmaCase
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.scale_layout import from_linear
 from torch_cute_ops.kernels import fp4_experts, fp4_wgmma
-from torch_cute_ops.kernels.common.epilogue import Epilogue
-from torch_cute_ops.kernels.common.warpgroup import BY_WARP
+from torch_cute_ops.kernels.common.core.epilogue import Epilogue
+from torch_cute_ops.kernels.common.core.warpgroup import BY_WARP
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
 from torch_cute_ops.runtime.arch import ARCHS
 

@@ -35,7 +35,7 @@ from support.kernel_grid import BF16, FP16, FP32, RECODED, FP8FP4GemmCase
 
 from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.kernels import fp4_to_fp8
-from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.kernels.common.core.epilogue import Epilogue
 from torch_cute_ops.kernels.fp4_to_fp8 import COLUMNS, Notes, note_words
 from torch_cute_ops.kernels.fp8_fp4_wgmma import Arguments
 from torch_cute_ops.registry import OPS

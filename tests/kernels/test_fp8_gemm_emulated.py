@@ -29,7 +29,7 @@ from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, 
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP8_LAYOUTS, FP16, FP32, FP8GemmCase
 
-from torch_cute_ops.kernels.common.epilogue import Epilogue
+from torch_cute_ops.kernels.common.core.epilogue import Epilogue
 from torch_cute_ops.kernels.fp8_wgmma import Arguments
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS

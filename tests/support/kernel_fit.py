@@ -16,7 +16,7 @@ from support.kernel_grid import (
     Tcgen05ExpertsCase,
     WgmmaCase,
 )
-from torch_cute_ops.kernels.common.warpgroup import WARPGROUP
+from torch_cute_ops.kernels.common.core.warpgroup import WARPGROUP
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.resources import Resources
 

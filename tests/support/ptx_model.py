@@ -1,4 +1,4 @@
-"""NumPy models of the instructions in ``kernels/common/ptx.py`` that the FP4 conversions use.
+"""NumPy models of the instructions in ``kernels/common/core/ptx.py`` that the FP4 conversions use.
 
 With them, device code that is written in these instructions and in operators runs on arrays: see ``on_arrays``. An
 instruction that has no model raises.

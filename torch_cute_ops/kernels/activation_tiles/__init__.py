@@ -1,5 +1,5 @@
-"""Activations rearranged in memory for the CTAs of ``kernels.fp4_wgmma``; ``kernels.common.activations`` describes the
-layout. Tokens from M on are not written.
+"""Activations rearranged in memory for the CTAs of ``kernels.fp4_wgmma``; ``kernels.common.fp4.activations`` describes
+the layout. Tokens from M on are not written.
 
 The kernel also clears the flags with which CTAs of the GEMM announce their partial sums. One thread writes 64 bytes.
 """

@@ -1,13 +1,13 @@
-"""The device code; ``kernels.common.activations`` describes the layout."""
+"""The device code; ``kernels.common.fp4.activations`` describes the layout."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from torch_cute_ops.kernels.activation_tiles.config import THREADS, Arguments, Config
-from torch_cute_ops.kernels.common import pdl
-from torch_cute_ops.kernels.common.activation_layout import TILE_BYTES, TILE_TOKENS
-from torch_cute_ops.kernels.common.activations import Activations
-from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.core import pdl
+from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.fp4.activation_layout import TILE_BYTES, TILE_TOKENS
+from torch_cute_ops.kernels.common.fp4.activations import Activations
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 

@@ -5,7 +5,7 @@ A call launches two kernels:
 
 1. Lists. A CTA for each expert and tile of up to 512 tokens scans its column of ``alpha`` for the tokens that are
    routed to the expert, and lists them, in their order, with their factors. It rearranges these tokens' activations as
-   ``kernels.common.activations`` describes, decoded if they are in FP4.
+   ``kernels.common.fp4.activations`` describes, decoded if they are in FP4.
 2. GEMM. A unit of work is an expert, up to ``group`` of its tokens, and a slice of 64 rows of ``w``. A worker, a CTA,
    processes all experts that any token of its tile is routed to; so each byte of a touched expert's weight is read
    once.

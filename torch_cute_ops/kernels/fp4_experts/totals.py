@@ -9,12 +9,12 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
-from torch_cute_ops.kernels.common import ptx
-from torch_cute_ops.kernels.common.activation_layout import TILE_TOKENS
-from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
-from torch_cute_ops.kernels.common.expert_units import UnitLists
-from torch_cute_ops.kernels.common.shared_words import by_four
-from torch_cute_ops.kernels.common.token_lists import TokenLists
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.convert import DSL_DTYPES, load_words, pack, store_words
+from torch_cute_ops.kernels.common.core.shared_words import by_four
+from torch_cute_ops.kernels.common.experts.expert_units import UnitLists
+from torch_cute_ops.kernels.common.experts.token_lists import TokenLists
+from torch_cute_ops.kernels.common.fp4.activation_layout import TILE_TOKENS
 from torch_cute_ops.kernels.fp4_experts.config import ROWS, Config
 
 WARP = 32

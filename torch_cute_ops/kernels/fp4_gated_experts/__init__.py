@@ -8,8 +8,8 @@ A call launches two kernels:
 
 1. Lists. A CTA for each expert and tile of up to 512 tokens scans its column of ``routing`` for the tokens that are
    routed to the expert, and lists them in their order. All CTAs together rearrange the activations of each token once,
-   as ``kernels.common.activations`` describes, decoded if they are in FP4. For few tokens there are no lists, and so
-   few CTAs that those of the second kernel run beside them.
+   as ``kernels.common.fp4.activations`` describes, decoded if they are in FP4. For few tokens there are no lists, and
+   so few CTAs that those of the second kernel run beside them.
 2. GEMM. A unit of work is an expert and up to ``group`` of its tokens; a task is a unit and a slice of ``rows`` rows of
    its expert's weight, of which half are of the gate and half the same columns of up. Workers, CTAs, have equal shares
    of all tasks, one after the other: tasks differ only in their number of tokens. Slices that share tiles of scales are

@@ -8,19 +8,20 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_co
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from torch_cute_ops.kernels.common import pdl, ptx
-from torch_cute_ops.kernels.common.activation_layout import CHUNK, TILE_TOKENS
-from torch_cute_ops.kernels.common.activations import QUAD, Activations
-from torch_cute_ops.kernels.common.convert import load_words, store_words
-from torch_cute_ops.kernels.common.expert_factors import factor_counts, factors_argument
-from torch_cute_ops.kernels.common.expert_units import ExpertUnits, UnitLists
-from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.proxy import fence_async
-from torch_cute_ops.kernels.common.shared_words import clear
-from torch_cute_ops.kernels.common.token_lists import TokenLister, TokenLists
-from torch_cute_ops.kernels.common.unit_mma import UnitMma, free
-from torch_cute_ops.kernels.common.weight_chunks import TILE_ROWS
-from torch_cute_ops.kernels.common.weight_ring import WeightRing, next_stage
+from torch_cute_ops.kernels.common.core import pdl, ptx
+from torch_cute_ops.kernels.common.core.convert import load_words, store_words
+from torch_cute_ops.kernels.common.core.fences import fence_async
+from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.core.shared_words import clear
+from torch_cute_ops.kernels.common.core.stages import next_stage
+from torch_cute_ops.kernels.common.experts.expert_factors import factor_counts, factors_argument
+from torch_cute_ops.kernels.common.experts.expert_units import ExpertUnits, UnitLists
+from torch_cute_ops.kernels.common.experts.token_lists import TokenLister, TokenLists
+from torch_cute_ops.kernels.common.fp4.activation_layout import CHUNK, TILE_TOKENS
+from torch_cute_ops.kernels.common.fp4.activations import QUAD, Activations
+from torch_cute_ops.kernels.common.fp4.unit_mma import UnitMma, free
+from torch_cute_ops.kernels.common.fp4.weight_chunks import TILE_ROWS
+from torch_cute_ops.kernels.common.fp4.weight_ring import WeightRing
 from torch_cute_ops.kernels.fp4_gated_experts.config import (
     ARRANGED,
     GAP,

@@ -6,11 +6,12 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from torch_cute_ops.kernels.common import ptx
-from torch_cute_ops.kernels.common.cluster_sums import leave_sums, sum_columns, write_sums
-from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, store_words
-from torch_cute_ops.kernels.common.epilogue_ops import EpilogueOps
-from torch_cute_ops.kernels.common.fp4_weights import (
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.cluster_sums import leave_sums, sum_columns, write_sums
+from torch_cute_ops.kernels.common.core.convert import DSL_DTYPES, load_words, store_words
+from torch_cute_ops.kernels.common.core.epilogue_ops import EpilogueOps
+from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.fp4.decode import (
     decode,
     pair_activations,
     rows_of_bytes,
@@ -18,7 +19,6 @@ from torch_cute_ops.kernels.common.fp4_weights import (
     scale_factors,
     sum_scale,
 )
-from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
 from torch_cute_ops.kernels.fp4_mma.config import CHUNK, ROWS, THREADS, Arguments, Config
 from torch_cute_ops.kernels.fp4_mma.native import code_place, load_activations, multiply_codes
 from torch_cute_ops.runtime.argspec import Dim, TensorArg

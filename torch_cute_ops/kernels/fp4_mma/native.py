@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.formats import NVFP4
-from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.fp4_mma.config import CHUNK, THREADS, Config
 
 LINE = CHUNK // 2  # bytes of codes of a row in a chunk

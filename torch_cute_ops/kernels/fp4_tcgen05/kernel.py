@@ -7,19 +7,26 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
-from torch_cute_ops.kernels.common import ptx, tcgen05
-from torch_cute_ops.kernels.common.activation_layout import CHUNK
-from torch_cute_ops.kernels.common.block_scaled_kernel import LEADER, WARP, BlockScaledKernel, ScaleTiles, as_bytes
-from torch_cute_ops.kernels.common.block_scaled_mma import STEPS
-from torch_cute_ops.kernels.common.block_scaled_stage import LINE, ROWS, STEP, STORING_WARPS
-from torch_cute_ops.kernels.common.cluster_sums import sum_columns, write_sums
-from torch_cute_ops.kernels.common.convert import pack
-from torch_cute_ops.kernels.common.epilogue_ops import EpilogueOps
-from torch_cute_ops.kernels.common.fp4_weights import rows_of_bytes
-from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.tile_order import tile_of
-from torch_cute_ops.kernels.common.weight_chunks import SCALE_TILE
-from torch_cute_ops.kernels.common.weight_ring import next_stage
+from torch_cute_ops.kernels.common.blackwell import tcgen05
+from torch_cute_ops.kernels.common.blackwell.block_scaled_kernel import (
+    LEADER,
+    WARP,
+    BlockScaledKernel,
+    ScaleTiles,
+    as_bytes,
+)
+from torch_cute_ops.kernels.common.blackwell.block_scaled_mma import STEPS
+from torch_cute_ops.kernels.common.blackwell.block_scaled_stage import LINE, ROWS, STEP, STORING_WARPS
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.cluster_sums import sum_columns, write_sums
+from torch_cute_ops.kernels.common.core.convert import pack
+from torch_cute_ops.kernels.common.core.epilogue_ops import EpilogueOps
+from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.core.stages import next_stage
+from torch_cute_ops.kernels.common.core.tile_order import tile_of
+from torch_cute_ops.kernels.common.fp4.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.fp4.decode import rows_of_bytes
+from torch_cute_ops.kernels.common.fp4.weight_chunks import SCALE_TILE
 from torch_cute_ops.kernels.fp4_tcgen05.config import Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 

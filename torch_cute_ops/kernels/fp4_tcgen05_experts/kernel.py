@@ -7,18 +7,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from torch_cute_ops.kernels.common import pdl, ptx, tcgen05
-from torch_cute_ops.kernels.common.activation_layout import CHUNK
-from torch_cute_ops.kernels.common.block_scaled_kernel import WARP, BlockScaledKernel, ScaleTiles, as_bytes
-from torch_cute_ops.kernels.common.block_scaled_mma import STEPS
-from torch_cute_ops.kernels.common.block_scaled_stage import LINE, ROWS, STEP
-from torch_cute_ops.kernels.common.convert import DSL_DTYPES, load_words, pack, store_words
-from torch_cute_ops.kernels.common.epilogue_ops import load_terms
-from torch_cute_ops.kernels.common.expert_factors import biases_argument, factor_counts, factors_argument
-from torch_cute_ops.kernels.common.fp4_weights import rows_of_bytes
-from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.weight_chunks import SCALE_TILE
-from torch_cute_ops.kernels.common.weight_ring import next_stage
+from torch_cute_ops.kernels.common.blackwell import tcgen05
+from torch_cute_ops.kernels.common.blackwell.block_scaled_kernel import WARP, BlockScaledKernel, ScaleTiles, as_bytes
+from torch_cute_ops.kernels.common.blackwell.block_scaled_mma import STEPS
+from torch_cute_ops.kernels.common.blackwell.block_scaled_stage import LINE, ROWS, STEP
+from torch_cute_ops.kernels.common.core import pdl, ptx
+from torch_cute_ops.kernels.common.core.convert import DSL_DTYPES, load_words, pack, store_words
+from torch_cute_ops.kernels.common.core.epilogue_ops import load_terms
+from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.core.stages import next_stage
+from torch_cute_ops.kernels.common.experts.expert_factors import biases_argument, factor_counts, factors_argument
+from torch_cute_ops.kernels.common.fp4.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.fp4.decode import rows_of_bytes
+from torch_cute_ops.kernels.common.fp4.weight_chunks import SCALE_TILE
 from torch_cute_ops.kernels.fp4_tcgen05_experts.config import ACCUMULATORS, GROUP, LOADED, WORD, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 

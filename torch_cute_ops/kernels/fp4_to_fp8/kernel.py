@@ -4,11 +4,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int16, Int32, Int64, Uint32, const_expr, range_constexpr
 
-from torch_cute_ops.kernels.common import pdl, ptx
-from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
-from torch_cute_ops.kernels.common.fp8_stages import BLOCK
-from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.proxy import fence_async_global
+from torch_cute_ops.kernels.common.core import pdl, ptx
+from torch_cute_ops.kernels.common.core.fences import fence_async_global
+from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.fp8.expert_layout import ExpertLayout
+from torch_cute_ops.kernels.common.fp8.fp8_stages import BLOCK
 from torch_cute_ops.kernels.fp4_to_fp8.config import (
     COLUMNS,
     GROUP,

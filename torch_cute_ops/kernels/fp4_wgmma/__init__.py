@@ -18,19 +18,19 @@ for all chunks, and frees those of the others at once.
    dependent launch): ``activation_tiles`` has waited for all kernels before it, so the weight is complete. Where there
    is no such kernel, the producer waits for the one before, unless the weight is static. How much is copied that early
    is ``Config.ahead``: a chunk, where decoding is the limit. When it has started its last
-   copy, it may have something brought into L2, such as the weight of the next GEMM (``kernels.common.l2_prefetch``).
-2. A lane has two rows of ``b``, and of each the 64 elements of its quarter of the chunk, which it loads at once with
-   their scales. It decodes eight codes of both rows (two k16 steps), starts their MMAs, and decodes the next eight
-   meanwhile; then it waits for the MMAs before those. A warp frees a stage of activations when the MMAs that read it
-   have ended, and a stage of codes when it has decoded a part of everything that it loaded.
-   A tile of one row has MMAs of its own (``row``): columns are blocks, and scales multiply sums in place of codes. If
-   it is in FP4, and the tile has whole warpgroups' rows of the weight, these are FP8 MMAs of a warpgroup (``codes``).
-3. Either ``workers`` CTAs share all work on one tile of tokens: the chunks of all tiles of rows of ``b``, in equal
-   contiguous portions (stream-K). Where a portion ends inside a tile, its partial sums go to memory, and the worker
-   that has the tile's last chunk adds them up in the order of k. A worker starts with the partial sums that others
-   need, so that these hardly ever wait; and it waits only for workers of lower numbers, whose CTAs have been started
-   before. Every worker must have a chunk, since the others wait for its sums. Or a cluster of ``splits`` CTAs has one
-   tile, each an equal part of its chunks, and adds up the sums through shared memory: a CTA those of every
+   copy, it may have something brought into L2, such as the weight of the next GEMM
+(``kernels.common.core.l2_prefetch``). 2. A lane has two rows of ``b``, and of each the 64 elements of its quarter of
+   the chunk, which it loads at once with their scales. It decodes eight codes of both rows (two k16 steps), starts
+   their MMAs, and decodes the next eight meanwhile; then it waits for the MMAs before those. A warp frees a stage of
+   activations when the MMAs that read it have ended, and a stage of codes when it has decoded a part of everything that
+   it loaded. A tile of one row has MMAs of its own (``row``): columns are blocks, and scales multiply sums in place of
+   codes. If it is in FP4, and the tile has whole warpgroups' rows of the weight, these are FP8 MMAs of a warpgroup
+(``codes``). 3. Either ``workers`` CTAs share all work on one tile of tokens: the chunks of all tiles of rows of ``b``,
+   in equal contiguous portions (stream-K). Where a portion ends inside a tile, its partial sums go to memory, and the
+   worker that has the tile's last chunk adds them up in the order of k. A worker starts with the partial sums that
+   others need, so that these hardly ever wait; and it waits only for workers of lower numbers, whose CTAs have been
+   started before. Every worker must have a chunk, since the others wait for its sums. Or a cluster of ``splits`` CTAs
+   has one tile, each an equal part of its chunks, and adds up the sums through shared memory: a CTA those of every
    ``splits``-th token, which the others send to it (``st.async``), or, where there are more sums than there is room
    for, which it reads, between two barriers of the cluster. With up to 32 tokens, three warps beside the producer, of
    16 tokens three pairs of warps, of 32 four warps together, then read the activations, decode them if they are in FP4,

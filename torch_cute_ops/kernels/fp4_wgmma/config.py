@@ -5,19 +5,19 @@ from dataclasses import dataclass
 from typing import Final
 
 from torch_cute_ops.formats import NVFP4
-from torch_cute_ops.kernels.common.activation_layout import (
+from torch_cute_ops.kernels.common.core.epilogue import Epilogue
+from torch_cute_ops.kernels.common.core.fit import first_fit
+from torch_cute_ops.kernels.common.core.sum_tile import SumTile
+from torch_cute_ops.kernels.common.core.warpgroup import BY_WARP, GROUP_ROWS, SCHEDULERS, WARPGROUP
+from torch_cute_ops.kernels.common.fp4.activation_layout import (
     CHUNK,
     TILE_BYTES,
     TILE_LINE,
     TILE_TOKENS,
     ActivationLayout,
 )
-from torch_cute_ops.kernels.common.epilogue import Epilogue
-from torch_cute_ops.kernels.common.fit import first_fit
-from torch_cute_ops.kernels.common.fp4_operands import FP4Operands
-from torch_cute_ops.kernels.common.sum_tile import SumTile
-from torch_cute_ops.kernels.common.warpgroup import BY_WARP, GROUP_ROWS, SCHEDULERS, WARPGROUP
-from torch_cute_ops.kernels.common.weight_chunks import SCALE_TILE, WeightChunks
+from torch_cute_ops.kernels.common.fp4.operands import FP4Operands
+from torch_cute_ops.kernels.common.fp4.weight_chunks import SCALE_TILE, WeightChunks
 from torch_cute_ops.runtime.arch import Arch
 
 QUARTERS: Final = 4

@@ -4,9 +4,8 @@ cluster, and of warps that share a band; stores."""
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
-from torch_cute_ops.kernels.common import ptx
-from torch_cute_ops.kernels.common.activation_layout import TILE_TOKENS
-from torch_cute_ops.kernels.common.cluster_sums import (
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.cluster_sums import (
     leave_sums,
     send_sums,
     sum_columns,
@@ -14,11 +13,12 @@ from torch_cute_ops.kernels.common.cluster_sums import (
     write_received,
     write_sums,
 )
-from torch_cute_ops.kernels.common.convert import load_words, pack, store_words
-from torch_cute_ops.kernels.common.epilogue_ops import EpilogueOps
-from torch_cute_ops.kernels.common.expert_factors import factor_counts
-from torch_cute_ops.kernels.common.proxy import fence_async
-from torch_cute_ops.kernels.common.warpgroup import WARPGROUP
+from torch_cute_ops.kernels.common.core.convert import load_words, pack, store_words
+from torch_cute_ops.kernels.common.core.epilogue_ops import EpilogueOps
+from torch_cute_ops.kernels.common.core.fences import fence_async
+from torch_cute_ops.kernels.common.core.warpgroup import WARPGROUP
+from torch_cute_ops.kernels.common.experts.expert_factors import factor_counts
+from torch_cute_ops.kernels.common.fp4.activation_layout import TILE_TOKENS
 from torch_cute_ops.kernels.fp4_wgmma.config import Config
 from torch_cute_ops.kernels.fp4_wgmma.part import existing
 

@@ -20,7 +20,7 @@ import cutlass
 from cutlass import Boolean, Int32, Uint32
 
 from torch_cute_ops.formats import MXFP4, FP4Format
-from torch_cute_ops.kernels.common import ptx
+from torch_cute_ops.kernels.common.core import ptx
 
 # Two magnitudes of e2m1 each, in float16
 _MAGNITUDES = (0x38000000, 0x3E003C00, 0x42004000, 0x46004400)

@@ -5,8 +5,8 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr, range_constexpr
 
-from torch_cute_ops.kernels.common import ptx
-from torch_cute_ops.kernels.common.convert import load_words
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.convert import load_words
 from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import power_of_two
 from torch_cute_ops.kernels.fp8_wgmma.kernel import FP8WgmmaKernel
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from torch_cute_ops.kernels.common import row_tile
-from torch_cute_ops.kernels.common.epilogue import Epilogue
-from torch_cute_ops.kernels.common.expert_layout import ExpertLayout
-from torch_cute_ops.kernels.common.fit import first_fit
-from torch_cute_ops.kernels.common.fp8_arguments import Arguments
+from torch_cute_ops.kernels.common.core.epilogue import Epilogue
+from torch_cute_ops.kernels.common.core.fit import first_fit
+from torch_cute_ops.kernels.common.fp8 import row_tile
+from torch_cute_ops.kernels.common.fp8.expert_layout import ExpertLayout
+from torch_cute_ops.kernels.common.fp8.fp8_arguments import Arguments
 from torch_cute_ops.runtime.arch import Arch
 
 __all__ = ["Arguments", "Config", "plan"]

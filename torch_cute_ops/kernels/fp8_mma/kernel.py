@@ -7,10 +7,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from torch_cute_ops.kernels.common import ptx, row_tile
-from torch_cute_ops.kernels.common.convert import load_words
-from torch_cute_ops.kernels.common.expert_tiles import ExpertTilesKernel
-from torch_cute_ops.kernels.common.row_stores import store_rows
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.convert import load_words
+from torch_cute_ops.kernels.common.experts.expert_tiles import ExpertTilesKernel
+from torch_cute_ops.kernels.common.fp8 import row_tile
+from torch_cute_ops.kernels.common.fp8.row_stores import store_rows
 from torch_cute_ops.kernels.fp8_mma.config import BLOCK, COLUMNS, TILES, Arguments, Config
 
 PIECE = 16  # bytes that a lane copies, or reads, at once

@@ -12,8 +12,8 @@ from typing import Final
 import cutlass
 from cutlass import Boolean, Int32, Uint32
 
-from torch_cute_ops.kernels.common import ptx
-from torch_cute_ops.kernels.common.fp4_weights import E4M3_EXPONENT
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.fp4.decode import E4M3_EXPONENT
 
 CODE_SCALE: Final = 2.0**E4M3_EXPONENT
 """Codes as e4m3 (``e4m3_words``) are to be multiplied by it."""

@@ -2,8 +2,8 @@
 ``out[m, n] = Σ_j a_scale[j, m] · b_scale[n / 128, j] · (Σ_{k of block j} a[m, k] · b[n, k])``.
 
 Roles. A CTA has a producer warp and three scale warps, which are a warpgroup together, and two consumer warpgroups.
-CTAs are persistent and take tiles in the order that ``kernels.common.expert_tiles`` describes; the copies of the next
-tile start while the one before is multiplied.
+CTAs are persistent and take tiles in the order that ``kernels.common.experts.expert_tiles`` describes; the copies of
+the next tile start while the one before is multiplied.
 
 1. The producer keeps a ring of stages filled. A stage is a block, 128 elements of k, of the tile's rows of ``a`` and
    ``b``, copied in boxes with the 128-byte swizzle, with its scales and a barrier that counts bytes. The last block may

@@ -9,14 +9,15 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from torch_cute_ops.kernels.common import ptx, row_tile
-from torch_cute_ops.kernels.common.convert import load_words
-from torch_cute_ops.kernels.common.expert_tiles import ExpertTiles
-from torch_cute_ops.kernels.common.fp8_stages import BLOCK, GROUPS
-from torch_cute_ops.kernels.common.fp8_tiles_kernel import FP8TilesKernel, Smem, Tile
-from torch_cute_ops.kernels.common.row_stores import store_columns, store_rows
-from torch_cute_ops.kernels.common.warpgroup import GROUP_ROWS, WARPGROUP
-from torch_cute_ops.kernels.common.weight_ring import next_stage
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.convert import load_words
+from torch_cute_ops.kernels.common.core.stages import next_stage
+from torch_cute_ops.kernels.common.core.warpgroup import GROUP_ROWS, WARPGROUP
+from torch_cute_ops.kernels.common.experts.expert_tiles import ExpertTiles
+from torch_cute_ops.kernels.common.fp8 import row_tile
+from torch_cute_ops.kernels.common.fp8.fp8_stages import BLOCK, GROUPS
+from torch_cute_ops.kernels.common.fp8.fp8_tiles_kernel import FP8TilesKernel, Smem, Tile
+from torch_cute_ops.kernels.common.fp8.row_stores import store_columns, store_rows
 from torch_cute_ops.kernels.fp8_wgmma.config import Config
 
 STEP = 32  # elements of k of an MMA

@@ -4,10 +4,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
-from torch_cute_ops.kernels.common import pdl, ptx
-from torch_cute_ops.kernels.common.convert import pack, store_words, unpack
-from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.token_words import TokenKernel, alignment, words_of_token
+from torch_cute_ops.kernels.common.core import pdl, ptx
+from torch_cute_ops.kernels.common.core.convert import pack, store_words, unpack
+from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.experts.token_words import TokenKernel, alignment, words_of_token
 from torch_cute_ops.kernels.moe_finalize.config import CTAS_PER_SM, VECTOR, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 

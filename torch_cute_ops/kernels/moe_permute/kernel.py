@@ -5,12 +5,12 @@ from functools import reduce
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
-from torch_cute_ops.kernels.common import pdl, ptx
-from torch_cute_ops.kernels.common.convert import unpack
-from torch_cute_ops.kernels.common.fp8 import divide_e4m3, dynamic_scale, scale_divisor
-from torch_cute_ops.kernels.common.fp8_units import FP8_UNIT, SCALE_THREADS
-from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.token_words import TokenKernel, alignment, words_of_token
+from torch_cute_ops.kernels.common.core import pdl, ptx
+from torch_cute_ops.kernels.common.core.convert import unpack
+from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.experts.token_words import TokenKernel, alignment, words_of_token
+from torch_cute_ops.kernels.common.fp8.encode import divide_e4m3, dynamic_scale, scale_divisor
+from torch_cute_ops.kernels.common.fp8.fp8_units import FP8_UNIT, SCALE_THREADS
 from torch_cute_ops.kernels.moe_permute.config import CHUNK, COPY_THREADS, THREADS, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 

@@ -3,11 +3,11 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int64, const_expr
 
-from torch_cute_ops.kernels.common import pdl, ptx
-from torch_cute_ops.kernels.common.convert import DSL_DTYPES
-from torch_cute_ops.kernels.common.expert_choice import WARP
-from torch_cute_ops.kernels.common.expert_chooser import ExpertChooser
-from torch_cute_ops.kernels.common.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.core import pdl, ptx
+from torch_cute_ops.kernels.common.core.convert import DSL_DTYPES
+from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.experts.expert_choice import WARP
+from torch_cute_ops.kernels.common.experts.expert_chooser import ExpertChooser
 from torch_cute_ops.kernels.moe_route_dense.config import WARPS, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 

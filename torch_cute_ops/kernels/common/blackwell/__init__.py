@@ -1,0 +1,1 @@
+"""Block-scaled tcgen05 MMAs."""

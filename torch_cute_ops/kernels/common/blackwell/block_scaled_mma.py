@@ -1,0 +1,178 @@
+"""Block-scaled ``tcgen05.mma`` of two FP4 operands: how a stage of both is filled, and multiplied.
+
+The operand on the M side has the lanes of tensor memory, that on the N side the columns. ``BlockScaledStage`` says how
+they lie in a stage.
+"""
+
+import cutlass.cute as cute
+from cutlass import Int64, Uint8, Uint32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from torch_cute_ops.formats import MXFP4
+from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
+from torch_cute_ops.kernels.common.blackwell import tcgen05
+from torch_cute_ops.kernels.common.blackwell.block_scaled_stage import LINE, ROWS, STEP, BlockScaledStage
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.convert import store_words
+from torch_cute_ops.kernels.common.core.fences import fence_async
+from torch_cute_ops.kernels.common.fp4.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.fp4.decode import scale_argument
+from torch_cute_ops.kernels.common.fp4.weight_chunks import SCALE_TILE
+from torch_cute_ops.runtime.argspec import Dim, TensorArg
+
+STEPS = CHUNK // STEP
+
+
+class BlockScaledMma:
+    """Copies and MMAs of one ``BlockScaledStage``."""
+
+    def __init__(self, stage: BlockScaledStage):
+        self.stage = stage
+        self.steps_per_tile = stage.tile_elements // STEP
+
+    def arguments(self, m: Dim, n: Dim) -> tuple[TensorArg, ...]:
+        """``a``, ``a_scale``, ``b`` and ``b_scale`` of M rows of activations and N rows of a weight."""
+        half = Dim("k_bytes", divisibility=STEP // 2)
+        blocks = Dim("blocks", divisibility=TILE_BLOCKS)
+        linear = self.stage.arranges
+        a_rows, b_rows = (m, n) if linear else (Dim(name, divisibility=ROWS) for name in ("a_rows", "b_rows"))
+        return (
+            TensorArg("Uint8", (m, half), (half, 1), align=16),
+            scale_argument(self.stage.fmt, a_rows, blocks),
+            TensorArg("Uint8", (half, n), (1, half), align=16),
+            scale_argument(self.stage.fmt, b_rows, blocks),
+        )
+
+    # Codes, by tensor maps
+
+    def map(self, codes: cute.Tensor, rows: int) -> tuple:
+        """A tensor map of codes (rows, bytes), in boxes of a chunk of so many rows; or of codes (rows, bytes, experts),
+        where a chunk ends with its expert."""
+        rank = len(codes.shape)
+        box = self._box(rows, rank)
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), codes, box, (rows, LINE, 1)[:rank])
+
+    def _box(self, rows: int, rank: int):
+        """A chunk's codes in shared memory, (rows, line)."""
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Uint8)
+        return cute.tile_to_shape(atom, (rows, LINE, 1)[:rank], order=(0, 1, 2)[:rank])
+
+    def boxes(self, map: tuple, rows: int):
+        """The matrix as boxes: (tiles of rows, chunks), and experts."""
+        rank = len(map[1].shape)
+        return cute.local_tile(map[1], (rows, LINE, 1)[:rank], (None,) * rank)
+
+    def copy_box(self, map: tuple, boxes, rows: int, to: cute.Pointer, place: tuple, barrier, policy) -> None:
+        """Start the copy of the box at ``place`` in ``boxes``."""
+        rank = len(map[1].shape)
+        layout = self._box(rows, rank)
+        box = cute.make_tensor(cute.recast_ptr(to, layout.inner, dtype=Uint8), layout.outer)
+        target, source = cpasync.tma_partition(
+            map[0], 0, cute.make_layout(1), cute.group_modes(box, 0, rank), cute.group_modes(boxes, 0, rank)
+        )
+        options = {} if policy is None else {"cache_policy": Int64(policy)}
+        cute.copy(map[0], source[(None, *place)], target, tma_bar_ptr=barrier, **options)
+
+    # Scales
+
+    @cute.jit
+    def copy_scale_tiles(self, scales, row_tile, count: int, exist, first, size, to, barrier, policy):
+        """Start the copies of ``size`` bytes of tiles from tile ``first`` on, for ``count`` times 128 rows from
+        ``row_tile`` on, of which so many exist. One thread calls it."""
+        pitch = scales.shape[1] // TILE_BLOCKS
+        for i in range_constexpr(count):
+            if i < exist:
+                source = (Int64(row_tile + i) * pitch + first) * SCALE_TILE
+                ptx.copy_bulk(
+                    to + i * self.stage.scale_tiles * SCALE_TILE,
+                    scales.iterator + cute.assume(source, divby=SCALE_TILE),
+                    size,
+                    barrier,
+                    policy=policy,
+                )
+
+    @cute.jit
+    def arrange(self, lanes: tuple, columns: tuple, first, blocks, lane, base, free, free_parity, full):
+        """A warp: write linear scales of a chunk to a stage that is ``free``, in the order of tiles.
+
+        ``lanes`` and ``columns``: scales of an operand, a lane's first row, and the rows that there are. The chunk has
+        the blocks from ``first`` on, a row ``blocks`` in all. A lane has every 32nd row of each 128, whose words are
+        neighbours in a tile.
+        """
+        stage = self.stage
+        # They are loaded while the stage is still in use.
+        scales, row, rows = columns
+        used = min(stage.columns, ROWS)
+        row_tiles = range(stage.scale_row_tiles)
+        loaded = [self._load_scales(scales, row + i * ROWS, rows, used, first, blocks) for i in row_tiles]
+        loaded.append(self._load_scales(*lanes, ROWS, first, blocks))
+        ptx.wait(free, free_parity)
+        at = base + cute.assume(stage.code_bytes + lane * 16, divby=16)
+        for i, words_of_rows in enumerate(loaded):
+            for j, words in enumerate(zip(*words_of_rows, strict=True)):
+                to = cute.recast_ptr(at + (i * stage.scale_tiles + j) * SCALE_TILE, dtype=Uint32)
+                store_words(list(words), cute.make_tensor(to, cute.make_layout(len(words))))
+        fence_async()
+        cute.arch.sync_warp()
+        ptx.arrive_if(full, Uint32(lane == 0))
+
+    def _load_scales(self, scales, row, rows, used: int, first, blocks) -> list:
+        """A chunk's scales of every 32nd of 128 rows, each as a list of words; zeros beyond the matrix, and beyond the
+        ``used`` of these rows."""
+        tiles = range(self.stage.scale_tiles)
+        loaded = []
+        for after in range(0, ROWS, 32):
+            at = scales.iterator + cute.assume(Int64(row + after) * blocks + first, divby=4)
+            exist = [(row + after < rows) & (first + TILE_BLOCKS * j < blocks) for j in tiles]
+            words = [ptx.load_if(at, exist[j], 1, TILE_BLOCKS * j)[0] for j in tiles if after < used]
+            loaded.append(words or [Uint32(0) for _ in tiles])
+        return loaded
+
+    # MMAs
+
+    @cute.jit
+    def multiply(self, total, at, scales, steps, first_column, adds, phase=None):
+        """Issue the copies of a chunk's scales to tensor memory, and its first ``steps`` MMAs.
+
+        Args:
+            total: columns of the sums.
+            at: the stage in shared memory.
+            scales: columns for the chunk's scales.
+            steps: MMAs of the chunk.
+            first_column: the first of its rows of the operand on the N side.
+            adds: whether the first MMA adds to what the sums are.
+            phase: MMAs of the first tile of scales that belong to what is before the chunk; ``None``: none ever.
+        """
+        c = self.stage
+        # Of fewer rows than a tile of scales has, the first row's lane and column.
+        lane, column = Uint32(0), Uint32(0)
+        if const_expr(c.columns < ROWS and not c.arranges):
+            first = first_column % ROWS
+            lane, column = Uint32(first % 32), Uint32(first // 32)
+        column_scales = at + c.code_bytes
+        lane_scales = column_scales + c.column_scale_bytes
+        to_columns = scales + c.scale_tiles * TILE_BLOCKS
+        before = 0 if const_expr(phase is None) else phase
+        for i in range_constexpr(c.scale_tiles):
+            if i * self.steps_per_tile < steps + before:
+                source = tcgen05.scale_descriptor(lane_scales + i * SCALE_TILE)
+                tcgen05.copy_scales(scales + i * TILE_BLOCKS, source, c.group)
+                for j in range_constexpr(c.scale_row_tiles):
+                    source = column_scales + (j * c.scale_tiles + i) * SCALE_TILE + lane * 16
+                    to = to_columns + (i * c.scale_row_tiles + j) * TILE_BLOCKS
+                    tcgen05.copy_scales(to, tcgen05.scale_descriptor(source), c.group)
+        for step in range_constexpr(STEPS):
+            if step < steps:
+                place = step + before
+                tile, scale_id = place // self.steps_per_tile, place % self.steps_per_tile * 2
+                tcgen05.multiply(
+                    total,
+                    tcgen05.operand_descriptor(at + step * (STEP // 2)),
+                    tcgen05.operand_descriptor(at + ROWS * LINE + step * (STEP // 2)),
+                    tcgen05.instruction_descriptor(ROWS * c.group, c.columns, c.fmt == MXFP4, scale_id),
+                    scales + tile * TILE_BLOCKS,
+                    to_columns + tile * c.scale_row_tiles * TILE_BLOCKS + column,
+                    adds if step == 0 else True,
+                    c.fmt.block_size,
+                    c.group,
+                )

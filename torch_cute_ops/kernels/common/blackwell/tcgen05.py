@@ -1,0 +1,130 @@
+"""``tcgen05``: tensor memory and the tensor cores of data-center Blackwell, as PTX (PTX ISA, "TensorCore 5th
+generation").
+
+All operations of a tile (``copy_scales``, ``multiply``, ``commit``) are issued by one thread. They are asynchronous;
+copies of scales and MMAs of that thread are executed in order, and ``commit`` has an mbarrier tell when they are done.
+"""
+
+from typing import Final
+
+from cutlass import Uint32, Uint64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+from torch_cute_ops.kernels.common.core import ptx
+
+_VERSION: Final = 1 << 46
+_SWIZZLE_128: Final = 2 << 61
+
+
+def operand_descriptor(address) -> Uint64:
+    """Rows of 128 bytes of K-major elements with the 128-byte swizzle, from ``address`` in shared memory on: 8 rows are
+    1,024 bytes. An address that is some 32 bytes further on skips as many elements."""
+    return _descriptor(address, 1024) | Uint64(_SWIZZLE_128)
+
+
+def scale_descriptor(address) -> Uint64:
+    """32 rows of 16 bytes, one after the other."""
+    return _descriptor(address, 128)
+
+
+def _descriptor(address, stride: int) -> Uint64:
+    start = Uint64(Uint32(address) >> 4)
+    # The leading dimension's stride is not used for rows of one swizzle atom, or of 16 bytes.
+    return start | Uint64(_VERSION | stride >> 4 << 32 | 1 << 16)
+
+
+def instruction_descriptor(rows: int, columns: int, ue8m0: bool, scale_id: int) -> int:
+    """``rows`` x ``columns`` x 64, both operands e2m1; scales from byte ``scale_id`` of their words on."""
+    e2m1 = 1 << 7 | 1 << 10
+    return e2m1 | scale_id << 4 | columns // 8 << 17 | int(ue8m0) << 23 | rows // 128 << 27 | scale_id << 29
+
+
+def _run(operands: list, text: str, constraints: str, loc, ip) -> None:
+    ptx._asm(None, operands, text, constraints, loc, ip, pure=False)
+
+
+def _address(pointer, loc, ip):
+    return ptx._u32(pointer.toint(loc=loc, ip=ip), loc, ip)
+
+
+@dsl_user_op
+def allocate(to, columns: int, group: int, *, loc=None, ip=None) -> None:
+    """A warp takes columns of tensor memory, 32 or a larger power of two, and writes the address to shared memory;
+    other CTAs of the SM may go on to allocate. With ``group`` 2, a warp of each CTA of a pair does."""
+    text = (
+        f"tcgen05.alloc.cta_group::{group}.sync.aligned.shared::cta.b32 [$0], {columns}; "
+        f"tcgen05.relinquish_alloc_permit.cta_group::{group}.sync.aligned;"
+    )
+    _run([_address(to, loc, ip)], text, "r", loc, ip)
+
+
+@dsl_user_op
+def free(address, columns: int, group: int, *, loc=None, ip=None) -> None:
+    """The warp that allocated columns gives them back."""
+    text = f"tcgen05.dealloc.cta_group::{group}.sync.aligned.b32 $0, {columns};"
+    _run([ptx._u32(address, loc, ip)], text, "r", loc, ip)
+
+
+@dsl_user_op
+def copy_scales(address, descriptor, group: int, *, loc=None, ip=None) -> None:
+    """Copy 512 bytes of shared memory to four columns: byte ``16 (r % 32) + 4 (r // 32) + b`` of a row's scales to lane
+    ``r % 32`` of each quarter, column ``r // 32``."""
+    operands = [ptx._u32(address, loc, ip), Uint64(descriptor).ir_value(loc=loc, ip=ip)]
+    _run(operands, f"tcgen05.cp.cta_group::{group}.32x128b.warpx4 [$0], $1;", "r,l", loc, ip)
+
+
+@dsl_user_op
+def multiply(
+    total, a, b, instruction: int, a_scales, b_scales, adds, block: int, group: int, *, loc=None, ip=None
+) -> None:
+    """``total = a @ b``, or added to what ``total`` has, with a scale for each ``block`` elements of a row."""
+    operands = [ptx._u32(total, loc, ip)]
+    operands += [Uint64(one).ir_value(loc=loc, ip=ip) for one in (a, b)]
+    operands += [ptx._u32(one, loc, ip) for one in (Uint32(instruction), a_scales, b_scales, Uint32(adds))]
+    text = (
+        "{.reg .pred p; setp.ne.u32 p, $6, 0; "
+        f"tcgen05.mma.cta_group::{group}.kind::mxf4nvf4.block_scale.block{block} "
+        "[$0], $1, $2, $3, [$4], [$5], p;}"
+    )
+    _run(operands, text, "r,l,l,r,r,r,r", loc, ip)
+
+
+@dsl_user_op
+def commit(barrier, group: int, both: bool, *, loc=None, ip=None) -> None:
+    """Arrive at an mbarrier when all that this thread has issued is done; in ``both`` CTAs of a pair, or this one."""
+    operands = [_address(barrier, loc, ip)]
+    text = f"tcgen05.commit.cta_group::{group}.mbarrier::arrive::one.shared::cluster"
+    if not both:
+        return _run(operands, f"{text}.b64 [$0];", "r", loc, ip)
+    text = f"{{.reg .b16 both; mov.b16 both, 3; {text}.multicast::cluster.b64 [$0], both;}}"
+    return _run(operands, text, "r", loc, ip)
+
+
+@dsl_user_op
+def load(address, columns: int, *, loc=None, ip=None) -> list:
+    """A thread's row of some columns, as words; they are there after ``wait_for_loads``."""
+    result = llvm.StructType.get_literal([T.i32()] * columns)
+    names = ", ".join(f"${i}" for i in range(columns))
+    text = f"tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{names}}}, [${columns}];"
+    constraints = ",".join(["=r"] * columns + ["r"])
+    values = ptx._asm(result, [ptx._u32(address, loc, ip)], text, constraints, loc, ip, pure=False)
+    return [Uint32(llvm.extractvalue(T.i32(), values, [i], loc=loc, ip=ip)) for i in range(columns)]
+
+
+@dsl_user_op
+def wait_for_loads(*, loc=None, ip=None) -> None:
+    """Wait for all loads of this thread."""
+    _run([], "tcgen05.wait::ld.sync.aligned;", "", loc, ip)
+
+
+@dsl_user_op
+def fence_before(*, loc=None, ip=None) -> None:
+    """What this thread did comes before what others do in tensor memory behind a barrier."""
+    _run([], "tcgen05.fence::before_thread_sync;", "", loc, ip)
+
+
+@dsl_user_op
+def fence_after(*, loc=None, ip=None) -> None:
+    """What others did before a barrier comes before what this thread does in tensor memory."""
+    _run([], "tcgen05.fence::after_thread_sync;", "", loc, ip)

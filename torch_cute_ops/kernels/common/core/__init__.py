@@ -1,0 +1,1 @@
+"""What any kernel may need: instructions, fences, reductions, epilogues."""

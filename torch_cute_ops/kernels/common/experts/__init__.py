@@ -1,0 +1,1 @@
+"""Which rows, tokens and columns belong to which expert."""

@@ -1,0 +1,232 @@
+"""Chunks of an FP4 weight in a ring of stages in shared memory: how they are copied there, and how lanes read them.
+
+A chunk is 256 elements of k of some rows. Its codes are 128 bytes a row, a whole cache line, and one box of a tensor
+map with the 128-byte swizzle (a chunk of 128 elements is half a line, with the 64-byte swizzle). Its scales are whole
+tiles of 128 rows x 4 blocks, which bulk copies bring, or in the linear layout a box of rows. Where the k of a weight is
+that of several experts, one after the other, a chunk ends where its expert does. Experts of an odd number of half tiles
+(``WeightChunks.spread``) begin by turns with the first half of a tile and with the second, their *phase*, 0 or 1; a
+chunk then has up to one tile more.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from torch_cute_ops.formats import MXFP4
+from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.convert import load_words
+from torch_cute_ops.kernels.common.core.stages import PIECE
+from torch_cute_ops.kernels.common.fp4.activations import QUAD
+from torch_cute_ops.kernels.common.fp4.decode import decode, rows_of_bytes, scale_argument, scale_factors
+from torch_cute_ops.kernels.common.fp4.weight_chunks import SCALE_TILE, TILE_ROWS, WeightChunks
+from torch_cute_ops.runtime.argspec import Dim, TensorArg
+
+
+class OpenRing(NamedTuple):
+    """The copies of a weight: tensor maps, and views of the weight and of the stages as their boxes. Without a tensor
+    map for scales, these are copied in bulk from ``scales`` to ``scales_at``."""
+
+    codes_copy: Any
+    codes_from: cute.Tensor
+    codes_to: cute.Tensor
+    scale_copy: Any
+    scales_from: cute.Tensor | None
+    scales_to: cute.Tensor | None
+    scales: cute.Tensor
+    scales_at: cute.Pointer
+
+
+class WeightRing:
+    """A ring of ``stages`` chunks.
+
+    Attributes:
+        words: words of codes of a lane in a row of a chunk; each is two k16 steps.
+    """
+
+    def __init__(self, chunks: WeightChunks, stages: int):
+        self.fmt, self.layout, self.rows, self.stages = chunks.fmt, chunks.layout, chunks.rows, stages
+        self.blocks, self.scale_row_tiles = chunks.blocks, chunks.scale_row_tiles
+        self.spread, self.scale_columns = chunks.spread, chunks.scale_columns
+        self.code_bytes, self.scale_bytes = chunks.code_bytes, chunks.scale_bytes
+        self.line, self.words = chunks.line, chunks.line // QUAD // 4
+
+    def arguments(self, n: Dim) -> tuple[TensorArg, TensorArg]:
+        """The weight (K/2, N) and its scales."""
+        half = Dim("k_bytes", divisibility=16)
+        linear = self.layout.is_linear
+        blocks = Dim("blocks", divisibility=16 if linear else TILE_BLOCKS)
+        scale_rows = n if linear else Dim("scale_rows", divisibility=TILE_ROWS)
+        codes = TensorArg("Uint8", (half, n), (1, half), align=16)
+        return codes, scale_argument(self.fmt, scale_rows, blocks)
+
+    def maps(self, b: cute.Tensor, scale: cute.Tensor, experts=1) -> tuple:
+        """Tensor maps of codes and scales, with experts as a third dimension, for ``open``."""
+        b, scale = rows_of_bytes(b, scale)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        codes_copy, codes = self._map(load, b, experts, self._codes_layout(1), (self.rows, self.line, 1))
+        scale_copy, scales = None, scale
+        if self.layout.is_linear:
+            layout = cute.make_layout((self.rows, self.blocks, 1), stride=(self.blocks, 1, 0))
+            scale_copy, scales = self._map(load, scale, experts, layout, (self.rows, self.blocks, 1))
+        return codes_copy, codes, scale_copy, scales
+
+    def _map(self, load, matrix: cute.Tensor, experts, layout, box: tuple[int, int, int]) -> tuple:
+        n, pitch = matrix.shape
+        width = cute.assume(pitch // experts, divby=16)
+        view = cute.make_layout((n, width, experts), stride=(matrix.stride[0], 1, width))
+        return cpasync.make_tiled_tma_atom(load, cute.make_tensor(matrix.iterator, view), layout, box)
+
+    def _codes_layout(self, stages: int):
+        """Codes in shared memory, (rows, line, stages)."""
+        kinds = warpgroup.SmemLayoutAtomKind
+        atom = warpgroup.make_smem_layout_atom({128: kinds.K_SW128, 64: kinds.K_SW64}[self.line], Uint8)
+        return cute.tile_to_shape(atom, (self.rows, self.line, stages), order=(0, 1, 2))
+
+    def open(self, maps: tuple, codes_at: cute.Pointer, scales_at: cute.Pointer) -> OpenRing:
+        """The copies to stages whose codes and scales lie there in shared memory."""
+        codes_copy, codes, scale_copy, scales = maps
+        layout = self._codes_layout(self.stages)
+        stages = cute.make_tensor(cute.recast_ptr(codes_at, layout.inner, dtype=Uint8), layout.outer)
+        codes_to, codes_from = self._boxes(codes_copy, codes, self.line, stages)
+        scales_to = scales_from = None
+        if self.layout.is_linear:
+            layout = cute.make_layout((self.rows, self.blocks, self.stages), stride=(self.blocks, 1, self.scale_bytes))
+            stages = cute.make_tensor(scales_at, layout)
+            scales_to, scales_from = self._boxes(scale_copy, scales, self.blocks, stages)
+        return OpenRing(
+            codes_copy=codes_copy,
+            codes_from=codes_from,
+            codes_to=codes_to,
+            scale_copy=scale_copy,
+            scales_from=scales_from,
+            scales_to=scales_to,
+            scales=scales,
+            scales_at=scales_at,
+        )
+
+    def prefetch(self, maps: tuple) -> None:
+        """Have the tensor maps read before they are used."""
+        codes_copy, _, scale_copy, _ = maps
+        cpasync.prefetch_descriptor(codes_copy)
+        if scale_copy is not None:
+            cpasync.prefetch_descriptor(scale_copy)
+
+    def _boxes(self, copy, matrix, width: int, stages) -> tuple:
+        """The boxes in shared memory, by stage, and in memory, by tile of rows, chunk and expert."""
+        tiled = cute.local_tile(matrix, (self.rows, width, 1), (None, None, None))
+        return cpasync.tma_partition(
+            copy, 0, cute.make_layout(1), cute.group_modes(stages, 0, 2), cute.group_modes(tiled, 0, 3)
+        )
+
+    @cute.jit
+    def load(self, tile, chunk, expert, stage, barrier, weight, n, blocks):
+        """Start the copies of a chunk, with one arrival at ``barrier``, which expects their bytes.
+
+        ``weight`` is what ``open`` returns, ``n`` the weight's rows, ``blocks`` the blocks of a row, of one expert.
+        """
+        if const_expr(self.layout.is_linear):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.code_bytes + self.scale_bytes)
+            source = weight.scales_from[None, tile, chunk, expert]
+            self._copy(weight.scale_copy, source, weight.scales_to[None, stage], barrier)
+        else:
+            # A row of tiles is contiguous.
+            column = chunk * (self.blocks // TILE_BLOCKS)
+            if const_expr(self.spread):
+                before = expert * blocks // TILE_BLOCKS
+                own = cutlass.min(blocks - chunk * self.blocks, Int32(self.blocks))
+                size = cute.ceil_div(expert * blocks % TILE_BLOCKS + own, TILE_BLOCKS) * SCALE_TILE
+            else:
+                # An expert's blocks are whole tiles, unless it is the only one.
+                columns = cute.ceil_div(blocks, TILE_BLOCKS)
+                before = expert * columns
+                size = cutlass.min(columns - column, Int32(self.blocks // TILE_BLOCKS)) * SCALE_TILE
+            pitch = weight.scales.shape[1] // TILE_BLOCKS
+            first = tile * self.rows // TILE_ROWS
+            row_tiles = cutlass.min(cute.ceil_div(n, TILE_ROWS) - first, self._scale_row_tiles(tile))
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.code_bytes + size * row_tiles)
+                for i in range_constexpr(self.scale_row_tiles):
+                    if i < row_tiles:
+                        source = (Int64(first + i) * pitch + before + column) * SCALE_TILE
+                        target = stage * self.scale_bytes + i * (TILE_ROWS * self.scale_columns)
+                        ptx.copy_bulk(
+                            weight.scales_at + cute.assume(target, divby=SCALE_TILE),
+                            weight.scales.iterator + cute.assume(source, divby=SCALE_TILE),
+                            size,
+                            barrier,
+                            policy=ptx.EVICT_FIRST,
+                        )
+        codes = weight.codes_from[None, tile, chunk, expert]
+        self._copy(weight.codes_copy, codes, weight.codes_to[None, stage], barrier)
+
+    def first_scale_row(self, tile) -> Any:
+        """Where the rows of a tile of the weight begin in the first tile of scales of a stage."""
+        return 0 if self.layout.is_linear or self.rows % TILE_ROWS == 0 else tile * self.rows % TILE_ROWS
+
+    def _scale_row_tiles(self, tile) -> Int32:
+        """Tiles of scales that a tile of the weight spans along the rows."""
+        if self.rows % TILE_ROWS == 0 or TILE_ROWS % self.rows == 0:
+            return Int32(self.scale_row_tiles)
+        return Int32(cute.ceil_div(self.first_scale_row(tile) + self.rows, TILE_ROWS))
+
+    def _copy(self, copy, source, target, barrier) -> None:
+        """Start a copy by TMA of what is read once."""
+        cute.copy(copy, source, target, tma_bar_ptr=barrier, cache_policy=Int64(ptx.EVICT_FIRST))
+
+    def codes(self, codes_at: cute.Pointer, stage, row, quad) -> list:
+        """A lane's words of a row: its quarter of the chunk."""
+        words = []
+        pieces = self.line // PIECE
+        # The swizzle permutes pieces by the number of the 128 bytes that they are in.
+        line = row if self.line == 128 else row // (128 // self.line)
+        for i in range(pieces // QUAD):
+            piece = (quad * (pieces // QUAD) + i) ^ (line % pieces)
+            at = codes_at + cute.assume(stage * self.code_bytes + row * self.line + piece * PIECE, divby=PIECE)
+            words += load_words(cute.make_tensor(cute.recast_ptr(at, dtype=Uint32), cute.make_layout(4)))
+        return words
+
+    def existing(self, left, quad) -> Uint32:
+        """The mask of a lane's scales of a chunk of which ``left`` blocks exist, for ``factors``."""
+        count = self.blocks // QUAD
+        exist = cutlass.min(cutlass.max(left - quad * count, Int32(0)), Int32(count))
+        return ptx.select(exist == count, Uint32(0xFFFFFFFF), (Uint32(1) << Uint32(exist * 8)) - 1)
+
+    def factors(self, scales_at: cute.Pointer, stage, row, quad, existing, dtype, phase=None) -> list:
+        """The factors of a lane's blocks of a row.
+
+        ``row`` counts from the first row of a tile of scales. ``existing`` masks the scales of blocks that exist,
+        others get zero; ``None``: all exist. ``phase``: that of the expert; ``None``: 0.
+        """
+        bytes_ = self.scales(scales_at, stage, row, quad, existing, phase)
+        together = 1 if self.fmt == MXFP4 else 2
+        shifts = range(0, 8 * (self.blocks // QUAD), 8 * together)
+        parts = [bytes_ >> shift if shift else bytes_ for shift in shifts]
+        parts[:-1] = [part & Uint32((1 << 8 * together) - 1) for part in parts[:-1]]
+        return [factor for part in parts for factor in scale_factors(part, dtype, self.fmt)]
+
+    def scales(self, scales_at: cute.Pointer, stage, row, quad, existing, phase=None) -> Uint32:
+        """The bytes of a lane's scales of a row, the first in the lowest; arguments as of ``factors``."""
+        count = self.blocks // QUAD
+        block = quad * count
+        # In a stage the scales lie as those of a matrix of its size.
+        column = block if phase is None else block + phase * (TILE_BLOCKS // 2)
+        row_offset = self.layout.row_offset(row, self.scale_columns)
+        place = stage * self.scale_bytes + row_offset + self.layout.block_offset(column)
+        dtype_of = {4: Uint32, 2: Uint16, 1: Uint8}
+        at = cute.recast_ptr(scales_at + cute.assume(place, divby=count), dtype=dtype_of[count])
+        bytes_ = Uint32(cute.make_tensor(at, cute.make_layout(1))[0])
+        if existing is not None:
+            # Scales of blocks that do not exist may be anything, and 0 times NaN is not 0.
+            bytes_ = bytes_ & existing
+        return bytes_
+
+    def pairs(self, codes: list, factors: list, word: int, dtype) -> list:
+        """What ``decode`` makes of the ``word``-th word of each row."""
+        per_factor = self.words // len(factors[0])
+        rows = zip(codes, factors, strict=True)
+        return [decode([words[word]], [scales[word // per_factor]], dtype, self.fmt)[0] for words, scales in rows]

@@ -1,0 +1,73 @@
+"""FP8 on the device: fp32 scales, and fp32 values divided by a scale, with IEEE rounding, and converted to e4m3.
+
+A division costs three instructions for each element (Markstein 1990): with the correctly rounded inverse of the scale,
+the product of value and inverse is off by at most an ulp, and one residual step rounds it correctly. Scales beyond
+2^±80, and the values with them, are first brought nearer to 1 by a power of two, so that no step over- or underflows.
+"""
+
+from typing import NamedTuple
+
+from cutlass import Boolean, Float32, Uint32
+
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.fp8.fp8_units import FP8_UNIT
+
+E4M3_MAX = 448.0
+_BEYOND_E4M3 = 1024.0
+_INFINITY = float("inf")
+
+
+class Divisor(NamedTuple):
+    """What values are divided by.
+
+    Attributes:
+        factor: what values are multiplied by first: the row factor times the power of two.
+        scale: the scale, times the power of two.
+        inverse: inverse of ``scale``.
+        live: whether a computed scale is neither zero nor NaN; ``None`` for a given one.
+    """
+
+    factor: Float32
+    scale: Float32
+    inverse: Float32
+    live: Boolean | None
+
+
+def dynamic_scale(amax: Float32) -> Float32:
+    """``amax / 448``; NaN for an amax of NaN or infinity."""
+    return ptx.fma_rn(amax, Float32(0.0), ptx.div_rn(amax, Float32(E4M3_MAX)))
+
+
+def scale_divisor(scale: Float32, rstd: Float32 | None, is_dynamic: bool) -> Divisor:
+    """The divisor for values that have yet to be multiplied by the row factor ``rstd``, if that is not ``None``."""
+    magnitude = ptx.max_abs_nan(Float32(0.0), scale)
+    power = ptx.select(magnitude < Float32(2.0**-80), Float32(2.0**64), Float32(1.0))
+    power = ptx.select(magnitude > Float32(2.0**80), Float32(2.0**-64), power)
+    near_one = ptx.mul_rn(scale, power)
+    inverse = ptx.div_rn(Float32(1.0), near_one)
+    factor = power if rstd is None else ptx.mul_rn(rstd, power)
+    if is_dynamic:
+        return Divisor(factor, near_one, inverse, scale > Float32(0.0))
+    # Any finite value over an infinite scale is zero: no residual step.
+    return Divisor(factor, ptx.select(magnitude < Float32(_INFINITY), near_one, Float32(0.0)), inverse, None)
+
+
+def divide_e4m3(values, divisor: Divisor) -> list:
+    """16 values over the scale as words of e4m3 bytes, the first lowest: nearest even, saturating, NaN 0x7F."""
+    return [_divide_four([values[i + k] for k in range(4)], divisor) for i in range(0, FP8_UNIT, 4)]
+
+
+def _divide_four(values: list, divisor: Divisor) -> Uint32:
+    quotients = []
+    for raw in values:
+        value = ptx.mul_rn(raw, divisor.factor)
+        guess = ptx.mul_rn(value, divisor.inverse)
+        # With the signs in this order a zero keeps its own.
+        excess = ptx.fma_rn(divisor.scale, guess, -value)
+        quotient = ptx.fma_rn(-excess, divisor.inverse, guess)
+        if divisor.live is None:
+            # A given scale may be zero or far too small: then the guess (infinite, NaN or large) is the result.
+            quotient = ptx.select(ptx.max_abs_nan(Float32(0.0), guess) <= Float32(_BEYOND_E4M3), quotient, guess)
+        quotients.append(quotient)
+    word = ptx.e4m3x4_of(tuple(quotients))
+    return word if divisor.live is None else ptx.select(divisor.live, word, Uint32(0))

@@ -1,0 +1,183 @@
+"""Sizes of kernels by wgmma with FP8 activations (``kernels.common.fp8.fp8_tiles_kernel``): no device code."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+from torch_cute_ops.formats.fp8 import FP8_BLOCK128
+from torch_cute_ops.kernels.common.core.epilogue import Epilogue
+from torch_cute_ops.kernels.common.core.sum_tile import SumTile
+from torch_cute_ops.kernels.common.core.warpgroup import GROUP_ROWS, WARPGROUP
+from torch_cute_ops.kernels.common.fp8.expert_layout import ExpertLayout
+
+BLOCK: Final = FP8_BLOCK128.block_size
+"""Elements of k of a K block, which share a scale."""
+GROUPS: Final = 2
+"""Consumer warpgroups that share the rows of the M side of a tile; or, where it has 64, those of the N side."""
+SPLITS: Final = (1, 2, 3, 4, 6)
+"""Numbers of CTAs that share the k of a tile of few rows."""
+NARROW_SPLITS: Final = (1, 2)
+"""The same where the tile has half of the rows of the weight: clusters of two fill a GPU."""
+SCALE_WARPS: Final = WARPGROUP // 32 - 1
+"""Warps that load scales: the producer's warpgroup but for the producer."""
+BARRIER_BYTES: Final = 272
+"""For three barriers of each of ten stages, two of a cluster, and two of sets that divide k: the most that any has."""
+RECORD_WORDS: Final = 4
+"""Words of a stage's record of its tile: first row, rows from there on, first column, and expert, or 0 where the
+epilogue does not depend on it."""
+RECORD_BYTES: Final = RECORD_WORDS * 4
+
+
+@dataclass(frozen=True)
+class FP8TilesConfig:
+    """Everything static about such a kernel. N, K, R and the number of experts are not.
+
+    Attributes:
+        rows: how rows of ``a`` belong to experts.
+        epilogue: what is done to the sums.
+        tokens, columns, splits: rows of ``a`` and of ``b`` of a tile, and CTAs of a cluster, which share its k.
+        stages: stages of the ring.
+        line: bytes of a row of the weight in a stage.
+        span: K blocks of a stage.
+        k_groups: sets of ``GROUPS`` consumer warpgroups: one, or as many as a stage has K blocks, two. Then set i takes
+            the i-th K block of every stage, and the sets' sums are added up behind a tile's last stage.
+        place_scales: fp32 scales of a K block in the ring; whole pieces of 16 bytes.
+        scales_ahead: stages whose scales a warp loads together.
+        prefetching_tokens: most rows of ``a`` of a tile behind which something is brought into L2.
+        own_bytes: shared memory that the kernel has besides.
+        helpers, teams: warps that complete a stage which has arrived, if there are any; and how many times so many
+            there are, which take the stages in turns.
+        row_ctas: CTAs of a cluster whose rows of ``a`` follow each other, beside the same columns: a tile is one of
+            each.
+        pdl: whether launches are programmatic dependent launches.
+        static_weight: whether the weight was complete before the previous launch, where that makes a difference: with
+            ``pdl``, in tiles of few rows without experts, whose rows are not known before the wait.
+        prefetches: whether the producer, when it has started its last copy, has something brought into L2: without
+            experts, in tiles of few rows.
+        store_bytes: shared memory in which lines of the result are assembled, or partial sums left.
+    """
+
+    rows: ExpertLayout
+    epilogue: Epilogue
+    tokens: int
+    columns: int
+    splits: int
+    stages: int
+    pdl: bool
+    static_weight: bool
+    prefetches: bool
+    line: ClassVar[int]
+    scales_ahead: ClassVar[int]
+    prefetching_tokens: ClassVar[int]
+    own_bytes: ClassVar[int]
+    helpers: ClassVar[int]
+    row_ctas = 1
+    teams = 1
+    span = 1
+    k_groups = 1
+
+    @staticmethod
+    def reads_ahead(rows: ExpertLayout, tokens: int, pdl: bool) -> bool:
+        """Whether the producer of such a kernel reads a static weight before the wait."""
+        return pdl and rows.is_plain and tokens <= GROUP_ROWS
+
+    @classmethod
+    def may_prefetch(cls, rows: ExpertLayout, tokens: int) -> bool:
+        """Whether the producer of such a kernel may have something brought into L2."""
+        return rows.is_plain and tokens <= cls.prefetching_tokens
+
+    @property
+    def waits_last(self) -> bool:
+        """Whether consumers alone wait for the kernel before this one, which runs beside it, and behind their last
+        tile."""
+        return False
+
+    @property
+    def waits_first(self) -> bool:
+        """Whether all threads wait for the kernels before this one at once."""
+        return self.pdl and not self.static_weight and not self.waits_last
+
+    @property
+    def teams_meet(self) -> bool:
+        """Whether a stage is one team's in a round of the ring and another's in the next."""
+        return self.stages % self.teams > 0
+
+    @property
+    def full_arrivals(self) -> int:
+        """Arrivals of helpers that make a stage full."""
+        return self.helpers * (self.teams if self.teams_meet else 1)
+
+    @property
+    def cluster(self) -> int:
+        """CTAs of a cluster."""
+        return self.splits * self.row_ctas
+
+    @property
+    def copied_columns(self) -> int:
+        """Rows of the weight that a CTA copies."""
+        return self.columns // self.row_ctas
+
+    @property
+    def place_scales(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def store_bytes(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 32 * (self.consumer_warps + self.teams * self.helpers) + WARPGROUP
+
+    @property
+    def consumer_warps(self) -> int:
+        """Warps that multiply."""
+        return WARPGROUP // 32 * GROUPS * self.k_groups
+
+    @property
+    def tells_expert(self) -> bool:
+        """Whether consumers need the expert of a tile, for its alpha or bias."""
+        return not self.rows.is_plain and (self.epilogue.is_by_expert or self.epilogue.bias_dtype is not None)
+
+    @property
+    def sum_tile(self) -> SumTile:
+        """The sums of a CTA that shares a tile."""
+        return SumTile(self.tokens, self.columns)
+
+    @property
+    def received_bytes(self) -> int:
+        """Shared memory for what the CTAs of a cluster send to one of them."""
+        return self.sum_tile.received_bytes(self.splits) if self.splits > 1 else 0
+
+    @property
+    def box_rows(self) -> int:
+        """Rows of ``a`` of a copy, an equal part of the tile's, so that rows that do not exist need not be copied."""
+        return self.tokens // self.boxes
+
+    @property
+    def boxes(self) -> int:
+        """The most such copies of a K block."""
+        return -(-self.tokens // GROUP_ROWS)
+
+    @property
+    def streams_weight(self) -> bool:
+        """Whether the weight is read once, as a rule."""
+        return self.tokens < 2 * GROUP_ROWS
+
+    @property
+    def stage_bytes(self) -> int:
+        """The K blocks of both operands, their scales, and a record."""
+        of_blocks = self.span * (self.tokens * BLOCK + self.place_scales * 4)
+        return of_blocks + self.copied_columns * self.line + RECORD_BYTES
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA."""
+        return (
+            self.stages * self.stage_bytes
+            + self.own_bytes
+            + self.store_bytes
+            + self.received_bytes
+            + self.rows.table_bytes
+            + BARRIER_BYTES
+        )

@@ -1,0 +1,118 @@
+"""Store accumulators through the epilogue, a whole line of a row at a time.
+
+Of each eight columns an MMA leaves a lane two neighbours, in a row and in the eighth row after it. Each warp has a part
+of shared memory in which it assembles lines of 128 bytes.
+"""
+
+from typing import Final
+
+import cutlass.cute as cute
+from cutlass import Float32, Int64, Uint32, const_expr, range_constexpr
+
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.convert import load_words, pack, store_words, unpack, words_per
+from torch_cute_ops.kernels.common.core.epilogue_ops import Finish, TileEpilogue
+from torch_cute_ops.kernels.common.fp8.row_tile import LINE, PITCH, ROWS
+
+PIECE: Final = 16  # bytes that a lane stores at once
+
+
+@cute.jit
+def store_rows(
+    sums: cute.Tensor,
+    out: cute.Tensor,
+    base: cute.Pointer,
+    first_row,
+    rows,
+    first_column,
+    lane,
+    epilogue: TileEpilogue,
+):
+    """Finish the sums of 16 rows and store the first ``rows`` of them, from ``first_row`` of ``out`` on.
+
+    Args:
+        sums: accumulators of a lane, four for each eight columns.
+        out: (rows, columns), contiguous; what lies beyond its columns is left out.
+        base: the warp's ``row_tile.SIZE_BYTES`` of shared memory, whose contents no lane needs any more.
+        first_row, rows, first_column: where the warp's 16 rows begin, and how many of them exist.
+        lane: index in the warp.
+        epilogue: epilogue of the tile.
+    """
+    dtype = out.element_type
+    groups = min(LINE // dtype.width, cute.size(sums) // 4)  # of eight columns in a line
+    pieces = groups * dtype.width // PIECE
+    columns_of_piece = PIECE * 8 // dtype.width
+    n = out.shape[1]
+    for line in range_constexpr(cute.size(sums) // (4 * groups)):
+        for group in range_constexpr(groups):
+            # 16-bit results are rounded before they change lanes. fp32 ones are finished afterwards, when a lane has
+            # four columns of a line and not two of each eight: with both alpha and bias these spilled registers.
+            finish = _unfinished
+            if const_expr(dtype is not Float32):
+                finish = epilogue(first_column + lane % 4 * 2, 2, after=(line * groups + group) * 8)
+            for r in range_constexpr(2):
+                at = (line * groups + group) * 4 + 2 * r
+                words = pack([finish(sums[at + i], i) for i in range(2)], dtype)
+                place = (lane // 4 + 8 * r) * PITCH + (group * 4 + lane % 4) * (4 * len(words))
+                to = cute.recast_ptr(base + cute.assume(place, divby=4 * len(words)), dtype=Uint32)
+                store_words(words, cute.make_tensor(to, cute.make_layout(len(words))))
+        cute.arch.sync_warp()
+        column = first_column + line * groups * 8 + lane % pieces * columns_of_piece
+        places = [i * (32 // pieces) + lane // pieces for i in range(ROWS * pieces // 32)]
+        finish = _unfinished
+        if const_expr(dtype is Float32):
+            finish = epilogue(
+                first_column + lane % pieces * columns_of_piece, columns_of_piece, after=line * groups * 8
+            )
+        loaded = []
+        for row in places:
+            at = cute.recast_ptr(base + cute.assume(row * PITCH + lane % pieces * PIECE, divby=PIECE), dtype=Uint32)
+            loaded.append(load_words(cute.make_tensor(at, cute.make_layout(4))))
+        for row, piece in zip(places, loaded, strict=True):
+            if const_expr(dtype is Float32):
+                piece = pack([finish(value, i) for i, value in enumerate(unpack(piece, dtype))], dtype)
+            to = _place(columns_of_piece, out, first_row + row, column)
+            ptx.store_if(to, piece, (row < rows) & (column < n))
+        cute.arch.sync_warp()
+
+
+def _unfinished(total: Float32, i: int) -> Float32:
+    return total
+
+
+@cute.jit
+def store_columns(
+    sums: cute.Tensor, out: cute.Tensor, first_row, rows, first_column, lane, finish: tuple[Finish, Finish]
+):
+    """The same of sums with rows of ``out`` on the N side: 16 columns of ``out``, and rows in groups of eight.
+
+    Sums are transposed in registers, so that a store has 16 bytes of a row. ``finish`` are for the lane's two columns,
+    ``lane // 4`` and the eighth after it.
+    """
+    dtype = out.element_type
+    n = out.shape[1]
+    for group in range_constexpr(cute.size(sums) // 4):
+        for r in range_constexpr(2):
+            pair = [finish[r](sums[4 * group + 2 * r + e], 0) for e in range(2)]
+            if const_expr(words_per(2, dtype) == 2):
+                # fp32: an element of two rows
+                column = first_column + lane // 4 + 8 * r
+                for e in range_constexpr(2):
+                    row = 8 * group + lane % 4 * 2 + e
+                    if (row < rows) & (column < n):
+                        _store([ptx.bits_of(pair[e])], 1, out, first_row + row, column)
+            else:
+                word = ptx.transpose_8x8(pack(pair, dtype)[0])
+                row, column = 8 * group + lane // 4, first_column + 8 * r + lane % 4 * 2
+                if (row < rows) & (column < n):
+                    _store([word], 2, out, first_row + row, column)
+
+
+def _store(words: list, divby: int, out: cute.Tensor, row, column) -> None:
+    store_words(words, cute.make_tensor(_place(divby, out, row, column), cute.make_layout(len(words))))
+
+
+def _place(divby: int, out: cute.Tensor, row, column) -> cute.Pointer:
+    """Where the words of an element and its neighbours lie."""
+    offset = cute.assume(Int64(row) * out.shape[1] + column, divby=divby)
+    return cute.recast_ptr(out.iterator + offset, dtype=Uint32)

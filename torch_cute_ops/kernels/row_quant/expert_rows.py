@@ -1,0 +1,94 @@
+"""A dense numbering of the rows that experts have in a buffer with padding.
+
+Each expert has ``counts[e]`` rows from ``offsets[e]`` on; without ``offsets``, from ``e`` times an equal share of the
+buffer on. A table in shared memory holds, for each expert, where its rows begin in the dense numbering, and the
+difference to their place in the buffer.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr, range_constexpr
+
+from torch_cute_ops.formats.experts import MAX_EXPERTS
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.scan import running_sum_of_cta
+from torch_cute_ops.kernels.common.experts.expert_search import expert_by_bisection, expert_by_votes
+from torch_cute_ops.kernels.row_quant.expert_table import SIZES, WARP
+
+BEYOND = 2**31 - 1
+
+
+class ExpertRows(NamedTuple):
+    """The table.
+
+    Attributes:
+        starts: dense number of each expert's first row; ``BEYOND`` past the last expert.
+        shifts: for each expert, the difference between a row in the buffer and its dense number.
+        total: the number of rows, one element.
+        sums: scratch memory of ``fill_table``.
+    """
+
+    starts: cute.Tensor
+    shifts: cute.Tensor
+    total: cute.Tensor
+    sums: cute.Tensor
+
+
+def table_at(memory: cute.Pointer) -> ExpertRows:
+    """The table in ``TABLE_BYTES`` of shared memory."""
+    words = cute.recast_ptr(memory, dtype=Int32)
+    starts = (sum(SIZES[:i]) for i in range(len(SIZES)))
+    return ExpertRows(*(cute.make_tensor(words + at, cute.make_layout(n)) for at, n in zip(starts, SIZES, strict=True)))
+
+
+@cute.jit
+def fill_table(table: ExpertRows, offsets, counts, rows, tid, threads: int):
+    """Fill the table; ``offsets`` may be ``None``, and the buffer has ``rows`` rows.
+
+    All ``threads`` of the CTA come here, and need a barrier before they read the table.
+    """
+    experts = counts.shape[0]
+    share = rows // experts
+    each = -(-MAX_EXPERTS // threads)
+    begins, sizes = [], []
+    own = Int32(0)
+    for i in range_constexpr(each):
+        expert = tid * each + i
+        exists = expert < experts
+        begin = expert * share
+        if const_expr(offsets is not None):
+            begin = _load(offsets, expert, exists)
+        size = _load(counts, expert, exists)
+        # Never beyond the expert's share, or the buffer.
+        size = cutlass.max(cutlass.min(size, share if const_expr(offsets is None) else rows - begin), Int32(0))
+        begins.append(begin)
+        sizes.append(size)
+        own = own + size
+    end = running_sum_of_cta(own, table.sums, tid, threads // WARP)
+    start = end - own
+    for i in range_constexpr(each):
+        expert = tid * each + i
+        if expert < MAX_EXPERTS:
+            table.starts[expert] = ptx.select(expert < experts, start, Int32(BEYOND))
+            table.shifts[expert] = begins[i] - start
+        start = start + sizes[i]
+    if tid == threads - 1:
+        table.total[0] = end
+
+
+def _load(tensor: cute.Tensor, at, exists) -> Int32:
+    return Int32(ptx.load_if(tensor.iterator + at, exists, 1)[0])
+
+
+def row_of(table: ExpertRows, number, lane, is_of_warp: bool) -> Int32:
+    """The row of the buffer with this dense number; arbitrary for a number past the last row.
+
+    ``is_of_warp``: the number is the same for all lanes, and they come here together.
+    """
+    if is_of_warp:
+        expert = expert_by_votes(table.starts, number, lane)
+    else:
+        expert = expert_by_bisection(table.starts, number)
+    return number + table.shifts[expert]
