@@ -27,11 +27,12 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from cutlass_kernels import CASES, CLUSTERS, E4M3, E8M0, F16, F32, Case, compile_case  # noqa: E402
 from own_kernels import ARCH, OWN_CASES, OwnCase, by_emulator, by_gpu, by_reference  # noqa: E402
-from ptx import EmulationError  # noqa: E402
-from ptx.launch import host_launches, programs_of  # noqa: E402
-from ptx.layout import GlobalMemory  # noqa: E402
-from ptx.machine import Machine  # noqa: E402
-from ptx.values import E2M1, SCALES, TINY  # noqa: E402
+
+from ptx_emulator import EmulationError  # noqa: E402
+from ptx_emulator.launch import host_launches, programs_of  # noqa: E402
+from ptx_emulator.layout import GlobalMemory  # noqa: E402
+from ptx_emulator.machine import Machine  # noqa: E402
+from ptx_emulator.values import E2M1, SCALES, TINY  # noqa: E402
 
 NOTES = ROOT / "docs" / "notes"
 SEEDS = (None, 0, 1)

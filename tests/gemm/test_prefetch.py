@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from ptx import run_kernel
 from samples import mm_fp4_weight_only
 from samples._fp4_gemm import random_matrix
 from support.cases import arguments, expected_of
@@ -10,6 +9,7 @@ from support.emulated import CPU, check_prefetched, poisoned
 from support.kernel_grid import BF16, FP16, FP32, WgmmaCase
 from support.launch_model import Launches, launches  # noqa: F401  (a fixture)
 
+from ptx_emulator import run_kernel
 from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.kernels import fp4_wgmma
 from torch_cute_ops.kernels.common.core import l2_prefetch

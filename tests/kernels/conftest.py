@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from ptx import launch
+
+from ptx_emulator import launch
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ptx import EmulationError, compile_ptx, run_kernel
 from samples._fp4_gemm import POWERS, random_matrix
 from support.cancelling import cancelling_matrix
 from support.emulated import CPU, HOPPER, KERNEL_WAIT, PASSED, POISON, WAIT, changed, poisoned, written_late
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, GatedExpertsCase
 
+from ptx_emulator import EmulationError, compile_ptx, run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.scale_layout import from_linear, to_linear
 from torch_cute_ops.kernels import fp4_gated_experts

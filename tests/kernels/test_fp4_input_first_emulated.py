@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from expected._fp4_gemm import decoded
-from ptx import EmulationError, compile_ptx, run_kernel
 from samples._fp4_gemm import POWERS, random_matrix
 from support import spec
 from support.emulated import (
@@ -28,6 +27,7 @@ from support.epilogues import finished, operands
 from support.kernel_grid import BF16, FP16, FP32, WgmmaCase
 from test_fp4_gemm_emulated import STATIC, WGMMAS, Wgmma, multiply_by_warpgroups
 
+from ptx_emulator import EmulationError, compile_ptx, run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.kernels import fp4_wgmma, row_quant

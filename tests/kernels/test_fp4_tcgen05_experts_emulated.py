@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ptx import EmulationError, compile_ptx, run_kernel
 from samples._fp4_gemm import POWERS, random_matrix
 from support.emulated import CPU, INPUTS, WEIGHT, changed, poisoned, written_late
 from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, grids
@@ -16,6 +15,7 @@ from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, Tcgen05ExpertsCase
 from support.ptx_faults import CONVERGED, Edit, Unfound, check_faults
 
+from ptx_emulator import EmulationError, compile_ptx, run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.formats.scale_layout import from_linear, to_linear
 from torch_cute_ops.kernels import fp4_tcgen05_experts

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from ptx import EmulationError, run_kernel
-from ptx.memory import Deadlock
 from samples._fp8_gemm import NAN
 from samples.grouped_mm_fp8 import contiguous, masked
 from samples.mm_fp8_block import sample
@@ -29,6 +27,8 @@ from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, 
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP8_LAYOUTS, FP16, FP32, FP8GemmCase
 
+from ptx_emulator import EmulationError, run_kernel
+from ptx_emulator.memory import Deadlock
 from torch_cute_ops.kernels.common.core.epilogue import Epilogue
 from torch_cute_ops.kernels.fp8_wgmma import Arguments
 from torch_cute_ops.registry import OPS

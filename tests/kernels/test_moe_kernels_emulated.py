@@ -10,7 +10,6 @@ import expected.moe_route_dense
 import expected.moe_route_ids
 import pytest
 import torch
-from ptx import EmulationError, run_kernel
 from samples import Sample
 from samples._moe import poisoned_rows, random_routing
 from samples._rows import random_rows
@@ -18,6 +17,7 @@ from support.cases import arguments
 from support.emulated import CPU, POISON, changed, equal, poisoned
 from support.kernel_grid import BF16, FP16, FP32, MoeCase
 
+from ptx_emulator import EmulationError, run_kernel
 from torch_cute_ops.fake.moe_route_ids import moe_route_ids as route_shapes
 from torch_cute_ops.formats import FP8_BLOCK128
 from torch_cute_ops.formats.experts import used_rows

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from ptx import Machine
 
+from ptx_emulator import Machine
 from support.kernel_grid import BF16, FP16, FP32
 
 CPU = torch.device("cpu")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ptx.launch import compile_ptx, host_launches
-
+from ptx_emulator.launch import compile_ptx, host_launches
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 

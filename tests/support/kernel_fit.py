@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ptx import compile_ptx
-
+from ptx_emulator import compile_ptx
 from support.kernel_grid import (
     ExpertsCase,
     FP8FP4GemmCase,

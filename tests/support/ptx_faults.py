@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
-from ptx import EmulationError
+
+from ptx_emulator import EmulationError
 
 Edit = Callable[[str], str]
 

@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-from ptx.values import fma_f32
 
+from ptx_emulator.values import fma_f32
 from support import spec
 
 

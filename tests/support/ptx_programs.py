@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from ptx import (
+
+from ptx_emulator import (
     GlobalMemory,
     Launch,
     Machine,

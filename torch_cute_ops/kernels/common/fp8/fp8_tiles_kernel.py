@@ -520,7 +520,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
     @cute.jit
     def _wait_if(self, condition, barrier, parity):
         """Wait for a phase, on a condition. MMAs overlap with this branch, as the machine code shows; with one around
-        an arrival they did not (``ptx.arrive_if``)."""
+        an arrival they did not (``ptx_emulator.arrive_if``)."""
         if condition:
             ptx.wait(barrier, parity)
 

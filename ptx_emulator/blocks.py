@@ -1,0 +1,176 @@
+"""What is known of a program before it runs: its basic blocks, the registers that these pass on, its loads."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import Counter
+from dataclasses import dataclass, field
+
+from ptx_emulator.decoder import Decoder, Step
+from ptx_emulator.parser import Program
+from ptx_emulator.values import TYPES
+
+
+@dataclass
+class Block:
+    """Steps that follow each other without a way in or out, and which registers they take over and leave.
+
+    ``polls``: whether they look for what another thread stores (``ld.acquire``).
+    """
+
+    steps: list[Step]
+    first: int
+    live_in: list[int] = field(default_factory=list)
+    live_out: list[int] = field(default_factory=list)
+    next: int = 0
+    target: int = 0
+    polls: bool = False
+
+
+def blocks_of(program: Program, decoder: Decoder) -> list[Block]:
+    """The blocks of a program, in its order; the last ends a thread."""
+    steps = [decoder.decode(instruction) for instruction in program.instructions]
+    leaders = {0, *program.labels.values()}
+    for i, step in enumerate(steps):
+        if step.kind != "plain":
+            leaders.add(i + 1)
+        if step.kind in ("warp", "block"):
+            leaders.add(i)
+    leaders = sorted(at for at in leaders if at < len(steps))
+    number = {at: i for i, at in enumerate(leaders)}
+    blocks = []
+    for i, (start, end) in enumerate(zip(leaders, [*leaders[1:], len(steps)], strict=True)):
+        block = Block(steps[start:end], i, next=i + 1)
+        if block.steps[-1].kind == "branch":
+            block.target = number.get(block.steps[-1].target, len(leaders))
+        block.polls = any(step.instruction.opcode.startswith("ld.acquire") for step in block.steps)
+        blocks.append(block)
+    # Falling off the end ends a thread.
+    blocks.append(Block([decoder.end()], len(blocks)))
+    return blocks
+
+
+@dataclass
+class Flow:
+    """What ``find_loads`` and ``find_live_registers`` find, of each step and of each block."""
+
+    loads: int
+    of_steps: list[tuple[int | None, list[int]]]
+    of_blocks: list[tuple[list[int], list[int]]]
+
+
+def find_flow(program: Program, blocks: list[Block], in_clusters: bool) -> int:
+    """How many loads may be from shared memory; steps and blocks get what is known of them. It is found once for a
+    program, because that takes longer than to decode it; but the launch decides whether addresses of shared memory are
+    registers, as they are in clusters, and where blocks end (at ``griddepcontrol.wait``, if there is what to wait
+    for)."""
+    key = in_clusters, *(len(block.steps) for block in blocks)
+    flow = program.flows.get(key)
+    steps = [step for block in blocks for step in block.steps]
+    if flow is None:
+        loads = find_loads(blocks)
+        find_live_registers(blocks)
+        of_steps = [(step.load, step.needs) for step in steps]
+        program.flows[key] = Flow(loads, of_steps, [(block.live_in, block.live_out) for block in blocks])
+        return loads
+    for step, (load, needs) in zip(steps, flow.of_steps, strict=True):
+        step.load, step.needs = load, needs
+    for block, (live_in, live_out) in zip(blocks, flow.of_blocks, strict=True):
+        block.live_in, block.live_out = live_in, live_out
+    return flow.loads
+
+
+def find_live_registers(blocks: list[Block]) -> None:
+    """Which registers a block must take over, and which of those it writes somebody may read: sets as bits."""
+    reads, writes = [], []
+    for block in blocks:
+        read = written = 0
+        for step in block.steps:
+            for slot in step.reads:
+                read |= ~written & 1 << slot
+            for target in step.targets:
+                if target is not None:
+                    if step.guard is not None:
+                        read |= ~written & 1 << target.slot
+                    written |= 1 << target.slot
+        reads.append(read)
+        writes.append(written)
+    live_in = list(reads)
+    changed = True
+    after = [0] * len(blocks)
+    while changed:
+        changed = False
+        for i in reversed(range(len(blocks))):
+            block = blocks[i]
+            last = block.steps[-1]
+            following = [block.target] if last.kind == "branch" else []
+            if last.kind not in ("branch", "exit") or last.guard is not None:
+                following.append(block.next)
+            after[i] = 0
+            for other in following:
+                after[i] |= live_in[other]
+            new = reads[i] | (after[i] & ~writes[i])
+            changed |= new != live_in[i]
+            live_in[i] = new
+    for block, read, written, live in zip(blocks, reads, writes, after, strict=True):
+        block.live_in = _numbers(read)
+        block.live_out = _numbers(written & live)
+
+
+def _numbers(bits: int) -> list[int]:
+    """Of the bits that are set."""
+    numbers = []
+    while bits:
+        lowest = bits & -bits
+        numbers.append(lowest.bit_length() - 1)
+        bits ^= lowest
+    return numbers
+
+
+ACCESSING = ("ld", "ldu", "st", "atom", "red", "cp", "mbarrier", "wgmma", "tcgen05")
+
+
+def find_loads(blocks: list[Block]) -> int:
+    """Number the loads that may be from shared memory, and find which instructions need their results: those that
+    synchronise, branch or access memory, and so stay where they are. Others only pass on what they need; so does
+    ``mma``, which ptxas 13 has been seen to put behind an arrival that comes after it."""
+    loads = 0
+    origins: Counter[int] = Counter()  # of a register: the loads that it comes from, as bits
+    passing, staying = [], []
+    for step in (step for block in blocks for step in block.steps):
+        name, *parts = step.instruction.opcode.split(".")
+        if name in ("ld", "ldmatrix") and not {"global", "local", "const", "param"}.intersection(parts):
+            step.load = loads
+            for target in step.targets:
+                if target is not None:
+                    origins[target.slot] |= 1 << loads
+            loads += 1
+        passes = name == "mma" or (step.kind == "plain" and name not in ACCESSING)
+        (passing if passes else staying).append(step)
+    before = -1
+    while before != sum(origins.values()):
+        before = sum(origins.values())
+        for step in passing:
+            needed = _union(origins, step.reads)
+            for target in step.targets:
+                if target is not None:
+                    origins[target.slot] |= needed
+    for step in staying:
+        needed = _union(origins, step.reads)
+        step.needs = _numbers(needed)
+    return loads
+
+
+def _union(origins: Counter[int], slots: list[int]) -> int:
+    return functools.reduce(operator.or_, (origins[slot] for slot in slots), 0)
+
+
+def granule(program: Program) -> int:
+    """Bytes of the smallest access to shared memory, at most 4."""
+    smallest = 4
+    for instruction in program.instructions:
+        parts = instruction.opcode.split(".")
+        if parts[0] in ("ld", "st", "atom", "red") and parts[-1] in TYPES and "global" not in parts:
+            smallest = min(smallest, TYPES[parts[-1]].bits // 8)
+    return smallest

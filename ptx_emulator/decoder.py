@@ -1,0 +1,323 @@
+"""Instructions to steps: operands, and what the functions of ``ptx_emulator.instructions`` are given and return."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ptx_emulator.arithmetic import IGNORED, PURE, Op, type_of
+from ptx_emulator.memory import RANK_SHIFT
+from ptx_emulator.parser import Imm, Instruction, Mem, Operand, Reg, Symbol, Vec
+from ptx_emulator.values import TYPES, UNSIGNED, Array, Type
+
+if TYPE_CHECKING:
+    from ptx_emulator.machine import Machine
+
+
+@dataclass
+class Source:
+    """An operand: the register that it is from, if any, and how its array is had from all registers'."""
+
+    slot: int | None
+    value: Callable[[dict[int, Array]], Array]
+
+    def __call__(self, values: dict[int, Array]) -> Array:
+        return self.value(values)
+
+
+@dataclass
+class Target:
+    """A register that a result goes to."""
+
+    slot: int
+    width: int
+    signed: bool
+
+    def __post_init__(self) -> None:
+        self.dtype: np.dtype = UNSIGNED[self.width]
+
+    def store(self, value: Array) -> Array:
+        """The register's bits."""
+        if value.dtype is self.dtype or value.dtype == self.dtype:
+            return value
+        bits = 8 * value.itemsize
+        if bits == self.width:
+            return value.view(self.dtype)
+        if self.signed:
+            return value.view(f"i{bits // 8}").astype(f"i{self.width // 8}").view(UNSIGNED[self.width])
+        return value.view(UNSIGNED[bits]).astype(UNSIGNED[self.width])
+
+
+@dataclass
+class Guard:
+    slot: int
+    negated: bool
+
+
+@dataclass
+class Step:
+    """One decoded instruction.
+
+    ``kind``: ``warp`` steps run when all lanes of ``mask`` are there; ``block`` steps return which threads may go on.
+    ``run(threads, *sources)`` returns one array for each target. ``undefined``: what is done about sources that come
+    from memory that nobody wrote; ``load`` and ``store`` must know their address, and a store to global memory what it
+    stores. ``orders``: of a ``warp`` step, whether lanes that met there know what the others did; see ``Machine``.
+    ``load``: the number of a load that may be from shared memory; ``needs``: of those whose results the step needs.
+    ``simple``: the step has no guard, and nothing but registers matters to it.
+    """
+
+    instruction: Instruction
+    sources: list[Source]
+    targets: list[Target | None]
+    run: Callable[..., Any]
+    kind: Literal["plain", "branch", "exit", "warp", "block"] = "plain"
+    mask: Source | None = None
+    target: int = 0
+    guard: Guard | None = None
+    reads: list[int] = field(default_factory=list)
+    values: list[Callable[[dict[int, Array]], Array]] = field(default_factory=list)
+    undefined: Literal["pass", "select", "and", "or", "load", "store", "shuffle", "nan", "error"] = "error"
+    orders: bool = True
+    load: int | None = None
+    needs: list[int] = field(default_factory=list)
+    simple: bool = False
+
+    def compute(self, threads: Array, values: dict[int, Array]) -> None:
+        """What a simple step does to the registers."""
+        results = self.run(threads, *[value(values) for value in self.values])
+        for target, result in zip(self.targets, results, strict=True):
+            if target is not None:
+                values[target.slot] = target.store(result)
+
+
+Effect = Callable[["Decoder", Instruction, list[str]], Step]
+EFFECTS: dict[str, Effect] = {}
+
+
+def effect(names: str) -> Callable[[Effect], Effect]:
+    def enter(function: Effect) -> Effect:
+        for name in names.split():
+            EFFECTS[name] = function
+        return function
+
+    return enter
+
+
+class Decoded:
+    """What decoders of a program share, and of others that differ from it in some instructions: numbers of registers,
+    and steps that do not depend on the launch. (To decode them anew for each took a tenth of the tests' time.)"""
+
+    def __init__(self) -> None:
+        self.slots: dict[tuple[str, int], int] = {}
+        self.widths: list[int] = []
+        self.steps: dict[tuple[int, int], Step] = {}
+
+
+def _is_register_or_constant(operand: Operand) -> bool:
+    if isinstance(operand, Vec):
+        return all(map(_is_register_or_constant, operand.items))
+    return isinstance(operand, (Reg, Imm)) or operand == Symbol("_")
+
+
+@functools.cache
+def _op(opcode: str, name: str, parts: tuple[str, ...]) -> Op | None:
+    """What an opcode asks of ``PURE[name]``; ``None`` if that does not know it."""
+    operation = PURE[name]
+    types = tuple(TYPES[part] for part in parts if part in TYPES)
+    mods = frozenset(part for part in parts if part not in TYPES)
+    # Most functions know a single type.
+    mixed = len(types) > 1 and "d" not in (operation.out, *operation.ins)
+    return None if mods - operation.mods or not types or mixed else Op(opcode, mods, types)
+
+
+class Decoder:
+    """Decodes for one machine: constants are in the steps."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        if machine.program.decoded is None:
+            machine.program.decoded = Decoded()
+        self.decoded: Decoded = machine.program.decoded
+        self.widths = self.decoded.widths
+        self.reads: list[int] = []
+        self.shared_symbols: dict[int, Array] = {}
+
+    def decode(self, instruction: Instruction) -> Step:
+        """Raises NotImplementedError for what is unknown."""
+        key = instruction.line, id(instruction.statement)
+        step = self.decoded.steps.get(key)
+        if step is None:
+            step = self._decode(instruction)
+            name = instruction.opcode.split(".")[0]
+            if (name in PURE or name == "mov") and all(map(_is_register_or_constant, instruction.operands)):
+                step.simple = step.guard is None
+                self.decoded.steps[key] = step  # which keeps the statement, and so its identity
+        return step
+
+    def _decode(self, instruction: Instruction) -> Step:
+        self.reads = []
+        parts = instruction.opcode.split(".")
+        step = None
+        for count in range(len(parts), 0, -1):
+            name = ".".join(parts[:count])
+            if name in EFFECTS:
+                step = EFFECTS[name](self, instruction, parts[count:])
+                break
+            if name in PURE:
+                step = self._pure(instruction, name, parts[count:])
+                break
+        if step is None:
+            raise unknown(instruction)
+        if instruction.guard is not None:
+            step.guard = Guard(self._slot(instruction.guard), instruction.guard.negated)
+            self.reads.append(step.guard.slot)
+        step.reads = self.reads
+        step.values = [source.value for source in step.sources]
+        return step
+
+    def end(self) -> Step:
+        """What is behind the last instruction."""
+        return Step(
+            Instruction("exit", [], None, "end of the kernel", 0),
+            [],
+            [],
+            lambda threads: None,
+            "exit",
+            undefined="pass",
+        )
+
+    def _slot(self, register: Reg) -> int:
+        key = register.name, register.width
+        slots = self.decoded.slots
+        if key not in slots:
+            slots[key] = len(self.widths)
+            self.widths.append(register.width)
+        return slots[key]
+
+    def _pure(self, instruction: Instruction, name: str, parts: list[str]) -> Step:
+        op = _op(instruction.opcode, name, tuple(parts))
+        if op is None:
+            raise unknown(instruction)
+        operation = PURE[name]
+        first, *rest = instruction.operands
+        result = type_of(op, operation.out)
+        pair = isinstance(first, Vec)
+        targets = [self.target(one, result) for one in (first.items if pair else (first,))]
+        sources = []
+        for i, operand in enumerate(rest):
+            sources.append(self.source(operand, type_of(op, operation.ins[min(i, len(operation.ins) - 1)])))
+        function = operation.function
+
+        def run(threads: Array, *values: Array) -> tuple[Array, ...]:
+            value = function(op, *values)
+            return (value, ~value) if pair else (value,)
+
+        undefined: Any = {"selp": "select", "and": "and", "or": "or"}.get(name, "pass")
+        return Step(instruction, sources, targets, run, undefined=undefined)
+
+    # Operands
+
+    def target(self, operand: Operand, type: Type) -> Target | None:
+        if isinstance(operand, Symbol) and operand.name == "_":
+            return None
+        if not isinstance(operand, Reg):
+            raise NotImplementedError(f"target {operand}")
+        return Target(self._slot(operand), operand.width, type.is_signed)
+
+    def source(self, operand: Operand, type: Type) -> Source:
+        """Arrays of ``type``, with one element a thread or a single one."""
+        if isinstance(operand, Reg):
+            return self._register(operand, type)
+        if isinstance(operand, Symbol) and operand.name in self.machine.symbols:
+            space, address = self.machine.symbols[operand.name]
+            if space == "shared" and self.machine.cluster_ctas > 1:
+                return self._shared_symbol(address, type)
+            operand = Imm(address)
+        if not isinstance(operand, Imm):
+            raise NotImplementedError(f"operand {operand}")
+        value = self._constant(operand, type)
+        return Source(None, lambda values: value)
+
+    def _shared_symbol(self, offset: int, type: Type) -> Source:
+        """An address in the thread's own CTA of a cluster: a register holds it that nobody writes."""
+        slot = self._slot(Reg(f"%shared+{offset}.{type.bits}", type.bits))
+        address = (self.machine.rank.astype(np.int64) << RANK_SHIFT) + offset
+        self.shared_symbols[slot] = address.astype(UNSIGNED[type.bits])
+        self.reads.append(slot)
+        return Source(slot, lambda values: values[slot].view(type.dtype))
+
+    def _constant(self, operand: Imm, type: Type) -> Array:
+        if type.name == "pred":
+            return np.array([bool(operand.value)])
+        bits = operand.value
+        if operand.float_width == 64 and type.name == "f32":
+            return np.array([bits], np.uint64).view(np.float64).astype(np.float32)
+        if operand.float_width and operand.float_width != type.bits:
+            raise NotImplementedError(f"{operand} as {type.name}")
+        if not operand.float_width and type.name in ("f32", "f64"):
+            raise NotImplementedError(f"{operand} as {type.name}")
+        raw = np.array([bits % (1 << type.bits)], dtype=np.uint64).astype(UNSIGNED[type.bits])
+        return raw.view(type.dtype)
+
+    def _register(self, operand: Reg, type: Type) -> Source:
+        slot = self._slot(operand)
+        self.reads.append(slot)
+        if type.name == "pred" or operand.width == 1:
+            if (type.name == "pred") != (operand.width == 1):
+                raise NotImplementedError(f"{operand} as {type.name}")
+            return Source(slot, (lambda values: ~values[slot]) if operand.negated else (lambda values: values[slot]))
+        if operand.width == type.bits:
+            dtype = type.dtype
+            if dtype == UNSIGNED[type.bits]:
+                return Source(slot, lambda values: values[slot])
+            return Source(slot, lambda values: values[slot].view(dtype))
+        if operand.width > type.bits:
+            return Source(slot, lambda values: values[slot].astype(UNSIGNED[type.bits]).view(type.dtype))
+        raise NotImplementedError(f"{operand} as {type.name}")
+
+    def address(self, operand: Operand) -> Source:
+        """Addresses as int64."""
+        if not isinstance(operand, Mem):
+            raise NotImplementedError(f"address {operand}")
+        offset = np.int64(operand.offset)
+        if isinstance(operand.base, Reg):
+            type = TYPES["u32" if operand.base.width == 32 else "u64"]
+            base = self.source(operand.base, type)
+            mask = np.int64(0xFFFFFFFF if type.bits == 32 else -1)
+            return Source(base.slot, lambda values: (base(values).astype(np.int64) + offset) & mask)
+        base = self.source(operand.base, TYPES["u64"])
+        if base.slot is not None:
+            return Source(base.slot, lambda values: base(values).astype(np.int64) + offset)
+        value = base({}).astype(np.int64) + offset
+        return Source(None, lambda values: value)
+
+
+def unknown(instruction: Instruction) -> NotImplementedError:
+    return NotImplementedError(f"no model of {instruction}")
+
+
+def modifiers(instruction: Instruction, parts: list[str], known: str) -> tuple[set[str], list[Type]]:
+    """Modifiers and types; a modifier that is not known makes the instruction unknown."""
+    types = [TYPES[part] for part in parts if part in TYPES]
+    mods = {part for part in parts if part not in TYPES}
+    if mods - set(known.split()) - IGNORED:
+        raise unknown(instruction)
+    return mods, types
+
+
+def acts(ins: Instruction, sources: list[Source], act: Callable[..., None]) -> Step:
+    """A step without results: ``act(threads, *sources)``."""
+
+    def run(threads: Array, *values: Array) -> tuple:
+        act(threads, *values)
+        return ()
+
+    return Step(ins, sources, [], run)
+
+
+def nothing(threads: Array, *sources: Array) -> tuple:
+    return ()

@@ -1,0 +1,31 @@
+"""What each instruction does that is not only arithmetic, a module for each kind; importing this makes all known.
+
+To add an instruction that only computes, add a function to ``ptx_emulator.arithmetic``. Otherwise add one here under
+``effect``: it gets a ``Decoder``, the ``Instruction`` and its modifiers, and returns a ``Step``.
+"""
+
+from ptx_emulator.instructions import (
+    accesses,
+    barriers,
+    block_scaled,
+    copies,
+    pairs,
+    products,
+    registers,
+    tcgen05,
+    tensor_maps,
+    warps,
+)
+
+__all__ = [
+    "accesses",
+    "barriers",
+    "block_scaled",
+    "copies",
+    "pairs",
+    "products",
+    "registers",
+    "tcgen05",
+    "tensor_maps",
+    "warps",
+]

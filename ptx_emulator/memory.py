@@ -1,0 +1,140 @@
+"""Byte-addressed memory whose every access is checked, and the errors of a launch."""
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+
+from ptx_emulator.values import UNSIGNED, Array, any_true, positions
+
+ALLOCATED, WRITTEN, BARRIER = 1, 2, 4
+"""Flags of a byte: it may be accessed; it has a value; it is part of an mbarrier object."""
+
+SHARED_BASE = 1024
+"""Where shared memory begins, as on the hardware: below is reserved."""
+RANK_SHIFT = 24
+"""``shared::cluster`` addresses: above these bits, the CTA's rank in its cluster."""
+REGION_SHIFT = 36
+"""Global addresses: above these bits, the number of the allocation."""
+SHARED_WINDOW, LOCAL_WINDOW = 0xF00 << REGION_SHIFT, 0xE00 << REGION_SHIFT
+"""Where generic addresses show shared and local memory."""
+
+
+class EmulationError(RuntimeError):
+    """A launch did what no launch may do."""
+
+
+class OutOfBounds(EmulationError):
+    """An access outside of every allocation."""
+
+
+class Misaligned(EmulationError):
+    """An address that is no multiple of the access's size."""
+
+
+class Uninitialised(EmulationError):
+    """A read of bytes that nobody wrote."""
+
+
+class Race(EmulationError):
+    """Two accesses to one byte of shared memory, one a write, that nothing orders."""
+
+
+class Deadlock(EmulationError):
+    """Some threads wait and nothing can wake them."""
+
+
+@dataclass
+class Fault(Exception):
+    """What is wrong with the access of the thread at ``position`` in an instruction's threads."""
+
+    kind: type[EmulationError]
+    position: int
+    message: str
+
+
+class Memory:
+    """``banks`` memories of ``size`` bytes each: one a CTA, one a thread, or a single one."""
+
+    def __init__(self, name: str, size: int, banks: int = 1):
+        self.name = name
+        self.size = size
+        self.stride = -(-max(size, 1) // 16) * 16
+        self.data = np.full(self.stride * banks, 0xA5, np.uint8)
+        self.flags = np.zeros(self.stride * banks, np.uint8)
+        self._views = {width: (self.data.view(f"u{width}"), self.flags.view(f"u{width}")) for width in (1, 2, 4, 8)}
+
+    def locate(self, bank: Array, offset: Array, width: int, count: int) -> Array:
+        """Index of the first of ``count`` elements of ``width`` bytes."""
+        size = width * count
+        bad = positions(offset % size)
+        if len(bad):
+            raise Fault(Misaligned, bad[0], f"{self.name} offset {offset[bad[0]]:#x}, access of {size} bytes")
+        bad = positions((offset < 0) | (offset + size > self.size))
+        if len(bad):
+            raise Fault(OutOfBounds, bad[0], f"{self.name} offset {offset[bad[0]]:#x} of {self.size:#x} bytes")
+        return (bank * self.stride + offset) // width
+
+    def load(self, bank: Array, offset: Array, width: int, count: int) -> tuple[list[Array], list[Array] | None]:
+        """Elements, and which of them nobody wrote; ``None``: none of them."""
+        index = self.locate(bank, offset, width, count)
+        data, flags = self._views[width]
+        whole = _repeat(ALLOCATED | WRITTEN, width)
+        found = [flags[index + i] for i in range(count)]
+        values = [data[index + i] for i in range(count)]
+        if not any(any_true(one != whole) for one in found):
+            return values, None
+        for i, one in enumerate(found):
+            self._check(one, offset + i * width, width)
+        return values, [one != whole for one in found]
+
+    def _check(self, found: Array, offset: Array, width: int) -> None:
+        """All that is accessed is allocated, and no part of an mbarrier."""
+        wrong = (found & _repeat(ALLOCATED | BARRIER, width)) != _repeat(ALLOCATED, width)
+        if any_true(wrong):
+            bad = positions(wrong)[0]
+            raise self._fault(int(found[bad]), bad, offset[bad], width)
+
+    def store(self, bank: Array, offset: Array, width: int, values: list[Array]) -> None:
+        index = self.locate(bank, offset, width, len(values))
+        data, flags = self._views[width]
+        for i, value in enumerate(values):
+            self._check(flags[index + i], offset + i * width, width)
+            data[index + i] = value
+            flags[index + i] = _repeat(ALLOCATED | WRITTEN, width)
+
+    def _fault(self, found: int, position: int, offset: int, width: int) -> Fault:
+        for i in range(width):
+            flags = found >> 8 * i & 0xFF
+            where = f"{self.name} offset {offset + i:#x}"
+            if not flags & ALLOCATED:
+                return Fault(OutOfBounds, position, where)
+            if flags & BARRIER:
+                return Fault(EmulationError, position, f"{where} is part of an mbarrier")
+        return Fault(Uninitialised, position, f"{self.name} offset {offset:#x}, {width} bytes")
+
+    def forget(self, bank: Array, offset: Array, width: int) -> None:
+        """Stored values were undefined."""
+        flags = self._views[width][1]
+        flags[(bank * self.stride + offset) // width] = _repeat(ALLOCATED, width)
+
+    def span(self, bank: int, offset: int, size: int, reads: bool) -> slice:
+        """The bytes of one bulk copy."""
+        if offset % 16 or size % 16:
+            raise Fault(Misaligned, 0, f"{self.name} offset {offset:#x}, {size} bytes in bulk")
+        if offset < 0 or offset + size > self.size:
+            raise Fault(OutOfBounds, 0, f"{self.name} offset {offset:#x}, {size} bytes, of {self.size:#x}")
+        where = slice(bank * self.stride + offset, bank * self.stride + offset + size)
+        found = self.flags[where]
+        wrong = (found & (ALLOCATED | BARRIER)) != ALLOCATED
+        if reads:
+            wrong |= (found & WRITTEN) == 0
+        if any_true(wrong):
+            first = int(positions(wrong)[0])
+            raise self._fault(int(found[first]), 0, offset + first, 1)
+        return where
+
+
+@functools.cache
+def _repeat(flag: int, width: int):
+    return UNSIGNED[8 * width].type(int.from_bytes(bytes([flag]) * width, "little"))

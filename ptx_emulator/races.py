@@ -1,0 +1,387 @@
+"""A detector of data races in shared memory.
+
+Each thread has a vector clock over the threads of its cluster and over the asynchronous copies (one more column). A
+byte remembers who wrote it last, and of each warp who read it last, with that thread's clock. An access that does not
+know of an earlier one that it conflicts with is a race, in whatever order the two came here. It knows of another
+thread's accesses through barriers (``arrive``, ``publish``, ``leave``) and warp synchronisation; of a copy, by waiting
+for its mbarrier. Only the last reader in each warp is known, so that some races are missed; none is reported in vain.
+
+A barrier does not wait for loads. A load has been performed when an instruction that synchronises, branches or
+accesses memory needs what it loaded, or what a later load of the thread did; or when the thread has fenced. Arithmetic
+does not count, nor does ``mma``: they may be done behind the barrier. A bulk copy may write only where it knows of the
+loads that they have been performed: for that each thread has a third clock, which travels with the other two.
+
+All copies share a column: who knows of one knows of those that were started before. So what overwrites the source of a
+copy to another CTA is not always found.
+
+An access to another CTA's shared memory has to be over before that CTA ends: one of its threads has to know of it.
+
+One more column for each thread stands for its ``cp.async``; the clock counts groups. From the instruction on nobody
+knows of what it writes, the thread neither; it does when it has waited for the group, and hands that on.
+
+One more column for each thread that issues to a tensor core (``tcgen05``) stands for its operations: see
+``tensor_memory``, whose own records are like those here. What an operation reads of shared memory, it reads until
+somebody has waited for a commit that came after it.
+
+A bulk copy to global memory reads shared memory for as long as its issuer has not waited for its group. What it reads
+and a thread wrote must have been fenced (``fence.proxy.async``): behind its clock of what it knows, each thread has a
+second one, of those accesses that a fence followed. Both clocks travel together.
+
+``lenient`` asks for less, as calibration with NVIDIA's kernels showed to be necessary: that loads have been performed
+does not matter, and a lane that arrives does so for its warp (kernels of sm_120a release a stage so, between
+``ldmatrix`` and ``mma``); a commit tells what its thread did before (a CTA of a pair learns so that the other's
+mbarriers exist).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ptx_emulator.memory import Fault, Race
+from ptx_emulator.values import Array, any_true, positions
+
+if TYPE_CHECKING:
+    from ptx_emulator.machine import Machine
+
+Key = tuple
+READING = 0xFFFF
+"""When a copy reads that nobody has waited for: later than any clock."""
+PIPES = 8
+"""How many threads of a cluster may issue to tensor cores."""
+PERFORMED = 0xFFFF
+"""When a load was started that has been performed."""
+
+
+@dataclass
+class Agent:
+    """An asynchronous copy: what its issuer knew, and its own clock."""
+
+    thread: int
+    knows: Array
+    clock: int
+
+
+class Races:
+    """The state of one launch. ``granule``: bytes that share a record; no access may be smaller. ``loads``: how many
+    instructions load from shared memory."""
+
+    def __init__(self, machine: Machine, granule: int, loads: int):
+        self.machine = machine
+        self.granule = granule
+        columns = machine.cluster_ctas * machine.cta_threads
+        self.agent = columns
+        # Behind it, the groups of each thread's cp.async, if there are any.
+        self.grouped = columns + 1
+        grouped = any(i.opcode.startswith(("cp.async.ca", "cp.async.cg")) for i in machine.program.instructions)
+        self.column = (machine.rank * machine.cta_threads + machine.tid).astype(np.int64)
+        self.fenced = self.grouped + grouped * columns
+        self.performed = 2 * self.fenced
+        self.pipes = self.performed + columns
+        pipes = PIPES * any(i.opcode.startswith("tcgen05") for i in machine.program.instructions)
+        self.clocks = np.zeros((machine.threads, self.pipes + pipes), np.uint16)
+        self.clocks[np.arange(machine.threads), self.column] = 1
+        self.per_cta = machine.shared.stride // granule
+        records = machine.ctas * self.per_cta
+        self.writer = np.zeros(records, np.int64)
+        self.written = np.zeros(records, np.uint16)
+        # Of each warp in the cluster; behind them, of the bulk copy that last began to read.
+        self.cluster_warps = machine.cluster_ctas * (machine.warps // machine.ctas)
+        self.warp = machine.rank * (machine.warps // machine.ctas) + machine.tid // 32
+        self.reader = np.zeros((records, self.cluster_warps + 1), np.int16 if self.pipes < 1 << 15 else np.int32)
+        self.was_read = np.zeros((records, self.cluster_warps + 1), np.uint16)
+        self.gathered: dict[Key, Array] = {}
+        self.published: dict[Key, Array] = {}
+        self.copies = 0
+        # If bulk copies write at all: when each thread last started each load, the place of that among all loads, and
+        # how many it has under way.
+        writes = ("cp.async.bulk.shared", "cp.async.bulk.tensor", "st.async")
+        self.has_copies = any(i.opcode.startswith(writes) for i in machine.program.instructions)
+        self.started = np.full((loads if self.has_copies else 0, machine.threads), PERFORMED, np.uint16)
+        self.place = np.zeros(self.started.shape, np.int32)
+        self.places = 0
+        self.under_way = np.zeros(machine.threads, np.int32)
+        self.was_load = np.zeros((records, self.cluster_warps), bool)
+        # Of each CTA, when threads of others last accessed its shared memory.
+        self.visited = np.zeros((machine.ctas, columns), np.uint16)
+        self.dirty = np.zeros(machine.warps, bool)
+        self.full_warps = machine.cta_threads % 32 == 0
+
+    # Order
+
+    def arrive(self, key: Key, threads: Array) -> None:
+        """What ``threads`` did so far is before what follows the barrier."""
+        if self.machine.lenient:
+            threads = positions(np.isin(self.machine.warp, self.machine.warp[threads]))
+        self._settle(threads)
+        self._gather(key, self.clocks[threads].max(axis=0))
+        self._tick(threads)
+
+    def publish(self, key: Key) -> None:
+        """The barrier's phase is complete."""
+        if key in self.gathered:
+            self.published[key] = self.gathered[key].copy()
+
+    def leave(self, key: Key, threads: Array) -> None:
+        """``threads`` have waited for the barrier."""
+        known = self.published.get(key)
+        if known is not None and len(threads):
+            self.clocks[threads] = np.maximum(self.clocks[threads], known)
+            self.dirty[self.machine.warp[threads]] = True
+
+    def forget(self, key: Key) -> None:
+        self.gathered.pop(key, None)
+        self.published.pop(key, None)
+
+    def join_warps(self, threads: Array) -> None:
+        """Lanes have met: each knows what the others did. ``threads`` are sorted."""
+        threads = threads[self.dirty[self.machine.warp[threads]]]
+        if not len(threads):
+            return
+        self._settle(threads)
+        warps, first, counts = np.unique(self.machine.warp[threads], return_index=True, return_counts=True)
+        if self.full_warps and len(threads) == 32 * len(warps):
+            clocks = self.clocks[threads].reshape(len(warps), 32, -1)
+            joined = np.broadcast_to(clocks.max(axis=1, keepdims=True), clocks.shape)
+            self.clocks[threads] = joined.reshape(len(threads), -1)
+            self.dirty[warps] = False
+        else:
+            for start, count in zip(first.tolist(), counts.tolist(), strict=True):
+                group = threads[start : start + count]
+                self.clocks[group] = self.clocks[group].max(axis=0)
+        self._tick(threads)
+
+    def fence(self, threads: Array) -> None:
+        """Copies may read all that ``threads`` know of."""
+        self.clocks[threads, self.fenced : self.performed] = self.clocks[threads, : self.fenced]
+        self.started[:, threads] = PERFORMED
+        self.under_way[threads] = 0
+        self._tick(threads)
+        self.dirty[self.machine.warp[threads]] = True
+
+    def _tick(self, threads: Array) -> None:
+        columns = self.column[threads]
+        clocks = self.clocks[threads, columns] + np.uint16(1)
+        self.clocks[threads, columns] = clocks
+        if any_true(clocks == 0xFFFF):
+            raise NotImplementedError("a launch with so many barriers")
+
+    # Loads
+
+    def _start_load(self, load: int, threads: Array) -> None:
+        self.under_way[threads] += self.started[load, threads] == PERFORMED
+        self.started[load, threads] = self.clocks[threads, self.column[threads]]
+        self.places += 1
+        self.place[load, threads] = self.places
+
+    def need_loads(self, loads: list[int], threads: Array) -> None:
+        """``threads`` need what these loads loaded: they, and those before, have been performed."""
+        if self.has_copies and any_true(self.under_way[threads]):
+            for load in loads:
+                some = threads[self.started[load, threads] != PERFORMED]
+                if len(some):
+                    until_here = self.place[:, some] <= self.place[load, some]
+                    self.started[:, some] = np.where(until_here, PERFORMED, self.started[:, some])
+                    self.under_way[some] = (self.started[:, some] != PERFORMED).sum(axis=0)
+                    self.dirty[self.machine.warp[some]] = True
+                    # Later loads are told from these, although no barrier is between them.
+                    self._tick(some)
+
+    def _settle(self, threads: Array) -> None:
+        """Until when all loads of ``threads`` have been performed."""
+        if self.has_copies:
+            until = self.clocks[threads, self.column[threads]]
+            late = positions(self.under_way[threads])
+            if len(late):
+                until[late] = self.started[:, threads[late]].min(axis=0) - 1
+            self.clocks[threads, self.performed + self.column[threads]] = until
+
+    # Accesses
+
+    def _records(self, bank: Array, offset: Array, size: int) -> Array:
+        """Records of the bytes of each access, one row each."""
+        count = -(-size // self.granule)
+        first = bank * self.per_cta + offset // self.granule
+        return first[:, None] + np.arange(count)
+
+    def _rows(self, cta: int, offset: int, size: int) -> slice:
+        """The records of bytes that a copy accesses."""
+        first = cta * self.per_cta + offset // self.granule
+        return slice(first, first + -(-size // self.granule))
+
+    def read(self, threads: Array, bank: Array, offset: Array, size: int, load: int | None = None) -> None:
+        """``load``: the number of the load that reads."""
+        records = self._records(bank, offset, size)
+        writer, written = self.writer.take(records), self.written.take(records)
+        late = written > self.clocks[threads[:, None], writer]
+        if any_true(late):
+            i, j = np.argwhere(late)[0]
+            raise self._race(i, offset[i] + j * self.granule, "read", self.name(threads[i], writer[i, j]), "wrote")
+        columns = self.column[threads]
+        warps = self.warp[threads][:, None]
+        self.reader[records, warps] = columns[:, None]
+        self.was_read[records, warps] = self.clocks[threads, columns][:, None]
+        self._visit(threads, bank)
+        if self.has_copies:
+            self.was_load[records, warps] = load is not None
+            if load is not None:
+                self._start_load(load, threads)
+        self.dirty[self.machine.warp[threads]] = True
+
+    def write(self, threads: Array, bank: Array, offset: Array, size: int, groups: Array | None = None) -> None:
+        """``groups``: of ``cp.async``, the number of each thread's group."""
+        records = self._records(bank, offset, size)
+        self._check_write(threads, self.clocks, threads, records, offset)
+        self._visit(threads, bank)
+        columns = self.column[threads]
+        clocks = self.clocks[threads, columns]
+        if groups is not None:
+            columns, clocks = self.grouped + columns, groups + 1
+        self.writer[records] = columns[:, None]
+        self.written[records] = clocks[:, None]
+        self.was_read[records] = 0
+        # Two threads of one instruction that write the same byte.
+        twice = self.writer[records] != columns[:, None]
+        if any_true(twice):
+            i, j = np.argwhere(twice)[0]
+            raise self._race(
+                i, offset[i] + j * self.granule, "write", self.name(threads[i], self.writer[records[i, j]]), "wrote"
+            )
+        self.dirty[self.machine.warp[threads]] = True
+
+    def _visit(self, threads: Array, bank: Array) -> None:
+        """``threads`` access the shared memory of these CTAs."""
+        if self.machine.cluster_ctas > 1:
+            away = positions(bank != self.machine.cta[threads])
+            columns = self.column[threads[away]]
+            self.visited[bank[away], columns] = self.clocks[threads[away], columns]
+
+    def end(self, cta: int) -> None:
+        """All threads of a CTA have ended, and its shared memory with them."""
+        known = self.clocks[self.machine.cta == cta].max(axis=0)
+        bad = positions(self.visited[cta] > known[: self.agent])
+        if len(bad):
+            who = self.name(positions(self.machine.cta == cta)[0], bad[0])
+            raise Fault(Race, 0, f"CTA {cta} may end before {who} has accessed its shared memory")
+
+    def _check_write(self, threads: Array, clocks: Array, rows: Array, records: Array, offset: Array) -> None:
+        """``rows``: those of ``clocks`` that say what each of ``threads`` knows."""
+        writer, written = self.writer.take(records), self.written.take(records)
+        late = written > clocks[rows[:, None], writer]
+        if any_true(late):
+            i, j = np.argwhere(late)[0]
+            raise self._race(i, offset[i] + j * self.granule, "write", self.name(threads[i], writer[i, j]), "wrote")
+        reader, was_read = self.reader.take(records, axis=0), self.was_read.take(records, axis=0)
+        late = was_read > clocks[rows[:, None, None], reader]
+        if any_true(late):
+            i, j, k = np.argwhere(late)[0]
+            who = self.name(threads[i], reader[i, j, k])
+            if k == self.cluster_warps and reader[i, j, k] < self.pipes:
+                who = f"a bulk copy of {who}"
+            raise self._race(i, offset[i] + j * self.granule, "write", who, "read")
+
+    def name(self, thread: int, column: int) -> str:
+        if column >= self.pipes:
+            return f"a tensor core's operation (pipe {column - self.pipes})"
+        if column == self.agent:
+            return "an asynchronous copy"
+        if column > self.agent:
+            return f"a cp.async of {self.name(thread, column - self.grouped)}"
+        rank, tid = divmod(int(column), self.machine.cta_threads)
+        cta = self.machine.cta_of_rank[self.machine.cluster[thread], rank]
+        return f"thread {tid} of CTA {cta}"
+
+    def _race(self, position: int, offset: int, what: str, who: str, did: str) -> Fault:
+        return Fault(Race, int(position), f"{what} of shared memory offset {offset:#x}, which {who} {did} unordered")
+
+    # Asynchronous copies
+
+    def begin(self, thread: int) -> Agent:
+        """A thread starts a copy."""
+        self.copies += 1
+        self._settle(np.array([thread]))
+        agent = Agent(thread, self.clocks[thread].copy(), self.copies)
+        self._tick(np.array([thread]))
+        return agent
+
+    def copy_writes(self, agent: Agent, cta: int, offset: int, size: int) -> None:
+        rows = self._rows(cta, offset, size)
+        records = np.arange(rows.start, rows.stop)[None]
+        self._check_write(np.array([agent.thread]), agent.knows[None], np.array([0]), records, np.array([offset]))
+        reader, was_read = self.reader[rows, :-1], self.was_read[rows, :-1]
+        late = self.was_load[rows] & (was_read > agent.knows[self.performed + reader])
+        if any_true(late) and not self.machine.lenient:
+            j, k = np.argwhere(late)[0]
+            who = self.name(agent.thread, reader[j, k])
+            place = offset + j * self.granule
+            raise Fault(Race, 0, f"copy to shared memory offset {place:#x}, which {who} may not have loaded yet")
+        self.writer[rows] = self.agent
+        self.written[rows] = agent.clock
+        self.was_read[rows] = 0
+
+    def copy_reads(self, agent: Agent, cta: int, offset: int, size: int) -> slice:
+        """A bulk copy starts to read: the records that it reads."""
+        rows = self._rows(cta, offset, size)
+        self._check_read(agent, rows, lambda i: offset + i * self.granule)
+        self.reader[rows, -1] = self.column[agent.thread]
+        self.was_read[rows, -1] = READING
+        return rows
+
+    def copy_has_read(self, agent: Agent, rows: slice) -> None:
+        """It has read them: who knows of it knows that. (Who knows of its write of them does, which comes later.)"""
+        own = (self.reader[rows, -1] == self.column[agent.thread]) & (self.was_read[rows, -1] == READING)
+        self.reader[rows, -1][own] = self.agent
+        self.was_read[rows, -1][own] = agent.clock
+
+    def _check_read(self, agent: Agent, rows: Any, offset_of: Callable[[int], int]) -> None:
+        """Something asynchronous reads these records."""
+        writer, written = self.writer[rows], self.written[rows]
+        bad = positions(written > agent.knows[writer])
+        if len(bad):
+            at, who = offset_of(bad[0]), self.name(agent.thread, writer[bad[0]])
+            raise self._race(0, at, "copy", who, "wrote")
+        bad = positions((written > agent.knows[self.fenced + writer]) & (writer != self.agent))
+        if len(bad):
+            at, who = offset_of(bad[0]), self.name(agent.thread, writer[bad[0]])
+            raise Fault(Race, 0, f"copy of shared memory offset {at:#x}: no fence.proxy.async since {who} wrote it")
+
+    def pipe_reads(self, agent: Agent, cta: int, chunks: Array, column: int, number: int, saw: Array) -> None:
+        """A tensor core's operation, the ``number``-th of the pipe with this column, reads chunks of 16 bytes."""
+        offsets = (chunks[:, None] + np.arange(0, 16, self.granule)).reshape(-1)
+        rows = cta * self.per_cta + offsets // self.granule
+        self._check_read(agent, rows, lambda i: int(offsets[i]))
+        self.reader[rows, -1] = column
+        self.was_read[rows, -1] = number
+        # Who knows of the operation knows of the writes as well that it came after.
+        np.maximum.at(saw, self.writer[rows], self.written[rows])
+
+    def pipe_arrives(self, known: Array, key: Key) -> None:
+        """A commit counts on an mbarrier: who waits for that knows this."""
+        self._gather(key, known)
+
+    def copies_have_read(self, thread: int, reads: list[slice]) -> None:
+        """``thread`` has waited for its copies that read these records."""
+        column = self.column[thread]
+        for rows in reads:
+            own = self.reader[rows, -1] == column
+            self.was_read[rows, -1][own] = self.clocks[thread, column]
+        self.dirty[self.machine.warp[thread]] = True
+
+    def groups_are_done(self, threads: Array, groups: Array) -> None:
+        """``threads`` have waited for so many of their groups of ``cp.async``."""
+        if self.fenced > self.grouped:
+            self.clocks[threads, self.grouped + self.column[threads]] = groups
+            self.dirty[self.machine.warp[threads]] = True
+
+    def copy_arrives(self, agent: Agent, key: Key, tells: bool) -> None:
+        """A copy counts on an mbarrier: who waits for that knows of the copy; and with ``tells`` of what the thread
+        that started it did before."""
+        known = agent.knows.copy() if tells else np.zeros_like(agent.knows)
+        known[self.agent] = max(known[self.agent], agent.clock)
+        self._gather(key, known)
+
+    def _gather(self, key: Key, known: Array) -> None:
+        self.gathered[key] = np.maximum(self.gathered[key], known) if key in self.gathered else known

@@ -1,0 +1,263 @@
+"""What tensor cores do with descriptors, scales and accumulators (PTX ISA, "tcgen05"): MMAs and copies of scales.
+
+Block-scaled MMAs of FP4 alone. In which order the hardware adds, and how it rounds between, NVIDIA does not say: here
+all products, which are exact, and the accumulator are added in float64, and the sum is rounded once.
+
+PTX has figures only of where accumulators and scales are. Settled by calibration with NVIDIA's kernels:
+
+- The accumulator of 128 rows of one CTA, and of 256 rows of two: row r of a CTA is lane r; column n is column n.
+- Scales of row r are in lane r % 32 of each quarter, in column r // 32, the word's bytes being blocks along k; those of
+  K = 96 go on in the word that is four columns on for each 128 rows.
+- A descriptor of K = 96 whose leading dimension is an absolute address says where a row's second 128 bytes are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ptx_emulator.memory import ALLOCATED, WRITTEN, EmulationError, Fault, OutOfBounds
+from ptx_emulator.races import Agent
+from ptx_emulator.tensor_memory import COPIED, LANES, Part, Pipe
+from ptx_emulator.values import E2M1, SCALES, Array, canonical, product
+
+if TYPE_CHECKING:
+    from ptx_emulator.machine import Machine
+
+
+@lru_cache(4096)
+def operand_chunks(descriptor: int, rows: int, width: int) -> Array:
+    """Offsets in shared memory of the first ``width`` bytes of each row, as chunks of 16: (rows, width // 16).
+
+    K-major. "Shared memory descriptor" and "Canonical layouts"
+    """
+    start, leading, stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
+    absolute, swizzle = descriptor >> 52 & 1, descriptor >> 61
+    if descriptor >> 46 & 7 != 1:
+        raise Fault(EmulationError, 0, f"descriptor {descriptor:#x}: bits 46 to 48 are not 0b001")
+    if descriptor >> 49 & 7 or descriptor >> 53 & 0xFF:
+        raise NotImplementedError(f"descriptor {descriptor:#x} with a base offset")
+    if swizzle not in (0, 2, 4, 6) or (absolute and swizzle != 2):
+        raise Fault(EmulationError, 0, f"descriptor {descriptor:#x}: swizzle mode {swizzle}")
+    row, byte = np.arange(rows)[:, None], np.arange(0, width, 16)
+    if swizzle == 0:
+        chunks = start + row // 8 * stride + row % 8 * 16 + byte // 16 * leading
+    else:
+        bits = {2: 3, 4: 2, 6: 1}[swizzle]
+        chunks = start + row // 8 * stride + row % 8 * (16 << bits) + byte
+        if absolute:
+            place = (start & 127) + byte
+            beyond = leading + row // 8 * stride + row % 8 * 128 + place - 128
+            chunks = np.where(place < 128, chunks, beyond)
+        chunks = chunks ^ (chunks >> 7 & (1 << bits) - 1) << 4
+    chunks.setflags(write=False)
+    return chunks
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an instruction descriptor of a block-scaled kind says ("Instruction descriptor"), of ``group`` CTAs."""
+
+    m: int
+    n: int
+    k: int
+    scale: str
+    a_id: int
+    b_id: int
+    a_negated: bool
+    b_negated: bool
+    group: int
+    block: int
+
+    @classmethod
+    def of(cls, descriptor: int, group: int, block: int) -> Shape:
+        if descriptor & 0b1111 or descriptor >> 6 & 1 or descriptor >> 12 & 1 or descriptor >> 24 & 7:
+            raise Fault(EmulationError, 0, f"instruction descriptor {descriptor:#x}: reserved bits, or sparsity")
+        if descriptor >> 7 & 7 != 1 or descriptor >> 10 & 3 != 1 or descriptor >> 15 & 3:
+            raise Fault(EmulationError, 0, f"instruction descriptor {descriptor:#x}: operands are not K-major e2m1")
+        shape = cls(
+            m=(descriptor >> 27 & 3) * 128,
+            n=(descriptor >> 17 & 63) * 8,
+            k=96 if descriptor >> 31 else 64,
+            scale="ue8m0" if descriptor >> 23 & 1 else "ue4m3",
+            a_id=descriptor >> 29 & 3,
+            b_id=descriptor >> 4 & 3,
+            a_negated=bool(descriptor >> 13 & 1),
+            b_negated=bool(descriptor >> 14 & 1),
+            group=group,
+            block=block,
+        )
+        shape.check(descriptor)
+        return shape
+
+    def check(self, descriptor: int) -> None:
+        """Raises if there is no such MMA."""
+        step = 8 * self.group
+        if self.m not in (128, 128 * self.group) or not step <= self.n <= 256 or self.n % step:
+            raise Fault(EmulationError, 0, f"instruction descriptor {descriptor:#x}: {self.m} x {self.n}")
+        if self.block == 32 and self.scale != "ue8m0":
+            raise Fault(EmulationError, 0, "blocks of 32 have scales of ue8m0")
+        if self.k == 64 and any(one not in ((0,) if self.block == 16 else (0, 2)) for one in (self.a_id, self.b_id)):
+            raise Fault(EmulationError, 0, f"scale factor ids {self.a_id}, {self.b_id}")
+        if self.group == 2 and self.m == 128:
+            raise NotImplementedError("an MMA of 128 rows in two CTAs (layout B)")
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Rows of A and of B that each CTA has."""
+        return self.m // self.group, self.n // self.group
+
+    def scale_columns(self, rows: int, number: int) -> int:
+        """Columns from the first to the last that has scales of ``rows`` rows, from id ``number`` on."""
+        return -(-rows // 32) + (self.second_word(rows) if number + self.k // self.block > 4 else 0)
+
+    @staticmethod
+    def second_word(rows: int) -> int:
+        return 4 * -(-rows // 128)
+
+
+class TensorCores:
+    """Of one launch."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self.memory = machine.tensor
+
+    def _read_later(self, agent: Agent, cta: int, chunks: Array, pipe: Pipe, number: int) -> None:
+        """An operation that reads these chunks of shared memory is issued."""
+        shared = self.machine.shared
+        if chunks.min() < 0 or chunks.max() + 16 > shared.size:
+            raise Fault(OutOfBounds, 0, f"operand at offset {int(chunks.max()):#x} of shared memory")
+        if (shared.flags[cta * shared.stride + chunks] & ALLOCATED == 0).any():
+            raise Fault(OutOfBounds, 0, "operand outside of what is allocated of shared memory")
+        self.machine.races.pipe_reads(agent, cta, chunks.reshape(-1), pipe.column, number, pipe.saw)
+
+    def _bytes(self, cta: int, chunks: Array) -> tuple[Array, Array]:
+        """(rows, width) bytes of shared memory, and which of them somebody wrote."""
+        shared = self.machine.shared
+        index = (cta * shared.stride + chunks[..., None] + np.arange(16)).reshape(len(chunks), -1)
+        return shared.data[index], shared.flags[index] & WRITTEN != 0
+
+    def copy(self, thread: int, address: int, descriptor: int, group: int) -> None:
+        """``tcgen05.cp`` 32x128b.warpx4: 32 rows of 16 bytes, to each quarter of the lanes."""
+        memory = self.memory
+        chunks = operand_chunks(descriptor, 32, 16)
+        if address >> 16:
+            raise Fault(EmulationError, 0, f"tcgen05.cp to lane {address >> 16}")
+        parts = [memory.part(cta, address, 4) for cta in memory.ctas_of(thread, group)]
+        pipe, number = memory.next_operation(thread)
+        agent = self.machine.races.begin(thread)
+        for part in parts:
+            self._read_later(agent, part.cta, chunks, pipe, number)
+            memory.check_write(np.array([thread]), part, "tcgen05.cp", pipe)
+            memory.mark_written(part, pipe.column, number)
+
+        def execute() -> None:
+            for part in parts:
+                data, there = self._bytes(part.cta, chunks)
+                words = np.ascontiguousarray(data).view(np.uint32)
+                memory.data[part.cta, :, part.columns] = np.tile(words, (4, 1))
+                memory.there[part.cta, :, part.columns] = np.tile(there.reshape(32, 4, 4).all(2), (4, 1))
+
+        memory.issue(thread, execute, [part.cta for part in parts])
+
+    def multiply(
+        self,
+        thread: int,
+        accumulator: int,
+        a: int,
+        b: int,
+        instruction: int,
+        a_scales: int,
+        b_scales: int,
+        accumulates: bool,
+        group: int,
+        block: int,
+    ) -> None:
+        """``tcgen05.mma`` of block-scaled kinds, both operands in shared memory: ``A @ B``, or that and D.
+
+        Each CTA of a pair has the rows of A that make its half of D, half of B's, and scales of all of these.
+        """
+        memory, threads = self.memory, np.array([thread])
+        shape = Shape.of(instruction, group, block)
+        a_rows, b_rows = shape.rows
+        ctas = memory.ctas_of(thread, group)
+        for address in (accumulator, a_scales & 0x3FFFFFFF, b_scales & 0x3FFFFFFF):
+            if address >> 16:
+                raise Fault(EmulationError, 0, f"an operand at lane {address >> 16} of tensor memory")
+        pipe, number = memory.next_operation(thread)
+        agent = self.machine.races.begin(thread)
+        how = hash((accumulator, shape.m, shape.n, group)) | 1
+        operands = [operand_chunks(one, rows, shape.k // 2) for one, rows in ((a, a_rows), (b, b_rows))]
+        sums = [memory.part(cta, accumulator, shape.n) for cta in ctas]
+        scales = [
+            [
+                memory.part(cta, first, shape.scale_columns(rows, one))
+                for first, rows, one in ((a_scales, a_rows, shape.a_id), (b_scales, shape.n, shape.b_id))
+            ]
+            for cta in ctas
+        ]
+        for cta, total, both in zip(ctas, sums, scales, strict=True):
+            for chunks in operands:
+                self._read_later(agent, cta, chunks, pipe, number)
+            for part in both:
+                memory.check_read(threads, part, "tcgen05.mma with scales", pipe)
+            memory.check_write(threads, total, "tcgen05.mma", pipe, (COPIED, how))
+            for part in both:
+                if self._overlap(part, total):
+                    raise Fault(EmulationError, 0, "the accumulator is where the scales are")
+        for total, both in zip(sums, scales, strict=True):
+            memory.mark_written(total, pipe.column, number, how)
+            for part in both:
+                memory.used.set(part, pipe.column, number)
+
+        def execute() -> None:
+            found = [self._operand(cta, operands[1], shape.b_negated) for cta in ctas]
+            right, right_there = (np.concatenate(one) for one in zip(*found, strict=True))
+            for total, both in zip(sums, scales, strict=True):
+                left, left_there = self._operand(total.cta, operands[0], shape.a_negated)
+                a_scale, a_there = self._scales(both[0], a_rows, shape, shape.a_id)
+                b_scale, b_there = self._scales(both[1], shape.n, shape, shape.b_id)
+                there = (left_there & a_there)[:, None] & (right_there & b_there)
+                result = product(left * a_scale, (right * b_scale).T)
+                where = total.cta, slice(0, a_rows), total.columns
+                if accumulates:
+                    result = result + memory.data[where].view(np.float32)
+                    there = there & memory.there[where]
+                memory.data[where] = canonical(result.astype(np.float32)).view(np.uint32)
+                memory.there[where] = there
+
+        memory.issue(thread, execute, ctas)
+
+    @staticmethod
+    def _overlap(a: Part, b: Part) -> bool:
+        return a.columns.start < b.columns.stop and b.columns.start < a.columns.stop
+
+    def _operand(self, cta: int, chunks: Array, negated: bool) -> tuple[Array, Array]:
+        """The numbers of an operand's rows, and which rows are there."""
+        data, there = self._bytes(cta, chunks)
+        numbers = np.stack([E2M1[data & 15], E2M1[data >> 4]], -1).reshape(len(data), -1)
+        return -numbers if negated else numbers, there.all(1)
+
+    def _scales(self, part: Part, rows: int, shape: Shape, number: int) -> tuple[Array, Array]:
+        """The scale of each number of an operand's rows, and of which rows all scales are there.
+
+        Each quarter of the lanes has to have the same, for each belongs to other rows of the accumulator.
+        """
+        row = np.arange(rows)
+        first = part.columns.start + row // 32
+        columns = [first] if number + shape.k // shape.block <= 4 else [first, first + shape.second_word(rows)]
+        lanes = row[:, None] % 32 + np.arange(0, LANES, 32)
+        words, there = [], np.ones(rows, bool)
+        for column in columns:
+            found = self.memory.data[part.cta, lanes, column[:, None]]
+            if (found != found[:, :1]).any():
+                raise Fault(EmulationError, 0, "scales differ between the quarters of the lanes")
+            words.append(found[:, 0])
+            there &= self.memory.there[part.cta, lanes, column[:, None]].all(1)
+        codes = np.ascontiguousarray(np.stack(words, 1)).view(np.uint8)
+        codes = codes[:, number : number + shape.k // shape.block]
+        return np.repeat(SCALES[shape.scale][codes], shape.block, 1), there

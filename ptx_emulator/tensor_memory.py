@@ -1,0 +1,308 @@
+"""Tensor memory (PTX ISA, "tcgen05"): its columns' allocation, its contents, and the order of what accesses them.
+
+The contents of each CTA are words, (128 lanes, 512 columns). A record belongs to one column of a quarter of the lanes,
+which is what one warp can access. It says which operation wrote there last, which MMA used what is there as scales,
+and which warp loaded it: each as a column of the vector clocks of ``races``, and that column's clock. An MMA and a copy
+to tensor memory (``cp``) have the column of their pipe, which is the thread that issues them, and count that thread's
+operations; a load and a store have their warp's first thread's, and no clock that anybody knows before
+``tcgen05.wait``.
+
+An operation must know what it conflicts with, as "Memory Consistency Model for 5th generation of TensorCore
+operations" has it:
+
+- Of the operations that one thread issues, an MMA comes after those copies, and those MMAs with the same accumulator
+  and shape, that came before it. Nothing else is in order, a copy after an MMA neither: that takes a commit, and a
+  wait for its mbarrier.
+- What a thread came to know through barriers counts from its next ``tcgen05.fence::after_thread_sync`` on.
+- Others know of a load or store if a ``tcgen05.wait`` and then ``tcgen05.fence::before_thread_sync`` came before the
+  barrier. A commit implies that fence.
+
+``lenient`` asks for less, as calibration with NVIDIA's kernels showed to be necessary: all operations of a thread are
+in order; no fence is needed, and no wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ptx_emulator.memory import EmulationError, Fault, OutOfBounds, Race
+from ptx_emulator.races import PIPES
+from ptx_emulator.values import Array, positions
+
+if TYPE_CHECKING:
+    from ptx_emulator.machine import Machine
+    from ptx_emulator.under_way import Copy
+
+LANES, COLUMNS = 128, 512
+NOT_YET = np.iinfo(np.int32).max
+"""The clock of what nobody can know to be complete."""
+COPIED = 0
+"""What a record says of how it was written, if not by an MMA: those have their accumulator and shape."""
+
+
+class Part(NamedTuple):
+    """Some columns of some quarters of a CTA's lanes: an index of records."""
+
+    cta: int
+    quarters: slice
+    columns: slice
+
+
+@dataclass
+class Pipe:
+    """A thread that issues MMAs and copies: their column in clocks, how many there were, and those under way.
+
+    ``saw``: clocks of the writes to shared memory that they came after.
+    """
+
+    column: int
+    saw: Array
+    issued: int = 0
+    under_way: deque[Copy] = field(default_factory=deque)
+
+
+class Records:
+    """Of one kind of access: who was last, when, and of loads and stores whether a fence followed."""
+
+    def __init__(self, ctas: int):
+        self.column = np.zeros((ctas, 4, COLUMNS), np.int32)
+        self.clock = np.zeros((ctas, 4, COLUMNS), np.int32)
+        self.fenced = np.ones((ctas, 4, COLUMNS), bool)
+
+    def set(self, part: Part, column: int, clock: int) -> None:
+        self.column[part], self.clock[part], self.fenced[part] = column, clock, True
+
+    def complete(self, part: Part, column: int, clock: int, fenced: bool) -> None:
+        """A thread has waited for its accesses, or fenced behind that."""
+        own = self.column[part] == column
+        self.clock[part] = np.where(own, clock, self.clock[part])
+        self.fenced[part] = np.where(own, fenced, self.fenced[part])
+
+
+class TensorMemory:
+    """Of one launch. Everything is empty if the program has no ``tcgen05`` instructions."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        exists = any(i.opcode.startswith("tcgen05") for i in machine.program.instructions)
+        ctas = machine.ctas if exists else 0
+        self.data = np.full((ctas, LANES, COLUMNS), 0xA5A5A5A5, np.uint32)
+        self.there = np.zeros((ctas, LANES, COLUMNS), bool)
+        self.allocation = np.zeros((ctas, COLUMNS), np.int32)  # 0: none
+        self.allocations = 0
+        self.relinquished = np.zeros(ctas, bool)
+        self.written, self.used, self.loaded = Records(ctas), Records(ctas), Records(ctas)
+        self.how = np.zeros((ctas, 4, COLUMNS), np.int64)
+        self.pipes: dict[int, Pipe] = {}
+        # Of a warp, for which its first thread stands: loads and stores not waited for, and those not fenced.
+        self.pending: dict[tuple[int, str], list[Part]] = {}
+        self.unfenced: dict[int, list[tuple[Records, Part]]] = {}
+        # What each thread knew at its last tcgen05.fence::after_thread_sync.
+        self.knew = np.zeros_like(machine.races.clocks[: machine.threads if exists else 0])
+        self.cta_group = 0
+
+    # Allocation
+
+    def group(self, size: int) -> None:
+        """Note an instruction's ``cta_group``: all of a kernel have the same."""
+        if self.cta_group not in (0, size):
+            raise Fault(EmulationError, 0, "cta_group::1 and cta_group::2 in one kernel")
+        self.cta_group = size
+
+    def ctas_of(self, thread: int, group: int) -> list[int]:
+        """The CTAs that an instruction of this thread works on: the own one, or the pair with ranks 2 i and 2 i + 1."""
+        self.group(group)
+        machine = self.machine
+        if group == 1:
+            return [int(machine.cta[thread])]
+        if machine.cluster_ctas % 2:
+            raise Fault(EmulationError, 0, "cta_group::2 in a cluster of an odd number of CTAs")
+        first = int(machine.rank[thread]) & ~1
+        return [int(cta) for cta in machine.cta_of_rank[machine.cluster[thread], first : first + 2]]
+
+    def allocate(self, thread: int, columns: int, group: int) -> int:
+        """The first of so many columns. (A CTA has the tensor memory of its SM to itself here, so that none waits.)"""
+        self.group(group)
+        cta = int(self.machine.cta[thread])
+        if columns not in (32, 64, 128, 256, 512):
+            raise Fault(EmulationError, 0, f"allocation of {columns} columns")
+        if self.relinquished[cta]:
+            raise Fault(EmulationError, 0, "tcgen05.alloc after tcgen05.relinquish_alloc_permit")
+        for first in range(0, COLUMNS, columns):
+            if not self.allocation[cta, first : first + columns].any():
+                break
+        else:
+            raise Fault(EmulationError, 0, f"no {columns} columns are free: tcgen05.alloc waits for ever")
+        self.allocations += 1
+        self.allocation[cta, first : first + columns] = self.allocations
+        self.there[cta, :, first : first + columns] = False
+        return first
+
+    def deallocate(self, thread: int, address: int, columns: int, group: int) -> None:
+        self.group(group)
+        cta, first = int(self.machine.cta[thread]), address
+        number = self.allocation[cta, first] if first < COLUMNS else 0
+        if not number or not np.array_equal(
+            positions(self.allocation[cta] == number), np.arange(first, first + columns)
+        ):
+            raise Fault(EmulationError, 0, f"{columns} columns at {address:#x} are no allocation")
+        part = Part(cta, slice(0, 4), slice(first, first + columns))
+        known = self.machine.races.clocks[thread]
+        for records, did in ((self.written, "written"), (self.used, "used by an MMA"), (self.loaded, "loaded")):
+            self._demand(records, part, records.clock[part] <= known[records.column[part]], "tcgen05.dealloc", did)
+        self.allocation[cta, first : first + columns] = 0
+
+    def check_end(self, cta: int) -> None:
+        if len(self.allocation) and self.allocation[cta].any():
+            raise Fault(EmulationError, 0, f"CTA {cta} ended with tensor memory allocated")
+
+    def part(self, cta: int, address: int, columns: int, quarter: int | None = None) -> Part:
+        """The columns from an address on; all lanes of them, unless ``quarter`` says which."""
+        first = address & 0xFFFF
+        there = self.allocation[cta, first : first + columns] != 0
+        if len(there) < columns or not there.all():
+            raise Fault(OutOfBounds, 0, f"tensor memory columns {first} to {first + columns - 1}: not all allocated")
+        quarters = slice(0, 4) if quarter is None else slice(quarter, quarter + 1)
+        return Part(cta, quarters, slice(first, first + columns))
+
+    # Order
+
+    def know(self, threads: Array) -> None:
+        """``tcgen05.fence::after_thread_sync``"""
+        self.knew[threads] = self.machine.races.clocks[threads]
+
+    def tell(self, threads: Array) -> None:
+        """``tcgen05.fence::before_thread_sync``"""
+        clocks, column = self.machine.races.clocks, self.machine.races.column
+        for thread in set(self.unfenced).intersection(threads.tolist()):
+            for records, part in self.unfenced.pop(thread):
+                records.complete(part, column[thread], clocks[thread, column[thread]], True)
+
+    def _known(self, threads: Array) -> Array:
+        """What all of the threads know, which execute one instruction together."""
+        races = self.machine.races
+        known = (races.clocks if self.machine.lenient else self.knew)[threads].min(axis=0).astype(np.int32)
+        own = races.column[threads]
+        known[own] = races.clocks[threads, own]
+        return known
+
+    def _ordered(self, records: Records, part: Part, threads: Array) -> Array:
+        """Which accesses the threads know to be complete."""
+        known = self._known(threads)
+        complete = records.clock[part] <= known[records.column[part]]
+        own = np.zeros(len(known), bool)
+        own[self.machine.races.column[threads]] = True
+        return complete & (records.fenced[part] | own[records.column[part]])
+
+    def _demand(self, records: Records, part: Part, ordered: Array, what: str, did: str) -> None:
+        if ordered.all():
+            return
+        quarter, column = np.argwhere(~ordered)[0]
+        who = int(records.column[part][quarter, column])
+        name = self.machine.races.name(int(positions(self.machine.cta == part.cta)[0]), who)
+        where = f"lanes {32 * (part.quarters.start + quarter)}..., column {part.columns.start + column}"
+        why = "unordered"
+        if records.clock[part][quarter, column] == NOT_YET:
+            why = "without tcgen05.wait since"
+        elif not records.fenced[part][quarter, column]:
+            why = "without tcgen05.fence::before_thread_sync since"
+        elif records.clock[part][quarter, column] <= self.machine.races.clocks[:, who].max(initial=0):
+            why = "unordered: without a barrier, or without tcgen05.fence::after_thread_sync behind it"
+        raise Fault(Race, 0, f"{what} of tensor memory {where}, which was {did} by {name}, {why}")
+
+    def check_read(self, threads: Array, part: Part, what: str, pipe: Pipe | None = None) -> None:
+        """``threads`` execute an instruction that reads; ``pipe``: an MMA, which comes after copies of its pipe."""
+        ordered = self._ordered(self.written, part, threads)
+        if pipe is not None:
+            ordered |= (self.written.column[part] == pipe.column) & (self.machine.lenient | (self.how[part] == COPIED))
+        self._demand(self.written, part, ordered, what, "written")
+
+    def check_write(
+        self, threads: Array, part: Part, what: str, pipe: Pipe | None = None, follows: Sequence[int] = ()
+    ) -> None:
+        """The same of one that writes; ``follows``: what it comes after in its pipe, as ``how`` has it."""
+        for records, did in ((self.used, "used by an MMA"), (self.written, "written"), (self.loaded, "loaded")):
+            ordered = self._ordered(records, part, threads)
+            if pipe is not None and records is not self.loaded:
+                in_order = np.isin(self.how[part], follows) if records is self.written else np.bool_(False)
+                ordered |= (records.column[part] == pipe.column) & (self.machine.lenient | in_order)
+            self._demand(records, part, ordered, what, did)
+
+    def mark_written(self, part: Part, column: int, clock: int, how: int = COPIED) -> None:
+        self.written.set(part, column, clock)
+        self.how[part] = how
+        self.used.clock[part] = self.loaded.clock[part] = 0
+
+    # Loads and stores, of one warp
+
+    def access(self, threads: Array, address: int, columns: int, kind: str) -> Part:
+        """A warp loads (``ld``) or stores (``st``) columns of its quarter of the lanes: check and note it."""
+        machine, thread = self.machine, int(threads[0])
+        quarter = int(machine.tid[thread]) // 32 % 4
+        if address >> 16 & ~16 != 32 * quarter:
+            raise Fault(EmulationError, 0, f"lane {address >> 16}: this warp accesses lanes from {32 * quarter} on")
+        part = self.part(int(machine.cta[thread]), address, columns, quarter)
+        column = int(machine.races.column[thread])
+        clock = int(machine.races.clocks[thread, column]) if machine.lenient else NOT_YET
+        if kind == "ld":
+            self.check_read(threads, part, "tcgen05.ld")
+            self.loaded.set(part, column, clock)
+        else:
+            self.check_write(threads, part, "tcgen05.st")
+            self.mark_written(part, column, clock)
+        if not machine.lenient:
+            self.pending.setdefault((thread, kind), []).append(part)
+        return part
+
+    def wait(self, thread: int, kind: str) -> None:
+        """``tcgen05.wait``"""
+        records = self.loaded if kind == "ld" else self.written
+        column = int(self.machine.races.column[thread])
+        for part in self.pending.pop((thread, kind), []):
+            records.complete(part, column, int(self.machine.races.clocks[thread, column]), False)
+            self.unfenced.setdefault(thread, []).append((records, part))
+
+    # Operations of tensor cores
+
+    def pipe_of(self, thread: int) -> Pipe:
+        if thread not in self.pipes:
+            cluster = self.machine.cluster[thread]
+            number = sum(self.machine.cluster[other] == cluster for other in self.pipes)
+            if number == PIPES:
+                raise NotImplementedError(f"more than {PIPES} threads of a cluster issue to tensor cores")
+            clocks = self.machine.races.clocks[thread]
+            self.pipes[thread] = Pipe(self.machine.races.pipes + number, np.zeros_like(clocks))
+        return self.pipes[thread]
+
+    def next_operation(self, thread: int) -> tuple[Pipe, int]:
+        """The pipe of a thread, and the number of the operation that it issues now."""
+        pipe = self.pipe_of(thread)
+        pipe.issued += 1
+        if pipe.issued == 0xFFFF:
+            raise NotImplementedError("a launch with so many operations of tensor cores")
+        return pipe, pipe.issued
+
+    def issue(self, thread: int, execute: Callable[[], None], ctas: Sequence[int]) -> None:
+        """Execute an operation later, behind those of the same thread."""
+        self.machine.under_way.start_in_pipe(thread, self.pipe_of(thread).under_way, execute, tuple(ctas))
+
+    def commit(self, thread: int, barriers: list[tuple[int, int]]) -> None:
+        """Arrive at mbarriers (CTA, offset) when all operations that the thread issued are complete."""
+        machine = self.machine
+        pipe = self.pipe_of(thread)
+        known = pipe.saw.copy()
+        known[pipe.column] = pipe.issued
+        if machine.lenient:
+            known = np.maximum(known, machine.races.clocks[thread])
+
+        def execute() -> None:
+            for cta, offset in barriers:
+                machine.races.pipe_arrives(known, ("mbarrier", cta, offset))
+                machine.barriers.arrive_later(cta, offset)
+
+        self.issue(thread, execute, [cta for cta, _ in barriers])

@@ -1,0 +1,327 @@
+"""The PTX emulator's tensor memory and tensor cores (``tcgen05``), on small programs."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from support import spec
+from support.ptx_programs import entry, launch
+
+from ptx_emulator import Deadlock, EmulationError, OutOfBounds, Race, Uninitialised
+
+N, K = 16, 64
+ACCUMULATOR, A_SCALES, B_SCALES = 0, 32, 36
+"""Columns from the allocation's first on."""
+A, B, A_SCALE, B_SCALE, BYTES = 0, 4096, 4608, 5120, 5632
+FULL, READY, DONE, FREE, POINTER = (BYTES + 8 * i for i in range(5))
+"""Offsets in shared memory: operands, mbarriers, and where the allocation's address is."""
+
+
+def wait(offset: int, parity: int) -> str:
+    return f"""{{ .reg .pred P1;
+LAB_WAIT: mbarrier.try_wait.parity.shared.b64 P1, [%r1+{offset}], {parity}, 10000000;
+@P1 bra.uni DONE;
+bra.uni LAB_WAIT;
+DONE: }}"""
+
+
+def descriptor(target: str, offset: int, leading: int, stride: int) -> str:
+    """Without swizzle: 8 rows of 16 bytes follow each other."""
+    constant = 1 << 46 | stride >> 4 << 32 | leading >> 4 << 16
+    start = f"add.u32 %r4, %r1, {offset}; shr.u32 %r4, %r4, 4; cvt.u64.u32 {target}, %r4;"
+    return f"{start} or.b64 {target}, {target}, {constant};"
+
+
+class Kind(NamedTuple):
+    group: int
+    block: int
+    scale: str
+
+    @property
+    def instruction(self) -> int:
+        m, exponents = 128 * self.group, self.scale == "e8m0"
+        return m // 128 << 27 | exponents << 23 | N // 8 << 17 | 1 << 10 | 1 << 7
+
+
+WORDS = [f"%r{i}" for i in range(23, 23 + N)]
+AFTER, BEFORE = "tcgen05.fence::after_thread_sync;", "tcgen05.fence::before_thread_sync;"
+WAIT_LD = "tcgen05.wait::ld.sync.aligned;"
+
+
+def epilogue(kind: Kind, turn: int) -> str:
+    """All threads store their row of the accumulator, and let the next MMA have it."""
+    stores = " ".join(f"st.global.v4.b32 [%rd9+{4 * i}], {{{', '.join(WORDS[i : i + 4])}}};" for i in range(0, N, 4))
+    return f"""
+    {wait(DONE, turn)}
+    {AFTER}
+    tcgen05.ld.sync.aligned.32x32b.x16.b32 {{{", ".join(WORDS)}}}, [%r6];
+    {WAIT_LD}
+    {stores}
+    add.u64 %rd9, %rd9, {128 * kind.group * 4 * N};
+    {BEFORE}
+    mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r22+{FREE}];
+    """
+
+
+def mma(kind: Kind, accumulates: str) -> str:
+    return f"""
+    tcgen05.mma.cta_group::{kind.group}.kind::mxf4nvf4.block_scale.block{kind.block}
+        [%r3], %rd10, %rd11, {kind.instruction}, [%r3+{A_SCALES}], [%r3+{B_SCALES}], {accumulates};
+    """
+
+
+def commit(kind: Kind) -> str:
+    if kind.group == 1:
+        return "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r7];"
+    return "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%r7], 3;"
+
+
+def copy(kind: Kind, column: int, source: str) -> str:
+    return f"tcgen05.cp.cta_group::{kind.group}.32x128b.warpx4 [%r3+{column}], {source};"
+
+
+def program(kind: Kind) -> str:
+    """Each CTA has 128 rows of A, its part of B, and scales; D = A @ B is stored, and then D + A @ B."""
+    together = "barrier.cluster.arrive; barrier.cluster.wait;"
+    body = f"""
+    mov.u32 %r1, buf; mov.u32 %r20, %cluster_ctarank; mov.u32 %r21, 0;
+    mapa.shared::cluster.u32 %r22, %r1, %r21;
+    setp.ne.u32 %p0, %r0, 0; setp.ge.u32 %p1, %r0, 32; setp.ne.u32 %p2, %r20, 0;
+    setp.eq.u32 %p5, 0, 0; not.pred %p4, %p5;
+    or.pred %p6, %p0, %p2;
+    @%p0 bra START;
+    mbarrier.init.shared.b64 [%r1+{FULL}], 1; mbarrier.init.shared.b64 [%r1+{READY}], 1;
+    mbarrier.init.shared.b64 [%r1+{DONE}], 1; mbarrier.init.shared.b64 [%r1+{FREE}], {128 * kind.group};
+    fence.mbarrier_init.release.cluster;
+START:
+    @%p1 bra ALLOCATED;
+    add.u32 %r2, %r1, {POINTER};
+    tcgen05.alloc.cta_group::{kind.group}.sync.aligned.shared::cta.b32 [%r2], 64;
+    tcgen05.relinquish_alloc_permit.cta_group::{kind.group}.sync.aligned;
+ALLOCATED:
+    {together}
+    ld.shared.u32 %r3, [%r1+{POINTER}];
+    mad.lo.s32 %r5, %r20, 128, %r0; mul.wide.u32 %rd8, %r5, {4 * N}; add.u64 %rd9, %rd0, %rd8;
+    shr.u32 %r5, %r0, 5; shl.b32 %r5, %r5, 21; add.u32 %r6, %r3, %r5;
+    @%p0 bra EPILOGUE;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r1+{FULL}], {BYTES};
+    mul.wide.u32 %rd8, %r20, {BYTES}; add.u64 %rd8, %rd8, %rd1;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd8], {BYTES}, [%r1+{FULL}];
+    {wait(FULL, 0)}
+    @%p2 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r22+{READY}];
+    @%p2 bra EPILOGUE;
+    {wait(READY, 0) if kind.group == 2 else ""}
+    {descriptor("%rd10", A, 128, 256)} {descriptor("%rd11", B, 128, 256)}
+    {descriptor("%rd12", A_SCALE, 0, 128)} {descriptor("%rd13", B_SCALE, 0, 128)}
+    add.u32 %r7, %r1, {DONE};
+    {copy(kind, A_SCALES, "%rd12")} {copy(kind, B_SCALES, "%rd13")}
+    {mma(kind, "%p4")}
+    {commit(kind)}
+EPILOGUE:
+    {epilogue(kind, 0)}
+    @%p6 bra AGAIN;
+    {wait(FREE, 0)}
+    {AFTER}
+    {mma(kind, "%p5")}
+    {commit(kind)}
+AGAIN:
+    {epilogue(kind, 1)}
+    {together}
+    @%p1 bra END;
+    tcgen05.dealloc.cta_group::{kind.group}.sync.aligned.b32 %r3, 64;
+END:
+    """
+    return entry(body, POINTER + 16)
+
+
+class Operands(NamedTuple):
+    """What each CTA copies, one row each, and the product."""
+
+    data: np.ndarray
+    product: np.ndarray
+
+
+def in_rows_of_8(codes: np.ndarray) -> np.ndarray:
+    """Bytes of FP4 in chunks of 16, 8 rows of them together, for ``descriptor(…, 128, 256)``."""
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    return packed.astype(np.uint8).reshape(-1, 8, K // 32, 16).swapaxes(1, 2).reshape(-1)
+
+
+def in_blocks(scales: np.ndarray, count: int) -> np.ndarray:
+    """128x4: byte ``16 (r % 32) + 4 (r // 32) + block`` of row r; what nobody has is NaN."""
+    blocks = np.full(512, 0xFF, np.uint8)
+    for row, some in enumerate(scales):
+        start = 16 * (row % 32) + 4 * (row // 32)
+        blocks[start : start + count] = some
+    return blocks
+
+
+def operands(kind: Kind, seed: int = 0) -> Operands:
+    random = np.random.default_rng(seed)
+    rows, count = 128 * kind.group, K // kind.block
+    codes = [random.integers(0, 16, (size, K)) for size in (rows, N)]
+    few = (0x28, 0x30, 0x38, 0x40, 0x48) if kind.scale == "e4m3" else range(125, 130)
+    scales = [random.choice(few, (size, count)).astype(np.uint8) for size in (rows, N)]
+    a, b = (
+        spec.e2m1_value(one).astype(np.float64) * np.repeat(spec.scale_value(scale, kind.scale), kind.block, 1)
+        for one, scale in zip(codes, scales, strict=True)
+    )
+    data = np.zeros((kind.group, BYTES), np.uint8)
+    for rank, row in enumerate(data):
+        own, part = slice(128 * rank, 128 * rank + 128), N // kind.group
+        row[A:B] = in_rows_of_8(codes[0][own])
+        row[B : B + 32 * part] = in_rows_of_8(codes[1][part * rank : part * rank + part])
+        row[A_SCALE:B_SCALE] = in_blocks(scales[0][own], count)
+        row[B_SCALE:] = in_blocks(scales[1], count)
+    return Operands(data, a @ b.T)
+
+
+def run(kind: Kind, text: str, seed: int | None = 0, **kwargs: bool) -> np.ndarray:
+    """Both results, (2, rows, columns)."""
+    out = np.zeros((2, 128 * kind.group, N), np.float32)
+    data = operands(kind).data.reshape(-1)
+    found = launch(text, out.reshape(-1), data, block=128, grid=kind.group, cluster=kind.group, seed=seed, **kwargs)
+    return found[0].reshape(out.shape)
+
+
+NVFP4 = Kind(1, 16, "e4m3")
+KINDS = [NVFP4, Kind(1, 32, "e8m0"), Kind(1, 16, "e8m0"), Kind(2, 16, "e4m3"), Kind(2, 32, "e8m0")]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.group}-{kind.block}-{kind.scale}")
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_block_scaled_mma(kind: Kind, seed: int | None) -> None:
+    product = operands(kind).product
+    assert np.array_equal(run(kind, program(kind), seed, strict=True), [product, 2 * product])
+
+
+PLAIN = program(NVFP4)
+MMA = mma(NVFP4, "%p4")
+COPY = copy(NVFP4, A_SCALES, "%rd12")
+FILL = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd8], 16, [%r1+{FULL}];"
+LAST = "barrier.cluster.arrive; barrier.cluster.wait;\n    @%p1 bra END"
+ALLOC = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r2], "
+FAULTS = {
+    "no wait::ld": (WAIT_LD, "", Race, "without tcgen05.wait"),
+    "no fence before the barrier": (BEFORE, "", Race, "without tcgen05.fence::before_thread_sync"),
+    "no fence behind the barrier": (AFTER, "", Race, "without tcgen05.fence::after_thread_sync"),
+    "no wait for the MMA": (wait(DONE, 0), "", (Race, Uninitialised), ""),
+    "no wait for the loads": (wait(FREE, 0), "", Race, "tcgen05.mma .* loaded by"),
+    "no wait for the operands": (wait(FULL, 0), "", (Race, Uninitialised), ""),
+    "a copy behind an MMA that reads there": (MMA, MMA + copy(NVFP4, A_SCALES, "%rd12"), Race, "used by an MMA"),
+    "another accumulator's columns": (
+        mma(NVFP4, "%p5"),
+        mma(NVFP4, "%p5") + mma(NVFP4, "%p5").replace("[%r3],", "[%r3+8],"),
+        Race,
+        "written",
+    ),
+    "a store to operands that is not fenced": (COPY, f"st.shared.u32 [%r1+{B_SCALE}], %r0;" + COPY, Race, "proxy"),
+    "operands overwritten under an MMA": (MMA, MMA + FILL, Race, "which a tensor core's operation .* read"),
+    "dealloc under loads": (LAST, LAST.split("\n")[1], Race, "dealloc"),
+    "no commit": (commit(NVFP4), "", Deadlock, ""),
+    "no dealloc": ("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r3, 64;", "", EmulationError, "ended with tensor"),
+    "dealloc of a part": ("b32 %r3, 64", "b32 %r3, 32", EmulationError, "no allocation"),
+    "too few columns": (", 64;", ", 32;", OutOfBounds, "not all allocated"),
+    "no power of two": ("b32 [%r2], 64", "b32 [%r2], 96", EmulationError, "96 columns"),
+    "too many columns": (ALLOC + "64;", ALLOC + "512;" + ALLOC + "32;", EmulationError, "waits for ever"),
+    "scales in the accumulator": (f"[%r3+{A_SCALES}], [%r3", "[%r3+12], [%r3", EmulationError, ""),
+    "scales not copied": (copy(NVFP4, B_SCALES, "%rd13"), "", Uninitialised, ""),
+    "columns that the MMA leaves": (str(NVFP4.instruction), str(NVFP4.instruction - (1 << 17)), Uninitialised, ""),
+    "reserved bits of an instruction": (str(NVFP4.instruction), str(NVFP4.instruction + 1), EmulationError, "reserved"),
+    "a descriptor's constant": (str(1 << 46 | 16 << 32 | 8 << 16), str(16 << 32 | 8 << 16), EmulationError, "0b001"),
+    "a warp with others' lanes": ("shl.b32 %r5, %r5, 21", "shl.b32 %r5, %r5, 20", EmulationError, "this warp accesses"),
+    "another cta_group": ("permit.cta_group::1", "permit.cta_group::2", EmulationError, "in one kernel"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found(name: str) -> None:
+    before, after, kind, message = FAULTS[name]
+    assert before in PLAIN
+    with pytest.raises(kind, match=message or None):
+        run(NVFP4, PLAIN.replace(before, after), strict=True)
+
+
+@pytest.mark.parametrize("name", ["no wait::ld", "no fence before the barrier", "no fence behind the barrier"])
+def test_lenient_rules(name: str) -> None:
+    """What kernels of NVIDIA leave out."""
+    before, after, _, _ = FAULTS[name]
+    product = operands(NVFP4).product
+    assert np.array_equal(run(NVFP4, PLAIN.replace(before, after), lenient=True), [product, 2 * product])
+
+
+def test_lenient_copies_follow_mmas() -> None:
+    before, after, _, _ = FAULTS["a copy behind an MMA that reads there"]
+    product = operands(NVFP4).product
+    assert np.array_equal(run(NVFP4, PLAIN.replace(before, after), lenient=True), [product, 2 * product])
+
+
+PAIR = Kind(2, 16, "e4m3")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [
+        (wait(READY, 0), "", (Race, Uninitialised)),
+        ("[%r7], 3;", "[%r7], 1;", Deadlock),
+        ("[%r7], 3;", "[%r7], 7;", EmulationError),
+        (f"[%r1+{FREE}], 256", f"[%r1+{FREE}], 128", (Race, EmulationError)),
+        (LAST, LAST.split("\n")[1], (Race, EmulationError)),
+    ],
+)
+def test_faults_of_pairs_are_found(before: str, after: str, kind: type[Exception]) -> None:
+    text = program(PAIR)
+    assert before in text
+    with pytest.raises(kind):
+        for seed in (None, *range(4)):
+            run(PAIR, text.replace(before, after), seed, strict=True)
+
+
+# Loads and stores
+
+MOVE = """
+    mov.u32 %r1, buf; setp.ge.u32 %p1, %r0, 32;
+    @%p1 bra ALLOCATED;
+    tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32;
+ALLOCATED:
+    bar.sync 0;
+    ld.shared.u32 %r2, [%r1];
+    shr.u32 %r5, %r0, 5; shl.b32 %r5, %r5, 21; add.u32 %r6, %r2, %r5;
+    shl.b32 %r10, %r0, 8;
+    add.u32 %r11, %r10, 1; add.u32 %r12, %r10, 2; add.u32 %r13, %r10, 3;
+    add.u32 %r14, %r10, 4; add.u32 %r15, %r10, 5; add.u32 %r16, %r10, 6; add.u32 %r17, %r10, 7;
+    tcgen05.st.sync.aligned.32x32b.x8.b32 [%r6+4], {%r10, %r11, %r12, %r13, %r14, %r15, %r16, %r17};
+    {WAIT}
+    tcgen05.ld.sync.aligned.16x256b.x1.b32 {%r20, %r21, %r22, %r23}, [%r6+{FIRST}];
+    tcgen05.wait::ld.sync.aligned;
+    mul.wide.u32 %rd8, %r0, 16; add.u64 %rd9, %rd0, %rd8;
+    st.global.v4.b32 [%rd9], {%r20, %r21, %r22, %r23};
+    bar.sync 0;
+    @%p1 bra END;
+    tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r2, 32;
+END:
+"""
+
+
+def move(wait: str = "tcgen05.wait::st.sync.aligned;", first: int = 4) -> np.ndarray:
+    text = entry(MOVE.replace("{WAIT}", wait).replace("{FIRST}", str(first)), 16, 1)
+    return launch(text, np.zeros((128, 4), np.uint32).reshape(-1), block=128, strict=True)[0].reshape(4, 32, 4)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_stored_rows_are_loaded_as_fragments(half: int) -> None:
+    """Lane 4 i + j gets columns 2 j and 2 j + 1 of row i, and those of row i + 8: of either half of its warp's rows."""
+    lane = np.arange(32)
+    rows = (lane // 4 + 16 * half)[:, None] + [0, 0, 8, 8]
+    columns = (2 * (lane % 4))[:, None] + [0, 1, 0, 1]
+    expected = [256 * (32 * warp + rows) + columns for warp in range(4)]
+    assert np.array_equal(move(first=4 + (16 << 16) * half), expected)
+
+
+def test_faults_of_loads_and_stores_are_found() -> None:
+    with pytest.raises(Race, match=r"without tcgen05\.wait"):
+        move(wait="")
+    with pytest.raises(Uninitialised):
+        move(first=8)
+    with pytest.raises(OutOfBounds):
+        move(first=28)

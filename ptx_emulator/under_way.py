@@ -1,0 +1,173 @@
+"""What runs beside the threads: copies, in their groups, and the reads of warpgroup MMAs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ptx_emulator.barriers import FOR_COPIES
+from ptx_emulator.memory import EmulationError, Fault
+from ptx_emulator.values import Array
+
+if TYPE_CHECKING:
+    from ptx_emulator.decoder import Step
+    from ptx_emulator.machine import Machine
+
+FAR = np.iinfo(np.int64).max
+
+
+@dataclass
+class Group:
+    """A bulk group of a thread: how many copies are under way, and the records (see ``races``) of what all read."""
+
+    under_way: int = 0
+    reads: list[slice] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Copy:
+    """An asynchronous operation under way, or for ``cp.async`` those of all ``threads`` of one instruction.
+
+    ``group``: of a bulk group's copy; ``groups``: of ``cp.async``, the number of each thread's group; ``pipe``:
+    of tensor cores, those that are executed in this order.
+    """
+
+    step: Step
+    threads: Array
+    execute: Callable[[], None]
+    ctas: tuple[int, ...] = ()
+    group: Group | None = None
+    groups: Array | None = None
+    pipe: deque[Copy] | None = None
+
+
+class UnderWay:
+    """Of one launch."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self.copies: list[Copy] = []
+        self.bulk_copies = 0
+        self.held: list[Copy] = []
+        # Bulk groups of a thread that it has not waited for.
+        self.open: dict[int, Group] = {}
+        self.groups: dict[int, list[Group]] = {}
+        # Groups of cp.async: how many each thread has committed and waited for, and the newest that is not empty.
+        self.committed = np.zeros(machine.threads, np.int64)
+        self.waited = np.zeros(machine.threads, np.int64)
+        self.newest = np.full(machine.threads, -1)
+        # What groups of warpgroup MMAs read, by the first thread of a warp; the last group is open.
+        self.products: dict[int, list[list[slice]]] = {}
+
+    def check_end(self, threads: Array) -> None:
+        """Threads may not end before their bulk copies have read, or their ``cp.async`` written. (NVIDIA's cooperative
+        kernel of sm_120a does.)"""
+        if self.machine.lenient:
+            return
+        for thread in {*self.groups, *self.open}.intersection(threads.tolist()):
+            if any(group.reads for group in (*self.groups.get(thread, ()), self.open.get(thread, Group()))):
+                raise self.machine.error(EmulationError, thread, "ended before it waited for its bulk copies")
+        late = threads[self.newest[threads] >= self.waited[threads]]
+        if len(late):
+            raise self.machine.error(EmulationError, late[0], "ended before it waited for its cp.async")
+
+    def start(
+        self, thread: int, execute: Callable[[], None], ctas: tuple[int, ...], reads: slice | None = None
+    ) -> None:
+        """Execute a copy later. ``ctas``: whose shared memory it uses; ``reads``: records, of a bulk group's copy."""
+        group = None
+        if reads is not None:
+            group = self.open.setdefault(thread, Group())
+            group.under_way += 1
+            group.reads.append(reads)
+        copy = Copy(self.machine.step, np.array([thread]), execute, ctas, group)
+        (self.held if self.bulk_copies in self.machine.held else self.copies).append(copy)
+        self.bulk_copies += 1
+
+    def release_held(self) -> None:
+        """Nothing else can go on."""
+        self.copies, self.held = self.held, []
+
+    def start_group(self, threads: Array, execute: Callable[[], None]) -> None:
+        """Execute a ``cp.async`` of each thread later."""
+        self.newest[threads] = self.committed[threads]
+        self.copies.append(Copy(self.machine.step, threads, execute, groups=self.committed[threads]))
+
+    def start_in_pipe(self, thread: int, pipe: deque[Copy], execute: Callable[[], None], ctas: tuple[int, ...]) -> None:
+        """Execute an operation of a tensor core later, behind those that are in its pipe."""
+        pipe.append(Copy(self.machine.step, np.array([thread]), execute, ctas, pipe=pipe))
+        self.copies.append(pipe[-1])
+
+    def execute_one(self) -> None:
+        number = 0 if self.machine.random is None else int(self.machine.random.integers(len(self.copies)))
+        copy = self.copies[number]
+        if copy.pipe is not None:
+            copy = copy.pipe.popleft()
+        self.copies.remove(copy)
+        self.machine.step = copy.step
+        for cta in copy.ctas:
+            if not (self.machine.lenient and copy.group) and not len(self.machine.living(self.machine.cta == cta)):
+                raise self.machine.error(EmulationError, copy.threads[0], f"CTA {cta} ended before this copy")
+        try:
+            copy.execute()
+        except Fault as fault:
+            raise self.machine.error(fault.kind, copy.threads[fault.position], fault.message) from None
+        if copy.group is not None:
+            copy.group.under_way -= 1
+        self.machine.retry_those(copy.threads, FOR_COPIES)
+
+    def commit_group(self, threads: Array) -> None:
+        for thread in threads.tolist():
+            self.groups.setdefault(thread, []).append(self.open.pop(thread, Group()))
+
+    def wait_group(self, threads: Array, most: int) -> Array:
+        """Wait until at most the ``most`` newest groups are incomplete."""
+        done = np.ones(len(threads), bool)
+        for i, thread in enumerate(threads.tolist()):
+            groups = self.groups.get(thread, [])
+            waited = groups[: max(len(groups) - most, 0)]
+            done[i] = not any(group.under_way for group in waited)
+            if done[i] and waited:
+                self.machine.races.copies_have_read(thread, [rows for group in waited for rows in group.reads])
+                del groups[: len(waited)]
+        self.machine.wait(threads[~done], FOR_COPIES)
+        return done
+
+    def wait_async(self, threads: Array, most: int | None) -> Array:
+        """Wait until at most the ``most`` newest groups of ``cp.async`` are incomplete; ``None``: for all, committed or
+        not."""
+        if most is None:
+            self.committed[threads] = np.maximum(self.committed[threads], self.newest[threads] + 1)
+        until = np.maximum(self.committed[threads] - (most or 0), self.waited[threads])
+        oldest = np.full(self.machine.threads, FAR)
+        for copy in self.copies:
+            if copy.groups is not None:
+                oldest[copy.threads] = np.minimum(oldest[copy.threads], copy.groups)
+        done = oldest[threads] >= until
+        self.waited[threads[done]] = until[done]
+        self.machine.races.groups_are_done(threads[done], until[done])
+        self.machine.wait(threads[~done], FOR_COPIES)
+        return done
+
+    # Warpgroup MMAs: what a warp, for which its first thread stands, reads until it has waited for the group
+
+    def product_reads(self, thread: int, offset: int, size: int) -> None:
+        cta = int(self.machine.cta[thread])
+        reads = self.machine.races.copy_reads(self.machine.races.begin(thread), cta, offset, size)
+        self.products.setdefault(thread, [[]])[-1].append(reads)
+
+    def commit_products(self, threads: Array) -> None:
+        for thread in threads[self.machine.lane[threads] == 0].tolist():
+            self.products.setdefault(thread, [[]]).append([])
+
+    def wait_for_products(self, threads: Array, most: int) -> None:
+        """All but the ``most`` newest groups have read."""
+        for thread in threads[self.machine.lane[threads] == 0].tolist():
+            groups = self.products.setdefault(thread, [[]])
+            done = max(len(groups) - 1 - most, 0)
+            self.machine.races.copies_have_read(thread, [reads for group in groups[:done] for reads in group])
+            del groups[:done]
