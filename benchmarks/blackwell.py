@@ -18,9 +18,9 @@ from torch_cute_ops.gemm.backend import Backend, Target
 from torch_cute_ops.gemm.backends.fp4_tcgen05 import FP4Tcgen05
 from torch_cute_ops.gemm.backends.fp4_tcgen05_experts import DENSE, ROUTED, FP4Tcgen05Experts
 from torch_cute_ops.gemm.problem import GemmProblem, Grouping, Operand, Tactic
-from torch_cute_ops.kernels.common.blackwell.block_scaled_stage import ROWS
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
-from torch_cute_ops.kernels.common.fp4.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.blackwell.layouts import ROWS
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
+from torch_cute_ops.kernels.common.fp4.layouts import CHUNK
 from torch_cute_ops.runtime.arch import ARCHS, CLOCK_HZ
 from torch_cute_ops.testing.resources import compile_for
 

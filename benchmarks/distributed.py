@@ -15,7 +15,7 @@ from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.gemm import cost, select
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.problem import GemmProblem, Operand
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.runtime.arch import ARCHS
 
 from . import report

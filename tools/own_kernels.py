@@ -23,7 +23,7 @@ from torch_cute_ops.gemm.backends import _fp8 as fp8_backends
 from torch_cute_ops.gemm.backends.reference import Reference
 from torch_cute_ops.gemm.problem import GemmProblem, Grouping, Operand, Operands, Tactic
 from torch_cute_ops.gemm.select import BACKENDS
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.runtime.arch import ARCHS
 
 Tensor = torch.Tensor

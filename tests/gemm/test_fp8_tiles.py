@@ -14,8 +14,8 @@ from torch_cute_ops.gemm.fp8_tiles import Tile, expected_tiles
 from torch_cute_ops.gemm.select import choose
 from torch_cute_ops.kernels import fp8_mma
 from torch_cute_ops.kernels import fp8_wgmma as wgmma_kernel
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
-from torch_cute_ops.kernels.common.fp8.expert_layout import ExpertLayout
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
+from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
 from torch_cute_ops.runtime.arch import ARCHS
 
 BACKENDS = (fp8_wgmma.FP8Wgmma(), fp8_mma_sync.FP8MmaSync())

@@ -12,8 +12,8 @@ from support.launch_model import Launches, launches  # noqa: F401  (a fixture)
 from ptx_emulator import run_kernel
 from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.kernels import fp4_wgmma
-from torch_cute_ops.kernels.common.core import l2_prefetch
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
+from torch_cute_ops.kernels.common.core import memory
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS
 
@@ -52,7 +52,7 @@ def test_calls_after_a_good_one(backend, launches: Launches):  # noqa: F811
 def test_no_more_than_the_first_bytes(monkeypatch):
     """Each once, of a limit that is more than one request."""
     most = 4112
-    monkeypatch.setattr(l2_prefetch, "MOST_BYTES", most)
+    monkeypatch.setattr(memory, "MOST_BYTES", most)
     case = WgmmaCase(FP16, NVFP4, "128x4", None, 8, Epilogue(FP32), 2, prefetches=True, rows=160)
     b, scale = random_matrix(328, 512, NVFP4, "128x4", CPU)
     matrix, out = poisoned(9, 1040, dtype=torch.uint8), poisoned(9, 328, dtype=FP32)

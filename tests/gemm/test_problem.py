@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.gemm_problems import BF16, FP32, fp4_problem, fp8_problem, gated_problem, gated_problems, problems
 
-from torch_cute_ops.kernels.common.core import epilogue
-from torch_cute_ops.kernels.common.fp8.expert_layout import ExpertLayout
+from torch_cute_ops.kernels.common.core import layouts
+from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
 from torch_cute_ops.ops import _signature
 
 
@@ -76,4 +76,4 @@ def test_descriptions_differ():
 def test_kinds_of_alpha():
     """The ops name them without importing what kernels have."""
     kinds = dict.fromkeys((*get_args(_signature.AlphaKind), *get_args(_signature.GatedAlphaKind)))
-    assert tuple(kinds) == get_args(epilogue.AlphaKind)
+    assert tuple(kinds) == get_args(layouts.AlphaKind)

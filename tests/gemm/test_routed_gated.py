@@ -13,7 +13,7 @@ from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.backends import _fp4, routed_gated
 from torch_cute_ops.gemm.problem import GatedOperands, GemmProblem, Grouping, Operand
 from torch_cute_ops.kernels import fp4_gated_experts
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.runtime.arch import ARCHS
 
 TILED = SCALE_LAYOUTS["128x4"]

@@ -25,7 +25,7 @@ from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.gemm import select, tune
 from torch_cute_ops.gemm.backend import Backend
 from torch_cute_ops.gemm.backends.reference import Reference
-from torch_cute_ops.kernels.common.fp8.expert_layout import ExpertLayout
+from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
 from torch_cute_ops.runtime import timing, tuner
 from torch_cute_ops.runtime.tuner import Candidate
 from torch_cute_ops.runtime.tuning_file import TuningFile

@@ -27,8 +27,7 @@ from ptx_emulator import EmulationError, compile_ptx, run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.scale_layout import from_linear
 from torch_cute_ops.kernels import fp4_experts, fp4_wgmma
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
-from torch_cute_ops.kernels.common.core.warpgroup import BY_WARP
+from torch_cute_ops.kernels.common.core.layouts import BY_WARP, Epilogue
 from torch_cute_ops.reference.moe_fc2_fp4 import expert_gemm
 from torch_cute_ops.runtime.arch import ARCHS
 

@@ -37,7 +37,7 @@ from ptx_emulator import EmulationError, compile_ptx, run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.kernels import activation_tiles, fp4_mma, fp4_wgmma
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.reference.mm_fp4 import fp4_gemm
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS

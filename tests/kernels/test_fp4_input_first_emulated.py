@@ -31,7 +31,7 @@ from ptx_emulator import EmulationError, compile_ptx, run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.kernels import fp4_wgmma, row_quant
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.runtime.arch import ARCHS
 
 GATED = [one for one in WGMMAS if one.values[0].case.gated]

@@ -35,7 +35,7 @@ from ptx_emulator import EmulationError, run_kernel
 from ptx_emulator.memory import Deadlock
 from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.kernels import fp4_to_fp8
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.kernels.fp4_to_fp8 import COLUMNS, Notes, note_words
 from torch_cute_ops.kernels.fp8_fp4_wgmma import Arguments
 from torch_cute_ops.registry import OPS

@@ -29,7 +29,7 @@ from support.kernel_grid import BF16, FP8_LAYOUTS, FP16, FP32, FP8GemmCase
 
 from ptx_emulator import EmulationError, run_kernel
 from ptx_emulator.memory import Deadlock
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.kernels.fp8_wgmma import Arguments
 from torch_cute_ops.registry import OPS
 from torch_cute_ops.runtime.arch import ARCHS

@@ -7,7 +7,7 @@ import torch
 from support.kernel_grid import BF16, FP16, FP32, ExpertsCase, FP8GemmCase, MmaCase, WgmmaCase
 
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.runtime.arch import ARCHS
 
 HOPPER, BLACKWELL = ARCHS["sm_90a"], ARCHS["sm_100a"]

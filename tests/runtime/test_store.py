@@ -491,7 +491,10 @@ import logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message).30s")
 import torch
 from torch_cute_ops.formats import NVFP4, SCALE_LAYOUTS
-from torch_cute_ops.kernels.row_quant import KERNEL, Arguments, Problem, plan
+from torch_cute_ops.kernels.row_quant import KERNEL
+from torch_cute_ops.kernels.row_quant import Arguments
+from torch_cute_ops.kernels.row_quant import Problem
+from torch_cute_ops.kernels.row_quant import plan
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel
 problem = Problem("rows", torch.bfloat16, None, 64, 64, NVFP4, SCALE_LAYOUTS["linear"], False, False, False)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from torch_cute_ops.formats.experts import expert_of_rows
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
 
 Tensor = torch.Tensor
 TYPES = (torch.bfloat16, torch.float16, torch.float32)

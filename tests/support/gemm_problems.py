@@ -11,8 +11,8 @@ from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.problem import ALL_ROWS, GemmProblem, Grouping, Operand
 from torch_cute_ops.gemm.select import BACKENDS
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
-from torch_cute_ops.kernels.common.fp8.expert_layout import ExpertLayout
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
+from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
 from torch_cute_ops.runtime.arch import ARCHS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

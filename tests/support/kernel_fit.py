@@ -15,7 +15,7 @@ from support.kernel_grid import (
     Tcgen05ExpertsCase,
     WgmmaCase,
 )
-from torch_cute_ops.kernels.common.core.warpgroup import WARPGROUP
+from torch_cute_ops.kernels.common.core.layouts import WARPGROUP
 from torch_cute_ops.runtime.arch import ARCHS
 from torch_cute_ops.testing.resources import Resources
 

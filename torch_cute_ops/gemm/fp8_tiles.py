@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 from torch_cute_ops.gemm import cost
 from torch_cute_ops.gemm.backend import Target
 from torch_cute_ops.gemm.problem import GemmProblem
-from torch_cute_ops.kernels.common.core.raster import RASTER_WIDTH
+from torch_cute_ops.kernels.common.core.layouts import RASTER_WIDTH
 from torch_cute_ops.runtime.arch import CLOCK_HZ
 
 BLOCK: Final = 128

@@ -6,9 +6,9 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 
 from torch_cute_ops.formats import FP4Format, FP8Format, ScaleLayout
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
-from torch_cute_ops.kernels.common.fp4.activation_layout import Quantises
-from torch_cute_ops.kernels.common.fp8.expert_layout import ExpertLayout
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
+from torch_cute_ops.kernels.common.fp4.layouts import Quantises
+from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
 
 Tactic = tuple[int | str, ...]
 """One way in which a backend computes a GEMM: what JSON can hold, and the backend alone understands."""

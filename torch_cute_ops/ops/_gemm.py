@@ -499,7 +499,7 @@ class GemmLauncher(BackendLauncher[GemmCall]):
 
 
 def _alpha_kind(alpha: Tensor, is_grouped: bool) -> Any:
-    """What ``alpha`` is given for, as ``kernels.common.core.epilogue.Epilogue`` names it."""
+    """What ``alpha`` is given for, as ``kernels.common.core.layouts.Epilogue`` names it."""
     if alpha.numel() == 1:
         return "one"
     if not is_grouped:

@@ -13,7 +13,7 @@ from torch_cute_ops.ops._signature import Scoring
 from torch_cute_ops.runtime.allocate import New
 
 if TYPE_CHECKING:
-    from torch_cute_ops.kernels.common.experts.expert_choice import ExpertChoice
+    from torch_cute_ops.kernels.common.experts.layouts import ExpertChoice
 
 Tensor = torch.Tensor
 
@@ -78,7 +78,7 @@ def check_per_expert(op: str, name: str, values: Tensor | None, logits: Tensor) 
 
 def expert_choice(call: ChoiceCall) -> "ExpertChoice":
     """The choice as kernels are planned for it."""
-    from torch_cute_ops.kernels.common.experts.expert_choice import ExpertChoice
+    from torch_cute_ops.kernels.common.experts.layouts import ExpertChoice
 
     is_sigmoid, has_bias = call.scoring == "sigmoid", call.bias is not None
     groups = call.num_groups, call.topk_groups

@@ -288,7 +288,7 @@ class RowQuant(KernelPath[RowCall]):
 
     def _problem(self, call: RowCall) -> Any:
         """What the kernel is asked for."""
-        from torch_cute_ops.kernels.common.fp8.fp8_units import FP8_UNIT
+        from torch_cute_ops.kernels.common.fp8.layouts import FP8_UNIT
         from torch_cute_ops.kernels.row_quant import Problem
 
         fmt, layout = self.formats(call)

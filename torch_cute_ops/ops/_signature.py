@@ -28,7 +28,7 @@ Scoring = Literal["softmax", "sigmoid"]
 AlphaKind = Literal["one", "column", "expert", "expert_column"]
 GatedAlphaKind = Literal["expert", "expert_half"]
 """What ``alpha`` is given for, as a static property, of plain and grouped GEMMs and of those with a gate: together
-``kernels.common.core.epilogue.AlphaKind``."""
+``kernels.common.core.layouts.AlphaKind``."""
 
 _SCHEMA_TYPES: Final[dict[Any, str]] = {
     Tensor: "Tensor",

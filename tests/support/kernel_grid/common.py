@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -24,8 +24,8 @@ from support.kernel_grid.common import (
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.kernels import fp4_experts, fp4_gated_experts, fp4_mma, fp4_wgmma
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
-from torch_cute_ops.kernels.common.fp4.activation_layout import Quantises
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
+from torch_cute_ops.kernels.common.fp4.layouts import Quantises
 from torch_cute_ops.kernels.common.fp4.operands import FP4Operands
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 

@@ -18,8 +18,8 @@ from torch_cute_ops.kernels import (
     fp8_nvfp4_wgmma,
     fp8_wgmma,
 )
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
-from torch_cute_ops.kernels.common.fp8.expert_layout import ExpertLayout
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
+from torch_cute_ops.kernels.common.fp8.layouts import ExpertLayout
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
 FP8_LAYOUTS = {"plain": (False, False), "offsets": (True, False), "counted": (True, True), "masked": (False, True)}

@@ -11,7 +11,7 @@ import torch
 
 from support.kernel_grid.common import ARCHS, BF16, FP16, FP32, KernelCase
 from torch_cute_ops.kernels import row_quant
-from torch_cute_ops.kernels.common.experts.expert_choice import ExpertChoice
+from torch_cute_ops.kernels.common.experts.layouts import ExpertChoice
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
 

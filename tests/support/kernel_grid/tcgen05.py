@@ -12,7 +12,7 @@ from support.epilogues import epilogues
 from support.kernel_grid.common import BF16, FP16, FP32, KernelCase, epilogue_id, short
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.kernels import fp4_tcgen05, fp4_tcgen05_experts
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
+from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.runtime.arch import ARCHS as GPU_ARCHS
 
 TCGEN05_ARCHS = ("sm_100a", "sm_103a")

@@ -13,7 +13,7 @@ from torch_cute_ops.gemm.decode import (
     weight_scales,
 )
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
-from torch_cute_ops.kernels.common.blackwell.block_scaled_stage import STEP
+from torch_cute_ops.kernels.common.blackwell.layouts import STEP
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.compiler import KernelSpec, compile_kernel
 

@@ -8,8 +8,8 @@ from torch_cute_ops.gemm.backends._fp4 import Tcgen05Backend
 from torch_cute_ops.gemm.decode import fp4_format, weight_scales
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_tcgen05
-from torch_cute_ops.kernels.common.blackwell.block_scaled_stage import ROWS
-from torch_cute_ops.kernels.common.fp4.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.blackwell.layouts import ROWS
+from torch_cute_ops.kernels.common.fp4.layouts import CHUNK
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.arch import CLOCK_HZ, Arch
 

@@ -9,7 +9,7 @@ from torch_cute_ops.gemm.backends._fp4 import FP4KernelBackend
 from torch_cute_ops.gemm.decode import fp4_format, fp4_operands, reason_not_linear
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_wgmma
-from torch_cute_ops.kernels.common.fp4.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.fp4.layouts import CHUNK
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import Arch

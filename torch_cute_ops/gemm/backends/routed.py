@@ -6,7 +6,7 @@ from torch_cute_ops.gemm.cost import bytes_per_second, overlapped, smallest_tile
 from torch_cute_ops.gemm.decode import fp4_operands, reason_not_linear
 from torch_cute_ops.gemm.problem import GemmProblem, Tactic
 from torch_cute_ops.kernels import fp4_experts
-from torch_cute_ops.kernels.common.fp4.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.fp4.layouts import CHUNK
 from torch_cute_ops.runtime import settings
 from torch_cute_ops.runtime.allocate import new_bytes
 from torch_cute_ops.runtime.arch import Arch

@@ -4,7 +4,7 @@ from collections import namedtuple
 from dataclasses import dataclass
 from typing import Final
 
-from torch_cute_ops.kernels.common.fp4.activation_layout import ActivationLayout
+from torch_cute_ops.kernels.common.fp4.layouts import ActivationLayout
 
 THREADS: Final = 128
 

@@ -4,10 +4,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from torch_cute_ops.kernels.activation_tiles.config import THREADS, Arguments, Config
-from torch_cute_ops.kernels.common.core import pdl
 from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.fp4.activation_layout import TILE_BYTES, TILE_TOKENS
+from torch_cute_ops.kernels.common.core.pipeline import pdl_start
 from torch_cute_ops.kernels.common.fp4.activations import Activations
+from torch_cute_ops.kernels.common.fp4.layouts import TILE_BYTES, TILE_TOKENS
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
@@ -59,7 +59,7 @@ class ActivationTilesKernel:
         group_bytes = TILE_TOKENS * self.config.token_bytes  # of a chunk
         groups = tiles.shape[0] // (Int64(chunks) * group_bytes)
         # The next kernel may start to read its weight.
-        pdl.start(self.config.pdl)
+        pdl_start(self.config.pdl)
         for i in range(thread, flags.shape[0], ctas * THREADS):
             flags[i] = Int32(0)
         if const_expr(alpha is not None):

@@ -8,20 +8,19 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from torch_cute_ops.kernels.common.core import pdl, ptx
-from torch_cute_ops.kernels.common.core.convert import load_words
-from torch_cute_ops.kernels.common.core.epilogue_ops import load_terms
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.epilogue import load_terms
+from torch_cute_ops.kernels.common.core.memory import clear, load_words
 from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.core.shared_words import clear
-from torch_cute_ops.kernels.common.core.stages import next_stage
-from torch_cute_ops.kernels.common.experts.expert_factors import biases_argument, factors_argument
-from torch_cute_ops.kernels.common.experts.expert_units import ExpertUnits
-from torch_cute_ops.kernels.common.experts.token_list_layout import PAIR_BYTES
-from torch_cute_ops.kernels.common.experts.token_lists import TokenLister, TokenLists
-from torch_cute_ops.kernels.common.fp4.activation_layout import TILE_TOKENS
+from torch_cute_ops.kernels.common.core.pipeline import next_stage, pdl_start
+from torch_cute_ops.kernels.common.experts.factors import biases_argument, factors_argument
+from torch_cute_ops.kernels.common.experts.layouts import PAIR_BYTES
+from torch_cute_ops.kernels.common.experts.lists import TokenLister, TokenLists
+from torch_cute_ops.kernels.common.experts.units import ExpertUnits
 from torch_cute_ops.kernels.common.fp4.activations import Activations
 from torch_cute_ops.kernels.common.fp4.decode import sum_scale
-from torch_cute_ops.kernels.common.fp4.unit_mma import UnitMma, free
+from torch_cute_ops.kernels.common.fp4.layouts import TILE_TOKENS
+from torch_cute_ops.kernels.common.fp4.mma import UnitMma, free
 from torch_cute_ops.kernels.common.fp4.weight_ring import WeightRing
 from torch_cute_ops.kernels.fp4_experts.config import BANDS, ROWS, Arguments, Config
 from torch_cute_ops.kernels.fp4_experts.totals import Share, Smem, Totals
@@ -116,7 +115,7 @@ class FP4ExpertsKernel:
         expert, tile, _ = cute.arch.block_idx()
         experts, _, _ = cute.arch.grid_dim()
         # The next kernel may start to read weights and factors.
-        pdl.start(c.pdl)
+        pdl_start(c.pdl)
         if const_expr(c.classes > 1):
             flags = left[1]
             ctas = experts * cute.arch.grid_dim()[1]

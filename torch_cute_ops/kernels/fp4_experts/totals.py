@@ -10,11 +10,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import DSL_DTYPES, load_words, pack, store_words
-from torch_cute_ops.kernels.common.core.shared_words import by_four
-from torch_cute_ops.kernels.common.experts.expert_units import UnitLists
-from torch_cute_ops.kernels.common.experts.token_lists import TokenLists
-from torch_cute_ops.kernels.common.fp4.activation_layout import TILE_TOKENS
+from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, by_four, load_words, pack, store_words
+from torch_cute_ops.kernels.common.experts.lists import TokenLists
+from torch_cute_ops.kernels.common.experts.units import UnitLists
+from torch_cute_ops.kernels.common.fp4.layouts import TILE_TOKENS
 from torch_cute_ops.kernels.fp4_experts.config import ROWS, Config
 
 WARP = 32

@@ -7,13 +7,10 @@ from typing import Final, Literal
 import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
-from torch_cute_ops.kernels.common.core.fit import first_fit
-from torch_cute_ops.kernels.common.core.warpgroup import BY_WARP, GROUP_ROWS
-from torch_cute_ops.kernels.common.experts.token_list_layout import TokenListLayout
-from torch_cute_ops.kernels.common.experts.unit_lists import LIST_BYTES, SCANNED
-from torch_cute_ops.kernels.common.fp4.activation_layout import CHUNK, ActivationLayout
+from torch_cute_ops.kernels.common.core.layouts import BY_WARP, GROUP_ROWS, first_fit
+from torch_cute_ops.kernels.common.experts.layouts import LIST_BYTES, SCANNED, TokenListLayout
+from torch_cute_ops.kernels.common.fp4.layouts import CHUNK, ActivationLayout, WeightChunks
 from torch_cute_ops.kernels.common.fp4.operands import FP4Operands
-from torch_cute_ops.kernels.common.fp4.weight_chunks import WeightChunks
 from torch_cute_ops.runtime.arch import Arch
 
 WARPS: Final = 16

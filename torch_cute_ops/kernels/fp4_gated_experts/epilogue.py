@@ -11,9 +11,8 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32, Uint64, const_expr, ra
 
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import DSL_DTYPES, load_words, pack, store_byte, store_words
-from torch_cute_ops.kernels.common.core.epilogue_ops import load_terms
-from torch_cute_ops.kernels.common.core.swiglu import silu_mul, swiglu
+from torch_cute_ops.kernels.common.core.epilogue import load_terms, silu_mul, swiglu
+from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words, pack, store_byte, store_words
 from torch_cute_ops.kernels.common.fp4.decode import scale_argument, sum_scale
 from torch_cute_ops.kernels.common.fp4.encode import fp4_block
 from torch_cute_ops.kernels.fp4_gated_experts.config import Config

@@ -8,19 +8,16 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_co
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from torch_cute_ops.kernels.common.core import pdl, ptx
-from torch_cute_ops.kernels.common.core.convert import load_words, store_words
-from torch_cute_ops.kernels.common.core.fences import fence_async
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.memory import clear, load_words, store_words
 from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.core.shared_words import clear
-from torch_cute_ops.kernels.common.core.stages import next_stage
-from torch_cute_ops.kernels.common.experts.expert_factors import factor_counts, factors_argument
-from torch_cute_ops.kernels.common.experts.expert_units import ExpertUnits, UnitLists
-from torch_cute_ops.kernels.common.experts.token_lists import TokenLister, TokenLists
-from torch_cute_ops.kernels.common.fp4.activation_layout import CHUNK, TILE_TOKENS
+from torch_cute_ops.kernels.common.core.pipeline import fence_async, next_stage, pdl_start
+from torch_cute_ops.kernels.common.experts.factors import factor_counts, factors_argument
+from torch_cute_ops.kernels.common.experts.lists import TokenLister, TokenLists
+from torch_cute_ops.kernels.common.experts.units import ExpertUnits, UnitLists
 from torch_cute_ops.kernels.common.fp4.activations import QUAD, Activations
-from torch_cute_ops.kernels.common.fp4.unit_mma import UnitMma, free
-from torch_cute_ops.kernels.common.fp4.weight_chunks import TILE_ROWS
+from torch_cute_ops.kernels.common.fp4.layouts import CHUNK, TILE_ROWS, TILE_TOKENS
+from torch_cute_ops.kernels.common.fp4.mma import UnitMma, free
 from torch_cute_ops.kernels.common.fp4.weight_ring import WeightRing
 from torch_cute_ops.kernels.fp4_gated_experts.config import (
     ARRANGED,
@@ -229,7 +226,7 @@ class FP4GatedExpertsKernel:
         experts, tiles, parts = cute.arch.grid_dim()
         m = a.shape[0]
         # The next kernel may start to read weights and the routing.
-        pdl.start(c.pdl)
+        pdl_start(c.pdl)
         thread = ((part * tiles + tile) * experts + expert) * c.lists.threads + tid
         threads = experts * tiles * parts * c.lists.threads
         if const_expr(left is not None):

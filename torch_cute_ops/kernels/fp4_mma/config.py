@@ -6,10 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
-from torch_cute_ops.kernels.common.core.fit import first_fit
-from torch_cute_ops.kernels.common.core.sum_tile import SumTile
-from torch_cute_ops.kernels.common.fp4.limits import reason_beyond
+from torch_cute_ops.kernels.common.core.layouts import Epilogue, SumTile, first_fit
+from torch_cute_ops.kernels.common.fp4.layouts import reason_beyond
 from torch_cute_ops.runtime.arch import Arch
 
 ROWS = 128

@@ -8,8 +8,8 @@ from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.cluster_sums import leave_sums, sum_columns, write_sums
-from torch_cute_ops.kernels.common.core.convert import DSL_DTYPES, load_words, store_words
-from torch_cute_ops.kernels.common.core.epilogue_ops import EpilogueOps
+from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps
+from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words, store_words
 from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
 from torch_cute_ops.kernels.common.fp4.decode import (
     decode,

@@ -5,10 +5,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
-from torch_cute_ops.kernels.common.blackwell.block_scaled_config import BlockScaledConfig, with_most_stages
-from torch_cute_ops.kernels.common.blackwell.block_scaled_stage import COLUMNS, ROWS, SCALE_BUFFERS, BlockScaledStage
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
-from torch_cute_ops.kernels.common.core.sum_tile import SumTile
+from torch_cute_ops.kernels.common.blackwell.layouts import (
+    COLUMNS,
+    ROWS,
+    SCALE_BUFFERS,
+    BlockScaledConfig,
+    BlockScaledStage,
+    with_most_stages,
+)
+from torch_cute_ops.kernels.common.core.layouts import Epilogue, SumTile
 from torch_cute_ops.runtime.arch import Arch
 
 TILES: Final = {1: (8, 16, 32, 64, 128, 256), 2: (256,)}

@@ -16,17 +16,16 @@ from torch_cute_ops.kernels.common.blackwell.block_scaled_kernel import (
     as_bytes,
 )
 from torch_cute_ops.kernels.common.blackwell.block_scaled_mma import STEPS
-from torch_cute_ops.kernels.common.blackwell.block_scaled_stage import LINE, ROWS, STEP, STORING_WARPS
+from torch_cute_ops.kernels.common.blackwell.layouts import LINE, ROWS, STEP, STORING_WARPS
 from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.cluster_sums import sum_columns, write_sums
-from torch_cute_ops.kernels.common.core.convert import pack
-from torch_cute_ops.kernels.common.core.epilogue_ops import EpilogueOps
+from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps
+from torch_cute_ops.kernels.common.core.memory import pack
 from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.core.stages import next_stage
+from torch_cute_ops.kernels.common.core.pipeline import next_stage
 from torch_cute_ops.kernels.common.core.tile_order import tile_of
-from torch_cute_ops.kernels.common.fp4.activation_layout import CHUNK
 from torch_cute_ops.kernels.common.fp4.decode import rows_of_bytes
-from torch_cute_ops.kernels.common.fp4.weight_chunks import SCALE_TILE
+from torch_cute_ops.kernels.common.fp4.layouts import CHUNK, SCALE_TILE
 from torch_cute_ops.kernels.fp4_tcgen05.config import Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 

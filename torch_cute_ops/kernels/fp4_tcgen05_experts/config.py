@@ -7,9 +7,15 @@ from typing import Final
 import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
-from torch_cute_ops.kernels.common.blackwell.block_scaled_config import BlockScaledConfig, with_most_stages
-from torch_cute_ops.kernels.common.blackwell.block_scaled_stage import ROWS, STEP, STORING_WARPS, BlockScaledStage
-from torch_cute_ops.kernels.common.fp4.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.blackwell.layouts import (
+    ROWS,
+    STEP,
+    STORING_WARPS,
+    BlockScaledConfig,
+    BlockScaledStage,
+    with_most_stages,
+)
+from torch_cute_ops.kernels.common.fp4.layouts import CHUNK
 from torch_cute_ops.runtime.arch import Arch
 
 TILES: Final = (32, 64, 128)

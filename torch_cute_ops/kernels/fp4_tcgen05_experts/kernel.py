@@ -10,16 +10,15 @@ from cutlass.memory import SmemAllocator
 from torch_cute_ops.kernels.common.blackwell import tcgen05
 from torch_cute_ops.kernels.common.blackwell.block_scaled_kernel import WARP, BlockScaledKernel, ScaleTiles, as_bytes
 from torch_cute_ops.kernels.common.blackwell.block_scaled_mma import STEPS
-from torch_cute_ops.kernels.common.blackwell.block_scaled_stage import LINE, ROWS, STEP
-from torch_cute_ops.kernels.common.core import pdl, ptx
-from torch_cute_ops.kernels.common.core.convert import DSL_DTYPES, load_words, pack, store_words
-from torch_cute_ops.kernels.common.core.epilogue_ops import load_terms
+from torch_cute_ops.kernels.common.blackwell.layouts import LINE, ROWS, STEP
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.epilogue import load_terms
+from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, load_words, pack, store_words
 from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.core.stages import next_stage
-from torch_cute_ops.kernels.common.experts.expert_factors import biases_argument, factor_counts, factors_argument
-from torch_cute_ops.kernels.common.fp4.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.core.pipeline import next_stage, pdl_start
+from torch_cute_ops.kernels.common.experts.factors import biases_argument, factor_counts, factors_argument
 from torch_cute_ops.kernels.common.fp4.decode import rows_of_bytes
-from torch_cute_ops.kernels.common.fp4.weight_chunks import SCALE_TILE
+from torch_cute_ops.kernels.common.fp4.layouts import CHUNK, SCALE_TILE
 from torch_cute_ops.kernels.fp4_tcgen05_experts.config import ACCUMULATORS, GROUP, LOADED, WORD, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
@@ -152,7 +151,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         tid, _, _ = cute.arch.thread_idx()
         word, token_tile, _ = cute.arch.block_idx()
         words_of_tile, _, _ = cute.arch.grid_dim()
-        pdl.start(c.pdl)
+        pdl_start(c.pdl)
         warps = ROWS // WARP
         found = cute.make_tensor(SmemAllocator().allocate_array(Uint32, warps), cute.make_layout(warps))
         # Words of a part are neighbours.
@@ -431,7 +430,7 @@ class FP4Tcgen05ExpertsKernel(BlockScaledKernel):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        pdl.start(c.pdl)
+        pdl_start(c.pdl)
         m, n = out.shape
         place = cta * ADDERS + tid
         token, column = place // (n // GROUP), place % (n // GROUP) * GROUP

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
-from torch_cute_ops.kernels.common.fp8.fp8_stages import BLOCK
+from torch_cute_ops.kernels.common.fp8.layouts import BLOCK
 
 COLUMNS: Final = 128
 """Rows of the weight whose notes lie together."""

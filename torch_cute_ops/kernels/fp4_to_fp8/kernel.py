@@ -4,11 +4,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int16, Int32, Int64, Uint32, const_expr, range_constexpr
 
-from torch_cute_ops.kernels.common.core import pdl, ptx
-from torch_cute_ops.kernels.common.core.fences import fence_async_global
+from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.fp8.expert_layout import ExpertLayout
-from torch_cute_ops.kernels.common.fp8.fp8_stages import BLOCK
+from torch_cute_ops.kernels.common.core.pipeline import fence_async_global, pdl_start
+from torch_cute_ops.kernels.common.fp8.layouts import BLOCK, ExpertLayout
 from torch_cute_ops.kernels.fp4_to_fp8.config import (
     COLUMNS,
     GROUP,
@@ -93,7 +92,7 @@ class FP4ToFP8Kernel:
         n, half, experts = codes.shape
         blocks = cute.ceil_div(2 * half, BLOCK)
         ranges, tiles = Notes.ranges(blocks), experts * cute.ceil_div(n, COLUMNS)
-        pdl.start(c.pdl)
+        pdl_start(c.pdl)
         if const_expr(c.beside):
             team = cute.arch.make_warp_uniform(tid // TEAM)
             of_tile = ranges * RANGE_PIECES

@@ -19,7 +19,7 @@ for all chunks, and frees those of the others at once.
    is no such kernel, the producer waits for the one before, unless the weight is static. How much is copied that early
    is ``Config.ahead``: a chunk, where decoding is the limit. When it has started its last
    copy, it may have something brought into L2, such as the weight of the next GEMM
-(``kernels.common.core.l2_prefetch``). 2. A lane has two rows of ``b``, and of each the 64 elements of its quarter of
+(``kernels.common.core.memory``). 2. A lane has two rows of ``b``, and of each the 64 elements of its quarter of
    the chunk, which it loads at once with their scales. It decodes eight codes of both rows (two k16 steps), starts
    their MMAs, and decodes the next eight meanwhile; then it waits for the MMAs before those. A warp frees a stage of
    activations when the MMAs that read it have ended, and a stage of codes when it has decoded a part of everything that

@@ -17,10 +17,10 @@ from cutlass import Float8E4M3FN, Float32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.warpgroup import GROUP_ROWS
-from torch_cute_ops.kernels.common.fp4.activation_layout import TILE_BYTES, TILE_LINE, TILE_TOKENS
+from torch_cute_ops.kernels.common.core.layouts import GROUP_ROWS
 from torch_cute_ops.kernels.common.fp4.decode import E4M3_EXPONENT, e4m3_words
-from torch_cute_ops.kernels.common.fp4.unit_mma import free
+from torch_cute_ops.kernels.common.fp4.layouts import TILE_BYTES, TILE_LINE, TILE_TOKENS
+from torch_cute_ops.kernels.common.fp4.mma import free
 from torch_cute_ops.kernels.fp4_wgmma.config import CODE_TILES
 from torch_cute_ops.kernels.fp4_wgmma.mma import Consumer, Stages
 from torch_cute_ops.kernels.fp4_wgmma.row import RowActivations, RowMma

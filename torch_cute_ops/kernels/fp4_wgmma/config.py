@@ -5,19 +5,25 @@ from dataclasses import dataclass
 from typing import Final
 
 from torch_cute_ops.formats import NVFP4
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
-from torch_cute_ops.kernels.common.core.fit import first_fit
-from torch_cute_ops.kernels.common.core.sum_tile import SumTile
-from torch_cute_ops.kernels.common.core.warpgroup import BY_WARP, GROUP_ROWS, SCHEDULERS, WARPGROUP
-from torch_cute_ops.kernels.common.fp4.activation_layout import (
+from torch_cute_ops.kernels.common.core.layouts import (
+    BY_WARP,
+    GROUP_ROWS,
+    SCHEDULERS,
+    WARPGROUP,
+    Epilogue,
+    SumTile,
+    first_fit,
+)
+from torch_cute_ops.kernels.common.fp4.layouts import (
     CHUNK,
+    SCALE_TILE,
     TILE_BYTES,
     TILE_LINE,
     TILE_TOKENS,
     ActivationLayout,
+    WeightChunks,
 )
 from torch_cute_ops.kernels.common.fp4.operands import FP4Operands
-from torch_cute_ops.kernels.common.fp4.weight_chunks import SCALE_TILE, WeightChunks
 from torch_cute_ops.runtime.arch import Arch
 
 QUARTERS: Final = 4

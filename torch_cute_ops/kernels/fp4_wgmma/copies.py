@@ -6,11 +6,10 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.fences import fence_async
-from torch_cute_ops.kernels.common.core.l2_prefetch import prefetch
-from torch_cute_ops.kernels.common.core.stages import next_stage
-from torch_cute_ops.kernels.common.fp4.activation_layout import CHUNK, TILE_BYTES, TILE_TOKENS
+from torch_cute_ops.kernels.common.core.memory import prefetch
+from torch_cute_ops.kernels.common.core.pipeline import fence_async, next_stage
 from torch_cute_ops.kernels.common.fp4.activations import Activations
+from torch_cute_ops.kernels.common.fp4.layouts import CHUNK, TILE_BYTES, TILE_TOKENS
 from torch_cute_ops.kernels.common.fp4.weight_ring import WeightRing
 from torch_cute_ops.kernels.fp4_wgmma.config import QUARTERS, Config
 from torch_cute_ops.kernels.fp4_wgmma.part import segment_before, tokens_at
@@ -33,8 +32,8 @@ class Copies:
 
         ``Config.ahead`` chunks of the weight are copied before the kernel before this one has ended. Where that is the
         op's own, which rearranges the activations, this is safe because it lets this kernel start only after its own
-        wait for all kernels before. A static weight needs no wait (``kernels.common.core.pdl``), and this warp reads
-        nothing else.
+        wait for all kernels before. A static weight needs no wait (``kernels.common.core.pipeline``), and this warp
+        reads nothing else.
         """
         c = self.config
         loaded = Int32(0)

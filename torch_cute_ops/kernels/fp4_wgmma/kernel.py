@@ -7,14 +7,13 @@ from cutlass.memory import SmemAllocator
 from torch_cute_ops.kernels import activation_tiles
 from torch_cute_ops.kernels.activation_tiles.kernel import ActivationTilesKernel
 from torch_cute_ops.kernels.common.core.cluster_sums import tokens_of
-from torch_cute_ops.kernels.common.core.epilogue_ops import EpilogueOps
-from torch_cute_ops.kernels.common.core.l2_prefetch import prefetch_argument
+from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps
+from torch_cute_ops.kernels.common.core.memory import clear, prefetch_argument
 from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.core.shared_words import clear
 from torch_cute_ops.kernels.common.core.tile_order import tile_of
-from torch_cute_ops.kernels.common.experts.expert_factors import factors_argument
-from torch_cute_ops.kernels.common.fp4.activation_layout import CHUNK, TILE_BYTES, TILE_TOKENS
+from torch_cute_ops.kernels.common.experts.factors import factors_argument
 from torch_cute_ops.kernels.common.fp4.activations import Activations
+from torch_cute_ops.kernels.common.fp4.layouts import CHUNK, TILE_BYTES, TILE_TOKENS
 from torch_cute_ops.kernels.common.fp4.weight_ring import WeightRing
 from torch_cute_ops.kernels.fp4_wgmma.codes import CodeActivations, CodeMma
 from torch_cute_ops.kernels.fp4_wgmma.config import BARRIER_BYTES, QUARTERS, Arguments, Config

@@ -9,13 +9,11 @@ from cutlass import Int32, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import DSL_DTYPES
-from torch_cute_ops.kernels.common.core.fences import fence_async
-from torch_cute_ops.kernels.common.core.stages import next_stage
-from torch_cute_ops.kernels.common.fp4.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
+from torch_cute_ops.kernels.common.core.pipeline import fence_async, next_stage
 from torch_cute_ops.kernels.common.fp4.decode import sum_scale
-from torch_cute_ops.kernels.common.fp4.warp_mma import multiply_word
-from torch_cute_ops.kernels.common.fp4.warpgroup_mma import WORD_STEPS, warpgroup_mma
+from torch_cute_ops.kernels.common.fp4.layouts import CHUNK
+from torch_cute_ops.kernels.common.fp4.mma import WORD_STEPS, multiply_word, warpgroup_mma
 from torch_cute_ops.kernels.common.fp4.weight_ring import WeightRing
 from torch_cute_ops.kernels.fp4_wgmma.config import QUARTERS, Config
 from torch_cute_ops.kernels.fp4_wgmma.part import tokens_at

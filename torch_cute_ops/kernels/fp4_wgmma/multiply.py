@@ -5,8 +5,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.warpgroup import WARPGROUP
-from torch_cute_ops.kernels.common.fp4.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.core.layouts import WARPGROUP
+from torch_cute_ops.kernels.common.fp4.layouts import CHUNK
 from torch_cute_ops.kernels.fp4_wgmma.config import BAND_ROWS, Config
 from torch_cute_ops.kernels.fp4_wgmma.mma import Consumer, Mma, Stages
 from torch_cute_ops.kernels.fp4_wgmma.part import segment_before

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from torch_cute_ops.kernels.common.fp4.activation_layout import TILE_BYTES
+from torch_cute_ops.kernels.common.fp4.layouts import TILE_BYTES
 from torch_cute_ops.kernels.fp4_wgmma.config import Config
 
 

@@ -13,12 +13,12 @@ from torch_cute_ops.kernels.common.core.cluster_sums import (
     write_received,
     write_sums,
 )
-from torch_cute_ops.kernels.common.core.convert import load_words, pack, store_words
-from torch_cute_ops.kernels.common.core.epilogue_ops import EpilogueOps
-from torch_cute_ops.kernels.common.core.fences import fence_async
-from torch_cute_ops.kernels.common.core.warpgroup import WARPGROUP
-from torch_cute_ops.kernels.common.experts.expert_factors import factor_counts
-from torch_cute_ops.kernels.common.fp4.activation_layout import TILE_TOKENS
+from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps
+from torch_cute_ops.kernels.common.core.layouts import WARPGROUP
+from torch_cute_ops.kernels.common.core.memory import load_words, pack, store_words
+from torch_cute_ops.kernels.common.core.pipeline import fence_async
+from torch_cute_ops.kernels.common.experts.factors import factor_counts
+from torch_cute_ops.kernels.common.fp4.layouts import TILE_TOKENS
 from torch_cute_ops.kernels.fp4_wgmma.config import Config
 from torch_cute_ops.kernels.fp4_wgmma.part import existing
 

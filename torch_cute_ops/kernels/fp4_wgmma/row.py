@@ -16,11 +16,11 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8, Uint32
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import load_words, pack, store_words, unpack
-from torch_cute_ops.kernels.common.fp4.activation_layout import ActivationLayout
+from torch_cute_ops.kernels.common.core.memory import load_words, pack, store_words, unpack
 from torch_cute_ops.kernels.common.fp4.activations import QUAD, Activations
 from torch_cute_ops.kernels.common.fp4.decode import float16_pairs, pair_activations
-from torch_cute_ops.kernels.common.fp4.unit_mma import free
+from torch_cute_ops.kernels.common.fp4.layouts import ActivationLayout
+from torch_cute_ops.kernels.common.fp4.mma import free
 from torch_cute_ops.kernels.common.fp4.weight_ring import WeightRing
 from torch_cute_ops.kernels.fp4_wgmma.config import CHUNK_BLOCKS, ROW_BYTES, ROW_STAGE_BYTES, ZEROS_AT, Config
 from torch_cute_ops.kernels.fp4_wgmma.mma import Consumer, Mma, Stages

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from torch_cute_ops.kernels import fp8_wgmma
-from torch_cute_ops.kernels.common.fp8.fp8_arguments import Arguments
+from torch_cute_ops.kernels.common.fp8.layouts import Arguments
 from torch_cute_ops.kernels.fp4_to_fp8.config import COLUMNS
 from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import unit_words
 

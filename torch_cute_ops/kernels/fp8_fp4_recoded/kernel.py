@@ -5,10 +5,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import load_words, store_words
-from torch_cute_ops.kernels.common.core.epilogue_ops import Finish, TileEpilogue
-from torch_cute_ops.kernels.common.core.fences import fence_async_global
-from torch_cute_ops.kernels.common.experts.expert_tiles import ExpertTiles, by_expert
+from torch_cute_ops.kernels.common.core.epilogue import Finish, TileEpilogue
+from torch_cute_ops.kernels.common.core.memory import load_words, store_words
+from torch_cute_ops.kernels.common.core.pipeline import fence_async_global
+from torch_cute_ops.kernels.common.experts.tiles import ExpertTiles, by_expert
 from torch_cute_ops.kernels.common.fp8.fp8_tiles_kernel import Tile
 from torch_cute_ops.kernels.fp4_to_fp8.config import COLUMNS, GROUP, RANGE, Notes
 from torch_cute_ops.kernels.fp8_fp4_recoded.config import RASTER, Config

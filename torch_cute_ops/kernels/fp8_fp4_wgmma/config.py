@@ -5,9 +5,8 @@ from typing import Any, ClassVar, Final
 
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.kernels import fp8_wgmma
-from torch_cute_ops.kernels.common.core.warpgroup import GROUP_ROWS
-from torch_cute_ops.kernels.common.fp8.fp8_arguments import Arguments
-from torch_cute_ops.kernels.common.fp8.fp8_stages import BLOCK, NARROW_SPLITS, SPLITS
+from torch_cute_ops.kernels.common.core.layouts import GROUP_ROWS
+from torch_cute_ops.kernels.common.fp8.layouts import BLOCK, NARROW_SPLITS, SPLITS, Arguments
 from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import COLUMNS, UnitsConfig
 
 __all__ = ["Arguments", "Config", "plan"]

@@ -4,10 +4,10 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import load_words, store_words
-from torch_cute_ops.kernels.common.core.stages import PIECE
-from torch_cute_ops.kernels.common.fp8.fp8_stages import BLOCK
+from torch_cute_ops.kernels.common.core.memory import load_words, store_words
+from torch_cute_ops.kernels.common.core.pipeline import PIECE
 from torch_cute_ops.kernels.common.fp8.fp8_tiles_kernel import Smem
+from torch_cute_ops.kernels.common.fp8.layouts import BLOCK
 from torch_cute_ops.kernels.fp8_fp4_wgmma.config import Config
 from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import (
     look_up,

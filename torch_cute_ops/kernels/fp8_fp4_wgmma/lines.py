@@ -6,9 +6,9 @@ from cutlass import Float8E4M3FN, Int32, Uint8
 from cutlass.cute.nvgpu import warpgroup
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.stages import PIECE
-from torch_cute_ops.kernels.common.fp8.fp8_stages import BLOCK
+from torch_cute_ops.kernels.common.core.pipeline import PIECE
 from torch_cute_ops.kernels.common.fp8.fp8_tiles_kernel import Smem, Tile
+from torch_cute_ops.kernels.common.fp8.layouts import BLOCK
 from torch_cute_ops.kernels.fp8_fp4_wgmma.lines_config import SPAN, LinesConfig
 from torch_cute_ops.kernels.fp8_fp4_wgmma.weights import FP4WeightStages
 

@@ -3,7 +3,7 @@
 from typing import ClassVar, Final
 
 from torch_cute_ops.formats import FP4Format
-from torch_cute_ops.kernels.common.fp8.fp8_stages import BLOCK
+from torch_cute_ops.kernels.common.fp8.layouts import BLOCK
 from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import FP4WeightConfig
 
 SPAN: Final = 2

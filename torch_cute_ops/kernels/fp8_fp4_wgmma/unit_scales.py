@@ -5,7 +5,7 @@ from cutlass import Boolean, Int32, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.formats import MXFP4
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import store_words
+from torch_cute_ops.kernels.common.core.memory import store_words
 from torch_cute_ops.kernels.common.fp8.fp8_tiles_kernel import Tile
 from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import over_shared_unit, own_exponent, shared_exponent
 from torch_cute_ops.kernels.fp8_fp4_wgmma.units import IS_LAST, UnitsKernel

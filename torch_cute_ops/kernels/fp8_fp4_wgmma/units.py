@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import load_words
+from torch_cute_ops.kernels.common.core.memory import load_words
 from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import power_of_two
 from torch_cute_ops.kernels.fp8_wgmma.kernel import FP8WgmmaKernel
 

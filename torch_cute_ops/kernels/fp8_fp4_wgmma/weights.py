@@ -10,12 +10,12 @@ from cutlass.cute.nvgpu import warpgroup
 from torch_cute_ops.formats import MXFP4, FP4Format, ScaleLayout
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import DSL_DTYPES
-from torch_cute_ops.kernels.common.core.stages import PIECE
-from torch_cute_ops.kernels.common.experts.expert_tiles import ExpertTiles, by_expert
+from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
+from torch_cute_ops.kernels.common.core.pipeline import PIECE
+from torch_cute_ops.kernels.common.experts.tiles import ExpertTiles, by_expert
 from torch_cute_ops.kernels.common.fp4.decode import scale_argument
-from torch_cute_ops.kernels.common.fp8.fp8_stages import BLOCK
 from torch_cute_ops.kernels.common.fp8.fp8_tiles_kernel import Smem, Tile
+from torch_cute_ops.kernels.common.fp8.layouts import BLOCK
 from torch_cute_ops.kernels.fp8_wgmma.kernel import FP8WgmmaKernel
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 

@@ -5,8 +5,8 @@ from typing import ClassVar, Final
 
 from torch_cute_ops.formats import ScaleLayout
 from torch_cute_ops.kernels import fp8_wgmma
-from torch_cute_ops.kernels.common.core.warpgroup import GROUP_ROWS
-from torch_cute_ops.kernels.common.fp8.fp8_stages import GROUPS
+from torch_cute_ops.kernels.common.core.layouts import GROUP_ROWS
+from torch_cute_ops.kernels.common.fp8.layouts import GROUPS
 from torch_cute_ops.runtime.arch import Arch
 
 COLUMNS: Final = GROUPS * GROUP_ROWS

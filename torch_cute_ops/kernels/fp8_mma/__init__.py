@@ -2,7 +2,7 @@
 ``out[m, n] = Σ_j a_scale[j, m] · b_scale[n / 128, j] · (Σ_{k of block j} a[m, k] · b[n, k])``.
 
 Four or eight warps share a tile of 16 or 64 rows of ``a`` and 128 rows of ``b``. CTAs are persistent and take tiles in
-the order that ``kernels.common.experts.expert_tiles`` describes. Each thread copies parts of the next blocks of k, 128
+the order that ``kernels.common.experts.tiles`` describes. Each thread copies parts of the next blocks of k, 128
 elements or in the end 64, into a ring of stages, while the warps multiply the present one by mma.sync with e4m3
 operands. A block's sums are taken out, multiplied by both scales, and added to the totals in fp32. The epilogue
 finishes the totals, which are stored in whole lines, only in rows that the expert has.

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
-from torch_cute_ops.kernels.common.core.fit import first_fit
-from torch_cute_ops.kernels.common.fp8 import row_tile
-from torch_cute_ops.kernels.common.fp8.expert_layout import ExpertLayout
-from torch_cute_ops.kernels.common.fp8.fp8_arguments import Arguments
+from torch_cute_ops.kernels.common.core.layouts import Epilogue, first_fit
+from torch_cute_ops.kernels.common.fp8.layouts import (
+    STORE_TILE_BYTES,
+    Arguments,
+    ExpertLayout,
+)
 from torch_cute_ops.runtime.arch import Arch
 
 __all__ = ["Arguments", "Config", "plan"]
@@ -69,7 +70,7 @@ class Config:
     @property
     def smem_bytes(self) -> int:
         """Shared memory of a CTA."""
-        return self.stages * self.stage_bytes + self.warps * row_tile.SIZE_BYTES + self.rows.table_bytes
+        return self.stages * self.stage_bytes + self.warps * STORE_TILE_BYTES + self.rows.table_bytes
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""

@@ -8,9 +8,9 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import load_words
-from torch_cute_ops.kernels.common.experts.expert_tiles import ExpertTilesKernel
-from torch_cute_ops.kernels.common.fp8 import row_tile
+from torch_cute_ops.kernels.common.core.memory import load_words
+from torch_cute_ops.kernels.common.experts.tiles import ExpertTilesKernel
+from torch_cute_ops.kernels.common.fp8.layouts import STORE_TILE_BYTES
 from torch_cute_ops.kernels.common.fp8.row_stores import store_rows
 from torch_cute_ops.kernels.fp8_mma.config import BLOCK, COLUMNS, TILES, Arguments, Config
 
@@ -80,7 +80,7 @@ class FP8MmaKernel(ExpertTilesKernel):
         a, b, a_scale, b_scale = operands
         base = SmemAllocator().allocate(c.smem_bytes, 128)
         stores = base + c.stages * c.stage_bytes
-        table = stores + c.warps * row_tile.SIZE_BYTES
+        table = stores + c.warps * STORE_TILE_BYTES
         if const_expr(c.pdl):
             cute.arch.griddepcontrol_wait()
         m, n = out.shape
@@ -127,7 +127,7 @@ class FP8MmaKernel(ExpertTilesKernel):
                 store_rows(
                     cute.make_tensor(sums.iterator + i * size, cute.make_layout(size)),
                     out,
-                    stores + cute.assume(warp * row_tile.SIZE_BYTES, divby=PIECE),
+                    stores + cute.assume(warp * STORE_TILE_BYTES, divby=PIECE),
                     tile.row + share.row + 16 * i,
                     tile.rows - share.row - 16 * i,
                     tile.column + share.column,

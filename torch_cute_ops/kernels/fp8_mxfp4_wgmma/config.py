@@ -6,8 +6,7 @@ from typing import ClassVar, Final
 
 from torch_cute_ops.formats import MXFP4, FP4Format
 from torch_cute_ops.kernels import fp8_wgmma
-from torch_cute_ops.kernels.common.fp8.fp8_arguments import Arguments
-from torch_cute_ops.kernels.common.fp8.fp8_stages import BLOCK, SPLITS
+from torch_cute_ops.kernels.common.fp8.layouts import BLOCK, SPLITS, Arguments
 from torch_cute_ops.kernels.fp8_fp4_wgmma.lines_config import SPAN, LinesConfig
 from torch_cute_ops.kernels.fp8_fp4_wgmma.weights_config import COLUMNS, FLAG_WORDS
 

@@ -8,12 +8,12 @@ from cutlass import Boolean, Float32, Int32, Uint32, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import load_words, store_words
-from torch_cute_ops.kernels.common.core.stages import PIECE, next_stage
-from torch_cute_ops.kernels.common.core.warpgroup import GROUP_ROWS
+from torch_cute_ops.kernels.common.core.layouts import GROUP_ROWS
+from torch_cute_ops.kernels.common.core.memory import load_words, store_words
+from torch_cute_ops.kernels.common.core.pipeline import PIECE, next_stage
 from torch_cute_ops.kernels.common.fp4.decode import e4m3_words
-from torch_cute_ops.kernels.common.fp8.fp8_stages import BLOCK
 from torch_cute_ops.kernels.common.fp8.fp8_tiles_kernel import Tile
+from torch_cute_ops.kernels.common.fp8.layouts import BLOCK
 from torch_cute_ops.kernels.fp8_fp4_wgmma.lines import LineStages
 from torch_cute_ops.kernels.fp8_fp4_wgmma.lines_config import SPAN
 from torch_cute_ops.kernels.fp8_mxfp4_wgmma.codes import (

@@ -9,11 +9,11 @@ from cutlass import Float32, Int32, Uint8, Uint16, Uint32, const_expr, range_con
 from cutlass.cute.nvgpu import warpgroup
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import load_words, store_words
-from torch_cute_ops.kernels.common.core.stages import PIECE, next_stage
-from torch_cute_ops.kernels.common.core.warpgroup import GROUP_ROWS, WARPGROUP
-from torch_cute_ops.kernels.common.fp8.fp8_stages import BLOCK, GROUPS
+from torch_cute_ops.kernels.common.core.layouts import GROUP_ROWS, WARPGROUP
+from torch_cute_ops.kernels.common.core.memory import load_words, store_words
+from torch_cute_ops.kernels.common.core.pipeline import PIECE, next_stage
 from torch_cute_ops.kernels.common.fp8.fp8_tiles_kernel import Tile
+from torch_cute_ops.kernels.common.fp8.layouts import BLOCK, GROUPS
 from torch_cute_ops.kernels.common.fp8.row_stores import store_columns
 from torch_cute_ops.kernels.fp8_fp4_wgmma.decode import look_up, table_of_bytes, table_of_own_unit
 from torch_cute_ops.kernels.fp8_fp4_wgmma.lines import LineStages

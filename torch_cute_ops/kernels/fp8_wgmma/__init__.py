@@ -2,7 +2,7 @@
 ``out[m, n] = Σ_j a_scale[j, m] · b_scale[n / 128, j] · (Σ_{k of block j} a[m, k] · b[n, k])``.
 
 Roles. A CTA has a producer warp and three scale warps, which are a warpgroup together, and two consumer warpgroups.
-CTAs are persistent and take tiles in the order that ``kernels.common.experts.expert_tiles`` describes; the copies of
+CTAs are persistent and take tiles in the order that ``kernels.common.experts.tiles`` describes; the copies of
 the next tile start while the one before is multiplied.
 
 1. The producer keeps a ring of stages filled. A stage is a block, 128 elements of k, of the tile's rows of ``a`` and

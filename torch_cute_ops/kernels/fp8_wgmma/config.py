@@ -5,18 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeVar
 
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
-from torch_cute_ops.kernels.common.core.fit import first_fit
-from torch_cute_ops.kernels.common.core.warpgroup import GROUP_ROWS
-from torch_cute_ops.kernels.common.fp8 import row_tile
-from torch_cute_ops.kernels.common.fp8.expert_layout import ExpertLayout
-from torch_cute_ops.kernels.common.fp8.fp8_arguments import Arguments
-from torch_cute_ops.kernels.common.fp8.fp8_stages import (
+from torch_cute_ops.kernels.common.core.layouts import GROUP_ROWS, Epilogue, first_fit
+from torch_cute_ops.kernels.common.fp8.layouts import (
     BLOCK,
     GROUPS,
     NARROW_SPLITS,
     SCALE_WARPS,
     SPLITS,
+    STORE_TILE_BYTES,
+    Arguments,
+    ExpertLayout,
     FP8TilesConfig,
 )
 from torch_cute_ops.runtime.arch import Arch
@@ -101,7 +99,7 @@ class Config(FP8TilesConfig):
         """Shared memory in which warps assemble lines of the result, or CTAs leave partial sums."""
         if self.is_swapped:
             return self.sum_tile.size_bytes if self.splits > 1 else 0
-        return GROUPS * 4 * row_tile.SIZE_BYTES
+        return GROUPS * 4 * STORE_TILE_BYTES
 
     def reason_unsupported(self, arch: Arch) -> str | None:
         """Why this cannot run on ``arch``; ``None`` if it can."""

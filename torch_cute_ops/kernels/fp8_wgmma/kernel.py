@@ -10,13 +10,16 @@ from cutlass import Float8E4M3FN, Float32, Int32, Uint32, const_expr, range_cons
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import load_words
-from torch_cute_ops.kernels.common.core.stages import next_stage
-from torch_cute_ops.kernels.common.core.warpgroup import GROUP_ROWS, WARPGROUP
-from torch_cute_ops.kernels.common.experts.expert_tiles import ExpertTiles
-from torch_cute_ops.kernels.common.fp8 import row_tile
-from torch_cute_ops.kernels.common.fp8.fp8_stages import BLOCK, GROUPS
+from torch_cute_ops.kernels.common.core.layouts import GROUP_ROWS, WARPGROUP
+from torch_cute_ops.kernels.common.core.memory import load_words
+from torch_cute_ops.kernels.common.core.pipeline import next_stage
+from torch_cute_ops.kernels.common.experts.tiles import ExpertTiles
 from torch_cute_ops.kernels.common.fp8.fp8_tiles_kernel import FP8TilesKernel, Smem, Tile
+from torch_cute_ops.kernels.common.fp8.layouts import (
+    BLOCK,
+    GROUPS,
+    STORE_TILE_BYTES,
+)
 from torch_cute_ops.kernels.common.fp8.row_stores import store_columns, store_rows
 from torch_cute_ops.kernels.fp8_wgmma.config import Config
 
@@ -96,7 +99,7 @@ class FP8WgmmaKernel(FP8TilesKernel):
         first, token = tid // 32 * 16, Int32(0)
         if const_expr(c.token_parts > 1):
             first, token = tid % WARPGROUP // 32 * 16, group * c.mma_columns
-        base = smem.stores + cute.assume(tid // 32 * row_tile.SIZE_BYTES, divby=16)
+        base = smem.stores + cute.assume(tid // 32 * STORE_TILE_BYTES, divby=16)
         consumer = Consumer(tid, lane, lane % 4, first, first + lane // 4, token, base)
         multiply = self._mma(group, smem)
         size = c.mma_columns // 2

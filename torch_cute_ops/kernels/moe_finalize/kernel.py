@@ -4,10 +4,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
-from torch_cute_ops.kernels.common.core import pdl, ptx
-from torch_cute_ops.kernels.common.core.convert import pack, store_words, unpack
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.memory import pack, store_words, unpack
 from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.experts.token_words import TokenKernel, alignment, words_of_token
+from torch_cute_ops.kernels.common.core.pipeline import pdl_start
+from torch_cute_ops.kernels.common.experts.lists import TokenKernel, alignment, words_of_token
 from torch_cute_ops.kernels.moe_finalize.config import CTAS_PER_SM, VECTOR, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
@@ -83,7 +84,7 @@ class MoeFinalizeKernel(TokenKernel):
         token, slice_, _ = cute.arch.block_idx()
         _, slices, _ = cute.arch.grid_dim()
         threads, _, _ = cute.arch.block_dim()
-        pdl.start(c.pdl)
+        pdl_start(c.pdl)
         rows = [Int32(word) for word in words_of_token(index, token, c.topk)]
         factors = [ptx.float_of(word) for word in words_of_token(weights, token, c.topk)]
         for vector in range(slice_ * threads + tid, c.vectors, slices * threads):

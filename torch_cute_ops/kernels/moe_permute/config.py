@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_cute_ops.formats.fp8 import FP8_BLOCK128
-from torch_cute_ops.kernels.common.fp8.fp8_units import FP8_UNIT, SCALE_THREADS
+from torch_cute_ops.kernels.common.fp8.layouts import FP8_UNIT, SCALE_THREADS
 
 FEW = 128
 """Tokens up to which a single launch is faster."""

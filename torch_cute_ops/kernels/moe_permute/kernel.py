@@ -5,12 +5,13 @@ from functools import reduce
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
-from torch_cute_ops.kernels.common.core import pdl, ptx
-from torch_cute_ops.kernels.common.core.convert import unpack
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.memory import unpack
 from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.experts.token_words import TokenKernel, alignment, words_of_token
+from torch_cute_ops.kernels.common.core.pipeline import pdl_start
+from torch_cute_ops.kernels.common.experts.lists import TokenKernel, alignment, words_of_token
 from torch_cute_ops.kernels.common.fp8.encode import divide_e4m3, dynamic_scale, scale_divisor
-from torch_cute_ops.kernels.common.fp8.fp8_units import FP8_UNIT, SCALE_THREADS
+from torch_cute_ops.kernels.common.fp8.layouts import FP8_UNIT, SCALE_THREADS
 from torch_cute_ops.kernels.moe_permute.config import CHUNK, COPY_THREADS, THREADS, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
@@ -75,7 +76,7 @@ class MoePermuteKernel(TokenKernel):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
-        pdl.start(c.pdl)
+        pdl_start(c.pdl)
         # The units of a large input do not fit 32 bits.
         before = Int64(cta) * THREADS
         number = Int32(before % c.units) + tid
@@ -116,7 +117,7 @@ class MoePermuteKernel(TokenKernel):
         c = self.config
         tid, _, _ = cute.arch.thread_idx()
         cta, chunk, _ = cute.arch.block_idx()
-        pdl.start(c.pdl)
+        pdl_start(c.pdl)
         row = cta * COPY_THREADS + tid
         pair = Int32(-1)
         if row < pairs.shape[0]:

@@ -3,8 +3,7 @@
 from collections import namedtuple
 from dataclasses import dataclass
 
-from torch_cute_ops.kernels.common.experts.expert_choice import ExpertChoice
-from torch_cute_ops.kernels.common.experts.expert_placement import ExpertPlacement, PlacementConfig
+from torch_cute_ops.kernels.common.experts.layouts import ExpertChoice, ExpertPlacement, PlacementConfig
 
 CHUNK = 64
 """Tokens that a CTA processes at a time: with the most experts that a token can have, a pair for each thread."""

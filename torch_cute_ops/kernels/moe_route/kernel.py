@@ -4,10 +4,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from torch_cute_ops.kernels.common.core.convert import DSL_DTYPES
-from torch_cute_ops.kernels.common.experts.expert_chooser import ExpertChooser
-from torch_cute_ops.kernels.common.experts.expert_placement import THREADS, WARP
-from torch_cute_ops.kernels.common.experts.expert_placer import ExpertPlacer, Rows
+from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
+from torch_cute_ops.kernels.common.experts.choice import ExpertChooser
+from torch_cute_ops.kernels.common.experts.layouts import THREADS, WARP
+from torch_cute_ops.kernels.common.experts.placement import ExpertPlacer, Rows
 from torch_cute_ops.kernels.moe_route.config import CHUNK, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 

@@ -3,7 +3,7 @@
 from collections import namedtuple
 from dataclasses import dataclass
 
-from torch_cute_ops.kernels.common.experts.expert_choice import ExpertChoice
+from torch_cute_ops.kernels.common.experts.layouts import ExpertChoice
 
 WARPS = 4
 """Warps of a CTA, one for each token."""

@@ -3,11 +3,12 @@
 import cutlass.cute as cute
 from cutlass import Float32, Int64, const_expr
 
-from torch_cute_ops.kernels.common.core import pdl, ptx
-from torch_cute_ops.kernels.common.core.convert import DSL_DTYPES
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
 from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.experts.expert_choice import WARP
-from torch_cute_ops.kernels.common.experts.expert_chooser import ExpertChooser
+from torch_cute_ops.kernels.common.core.pipeline import pdl_start
+from torch_cute_ops.kernels.common.experts.choice import ExpertChooser
+from torch_cute_ops.kernels.common.experts.layouts import WARP
 from torch_cute_ops.kernels.moe_route_dense.config import WARPS, Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
@@ -49,7 +50,7 @@ class MoeRouteDenseKernel:
         cta, _, _ = cute.arch.block_idx()
         lane = tid % WARP
         token = cta * WARPS + cute.arch.make_warp_uniform(tid // WARP)
-        pdl.start(c.pdl)
+        pdl_start(c.pdl)
         if token < logits.shape[0]:
             expert, weight = self.chooser.choose(token, logits, bias, scaling_factor, lane)
             row = cute.make_tensor(out.iterator + Int64(token) * c.experts, cute.make_layout(c.experts))

@@ -3,7 +3,7 @@
 from collections import namedtuple
 from dataclasses import dataclass
 
-from torch_cute_ops.kernels.common.experts.expert_placement import ExpertPlacement, PlacementConfig
+from torch_cute_ops.kernels.common.experts.layouts import ExpertPlacement, PlacementConfig
 
 CHUNK = 512
 """Pairs that a CTA processes at a time, and up to which a single CTA does everything; 32 KB of bits for 512 experts."""

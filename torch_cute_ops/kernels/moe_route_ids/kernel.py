@@ -4,7 +4,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.experts.expert_placer import ExpertPlacer, Rows
+from torch_cute_ops.kernels.common.experts.placement import ExpertPlacer, Rows
 from torch_cute_ops.kernels.moe_route_ids.config import Arguments, Config
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 

@@ -11,9 +11,9 @@ import torch
 
 from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format, ScaleLayout
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TOKEN, ROW, FP8Format
-from torch_cute_ops.kernels.common.core.warpgroup import SCHEDULERS
-from torch_cute_ops.kernels.common.fp8.fp8_units import FP8_UNIT, SCALE_THREADS
-from torch_cute_ops.kernels.row_quant.expert_table import TABLE_BYTES
+from torch_cute_ops.kernels.common.core.layouts import SCHEDULERS
+from torch_cute_ops.kernels.common.fp8.layouts import FP8_UNIT, SCALE_THREADS
+from torch_cute_ops.kernels.row_quant.experts import TABLE_BYTES
 from torch_cute_ops.runtime.arch import Arch
 
 WARP = 32

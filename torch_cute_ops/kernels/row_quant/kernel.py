@@ -9,13 +9,13 @@ from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TENSOR, FP8_TOKEN
-from torch_cute_ops.kernels.common.core import pdl, ptx
-from torch_cute_ops.kernels.common.core.convert import DSL_DTYPES
-from torch_cute_ops.kernels.common.core.fences import fence_async
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
 from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
+from torch_cute_ops.kernels.common.core.pipeline import fence_async, pdl_start
 from torch_cute_ops.kernels.row_quant.codes import Encoder
 from torch_cute_ops.kernels.row_quant.config import FEW_ROWS, WARP, Arguments, Config
-from torch_cute_ops.kernels.row_quant.expert_rows import fill_table, table_at
+from torch_cute_ops.kernels.row_quant.experts import fill_table, table_at
 from torch_cute_ops.kernels.row_quant.rows import Rows, sync_group
 from torch_cute_ops.kernels.row_quant.scales import FP4Scales
 from torch_cute_ops.kernels.row_quant.stores import Stores
@@ -201,7 +201,7 @@ class RowQuantKernel:
         cute.arch.mbarrier_init_fence()
         # For compute-sanitizer's racecheck, which attributes the initialisation to the whole warp.
         cute.arch.sync_warp()
-        pdl.start(c.pdl)
+        pdl_start(c.pdl)
         if const_expr(p.has_table):
             fill_table(s.experts, offsets, counts, input.shape[0], tid, c.threads)
             cute.arch.sync_threads()

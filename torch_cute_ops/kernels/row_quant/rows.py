@@ -7,11 +7,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import DSL_DTYPES, add, load_words, store_words, unpack, words_per
-from torch_cute_ops.kernels.common.core.swiglu import silu_mul, swiglu
-from torch_cute_ops.kernels.common.fp8.fp8_units import SCALE_THREADS
+from torch_cute_ops.kernels.common.core.epilogue import silu_mul, swiglu
+from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, add, load_words, store_words, unpack, words_per
+from torch_cute_ops.kernels.common.fp8.layouts import SCALE_THREADS
 from torch_cute_ops.kernels.row_quant.config import QUAD, WARP, Config
-from torch_cute_ops.kernels.row_quant.expert_rows import row_of
+from torch_cute_ops.kernels.row_quant.experts import row_of
 from torch_cute_ops.kernels.row_quant.scales import FP4Scales
 
 

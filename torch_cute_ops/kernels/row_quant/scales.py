@@ -7,7 +7,7 @@ other collects their scales in shared memory, in one of two buffers, and stores 
 import cutlass.cute as cute
 from cutlass import Int64, Uint8, Uint32, Uint64, const_expr, range_constexpr
 
-from torch_cute_ops.kernels.common.core.convert import load_words, store_byte, store_words
+from torch_cute_ops.kernels.common.core.memory import load_words, store_byte, store_words
 from torch_cute_ops.kernels.row_quant.config import QUAD, Config, ceil_div
 
 

@@ -7,8 +7,8 @@ from cutlass import Int64, Uint8, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_BLOCK128, FP8_TOKEN
-from torch_cute_ops.kernels.common.core.convert import store_byte, store_words
-from torch_cute_ops.kernels.common.fp8.fp8_units import SCALE_THREADS
+from torch_cute_ops.kernels.common.core.memory import store_byte, store_words
+from torch_cute_ops.kernels.common.fp8.layouts import SCALE_THREADS
 from torch_cute_ops.kernels.row_quant.codes import Encoder
 from torch_cute_ops.kernels.row_quant.config import Config
 from torch_cute_ops.kernels.row_quant.rows import Rows

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from torch_cute_ops.kernels.row_quant.expert_rows import ExpertRows
+from torch_cute_ops.kernels.row_quant.experts import ExpertRows
 
 
 @dataclass

@@ -13,16 +13,16 @@ from cutlass import Int32, Int64, Uint8, Uint32, const_expr
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common.blackwell import tcgen05
-from torch_cute_ops.kernels.common.blackwell.block_scaled_config import BlockScaledConfig
 from torch_cute_ops.kernels.common.blackwell.block_scaled_mma import BlockScaledMma
-from torch_cute_ops.kernels.common.blackwell.block_scaled_stage import (
+from torch_cute_ops.kernels.common.blackwell.layouts import (
     ALIGNMENT,
     ARRANGING_WARPS,
     SCALE_BUFFERS,
     STORING_WARPS,
+    BlockScaledConfig,
 )
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.stages import next_stage
+from torch_cute_ops.kernels.common.core.pipeline import next_stage
 
 WARP = 32
 COPIER, MULTIPLIER = STORING_WARPS, STORING_WARPS + 1

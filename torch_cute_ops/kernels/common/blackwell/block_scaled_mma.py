@@ -11,13 +11,12 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from torch_cute_ops.formats import MXFP4
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.blackwell import tcgen05
-from torch_cute_ops.kernels.common.blackwell.block_scaled_stage import LINE, ROWS, STEP, BlockScaledStage
+from torch_cute_ops.kernels.common.blackwell.layouts import LINE, ROWS, STEP, BlockScaledStage
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import store_words
-from torch_cute_ops.kernels.common.core.fences import fence_async
-from torch_cute_ops.kernels.common.fp4.activation_layout import CHUNK
+from torch_cute_ops.kernels.common.core.memory import store_words
+from torch_cute_ops.kernels.common.core.pipeline import fence_async
 from torch_cute_ops.kernels.common.fp4.decode import scale_argument
-from torch_cute_ops.kernels.common.fp4.weight_chunks import SCALE_TILE
+from torch_cute_ops.kernels.common.fp4.layouts import CHUNK, SCALE_TILE
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 STEPS = CHUNK // STEP

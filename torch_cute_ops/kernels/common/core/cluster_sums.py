@@ -14,11 +14,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import load_words, pack, store_words
-from torch_cute_ops.kernels.common.core.epilogue_ops import Finish
-from torch_cute_ops.kernels.common.core.stages import PIECE
-from torch_cute_ops.kernels.common.core.sum_tile import SumTile
-from torch_cute_ops.kernels.common.core.warpgroup import WARPGROUP
+from torch_cute_ops.kernels.common.core.epilogue import Finish
+from torch_cute_ops.kernels.common.core.layouts import WARPGROUP, SumTile
+from torch_cute_ops.kernels.common.core.memory import load_words, pack, store_words
+from torch_cute_ops.kernels.common.core.pipeline import PIECE
 
 TILE = 8  # tokens
 COLUMNS = 4  # of the result, that a thread adds up at once

@@ -7,7 +7,7 @@ so that CTAs that run at the same time share both operands in L2.
 import cutlass
 from cutlass import Int32
 
-from torch_cute_ops.kernels.common.core.raster import RASTER_WIDTH
+from torch_cute_ops.kernels.common.core.layouts import RASTER_WIDTH
 
 
 def tile_of(number, row_tiles, token_tiles, raster: int = RASTER_WIDTH) -> tuple:

@@ -32,11 +32,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint8, Uint32
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import DSL_DTYPES, pack, store_words, unpack
-from torch_cute_ops.kernels.common.core.swiglu import silu_mul
-from torch_cute_ops.kernels.common.fp4.activation_layout import TILE_BYTES, TILE_LINE, TILE_TOKENS, ActivationLayout
+from torch_cute_ops.kernels.common.core.epilogue import silu_mul
+from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, pack, store_words, unpack
 from torch_cute_ops.kernels.common.fp4.decode import decode, pair_activations, scale_argument, scale_factors
 from torch_cute_ops.kernels.common.fp4.encode import fp4_block
+from torch_cute_ops.kernels.common.fp4.layouts import TILE_BYTES, TILE_LINE, TILE_TOKENS, ActivationLayout
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 QUAD: Final = 4  # lanes that share a row of an operand

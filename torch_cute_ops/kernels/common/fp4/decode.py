@@ -21,7 +21,7 @@ from cutlass import BFloat16, Float32, Uint8, Uint32
 
 from torch_cute_ops.formats import MXFP4, NVFP4, FP4Format
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import DSL_DTYPES
+from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 E4M3_EXPONENT: Final = 6

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_cute_ops.formats import FP4Format, ScaleLayout
-from torch_cute_ops.kernels.common.fp4.activation_layout import ActivationLayout, Quantises
-from torch_cute_ops.kernels.common.fp4.limits import reason_beyond
-from torch_cute_ops.kernels.common.fp4.weight_chunks import WeightChunks
+from torch_cute_ops.kernels.common.fp4.layouts import ActivationLayout, Quantises, WeightChunks, reason_beyond
 from torch_cute_ops.runtime.arch import Arch
 
 

@@ -18,11 +18,11 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from torch_cute_ops.formats import MXFP4
 from torch_cute_ops.formats.scale_layout import TILE_BLOCKS
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import load_words
-from torch_cute_ops.kernels.common.core.stages import PIECE
+from torch_cute_ops.kernels.common.core.memory import load_words
+from torch_cute_ops.kernels.common.core.pipeline import PIECE
 from torch_cute_ops.kernels.common.fp4.activations import QUAD
 from torch_cute_ops.kernels.common.fp4.decode import decode, rows_of_bytes, scale_argument, scale_factors
-from torch_cute_ops.kernels.common.fp4.weight_chunks import SCALE_TILE, TILE_ROWS, WeightChunks
+from torch_cute_ops.kernels.common.fp4.layouts import SCALE_TILE, TILE_ROWS, WeightChunks
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cutlass import Boolean, Float32, Uint32
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.fp8.fp8_units import FP8_UNIT
+from torch_cute_ops.kernels.common.fp8.layouts import FP8_UNIT
 
 E4M3_MAX = 448.0
 _BEYOND_E4M3 = 1024.0

@@ -26,15 +26,12 @@ from torch_cute_ops.kernels.common.core.cluster_sums import (
     tokens_of,
     write_received,
 )
-from torch_cute_ops.kernels.common.core.convert import load_words, store_words
-from torch_cute_ops.kernels.common.core.epilogue_ops import TileEpilogue
-from torch_cute_ops.kernels.common.core.fences import fence_async
-from torch_cute_ops.kernels.common.core.l2_prefetch import prefetch, prefetch_argument
-from torch_cute_ops.kernels.common.core.stages import next_stage
-from torch_cute_ops.kernels.common.core.warpgroup import WARPGROUP
-from torch_cute_ops.kernels.common.experts.expert_tiles import ExpertTilesKernel
-from torch_cute_ops.kernels.common.fp8.fp8_arguments import Arguments
-from torch_cute_ops.kernels.common.fp8.fp8_stages import BLOCK, GROUPS, RECORD_BYTES, RECORD_WORDS, SCALE_WARPS
+from torch_cute_ops.kernels.common.core.epilogue import TileEpilogue
+from torch_cute_ops.kernels.common.core.layouts import WARPGROUP
+from torch_cute_ops.kernels.common.core.memory import load_words, prefetch, prefetch_argument, store_words
+from torch_cute_ops.kernels.common.core.pipeline import fence_async, next_stage
+from torch_cute_ops.kernels.common.experts.tiles import ExpertTilesKernel
+from torch_cute_ops.kernels.common.fp8.layouts import BLOCK, GROUPS, RECORD_BYTES, RECORD_WORDS, SCALE_WARPS, Arguments
 
 SLEEP: Final = 200  # nanoseconds between polls of a scale warp that waits for a stage
 
@@ -360,7 +357,7 @@ class FP8TilesKernel(ExpertTilesKernel, abc.ABC):
         """The producer warp: copy every stage of the CTA's tiles, in order.
 
         Of a static weight, the first tile's blocks that the ring has room for are copied before the kernel before this
-        one has ended (``kernels.common.core.pdl``). Their barriers expect the activations too, which are copied
+        one has ended (``kernels.common.core.pipeline``). Their barriers expect the activations too, which are copied
         after that.
 
         Behind the last copy it may have its share of what a later launch reads brought into L2.

@@ -10,9 +10,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import load_words, pack, store_words, unpack, words_per
-from torch_cute_ops.kernels.common.core.epilogue_ops import Finish, TileEpilogue
-from torch_cute_ops.kernels.common.fp8.row_tile import LINE, PITCH, ROWS
+from torch_cute_ops.kernels.common.core.epilogue import Finish, TileEpilogue
+from torch_cute_ops.kernels.common.core.memory import load_words, pack, store_words, unpack, words_per
+from torch_cute_ops.kernels.common.fp8.layouts import STORE_LINE, STORE_PITCH, STORE_ROWS
 
 PIECE: Final = 16  # bytes that a lane stores at once
 
@@ -33,13 +33,13 @@ def store_rows(
     Args:
         sums: accumulators of a lane, four for each eight columns.
         out: (rows, columns), contiguous; what lies beyond its columns is left out.
-        base: the warp's ``row_tile.SIZE_BYTES`` of shared memory, whose contents no lane needs any more.
+        base: the warp's ``STORE_TILE_BYTES`` of shared memory, whose contents no lane needs any more.
         first_row, rows, first_column: where the warp's 16 rows begin, and how many of them exist.
         lane: index in the warp.
         epilogue: epilogue of the tile.
     """
     dtype = out.element_type
-    groups = min(LINE // dtype.width, cute.size(sums) // 4)  # of eight columns in a line
+    groups = min(STORE_LINE // dtype.width, cute.size(sums) // 4)  # of eight columns in a line
     pieces = groups * dtype.width // PIECE
     columns_of_piece = PIECE * 8 // dtype.width
     n = out.shape[1]
@@ -53,12 +53,12 @@ def store_rows(
             for r in range_constexpr(2):
                 at = (line * groups + group) * 4 + 2 * r
                 words = pack([finish(sums[at + i], i) for i in range(2)], dtype)
-                place = (lane // 4 + 8 * r) * PITCH + (group * 4 + lane % 4) * (4 * len(words))
+                place = (lane // 4 + 8 * r) * STORE_PITCH + (group * 4 + lane % 4) * (4 * len(words))
                 to = cute.recast_ptr(base + cute.assume(place, divby=4 * len(words)), dtype=Uint32)
                 store_words(words, cute.make_tensor(to, cute.make_layout(len(words))))
         cute.arch.sync_warp()
         column = first_column + line * groups * 8 + lane % pieces * columns_of_piece
-        places = [i * (32 // pieces) + lane // pieces for i in range(ROWS * pieces // 32)]
+        places = [i * (32 // pieces) + lane // pieces for i in range(STORE_ROWS * pieces // 32)]
         finish = _unfinished
         if const_expr(dtype is Float32):
             finish = epilogue(
@@ -66,7 +66,9 @@ def store_rows(
             )
         loaded = []
         for row in places:
-            at = cute.recast_ptr(base + cute.assume(row * PITCH + lane % pieces * PIECE, divby=PIECE), dtype=Uint32)
+            at = cute.recast_ptr(
+                base + cute.assume(row * STORE_PITCH + lane % pieces * PIECE, divby=PIECE), dtype=Uint32
+            )
             loaded.append(load_words(cute.make_tensor(at, cute.make_layout(4))))
         for row, piece in zip(places, loaded, strict=True):
             if const_expr(dtype is Float32):

@@ -11,9 +11,9 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, const_expr, range_constexpr
 
 from torch_cute_ops.formats.experts import MAX_EXPERTS
-from torch_cute_ops.kernels.common.core.scan import running_sum
-from torch_cute_ops.kernels.common.experts.expert_factors import factor_counts
-from torch_cute_ops.kernels.common.experts.unit_lists import LIST_BYTES, SCANNED
+from torch_cute_ops.kernels.common.experts.factors import factor_counts
+from torch_cute_ops.kernels.common.experts.layouts import LIST_BYTES, SCANNED
+from torch_cute_ops.kernels.common.experts.tiles import running_sum
 
 WARP = 32
 

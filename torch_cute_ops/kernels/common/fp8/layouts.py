@@ -1,13 +1,108 @@
-"""Sizes of kernels by wgmma with FP8 activations (``kernels.common.fp8.fp8_tiles_kernel``): no device code."""
+"""Layout of the lines of a result that a warp assembles in shared memory: no device code. How threads share rows that
+are quantised to FP8: no device code. Which rows of a buffer belong to which expert: no device code. Run-time arguments
+of the FP8 GEMM kernels: no device code. Sizes of kernels by wgmma with FP8 activations
+(``kernels.common.fp8.fp8_tiles_kernel``): no device code."""
 
+from collections import namedtuple
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
+from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.formats.fp8 import FP8_BLOCK128
-from torch_cute_ops.kernels.common.core.epilogue import Epilogue
-from torch_cute_ops.kernels.common.core.sum_tile import SumTile
-from torch_cute_ops.kernels.common.core.warpgroup import GROUP_ROWS, WARPGROUP
-from torch_cute_ops.kernels.common.fp8.expert_layout import ExpertLayout
+from torch_cute_ops.kernels.common.core.layouts import GROUP_ROWS, WARPGROUP, Epilogue, SumTile
+
+# row tile
+#
+# Layout of the lines of a result that a warp assembles in shared memory: no device code.
+
+STORE_ROWS: Final = 16
+STORE_LINE: Final = 128
+"""Bytes of a row."""
+STORE_PITCH: Final = STORE_LINE + 16
+"""Bytes from a row to the next; what lanes write at once is then in different banks."""
+STORE_TILE_BYTES: Final = STORE_ROWS * STORE_PITCH
+
+
+# fp8 units
+#
+# How threads share rows that are quantised to FP8: no device code.
+
+FP8_UNIT = 16
+"""Elements that a thread processes at once: their codes fill a 16-byte store. Rows are multiples of it."""
+SCALE_THREADS = FP8_BLOCK128.block_size // FP8_UNIT
+"""Neighbouring threads that share a block of 128 elements, and its scale."""
+
+
+# expert layout
+#
+# Which rows of a buffer belong to which expert: no device code.
+
+TABLE_BYTES: Final = 3 * (MAX_EXPERTS + 4) * 4 + 128
+"""Bytes of the table of experts in shared memory: for each its first row, its number of rows, and the tiles of the
+experts before it; and a sum for each warp."""
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """How rows belong to experts.
+
+    Attributes:
+        has_offsets: whether offsets are given. An expert's rows begin at its offset; they end where counts say, or
+            without counts at the next offset.
+        has_counts: whether counts are given. Without offsets each expert has an equal part of the buffer.
+
+    With neither there is one expert with all rows.
+    """
+
+    has_offsets: bool = False
+    has_counts: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is one expert, which has all rows."""
+        return not (self.has_offsets or self.has_counts)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether each expert has an equal part of the buffer, so that tensors have three dimensions."""
+        return self.has_counts and not self.has_offsets
+
+    @property
+    def table_bytes(self) -> int:
+        """Shared memory for the table of experts."""
+        return 0 if self.is_plain else TABLE_BYTES
+
+
+# fp8 arguments
+#
+# Run-time arguments of the FP8 GEMM kernels: no device code.
+
+
+class Arguments(namedtuple("Arguments", "a b a_scale b_scale offsets counts alpha bias out prefetch max_ctas")):
+    """The run-time arguments of an FP8 GEMM, in order.
+
+    Sizes: R rows of activations, of all experts; E experts; N rows of an expert's weight, a multiple of 8; K elements
+    of a sum, a multiple of 64; ``blocks`` = ⌈K / 128⌉. In the masked layout (``ExpertLayout.is_masked``) each expert
+    has R / E rows, and ``a``, ``a_scale`` and ``out`` have three dimensions, of which the last two are contiguous.
+
+    Attributes:
+        a: (R, K) e4m3, contiguous; masked (E, R / E, K).
+        b: (K, N) e4m3, the transposed view of a row-major (N, K) weight; of grouped GEMMs (E, N, K).
+        a_scale: (blocks, R) float32, any pitch between blocks; masked (blocks, E, R / E).
+        b_scale: (⌈N / 128⌉, blocks) float32; of grouped GEMMs (E, ⌈N / 128⌉, blocks).
+        offsets: (E + 1,) int32, or ``None``: as ``ExpertLayout`` says.
+        counts: (E,) int32, or ``None``.
+        alpha: (1,), (N,), (E,) or (E, N) float32, or ``None``: as ``Config.epilogue`` says.
+        bias: (N,) or (E, N), or ``None``.
+        out: (R, N), written in rows that an expert has; masked (E, R / E, N).
+        prefetch: (rows, bytes) uint8, contiguous, which ``FP8TilesConfig.prefetches`` is about; or ``None``.
+        max_ctas: how many CTAs may run at once, a number: of a GPU, not of a call; a multiple of ``Config.splits``.
+    """
+
+
+# fp8 stages
+#
+# Sizes of kernels by wgmma with FP8 activations (``kernels.common.fp8.fp8_tiles_kernel``): no device code.
 
 BLOCK: Final = FP8_BLOCK128.block_size
 """Elements of k of a K block, which share a scale."""

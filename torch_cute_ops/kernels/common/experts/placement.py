@@ -21,10 +21,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
-from torch_cute_ops.kernels.common.core import pdl, ptx
+from torch_cute_ops.kernels.common.core import ptx
 from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.core.scan import running_sum_of_cta
-from torch_cute_ops.kernels.common.experts.expert_placement import ALONE_ROWS, ROWS, THREADS, WARP, ExpertPlacement
+from torch_cute_ops.kernels.common.core.pipeline import pdl_start
+from torch_cute_ops.kernels.common.experts.layouts import ALONE_ROWS, ROWS, THREADS, WARP, ExpertPlacement
+from torch_cute_ops.kernels.common.experts.tiles import running_sum_of_cta
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
 
 
@@ -220,7 +221,7 @@ class ExpertPlacer:
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         run = cute.ceil_div(slots, ctas)
-        pdl.start(self.pdl)
+        pdl_start(self.pdl)
         first = cutlass.min(cta * run, slots)
         last = cutlass.min(first + run, slots)
         return Thread(tid, tid % WARP, cute.arch.make_warp_uniform(tid // WARP), cta, ctas, first, last)

@@ -1,9 +1,5 @@
-"""A dense numbering of the rows that experts have in a buffer with padding.
-
-Each expert has ``counts[e]`` rows from ``offsets[e]`` on; without ``offsets``, from ``e`` times an equal share of the
-buffer on. A table in shared memory holds, for each expert, where its rows begin in the dense numbering, and the
-difference to their place in the buffer.
-"""
+"""Size of the table of experts' rows (``expert_rows``): no device code. A dense numbering of the rows that experts have
+in a buffer with padding."""
 
 from typing import NamedTuple
 
@@ -13,9 +9,25 @@ from cutlass import Int32, const_expr, range_constexpr
 
 from torch_cute_ops.formats.experts import MAX_EXPERTS
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.scan import running_sum_of_cta
-from torch_cute_ops.kernels.common.experts.expert_search import expert_by_bisection, expert_by_votes
-from torch_cute_ops.kernels.row_quant.expert_table import SIZES, WARP
+from torch_cute_ops.kernels.common.experts.tiles import expert_by_bisection, expert_by_votes, running_sum_of_cta
+
+# expert table
+#
+# Size of the table of experts' rows (``expert_rows``): no device code.
+
+WARP = 32
+SIZES = (MAX_EXPERTS, MAX_EXPERTS, 4, WARP)
+"""Words of its parts, in the order of ``ExpertRows``."""
+TABLE_BYTES = 4 * sum(SIZES)
+
+
+# expert rows
+#
+# A dense numbering of the rows that experts have in a buffer with padding.
+#
+# Each expert has ``counts[e]`` rows from ``offsets[e]`` on; without ``offsets``, from ``e`` times an equal share of the
+# buffer on. A table in shared memory holds, for each expert, where its rows begin in the dense numbering, and the
+# difference to their place in the buffer.
 
 BEYOND = 2**31 - 1
 

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32, const_expr, range_constexpr
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.experts.expert_choice import ExpertChoice
+from torch_cute_ops.kernels.common.experts.layouts import ExpertChoice
 
 NAN_KEY = 1
 """Key of NaN, below that of any number; 0 is for no expert, and for experts of groups that were not chosen."""

@@ -1,23 +1,58 @@
-"""Lists of the tokens of a tile that are routed to each expert: how a CTA makes one.
+"""What kernels that gather tokens share: loads of a token's ``topk`` words, one for each of its experts, from an (M,
+topk) tensor, by vectors if possible. Lists of the tokens of a tile that are routed to each expert: how a CTA makes
+one."""
 
-A list has the tokens in their order, of each a *pair* of words: a number, negative in what is left of the last unit,
-and a factor. Where experts have activations of their own, these are in the list too, rearranged as ``kernels.common.
-activations`` describes, chunk after chunk; in a chunk, groups of eight tokens follow each other, so that those of a
-unit of work are contiguous.
-"""
-
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import store_words
-from torch_cute_ops.kernels.common.experts.expert_factors import factor_counts
-from torch_cute_ops.kernels.common.experts.token_list_layout import PAIR_BYTES, TokenListLayout
-from torch_cute_ops.kernels.common.fp4.activation_layout import TILE_BYTES, TILE_LINE, TILE_TOKENS
+from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES, store_words
+from torch_cute_ops.kernels.common.experts.factors import factor_counts
+from torch_cute_ops.kernels.common.experts.layouts import PAIR_BYTES, TokenListLayout
 from torch_cute_ops.kernels.common.fp4.activations import Activations
+from torch_cute_ops.kernels.common.fp4.layouts import TILE_BYTES, TILE_LINE, TILE_TOKENS
+
+# token words
+#
+# What kernels that gather tokens share: loads of a token's ``topk`` words, one for each of its experts, from an
+# (M, topk) tensor, by vectors if possible.
+
+
+class TokenKernel:
+    """A kernel of one ``Config``, for tokens of ``config.dtype``."""
+
+    def __init__(self, config: Any):
+        self.config = config
+        self.dtype = DSL_DTYPES[config.dtype]
+
+
+def _words_at_once(topk: int) -> int:
+    return 4 if topk % 4 == 0 else 1
+
+
+def alignment(topk: int) -> int:
+    """The alignment in bytes that the tensor needs."""
+    return 4 * _words_at_once(topk)
+
+
+def words_of_token(tensor: cute.Tensor, token, topk: int, exists=True) -> list:
+    """The ``topk`` words of a token; zeros unless it ``exists``."""
+    count = _words_at_once(topk)
+    start = tensor.iterator + cute.assume(Int64(token) * topk, divby=count)
+    return [word for j in range(0, topk, count) for word in ptx.load_if(start, exists, count, 4 * j)]
+
+
+# token lists
+#
+# Lists of the tokens of a tile that are routed to each expert: how a CTA makes one.
+#
+# A list has the tokens in their order, of each a *pair* of words: a number, negative in what is left of the last unit,
+# and a factor. Where experts have activations of their own, these are in the list too, rearranged as ``kernels.common.
+# activations`` describes, chunk after chunk; in a chunk, groups of eight tokens follow each other, so that those of a
+# unit of work are contiguous.
 
 WARP = 32
 

@@ -1,12 +1,6 @@
-"""Tiles of the GEMMs of many experts, and the order in which CTAs take them, found on the device from offsets and
-counts.
-
-A tile is ``tokens`` rows of one expert by ``columns`` rows of its weight. Tiles are numbered expert by expert; an
-expert without rows has none. CTA ``i`` of ``n`` takes the tiles ``i``, ``i + n``, ``i + 2n``, and so on. Those of
-an expert are in the order of ``tile_order``.
-
-A table in shared memory holds what each expert begins with; a warp finds the expert of a tile in it by two votes.
-"""
+"""Running sums over the lanes of a warp, and over the threads of a CTA. Find the expert that owns a number: each of
+``MAX_EXPERTS`` experts owns those from its start, in a table in shared memory, up to the next one's. Tiles of the GEMMs
+of many experts, and the order in which CTAs take them, found on the device from offsets and counts."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -16,15 +10,82 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr, range_constexpr
 
 from torch_cute_ops.formats.experts import MAX_EXPERTS
-from torch_cute_ops.kernels.common.core.epilogue_ops import EpilogueOps
+from torch_cute_ops.kernels.common.core import ptx
+from torch_cute_ops.kernels.common.core.epilogue import EpilogueOps
+from torch_cute_ops.kernels.common.core.layouts import RASTER_WIDTH
 from torch_cute_ops.kernels.common.core.overlap import ctas_unless_overlapping
-from torch_cute_ops.kernels.common.core.raster import RASTER_WIDTH
-from torch_cute_ops.kernels.common.core.scan import WARP, running_sum_of_cta
 from torch_cute_ops.kernels.common.core.tile_order import tile_of
-from torch_cute_ops.kernels.common.experts.expert_search import expert_by_votes
-from torch_cute_ops.kernels.common.fp8.expert_layout import ExpertLayout
-from torch_cute_ops.kernels.common.fp8.fp8_arguments import Arguments
+from torch_cute_ops.kernels.common.fp8.layouts import Arguments, ExpertLayout
 from torch_cute_ops.runtime.argspec import Dim, ScalarArg, TensorArg
+
+# scan
+#
+# Running sums over the lanes of a warp, and over the threads of a CTA.
+
+WARP = 32
+
+
+def running_sum(value: Int32, lane: Int32) -> Int32:
+    """The sum of ``value`` over this lane and those below it; all lanes take part."""
+    for i in range(5):
+        above = cute.arch.shuffle_sync_up(value, 1 << i, mask_and_clamp=0)
+        value = value + ptx.select(lane >= (1 << i), above, Int32(0))
+    return value
+
+
+@cute.jit
+def running_sum_of_cta(value: Int32, sums: cute.Tensor, tid, warps: int):
+    """The sum of ``value`` over this thread and those below it, of whole ``warps``; all threads come here.
+
+    ``sums`` is shared memory for one number a warp, which threads may read until the CTA has met again.
+    """
+    lane, warp = tid % WARP, tid // WARP
+    value = running_sum(value, lane)
+    if lane == WARP - 1:
+        sums[warp] = value
+    cute.arch.sync_threads()
+    for i in range_constexpr(warps - 1):
+        value = value + ptx.select(warp > i, sums[i], Int32(0))
+    return value
+
+
+# expert search
+#
+# Find the expert that owns a number: each of ``MAX_EXPERTS`` experts owns those from its start, in a table in shared
+# memory, up to the next one's.
+
+SPAN = MAX_EXPERTS // WARP  # experts of a lane in the first vote
+
+
+def expert_by_votes(starts: cute.Tensor, number, lane) -> Int32:
+    """The last expert that starts at or before a number that is the same for the whole warp: two loads."""
+    votes = cute.arch.vote_ballot_sync(starts[lane * SPAN] <= number)
+    span = (Int32(cute.arch.popc(votes)) - 1) * SPAN
+    within = starts[span + lane % SPAN] <= number
+    votes = cute.arch.vote_ballot_sync(within & (lane < SPAN))
+    return span + Int32(cute.arch.popc(votes)) - 1
+
+
+def expert_by_bisection(starts: cute.Tensor, number) -> Int32:
+    """The same for a number of each thread's own: nine loads, one after the other."""
+    expert = Int32(0)
+    step = MAX_EXPERTS // 2
+    while step:
+        expert = ptx.select(starts[expert + step] <= number, expert + step, expert)
+        step //= 2
+    return expert
+
+
+# expert tiles
+#
+# Tiles of the GEMMs of many experts, and the order in which CTAs take them, found on the device from offsets and
+# counts.
+#
+# A tile is ``tokens`` rows of one expert by ``columns`` rows of its weight. Tiles are numbered expert by expert; an
+# expert without rows has none. CTA ``i`` of ``n`` takes the tiles ``i``, ``i + n``, ``i + 2n``, and so on. Those of
+# an expert are in the order of ``tile_order``.
+#
+# A table in shared memory holds what each expert begins with; a warp finds the expert of a tile in it by two votes.
 
 
 class Views(NamedTuple):

@@ -4,7 +4,7 @@ import torch
 from cutlass import Uint32
 
 from torch_cute_ops.kernels.common.core import ptx
-from torch_cute_ops.kernels.common.core.convert import DSL_DTYPES
+from torch_cute_ops.kernels.common.core.memory import DSL_DTYPES
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 
 
