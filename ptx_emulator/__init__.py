@@ -1,11 +1,10 @@
-"""A functional emulator of PTX: kernels of the DSL run on a CPU, thread for thread.
+"""Functional emulator of PTX for sm_90a and Blackwell: runs kernels on a CPU, thread for thread, and finds races.
 
-``run_kernel`` compiles a kernel, evaluates its host function and executes every launch. ``Machine`` executes one launch
-of a PTX program. See ``machine`` for what is modelled and which errors are found. With ``CUTE_DSL_LINEINFO=1`` in the
-environment an error names the kernel's source line too; compiling then takes a third longer.
+``Machine`` executes one launch of a parsed PTX program; its module says what is modelled and which faults are found.
+``host`` evaluates the host function of a kernel that CuTe DSL compiled. ``adapter`` runs kernels of torch_cute_ops, and
+is the only file that imports torch_cute_ops. ``python -m ptx_emulator FILE`` runs a PTX file.
 """
 
-from ptx_emulator.launch import compile_ptx, run_kernel
 from ptx_emulator.layout import GlobalMemory, Launch
 from ptx_emulator.machine import Machine
 from ptx_emulator.memory import Deadlock, EmulationError, Misaligned, OutOfBounds, Race, Uninitialised
@@ -21,7 +20,5 @@ __all__ = [
     "OutOfBounds",
     "Race",
     "Uninitialised",
-    "compile_ptx",
     "parse",
-    "run_kernel",
 ]

@@ -29,7 +29,8 @@ from cutlass_kernels import CASES, CLUSTERS, E4M3, E8M0, F16, F32, Case, compile
 from own_kernels import ARCH, OWN_CASES, OwnCase, by_emulator, by_gpu, by_reference  # noqa: E402
 
 from ptx_emulator import EmulationError  # noqa: E402
-from ptx_emulator.launch import host_launches, programs_of  # noqa: E402
+from ptx_emulator.adapter import programs_of  # noqa: E402
+from ptx_emulator.host import host_launches  # noqa: E402
 from ptx_emulator.layout import GlobalMemory  # noqa: E402
 from ptx_emulator.machine import Machine  # noqa: E402
 from ptx_emulator.values import E2M1, SCALES, TINY  # noqa: E402

@@ -14,7 +14,7 @@ import torch
 from samples._fp4_gemm import POWERS, random_matrix
 from samples.mm_fp8_block import sample
 
-from ptx_emulator import run_kernel
+from ptx_emulator.adapter import run_kernel
 from torch_cute_ops.formats import FP8_BLOCK128, MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.fp8 import COLUMN
 from torch_cute_ops.gemm.backend import Target

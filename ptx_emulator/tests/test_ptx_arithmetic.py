@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from formats import e2m1_value, e4m3, scale_value
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support import spec
-from support.ptx_model import Ptx
-from support.ptx_programs import AT, HALVES, entry, launch, zeros
+from programs import AT, HALVES, entry, launch, zeros
 
 from ptx_emulator.arithmetic import PURE, Op
 from ptx_emulator.values import TYPES
@@ -120,21 +119,21 @@ def test_packed_halves(name: str) -> None:
 
 
 def test_conversion_to_e4m3() -> None:
-    x = np.concatenate([np.float32(spec.scale_value(np.arange(127), "e4m3")), [1e9, np.nan, np.inf, 1e-9]])
+    x = np.concatenate([np.float32(scale_value(np.arange(127), "e4m3")), [1e9, np.nan, np.inf, 1e-9]])
     middle = (x[:126].astype(np.float64) + x[1:127]) / 2
     x = np.concatenate([x, middle, np.nextafter(middle.astype(np.float32), np.float32(np.inf))]).astype(np.float32)
     got = compute("cvt.rn.satfinite.e4m3x2.f32", np.zeros_like(x), x)
-    assert (got == spec.e4m3(x)).all()
+    assert (got == e4m3(x)).all()
     nonzero = ~np.isnan(x)
     negative = compute("cvt.rn.satfinite.e4m3x2.f32", -x, np.zeros_like(x))
-    assert (negative[nonzero] == (spec.e4m3(x)[nonzero].astype(np.uint16) | 0x80) << 8).all()
+    assert (negative[nonzero] == (e4m3(x)[nonzero].astype(np.uint16) | 0x80) << 8).all()
 
 
 def test_e4m3_to_halves() -> None:
     byte = np.arange(256, dtype=np.uint16)
     got = compute("cvt.rn.f16x2.e4m3x2", byte | (np.uint16(0x3C) << np.uint16(8)))
     values = (got & np.uint32(0xFFFF)).astype(np.uint16).view(np.float16).astype(np.float32)
-    want = spec.scale_value(byte & 0x7F, "e4m3") * np.where(byte & 0x80, -1, 1)
+    want = scale_value(byte & 0x7F, "e4m3") * np.where(byte & 0x80, -1, 1)
     assert np.array_equal(values, want.astype(np.float32), equal_nan=True)
     assert (np.signbit(values) == (byte >= 128))[(byte & 0x7F) != 0x7F].all()
 
@@ -150,7 +149,7 @@ def test_e2m1_to_halves() -> None:
     bytes_ = np.arange(256, dtype=np.uint32)
     (_, out) = launch(entry(body), bytes_ | 0x2200, zeros(512), block=256)
     nibbles = np.stack([bytes_ & 15, bytes_ >> 4], 1)
-    want = spec.e2m1_value(nibbles).astype(np.float16)
+    want = e2m1_value(nibbles).astype(np.float16)
     # The second byte holds two ones.
     assert np.array_equal(out.reshape(-1, 2).view(np.float16).reshape(-1, 2, 2), np.stack([want, want], 1))
     assert (np.signbit(out.view(np.float16).reshape(-1, 2, 2)[:, 0]) == (nibbles >= 8)).all()
@@ -225,8 +224,10 @@ words = st.lists(st.integers(0, 2**32 - 1), min_size=3, max_size=3).map(lambda v
 @settings(max_examples=50, deadline=None)
 def test_bytes_and_bits(a: np.ndarray, b: np.ndarray, selector: int) -> None:
     selector &= 0x7777
-    assert (compute("prmt.b32", a, b, np.uint32(selector)) == Ptx.prmt(a, b, selector)).all()
-    assert (compute("lop3.b32", a, b, a >> 3, np.uint32(0xCA)) == Ptx.select_bits(a, b, a >> 3)).all()
+    bytes_ = np.concatenate([a.view(np.uint8).reshape(-1, 4), b.view(np.uint8).reshape(-1, 4)], 1)
+    chosen = bytes_[:, [selector >> 4 * i & 7 for i in range(4)]]
+    assert (compute("prmt.b32", a, b, np.uint32(selector)) == np.ascontiguousarray(chosen).view(np.uint32)[:, 0]).all()
+    assert (compute("lop3.b32", a, b, a >> 3, np.uint32(0xCA)) == (a & b | ~a & a >> 3)).all()
     for i, (x, y) in enumerate(zip(a.tolist(), b.tolist(), strict=True)):
         start, length = y & 31, y >> 8 & 31
         assert compute("bfe.u32", a, b & 31, b >> 8 & 31)[i] == x >> start & ((1 << length) - 1)

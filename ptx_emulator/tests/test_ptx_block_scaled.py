@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from support import spec
-from support.ptx_programs import AT, entry, launch, zeros
+from formats import e2m1_value, scale_value
+from programs import AT, entry, launch, zeros
 
 from ptx_emulator import EmulationError, Uninitialised
 
@@ -42,8 +42,8 @@ def lanes(kind: str, a_at: tuple[int, int], b_at: tuple[int, int]) -> tuple[np.n
     some = (0x28, 0x30, 0x38, 0x40) if name == "e4m3" else range(125, 130)
     a_scale, b_scale = (random.choice(some, (rows, count)).astype(np.uint8) for rows in (16, 8))
     c = random.integers(-9, 9, (16, 8)).astype(np.float32)
-    left = spec.e2m1_value(a) * np.repeat(spec.scale_value(a_scale, name), 64 // count, 1)
-    right = spec.e2m1_value(b) * np.repeat(spec.scale_value(b_scale, name), 64 // count, 1)
+    left = e2m1_value(a) * np.repeat(scale_value(a_scale, name), 64 // count, 1)
+    right = e2m1_value(b) * np.repeat(scale_value(b_scale, name), 64 // count, 1)
     words = np.zeros((32, 12), np.uint32)
     for lane in range(32):
         g, t = divmod(lane, 4)

@@ -4,7 +4,7 @@ import struct
 
 import numpy as np
 import pytest
-from support.ptx_programs import AT, SEEDS, SLOT, entry, launch, zeros
+from programs import AT, SEEDS, SLOT, entry, launch, zeros
 
 from ptx_emulator import (
     Deadlock,

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from support import spec
-from support.ptx_programs import entry, launch
+from formats import e2m1_value, scale_value
+from programs import entry, launch
 
 from ptx_emulator import Deadlock, EmulationError, OutOfBounds, Race, Uninitialised
 
@@ -163,7 +163,7 @@ def operands(kind: Kind, seed: int = 0) -> Operands:
     few = (0x28, 0x30, 0x38, 0x40, 0x48) if kind.scale == "e4m3" else range(125, 130)
     scales = [random.choice(few, (size, count)).astype(np.uint8) for size in (rows, N)]
     a, b = (
-        spec.e2m1_value(one).astype(np.float64) * np.repeat(spec.scale_value(scale, kind.scale), kind.block, 1)
+        e2m1_value(one).astype(np.float64) * np.repeat(scale_value(scale, kind.scale), kind.block, 1)
         for one, scale in zip(codes, scales, strict=True)
     )
     data = np.zeros((kind.group, BYTES), np.uint8)

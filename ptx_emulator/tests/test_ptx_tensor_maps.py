@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from support.ptx_programs import SEEDS, entry, launch
+from programs import SEEDS, entry, launch
 
 from ptx_emulator import Deadlock, EmulationError, OutOfBounds, Race, Uninitialised
 from ptx_emulator.memory import REGION_SHIFT

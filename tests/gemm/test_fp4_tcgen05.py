@@ -9,7 +9,7 @@ from support.emulated import CPU, poisoned
 from support.gemm_problems import BF16, FP32, HOPPER, backend_for, fp4_problem
 from support.gemm_problems import CPU as NO_GPU
 
-from ptx_emulator import run_kernel
+from ptx_emulator.adapter import run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.gemm.backends import _fp4
 from torch_cute_ops.gemm.cost import usual_targets

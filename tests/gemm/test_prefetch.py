@@ -9,7 +9,7 @@ from support.emulated import CPU, check_prefetched, poisoned
 from support.kernel_grid import BF16, FP16, FP32, WgmmaCase
 from support.launch_model import Launches, launches  # noqa: F401  (a fixture)
 
-from ptx_emulator import run_kernel
+from ptx_emulator.adapter import run_kernel
 from torch_cute_ops.formats import NVFP4
 from torch_cute_ops.kernels import fp4_wgmma
 from torch_cute_ops.kernels.common.core import memory

@@ -23,7 +23,8 @@ from support.host_grids import check_nothing_is_launched_on_overlap
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, ExpertsCase, WgmmaCase
 
-from ptx_emulator import EmulationError, compile_ptx, run_kernel
+from ptx_emulator import EmulationError
+from ptx_emulator.adapter import compile_ptx, run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.scale_layout import from_linear
 from torch_cute_ops.kernels import fp4_experts, fp4_wgmma

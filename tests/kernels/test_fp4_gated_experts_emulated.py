@@ -12,7 +12,8 @@ from support.emulated import CPU, HOPPER, KERNEL_WAIT, PASSED, POISON, WAIT, cha
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, GatedExpertsCase
 
-from ptx_emulator import EmulationError, compile_ptx, run_kernel
+from ptx_emulator import EmulationError
+from ptx_emulator.adapter import compile_ptx, run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.scale_layout import from_linear, to_linear
 from torch_cute_ops.kernels import fp4_gated_experts

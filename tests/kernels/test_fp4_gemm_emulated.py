@@ -33,7 +33,8 @@ from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, MmaCase, WgmmaCase
 from support.ptx_faults import BLOCK_SCALED_MMA, Unfound, check_faults
 
-from ptx_emulator import EmulationError, compile_ptx, run_kernel
+from ptx_emulator import EmulationError
+from ptx_emulator.adapter import compile_ptx, run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.scale_layout import weight_layout
 from torch_cute_ops.kernels import activation_tiles, fp4_mma, fp4_wgmma

@@ -27,7 +27,8 @@ from support.epilogues import finished, operands
 from support.kernel_grid import BF16, FP16, FP32, WgmmaCase
 from test_fp4_gemm_emulated import STATIC, WGMMAS, Wgmma, multiply_by_warpgroups
 
-from ptx_emulator import EmulationError, compile_ptx, run_kernel
+from ptx_emulator import EmulationError
+from ptx_emulator.adapter import compile_ptx, run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS, FP4Format
 from torch_cute_ops.formats.shapes import fp4_shapes
 from torch_cute_ops.kernels import fp4_wgmma, row_quant

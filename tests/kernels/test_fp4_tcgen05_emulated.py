@@ -16,7 +16,7 @@ from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, MmaCase, Tcgen05Case, Tcgen05ExpertsCase
 from support.ptx_faults import CONVERGED, Edit, Unfound, check_faults
 
-from ptx_emulator import compile_ptx, run_kernel
+from ptx_emulator.adapter import compile_ptx, run_kernel
 from torch_cute_ops.formats import MXFP4, NVFP4, SCALE_LAYOUTS
 from torch_cute_ops.kernels import fp4_tcgen05
 from torch_cute_ops.kernels.common.core.layouts import Epilogue

@@ -31,7 +31,8 @@ from support.host_grids import check_nothing_is_launched_on_overlap
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP16, FP32, RECODED, FP8FP4GemmCase
 
-from ptx_emulator import EmulationError, run_kernel
+from ptx_emulator import EmulationError
+from ptx_emulator.adapter import run_kernel
 from ptx_emulator.memory import Deadlock
 from torch_cute_ops.formats import MXFP4, NVFP4
 from torch_cute_ops.kernels import fp4_to_fp8

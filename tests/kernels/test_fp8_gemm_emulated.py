@@ -27,7 +27,8 @@ from support.host_grids import check_nothing_is_launched_on_overlap, gemm_call, 
 from support.kernel_fit import check_emulated
 from support.kernel_grid import BF16, FP8_LAYOUTS, FP16, FP32, FP8GemmCase
 
-from ptx_emulator import EmulationError, run_kernel
+from ptx_emulator import EmulationError
+from ptx_emulator.adapter import run_kernel
 from ptx_emulator.memory import Deadlock
 from torch_cute_ops.kernels.common.core.layouts import Epilogue
 from torch_cute_ops.kernels.fp8_wgmma import Arguments

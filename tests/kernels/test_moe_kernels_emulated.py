@@ -17,7 +17,8 @@ from support.cases import arguments
 from support.emulated import CPU, POISON, changed, equal, poisoned
 from support.kernel_grid import BF16, FP16, FP32, MoeCase
 
-from ptx_emulator import EmulationError, run_kernel
+from ptx_emulator import EmulationError
+from ptx_emulator.adapter import run_kernel
 from torch_cute_ops.fake.moe_route_ids import moe_route_ids as route_shapes
 from torch_cute_ops.formats import FP8_BLOCK128
 from torch_cute_ops.formats.experts import used_rows

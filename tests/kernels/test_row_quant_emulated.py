@@ -11,7 +11,8 @@ from samples._rows import special_rows
 from support.emulated import BLACKWELL, CPU, HOPPER, PASSED, WAIT, changed, equal, poisoned
 from support.kernel_grid import BF16, FP8_TARGETS, FP16, FP32, ROUNDED, WHAT, Case
 
-from ptx_emulator import EmulationError, Race, run_kernel
+from ptx_emulator import EmulationError, Race
+from ptx_emulator.adapter import run_kernel
 from torch_cute_ops.formats import FP4Format
 from torch_cute_ops.formats.fp8 import COLUMN, FP8_TENSOR, FP8_TOKEN, ROW
 from torch_cute_ops.formats.scale_layout import from_linear

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ptx_emulator.launch import compile_ptx, host_launches
+from ptx_emulator.adapter import compile_ptx
+from ptx_emulator.host import host_launches
 from torch_cute_ops.runtime.arch import Arch
 from torch_cute_ops.runtime.argspec import Dim, TensorArg
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ptx_emulator import compile_ptx
+from ptx_emulator.adapter import compile_ptx
 from support.kernel_grid import (
     ExpertsCase,
     FP8FP4GemmCase,

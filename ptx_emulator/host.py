@@ -1,243 +1,26 @@
-"""Run a kernel of the DSL: compile it, evaluate its host function, execute the launches.
+"""Evaluate the host function of a kernel that CuTe DSL compiled: which kernels it launches, with which parameters.
 
-The host function is what the DSL compiled for the CPU: it computes grid and block, packs the parameters and calls the
-CUDA runtime. It is evaluated from its MLIR (LLVM dialect), in a memory of its own.
+The host function is the part that the DSL compiles for the CPU: it computes grid and block, packs the parameters and
+calls the CUDA runtime. It is evaluated from its MLIR (LLVM dialect), in a memory of its own.
 """
 
 from __future__ import annotations
 
-import functools
-import os
 import struct
-import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
-import numpy as np
-import torch
-
-from ptx_emulator import parser
-from ptx_emulator.layout import GlobalMemory, Launch
-from ptx_emulator.machine import Machine
-from ptx_emulator.parser import Program, parse_all
-from ptx_emulator.values import Array
-from torch_cute_ops.runtime.arch import Arch
-from torch_cute_ops.runtime.argspec import Dim, TensorArg
-from torch_cute_ops.runtime.compiler import key_of, trace_and_compile
-from torch_cute_ops.testing import resources
-from torch_cute_ops.testing.resources import Resources
-
-
-@dataclass
-class Compiled:
-    """A kernel's device programs, by name, the module with its host function, and what ptxas says about the programs;
-    nothing where lines are asked for."""
-
-    programs: dict[str, Program]
-    ptx: str
-    module: Any
-    resources: list[Resources]
-
-
-_compiled: dict[Any, Compiled] = {}
-
-
-def compile_ptx(kernel: Any, arch: Arch) -> Compiled:
-    """Compile once and keep."""
-    key = key_of(kernel, arch)
-    if key not in _compiled:
-        with tempfile.TemporaryDirectory() as folder:
-
-            def keep_ptx(kernel: Any, arch: Arch, options: str = "") -> Any:
-                return trace_and_compile(kernel, arch, f"{options} --keep-ptx --dump-dir={folder}")
-
-            if os.environ.get("CUTE_DSL_LINEINFO"):  # which compile_for leaves out
-                compiled, found = keep_ptx(kernel, arch), []
-            else:
-                with mock.patch.object(resources, "trace_and_compile", keep_ptx):
-                    compiled, found = resources.compile_for(kernel, arch)
-            ptx = compiled.artifacts.PTX
-        _compiled[key] = Compiled(programs_of(ptx), ptx, compiled.ir_module, found)
-    return _compiled[key]
-
-
-def forget() -> None:
-    """Drop all that was compiled."""
-    _compiled.clear()
-    _host_functions.clear()
-    programs_of.cache_clear()
-    parser.forget()
-
-
-@functools.lru_cache(maxsize=2)
-def programs_of(ptx: str) -> dict[str, Program]:
-    """The programs, by name. Tests run one edit of PTX after the other, each in several orders of events."""
-    return {program.name: program for program in parse_all(ptx)}
-
-
-def run_kernel(
-    kernel: Any,
-    arch: Arch,
-    *arguments: Any,
-    seed: int | None = 0,
-    max_steps: int = 1_000_000,
-    strict: bool = False,
-    lenient: bool = False,
-    edit: Callable[[str], str] | None = None,
-    written_before: Mapping[int, torch.Tensor] | None = None,
-    held: Collection[int] = (),
-    starved: Collection[int] = (),
-) -> list[Machine]:
-    """Execute a kernel's launches on CPU tensors, which get the results.
-
-    Args:
-        kernel: has ``config``, ``arguments()`` and ``__call__``, as ``runtime.compiler.Kernel`` says.
-        arch: what to compile for.
-        arguments: for each of ``kernel.arguments()`` a tensor, a number or ``None``; grid and block are what the host
-            function makes of them.
-        seed: of the order in which warps and copies proceed; ``None``: warps in step, copies as late as possible.
-        max_steps: instructions after which a launch is given up.
-        strict: whether only ``bar.warp.sync`` orders memory within a warp; see ``Machine``.
-        lenient: for others' kernels; see ``Machine``.
-        edit: changes the PTX first, for tests of tests.
-        written_before: what the kernel before writes, as late as it can (see ``Machine``), to some arguments, by their
-            numbers: tensors like these. What launches of the kernel's own write is then as late for those behind them,
-            which may write at once what the one before does not access. ``None``: each starts when the one before has
-            ended.
-        held: bulk copies of each launch that are as late as they can be; see ``Machine``.
-        starved: warps of each launch that are.
-
-    Returns:
-        The machine of each launch.
-
-    Raises:
-        EmulationError: see ``ptx_emulator.memory``.
-        TypeError, ValueError: for arguments that are not as ``kernel.arguments()`` says, and for a launch of no CTAs.
-    """
-    compiled = compile_ptx(kernel, arch)
-    programs = compiled.programs
-    if edit:
-        programs = programs_of(edit(compiled.ptx))
-        for name, program in programs.items():
-            program.decoded = compiled.programs[name].decoded
-    memory = GlobalMemory()
-    leaves, tensors = _flatten(kernel.arguments(), arguments, memory)
-    machines: list[Machine] = []
-    accessed = None
-
-    started = memory.copies()
-    for number, tensor in (written_before or {}).items():
-        address, given = tensors[number]
-        if (tensor.shape, tensor.stride(), tensor.dtype) != (given.shape, given.stride(), given.dtype):
-            raise TypeError(f"argument {number}: written as {tensor.dtype}{tuple(tensor.shape)}")
-        contents, _ = _bytes_of(tensor)
-        memory.contents(address, len(contents))[:] = contents
-    sizes = {name: [param.size for param in program.params] for name, program in programs.items()}
-    for name, launch in host_launches(compiled.module, leaves, sizes):
-        if 0 in launch.grid:
-            raise ValueError(f"{name}: a launch of no CTAs, {launch.grid}, which CUDA refuses")
-        # The one before has released its dependents behind its own wait: what was before that is complete.
-        complete = memory.copies()
-        late = memory.take_back(started) if launch.overlaps and written_before is not None else None
-        machine = Machine(
-            programs[name], launch, memory, seed, max_steps, strict, lenient, late, accessed, held, starved
-        )
-        machines.append(machine)
-        machine.run()
-        started, accessed = complete, machine.accessed
-    for address, tensor in tensors.values():
-        _copy_back(memory, address, tensor)
-    return machines
-
-
-def _flatten(
-    specs: tuple, arguments: tuple, memory: GlobalMemory
-) -> tuple[list[list[Any]], dict[int, tuple[int, torch.Tensor]]]:
-    """The values that the host function takes for each argument, and where the tensors are, by their numbers."""
-    if len(specs) != len(arguments):
-        raise TypeError(f"{len(arguments)} arguments, not {len(specs)}")
-    leaves: list[list[Any]] = []
-    tensors = {}
-    dims: dict[Dim, int] = {}
-    for i, (spec, value) in enumerate(zip(specs, arguments, strict=True)):
-        if (spec is None) != (value is None):
-            raise TypeError(f"argument {i}: {value} for {spec}")
-        if spec is None:
-            continue
-        if not isinstance(spec, TensorArg):
-            leaves.append([value])
-            continue
-        sizes, strides = tuple(value.shape), tuple(value.stride())
-        if len(sizes) != len(spec.shape) or value.dtype.itemsize != _itemsize(spec.dtype):
-            raise TypeError(f"argument {i}: {value.dtype}{sizes} for {spec}")
-        dynamic = []
-        for wanted, found, extent in zip((*spec.shape, *spec.stride), (*sizes, *strides), sizes * 2, strict=True):
-            if isinstance(wanted, Dim):
-                if found % wanted.divisibility or dims.setdefault(wanted, found) != found:
-                    raise ValueError(f"argument {i}: {wanted.name} is {found}, for {spec}")
-                dynamic.append(found)
-            elif wanted != found and extent > 1:
-                raise ValueError(f"argument {i}: sizes {sizes} and strides {strides} for {spec}")
-        contents, accessible = _bytes_of(value)
-        address = memory.allocate(f"argument {i}", contents, spec.align, accessible)
-        leaves.append([address, *dynamic])
-        tensors[i] = address, value
-    return leaves, tensors
-
-
-def _itemsize(dtype: str) -> int:
-    import cutlass
-
-    return getattr(cutlass, dtype).width // 8
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """Bytes from the first to the last element."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.dtype.itemsize
-
-
-def _raw(tensor: torch.Tensor) -> Array:
-    """The bytes that a tensor spans, shared with it."""
-    flat = torch.as_strided(tensor, (_span(tensor) // tensor.dtype.itemsize,), (1,))
-    return flat.view(torch.uint8).numpy()
-
-
-def _of_elements(tensor: torch.Tensor, raw: Array) -> Array:
-    """A view of ``raw`` with the bytes of each element."""
-    size = tensor.dtype.itemsize
-    strides = tuple(stride * size for stride in tensor.stride())
-    return np.lib.stride_tricks.as_strided(raw, (*tensor.shape, size), (*strides, 1))
-
-
-def _bytes_of(tensor: torch.Tensor) -> tuple[Array, Array]:
-    """The bytes that a tensor spans, and which of them are its elements'."""
-    if tensor.numel() == 0:
-        return np.zeros(0, np.uint8), np.zeros(0, bool)
-    raw = _raw(tensor)
-    accessible = np.zeros(len(raw), bool)
-    _of_elements(tensor, accessible)[...] = True
-    return raw, accessible
-
-
-def _copy_back(memory: GlobalMemory, address: int, tensor: torch.Tensor) -> None:
-    if tensor.numel():
-        raw = _raw(tensor)
-        contents = memory.contents(address, len(raw))
-        _of_elements(tensor, raw)[...] = _of_elements(tensor, contents)
-
-
-# The host function
+from ptx_emulator.layout import Launch
 
 
 def host_launches(module: Any, leaves: list[list[Any]], sizes: dict[str, list[int]]) -> list[tuple[str, Launch]]:
-    """The launches of the host function in ``module``, each with the kernel's name.
+    """Return the launches of the host function in ``module``, each with the kernel's name.
 
-    ``leaves`` are the values of each argument but the stream; ``sizes`` are of the kernels' parameters.
+    Args:
+        module: MLIR module of a compiled kernel.
+        leaves: Values of each argument except the stream: a number, or an address and its dynamic sizes and strides.
+        sizes: Sizes of each kernel's parameters in bytes, by the kernel's name.
     """
     host = _Host(sizes)
     host.run(_host_function(module), leaves)
@@ -246,8 +29,11 @@ def host_launches(module: Any, leaves: list[list[Any]], sizes: dict[str, list[in
 
 @dataclass
 class _Operation:
-    """An operation of the host function, read from MLIR once, because that takes longer than to evaluate it. Values are
-    known by their hash, which is an address: the DSL overloads their comparison. ``types`` are the operands'."""
+    """An operation of the host function, read from MLIR once because reading takes longer than evaluating.
+
+    Values are identified by their hash, an address, because the DSL overloads their comparison. ``types`` are the types
+    of the operands.
+    """
 
     name: str
     operands: list[int]
@@ -260,7 +46,7 @@ class _Operation:
 
 @dataclass
 class _Block:
-    """Operations that follow each other; ``types`` are the arguments'."""
+    """A basic block. ``types`` are the types of its arguments."""
 
     arguments: list[int]
     types: list[Any]
@@ -270,8 +56,13 @@ class _Block:
 _host_functions: dict[Any, list[_Block]] = {}
 
 
+def forget() -> None:
+    """Drop every host function that has been read."""
+    _host_functions.clear()
+
+
 def _host_function(module: Any) -> list[_Block]:
-    """The function that others wrap: _mlir_ciface_<name> calls it."""
+    """Return the blocks of the host function: the function that ``_mlir_ciface_<name>`` calls."""
     if module not in _host_functions:
         functions = {}
         for op in module.body.operations:
@@ -305,7 +96,7 @@ def _read_operation(op: Any, blocks: list[Any]) -> _Operation:
 
 
 def layout_of(type: Any) -> tuple[int, int]:
-    """Size and alignment of an LLVM type."""
+    """Return size and alignment of an LLVM type in bytes."""
     text = str(type)
     if text.startswith("!llvm.ptr"):
         return 8, 8
@@ -335,7 +126,7 @@ def _array(type: Any) -> tuple[int, Any]:
 
 
 def _member(type: Any, index: int) -> tuple[int, Any]:
-    """Offset and type of a member of a struct or array."""
+    """Return offset and type of a member of a struct or array."""
     if str(type).startswith("!llvm.array"):
         element = _array(type)[1]
         return index * layout_of(element)[0], element
@@ -384,7 +175,7 @@ _UNSIGNED: dict[str, Callable[[int, int], int]] = {
 
 
 class _Host:
-    """Evaluates one function. Integers are signed; a struct is its bytes."""
+    """Evaluator of one function. Integers are signed; a struct is its bytes."""
 
     def __init__(self, sizes: dict[str, list[int]]) -> None:
         self.sizes = sizes
@@ -413,7 +204,7 @@ class _Host:
                 return
 
     def _argument(self, type: Any, parts: list[Any]) -> Any:
-        """A scalar, or a struct whose members, in order, are ``parts``."""
+        """Return a scalar, or the bytes of a struct whose members, in order, are ``parts``."""
         if not str(type).startswith("!llvm.struct"):
             (value,) = parts
             return value
@@ -460,7 +251,7 @@ class _Host:
         return 64 if text.startswith("!llvm.ptr") else int(text[1:])
 
     def _wrap(self, type: Any, value: int) -> int:
-        """As a signed integer; booleans and pointers as they are."""
+        """Return ``value`` as a signed integer. Booleans and pointers stay unsigned."""
         bits = self._bits(type)
         value &= (1 << bits) - 1
         if bits == 1 or str(type).startswith("!llvm.ptr"):
@@ -478,7 +269,7 @@ class _Host:
         return bytes(self.memory[address : address + size])
 
     def _evaluate(self, op: _Operation, values: dict[int, Any]) -> tuple[int, list[Any]] | None:
-        """Evaluate one operation; the result of a branch is the number of a block, and which values it is given."""
+        """Evaluate one operation. A branch returns the number of the next block and the values of its arguments."""
         name, attributes, type = op.name, op.attributes, op.type
         operands = [values.get(operand) for operand in op.operands]
         result: Any = None
@@ -505,7 +296,7 @@ class _Host:
             symbol = str(attributes["global_name"])
             if symbol not in self.globals:
                 address = self.globals[symbol] = self._allocate(256)
-                # A kernel's handle, which the host function takes from here, is its address here.
+                # The host function loads the kernel's handle from here; the address itself serves as the handle.
                 kernel = symbol.strip('@"').removeprefix("kernels_")
                 if kernel in self.sizes:
                     self.kernels[address] = kernel
@@ -580,7 +371,7 @@ class _Host:
         return data[:start] + encoded + data[start + len(encoded) :]
 
     def _call(self, callee: str, operands: list[Any]) -> int:
-        """Note a launch; what CUDA returns."""
+        """Record a launch and return CUDA's status."""
         if callee != "_cudaLaunchKernelEx":
             raise NotImplementedError(f"host call of {callee}")
         config, handle, arguments = operands
