@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 import torch
+from support import unchanged
 from support.devices import DEVICES, GPU_MISSING
 from support.gpu_record import GpuRecord
 
@@ -39,6 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--more-emulated", action="store_true", help="run all cases and faults in the emulator, not a covering part"
     )
+    group.addoption("--unchanged", action="store_true", help="run tests of kernels that have not changed, too")
+    group.addoption("--record-unchanged", action="store_true", help="run them, and write which tests passed")
     group.addoption(
         "--fuzz-examples", type=int, default=50, metavar="N", help="calls of each op that the fuzz test makes"
     )
@@ -64,6 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
         record = GpuRecord(config)
         config.pluginmanager.register(record, "gpu-record")
         seed, config.stash[DONE] = record.facts["seed"], record.done
+    if controller is None and config.getoption("record_unchanged"):
+        config.pluginmanager.register(unchanged.Recorder(), "unchanged")
     config.stash[BASE_SEED] = secrets.randbelow(2**31) if seed is None else seed
     os.environ["TEST_SEED"] = str(config.stash[BASE_SEED])  # for cases.py
     if controller is None and not GPU_MISSING:

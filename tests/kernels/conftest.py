@@ -1,14 +1,27 @@
-"""What the tests of kernels keep for each other."""
+"""Fixtures of the tests of kernels, and the tests that need not run again (``support.unchanged``)."""
 
 from collections.abc import Iterator
 
 import pytest
+from support import unchanged
 
 from ptx_emulator import adapter
 
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_kernels() -> Iterator[None]:
-    """A file's tests share what they compile. Behind them it would be 2 GB, and two million objects to collect."""
+    """Drop what a file's tests have compiled and shared: it would grow to 2 GB and two million objects."""
     yield
     adapter.forget()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test if its kernels, its code and the toolchain are those with which it passed."""
+    if not unchanged.is_covered(item):
+        return
+    digest = unchanged.digest_of(item)
+    item.user_properties.append(("digest", digest))
+    options = ("unchanged", "record_unchanged", "every_kernel", "more_emulated")
+    if not any(map(item.config.getoption, options)) and digest in unchanged.passed():
+        pytest.skip("its kernels have not changed since they passed; --unchanged runs it")
