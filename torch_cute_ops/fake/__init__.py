@@ -1,5 +1,5 @@
-"""Shape and dtype of each op's outputs, and nothing else: what ``torch.compile`` and meta tensors see.
+"""Shape and dtype of each op's outputs, as ``torch.compile`` and meta tensors need them.
 
-``fake/<op>.py`` has a function of that name. It takes the op's arguments by name, those that it needs, and makes no
-Python integers of sizes, which may be symbols.
+The module ``fake/<op>.py`` defines the function ``<op>``. The function takes the op's arguments by name and ignores
+arguments that do not affect the outputs. It never converts sizes to Python integers, because sizes may be symbols.
 """

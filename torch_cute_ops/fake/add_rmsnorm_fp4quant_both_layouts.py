@@ -11,6 +11,6 @@ from torch_cute_ops.formats.shapes import OutputShapes
 def add_rmsnorm_fp4quant_both_layouts(
     input: torch.Tensor, block_size: int, scale_format: str | None, **others: Any
 ) -> OutputShapes:
-    """Codes (..., H/2), scales in the 128x4 layout, and linear ones."""
+    """Describe the codes (..., H/2), the scales in the 128x4 layout, and the linear scales."""
     linear = fp4_outputs(input.shape, block_size, scale_format, "linear")[1]
     return [*fp4_outputs(input.shape, block_size, scale_format), linear]

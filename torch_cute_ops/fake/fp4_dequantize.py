@@ -8,5 +8,5 @@ from torch_cute_ops.formats.shapes import OutputShapes
 
 
 def fp4_dequantize(y: torch.Tensor, out_dtype: torch.dtype | None, **_: Any) -> OutputShapes:
-    """Values (..., K)."""
+    """Describe the decoded values (..., K)."""
     return [((*y.shape[:-1], y.shape[-1] * 2), out_dtype or torch.bfloat16)]

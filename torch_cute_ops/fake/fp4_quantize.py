@@ -1,4 +1,4 @@
-"""Outputs of ``fp4_quantize``, and of what quantises rows to FP4."""
+"""Outputs of ``fp4_quantize`` and of other ops that quantise rows to FP4."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ from torch_cute_ops.formats.shapes import OutputShapes, fp4_shapes
 def fp4_quantize(
     input: torch.Tensor, block_size: int, scale_format: str | None, scale_layout: str, **_: Any
 ) -> OutputShapes:
-    """Codes (..., H/2) and scales."""
+    """Describe the codes (..., H/2) and the scales."""
     return fp4_outputs(input.shape, block_size, scale_format, scale_layout)
 
 
 def fp4_outputs(
     shape: tuple[int, ...], block_size: int, scale_format: str | None, scale_layout: str = "128x4"
 ) -> OutputShapes:
-    """Codes and scales of a tensor of ``shape`` (..., K)."""
+    """Describe the codes and the scales of a tensor of ``shape`` (..., K)."""
     fmt = resolve_fp4_format(block_size, scale_format)
     y, scale = fp4_shapes(shape, fmt, resolve_scale_layout(scale_layout))
     return [(y, torch.uint8), (scale, fmt.scale_dtype)]

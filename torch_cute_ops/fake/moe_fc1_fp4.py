@@ -11,10 +11,10 @@ from torch_cute_ops.formats.shapes import OutputShapes
 def moe_fc1_fp4(
     a: torch.Tensor, w: torch.Tensor, block_size: int, scale_format: str | None, scale_layout: str, **_: Any
 ) -> OutputShapes:
-    """Codes (M, E·I/2), and scales over (M, E·I)."""
+    """Describe the codes (M, E·I/2) and the scales of a matrix (M, E·I)."""
     return fp4_outputs((a.shape[0], gated_columns(w)), block_size, scale_format, scale_layout)
 
 
 def gated_columns(w: torch.Tensor) -> int:
-    """E·I of a weight (E, 2·I, H/2)."""
+    """Return E·I for a weight (E, 2·I, H/2)."""
     return w.shape[0] * (w.shape[1] // 2)

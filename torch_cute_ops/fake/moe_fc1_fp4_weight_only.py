@@ -9,5 +9,5 @@ from torch_cute_ops.formats.shapes import OutputShapes
 
 
 def moe_fc1_fp4_weight_only(a: torch.Tensor, w: torch.Tensor, **_: Any) -> OutputShapes:
-    """Gated columns (M, E·I)."""
+    """Describe the gated columns (M, E·I)."""
     return [((a.shape[0], gated_columns(w)), a.dtype)]

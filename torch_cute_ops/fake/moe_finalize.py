@@ -8,5 +8,5 @@ from torch_cute_ops.formats.shapes import OutputShapes
 
 
 def moe_finalize(input: torch.Tensor, expanded_to_permuted: torch.Tensor, **_: Any) -> OutputShapes:
-    """Rows (M, H) of the input's dtype."""
+    """Describe the rows (M, H) in the input's dtype."""
     return [((expanded_to_permuted.shape[0], input.shape[1]), input.dtype)]

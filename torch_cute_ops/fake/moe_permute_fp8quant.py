@@ -9,5 +9,5 @@ from torch_cute_ops.formats.shapes import OutputShapes
 
 
 def moe_permute_fp8quant(input: torch.Tensor, permuted_to_expanded: torch.Tensor, **_: Any) -> OutputShapes:
-    """Codes (R, H) and scales (⌈H/128⌉, R)."""
+    """Describe the codes (R, H) and the scales (⌈H/128⌉, R)."""
     return fp8_outputs((permuted_to_expanded.shape[0], input.shape[1]), "block128", "column")

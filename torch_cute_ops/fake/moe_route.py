@@ -9,7 +9,7 @@ from torch_cute_ops.formats.shapes import OutputShapes
 
 
 def moe_route(logits: torch.Tensor, topk: int, alignment: int, max_rows: int | None, **_: Any) -> OutputShapes:
-    """Weights and ids (M, topk), then the order of rows that ``moe_route_ids`` gives."""
+    """Describe the weights and expert ids (M, topk), followed by the outputs of ``moe_route_ids``."""
     tokens, experts = logits.shape
     pairs = (tokens, topk)
     return [(pairs, torch.float32), (pairs, torch.int32), *order_shapes(tokens, topk, experts, alignment, max_rows)]

@@ -8,5 +8,5 @@ from torch_cute_ops.formats.shapes import OutputShapes
 
 
 def moe_route_dense(logits: torch.Tensor, **_: Any) -> OutputShapes:
-    """Weights (M, E)."""
+    """Describe the weights (M, E)."""
     return [(tuple(logits.shape), torch.float32)]

@@ -10,7 +10,7 @@ from torch_cute_ops.formats.shapes import OutputShapes
 
 
 def moe_swiglu_fp8quant(input: torch.Tensor, **_: Any) -> OutputShapes:
-    """Codes (R, I) and scales (⌈I/128⌉, R), or (E, max_rows, I) and (⌈I/128⌉, E, max_rows)."""
+    """Describe codes (R, I) and scales (⌈I/128⌉, R), or codes (E, max_rows, I) and scales (⌈I/128⌉, E, max_rows)."""
     *lead, width = halved(input)
     scale = (FP8_BLOCK128.scales_per_row(width), *lead)
     return [((*lead, width), torch.float8_e4m3fn), (scale, torch.float32)]

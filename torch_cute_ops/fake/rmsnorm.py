@@ -8,5 +8,5 @@ from torch_cute_ops.formats.shapes import OutputShapes
 
 
 def rmsnorm(input: torch.Tensor, **_: Any) -> OutputShapes:
-    """A tensor like the input."""
+    """Describe a tensor like the input."""
     return [(input.shape, input.dtype)]

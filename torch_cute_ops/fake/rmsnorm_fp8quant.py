@@ -1,4 +1,4 @@
-"""Outputs of ``rmsnorm_fp8quant``, and of what quantises rows to FP8."""
+"""Outputs of ``rmsnorm_fp8quant`` and of other ops that quantise rows to FP8."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from torch_cute_ops.formats.shapes import OutputShapes, fp8_shapes
 
 
 def rmsnorm_fp8quant(input: torch.Tensor, granularity: str, scale_layout: str, **_: Any) -> OutputShapes:
-    """Codes (..., H) and scales."""
+    """Describe the codes (..., H) and the scales."""
     return fp8_outputs(input.shape, granularity, scale_layout)
 
 
 def fp8_outputs(shape: tuple[int, ...], granularity: str, scale_layout: str) -> OutputShapes:
-    """Codes and scales of a tensor of ``shape`` (..., K)."""
+    """Describe the codes and the scales of a tensor of ``shape`` (..., K)."""
     y, scale = fp8_shapes(shape, *resolve_fp8_format(granularity, scale_layout))
     return [(y, torch.float8_e4m3fn), (scale, torch.float32)]

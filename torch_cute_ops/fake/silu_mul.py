@@ -9,5 +9,5 @@ from torch_cute_ops.formats.shapes import OutputShapes
 
 
 def silu_mul(input: torch.Tensor, **_: Any) -> OutputShapes:
-    """The gated values (..., I) of an input (..., 2I)."""
+    """Describe the gated values (..., I) of an input (..., 2I)."""
     return [(halved(input), input.dtype)]

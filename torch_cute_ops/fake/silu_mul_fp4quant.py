@@ -1,4 +1,4 @@
-"""Outputs of ``silu_mul_fp4quant``, and the shape that gates share."""
+"""Outputs of ``silu_mul_fp4quant``, and the output shape that all gates share."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from torch_cute_ops.formats.shapes import OutputShapes
 def silu_mul_fp4quant(
     input: torch.Tensor, block_size: int, scale_format: str | None, scale_layout: str, **_: Any
 ) -> OutputShapes:
-    """Codes (..., I/2) and scales, of an input (..., 2I)."""
+    """Describe the codes (..., I/2) and the scales of an input (..., 2I)."""
     return fp4_outputs(halved(input), block_size, scale_format, scale_layout)
 
 
 def halved(input: torch.Tensor) -> tuple[int, ...]:
-    """(..., I) of an input (..., 2I)."""
+    """Return (..., I) for an input (..., 2I)."""
     return (*input.shape[:-1], input.shape[-1] // 2)

@@ -10,5 +10,5 @@ from torch_cute_ops.formats.shapes import OutputShapes
 
 
 def silu_mul_fp8quant(input: torch.Tensor, granularity: str, scale_layout: str, **_: Any) -> OutputShapes:
-    """Codes (..., I) and scales, of an input (..., 2I)."""
+    """Describe the codes (..., I) and the scales of an input (..., 2I)."""
     return fp8_outputs(halved(input), granularity, scale_layout)

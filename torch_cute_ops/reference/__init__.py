@@ -1,1 +1,1 @@
-"""The executable specification: each op in plain torch. These are also the registered CPU kernels."""
+"""Executable specification: each op in plain torch. The references are also the registered CPU kernels."""

@@ -9,5 +9,5 @@ from torch_cute_ops.reference.rmsnorm import rmsnorm
 
 
 def add_rmsnorm(input: Tensor, residual: Tensor, **named: Any) -> Tensor:
-    """``rmsnorm`` of the updated residual, with the other arguments; see the op's docstring."""
+    """Add ``input`` to ``residual`` in place, then apply ``rmsnorm`` to the sum; see the op's docstring."""
     return rmsnorm(input=add_rows(input, residual), **named)

@@ -1,4 +1,4 @@
-"""Reference of ``add_rmsnorm_fp4quant``, and the addition that the add_rmsnorm references share."""
+"""Reference of ``add_rmsnorm_fp4quant``, and the addition that all add_rmsnorm references use."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_fp4quant
 
 
 def add_rows(input: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """Add ``input`` to ``residual`` in place: in fp32, rounded once to the dtype. Returns ``residual``."""
+    """Add ``input`` to ``residual`` in place, in fp32 and rounded once to the dtype. Return ``residual``."""
     return residual.copy_(input.float() + residual.float())
 
 
 def add_rmsnorm_fp4quant(
     input: torch.Tensor, residual: torch.Tensor, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``rmsnorm_fp4quant`` of the updated residual, with the other arguments; see the op's docstring."""
+    """Add ``input`` to ``residual`` in place, then apply ``rmsnorm_fp4quant`` to the sum; see the op's docstring."""
     return rmsnorm_fp4quant(input=add_rows(input, residual), **named)

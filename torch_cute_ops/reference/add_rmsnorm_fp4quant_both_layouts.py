@@ -10,11 +10,11 @@ from torch_cute_ops.reference.add_rmsnorm_fp4quant_with_norm import add_rmsnorm_
 
 
 def both_layouts(**named: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``y``, its scales in the 128x4 and in the linear layout, and ``norm`` of ``add_rmsnorm_fp4quant_with_norm``."""
+    """Return codes, scales in the 128x4 layout, linear scales, and the norm."""
     y, linear, norm = add_rmsnorm_fp4quant_with_norm(**named, scale_layout="linear")
     return y, from_linear(linear.reshape(-1, linear.shape[-1]), resolve_scale_layout("128x4")), linear, norm
 
 
 def add_rmsnorm_fp4quant_both_layouts(**named: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``add_rmsnorm_fp4quant`` with the scales in both layouts; see the op's docstring."""
+    """Compute ``add_rmsnorm_fp4quant`` with the scales in both layouts; see the op's docstring."""
     return both_layouts(**named)[:3]

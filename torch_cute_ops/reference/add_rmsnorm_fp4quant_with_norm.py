@@ -11,5 +11,5 @@ from torch_cute_ops.reference.rmsnorm_fp4quant_with_norm import rmsnorm_fp4quant
 def add_rmsnorm_fp4quant_with_norm(
     input: torch.Tensor, residual: torch.Tensor, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``rmsnorm_fp4quant_with_norm`` of the updated residual, with the other arguments; see the op's docstring."""
+    """Add ``input`` to ``residual`` in place, then apply ``rmsnorm_fp4quant_with_norm``; see the op's docstring."""
     return rmsnorm_fp4quant_with_norm(input=add_rows(input, residual), **named)

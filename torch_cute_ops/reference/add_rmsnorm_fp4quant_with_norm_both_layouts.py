@@ -10,5 +10,5 @@ from torch_cute_ops.reference.add_rmsnorm_fp4quant_both_layouts import both_layo
 def add_rmsnorm_fp4quant_with_norm_both_layouts(
     **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``add_rmsnorm_fp4quant_with_norm`` with the scales in both layouts; see the op's docstring."""
+    """Compute ``add_rmsnorm_fp4quant_with_norm`` with the scales in both layouts; see the op's docstring."""
     return both_layouts(**named)

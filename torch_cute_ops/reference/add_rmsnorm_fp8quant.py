@@ -11,5 +11,5 @@ from torch_cute_ops.reference.rmsnorm_fp8quant import rmsnorm_fp8quant
 def add_rmsnorm_fp8quant(
     input: torch.Tensor, residual: torch.Tensor, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``rmsnorm_fp8quant`` of the updated residual, with the other arguments; see the op's docstring."""
+    """Add ``input`` to ``residual`` in place, then apply ``rmsnorm_fp8quant`` to the sum; see the op's docstring."""
     return rmsnorm_fp8quant(input=add_rows(input, residual), **named)

@@ -16,7 +16,7 @@ def fp4_dequantize(
     scale_layout: str,
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
-    """The values (..., K) of packed codes ``y`` (..., K/2); see the op's docstring."""
+    """Decode the values (..., K) of packed codes ``y`` (..., K/2); see the op's docstring."""
     fmt = resolve_fp4_format(block_size, scale_format)
     value = decode_rows(y, scale, fmt, resolve_scale_layout(scale_layout))
     if global_scale is not None:
@@ -25,7 +25,7 @@ def fp4_dequantize(
 
 
 def decode_rows(y: torch.Tensor, scale: torch.Tensor, fmt: FP4Format, layout: ScaleLayout) -> torch.Tensor:
-    """``e2m1(code) · scale`` in fp32, (..., K)."""
+    """Compute ``e2m1(code) · scale`` in fp32, (..., K)."""
     blocks = y.shape[-1] * 2 // fmt.block_size
     rows = y.shape[:-1].numel()
     y, scale = y.view(torch.uint8), scale.view(fmt.scale_dtype)

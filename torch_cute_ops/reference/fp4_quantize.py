@@ -1,4 +1,4 @@
-"""Reference of ``fp4_quantize``, and the block quantisation that every FP4-producing reference shares."""
+"""Reference of ``fp4_quantize``, and the block quantisation that all references with FP4 outputs use."""
 
 import torch
 
@@ -18,12 +18,12 @@ from torch_cute_ops.formats.scale_layout import from_linear
 def quantize_rows(
     value: torch.Tensor, fmt: FP4Format, global_scale: torch.Tensor | None, scale_layout: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise fp32 rows (..., K): packed codes (..., K/2) and scales in ``scale_layout``."""
+    """Quantise fp32 rows (..., K) to packed codes (..., K/2) and scales in ``scale_layout``."""
     layout = resolve_scale_layout(scale_layout)
     blocks = value.unflatten(-1, (-1, fmt.block_size))
     amax = blocks.abs().amax(-1)
     scale, inverse = _block_scale(amax, fmt, global_scale)
-    # A block without a finite, nonzero scale stores zeros: no sign, no NaN.
+    # A block without a finite, nonzero scale stores zeros, without signs.
     live = amax.isfinite() & (inverse != 0)
     scaled = torch.where(live.unsqueeze(-1), blocks * inverse.unsqueeze(-1), 0.0)
     packed = pack_e2m1(encode_e2m1(scaled).flatten(-2))
@@ -35,10 +35,10 @@ def quantize_rows(
 def _block_scale(
     amax: torch.Tensor, fmt: FP4Format, global_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The stored scale of blocks with this amax, and the fp32 factor that brings their values into e2m1's range."""
+    """Return the stored scale of blocks with this ``amax``, and the fp32 factor that scales their values to e2m1."""
     if fmt == MXFP4:
-        # 2^ceil(log2(amax / 6)) from the bits: 6 = 1.5 · 2^2, so the exponent is amax's less 2, one more where the
-        # significand exceeds 1.5; subnormals fall on the smallest scale.
+        # Compute 2^ceil(log2(amax / 6)) from the bits. 6 = 1.5 · 2^2, so subtract 2 from amax's exponent, and add 1 if
+        # the significand exceeds 1.5. Subnormals get the smallest scale.
         byte = (((amax.view(torch.int32) + 0x3FFFFF) >> 23) - 2).clamp(min=0).to(torch.uint8)
         inverse = decode_ue8m0(2 * UE8M0_BIAS - byte)
         byte = torch.where(amax.isfinite(), byte, UE8M0_NAN)
@@ -57,5 +57,5 @@ def fp4_quantize(
     scale_format: str | None,
     scale_layout: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``input`` (..., K) as FP4 blocks; see the op's docstring."""
+    """Quantise ``input`` (..., K) to FP4 blocks; see the op's docstring."""
     return quantize_rows(input.float(), resolve_fp4_format(block_size, scale_format), global_scale, scale_layout)

@@ -9,7 +9,7 @@ from torch_cute_ops.reference.mm_fp4 import formats_of, fp4_gemm
 
 
 def fp4quant_mm_fp4(a: torch.Tensor, **named: Any) -> torch.Tensor:
-    """``mm_fp4`` of ``fp4_quantize`` of ``a`` (M, K), with the other arguments; see the op's docstring."""
+    """Quantise ``a`` (M, K) with ``fp4_quantize``, then apply ``mm_fp4``; see the op's docstring."""
     return quantized_gemm(a.float(), out_dtype=named.pop("out_dtype") or a.dtype, **named)
 
 
@@ -23,7 +23,7 @@ def quantized_gemm(
     out_dtype: torch.dtype,
     **formats: Any,
 ) -> torch.Tensor:
-    """The GEMM of fp32 rows (M, K), quantised, and the weight."""
+    """Quantise fp32 rows (M, K) to FP4, then multiply them with the weight."""
     fmt, _, layout = formats_of(**formats)
     a, a_scale = quantize_rows(value, fmt, global_scale, layout.name)
     return fp4_gemm(a, a_scale, b.t(), b_scale, alpha, bias, out_dtype, fmt, layout, layout)

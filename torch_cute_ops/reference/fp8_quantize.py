@@ -1,4 +1,4 @@
-"""Reference of ``fp8_quantize``, and the quantisation that every FP8-producing reference shares."""
+"""Reference of ``fp8_quantize``, and the quantisation that all references with FP8 outputs use."""
 
 import torch
 from torch import Tensor
@@ -11,17 +11,20 @@ from torch_cute_ops.formats.fp8 import COLUMN
 def quantize_fp8_rows(
     value: Tensor, fmt: FP8Format, scale: Tensor | None, layout: ScaleLayout
 ) -> tuple[Tensor, Tensor]:
-    """Quantise fp32 rows (..., K): codes (..., K) and scales; ``scale`` is that of a static format."""
+    """Quantise fp32 rows (..., K) to codes (..., K) and scales.
+
+    Static formats use the given ``scale``; other formats compute scales, and callers pass None.
+    """
     if scale is not None:
         return _packed(encode_e4m3(value / scale.reshape(()))), scale.reshape(1).clone()
     width = value.shape[-1]
     block = fmt.block_size or width
-    # Zeros behind a short block change neither its amax nor its scale.
+    # Zeros after a short block change neither its amax nor its scale.
     blocks = torch.nn.functional.pad(value, (0, -width % block)).unflatten(-1, (-1, block))
     amax = blocks.abs().amax(-1)
-    # By a tensor: a GPU divides by a Python number through its reciprocal.
+    # Divide by a tensor: for a Python number, torch on a GPU multiplies with the reciprocal.
     block_scale = amax / torch.full_like(amax, E4M3_MAX)
-    # A block without a finite, nonzero scale stores zeros: no sign, no NaN.
+    # A block without a finite, nonzero scale stores zeros, without signs.
     live = amax.isfinite() & (block_scale != 0)
     y = encode_e4m3(torch.where(live.unsqueeze(-1), blocks / block_scale.unsqueeze(-1), 0.0)).flatten(-2)[..., :width]
     stored = torch.where(amax.isfinite(), block_scale, torch.nan)
@@ -31,11 +34,11 @@ def quantize_fp8_rows(
 
 
 def _packed(tensor: Tensor) -> Tensor:
-    """A copy with the strides of a new tensor, also where an extent is 1."""
+    """Copy ``tensor`` with the strides of a new tensor, even if an extent is 1."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def fp8_quantize(input: Tensor, scale: Tensor | None, granularity: str, scale_layout: str) -> tuple[Tensor, Tensor]:
-    """``input`` (..., K) in FP8; see the op's docstring."""
+    """Quantise ``input`` (..., K) to FP8; see the op's docstring."""
     fmt, layout = resolve_fp8_format(granularity, scale_layout)
     return quantize_fp8_rows(input.float(), fmt, scale, layout)

@@ -9,7 +9,7 @@ from torch_cute_ops.reference.mm_fp8_block import block_scaled_gemm, factors_of_
 
 
 def grouped_mm_fp8(b: torch.Tensor, b_scale: torch.Tensor, **named: Any) -> torch.Tensor:
-    """``mm_fp8_block`` of each expert's rows, with its ``alpha`` and bias; 0 in other rows; see the op's docstring."""
+    """Apply ``mm_fp8_block`` to each expert's rows with the expert's weight, alpha and bias; see the op's docstring."""
     return grouped_gemm(weights=b, factors=factors_of_columns(b_scale, b.shape[1]), **named)
 
 
@@ -25,7 +25,19 @@ def grouped_gemm(
     out_dtype: torch.dtype | None,
     **_: Any,
 ) -> torch.Tensor:
-    """``block_scaled_gemm`` of each expert's rows, weight (N, K) and ``factors`` (N, ⌈K/128⌉); zero in other rows."""
+    """Apply ``block_scaled_gemm`` to each expert's rows. Rows without an expert become 0.
+
+    Args:
+        a: (R, K) or (E, rows of an expert, K) float8_e4m3fn.
+        weights: (E, N, K) float8_e4m3fn.
+        a_scale: (⌈K/128⌉, R) float32.
+        factors: (E, N, ⌈K/128⌉) float32, scales of the weights.
+        offsets: (E + 1,) int32, first row of each expert, or None if all experts have equally many rows.
+        counts: (E,) int32, number of rows of each expert, or None if the offsets say it.
+        alpha: (1,) or (E,) float32, or None for 1.
+        bias: (E, N), or None.
+        out_dtype: dtype of the output, or None for bfloat16.
+    """
     experts, n, k = weights.shape
     rows = a.reshape(-1, k)
     scales = a_scale.reshape(a_scale.shape[0], -1)
@@ -33,7 +45,7 @@ def grouped_gemm(
     owner = expert_of_rows(len(rows), offsets, counts)
     for expert in range(experts):
         is_own = owner == expert
-        # A GPU computes all rows: which are the expert's would have to be waited for.
+        # On a GPU compute all rows: selecting the expert's rows would synchronise.
         some = slice(None) if is_own.is_cuda else is_own
         factor = alpha if alpha is None or alpha.numel() == 1 else alpha[expert]
         added = None if bias is None else bias[expert]
@@ -46,7 +58,7 @@ def grouped_gemm(
 def defined(
     outputs: tuple[torch.Tensor, ...], offsets: torch.Tensor | None, counts: torch.Tensor | None, **_: Any
 ) -> tuple[torch.Tensor, ...]:
-    """The result with zeros in rows that no expert has."""
+    """Set rows without an expert to zero: the op leaves them undefined."""
     (out,) = outputs
     used = used_rows(out.shape[:-1].numel(), offsets, counts).view(out.shape[:-1])
     return (zeroed_rows(out, used[..., None]),)

@@ -1,4 +1,4 @@
-"""Reference of ``mm_fp4``, and what the references of GEMMs share."""
+"""Reference of ``mm_fp4``, and functions that all GEMM references use."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def mm_fp4(
     a_scale: torch.Tensor | None = None,
     **formats: Any,
 ) -> torch.Tensor:
-    """``alpha · a @ b + bias``, (M, N) in ``out_dtype``; see the op's docstring. 16-bit activations have no scales."""
+    """Compute ``alpha · a @ b + bias``, (M, N); see the op's docstring. 16-bit activations need no scales."""
     dtype = out_dtype or default_dtype(a, a_scale)
     return fp4_gemm(a, a_scale, b.t(), b_scale, alpha, bias, dtype, *formats_of(**formats))
 
@@ -27,13 +27,13 @@ def mm_fp4(
 def formats_of(
     block_size: int, scale_format: str | None, scale_layout: str, **_: Any
 ) -> tuple[FP4Format, ScaleLayout, ScaleLayout]:
-    """Of an op's arguments: the format of both operands, and the scale layouts of the activations and of the weight."""
+    """Return the format of both operands, the scale layout of the activations, and the scale layout of the weight."""
     layout = resolve_scale_layout(scale_layout)
     return resolve_fp4_format(block_size, scale_format), layout, weight_layout(layout)
 
 
 def default_dtype(a: torch.Tensor, a_scale: torch.Tensor | None) -> torch.dtype:
-    """The dtype of a result that is given none: that of 16-bit activations, which have no scales, or bfloat16."""
+    """Return the output dtype if the call names none: the dtype of 16-bit activations, else bfloat16."""
     return a.dtype if a_scale is None else torch.bfloat16
 
 
@@ -49,10 +49,10 @@ def fp4_gemm(
     a_layout: ScaleLayout | None,
     b_layout: ScaleLayout | None,
 ) -> torch.Tensor:
-    """``alpha · a @ b.T + bias`` of codes (rows, K/2), or of numbers ``a`` (M, K) that have no scales.
+    """Compute ``alpha · a @ b.T + bias`` for codes (rows, K/2), or for 16-bit numbers ``a`` (M, K) without scales.
 
-    Summed in float64 and rounded to float32, which any order of the sum leaves the same but where large terms cancel;
-    then ``finished``.
+    The product is accumulated in float64 and rounded to float32: the order of the additions matters only if large terms
+    cancel. ``finished`` then applies ``alpha`` and ``bias``.
     """
     assert b_layout is not None
     total = row_sums(activations(a, a_scale, fmt, a_layout), decode_rows(b, b_scale, fmt, b_layout).double()).float()
@@ -62,9 +62,9 @@ def fp4_gemm(
 def activations(
     a: torch.Tensor, a_scale: torch.Tensor | None, fmt: FP4Format, layout: ScaleLayout | None
 ) -> torch.Tensor:
-    """The numbers (M, K) in float64 that are multiplied with an FP4 weight in ``fmt``.
+    """Return, in float64, the numbers (M, K) that are multiplied with an FP4 weight in ``fmt``.
 
-    16-bit activations are rounded to ``FP4Format.operand_dtype`` first.
+    16-bit activations are first rounded to ``FP4Format.operand_dtype``.
     """
     if a_scale is not None and layout is not None:
         return decode_rows(a, a_scale, fmt, layout).double()
@@ -74,7 +74,7 @@ def activations(
 def finished(
     total: torch.Tensor, alpha: torch.Tensor | None, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """fp32 sums (M, N), times ``alpha``, plus ``bias``, with a rounding each, and rounded to the dtype."""
+    """Multiply the fp32 product (M, N) by ``alpha``, add ``bias``, each with one rounding; round to the dtype."""
     if alpha is not None:
         total = total * (alpha.reshape(()) if alpha.numel() == 1 else alpha)
     if bias is not None:
@@ -83,9 +83,9 @@ def finished(
 
 
 def row_sums(left: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``left @ weight.T`` of float64 matrices (M, K) and (N, K)."""
+    """Compute ``left @ weight.T`` for float64 matrices (M, K) and (N, K)."""
     total = left.new_empty(len(left), len(weight))
-    # Row by row: torch.mm may add up in an order that depends on the number of rows.
+    # Row by row, because the order of torch.mm's additions may depend on the number of rows.
     for row, sums in zip(left, total, strict=True):
         torch.mv(weight, row, out=sums)
     return total

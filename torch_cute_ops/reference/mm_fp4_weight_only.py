@@ -8,5 +8,5 @@ from torch_cute_ops.reference.mm_fp4 import mm_fp4
 
 
 def mm_fp4_weight_only(**named: Any) -> Tensor:
-    """``mm_fp4`` of 16-bit activations, with the same arguments but their scales; see the op's docstring."""
+    """Compute ``mm_fp4`` for 16-bit activations without scales; see the op's docstring."""
     return mm_fp4(**named)

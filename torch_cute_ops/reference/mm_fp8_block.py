@@ -10,12 +10,12 @@ BLOCK = 128
 
 
 def mm_fp8_block(b: torch.Tensor, b_scale: torch.Tensor, **named: Any) -> torch.Tensor:
-    """``alpha · a @ b + bias`` of e4m3 matrices under block scales, (M, N) in ``out_dtype``; see the op's docstring."""
+    """Compute ``alpha · a @ b + bias`` for e4m3 matrices with block scales, (M, N); see the op's docstring."""
     return block_scaled_gemm(weight=b.t(), factors=factors_of_columns(b_scale, b.shape[1]), **named)
 
 
 def factors_of_columns(b_scale: torch.Tensor, n: int) -> torch.Tensor:
-    """Scales (..., ⌈N/128⌉, blocks) of blocks of 128 rows as those of each row, (..., N, blocks)."""
+    """Repeat scales (..., ⌈N/128⌉, blocks) of 128-row blocks for each row of the weight: (..., N, blocks)."""
     return b_scale.repeat_interleave(BLOCK, -2)[..., :n, :]
 
 
@@ -29,11 +29,20 @@ def block_scaled_gemm(
     out_dtype: torch.dtype | None,
     **_: Any,
 ) -> torch.Tensor:
-    """``alpha · a @ weight.T + bias`` of e4m3 matrices (M, K) and (N, K) under scales (⌈K/128⌉, M) and (N, ⌈K/128⌉).
+    """Compute ``alpha · a @ weight.T + bias`` for e4m3 matrices with block scales.
 
-    Block after block of 128 elements of k, the last of which may be shorter: the block's sum, which float64 holds
-    exactly, is rounded to fp32, multiplied by the product of both scales, itself rounded to fp32, and added to those
-    before it with one rounding. Then ``finished``, in bfloat16 where no dtype is given.
+    K is divided into blocks of 128 elements; the last block may be shorter. Each block's product is exact in float64
+    and rounded to fp32. It is multiplied by both scales, whose product is rounded to fp32, and added to the accumulator
+    with one rounding. ``finished`` then applies ``alpha`` and ``bias``.
+
+    Args:
+        a: (M, K) float8_e4m3fn.
+        weight: (N, K) float8_e4m3fn.
+        a_scale: (⌈K/128⌉, M) float32.
+        factors: (N, ⌈K/128⌉) float32, scales of the weight.
+        alpha: (1,) or (N,) float32, or None for 1.
+        bias: (N,), or None.
+        out_dtype: dtype of the output, or None for bfloat16.
     """
     total = torch.zeros(len(a), len(weight), dtype=torch.float32, device=a.device)
     for block in range(a_scale.shape[0]):

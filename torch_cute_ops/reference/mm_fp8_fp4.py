@@ -1,4 +1,4 @@
-"""Reference of ``mm_fp8_fp4``, and how its weight becomes FP8."""
+"""Reference of ``mm_fp8_fp4``, and the conversion of its FP4 weight to FP8."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch_cute_ops.reference.mm_fp8_block import BLOCK, block_scaled_gemm
 
 
 def mm_fp8_fp4(b: torch.Tensor, b_scale: torch.Tensor, **named: Any) -> torch.Tensor:
-    """``alpha · a @ b + bias``, (M, N) in ``out_dtype``; see the op's docstring."""
+    """Compute ``alpha · a @ b + bias``, (M, N) in ``out_dtype``; see the op's docstring."""
     fmt, _, layout = formats_of(**named)
     weight, factors = fp8_weight(b.t(), b_scale, fmt, layout)
     return block_scaled_gemm(weight=weight, factors=factors, **named)
@@ -21,33 +21,34 @@ def mm_fp8_fp4(b: torch.Tensor, b_scale: torch.Tensor, **named: Any) -> torch.Te
 def fp8_weight(
     codes: torch.Tensor, scale: torch.Tensor, fmt: FP4Format, layout: ScaleLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An FP4 weight as FP8 with powers of two as scales.
+    """Convert an FP4 weight to FP8 with powers of two as scales.
 
-    In each row and block of 128 elements of k, ``w8 = e4m3(e2m1 · block scale · 2^-t)``, where t is the least integer
-    with ``6 · (largest |block scale|) · 2^-t <= 448``; 0 where all scales are zero or NaN. The elements of a block
-    whose scale is NaN are NaN; they do not count for t.
+    In each row and block of 128 elements of k, ``w8 = e4m3(e2m1 · block scale · 2^-t)``. The exponent t is the least
+    integer with ``6 · (largest |block scale|) · 2^-t <= 448``, or 0 if all scales are zero or NaN. Elements with a NaN
+    block scale become NaN and do not affect t.
 
     Args:
-        codes: (..., K/2); K a multiple of 64.
-        scale: scales of the flattened rows.
-        fmt, layout: format of the weight and layout of its scales.
+        codes: (..., K/2) packed FP4 codes; K is a multiple of 64.
+        scale: block scales of the flattened rows in ``layout``.
+        fmt: format of the weight.
+        layout: layout of ``scale``.
 
     Returns:
-        (..., K) float8_e4m3fn, and 2^t (..., ⌈K/128⌉) float32.
+        Weight (..., K) float8_e4m3fn, and its scales 2^t (..., ⌈K/128⌉) float32.
     """
     lead, k = codes.shape[:-1], codes.shape[-1] * 2
     rows, blocks = lead.numel(), k // fmt.block_size
     linear = to_linear(scale.view(fmt.scale_dtype), layout, rows, blocks).reshape(rows, blocks)
-    # In float64: 6 times the largest ue8m0 scale exceeds float32.
+    # float64, because 6 times the largest ue8m0 scale exceeds float32.
     scales = decode_scale(linear, fmt).double()
     each = BLOCK // fmt.block_size
     padded = torch.nn.functional.pad(scales.abs().nan_to_num(0.0), (0, -blocks % each))
     largest = padded.unflatten(1, (-1, each)).amax(2)
-    # 6 · largest / 448 is a number in (1/2, 1) times 2^t: with 3 · largest / 224 it is no power of two.
+    # frexp splits 6 · largest / 448 into a number in (1/2, 1) and 2^t. The number is not 1/2: 3/224 is no power of 2.
     _, t = torch.frexp(largest * (E2M1_MAX / E4M3_MAX))
     powers = torch.where(largest == 0, 0, t).double().exp2()
     inverse = (1 / powers).repeat_interleave(each, 1)[:, :blocks]
     numbers = decode_e2m1(unpack_e2m1(codes.view(torch.uint8))).double().view(rows, blocks, fmt.block_size)
-    # The product has few bits, so that float32 holds it, or it is far below the least e4m3 number.
+    # The product has few significant bits: it is exact in float32, or far below the least e4m3 number.
     value = (numbers * (scales * inverse)[..., None]).float().view(*lead, k)
     return encode_e4m3(value), powers.float().view(*lead, powers.shape[1])

@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 def moe_fc1_fp4(w: Tensor, global_scale: Tensor | None, **named: Any) -> tuple[Tensor, Tensor]:
-    """Each expert's gated columns as FP4 blocks, zeros where a token is not routed; see the op's docstring."""
+    """Quantise each expert's gated columns to FP4, zero for tokens that are not routed; see the op's docstring."""
     fmt, layout, _ = formats_of(**named)
     return quantize_experts(gated_columns(w=w, **named), len(w), global_scale, fmt, layout)
 
@@ -34,7 +34,7 @@ def gated_columns(
     a_scale: Tensor | None = None,
     **formats: Any,
 ) -> Tensor:
-    """``gated_experts`` of an op's arguments; 16-bit activations have no scales."""
+    """Call ``gated_experts`` with an op's arguments. 16-bit activations need no scales."""
     gate = swiglu_alpha, swiglu_beta, swiglu_limit
     return gated_experts(a, a_scale, w, w_scale, routing, alpha, bias, gate, *formats_of(**formats))
 
@@ -52,9 +52,9 @@ def gated_experts(
     a_layout: ScaleLayout | None,
     w_layout: ScaleLayout,
 ) -> Tensor:
-    """SwiGLU of ``alpha · a @ w[e].T + bias[e]`` for each expert, (M, E·I) in float32; 0 where ``routing`` is 0.
+    """Compute SwiGLU of ``alpha · a @ w[e].T + bias[e]`` for each expert: (M, E·I) float32, 0 if ``routing`` is 0.
 
-    A sum is taken in float64 and rounded to float32.
+    Each product is accumulated in float64 and rounded to float32.
     """
     experts, lines, held = w.shape
     scales = to_linear(w_scale.view(fmt.scale_dtype), w_layout, experts * lines, 2 * held // fmt.block_size)
@@ -66,9 +66,9 @@ def gated_experts(
         if isinstance(rows, Tensor) and not len(rows):
             continue
         own = scales.view(experts, lines, -1)[expert]
-        sums = row_sums(left[rows], decode_rows(codes, own, fmt, SCALE_LAYOUTS["linear"]).double()).float()
+        product = row_sums(left[rows], decode_rows(codes, own, fmt, SCALE_LAYOUTS["linear"]).double()).float()
         factor = None if alpha is None else alpha[expert].repeat_interleave(lines // alpha[expert].numel())
-        both = finished(sums, factor, None if bias is None else bias[expert], torch.float32)
+        both = finished(product, factor, None if bias is None else bias[expert], torch.float32)
         value[rows, expert] = torch.where(routed[rows], silu_mul_rows(both, *gate), 0.0)
     return value.flatten(1)
 
@@ -76,7 +76,7 @@ def gated_experts(
 def quantize_experts(
     value: Tensor, experts: int, global_scale: Tensor | None, fmt: FP4Format, layout: ScaleLayout
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales of ``value`` (M, E·I), with a global scale for all experts or for each."""
+    """Quantise ``value`` (M, E·I) to codes and scales, with one global scale, or one global scale for each expert."""
     encode = [None] * experts if global_scale is None else list(global_scale.reshape(-1).expand(experts))
     parts = value.chunk(experts, 1)
     codes, scales = zip(
@@ -89,13 +89,13 @@ def quantize_experts(
 def written_parts(
     outputs: tuple[Tensor, ...], routing: Tensor, fmt: FP4Format, layout: ScaleLayout
 ) -> tuple[Tensor, Tensor]:
-    """Where codes and scales are written, as masks: at routed pairs, and in all padding."""
+    """Return masks of the codes and scales that the op writes: routed pairs, and all padding."""
     skipped, width = routing == 0, outputs[0].shape[1] // routing.shape[1]
     scales = from_linear(skipped.repeat_interleave(2 * width // fmt.block_size, 1).to(torch.uint8), layout)
     return ~skipped.repeat_interleave(width, 1), scales == 0
 
 
 def written(outputs: tuple[Tensor, ...], routing: Tensor, **named: Any) -> tuple[Tensor, ...]:
-    """Which elements of the outputs the op writes."""
+    """Return a mask of the written elements for each output."""
     fmt, layout, _ = formats_of(**named)
     return written_parts(outputs, routing, fmt, layout)

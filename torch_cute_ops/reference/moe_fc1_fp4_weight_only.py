@@ -8,10 +8,10 @@ from torch_cute_ops.reference.moe_fc1_fp4 import gated_columns
 
 
 def moe_fc1_fp4_weight_only(a: Tensor, **named: Any) -> Tensor:
-    """Each expert's gated columns in the dtype of ``a``, zeros where a token is not routed; see the op's docstring."""
+    """Compute each expert's gated columns in the dtype of ``a``, 0 for tokens not routed; see the op's docstring."""
     return gated_columns(a=a, **named).to(a.dtype)
 
 
 def written(outputs: tuple[Tensor, ...], routing: Tensor, **_: Any) -> tuple[Tensor, ...]:
-    """Which elements of the output the op writes: those of routed pairs."""
+    """Return a mask of the written elements: the columns of routed pairs."""
     return ((routing != 0).repeat_interleave(outputs[0].shape[1] // routing.shape[1], 1),)

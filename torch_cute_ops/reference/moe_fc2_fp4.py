@@ -20,8 +20,9 @@ def moe_fc2_fp4(
     a_scale: torch.Tensor | None = None,
     **formats: Any,
 ) -> torch.Tensor:
-    """The experts' GEMMs, plus ``bias``, weighted with ``alpha`` and added up, (M, N) in ``out_dtype``; see the op's
-    docstring. 16-bit activations have no scales.
+    """Multiply by each expert's weight, add ``bias``, and sum over the experts with weights ``alpha``: (M, N).
+
+    See the op's docstring. 16-bit activations need no scales.
     """
     dtype = out_dtype or default_dtype(a, a_scale)
     return expert_gemm(a, a_scale, w, w_scale, alpha, bias, dtype, *formats_of(**formats))
@@ -39,19 +40,18 @@ def expert_gemm(
     a_layout: ScaleLayout | None,
     w_layout: ScaleLayout | None,
 ) -> torch.Tensor:
-    """``Σ_e alpha[:, e] · (a_e @ w_e.T + bias[e])`` of codes (rows, E·I/2), or of numbers ``a`` (M, E·I) that have no
-    scales.
+    """Compute ``Σ_e alpha[:, e] · (a_e @ w_e.T + bias[e])``, (M, N) in ``out_dtype``.
 
-    An expert's sum is taken in float64 and rounded to float32. In float32 its bias is then added, it is multiplied by
-    ``alpha``, where that is not zero, and added to those of the experts before it; the total is rounded to
-    ``out_dtype``.
+    ``a`` is codes (M, E·I/2) with scales, or numbers (M, E·I) without scales. An expert's product is accumulated in
+    float64 and rounded to float32. The next steps are in float32, expert by expert: add the bias, multiply by
+    ``alpha``, add to the total. Experts with ``alpha == 0`` are skipped. The total is rounded to ``out_dtype``.
     """
     assert w_layout is not None
     (m, experts), n, blocks = alpha.shape, len(w), 2 * w.shape[1] // fmt.block_size
     w, w_scale = w.view(torch.uint8), to_linear(w_scale.view(fmt.scale_dtype), w_layout, n, blocks)
     left = activations(a, a_scale, fmt, a_layout)
     total = torch.zeros(m, n, dtype=torch.float32, device=a.device)
-    ranges = (part.chunk(experts, dim=1) for part in (left, w, w_scale, alpha))
+    ranges = (tensor.chunk(experts, dim=1) for tensor in (left, w, w_scale, alpha))
     biases = [None] * experts if bias is None else list(bias.float())
     for numbers, codes, scales, factor, added in zip(*ranges, biases, strict=True):
         counts = factor != 0
@@ -59,14 +59,14 @@ def expert_gemm(
         if isinstance(rows, torch.Tensor) and not len(rows):
             continue
         weight = decode_rows(codes, scales, fmt, SCALE_LAYOUTS["linear"]).double()
-        sums = row_sums(numbers[rows], weight).float()
+        product = row_sums(numbers[rows], weight).float()
         if added is not None:
-            sums = sums + added
-        # Not a product with zero, which of NaN is NaN.
-        total[rows] += torch.where(counts[rows], factor[rows] * sums, 0.0)
+            product = product + added
+        # Not factor · product alone: 0 · NaN is NaN.
+        total[rows] += torch.where(counts[rows], factor[rows] * product, 0.0)
     return total.to(out_dtype)
 
 
 def rows_of(counts: torch.Tensor) -> torch.Tensor | slice:
-    """The rows to compute, of a mask (M, 1); on a GPU, which would have to be waited for, all."""
+    """Return the rows to compute, given a mask (M, 1). On a GPU return all rows, to avoid a synchronisation."""
     return slice(None) if counts.is_cuda else counts[:, 0].nonzero()[:, 0]

@@ -9,7 +9,7 @@ def moe_finalize(
     weights: torch.Tensor,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Each token's rows of ``input`` (R, H), weighted and added up in fp32; see the op's docstring."""
+    """Sum each token's weighted rows of ``input`` (R, H) in fp32; see the op's docstring."""
     tokens, topk = expanded_to_permuted.shape
     if residual is None:
         total = torch.zeros(tokens, input.shape[1], dtype=torch.float32, device=input.device)

@@ -13,9 +13,9 @@ from torch_cute_ops.reference.fp8_quantize import quantize_fp8_rows
 def moe_permute_fp8quant(
     input: torch.Tensor, permuted_to_expanded: torch.Tensor, topk: int, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of ``input`` (M, H) in the experts' order and FP8, zeros for rows of padding; see the op's docstring."""
+    """Order rows of ``input`` (M, H) by expert, quantise them to FP8, set padding to 0; see the op's docstring."""
     used = permuted_to_expanded >= 0
-    # One row more, for where there is no token.
+    # One extra row of zeros, at index -1, for rows without a token.
     rows = torch.nn.functional.pad(input.float(), (0, 0, 0, 1))
     token = torch.where(used, permuted_to_expanded // topk, -1)
     return quantize_fp8_rows(rows[token.long()].where(used[:, None], 0.0), FP8_BLOCK128, None, COLUMN)
@@ -24,7 +24,7 @@ def moe_permute_fp8quant(
 def defined(
     outputs: tuple[torch.Tensor, ...], permuted_to_expanded: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, ...]:
-    """The outputs with zeros for rows of padding."""
+    """Set rows of padding to zero in both outputs: the op leaves them undefined."""
     used = permuted_to_expanded >= 0
     y, scale = outputs
     return zeroed_rows(y, used[:, None]), zeroed_rows(scale, used)

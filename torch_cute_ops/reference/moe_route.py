@@ -1,4 +1,4 @@
-"""Reference of ``moe_route``, and its two halves: the choice of experts, and the order of rows."""
+"""Reference of ``moe_route``, and its two halves: choice of experts, and order of rows."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 
 
 def moe_route(logits: torch.Tensor, topk: int, alignment: int, max_rows: int | None, **scoring: Any) -> Outputs:
-    """Experts, weights and places of the tokens with these ``logits`` (M, E); see the op's docstring."""
+    """Choose experts, weights and rows for tokens with these ``logits`` (M, E); see the op's docstring."""
     weights, chosen = choose_experts(logits, topk, **scoring)
     places = places_of(chosen, logits.shape[1], alignment, max_rows)
     return weights, chosen.to(torch.int32, memory_format=torch.contiguous_format), *places
@@ -26,8 +26,8 @@ def choose_experts(
     renormalize: bool,
     scaling_factor: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights (M, topk) fp32 and experts (M, topk) int64 of the tokens with these ``logits`` (M, E)."""
-    # In float64, rounded: torch's functions of fp32 depend in the last bit on where in a vector an element is.
+    """Return weights (M, topk) fp32 and experts (M, topk) int64 for tokens with these ``logits`` (M, E)."""
+    # In float64, then rounded: the last bit of torch's fp32 functions depends on an element's position in its vector.
     value = logits.double()
     if scoring == "softmax":
         choice = logits.float()
@@ -42,7 +42,7 @@ def choose_experts(
     chosen = best_first(choice, left_out.repeat_interleave(groups.shape[2], 1))[:, :topk]
     weights = score.gather(1, chosen)
     if renormalize:
-        # As DeepSeek-V3's reference does, so that a sum of sigmoids may be zero.
+        # 1e-20 as in DeepSeek-V3's reference: a sum of sigmoids may be zero.
         weights = weights / (weights.sum(1, keepdim=True) + (0.0 if scoring == "softmax" else 1e-20))
     elif scoring == "softmax":
         weights = weights / score.sum(1, keepdim=True)
@@ -50,7 +50,10 @@ def choose_experts(
 
 
 def best_first(values: torch.Tensor, left_out: torch.Tensor | None = None) -> torch.Tensor:
-    """Columns of each row, the largest first, and the first of equals; NaN, then what is left out, last."""
+    """Sort the columns of each row: largest first, lower index first among equals, NaN after numbers.
+
+    ``left_out`` columns come last.
+    """
     order = _or_least(values).argsort(dim=1, descending=True, stable=True)
     level = values.isnan().to(torch.int8)
     if left_out is not None:
@@ -65,16 +68,19 @@ def _or_least(values: torch.Tensor) -> torch.Tensor:
 def places_of(
     ids: torch.Tensor, experts: int, alignment: int = 128, max_rows: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``expanded_to_permuted``, ``permuted_to_expanded``, ``offsets`` and ``counts`` of tokens with these experts.
+    """Order the pairs (token, expert) of ``ids`` (M, topk) by expert, then by token.
 
-    A pair whose expert is not one of ``experts`` has no row, and is counted nowhere.
+    Pairs with an id outside 0..``experts`` - 1 get no row and are not counted.
+
+    Returns:
+        ``expanded_to_permuted``, ``permuted_to_expanded``, ``offsets`` and ``counts``, as ``moe_route`` defines them.
     """
     tokens, topk = ids.shape
     flat = ids.flatten().long()
-    # Pairs without an expert are those of one more, which has no rows.
+    # Pairs without an expert go to an extra expert that gets no rows.
     flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
     pairs = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device).index_add_(0, flat, torch.ones_like(flat))
-    # The pairs in the order of their experts, and of the tokens; and where each is among its expert's.
+    # `order` sorts the pairs by expert, then by token; `rank` is a pair's position within its expert.
     order = flat.argsort(stable=True)
     expert = flat[order]
     rank = torch.arange(len(flat), device=ids.device) - (pairs.cumsum(0) - pairs)[expert]
@@ -89,7 +95,7 @@ def places_of(
         counts = counts.clamp(max=max_rows)
     row = torch.where(rank < torch.nn.functional.pad(counts, (0, 1))[expert], offsets[expert] + rank, -1)
     expanded = torch.empty_like(row).scatter_(0, order, row)
-    # The last place is for pairs that have no row.
+    # Pairs without a row write to an extra last element.
     permuted = torch.full((rows + 1,), -1, device=ids.device).scatter_(0, torch.where(row < 0, rows, row), order)
     permuted = permuted[:rows]
     tensors = (expanded.view(tokens, topk), permuted, offsets, counts)

@@ -10,7 +10,7 @@ from torch_cute_ops.reference.moe_route import choose_experts
 def moe_route_dense(
     logits: torch.Tensor, topk: int, expert_factor: torch.Tensor | None, **scoring: Any
 ) -> torch.Tensor:
-    """The weights of ``moe_route`` as a matrix (M, E), times the experts' factors; see the op's docstring."""
+    """Compute the weights of ``moe_route`` as a matrix (M, E), times the experts' factors; see the op's docstring."""
     weights, chosen = choose_experts(logits, topk, **scoring)
     if expert_factor is not None:
         weights = weights * expert_factor[chosen]

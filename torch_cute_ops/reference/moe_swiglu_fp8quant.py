@@ -14,8 +14,7 @@ from torch_cute_ops.reference.silu_mul_fp4quant import silu_mul_rows
 def moe_swiglu_fp8quant(
     input: torch.Tensor, offsets: torch.Tensor | None, counts: torch.Tensor | None, **gate: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``silu_mul_rows`` of ``input`` (..., 2I), with the other arguments, in FP8, with zeros for rows of padding; see
-    the op's docstring."""
+    """Gate ``input`` (..., 2I), quantise it to FP8, and set rows of padding to zero; see the op's docstring."""
     lead = input.shape[:-1]
     value = silu_mul_rows(input, **gate)
     y, scale = quantize_fp8_rows(value.flatten(0, -2), FP8_BLOCK128, None, COLUMN)
@@ -31,7 +30,7 @@ def defined(
     counts: torch.Tensor | None,
     **_: Any,
 ) -> tuple[torch.Tensor, ...]:
-    """The outputs with zeros for rows of padding."""
+    """Set rows of padding to zero in both outputs: the op leaves them undefined."""
     lead = input.shape[:-1]
     used = used_rows(lead.numel(), offsets, counts).view(lead)
     y, scale = outputs

@@ -8,5 +8,5 @@ from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
 
 
 def rmsnorm(input: Tensor, **named: Any) -> Tensor:
-    """RMSNorm of ``input`` (..., H), rounded to its dtype; see the op's docstring."""
+    """Normalise ``input`` (..., H) and round it to its dtype; see the op's docstring."""
     return rmsnorm_rows(input, **named).to(input.dtype).contiguous()

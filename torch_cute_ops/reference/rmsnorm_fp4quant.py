@@ -1,4 +1,4 @@
-"""Reference of ``rmsnorm_fp4quant``, and the row normalisation that the norm references share."""
+"""Reference of ``rmsnorm_fp4quant``, and the normalisation that all norm references use."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ from torch_cute_ops.reference.fp4_quantize import fp4_quantize
 
 
 def rmsnorm_rows(input: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``v · 1/sqrt(mean(v²) + eps) · weight`` over the last dimension, in fp32 and not rounded further.
+    """Compute ``v · 1/sqrt(mean(v²) + eps) · weight`` over the last dimension in fp32, without a final rounding.
 
-    Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), eq. 4.
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), eq. 4.
     """
-    # Contiguous, so that a row is summed in one order whatever lies beside it.
+    # Contiguous, so that the order of a row's summation does not depend on the input's strides.
     value = input.float().contiguous()
     rstd = 1.0 / torch.sqrt(value.square().mean(-1, keepdim=True) + eps)
     return value * rstd * weight.float()
 
 
 def rmsnorm_fp4quant(input: Tensor, weight: Tensor, eps: float, **named: Any) -> tuple[Tensor, Tensor]:
-    """RMSNorm of ``input`` (..., H), and ``fp4_quantize`` of it with the other arguments; see the op's docstring."""
+    """Normalise ``input`` (..., H), then apply ``fp4_quantize``; see the op's docstring."""
     return fp4_quantize(rmsnorm_rows(input, weight, eps), **named)

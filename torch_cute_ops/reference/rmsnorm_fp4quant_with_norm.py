@@ -11,6 +11,6 @@ from torch_cute_ops.reference.rmsnorm_fp4quant import rmsnorm_rows
 def rmsnorm_fp4quant_with_norm(
     input: torch.Tensor, weight: torch.Tensor, eps: float, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``rmsnorm_fp4quant``, and the normalised rows in the input dtype besides; see the op's docstring."""
+    """Compute ``rmsnorm_fp4quant``, and return the normalised rows in the input's dtype too; see the op's docstring."""
     norm = rmsnorm_rows(input, weight, eps)
     return *fp4_quantize(norm, **named), norm.to(input.dtype).contiguous()
