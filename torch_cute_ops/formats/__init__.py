@@ -1,4 +1,4 @@
-"""What the formats *are*: element codes, block scales, scale layouts, packing. Plain torch, no kernels."""
+"""Definitions of the formats: element codes, block scales, scale layouts, packing. Plain torch, no kernels."""
 
 from torch_cute_ops.formats.fp4 import MXFP4, NVFP4, FP4Format, nvfp4_global_scale, resolve_fp4_format
 from torch_cute_ops.formats.fp8 import (

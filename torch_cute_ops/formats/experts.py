@@ -1,4 +1,4 @@
-"""How rows lie in the order of the experts that they are for: the buffers between the steps of an expert layer."""
+"""Layout of the buffers between the steps of an expert layer: rows grouped by expert."""
 
 from typing import Final
 
@@ -6,23 +6,30 @@ import torch
 
 MAX_EXPERTS: Final = 512
 MAX_TOPK: Final = 16
-"""Most experts of a token."""
+"""Largest number of experts of a token."""
 
 
 def rows_bound(tokens: int, topk: int, experts: int, alignment: int) -> int:
-    """Rows of a contiguous buffer, however the tokens are routed: each expert's rows begin at a multiple of
-    ``alignment``. ``tokens`` may be a symbol."""
+    """Return the number of rows of a contiguous buffer that is large enough for any routing.
+
+    Each expert's rows begin at a multiple of ``alignment``. ``tokens`` may be a symbol.
+    """
     pairs = tokens * topk
-    # Calls ask for it each time, and torch.sym_min takes several times as long.
+    # Each call computes this, and torch.sym_min takes several times as long as min.
     touched = min(experts, pairs) if isinstance(pairs, int) else torch.sym_min(experts, pairs)
     return (pairs + touched * (alignment - 1)) // alignment * alignment
 
 
 def expert_of_rows(rows: int, offsets: torch.Tensor | None, counts: torch.Tensor | None) -> torch.Tensor:
-    """The expert of each of a buffer's rows (``rows``,); -1 for padding.
+    """Return the expert of each row of a buffer, or -1 for padding.
 
-    Each expert has ``counts`` (E,) rows from ``offsets`` (E + 1,) on; all up to the next offset without ``counts``; and
-    an equal share of the buffer without ``offsets``.
+    Args:
+        rows: number of rows of the buffer.
+        offsets: (E + 1,) first row of each expert, or None if all experts have equally many rows of the buffer.
+        counts: (E,) number of rows of each expert, or None if an expert's rows extend to the next offset.
+
+    Returns:
+        (``rows``,) indices of experts.
     """
     if offsets is None:
         assert counts is not None
@@ -40,19 +47,19 @@ def expert_of_rows(rows: int, offsets: torch.Tensor | None, counts: torch.Tensor
 
 
 def used_rows(rows: int, offsets: torch.Tensor | None, counts: torch.Tensor | None) -> torch.Tensor:
-    """Which of a buffer's rows are some expert's (``rows``,), the others being padding; as for ``expert_of_rows``."""
+    """Return a mask (``rows``,): True for an expert's row, False for padding. Arguments as for ``expert_of_rows``."""
     return expert_of_rows(rows, offsets, counts) >= 0
 
 
 def merged(new: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """``new`` where ``mask`` is true, else ``old``, of any dtype."""
+    """Select ``new`` if ``mask`` is True, else ``old``, elementwise and for any dtype."""
     if new.dtype.itemsize > 1:
         return torch.where(mask, new, old)
     return torch.where(mask, new.view(torch.uint8), old.view(torch.uint8)).view(new.dtype)
 
 
 def zeroed_rows(tensor: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
-    """The tensor with zeros for what is not ``used``, which fits its shape."""
+    """Replace elements that are not ``used`` by zeros. ``used`` must broadcast to the tensor's shape."""
     if tensor.dtype.itemsize > 1:
         return torch.where(used, tensor, 0)
     return torch.where(used, tensor.view(torch.uint8), 0).view(tensor.dtype)

@@ -1,7 +1,7 @@
 """FP4 block formats: NVFP4 and MXFP4.
 
-An element is e2m1 (OCP MX v1.0: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives); two elements share a byte, element 0
-in the low nibble. A block of elements shares one scale: e4m3 over 16 elements (NVFP4), ue8m0 over 32 (MXFP4).
+An element is e2m1 (OCP MX v1.0: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives). Two elements share a byte, element 0
+in the low nibble. Each block of elements shares one scale: e4m3 for 16 elements (NVFP4), ue8m0 for 32 (MXFP4).
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ UE8M0_BIAS: Final = 127
 
 @dataclass(frozen=True)
 class FP4Format:
-    """One block format.
+    """Block format of FP4 elements.
 
     Attributes:
         name: ``"nvfp4"`` or ``"mxfp4"``.
-        block_size: elements that share a scale.
+        block_size: number of elements that share a scale.
         scale_format: ``"e4m3"`` or ``"ue8m0"``, as in the ops' ``scale_format`` argument.
-        scale_dtype: dtype of the scale tensor at the op boundary.
-        has_global_scale: whether a per-tensor fp32 encode scale may be given.
+        scale_dtype: dtype of the scale tensor that ops return.
+        has_global_scale: True if a per-tensor fp32 encode scale is allowed.
     """
 
     name: str
@@ -36,19 +36,19 @@ class FP4Format:
 
     @property
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtypes that a scale argument may have."""
+        """Dtypes that ops accept for a scale argument."""
         return (self.scale_dtype,) if self.scale_format == "e4m3" else (self.scale_dtype, torch.float8_e8m0fnu)
 
     @property
     def width_multiple(self) -> int:
-        """What the length of a row is a multiple of: whole blocks."""
+        """Required divisor of a row's length: one block."""
         return self.block_size
 
     def operand_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a GEMM multiplies 16-bit activations of ``dtype`` with a weight of this format.
+        """Return the dtype in which a GEMM multiplies 16-bit activations with a weight of this format.
 
-        Beside MXFP4 it is bfloat16, since block scales exceed float16's range: float16 activations are rounded to
-        nearest even.
+        MXFP4 weights need bfloat16, because their block scales exceed float16's range. float16 activations are then
+        rounded to the nearest bfloat16, ties to even.
         """
         return torch.bfloat16 if self.scale_format == "ue8m0" else dtype
 
@@ -62,7 +62,7 @@ _BY_ARGUMENTS: Final = {
 
 
 def resolve_fp4_format(block_size: int, scale_format: str | None) -> FP4Format:
-    """The format that the op arguments ``block_size`` and ``scale_format`` name (``None``: the block size decides).
+    """Return the format for an op's arguments. ``scale_format=None`` means the scale format of the block size.
 
     Raises:
         ValueError: for any pair other than (16, e4m3) and (32, ue8m0).
@@ -77,44 +77,44 @@ def resolve_fp4_format(block_size: int, scale_format: str | None) -> FP4Format:
 
 
 def nvfp4_global_scale(amax: torch.Tensor) -> torch.Tensor:
-    """The global scale with which the largest magnitude ``amax`` of a tensor just fits NVFP4: ``448 · 6 / amax``.
+    """Compute the global scale that maps a tensor's largest magnitude to NVFP4's maximum: ``448 · 6 / amax``.
 
-    On the device, without synchronising.
+    The computation runs on the tensor's device, without a synchronisation.
 
     Args:
         amax: one element of any floating dtype, such as ``x.abs().amax()``.
 
     Returns:
-        (1,) float32; 1 where ``amax`` is zero or not finite, and finite in any case.
+        (1,) float32, always finite; 1 if ``amax`` is zero or not finite.
 
     Raises:
-        TypeError: for what is no tensor.
-        ValueError: for more or less than one element.
+        TypeError: if ``amax`` is not a tensor.
+        ValueError: if ``amax`` does not contain exactly one element.
     """
     if not isinstance(amax, torch.Tensor):
         raise TypeError(f"amax is {amax!r}, a {type(amax).__name__}; expected a tensor, such as x.abs().amax()")
     if amax.numel() != 1:
         raise ValueError(f"amax has shape {tuple(amax.shape)}; expected one element, such as x.abs().amax()")
     amax = amax.detach().float().reshape(1)
-    # A number divided by a tensor would be rounded twice: torch multiplies with the reciprocal.
+    # full_like: for a Python number divided by a tensor, torch multiplies with the reciprocal and rounds twice.
     scale = (torch.full_like(amax, E4M3_MAX * E2M1_MAX) / amax).clamp(max=torch.finfo(torch.float32).max)
     return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
 
 
 def pack_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """Pack 4-bit codes, uint8 (..., K), two a byte: (..., K/2)."""
+    """Pack 4-bit codes, uint8 (..., K), into bytes (..., K/2)."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
-    """The 4-bit codes, uint8 (..., K), of packed bytes (..., K/2)."""
+    """Unpack bytes (..., K/2) into 4-bit codes, uint8 (..., K)."""
     return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
 
 
 def encode_e2m1(value: torch.Tensor) -> torch.Tensor:
-    """The e2m1 codes, uint8, of fp32 values: round to nearest even, saturating, the sign of zero kept.
+    """Encode fp32 values as e2m1 codes, uint8: round to nearest even, saturate, keep the sign of zero.
 
-    Follows the definition: the spacing of e2m1 is 0.5 below 2, 1 below 4, 2 above.
+    The spacing of e2m1 numbers is 0.5 below 2, 1 below 4, and 2 above.
     """
     magnitude = value.abs().clamp(max=E2M1_MAX)
     below_2 = (magnitude * 2).round()
@@ -125,24 +125,25 @@ def encode_e2m1(value: torch.Tensor) -> torch.Tensor:
 
 
 def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """The fp32 values of e2m1 codes (uint8, 0..15)."""
-    # Its bits, where a float32 has them, are the value times 2^-126; no table, which a CUDA graph could not capture.
+    """Decode e2m1 codes (uint8, 0..15) to fp32."""
+    # Shifted to the place of float32's exponent and fraction, the bits are the value times 2^-126. A table would break
+    # CUDA-graph capture.
     codes = codes.to(torch.int32)
     return (((codes & 7) << 22) | ((codes & 8) << 28)).view(torch.float32) * 2.0**126
 
 
 def encode_e4m3(value: torch.Tensor) -> torch.Tensor:
-    """``float8_e4m3fn`` of fp32 values: round to nearest even, saturating at ±448; NaN is 0x7F, whatever its sign."""
+    """Encode fp32 values as ``float8_e4m3fn``: round to nearest even, saturate at ±448. Any NaN becomes 0x7F."""
     return torch.where(value.isnan(), torch.nan, value.clamp(-E4M3_MAX, E4M3_MAX)).to(torch.float8_e4m3fn)
 
 
 def decode_ue8m0(byte: torch.Tensor) -> torch.Tensor:
-    """The fp32 values ``2^(byte - 127)`` of ue8m0 bytes (uint8); 255 is NaN."""
-    # The byte is the exponent field of an fp32 number, but for 2^-127, which is subnormal.
+    """Decode ue8m0 bytes (uint8) to fp32: ``2^(byte - 127)``; 255 is NaN."""
+    # The byte is the exponent field of an fp32 number, except for 2^-127, which is subnormal.
     bits = torch.where(byte == 0, 0x00400000, byte.to(torch.int32) << 23)
     return torch.where(byte == UE8M0_NAN, torch.nan, bits.to(torch.int32).view(torch.float32))
 
 
 def decode_scale(scale: torch.Tensor, fmt: FP4Format) -> torch.Tensor:
-    """The fp32 values of block scales stored in ``fmt``'s scale dtype."""
+    """Decode block scales in ``fmt``'s scale dtype to fp32."""
     return decode_ue8m0(scale) if fmt == MXFP4 else scale.float()

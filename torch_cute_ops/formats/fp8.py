@@ -1,6 +1,6 @@
-"""FP8: e4m3 elements under fp32 scales, one for the tensor, for each row (token), or for each 128 elements of a row.
+"""FP8: e4m3 elements with fp32 scales, one for a tensor, for each row (token), or for each 128 elements of a row.
 
-With blocks, the last block of a row may be short: a row is a multiple of 64 elements (gpt-oss is 2,880 wide).
+A row's last block may be shorter than 128: with blocks, a row's length is a multiple of 64 (gpt-oss: 2,880).
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from torch_cute_ops.formats.scale_layout import ScaleLayout
 
 @dataclass(frozen=True)
 class FP8Format:
-    """What shares a scale.
+    """Granularity of the scales of e4m3 elements.
 
     Attributes:
         granularity: ``"tensor"``, ``"token"`` or ``"block128"``, as in the ops' argument.
-        block_size: elements of a row that share a scale; 0: all of them.
-        is_static: whether the scale is given instead of computed.
+        block_size: number of elements of a row that share a scale; 0 for all.
+        is_static: True if the caller gives the scale, False if the op computes it.
     """
 
     granularity: str
@@ -25,11 +25,11 @@ class FP8Format:
 
     @property
     def width_multiple(self) -> int:
-        """What the length of a row is a multiple of: with blocks, half a block."""
+        """Required divisor of a row's length: half a block, or 1 without blocks."""
         return self.block_size // 2 or 1
 
     def scales_per_row(self, width: int) -> int:
-        """Scales of a row of ``width`` elements; the one of a tensor counts as each row's."""
+        """Return the number of scales of a row of ``width`` elements. A tensor's scale counts as one for each row."""
         return (width + self.block_size - 1) // self.block_size if self.block_size else 1
 
 
@@ -40,15 +40,15 @@ FP8_FORMATS: Final = {fmt.granularity: fmt for fmt in (FP8_TENSOR, FP8_TOKEN, FP
 
 ROW: Final = ScaleLayout("row", 0)
 COLUMN: Final = ScaleLayout("column", 0)
-"""Scales of one block of columns side by side: (blocks, rows), as TMA reads them for a GEMM."""
+"""Transposed scales, (blocks, rows): the scales of one block are contiguous, as TMA copies of a GEMM need them."""
 FP8_SCALE_LAYOUTS: Final = {layout.name: layout for layout in (ROW, COLUMN)}
 
 
 def resolve_fp8_format(granularity: str, scale_layout: str) -> tuple[FP8Format, ScaleLayout]:
-    """The format and layout of these names.
+    """Return the format and layout with these names.
 
     Raises:
-        ValueError: for an unknown name, and for the column layout without blocks.
+        ValueError: for an unknown name, or for the column layout without blocks.
     """
     fmt, layout = FP8_FORMATS.get(granularity), FP8_SCALE_LAYOUTS.get(scale_layout)
     if fmt is None:

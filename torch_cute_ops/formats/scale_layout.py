@@ -1,8 +1,8 @@
-"""Where the scale of (row, block) lies: the linear layout and the tiled ones that block-scaled MMA units read.
+"""Offset of the scale of (row, block): the linear layout, and the tiled layouts that block-scaled MMA units read.
 
-A tiled layout cuts the (rows × blocks) scale matrix into tiles of ``tile_rows × 4``, pads it to whole tiles, and stores
-tile after tile. ``128x4`` is the order of cuBLAS's block-scaled GEMMs and of ``tcgen05`` (PTX ISA, "scale factor
-layout"); ``8x4`` is its small-row sibling. Padding bytes are zero.
+A tiled layout divides the (rows × blocks) scale matrix into tiles of ``tile_rows × 4``, pads it to whole tiles, and
+stores tile after tile. ``128x4`` is the order of cuBLAS's block-scaled GEMMs and of ``tcgen05`` (PTX ISA, "scale factor
+layout"). ``8x4`` is its variant for few rows. Padding bytes are zero.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ FP4ScaleLayout = Literal["linear", "128x4", "8x4"]
 
 @dataclass(frozen=True)
 class ScaleLayout:
-    """A scale layout.
+    """Scale layout.
 
     Attributes:
-        name: as in the ops' ``scale_layout`` argument.
+        name: name in the ops' ``scale_layout`` argument.
         tile_rows: rows of a tile; 0 for the linear layout.
     """
 
@@ -28,22 +28,22 @@ class ScaleLayout:
 
     @property
     def is_linear(self) -> bool:
-        """Whether the scales are a plain row-major matrix, without tiles and padding."""
+        """True if the scales are a plain row-major matrix, without tiles and padding."""
         return self.tile_rows == 0
 
     def padded_rows(self, rows: int) -> int:
-        """``rows``, rounded up to whole tiles."""
+        """Round ``rows`` up to whole tiles."""
         return rows if self.is_linear else -(-rows // self.tile_rows) * self.tile_rows
 
     def padded_blocks(self, blocks: int) -> int:
-        """``blocks`` (scales of one row), rounded up to whole tiles."""
+        """Round ``blocks`` (scales of one row) up to whole tiles."""
         return blocks if self.is_linear else (blocks + TILE_BLOCKS - 1) // TILE_BLOCKS * TILE_BLOCKS
 
-    # The offset of (row, block) is a sum of one part a row and one part a block, so that a kernel computes the first
-    # once a row. Arguments may be ints, tensors or a kernel's integers: only + * // % are used.
+    # The offset of (row, block) is row_offset + block_offset, so a kernel computes the first once for each row.
+    # Arguments may be ints, tensors or a kernel's integers: use only + * // %.
 
     def row_offset(self, row: Any, blocks: int) -> Any:
-        """What ``row`` adds to the offset in a matrix of ``blocks`` scales a row."""
+        """Return the row's share of an offset, for ``blocks`` scales in each row."""
         if self.is_linear:
             return row * blocks
         tile_row = row // self.tile_rows * (self.tile_rows * self.padded_blocks(blocks))
@@ -53,7 +53,7 @@ class ScaleLayout:
         return tile_row + row * TILE_BLOCKS
 
     def block_offset(self, block: Any) -> Any:
-        """What ``block`` adds to the offset."""
+        """Return the block's share of an offset."""
         if self.is_linear:
             return block
         return block // TILE_BLOCKS * (self.tile_rows * TILE_BLOCKS) + block % TILE_BLOCKS
@@ -65,12 +65,12 @@ SCALE_LAYOUTS: Final = {
 
 
 def weight_layout(layout: ScaleLayout) -> ScaleLayout:
-    """The layout of a weight's scales where the activations' have ``layout``: 8x4 is for few rows only."""
+    """Return the layout of a weight's scales, given the layout of the activations' scales. 8x4 is for few rows only."""
     return SCALE_LAYOUTS["128x4"] if layout.tile_rows == 8 else layout
 
 
 def resolve_scale_layout(name: str) -> ScaleLayout:
-    """The layout of that name.
+    """Return the layout with this name.
 
     Raises:
         ValueError: for an unknown name.
@@ -89,19 +89,19 @@ def _offsets(layout: ScaleLayout, rows: int, blocks: int, device: torch.device) 
 
 
 def from_linear(scale: torch.Tensor, layout: ScaleLayout) -> torch.Tensor:
-    """A (rows, blocks) scale matrix in ``layout``: the padded matrix, padding zero."""
+    """Convert a (rows, blocks) scale matrix to ``layout``: the padded matrix, with zeros as padding."""
     if layout.is_linear:
         return scale
     rows, blocks = scale.shape
     raw = scale.view(torch.uint8)
     tiled = raw.new_zeros(layout.padded_rows(rows) * layout.padded_blocks(blocks))
-    if not raw.is_meta:  # where nothing is to be placed, and torch takes milliseconds for it
+    if not raw.is_meta:  # indexing a meta tensor would take milliseconds, for nothing
         tiled[_offsets(layout, rows, blocks, raw.device)] = raw
     return tiled.view(layout.padded_rows(rows), layout.padded_blocks(blocks)).view(scale.dtype)
 
 
 def to_linear(scale: torch.Tensor, layout: ScaleLayout, rows: int, blocks: int) -> torch.Tensor:
-    """The (rows, blocks) scale matrix that ``scale`` holds in ``layout``."""
+    """Convert ``scale`` from ``layout`` to the (rows, blocks) scale matrix."""
     if layout.is_linear:
         return scale.reshape(rows, blocks)
     raw = scale.reshape(-1).view(torch.uint8)
@@ -111,24 +111,25 @@ def to_linear(scale: torch.Tensor, layout: ScaleLayout, rows: int, blocks: int) 
 def convert_scales(
     scale: torch.Tensor, rows: int, k: int, source: FP4ScaleLayout, target: FP4ScaleLayout
 ) -> torch.Tensor:
-    """Block scales of an FP4 matrix, moved from one layout to another.
+    """Convert block scales of an FP4 matrix from one layout to another.
 
-    Checkpoints hold linear scales, as a rule; the ops expect 128x4 by default.
+    Most checkpoints store linear scales; the ops expect 128x4 by default.
 
     Args:
-        scale: scales of a matrix (rows, k) in the layout ``source``, of any shape with as many elements: float8_e4m3fn
-            (NVFP4), or uint8 or float8_e8m0fnu (MXFP4).
-        rows: rows of the matrix; of a stack of matrices, such as the weights of experts, of all of them.
-        k: elements of a row.
-        source, target: ``"linear"``, ``"128x4"`` or ``"8x4"``.
+        scale: scales of a matrix (rows, k) in the layout ``source``: float8_e4m3fn (NVFP4), uint8 or float8_e8m0fnu
+            (MXFP4); any shape with the right number of elements.
+        rows: number of rows of the matrix; for stacked matrices, such as experts' weights, the sum of their rows.
+        k: number of elements of a row.
+        source: ``"linear"``, ``"128x4"`` or ``"8x4"``.
+        target: ``"linear"``, ``"128x4"`` or ``"8x4"``.
 
     Returns:
-        Scales of the same dtype, padding zero: (rows, k / block size), or tiled (⌈rows/128⌉·128 or ⌈rows/8⌉·8,
-        ⌈k/block size/4⌉·4).
+        Scales of the same dtype, with zeros as padding: (rows, k / block size) if linear, else
+        (⌈rows/128⌉·128 or ⌈rows/8⌉·8, ⌈k/block size/4⌉·4).
 
     Raises:
-        ValueError: for an unknown layout, a ``k`` that is not whole blocks, or another number of elements.
-        TypeError: for another dtype, or another type of argument.
+        ValueError: for an unknown layout, a ``k`` that is no multiple of the block size, or a wrong number of elements.
+        TypeError: for a wrong dtype or type of argument.
     """
     if not isinstance(scale, torch.Tensor):
         raise TypeError(f"scale is {scale!r}, a {type(scale).__name__}; expected a tensor")
@@ -140,7 +141,7 @@ def convert_scales(
     if block_size is None:
         raise TypeError(f"scale has dtype {scale.dtype}; expected float8_e4m3fn, uint8 or float8_e8m0fnu")
     if rows < 0 or k < 0 or k % block_size:
-        raise ValueError(f"rows={rows} and k={k}; expected whole blocks of {block_size} elements in each row")
+        raise ValueError(f"rows={rows} and k={k}; expected rows of 0 or more blocks of {block_size} elements")
     before, after = resolve_scale_layout(source), resolve_scale_layout(target)
     count = before.padded_rows(rows) * before.padded_blocks(k // block_size)
     if scale.numel() != count:

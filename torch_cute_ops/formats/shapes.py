@@ -10,11 +10,11 @@ from torch_cute_ops.formats.scale_layout import ScaleLayout
 
 Shape = tuple[int, ...]
 OutputShapes = list[tuple[Shape, torch.dtype]]
-"""Shape and dtype of each of an op's outputs."""
+"""Shape and dtype of each output of an op."""
 
 
 def row_count(lead: Sequence[int]) -> int:
-    """Rows of a tensor with these leading dimensions."""
+    """Return the number of rows of a tensor with leading dimensions ``lead``."""
     rows = 1
     for extent in lead:
         rows = rows * extent
@@ -22,7 +22,7 @@ def row_count(lead: Sequence[int]) -> int:
 
 
 def fp4_shapes(shape: Sequence[int], fmt: FP4Format, layout: ScaleLayout) -> tuple[Shape, Shape]:
-    """Shapes of the packed codes and of the scales of a tensor of ``shape`` (..., K)."""
+    """Return the shapes of the packed codes and of the scales of a tensor of ``shape`` (..., K)."""
     *lead, width = shape
     blocks = width // fmt.block_size
     if layout.is_linear:
@@ -31,7 +31,7 @@ def fp4_shapes(shape: Sequence[int], fmt: FP4Format, layout: ScaleLayout) -> tup
 
 
 def fp8_shapes(shape: Sequence[int], fmt: FP8Format, layout: ScaleLayout) -> tuple[Shape, Shape]:
-    """Shapes of the codes and of the scales of a tensor of ``shape`` (..., K)."""
+    """Return the shapes of the codes and of the scales of a tensor of ``shape`` (..., K)."""
     *lead, width = shape
     if fmt == FP8_TENSOR:
         return (*lead, width), (1,)

@@ -1,4 +1,4 @@
-"""How close FP4 and FP8 results must be where the fp32 arithmetic behind them may round differently."""
+"""Comparisons of FP4 and FP8 results whose fp32 arithmetic may round differently."""
 
 from collections.abc import Callable
 
@@ -10,9 +10,9 @@ from torch_cute_ops.formats.scale_layout import from_linear, to_linear
 
 NAN_BYTE = {NVFP4: E4M3_NAN, MXFP4: UE8M0_NAN}
 SCALE_ERROR = 2.0**-20
-"""Relative error of a computed fp32 scale: a few units in the last place, for the sum, the root and the products."""
+"""Relative error of a computed fp32 scale: a few ulps, from the sum, the root and the products."""
 GATE_ERROR = 2.0**-17
-"""The same behind ``silu(a)``, where ``a · log2(e)`` is rounded before it is an exponent: |a| · 2^-24, for a > -89."""
+"""Relative error of a scale after ``silu(a)``: the exponent ``a · log2(e)`` is rounded, |a| · 2^-24, for a > -89."""
 SMALLEST = 2.0**-149
 
 
@@ -22,16 +22,15 @@ def assert_fp4_close(
     fmt: FP4Format,
     layout: ScaleLayout,
 ) -> None:
-    """Assert that ``(y, scale)`` pairs agree as behind a row reduction they must.
+    """Assert that two ``(y, scale)`` pairs agree except for the rounding of a row reduction.
 
-    At most one scale in 1,000 differs, each by one ulp, and at most one element in 1,000, each by one e2m1 step. Both
-    allowances are rounded up, and one block whose scale differs may differ in all its elements: a small tensor may hold
-    something that lies on a boundary too. For the same reason, rows that are alike count once. Where a ue8m0 scale
-    differs, which is by a factor of two, the block's elements may differ by two steps. NaN scales, signs and padding
-    are equal.
+    At most one scale in 1,000 may differ, by one ulp, and at most one element in 1,000, by one e2m1 step. Both numbers
+    are rounded up. All elements of one block with a differing scale may differ, so that a small tensor may contain a
+    value on a rounding boundary. Rows that are equal count once. If a ue8m0 scale differs, by a factor of two, the
+    block's elements may differ by two steps. NaN scales, signs and padding must be equal.
 
     Raises:
-        AssertionError: saying what differs, where, and by how much.
+        AssertionError: if the pairs disagree; names the elements and the largest difference.
     """
     (y, scale), (want_y, want_scale) = actual, expected
     _same_kind(actual, expected)
@@ -61,22 +60,23 @@ def assert_fp8_close(
     boundary: Callable[[], torch.Tensor] | None = None,
     scale_error: float = SCALE_ERROR,
 ) -> None:
-    """Assert that ``(y, scale)`` pairs agree as behind a row reduction, or an exponential, they must.
+    """Assert that two ``(y, scale)`` pairs agree except for the rounding of a row reduction or an exponential.
 
-    At most one element in 1,000 differs, rounded up, each by one e4m3 step and in its magnitude only; rows that are
-    alike count once. A computed scale is within ``scale_error`` of the other, relative; NaN and zero are equal, and
-    so is a given scale.
+    At most one element in 1,000, rounded up, may differ, by one e4m3 step and not in its sign. Rows that are equal
+    count once. Computed scales may differ by the relative error ``scale_error``; NaN, zero and given scales must be
+    equal.
 
     Args:
-        actual, expected: the pairs.
-        fmt: their format.
-        boundary: gives a mask (rows, K) of elements that do not count, because their exact values lie on boundaries
-            of e4m3: where rows, weights and scale are numbers of few bits, such a row has many. Called if too many
-            differ.
-        scale_error: ``SCALE_ERROR``, or ``GATE_ERROR`` behind a gate.
+        actual: codes and scales to check.
+        expected: codes and scales that are correct.
+        fmt: format of both pairs.
+        boundary: function that returns a mask (rows, K) of elements to ignore, because their exact values lie on
+            boundaries of e4m3. Rows, weights and scales with few significant bits produce many such elements. Called
+            only if too many elements differ.
+        scale_error: ``SCALE_ERROR``, or ``GATE_ERROR`` after a gate.
 
     Raises:
-        AssertionError: saying what differs, where, and by how much.
+        AssertionError: if the pairs disagree; names the elements and the largest difference.
     """
     (y, scale), (want_y, want_scale) = actual, expected
     _same_kind(actual, expected)
@@ -107,7 +107,7 @@ def _scale_bytes(scale: torch.Tensor, layout: ScaleLayout, rows: int, blocks: in
 
 
 def _padding(scale: torch.Tensor, layout: ScaleLayout, rows: int, blocks: int) -> torch.Tensor:
-    """The bytes of ``scale`` that belong to no block."""
+    """Return the bytes of ``scale`` that belong to no block."""
     raw = scale.view(torch.uint8)
     return raw[from_linear(raw.new_ones(rows, blocks), layout).view(raw.shape) == 0]
 
@@ -127,8 +127,10 @@ def _limit(
     at_least: int = 0,
     excused: Callable[[], torch.Tensor] | None = None,
 ) -> None:
-    """No more than one in 1,000 differ, rounded up, or ``at_least``; neither those that are excused count, nor rows
-    that are alike in both, but for one of them."""
+    """Assert that at most one element in 1,000, rounded up, or ``at_least`` elements differ.
+
+    If too many differ, ``excused`` elements are ignored, then rows that are equal in both tensors count once.
+    """
     allowance = max(-(-got.numel() // 1000), at_least)
     if excused is not None and int((got != want).sum()) > allowance:
         got = torch.where(excused().to(got.device), want, got)

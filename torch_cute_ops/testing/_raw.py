@@ -1,4 +1,4 @@
-"""The compiled function behind an op, called as directly as Python can."""
+"""Direct calls of the compiled function of an op."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,12 @@ from torch_cute_ops.registry import OPS
 
 
 def raw_call(op: str, *args: Any, out: tuple[torch.Tensor, ...]) -> Callable[[], None]:
-    """A callable without arguments that calls the TVM-FFI function of an op for these CUDA tensors, and only that.
+    """Return a callable without arguments that only calls the TVM-FFI function of an op, for these CUDA tensors.
 
     Args:
-        op: an op that is one kernel, such as ``"rmsnorm_fp4quant"``.
-        args: its arguments in order; tensors that the kernel accesses as they are.
-        out: its outputs.
+        op: name of an op that launches one kernel, such as ``"rmsnorm_fp4quant"``.
+        args: arguments of the op in order; the kernel must read the tensors without a copy.
+        out: outputs of the op.
     """
     spec = OPS[op]
     values = tuple(spec.bind(*args))

@@ -1,4 +1,4 @@
-"""What a compiled kernel uses: registers, spills, stack, shared memory; found on any machine, without a GPU."""
+"""Registers, spills, stack and shared memory of compiled kernels, measured without a GPU."""
 
 import contextlib
 import io
@@ -16,10 +16,10 @@ class Resources:
     """Resources of one device kernel, as ptxas reports them.
 
     Attributes:
-        registers: of a thread.
-        stack_bytes: local memory of a thread, spilled registers included.
-        spill_bytes: written to and read from local memory because registers ran out.
-        smem_bytes: shared memory of a CTA.
+        registers: registers of a thread.
+        stack_bytes: bytes of a thread's local memory, including spilled registers.
+        spill_bytes: bytes written to and read from local memory for lack of registers.
+        smem_bytes: bytes of shared memory of a CTA.
     """
 
     registers: int
@@ -29,13 +29,13 @@ class Resources:
 
 
 def compile_for(kernel: Kernel, arch: Arch) -> tuple[Any, list[Resources]]:
-    """Compile ``kernel`` for ``arch`` and read ptxas's remarks on what it launches.
+    """Compile ``kernel`` for ``arch`` and parse ptxas's remarks on each kernel that it launches.
 
-    They come from the DSL's option ``remarks{ptx}``, which runs ``ptxas -v`` and writes to ``sys.stderr``. With it the
-    DSL also looks up the source line of each operation, which takes a third of the time and is not needed here.
+    The DSL's option ``remarks{ptx}`` runs ``ptxas -v`` and writes to ``sys.stderr``. With this option the DSL also
+    looks up the source line of each operation. The look-up takes a third of the time and is disabled here.
 
     Raises:
-        RuntimeError: if there are none, or they say that warpgroup MMAs do not overlap.
+        RuntimeError: if ptxas printed no remarks, or reports that warpgroup MMAs do not overlap.
     """
     from cutlass._mlir_helpers import op
 
@@ -47,12 +47,12 @@ def compile_for(kernel: Kernel, arch: Arch) -> tuple[Any, list[Resources]]:
 
 
 def parse(remarks: str) -> list[Resources]:
-    """The figures in the output of ``ptxas -v`` for each device kernel.
+    """Parse the output of ``ptxas -v`` for the resources of each device kernel.
 
     Raises:
-        RuntimeError: if they are not there, or say that warpgroup MMAs do not overlap.
+        RuntimeError: if there are no figures, or ptxas reports that warpgroup MMAs do not overlap.
     """
-    # With spills, they come as part of a longer message, which is wrapped.
+    # If registers spill, the DSL prints the remarks within a longer message and wraps its lines.
     remarks = " ".join(remarks.split())
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", remarks)
     used = re.findall(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", remarks)
