@@ -141,7 +141,7 @@ def convert_scales(
     if block_size is None:
         raise TypeError(f"scale has dtype {scale.dtype}; expected float8_e4m3fn, uint8 or float8_e8m0fnu")
     if rows < 0 or k < 0 or k % block_size:
-        raise ValueError(f"rows={rows} and k={k}; expected rows of 0 or more blocks of {block_size} elements")
+        raise ValueError(f"rows={rows} and k={k}; expected rows of whole blocks of {block_size} elements")
     before, after = resolve_scale_layout(source), resolve_scale_layout(target)
     count = before.padded_rows(rows) * before.padded_blocks(k // block_size)
     if scale.numel() != count:
